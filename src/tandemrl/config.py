@@ -1,0 +1,414 @@
+"""Typed configuration: frozen dataclasses, YAML files, ``key=value`` overrides, and the printed batch plan.
+
+A run is three things: a config file that says what differs from the defaults below, the overrides on the command line,
+and the code revision. All three are stored with every checkpoint and result. This module imports no torch.
+"""
+
+# ruff: noqa: E501 - check() is a table, one rule per line
+
+import difflib
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field, fields, is_dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+StrategyName = Literal["word", "word_aligned", "bernoulli", "sentence", "chunk", "alternating", "solo"]
+RecipeName = Literal["grpo", "dr_grpo", "dapo", "gspo", "cispo", "rloo", "reinforce_pp", "ppo"]
+
+
+class ConfigError(ValueError):
+    """A bad key or value; the message names the key, the allowed values and, where close, what was meant."""
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    senior: str = "runs/tiny/senior"
+    """HF folder or hub id of the trained model."""
+    junior: str | None = None
+    """HF folder or hub id of the frozen partner; null = the senior's initial weights ("self-paired")."""
+    critic: str | None = None
+    """Reserved for `loss.recipe: ppo`; see ARCHITECTURE.md, status."""
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """Compute dtype of every forward. Trained weights and optimiser state are float32 ("master") in both cases."""
+    device: str = "cpu"
+    gradient_checkpointing: bool = False
+
+
+@dataclass(frozen=True)
+class DataConfig:
+    train: tuple[str, ...] = ("synthetic:plain:train",)
+    """JSONL/Parquet files (verl row schema or raw GSM8K), `synthetic:PAIR:SPLIT`, or `hf:REPO:CONFIG:SPLIT`."""
+    eval: tuple[str, ...] = ("synthetic:plain:heldout",)
+    max_prompt_tokens: int = 1024
+    """Rows whose templated prompt is longer are dropped and counted."""
+    prompt_suffix: str = ""
+    """Appended to the last user message of every row, in training and evaluation alike."""
+    max_eval_rows: int | None = None
+
+
+@dataclass(frozen=True)
+class RolloutConfig:
+    engine: Literal["torch", "vllm"] = "torch"
+    group_size: int = 8
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    max_tokens: int = 64
+    max_rows: int = 256
+    """Rows decoded at once by the reference engine."""
+    tensor_parallel: int = 1
+    allow_truncated: bool = False
+    """Permit top_p/top_k/min_p in training; the trainer then renormalises over the kept tokens too."""
+
+
+@dataclass(frozen=True)
+class SelectionConfig:
+    strategy: StrategyName = "word"
+    prob_senior: float = 0.5
+    max_gap_tokens: int = 32
+    chunk_size: int = 16
+    first: Literal["senior", "junior"] = "senior"
+    """Who starts (`sentence`, `chunk`, `alternating`) or who writes everything (`solo`)."""
+    prob_senior_final: float | None = None
+    """With `anneal_steps`: prob_senior moves linearly to this value."""
+    anneal_steps: int = 0
+
+
+@dataclass(frozen=True)
+class LossConfig:
+    recipe: RecipeName = "grpo"
+    junior_weight: float = 0.0
+    """Loss weight of junior-written tokens: 0 = tandem GRPO, 1 = plain GRPO on every token."""
+    clip_low: float | None = None
+    clip_high: float | None = None
+    """PPO clip range; null = the recipe's own."""
+    dual_clip: float | None = None
+    kl_coef: float = 0.0
+    kl_kind: Literal["k1", "k2", "k3"] = "k3"
+    kl_in_reward: bool = False
+    junior_kl_coef: float = 0.0
+    """λ_jun: pull of the senior towards the junior on junior-written tokens (0 in the paper)."""
+    entropy_coef: float = 0.0
+    normalise_by: Literal["weight", "response"] = "weight"
+    importance: Literal["none", "token", "sequence"] = "none"
+    """Truncated importance sampling (TIS) of trainer against engine log-probs."""
+    importance_cap: float = 2.0
+    overlong_buffer: int = 0
+    """DAPO overlong shaping: the last `overlong_buffer` tokens before rollout.max_tokens are penalised. 0 = off."""
+    filter_zero_variance: bool = False
+    """Leave groups whose rewards are all equal out of the update."""
+
+
+@dataclass(frozen=True)
+class TrainConfig:
+    steps: int = 50
+    seed: int = 0
+    lr: float = 1e-6
+    betas: tuple[float, float] = (0.9, 0.999)
+    weight_decay: float = 0.01
+    grad_clip: float = 1.0
+    warmup_steps: int = 0
+    schedule: Literal["constant", "cosine"] = "constant"
+    prompts_per_step: int = 16
+    mini_batch_prompts: int | None = None
+    """Prompts per optimiser step; null = all of prompts_per_step (one on-policy update)."""
+    tokens_per_micro_batch: int = 8192
+    save_every: int = 20
+    keep_checkpoints: int = 2
+    eval_every: int = 20
+    max_logprob_mismatch: float | None = None
+    """Stop above this mean |trainer - engine| log-prob on senior tokens; null = 1e-3 (float32), 2e-2 (bfloat16)."""
+    async_steps: int = 0
+    profile: bool = False
+    wandb: Literal["off", "offline", "online"] = "off"
+    wandb_project: str = "tandemrl"
+    log_samples: int = 4
+    """Samples shown per logged table; every rollout goes to samples.jsonl regardless."""
+    threads: int | None = None
+    """torch CPU threads; null = leave torch's choice."""
+
+
+@dataclass(frozen=True)
+class EvalConfig:
+    profile: Literal["tiny", "paper", "custom"] = "tiny"
+    """One sampling config for every phase (spec: `tiny` T 1, 64 tokens; `paper` T 0.7, top_p 0.8, top_k 20, 3000)."""
+    samples: int = 8
+    k: tuple[int, ...] = (1, 2, 4, 8)
+    seed: int = 17
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    max_tokens: int = 64
+    """The last four are read with `profile: custom` only."""
+    context: int | None = None
+    select_by: str | None = None
+    """Metric that chooses hf/best; null = macro pass@k at the largest k ≤ samples not above 4."""
+    train_samples: int = 4
+    train_problems: int = 128
+    """Samples per problem and number of problems of the held-out evaluation during training."""
+    bootstrap: int = 2000
+
+
+@dataclass(frozen=True)
+class RewardConfig:
+    timeout_s: float = 5.0
+    workers: int | None = None
+    """Scoring processes; null = chosen from the work and the cores."""
+    format_score: float = 0.0
+    gsm8k: Literal["strict", "flexible", "tandem"] = "strict"
+
+
+@dataclass(frozen=True)
+class Config:
+    model: ModelConfig = field(default_factory=ModelConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    rollout: RolloutConfig = field(default_factory=RolloutConfig)
+    selection: SelectionConfig = field(default_factory=SelectionConfig)
+    loss: LossConfig = field(default_factory=LossConfig)
+    train: TrainConfig = field(default_factory=TrainConfig)
+    eval: EvalConfig = field(default_factory=EvalConfig)
+    reward: RewardConfig = field(default_factory=RewardConfig)
+    output_dir: str = "runs/train"
+
+
+# --------------------------------------------------------------------------------------------------------------------
+
+
+def load(path: str | Path | None = None, overrides: Sequence[str] = ()) -> Config:
+    """Defaults <- YAML file <- ``key=value`` overrides, checked.
+
+    Args:
+        path: a YAML file, or the name of a packaged one (``quickstart`` or ``quickstart.yaml``); None = defaults only.
+        overrides: dotted assignments such as ``train.lr=1e-5``.
+
+    Raises:
+        ConfigError: unknown key, bad value or unreadable file; the message names it.
+
+    Example:
+        >>> load(overrides=["train.lr=1e-5"]).train.lr
+        1e-05
+    """
+    from omegaconf import OmegaConf
+    from omegaconf.errors import OmegaConfBaseException
+
+    merged = OmegaConf.structured(Config)
+    sources: list[tuple[str, Any]] = []
+    unset: set[str] = set()
+    reading = str(path)
+    try:
+        if path is not None:
+            file = find_config(path)
+            sources.append((str(file), OmegaConf.load(file)))
+        for item in overrides:
+            if "=" not in item:
+                raise ConfigError(f"override {item!r}: expected key=value, e.g. train.lr=1e-5")
+            reading = item
+            sources.append((item, OmegaConf.from_dotlist([item])))
+    except ConfigError:
+        raise
+    except Exception as error:
+        raise ConfigError(f"{reading}: not readable as YAML: {' '.join(str(error).split())}") from None
+    for where, source in sources:
+        if not OmegaConf.is_dict(source):
+            raise ConfigError(f"{where}: expected a mapping of sections, found {type(source).__name__}")
+        _refuse_unknown(OmegaConf.to_container(source), Config, where)
+        for key in ("data.train", "data.eval"):  # one source may be written without the list brackets
+            if isinstance(value := OmegaConf.select(source, key), str):
+                OmegaConf.update(source, key, [value])
+        missing = OmegaConf.missing_keys(source)  # `???`: a value that the config leaves to the user; merge skips it
+        unset = {key for key in unset if OmegaConf.select(source, key, default=_ABSENT) is _ABSENT} | missing
+        try:
+            merged = OmegaConf.merge(merged, source)
+        except OmegaConfBaseException as error:
+            key = f"{error.full_key}: " if error.full_key else ""
+            raise ConfigError(f"{where}: {key}{str(error).splitlines()[0]}") from None
+    if unset:
+        wanted = ", ".join(f"{key}=…" for key in sorted(unset))
+        raise ConfigError(f"{sources[0][0]} leaves a value to you (???); give {wanted}")
+    try:
+        config = OmegaConf.to_object(merged)
+    except OmegaConfBaseException as error:
+        raise ConfigError(str(error).splitlines()[0]) from None
+    assert isinstance(config, Config)
+    check(config)
+    return config
+
+
+def find_config(path: str | Path) -> Path:
+    """A file that exists, else a packaged config of that name.
+
+    Raises:
+        ConfigError: neither; lists the packaged names.
+    """
+    candidate = Path(path)
+    if candidate.is_file():
+        return candidate
+    from importlib.resources import files
+
+    packaged = {
+        Path(str(f)).name: Path(str(f)) for f in files("tandemrl.configs").iterdir() if f.name.endswith(".yaml")
+    }
+    for name in (candidate.name, f"{candidate.name}.yaml"):
+        if name in packaged and candidate.parent in (Path("."), Path("configs")):
+            return packaged[name]
+    raise ConfigError(f"config {str(path)!r} not found; packaged configs: {', '.join(sorted(packaged)) or 'none'}")
+
+
+def to_dict(config: Config) -> dict[str, Any]:
+    """Plain nested dict with lists for tuples: what is stored in ``config.yaml`` and result files."""
+    return _plain(asdict(config))  # type: ignore[no-any-return]
+
+
+def to_yaml(config: Config) -> str:
+    from omegaconf import OmegaConf
+
+    return OmegaConf.to_yaml(OmegaConf.create(to_dict(config)))
+
+
+def difference(a: Config, b: Config) -> dict[str, tuple[Any, Any]]:
+    """Dotted keys whose values differ: ``{key: (value in a, value in b)}``."""
+    left, right = _flatten(to_dict(a)), _flatten(to_dict(b))
+    return {key: (left[key], right[key]) for key in left if left[key] != right[key]}
+
+
+def check(config: Config) -> None:
+    """Refuse values that are out of range or contradict each other.
+
+    Raises:
+        ConfigError: the message names the key and what is allowed.
+    """
+    m, r, s, lo, t, e = config.model, config.rollout, config.selection, config.loss, config.train, config.eval
+    per_update = t.mini_batch_prompts or t.prompts_per_step
+    rules: list[tuple[bool, str, object, str]] = [
+        (r.group_size >= 1, "rollout.group_size", r.group_size, "at least 1"),
+        (r.temperature > 0, "rollout.temperature", r.temperature, "positive: greedy rollouts have no policy gradient"),
+        (0 < r.top_p <= 1, "rollout.top_p", r.top_p, "in (0, 1]"),
+        (r.top_k >= 0, "rollout.top_k", r.top_k, "0 (off) or positive"),
+        (0 <= r.min_p <= 1, "rollout.min_p", r.min_p, "in [0, 1]"),
+        (r.max_tokens >= 1, "rollout.max_tokens", r.max_tokens, "at least 1"),
+        (r.max_rows >= 1, "rollout.max_rows", r.max_rows, "at least 1"),
+        (r.tensor_parallel == 1 or r.engine == "vllm", "rollout.tensor_parallel", r.tensor_parallel, "1 with the torch engine"),
+        (0 <= s.prob_senior <= 1, "selection.prob_senior", s.prob_senior, "in [0, 1]"),
+        (s.prob_senior_final is None or 0 <= s.prob_senior_final <= 1, "selection.prob_senior_final", s.prob_senior_final, "in [0, 1]"),
+        ((s.prob_senior_final is None) == (s.anneal_steps == 0), "selection.anneal_steps", s.anneal_steps, "set together with selection.prob_senior_final"),
+        (s.max_gap_tokens >= 1, "selection.max_gap_tokens", s.max_gap_tokens, "at least 1"),
+        (s.chunk_size >= 1, "selection.chunk_size", s.chunk_size, "at least 1"),
+        (0 <= lo.junior_weight <= 1, "loss.junior_weight", lo.junior_weight, "in [0, 1]"),
+        (lo.kl_coef >= 0, "loss.kl_coef", lo.kl_coef, "0 (off) or positive"),
+        (lo.junior_kl_coef >= 0, "loss.junior_kl_coef", lo.junior_kl_coef, "0 (off) or positive"),
+        (not lo.kl_in_reward or lo.kl_coef > 0, "loss.kl_in_reward", lo.kl_in_reward, "false unless loss.kl_coef > 0"),
+        (lo.importance_cap > 0, "loss.importance_cap", lo.importance_cap, "positive"),
+        (0 <= lo.overlong_buffer < r.max_tokens, "loss.overlong_buffer", lo.overlong_buffer, "0 (off) or below rollout.max_tokens"),
+        (lo.recipe != "ppo", "loss.recipe", lo.recipe, "a recipe without a critic; PPO's pure functions are in tandemrl.losses, the critic is not trained yet"),
+        (m.critic is None, "model.critic", m.critic, "null: the critic is not trained yet"),
+        (t.steps >= 1, "train.steps", t.steps, "at least 1"),
+        (t.lr > 0, "train.lr", t.lr, "positive"),
+        (t.grad_clip > 0, "train.grad_clip", t.grad_clip, "positive"),
+        (t.warmup_steps >= 0, "train.warmup_steps", t.warmup_steps, "0 or positive"),
+        (t.prompts_per_step >= 1, "train.prompts_per_step", t.prompts_per_step, "at least 1"),
+        (per_update >= 1 and t.prompts_per_step % per_update == 0, "train.mini_batch_prompts", t.mini_batch_prompts, f"a divisor of train.prompts_per_step ({t.prompts_per_step})"),
+        (t.tokens_per_micro_batch >= 1, "train.tokens_per_micro_batch", t.tokens_per_micro_batch, "at least 1"),
+        (t.save_every >= 1, "train.save_every", t.save_every, "at least 1"),
+        (t.keep_checkpoints >= 1, "train.keep_checkpoints", t.keep_checkpoints, "at least 1"),
+        (t.eval_every >= 0, "train.eval_every", t.eval_every, "0 (never) or positive"),
+        (t.async_steps == 0, "train.async_steps", t.async_steps, "0: overlapped generation is not implemented yet"),
+        (e.samples >= 1, "eval.samples", e.samples, "at least 1"),
+        (e.train_samples >= 1, "eval.train_samples", e.train_samples, "at least 1"),
+        (len(e.k) > 0 and all(1 <= k <= e.samples for k in e.k), "eval.k", list(e.k), f"non-empty, each between 1 and eval.samples ({e.samples})"),
+        (len(config.data.train) > 0, "data.train", list(config.data.train), "at least one source"),
+        (config.reward.timeout_s > 0, "reward.timeout_s", config.reward.timeout_s, "positive"),
+    ]  # fmt: skip
+    for ok, key, value, allowed in rules:
+        if not ok:
+            raise ConfigError(f"{key}={value}: must be {allowed}")
+    if (r.top_p < 1 or r.top_k > 0 or r.min_p > 0) and not r.allow_truncated:
+        raise ConfigError(
+            "rollout.top_p/top_k/min_p truncate the sampling distribution, which biases the trainer's ratios; set "
+            "rollout.allow_truncated=true (the trainer then renormalises over the kept tokens) or switch them off"
+        )
+
+
+@dataclass(frozen=True)
+class BatchPlan:
+    """What the batch knobs mean, per training step. ``micro_batches`` is an upper bound, reached if every sequence has
+    its full length."""
+
+    prompts: int
+    rollouts: int
+    updates: int
+    sequences_per_update: int
+    max_tokens_per_sequence: int
+    micro_batches: int
+
+    def __str__(self) -> str:
+        return (
+            f"batch plan per step: {self.prompts} prompts -> {self.rollouts} rollouts -> {self.updates} update(s) of "
+            f"{self.sequences_per_update} sequences, each <= {self.max_tokens_per_sequence} tokens, in at most "
+            f"{self.micro_batches} micro-batch(es) per update"
+        )
+
+
+def batch_plan(config: Config) -> BatchPlan:
+    """The batch plan of one training step.
+
+    Example:
+        >>> plan = batch_plan(load(overrides=["train.prompts_per_step=16", "train.mini_batch_prompts=8"]))
+        >>> plan.rollouts, plan.updates, plan.sequences_per_update
+        (128, 2, 64)
+    """
+    per_update = config.train.mini_batch_prompts or config.train.prompts_per_step
+    sequences = per_update * config.rollout.group_size
+    longest = config.data.max_prompt_tokens + config.rollout.max_tokens
+    per_micro_batch = max(1, config.train.tokens_per_micro_batch // longest)
+    return BatchPlan(
+        prompts=config.train.prompts_per_step,
+        rollouts=config.train.prompts_per_step * config.rollout.group_size,
+        updates=config.train.prompts_per_step // per_update,
+        sequences_per_update=sequences,
+        max_tokens_per_sequence=longest,
+        micro_batches=math.ceil(sequences / per_micro_batch),
+    )
+
+
+# --------------------------------------------------------------------------------------------------------------------
+
+
+_ABSENT = object()
+
+
+def _refuse_unknown(tree: Any, schema: type, where: str, prefix: str = "") -> None:
+    """Unknown keys are an error that names the key, the allowed ones and the nearest."""
+    known = {f.name: f for f in fields(schema)}
+    for key, value in (tree or {}).items():
+        dotted = f"{prefix}{key}"
+        if key not in known:
+            close = difflib.get_close_matches(str(key), known, n=1)
+            hint = f" Did you mean {prefix}{close[0]}?" if close else ""
+            raise ConfigError(f"{where}: unknown key {dotted!r}.{hint} Allowed here: {', '.join(sorted(known))}")
+        inner = known[key].type
+        if isinstance(inner, type) and is_dataclass(inner):
+            if not isinstance(value, Mapping):
+                raise ConfigError(
+                    f"{where}: {dotted} is a section; set one of: {', '.join(f.name for f in fields(inner))}"
+                )
+            _refuse_unknown(value, inner, where, f"{dotted}.")
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _plain(item) for key, item in value.items()}
+    if isinstance(value, tuple | list):
+        return [_plain(item) for item in value]
+    return value
+
+
+def _flatten(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    flat: dict[str, Any] = {}
+    for key, value in tree.items():
+        if isinstance(value, Mapping):
+            flat |= _flatten(value, f"{prefix}{key}.")
+        else:
+            flat[f"{prefix}{key}"] = value
+    return flat

@@ -1,0 +1,372 @@
+"""Causal LMs from transformers, run without padding: loading, packed attention, and log-probs without [t, v] logits.
+
+Both users of a model, the trainer (packed sequences) and the reference engine (one token per row over a KV cache), call
+the same stock transformers module. What differs is the *layout*: an object that travels through the model's keyword
+arguments to the registered attention function and says how queries meet keys. Nothing of the model is patched.
+"""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from einops import rearrange
+from jaxtyping import Bool, Float, Int64
+from torch import Tensor, nn
+from transformers import (
+    AttentionInterface,
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
+
+from tandemrl.rollout.sampling import Truncation, kept_tokens
+from tandemrl.types import Author, Batch
+
+ATTENTION = "tandemrl"
+LOGITS_PER_CHUNK = 2**25  # float32 logits alive at once in the LM head: 128 MiB
+
+
+class ModelError(ValueError):
+    """A model or tokenizer that cannot be used as asked; the message names it and the fix."""
+
+
+# ---------------------------------------------------------------------------------------------------------- attention
+
+
+class Layout(Protocol):
+    """How the queries of one forward pass meet keys and values."""
+
+    @property
+    def max_length(self) -> int: ...
+
+    def attend(
+        self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float
+    ) -> Float[Tensor, "b q h d"]:
+        """query [b, h, q, d], key and value [b, k, q, d] of this pass -> attention output."""
+        ...
+
+
+def _attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    *,
+    scaling: float,
+    layout: Layout | None = None,
+    dropout: float = 0.0,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    **_: Any,
+) -> tuple[Tensor, None]:
+    name = type(module).__name__
+    if layout is None:
+        raise ModelError(f"{name}: the model did not pass `layout` on to its attention; this architecture is unsupported")
+    if softcap is not None or s_aux is not None:
+        raise ModelError(f"{name}: attention soft-capping and attention sinks are not supported")
+    if sliding_window is not None and sliding_window < layout.max_length:
+        raise ModelError(f"{name}: sliding window {sliding_window} is shorter than the sequences ({layout.max_length})")
+    if dropout:
+        raise ModelError(f"{name}: attention dropout {dropout} would make log-probs random; set it to 0")
+    return layout.attend(module.layer_idx, query, key, value, scaling), None  # type: ignore[arg-type]
+
+
+AttentionInterface.register(ATTENTION, _attention)
+
+
+class Bucket(NamedTuple):
+    """Sequences of similar length, padded to the longest of them inside attention only."""
+
+    tokens: Int64[Tensor, " k"]
+    """Indices of the bucket's tokens in the packed batch."""
+    slots: Int64[Tensor, " k"]
+    """Where they go in the padded [rows * width] layout."""
+    rows: int
+    width: int
+
+
+class PackedLayout:
+    """Causal attention inside each of the sequences laid end to end.
+
+    Every linear layer sees the packed tokens. For attention, sequences are right-padded to a rectangle: with a causal
+    mask no real token can see the padding behind it, so that the fused kernels run without any mask tensor on every
+    device. Sequences shorter than half of a rectangle's width get a rectangle of their own, which bounds the waste.
+
+    Args:
+        lengths: tokens per sequence, in packed order.
+    """
+
+    def __init__(self, lengths: Sequence[int], device: torch.device | str = "cpu") -> None:
+        self.max_length = max(lengths)
+        self.buckets: list[Bucket] = []
+        starts = np.concatenate(([0], np.cumsum(lengths)[:-1]))
+        order = sorted(range(len(lengths)), key=lambda i: -lengths[i])
+        while order:
+            width = lengths[order[0]]
+            members = [i for i in order if 2 * lengths[i] > width]
+            order = order[len(members) :]
+            members.sort()
+            tokens = np.concatenate([np.arange(starts[i], starts[i] + lengths[i]) for i in members])
+            slots = np.concatenate([np.arange(lengths[i]) + row * width for row, i in enumerate(members)])
+            self.buckets.append(
+                Bucket(torch.from_numpy(tokens).to(device), torch.from_numpy(slots).to(device), len(members), width)
+            )
+        self.rectangular = len(self.buckets) == 1 and len(set(lengths)) == 1
+
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
+        q, k, v = (rearrange(x, "1 h t d -> t h d") for x in (query, key, value))
+        if self.rectangular:
+            bucket = self.buckets[0]
+            shape = dict(rows=bucket.rows, width=bucket.width)
+            padded = (rearrange(x, "(rows width) h d -> rows h width d", **shape) for x in (q, k, v))
+            return rearrange(_causal(*padded, scaling=scaling), "rows h width d -> 1 (rows width) h d")
+        out = torch.empty_like(q)
+        for bucket in self.buckets:
+            padded = (_pad(x, bucket) for x in (q, k, v))
+            flat = rearrange(_causal(*padded, scaling=scaling), "rows h width d -> (rows width) h d")
+            out = out.index_copy(0, bucket.tokens, flat.index_select(0, bucket.slots))
+        return out.unsqueeze(0)
+
+
+def _pad(x: Float[Tensor, "t h d"], bucket: Bucket) -> Float[Tensor, "rows h width d"]:
+    source = x if bucket.tokens.shape[0] == x.shape[0] else x.index_select(0, bucket.tokens)
+    padded = x.new_zeros(bucket.rows * bucket.width, *x.shape[1:]).index_copy(0, bucket.slots, source)
+    return rearrange(padded, "(rows width) h d -> rows h width d", rows=bucket.rows)
+
+
+def _causal(q: Tensor, k: Tensor, v: Tensor, *, scaling: float) -> Tensor:
+    return F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scaling, enable_gqa=q.shape[1] != k.shape[1])
+
+
+# ------------------------------------------------------------------------------------------------------------ loading
+
+
+def load_model(path: str | Path, *, dtype: str = "float32", device: str = "cpu") -> PreTrainedModel:
+    """A causal LM in eval mode, on ``device``, wired to this library's attention.
+
+    Raises:
+        ModelError: not loadable, not a causal LM with standard attention, or its head does more than a linear map.
+    """
+    try:
+        config = AutoConfig.from_pretrained(path)
+        model = AutoModelForCausalLM.from_pretrained(path, config=config, dtype=getattr(torch, dtype))
+    except (OSError, ValueError, KeyError) as error:
+        raise ModelError(f"model {str(path)!r} could not be loaded: {str(error).splitlines()[0]}") from None
+    return prepare(model.to(device), name=str(path))
+
+
+def prepare(model: PreTrainedModel, *, name: str = "model") -> PreTrainedModel:
+    """Wire a loaded model to the library's attention, in place, and prove on a probe that it decodes as before.
+
+    Raises:
+        ModelError: the architecture ignores the attention interface or transforms its logits after the LM head.
+    """
+    model.eval()
+    head = model.get_output_embeddings()
+    if not isinstance(head, nn.Linear):
+        raise ModelError(f"{name}: no linear LM head; only causal LMs are supported")
+    probe = torch.arange(min(4, head.out_features), device=head.weight.device)
+    with torch.no_grad():
+        wanted = model(input_ids=probe[None], use_cache=False).logits[0].float()
+        try:
+            model.set_attn_implementation(ATTENTION)
+            found = head(hidden_states(model, probe, torch.arange(len(probe), device=probe.device), PackedLayout([len(probe)], probe.device))).float()
+        except (ValueError, TypeError, AttributeError) as error:
+            raise ModelError(f"{name}: {type(model).__name__} does not support custom attention: {error}") from None
+    tolerance = 1e-3 if head.weight.dtype == torch.float32 else 0.1
+    if not torch.allclose(wanted, found, atol=tolerance * max(1.0, wanted.abs().max().item())):
+        raise ModelError(
+            f"{name}: {type(model).__name__} gives other logits through the packed path (max difference "
+            f"{(wanted - found).abs().max().item():.3g}): its attention or its LM head is not a standard one"
+        )
+    return model
+
+
+def load_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:
+    """The tokenizer of a model folder or hub id.
+
+    Raises:
+        ModelError: not loadable.
+    """
+    try:
+        return AutoTokenizer.from_pretrained(path)
+    except (OSError, ValueError, KeyError) as error:
+        raise ModelError(f"tokenizer of {str(path)!r} could not be loaded: {str(error).splitlines()[0]}") from None
+
+
+def vocabulary_check(senior: PreTrainedTokenizerBase, junior: PreTrainedTokenizerBase) -> None:
+    """Two models can share a text only if they share every token id.
+
+    Raises:
+        ModelError: names how many ids differ and the first of them.
+    """
+    a, b = senior.get_vocab(), junior.get_vocab()
+    if a != b:
+        differing = sorted(set(a.items()) ^ set(b.items()), key=lambda item: item[1])
+        token, index = differing[0]
+        raise ModelError(
+            f"senior and junior have different vocabularies: {len(differing)} entries differ, the first is {token!r} "
+            f"(id {index}). Tandem decoding needs one vocabulary; choose a junior of the same tokenizer family."
+        )
+
+
+def eos_token_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
+    """Ids that end a completion: those of the generation config and the tokenizer's own."""
+    configured = model.generation_config.eos_token_id if model.generation_config is not None else None
+    ids = set(configured if isinstance(configured, list) else [configured]) | {tokenizer.eos_token_id}
+    return tuple(sorted(i for i in ids if i is not None))
+
+
+# ------------------------------------------------------------------------------------------------------------ scoring
+
+
+def hidden_states(
+    model: PreTrainedModel, tokens: Int64[Tensor, "..."], positions: Int64[Tensor, "..."], layout: Layout
+) -> Float[Tensor, "... h"]:
+    """Last hidden states of packed [t] or row-wise [b, q] tokens (after the final norm, before the LM head)."""
+    rows = tokens if tokens.ndim == 2 else tokens[None]
+    out = model.get_decoder()(
+        input_ids=rows, position_ids=positions.reshape(rows.shape), use_cache=False, layout=layout
+    ).last_hidden_state
+    return out if tokens.ndim == 2 else out[0]
+
+
+def token_logprobs(
+    model: PreTrainedModel,
+    batch: Batch,
+    *,
+    select: Bool[Tensor, " t"],
+    temperature: float = 1.0,
+    truncation: Truncation | None = None,
+    autocast: torch.dtype | None = None,
+) -> tuple[Float[Tensor, " t"], Float[Tensor, " t"]]:
+    """Log-prob of every selected token given its prefix, and the entropy of the distribution it was drawn from.
+
+    The distribution is ``softmax(logits / temperature)``, restricted to the kept tokens when ``truncation`` is given
+    (the token itself is always kept). Entries that are not selected are 0.0. Logits live in chunks only and are
+    recomputed in backward: [t, v] is never materialised.
+
+    Returns:
+        logprobs and entropy, nats, float32; entry i describes token i.
+    """
+    select = select & (batch.positions > 0)  # the first token of a sequence has no prefix
+    index = select.nonzero().squeeze(1)
+    layout = PackedLayout(batch.lengths.tolist(), batch.tokens.device)
+    with torch.autocast(batch.tokens.device.type, dtype=autocast, enabled=autocast is not None):
+        hidden = hidden_states(model, batch.tokens, batch.positions, layout)
+    head = model.get_output_embeddings()
+    prefix = hidden.index_select(0, index - 1)  # the shift: the logits at i - 1 predict token i
+    logprobs, entropy = _LinearLogprobs.apply(
+        prefix, head.weight, head.bias, batch.tokens.index_select(0, index), temperature, truncation, autocast
+    )
+    empty = torch.zeros(batch.tokens.shape[0], dtype=torch.float32, device=batch.tokens.device)
+    return empty.index_copy(0, index, logprobs), empty.index_copy(0, index, entropy)
+
+
+class _LinearLogprobs(torch.autograd.Function):
+    """(log-prob of the target, entropy) of softmax(hidden Wᵀ / T) per row, chunked over rows, logits recomputed.
+
+    With z the scaled logits, p = softmax(z) and H the entropy: ∂logp_y/∂z = 1_y − p and ∂H/∂z = −p(log p + H).
+    """
+
+    @staticmethod
+    def forward(ctx, hidden, weight, bias, targets, temperature, truncation, dtype):  # type: ignore[no-untyped-def]
+        ctx.set_materialize_grads(False)
+        ctx.settings = (temperature, truncation, dtype)
+        logprobs = torch.empty(hidden.shape[0], dtype=torch.float32, device=hidden.device)
+        entropy = torch.empty_like(logprobs)
+        for rows in _chunks(hidden.shape[0], weight.shape[0]):
+            logp = _logits(hidden[rows], weight, bias, targets[rows], *ctx.settings).log_softmax(-1)
+            logprobs[rows] = logp.gather(1, targets[rows, None]).squeeze(1)
+            entropy[rows] = -_plogp(logp).sum(-1)
+        ctx.save_for_backward(hidden, weight, bias, targets)
+        return logprobs, entropy
+
+    @staticmethod
+    def backward(ctx, grad_logprobs, grad_entropy):  # type: ignore[no-untyped-def]
+        hidden, weight, bias, targets = ctx.saved_tensors
+        temperature, _, dtype = ctx.settings
+        dtype = dtype or weight.dtype
+        grad_hidden = torch.empty_like(hidden)
+        grad_weight = torch.zeros_like(weight, dtype=torch.float32)
+        grad_bias = None if bias is None else torch.zeros_like(bias, dtype=torch.float32)
+        for rows in _chunks(hidden.shape[0], weight.shape[0]):
+            logp = _logits(hidden[rows], weight, bias, targets[rows], *ctx.settings).log_softmax(-1)
+            grad = torch.zeros_like(logp)
+            if grad_logprobs is not None:
+                g = grad_logprobs[rows, None]
+                grad = (logp.exp() * -g).scatter_add_(1, targets[rows, None], g)
+            if grad_entropy is not None:
+                plogp = _plogp(logp)
+                grad = grad - grad_entropy[rows, None] * (plogp - logp.exp() * plogp.sum(-1, keepdim=True))
+            grad = (grad / temperature).to(dtype)
+            grad_hidden[rows] = (grad @ weight.to(dtype)).to(hidden.dtype)
+            grad_weight += grad.T @ hidden[rows].to(dtype)
+            if grad_bias is not None:
+                grad_bias += grad.sum(0)
+        return (
+            grad_hidden,
+            grad_weight.to(weight.dtype),
+            None if bias is None or grad_bias is None else grad_bias.to(bias.dtype),
+            *(None,) * 4,
+        )
+
+
+def _chunks(rows: int, vocabulary: int) -> list[slice]:
+    size = max(1, LOGITS_PER_CHUNK // vocabulary)
+    return [slice(start, min(start + size, rows)) for start in range(0, rows, size)]
+
+
+def _logits(
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    targets: Tensor,
+    temperature: float,
+    truncation: Truncation | None,
+    dtype: torch.dtype | None,
+) -> Tensor:
+    if dtype is not None:
+        hidden, weight, bias = hidden.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
+    logits = F.linear(hidden, weight, bias).float()
+    if temperature != 1.0:
+        logits = logits / temperature
+    if truncation is not None:
+        keep = kept_tokens(logits, truncation).scatter_(1, targets[:, None], True)
+        logits = logits.masked_fill(~keep, -torch.inf)
+    return logits
+
+
+def _plogp(logp: Tensor) -> Tensor:
+    return torch.where(logp.isneginf(), 0.0, logp.exp() * logp)
+
+
+@torch.no_grad()
+def sequence_logprobs(
+    model: PreTrainedModel,
+    sequences: Sequence[Sequence[int]],
+    *,
+    tokens_per_micro_batch: int = 8192,
+    temperature: float = 1.0,
+) -> list[np.ndarray]:
+    """Log-prob of every token of plain sequences given its prefix; nats, float32, entry 0 is 0.0."""
+    from tandemrl.batching import micro_batches, pack_tokens
+
+    device = model.get_output_embeddings().weight.device
+    budget = max(tokens_per_micro_batch, max(map(len, sequences), default=1))
+    out: list[np.ndarray] = [np.zeros(0, np.float32)] * len(sequences)
+    for rows in micro_batches([len(s) for s in sequences], budget):
+        batch = pack_tokens([sequences[i] for i in rows], device=device)
+        logprobs, _ = token_logprobs(
+            model, batch, select=batch.author >= int(Author.CONTEXT), temperature=temperature
+        )
+        for i, values in zip(rows, logprobs.cpu().split(batch.lengths.tolist()), strict=True):
+            out[i] = values.numpy()
+    return out

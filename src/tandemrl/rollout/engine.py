@@ -1,0 +1,193 @@
+"""The engine contract: tokens in, tokens, authors and the authors' log-probs out. Every engine obeys it."""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Literal, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from tandemrl.selection import Strategy
+
+StopReason = Literal["eos", "stop", "length", "abort"]
+
+
+class EngineError(RuntimeError):
+    """An engine cannot serve a request, or broke its contract. The message names the culprit and the fix."""
+
+
+@dataclass(frozen=True, slots=True)
+class Sampling:
+    """How a token is drawn from its author's logits; the same knobs, in the same order, in every engine.
+
+    Order (vLLM's): penalties, temperature, min_p, top_k, top_p; the kept tokens are renormalised. ``temperature`` 0 is
+    greedy. ``top_k`` 0, ``top_p`` 1 and ``min_p`` 0 switch truncation off. ``stop`` strings are kept in the text, as
+    are stop ids and EOS. ``repetition_penalty`` counts prompt and output; the other two count output only.
+
+    Raises:
+        ValueError: a value is out of range; the message names it.
+    """
+
+    max_tokens: int = 128
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+
+    def __post_init__(self) -> None:
+        bounds: dict[str, tuple[bool, str]] = {
+            "max_tokens": (self.max_tokens >= 1, "at least 1"),
+            "temperature": (0.0 <= self.temperature < float("inf"), "0 (greedy) or a positive number"),
+            "top_p": (0.0 < self.top_p <= 1.0, "in (0, 1]"),
+            "top_k": (self.top_k >= 0, "0 (off) or a positive number"),
+            "min_p": (0.0 <= self.min_p <= 1.0, "in [0, 1]"),
+            "repetition_penalty": (self.repetition_penalty > 0.0, "positive"),
+        }
+        for name, (ok, allowed) in bounds.items():
+            if not ok:
+                raise ValueError(f"sampling.{name} must be {allowed}, got {getattr(self, name)}")
+
+    @property
+    def truncated(self) -> bool:
+        """Whether top_p, top_k or min_p removes tokens from the distribution."""
+        return self.top_p < 1.0 or self.top_k > 0 or self.min_p > 0.0
+
+    @property
+    def penalised(self) -> bool:
+        return self.repetition_penalty != 1.0 or self.presence_penalty != 0.0 or self.frequency_penalty != 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """Write ``len(keys)`` completions of one prompt. Each key (see ``selection.draws.request_key``) seeds one
+    completion: its author draws and its sampling draws. Prompt ids are used as they are, never re-tokenised."""
+
+    prompt: Sequence[int]
+    keys: tuple[int, ...]
+    sampling: Sampling
+    strategy: Strategy
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Completion:
+    """Generated tokens only: all three channels have the same length.
+
+    author: 0 junior, 1 senior. behaviour_logprobs: float32 nats, of each token under its author's sampling
+    distribution (after penalties, temperature and truncation, renormalised; 0.0 when greedy).
+    """
+
+    key: int
+    tokens: np.ndarray
+    author: np.ndarray
+    behaviour_logprobs: np.ndarray
+    stop_reason: StopReason
+    policy_version: int = 0
+
+    @property
+    def authorship_mask(self) -> np.ndarray:
+        """The original's name for ``author``: 1 where the senior wrote the token."""
+        return self.author
+
+
+@dataclass(frozen=True, slots=True)
+class EngineInfo:
+    """What an engine reports about itself; stored with every result."""
+
+    name: str
+    version: str
+    dtype: str
+    device: str
+    extra: Mapping[str, str] = field(default_factory=dict)
+
+
+class Engine(Protocol):
+    """Tokens in, tokens out. Engines are synchronous: ``generate`` returns when all completions are finished."""
+
+    policy_version: int
+
+    @property
+    def info(self) -> EngineInfo: ...
+
+    def generate(
+        self, requests: Sequence[Request], *, progress: Callable[[int], None] | None = None
+    ) -> list[list[Completion]]:
+        """Completions in the order of the requests, one per key. ``progress(k)`` is told of k newly written tokens.
+
+        Raises:
+            EngineError: a request asks for something this engine lacks, or does not fit its context.
+        """
+        ...
+
+    def abort(self, keys: Iterable[int] | None = None) -> None:
+        """End the named completions (None: all) at the next token, with ``stop_reason="abort"``. Thread-safe."""
+        ...
+
+    def load_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
+        """Replace the senior's weights in place. The junior is never touched."""
+        ...
+
+    def fingerprint(self, who: Literal["senior", "junior"] = "senior") -> int:
+        """An integer checksum of the weights this engine decodes with (see ``rollout.sync.fingerprint``)."""
+        ...
+
+
+def check_completion(completion: Completion, *, strategy: Strategy | None = None) -> None:
+    """Fail closed: refuse a completion without a full author channel, and one whose authors are not those the strategy
+    gives for its key and tokens.
+
+    Raises:
+        EngineError: a channel is missing or short, an author is unknown, or authorship differs from ``replay``.
+    """
+    length = len(completion.tokens)
+    for name in ("author", "behaviour_logprobs"):
+        channel = getattr(completion, name)
+        if channel is None or len(channel) != length:
+            found = "missing" if channel is None else f"{len(channel)} entries"
+            raise EngineError(
+                f"completion {completion.key}: {name} has {found} for {length} tokens. The engine returned no usable "
+                "authorship mask; training on it would silently become plain GRPO."
+            )
+    if length and not np.isin(completion.author, (0, 1)).all():
+        raise EngineError(f"completion {completion.key}: authors must be 0 (junior) or 1 (senior)")
+    if length and not np.isfinite(completion.behaviour_logprobs).all():
+        raise EngineError(f"completion {completion.key}: behaviour_logprobs are not finite")
+    if strategy is not None and length:
+        check_authors([completion], [strategy])
+
+
+def check_authors(completions: Sequence[Completion], strategies: Sequence[Strategy]) -> None:
+    """Recompute every completion's authors from its key and tokens alone and compare; vectorised per strategy.
+
+    Raises:
+        EngineError: the recorded authors are not the strategy's; names the completion and the first wrong token.
+    """
+    from tandemrl.selection import replay
+
+    by_strategy: dict[int, list[int]] = {}
+    for i, strategy in enumerate(strategies):
+        by_strategy.setdefault(id(strategy), []).append(i)
+    for rows in by_strategy.values():
+        strategy = strategies[rows[0]]
+        lengths = torch.tensor([len(completions[i].tokens) for i in rows])
+        if int(lengths.max()) == 0:
+            continue
+        tokens = torch.zeros(len(rows), int(lengths.max()), dtype=torch.int64)
+        for r, i in enumerate(rows):
+            tokens[r, : lengths[r]] = torch.as_tensor(completions[i].tokens)
+        expected = replay(strategy, torch.tensor([completions[i].key for i in rows]), tokens, lengths).author
+        for r, i in enumerate(rows):
+            want = expected[r, : lengths[r]].numpy()
+            wrong = np.flatnonzero(want != completions[i].author)
+            if len(wrong):
+                raise EngineError(
+                    f"completion {completions[i].key}: token {wrong[0]} is recorded as author "
+                    f"{completions[i].author[wrong[0]]}, but replaying the strategy gives {want[wrong[0]]} "
+                    f"({len(wrong)} of {len(want)} differ). The engine and the trainer disagree on who wrote what."
+                )

@@ -1,0 +1,47 @@
+"""Trainer -> engine weights: copied, versioned, and read back. Stale weights look like training that does not work."""
+
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from tandemrl.rollout.engine import Engine, EngineError
+from tandemrl.selection.draws import mix64
+
+_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def fingerprint(parameters: Iterable[tuple[str, Tensor]], dtype: torch.dtype | None = None) -> int:
+    """A checksum of named tensors: equal if and only if (up to chance) every tensor has the same bits.
+
+    Each tensor contributes the wrap-around sum of its bit patterns weighted by position, mixed with its name.
+    """
+    total = 0
+    for name, tensor in parameters:
+        value = tensor.detach()
+        bits = value.to(dtype if dtype is not None else value.dtype).contiguous().flatten()
+        words = bits.view(_BITS[bits.element_size()]).to(torch.int64)
+        weights = torch.arange(words.shape[0], device=words.device).mul_(2).add_(1)
+        total ^= mix64(int((words * weights).sum()), *name.encode())
+    return total
+
+
+def sync_weights(model: PreTrainedModel, engine: Engine, version: int) -> int:
+    """Send the trainer's parameters to the engine's senior and prove that they arrived.
+
+    Returns:
+        the fingerprint both sides agree on.
+
+    Raises:
+        EngineError: the engine's weights or version are not what was sent.
+    """
+    engine.load_weights(model.named_parameters(), version)
+    wanted = fingerprint(model.named_parameters(), dtype=getattr(torch, engine.info.dtype))
+    found = engine.fingerprint("senior")
+    if wanted != found or engine.policy_version != version:
+        raise EngineError(
+            f"weights did not reach the engine: version {engine.policy_version} (sent {version}), checksum {found:#x} "
+            f"(sent {wanted:#x}). The rollouts would come from a stale policy."
+        )
+    return wanted

@@ -1,0 +1,501 @@
+"""The reference engine: two transformers models, one KV cache each, batched tandem decoding. Readable, exact, CPU or GPU.
+
+Each step feeds the last token of every row to both models, picks each row's logits from the model that writes its next
+token, and draws that token from one counter-based uniform. Bookkeeping lives on the host; the device sees rows only.
+Column *p* of a KV cache is position *p* of its row, whoever wrote the token there: authorship never masks attention.
+"""
+
+import threading
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+import transformers
+from jaxtyping import Float, Int64
+from torch import Tensor
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from tandemrl.model import eos_token_ids, hidden_states
+from tandemrl.rollout.engine import Completion, EngineError, EngineInfo, Request, StopReason
+from tandemrl.rollout.sampling import Truncation, draw, kept_tokens, penalise
+from tandemrl.rollout.sync import fingerprint
+from tandemrl.selection import Strategy
+from tandemrl.selection.draws import SAMPLING, stream, uniforms
+
+PREFILL_TOKENS = 16384  # prompt tokens computed in one prefill forward
+CACHE_STEP = 64  # columns by which KV caches grow
+
+
+class TorchEngine:
+    """Tandem decoding with two models that share a vocabulary; see ``rollout.engine.Engine`` for the contract.
+
+    Args:
+        senior: prepared by ``model.load_model`` or ``model.prepare``; the engine owns it (``load_weights`` changes it).
+        junior: the frozen partner, of any size, family or device; None if only the senior ever writes.
+        tokenizer: used for stop strings only.
+        max_rows: completions decoded at once; further ones join when an eighth of the rows is free.
+
+    Raises:
+        EngineError: the models cannot cover the tokenizer's vocabulary.
+    """
+
+    def __init__(
+        self,
+        senior: PreTrainedModel,
+        junior: PreTrainedModel | None,
+        tokenizer: PreTrainedTokenizerBase,
+        *,
+        max_rows: int = 256,
+        policy_version: int = 0,
+    ) -> None:
+        self.senior, self.junior, self.tokenizer = senior, junior, tokenizer
+        self.max_rows, self.policy_version = max_rows, policy_version
+        self.models = {1: senior} | ({0: junior} if junior is not None else {})
+        self.vocabulary = min(model.get_output_embeddings().weight.shape[0] for model in self.models.values())
+        if self.vocabulary < len(tokenizer):
+            raise EngineError(f"a model has {self.vocabulary} logits for the tokenizer's {len(tokenizer)} tokens")
+        self.context = min(_context(model) for model in self.models.values())
+        self.eos = eos_token_ids(senior, tokenizer)
+        self._abort_lock = threading.Lock()
+        self._aborted: set[int] | None = set()  # None: all
+
+    @property
+    def info(self) -> EngineInfo:
+        weight = self.senior.get_output_embeddings().weight
+        return EngineInfo("torch", transformers.__version__, str(weight.dtype).removeprefix("torch."), str(weight.device))
+
+    def load_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
+        own = dict(self.senior.named_parameters())
+        given = dict(weights)
+        if own.keys() != given.keys():
+            missing = sorted(own.keys() ^ given.keys())
+            raise EngineError(f"weights do not match the engine's senior; {len(missing)} names differ, e.g. {missing[0]}")
+        with torch.no_grad():
+            for name, parameter in own.items():
+                if parameter.shape != given[name].shape:
+                    raise EngineError(f"weight {name}: shape {tuple(given[name].shape)}, expected {tuple(parameter.shape)}")
+                parameter.copy_(given[name])
+        self.policy_version = version
+
+    def fingerprint(self, who: Literal["senior", "junior"] = "senior") -> int:
+        model = self.models.get(1 if who == "senior" else 0)
+        if model is None:
+            raise EngineError("this engine has no junior")
+        return fingerprint(model.named_parameters())
+
+    def abort(self, keys: Iterable[int] | None = None) -> None:
+        with self._abort_lock:
+            if keys is None or self._aborted is None:
+                self._aborted = None
+            else:
+                self._aborted |= set(keys)
+
+    @torch.inference_mode()
+    def generate(
+        self, requests: Sequence[Request], *, progress: Callable[[int], None] | None = None
+    ) -> list[list[Completion]]:
+        for i, request in enumerate(requests):
+            self._check(i, request)
+        with self._abort_lock:
+            self._aborted = set()
+        waiting = [_Row(request, key) for request in requests for key in request.keys]
+        rows = list(waiting)
+        batch = _Batch(self, requests)
+        while waiting or batch.rows:
+            free = self.max_rows - len(batch.rows)
+            if waiting and (not batch.rows or 8 * free >= self.max_rows):
+                batch.admit(waiting[:free])
+                del waiting[:free]
+            batch.step()
+            if progress is not None:
+                progress(batch.unfinished)
+            if (aborted := self._aborted) != set():
+                waiting = batch.end(aborted, waiting)
+            batch.retire()
+        completions = iter([row.completion(self.policy_version) for row in rows])
+        return [[next(completions) for _ in request.keys] for request in requests]
+
+    def _check(self, index: int, request: Request) -> None:
+        length, new = len(request.prompt), request.sampling.max_tokens
+        if length == 0:
+            raise EngineError(f"request {index}: empty prompt")
+        if length + new > self.context:
+            raise EngineError(
+                f"request {index}: {length} prompt tokens + max_tokens {new} exceed the models' context of {self.context}"
+            )
+        if max(request.prompt) >= self.vocabulary or min(request.prompt) < 0:
+            raise EngineError(f"request {index}: a prompt token is outside the vocabulary of {self.vocabulary}")
+        if request.strategy.writers != "senior" and self.junior is None:
+            raise EngineError(f"request {index}: its strategy needs a junior and the engine has none; pass `junior`")
+
+
+def _context(model: PreTrainedModel) -> int:
+    return int(getattr(model.config.get_text_config(), "max_position_embeddings", None) or 2**31 - 1)
+
+
+@dataclass(slots=True, eq=False)
+class _Row:
+    """One completion on its way."""
+
+    request: Request
+    key: int
+    tokens: Any = ()
+    author: Any = ()
+    logprobs: Any = ()
+    written: int = 0
+    stop_reason: StopReason | None = None
+
+    def __post_init__(self) -> None:
+        limit = self.request.sampling.max_tokens
+        self.tokens, self.author = np.empty(limit, np.int64), np.empty(limit, np.int8)
+        self.logprobs = np.empty(limit, np.float32)
+
+    def completion(self, version: int) -> Completion:
+        n = self.written
+        assert self.stop_reason is not None
+        return Completion(
+            self.key, self.tokens[:n], self.author[:n], self.logprobs[:n], self.stop_reason, policy_version=version
+        )
+
+
+class _Batch:
+    """The rows being decoded. ``rows[i]`` owns entry i of every tensor and row i of every KV cache."""
+
+    def __init__(self, engine: TorchEngine, requests: Sequence[Request]) -> None:
+        self.engine = engine
+        self.rows: list[_Row] = []
+        self.writers = {who for r in requests for who in {"both": (0, 1), "senior": (1,), "junior": (0,)}[r.strategy.writers]}
+        self.caches = {who: _KVCache() for who in self.writers}
+        self.selection = _Selection()
+        samplings = [r.sampling for r in requests]
+        self.penalised = any(s.penalised for s in samplings)
+        self.truncated = any(s.truncated for s in samplings)
+        self.greedy = any(s.temperature == 0 for s in samplings)
+        self.scaled = any(s.temperature not in (0, 1) for s in samplings)
+        self.stop_strings = any(s.stop for s in samplings)
+        self.stops = _StopTable(engine, requests)
+        self.device = engine.senior.get_output_embeddings().weight.device
+        # Host side, one entry per row.
+        self.last = torch.empty(0, dtype=torch.int64)
+        self.position = torch.empty(0, dtype=torch.int64)
+        self.stream = torch.empty(0, dtype=torch.int64)
+        self.written = torch.empty(0, dtype=torch.int64)
+        self.author = torch.empty(0, dtype=torch.bool)
+        self.stop_row = torch.empty(0, dtype=torch.int64)
+        # Device side, one row each: temperature, top_k, top_p, min_p, penalties; token counts when penalised.
+        self.parameters = torch.empty(0, 7, dtype=torch.float32, device=self.device)
+        self.in_prompt = torch.empty(0, engine.vocabulary, dtype=torch.bool, device=self.device)
+        self.counts = torch.empty(0, engine.vocabulary, dtype=torch.int64, device=self.device)
+
+    @property
+    def unfinished(self) -> int:
+        return sum(row.stop_reason is None for row in self.rows)
+
+    # ------------------------------------------------------------------------------------------------- coming and going
+
+    def admit(self, new: list[_Row]) -> None:
+        """Compute the prompts of new rows, each distinct request once, and append the rows to the batch."""
+        requests = list({id(row.request): row.request for row in new}.values())
+        source = torch.tensor([next(i for i, r in enumerate(requests) if r is row.request) for row in new])
+        prompts = [list(r.prompt) for r in requests]
+        for who, cache in self.caches.items():
+            cache.append(_prefill(self.engine.models[who], prompts), source, len(self.rows))
+
+        keys = torch.tensor([row.key for row in new], dtype=torch.int64)
+        author = self.selection.admit([row.request.strategy for row in new], keys)
+        length = torch.tensor([len(p) for p in prompts])[source]
+        self.last = torch.cat([self.last, torch.tensor([p[-1] for p in prompts])[source]])
+        self.position = torch.cat([self.position, length - 1])
+        self.stream = torch.cat([self.stream, stream(keys, SAMPLING)])
+        self.written = torch.cat([self.written, torch.zeros_like(keys)])
+        self.author = torch.cat([self.author, author])
+        self.stop_row = torch.cat([self.stop_row, torch.tensor([self.stops.row(r) for r in requests])[source]])
+        values = [
+            (s.temperature, s.top_k, s.top_p, s.min_p, s.repetition_penalty, s.presence_penalty, s.frequency_penalty)
+            for s in (r.sampling for r in requests)
+        ]
+        self.parameters = torch.cat([self.parameters, torch.tensor(values, dtype=torch.float32)[source].to(self.device)])
+        if self.penalised:
+            seen = torch.zeros(len(requests), self.engine.vocabulary, dtype=torch.bool)
+            for i, prompt in enumerate(prompts):
+                seen[i, prompt] = True
+            self.in_prompt = torch.cat([self.in_prompt, seen[source].to(self.device)])
+            self.counts = torch.cat([self.counts, torch.zeros_like(seen[source], dtype=torch.int64).to(self.device)])
+        self.rows += new
+
+    def retire(self) -> None:
+        """Drop finished rows once they make up an eighth of the batch, so that caches are copied rarely."""
+        keep = [i for i, row in enumerate(self.rows) if row.stop_reason is None]
+        finished = len(self.rows) - len(keep)
+        if finished == 0 or (keep and 8 * finished < len(self.rows)):
+            return
+        self.rows = [self.rows[i] for i in keep]
+        index = torch.tensor(keep, dtype=torch.int64)
+        for cache in self.caches.values():
+            cache.keep(index)
+        self.selection.keep(index)
+        for name in ("last", "position", "stream", "written", "author", "stop_row"):
+            setattr(self, name, getattr(self, name)[index])
+        on_device = index.to(self.device)
+        self.parameters = self.parameters[on_device]
+        if self.penalised:
+            self.in_prompt, self.counts = self.in_prompt[on_device], self.counts[on_device]
+
+    def end(self, aborted: set[int] | None, waiting: list[_Row]) -> list[_Row]:
+        """Mark the aborted rows finished; returns the rows that still wait."""
+        for row in [*self.rows, *waiting]:
+            if row.stop_reason is None and (aborted is None or row.key in aborted):
+                row.stop_reason = "abort"
+        return [row for row in waiting if row.stop_reason is None]
+
+    # ---------------------------------------------------------------------------------------------------------- one token
+
+    def step(self) -> None:
+        """Every unfinished row gets one token from its author."""
+        logits = self._author_logits()
+        uniform = uniforms(self.stream, self.written).to(self.device)
+        tokens, logprobs = self._sample(logits, uniform)
+        if self.penalised:
+            self.counts.scatter_add_(1, tokens[:, None], torch.ones_like(tokens[:, None]))
+        tokens, logprobs = tokens.cpu(), logprobs.cpu()
+
+        stop, eos = self.stops.lookup(self.stop_row, tokens)
+        step = zip(self.rows, tokens.tolist(), self.author.tolist(), logprobs.tolist(), stop, eos, strict=True)
+        for row, token, author, logprob, is_stop, is_eos in step:
+            if row.stop_reason is not None:
+                continue
+            row.tokens[row.written], row.author[row.written], row.logprobs[row.written] = token, author, logprob
+            row.written += 1
+            if is_stop:
+                row.stop_reason = "eos" if is_eos else "stop"
+            elif self.stop_strings and self._hits_stop_string(row):
+                row.stop_reason = "stop"
+            elif row.written == len(row.tokens):
+                row.stop_reason = "length"
+        self.author = self.selection.step(tokens)
+        self.last = tokens
+        self.position = self.position + 1
+        self.written = self.written + 1
+
+    def _author_logits(self) -> Float[Tensor, "b v"]:
+        """Both models read the last token of every row; each row's logits are those of its author's model."""
+        vocabulary = self.engine.vocabulary
+        logits: Tensor | None = None
+        for who, cache in self.caches.items():
+            model = self.engine.models[who]
+            head = model.get_output_embeddings()
+            device = head.weight.device
+            position = self.position.to(device)
+            layout = _DecodeLayout(cache, position, int(self.position.max()) + 1, head.weight.dtype)
+            hidden = hidden_states(model, self.last[:, None].to(device), position[:, None], layout)[:, 0]
+            mine = self.author if who == 1 else ~self.author
+            if bool(mine.all()):
+                logits = head(hidden)[:, :vocabulary].float().to(self.device)
+            elif bool(mine.any()):
+                index = mine.nonzero().squeeze(1)
+                if logits is None:
+                    logits = torch.empty(len(self.rows), vocabulary, device=self.device)
+                logits[index.to(self.device)] = head(hidden[index.to(device)])[:, :vocabulary].float().to(self.device)
+        if logits is None:
+            raise EngineError("a strategy let somebody write who it promised would not (Strategy.writers)")
+        return logits
+
+    def _sample(self, logits: Tensor, uniform: Tensor) -> tuple[Int64[Tensor, " b"], Float[Tensor, " b"]]:
+        temperature, top_k, top_p, min_p, repetition, presence, frequency = self.parameters.split(1, dim=1)
+        if self.penalised:
+            logits = penalise(
+                logits,
+                seen_in_prompt=self.in_prompt,
+                output_counts=self.counts,
+                repetition=repetition,
+                presence=presence,
+                frequency=frequency,
+            )
+        raw = logits
+        if self.scaled or self.greedy:
+            logits = logits / torch.where(temperature > 0, temperature, 1.0)
+        if self.truncated:
+            logits = logits.masked_fill(~kept_tokens(logits, Truncation(top_k.long(), top_p, min_p)), -torch.inf)
+        tokens, logprobs = draw(logits, uniform)
+        if self.greedy:
+            deterministic = (temperature == 0).squeeze(1)
+            tokens = torch.where(deterministic, raw.argmax(-1), tokens)
+            logprobs = torch.where(deterministic, 0.0, logprobs)
+        return tokens, logprobs
+
+    def _hits_stop_string(self, row: _Row) -> bool:
+        stops = row.request.sampling.stop
+        if not stops:
+            return False
+        # A character is at most four byte tokens, and the last token completes the stop string.
+        tail = row.tokens[max(0, row.written - 4 * max(map(len, stops)) - 4) : row.written]
+        text = self.engine.tokenizer.decode(tail, skip_special_tokens=False)
+        return any(stop in text for stop in stops)
+
+
+class _StopTable:
+    """Which tokens end a row: one boolean row per distinct (ignore_eos, stop_token_ids)."""
+
+    def __init__(self, engine: TorchEngine, requests: Sequence[Request]) -> None:
+        kinds = dict.fromkeys((r.sampling.ignore_eos, r.sampling.stop_token_ids) for r in requests)
+        self.index = {kind: i for i, kind in enumerate(kinds)}
+        self.stop = torch.zeros(len(kinds), engine.vocabulary, dtype=torch.bool)
+        self.eos = torch.zeros_like(self.stop)
+        for (ignore_eos, ids), i in self.index.items():
+            if bad := [t for t in ids if not 0 <= t < engine.vocabulary]:
+                raise EngineError(f"stop_token_ids {bad} are outside the vocabulary of {engine.vocabulary}")
+            self.eos[i, list(() if ignore_eos else engine.eos)] = True
+            self.stop[i, list(ids)] = True
+        self.stop |= self.eos
+
+    def row(self, request: Request) -> int:
+        return self.index[(request.sampling.ignore_eos, request.sampling.stop_token_ids)]
+
+    def lookup(self, rows: Tensor, tokens: Tensor) -> tuple[list[bool], list[bool]]:
+        return self.stop[rows, tokens].tolist(), self.eos[rows, tokens].tolist()
+
+
+class _Selection:
+    """The authors of a batch whose requests may have different strategies: one (strategy, rows, state) per strategy."""
+
+    def __init__(self) -> None:
+        self.groups: list[tuple[Strategy, Tensor, Any]] = []
+        self.rows = 0
+
+    def admit(self, strategies: Sequence[Strategy], keys: Int64[Tensor, " b"]) -> Tensor:
+        author = torch.empty(len(strategies), dtype=torch.bool)
+        for strategy in {id(s): s for s in strategies}.values():
+            mine = torch.tensor([i for i, s in enumerate(strategies) if s is strategy])
+            author[mine], state = strategy.init(keys[mine])
+            where = mine + self.rows
+            for g, (known, rows, old) in enumerate(self.groups):
+                if known is strategy:
+                    self.groups[g] = (known, torch.cat([rows, where]), _map(lambda a, b: torch.cat([a, b]), old, state))
+                    break
+            else:
+                self.groups.append((strategy, where, state))
+        self.rows += len(strategies)
+        return author
+
+    def step(self, tokens: Int64[Tensor, " b"]) -> Tensor:
+        author = torch.empty(self.rows, dtype=torch.bool)
+        for g, (strategy, rows, state) in enumerate(self.groups):
+            author[rows], state = strategy.step(state, tokens[rows])
+            self.groups[g] = (strategy, rows, state)
+        return author
+
+    def keep(self, index: Int64[Tensor, " k"]) -> None:
+        new_row = torch.full((self.rows,), -1)
+        new_row[index] = torch.arange(len(index))
+        groups = []
+        for strategy, rows, state in self.groups:
+            alive = new_row[rows] >= 0
+            if bool(alive.any()):
+                groups.append((strategy, new_row[rows][alive], _map(lambda x, alive=alive: x[alive], state)))
+        self.groups, self.rows = groups, len(index)
+
+
+def _map(function: Callable[..., Tensor], *states: Any) -> Any:
+    """Apply to every tensor of (nested) NamedTuple states."""
+    if isinstance(states[0], Tensor):
+        return function(*states)
+    mapped = [_map(function, *parts) for parts in zip(*states, strict=True)]
+    return type(states[0])(*mapped) if hasattr(states[0], "_fields") else tuple(mapped)
+
+
+# ------------------------------------------------------------------------------------------------------------ KV caches
+
+
+class _KVCache:
+    """Keys and values of one model: per layer two tensors [rows, kv heads, capacity, head dim]."""
+
+    def __init__(self) -> None:
+        self.layers: dict[int, tuple[Tensor, Tensor]] = {}
+
+    def append(self, prompts: dict[int, tuple[Tensor, Tensor]], source: Int64[Tensor, " b"], rows: int) -> None:
+        """Add one row per entry of ``source``, filled from the prefilled prompts."""
+        for layer, pair in prompts.items():
+            old = self.layers.get(layer)
+            self.layers[layer] = tuple(  # type: ignore[assignment]
+                self._join(old[i] if old is not None else None, pair[i].index_select(0, source.to(pair[i].device)), rows)
+                for i in (0, 1)
+            )
+
+    @staticmethod
+    def _join(old: Tensor | None, new: Tensor, rows: int) -> Tensor:
+        width = max(new.shape[2] + CACHE_STEP, 0 if old is None else old.shape[2])
+        out = new.new_empty(rows + new.shape[0], new.shape[1], width, new.shape[3])
+        if old is not None:
+            out[:rows, :, : old.shape[2]] = old
+        out[rows:, :, : new.shape[2]] = new
+        return out
+
+    def keep(self, index: Int64[Tensor, " k"]) -> None:
+        for layer, pair in self.layers.items():
+            self.layers[layer] = tuple(x.index_select(0, index.to(x.device)) for x in pair)  # type: ignore[assignment]
+
+    def write(self, layer: int, key: Tensor, value: Tensor, rows: Tensor, position: Tensor, width: int) -> tuple[Tensor, Tensor]:
+        """Store this step's keys and values [b, k, 1, d] at each row's position; returns the first ``width`` columns."""
+        keys, values = self.layers[layer]
+        if width > keys.shape[2]:
+            extra = max(CACHE_STEP, keys.shape[2] // 4)
+            keys, values = (F.pad(x, (0, 0, 0, extra)) for x in (keys, values))
+            self.layers[layer] = keys, values
+        keys[rows, :, position] = key[:, :, 0]
+        values[rows, :, position] = value[:, :, 0]
+        return keys[:, :, :width], values[:, :, :width]
+
+
+class _DecodeLayout:
+    """One query per row against its row of a KV cache. Grouped queries share their key head's row of the kernel."""
+
+    def __init__(self, cache: _KVCache, position: Int64[Tensor, " b"], width: int, dtype: torch.dtype) -> None:
+        self.cache, self.position, self.max_length = cache, position, width
+        self.rows = torch.arange(len(position), device=position.device)
+        hidden = torch.arange(width, device=position.device) > position[:, None]
+        self.mask = torch.zeros(hidden.shape, dtype=dtype, device=position.device)
+        self.mask = self.mask.masked_fill_(hidden, -torch.inf)[:, None, None]
+
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
+        b, h, _, d = query.shape
+        keys, values = self.cache.write(layer, key, value, self.rows, self.position, self.max_length)
+        grouped = query.reshape(b, keys.shape[1], -1, d)
+        out = F.scaled_dot_product_attention(grouped, keys, values, attn_mask=self.mask, scale=scaling)
+        return out.reshape(b, 1, h, out.shape[-1])
+
+
+class _PrefillLayout:
+    """Causal attention over right-padded prompts; collects every layer's keys and values."""
+
+    def __init__(self, width: int) -> None:
+        self.max_length = width
+        self.layers: dict[int, tuple[Tensor, Tensor]] = {}
+
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
+        self.layers[layer] = key, value
+        gqa = query.shape[1] != key.shape[1]
+        out = F.scaled_dot_product_attention(query, key, value, is_causal=True, scale=scaling, enable_gqa=gqa)
+        return out.transpose(1, 2).contiguous()
+
+
+def _prefill(model: PreTrainedModel, prompts: Sequence[Sequence[int]]) -> dict[int, tuple[Tensor, Tensor]]:
+    """Keys and values of all prompt tokens but the last, which the first decoding step feeds."""
+    device = model.get_output_embeddings().weight.device
+    width = max(1, *(len(p) - 1 for p in prompts))
+    parts: list[dict[int, tuple[Tensor, Tensor]]] = []
+    size = max(1, PREFILL_TOKENS // width)
+    for start in range(0, len(prompts), size):
+        some = prompts[start : start + size]
+        tokens = torch.zeros(len(some), width, dtype=torch.int64)
+        for i, prompt in enumerate(some):
+            tokens[i, : len(prompt) - 1] = torch.tensor(prompt[:-1], dtype=torch.int64)
+        layout = _PrefillLayout(width)
+        positions = torch.arange(width, device=device).expand(len(some), width)
+        hidden_states(model, tokens.to(device), positions, layout)
+        parts.append(layout.layers)
+    return {
+        layer: (torch.cat([p[layer][0] for p in parts]), torch.cat([p[layer][1] for p in parts])) for layer in parts[0]
+    }

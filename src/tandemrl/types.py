@@ -1,0 +1,141 @@
+"""The types that flow through the library, one direction: rows -> Request -> Completion -> Rollout -> Group -> Batch -> numbers.
+
+Shape legend, used in every signature: ``t`` packed tokens, ``s`` sequences, ``g`` groups, ``n`` rollouts per group,
+``v`` vocabulary, ``b`` rows of a decoding batch.
+
+Alignment: entry *i* of every per-token channel describes token *i*, never a shifted one. Log-probs of CONTEXT tokens
+(prompt, tool output) are 0.0 in every channel, so that their ratio is 1. The shift from logits to tokens happens once,
+in ``tandemrl.model``.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import IntEnum
+from typing import Any, NamedTuple
+
+import numpy as np
+from jaxtyping import Float, Int8, Int64, jaxtyped
+from torch import Tensor
+
+try:  # Checks at the public boundary when beartype is there; it is not needed to train.
+    from beartype import beartype as typechecker
+except ImportError:  # pragma: no cover - exercised by `make test-core` without beartype
+    typechecker = None  # type: ignore[assignment]
+
+
+class Author(IntEnum):
+    """Who wrote a token. One channel carries both "is it trained on" and "who wrote it"."""
+
+    CONTEXT = -1
+    JUNIOR = 0
+    SENIOR = 1
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Rollout:
+    """One finished, scored completion together with its prompt; also a line of ``samples.jsonl``.
+
+    ``tokens``, ``author`` and ``behaviour_logprobs`` have the same length (prompt + response). ``author`` is
+    ``Author.CONTEXT`` on the prompt. ``behaviour_logprobs`` is the log-prob of each response token under its AUTHOR's
+    sampling distribution (nats), 0.0 on context.
+
+    Raises:
+        ValueError: a channel is missing entries or has an unknown author.
+    """
+
+    example_id: str
+    group: int
+    index: int
+    seed: int
+    tokens: np.ndarray
+    author: np.ndarray
+    behaviour_logprobs: np.ndarray
+    reward: float
+    reward_parts: Mapping[str, float] = field(default_factory=dict)
+    stop_reason: str = "eos"
+    turns: int = 1
+    policy_version: int = 0
+
+    def __post_init__(self) -> None:
+        for name, dtype in (("tokens", np.int64), ("author", np.int8), ("behaviour_logprobs", np.float32)):
+            object.__setattr__(self, name, np.asarray(getattr(self, name), dtype=dtype))
+        lengths = {name: len(getattr(self, name)) for name in ("tokens", "author", "behaviour_logprobs")}
+        if len(set(lengths.values())) != 1:
+            raise ValueError(f"rollout {self.example_id}/{self.index}: channels differ in length: {lengths}")
+        if not np.isin(self.author, (-1, 0, 1)).all():
+            raise ValueError(f"rollout {self.example_id}/{self.index}: author must be -1, 0 or 1")
+
+    @property
+    def response_tokens(self) -> int:
+        return int((self.author >= 0).sum())
+
+    def to_json(self) -> dict[str, Any]:
+        """A JSON-serialisable dict; ``Rollout.from_json`` is its inverse."""
+        return {
+            "example_id": self.example_id,
+            "group": self.group,
+            "index": self.index,
+            "seed": self.seed,
+            "tokens": self.tokens.tolist(),
+            "author": self.author.tolist(),
+            "behaviour_logprobs": [round(float(x), 6) for x in self.behaviour_logprobs],
+            "reward": self.reward,
+            "reward_parts": dict(self.reward_parts),
+            "stop_reason": self.stop_reason,
+            "turns": self.turns,
+            "policy_version": self.policy_version,
+        }
+
+    @classmethod
+    def from_json(cls, line: Mapping[str, Any]) -> "Rollout":
+        fields = cls.__dataclass_fields__
+        return cls(**{key: value for key, value in line.items() if key in fields})
+
+
+class Group(NamedTuple):
+    """The rollouts of one prompt: what advantages are computed within."""
+
+    example_id: str
+    rollouts: tuple[Rollout, ...]
+
+
+class Totals(NamedTuple):
+    """Global counts of one optimiser step: over every rank and micro-batch, before any of them is reduced.
+
+    sequences: sequences with a positive token weight. response_tokens: tokens that either author wrote.
+    weight: sum of all token weights.
+    """
+
+    sequences: float | Tensor
+    response_tokens: float | Tensor
+    weight: float | Tensor
+
+
+Metrics = dict[str, float]
+
+
+@jaxtyped(typechecker=typechecker)
+@dataclass(frozen=True, slots=True, eq=False)
+class Batch:
+    """Packed tensors of one micro-batch: ``s`` sequences laid end to end in ``t`` tokens, no padding.
+
+    ``sequence_ids`` counts 0, 1, … s-1 without gaps and is sorted; ``positions`` restarts at 0 in each sequence.
+    The optional channels are filled by the trainer when the recipe needs them.
+    """
+
+    tokens: Int64[Tensor, " t"]
+    positions: Int64[Tensor, " t"]
+    sequence_ids: Int64[Tensor, " t"]
+    author: Int8[Tensor, " t"]
+    advantages: Float[Tensor, " t"]
+    behaviour_logprobs: Float[Tensor, " t"]
+    lengths: Int64[Tensor, " s"]
+    old_logprobs: Float[Tensor, " t"] | None = None
+    ref_logprobs: Float[Tensor, " t"] | None = None
+    junior_logprobs: Float[Tensor, " t"] | None = None
+
+    @property
+    def num_sequences(self) -> int:
+        return self.lengths.shape[0]
+
+
