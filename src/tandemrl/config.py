@@ -88,6 +88,7 @@ class LossConfig:
     kl_coef: float = 0.0
     kl_kind: Literal["k1", "k2", "k3"] = "k3"
     kl_in_reward: bool = False
+    """Subtract the KL (always k1, summed over trained tokens) from the reward instead of adding it to the loss."""
     junior_kl_coef: float = 0.0
     """λ_jun: pull of the senior towards the junior on junior-written tokens (0 in the paper)."""
     entropy_coef: float = 0.0
@@ -299,6 +300,8 @@ def check(config: Config) -> None:
         (lo.kl_coef >= 0, "loss.kl_coef", lo.kl_coef, "0 (off) or positive"),
         (lo.junior_kl_coef >= 0, "loss.junior_kl_coef", lo.junior_kl_coef, "0 (off) or positive"),
         (not lo.kl_in_reward or lo.kl_coef > 0, "loss.kl_in_reward", lo.kl_in_reward, "false unless loss.kl_coef > 0"),
+        (lo.recipe != "rloo" or lo.clip_low is lo.clip_high is None, "loss.clip_low/clip_high", (lo.clip_low, lo.clip_high), "null with rloo, which does not clip"),
+        (lo.recipe not in ("rloo", "cispo") or lo.dual_clip is None, "loss.dual_clip", lo.dual_clip, f"null with {lo.recipe}"),
         (lo.importance_cap > 0, "loss.importance_cap", lo.importance_cap, "positive"),
         (0 <= lo.overlong_buffer < r.max_tokens, "loss.overlong_buffer", lo.overlong_buffer, "0 (off) or below rollout.max_tokens"),
         (lo.recipe != "ppo", "loss.recipe", lo.recipe, "a recipe without a critic; PPO's pure functions are in tandemrl.losses, the critic is not trained yet"),

@@ -7,7 +7,7 @@ arguments to the registered attention function and says how queries meet keys. N
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 import torch
@@ -17,12 +17,12 @@ from jaxtyping import Bool, Float, Int64
 from torch import Tensor, nn
 from transformers import (
     AttentionInterface,
-    AutoConfig,
     AutoModelForCausalLM,
     AutoTokenizer,
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
+from transformers.utils import logging as transformers_logging
 
 from tandemrl.rollout.sampling import Truncation, kept_tokens
 from tandemrl.types import Author, Batch
@@ -38,15 +38,14 @@ class ModelError(ValueError):
 # ---------------------------------------------------------------------------------------------------------- attention
 
 
+@runtime_checkable
 class Layout(Protocol):
     """How the queries of one forward pass meet keys and values."""
 
     @property
     def max_length(self) -> int: ...
 
-    def attend(
-        self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float
-    ) -> Float[Tensor, "b q h d"]:
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Float[Tensor, "b q h d"]:
         """query [b, h, q, d], key and value [b, k, q, d] of this pass -> attention output."""
         ...
 
@@ -68,7 +67,9 @@ def _attention(
 ) -> tuple[Tensor, None]:
     name = type(module).__name__
     if layout is None:
-        raise ModelError(f"{name}: the model did not pass `layout` on to its attention; this architecture is unsupported")
+        raise ModelError(
+            f"{name}: the model did not pass `layout` on to its attention; this architecture is unsupported"
+        )
     if softcap is not None or s_aux is not None:
         raise ModelError(f"{name}: attention soft-capping and attention sinks are not supported")
     if sliding_window is not None and sliding_window < layout.max_length:
@@ -154,12 +155,17 @@ def load_model(path: str | Path, *, dtype: str = "float32", device: str = "cpu")
     Raises:
         ModelError: not loadable, not a causal LM with standard attention, or its head does more than a linear map.
     """
+    bars = transformers_logging.is_progress_bar_enabled()
+    transformers_logging.disable_progress_bar()
     try:
-        config = AutoConfig.from_pretrained(path)
-        model = AutoModelForCausalLM.from_pretrained(path, config=config, dtype=getattr(torch, dtype))
+        model = AutoModelForCausalLM.from_pretrained(path, dtype=getattr(torch, dtype))
     except (OSError, ValueError, KeyError) as error:
         raise ModelError(f"model {str(path)!r} could not be loaded: {str(error).splitlines()[0]}") from None
-    return prepare(model.to(device), name=str(path))
+    finally:
+        if bars:
+            transformers_logging.enable_progress_bar()
+    model.to(torch.device(device))  # type: ignore[arg-type]  # transformers' annotation of `to` lacks its arguments
+    return prepare(model, name=str(path))
 
 
 def prepare(model: PreTrainedModel, *, name: str = "model") -> PreTrainedModel:
@@ -177,7 +183,7 @@ def prepare(model: PreTrainedModel, *, name: str = "model") -> PreTrainedModel:
         wanted = model(input_ids=probe[None], use_cache=False).logits[0].float()
         try:
             model.set_attn_implementation(ATTENTION)
-            found = head(hidden_states(model, probe, torch.arange(len(probe), device=probe.device), PackedLayout([len(probe)], probe.device))).float()
+            found = head(hidden_states(model, probe, probe, PackedLayout([len(probe)], probe.device))).float()
         except (ValueError, TypeError, AttributeError) as error:
             raise ModelError(f"{name}: {type(model).__name__} does not support custom attention: {error}") from None
     tolerance = 1e-3 if head.weight.dtype == torch.float32 else 0.1
@@ -277,7 +283,7 @@ class _LinearLogprobs(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, hidden, weight, bias, targets, temperature, truncation, dtype):  # type: ignore[no-untyped-def]
+    def forward(ctx, hidden, weight, bias, targets, temperature, truncation, dtype):
         ctx.set_materialize_grads(False)
         ctx.settings = (temperature, truncation, dtype)
         logprobs = torch.empty(hidden.shape[0], dtype=torch.float32, device=hidden.device)
@@ -290,7 +296,7 @@ class _LinearLogprobs(torch.autograd.Function):
         return logprobs, entropy
 
     @staticmethod
-    def backward(ctx, grad_logprobs, grad_entropy):  # type: ignore[no-untyped-def]
+    def backward(ctx, grad_logprobs, grad_entropy):
         hidden, weight, bias, targets = ctx.saved_tensors
         temperature, _, dtype = ctx.settings
         dtype = dtype or weight.dtype
@@ -364,9 +370,7 @@ def sequence_logprobs(
     out: list[np.ndarray] = [np.zeros(0, np.float32)] * len(sequences)
     for rows in micro_batches([len(s) for s in sequences], budget):
         batch = pack_tokens([sequences[i] for i in rows], device=device)
-        logprobs, _ = token_logprobs(
-            model, batch, select=batch.author >= int(Author.CONTEXT), temperature=temperature
-        )
+        logprobs, _ = token_logprobs(model, batch, select=batch.author >= int(Author.CONTEXT), temperature=temperature)
         for i, values in zip(rows, logprobs.cpu().split(batch.lengths.tolist()), strict=True):
             out[i] = values.numpy()
     return out

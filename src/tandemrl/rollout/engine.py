@@ -2,13 +2,13 @@
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal, Protocol
+from typing import Literal, NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from tandemrl.selection import Strategy
+from tandemrl.selection import Strategy, replay
 
 StopReason = Literal["eos", "stop", "length", "abort"]
 
@@ -107,6 +107,7 @@ class EngineInfo:
     extra: Mapping[str, str] = field(default_factory=dict)
 
 
+@runtime_checkable
 class Engine(Protocol):
     """Tokens in, tokens out. Engines are synchronous: ``generate`` returns when all completions are finished."""
 
@@ -138,56 +139,58 @@ class Engine(Protocol):
         ...
 
 
-def check_completion(completion: Completion, *, strategy: Strategy | None = None) -> None:
-    """Fail closed: refuse a completion without a full author channel, and one whose authors are not those the strategy
-    gives for its key and tokens.
+def check_completion(completion: Completion) -> None:
+    """Refuse a completion whose channels are missing, short or not finite: nothing may train on it by accident.
 
     Raises:
-        EngineError: a channel is missing or short, an author is unknown, or authorship differs from ``replay``.
+        EngineError: names the completion and the channel.
     """
     length = len(completion.tokens)
     for name in ("author", "behaviour_logprobs"):
         channel = getattr(completion, name)
         if channel is None or len(channel) != length:
-            found = "missing" if channel is None else f"{len(channel)} entries"
+            found = "is missing" if channel is None else f"has {len(channel)} entries"
             raise EngineError(
-                f"completion {completion.key}: {name} has {found} for {length} tokens. The engine returned no usable "
-                "authorship mask; training on it would silently become plain GRPO."
+                f"completion {completion.key}: {name} {found} for {length} tokens. Without a full author channel "
+                "training would silently become plain GRPO."
             )
     if length and not np.isin(completion.author, (0, 1)).all():
         raise EngineError(f"completion {completion.key}: authors must be 0 (junior) or 1 (senior)")
     if length and not np.isfinite(completion.behaviour_logprobs).all():
         raise EngineError(f"completion {completion.key}: behaviour_logprobs are not finite")
-    if strategy is not None and length:
-        check_authors([completion], [strategy])
 
 
-def check_authors(completions: Sequence[Completion], strategies: Sequence[Strategy]) -> None:
-    """Recompute every completion's authors from its key and tokens alone and compare; vectorised per strategy.
+class Draws(NamedTuple):
+    """Author draws of some completions, and how many of them fell to the senior."""
+
+    total: int
+    senior: int
+
+
+def check_authors(completions: Sequence[Completion], strategy: Strategy) -> Draws:
+    """Recompute every completion's authors from its key and tokens alone, and compare with what the engine recorded.
 
     Raises:
-        EngineError: the recorded authors are not the strategy's; names the completion and the first wrong token.
+        EngineError: they differ; names the completion and the first wrong token.
     """
-    from tandemrl.selection import replay
-
-    by_strategy: dict[int, list[int]] = {}
-    for i, strategy in enumerate(strategies):
-        by_strategy.setdefault(id(strategy), []).append(i)
-    for rows in by_strategy.values():
-        strategy = strategies[rows[0]]
-        lengths = torch.tensor([len(completions[i].tokens) for i in rows])
-        if int(lengths.max()) == 0:
-            continue
-        tokens = torch.zeros(len(rows), int(lengths.max()), dtype=torch.int64)
-        for r, i in enumerate(rows):
-            tokens[r, : lengths[r]] = torch.as_tensor(completions[i].tokens)
-        expected = replay(strategy, torch.tensor([completions[i].key for i in rows]), tokens, lengths).author
-        for r, i in enumerate(rows):
-            want = expected[r, : lengths[r]].numpy()
-            wrong = np.flatnonzero(want != completions[i].author)
-            if len(wrong):
-                raise EngineError(
-                    f"completion {completions[i].key}: token {wrong[0]} is recorded as author "
-                    f"{completions[i].author[wrong[0]]}, but replaying the strategy gives {want[wrong[0]]} "
-                    f"({len(wrong)} of {len(want)} differ). The engine and the trainer disagree on who wrote what."
-                )
+    for completion in completions:
+        check_completion(completion)
+    width = max((len(c.tokens) for c in completions), default=0)
+    if width == 0:
+        return Draws(0, 0)
+    lengths = torch.tensor([len(c.tokens) for c in completions])
+    tokens = torch.zeros(len(completions), width, dtype=torch.int64)
+    recorded = torch.full((len(completions), width), -1, dtype=torch.int8)
+    for i, completion in enumerate(completions):
+        tokens[i, : lengths[i]] = torch.as_tensor(completion.tokens)
+        recorded[i, : lengths[i]] = torch.as_tensor(completion.author)
+    expected = replay(strategy, torch.tensor([c.key for c in completions]), tokens, lengths)
+    wrong = (expected.author != recorded).nonzero()
+    if len(wrong):
+        row, column = wrong[0].tolist()
+        raise EngineError(
+            f"completion {completions[row].key}: token {column} is recorded as written by author "
+            f"{int(recorded[row, column])}, but replaying the strategy gives {int(expected.author[row, column])} "
+            f"({len(wrong)} tokens differ in all). The engine and the trainer disagree on who wrote what."
+        )
+    return Draws(int(expected.draws.sum()), int(expected.senior_draws.sum()))

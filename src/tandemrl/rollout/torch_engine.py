@@ -1,4 +1,4 @@
-"""The reference engine: two transformers models, one KV cache each, batched tandem decoding. Readable, exact, CPU or GPU.
+"""The reference engine: two transformers models, a KV cache each, batched tandem decoding. Readable, exact, CPU or GPU.
 
 Each step feeds the last token of every row to both models, picks each row's logits from the model that writes its next
 token, and draws that token from one counter-based uniform. Bookkeeping lives on the host; the device sees rows only.
@@ -25,6 +25,7 @@ from tandemrl.rollout.sync import fingerprint
 from tandemrl.selection import Strategy
 from tandemrl.selection.draws import SAMPLING, stream, uniforms
 
+_WRITERS = {"both": (0, 1), "senior": (1,), "junior": (0,)}
 PREFILL_TOKENS = 16384  # prompt tokens computed in one prefill forward
 CACHE_STEP = 64  # columns by which KV caches grow
 
@@ -65,18 +66,24 @@ class TorchEngine:
     @property
     def info(self) -> EngineInfo:
         weight = self.senior.get_output_embeddings().weight
-        return EngineInfo("torch", transformers.__version__, str(weight.dtype).removeprefix("torch."), str(weight.device))
+        return EngineInfo(
+            "torch", transformers.__version__, str(weight.dtype).removeprefix("torch."), str(weight.device)
+        )
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
         own = dict(self.senior.named_parameters())
         given = dict(weights)
         if own.keys() != given.keys():
             missing = sorted(own.keys() ^ given.keys())
-            raise EngineError(f"weights do not match the engine's senior; {len(missing)} names differ, e.g. {missing[0]}")
+            raise EngineError(
+                f"weights do not match the engine's senior; {len(missing)} names differ, e.g. {missing[0]}"
+            )
         with torch.no_grad():
             for name, parameter in own.items():
                 if parameter.shape != given[name].shape:
-                    raise EngineError(f"weight {name}: shape {tuple(given[name].shape)}, expected {tuple(parameter.shape)}")
+                    raise EngineError(
+                        f"weight {name}: shape {tuple(given[name].shape)}, expected {tuple(parameter.shape)}"
+                    )
                 parameter.copy_(given[name])
         self.policy_version = version
 
@@ -124,7 +131,7 @@ class TorchEngine:
             raise EngineError(f"request {index}: empty prompt")
         if length + new > self.context:
             raise EngineError(
-                f"request {index}: {length} prompt tokens + max_tokens {new} exceed the models' context of {self.context}"
+                f"request {index}: {length} prompt tokens and max_tokens {new} exceed the context of {self.context}"
             )
         if max(request.prompt) >= self.vocabulary or min(request.prompt) < 0:
             raise EngineError(f"request {index}: a prompt token is outside the vocabulary of {self.vocabulary}")
@@ -167,7 +174,9 @@ class _Batch:
     def __init__(self, engine: TorchEngine, requests: Sequence[Request]) -> None:
         self.engine = engine
         self.rows: list[_Row] = []
-        self.writers = {who for r in requests for who in {"both": (0, 1), "senior": (1,), "junior": (0,)}[r.strategy.writers]}
+        self.writers = {
+            who for r in requests for who in {"both": (0, 1), "senior": (1,), "junior": (0,)}[r.strategy.writers]
+        }
         self.caches = {who: _KVCache() for who in self.writers}
         self.selection = _Selection()
         samplings = [r.sampling for r in requests]
@@ -217,7 +226,9 @@ class _Batch:
             (s.temperature, s.top_k, s.top_p, s.min_p, s.repetition_penalty, s.presence_penalty, s.frequency_penalty)
             for s in (r.sampling for r in requests)
         ]
-        self.parameters = torch.cat([self.parameters, torch.tensor(values, dtype=torch.float32)[source].to(self.device)])
+        self.parameters = torch.cat(
+            [self.parameters, torch.tensor(values, dtype=torch.float32)[source].to(self.device)]
+        )
         if self.penalised:
             seen = torch.zeros(len(requests), self.engine.vocabulary, dtype=torch.bool)
             for i, prompt in enumerate(prompts):
@@ -251,7 +262,7 @@ class _Batch:
                 row.stop_reason = "abort"
         return [row for row in waiting if row.stop_reason is None]
 
-    # ---------------------------------------------------------------------------------------------------------- one token
+    # -------------------------------------------------------------------------------------------------------- one token
 
     def step(self) -> None:
         """Every unfinished row gets one token from its author."""
@@ -420,25 +431,31 @@ class _KVCache:
         for layer, pair in prompts.items():
             old = self.layers.get(layer)
             self.layers[layer] = tuple(  # type: ignore[assignment]
-                self._join(old[i] if old is not None else None, pair[i].index_select(0, source.to(pair[i].device)), rows)
+                self._join(
+                    old[i] if old is not None else None, pair[i].index_select(0, source.to(pair[i].device)), rows
+                )
                 for i in (0, 1)
             )
 
     @staticmethod
     def _join(old: Tensor | None, new: Tensor, rows: int) -> Tensor:
+        # Zeros, not whatever the memory holds: a masked NaN is still a NaN.
         width = max(new.shape[2] + CACHE_STEP, 0 if old is None else old.shape[2])
-        out = new.new_empty(rows + new.shape[0], new.shape[1], width, new.shape[3])
+        out = new.new_zeros(rows + new.shape[0], new.shape[1], width, new.shape[3])
         if old is not None:
             out[:rows, :, : old.shape[2]] = old
         out[rows:, :, : new.shape[2]] = new
         return out
 
     def keep(self, index: Int64[Tensor, " k"]) -> None:
-        for layer, pair in self.layers.items():
-            self.layers[layer] = tuple(x.index_select(0, index.to(x.device)) for x in pair)  # type: ignore[assignment]
+        for layer, (keys, values) in self.layers.items():
+            on_device = index.to(keys.device)
+            self.layers[layer] = keys.index_select(0, on_device), values.index_select(0, on_device)
 
-    def write(self, layer: int, key: Tensor, value: Tensor, rows: Tensor, position: Tensor, width: int) -> tuple[Tensor, Tensor]:
-        """Store this step's keys and values [b, k, 1, d] at each row's position; returns the first ``width`` columns."""
+    def write(
+        self, layer: int, key: Tensor, value: Tensor, rows: Tensor, position: Tensor, width: int
+    ) -> tuple[Tensor, Tensor]:
+        """Store keys and values [b, k, 1, d] at each row's position; returns the first ``width`` columns of all."""
         keys, values = self.layers[layer]
         if width > keys.shape[2]:
             extra = max(CACHE_STEP, keys.shape[2] // 4)

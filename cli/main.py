@@ -1,0 +1,70 @@
+"""``tandemrl``: the entry point, its commands, and the one place where errors become a line and an exit code."""
+
+import importlib.metadata
+from typing import Annotated, Any
+
+import typer
+from tandemrl.cli import check, data, evaluate, model, train
+from typer.core import TyperGroup
+
+
+class ErrorBoundary(TyperGroup):
+    """Bad input ends in one line on standard error and exit code 2; only a bug shows a traceback."""
+
+    def invoke(self, ctx: Any) -> Any:
+        try:
+            return super().invoke(ctx)
+        except Exception as error:
+            if ctx.params.get("debug") or not is_users(error):
+                raise
+            typer.echo(f"error: {one_line(error)}", err=True)
+            raise typer.Exit(2) from None
+
+
+def is_users(error: Exception) -> bool:
+    """Whether the message is meant for the user: an error class of this library, or a file that cannot be used."""
+    ours = any(base.__module__.startswith("tandemrl.") for base in type(error).__mro__)
+    return ours or (isinstance(error, OSError) and not isinstance(error, BrokenPipeError))
+
+
+def one_line(error: Exception) -> str:
+    """The message without line breaks; an ``OSError`` starts with its file."""
+    if isinstance(error, OSError) and error.filename is not None:
+        return f"{error.filename}: {error.strerror}"
+    return " ".join(str(error).split())
+
+
+app = typer.Typer(
+    cls=ErrorBoundary,
+    help="Tandem RL: train a senior on rollouts that it writes together with a frozen junior.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+)
+app.command("train")(train.train)
+app.add_typer(evaluate.app, name="eval")
+app.add_typer(data.app, name="data")
+app.add_typer(model.app, name="model")
+app.command("check")(check.check)
+
+
+def _print_version(asked: bool) -> None:
+    if asked:
+        typer.echo(f"tandemrl {importlib.metadata.version('tandemrl')}")
+        raise typer.Exit
+
+
+@app.callback()
+def root(
+    debug: Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")] = False,
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version.")
+    ] = False,
+) -> None:
+    """Options of every command."""
+
+
+def main() -> None:
+    """The console script."""
+    app()

@@ -1,0 +1,287 @@
+"""Rows: one schema for every data set, whatever file or hub it comes from. This module imports no torch."""
+
+import json
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Literal, NamedTuple, cast
+
+GSM8K = "openai/gsm8k"
+GSM8K_INSTRUCTION = 'Let\'s think step by step and output the final answer after "####".'
+"""verl's GSM8K instruction; the question, a space, then this."""
+
+
+class DataError(ValueError):
+    """Data cannot be used; the message names the file, the line (counted from 1) and the field, and the fix."""
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One problem. ``data_source`` chooses the scorer; ``ground_truth`` is what that scorer compares with."""
+
+    example_id: str
+    messages: tuple[dict[str, str], ...]
+    data_source: str
+    ground_truth: str
+    extra_info: Mapping[str, Any]
+
+
+class Prompt(NamedTuple):
+    """A row and its templated prompt as token ids."""
+
+    row: Row
+    tokens: tuple[int, ...]
+
+
+def load_rows(sources: Sequence[str]) -> list[Row]:
+    """All rows of all sources, in order, with ids that are unique over the whole list.
+
+    A row's id is ``data_source[/split]/index``, with ``extra_info.index`` where there is one and the line (from 1)
+    elsewhere; the second, third … row of the same id get ``#2``, ``#3`` … appended.
+
+    Args:
+        sources: each a ``.jsonl`` or ``.parquet`` file in verl's row schema or GSM8K's raw one,
+            ``synthetic:PAIR:SPLIT[:COUNT]``, or ``hf:REPO:CONFIG:SPLIT``.
+
+    Raises:
+        DataError: a source is unknown, missing, empty or listed twice, or a row is malformed.
+    """
+    if repeated := {source for source in sources if list(sources).count(source) > 1}:
+        raise DataError(f"data source listed twice: {', '.join(sorted(repeated))}")
+    rows: list[Row] = []
+    for source in sources:
+        found = list(_load(str(source)))
+        if not found:
+            raise DataError(f"{source}: no rows")
+        rows += found
+    return _unique(rows)
+
+
+def encode_prompts(
+    rows: Sequence[Row], tokenizer: Any, *, max_prompt_tokens: int, suffix: str = ""
+) -> tuple[list[Prompt], int]:
+    """Templated prompts as token ids, and how many rows were dropped for being longer than ``max_prompt_tokens``.
+
+    Args:
+        suffix: appended to the last user message of every row, after one space unless it starts with white space.
+
+    Raises:
+        DataError: the tokenizer has no chat template, a row has no user message to take the suffix, or no row is left.
+    """
+    if not getattr(tokenizer, "chat_template", None):
+        raise DataError(
+            f"tokenizer {getattr(tokenizer, 'name_or_path', '')!r} has no chat template; use an instruction-tuned "
+            "model's folder, or set `chat_template` in its tokenizer_config.json"
+        )
+    prompts = []
+    for row in rows:
+        tokens = tokenizer.apply_chat_template(
+            _with_suffix(row, suffix),
+            add_generation_prompt=True,
+            tokenize=True,
+            return_dict=False,
+            enable_thinking=False,
+        )
+        if len(tokens) <= max_prompt_tokens:
+            prompts.append(Prompt(row, tuple(tokens)))
+    if rows and not prompts:
+        raise DataError(
+            f"all {len(rows)} prompts are longer than {max_prompt_tokens} tokens; raise data.max_prompt_tokens"
+        )
+    return prompts, len(rows) - len(prompts)
+
+
+def gsm8k_row(question: str, answer: str, *, split: str, index: int) -> Row:
+    """A GSM8K problem as a row; the ground truth is the number after ``####`` without commas.
+
+    Raises:
+        DataError: ``answer`` has no ``#### N``.
+    """
+    marked = re.search(r"#### (-?[0-9.,]+)", answer)
+    if marked is None:
+        raise DataError(f"no '#### N' in {answer[-80:]!r}")
+    return Row(
+        example_id=f"{GSM8K}/{split}/{index}",
+        messages=({"role": "user", "content": f"{question} {GSM8K_INSTRUCTION}"},),
+        data_source=GSM8K,
+        ground_truth=marked.group(1).replace(",", ""),
+        extra_info={"split": split, "index": index, "question": question, "answer": answer},
+    )
+
+
+# --------------------------------------------------------------------------------------------------------------------
+
+
+def _load(source: str) -> Iterator[Row]:
+    kind, _, rest = source.partition(":")
+    if kind == "synthetic":
+        return _synthetic(source, rest.split(":"))
+    if kind == "hf":
+        return _hub(source, rest.split(":"))
+    return _file(Path(source))
+
+
+def _synthetic(source: str, parts: list[str]) -> Iterator[Row]:
+    if len(parts) not in (2, 3) or (len(parts) == 3 and not parts[2].isdigit()):
+        raise DataError(f"{source}: expected synthetic:PAIR:SPLIT[:COUNT], e.g. synthetic:plain:train:256")
+    from tandemrl.data.synthetic import generate
+
+    pair, split = parts[:2]
+    if split not in ("train", "heldout"):
+        raise DataError(f"{source}: split must be train or heldout, got {split!r}")
+    count = int(parts[2]) if len(parts) == 3 else None
+    return iter(generate(pair, cast(Literal["train", "heldout"], split), count, 0))
+
+
+def _hub(source: str, parts: list[str]) -> Iterator[Row]:
+    if len(parts) != 3 or not all(parts):
+        raise DataError(f"{source}: expected hf:REPO:CONFIG:SPLIT, e.g. hf:openai/gsm8k:main:train")
+    try:
+        import datasets
+    except ImportError:
+        raise DataError(f"{source}: reading from the hub needs `datasets`: pip install 'tandemrl[hub]'") from None
+    repo, config, split = parts
+    try:
+        table = datasets.load_dataset(repo, config, split=split)
+    except Exception as error:
+        raise DataError(f"{source}: could not be loaded: {type(error).__name__}: {error}") from error
+    return (_parse(record, source, line, repo=repo, split=split) for line, record in enumerate(table, 1))
+
+
+def _file(path: Path) -> Iterator[Row]:
+    if not path.is_file():
+        hint = "; build it with `tandemrl data build gsm8k`" if "gsm8k" in str(path).lower() else ""
+        raise DataError(f"{path}: no such file{hint}")
+    if path.suffix == ".jsonl":
+        records = _read_jsonl(path)
+    elif path.suffix == ".parquet":
+        records = _read_parquet(path)
+    else:
+        raise DataError(
+            f"{path}: expected a .jsonl or .parquet file, synthetic:PAIR:SPLIT[:COUNT] or hf:REPO:CONFIG:SPLIT"
+        )
+    return (_parse(record, str(path), line, repo=None, split=path.stem) for line, record in records)
+
+
+def _read_jsonl(path: Path) -> Iterator[tuple[int, Any]]:
+    with path.open(encoding="utf-8") as lines:
+        for line, text in enumerate(lines, 1):
+            if not text.strip():
+                continue
+            try:
+                yield line, json.loads(text)
+            except json.JSONDecodeError as error:
+                raise DataError(f"{path}, line {line}: not JSON: {error}") from None
+
+
+def _read_parquet(path: Path) -> Iterator[tuple[int, Any]]:
+    import pyarrow
+    import pyarrow.parquet
+
+    try:
+        table = pyarrow.parquet.read_table(path)
+    except pyarrow.ArrowException as error:
+        raise DataError(f"{path}: not readable as Parquet: {error}") from None
+    return enumerate(table.to_pylist(), 1)
+
+
+def _parse(record: Any, source: str, line: int, *, repo: str | None, split: str) -> Row:
+    """One record in whichever schema its fields show; ``repo`` names hub rows of the bare problem/answer kind."""
+    where = f"{source}, line {line}"
+    if not isinstance(record, Mapping):
+        raise DataError(f"{where}: expected an object, found {type(record).__name__}")
+    if "prompt" in record:
+        return _verl_row(record, where, line)
+    question = record.get("question")
+    if repo in (None, GSM8K) and question is not None:
+        answer = _text(record, "answer", where)
+        try:
+            return gsm8k_row(_text(record, "question", where), answer, split=split, index=line - 1)
+        except DataError as error:
+            raise DataError(f"{where}, field 'answer': {error}") from None
+    if repo is not None and ("problem" in record or question is not None):
+        problem = _text(record, "problem" if "problem" in record else "question", where)
+        return Row(
+            example_id=f"{repo}/{split}/{line - 1}",
+            messages=({"role": "user", "content": problem},),
+            data_source=repo,
+            ground_truth=_ground_truth(record.get("answer"), f"{where}, field 'answer'"),
+            extra_info={"split": split, "index": line - 1},
+        )
+    raise DataError(
+        f"{where}, field 'prompt': missing; expected verl's schema (prompt, data_source, reward_model.ground_truth) or "
+        f"GSM8K's (question, answer), found: {', '.join(sorted(map(str, record))) or 'no fields'}"
+    )
+
+
+def _verl_row(record: Mapping[str, Any], where: str, line: int) -> Row:
+    data_source = _text(record, "data_source", where)
+    reward_model = record.get("reward_model")
+    if not isinstance(reward_model, Mapping):
+        raise DataError(f"{where}, field 'reward_model': expected an object with ground_truth, found {reward_model!r}")
+    extra = record.get("extra_info") or {}
+    if not isinstance(extra, Mapping):
+        raise DataError(f"{where}, field 'extra_info': expected an object, found {extra!r}")
+    index = line if extra.get("index") is None else extra["index"]
+    return Row(
+        example_id="/".join(str(part) for part in (data_source, extra.get("split"), index) if part is not None),
+        messages=_messages(record["prompt"], where),
+        data_source=data_source,
+        ground_truth=_ground_truth(reward_model.get("ground_truth"), f"{where}, field 'reward_model.ground_truth'"),
+        extra_info=dict(extra),
+    )
+
+
+def _messages(prompt: Any, where: str) -> tuple[dict[str, str], ...]:
+    if isinstance(prompt, str) and prompt:
+        return ({"role": "user", "content": prompt},)
+    if not isinstance(prompt, Sequence) or not prompt:
+        raise DataError(f"{where}, field 'prompt': expected a string or a list of messages, found {prompt!r}")
+    for number, message in enumerate(prompt):
+        if not isinstance(message, Mapping):
+            raise DataError(f"{where}, field 'prompt[{number}]': expected an object, found {message!r}")
+        for key in ("role", "content"):
+            if not isinstance(message.get(key), str):
+                raise DataError(
+                    f"{where}, field 'prompt[{number}].{key}': expected a string, found {message.get(key)!r}"
+                )
+    return tuple({"role": message["role"], "content": message["content"]} for message in prompt)
+
+
+def _ground_truth(value: Any, where: str) -> str:
+    """Strings as they are, numbers in Python's notation, structures as JSON."""
+    if value is None or value == "":
+        raise DataError(f"{where}: missing or empty")
+    if isinstance(value, str):
+        return value
+    if isinstance(value, int | float):
+        return str(value)
+    return json.dumps(value, ensure_ascii=False)
+
+
+def _text(record: Mapping[str, Any], field: str, where: str) -> str:
+    value = record.get(field)
+    if not isinstance(value, str) or not value:
+        raise DataError(f"{where}, field {field!r}: expected a non-empty string, found {value!r}")
+    return value
+
+
+def _with_suffix(row: Row, suffix: str) -> list[dict[str, str]]:
+    messages = [dict(message) for message in row.messages]
+    if not suffix:
+        return messages
+    last_user = next((message for message in reversed(messages) if message["role"] == "user"), None)
+    if last_user is None:
+        raise DataError(f"row {row.example_id}: no user message for the prompt suffix")
+    last_user["content"] += suffix if suffix[0].isspace() else f" {suffix}"
+    return messages
+
+
+def _unique(rows: list[Row]) -> list[Row]:
+    seen: dict[str, int] = {}
+    unique = []
+    for row in rows:
+        seen[row.example_id] = times = seen.get(row.example_id, 0) + 1
+        unique.append(row if times == 1 else replace(row, example_id=f"{row.example_id}#{times}"))
+    return unique

@@ -1,0 +1,63 @@
+"""Which rows come next: shuffled epochs whose position can be saved and restored exactly."""
+
+from typing import Any
+
+import numpy as np
+
+from tandemrl.data.rows import DataError
+
+
+class Sampler:
+    """Row numbers in shuffled epochs; every row once per epoch, and a request may span epochs (nothing is dropped).
+
+    The order of an epoch is a function of ``(seed, epoch)`` alone, so the state is three integers and resuming gives
+    the same numbers as never having stopped.
+
+    Raises:
+        DataError: there are no rows.
+
+    Example:
+        >>> sampler = Sampler(3, seed=0)
+        >>> sorted(sampler.next(3)), len(sampler.next(5))
+        ([0, 1, 2], 5)
+    """
+
+    def __init__(self, count: int, *, seed: int) -> None:
+        if count < 1:
+            raise DataError("nothing to sample from: the data set has no rows")
+        self._count, self._seed = count, seed
+        self._epoch, self._position = 0, 0
+
+    @property
+    def epoch(self) -> int:
+        """Epochs finished so far."""
+        return self._epoch
+
+    def next(self, k: int) -> list[int]:
+        """The next ``k`` row numbers."""
+        chosen: list[int] = []
+        while len(chosen) < k:
+            order = np.random.default_rng([self._seed, self._epoch]).permutation(self._count)
+            taken = order[self._position : self._position + k - len(chosen)]
+            chosen += taken.tolist()
+            self._position += len(taken)
+            if self._position == self._count:
+                self._epoch, self._position = self._epoch + 1, 0
+        return chosen
+
+    def state_dict(self) -> dict[str, int]:
+        return {"count": self._count, "seed": self._seed, "epoch": self._epoch, "position": self._position}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue where ``state`` was taken.
+
+        Raises:
+            DataError: the state belongs to another number of rows or another seed.
+        """
+        for name, mine in (("count", self._count), ("seed", self._seed)):
+            if state[name] != mine:
+                raise DataError(
+                    f"the saved sampler has {name} {state[name]}, this run has {mine}; resume with the data and seed "
+                    "of the checkpoint, or start a new run"
+                )
+        self._epoch, self._position = int(state["epoch"]), int(state["position"])

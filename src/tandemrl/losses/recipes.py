@@ -1,0 +1,246 @@
+"""Algorithms as rows of a table, and the loss chain that runs any of them.
+
+weights → surrogate → + β·kl − c·entropy → × importance weight → reduce (→ + λ_jun·kl on junior tokens).
+
+A recipe is data, so an ablation is ``RECIPES["grpo"]._replace(surrogate=my_surrogate)``. Signatures of its functions:
+``advantage(rewards, group_ids) -> advantages``, one entry per rollout (``Advantage``), and
+``surrogate(logprobs, old_logprobs, advantages, *, clip_low, clip_high, dual_clip) -> loss per token`` (``Surrogate``).
+"""
+
+from collections.abc import Callable, Mapping
+from typing import Literal, NamedTuple
+
+import torch
+from jaxtyping import Float, Int8, Int64
+from torch import Tensor
+
+from tandemrl.losses.advantages import group_centred, group_normalised, leave_one_out, whiten
+from tandemrl.losses.penalties import KLKind, kl
+from tandemrl.losses.reduce import Mode, NormaliseBy, divisor, reduce, require_one_of
+from tandemrl.losses.surrogates import (
+    RatioLevel,
+    Surrogate,
+    cispo,
+    clip_range,
+    importance_weights,
+    log_ratio,
+    ppo_clip,
+    reinforce,
+    sequence_old_logprobs,
+)
+from tandemrl.types import Author, Totals
+
+Advantage = Callable[[Tensor, Tensor], Tensor]
+Importance = Literal["none", "token", "sequence"]
+
+
+class Recipe(NamedTuple):
+    """One algorithm.
+
+    advantage: group estimator; None = per-token advantages of a critic (``gae``).
+    whiten: advantages are whitened over the trained tokens of the batch.
+    ratio_level: one ratio per token, or one per sequence (GSPO).
+    clip_low, clip_high, dual_clip: see ``tandemrl.losses.surrogates``; None = open.
+    importance, importance_cap: truncated importance sampling against the sampler's log-probs.
+    filter_zero_variance: groups whose outcomes are all equal are left out.
+    overlong_share: overlong buffer as a share of the longest response; 0 = no length penalty.
+    """
+
+    name: str
+    advantage: Advantage | None
+    surrogate: Surrogate
+    mode: Mode
+    clip_low: float | None = None
+    clip_high: float | None = None
+    dual_clip: float | None = None
+    ratio_level: RatioLevel = "token"
+    whiten: bool = False
+    importance: Importance = "none"
+    importance_cap: float = 2.0
+    filter_zero_variance: bool = False
+    overlong_share: float = 0.0
+
+
+_TABLE = (
+    # The tandem paper's (arXiv 2606.28166): verl's GRPO, that is DeepSeekMath's advantage (arXiv 2402.03300) with the
+    # token mean and dual clip that verl has by default. The 2402.03300 reduction is mode="sequence_mean_token_mean".
+    Recipe("grpo", group_normalised, ppo_clip, "token_mean", clip_low=0.2, clip_high=0.2, dual_clip=3.0),
+    # arXiv 2503.20783: no std, no length in a denominator.
+    Recipe("dr_grpo", group_centred, ppo_clip, "token_sum_constant", clip_low=0.2, clip_high=0.2),
+    # arXiv 2503.14476: clip-higher, token mean, dynamic sampling, overlong buffer 4096 of 20480 tokens.
+    Recipe(
+        "dapo",
+        group_normalised,
+        ppo_clip,
+        "token_mean",
+        clip_low=0.2,
+        clip_high=0.28,
+        filter_zero_variance=True,
+        overlong_share=0.2,
+    ),
+    # arXiv 2507.18071, ranges of section 5.1.
+    Recipe(
+        "gspo",
+        group_normalised,
+        ppo_clip,
+        "sequence_mean_token_mean",
+        clip_low=3e-4,
+        clip_high=4e-4,
+        ratio_level="sequence",
+    ),
+    # arXiv 2506.13585: no lower bound; upper bound 5 as in ScaleRL (arXiv 2510.13786).
+    Recipe("cispo", group_normalised, cispo, "token_mean", clip_high=4.0),
+    # arXiv 2402.14740: the whole completion is one action, no clipping, for on-policy updates.
+    Recipe("rloo", leave_one_out, reinforce, "sequence_mean_token_sum"),
+    # arXiv 2501.03262, the variant with a group baseline.
+    Recipe("reinforce_pp", group_centred, ppo_clip, "token_mean", clip_low=0.2, clip_high=0.2, whiten=True),
+    # arXiv 1707.06347 with GAE (arXiv 1506.02438) and a critic.
+    Recipe("ppo", None, ppo_clip, "token_mean", clip_low=0.2, clip_high=0.2, whiten=True),
+)
+
+RECIPES: dict[str, Recipe] = {recipe.name: recipe for recipe in _TABLE}
+
+
+def compute_advantages(
+    recipe: Recipe,
+    rewards: Float[Tensor, " s"],
+    group_ids: Int64[Tensor, " s"],
+    token_counts: Float[Tensor, " s"],
+) -> Float[Tensor, " s"]:
+    """Advantage of each rollout of the whole batch (every rank's, before it is split).
+
+    Args:
+        token_counts: Σw of each rollout, the weight with which whitening counts it.
+
+    Raises:
+        ValueError: the recipe needs a critic.
+    """
+    if recipe.advantage is None:
+        raise ValueError(f"recipe {recipe.name}: advantages are per token, from a critic; use gae() and whiten()")
+    advantages = recipe.advantage(rewards, group_ids)
+    return whiten(advantages, token_counts) if recipe.whiten else advantages
+
+
+def policy_loss(
+    recipe: Recipe,
+    *,
+    logprobs: Float[Tensor, " t"],
+    old_logprobs: Float[Tensor, " t"],
+    behaviour_logprobs: Float[Tensor, " t"],
+    advantages: Float[Tensor, " t"],
+    author: Int8[Tensor, " t"],
+    weights: Float[Tensor, " t"],
+    sequence_ids: Int64[Tensor, " t"],
+    num_sequences: int,
+    totals: Totals,
+    normalise_by: NormaliseBy = "weight",
+    constant: float | None = None,
+    clip_low: float | None = None,
+    clip_high: float | None = None,
+    dual_clip: float | None = None,
+    importance: Importance | None = None,
+    importance_cap: float | None = None,
+    entropy: Float[Tensor, " t"] | None = None,
+    entropy_coef: float = 0.0,
+    ref_logprobs: Float[Tensor, " t"] | None = None,
+    kl_coef: float = 0.0,
+    kl_kind: KLKind = "k3",
+    junior_logprobs: Float[Tensor, " t"] | None = None,
+    junior_kl_coef: float = 0.0,
+) -> tuple[Float[Tensor, ""], dict[str, Float[Tensor, ""]]]:
+    """This micro-batch's share of the step's loss, and detached metric sums.
+
+    ``clip_low``, ``clip_high``, ``dual_clip``, ``importance`` and ``importance_cap`` override the recipe's unless None.
+    ``totals``, ``normalise_by``, ``constant``: see ``reduce``. Tokens of weight 0 are not looked at, except that
+    ``junior_kl_coef`` (λ_jun) adds λ_jun · Σ k3 / response tokens over the junior-written tokens, a k3 estimate of
+    KL(junior ‖ senior), since the junior sampled them: a pull of the senior towards the junior there. Its
+    denominator is all response tokens of the step under either ``normalise_by``, so it fades as the junior's share
+    does.
+
+    Returns:
+        loss: add over micro-batches and ranks.
+        metrics: sums to add likewise; ``average_metrics`` divides them by the totals. Σw·value of ``ratio``,
+            ``clip_fraction`` (ratio outside the clip range, whatever the advantage's sign), ``approx_kl`` (k3 of old
+            against new), and where the input is given ``importance``, ``entropy``, ``ref_kl``; Σ over junior-written
+            tokens of ``junior_kl``.
+
+    Raises:
+        ValueError: a coefficient without the channel that it multiplies; a clip range that the surrogate does not use;
+            an unknown choice.
+    """
+    require_one_of("ratio_level", recipe.ratio_level, RatioLevel)
+    for name, coef, channel, tensor in (
+        ("entropy_coef", entropy_coef, "entropy", entropy),
+        ("kl_coef", kl_coef, "ref_logprobs", ref_logprobs),
+        ("junior_kl_coef", junior_kl_coef, "junior_logprobs", junior_logprobs),
+    ):
+        if coef != 0.0 and tensor is None:
+            raise ValueError(f"{name}={coef} needs {channel}: pass it or set {name} to 0")
+    clip_low = recipe.clip_low if clip_low is None else clip_low
+    clip_high = recipe.clip_high if clip_high is None else clip_high
+    dual_clip = recipe.dual_clip if dual_clip is None else dual_clip
+    importance = recipe.importance if importance is None else importance
+    importance_cap = recipe.importance_cap if importance_cap is None else importance_cap
+
+    # Masked on entry, not only in the reduction: there, a NaN at a weight-0 token would still have a NaN gradient.
+    trained = weights > 0
+    new = torch.where(trained, logprobs, 0.0)
+    old = torch.where(trained, old_logprobs, 0.0)
+    ratio_old = old
+    if recipe.ratio_level == "sequence":
+        ratio_old = sequence_old_logprobs(new, old, weights, sequence_ids, num_sequences=num_sequences)
+
+    advantages = torch.where(trained, advantages, 0.0)
+    x = recipe.surrogate(new, ratio_old, advantages, clip_low=clip_low, clip_high=clip_high, dual_clip=dual_clip)
+
+    with torch.no_grad():
+        ratio = log_ratio(new, ratio_old).exp()
+        low, high = clip_range(clip_low, clip_high)
+        per_token = {
+            "ratio": ratio,
+            "clip_fraction": ((ratio < low) | (ratio > high)).to(ratio.dtype),
+            "approx_kl": kl(old, new, kind="k3"),
+        }
+    if ref_logprobs is not None:
+        per_token["ref_kl"] = kl(new, torch.where(trained, ref_logprobs, 0.0), kind=kl_kind)
+        x = x + kl_coef * per_token["ref_kl"]
+    if entropy is not None:
+        per_token["entropy"] = torch.where(trained, entropy, 0.0)
+        x = x - entropy_coef * per_token["entropy"]
+    if importance != "none":
+        per_token["importance"] = importance_weights(
+            old,
+            behaviour_logprobs,
+            weights,
+            sequence_ids,
+            num_sequences=num_sequences,
+            level=importance,
+            cap=importance_cap,
+        )
+        x = x * per_token["importance"]
+    loss = reduce(
+        x,
+        weights,
+        author,
+        sequence_ids,
+        num_sequences=num_sequences,
+        totals=totals,
+        mode=recipe.mode,
+        normalise_by=normalise_by,
+        constant=constant,
+    )
+    metrics = {name: (weights * value.detach()).sum() for name, value in per_token.items()}
+    if junior_logprobs is not None:
+        written = author == Author.JUNIOR
+        pull = kl(torch.where(written, junior_logprobs, 0.0), torch.where(written, logprobs, 0.0), kind="k3").sum()
+        loss = loss + junior_kl_coef * pull / divisor(totals.response_tokens, pull)
+        metrics["junior_kl"] = pull.detach()
+    return loss, metrics
+
+
+def average_metrics(sums: Mapping[str, Tensor], totals: Totals) -> dict[str, Tensor]:
+    """Means of ``policy_loss`` metrics that were added over the step: per Σw; ``junior_kl`` per response token."""
+    return {
+        name: value / divisor(totals.response_tokens if name == "junior_kl" else totals.weight, value)
+        for name, value in sums.items()
+    }

@@ -1,0 +1,207 @@
+"""What is minimised at each token: functions of log-probs and advantages that return a result per token.
+
+All policy surrogates share one signature, ``Surrogate``, so that a recipe can swap them. With r = exp(logprobs −
+old_logprobs), clip ranges are distances from 1: r is kept in [1 − clip_low, 1 + clip_high], and None leaves that side
+open. A surrogate raises ValueError when given a range that it would not use.
+
+Non-finite values: log-ratios are clamped to ±20, which also takes ±inf, and have no gradient outside. NaN passes
+through to the loss, where the caller sees it; at tokens of weight 0 ``policy_loss`` and ``reduce`` never look.
+"""
+
+from math import inf
+from typing import Literal, Protocol
+
+import torch
+from jaxtyping import Float, Int64
+from torch import Tensor
+
+from tandemrl.losses.reduce import divisor, require_one_of, sequence_sum
+
+RatioLevel = Literal["token", "sequence"]
+
+MAX_LOG_RATIO = 20.0
+
+
+class Surrogate(Protocol):
+    """Signature of a policy surrogate: per-token loss, to minimise, of the inputs' shape."""
+
+    def __call__(
+        self,
+        logprobs: Float[Tensor, " t"],
+        old_logprobs: Float[Tensor, " t"],
+        advantages: Float[Tensor, " t"],
+        *,
+        clip_low: float | None,
+        clip_high: float | None,
+        dual_clip: float | None,
+    ) -> Float[Tensor, " t"]: ...
+
+
+def log_ratio(logprobs: Float[Tensor, " t"], old_logprobs: Float[Tensor, " t"]) -> Float[Tensor, " t"]:
+    """logprobs − old_logprobs (nats), clamped to ±20."""
+    return (logprobs - old_logprobs).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+
+
+def clip_range(clip_low: float | None, clip_high: float | None) -> tuple[float, float]:
+    """The interval in which a ratio is kept; None leaves that side open.
+
+    Example:
+        >>> clip_range(0.2, None)
+        (0.8, inf)
+    """
+    return (0.0 if clip_low is None else 1.0 - clip_low, inf if clip_high is None else 1.0 + clip_high)
+
+
+def ppo_clip(
+    logprobs: Float[Tensor, " t"],
+    old_logprobs: Float[Tensor, " t"],
+    advantages: Float[Tensor, " t"],
+    *,
+    clip_low: float | None,
+    clip_high: float | None,
+    dual_clip: float | None = None,
+) -> Float[Tensor, " t"]:
+    """max(−r·A, −clip(r)·A) (PPO, arXiv 1707.06347, equation 7); with ``dual_clip`` c, at most −c·A where A < 0
+    (arXiv 1912.09729). ``clip_high > clip_low`` is DAPO's clip-higher (arXiv 2503.14476).
+
+    Raises:
+        ValueError: ``dual_clip`` is not above 1.
+    """
+    if dual_clip is not None and dual_clip <= 1.0:
+        raise ValueError(f"dual_clip={dual_clip}: must be above 1")
+    ratio = log_ratio(logprobs, old_logprobs).exp()
+    low, high = clip_range(clip_low, clip_high)
+    loss = torch.maximum(-ratio * advantages, -ratio.clamp(low, high) * advantages)
+    if dual_clip is None:
+        return loss
+    return torch.where(advantages < 0, torch.minimum(loss, -dual_clip * advantages), loss)
+
+
+def cispo(
+    logprobs: Float[Tensor, " t"],
+    old_logprobs: Float[Tensor, " t"],
+    advantages: Float[Tensor, " t"],
+    *,
+    clip_low: float | None,
+    clip_high: float | None,
+    dual_clip: float | None = None,
+) -> Float[Tensor, " t"]:
+    """−sg(clip(r))·A·logprobs: clipped tokens keep a gradient (MiniMax-M1, arXiv 2506.13585, equation 4).
+
+    Raises:
+        ValueError: ``dual_clip`` is set; the clipped ratio is bounded already.
+    """
+    if dual_clip is not None:
+        raise ValueError(f"dual_clip={dual_clip}: cispo does not use it, leave it unset")
+    low, high = clip_range(clip_low, clip_high)
+    ratio = log_ratio(logprobs, old_logprobs).exp().clamp(low, high)
+    return -ratio.detach() * advantages * logprobs
+
+
+def reinforce(
+    logprobs: Float[Tensor, " t"],
+    old_logprobs: Float[Tensor, " t"],
+    advantages: Float[Tensor, " t"],
+    *,
+    clip_low: float | None = None,
+    clip_high: float | None = None,
+    dual_clip: float | None = None,
+) -> Float[Tensor, " t"]:
+    """−A·logprobs (Williams 1992). ``old_logprobs`` is not read: for one on-policy update per batch of rollouts.
+
+    Raises:
+        ValueError: a clip range is set; there is no ratio to clip.
+    """
+    if clip_low is not None or clip_high is not None or dual_clip is not None:
+        raise ValueError("clip_low, clip_high, dual_clip: reinforce has no ratio to clip, leave them unset")
+    return -advantages * logprobs
+
+
+def gspo(
+    logprobs: Float[Tensor, " t"],
+    old_logprobs: Float[Tensor, " t"],
+    advantages: Float[Tensor, " t"],
+    weights: Float[Tensor, " t"],
+    sequence_ids: Int64[Tensor, " t"],
+    *,
+    num_sequences: int,
+    clip_low: float | None,
+    clip_high: float | None,
+    dual_clip: float | None = None,
+) -> Float[Tensor, " t"]:
+    """``ppo_clip`` with one ratio per sequence (GSPO, arXiv 2507.18071, equation 5 in the token form of section 4.3).
+
+    The same as a recipe with ``ratio_level="sequence"``. Under ``sequence_mean_token_mean`` its gradient is that of
+    clip(s)·A with s the sequence's ratio.
+    """
+    old_logprobs = sequence_old_logprobs(logprobs, old_logprobs, weights, sequence_ids, num_sequences=num_sequences)
+    return ppo_clip(logprobs, old_logprobs, advantages, clip_low=clip_low, clip_high=clip_high, dual_clip=dual_clip)
+
+
+def sequence_old_logprobs(
+    logprobs: Float[Tensor, " t"],
+    old_logprobs: Float[Tensor, " t"],
+    weights: Float[Tensor, " t"],
+    sequence_ids: Int64[Tensor, " t"],
+    *,
+    num_sequences: int,
+) -> Float[Tensor, " t"]:
+    """Old log-probs that give every token its sequence's ratio s = exp(Σ w·(logprobs − old) / Σw).
+
+    sg(logprobs − log s): a surrogate that reads it has the value of s and a gradient through each token's own
+    log-prob (arXiv 2507.18071, equation 14). Weight 0 keeps a token out of s, so in tandem training s is a mean over
+    senior tokens. A sequence with Σw = 0 has s = 1.
+    """
+    differences = torch.where(weights > 0, (logprobs - old_logprobs).detach(), 0.0)
+    weight = sequence_sum(weights, sequence_ids, num_sequences=num_sequences)
+    log_s = sequence_sum(weights * differences, sequence_ids, num_sequences=num_sequences) / divisor(weight, weight)
+    return logprobs.detach() - log_s[sequence_ids]
+
+
+def importance_weights(
+    old_logprobs: Float[Tensor, " t"],
+    behaviour_logprobs: Float[Tensor, " t"],
+    weights: Float[Tensor, " t"],
+    sequence_ids: Int64[Tensor, " t"],
+    *,
+    num_sequences: int,
+    level: RatioLevel,
+    cap: float,
+) -> Float[Tensor, " t"]:
+    """Truncated importance sampling: min(exp(old − behaviour), cap), detached; 1 at tokens of weight 0.
+
+    Corrects for a sampler whose probabilities differ from the trainer's. ``level="sequence"`` uses one ratio per
+    sequence, exp(Σ w·(old − behaviour)), so in tandem training it is made of senior tokens only. Where junior tokens
+    are trained on (weight > 0), their behaviour is the junior and the ratio corrects for that too.
+    Source: Yao et al. 2025, "Your efficient RL framework secretly brings you off-policy RL training".
+
+    Raises:
+        ValueError: unknown ``level``; ``cap`` is not positive.
+    """
+    require_one_of("level", level, RatioLevel)
+    if cap <= 0:
+        raise ValueError(f"cap={cap}: must be positive")
+    differences = torch.where(weights > 0, (old_logprobs - behaviour_logprobs).detach(), 0.0)
+    if level == "sequence":
+        summed = sequence_sum(weights * differences, sequence_ids, num_sequences=num_sequences)
+        differences = torch.where(weights > 0, summed[sequence_ids], 0.0)
+    ratio = differences.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp().clamp(max=cap)
+    return torch.where(weights > 0, ratio, 1.0)
+
+
+def value_loss(
+    values: Float[Tensor, " t"],
+    old_values: Float[Tensor, " t"],
+    returns: Float[Tensor, " t"],
+    *,
+    clip: float | None = 0.5,
+) -> Float[Tensor, " t"]:
+    """½·max((V − R)², (V_clipped − R)²) with V_clipped within ``clip`` of ``old_values``; None = no clipping.
+
+    The value clipping of the PPO implementation (Engstrom et al., arXiv 2005.12729, section 3).
+    """
+    error = (values - returns).square()
+    if clip is None:
+        return 0.5 * error
+    clipped = old_values + (values - old_values).clamp(-clip, clip)
+    return 0.5 * torch.maximum(error, (clipped - returns).square())

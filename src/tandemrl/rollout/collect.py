@@ -1,0 +1,85 @@
+"""Prompts x engine -> rollouts: write completions, prove who wrote what, score the finished texts."""
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import numpy as np
+from transformers import PreTrainedTokenizerBase
+
+from tandemrl.data.rows import Prompt
+from tandemrl.rollout.engine import Completion, Draws, Engine, Request, Sampling, check_authors
+from tandemrl.rollout.envs.scoring import Scorer
+from tandemrl.selection import Strategy
+from tandemrl.selection.draws import request_key
+from tandemrl.types import Author, Group, Rollout
+
+
+class Written(NamedTuple):
+    """Completions of some prompts, one list per prompt, and the author draws behind them all."""
+
+    prompts: list[Prompt]
+    completions: list[list[Completion]]
+    draws: Draws
+
+
+def write(
+    engine: Engine,
+    prompts: Sequence[tuple[int, Prompt]],
+    *,
+    strategy: Strategy,
+    sampling: Sampling,
+    group_size: int,
+    seed: int,
+    step: int,
+    progress: Callable[[int], None] | None = None,
+) -> Written:
+    """``group_size`` completions of each prompt, their authors verified by replay.
+
+    Args:
+        prompts: (number of the example in its dataset, prompt); the number enters the request keys.
+
+    Raises:
+        EngineError: a completion lacks a channel, or its authors are not those the strategy gives for its key.
+    """
+    requests = [
+        Request(
+            prompt.tokens,
+            tuple(request_key(seed, step, example, sample) for sample in range(group_size)),
+            sampling,
+            strategy,
+        )
+        for example, prompt in prompts
+    ]
+    completions = engine.generate(requests, progress=progress)
+    draws = check_authors([completion for group in completions for completion in group], strategy)
+    return Written([prompt for _, prompt in prompts], completions, draws)
+
+
+def score(written: Written, scorer: Scorer, tokenizer: PreTrainedTokenizerBase) -> list[Group]:
+    """Grade every finished text as a whole, whoever wrote which part of it."""
+    pairs = [(prompt, c) for prompt, group in zip(written.prompts, written.completions, strict=True) for c in group]
+    texts = tokenizer.batch_decode([completion.tokens.tolist() for _, completion in pairs], skip_special_tokens=True)
+    scores = iter(scorer.score([(prompt.row, text) for (prompt, _), text in zip(pairs, texts, strict=True)]))
+    groups = []
+    for g, (prompt, completions) in enumerate(zip(written.prompts, written.completions, strict=True)):
+        context = np.full(len(prompt.tokens), Author.CONTEXT)
+        rollouts = []
+        for index, completion in enumerate(completions):
+            result = next(scores)
+            rollouts.append(
+                Rollout(
+                    example_id=prompt.row.example_id,
+                    group=g,
+                    index=index,
+                    seed=completion.key,
+                    tokens=np.concatenate([prompt.tokens, completion.tokens]),
+                    author=np.concatenate([context, completion.author]),
+                    behaviour_logprobs=np.concatenate([np.zeros(len(context)), completion.behaviour_logprobs]),
+                    reward=result.value,
+                    reward_parts=result.parts,
+                    stop_reason=completion.stop_reason,
+                    policy_version=completion.policy_version,
+                )
+            )
+        groups.append(Group(prompt.row.example_id, tuple(rollouts)))
+    return groups

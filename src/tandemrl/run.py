@@ -1,0 +1,288 @@
+"""What a training run is made of, built from its config, and how it is saved, restored and held to its word."""
+
+import copy
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from tandemrl import checkpoint
+from tandemrl.config import Config, ConfigError, SelectionConfig, to_yaml
+from tandemrl.data.rows import DataError, Prompt, encode_prompts, load_rows
+from tandemrl.data.sampler import Sampler
+from tandemrl.losses import RECIPES, Recipe
+from tandemrl.model import load_model, load_tokenizer, token_logprobs, vocabulary_check
+from tandemrl.rollout.engine import Draws, Engine, Sampling
+from tandemrl.rollout.envs.scoring import Scorer
+from tandemrl.rollout.sampling import Truncation
+from tandemrl.rollout.torch_engine import TorchEngine
+from tandemrl.selection import (
+    Strategy,
+    alternating,
+    bernoulli,
+    chunk,
+    linear,
+    sentence,
+    solo,
+    word,
+    word_aligned,
+)
+from tandemrl.selection.boundaries import step_tables, word_boundary_table, word_start_tables
+from tandemrl.types import Batch
+
+SIGMAS = 6.0
+"""How far the share of senior draws may stray from prob_senior: one false alarm in 10⁹ checks."""
+MISMATCH = {"float32": 1e-3, "bfloat16": 2e-2}
+"""Defaults of train.max_logprob_mismatch: mean |trainer - engine| log-prob of senior tokens, nats."""
+
+
+class TrainError(RuntimeError):
+    """A gate closed: going on would train something else than what was asked for. The message gives the reason."""
+
+
+class Schedule(NamedTuple):
+    """Who writes in each training step: the strategy, and the probability its draws are held to (None: not held)."""
+
+    strategy: Callable[[int], Strategy]
+    prob_senior: Callable[[int], float | None]
+
+
+@dataclass(eq=False)
+class Run:
+    """The parts of one training run. ``best`` is the held-out score behind ``hf/best``."""
+
+    config: Config
+    recipe: Recipe
+    schedule: Schedule
+    tokenizer: PreTrainedTokenizerBase
+    policy: PreTrainedModel
+    reference: PreTrainedModel | None
+    junior: PreTrainedModel | None
+    engine: Engine
+    optimizer: torch.optim.Optimizer
+    scorer: Scorer
+    prompts: list[Prompt]
+    heldout: list[Prompt]
+    sampler: Sampler
+    sampling: Sampling
+    best: float = -math.inf
+
+    def logprobs(self, model: PreTrainedModel, batch: Batch, select: Tensor) -> tuple[Tensor, Tensor]:
+        """Log-probs and entropy of the selected tokens under the sampling distribution of the rollouts."""
+        s = self.sampling
+        return token_logprobs(
+            model,
+            batch,
+            select=select,
+            temperature=s.temperature,
+            truncation=Truncation(s.top_k, s.top_p, s.min_p) if s.truncated else None,
+            autocast=torch.bfloat16 if self.config.model.dtype == "bfloat16" else None,
+        )
+
+
+def build(config: Config, recipe: Recipe | None = None, strategy: Callable[[int], Strategy] | None = None) -> Run:
+    """Load models and data and start the engine; writes nothing.
+
+    Raises:
+        ConfigError, DataError, ModelError: something named in the config is missing or does not fit.
+    """
+    model, data = config.model, config.data
+    tokenizer = load_tokenizer(model.senior)
+    if model.junior is not None:
+        vocabulary_check(tokenizer, load_tokenizer(model.junior))
+    policy = load_model(model.senior, device=model.device)
+    if model.gradient_checkpointing:
+        policy.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    vocabulary = policy.get_output_embeddings().weight.shape[0]
+    schedule = schedule_of(config.selection, tokenizer, vocabulary)
+    if strategy is not None:
+        schedule = Schedule(strategy, lambda step: None)
+
+    frozen: dict[str, PreTrainedModel] = {}  # a self-paired junior and the reference are one model
+
+    def freeze(path: str) -> PreTrainedModel:
+        if path not in frozen:
+            frozen[path] = load_model(path, dtype=model.dtype, device=model.device).requires_grad_(False)
+        return frozen[path]
+
+    tandem = schedule.strategy(1).writers != "senior"
+    junior = freeze(model.junior or model.senior) if tandem or config.loss.junior_kl_coef > 0 else None
+    reference = freeze(model.senior) if config.loss.kl_coef > 0 else None
+
+    def load(sources: tuple[str, ...]) -> list[Prompt]:
+        return encode_prompts(
+            load_rows(sources), tokenizer, max_prompt_tokens=data.max_prompt_tokens, suffix=data.prompt_suffix
+        )[0]
+
+    prompts = load(data.train)
+    if len(prompts) < config.train.prompts_per_step:
+        raise DataError(
+            f"data.train: {len(prompts)} usable rows (data.max_prompt_tokens={data.max_prompt_tokens}) are fewer than "
+            f"train.prompts_per_step={config.train.prompts_per_step}"
+        )
+    heldout = load(data.eval)[: data.max_eval_rows or config.eval.train_problems] if config.train.eval_every else []
+    rollout = config.rollout
+    return Run(
+        config=config,
+        recipe=recipe or RECIPES[config.loss.recipe],
+        schedule=schedule,
+        tokenizer=tokenizer,
+        policy=policy,
+        reference=reference,
+        junior=junior,
+        engine=engine_of(config, policy, junior if tandem else None, tokenizer),
+        optimizer=torch.optim.AdamW(
+            policy.parameters(), lr=config.train.lr, betas=config.train.betas, weight_decay=config.train.weight_decay
+        ),
+        scorer=Scorer(config.reward),
+        prompts=prompts,
+        heldout=heldout,
+        sampler=Sampler(len(prompts), seed=config.train.seed),
+        sampling=Sampling(
+            max_tokens=rollout.max_tokens,
+            temperature=rollout.temperature,
+            top_p=rollout.top_p,
+            top_k=rollout.top_k,
+            min_p=rollout.min_p,
+        ),
+    )
+
+
+def engine_of(
+    config: Config, policy: PreTrainedModel, junior: PreTrainedModel | None, tokenizer: PreTrainedTokenizerBase
+) -> Engine:
+    """The rollout engine, with a copy of the senior of its own, in the compute dtype."""
+    if config.rollout.engine != "torch":
+        raise ConfigError(f"rollout.engine={config.rollout.engine}: only the torch engine exists so far")
+    senior = copy.deepcopy(policy).to(getattr(torch, config.model.dtype)).requires_grad_(False)
+    return TorchEngine(senior.eval(), junior, tokenizer, max_rows=config.rollout.max_rows)
+
+
+def schedule_of(selection: SelectionConfig, tokenizer: PreTrainedTokenizerBase, vocabulary: int) -> Schedule:
+    """The strategies that ``selection.*`` describes. Token tables are built once."""
+    s = selection
+    make: Callable[[float], Strategy]
+    if s.strategy == "word":
+        boundary = word_boundary_table(tokenizer, vocabulary)
+        make = lambda p: word(p, s.max_gap_tokens, boundary)  # noqa: E731 - one of three bodies of one name
+    elif s.strategy == "word_aligned":
+        words = word_start_tables(tokenizer, vocabulary)
+        make = lambda p: word_aligned(p, s.max_gap_tokens, words)  # noqa: E731
+    elif s.strategy == "bernoulli":
+        make = bernoulli
+    else:
+        if s.strategy == "sentence":
+            fixed = sentence(s.first, step_tables(tokenizer, vocabulary))
+        elif s.strategy == "chunk":
+            fixed = chunk(s.chunk_size, s.first)
+        else:
+            fixed = alternating(s.first) if s.strategy == "alternating" else solo(s.first)
+        return Schedule(lambda step: fixed, lambda step: None)
+    if s.prob_senior_final is None:
+        drawn = make(s.prob_senior)
+        return Schedule(lambda step: drawn, lambda step: s.prob_senior)
+    prob = linear(s.prob_senior, s.prob_senior_final, s.anneal_steps)
+    return Schedule(lambda step: make(prob(step - 1)), lambda step: prob(step - 1))
+
+
+def learning_rate(config: Config, step: int) -> float:
+    """Linear warm-up over ``train.warmup_steps``, then constant, or a cosine down to 0. Steps count from 1."""
+    t = config.train
+    if step <= t.warmup_steps:
+        return t.lr * step / t.warmup_steps
+    if t.schedule == "constant":
+        return t.lr
+    return t.lr * 0.5 * (1 + math.cos(math.pi * (step - t.warmup_steps - 1) / max(1, t.steps - t.warmup_steps)))
+
+
+# --------------------------------------------------------------------------------------------------------------- gates
+
+
+def check_draws(draws: Draws, prob_senior: float | None) -> None:
+    """The senior's share of all author draws lies within 6σ of prob_senior, or the run stops.
+
+    Draws, not tokens: how long a segment gets depends on who writes it.
+
+    Raises:
+        TrainError: it does not.
+    """
+    if prob_senior is None or draws.total == 0:
+        return
+    sigma = math.sqrt(prob_senior * (1 - prob_senior) / draws.total)
+    share = draws.senior / draws.total
+    if abs(share - prob_senior) > SIGMAS * sigma + 1e-12:
+        raise TrainError(
+            f"{draws.senior} of {draws.total} author draws fell to the senior ({share:.4f}); selection.prob_senior is "
+            f"{prob_senior} (6σ = {SIGMAS * sigma:.4f}). Authors are not drawn as configured."
+        )
+
+
+def check_mismatch(config: Config, mean_abs: float) -> None:
+    """Trainer and engine agree on the log-probs of senior tokens.
+
+    Raises:
+        TrainError: mean |difference| is above train.max_logprob_mismatch, or not a number.
+    """
+    limit = config.train.max_logprob_mismatch
+    limit = MISMATCH[config.model.dtype] if limit is None else limit
+    if not mean_abs <= limit:
+        raise TrainError(
+            f"trainer and engine differ by {mean_abs:.3g} nats per senior token on average (limit {limit:g}): stale "
+            "weights, another temperature or truncation, or a numerical fault. Raise train.max_logprob_mismatch only "
+            "if the difference is understood."
+        )
+
+
+# ----------------------------------------------------------------------------------------------------- save and restore
+
+
+def save(run: Run, step: int) -> None:
+    """HF export first, then the checkpoint: a checkpoint that exists implies its export."""
+    output = Path(run.config.output_dir)
+    checkpoint.export_hf(run.policy, run.tokenizer, output / "hf" / f"step_{step}")
+    state = {
+        "step": step,
+        "policy": run.policy.state_dict(),
+        "optimizer": run.optimizer.state_dict(),
+        "sampler": run.sampler.state_dict(),
+        "best": run.best,
+        "rng": checkpoint.rng_state(),
+    }
+    checkpoint.save(output, step, state, run.config, keep=run.config.train.keep_checkpoints)
+
+
+def restore(run: Run, resume: str) -> int:
+    """Bring the run to the state of a checkpoint; returns the step it was taken after, 0 for a fresh run.
+
+    Args:
+        resume: ``auto``: the newest checkpoint in output_dir, if any; ``never``: output_dir must be fresh; or a path.
+
+    Raises:
+        CheckpointError: the checkpoint is unreadable or was written under another config, or output_dir is not fresh.
+    """
+    output = Path(run.config.output_dir)
+    path = checkpoint.latest(output) if resume in ("auto", "never") else Path(resume)
+    if resume == "never" and (path is not None or (output / "metrics.jsonl").exists()):
+        raise checkpoint.CheckpointError(
+            f"{output} already holds a run; resume it (--resume auto), or choose another output_dir or remove it"
+        )
+    step = 0
+    if path is not None:
+        checkpoint.check_resume(checkpoint.load_config(path), run.config)
+        state = checkpoint.load(path)
+        run.policy.load_state_dict(state["policy"])
+        run.optimizer.load_state_dict(state["optimizer"])
+        run.sampler.load_state_dict(state["sampler"])
+        run.best = state["best"]
+        checkpoint.restore_rng(state["rng"])
+        step = state["step"]
+    checkpoint.discard_after(output, step)
+    for name in ("metrics.jsonl", "samples.jsonl"):
+        checkpoint.truncate_jsonl(output / name, step)
+    checkpoint.write_text(output / "config.yaml", to_yaml(run.config))
+    return step

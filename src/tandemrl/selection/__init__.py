@@ -1,0 +1,18 @@
+"""Who writes the next token: pure strategies over a decoding batch, their random draws, their token tables."""
+
+from tandemrl.selection import boundaries as boundaries
+from tandemrl.selection import draws as draws
+from tandemrl.selection.strategies import Replay as Replay
+from tandemrl.selection.strategies import Strategy as Strategy
+from tandemrl.selection.strategies import Who as Who
+from tandemrl.selection.strategies import alternating as alternating
+from tandemrl.selection.strategies import annealed as annealed
+from tandemrl.selection.strategies import bernoulli as bernoulli
+from tandemrl.selection.strategies import chunk as chunk
+from tandemrl.selection.strategies import draw_counts as draw_counts
+from tandemrl.selection.strategies import linear as linear
+from tandemrl.selection.strategies import replay as replay
+from tandemrl.selection.strategies import sentence as sentence
+from tandemrl.selection.strategies import solo as solo
+from tandemrl.selection.strategies import word as word
+from tandemrl.selection.strategies import word_aligned as word_aligned

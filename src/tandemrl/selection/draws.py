@@ -1,0 +1,73 @@
+"""Counter-based random numbers: a draw is a pure function of (key, counter), so no generator has to be carried,
+saved or restored, and neither batch size, batch order, device nor engine can change it.
+
+The generator is SplitMix64 (Steele, Lea and Flood, "Fast splittable pseudorandom number generators", OOPSLA 2014) used
+by index: draw number i of key k is ``finalise(k + (i + 1)·γ)``. Arithmetic is modulo 2⁶⁴ and stored as int64.
+"""
+
+import torch
+from jaxtyping import Float64, Int64
+from torch import Tensor
+
+SELECTION = 1
+"""Stream of the author draws."""
+SAMPLING = 2
+"""Stream of the token draws: apart from SELECTION, so that prob_senior cannot change what a model would sample."""
+
+_MASK = (1 << 64) - 1
+
+
+def _signed(word: int) -> int:
+    return ((word & _MASK) ^ (1 << 63)) - (1 << 63)
+
+
+_GAMMA = _signed(0x9E3779B97F4A7C15)
+_MULTIPLIER_1 = _signed(0xBF58476D1CE4E5B9)
+_MULTIPLIER_2 = _signed(0x94D049BB133111EB)
+
+
+def mix64(*words: int) -> int:
+    """Hash integers (each taken modulo 2⁶⁴) into one int64; the order and the number of words matter.
+
+    Example:
+        >>> mix64(0, 1) == mix64(1, 0)
+        False
+    """
+    z = 0
+    for word in words:
+        z = (z + word + _GAMMA) & _MASK
+        z = ((z ^ (z >> 30)) * _MULTIPLIER_1) & _MASK
+        z = ((z ^ (z >> 27)) * _MULTIPLIER_2) & _MASK
+        z = z ^ (z >> 31)
+    return _signed(z)
+
+
+def request_key(seed: int, step: int, example: int, sample: int) -> int:
+    """The key of one completion: sample number ``sample`` of example ``example`` in training step ``step``."""
+    return mix64(seed, step, example, sample)
+
+
+def _finalise(z: Int64[Tensor, " b"]) -> Int64[Tensor, " b"]:
+    # In place, on temporaries made here. `>>` copies the sign bit, hence the masks.
+    z = (z >> 30).bitwise_and_((1 << 34) - 1).bitwise_xor_(z).mul_(_MULTIPLIER_1)
+    z = (z >> 27).bitwise_and_((1 << 37) - 1).bitwise_xor_(z).mul_(_MULTIPLIER_2)
+    return (z >> 31).bitwise_and_((1 << 33) - 1).bitwise_xor_(z)
+
+
+def mix(keys: Int64[Tensor, " b"], *words: int) -> Int64[Tensor, " b"]:
+    """``mix64(key, *words)`` for every key of a tensor."""
+    z = _finalise(keys + _GAMMA)
+    for word in words:
+        z = _finalise(z + _signed(word + _GAMMA))
+    return z
+
+
+def stream(keys: Int64[Tensor, " b"], which: int) -> Int64[Tensor, " b"]:
+    """The keys of an independent stream of the same requests: ``mix64(key, which)`` for SELECTION or SAMPLING."""
+    return mix(keys, which)
+
+
+def uniforms(keys: Int64[Tensor, " b"], counters: Int64[Tensor, " b"]) -> Float64[Tensor, " b"]:
+    """Draw number ``counters[i]`` of stream ``keys[i]``: uniform in [0, 1), a multiple of 2⁻⁵³ (the top 53 bits)."""
+    z = _finalise(torch.add(keys + _GAMMA, counters, alpha=_GAMMA))
+    return (z >> 11).bitwise_and_((1 << 53) - 1).to(torch.float64).mul_(2.0**-53)

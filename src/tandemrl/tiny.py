@@ -1,0 +1,321 @@
+"""The tiny senior/junior pair: a Qwen3 of 0.28 million parameters that learns word problems in a minute on a CPU core.
+
+Every claim of the library can be tried on it without a GPU or a download. The senior and the junior start as the same
+sloppy model (see ``data.synthetic``), with a real chat template, tokenizer and file layout, so that what runs on the
+pair runs on a large model.
+"""
+
+import hashlib
+import itertools
+import json
+import math
+import os
+import shutil
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import tokenizers
+import torch
+import transformers
+from jaxtyping import Int64
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
+from torch import Tensor
+from torch.nn.functional import cross_entropy
+from transformers import GenerationConfig, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+from transformers.utils import logging as transformers_logging
+
+from tandemrl.data.rows import Row
+from tandemrl.data.synthetic import Problem, examples, generate
+
+EOS = "<|im_end|>"
+PAD = "<|endoftext|>"
+SPECIAL_TOKENS = (PAD, "<|im_start|>", EOS)
+CHAT_TEMPLATE = (
+    "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+# Qwen's pre-tokeniser: a word takes its leading space, a digit stands alone, punctuation takes the newlines after it.
+WORD_SPLIT = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+MODEL_SIZE: dict[str, Any] = {
+    "hidden_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,  # the smallest that every vLLM attention backend accepts
+    "intermediate_size": 288,
+    "max_position_embeddings": 2048,
+    "initializer_range": 0.04,
+    "tie_word_embeddings": True,
+}
+
+Progress = Callable[[int, int, float], None]
+"""Called with (warm-start steps done, steps in all, loss in nats per token)."""
+
+
+@dataclass(frozen=True, slots=True)
+class WarmStart:
+    """How the base model is trained, on solutions only, before any reinforcement learning."""
+
+    steps: int = 1000
+    batch_size: int = 16
+    lr: float = 3e-3
+    final_lr_fraction: float = 0.05
+    warmup_steps: int = 20
+    betas: tuple[float, float] = (0.9, 0.98)
+    weight_decay: float = 0.01
+    max_grad_norm: float = 1.0
+    vocab_size: int = 400
+    threads: int = 1
+    eval_rows: int = 512
+
+
+def build_tiny_pair(
+    out: Path, *, pair: str = "plain", seed: int = 0, steps: int | None = None, progress: Progress | None = None
+) -> dict[str, Any]:
+    """Train the pair into ``out/senior`` and ``out/junior`` and return ``out/manifest.json``.
+
+    The same seed, machine and thread count give the same weights. Nothing is rebuilt when ``out`` already holds the
+    same pair, seed and recipe with intact weights; otherwise a finished build replaces ``out`` in one rename.
+
+    Raises:
+        DataError: unknown pair.
+        FileExistsError: ``out`` is not empty and not a tiny pair.
+    """
+    recipe = WarmStart() if steps is None else WarmStart(steps=steps)
+    wanted = {"schema": 1, "pair": pair, "seed": seed, "recipe": _recipe(recipe, pair, seed)}
+    found = _manifest(out)
+    if found is not None and all(found.get(key) == value for key, value in wanted.items()) and _intact(out, found):
+        return found
+    if found is None and out.exists() and any(out.iterdir()):
+        raise FileExistsError(f"{out} is not empty and has no tiny-pair manifest.json: choose another folder")
+
+    with _threads(recipe.threads):
+        tokenizer = train_tokenizer(pair, seed, vocab_size=recipe.vocab_size)
+        model = new_model(tokenizer, seed)
+        loss = warm_start(model, tokenizer, recipe, pair=pair, seed=seed, progress=progress)
+        rows = generate(pair, "heldout", recipe.eval_rows, seed)
+        accuracy = solo_accuracy(model, tokenizer, rows, seed)
+
+    building = out.with_name(f".{out.name}.building-{os.getpid()}")
+    for name in ("senior", "junior"):
+        with _no_progress_bars():
+            model.save_pretrained(building / name)
+        tokenizer.save_pretrained(building / name)
+    manifest = wanted | {
+        "versions": {library.__name__: library.__version__ for library in (torch, transformers, tokenizers)},
+        "parameters": sum(p.numel() for p in model.parameters()),
+        "vocab_size": len(tokenizer),
+        "base": {"solo/pass@1": accuracy, "eval_rows": recipe.eval_rows, "warm_start/loss": loss},
+        "sha256": _weight_hashes(building),
+    }
+    (building / "manifest.json").write_text(json.dumps(manifest, indent=2) + "\n")
+    _replace(building, out)
+    return json.loads(json.dumps(manifest))
+
+
+def train_tokenizer(pair: str, seed: int, *, vocab_size: int, texts: int = 2000) -> PreTrainedTokenizerFast:
+    """A byte-level BPE tokenizer of the pair's chats; it encodes any text, and ".\\n\\n" is one token.
+
+    vocab_size: upper bound, special tokens included.
+    """
+    bpe = Tokenizer(models.BPE())
+    bpe.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Split(Regex(WORD_SPLIT), behavior="isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
+    )
+    bpe.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=list(SPECIAL_TOKENS),
+        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+        show_progress=False,
+    )
+    chats = itertools.islice(examples(pair, seed), texts)
+    bpe.train_from_iterator(
+        (part for problem, text in chats for part in (f"user\n{problem.question}", f"assistant\n{text}")), trainer
+    )
+    return PreTrainedTokenizerFast(
+        tokenizer_object=bpe,
+        eos_token=EOS,
+        pad_token=PAD,
+        padding_side="left",
+        chat_template=CHAT_TEMPLATE,
+        model_max_length=2048,
+    )
+
+
+def new_model(tokenizer: PreTrainedTokenizerFast, seed: int) -> Qwen3ForCausalLM:
+    """An untrained tiny Qwen3 in float32."""
+    config = Qwen3Config(
+        vocab_size=len(tokenizer),
+        bos_token_id=None,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+        dtype="float32",
+        **MODEL_SIZE,
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = Qwen3ForCausalLM(config)
+    model.generation_config = GenerationConfig(
+        do_sample=True,
+        temperature=1.0,
+        top_k=0,
+        top_p=1.0,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+    )
+    return model
+
+
+def warm_start(
+    model: Qwen3ForCausalLM,
+    tokenizer: PreTrainedTokenizerFast,
+    recipe: WarmStart,
+    *,
+    pair: str,
+    seed: int,
+    progress: Progress | None = None,
+) -> float:
+    """Supervised training on the pair's solutions (EOS included, prompts excluded); returns the last loss in nats."""
+    optimizer = torch.optim.AdamW(
+        model.parameters(), lr=recipe.lr, betas=recipe.betas, weight_decay=recipe.weight_decay
+    )
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: _lr_fraction(step, recipe))
+    stream = examples(pair, seed)
+    value = float("nan")
+    model.train()
+    for step in range(recipe.steps):
+        tokens, targets = _encode(tokenizer, list(itertools.islice(stream, recipe.batch_size)))
+        # Padding is on the right and attention is causal, so no real token sees it and no mask is needed.
+        logits = model(input_ids=tokens, use_cache=False).logits
+        loss = cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=_IGNORE)
+        optimizer.zero_grad()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), recipe.max_grad_norm)
+        optimizer.step()
+        schedule.step()
+        value = loss.item()
+        if progress is not None:
+            progress(step + 1, recipe.steps, value)
+    model.eval()
+    return value
+
+
+@torch.no_grad()
+def solo_accuracy(
+    model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast, rows: Sequence[Row], seed: int, *, max_tokens: int = 64
+) -> float:
+    """Fraction of rows answered correctly by one sample each at temperature 1 (the model's generation config)."""
+    prompts: Any = tokenizer.apply_chat_template(
+        [list(row.messages) for row in rows],
+        add_generation_prompt=True,
+        padding=True,
+        return_tensors="pt",
+        return_dict=True,
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        written: Any = model.generate(**prompts, max_new_tokens=max_tokens)  # type: ignore[misc]
+    texts = tokenizer.batch_decode(written[:, prompts["input_ids"].shape[1] :], skip_special_tokens=True)
+    right = [text.endswith(f"\\boxed{{{row.ground_truth}}}") for row, text in zip(rows, texts, strict=True)]
+    return sum(right) / len(rows)
+
+
+# --------------------------------------------------------------------------------------------------------------------
+
+_IGNORE = -100
+
+
+def _encode(
+    tokenizer: PreTrainedTokenizerFast, batch: Sequence[tuple[Problem, str]]
+) -> tuple[Int64[Tensor, "n t"], Int64[Tensor, "n t"]]:
+    """Right-padded inputs and next-token targets of a batch; targets are ignored outside the response and its EOS."""
+    prompts = tokenizer.apply_chat_template(
+        [[{"role": "user", "content": problem.question}] for problem, _ in batch],
+        add_generation_prompt=True,
+        return_dict=False,
+    )
+    responses = [[*ids, tokenizer.eos_token_id] for ids in tokenizer([text for _, text in batch])["input_ids"]]
+    width = max(len(p) + len(r) for p, r in zip(prompts, responses, strict=True)) - 1
+    tokens = torch.full((len(batch), width), tokenizer.pad_token_id)
+    targets = torch.full((len(batch), width), _IGNORE)
+    for i, (prompt, response) in enumerate(zip(prompts, responses, strict=True)):
+        whole = torch.tensor(prompt + response)
+        tokens[i, : len(whole) - 1] = whole[:-1]
+        targets[i, len(prompt) - 1 : len(whole) - 1] = whole[len(prompt) :]
+    return tokens, targets
+
+
+def _lr_fraction(step: int, recipe: WarmStart) -> float:
+    """Linear warm-up, then a cosine down to ``final_lr_fraction``."""
+    if step < recipe.warmup_steps:
+        return (step + 1) / recipe.warmup_steps
+    done = (step - recipe.warmup_steps) / max(1, recipe.steps - recipe.warmup_steps)
+    floor = recipe.final_lr_fraction
+    return floor + (1.0 - floor) * 0.5 * (1.0 + math.cos(math.pi * done))
+
+
+def _recipe(recipe: WarmStart, pair: str, seed: int) -> dict[str, Any]:
+    """What a cached pair must agree on: hyperparameters, model size and a fingerprint of the text it learns from."""
+    sample = repr(list(itertools.islice(examples(pair, seed), 64)))
+    text = {"text_sha256": hashlib.sha256(sample.encode()).hexdigest()}
+    return json.loads(json.dumps(asdict(recipe) | {"model": MODEL_SIZE} | text))
+
+
+def _manifest(out: Path) -> dict[str, Any] | None:
+    path = out / "manifest.json"
+    return json.loads(path.read_text()) if path.is_file() else None
+
+
+def _weight_hashes(folder: Path) -> dict[str, str]:
+    return {
+        name: hashlib.sha256((folder / name / "model.safetensors").read_bytes()).hexdigest()
+        for name in ("senior", "junior")
+    }
+
+
+def _intact(out: Path, manifest: dict[str, Any]) -> bool:
+    """Whether both models are there with the weights that the manifest recorded."""
+    if not all((out / name / "model.safetensors").is_file() for name in ("senior", "junior")):
+        return False
+    return _weight_hashes(out) == manifest["sha256"]
+
+
+def _replace(finished: Path, out: Path) -> None:
+    """Put a finished folder in the place of ``out``, which is never seen half-written."""
+    old = out.with_name(f".{out.name}.old-{os.getpid()}")
+    if out.exists():
+        out.rename(old)
+    finished.rename(out)
+    shutil.rmtree(old, ignore_errors=True)
+
+
+@contextmanager
+def _threads(count: int) -> Iterator[None]:
+    """Float sums depend on how they are split over threads: fix the number, so that a seed gives the same weights."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+@contextmanager
+def _no_progress_bars() -> Iterator[None]:
+    """Transformers draws a bar even for one small file; a library does not print."""
+    before = transformers_logging.is_progress_bar_enabled()
+    transformers_logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if before:
+            transformers_logging.enable_progress_bar()

@@ -1,0 +1,270 @@
+"""What a run tells the world: metrics.jsonl and samples.jsonl always, the console, and Weights & Biases if asked.
+
+The files are the record, one line per step, on disk before the next step starts; everything else is a view of them.
+"""
+
+import json
+import math
+import netrc
+import os
+import time
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from itertools import groupby
+from pathlib import Path
+from types import TracebackType
+from typing import IO, Any, Self
+from uuid import uuid4
+
+from rich.console import Console
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    TaskID,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
+from rich.table import Table
+from rich.text import Text
+
+from tandemrl.config import Config, to_dict
+from tandemrl.types import Author, Rollout
+
+STYLES = {Author.SENIOR: "cyan", Author.JUNIOR: "yellow"}
+_SUMMARY = (
+    ("reward", "reward/mean", "{:.3f}"),
+    ("loss", "loss", "{:+.4f}"),
+    ("grad", "grad_norm", "{:.3f}"),
+    ("senior draws", "tandem/senior_draw_frac", "{:.3f}"),
+    ("mismatch", "mismatch/mean_abs", "{:.1e}"),
+    ("s/step", "time/step", "{:.1f}"),
+)
+
+
+class TrackingError(RuntimeError):
+    """A tracking back-end that was asked for cannot be used; the message says what to install or set."""
+
+
+class Tracker:
+    """Writes the record of one run into ``output_dir`` and shows it.
+
+    Args:
+        output_dir: the folder of the run; files are appended to (see ``checkpoint.truncate_jsonl`` for a resume).
+        config: read for train.{steps, wandb, wandb_project, log_samples} and rollout.max_tokens.
+        console: where to print; default standard output. Bars are drawn on a terminal only.
+        quiet: print nothing.
+
+    Raises:
+        TrackingError: ``train.wandb`` is on and wandb is not installed.
+    """
+
+    def __init__(
+        self, output_dir: str | Path, config: Config, *, console: Console | None = None, quiet: bool = False
+    ) -> None:
+        self._config = config
+        self._console = Console(quiet=True) if quiet else console or Console(highlight=False)
+        self._live = self._console.is_terminal and not quiet
+        folder = Path(output_dir)
+        folder.mkdir(parents=True, exist_ok=True)
+        self._wandb = _start_wandb(folder, config, self.say)
+        self._last_step = _last_step(folder / "metrics.jsonl")
+        self._metrics = open(folder / "metrics.jsonl", "a", encoding="utf-8")  # noqa: SIM115 - closed in close()
+        self._samples = open(folder / "samples.jsonl", "a", encoding="utf-8")  # noqa: SIM115
+        self._progress: Progress | None = None
+        self._steps_bar: TaskID | None = None
+        self._rollout_bar: TaskID | None = None
+        self._started = time.perf_counter()
+        self._first_step: int | None = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close(failed=kind is not None)
+
+    def step(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Record the metrics of a step (non-finite values as null) and print its summary line.
+
+        Raises:
+            ValueError: the step, or a later one, is recorded already.
+        """
+        if self._last_step is not None and step <= self._last_step:
+            raise ValueError(f"metrics.jsonl already has step {self._last_step}; step {step} would be a second record")
+        values = {key: float(value) for key, value in metrics.items()}
+        line = {"step": step, **{key: value if math.isfinite(value) else None for key, value in values.items()}}
+        _write(self._metrics, [json.dumps(line)])
+        self._last_step = step
+        if self._wandb is not None:
+            self._wandb.log(values, step=step)
+        self._show_step(step, values)
+
+    def samples(self, step: int, rollouts: Sequence[Rollout], tokenizer: Any) -> None:
+        """Record every rollout of a step. On the first step and every ``train.eval_every`` steps, show the first
+        ``train.log_samples`` of them, coloured by author."""
+        records = (
+            {"step": step, "text": tokenizer.decode(rollout.tokens[rollout.author >= 0].tolist()), **rollout.to_json()}
+            for rollout in rollouts
+        )
+        _write(self._samples, [json.dumps(record, ensure_ascii=False) for record in records])
+        shown = rollouts[: self._config.train.log_samples] if self._is_table_step(step) else []
+        if shown:
+            self._console.print(sample_table(step, shown, tokenizer))
+        if shown and self._wandb is not None:
+            import wandb
+
+            rows = [[r.example_id, r.reward, authored_text(r, tokenizer).plain] for r in shown]
+            self._wandb.log({"samples": wandb.Table(columns=["example", "reward", "text"], data=rows)}, step=step)
+
+    def rollout_progress(self, total_rows: int) -> Callable[[int], None]:
+        """A callback that is told of newly written tokens; the bar's end is ``total_rows`` rows of full length."""
+        if not self._live:
+            return lambda tokens: None
+        progress = self._bars()
+        if self._rollout_bar is not None:
+            progress.remove_task(self._rollout_bar)
+        bar = progress.add_task(f"tokens of {total_rows} rollouts", total=total_rows * self._config.rollout.max_tokens)
+        self._rollout_bar = bar
+        return lambda tokens: progress.advance(bar, tokens)
+
+    def say(self, line: str) -> None:
+        """Print one plain line."""
+        self._console.print(line, markup=False, soft_wrap=True)
+
+    def close(self, *, failed: bool = False) -> None:
+        """Take the bars down and close the files. Safe to call twice."""
+        if self._progress is not None:
+            self._progress.stop()
+            self._progress = None
+        if self._wandb is not None:
+            self._wandb.finish(exit_code=int(failed))
+            self._wandb = None
+        self._metrics.close()
+        self._samples.close()
+
+    def _is_table_step(self, step: int) -> bool:
+        every = self._config.train.eval_every
+        return step == self._first_step or self._first_step is None or (every > 0 and step % every == 0)
+
+    def _show_step(self, step: int, metrics: Mapping[str, float]) -> None:
+        now = time.perf_counter()
+        if self._first_step is None:
+            self._first_step = step
+        self.say(
+            summary_line(step, self._config.train.steps, metrics, (now - self._started) / (step - self._first_step + 1))
+        )
+        if self._live:
+            progress = self._bars()
+            assert self._steps_bar is not None
+            progress.update(self._steps_bar, completed=step)
+            if self._rollout_bar is not None:
+                progress.remove_task(self._rollout_bar)
+                self._rollout_bar = None
+
+    def _bars(self) -> Progress:
+        if self._progress is None:
+            columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+            self._progress = Progress(*columns, TextColumn("ETA"), TimeRemainingColumn(), console=self._console)
+            done = self._last_step or 0
+            self._steps_bar = self._progress.add_task("steps", total=self._config.train.steps, completed=done)
+            self._progress.start()
+        return self._progress
+
+
+def summary_line(step: int, steps: int, metrics: Mapping[str, float], seconds_per_step: float) -> str:
+    """One line for one step: the numbers to watch, every evaluation result, and the time left.
+
+    Example:
+        >>> summary_line(3, 50, {"reward/mean": 0.5, "loss": 0.01}, 2.0)
+        'step 3/50 | reward 0.500 | loss +0.0100 | ETA 1m34s'
+    """
+    parts = [f"step {step}/{steps}"]
+    parts += [f"{label} {form.format(metrics[key])}" for label, key, form in _SUMMARY if key in metrics]
+    parts += [f"{key} {value:.3f}" for key, value in metrics.items() if key.startswith("eval/")]
+    left = round(max(0, steps - step) * seconds_per_step)
+    hours, minutes, seconds = left // 3600, left // 60 % 60, left % 60
+    return " | ".join([*parts, f"ETA {f'{hours}h{minutes:02}m' if hours else f'{minutes}m{seconds:02}s'}"])
+
+
+def authored_text(rollout: Rollout, tokenizer: Any) -> Text:
+    """The response in its authors' colours. Junior text also stands between ‹ and ›, for terminals without colour."""
+    text = Text()
+    response = zip(rollout.author.tolist(), rollout.tokens.tolist(), strict=True)
+    for author, span in groupby(response, key=lambda pair: pair[0]):
+        if author == Author.CONTEXT:
+            continue
+        written = tokenizer.decode([token for _, token in span])
+        text.append(written if author == Author.SENIOR else f"‹{written}›", style=STYLES[Author(author)])
+    return text
+
+
+def sample_table(step: int, rollouts: Sequence[Rollout], tokenizer: Any) -> Table:
+    """The responses of a few rollouts, with their rewards."""
+    table = Table(title=f"samples of step {step}: senior, ‹junior›", title_justify="left", show_lines=True)
+    table.add_column("example", overflow="fold")
+    table.add_column("reward", justify="right")
+    table.add_column("response", overflow="fold", ratio=1)
+    for rollout in rollouts:
+        table.add_row(Text(rollout.example_id), f"{rollout.reward:g}", authored_text(rollout, tokenizer))
+    return table
+
+
+def _write(file: IO[str], lines: Sequence[str]) -> None:
+    file.write("".join(f"{line}\n" for line in lines))
+    file.flush()
+    os.fsync(file.fileno())
+
+
+def _last_step(path: Path) -> int | None:
+    """The step of the last line of an existing record."""
+    if not path.is_file():
+        return None
+    with open(path, encoding="utf-8") as file:
+        tail = deque(file, maxlen=1)
+    if not tail:
+        return None
+    try:
+        return int(json.loads(tail[0])["step"])
+    except (ValueError, KeyError, TypeError):
+        raise TrackingError(f"{path}: the last line is torn; resume the run, or remove the line") from None
+
+
+def _start_wandb(folder: Path, config: Config, say: Callable[[str], None]) -> Any:
+    """The W&B run, or None when off. Without an API key an online run is recorded offline."""
+    mode = config.train.wandb
+    if mode == "off":
+        return None
+    try:
+        import wandb
+    except ImportError:
+        raise TrackingError(
+            "train.wandb needs Weights & Biases: pip install 'tandemrl[wandb]', or train.wandb=off"
+        ) from None
+    if mode == "online" and not _has_wandb_key():
+        say("wandb: no API key (see `wandb login`); recording offline, to be uploaded with `wandb sync`")
+        mode = "offline"
+    identity = folder / "wandb" / "run_id"
+    identity.parent.mkdir(exist_ok=True)
+    if not identity.is_file():
+        identity.write_text(uuid4().hex[:12])
+    return wandb.init(
+        project=config.train.wandb_project,
+        dir=folder,
+        id=identity.read_text(),  # a resumed run continues its own curve
+        resume="allow" if mode == "online" else None,
+        mode=mode,
+        config=to_dict(config),
+        settings=wandb.Settings(silent=True, console="off"),
+    )
+
+
+def _has_wandb_key() -> bool:
+    if os.environ.get("WANDB_API_KEY"):
+        return True
+    try:
+        return any("wandb" in host for host in netrc.netrc().hosts)
+    except (OSError, netrc.NetrcParseError):
+        return False

@@ -1,0 +1,157 @@
+"""The training loop: sample -> rollout -> score -> advantages -> old/ref log-probs where needed -> updates -> sync ->
+evaluate -> log -> save.
+
+``train`` can be called from a notebook with its own recipe or strategy. What this module owns is the order of things;
+each of them is a function of another module.
+"""
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+import numpy as np
+import torch
+from rich.console import Console
+
+from tandemrl import checkpoint, evals
+from tandemrl.config import Config, batch_plan
+from tandemrl.losses import Recipe
+from tandemrl.rollout import collect
+from tandemrl.rollout.sync import sync_weights
+from tandemrl.run import Run, build, check_draws, restore, save
+from tandemrl.selection import Strategy, solo
+from tandemrl.tracking import Tracker
+from tandemrl.types import Author, Group, Metrics
+from tandemrl.update import update
+
+
+def train(
+    config: Config,
+    *,
+    resume: str = "auto",
+    recipe: Recipe | None = None,
+    strategy: Callable[[int], Strategy] | None = None,
+    console: Console | None = None,
+    quiet: bool = False,
+) -> Path:
+    """Train the senior; returns ``config.output_dir``, which holds everything the run wrote.
+
+    Args:
+        resume: ``auto`` (from the newest checkpoint in ``output_dir``, if any), ``never``, or a checkpoint folder.
+        recipe: overrides ``loss.recipe``: a row of ``losses.RECIPES``, or your own.
+        strategy: training step (from 1) -> strategy; overrides ``selection.*``. Its draws are not held to any share.
+
+    Raises:
+        ConfigError, DataError, ModelError, CheckpointError: the run cannot start.
+        TrainError, EngineError: a gate closed during the run; its last checkpoint is kept.
+    """
+    if config.train.threads:
+        torch.set_num_threads(config.train.threads)
+    run = build(config, recipe, strategy)
+    done = restore(run, resume)
+    with Tracker(config.output_dir, config, console=console, quiet=quiet) as tracker, run.scorer:
+        tracker.say(str(batch_plan(config)))
+        sync_weights(run.policy, run.engine, version=done)
+        for step in range(done + 1, config.train.steps + 1):
+            clock, last = Clock(), step == config.train.steps
+            with clock("rollout"):
+                written = rollout(run, step, tracker)
+            with clock("score"):
+                groups = collect.score(written, run.scorer, run.tokenizer)
+            with clock("update"):
+                metrics = update(run, groups, step)
+            with clock("sync"):
+                sync_weights(run.policy, run.engine, version=step)
+            metrics |= describe(run, written, groups, step)
+            if run.heldout and (last or step % config.train.eval_every == 0):
+                with clock("eval"):
+                    metrics |= evaluate(run)
+            tracker.samples(step, [r for group in groups for r in group.rollouts], run.tokenizer)
+            tracker.step(step, metrics | clock.metrics(metrics["tokens/response"]))
+            if last or step % config.train.save_every == 0:
+                save(run, step)
+    return Path(config.output_dir)
+
+
+def rollout(run: Run, step: int, tracker: Tracker) -> collect.Written:
+    """The step's prompts, each completed ``rollout.group_size`` times by the step's strategy."""
+    config = run.config
+    examples = run.sampler.next(config.train.prompts_per_step)
+    written = collect.write(
+        run.engine,
+        [(example, run.prompts[example]) for example in examples],
+        strategy=run.schedule.strategy(step),
+        sampling=run.sampling,
+        group_size=config.rollout.group_size,
+        seed=config.train.seed,
+        step=step,
+        progress=tracker.rollout_progress(config.train.prompts_per_step * config.rollout.group_size),
+    )
+    check_draws(written.draws, run.schedule.prob_senior(step))
+    return written
+
+
+def evaluate(run: Run) -> Metrics:
+    """The senior alone on the held-out problems; the best step so far is exported to ``hf/best``."""
+    settings = run.config.eval
+    ks = [k for k in settings.k if k <= settings.train_samples]
+    result = evals.evaluate(
+        {"solo": solo("senior")},
+        engine=run.engine,
+        tokenizer=run.tokenizer,
+        prompts=run.heldout,
+        scorer=run.scorer,
+        profile=evals.profile_of(settings),
+        samples=settings.train_samples,
+        k=ks,
+        seed=settings.seed,
+        bootstrap=settings.bootstrap,
+    )
+    macro = result.metrics["macro"]
+    selector = settings.select_by or f"pass@{max((k for k in ks if k <= 4), default=ks[0])}"
+    if macro[selector] > run.best:
+        run.best = macro[selector]
+        checkpoint.export_hf(run.policy, run.tokenizer, Path(run.config.output_dir, "hf", "best"))
+    return {f"eval/{name}": macro[name] for name in [*(f"pass@{k}" for k in ks), "length", "truncation_rate"]}
+
+
+def describe(run: Run, written: collect.Written, groups: Sequence[Group], step: int) -> Metrics:
+    """What the rollouts of a step were like."""
+    rollouts = [r for group in groups for r in group.rollouts]
+    rewards = np.array([r.reward for r in rollouts])
+    response = np.array([r.response_tokens for r in rollouts])
+    senior = sum(int((r.author == Author.SENIOR).sum()) for r in rollouts)
+    parts = sorted({name for r in rollouts for name in r.reward_parts})
+    draws = written.draws
+    return {
+        "reward/mean": float(rewards.mean()),
+        "reward/std": float(rewards.std()),
+        **{f"reward/{name}": float(np.mean([r.reward_parts.get(name, 0.0) for r in rollouts])) for name in parts},
+        "tandem/senior_frac": senior / max(1, int(response.sum())),
+        **({"tandem/senior_draw_frac": draws.senior / draws.total} if draws.total else {}),
+        "response/length": float(response.mean()),
+        "response/truncated": float(np.mean([r.stop_reason == "length" for r in rollouts])),
+        "weights/version_lag": float(step - 1 - min(r.policy_version for r in rollouts)),
+        "tokens/response": float(response.sum()),
+        "tokens/total": float(sum(len(r.tokens) for r in rollouts)),
+        "scoring/timeouts": float(run.scorer.timeouts),
+        "scoring/failures": float(run.scorer.failures),
+    }
+
+
+class Clock:
+    """Seconds per phase of one step."""
+
+    def __init__(self) -> None:
+        self.start, self.phases = time.perf_counter(), dict[str, float]()
+
+    @contextmanager
+    def __call__(self, phase: str) -> Iterator[None]:
+        start = time.perf_counter()
+        yield
+        self.phases[phase] = time.perf_counter() - start
+
+    def metrics(self, tokens: float) -> Metrics:
+        total = time.perf_counter() - self.start
+        return {"time/step": total, "tokens/s": tokens / total} | {f"time/{k}": v for k, v in self.phases.items()}

@@ -1,0 +1,185 @@
+"""From scored rollouts to new weights: mini-batches, frozen log-probs where needed, advantages, optimiser steps."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from tandemrl.batching import micro_batches, pack
+from tandemrl.losses import (
+    add_totals,
+    average_metrics,
+    compute_advantages,
+    kl_in_reward,
+    overlong_penalty,
+    policy_loss,
+    token_weights,
+    totals,
+    zero_variance_groups,
+)
+from tandemrl.run import Run, TrainError, check_mismatch, learning_rate
+from tandemrl.types import Author, Batch, Group, Metrics, Rollout
+
+
+class MicroBatch(NamedTuple):
+    """Some rollouts of the step, by number, and what they are packed into."""
+
+    rows: Tensor
+    batch: Batch
+
+
+def update(run: Run, groups: Sequence[Group], step: int) -> Metrics:
+    """One optimiser step per mini-batch of prompts, on advantages computed over all prompts of the step."""
+    config, loss = run.config, run.config.loss
+    rollouts = [r for group in groups for r in group.rollouts]
+    group_ids = torch.tensor([r.group for r in rollouts])
+    rewards = torch.tensor([r.reward for r in rollouts], dtype=torch.float32)
+    flat = zero_variance_groups(rewards, group_ids)  # on the verifier's outcomes, before any shaping
+    used = ~flat if loss.filter_zero_variance or run.recipe.filter_zero_variance else torch.ones_like(flat)
+    if buffer := loss.overlong_buffer or round(run.recipe.overlong_share * run.sampling.max_tokens):
+        lengths = torch.tensor([r.response_tokens for r in rollouts])
+        rewards += overlong_penalty(lengths, max_tokens=run.sampling.max_tokens, buffer=buffer)
+
+    prompts = config.train.mini_batch_prompts or config.train.prompts_per_step
+    mini_batches = [
+        split(run, rollouts, (used & (group_ids // prompts == i)).nonzero().squeeze(1))
+        for i in range(len(groups) // prompts)
+    ]
+    needs_old = len(mini_batches) > 1 or loss.kl_in_reward
+    mini_batches = [
+        [m._replace(batch=add_logprobs(run, m.batch, old=needs_old)) for m in mini] for mini in mini_batches
+    ]
+    if loss.kl_in_reward:
+        for rows, b in (m for mini in mini_batches for m in mini):
+            assert b.old_logprobs is not None
+            assert b.ref_logprobs is not None
+            shaped = rewards[rows].to(b.tokens.device)
+            weights = weights_of(run, b)
+            shaped = kl_in_reward(shaped, b.old_logprobs, b.ref_logprobs, weights, b.sequence_ids, coef=loss.kl_coef)
+            rewards[rows] = shaped.cpu()
+    senior = torch.tensor([float((r.author == Author.SENIOR).sum()) for r in rollouts])
+    junior = torch.tensor([float((r.author == Author.JUNIOR).sum()) for r in rollouts])
+    counts = (senior + loss.junior_weight * junior) * used
+    advantages = compute_advantages(run.recipe, rewards, group_ids, counts)
+
+    for parameters in run.optimizer.param_groups:
+        parameters["lr"] = learning_rate(config, step)
+    sums: dict[str, float] = {}
+    updates = [
+        [replace(batch, advantages=per_token(advantages[rows], batch)) for rows, batch in mini]
+        for mini in mini_batches
+        if mini
+    ]
+    for i, batches in enumerate(updates):
+        for name, value in optimise(run, batches, first=i == 0).items():
+            sums[name] = sums.get(name, 0.0) + value / len(updates)
+    return {
+        "groups/zero_variance": flat.float().mean().item(),
+        "lr": learning_rate(config, step),
+        "updates": float(len(updates)),
+    } | sums
+
+
+def split(run: Run, rollouts: Sequence[Rollout], rows: Tensor) -> list[MicroBatch]:
+    """Micro-batches of some rollouts, within the token budget."""
+    lengths = [len(rollouts[i].tokens) for i in rows.tolist()]
+    bins = micro_batches(lengths, run.config.train.tokens_per_micro_batch)
+    device = run.config.model.device
+    return [
+        MicroBatch(rows[b], pack([rollouts[i] for i in rows[b].tolist()], torch.zeros(len(b)), device)) for b in bins
+    ]
+
+
+@torch.no_grad()
+def add_logprobs(run: Run, batch: Batch, *, old: bool) -> Batch:
+    """Fill the channels of frozen models, and of the policy before its first update, where the loss needs them."""
+    loss = run.config.loss
+    models = {
+        "old_logprobs": run.policy if old else None,
+        "ref_logprobs": run.reference,
+        "junior_logprobs": run.junior if loss.junior_kl_coef else None,
+    }
+    scored: dict[int, Tensor] = {}  # one pass per distinct model: reference and junior may be the same
+    channels = {}
+    for name, model in models.items():
+        if model is not None:
+            if id(model) not in scored:
+                scored[id(model)] = run.logprobs(model, batch, batch.author >= 0)[0]
+            channels[name] = scored[id(model)]
+    return replace(batch, **channels)
+
+
+def optimise(run: Run, batches: Sequence[Batch], *, first: bool) -> Metrics:
+    """One optimiser step over micro-batches; the first of a training step also compares trainer and engine.
+
+    Raises:
+        TrainError: log-probs do not match the engine's, or the gradient is not finite. Nothing was updated.
+    """
+    config, loss_config = run.config, run.config.loss
+    weights = [weights_of(run, b) for b in batches]
+    step_totals = add_totals(
+        totals(w, b.author, b.sequence_ids, num_sequences=b.num_sequences)
+        for w, b in zip(weights, batches, strict=True)
+    )
+    difference: list[Tensor] = []
+    loss_sum = torch.zeros(())
+    sums: dict[str, Tensor] = {}
+    run.optimizer.zero_grad(set_to_none=True)
+    for batch, weight in zip(batches, weights, strict=True):
+        senior = batch.author == Author.SENIOR
+        select = (weight > 0) | senior | ((batch.author >= 0) & (loss_config.junior_kl_coef > 0))
+        logprobs, entropy = run.logprobs(run.policy, batch, select)
+        difference.append((logprobs.detach() - batch.behaviour_logprobs)[senior].abs().cpu())
+        loss, parts = policy_loss(
+            run.recipe,
+            logprobs=logprobs,
+            old_logprobs=logprobs.detach() if batch.old_logprobs is None else batch.old_logprobs,
+            behaviour_logprobs=batch.behaviour_logprobs,
+            advantages=batch.advantages,
+            author=batch.author,
+            weights=weight,
+            sequence_ids=batch.sequence_ids,
+            num_sequences=batch.num_sequences,
+            totals=step_totals,
+            normalise_by=loss_config.normalise_by,
+            constant=float(config.rollout.max_tokens),
+            clip_low=loss_config.clip_low,
+            clip_high=loss_config.clip_high,
+            dual_clip=loss_config.dual_clip,
+            importance=None if loss_config.importance == "none" else loss_config.importance,
+            importance_cap=loss_config.importance_cap,
+            entropy=entropy if loss_config.entropy_coef else entropy.detach(),
+            entropy_coef=loss_config.entropy_coef,
+            ref_logprobs=batch.ref_logprobs,
+            kl_coef=0.0 if loss_config.kl_in_reward else loss_config.kl_coef,
+            kl_kind=loss_config.kl_kind,
+            junior_logprobs=batch.junior_logprobs,
+            junior_kl_coef=loss_config.junior_kl_coef,
+        )
+        loss.backward()
+        loss_sum = loss_sum + loss.detach().cpu()
+        for name, value in parts.items():
+            sums[name] = sums[name] + value if name in sums else value
+    metrics = {name: value.item() for name, value in average_metrics(sums, step_totals).items()}
+    if first:
+        gap = torch.cat(difference)
+        metrics |= {"mismatch/mean_abs": gap.mean().item(), "mismatch/max_abs": gap.max().item()} if len(gap) else {}
+        check_mismatch(config, metrics.get("mismatch/mean_abs", 0.0))
+    norm = torch.nn.utils.clip_grad_norm_(run.policy.parameters(), config.train.grad_clip).item()
+    if not math.isfinite(norm):
+        raise TrainError(f"the gradient norm is {norm} (loss {loss_sum.item()}): stopped before it reached the weights")
+    run.optimizer.step()
+    return {"loss": loss_sum.item(), "grad_norm": norm} | metrics
+
+
+def weights_of(run: Run, batch: Batch) -> Tensor:
+    return token_weights(batch.author, junior_weight=run.config.loss.junior_weight)
+
+
+def per_token(advantages: Tensor, batch: Batch) -> Tensor:
+    """Each rollout's advantage on its response tokens."""
+    spread = advantages.to(batch.tokens.device)[batch.sequence_ids]
+    return torch.where(batch.author >= 0, spread, 0.0)

@@ -1,0 +1,212 @@
+import json
+import os
+import sys
+import types
+from pathlib import Path
+
+import pyarrow
+import pyarrow.parquet
+import pytest
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from tandemrl.data.rows import GSM8K_INSTRUCTION, DataError, Row, encode_prompts, load_rows
+
+DATA = Path(os.environ.get("TANDEMRL_DATA", Path(__file__).parents[3] / "shared" / "data"))
+real_gsm8k = pytest.mark.skipif(
+    not (DATA / "gsm8k" / "train.jsonl").is_file(),
+    reason="no GSM8K files; set TANDEMRL_DATA to the folder above gsm8k/",
+)
+
+
+def verl(**changes):
+    record = {
+        "data_source": "math500",
+        "prompt": [{"role": "user", "content": "2+2?"}],
+        "ability": "math",
+        "reward_model": {"style": "rule", "ground_truth": "4"},
+        "extra_info": {"split": "test", "index": 7},
+    }
+    return {key: value for key, value in (record | changes).items() if value is not ...}
+
+
+def jsonl(path, *records):
+    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+    return str(path)
+
+
+def test_verl_row_from_jsonl_and_parquet_is_the_same_row(tmp_path):
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist([verl()]), tmp_path / "a.parquet")
+    expected = Row(
+        "math500/test/7", ({"role": "user", "content": "2+2?"},), "math500", "4", {"split": "test", "index": 7}
+    )
+    assert load_rows([jsonl(tmp_path / "a.jsonl", verl())]) == [expected]
+    assert load_rows([str(tmp_path / "a.parquet")]) == [expected]
+
+
+def test_raw_gsm8k_row(tmp_path):
+    raw = {"question": "How many?", "answer": "1,000+234 = <<1000+234=1234>>1,234\n#### 1,234"}
+    (row,) = load_rows([jsonl(tmp_path / "train.jsonl", raw)])
+    assert row.example_id == "openai/gsm8k/train/0"
+    assert row.data_source == "openai/gsm8k"
+    assert row.ground_truth == "1234"
+    assert row.messages == ({"role": "user", "content": f"How many? {GSM8K_INSTRUCTION}"},)
+    assert GSM8K_INSTRUCTION == 'Let\'s think step by step and output the final answer after "####".'
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [("4", "4"), (4, "4"), (0.5, "0.5"), ({"b": 1, "a": "ü"}, '{"b": 1, "a": "ü"}'), (["2"], '["2"]'), (0, "0")],
+)
+def test_ground_truth_becomes_a_string(tmp_path, value, text):
+    (row,) = load_rows([jsonl(tmp_path / "a.jsonl", verl(reward_model={"ground_truth": value}))])
+    assert row.ground_truth == text
+
+
+def test_prompt_may_be_a_plain_string(tmp_path):
+    (row,) = load_rows([jsonl(tmp_path / "a.jsonl", verl(prompt="2+2?"))])
+    assert row.messages == ({"role": "user", "content": "2+2?"},)
+
+
+@pytest.mark.parametrize(
+    ("record", "field"),
+    [
+        (verl(prompt=...), "'prompt'"),
+        (verl(prompt=[]), "'prompt'"),
+        (verl(prompt=3), "'prompt'"),
+        (verl(prompt=["hi"]), "'prompt[0]'"),
+        (verl(prompt=[{"role": "user"}]), "'prompt[0].content'"),
+        (verl(prompt=[{"role": "user", "content": "a"}, {"content": "b"}]), "'prompt[1].role'"),
+        (verl(data_source=...), "'data_source'"),
+        (verl(data_source=""), "'data_source'"),
+        (verl(reward_model=...), "'reward_model'"),
+        (verl(reward_model={"style": "rule"}), "'reward_model.ground_truth'"),
+        (verl(reward_model={"ground_truth": ""}), "'reward_model.ground_truth'"),
+        (verl(extra_info=[1]), "'extra_info'"),
+        ({"question": "q"}, "'answer'"),
+        ({"question": "q", "answer": "no marker"}, "'answer'"),
+        ({"question": 3, "answer": "#### 3"}, "'question'"),
+        ([1, 2], "expected an object"),
+    ],
+)
+def test_bad_row_names_file_line_and_field(tmp_path, record, field):
+    path = tmp_path / "bad.jsonl"
+    path.write_text("\n".join([json.dumps(verl()), "", json.dumps(record)]) + "\n")
+    with pytest.raises(DataError) as error:
+        load_rows([str(path)])
+    assert str(path) in str(error.value)
+    assert "line 3" in str(error.value)  # the blank line counts
+    assert field in str(error.value)
+
+
+def test_unreadable_files_are_named(tmp_path):
+    (tmp_path / "a.jsonl").write_text('{"a": 1}\n{oops\n')
+    (tmp_path / "b.jsonl").write_text(json.dumps(verl()) + "\n{oops\n")
+    (tmp_path / "c.parquet").write_text("not parquet")
+    (tmp_path / "d.csv").write_text("a,b")
+    (tmp_path / "e.jsonl").write_text("\n")
+    for name, message in (
+        ("a.jsonl", "line 1, field 'prompt'"),
+        ("b.jsonl", "line 2: not JSON"),
+        ("c.parquet", "not readable as Parquet"),
+        ("d.csv", r"expected a \.jsonl or \.parquet"),
+        ("e.jsonl", "no rows"),
+        ("gsm8k/train.parquet", "tandemrl data build gsm8k"),
+        ("other.jsonl", "no such file"),
+    ):
+        with pytest.raises(DataError, match=message) as error:
+            load_rows([str(tmp_path / name)])
+        assert name in str(error.value)
+
+
+def test_ids_are_unique_over_all_sources(tmp_path):
+    a = jsonl(tmp_path / "a.jsonl", verl(), verl(), verl(extra_info=...))
+    b = jsonl(tmp_path / "b.jsonl", verl(), verl(data_source="aime24"))
+    ids = [row.example_id for row in load_rows([a, b])]
+    assert ids == ["math500/test/7", "math500/test/7#2", "math500/3", "math500/test/7#3", "aime24/test/7"]
+    with pytest.raises(DataError, match="listed twice"):
+        load_rows([a, a])
+
+
+@pytest.mark.parametrize(
+    "source", ["synthetic:plain", "synthetic:plain:train:x", "synthetic:plain:test", "hf:a:b", "hf:a::b"]
+)
+def test_malformed_source_is_refused(source):
+    with pytest.raises(DataError, match=source):
+        load_rows([source])
+
+
+def test_synthetic_source():
+    rows = load_rows(["synthetic:plain:heldout:5"])
+    assert len(rows) == 5
+    assert all(row.data_source == "synthetic/plain" for row in rows)
+
+
+def test_hub_source_uses_datasets(monkeypatch):
+    calls = []
+
+    def load_dataset(repo, config, *, split):
+        calls.append((repo, config, split))
+        if repo == "openai/gsm8k":
+            return [{"question": "q", "answer": "#### 3"}]
+        return [{"problem": "1/2?", "answer": r"\frac12"}]
+
+    monkeypatch.setitem(sys.modules, "datasets", types.SimpleNamespace(load_dataset=load_dataset))
+    rows = load_rows(["hf:openai/gsm8k:main:test", "hf:HuggingFaceH4/MATH-500:default:test"])
+    assert calls == [("openai/gsm8k", "main", "test"), ("HuggingFaceH4/MATH-500", "default", "test")]
+    assert [row.ground_truth for row in rows] == ["3", r"\frac12"]
+    assert [row.example_id for row in rows] == ["openai/gsm8k/test/0", "HuggingFaceH4/MATH-500/test/0"]
+
+
+def test_hub_without_datasets_gives_the_install_hint(monkeypatch):
+    monkeypatch.setitem(sys.modules, "datasets", None)
+    with pytest.raises(DataError, match=r"pip install 'tandemrl\[hub\]'"):
+        load_rows(["hf:openai/gsm8k:main:test"])
+
+
+@real_gsm8k
+def test_real_gsm8k_loads_whole():
+    rows = load_rows([str(DATA / "gsm8k" / f"{split}.jsonl") for split in ("train", "test")])
+    assert len(rows) == 7473 + 1319
+    assert len({row.example_id for row in rows}) == len(rows)
+    assert rows[0].ground_truth == "72"
+    assert not any("," in row.ground_truth for row in rows)
+
+
+# ---- encode_prompts ------------------------------------------------------------------------------------------------
+
+
+def tokenizer(template="{% for m in messages %}{{ m['role'] }} : {{ m['content'] }} {% endfor %}{{ 'assistant' }}"):
+    words = ["<unk>", "user", "assistant", "system", ":", "one", "two", "box", "it"]
+    raw = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="<unk>"))
+    raw.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    return PreTrainedTokenizerFast(tokenizer_object=raw, unk_token="<unk>", chat_template=template)
+
+
+def row(*messages):
+    return Row("r", tuple({"role": role, "content": content} for role, content in messages), "math500", "1", {})
+
+
+def test_prompts_are_templated_and_overlong_ones_dropped():
+    short, long = row(("user", "one")), row(("user", "one two one two"))
+    prompts, dropped = encode_prompts([long, short, long], tokenizer(), max_prompt_tokens=4)
+    assert dropped == 2
+    assert [(prompt.row, prompt.tokens) for prompt in prompts] == [(short, (1, 4, 5, 2))]
+
+
+def test_suffix_goes_to_the_last_user_message_only():
+    turns = row(("user", "one"), ("assistant", "two"), ("user", "one"), ("system", "two"))
+    ((_, tokens),), _ = encode_prompts([turns], tokenizer(), max_prompt_tokens=99, suffix="box it")
+    assert tokens == (1, 4, 5, 2, 4, 6, 1, 4, 5, 7, 8, 3, 4, 6, 2)
+    ((_, spaced),), _ = encode_prompts([turns], tokenizer(), max_prompt_tokens=99, suffix="\nbox it")
+    assert spaced == tokens
+    assert turns.messages[2]["content"] == "one"  # the row itself is untouched
+
+
+def test_encode_errors():
+    with pytest.raises(DataError, match="no chat template"):
+        encode_prompts([row(("user", "one"))], tokenizer(None), max_prompt_tokens=9)
+    with pytest.raises(DataError, match="no user message"):
+        encode_prompts([row(("system", "one"))], tokenizer(), max_prompt_tokens=9, suffix="x")
+    with pytest.raises(DataError, match=r"data\.max_prompt_tokens"):
+        encode_prompts([row(("user", "one"))], tokenizer(), max_prompt_tokens=2)

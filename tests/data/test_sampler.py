@@ -1,0 +1,50 @@
+import json
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tandemrl.data.rows import DataError
+from tandemrl.data.sampler import Sampler
+
+
+@given(st.integers(1, 20), st.lists(st.integers(0, 30), max_size=12), st.integers(0, 5))
+def test_every_epoch_is_a_permutation_and_nothing_is_dropped(count, requests, seed):
+    sampler = Sampler(count, seed=seed)
+    drawn = [i for k in requests for i in sampler.next(k)]
+    assert len(drawn) == sum(requests)
+    for start in range(0, len(drawn) - count + 1, count):
+        assert sorted(drawn[start : start + count]) == list(range(count))
+    assert sampler.epoch == len(drawn) // count
+
+
+@given(st.integers(1, 20), st.lists(st.integers(0, 30), max_size=8), st.integers(0, 60))
+def test_resuming_is_as_if_never_stopped(count, requests, later):
+    uninterrupted, stopped = Sampler(count, seed=3), Sampler(count, seed=3)
+    for k in requests:
+        uninterrupted.next(k)
+        stopped.next(k)
+    resumed = Sampler(count, seed=3)
+    resumed.load_state_dict(json.loads(json.dumps(stopped.state_dict())))
+    assert resumed.next(later) == uninterrupted.next(later)
+    assert resumed.state_dict() == uninterrupted.state_dict()
+
+
+def test_how_requests_are_cut_does_not_matter():
+    one, many = Sampler(7, seed=1), Sampler(7, seed=1)
+    assert one.next(30) == [i for _ in range(15) for i in many.next(2)]
+
+
+def test_seeds_and_epochs_differ():
+    first, second = Sampler(50, seed=0), Sampler(50, seed=1)
+    epoch = first.next(50)
+    assert epoch != second.next(50)
+    assert epoch != first.next(50)
+
+
+def test_foreign_state_and_empty_data_are_refused():
+    with pytest.raises(DataError, match="no rows"):
+        Sampler(0, seed=0)
+    for other, name in ((Sampler(4, seed=0), "count"), (Sampler(5, seed=1), "seed")):
+        with pytest.raises(DataError, match=name):
+            Sampler(5, seed=0).load_state_dict(other.state_dict())

@@ -1,0 +1,82 @@
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tandemrl.losses import kl, kl_in_reward, overlong_penalty
+
+KINDS = ["k1", "k2", "k3"]
+
+
+def double(*values):
+    return torch.tensor(values, dtype=torch.float64)
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.floats(-50, 0, width=32), st.floats(-50, 0, width=32))
+def test_k2_and_k3_are_never_negative(logprob, ref):
+    for dtype in (torch.float32, torch.float64):
+        for kind in ("k2", "k3"):
+            assert kl(torch.tensor([logprob], dtype=dtype), torch.tensor([ref], dtype=dtype), kind=kind).item() >= 0
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_kl_of_equal_policies_is_exactly_zero(kind):
+    x = -torch.rand(20, generator=torch.Generator().manual_seed(0))
+    assert (kl(x, x, kind=kind) == 0).all()
+
+
+def test_kl_hand_computed():
+    logprobs, ref = double(-1.0, -2.0), double(-1.5, -1.0)  # d = -0.5, 1
+    assert kl(logprobs, ref, kind="k1").tolist() == [0.5, -1.0]
+    assert kl(logprobs, ref, kind="k2").tolist() == [0.125, 0.5]
+    assert kl(logprobs, ref, kind="k3").tolist() == pytest.approx([math.exp(-0.5) - 0.5, math.e - 2])
+
+
+@pytest.mark.parametrize("kind", ["k1", "k3"])
+def test_k1_and_k3_are_unbiased(kind):
+    policy, reference = double(0.5, 0.3, 0.2).log(), double(0.2, 0.2, 0.6).log()
+    exact = (policy.exp() * (policy - reference)).sum()
+    assert (policy.exp() * kl(policy, reference, kind=kind)).sum().item() == pytest.approx(exact.item())
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_kl_gradcheck(kind):
+    generator = torch.Generator().manual_seed(1)
+    x = torch.randn(9, generator=generator, dtype=torch.float64).requires_grad_()
+    ref = torch.randn(9, generator=generator, dtype=torch.float64)
+    assert torch.autograd.gradcheck(lambda y: kl(y, ref, kind=kind), (x,))
+
+
+def test_kl_is_finite_at_minus_infinity():
+    x = double(-math.inf, -1.0).requires_grad_()
+    out = kl(x, double(-1.0, -math.inf), kind="k3")
+    out.sum().backward()
+    assert out.isfinite().all()
+    assert x.grad.isfinite().all()
+
+
+def test_kl_in_reward():
+    ids = torch.tensor([0, 0, 0, 1, 1])
+    weights = double(0, 1, 0, 0, 0)
+    old, ref = double(0, -1.0, -9.0, 0, math.nan), double(0, -1.5, 0.0, 0, 0)
+    rewards = kl_in_reward(double(1.0, 2.0), old, ref, weights, ids, coef=0.1)
+    assert rewards.tolist() == pytest.approx([1 - 0.1 * 0.5, 2.0])
+
+
+@pytest.mark.parametrize(
+    ("length", "expected"),
+    [(0, 0.0), (16, 0.0), (17, -0.25), (18, -0.5), (20, -1.0), (25, -1.0)],
+)
+def test_overlong_table(length, expected):
+    penalty = overlong_penalty(torch.tensor([length]), max_tokens=20, buffer=4)
+    assert penalty.item() == expected
+    assert overlong_penalty(torch.tensor([length]), max_tokens=20, buffer=4, factor=0.5).item() == expected / 2
+
+
+@pytest.mark.parametrize("buffer", [0, 21])
+def test_overlong_refuses_an_impossible_buffer(buffer):
+    with pytest.raises(ValueError, match="buffer"):
+        overlong_penalty(torch.tensor([1]), max_tokens=20, buffer=buffer)

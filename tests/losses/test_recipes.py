@@ -1,0 +1,416 @@
+"""Every recipe inherits every property below: add a row to the table and to nothing here but the golden script."""
+
+import json
+from pathlib import Path
+from runpy import run_path
+from typing import get_args
+
+import pytest
+import torch
+
+from tandemrl.config import RecipeName
+from tandemrl.losses import (
+    RECIPES,
+    add_totals,
+    average_metrics,
+    compute_advantages,
+    gae,
+    gspo,
+    policy_loss,
+    reduce,
+    token_weights,
+    totals,
+    whiten,
+)
+from tandemrl.types import Totals
+
+GOLDEN = Path(__file__).parents[1] / "golden"
+EXPECTED = json.loads((GOLDEN / "losses.json").read_text())
+CHANNELS = ("logprobs", "old_logprobs", "behaviour_logprobs", "ref_logprobs", "junior_logprobs", "entropy")
+EVERYTHING = {
+    "constant": 12.0,
+    "entropy_coef": 0.01,
+    "kl_coef": 0.1,
+    "junior_kl_coef": 0.05,
+    "importance_cap": 1.5,
+}
+NO_PENALTIES = {"kl_coef": 0.0, "entropy_coef": 0.0, "junior_kl_coef": 0.0}
+
+every_recipe = pytest.mark.parametrize("recipe", RECIPES.values(), ids=list(RECIPES))
+every_importance = pytest.mark.parametrize("importance", ["none", "token", "sequence"])
+every_normaliser = pytest.mark.parametrize("normalise_by", ["weight", "response"])
+every_junior_weight = pytest.mark.parametrize("junior_weight", [0.0, 0.5, 1.0])
+
+
+def random_batch(seed=0, sequences=7):
+    """Packed tensors as keyword arguments of policy_loss, without weights and totals. Sequence 2 is all junior."""
+    generator = torch.Generator().manual_seed(seed)
+    lengths = torch.randint(3, 12, (sequences,), generator=generator)
+    ids = torch.arange(sequences).repeat_interleave(lengths)
+    author = torch.randint(-1, 2, ids.shape, generator=generator, dtype=torch.int8)
+    author[(ids == 2) & (author == 1)] = 0
+    old = -3 * torch.rand(ids.shape, generator=generator, dtype=torch.float64)
+    channels = dict.fromkeys(CHANNELS)
+    for name in channels:
+        noise = torch.randn(ids.shape, generator=generator, dtype=torch.float64)
+        channels[name] = torch.where(author >= 0, old + 0.4 * noise, 0.0)
+    advantages = torch.randn(sequences, generator=generator, dtype=torch.float64)[ids]
+    return {**channels, "advantages": advantages, "author": author, "sequence_ids": ids, "num_sequences": sequences}
+
+
+def weighted(batch, junior_weight):
+    weights = token_weights(batch["author"], junior_weight=junior_weight)
+    counts = totals(weights, batch["author"], batch["sequence_ids"], num_sequences=batch["num_sequences"])
+    return {**batch, "weights": weights, "totals": counts}
+
+
+def loss_and_gradient(recipe, batch, **options):
+    logprobs = batch["logprobs"].clone().requires_grad_()
+    loss, metrics = policy_loss(recipe, **{**batch, "logprobs": logprobs}, **{**EVERYTHING, **options})
+    (gradient,) = torch.autograd.grad(loss, logprobs)
+    return loss.detach(), gradient, metrics
+
+
+def close(a, b):
+    return torch.allclose(a, b, rtol=1e-10, atol=1e-12)
+
+
+def micro_batch(batch, keep):
+    """The sequences ``keep`` of a batch, renumbered; totals stay global."""
+    inside = torch.isin(batch["sequence_ids"], keep)
+    part = {
+        key: value[inside] if isinstance(value, torch.Tensor) and value.dim() == 1 else value
+        for key, value in batch.items()
+    }
+    _, part["sequence_ids"] = torch.unique(part["sequence_ids"], return_inverse=True)
+    return {**part, "num_sequences": len(keep)}, inside
+
+
+def golden_batch():
+    channels = EXPECTED["channels"]
+    flat = lambda rows: torch.tensor([x for row in rows for x in row], dtype=torch.float64)  # noqa: E731
+    lengths = torch.tensor([len(row) for row in EXPECTED["authors"]])
+    return {
+        **{name: flat(channels[name.removesuffix("_logprobs").replace("logprobs", "new")]) for name in CHANNELS},
+        "author": flat(EXPECTED["authors"]).to(torch.int8),
+        "sequence_ids": torch.arange(len(lengths)).repeat_interleave(lengths),
+        "num_sequences": len(lengths),
+        "values": flat(channels["values"]),
+    }
+
+
+def golden_advantages(recipe, batch):
+    """From rewards to per-token advantages with the library, as a trainer does it."""
+    ids, senior = batch["sequence_ids"], batch["author"] == 1
+    rewards = torch.tensor(EXPECTED["rewards"], dtype=torch.float64)
+    if recipe.advantage is not None:
+        counts = torch.bincount(ids, senior.double(), minlength=len(rewards))
+        return compute_advantages(recipe, rewards, torch.tensor(EXPECTED["groups"]), counts)[ids]
+    last = torch.cumsum(torch.bincount(ids), 0) - 1
+    per_token = torch.zeros(len(ids), dtype=torch.float64).index_copy(0, last, rewards)
+    settings = EXPECTED["gae"]
+    return gae(per_token, batch["values"], senior, ids, gamma=settings["gamma"], lam=settings["lam"])[0]
+
+
+# ---- golden numbers --------------------------------------------------------------------------------------------------
+
+
+def test_golden_file_is_what_its_script_computes():
+    computed = json.loads(json.dumps(run_path(str(GOLDEN / "losses.py"))["golden"]()))
+    assert computed.keys() == EXPECTED.keys()
+    for fresh, stored in zip(computed["losses"], EXPECTED["losses"], strict=True):
+        assert fresh.pop("gradient") == pytest.approx(stored["gradient"], abs=1e-9)
+        assert fresh.pop("loss") == pytest.approx(stored["loss"], abs=1e-9)
+        assert fresh.items() <= stored.items()
+    assert computed["gae"]["advantages"] == [pytest.approx(row, abs=1e-9) for row in EXPECTED["gae"]["advantages"]]
+    for key in ("authors", "groups", "rewards", "constant", "channels"):
+        assert computed[key] == EXPECTED[key]
+    assert computed["advantages"] == {k: pytest.approx(v, abs=1e-9) for k, v in EXPECTED["advantages"].items()}
+
+
+def test_recipes_are_those_of_the_config_and_of_the_golden_file():
+    assert list(RECIPES) == list(get_args(RecipeName))
+    assert {row["recipe"] for row in EXPECTED["losses"]} == set(RECIPES)
+    assert all(name == recipe.name for name, recipe in RECIPES.items())
+
+
+@every_recipe
+def test_golden_advantages(recipe):
+    batch = golden_batch()
+    others = {"dr_grpo": "group_centred", "rloo": "leave_one_out", "reinforce_pp": "whitened"}
+    name = others.get(recipe.name, "group_normalised")
+    if recipe.name == "ppo":
+        expected = torch.tensor([a for row in EXPECTED["gae"]["advantages"] for a in row], dtype=torch.float64)
+    else:
+        expected = torch.tensor(EXPECTED["advantages"][name], dtype=torch.float64)[batch["sequence_ids"]]
+    assert torch.allclose(golden_advantages(recipe, batch), expected, atol=1e-9)
+
+
+@pytest.mark.parametrize(
+    "row", EXPECTED["losses"], ids=lambda r: f"{r['recipe']}-{r['junior_weight']}-{r['normalise_by']}-{r['extras']}"
+)
+def test_golden_loss_and_gradient(row):
+    recipe = RECIPES[row["recipe"]]
+    batch = golden_batch()
+    batch["advantages"] = golden_advantages(recipe, batch)
+    del batch["values"]
+    options = {"importance": row["extras"]} if row["extras"] else NO_PENALTIES
+    loss, gradient, _ = loss_and_gradient(
+        recipe, weighted(batch, row["junior_weight"]), normalise_by=row["normalise_by"], **options
+    )
+    assert loss.item() == pytest.approx(row["loss"], rel=0, abs=1e-9)
+    assert gradient.tolist() == pytest.approx(row["gradient"], abs=1e-9)
+
+
+# ---- properties of every recipe --------------------------------------------------------------------------------------
+
+
+@every_recipe
+@every_importance
+@every_normaliser
+@every_junior_weight
+def test_any_split_into_micro_batches_gives_the_same_loss_gradient_and_metrics(
+    recipe, importance, normalise_by, junior_weight
+):
+    batch = weighted(random_batch(), junior_weight)
+    options = {"importance": importance, "normalise_by": normalise_by}
+    whole, gradient, metrics = loss_and_gradient(recipe, batch, **options)
+    for split in ([[0, 1, 2, 3], [4, 5, 6]], [[2], [0, 6], [1, 3, 4, 5]], [[s] for s in range(7)]):
+        parts = [micro_batch(batch, torch.tensor(keep)) for keep in split]
+        counts = add_totals(
+            totals(p["weights"], p["author"], p["sequence_ids"], num_sequences=p["num_sequences"]) for p, _ in parts
+        )
+        total, pieces, sums = torch.zeros(()).double(), torch.zeros_like(gradient), dict.fromkeys(metrics, 0.0)
+        for part, inside in parts:
+            loss, piece, part_metrics = loss_and_gradient(recipe, {**part, "totals": counts}, **options)
+            total, pieces[inside] = total + loss, piece
+            sums = {name: sums[name] + part_metrics[name] for name in sums}
+        assert close(total, whole)
+        assert close(pieces, gradient)
+        assert all(close(sums[name], metrics[name]) for name in metrics)
+
+
+@every_recipe
+@every_importance
+@pytest.mark.parametrize("junk", [7.5, float("nan"), float("-inf")])
+def test_tokens_of_weight_zero_change_nothing(recipe, importance, junk):
+    batch = weighted(random_batch(), 0.0)
+    options = {"importance": importance, "junior_kl_coef": 0.0}
+    loss, gradient, metrics = loss_and_gradient(recipe, batch, **options)
+    ignored = batch["weights"] == 0
+    spoiled = {
+        key: torch.where(ignored, junk, batch[key]) for key in (*CHANNELS, "advantages") if key != "junior_logprobs"
+    }
+    loss2, gradient2, metrics2 = loss_and_gradient(recipe, {**batch, **spoiled, "junior_logprobs": None}, **options)
+    assert torch.equal(loss, loss2)
+    assert torch.equal(gradient, gradient2)
+    assert all(torch.equal(metrics[name], metrics2[name]) for name in metrics2)
+    assert (gradient[ignored] == 0).all()
+
+
+@every_recipe
+@every_importance
+@every_normaliser
+def test_removing_tokens_of_weight_zero_changes_nothing(recipe, importance, normalise_by):
+    """Context, and with normalise_by=weight the junior's tokens too, might as well not be in the batch."""
+    batch = weighted(random_batch(), 0.0)
+    options = {"importance": importance, "normalise_by": normalise_by, "junior_kl_coef": 0.0}
+    loss, gradient, _ = loss_and_gradient(recipe, batch, **options)
+    kept = batch["weights"] > 0 if normalise_by == "weight" else batch["author"] >= 0
+    small = {k: v[kept] if isinstance(v, torch.Tensor) and v.dim() == 1 else v for k, v in batch.items()}
+    loss2, gradient2, _ = loss_and_gradient(recipe, small, **options)
+    assert close(loss, loss2)
+    assert close(gradient[kept], gradient2)
+
+
+@every_recipe
+@every_importance
+@every_normaliser
+def test_junior_weight_one_is_plain_training_on_every_response_token(recipe, importance, normalise_by):
+    batch = random_batch()
+    options = {"importance": importance, "normalise_by": normalise_by, "junior_kl_coef": 0.0}
+    tandem = loss_and_gradient(recipe, weighted(batch, 1.0), **options)
+    batch["author"] = torch.where(batch["author"] >= 0, 1, -1).to(torch.int8)
+    plain = loss_and_gradient(recipe, weighted(batch, 0.0), **options)
+    assert torch.equal(tandem[0], plain[0])
+    assert torch.equal(tandem[1], plain[1])
+
+
+@every_recipe
+@every_importance
+def test_no_senior_token_is_zero_loss_and_zero_gradient(recipe, importance):
+    batch = random_batch()
+    batch["author"] = batch["author"].clamp(max=0)
+    loss, gradient, metrics = loss_and_gradient(recipe, weighted(batch, 0.0), importance=importance, junior_kl_coef=0.0)
+    assert loss.item() == 0
+    assert (gradient == 0).all()
+    averages = average_metrics(metrics, Totals(0.0, 0.0, 0.0))
+    assert all(value.isfinite() for value in averages.values())
+
+
+@every_recipe
+@every_junior_weight
+def test_first_step_is_the_reinforce_gradient(recipe, junior_weight):
+    batch = weighted(random_batch(), junior_weight)
+    batch["old_logprobs"] = batch["logprobs"]
+    _, gradient, metrics = loss_and_gradient(recipe, batch, **NO_PENALTIES)
+    logprobs = batch["logprobs"].clone().requires_grad_()
+    keys = ("weights", "author", "sequence_ids")
+    reinforce = reduce(
+        -batch["advantages"] * logprobs,
+        *(batch[key] for key in keys),
+        num_sequences=batch["num_sequences"],
+        totals=batch["totals"],
+        mode=recipe.mode,
+        constant=12.0,
+    )
+    (expected,) = torch.autograd.grad(reinforce, logprobs)
+    assert close(gradient, expected)
+    means = average_metrics(metrics, batch["totals"])
+    assert [means[name].item() for name in ("ratio", "clip_fraction", "approx_kl")] == pytest.approx([1, 0, 0])
+
+
+@pytest.mark.parametrize("recipe", [r for r in RECIPES.values() if r.mode == "token_mean"], ids=lambda r: r.name)
+def test_loss_is_linear_in_the_senior_share_only_when_normalised_by_response(recipe):
+    """Halving the share of senior tokens halves the response-normalised token mean and leaves the weighted one."""
+    logprobs = torch.full((8,), -1.0).double()
+    batch = dict.fromkeys(CHANNELS, logprobs) | {"advantages": -logprobs, "num_sequences": 1}
+    batch["sequence_ids"] = torch.zeros(8, dtype=torch.int64)
+    slopes = {}
+    for normalise_by in ("weight", "response"):
+        for seniors in (4, 8):
+            batch["author"] = (torch.arange(8) < seniors).to(torch.int8)
+            options = {**NO_PENALTIES, "normalise_by": normalise_by}
+            slopes[normalise_by, seniors] = loss_and_gradient(recipe, weighted(batch, 0.0), **options)[1].sum().item()
+    assert slopes["weight", 4] == pytest.approx(slopes["weight", 8])
+    assert slopes["response", 4] == pytest.approx(slopes["response", 8] / 2)
+
+
+@every_recipe
+def test_nan_at_a_trained_token_reaches_the_loss(recipe):
+    batch = weighted(random_batch(), 0.0)
+    first = int(batch["weights"].argmax())
+    batch["logprobs"] = batch["logprobs"].index_fill(0, torch.tensor([first]), float("nan"))
+    assert policy_loss(recipe, **batch, **EVERYTHING)[0].isnan()
+
+
+@every_recipe
+def test_float32_is_close_to_float64(recipe):
+    batch = weighted(random_batch(), 0.5)
+    single = {**batch, **{name: batch[name].float() for name in (*CHANNELS, "advantages")}}
+    loss, gradient, _ = loss_and_gradient(recipe, batch)
+    loss32, gradient32, _ = loss_and_gradient(recipe, single)
+    assert loss32.dtype == torch.float32
+    assert loss32.item() == pytest.approx(loss.item(), abs=1e-4)
+    assert torch.allclose(gradient32.double(), gradient, atol=1e-4)
+
+
+# ---- single recipes and options --------------------------------------------------------------------------------------
+
+
+def test_gspo_recipe_is_the_gspo_function():
+    batch = weighted(random_batch(), 0.0)
+    x = gspo(
+        *(batch[key] for key in ("logprobs", "old_logprobs", "advantages", "weights", "sequence_ids")),
+        num_sequences=7,
+        clip_low=3e-4,
+        clip_high=4e-4,
+    )
+    rest = [batch[key] for key in ("weights", "author", "sequence_ids")]
+    expected = reduce(x, *rest, num_sequences=7, totals=batch["totals"], mode="sequence_mean_token_mean")
+    loss, _ = policy_loss(RECIPES["gspo"], **batch)
+    assert torch.allclose(loss, expected)
+
+
+def test_an_ablation_is_a_replace():
+    def doubled(logprobs, old_logprobs, advantages, *, clip_low, clip_high, dual_clip):
+        return -2 * advantages * logprobs
+
+    batch = weighted(random_batch(), 0.0)
+    batch["old_logprobs"] = batch["logprobs"]
+    _, base, _ = loss_and_gradient(RECIPES["grpo"], batch, **NO_PENALTIES)
+    _, ablated, _ = loss_and_gradient(RECIPES["grpo"]._replace(surrogate=doubled), batch, **NO_PENALTIES)
+    assert torch.allclose(ablated, 2 * base)
+
+
+def test_overrides_win_over_the_recipe():
+    batch = weighted(random_batch(), 0.0)
+    options = {"clip_low": 0.1, "clip_high": 0.15, "dual_clip": 2.0, "importance": "token", "importance_cap": 1.2}
+    overridden = loss_and_gradient(RECIPES["dapo"], batch, **options)
+    replaced = loss_and_gradient(
+        RECIPES["dapo"]._replace(**options), batch, importance_cap=None
+    )  # EVERYTHING sets a cap of its own
+    assert torch.equal(overridden[0], replaced[0])
+    assert not torch.equal(overridden[0], loss_and_gradient(RECIPES["dapo"], batch)[0])
+
+
+def test_overrides_that_a_surrogate_ignores_are_refused():
+    with pytest.raises(ValueError, match="reinforce"):
+        policy_loss(RECIPES["rloo"], **weighted(random_batch(), 0.0), clip_low=0.2)
+
+
+@pytest.mark.parametrize(
+    ("change", "options"),
+    [
+        ({"ratio_level": "seq"}, {}),
+        ({"mode": "mean"}, {}),
+        ({"importance": "sentence"}, {}),
+        ({}, {"normalise_by": "tokens"}),
+        ({}, {"kl_kind": "k4"}),
+    ],
+)
+def test_unknown_choices_are_refused(change, options):
+    with pytest.raises((ValueError, TypeError)):  # TypeError comes from run-time type checks, where they are on
+        policy_loss(RECIPES["grpo"]._replace(**change), **weighted(random_batch(), 0.0), **options)
+
+
+def test_reinforce_pp_whitens_over_trained_tokens():
+    rewards, groups = torch.tensor([1.0, 0, 0, 1, 0.5]), torch.tensor([0, 0, 1, 1, 1])
+    counts = torch.tensor([3, 0, 2, 5, 1])
+    advantages = compute_advantages(RECIPES["reinforce_pp"], rewards, groups, counts.float())
+    tokens = advantages.repeat_interleave(counts)
+    assert abs(tokens.mean()) < 1e-6
+    assert tokens.var(unbiased=True).item() == pytest.approx(1, abs=1e-5)
+    assert advantages[1] == 0
+    assert torch.allclose(tokens, whiten(tokens, torch.ones(11)), atol=1e-5)
+
+
+def test_junior_kl_pulls_the_senior_towards_the_junior_on_junior_tokens_only():
+    batch = weighted(random_batch(), 0.0)
+    batch["advantages"] = torch.zeros_like(batch["advantages"])
+    options = {**NO_PENALTIES, "junior_kl_coef": 0.3}
+    loss, gradient, metrics = loss_and_gradient(RECIPES["grpo"], batch, **options)
+    junior = batch["author"] == 0
+    ratio = (batch["logprobs"] - batch["junior_logprobs"])[junior].exp()
+    response = (batch["author"] >= 0).sum()
+    assert (gradient[~junior] == 0).all()
+    assert torch.allclose(gradient[junior], 0.3 * (ratio - 1) / response)
+    assert torch.allclose(loss, 0.3 * metrics["junior_kl"] / response)
+    assert torch.allclose(average_metrics(metrics, batch["totals"])["junior_kl"], metrics["junior_kl"] / response)
+
+
+def test_metrics_are_detached_weighted_sums():
+    batch = weighted(random_batch(), 0.5)
+    batch["logprobs"] = batch["logprobs"].requires_grad_()
+    _, metrics = policy_loss(RECIPES["grpo"], **batch, importance="token")
+    assert not any(value.requires_grad for value in metrics.values())
+    weights, ratio = batch["weights"], (batch["logprobs"] - batch["old_logprobs"]).exp().detach()
+    trained = weights > 0
+    assert torch.allclose(metrics["ratio"], (weights * ratio)[trained].sum())
+    assert torch.allclose(metrics["clip_fraction"], weights[trained & ((ratio - 1).abs() > 0.2)].sum().double())
+    assert torch.allclose(metrics["approx_kl"], (weights * (ratio - 1 - ratio.log()))[trained].sum())
+    assert torch.allclose(metrics["entropy"], (weights * batch["entropy"])[trained].sum())
+    assert set(metrics) == {"ratio", "clip_fraction", "approx_kl", "entropy", "ref_kl", "importance", "junior_kl"}
+    means = average_metrics(metrics, batch["totals"])
+    assert torch.allclose(means["entropy"], metrics["entropy"] / weights.sum())
+
+
+@pytest.mark.parametrize(
+    ("coefficient", "channel"),
+    [("kl_coef", "ref_logprobs"), ("entropy_coef", "entropy"), ("junior_kl_coef", "junior_logprobs")],
+)
+def test_a_coefficient_without_its_channel_is_refused(coefficient, channel):
+    batch = weighted(random_batch(), 0.0)
+    batch[channel] = None
+    with pytest.raises(ValueError, match=channel):
+        policy_loss(RECIPES["grpo"], **batch, **{coefficient: 0.1})

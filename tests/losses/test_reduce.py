@@ -1,0 +1,80 @@
+from typing import get_args
+
+import pytest
+import torch
+
+from tandemrl.losses import Mode, add_totals, reduce, totals
+from tandemrl.types import Totals
+
+AUTHOR = torch.tensor([-1, 1, 0, 1, -1, 0, 0, -1, 1], dtype=torch.int8)
+WEIGHTS = torch.tensor([0, 1, 0, 1, 0, 0, 0, 0, 1.0])
+IDS = torch.tensor([0, 0, 0, 0, 1, 1, 1, 2, 2])
+X = torch.tensor([9, 1, 9, 3, 9, 9, 9, 9, 8.0])
+
+
+def value(x=X, weights=WEIGHTS, counts=None, **kwargs):
+    counts = totals(weights, AUTHOR, IDS, num_sequences=3) if counts is None else counts
+    return reduce(x, weights, AUTHOR, IDS, num_sequences=3, totals=counts, **kwargs)
+
+
+def test_totals_count_trained_sequences_response_tokens_and_weight():
+    counts = totals(WEIGHTS, AUTHOR, IDS, num_sequences=3)
+    assert [float(c) for c in counts] == [2, 6, 3]
+    halved = totals(torch.where(AUTHOR == 0, 0.5, WEIGHTS), AUTHOR, IDS, num_sequences=3)
+    assert [float(c) for c in halved] == [3, 6, 4.5]
+
+
+def test_add_totals():
+    assert add_totals([Totals(1.0, 2.0, 3.0), Totals(10.0, 20.0, 30.0)]) == Totals(11.0, 22.0, 33.0)
+    assert add_totals([]) == Totals(0.0, 0.0, 0.0)
+    mixed = add_totals(iter([totals(WEIGHTS, AUTHOR, IDS, num_sequences=3), Totals(1.0, 1.0, 1.0)]))
+    assert [float(c) for c in mixed] == [3, 7, 4]
+
+
+@pytest.mark.parametrize(
+    ("mode", "normalise_by", "expected"),
+    [
+        ("token_mean", "weight", 12 / 3),
+        ("token_mean", "response", 12 / 6),
+        ("sequence_mean_token_mean", "weight", (4 / 2 + 8) / 2),
+        ("sequence_mean_token_mean", "response", (4 / 3 + 8) / 2),
+        ("sequence_mean_token_sum", "weight", 12 / 2),
+        ("token_sum_constant", "weight", 12 / (2 * 5)),
+    ],
+)
+def test_hand_computed(mode, normalise_by, expected):
+    assert float(value(mode=mode, normalise_by=normalise_by, constant=5.0)) == pytest.approx(expected)
+
+
+@pytest.mark.parametrize("mode", get_args(Mode))
+def test_global_counts_may_be_floats_or_tensors(mode):
+    as_tensors = Totals(torch.tensor(4.0), torch.tensor(12.0), torch.tensor(6.0))
+    doubled = value(mode=mode, constant=5.0, counts=Totals(4.0, 12.0, 6.0))
+    assert torch.equal(doubled, value(mode=mode, constant=5.0, counts=as_tensors))
+    assert doubled.item() == pytest.approx(value(mode=mode, constant=5.0).item() / 2)
+
+
+@pytest.mark.parametrize("mode", get_args(Mode))
+def test_weight_zero_hides_even_nan(mode):
+    x = torch.where(WEIGHTS > 0, X, float("nan")).requires_grad_()
+    loss = value(x, mode=mode, constant=5.0)
+    assert torch.equal(loss.detach(), value(mode=mode, constant=5.0))
+    loss.backward()
+    assert x.grad.isfinite().all()
+    assert (x.grad[WEIGHTS == 0] == 0).all()
+
+
+@pytest.mark.parametrize("mode", get_args(Mode))
+def test_no_positive_weight_is_zero_with_zero_gradient(mode):
+    x = X.clone().requires_grad_()
+    loss = value(x, torch.zeros(9), mode=mode, constant=5.0)
+    loss.backward()
+    assert loss.item() == 0
+    assert (x.grad == 0).all()
+
+
+def test_refuses_what_it_cannot_do():
+    with pytest.raises(ValueError, match="constant=None"):
+        value(mode="token_sum_constant")
+    with pytest.raises(ValueError, match=r"constant=0\.0"):
+        value(mode="token_sum_constant", constant=0.0)

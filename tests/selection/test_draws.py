@@ -1,0 +1,106 @@
+import math
+
+import numpy as np
+import pytest
+import selection_oracle as oracle
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tandemrl.selection import draws
+
+INT64 = st.integers(-(2**63), 2**63 - 1)
+# The first outputs of the published SplitMix64 for seed 1234567.
+REFERENCE = [6457827717110365317, 3203168211198807973, 9817491932198370423, 4593380528125082431, 16408922859458223821]
+
+
+def test_uniforms_are_the_top_bits_of_published_splitmix64() -> None:
+    keys = torch.full((5,), 1234567)
+    got = draws.uniforms(keys, torch.arange(5))
+    assert got.tolist() == [output // 2**11 / 2**53 for output in REFERENCE]
+
+
+def test_mix64_of_one_word_is_published_splitmix64() -> None:
+    assert draws.mix64(1234567) % 2**64 == REFERENCE[0]
+    assert draws.mix64(1234567 + 2**64) % 2**64 == REFERENCE[0]
+
+
+@given(st.lists(INT64, min_size=1, max_size=6), st.lists(INT64, max_size=3))
+def test_python_and_torch_agree(keys: list[int], words: list[int]) -> None:
+    assert draws.mix(torch.tensor(keys), *words).tolist() == [draws.mix64(key, *words) for key in keys]
+
+
+@given(st.lists(INT64, min_size=1, max_size=6), st.integers(0, 2**40))
+def test_uniforms_agree_with_plain_python(keys: list[int], counter: int) -> None:
+    streams = draws.stream(torch.tensor(keys), draws.SELECTION)
+    got = draws.uniforms(streams, torch.full((len(keys),), counter))
+    assert got.tolist() == [oracle.uniform(key, counter) for key in keys]
+    assert all(0.0 <= u < 1.0 for u in got.tolist())
+
+
+def test_request_keys_are_distinct_and_signed() -> None:
+    keys = {
+        draws.request_key(seed, step, example, sample)
+        for seed in range(4)
+        for step in range(10)
+        for example in range(40)
+        for sample in range(8)
+    }
+    assert len(keys) == 4 * 10 * 40 * 8
+    assert all(-(2**63) <= key < 2**63 for key in keys)
+    assert min(keys) < 0 < max(keys)
+    assert draws.mix64(0) != draws.mix64(0, 0) != draws.mix64(0, 0, 0)
+
+
+def test_streams_differ() -> None:
+    keys = torch.arange(1000)
+    selection, sampling = (draws.stream(keys, which) for which in (draws.SELECTION, draws.SAMPLING))
+    assert not torch.isin(selection, sampling).any()
+
+
+def test_value_does_not_depend_on_the_batch() -> None:
+    keys, counters = torch.arange(-500, 500), torch.arange(1000) % 37
+    whole = draws.uniforms(keys, counters)
+    order = torch.randperm(1000, generator=torch.Generator().manual_seed(0))
+    assert torch.equal(draws.uniforms(keys[order], counters[order]), whole[order])
+    assert torch.equal(torch.cat([draws.uniforms(keys[i : i + 1], counters[i : i + 1]) for i in range(1000)]), whole)
+    assert torch.equal(draws.uniforms(keys.repeat_interleave(2)[::2], counters), whole)
+
+
+def test_inputs_are_not_changed() -> None:
+    keys, counters = torch.arange(5), torch.arange(5)
+    draws.uniforms(keys, counters)
+    draws.mix(keys, 3)
+    assert keys.tolist() == counters.tolist() == [0, 1, 2, 3, 4]
+
+
+@pytest.fixture(scope="module")
+def sample() -> np.ndarray:
+    """[1000 requests of one step, 400 draws]"""
+    keys = torch.tensor([draws.request_key(0, 3, example, s) for example in range(125) for s in range(8)])
+    streams = draws.stream(keys, draws.SELECTION)
+    rows = [draws.uniforms(streams, torch.full_like(streams, counter)) for counter in range(400)]
+    return torch.stack(rows, dim=1).numpy()
+
+
+def test_uniform_moments_and_histogram(sample: np.ndarray) -> None:
+    n = sample.size
+    assert abs(sample.mean() - 0.5) < 6 * math.sqrt(1 / 12 / n)
+    assert abs(sample.var() - 1 / 12) < 6 * math.sqrt(1 / 180 / n)
+    counts = np.histogram(sample, bins=256, range=(0, 1))[0]
+    chi2 = float(((counts - n / 256) ** 2 / (n / 256)).sum())
+    assert abs(chi2 - 255) < 6 * math.sqrt(2 * 255)
+
+
+@pytest.mark.parametrize("lag", [1, 2, 3, 7, 8, 32])
+def test_no_correlation_between_draws_or_between_requests(sample: np.ndarray, lag: int) -> None:
+    x = (sample - 0.5) * math.sqrt(12)
+    for pairs in (x[:, lag:] * x[:, :-lag], x[lag:] * x[:-lag]):
+        assert abs(pairs.mean()) < 6 / math.sqrt(pairs.size)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
+def test_cuda_gives_the_same_bits() -> None:
+    keys, counters = torch.arange(-5000, 5000), torch.arange(10000)
+    on_gpu = draws.uniforms(draws.stream(keys.cuda(), draws.SELECTION), counters.cuda()).cpu()
+    assert torch.equal(on_gpu, draws.uniforms(draws.stream(keys, draws.SELECTION), counters))

