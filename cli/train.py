@@ -10,7 +10,8 @@ def train(
     overrides: Annotated[list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="e.g. train.lr=1e-5")] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the config and the batch plan, and stop.")] = False,
     resume: Annotated[
-        str, typer.Option(help="auto (go on from the newest checkpoint), never (start over), or a checkpoint folder.")
+        str,
+        typer.Option(help="auto (from the newest checkpoint, if any), never (output_dir must be fresh), or a folder."),
     ] = "auto",
 ) -> None:
     """Train a senior as a config says; KEY=VALUE arguments override the file."""

@@ -38,6 +38,16 @@ def is_whole(path: Path) -> bool:
     return found["step"] == step and bool((found["weights"]["a"] == step).all()) and (path / "meta.json").is_file()
 
 
+class Part:
+    """Stands for a model or a tokenizer."""
+
+    def __init__(self, name: str, text: str) -> None:
+        self.name, self.text = name, text
+
+    def save_pretrained(self, folder: Path) -> None:
+        (folder / self.name).write_text(self.text)
+
+
 class Crash(BaseException):
     """Stands for a killed process: nothing after the call runs, not even ``except Exception``."""
 
@@ -148,26 +158,26 @@ def test_a_crash_at_any_call_of_save_leaves_a_whole_newest_checkpoint(
     assert [p.name for p in (tmp_path / "checkpoints").iterdir()] == ["step_2"]
 
 
-def test_a_crash_at_any_call_of_promote_leaves_the_old_best_or_the_new(
+def test_a_crash_at_any_call_of_export_leaves_the_old_folder_or_the_new(
     tmp_path: Path, crash_at: Callable[[int | None], None]
 ) -> None:
     best = tmp_path / "hf" / "best"
-    for step in (1, 2):
-        export = tmp_path / "hf" / f"step_{step}"
-        export.mkdir(parents=True)
-        for name in ("weights", "config.json"):
-            (export / name).write_text(str(step))
-    checkpoint.promote(tmp_path / "hf" / "step_1", best)
+
+    def export(text: str) -> None:
+        checkpoint.export_hf(Part("model", text), Part("tokenizer", text), best)
+
+    export("old")
     seen = set()
-    for _ in crashes(crash_at, lambda: checkpoint.promote(tmp_path / "hf" / "step_2", best)):
-        checkpoint.recover(best.parent)  # as the next start of the run does
-        found = {(best / name).read_text() for name in ("weights", "config.json")}
-        assert len(found) == 1
-        seen |= found
-        checkpoint.promote(tmp_path / "hf" / "step_1", best)
-    assert seen == {"1", "2"}
-    assert (best / "weights").read_text() == "2"
-    assert sorted(p.name for p in best.parent.iterdir()) == ["best", "step_1", "step_2"]
+    for _ in crashes(crash_at, lambda: export("new")):
+        checkpoint.recover(best.parent)  # as the next write there does
+        found = [path.read_text() for path in best.iterdir()]
+        assert len(found) == 2
+        assert len(set(found)) == 1
+        seen |= set(found)
+        export("old")
+    assert seen == {"old", "new"}
+    assert {path.read_text() for path in best.iterdir()} == {"new"}
+    assert [path.name for path in best.parent.iterdir()] == ["best"]
 
 
 def test_a_crash_at_any_call_of_write_text_leaves_the_old_text_or_the_new(
@@ -287,20 +297,6 @@ def test_truncate_refuses_a_record_broken_in_the_middle(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"metrics\.jsonl: line 2 is not"):
         checkpoint.truncate_jsonl(file, 5)
     assert file.read_text() == text
-
-
-def test_an_export_is_one_folder_of_model_and_tokenizer(tmp_path: Path) -> None:
-    class Part:
-        def __init__(self, name: str) -> None:
-            self.name = name
-
-        def save_pretrained(self, folder: Path) -> None:
-            (folder / self.name).write_text(self.name)
-
-    for _ in range(2):  # a resumed run writes the same export again
-        path = checkpoint.export_hf(Part("model"), Part("tokenizer"), tmp_path / "hf" / "step_5")
-        assert sorted(p.name for p in path.iterdir()) == ["model", "tokenizer"]
-    assert [p.name for p in path.parent.iterdir()] == ["step_5"]
 
 
 def test_versions_name_the_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

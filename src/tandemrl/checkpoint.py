@@ -195,8 +195,8 @@ def check_resume(stored: Config, current: Config) -> None:
     if changed:
         listing = ", ".join(f"{key} (checkpoint {old!r}, now {new!r})" for key, (old, new) in changed.items())
         raise CheckpointError(
-            f"the config differs from the checkpoint's: {listing}. Restore these values, or start over with another "
-            "output_dir or --resume never"
+            f"the config differs from the checkpoint's: {listing}. Restore these values, or start over in another "
+            "output_dir"
         )
 
 
@@ -256,9 +256,16 @@ def restore_rng(state: Mapping[str, Any]) -> None:
 
 def export_hf(model: Any, tokenizer: Any, path: str | Path) -> Path:
     """Write model and tokenizer as one HF folder, in one step."""
+    from transformers.utils import logging
 
     def fill(folder: Path) -> None:
-        model.save_pretrained(folder)
+        bars = logging.is_progress_bar_enabled()
+        logging.disable_progress_bar()  # they would break into the console of the run
+        try:
+            model.save_pretrained(folder)
+        finally:
+            if bars:
+                logging.enable_progress_bar()
         tokenizer.save_pretrained(folder)
 
     write_directory(Path(path), fill)

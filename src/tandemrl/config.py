@@ -157,7 +157,8 @@ class RewardConfig:
     timeout_s: float = 5.0
     workers: int | None = None
     """Scoring processes; null = chosen from the work and the cores."""
-    format_score: float = 0.0
+    format_score: float | None = None
+    """Score of a wrong GSM8K answer in the right format; null = the mode's own (`tandem` 0.1, else 0)."""
     gsm8k: Literal["strict", "flexible", "tandem"] = "strict"
 
 
@@ -317,10 +318,13 @@ def check(config: Config) -> None:
         (t.keep_checkpoints >= 1, "train.keep_checkpoints", t.keep_checkpoints, "at least 1"),
         (t.eval_every >= 0, "train.eval_every", t.eval_every, "0 (never) or positive"),
         (t.async_steps == 0, "train.async_steps", t.async_steps, "0: overlapped generation is not implemented yet"),
+        (not t.profile, "train.profile", t.profile, "false: profiling is not implemented yet"),
+        (r.engine == "torch", "rollout.engine", r.engine, "torch: the vLLM engine is not implemented yet"),
         (e.samples >= 1, "eval.samples", e.samples, "at least 1"),
         (e.train_samples >= 1, "eval.train_samples", e.train_samples, "at least 1"),
         (len(e.k) > 0 and all(1 <= k <= e.samples for k in e.k), "eval.k", list(e.k), f"non-empty, each between 1 and eval.samples ({e.samples})"),
         (len(config.data.train) > 0, "data.train", list(config.data.train), "at least one source"),
+        (config.reward.workers is None or config.reward.workers >= 1, "reward.workers", config.reward.workers, "null (automatic) or at least 1"),
         (config.reward.timeout_s > 0, "reward.timeout_s", config.reward.timeout_s, "positive"),
     ]  # fmt: skip
     for ok, key, value, allowed in rules:

@@ -175,7 +175,7 @@ class Tracker:
 
 
 def summary_line(step: int, steps: int, metrics: Mapping[str, float], seconds_per_step: float) -> str:
-    """One line for one step: the numbers to watch, every evaluation result, and the time left.
+    """One line for one step: the numbers to watch, held-out pass@k, and the time left.
 
     Example:
         >>> summary_line(3, 50, {"reward/mean": 0.5, "loss": 0.01}, 2.0)
@@ -183,7 +183,7 @@ def summary_line(step: int, steps: int, metrics: Mapping[str, float], seconds_pe
     """
     parts = [f"step {step}/{steps}"]
     parts += [f"{label} {form.format(metrics[key])}" for label, key, form in _SUMMARY if key in metrics]
-    parts += [f"{key} {value:.3f}" for key, value in metrics.items() if key.startswith("eval/")]
+    parts += [f"{key} {value:.3f}" for key, value in metrics.items() if key.startswith("eval/pass@")]
     left = round(max(0, steps - step) * seconds_per_step)
     hours, minutes, seconds = left // 3600, left // 60 % 60, left % 60
     return " | ".join([*parts, f"ETA {f'{hours}h{minutes:02}m' if hours else f'{minutes}m{seconds:02}s'}"])

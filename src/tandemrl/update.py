@@ -67,7 +67,7 @@ def update(run: Run, groups: Sequence[Group], step: int) -> Metrics:
 
     for parameters in run.optimizer.param_groups:
         parameters["lr"] = learning_rate(config, step)
-    sums: dict[str, float] = {}
+    means = {"loss": 0.0, "grad_norm": 0.0}  # what a step without any usable group reports
     updates = [
         [replace(batch, advantages=per_token(advantages[rows], batch)) for rows, batch in mini]
         for mini in mini_batches
@@ -75,12 +75,12 @@ def update(run: Run, groups: Sequence[Group], step: int) -> Metrics:
     ]
     for i, batches in enumerate(updates):
         for name, value in optimise(run, batches, first=i == 0).items():
-            sums[name] = sums.get(name, 0.0) + value / len(updates)
+            means[name] = means.get(name, 0.0) + value / len(updates)
     return {
         "groups/zero_variance": flat.float().mean().item(),
         "lr": learning_rate(config, step),
         "updates": float(len(updates)),
-    } | sums
+    } | means
 
 
 def split(run: Run, rollouts: Sequence[Rollout], rows: Tensor) -> list[MicroBatch]:

@@ -94,10 +94,11 @@ def solution(
         word = "about" if about else rng.choice(("is", "makes"))
         result = value + delta
         if rng.random() < (about_error if about else plain_error):
-            # A slip from which the rest of the story stays in range, so that the later lines are sound in themselves.
-            # There always is one: the rest spans at most (STEPS - 1) * MAX_OPERAND < MAX_VALUE.
+            # A slip from which the rest of the story stays in range, so that the later lines are sound in themselves;
+            # a rest that spans the whole range leaves no room for one, and the step is right.
             rest = problem.numbers.deltas[step + 1 :]
-            result = rng.choice([r for slip in (-2, -1, 1, 2) if _in_range(Numbers(r := result + slip, rest))])
+            slips = [r for slip in (-2, -1, 1, 2) if _in_range(Numbers(r := result + slip, rest))]
+            result = rng.choice(slips or [result])
         lines.append(f"{OPENERS[step]} {value} {'plus' if delta > 0 else 'minus'} {abs(delta)} {word} {result}.")
         value = result
     return "\n\n".join([*lines, f"\\boxed{{{value}}}"])

@@ -1,0 +1,75 @@
+"""Shared by the benchmarks: the model, the prompts, the load of the machine, and what a result says about itself."""
+
+import json
+import os
+import platform
+import statistics
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+
+import tandemrl
+from tandemrl.tiny import build_tiny_pair
+
+TINY_PAIR = Path("runs/tiny")
+
+
+def tiny_senior() -> Path:
+    """The senior of the tiny pair, which is built where the quickstart looks for it if it is not there."""
+    build_tiny_pair(TINY_PAIR)
+    return TINY_PAIR / "senior"
+
+
+def prompt_texts(count: int) -> list[str]:
+    """Short plain prompts, the same in every library."""
+    return [f"the quick brown fox adds {i} plus {i % 7} equals" for i in range(count)]
+
+
+def digit_fraction(text: str) -> float:
+    """A reward that costs nothing, is deterministic, and differs within a group."""
+    return sum(character.isdigit() for character in text) / max(len(text), 1)
+
+
+def cpu_seconds() -> tuple[float, float]:
+    """CPU seconds of this process so far, and of the whole machine (where that is unknown: of this process)."""
+    times = os.times()
+    mine = times.user + times.system
+    try:
+        fields = [int(x) for x in Path("/proc/stat").read_text().split()[1:9]]
+    except OSError:
+        return mine, mine
+    idle, iowait = fields[3], fields[4]
+    return mine, (sum(fields) - idle - iowait) / os.sysconf("SC_CLK_TCK")
+
+
+def about() -> dict[str, Any]:
+    """Versions and machine of this process; no path and no host name."""
+    return {
+        "library": "tandemrl",
+        "version": tandemrl.__version__,
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+        "threads": torch.get_num_threads(),
+        "cores": os.cpu_count(),
+        "platform": platform.machine(),
+    }
+
+
+def ratios(seconds: Mapping[str, Sequence[float]], pairs: Sequence[tuple[str, str]]) -> dict[str, dict[str, Any]]:
+    """For each pair (a, b), how long a takes relative to b: the ratio of medians, and the ratio in every round."""
+    return {
+        f"{a} / {b}": {
+            "of_medians": round(statistics.median(seconds[a]) / statistics.median(seconds[b]), 3),
+            "per_round": [round(x / y, 3) for x, y in zip(seconds[a], seconds[b], strict=True)],
+        }
+        for a, b in pairs
+    }
+
+
+def write_lines(path: Path, lines: Sequence[Mapping[str, Any]]) -> None:
+    """One JSON object per line."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))

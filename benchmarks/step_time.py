@@ -1,0 +1,241 @@
+"""Seconds per GRPO step, solo or tandem, with the knobs and field names of a peer script for TRL's GRPOTrainer.
+
+    OMP_NUM_THREADS=1 python benchmarks/step_time.py --strategy word --threads 1
+
+Prints one JSON line. A step is what `tandemrl.train` does between two steps, without evaluation and checkpoints:
+`generate` (rollouts, authors verified by replay), `reward`, `update` (pack, advantages, forward, backward, optimiser),
+`sync` (weights to the engine, verified by checksum), `log` (metrics and samples to disk). Both sides: float32 AdamW,
+every completion has exactly --max-tokens tokens, one optimiser step on all completions, token-mean loss.
+
+With --against SCRIPT the peer, solo and tandem are run in turn, in processes of their own, so that the load of the
+machine falls on all three alike; prints the medians and ratios, and writes every line to --out.
+"""
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from _common import about, cpu_seconds, digit_fraction, prompt_texts, ratios, tiny_senior
+
+from tandemrl.config import load
+from tandemrl.data.rows import Prompt, Row
+from tandemrl.data.sampler import Sampler
+from tandemrl.rollout import collect
+from tandemrl.rollout.envs.math import Score
+from tandemrl.rollout.envs.scoring import Scorer
+from tandemrl.rollout.sync import sync_weights
+from tandemrl.run import Run, build
+from tandemrl.tracking import Tracker
+from tandemrl.train import Clock, describe, rollout
+from tandemrl.update import update
+
+PHASES = ("generate", "reward", "update", "sync", "log")
+
+
+def main() -> None:
+    options = parser().parse_args()
+    model = options.model or tiny_senior()
+    line = measure(model, options) if options.against is None else compare(model, options)
+    print(json.dumps(line))
+
+
+def parser() -> argparse.ArgumentParser:
+    p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    p.add_argument("--model", type=Path, help="HF folder; default: the tiny pair's senior")
+    p.add_argument("--strategy", choices=["solo", "word"], default="solo", help="word: p 0.5, K 32, self-paired junior")
+    p.add_argument("--group-size", type=int, default=8, help="completions per prompt")
+    p.add_argument("--completions", type=int, default=32, help="completions per step")
+    p.add_argument("--micro-batch", type=int, default=32, help="completions per forward and backward")
+    p.add_argument("--max-tokens", type=int, default=128)
+    p.add_argument("--steps", type=int, default=10)
+    p.add_argument("--warmup", type=int, default=3, help="first steps left out of the statistics")
+    p.add_argument("--lr", type=float, default=1e-6)
+    p.add_argument("--dtype", default="float32", choices=["float32", "bfloat16"])
+    p.add_argument("--prompts", type=int, default=64, help="distinct prompts")
+    p.add_argument("--threads", type=int, default=0, help="torch threads, 0 = leave")
+    p.add_argument("--seed", type=int, default=0)
+    p.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
+    group = p.add_argument_group("comparison")
+    group.add_argument("--against", type=Path, metavar="SCRIPT", help="the peer script, which takes the same flags")
+    group.add_argument("--trl-python", default=sys.executable, help="interpreter that has TRL")
+    group.add_argument("--rounds", type=int, default=5)
+    group.add_argument("--out", type=Path, default=Path(__file__).parent / "results" / "step_time.json")
+    return p
+
+
+# ---------------------------------------------------------------------------------------------------------- one measure
+
+
+def measure(model: Path, options: argparse.Namespace) -> dict[str, Any]:
+    """Train for ``options.steps`` steps; the result line."""
+    if options.threads:
+        torch.set_num_threads(options.threads)
+    with tempfile.TemporaryDirectory() as folder:
+        start = time.perf_counter()
+        run = prepare(model, options, folder)
+        init_s = time.perf_counter() - start
+        start = time.perf_counter()
+        with Tracker(folder, run.config, quiet=True) as tracker, run.scorer:
+            sync_weights(run.policy, run.engine, version=0)
+            steps = [one_step(run, step, tracker) for step in range(1, options.steps + 1)]
+        train_s = time.perf_counter() - start
+
+    counted = steps[options.warmup :] or steps
+    mean = {name: statistics.mean(step[name] for step in counted) for name in steps[0]}
+    generated = options.completions * options.max_tokens
+    return about() | {
+        "strategy": options.strategy,
+        "model": "tiny" if options.model is None else options.model.name,
+        "params": sum(p.numel() for p in run.policy.parameters()),
+        "dtype": options.dtype,
+        "device": options.device,
+        **{k: getattr(options, k) for k in ("group_size", "completions", "micro_batch", "max_tokens", "steps")},
+        "warmup": options.warmup,
+        "s_per_step": round(mean["step"], 4),
+        "split_s": {phase: round(mean[phase], 4) for phase in PHASES},
+        "s_per_step_median": round(statistics.median(step["step"] for step in counted), 4),
+        "s_per_step_all": [round(step["step"], 3) for step in steps],
+        "cores_used": round(mean["cpu"], 2),
+        "cores_others": round(mean["others"], 2),
+        "gen_tokens_per_s": round(generated / mean["generate"], 1),
+        "update_tokens_per_s": round(generated / mean["update"], 1),
+        "init_s": round(init_s, 2),
+        "train_s": round(train_s, 2),
+        "reward_last": steps[-1]["reward_mean"],
+        "mismatch_last": steps[-1]["mismatch"],
+        "senior_frac": round(mean["senior_frac"], 3),
+        "load1": round(os.getloadavg()[0], 2),
+    }
+
+
+def prepare(model: Path, options: argparse.Namespace, folder: str) -> Run:
+    """A run as `tandemrl train` builds it, but with plain prompts, a trivial reward, and completions of full length."""
+    texts = prompt_texts(options.prompts)
+    config = load(
+        overrides=[
+            f"model.senior={model}",
+            f"model.dtype={options.dtype}",
+            f"model.device={options.device}",
+            f"rollout.group_size={options.group_size}",
+            f"rollout.max_tokens={options.max_tokens}",
+            f"rollout.max_rows={options.completions}",
+            f"selection.strategy={options.strategy}",
+            f"train.steps={options.steps}",
+            f"train.seed={options.seed}",
+            f"train.lr={options.lr}",
+            "train.weight_decay=0",
+            f"train.prompts_per_step={options.completions // options.group_size}",
+            "train.eval_every=0",
+            f"output_dir={folder}",
+        ]
+    )
+    run = build(config)
+    prompts = [
+        Prompt(Row(f"fox/{i}", ({"role": "user", "content": text},), "fox", "", {}), tuple(run.tokenizer.encode(text)))
+        for i, text in enumerate(texts)
+    ]
+    longest = max(len(prompt.tokens) for prompt in prompts) + options.max_tokens
+    train = replace(config.train, tokens_per_micro_batch=options.micro_batch * longest)
+    return replace(
+        run,
+        config=replace(config, train=train),
+        prompts=prompts,
+        sampler=Sampler(len(prompts), seed=options.seed),
+        scorer=DigitScorer(config.reward),
+        sampling=replace(run.sampling, ignore_eos=True),
+    )
+
+
+class DigitScorer(Scorer):
+    """Fraction of digits in the text."""
+
+    def score(self, items: Sequence[tuple[Row, str]]) -> list[Score]:
+        return [Score(digit_fraction(text), {}, None) for _, text in items]
+
+
+def one_step(run: Run, step: int, tracker: Tracker) -> dict[str, float]:
+    """One step of `tandemrl.train.train`: seconds per phase and in all, cores used here and by others, and checks."""
+    (mine, machine), clock = cpu_seconds(), Clock()
+    with clock("generate"):
+        written = rollout(run, step, tracker)
+    with clock("reward"):
+        groups = collect.score(written, run.scorer, run.tokenizer)
+    with clock("update"):
+        metrics = update(run, groups, step)
+    with clock("sync"):
+        sync_weights(run.policy, run.engine, version=step)
+    with clock("log"):
+        metrics |= describe(run, written, groups, step)
+        tracker.samples(step, [r for group in groups for r in group.rollouts], run.tokenizer)
+        tracker.step(step, metrics | clock.metrics(metrics["tokens/response"]))
+    wall = time.perf_counter() - clock.start
+    used, busy = (after - before for after, before in zip(cpu_seconds(), (mine, machine), strict=True))
+    if metrics["response/length"] != run.sampling.max_tokens:
+        raise RuntimeError(f"completions have {metrics['response/length']} tokens, wanted {run.sampling.max_tokens}")
+    return clock.phases | {
+        "step": wall,
+        "cpu": used / wall,
+        "others": max(0.0, busy - used) / wall,
+        "reward_mean": metrics["reward/mean"],
+        "mismatch": metrics["mismatch/mean_abs"],
+        "senior_frac": metrics["tandem/senior_frac"],
+    }
+
+
+# ---------------------------------------------------------------------------------------------------------- comparison
+
+
+def compare(model: Path, options: argparse.Namespace) -> dict[str, Any]:
+    """Peer, solo and tandem in turn; writes every line to ``options.out`` and returns the summary."""
+    names = ("group_size", "completions", "micro_batch", "max_tokens", "steps", "warmup", "threads", "seed", "lr")
+    flags = [f"--model={model}", f"--dtype={options.dtype}", f"--device={options.device}"]
+    flags += [f"--{name.replace('_', '-')}={getattr(options, name)}" for name in names]
+    commands = {
+        "trl": [options.trl_python, str(options.against), *flags],
+        "solo": [sys.executable, __file__, *flags, "--strategy=solo"],
+        "tandem": [sys.executable, __file__, *flags, "--strategy=word"],
+    }
+    lines: list[dict[str, Any]] = []
+    for number in range(options.rounds):
+        order = [*commands][number % 3 :] + [*commands][: number % 3]  # nobody always goes first
+        for who in order:
+            line = {"round": number, "who": who} | last_line(commands[who])
+            line["model"] = "tiny" if options.model is None else options.model.name  # a path is of no use to a reader
+            lines.append(line)
+            print(f"round {number} {who}: {line['s_per_step_median']} s per step", file=sys.stderr)
+    seconds = {who: [x["s_per_step_median"] for x in lines if x["who"] == who] for who in commands}
+    summary = {
+        "benchmark": "step_time",
+        "median_s_per_step": {who: round(statistics.median(values), 4) for who, values in seconds.items()},
+        "ratios": ratios(seconds, [("solo", "trl"), ("tandem", "trl"), ("tandem", "solo")]),
+        "cores_others": round(statistics.median(line["cores_others"] for line in lines), 2),
+    }
+    options.out.parent.mkdir(parents=True, exist_ok=True)
+    options.out.write_text(json.dumps(summary | {"lines": lines}, indent=1) + "\n")
+    return summary
+
+
+def last_line(command: Sequence[str]) -> dict[str, Any]:
+    """Run a benchmark in a process of its own; the JSON object that it prints last.
+
+    Raises:
+        RuntimeError: it failed; quotes the end of its stderr.
+    """
+    done = subprocess.run(command, capture_output=True, text=True)
+    if done.returncode != 0:
+        raise RuntimeError(f"{command[1]} exited with {done.returncode}: {done.stderr[-2000:]}")
+    return json.loads(done.stdout.strip().splitlines()[-1])
+
+
+if __name__ == "__main__":
+    main()

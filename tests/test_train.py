@@ -1,0 +1,333 @@
+"""The loop as a whole: it learns what it should, stops when it must, and resumes as if nothing had happened."""
+
+import dataclasses
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from tandemrl.checkpoint import CheckpointError, latest
+from tandemrl.config import Config, ConfigError, load
+from tandemrl.losses import RECIPES
+from tandemrl.rollout.engine import Completion, Draws, EngineError
+from tandemrl.rollout.torch_engine import TorchEngine
+from tandemrl.run import TrainError, build, check_draws, check_mismatch, learning_rate, schedule_of
+from tandemrl.selection import bernoulli, solo
+from tandemrl.train import train
+from transformers import AutoModelForCausalLM
+
+MAIN = "from tandemrl.cli.main import main; main()"
+SMALL = [
+    "train.threads=1",
+    "train.steps=3",
+    "train.prompts_per_step=4",
+    "rollout.group_size=4",
+    "rollout.max_tokens=48",
+    "train.save_every=2",
+    "train.eval_every=2",
+    "train.lr=3e-4",
+    "eval.train_problems=4",
+    "eval.train_samples=2",
+    "eval.bootstrap=10",
+    "data.train=synthetic:plain:train:64",
+    "data.eval=synthetic:plain:heldout:16",
+    "data.max_prompt_tokens=128",
+]
+
+
+def config(pair: Path, out: Path, *extra: str) -> Config:
+    paths = [f"model.senior={pair}/senior", f"model.junior={pair}/junior", f"output_dir={out}"]
+    return load(None, [*SMALL, *paths, *extra])
+
+
+def metrics(out: Path) -> list[dict[str, float]]:
+    return [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+
+
+def timeless(out: Path) -> list[dict[str, float]]:
+    """Metrics that two identical runs share: all but the times."""
+    return [{k: v for k, v in line.items() if not k.startswith(("time/", "tokens/s"))} for line in metrics(out)]
+
+
+def weights(out: Path, step: int) -> dict[str, torch.Tensor]:
+    return load_file(out / "hf" / f"step_{step}" / "model.safetensors")
+
+
+def assert_same_run(a: Path, b: Path, step: int) -> None:
+    assert timeless(a) == timeless(b)
+    assert (a / "samples.jsonl").read_text() == (b / "samples.jsonl").read_text()
+    left, right = weights(a, step), weights(b, step)
+    assert left.keys() == right.keys()
+    assert all(torch.equal(left[name], right[name]) for name in left)
+
+
+@pytest.fixture(scope="module")
+def finished(tiny_pair: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An uninterrupted run of six steps."""
+    return train(config(tiny_pair, tmp_path_factory.mktemp("run") / "whole", "train.steps=6"), quiet=True)
+
+
+def test_a_run_leaves_its_files(finished: Path) -> None:
+    assert [line["step"] for line in metrics(finished)] == [1, 2, 3, 4, 5, 6]
+    required = {"reward/mean", "loss", "grad_norm", "tandem/senior_frac", "tandem/senior_draw_frac"}
+    required |= {"mismatch/mean_abs", "weights/version_lag", "time/step", "time/rollout", "tokens/response"}
+    for line in metrics(finished):
+        assert required <= line.keys()
+        assert line["weights/version_lag"] == 0
+        assert line["mismatch/mean_abs"] < 1e-5
+        assert line["grad_norm"] >= 0
+    assert "eval/pass@1" in metrics(finished)[1]
+    assert (finished / "config.yaml").is_file()
+    assert (finished / "hf" / "best" / "config.json").is_file()
+    samples = [json.loads(line) for line in (finished / "samples.jsonl").read_text().splitlines()]
+    assert len(samples) == 6 * 16
+    assert {author for author in samples[0]["author"]} <= {-1, 0, 1}
+
+
+def test_the_export_is_a_plain_hf_folder(finished: Path) -> None:
+    model = AutoModelForCausalLM.from_pretrained(finished / "hf" / "step_6")
+    logits = model(input_ids=torch.tensor([[5, 6, 7]])).logits
+    assert logits.shape[:2] == (1, 3)
+    assert "tandemrl" not in (finished / "hf" / "step_6" / "config.json").read_text()
+
+
+def test_training_changes_the_senior_and_not_the_junior(tiny_pair: Path, finished: Path) -> None:
+    base, trained = load_file(tiny_pair / "senior" / "model.safetensors"), weights(finished, 6)
+    assert any(not torch.equal(base[name], trained[name]) for name in base)
+
+
+def test_resume_equals_uninterrupted_after_a_kill_at_any_moment(
+    tiny_pair: Path, finished: Path, tmp_path: Path
+) -> None:
+    out = tmp_path / "killed"
+    overrides = [*SMALL, f"model.senior={tiny_pair}/senior", f"model.junior={tiny_pair}/junior", "train.steps=6"]
+    for kill_after in (1, 3, 4):  # before the first checkpoint, between two, and after a resume
+        run = subprocess.Popen(
+            [sys.executable, "-c", MAIN, "train", "--config", _empty(tmp_path), *overrides]
+            + [f"output_dir={out}"],
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+        )
+        deadline = time.monotonic() + 120
+        while run.poll() is None and time.monotonic() < deadline:
+            if (out / "metrics.jsonl").is_file() and (out / "metrics.jsonl").read_text().count("\n") >= kill_after:
+                break
+            time.sleep(0.005)
+        assert run.poll() is None, f"the run ended by itself: {run.stderr.read().decode() if run.stderr else ''}"
+        os.kill(run.pid, signal.SIGKILL)
+        run.wait()
+    assert latest(out) is not None, "no checkpoint survived; the test would not test a resume"
+    train(config(tiny_pair, out, "train.steps=6"), quiet=True)
+    assert_same_run(finished, out, step=6)
+
+
+def _empty(folder: Path) -> str:
+    path = folder / "empty.yaml"
+    path.write_text("train: {}\n")
+    return str(path)
+
+
+def test_resume_from_a_named_checkpoint_goes_back(tiny_pair: Path, finished: Path, tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    train(config(tiny_pair, out, "train.steps=4", "train.keep_checkpoints=3"), quiet=True)
+    train(
+        config(tiny_pair, out, "train.steps=6", "train.keep_checkpoints=3"),
+        resume=str(out / "checkpoints" / "step_2"),
+        quiet=True,
+    )
+    assert_same_run(finished, out, step=6)
+
+
+def test_resume_refuses_another_config_and_never_refuses_a_used_folder(finished: Path, tiny_pair: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"train\.lr"):
+        train(config(tiny_pair, finished, "train.steps=6", "train.lr=1e-3"), quiet=True)
+    with pytest.raises(CheckpointError, match="already holds a run"):
+        train(config(tiny_pair, finished, "train.steps=6"), resume="never", quiet=True)
+
+
+@pytest.mark.parametrize("extra", [[f"loss.recipe={name}"] for name in RECIPES if name != "ppo"])
+def test_every_recipe_trains(extra: Sequence[str], tiny_pair: Path, tmp_path: Path) -> None:
+    out = train(config(tiny_pair, tmp_path, "train.eval_every=0", "train.mini_batch_prompts=2", *extra), quiet=True)
+    trained = [line for line in metrics(out) if line["updates"] > 0]
+    assert trained
+    assert any(line["grad_norm"] > 0 for line in trained)
+    assert all(line["ratio"] == pytest.approx(1.0, abs=0.2) for line in trained)
+
+
+@pytest.mark.parametrize(
+    "extra",
+    [
+        ["selection.strategy=solo", "model.junior=null", "loss.kl_coef=0.05"],
+        ["loss.kl_coef=0.05", "loss.kl_in_reward=true"],
+        ["loss.junior_kl_coef=0.1", "loss.entropy_coef=0.01", "loss.junior_weight=0.5", "loss.normalise_by=response"],
+        ["loss.importance=token", "train.tokens_per_micro_batch=256"],
+        ["loss.importance=sequence", "loss.overlong_buffer=8", "train.schedule=cosine", "train.warmup_steps=2"],
+        ["selection.strategy=word_aligned"],
+        ["selection.strategy=sentence", "selection.first=junior"],
+        ["selection.strategy=chunk", "selection.chunk_size=4"],
+        ["selection.strategy=alternating"],
+        ["selection.strategy=bernoulli", "selection.prob_senior_final=0.9", "selection.anneal_steps=2"],
+        ["rollout.top_p=0.9", "rollout.top_k=50", "rollout.temperature=0.7", "rollout.allow_truncated=true"],
+        ["model.dtype=bfloat16", "model.gradient_checkpointing=true"],
+        ["model.junior=null", "loss.filter_zero_variance=true"],
+    ],
+    ids=lambda extra: " ".join(extra),
+)
+def test_every_knob_trains_and_matches_the_engine(extra: Sequence[str], tiny_pair: Path, tmp_path: Path) -> None:
+    out = train(config(tiny_pair, tmp_path, "train.steps=2", "train.eval_every=0", *extra), quiet=True)
+    limit = 2e-2 if "model.dtype=bfloat16" in extra else 1e-5
+    assert all(line.get("mismatch/mean_abs", 0.0) <= limit for line in metrics(out))
+
+
+def test_junior_weight_one_is_plain_grpo_on_the_same_rollouts(tiny_pair: Path, tmp_path: Path) -> None:
+    """With weight 1 the loss does not see who wrote a token: same rollouts, same first update as without authors."""
+    all_tokens = config(tiny_pair, tmp_path / "a", "train.steps=1", "loss.junior_weight=1", "train.eval_every=0")
+    a = weights(train(all_tokens, quiet=True), 1)
+    only_senior = dataclasses.replace(
+        all_tokens, output_dir=str(tmp_path / "b"), loss=dataclasses.replace(all_tokens.loss, junior_weight=0.0)
+    )
+    b = weights(train(only_senior, quiet=True), 1)
+    assert (tmp_path / "a" / "samples.jsonl").read_text() == (tmp_path / "b" / "samples.jsonl").read_text()
+    assert any(not torch.equal(a[name], b[name]) for name in a)
+
+
+def test_micro_batches_do_not_change_the_update(tiny_pair: Path, tmp_path: Path) -> None:
+    """One big micro-batch and many small ones give the same weights up to float rounding."""
+    runs = [
+        weights(train(config(tiny_pair, tmp_path / str(n), "train.steps=1", "train.eval_every=0",
+                             f"train.tokens_per_micro_batch={n}", "train.weight_decay=0"), quiet=True), 1)
+        for n in (8192, 128)
+    ]  # fmt: skip
+    base = load_file(tiny_pair / "senior" / "model.safetensors")
+    for name in base:
+        # AdamW's first step is ±lr wherever the gradient is not tiny; only those entries can be compared.
+        moved = (runs[0][name] - base[name]).abs() > 2.9e-4
+        assert torch.allclose(runs[0][name][moved], runs[1][name][moved], atol=1e-6)
+
+
+def test_own_recipe_and_strategy(tiny_pair: Path, tmp_path: Path) -> None:
+    recipe = RECIPES["grpo"]._replace(name="mine", advantage=lambda rewards, group_ids: rewards - rewards.mean())
+    out = train(
+        config(tiny_pair, tmp_path, "train.steps=2", "train.eval_every=0"),
+        recipe=recipe,
+        strategy=lambda step: bernoulli(0.25),
+        quiet=True,
+    )
+    assert all(0.1 < line["tandem/senior_draw_frac"] < 0.4 for line in metrics(out))
+
+
+# --------------------------------------------------------------------------------------------------------------- gates
+
+
+def test_weights_that_do_not_arrive_stop_the_run(
+    tiny_pair: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(
+        TorchEngine, "load_weights", lambda self, weights, version: setattr(self, "policy_version", version)
+    )
+    with pytest.raises(EngineError, match="weights did not reach the engine"):
+        train(config(tiny_pair, tmp_path, "train.eval_every=0"), quiet=True)
+
+
+def test_wrong_authors_stop_the_run(tiny_pair: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    generate = TorchEngine.generate
+
+    def tampered(self, requests, *, progress=None):
+        groups = generate(self, requests, progress=progress)
+        first: Completion = groups[0][0]
+        groups[0][0] = dataclasses.replace(first, author=1 - first.author)
+        return groups
+
+    monkeypatch.setattr(TorchEngine, "generate", tampered)
+    with pytest.raises(EngineError, match="replaying the strategy"):
+        train(config(tiny_pair, tmp_path), quiet=True)
+
+
+def test_wrong_temperature_in_the_engine_stops_the_run(
+    tiny_pair: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    generate = TorchEngine.generate
+
+    def hotter(self, requests, *, progress=None):
+        requests = [dataclasses.replace(r, sampling=dataclasses.replace(r.sampling, temperature=1.3)) for r in requests]
+        return generate(self, requests, progress=progress)
+
+    monkeypatch.setattr(TorchEngine, "generate", hotter)
+    with pytest.raises(TrainError, match="trainer and engine differ"):
+        train(config(tiny_pair, tmp_path), quiet=True)
+    assert not (tmp_path / "checkpoints").exists()
+
+
+def test_draw_gate() -> None:
+    check_draws(Draws(10_000, 5_100), 0.5)
+    check_draws(Draws(0, 0), 0.5)
+    check_draws(Draws(100, 100), 1.0)
+    with pytest.raises(TrainError, match=r"selection\.prob_senior"):
+        check_draws(Draws(10_000, 5_301), 0.5)
+    with pytest.raises(TrainError):
+        check_draws(Draws(100, 99), 1.0)
+
+
+def test_mismatch_gate_has_a_default_per_dtype() -> None:
+    check_mismatch(load(), 9e-4)
+    with pytest.raises(TrainError, match=r"train\.max_logprob_mismatch"):
+        check_mismatch(load(), 1.1e-3)
+    with pytest.raises(TrainError):
+        check_mismatch(load(), float("nan"))
+    check_mismatch(load(overrides=["model.dtype=bfloat16"]), 1.9e-2)
+
+
+def test_a_gradient_that_is_not_finite_stops_before_the_weights(tiny_pair: Path, tmp_path: Path) -> None:
+    broken = RECIPES["grpo"]._replace(advantage=lambda rewards, group_ids: rewards + float("inf"))
+    with pytest.raises(TrainError, match="gradient norm"):
+        train(config(tiny_pair, tmp_path), recipe=broken, quiet=True)
+
+
+def test_a_junior_of_another_vocabulary_is_refused(tiny_pair: Path, tmp_path: Path) -> None:
+    from transformers import AutoTokenizer
+
+    junior = tmp_path / "junior"
+    AutoModelForCausalLM.from_pretrained(tiny_pair / "junior").save_pretrained(junior)
+    tokenizer = AutoTokenizer.from_pretrained(tiny_pair / "junior")
+    tokenizer.add_tokens(["<extra>"])
+    tokenizer.save_pretrained(junior)
+    with pytest.raises(ValueError, match="different vocabularies"):
+        build(config(tiny_pair, tmp_path / "run", f"model.junior={junior}"))
+
+
+def test_unfinished_features_are_refused() -> None:
+    for override in ("loss.recipe=ppo", "model.critic=x", "train.async_steps=1", "train.profile=true"):
+        with pytest.raises(ConfigError):
+            load(overrides=[override])
+
+
+# ----------------------------------------------------------------------------------------------------------- schedules
+
+
+def test_learning_rate() -> None:
+    c = load(overrides=["train.lr=1.0", "train.warmup_steps=4", "train.steps=12", "train.schedule=cosine"])
+    rates = [learning_rate(c, step) for step in range(1, 13)]
+    assert rates[:5] == pytest.approx([0.25, 0.5, 0.75, 1.0, 1.0])
+    assert rates[8] == pytest.approx(0.5)
+    assert all(a > b > 0 for a, b in zip(rates[4:], rates[5:], strict=False))
+    assert {learning_rate(load(overrides=["train.lr=1.0"]), step) for step in (1, 10)} == {1.0}
+
+
+def test_annealed_probability() -> None:
+    annealed = load(overrides=["selection.strategy=bernoulli", "selection.prob_senior=1.0",
+                               "selection.prob_senior_final=0.5", "selection.anneal_steps=4"])  # fmt: skip
+    schedule = schedule_of(annealed.selection, None, 0)  # type: ignore[arg-type]
+    assert [schedule.prob_senior(step) for step in (1, 3, 5, 9)] == [1.0, 0.75, 0.5, 0.5]
+
+
+def test_solo_needs_no_junior(tiny_pair: Path, tmp_path: Path) -> None:
+    run = build(config(tiny_pair, tmp_path, "selection.strategy=solo", "model.junior=null"))
+    assert run.junior is None
+    assert run.schedule.strategy(1).writers == solo().writers == "senior"
