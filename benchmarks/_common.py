@@ -4,6 +4,7 @@ import json
 import os
 import platform
 import statistics
+import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -35,8 +36,7 @@ def digit_fraction(text: str) -> float:
 
 def cpu_seconds() -> tuple[float, float]:
     """CPU seconds of this process so far, and of the whole machine (where that is unknown: of this process)."""
-    times = os.times()
-    mine = times.user + times.system
+    mine = time.process_time()
     try:
         fields = [int(x) for x in Path("/proc/stat").read_text().split()[1:9]]
     except OSError:

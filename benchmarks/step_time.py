@@ -8,7 +8,8 @@ Prints one JSON line. A step is what `tandemrl.train` does between two steps, wi
 every completion has exactly --max-tokens tokens, one optimiser step on all completions, token-mean loss.
 
 With --against SCRIPT the peer, solo and tandem are run in turn, in processes of their own, so that the load of the
-machine falls on all three alike; prints the medians and ratios, and writes every line to --out.
+machine falls on all three alike; prints the medians and ratios, and writes every line to --out. CPU seconds stand
+beside wall seconds: on one thread they leave out the time that other processes took.
 """
 
 import argparse
@@ -213,11 +214,15 @@ def compare(model: Path, options: argparse.Namespace) -> dict[str, Any]:
             line["model"] = "tiny" if options.model is None else options.model.name  # a path is of no use to a reader
             lines.append(line)
             print(f"round {number} {who}: {line['s_per_step_median']} s per step", file=sys.stderr)
-    seconds = {who: [x["s_per_step_median"] for x in lines if x["who"] == who] for who in commands}
+    pairs = [("solo", "trl"), ("tandem", "trl"), ("tandem", "solo")]
+    wall = {who: [x["s_per_step_median"] for x in lines if x["who"] == who] for who in commands}
+    cpu = {who: [x["s_per_step"] * x["cores_used"] for x in lines if x["who"] == who] for who in commands}
     summary = {
         "benchmark": "step_time",
-        "median_s_per_step": {who: round(statistics.median(values), 4) for who, values in seconds.items()},
-        "ratios": ratios(seconds, [("solo", "trl"), ("tandem", "trl"), ("tandem", "solo")]),
+        "median_s_per_step": {who: round(statistics.median(values), 4) for who, values in wall.items()},
+        "median_cpu_s_per_step": {who: round(statistics.median(values), 4) for who, values in cpu.items()},
+        "ratios": ratios(wall, pairs),
+        "cpu_ratios": ratios(cpu, pairs),
         "cores_others": round(statistics.median(line["cores_others"] for line in lines), 2),
     }
     options.out.parent.mkdir(parents=True, exist_ok=True)

@@ -36,7 +36,7 @@ def gsm8k(
     ] = None,
     expect_rows: Annotated[int | None, typer.Option(min=0, max=0, help="0 accepts any number of rows.")] = None,
 ) -> None:
-    """GSM8K: 7,473 training and 1,319 test problems."""
+    """GSM8K: 6,973 training, 500 held-out (from the original training split) and 1,319 test problems."""
     from tandemrl.data.builders import GSM8K_ROWS, build_gsm8k
 
     _report(out, build_gsm8k(source, out, expect_rows=GSM8K_ROWS if expect_rows is None else 0))

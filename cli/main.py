@@ -4,8 +4,9 @@ import importlib.metadata
 from typing import Annotated, Any
 
 import typer
-from tandemrl.cli import check, data, evaluate, model, train
 from typer.core import TyperGroup
+
+from tandemrl.cli import check, data, evaluate, model, train
 
 
 class ErrorBoundary(TyperGroup):

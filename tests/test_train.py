@@ -8,11 +8,14 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+
 from tandemrl.checkpoint import CheckpointError, latest
 from tandemrl.config import Config, ConfigError, load
 from tandemrl.losses import RECIPES
@@ -21,7 +24,6 @@ from tandemrl.rollout.torch_engine import TorchEngine
 from tandemrl.run import TrainError, build, check_draws, check_mismatch, learning_rate, schedule_of
 from tandemrl.selection import bernoulli, solo
 from tandemrl.train import train
-from transformers import AutoModelForCausalLM
 
 MAIN = "from tandemrl.cli.main import main; main()"
 SMALL = [
@@ -110,8 +112,7 @@ def test_resume_equals_uninterrupted_after_a_kill_at_any_moment(
     overrides = [*SMALL, f"model.senior={tiny_pair}/senior", f"model.junior={tiny_pair}/junior", "train.steps=6"]
     for kill_after in (1, 3, 4):  # before the first checkpoint, between two, and after a resume
         run = subprocess.Popen(
-            [sys.executable, "-c", MAIN, "train", "--config", _empty(tmp_path), *overrides]
-            + [f"output_dir={out}"],
+            [sys.executable, "-c", MAIN, "train", "--config", _empty(tmp_path), *overrides, f"output_dir={out}"],
             stdout=subprocess.DEVNULL,
             stderr=subprocess.PIPE,
         )
@@ -316,7 +317,7 @@ def test_learning_rate() -> None:
     rates = [learning_rate(c, step) for step in range(1, 13)]
     assert rates[:5] == pytest.approx([0.25, 0.5, 0.75, 1.0, 1.0])
     assert rates[8] == pytest.approx(0.5)
-    assert all(a > b > 0 for a, b in zip(rates[4:], rates[5:], strict=False))
+    assert all(a > b > 0 for a, b in pairwise(rates[4:]))
     assert {learning_rate(load(overrides=["train.lr=1.0"]), step) for step in (1, 10)} == {1.0}
 
 

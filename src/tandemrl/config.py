@@ -31,7 +31,8 @@ class ModelConfig:
     """Reserved for `loss.recipe: ppo`; see ARCHITECTURE.md, status."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Compute dtype of every forward. Trained weights and optimiser state are float32 ("master") in both cases."""
-    device: str = "cpu"
+    device: str = "auto"
+    """A torch device; auto = cuda if there is one, else cpu."""
     gradient_checkpointing: bool = False
 
 

@@ -149,6 +149,23 @@ def _causal(q: Tensor, k: Tensor, v: Tensor, *, scaling: float) -> Tensor:
 # ------------------------------------------------------------------------------------------------------------ loading
 
 
+def resolve_device(device: str) -> torch.device:
+    """``auto`` is cuda where there is one, else cpu.
+
+    Raises:
+        ModelError: not a device, or not one of this machine.
+    """
+    if device == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        resolved = torch.device(device)
+    except RuntimeError:
+        raise ModelError(f"model.device={device}: not a torch device; use auto, cpu or cuda") from None
+    if resolved.type == "cuda" and not torch.cuda.is_available():
+        raise ModelError(f"model.device={device}: torch {torch.__version__} sees no CUDA device; use model.device=cpu")
+    return resolved
+
+
 def load_model(path: str | Path, *, dtype: str = "float32", device: str = "cpu") -> PreTrainedModel:
     """A causal LM in eval mode, on ``device``, wired to this library's attention.
 
@@ -164,7 +181,7 @@ def load_model(path: str | Path, *, dtype: str = "float32", device: str = "cpu")
     finally:
         if bars:
             transformers_logging.enable_progress_bar()
-    model.to(torch.device(device))  # type: ignore[arg-type]  # transformers' annotation of `to` lacks its arguments
+    model.to(resolve_device(device))  # type: ignore[arg-type]  # transformers' annotation of `to` lacks its arguments
     return prepare(model, name=str(path))
 
 

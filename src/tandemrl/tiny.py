@@ -61,7 +61,7 @@ Progress = Callable[[int, int, float], None]
 class WarmStart:
     """How the base model is trained, on solutions only, before any reinforcement learning."""
 
-    steps: int = 1000
+    steps: int = 850
     batch_size: int = 16
     lr: float = 3e-3
     final_lr_fraction: float = 0.05

@@ -51,7 +51,7 @@ def train(
     run = build(config, recipe, strategy)
     done = restore(run, resume)
     with Tracker(config.output_dir, config, console=console, quiet=quiet) as tracker, run.scorer:
-        tracker.say(str(batch_plan(config)))
+        tracker.say(str(batch_plan(config)) if done < config.train.steps else f"step {done} is the last: nothing to do")
         sync_weights(run.policy, run.engine, version=done)
         for step in range(done + 1, config.train.steps + 1):
             clock, last = Clock(), step == config.train.steps

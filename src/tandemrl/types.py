@@ -1,4 +1,4 @@
-"""The types that flow through the library, one direction: rows -> Request -> Completion -> Rollout -> Group -> Batch -> numbers.
+"""The types that flow through the library: rows -> Request -> Completion -> Rollout -> Group -> Batch -> numbers.
 
 Shape legend, used in every signature: ``t`` packed tokens, ``s`` sequences, ``g`` groups, ``n`` rollouts per group,
 ``v`` vocabulary, ``b`` rows of a decoding batch.
@@ -88,8 +88,8 @@ class Rollout:
 
     @classmethod
     def from_json(cls, line: Mapping[str, Any]) -> "Rollout":
-        fields = cls.__dataclass_fields__
-        return cls(**{key: value for key, value in line.items() if key in fields})
+        channels = {key: np.asarray(line[key]) for key in ("tokens", "author", "behaviour_logprobs")}
+        return cls(**{key: line[key] for key in cls.__dataclass_fields__ if key in line} | channels)
 
 
 class Group(NamedTuple):
@@ -137,5 +137,3 @@ class Batch:
     @property
     def num_sequences(self) -> int:
         return self.lengths.shape[0]
-
-

@@ -87,9 +87,9 @@ def split(run: Run, rollouts: Sequence[Rollout], rows: Tensor) -> list[MicroBatc
     """Micro-batches of some rollouts, within the token budget."""
     lengths = [len(rollouts[i].tokens) for i in rows.tolist()]
     bins = micro_batches(lengths, run.config.train.tokens_per_micro_batch)
-    device = run.config.model.device
     return [
-        MicroBatch(rows[b], pack([rollouts[i] for i in rows[b].tolist()], torch.zeros(len(b)), device)) for b in bins
+        MicroBatch(rows[b], pack([rollouts[i] for i in rows[b].tolist()], torch.zeros(len(b)), run.policy.device))
+        for b in bins
     ]
 
 

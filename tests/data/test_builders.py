@@ -24,13 +24,21 @@ def source(tmp_path):
 def test_gsm8k_files_hold_the_rows_of_the_raw_files(source, tmp_path):
     out = tmp_path / "out"
     manifest = build_gsm8k(source, out, expect_rows={"train": 3, "test": 2})
-    for split in ("train", "test"):
-        assert load_rows([str(out / f"{split}.parquet")]) == load_rows([str(source / f"{split}.jsonl")])
+    built = {split: load_rows([str(out / f"{split}.parquet")]) for split in ("train", "heldout", "test")}
+    assert built["test"] == load_rows([str(source / "test.jsonl")])
+    together = sorted(built["train"] + built["heldout"], key=lambda row: row.example_id)
+    assert together == load_rows([str(source / "train.jsonl")])
+    for split in built:
         checksum = hashlib.sha256((out / f"{split}.parquet").read_bytes()).hexdigest()
         assert manifest["splits"][split]["sha256"] == checksum
-    assert manifest["splits"]["train"]["rows"] == 3
+    assert manifest["splits"]["train"]["rows"] == 2
     assert json.loads((out / "manifest.json").read_text()) == manifest
-    assert sorted(path.name for path in out.iterdir()) == ["manifest.json", "test.parquet", "train.parquet"]
+    assert sorted(path.name for path in out.iterdir()) == [
+        "heldout.parquet",
+        "manifest.json",
+        "test.parquet",
+        "train.parquet",
+    ]
 
 
 def test_gsm8k_refuses_other_counts_and_missing_files(source, tmp_path):
@@ -76,4 +84,4 @@ def test_synthetic_refuses_an_unknown_split(tmp_path):
 )
 def test_real_gsm8k_has_the_published_counts(tmp_path):
     splits = build_gsm8k(DATA / "gsm8k", tmp_path)["splits"]
-    assert {name: split["rows"] for name, split in splits.items()} == {"train": 7473, "test": 1319}
+    assert {name: split["rows"] for name, split in splits.items()} == {"train": 6973, "heldout": 500, "test": 1319}

@@ -7,18 +7,25 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, cast
 
+import numpy as np
+
 from tandemrl.data.rows import GSM8K, DataError, Row, load_rows
 
 Split = Literal["train", "heldout"]
 
 GSM8K_ROWS: Mapping[str, int] = {"train": 7473, "test": 1319}
 """The published sizes."""
+GSM8K_HELDOUT = 500
+"""Training problems set aside for choosing checkpoints, which must not happen on a reported benchmark."""
 
 
 def build_gsm8k(
     source: Path | None, out: Path, *, expect_rows: Mapping[str, int] | Literal[0] = GSM8K_ROWS
 ) -> dict[str, Any]:
-    """GSM8K as ``out/train.parquet``, ``out/test.parquet`` and ``out/manifest.json``; returns the manifest.
+    """GSM8K as Parquet files ``train``, ``heldout`` and ``test`` in ``out``; returns ``out/manifest.json``.
+
+    ``heldout`` is a fixed random part of the original training split (``GSM8K_HELDOUT`` rows, at most a tenth); no row
+    is in two files.
 
     Args:
         source: a folder with the original ``train.jsonl`` and ``test.jsonl``; None = the hub (``openai/gsm8k``, main).
@@ -38,7 +45,14 @@ def build_gsm8k(
                 f"{where}: {len(splits[split])} rows, expected {expect_rows[split]}; the file is incomplete or another "
                 "revision (--expect-rows 0 accepts it)"
             )
-    return _write(out, GSM8K, splits, {"source": GSM8K if source is None else str(source)})
+    train = splits["train"]
+    chosen = set(np.random.default_rng(0).permutation(len(train))[: min(GSM8K_HELDOUT, max(1, len(train) // 10))].tolist())
+    parts = {
+        "train": [row for i, row in enumerate(train) if i not in chosen],
+        "heldout": [row for i, row in enumerate(train) if i in chosen],
+        "test": splits["test"],
+    }
+    return _write(out, GSM8K, parts, {"source": GSM8K if source is None else str(source)})
 
 
 def build_synthetic(pair: str, out: Path, counts: Mapping[str, int], seed: int) -> dict[str, Any]:

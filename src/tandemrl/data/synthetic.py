@@ -1,9 +1,10 @@
 """Generated word problems: enough distinct ones that a tiny model must learn to add, small enough that it can.
 
-A problem is three additions or subtractions inside 0..20, told as a story. Train and held-out rows are disjoint by
-numeric content (start and operations), not merely by wording. The worded solutions that warm-start the tiny models are
-sloppy in a structured way: a step that says " about" is usually wrong, one that says " is" or " makes" seldom is, so
-reinforcement learning has something visible to remove. With the same error rate spread evenly it finds nothing.
+A problem is four additions or subtractions inside 0..12, told as a story: few facts to learn, 86,924 problems. Train
+and held-out rows are disjoint by numeric content (start and operations), not merely by wording. The worded solutions
+that warm-start the tiny models are sloppy in a structured way: a step that says " about" is usually wrong, one that
+says " is" or " makes" seldom is, so reinforcement learning has something visible to remove. With the same error rate
+spread evenly it finds nothing.
 """
 
 import hashlib
@@ -18,19 +19,19 @@ from tandemrl.data.rows import DataError, Row
 Split = Literal["train", "heldout"]
 
 PAIRS = ("plain",)
-SPLITS = ("train", "heldout")
+SPLITS: tuple[Split, ...] = ("train", "heldout")
 DEFAULT_COUNTS = {"train": 4096, "heldout": 512}
 
-MAX_VALUE = 20
+MAX_VALUE = 12
 MAX_OPERAND = 6
-STEPS = 3
+STEPS = 4
 HELDOUT_ONE_IN = 8
 
 NAMES = ("Tom", "Ann", "Sam", "Mia", "Ben", "Eva")
 NOUNS = ("nuts", "eggs", "pens", "caps", "figs", "keys")
 GAIN_VERBS = ("gets", "finds", "buys", "wins")
 LOSS_VERBS = ("gives", "loses", "sells", "drops")
-OPENERS = ("First", "Next", "Then")
+OPENERS = ("First", "Next", "Then", "Last")
 
 
 class Numbers(NamedTuple):
@@ -57,14 +58,9 @@ def split_of(numbers: Numbers) -> Split:
     return "heldout" if int.from_bytes(digest, "big") % HELDOUT_ONE_IN == 0 else "train"
 
 
-@cache
 def number_space(split: Split) -> tuple[Numbers, ...]:
     """Every numeric problem of a split, in a fixed order: all running values stay in 0..MAX_VALUE."""
-    operands = [sign * size for size in range(1, MAX_OPERAND + 1) for sign in (1, -1)]
-    everything = itertools.starmap(
-        Numbers, itertools.product(range(MAX_VALUE + 1), itertools.product(operands, repeat=STEPS))
-    )
-    return tuple(numbers for numbers in everything if _in_range(numbers) and split_of(numbers) == split)
+    return _number_spaces()[split]
 
 
 def tell(numbers: Numbers, rng: random.Random) -> Problem:
@@ -79,7 +75,7 @@ def solution(
     problem: Problem,
     rng: random.Random,
     *,
-    about_rate: float = 0.35,
+    about_rate: float = 0.25,
     about_error: float = 0.6,
     plain_error: float = 0.03,
 ) -> str:
@@ -150,6 +146,24 @@ def _row(pair: str, split: Split, seed: int, index: int, problem: Problem) -> Ro
             "deltas": list(problem.numbers.deltas),
         },
     )
+
+
+@cache
+def _number_spaces() -> dict[Split, tuple[Numbers, ...]]:
+    everything = [Numbers(start, deltas) for start in range(MAX_VALUE + 1) for deltas in _deltas(start, STEPS)]
+    splits = [split_of(numbers) for numbers in everything]
+    return {split: tuple(itertools.compress(everything, (s == split for s in splits))) for split in SPLITS}
+
+
+def _deltas(value: int, steps: int) -> Iterator[tuple[int, ...]]:
+    """All sequences of ``steps`` signed operands that keep the running value in range."""
+    if steps == 0:
+        yield ()
+        return
+    for delta in (sign * size for size in range(1, MAX_OPERAND + 1) for sign in (1, -1)):
+        if 0 <= value + delta <= MAX_VALUE:
+            for rest in _deltas(value + delta, steps - 1):
+                yield (delta, *rest)
 
 
 def _in_range(numbers: Numbers) -> bool:

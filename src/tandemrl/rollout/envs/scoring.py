@@ -15,7 +15,6 @@ from multiprocessing.connection import wait
 from pathlib import Path
 from types import TracebackType
 
-import tandemrl
 from tandemrl.config import RewardConfig
 from tandemrl.data.rows import Row
 from tandemrl.rollout.envs.math import GraderError, Score, Undecided, boxed_score, quick_score, require_math_verify
@@ -162,7 +161,7 @@ class _Worker:
     """One scoring process. ``deadline`` is infinite while it is idle; ``task`` is the pair that it is working on."""
 
     def __init__(self, command: Sequence[str]) -> None:
-        package = str(Path(tandemrl.__file__).parents[1])
+        package = str(Path(__file__).parents[3])
         path = os.pathsep.join(filter(None, (package, os.environ.get("PYTHONPATH"))))
         self._errors = tempfile.TemporaryFile()  # noqa: SIM115 - closed in kill()
         self._process = subprocess.Popen(
