@@ -124,7 +124,7 @@ class TrainConfig:
     """Stop above this mean |trainer - engine| log-prob on senior tokens; null = 1e-3 (float32), 2e-2 (bfloat16)."""
     async_steps: int = 0
     profile: bool = False
-    wandb: Literal["off", "offline", "online"] = "off"
+    wandb: Literal["disabled", "offline", "online"] = "disabled"
     wandb_project: str = "tandemrl"
     log_samples: int = 4
     """Samples shown per logged table; every rollout goes to samples.jsonl regardless."""

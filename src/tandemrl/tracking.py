@@ -233,15 +233,15 @@ def _last_step(path: Path) -> int | None:
 
 
 def _start_wandb(folder: Path, config: Config, say: Callable[[str], None]) -> Any:
-    """The W&B run, or None when off. Without an API key an online run is recorded offline."""
+    """The W&B run, or None when disabled. Without an API key an online run is recorded offline."""
     mode = config.train.wandb
-    if mode == "off":
+    if mode == "disabled":
         return None
     try:
         import wandb
     except ImportError:
         raise TrackingError(
-            "train.wandb needs Weights & Biases: pip install 'tandemrl[wandb]', or train.wandb=off"
+            "train.wandb needs Weights & Biases: pip install 'tandemrl[wandb]', or train.wandb=disabled"
         ) from None
     if mode == "online" and not _has_wandb_key():
         say("wandb: no API key (see `wandb login`); recording offline, to be uploaded with `wandb sync`")
