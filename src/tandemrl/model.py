@@ -28,6 +28,7 @@ from tandemrl.rollout.sampling import Truncation, kept_tokens
 from tandemrl.types import Author, Batch
 
 ATTENTION = "tandemrl"
+REMOVED = -1e30  # logit of a truncated token: probability 0 like -inf, but p·logit stays 0 and not NaN
 LOGITS_PER_CHUNK = 2**25  # float32 logits alive at once in the LM head: 128 MiB
 
 
@@ -83,63 +84,92 @@ AttentionInterface.register(ATTENTION, _attention)
 
 
 class Bucket(NamedTuple):
-    """Sequences of similar length, padded to the longest of them inside attention only."""
+    """Sequences of similar length, as a rectangle of [rows, width] slots inside attention only."""
 
+    gather: Int64[Tensor, " slots"]
+    """The token in each slot; 0 in the padding behind a sequence."""
     tokens: Int64[Tensor, " k"]
-    """Indices of the bucket's tokens in the packed batch."""
+    """The tokens whose output comes from this rectangle."""
     slots: Int64[Tensor, " k"]
-    """Where they go in the padded [rows * width] layout."""
-    rows: int
+    """The slot that each of them is read from."""
     width: int
 
 
 class PackedLayout:
-    """Causal attention inside each of the sequences laid end to end.
+    """Causal attention inside each of many sequences that are packed without padding.
 
-    Every linear layer sees the packed tokens. For attention, sequences are right-padded to a rectangle: with a causal
+    Every linear layer sees the packed tokens. For attention, sequences become the rows of a rectangle: with a causal
     mask no real token can see the padding behind it, so that the fused kernels run without any mask tensor on every
     device. Sequences shorter than half of a rectangle's width get a rectangle of their own, which bounds the waste.
+    A token may belong to several sequences, as the prompt of a group does: it is then computed once.
 
     Args:
-        lengths: tokens per sequence, in packed order.
+        spans: per sequence, the indices of its tokens in the packed batch, in order.
     """
 
-    def __init__(self, lengths: Sequence[int], device: torch.device | str = "cpu") -> None:
-        self.max_length = max(lengths)
+    def __init__(self, spans: Sequence[np.ndarray], device: torch.device | str = "cpu") -> None:
+        self.max_length = max(map(len, spans))
         self.buckets: list[Bucket] = []
-        starts = np.concatenate(([0], np.cumsum(lengths)[:-1]))
-        order = sorted(range(len(lengths)), key=lambda i: -lengths[i])
+        done = np.zeros(max(int(span[-1]) for span in spans if len(span)) + 1, dtype=bool)
+        order = sorted(range(len(spans)), key=lambda i: -len(spans[i]))
         while order:
-            width = lengths[order[0]]
-            members = [i for i in order if 2 * lengths[i] > width]
+            width = len(spans[order[0]])
+            members = [i for i in order if 2 * len(spans[i]) > width]
             order = order[len(members) :]
-            members.sort()
-            tokens = np.concatenate([np.arange(starts[i], starts[i] + lengths[i]) for i in members])
-            slots = np.concatenate([np.arange(lengths[i]) + row * width for row, i in enumerate(members)])
-            self.buckets.append(
-                Bucket(torch.from_numpy(tokens).to(device), torch.from_numpy(slots).to(device), len(members), width)
-            )
-        self.rectangular = len(self.buckets) == 1 and len(set(lengths)) == 1
+            gather = np.zeros((len(members), width), dtype=np.int64)
+            real = np.zeros((len(members), width), dtype=bool)
+            for row, i in enumerate(sorted(members)):
+                gather[row, : len(spans[i])], real[row, : len(spans[i])] = spans[i], True
+            slots = np.flatnonzero(real)
+            tokens, first = np.unique(gather.reshape(-1)[slots], return_index=True)
+            new = ~done[tokens]
+            done[tokens] = True
+            indices = (torch.from_numpy(x).to(device) for x in (gather.reshape(-1), tokens[new], slots[first[new]]))
+            self.buckets.append(Bucket(*indices, width))
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
         q, k, v = (rearrange(x, "1 h t d -> t h d") for x in (query, key, value))
-        if self.rectangular:
-            bucket = self.buckets[0]
-            shape = dict(rows=bucket.rows, width=bucket.width)
-            padded = (rearrange(x, "(rows width) h d -> rows h width d", **shape) for x in (q, k, v))
-            return rearrange(_causal(*padded, scaling=scaling), "rows h width d -> 1 (rows width) h d")
-        out = torch.empty_like(q)
+        out = None
         for bucket in self.buckets:
-            padded = (_pad(x, bucket) for x in (q, k, v))
+            padded = (
+                rearrange(x.index_select(0, bucket.gather), "(rows width) h d -> rows h width d", width=bucket.width)
+                for x in (q, k, v)
+            )
             flat = rearrange(_causal(*padded, scaling=scaling), "rows h width d -> (rows width) h d")
+            if out is None:
+                out = flat.new_empty(q.shape[0], *flat.shape[1:])
             out = out.index_copy(0, bucket.tokens, flat.index_select(0, bucket.slots))
+        assert out is not None
         return out.unsqueeze(0)
 
 
-def _pad(x: Float[Tensor, "t h d"], bucket: Bucket) -> Float[Tensor, "rows h width d"]:
-    source = x if bucket.tokens.shape[0] == x.shape[0] else x.index_select(0, bucket.tokens)
-    padded = x.new_zeros(bucket.rows * bucket.width, *x.shape[1:]).index_copy(0, bucket.slots, source)
-    return rearrange(padded, "(rows width) h d -> rows h width d", rows=bucket.rows)
+def share_contexts(batch: Batch) -> tuple[list[np.ndarray], np.ndarray, np.ndarray]:
+    """Equal leading contexts (the prompt of a group) need to be computed only once.
+
+    Returns:
+        spans: the tokens of each sequence, as indices into the kept tokens, for ``PackedLayout``.
+        kept: indices of the kept tokens in the packed batch.
+        where: for every packed token, its index among the kept ones.
+    """
+    tokens, author = batch.tokens.cpu().numpy(), batch.author.cpu().numpy()
+    where = np.empty(len(tokens), dtype=np.int64)
+    contexts: dict[bytes, np.ndarray] = {}
+    spans, kept, start, count = [], [], 0, 0
+    for length in batch.lengths.tolist():
+        written = np.flatnonzero(author[start : start + length] != Author.CONTEXT)
+        context = int(written[0]) if len(written) else length
+        key = tokens[start : start + context].tobytes()
+        shared = contexts.get(key)
+        own = np.arange(context if shared is not None else 0, length)
+        indices = np.arange(count, count + len(own))
+        if shared is None:
+            contexts[key] = indices[:context]
+        span = indices if shared is None else np.concatenate([shared, indices])
+        where[start : start + length] = span
+        spans.append(span)
+        kept.append(start + own)
+        start, count = start + length, count + len(own)
+    return spans, np.concatenate(kept), where
 
 
 def _causal(q: Tensor, k: Tensor, v: Tensor, *, scaling: float) -> Tensor:
@@ -189,18 +219,24 @@ def prepare(model: PreTrainedModel, *, name: str = "model") -> PreTrainedModel:
     """Wire a loaded model to the library's attention, in place, and prove on a probe that it decodes as before.
 
     Raises:
-        ModelError: the architecture ignores the attention interface or transforms its logits after the LM head.
+        ModelError: the architecture ignores the attention interface, carries state other than attention from token to
+            token, or transforms its logits after the LM head.
     """
     model.eval()
     head = model.get_output_embeddings()
     if not isinstance(head, nn.Linear):
         raise ModelError(f"{name}: no linear LM head; only causal LMs are supported")
-    probe = torch.arange(min(4, head.out_features), device=head.weight.device)
+    # Two sequences: state other than attention (recurrences, convolutions) would leak from the first into the second.
+    lengths, device = [4, 3], head.weight.device
+    positions = torch.cat([torch.arange(length, device=device) for length in lengths])
+    probe = torch.arange(sum(lengths), device=device) % head.out_features
     with torch.no_grad():
-        wanted = model(input_ids=probe[None], use_cache=False).logits[0].float()
+        alone = [model(input_ids=part[None], use_cache=False).logits[0] for part in probe.split(lengths)]
+        wanted = torch.cat(alone).float()
         try:
             model.set_attn_implementation(ATTENTION)
-            found = head(hidden_states(model, probe, probe, PackedLayout([len(probe)], probe.device))).float()
+            spans = [np.arange(4), np.arange(4, 7)]
+            found = head(hidden_states(model, probe, positions, PackedLayout(spans, device))).float()
         except (ValueError, TypeError, AttributeError) as error:
             raise ModelError(f"{name}: {type(model).__name__} does not support custom attention: {error}") from None
     tolerance = 1e-3 if head.weight.dtype == torch.float32 else 0.1
@@ -281,15 +317,17 @@ def token_logprobs(
     """
     select = select & (batch.positions > 0)  # the first token of a sequence has no prefix
     index = select.nonzero().squeeze(1)
-    layout = PackedLayout(batch.lengths.tolist(), batch.tokens.device)
-    with torch.autocast(batch.tokens.device.type, dtype=autocast, enabled=autocast is not None):
-        hidden = hidden_states(model, batch.tokens, batch.positions, layout)
+    device = batch.tokens.device
+    spans, kept, where = share_contexts(batch)
+    kept_on, where_on = torch.from_numpy(kept).to(device), torch.from_numpy(where).to(device)
+    with torch.autocast(device.type, dtype=autocast, enabled=autocast is not None):
+        hidden = hidden_states(model, batch.tokens[kept_on], batch.positions[kept_on], PackedLayout(spans, device))
     head = model.get_output_embeddings()
-    prefix = hidden.index_select(0, index - 1)  # the shift: the logits at i - 1 predict token i
+    prefix = hidden.index_select(0, where_on[index - 1])  # the shift: the logits at i - 1 predict token i
     logprobs, entropy = _LinearLogprobs.apply(
         prefix, head.weight, head.bias, batch.tokens.index_select(0, index), temperature, truncation, autocast
     )
-    empty = torch.zeros(batch.tokens.shape[0], dtype=torch.float32, device=batch.tokens.device)
+    empty = torch.zeros(batch.tokens.shape[0], dtype=torch.float32, device=device)
     return empty.index_copy(0, index, logprobs), empty.index_copy(0, index, entropy)
 
 
@@ -304,32 +342,39 @@ class _LinearLogprobs(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         ctx.settings = (temperature, truncation, dtype)
         logprobs = torch.empty(hidden.shape[0], dtype=torch.float32, device=hidden.device)
-        entropy = torch.empty_like(logprobs)
+        entropy, normaliser = torch.empty_like(logprobs), torch.empty_like(logprobs)
         for rows in _chunks(hidden.shape[0], weight.shape[0]):
-            logp = _logits(hidden[rows], weight, bias, targets[rows], *ctx.settings).log_softmax(-1)
-            logprobs[rows] = logp.gather(1, targets[rows, None]).squeeze(1)
-            entropy[rows] = -_plogp(logp).sum(-1)
-        ctx.save_for_backward(hidden, weight, bias, targets)
+            z = _logits(hidden[rows], weight, bias, targets[rows], *ctx.settings)
+            normaliser[rows] = z.logsumexp(-1)
+            logprobs[rows] = z.gather(1, targets[rows, None]).squeeze(1) - normaliser[rows]
+            p = (z - normaliser[rows, None]).exp_()
+            entropy[rows] = normaliser[rows] - p.mul_(z).sum(-1)
+        ctx.save_for_backward(hidden, weight, bias, targets, normaliser, entropy)
         return logprobs, entropy
 
     @staticmethod
     def backward(ctx, grad_logprobs, grad_entropy):
-        hidden, weight, bias, targets = ctx.saved_tensors
+        hidden, weight, bias, targets, normaliser, entropy = ctx.saved_tensors
         temperature, _, dtype = ctx.settings
         dtype = dtype or weight.dtype
         grad_hidden = torch.empty_like(hidden)
         grad_weight = torch.zeros_like(weight, dtype=torch.float32)
         grad_bias = None if bias is None else torch.zeros_like(bias, dtype=torch.float32)
+        if grad_logprobs is None:
+            grad_logprobs = torch.zeros_like(normaliser)
         for rows in _chunks(hidden.shape[0], weight.shape[0]):
-            logp = _logits(hidden[rows], weight, bias, targets[rows], *ctx.settings).log_softmax(-1)
-            grad = torch.zeros_like(logp)
-            if grad_logprobs is not None:
-                g = grad_logprobs[rows, None]
-                grad = (logp.exp() * -g).scatter_add_(1, targets[rows, None], g)
-            if grad_entropy is not None:
-                plogp = _plogp(logp)
-                grad = grad - grad_entropy[rows, None] * (plogp - logp.exp() * plogp.sum(-1, keepdim=True))
-            grad = (grad / temperature).to(dtype)
+            z = _logits(hidden[rows], weight, bias, targets[rows], *ctx.settings)
+            g = grad_logprobs[rows, None]
+            logp = z.sub_(normaliser[rows, None])
+            if grad_entropy is None:
+                grad = logp.exp_().mul_(-g)
+            else:
+                h = grad_entropy[rows, None]
+                grad = logp.exp().mul_(-g - h * (logp + entropy[rows, None]))
+            grad = grad.scatter_add_(1, targets[rows, None], g)
+            if temperature != 1.0:
+                grad = grad.div_(temperature)
+            grad = grad.to(dtype)
             grad_hidden[rows] = (grad @ weight.to(dtype)).to(hidden.dtype)
             grad_weight += grad.T @ hidden[rows].to(dtype)
             if grad_bias is not None:
@@ -363,12 +408,8 @@ def _logits(
         logits = logits / temperature
     if truncation is not None:
         keep = kept_tokens(logits, truncation).scatter_(1, targets[:, None], True)
-        logits = logits.masked_fill(~keep, -torch.inf)
+        logits = logits.masked_fill(~keep, REMOVED)
     return logits
-
-
-def _plogp(logp: Tensor) -> Tensor:
-    return torch.where(logp.isneginf(), 0.0, logp.exp() * logp)
 
 
 @torch.no_grad()

@@ -130,7 +130,7 @@ def test_sloppiness_is_in_the_steps_that_say_about():
     for value, change, word, result in steps:
         wrong[word == "about"].append(value + change != result)
     # Four standard deviations of 16,000 steps; a slip that finds no room is left out, which costs under a hundredth.
-    assert len(wrong[True]) / len(steps) == pytest.approx(0.25, abs=0.014)
+    assert len(wrong[True]) / len(steps) == pytest.approx(0.30, abs=0.015)
     assert sum(wrong[True]) / len(wrong[True]) == pytest.approx(0.60, abs=0.031)
     assert sum(wrong[False]) / len(wrong[False]) == pytest.approx(0.03, abs=0.008)
 

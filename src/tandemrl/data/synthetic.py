@@ -75,7 +75,7 @@ def solution(
     problem: Problem,
     rng: random.Random,
     *,
-    about_rate: float = 0.25,
+    about_rate: float = 0.3,
     about_error: float = 0.6,
     plain_error: float = 0.03,
 ) -> str:

@@ -7,7 +7,7 @@ import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from tandemrl.data.rows import Prompt
-from tandemrl.rollout.engine import Completion, Draws, Engine, Request, Sampling, check_authors
+from tandemrl.rollout.engine import Completion, Draws, Engine, EngineError, Request, Sampling, check_authors
 from tandemrl.rollout.envs.scoring import Scorer
 from tandemrl.selection import Strategy
 from tandemrl.selection.draws import request_key
@@ -39,7 +39,8 @@ def write(
         prompts: (number of the example in its dataset, prompt); the number enters the request keys.
 
     Raises:
-        EngineError: a completion lacks a channel, or its authors are not those the strategy gives for its key.
+        EngineError: a completion is missing, in another's place or lacks a channel, or its authors are not those the
+            strategy gives for its key.
     """
     requests = [
         Request(
@@ -51,8 +52,19 @@ def write(
         for example, prompt in prompts
     ]
     completions = engine.generate(requests, progress=progress)
+    _check_keys(requests, completions)
     draws = check_authors([completion for group in completions for completion in group], strategy)
     return Written([prompt for _, prompt in prompts], completions, draws)
+
+
+def _check_keys(requests: Sequence[Request], completions: Sequence[Sequence[Completion]]) -> None:
+    """A completion under another prompt would be scored, and trained on, as an answer to it."""
+    if len(completions) != len(requests):
+        raise EngineError(f"the engine returned {len(completions)} groups for {len(requests)} requests")
+    for i, (request, group) in enumerate(zip(requests, completions, strict=True)):
+        found = tuple(completion.key for completion in group)
+        if found != request.keys:
+            raise EngineError(f"request {i}: the engine returned completions of the keys {found}, not {request.keys}")
 
 
 def score(written: Written, scorer: Scorer, tokenizer: PreTrainedTokenizerBase) -> list[Group]:

@@ -78,12 +78,11 @@ class TorchEngine:
             raise EngineError(
                 f"weights do not match the engine's senior; {len(missing)} names differ, e.g. {missing[0]}"
             )
+        for name, parameter in own.items():
+            if parameter.shape != given[name].shape:
+                raise EngineError(f"weight {name}: shape {tuple(given[name].shape)}, expected {tuple(parameter.shape)}")
         with torch.no_grad():
             for name, parameter in own.items():
-                if parameter.shape != given[name].shape:
-                    raise EngineError(
-                        f"weight {name}: shape {tuple(given[name].shape)}, expected {tuple(parameter.shape)}"
-                    )
                 parameter.copy_(given[name])
         self.policy_version = version
 
@@ -116,9 +115,10 @@ class TorchEngine:
             if waiting and (not batch.rows or 8 * free >= self.max_rows):
                 batch.admit(waiting[:free])
                 del waiting[:free]
+            writing = batch.unfinished
             batch.step()
             if progress is not None:
-                progress(batch.unfinished)
+                progress(writing)
             if (aborted := self._aborted) != set():
                 waiting = batch.end(aborted, waiting)
             batch.retire()
@@ -288,13 +288,16 @@ class _Batch:
                 row.stop_reason = "length"
         self.author = self.selection.step(tokens)
         self.last = tokens
-        self.position = self.position + 1
+        # A finished row stands still until it is retired: it must not outgrow its model's context.
+        self.position = self.position + torch.tensor([row.stop_reason is None for row in self.rows])
         self.written = self.written + 1
 
     def _author_logits(self) -> Float[Tensor, "b v"]:
         """Both models read the last token of every row; each row's logits are those of its author's model."""
         vocabulary = self.engine.vocabulary
-        logits: Tensor | None = None
+        if not set(self.author.tolist()) <= self.writers:
+            raise EngineError("a strategy let somebody write who it promised would not (Strategy.writers)")
+        logits = torch.empty(len(self.rows), vocabulary, device=self.device)  # every row has an author, who fills it
         for who, cache in self.caches.items():
             model = self.engine.models[who]
             head = model.get_output_embeddings()
@@ -307,11 +310,7 @@ class _Batch:
                 logits = head(hidden)[:, :vocabulary].float().to(self.device)
             elif bool(mine.any()):
                 index = mine.nonzero().squeeze(1)
-                if logits is None:
-                    logits = torch.empty(len(self.rows), vocabulary, device=self.device)
                 logits[index.to(self.device)] = head(hidden[index.to(device)])[:, :vocabulary].float().to(self.device)
-        if logits is None:
-            raise EngineError("a strategy let somebody write who it promised would not (Strategy.writers)")
         return logits
 
     def _sample(self, logits: Tensor, uniform: Tensor) -> tuple[Int64[Tensor, " b"], Float[Tensor, " b"]]:

@@ -1,0 +1,249 @@
+"""Tiny random models, a tokenizer of 72 tokens, and slow, obvious computations that the library must agree with."""
+
+import copy
+from collections.abc import Sequence
+from functools import cache
+
+import numpy as np
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import (
+    GenerationConfig,
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PretrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerFast,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
+
+from tandemrl.model import prepare
+from tandemrl.rollout.engine import Completion, Request, Sampling
+from tandemrl.selection import Strategy, alternating, bernoulli, boundaries, chunk, sentence, solo, word, word_aligned
+from tandemrl.selection.draws import SAMPLING, request_key, stream, uniforms
+
+EOS, PAD = "<eos>", "<pad>"
+LETTERS = "abcdefghijklmnopqrstuvwxyz"
+SURFACES = [EOS, PAD, *LETTERS, *(f"Ġ{c}" for c in LETTERS), "Ġ", "Ċ", "ĊĊ", ".", "!", ".Ċ", "Ã", "©", *"0123456789"]
+VOCABULARY = len(SURFACES)
+IDS = {surface: index for index, surface in enumerate(SURFACES)}
+
+CHAT_TEMPLATE = "{% for m in messages %}{{ m['content'] }}{% endfor %}{% if add_generation_prompt %}!{% endif %}"
+
+
+@cache
+def tokenizer() -> PreTrainedTokenizerFast:
+    """Letters with and without a leading space, newlines, and "é" as two byte tokens; no merges."""
+    bpe = Tokenizer(models.BPE(vocab=IDS, merges=[]))
+    bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    bpe.decoder = decoders.ByteLevel()
+    return PreTrainedTokenizerFast(tokenizer_object=bpe, eos_token=EOS, pad_token=PAD, chat_template=CHAT_TEMPLATE)
+
+
+def text(tokens: Sequence[int] | np.ndarray) -> str:
+    return tokenizer().decode(list(tokens), skip_special_tokens=False)
+
+
+# --------------------------------------------------------------------------------------------------------------- models
+
+
+def _build(kind: type, config: PretrainedConfig, seed: int) -> PreTrainedModel:
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = kind(config)
+    for parameter in model.parameters():  # biases and norms start as constants: make every one of them matter
+        if parameter.ndim == 1:
+            noise = torch.randn(parameter.shape, generator=torch.Generator().manual_seed(seed))
+            parameter.data += 0.2 * noise
+    model.generation_config = GenerationConfig(eos_token_id=IDS[EOS], pad_token_id=IDS[PAD])
+    return model.eval()
+
+
+def _common(vocabulary: int, context: int, tied: bool) -> dict:
+    return dict(
+        vocab_size=vocabulary,
+        max_position_embeddings=context,
+        tie_word_embeddings=tied,
+        initializer_range=0.4,
+        bos_token_id=None,
+        eos_token_id=IDS[EOS],
+        pad_token_id=IDS[PAD],
+        attn_implementation="eager",
+    )
+
+
+def qwen3(seed: int = 0, *, vocabulary: int = VOCABULARY, context: int = 256, tied: bool = True) -> Qwen3ForCausalLM:
+    """Four heads that share two key heads; untouched, eager attention."""
+    config = Qwen3Config(
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=8,
+        **_common(vocabulary, context, tied),
+    )
+    return _build(Qwen3ForCausalLM, config, seed)
+
+
+def small_qwen3(seed: int = 1, *, vocabulary: int = VOCABULARY) -> Qwen3ForCausalLM:
+    """One layer, another width and another number of heads than ``qwen3``."""
+    config = Qwen3Config(
+        hidden_size=16,
+        intermediate_size=24,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        head_dim=8,
+        **_common(vocabulary, 256, tied=True),
+    )
+    return _build(Qwen3ForCausalLM, config, seed)
+
+
+def llama(seed: int = 2, *, vocabulary: int = VOCABULARY, context: int = 256, tied: bool = False) -> LlamaForCausalLM:
+    """Three heads that share one key head, and biased projections."""
+    config = LlamaConfig(
+        hidden_size=24,
+        intermediate_size=40,
+        num_hidden_layers=2,
+        num_attention_heads=3,
+        num_key_value_heads=1,
+        attention_bias=True,
+        **_common(vocabulary, context, tied),
+    )
+    return _build(LlamaForCausalLM, config, seed)
+
+
+def gpt2(seed: int = 3, *, context: int = 256) -> GPT2LMHeadModel:
+    """Learned positions: a position outside of the context is an error."""
+    config = GPT2Config(n_embd=16, n_layer=2, n_head=2, n_positions=context, **_common(VOCABULARY, context, tied=True))
+    return _build(GPT2LMHeadModel, config, seed)
+
+
+def with_head_bias(model: PreTrainedModel, seed: int = 5) -> PreTrainedModel:
+    """An untied model whose LM head has a bias."""
+    old = model.lm_head
+    head = torch.nn.Linear(old.in_features, old.out_features, bias=True, dtype=old.weight.dtype)
+    generator = torch.Generator().manual_seed(seed)
+    head.weight.data.copy_(old.weight.data)
+    head.bias.data.copy_(torch.randn(old.out_features, generator=generator))
+    model.lm_head = head
+    return model
+
+
+def prepared(model: PreTrainedModel) -> PreTrainedModel:
+    """A copy of ``model`` wired to the library; ``model`` stays untouched and serves as the reference."""
+    return prepare(copy.deepcopy(model))
+
+
+# -------------------------------------------------------------------------------------------------- what an engine does
+
+
+def strategies() -> dict[str, Strategy]:
+    """Every strategy, with the handoffs close together."""
+    return {
+        "word": word(0.5, 4, boundaries.word_boundary_table(tokenizer())),
+        "word_aligned": word_aligned(0.5, 3, boundaries.word_start_tables(tokenizer())),
+        "bernoulli": bernoulli(0.5),
+        "sentence": sentence("junior", boundaries.step_tables(tokenizer())),
+        "chunk": chunk(3),
+        "alternating": alternating("junior"),
+        "solo senior": solo("senior"),
+        "solo junior": solo("junior"),
+    }
+
+
+def prompts(count: int, *, seed: int = 0, lengths: Sequence[int] = (1, 7, 2, 13, 4, 29)) -> list[list[int]]:
+    """Random ids, no EOS; the lengths take turns."""
+    generator = np.random.default_rng(seed)
+    return [generator.integers(2, VOCABULARY, lengths[i % len(lengths)]).tolist() for i in range(count)]
+
+
+def requests(
+    given: Sequence[Sequence[int]], sampling: Sampling, strategy: Strategy, *, samples: int = 1, seed: int = 0
+) -> list[Request]:
+    return [
+        Request(tuple(prompt), tuple(request_key(seed, 0, i, s) for s in range(samples)), sampling, strategy)
+        for i, prompt in enumerate(given)
+    ]
+
+
+# -------------------------------------------------------------------------------------------------------------- oracles
+
+
+@torch.no_grad()
+def reference_logits(model: PreTrainedModel, prompt: Sequence[int], completion: Sequence[int]) -> np.ndarray:
+    """Logits [completion, v] that predict each completion token: one full forward of an untouched model, no cache."""
+    tokens = torch.tensor([[*prompt, *completion]])
+    logits = model(input_ids=tokens, use_cache=False).logits[0].double().numpy()
+    return logits[len(prompt) - 1 : -1]
+
+
+def author_logits(
+    senior: PreTrainedModel, junior: PreTrainedModel, prompt: Sequence[int], completion: Completion
+) -> np.ndarray:
+    """Logits [completion, v] of the model that the completion records as each token's author."""
+    tokens = completion.tokens.tolist()
+    by = {who: reference_logits(model, prompt, tokens) for who, model in ((1, senior), (0, junior))}
+    width = min(logits.shape[1] for logits in by.values())
+    return np.array([by[int(who)][i, :width] for i, who in enumerate(completion.author)]).reshape(-1, width)
+
+
+def reference_distribution(
+    logits: np.ndarray, sampling: Sampling, prompt: Sequence[int], output: Sequence[int]
+) -> np.ndarray:
+    """One token's sampling probabilities [v] in vLLM's order, token by token in float64.
+
+    Penalties (repetition over prompt and output, frequency and presence over the output), temperature, min_p, top_k,
+    top_p, renormalised.
+    """
+    z = logits.astype(np.float64).copy()
+    for token in set(prompt) | set(output):
+        z[token] = z[token] / sampling.repetition_penalty if z[token] > 0 else z[token] * sampling.repetition_penalty
+    for token in output:
+        z[token] -= sampling.frequency_penalty
+    for token in set(output):
+        z[token] -= sampling.presence_penalty
+    z = z / sampling.temperature
+    p = np.exp(z - z.max())
+    p /= p.sum()
+    p[p < sampling.min_p * p.max()] = 0.0
+    if sampling.top_k:
+        p[p < np.sort(p)[::-1][min(sampling.top_k, len(p)) - 1]] = 0.0
+    p /= p.sum()
+    if sampling.top_p < 1.0:
+        kept, mass = [], 0.0
+        for token in np.argsort(-p, kind="stable"):
+            if mass >= sampling.top_p:
+                break
+            kept.append(token)
+            mass += p[token]
+        p[np.setdiff1d(np.arange(len(p)), kept)] = 0.0
+    return p / p.sum()
+
+
+def sampling_uniform(key: int, index: int) -> float:
+    """The one number that decides token ``index`` of the completion of ``key``."""
+    return float(uniforms(stream(torch.tensor([key]), SAMPLING), torch.tensor([index])))
+
+
+def distance_to_cdf(p: np.ndarray, token: int, uniform: float) -> float:
+    """How far ``uniform`` is outside of the cumulative distribution's interval for ``token``; 0 inside."""
+    above = float(p[: token + 1].sum())
+    return max(above - float(p[token]) - uniform, uniform - above, 0.0)
+
+
+def chi_square_bound(counts: np.ndarray, probabilities: np.ndarray) -> tuple[float, float]:
+    """Pearson's statistic with rare categories pooled, and a bound that chance passes about once in 30 000 times."""
+    expected = probabilities * counts.sum()
+    common = expected >= 8
+    seen = np.append(counts[common], counts[~common].sum())
+    wanted = np.append(expected[common], expected[~common].sum())
+    seen, wanted = seen[wanted > 0], wanted[wanted > 0]
+    freedom = len(seen) - 1
+    # Wilson and Hilferty 1931: the cube root is nearly normal
+    bound = freedom * (1 - 2 / (9 * freedom) + 4 * np.sqrt(2 / (9 * freedom))) ** 3
+    return float(((seen - wanted) ** 2 / wanted).sum()), float(bound)

@@ -1,0 +1,231 @@
+"""Prompts to rollouts: the engine's word is checked, and every text is scored once, whole, and in its place."""
+
+import dataclasses
+from collections.abc import Callable, Iterable, Sequence
+from typing import Literal
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from helpers import EOS, IDS, prepared, prompts, qwen3, small_qwen3, tokenizer
+from tandemrl.batching import pack
+from tandemrl.data.rows import Prompt, Row, encode_prompts
+from tandemrl.rollout.collect import Written, score, write
+from tandemrl.rollout.engine import Completion, EngineError, EngineInfo, Request, Sampling
+from tandemrl.rollout.envs.math import Score
+from tandemrl.rollout.envs.scoring import Scorer
+from tandemrl.rollout.torch_engine import TorchEngine
+from tandemrl.selection import Strategy, bernoulli, replay
+from tandemrl.selection.draws import request_key
+
+STRATEGY = bernoulli(0.5)
+SAMPLING = Sampling(max_tokens=9)
+
+
+def row(index: int) -> Row:
+    return Row(f"train/{index}", ({"role": "user", "content": "ab"},), "test", str(index), {})
+
+
+def numbered_prompts(count: int) -> list[tuple[int, Prompt]]:
+    """(number in the data set, prompt); the numbers are not the places in the batch."""
+    return [(100 + 7 * i, Prompt(row(i), tuple(tokens))) for i, tokens in enumerate(prompts(count))]
+
+
+class CountingScorer(Scorer):
+    """Scores a text by its length, and remembers what it was given."""
+
+    def __init__(self) -> None:
+        self.calls: list[list[tuple[Row, str]]] = []
+
+    def score(self, items: Sequence[tuple[Row, str]]) -> list[Score]:
+        self.calls.append(list(items))
+        return [Score(float(len(text)), {"acc": 0.0, "length": float(len(text))}, None) for _, text in items]
+
+
+class Parrot:
+    """An engine that writes the tokens 2, 3, 4, … of different lengths, with honest channels unless ``spoil``-ed."""
+
+    policy_version = 6
+    info = EngineInfo("parrot", "1", "float32", "cpu")
+
+    def __init__(self, spoil: Callable[[list[list[Completion]]], None] | None = None) -> None:
+        self.spoil = spoil
+        self.seen: list[Request] = []
+
+    def generate(
+        self, requests: Sequence[Request], *, progress: Callable[[int], None] | None = None
+    ) -> list[list[Completion]]:
+        self.seen += requests
+        written = [
+            [self.completion(key, 3 + i + s, request.strategy) for s, key in enumerate(request.keys)]
+            for i, request in enumerate(requests)
+        ]
+        if self.spoil is not None:
+            self.spoil(written)
+        return written
+
+    def completion(self, key: int, length: int, strategy: Strategy) -> Completion:
+        tokens = np.append(np.arange(2, 1 + length), IDS[EOS])
+        told = replay(strategy, torch.tensor([key]), torch.from_numpy(tokens)[None], torch.tensor([length]))
+        logprobs = -0.25 * np.arange(1, length + 1, dtype=np.float32)
+        return Completion(key, tokens, told.author[0].numpy(), logprobs, "eos", policy_version=6)
+
+    def abort(self, keys: Iterable[int] | None = None) -> None: ...
+
+    def load_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None: ...
+
+    def fingerprint(self, who: Literal["senior", "junior"] = "senior") -> int:
+        return 0
+
+
+def collect(engine: Parrot | TorchEngine, given: list[tuple[int, Prompt]], **changes: int) -> Written:
+    settings = dict(group_size=3, seed=4, step=2) | changes
+    return write(engine, given, strategy=STRATEGY, sampling=SAMPLING, **settings)
+
+
+# -------------------------------------------------------------------------------------------------------------- writing
+
+
+def test_requests_carry_the_prompts_ids_and_the_keys_of_their_examples():
+    engine = Parrot()
+    given = numbered_prompts(4)
+    written = collect(engine, given)
+    assert [request.prompt for request in engine.seen] == [prompt.tokens for _, prompt in given]
+    for (example, _), request in zip(given, engine.seen, strict=True):
+        assert request.keys == tuple(request_key(4, 2, example, sample) for sample in range(3))
+        assert request.strategy is STRATEGY
+        assert request.sampling is SAMPLING
+    assert written.prompts == [prompt for _, prompt in given]
+    assert [len(group) for group in written.completions] == [3] * 4
+
+
+def test_draws_are_counted_over_all_completions():
+    written = collect(Parrot(), numbered_prompts(4))
+    completions = [c for group in written.completions for c in group]
+    assert written.draws.total == sum(len(c.tokens) for c in completions)  # bernoulli draws for every token
+    assert written.draws.senior == sum(int(c.author.sum()) for c in completions)
+    assert 0 < written.draws.senior < written.draws.total
+
+
+def test_every_seed_step_example_and_sample_has_its_own_key():
+    keys = []
+    for seed, step in ((4, 2), (4, 3), (5, 2)):
+        engine = Parrot()
+        collect(engine, numbered_prompts(4), seed=seed, step=step)
+        keys += [key for request in engine.seen for key in request.keys]
+    assert len(set(keys)) == len(keys) == 36
+
+
+def drop_a_completion(written: list[list[Completion]]) -> None:
+    del written[1][2]
+
+
+def drop_a_group(written: list[list[Completion]]) -> None:
+    del written[-1]
+
+
+def swap_groups(written: list[list[Completion]]) -> None:
+    written[0], written[1] = written[1], written[0]
+
+
+def swap_samples(written: list[list[Completion]]) -> None:
+    written[2].reverse()
+
+
+def lose_authors(written: list[list[Completion]]) -> None:
+    object.__setattr__(written[2][1], "author", None)
+
+
+def shorten_authors(written: list[list[Completion]]) -> None:
+    written[0][0] = dataclasses.replace(written[0][0], author=written[0][0].author[:-1])
+
+
+def flip_an_author(written: list[list[Completion]]) -> None:
+    author = written[3][2].author.copy()
+    author[-1] = 1 - author[-1]
+    written[3][2] = dataclasses.replace(written[3][2], author=author)
+
+
+def lose_a_logprob(written: list[list[Completion]]) -> None:
+    logprobs = written[1][0].behaviour_logprobs.copy()
+    logprobs[1] = np.nan
+    written[1][0] = dataclasses.replace(written[1][0], behaviour_logprobs=logprobs)
+
+
+@pytest.mark.parametrize(
+    ("spoil", "match"),
+    [
+        (drop_a_completion, "request 1"),
+        (drop_a_group, "3 groups for 4 requests"),
+        (swap_groups, "request 0"),
+        (swap_samples, "request 2"),
+        (lose_authors, "author is missing"),
+        (shorten_authors, "author has 2 entries for 3 tokens"),
+        (flip_an_author, "token 7 is recorded as written by"),
+        (lose_a_logprob, "not finite"),
+    ],
+)
+def test_what_an_engine_gets_wrong_is_refused(spoil, match):
+    with pytest.raises(EngineError, match=match):
+        collect(Parrot(spoil), numbered_prompts(4))
+
+
+# -------------------------------------------------------------------------------------------------------------- scoring
+
+
+def test_rollouts_are_prompt_and_completion_with_the_score_of_their_own_text():
+    given = numbered_prompts(4)
+    written = collect(Parrot(), given)
+    scorer = CountingScorer()
+    groups = score(written, scorer, tokenizer())
+    assert [group.example_id for group in groups] == [f"train/{i}" for i in range(4)]
+    for g, group in enumerate(groups):
+        prompt = given[g][1].tokens
+        for index, rollout in enumerate(group.rollouts):
+            completion = written.completions[g][index]
+            n = len(prompt)
+            assert (rollout.example_id, rollout.group, rollout.index) == (f"train/{g}", g, index)
+            assert (rollout.seed, rollout.stop_reason, rollout.policy_version) == (completion.key, "eos", 6)
+            assert rollout.tokens.tolist() == [*prompt, *completion.tokens]
+            assert rollout.author.tolist() == [-1] * n + completion.author.tolist()
+            assert rollout.behaviour_logprobs.tolist() == [0.0] * n + completion.behaviour_logprobs.tolist()
+            assert rollout.response_tokens == len(completion.tokens)
+            # One character a token, and EOS is not part of the text.
+            assert rollout.reward == len(completion.tokens) - 1
+            assert rollout.reward_parts == {"acc": 0.0, "length": rollout.reward}
+
+
+def test_the_scorer_sees_all_texts_at_once_without_special_tokens():
+    given = numbered_prompts(2)
+    scorer = CountingScorer()
+    score(collect(Parrot(), given, group_size=2), scorer, tokenizer())
+    assert len(scorer.calls) == 1
+    assert [(item.example_id, text) for item, text in scorer.calls[0]] == [
+        ("train/0", "ab"),
+        ("train/0", "abc"),
+        ("train/1", "abc"),
+        ("train/1", "abcd"),
+    ]
+
+
+def test_the_reference_engine_collects_rollouts_that_pack():
+    rows, dropped = encode_prompts([row(0), row(1)], tokenizer(), max_prompt_tokens=16)
+    assert dropped == 0
+    engine = TorchEngine(prepared(qwen3()), prepared(small_qwen3()), tokenizer())
+    told: list[int] = []
+    written = write(
+        engine, list(enumerate(rows)), strategy=STRATEGY, sampling=SAMPLING, group_size=4, seed=0, step=0,
+        progress=told.append,
+    )  # fmt: skip
+    groups = score(written, CountingScorer(), tokenizer())
+    rollouts = [rollout for group in groups for rollout in group.rollouts]
+    assert len(rollouts) == 8
+    assert sum(told) == sum(rollout.response_tokens for rollout in rollouts)
+    batch = pack(rollouts, torch.arange(8.0))
+    assert batch.num_sequences == 8
+    assert (batch.behaviour_logprobs[batch.author == -1] == 0).all()
+    assert (batch.behaviour_logprobs[batch.author >= 0] < 0).all()
+    texts = {tuple(rollout.tokens[len(rows[0].tokens) :]) for rollout in groups[0].rollouts}
+    assert len(texts) == 4

@@ -1,0 +1,173 @@
+"""The contract: out-of-range knobs, and completions whose author channel is missing, short or altered, are refused."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+import torch
+
+from helpers import VOCABULARY, strategies
+from tandemrl.rollout.engine import Completion, Draws, EngineError, Sampling, check_authors, check_completion
+from tandemrl.selection import Strategy, alternating, bernoulli, replay, solo
+from tandemrl.selection.draws import request_key
+
+OUT_OF_RANGE = [
+    ("max_tokens", 0, "at least 1"),
+    ("temperature", -0.1, "0 .greedy. or a positive number"),
+    ("temperature", float("inf"), "0 .greedy. or a positive number"),
+    ("temperature", float("nan"), "0 .greedy. or a positive number"),
+    ("top_p", 0.0, r"in \(0, 1\]"),
+    ("top_p", 1.01, r"in \(0, 1\]"),
+    ("top_k", -1, r"0 \(off\) or a positive number"),
+    ("min_p", -0.01, r"in \[0, 1\]"),
+    ("min_p", 1.01, r"in \[0, 1\]"),
+    ("repetition_penalty", 0.0, "positive"),
+    ("repetition_penalty", -1.0, "positive"),
+]
+
+
+@pytest.mark.parametrize(("name", "value", "allowed"), OUT_OF_RANGE)
+def test_sampling_out_of_range_names_the_knob(name, value, allowed):
+    with pytest.raises(ValueError, match=rf"sampling\.{name} must be {allowed}, got {value}"):
+        Sampling(**{name: value})
+
+
+def test_sampling_at_the_ends_of_its_ranges():
+    Sampling(max_tokens=1, temperature=0.0, top_p=1.0, top_k=0, min_p=1.0, repetition_penalty=0.01)
+
+
+@pytest.mark.parametrize(
+    ("changes", "truncated", "penalised"),
+    [
+        ({}, False, False),
+        ({"temperature": 0.3, "max_tokens": 7}, False, False),
+        ({"top_p": 0.99}, True, False),
+        ({"top_k": 1}, True, False),
+        ({"min_p": 0.01}, True, False),
+        ({"repetition_penalty": 0.9}, False, True),
+        ({"presence_penalty": -0.1}, False, True),
+        ({"frequency_penalty": 0.1}, False, True),
+    ],
+)
+def test_sampling_says_whether_it_truncates_and_penalises(changes, truncated, penalised):
+    sampling = Sampling(**changes)
+    assert (sampling.truncated, sampling.penalised) == (truncated, penalised)
+
+
+# ---------------------------------------------------------------------------------------------------------- completions
+
+
+def written(strategy: Strategy, *, count: int = 6, length: int = 12, seed: int = 0) -> list[Completion]:
+    """Completions of different lengths with random tokens, as an engine that obeys the contract would return them."""
+    generator = np.random.default_rng(seed)
+    completions = []
+    for sample in range(count):
+        key = request_key(seed, 0, 0, sample)
+        tokens = generator.integers(0, VOCABULARY, length - sample)
+        told = replay(strategy, torch.tensor([key]), torch.from_numpy(tokens)[None], torch.tensor([len(tokens)]))
+        author = told.author[0].numpy()
+        completions.append(Completion(key, tokens, author, np.full(len(tokens), -1.0, np.float32), "length"))
+    return completions
+
+
+def altered(completion: Completion, name: str, index: int, value: float) -> Completion:
+    channel = getattr(completion, name).copy()
+    channel[index] = value
+    return dataclasses.replace(completion, **{name: channel})
+
+
+@pytest.fixture
+def good() -> Completion:
+    return written(bernoulli(0.5))[0]
+
+
+def test_a_sound_completion_passes(good):
+    check_completion(good)
+    empty = np.zeros(0)
+    check_completion(Completion(1, empty.astype(int), empty.astype(np.int8), empty.astype(np.float32), "abort"))
+
+
+@pytest.mark.parametrize("name", ["author", "behaviour_logprobs"])
+def test_a_missing_or_short_channel_is_refused(good, name):
+    channel = getattr(good, name)
+    for broken, found in (
+        (None, "is missing for 12 tokens"),
+        (channel[:-1], "has 11 entries for 12 tokens"),
+        (np.append(channel, channel[:1]), "has 13 entries for 12 tokens"),
+        (channel[:0], "has 0 entries"),
+    ):
+        object.__setattr__(good, name, broken)  # an engine's own type may allow what `Completion` does not
+        with pytest.raises(EngineError, match=rf"completion {good.key}: {name} {found}"):
+            check_completion(good)
+
+
+@pytest.mark.parametrize("value", [-1, 2])
+def test_unknown_authors_are_refused(good, value):
+    with pytest.raises(EngineError, match=r"authors must be 0 \(junior\) or 1 \(senior\)"):
+        check_completion(altered(good, "author", 3, value))
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
+def test_logprobs_that_are_not_finite_are_refused(good, value):
+    with pytest.raises(EngineError, match="behaviour_logprobs are not finite"):
+        check_completion(altered(good, "behaviour_logprobs", 11, value))
+
+
+@pytest.mark.parametrize("name", strategies())
+def test_authors_of_every_strategy_are_confirmed(name):
+    strategy = strategies()[name]
+    completions = written(strategy, length=40)
+    drawn = check_authors(completions, strategy)
+    assert 0 <= drawn.senior <= drawn.total
+    if name == "bernoulli":  # one draw per token
+        assert drawn == Draws(sum(len(c.tokens) for c in completions), sum(int(c.author.sum()) for c in completions))
+    assert (drawn.total > 0) == (name in ("word", "word_aligned", "bernoulli"))
+
+
+@pytest.mark.parametrize("name", strategies())
+def test_any_single_changed_author_is_found(name):
+    """Every token of every completion, one at a time: the error names the completion and the token."""
+    strategy = strategies()[name]
+    completions = written(strategy)
+    for row, completion in enumerate(completions):
+        for index in range(len(completion.tokens)):
+            mutant = altered(completion, "author", index, 1 - completion.author[index])
+            mutants = [*completions[:row], mutant, *completions[row + 1 :]]
+            with pytest.raises(EngineError, match=rf"completion {completion.key}: token {index} .* \(1 tokens differ"):
+                check_authors(mutants, strategy)
+
+
+def test_all_senior_instead_of_the_truth_is_found():
+    """What a plain engine would report; training on it would silently be plain GRPO."""
+    strategy = bernoulli(0.5)
+    lazy = [dataclasses.replace(c, author=np.ones_like(c.author)) for c in written(strategy)]
+    with pytest.raises(EngineError, match="The engine and the trainer disagree on who wrote what"):
+        check_authors(lazy, strategy)
+
+
+def test_authors_of_another_key_or_strategy_are_found():
+    completions = written(bernoulli(0.5))
+    swapped = [dataclasses.replace(completions[0], key=completions[1].key), *completions[1:]]
+    with pytest.raises(EngineError, match=f"completion {completions[1].key}"):
+        check_authors(swapped, bernoulli(0.5))
+    with pytest.raises(EngineError, match="disagree"):
+        check_authors(completions, bernoulli(0.45 + 0.5))
+    with pytest.raises(EngineError, match="disagree"):
+        check_authors(written(solo("senior")), alternating())
+
+
+def test_a_short_channel_is_refused_before_any_replay():
+    strategy = bernoulli(0.5)
+    completions = written(strategy)
+    completions[2] = dataclasses.replace(completions[2], author=completions[2].author[:-2])
+    with pytest.raises(EngineError, match=rf"completion {completions[2].key}: author has 8 entries for 10 tokens"):
+        check_authors(completions, strategy)
+
+
+def test_nothing_written_means_no_draws():
+    empty = np.zeros(0, np.int64)
+    aborted = Completion(1, empty, empty.astype(np.int8), empty.astype(np.float32), "abort")
+    assert check_authors([], bernoulli(0.5)) == Draws(0, 0)
+    assert check_authors([aborted, aborted], bernoulli(0.5)) == Draws(0, 0)
+    some = written(bernoulli(0.5), count=1)
+    assert check_authors([aborted, *some], bernoulli(0.5)).total == len(some[0].tokens)

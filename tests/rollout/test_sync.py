@@ -1,0 +1,180 @@
+"""Weights arrive, or it is noticed: every changed, moved or dropped number changes the checksum."""
+
+import copy
+from collections.abc import Iterable
+
+import pytest
+import torch
+from torch import Tensor
+
+from helpers import llama, prepared, prompts, qwen3, requests, small_qwen3, tokenizer
+from tandemrl.batching import pack_tokens
+from tandemrl.model import prepare, token_logprobs
+from tandemrl.rollout.engine import EngineError, Sampling
+from tandemrl.rollout.sync import fingerprint, sync_weights
+from tandemrl.rollout.torch_engine import TorchEngine
+from tandemrl.selection import solo
+
+
+def tandem(kind: type[TorchEngine] = TorchEngine, *, dtype: torch.dtype = torch.float32) -> TorchEngine:
+    senior = prepare(qwen3(0).to(dtype))
+    return kind(senior, prepare(small_qwen3().to(dtype)), tokenizer())
+
+
+# ------------------------------------------------------------------------------------------------------------- checksum
+
+
+def tensors(seed: int = 0) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return {"a": torch.randn(5, 7, generator=generator), "b": torch.randn(7, generator=generator), "c": torch.zeros(3)}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64, torch.float8_e4m3fn])
+def test_any_changed_element_changes_the_fingerprint(dtype):
+    given = {name: value.to(dtype) for name, value in tensors().items()}
+    original = fingerprint(given.items())
+    assert fingerprint((name, value.clone()) for name, value in given.items()) == original
+    for name, value in given.items():
+        for index in range(value.numel()):
+            bits = value.clone().flatten().view(torch.uint8)
+            bits[index * value.element_size()] ^= 1  # the smallest change there is
+            changed = given | {name: bits.view(dtype).reshape(value.shape)}
+            assert fingerprint(changed.items()) != original, (name, index)
+
+
+def test_moved_numbers_and_swapped_names_change_the_fingerprint():
+    given = tensors()
+    original = fingerprint(given.items())
+    assert fingerprint((given | {"a": given["a"].flip(0)}).items()) != original
+    assert fingerprint((given | {"a": given["a"].flip(1)}).items()) != original
+    assert fingerprint([("a", given["b"]), ("b", given["a"]), ("c", given["c"])]) != original
+    assert fingerprint(list(given.items())[:-1]) != original  # even a tensor of zeros is missed
+    assert fingerprint([]) == 0
+
+
+def test_the_fingerprint_depends_on_neither_order_nor_memory_layout():
+    given = tensors()
+    original = fingerprint(given.items())
+    assert fingerprint(reversed(given.items())) == original
+    assert fingerprint((given | {"a": given["a"].T.contiguous().T}).items()) == original
+    assert fingerprint((name, torch.nn.Parameter(value)) for name, value in given.items()) == original
+
+
+def test_the_fingerprint_in_another_dtype_is_that_of_the_rounded_tensors():
+    given = tensors()
+    rounded = {name: value.to(torch.bfloat16) for name, value in given.items()}
+    assert fingerprint(given.items(), dtype=torch.bfloat16) == fingerprint(rounded.items())
+    assert fingerprint(given.items()) != fingerprint(rounded.items())
+
+
+# ----------------------------------------------------------------------------------------------------------------- sync
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_weights_arrive_and_the_junior_is_untouched(dtype):
+    engine = tandem(dtype=dtype)
+    trainer = prepared(qwen3(9))
+    senior, junior = engine.fingerprint("senior"), engine.fingerprint("junior")
+    agreed = sync_weights(trainer, engine, 1)
+    assert agreed == engine.fingerprint() != senior
+    assert engine.fingerprint("junior") == junior
+    assert engine.policy_version == 1
+    for name, parameter in engine.senior.named_parameters():
+        assert torch.equal(parameter, dict(trainer.named_parameters())[name].to(dtype)), name
+
+
+def test_after_a_sync_the_engine_writes_with_the_new_weights():
+    engine = tandem()
+    trainer = prepared(qwen3(9))
+    batch = requests(prompts(3), Sampling(max_tokens=10), solo("senior"))
+    old = [group[0] for group in engine.generate(batch)]
+    sync_weights(trainer, engine, 5)
+    new = [group[0] for group in engine.generate(batch)]
+    assert [c.tokens.tolist() for c in old] != [c.tokens.tolist() for c in new]
+    for prompt, completion in zip(prompts(3), new, strict=True):
+        packed = pack_tokens([[*prompt, *completion.tokens]])
+        logprobs, _ = token_logprobs(trainer, packed, select=packed.positions >= len(prompt))
+        torch.testing.assert_close(
+            logprobs[len(prompt) :].detach(), torch.from_numpy(completion.behaviour_logprobs), rtol=0, atol=5e-5
+        )
+        assert completion.policy_version == 5
+
+
+def test_training_on_does_not_change_the_engine():
+    """The weights are copied, not shared: a later optimiser step must not leak into running rollouts."""
+    engine = tandem()
+    trainer = prepared(qwen3(9))
+    agreed = sync_weights(trainer, engine, 1)
+    with torch.no_grad():
+        for parameter in trainer.parameters():
+            parameter.add_(1.0)
+    assert engine.fingerprint() == agreed
+    assert sync_weights(trainer, engine, 2) != agreed
+
+
+def test_tied_and_untied_seniors_are_synced():
+    for build in (lambda seed: llama(seed, tied=True), lambda seed: llama(seed, tied=False)):
+        engine = TorchEngine(prepared(build(0)), prepared(small_qwen3()), tokenizer())
+        trainer = prepared(build(4))
+        assert sync_weights(trainer, engine, 1) == engine.fingerprint()
+        with torch.no_grad():
+            ids = torch.tensor([[3, 4, 5]])
+            head = engine.senior.get_output_embeddings().weight
+            assert torch.equal(head, trainer.get_output_embeddings().weight)
+            assert torch.equal(engine.senior.get_input_embeddings()(ids), trainer.get_input_embeddings()(ids))
+
+
+class Deaf(TorchEngine):
+    """Reports the new version and keeps the old weights."""
+
+    def load_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
+        self.policy_version = version
+
+
+class Forgetful(TorchEngine):
+    """Loads the weights and keeps the old version."""
+
+    def load_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
+        super().load_weights(weights, self.policy_version)
+
+
+class OneOff(TorchEngine):
+    """Gets one number of one tensor wrong, by one bit."""
+
+    def load_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
+        super().load_weights(weights, version)
+        parameter = dict(self.senior.named_parameters())["model.layers.1.self_attn.k_norm.weight"]
+        parameter.data.view(torch.int32)[3] ^= 1
+
+
+class Skipping(TorchEngine):
+    """Loses the last tensor on the way."""
+
+    def load_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
+        own = dict(self.senior.named_parameters())
+        *given, (name, _) = weights
+        super().load_weights([*given, (name, own[name])], version)
+
+
+@pytest.mark.parametrize("kind", [Deaf, Forgetful, OneOff, Skipping])
+def test_weights_that_did_not_arrive_are_noticed(kind):
+    engine = tandem(kind)
+    with pytest.raises(EngineError, match=r"weights did not reach the engine: version \d+ \(sent 7\).* stale policy"):
+        sync_weights(prepared(qwen3(9)), engine, 7)
+
+
+def test_a_model_of_another_shape_is_refused():
+    engine = tandem()
+    before = engine.fingerprint()
+    with pytest.raises(EngineError, match="weights do not match"):
+        sync_weights(prepared(small_qwen3()), engine, 1)
+    with pytest.raises(EngineError, match="weights do not match"):
+        sync_weights(prepared(llama()), engine, 1)
+    assert engine.fingerprint() == before
+
+
+def test_a_sync_of_the_same_weights_is_no_change():
+    model = qwen3(0)
+    engine = TorchEngine(prepared(model), None, tokenizer())
+    before = engine.fingerprint()
+    assert sync_weights(copy.deepcopy(model), engine, 3) == before

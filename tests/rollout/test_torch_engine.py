@@ -1,0 +1,742 @@
+"""The reference engine against transformers itself: who writes, what they write, with which probability, and when."""
+
+import copy
+import threading
+import time
+from collections.abc import Callable
+from functools import cache
+
+import numpy as np
+import pytest
+import torch
+from transformers import PreTrainedModel
+
+from helpers import (
+    EOS,
+    IDS,
+    VOCABULARY,
+    author_logits,
+    chi_square_bound,
+    distance_to_cdf,
+    gpt2,
+    llama,
+    prepared,
+    prompts,
+    qwen3,
+    reference_distribution,
+    reference_logits,
+    requests,
+    sampling_uniform,
+    small_qwen3,
+    strategies,
+    text,
+    tokenizer,
+)
+from tandemrl.rollout.engine import Completion, EngineError, Request, Sampling, check_authors, check_completion
+from tandemrl.rollout.torch_engine import TorchEngine
+from tandemrl.selection import Strategy, alternating, bernoulli, boundaries, chunk, replay, sentence, solo
+from tandemrl.selection.draws import request_key
+
+GREEDY = Sampling(max_tokens=24, temperature=0.0)
+WRITERS = {"solo senior": {1}, "solo junior": {0}, "sentence": {0}}  # these texts have no blank line
+
+PAIRS: dict[str, Callable[[], tuple[PreTrainedModel, PreTrainedModel]]] = {
+    "same family": lambda: (qwen3(0), qwen3(7)),
+    "smaller junior": lambda: (qwen3(0), small_qwen3()),
+    "Llama junior": lambda: (qwen3(0), llama()),
+    "larger junior vocabulary": lambda: (qwen3(0), llama(vocabulary=VOCABULARY + 24)),
+    "Llama senior, GPT-2 junior": lambda: (llama(tied=True), gpt2()),
+}
+
+
+@cache
+def pair(name: str) -> tuple[PreTrainedModel, PreTrainedModel]:
+    return PAIRS[name]()
+
+
+def engine(name: str = "smaller junior", *, max_rows: int = 256) -> TorchEngine:
+    senior, junior = pair(name)
+    return TorchEngine(prepared(senior), prepared(junior), tokenizer(), max_rows=max_rows)
+
+
+def flat(written: list[list[Completion]]) -> list[Completion]:
+    return [completion for group in written for completion in group]
+
+
+def channels(completion: Completion) -> tuple[list, list, list, str]:
+    return (
+        completion.tokens.tolist(),
+        completion.author.tolist(),
+        completion.behaviour_logprobs.tolist(),
+        completion.stop_reason,
+    )
+
+
+def assert_sound(completions: list[Completion], strategy: Strategy) -> None:
+    check_authors(completions, strategy)
+    for completion in completions:
+        assert completion.tokens.dtype == np.int64
+        assert completion.author.dtype == np.int8
+        assert completion.behaviour_logprobs.dtype == np.float32
+        assert (completion.behaviour_logprobs <= 0).all()
+        assert completion.authorship_mask is completion.author
+
+
+# -------------------------------------------------------------------------------------------------- greedy: which model
+
+
+@pytest.fixture(scope="module")
+def generated() -> list[list[int]]:
+    """What transformers' own ``generate`` writes with an untouched senior, prompt by prompt, greedily."""
+    senior = pair("same family")[0]
+    out = []
+    for prompt in prompts(6):
+        ids = torch.tensor([prompt])
+        whole = senior.generate(
+            ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=GREEDY.max_tokens
+        )
+        out.append(whole[0, len(prompt) :].tolist())
+    return out
+
+
+@pytest.mark.parametrize("name", strategies())
+def test_two_equal_models_write_what_transformers_generates(name, generated):
+    senior = pair("same family")[0]
+    engine = TorchEngine(prepared(senior), prepared(senior), tokenizer())
+    strategy = strategies()[name]
+    completions = flat(engine.generate(requests(prompts(6), GREEDY, strategy)))
+    assert [c.tokens.tolist() for c in completions] == generated
+    assert_sound(completions, strategy)
+    assert {who for c in completions for who in c.author} == WRITERS.get(name, {0, 1})
+    assert all((c.behaviour_logprobs == 0).all() for c in completions)
+
+
+@pytest.mark.parametrize("pair_name", PAIRS)
+def test_every_greedy_token_is_the_best_of_its_authors_model(pair_name):
+    senior, junior = pair(pair_name)
+    given = prompts(4)
+    both = engine(pair_name)
+    disagreements = 0
+    for name, strategy in strategies().items():
+        completions = flat(both.generate(requests(given, GREEDY, strategy)))
+        assert_sound(completions, strategy)
+        for prompt, completion in zip(given, completions, strict=True):
+            logits = author_logits(senior, junior, prompt, completion)
+            chosen = logits[np.arange(len(logits)), completion.tokens]
+            assert (chosen >= logits.max(1) - 1e-4).all(), name
+            other = reference_logits(junior, prompt, completion.tokens.tolist())[:, : logits.shape[1]]
+            disagreements += int((other.argmax(1) != completion.tokens)[completion.author == 1].sum())
+    assert disagreements > 50  # the two models are told apart
+
+
+def test_greedy_penalties_apply_to_the_choice():
+    senior, junior = pair("smaller junior")
+    sampling = Sampling(max_tokens=20, temperature=0.0, repetition_penalty=1.4, frequency_penalty=0.6)
+    given = prompts(4)
+    completions = flat(engine().generate(requests(given, sampling, alternating())))
+    for prompt, completion in zip(given, completions, strict=True):
+        logits = author_logits(senior, junior, prompt, completion)
+        output = completion.tokens.tolist()
+        for i, token in enumerate(output):
+            scored = reference_distribution(
+                logits[i], Sampling(repetition_penalty=1.4, frequency_penalty=0.6), prompt, output[:i]
+            )
+            assert scored[token] >= scored.max() * (1 - 1e-4)
+        assert (completion.behaviour_logprobs == 0).all()
+
+
+# ----------------------------------------------------------------------------------------------- sampling: how probable
+
+SAMPLINGS = {
+    "plain": Sampling(),
+    "cold": Sampling(temperature=0.6),
+    "hot": Sampling(temperature=1.7),
+    "top_k": Sampling(top_k=5),
+    "top_p": Sampling(top_p=0.8),
+    "min_p": Sampling(min_p=0.1),
+    "the paper's": Sampling(temperature=0.7, top_p=0.8, top_k=20),
+    "all truncations": Sampling(temperature=1.3, top_p=0.9, top_k=12, min_p=0.02),
+    "repetition": Sampling(repetition_penalty=1.3),
+    "presence": Sampling(presence_penalty=0.8),
+    "frequency": Sampling(frequency_penalty=0.5),
+    "encouraged": Sampling(repetition_penalty=0.8, presence_penalty=-0.4),
+    "everything": Sampling(
+        temperature=0.9, top_p=0.95, top_k=30, min_p=0.01, repetition_penalty=1.1, presence_penalty=0.2,
+        frequency_penalty=0.3,
+    ),
+}  # fmt: skip
+
+
+def assert_follows(
+    completion: Completion, prompt: list[int], sampling: Sampling, models: tuple[PreTrainedModel, PreTrainedModel]
+) -> None:
+    """Each token is where its uniform number falls in its author's distribution, and its log-prob is that one's."""
+    logits = author_logits(*models, prompt, completion)
+    output = completion.tokens.tolist()
+    for i, token in enumerate(output):
+        p = reference_distribution(logits[i], sampling, prompt, output[:i])
+        assert p[token] > 0
+        assert np.log(p[token]) == pytest.approx(completion.behaviour_logprobs[i], abs=1e-4)
+        assert distance_to_cdf(p, token, sampling_uniform(completion.key, i)) < 1e-4
+
+
+@pytest.mark.parametrize("name", SAMPLINGS)
+def test_behaviour_logprobs_are_those_of_the_authors_distribution(name):
+    sampling = SAMPLINGS[name]
+    given = prompts(3, seed=1, lengths=(6, 1, 15))
+    strategy = bernoulli(0.5)
+    completions = flat(engine().generate(requests(given, sampling_of(sampling, max_tokens=20), strategy, samples=2)))
+    assert_sound(completions, strategy)
+    for i, completion in enumerate(completions):
+        assert_follows(completion, given[i // 2], sampling, pair("smaller junior"))
+    assert any(len(set(c.author)) == 2 for c in completions)
+
+
+def sampling_of(sampling: Sampling, **changes: object) -> Sampling:
+    fields = {name: getattr(sampling, name) for name in Sampling.__dataclass_fields__}
+    return Sampling(**(fields | changes))
+
+
+def test_one_call_mixes_samplings_and_strategies():
+    """Every request keeps its own knobs, strategy and length; greedy and sampled rows share a batch."""
+    kinds = list(strategies().values())
+    settings = [*SAMPLINGS.values(), Sampling(temperature=0.0)]
+    given = prompts(2 * len(settings), seed=2)
+    batch = [
+        Request(
+            tuple(prompt),
+            (request_key(3, 0, i, 0), request_key(3, 0, i, 1)),
+            sampling_of(settings[i % len(settings)], max_tokens=3 + i % 9, ignore_eos=i % 2 == 0),
+            kinds[i % len(kinds)],
+        )
+        for i, prompt in enumerate(given)
+    ]
+    written = engine("Llama junior", max_rows=11).generate(batch)
+    assert [[c.key for c in group] for group in written] == [list(request.keys) for request in batch]
+    for request, group in zip(batch, written, strict=True):
+        assert_sound(group, request.strategy)
+        for completion in group:
+            if request.sampling.temperature > 0:
+                assert_follows(completion, list(request.prompt), request.sampling, pair("Llama junior"))
+            assert len(completion.tokens) == request.sampling.max_tokens or completion.stop_reason == "eos"
+            assert completion.stop_reason == "length" or not request.sampling.ignore_eos
+
+
+def test_samples_of_one_prompt_differ_and_share_their_first_distribution():
+    prompt = prompts(1, seed=4, lengths=(9,))
+    group = engine().generate(requests(prompt, Sampling(max_tokens=12), solo("senior"), samples=16))[0]
+    assert len({tuple(c.tokens) for c in group}) == 16
+    logits = reference_logits(pair("smaller junior")[0], prompt[0], [0])[0]
+    for completion in group:
+        p = reference_distribution(logits, Sampling(), [], [])
+        assert completion.behaviour_logprobs[0] == pytest.approx(np.log(p[completion.tokens[0]]), abs=1e-4)
+
+
+def test_first_tokens_have_their_authors_frequencies():
+    """40 000 draws at temperature 1: per author the exact softmax, and the author does not depend on the draw."""
+    prompt = prompts(1, seed=5, lengths=(3,))
+    both = engine(max_rows=4096)
+    strategy = bernoulli(0.3)
+    group = both.generate(requests(prompt, Sampling(max_tokens=1, ignore_eos=True), strategy, samples=40_000))[0]
+    tokens = np.concatenate([c.tokens for c in group])
+    author = np.concatenate([c.author for c in group])
+    assert abs(author.mean() - 0.3) < 4 * np.sqrt(0.3 * 0.7 / len(author))
+    for who, model in enumerate(reversed(pair("smaller junior"))):
+        p = reference_distribution(reference_logits(model, prompt[0], [0])[0], Sampling(), [], [])
+        mine = np.bincount(tokens[author == who], minlength=VOCABULARY)
+        statistic, bound = chi_square_bound(mine, p)
+        assert statistic < bound
+        others = np.bincount(tokens[author != who], minlength=VOCABULARY)
+        statistic, bound = chi_square_bound(others, p)
+        assert statistic > 10 * bound  # the test can tell the two models apart
+
+
+def test_second_tokens_have_their_authors_frequencies():
+    """What follows the most frequent first token, by the other author: the cache of the silent model is right too."""
+    prompt = prompts(1, seed=6, lengths=(2,))
+    both = engine(max_rows=4096)
+    group = both.generate(requests(prompt, Sampling(max_tokens=2, ignore_eos=True, top_k=3), chunk(1), samples=12_000))[
+        0
+    ]
+    tokens = np.array([c.tokens for c in group])
+    first = int(np.bincount(tokens[:, 0]).argmax())
+    logits = reference_logits(pair("smaller junior")[1], [*prompt[0], first], [0])[0]
+    p = reference_distribution(logits, Sampling(top_k=3), [], [])
+    counts = np.bincount(tokens[tokens[:, 0] == first, 1], minlength=VOCABULARY)
+    assert counts.sum() > 2000
+    assert set(np.flatnonzero(counts)) == set(np.flatnonzero(p))
+    statistic, bound = chi_square_bound(counts, p)
+    assert statistic < bound
+
+
+# ------------------------------------------------------------------------------------------- the same text in any batch
+
+
+def reproduction() -> list[Request]:
+    """80 completions of 10 prompts, several strategies, lengths and truncations, with EOS ending some of them early."""
+    kinds = list(strategies().values())[:6]
+    settings = [Sampling(max_tokens=18), Sampling(max_tokens=9, temperature=0.8, top_k=20, top_p=0.9)]
+    return [
+        Request(tuple(p), tuple(request_key(9, 1, i, s) for s in range(8)), settings[i % 2], kinds[i % 6])
+        for i, p in enumerate(prompts(10, seed=7))
+    ]
+
+
+@pytest.fixture(scope="module")
+def whole_batch() -> list[list[Completion]]:
+    return engine().generate(reproduction())
+
+
+def test_the_same_call_gives_the_same_bits(whole_batch):
+    again = engine().generate(reproduction())
+    assert [channels(c) for c in flat(again)] == [channels(c) for c in flat(whole_batch)]
+
+
+@pytest.mark.parametrize("max_rows", [1, 3, 32])
+@pytest.mark.parametrize("order", ["forwards", "backwards"])
+def test_batch_size_and_order_change_nothing_but_rounding(whole_batch, max_rows, order):
+    batch = reproduction()
+    step = 1 if order == "forwards" else -1
+    found = engine(max_rows=max_rows).generate(batch[::step])[::step]
+    identical = 0
+    for request, group, before in zip(batch, found, whole_batch, strict=True):
+        assert_sound(group, request.strategy)
+        for a, b in zip(group, before, strict=True):
+            same = np.array_equal(a.tokens, b.tokens)
+            identical += same
+            if same:
+                assert a.stop_reason == b.stop_reason
+                assert np.array_equal(a.author, b.author)
+                np.testing.assert_allclose(a.behaviour_logprobs, b.behaviour_logprobs, atol=2e-5)
+            else:
+                assert_differ_by_a_tie(a, b, request)
+    assert identical >= 0.995 * 80
+
+
+def assert_differ_by_a_tie(a: Completion, b: Completion, request: Request) -> None:
+    shortest = min(len(a.tokens), len(b.tokens))
+    first = int(np.flatnonzero(a.tokens[:shortest] != b.tokens[:shortest])[0])
+    assert np.array_equal(a.author[: first + 1], b.author[: first + 1])
+    model = pair("smaller junior")[0 if a.author[first] == 1 else 1]
+    logits = reference_logits(model, request.prompt, [*a.tokens[:first], 0])[first]
+    p = reference_distribution(logits, request.sampling, request.prompt, a.tokens[:first].tolist())
+    for completion in (a, b):
+        assert distance_to_cdf(p, int(completion.tokens[first]), sampling_uniform(a.key, first)) < 1e-4
+
+
+def test_prob_senior_changes_the_authors_but_not_the_sampling_draws():
+    given = prompts(1, seed=8, lengths=(5,))
+    senior = pair("same family")[0]
+    equal = TorchEngine(prepared(senior), prepared(senior), tokenizer())
+    texts = [
+        [c.tokens.tolist() for c in flat(equal.generate(requests(given, Sampling(max_tokens=15), s, samples=5)))]
+        for s in (bernoulli(0.1), bernoulli(0.9), solo("senior"))
+    ]
+    assert texts[0] == texts[1] == texts[2]
+
+
+def test_another_key_gives_another_text():
+    given = prompts(1, seed=8, lengths=(5,))
+    one, other = (
+        flat(engine().generate(requests(given, Sampling(max_tokens=15), bernoulli(0.5), seed=seed)))[0]
+        for seed in (0, 1)
+    )
+    assert one.tokens.tolist() != other.tokens.tolist()
+
+
+# ---------------------------------------------------------------------------------------------- coming, going, stopping
+
+
+@pytest.mark.parametrize("max_rows", [1, 2, 5, 9, 100])
+def test_rows_of_every_length_finish_and_make_room(max_rows):
+    """Greedy texts do not depend on the batch, so neither admission nor retirement may mix rows up."""
+    given = prompts(23, seed=9)
+    limits = [1 + (5 * i) % 14 for i in range(23)]
+    strategy = chunk(2)
+    batch = [
+        Request(tuple(p), (i,), Sampling(max_tokens=limits[i], temperature=0.0, ignore_eos=True), strategy)
+        for i, p in enumerate(given)
+    ]
+    completions = flat(engine(max_rows=max_rows).generate(batch))
+    assert [len(c.tokens) for c in completions] == limits
+    assert_sound(completions, strategy)
+    models = pair("smaller junior")
+    for prompt, completion in zip(given, completions, strict=True):
+        logits = author_logits(*models, prompt, completion)
+        assert (logits[np.arange(len(logits)), completion.tokens] >= logits.max(1) - 1e-4).all()
+
+
+def test_caches_grow_with_the_text():
+    strategy = alternating()
+    sampling = Sampling(max_tokens=200, ignore_eos=True)
+    completions = flat(engine("Llama junior").generate(requests(prompts(3), sampling, strategy)))
+    for prompt, completion in zip(prompts(3), completions, strict=True):
+        assert_follows(completion, prompt, sampling, pair("Llama junior"))
+
+
+def test_uninitialised_memory_never_reaches_a_logit():
+    """Torch fills fresh memory with NaN in this mode; a masked NaN in a KV cache would still poison its row."""
+    sampling = Sampling(max_tokens=6, ignore_eos=True)
+    batch = requests(prompts(12, seed=10), sampling, bernoulli(0.5))
+    normal = engine(max_rows=5).generate(batch)
+    torch.use_deterministic_algorithms(True)
+    try:
+        poisoned = engine(max_rows=5).generate(batch)
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert [channels(c) for c in flat(poisoned)] == [channels(c) for c in flat(normal)]
+
+
+def test_finished_rows_stay_within_the_context_of_the_model():
+    """A finished row is kept until an eighth of the batch is; GPT-2 has no embedding for a position past its end."""
+    models = (llama(context=40), gpt2(context=40))
+    both = TorchEngine(prepared(models[0]), prepared(models[1]), tokenizer())
+    batch = [
+        Request(tuple(prompts(1, lengths=(36,))[0]), (0,), Sampling(max_tokens=4, ignore_eos=True), alternating()),
+        *requests(prompts(20, lengths=(4,)), Sampling(max_tokens=36, ignore_eos=True), alternating()),
+    ]
+    completions = flat(both.generate(batch))
+    assert [len(c.tokens) for c in completions] == [4] + [36] * 20
+    for request, completion in zip(batch[:3], completions[:3], strict=True):
+        assert_follows(completion, list(request.prompt), request.sampling, models)
+
+
+def test_stop_reasons():
+    given = prompts(1, seed=11, lengths=(5,))
+    free = flat(engine().generate(requests(given, Sampling(max_tokens=40, ignore_eos=True), bernoulli(0.5))))[0]
+    tokens = free.tokens.tolist()
+    assert free.stop_reason == "length"
+    assert len(tokens) == 40
+
+    stop = tokens[10]
+    first = tokens.index(stop)
+    stopped = run(given, stop_token_ids=(stop,), ignore_eos=True)
+    assert stopped.stop_reason == "stop"
+    assert stopped.tokens.tolist() == tokens[: first + 1]  # the stop id is kept
+    assert stopped.author.tolist() == free.author.tolist()[: first + 1]
+    np.testing.assert_array_equal(stopped.behaviour_logprobs, free.behaviour_logprobs[: first + 1])
+
+
+def run(given: list[list[int]], **sampling: object) -> Completion:
+    settings = Sampling(**({"max_tokens": 40} | sampling))
+    return flat(engine().generate(requests(given, settings, bernoulli(0.5))))[0]
+
+
+def eos_first(model: PreTrainedModel) -> PreTrainedModel:
+    """A copy whose LM head prefers EOS by a wide margin."""
+    model = copy.deepcopy(model)
+    head = torch.nn.Linear(model.config.hidden_size, VOCABULARY, bias=True)
+    head.weight.data.copy_(model.lm_head.weight.data)
+    head.bias.data.zero_()
+    head.bias.data[IDS[EOS]] = 100.0
+    model.lm_head = head
+    return model
+
+
+def test_eos_ends_a_completion_unless_ignored():
+    senior, junior = pair("smaller junior")
+    both = TorchEngine(prepared(eos_first(senior)), prepared(junior), tokenizer())
+    strategy = chunk(3, first="junior")
+    given = prompts(1, seed=12, lengths=(4,))
+    ended, ignored = (
+        flat(both.generate(requests(given, Sampling(max_tokens=8, temperature=0.0, ignore_eos=ignore), strategy)))[0]
+        for ignore in (False, True)
+    )
+    assert ended.stop_reason == "eos"
+    assert len(ended.tokens) == 4
+    assert ended.tokens[3] == IDS[EOS]
+    assert ended.author.tolist() == [0, 0, 0, 1]
+    assert ignored.stop_reason == "length"
+    assert ignored.tokens[3:6].tolist() == [IDS[EOS]] * 3
+    as_stop = flat(
+        both.generate(
+            requests(
+                given, Sampling(max_tokens=8, temperature=0.0, ignore_eos=True, stop_token_ids=(IDS[EOS],)), strategy
+            )
+        )
+    )[0]
+    assert (as_stop.stop_reason, len(as_stop.tokens)) == ("stop", 4)
+
+
+def writing(words: list[str]) -> PreTrainedModel:
+    """A GPT-2 that writes the given tokens in turn: its position decides, its attention and layers do nothing."""
+    model = gpt2(context=64)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.zero_()
+        model.transformer.ln_f.weight.fill_(1.0)
+        head = torch.nn.Linear(16, VOCABULARY, bias=False)
+        head.weight.zero_()
+        codes = torch.linalg.qr(torch.randn(16, 16, generator=torch.Generator().manual_seed(0)))[0]
+        codes = codes - codes.mean(1, keepdim=True)  # what the final norm leaves alone
+        for position in range(16):
+            model.transformer.wpe.weight[position] = codes[position]
+        for i, word in enumerate(words):
+            head.weight[IDS[word]] += 20 * codes[i]  # the prompt is one token, at position 0
+    model.lm_head = head
+    return model
+
+
+SPOKEN = ["Ġa", "b", "Ġ", "Ã", "©", "c", "ĊĊ", "d", "e", "f", "Ġg", "!"]
+
+
+@pytest.mark.parametrize(
+    ("stop", "count"),
+    [
+        (("b",), 2),  # inside one token
+        ((" a",), 1),
+        (("ab",), 2),  # spans two tokens
+        (("b é",), 5),  # a character of two tokens completes it
+        (("é",), 5),
+        (("\n",), 7),  # part of a token
+        (("c\n\nde",), 9),
+        (("xyz", "f g", "ef"), 10),  # whichever comes first
+        ((" ab éc\n\ndef g",), 11),
+        (("zz",), 12),
+    ],
+)
+def test_stop_strings_are_kept_and_may_span_tokens(stop, count):
+    speaker = writing(SPOKEN)
+    both = TorchEngine(prepared(speaker), prepared(speaker), tokenizer())
+    sampling = Sampling(max_tokens=12, temperature=0.0, stop=stop)
+    completion = flat(both.generate(requests([[2]], sampling, alternating())))[0]
+    assert completion.tokens.tolist() == [IDS[word] for word in SPOKEN[:count]]
+    assert completion.stop_reason == ("stop" if count < 12 else "length")
+    assert text(completion.tokens) == tokenizer().decode([IDS[word] for word in SPOKEN[:count]])
+    check_completion(completion)
+
+
+def test_a_blank_line_hands_over_to_the_other_model():
+    both = TorchEngine(
+        prepared(writing(SPOKEN)), prepared(writing([*SPOKEN[:7], "x", "y", "z", "x", "y"])), tokenizer()
+    )
+    strategy = sentence("senior", boundaries.step_tables(tokenizer()))
+    completion = flat(both.generate(requests([[2]], Sampling(max_tokens=12, temperature=0.0), strategy)))[0]
+    assert text(completion.tokens) == " ab éc\n\nxyzxy"
+    assert completion.author.tolist() == [1] * 7 + [0] * 5
+
+
+def test_a_stop_string_of_one_request_does_not_stop_another():
+    speaker = writing(SPOKEN)
+    both = TorchEngine(prepared(speaker), None, tokenizer())
+    batch = [
+        Request((2,), (0,), Sampling(max_tokens=12, temperature=0.0, stop=("é",)), solo("senior")),
+        Request((2,), (1,), Sampling(max_tokens=12, temperature=0.0), solo("senior")),
+        Request((2,), (2,), Sampling(max_tokens=12, temperature=0.0, stop_token_ids=(IDS["b"],)), solo("senior")),
+    ]
+    assert [len(c.tokens) for c in flat(both.generate(batch))] == [5, 12, 2]
+
+
+def test_the_prompt_does_not_complete_a_stop_string():
+    speaker = writing(SPOKEN)
+    both = TorchEngine(prepared(speaker), None, tokenizer())
+    request = Request((IDS["x"],), (0,), Sampling(max_tokens=3, temperature=0.0, stop=("x a",)), solo("senior"))
+    assert both.generate([request])[0][0].stop_reason == "length"
+
+
+def test_progress_counts_every_token_once():
+    told: list[int] = []
+    completions = flat(engine(max_rows=7).generate(reproduction(), progress=told.append))
+    assert sum(told) == sum(len(c.tokens) for c in completions)
+    assert min(told) >= 0
+
+
+def test_nothing_to_write():
+    assert engine().generate([]) == []
+    assert engine().generate([Request((2, 3), (), Sampling(), bernoulli(0.5))]) == [[]]
+
+
+def test_policy_version_is_stamped_on_completions():
+    senior, junior = pair("smaller junior")
+    both = TorchEngine(prepared(senior), prepared(junior), tokenizer(), policy_version=3)
+    batch = requests(prompts(1), Sampling(max_tokens=2), bernoulli(0.5))
+    assert flat(both.generate(batch))[0].policy_version == 3
+    both.load_weights(senior.named_parameters(), 4)
+    assert flat(both.generate(batch))[0].policy_version == 4
+
+
+# ------------------------------------------------------------------------------------------------------------- aborting
+
+LONG = Sampling(max_tokens=200, ignore_eos=True)
+
+
+def abort_after(running: TorchEngine, batch: list[Request], steps: int, keys: list[int] | None) -> list[Completion]:
+    """Abort from another thread once ``steps`` tokens per row were written, and wait until that thread is done."""
+    count = 0
+
+    def progress(_: int) -> None:
+        nonlocal count
+        count += 1
+        if count == steps:
+            thread = threading.Thread(target=running.abort, args=(keys,))
+            thread.start()
+            thread.join()
+
+    return flat(running.generate(batch, progress=progress))
+
+
+def test_abort_of_everything_ends_running_and_waiting_rows():
+    batch = requests(prompts(10), LONG, bernoulli(0.5), samples=2)
+    strategy = batch[0].strategy
+    completions = abort_after(engine(max_rows=6), batch, 5, None)
+    assert [c.stop_reason for c in completions] == ["abort"] * 20
+    assert [len(c.tokens) for c in completions] == [5] * 6 + [0] * 14
+    assert_sound(completions, strategy)
+
+
+def test_abort_of_some_keys_leaves_the_others_alone():
+    strategy = bernoulli(0.5)
+    batch = requests(prompts(6), sampling_of(LONG, max_tokens=30), strategy, samples=2)
+    aborted = [batch[0].keys[1], batch[5].keys[0], 123456789]
+    whole = flat(engine().generate(batch))
+    for max_rows in (256, 4):  # the last one waits when it is aborted
+        completions = abort_after(engine(max_rows=max_rows), batch, 5, aborted)
+        assert_sound(completions, strategy)
+        for completion, before in zip(completions, whole, strict=True):
+            if completion.key in aborted:
+                assert completion.stop_reason == "abort"
+                assert len(completion.tokens) <= 5
+                assert completion.tokens.tolist() == before.tokens.tolist()[: len(completion.tokens)]
+            else:
+                assert completion.stop_reason == "length"
+                assert completion.tokens.tolist() == before.tokens.tolist()
+
+
+def test_abort_from_a_thread_takes_effect_at_once():
+    running = engine()
+    started, out = threading.Event(), []
+    batch = requests(prompts(4), LONG, bernoulli(0.5))
+    thread = threading.Thread(target=lambda: out.extend(running.generate(batch, progress=lambda _: started.set())))
+    thread.start()
+    assert started.wait(30)
+    begin = time.perf_counter()
+    running.abort([batch[1].keys[0]])
+    running.abort()
+    running.abort([batch[0].keys[0]])
+    thread.join(30)
+    assert not thread.is_alive()
+    assert time.perf_counter() - begin < 5
+    assert all(c.stop_reason == "abort" and len(c.tokens) < 200 for c in flat(out))
+
+
+def test_an_abort_does_not_outlive_its_call():
+    running = engine()
+    batch = requests(prompts(2), Sampling(max_tokens=5, ignore_eos=True), bernoulli(0.5))
+    abort_after(running, batch, 2, None)
+    assert [c.stop_reason for c in flat(running.generate(batch))] == ["length"] * 2
+
+
+# ------------------------------------------------------------------------------------------------------------- refusals
+
+
+def refused(match: str, running: TorchEngine | None = None, **changes: object) -> None:
+    good = dict(prompt=(2, 3), keys=(1,), sampling=Sampling(max_tokens=4), strategy=bernoulli(0.5))
+    fine = Request(**good)
+    with pytest.raises(EngineError, match=match):
+        (running or engine()).generate([fine, Request(**(good | changes))])
+
+
+def test_requests_that_cannot_be_served_are_refused():
+    refused("request 1: empty prompt", prompt=())
+    refused("request 1: 250 prompt tokens and max_tokens 7 exceed the context of 256", prompt=(2,) * 250,
+            sampling=Sampling(max_tokens=7))  # fmt: skip
+    refused(f"request 1: a prompt token is outside the vocabulary of {VOCABULARY}", prompt=(2, VOCABULARY))
+    refused("request 1: a prompt token is outside the vocabulary", prompt=(2, -1))
+    refused(rf"stop_token_ids \[{VOCABULARY}, -1\] are outside the vocabulary",
+            sampling=Sampling(stop_token_ids=(3, VOCABULARY, -1)))  # fmt: skip
+
+
+def test_a_request_may_fill_the_context_exactly():
+    sampling = Sampling(max_tokens=6, ignore_eos=True)
+    completion = flat(engine().generate(requests([[2] * 250], sampling, alternating())))[0]
+    assert len(completion.tokens) == 6
+
+
+def test_the_context_is_that_of_the_shorter_model():
+    both = TorchEngine(prepared(qwen3(context=256)), prepared(gpt2(context=32)), tokenizer())
+    refused("exceed the context of 32", both, prompt=(2,) * 30)
+
+
+def test_a_junior_is_needed_only_where_it_writes():
+    alone = TorchEngine(prepared(pair("smaller junior")[0]), None, tokenizer())
+    one = requests([[2, 3]], GREEDY, solo("senior"))
+    assert [c.tokens.tolist() for c in flat(alone.generate(one))] == [
+        c.tokens.tolist() for c in flat(engine().generate(one))
+    ]
+    with pytest.raises(EngineError, match="request 0: its strategy needs a junior"):
+        alone.generate(requests([[2, 3]], GREEDY, bernoulli(1.0)))
+    with pytest.raises(EngineError, match="request 0: its strategy needs a junior"):
+        alone.generate(requests([[2, 3]], GREEDY, solo("junior")))
+    with pytest.raises(EngineError, match="no junior"):
+        alone.fingerprint("junior")
+
+
+@pytest.mark.parametrize("count", [1, 6])
+def test_a_strategy_that_breaks_its_promise_is_refused(count):
+    """``writers`` lets the engine leave a model out, so the author must never be the model that was left out."""
+    liar = solo("junior")._replace(writers="senior")
+    batch = requests(prompts(count), Sampling(max_tokens=3, ignore_eos=True), liar)
+    batch += requests(prompts(count - 1), Sampling(max_tokens=3, ignore_eos=True), solo("senior"))
+    with pytest.raises(EngineError, match=r"Strategy\.writers"):
+        engine().generate(batch)
+
+
+def test_a_model_smaller_than_the_vocabulary_is_refused():
+    with pytest.raises(EngineError, match=f"a model has {VOCABULARY - 2} logits for the tokenizer's {VOCABULARY}"):
+        TorchEngine(prepared(qwen3()), prepared(qwen3(vocabulary=VOCABULARY - 2)), tokenizer())
+
+
+def test_weights_that_do_not_fit_are_refused():
+    running = engine()
+    before = running.fingerprint()
+    weights = dict(running.senior.named_parameters())
+    name = "model.layers.0.mlp.up_proj.weight"
+    with pytest.raises(EngineError, match=f"1 names differ, e.g. {name}"):
+        running.load_weights(((n, w) for n, w in weights.items() if n != name), 1)
+    with pytest.raises(EngineError, match=r"1 names differ, e\.g\. extra"):
+        running.load_weights([*weights.items(), ("extra", torch.zeros(1))], 1)
+    with pytest.raises(EngineError, match=rf"weight {name}: shape \(3,\), expected \(48, 32\)"):
+        running.load_weights((weights | {name: torch.zeros(3)}).items(), 1)
+    assert running.fingerprint() == before
+    assert running.policy_version == 0
+
+
+def test_a_refused_load_changes_nothing():
+    """Not even the tensors that come before the wrong one."""
+    running = engine()
+    before = running.fingerprint()
+    wrong = {name: torch.zeros_like(w) for name, w in running.senior.named_parameters()}
+    wrong["model.norm.weight"] = torch.zeros(3)
+    with pytest.raises(EngineError, match=r"weight model.norm.weight: shape \(3,\)"):
+        running.load_weights(wrong.items(), 1)
+    assert running.fingerprint() == before
+
+
+def test_info_names_what_decodes():
+    info = engine().info
+    assert (info.name, info.dtype, info.device) == ("torch", "float32", "cpu")
+
+
+def test_bfloat16_models_decode():
+    senior, junior = pair("Llama junior")
+    low = copy.deepcopy(senior).to(torch.bfloat16)
+    both = TorchEngine(prepared(low), prepared(junior), tokenizer())
+    assert both.info.dtype == "bfloat16"
+    strategy = alternating()
+    completions = flat(both.generate(requests(prompts(4), Sampling(max_tokens=10), strategy)))
+    assert_sound(completions, strategy)
+    rounded = low.to(torch.float32)
+    for prompt, completion in zip(prompts(4), completions, strict=True):
+        logits = author_logits(rounded, junior, prompt, completion)
+        for i, token in enumerate(completion.tokens):
+            p = reference_distribution(logits[i], Sampling(), [], [])
+            assert np.log(p[token]) == pytest.approx(completion.behaviour_logprobs[i], abs=0.3)
+
+
+def test_authors_are_those_of_a_replay():
+    strategy = strategies()["word"]
+    completions = flat(engine().generate(requests(prompts(5), Sampling(max_tokens=25), strategy, samples=3)))
+    for completion in completions:
+        tokens = torch.from_numpy(completion.tokens)[None]
+        told = replay(strategy, torch.tensor([completion.key]), tokens, torch.tensor([tokens.shape[1]]))
+        assert told.author[0].tolist() == completion.author.tolist()
