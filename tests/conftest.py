@@ -11,5 +11,5 @@ def tiny_pair(tmp_path_factory: pytest.TempPathFactory) -> Path:
     from tandemrl.tiny import build_tiny_pair
 
     out = tmp_path_factory.mktemp("pair") / "tiny"
-    build_tiny_pair(out, steps=150)
+    build_tiny_pair(out, steps=250)
     return out

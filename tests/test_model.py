@@ -27,7 +27,7 @@ from helpers import (
     with_head_bias,
 )
 from tandemrl import model as model_module
-from tandemrl.batching import pack_tokens, unpack
+from tandemrl.batching import pack, pack_tokens, unpack
 from tandemrl.model import (
     ModelError,
     PackedLayout,
@@ -42,7 +42,7 @@ from tandemrl.model import (
 )
 from tandemrl.rollout.engine import Sampling
 from tandemrl.rollout.sampling import Truncation
-from tandemrl.types import Batch
+from tandemrl.types import Batch, Rollout
 
 MODELS: dict[str, Callable[[], PreTrainedModel]] = {
     "qwen3 tied": lambda: qwen3(),
@@ -174,12 +174,67 @@ def test_float64_models_agree_to_float32():
     assert_equal_gradients(gradients(packed, (w * logprobs).sum()), theirs, tolerance=2e-6)
 
 
+def spans(lengths: list[int]) -> list[np.ndarray]:
+    """Sequences end to end."""
+    return np.split(np.arange(sum(lengths)), np.cumsum(lengths)[:-1])
+
+
 def test_layout_pads_short_sequences_apart_from_long_ones():
-    layout = PackedLayout([1, 5, 2, 17, 9, 17])
-    assert [(bucket.rows, bucket.width) for bucket in layout.buckets] == [(3, 17), (1, 5), (1, 2), (1, 1)]
+    layout = PackedLayout(spans([1, 5, 2, 17, 9, 17]))
+    shapes = [(len(bucket.gather) // bucket.width, bucket.width) for bucket in layout.buckets]
+    assert shapes == [(3, 17), (1, 5), (1, 2), (1, 1)]
     covered = torch.cat([bucket.tokens for bucket in layout.buckets])
     assert torch.equal(covered.sort().values, torch.arange(51))
     assert layout.max_length == 17
+
+
+def with_contexts(given: list[list[int]], contexts: list[int]) -> Batch:
+    """The sequences packed, with so many leading tokens of each as context; two later ones too, as a tool's reply."""
+    rollouts = []
+    for tokens, context in zip(given, contexts, strict=True):
+        author = np.ones(len(tokens), np.int8)
+        author[:context] = -1
+        author[context + 3 : context + 5] = -1
+        author[context + 1 : context + 2] = 0
+        rollouts.append(Rollout("", 0, 0, 0, np.array(tokens), author, np.zeros(len(tokens)), 0.0))
+    return pack(rollouts, torch.zeros(len(given)))
+
+
+def shared_prompts() -> tuple[list[list[int]], list[int]]:
+    """Groups of one prompt, of different lengths; prompts that begin alike; no prompt at all; equal sequences."""
+    a, b, *rest = sequences([8, 8, 5, 30, 1, 6, 12, 2, 7, 4, 9])
+    short = a[:5]  # another prompt, though the longer one begins with it
+    given = [
+        *(a + end for end in rest[:4]),
+        *(b + end for end in rest[4:6]),
+        *(short + end for end in (rest[0], a[5:] + rest[1])),
+        rest[6],
+        rest[7],
+        a + rest[0],
+        a,
+        b,
+    ]
+    return given, [8] * 4 + [8] * 2 + [5] * 2 + [0] * 2 + [8] * 3
+
+
+@pytest.mark.parametrize("name", ["qwen3 tied", "llama with a head bias", "gpt2"])
+def test_prompts_of_a_group_are_computed_once_and_change_nothing(name):
+    reference = MODELS[name]()
+    packed = prepared(reference)
+    given, contexts = shared_prompts()
+    batch = with_contexts(given, contexts)
+    computed: list[int] = []
+    hook = packed.get_input_embeddings().register_forward_hook(lambda _, ids, __: computed.append(ids[0].numel()))
+    logprobs, entropy = token_logprobs(packed, batch, select=everything(batch), temperature=1.2)
+    hook.remove()
+    total = sum(map(len, given))
+    assert computed == [total - 5 * 8 - 8 - 8 - 5]  # five repeats of a, two of b, one of its beginning
+    wanted, wanted_entropy = dense(reference, given, 1.2)
+    torch.testing.assert_close(logprobs, wanted, rtol=0, atol=5e-5)
+    torch.testing.assert_close(entropy, wanted_entropy, rtol=0, atol=5e-5)
+    w = weights_for(total)
+    theirs = gradients(reference, (w * wanted + w.flip(0) * wanted_entropy).sum())
+    assert_equal_gradients(gradients(packed, (w * logprobs + w.flip(0) * entropy).sum()), theirs)
 
 
 # -------------------------------------------------------------------------------------------- selection, chunks, memory
@@ -524,5 +579,5 @@ def test_eos_ids_are_those_of_model_and_tokenizer():
 def test_hidden_states_of_rows_and_of_packed_tokens_have_their_shapes():
     packed = prepared(qwen3())
     tokens = torch.arange(12)
-    flat = hidden_states(packed, tokens, torch.arange(12) % 6, PackedLayout([6, 6]))
+    flat = hidden_states(packed, tokens, torch.arange(12) % 6, PackedLayout(spans([6, 6])))
     assert flat.shape == (12, 32)

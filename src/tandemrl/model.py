@@ -124,8 +124,9 @@ class PackedLayout:
             tokens, first = np.unique(gather.reshape(-1)[slots], return_index=True)
             new = ~done[tokens]
             done[tokens] = True
-            indices = (torch.from_numpy(x).to(device) for x in (gather.reshape(-1), tokens[new], slots[first[new]]))
-            self.buckets.append(Bucket(*indices, width))
+            indices = (gather.reshape(-1), tokens[new], slots[first[new]])
+            g, t, s = (torch.from_numpy(x).to(device) for x in indices)
+            self.buckets.append(Bucket(gather=g, tokens=t, slots=s, width=width))
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
         q, k, v = (rearrange(x, "1 h t d -> t h d") for x in (query, key, value))

@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-import numpy as np
 import torch
 import torch.nn.functional as F
 import transformers
@@ -107,22 +106,23 @@ class TorchEngine:
             self._check(i, request)
         with self._abort_lock:
             self._aborted = set()
-        waiting = [_Row(request, key) for request in requests for key in request.keys]
-        rows = list(waiting)
-        batch = _Batch(self, requests)
+        rows = [_Row(request, key, limit=request.sampling.max_tokens) for request in requests for key in request.keys]
+        for number, row in enumerate(rows):
+            row.number = number
+        waiting = list(rows)
+        batch = _Batch(self, requests, len(rows))
         while waiting or batch.rows:
             free = self.max_rows - len(batch.rows)
             if waiting and (not batch.rows or 8 * free >= self.max_rows):
                 batch.admit(waiting[:free])
                 del waiting[:free]
-            writing = batch.unfinished
-            batch.step()
+            written = batch.step()
             if progress is not None:
-                progress(writing)
+                progress(written)
             if (aborted := self._aborted) != set():
                 waiting = batch.end(aborted, waiting)
             batch.retire()
-        completions = iter([row.completion(self.policy_version) for row in rows])
+        completions = iter([batch.completion(row) for row in rows])
         return [[next(completions) for _ in request.keys] for request in requests]
 
     def _check(self, index: int, request: Request) -> None:
@@ -145,39 +145,24 @@ def _context(model: PreTrainedModel) -> int:
 
 @dataclass(slots=True, eq=False)
 class _Row:
-    """One completion on its way."""
+    """One completion on its way; ``number`` is its row of the output arrays."""
 
     request: Request
     key: int
-    tokens: Any = ()
-    author: Any = ()
-    logprobs: Any = ()
+    limit: int
+    number: int = 0
     written: int = 0
     stop_reason: StopReason | None = None
-
-    def __post_init__(self) -> None:
-        limit = self.request.sampling.max_tokens
-        self.tokens, self.author = np.empty(limit, np.int64), np.empty(limit, np.int8)
-        self.logprobs = np.empty(limit, np.float32)
-
-    def completion(self, version: int) -> Completion:
-        n = self.written
-        assert self.stop_reason is not None
-        return Completion(
-            self.key, self.tokens[:n], self.author[:n], self.logprobs[:n], self.stop_reason, policy_version=version
-        )
 
 
 class _Batch:
     """The rows being decoded. ``rows[i]`` owns entry i of every tensor and row i of every KV cache."""
 
-    def __init__(self, engine: TorchEngine, requests: Sequence[Request]) -> None:
+    def __init__(self, engine: TorchEngine, requests: Sequence[Request], total: int) -> None:
         self.engine = engine
         self.rows: list[_Row] = []
-        self.writers = {
-            who for r in requests for who in {"both": (0, 1), "senior": (1,), "junior": (0,)}[r.strategy.writers]
-        }
-        self.caches = {who: _KVCache() for who in self.writers}
+        writers = {who for request in requests for who in _WRITERS[request.strategy.writers]}
+        self.caches = {who: _KVCache() for who in sorted(writers)}
         self.selection = _Selection()
         samplings = [r.sampling for r in requests]
         self.penalised = any(s.penalised for s in samplings)
@@ -187,7 +172,15 @@ class _Batch:
         self.stop_strings = any(s.stop for s in samplings)
         self.stops = _StopTable(engine, requests)
         self.device = engine.senior.get_output_embeddings().weight.device
+        # What has been written, one row per completion of the call. The last column takes what finished rows sample.
+        width = 1 + max((s.max_tokens for s in samplings), default=0)
+        self.tokens = torch.empty(total, width, dtype=torch.int64)
+        self.authors = torch.empty(total, width, dtype=torch.int8)
+        self.logprobs = torch.empty(total, width, dtype=torch.float32)
         # Host side, one entry per row.
+        self.number = torch.empty(0, dtype=torch.int64)
+        self.limit = torch.empty(0, dtype=torch.int64)
+        self.live = torch.empty(0, dtype=torch.bool)
         self.last = torch.empty(0, dtype=torch.int64)
         self.position = torch.empty(0, dtype=torch.int64)
         self.stream = torch.empty(0, dtype=torch.int64)
@@ -199,9 +192,12 @@ class _Batch:
         self.in_prompt = torch.empty(0, engine.vocabulary, dtype=torch.bool, device=self.device)
         self.counts = torch.empty(0, engine.vocabulary, dtype=torch.int64, device=self.device)
 
-    @property
-    def unfinished(self) -> int:
-        return sum(row.stop_reason is None for row in self.rows)
+    def completion(self, row: _Row) -> Completion:
+        assert row.stop_reason is not None
+        tokens, authors, logprobs = (
+            x[row.number, : row.written].numpy().copy() for x in (self.tokens, self.authors, self.logprobs)
+        )
+        return Completion(row.key, tokens, authors, logprobs, row.stop_reason, self.engine.policy_version)
 
     # ------------------------------------------------------------------------------------------------- coming and going
 
@@ -220,6 +216,9 @@ class _Batch:
         self.position = torch.cat([self.position, length - 1])
         self.stream = torch.cat([self.stream, stream(keys, SAMPLING)])
         self.written = torch.cat([self.written, torch.zeros_like(keys)])
+        self.number = torch.cat([self.number, torch.tensor([row.number for row in new])])
+        self.limit = torch.cat([self.limit, torch.tensor([row.limit for row in new])])
+        self.live = torch.cat([self.live, torch.ones_like(keys, dtype=torch.bool)])
         self.author = torch.cat([self.author, author])
         self.stop_row = torch.cat([self.stop_row, torch.tensor([self.stops.row(r) for r in requests])[source]])
         values = [
@@ -239,16 +238,15 @@ class _Batch:
 
     def retire(self) -> None:
         """Drop finished rows once they make up an eighth of the batch, so that caches are copied rarely."""
-        keep = [i for i, row in enumerate(self.rows) if row.stop_reason is None]
-        finished = len(self.rows) - len(keep)
-        if finished == 0 or (keep and 8 * finished < len(self.rows)):
+        index = self.live.nonzero().squeeze(1)
+        finished = len(self.rows) - len(index)
+        if finished == 0 or (len(index) and 8 * finished < len(self.rows)):
             return
-        self.rows = [self.rows[i] for i in keep]
-        index = torch.tensor(keep, dtype=torch.int64)
+        self.rows = [self.rows[i] for i in index.tolist()]
         for cache in self.caches.values():
             cache.keep(index)
         self.selection.keep(index)
-        for name in ("last", "position", "stream", "written", "author", "stop_row"):
+        for name in ("last", "position", "stream", "written", "author", "stop_row", "number", "limit", "live"):
             setattr(self, name, getattr(self, name)[index])
         on_device = index.to(self.device)
         self.parameters = self.parameters[on_device]
@@ -257,58 +255,70 @@ class _Batch:
 
     def end(self, aborted: set[int] | None, waiting: list[_Row]) -> list[_Row]:
         """Mark the aborted rows finished; returns the rows that still wait."""
-        for row in [*self.rows, *waiting]:
+        for i, row in enumerate([*self.rows, *waiting]):
             if row.stop_reason is None and (aborted is None or row.key in aborted):
                 row.stop_reason = "abort"
+                if i < len(self.rows):
+                    row.written, self.live[i] = int(self.written[i]), False
         return [row for row in waiting if row.stop_reason is None]
 
     # -------------------------------------------------------------------------------------------------------- one token
 
-    def step(self) -> None:
-        """Every unfinished row gets one token from its author."""
+    def step(self) -> int:
+        """Every live row gets one token from its author; returns how many rows that were."""
         logits = self._author_logits()
         uniform = uniforms(self.stream, self.written).to(self.device)
         tokens, logprobs = self._sample(logits, uniform)
         if self.penalised:
             self.counts.scatter_add_(1, tokens[:, None], torch.ones_like(tokens[:, None]))
-        tokens, logprobs = tokens.cpu(), logprobs.cpu()
+        tokens = tokens.cpu()
+        self.tokens[self.number, self.written] = tokens
+        self.authors[self.number, self.written] = self.author.to(torch.int8)
+        self.logprobs[self.number, self.written] = logprobs.cpu()
 
-        stop, eos = self.stops.lookup(self.stop_row, tokens)
-        step = zip(self.rows, tokens.tolist(), self.author.tolist(), logprobs.tolist(), stop, eos, strict=True)
-        for row, token, author, logprob, is_stop, is_eos in step:
-            if row.stop_reason is not None:
-                continue
-            row.tokens[row.written], row.author[row.written], row.logprobs[row.written] = token, author, logprob
-            row.written += 1
-            if is_stop:
-                row.stop_reason = "eos" if is_eos else "stop"
-            elif self.stop_strings and self._hits_stop_string(row):
-                row.stop_reason = "stop"
-            elif row.written == len(row.tokens):
-                row.stop_reason = "length"
+        live = int(self.live.sum())
+        # A finished row stands still until it is retired: it must not outgrow its model's context or its output row.
+        self.position, self.written = self.position + self.live, self.written + self.live
+        self._finish(tokens)
         self.author = self.selection.step(tokens)
         self.last = tokens
-        # A finished row stands still until it is retired: it must not outgrow its model's context.
-        self.position = self.position + torch.tensor([row.stop_reason is None for row in self.rows])
-        self.written = self.written + 1
+        return live
+
+    def _finish(self, tokens: Int64[Tensor, " b"]) -> None:
+        """End the rows whose last token is a stop or EOS token, completes a stop string, or is the last allowed."""
+        stop = self.stops.stop[self.stop_row, tokens]
+        ended = (stop | (self.written == self.limit)) & self.live
+        if self.stop_strings:
+            hits = [row.stop_reason is None and self._hits_stop_string(i) for i, row in enumerate(self.rows)]
+            stop = stop | torch.tensor(hits)
+            ended = ended | (stop & self.live)
+        if not bool(ended.any()):
+            return
+        eos = self.stops.eos[self.stop_row, tokens]
+        for i in ended.nonzero().squeeze(1).tolist():
+            self.rows[i].stop_reason = "eos" if eos[i] else "stop" if stop[i] else "length"
+            self.rows[i].written = int(self.written[i])
+        self.live = self.live & ~ended
 
     def _author_logits(self) -> Float[Tensor, "b v"]:
         """Both models read the last token of every row; each row's logits are those of its author's model."""
-        vocabulary = self.engine.vocabulary
-        if not set(self.author.tolist()) <= self.writers:
-            raise EngineError("a strategy let somebody write who it promised would not (Strategy.writers)")
-        logits = torch.empty(len(self.rows), vocabulary, device=self.device)  # every row has an author, who fills it
+        vocabulary, width = self.engine.vocabulary, int(self.position.max()) + 1
+        logits = torch.empty(0)
         for who, cache in self.caches.items():
             model = self.engine.models[who]
             head = model.get_output_embeddings()
             device = head.weight.device
             position = self.position.to(device)
-            layout = _DecodeLayout(cache, position, int(self.position.max()) + 1, head.weight.dtype)
+            layout = _DecodeLayout(cache, position, width, head.weight.dtype)
             hidden = hidden_states(model, self.last[:, None].to(device), position[:, None], layout)[:, 0]
-            mine = self.author if who == 1 else ~self.author
+            mine = self.author == bool(who)
             if bool(mine.all()):
                 logits = head(hidden)[:, :vocabulary].float().to(self.device)
+            elif len(self.caches) == 1:
+                raise EngineError("a strategy let somebody write who it promised would not (Strategy.writers)")
             elif bool(mine.any()):
+                if logits.shape[0] == 0:
+                    logits = torch.empty(len(self.rows), vocabulary, device=self.device)
                 index = mine.nonzero().squeeze(1)
                 logits[index.to(self.device)] = head(hidden[index.to(device)])[:, :vocabulary].float().to(self.device)
         return logits
@@ -336,13 +346,14 @@ class _Batch:
             logprobs = torch.where(deterministic, 0.0, logprobs)
         return tokens, logprobs
 
-    def _hits_stop_string(self, row: _Row) -> bool:
-        stops = row.request.sampling.stop
+    def _hits_stop_string(self, i: int) -> bool:
+        stops = self.rows[i].request.sampling.stop
         if not stops:
             return False
         # A character is at most four byte tokens, and the last token completes the stop string.
-        tail = row.tokens[max(0, row.written - 4 * max(map(len, stops)) - 4) : row.written]
-        text = self.engine.tokenizer.decode(tail, skip_special_tokens=False)
+        written = int(self.written[i])
+        tail = self.tokens[self.number[i], max(0, written - 4 * max(map(len, stops)) - 4) : written]
+        text = self.engine.tokenizer.decode(tail.tolist(), skip_special_tokens=False)
         return any(stop in text for stop in stops)
 
 
@@ -363,9 +374,6 @@ class _StopTable:
 
     def row(self, request: Request) -> int:
         return self.index[(request.sampling.ignore_eos, request.sampling.stop_token_ids)]
-
-    def lookup(self, rows: Tensor, tokens: Tensor) -> tuple[list[bool], list[bool]]:
-        return self.stop[rows, tokens].tolist(), self.eos[rows, tokens].tolist()
 
 
 class _Selection:
