@@ -4,8 +4,9 @@
 
 Prints one JSON line. A step is what `tandemrl.train` does between two steps, without evaluation and checkpoints:
 `generate` (rollouts, authors verified by replay), `reward`, `update` (pack, advantages, forward, backward, optimiser),
-`sync` (weights to the engine, verified by checksum), `log` (metrics and samples to disk). Both sides: float32 AdamW,
-every completion has exactly --max-tokens tokens, one optimiser step on all completions, token-mean loss.
+`sync` (weights to the engine, verified by checksum). Metrics and samples go to disk after the step, as the peer's do;
+`log_s` says how long that takes. Both sides: AdamW, one optimiser step on all completions, token-mean loss, and every
+completion has exactly --max-tokens tokens, unless --allow-eos lets them stop where they end.
 
 With --against SCRIPT the peer, solo and tandem are run in turn, in processes of their own, so that the load of the
 machine falls on all three alike; prints the medians and ratios, and writes every line to --out. CPU seconds stand
@@ -40,7 +41,7 @@ from tandemrl.tracking import Tracker
 from tandemrl.train import Clock, describe, rollout
 from tandemrl.update import update
 
-PHASES = ("generate", "reward", "update", "sync", "log")
+PHASES = ("generate", "reward", "update", "sync")
 
 
 def main() -> None:
@@ -63,6 +64,7 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--lr", type=float, default=1e-6)
     p.add_argument("--dtype", default="float32", choices=["float32", "bfloat16"])
     p.add_argument("--prompts", type=int, default=64, help="distinct prompts")
+    p.add_argument("--allow-eos", action="store_true", help="completions end at EOS: the work then varies")
     p.add_argument("--threads", type=int, default=0, help="torch threads, 0 = leave")
     p.add_argument("--seed", type=int, default=0)
     p.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
@@ -93,7 +95,7 @@ def measure(model: Path, options: argparse.Namespace) -> dict[str, Any]:
 
     counted = steps[options.warmup :] or steps
     mean = {name: statistics.mean(step[name] for step in counted) for name in steps[0]}
-    generated = options.completions * options.max_tokens
+    generated = options.completions * mean["mean_len"]
     return about() | {
         "strategy": options.strategy,
         "model": "tiny" if options.model is None else options.model.name,
@@ -102,13 +104,16 @@ def measure(model: Path, options: argparse.Namespace) -> dict[str, Any]:
         "device": options.device,
         **{k: getattr(options, k) for k in ("group_size", "completions", "micro_batch", "max_tokens", "steps")},
         "warmup": options.warmup,
+        "allow_eos": options.allow_eos,
         "s_per_step": round(mean["step"], 4),
         "split_s": {phase: round(mean[phase], 4) for phase in PHASES},
+        "log_s": round(mean["log"], 4),
         "s_per_step_median": round(statistics.median(step["step"] for step in counted), 4),
         "s_per_step_all": [round(step["step"], 3) for step in steps],
         "cores_used": round(mean["cpu"], 2),
         "cores_others": round(mean["others"], 2),
         "gen_tokens_per_s": round(generated / mean["generate"], 1),
+        "mean_len": round(mean["mean_len"], 1),
         "update_tokens_per_s": round(generated / mean["update"], 1),
         "init_s": round(init_s, 2),
         "train_s": round(train_s, 2),
@@ -120,7 +125,7 @@ def measure(model: Path, options: argparse.Namespace) -> dict[str, Any]:
 
 
 def prepare(model: Path, options: argparse.Namespace, folder: str) -> Run:
-    """A run as `tandemrl train` builds it, but with plain prompts, a trivial reward, and completions of full length."""
+    """A run as `tandemrl train` builds it, but with plain prompts, a trivial reward, and EOS as asked."""
     texts = prompt_texts(options.prompts)
     config = load(
         overrides=[
@@ -153,7 +158,7 @@ def prepare(model: Path, options: argparse.Namespace, folder: str) -> Run:
         prompts=prompts,
         sampler=Sampler(len(prompts), seed=options.seed),
         scorer=DigitScorer(config.reward),
-        sampling=replace(run.sampling, ignore_eos=True),
+        sampling=replace(run.sampling, ignore_eos=not options.allow_eos),
     )
 
 
@@ -175,18 +180,19 @@ def one_step(run: Run, step: int, tracker: Tracker) -> dict[str, float]:
         metrics = update(run, groups, step)
     with clock("sync"):
         sync_weights(run.policy, run.engine, version=step)
+    wall = time.perf_counter() - clock.start
+    used, busy = (after - before for after, before in zip(cpu_seconds(), (mine, machine), strict=True))
     with clock("log"):
         metrics |= describe(run, written, groups, step)
         tracker.samples(step, [r for group in groups for r in group.rollouts], run.tokenizer)
         tracker.step(step, metrics | clock.metrics(metrics["tokens/response"]))
-    wall = time.perf_counter() - clock.start
-    used, busy = (after - before for after, before in zip(cpu_seconds(), (mine, machine), strict=True))
-    if metrics["response/length"] != run.sampling.max_tokens:
+    if run.sampling.ignore_eos and metrics["response/length"] != run.sampling.max_tokens:
         raise RuntimeError(f"completions have {metrics['response/length']} tokens, wanted {run.sampling.max_tokens}")
     return clock.phases | {
         "step": wall,
         "cpu": used / wall,
         "others": max(0.0, busy - used) / wall,
+        "mean_len": metrics["response/length"],
         "reward_mean": metrics["reward/mean"],
         "mismatch": metrics["mismatch/mean_abs"],
         "senior_frac": metrics["tandem/senior_frac"],
@@ -201,6 +207,7 @@ def compare(model: Path, options: argparse.Namespace) -> dict[str, Any]:
     names = ("group_size", "completions", "micro_batch", "max_tokens", "steps", "warmup", "threads", "seed", "lr")
     flags = [f"--model={model}", f"--dtype={options.dtype}", f"--device={options.device}"]
     flags += [f"--{name.replace('_', '-')}={getattr(options, name)}" for name in names]
+    flags += ["--allow-eos"] if options.allow_eos else []
     commands = {
         "trl": [options.trl_python, str(options.against), *flags],
         "solo": [sys.executable, __file__, *flags, "--strategy=solo"],
@@ -219,6 +226,7 @@ def compare(model: Path, options: argparse.Namespace) -> dict[str, Any]:
     cpu = {who: [x["s_per_step"] * x["cores_used"] for x in lines if x["who"] == who] for who in commands}
     summary = {
         "benchmark": "step_time",
+        "allow_eos": options.allow_eos,
         "median_s_per_step": {who: round(statistics.median(values), 4) for who, values in wall.items()},
         "median_cpu_s_per_step": {who: round(statistics.median(values), 4) for who, values in cpu.items()},
         "ratios": ratios(wall, pairs),

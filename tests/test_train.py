@@ -332,3 +332,16 @@ def test_solo_needs_no_junior(tiny_pair: Path, tmp_path: Path) -> None:
     run = build(config(tiny_pair, tmp_path, "selection.strategy=solo", "model.junior=null"))
     assert run.junior is None
     assert run.schedule.strategy(1).writers == solo().writers == "senior"
+
+
+def test_a_junior_with_fewer_logits_than_the_senior(tiny_pair: Path, tmp_path: Path) -> None:
+    """Padded vocabularies differ in width; trainer and engine normalise over the same tokens all the same."""
+    senior = AutoModelForCausalLM.from_pretrained(tiny_pair / "senior")
+    senior.resize_token_embeddings(senior.config.vocab_size + 200, mean_resizing=False)
+    with torch.no_grad():
+        senior.get_input_embeddings().weight[-200:] = 1.0  # tied: the extra logits get real probability
+    senior.save_pretrained(tmp_path / "senior")
+    for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
+        (tmp_path / "senior" / name).write_bytes((tiny_pair / "senior" / name).read_bytes())
+    wide = config(tiny_pair, tmp_path / "run", f"model.senior={tmp_path}/senior", "train.steps=1", "train.eval_every=0")
+    assert metrics(train(wide, quiet=True))[0]["mismatch/mean_abs"] < 1e-5

@@ -305,6 +305,7 @@ def token_logprobs(
     select: Bool[Tensor, " t"],
     temperature: float = 1.0,
     truncation: Truncation | None = None,
+    vocabulary: int | None = None,
     autocast: torch.dtype | None = None,
 ) -> tuple[Float[Tensor, " t"], Float[Tensor, " t"]]:
     """Log-prob of every selected token given its prefix, and the entropy of the distribution it was drawn from.
@@ -312,6 +313,9 @@ def token_logprobs(
     The distribution is ``softmax(logits / temperature)``, restricted to the kept tokens when ``truncation`` is given
     (the token itself is always kept). Entries that are not selected are 0.0. Logits live in chunks only and are
     recomputed in backward: [t, v] is never materialised.
+
+    Args:
+        vocabulary: number of logits, where the model has more than the engine that sampled; None = all.
 
     Returns:
         logprobs and entropy, nats, float32; entry i describes token i.
@@ -326,7 +330,13 @@ def token_logprobs(
     head = model.get_output_embeddings()
     prefix = hidden.index_select(0, where_on[index - 1])  # the shift: the logits at i - 1 predict token i
     logprobs, entropy = _LinearLogprobs.apply(
-        prefix, head.weight, head.bias, batch.tokens.index_select(0, index), temperature, truncation, autocast
+        prefix,
+        head.weight[:vocabulary],
+        None if head.bias is None else head.bias[:vocabulary],
+        batch.tokens.index_select(0, index),
+        temperature,
+        truncation,
+        autocast,
     )
     empty = torch.zeros(batch.tokens.shape[0], dtype=torch.float32, device=device)
     return empty.index_copy(0, index, logprobs), empty.index_copy(0, index, entropy)

@@ -75,12 +75,14 @@ class Run:
     def logprobs(self, model: PreTrainedModel, batch: Batch, select: Tensor) -> tuple[Tensor, Tensor]:
         """Log-probs and entropy of the selected tokens under the sampling distribution of the rollouts."""
         s = self.sampling
+        heads = [m.get_output_embeddings().weight.shape[0] for m in (self.policy, self.junior) if m is not None]
         return token_logprobs(
             model,
             batch,
             select=select,
             temperature=s.temperature,
             truncation=Truncation(s.top_k, s.top_p, s.min_p) if s.truncated else None,
+            vocabulary=min(heads),
             autocast=torch.bfloat16 if self.config.model.dtype == "bfloat16" else None,
         )
 

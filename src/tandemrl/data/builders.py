@@ -46,7 +46,9 @@ def build_gsm8k(
                 "revision (--expect-rows 0 accepts it)"
             )
     train = splits["train"]
-    chosen = set(np.random.default_rng(0).permutation(len(train))[: min(GSM8K_HELDOUT, max(1, len(train) // 10))].tolist())
+    chosen = set(
+        np.random.default_rng(0).permutation(len(train))[: min(GSM8K_HELDOUT, max(1, len(train) // 10))].tolist()
+    )
     parts = {
         "train": [row for i, row in enumerate(train) if i not in chosen],
         "heldout": [row for i, row in enumerate(train) if i in chosen],
