@@ -21,7 +21,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -32,16 +32,15 @@ from _common import about, cpu_seconds, digit_fraction, prompt_texts, ratios, ti
 from tandemrl.config import load
 from tandemrl.data.rows import Prompt, Row
 from tandemrl.data.sampler import Sampler
-from tandemrl.rollout import collect
 from tandemrl.rollout.envs.math import Score
 from tandemrl.rollout.envs.scoring import Scorer
-from tandemrl.rollout.sync import sync_weights
 from tandemrl.run import Run, build
 from tandemrl.tracking import Tracker
-from tandemrl.train import Clock, describe, rollout
-from tandemrl.update import update
+from tandemrl.train import loop
+from tandemrl.types import Rollout
 
-PHASES = ("generate", "reward", "update", "sync")
+PHASES = {"generate": "rollout", "reward": "score", "update": "update", "sync": "sync"}
+"""Names of the phases here, as in the peer's result, and in the library's metrics."""
 
 
 def main() -> None:
@@ -88,11 +87,11 @@ def measure(model: Path, options: argparse.Namespace) -> dict[str, Any]:
         run = prepare(model, options, folder)
         init_s = time.perf_counter() - start
         start = time.perf_counter()
-        with Tracker(folder, run.config, quiet=True) as tracker, run.scorer:
-            sync_weights(run.policy, run.engine, version=0)
-            steps = [one_step(run, step, tracker) for step in range(1, options.steps + 1)]
+        with Stopwatch(folder, run.config, quiet=True) as tracker, run.scorer:
+            loop(run, 0, tracker)
         train_s = time.perf_counter() - start
 
+    steps = tracker.steps
     counted = steps[options.warmup :] or steps
     mean = {name: statistics.mean(step[name] for step in counted) for name in steps[0]}
     generated = options.completions * mean["mean_len"]
@@ -169,34 +168,38 @@ class DigitScorer(Scorer):
         return [Score(digit_fraction(text), {}, None) for _, text in items]
 
 
-def one_step(run: Run, step: int, tracker: Tracker) -> dict[str, float]:
-    """One step of `tandemrl.train.train`: seconds per phase and in all, cores used here and by others, and checks."""
-    (mine, machine), clock = cpu_seconds(), Clock()
-    with clock("generate"):
-        written = rollout(run, step, tracker)
-    with clock("reward"):
-        groups = collect.score(written, run.scorer, run.tokenizer)
-    with clock("update"):
-        metrics = update(run, groups, step)
-    with clock("sync"):
-        sync_weights(run.policy, run.engine, version=step)
-    wall = time.perf_counter() - clock.start
-    used, busy = (after - before for after, before in zip(cpu_seconds(), (mine, machine), strict=True))
-    with clock("log"):
-        metrics |= describe(run, written, groups, step)
-        tracker.samples(step, [r for group in groups for r in group.rollouts], run.tokenizer)
-        tracker.step(step, metrics | clock.metrics(metrics["tokens/response"]))
-    if run.sampling.ignore_eos and metrics["response/length"] != run.sampling.max_tokens:
-        raise RuntimeError(f"completions have {metrics['response/length']} tokens, wanted {run.sampling.max_tokens}")
-    return clock.phases | {
-        "step": wall,
-        "cpu": used / wall,
-        "others": max(0.0, busy - used) / wall,
-        "mean_len": metrics["response/length"],
-        "reward_mean": metrics["reward/mean"],
-        "mismatch": metrics["mismatch/mean_abs"],
-        "senior_frac": metrics["tandem/senior_frac"],
-    }
+class Stopwatch(Tracker):
+    """Times the steps of the library's own loop, each from the start of its rollouts to the first thing it records."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.steps: list[dict[str, float]] = []
+        self.begin = self.end = (0.0, 0.0, 0.0)
+
+    def rollout_progress(self, total_rows: int) -> Callable[[int], None]:
+        self.begin = (time.perf_counter(), *cpu_seconds())
+        return super().rollout_progress(total_rows)
+
+    def samples(self, step: int, rollouts: Sequence[Rollout], tokenizer: Any) -> None:
+        self.end = (time.perf_counter(), *cpu_seconds())
+        super().samples(step, rollouts, tokenizer)
+
+    def step(self, step: int, metrics: Mapping[str, float]) -> None:
+        super().step(step, metrics)
+        wall, used, busy = (end - begin for begin, end in zip(self.begin, self.end, strict=True))
+        self.steps.append(
+            {phase: metrics[f"time/{name}"] for phase, name in PHASES.items()}
+            | {
+                "step": wall,
+                "log": time.perf_counter() - self.end[0],
+                "cpu": used / wall,
+                "others": max(0.0, busy - used) / wall,
+                "mean_len": metrics["response/length"],
+                "reward_mean": metrics["reward/mean"],
+                "mismatch": metrics["mismatch/mean_abs"],
+                "senior_frac": metrics["tandem/senior_frac"],
+            }
+        )
 
 
 # ---------------------------------------------------------------------------------------------------------- comparison

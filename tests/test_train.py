@@ -16,12 +16,14 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from tandemrl.checkpoint import CheckpointError, latest
-from tandemrl.config import Config, ConfigError, load
+from tandemrl.batching import pack_tokens
+from tandemrl.checkpoint import CheckpointError, latest, lock
+from tandemrl.config import Config, ConfigError, load, to_yaml
 from tandemrl.losses import RECIPES
+from tandemrl.rollout.collect import write
 from tandemrl.rollout.engine import Completion, Draws, EngineError
 from tandemrl.rollout.torch_engine import TorchEngine
-from tandemrl.run import TrainError, build, check_draws, check_mismatch, learning_rate, schedule_of
+from tandemrl.run import TrainError, build, check_draws, check_mismatch, learning_rate, restore, schedule_of
 from tandemrl.selection import bernoulli, solo
 from tandemrl.train import train
 
@@ -155,7 +157,8 @@ def test_resume_refuses_another_config_and_never_refuses_a_used_folder(finished:
 
 @pytest.mark.parametrize("extra", [[f"loss.recipe={name}"] for name in RECIPES if name != "ppo"])
 def test_every_recipe_trains(extra: Sequence[str], tiny_pair: Path, tmp_path: Path) -> None:
-    out = train(config(tiny_pair, tmp_path, "train.eval_every=0", "train.mini_batch_prompts=2", *extra), quiet=True)
+    mini_batches = [] if "rloo" in extra[0] else ["train.mini_batch_prompts=2"]
+    out = train(config(tiny_pair, tmp_path, "train.eval_every=0", *mini_batches, *extra), quiet=True)
     trained = [line for line in metrics(out) if line["updates"] > 0]
     assert trained
     assert any(line["grad_norm"] > 0 for line in trained)
@@ -168,7 +171,7 @@ def test_every_recipe_trains(extra: Sequence[str], tiny_pair: Path, tmp_path: Pa
         ["selection.strategy=solo", "model.junior=null", "loss.kl_coef=0.05"],
         ["loss.kl_coef=0.05", "loss.kl_in_reward=true"],
         ["loss.junior_kl_coef=0.1", "loss.entropy_coef=0.01", "loss.junior_weight=0.5", "loss.normalise_by=response"],
-        ["loss.importance=token", "train.tokens_per_micro_batch=256"],
+        ["loss.importance=token", "train.tokens_per_micro_batch=192"],
         ["loss.importance=sequence", "loss.overlong_buffer=8", "train.schedule=cosine", "train.warmup_steps=2"],
         ["selection.strategy=word_aligned"],
         ["selection.strategy=sentence", "selection.first=junior"],
@@ -204,7 +207,7 @@ def test_micro_batches_do_not_change_the_update(tiny_pair: Path, tmp_path: Path)
     runs = [
         weights(train(config(tiny_pair, tmp_path / str(n), "train.steps=1", "train.eval_every=0",
                              f"train.tokens_per_micro_batch={n}", "train.weight_decay=0"), quiet=True), 1)
-        for n in (8192, 128)
+        for n in (8192, 192)
     ]  # fmt: skip
     base = load_file(tiny_pair / "senior" / "model.safetensors")
     for name in base:
@@ -345,3 +348,62 @@ def test_a_junior_with_fewer_logits_than_the_senior(tiny_pair: Path, tmp_path: P
         (tmp_path / "senior" / name).write_bytes((tiny_pair / "senior" / name).read_bytes())
     wide = config(tiny_pair, tmp_path / "run", f"model.senior={tmp_path}/senior", "train.steps=1", "train.eval_every=0")
     assert metrics(train(wide, quiet=True))[0]["mismatch/mean_abs"] < 1e-5
+
+
+def test_gradient_checkpointing_recomputes_the_layers(tiny_pair: Path, tmp_path: Path) -> None:
+    calls: list[bool] = []
+    run = build(config(tiny_pair, tmp_path, "model.gradient_checkpointing=true"))
+    run.policy.get_decoder().layers[0].input_layernorm.register_forward_hook(lambda *_: calls.append(True))
+    batch = pack_tokens([[5, 6, 7, 8]])
+    run.logprobs(run.policy, batch, batch.positions > 0)[0].sum().backward()
+    assert len(calls) == 2
+
+
+def test_bfloat16_reference_starts_at_exactly_no_divergence(tiny_pair: Path, tmp_path: Path) -> None:
+    out = train(
+        config(tiny_pair, tmp_path, "model.dtype=bfloat16", "loss.kl_coef=0.1", "train.steps=1", "train.eval_every=0"),
+        quiet=True,
+    )
+    assert metrics(out)[0]["ref_kl"] == 0.0
+
+
+def test_an_example_drawn_twice_in_a_step_is_not_copied(tiny_pair: Path, tmp_path: Path) -> None:
+    twice = config(tiny_pair, tmp_path, "data.train=synthetic:plain:train:3", "train.prompts_per_step=3",
+                   "train.eval_every=0", "train.steps=1")  # fmt: skip
+    run = build(twice)
+    prompts = [(0, run.prompts[0]), (0, run.prompts[0])]
+    written = write(run.engine, prompts, strategy=solo(), sampling=run.sampling, group_size=4, seed=0, step=1)
+    keys = [completion.key for group in written.completions for completion in group]
+    assert len(set(keys)) == 8
+
+
+def test_every_held_out_source_is_evaluated(tiny_pair: Path, tmp_path: Path) -> None:
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text("\n".join(json.dumps({"question": f"{i} plus 1?", "answer": f"#### {i + 1}"}) for i in range(9)))
+    run = build(config(tiny_pair, tmp_path, f"data.eval=[synthetic:plain:heldout:16,{rows}]"))
+    assert [prompt.row.data_source for prompt in run.heldout].count("openai/gsm8k") == 4
+    assert len(run.heldout) == 8
+
+
+def test_two_processes_cannot_write_one_folder(tiny_pair: Path, tmp_path: Path) -> None:
+    with lock(tmp_path), pytest.raises(CheckpointError, match="another process"):
+        train(config(tiny_pair, tmp_path), quiet=True)
+
+
+def test_a_run_without_checkpoint_is_not_overwritten_by_another(tiny_pair: Path, tmp_path: Path) -> None:
+    (tmp_path / "config.yaml").write_text(to_yaml(config(tiny_pair, tmp_path)))
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n')
+    with pytest.raises(CheckpointError, match=r"train\.lr"):
+        train(config(tiny_pair, tmp_path, "train.lr=1e-5"), quiet=True)
+    assert (tmp_path / "metrics.jsonl").read_text() == '{"step": 1}\n'
+
+
+def test_resume_refuses_another_recipe_and_other_frozen_weights(tiny_pair: Path, finished: Path) -> None:
+    same = config(tiny_pair, finished, "train.steps=6")
+    with pytest.raises(CheckpointError, match="another recipe"):
+        train(same, recipe=RECIPES["cispo"], quiet=True)
+    run = build(same)
+    with torch.no_grad():
+        run.junior.get_input_embeddings().weight[0, 0] += 1
+    with pytest.raises(CheckpointError, match="another junior"):
+        restore(run, "auto")

@@ -4,6 +4,7 @@ Every directory appears under its name only when all of it is on disk: it is wri
 name, synced, then renamed. What a killed process leaves behind is hidden; readers ignore it and ``recover`` tidies up.
 """
 
+import fcntl
 import json
 import os
 import platform
@@ -11,7 +12,8 @@ import random
 import re
 import shutil
 import subprocess
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -121,6 +123,23 @@ def save(output_dir: str | Path, step: int, state: Mapping[str, Any], config: Co
     for older in _steps(path.parent)[:-keep]:
         _drop(older)
     return path
+
+
+@contextmanager
+def lock(output_dir: str | Path) -> Iterator[None]:
+    """Hold a run's folder: a second process that writes there would tear its files.
+
+    Raises:
+        CheckpointError: another process holds it.
+    """
+    folder = Path(output_dir)
+    folder.mkdir(parents=True, exist_ok=True)
+    with open(folder / ".lock", "w") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            raise CheckpointError(f"{folder}: another process is training there; choose another output_dir") from None
+        yield
 
 
 def latest(output_dir: str | Path) -> Path | None:
@@ -254,15 +273,18 @@ def restore_rng(state: Mapping[str, Any]) -> None:
         torch.cuda.set_rng_state_all(state["cuda"])
 
 
-def export_hf(model: Any, tokenizer: Any, path: str | Path) -> Path:
-    """Write model and tokenizer as one HF folder, in one step."""
+def export_hf(model: Any, tokenizer: Any, path: str | Path, dtype: str | None = None) -> Path:
+    """Write model and tokenizer as one HF folder, in one step, the weights in ``dtype`` (None: as they are)."""
     from transformers.utils import logging
 
     def fill(folder: Path) -> None:
         bars = logging.is_progress_bar_enabled()
         logging.disable_progress_bar()  # they would break into the console of the run
         try:
-            model.save_pretrained(folder)
+            if dtype is None:
+                model.save_pretrained(folder)
+            else:
+                _save_in(model, folder, getattr(torch, dtype))
         finally:
             if bars:
                 logging.enable_progress_bar()
@@ -270,6 +292,16 @@ def export_hf(model: Any, tokenizer: Any, path: str | Path) -> Path:
 
     write_directory(Path(path), fill)
     return Path(path)
+
+
+def _save_in(model: Any, folder: Path, dtype: torch.dtype) -> None:
+    """Like ``save_pretrained``, but in another dtype than the model's own, which its config then names."""
+    own = model.config.dtype
+    model.config.dtype = dtype
+    try:
+        model.save_pretrained(folder, state_dict={name: value.to(dtype) for name, value in model.state_dict().items()})
+    finally:
+        model.config.dtype = own
 
 
 def versions() -> dict[str, str | bool | None]:

@@ -45,7 +45,6 @@ class DataConfig:
     """Rows whose templated prompt is longer are dropped and counted."""
     prompt_suffix: str = ""
     """Appended to the last user message of every row, in training and evaluation alike."""
-    max_eval_rows: int | None = None
 
 
 @dataclass(frozen=True)
@@ -84,8 +83,9 @@ class LossConfig:
     """Loss weight of junior-written tokens: 0 = tandem GRPO, 1 = plain GRPO on every token."""
     clip_low: float | None = None
     clip_high: float | None = None
-    """PPO clip range; null = the recipe's own."""
+    """PPO clip range. Here and below, null = the recipe's own."""
     dual_clip: float | None = None
+    """Bound of the loss at negative advantages (above 1); 0 = off."""
     kl_coef: float = 0.0
     kl_kind: Literal["k1", "k2", "k3"] = "k3"
     kl_in_reward: bool = False
@@ -94,12 +94,12 @@ class LossConfig:
     """λ_jun: pull of the senior towards the junior on junior-written tokens (0 in the paper)."""
     entropy_coef: float = 0.0
     normalise_by: Literal["weight", "response"] = "weight"
-    importance: Literal["none", "token", "sequence"] = "none"
+    importance: Literal["none", "token", "sequence"] | None = None
     """Truncated importance sampling (TIS) of trainer against engine log-probs."""
-    importance_cap: float = 2.0
-    overlong_buffer: int = 0
-    """DAPO overlong shaping: the last `overlong_buffer` tokens before rollout.max_tokens are penalised. 0 = off."""
-    filter_zero_variance: bool = False
+    importance_cap: float | None = None
+    overlong_buffer: int | None = None
+    """DAPO overlong shaping: the last `overlong_buffer` tokens before rollout.max_tokens are penalised; 0 = off."""
+    filter_zero_variance: bool | None = None
     """Leave groups whose rewards are all equal out of the update."""
 
 
@@ -149,7 +149,7 @@ class EvalConfig:
     """Metric that chooses hf/best; null = macro pass@k at the largest k ≤ samples not above 4."""
     train_samples: int = 4
     train_problems: int = 128
-    """Samples per problem and number of problems of the held-out evaluation during training."""
+    """Samples per problem, and problems per source of data.eval, of the held-out evaluation during training."""
     bootstrap: int = 2000
 
 
@@ -284,8 +284,9 @@ def check(config: Config) -> None:
     """
     m, r, s, lo, t, e = config.model, config.rollout, config.selection, config.loss, config.train, config.eval
     per_update = t.mini_batch_prompts or t.prompts_per_step
+    longest = config.data.max_prompt_tokens + r.max_tokens
     rules: list[tuple[bool, str, object, str]] = [
-        (r.group_size >= 1, "rollout.group_size", r.group_size, "at least 1"),
+        (r.group_size >= 2, "rollout.group_size", r.group_size, "at least 2: a group of one has no advantage"),
         (r.temperature > 0, "rollout.temperature", r.temperature, "positive: greedy rollouts have no policy gradient"),
         (0 < r.top_p <= 1, "rollout.top_p", r.top_p, "in (0, 1]"),
         (r.top_k >= 0, "rollout.top_k", r.top_k, "0 (off) or positive"),
@@ -293,8 +294,10 @@ def check(config: Config) -> None:
         (r.max_tokens >= 1, "rollout.max_tokens", r.max_tokens, "at least 1"),
         (r.max_rows >= 1, "rollout.max_rows", r.max_rows, "at least 1"),
         (r.tensor_parallel == 1 or r.engine == "vllm", "rollout.tensor_parallel", r.tensor_parallel, "1 with the torch engine"),
-        (0 <= s.prob_senior <= 1, "selection.prob_senior", s.prob_senior, "in [0, 1]"),
-        (s.prob_senior_final is None or 0 <= s.prob_senior_final <= 1, "selection.prob_senior_final", s.prob_senior_final, "in [0, 1]"),
+        (0 < s.prob_senior <= 1, "selection.prob_senior", s.prob_senior, "in (0, 1]: without senior tokens nothing is trained"),
+        (s.prob_senior_final is None or 0 < s.prob_senior_final <= 1, "selection.prob_senior_final", s.prob_senior_final, "in (0, 1]"),
+        (s.anneal_steps == 0 or s.strategy in ("word", "word_aligned", "bernoulli"), "selection.anneal_steps", s.anneal_steps, f"0 with {s.strategy}, which draws nothing"),
+        (s.strategy != "solo" or s.first == "senior", "selection.first", s.first, "senior with solo: a junior alone trains nothing"),
         ((s.prob_senior_final is None) == (s.anneal_steps == 0), "selection.anneal_steps", s.anneal_steps, "set together with selection.prob_senior_final"),
         (s.max_gap_tokens >= 1, "selection.max_gap_tokens", s.max_gap_tokens, "at least 1"),
         (s.chunk_size >= 1, "selection.chunk_size", s.chunk_size, "at least 1"),
@@ -304,8 +307,10 @@ def check(config: Config) -> None:
         (not lo.kl_in_reward or lo.kl_coef > 0, "loss.kl_in_reward", lo.kl_in_reward, "false unless loss.kl_coef > 0"),
         (lo.recipe != "rloo" or lo.clip_low is lo.clip_high is None, "loss.clip_low/clip_high", (lo.clip_low, lo.clip_high), "null with rloo, which does not clip"),
         (lo.recipe not in ("rloo", "cispo") or lo.dual_clip is None, "loss.dual_clip", lo.dual_clip, f"null with {lo.recipe}"),
-        (lo.importance_cap > 0, "loss.importance_cap", lo.importance_cap, "positive"),
-        (0 <= lo.overlong_buffer < r.max_tokens, "loss.overlong_buffer", lo.overlong_buffer, "0 (off) or below rollout.max_tokens"),
+        (lo.dual_clip is None or lo.dual_clip == 0 or lo.dual_clip > 1, "loss.dual_clip", lo.dual_clip, "null, 0 (off) or above 1"),
+        (lo.recipe != "rloo" or per_update == t.prompts_per_step, "train.mini_batch_prompts", t.mini_batch_prompts, "null with rloo, which has no correction for a second update"),
+        (lo.importance_cap is None or lo.importance_cap > 0, "loss.importance_cap", lo.importance_cap, "positive"),
+        (lo.overlong_buffer is None or 0 <= lo.overlong_buffer < r.max_tokens, "loss.overlong_buffer", lo.overlong_buffer, "null, 0 (off) or below rollout.max_tokens"),
         (lo.recipe != "ppo", "loss.recipe", lo.recipe, "a recipe without a critic; PPO's pure functions are in tandemrl.losses, the critic is not trained yet"),
         (m.critic is None, "model.critic", m.critic, "null: the critic is not trained yet"),
         (t.steps >= 1, "train.steps", t.steps, "at least 1"),
@@ -314,7 +319,14 @@ def check(config: Config) -> None:
         (t.warmup_steps >= 0, "train.warmup_steps", t.warmup_steps, "0 or positive"),
         (t.prompts_per_step >= 1, "train.prompts_per_step", t.prompts_per_step, "at least 1"),
         (per_update >= 1 and t.prompts_per_step % per_update == 0, "train.mini_batch_prompts", t.mini_batch_prompts, f"a divisor of train.prompts_per_step ({t.prompts_per_step})"),
-        (t.tokens_per_micro_batch >= 1, "train.tokens_per_micro_batch", t.tokens_per_micro_batch, "at least 1"),
+        (t.tokens_per_micro_batch >= longest, "train.tokens_per_micro_batch", t.tokens_per_micro_batch, f"at least {longest}: data.max_prompt_tokens + rollout.max_tokens, the longest sequence there can be"),
+        (len(t.betas) == 2 and all(0 <= beta < 1 for beta in t.betas), "train.betas", list(t.betas), "two numbers in [0, 1)"),
+        (t.weight_decay >= 0, "train.weight_decay", t.weight_decay, "0 or positive"),
+        (t.eval_every == 0 or len(config.data.eval) > 0, "data.eval", list(config.data.eval), "at least one source, or train.eval_every=0"),
+        (e.train_problems >= 1, "eval.train_problems", e.train_problems, "at least 1"),
+        (any(k <= e.train_samples for k in e.k), "eval.train_samples", e.train_samples, f"at least the smallest of eval.k ({min(e.k, default=1)})"),
+        (e.select_by is None or e.select_by in {f"pass@{k}" for k in e.k if k <= e.train_samples}, "eval.select_by", e.select_by, "null or one of " + ", ".join(f"pass@{k}" for k in e.k if k <= e.train_samples)),
+        (e.context is None or e.profile == "custom", "eval.context", e.context, f"null with eval.profile={e.profile}, which has its own"),
         (t.save_every >= 1, "train.save_every", t.save_every, "at least 1"),
         (t.keep_checkpoints >= 1, "train.keep_checkpoints", t.keep_checkpoints, "at least 1"),
         (t.eval_every >= 0, "train.eval_every", t.eval_every, "0 (never) or positive"),

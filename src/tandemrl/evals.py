@@ -283,20 +283,21 @@ def read_legibility(
     prompts: Sequence[Prompt],
     junior: PreTrainedModel,
     *,
+    context: int | None = None,
     tokens_per_micro_batch: int = 8192,
 ) -> list[Sample]:
     """The junior's mean cross-entropy on each text, in nats per token, given the chat prefix.
 
-    The EOS that ends a text is not part of it. Texts that are empty or, with their prompt, longer than the junior's
-    context get None.
+    The EOS that ends a text is not part of it. Texts that are empty or, with their prompt, longer than ``context`` (the
+    profile's) or than the junior's own context get None.
     """
-    context = getattr(junior.config, "max_position_embeddings", None) or math.inf
+    longest = min(context or math.inf, getattr(junior.config, "max_position_embeddings", None) or math.inf)
     sequences: dict[int, list[int]] = {}
     lengths: dict[int, int] = {}
     for index, sample in enumerate(samples):
         text = sample.tokens[:-1] if sample.stop_reason == "eos" else sample.tokens
         sequence = [*prompts[sample.problem].tokens, *text]
-        if text and len(sequence) <= context:
+        if text and len(sequence) <= longest:
             sequences[index], lengths[index] = sequence, len(text)
     logprobs = sequence_logprobs(
         junior, list(sequences.values()), tokens_per_micro_batch=tokens_per_micro_batch, temperature=1.0
@@ -477,7 +478,7 @@ def run_phase(
     measure: Measure = legible
     if phase == "legibility":
         assert junior is not None  # refused above
-        measured = read_legibility(written, prompts, load(junior))
+        measured = read_legibility(written, prompts, load(junior), context=profile.context)
     else:
         measure = partial(graded, k=eval.k)
         with Scorer(reward) as scorer:

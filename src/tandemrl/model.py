@@ -351,26 +351,29 @@ class _LinearLogprobs(torch.autograd.Function):
     @staticmethod
     def forward(ctx, hidden, weight, bias, targets, temperature, truncation, dtype):
         ctx.set_materialize_grads(False)
-        ctx.settings = (temperature, truncation, dtype)
+        ctx.settings = (temperature, truncation)
+        ctx.dtype = dtype
         logprobs = torch.empty(hidden.shape[0], dtype=torch.float32, device=hidden.device)
         entropy, normaliser = torch.empty_like(logprobs), torch.empty_like(logprobs)
+        ctx.save_for_backward(hidden, weight, bias, targets, normaliser, entropy)
+        weight, bias = _cast(weight, bias, dtype)
         for rows in _chunks(hidden.shape[0], weight.shape[0]):
             z = _logits(hidden[rows], weight, bias, targets[rows], *ctx.settings)
             normaliser[rows] = z.logsumexp(-1)
             logprobs[rows] = z.gather(1, targets[rows, None]).squeeze(1) - normaliser[rows]
             p = (z - normaliser[rows, None]).exp_()
             entropy[rows] = normaliser[rows] - p.mul_(z).sum(-1)
-        ctx.save_for_backward(hidden, weight, bias, targets, normaliser, entropy)
         return logprobs, entropy
 
     @staticmethod
     def backward(ctx, grad_logprobs, grad_entropy):
         hidden, weight, bias, targets, normaliser, entropy = ctx.saved_tensors
-        temperature, _, dtype = ctx.settings
-        dtype = dtype or weight.dtype
+        temperature, dtype = ctx.settings[0], ctx.dtype
         grad_hidden = torch.empty_like(hidden)
         grad_weight = torch.zeros_like(weight, dtype=torch.float32)
         grad_bias = None if bias is None else torch.zeros_like(bias, dtype=torch.float32)
+        like = weight
+        weight, bias = _cast(weight, bias, dtype)
         if grad_logprobs is None:
             grad_logprobs = torch.zeros_like(normaliser)
         for rows in _chunks(hidden.shape[0], weight.shape[0]):
@@ -385,17 +388,22 @@ class _LinearLogprobs(torch.autograd.Function):
             grad = grad.scatter_add_(1, targets[rows, None], g)
             if temperature != 1.0:
                 grad = grad.div_(temperature)
-            grad = grad.to(dtype)
-            grad_hidden[rows] = (grad @ weight.to(dtype)).to(hidden.dtype)
-            grad_weight += grad.T @ hidden[rows].to(dtype)
+            grad = grad.to(weight.dtype)
+            grad_hidden[rows] = (grad @ weight).to(hidden.dtype)
+            grad_weight += grad.T @ hidden[rows].to(weight.dtype)
             if grad_bias is not None:
                 grad_bias += grad.sum(0)
         return (
             grad_hidden,
-            grad_weight.to(weight.dtype),
-            None if bias is None or grad_bias is None else grad_bias.to(bias.dtype),
+            grad_weight.to(like.dtype),
+            None if grad_bias is None else grad_bias.to(like.dtype),
             *(None,) * 4,
         )
+
+
+def _cast(weight: Tensor, bias: Tensor | None, dtype: torch.dtype | None) -> tuple[Tensor, Tensor | None]:
+    """The LM head in the compute dtype, once per pass and not once per chunk."""
+    return (weight, bias) if dtype is None else (weight.to(dtype), None if bias is None else bias.to(dtype))
 
 
 def _chunks(rows: int, vocabulary: int) -> list[slice]:
@@ -410,11 +418,8 @@ def _logits(
     targets: Tensor,
     temperature: float,
     truncation: Truncation | None,
-    dtype: torch.dtype | None,
 ) -> Tensor:
-    if dtype is not None:
-        hidden, weight, bias = hidden.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
-    logits = F.linear(hidden, weight, bias).float()
+    logits = F.linear(hidden.to(weight.dtype), weight, bias).float()
     if temperature != 1.0:
         logits = logits / temperature
     if truncation is not None:

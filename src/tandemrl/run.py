@@ -1,11 +1,13 @@
 """What a training run is made of, built from its config, and how it is saved, restored and held to its word."""
 
 import copy
+import hashlib
 import math
-from collections.abc import Callable
+import shutil
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,10 +22,12 @@ from tandemrl.model import load_model, load_tokenizer, token_logprobs, vocabular
 from tandemrl.rollout.engine import Draws, Engine, Sampling
 from tandemrl.rollout.envs.scoring import Scorer
 from tandemrl.rollout.sampling import Truncation
+from tandemrl.rollout.sync import fingerprint
 from tandemrl.rollout.torch_engine import TorchEngine
 from tandemrl.selection import (
     Strategy,
     alternating,
+    annealed,
     bernoulli,
     chunk,
     linear,
@@ -54,7 +58,8 @@ class Schedule(NamedTuple):
 
 @dataclass(eq=False)
 class Run:
-    """The parts of one training run. ``best`` is the held-out score behind ``hf/best``."""
+    """The parts of one training run. ``dropped``: training rows that were too long. ``best``: the held-out score behind
+    ``hf/best``."""
 
     config: Config
     recipe: Recipe
@@ -67,6 +72,7 @@ class Run:
     optimizer: torch.optim.Optimizer
     scorer: Scorer
     prompts: list[Prompt]
+    dropped: int
     heldout: list[Prompt]
     sampler: Sampler
     sampling: Sampling
@@ -100,38 +106,47 @@ def build(config: Config, recipe: Recipe | None = None, strategy: Callable[[int]
     policy = load_model(model.senior, device=model.device)
     if model.gradient_checkpointing:
         policy.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        policy.train()  # transformers checkpoints in training mode only
+        if any(module.p > 0 for module in policy.modules() if isinstance(module, torch.nn.Dropout)):
+            raise ConfigError(
+                "model.gradient_checkpointing=true: this model has dropout; its log-probs would be random"
+            )
     vocabulary = policy.get_output_embeddings().weight.shape[0]
     schedule = schedule_of(config.selection, tokenizer, vocabulary)
     if strategy is not None:
         schedule = Schedule(strategy, lambda step: None)
 
-    frozen: dict[str, PreTrainedModel] = {}  # a self-paired junior and the reference are one model
+    frozen: dict[tuple[str, str], PreTrainedModel] = {}  # a self-paired junior and the reference can be one model
 
-    def freeze(path: str) -> PreTrainedModel:
-        if path not in frozen:
-            frozen[path] = load_model(path, dtype=model.dtype, device=model.device).requires_grad_(False)
-        return frozen[path]
+    def freeze(path: str, dtype: str) -> PreTrainedModel:
+        if (path, dtype) not in frozen:
+            frozen[path, dtype] = load_model(path, dtype=dtype, device=model.device).requires_grad_(False)
+        return frozen[path, dtype]
 
-    tandem = schedule.strategy(1).writers != "senior"
-    junior = freeze(model.junior or model.senior) if tandem or config.loss.junior_kl_coef > 0 else None
-    reference = freeze(model.senior) if config.loss.kl_coef > 0 else None
+    tandem = strategy is not None or schedule.strategy(1).writers != "senior"
+    needs_junior = tandem or config.loss.junior_kl_coef > 0
+    junior = freeze(model.junior or model.senior, model.dtype) if needs_junior else None
+    # float32 like the policy, so that both go through the same arithmetic and the KL starts at exactly 0.
+    reference = freeze(model.senior, "float32") if config.loss.kl_coef > 0 else None
 
-    def load(sources: tuple[str, ...]) -> list[Prompt]:
+    def load(sources: Sequence[str]) -> tuple[list[Prompt], int]:
         return encode_prompts(
             load_rows(sources), tokenizer, max_prompt_tokens=data.max_prompt_tokens, suffix=data.prompt_suffix
-        )[0]
+        )
 
-    prompts = load(data.train)
+    prompts, dropped = load(data.train)
     if len(prompts) < config.train.prompts_per_step:
         raise DataError(
             f"data.train: {len(prompts)} usable rows (data.max_prompt_tokens={data.max_prompt_tokens}) are fewer than "
             f"train.prompts_per_step={config.train.prompts_per_step}"
         )
-    heldout = load(data.eval)[: data.max_eval_rows or config.eval.train_problems] if config.train.eval_every else []
+    heldout = []
+    if config.train.eval_every:
+        heldout = [prompt for source in data.eval for prompt in load([source])[0][: config.eval.train_problems]]
     rollout = config.rollout
     return Run(
         config=config,
-        recipe=recipe or RECIPES[config.loss.recipe],
+        recipe=resolve_recipe(recipe or RECIPES[config.loss.recipe], config),
         schedule=schedule,
         tokenizer=tokenizer,
         policy=policy,
@@ -139,10 +154,15 @@ def build(config: Config, recipe: Recipe | None = None, strategy: Callable[[int]
         junior=junior,
         engine=engine_of(config, policy, junior if tandem else None, tokenizer),
         optimizer=torch.optim.AdamW(
-            policy.parameters(), lr=config.train.lr, betas=config.train.betas, weight_decay=config.train.weight_decay
+            policy.parameters(),
+            lr=config.train.lr,
+            betas=config.train.betas,
+            weight_decay=config.train.weight_decay,
+            fused=policy.device.type == "cuda" or None,
         ),
         scorer=Scorer(config.reward),
         prompts=prompts,
+        dropped=dropped,
         heldout=heldout,
         sampler=Sampler(len(prompts), seed=config.train.seed),
         sampling=Sampling(
@@ -153,6 +173,22 @@ def build(config: Config, recipe: Recipe | None = None, strategy: Callable[[int]
             min_p=rollout.min_p,
         ),
     )
+
+
+def resolve_recipe(recipe: Recipe, config: Config) -> Recipe:
+    """The recipe with what ``loss.*`` says otherwise; null there leaves the recipe alone."""
+    c = config.loss
+    said: dict[str, Any] = {
+        "clip_low": c.clip_low,
+        "clip_high": c.clip_high,
+        "dual_clip": c.dual_clip,
+        "importance": c.importance,
+        "importance_cap": c.importance_cap,
+        "filter_zero_variance": c.filter_zero_variance,
+        "overlong_share": None if c.overlong_buffer is None else c.overlong_buffer / config.rollout.max_tokens,
+    }
+    recipe = recipe._replace(**{name: value for name, value in said.items() if value is not None})
+    return recipe._replace(dual_clip=None) if recipe.dual_clip == 0 else recipe
 
 
 def engine_of(
@@ -189,7 +225,8 @@ def schedule_of(selection: SelectionConfig, tokenizer: PreTrainedTokenizerBase, 
         drawn = make(s.prob_senior)
         return Schedule(lambda step: drawn, lambda step: s.prob_senior)
     prob = linear(s.prob_senior, s.prob_senior_final, s.anneal_steps)
-    return Schedule(lambda step: make(prob(step - 1)), lambda step: prob(step - 1))
+    strategy = annealed(make, prob)
+    return Schedule(lambda step: strategy(step - 1), lambda step: prob(step - 1))
 
 
 def learning_rate(config: Config, step: int) -> float:
@@ -246,16 +283,33 @@ def check_mismatch(config: Config, mean_abs: float) -> None:
 def save(run: Run, step: int) -> None:
     """HF export first, then the checkpoint: a checkpoint that exists implies its export."""
     output = Path(run.config.output_dir)
-    checkpoint.export_hf(run.policy, run.tokenizer, output / "hf" / f"step_{step}")
+    export(run, f"step_{step}")
     state = {
         "step": step,
         "policy": run.policy.state_dict(),
         "optimizer": run.optimizer.state_dict(),
         "sampler": run.sampler.state_dict(),
         "best": run.best,
+        "identity": identity(run),
         "rng": checkpoint.rng_state(),
     }
     checkpoint.save(output, step, state, run.config, keep=run.config.train.keep_checkpoints)
+
+
+def export(run: Run, name: str) -> None:
+    """The policy as ``hf/NAME``, in the compute dtype."""
+    checkpoint.export_hf(run.policy, run.tokenizer, Path(run.config.output_dir, "hf", name), run.config.model.dtype)
+
+
+def identity(run: Run) -> dict[str, str]:
+    """What a resumed run must share with its past beyond the config: recipe, data and frozen models."""
+    fields = {k: getattr(v, "__qualname__", v) for k, v in run.recipe._asdict().items()}
+    prompts = hashlib.sha256(repr([p.tokens for p in run.prompts]).encode()).hexdigest()
+    frozen = {
+        name: "none" if model is None else f"{fingerprint(model.named_parameters()):#x}"
+        for name, model in (("junior", run.junior), ("reference", run.reference))
+    }
+    return {"recipe": str(fields), "data.train": prompts, **frozen}
 
 
 def restore(run: Run, resume: str) -> int:
@@ -274,9 +328,16 @@ def restore(run: Run, resume: str) -> int:
             f"{output} already holds a run; resume it (--resume auto), or choose another output_dir or remove it"
         )
     step = 0
+    if path is None and (output / "config.yaml").exists():  # a run that died before its first checkpoint
+        checkpoint.check_resume(checkpoint.load_config(output), run.config)
     if path is not None:
         checkpoint.check_resume(checkpoint.load_config(path), run.config)
         state = checkpoint.load(path)
+        now = identity(run)
+        if changed := [name for name, value in now.items() if state["identity"].get(name) != value]:
+            raise checkpoint.CheckpointError(
+                f"{path}: written with another {', '.join(changed)}; a resume would mix runs"
+            )
         run.policy.load_state_dict(state["policy"])
         run.optimizer.load_state_dict(state["optimizer"])
         run.sampler.load_state_dict(state["sampler"])
@@ -284,6 +345,9 @@ def restore(run: Run, resume: str) -> int:
         checkpoint.restore_rng(state["rng"])
         step = state["step"]
     checkpoint.discard_after(output, step)
+    for later in (output / "hf").glob("step_*"):
+        if checkpoint.step_of(later) > step:
+            shutil.rmtree(later)
     for name in ("metrics.jsonl", "samples.jsonl"):
         checkpoint.truncate_jsonl(output / name, step)
     checkpoint.write_text(output / "config.yaml", to_yaml(run.config))

@@ -14,12 +14,13 @@ import numpy as np
 import torch
 from rich.console import Console
 
-from tandemrl import checkpoint, evals
+from tandemrl import evals
+from tandemrl.checkpoint import lock
 from tandemrl.config import Config, batch_plan
 from tandemrl.losses import Recipe
 from tandemrl.rollout import collect
 from tandemrl.rollout.sync import sync_weights
-from tandemrl.run import Run, build, check_draws, restore, save
+from tandemrl.run import Run, build, check_draws, export, restore, save
 from tandemrl.selection import Strategy, solo
 from tandemrl.tracking import Tracker
 from tandemrl.types import Author, Group, Metrics
@@ -49,29 +50,39 @@ def train(
     if config.train.threads:
         torch.set_num_threads(config.train.threads)
     run = build(config, recipe, strategy)
-    done = restore(run, resume)
-    with Tracker(config.output_dir, config, console=console, quiet=quiet) as tracker, run.scorer:
-        tracker.say(str(batch_plan(config)) if done < config.train.steps else f"step {done} is the last: nothing to do")
-        sync_weights(run.policy, run.engine, version=done)
-        for step in range(done + 1, config.train.steps + 1):
-            clock, last = Clock(), step == config.train.steps
-            with clock("rollout"):
-                written = rollout(run, step, tracker)
-            with clock("score"):
-                groups = collect.score(written, run.scorer, run.tokenizer)
-            with clock("update"):
-                metrics = update(run, groups, step)
-            with clock("sync"):
-                sync_weights(run.policy, run.engine, version=step)
-            metrics |= describe(run, written, groups, step)
-            if run.heldout and (last or step % config.train.eval_every == 0):
-                with clock("eval"):
-                    metrics |= evaluate(run)
-            tracker.samples(step, [r for group in groups for r in group.rollouts], run.tokenizer)
-            tracker.step(step, metrics | clock.metrics(metrics["tokens/response"]))
-            if last or step % config.train.save_every == 0:
-                save(run, step)
+    with lock(config.output_dir), run.scorer:
+        done = restore(run, resume)
+        with Tracker(config.output_dir, config, console=console, quiet=quiet) as tracker:
+            loop(run, done, tracker)
     return Path(config.output_dir)
+
+
+def loop(run: Run, done: int, tracker: Tracker) -> None:
+    """The steps after ``done``."""
+    config = run.config
+    steps = config.train.steps
+    tracker.say(str(batch_plan(config)) if done < steps else f"step {done} is the last one: nothing to do")
+    if run.dropped:
+        tracker.say(f"data.train: {run.dropped} rows are longer than data.max_prompt_tokens and were left out")
+    sync_weights(run.policy, run.engine, version=done)
+    for step in range(done + 1, steps + 1):
+        clock = Clock()
+        with clock("rollout"):
+            written = rollout(run, step, tracker)
+        with clock("score"):
+            groups = collect.score(written, run.scorer, run.tokenizer)
+        with clock("update"):
+            metrics = update(run, groups, step)
+        with clock("sync"):
+            sync_weights(run.policy, run.engine, version=step)
+        metrics |= describe(written, groups, step)
+        if run.heldout and (step == steps or step % config.train.eval_every == 0):
+            with clock("eval"):
+                metrics |= evaluate(run)
+        tracker.samples(step, [r for group in groups for r in group.rollouts], run.tokenizer)
+        tracker.step(step, metrics | clock.metrics(metrics["tokens/response"]))
+        if step == steps or step % config.train.save_every == 0:
+            save(run, step)
 
 
 def rollout(run: Run, step: int, tracker: Tracker) -> collect.Written:
@@ -112,11 +123,11 @@ def evaluate(run: Run) -> Metrics:
     selector = settings.select_by or f"pass@{max((k for k in ks if k <= 4), default=ks[0])}"
     if macro[selector] > run.best:
         run.best = macro[selector]
-        checkpoint.export_hf(run.policy, run.tokenizer, Path(run.config.output_dir, "hf", "best"))
+        export(run, "best")
     return {f"eval/{name}": macro[name] for name in [*(f"pass@{k}" for k in ks), "length", "truncation_rate"]}
 
 
-def describe(run: Run, written: collect.Written, groups: Sequence[Group], step: int) -> Metrics:
+def describe(written: collect.Written, groups: Sequence[Group], step: int) -> Metrics:
     """What the rollouts of a step were like."""
     rollouts = [r for group in groups for r in group.rollouts]
     rewards = np.array([r.reward for r in rollouts])
@@ -135,8 +146,8 @@ def describe(run: Run, written: collect.Written, groups: Sequence[Group], step: 
         "weights/version_lag": float(step - 1 - min(r.policy_version for r in rollouts)),
         "tokens/response": float(response.sum()),
         "tokens/total": float(sum(len(r.tokens) for r in rollouts)),
-        "scoring/timeouts": float(run.scorer.timeouts),
-        "scoring/failures": float(run.scorer.failures),
+        "scoring/timeouts": float(sum("timeout" in r.reward_parts for r in rollouts)),
+        "scoring/failures": float(sum("failure" in r.reward_parts for r in rollouts)),
     }
 
 

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Sequence
 from dataclasses import replace
+from statistics import fmean
 from typing import NamedTuple
 
 import torch
@@ -38,8 +39,8 @@ def update(run: Run, groups: Sequence[Group], step: int) -> Metrics:
     group_ids = torch.tensor([r.group for r in rollouts])
     rewards = torch.tensor([r.reward for r in rollouts], dtype=torch.float32)
     flat = zero_variance_groups(rewards, group_ids)  # on the verifier's outcomes, before any shaping
-    used = ~flat if loss.filter_zero_variance or run.recipe.filter_zero_variance else torch.ones_like(flat)
-    if buffer := loss.overlong_buffer or round(run.recipe.overlong_share * run.sampling.max_tokens):
+    used = ~flat if run.recipe.filter_zero_variance else torch.ones_like(flat)
+    if buffer := round(run.recipe.overlong_share * run.sampling.max_tokens):
         lengths = torch.tensor([r.response_tokens for r in rollouts])
         rewards += overlong_penalty(lengths, max_tokens=run.sampling.max_tokens, buffer=buffer)
 
@@ -67,15 +68,15 @@ def update(run: Run, groups: Sequence[Group], step: int) -> Metrics:
 
     for parameters in run.optimizer.param_groups:
         parameters["lr"] = learning_rate(config, step)
-    means = {"loss": 0.0, "grad_norm": 0.0}  # what a step without any usable group reports
     updates = [
         [replace(batch, advantages=per_token(advantages[rows], batch)) for rows, batch in mini]
         for mini in mini_batches
         if mini
     ]
-    for i, batches in enumerate(updates):
-        for name, value in optimise(run, batches, first=i == 0).items():
-            means[name] = means.get(name, 0.0) + value / len(updates)
+    results = [optimise(run, batches, first=i == 0) for i, batches in enumerate(updates)]
+    results = results or [{"loss": 0.0, "grad_norm": 0.0}]  # a step without any usable group
+    names = dict.fromkeys(name for result in results for name in result)
+    means = {name: fmean(result[name] for result in results if name in result) for name in names}
     return {
         "groups/zero_variance": flat.float().mean().item(),
         "lr": learning_rate(config, step),
@@ -127,7 +128,6 @@ def optimise(run: Run, batches: Sequence[Batch], *, first: bool) -> Metrics:
     difference: list[Tensor] = []
     loss_sum = torch.zeros(())
     sums: dict[str, Tensor] = {}
-    run.optimizer.zero_grad(set_to_none=True)
     for batch, weight in zip(batches, weights, strict=True):
         senior = batch.author == Author.SENIOR
         select = (weight > 0) | senior | ((batch.author >= 0) & (loss_config.junior_kl_coef > 0))
@@ -146,11 +146,6 @@ def optimise(run: Run, batches: Sequence[Batch], *, first: bool) -> Metrics:
             totals=step_totals,
             normalise_by=loss_config.normalise_by,
             constant=float(config.rollout.max_tokens),
-            clip_low=loss_config.clip_low,
-            clip_high=loss_config.clip_high,
-            dual_clip=loss_config.dual_clip,
-            importance=None if loss_config.importance == "none" else loss_config.importance,
-            importance_cap=loss_config.importance_cap,
             entropy=entropy if loss_config.entropy_coef else entropy.detach(),
             entropy_coef=loss_config.entropy_coef,
             ref_logprobs=batch.ref_logprobs,
@@ -171,7 +166,9 @@ def optimise(run: Run, batches: Sequence[Batch], *, first: bool) -> Metrics:
     norm = torch.nn.utils.clip_grad_norm_(run.policy.parameters(), config.train.grad_clip).item()
     if not math.isfinite(norm):
         raise TrainError(f"the gradient norm is {norm} (loss {loss_sum.item()}): stopped before it reached the weights")
-    run.optimizer.step()
+    if float(step_totals.weight) > 0:  # else there is nothing to learn from, and weight decay alone is no training
+        run.optimizer.step()
+    run.optimizer.zero_grad(set_to_none=True)
     return {"loss": loss_sum.item(), "grad_norm": norm} | metrics
 
 

@@ -1,5 +1,6 @@
 """Prompts x engine -> rollouts: write completions, prove who wrote what, score the finished texts."""
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
@@ -39,32 +40,38 @@ def write(
         prompts: (number of the example in its dataset, prompt); the number enters the request keys.
 
     Raises:
-        EngineError: a completion is missing, in another's place or lacks a channel, or its authors are not those the
-            strategy gives for its key.
+        EngineError: a completion is missing, in another's place, aborted, from other weights or lacks a channel, or
+            its authors are not those the strategy gives for its key.
     """
-    requests = [
-        Request(
-            prompt.tokens,
-            tuple(request_key(seed, step, example, sample) for sample in range(group_size)),
-            sampling,
-            strategy,
-        )
-        for example, prompt in prompts
-    ]
+    requests, seen = [], Counter[int]()
+    for example, prompt in prompts:
+        first = group_size * seen[example]  # an example drawn twice in a step, as at the end of an epoch, is not copied
+        seen[example] += 1
+        keys = tuple(request_key(seed, step, example, first + sample) for sample in range(group_size))
+        requests.append(Request(prompt.tokens, keys, sampling, strategy))
+    version = engine.policy_version
     completions = engine.generate(requests, progress=progress)
-    _check_keys(requests, completions)
+    _check(requests, completions, version)
     draws = check_authors([completion for group in completions for completion in group], strategy)
     return Written([prompt for _, prompt in prompts], completions, draws)
 
 
-def _check_keys(requests: Sequence[Request], completions: Sequence[Sequence[Completion]]) -> None:
-    """A completion under another prompt would be scored, and trained on, as an answer to it."""
+def _check(requests: Sequence[Request], completions: Sequence[Sequence[Completion]], version: int) -> None:
+    """Completions under another prompt, cut off by an abort, or from other weights must not be trained on."""
     if len(completions) != len(requests):
         raise EngineError(f"the engine returned {len(completions)} groups for {len(requests)} requests")
     for i, (request, group) in enumerate(zip(requests, completions, strict=True)):
         found = tuple(completion.key for completion in group)
         if found != request.keys:
             raise EngineError(f"request {i}: the engine returned completions of the keys {found}, not {request.keys}")
+        for completion in group:
+            if completion.stop_reason == "abort":
+                raise EngineError(f"request {i}: completion {completion.key} was aborted; the rollout is not complete")
+            if completion.policy_version != version:
+                raise EngineError(
+                    f"request {i}: completion {completion.key} is from policy version {completion.policy_version}, the "
+                    f"engine is at {version}"
+                )
 
 
 def score(written: Written, scorer: Scorer, tokenizer: PreTrainedTokenizerBase) -> list[Group]:

@@ -127,7 +127,10 @@ class Engine(Protocol):
         ...
 
     def abort(self, keys: Iterable[int] | None = None) -> None:
-        """End the named completions (None: all) at the next token, with ``stop_reason="abort"``. Thread-safe."""
+        """End the named completions (None: all) that are in flight, at the next token, with ``stop_reason="abort"``.
+
+        Thread-safe. It reaches the ``generate`` that is running, not a later one.
+        """
         ...
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:

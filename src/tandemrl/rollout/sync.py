@@ -9,6 +9,7 @@ from transformers import PreTrainedModel
 from tandemrl.rollout.engine import Engine, EngineError
 from tandemrl.selection.draws import mix64
 
+_PART = 2**24  # elements hashed at once: 0.4 GB of integers
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -20,10 +21,13 @@ def fingerprint(parameters: Iterable[tuple[str, Tensor]], dtype: torch.dtype | N
     total = 0
     for name, tensor in parameters:
         value = tensor.detach()
-        bits = value.to(dtype if dtype is not None else value.dtype).contiguous().flatten()
-        words = bits.view(_BITS[bits.element_size()]).to(torch.int64)
-        weights = torch.arange(words.shape[0], device=words.device).mul_(2).add_(1)
-        total ^= mix64(int((words * weights).sum()), *name.encode())
+        sums = []
+        for number, part in enumerate(value.flatten().split(_PART)):
+            bits = part.to(dtype if dtype is not None else value.dtype).contiguous()
+            words = bits.view(_BITS[bits.element_size()]).to(torch.int64)
+            weights = torch.arange(words.shape[0], device=words.device).mul_(2).add_(1)
+            sums.append((words * weights).sum() * (2 * number + 1))
+        total ^= mix64(int(torch.stack(sums).sum()), *name.encode())
     return total
 
 

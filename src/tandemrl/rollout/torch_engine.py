@@ -114,8 +114,9 @@ class TorchEngine:
         while waiting or batch.rows:
             free = self.max_rows - len(batch.rows)
             if waiting and (not batch.rows or 8 * free >= self.max_rows):
-                batch.admit(waiting[:free])
-                del waiting[:free]
+                count = _whole_groups(waiting, free) or (0 if batch.rows else free)
+                batch.admit(waiting[:count])
+                del waiting[:count]
             written = batch.step()
             if progress is not None:
                 progress(written)
@@ -137,6 +138,13 @@ class TorchEngine:
             raise EngineError(f"request {index}: a prompt token is outside the vocabulary of {self.vocabulary}")
         if request.strategy.writers != "senior" and self.junior is None:
             raise EngineError(f"request {index}: its strategy needs a junior and the engine has none; pass `junior`")
+
+
+def _whole_groups(waiting: Sequence["_Row"], free: int) -> int:
+    """How many rows fit without tearing a request apart: its prompt is computed once."""
+    if len(waiting) <= free:
+        return len(waiting)
+    return max((i for i in range(1, free + 1) if waiting[i].request is not waiting[i - 1].request), default=0)
 
 
 def _context(model: PreTrainedModel) -> int:
@@ -203,6 +211,8 @@ class _Batch:
 
     def admit(self, new: list[_Row]) -> None:
         """Compute the prompts of new rows, each distinct request once, and append the rows to the batch."""
+        if not new:
+            return
         requests = list({id(row.request): row.request for row in new}.values())
         source = torch.tensor([next(i for i, r in enumerate(requests) if r is row.request) for row in new])
         prompts = [list(r.prompt) for r in requests]
@@ -244,7 +254,7 @@ class _Batch:
             return
         self.rows = [self.rows[i] for i in index.tolist()]
         for cache in self.caches.values():
-            cache.keep(index)
+            cache.keep(index, int(self.position[index].max()) + 1 if len(index) else 0)
         self.selection.keep(index)
         for name in ("last", "position", "stream", "written", "author", "stop_row", "number", "limit", "live"):
             setattr(self, name, getattr(self, name)[index])
@@ -454,10 +464,12 @@ class _KVCache:
         out[rows:, :, : new.shape[2]] = new
         return out
 
-    def keep(self, index: Int64[Tensor, " k"]) -> None:
+    def keep(self, index: Int64[Tensor, " k"], width: int) -> None:
+        """Only some rows, and only the columns that they have reached, with room to grow."""
         for layer, (keys, values) in self.layers.items():
             on_device = index.to(keys.device)
-            self.layers[layer] = keys.index_select(0, on_device), values.index_select(0, on_device)
+            short = (x[:, :, : width + CACHE_STEP] for x in (keys, values))
+            self.layers[layer] = tuple(x.index_select(0, on_device) for x in short)  # type: ignore[assignment]
 
     def write(
         self, layer: int, key: Tensor, value: Tensor, rows: Tensor, position: Tensor, width: int
