@@ -127,20 +127,19 @@ class PackedLayout:
             indices = (gather.reshape(-1), tokens[new], slots[first[new]])
             g, t, s = (torch.from_numpy(x).to(device) for x in indices)
             self.buckets.append(Bucket(gather=g, tokens=t, slots=s, width=width))
+        self.order = torch.cat([bucket.tokens for bucket in self.buckets]).argsort()  # from buckets to packed tokens
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
         q, k, v = (rearrange(x, "1 h t d -> t h d") for x in (query, key, value))
-        out = None
+        parts = []
         for bucket in self.buckets:
             padded = (
                 rearrange(x.index_select(0, bucket.gather), "(rows width) h d -> rows h width d", width=bucket.width)
                 for x in (q, k, v)
             )
             flat = rearrange(_causal(*padded, scaling=scaling), "rows h width d -> (rows width) h d")
-            if out is None:
-                out = flat.new_empty(q.shape[0], *flat.shape[1:])
-            out = out.index_copy(0, bucket.tokens, flat.index_select(0, bucket.slots))
-        assert out is not None
+            parts.append(flat.index_select(0, bucket.slots))
+        out = parts[0] if len(parts) == 1 else torch.cat(parts).index_select(0, self.order)
         return out.unsqueeze(0)
 
 

@@ -314,12 +314,16 @@ class _Batch:
         """Both models read the last token of every row; each row's logits are those of its author's model."""
         vocabulary, width = self.engine.vocabulary, int(self.position.max()) + 1
         logits = torch.empty(0)
+        masks: dict[tuple[torch.device, torch.dtype], Tensor] = {}  # the same for both models, as a rule
         for who, cache in self.caches.items():
             model = self.engine.models[who]
             head = model.get_output_embeddings()
             device = head.weight.device
             position = self.position.to(device)
-            layout = _DecodeLayout(cache, position, width, head.weight.dtype)
+            kind = (device, head.weight.dtype)
+            if kind not in masks:
+                masks[kind] = _column_mask(position, width, head.weight.dtype)
+            layout = _DecodeLayout(cache, position, masks[kind])
             hidden = hidden_states(model, self.last[:, None].to(device), position[:, None], layout)[:, 0]
             mine = self.author == bool(who)
             if bool(mine.all()):
@@ -485,15 +489,21 @@ class _KVCache:
         return keys[:, :, :width], values[:, :, :width]
 
 
+def _column_mask(position: Int64[Tensor, " b"], width: int, dtype: torch.dtype) -> Float[Tensor, "b 1 1 w"]:
+    """0 on the columns up to each row's position, -inf beyond."""
+    beyond = torch.arange(width, device=position.device) > position[:, None]
+    return torch.zeros(beyond.shape, dtype=dtype, device=position.device).masked_fill_(beyond, -torch.inf)[
+        :, None, None
+    ]
+
+
 class _DecodeLayout:
     """One query per row against its row of a KV cache. Grouped queries share their key head's row of the kernel."""
 
-    def __init__(self, cache: _KVCache, position: Int64[Tensor, " b"], width: int, dtype: torch.dtype) -> None:
-        self.cache, self.position, self.max_length = cache, position, width
+    def __init__(self, cache: _KVCache, position: Int64[Tensor, " b"], mask: Float[Tensor, "b 1 1 w"]) -> None:
+        self.cache, self.position, self.mask = cache, position, mask
+        self.max_length = mask.shape[-1]
         self.rows = torch.arange(len(position), device=position.device)
-        hidden = torch.arange(width, device=position.device) > position[:, None]
-        self.mask = torch.zeros(hidden.shape, dtype=dtype, device=position.device)
-        self.mask = self.mask.masked_fill_(hidden, -torch.inf)[:, None, None]
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
         b, h, _, d = query.shape
