@@ -33,7 +33,7 @@ check: .venv/.dev
 	$(BIN)/mypy src cli
 
 bench: .venv/.dev
-	for script in benchmarks/*.py; do $(BIN)/python $$script || exit 1; done
+	for script in benchmarks/[a-z]*.py; do OMP_NUM_THREADS=1 $(BIN)/python $$script || exit 1; done
 
 slow: .venv/.dev
 	$(TEST_ENV) $(BIN)/python -m pytest -m slow --jaxtyping-packages=$(TYPED)
