@@ -26,7 +26,9 @@ def _command(phase: Phase) -> Callable[..., None]:
         overrides: Annotated[
             list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Any config key, e.g. reward.gsm8k=tandem")
         ] = None,
-        junior: Annotated[str | None, typer.Option(help="The junior; not used by pass-at-k.")] = None,
+        junior: Annotated[
+            str | None, typer.Option(help="The junior; default: that of --config. Not used by pass-at-k.")
+        ] = None,
         data: Annotated[
             list[str] | None, typer.Option(help="JSONL or Parquet file, synthetic:PAIR:SPLIT[:COUNT] …; repeatable.")
         ] = None,
@@ -36,7 +38,9 @@ def _command(phase: Phase) -> Callable[..., None]:
         k: Annotated[str | None, typer.Option(help="The k of pass@k, e.g. 1,2,4,8.")] = None,
         samples: Annotated[int | None, typer.Option(help="Samples per problem.")] = None,
         profile: Annotated[str | None, typer.Option(help="tiny, paper or custom (eval.temperature=… etc.).")] = None,
-        limit: Annotated[int | None, typer.Option(min=1, help="Use the first rows only.")] = None,
+        limit: Annotated[
+            int | None, typer.Option(min=1, help="Use the first rows only, of all sources together.")
+        ] = None,
         out: Annotated[Path, typer.Option(help="Folder, or a file ending in .json.")] = Path("eval"),
         seed: Annotated[int | None, typer.Option(help="Seed of every completion.")] = None,
         device: Annotated[str | None, typer.Option(help="cpu, cuda, …")] = None,
@@ -44,6 +48,8 @@ def _command(phase: Phase) -> Callable[..., None]:
     ) -> None:
         from tandemrl.config import ConfigError, load
 
+        if k is not None and not all(part.strip().isdigit() for part in k.split(",")):
+            raise ConfigError(f"--k {k}: expected whole numbers with commas between them, e.g. 1,2,4,8")
         given: dict[str, object] = {
             "eval.k": k and f"[{k}]",
             "eval.samples": samples,
@@ -64,7 +70,7 @@ def _command(phase: Phase) -> Callable[..., None]:
         result = run_phase(
             phase,
             model=model,
-            junior=junior,
+            junior=junior or (resolved.model.junior if config else None),
             data=data or resolved.data.eval,
             eval=resolved.eval,
             out=out,
@@ -81,7 +87,8 @@ def _command(phase: Phase) -> Callable[..., None]:
         )
         from rich.console import Console
 
-        Console().print(metrics_table(phase, result["metrics"]))
+        settings = f"profile {resolved.eval.profile}, {resolved.eval.samples} samples per problem"
+        Console().print(metrics_table(f"{phase} ({settings})", result["metrics"]))
         typer.echo(f"written to {out}")
 
     command.__doc__ = PHASES[phase]

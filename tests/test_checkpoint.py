@@ -303,20 +303,22 @@ def test_versions_name_the_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     found = checkpoint.versions()
     assert set(found) == {"python", "torch", "transformers", "tandemrl", "git_revision", "git_dirty"}
     assert found["tandemrl"]
-    monkeypatch.chdir(tmp_path)
+    code = tmp_path / "checkpoint.py"
+    code.write_text("1")
+    monkeypatch.setattr(checkpoint, "__file__", str(code))
     outside = checkpoint.versions()
     assert (outside["git_revision"], outside["git_dirty"]) == (None, None)
 
     def git(*arguments: str) -> None:
-        who = ["-c", "user.name=t", "-c", "user.email=t@example.org"]
+        who = ["-C", str(tmp_path), "-c", "user.name=t", "-c", "user.email=t@example.org"]
         subprocess.run(["git", *who, *arguments], check=True, capture_output=True)
 
     git("init")
-    (tmp_path / "a").write_text("1")
-    git("add", "a")
+    assert checkpoint.versions()["git_revision"] is None  # a repository that the code is not part of
+    git("add", "checkpoint.py")
     git("commit", "-m", "a")
     clean = checkpoint.versions()
     assert len(str(clean["git_revision"])) == 40
     assert clean["git_dirty"] is False
-    (tmp_path / "a").write_text("2")
+    code.write_text("2")
     assert checkpoint.versions()["git_dirty"] is True

@@ -23,6 +23,7 @@ from helpers import (
     prepared,
     qwen3,
     reference_distribution,
+    small_qwen3,
     tokenizer,
     with_head_bias,
 )
@@ -544,10 +545,19 @@ def test_load_model_reads_what_was_saved(tmp_path):
 
 def test_models_and_tokenizers_that_are_not_there_are_named(tmp_path):
     missing = tmp_path / "nothing"
-    with pytest.raises(ModelError, match=f"model '{missing}' could not be loaded"):
-        load_model(missing)
-    with pytest.raises(ModelError, match=f"tokenizer of '{missing}' could not be loaded"):
-        load_tokenizer(missing)
+    for load in (load_model, load_tokenizer):
+        with pytest.raises(ModelError, match=f"{missing}: no such folder"):
+            load(missing)
+        with pytest.raises(ModelError, match=r"tiny/senior: no such folder; build it: tandemrl model tiny --out"):
+            load(tmp_path / "tiny" / "senior")
+    (tmp_path / "run" / "hf" / "best").mkdir(parents=True)
+    with pytest.raises(ModelError, match=r"did you mean .*hf/best"):
+        load_model(tmp_path / "run")
+    torn = tmp_path / "torn"
+    small_qwen3().save_pretrained(torn)
+    (torn / "model.safetensors").write_bytes(b"torn")
+    with pytest.raises(ModelError, match="could not be loaded"):
+        load_model(torn)
 
 
 def test_load_tokenizer_reads_what_was_saved(tmp_path):

@@ -2,11 +2,9 @@
 
 import dataclasses
 import json
-import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
@@ -27,7 +25,6 @@ from tandemrl.run import TrainError, build, check_draws, check_mismatch, learnin
 from tandemrl.selection import bernoulli, solo
 from tandemrl.train import train
 
-MAIN = "from tandemrl.cli.main import main; main()"
 SMALL = [
     "train.threads=1",
     "train.steps=3",
@@ -107,26 +104,43 @@ def test_training_changes_the_senior_and_not_the_junior(tiny_pair: Path, finishe
     assert any(not torch.equal(base[name], trained[name]) for name in base)
 
 
+KILLER = """
+import os, signal, sys
+import {module} as module
+original, calls = getattr({owner}, "{name}"), 0
+def dying(*arguments, **options):
+    global calls
+    calls += 1
+    if {before} and calls == {call}:
+        os.kill(os.getpid(), signal.SIGKILL)
+    result = original(*arguments, **options)
+    if calls == {call}:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return result
+setattr({owner}, "{name}", dying)
+from tandemrl.cli.main import main
+main()
+"""
+MOMENTS = [  # in a run of six steps that saves after every second
+    ("tandemrl.tracking", "module.Tracker", "step", 1, False),  # before the first checkpoint
+    ("tandemrl.tracking", "module.Tracker", "step", 3, False),  # after one, with a line logged that must go again
+    ("tandemrl.checkpoint", "module", "save", 1, True),  # step 4 exported, its checkpoint not written
+    ("tandemrl.update", "module", "optimise", 2, False),  # step 4 again: weights updated, nothing logged
+    ("tandemrl.tracking", "module.Tracker", "samples", 3, True),  # step 5 evaluated, not logged
+]
+
+
 def test_resume_equals_uninterrupted_after_a_kill_at_any_moment(
     tiny_pair: Path, finished: Path, tmp_path: Path
 ) -> None:
     out = tmp_path / "killed"
     overrides = [*SMALL, f"model.senior={tiny_pair}/senior", f"model.junior={tiny_pair}/junior", "train.steps=6"]
-    for kill_after in (1, 3, 4):  # before the first checkpoint, between two, and after a resume
-        run = subprocess.Popen(
-            [sys.executable, "-c", MAIN, "train", "--config", _empty(tmp_path), *overrides, f"output_dir={out}"],
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.PIPE,
-        )
-        deadline = time.monotonic() + 120
-        while run.poll() is None and time.monotonic() < deadline:
-            if (out / "metrics.jsonl").is_file() and (out / "metrics.jsonl").read_text().count("\n") >= kill_after:
-                break
-            time.sleep(0.005)
-        assert run.poll() is None, f"the run ended by itself: {run.stderr.read().decode() if run.stderr else ''}"
-        os.kill(run.pid, signal.SIGKILL)
-        run.wait()
-    assert latest(out) is not None, "no checkpoint survived; the test would not test a resume"
+    for module, owner, name, call, before in MOMENTS:
+        script = KILLER.format(module=module, owner=owner, name=name, call=call, before=before)
+        arguments = ["train", "--config", _empty(tmp_path), *overrides, f"output_dir={out}"]
+        died = subprocess.run([sys.executable, "-c", script, *arguments], capture_output=True, timeout=120)
+        assert died.returncode == -signal.SIGKILL, died.stderr.decode()
+    assert latest(out) == out / "checkpoints" / "step_4"
     train(config(tiny_pair, out, "train.steps=6"), quiet=True)
     assert_same_run(finished, out, step=6)
 

@@ -305,8 +305,9 @@ def _save_in(model: Any, folder: Path, dtype: torch.dtype) -> None:
 
 
 def versions() -> dict[str, str | bool | None]:
-    """What produced a result: Python, libraries, and the git revision of the working directory (None outside git)."""
-    revision = _git("rev-parse", "HEAD")
+    """What produced a result: Python, libraries, and the git revision of this code (None when not from a checkout)."""
+    tracked = _git("ls-files", "--error-unmatch", Path(__file__).name)
+    revision = _git("rev-parse", "HEAD") if tracked else None
     return {
         "python": platform.python_version(),
         **{name: _version(name) for name in ("torch", "transformers", "tandemrl")},
@@ -324,7 +325,8 @@ def _version(package: str) -> str | None:
 
 def _git(*arguments: str) -> str | None:
     try:
-        done = subprocess.run(["git", *arguments], capture_output=True, text=True, timeout=10)
+        here = str(Path(__file__).parent)
+        done = subprocess.run(["git", "-C", here, *arguments], capture_output=True, text=True, timeout=10)
     except (OSError, subprocess.TimeoutExpired):
         return None
     return done.stdout.strip() if done.returncode == 0 else None

@@ -326,6 +326,17 @@ def check(config: Config) -> None:
         (e.train_problems >= 1, "eval.train_problems", e.train_problems, "at least 1"),
         (any(k <= e.train_samples for k in e.k), "eval.train_samples", e.train_samples, f"at least the smallest of eval.k ({min(e.k, default=1)})"),
         (e.select_by is None or e.select_by in {f"pass@{k}" for k in e.k if k <= e.train_samples}, "eval.select_by", e.select_by, "null or one of " + ", ".join(f"pass@{k}" for k in e.k if k <= e.train_samples)),
+        (t.threads is None or t.threads >= 1, "train.threads", t.threads, "null (torch's choice) or at least 1"),
+        (t.seed >= 0, "train.seed", t.seed, "0 or positive"),
+        (t.log_samples >= 0, "train.log_samples", t.log_samples, "0 or positive"),
+        (t.max_logprob_mismatch is None or t.max_logprob_mismatch > 0, "train.max_logprob_mismatch", t.max_logprob_mismatch, "null or positive"),
+        (config.data.max_prompt_tokens >= 1, "data.max_prompt_tokens", config.data.max_prompt_tokens, "at least 1"),
+        (e.seed >= 0, "eval.seed", e.seed, "0 or positive"),
+        (e.bootstrap >= 0, "eval.bootstrap", e.bootstrap, "0 (no intervals) or positive"),
+        (e.temperature >= 0, "eval.temperature", e.temperature, "0 (greedy) or positive"),
+        (0 < e.top_p <= 1, "eval.top_p", e.top_p, "in (0, 1]"),
+        (e.top_k >= 0, "eval.top_k", e.top_k, "0 (off) or positive"),
+        (e.max_tokens >= 1, "eval.max_tokens", e.max_tokens, "at least 1"),
         (e.context is None or e.profile == "custom", "eval.context", e.context, f"null with eval.profile={e.profile}, which has its own"),
         (t.save_every >= 1, "train.save_every", t.save_every, "at least 1"),
         (t.keep_checkpoints >= 1, "train.keep_checkpoints", t.keep_checkpoints, "at least 1"),
@@ -340,6 +351,9 @@ def check(config: Config) -> None:
         (config.reward.workers is None or config.reward.workers >= 1, "reward.workers", config.reward.workers, "null (automatic) or at least 1"),
         (config.reward.timeout_s > 0, "reward.timeout_s", config.reward.timeout_s, "positive"),
     ]  # fmt: skip
+    for key, value in _flatten(to_dict(config)).items():
+        if isinstance(value, float) and not math.isfinite(value):
+            raise ConfigError(f"{key}={value}: must be a finite number")
     for ok, key, value, allowed in rules:
         if not ok:
             raise ConfigError(f"{key}={value}: must be {allowed}")

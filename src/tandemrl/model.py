@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from einops import rearrange
 from jaxtyping import Bool, Float, Int64
+from safetensors import SafetensorError
 from torch import Tensor, nn
 from transformers import (
     AttentionInterface,
@@ -202,17 +203,37 @@ def load_model(path: str | Path, *, dtype: str = "float32", device: str = "cpu")
     Raises:
         ModelError: not loadable, not a causal LM with standard attention, or its head does more than a linear map.
     """
+    _check_folder(path)
     bars = transformers_logging.is_progress_bar_enabled()
     transformers_logging.disable_progress_bar()
     try:
         model = AutoModelForCausalLM.from_pretrained(path, dtype=getattr(torch, dtype))
-    except (OSError, ValueError, KeyError) as error:
+    except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
         raise ModelError(f"model {str(path)!r} could not be loaded: {str(error).splitlines()[0]}") from None
     finally:
         if bars:
             transformers_logging.enable_progress_bar()
     model.to(resolve_device(device))  # type: ignore[arg-type]  # transformers' annotation of `to` lacks its arguments
     return prepare(model, name=str(path))
+
+
+def _check_folder(path: str | Path) -> None:
+    """Say what is wrong with a local path before it is taken for a hub id.
+
+    Raises:
+        ModelError: a folder without a model, or a local path that does not exist.
+    """
+    folder = Path(path)
+    if folder.is_dir():
+        if not any((folder / name).is_file() for name in ("config.json", "tokenizer_config.json")):
+            best = folder / "hf" / "best"
+            hint = f"; did you mean {best}?" if best.is_dir() else ""
+            raise ModelError(f"{path}: neither a model nor a tokenizer is there{hint}")
+    elif folder.is_absolute() or len(folder.parts) != 2 or Path(folder.parts[0]).is_dir() or str(path)[0] in ".~":
+        if len(folder.parts) == 1 and str(path)[0] not in ".~/":
+            return  # such as "gpt2": an id of the hub
+        hint = f"; build it: tandemrl model tiny --out {folder.parent}" if folder.parent.name.startswith("tiny") else ""
+        raise ModelError(f"{path}: no such folder{hint}")
 
 
 def prepare(model: PreTrainedModel, *, name: str = "model") -> PreTrainedModel:
@@ -223,6 +244,13 @@ def prepare(model: PreTrainedModel, *, name: str = "model") -> PreTrainedModel:
             token, or transforms its logits after the LM head.
     """
     model.eval()
+    if model.config._attn_implementation == ATTENTION:
+        return model
+    rope = (getattr(model.config.get_text_config(), "rope_parameters", None) or {}).get("rope_type")
+    if rope in ("dynamic", "longrope"):
+        raise ModelError(
+            f"{name}: rope_type {rope} makes a text depend on its neighbours in a batch; it is unsupported"
+        )
     head = model.get_output_embeddings()
     if not isinstance(head, nn.Linear):
         raise ModelError(f"{name}: no linear LM head; only causal LMs are supported")
@@ -254,9 +282,10 @@ def load_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:
     Raises:
         ModelError: not loadable.
     """
+    _check_folder(path)
     try:
         return AutoTokenizer.from_pretrained(path)
-    except (OSError, ValueError, KeyError) as error:
+    except (OSError, ValueError, KeyError, RuntimeError) as error:
         raise ModelError(f"tokenizer of {str(path)!r} could not be loaded: {str(error).splitlines()[0]}") from None
 
 

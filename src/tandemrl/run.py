@@ -7,6 +7,7 @@ import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import CodeType
 from typing import Any, NamedTuple
 
 import torch
@@ -76,6 +77,7 @@ class Run:
     heldout: list[Prompt]
     sampler: Sampler
     sampling: Sampling
+    custom_strategy: Callable[[int], Strategy] | None = None
     best: float = -math.inf
 
     def logprobs(self, model: PreTrainedModel, batch: Batch, select: Tensor) -> tuple[Tensor, Tensor]:
@@ -103,6 +105,22 @@ def build(config: Config, recipe: Recipe | None = None, strategy: Callable[[int]
     tokenizer = load_tokenizer(model.senior)
     if model.junior is not None:
         vocabulary_check(tokenizer, load_tokenizer(model.junior))
+
+    def load(sources: Sequence[str]) -> tuple[list[Prompt], int]:
+        return encode_prompts(
+            load_rows(sources), tokenizer, max_prompt_tokens=data.max_prompt_tokens, suffix=data.prompt_suffix
+        )
+
+    prompts, dropped = load(data.train)
+    if len(prompts) < config.train.prompts_per_step:
+        raise DataError(
+            f"data.train: {len(prompts)} usable rows (data.max_prompt_tokens={data.max_prompt_tokens}) are fewer than "
+            f"train.prompts_per_step={config.train.prompts_per_step}"
+        )
+    heldout = []
+    if config.train.eval_every:
+        heldout = [prompt for source in data.eval for prompt in load([source])[0][: config.eval.train_problems]]
+
     policy = load_model(model.senior, device=model.device)
     if model.gradient_checkpointing:
         policy.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
@@ -129,20 +147,6 @@ def build(config: Config, recipe: Recipe | None = None, strategy: Callable[[int]
     # float32 like the policy, so that both go through the same arithmetic and the KL starts at exactly 0.
     reference = freeze(model.senior, "float32") if config.loss.kl_coef > 0 else None
 
-    def load(sources: Sequence[str]) -> tuple[list[Prompt], int]:
-        return encode_prompts(
-            load_rows(sources), tokenizer, max_prompt_tokens=data.max_prompt_tokens, suffix=data.prompt_suffix
-        )
-
-    prompts, dropped = load(data.train)
-    if len(prompts) < config.train.prompts_per_step:
-        raise DataError(
-            f"data.train: {len(prompts)} usable rows (data.max_prompt_tokens={data.max_prompt_tokens}) are fewer than "
-            f"train.prompts_per_step={config.train.prompts_per_step}"
-        )
-    heldout = []
-    if config.train.eval_every:
-        heldout = [prompt for source in data.eval for prompt in load([source])[0][: config.eval.train_problems]]
     rollout = config.rollout
     return Run(
         config=config,
@@ -165,6 +169,7 @@ def build(config: Config, recipe: Recipe | None = None, strategy: Callable[[int]
         dropped=dropped,
         heldout=heldout,
         sampler=Sampler(len(prompts), seed=config.train.seed),
+        custom_strategy=strategy,
         sampling=Sampling(
             max_tokens=rollout.max_tokens,
             temperature=rollout.temperature,
@@ -303,13 +308,29 @@ def export(run: Run, name: str) -> None:
 
 def identity(run: Run) -> dict[str, str]:
     """What a resumed run must share with its past beyond the config: recipe, data and frozen models."""
-    fields = {k: getattr(v, "__qualname__", v) for k, v in run.recipe._asdict().items()}
+    fields = {k: signature(v) for k, v in run.recipe._asdict().items()}
     prompts = hashlib.sha256(repr([p.tokens for p in run.prompts]).encode()).hexdigest()
     frozen = {
         name: "none" if model is None else f"{fingerprint(model.named_parameters()):#x}"
         for name, model in (("junior", run.junior), ("reference", run.reference))
     }
-    return {"recipe": str(fields), "data.train": prompts, **frozen}
+    custom = "none" if run.custom_strategy is None else signature(run.custom_strategy)
+    return {"recipe": str(fields), "strategy": custom, "data.train": prompts, **frozen}
+
+
+def signature(value: Any) -> str:
+    """Tells two functions apart by their code, constants and the plain values that they close over."""
+    code = getattr(value, "__code__", None)
+    if code is None:
+        return repr(value) if isinstance(value, int | float | str | bool | None) else type(value).__qualname__
+    cells = [cell.cell_contents for cell in value.__closure__ or ()]
+    content = repr((_code(code), [signature(cell) for cell in cells], [signature(x) for x in value.__defaults__ or ()]))
+    return f"{value.__qualname__}:{hashlib.sha256(content.encode()).hexdigest()[:16]}"
+
+
+def _code(code: CodeType) -> Any:
+    constants = [_code(c) if isinstance(c, CodeType) else repr(c) for c in code.co_consts]
+    return code.co_code, code.co_names, constants
 
 
 def restore(run: Run, resume: str) -> int:
@@ -323,12 +344,14 @@ def restore(run: Run, resume: str) -> int:
     """
     output = Path(run.config.output_dir)
     path = checkpoint.latest(output) if resume in ("auto", "never") else Path(resume)
-    if resume == "never" and (path is not None or (output / "metrics.jsonl").exists()):
+    record = output / "metrics.jsonl"
+    started = path is not None or (record.is_file() and record.stat().st_size > 0)
+    if resume == "never" and started:
         raise checkpoint.CheckpointError(
             f"{output} already holds a run; resume it (--resume auto), or choose another output_dir or remove it"
         )
     step = 0
-    if path is None and (output / "config.yaml").exists():  # a run that died before its first checkpoint
+    if path is None and started:  # a run that died before its first checkpoint
         checkpoint.check_resume(checkpoint.load_config(output), run.config)
     if path is not None:
         checkpoint.check_resume(checkpoint.load_config(path), run.config)
@@ -341,7 +364,7 @@ def restore(run: Run, resume: str) -> int:
         run.policy.load_state_dict(state["policy"])
         run.optimizer.load_state_dict(state["optimizer"])
         run.sampler.load_state_dict(state["sampler"])
-        run.best = state["best"]
+        run.best = state["best"] if (output / "hf" / "best").is_dir() else -math.inf
         checkpoint.restore_rng(state["rng"])
         step = state["step"]
     checkpoint.discard_after(output, step)

@@ -84,13 +84,18 @@ def build_tiny_pair(
 
     Raises:
         DataError: unknown pair.
-        FileExistsError: ``out`` is not empty and not a tiny pair.
+        FileExistsError: ``out`` holds another pair or seed, or something else than a tiny pair.
     """
     recipe = WarmStart() if steps is None else WarmStart(steps=steps)
     wanted = {"schema": 1, "pair": pair, "seed": seed, "recipe": _recipe(recipe, pair, seed)}
     found = _manifest(out)
     if found is not None and all(found.get(key) == value for key, value in wanted.items()) and _intact(out, found):
         return found
+    if found is not None and (found.get("pair"), found.get("seed")) != (pair, seed):
+        raise FileExistsError(
+            f"{out} holds the {found.get('pair')} pair of seed {found.get('seed')}, which runs may rely on: choose "
+            "another folder"
+        )
     if found is None and out.exists() and any(out.iterdir()):
         raise FileExistsError(f"{out} is not empty and has no tiny-pair manifest.json: choose another folder")
 

@@ -110,7 +110,8 @@ class Tracker:
             for rollout in rollouts
         )
         _write(self._samples, [json.dumps(record, ensure_ascii=False) for record in records])
-        shown = rollouts[: self._config.train.log_samples] if self._is_table_step(step) else []
+        one_per_prompt = [rollout for rollout in rollouts if rollout.index == 0]
+        shown = one_per_prompt[: self._config.train.log_samples] if self._is_table_step(step) else []
         if shown:
             self._console.print(sample_table(step, shown, tokenizer))
         if shown and self._wandb is not None:

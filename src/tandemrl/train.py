@@ -62,6 +62,8 @@ def loop(run: Run, done: int, tracker: Tracker) -> None:
     config = run.config
     steps = config.train.steps
     tracker.say(str(batch_plan(config)) if done < steps else f"step {done} is the last one: nothing to do")
+    if done:
+        tracker.say(f"resumed after step {done}; anything later in {config.output_dir} was discarded")
     if run.dropped:
         tracker.say(f"data.train: {run.dropped} rows are longer than data.max_prompt_tokens and were left out")
     sync_weights(run.policy, run.engine, version=done)

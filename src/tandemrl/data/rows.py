@@ -165,14 +165,21 @@ def _file(path: Path) -> Iterator[Row]:
 
 
 def _read_jsonl(path: Path) -> Iterator[tuple[int, Any]]:
-    with path.open(encoding="utf-8") as lines:
-        for line, text in enumerate(lines, 1):
+    with path.open(encoding="utf-8-sig", errors="strict") as lines:
+        for line, text in enumerate(_decoded(lines, path), 1):
             if not text.strip():
                 continue
             try:
                 yield line, json.loads(text)
             except json.JSONDecodeError as error:
                 raise DataError(f"{path}, line {line}: not JSON: {error}") from None
+
+
+def _decoded(lines: Iterator[str], path: Path) -> Iterator[str]:
+    try:
+        yield from lines
+    except UnicodeDecodeError as error:
+        raise DataError(f"{path}: not a UTF-8 text file: {error}") from None
 
 
 def _read_parquet(path: Path) -> Iterator[tuple[int, Any]]:
@@ -195,9 +202,9 @@ def _parse(record: Any, source: str, line: int, *, repo: str | None, split: str)
         return _verl_row(record, where, line)
     question = record.get("question")
     if repo in (None, GSM8K) and question is not None:
-        answer = _text(record, "answer", where)
+        answer, asked = _text(record, "answer", where), _text(record, "question", where)
         try:
-            return gsm8k_row(_text(record, "question", where), answer, split=split, index=line - 1)
+            return gsm8k_row(asked, answer, split=split, index=line - 1)
         except DataError as error:
             raise DataError(f"{where}, field 'answer': {error}") from None
     if repo is not None and ("problem" in record or question is not None):

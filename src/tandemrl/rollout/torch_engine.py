@@ -132,7 +132,8 @@ class TorchEngine:
             raise EngineError(f"request {index}: empty prompt")
         if length + new > self.context:
             raise EngineError(
-                f"request {index}: {length} prompt tokens and max_tokens {new} exceed the context of {self.context}"
+                f"request {index}: {length} prompt tokens and max_tokens {new} exceed the context of {self.context}; "
+                "lower rollout.max_tokens, or in an evaluation use eval.profile=custom with a smaller eval.max_tokens"
             )
         if max(request.prompt) >= self.vocabulary or min(request.prompt) < 0:
             raise EngineError(f"request {index}: a prompt token is outside the vocabulary of {self.vocabulary}")
