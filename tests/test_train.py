@@ -21,7 +21,7 @@ from tandemrl.losses import RECIPES
 from tandemrl.rollout.collect import write
 from tandemrl.rollout.engine import Completion, Draws, EngineError
 from tandemrl.rollout.torch_engine import TorchEngine
-from tandemrl.run import TrainError, build, check_draws, check_mismatch, learning_rate, restore, schedule_of
+from tandemrl.run import TrainError, build, check_draws, check_mismatch, learning_rate, restore, schedule_of, signature
 from tandemrl.selection import bernoulli, solo
 from tandemrl.train import train
 
@@ -421,3 +421,13 @@ def test_resume_refuses_another_recipe_and_other_frozen_weights(tiny_pair: Path,
         run.junior.get_input_embeddings().weight[0, 0] += 1
     with pytest.raises(CheckpointError, match="another junior"):
         restore(run, "auto")
+
+
+def test_signatures_tell_user_functions_apart() -> None:
+    def make(scale: float):
+        return lambda x: scale * x
+
+    assert signature(make(1.0)) == signature(make(1.0))
+    assert signature(make(1.0)) != signature(make(2.0))
+    assert signature(lambda x: x + 1) != signature(lambda x: x + 2)
+    assert signature(RECIPES["grpo"].surrogate) == "tandemrl.losses.surrogates.ppo_clip"

@@ -319,7 +319,10 @@ def identity(run: Run) -> dict[str, str]:
 
 
 def signature(value: Any) -> str:
-    """Tells two functions apart by their code, constants and the plain values that they close over."""
+    """Tells two functions apart by their code, constants and the plain values that they close over; the library's own
+    by their names."""
+    if getattr(value, "__module__", None) and value.__module__.startswith("tandemrl.") and callable(value):
+        return f"{value.__module__}.{value.__qualname__}"
     code = getattr(value, "__code__", None)
     if code is None:
         return repr(value) if isinstance(value, int | float | str | bool | None) else type(value).__qualname__
