@@ -224,14 +224,13 @@ def _check_folder(path: str | Path) -> None:
         ModelError: a folder without a model, or a local path that does not exist.
     """
     folder = Path(path)
+    local = folder.is_absolute() or len(folder.parts) > 2 or str(path).startswith((".", "~"))
     if folder.is_dir():
         if not any((folder / name).is_file() for name in ("config.json", "tokenizer_config.json")):
             best = folder / "hf" / "best"
             hint = f"; did you mean {best}?" if best.is_dir() else ""
             raise ModelError(f"{path}: neither a model nor a tokenizer is there{hint}")
-    elif folder.is_absolute() or len(folder.parts) != 2 or Path(folder.parts[0]).is_dir() or str(path)[0] in ".~":
-        if len(folder.parts) == 1 and str(path)[0] not in ".~/":
-            return  # such as "gpt2": an id of the hub
+    elif local:  # a hub id is NAME or OWNER/NAME
         hint = f"; build it: tandemrl model tiny --out {folder.parent}" if folder.parent.name.startswith("tiny") else ""
         raise ModelError(f"{path}: no such folder{hint}")
 
