@@ -6,6 +6,7 @@ import math
 import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from types import CodeType
 from typing import Any, NamedTuple
@@ -212,10 +213,10 @@ def schedule_of(selection: SelectionConfig, tokenizer: PreTrainedTokenizerBase, 
     make: Callable[[float], Strategy]
     if s.strategy == "word":
         boundary = word_boundary_table(tokenizer, vocabulary)
-        make = lambda p: word(p, s.max_gap_tokens, boundary)  # noqa: E731 - one of three bodies of one name
+        make = partial(word, max_gap_tokens=s.max_gap_tokens, boundary=boundary)
     elif s.strategy == "word_aligned":
-        words = word_start_tables(tokenizer, vocabulary)
-        make = lambda p: word_aligned(p, s.max_gap_tokens, words)  # noqa: E731
+        tables = word_start_tables(tokenizer, vocabulary)
+        make = partial(word_aligned, max_gap_tokens=s.max_gap_tokens, tables=tables)
     elif s.strategy == "bernoulli":
         make = bernoulli
     else:

@@ -106,9 +106,8 @@ class TorchEngine:
             self._check(i, request)
         with self._abort_lock:
             self._aborted = set()
-        rows = [_Row(request, key, limit=request.sampling.max_tokens) for request in requests for key in request.keys]
-        for number, row in enumerate(rows):
-            row.number = number
+        pairs = [(request, key) for request in requests for key in request.keys]
+        rows = [_Row(request, key, number) for number, (request, key) in enumerate(pairs)]
         waiting = list(rows)
         batch = _Batch(self, requests, len(rows))
         while waiting or batch.rows:
@@ -158,8 +157,7 @@ class _Row:
 
     request: Request
     key: int
-    limit: int
-    number: int = 0
+    number: int
     written: int = 0
     stop_reason: StopReason | None = None
 
@@ -215,7 +213,8 @@ class _Batch:
         if not new:
             return
         requests = list({id(row.request): row.request for row in new}.values())
-        source = torch.tensor([next(i for i, r in enumerate(requests) if r is row.request) for row in new])
+        place = {id(request): i for i, request in enumerate(requests)}
+        source = torch.tensor([place[id(row.request)] for row in new])
         prompts = [list(r.prompt) for r in requests]
         for who, cache in self.caches.items():
             cache.append(_prefill(self.engine.models[who], prompts), source, len(self.rows))
@@ -228,7 +227,7 @@ class _Batch:
         self.stream = torch.cat([self.stream, stream(keys, SAMPLING)])
         self.written = torch.cat([self.written, torch.zeros_like(keys)])
         self.number = torch.cat([self.number, torch.tensor([row.number for row in new])])
-        self.limit = torch.cat([self.limit, torch.tensor([row.limit for row in new])])
+        self.limit = torch.cat([self.limit, torch.tensor([row.request.sampling.max_tokens for row in new])])
         self.live = torch.cat([self.live, torch.ones_like(keys, dtype=torch.bool)])
         self.author = torch.cat([self.author, author])
         self.stop_row = torch.cat([self.stop_row, torch.tensor([self.stops.row(r) for r in requests])[source]])
