@@ -83,7 +83,7 @@ def _command(phase: Phase) -> Callable[..., None]:
             threads=resolved.train.threads,
             prob_senior=resolved.selection.prob_senior,
             max_gap_tokens=resolved.selection.max_gap_tokens,
-            max_rows=resolved.rollout.max_rows,
+            rollout=resolved.rollout,
         )
         from rich.console import Console
 

@@ -37,6 +37,8 @@ class WordTokenizer:
 class CannedEngine:
     """Writes ``texts[prompt's first id]``, one after the other over its samples, by authors from the strategy."""
 
+    policy_version, vocabulary, has_junior = 0, len(WORDS), True
+
     def __init__(self, texts, stop_reasons=None):
         self.texts, self.stop_reasons, self.requests = texts, stop_reasons or {}, []
 
@@ -217,12 +219,12 @@ def test_missing_completions_are_refused():
         def generate(self, requests, *, progress=None):
             return [group[:-1] for group in super().generate(requests)]
 
-    with pytest.raises(EngineError, match="one per key"):
+    with pytest.raises(EngineError, match="returned completions of the keys"):
         run(LazyEngine({0: [[RIGHT, EOS]]}), [prompt(0)])
 
 
 def test_aborted_and_empty_evaluations_are_refused():
-    with pytest.raises(EvalError, match="aborted"):
+    with pytest.raises(EngineError, match="aborted"):
         run(CannedEngine({0: [[RIGHT]]}, {0: "abort"}), [prompt(0)])
     with pytest.raises(EvalError, match="no prompts"):
         run(CannedEngine({}), [])

@@ -577,13 +577,13 @@ def test_vocabulary_check():
 
 def test_eos_ids_are_those_of_model_and_tokenizer():
     model = qwen3()
-    assert eos_token_ids(model, tokenizer()) == (IDS[EOS],)
+    assert eos_token_ids(model.generation_config, tokenizer()) == (IDS[EOS],)
     model.generation_config.eos_token_id = [9, 4]
-    assert eos_token_ids(model, tokenizer()) == tuple(sorted({9, 4, IDS[EOS]}))
+    assert eos_token_ids(model.generation_config, tokenizer()) == tuple(sorted({9, 4, IDS[EOS]}))
     model.generation_config.eos_token_id = None
-    assert eos_token_ids(model, tokenizer()) == (IDS[EOS],)
+    assert eos_token_ids(model.generation_config, tokenizer()) == (IDS[EOS],)
     model.generation_config = None
-    assert eos_token_ids(model, tokenizer()) == (IDS[EOS],)
+    assert eos_token_ids(model.generation_config, tokenizer()) == (IDS[EOS],)
 
 
 def test_hidden_states_of_rows_and_of_packed_tokens_have_their_shapes():

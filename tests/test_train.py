@@ -14,6 +14,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
+from helpers import tokenizer
 from tandemrl.batching import pack_tokens
 from tandemrl.checkpoint import CheckpointError, latest, lock
 from tandemrl.config import Config, ConfigError, load, to_yaml
@@ -21,7 +22,8 @@ from tandemrl.losses import RECIPES
 from tandemrl.rollout.collect import write
 from tandemrl.rollout.engine import Completion, Draws, EngineError
 from tandemrl.rollout.torch_engine import TorchEngine
-from tandemrl.run import TrainError, build, check_draws, check_mismatch, learning_rate, restore, schedule_of, signature
+from tandemrl.run import TrainError, build, check_draws, check_mismatch, learning_rate, restore, signature
+from tandemrl.schedule import schedule_of
 from tandemrl.selection import bernoulli, solo
 from tandemrl.train import train
 
@@ -341,7 +343,7 @@ def test_learning_rate() -> None:
 def test_annealed_probability() -> None:
     annealed = load(overrides=["selection.strategy=bernoulli", "selection.prob_senior=1.0",
                                "selection.prob_senior_final=0.5", "selection.anneal_steps=4"])  # fmt: skip
-    schedule = schedule_of(annealed.selection, None, 0)  # type: ignore[arg-type]
+    schedule = schedule_of(annealed.selection, tokenizer(), 0)
     assert [schedule.prob_senior(step) for step in (1, 3, 5, 9)] == [1.0, 0.75, 0.5, 0.5]
 
 

@@ -48,6 +48,31 @@ class DataConfig:
 
 
 @dataclass(frozen=True)
+class VllmConfig:
+    mode: Literal["lazy", "lockstep"] = "lazy"
+    """lazy: a token is computed by its author, the other model catches up in chunks; lockstep: by both."""
+    multiprocess: bool = False
+    """An engine in a process of its own, instead of in the trainer's."""
+    devices: str | None = None
+    """CUDA devices of that process, e.g. "1" or "2,3"; null = the trainer's."""
+    kv_cache_gb: float | None = None
+    """KV cache of both models; null = 1 GB on a CPU, what gpu_memory_utilization leaves on a GPU."""
+    gpu_memory_utilization: float = 0.5
+    """Share of the GPU that the engine may take, models included. The trainer needs the rest."""
+    sleep: bool = False
+    """CUDA: hand the engine's memory to the trainer between rollouts."""
+    prefix_caching: bool = True
+    max_batched_tokens: int | None = None
+    enforce_eager: bool | None = None
+    """null = true on a CPU, else CUDA graphs."""
+    junior_dtype: str | None = None
+    junior_quantization: str | None = None
+    """As vLLM's --dtype and --quantization, for the junior alone; null = the senior's dtype, what the model says."""
+    junior_device: str | None = None
+    """Another CUDA device for the junior, e.g. "cuda:1": both forwards are in flight at once."""
+
+
+@dataclass(frozen=True)
 class RolloutConfig:
     engine: Literal["torch", "vllm"] = "torch"
     group_size: int = 8
@@ -57,10 +82,12 @@ class RolloutConfig:
     min_p: float = 0.0
     max_tokens: int = 64
     max_rows: int = 256
-    """Rows decoded at once by the reference engine."""
+    """Rows decoded at once."""
     tensor_parallel: int = 1
+    """Ranks per model, with the vllm engine."""
     allow_truncated: bool = False
     """Permit top_p/top_k/min_p in training; the trainer then renormalises over the kept tokens too."""
+    vllm: VllmConfig = field(default_factory=VllmConfig)
 
 
 @dataclass(frozen=True)
@@ -282,6 +309,7 @@ def check(config: Config) -> None:
     Raises:
         ConfigError: the message names the key and what is allowed.
     """
+    v = config.rollout.vllm
     m, r, s, lo, t, e = config.model, config.rollout, config.selection, config.loss, config.train, config.eval
     per_update = t.mini_batch_prompts or t.prompts_per_step
     longest = config.data.max_prompt_tokens + r.max_tokens
@@ -343,7 +371,13 @@ def check(config: Config) -> None:
         (t.eval_every >= 0, "train.eval_every", t.eval_every, "0 (never) or positive"),
         (t.async_steps == 0, "train.async_steps", t.async_steps, "0: overlapped generation is not implemented yet"),
         (not t.profile, "train.profile", t.profile, "false: profiling is not implemented yet"),
-        (r.engine == "torch", "rollout.engine", r.engine, "torch: the vLLM engine is not implemented yet"),
+        (r.tensor_parallel >= 1, "rollout.tensor_parallel", r.tensor_parallel, "at least 1"),
+        (v.kv_cache_gb is None or v.kv_cache_gb > 0, "rollout.vllm.kv_cache_gb", v.kv_cache_gb, "null or positive"),
+        (0 < v.gpu_memory_utilization <= 1, "rollout.vllm.gpu_memory_utilization", v.gpu_memory_utilization, "in (0, 1]"),
+        (v.max_batched_tokens is None or v.max_batched_tokens >= r.max_rows, "rollout.vllm.max_batched_tokens", v.max_batched_tokens, f"null or at least rollout.max_rows ({r.max_rows})"),
+        (v.devices is None or v.multiprocess, "rollout.vllm.devices", v.devices, "null unless rollout.vllm.multiprocess=true: a process has one set of devices"),
+        (not v.sleep or m.device.startswith("cuda"), "rollout.vllm.sleep", v.sleep, "false unless model.device is a CUDA device"),
+        (v.junior_device is None or m.device.startswith("cuda"), "rollout.vllm.junior_device", v.junior_device, "null unless model.device is a CUDA device"),
         (e.samples >= 1, "eval.samples", e.samples, "at least 1"),
         (e.train_samples >= 1, "eval.train_samples", e.train_samples, "at least 1"),
         (len(e.k) > 0 and all(1 <= k <= e.samples for k in e.k), "eval.k", list(e.k), f"non-empty, each between 1 and eval.samples ({e.samples})"),

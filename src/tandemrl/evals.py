@@ -29,10 +29,11 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from tandemrl.checkpoint import versions, write_text
-from tandemrl.config import EvalConfig, RewardConfig
+from tandemrl.config import EvalConfig, RewardConfig, RolloutConfig
 from tandemrl.data.rows import Prompt, encode_prompts, load_rows
 from tandemrl.model import load_model, load_tokenizer, sequence_logprobs, vocabulary_check
-from tandemrl.rollout.engine import Completion, Engine, EngineError, Request, Sampling, check_authors
+from tandemrl.rollout.engine import Completion, Engine, Request, Sampling, check_answers, check_authors
+from tandemrl.rollout.engines import vllm_engine
 from tandemrl.rollout.envs.scoring import Scorer
 from tandemrl.rollout.torch_engine import TorchEngine
 from tandemrl.selection import Strategy, sentence, solo, word
@@ -66,6 +67,11 @@ class Profile:
     sampling: Sampling
     context: int | None = None
     reserve: int = 0
+
+    def longest(self, prompt_tokens: int) -> int:
+        """Tokens of the longest sequence that can come of prompts of up to ``prompt_tokens``."""
+        longest = prompt_tokens + self.sampling.max_tokens
+        return longest if self.context is None else min(longest, self.context)
 
 
 PROFILES: dict[str, Profile] = {
@@ -239,8 +245,8 @@ def write(
     arms) meet the same random numbers. ``progress(k)`` is told of k newly written tokens.
 
     Raises:
-        EvalError: no prompts, a prompt that leaves no room for a response, or an aborted completion.
-        EngineError: a completion is missing, or its authors are not the strategy's.
+        EvalError: no prompts, or a prompt that leaves no room for a response.
+        EngineError: a completion is missing or aborted, or its authors are not the strategy's.
     """
     if not prompts:
         raise EvalError("nothing to evaluate: no prompts")
@@ -256,11 +262,8 @@ def write(
             for problem, prompt in enumerate(prompts)
         ]
         completions = engine.generate(requests, progress=progress)
+        check_answers(requests, completions, engine.policy_version)
         flat = [completion for group in completions for completion in group]
-        if [c.key for c in flat] != [key for request in requests for key in request.keys]:
-            raise EngineError("the engine's completions are not one per key, in the order of the requests")
-        if any(completion.stop_reason == "abort" for completion in flat):
-            raise EvalError("the evaluation was aborted; run it again")
         check_authors(flat, strategy)
         written += [
             _sample(i // samples, prompts[i // samples], arm, i % samples, completion, tokenizer)
@@ -397,7 +400,7 @@ def run_phase(
     threads: int | None = None,
     prob_senior: float = 0.5,
     max_gap_tokens: int = 32,
-    max_rows: int = 256,
+    rollout: RolloutConfig | None = None,
     progress: Progress | None = None,
 ) -> dict[str, Any]:
     """Run one phase and write ``PHASE.json`` and ``PHASE.samples.jsonl``; returns what is in the former.
@@ -422,7 +425,7 @@ def run_phase(
         raise EvalError(f"phase {phase} needs a junior; give one (--junior)")
     if isinstance(data, str):
         data = [data]
-    reward = reward or RewardConfig()
+    reward, rollout = reward or RewardConfig(), rollout or RolloutConfig()
     profile = profile_of(eval)
     _check_k(eval.k, eval.samples)
     if threads is not None:
@@ -439,6 +442,7 @@ def run_phase(
             "prompt_suffix": prompt_suffix,
             "max_prompt_tokens": max_prompt_tokens,
             "limit": limit,
+            "engine": rollout.engine,
             "digests": _digests([model, *data]),
         }
     )
@@ -459,8 +463,14 @@ def run_phase(
     load = partial(load_model, dtype=dtype, device=device)
     written = _stored_samples(file.with_name("pass-at-k.json"), solo_config) if phase == "legibility" else None
     if written is None:
-        partner = None if junior is None or phase == "legibility" else load(junior)
-        engine = TorchEngine(load(model), partner, tokenizer, max_rows=max_rows)
+        partner = None if phase == "legibility" else junior
+        engine: Engine
+        if rollout.engine == "vllm":
+            longest = profile.longest(max(len(prompt.tokens) for prompt in prompts))
+            engine = vllm_engine(rollout, model, partner, tokenizer, dtype=dtype, device=device, longest=longest)
+        else:
+            frozen = None if partner is None else load(partner)
+            engine = TorchEngine(load(model), frozen, tokenizer, max_rows=rollout.max_rows)
         arms = strategies(
             phase, tokenizer, vocabulary=engine.vocabulary, prob_senior=prob_senior, max_gap_tokens=max_gap_tokens
         )

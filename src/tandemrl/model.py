@@ -20,6 +20,7 @@ from transformers import (
     AttentionInterface,
     AutoModelForCausalLM,
     AutoTokenizer,
+    GenerationConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
@@ -304,9 +305,9 @@ def vocabulary_check(senior: PreTrainedTokenizerBase, junior: PreTrainedTokenize
         )
 
 
-def eos_token_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
-    """Ids that end a completion: those of the generation config and the tokenizer's own."""
-    configured = model.generation_config.eos_token_id if model.generation_config is not None else None
+def eos_token_ids(generation: GenerationConfig | None, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
+    """Ids that end a completion: those of the model's generation config and the tokenizer's own."""
+    configured = generation.eos_token_id if generation is not None else None
     ids = set(configured if isinstance(configured, list) else [configured]) | {tokenizer.eos_token_id}
     return tuple(sorted(i for i in ids if i is not None))
 

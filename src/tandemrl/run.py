@@ -6,39 +6,29 @@ import math
 import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from types import CodeType
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from tandemrl import checkpoint
-from tandemrl.config import Config, ConfigError, SelectionConfig, to_yaml
+from tandemrl.config import Config, ConfigError, to_yaml
 from tandemrl.data.rows import DataError, Prompt, encode_prompts, load_rows
 from tandemrl.data.sampler import Sampler
+from tandemrl.evals import profile_of
 from tandemrl.losses import RECIPES, Recipe
 from tandemrl.model import load_model, load_tokenizer, token_logprobs, vocabulary_check
 from tandemrl.rollout.engine import Draws, Engine, Sampling
+from tandemrl.rollout.engines import vllm_engine
 from tandemrl.rollout.envs.scoring import Scorer
 from tandemrl.rollout.sampling import Truncation
 from tandemrl.rollout.sync import fingerprint
 from tandemrl.rollout.torch_engine import TorchEngine
-from tandemrl.selection import (
-    Strategy,
-    alternating,
-    annealed,
-    bernoulli,
-    chunk,
-    linear,
-    sentence,
-    solo,
-    word,
-    word_aligned,
-)
-from tandemrl.selection.boundaries import step_tables, word_boundary_table, word_start_tables
+from tandemrl.schedule import Schedule, schedule_of
+from tandemrl.selection import Strategy
 from tandemrl.types import Batch
 
 SIGMAS = 6.0
@@ -49,13 +39,6 @@ MISMATCH = {"float32": 1e-3, "bfloat16": 2e-2}
 
 class TrainError(RuntimeError):
     """A gate closed: going on would train something else than what was asked for. The message gives the reason."""
-
-
-class Schedule(NamedTuple):
-    """Who writes in each training step: the strategy, and the probability its draws are held to (None: not held)."""
-
-    strategy: Callable[[int], Strategy]
-    prob_senior: Callable[[int], float | None]
 
 
 @dataclass(eq=False)
@@ -84,14 +67,13 @@ class Run:
     def logprobs(self, model: PreTrainedModel, batch: Batch, select: Tensor) -> tuple[Tensor, Tensor]:
         """Log-probs and entropy of the selected tokens under the sampling distribution of the rollouts."""
         s = self.sampling
-        heads = [m.get_output_embeddings().weight.shape[0] for m in (self.policy, self.junior) if m is not None]
         return token_logprobs(
             model,
             batch,
             select=select,
             temperature=s.temperature,
             truncation=Truncation(s.top_k, s.top_p, s.min_p) if s.truncated else None,
-            vocabulary=min(heads),
+            vocabulary=self.engine.vocabulary,
             autocast=torch.bfloat16 if self.config.model.dtype == "bfloat16" else None,
         )
 
@@ -143,8 +125,10 @@ def build(config: Config, recipe: Recipe | None = None, strategy: Callable[[int]
         return frozen[path, dtype]
 
     tandem = strategy is not None or schedule.strategy(1).writers != "senior"
-    needs_junior = tandem or config.loss.junior_kl_coef > 0
-    junior = freeze(model.junior or model.senior, model.dtype) if needs_junior else None
+    partner = model.junior or model.senior
+    # vLLM loads its own copy.
+    needs_junior = (tandem and config.rollout.engine == "torch") or config.loss.junior_kl_coef > 0
+    junior = freeze(partner, model.dtype) if needs_junior else None
     # float32 like the policy, so that both go through the same arithmetic and the KL starts at exactly 0.
     reference = freeze(model.senior, "float32") if config.loss.kl_coef > 0 else None
 
@@ -157,7 +141,7 @@ def build(config: Config, recipe: Recipe | None = None, strategy: Callable[[int]
         policy=policy,
         reference=reference,
         junior=junior,
-        engine=engine_of(config, policy, junior if tandem else None, tokenizer),
+        engine=engine_of(config, policy, junior, tokenizer, partner=partner if tandem else None),
         optimizer=torch.optim.AdamW(
             policy.parameters(),
             lr=config.train.lr,
@@ -198,41 +182,30 @@ def resolve_recipe(recipe: Recipe, config: Config) -> Recipe:
 
 
 def engine_of(
-    config: Config, policy: PreTrainedModel, junior: PreTrainedModel | None, tokenizer: PreTrainedTokenizerBase
+    config: Config,
+    policy: PreTrainedModel,
+    junior: PreTrainedModel | None,
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    partner: str | None,
 ) -> Engine:
-    """The rollout engine, with a copy of the senior of its own, in the compute dtype."""
-    if config.rollout.engine != "torch":
-        raise ConfigError(f"rollout.engine={config.rollout.engine}: only the torch engine exists so far")
-    senior = copy.deepcopy(policy).to(getattr(torch, config.model.dtype)).requires_grad_(False)
-    return TorchEngine(senior.eval(), junior, tokenizer, max_rows=config.rollout.max_rows)
+    """The rollout engine, with a copy of the senior of its own, in the compute dtype.
 
-
-def schedule_of(selection: SelectionConfig, tokenizer: PreTrainedTokenizerBase, vocabulary: int) -> Schedule:
-    """The strategies that ``selection.*`` describes. Token tables are built once."""
-    s = selection
-    make: Callable[[float], Strategy]
-    if s.strategy == "word":
-        boundary = word_boundary_table(tokenizer, vocabulary)
-        make = partial(word, max_gap_tokens=s.max_gap_tokens, boundary=boundary)
-    elif s.strategy == "word_aligned":
-        tables = word_start_tables(tokenizer, vocabulary)
-        make = partial(word_aligned, max_gap_tokens=s.max_gap_tokens, tables=tables)
-    elif s.strategy == "bernoulli":
-        make = bernoulli
-    else:
-        if s.strategy == "sentence":
-            fixed = sentence(s.first, step_tables(tokenizer, vocabulary))
-        elif s.strategy == "chunk":
-            fixed = chunk(s.chunk_size, s.first)
-        else:
-            fixed = alternating(s.first) if s.strategy == "alternating" else solo(s.first)
-        return Schedule(lambda step: fixed, lambda step: None)
-    if s.prob_senior_final is None:
-        drawn = make(s.prob_senior)
-        return Schedule(lambda step: drawn, lambda step: s.prob_senior)
-    prob = linear(s.prob_senior, s.prob_senior_final, s.anneal_steps)
-    strategy = annealed(make, prob)
-    return Schedule(lambda step: strategy(step - 1), lambda step: prob(step - 1))
+    Args:
+        junior: loaded for the torch engine; partner: where the vLLM engine finds it. Neither: the senior writes alone.
+    """
+    model = config.model
+    if config.rollout.engine == "vllm":
+        longest = config.data.max_prompt_tokens + config.rollout.max_tokens
+        if config.data.eval:
+            longest = max(longest, profile_of(config.eval).longest(config.data.max_prompt_tokens))
+        return vllm_engine(
+            config.rollout, model.senior, partner, tokenizer, dtype=model.dtype, device=model.device, longest=longest
+        )
+    senior = copy.deepcopy(policy).to(getattr(torch, model.dtype)).requires_grad_(False)
+    return TorchEngine(
+        senior.eval(), junior if partner is not None else None, tokenizer, max_rows=config.rollout.max_rows
+    )
 
 
 def learning_rate(config: Config, step: int) -> float:
@@ -315,6 +288,8 @@ def identity(run: Run) -> dict[str, str]:
         name: "none" if model is None else f"{fingerprint(model.named_parameters()):#x}"
         for name, model in (("junior", run.junior), ("reference", run.reference))
     }
+    if run.junior is None and run.engine.has_junior:
+        frozen["junior"] = f"{run.engine.fingerprint('junior'):#x}"
     custom = "none" if run.custom_strategy is None else signature(run.custom_strategy)
     return {"recipe": str(fields), "strategy": custom, "data.train": prompts, **frozen}
 

@@ -48,6 +48,8 @@ class Parrot:
     """An engine that writes the tokens 2, 3, 4, … of different lengths, with honest channels unless ``spoil``-ed."""
 
     policy_version = 6
+    vocabulary = 1000
+    has_junior = True
     info = EngineInfo("parrot", "1", "float32", "cpu")
 
     def __init__(self, spoil: Callable[[list[list[Completion]]], None] | None = None) -> None:

@@ -37,9 +37,22 @@ def test_any_changed_element_changes_the_fingerprint(dtype):
     for name, value in given.items():
         for index in range(value.numel()):
             bits = value.clone().flatten().view(torch.uint8)
-            bits[index * value.element_size()] ^= 1  # the smallest change there is
+            size = value.element_size()
+            if value.flatten()[index]:
+                bits[index * size] ^= 1  # the smallest change there is
+            else:
+                bits[index * size + size - 1] ^= 0x40  # zero becomes two
             changed = given | {name: bits.view(dtype).reshape(value.shape)}
             assert fingerprint(changed.items()) != original, (name, index)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_signs_of_zero_and_subnormal_numbers_do_not_count(dtype):
+    tiny = torch.finfo(dtype).tiny
+    values = torch.tensor([0.0, -0.0, tiny / 2, -tiny / 2, tiny, -1.0], dtype=dtype)
+    flushed = torch.tensor([0.0, 0.0, 0.0, 0.0, tiny, -1.0], dtype=dtype)
+    assert fingerprint([("a", values)]) == fingerprint([("a", flushed)])
+    assert fingerprint([("a", values)]) != fingerprint([("a", torch.tensor([*flushed[:4], 0.0, -1.0], dtype=dtype))])
 
 
 def test_moved_numbers_and_swapped_names_change_the_fingerprint():

@@ -8,7 +8,7 @@ import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from tandemrl.data.rows import Prompt
-from tandemrl.rollout.engine import Completion, Draws, Engine, EngineError, Request, Sampling, check_authors
+from tandemrl.rollout.engine import Completion, Draws, Engine, Request, Sampling, check_answers, check_authors
 from tandemrl.rollout.envs.scoring import Scorer
 from tandemrl.selection import Strategy
 from tandemrl.selection.draws import request_key
@@ -51,27 +51,9 @@ def write(
         requests.append(Request(prompt.tokens, keys, sampling, strategy))
     version = engine.policy_version
     completions = engine.generate(requests, progress=progress)
-    _check(requests, completions, version)
+    check_answers(requests, completions, version)
     draws = check_authors([completion for group in completions for completion in group], strategy)
     return Written([prompt for _, prompt in prompts], completions, draws)
-
-
-def _check(requests: Sequence[Request], completions: Sequence[Sequence[Completion]], version: int) -> None:
-    """Completions under another prompt, cut off by an abort, or from other weights must not be trained on."""
-    if len(completions) != len(requests):
-        raise EngineError(f"the engine returned {len(completions)} groups for {len(requests)} requests")
-    for i, (request, group) in enumerate(zip(requests, completions, strict=True)):
-        found = tuple(completion.key for completion in group)
-        if found != request.keys:
-            raise EngineError(f"request {i}: the engine returned completions of the keys {found}, not {request.keys}")
-        for completion in group:
-            if completion.stop_reason == "abort":
-                raise EngineError(f"request {i}: completion {completion.key} was aborted; the rollout is not complete")
-            if completion.policy_version != version:
-                raise EngineError(
-                    f"request {i}: completion {completion.key} is from policy version {completion.policy_version}, the "
-                    f"engine is at {version}"
-                )
 
 
 def score(written: Written, scorer: Scorer, tokenizer: PreTrainedTokenizerBase) -> list[Group]:

@@ -112,6 +112,9 @@ class Engine(Protocol):
     """Tokens in, tokens out. Engines are synchronous: ``generate`` returns when all completions are finished."""
 
     policy_version: int
+    vocabulary: int
+    """Token ids below this can be written: the smaller of the two LM heads."""
+    has_junior: bool
 
     @property
     def info(self) -> EngineInfo: ...
@@ -142,6 +145,28 @@ class Engine(Protocol):
         ...
 
 
+def check_request(index: int, request: Request, *, vocabulary: int, context: int, has_junior: bool) -> None:
+    """Refuse what an engine cannot serve, before anything is decoded.
+
+    Raises:
+        EngineError: names the request and what is wrong with it.
+    """
+    length, new = len(request.prompt), request.sampling.max_tokens
+    if length == 0:
+        raise EngineError(f"request {index}: empty prompt")
+    if length + new > context:
+        raise EngineError(
+            f"request {index}: {length} prompt tokens and max_tokens {new} exceed the context of {context}; lower "
+            "rollout.max_tokens, or in an evaluation use eval.profile=custom with a smaller eval.max_tokens"
+        )
+    if max(request.prompt) >= vocabulary or min(request.prompt) < 0:
+        raise EngineError(f"request {index}: a prompt token is outside the vocabulary of {vocabulary}")
+    if bad := [token for token in request.sampling.stop_token_ids if not 0 <= token < vocabulary]:
+        raise EngineError(f"request {index}: stop_token_ids {bad} are outside the vocabulary of {vocabulary}")
+    if request.strategy.writers != "senior" and not has_junior:
+        raise EngineError(f"request {index}: its strategy needs a junior and the engine has none; pass `junior`")
+
+
 def check_completion(completion: Completion) -> None:
     """Refuse a completion whose channels are missing, short or not finite: nothing may train on it by accident.
 
@@ -161,6 +186,28 @@ def check_completion(completion: Completion) -> None:
         raise EngineError(f"completion {completion.key}: authors must be 0 (junior) or 1 (senior)")
     if length and not np.isfinite(completion.behaviour_logprobs).all():
         raise EngineError(f"completion {completion.key}: behaviour_logprobs are not finite")
+
+
+def check_answers(requests: Sequence[Request], completions: Sequence[Sequence[Completion]], version: int) -> None:
+    """Completions under another prompt, cut off by an abort, or from other weights must not be used.
+
+    Raises:
+        EngineError: names the request.
+    """
+    if len(completions) != len(requests):
+        raise EngineError(f"the engine returned {len(completions)} groups for {len(requests)} requests")
+    for i, (request, group) in enumerate(zip(requests, completions, strict=True)):
+        found = tuple(completion.key for completion in group)
+        if found != request.keys:
+            raise EngineError(f"request {i}: the engine returned completions of the keys {found}, not {request.keys}")
+        for completion in group:
+            if completion.stop_reason == "abort":
+                raise EngineError(f"request {i}: completion {completion.key} was aborted; it is not complete")
+            if completion.policy_version != version:
+                raise EngineError(
+                    f"request {i}: completion {completion.key} is from policy version {completion.policy_version}, the "
+                    f"engine is at {version}"
+                )
 
 
 class Draws(NamedTuple):

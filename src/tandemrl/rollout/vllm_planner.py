@@ -1,0 +1,317 @@
+"""Which model computes which tokens in one engine step: the ledger behind tandem decoding on vLLM. No vllm import.
+
+vLLM's scheduler knows one model: each step it wants some requests brought from ``start`` to ``start + count`` computed
+tokens, in KV blocks that it allocates. Two models share these block ids, each with KV tensors of its own, and each may
+lag behind. The planner keeps the account of what each model has computed and turns a scheduler step into forward passes
+per model:
+
+- ``lazy``: a decoding request is computed only by the author of its next token, from wherever that model stopped. The
+  other one catches up in one chunk when its turn comes. Prompts are computed by both, or by the only one that writes.
+- ``lockstep``: both compute every token.
+
+A prefix-cache hit is a statement about block ids, made for no model in particular. So each block remembers which models
+have filled it, and a model starts where its own run of filled blocks ends.
+"""
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field
+from typing import Literal, NamedTuple
+
+import numpy as np
+import torch
+from jaxtyping import Float64
+from torch import Tensor
+
+from tandemrl.rollout.engine import EngineError
+from tandemrl.selection import Strategy
+from tandemrl.selection.draws import SAMPLING, stream, uniforms
+from tandemrl.selection.live import LiveSelection
+
+Mode = Literal["lazy", "lockstep"]
+JUNIOR, SENIOR = 0, 1
+_WRITERS = {"both": (True, True), "senior": (False, True), "junior": (True, False)}  # by author
+
+
+class Admission(NamedTuple):
+    """A request that the scheduler starts: its prompt tokens, its key and who may write it."""
+
+    id: str
+    prompt_length: int
+    key: int
+    strategy: Strategy
+
+
+@dataclass(slots=True)
+class Pass:
+    """One forward of one model. Row i is request ``ids[i]``: ``count[i]`` tokens from position ``start[i]`` on.
+
+    new: rows that this model has never seen. replaced: ids whose block ids are to be replaced, not extended (a request
+    that came back from preemption). blocks: all block ids of new and replaced rows, the further ones of others, or
+    None. outputs: tokens written so far. ends: rows whose next token this pass predicts. rows: index in the step.
+    """
+
+    ids: list[str]
+    start: list[int]
+    count: list[int]
+    blocks: list[list[int] | None]
+    outputs: list[int]
+    new: list[int]
+    replaced: set[str]
+    ends: np.ndarray
+    rows: np.ndarray
+
+
+@dataclass(slots=True)
+class _Ledger:
+    """Arrays by slot; those with two rows by (author, slot). stream: key of the token draws. computed: tokens whose KV
+    this model holds. sent: block ids its runner has been told. replace: its runner has block ids from before a
+    preemption."""
+
+    prompt: np.ndarray
+    length: np.ndarray
+    author: np.ndarray
+    blocks: np.ndarray
+    stream: np.ndarray
+    computed: np.ndarray
+    sent: np.ndarray
+    known: np.ndarray
+    replace: np.ndarray
+    writers: np.ndarray
+
+    @classmethod
+    def empty(cls, capacity: int) -> "_Ledger":
+        one, two = (capacity,), (2, capacity)
+        integers = [np.zeros(one, np.int64) for _ in range(5)] + [np.zeros(two, np.int64) for _ in range(2)]
+        return cls(*integers, *(np.zeros(two, bool) for _ in range(3)))
+
+    def grown(self) -> "_Ledger":
+        grow = lambda x: np.concatenate([x, np.zeros_like(x)], axis=-1)  # noqa: E731
+        return _Ledger(*(grow(getattr(self, name)) for name in self.__slots__))
+
+
+@dataclass(slots=True)
+class Stats:
+    """Since the start: engine steps, forward passes and computed tokens of (junior, senior), tokens written by each."""
+
+    steps: int = 0
+    passes: list[int] = field(default_factory=lambda: [0, 0])
+    computed: list[int] = field(default_factory=lambda: [0, 0])
+    written: list[int] = field(default_factory=lambda: [0, 0])
+
+
+class Planner:
+    """The ledger. Per engine step: ``finish``, ``admit``, ``plan``, run the passes, ``record``.
+
+    Args:
+        budget: tokens that one forward can take; a longer catch-up is split.
+        block_size, num_blocks: of the KV cache; ``prefix_caching`` False spares the account of filled blocks.
+        record: remember every request's authors by its key (``recorded``), for tests.
+    """
+
+    def __init__(
+        self,
+        *,
+        budget: int,
+        block_size: int,
+        num_blocks: int,
+        prefix_caching: bool = True,
+        mode: Mode = "lazy",
+        record: bool = False,
+        capacity: int = 256,
+    ) -> None:
+        self.budget, self.block_size, self.prefix_caching, self.mode = budget, block_size, prefix_caching, mode
+        self.filled = np.zeros((2, num_blocks), dtype=bool)
+        self.slots: dict[str, int] = {}
+        self.stats = Stats()
+        self.recorded: dict[int, list[int]] | None = {} if record else None
+        self._authors_of: dict[int, list[int]] = {}
+        self._free = list(range(capacity))[::-1]
+        self._ledger = _Ledger.empty(capacity)
+        self._blocks: list[list[int]] = [[] for _ in range(capacity)]
+        self._selection = LiveSelection()
+        self._step: tuple[list[str], np.ndarray] = ([], np.empty(0, np.int64))
+
+    # ------------------------------------------------------------------------------------------------- coming and going
+
+    def finish(self, ids: Collection[str]) -> None:
+        """Forget requests; unknown ids are ignored."""
+        slots = [self.slots.pop(id) for id in ids if id in self.slots]
+        if slots:
+            self._selection.release(slots)
+            self._free += slots
+
+    def admit(self, admissions: Sequence[Admission]) -> None:
+        """Take up new requests and draw the authors of their first tokens."""
+        if not admissions:
+            return
+        while len(self._free) < len(admissions):
+            capacity = len(self._blocks)
+            self._ledger = self._ledger.grown()
+            self._blocks += [[] for _ in range(capacity)]
+            self._free = [*range(capacity, 2 * capacity)][::-1] + self._free
+        slots = [self._free.pop() for _ in admissions]
+        keys = torch.tensor([a.key for a in admissions])
+        senior = self._selection.admit(torch.tensor(slots), [a.strategy for a in admissions], keys)
+        ledger, at = self._ledger, np.array(slots)
+        self.slots.update((a.id, slot) for a, slot in zip(admissions, slots, strict=True))
+        ledger.prompt[at] = ledger.length[at] = [a.prompt_length for a in admissions]
+        ledger.author[at] = senior.numpy()
+        ledger.stream[at] = stream(keys, SAMPLING).numpy()
+        ledger.writers[:, at] = np.array([_WRITERS[a.strategy.writers] for a in admissions]).T
+        for array in (ledger.computed, ledger.sent, ledger.known, ledger.replace):
+            array[:, at] = 0
+        ledger.blocks[at] = 0
+        for slot in slots:
+            self._blocks[slot] = []
+        if self.recorded is not None:
+            for admission, slot in zip(admissions, slots, strict=True):
+                self._authors_of[slot] = self.recorded.setdefault(admission.key, [])
+
+    def uniforms(self, ids: Sequence[str]) -> Float64[Tensor, " b"]:
+        """The numbers from which the next tokens of these requests are drawn, whoever draws them."""
+        slots = [self.slots[id] for id in ids]
+        ledger = self._ledger
+        written = ledger.length[slots] - ledger.prompt[slots]
+        return uniforms(torch.from_numpy(ledger.stream[slots]), torch.from_numpy(written))
+
+    @property
+    def authors(self) -> np.ndarray:
+        """Who writes the next token of each request of the planned step."""
+        return self._ledger.author[self._step[1]]
+
+    # --------------------------------------------------------------------------------------------------------- one step
+
+    def plan(
+        self,
+        ids: list[str],
+        start: Sequence[int],
+        count: Sequence[int],
+        blocks: Sequence[list[int] | None],
+        resumed: Collection[str] = (),
+    ) -> tuple[list[Pass], list[Pass]]:
+        """The forward passes of the junior and of the senior for one scheduler step.
+
+        Args:
+            ids: the scheduled requests; start, count: the scheduler's tokens computed before and scheduled now.
+            blocks: newly allocated block ids per request; all of them for new requests and those in ``resumed``.
+        """
+        ledger = self._ledger
+        slots = np.array([self.slots[id] for id in ids], dtype=np.int64)
+        begin, counts = np.array(start, dtype=np.int64), np.array(count, dtype=np.int64)
+        end = begin + counts
+        first = ~(ledger.known[JUNIOR, slots] | ledger.known[SENIOR, slots])
+        for i, new in enumerate(blocks):
+            if new:
+                self._allocate(int(slots[i]), int(begin[i]), new, whole=bool(first[i]) or ids[i] in resumed)
+        run = ledger.writers[:, slots]
+        ends = end == ledger.length[slots]
+        if self.mode == "lazy":
+            decoding = ends & (counts == 1) & ~first
+            other = 1 - ledger.author[slots]
+            run = run.copy()
+            run[other[decoding], decoding.nonzero()[0]] = False
+        self._step = (ids, slots)
+        self.stats.steps += 1
+        junior, senior = (self._passes(who, run[who].nonzero()[0], slots, end, ends) for who in (JUNIOR, SENIOR))
+        return junior, senior
+
+    def record(self, tokens: np.ndarray) -> None:
+        """What the authors wrote in the planned step, per request in the order of ``plan``; -1: nothing yet.
+
+        Raises:
+            EngineError: a strategy lets somebody write next who it promised would not.
+        """
+        ids, slots = self._step
+        self._step = ([], slots[:0])
+        got = tokens >= 0
+        if not got.any():
+            return
+        ledger, at = self._ledger, slots[got]
+        for who in (JUNIOR, SENIOR):
+            self.stats.written[who] += int((ledger.author[at] == who).sum())
+        if self.recorded is not None:
+            for i in got.nonzero()[0]:
+                self._authors_of[int(slots[i])].append(int(ledger.author[slots[i]]))
+        ledger.length[at] += 1
+        author = self._selection.step(torch.from_numpy(at), torch.from_numpy(tokens[got])).numpy().astype(np.int64)
+        if not ledger.writers[author, at].all():
+            culprit = ids[int(got.nonzero()[0][(~ledger.writers[author, at]).argmax()])]
+            raise EngineError(
+                f"request {culprit}: its strategy lets somebody write who it promised would not (Strategy.writers)"
+            )
+        ledger.author[at] = author
+
+    # ---------------------------------------------------------------------------------------------------------- details
+
+    def _allocate(self, slot: int, start: int, new: list[int], *, whole: bool) -> None:
+        """New block ids of a request. ``whole``: all it has; those below ``start`` are prefix-cache hits."""
+        ledger = self._ledger
+        if whole:
+            hits = start // self.block_size
+            self._blocks[slot] = list(new)
+            ledger.computed[:, slot] = 0
+            if hits:
+                for who in (JUNIOR, SENIOR):
+                    filled = self.filled[who, new[:hits]]
+                    run = hits if filled.all() else int(filled.argmin())
+                    ledger.computed[who, slot] = run * self.block_size
+            ledger.sent[:, slot] = 0
+            ledger.replace[:, slot] = ledger.known[:, slot]
+            new = new[hits:]
+        else:
+            self._blocks[slot] += new
+        ledger.blocks[slot] = len(self._blocks[slot])
+        if self.prefix_caching:
+            self.filled[:, new] = False
+
+    def _passes(self, who: int, rows: np.ndarray, slots: np.ndarray, end: np.ndarray, ends: np.ndarray) -> list[Pass]:
+        """``rows`` brought to ``end`` by one model, in as few forwards as the budget allows."""
+        passes = []
+        while len(rows):
+            need = end[rows] - self._ledger.computed[who, slots[rows]]
+            total = int(need.sum())
+            if total <= self.budget:
+                chosen, count = rows, need
+                rows = rows[:0]
+            else:
+                before = np.concatenate([[0], need.cumsum()[:-1]])
+                count = np.minimum(need, np.maximum(self.budget - before, 0))
+                chosen, rows = rows[count > 0], rows[count < need]
+                count = count[count > 0]
+            passes.append(self._pass(who, chosen, slots[chosen], count, end, ends))
+        return passes
+
+    def _pass(
+        self, who: int, rows: np.ndarray, slots: np.ndarray, count: np.ndarray, end: np.ndarray, ends: np.ndarray
+    ) -> Pass:
+        ledger, ids = self._ledger, self._step[0]
+        start = ledger.computed[who, slots]
+        after = start + count
+        ledger.computed[who, slots] = after
+        if self.prefix_caching:
+            for i in (after // self.block_size > start // self.block_size).nonzero()[0]:
+                full = self._blocks[slots[i]][start[i] // self.block_size : after[i] // self.block_size]
+                self.filled[who, full] = True
+        blocks: list[list[int] | None] = [None] * len(rows)
+        known = ledger.known[who, slots]
+        for i in ((ledger.sent[who, slots] < ledger.blocks[slots]) | ~known).nonzero()[0]:
+            blocks[i] = self._blocks[slots[i]][ledger.sent[who, slots[i]] :]
+        replace = ledger.replace[who, slots]
+        chosen = [ids[i] for i in rows.tolist()]
+        replaced = {chosen[i] for i in replace.nonzero()[0]} if replace.any() else set()
+        ledger.sent[who, slots] = ledger.blocks[slots]
+        ledger.known[who, slots] = True
+        ledger.replace[who, slots] = False
+        self.stats.passes[who] += 1
+        self.stats.computed[who] += int(count.sum())
+        return Pass(
+            ids=chosen,
+            start=start.tolist(),
+            count=count.tolist(),
+            blocks=blocks,
+            outputs=(ledger.length[slots] - ledger.prompt[slots]).tolist(),
+            new=(~known).nonzero()[0].tolist(),
+            replaced=replaced,
+            ends=ends[rows] & (after == end[rows]),
+            rows=rows,
+        )

@@ -1,0 +1,272 @@
+"""Weights of a model that vLLM has loaded, under their Hugging Face names: put in, read back, shipped to its process.
+
+``load_checkpoint_weights`` and ``hf_parameters`` run inside a worker, on a stock model runner; under tensor parallelism
+on every rank at the same time. What vLLM fuses, splits over ranks, pads or packs for the CPU is undone by the layers'
+own sizes; an architecture or a quantisation that this cannot undo is refused by the name of the layer.
+"""
+
+import logging
+import os
+import shutil
+import tempfile
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from itertools import groupby
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import Tensor, nn
+from vllm.config import set_current_vllm_config
+from vllm.distributed import get_tensor_model_parallel_rank, tensor_model_parallel_all_gather
+from vllm.model_executor.layers.linear import (
+    ColumnParallelLinear,
+    MergedColumnParallelLinear,
+    QKVParallelLinear,
+    ReplicatedLinear,
+    RowParallelLinear,
+    UnquantizedLinearMethod,
+)
+from vllm.model_executor.layers.vocab_parallel_embedding import (
+    ParallelLMHead,
+    UnquantizedEmbeddingMethod,
+    VocabParallelEmbedding,
+)
+from vllm.model_executor.model_loader.weight_utils import default_weight_loader
+
+from tandemrl.rollout.engine import EngineError
+
+SHARED_MEMORY = Path("/dev/shm")
+_PROBES = 512  # rows of the identity that a packed layer is read with at once
+_LINEAR = (ReplicatedLinear, ColumnParallelLinear, MergedColumnParallelLinear, QKVParallelLinear, RowParallelLinear)
+_VOCABULARY = (VocabParallelEmbedding, ParallelLMHead)
+
+# ------------------------------------------------------------------------------------------------------- into the model
+
+
+@torch.no_grad()
+def load_checkpoint_weights(runner: Any, weights: Iterable[tuple[str, Tensor]]) -> None:
+    """Replace the weights of ``runner``'s model in place by a trainer's, cast to the engine's dtype.
+
+    Names and shapes are those of ``PreTrainedModel.named_parameters``, whole, in any order and on any device. KV
+    computed with the old weights stays where it is: resetting the prefix cache is the caller's job.
+
+    Raises:
+        EngineError: a name or shape does not match, or a layer is quantised or of an unknown kind. Nothing has changed.
+    """
+    model, config = runner.get_model(), runner.vllm_config
+    shapes = _shapes(model)
+    given = _checked(weights, shapes)
+    # In the model's order, so that no layer waits for its last piece; detached, because the loader annotates tensors.
+    ordered = ((name, given[name].detach().to(config.model_config.dtype)) for name in shapes)
+    with set_current_vllm_config(config), _quiet():
+        runner.reload_weights(weights_iterator=ordered)
+        for _, head in _tied_heads(model):
+            # The reload renews the embedding's table, but not what a tied head has packed of it.
+            head.quant_method.process_weights_after_loading(head)
+
+
+def _checked(weights: Iterable[tuple[str, Tensor]], shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Tensor]:
+    given: dict[str, Tensor] = {}
+    for name, tensor in weights:
+        if name in given:
+            raise EngineError(f"weight {name} was sent twice")
+        given[name] = tensor
+    if different := sorted(given.keys() ^ shapes.keys()):
+        first = different[0]
+        fault = "the engine's model has no such weight" if first in given else "it was not sent"
+        raise EngineError(
+            f"weights do not match the engine's model; {len(different)} names differ, e.g. {first}: {fault}"
+        )
+    for name, shape in shapes.items():
+        if tuple(given[name].shape) != shape:
+            raise EngineError(f"weight {name}: shape {tuple(given[name].shape)}, expected {shape}")
+    return given
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Hold back what vLLM warns of in every reload: rotary tables and tied heads, which no checkpoint holds."""
+    logger = logging.getLogger("vllm.model_executor.model_loader.reload")
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
+
+
+# ----------------------------------------------------------------------------------------------------- out of the model
+
+
+@torch.no_grad()
+def hf_parameters(runner: Any) -> Iterator[tuple[str, Tensor]]:
+    """Every parameter that the model's kernels compute with, whole, under its Hugging Face name, in the engine's dtype.
+
+    Under tensor parallelism all ranks must iterate together: each gathers the others' shards, and keeps its own copy of
+    what is replicated. So the model is right if the tensors are right on every rank.
+
+    A layer that the CPU backend has packed is read by sending the identity through its kernel. That is exact for finite
+    weights, but for the sign of zero and for subnormal bfloat16 numbers, which come out as 0.0.
+
+    Raises:
+        EngineError: a layer is quantised or of an unknown kind (before anything is yielded), or a tied LM head computes
+            with other weights than its embedding (after everything is yielded).
+    """
+    model, dtype = runner.get_model(), runner.vllm_config.model_config.dtype
+    for tensor in list(_tensors(model)):
+        shards = _computed(tensor.layer, tensor.leaf).split([part.rows for part in tensor.parts])
+        for name, group in groupby(zip(tensor.parts, shards, strict=True), key=lambda pair: pair[0].name):
+            pieces = [_whole(part, shard) for part, shard in group]
+            yield name, (pieces[0] if len(pieces) == 1 else torch.cat(pieces)).to(dtype)
+    for path, head in _tied_heads(model):
+        if not torch.allclose(_computed(head, "weight"), head.weight, rtol=0.0, atol=torch.finfo(dtype).tiny):
+            raise EngineError(f"{path} is tied to the embedding, but computes with another copy of it")
+
+
+class _Part(NamedTuple):
+    """A Hugging Face parameter inside of a rank's tensor, or a piece of one that is fused in both worlds."""
+
+    name: str
+    shape: tuple[int, ...]  # over all ranks
+    rows: int  # in this rank's tensor
+    split: int | None  # the dimension that the ranks share; None: every rank has all of it
+    replicas: int  # neighbouring ranks with the same rows: key and value heads, when there are more ranks than heads
+
+
+class _Tensor(NamedTuple):
+    """One parameter of a layer on this rank: its parts, one below the other."""
+
+    layer: nn.Module
+    leaf: str
+    parts: list[_Part]
+
+
+def _tensors(model: nn.Module) -> Iterator[_Tensor]:
+    """The model's parameters, without tied LM heads."""
+    tied = {path for path, _ in _tied_heads(model)}
+    fused = getattr(model, "packed_modules_mapping", {})
+    for path, layer in model.named_modules():
+        for leaf, parameter in layer.named_parameters(recurse=False):
+            if path in tied:
+                continue
+            if type(layer) in (*_LINEAR, *_VOCABULARY):
+                if not isinstance(layer.quant_method, UnquantizedLinearMethod | UnquantizedEmbeddingMethod):
+                    kind = type(layer.quant_method).__name__
+                    raise EngineError(f"{path} is quantised ({kind}): its weights cannot be replaced or read back")
+                yield _Tensor(layer, leaf, _parts(path, layer, leaf, fused))
+            elif getattr(parameter, "weight_loader", default_weight_loader) is default_weight_loader and parameter.ndim:
+                shape = tuple(parameter.shape)
+                yield _Tensor(layer, leaf, [_Part(f"{path}.{leaf}", shape, shape[0], None, 1)])
+            else:
+                raise EngineError(
+                    f"{path}.{leaf} is of a kind ({type(layer).__name__}) whose weights cannot be replaced or read back"
+                )
+
+
+def _parts(path: str, layer: Any, leaf: str, fused: Mapping[str, Sequence[str]]) -> list[_Part]:
+    """The parts of a linear or vocabulary layer's parameter."""
+    if type(layer) is ReplicatedLinear or layer.tp_size == 1:
+        split = None
+    elif type(layer) is RowParallelLinear:
+        split = 1 if leaf == "weight" else None
+    else:
+        split = 0
+
+    if type(layer) in _VOCABULARY:
+        sizes = [(layer.num_embeddings_per_partition, 1)]
+    elif type(layer) is QKVParallelLinear:
+        query, key, value = layer.output_partition_sizes
+        sizes = [(query, 1), (key, layer.num_kv_head_replicas), (value, layer.num_kv_head_replicas)]
+    else:
+        sizes = [(rows, 1) for rows in layer.output_partition_sizes]
+
+    parent, dot, own = path.rpartition(".")
+    names = fused.get(own, [own])
+    names = list(names) * len(sizes) if len(names) == 1 else names
+    columns = (layer.input_size,) if leaf == "weight" else ()
+    ranks = layer.tp_size if split == 0 else 1
+    return [
+        _Part(
+            f"{parent}{dot}{name}.{leaf}",
+            (layer.org_vocab_size if type(layer) in _VOCABULARY else rows * ranks // replicas, *columns),
+            rows,
+            split,
+            replicas,
+        )
+        for name, (rows, replicas) in zip(names, sizes, strict=True)
+    ]
+
+
+def _shapes(model: nn.Module) -> dict[str, tuple[int, ...]]:
+    """Hugging Face names and shapes, in the model's order."""
+    shapes: dict[str, tuple[int, ...]] = {}
+    for part in (part for tensor in _tensors(model) for part in tensor.parts):
+        above = shapes[part.name][0] if part.name in shapes else 0
+        shapes[part.name] = (above + part.shape[0], *part.shape[1:])
+    return shapes
+
+
+def _whole(part: _Part, shard: Tensor) -> Tensor:
+    """All ranks' shards of a part, joined: a collective call if the ranks share it."""
+    whole = shard if part.split is None else tensor_model_parallel_all_gather(shard.contiguous(), part.split)
+    if part.replicas > 1:
+        own = get_tensor_model_parallel_rank() % part.replicas
+        whole = whole.unflatten(0, (-1, part.replicas, part.rows))[:, own].flatten(0, 1)
+    return whole[: part.shape[0]]  # without the vocabulary's padding
+
+
+def _computed(layer: Any, leaf: str) -> Tensor:
+    """This rank's parameter as the layer's forward uses it."""
+    if leaf != "weight" or not hasattr(layer, "cpu_linear") or type(layer) is VocabParallelEmbedding:
+        return getattr(layer, leaf)
+    columns = getattr(layer, "input_size_per_partition", layer.input_size)
+    rows = []
+    for start in range(0, columns, _PROBES):
+        identity = torch.zeros(min(_PROBES, columns - start), columns, dtype=layer.weight.dtype)
+        identity.diagonal(start).fill_(1)
+        rows.append(layer.quant_method.apply(layer, identity, None))
+    return torch.cat(rows).T
+
+
+def _tied_heads(model: nn.Module) -> list[tuple[str, Any]]:
+    """LM heads that share the embedding's table, by path."""
+    layers = [(path, layer) for path, layer in model.named_modules() if type(layer) in _VOCABULARY]
+    tables = {id(layer.weight) for _, layer in layers if type(layer) is VocabParallelEmbedding}
+    return [(path, layer) for path, layer in layers if type(layer) is ParallelLMHead and id(layer.weight) in tables]
+
+
+# ----------------------------------------------------------------------------------------------- to the model's process
+
+
+def write_weights(
+    weights: Iterable[tuple[str, Tensor]], directory: Path | None = None, *, dtype: torch.dtype | None = None
+) -> Path:
+    """Write tensors to a new safetensors file, for ``read_weights`` in other processes of this machine.
+
+    directory: None is shared memory if it exists and has room, else the temporary directory. dtype: cast to it, which
+    halves the file of a bfloat16 engine. The file is the caller's to delete, also when the other process fails.
+    """
+    tensors = {name: tensor.detach().to("cpu", dtype).contiguous() for name, tensor in weights}
+    if directory is None:
+        size = 2**20 + sum(tensor.nbytes for tensor in tensors.values())
+        roomy = SHARED_MEMORY.is_dir() and shutil.disk_usage(SHARED_MEMORY).free > size
+        directory = SHARED_MEMORY if roomy else Path(tempfile.gettempdir())
+    handle, name = tempfile.mkstemp(".safetensors", "tandemrl-weights-", directory)
+    os.close(handle)
+    path = Path(name)
+    try:
+        save_file(tensors, path)
+    except BaseException:
+        path.unlink()
+        raise
+    return path
+
+
+def read_weights(path: str | Path) -> Iterator[tuple[str, Tensor]]:
+    """The tensors of a file, mapped into memory: they are read where they are used, and outlive the file's name."""
+    with safe_open(path, framework="pt") as file:
+        for name in file.keys():  # noqa: SIM118
+            yield name, file.get_tensor(name)

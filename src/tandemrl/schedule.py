@@ -1,0 +1,57 @@
+"""From ``selection.*`` of a config to strategies: who writes in each training step."""
+
+from collections.abc import Callable
+from functools import partial
+from typing import NamedTuple
+
+from transformers import PreTrainedTokenizerBase
+
+from tandemrl.config import SelectionConfig
+from tandemrl.selection.boundaries import step_tables, word_boundary_table, word_start_tables
+from tandemrl.selection.strategies import (
+    Strategy,
+    alternating,
+    annealed,
+    bernoulli,
+    chunk,
+    linear,
+    sentence,
+    solo,
+    word,
+    word_aligned,
+)
+
+
+class Schedule(NamedTuple):
+    """Who writes in each training step: the strategy, and the probability its draws are held to (None: not held)."""
+
+    strategy: Callable[[int], Strategy]
+    prob_senior: Callable[[int], float | None]
+
+
+def schedule_of(selection: SelectionConfig, tokenizer: PreTrainedTokenizerBase, vocabulary: int) -> Schedule:
+    """The strategies that ``selection.*`` describes. Token tables are built once."""
+    s = selection
+    make: Callable[[float], Strategy]
+    if s.strategy == "word":
+        boundary = word_boundary_table(tokenizer, vocabulary)
+        make = partial(word, max_gap_tokens=s.max_gap_tokens, boundary=boundary)
+    elif s.strategy == "word_aligned":
+        tables = word_start_tables(tokenizer, vocabulary)
+        make = partial(word_aligned, max_gap_tokens=s.max_gap_tokens, tables=tables)
+    elif s.strategy == "bernoulli":
+        make = bernoulli
+    else:
+        if s.strategy == "sentence":
+            fixed = sentence(s.first, step_tables(tokenizer, vocabulary))
+        elif s.strategy == "chunk":
+            fixed = chunk(s.chunk_size, s.first)
+        else:
+            fixed = alternating(s.first) if s.strategy == "alternating" else solo(s.first)
+        return Schedule(lambda step: fixed, lambda step: None)
+    if s.prob_senior_final is None:
+        drawn = make(s.prob_senior)
+        return Schedule(lambda step: drawn, lambda step: s.prob_senior)
+    prob = linear(s.prob_senior, s.prob_senior_final, s.anneal_steps)
+    strategy = annealed(make, prob)
+    return Schedule(lambda step: strategy(step - 1), lambda step: prob(step - 1))

@@ -1,0 +1,86 @@
+"""The authors of rows in flight: one state per strategy, addressed by slot, so that any subset of rows can advance."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from jaxtyping import Bool, Int64
+from torch import Tensor
+
+from tandemrl.selection.strategies import Strategy
+
+
+class LiveSelection:
+    """Who writes next in each slot. Slots are small integers; one that is released or admitted again is forgotten."""
+
+    def __init__(self) -> None:
+        self._strategies: list[Strategy] = []
+        self._states: list[Any] = []
+        self._strategy_of = torch.empty(0, dtype=torch.int64)  # by slot; -1: free
+
+    def admit(
+        self, slots: Int64[Tensor, " b"], strategies: Sequence[Strategy], keys: Int64[Tensor, " b"]
+    ) -> Bool[Tensor, " b"]:
+        """Start a completion in each slot; returns whether the senior writes its first token."""
+        senior = torch.empty(len(slots), dtype=torch.bool)
+        for strategy in {id(s): s for s in strategies}.values():
+            mine = torch.tensor([i for i, s in enumerate(strategies) if s is strategy])
+            senior[mine], started = strategy.init(keys[mine])
+            group = self._group(strategy, started)
+            needed = int(slots[mine].max()) + 1
+            self._states[group] = _map(lambda x, size=needed: _grown(x, size), self._states[group])
+            _map(lambda old, new, at=slots[mine]: old.index_copy_(0, at, new), self._states[group], started)
+            self._strategy_of = _grown(self._strategy_of, needed, fill=-1)
+            self._strategy_of[slots[mine]] = group
+        return senior
+
+    def release(self, slots: Sequence[int]) -> None:
+        self._strategy_of[list(slots)] = -1
+
+    def step(self, slots: Int64[Tensor, " b"], tokens: Int64[Tensor, " b"]) -> Bool[Tensor, " b"]:
+        """Each slot got a token; returns whether the senior writes the next one."""
+        if len(self._strategies) == 1:
+            return self._advance(0, slots, tokens)
+        senior = torch.empty(len(slots), dtype=torch.bool)
+        group_of = self._strategy_of[slots]
+        for group in group_of.unique().tolist():
+            mine = (group_of == group).nonzero().squeeze(1)
+            senior[mine] = self._advance(group, slots[mine], tokens[mine])
+        return senior
+
+    def _advance(self, group: int, slots: Tensor, tokens: Tensor) -> Tensor:
+        states = self._states[group]
+        state = _map(lambda x: x.index_select(0, slots), states)
+        senior, state = self._strategies[group].step(state, tokens)
+        _map(lambda old, new: old.index_copy_(0, slots, new), states, state)
+        return senior
+
+    def _group(self, strategy: Strategy, like: Any) -> int:
+        for group, known in enumerate(self._strategies):
+            if known is strategy:
+                return group
+        empty = _map(lambda x: x.new_zeros(0, *x.shape[1:]), like)
+        in_use = set(self._strategy_of.tolist())
+        for group in range(len(self._strategies)):
+            if group not in in_use:
+                self._strategies[group], self._states[group] = strategy, empty
+                return group
+        self._strategies.append(strategy)
+        self._states.append(empty)
+        return len(self._strategies) - 1
+
+
+def _grown(tensor: Tensor, size: int, fill: int = 0) -> Tensor:
+    """At least ``size`` rows, the new ones filled. Capacity doubles."""
+    if size <= len(tensor):
+        return tensor
+    extra = tensor.new_full((max(size, 2 * len(tensor)) - len(tensor), *tensor.shape[1:]), fill)
+    return torch.cat([tensor, extra])
+
+
+def _map(function: Callable[..., Tensor], *states: Any) -> Any:
+    """Apply to every tensor of (nested) NamedTuple states."""
+    if isinstance(states[0], Tensor):
+        return function(*states)
+    mapped = [_map(function, *parts) for parts in zip(*states, strict=True)]
+    return type(states[0])(*mapped) if hasattr(states[0], "_fields") else tuple(mapped)
