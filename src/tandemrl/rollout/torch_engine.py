@@ -8,7 +8,7 @@ Column *p* of a KV cache is position *p* of its row, whoever wrote the token the
 import threading
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 import torch.nn.functional as F
@@ -21,8 +21,8 @@ from tandemrl.model import eos_token_ids, hidden_states
 from tandemrl.rollout.engine import Completion, EngineError, EngineInfo, Request, StopReason, check_request
 from tandemrl.rollout.sampling import Truncation, draw, kept_tokens, penalise
 from tandemrl.rollout.sync import fingerprint
-from tandemrl.selection import Strategy
 from tandemrl.selection.draws import SAMPLING, stream, uniforms
+from tandemrl.selection.live import LiveSelection
 
 _WRITERS = {"both": (0, 1), "senior": (1,), "junior": (0,)}
 PREFILL_TOKENS = 16384  # prompt tokens computed in one prefill forward
@@ -157,7 +157,7 @@ class _Batch:
         self.rows: list[_Row] = []
         writers = {who for request in requests for who in _WRITERS[request.strategy.writers]}
         self.caches = {who: _KVCache() for who in sorted(writers)}
-        self.selection = _Selection()
+        self.selection = LiveSelection()  # by number
         samplings = [r.sampling for r in requests]
         self.penalised = any(s.penalised for s in samplings)
         self.truncated = any(s.truncated for s in samplings)
@@ -207,13 +207,14 @@ class _Batch:
             cache.append(_prefill(self.engine.models[who], prompts), source, len(self.rows))
 
         keys = torch.tensor([row.key for row in new], dtype=torch.int64)
-        author = self.selection.admit([row.request.strategy for row in new], keys)
+        number = torch.tensor([row.number for row in new])
+        author = self.selection.admit(number, [row.request.strategy for row in new], keys)
         length = torch.tensor([len(p) for p in prompts])[source]
         self.last = torch.cat([self.last, torch.tensor([p[-1] for p in prompts])[source]])
         self.position = torch.cat([self.position, length - 1])
         self.stream = torch.cat([self.stream, stream(keys, SAMPLING)])
         self.written = torch.cat([self.written, torch.zeros_like(keys)])
-        self.number = torch.cat([self.number, torch.tensor([row.number for row in new])])
+        self.number = torch.cat([self.number, number])
         self.limit = torch.cat([self.limit, torch.tensor([row.request.sampling.max_tokens for row in new])])
         self.live = torch.cat([self.live, torch.ones_like(keys, dtype=torch.bool)])
         self.author = torch.cat([self.author, author])
@@ -242,7 +243,6 @@ class _Batch:
         self.rows = [self.rows[i] for i in index.tolist()]
         for cache in self.caches.values():
             cache.keep(index, int(self.position[index].max()) + 1 if len(index) else 0)
-        self.selection.keep(index)
         for name in ("last", "position", "stream", "written", "author", "stop_row", "number", "limit", "live"):
             setattr(self, name, getattr(self, name)[index])
         on_device = index.to(self.device)
@@ -277,7 +277,7 @@ class _Batch:
         # A finished row stands still until it is retired: it must not outgrow its model's context or its output row.
         self.position, self.written = self.position + self.live, self.written + self.live
         self._finish(tokens)
-        self.author = self.selection.step(tokens)
+        self.author = self.selection.step(self.number, tokens)
         self.last = tokens
         return live
 
@@ -373,54 +373,6 @@ class _StopTable:
 
     def row(self, request: Request) -> int:
         return self.index[(request.sampling.ignore_eos, request.sampling.stop_token_ids)]
-
-
-class _Selection:
-    """The authors of a batch whose requests may have different strategies: one (strategy, rows, state) per strategy."""
-
-    def __init__(self) -> None:
-        self.groups: list[tuple[Strategy, Tensor, Any]] = []
-        self.rows = 0
-
-    def admit(self, strategies: Sequence[Strategy], keys: Int64[Tensor, " b"]) -> Tensor:
-        author = torch.empty(len(strategies), dtype=torch.bool)
-        for strategy in {id(s): s for s in strategies}.values():
-            mine = torch.tensor([i for i, s in enumerate(strategies) if s is strategy])
-            author[mine], state = strategy.init(keys[mine])
-            where = mine + self.rows
-            for g, (known, rows, old) in enumerate(self.groups):
-                if known is strategy:
-                    self.groups[g] = (known, torch.cat([rows, where]), _map(lambda a, b: torch.cat([a, b]), old, state))
-                    break
-            else:
-                self.groups.append((strategy, where, state))
-        self.rows += len(strategies)
-        return author
-
-    def step(self, tokens: Int64[Tensor, " b"]) -> Tensor:
-        author = torch.empty(self.rows, dtype=torch.bool)
-        for g, (strategy, rows, state) in enumerate(self.groups):
-            author[rows], state = strategy.step(state, tokens[rows])
-            self.groups[g] = (strategy, rows, state)
-        return author
-
-    def keep(self, index: Int64[Tensor, " k"]) -> None:
-        new_row = torch.full((self.rows,), -1)
-        new_row[index] = torch.arange(len(index))
-        groups = []
-        for strategy, rows, state in self.groups:
-            alive = new_row[rows] >= 0
-            if bool(alive.any()):
-                groups.append((strategy, new_row[rows][alive], _map(lambda x, alive=alive: x[alive], state)))
-        self.groups, self.rows = groups, len(index)
-
-
-def _map(function: Callable[..., Tensor], *states: Any) -> Any:
-    """Apply to every tensor of (nested) NamedTuple states."""
-    if isinstance(states[0], Tensor):
-        return function(*states)
-    mapped = [_map(function, *parts) for parts in zip(*states, strict=True)]
-    return type(states[0])(*mapped) if hasattr(states[0], "_fields") else tuple(mapped)
 
 
 # ------------------------------------------------------------------------------------------------------------ KV caches
