@@ -92,10 +92,15 @@ class Simulation:
     def step(self, arrivals: list[tuple[str, list[int], int, Strategy]]) -> None:
         ids, start, count, blocks, resumed, admissions = [], [], [], [], set(), []
 
-        def schedule(id: str, new: list[int]) -> None:
+        def schedule(id: str, amount: int, new: list[int]) -> None:
             ids.append(id)
             start.append(self.computed[id])
+            count.append(amount)
             blocks.append(new)
+            for block in range(
+                (self.computed[id] + amount) // BLOCK
+            ):  # as vLLM: a hit from now on, before it is computed
+                self.cache[tuple(self.texts[id][: (block + 1) * BLOCK])] = self.blocks[id][block]
 
         for id in [id for id in self.blocks if self.random.random() < 0.9]:
             rest = len(self.texts[id]) - self.computed[id]
@@ -105,8 +110,7 @@ class Simulation:
                 self.release(id)
                 self.preempted.append(id)
                 continue
-            schedule(id, new)
-            count.append(amount)
+            schedule(id, amount, new)
         waiting = [(id, None) for id in self.preempted] + [(a[0], a) for a in arrivals]
         self.preempted = []
         for id, arrival in waiting:
@@ -126,8 +130,7 @@ class Simulation:
                 resumed.add(id)
             else:
                 admissions.append(Admission(id, self.prompt[id], *self.request[id]))
-            schedule(id, list(self.blocks[id]))
-            count.append(amount)
+            schedule(id, amount, list(self.blocks[id]))
         if not ids:
             return
         self.planner.admit(admissions)
@@ -141,10 +144,7 @@ class Simulation:
         tokens = np.full(len(ids), -1)
         for i, (id, author) in enumerate(zip(ids, self.planner.authors, strict=True)):
             self.computed[id] = start[i] + count[i]
-            text = self.texts[id]
-            for block in range(self.computed[id] // BLOCK):
-                self.cache[tuple(text[: (block + 1) * BLOCK])] = self.blocks[id][block]
-            if self.computed[id] == len(text):
+            if self.computed[id] == len(self.texts[id]):
                 assert id in ended[author], "the author of the next token did not compute it"
                 tokens[i] = self.random.integers(2, VOCABULARY)
                 self.authors[id].append(int(author))
@@ -234,6 +234,7 @@ def test_a_long_catch_up_is_split_and_predicts_once() -> None:
 def test_uniforms_are_those_of_the_reference_engine() -> None:
     planner = Planner(budget=64, block_size=BLOCK, num_blocks=16)
     steps(planner, bernoulli(0.5), tokens=4)
+    planner.plan(["a"], [8], [1], [None])
     expected = uniforms(stream(torch.tensor([7]), SAMPLING), torch.tensor([4]))
     assert torch.equal(planner.uniforms(["a"]), expected)
 

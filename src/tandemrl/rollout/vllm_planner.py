@@ -130,6 +130,7 @@ class Planner:
         self._blocks: list[list[int]] = [[] for _ in range(capacity)]
         self._selection = LiveSelection()
         self._step: tuple[list[str], np.ndarray] = ([], np.empty(0, np.int64))
+        self._uniforms: np.ndarray | None = None  # by slot
 
     # ------------------------------------------------------------------------------------------------- coming and going
 
@@ -168,11 +169,14 @@ class Planner:
                 self._authors_of[slot] = self.recorded.setdefault(admission.key, [])
 
     def uniforms(self, ids: Sequence[str]) -> Float64[Tensor, " b"]:
-        """The numbers from which the next tokens of these requests are drawn, whoever draws them."""
+        """The numbers from which the next tokens of rows of the planned step are drawn, whoever draws them."""
         slots = [self.slots[id] for id in ids]
-        ledger = self._ledger
-        written = ledger.length[slots] - ledger.prompt[slots]
-        return uniforms(torch.from_numpy(ledger.stream[slots]), torch.from_numpy(written))
+        if self._uniforms is None:  # once per step, for all its rows
+            ledger, at = self._ledger, self._step[1]
+            self._uniforms = np.zeros(len(self._blocks))
+            written = torch.from_numpy(ledger.length[at] - ledger.prompt[at])
+            self._uniforms[at] = uniforms(torch.from_numpy(ledger.stream[at]), written).numpy()
+        return torch.from_numpy(self._uniforms[slots])
 
     @property
     def authors(self) -> np.ndarray:
@@ -195,14 +199,17 @@ class Planner:
             ids: the scheduled requests; start, count: the scheduler's tokens computed before and scheduled now.
             blocks: newly allocated block ids per request; all of them for new requests and those in ``resumed``.
         """
-        ledger = self._ledger
+        ledger, size = self._ledger, self.block_size
         slots = np.array([self.slots[id] for id in ids], dtype=np.int64)
         begin, counts = np.array(start, dtype=np.int64), np.array(count, dtype=np.int64)
         end = begin + counts
         first = ~(ledger.known[JUNIOR, slots] | ledger.known[SENIOR, slots])
-        for i, new in enumerate(blocks):
-            if new:
-                self._allocate(int(slots[i]), int(begin[i]), new, whole=bool(first[i]) or ids[i] in resumed)
+        given = [(i, new, bool(first[i]) or ids[i] in resumed) for i, new in enumerate(blocks) if new]
+        if given and self.prefix_caching:
+            # Before any hit is looked at: a request can hit a block that another one was given in this very step.
+            self.filled[:, [b for i, new, whole in given for b in (new[start[i] // size :] if whole else new)]] = False
+        for i, new, whole in given:
+            self._allocate(int(slots[i]), start[i], new, whole=whole)
         run = ledger.writers[:, slots]
         ends = end == ledger.length[slots]
         if self.mode == "lazy":
@@ -210,7 +217,7 @@ class Planner:
             other = 1 - ledger.author[slots]
             run = run.copy()
             run[other[decoding], decoding.nonzero()[0]] = False
-        self._step = (ids, slots)
+        self._step, self._uniforms = (ids, slots), None
         self.stats.steps += 1
         junior, senior = (self._passes(who, run[who].nonzero()[0], slots, end, ends) for who in (JUNIOR, SENIOR))
         return junior, senior
@@ -226,14 +233,16 @@ class Planner:
         got = tokens >= 0
         if not got.any():
             return
-        ledger, at = self._ledger, slots[got]
-        for who in (JUNIOR, SENIOR):
-            self.stats.written[who] += int((ledger.author[at] == who).sum())
+        ledger = self._ledger
+        at, tokens = (slots, tokens) if got.all() else (slots[got], tokens[got])
+        by_senior = int(ledger.author[at].sum())
+        self.stats.written[SENIOR] += by_senior
+        self.stats.written[JUNIOR] += len(at) - by_senior
         if self.recorded is not None:
             for i in got.nonzero()[0]:
                 self._authors_of[int(slots[i])].append(int(ledger.author[slots[i]]))
         ledger.length[at] += 1
-        author = self._selection.step(torch.from_numpy(at), torch.from_numpy(tokens[got])).numpy().astype(np.int64)
+        author = self._selection.step(torch.from_numpy(at), torch.from_numpy(tokens)).numpy().astype(np.int64)
         if not ledger.writers[author, at].all():
             culprit = ids[int(got.nonzero()[0][(~ledger.writers[author, at]).argmax()])]
             raise EngineError(
@@ -257,12 +266,9 @@ class Planner:
                     ledger.computed[who, slot] = run * self.block_size
             ledger.sent[:, slot] = 0
             ledger.replace[:, slot] = ledger.known[:, slot]
-            new = new[hits:]
         else:
             self._blocks[slot] += new
         ledger.blocks[slot] = len(self._blocks[slot])
-        if self.prefix_caching:
-            self.filled[:, new] = False
 
     def _passes(self, who: int, rows: np.ndarray, slots: np.ndarray, end: np.ndarray, ends: np.ndarray) -> list[Pass]:
         """``rows`` brought to ``end`` by one model, in as few forwards as the budget allows."""
@@ -285,23 +291,26 @@ class Planner:
         self, who: int, rows: np.ndarray, slots: np.ndarray, count: np.ndarray, end: np.ndarray, ends: np.ndarray
     ) -> Pass:
         ledger, ids = self._ledger, self._step[0]
-        start = ledger.computed[who, slots]
-        after = start + count
-        ledger.computed[who, slots] = after
+        computed, sent, known, replace = (x[who] for x in (ledger.computed, ledger.sent, ledger.known, ledger.replace))
+        start = computed[slots]
+        after = computed[slots] = start + count
         if self.prefix_caching:
-            for i in (after // self.block_size > start // self.block_size).nonzero()[0]:
-                full = self._blocks[slots[i]][start[i] // self.block_size : after[i] // self.block_size]
+            full: list[int] = []
+            old, new_full = start // self.block_size, after // self.block_size
+            for i in (new_full > old).nonzero()[0].tolist():
+                full += self._blocks[slots[i]][old[i] : new_full[i]]
+            if full:
                 self.filled[who, full] = True
         blocks: list[list[int] | None] = [None] * len(rows)
-        known = ledger.known[who, slots]
-        for i in ((ledger.sent[who, slots] < ledger.blocks[slots]) | ~known).nonzero()[0]:
-            blocks[i] = self._blocks[slots[i]][ledger.sent[who, slots[i]] :]
-        replace = ledger.replace[who, slots]
-        chosen = [ids[i] for i in rows.tolist()]
-        replaced = {chosen[i] for i in replace.nonzero()[0]} if replace.any() else set()
-        ledger.sent[who, slots] = ledger.blocks[slots]
-        ledger.known[who, slots] = True
-        ledger.replace[who, slots] = False
+        given, owned = sent[slots], ledger.blocks[slots]
+        for i in (given < owned).nonzero()[0].tolist():
+            blocks[i] = self._blocks[slots[i]][given[i] :]
+        chosen = ids if len(rows) == len(ids) else [ids[i] for i in rows.tolist()]
+        new = (~known[slots]).nonzero()[0].tolist()
+        replaced = {chosen[i] for i in replace[slots].nonzero()[0].tolist()}
+        sent[slots] = owned
+        known[slots] = True
+        replace[slots] = False
         self.stats.passes[who] += 1
         self.stats.computed[who] += int(count.sum())
         return Pass(
@@ -310,7 +319,7 @@ class Planner:
             count=count.tolist(),
             blocks=blocks,
             outputs=(ledger.length[slots] - ledger.prompt[slots]).tolist(),
-            new=(~known).nonzero()[0].tolist(),
+            new=new,
             replaced=replaced,
             ends=ends[rows] & (after == end[rows]),
             rows=rows,

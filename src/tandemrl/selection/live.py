@@ -50,9 +50,10 @@ class LiveSelection:
 
     def _advance(self, group: int, slots: Tensor, tokens: Tensor) -> Tensor:
         states = self._states[group]
-        state = _map(lambda x: x.index_select(0, slots), states)
-        senior, state = self._strategies[group].step(state, tokens)
-        _map(lambda old, new: old.index_copy_(0, slots, new), states, state)
+        before = _map(lambda x: x.index_select(0, slots), states)
+        senior, after = self._strategies[group].step(before, tokens)
+        # A field that the strategy passes on as it is needs no writing back.
+        _map(lambda x, old, new: x if new is old else x.index_copy_(0, slots, new), states, before, after)
         return senior
 
     def _group(self, strategy: Strategy, like: Any) -> int:
