@@ -47,7 +47,7 @@ def schedule_of(selection: SelectionConfig, tokenizer: PreTrainedTokenizerBase, 
         elif s.strategy == "chunk":
             fixed = chunk(s.chunk_size, s.first)
         else:
-            fixed = alternating(s.first) if s.strategy == "alternating" else solo(s.first)
+            fixed = {"alternating": alternating, "solo": solo}[s.strategy](s.first)
         return Schedule(lambda step: fixed, lambda step: None)
     if s.prob_senior_final is None:
         drawn = make(s.prob_senior)

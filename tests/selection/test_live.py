@@ -1,5 +1,7 @@
 """Rows in flight: any subset may advance, slots are used again, and every slot's authors are those of a replay."""
 
+import pickle
+
 import numpy as np
 import pytest
 import torch
@@ -44,3 +46,12 @@ def test_strategies_without_rows_are_dropped() -> None:
         live.admit(torch.tensor([0, 1]), [strategy, strategy], torch.tensor([1, 2]))
         live.release([0, 1])
     assert len(live._strategies) == 1
+
+
+@pytest.mark.parametrize("name", list(strategies()))
+def test_strategies_can_be_sent_to_another_process(name) -> None:
+    strategy = strategies()[name]
+    copy = pickle.loads(pickle.dumps(strategy))
+    keys, tokens = torch.arange(40), torch.randint(0, VOCABULARY, (40, 9), generator=torch.Generator().manual_seed(0))
+    lengths = torch.full((40,), 9)
+    assert torch.equal(replay(strategy, keys, tokens, lengths).author, replay(copy, keys, tokens, lengths).author)

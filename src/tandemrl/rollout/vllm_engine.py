@@ -173,7 +173,8 @@ class VllmEngine:
         names = {
             id(strategy): str(i) for i, strategy in enumerate({id(r.strategy): r.strategy for r in requests}.values())
         }
-        self._call("tandem_register", cloudpickle.dumps({names[id(r.strategy)]: r.strategy for r in requests}))
+        named = {names[id(r.strategy)]: r.strategy for r in requests}
+        self._call("tandem_register", named if self._in_process else cloudpickle.dumps(named))
         flying: dict[str, int] = {}  # engine's request id -> number of the completion
         for number, (request, key) in enumerate(pairs):
             params = self._params(request, key, names[id(request.strategy)])

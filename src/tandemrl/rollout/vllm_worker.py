@@ -553,10 +553,11 @@ class _TandemWorker:
             schedule = schedule_of(SelectionConfig(**options.selection), tokenizer, self.model_runner.vocabulary)
             self.model_runner.strategies["default"] = schedule.strategy(1)
 
-    def tandem_register(self, strategies: bytes) -> None:
-        """The strategies that requests name, as a pickled dictionary; the server's default stays."""
+    def tandem_register(self, strategies: Mapping[str, Strategy] | bytes) -> None:
+        """The strategies that requests name, pickled if they come from another process; the server's default stays."""
+        named = cloudpickle.loads(strategies) if isinstance(strategies, bytes) else strategies
         kept = {name: s for name, s in self.model_runner.strategies.items() if name == "default"}
-        self.model_runner.strategies = kept | cloudpickle.loads(strategies)
+        self.model_runner.strategies = {**kept, **named}
 
     def tandem_mode(self, mode: Mode) -> None:
         self.model_runner.planner.mode = mode

