@@ -49,8 +49,9 @@ class DataConfig:
 
 @dataclass(frozen=True)
 class VllmConfig:
-    mode: Literal["lazy", "lockstep"] = "lazy"
-    """lazy: a token is computed by its author, the other model catches up in chunks; lockstep: by both."""
+    mode: Literal["lazy", "majority", "lockstep"] = "lazy"
+    """lazy: a token is computed by its author, the other model catches up in chunks; majority: and only one of the models
+    runs in a step, the rows of the other wait; lockstep: by both."""
     multiprocess: bool = False
     """An engine in a process of its own, instead of in the trainer's."""
     devices: str | None = None

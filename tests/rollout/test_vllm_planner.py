@@ -6,7 +6,7 @@ import torch
 
 from helpers import VOCABULARY, strategies
 from tandemrl.rollout.engine import EngineError
-from tandemrl.rollout.vllm_planner import JUNIOR, SENIOR, Admission, Planner
+from tandemrl.rollout.vllm_planner import JUNIOR, MAX_WAIT, SENIOR, Admission, Planner
 from tandemrl.selection import Strategy, alternating, bernoulli, chunk, replay, solo
 from tandemrl.selection.draws import SAMPLING, mix64, stream, uniforms
 
@@ -55,6 +55,7 @@ class Simulation:
         self.authors: dict[str, list[int]] = {}
         self.request: dict[str, tuple[int, Strategy]] = {}
         self.preempted: list[str] = []
+        self.waits: dict[str, int] = {}
         self.done: set[str] = set()
 
     def allocate(self, id: str, upto: int) -> list[int] | None:
@@ -145,7 +146,13 @@ class Simulation:
         for i, (id, author) in enumerate(zip(ids, self.planner.authors, strict=True)):
             self.computed[id] = start[i] + count[i]
             if self.computed[id] == len(self.texts[id]):
-                assert id in ended[author], "the author of the next token did not compute it"
+                if id not in ended[author]:
+                    assert self.planner.mode == "majority", "the author of the next token did not compute it"
+                    self.waits[id] = self.waits.get(id, 0) + 1
+                    assert self.waits[id] <= MAX_WAIT + len(ids)
+                    self.computed[id] -= 1
+                    continue
+                self.waits[id] = 0
                 tokens[i] = self.random.integers(2, VOCABULARY)
                 self.authors[id].append(int(author))
         self.planner.record(tokens)
@@ -158,7 +165,7 @@ class Simulation:
                 self.done.add(id)
 
 
-@pytest.mark.parametrize("mode", ["lazy", "lockstep"])
+@pytest.mark.parametrize("mode", ["lazy", "majority", "lockstep"])
 @pytest.mark.parametrize("caching", [True, False])
 @pytest.mark.parametrize("seed", range(3))
 def test_every_position_is_computed_before_it_is_read(mode, caching, seed) -> None:
@@ -217,6 +224,24 @@ def test_only_one_model_runs_for_one_decoding_row() -> None:
     steps(planner, bernoulli(0.5))
     assert planner.stats.steps == 12
     assert sum(planner.stats.passes) == 13  # the prompt by both, then one pass per token
+
+
+def test_the_majority_runs_and_nobody_waits_for_ever() -> None:
+    planner = Planner(budget=64, block_size=BLOCK, num_blocks=16, mode="majority")
+    ids = ["a", "b", "c"]
+    strategies_of = [solo("senior"), solo("senior"), solo("junior")]
+    planner.admit([Admission(id, 1, i, s) for i, (id, s) in enumerate(zip(ids, strategies_of, strict=True))])
+    planner.plan(ids, [0] * 3, [1] * 3, [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9]])
+    planner.record(np.full(3, 5))
+    length, ran = [2, 2, 2], []
+    for _ in range(12):
+        passes = planner.plan(ids, [n - 1 for n in length], [1] * 3, [None] * 3)
+        assert sum(map(bool, passes)) == 1
+        work = (passes[JUNIOR] or passes[SENIOR])[0]
+        ran.append("".join(work.ids))
+        planner.record(np.where(np.isin(ids, work.ids), 5, -1))
+        length = [n + (id in work.ids) for n, id in zip(length, ids, strict=True)]
+    assert ran == ["ab"] * MAX_WAIT + ["c"] + ["ab"] * 3
 
 
 def test_a_long_catch_up_is_split_and_predicts_once() -> None:

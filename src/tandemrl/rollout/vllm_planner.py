@@ -7,6 +7,8 @@ per model:
 
 - ``lazy``: a decoding request is computed only by the author of its next token, from wherever that model stopped. The
   other one catches up in one chunk when its turn comes. Prompts are computed by both, or by the only one that writes.
+- ``majority``: as lazy, but where both models are wanted in a decoding step, only the one that more rows want runs. The
+  other rows wait, at most ``MAX_WAIT`` steps. Fewer passes, each with fewer rows: it pays where weights are what costs.
 - ``lockstep``: both compute every token.
 
 A prefix-cache hit is a statement about block ids, made for no model in particular. So each block remembers which models
@@ -27,7 +29,9 @@ from tandemrl.selection import Strategy
 from tandemrl.selection.draws import SAMPLING, stream, uniforms
 from tandemrl.selection.live import LiveSelection
 
-Mode = Literal["lazy", "lockstep"]
+Mode = Literal["lazy", "majority", "lockstep"]
+MAX_WAIT = 8
+"""Steps that a row may wait for its author in ``majority`` mode."""
 JUNIOR, SENIOR = 0, 1
 _WRITERS = {"both": (True, True), "senior": (False, True), "junior": (True, False)}  # by author
 
@@ -63,7 +67,8 @@ class Pass:
 
 @dataclass(slots=True)
 class _Ledger:
-    """Arrays by slot; those with two rows by (author, slot). stream: key of the token draws. computed: tokens whose KV
+    """Arrays by slot; those with two rows by (author, slot). stream: key of the token draws. waited:
+    steps since the row was last run. computed: tokens whose KV
     this model holds. sent: block ids its runner has been told. replace: its runner has block ids from before a
     preemption."""
 
@@ -72,6 +77,7 @@ class _Ledger:
     author: np.ndarray
     blocks: np.ndarray
     stream: np.ndarray
+    waited: np.ndarray
     computed: np.ndarray
     sent: np.ndarray
     known: np.ndarray
@@ -81,7 +87,7 @@ class _Ledger:
     @classmethod
     def empty(cls, capacity: int) -> "_Ledger":
         one, two = (capacity,), (2, capacity)
-        integers = [np.zeros(one, np.int64) for _ in range(5)] + [np.zeros(two, np.int64) for _ in range(2)]
+        integers = [np.zeros(one, np.int64) for _ in range(6)] + [np.zeros(two, np.int64) for _ in range(2)]
         return cls(*integers, *(np.zeros(two, bool) for _ in range(3)))
 
     def grown(self) -> "_Ledger":
@@ -161,7 +167,7 @@ class Planner:
         ledger.writers[:, at] = np.array([_WRITERS[a.strategy.writers] for a in admissions]).T
         for array in (ledger.computed, ledger.sent, ledger.known, ledger.replace):
             array[:, at] = 0
-        ledger.blocks[at] = 0
+        ledger.blocks[at] = ledger.waited[at] = 0
         for slot in slots:
             self._blocks[slot] = []
         if self.recorded is not None:
@@ -212,11 +218,12 @@ class Planner:
             self._allocate(int(slots[i]), start[i], new, whole=whole)
         run = ledger.writers[:, slots]
         ends = end == ledger.length[slots]
-        if self.mode == "lazy":
+        if self.mode != "lockstep":
             decoding = ends & (counts == 1) & ~first
             other = 1 - ledger.author[slots]
-            run = run.copy()
             run[other[decoding], decoding.nonzero()[0]] = False
+            if self.mode == "majority" and decoding.all():
+                self._let_wait(run, slots)
         self._step, self._uniforms = (ids, slots), None
         self.stats.steps += 1
         junior, senior = (self._passes(who, run[who].nonzero()[0], slots, end, ends) for who in (JUNIOR, SENIOR))
@@ -269,6 +276,14 @@ class Planner:
         else:
             self._blocks[slot] += new
         ledger.blocks[slot] = len(self._blocks[slot])
+
+    def _let_wait(self, run: np.ndarray, slots: np.ndarray) -> None:
+        """Take the rows of one model out of a step that only decodes."""
+        waited = self._ledger.waited[slots]
+        overdue = [int(waited[rows].max(initial=0)) for rows in run]
+        chosen = int(np.argmax(overdue if max(overdue) >= MAX_WAIT else run.sum(1)))
+        run[1 - chosen] = False
+        self._ledger.waited[slots] = np.where(run[chosen], 0, waited + 1)
 
     def _passes(self, who: int, rows: np.ndarray, slots: np.ndarray, end: np.ndarray, ends: np.ndarray) -> list[Pass]:
         """``rows`` brought to ``end`` by one model, in as few forwards as the budget allows."""

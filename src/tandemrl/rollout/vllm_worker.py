@@ -24,6 +24,7 @@ from vllm.platforms import current_platform
 from vllm.v1.attention.backends.utils import record_kv_cache_layout
 from vllm.v1.core.kv_cache_utils import get_kv_cache_config_from_groups, get_kv_cache_groups
 from vllm.v1.core.sched.output import CachedRequestData, NewRequestData, SchedulerOutput
+from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.engine.exceptions import EngineDeadError as EngineDeadError
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheSpec
 from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT, LogprobsLists, LogprobsTensors, ModelRunnerOutput
@@ -610,6 +611,20 @@ class TandemGPUWorker(_TandemWorker, Worker):  # type: ignore[misc]
             if JUNIOR in self.model_runner.runners:
                 with self.model_runner._acting(JUNIOR) as runner:
                     runner.reload_weights()
+
+
+class TandemScheduler(Scheduler):
+    """vLLM's scheduler, where a request that waited for its author is scheduled again."""
+
+    def update_from_output(
+        self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput
+    ) -> dict[int, Any]:
+        outputs = super().update_from_output(scheduler_output, model_runner_output)
+        for id, tokens in zip(model_runner_output.req_ids, model_runner_output.sampled_token_ids, strict=True):
+            request = None if tokens else self.requests.get(id)
+            if request is not None and request.num_computed_tokens >= request.num_tokens:
+                request.num_computed_tokens = request.num_tokens - 1
+        return outputs
 
 
 def worker_class() -> str:
