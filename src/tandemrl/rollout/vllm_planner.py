@@ -30,6 +30,8 @@ from tandemrl.selection.draws import SAMPLING, stream, uniforms
 from tandemrl.selection.live import LiveSelection
 
 Mode = Literal["lazy", "majority", "lockstep"]
+DRAWN_AHEAD = 64
+"""Uniforms per row that are computed at once."""
 MAX_WAIT = 8
 """Steps that a row may wait for its author in ``majority`` mode."""
 JUNIOR, SENIOR = 0, 1
@@ -68,7 +70,7 @@ class Pass:
 @dataclass(slots=True)
 class _Ledger:
     """Arrays by slot; those with two rows by (author, slot). stream: key of the token draws. waited:
-    steps since the row was last run. computed: tokens whose KV
+    steps since the row was last run. drawn: the token for which the first of its uniforms is. computed: tokens whose KV
     this model holds. sent: block ids its runner has been told. replace: its runner has block ids from before a
     preemption."""
 
@@ -78,6 +80,7 @@ class _Ledger:
     blocks: np.ndarray
     stream: np.ndarray
     waited: np.ndarray
+    drawn: np.ndarray
     computed: np.ndarray
     sent: np.ndarray
     known: np.ndarray
@@ -87,7 +90,7 @@ class _Ledger:
     @classmethod
     def empty(cls, capacity: int) -> "_Ledger":
         one, two = (capacity,), (2, capacity)
-        integers = [np.zeros(one, np.int64) for _ in range(6)] + [np.zeros(two, np.int64) for _ in range(2)]
+        integers = [np.zeros(one, np.int64) for _ in range(7)] + [np.zeros(two, np.int64) for _ in range(2)]
         return cls(*integers, *(np.zeros(two, bool) for _ in range(3)))
 
     def grown(self) -> "_Ledger":
@@ -136,7 +139,7 @@ class Planner:
         self._blocks: list[list[int]] = [[] for _ in range(capacity)]
         self._selection = LiveSelection()
         self._step: tuple[list[str], np.ndarray] = ([], np.empty(0, np.int64))
-        self._uniforms: np.ndarray | None = None  # by slot
+        self._uniforms = np.empty((capacity, DRAWN_AHEAD))  # by slot
 
     # ------------------------------------------------------------------------------------------------- coming and going
 
@@ -155,6 +158,7 @@ class Planner:
             capacity = len(self._blocks)
             self._ledger = self._ledger.grown()
             self._blocks += [[] for _ in range(capacity)]
+            self._uniforms = np.concatenate([self._uniforms, np.empty_like(self._uniforms)])
             self._free = [*range(capacity, 2 * capacity)][::-1] + self._free
         slots = [self._free.pop() for _ in admissions]
         keys = torch.tensor([a.key for a in admissions])
@@ -168,6 +172,7 @@ class Planner:
         for array in (ledger.computed, ledger.sent, ledger.known, ledger.replace):
             array[:, at] = 0
         ledger.blocks[at] = ledger.waited[at] = 0
+        ledger.drawn[at] = -1
         for slot in slots:
             self._blocks[slot] = []
         if self.recorded is not None:
@@ -176,13 +181,14 @@ class Planner:
 
     def uniforms(self, ids: Sequence[str]) -> Float64[Tensor, " b"]:
         """The numbers from which the next tokens of rows of the planned step are drawn, whoever draws them."""
-        slots = [self.slots[id] for id in ids]
-        if self._uniforms is None:  # once per step, for all its rows
-            ledger, at = self._ledger, self._step[1]
-            self._uniforms = np.zeros(len(self._blocks))
-            written = torch.from_numpy(ledger.length[at] - ledger.prompt[at])
-            self._uniforms[at] = uniforms(torch.from_numpy(ledger.stream[at]), written).numpy()
-        return torch.from_numpy(self._uniforms[slots])
+        slots = np.array([self.slots[id] for id in ids])
+        ledger = self._ledger
+        written = ledger.length[slots] - ledger.prompt[slots]
+        column = written % DRAWN_AHEAD
+        empty = slots[ledger.drawn[slots] != written - column]
+        if len(empty):
+            self._draw_ahead(empty)
+        return torch.from_numpy(self._uniforms[slots, column])
 
     @property
     def authors(self) -> np.ndarray:
@@ -224,7 +230,7 @@ class Planner:
             run[other[decoding], decoding.nonzero()[0]] = False
             if self.mode == "majority" and decoding.all():
                 self._let_wait(run, slots)
-        self._step, self._uniforms = (ids, slots), None
+        self._step = ids, slots
         self.stats.steps += 1
         junior, senior = (self._passes(who, run[who].nonzero()[0], slots, end, ends) for who in (JUNIOR, SENIOR))
         return junior, senior
@@ -258,6 +264,16 @@ class Planner:
         ledger.author[at] = author
 
     # ---------------------------------------------------------------------------------------------------------- details
+
+    def _draw_ahead(self, slots: np.ndarray) -> None:
+        """The next uniforms of some rows, a page of them at once."""
+        ledger = self._ledger
+        written = ledger.length[slots] - ledger.prompt[slots]
+        ledger.drawn[slots] = first = written - written % DRAWN_AHEAD
+        counters = first[:, None] + np.arange(DRAWN_AHEAD)
+        keys = ledger.stream[slots].repeat(DRAWN_AHEAD)
+        drawn = uniforms(torch.from_numpy(keys), torch.from_numpy(counters.reshape(-1)))
+        self._uniforms[slots] = drawn.numpy().reshape(counters.shape)
 
     def _allocate(self, slot: int, start: int, new: list[int], *, whole: bool) -> None:
         """New block ids of a request. ``whole``: all it has; those below ``start`` are prefix-cache hits."""

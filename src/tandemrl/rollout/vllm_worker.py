@@ -159,6 +159,11 @@ class TandemModelRunner:
         self.vocabulary = min(runner.model_config.get_vocab_size() for runner in self.runners.values())
         for runner in self.runners.values():
             runner.sampler = TandemSampler(runner.model_config.logprobs_mode, self.vocabulary)
+        # Entered again and again; a torch.cuda.device remembers the device to go back to.
+        self._devices: dict[int, AbstractContextManager[Any]] = {
+            who: torch.cuda.device(runner.device) if torch.device(runner.device).type == "cuda" else nullcontext()
+            for who, runner in self.runners.items()
+        }
         self._finished: dict[int, set[str]] = {who: set() for who in self.runners}
         self._launched: dict[int, list[_Launched]] = {}
         self._ids: list[str] = []
@@ -168,11 +173,9 @@ class TandemModelRunner:
 
     @contextmanager
     def _acting(self, who: int) -> Iterator[Any]:
-        """The runner of one model, under its own config and on its own device."""
+        """The runner of one model, under its own config and on its own device. For starting up, not for steps."""
         runner = self.runners[who]
-        device = torch.device(runner.device)
-        on_device: AbstractContextManager[Any] = torch.cuda.device(device) if device.type == "cuda" else nullcontext()
-        with set_current_vllm_config(runner.vllm_config), on_device:
+        with set_current_vllm_config(runner.vllm_config), self._devices[who]:
             yield runner
 
     def _each(self, method: str, *args: Any, **kwargs: Any) -> list[Any]:
@@ -377,7 +380,8 @@ class TandemModelRunner:
             finished_req_ids=self._finished[who],
         )
         self._finished[who] = set()
-        with self._acting(who) as runner:
+        runner = self.runners[who]
+        with self._devices[who]:
             _mirror_tokens(runner, own.scheduled_cached_reqs.req_ids)
             if runner.execute_model(own) is not None:
                 raise EngineError("the model runner returned before sampling; this vLLM version is not supported")
@@ -386,7 +390,8 @@ class TandemModelRunner:
         if launched.output is not None:
             return launched
         assert self.planner is not None
-        with self._acting(who) as runner:
+        runner = self.runners[who]
+        with self._devices[who]:
             runner.sampler.topk_topp_sampler.uniforms = self.planner.uniforms(runner.input_batch.req_ids)
             return _Launched(launched.work, runner.sample_tokens(None))
 

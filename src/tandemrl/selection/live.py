@@ -17,11 +17,14 @@ class LiveSelection:
         self._strategies: list[Strategy] = []
         self._states: list[Any] = []
         self._strategy_of = torch.empty(0, dtype=torch.int64)  # by slot; -1: free
+        # Decoding mostly advances the same rows again: their states stay gathered until others are asked for.
+        self._gathered: tuple[int, Tensor, Any] | None = None  # strategy, slots, states
 
     def admit(
         self, slots: Int64[Tensor, " b"], strategies: Sequence[Strategy], keys: Int64[Tensor, " b"]
     ) -> Bool[Tensor, " b"]:
         """Start a completion in each slot; returns whether the senior writes its first token."""
+        self._scatter()
         senior = torch.empty(len(slots), dtype=torch.bool)
         for strategy in {id(s): s for s in strategies}.values():
             mine = torch.tensor([i for i, s in enumerate(strategies) if s is strategy])
@@ -49,12 +52,21 @@ class LiveSelection:
         return senior
 
     def _advance(self, group: int, slots: Tensor, tokens: Tensor) -> Tensor:
-        states = self._states[group]
-        before = _map(lambda x: x.index_select(0, slots), states)
-        senior, after = self._strategies[group].step(before, tokens)
-        # A field that the strategy passes on as it is needs no writing back.
-        _map(lambda x, old, new: x if new is old else x.index_copy_(0, slots, new), states, before, after)
+        kept = self._gathered
+        if kept is not None and kept[0] == group and torch.equal(kept[1], slots):
+            state = kept[2]
+        else:
+            self._scatter()
+            state = _map(lambda x: x.index_select(0, slots), self._states[group])
+        senior, state = self._strategies[group].step(state, tokens)
+        self._gathered = group, slots, state
         return senior
+
+    def _scatter(self) -> None:
+        if self._gathered is not None:
+            group, slots, state = self._gathered
+            _map(lambda x, new: x.index_copy_(0, slots, new), self._states[group], state)
+            self._gathered = None
 
     def _group(self, strategy: Strategy, like: Any) -> int:
         for group, known in enumerate(self._strategies):
