@@ -209,7 +209,7 @@ def test_a_junior_on_a_second_device_is_launched_before_the_senior_is_sampled(mo
         fake.sample_tokens = calls(f"{name}.sample", None)
     work = SimpleNamespace(ids=["a"], new=[], replaced=set(), blocks=[None], start=[4], count=[1], outputs=[1])
     scheduled = vllm_worker.SchedulerOutput.make_empty()
-    runner.planner = SimpleNamespace(uniforms=lambda ids: torch.zeros(0))
+    runner.planner = SimpleNamespace(uniforms=lambda ids, work: torch.zeros(0))
     for who in runner.runners:
         runner.runners[who].requests["a"] = SimpleNamespace(prompt_token_ids=[1], output_token_ids=[2])
         runner._launch(who, work, scheduled, {})

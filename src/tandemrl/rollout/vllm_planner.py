@@ -53,7 +53,8 @@ class Pass:
 
     new: rows that this model has never seen. replaced: ids whose block ids are to be replaced, not extended (a request
     that came back from preemption). blocks: all block ids of new and replaced rows, the further ones of others, or
-    None. outputs: tokens written so far. ends: rows whose next token this pass predicts. rows: index in the step.
+    None. outputs: tokens written so far. ends: rows whose next token this pass predicts. rows: index in the step, slots:
+    in the ledger.
     """
 
     ids: list[str]
@@ -65,6 +66,7 @@ class Pass:
     replaced: set[str]
     ends: np.ndarray
     rows: np.ndarray
+    slots: np.ndarray
 
 
 @dataclass(slots=True)
@@ -179,9 +181,10 @@ class Planner:
             for admission, slot in zip(admissions, slots, strict=True):
                 self._authors_of[slot] = self.recorded.setdefault(admission.key, [])
 
-    def uniforms(self, ids: Sequence[str]) -> Float64[Tensor, " b"]:
+    def uniforms(self, ids: Sequence[str], work: Pass | None = None) -> Float64[Tensor, " b"]:
         """The numbers from which the next tokens of rows of the planned step are drawn, whoever draws them."""
-        slots = np.array([self.slots[id] for id in ids])
+        known = work is not None and ids == work.ids  # mostly: then no looking up
+        slots = work.slots if known and work is not None else np.array([self.slots[id] for id in ids])
         ledger = self._ledger
         written = ledger.length[slots] - ledger.prompt[slots]
         column = written % DRAWN_AHEAD
@@ -354,4 +357,5 @@ class Planner:
             replaced=replaced,
             ends=ends[rows] & (after == end[rows]),
             rows=rows,
+            slots=slots,
         )

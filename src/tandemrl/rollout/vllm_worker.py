@@ -392,7 +392,7 @@ class TandemModelRunner:
         assert self.planner is not None
         runner = self.runners[who]
         with self._devices[who]:
-            runner.sampler.topk_topp_sampler.uniforms = self.planner.uniforms(runner.input_batch.req_ids)
+            runner.sampler.topk_topp_sampler.uniforms = self.planner.uniforms(runner.input_batch.req_ids, launched.work)
             return _Launched(launched.work, runner.sample_tokens(None))
 
     def _tell(self, runner: Any, tokens: np.ndarray, theirs: np.ndarray, guessed: set[int]) -> None:
