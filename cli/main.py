@@ -6,7 +6,7 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperGroup
 
-from tandemrl.cli import check, data, evaluate, model, train
+from tandemrl.cli import check, data, evaluate, model, score, train
 
 
 class ErrorBoundary(TyperGroup):
@@ -47,6 +47,7 @@ app.command("train")(train.train)
 app.add_typer(evaluate.app, name="eval")
 app.add_typer(data.app, name="data")
 app.add_typer(model.app, name="model")
+app.command("score")(score.score)
 app.command("check")(check.check)
 
 

@@ -43,6 +43,7 @@ _MODULES = (
     "report",
     "rollout",
     "run",
+    "score",
     "selection",
     "stats",
     "tiny",
