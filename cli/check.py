@@ -15,6 +15,7 @@ PACKAGES = {
     "math-verify": ("math_verify", True, "grading", "pip install math-verify"),
     "omegaconf": ("omegaconf", True, "configs", "pip install 'omegaconf>=2.4'"),
     "pyarrow": ("pyarrow", True, "Parquet files", "pip install pyarrow"),
+    "httpx": ("httpx", True, "judges over HTTP", "pip install httpx"),
     "jaxtyping": ("jaxtyping", True, "shape annotations", "pip install jaxtyping"),
     "einops": ("einops", True, "tensor code", "pip install einops"),
     "beartype": ("beartype", False, "checked shapes at the public boundary", "pip install beartype"),
@@ -38,7 +39,7 @@ def check() -> None:
     from rich.table import Table
     from rich.text import Text
 
-    lines = [_python(), *(_package(name) for name in PACKAGES), _accelerator(), _vllm(), *_strays()]
+    lines = [_python(), *(_package(name) for name in PACKAGES), _accelerator(), _vllm(), *_sandbox(), *_strays()]
     table = Table(title="tandemrl environment", title_justify="left")
     for title in ("part", "found", "what to do"):
         table.add_column(title, overflow="fold")
@@ -93,6 +94,21 @@ def _vllm() -> Line:
     untested = any(version.partition("+")[0] not in VLLM_TESTED for version in found.values())
     remedy = f"tested with {', '.join(VLLM_TESTED)}: {install}" if untested else "rollout.engine=vllm, tandemrl serve"
     return Line("vllm (optional)", shown, remedy, False)
+
+
+def _sandbox() -> list[Line]:
+    """The layers around programs that a model wrote; only rewards that run such programs need them."""
+    from tandemrl.rollout.envs.sandbox import SandboxError, layers
+
+    remedy = "for rewards from code: run as root, or allow user namespaces, or sandbox.allow_weak=true"
+    try:
+        found = layers()
+    except SandboxError as error:
+        return [Line("sandbox (optional)", f"none: {error}", "", False)]
+    return [
+        Line(f"sandbox: {name}", how if holds else f"missing: {how}", "" if holds else remedy, False)
+        for name, (holds, how) in found.items()
+    ]
 
 
 def _strays() -> list[Line]:

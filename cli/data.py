@@ -1,13 +1,42 @@
 """``tandemrl data``: look at rows, and build data sets as files."""
 
+from enum import StrEnum
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import typer
 
 app = typer.Typer(help="Look at data, build data sets.", no_args_is_help=True)
 build = typer.Typer(help="Write a data set as Parquet files in verl's row schema.", no_args_is_help=True)
 app.add_typer(build, name="build")
+
+
+class Template(StrEnum):
+    """How a puzzle is put to the model."""
+
+    base = "base"
+    instruct = "instruct"
+    chat = "chat"
+
+
+Out = Annotated[Path, typer.Option(help="Folder to write to.")]
+OutAbove = Annotated[Path, typer.Option(help="Folder to write to; each set gets a folder with its name in it.")]
+Source = Annotated[Path | None, typer.Option(help="A local copy, a file or a folder; default: the hub.")]
+Copies = Annotated[
+    Path | None,
+    typer.Option(help="Folder with local copies, each named like its repository on the hub; default: the hub."),
+]
+AnyRows = Annotated[int | None, typer.Option(min=0, max=0, help="0 accepts any number of rows.")]
+Wording = Annotated[
+    Template,
+    typer.Option(
+        help="base: plain text, for base models. instruct: rendered for Qwen's chat models, with the answer begun. "
+        "chat: messages for the model's own chat template."
+    ),
+]
+Train = Annotated[int, typer.Option(min=1, help="Training rows.")]
+Test = Annotated[int, typer.Option(min=1, help="Test rows.")]
+Seed = Annotated[int, typer.Option(help="Seed of the generator.")]
 
 
 @app.command()
@@ -30,11 +59,11 @@ def show(
 
 @build.command()
 def gsm8k(
-    out: Annotated[Path, typer.Option(help="Folder to write to.")],
+    out: Out,
     source: Annotated[
         Path | None, typer.Option(help="Folder with the original train.jsonl and test.jsonl; default: the hub.")
     ] = None,
-    expect_rows: Annotated[int | None, typer.Option(min=0, max=0, help="0 accepts any number of rows.")] = None,
+    expect_rows: AnyRows = None,
 ) -> None:
     """GSM8K: 6,973 training, 500 held-out (from the original training split) and 1,319 test problems."""
     from tandemrl.data.builders import GSM8K_ROWS, build_gsm8k
@@ -44,11 +73,11 @@ def gsm8k(
 
 @build.command()
 def synthetic(
-    out: Annotated[Path, typer.Option(help="Folder to write to.")],
+    out: Out,
     pair: Annotated[str, typer.Option(help="The tiny pair the problems are for.")] = "plain",
-    train: Annotated[int, typer.Option(min=1, help="Training rows.")] = 2048,
+    train: Train = 2048,
     heldout: Annotated[int, typer.Option(min=1, help="Held-out rows.")] = 512,
-    seed: Annotated[int, typer.Option(help="Seed of the generator.")] = 0,
+    seed: Seed = 0,
 ) -> None:
     """Generated word problems; training and held-out problems are disjoint."""
     from tandemrl.data.builders import build_synthetic
@@ -56,6 +85,187 @@ def synthetic(
     _report(out, build_synthetic(pair, out, {"train": train, "heldout": heldout}, seed))
 
 
+@build.command()
+def deepscaler(out: Out, source: Source = None, expect_rows: AnyRows = None) -> None:
+    """DeepScaleR: 39,309 training and 1,000 held-out problems."""
+    from tandemrl.data.boxed import DEEPSCALER_ROWS, build_deepscaler
+
+    _report(out, build_deepscaler(source, out, expect_rows=DEEPSCALER_ROWS if expect_rows is None else 0))
+
+
+@build.command()
+def countdown(
+    out: Out,
+    source: Source = None,
+    generate: Annotated[
+        bool, typer.Option("--generate", help="Make problems that have a solution, instead of the published ones.")
+    ] = False,
+    template: Wording = Template.instruct,
+    train: Train = 327_680,
+    test: Test = 1024,
+    seed: Seed = 0,
+) -> None:
+    """Countdown with 3 or 4 numbers: TinyZero's published problems, or generated ones."""
+    from tandemrl.data.builders import build_countdown, generate_countdown
+    from tandemrl.data.rows import DataError
+
+    counts = {"train": train, "test": test}
+    if generate and source is not None:
+        raise DataError("--generate makes its own problems: give it or --source, not both")
+    if generate:
+        _report(out, generate_countdown(out, template=template.value, counts=counts, seed=seed))
+    else:
+        _report(out, build_countdown(source, out, template=template.value, counts=counts))
+
+
+@build.command()
+def multiply(
+    out: Out,
+    template: Wording = Template.instruct,
+    digits: Annotated[int, typer.Option(min=1, max=18, help="Digits of each number.")] = 3,
+    train: Train = 32_768,
+    test: Test = 4096,
+    seed: Seed = 0,
+) -> None:
+    """Generated products of two numbers, as in TinyZero."""
+    _calculations("multiply", out, template, digits, train, test, seed)
+
+
+@build.command(name="arithmetic")
+def calculations(
+    out: Out,
+    template: Wording = Template.instruct,
+    digits: Annotated[int, typer.Option(min=1, max=18, help="Digits of each number.")] = 3,
+    train: Train = 32_768,
+    test: Test = 4096,
+    seed: Seed = 0,
+) -> None:
+    """Generated sums, differences and products of two numbers, as in TinyZero."""
+    _calculations("arithmetic", out, template, digits, train, test, seed)
+
+
+@build.command()
+def eurus(
+    out: Out,
+    source: Annotated[
+        Path | None, typer.Option(help="Folder with train and validation Parquet files; default: the hub.")
+    ] = None,
+    tokenizer: Annotated[
+        str, typer.Option(help="Folder or hub id of the tokenizer that measures prompts.")
+    ] = "deepseek-ai/DeepSeek-R1-Distill-Qwen-1.5B",
+    max_tokens: Annotated[int, typer.Option(min=0, help="Longest prompt; 0 keeps all, and needs no tokenizer.")] = 1000,
+    system_prompt: Annotated[
+        bool, typer.Option("--system-prompt", help="Keep the system message with its [ASSESS] [ADVANCE] … actions.")
+    ] = False,
+    expect_rows: AnyRows = None,
+) -> None:
+    """Eurus-2-RL-Data: maths, and code with tests, without the rows that cannot be graded."""
+    from tandemrl.data.eurus import EURUS_ROWS, build_eurus
+
+    manifest = build_eurus(
+        source,
+        out,
+        tokenizer=tokenizer,
+        max_tokens=max_tokens,
+        system_prompt=system_prompt,
+        expect_rows=EURUS_ROWS if expect_rows is None else 0,
+    )
+    _report(out, manifest)
+
+
+@build.command()
+def math500(out: OutAbove, source: Source = None, expect_rows: AnyRows = None) -> None:
+    """MATH-500: 500 problems."""
+    _benchmarks(["math500"], source, out, expect_rows)
+
+
+@build.command()
+def aime(out: OutAbove, source: Copies = None, expect_rows: AnyRows = None) -> None:
+    """AIME 2024, 2025 and 2026: aime24, aime25 and aime26, 30 problems each. Copies: aime24, aime25, aime_2026."""
+    _benchmarks(["aime24", "aime25", "aime26"], source, out, expect_rows)
+
+
+@build.command()
+def amc(out: OutAbove, source: Copies = None, expect_rows: AnyRows = None) -> None:
+    """AMC 2023 to 2025: amc23_25, 121 problems. Copies: amc23, 2024_AMC12, amc12-2025-non-figure."""
+    _benchmarks(["amc23_25"], source, out, expect_rows)
+
+
+@build.command()
+def minerva(out: OutAbove, source: Source = None, expect_rows: AnyRows = None) -> None:
+    """Minerva: 272 problems."""
+    _benchmarks(["minerva"], source, out, expect_rows)
+
+
+@build.command()
+def olympiad(
+    out: OutAbove,
+    source: Annotated[Path | None, typer.Option(help="The published test.parquet; it is not on the hub.")] = None,
+    expect_rows: AnyRows = None,
+) -> None:
+    """Olympiad: 581 problems, from a file."""
+    _benchmarks(["olympiad"], source, out, expect_rows)
+
+
+@build.command()
+def eval_all(
+    out: OutAbove,
+    source: Copies = None,
+    skip: Annotated[
+        list[str] | None, typer.Option(help="A set to leave out, e.g. olympiad, which is not on the hub; repeatable.")
+    ] = None,
+    expect_rows: AnyRows = None,
+) -> None:
+    """All seven evaluation sets. Copies: as for each of them, and MATH-500, minervamath, olympiad."""
+    from tandemrl.data.boxed import BENCHMARK_ROWS
+    from tandemrl.data.rows import DataError
+
+    if unknown := set(skip or ()) - set(BENCHMARK_ROWS):
+        raise DataError(f"--skip {', '.join(sorted(unknown))}: known sets are {', '.join(BENCHMARK_ROWS)}")
+    if source is None and "olympiad" not in (skip or ()):
+        raise DataError("olympiad is not on the hub: leave it out with --skip olympiad, or give copies of all sets")
+    _benchmarks([name for name in BENCHMARK_ROWS if name not in (skip or ())], source, out, expect_rows, alone=False)
+
+
+# --------------------------------------------------------------------------------------------------------------------
+
+
+def _calculations(
+    data_source: Literal["multiply", "arithmetic"],
+    out: Path,
+    template: Template,
+    digits: int,
+    train: int,
+    test: int,
+    seed: int,
+) -> None:
+    from tandemrl.data.builders import generate_calculations
+
+    options: dict[str, Any] = {"template": template.value, "digits": digits, "seed": seed}
+    _report(out, generate_calculations(out, data_source=data_source, counts={"train": train, "test": test}, **options))
+
+
+def _benchmarks(
+    names: list[str], source: Path | None, out: Path, expect_rows: int | None, *, alone: bool = True
+) -> None:
+    from tandemrl.data.boxed import BENCHMARK_ROWS, build_benchmark
+
+    for name in names:
+        manifest = build_benchmark(
+            name,
+            source,
+            out,
+            expect_rows=BENCHMARK_ROWS if expect_rows is None else 0,
+            alone=alone and len(names) == 1,
+        )
+        _report(out / name, manifest)
+
+
 def _report(out: Path, manifest: dict[str, Any]) -> None:
     for split, entry in manifest["splits"].items():
         typer.echo(f"{split}: {entry['rows']} rows in {out / entry['file']}")
+    for reason, count in manifest.get("dropped", {}).items():
+        if count:
+            typer.echo(f"left out: {count} ({reason})")
+    for splits, count in manifest["shared_prompts"].items():
+        typer.echo(f"warning: {count} prompts are in both of {splits}")

@@ -9,12 +9,13 @@ import typer
 if TYPE_CHECKING:
     from rich.table import Table
 
-Phase = Literal["pass-at-k", "tandem", "handoff", "legibility"]
+Phase = Literal["pass-at-k", "tandem", "handoff", "legibility", "verified"]
 PHASES: dict[Phase, str] = {
     "pass-at-k": "The senior alone: unbiased pass@k with bootstrap intervals over problems.",
     "tandem": "Senior and junior write together, by the word schedule of training.",
     "handoff": "Senior and junior take turns, one step each; with either of them first.",
     "legibility": "How well the junior predicts what the senior writes alone: cross-entropy per token, in nats.",
+    "verified": "Pass@k of correct answers whose reasoning a judge (judge.url or judge.model) accepts.",
 }
 
 app = typer.Typer(help="Evaluate a senior alone or together with a junior.", no_args_is_help=True)
@@ -27,7 +28,7 @@ def _command(phase: Phase) -> Callable[..., None]:
             list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Any config key, e.g. reward.gsm8k=tandem")
         ] = None,
         junior: Annotated[
-            str | None, typer.Option(help="The junior; default: that of --config. Not used by pass-at-k.")
+            str | None, typer.Option(help="The junior; default: that of --config. Not used by pass-at-k, verified.")
         ] = None,
         data: Annotated[
             list[str] | None, typer.Option(help="JSONL or Parquet file, synthetic:PAIR:SPLIT[:COUNT] …; repeatable.")
@@ -75,6 +76,8 @@ def _command(phase: Phase) -> Callable[..., None]:
             eval=resolved.eval,
             out=out,
             reward=resolved.reward,
+            sandbox=resolved.sandbox,
+            judge=resolved.judge,
             dtype=resolved.model.dtype,
             device=resolved.model.device,
             prompt_suffix=resolved.data.prompt_suffix,

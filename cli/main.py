@@ -6,7 +6,7 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperGroup
 
-from tandemrl.cli import check, data, evaluate, model, serve, train
+from tandemrl.cli import check, data, evaluate, model, score, serve, train
 
 
 class ErrorBoundary(TyperGroup):
@@ -48,6 +48,7 @@ app.add_typer(evaluate.app, name="eval")
 app.add_typer(data.app, name="data")
 app.add_typer(model.app, name="model")
 app.command("serve")(serve.serve)
+app.command("score")(score.score)
 app.command("check")(check.check)
 
 

@@ -64,6 +64,32 @@ def test_dry_run_prints_the_resolved_config_and_the_plan(name: str) -> None:
     assert plan.startswith("16 prompts -> ")
 
 
+@pytest.mark.parametrize(
+    ("name", "plan"),
+    [
+        ("countdown", "8 prompts -> 64 rollouts -> 4 update(s) of 16 sequences, each <= 1152 tokens"),
+        ("eurus", "256 prompts -> 1024 rollouts -> 2 update(s) of 512 sequences, each <= 33792 tokens"),
+    ],
+)
+def test_dry_run_of_the_published_single_model_runs(name: str, plan: str) -> None:
+    result = run("train", "--config", name, "--dry-run")
+    assert result.exit_code == 0, result.output
+    assert f"batch plan per step: {plan}" in result.output
+
+
+@pytest.mark.parametrize(
+    ("name", "plan"),
+    [
+        ("rrm_train", "128 prompts -> 1024 rollouts -> 1 update(s) of 1024 sequences, each <= 12048 tokens"),
+        ("rrm_policy", "512 prompts -> 4096 rollouts -> 8 update(s) of 512 sequences, each <= 5120 tokens"),
+    ],
+)
+def test_dry_run_of_the_rubric_configs(name: str, plan: str) -> None:
+    result = run("train", "--config", name, "model.senior=an-sft-model", "train.steps=3", "--dry-run")
+    assert result.exit_code == 0, result.output
+    assert f"batch plan per step: {plan}" in result.output
+
+
 def test_train_hands_on_the_config_and_resume(monkeypatch: pytest.MonkeyPatch) -> None:
     import tandemrl.train
 
@@ -86,6 +112,10 @@ def test_train_hands_on_the_config_and_resume(monkeypatch: pytest.MonkeyPatch) -
         (["data", "show", "nope.jsonl"], "nope.jsonl"),
         (["data", "show", "synthetic:nope:train"], "nope"),
         (["data", "build", "gsm8k", "--out", "x", "--source", "nowhere"], "no such file"),
+        (["data", "build", "math500", "--out", "x", "--source", "nowhere"], "nowhere: no such file or folder"),
+        (["data", "build", "eval-all", "--out", "x"], "olympiad is not on the hub: leave it out with --skip olympiad"),
+        (["data", "build", "eval-all", "--out", "x", "--skip", "aime"], "--skip aime: known sets are aime24, "),
+        (["data", "build", "olympiad", "--out", "x"], "no public data set has its 581 problems"),
         (["eval", "pass-at-k", "--model", "m"], "give --data"),
         (["eval", "pass-at-k", "--model", "m", "--data", "d", "--k", "1,99"], "eval.k=[1, 99]"),
         (["eval", "pass-at-k", "--model", "m", "--data", "d", "--dtype", "int4"], "model.dtype"),
@@ -139,7 +169,7 @@ RESULT = {
 }
 
 
-@pytest.mark.parametrize("phase", ["pass-at-k", "tandem", "handoff", "legibility"])
+@pytest.mark.parametrize("phase", ["pass-at-k", "tandem", "handoff", "legibility", "verified"])
 def test_eval_hands_on_its_options_and_prints_a_table(phase: str, monkeypatch: pytest.MonkeyPatch) -> None:
     import tandemrl.evals
 
@@ -147,7 +177,7 @@ def test_eval_hands_on_its_options_and_prints_a_table(phase: str, monkeypatch: p
     monkeypatch.setattr(tandemrl.evals, "run_phase", run_phase)
     options = ["--model", "M", "--junior", "J", "--data", "a", "--data", "b", "--samples", "4", "--limit", "9"]
     options += ["--seed", "3", "--profile", "paper", "--out", "o", "--dtype", "bfloat16", "reward.gsm8k=tandem"]
-    result = run("eval", phase, *options, "data.prompt_suffix=Go.")
+    result = run("eval", phase, *options, "data.prompt_suffix=Go.", "judge.url=http://h/v1", "judge.accept=0.8")
     assert result.exit_code == 0, result.output
     assert run_phase.arguments == (phase,)
     got = run_phase.keywords
@@ -155,6 +185,7 @@ def test_eval_hands_on_its_options_and_prints_a_table(phase: str, monkeypatch: p
     assert (got["eval"].k, got["eval"].samples, got["eval"].seed, got["eval"].profile) == ((1, 2, 4), 4, 3, "paper")
     assert (got["out"], got["dtype"], got["prompt_suffix"]) == (Path("o"), "bfloat16", "Go.")
     assert got["reward"].gsm8k == "tandem"
+    assert (got["judge"].url, got["judge"].accept) == ("http://h/v1", 0.8)
     assert "0.5000 [0.250, 0.750]" in result.output
     assert "pass@1/low" not in result.output
 
@@ -200,6 +231,85 @@ def test_data_build_writes_files_that_data_show_reads(tmp_path: Path) -> None:
     assert "2 of 2 rows" in run("data", "show", str(tmp_path / "s" / "heldout.parquet")).output
 
 
+def test_data_build_countdown_writes_generated_or_local_problems(tmp_path: Path) -> None:
+    build = ["data", "build", "countdown", "--out", str(tmp_path / "out"), "--train", "5", "--test", "2"]
+    result = run(*build, "--generate", "--template", "base", "--seed", "3")
+    assert result.exit_code == 0, result.output
+    assert result.output.splitlines() == [
+        f"train: 5 rows in {tmp_path}/out/train.parquet",
+        f"test: 2 rows in {tmp_path}/out/test.parquet",
+    ]
+    shown = run("data", "show", str(tmp_path / "out" / "test.parquet")).output
+    assert "  user: A conversation between User and Assistant." in shown
+
+    rows = tmp_path / "train.jsonl"
+    rows.write_text('{"target": 9, "nums": [4, 5]}\n' * 6)
+    assert "--generate makes its own problems" in refused(run(*build, "--generate", "--source", str(rows)))
+    assert "split test: 1 rows are left, expected 2" in refused(run(*build, "--source", str(rows)))
+    result = run(*build[:-2], "--test", "1", "--source", str(rows))
+    assert result.exit_code == 0, result.output
+    assert "warning: 1 prompts are in both of train/test" in result.output
+    assert run(*build, "--generate", "--template", "nope").exit_code == 2
+
+
+@pytest.mark.parametrize("name", ["multiply", "arithmetic"])
+def test_data_build_writes_calculations(name: str, tmp_path: Path) -> None:
+    result = run("data", "build", name, "--out", str(tmp_path), "--digits", "1", "--train", "20", "--test", "5")
+    assert result.exit_code == 0, result.output
+    assert f"[{name}]  ground truth: " in run("data", "show", str(tmp_path / "test.parquet")).output
+
+
+def test_data_build_writes_evaluation_sets_in_folders_of_their_own(tmp_path: Path) -> None:
+    copies, out = tmp_path / "copies", tmp_path / "eval"
+    copies.mkdir()
+    line = json.dumps({"problem": "1+1?", "question": "1+1?", "answer": 2, "solution": r"\boxed{2}", "exam": "12A"})
+    names = ("aime24", "aime25", "aime_2026", "amc23", "2024_AMC12", "amc12-2025-non-figure", "MATH-500")
+    for name in (*names, "minervamath", "olympiad"):
+        (copies / f"{name}.jsonl").write_text(f"{line}\n")
+    build = ["data", "build", "eval-all", "--out", str(out), "--source", str(copies)]
+    assert "aime24: 1 rows, expected 30" in refused(run(*build))
+    result = run(*build, "--skip", "minerva", "--expect-rows", "0")
+    assert result.exit_code == 0, result.output
+    built = ["aime24", "aime25", "aime26", "amc23_25", "math500", "olympiad"]
+    assert sorted(path.name for path in out.iterdir()) == built
+    assert all(sorted(p.name for p in (out / name).iterdir()) == ["manifest.json", "test.parquet"] for name in built)
+
+    one = ["--out", str(tmp_path / "one"), "--expect-rows", "0", "--source"]
+    for command, source, sets in (
+        ("aime", copies, ["aime24", "aime25", "aime26"]),
+        ("amc", copies, ["amc23_25"]),
+        ("math500", copies / "MATH-500.jsonl", ["math500"]),
+        ("minerva", copies / "minervamath.jsonl", ["minerva"]),
+        ("olympiad", copies / "olympiad.jsonl", ["olympiad"]),
+    ):
+        result = run("data", "build", command, *one, str(source))
+        assert result.exit_code == 0, result.output
+        assert [row for row in result.output.splitlines() if row.startswith("test: ")] == [
+            f"test: {3 if name == 'amc23_25' else 1} rows in {tmp_path}/one/{name}/test.parquet" for name in sets
+        ]
+
+
+def test_data_build_deepscaler_and_eurus_read_local_copies(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text('{"problem": "1+1?", "answer": "2"}\n{"problem": "?", "answer": ""}\n' * 10)
+    build = ["data", "build", "deepscaler", "--out", str(tmp_path / "d"), "--source", str(tmp_path / "a.jsonl")]
+    assert "10 rows, expected 40309" in refused(run(*build))
+    result = run(*build, "--expect-rows", "0")
+    assert result.exit_code == 0, result.output
+    assert "heldout: 1 rows" in result.output
+    assert "left out: 10 (no answer)" in result.output
+
+    row = {"data_source": "numina_x", "prompt": [{"role": "user", "content": "1+1?"}], "ability": "math"}
+    raw = tmp_path / "raw"
+    raw.mkdir()
+    for split in ("train", "validation"):
+        (raw / f"{split}.jsonl").write_text(json.dumps(row | {"reward_model": {"ground_truth": "2"}}))
+    build = ["data", "build", "eurus", "--out", str(tmp_path / "e"), "--source", str(raw), "--max-tokens", "0"]
+    assert "train/math: 1 rows, expected 455261" in refused(run(*build))
+    result = run(*build, "--expect-rows", "0")
+    assert result.exit_code == 0, result.output
+    assert "test: 1 rows" in result.output
+
+
 def test_model_tiny_builds_the_pair(monkeypatch: pytest.MonkeyPatch) -> None:
     import tandemrl.tiny
 
@@ -242,3 +352,20 @@ def test_check_says_what_to_install_and_fails_only_when_the_core_cannot_work(mon
     del versions["torchvision"], versions["math-verify"]
     result = run("check")
     assert (result.exit_code, result.output.splitlines()[-1]) == (1, "not ready: math-verify")
+
+
+def test_check_lists_the_layers_of_the_sandbox(monkeypatch: pytest.MonkeyPatch) -> None:
+    from tandemrl.rollout.envs import sandbox
+
+    monkeypatch.setenv("COLUMNS", "250")
+    layers = {"limits": sandbox.Layer(True, "rlimits"), "files": sandbox.Layer(False, "Landlock: not here")}
+    monkeypatch.setattr(sandbox, "layers", lambda: layers)
+    lines = [" ".join(line.replace("│", " ").split()) for line in run("check").output.splitlines()]
+    assert "sandbox: limits rlimits" in lines
+    assert any(line.startswith("sandbox: files missing: Landlock: not here") and "allow_weak" in line for line in lines)
+
+    def refuse() -> None:
+        raise sandbox.SandboxError("programs can only be run on Linux")
+
+    monkeypatch.setattr(sandbox, "layers", refuse)
+    assert "none: programs can only be run on Linux" in run("check").output

@@ -12,15 +12,22 @@ PACKAGED = sorted(file.name for file in files("tandemrl.configs").iterdir() if f
 DEEPSCALER = ("deepscaler_tandem", "deepscaler_grpo", "deepscaler_kl", "deepscaler_grpo_g16")
 
 
+LEFT_TO_THE_USER = {
+    "deepscaler_kl": ["loss.kl_coef=0.001"],
+    "rrm_train": ["model.senior=an-sft-model", "train.steps=3"],
+    "rrm_policy": ["train.steps=3"],
+}
+
+
 def packaged(name: str) -> Config:
-    return load(name, ["loss.kl_coef=0.001"] if name.startswith("deepscaler_kl") else [])
+    return load(name, LEFT_TO_THE_USER.get(name.removesuffix(".yaml"), []))
 
 
 @pytest.mark.parametrize(
     ("override", "message"),
     [
         ("train.stepz=3", r"unknown key 'train\.stepz'\. Did you mean train\.steps\?"),
-        ("optimizer.lr=1", r"unknown key 'optimizer'.*Allowed here: data, eval, loss"),
+        ("optimizer.lr=1", r"unknown key 'optimizer'.*Allowed here: data, eval, judge, loss"),
         ("train.steps=1.5", r"train\.steps: .*could not be converted to Integer"),
         ("rollout.engine=sglang", r"rollout\.engine: .*expected one of \['torch', 'vllm'\]"),
         ("train=3", r"train is a section"),
@@ -31,6 +38,14 @@ def packaged(name: str) -> Config:
         ("eval.k=[1,16]", r"eval\.k=\[1, 16\]: must be non-empty, each between 1 and eval\.samples \(8\)"),
         ("rollout.top_p=0.9", r"rollout\.allow_truncated"),
         ("loss.recipe=ppo", r"loss\.recipe=ppo"),
+        ("judge.url=localhost:8000", r"judge\.url=localhost:8000: must be null or an address"),
+        ("judge.api_key_env=KEY", r"judge\.api_key_env=KEY: must be null without judge\.url"),
+        ("judge.weight=1.5", r"judge\.weight=1\.5: must be in \[0, 1\]"),
+        ("judge.mode=both", r"judge\.mode: .*expected one of \['addon', 'mixed', 'tinyv_only'\]"),
+        ("judge.gates=[boxed,boxed]", r"judge\.gates=.*without repeats"),
+        ("judge.gates=[polite]", r"judge\.gates"),
+        ("judge.retry_temperature=0", r"judge\.retry_temperature=0\.0: must be positive"),
+        ("judge.concurrency=0", r"judge\.concurrency=0: must be at least 1"),
         ("loss.kl_coef=???", r"leaves a value to you .* loss\.kl_coef=…"),
     ],
 )
@@ -141,6 +156,69 @@ def test_gsm8k_tandem_has_the_published_values() -> None:
     assert (c.rollout.group_size, c.rollout.temperature, c.train.lr) == (8, 0.6, 1e-6)
     assert (c.train.prompts_per_step, c.train.mini_batch_prompts, c.loss.junior_weight) == (16, 8, 0.0)
     assert c.train.steps == 2 * 6_973 // 16
+
+
+@pytest.mark.parametrize("name", ["rrm_train", "rrm_policy"])
+def test_rubric_reward_models_have_the_published_values(name: str) -> None:
+    c = packaged(name)
+    assert (c.loss.recipe, c.loss.clip_low, c.loss.clip_high, c.loss.kl_coef) == ("grpo", 0.2, 0.2, 0.0)
+    assert (c.selection.strategy, c.selection.first, c.model.dtype) == ("solo", "senior", "bfloat16")
+    assert (c.train.lr, c.rollout.group_size, c.rollout.temperature, c.loss.entropy_coef) == (5e-7, 8, 1.0, 0.0)
+    longest = c.data.max_prompt_tokens + c.rollout.max_tokens
+    assert c.train.tokens_per_micro_batch == 3 * longest
+    assert (c.eval.profile, c.eval.temperature, c.eval.samples, c.eval.train_samples) == ("custom", 0.0, 1, 1)
+    assert c.eval.max_tokens == c.rollout.max_tokens
+    published = {
+        "rrm_train": (128, 128, 10_000, 2048, 40, 5),
+        "rrm_policy": (512, 64, 1024, 4096, 10, 2),
+    }
+    assert published[name] == (
+        c.train.prompts_per_step,
+        c.train.mini_batch_prompts,
+        c.data.max_prompt_tokens,
+        c.rollout.max_tokens,
+        c.train.save_every,
+        c.train.eval_every,
+    )
+    with pytest.raises(ConfigError, match=r"leaves a value to you .*train\.steps=…"):
+        load(name)
+
+
+def test_the_judge_of_the_rubric_policy_has_the_published_values() -> None:
+    judge = packaged("rrm_policy").judge
+    assert (judge.url, judge.model) == ("http://localhost:8000/v1", None)  # whatever is served there
+    assert (judge.prompt, judge.mode, judge.weight, judge.gates) == ("rubric", "tinyv_only", 1.0, ())
+    assert (judge.temperature, judge.max_tokens, judge.retries, judge.retry_temperature) == (0.0, 2048, 3, 0.3)
+    assert packaged("rrm_train").judge.url is None
+
+
+def test_countdown_has_the_published_values() -> None:
+    c = load("countdown")
+    assert c.model.senior == "Qwen/Qwen2.5-3B-Instruct"
+    assert (c.rollout.group_size, c.rollout.temperature, c.rollout.max_tokens) == (8, 1.0, 896)
+    assert (c.rollout.top_p, c.rollout.top_k, c.rollout.min_p) == (1.0, 0, 0.0)
+    plan = batch_plan(c)
+    assert (plan.prompts, plan.rollouts, plan.updates) == (8, 64, 4)
+    assert (c.train.lr, c.train.schedule, c.train.warmup_steps, c.train.grad_clip) == (1e-6, "constant", 0, 1.0)
+    assert (c.train.betas, c.train.weight_decay) == ((0.9, 0.999), 0.01)  # torch's AdamW
+    assert (c.loss.recipe, c.loss.clip_low, c.loss.clip_high, c.loss.dual_clip) == ("grpo", 0.2, 0.2, 0)
+    assert (c.loss.entropy_coef, c.loss.kl_coef) == (0.001, 0.0)
+    assert (c.train.save_every, c.selection.strategy, c.reward.countdown) == (20, "solo", "cohlem")
+    assert c.data.prompt_suffix == ""  # the prompts are rendered to the end
+    assert c.eval.max_tokens == c.rollout.max_tokens
+
+
+def test_eurus_has_the_published_values() -> None:
+    c = load("eurus")
+    assert c.model.senior == "deepseek-ai/DeepSeek-R1-Distill-Qwen-1.5B"
+    assert (c.data.max_prompt_tokens, c.rollout.max_tokens, c.rollout.temperature) == (1024, 32_768, 1.0)
+    assert (c.train.prompts_per_step, c.train.mini_batch_prompts, c.train.tokens_per_micro_batch) == (256, 128, 70_000)
+    assert (c.train.lr, c.model.gradient_checkpointing, c.model.dtype) == (1e-6, True, "bfloat16")
+    assert (c.loss.kl_coef, c.loss.kl_in_reward, c.loss.entropy_coef) == (0.001, True, 0.001)
+    assert (c.loss.clip_low, c.loss.clip_high) == (0.2, 0.2)
+    assert (c.train.save_every, c.train.eval_every, c.train.steps) == (16, 64, 15 * 482_019 // 256)
+    assert (c.loss.recipe, c.rollout.group_size) == ("grpo", 4)  # published: PPO with a critic
+    assert (c.eval.temperature, c.eval.train_samples, c.eval.train_problems) == (0.0, 1, 2048)
 
 
 def test_the_quickstart_is_what_the_tiny_pair_was_measured_with() -> None:

@@ -11,12 +11,14 @@ import pytest
 import torch
 from transformers import Qwen3ForCausalLM
 
+from fake_judge import FakeJudge
 from tandemrl import evals
-from tandemrl.config import EvalConfig, RewardConfig
+from tandemrl.config import EvalConfig, JudgeConfig, RewardConfig
 from tandemrl.data.rows import Prompt, Row, encode_prompts, load_rows
 from tandemrl.evals import PROFILES, EvalError, Profile, Sample, evaluate, run_phase, sampling_for
 from tandemrl.model import ModelError, prepare
 from tandemrl.rollout.engine import Completion, EngineError, Sampling
+from tandemrl.rollout.envs.rubric import JudgeError, JudgePool
 from tandemrl.selection import bernoulli, replay, sentence, solo
 from tandemrl.selection.boundaries import StepTables
 from tandemrl.selection.draws import request_key
@@ -311,7 +313,7 @@ def finite(value):
     return not isinstance(value, float) or math.isfinite(value)
 
 
-@pytest.mark.parametrize("name", evals.PHASES)
+@pytest.mark.parametrize("name", [name for name in evals.PHASES if name != "verified"])
 def test_result_file_has_the_schema(phase, tmp_path, name):
     result = phase(name)
     file = tmp_path / "eval" / f"{name}.json"
@@ -523,3 +525,100 @@ def test_legibility_reads_the_pass_at_k_samples_and_writes_the_same_ones_without
     assert beside["metrics"] == alone["metrics"]
     stored = evals.read_samples(Path(tmp_path / "eval" / beside["samples"]))
     assert all(sample.score is not None for sample in stored)
+
+
+# ------------------------------------------------------------------------------------------------------------- verified
+
+
+class Marker:
+    """Gives the number after "mark"; a response that says "mark x" never gets one."""
+
+    model = "marker"
+
+    def __init__(self):
+        self.asked = []
+
+    def ask(self, prompts, *, attempt=0):
+        texts = [prompt[-1]["content"].rpartition("mark ")[2].split()[0] for prompt in prompts]
+        self.asked += texts
+        return [f"Total Score: {text}/10" for text in texts]
+
+
+def marked(problem, text, correct, name="a"):
+    return Sample(problem, f"{name}/{problem}", name, "solo", 0, 0, text, [], 0, "", 0, 1.0, "eos", 0.0, correct, "4")
+
+
+def test_a_correct_sample_is_verified_if_the_judge_accepts_its_reasoning():
+    prompts = [prompt(0), prompt(1)]
+    marks = [("10", True), ("9", True), ("10", False), ("x", True)] + [("10", True)] * 3 + [("9.5", True)]
+    samples = [marked(i // 4, f"mark {mark}", correct) for i, (mark, correct) in enumerate(marks)]
+    judge = Marker()
+    read = evals.verify(samples, prompts, JudgePool(judge, JudgeConfig(prompt="reasoning", retries=0)))
+    assert [sample.verified for sample in read] == [True, False, False, False, True, True, True, False]
+    assert [sample.judge for sample in read] == [1.0, 0.9, None, None, 1.0, 1.0, 1.0, 0.95]
+    assert [sample.correct for sample in read] == [sample.correct for sample in samples]
+    macro = evals.summarise(read, partial(evals.accepted, k=(1, 2, 4)), bootstrap=20, seed=0)["macro"]
+    # problem 0: 3 of 4 correct, 1 verified; problem 1: 4 correct, 3 verified
+    assert (macro["pass@1"], macro["pass@4"]) == ((3 / 4 + 1) / 2, 1.0)
+    assert (macro["verified_pass@1"], macro["verified_pass@4"]) == ((1 / 4 + 3 / 4) / 2, 1.0)
+    assert macro["verified_pass@2"] == (1 / 2 + 1) / 2  # 1 - C(3,2)/C(4,2), and 1 - C(1,2)/C(4,2)
+    assert macro["rejected_rate"] == (2 / 4 + 1 / 4) / 2
+    assert (macro["judged"], macro["judge_failures"], macro["samples"]) == (7, 1, 8)
+    assert macro["verified_pass@1/low"] <= macro["verified_pass@1"] <= macro["verified_pass@1/high"]
+
+    lenient = evals.verify(samples, prompts, JudgePool(Marker(), JudgeConfig(prompt="reasoning", accept=0.9)))
+    assert [sample.verified for sample in lenient] == [True, True, False, False, True, True, True, True]
+
+
+def test_without_correct_samples_the_judge_is_not_asked():
+    judge = Marker()
+    read = evals.verify([marked(0, "mark 10", False)], [prompt(0)], JudgePool(judge, JudgeConfig(prompt="reasoning")))
+    assert (read[0].verified, judge.asked) == (False, [])
+
+
+def test_verified_needs_a_judge_of_reasoning(phase, pair):
+    with pytest.raises(EvalError, match=r"phase verified needs a judge; give judge\.url="):
+        phase("verified")
+    with pytest.raises(EvalError, match=r"judge\.prompt=tinyv compares answers"):
+        phase("verified", judge=JudgeConfig(url="http://127.0.0.1:9/v1", prompt="tinyv"))
+    with pytest.raises(JudgeError, match="failed 1 time"):
+        phase("verified", judge=JudgeConfig(url="http://127.0.0.1:9/v1", retries=0))
+    # a judge in this process; the untrained senior is never right, so there is nothing to read
+    result = phase("verified", judge=JudgeConfig(model=str(pair / "junior"), prompt="reasoning"))
+    assert result["metrics"]["macro"]["judged"] == 0
+    assert result["config"]["judge"]["model"] == str(pair / "junior")
+
+
+def test_verified_over_http_counts_what_the_judge_accepts(tiny_pair, tmp_path):
+    def judged(prompt, number):
+        return f"Total Score: {10 if len(prompt) % 2 else 5}/10"
+
+    with FakeJudge(judged, models=("rrm",)) as fake:
+        verified = partial(
+            run_phase,
+            model=str(tiny_pair / "senior"),
+            junior=None,
+            data=["synthetic:plain:heldout:12"],
+            eval=EvalConfig(samples=4, k=(1, 4), bootstrap=20),
+            reward=RewardConfig(workers=1),
+            out=tmp_path / "eval",
+        )
+        alone = verified("pass-at-k")
+        result = verified("verified", judge=JudgeConfig(url=fake.url, prompt="reasoning"))
+        requests = len(fake.bodies)
+        assert verified("verified", judge=JudgeConfig(url=fake.url, prompt="reasoning", timeout_s=9.0)) == result
+        assert len(fake.bodies) == requests  # a finished phase is not judged again
+    samples = evals.read_samples(tmp_path / "eval" / "verified.samples.jsonl")
+    assert [sample.text for sample in samples] == [
+        sample.text for sample in evals.read_samples(tmp_path / "eval" / "pass-at-k.samples.jsonl")
+    ]
+    right = [sample for sample in samples if sample.correct]
+    assert 0 < requests <= len(right)  # equal texts are shown once
+    assert {sample.judge for sample in right} == {0.5, 1.0}
+    assert all(sample.verified == (sample.judge == 1.0) for sample in right)
+    assert not any(sample.verified for sample in samples if not sample.correct)
+    macro = result["metrics"]["macro"]
+    assert macro["pass@1"] == alone["metrics"]["macro"]["pass@1"] == pytest.approx(len(right) / 48)
+    assert macro["verified_pass@1"] == pytest.approx(sum(bool(sample.verified) for sample in samples) / 48)
+    assert macro["rejected_rate"] == pytest.approx(macro["pass@1"] - macro["verified_pass@1"])
+    assert result["config"]["judge"]["model"] == "rrm"

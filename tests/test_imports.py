@@ -13,13 +13,17 @@ LAYERS = {
     0: "types config configs",
     1: "selection selection.strategies selection.boundaries selection.draws selection.live "
     "losses losses.advantages losses.penalties losses.recipes losses.reduce losses.surrogates losses.weights stats",
-    2: "batching schedule data data.rows data.sampler data.synthetic data.builders "
+    2: "batching schedule data data.rows data.sampler data.synthetic data.arithmetic data.sources data.files "
+    "data.builders data.boxed data.eurus "
     "rollout rollout.engine rollout.sampling rollout.vllm_planner rollout.envs rollout.envs.math rollout.envs.scoring "
-    "rollout.envs.worker",
+    "rollout.envs.protocol rollout.envs.expression rollout.envs.equality rollout.envs.prime rollout.envs.answers "
+    "rollout.envs.countdown rollout.envs.routing rollout.envs.rubric rollout.envs.worker "
+    "rollout.envs.code rollout.envs.sandbox rollout.envs.sandbox_layers rollout.envs.sandbox_runner",
     3: "model checkpoint tracking tiny rollout.torch_engine rollout.engines rollout.sync rollout.collect "
-    "rollout.vllm_engine rollout.vllm_worker rollout.vllm_weights rollout.vllm_guard rollout.vllm_server",
-    4: "run update train evals report",
-    5: "cli cli.main cli.train cli.evaluate cli.data cli.model cli.serve cli.check",
+    "rollout.vllm_engine rollout.vllm_worker rollout.vllm_weights rollout.vllm_guard rollout.vllm_server "
+    "rollout.http_engine rollout.judges",
+    4: "run update train evals report score",
+    5: "cli cli.main cli.train cli.evaluate cli.data cli.model cli.score cli.serve cli.check",
 }
 LAYER = {f"tandemrl.{name}": layer for layer, names in LAYERS.items() for name in names.split()} | {"tandemrl": 4.5}
 

@@ -44,6 +44,7 @@ _MODULES = (
     "rollout",
     "run",
     "schedule",
+    "score",
     "selection",
     "stats",
     "tiny",

@@ -34,6 +34,11 @@ _FREE_TO_CHANGE = {
     "train.log_samples",
     "train.wandb",
     "train.wandb_project",
+    "judge.url",
+    "judge.api_key_env",
+    "judge.backoff_s",
+    "judge.timeout_s",
+    "judge.concurrency",
 }
 
 

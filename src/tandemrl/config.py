@@ -186,9 +186,75 @@ class RewardConfig:
     timeout_s: float = 5.0
     workers: int | None = None
     """Scoring processes; null = chosen from the work and the cores."""
+    scorers: dict[str, str] = field(default_factory=dict)
+    """`data_source` pattern -> `module:function` of your own, or one of the library's scorers; see rollout/envs/routing.py.
+    Looked up before the library's table."""
     format_score: float | None = None
-    """Score of a wrong GSM8K answer in the right format; null = the mode's own (`tandem` 0.1, else 0)."""
+    """Score of a wrong answer in the right format; null = the scorer's own (GSM8K: `tandem` 0.1, else 0; Countdown 0.1)."""
     gsm8k: Literal["strict", "flexible", "tandem"] = "strict"
+    countdown: Literal["tinyzero", "cohlem"] = "tinyzero"
+    """Countdown rewards: 0, 0.1, 1 (`tinyzero`) or 0.01, 0.02, 1.01 (`cohlem`)."""
+    compat: Literal["none", "verl", "tinyzero", "cohlem"] = "none"
+    """Reproduce another implementation where results depend on its quirks. `verl`: its routing (`math` and `aime*` by
+    DAPO's grader with rewards of ±1, MATH by its string grader). `tinyzero`: GSM8K's first `####`; Countdown answers on
+    the last line, with `**`, `//` and decimals. `cohlem`: Countdown numbers in any multiplicity."""
+
+
+@dataclass(frozen=True)
+class JudgeConfig:
+    """A model that marks responses: for rows whose `data_source` contains `_tinyv` or is HardVerify-Math, and for
+    `tandemrl eval verified`. Off unless `url` or `model` is set."""
+
+    url: str | None = None
+    """OpenAI-compatible endpoint such as http://localhost:8000/v1; null = `model` is loaded into this process."""
+    model: str | None = None
+    """With `url`: the name it goes by there, null = the first one listed. Without: HF folder or hub id."""
+    api_key_env: str | None = None
+    """Environment variable that holds the endpoint's key; null = no key is sent."""
+    prompt: Literal["rubric", "tinyv", "reasoning"] = "rubric"
+    """`rubric`: the whole response by the row's criteria, out of 10. `tinyv`: is the extracted answer the reference
+    answer, true or false. `reasoning`: is the whole response sound, out of 10, without criteria."""
+    template: str | None = None
+    """A text file with other words for `prompt`: {{QUESTION}}, {{CRITERIA}}, {{GROUND_TRUTH_ANSWER}}, {{MODEL_ANSWER}}."""
+    mode: Literal["addon", "mixed", "tinyv_only"] = "addon"
+    """Reward from the rule r in {0, 1} and the judge j in [0, 1]: `addon` 1 if r, else weight * j; `mixed`
+    weight * j + (1 - weight) * r; `tinyv_only` j."""
+    weight: float = 1.0
+    gates: tuple[Literal["one_think", "sections", "boxed", "repetition", "short"], ...] = ()
+    """Responses that fail one get its reward and are not shown to the judge; see rollout/envs/rubric.py."""
+    accept: float = 1.0
+    """`eval verified`: the judge accepts a reasoning from this score on."""
+    temperature: float = 0.0
+    max_tokens: int = 2048
+    retries: int = 3
+    """Further attempts, both when the endpoint fails and when a reply holds no score (then at `retry_temperature`)."""
+    retry_temperature: float = 0.3
+    backoff_s: float = 1.0
+    """Wait before the first further attempt; it doubles each time."""
+    timeout_s: float = 120.0
+    """Limit of one attempt."""
+    concurrency: int = 64
+    """Requests in flight at once."""
+
+
+@dataclass(frozen=True)
+class SandboxConfig:
+    """Limits of a program that a model wrote, where the reward is to run its tests; see rollout/envs/sandbox.py."""
+
+    timeout_s: float = 5.0
+    """Wall clock of one test."""
+    program_timeout_s: float = 30.0
+    """Wall clock of all tests of one program; those not reached count as failed."""
+    memory_mb: int = 1024
+    """Address space of each process of a test."""
+    file_mb: int = 64
+    """Size of a file, and of the working directory where that is in memory."""
+    output_mb: int = 4
+    """What a test may print or return."""
+    processes: int = 8
+    """Processes and threads of a test at once."""
+    allow_weak: bool = False
+    """Run programs even where a layer is missing (`tandemrl check` lists them)."""
 
 
 @dataclass(frozen=True)
@@ -201,6 +267,8 @@ class Config:
     train: TrainConfig = field(default_factory=TrainConfig)
     eval: EvalConfig = field(default_factory=EvalConfig)
     reward: RewardConfig = field(default_factory=RewardConfig)
+    judge: JudgeConfig = field(default_factory=JudgeConfig)
+    sandbox: SandboxConfig = field(default_factory=SandboxConfig)
     output_dir: str = "runs/train"
 
 
@@ -301,7 +369,8 @@ def to_yaml(config: Config) -> str:
 def difference(a: Config, b: Config) -> dict[str, tuple[Any, Any]]:
     """Dotted keys whose values differ: ``{key: (value in a, value in b)}``."""
     left, right = _flatten(to_dict(a)), _flatten(to_dict(b))
-    return {key: (left[key], right[key]) for key in left if left[key] != right[key]}
+    keys = [*left, *(key for key in right if key not in left)]  # of reward.scorers, each may have its own
+    return {key: (left.get(key), right.get(key)) for key in keys if left.get(key) != right.get(key)}
 
 
 def check(config: Config) -> None:
@@ -385,6 +454,26 @@ def check(config: Config) -> None:
         (len(config.data.train) > 0, "data.train", list(config.data.train), "at least one source"),
         (config.reward.workers is None or config.reward.workers >= 1, "reward.workers", config.reward.workers, "null (automatic) or at least 1"),
         (config.reward.timeout_s > 0, "reward.timeout_s", config.reward.timeout_s, "positive"),
+        (config.sandbox.timeout_s > 0, "sandbox.timeout_s", config.sandbox.timeout_s, "positive"),
+        (config.sandbox.program_timeout_s > 0, "sandbox.program_timeout_s", config.sandbox.program_timeout_s, "positive"),
+        (config.sandbox.memory_mb >= 64, "sandbox.memory_mb", config.sandbox.memory_mb, "at least 64: the interpreter needs some of it"),
+        (config.sandbox.file_mb >= 1, "sandbox.file_mb", config.sandbox.file_mb, "at least 1"),
+        (config.sandbox.output_mb >= 1, "sandbox.output_mb", config.sandbox.output_mb, "at least 1"),
+        (config.sandbox.processes >= 1, "sandbox.processes", config.sandbox.processes, "at least 1"),
+        (config.reward.compat != "cohlem" or config.reward.countdown == "cohlem", "reward.countdown", config.reward.countdown, "cohlem with reward.compat=cohlem"),
+        (config.reward.compat != "tinyzero" or config.reward.countdown == "tinyzero", "reward.countdown", config.reward.countdown, "tinyzero with reward.compat=tinyzero"),
+        (config.judge.url is None or config.judge.url.startswith(("http://", "https://")), "judge.url", config.judge.url, "null or an address such as http://localhost:8000/v1"),
+        (config.judge.api_key_env is None or config.judge.url is not None, "judge.api_key_env", config.judge.api_key_env, "null without judge.url"),
+        (0 <= config.judge.weight <= 1, "judge.weight", config.judge.weight, "in [0, 1]"),
+        (0 < config.judge.accept <= 1, "judge.accept", config.judge.accept, "in (0, 1]"),
+        (len(set(config.judge.gates)) == len(config.judge.gates), "judge.gates", list(config.judge.gates), "without repeats"),
+        (config.judge.temperature >= 0, "judge.temperature", config.judge.temperature, "0 (greedy) or positive"),
+        (config.judge.retry_temperature > 0, "judge.retry_temperature", config.judge.retry_temperature, "positive: a greedy judge would repeat itself"),
+        (config.judge.max_tokens >= 1, "judge.max_tokens", config.judge.max_tokens, "at least 1"),
+        (config.judge.retries >= 0, "judge.retries", config.judge.retries, "0 (none) or positive"),
+        (config.judge.backoff_s >= 0, "judge.backoff_s", config.judge.backoff_s, "0 or positive"),
+        (config.judge.timeout_s > 0, "judge.timeout_s", config.judge.timeout_s, "positive"),
+        (config.judge.concurrency >= 1, "judge.concurrency", config.judge.concurrency, "at least 1"),
     ]  # fmt: skip
     for key, value in _flatten(to_dict(config)).items():
         if isinstance(value, float) and not math.isfinite(value):

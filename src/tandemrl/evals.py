@@ -1,4 +1,4 @@
-"""Evaluation: pass@k of the senior alone, of the pair in tandem and in handoff, and the legibility of the senior.
+"""Evaluation: pass@k of the senior alone, of the pair in tandem and in handoff, its legibility, and verified pass@k.
 
 Every phase is the same engine call with another strategy, under one sampling profile that no phase overrides:
 
@@ -7,6 +7,8 @@ Every phase is the same engine call with another strategy, under one sampling pr
 - ``handoff``: both write, one step each; once with the senior first and once with the junior first. Nothing caps the
   number of rounds; the whole text is graded.
 - ``legibility``: the junior's mean cross-entropy per token on what the senior wrote alone.
+- ``verified``: ``pass-at-k``, and ``verified_pass@k``, which counts a correct sample only if a judge accepts its
+  reasoning too (arXiv 2510.07774).
 
 Rates are means over the samples of a problem, then over the problems of a set; macro is the unweighted mean over sets.
 Counts (``problems``, ``samples``, …) are sums, in macro too. ``NAME/low`` and ``NAME/high`` bound the 95 % bootstrap
@@ -18,7 +20,7 @@ import json
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from functools import partial
+from functools import cache, partial
 from importlib import metadata
 from itertools import groupby
 from pathlib import Path
@@ -29,12 +31,15 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from tandemrl.checkpoint import versions, write_text
-from tandemrl.config import EvalConfig, RewardConfig, RolloutConfig
+from tandemrl.config import EvalConfig, JudgeConfig, RewardConfig, RolloutConfig, SandboxConfig
 from tandemrl.data.rows import Prompt, encode_prompts, load_rows
 from tandemrl.model import load_model, load_tokenizer, sequence_logprobs, vocabulary_check
 from tandemrl.rollout.engine import Completion, Engine, Request, Sampling, check_answers, check_authors
 from tandemrl.rollout.engines import vllm_engine
+from tandemrl.rollout.envs.code import score_code
+from tandemrl.rollout.envs.rubric import JudgePool
 from tandemrl.rollout.envs.scoring import Scorer
+from tandemrl.rollout.judges import make_judge
 from tandemrl.rollout.torch_engine import TorchEngine
 from tandemrl.selection import Strategy, sentence, solo, word
 from tandemrl.selection.boundaries import step_tables, word_boundary_table
@@ -42,13 +47,13 @@ from tandemrl.selection.draws import request_key
 from tandemrl.stats import macro_interval, maj_at_k, pass_at_k
 from tandemrl.types import Metrics
 
-Phase = Literal["pass-at-k", "tandem", "handoff", "legibility"]
+Phase = Literal["pass-at-k", "tandem", "handoff", "legibility", "verified"]
 PHASES: tuple[Phase, ...] = get_args(Phase)
 SCHEMA = 1
 MANY_ROUNDS = 150
 """Handoff chains with more rounds are counted: the original protocol stops there, this one does not."""
 
-WITH_INTERVAL = ("pass@", "maj@", "cross_entropy")
+WITH_INTERVAL = ("pass@", "maj@", "verified_pass@", "rejected_rate", "cross_entropy")
 """Rates that get a bootstrap interval, by the start of their names."""
 
 
@@ -86,6 +91,8 @@ class Sample(NamedTuple):
     problem: position among the prompts. author: who wrote which tokens, as run lengths ("S12J5" = 12 tokens of the
     senior, then 5 of the junior). rounds: number of those runs. score, correct and answer are None where nothing was
     graded; cross_entropy (nats per token) is None but in the legibility phase, and there for texts that do not fit.
+    judge (the mark of the reasoning, 0 to 1) is None but for correct samples of the verified phase, and there where the
+    judge's replies held no mark; verified is None but in that phase.
     """
 
     problem: int
@@ -105,6 +112,8 @@ class Sample(NamedTuple):
     correct: bool | None = None
     answer: str | None = None
     cross_entropy: float | None = None
+    judge: float | None = None
+    verified: bool | None = None
 
 
 Progress = Callable[[int], None]
@@ -312,6 +321,22 @@ def read_legibility(
     return read
 
 
+def verify(samples: Sequence[Sample], prompts: Sequence[Prompt], pool: JudgePool) -> list[Sample]:
+    """Have the judge mark the reasoning of every correct sample; it accepts from ``judge.accept`` on.
+
+    Raises:
+        JudgeError: the judge is down or gives no marks.
+        DataError: a row lacks what the judge is shown.
+    """
+    right = [i for i, sample in enumerate(samples) if sample.correct]
+    shown = [(prompts[samples[i].problem].row, samples[i].text, samples[i].answer) for i in right]
+    verified = [sample._replace(verified=False) for sample in samples]
+    for i, mark in zip(right, pool.marks(shown), strict=True):
+        accepted = mark is not None and mark >= pool.config.accept
+        verified[i] = verified[i]._replace(judge=mark, verified=accepted)
+    return verified
+
+
 def graded(problem: Sequence[Sample], k: Sequence[int]) -> tuple[Metrics, Metrics]:
     """Rates and counts of the graded samples of one problem."""
     n = len(problem)
@@ -330,6 +355,24 @@ def graded(problem: Sequence[Sample], k: Sequence[int]) -> tuple[Metrics, Metric
         "samples": n,
         "unfinished": sum(sample.stop_reason == "length" for sample in problem),
         f"above_{MANY_ROUNDS}_rounds": sum(sample.rounds > MANY_ROUNDS for sample in problem),
+    }
+    return rates, counts
+
+
+def accepted(problem: Sequence[Sample], k: Sequence[int]) -> tuple[Metrics, Metrics]:
+    """`graded`, and what is left of it when a judge reads the reasoning.
+
+    ``rejected_rate``: share of all samples that are correct by reasoning that the judge does not accept (the paper's
+    false positives). ``judge_failures``: correct samples without a mark, which count as rejected.
+    """
+    rates, counts = graded(problem, k)
+    n, correct = len(problem), sum(bool(sample.correct) for sample in problem)
+    verified = sum(bool(sample.verified) for sample in problem)
+    rates |= {f"verified_pass@{m}": pass_at_k(verified, n, m) for m in k}
+    rates["rejected_rate"] = (correct - verified) / n
+    counts |= {
+        "judged": correct,
+        "judge_failures": sum(bool(sample.correct) and sample.judge is None for sample in problem),
     }
     return rates, counts
 
@@ -392,6 +435,8 @@ def run_phase(
     eval: EvalConfig,
     out: Path,
     reward: RewardConfig | None = None,
+    sandbox: SandboxConfig | None = None,
+    judge: JudgeConfig | None = None,
     dtype: str = "float32",
     device: str = "cpu",
     prompt_suffix: str = "",
@@ -405,27 +450,44 @@ def run_phase(
 ) -> dict[str, Any]:
     """Run one phase and write ``PHASE.json`` and ``PHASE.samples.jsonl``; returns what is in the former.
 
-    A finished phase of the same configuration, weights and data is not run again. Legibility reads the samples of
-    ``pass-at-k.json`` beside it when there is one of the same configuration, and writes the same ones itself otherwise.
+    A finished phase of the same configuration, weights and data is not run again. Legibility and verified read the
+    samples of ``pass-at-k.json`` beside them when there is one of the same configuration, and write the same ones
+    themselves otherwise.
 
     Args:
-        model, junior: HF folder or hub id. junior is needed by every phase but pass-at-k.
+        model, junior: HF folder or hub id. junior is needed by every phase but pass-at-k and verified.
+        sandbox: limits of programs, where the score is the tests that they pass.
+        judge: marks the reasoning in the verified phase, and responses to rows that are scored by a judge.
         out: a folder, or the result file itself if it ends in ``.json``.
         limit: rows of ``data`` (all sources, in order) that are used.
 
     Raises:
-        EvalError: unknown phase, no junior, or a result file of another configuration; the message names the fix.
+        EvalError: unknown phase, no junior, no judge, or a result file of another configuration; names the fix.
+        JudgeError: the judge is down or gives no marks.
         ModelError, DataError, EngineError: a model, a data source or a request cannot be used.
     """
     if phase not in PHASES:
         raise EvalError(f"unknown phase {phase!r}; known: {', '.join(PHASES)}")
-    if phase == "pass-at-k":
+    if phase in ("pass-at-k", "verified"):
         junior = None
     elif junior is None:
         raise EvalError(f"phase {phase} needs a junior; give one (--junior)")
     if isinstance(data, str):
         data = [data]
-    reward, rollout = reward or RewardConfig(), rollout or RolloutConfig()
+    rollout = rollout or RolloutConfig()
+    reward, sandbox, judge = reward or RewardConfig(), sandbox or SandboxConfig(), judge or JudgeConfig()
+    has_judge = judge.url is not None or judge.model is not None
+    if phase == "verified" and not has_judge:
+        raise EvalError("phase verified needs a judge; give judge.url=http://HOST:PORT/v1 or judge.model=FOLDER")
+    if phase == "verified" and judge.prompt == "tinyv":
+        raise EvalError("judge.prompt=tinyv compares answers; phase verified needs rubric or reasoning")
+
+    @cache
+    def pool() -> JudgePool:
+        asked = make_judge(judge, dtype=dtype, device=device, max_rows=rollout.max_rows)
+        assert asked is not None
+        return JudgePool(asked, judge)
+
     profile = profile_of(eval)
     _check_k(eval.k, eval.samples)
     if threads is not None:
@@ -437,6 +499,7 @@ def run_phase(
             "data": data,
             "eval": {key: value for key, value in asdict(eval).items() if key not in _TRAINING_ONLY},
             "reward": {key: value for key, value in asdict(reward).items() if key != "workers"},
+            **({} if sandbox == SandboxConfig() else {"sandbox": asdict(sandbox)}),
             "dtype": dtype,
             "device": device,
             "prompt_suffix": prompt_suffix,
@@ -451,6 +514,12 @@ def run_phase(
         config |= {"junior": junior, "digests": _digests([model, junior, *data])}
     if phase == "tandem":
         config |= {"prob_senior": prob_senior, "max_gap_tokens": max_gap_tokens}
+    if has_judge:
+        config["judge"] = {key: value for key, value in asdict(judge).items() if key not in _NO_PART_OF_A_MARK}
+        config["judge"]["digests"] = _digests([each for each in (judge.model, judge.template) if each])
+    if phase == "verified":
+        config["judge"] |= {"model": judge.model or pool().judge.model}
+    config = _plain(config)
     file = result_file(phase, out)
     if (finished := finished_result(file, phase, config)) is not None:
         return finished
@@ -461,7 +530,8 @@ def run_phase(
     rows = load_rows(data)[:limit]
     prompts, dropped = encode_prompts(rows, tokenizer, max_prompt_tokens=max_prompt_tokens, suffix=prompt_suffix)
     load = partial(load_model, dtype=dtype, device=device)
-    written = _stored_samples(file.with_name("pass-at-k.json"), solo_config) if phase == "legibility" else None
+    reads = phase in ("legibility", "verified")
+    written = _stored_samples(file.with_name("pass-at-k.json"), solo_config) if reads else None
     if written is None:
         partner = None if phase == "legibility" else junior
         engine: Engine
@@ -491,9 +561,16 @@ def run_phase(
         measured = read_legibility(written, prompts, load(junior), context=profile.context)
     else:
         measure = partial(graded, k=eval.k)
-        with Scorer(reward) as scorer:
+        with Scorer(
+            reward,
+            code=partial(score_code, sandbox=sandbox),
+            judge=(lambda items: pool()(items)) if has_judge else None,
+        ) as scorer:
             measured = grade(written, prompts, scorer)
             counters |= {"score_timeouts": scorer.timeouts, "score_failures": scorer.failures}
+        if phase == "verified":
+            measure = partial(accepted, k=eval.k)
+            measured = verify(measured, prompts, pool())
     metrics = summarise(measured, measure, bootstrap=eval.bootstrap, seed=eval.seed)
     metrics["macro"] |= counters
     seeds = {"sampling": eval.seed, "step": 0, "bootstrap": eval.seed}
@@ -578,6 +655,7 @@ def read_samples(file: Path) -> list[Sample]:
 # --------------------------------------------------------------------------------------------------------------------
 
 _TRAINING_ONLY = ("select_by", "train_samples", "train_problems")
+_NO_PART_OF_A_MARK = ("url", "api_key_env", "backoff_s", "timeout_s", "concurrency")
 
 
 def _check_k(k: Sequence[int], samples: int) -> None:
@@ -625,12 +703,13 @@ def _transpose(by_arm: Mapping[str, Mapping[str, Any]]) -> dict[str, list[Any]]:
 
 
 def _stored_samples(file: Path, solo_config: Mapping[str, Any]) -> list[Sample] | None:
-    """What the pass-at-k phase wrote, if it was run with this configuration."""
+    """What the pass-at-k phase wrote, if it was run with this configuration, with or without a judge."""
     if not file.exists():
         return None
     stored = read_result(file)
     samples = file.with_name(stored["samples"])
-    if stored["phase"] != "pass-at-k" or stored["config"] != solo_config or not samples.exists():
+    config = {key: value for key, value in stored["config"].items() if key != "judge"}
+    if stored["phase"] != "pass-at-k" or config != solo_config or not samples.exists():
         return None
     return read_samples(samples)
 

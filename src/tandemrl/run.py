@@ -6,6 +6,7 @@ import math
 import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from types import CodeType
 from typing import Any
@@ -23,7 +24,11 @@ from tandemrl.losses import RECIPES, Recipe
 from tandemrl.model import load_model, load_tokenizer, token_logprobs, vocabulary_check
 from tandemrl.rollout.engine import Draws, Engine, Sampling
 from tandemrl.rollout.engines import vllm_engine
+from tandemrl.rollout.envs.code import score_code
+from tandemrl.rollout.envs.routing import imported
+from tandemrl.rollout.envs.rubric import JudgePool
 from tandemrl.rollout.envs.scoring import Scorer
+from tandemrl.rollout.judges import make_judge
 from tandemrl.rollout.sampling import Truncation
 from tandemrl.rollout.sync import fingerprint
 from tandemrl.rollout.torch_engine import TorchEngine
@@ -43,8 +48,8 @@ class TrainError(RuntimeError):
 
 @dataclass(eq=False)
 class Run:
-    """The parts of one training run. ``dropped``: training rows that were too long. ``best``: the held-out score behind
-    ``hf/best``."""
+    """The parts of one training run. ``dropped``: training rows that were too long. ``judge``: the model that marks
+    responses. ``best``: the held-out score behind ``hf/best``."""
 
     config: Config
     recipe: Recipe
@@ -62,6 +67,7 @@ class Run:
     sampler: Sampler
     sampling: Sampling
     custom_strategy: Callable[[int], Strategy] | None = None
+    judge: str | None = None
     best: float = -math.inf
 
     def logprobs(self, model: PreTrainedModel, batch: Batch, select: Tensor) -> tuple[Tensor, Tensor]:
@@ -83,6 +89,7 @@ def build(config: Config, recipe: Recipe | None = None, strategy: Callable[[int]
 
     Raises:
         ConfigError, DataError, ModelError: something named in the config is missing or does not fit.
+        GraderError: responses cannot be scored: no sandbox, no judge, a judge that is down.
     """
     model, data = config.model, config.data
     tokenizer = load_tokenizer(model.senior)
@@ -103,6 +110,14 @@ def build(config: Config, recipe: Recipe | None = None, strategy: Callable[[int]
     heldout = []
     if config.train.eval_every:
         heldout = [prompt for source in data.eval for prompt in load([source])[0][: config.eval.train_problems]]
+
+    judge = make_judge(config.judge, dtype=model.dtype, device=model.device, max_rows=config.rollout.max_rows)
+    scorer = Scorer(
+        config.reward,
+        code=partial(score_code, sandbox=config.sandbox),
+        judge=None if judge is None else JudgePool(judge, config.judge),
+    )
+    scorer.check(prompt.row for prompt in [*prompts, *heldout])
 
     policy = load_model(model.senior, device=model.device)
     if model.gradient_checkpointing:
@@ -149,7 +164,8 @@ def build(config: Config, recipe: Recipe | None = None, strategy: Callable[[int]
             weight_decay=config.train.weight_decay,
             fused=policy.device.type == "cuda" or None,
         ),
-        scorer=Scorer(config.reward),
+        scorer=scorer,
+        judge=None if judge is None else judge.model,
         prompts=prompts,
         dropped=dropped,
         heldout=heldout,
@@ -281,7 +297,7 @@ def export(run: Run, name: str) -> None:
 
 
 def identity(run: Run) -> dict[str, str]:
-    """What a resumed run must share with its past beyond the config: recipe, data and frozen models."""
+    """What a resumed run must share with its past beyond the config: recipe, data, frozen models, judge and scorers."""
     fields = {k: signature(v) for k, v in run.recipe._asdict().items()}
     prompts = hashlib.sha256(repr([p.tokens for p in run.prompts]).encode()).hexdigest()
     frozen = {
@@ -291,7 +307,9 @@ def identity(run: Run) -> dict[str, str]:
     if run.junior is None and run.engine.has_junior:
         frozen["junior"] = f"{run.engine.fingerprint('junior'):#x}"
     custom = "none" if run.custom_strategy is None else signature(run.custom_strategy)
-    return {"recipe": str(fields), "strategy": custom, "data.train": prompts, **frozen}
+    judge = {} if run.judge is None else {"judge": run.judge}
+    scorers = {path: signature(imported(path)) for path in run.config.reward.scorers.values() if ":" in path}
+    return {"recipe": str(fields), "strategy": custom, "data.train": prompts, **frozen, **judge, **scorers}
 
 
 def signature(value: Any) -> str:

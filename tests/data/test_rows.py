@@ -112,6 +112,7 @@ def test_unreadable_files_are_named(tmp_path):
         ("d.csv", r"expected a \.jsonl or \.parquet"),
         ("e.jsonl", "no rows"),
         ("gsm8k/train.parquet", "tandemrl data build gsm8k"),
+        ("countdown/train.parquet", "tandemrl data build countdown"),
         ("other.jsonl", "no such file"),
     ):
         with pytest.raises(DataError, match=message) as error:
@@ -210,3 +211,35 @@ def test_encode_errors():
         encode_prompts([row(("system", "one"))], tokenizer(), max_prompt_tokens=9, suffix="x")
     with pytest.raises(DataError, match=r"data\.max_prompt_tokens"):
         encode_prompts([row(("user", "one"))], tokenizer(), max_prompt_tokens=2)
+
+
+def rendered(text, *more):
+    return Row("r", ({"role": "user", "content": text}, *more), "countdown", "1", {"rendered": True})
+
+
+def test_a_rendered_prompt_is_tokenised_as_it_is():
+    prompts, dropped = encode_prompts(
+        [rendered("one two it"), rendered("one " * 9)], tokenizer(None), max_prompt_tokens=4
+    )
+    assert [prompt.tokens for prompt in prompts] == [(5, 6, 8)]
+    assert dropped == 1
+
+
+def test_rendered_prompts_that_cannot_be_used_are_named():
+    with pytest.raises(
+        DataError, match=r"row r: its prompt is rendered to the end; set data\.prompt_suffix to nothing"
+    ):
+        encode_prompts([rendered("one")], tokenizer(), max_prompt_tokens=9, suffix="box it")
+    with pytest.raises(DataError, match="row r: a rendered prompt is one message, found 2"):
+        encode_prompts([rendered("one", {"role": "user", "content": "two"})], tokenizer(), max_prompt_tokens=9)
+    with pytest.raises(
+        DataError, match=r"rendered with <\|im_start\|>, which .* build the data with `--template chat`"
+    ):
+        encode_prompts([rendered("<|im_start|>user one")], tokenizer(), max_prompt_tokens=9)
+
+
+def test_a_suffix_that_is_there_is_not_appended_again():
+    with_it, without = row(("user", "one box it")), row(("user", "one"))
+    for suffix in ("box it", " box it", "\nbox it"):
+        (first, second), _ = encode_prompts([with_it, without], tokenizer(), max_prompt_tokens=99, suffix=suffix)
+        assert first.tokens == second.tokens == (1, 4, 5, 7, 8, 2)

@@ -1,27 +1,31 @@
-"""Data sets as files: verl-schema Parquet, one per split, beside a manifest with counts and checksums."""
+"""Data sets as files: GSM8K and the generated tasks. `boxed` and `eurus` have the larger published sets. No torch."""
 
-import hashlib
-import json
-import os
-from collections.abc import Mapping, Sequence
+import itertools
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, cast
 
 import numpy as np
 
+from tandemrl.data import arithmetic
+from tandemrl.data.arithmetic import Template
+from tandemrl.data.files import heldout_size, write
 from tandemrl.data.rows import GSM8K, DataError, Row, load_rows
+from tandemrl.data.sources import ExpectRows, Origin, Record, checksum, expect, provenance, read
 
 Split = Literal["train", "heldout"]
-
 GSM8K_ROWS: Mapping[str, int] = {"train": 7473, "test": 1319}
 """The published sizes."""
 GSM8K_HELDOUT = 500
 """Training problems set aside for choosing checkpoints, which must not happen on a reported benchmark."""
 
+COUNTDOWN = Origin("Jiayi-Pan/Countdown-Tasks-3to4", "train")
+COUNTDOWN_ROWS: Mapping[str, int] = {"train": 327_680, "test": 1024}
+"""The first and the next rows of the published set."""
+CALCULATION_ROWS: Mapping[str, int] = {"train": 32_768, "test": 4096}
 
-def build_gsm8k(
-    source: Path | None, out: Path, *, expect_rows: Mapping[str, int] | Literal[0] = GSM8K_ROWS
-) -> dict[str, Any]:
+
+def build_gsm8k(source: Path | None, out: Path, *, expect_rows: ExpectRows = GSM8K_ROWS) -> dict[str, Any]:
     """GSM8K as Parquet files ``train``, ``heldout`` and ``test`` in ``out``; returns ``out/manifest.json``.
 
     ``heldout`` is a fixed random part of the original training split (``GSM8K_HELDOUT`` rows, at most a tenth); no row
@@ -40,21 +44,19 @@ def build_gsm8k(
         if source is not None and not Path(where).is_file():
             raise DataError(f"{where}: no such file; --source takes the folder with GSM8K's train.jsonl and test.jsonl")
         splits[split] = load_rows([where])
-        if expect_rows != 0 and len(splits[split]) != expect_rows[split]:
-            raise DataError(
-                f"{where}: {len(splits[split])} rows, expected {expect_rows[split]}; the file is incomplete or another "
-                "revision (--expect-rows 0 accepts it)"
-            )
+        expect(where, len(splits[split]), expect_rows, split)
     train = splits["train"]
-    chosen = set(
-        np.random.default_rng(0).permutation(len(train))[: min(GSM8K_HELDOUT, max(1, len(train) // 10))].tolist()
-    )
+    chosen = set(np.random.default_rng(0).permutation(len(train))[: heldout_size(GSM8K_HELDOUT, len(train))].tolist())
     parts = {
         "train": [row for i, row in enumerate(train) if i not in chosen],
         "heldout": [row for i, row in enumerate(train) if i in chosen],
         "test": splits["test"],
     }
-    return _write(out, GSM8K, parts, {"source": GSM8K if source is None else str(source)})
+    origin: dict[str, Any] = {"source": GSM8K if source is None else str(source)}
+    if source is not None:
+        files = [source / f"{split}.jsonl" for split in GSM8K_ROWS]
+        origin["source_sha256"] = {str(path): checksum(path) for path in files}
+    return write(out, GSM8K, {split: map(_record_of, rows) for split, rows in parts.items()}, origin)
 
 
 def build_synthetic(pair: str, out: Path, counts: Mapping[str, int], seed: int) -> dict[str, Any]:
@@ -74,43 +76,121 @@ def build_synthetic(pair: str, out: Path, counts: Mapping[str, int], seed: int) 
         if split not in ("train", "heldout") or count < 1:
             raise DataError(f"synthetic split {split!r} with {count} rows: expected train or heldout, at least 1 row")
         splits[split] = generate(pair, cast(Split, split), count, seed)
-    return _write(out, f"synthetic/{pair}", splits, {"pair": pair, "seed": seed})
+    records = {split: map(_record_of, rows) for split, rows in splits.items()}
+    return write(out, f"synthetic/{pair}", records, {"pair": pair, "seed": seed})
 
 
-def write_parquet(rows: Sequence[Row], path: Path) -> None:
-    """Rows in verl's schema, written whole or not at all."""
-    import pyarrow
-    import pyarrow.parquet
+def build_countdown(
+    source: Path | None,
+    out: Path,
+    *,
+    template: Template,
+    counts: Mapping[str, int] = COUNTDOWN_ROWS,
+) -> dict[str, Any]:
+    """The published Countdown problems as ``train`` and ``test`` in ``out``; returns the manifest.
 
-    table = pyarrow.Table.from_pylist([_record(row, number) for number, row in enumerate(rows)])
-    part = path.with_name(f".{path.name}.{os.getpid()}")
-    pyarrow.parquet.write_table(table, part)
-    os.replace(part, path)
+    The first ``counts["train"]`` rows are the training split, the next ``counts["test"]`` the test split.
+
+    Args:
+        source: a file with ``target`` and ``nums`` (and ``messages``, which ``template="chat"`` then uses), or a
+            folder with one; None = the hub.
+        template: see `arithmetic.prompt`.
+
+    Raises:
+        DataError: the data is missing, malformed, or has too few rows.
+    """
+    records = read(COUNTDOWN, source)  # one stream: each split goes on where the one before it ended
+    where = str(source or COUNTDOWN.repo)
+    splits = {split: _countdowns(records, count, template, split, where) for split, count in counts.items()}
+    return write(out, "countdown", splits, provenance([COUNTDOWN], source) | {"template": template})
+
+
+def generate_countdown(
+    out: Path, *, template: Template, counts: Mapping[str, int] = COUNTDOWN_ROWS, seed: int = 0
+) -> dict[str, Any]:
+    """Countdown problems that have a solution, as ``train`` and ``test`` in ``out``; returns the manifest.
+
+    No problem, whatever the order of its numbers, comes twice. The test split depends on its own size and the seed
+    only. ``extra_info.solution`` is an expression that is right.
+
+    Raises:
+        DataError: a split is empty, or there are not that many problems.
+    """
+    return _generate(out, "countdown", arithmetic.countdowns(seed), template, counts, {"seed": seed})
+
+
+def generate_calculations(
+    out: Path,
+    *,
+    data_source: Literal["multiply", "arithmetic"],
+    template: Template,
+    digits: int = 3,
+    counts: Mapping[str, int] = CALCULATION_ROWS,
+    seed: int = 0,
+) -> dict[str, Any]:
+    """Products (``multiply``), or sums, differences and products (``arithmetic``), of two numbers with ``digits``
+    digits, as ``train`` and ``test`` in ``out``; returns the manifest. No two problems have the same numbers and
+    operation.
+
+    Raises:
+        DataError: a split is empty, or there are not that many problems.
+    """
+    operations = "*" if data_source == "multiply" else arithmetic.OPERATIONS
+    draw = arithmetic.calculations(data_source, operations, digits, seed)
+    return _generate(out, data_source, draw, template, counts, {"digits": digits, "seed": seed})
 
 
 # --------------------------------------------------------------------------------------------------------------------
 
 
-def _record(row: Row, number: int) -> dict[str, Any]:
+def _record_of(row: Row) -> dict[str, Any]:
     return {
         "data_source": row.data_source,
         "prompt": [dict(message) for message in row.messages],
         "ability": "math",
         "reward_model": {"style": "rule", "ground_truth": row.ground_truth},
-        "extra_info": {"index": number, **row.extra_info},
+        "extra_info": dict(row.extra_info),
     }
 
 
-def _write(out: Path, data_source: str, splits: Mapping[str, list[Row]], origin: Mapping[str, Any]) -> dict[str, Any]:
-    """Every split, then the manifest: a folder with a manifest is complete."""
-    out.mkdir(parents=True, exist_ok=True)
-    manifest: dict[str, Any] = {"schema": 1, "data_source": data_source, **origin, "splits": {}}
-    for split, rows in splits.items():
-        path = out / f"{split}.parquet"
-        write_parquet(rows, path)
-        checksum = hashlib.sha256(path.read_bytes()).hexdigest()
-        manifest["splits"][split] = {"file": path.name, "rows": len(rows), "sha256": checksum}
-    part = out / f".manifest.json.{os.getpid()}"
-    part.write_text(json.dumps(manifest, indent=2) + "\n")
-    os.replace(part, out / "manifest.json")
-    return manifest
+def _countdowns(
+    records: Iterator[Record], count: int, template: Template, split: str, where: str
+) -> Iterator[dict[str, Any]]:
+    found = 0
+    for found, record in enumerate(itertools.islice(records, count), 1):
+        yield _countdown(record, template, split, found - 1)
+    if found < count:
+        raise DataError(
+            f"{where}, split {split}: {found} rows are left, expected {count}; it is incomplete, or ask for fewer "
+            "with --train and --test"
+        )
+
+
+def _countdown(found: Record, template: Template, split: str, index: int) -> dict[str, Any]:
+    numbers, target, messages = (found.fields.get(field) for field in ("nums", "target", "messages"))
+    if not isinstance(target, int):
+        raise DataError(f"{found.where}, field 'target': expected a whole number, found {target!r}")
+    if not isinstance(numbers, Sequence) or not numbers or not all(isinstance(number, int) for number in numbers):
+        raise DataError(f"{found.where}, field 'nums': expected whole numbers, found {numbers!r}")
+    puzzle = arithmetic.countdown(numbers, target)
+    return arithmetic.record(puzzle, template, split=split, index=index, messages=messages)
+
+
+def _generate(
+    out: Path,
+    data_source: str,
+    draw: Callable[[], arithmetic.Puzzle],
+    template: Template,
+    counts: Mapping[str, int],
+    origin: Mapping[str, Any],
+) -> dict[str, Any]:
+    if empty := [split for split, count in counts.items() if count < 1]:
+        raise DataError(f"{data_source}: {', '.join(empty)} with no rows; ask for at least 1")
+    puzzles = arithmetic.distinct(draw, {split: counts[split] for split in sorted(counts, key=("test", "train").index)})
+
+    def records(split: str) -> Iterator[dict[str, Any]]:
+        for index, puzzle in enumerate(puzzles[split]):
+            yield arithmetic.record(puzzle, template, split=split, index=index)
+
+    splits = {split: records(split) for split in counts}
+    return write(out, data_source, splits, {"generated": True, "template": template, **origin})

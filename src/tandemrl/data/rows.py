@@ -11,6 +11,12 @@ GSM8K = "openai/gsm8k"
 GSM8K_INSTRUCTION = 'Let\'s think step by step and output the final answer after "####".'
 """verl's GSM8K instruction; the question, a space, then this."""
 
+RENDERED = "rendered"
+"""``extra_info`` key of a row whose one message is the whole prompt, chat markup included: no template is applied."""
+
+BUILT = ("gsm8k", "deepscaler", "countdown", "eurus")
+"""Data sets that `tandemrl data build` makes: named when one of their files is missing."""
+
 
 class DataError(ValueError):
     """Data cannot be used; the message names the file, the line (counted from 1) and the field, and the fix."""
@@ -63,26 +69,20 @@ def encode_prompts(
 ) -> tuple[list[Prompt], int]:
     """Templated prompts as token ids, and how many rows were dropped for being longer than ``max_prompt_tokens``.
 
+    A row that is `RENDERED` already is tokenised as it is.
+
     Args:
-        suffix: appended to the last user message of every row, after one space unless it starts with white space.
+        suffix: appended to the last user message of every row that does not end with it, after one space unless it
+            starts with white space.
 
     Raises:
-        DataError: the tokenizer has no chat template, a row has no user message to take the suffix, or no row is left.
+        DataError: the tokenizer has no chat template, or not the chat markup of a rendered row; a row has no user
+            message to take the suffix, or is rendered and cannot take one; or no row is left.
     """
-    if not getattr(tokenizer, "chat_template", None):
-        raise DataError(
-            f"tokenizer {getattr(tokenizer, 'name_or_path', '')!r} has no chat template; use an instruction-tuned "
-            "model's folder, or set `chat_template` in its tokenizer_config.json"
-        )
     prompts = []
     for row in rows:
-        tokens = tokenizer.apply_chat_template(
-            _with_suffix(row, suffix),
-            add_generation_prompt=True,
-            tokenize=True,
-            return_dict=False,
-            enable_thinking=False,
-        )
+        encode = _encode_rendered if row.extra_info.get(RENDERED) else _encode_messages
+        tokens = encode(row, tokenizer, suffix)
         if len(tokens) <= max_prompt_tokens:
             prompts.append(Prompt(row, tuple(tokens)))
     if rows and not prompts:
@@ -110,7 +110,79 @@ def gsm8k_row(question: str, answer: str, *, split: str, index: int) -> Row:
     )
 
 
+def messages_of(prompt: Any, where: str) -> tuple[dict[str, str], ...]:
+    """A row's ``prompt`` as messages; a text is one user message.
+
+    Raises:
+        DataError: it is not a list of messages with a role and a content.
+    """
+    if isinstance(prompt, str) and prompt:
+        return ({"role": "user", "content": prompt},)
+    if not isinstance(prompt, Sequence) or not prompt:
+        raise DataError(f"{where}, field 'prompt': expected a string or a list of messages, found {prompt!r}")
+    for number, message in enumerate(prompt):
+        if not isinstance(message, Mapping):
+            raise DataError(f"{where}, field 'prompt[{number}]': expected an object, found {message!r}")
+        for key in ("role", "content"):
+            if not isinstance(message.get(key), str):
+                raise DataError(
+                    f"{where}, field 'prompt[{number}].{key}': expected a string, found {message.get(key)!r}"
+                )
+    return tuple({"role": message["role"], "content": message["content"]} for message in prompt)
+
+
+def read_jsonl(path: Path) -> Iterator[tuple[int, Any]]:
+    """(line number from 1, value) of every line that is not blank.
+
+    Raises:
+        DataError: a line is not JSON, or the file is not UTF-8.
+    """
+    with path.open(encoding="utf-8-sig", errors="strict") as lines:
+        for line, text in enumerate(_decoded(lines, path), 1):
+            if not text.strip():
+                continue
+            try:
+                yield line, json.loads(text)
+            except json.JSONDecodeError as error:
+                raise DataError(f"{path}, line {line}: not JSON: {error}") from None
+
+
+def read_parquet(path: Path) -> Iterator[tuple[int, Any]]:
+    """(row number from 1, record) of every row, a batch in memory at a time.
+
+    Raises:
+        DataError: the file is not Parquet, or broken.
+    """
+    import pyarrow
+    import pyarrow.parquet
+
+    try:
+        with pyarrow.parquet.ParquetFile(path) as file:
+            records = (record for batch in file.iter_batches(batch_size=512) for record in batch.to_pylist())
+            yield from enumerate(records, 1)
+    except pyarrow.ArrowException as error:
+        raise DataError(f"{path}: not readable as Parquet: {error}") from None
+
+
+def load_hub(repo: str, config: str | None, split: str | None, *, where: str) -> Any:
+    """A split of a data set on the hub, as an iterable of records; every split by name if ``split`` is None.
+
+    Raises:
+        DataError: `datasets` is not installed, or the hub does not give the data set.
+    """
+    try:
+        import datasets
+    except ImportError:
+        raise DataError(f"{where}: reading from the hub needs `datasets`: pip install 'tandemrl[hub]'") from None
+    try:
+        return datasets.load_dataset(repo, config, split=split)
+    except Exception as error:
+        raise DataError(f"{where}: could not be loaded: {type(error).__name__}: {error}") from error
+
+
 # --------------------------------------------------------------------------------------------------------------------
+
+_CHATML = "<|im_start|>"
 
 
 def _load(source: str) -> Iterator[Row]:
@@ -137,26 +209,20 @@ def _synthetic(source: str, parts: list[str]) -> Iterator[Row]:
 def _hub(source: str, parts: list[str]) -> Iterator[Row]:
     if len(parts) != 3 or not all(parts):
         raise DataError(f"{source}: expected hf:REPO:CONFIG:SPLIT, e.g. hf:openai/gsm8k:main:train")
-    try:
-        import datasets
-    except ImportError:
-        raise DataError(f"{source}: reading from the hub needs `datasets`: pip install 'tandemrl[hub]'") from None
     repo, config, split = parts
-    try:
-        table = datasets.load_dataset(repo, config, split=split)
-    except Exception as error:
-        raise DataError(f"{source}: could not be loaded: {type(error).__name__}: {error}") from error
-    return (_parse(record, source, line, repo=repo, split=split) for line, record in enumerate(table, 1))
+    records = enumerate(load_hub(repo, config, split, where=source), 1)
+    return (_parse(record, source, line, repo=repo, split=split) for line, record in records)
 
 
 def _file(path: Path) -> Iterator[Row]:
     if not path.is_file():
-        hint = "; build it with `tandemrl data build gsm8k`" if "gsm8k" in str(path).lower() else ""
+        known = next((name for name in BUILT if name in str(path).lower()), None)
+        hint = f"; build it with `tandemrl data build {known}`" if known else ""
         raise DataError(f"{path}: no such file{hint}")
     if path.suffix == ".jsonl":
-        records = _read_jsonl(path)
+        records = read_jsonl(path)
     elif path.suffix == ".parquet":
-        records = _read_parquet(path)
+        records = read_parquet(path)
     else:
         raise DataError(
             f"{path}: expected a .jsonl or .parquet file, synthetic:PAIR:SPLIT[:COUNT] or hf:REPO:CONFIG:SPLIT"
@@ -164,33 +230,11 @@ def _file(path: Path) -> Iterator[Row]:
     return (_parse(record, str(path), line, repo=None, split=path.stem) for line, record in records)
 
 
-def _read_jsonl(path: Path) -> Iterator[tuple[int, Any]]:
-    with path.open(encoding="utf-8-sig", errors="strict") as lines:
-        for line, text in enumerate(_decoded(lines, path), 1):
-            if not text.strip():
-                continue
-            try:
-                yield line, json.loads(text)
-            except json.JSONDecodeError as error:
-                raise DataError(f"{path}, line {line}: not JSON: {error}") from None
-
-
 def _decoded(lines: Iterator[str], path: Path) -> Iterator[str]:
     try:
         yield from lines
     except UnicodeDecodeError as error:
         raise DataError(f"{path}: not a UTF-8 text file: {error}") from None
-
-
-def _read_parquet(path: Path) -> Iterator[tuple[int, Any]]:
-    import pyarrow
-    import pyarrow.parquet
-
-    try:
-        table = pyarrow.parquet.read_table(path)
-    except pyarrow.ArrowException as error:
-        raise DataError(f"{path}: not readable as Parquet: {error}") from None
-    return enumerate(table.to_pylist(), 1)
 
 
 def _parse(record: Any, source: str, line: int, *, repo: str | None, split: str) -> Row:
@@ -233,27 +277,11 @@ def _verl_row(record: Mapping[str, Any], where: str, line: int) -> Row:
     index = line if extra.get("index") is None else extra["index"]
     return Row(
         example_id="/".join(str(part) for part in (data_source, extra.get("split"), index) if part is not None),
-        messages=_messages(record["prompt"], where),
+        messages=messages_of(record["prompt"], where),
         data_source=data_source,
         ground_truth=_ground_truth(reward_model.get("ground_truth"), f"{where}, field 'reward_model.ground_truth'"),
         extra_info=dict(extra),
     )
-
-
-def _messages(prompt: Any, where: str) -> tuple[dict[str, str], ...]:
-    if isinstance(prompt, str) and prompt:
-        return ({"role": "user", "content": prompt},)
-    if not isinstance(prompt, Sequence) or not prompt:
-        raise DataError(f"{where}, field 'prompt': expected a string or a list of messages, found {prompt!r}")
-    for number, message in enumerate(prompt):
-        if not isinstance(message, Mapping):
-            raise DataError(f"{where}, field 'prompt[{number}]': expected an object, found {message!r}")
-        for key in ("role", "content"):
-            if not isinstance(message.get(key), str):
-                raise DataError(
-                    f"{where}, field 'prompt[{number}].{key}': expected a string, found {message.get(key)!r}"
-                )
-    return tuple({"role": message["role"], "content": message["content"]} for message in prompt)
 
 
 def _ground_truth(value: Any, where: str) -> str:
@@ -274,6 +302,35 @@ def _text(record: Mapping[str, Any], field: str, where: str) -> str:
     return value
 
 
+def _encode_messages(row: Row, tokenizer: Any, suffix: str) -> Sequence[int]:
+    if not getattr(tokenizer, "chat_template", None):
+        raise DataError(
+            f"tokenizer {getattr(tokenizer, 'name_or_path', '')!r} has no chat template; use an instruction-tuned "
+            "model's folder, or set `chat_template` in its tokenizer_config.json"
+        )
+    return tokenizer.apply_chat_template(
+        _with_suffix(row, suffix),
+        add_generation_prompt=True,
+        tokenize=True,
+        return_dict=False,
+        enable_thinking=False,
+    )
+
+
+def _encode_rendered(row: Row, tokenizer: Any, suffix: str) -> Sequence[int]:
+    if suffix:
+        raise DataError(f"row {row.example_id}: its prompt is rendered to the end; set data.prompt_suffix to nothing")
+    if len(row.messages) != 1:
+        raise DataError(f"row {row.example_id}: a rendered prompt is one message, found {len(row.messages)}")
+    text = row.messages[0]["content"]
+    if _CHATML in text and tokenizer.convert_tokens_to_ids(_CHATML) in (None, tokenizer.unk_token_id):
+        raise DataError(
+            f"row {row.example_id}: its prompt is rendered with {_CHATML}, which tokenizer "
+            f"{getattr(tokenizer, 'name_or_path', '')!r} does not have; build the data with `--template chat`"
+        )
+    return tokenizer.encode(text)
+
+
 def _with_suffix(row: Row, suffix: str) -> list[dict[str, str]]:
     messages = [dict(message) for message in row.messages]
     if not suffix:
@@ -281,7 +338,9 @@ def _with_suffix(row: Row, suffix: str) -> list[dict[str, str]]:
     last_user = next((message for message in reversed(messages) if message["role"] == "user"), None)
     if last_user is None:
         raise DataError(f"row {row.example_id}: no user message for the prompt suffix")
-    last_user["content"] += suffix if suffix[0].isspace() else f" {suffix}"
+    wanted = suffix.strip()
+    if not (wanted and last_user["content"].endswith(wanted)):
+        last_user["content"] += suffix if suffix[0].isspace() else f" {suffix}"
     return messages
 
 

@@ -1,34 +1,44 @@
-r"""The scoring pool: hard limits from any thread, replaced workers, order. The bombs are real."""
+r"""The scoring pools: hard limits from any thread, replaced workers, order, chains, users' scorers. Bombs are real."""
 
 import json
+import os
+import pickle
 import signal
 import subprocess
 import sys
 import threading
 import time
+from pathlib import Path
 
 import pytest
 
 from tandemrl.config import RewardConfig
 from tandemrl.data.rows import DataError, Row
-from tandemrl.rollout.envs.math import GraderError, score_text
+from tandemrl.rollout.envs.protocol import Deferred, GraderError, Score
+from tandemrl.rollout.envs.routing import score_text
 from tandemrl.rollout.envs.scoring import WORKER as DEFAULT_WORKER
 from tandemrl.rollout.envs.scoring import Scorer
 
-BOMB = r"\boxed{9^{9^{9^9}}}"
+BOMB = r"\boxed{\int_0^{9^{9^9}} x^{x^x} dx}"
+"""Something that a computer algebra system does not finish, and that is not decided before it."""
+EIGHT = r"\boxed{8 apples}"
+"""8, but only math-verify says so."""
+TESTS = '{"inputs": ["1"], "outputs": ["1"]}'
 
 WORKER = """
 import os, sys, time
 from tandemrl.rollout.envs.worker import serve
 
-def grade(gold, answer):
-    if answer == "a + crash":
+def grade(path, gold, answer):
+    if answer == "a > crash":
         os._exit(3)
-    if answer == "a + raise":
+    if answer == "a > raise":
         raise MemoryError("too much")
-    if answer.startswith("a + sleep"):
+    if answer == "a > exit":
+        sys.exit(1)
+    if answer.startswith("a > sleep"):
         time.sleep(float(answer.split()[-1]))
-    if answer == "a + print":
+    if answer == "a > print":
         print("noise")
     return "right" in answer
 
@@ -36,8 +46,8 @@ serve(grade)
 """
 
 
-def row(gold="a + b", source="math500"):
-    return Row("r", ({"role": "user", "content": "?"},), source, gold, {})
+def row(gold="a > b", source="math500", name="r"):
+    return Row(name, ({"role": "user", "content": "?"},), source, gold, {})
 
 
 def boxed(*answers):
@@ -70,41 +80,55 @@ def in_thread(work):
     return results[0]
 
 
+# ---- processes -----------------------------------------------------------------------------------------------------
+
+
 def test_a_bomb_is_killed_off_the_main_thread_and_scoring_goes_on():
     items = [
-        (row(r"\sqrt{8}"), r"\boxed{2\sqrt2}"),
+        (row("8"), EIGHT),
         (row("8"), BOMB),
-        (row(r"\sqrt{8}"), r"\boxed{3}"),
+        (row("8", "numina_olympiads"), BOMB),
+        (row("9"), EIGHT),
         (row("8"), "8"),
     ]
-    with Scorer(RewardConfig(timeout_s=2.0, workers=1)) as scorer:
+    with Scorer(RewardConfig(timeout_s=3.0, workers=1)) as scorer:
         start = time.monotonic()
         scores = in_thread(lambda: scorer.score(items))
-        assert time.monotonic() - start < 20
-        assert [score.value for score in scores] == [1.0, 0.0, 0.0, 0.0]
+        assert time.monotonic() - start < 30
+        assert [score.value for score in scores] == [1.0, 0.0, 0.0, 0.0, 0.0]
         assert scores[1].parts == {"acc": 0.0, "answer_present": 1.0, "timeout": 1.0}
-        assert "timeout" not in scores[2].parts
-        assert (scorer.timeouts, scorer.failures) == (1, 0)
+        assert scores[2].parts["timeout"] == 1.0
+        assert "timeout" not in scores[3].parts
+        assert (scorer.timeouts, scorer.failures) == (2, 0)
         assert in_thread(lambda: scorer.score(items[:1]))[0].value == 1.0  # the killed worker was replaced
 
 
 def test_pool_and_in_process_scores_agree():
-    pairs = [("(x+1)^2", "x^2+2x+1"), ("[0,1)", "[0,1]"), ("18", "18"), (r"\pm 2", "2,-2"), ("4", "y")]
+    pairs = [
+        ("(x+1)^2", "x^2+2x+1"),
+        ("[0,1)", "[0,1]"),
+        ("18", "18"),
+        (r"\pm 2", "2,-2"),
+        ("x > 3", "3 < x"),
+        ("4", "y"),
+    ]
     items = [(row(gold), rf"\boxed{{{answer}}}") for gold, answer in pairs]
+    items += [(row(gold, "numina_x"), f"The answer is {answer}") for gold, answer in pairs]
     with Scorer(RewardConfig()) as scorer:
         assert scorer.score(items) == [score_text(*item) for item in items]
 
 
 def test_crashes_and_errors_are_counted_and_scored_zero(worker):
+    answers = ("a > right", "a > crash", "a > raise", "a > exit", "a > print", "a > wrong", "b > right")
     with Scorer(RewardConfig(workers=2), worker=worker) as scorer:
-        scores = scorer.score(boxed("a + right", "a + crash", "a + raise", "a + print", "a + wrong", "b + right"))
-        assert [score.value for score in scores] == [1.0, 0.0, 0.0, 0.0, 0.0, 1.0]
-        assert [score.parts.get("failure", 0.0) for score in scores] == [0.0, 1.0, 1.0, 0.0, 0.0, 0.0]
-        assert (scorer.timeouts, scorer.failures) == (0, 2)
+        scores = scorer.score(boxed(*answers))
+        assert [score.value for score in scores] == [1.0, 0.0, 0.0, 0.0, 0.0, 0.0, 1.0]
+        assert [score.parts.get("failure", 0.0) for score in scores] == [0.0, 1.0, 1.0, 1.0, 0.0, 0.0, 0.0]
+        assert (scorer.timeouts, scorer.failures) == (0, 3)
 
 
 def test_order_is_kept_when_items_finish_out_of_order(worker):
-    answers = [f"a + sleep {'right' if i % 3 == 0 else 'wrong'} {0.2 if i == 0 else 0.001 * i}" for i in range(12)]
+    answers = [f"a > sleep {'right' if i % 3 == 0 else 'wrong'} {0.2 if i == 0 else 0.001 * i}" for i in range(12)]
     with Scorer(RewardConfig(workers=3), worker=worker) as scorer:
         scores = scorer.score(boxed(*answers))
     assert [score.answer for score in scores] == answers
@@ -114,7 +138,7 @@ def test_order_is_kept_when_items_finish_out_of_order(worker):
 def test_repeated_answers_are_graded_once_but_counted_each(worker):
     with Scorer(RewardConfig(workers=1, timeout_s=0.5), worker=worker) as scorer:
         start = time.monotonic()
-        scores = scorer.score(boxed(*["a + sleep 60"] * 6, "a + right"))
+        scores = scorer.score(boxed(*["a > sleep 60"] * 6, "a > right"))
         assert time.monotonic() - start < 10
         assert scorer.timeouts == 6
         assert [score.parts.get("timeout", 0.0) for score in scores] == [1.0] * 6 + [0.0]
@@ -123,23 +147,32 @@ def test_repeated_answers_are_graded_once_but_counted_each(worker):
 def test_a_batch_in_which_nothing_could_be_scored_is_an_error(worker):
     with Scorer(RewardConfig(workers=1), worker=worker) as scorer:
         with pytest.raises(GraderError, match="none of 2 responses could be scored"):
-            scorer.score(boxed("a + crash", "a + crash"))
-        assert scorer.score(boxed("a + right"))[0].value == 1.0
+            scorer.score(boxed("a > crash", "a > crash"))
+        assert scorer.score(boxed("a > right"))[0].value == 1.0
 
 
 def test_workers_that_cannot_start_are_an_error_with_their_words():
     command = (sys.executable, "-c", "raise SystemExit('no grader here')")
     with Scorer(RewardConfig(), worker=command) as scorer, pytest.raises(GraderError, match="no grader here"):
-        scorer.score(boxed("a + right"))
+        scorer.score(boxed("a > right"))
 
 
 def test_a_worker_that_died_while_idle_is_replaced(worker):
     with Scorer(RewardConfig(workers=1), worker=worker) as scorer:
-        scorer.score(boxed("a + right"))
-        scorer._workers[0]._process.kill()
-        scorer._workers[0]._process.wait()
-        assert scorer.score(boxed("b + right"))[0].value == 1.0
+        scorer.score(boxed("a > right"))
+        idle = scorer._processes._workers[0]._process
+        idle.kill()
+        idle.wait()
+        assert scorer.score(boxed("b > right"))[0].value == 1.0
         assert scorer.failures == 0
+
+
+def test_no_process_is_left_behind(worker):
+    with Scorer(RewardConfig(workers=2, timeout_s=0.3), worker=worker) as scorer:
+        scorer.score(boxed("a > right", "a > sleep 60", "a > wrong"))
+        processes = [each._process for each in scorer._processes._workers]
+    assert processes
+    assert all(process.poll() is not None for process in processes)
 
 
 def test_easy_items_start_no_process():
@@ -153,7 +186,7 @@ def test_bad_settings_and_rows_are_refused(monkeypatch):
     with pytest.raises(GraderError, match=r"reward\.workers"):
         Scorer(RewardConfig(workers=0))
     with Scorer(RewardConfig()) as scorer, pytest.raises(DataError, match="no scorer"):
-        scorer.score([(row(source="codeforces"), "x")])
+        scorer.score([(row(source="bird songs"), "x")])
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(GraderError, match="pip install"):
         Scorer(RewardConfig())
@@ -162,11 +195,195 @@ def test_bad_settings_and_rows_are_refused(monkeypatch):
 def test_a_worker_whose_parent_is_gone_ends_by_itself():
     with subprocess.Popen(DEFAULT_WORKER, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
         assert process.stdout.readline() == b'"ready"\n'
-        process.stdin.write(json.dumps(["8", "9^{9^{9^9}}", 0.5]).encode() + b"\n")
+        pickle.dump((("time:sleep", 60), 0.5), process.stdin)
         process.stdin.flush()
         assert process.wait(timeout=20) == -signal.SIGALRM
+
+
+def test_a_worker_answers_in_json_and_ends_with_its_input():
+    with subprocess.Popen(DEFAULT_WORKER, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+        tasks = [("math:hypot", 3, 4), ("math:sqrt", -1), ("no_such_module:f",), ("builtins:print", "noise")]
+        for task in tasks:
+            pickle.dump((task, 10.0), process.stdin)
+        process.stdin.close()
+        assert process.stdout.readline() == b'"ready"\n'
+        replies = [json.loads(line) for line in process.stdout]
+        assert replies[0] == {"result": 5.0}
+        assert replies[1] == {"error": "ValueError: math domain error"}
+        assert "no_such_module" in replies[2]["error"]
+        assert replies[3] == {"result": None}
+        assert process.wait(timeout=20) == 0
 
 
 def test_scoring_imports_no_torch():
     code = "import sys, tandemrl.rollout.envs.scoring, tandemrl.rollout.envs.worker; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0
+
+
+# ---- code and judges -----------------------------------------------------------------------------------------------
+
+
+def test_programs_go_to_the_sandbox_in_threads():
+    seen = []
+
+    def run(problem, text):
+        seen.append(threading.current_thread() is not threading.main_thread())
+        time.sleep(0.01 * len(text))
+        return Score(float(text == "good"), {"acc": float(text == "good")}, text)
+
+    items = [
+        (row(TESTS, "taco"), "good"),
+        (row(TESTS, "apps"), "bad"),
+        (row("7"), r"\boxed{7}"),
+        (row(TESTS, "apps"), ""),
+    ]
+    with Scorer(RewardConfig(), code=run) as scorer:
+        assert [score.value for score in scorer.score(items)] == [1.0, 0.0, 1.0, 0.0]
+    assert seen == [True] * 3
+
+
+def test_a_batch_of_programs_that_all_run_into_their_limit_is_no_failure_of_ours():
+    with Scorer(RewardConfig(), code=lambda problem, text: Score(0.0, {"acc": 0.0, "timeout": 1.0}, text)) as scorer:
+        assert [score.value for score in scorer.score([(row(TESTS, "taco"), "while 1: pass")] * 3)] == [0.0] * 3
+        assert scorer.timeouts == 3
+
+
+def test_a_judge_sees_the_whole_batch_after_the_rules_and_their_processes():
+    batches = []
+
+    def judge(items):
+        batches.append([(text, rule.value, rule.answer) for _, text, rule in items])
+        return [Score(0.5 + rule.value / 2, {"acc": rule.value}, rule.answer) for _, _, rule in items]
+
+    items = [
+        (row("5", "polaris_tinyv"), r"\boxed{5}"),
+        (row("8", "polaris_tinyv"), EIGHT),  # math-verify first
+        (row("5", "HardVerify-Math"), r"\boxed{six}"),
+    ]
+    with Scorer(RewardConfig(workers=1), judge=judge) as scorer:
+        assert [score.value for score in scorer.score(items)] == [1.0, 1.0, 0.5]
+    asked = [entry for batch in batches for entry in batch]
+    assert sorted(asked) == sorted([(r"\boxed{5}", 1.0, "5"), (EIGHT, 1.0, EIGHT[7:-1]), (r"\boxed{six}", 0.0, "six")])
+
+
+def test_a_judge_that_is_down_stops_the_batch():
+    def judge(items):
+        raise GraderError("judge is down")
+
+    with Scorer(RewardConfig(), judge=judge) as scorer, pytest.raises(GraderError, match="judge is down"):
+        scorer.score([(row("5", "polaris_tinyv"), r"\boxed{5}")])
+
+
+def test_what_cannot_be_scored_is_refused_before_anything_is_generated(worker):
+    with Scorer(RewardConfig(scorers={"mine": "no_such_module:score"}), worker=worker) as scorer:
+        scorer.check([row("7"), row("x > 3"), row("5", "openai/gsm8k")])
+        with pytest.raises(GraderError, match=r"row c: scoring data_source 'taco' needs a sandbox"):
+            scorer.check([row(TESTS, "taco", "c")])
+        with pytest.raises(GraderError, match=r"row j: .*'x_tinyv' needs a judge; set judge\.url"):
+            scorer.check([row("7"), row("5", "x_tinyv", "j")])
+        with pytest.raises(DataError, match="row u: no scorer for data_source 'unknown'"):
+            scorer.check([row("7"), row("7", "unknown", "u")])
+        with pytest.raises(DataError, match="row n: ground truth of countdown must be"):
+            scorer.check([row("7", "countdown", "n")])
+        with pytest.raises(GraderError, match="no_such_module"):
+            scorer.check([row("7", "mine")])
+        assert scorer._processes._workers == []
+
+
+def test_endless_deferring_and_nonsense_are_errors(monkeypatch):
+    def again(row, text, options):
+        return Deferred("symbolic", ("builtins:len", text), lambda found: again(row, text, options))
+
+    monkeypatch.setitem(__import__("tandemrl.rollout.envs.routing").rollout.envs.routing.SCORERS, "again", again)
+    with (
+        Scorer(RewardConfig(scorers={"x": "again"}, workers=1)) as scorer,
+        pytest.raises(GraderError, match="no finite"),
+    ):
+        scorer.score([(row(source="x"), "text")])
+
+
+# ---- users' scorers ------------------------------------------------------------------------------------------------
+
+MINE = """
+import os, time
+from tandemrl.rollout.envs.protocol import Score
+
+def score(row, text, options):
+    if text == "hang":
+        time.sleep(60)
+    if text == "crash":
+        os._exit(1)
+    if text == "bug":
+        raise KeyError("oops")
+    if text == "number":
+        return 1.0
+    if text == "nan":
+        return Score(float("nan"), {"acc": 0.0}, None)
+    if text == "no acc":
+        return Score(1.0, {}, None)
+    right = text == row.ground_truth
+    parts = {"acc": float(right), "length": float(len(text)), "pid": float(os.getpid())}
+    return Score(float(right), parts, text * 9999)
+
+NOT_A_FUNCTION = 3
+"""
+
+
+@pytest.fixture
+def mine(tmp_path, monkeypatch):
+    (tmp_path / "my_scorers_for_tests.py").write_text(MINE)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    yield RewardConfig(scorers={"my/*": "my_scorers_for_tests:score"}, timeout_s=1.0, workers=1)
+    sys.modules.pop("my_scorers_for_tests", None)
+
+
+def test_a_users_scorer_runs_in_a_child_process(mine):
+    with Scorer(mine) as scorer:
+        scores = scorer.score([(row("yes", "my/data"), "yes"), (row("yes", "my/data"), "no"), (row("7"), r"\boxed{7}")])
+    assert [score.value for score in scores] == [1.0, 0.0, 1.0]
+    assert scores[1].parts["length"] == 2.0
+    assert scores[0].parts["pid"] != os.getpid()
+    assert scores[0].answer == "yes" * 9999  # a reply longer than a pipe's buffer arrives whole
+
+
+def test_a_users_scorer_that_hangs_or_crashes_is_killed_and_counted(mine):
+    with Scorer(mine) as scorer:
+        scores = scorer.score([(row("yes", "my/data"), text) for text in ("hang", "crash", "yes")])
+        assert [score.value for score in scores] == [0.0, 0.0, 1.0]
+        assert (scorer.timeouts, scorer.failures) == (1, 1)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("bug", r"my_scorers_for_tests:score, row r: KeyError: 'oops'"),
+        ("number", r"expected Score\(value, parts, answer\).*found 1\.0"),
+        ("nan", "with finite numbers"),
+        ("no acc", "acc"),
+    ],
+)
+def test_a_bug_in_a_users_scorer_stops_the_run(mine, text, message):
+    with Scorer(mine) as scorer, pytest.raises(GraderError, match=message):
+        scorer.score([(row("yes", "my/data"), text), (row("yes", "my/data"), "yes")])
+
+
+@pytest.mark.parametrize(
+    ("path", "message"),
+    [
+        ("my_scorers_for_tests:scroe", "has no attribute 'scroe'"),
+        ("my_scorers_for_tests:NOT_A_FUNCTION", "is a int, not a function"),
+        ("no_such_module:score", "No module named 'no_such_module'"),
+        ("scroe", r"'scroe' is neither module:function nor one of the library's scorers, which are boxed, "),
+    ],
+)
+def test_a_users_scorer_that_is_not_there_is_named(mine, path, message):
+    with Scorer(RewardConfig(scorers={"my/*": path})) as scorer, pytest.raises(GraderError, match=message):
+        scorer.score([(row("yes", "my/data"), "yes")])
+
+
+def test_package_is_importable_from_the_worker_whatever_the_directory(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path(tmp_path / "tandemrl.py").write_text("raise SystemExit('shadowed')")
+    with Scorer(RewardConfig(workers=1)) as scorer:
+        assert scorer.score([(row("8"), EIGHT)])[0].value == 1.0

@@ -1,43 +1,56 @@
-"""Scoring of whole batches: cheap items here, the rest in processes that are killed when they hang. No torch."""
+"""Scoring of whole batches: cheap items here, the rest in processes that are killed when they hang. No torch.
+
+The protocol of scorers (`Score`, `Deferred`) is in `tandemrl.rollout.envs.protocol`, their choice in `routing`.
+"""
 
 import contextlib
 import json
 import math
 import os
+import pickle
 import subprocess
 import sys
 import tempfile
 import threading
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from multiprocessing.connection import wait
 from pathlib import Path
 from types import TracebackType
+from typing import Any
 
 from tandemrl.config import RewardConfig
 from tandemrl.data.rows import Row
-from tandemrl.rollout.envs.math import GraderError, Score, Undecided, boxed_score, quick_score, require_math_verify
+from tandemrl.rollout.envs.math import require_math_verify
+from tandemrl.rollout.envs.protocol import Deferred, GraderError, Lost, Score, ScorerFunction
+from tandemrl.rollout.envs.routing import scorer_of
 
 WORKER = (sys.executable, "-P", "-m", "tandemrl.rollout.envs.worker")
 START_LIMIT_S = 120.0
 ORPHAN_GRACE_S = 30.0
-PAIRS_PER_WORKER = 8
+TASKS_PER_WORKER = 8
 """A further process is worth its start (half a second of imports) for about this many comparisons."""
+MAX_ROUNDS = 8
+"""A scorer may defer this often in a row."""
 
-Pair = tuple[str, str]
-Outcome = bool | str
-"""A verdict, or how there came to be none: "timeout" or "failure"."""
+Coder = Callable[[Row, str], Score]
+"""Scores a response by running its program: ``code.score_code`` with a sandbox."""
+Judging = Callable[[Sequence[tuple[Row, str, Score]]], list[Score]]
+"""Scores a batch of (row, response, score by the rules): ``rubric.JudgePool``."""
 
 
 class Scorer:
     """Scores responses in order; ``reward.timeout_s`` is a hard limit per item, from any thread.
 
-    Strings and plain numbers are compared in this process. Only the rest goes to math-verify in child processes, which
-    are started when first needed; one that hangs or dies is killed and replaced. Such an item scores 0, with the part
-    ``timeout`` or ``failure`` set to 1, and is counted in ``timeouts`` or ``failures``.
+    Scorers run in this process as far as they are cheap; what they defer is settled by three pools (see `protocol`).
+    The symbolic pool's processes are started when first needed; one that hangs or dies is killed and replaced. Such an
+    item scores 0, with the part ``timeout`` or ``failure`` set to 1, and is counted in ``timeouts`` or ``failures``.
 
     Args:
+        code: scores rows whose ``data_source`` is code; called in threads.
+        judge: scores rows that a judge has to see, a whole batch at a time.
         worker: command of a scoring process (see `worker.serve`).
 
     Raises:
@@ -50,42 +63,56 @@ class Scorer:
         [1.0]
     """
 
-    def __init__(self, reward: RewardConfig, *, worker: Sequence[str] = WORKER) -> None:
+    def __init__(
+        self,
+        reward: RewardConfig,
+        *,
+        code: Coder | None = None,
+        judge: Judging | None = None,
+        worker: Sequence[str] = WORKER,
+    ) -> None:
         if reward.workers is not None and reward.workers < 1:
             raise GraderError(f"reward.workers must be at least 1, or null to choose, got {reward.workers}")
         require_math_verify()
         self.timeouts = 0
         self.failures = 0
         self._reward = reward
-        self._command = tuple(worker)
-        self._workers: list[_Worker] = []
+        self._code = code
+        self._judge = judge
+        self._processes = _Processes(reward, worker)
+        self._scorers: dict[str, ScorerFunction] = {}
         self._lock = threading.Lock()
+
+    def check(self, rows: Iterable[Row]) -> None:
+        """Refuse rows that cannot be scored, before anything is generated for them.
+
+        Raises:
+            DataError: a row's ``data_source`` has no scorer, or its ground truth is not what the scorer needs.
+            GraderError: one needs a sandbox or a judge that is not there, or its scorer cannot be imported.
+        """
+        for row in rows:
+            pending = self._scorer(row)(row, "", self._reward)
+            if isinstance(pending, Deferred) and pending.kind != "symbolic":
+                self._pool(pending.kind, row)
 
     def score(self, items: Sequence[tuple[Row, str]]) -> list[Score]:
         """One score per (row, response), in the order given.
 
         Raises:
             DataError: a row's ``data_source`` has no scorer.
-            GraderError: scoring processes do not start, or every one of several items hung or crashed.
+            GraderError: a pool is broken, or every one of several items hung or crashed.
         """
-        reward = self._reward
-        quick = [quick_score(row, text, gsm8k=reward.gsm8k, format_score=reward.format_score) for row, text in items]
-        pairs = list(dict.fromkeys((item.gold, item.answer) for item in quick if isinstance(item, Undecided)))
+        found = [self._scorer(row)(row, text, self._reward) for row, text in items]
         with self._lock:
-            outcomes = dict(zip(pairs, self._grade(pairs), strict=True))
-            scores = [self._settle(item, outcomes) if isinstance(item, Undecided) else item for item in quick]
-        if len(scores) > 1 and all(score.parts.keys() & {"timeout", "failure"} for score in scores):
-            raise GraderError(
-                f"none of {len(scores)} responses could be scored: all hung for {reward.timeout_s} s or crashed; raise "
-                "reward.timeout_s if the machine is slow"
-            )
+            scores = self._settle(found, items)
+            self.timeouts += sum("timeout" in score.parts for score in scores)
+            self.failures += sum("failure" in score.parts for score in scores)
         return scores
 
     def close(self) -> None:
         """End the scoring processes; the next `score` starts new ones."""
         with self._lock:
-            while self._workers:
-                self._workers.pop().kill()
+            self._processes.close()
 
     def __enter__(self) -> "Scorer":
         return self
@@ -95,24 +122,90 @@ class Scorer:
     ) -> None:
         self.close()
 
-    def _settle(self, item: Undecided, outcomes: dict[Pair, Outcome]) -> Score:
-        outcome = outcomes[item.gold, item.answer]
-        if isinstance(outcome, bool):
-            return boxed_score(outcome, item.answer)
-        self.timeouts += outcome == "timeout"
-        self.failures += outcome == "failure"
-        return boxed_score(False, item.answer, **{outcome: 1.0})
+    def _scorer(self, row: Row) -> ScorerFunction:
+        if row.data_source not in self._scorers:
+            self._scorers[row.data_source] = scorer_of(row, self._reward)
+        return self._scorers[row.data_source]
 
-    def _grade(self, pairs: Sequence[Pair]) -> list[Outcome]:
-        """Deal the pairs to idle workers until each has an outcome."""
-        outcomes: list[Outcome] = ["failure"] * len(pairs)
-        waiting = deque(range(len(pairs)))
-        most = self._most_workers(len(pairs))
+    def _settle(self, found: list[Score | Deferred], items: Sequence[tuple[Row, str]]) -> list[Score]:
+        """Let the pools answer what is deferred, and what those answers defer again."""
+        lost: set[int] = set()
+        for _ in range(MAX_ROUNDS):
+            waiting: dict[str, list[int]] = {}
+            for i, item in enumerate(found):
+                if isinstance(item, Deferred):
+                    waiting.setdefault(item.kind, []).append(i)
+            for kind, places in waiting.items():
+                pending = [item for i in places if isinstance(item := found[i], Deferred)]
+                outcomes = self._pool(kind, items[places[0]][0])([item.payload for item in pending])
+                for i, item, outcome in zip(places, pending, outcomes, strict=True):
+                    found[i] = item.then(outcome)
+                    if isinstance(outcome, Lost) and isinstance(found[i], Score):
+                        lost.add(i)
+            if not waiting:
+                break
+        if len(lost) == len(items) > 1:
+            raise GraderError(
+                f"none of {len(items)} responses could be scored: all hung for {self._reward.timeout_s} s or crashed; "
+                "raise reward.timeout_s if the machine is slow"
+            )
+        scores = [item for item in found if isinstance(item, Score) and math.isfinite(item.value)]
+        if len(scores) < len(items):
+            bad = next(i for i, item in enumerate(found) if not (isinstance(item, Score) and math.isfinite(item.value)))
+            raise GraderError(
+                f"row {items[bad][0].example_id}: its scorer gave no finite score but {found[bad]!r:.300}"
+            )
+        return scores
+
+    def _pool(self, kind: str, row: Row) -> Callable[[Sequence[tuple[Any, ...]]], Sequence[Any]]:
+        """What settles a kind of deferred scores."""
+        if kind == "symbolic":
+            return self._processes.call
+        if kind == "code" and self._code is not None:
+            return self._run_code
+        if kind == "judge" and self._judge is not None:
+            return self._judge
+        missing = {
+            "code": "a sandbox to run programs in; give the Scorer code=…",
+            "judge": "a judge; set judge.url to an OpenAI-compatible endpoint or judge.model to a model's folder",
+        }[kind]
+        raise GraderError(f"row {row.example_id}: scoring data_source {row.data_source!r} needs {missing}")
+
+    def _run_code(self, payloads: Sequence[tuple[Row, str]]) -> list[Score]:
+        assert self._code is not None
+        with ThreadPoolExecutor(self._reward.workers or _cores()) as threads:
+            return list(threads.map(self._code, *zip(*payloads, strict=True)))
+
+
+class _Processes:
+    """Child processes that call functions by name; an answer is a JSON value, or `Lost`."""
+
+    def __init__(self, reward: RewardConfig, command: Sequence[str]) -> None:
+        self._reward = reward
+        self._command = tuple(command)
+        self._workers: list[_Worker] = []
+
+    def call(self, payloads: Sequence[tuple[Any, ...]]) -> list[Any]:
+        """What ``module:function`` returns for its arguments, for each payload; equal ones are computed once."""
+        keys = [pickle.dumps((payload, self._reward.timeout_s + ORPHAN_GRACE_S)) for payload in payloads]
+        tasks = list(dict.fromkeys(keys))
+        answers = dict(zip(tasks, self._work(tasks), strict=True))
+        return [answers[key] for key in keys]
+
+    def close(self) -> None:
+        while self._workers:
+            self._workers.pop().kill()
+
+    def _work(self, tasks: Sequence[bytes]) -> list[Any]:
+        """Deal the tasks to idle workers until each has an outcome."""
+        outcomes: list[Any] = [Lost("failure")] * len(tasks)
+        waiting = deque(range(len(tasks)))
+        most = self._reward.workers or max(1, min(_cores(), math.ceil(len(tasks) / TASKS_PER_WORKER)))
         for dead in [worker for worker in self._workers if not worker.running()]:
             self._dismiss(dead)
         try:
             while waiting or any(worker.task is not None for worker in self._workers):
-                self._employ(waiting, most, pairs)
+                self._employ(waiting, most, tasks)
                 active = {worker.fileno(): worker for worker in self._workers if worker.deadline < math.inf}
                 nearest = min(worker.deadline for worker in active.values())
                 answered = wait(list(active), timeout=max(0.0, nearest - time.monotonic()))
@@ -127,20 +220,19 @@ class Scorer:
                         continue
                     if not worker.alive:
                         self._dismiss(worker)
-                    if task is not None:
+                    if task is not None and worker.task is None:
                         outcomes[task] = outcome
-        except BaseException:  # an interrupted worker would answer the next batch with this one's verdict
-            while self._workers:
-                self._workers.pop().kill()
+        except BaseException:  # an interrupted worker would answer the next batch with this one's outcome
+            self.close()
             raise
         return outcomes
 
-    def _employ(self, waiting: deque[int], most: int, pairs: Sequence[Pair]) -> None:
-        """Give idle workers the next pairs, and start as many workers as the rest is worth."""
+    def _employ(self, waiting: deque[int], most: int, tasks: Sequence[bytes]) -> None:
+        """Give idle workers the next tasks, and start as many workers as the rest is worth."""
         for worker in self._workers:
             if waiting and worker.deadline == math.inf:
                 task = waiting.popleft()
-                worker.send(task, pairs[task], self._reward.timeout_s)
+                worker.send(task, tasks[task], self._reward.timeout_s)
         starting = sum(worker.task is None for worker in self._workers)
         for _ in range(min(most - len(self._workers), len(waiting) - starting)):
             self._workers.append(_Worker(self._command))
@@ -152,26 +244,22 @@ class Scorer:
         if not worker.ready:
             raise GraderError(f"scoring process `{' '.join(self._command)}` did not start: {last_words}")
 
-    def _most_workers(self, count: int) -> int:
-        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-        return self._reward.workers or max(1, min(cores, math.ceil(count / PAIRS_PER_WORKER)))
-
 
 class _Worker:
-    """One scoring process. ``deadline`` is infinite while it is idle; ``task`` is the pair that it is working on."""
+    """One scoring process. ``deadline`` is infinite while it is idle; ``task`` is what it is working on."""
 
     def __init__(self, command: Sequence[str]) -> None:
-        package = str(Path(__file__).parents[3])
-        path = os.pathsep.join(filter(None, (package, os.environ.get("PYTHONPATH"))))
+        path = dict.fromkeys([str(Path(__file__).parents[3]), *filter(None, sys.path)])
         self._errors = tempfile.TemporaryFile()  # noqa: SIM115 - closed in kill()
         self._process = subprocess.Popen(
             command,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._errors,
-            env={**os.environ, "PYTHONPATH": path},
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(path)},
             bufsize=0,
         )
+        self._received = b""
         self.ready = False
         self.alive = True
         self.task: int | None = None
@@ -184,25 +272,35 @@ class _Worker:
     def running(self) -> bool:
         return self._process.poll() is None
 
-    def send(self, task: int, pair: Pair, limit_s: float) -> None:
+    def send(self, task: int, pickled: bytes, limit_s: float) -> None:
         assert self._process.stdin is not None
         self.task, self.deadline = task, time.monotonic() + limit_s
+        left = memoryview(pickled)
         with contextlib.suppress(BrokenPipeError):  # it just died: `receive` will find that out
-            self._process.stdin.write(json.dumps([*pair, limit_s + ORPHAN_GRACE_S]).encode() + b"\n")
+            while left:
+                left = left[self._process.stdin.write(left) :]
 
-    def receive(self) -> Outcome:
-        """The verdict that is waiting to be read; "failure" if there is none because of an error or a death."""
-        line = os.read(self.fileno(), 2**16)  # a reply is one short line, written at once
+    def receive(self) -> Any:
+        """The outcome, once its line is complete; `Lost` if there is none because of an error or a death."""
+        part = os.read(self.fileno(), 2**16)
+        self._received += part
+        self.alive = part != b""
+        if self.alive and not part.endswith(b"\n"):
+            return None
         self.task, self.deadline = None, math.inf
-        self.alive = line != b""
+        line, self._received = self._received, b""
         self.ready = self.ready or self.alive
-        verdict = json.loads(line) if self.alive else None
-        return verdict if isinstance(verdict, bool) else "failure"
+        if not self.alive:
+            return Lost("failure")
+        reply = json.loads(line)
+        if not isinstance(reply, dict) or "error" in reply:
+            return Lost("failure", str(reply["error"]) if isinstance(reply, dict) else str(reply))
+        return reply["result"]
 
-    def abandon(self) -> Outcome:
+    def abandon(self) -> Lost:
         """Give up on a worker whose deadline has passed."""
-        self.alive = False
-        return "timeout"
+        self.alive, self.task = False, None
+        return Lost("timeout")
 
     def kill(self) -> str:
         """End the process; returns the end of what it wrote to stderr, or its exit status."""
@@ -211,3 +309,7 @@ class _Worker:
         with self._errors as errors:
             errors.seek(0)
             return errors.read().decode(errors="replace").strip()[-500:] or f"exit status {self._process.returncode}"
+
+
+def _cores() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

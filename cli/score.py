@@ -1,0 +1,49 @@
+"""``tandemrl score``: grade stored responses."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+
+def score(
+    data: Annotated[
+        list[str], typer.Option(help="The rows: JSONL or Parquet file, synthetic:PAIR:SPLIT[:COUNT] …; repeatable.")
+    ],
+    responses: Annotated[
+        Path,
+        typer.Option(help="JSONL file; per line a response (or text) and example_id or index, or in the rows' order."),
+    ],
+    overrides: Annotated[
+        list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Any config key, e.g. reward.gsm8k=tandem")
+    ] = None,
+    config: Annotated[
+        str | None, typer.Option(help="Take reward, judge and sandbox from this config, e.g. of a run.")
+    ] = None,
+    out: Annotated[Path | None, typer.Option(help="JSONL file for the scores, a line per response.")] = None,
+) -> None:
+    """Score stored responses as training would; prints the means by data source."""
+    from tandemrl.config import load
+    from tandemrl.score import score_file
+
+    summary = score_file(load(config, overrides or ()), data, responses, out=out)
+
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table()
+    table.add_column("mean of")
+    for source in summary.by_set:
+        table.add_column(Text(source), justify="right")
+    for name in dict.fromkeys(name for means in summary.by_set.values() for name in means):
+        shown = [
+            f"{means[name]:.0f}" if name == "responses" else f"{means.get(name, 0.0):.4f}"
+            for means in summary.by_set.values()
+        ]
+        table.add_row(Text(name), *map(Text, shown))
+    Console().print(table)
+    rate = summary.responses / summary.seconds
+    typer.echo(f"{summary.responses} responses in {summary.seconds:.1f} s ({rate:.0f} per second)")
+    if out is not None:
+        typer.echo(f"written to {out}")

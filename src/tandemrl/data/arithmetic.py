@@ -1,0 +1,187 @@
+"""Arithmetic puzzles with an exact answer: Countdown (TinyZero, RL-GRPO), and sums and products of long numbers.
+
+A Countdown problem is made backwards, from an expression, so it has a solution. Problems are distinct by content, not
+by wording: no two have the same target and the same numbers in whatever order, so splits that are drawn together share
+none.
+"""
+
+import random
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, Literal, NamedTuple
+
+from tandemrl.data.rows import RENDERED, DataError
+
+Template = Literal["base", "instruct", "chat"]
+
+SIZES = (3, 4)
+"""Numbers per Countdown problem; TinyZero's published set has 3 or 4 too."""
+MAX_NUMBER = 99
+TARGETS = (10, 100)
+"""The smallest and the largest target."""
+OPERATIONS = ("+", "-", "*")
+TRIES = 100_000
+"""Draws in a row that give nothing new before `distinct` gives up."""
+
+_PREAMBLE = (
+    "A conversation between User and Assistant. The user asks a question, and the Assistant solves it. The assistant "
+    "first thinks about the reasoning process in the mind and then provides the user with the answer."
+)
+_SYSTEM = (
+    "You are a helpful assistant. You first thinks about the reasoning process in the mind and then provides the user "
+    "with the answer."
+)
+_OPENING = "Let me solve this step by step.\n<think>"
+_THOROUGH = (
+    "Show your complete step-by-step reasoning process that led to the final answer within <think> </think> tags."
+)
+_BRIEF = "Show your work in <think> </think> tags."
+
+
+class Puzzle(NamedTuple):
+    """``content`` is what makes two puzzles the same one; ``solution`` is an expression that is right, if known."""
+
+    data_source: str
+    question: str
+    example: str
+    ground_truth: Any
+    content: tuple[Any, ...]
+    solution: str | None = None
+
+
+def countdown(numbers: Sequence[int], target: int, solution: str | None = None) -> Puzzle:
+    """Reach ``target`` with each of ``numbers`` once and + - * /."""
+    return Puzzle(
+        data_source="countdown",
+        question=(
+            f"Using the numbers {list(numbers)}, create an equation that equals {target}. You can use basic arithmetic "
+            "operations (+, -, *, /) and each number can only be used once."
+        ),
+        example="(1 + 2) / 3",
+        ground_truth={"target": target, "numbers": list(numbers)},
+        content=("countdown", target, *sorted(numbers)),
+        solution=solution,
+    )
+
+
+def calculation(data_source: str, a: int, operation: str, b: int) -> Puzzle:
+    """``a`` + - * ``b``. ``data_source`` is "multiply" or "arithmetic"."""
+    answer = {"+": a + b, "-": a - b, "*": a * b}[operation]
+    return Puzzle(
+        data_source=data_source,
+        question=f"What is {a} {operation} {b}?",
+        example="42",
+        ground_truth=str(answer),
+        content=(operation, *sorted((a, b))),
+    )
+
+
+def prompt(puzzle: Puzzle, template: Template) -> list[dict[str, str]]:
+    """The puzzle as messages.
+
+    ``base`` and ``instruct`` are the rendered prompts of TinyZero and RL-GRPO, for base models and for Qwen's chat
+    models: one message with the whole text, up to an assistant turn that has begun to think. ``chat`` is a system and a
+    user message for the model's own chat template.
+    """
+    answer = f"And return the final answer in <answer> </answer> tags, for example <answer> {puzzle.example} </answer>."
+    if template == "base":
+        text = f"{_PREAMBLE}\nUser: {puzzle.question} {_THOROUGH} {answer}\nAssistant: {_OPENING}"
+        return [{"role": "user", "content": text}]
+    asked = f"{puzzle.question} {_BRIEF} {answer}"
+    if template == "instruct":  # the blank before the question is theirs
+        text = (
+            f"<|im_start|>system\n{_SYSTEM}<|im_end|>\n<|im_start|>user\n {asked}<|im_end|>\n<|im_start|>assistant\n"
+            f"{_OPENING}"
+        )
+        return [{"role": "user", "content": text}]
+    return [{"role": "system", "content": _SYSTEM}, {"role": "user", "content": asked}]
+
+
+def record(
+    puzzle: Puzzle,
+    template: Template,
+    *,
+    split: str,
+    index: int,
+    messages: Sequence[Mapping[str, str]] | None = None,
+) -> dict[str, Any]:
+    """A puzzle in verl's row schema.
+
+    Args:
+        messages: the prompt of a data set that has its own, used with ``chat``.
+    """
+    extra: dict[str, Any] = {"split": split, "index": index, RENDERED: template != "chat"}
+    if puzzle.solution is not None:
+        extra["solution"] = puzzle.solution
+    own = messages if template == "chat" else None
+    return {
+        "data_source": puzzle.data_source,
+        "prompt": [{"role": m["role"], "content": m["content"]} for m in own or prompt(puzzle, template)],
+        "ability": "math",
+        "reward_model": {"style": "rule", "ground_truth": puzzle.ground_truth},
+        "extra_info": extra,
+    }
+
+
+def countdowns(seed: int) -> Callable[[], Puzzle]:
+    """A source of Countdown puzzles with 3 or 4 numbers, each with a solution. Not yet distinct: see `distinct`."""
+    rng = random.Random(f"countdown/{seed}")
+
+    def draw() -> Puzzle:
+        while True:
+            numbers = [rng.randint(1, MAX_NUMBER) for _ in range(rng.choice(SIZES))]
+            target, solution = _combine([(number, str(number)) for number in numbers], rng)
+            if TARGETS[0] <= target <= TARGETS[1]:
+                return countdown(numbers, target, solution)
+
+    return draw
+
+
+def calculations(data_source: str, operations: Sequence[str], digits: int, seed: int) -> Callable[[], Puzzle]:
+    """A source of calculations with two numbers of ``digits`` digits. Not yet distinct: see `distinct`."""
+    rng = random.Random(f"{data_source}/{digits}/{seed}")
+    low, high = 10 ** (digits - 1), 10**digits - 1
+
+    def draw() -> Puzzle:
+        return calculation(data_source, rng.randint(low, high), rng.choice(operations), rng.randint(low, high))
+
+    return draw
+
+
+def distinct(draw: Callable[[], Puzzle], counts: Mapping[str, int]) -> dict[str, list[Puzzle]]:
+    """Splits of the given sizes, filled in order, in which no puzzle comes twice.
+
+    Raises:
+        DataError: there are not that many.
+    """
+    seen: set[tuple[Any, ...]] = set()
+    return {split: list(_unseen(draw, count, seen, split)) for split, count in counts.items()}
+
+
+# --------------------------------------------------------------------------------------------------------------------
+
+
+def _unseen(draw: Callable[[], Puzzle], count: int, seen: set[tuple[Any, ...]], split: str) -> Iterator[Puzzle]:
+    for found in range(count):
+        for _ in range(TRIES):
+            puzzle = draw()
+            if puzzle.content not in seen:
+                break
+        else:
+            raise DataError(
+                f"{split}: {found} of {count} rows, then {TRIES} draws in a row gave known problems; ask for fewer rows"
+            )
+        seen.add(puzzle.content)
+        yield puzzle
+
+
+def _combine(terms: list[tuple[int, str]], rng: random.Random) -> tuple[int, str]:
+    """Terms joined two at a time by random operations, each once: (value, expression). Divisions leave no remainder."""
+    while len(terms) > 1:
+        a, text_a = terms.pop(rng.randrange(len(terms)))
+        b, text_b = terms.pop(rng.randrange(len(terms)))
+        operation = rng.choice("+-*/" if b != 0 and a % b == 0 else "+-*")
+        value = {"+": a + b, "-": a - b, "*": a * b, "/": a // b if b else 0}[operation]
+        last = not terms
+        expression = f"{text_a} {operation} {text_b}"
+        terms.append((value, expression if last else f"({expression})"))
+    return terms[0]

@@ -1,0 +1,153 @@
+"""Eurus-2-RL-Data (PRIME-RL): maths and code with tests, filtered as rawsh/TinyZero filters it. No torch."""
+
+import itertools
+import json
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from tandemrl.data.files import write
+from tandemrl.data.rows import DataError, Row, messages_of
+from tandemrl.data.sources import ExpectRows, Origin, Record, expect, provenance, read
+from tandemrl.rollout.envs.code import parse_tests
+
+EURUS = "PRIME-RL/Eurus-2-RL-Data"
+EURUS_ROWS: Mapping[str, int] = {"train/math": 455_261, "train/code": 26_758, "test/math": 1024, "test/code": 1024}
+"""Rows before the drops; ``test`` is the published ``validation``."""
+EURUS_TOKENIZER = "deepseek-ai/DeepSeek-R1-Distill-Qwen-1.5B"
+EURUS_MAX_TOKENS = 1000
+EURUS_UNITS = ("mm/s", "cm/s", "m/s", "km/s", "km/h", "mph")
+"""Speeds, which the graders of the time could not compare."""
+
+
+def build_eurus(
+    source: Path | None,
+    out: Path,
+    *,
+    tokenizer: str = EURUS_TOKENIZER,
+    max_tokens: int = EURUS_MAX_TOKENS,
+    system_prompt: bool = False,
+    expect_rows: ExpectRows = EURUS_ROWS,
+) -> dict[str, Any]:
+    r"""Eurus-2-RL-Data, filtered, as ``train`` and ``test`` (its validation split) in ``out``; returns the manifest.
+
+    Dropped and counted: code whose ground truth is not JSON with inputs and outputs; maths whose ground truth is
+    missing, has a unit of speed (`EURUS_UNITS`) or a ``\boxed``; other abilities; prompts with more than
+    ``max_tokens`` tokens, counted as published: of the Python text of the list of messages. Beyond the published
+    filters, tests that `code.parse_tests` refuses, such as more inputs than outputs.
+
+    Args:
+        source: a folder with ``train`` and ``validation`` Parquet files; None = the hub.
+        tokenizer: folder or hub id; not read with ``max_tokens=0``, which keeps prompts of any length.
+        system_prompt: keep the system message ([ASSESS] [ADVANCE] …); the published training run left it out.
+        expect_rows: rows per split and ability before the drops.
+
+    Raises:
+        DataError: the data or the tokenizer is missing or malformed, or a split has another number of rows.
+    """
+    if source is not None and not source.is_dir():
+        raise DataError(f"{source}: no such folder; --source takes the folder with train and validation Parquet files")
+    short = _at_most(max_tokens, tokenizer) if max_tokens else None
+    dropped: Counter[str] = Counter()
+    origins = {"train": Origin(EURUS, "train"), "test": Origin(EURUS, "validation")}
+    splits = {
+        split: _kept(read(origin, source), split, short, system_prompt, expect_rows, dropped)
+        for split, origin in origins.items()
+    }
+    settings = {
+        "tokenizer": tokenizer if max_tokens else None,
+        "max_tokens": max_tokens,
+        "system_prompt": system_prompt,
+    }
+    return write(out, "eurus", splits, provenance(list(origins.values()), source, dropped) | settings)
+
+
+# --------------------------------------------------------------------------------------------------------------------
+
+
+def _kept(
+    records: Iterator[Record],
+    split: str,
+    short: Callable[[Sequence[str]], list[bool]] | None,
+    system_prompt: bool,
+    expect_rows: ExpectRows,
+    dropped: Counter[str],
+) -> Iterator[dict[str, Any]]:
+    """The rows of a split that stay. dropped: counts the others, by reason."""
+    seen: Counter[str] = Counter()
+    kept = _rows(records, split, system_prompt, seen, dropped)
+    while batch := list(itertools.islice(kept, 1024)):
+        fits = short([str(row["prompt"]) for row in batch]) if short else [True] * len(batch)
+        dropped[f"{split}: too long"] += fits.count(False)
+        yield from itertools.compress(batch, fits)
+    for ability in ("math", "code"):
+        key = f"{split}/{ability}"
+        expect(f"{EURUS} {key}", seen[ability], expect_rows, key)
+
+
+def _rows(
+    records: Iterator[Record], split: str, system_prompt: bool, seen: Counter[str], dropped: Counter[str]
+) -> Iterator[dict[str, Any]]:
+    for number, found in enumerate(records):
+        messages = messages_of(found.fields.get("prompt"), found.where)
+        ability, reward = str(found.fields.get("ability")), found.fields.get("reward_model")
+        truth = reward.get("ground_truth") if isinstance(reward, Mapping) else 0
+        if not isinstance(truth, str | None):
+            raise DataError(f"{found.where}, field 'reward_model': expected an object with a text as ground_truth")
+        seen[ability] += 1
+        if reason := _fault(ability, truth or ""):
+            dropped[f"{split}: {reason}"] += 1
+            continue
+        extra = found.fields.get("extra_info") or {}
+        yield {
+            "data_source": found.text("data_source"),
+            "prompt": [
+                {"content": message["content"], "role": message["role"]}  # in the order that their length is taken in
+                for message in messages
+                if system_prompt or message["role"] != "system"
+            ],
+            "ability": ability,
+            "reward_model": {"style": "rule", "ground_truth": truth},
+            "extra_info": {"split": split, "index": number if extra.get("index") is None else int(extra["index"])},
+        }
+
+
+def _fault(ability: str, truth: str) -> str | None:
+    """Why a row is left out, or None."""
+    if ability == "code":
+        try:
+            tests = json.loads(truth)
+        except ValueError:
+            return "code without valid JSON"
+        if not (isinstance(tests, Mapping) and tests.get("inputs") and tests.get("outputs")):
+            return "code without tests"
+        try:
+            parse_tests(Row("", (), "", truth, {}))
+        except DataError:
+            return "code with unusable tests"
+        return None
+    if ability != "math":
+        return "other ability"
+    if not truth:
+        return "maths without an answer"
+    if any(unit in truth for unit in EURUS_UNITS):
+        return "maths with a unit of speed"
+    return "maths with a boxed ground truth" if r"\boxed" in truth else None
+
+
+def _at_most(max_tokens: int, name: str) -> Callable[[Sequence[str]], list[bool]]:
+    """Which texts have at most ``max_tokens`` tokens, special ones included."""
+    from tokenizers import Tokenizer
+
+    file = Path(name) / "tokenizer.json"
+    try:
+        tokenizer = Tokenizer.from_file(str(file)) if Path(name).is_dir() else Tokenizer.from_pretrained(name)
+    except Exception as error:
+        raise DataError(
+            f"tokenizer {name!r} could not be loaded ({error}); give a folder with tokenizer.json, or keep prompts of "
+            "any length with --max-tokens 0"
+        ) from None
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    return lambda texts: [len(encoding.ids) <= max_tokens for encoding in tokenizer.encode_batch(list(texts))]

@@ -1,0 +1,87 @@
+"""Parquet files in verl's row schema, one per split, beside a manifest with counts and checksums. No torch."""
+
+import hashlib
+import itertools
+import json
+import os
+from collections.abc import Iterable, Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from tandemrl.data.rows import DataError
+from tandemrl.data.sources import checksum
+
+
+def write(
+    out: Path, data_source: str, splits: Mapping[str, Iterable[Mapping[str, Any]]], origin: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Every split, then the manifest, which is returned: a folder with a manifest is complete.
+
+    ``out`` changes when everything is written. The manifest also counts prompts that two splits share, which published
+    splits may.
+
+    Args:
+        splits: rows by split; streams are read in order, a chunk in memory at a time.
+        origin: further entries of the manifest; read when the splits are.
+
+    Raises:
+        DataError: a split has no rows.
+    """
+    out.mkdir(parents=True, exist_ok=True)
+    parts = {split: out / f".{split}.parquet.{os.getpid()}" for split in splits}
+    manifest: dict[str, Any] = {"schema": 1, "data_source": data_source, **origin, "splits": {}}
+    prompts: dict[str, set[bytes]] = {}
+    try:
+        for split, records in splits.items():
+            rows, prompts[split] = _write_parquet(records, parts[split], where=f"{data_source}, split {split}")
+            manifest["splits"][split] = {
+                "file": f"{split}.parquet",
+                "rows": rows,
+                "sha256": checksum(parts[split]),
+            }
+    except BaseException:
+        for part in parts.values():
+            part.unlink(missing_ok=True)
+        with suppress(OSError):  # it was there before, with something in it
+            out.rmdir()
+        raise
+    manifest["shared_prompts"] = {
+        f"{one}/{other}": shared
+        for one, other in itertools.combinations(splits, 2)
+        if (shared := len(prompts[one] & prompts[other]))
+    }
+    (out / "manifest.json").unlink(missing_ok=True)
+    for split, part in parts.items():
+        os.replace(part, out / f"{split}.parquet")
+    part = out / f".manifest.json.{os.getpid()}"
+    part.write_text(json.dumps(manifest, indent=2) + "\n")
+    os.replace(part, out / "manifest.json")
+    return json.loads((out / "manifest.json").read_text())
+
+
+def heldout_size(wanted: int, rows: int) -> int:
+    """``wanted`` rows, at most a tenth, at least one."""
+    return min(wanted, max(1, rows // 10))
+
+
+# --------------------------------------------------------------------------------------------------------------------
+
+
+def _write_parquet(records: Iterable[Mapping[str, Any]], path: Path, *, where: str) -> tuple[int, set[bytes]]:
+    """Rows in verl's schema, a chunk in memory at a time; returns their number and the digests of their prompts."""
+    import pyarrow
+    import pyarrow.parquet
+
+    count, prompts, stream = 0, set(), iter(records)
+    chunk = list(itertools.islice(stream, 1024))
+    if not chunk:
+        raise DataError(f"{where}: no rows are left")
+    schema = pyarrow.Table.from_pylist(chunk).schema
+    with pyarrow.parquet.ParquetWriter(path, schema) as writer:
+        while chunk:
+            writer.write_table(pyarrow.Table.from_pylist(chunk, schema=schema))
+            count += len(chunk)
+            prompts |= {hashlib.blake2b(repr(row["prompt"]).encode(), digest_size=8).digest() for row in chunk}
+            chunk = list(itertools.islice(stream, 1024))
+    return count, prompts

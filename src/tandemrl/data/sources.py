@@ -1,0 +1,192 @@
+"""Raw records of published data sets, one at a time: from the hub, or from a local copy. No torch."""
+
+import hashlib
+import json
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+from tandemrl.data.rows import DataError, load_hub, read_jsonl, read_parquet
+
+ExpectRows = Mapping[str, int] | Literal[0]
+"""Rows that each split must have; 0 accepts any number."""
+
+SUFFIXES = (".parquet", ".jsonl", ".json")
+SPLITS = {"train", "test", "validation"}
+"""A file with one of these names is never taken for another split."""
+
+
+class Origin(NamedTuple):
+    """A split of a data set on the hub; ``split`` None = the first (of the sets here: the only) one."""
+
+    repo: str
+    split: str | None = None
+
+    @property
+    def name(self) -> str:
+        """The repository without its owner: what a local copy is called."""
+        return self.repo.rpartition("/")[2]
+
+
+class Record(NamedTuple):
+    """``where`` names the source and the row, for errors."""
+
+    where: str
+    fields: Mapping[str, Any]
+
+    def text(self, field: str) -> str:
+        """A field as text; numbers are written out.
+
+        Raises:
+            DataError: it is missing, empty or neither text nor a number.
+        """
+        value = self.fields.get(field)
+        if isinstance(value, bool) or not isinstance(value, str | int | float) or value == "":
+            raise DataError(f"{self.where}, field {field!r}: expected text, found {value!r}")
+        return str(value)
+
+
+def read(origin: Origin, source: Path | None, *, alone: bool = True) -> Iterator[Record]:
+    """Every record of a split, in order.
+
+    Args:
+        source: a local copy, see `local_files`; None = the hub.
+        alone: ``source`` is a copy of this data set and no other.
+
+    Raises:
+        DataError: the data set is not there, or is not what it should be.
+    """
+    if source is None:
+        where = f"hf:{origin.repo}" + (f":{origin.split}" if origin.split else "")
+        table = load_hub(origin.repo, None, origin.split, where=where)
+        if origin.split is None:
+            table = next(iter(table.values()))
+        for row, record in enumerate(table, 1):
+            yield Record(f"{where}, row {row}", _object(record, f"{where}, row {row}"))
+        return
+    for path in local_files(origin, source, alone=alone):
+        for line, record in _records(path):
+            where = f"{path}, {'row' if path.suffix == '.parquet' else 'line'} {line}"
+            yield Record(where, _object(record, where))
+
+
+def local_files(origin: Origin, source: Path, *, alone: bool = True) -> list[Path]:
+    """The files of a local copy of a split, in order.
+
+    ``source`` is a file, or a folder with Parquet, JSONL or JSON files whose name, or folder, starts with the name of
+    the split, as the hub has them; a single file may have a name of its own. A copy that lies among others is a file or
+    a folder in ``source`` with the name of the repository, with or without its owner.
+
+    Raises:
+        DataError: nothing is there, or more than one file could be meant.
+    """
+    if source.is_file() and alone:
+        return [_supported(source)]
+    if not source.is_dir():
+        raise DataError(f"{source}: no such {'file or folder' if alone else 'folder'}")
+    files = [path for suffix in SUFFIXES if (path := source / f"{origin.name}{suffix}").is_file()]
+    folder = next((path for path in (source / origin.repo, source / origin.name) if path.is_dir()), None)
+    if not files and folder is None and not alone:
+        raise DataError(
+            f"{source}: no copy of {origin.repo}; expected a folder {origin.name}/ or a file {origin.name}"
+            f"{{{','.join(SUFFIXES)}}} there"
+        )
+    if not files:
+        files = _below(folder or source)
+    chosen = files
+    if origin.split is not None:
+        chosen = [path for path in files if _in_split(path, origin.split)]
+        chosen = chosen or [path for path in files if not any(_in_split(path, other) for other in SPLITS)]
+    if len({_without_shard(path) for path in chosen}) == 1:
+        if (shards := _SHARD.search(chosen[0].stem)) and shards["all"] and int(shards["all"]) != len(chosen):
+            raise DataError(f"{chosen[0].parent}: {len(chosen)} of {int(shards['all'])} files of the split are there")
+        return chosen
+    found = ", ".join(str(path.relative_to(source)) for path in chosen[:8]) or "none"
+    raise DataError(
+        f"{source}: expected the {origin.split or 'only'} split of {origin.repo} as Parquet, JSONL or JSON; files "
+        f"found: {found}; --source can be one of them"
+    )
+
+
+def expect(where: str, found: int, expect_rows: ExpectRows, split: str) -> None:
+    """Raises:
+    DataError: a split has another number of rows than expected."""
+    if expect_rows != 0 and found != expect_rows[split]:
+        raise DataError(
+            f"{where}: {found} rows, expected {expect_rows[split]}; the file is incomplete or another revision "
+            "(--expect-rows 0 accepts it)"
+        )
+
+
+def provenance(
+    origins: Sequence[Origin], source: Path | None, dropped: Mapping[str, int] | None = None, *, alone: bool = True
+) -> dict[str, Any]:
+    """Where the rows are from and what was left out, for the manifest. ``dropped`` may still be counting."""
+    if source is None:
+        where: dict[str, Any] = {"source": ", ".join(dict.fromkeys(origin.repo for origin in origins))}
+    else:
+        files = [path for origin in origins for path in local_files(origin, source, alone=alone)]
+        where = {"source": str(source), "source_sha256": {str(path): checksum(path) for path in files}}
+    return where if dropped is None else where | {"dropped": dropped}
+
+
+def checksum(path: Path) -> str:
+    """SHA-256 of a file, in hexadecimal."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+# --------------------------------------------------------------------------------------------------------------------
+
+
+def _below(folder: Path) -> list[Path]:
+    """Data files of a folder and the folders in it; hidden ones hold the hub client's notes."""
+    return sorted(
+        path
+        for path in folder.rglob("*")
+        if path.suffix in SUFFIXES
+        and path.is_file()
+        and not any(part.startswith(".") for part in path.relative_to(folder).parts)
+    )
+
+
+def _in_split(path: Path, split: str) -> bool:
+    """train.jsonl, train-00000-of-00002.parquet, train/0000.parquet."""
+    return path.parent.name == split or re.match(rf"{split}(?![A-Za-z])", path.stem) is not None
+
+
+_SHARD = re.compile(r"-\d{5}-of-(?P<all>\d{5})$|^\d{4}$")
+
+
+def _without_shard(path: Path) -> tuple[Path, str, str]:
+    """What the files of one split have in common; they differ in the number of the shard."""
+    return path.parent, _SHARD.sub("", path.stem), path.suffix
+
+
+def _supported(path: Path) -> Path:
+    if path.suffix not in SUFFIXES:
+        raise DataError(f"{path}: expected a {', '.join(SUFFIXES)} file")
+    return path
+
+
+def _records(path: Path) -> Iterator[tuple[int, Any]]:
+    if path.suffix == ".parquet":
+        return read_parquet(path)
+    with path.open(encoding="utf-8-sig", errors="replace") as file:
+        whole = path.suffix == ".json" and file.read(64).lstrip().startswith("[")
+    return _read_list(path) if whole else read_jsonl(path)
+
+
+def _read_list(path: Path) -> Iterator[tuple[int, Any]]:
+    try:
+        values = json.loads(path.read_text(encoding="utf-8-sig"))
+    except ValueError as error:
+        raise DataError(f"{path}: not JSON: {error}") from None
+    return enumerate(values, 1)
+
+
+def _object(record: Any, where: str) -> Mapping[str, Any]:
+    if not isinstance(record, Mapping):
+        raise DataError(f"{where}: expected an object, found {type(record).__name__}")
+    return record

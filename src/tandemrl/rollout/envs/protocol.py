@@ -1,0 +1,66 @@
+"""What a scorer is: a function of a row and a response that returns a score, or says who has to find it out.
+
+A scorer is ``(row, text, options) -> Score | Deferred``. It runs in the training process, so it must be quick and
+bounded whatever the model wrote: strings and plain numbers. Everything else it defers to one of three pools, which
+`scoring.Scorer` runs for a whole batch at once:
+
+=========== ================================= ========================================= ===============================
+kind        payload                           settled by                                outcome given to ``then``
+=========== ================================= ========================================= ===============================
+"symbolic"  ``("module:function", *strings)`` that function, in a child process that is what it returned (JSON), or
+                                              killed after ``reward.timeout_s``         `Lost`
+"code"      ``(row, text)``                   ``code(row, text)`` of the `Scorer`, in   a `Score`
+                                              threads
+"judge"     ``(row, text, rule)``             ``judge(payloads)`` of the `Scorer`, in   a `Score`
+                                              one call for the whole batch
+=========== ================================= ========================================= ===============================
+
+``then`` turns the outcome into the score, or defers again: TinyV asks a judge only after PRIME's grader (``rule``) has
+found its verdict. A score with the part ``timeout`` or ``failure`` is counted as such in the metrics. A pool that is
+broken (no sandbox, a judge that is down) raises; it never returns zeros.
+"""
+
+from collections.abc import Callable
+from typing import Any, Literal, NamedTuple
+
+from tandemrl.config import RewardConfig
+from tandemrl.data.rows import Row
+
+Pool = Literal["symbolic", "code", "judge"]
+
+
+class GraderError(RuntimeError):
+    """Answers cannot be graded; the message says what to install or change."""
+
+
+class Score(NamedTuple):
+    """``value`` is the reward. ``parts``: ``acc`` and ``answer_present`` (0 or 1), and more by scorer. ``answer`` is
+    what was extracted from the text, None if nothing was."""
+
+    value: float
+    parts: dict[str, float]
+    answer: str | None
+
+
+class Lost(NamedTuple):
+    """There is no outcome: the child process hung (``timeout``), or raised or died (``failure``)."""
+
+    how: Literal["timeout", "failure"]
+    why: str = ""
+
+
+def _as_it_is(outcome: Any) -> "Score":
+    assert isinstance(outcome, Score)
+    return outcome
+
+
+class Deferred(NamedTuple):
+    """A score that a pool has to find out; see the module's table. Payloads are hashable for "symbolic": equal ones
+    are settled once per batch."""
+
+    kind: Pool
+    payload: tuple[Any, ...]
+    then: "Callable[[Any], Score | Deferred]" = _as_it_is
+
+
+ScorerFunction = Callable[[Row, str, RewardConfig], Score | Deferred]

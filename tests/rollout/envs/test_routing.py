@@ -1,0 +1,97 @@
+"""Which scorer a data source gets: the table of names, suffixes, a user's own, and compatibility."""
+
+import pytest
+
+from tandemrl.config import ConfigError, RewardConfig, difference, load, to_dict
+from tandemrl.data.rows import DataError, Row
+from tandemrl.rollout.envs.routing import COMPAT, SCORERS, SUFFIXES, TABLE, score_text, scorer_of
+
+
+def row(source, gold="7"):
+    return Row("r", ({"role": "user", "content": "?"},), source, gold, {})
+
+
+def name_of(source, **options):
+    function = scorer_of(row(source), RewardConfig(**options))
+    return next(name for name, each in SCORERS.items() if each is function)
+
+
+@pytest.mark.parametrize(
+    ("name", "sources"),
+    [
+        ("gsm8k", ["openai/gsm8k"]),
+        ("boxed", ["synthetic/plain", "deepscaler", "aime24", "aime25", "aime26", "amc23_25", "math500", "minerva"]),
+        (
+            "boxed",
+            ["olympiad", "lighteval/MATH", "HuggingFaceH4/MATH-500", "DigitalLearningGmbH/MATH-lighteval", "math"],
+        ),
+        ("boxed", ["EleutherAI/hendrycks_math", "math-ai/minervamath", "agentica-org/DeepScaleR-Preview-Dataset"]),
+        ("dapo", ["math_dapo", "math_dapo_reasoning"]),
+        (
+            "prime",
+            ["numina_aops_forum", "numina_synthetic_math", "numina_amc_aime", "numina_cn_k12", "numina_olympiads"],
+        ),
+        ("prime", ["OLYMPIAD_BENCH", "MINERVA", "MATH", "AMC", "AIME", "big_math_prime"]),  # TinyV's names
+        ("math_verify", ["polaris_mathverify"]),
+        ("judge", ["polaris_tinyv", "HardVerify-Math", "zhangchenxu/HardVerify-Math", "gsm8k_tinyv"]),
+        ("grade", ["grade", " Grade "]),
+        ("code", ["codecontests", "apps", "codeforces", "taco", "humaneval", "openai/openai_humaneval"]),
+        ("countdown", ["countdown", "Jiayi-Pan/Countdown-Tasks-3to4", "Majis699/countdown-0"]),
+        ("integer", ["multiply", "arithmetic", "my-arithmetic-3"]),
+        ("exact_match", ["searchR1_nq", "searchR1_hotpotqa", "searchR1_bamboogle"]),
+    ],
+)
+def test_the_table(name, sources):
+    assert {source: name_of(source) for source in sources} == dict.fromkeys(sources, name)
+
+
+def test_compat_verl_routes_as_verl_does():
+    verl = {
+        "openai/gsm8k": "gsm8k",
+        "lighteval/MATH": "hendrycks",
+        "DigitalLearningGmbH/MATH-lighteval": "hendrycks",
+        "HuggingFaceH4/MATH-500": "hendrycks",
+        "math": "dapo",
+        "aime2024": "dapo",
+        "math_dapo": "dapo",
+        "numina_cn_k12": "prime",
+        "taco": "code",
+    }
+    assert {source: name_of(source, compat="verl") for source in verl} == verl
+
+
+def test_every_table_names_scorers_that_exist():
+    for table in (TABLE, SUFFIXES, *COMPAT.values()):
+        assert set(table.values()) <= set(SCORERS)
+
+
+def test_a_users_choice_comes_first_and_capitals_count():
+    scorers = {"math500": "hendrycks", "My*": "prime", "*_tinyv": "boxed"}
+    assert name_of("math500", scorers=scorers) == "hendrycks"
+    assert name_of("MATH500", scorers=scorers) == "hendrycks"
+    assert name_of("MyData", scorers=scorers) == "prime"
+    assert name_of("x_tinyv", scorers=scorers) == "boxed"
+    with pytest.raises(DataError, match="no scorer"):
+        name_of("mydata", scorers=scorers)
+
+
+def test_unknown_data_sources_get_the_list_of_what_is_known():
+    with pytest.raises(DataError) as error:
+        score_text(row("bird songs"), "7")
+    message = str(error.value)
+    assert message.startswith("row r: no scorer for data_source 'bird songs'; name one in reward.scorers")
+    assert all(
+        name in message for name in ("openai/gsm8k", "*countdown*", "*_tinyv*", "math_verify", "module:function")
+    )
+
+
+def test_users_scorers_are_configured_by_file_or_command_line(tmp_path):
+    file = tmp_path / "mine.yaml"
+    file.write_text("reward:\n  scorers:\n    my/data: prime\n")
+    config = load(file, ["reward.scorers.other=my.module:score"])
+    assert config.reward.scorers == {"my/data": "prime", "other": "my.module:score"}
+    assert to_dict(config)["reward"]["scorers"] == config.reward.scorers
+    assert difference(load(file), config) == {"reward.scorers.other": (None, "my.module:score")}
+    assert difference(config, load(file)) == {"reward.scorers.other": ("my.module:score", None)}
+    with pytest.raises(ConfigError, match=r"reward\.compat"):
+        load(overrides=["reward.compat=trl"])
