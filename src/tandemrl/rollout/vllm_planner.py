@@ -53,8 +53,8 @@ class Pass:
 
     new: rows that this model has never seen. replaced: ids whose block ids are to be replaced, not extended (a request
     that came back from preemption). blocks: all block ids of new and replaced rows, the further ones of others, or
-    None. outputs: tokens written so far. ends: rows whose next token this pass predicts. rows: index in the step, slots:
-    in the ledger.
+    None. outputs: tokens written so far. ends: rows whose next token this pass predicts. rows: index in the step.
+    slots: in the ledger.
     """
 
     ids: list[str]
