@@ -1,8 +1,10 @@
 """Tandem rollouts on vLLM: the ``Engine`` contract over a stock installation, extended by ``worker_cls`` only."""
 
+import gc
 import os
 import threading
 import warnings
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -22,6 +24,7 @@ from tandemrl.selection import replay
 
 try:
     import vllm
+    import vllm.envs
     from vllm import EngineArgs, LLMEngine, SamplingParams
     from vllm.sampling_params import RequestOutputKind
 
@@ -148,6 +151,12 @@ class VllmEngine:
             args["gpu_memory_utilization"] = gpu_memory_utilization
         with _startup(multiprocess, devices, unbound=on_cpu and tensor_parallel > 1):
             self._engine = LLMEngine.from_engine_args(EngineArgs(**args | dict(engine_args or {})))
+        client: Any = self._engine.engine_core
+        self._close: Callable[[], object] = client.shutdown
+        if self._in_process:
+            client._finalizer.detach()
+            _RUNNING.add(id(client.engine_core))
+            self._close = weakref.finalize(self, _shut_down, client.engine_core)
 
     @property
     def info(self) -> EngineInfo:
@@ -189,12 +198,17 @@ class VllmEngine:
             flying[name] = number
         completions: dict[int, Completion] = {}
         try:
+            told = 0
             while self._engine.has_unfinished_requests():
                 for output in self._engine.step():
                     number = int(output.request_id)
                     completions[number] = self._completion(*pairs[number], output.outputs[0])  # type: ignore[index]
-                    if progress is not None:
-                        progress(len(completions[number].tokens))
+                if progress is not None:
+                    states: Iterable[Any] = self._engine.output_processor.request_states.values()
+                    written = sum(len(c.tokens) for c in completions.values())
+                    written += sum(state.detokenizer.num_output_tokens() for state in states)
+                    progress(written - told)
+                    told = written
                 if (aborted := self._aborted) != set():
                     self._abort(aborted, flying, pairs, completions)
         except BaseException:
@@ -318,7 +332,7 @@ class VllmEngine:
 
     def close(self) -> None:
         """Stop the engine and its workers; the object is of no further use."""
-        self._engine.engine_core.shutdown()
+        self._close()
 
     def _wake(self, *tags: str) -> None:
         """Take back memory that was handed to the trainer."""
@@ -327,8 +341,28 @@ class VllmEngine:
             self._asleep -= set(asleep)
 
     def _call(self, method: str, *args: Any) -> list[Any]:
-        """A method of every worker; errors there name their cause."""
-        return self._engine.collective_rpc(method, args=args)
+        """A method of every worker; errors there name their cause, whichever process they come from."""
+        try:
+            return self._engine.collective_rpc(method, args=args)
+        except EngineError:
+            raise
+        except Exception as error:
+            raise EngineError(str(error)) from error
+
+
+_RUNNING: set[int] = set()
+"""Engine cores in this process. They share torch.distributed and other globals, which the last one takes down."""
+
+
+def _shut_down(core: Any) -> None:
+    _RUNNING.discard(id(core))
+    if not _RUNNING:
+        core.shutdown()
+        return
+    core.structured_output_manager.clear_backend()
+    core.model_executor.shutdown()
+    core.scheduler.shutdown()
+    gc.unfreeze()
 
 
 def platform_device() -> str:
@@ -354,6 +388,7 @@ def _startup(multiprocess: bool, devices: str | None, *, unbound: bool) -> Itera
     before = {name: os.environ.get(name) for name in wanted}
     set_num_threads, threads, random_state = torch.set_num_threads, torch.get_num_threads(), torch.get_rng_state()
     os.environ.update(wanted)
+    vllm.envs.disable_envs_cache()  # an earlier engine may have frozen its own
     try:
         yield
     finally:

@@ -153,7 +153,11 @@ class Planner:
             self._free += slots
 
     def admit(self, admissions: Sequence[Admission]) -> None:
-        """Take up new requests and draw the authors of their first tokens."""
+        """Take up new requests and draw the authors of their first tokens.
+
+        Raises:
+            EngineError: a strategy lets somebody write who it promised would not.
+        """
         if not admissions:
             return
         while len(self._free) < len(admissions):
@@ -177,6 +181,7 @@ class Planner:
         ledger.drawn[at] = -1
         for slot in slots:
             self._blocks[slot] = []
+        self._hold_to_promises(at, [a.id for a in admissions])
         if self.recorded is not None:
             for admission, slot in zip(admissions, slots, strict=True):
                 self._authors_of[slot] = self.recorded.setdefault(admission.key, [])
@@ -225,6 +230,10 @@ class Planner:
             self.filled[:, [b for i, new, whole in given for b in (new[start[i] // size :] if whole else new)]] = False
         for i, new, whole in given:
             self._allocate(int(slots[i]), start[i], new, whole=whole)
+            if self.prefix_caching and (first[i] or count[i] > 1):
+                # What this step computes counts for the rows behind it: they come later in a pass, or in a later one.
+                full = self._blocks[slots[i]][: int(end[i]) // size]
+                self.filled[np.ix_(ledger.writers[:, slots[i]], full)] = True
         run = ledger.writers[:, slots]
         ends = end == ledger.length[slots]
         if self.mode != "lockstep":
@@ -259,14 +268,18 @@ class Planner:
                 self._authors_of[int(slots[i])].append(int(ledger.author[slots[i]]))
         ledger.length[at] += 1
         author = self._selection.step(torch.from_numpy(at), torch.from_numpy(tokens)).numpy().astype(np.int64)
-        if not ledger.writers[author, at].all():
-            culprit = ids[int(got.nonzero()[0][(~ledger.writers[author, at]).argmax()])]
-            raise EngineError(
-                f"request {culprit}: its strategy lets somebody write who it promised would not (Strategy.writers)"
-            )
         ledger.author[at] = author
+        self._hold_to_promises(at, ids if got.all() else [ids[i] for i in got.nonzero()[0]])
 
     # ---------------------------------------------------------------------------------------------------------- details
+
+    def _hold_to_promises(self, slots: np.ndarray, ids: Sequence[str]) -> None:
+        kept = self._ledger.writers[self._ledger.author[slots], slots]
+        if not kept.all():
+            raise EngineError(
+                f"request {ids[int(kept.argmin())]}: its strategy lets somebody write who it promised would not "
+                "(Strategy.writers)"
+            )
 
     def _draw_ahead(self, slots: np.ndarray) -> None:
         """The next uniforms of some rows, a page of them at once."""

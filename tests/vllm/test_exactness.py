@@ -1,0 +1,346 @@
+"""Token for token: the vLLM engine against stock vLLM, transformers and the reference engine."""
+
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+import torch
+from pairs import (
+    LENGTHS,
+    UNEQUAL,
+    VLLM,
+    abort_after,
+    assert_sound,
+    changed,
+    flat,
+    greedy_gaps,
+    logprob_errors,
+    mixed,
+    models,
+    reference,
+    strategies,
+    tokens,
+    with_strategy,
+)
+
+from helpers import prompts
+from tandemrl.rollout.engine import Completion, Request, Sampling
+from tandemrl.selection import alternating, chunk, replay, solo
+from tandemrl.selection.draws import request_key
+
+pytestmark = VLLM
+
+MODES = ("lazy", "majority", "lockstep")
+GREEDY = Sampling(max_tokens=48, temperature=0.0, ignore_eos=True)
+SAMPLED = Sampling(max_tokens=48)
+TIGHT = {
+    "chunked prefill": dict(max_batched_tokens=64, max_rows=48),
+    "preemption": dict(kv_blocks=22, block_size=32),
+    "both": dict(kv_blocks=22, block_size=32, max_batched_tokens=64, max_rows=48),
+    "no prefix cache": dict(prefix_caching=False),
+}
+SAMPLINGS = {
+    "cold": Sampling(temperature=0.6),
+    "top_k": Sampling(top_k=5),
+    "top_p": Sampling(top_p=0.8),
+    "min_p": Sampling(min_p=0.1),
+    "the paper's": Sampling(temperature=0.7, top_p=0.8, top_k=20),
+    "repetition": Sampling(repetition_penalty=1.3),
+    "presence": Sampling(presence_penalty=0.8),
+    "frequency": Sampling(frequency_penalty=0.5),
+    "everything": Sampling(
+        temperature=0.9, top_p=0.95, top_k=30, min_p=0.01, repetition_penalty=1.1, presence_penalty=0.2,
+        frequency_penalty=0.3,
+    ),
+}  # fmt: skip
+ALL_PROMPTS = prompts(2 * len(strategies()), lengths=LENGTHS)  # two for each strategy when they take turns
+
+
+def assert_pressed(name: str, scheduled, batch: Sequence[Request]) -> None:
+    """The tight engine really was tight."""
+    if name in ("preemption", "both"):
+        assert scheduled.preemptions >= 5
+    if name in ("chunked prefill", "both"):
+        assert max(len(request.prompt) for request in batch) > 4 * 64
+    if name == "no prefix cache":
+        assert scheduled.cached_tokens == 0
+
+
+# ----------------------------------------------------------------------------------------------------- two equal models
+
+
+@pytest.fixture(scope="module")
+def stock(engines) -> list[list[int]]:
+    return engines.stock(ALL_PROMPTS, GREEDY.max_tokens)
+
+
+def test_stock_texts_are_worth_comparing(stock):
+    assert np.mean([len(set(written)) for written in stock]) > 12
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("name", strategies())
+def test_two_equal_models_write_what_stock_vllm_writes(engines, stock, name, mode):
+    engine = engines("equal", mode=mode)
+    some = slice(0, len(LENGTHS))
+    batch = with_strategy(mixed(ALL_PROMPTS[some], GREEDY), strategies()[name])
+    written = engine.generate(batch)
+    assert tokens(flat(written)) == stock[some]
+    assert_sound(batch, written)
+    assert all((c.behaviour_logprobs == 0).all() for c in flat(written))
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("tight", TIGHT)
+def test_two_equal_models_write_what_stock_vllm_writes_under_pressure(engines, stock, scheduled, tight, mode):
+    engine = engines("equal", mode=mode, **TIGHT[tight])
+    batch = mixed(ALL_PROMPTS, GREEDY)
+    written = engine.generate(batch)
+    assert tokens(flat(written)) == stock
+    assert_sound(batch, written)
+    assert_pressed(tight, scheduled, batch)
+
+
+@pytest.fixture(scope="module")
+def alone(engines) -> list[Completion]:
+    """What the engine samples when the senior writes alone."""
+    return flat(engines("equal").generate(with_strategy(mixed(ALL_PROMPTS, SAMPLED), solo("senior"))))
+
+
+def assert_same_draws(found: Sequence[Completion], wanted: Sequence[Completion]) -> None:
+    assert tokens(found) == tokens(wanted)
+    assert [c.stop_reason for c in found] == [c.stop_reason for c in wanted]
+    for one, other in zip(found, wanted, strict=True):
+        assert np.abs(one.behaviour_logprobs - other.behaviour_logprobs).max() < 1e-4
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("options", [{}, *TIGHT.values()], ids=["plain", *TIGHT])
+def test_two_equal_models_sample_what_one_of_them_samples(engines, alone, options, mode):
+    """The author draws do not touch the token draws, and neither do chunks, preemption or who is left behind."""
+    batch = mixed(ALL_PROMPTS, SAMPLED)
+    written = engines("equal", mode=mode, **options).generate(batch)
+    assert_same_draws(flat(written), alone)
+    assert_sound(batch, written)
+
+
+# ------------------------------------------------------------------------------------------------- two different models
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("pair", UNEQUAL)
+def test_every_greedy_token_is_the_best_of_its_authors_model(engines, pair, mode):
+    batch = mixed(ALL_PROMPTS, GREEDY)
+    written = engines(pair, mode=mode).generate(batch)
+    assert_sound(batch, written)
+    assert greedy_gaps(models(pair), batch, written).max() < 1e-4
+    swapped = greedy_gaps(models(pair)[::-1], batch, written)
+    assert (swapped > 1e-4).mean() > 0.5  # the two models are told apart
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("tight", TIGHT)
+def test_every_greedy_token_is_the_best_of_its_authors_model_under_pressure(engines, scheduled, tight, mode):
+    batch = mixed(ALL_PROMPTS, GREEDY, seed=1)
+    written = engines("Llama junior", mode=mode, **TIGHT[tight]).generate(batch)
+    assert_sound(batch, written)
+    assert greedy_gaps(models("Llama junior"), batch, written).max() < 1e-4
+    assert_pressed(tight, scheduled, batch)
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("pair", UNEQUAL)
+def test_behaviour_logprobs_are_the_authors(engines, pair, mode):
+    batch = mixed(ALL_PROMPTS, SAMPLED, seed=2)
+    written = engines(pair, mode=mode).generate(batch)
+    assert_sound(batch, written)
+    assert logprob_errors(models(pair), batch, written).max() < 1e-4
+
+
+@pytest.mark.parametrize("name", SAMPLINGS)
+def test_behaviour_logprobs_are_those_of_the_authors_sampling_distribution(engines, name):
+    batch = mixed(ALL_PROMPTS[: len(strategies())], changed(SAMPLINGS[name], max_tokens=24), seed=3)
+    written = engines("smaller junior").generate(batch)
+    assert_sound(batch, written)
+    assert logprob_errors(models("smaller junior"), batch, written).max() < 1e-4
+
+
+@pytest.mark.parametrize("tight", ["preemption", "both"])
+def test_penalties_survive_preemption(engines, scheduled, tight):
+    batch = mixed(ALL_PROMPTS, changed(SAMPLINGS["everything"], max_tokens=60, ignore_eos=True), seed=4)
+    written = engines("Llama junior", **TIGHT[tight]).generate(batch)
+    assert_sound(batch, written)
+    assert scheduled.preemptions >= 5
+    assert logprob_errors(models("Llama junior"), batch, written).max() < 1e-4
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_catch_up_longer_than_the_token_budget_takes_several_passes(engines, mode):
+    """The junior sleeps for 150 tokens, then has them to read with 64 tokens a step."""
+    engine = engines("Llama junior", mode=mode, **TIGHT["chunked prefill"])
+    given = prompts(6, seed=5, lengths=(3, 90, 40))
+    kinds = [chunk(150, "senior"), chunk(150, "junior")]
+    batch = [
+        Request(tuple(p), (request_key(5, 0, i, 0),), changed(GREEDY, max_tokens=330), kinds[i % 2])
+        for i, p in enumerate(given)
+    ]
+    written = engine.generate(batch)
+    assert_sound(batch, written)
+    assert greedy_gaps(models("Llama junior"), batch, written).max() < 1e-4
+
+
+# ------------------------------------------------------------------------------------------------------- prefix caching
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("pair", ["equal", "smaller junior", "Llama junior"])
+def test_two_turns_with_a_prefix_cache(engines, scheduled, pair, mode):
+    """The second prompt is the first one, what was written, and new text; the strategies change between the turns."""
+    engine = engines(pair, mode=mode, block_size=32)
+    seed = 10 + MODES.index(mode)
+    first = mixed(prompts(len(strategies()), seed=seed, lengths=LENGTHS), GREEDY, seed=seed)
+    texts = tokens(flat(engine.generate(first)))
+    more = prompts(len(first), seed=seed + 1, lengths=(5, 20, 1))
+    before = scheduled.cached_tokens
+    second = mixed(
+        [[*r.prompt, *text, *new] for r, text, new in zip(first, texts, more, strict=True)], SAMPLED, seed=seed + 2
+    )[::-1]
+    written = engine.generate(second)
+    assert scheduled.cached_tokens - before > 1000
+    assert_sound(second, written)
+    assert logprob_errors(models(pair), second, written).max() < 1e-4
+    again = with_strategy(second, solo("senior"))
+    assert logprob_errors(models(pair), again, engine.generate(again)).max() < 1e-4
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_requests_that_share_a_prefix(engines, scheduled, mode):
+    """Some let one model alone write, some both: what one model read is not what both read."""
+    engine = engines("Llama junior", mode=mode, block_size=32)
+    prefix = prompts(1, seed=20 + MODES.index(mode), lengths=(240,))[0]
+    ends = prompts(24, seed=22, lengths=(1, 30, 3))
+    kinds = [solo("senior"), alternating("junior"), solo("junior"), alternating("senior")]
+    for turn in range(3):
+        batch = [
+            Request(
+                (*prefix, *end), (request_key(20, turn, i, 0),), changed(GREEDY, max_tokens=20), kinds[(i + turn) % 4]
+            )
+            for i, end in enumerate(ends)
+        ]
+        written = [completions for part in (batch[:1], batch[1:]) for completions in engine.generate(part)]
+        assert_sound(batch, written)
+        assert greedy_gaps(models("Llama junior"), batch, written).max() < 1e-4
+    assert scheduled.cached_tokens > 60 * 200
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("options", [dict(block_size=32), TIGHT["both"]], ids=["plain", "under pressure"])
+def test_samples_that_start_together(engines, scheduled, options, mode):
+    """A request may find its prompt in blocks that another one is filling in the same step."""
+    engine = engines("Llama junior", mode=mode, **options)
+    seed = 24 + MODES.index(mode)
+    kinds = list(strategies().values())[seed % 3 :: 3]
+    batch = [
+        Request(
+            tuple(prompt), tuple(request_key(seed, i, k, s) for s in range(2)), changed(SAMPLED, max_tokens=8), kind
+        )
+        for i, prompt in enumerate(prompts(2, seed=seed, lengths=(257, 100)))
+        for k, kind in enumerate(kinds)
+    ]
+    written = engine.generate(batch)
+    assert_sound(batch, written)
+    assert logprob_errors(models("Llama junior"), batch, written).max() < 1e-4
+    assert scheduled.cached_tokens > 1000
+
+
+def test_a_prefix_left_behind_by_an_aborted_request(engines):
+    engine = engines("Llama junior", block_size=32)
+    first = mixed(prompts(17, seed=30, lengths=(100, 40)), changed(GREEDY, max_tokens=200), seed=30)
+    cut = abort_after(engine, first, 17 * 50, None)
+    assert all(40 <= len(c.tokens) < 200 for c in cut)
+    second = mixed([[*r.prompt, *c.tokens.tolist()] for r, c in zip(first, cut, strict=True)][::-1], GREEDY, seed=31)
+    written = engine.generate(second)
+    assert greedy_gaps(models("Llama junior"), second, written).max() < 1e-4
+
+
+# ------------------------------------------------------------------------------------------------- the reference engine
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("pair", UNEQUAL)
+def test_the_reference_engine_writes_the_same(engines, pair, mode):
+    """Both draw with the same uniforms, so tokens may differ only where a logit's rounding decides."""
+    settings = [SAMPLED, *SAMPLINGS.values(), GREEDY]
+    batch = [
+        Request(
+            r.prompt, tuple(request_key(40, 0, i, s) for s in range(2)), changed(setting, max_tokens=24), r.strategy
+        )
+        for i, r in enumerate(mixed(prompts(10 * len(settings), seed=40, lengths=(1, 7, 33, 12)), SAMPLED))
+        for setting in [settings[i % len(settings)]]
+    ]
+    found = engines(pair, mode=mode).generate(batch)
+    wanted = reference(pair).generate(batch)
+    assert_sound(batch, found)
+    rounded = 0
+    for one, other in zip(flat(found), flat(wanted), strict=True):
+        same = np.array_equal(one.tokens, other.tokens)
+        rounded += not same
+        if same:
+            assert one.author.tolist() == other.author.tolist()
+            assert one.stop_reason == other.stop_reason
+            assert np.abs(one.behaviour_logprobs - other.behaviour_logprobs).max() < 1e-4
+    assert rounded <= 0.005 * len(flat(wanted))
+
+
+# ----------------------------------------------------------------------------------------------------- the author masks
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("options", [{}, TIGHT["both"]], ids=["plain", "under pressure"])
+def test_the_workers_record_is_the_mask(engines, options, mode):
+    engine = engines("Llama junior", mode=mode, **options)
+    batch = mixed(ALL_PROMPTS, SAMPLED, seed=50)
+    written = engine.generate(batch)
+    record = engine.recorded_authors()
+    for request, completion in zip(batch, flat(written), strict=True):
+        recorded = record[completion.key]
+        assert recorded.dtype == np.int8
+        assert recorded.tolist() == completion.author.tolist() == completion.authorship_mask.tolist()
+        drawn = torch.from_numpy(completion.tokens)[None]
+        told = replay(request.strategy, torch.tensor([completion.key]), drawn, torch.tensor([drawn.shape[1]]))
+        assert told.author[0].tolist() == completion.author.tolist()
+
+
+# ---------------------------------------------------------------------------------------------------- several processes
+
+
+def assert_equal_completions(found: Sequence[Completion], wanted: Sequence[Completion]) -> None:
+    assert_same_draws(found, wanted)
+    assert [c.author.tolist() for c in found] == [c.author.tolist() for c in wanted]
+
+
+@pytest.mark.parametrize("pair", ["Llama junior", pytest.param("equal", marks=pytest.mark.slow)])
+def test_two_tensor_parallel_ranks_write_what_one_writes(engines, pair):
+    batch = mixed(ALL_PROMPTS, SAMPLED, seed=60)
+    both = engines(pair, tensor_parallel=2)
+    assert engines.processes[id(both)] >= 2
+    for mode in MODES:
+        both.set_mode(mode)
+        written = both.generate(batch)
+        assert_equal_completions(flat(written), flat(engines(pair, mode=mode).generate(batch)))
+        assert_sound(batch, written)
+        record = both.recorded_authors()
+        assert all(record[c.key].tolist() == c.author.tolist() for c in flat(written))
+
+
+def test_an_engine_in_a_process_of_its_own_writes_the_same(engines):
+    batch = mixed(ALL_PROMPTS, SAMPLED, seed=61)
+    apart = engines("Llama junior", multiprocess=True)
+    assert engines.processes[id(apart)] >= 1 > engines.processes[id(engines("Llama junior"))]
+    for mode in MODES:
+        apart.set_mode(mode)
+        written = apart.generate(batch)
+        assert_equal_completions(flat(written), flat(engines("Llama junior").generate(batch)))
+        assert_sound(batch, written)
+        record = apart.recorded_authors()
+        assert all(record[c.key].tolist() == c.author.tolist() for c in flat(written))
