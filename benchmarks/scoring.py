@@ -1,6 +1,6 @@
 """Responses scored per second, and memory over many of them. Prints one JSON line per set.
 
-OMP_NUM_THREADS=1 python benchmarks/scoring.py [--responses 100000] [--batch 1000] [--only gsm8k …] [--out FILE]
+OMP_NUM_THREADS=1 python benchmarks/scoring.py [--responses 20000] [--batch 1000] [--only gsm8k …] [--out FILE]
 
 The responses are generated: chains of thought of some 400 characters with the answer at the end, 8 per problem, half of
 them right. `boxed` has a mix of forms like MATH's: mostly numbers, then fractions, formulas, tuples, units and words;
@@ -179,7 +179,7 @@ SPANS = {"second fifth": (0.2, 0.4), "last fifth": (0.8, 1.0)}
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--responses", type=int, default=100_000, help="of gsm8k and boxed; a twentieth of symbolic")
+    parser.add_argument("--responses", type=int, default=20_000, help="of gsm8k and boxed; a twentieth of symbolic")
     parser.add_argument("--batch", type=int, default=1000)
     parser.add_argument("--workers", type=int, help="scoring processes; default: chosen")
     parser.add_argument("--only", nargs="*", default=["gsm8k", "boxed", "symbolic"])

@@ -82,7 +82,12 @@ RIGHT = [
     *(("(1,2)", "(1, 2)"), ("(1,2)", "1,2"), ("(1,2)", r"\{1,2\}"), ("[0,1)", "[0,1)"), (r"\{1,2\}", r"\{2,1\}")),
     *(("(1/2, 3)", "(0.5, 3)"), ("[0,1]", "Interval(0, 1)"), ("[0,1)", "Interval.Ropen(0, 1)")),
     *(("(0,1]", "Interval.Lopen(0, 1)"), ("(0,1)", "Interval.open(0,1)"), ("(1,2)", "Point(1,2)")),
-    *((r"(-\infty, 2)", "(-oo,2)"), (r"(-\infty,2)\cup(3,\infty)", r"(-\infty,2)\cup(3,\infty)")),
+    *(
+        (r"(-\infty, 2)", "(-oo,2)"),
+        (r"(-\infty,2)\cup(3,\infty)", r"(3,\infty)\cup(-\infty,2)"),
+        ("x > 3", "3 < x"),
+        ("[1,3)", r"1 \le x < 3"),
+    ),
     # matrices
     (r"\begin{pmatrix}1&2\\3&4\end{pmatrix}", "[[1,2],[3,4]]"),
     (r"\begin{pmatrix}1&2\\3&4\end{pmatrix}", "Matrix([[1,2],[3,4]])"),

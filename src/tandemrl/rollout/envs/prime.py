@@ -207,6 +207,8 @@ def _lenient(gold: str, answer: str, depth: int) -> bool | None:
         left, right = _as_matrix(left), _as_matrix(right)
     if depth == 0 or "value" in (left.kind, right.kind):
         return formulas_equal(gold, answer, tolerance=TOLERANCE)
+    if any(shape.kind.startswith("order") for shape in (left, right)):
+        return quick_equal(gold, answer)
     half_open = {left.kind, right.kind} & {"[)", "(]"}
     if left.clashes(right) or (left.kind != right.kind and half_open):
         return False
@@ -214,7 +216,8 @@ def _lenient(gold: str, answer: str, depth: int) -> bool | None:
         return None
     pairs = zip(left.parts, right.parts, strict=True)
     in_order = all_true(_lenient(_unwrap(x), _unwrap(y), depth - 1) for x, y in pairs)
-    return in_order or (quick_equal(gold, answer) if {left.kind, right.kind} <= {"list", "set"} else in_order)
+    in_any_order = {left.kind, right.kind} <= {"list", "set", "union"}
+    return quick_equal(gold, answer) if in_any_order and not in_order else in_order
 
 
 def _list(answer: str) -> Shape:
