@@ -141,6 +141,7 @@ class Planner:
         self._blocks: list[list[int]] = [[] for _ in range(capacity)]
         self._selection = LiveSelection()
         self._step: tuple[list[str], np.ndarray] = ([], np.empty(0, np.int64))
+        self._same = self._step  # the last rows planned, and their slots
         self._uniforms = np.empty((capacity, DRAWN_AHEAD))  # by slot
 
     # ------------------------------------------------------------------------------------------------- coming and going
@@ -149,6 +150,7 @@ class Planner:
         """Forget requests; unknown ids are ignored."""
         slots = [self.slots.pop(id) for id in ids if id in self.slots]
         if slots:
+            self._same = [], self._same[1][:0]
             self._selection.release(slots)
             self._free += slots
 
@@ -220,7 +222,9 @@ class Planner:
             blocks: newly allocated block ids per request; all of them for new requests and those in ``resumed``.
         """
         ledger, size = self._ledger, self.block_size
-        slots = np.array([self.slots[id] for id in ids], dtype=np.int64)
+        if ids != self._same[0]:  # decoding mostly goes on with the same rows
+            self._same = list(ids), np.array([self.slots[id] for id in ids], dtype=np.int64)
+        slots = self._same[1]
         begin, counts = np.array(start, dtype=np.int64), np.array(count, dtype=np.int64)
         end = begin + counts
         first = ~(ledger.known[JUNIOR, slots] | ledger.known[SENIOR, slots])
