@@ -23,7 +23,7 @@ PROMPTS: list[Messages] = [[{"role": "user", "content": text}] for text in ("abc
 class Echo:
     """An engine that is nobody's: it writes the prompt's ids backwards."""
 
-    policy_version = 0
+    policy_version, vocabulary, has_junior = 0, 1000, False
     info = EngineInfo("echo", "0", "float32", "cpu")
 
     def __init__(self, stop_reason: str = "eos") -> None:

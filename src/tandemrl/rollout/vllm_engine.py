@@ -8,12 +8,13 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import cloudpickle
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoConfig, GenerationConfig, PreTrainedTokenizerBase
 
 from tandemrl.model import eos_token_ids, load_tokenizer, vocabulary_check
@@ -196,25 +197,27 @@ class VllmEngine:
             params = self._params(request, key, names[id(request.strategy)])
             name = self._engine.add_request(str(number), {"prompt_token_ids": list(request.prompt)}, params)
             flying[name] = number
-        completions: dict[int, Completion] = {}
+        written: dict[int, _Written] = {}
         try:
             told = 0
             while self._engine.has_unfinished_requests():
                 for output in self._engine.step():
                     number = int(output.request_id)
-                    completions[number] = self._completion(*pairs[number], output.outputs[0])  # type: ignore[index]
+                    ended: Any = output.outputs[0]  # type: ignore[index]
+                    reason = self._reason(pairs[number][0], ended)
+                    written[number] = _Written(list(ended.token_ids), ended.logprobs, reason)
                 if progress is not None:
                     states: Iterable[Any] = self._engine.output_processor.request_states.values()
-                    written = sum(len(c.tokens) for c in completions.values())
-                    written += sum(state.detokenizer.num_output_tokens() for state in states)
-                    progress(written - told)
-                    told = written
+                    tokens = sum(len(w.tokens) for w in written.values())
+                    tokens += sum(state.detokenizer.num_output_tokens() for state in states)
+                    progress(tokens - told)
+                    told = tokens
                 if (aborted := self._aborted) != set():
-                    self._abort(aborted, flying, pairs, completions)
+                    self._abort(aborted, flying, pairs, written)
         except BaseException:
             self._engine.abort_request(list(flying), internal=True)
             raise
-        done = iter([completions[number] for number in range(len(pairs))])
+        done = iter(self._completions(pairs, [written[number] for number in range(len(pairs))]))
         return [[next(done) for _ in request.keys] for request in requests]
 
     def abort(self, keys: Iterable[int] | None = None) -> None:
@@ -248,43 +251,48 @@ class VllmEngine:
             extra_args={"tandem_key": key, "tandem_strategy": strategy},
         )
 
-    def _completion(self, request: Request, key: int, output: Any) -> Completion:
-        reason: StopReason
+    def _reason(self, request: Request, output: Any) -> StopReason:
         if output.finish_reason == "stop":
             ended = not request.sampling.ignore_eos and output.stop_reason in self.eos
-            reason = "eos" if ended else "stop"
-        elif output.finish_reason in ("length", "abort"):
-            reason = output.finish_reason
-        else:
-            raise EngineError(f"completion {key}: vLLM ended it with {output.finish_reason!r}")
-        return self._complete(request, key, list(output.token_ids), output.logprobs, reason)
+            return "eos" if ended else "stop"
+        if output.finish_reason == "length":
+            return "length"
+        raise EngineError(f"vLLM ended a completion with {output.finish_reason!r}")
 
-    def _complete(self, request: Request, key: int, tokens: list[int], logprobs: Any, reason: StopReason) -> Completion:
-        behaviour = np.zeros(len(tokens), dtype=np.float32)
-        if request.sampling.temperature > 0:
-            behaviour[:] = logprobs.logprobs if logprobs is not None else ()
-        written = np.array(tokens, dtype=np.int64)
-        author = replay(
-            request.strategy, torch.tensor([key]), torch.from_numpy(written)[None], torch.tensor([len(tokens)])
-        )
-        return Completion(key, written, author.author[0].numpy(), behaviour, reason, self.policy_version)
+    def _completions(self, pairs: Sequence[tuple[Request, int]], written: Sequence["_Written"]) -> list[Completion]:
+        """Who wrote what is recomputed from keys and tokens, all completions of a strategy at once."""
+        authors: dict[int, np.ndarray] = {}
+        for strategy in {id(request.strategy): request.strategy for request, _ in pairs}.values():
+            mine = [i for i, (request, _) in enumerate(pairs) if request.strategy is strategy]
+            lengths = torch.tensor([len(written[i].tokens) for i in mine])
+            padded = pad_sequence([torch.tensor(written[i].tokens, dtype=torch.int64) for i in mine], batch_first=True)
+            told = replay(strategy, torch.tensor([pairs[i][1] for i in mine]), padded, lengths).author.numpy()
+            authors |= {i: row[: len(written[i].tokens)] for i, row in zip(mine, told, strict=True)}
+        completions = []
+        for i, ((request, key), (tokens, logprobs, reason)) in enumerate(zip(pairs, written, strict=True)):
+            behaviour = np.zeros(len(tokens), dtype=np.float32)
+            if request.sampling.temperature > 0:
+                behaviour[:] = logprobs.logprobs if logprobs is not None else ()
+            channels = np.array(tokens, dtype=np.int64), authors[i].copy(), behaviour
+            completions.append(Completion(key, *channels, reason, self.policy_version))
+        return completions
 
     def _abort(
         self,
         keys: set[int] | None,
         flying: Mapping[str, int],
         pairs: Sequence[tuple[Request, int]],
-        completions: dict[int, Completion],
+        written: dict[int, "_Written"],
     ) -> None:
         """End these completions with what they have written so far."""
         for name, number in flying.items():
-            if number in completions or (keys is not None and pairs[number][1] not in keys):
+            if number in written or (keys is not None and pairs[number][1] not in keys):
                 continue
             state: Any = self._engine.output_processor.request_states[name]
-            tokens = list(state.detokenizer.output_token_ids)
-            logprobs = state.logprobs_processor.logprobs
+            written[number] = _Written(
+                list(state.detokenizer.output_token_ids), state.logprobs_processor.logprobs, "abort"
+            )
             self._engine.abort_request([name], internal=True)
-            completions[number] = self._complete(*pairs[number], tokens, logprobs, "abort")
 
     # ---------------------------------------------------------------------------------------------------------- weights
 
@@ -348,6 +356,14 @@ class VllmEngine:
             raise
         except Exception as error:
             raise EngineError(str(error)) from error
+
+
+class _Written(NamedTuple):
+    """What vLLM returns of one completion; logprobs are its flat ones, None if there is no token."""
+
+    tokens: list[int]
+    logprobs: Any
+    reason: StopReason
 
 
 _RUNNING: set[int] = set()
