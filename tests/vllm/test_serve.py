@@ -395,7 +395,7 @@ def test_the_command_hands_on_its_options(monkeypatch: pytest.MonkeyPatch) -> No
     ("options", "message"),
     [
         (["--strategy", "words"], "'words' is none of word"),
-        (["--mode", "eager"], "mode=eager: must be one of lazy, lockstep"),
+        (["--mode", "eager"], "mode=eager: must be one of lazy, majority, lockstep"),
         (["--prob-senior", "2"], "prob_senior must be in [0, 1]"),
         (["--junior", "./nowhere"], "nowhere"),
         (["--", "--worker-cls", "x"], "--worker-cls is set by tandemrl serve"),
