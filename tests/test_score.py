@@ -132,3 +132,9 @@ def test_a_missing_file_is_one_line(data: str, tmp_path: Path) -> None:
     result = CliRunner().invoke(app, ["score", "--data", data, "--responses", str(tmp_path / "none.jsonl")])
     assert result.exit_code == 2
     assert "none.jsonl" in result.stderr
+
+
+def test_half_of_a_surrogate_pair_is_written_as_json_escapes_it(data: str, tmp_path: Path) -> None:
+    out = tmp_path / "scores.jsonl"
+    score_file(load(), [data], responses(tmp_path, {"response": "\\boxed{7\ud800}", "index": 1}), out=out)
+    assert [line["answer"] for line in read(out)] == ["7\ud800"]

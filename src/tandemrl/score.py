@@ -53,7 +53,9 @@ def score_file(
         file = None
         if out is not None:
             out.parent.mkdir(parents=True, exist_ok=True)
-            file = stack.enter_context(open(part := out.with_name(f"{out.name}.part"), "w", encoding="utf-8"))
+            part = out.with_name(f"{out.name}.part")
+            # Half of a surrogate pair, which UTF-8 cannot hold, becomes JSON's escape of it.
+            file = stack.enter_context(open(part, "w", encoding="utf-8", errors="backslashreplace"))
         items = _items(rows, responses)
         while some := list(islice(items, batch)):
             scores = scorer.score(some)

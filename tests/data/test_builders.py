@@ -168,6 +168,9 @@ def test_countdown_with_messages_of_its_own(tmp_path):
     source = published(tmp_path / "a.jsonl", *[{"target": 9, "nums": [4, 5], "messages": own}] * 2)
     build_countdown(source, tmp_path, template="chat", counts={"train": 1, "test": 1})
     assert load_rows([str(tmp_path / "train.parquet")])[0].messages == tuple(own)
+    source = published(tmp_path / "a.jsonl", {"target": 9, "nums": [4, 5], "messages": [{"role": "user"}]})
+    with pytest.raises(DataError, match=r"a\.jsonl, line 1, field 'messages', field 'prompt\[0\]\.content': expected"):
+        build_countdown(source, tmp_path, template="chat", counts={"train": 1, "test": 1})
 
 
 @pytest.mark.parametrize(

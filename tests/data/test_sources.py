@@ -1,5 +1,6 @@
 import gzip
 import json
+import math
 import sys
 import types
 
@@ -73,6 +74,14 @@ def test_another_split_is_never_taken_for_the_one_asked_for(tmp_path):
     assert values(TRAIN, tmp_path) == [1]
 
 
+def test_a_files_own_name_goes_before_that_of_its_folder(tmp_path):
+    put(tmp_path / "test" / "train.jsonl", 1)
+    with pytest.raises(DataError, match="files found: none"):
+        values(TEST, tmp_path / "test")
+    put(tmp_path / "test" / "test.jsonl", 2)
+    assert (values(TRAIN, tmp_path / "test"), values(TEST, tmp_path / "test")) == ([1], [2])
+
+
 def test_two_files_that_could_be_meant_are_an_error(tmp_path):
     put(tmp_path / "a.jsonl", 1)
     put(tmp_path / "b.jsonl", 2)
@@ -124,9 +133,9 @@ def test_what_cannot_be_read_is_named(tmp_path):
 
 
 def test_a_field_is_text_or_a_number():
-    record = Record("f, row 3", {"a": "x", "b": 142.0, "c": 7, "d": "", "e": None, "f": True, "g": [1]})
+    record = Record("f, row 3", {"a": "x", "b": 142.0, "c": 7, "d": "", "e": None, "f": True, "g": [1], "h": math.nan})
     assert [record.text(field) for field in "abc"] == ["x", "142.0", "7"]
-    for field in "defgh":
+    for field in "defghi":
         with pytest.raises(DataError, match=f"f, row 3, field '{field}': expected text"):
             record.text(field)
 

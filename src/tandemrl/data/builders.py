@@ -10,7 +10,7 @@ import numpy as np
 from tandemrl.data import arithmetic
 from tandemrl.data.arithmetic import Template
 from tandemrl.data.files import heldout_size, write
-from tandemrl.data.rows import GSM8K, DataError, Row, load_rows
+from tandemrl.data.rows import GSM8K, DataError, Row, load_rows, messages_of
 from tandemrl.data.sources import ExpectRows, Origin, Record, checksum, expect, provenance, read
 
 Split = Literal["train", "heldout"]
@@ -172,6 +172,8 @@ def _countdown(found: Record, template: Template, split: str, index: int) -> dic
         raise DataError(f"{found.where}, field 'target': expected a whole number, found {target!r}")
     if not isinstance(numbers, Sequence) or not numbers or not all(isinstance(number, int) for number in numbers):
         raise DataError(f"{found.where}, field 'nums': expected whole numbers, found {numbers!r}")
+    if messages and template == "chat":
+        messages = messages_of(messages, f"{found.where}, field 'messages'")
     puzzle = arithmetic.countdown(numbers, target)
     return arithmetic.record(puzzle, template, split=split, index=index, messages=messages)
 

@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -39,10 +40,11 @@ class Record(NamedTuple):
         """A field as text; numbers are written out.
 
         Raises:
-            DataError: it is missing, empty or neither text nor a number.
+            DataError: it is missing, empty or neither text nor a finite number.
         """
         value = self.fields.get(field)
-        if isinstance(value, bool) or not isinstance(value, str | int | float) or value == "":
+        usable = isinstance(value, str | int) or (isinstance(value, float) and math.isfinite(value))
+        if not usable or isinstance(value, bool) or value == "":
             raise DataError(f"{self.where}, field {field!r}: expected text, found {value!r}")
         return str(value)
 
@@ -152,8 +154,9 @@ def _below(folder: Path) -> list[Path]:
 
 
 def _in_split(path: Path, split: str) -> bool:
-    """train.jsonl, train-00000-of-00002.parquet, train/0000.parquet."""
-    return path.parent.name == split or re.match(rf"{split}(?![A-Za-z])", path.stem) is not None
+    """train.jsonl, train-00000-of-00002.parquet, train/0000.parquet; a file's own name goes before its folder's."""
+    named = {name for name in SPLITS | {split} if re.match(rf"{name}(?![A-Za-z])", path.stem)}
+    return split in (named or {path.parent.name})
 
 
 _SHARD = re.compile(r"-\d{5}-of-(?P<all>\d{5})$|^\d{4}$")

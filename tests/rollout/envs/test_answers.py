@@ -144,3 +144,9 @@ def test_arithmetic_needs_a_whole_number_as_ground_truth():
 )
 def test_search_r1_exact_match(gold, text, value):
     assert score_text(row(gold, "searchR1_nq"), text).value == value
+
+
+@pytest.mark.parametrize("gold", ['{"target": 5}', '{"target": [5]}', '{"target": []}', '{"answers": ["5"]}', "[]"])
+def test_exact_match_needs_texts_as_ground_truth(gold):
+    with pytest.raises(DataError, match="row r: ground truth of searchR1_nq must be a text, a list of texts, or"):
+        score_text(row(gold, "searchR1_nq"), "<answer>5</answer>")

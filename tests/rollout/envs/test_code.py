@@ -181,6 +181,8 @@ def test_long_words_cost_no_more_than_their_length():
         (None, None, True),
         (None, False, False),
         (float("nan"), 1, False),
+        (1.5, 10**400, False),
+        ([float("inf")], [10**400], False),
     ],
 )
 def test_returned_values(value, expected, same):

@@ -103,7 +103,17 @@ def test_format_score_and_compat_are_checked_together():
         load(overrides=["reward.compat=tinyzero", "reward.countdown=cohlem"])
 
 
-@pytest.mark.parametrize("gold", ["98", '{"target": 98}', '{"numbers": [1]}', '{"target": "x", "numbers": [1]}', "[]"])
+@pytest.mark.parametrize(
+    "gold",
+    [
+        *("98", '{"target": 98}', '{"numbers": [1]}', '{"target": "x", "numbers": [1]}', "[]"),
+        *(
+            '{"target": 3, "numbers": [1.5, 2]}',
+            '{"target": 3, "numbers": [1e400]}',
+            '{"target": "1/0", "numbers": [1]}',
+        ),
+    ],
+)
 def test_a_row_without_target_and_numbers_is_named(gold):
     with pytest.raises(DataError, match=r"row r: ground truth of countdown must be \{\"target\""):
         score_text(Row("r", (), "countdown", gold, {}), "<answer>1</answer>")

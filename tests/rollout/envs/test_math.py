@@ -129,6 +129,10 @@ EQUAL = [
     (r"\begin{pmatrix}1&0.5\\3&4\end{pmatrix}", r"\left[\begin{array}{cc}1&\frac12\\3&4\end{array}\right]"),
     *(("4{:}30", "4:30"), ("x > 3", "3 < x"), (r"1 < x \le 3", r"3 \geq x > 1"), ("a<b", r"a \lt b")),
     *(("x>3", r"(3,\infty)"), (r"(-\infty,3]", r"x \le 3"), ("[1,3)", r"3 > x \ge 1"), ("1<x<3", "(1,3)")),
+    # names and roundings
+    *((r"\pi", r"\pi \approx 3.14"), ("3.14", r"\pi ≈ 3.14"), ("1.414", r"x = \sqrt{2} \approx 1.414")),
+    *(("4.5", r"p(3) \approx 4.5"), (r"\pi r^2", r"\pi r^2 \approx 3.14 r^2"), ("(1,2)", r"(1, 2) \approx (1.01, 2)")),
+    *((r"x \equiv 3 \pmod{7}", r"x ≡ 3 \pmod{7}"), ("5", r"\approx 5")),
     # left to math-verify
     *(("x > 3", r"x \in (3, \infty)"), (r"\int_0^1 x\,dx", r"\frac{1}{2}")),
 ]
@@ -151,6 +155,16 @@ UNEQUAL = [
     *(("k", "kx"), (r"\sin x", r"\cos x"), ("(x+1)^2", "x^2+1"), ("x", "y"), ("x", "5"), ("10^{20}+1", "10^{20}")),
     *((r"\sqrt{x^2}", "-x"), ("x>3", "x<3"), ("x>3", r"x \ge 3"), ("x>3", "x>4"), ("x>3", r"[3,\infty)")),
     *((r"\infty", r"-\infty"), ("5", "5 or 6")),
+    # several guesses
+    *(
+        ("C", r"A \approx B \approx C \approx D"),
+        ("A", r"A \approx B"),
+        ("yes", "yes ≈ no"),
+        ("101", r"100 \approx 101"),
+    ),
+    *(("150", r"\approx ".join(map(str, range(101, 250)))), ("150", r"149.9 \approx 150 \approx 150.4 \approx 151")),
+    *(("x+1", r"x-1 \approx x+1"), ("(1,2)", r"(3,4) \approx (1,2)"), (r"\{1,2\}", r"\{1,3\} ≈ \{1,2\}")),
+    *(("37", r"41 \equiv 37"), ("37", "41 ≡ 37"), (r"\frac13", r"\frac27 \equiv \frac13")),
 ]
 
 
@@ -172,7 +186,8 @@ def test_different_answers(gold, answer):
 )
 def test_a_quick_yes_holds_in_both_directions(gold, answer):
     gold = extract_boxed(gold) or gold
-    assert quick_equal(answer, gold) or "_" in gold + answer  # a base may be left out of an answer only
+    # A base may be left out of an answer only, and only an answer may give its rounding as well.
+    assert quick_equal(answer, gold) or "_" in gold + answer or {"≈", r"\approx"} & set(answer.split())
 
 
 def test_the_answer_must_be_boxed():

@@ -153,7 +153,7 @@ def test_formulas_against_sympy():
     """Rearranged formulas are equal, altered ones are not; sympy rearranges and writes them."""
     rng = random.Random(0)
     decided = 0
-    for _ in range(150):
+    for _ in range(60):
         formula = random_expression(rng, 3)
         gold = read(clean(sympy.latex(formula)))
         for other in (sympy.expand(formula), sympy.together(formula), sympy.factor(formula)):
@@ -165,4 +165,4 @@ def test_formulas_against_sympy():
             answer = read(clean(sympy.latex(other)))
             if gold is not None and answer is not None and other != formula:
                 assert same(gold, answer) is not True, (sympy.latex(formula), sympy.latex(other))
-    assert decided > 390  # the others hold for positive variables only, and the reader does not know that
+    assert decided > 155  # the others hold for positive variables only, and the reader does not know that

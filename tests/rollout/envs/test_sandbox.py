@@ -1,5 +1,7 @@
 """The sandbox against programs that attack it, and against machines that lack its layers."""
 
+import ctypes
+import inspect
 import os
 import signal
 import socket
@@ -19,6 +21,7 @@ from tandemrl.config import ConfigError, SandboxConfig, load
 from tandemrl.rollout.envs import sandbox
 from tandemrl.rollout.envs.sandbox import COMMAND, Call, Check, Sandbox, SandboxError, Stdin, Template
 from tandemrl.rollout.envs.sandbox_layers import LAYERS
+from tandemrl.rollout.envs.sandbox_runner import from_wire, to_wire
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the sandbox runs on Linux only")
 
@@ -110,6 +113,7 @@ def test_the_tools_of_a_program_work():
         "import numpy; print(int(numpy.arange(3).sum()))": "3\n",
         "import subprocess; open('/dev/null', 'w').write('x'); print('x')": "x\n",
         "import os\nif os.fork() == 0: os._exit(0)\nos.wait(); print('x')": "x\n",
+        "import resource\nresource.setrlimit(resource.RLIMIT_STACK, (2**20, 2**20)); print('x')": "x\n",
     }
     with Sandbox(LIMITS) as box:
         for program, output in programs.items():
@@ -337,6 +341,8 @@ def test_there_is_no_network(template):
         "syscall(425, 1, 0)",  # io_uring_setup
         "memfd_create(b'x', 0)",
         "shmget(0, 4096, 0o1600)",
+        "prlimit(1, 7, None, (ctypes.c_long * 2)())",  # the runner's
+        "socketpair(1, 2, 0, (ctypes.c_int * 2)())",  # of datagrams
         "setuid(0)",
         "chroot(b'.')",
         "mount(b'none', b'.', b'tmpfs', 0, 0)",
@@ -389,12 +395,18 @@ def closed(n):
         "import os\nos.write(1, b'{\"value\": true}')\ndef f(): return 1",
         "import os\nos.write(4, b'{\"value\": true}\\n' * 9)\ndef f(): return 1",
         "def f(): raise AssertionError",
+        "def f(): raise StopIteration",
         "def f(): return float('nan')",
     ],
 )
 def test_a_check_cannot_be_talked_into_a_pass(template, program):
+    tests = (
+        "assert c() == 42",
+        "assert c() != 1 and c() is not None and c() == 42",
+        "assert not [x for x in map(lambda _: c(), '1') if x != 42]",
+    )
     with Sandbox(LIMITS, template=template) as box:
-        for test in ("assert c() == 42", "assert c() != 1 and c() is not None and c() == 42"):
+        for test in tests:
             outcome = box.run(program, Check("f", "", f"def check(c): {test}"))
             assert outcome.status in ("error", "crash"), outcome
             assert outcome.value is None
@@ -412,6 +424,16 @@ def test_an_answer_that_is_none_is_the_programs_mistake(template, reply):
     with Sandbox(LIMITS, template=template) as box:
         outcome = box.run(program, Call("f", ()))
         assert (outcome.status, outcome.value) == ("error", None), outcome
+
+
+@pytest.mark.parametrize("kind", ["set", "frozenset", "dict"])
+def test_an_answer_of_colliding_hashes_is_none(kind):
+    """A set of many takes quadratic time: hours for a full output, in the process that trains."""
+    same = [n * sys.hash_info.modulus for n in range(20_000)]
+    with pytest.raises(ValueError, match="too many equal hashes"):
+        from_wire({kind: [[n, 0] for n in same] if kind == "dict" else same})
+    powers = {2**n: 2**n for n in range(1000)}
+    assert from_wire(to_wire([powers, set(powers), frozenset(powers)])) == [powers, set(powers), frozenset(powers)]
 
 
 # The pool --------------------------------------------------------------------------------------------------------
@@ -556,12 +578,57 @@ def test_root_of_an_ordinary_container_has_all_layers():
         assert box.run("open('/tmp/x', 'w')", Stdin("")).status == "error"
         assert box.run("import socket; socket.socket()", Stdin("")).status == "error"
         assert box.run(f"import os; os.kill({os.getpid()}, 0)", Stdin("")).status == "error"
+        queue = f"/{template.marker}".encode()
+        box.run(f"import ctypes; ctypes.CDLL(None).mq_open({queue}, 0o102, 0o600, None)", Stdin(""))
+        assert ctypes.CDLL(None).mq_unlink(queue) == -1
         escape = "import os, time\nif os.fork() == 0:\n  os.setsid()\n  os.fork()\n  time.sleep(1000)\nprint(1)"
         assert box.run(escape, Stdin("")).output == "1\n"
         assert len(template.descendants()) == 2
         box.run("import os; os.fork(); os.setsid(); os.kill(os.getppid(), 9); import time; time.sleep(9)", Stdin(""))
         assert box.run(ADD, Stdin("1 2")).output == "3\n"
     wait_until(lambda: template.descendants() == [])
+
+
+@root_only
+@pytest.mark.parametrize("attack_it", ["os.kill(runner, signal.SIGSTOP)", "os.kill(runner, signal.SIGKILL)"])
+def test_a_program_that_reaches_its_runner_leaves_nothing(attack_it):
+    """Without a process namespace they have the same user id."""
+    template = handicapped("_unshare")
+    program = f"""
+import os, signal, time
+end, runner = time.monotonic() + 60, os.getppid()
+if os.fork() == 0:
+    os.setsid()
+    if os.fork() == 0:
+        {attack_it}
+    while time.monotonic() < end:
+        try: os.fork()
+        except OSError: pass
+time.sleep(60)
+"""
+    limits = SandboxConfig(**{**vars(QUICK), "processes": 24})
+    with Sandbox(limits, template=template) as box:
+        start = time.monotonic()
+        assert box.run(program, Stdin("")).status == "lost"
+        assert time.monotonic() - start < 15
+        assert template.descendants() == []
+        assert box.run(ADD, Stdin("1 2")).output == "3\n"
+
+
+@root_only
+def test_directories_in_directories_are_removed(monkeypatch):
+    homes, real = [], tempfile.mkdtemp
+    monkeypatch.setattr(tempfile, "mkdtemp", lambda **keywords: homes.append(real(**keywords)) or homes[-1])
+    deep = "import os\nfor _ in range(300): os.mkdir('d'); os.chdir('d')\nprint(1)"
+    limit = sys.getrecursionlimit()
+    sys.setrecursionlimit(len(inspect.stack(0)) + 200)  # directories as deep as the usual one take seconds to remove
+    try:
+        with Sandbox(LIMITS, template=handicapped("_unshare")) as box:
+            assert box.run(deep, Stdin("")).output == "1\n"
+    finally:
+        sys.setrecursionlimit(limit)
+    assert homes
+    assert not any(map(os.path.exists, homes))
 
 
 @root_only

@@ -114,8 +114,11 @@ def _targets(row: Row) -> list[str]:
         gold = json.loads(row.ground_truth)
     except ValueError:
         gold = row.ground_truth
-    gold = gold.get("target") if isinstance(gold, dict) else gold
-    targets = gold if isinstance(gold, list) else [row.ground_truth if not isinstance(gold, str) else gold]
+    if isinstance(gold, dict):
+        gold = gold.get("target")
+    elif not isinstance(gold, str | list):  # a text that happens to be JSON, such as 1912
+        gold = row.ground_truth
+    targets = gold if isinstance(gold, list) else [gold]
     if not targets or not all(isinstance(target, str) for target in targets):
         raise DataError(
             f"row {row.example_id}: ground truth of {row.data_source} must be a text, a list of texts, or "

@@ -84,13 +84,15 @@ def read_task(row: Row) -> Task:
     """
     try:
         gold = json.loads(row.ground_truth)
-        numbers = gold["numbers"] if "numbers" in gold else gold["nums"]
-        return Task(Fraction(str(gold["target"])), tuple(int(number) for number in numbers))
-    except (ValueError, TypeError, KeyError):
-        raise DataError(
-            f'row {row.example_id}: ground truth of {row.data_source} must be {{"target": …, "numbers": […]}}, found '
-            f"{row.ground_truth[:80]!r}"
-        ) from None
+        numbers = [Fraction(str(number)) for number in (gold["numbers"] if "numbers" in gold else gold["nums"])]
+        if all(number.denominator == 1 for number in numbers):
+            return Task(Fraction(str(gold["target"])), tuple(map(int, numbers)))
+    except (ValueError, TypeError, KeyError, ZeroDivisionError):
+        pass
+    raise DataError(
+        f'row {row.example_id}: ground truth of {row.data_source} must be {{"target": …, "numbers": […]}} with whole '
+        f"numbers, found {row.ground_truth[:80]!r}"
+    )
 
 
 # --------------------------------------------------------------------------------------------------------------------
@@ -116,7 +118,8 @@ def _original(task: Task, text: str, compat: str) -> tuple[str | None, bool, boo
 
     ``tinyzero``: the answer must be on the last line; whatever is made of digits, ``+ - * / ( ) .`` and spaces counts,
     so decimals and ``**`` and ``//`` too. ``cohlem``: as many numbers as given, each one of them, in any multiplicity;
-    any operator; equality of floating-point numbers.
+    any operator; the target up to rounding to a floating-point number. Values are exact here: ``1 / 49 * 49`` is 1,
+    which the original misses.
     """
     if compat == "tinyzero":
         answer = tagged_answer(text.rpartition("\n")[2])

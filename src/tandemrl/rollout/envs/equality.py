@@ -7,7 +7,6 @@ their values (`expression`). Where it says None, a computer algebra system may k
 import re
 from collections.abc import Iterable, Sequence
 from fractions import Fraction
-from itertools import pairwise
 from typing import NamedTuple
 
 from tandemrl.rollout.envs import expression
@@ -17,6 +16,8 @@ MAX_CHARS = 2000
 MAX_NESTING = 6
 """Lists in lists deeper than this, and unordered ones of more than `MAX_UNORDERED` entries, are not compared here."""
 MAX_UNORDERED = 20
+ROUNDED = Fraction(1, 100)
+"""How far a number may be from its rounding, relatively."""
 
 
 def quick_equal(gold: str, answer: str) -> bool | None:
@@ -123,10 +124,10 @@ def drop_label(gold: str, answer: str) -> tuple[str, str]:
 
 
 def contradicts(answer: str) -> bool:
-    """Whether an answer is an equation between different numbers, such as "6 = 5"; what is rounded may be 1 % off."""
-    sides = [bare(side) for side in re.split(r"=|\\approx", answer)]
+    """Whether an answer equates different numbers, as in "6 = 5"; what is rounded may be 1 % off the first of them."""
+    sides = [bare(side) for side in re.split(r"=|\\approx|\\equiv", answer)]
     values = [side for side in sides if (formula := expression.read(side)) is not None and not formula.variables]
-    return any(formulas_equal(a, b, tolerance=Fraction(1, 100)) is False for a, b in pairwise(values))
+    return any(formulas_equal(values[0], value, tolerance=ROUNDED) is False for value in values[1:])
 
 
 def says_more(gold: str, answer: str) -> bool:
@@ -236,9 +237,8 @@ _WITH_BASE = re.compile(r"([0-9][0-9A-Za-z]{0,99})_\{?([0-9]{1,2})\}?")
 _DEGREES = (r"^\circ", r"^{\circ}", "°")
 _ANGLE_FUNCTION = re.compile(r"sin|cos|tan|cot|sec|csc")
 _WORD = re.compile(r"[A-Za-z]{4,}|(?i:yes|no|odd)|[A-Za-z]|\([A-Za-z]\)")
-_LABEL = re.compile(
-    r"(?P<label>(?:\\text ?\{[^{}]*\}|\\?[A-Za-z]+)(?:_\{?\w+\}?)?'* ?(?:\([^()=]*\))?) ?= ?(?P<value>[^=<>]+)"
-)
+_NAME = re.compile(r"(?:\\text ?\{[^{}]*\}|\\?[A-Za-z]+)(?:_\{?\w+\}?)?'* ?(?:\([^()=]*\))?")
+_LABEL = re.compile(rf"(?P<label>{_NAME.pattern}) ?= ?(?P<value>[^=<>]+)")
 _RISING = {"<": "<", r"\lt": "<", "≤": "≤", r"\le": "≤", r"\leq": "≤", r"\leqslant": "≤"}
 _FALLING = {">": "<", r"\gt": "<", "≥": "≤", r"\ge": "≤", r"\geq": "≤", r"\geqslant": "≤"}
 _ORDER = re.compile(r"([<>≤≥]|\\(?:l|g)(?:t|e|eq|eqslant)(?![A-Za-z]))")
@@ -251,6 +251,8 @@ _REWRITES = (
     ("{,}", ","),
     ("{:}", ":"),
     ("\N{MINUS SIGN}", "-"),
+    ("≈", r"\approx "),
+    ("≡", r"\equiv "),
     (r"\displaystyle", ""),
     (r"\tfrac", r"\frac"),
     (r"\dfrac", r"\frac"),
@@ -304,7 +306,7 @@ def _equal(gold: str, answer: str, depth: int) -> bool | None:
     if contradicts(answer):
         return False
     if r"\approx" in answer and r"\approx" not in gold:
-        return any_true(_equal(gold, side.strip(), depth) for side in answer.split(r"\approx", 1))
+        return any_true(_equal(gold, side, depth) for side in _exact_and_rounded(answer))
     gold, answer = drop_label(gold, answer)
     if _units_differ(gold, answer):
         return False
@@ -335,6 +337,21 @@ def _equal(gold: str, answer: str, depth: int) -> bool | None:
         return False
     verdict = all_true(_equal(x, y, depth - 1) for x, y in zip(left.parts, right.parts, strict=True))
     return verdict or (None if left.kind.startswith("order") else verdict)  # 2x < 6 is x < 3
+
+
+def _exact_and_rounded(answer: str) -> list[str]:
+    r"""The sides of ``a \approx b`` that count: both where b is a rounded, else b after a name, else a alone.
+
+    Several guesses are not an answer: what stands between the first and the last side never counts, and a whole number
+    is no rounding of another one.
+    """
+    first, *_, last = (side.strip() for side in answer.split(r"\approx"))
+    exact, rounded = bare(first.rpartition("=")[2]), bare(last)
+    values = [number(without_spaces(side)) for side in (exact, rounded)]
+    whole = all(value is not None and value.denominator == 1 for value in values)
+    if not whole and formulas_equal(exact, rounded, tolerance=ROUNDED):
+        return [first, last]
+    return [last if not first or _NAME.fullmatch(first) else first]
 
 
 def _equal_in_any_order(gold: Sequence[str], answer: Sequence[str], depth: int) -> bool | None:

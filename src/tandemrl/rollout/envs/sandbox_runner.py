@@ -10,6 +10,7 @@ Frames in both directions: 8 bytes of length, then JSON. The runner ends with th
 
 import atexit
 import builtins
+import collections
 import contextlib
 import fcntl
 import gc
@@ -34,6 +35,7 @@ from tandemrl.rollout.envs.sandbox_layers import (
     adopt_orphans,
     confine,
     die_with_parent,
+    end_user,
     own_ids,
     prove,
     separate,
@@ -44,6 +46,8 @@ MAX_STACK_BYTES = 64 * 2**20
 DOES_NOT_COMPILE = 120
 """Exit status of a test whose program is no Python."""
 ERROR_CHARS = 2000
+MAX_EQUAL_HASHES = 100
+"""In one set or dictionary that a program answers with; ``{2**n for n in range(6000)}`` has that many."""
 PREAMBLE_MODULES = (
     *("string", "re", "datetime", "collections", "heapq", "bisect", "copy", "math", "random", "statistics"),
     *("itertools", "functools", "operator", "io", "sys", "json", "typing"),
@@ -98,6 +102,7 @@ def check(prompt: str, test: str, function: str) -> None:
         if "error" in reply:
             kind = getattr(builtins, str(reply["error"]), RuntimeError)
             known = isinstance(kind, type) and issubclass(kind, Exception)
+            known = known and not issubclass(kind, StopIteration)  # would quietly end a test's map(candidate, inputs)
             raise (kind if known else RuntimeError)(reply.get("message"))
         return from_wire(reply["value"])
 
@@ -162,11 +167,24 @@ def from_wire(value: Any) -> Any:
         return value
     ((kind, items),) = value.items()
     if kind == "dict":
-        return {from_wire(key): from_wire(item) for key, item in items}
+        keys = _hashed([from_wire(key) for key, _ in items])
+        return dict(zip(keys, [from_wire(item) for _, item in items], strict=True))
     if kind == "complex":
         return complex(*items)
     makers: dict[str, Callable[[list[Any]], Any]] = {"tuple": tuple, "set": set, "frozenset": frozenset, "bytes": bytes}
-    return makers[kind]([from_wire(item) for item in items])
+    values = [from_wire(item) for item in items]
+    return makers[kind](_hashed(values) if kind in ("set", "frozenset") else values)
+
+
+def _hashed(values: list[Any]) -> list[Any]:
+    """The members of a set or the keys of a dictionary.
+
+    Raises:
+        ValueError: too many have the same hash, so that it would take quadratic time to build.
+    """
+    if len(values) > MAX_EQUAL_HASHES < max(collections.Counter(map(hash, values)).values()):
+        raise ValueError("too many equal hashes")
+    return values
 
 
 # The runner ---------------------------------------------------------------------------------------------------------
@@ -220,7 +238,8 @@ def _supervise(requests: int, replies: int) -> None:
     layers, user, children = Layers(), own_ids(), _children()
     separate(layers, user, home=limits["home"], libraries=limits["libraries"], bytes_on_disk=limits["file_bytes"])
     if runner := os.fork():
-        os.waitpid(runner, 0)
+        os.waitpid(runner, os.WUNTRACED)  # a program that has the runner's user id may stop it
+        end_user(user)
         sweep_children(children)
         return
     if not layers.held["processes"]:
