@@ -18,6 +18,11 @@ PACKAGES = {
     "httpx": ("httpx", True, "judges over HTTP", "pip install httpx"),
     "jaxtyping": ("jaxtyping", True, "shape annotations", "pip install jaxtyping"),
     "einops": ("einops", True, "tensor code", "pip install einops"),
+    "numpy": ("numpy", True, "arrays", "pip install numpy"),
+    "mpmath": ("mpmath", True, "grading", "pip install mpmath"),
+    "scipy": ("scipy", True, "intervals", "pip install scipy"),
+    "matplotlib": ("matplotlib", True, "figures", "pip install matplotlib"),
+    "jinja2": ("jinja2", True, "reports", "pip install jinja2"),
     "beartype": ("beartype", False, "checked shapes at the public boundary", "pip install beartype"),
     "wandb": ("wandb", False, "train.wandb", "pip install 'tandemrl[wandb]'"),
     "datasets": ("datasets", False, "hf:… data sources", "pip install 'tandemrl[hub]'"),
@@ -72,7 +77,7 @@ def _package(name: str) -> Line:
 
 
 def _accelerator() -> Line:
-    if _version("torch") is None:
+    if _version("torch") is None or _import_error("torch") is not None:
         return Line("CUDA (optional)", "unknown", "", False)
     import torch
 
@@ -88,9 +93,11 @@ def _vllm() -> Line:
     found = {name: version for name in VLLM if (version := _version(name)) is not None}
     if not found:
         return Line("vllm (optional)", "missing", f"{install}  (rollout.engine=vllm, tandemrl serve)", False)
+    shown = ", ".join(f"{name} {version}" for name, version in found.items())
+    if _import_error("tandemrl.rollout.engines") is not None:  # a broken core, which has a line of its own
+        return Line("vllm (optional)", shown, "", False)
     from tandemrl.rollout.engines import VLLM_TESTED
 
-    shown = ", ".join(f"{name} {version}" for name, version in found.items())
     untested = any(version.partition("+")[0] not in VLLM_TESTED for version in found.values())
     remedy = f"tested with {', '.join(VLLM_TESTED)}: {install}" if untested else "rollout.engine=vllm, tandemrl serve"
     return Line("vllm (optional)", shown, remedy, False)

@@ -17,7 +17,7 @@ def serve(
     max_gap_tokens: Annotated[int, typer.Option(help="Redraw after so many tokens at the latest.")] = 32,
     chunk_size: Annotated[int, typer.Option(help="Tokens per turn with --strategy chunk.")] = 16,
     first: Annotated[str, typer.Option(help="Who starts (sentence, chunk, alternating) or writes alone.")] = "senior",
-    mode: Annotated[str, typer.Option(help="lazy, or lockstep: both models compute every token.")] = "lazy",
+    mode: Annotated[str, typer.Option(help="lazy, majority or lockstep, as rollout.vllm.mode.")] = "lazy",
     junior_dtype: Annotated[str | None, typer.Option(help="Default: the senior's.")] = None,
     junior_quantization: Annotated[str | None, typer.Option(help="A quantization method of vLLM.")] = None,
     junior_device: Annotated[str | None, typer.Option(help="A CUDA device of its own, e.g. cuda:1.")] = None,

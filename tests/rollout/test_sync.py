@@ -10,6 +10,7 @@ from torch import Tensor
 from helpers import llama, prepared, prompts, qwen3, requests, small_qwen3, tokenizer
 from tandemrl.batching import pack_tokens
 from tandemrl.model import prepare, token_logprobs
+from tandemrl.rollout import sync
 from tandemrl.rollout.engine import EngineError, Sampling
 from tandemrl.rollout.sync import fingerprint, sync_weights
 from tandemrl.rollout.torch_engine import TorchEngine
@@ -63,6 +64,17 @@ def test_moved_numbers_and_swapped_names_change_the_fingerprint():
     assert fingerprint([("a", given["b"]), ("b", given["a"]), ("c", given["c"])]) != original
     assert fingerprint(list(given.items())[:-1]) != original  # even a tensor of zeros is missed
     assert fingerprint([]) == 0
+
+
+def test_numbers_that_moved_between_the_parts_of_a_big_tensor_are_noticed(monkeypatch):
+    monkeypatch.setattr(sync, "_PART", 4)
+    values = torch.arange(10.0)
+    original = fingerprint([("a", values)])
+    for i in range(10):
+        for j in range(i):
+            swapped = values.clone()
+            swapped[[i, j]] = values[[j, i]]
+            assert fingerprint([("a", swapped)]) != original, (i, j)
 
 
 def test_the_fingerprint_depends_on_neither_order_nor_memory_layout():

@@ -6,7 +6,7 @@ import torch
 
 from helpers import VOCABULARY, strategies
 from tandemrl.rollout.engine import EngineError
-from tandemrl.rollout.vllm_planner import JUNIOR, MAX_WAIT, SENIOR, Admission, Planner
+from tandemrl.rollout.vllm_planner import JUNIOR, MAX_WAIT, SENIOR, Admission, Planner, check_mode
 from tandemrl.selection import Strategy, alternating, bernoulli, chunk, replay, solo
 from tandemrl.selection.draws import SAMPLING, mix64, stream, uniforms
 
@@ -134,6 +134,9 @@ class Simulation:
             schedule(id, amount, list(self.blocks[id]))
         if not ids:
             return
+        fresh = {admission.id for admission in admissions}
+        order = sorted(range(len(ids)), key=lambda i: ids[i] not in fresh)  # as the worker: new requests first
+        ids, start, count, blocks = ([x[i] for i in order] for x in (ids, start, count, blocks))
         self.planner.admit(admissions)
         passes = self.planner.plan(ids, start, count, blocks, resumed)
         ended = {JUNIOR: set(), SENIOR: set()}
@@ -269,6 +272,12 @@ def test_a_broken_promise_is_an_error_that_names_the_request() -> None:
     planner = Planner(budget=64, block_size=BLOCK, num_blocks=16)
     with pytest.raises(EngineError, match=r"request a: .*Strategy\.writers"):
         steps(planner, liar)
+
+
+def test_an_unknown_mode_is_refused() -> None:
+    check_mode("majority")
+    with pytest.raises(EngineError, match="mode=majorty: must be one of lazy, majority, lockstep"):
+        check_mode("majorty")
 
 
 def test_finished_requests_leave_nothing_behind() -> None:

@@ -40,7 +40,7 @@ from helpers import VOCABULARY, prompts, requests, text, tokenizer
 from tandemrl.rollout.engine import EngineError, Request, Sampling, check_authors
 from tandemrl.rollout.sync import fingerprint, sync_weights
 from tandemrl.selection import alternating, bernoulli, chunk, solo
-from tandemrl.selection.draws import request_key
+from tandemrl.selection.draws import mix64, request_key
 
 pytestmark = VLLM
 
@@ -255,6 +255,26 @@ def test_requests_that_cannot_be_served_are_refused(engine):
     assert_sound(batch, engine.generate(batch))  # and the engine goes on
 
 
+@pytest.mark.parametrize(
+    ("match", "sampling"),
+    [
+        ("presence_penalty", dict(presence_penalty=3.0)),
+        ("temperature", dict(temperature=3.0)),
+        ("temperature 0.005 is too low", dict(temperature=0.005)),
+        ("empty string", dict(stop=("",))),
+    ],
+)
+def test_what_vllm_cannot_sample_is_refused_and_nothing_of_the_call_stays(engine, match, sampling):
+    """The requests before it were in the engine already, under the numbers of the next call's."""
+    batch = mixed(prompts(3, seed=24), GREEDY, seed=24)
+    wanted = tokens(flat(engine.generate(batch)))
+    fine = mixed(prompts(2, seed=25), LONG, seed=25)
+    bad = Request((2, 3), (1,), Sampling(max_tokens=4, **sampling), bernoulli(0.5))
+    with pytest.raises(EngineError, match=f"request 2: .*{match}"):
+        engine.generate([*fine, bad])
+    assert tokens(flat(engine.generate(batch))) == wanted
+
+
 def test_a_junior_is_needed_only_where_it_writes(engines, engine):
     alone = engines(None)
     one = requests([[2, 3]], GREEDY, solo("senior"))
@@ -278,6 +298,34 @@ def test_a_strategy_that_breaks_its_promise_is_refused(engine, liar):
     written = engine.generate(fine)  # the engine goes on
     assert_sound(fine, written)
     assert greedy_gaps(models(PAIR), fine, written).max() < 1e-4
+
+
+def test_blocks_of_a_step_that_failed_are_not_taken_for_filled(engines):
+    """The failed step's prompt is hashed to blocks in which both models hold another text."""
+    engine = engines(PAIR, block_size=32, kv_blocks=21, mode="lockstep")
+    sampling = changed(GREEDY, max_tokens=8, ignore_eos=True)
+    for seed in (1, 3):  # 320 computed tokens each: both together fill all 20 blocks
+        engine.generate(requests(prompts(2, seed=seed, lengths=(313, 313)), sampling, alternating()))
+    batch = requests(prompts(1, seed=2, lengths=(400,)), sampling, alternating())
+    with pytest.raises(EngineError, match=r"Strategy\.writers"):
+        engine.generate(with_strategy(batch, solo("junior")._replace(writers="senior")))
+    assert greedy_gaps(models(PAIR), batch, engine.generate(batch)).max() < 1e-4
+
+
+def test_a_seeded_prompt_may_come_in_chunks(engines):
+    """A server's requests have seeds, and vLLM cannot rewind the generators that it makes of them on a CPU."""
+    from vllm import SamplingParams
+
+    engine, strategy = engines("Llama junior", max_batched_tokens=64, max_rows=48), alternating()
+    prompt, key = prompts(1, seed=26, lengths=(300,))[0], mix64(5)
+    engine._call("tandem_register", {"default": strategy})
+    seeded = SamplingParams(max_tokens=8, seed=5, ignore_eos=True, detokenize=False)
+    engine._engine.add_request("seeded", {"prompt_token_ids": list(prompt)}, seeded)
+    outputs: list[Any] = []
+    while engine._engine.has_unfinished_requests():
+        outputs = engine._engine.step() or outputs
+    wanted = engine.generate([Request(tuple(prompt), (key,), Sampling(max_tokens=8, ignore_eos=True), strategy)])
+    assert list(outputs[-1].outputs[0].token_ids) == wanted[0][0].tokens.tolist()
 
 
 def test_models_with_different_vocabularies_are_refused(engines, tmp_path):

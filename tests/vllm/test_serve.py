@@ -164,6 +164,8 @@ def test_minus_one_is_no_seed_as_in_vllm(fake: Fake) -> None:
         ({"tandem": {"solo": "senior", "prob_senior": 0.5}}, "tandem.solo"),
         ({"tandem": {"prob_senior": 1.5}}, "prob_senior must be in [0, 1]"),
         ({"tandem": {"max_gap_tokens": 0}}, "max_gap_tokens must be at least 1"),
+        ({"tandem": {"max_gap_tokens": 2**70}}, "tandem.max_gap_tokens: expected at most 2147483648"),
+        ({"tandem": {"chunk_size": 2**63}}, "tandem.chunk_size: expected at most 2147483648"),
     ],
 )
 def test_what_cannot_be_done_is_refused_with_the_reason(fake: Fake, body: dict[str, Any], reason: str) -> None:
@@ -401,6 +403,7 @@ def test_the_command_hands_on_its_options(monkeypatch: pytest.MonkeyPatch) -> No
         (["--", "--worker-cls", "x"], "--worker-cls is set by tandemrl serve"),
         (["--", "--async-scheduling"], "--async-scheduling is set by tandemrl serve"),
         (["--", "--headless"], "--headless"),
+        (["--", "--logits-processors", "a:B"], "--logits-processors would act on the senior's tokens only"),
         (["--", "other-model"], "the model is set by tandemrl serve"),
         (["--", "--pipeline-parallel-size", "2"], "pipeline_parallel_size"),
         (["--", "--enable-lora"], "enable_lora"),
@@ -461,6 +464,37 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for name, model in zip(("senior", "junior"), models(PAIR), strict=True):
         save(model, folder / name)
     return folder
+
+
+def test_an_engine_with_the_servers_arguments_writes_to_the_end_in_every_mode(pair: Path) -> None:
+    """Where rows wait for the other model (majority), vLLM's own scheduler would never call on them again. And where a
+    seeded prompt is computed in pieces, vLLM winds back the row's generator, which that of a CPU refuses."""
+    from vllm import AsyncEngineArgs, LLMEngine, SamplingParams
+
+    from tandemrl.rollout.vllm_engine import _RUNNING, _shut_down, _startup
+
+    options = {"junior": str(pair / "junior"), "mode": "majority", "selection": vars(SERVED)}
+    flags = ["--max-model-len", str(CONTEXT), "--enforce-eager", "--kv-cache-memory-bytes", str(2**26)]
+    flags += ["--dtype", "float32", "--distributed-executor-backend", "uni", "--max-num-batched-tokens", "64"]
+    flags += ["--max-num-seqs", "8"]
+    with _startup(False, None, unbound=False):
+        args = server.server_arguments(str(pair / "senior"), options, host=None, port=8000, vllm_args=flags)
+        engine = LLMEngine.from_vllm_config(AsyncEngineArgs.from_cli_args(args).create_engine_config())
+    client: Any = engine.engine_core
+    client._finalizer.detach()  # it would take down what other engines of this process share
+    _RUNNING.add(id(client.engine_core))
+    try:
+        for mode in ("majority", "lazy", "lockstep"):
+            engine.collective_rpc("tandem_mode", args=(mode,))
+            for seed in range(6):
+                params = SamplingParams(seed=seed, max_tokens=30, ignore_eos=True)
+                engine.add_request(str(seed), {"prompt_token_ids": written(30, seed=seed)}, params)
+            left = {str(seed) for seed in range(6)}
+            for _ in range(40 * 6):
+                left -= {output.request_id for output in engine.step() if output.finished} if left else set()
+            assert not left, mode
+    finally:
+        _shut_down(client.engine_core)
 
 
 def free_port() -> int:

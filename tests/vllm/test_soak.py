@@ -1,4 +1,5 @@
-"""Ten minutes of everything at once. TANDEMRL_SOAK_SECONDS shortens it; it never ends before 2,000 requests."""
+"""Ten minutes of everything at once. TANDEMRL_SOAK_SECONDS=150 makes it three or four; it never ends before 2,000
+requests. The bound on memory is then wider: a kernel is kept for every shape, and most are met in the first minutes."""
 
 import ctypes
 import gc
@@ -103,4 +104,4 @@ def test_soak(engines, scheduled, capsys):
         counts = {reason: reasons.count(reason) for reason in set(reasons)}
         print(f"\nsoak: {number * WAVE} requests, {tokens} tokens, {time.monotonic() - start:.0f} s, {counts}, "
               f"{scheduled.preemptions} preemptions; RSS {early:.1f} -> {late:.1f} MiB")  # fmt: skip
-    assert late - early < 5
+    assert late - early < (5 if SECONDS >= 600 else 20)

@@ -30,8 +30,9 @@ def fingerprint(parameters: Iterable[tuple[str, Tensor]], dtype: torch.dtype | N
             if bits.dtype in _SMALLEST:
                 bits = bits.masked_fill(bits.abs() < _SMALLEST[bits.dtype], 0.0)
             words = bits.view(_BITS[bits.element_size()]).to(torch.int64)
-            weights = torch.arange(words.shape[0], device=words.device).mul_(2).add_(1)
-            sums.append((words * weights).sum() * (2 * number + 1))
+            first = number * _PART
+            weights = torch.arange(first, first + len(words), device=words.device).mul_(2).add_(1)
+            sums.append((words * weights).sum())
         total ^= mix64(int(torch.stack(sums).sum()), *name.encode())
     return total
 

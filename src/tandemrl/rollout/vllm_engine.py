@@ -20,13 +20,14 @@ from transformers import AutoConfig, GenerationConfig, PreTrainedTokenizerBase
 from tandemrl.model import eos_token_ids, load_tokenizer, vocabulary_check
 from tandemrl.rollout.engine import Completion, EngineError, EngineInfo, Request, StopReason, check_request
 from tandemrl.rollout.engines import VLLM_TESTED
-from tandemrl.rollout.vllm_planner import Mode
+from tandemrl.rollout.vllm_planner import Mode, check_mode
 from tandemrl.selection import replay
 
 try:
     import vllm
     import vllm.envs
     from vllm import EngineArgs, LLMEngine, SamplingParams
+    from vllm.exceptions import VLLMClientError
     from vllm.sampling_params import RequestOutputKind
 
     from tandemrl.rollout.vllm_weights import export_weights, write_weights
@@ -44,7 +45,8 @@ class VllmEngine:
     Args:
         senior, junior: model folders or hub ids; the weights on disk are version ``policy_version``. No junior: only
             strategies that let the senior write alone.
-        mode: ``lazy`` (a token is computed by its author only, the other model catches up in chunks) or ``lockstep``.
+        mode: ``lazy`` (a token is computed by its author only, the other model catches up in chunks), ``majority`` or
+            ``lockstep``; see ``vllm_planner``.
         max_rows: completions decoded at once.
         max_model_len: longest prompt plus completion; None: what both models allow.
         multiprocess: run vLLM's engine in a process of its own. With ``tensor_parallel`` > 1 its workers always do.
@@ -57,7 +59,7 @@ class VllmEngine:
         engine_args: further ``vllm.EngineArgs``.
 
     Raises:
-        EngineError: the models do not share a vocabulary, or a setting is not supported.
+        EngineError, ModelError: the models do not share a vocabulary, or a setting is not supported.
     """
 
     def __init__(
@@ -94,6 +96,7 @@ class VllmEngine:
                 f"({', '.join(VLLM_TESTED)}); it relies on internals that change",
                 stacklevel=2,
             )
+        check_mode(mode)
         self.tokenizer, self.policy_version = tokenizer, policy_version
         self.has_junior = junior is not None
         if junior is not None:
@@ -193,12 +196,14 @@ class VllmEngine:
         named = {names[id(r.strategy)]: r.strategy for r in requests}
         self._call("tandem_register", named if self._in_process else cloudpickle.dumps(named))
         flying: dict[str, int] = {}  # engine's request id -> number of the completion
-        for number, (request, key) in enumerate(pairs):
-            params = self._params(request, key, names[id(request.strategy)])
-            name = self._engine.add_request(str(number), {"prompt_token_ids": list(request.prompt)}, params)
-            flying[name] = number
         written: dict[int, _Written] = {}
         try:
+            for i, request in enumerate(requests):
+                for key in request.keys:
+                    number = len(flying)
+                    params = self._params(i, request, key, names[id(request.strategy)])
+                    name = self._engine.add_request(str(number), {"prompt_token_ids": list(request.prompt)}, params)
+                    flying[name] = number
             told = 0
             while self._engine.has_unfinished_requests():
                 for output in self._engine.step():
@@ -216,6 +221,8 @@ class VllmEngine:
                     self._abort(aborted, flying, pairs, written)
         except BaseException:
             self._engine.abort_request(list(flying), internal=True)
+            # A step that failed was given blocks that no model has filled; its prompts must not hit them later.
+            self._engine.reset_prefix_cache()
             raise
         done = iter(self._completions(pairs, [written[number] for number in range(len(pairs))]))
         return [[next(done) for _ in request.keys] for request in requests]
@@ -227,29 +234,38 @@ class VllmEngine:
             else:
                 self._aborted |= set(keys)
 
-    def _params(self, request: Request, key: int, strategy: str) -> "SamplingParams":
+    def _params(self, index: int, request: Request, key: int, strategy: str) -> "SamplingParams":
         s = request.sampling
-        return SamplingParams(
-            max_tokens=s.max_tokens,
-            temperature=s.temperature,
-            top_p=s.top_p,
-            top_k=s.top_k,
-            min_p=s.min_p,
-            repetition_penalty=s.repetition_penalty,
-            presence_penalty=s.presence_penalty,
-            frequency_penalty=s.frequency_penalty,
-            stop=list(s.stop) or None,
-            include_stop_str_in_output=True,
-            # EOS ids go in as stop ids: vLLM knows one of them, and which one ended a completion is asked for below.
-            stop_token_ids=sorted({*s.stop_token_ids, *(() if s.ignore_eos else self.eos)}),
-            ignore_eos=True,
-            detokenize=bool(s.stop),
-            skip_special_tokens=False,
-            logprobs=0,
-            flat_logprobs=True,
-            output_kind=RequestOutputKind.FINAL_ONLY,
-            extra_args={"tandem_key": key, "tandem_strategy": strategy},
-        )
+        try:
+            params = SamplingParams(
+                max_tokens=s.max_tokens,
+                temperature=s.temperature,
+                top_p=s.top_p,
+                top_k=s.top_k,
+                min_p=s.min_p,
+                repetition_penalty=s.repetition_penalty,
+                presence_penalty=s.presence_penalty,
+                frequency_penalty=s.frequency_penalty,
+                stop=list(s.stop) or None,
+                include_stop_str_in_output=True,
+                # EOS ids go in as stop ids: vLLM knows one of them, and `_reason` asks which one ended a completion.
+                stop_token_ids=sorted({*s.stop_token_ids, *(() if s.ignore_eos else self.eos)}),
+                ignore_eos=True,
+                detokenize=bool(s.stop),
+                skip_special_tokens=False,
+                logprobs=0,
+                flat_logprobs=True,
+                output_kind=RequestOutputKind.FINAL_ONLY,
+                extra_args={"tandem_key": key, "tandem_strategy": strategy},
+            )
+        except (ValueError, VLLMClientError) as error:
+            raise EngineError(f"request {index}: vLLM cannot sample like this: {error}") from error
+        if params.temperature != s.temperature:
+            raise EngineError(
+                f"request {index}: temperature {s.temperature} is too low for vLLM, which would use "
+                f"{params.temperature}; 0 is greedy"
+            )
+        return params
 
     def _reason(self, request: Request, output: Any) -> StopReason:
         if output.finish_reason == "stop":
@@ -327,7 +343,7 @@ class VllmEngine:
     # --------------------------------------------------------------------------------------------------- looking inside
 
     def set_mode(self, mode: Mode) -> None:
-        """``lazy`` or ``lockstep``, from the next ``generate`` on."""
+        """``lazy``, ``majority`` or ``lockstep``, from the next ``generate`` on."""
         self._call("tandem_mode", mode)
 
     def recorded_authors(self) -> dict[int, np.ndarray]:

@@ -17,7 +17,7 @@ have filled it, and a model starts where its own run of filled blocks ends.
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, get_args
 
 import numpy as np
 import torch
@@ -36,6 +36,14 @@ MAX_WAIT = 8
 """Steps that a row may wait for its author in ``majority`` mode."""
 JUNIOR, SENIOR = 0, 1
 _WRITERS = {"both": (True, True), "senior": (False, True), "junior": (True, False)}  # by author
+
+
+def check_mode(mode: str) -> None:
+    """Raises:
+    EngineError: there is no such mode.
+    """
+    if mode not in get_args(Mode):
+        raise EngineError(f"mode={mode}: must be one of {', '.join(get_args(Mode))}")
 
 
 class Admission(NamedTuple):

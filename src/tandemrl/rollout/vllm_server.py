@@ -42,6 +42,8 @@ GENERATING = ("/v1/", "/v2/", "/inference/", "/cohere/", "/invocations", "/gener
 """Where vLLM's POST paths begin that start a generation; only ``PATHS`` have a place for seeds and authors."""
 MAX_SELECTIONS = 32
 """Selections a server takes on, its own included: the workers keep token tables for each."""
+MAX_WHOLE = 2**31
+"""The largest whole number of a request, but for seeds."""
 SEED_BITS = 53  # of a seed that we choose: JSON readers that know doubles only keep it
 VERSION = importlib.metadata.version("tandemrl")
 
@@ -96,7 +98,7 @@ def prepare(body: Mapping[str, Any], default: SelectionConfig) -> tuple[dict[str
         if not ok:
             raise Refused(f"not possible in tandem decoding: {reason}")
 
-    samples = _whole(body, "n", 1, 1, 2**31)
+    samples = _whole(body, "n", 1, 1, MAX_WHOLE)
     seed = None if given("seed") == -1 else _whole(body, "seed", None, 0, 2**63 - samples)
     if seed is None:
         if _prompts(given("prompt")) > 1:
@@ -134,6 +136,8 @@ def selection_of(given: Any, default: SelectionConfig) -> SelectionConfig:
             raise Refused(f"tandem: unknown field {name!r}; known: {', '.join(_FIELDS)}")
         if not isinstance(value, _FIELDS[name]) or isinstance(value, bool):
             raise Refused(f"tandem.{name}: expected {_FIELDS[name][-1].__name__}, got {json.dumps(value)}")
+        if isinstance(value, int) and abs(value) > MAX_WHOLE:  # the workers compute with 64 bits and die of more
+            raise Refused(f"tandem.{name}: expected at most {MAX_WHOLE}, got {value}")
     for name, allowed in {"strategy": get_args(StrategyName), "first": get_args(Who), "solo": get_args(Who)}.items():
         if given.get(name, allowed[0]) not in allowed:
             raise Refused(f"tandem.{name}: {given[name]!r} is none of {', '.join(allowed)}")
@@ -475,7 +479,7 @@ def server_arguments(
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 
     from tandemrl.rollout.vllm_guard import Guard
-    from tandemrl.rollout.vllm_worker import worker_class
+    from tandemrl.rollout.vllm_worker import TandemScheduler, worker_class
 
     parser = make_arg_parser(FlexibleArgumentParser(prog="tandemrl serve … --"))
     args = parser.parse_args(list(vllm_args))
@@ -485,6 +489,7 @@ def server_arguments(
         "host": host,
         "port": port,
         "worker_cls": worker_class(),
+        "scheduler_cls": f"{TandemScheduler.__module__}.{TandemScheduler.__qualname__}",
         "additional_config": {"tandem": dict(options)},
         "async_scheduling": False,
         "logprobs_mode": "processed_logprobs",
@@ -498,6 +503,8 @@ def server_arguments(
     for name in ("headless", "grpc"):
         if getattr(args, name):
             raise EngineError(f"--{name} has no place for authors; leave it out")
+    if args.logits_processors:
+        raise EngineError("--logits-processors would act on the senior's tokens only; leave it out")
     args.middleware = [*args.middleware, f"{Authorship.__module__}.{Authorship.__qualname__}"]
-    args.logits_processors = [*(args.logits_processors or ()), f"{Guard.__module__}:{Guard.__qualname__}"]
+    args.logits_processors = [f"{Guard.__module__}:{Guard.__qualname__}"]
     return args

@@ -36,7 +36,7 @@ from tandemrl.config import SelectionConfig
 from tandemrl.rollout.engine import EngineError
 from tandemrl.rollout.sampling import Truncation, draw_token, kept_tokens
 from tandemrl.rollout.sync import fingerprint
-from tandemrl.rollout.vllm_planner import JUNIOR, SENIOR, Admission, Mode, Pass, Planner
+from tandemrl.rollout.vllm_planner import JUNIOR, SENIOR, Admission, Mode, Pass, Planner, check_mode
 from tandemrl.rollout.vllm_weights import hf_parameters, import_weights, load_checkpoint_weights, read_weights
 from tandemrl.schedule import schedule_of
 from tandemrl.selection import Strategy
@@ -282,7 +282,7 @@ class TandemModelRunner:
             [n.block_ids[0] for n in new] + [None if b is None else b[0] for b in cached.new_block_ids],
             cached.resumed_req_ids,
         )
-        data = {n.req_id: n for n in new}
+        data = {n.req_id: _unseeded(n) for n in new}
         for who in self.runners:
             launched = self._launched[who] = []
             for work in plans[who]:
@@ -417,6 +417,15 @@ class TandemModelRunner:
                     batch.num_tokens_no_spec[index] = at + 1
 
 
+def _unseeded(new: NewRequestData) -> NewRequestData:
+    """As a runner gets it. ``_Draw`` needs no generator, and vLLM fails to rewind a CPU's after a chunk of a prompt."""
+    if new.sampling_params is None or new.sampling_params.seed is None:
+        return new
+    params = copy.copy(new.sampling_params)
+    params.seed = None
+    return dataclasses.replace(new, sampling_params=params)
+
+
 def _mirror_tokens(runner: Any, ids: Iterable[str]) -> None:
     """Give rows that come back into the batch token lists that are quick to copy."""
     live = runner.input_batch.req_id_to_index
@@ -445,7 +454,7 @@ def _own_kv_cache(runner: Any, shared: KVCacheConfig, block_size: int) -> KVCach
 
 
 def _merged(sources: Sequence[tuple[LogprobsLists | None, int]]) -> LogprobsLists | None:
-    """One row per request; rows without a token stay zero."""
+    """One row per request; where there is no token the id is 0 and the log-prob -inf."""
     width = max((lists.logprobs.shape[1] for lists, _ in sources if lists is not None), default=0)
     if not width:
         return None
@@ -566,6 +575,7 @@ class _TandemWorker:
         self.model_runner.strategies = {**kept, **named}
 
     def tandem_mode(self, mode: Mode) -> None:
+        check_mode(mode)
         self.model_runner.planner.mode = mode
 
     def tandem_record(self) -> dict[int, list[int]]:
