@@ -1,34 +1,42 @@
-"""``tandemrl eval PHASE``: one command per phase, all with the same options."""
+"""``tandemrl eval PHASE``: one command per phase and one for all of them, with the same options."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
 if TYPE_CHECKING:
+    from rich.progress import TaskID
     from rich.table import Table
 
-Phase = Literal["pass-at-k", "tandem", "handoff", "legibility", "verified"]
-PHASES: dict[Phase, str] = {
+    from tandemrl.evals import Phase, Progress
+
+Command = Literal["all", "pass-at-k", "tandem", "handoff", "legibility", "drift", "verified"]
+COMMANDS: dict[Command, str] = {
+    "all": "All phases that the junior and the judge allow, one file each; what a killed run has finished is kept.",
     "pass-at-k": "The senior alone: unbiased pass@k with bootstrap intervals over problems.",
     "tandem": "Senior and junior write together, by the word schedule of training.",
     "handoff": "Senior and junior take turns, one step each; with either of them first.",
     "legibility": "How well the junior predicts what the senior writes alone: cross-entropy per token, in nats.",
+    "drift": "How far what the senior writes alone is from the junior: surprisals and exact KL per token, in nats.",
     "verified": "Pass@k of correct answers whose reasoning a judge (judge.url or judge.model) accepts.",
 }
+
+_BOUNDS = ("/low", "/high")
 
 app = typer.Typer(help="Evaluate a senior alone or together with a junior.", no_args_is_help=True)
 
 
-def _command(phase: Phase) -> Callable[..., None]:
+def _command(name: Command) -> Callable[..., None]:
     def command(
         model: Annotated[str, typer.Option(help="The senior: HF folder or hub id.")],
         overrides: Annotated[
             list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Any config key, e.g. reward.gsm8k=tandem")
         ] = None,
         junior: Annotated[
-            str | None, typer.Option(help="The junior; default: that of --config. Not used by pass-at-k, verified.")
+            str | None, typer.Option(help="The junior; default: that of --config. pass-at-k and verified need none.")
         ] = None,
         data: Annotated[
             list[str] | None, typer.Option(help="JSONL or Parquet file, synthetic:PAIR:SPLIT[:COUNT] …; repeatable.")
@@ -66,40 +74,101 @@ def _command(phase: Phase) -> Callable[..., None]:
         if not data and config is None:
             raise ConfigError("no data to evaluate on: give --data, or --config for its data.eval")
 
-        from tandemrl.evals import run_phase
+        from tandemrl.evals import left_out, run_all
 
-        result = run_phase(
-            phase,
-            model=model,
-            junior=junior or (resolved.model.junior if config else None),
-            data=data or resolved.data.eval,
-            eval=resolved.eval,
-            out=out,
-            reward=resolved.reward,
-            sandbox=resolved.sandbox,
-            judge=resolved.judge,
-            dtype=resolved.model.dtype,
-            device=resolved.model.device,
-            prompt_suffix=resolved.data.prompt_suffix,
-            max_prompt_tokens=resolved.data.max_prompt_tokens,
-            limit=limit,
-            threads=resolved.train.threads,
-            prob_senior=resolved.selection.prob_senior,
-            max_gap_tokens=resolved.selection.max_gap_tokens,
-            rollout=resolved.rollout,
-        )
+        if junior is None and config is not None:
+            junior = resolved.model.junior
+        with _bars() as progress:
+            results = run_all(
+                model=model,
+                junior=junior,
+                data=data or resolved.data.eval,
+                eval=resolved.eval,
+                out=out,
+                phases=None if name == "all" else (name,),
+                reward=resolved.reward,
+                sandbox=resolved.sandbox,
+                judge=resolved.judge,
+                dtype=resolved.model.dtype,
+                device=resolved.model.device,
+                prompt_suffix=resolved.data.prompt_suffix,
+                max_prompt_tokens=resolved.data.max_prompt_tokens,
+                limit=limit,
+                threads=resolved.train.threads,
+                prob_senior=resolved.selection.prob_senior,
+                max_gap_tokens=resolved.selection.max_gap_tokens,
+                rollout=resolved.rollout,
+                progress=progress,
+            )
         from rich.console import Console
 
         settings = f"profile {resolved.eval.profile}, {resolved.eval.samples} samples per problem"
-        Console().print(metrics_table(f"{phase} ({settings})", result["metrics"]))
+        if name == "all":
+            Console().print(summary_table(f"all phases ({settings})", results))
+            for phase, reason in left_out(junior, resolved.judge).items():
+                typer.echo(f"left out: {phase} {reason}")
+        else:
+            Console().print(metrics_table(f"{name} ({settings})", results[name]["metrics"]))
         typer.echo(f"written to {out}")
 
-    command.__doc__ = PHASES[phase]
+    command.__doc__ = COMMANDS[name]
     return command
 
 
-for _phase in PHASES:
-    app.command(_phase)(_command(_phase))
+for _name in COMMANDS:
+    app.command(_name)(_command(_name))
+
+
+@contextmanager
+def _bars() -> "Iterator[Progress | None]":
+    """A progress bar for what is under way, on a terminal; None elsewhere."""
+    from rich.console import Console
+    from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+    console = Console(stderr=True)
+    if not console.is_terminal:
+        yield None
+        return
+    columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.completed:,} of {task.total:,}"))
+    with Progress(*columns, TimeElapsedColumn(), TimeRemainingColumn(), console=console, transient=True) as bars:
+        tasks: dict[str, TaskID] = {}
+
+        def progress(what: str, done: int, total: int) -> None:
+            if what not in tasks:
+                tasks[what] = bars.add_task(what, total=total)
+            bars.update(tasks[what], completed=done)
+
+        yield progress
+
+
+def summary_table(title: str, results: "Mapping[Phase, Mapping[str, Any]]") -> "Table":
+    """The metrics to look at first, a row each; a column per set, and macro where there are several."""
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(title=title, title_justify="left")
+    table.add_column("phase")
+    table.add_column("metric", no_wrap=True)
+    for name in _columns(next(iter(results.values()))["metrics"]):
+        table.add_column(Text(name), justify="right", no_wrap=True)
+    for phase, result in results.items():
+        columns = _columns(result["metrics"])
+        shown = [name for name in result["metrics"]["macro"] if _is_summary(phase, name)]
+        for name in shown:
+            cells = [Text(_cell(values, name)) for values in columns.values()]
+            table.add_row(Text(phase), Text(name), *cells, end_section=name == shown[-1])
+    return table
+
+
+def _columns(metrics: Mapping[str, Any]) -> dict[str, Mapping[str, float]]:
+    return metrics["by_set"] | ({"macro": metrics["macro"]} if len(metrics["by_set"]) > 1 else {})
+
+
+def _is_summary(phase: str, metric: str) -> bool:
+    """Of every phase what it is about; what else there is to say of a text, of the solo texts only."""
+    about = ("pass@", "verified_pass@", "rejected_rate", "cross_entropy", "kl", "excess", "unlikely_rate")
+    own = (*about, "maj@", "length", "truncation_rate") if phase == "pass-at-k" else about
+    return metric.rpartition("/")[2].startswith(own) and not metric.endswith(_BOUNDS)
 
 
 def metrics_table(title: str, metrics: Mapping[str, Any]) -> "Table":
@@ -113,7 +182,7 @@ def metrics_table(title: str, metrics: Mapping[str, Any]) -> "Table":
     for name in columns:
         table.add_column(Text(name), justify="right")
     for metric in metrics["macro"]:
-        if not metric.endswith(("/low", "/high")):
+        if not metric.endswith(_BOUNDS):
             table.add_row(Text(metric), *(Text(_cell(values, metric)) for values in columns.values()))
     return table
 

@@ -1,8 +1,10 @@
 """The command line: what it hands on, what it prints, and that bad input is one line and exit code 2."""
 
 import json
+import re
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 from typing import Any
 
@@ -116,6 +118,9 @@ def test_train_hands_on_the_config_and_resume(monkeypatch: pytest.MonkeyPatch) -
         (["data", "build", "eval-all", "--out", "x"], "olympiad is not on the hub: leave it out with --skip olympiad"),
         (["data", "build", "eval-all", "--out", "x", "--skip", "aime"], "--skip aime: known sets are aime24, "),
         (["data", "build", "olympiad", "--out", "x"], "no public data set has its 581 problems"),
+        (["compare", "nowhere", "nothere"], "nowhere: no evaluation is there"),
+        (["compare", "a", "b", "--level", "95"], "--level 95.0: expected a number between 0 and 1"),
+        (["eval", "tandem", "--model", "m", "--data", "d"], "phase tandem needs a junior; give one (--junior)"),
         (["eval", "pass-at-k", "--model", "m"], "give --data"),
         (["eval", "pass-at-k", "--model", "m", "--data", "d", "--k", "1,99"], "eval.k=[1, 99]"),
         (["eval", "pass-at-k", "--model", "m", "--data", "d", "--dtype", "int4"], "model.dtype"),
@@ -169,18 +174,18 @@ RESULT = {
 }
 
 
-@pytest.mark.parametrize("phase", ["pass-at-k", "tandem", "handoff", "legibility", "verified"])
+@pytest.mark.parametrize("phase", ["pass-at-k", "tandem", "handoff", "legibility", "drift", "verified"])
 def test_eval_hands_on_its_options_and_prints_a_table(phase: str, monkeypatch: pytest.MonkeyPatch) -> None:
     import tandemrl.evals
 
-    run_phase = Recorder(RESULT)
-    monkeypatch.setattr(tandemrl.evals, "run_phase", run_phase)
+    run_all = Recorder({phase: RESULT})
+    monkeypatch.setattr(tandemrl.evals, "run_all", run_all)
     options = ["--model", "M", "--junior", "J", "--data", "a", "--data", "b", "--samples", "4", "--limit", "9"]
     options += ["--seed", "3", "--profile", "paper", "--out", "o", "--dtype", "bfloat16", "reward.gsm8k=tandem"]
     result = run("eval", phase, *options, "data.prompt_suffix=Go.", "judge.url=http://h/v1", "judge.accept=0.8")
     assert result.exit_code == 0, result.output
-    assert run_phase.arguments == (phase,)
-    got = run_phase.keywords
+    got = run_all.keywords
+    assert got["phases"] == (phase,)
     assert (got["model"], got["junior"], list(got["data"]), got["limit"]) == ("M", "J", ["a", "b"], 9)
     assert (got["eval"].k, got["eval"].samples, got["eval"].seed, got["eval"].profile) == ((1, 2, 4), 4, 3, "paper")
     assert (got["out"], got["dtype"], got["prompt_suffix"]) == (Path("o"), "bfloat16", "Go.")
@@ -190,17 +195,53 @@ def test_eval_hands_on_its_options_and_prints_a_table(phase: str, monkeypatch: p
     assert "pass@1/low" not in result.output
 
 
+def test_eval_all_prints_one_table_and_says_what_was_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    import tandemrl.evals
+
+    legible = {name: {"cross_entropy": 0.25, "problems": 4} for name in ("setA", "setB")}
+    phases = {
+        "pass-at-k": {"metrics": RESULT["metrics"] | {"by_set": {name: {"pass@1": 0.5} for name in legible}}},
+        "legibility": {"metrics": {"macro": {"cross_entropy": 0.25, "problems": 4}, "by_set": legible}},
+    }
+    run_all = Recorder(phases)
+    monkeypatch.setattr(tandemrl.evals, "run_all", run_all)
+    result = run("eval", "all", "--model", "M", "--junior", "J", "--data", "a")
+    assert result.exit_code == 0, result.output
+    assert (run_all.keywords["phases"], run_all.keywords["progress"]) == (None, None)  # no bar but on a terminal
+    lines = [" ".join(line.replace("│", " ").split()) for line in result.output.splitlines()]
+    assert "pass-at-k pass@1 0.5000 0.5000 0.5000 [0.250, 0.750]" in lines
+    assert "legibility cross_entropy 0.2500 0.2500 0.2500" in lines
+    assert not any("problems" in line for line in lines)
+    assert any(line.startswith("left out: verified needs a judge; give judge.url=") for line in lines)
+    assert "left out: tandem needs a junior" in run("eval", "all", "--model", "M", "--data", "a").output
+
+
+def test_eval_draws_a_bar_on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    import tandemrl.evals
+
+    def run_all(**keywords: Any) -> dict[str, Any]:
+        keywords["progress"]("tandem: tokens", 1500, 3000)
+        return {"tandem": RESULT}
+
+    monkeypatch.setattr(tandemrl.evals, "run_all", run_all)
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    result = run("eval", "tandem", "--model", "M", "--junior", "J", "--data", "a")
+    assert result.exit_code == 0, result.output
+    assert re.search(r"tandem: tokens.*1,500 of 3,000", result.stderr)
+    assert "1,500" not in result.stdout
+
+
 def test_eval_takes_over_what_a_run_was_trained_with(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     import tandemrl.evals
     from tandemrl.config import load, to_yaml
 
     file = tmp_path / "config.yaml"
     file.write_text(to_yaml(load("deepscaler_tandem", ["selection.prob_senior=0.25"])))
-    run_phase = Recorder(RESULT)
-    monkeypatch.setattr(tandemrl.evals, "run_phase", run_phase)
+    run_all = Recorder({"tandem": RESULT})
+    monkeypatch.setattr(tandemrl.evals, "run_all", run_all)
     assert run("eval", "tandem", "--model", "M", "--junior", "J", "--config", str(file), "--k", "1,2").exit_code == 0
-    got = run_phase.keywords
-    assert got["data"] == ("data/deepscaler/heldout.parquet",)
+    got = run_all.keywords
+    assert (got["data"], got["junior"]) == (("data/deepscaler/heldout.parquet",), "J")
     assert r"\boxed{}" in got["prompt_suffix"]
     assert (got["prob_senior"], got["eval"].profile, got["eval"].k) == (0.25, "paper", (1, 2))
 
@@ -352,6 +393,29 @@ def test_check_says_what_to_install_and_fails_only_when_the_core_cannot_work(mon
     del versions["torchvision"], versions["math-verify"]
     result = run("check")
     assert (result.exit_code, result.output.splitlines()[-1]) == (1, "not ready: math-verify")
+
+
+def test_check_looks_at_every_dependency_of_the_core() -> None:
+    from tandemrl.cli import check
+
+    project = tomllib.loads((Path(__file__).parents[1] / "pyproject.toml").read_text())["project"]
+    needed = {re.split("[<>=]", one)[0] for one in project["dependencies"]}
+    assert needed - {"typer", "rich"} == {name for name, (_, core, *_) in check.PACKAGES.items() if core}
+
+
+@pytest.mark.parametrize("package", ["torch", "transformers", "numpy"])
+def test_check_survives_a_broken_package(monkeypatch: pytest.MonkeyPatch, package: str) -> None:
+    """Also where a part of ours is looked at that cannot be imported without it."""
+    from tandemrl.cli import check
+
+    versions = dict.fromkeys(check.PACKAGES, "1.0") | {"vllm": "0.32.0"}
+    broken = {package: "it broke", "tandemrl.rollout.engines": "it broke"}
+    monkeypatch.setattr(check, "_version", versions.get)
+    monkeypatch.setattr(check, "_import_error", broken.get)
+    monkeypatch.setitem(sys.modules, package, None)
+    monkeypatch.setitem(sys.modules, "tandemrl.rollout.engines", None)
+    result = run("check")
+    assert (result.exit_code, result.output.splitlines()[-1]) == (1, f"not ready: {package}"), result.output
 
 
 def test_check_lists_the_layers_of_the_sandbox(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,25 +1,31 @@
-"""Estimators of the evaluation, in plain NumPy: pass@k, maj@k, and bootstrap intervals over problems.
+"""Estimators of the evaluation: pass@k, maj@k, bootstrap intervals over problems, and intervals over training seeds.
 
-Problems are the unit of resampling, never samples: the samples of one problem are not independent of each other. Every
-interval is conditional on the checkpoint; it says nothing about the noise of another training seed.
+Problems are the unit of resampling, never samples: the samples of one problem are not independent of each other. A
+bootstrap interval is conditional on the checkpoint; what another training seed would give is what ``seed_interval`` is
+about.
 """
 
 from collections.abc import Sequence
 from fractions import Fraction
+from functools import cache
 from math import comb
 from typing import NamedTuple
 
 import numpy as np
+from scipy.special import stdtrit
+
+RESAMPLED_AT_ONCE = 2**20  # values; bounds the memory of a bootstrap and changes nothing else
 
 
 class Interval(NamedTuple):
-    """An estimate and its two-sided percentile interval."""
+    """An estimate and its two-sided interval."""
 
     mean: float
     low: float
     high: float
 
 
+@cache
 def pass_at_k(correct: int, samples: int, k: int) -> float:
     """Probability that at least one of ``k`` samples is correct, estimated without bias from ``samples`` of them.
 
@@ -37,22 +43,6 @@ def pass_at_k(correct: int, samples: int, k: int) -> float:
     if not 0 <= correct <= samples:
         raise ValueError(f"correct must be between 0 and {samples} (samples), got {correct}")
     return float(1 - Fraction(comb(samples - correct, k), comb(samples, k)))
-
-
-def pass_at_k_per_problem(correct: np.ndarray, samples: int, k: int) -> np.ndarray:
-    """``pass_at_k`` of every problem; ``correct`` holds one count per problem, each of ``samples`` samples.
-
-    Raises:
-        ValueError: ``k`` or a count is not in range.
-
-    Example:
-        >>> pass_at_k_per_problem(np.array([0, 1, 4]), samples=4, k=2)
-        array([0. , 0.5, 1. ])
-    """
-    correct = np.asarray(correct, dtype=np.int64)
-    if correct.size and not 0 <= correct.min() <= correct.max() <= samples:
-        raise ValueError(f"correct must be between 0 and {samples} (samples), got {correct.min()} to {correct.max()}")
-    return np.take([pass_at_k(c, samples, k) for c in range(samples + 1)], correct)
 
 
 def maj_at_k(answers: Sequence[str | None], correct: Sequence[bool], k: int) -> float:
@@ -79,12 +69,18 @@ def maj_at_k(answers: Sequence[str | None], correct: Sequence[bool], k: int) -> 
         if answer is not None:
             grades.setdefault(answer, []).append(bool(grade))
     silent = samples - sum(len(g) for g in grades.values())
+    return _majority(tuple(sorted((len(g), sum(g)) for g in grades.values())), silent, k)
+
+
+@cache  # problems differ in their answers, but hardly in how often each was given
+def _majority(answers: tuple[tuple[int, int], ...], silent: int, k: int) -> float:
+    """``maj_at_k`` from (samples, correct ones) of each answer and the number of samples without one."""
     wins = Fraction(0)
-    for winner, own in grades.items():
-        if not any(own):
+    for i, (own, right) in enumerate(answers):
+        if right == 0:
             continue
-        others = [len(g) for answer, g in grades.items() if answer != winner]
-        for votes in range(1, min(len(own), k) + 1):
+        others = [size for j, (size, _) in enumerate(answers) if j != i]
+        for votes in range(1, min(own, k) + 1):
             # ways[(drawn, tied)]: draws of the rest in which no other answer exceeds `votes` and `tied` reach it.
             ways = {(s, 0): comb(silent, s) for s in range(min(silent, k) + 1)}
             for size in others:
@@ -95,32 +91,14 @@ def maj_at_k(answers: Sequence[str | None], correct: Sequence[bool], k: int) -> 
                         longer[key] = longer.get(key, 0) + count * comb(size, v)
                 ways = longer
             shares = sum((Fraction(n, t + 1) for (drawn, t), n in ways.items() if drawn == k - votes), Fraction(0))
-            wins += Fraction(sum(own), len(own)) * comb(len(own), votes) * shares
-    return float(wins / comb(samples, k))
-
-
-def bootstrap_interval(per_problem: np.ndarray, *, resamples: int, seed: int, level: float = 0.95) -> Interval:
-    """Mean over problems with its percentile bootstrap interval; one value per problem.
-
-    Raises:
-        ValueError: no problems, a value that is not finite, or ``resamples``/``level`` out of range.
-    """
-    return macro_interval([per_problem], resamples=resamples, seed=seed, level=level)
-
-
-def paired_bootstrap(a: np.ndarray, b: np.ndarray, *, resamples: int, seed: int, level: float = 0.95) -> Interval:
-    """Mean of ``a - b`` over matched problems, with its interval: the two are resampled together.
-
-    Raises:
-        ValueError: the two have different shapes, or as for ``bootstrap_interval``.
-    """
-    if np.shape(a) != np.shape(b):
-        raise ValueError(f"paired bootstrap needs the same problems on both sides, got {np.shape(a)} and {np.shape(b)}")
-    return bootstrap_interval(np.subtract(a, b, dtype=np.float64), resamples=resamples, seed=seed, level=level)
+            wins += Fraction(right, own) * comb(own, votes) * shares
+    return float(wins / comb(silent + sum(size for size, _ in answers), k))
 
 
 def macro_interval(by_set: Sequence[np.ndarray], *, resamples: int, seed: int, level: float = 0.95) -> Interval:
-    """Unweighted mean of the set means with its interval; problems are resampled within their own set.
+    """Unweighted mean of the set means with its percentile bootstrap interval; one value per problem.
+
+    Problems are resampled within their own set. One set: the mean over its problems.
 
     Raises:
         ValueError: an empty set, a value that is not finite, or ``resamples``/``level`` out of range.
@@ -134,7 +112,49 @@ def macro_interval(by_set: Sequence[np.ndarray], *, resamples: int, seed: int, l
         raise ValueError(f"resamples must be at least 1 and level in (0, 1), got {resamples} and {level}")
     rng = np.random.default_rng(seed)
     draws = np.zeros(resamples)
-    for values in sets:  # one resample at a time: a [resamples, problems] index would not fit for large sets
-        draws += [values[rng.integers(values.size, size=values.size)].mean() for _ in range(resamples)]
+    for values in sets:
+        rows = max(1, RESAMPLED_AT_ONCE // values.size)
+        for start in range(0, resamples, rows):
+            index = rng.integers(values.size, size=(min(rows, resamples - start), values.size))
+            draws[start : start + rows] += values[index].mean(axis=1)
     low, high = np.quantile(draws / len(sets), [(1 - level) / 2, (1 + level) / 2])
     return Interval(float(np.mean([values.mean() for values in sets])), float(low), float(high))
+
+
+def paired_bootstrap(
+    a: Sequence[np.ndarray], b: Sequence[np.ndarray], *, resamples: int, seed: int, level: float = 0.95
+) -> Interval:
+    """``macro_interval`` of ``a - b``: entry i of a set is the same problem on both sides, and the two are resampled
+    together.
+
+    Raises:
+        ValueError: the two have different sets or shapes, or as for ``macro_interval``.
+    """
+    shapes = [[np.shape(values) for values in side] for side in (a, b)]
+    if shapes[0] != shapes[1]:
+        raise ValueError(f"paired bootstrap needs the same problems on both sides, got {shapes[0]} and {shapes[1]}")
+    differences = [np.subtract(x, y, dtype=np.float64) for x, y in zip(a, b, strict=True)]
+    return macro_interval(differences, resamples=resamples, seed=seed, level=level)
+
+
+def seed_interval(values: Sequence[float], *, level: float = 0.95) -> Interval:
+    """Mean over training seeds with its Student t interval; one value (a mean, or a difference of two) per seed.
+
+    The bootstrap is of no use here: resamples of a handful of values are too alike, and its intervals too narrow.
+
+    Raises:
+        ValueError: fewer than two values, one that is not finite, or ``level`` out of range.
+
+    Example:
+        >>> interval = seed_interval([0.1, 0.2, 0.3])
+        >>> [round(bound, 3) for bound in interval]
+        [0.2, -0.048, 0.448]
+    """
+    seeds = np.asarray(values, dtype=np.float64)
+    if seeds.ndim != 1 or seeds.size < 2:
+        raise ValueError(f"an interval over seeds needs at least two seeds, got {seeds.size}")
+    if not np.isfinite(seeds).all() or not 0 < level < 1:
+        raise ValueError(f"an interval over seeds needs finite values and a level in (0, 1), got {values} and {level}")
+    mean = float(seeds.mean())
+    half = float(stdtrit(seeds.size - 1, (1 + level) / 2) * seeds.std(ddof=1) / np.sqrt(seeds.size))
+    return Interval(mean, mean - half, mean + half)

@@ -1,0 +1,148 @@
+"""Evaluation results on disk: ``PHASE.json`` and ``PHASE.samples.jsonl``. A result file means "finished"."""
+
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from tandemrl.checkpoint import versions, write_text
+from tandemrl.evals.measures import EvalError, Sample
+
+SCHEMA = 1
+
+
+@dataclass(frozen=True, slots=True)
+class EvalResult:
+    """``metrics`` as in the result file: ``{"macro": {name: value}, "by_set": {set: {name: value}}}``."""
+
+    metrics: dict[str, Any]
+    samples: list[Sample]
+
+
+def result_file(phase: str, out: Path) -> Path:
+    """``out`` if it names a ``.json`` file, else ``out/PHASE.json``."""
+    return Path(out) if Path(out).suffix == ".json" else Path(out) / f"{phase}.json"
+
+
+def finished_result(file: Path, phase: str, config: Mapping[str, Any]) -> dict[str, Any] | None:
+    """The result in ``file`` if it is this phase with this configuration; None if there is no file.
+
+    Raises:
+        EvalError: the file holds something else; names the first differences.
+    """
+    if not file.exists():
+        return None
+    stored = read_result(file)
+    if stored["phase"] != phase:
+        raise EvalError(f"{file} holds the phase {stored['phase']}, not {phase}; choose another --out")
+    if changed := differences(stored["config"], config):
+        listed = "; ".join(f"{key}: {before!r} there, {now!r} now" for key, before, now in changed[:3])
+        raise EvalError(
+            f"{file} holds this phase with another configuration ({listed}); delete it or choose another --out"
+        )
+    return stored
+
+
+def differences(a: Mapping[str, Any], b: Mapping[str, Any]) -> list[tuple[str, Any, Any]]:
+    """(dotted key, value in a, value in b) where two trees differ; None stands for an absent key.
+
+    Example:
+        >>> differences({"eval": {"seed": 1, "k": [1]}}, {"eval": {"seed": 2, "k": [1]}})
+        [('eval.seed', 1, 2)]
+    """
+    flat_a, flat_b = _flat(a), _flat(b)
+    keys = dict.fromkeys([*flat_a, *flat_b])
+    return [(key, flat_a.get(key), flat_b.get(key)) for key in keys if flat_a.get(key) != flat_b.get(key)]
+
+
+def read_result(file: Path) -> dict[str, Any]:
+    """A stored result.
+
+    Raises:
+        EvalError: not an evaluation result of this schema.
+    """
+    try:
+        stored = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise EvalError(f"{file}: not readable as an evaluation result ({error}); delete it and run again") from None
+    if not isinstance(stored, dict) or stored.get("schema") != SCHEMA:
+        raise EvalError(f"{file}: not an evaluation result of schema {SCHEMA}; choose another --out")
+    return dict(stored)
+
+
+def write_result(
+    file: Path, phase: str, config: Mapping[str, Any], result: EvalResult, *, seeds: Mapping[str, int]
+) -> dict[str, Any]:
+    """Write the samples, then the result that points to them, each atomically.
+
+    Raises:
+        EvalError: a number is not finite; nothing is written.
+    """
+    samples = file.with_suffix(".samples.jsonl")
+    stored = {
+        "schema": SCHEMA,
+        "phase": phase,
+        "config": config,
+        "versions": versions() | {"numpy": np.__version__, "math-verify": metadata.version("math-verify")},
+        "seeds": seeds,
+        "metrics": result.metrics,
+        "samples": samples.name,
+    }
+    try:
+        text = json.dumps(stored, indent=2, ensure_ascii=False, allow_nan=False) + "\n"
+        lines = [json.dumps(sample._asdict(), ensure_ascii=False, allow_nan=False) + "\n" for sample in result.samples]
+    except ValueError as error:
+        raise EvalError(f"{file}: a result is not finite ({error}); nothing was written") from None
+    write_text(samples, "".join(lines))
+    write_text(file, text)
+    return json.loads(text)
+
+
+def read_samples(file: Path) -> list[Sample]:
+    """The samples of a ``PHASE.samples.jsonl`` file, in order.
+
+    Raises:
+        EvalError: the file is missing, or a line is not a sample; names the line.
+    """
+    samples = []
+    try:
+        with open(file, encoding="utf-8") as lines:
+            for number, line in enumerate(lines, start=1):
+                try:
+                    samples.append(Sample(**json.loads(line)))
+                except (ValueError, TypeError) as error:
+                    raise EvalError(f"{file}, line {number}: not a sample of an evaluation ({error})") from None
+    except OSError as error:
+        raise EvalError(f"{file}: not readable ({error.strerror}); run the phase again") from None
+    return samples
+
+
+def digests(sources: Sequence[str]) -> dict[str, str]:
+    """A hash of each local model folder or data file: changed weights or data are another configuration."""
+    found = {}
+    for source in map(Path, sources):
+        files = sorted(source.iterdir()) if source.is_dir() else [source]
+        if files := [file for file in files if file.is_file()]:
+            digest = hashlib.blake2b(digest_size=16)
+            for file in files:
+                with open(file, "rb") as content:
+                    digest.update(hashlib.file_digest(content, "blake2b").digest())
+            found[str(source)] = digest.hexdigest()
+    return found
+
+
+def plain(value: Mapping[str, Any]) -> dict[str, Any]:
+    """As it reads back from JSON."""
+    return json.loads(json.dumps(value))
+
+
+def _flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    flat: dict[str, Any] = {}
+    for key, value in tree.items():
+        flat |= _flat(value, f"{prefix}{key}.") if isinstance(value, Mapping) else {f"{prefix}{key}": value}
+    return flat

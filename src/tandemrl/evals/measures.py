@@ -1,0 +1,229 @@
+"""From samples to numbers: what is said of the samples of one problem, and how problems, sets and arms are averaged."""
+
+from collections.abc import Callable, Mapping, Sequence
+from itertools import groupby
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from tandemrl.stats import macro_interval, maj_at_k, pass_at_k
+from tandemrl.types import Metrics
+
+MANY_ROUNDS = 150
+"""Handoff chains with more rounds are counted: the original protocol stops there, this one does not."""
+
+WITH_INTERVAL = (
+    *("pass@", "maj@", "verified_pass@", "rejected_rate"),
+    *("cross_entropy", "surprisal", "excess", "kl", "unlikely_rate"),
+)
+"""Rates that get a bootstrap interval, by the start of their names."""
+
+HEADLINE = (*WITH_INTERVAL, "length", "truncation_rate")
+"""Rates that a summary or a comparison shows, by the start of their names."""
+
+
+def is_headline(metric: str) -> bool:
+    """Whether a rate, of one arm or of all, is one to show.
+
+    Example:
+        >>> is_headline("senior_first/pass@1"), is_headline("rounds")
+        (True, False)
+    """
+    return metric.rpartition("/")[2].startswith(HEADLINE)
+
+
+class EvalError(ValueError):
+    """An evaluation that cannot be run, or a result file that is not this evaluation's; names the fix."""
+
+
+class Sample(NamedTuple):
+    """One evaluated completion: a line of ``PHASE.samples.jsonl``.
+
+    problem: position among the prompts. author: who wrote which tokens, as run lengths ("S12J5" = 12 tokens of the
+    senior, then 5 of the junior). rounds: number of those runs. score, correct and answer are None where nothing was
+    graded. judge (the mark of the reasoning, 0 to 1) is None but for correct samples of the verified phase, and there
+    where the judge's replies held no mark; verified is None but in that phase.
+
+    What a reader makes of the text, means over its tokens in nats, None where it was not read or does not fit:
+    cross_entropy (the junior's; legibility and drift), and, in drift alone, surprisal (the senior's own cross-entropy),
+    kl (KL(senior || junior) of the next token) and unlikely_rate (the share of tokens that the junior finds unlikely).
+    """
+
+    problem: int
+    example_id: str
+    set: str
+    arm: str
+    sample: int
+    key: int
+    text: str
+    tokens: list[int]
+    length: int
+    author: str
+    rounds: int
+    senior_share: float
+    stop_reason: str
+    score: float | None = None
+    correct: bool | None = None
+    answer: str | None = None
+    cross_entropy: float | None = None
+    judge: float | None = None
+    verified: bool | None = None
+    surprisal: float | None = None
+    kl: float | None = None
+    unlikely_rate: float | None = None
+
+
+Measure = Callable[[Sequence[Sample]], tuple[Metrics, Metrics]]
+"""Rates and counts of one problem, from its samples of one arm."""
+
+# ---------------------------------------------------------------------------------------------------------- one problem
+
+
+def graded(problem: Sequence[Sample], k: Sequence[int]) -> tuple[Metrics, Metrics]:
+    """Rates and counts of the graded samples of one problem."""
+    n = len(problem)
+    correct = [bool(sample.correct) for sample in problem]
+    answers = [sample.answer for sample in problem]
+    rates = {f"pass@{m}": pass_at_k(sum(correct), n, m) for m in k}
+    rates |= {f"maj@{m}": maj_at_k(answers, correct, m) for m in k if m > 1}
+    rates |= {
+        "score": sum(sample.score or 0.0 for sample in problem) / n,
+        "truncation_rate": sum(sample.stop_reason == "length" for sample in problem) / n,
+        "length": sum(sample.length for sample in problem) / n,
+        "senior_share": sum(sample.senior_share for sample in problem) / n,
+        "rounds": sum(sample.rounds for sample in problem) / n,
+    }
+    counts: Metrics = {
+        "samples": n,
+        "unfinished": sum(sample.stop_reason == "length" for sample in problem),
+        f"above_{MANY_ROUNDS}_rounds": sum(sample.rounds > MANY_ROUNDS for sample in problem),
+    }
+    return rates, counts
+
+
+def accepted(problem: Sequence[Sample], k: Sequence[int]) -> tuple[Metrics, Metrics]:
+    """`graded`, and what is left of it when a judge reads the reasoning.
+
+    ``rejected_rate``: share of all samples that are correct by reasoning that the judge does not accept (the paper's
+    false positives). ``judge_failures``: correct samples without a mark, which count as rejected.
+    """
+    rates, counts = graded(problem, k)
+    n, correct = len(problem), sum(bool(sample.correct) for sample in problem)
+    verified = sum(bool(sample.verified) for sample in problem)
+    rates |= {f"verified_pass@{m}": pass_at_k(verified, n, m) for m in k}
+    rates["rejected_rate"] = (correct - verified) / n
+    counts |= {
+        "judged": correct,
+        "judge_failures": sum(bool(sample.correct) and sample.judge is None for sample in problem),
+    }
+    return rates, counts
+
+
+def legible(problem: Sequence[Sample]) -> tuple[Metrics, Metrics]:
+    """The mean cross-entropy of the texts of one problem that the junior read, and how many it did not."""
+    return _read(problem, ("cross_entropy",))
+
+
+def drifted(problem: Sequence[Sample]) -> tuple[Metrics, Metrics]:
+    """How far the senior's texts of one problem are from the junior; ``excess`` is what the junior pays above the
+    senior's own surprisal."""
+    rates, counts = _read(problem, ("kl", "surprisal", "cross_entropy", "unlikely_rate"))
+    if rates:
+        rates["excess"] = rates["cross_entropy"] - rates["surprisal"]
+    return rates, counts
+
+
+def _read(problem: Sequence[Sample], fields: Sequence[str]) -> tuple[Metrics, Metrics]:
+    """Means over the texts that were read: all of ``fields`` are None in the others."""
+    read = [sample for sample in problem if sample.cross_entropy is not None]
+    rates = {name: sum(getattr(sample, name) for sample in read) / len(read) for name in fields} if read else {}
+    return rates, {"samples": len(problem), "dropped": len(problem) - len(read)}
+
+
+# --------------------------------------------------------------------------------------------------------- all problems
+
+
+class SetMeasures(NamedTuple):
+    """One set of problems. rates: metric -> example_id -> value, for the problems that have one. counts: totals.
+
+    With several arms, each has its own ``ARM/NAME``; the plain ``NAME`` is the mean over arms, problem by problem (of
+    rates), or their sum (of counts).
+    """
+
+    rates: dict[str, dict[str, float]]
+    counts: Metrics
+
+
+def measure_sets(samples: Sequence[Sample], measure: Measure) -> dict[str, SetMeasures]:
+    """What ``measure`` says of every problem, by set.
+
+    Raises:
+        EvalError: no problem of a set has any rate.
+    """
+    sets = {}
+    for name in dict.fromkeys(sample.set for sample in samples):
+        members = [sample for sample in samples if sample.set == name]
+        arms: dict[str, list[tuple[str, Metrics, Metrics]]] = {}
+        for (arm, _), group in groupby(members, key=lambda sample: (sample.arm, sample.problem)):
+            problem = list(group)
+            arms.setdefault(arm, []).append((problem[0].example_id, *measure(problem)))
+        by_arm = {arm: _columns(problems, name) for arm, problems in arms.items()}
+        totals = {arm: _totals([counts for _, _, counts in problems]) for arm, problems in arms.items()}
+        rates = {metric: _mean_of_arms(columns) for metric, columns in _transpose(by_arm).items()}
+        counts = {metric: sum(values) for metric, values in _transpose(totals).items()}
+        counts["problems"] = max(len(problems) for problems in arms.values())
+        if len(arms) > 1:
+            rates |= {f"{arm}/{metric}": column for arm in arms for metric, column in by_arm[arm].items()}
+            counts |= {f"{arm}/{metric}": total for arm in arms for metric, total in totals[arm].items()}
+        sets[name] = SetMeasures(rates, counts)
+    return sets
+
+
+def summarise(samples: Sequence[Sample], measure: Measure, *, bootstrap: int, seed: int) -> dict[str, dict[str, Any]]:
+    """``{"macro": …, "by_set": …}`` from what ``measure`` says of each problem; see ``SetMeasures`` for the names.
+
+    Args:
+        bootstrap: resamples of the intervals; 0 = no intervals.
+
+    Raises:
+        EvalError: a rate has no value in any problem of a set.
+    """
+    sets = measure_sets(samples, measure)
+
+    def describe(names: Sequence[str]) -> Metrics:
+        out: Metrics = {}
+        for metric in sets[names[0]].rates:
+            values = [np.array(list(sets[name].rates[metric].values())) for name in names]
+            out[metric] = float(np.mean([value.mean() for value in values]))
+            if bootstrap and metric.rpartition("/")[2].startswith(WITH_INTERVAL):
+                _, out[f"{metric}/low"], out[f"{metric}/high"] = macro_interval(values, resamples=bootstrap, seed=seed)
+        return out | {metric: sum(sets[name].counts[metric] for name in names) for metric in sets[names[0]].counts}
+
+    return {"macro": describe(list(sets)), "by_set": {name: describe([name]) for name in sets}}
+
+
+# --------------------------------------------------------------------------------------------------------------------
+
+
+def _columns(problems: Sequence[tuple[str, Metrics, Metrics]], name: str) -> dict[str, dict[str, float]]:
+    """Per rate, its value in each problem that has it."""
+    if len({example for example, _, _ in problems}) < len(problems):
+        raise EvalError(f"set {name}: two of its {len(problems)} problems have the same example_id; it must be unique")
+    metrics = dict.fromkeys(metric for _, rates, _ in problems for metric in rates)
+    if not metrics:
+        raise EvalError(f"set {name}: none of its {len(problems)} problems could be measured (texts empty or too long)")
+    return {metric: {example: rates[metric] for example, rates, _ in problems if metric in rates} for metric in metrics}
+
+
+def _totals(problems: Sequence[Metrics]) -> Metrics:
+    return {metric: sum(problem[metric] for problem in problems) for metric in problems[0]}
+
+
+def _mean_of_arms(columns: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    return {example: float(np.mean([column[example] for column in columns])) for example in columns[0]}
+
+
+def _transpose(by_arm: Mapping[str, Mapping[str, Any]]) -> dict[str, list[Any]]:
+    """arm -> metric -> value as metric -> values, in the order of the arms."""
+    first = next(iter(by_arm.values()))
+    return {metric: [values[metric] for values in by_arm.values()] for metric in first}

@@ -1,0 +1,249 @@
+"""The protocol: who writes, under which sampling, with which random numbers, and how texts are graded."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import groupby
+from typing import Literal, get_args
+
+import numpy as np
+from transformers import PreTrainedTokenizerBase
+
+from tandemrl.config import EvalConfig
+from tandemrl.data.rows import Prompt
+from tandemrl.evals.files import EvalResult
+from tandemrl.evals.measures import EvalError, Sample, graded, summarise
+from tandemrl.rollout.engine import Completion, Engine, Request, Sampling, check_answers, check_authors
+from tandemrl.rollout.envs.rubric import JudgePool
+from tandemrl.rollout.envs.scoring import Scorer
+from tandemrl.selection import Strategy, sentence, solo, word
+from tandemrl.selection.boundaries import step_tables, word_boundary_table
+from tandemrl.selection.draws import request_key
+
+Phase = Literal["pass-at-k", "tandem", "handoff", "legibility", "drift", "verified"]
+PHASES: tuple[Phase, ...] = get_args(Phase)
+
+
+@dataclass(frozen=True, slots=True)
+class Profile:
+    """The sampling that every phase of an evaluation shares, and the context it has to fit into.
+
+    context: tokens of prompt and response together, None = no bound of the protocol's own. reserve: tokens of the
+    context that stay unused.
+    """
+
+    sampling: Sampling
+    context: int | None = None
+    reserve: int = 0
+
+    def longest(self, prompt_tokens: int) -> int:
+        """Tokens of the longest sequence that can come of prompts of up to ``prompt_tokens``."""
+        longest = prompt_tokens + self.sampling.max_tokens
+        return longest if self.context is None else min(longest, self.context)
+
+
+PROFILES: dict[str, Profile] = {
+    "tiny": Profile(Sampling(max_tokens=64, temperature=1.0)),
+    "paper": Profile(Sampling(max_tokens=3000, temperature=0.7, top_p=0.8, top_k=20), context=4096, reserve=8),
+}
+
+
+def profile_of(config: EvalConfig) -> Profile:
+    """The profile that a config names; with ``profile: custom``, the one it spells out.
+
+    Raises:
+        EvalError: ``eval.context`` is set for a profile that has its own.
+    """
+    if config.profile in PROFILES:
+        if config.context is not None:
+            raise EvalError(f"eval.context={config.context} is read with eval.profile=custom, not {config.profile}")
+        return PROFILES[config.profile]
+    sampling = Sampling(
+        max_tokens=config.max_tokens, temperature=config.temperature, top_p=config.top_p, top_k=config.top_k
+    )
+    return Profile(sampling, config.context)
+
+
+def sampling_for(profile: Profile, prompt: Prompt) -> Sampling:
+    """The profile's sampling with ``max_tokens`` cut to what the context leaves after this prompt.
+
+    Raises:
+        EvalError: the prompt leaves no room for a response.
+    """
+    if profile.context is None:
+        return profile.sampling
+    room = profile.context - len(prompt.tokens) - profile.reserve
+    if room < 1:
+        raise EvalError(
+            f"row {prompt.row.example_id}: its prompt of {len(prompt.tokens)} tokens leaves no room in a context of "
+            f"{profile.context} ({profile.reserve} reserved); lower max_prompt_tokens"
+        )
+    return replace(profile.sampling, max_tokens=min(profile.sampling.max_tokens, room))
+
+
+def strategies(
+    phase: Phase,
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    vocabulary: int | None = None,
+    prob_senior: float = 0.5,
+    max_gap_tokens: int = 32,
+) -> dict[str, Strategy]:
+    """The strategies of a phase by arm name. Handoff has two arms; all but handoff and tandem
+    are about what the senior writes alone.
+
+    Args:
+        vocabulary: number of logits, where the models have more than the tokenizer has tokens.
+    """
+    if phase == "tandem":
+        return {"word": word(prob_senior, max_gap_tokens, word_boundary_table(tokenizer, vocabulary))}
+    if phase == "handoff":
+        tables = step_tables(tokenizer, vocabulary)
+        return {"senior_first": sentence("senior", tables), "junior_first": sentence("junior", tables)}
+    return {"solo": solo("senior")}
+
+
+def evaluate(
+    arms: Mapping[str, Strategy],
+    *,
+    engine: Engine,
+    tokenizer: PreTrainedTokenizerBase,
+    prompts: Sequence[Prompt],
+    scorer: Scorer,
+    profile: Profile,
+    samples: int,
+    k: Sequence[int],
+    seed: int,
+    step: int = 0,
+    bootstrap: int = 2000,
+    progress: Callable[[int], None] | None = None,
+) -> EvalResult:
+    """Write ``samples`` completions per prompt and arm, grade them, and count: any phase but legibility.
+
+    Raises:
+        EvalError: no prompts, a k above ``samples``, or a prompt that leaves no room for a response.
+        EngineError: the engine broke its contract, authorship included.
+    """
+    check_k(k, samples)
+    written = write(
+        arms,
+        engine=engine,
+        tokenizer=tokenizer,
+        prompts=prompts,
+        profile=profile,
+        samples=samples,
+        seed=seed,
+        step=step,
+        progress=progress,
+    )
+    marked = grade(written, prompts, scorer)
+    return EvalResult(summarise(marked, partial(graded, k=k), bootstrap=bootstrap, seed=seed), marked)
+
+
+def write(
+    arms: Mapping[str, Strategy],
+    *,
+    engine: Engine,
+    tokenizer: PreTrainedTokenizerBase,
+    prompts: Sequence[Prompt],
+    profile: Profile,
+    samples: int,
+    seed: int,
+    step: int = 0,
+    progress: Callable[[int], None] | None = None,
+) -> list[Sample]:
+    """Completions, not graded, arm by arm: ``samples`` per prompt, in the order of the prompts.
+
+    Keys are ``request_key(seed, step, position of the prompt, sample)`` in every arm, so that two checkpoints (or two
+    arms) meet the same random numbers. ``progress(k)`` is told of k newly written tokens.
+
+    Raises:
+        EvalError: no prompts, or a prompt that leaves no room for a response.
+        EngineError: a completion is missing or aborted, or its authors are not the strategy's.
+    """
+    if not prompts:
+        raise EvalError("nothing to evaluate: no prompts")
+    written = []
+    for arm, strategy in arms.items():
+        requests = [
+            Request(
+                prompt=prompt.tokens,
+                keys=tuple(request_key(seed, step, problem, sample) for sample in range(samples)),
+                sampling=sampling_for(profile, prompt),
+                strategy=strategy,
+            )
+            for problem, prompt in enumerate(prompts)
+        ]
+        completions = engine.generate(requests, progress=progress)
+        check_answers(requests, completions, engine.policy_version)
+        flat = [completion for group in completions for completion in group]
+        check_authors(flat, strategy)
+        written += [
+            _sample(i // samples, prompts[i // samples], arm, i % samples, completion, tokenizer)
+            for i, completion in enumerate(flat)
+        ]
+    return written
+
+
+def grade(samples: Sequence[Sample], prompts: Sequence[Prompt], scorer: Scorer) -> list[Sample]:
+    """Score whole texts, whoever wrote them. Correct is the scorer's ``acc``: a format score alone is not."""
+    scores = scorer.score([(prompts[sample.problem].row, sample.text) for sample in samples])
+    return [
+        sample._replace(score=float(score.value), correct=score.parts["acc"] == 1.0, answer=score.answer)
+        for sample, score in zip(samples, scores, strict=True)
+    ]
+
+
+def verify(samples: Sequence[Sample], prompts: Sequence[Prompt], pool: JudgePool) -> list[Sample]:
+    """Have the judge mark the reasoning of every correct sample; it accepts from ``judge.accept`` on.
+
+    Raises:
+        JudgeError: the judge is down or gives no marks.
+        DataError: a row lacks what the judge is shown.
+    """
+    right = [i for i, sample in enumerate(samples) if sample.correct]
+    shown = [(prompts[samples[i].problem].row, samples[i].text, samples[i].answer) for i in right]
+    verified = [sample._replace(verified=False) for sample in samples]
+    for i, mark in zip(right, pool.marks(shown), strict=True):
+        accepted = mark is not None and mark >= pool.config.accept
+        verified[i] = verified[i]._replace(judge=mark, verified=accepted)
+    return verified
+
+
+# --------------------------------------------------------------------------------------------------------------------
+
+
+def author_runs(author: np.ndarray) -> str:
+    """Authors as run lengths.
+
+    Example:
+        >>> author_runs(np.array([1, 1, 0, 1]))
+        'S2J1S1'
+    """
+    return "".join(f"{'JS'[who]}{len(list(run))}" for who, run in groupby(author.tolist()))
+
+
+def check_k(k: Sequence[int], samples: int) -> None:
+    if not k or not all(1 <= m <= samples for m in k):
+        raise EvalError(f"eval.k={list(k)}: each k must be between 1 and eval.samples ({samples})")
+
+
+def _sample(
+    problem: int, prompt: Prompt, arm: str, number: int, completion: Completion, tokenizer: PreTrainedTokenizerBase
+) -> Sample:
+    tokens, author = completion.tokens.tolist(), completion.author
+    return Sample(
+        problem=problem,
+        example_id=prompt.row.example_id,
+        set=prompt.row.data_source,
+        arm=arm,
+        sample=number,
+        key=completion.key,
+        text=str(tokenizer.decode(tokens, skip_special_tokens=True)),
+        tokens=tokens,
+        length=len(tokens),
+        author=author_runs(author),
+        rounds=1 + int(np.count_nonzero(np.diff(author))) if len(author) else 0,
+        senior_share=float(author.mean()) if len(author) else 0.0,
+        stop_reason=completion.stop_reason,
+    )

@@ -1,0 +1,165 @@
+"""What the phases of an evaluation share: its configuration, and models, data, engine and judge, each loaded once."""
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from tandemrl.config import EvalConfig, JudgeConfig, RewardConfig, RolloutConfig, SandboxConfig
+from tandemrl.data.rows import Prompt, encode_prompts, load_rows
+from tandemrl.evals.files import digests, plain
+from tandemrl.evals.protocol import Phase, Profile, profile_of
+from tandemrl.model import load_model, load_tokenizer, vocabulary_check
+from tandemrl.rollout.engine import Engine
+from tandemrl.rollout.engines import vllm_engine
+from tandemrl.rollout.envs.rubric import JudgePool
+from tandemrl.rollout.judges import make_judge
+from tandemrl.rollout.torch_engine import TorchEngine
+
+WRITTEN_TOGETHER: tuple[Phase, ...] = ("tandem", "handoff")
+NEED_JUNIOR: tuple[Phase, ...] = (*WRITTEN_TOGETHER, "legibility", "drift")
+_TRAINING_ONLY = ("select_by", "train_samples", "train_problems")
+_NO_PART_OF_A_MARK = ("url", "api_key_env", "backoff_s", "timeout_s", "concurrency")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Setup:
+    """What is evaluated, on what and how; see ``run_all``."""
+
+    model: str
+    junior: str | None
+    data: tuple[str, ...]
+    eval: EvalConfig
+    reward: RewardConfig
+    sandbox: SandboxConfig
+    judge: JudgeConfig
+    dtype: str
+    device: str
+    prompt_suffix: str
+    max_prompt_tokens: int
+    limit: int | None
+    prob_senior: float
+    max_gap_tokens: int
+    rollout: RolloutConfig
+
+
+class Session:
+    """Models, data, engine and judge of an evaluation: each is loaded when a phase first asks for it, and once."""
+
+    def __init__(self, setup: Setup, phases: Sequence[Phase]) -> None:
+        self.setup = setup
+        self.junior = setup.junior if any(phase in NEED_JUNIOR for phase in phases) else None
+        self.together = any(phase in WRITTEN_TOGETHER for phase in phases)
+        self.has_judge = setup.judge.url is not None or setup.judge.model is not None
+        self._models: dict[str, PreTrainedModel] = {}
+        self._vllm: Engine | None = None
+
+    # what makes results comparable
+
+    @cached_property
+    def profile(self) -> Profile:
+        return profile_of(self.setup.eval)
+
+    @cached_property
+    def digests(self) -> dict[str, str]:
+        return digests([self.setup.model, *([self.junior] if self.junior else []), *self.setup.data])
+
+    @cached_property
+    def solo_config(self) -> dict[str, Any]:
+        """The configuration of what the senior writes alone."""
+        setup = self.setup
+        return plain(
+            {
+                "model": setup.model,
+                "data": setup.data,
+                "eval": {key: value for key, value in asdict(setup.eval).items() if key not in _TRAINING_ONLY},
+                "reward": {key: value for key, value in asdict(setup.reward).items() if key != "workers"},
+                **({} if setup.sandbox == SandboxConfig() else {"sandbox": asdict(setup.sandbox)}),
+                "dtype": setup.dtype,
+                "device": setup.device,
+                "prompt_suffix": setup.prompt_suffix,
+                "max_prompt_tokens": setup.max_prompt_tokens,
+                "limit": setup.limit,
+                "engine": setup.rollout.engine,
+                "digests": self._digests_of(setup.model, *setup.data),
+            }
+        )
+
+    def config(self, phase: Phase) -> dict[str, Any]:
+        """All that the result of a phase depends on; another one is another result."""
+        setup, config = self.setup, dict(self.solo_config)
+        if phase in NEED_JUNIOR:
+            assert setup.junior is not None  # refused in run_all
+            config |= {
+                "junior": setup.junior,
+                "digests": self._digests_of(setup.model, setup.junior, *setup.data),
+            }
+        if phase == "tandem":
+            config |= {"prob_senior": setup.prob_senior, "max_gap_tokens": setup.max_gap_tokens}
+        if self.has_judge:
+            judge = {key: value for key, value in asdict(setup.judge).items() if key not in _NO_PART_OF_A_MARK}
+            judge["digests"] = digests([each for each in (setup.judge.model, setup.judge.template) if each])
+            if phase == "verified":
+                judge["model"] = setup.judge.model or self.judges.judge.model
+            config["judge"] = judge
+        return plain(config)
+
+    def _digests_of(self, *sources: str) -> dict[str, str]:
+        return {source: self.digests[source] for source in map(str, map(Path, sources)) if source in self.digests}
+
+    # what is loaded
+
+    @cached_property
+    def tokenizer(self) -> PreTrainedTokenizerBase:
+        tokenizer = load_tokenizer(self.setup.model)
+        if self.junior is not None:
+            vocabulary_check(tokenizer, load_tokenizer(self.junior))
+        return tokenizer
+
+    @cached_property
+    def prompts(self) -> tuple[list[Prompt], int]:
+        """The prompts, and how many rows were dropped as too long."""
+        setup = self.setup
+        rows = load_rows(setup.data)[: setup.limit]
+        return encode_prompts(
+            rows, self.tokenizer, max_prompt_tokens=setup.max_prompt_tokens, suffix=setup.prompt_suffix
+        )
+
+    @cached_property
+    def judges(self) -> JudgePool:
+        setup = self.setup
+        judge = make_judge(setup.judge, dtype=setup.dtype, device=setup.device, max_rows=setup.rollout.max_rows)
+        assert judge is not None  # refused in run_all
+        return JudgePool(judge, setup.judge)
+
+    def load(self, path: str | None) -> PreTrainedModel:
+        assert path is not None  # refused in run_all
+        if path not in self._models:
+            self._models[path] = load_model(path, dtype=self.setup.dtype, device=self.setup.device)
+        return self._models[path]
+
+    def engine(self, phase: Phase) -> Engine:
+        """An engine for what the phase writes. vLLM: one for all phases, with the junior if any of them needs it."""
+        setup = self.setup
+        if setup.rollout.engine == "vllm":
+            if self._vllm is None:
+                self._vllm = vllm_engine(
+                    setup.rollout,
+                    setup.model,
+                    self.junior if self.together else None,
+                    self.tokenizer,
+                    dtype=setup.dtype,
+                    device=setup.device,
+                    longest=self.profile.longest(max(len(prompt.tokens) for prompt in self.prompts[0])),
+                )
+            return self._vllm
+        partner = self.load(self.junior) if phase in WRITTEN_TOGETHER else None
+        return TorchEngine(self.load(setup.model), partner, self.tokenizer, max_rows=setup.rollout.max_rows)
+
+    def close_engine(self) -> None:
+        if self._vllm is not None:
+            engine, self._vllm = self._vllm, None
+            engine.close()  # type: ignore[attr-defined]  # not part of the contract: only vLLM has something to close
