@@ -6,7 +6,7 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperGroup
 
-from tandemrl.cli import check, data, evaluate, model, score, serve, train
+from tandemrl.cli import check, compare, data, evaluate, experiment, model, report, score, serve, train
 
 
 class ErrorBoundary(TyperGroup):
@@ -45,10 +45,13 @@ app = typer.Typer(
 )
 app.command("train")(train.train)
 app.add_typer(evaluate.app, name="eval")
+app.command("compare")(compare.compare)
+app.command("experiment")(experiment.experiment)
 app.add_typer(data.app, name="data")
 app.add_typer(model.app, name="model")
 app.command("serve")(serve.serve)
 app.command("score")(score.score)
+app.command("report")(report.report)
 app.command("check")(check.check)
 
 

@@ -35,9 +35,11 @@ if TYPE_CHECKING:
 _MODULES = (
     "batching",
     "checkpoint",
+    "compare",
     "config",
     "data",
     "evals",
+    "experiment",
     "losses",
     "model",
     "report",

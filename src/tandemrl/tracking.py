@@ -190,26 +190,57 @@ def summary_line(step: int, steps: int, metrics: Mapping[str, float], seconds_pe
     return " | ".join([*parts, f"ETA {f'{hours}h{minutes:02}m' if hours else f'{minutes}m{seconds:02}s'}"])
 
 
-def authored_text(rollout: Rollout, tokenizer: Any) -> Text:
-    """The response in its authors' colours. Junior text also stands between ‹ and ›, for terminals without colour."""
+def authored_spans(
+    tokens: Sequence[int], author: Sequence[int], decode: Callable[[list[int]], str]
+) -> list[tuple[Author, str]]:
+    """Text by author, one entry per run of the same author; joined, they are the decoded whole.
+
+    Each run is decoded together with the one before it, as some tokenizers need the left neighbour of a token. A
+    character whose bytes two authors wrote is the second one's.
+    """
+    spans: list[tuple[Author, str]] = []
+    window, shown, start = 0, "", 0  # ``shown`` of decode(tokens[window:start]) is in ``spans`` already
+    for who, run in groupby(author):
+        end = start + len(list(run))
+        text = decode(list(tokens[window:end]))
+        whole = text.rstrip("\ufffd") if end < len(tokens) else text
+        if not whole.startswith(shown):
+            whole = shown + decode(list(tokens[start:end]))
+        spans.append((Author(who), whole[len(shown) :]))
+        if whole == text:
+            window, shown = start, decode(list(tokens[start:end]))
+        else:
+            shown = whole
+        start = end
+    return spans
+
+
+def authored_text(rollout: Rollout, tokenizer: Any, *, mark_steps: bool = False) -> Text:
+    """The response in its authors' colours. Junior text also stands between ‹ and ›, for terminals without colour.
+
+    mark_steps: write a blank line, which ends a step, as ¶ and a line break.
+    """
     text = Text()
-    response = zip(rollout.author.tolist(), rollout.tokens.tolist(), strict=True)
-    for author, span in groupby(response, key=lambda pair: pair[0]):
-        if author == Author.CONTEXT:
-            continue
-        written = tokenizer.decode([token for _, token in span])
-        text.append(written if author == Author.SENIOR else f"‹{written}›", style=STYLES[Author(author)])
+    written = rollout.author >= 0
+    for author, span in authored_spans(
+        rollout.tokens[written].tolist(), rollout.author[written].tolist(), tokenizer.decode
+    ):
+        shown = span.replace("\n\n", "¶\n") if mark_steps else span
+        if shown:
+            text.append(shown if author == Author.SENIOR else f"‹{shown}›", style=STYLES[author])
     return text
 
 
 def sample_table(step: int, rollouts: Sequence[Rollout], tokenizer: Any) -> Table:
-    """The responses of a few rollouts, with their rewards."""
+    """The responses of a few rollouts, with their rewards; ¶ is a blank line, which ends a step."""
     table = Table(title=f"samples of step {step}: senior, ‹junior›", title_justify="left", show_lines=True)
     table.add_column("example", overflow="fold")
     table.add_column("reward", justify="right")
     table.add_column("response", overflow="fold", ratio=1)
     for rollout in rollouts:
-        table.add_row(Text(rollout.example_id), f"{rollout.reward:g}", authored_text(rollout, tokenizer))
+        table.add_row(
+            Text(rollout.example_id), f"{rollout.reward:g}", authored_text(rollout, tokenizer, mark_steps=True)
+        )
     return table
 
 

@@ -1,0 +1,326 @@
+"""From records to pages: what is said where, in HTML and in Markdown."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+from jinja2 import Environment, FileSystemLoader, StrictUndefined
+from markupsafe import Markup, escape
+
+from tandemrl.checkpoint import write_text
+from tandemrl.report import provenance, svg
+from tandemrl.report.figures import Styled, all_figures
+from tandemrl.report.records import FIRST_ARMS, Arm, Claim, Records, Setting, discover
+from tandemrl.report.samples import Gallery, galleries
+from tandemrl.report.tables import (
+    LAST,
+    MISSING,
+    bounds,
+    columns_of,
+    estimate,
+    headline_table,
+    markdown_table,
+    nats,
+    rate,
+)
+from tandemrl.types import Author
+
+UNDECIDED = "no difference shown"
+TREND = ("reward/mean", "eval/pass@1", "response/length")
+"""Training metrics whose start and end stand in the Markdown page, which has no plots."""
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """What a page says. ``caveats``: what the numbers do not show; ``galleries``: samples by setting name."""
+
+    title: str
+    records: Records
+    galleries: Mapping[str, list[Gallery]]
+    caveats: tuple[str, ...]
+
+
+def build(folder: str | Path, *, title: str | None = None) -> Report:
+    """Read every run and evaluation below a folder.
+
+    Args:
+        title: of the page; default: the experiment's name, or the folder's.
+
+    Raises:
+        ReportError: there is nothing to report on, or a file is damaged; names it.
+    """
+    records = discover(folder)
+    said: list[str] = []
+    shown = {setting.name: galleries(records, setting, said.append) for setting in records.settings}
+    name = records.experiment.get("name") or records.folder.resolve().name
+    return Report(
+        title=title or str(name),
+        records=records,
+        galleries=shown,
+        caveats=tuple(dict.fromkeys([*provenance.caveats(records), *said])),
+    )
+
+
+def write(report: Report, file: str | Path | None = None) -> tuple[Path, Path]:
+    """Write the HTML page and, beside it, the Markdown page; each appears complete or not at all.
+
+    Args:
+        file: of the HTML page; default ``report.html`` in the report's folder.
+    """
+    page = Path(file) if file is not None else report.records.folder / "report.html"
+    text = page.with_suffix(".md")
+    write_text(page, to_html(report))
+    write_text(text, to_markdown(report, plots=page.name))
+    return page, text
+
+
+def to_html(report: Report) -> str:
+    """One page without scripts, that refers to nothing outside itself."""
+    looks = styles(report.records)
+    environment = Environment(
+        loader=FileSystemLoader(Path(__file__).parent),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    environment.filters["spans"] = _spans
+    return environment.get_template("page.html.j2").render(
+        title=report.title,
+        lead=_lead(report.records),
+        settings=[
+            _setting(number, setting, looks, report.galleries[setting.name])
+            for number, setting in enumerate(report.records.settings)
+        ],
+        arms=looks,
+        caveats=report.caveats,
+        code=provenance.code(report.records),
+        sources=provenance.sources(report.records),
+        commands=provenance.commands(report.records),
+        experiment=_flat_settings(report.records.experiment),
+        missing=MISSING,
+        bounds=bounds,
+    )
+
+
+def to_markdown(report: Report, *, plots: str = "report.html") -> str:
+    """The tables of the page. Plots and samples are left to the HTML page, which it names."""
+    parts = [f"# {report.title}", f"{_lead(report.records)} Plots and samples: `{plots}`."]
+    several = len(report.records.settings) > 1
+    for setting in report.records.settings:
+        if several or setting.name:
+            parts.append(f"## {setting.name or 'top level'}")
+        measured = [arm for arm in setting.arms if arm.evaluations]
+        if measured:
+            parts += [headline_table(measured), _interval_note(measured)]
+        if setting.contrasts:
+            contrasts = _contrasts(setting)
+            head = ["comparison", "metric", "difference [95 % interval]", "verdict"]
+            rows = [
+                [" − ".join(c["between"]), c["metric"], f"{c['mean']} {c['interval']}", c["verdict"]] for c in contrasts
+            ]
+            parts += ["### Differences", _sentences(contrasts), markdown_table(head, rows, left=2)]
+        if setting.claims:
+            head = ["claim", "bar", "values", "holds"]
+            parts += ["### Claims", markdown_table(head, [_claim(claim) for claim in setting.claims], left=1)]
+        for metric in TREND:
+            rows = [row for arm in setting.arms if (row := _trend(arm, metric))]
+            if rows:
+                head = [metric, "seeds", "steps", "first", f"mean of last {LAST}"]
+                parts += [markdown_table(head, rows)]
+    if report.caveats:
+        parts += ["## What this does not show", "\n".join(f"- {caveat}" for caveat in report.caveats)]
+    parts += ["## Provenance", "\n".join(f"- {name}: {value}" for name, value in provenance.code(report.records))]
+    head = ["arm", "seeds", "steps", "config of runs", "config of evaluations"]
+    rows = [
+        [f"{s.setting}/{s.arm}" if s.setting else s.arm, s.seeds, s.steps, s.runs, s.evaluations]
+        for s in provenance.sources(report.records)
+    ]
+    parts += [markdown_table(head, rows), "```\n" + "\n".join(provenance.commands(report.records)) + "\n```"]
+    return "\n\n".join(part.strip() for part in parts if part.strip()) + "\n"
+
+
+def headlines(report: Report) -> str:
+    """The headline tables alone, in Markdown, each with a line that says what its intervals are."""
+    parts = []
+    for setting in report.records.settings:
+        measured = [arm for arm in setting.arms if arm.evaluations]
+        if measured:
+            parts += [f"{setting.name}:" if setting.name else "", headline_table(measured), _interval_note(measured)]
+    return "\n\n".join(part.strip() for part in parts if part)
+
+
+def styles(records: Records) -> dict[str, svg.Style]:
+    """Arm name -> look, the same in every setting and plot; the arms of every experiment look alike in all reports."""
+    names = dict.fromkeys([*FIRST_ARMS, *(arm.name for setting in records.settings for arm in setting.arms)])
+    return {name: svg.style(number) for number, name in enumerate(names)}
+
+
+def _setting(number: int, setting: Setting, looks: Mapping[str, svg.Style], shown: list[Gallery]) -> dict[str, Any]:
+    """What the template shows of a setting."""
+    measured = [arm for arm in setting.arms if arm.evaluations]
+    columns = columns_of(measured)
+    table: list[dict[str, Any]] = [
+        {
+            "arm": arm,
+            "hue": looks[arm.name].hue,
+            "seeds": len({e.seed for e in arm.evaluations}),
+            "cells": [(estimate(arm, column), column.shown) for column in columns],
+        }
+        for arm in measured
+    ]
+    contrasts = _contrasts(setting)
+    styled: Styled = [(arm, looks[arm.name]) for arm in setting.arms]
+    return {
+        "id": f"s{number}",
+        "name": setting.name,
+        "columns": columns,
+        "table": table,
+        "note": _interval_note(measured) if measured else "",
+        "several_seeds": any(row["seeds"] > 1 for row in table),
+        "unequal_seeds": len({row["seeds"] for row in table}) > 1,
+        "contrasts": contrasts,
+        "verdicts": _verdicts(contrasts),
+        "claims": [_claim(claim) for claim in setting.claims],
+        "figures": [figure._replace(svg=Markup(figure.svg)) for figure in all_figures(styled, f"s{number}")],
+        "legend": [
+            (arm, Markup(svg.key(look, f"s{number}-key{i}"))) for i, (arm, look) in enumerate(styled) if len(styled) > 1
+        ],
+        "galleries": shown,
+    }
+
+
+def _lead(records: Records) -> str:
+    runs = [run for setting in records.settings for arm in setting.arms for run in arm.runs]
+    evaluations = [e for setting in records.settings for arm in setting.arms for e in arm.evaluations]
+    macros = [e.result["metrics"]["macro"] for e in evaluations]
+    problems = sorted({int(macro["problems"]) for macro in macros if "problems" in macro})
+    parts = [_plural(len(runs), "training run")] if runs else []
+    parts += [_plural(len(evaluations), "finished evaluation")] if evaluations else []
+    lead = f"{' and '.join(parts)} below {records.folder}."
+    if problems:
+        spread = str(problems[0]) if len(problems) == 1 else f"{problems[0]} to {problems[-1]}"
+        lead += f" {spread} problems per evaluation."
+    return lead
+
+
+def _interval_note(arms: Sequence[Arm]) -> str:
+    seeds = [len({e.seed for e in arm.evaluations}) for arm in arms]
+    number = f"{max(seeds)} " if len(set(seeds)) == 1 else ""
+    over_seeds = (
+        f"Mean over {number}seeds with its 95 % interval over seeds (Student's t, cut at the ends of what is possible)."
+    )
+    over_problems = "95 % bootstrap intervals over problems."
+    if min(seeds) > 1:
+        return over_seeds
+    return (
+        over_problems if max(seeds) == 1 else f"Where there are several seeds: {over_seeds} Elsewhere: {over_problems}"
+    )
+
+
+def _contrasts(setting: Setting) -> list[dict[str, Any]]:
+    """Differences as text; ``headline``: of a metric that the headline table has."""
+    titles = {arm.name: arm.title for arm in setting.arms}
+    columns = {(column.phase, column.metric): column for column in columns_of(setting.arms)}
+    rows = []
+    comparisons = list(dict.fromkeys((each.a, each.b) for each in setting.contrasts))
+    for each in setting.contrasts:
+        column = columns.get((each.phase, each.metric))
+        shown = column.shown if column else rate if max(map(abs, each.difference)) < 1 else nats
+        a, b = titles.get(each.a, each.a), titles.get(each.b, each.b)
+        mean = _signed(each.difference.mean, shown)
+        decimals = len(mean.partition(".")[2])
+        low, high = (_signed(value, f"{{:,.{decimals}f}}".format) for value in each.difference[1:])
+        above = each.difference.mean > 0
+        rows.append(
+            {
+                "metric": column.heading if column else f"{each.phase}: {each.metric}",
+                "title": column.title if column else each.metric,
+                "amount": f"{mean} {column.unit}".rstrip() if column else mean,
+                "between": (a, b),
+                "order": comparisons.index((each.a, each.b)),
+                "mean": mean,
+                "interval": f"[{low}, {high}]",
+                "decided": each.clear,
+                "verdict": f"{a} {'>' if above else '<'} {b}" if each.clear else UNDECIDED,
+                "direction": ("higher" if above else "lower") if each.clear else UNDECIDED,
+                "headline": column is not None,
+            }
+        )
+    return rows
+
+
+def _verdicts(rows: Sequence[Mapping[str, Any]]) -> list[tuple[str, list[tuple[str, str]]]]:
+    """A sentence per comparison: (what is compared, [("higher", metrics with their differences), …])."""
+    sentences = []
+    for between in dict.fromkeys(row["between"] for row in rows):
+        mine = [row for row in rows if row["between"] == between and row["headline"]]
+        said = [
+            (direction, ", ".join(f"{row['title']} ({row['amount']})" for row in mine if row["direction"] == direction))
+            for direction in ("higher", "lower", UNDECIDED)
+        ]
+        sentences.append((f"{between[0]} against {between[1]}", [(what, listed) for what, listed in said if listed]))
+    return sentences
+
+
+def _sentences(rows: Sequence[Mapping[str, Any]]) -> str:
+    """The verdicts as Markdown."""
+    return "\n".join(
+        f"- **{between}**: " + "; ".join(f"{what}: {listed}" for what, listed in said) + "."
+        for between, said in _verdicts(rows)
+        if said
+    )
+
+
+def _signed(value: float, shown: Callable[[float], str]) -> str:
+    text = shown(abs(value))
+    return text if float(text.replace(",", "")) == 0 else f"{'+' if value > 0 else '−'}{text}"
+
+
+def _claim(claim: Claim) -> list[str]:
+    return [claim.claim, claim.bar, ", ".join(f"{value:.3g}" for value in claim.values), "yes" if claim.holds else "no"]
+
+
+def _trend(arm: Arm, metric: str) -> list[str]:
+    """First value and closing mean of a training metric, averaged over seeds."""
+    found = [[s[metric] for s in run.steps if s.get(metric) is not None] for run in arm.runs]
+    values = [each for each in found if each]
+    if not values:
+        return []
+    steps = sorted({len(each) for each in values})
+    first, last = fmean(each[0] for each in values), fmean(fmean(each[-LAST:]) for each in values)
+    return [
+        arm.title,
+        str(len(values)),
+        " to ".join(map(str, dict.fromkeys((steps[0], steps[-1])))),
+        nats(first),
+        nats(last),
+    ]
+
+
+def _flat_settings(experiment: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """Plain settings of an experiment."""
+    plain = (str, int, float, bool)
+    return [
+        (name, ", ".join(map(str, value)) if isinstance(value, list) else str(value))
+        for name, value in experiment.items()
+        if isinstance(value, plain) or (isinstance(value, list) and value and all(isinstance(v, plain) for v in value))
+    ]
+
+
+def _spans(spans: Sequence[tuple[Author | None, str]]) -> Markup:
+    """Text by author: junior text underlined between ‹ and ›; a blank line, the end of a step, is a ¶."""
+    out = Markup("")
+    for author, text in spans:
+        marked = escape(text).replace("\n\n", Markup('<span class="step">¶</span>\n'))
+        body = marked.removesuffix("\n")  # a closing bracket after the line break would stand on the next line
+        name = {Author.SENIOR: "senior", Author.JUNIOR: "junior"}.get(author) if author is not None else None
+        out += Markup('<span class="{}">{}</span>').format(name, Markup(body)) if name else Markup(body)
+        out += Markup("\n" * (len(marked) - len(body)))
+    return out
+
+
+def _plural(count: int, noun: str) -> str:
+    return f"{count} {noun}{'' if count == 1 else 's'}"

@@ -1,0 +1,233 @@
+"""Where the numbers come from, and what they do not show."""
+
+import hashlib
+import json
+import re
+import shlex
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from tandemrl.report.records import SEED, Arm, Evaluation, Records, Setting
+
+ENOUGH_SEEDS = 5
+"""Fewer seeds than this are pointed out."""
+SUITE = {"pass-at-k", "tandem", "handoff", "legibility", "drift"}
+"""The phases of ``tandemrl eval all``, but for a judge's."""
+SEEDED = {"train.seed", "output_dir", "digests", "threads"}
+"""Config keys (or their first parts) in which the seeds of one arm may differ."""
+
+
+class Source(NamedTuple):
+    """One arm of a setting and the configurations behind it, by short hash."""
+
+    setting: str
+    arm: str
+    seeds: str
+    steps: str
+    runs: str
+    evaluations: str
+
+
+def sources(records: Records) -> list[Source]:
+    """A row per arm. Hashes of equal configurations are equal; those of evaluations cover weights and data too."""
+    rows = []
+    for setting in records.settings:
+        for arm in setting.arms:
+            last = [run.steps[-1].get("step", len(run.steps)) for run in arm.runs if run.steps]
+            rows.append(
+                Source(
+                    setting.name,
+                    arm.title,
+                    ", ".join(seed or "–" for seed in arm.seeds),
+                    ", ".join(map(str, sorted(set(last)))) or "–",
+                    ", ".join(_digest(run.config) for run in arm.runs if run.config) or "–",
+                    _digest([e.result["config"] for e in arm.evaluations]) if arm.evaluations else "–",
+                )
+            )
+    return rows
+
+
+def code(records: Records) -> list[tuple[str, str]]:
+    """Revision and versions of what wrote the results; where results disagree, every value."""
+    found: dict[str, set[str]] = {}
+    stored = [e.result.get("versions") or {} for _, _, e in _evaluations(records)]
+    for versions in [*stored, records.experiment.get("versions") or {}]:
+        for name, value in versions.items():
+            if name != "git_dirty":
+                found.setdefault(name, set()).add("unknown" if value is None else str(value))
+    titles = {"git_revision": "commit"}
+    return [(titles.get(name, name), " and ".join(sorted(values))) for name, values in found.items()]
+
+
+def commands(records: Records) -> list[str]:
+    """Commands that do again what was done, for the first seed of each arm, and that make this page."""
+    lines = []
+    if name := records.experiment.get("name"):
+        lines.append(f"tandemrl experiment {shlex.quote(str(name))} --out {shlex.quote(str(records.folder))}")
+    for setting in records.settings:
+        for arm in setting.arms:
+            lines += [f"tandemrl train --config {shlex.quote(str(run.folder / 'config.yaml'))}" for run in arm.runs[:1]]
+            first = [e for e in arm.evaluations if e.seed == arm.evaluations[0].seed]
+            standard = [e for e in first if e.phase in SUITE]
+            if len(standard) == len(SUITE) and all(e.file.stem == e.phase for e in standard):
+                handoff = next(e for e in standard if e.phase == "handoff")  # it has both models
+                lines.append(_eval_command(handoff, "all", handoff.file.parent))
+                first = [e for e in first if e not in standard]
+            lines += [_eval_command(e, e.phase, e.file) for e in first]
+    return [*dict.fromkeys(lines), f"tandemrl report {shlex.quote(str(records.folder))}"]
+
+
+def caveats(records: Records) -> list[str]:
+    """What the numbers do not show, and what is odd about the files."""
+    return [*_torn(records), *_seeds(records), *_unequal(records), *_trouble(records), *_revisions(records)]
+
+
+def _torn(records: Records) -> Iterable[str]:
+    for setting, arm in _arms(records):
+        for run in arm.runs:
+            if run.torn:
+                file = run.folder / "metrics.jsonl"
+                yield f"{file}: the last line is incomplete and was left out; the run is in progress."
+            elif not run.steps:
+                yield f"{run.folder / 'metrics.jsonl'} is empty: no step is finished."
+            steps = (run.config.get("train") or {}).get("steps")
+            done = run.steps[-1].get("step", 0) if run.steps else 0
+            if run.steps and isinstance(steps, int) and done < steps:
+                yield f"{_name(setting, arm)}{_of(run.seed)} stands at step {done} of {steps}."
+
+
+def _seeds(records: Records) -> Iterable[str]:
+    few: dict[int, list[str]] = {}
+    for setting, arm in _arms(records):
+        phases = {e.phase: len(arm.phase(e.phase)) for e in arm.evaluations}
+        if not phases:
+            continue
+        most = max(phases.values())
+        if most < ENOUGH_SEEDS:
+            few.setdefault(most, []).append(_name(setting, arm))
+        yield from (
+            f"{_name(setting, arm)}: {phase} has {count} of {most} seeds."
+            for phase, count in phases.items()
+            if count < most
+        )
+    for count, names in sorted(few.items()):
+        if count == 1:
+            yield (
+                f"One seed ({', '.join(names)}): intervals are over problems only. They say nothing about what another "
+                "training seed would give."
+            )
+        else:
+            yield (
+                f"{count} seeds ({', '.join(names)}): an interval over fewer than {ENOUGH_SEEDS} seeds is "
+                "wide, and rests on seeds varying normally."
+            )
+
+
+def _unequal(records: Records) -> Iterable[str]:
+    """Seeds of an arm that were not run alike, and arms of a setting that were not evaluated alike."""
+    for setting, arm in _arms(records):
+        configs = [("train", run.config) for run in arm.runs if run.config]
+        configs += [(e.phase, e.result["config"]) for e in arm.evaluations]
+        for what in dict.fromkeys(name for name, _ in configs):
+            differing = _differences([config for name, config in configs if name == what])
+            if differing:
+                yield f"The seeds of {_name(setting, arm)} differ in {_listed(what, differing)}."
+    for setting in records.settings:
+        for phase in dict.fromkeys(e.phase for arm in setting.arms for e in arm.evaluations):
+            firsts = [next(iter(arm.phase(phase).values()), None) for arm in setting.arms]
+            compared = [_task(result["config"]) for result in firsts if result]
+            if differing := _differences(compared):
+                where = f"in {setting.name}" if setting.name else "here"
+                yield f"The arms {where} were not evaluated alike: they differ in {_listed(phase, differing)}."
+
+
+def _trouble(records: Records) -> Iterable[str]:
+    for setting, arm, evaluation in _evaluations(records):
+        macro = evaluation.result["metrics"]["macro"]
+        counts = {
+            "prompts_dropped": "prompts were too long and left out",
+            "dropped": "texts were too long for the junior to read",
+            "score_timeouts": "answers could not be scored in time and count as wrong",
+            "score_failures": "answers could not be scored and count as wrong",
+            "judge_failures": "correct answers got no mark from the judge and count as rejected",
+        }
+        for name, meaning in counts.items():
+            if macro.get(name):
+                yield f"{_name(setting, arm)}{_of(evaluation.seed)}, {evaluation.phase}: {macro[name]:g} {meaning}."
+
+
+def _revisions(records: Records) -> Iterable[str]:
+    stored = [e.result.get("versions") or {} for _, _, e in _evaluations(records)]
+    revisions = {str(versions.get("git_revision")) for versions in stored}
+    if len(revisions) > 1:
+        yield f"The evaluations were made by {len(revisions)} revisions of the code."
+    if any(versions.get("git_dirty") for versions in stored):
+        yield "Some evaluations were made by code with uncommitted changes."
+
+
+def _eval_command(evaluation: Evaluation, phase: str, out: Path) -> str:
+    """The command of a phase, or of all, with the settings that mostly differ; the result file has the others."""
+    config = evaluation.result["config"]
+    settings = config.get("eval") or {}
+    words = ["tandemrl", "eval", phase, "--model", str(config.get("model"))]
+    words += ["--junior", str(config["junior"])] if config.get("junior") else []
+    words += [word for source in config.get("data") or () for word in ("--data", str(source))]
+    for option in ("samples", "profile", "seed"):
+        words += [f"--{option}", str(settings[option])] if option in settings else []
+    words += ["--k", ",".join(map(str, settings["k"]))] if "k" in settings else []
+    return shlex.join([*words, "--out", str(out)])
+
+
+def _task(config: Mapping[str, Any]) -> dict[str, Any]:
+    """What arms that are compared share: everything but the models; of the hashes, those of the data."""
+    digests = {source: config.get("digests", {}).get(source) for source in config.get("data") or ()}
+    return {k: v for k, v in config.items() if k not in ("model", "junior")} | {"data files": digests}
+
+
+def _differences(configs: Sequence[Mapping[str, Any]]) -> dict[str, list[str]]:
+    """Config keys that have several values, other than by seed."""
+    flat = [_flat(config) for config in configs]
+    values: dict[str, list[str]] = {}
+    for key in dict.fromkeys(key for each in flat for key in each):
+        if key.split(".")[0] not in SEEDED and key not in SEEDED:
+            values[key] = list(dict.fromkeys(_seedless(each.get(key)) for each in flat))
+    return {key: found for key, found in values.items() if len(found) > 1}
+
+
+def _listed(what: str, differing: Mapping[str, Sequence[str]], most: int = 4) -> str:
+    shown = [f"{key} ({' / '.join(values[:3])})" for key, values in list(differing.items())[:most]]
+    more = f" and {len(differing) - most} more" if len(differing) > most else ""
+    return f"{what}: {', '.join(shown)}{more}"
+
+
+def _flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    flat: dict[str, Any] = {}
+    for key, value in tree.items():
+        flat |= _flat(value, f"{prefix}{key}.") if isinstance(value, Mapping) else {f"{prefix}{key}": value}
+    return flat
+
+
+def _seedless(value: Any) -> str:
+    return re.sub(SEED.pattern, "seed-N", str(value))
+
+
+def _digest(value: Any) -> str:
+    text = json.dumps(value, sort_keys=True, ensure_ascii=False, default=str)
+    return hashlib.sha256(text.encode()).hexdigest()[:8]
+
+
+def _arms(records: Records) -> Iterable[tuple[Setting, Arm]]:
+    return ((setting, arm) for setting in records.settings for arm in setting.arms)
+
+
+def _evaluations(records: Records) -> Iterable[tuple[Setting, Arm, Evaluation]]:
+    return ((setting, arm, e) for setting, arm in _arms(records) for e in arm.evaluations)
+
+
+def _name(setting: Setting, arm: Arm) -> str:
+    return f"{setting.name}/{arm.name}" if setting.name else arm.name
+
+
+def _of(seed: str) -> str:
+    return f", seed {seed}" if seed else ""

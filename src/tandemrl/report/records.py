@@ -1,0 +1,308 @@
+"""Finding and reading what runs and evaluations have written, and sorting it into settings, arms and seeds.
+
+Any folder with ``metrics.jsonl`` is a run; any ``PHASE.json`` is an evaluation. What is at the same path but for a
+``seed-N`` component is the same arm with another seed. The last other component names the arm, those before it the
+setting (a pair, an experiment); ``eval`` components do not count, so a run and its evaluations meet.
+"""
+
+import json
+import os
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+from yaml import YAMLError
+
+from tandemrl.evals import PHASES, EvalError, read_result
+from tandemrl.stats import Interval
+
+SEED = re.compile(r"seed-(\w+)")
+NO_ENTRY = {"hf", "checkpoints", "wandb"}
+"""Folders of weights and back-ends, which hold no results."""
+FIRST_ARMS = ("base", "grpo", "kl", "tandem")
+"""The order of the arms that every experiment has; others follow by name."""
+
+
+class ReportError(ValueError):
+    """A file cannot be reported on; names it."""
+
+
+class Run(NamedTuple):
+    """A training run. ``seed``: of its path, "" without one. ``torn``: its last line was still being written."""
+
+    folder: Path
+    seed: str
+    steps: list[dict[str, Any]]
+    config: dict[str, Any]
+    torn: bool
+
+
+class Evaluation(NamedTuple):
+    """A finished phase; ``result`` is the content of ``file``."""
+
+    file: Path
+    seed: str
+    phase: str
+    result: dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Arm:
+    """One way to train (or a model as it is), over its seeds. ``extra``: seed -> measures of ``results.json``."""
+
+    name: str
+    title: str
+    runs: tuple[Run, ...] = ()
+    evaluations: tuple[Evaluation, ...] = ()
+    extra: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
+
+    @property
+    def seeds(self) -> list[str]:
+        """In numeric order; [""] where paths name no seed."""
+        return sorted({run.seed for run in self.runs} | {e.seed for e in self.evaluations}, key=natural)
+
+    def phase(self, phase: str) -> dict[str, dict[str, Any]]:
+        """Results of a phase by seed."""
+        found = sorted((e for e in self.evaluations if e.phase == phase), key=lambda e: natural(e.seed))
+        return {each.seed: each.result for each in found}
+
+
+class Contrast(NamedTuple):
+    """A paired difference between two arms, ``a`` - ``b``, and whether its interval excludes 0."""
+
+    phase: str
+    metric: str
+    a: str
+    b: str
+    difference: Interval
+
+    @property
+    def clear(self) -> bool:
+        return self.difference.low > 0 or self.difference.high < 0
+
+
+class Claim(NamedTuple):
+    """A statement with the bar that it was held to, its value (in each seed), and whether it holds."""
+
+    claim: str
+    bar: str
+    values: tuple[float, ...]
+    holds: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """Arms that are compared with each other; ``contrasts`` and ``claims`` are those of ``results.json``."""
+
+    name: str
+    arms: tuple[Arm, ...]
+    contrasts: tuple[Contrast, ...] = ()
+    claims: tuple[Claim, ...] = ()
+
+
+class Results(NamedTuple):
+    """An experiment's own account, from ``results.json``: by setting, and by setting and arm (``measures`` by seed)."""
+
+    titles: dict[str, str]
+    contrasts: dict[tuple[str, ...], list[Contrast]]
+    claims: dict[tuple[str, ...], list[Claim]]
+    measures: dict[tuple[str, ...], dict[str, dict[str, float]]]
+
+
+@dataclass(frozen=True, slots=True)
+class Records:
+    """Everything below a folder. ``experiment``: the content of its ``experiment.json``, {} without one."""
+
+    folder: Path
+    settings: tuple[Setting, ...]
+    experiment: dict[str, Any]
+
+
+def natural(text: str) -> tuple[Any, ...]:
+    """A sort key under which ``seed 10`` follows ``seed 9``."""
+    return tuple((0, int(part), "") if part.isdigit() else (1, 0, part) for part in re.split(r"(\d+)", text) if part)
+
+
+def discover(folder: str | Path) -> Records:
+    """Every run and evaluation below a folder.
+
+    Raises:
+        ReportError: there is none, a file is not readable, or two files claim the same place.
+    """
+    root = Path(folder)
+    if not root.is_dir():
+        raise ReportError(f"{root}: no such folder")
+    runs: dict[tuple[str, ...], list[Run]] = {}
+    evaluations: dict[tuple[str, ...], list[Evaluation]] = {}
+    results = Results({}, {}, {}, {})
+    for path in _files(root):
+        key, seed = _place(path.parent.relative_to(root).parts, root)
+        if path.name == "metrics.jsonl":
+            steps, torn = read_steps(path)
+            runs.setdefault(key, []).append(Run(path.parent, seed, steps, read_config(path.parent), torn))
+        elif path.name == "results.json":
+            _add_results(results, path, key=path.parent.relative_to(root).parts)
+        else:
+            try:
+                result = read_result(path)
+                evaluation = Evaluation(path, seed, str(result["phase"]), result)
+                _ = result["metrics"]["macro"], result["config"], result["samples"]
+            except EvalError as error:
+                raise ReportError(str(error)) from None
+            except (KeyError, TypeError) as error:
+                raise ReportError(f"{path}: not an evaluation result: {error} is missing") from None
+            named = key if path.stem in PHASES else (*key, path.stem)
+            evaluations.setdefault(named, []).append(evaluation)
+    keys = list(dict.fromkeys([*evaluations, *runs]))
+    if not keys:
+        raise ReportError(f"{root}: no run (metrics.jsonl) and no evaluation (PHASE.json) below it")
+    for key in keys:
+        _refuse_doubles([(run.seed, run.folder) for run in runs.get(key, [])])
+        _refuse_doubles([(f"{e.phase} of seed {e.seed}", e.file) for e in evaluations.get(key, [])])
+
+    experiment = _read_json(root / "experiment.json") if (root / "experiment.json").is_file() else {}
+    titles = results.titles | _titles(experiment)
+    settings: dict[tuple[str, ...], list[Arm]] = {}
+    for key in keys:
+        settings.setdefault(key[:-1], []).append(
+            Arm(
+                name=key[-1],
+                title=titles.get(key[-1], key[-1]),
+                runs=tuple(sorted(runs.get(key, []), key=lambda run: natural(run.seed))),
+                evaluations=tuple(evaluations.get(key, [])),
+                extra=results.measures.get(key, {}),
+            )
+        )
+    return Records(
+        folder=root,
+        settings=tuple(
+            Setting(
+                name="/".join(key),
+                arms=tuple(sorted(settings[key], key=lambda arm: _rank(arm.name))),
+                contrasts=tuple(results.contrasts.get(key, ())),
+                claims=tuple(results.claims.get(key, ())),
+            )
+            for key in sorted(settings, key=lambda key: natural("/".join(key)))
+        ),
+        experiment=experiment,
+    )
+
+
+def read_steps(file: Path) -> tuple[list[dict[str, Any]], bool]:
+    """The lines of a ``metrics.jsonl``, and whether a last one without its line break was left out: a run in progress.
+
+    Raises:
+        ReportError: not readable, or another line is not a JSON object.
+    """
+    try:
+        lines = file.read_text(encoding="utf-8").splitlines(keepends=True)
+    except (OSError, UnicodeDecodeError) as error:
+        raise ReportError(f"{file}: not readable as JSON lines: {error}") from None
+    steps: list[dict[str, Any]] = []
+    for number, line in enumerate(lines, 1):
+        if not line.strip():
+            continue
+        try:
+            step = json.loads(line)
+            if not isinstance(step, dict):
+                raise ValueError("not an object")
+        except ValueError as error:
+            if number == len(lines) and not line.endswith("\n"):
+                return steps, True
+            raise ReportError(f"{file}: not readable as JSON lines: line {number}: {error}") from None
+        steps.append(step)
+    return steps, False
+
+
+def read_config(folder: Path) -> dict[str, Any]:
+    """The ``config.yaml`` of a run as a tree of plain values; {} where there is none.
+
+    Raises:
+        ReportError: it is not YAML.
+    """
+    file = folder / "config.yaml"
+    if not file.is_file():
+        return {}
+    try:
+        content = OmegaConf.to_container(OmegaConf.load(file))
+    except (OSError, YAMLError, OmegaConfBaseException) as error:
+        raise ReportError(f"{file}: not readable as YAML: {' '.join(str(error).split())}") from None
+    return {str(key): value for key, value in content.items()} if isinstance(content, dict) else {}
+
+
+def _files(root: Path) -> Iterator[Path]:
+    """Records below a folder in a fixed order, leaving out hidden folders and weights."""
+    for here, folders, names in os.walk(root):
+        folders[:] = sorted(name for name in folders if name not in NO_ENTRY and not name.startswith("."))
+        for name in sorted(names):
+            stem, suffix = os.path.splitext(name)
+            evaluation = suffix == ".json" and (stem in PHASES or f"{stem}.samples.jsonl" in names)
+            if evaluation or name in ("metrics.jsonl", "results.json"):
+                yield Path(here, name)
+
+
+def _place(parts: Sequence[str], root: Path) -> tuple[tuple[str, ...], str]:
+    """Setting and arm as one tuple, and the seed, of a folder given relative to the report's."""
+    seeds = [match.group(1) for part in parts if (match := SEED.fullmatch(part))]
+    key = tuple(part for part in parts if part != "eval" and not SEED.fullmatch(part))
+    return key or (root.resolve().name,), "/".join(seeds)
+
+
+def _rank(name: str) -> tuple[Any, ...]:
+    return (FIRST_ARMS.index(name), ()) if name in FIRST_ARMS else (len(FIRST_ARMS), natural(name))
+
+
+def _refuse_doubles(found: Sequence[tuple[str, Path]]) -> None:
+    first: dict[str, Path] = {}
+    for what, path in found:
+        if what in first:
+            raise ReportError(f"{first[what]} and {path} are the same arm and seed; move one of them elsewhere")
+        first[what] = path
+
+
+def _read_json(file: Path) -> dict[str, Any]:
+    try:
+        content = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ReportError(f"{file}: not readable as JSON: {error}") from None
+    if not isinstance(content, dict):
+        raise ReportError(f"{file}: expected a JSON object")
+    return content
+
+
+def _add_results(results: Results, file: Path, *, key: tuple[str, ...]) -> None:
+    """Add what a ``results.json`` says; ``key`` is its folder, relative to the report's."""
+    content = _read_json(file)
+    results.titles.update(_titles(content.get("experiment") or {}))
+    for part in ("rows", "contrasts", "claims"):
+        for number, entry in enumerate(content.get(part, [])):
+            try:
+                pair = (*key, str(entry["pair"])) if "pair" in entry else key
+                if part == "claims":
+                    claim = Claim(entry["claim"], entry["bar"], tuple(entry["values"]), bool(entry["holds"]))
+                    results.claims.setdefault(pair, []).append(claim)
+                elif part == "contrasts":
+                    results.contrasts.setdefault(pair, []).append(_contrast(entry))
+                else:
+                    measures = {k: v for k, v in entry.items() if k not in ("pair", "arm", "seed")}
+                    results.measures.setdefault((*pair, str(entry["arm"])), {})[str(entry["seed"])] = measures
+            except (KeyError, TypeError, ValueError) as error:
+                raise ReportError(f"{file}: {part}[{number}] is not readable: {error!r}") from None
+
+
+def _contrast(entry: Mapping[str, Any]) -> Contrast:
+    """From ``compare.to_json`` with the arms' names as A and B."""
+    difference = entry["difference"]
+    interval = Interval(**difference) if isinstance(difference, Mapping) else Interval(*difference)
+    a, b = (str(entry.get(side.upper(), entry[side])) for side in ("a", "b"))
+    return Contrast(str(entry["phase"]), str(entry["metric"]), a, b, interval)
+
+
+def _titles(experiment: Mapping[str, Any]) -> dict[str, str]:
+    """Arm name -> title, where the experiment gives them."""
+    arms = experiment.get("arms") or []
+    return {arm["name"]: arm["title"] for arm in arms if isinstance(arm, dict) and arm.get("title")}
