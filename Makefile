@@ -14,7 +14,7 @@ TYPED := tandemrl.selection,tandemrl.losses,tandemrl.rollout,tandemrl.types,tand
 # The tests' tensors are tiny: more threads only wait for each other. Training chooses its own (train.threads).
 TEST_ENV := OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false
 
-.PHONY: quickstart test test-core check bench slow clean
+.PHONY: quickstart test test-core check bench slow clean paper-claims paper-claims-plain paper-claims-repair ablations
 .DELETE_ON_ERROR:
 
 quickstart: .venv/.core
@@ -26,6 +26,16 @@ test: check
 # The core alone: no vllm, and none of the optional parts (beartype, wandb).
 test-core: .venv-core/.core
 	$(TEST_ENV) $(CORE_BIN)/python -m pytest -m "not slow and not vllm"
+
+# The paper's claims on generated pairs, every seed on every core; a killed run goes on. Results: runs/NAME/report.html
+paper-claims: .venv/.core
+	$(BIN)/tandemrl experiment paper-claims --out runs/$@
+
+paper-claims-plain paper-claims-repair: .venv/.core
+	$(BIN)/tandemrl experiment paper-claims --pair $(subst paper-claims-,,$@) --out runs/$@
+
+ablations: .venv/.core
+	$(BIN)/tandemrl experiment ablations --out runs/$@
 
 check: .venv/.dev
 	$(BIN)/ruff check .

@@ -1,0 +1,55 @@
+"""``tandemrl experiment``: pairs × seeds × arms, trained, evaluated, compared and reported on."""
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+
+def experiment(
+    name: Annotated[str, typer.Argument(help="quickstart, paper-claims or ablations.")],
+    overrides: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="[KEY=VALUE]...", help="Config keys for every run, e.g. train.steps=40"),
+    ] = None,
+    out: Annotated[Path | None, typer.Option(help="Folder; default runs/NAME. A killed experiment goes on.")] = None,
+    pair: Annotated[list[str] | None, typer.Option(help="plain, jargon or repair; repeatable.")] = None,
+    seeds: Annotated[str | None, typer.Option(help="E.g. 0,1,2; more can be added later.")] = None,
+    arms: Annotated[str | None, typer.Option(help="Train only these of its arms, e.g. grpo,tandem.")] = None,
+    problems: Annotated[int | None, typer.Option(min=2, help="Held-out problems of every evaluation.")] = None,
+    samples: Annotated[int | None, typer.Option(min=1, help="Samples per problem.")] = None,
+    workers: Annotated[int | None, typer.Option(min=1, help="Processes at once; default: one per core.")] = None,
+) -> None:
+    """Train and evaluate every arm on every seed of a pair, and say what the intervals support."""
+    from dataclasses import replace
+
+    from tandemrl.config import ConfigError
+    from tandemrl.experiment import EXPERIMENTS, run
+
+    if name not in EXPERIMENTS:
+        raise ConfigError(f"unknown experiment {name!r}; known: {', '.join(EXPERIMENTS)}")
+    if seeds is not None and not all(part.strip().isdigit() for part in seeds.split(",")):
+        raise ConfigError(f"--seeds {seeds}: expected whole numbers with commas between them, e.g. 0,1,2")
+    chosen = EXPERIMENTS[name]
+    if arms is not None:
+        wanted = [part.strip() for part in arms.split(",")]
+        known = {arm.name: arm for arm in chosen.arms}
+        if unknown := [arm for arm in wanted if arm not in known]:
+            raise ConfigError(f"--arms: unknown {', '.join(unknown)}; known: {', '.join(known)}")
+        contrasts = tuple(pair for pair in chosen.contrasts if set(pair) <= {*wanted, "base"})
+        chosen = replace(chosen, arms=tuple(known[arm] for arm in wanted), contrasts=contrasts)
+    given: dict[str, Any] = {
+        "overrides": tuple(overrides or ()),
+        "pairs": pair and tuple(pair),
+        "seeds": seeds and tuple(int(part) for part in seeds.split(",")),
+        "problems": problems,
+        "samples": samples,
+    }
+    chosen = replace(chosen, **{key: value for key, value in given.items() if value})
+    folder = out or Path("runs") / name
+    results = run(chosen, folder, workers=workers, say=typer.echo)
+    for claim in results["claims"]:
+        values = ", ".join(f"{value:.3f}" for value in claim["values"])
+        verdict = "holds" if claim["holds"] else "DOES NOT HOLD"
+        typer.echo(f"{claim['pair']}: {claim['claim']} {claim['bar']}: {verdict} ({values})")
+    typer.echo(f"report: {folder}/report.html, {folder}/report.md")

@@ -1,0 +1,425 @@
+"""Experiments: pairs × seeds × arms, trained, evaluated and compared by the library's public functions.
+
+An experiment is a value, and ``run(experiment, out)`` is all there is to it. Every seed builds its own pair; every arm
+is trained from it with the same seed and evaluated on the same held-out problems with the same random numbers. Work is
+spread over processes, one thread each. What is finished is never done twice: a killed run, given again, goes on.
+
+    OUT/experiment.json             what was asked for
+    OUT/PAIR/seed-N/pair/           senior, junior, manifest.json
+    OUT/PAIR/seed-N/ARM/            a training run
+    OUT/PAIR/seed-N/eval/ARM/       its evaluation; ``base`` is the senior before training
+    OUT/results.json                a row per pair, seed and arm; contrasts between arms; claims
+    OUT/report.html, report.md
+"""
+
+import json
+import multiprocessing
+import os
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import FIRST_COMPLETED, Executor, Future, ProcessPoolExecutor, wait
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from statistics import fmean
+from typing import Any, Literal, NamedTuple
+
+from tandemrl import evals, report
+from tandemrl.checkpoint import versions, write_text
+from tandemrl.compare import compare, to_json
+from tandemrl.config import EvalConfig, load
+from tandemrl.data.synthetic import PAIRS, repairs, uses_jargon
+from tandemrl.tiny import build_tiny_pair
+from tandemrl.train import train
+
+SCHEMA = 1
+BASE = "base"
+
+
+class ExperimentError(RuntimeError):
+    """An experiment that cannot be run, or some of whose parts failed; names them."""
+
+
+class Arm(NamedTuple):
+    """One way to train. ``overrides`` are config keys; ``junior_steps`` trains with a junior whose warm start was that
+    long instead of the pair's own (evaluation keeps the pair's)."""
+
+    name: str
+    title: str
+    overrides: tuple[str, ...] = ()
+    junior_steps: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Experiment:
+    """What to compare.
+
+    contrasts: pairs of arms (a, b), for paired differences a - b. config, overrides: of every run. pair_steps:
+    warm-start steps, None = the pair's own. problems, samples: held-out ones of every evaluation, samples of each.
+    """
+
+    name: str
+    arms: tuple[Arm, ...]
+    pairs: tuple[str, ...] = ("jargon",)
+    contrasts: tuple[tuple[str, str], ...] = ()
+    seeds: tuple[int, ...] = (0, 1, 2, 3, 4)
+    config: str = "quickstart"
+    overrides: tuple[str, ...] = ()
+    pair_steps: int | None = None
+    problems: int = 512
+    samples: int = 8
+
+
+GRPO = Arm("grpo", "GRPO", ("selection.strategy=solo", "model.junior=null"))
+KL = Arm("kl", "KL-regularised GRPO", (*GRPO.overrides, "loss.kl_coef=0.05"))
+TANDEM = Arm("tandem", "tandem GRPO")
+
+
+def _cell(name: str, *overrides: str) -> Arm:
+    return Arm(name, name.replace("_", " "), overrides)
+
+
+EXPERIMENTS: dict[str, Experiment] = {
+    "quickstart": Experiment("quickstart", (GRPO, TANDEM), contrasts=(("tandem", "grpo"),), seeds=(0,)),
+    "paper-claims": Experiment(
+        "paper-claims", (GRPO, KL, TANDEM), contrasts=(("tandem", "grpo"), ("tandem", "kl"), ("kl", "grpo"))
+    ),
+    "ablations": Experiment(
+        "ablations",
+        (
+            GRPO,
+            TANDEM,
+            _cell("word_aligned", "selection.strategy=word_aligned"),
+            _cell("sentence", "selection.strategy=sentence"),
+            _cell("chunk_8", "selection.strategy=chunk", "selection.chunk_size=8"),
+            _cell("bernoulli", "selection.strategy=bernoulli"),
+            _cell("p_0.25", "selection.prob_senior=0.25"),
+            _cell("p_0.75", "selection.prob_senior=0.75"),
+            _cell(
+                "p_0.9_to_0.5",
+                "selection.prob_senior=0.9",
+                "selection.prob_senior_final=0.5",
+                "selection.anneal_steps=40",
+            ),
+            _cell("K_2", "selection.max_gap_tokens=2"),
+            _cell("K_8", "selection.max_gap_tokens=8"),
+            _cell("junior_weight_0.5", "loss.junior_weight=0.5"),
+            _cell("junior_weight_1", "loss.junior_weight=1.0"),
+            _cell("junior_kl_0.1", "loss.junior_kl_coef=0.1"),
+            Arm("weak_junior", "weaker junior", junior_steps=400),
+        ),
+        contrasts=(("tandem", "grpo"),),
+        seeds=(0, 1, 2),
+        samples=4,
+    ),
+}
+
+
+# ------------------------------------------------------------------------------------------------------------- running
+
+
+class Job(NamedTuple):
+    """A unit of work: build the models of a pair and seed (``arm`` None), or train and evaluate one arm."""
+
+    pair: str
+    seed: int
+    arm: Arm | None = None
+
+    def __str__(self) -> str:
+        return f"{self.pair}/seed-{self.seed}/{self.arm.name if self.arm else 'pair'}"
+
+
+def run(
+    experiment: Experiment, out: str | Path, *, workers: int | None = None, say: Callable[[str], None] = print
+) -> dict[str, Any]:
+    """Do what is not done yet, and return (and write) the results.
+
+    Args:
+        workers: processes at once; None = one per core, 1 = in this process.
+        say: told a line per finished part, and the headline tables at the end.
+
+    Raises:
+        ConfigError: an arm's overrides are not a config.
+        ExperimentError: the experiment makes no sense, ``out`` holds another one, a part failed, or a jargon senior is
+            not more accurate in jargon than in plain words before training.
+    """
+    out = Path(out)
+    _check(experiment)
+    _claim_folder(experiment, out)
+    jobs = [Job(pair, seed) for pair in experiment.pairs for seed in experiment.seeds]
+    workers = workers or os.cpu_count() or 1
+    started = time.perf_counter()
+    total = len(jobs) * (2 + len(experiment.arms))
+
+    def after(job: Job) -> list[Job]:
+        return [] if job.arm else [job._replace(arm=arm) for arm in (*experiment.arms, Arm(BASE, "before training"))]
+
+    failed: dict[str, BaseException] = {}
+    ended = _schedule(jobs, after, lambda job: (do, experiment, job, out), workers)
+    for finished, (job, outcome) in enumerate(ended, 1):
+        if isinstance(outcome, BaseException):
+            failed[str(job)] = outcome
+        shown = f"{type(outcome).__name__}: {outcome}" if isinstance(outcome, BaseException) else outcome
+        say(f"[{finished}/{total}, {time.perf_counter() - started:.0f} s] {job}: {shown}")
+    if failed:
+        listed = "; ".join(f"{job}: {type(error).__name__}: {error}" for job, error in failed.items())
+        raise ExperimentError(
+            f"{len(failed)} of {total} parts failed ({listed}); what is finished is kept: fix it and run again"
+        ) from next(iter(failed.values()))
+    results = collect(experiment, out)
+    write_text(out / "results.json", json.dumps(results, indent=2, allow_nan=False) + "\n")
+    page = report.build(out)
+    report.write(page)
+    say(report.headlines(page))
+    return results
+
+
+def do(experiment: Experiment, job: Job, out: Path) -> str:
+    """One job, unless its files are there already; returns a line about it."""
+    home = out / job.pair / f"seed-{job.seed}"
+    if job.arm is None:
+        manifest = build_tiny_pair(home / "pair", pair=job.pair, seed=job.seed, steps=experiment.pair_steps)
+        check_condition(manifest, home / "pair")
+        return ", ".join(f"{name} {value:.3g}" for name, value in manifest["base"].items())
+    model = home / "pair" / "senior"
+    if job.arm.name != BASE:
+        config = load(
+            experiment.config, [*_overrides(experiment, job, home), *job.arm.overrides, *experiment.overrides]
+        )
+        model = home / job.arm.name / "hf" / f"step_{config.train.steps}"
+        if not model.is_dir():
+            train(config, quiet=True)
+    phases = evals.run_all(
+        model=str(model),
+        junior=str(home / "pair" / "junior"),
+        data=[f"synthetic:{job.pair}:heldout:{experiment.problems}"],
+        eval=EvalConfig(samples=experiment.samples, k=tuple(k for k in (1, 2, 4, 8, 16) if k <= experiment.samples)),
+        out=home / "eval" / job.arm.name,
+        threads=1,
+    )
+    return f"solo pass@1 {phases['pass-at-k']['metrics']['macro']['pass@1']:.3f}"
+
+
+def check_condition(manifest: Mapping[str, Any], folder: Path) -> None:
+    """The premise of the jargon pair: before training, its senior is better off with jargon.
+
+    Raises:
+        ExperimentError: it is not.
+    """
+    if manifest["pair"] != "jargon":
+        return
+    jargon, plain = manifest["base"]["jargon/pass@1"], manifest["base"]["plain/pass@1"]
+    if jargon <= plain:
+        raise ExperimentError(
+            f"{folder}: before training, the senior is right in {jargon:.3f} of its jargon and {plain:.3f} of its "
+            "plain solutions; jargon must be the more accurate one, or training drops it for that reason alone"
+        )
+
+
+# ------------------------------------------------------------------------------------------------------------- results
+MEASURES: dict[str, tuple[evals.Phase, str]] = {
+    "solo/pass@1": ("pass-at-k", "pass@1"),
+    "solo/pass@8": ("pass-at-k", "pass@8"),
+    "length": ("pass-at-k", "length"),
+    "tandem/pass@1": ("tandem", "pass@1"),
+    "handoff/pass@1": ("handoff", "pass@1"),
+    "handoff/senior_first": ("handoff", "senior_first/pass@1"),
+    "handoff/junior_first": ("handoff", "junior_first/pass@1"),
+    "junior_ce": ("legibility", "cross_entropy"),
+    "drift/kl": ("drift", "kl"),
+}
+"""Columns of the table: what each is called in which phase. Cross-entropy and KL are in nats per token."""
+
+
+Row = Mapping[str, Any]
+"""``pair``, ``seed``, ``arm`` and the measures of one evaluation."""
+
+
+class Claim(NamedTuple):
+    """A statement with its bar, the value held against it in each seed (or one value over seeds), and the verdict."""
+
+    pair: str
+    claim: str
+    bar: str
+    values: tuple[float, ...]
+    holds: bool
+
+
+def collect(experiment: Experiment, out: Path) -> dict[str, Any]:
+    """The content of ``results.json``, from the files of a finished experiment."""
+    rows = [
+        {"pair": pair, "seed": seed, "arm": arm} | measure(out / pair / f"seed-{seed}" / "eval" / arm)
+        for pair in experiment.pairs
+        for arm in (BASE, *(arm.name for arm in experiment.arms))
+        for seed in experiment.seeds
+    ]
+    contrasts = [
+        {"pair": pair, "A": a, "B": b, **contrast}
+        for pair in experiment.pairs
+        for a, b in experiment.contrasts
+        for contrast in to_json(
+            compare(*([out / pair / f"seed-{n}" / "eval" / arm for n in experiment.seeds] for arm in (a, b)))
+        )
+    ]
+    claims = [claim for pair in experiment.pairs for claim in paper_claims(pair, rows)]
+    return {
+        "schema": SCHEMA,
+        "experiment": _described(experiment),
+        "versions": versions(),
+        "rows": rows,
+        "contrasts": contrasts,
+        "claims": [claim._asdict() | {"values": list(claim.values)} for claim in claims],
+    }
+
+
+def measure(folder: Path) -> dict[str, float]:
+    """The row of one evaluation: ``MEASURES``, and what the texts say: share of solo texts that use jargon, repairing
+    lines per handoff text."""
+    results = {phase: evals.read_result(folder / f"{phase}.json") for phase, _ in MEASURES.values()}
+    row = {
+        name: results[phase]["metrics"]["macro"][metric]
+        for name, (phase, metric) in MEASURES.items()
+        if metric in results[phase]["metrics"]["macro"]
+    }
+    solo, handoff = (evals.read_samples(folder / results[phase]["samples"]) for phase in ("pass-at-k", "handoff"))
+    row["jargon_rate"] = fmean(uses_jargon(sample.text) for sample in solo)
+    row["handoff/repairs"] = fmean(repairs(sample.text) for sample in handoff)
+    return row
+
+
+def paper_claims(pair: str, rows: Sequence[Row]) -> list[Claim]:
+    """The paper's three claims as statements about GRPO and tandem GRPO over seeds; none if an arm is missing."""
+    arms: dict[str, dict[int, Row]] = {}
+    for row in rows:
+        if row["pair"] == pair:
+            arms.setdefault(row["arm"], {})[row["seed"]] = row
+    if not {BASE, "grpo", "tandem"} <= arms.keys():
+        return []
+    base, grpo, tandem = ([arms[arm][seed] for seed in arms[BASE]] for arm in (BASE, "grpo", "tandem"))
+
+    def each(value: Callable[[Row, Row, Row], float]) -> tuple[float, ...]:
+        return tuple(value(b, g, t) for b, g, t in zip(base, grpo, tandem, strict=True))
+
+    def claim(what: str, sense: Literal["<=", ">="], bar: float, values: tuple[float, ...]) -> Claim:
+        holds = all(value <= bar if sense == "<=" else value >= bar for value in values)
+        return Claim(pair, what, f"{sense} {bar:g}", values, holds)
+
+    gap = each(lambda b, g, t: abs(t["solo/pass@1"] - g["solo/pass@1"]))
+    claims = [
+        claim("equal solo skill: |tandem - GRPO| in solo pass@1, mean over seeds", "<=", 0.02, (fmean(gap),)),
+        claim("equal solo skill: |tandem - GRPO| in solo pass@1", "<=", 0.05, gap),
+        claim("solo pass@1 of tandem GRPO", ">=", 0.9, each(lambda b, g, t: t["solo/pass@1"])),
+        claim(
+            "its gain over the model before training",
+            ">=",
+            0.15,
+            each(lambda b, g, t: t["solo/pass@1"] - b["solo/pass@1"]),
+        ),
+        claim(
+            "handoff robustness: tandem - GRPO in handoff pass@1",
+            ">=",
+            0.2,
+            each(lambda b, g, t: t["handoff/pass@1"] - g["handoff/pass@1"]),
+        ),
+        claim(
+            "legibility: junior cross-entropy of GRPO / of tandem GRPO",
+            ">=",
+            5,
+            each(lambda b, g, t: g["junior_ce"] / t["junior_ce"]),
+        ),
+    ]
+    if pair == "jargon":
+        claims += [
+            claim("jargon rate after GRPO", ">=", 0.8, each(lambda b, g, t: g["jargon_rate"])),
+            claim("jargon rate after tandem GRPO", "<=", 0.05, each(lambda b, g, t: t["jargon_rate"])),
+        ]
+    return claims
+
+
+# --------------------------------------------------------------------------------------------------------------------
+
+
+def _check(experiment: Experiment) -> None:
+    names = [arm.name for arm in experiment.arms]
+    if unknown := set(experiment.pairs) - set(PAIRS):
+        raise ExperimentError(f"{experiment.name}: unknown pairs {sorted(unknown)}; known: {', '.join(PAIRS)}")
+    for what, values in (("pairs", experiment.pairs), ("seeds", experiment.seeds), ("arms", names)):
+        if not values or len(set(values)) != len(values):
+            raise ExperimentError(f"{experiment.name}: {what} must be one or more different ones, got {list(values)}")
+    if BASE in names:
+        raise ExperimentError(f"{experiment.name}: an arm cannot be called {BASE!r}, the model before training")
+    unknown = {arm for contrast in experiment.contrasts for arm in contrast} - {BASE, *names}
+    if unknown:
+        raise ExperimentError(f"{experiment.name}: contrasts name unknown arms {sorted(unknown)}; arms: {names}")
+    for arm in experiment.arms:
+        load(experiment.config, [*arm.overrides, *experiment.overrides])  # a bad key is found before an hour of work
+
+
+def _claim_folder(experiment: Experiment, out: Path) -> None:
+    """Write ``experiment.json``, or check that it is this one; seeds, pairs, arms and contrasts may be added."""
+    file, wanted = out / "experiment.json", _described(experiment)
+    if file.exists():
+        stored = json.loads(file.read_text())
+        fixed = [key for key in wanted if key not in ("seeds", "pairs", "arms", "contrasts")]
+        changed = [key for key in fixed if stored.get(key) != wanted[key]]
+        arms = {arm["name"]: arm for arm in stored["arms"]}
+        changed += [f"arm {arm['name']}" for arm in wanted["arms"] if arms.get(arm["name"], arm) != arm]
+        if changed:
+            raise ExperimentError(f"{out} holds an experiment with another {', '.join(changed)}; choose another folder")
+    out.mkdir(parents=True, exist_ok=True)
+    write_text(file, json.dumps(wanted, indent=2) + "\n")
+
+
+def _overrides(experiment: Experiment, job: Job, home: Path) -> list[str]:
+    assert job.arm is not None
+    junior = home / "pair" / "junior"
+    if job.arm.junior_steps is not None:
+        weak = home / f"pair-{job.arm.junior_steps}"
+        build_tiny_pair(weak, pair=job.pair, seed=job.seed, steps=job.arm.junior_steps)
+        junior = weak / "junior"
+    return [
+        f"model.senior={home}/pair/senior",
+        f"model.junior={junior}",
+        f"data.train=[synthetic:{job.pair}:train]",
+        f"data.eval=[synthetic:{job.pair}:heldout]",
+        f"train.seed={job.seed}",
+        "train.threads=1",
+        f"output_dir={home}/{job.arm.name}",
+    ]
+
+
+def _schedule(
+    jobs: Iterable[Job], after: Callable[[Job], list[Job]], call: Callable[[Job], tuple[Any, ...]], workers: int
+) -> Iterable[tuple[Job, Any]]:
+    """Run jobs and, once one has succeeded, those that come after it; yields (job, result or exception) as they end."""
+    if workers == 1:
+        queue = list(jobs)
+        while queue:
+            job = queue.pop(0)
+            function, *arguments = call(job)
+            try:
+                yield job, function(*arguments)
+            except Exception as error:
+                yield job, error
+            else:
+                queue[:0] = after(job)
+        return
+    pool: Executor
+    with ProcessPoolExecutor(workers, mp_context=multiprocessing.get_context("spawn")) as pool:
+        running: dict[Future[Any], Job] = {pool.submit(*call(job)): job for job in jobs}
+        try:
+            while running:
+                done, _ = wait(running, return_when=FIRST_COMPLETED)
+                for future in done:
+                    job = running.pop(future)
+                    failure = future.exception()
+                    if failure is None:
+                        running |= {pool.submit(*call(following)): following for following in after(job)}
+                    yield job, failure or future.result()
+        finally:
+            pool.shutdown(wait=False, cancel_futures=True)
+
+
+def _described(experiment: Experiment) -> dict[str, Any]:
+    """The experiment as it reads back from JSON."""
+    arms = [arm._asdict() for arm in experiment.arms]
+    return json.loads(json.dumps(asdict(experiment) | {"arms": arms, "contrasts": experiment.contrasts}))
