@@ -138,3 +138,22 @@ def test_half_of_a_surrogate_pair_is_written_as_json_escapes_it(data: str, tmp_p
     out = tmp_path / "scores.jsonl"
     score_file(load(), [data], responses(tmp_path, {"response": "\\boxed{7\ud800}", "index": 1}), out=out)
     assert [line["answer"] for line in read(out)] == ["7\ud800"]
+
+
+@pytest.mark.parametrize(("credit", "earned"), [("fraction", 0.5), ("all", 0.0)])
+def test_a_program_earns_a_fraction_or_nothing(credit: str, earned: float, tmp_path: Path) -> None:
+    record = {
+        "prompt": [{"role": "user", "content": "Add."}],
+        "data_source": "codecontests",
+        "reward_model": {
+            "style": "rule",
+            "ground_truth": json.dumps({"inputs": ["1 2\n", "3 4\n"], "outputs": ["3\n", "8\n"]}),
+        },
+        "extra_info": {"index": 0, "split": "test"},
+    }
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist([record]), tmp_path / "rows.parquet")
+    program = "```python\nprint(sum(map(int, input().split())))\n```"
+    config = load(overrides=[f"reward.code_credit={credit}"])
+    file = responses(tmp_path, {"response": program, "index": 0})
+    score_file(config, [str(tmp_path / "rows.parquet")], file, out=tmp_path / "out")
+    assert [line["score"] for line in read(tmp_path / "out")] == [earned]

@@ -194,6 +194,8 @@ class RewardConfig:
     gsm8k: Literal["strict", "flexible", "tandem"] = "strict"
     countdown: Literal["tinyzero", "cohlem"] = "tinyzero"
     """Countdown rewards: 0, 0.1, 1 (`tinyzero`) or 0.01, 0.02, 1.01 (`cohlem`)."""
+    code_credit: Literal["fraction", "all"] = "fraction"
+    """What a program earns: the fraction of its tests that pass, or 1 for all of them and else 0."""
     compat: Literal["none", "verl", "tinyzero", "cohlem"] = "none"
     """Reproduce another implementation where results depend on its quirks. `verl`: its routing (`math` and `aime*` by
     DAPO's grader with rewards of ±1, MATH by its string grader). `tinyzero`: GSM8K's first `####`; Countdown answers on

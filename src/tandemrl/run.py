@@ -114,7 +114,7 @@ def build(config: Config, recipe: Recipe | None = None, strategy: Callable[[int]
     judge = make_judge(config.judge, dtype=model.dtype, device=model.device, max_rows=config.rollout.max_rows)
     scorer = Scorer(
         config.reward,
-        code=partial(score_code, sandbox=config.sandbox),
+        code=partial(score_code, sandbox=config.sandbox, credit=config.reward.code_credit),
         judge=None if judge is None else JudgePool(judge, config.judge),
     )
     scorer.check(prompt.row for prompt in [*prompts, *heldout])

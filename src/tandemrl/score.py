@@ -83,7 +83,9 @@ def _scorer(config: Config) -> Scorer:
             config.judge, dtype=config.model.dtype, device=config.model.device, max_rows=config.rollout.max_rows
         )
         judge = None if asked is None else JudgePool(asked, config.judge)
-    return Scorer(config.reward, code=partial(score_code, sandbox=config.sandbox), judge=judge)
+    return Scorer(
+        config.reward, code=partial(score_code, sandbox=config.sandbox, credit=config.reward.code_credit), judge=judge
+    )
 
 
 def _items(rows: Sequence[Row], responses: Path) -> Iterator[tuple[Row, str]]:

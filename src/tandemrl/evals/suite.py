@@ -147,7 +147,7 @@ def _run(phase: Phase, session: Session, out: Path, progress: Progress) -> dict[
     else:
         with Scorer(
             setup.reward,
-            code=partial(score_code, sandbox=setup.sandbox),
+            code=partial(score_code, sandbox=setup.sandbox, credit=setup.reward.code_credit),
             judge=(lambda items: session.judges(items)) if session.has_judge else None,
         ) as scorer:
             samples, measure = grade(samples, prompts, scorer), partial(graded, k=setup.eval.k)
