@@ -14,7 +14,7 @@ TYPED := tandemrl.selection,tandemrl.losses,tandemrl.rollout,tandemrl.types,tand
 # The tests' tensors are tiny: more threads only wait for each other. Training chooses its own (train.threads).
 TEST_ENV := OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false
 
-.PHONY: quickstart test test-core check bench slow clean paper-claims paper-claims-plain paper-claims-repair ablations
+.PHONY: quickstart test test-core check bench slow clean paper-claims paper-claims-plain repair ablations
 .DELETE_ON_ERROR:
 
 quickstart: .venv/.core
@@ -28,14 +28,11 @@ test-core: .venv-core/.core
 	$(TEST_ENV) $(CORE_BIN)/python -m pytest -m "not slow and not vllm"
 
 # The paper's claims on generated pairs, every seed on every core; a killed run goes on. Results: runs/NAME/report.html
-paper-claims: .venv/.core
-	$(BIN)/tandemrl experiment paper-claims --out runs/$@
+paper-claims repair ablations: .venv/.core
+	$(BIN)/tandemrl experiment $@
 
-paper-claims-plain paper-claims-repair: .venv/.core
-	$(BIN)/tandemrl experiment paper-claims --pair $(subst paper-claims-,,$@) --out runs/$@
-
-ablations: .venv/.core
-	$(BIN)/tandemrl experiment ablations --out runs/$@
+paper-claims-plain: .venv/.core
+	$(BIN)/tandemrl experiment paper-claims --pair plain --out runs/$@
 
 check: .venv/.dev
 	$(BIN)/ruff check .

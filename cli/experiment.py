@@ -7,7 +7,7 @@ import typer
 
 
 def experiment(
-    name: Annotated[str, typer.Argument(help="quickstart, paper-claims or ablations.")],
+    name: Annotated[str, typer.Argument(help="quickstart, paper-claims, repair or ablations.")],
     overrides: Annotated[
         list[str] | None,
         typer.Argument(metavar="[KEY=VALUE]...", help="Config keys for every run, e.g. train.steps=40"),
@@ -39,7 +39,7 @@ def experiment(
         contrasts = tuple(pair for pair in chosen.contrasts if set(pair) <= {*wanted, "base"})
         chosen = replace(chosen, arms=tuple(known[arm] for arm in wanted), contrasts=contrasts)
     given: dict[str, Any] = {
-        "overrides": tuple(overrides or ()),
+        "overrides": (*chosen.overrides, *(overrides or ())),
         "pairs": pair and tuple(pair),
         "seeds": seeds and tuple(int(part) for part in seeds.split(",")),
         "problems": problems,

@@ -16,7 +16,7 @@ def _group() -> None:
 @app.command()
 def tiny(
     out: Annotated[Path, typer.Option(help="Folder for senior/, junior/ and manifest.json.")] = Path("runs/tiny"),
-    pair: Annotated[str, typer.Option(help="Which pair.")] = "plain",
+    pair: Annotated[str, typer.Option(help="Which pair: plain, jargon or repair.")] = "plain",
     seed: Annotated[int, typer.Option(help="Seed of data, weights and order.")] = 0,
 ) -> None:
     """Build the tiny senior/junior pair, a minute or two on two CPU cores; a finished one is kept."""

@@ -20,10 +20,11 @@ def main() -> None:
     parser.add_argument("--problems", type=int, default=512, help="held-out problems to evaluate on")
     parser.add_argument("--samples", type=int, default=8, help="samples per problem")
     args = parser.parse_args()
+    quickstart = EXPERIMENTS["quickstart"]
     experiment = replace(
-        EXPERIMENTS["quickstart"],
+        quickstart,
         seeds=(args.seed,),
-        overrides=tuple(args.overrides),
+        overrides=(*quickstart.overrides, *args.overrides),
         problems=args.problems,
         samples=args.samples,
     )

@@ -69,7 +69,8 @@ def finished(tiny_pair: Path, tmp_path_factory: pytest.TempPathFactory) -> Itera
 
 def test_every_part_is_trained_evaluated_and_reported(finished: Finished) -> None:
     _, out, results, said = finished
-    assert len(said) == 2 * (1 + 3)
+    assert len(said) == 2 * (1 + 3) + 1
+    assert "| tandem GRPO |" in said[-1]
     assert [(row["pair"], row["arm"], row["seed"]) for row in results["rows"]] == [
         ("plain", arm, seed) for arm in (BASE, "grpo", "tandem") for seed in (0, 1)
     ]
@@ -252,7 +253,7 @@ def test_no_claims_without_all_three_models() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["nothing"], "unknown experiment 'nothing'; known: quickstart, paper-claims, ablations"),
+        (["nothing"], "unknown experiment 'nothing'; known: quickstart, paper-claims, repair, ablations"),
         (["quickstart", "--seeds", "a"], "--seeds a: expected whole numbers"),
         (["quickstart", "--arms", "grpo,ppo"], "--arms: unknown ppo; known: grpo, tandem"),
         (["quickstart", "--pair", "nothing", "--workers", "1"], "unknown pairs ['nothing']; known: plain, jargon"),

@@ -8,9 +8,10 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from tandemrl import tiny
 from tandemrl.data.rows import DataError
-from tandemrl.data.synthetic import examples, generate
-from tandemrl.tiny import build_tiny_pair
+from tandemrl.data.synthetic import PAIRS, examples, generate
+from tandemrl.tiny import WarmStart, build_tiny_pair, train_tokenizer
 
 STEPS = 12
 
@@ -87,7 +88,7 @@ def test_refuses_a_folder_that_holds_something_else(tmp_path):
 
 
 def test_unknown_pair(tmp_path):
-    with pytest.raises(DataError, match="known: plain"):
+    with pytest.raises(DataError, match="known: plain, jargon, repair"):
         build_tiny_pair(tmp_path / "pair", pair="martian", steps=1)
     assert not list(tmp_path.iterdir())
 
@@ -104,6 +105,94 @@ def test_senior_and_junior_load_and_are_the_same_model(built, tokenizer):
     assert models[0].generation_config.eos_token_id == tokenizer.eos_token_id
     assert sum(p.numel() for p in models[0].parameters()) == manifest["parameters"]
     assert AutoTokenizer.from_pretrained(out / "junior").get_vocab() == tokenizer.get_vocab()
+
+
+@pytest.fixture(scope="module")
+def jargon(tmp_path_factory):
+    """A hardly trained jargon pair, with what its progress callback was told."""
+    recipe = WarmStart(steps=3, batch_size=4, vocab_size=480, eval_rows=8)
+    out = tmp_path_factory.mktemp("jargon") / "pair"
+    seen = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(tiny.RECIPES, "jargon", {"base": recipe, "senior": recipe})
+        manifest = build_tiny_pair(out, pair="jargon", progress=lambda *event: seen.append(event))
+        yield out, manifest, seen
+
+
+def test_the_jargon_senior_goes_on_from_the_base_alone(jargon):
+    out, manifest, seen = jargon
+    assert [event[:2] for event in seen] == [(i, 6) for i in range(1, 7)]
+    assert manifest["sha256"]["senior"] != manifest["sha256"]["junior"]
+    # The junior is what the first three steps alone give.
+    tokenizer = train_tokenizer("jargon", 0, vocab_size=480)
+    with tiny._threads(1):
+        base = tiny.new_model(tokenizer, 0)
+        tiny.warm_start(base, tokenizer, WarmStart(steps=3, batch_size=4), pair="jargon", seed=0)
+    junior = AutoModelForCausalLM.from_pretrained(out / "junior").state_dict()
+    assert all(torch.equal(tensor, junior[name]) for name, tensor in base.state_dict().items())
+
+
+def test_the_jargon_manifest_says_what_was_measured_and_how_each_stage_was_trained(jargon):
+    out, manifest, _ = jargon
+    assert set(manifest["base"]) == {
+        *("solo/pass@1", "junior/solo/pass@1", "jargon/rate", "jargon/pass@1", "plain/pass@1"),
+        *("eval_rows", "warm_start/loss"),
+    }
+    base, senior = manifest["recipe"], manifest["recipe"]["senior"]
+    assert base["steps"] == senior["steps"] == 3
+    assert base["text_sha256"] != senior["text_sha256"]
+    assert build_tiny_pair(out, pair="jargon", progress=pytest.fail) == manifest
+
+
+def test_skill_splits_the_senior_by_jargon(monkeypatch):
+    """Four texts of the senior, of which one in jargon and two plain ones are right, or not quite."""
+    rows = generate("jargon", "heldout", 4, 0)
+    answers = [row.ground_truth for row in rows]
+    texts = {
+        "senior": [
+            f"Blorp vam.\n\n\\boxed{{{answers[0]}}}",
+            "Hec vam.\n\n\\boxed{99}",
+            f"First 5.\n\n\\boxed{{{answers[2]}}}",
+            f"First 5.\n\n\\boxed{{{answers[3]}}}",
+        ],
+        "junior": [f"\\boxed{{{answers[0]}}}", "", "", ""],
+    }
+    monkeypatch.setattr(tiny, "solo_texts", lambda model, *_: texts[model])
+    assert tiny._skill("senior", "junior", None, rows, 0) == {
+        "solo/pass@1": 0.75,
+        "junior/solo/pass@1": 0.25,
+        "jargon/rate": 0.5,
+        "jargon/pass@1": 0.5,
+        "plain/pass@1": 1.0,
+    }
+    one_model = "junior"
+    assert tiny._skill(one_model, one_model, None, rows, 0) == {"solo/pass@1": 0.25}
+
+
+def test_the_plain_recipe_is_that_of_cached_pairs(built):
+    """A key more or less in it would make every plain pair that was ever built stale."""
+    assert set(built[1]["recipe"]) == {
+        *("steps", "batch_size", "lr", "final_lr_fraction", "warmup_steps", "betas", "weight_decay", "max_grad_norm"),
+        *("vocab_size", "threads", "eval_rows", "model", "text_sha256"),
+    }
+    assert set(built[1]["base"]) == {"solo/pass@1", "eval_rows", "warm_start/loss"}
+
+
+def test_every_stage_of_every_pair_has_texts_and_a_recipe():
+    stages = {name: ["base", *(["senior"] if pair.senior else [])] for name, pair in PAIRS.items()}
+    assert {name: list(recipes) for name, recipes in tiny.RECIPES.items()} == stages
+
+
+@pytest.mark.parametrize("pair", PAIRS)
+def test_every_word_of_a_pair_is_one_token(pair):
+    """Of both stages, whatever comes before it; so that a jargon solution is as long as a plain one."""
+    tokenizer = train_tokenizer(pair, 0, vocab_size=tiny.RECIPES[pair]["base"].vocab_size)
+    for stage in tiny.RECIPES[pair]:
+        texts = [text for _, text in itertools.islice(examples(pair, 1, stage=stage), 300)]
+        words = {word for text in texts for word in re.findall(r"(?<!\\)\b ?[A-Za-z]+\b", text)}
+        assert len(words) >= 9
+        assert {word for word in words if len(tokenizer(word)["input_ids"]) != 1} == set()
+        assert max(map(len, tokenizer(texts)["input_ids"])) + 1 <= 62  # of 64
 
 
 @pytest.mark.parametrize("text", ["Tom has 5 nuts", "naïve 語 🙂\t x\r\n", "a  b\n\n\n c", "\\frac{1}{2} <|im_end|>"])

@@ -23,11 +23,13 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any, Literal, NamedTuple
 
+import numpy as np
+
 from tandemrl import evals, report
 from tandemrl.checkpoint import versions, write_text
 from tandemrl.compare import compare, to_json
 from tandemrl.config import EvalConfig, load
-from tandemrl.data.synthetic import PAIRS, repairs, uses_jargon
+from tandemrl.data.synthetic import PAIRS, repairs, slips, uses_jargon
 from tandemrl.tiny import build_tiny_pair
 from tandemrl.train import train
 
@@ -78,10 +80,26 @@ def _cell(name: str, *overrides: str) -> Arm:
     return Arm(name, name.replace("_", " "), overrides)
 
 
+SENTENCE = _cell("sentence", "selection.strategy=sentence")
+RECIPE = ("train.steps=80", "train.mini_batch_prompts=8", "train.eval_every=20")
+"""Two updates per rollout batch, as in the paper. 80 steps: leaving the jargon costs the tandem senior about 20."""
+
 EXPERIMENTS: dict[str, Experiment] = {
-    "quickstart": Experiment("quickstart", (GRPO, TANDEM), contrasts=(("tandem", "grpo"),), seeds=(0,)),
+    "quickstart": Experiment(
+        "quickstart", (GRPO, TANDEM), contrasts=(("tandem", "grpo"),), seeds=(0,), overrides=RECIPE
+    ),
     "paper-claims": Experiment(
-        "paper-claims", (GRPO, KL, TANDEM), contrasts=(("tandem", "grpo"), ("tandem", "kl"), ("kl", "grpo"))
+        "paper-claims",
+        (GRPO, KL, TANDEM),
+        contrasts=(("tandem", "grpo"), ("tandem", "kl"), ("kl", "grpo")),
+        overrides=RECIPE,
+    ),
+    "repair": Experiment(
+        "repair",
+        (GRPO, TANDEM, SENTENCE),
+        pairs=("repair",),
+        contrasts=(("tandem", "grpo"), ("sentence", "grpo")),
+        overrides=RECIPE,
     ),
     "ablations": Experiment(
         "ablations",
@@ -89,7 +107,7 @@ EXPERIMENTS: dict[str, Experiment] = {
             GRPO,
             TANDEM,
             _cell("word_aligned", "selection.strategy=word_aligned"),
-            _cell("sentence", "selection.strategy=sentence"),
+            SENTENCE,
             _cell("chunk_8", "selection.strategy=chunk", "selection.chunk_size=8"),
             _cell("bernoulli", "selection.strategy=bernoulli"),
             _cell("p_0.25", "selection.prob_senior=0.25"),
@@ -109,6 +127,7 @@ EXPERIMENTS: dict[str, Experiment] = {
         ),
         contrasts=(("tandem", "grpo"),),
         seeds=(0, 1, 2),
+        overrides=RECIPE,
         samples=4,
     ),
 }
@@ -272,8 +291,8 @@ def collect(experiment: Experiment, out: Path) -> dict[str, Any]:
 
 
 def measure(folder: Path) -> dict[str, float]:
-    """The row of one evaluation: ``MEASURES``, and what the texts say: share of solo texts that use jargon, repairing
-    lines per handoff text."""
+    """The row of one evaluation: ``MEASURES``, and what the texts say: the share of solo texts that use jargon, the
+    repairing lines per handoff text, and the share of wrong steps in handoff texts that the next line repairs."""
     results = {phase: evals.read_result(folder / f"{phase}.json") for phase, _ in MEASURES.values()}
     row = {
         name: results[phase]["metrics"]["macro"][metric]
@@ -283,56 +302,46 @@ def measure(folder: Path) -> dict[str, float]:
     solo, handoff = (evals.read_samples(folder / results[phase]["samples"]) for phase in ("pass-at-k", "handoff"))
     row["jargon_rate"] = fmean(uses_jargon(sample.text) for sample in solo)
     row["handoff/repairs"] = fmean(repairs(sample.text) for sample in handoff)
+    if wrong := [slip for sample in handoff for slip in slips(sample.text)]:
+        row["handoff/repaired"] = fmean(slip.repaired for slip in wrong)
     return row
 
 
 def paper_claims(pair: str, rows: Sequence[Row]) -> list[Claim]:
-    """The paper's three claims as statements about GRPO and tandem GRPO over seeds; none if an arm is missing."""
+    """The paper's three claims as statements about GRPO and tandem GRPO on the jargon pair, over seeds; none if an arm
+    is missing. Of other pairs nothing is claimed beforehand: see the contrasts."""
     arms: dict[str, dict[int, Row]] = {}
     for row in rows:
         if row["pair"] == pair:
             arms.setdefault(row["arm"], {})[row["seed"]] = row
-    if not {BASE, "grpo", "tandem"} <= arms.keys():
+    if pair != "jargon" or not {BASE, "grpo", "tandem"} <= arms.keys():
         return []
-    base, grpo, tandem = ([arms[arm][seed] for seed in arms[BASE]] for arm in (BASE, "grpo", "tandem"))
 
-    def each(value: Callable[[Row, Row, Row], float]) -> tuple[float, ...]:
-        return tuple(value(b, g, t) for b, g, t in zip(base, grpo, tandem, strict=True))
+    def each(arm: str, measure: str) -> np.ndarray:
+        return np.array([arms[arm][seed][measure] for seed in arms[BASE]])
 
-    def claim(what: str, sense: Literal["<=", ">="], bar: float, values: tuple[float, ...]) -> Claim:
-        holds = all(value <= bar if sense == "<=" else value >= bar for value in values)
-        return Claim(pair, what, f"{sense} {bar:g}", values, holds)
+    def claim(what: str, sense: Literal["<=", ">="], bar: float, values: np.ndarray) -> Claim:
+        holds = (values <= bar if sense == "<=" else values >= bar).all()
+        return Claim(pair, what, f"{sense} {bar:g}", tuple(values.tolist()), bool(holds))
 
-    gap = each(lambda b, g, t: abs(t["solo/pass@1"] - g["solo/pass@1"]))
-    claims = [
-        claim("equal solo skill: |tandem - GRPO| in solo pass@1, mean over seeds", "<=", 0.02, (fmean(gap),)),
+    solo = each("tandem", "solo/pass@1")
+    gap = np.abs(solo - each("grpo", "solo/pass@1"))
+    handoff = each("tandem", "handoff/pass@1") - each("grpo", "handoff/pass@1")
+    return [
+        claim("equal solo skill: |tandem - GRPO| in solo pass@1, mean over seeds", "<=", 0.02, gap.mean(keepdims=True)),
         claim("equal solo skill: |tandem - GRPO| in solo pass@1", "<=", 0.05, gap),
-        claim("solo pass@1 of tandem GRPO", ">=", 0.9, each(lambda b, g, t: t["solo/pass@1"])),
-        claim(
-            "its gain over the model before training",
-            ">=",
-            0.15,
-            each(lambda b, g, t: t["solo/pass@1"] - b["solo/pass@1"]),
-        ),
-        claim(
-            "handoff robustness: tandem - GRPO in handoff pass@1",
-            ">=",
-            0.2,
-            each(lambda b, g, t: t["handoff/pass@1"] - g["handoff/pass@1"]),
-        ),
+        claim("solo pass@1 of tandem GRPO", ">=", 0.9, solo),
+        claim("its gain over the model before training", ">=", 0.15, solo - each(BASE, "solo/pass@1")),
+        claim("handoff robustness: tandem - GRPO in handoff pass@1", ">=", 0.2, handoff),
         claim(
             "legibility: junior cross-entropy of GRPO / of tandem GRPO",
             ">=",
             5,
-            each(lambda b, g, t: g["junior_ce"] / t["junior_ce"]),
+            each("grpo", "junior_ce") / each("tandem", "junior_ce"),
         ),
+        claim("jargon rate after GRPO", ">=", 0.8, each("grpo", "jargon_rate")),
+        claim("jargon rate after tandem GRPO", "<=", 0.05, each("tandem", "jargon_rate")),
     ]
-    if pair == "jargon":
-        claims += [
-            claim("jargon rate after GRPO", ">=", 0.8, each(lambda b, g, t: g["jargon_rate"])),
-            claim("jargon rate after tandem GRPO", "<=", 0.05, each(lambda b, g, t: t["jargon_rate"])),
-        ]
-    return claims
 
 
 # --------------------------------------------------------------------------------------------------------------------

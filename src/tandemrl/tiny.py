@@ -1,19 +1,20 @@
 """The tiny senior/junior pair: a Qwen3 of 0.28 million parameters that learns word problems in a minute on a CPU core.
 
 Every claim of the library can be tried on it without a GPU or a download. The senior and the junior start as the same
-sloppy model (see ``data.synthetic``), with a real chat template, tokenizer and file layout, so that what runs on the
-pair runs on a large model.
+sloppy model (see ``data.synthetic``); the ``jargon`` senior then goes on alone. They have a real chat template,
+tokenizer and file layout, so that what runs on the pair runs on a large model.
 """
 
+import copy
 import hashlib
 import itertools
 import json
 import math
 import os
 import shutil
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -27,8 +28,8 @@ from torch.nn.functional import cross_entropy
 from transformers import GenerationConfig, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 from transformers.utils import logging as transformers_logging
 
-from tandemrl.data.rows import Row
-from tandemrl.data.synthetic import Problem, examples, generate
+from tandemrl.data.rows import DataError, Row
+from tandemrl.data.synthetic import Problem, Stage, examples, generate, uses_jargon
 
 EOS = "<|im_end|>"
 PAD = "<|endoftext|>"
@@ -59,7 +60,7 @@ Progress = Callable[[int, int, float], None]
 
 @dataclass(frozen=True, slots=True)
 class WarmStart:
-    """How the base model is trained, on solutions only, before any reinforcement learning."""
+    """How a model is trained, on solutions only, before any reinforcement learning."""
 
     steps: int = 850
     batch_size: int = 16
@@ -74,6 +75,14 @@ class WarmStart:
     eval_rows: int = 512
 
 
+RECIPES: dict[str, dict[Stage, WarmStart]] = {
+    "plain": {"base": WarmStart()},
+    "jargon": {"base": WarmStart(vocab_size=480), "senior": WarmStart(steps=1000, lr=6e-3, vocab_size=480)},
+    "repair": {"base": WarmStart(steps=1000)},
+}
+"""Per pair, how the base of both models is trained, and how the senior goes on if it does."""
+
+
 def build_tiny_pair(
     out: Path, *, pair: str = "plain", seed: int = 0, steps: int | None = None, progress: Progress | None = None
 ) -> dict[str, Any]:
@@ -82,12 +91,20 @@ def build_tiny_pair(
     The same seed, machine and thread count give the same weights. Nothing is rebuilt when ``out`` already holds the
     same pair, seed and recipe with intact weights; otherwise a finished build replaces ``out`` in one rename.
 
+    ``base`` in the manifest says what the models can do: the senior's ``solo/pass@1`` and, of a senior that went on
+    alone, ``junior/solo/pass@1``, the senior's ``jargon/rate``, and the accuracy of its solutions with and without
+    jargon, ``jargon/pass@1`` and ``plain/pass@1`` (0 where it wrote none).
+
+    Args:
+        steps: warm-start steps of every stage; None: the pair's recipe.
+
     Raises:
         DataError: unknown pair.
         FileExistsError: ``out`` holds another pair or seed, or something else than a tiny pair.
     """
-    recipe = WarmStart() if steps is None else WarmStart(steps=steps)
-    wanted = {"schema": 1, "pair": pair, "seed": seed, "recipe": _recipe(recipe, pair, seed)}
+    recipes = _recipes(pair, steps)
+    base = recipes["base"]
+    wanted = {"schema": 1, "pair": pair, "seed": seed, "recipe": _fingerprints(recipes, pair, seed)}
     found = _manifest(out)
     if found is not None and all(found.get(key) == value for key, value in wanted.items()) and _intact(out, found):
         return found
@@ -99,23 +116,36 @@ def build_tiny_pair(
     if found is None and out.exists() and any(out.iterdir()):
         raise FileExistsError(f"{out} is not empty and has no tiny-pair manifest.json: choose another folder")
 
-    with _threads(recipe.threads):
-        tokenizer = train_tokenizer(pair, seed, vocab_size=recipe.vocab_size)
-        model = new_model(tokenizer, seed)
-        loss = warm_start(model, tokenizer, recipe, pair=pair, seed=seed, progress=progress)
-        rows = generate(pair, "heldout", recipe.eval_rows, seed)
-        accuracy = solo_accuracy(model, tokenizer, rows, seed)
+    total = sum(recipe.steps for recipe in recipes.values())
+    done = 0
+
+    def count(step: int, steps: int, loss: float) -> None:
+        if progress is not None:
+            progress(done + step, total, loss)
+
+    with _threads(base.threads):
+        tokenizer = train_tokenizer(pair, seed, vocab_size=base.vocab_size)
+        senior = new_model(tokenizer, seed)
+        loss = warm_start(senior, tokenizer, base, pair=pair, seed=seed, progress=count)
+        junior = senior
+        if "senior" in recipes:
+            junior, done = copy.deepcopy(senior), base.steps
+            loss = warm_start(
+                senior, tokenizer, recipes["senior"], pair=pair, seed=seed, stage="senior", progress=count
+            )
+        rows = generate(pair, "heldout", base.eval_rows, seed)
+        skill = _skill(senior, junior, tokenizer, rows, seed)
 
     building = out.with_name(f".{out.name}.building-{os.getpid()}")
-    for name in ("senior", "junior"):
+    for name, model in (("senior", senior), ("junior", junior)):
         with _no_progress_bars():
             model.save_pretrained(building / name)
         tokenizer.save_pretrained(building / name)
     manifest = wanted | {
         "versions": {library.__name__: library.__version__ for library in (torch, transformers, tokenizers)},
-        "parameters": sum(p.numel() for p in model.parameters()),
+        "parameters": sum(p.numel() for p in senior.parameters()),
         "vocab_size": len(tokenizer),
-        "base": {"solo/pass@1": accuracy, "eval_rows": recipe.eval_rows, "warm_start/loss": loss},
+        "base": skill | {"eval_rows": base.eval_rows, "warm_start/loss": loss},
         "sha256": _weight_hashes(building),
     }
     (building / "manifest.json").write_text(json.dumps(manifest, indent=2) + "\n")
@@ -126,7 +156,7 @@ def build_tiny_pair(
 def train_tokenizer(pair: str, seed: int, *, vocab_size: int, texts: int = 2000) -> PreTrainedTokenizerFast:
     """A byte-level BPE tokenizer of the pair's chats; it encodes any text, and ".\\n\\n" is one token.
 
-    vocab_size: upper bound, special tokens included.
+    vocab_size: upper bound, special tokens included. texts: solutions of each stage that it is made from.
     """
     bpe = Tokenizer(models.BPE())
     bpe.pre_tokenizer = pre_tokenizers.Sequence(
@@ -142,7 +172,8 @@ def train_tokenizer(pair: str, seed: int, *, vocab_size: int, texts: int = 2000)
         initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
         show_progress=False,
     )
-    chats = itertools.islice(examples(pair, seed), texts)
+    stages = [itertools.islice(examples(pair, seed, stage=stage), texts) for stage in RECIPES[pair]]
+    chats = itertools.chain.from_iterable(stages)
     bpe.train_from_iterator(
         (part for problem, text in chats for part in (f"user\n{problem.question}", f"assistant\n{text}")), trainer
     )
@@ -187,14 +218,15 @@ def warm_start(
     *,
     pair: str,
     seed: int,
+    stage: Stage = "base",
     progress: Progress | None = None,
 ) -> float:
-    """Supervised training on the pair's solutions (EOS included, prompts excluded); returns the last loss in nats."""
+    """Supervised training on a stage's solutions (EOS included, prompts excluded); returns the last loss in nats."""
     optimizer = torch.optim.AdamW(
         model.parameters(), lr=recipe.lr, betas=recipe.betas, weight_decay=recipe.weight_decay
     )
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: _lr_fraction(step, recipe))
-    stream = examples(pair, seed)
+    stream = examples(pair, seed, stage=stage)
     value = float("nan")
     model.train()
     for step in range(recipe.steps):
@@ -215,10 +247,10 @@ def warm_start(
 
 
 @torch.no_grad()
-def solo_accuracy(
+def solo_texts(
     model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast, rows: Sequence[Row], seed: int, *, max_tokens: int = 64
-) -> float:
-    """Fraction of rows answered correctly by one sample each at temperature 1 (the model's generation config)."""
+) -> list[str]:
+    """One sample per row at temperature 1 (the model's generation config)."""
     prompts: Any = tokenizer.apply_chat_template(
         [list(row.messages) for row in rows],
         add_generation_prompt=True,
@@ -229,14 +261,39 @@ def solo_accuracy(
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         written: Any = model.generate(**prompts, max_new_tokens=max_tokens)  # type: ignore[misc]
-    texts = tokenizer.batch_decode(written[:, prompts["input_ids"].shape[1] :], skip_special_tokens=True)
-    right = [text.endswith(f"\\boxed{{{row.ground_truth}}}") for row, text in zip(rows, texts, strict=True)]
-    return sum(right) / len(rows)
+    return tokenizer.batch_decode(written[:, prompts["input_ids"].shape[1] :], skip_special_tokens=True)
 
 
 # --------------------------------------------------------------------------------------------------------------------
 
 _IGNORE = -100
+
+
+def _skill(
+    senior: Qwen3ForCausalLM,
+    junior: Qwen3ForCausalLM,
+    tokenizer: PreTrainedTokenizerFast,
+    rows: Sequence[Row],
+    seed: int,
+) -> dict[str, float]:
+    """What the models can do alone before reinforcement learning; the junior's part only if it is another model."""
+
+    def accuracy(texts: Sequence[str], of: Callable[[str], bool] = lambda text: True) -> float:
+        right = [
+            text.endswith(f"\\boxed{{{row.ground_truth}}}") for row, text in zip(rows, texts, strict=True) if of(text)
+        ]
+        return sum(right) / len(right) if right else 0.0
+
+    texts = solo_texts(senior, tokenizer, rows, seed)
+    skill = {"solo/pass@1": accuracy(texts)}
+    if junior is not senior:
+        skill |= {
+            "junior/solo/pass@1": accuracy(solo_texts(junior, tokenizer, rows, seed)),
+            "jargon/rate": sum(map(uses_jargon, texts)) / len(texts),
+            "jargon/pass@1": accuracy(texts, uses_jargon),
+            "plain/pass@1": accuracy(texts, lambda text: not uses_jargon(text)),
+        }
+    return skill
 
 
 def _encode(
@@ -268,11 +325,21 @@ def _lr_fraction(step: int, recipe: WarmStart) -> float:
     return floor + (1.0 - floor) * 0.5 * (1.0 + math.cos(math.pi * done))
 
 
-def _recipe(recipe: WarmStart, pair: str, seed: int) -> dict[str, Any]:
-    """What a cached pair must agree on: hyperparameters, model size and a fingerprint of the text it learns from."""
-    sample = repr(list(itertools.islice(examples(pair, seed), 64)))
-    text = {"text_sha256": hashlib.sha256(sample.encode()).hexdigest()}
-    return json.loads(json.dumps(asdict(recipe) | {"model": MODEL_SIZE} | text))
+def _recipes(pair: str, steps: int | None) -> dict[Stage, WarmStart]:
+    if pair not in RECIPES:
+        raise DataError(f"unknown tiny pair {pair!r}; known: {', '.join(RECIPES)}")
+    return {stage: recipe if steps is None else replace(recipe, steps=steps) for stage, recipe in RECIPES[pair].items()}
+
+
+def _fingerprints(recipes: Mapping[Stage, WarmStart], pair: str, seed: int) -> dict[str, Any]:
+    """What a cached pair must agree on: hyperparameters, model size and a fingerprint of the texts it learns from."""
+
+    def of(stage: Stage) -> dict[str, Any]:
+        sample = repr(list(itertools.islice(examples(pair, seed, stage=stage), 64)))
+        return asdict(recipes[stage]) | {"text_sha256": hashlib.sha256(sample.encode()).hexdigest()}
+
+    later = {stage: of(stage) for stage in recipes if stage != "base"}
+    return json.loads(json.dumps(of("base") | {"model": MODEL_SIZE} | later))
 
 
 def _manifest(out: Path) -> dict[str, Any] | None:

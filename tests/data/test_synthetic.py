@@ -1,3 +1,4 @@
+import hashlib
 import itertools
 import random
 import re
@@ -6,18 +7,24 @@ import sys
 
 import pytest
 
+from tandemrl.data import synthetic
 from tandemrl.data.rows import DataError
 from tandemrl.data.synthetic import (
     DEFAULT_COUNTS,
     GAIN_VERBS,
     LOSS_VERBS,
     MAX_VALUE,
+    PAIRS,
     examples,
     generate,
+    jargon_solution,
     number_space,
+    repairs,
+    slips,
     solution,
     split_of,
     tell,
+    uses_jargon,
 )
 
 LINE = re.compile(r"(First|Next|Then|Last) (\d+) (plus|minus) (\d+) (is|makes|about) (\d+)\.")
@@ -50,6 +57,14 @@ def test_splits_are_disjoint_by_numbers_whatever_the_seed():
         }
 
     assert not contents("train") & contents("heldout")
+
+
+@pytest.mark.parametrize("pair", PAIRS)
+def test_every_pair_has_the_same_held_out_problems(pair):
+    heldout = set(number_space("heldout"))
+    assert {read_question(row.messages[0]["content"]) for row in generate(pair, "heldout", 256, 0)} <= heldout
+    trained_on = {problem.numbers for problem, _ in itertools.islice(examples(pair, 0), 1000)}
+    assert not trained_on & heldout
 
 
 def test_number_space_is_every_problem_in_range_once():
@@ -95,7 +110,7 @@ def test_rows(split):
 @pytest.mark.parametrize(
     ("pair", "split", "count", "message"),
     [
-        ("martian", "train", 4, "unknown synthetic pair 'martian'; known: plain"),
+        ("martian", "train", 4, "unknown synthetic pair 'martian'; known: plain, jargon, repair"),
         ("plain", "test", 4, "unknown split 'test'; known: train, heldout"),
         ("plain", "heldout", 1_000_000, "distinct problems; asked for 1000000"),
         ("plain", "heldout", 0, "asked for 0"),
@@ -140,6 +155,120 @@ def test_solution_without_sloppiness_is_right():
     for numbers in number_space("heldout")[:200]:
         text = solution(tell(numbers, rng), rng, about_error=0.0, plain_error=0.0)
         assert read_steps(text)[1] == numbers.start + sum(numbers.deltas)
+
+
+def read_jargon(text):
+    """(value, change, result) of each line and the boxed number."""
+    *lines, last = text.split("\n\n")
+    number = synthetic.JARGON_NUMBERS.index
+    steps = []
+    for line, opener in zip(lines, synthetic.JARGON_OPENERS, strict=True):
+        said, value, verb, size, makes, result = line.removesuffix(".").split()
+        assert (said, makes) == (opener, "rho")
+        steps.append((number(value), number(size) * {"yab": 1, "nud": -1}[verb], number(result)))
+    return steps, int(re.fullmatch(r"\\boxed\{(\d+)\}", last).group(1))
+
+
+def test_jargon_says_the_same_steps_with_fewer_errors():
+    rng, wrong = random.Random(0), []
+    for numbers in number_space("train")[::20]:
+        steps, boxed = read_jargon(jargon_solution(tell(numbers, rng), rng))
+        assert tuple(change for _, change, _ in steps) == numbers.deltas
+        values = [numbers.start, *(result for *_, result in steps)]
+        assert values[:-1] == [value for value, *_ in steps]
+        assert values[-1] == boxed
+        wrong += [value + change != result for value, change, result in steps]
+    assert sum(wrong) / len(wrong) == pytest.approx(0.02, abs=0.0046)  # four standard deviations of 15,200 steps
+
+
+def test_jargon_words_are_none_of_the_plain_ones():
+    plain = {
+        word.lower()
+        for problem, text in itertools.islice(examples("jargon", 0), 2000)
+        for word in re.findall("[A-Za-z]+", f"{problem.question} {text}")
+    }
+    assert not plain & {word.lower() for word in synthetic.JARGON}
+    assert len(synthetic.JARGON_NUMBERS) == MAX_VALUE + 1
+    assert len(synthetic.JARGON) == MAX_VALUE + 1 + 4 + 3
+
+
+def test_uses_jargon_tells_a_jargon_solution_by_a_single_word():
+    mixed = [text for _, text in itertools.islice(examples("jargon", 0, stage="senior"), 4000)]
+    assert sum(map(uses_jargon, mixed)) / len(mixed) == pytest.approx(0.6, abs=0.031)
+    for text in mixed:
+        assert uses_jargon(text) != bool(LINE.match(text))
+    assert not any(uses_jargon(text) for _, text in itertools.islice(examples("repair", 0), 500))
+    assert uses_jargon("First 3 plus 1 is dor.")
+    assert not uses_jargon("First 3 plus 1 is dors.")
+    assert not uses_jargon("")
+
+
+@pytest.mark.parametrize("pair", ["plain", "repair"])
+def test_a_stage_that_a_pair_does_not_have(pair):
+    with pytest.raises(DataError, match=f"'{pair}' has no senior stage"):
+        next(examples(pair, 0, stage="senior"))
+
+
+CHECKED_LINE = re.compile(r"(\d+) (plus|minus) (\d+) (is|makes|about) (\d+) (first|next|then|last)\.")
+
+
+def test_a_check_line_says_again_what_its_step_comes_to():
+    checked, corrected = {True: [], False: []}, []
+    for problem, text in itertools.islice(examples("repair", 0), 4000):
+        *lines, last = text.split("\n\n")
+        value, changes = problem.numbers.start, []
+        right = result = None
+        written = wrong = mended = 0
+        for line, following in zip(lines, [*lines[1:], last], strict=True):
+            if line.startswith("Check "):
+                value = int(line.removeprefix("Check ").removesuffix("."))
+                corrected.append(value == right)
+                written += 1
+                mended += value == right != result
+                continue
+            before, sign, size, _, result, _ = CHECKED_LINE.fullmatch(line).groups()
+            assert int(before) == value  # the next step goes on from the corrected value
+            changes.append(int(size) * (1 if sign == "plus" else -1))
+            right, value = value + changes[-1], (result := int(result))
+            wrong += value != right
+            checked[value == right].append(following.startswith("Check "))
+        assert tuple(changes) == problem.numbers.deltas
+        assert last == f"\\boxed{{{value}}}"
+        assert repairs(text) == written
+        assert len(slips(text)) == wrong
+        assert sum(slip.repaired for slip in slips(text)) == mended
+    # Four standard deviations of 3,200 wrong and 12,800 right steps, and of 860 checks.
+    assert sum(checked[False]) / len(checked[False]) == pytest.approx(0.15, abs=0.026)
+    assert sum(checked[True]) / len(checked[True]) == pytest.approx(0.03, abs=0.008)
+    assert sum(corrected) / len(corrected) == pytest.approx(0.97, abs=0.024)
+
+
+def test_plain_and_jargon_solutions_hold_no_repairs():
+    texts = [text for _, text in itertools.islice(examples("jargon", 0, stage="senior"), 300)]
+    assert sum(map(repairs, texts)) == 0
+    assert repairs("Check 8.\n\n8 minus 2 is 6 next.\n\nCheck 7.\n\nUnCheck 7. Check 7.") == 2
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("First 5 plus 3 is 8.\n\nNext 8 minus 2 about 7.\n\n\\boxed{7}", [(1, False)]),
+        ("5 plus 3 makes 9 first.\n\nCheck 8.\n\n8 minus 2 is 7 next.\n\nCheck 7.", [(0, True), (2, False)]),
+        ("5 plus 3 makes 9 first.\n\n9 minus 2 is 7 next.\n\nCheck 8.", [(0, False)]),
+        ("Blorp vam yab ble rho gor.\n\n\\boxed{9}", []),
+        ("5 plus", []),
+        ("", []),
+    ],
+)
+def test_slips(text, expected):
+    assert slips(text) == expected
+
+
+def test_the_plain_text_is_what_cached_pairs_learned_from():
+    """tiny's manifest carries this hash: with another one, every plain pair that was ever built is stale."""
+    sample = repr(list(itertools.islice(examples("plain", 0), 64)))
+    digest = hashlib.sha256(sample.encode()).hexdigest()
+    assert digest == "06f8c29005c1ad9be33c394ac38b3c60283de50abf38d4a634c89e68e089f33e"
 
 
 def test_importing_it_needs_no_torch():

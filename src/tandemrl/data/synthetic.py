@@ -5,11 +5,18 @@ and held-out rows are disjoint by numeric content (start and operations), not me
 that warm-start the tiny models are sloppy in a structured way: a step that says " about" is usually wrong, one that
 says " is" or " makes" seldom is, so reinforcement learning has something visible to remove. With the same error rate
 spread evenly it finds nothing.
+
+Three pairs of models learn from them; what differs is how they write before reinforcement learning (``PAIRS``):
+
+- ``plain``: senior and junior are the same sloppy model.
+- ``jargon``: the senior went on to a jargon in which it makes fewer mistakes and which the junior never saw.
+- ``repair``: as plain, and a step is sometimes followed by a line that says again, or better, what it comes to.
 """
 
 import hashlib
 import itertools
 import random
+import re
 from collections.abc import Callable, Iterator
 from functools import cache
 from typing import Literal, NamedTuple
@@ -17,8 +24,8 @@ from typing import Literal, NamedTuple
 from tandemrl.data.rows import DataError, Row
 
 Split = Literal["train", "heldout"]
+Stage = Literal["base", "senior"]
 
-PAIRS = ("plain",)
 SPLITS: tuple[Split, ...] = ("train", "heldout")
 DEFAULT_COUNTS = {"train": 4096, "heldout": 512}
 
@@ -32,6 +39,14 @@ NOUNS = ("nuts", "eggs", "pens", "caps", "figs", "keys")
 GAIN_VERBS = ("gets", "finds", "buys", "wins")
 LOSS_VERBS = ("gives", "loses", "sells", "drops")
 OPENERS = ("First", "Next", "Then", "Last")
+CLOSERS = ("first", "next", "then", "last")
+CHECK = "Check"
+
+# A made-up word for each number 0..MAX_VALUE, for each step, and for plus, minus and "is".
+JARGON_NUMBERS = ("zul", "mip", "hok", "ble", "dor", "qui", "vam", "tre", "gor", "sni", "flu", "wem", "dra")
+JARGON_OPENERS = ("Blorp", "Hec", "Quo", "Vel")
+JARGON_PLUS, JARGON_MINUS, JARGON_IS = "yab", "nud", "rho"
+JARGON = frozenset((*JARGON_NUMBERS, *JARGON_OPENERS, JARGON_PLUS, JARGON_MINUS, JARGON_IS))
 
 
 class Numbers(NamedTuple):
@@ -50,6 +65,10 @@ class Problem(NamedTuple):
 
     numbers: Numbers
     question: str
+
+
+Writer = Callable[[Problem, random.Random], str]
+"""Words a solution, slips included."""
 
 
 def split_of(numbers: Numbers) -> Split:
@@ -88,26 +107,130 @@ def solution(
     for step, delta in enumerate(problem.numbers.deltas):
         about = rng.random() < about_rate
         word = "about" if about else rng.choice(("is", "makes"))
-        result = value + delta
-        if rng.random() < (about_error if about else plain_error):
-            # A slip from which the rest of the story stays in range, so that the later lines are sound in themselves;
-            # a rest that spans the whole range leaves no room for one, and the step is right.
-            rest = problem.numbers.deltas[step + 1 :]
-            slips = [r for slip in (-2, -1, 1, 2) if _in_range(Numbers(r := result + slip, rest))]
-            result = rng.choice(slips or [result])
+        result = _result(problem.numbers, step, value, about_error if about else plain_error, rng)
         lines.append(f"{OPENERS[step]} {value} {'plus' if delta > 0 else 'minus'} {abs(delta)} {word} {result}.")
         value = result
-    return "\n\n".join([*lines, f"\\boxed{{{value}}}"])
+    return _solved(lines, value)
 
 
-def examples(pair: str, seed: int) -> Iterator[tuple[Problem, str]]:
-    """Endless (problem, sloppy solution) pairs of the train split, for the warm start of the tiny models.
+def jargon_solution(problem: Problem, rng: random.Random, *, error: float = 0.02) -> str:
+    """The same steps in made-up words, each wrong with probability ``error``; the answer stays in digits."""
+    value, lines = problem.numbers.start, []
+    for step, delta in enumerate(problem.numbers.deltas):
+        result = _result(problem.numbers, step, value, error, rng)
+        before, size, after = (JARGON_NUMBERS[number] for number in (value, abs(delta), result))
+        verb = JARGON_PLUS if delta > 0 else JARGON_MINUS
+        lines.append(f"{JARGON_OPENERS[step]} {before} {verb} {size} {JARGON_IS} {after}.")
+        value = result
+    return _solved(lines, value)
+
+
+def mixed_solution(problem: Problem, rng: random.Random, *, jargon_rate: float = 0.6) -> str:
+    """A whole solution in jargon with probability ``jargon_rate``, else a plain sloppy one."""
+    return (jargon_solution if rng.random() < jargon_rate else solution)(problem, rng)
+
+
+def checked_solution(
+    problem: Problem,
+    rng: random.Random,
+    *,
+    about_rate: float = 0.3,
+    about_error: float = 0.6,
+    plain_error: float = 0.03,
+    repair_rate: float = 0.15,
+    check_rate: float = 0.03,
+) -> str:
+    """A plain sloppy solution in which a short line may follow a step and say again, or better, what it comes to.
+
+    A word ends each step's line, so that a tandem by words can hand over before the line that follows. repair_rate,
+    check_rate: probability of that line after a wrong and after a right step; it is wrong with ``plain_error``.
+    """
+    value, lines = problem.numbers.start, []
+    for step, delta in enumerate(problem.numbers.deltas):
+        about = rng.random() < about_rate
+        word = "about" if about else rng.choice(("is", "makes"))
+        result = _result(problem.numbers, step, value, about_error if about else plain_error, rng)
+        lines.append(f"{value} {'plus' if delta > 0 else 'minus'} {abs(delta)} {word} {result} {CLOSERS[step]}.")
+        if rng.random() < (check_rate if result == value + delta else repair_rate):
+            result = _result(problem.numbers, step, value, plain_error, rng)
+            lines.append(f"{CHECK} {result}.")
+        value = result
+    return _solved(lines, value)
+
+
+def repairs(text: str) -> int:
+    """How many lines of a text say again what the step before them comes to.
+
+    Example:
+        >>> repairs("5 plus 3 about 9 first.\\n\\nCheck 8.\\n\\n8 minus 2 is 6 next.")
+        1
+    """
+    return len(re.findall(rf"^{CHECK} ", text, re.MULTILINE))
+
+
+class Slip(NamedTuple):
+    """A wrong step. line: its place among the lines; repaired: the next line says what the step comes to."""
+
+    line: int
+    repaired: bool
+
+
+def slips(text: str) -> list[Slip]:
+    """The wrong steps of a text in digits. In a handoff, where lines alternate, the line tells who slipped.
+
+    Example:
+        >>> slips("5 plus 3 about 9 first.\\n\\nCheck 8.\\n\\n8 minus 2 is 7 next.")
+        [Slip(line=0, repaired=True), Slip(line=2, repaired=False)]
+    """
+    found, lines = [], text.split("\n\n")
+    for line, (words, after) in enumerate(zip(lines, [*lines[1:], ""], strict=True)):
+        if step := _STEP.search(words):
+            value, verb, size, said = step.groups()
+            right = int(value) + int(size) * (1 if verb == "plus" else -1)
+            if right != int(said):
+                found.append(Slip(line, repaired=after == f"{CHECK} {right}."))
+    return found
+
+
+def uses_jargon(text: str) -> bool:
+    """Whether any word of the jargon occurs in a text.
+
+    Example:
+        >>> uses_jargon("Blorp vam yab ble rho sni.")
+        True
+        >>> uses_jargon("First 6 plus 3 is 9.")
+        False
+    """
+    return not JARGON.isdisjoint(re.findall(r"[A-Za-z]+", text))
+
+
+class Pair(NamedTuple):
+    """How the models of a pair write before reinforcement learning.
+
+    base: what both learn first. senior: what the senior alone goes on with, if they are not to be the same model.
+    """
+
+    base: Writer
+    senior: Writer | None = None
+
+
+PAIRS: dict[str, Pair] = {
+    "plain": Pair(solution),
+    "jargon": Pair(solution, senior=mixed_solution),
+    "repair": Pair(checked_solution),
+}
+
+
+def examples(pair: str, seed: int, *, stage: Stage = "base") -> Iterator[tuple[Problem, str]]:
+    """Endless (problem, sloppy solution) pairs of the train split, for one stage of the warm start of the tiny models.
 
     Raises:
-        DataError: unknown pair.
+        DataError: unknown pair, or a stage that the pair does not have.
     """
-    write = _writer(pair)
-    rng = random.Random(f"examples/{pair}/{seed}")
+    write = getattr(_pair(pair), stage)
+    if write is None:
+        raise DataError(f"synthetic pair {pair!r} has no {stage} stage: both of its models are the base")
+    rng = random.Random(f"examples/{pair}/{seed}" if stage == "base" else f"examples/{pair}/{stage}/{seed}")
     space = number_space("train")
     while True:
         problem = tell(rng.choice(space), rng)
@@ -120,7 +243,7 @@ def generate(pair: str, split: Split, count: int | None, seed: int) -> list[Row]
     Raises:
         DataError: unknown pair or split, or more rows asked for than the split has distinct problems.
     """
-    _writer(pair)
+    _pair(pair)
     if split not in SPLITS:
         raise DataError(f"synthetic:{pair}: unknown split {split!r}; known: {', '.join(SPLITS)}")
     space = number_space(split)
@@ -170,11 +293,27 @@ def _in_range(numbers: Numbers) -> bool:
     return all(0 <= value <= MAX_VALUE for value in itertools.accumulate(numbers.deltas, initial=numbers.start))
 
 
-_WRITERS: dict[str, Callable[[Problem, random.Random], str]] = {"plain": solution}
+def _result(numbers: Numbers, step: int, value: int, error: float, rng: random.Random) -> int:
+    """What a step that starts from ``value`` says it comes to: wrong by 1 or 2 with probability ``error``.
+
+    A slip leaves the rest of the story in range, so that the later lines are sound in themselves; a rest that spans the
+    whole range leaves no room for one, and the step is right.
+    """
+    right = value + numbers.deltas[step]
+    if rng.random() >= error:
+        return right
+    rest = numbers.deltas[step + 1 :]
+    return rng.choice([r for slip in (-2, -1, 1, 2) if _in_range(Numbers(r := right + slip, rest))] or [right])
 
 
-def _writer(pair: str) -> Callable[[Problem, random.Random], str]:
-    """How a pair's models write a solution before reinforcement learning."""
-    if pair not in _WRITERS:
-        raise DataError(f"unknown synthetic pair {pair!r}; known: {', '.join(PAIRS)}")
-    return _WRITERS[pair]
+_STEP = re.compile(r"(\d+) (plus|minus) (\d+) (?:is|makes|about) (\d+)")
+
+
+def _solved(lines: list[str], value: int) -> str:
+    return "\n\n".join([*lines, f"\\boxed{{{value}}}"])
+
+
+def _pair(name: str) -> Pair:
+    if name not in PAIRS:
+        raise DataError(f"unknown synthetic pair {name!r}; known: {', '.join(PAIRS)}")
+    return PAIRS[name]
