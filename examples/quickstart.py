@@ -18,7 +18,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("runs/quickstart"), help="where everything goes")
     parser.add_argument("--seed", type=int, default=0, help="of the pair and of both training runs")
     parser.add_argument("--problems", type=int, default=512, help="held-out problems to evaluate on")
-    parser.add_argument("--samples", type=int, default=8, help="samples per problem")
+    parser.add_argument("--samples", type=int, default=4, help="samples per problem")
     args = parser.parse_args()
     quickstart = EXPERIMENTS["quickstart"]
     experiment = replace(

@@ -184,9 +184,13 @@ class Engines:
         return [written[str(i)] for i in range(len(given))]
 
     def close(self) -> None:
+        """Stop the processes. What runs in this one goes with it: taking thirty engines down collects garbage sixty
+        times, a minute in all."""
         for engine in self._running.values():
             if not getattr(engine, "_in_process", True):
                 engine.close()
+            elif hasattr(engine, "_close"):
+                engine._close.detach()
 
 
 def _processes() -> int:

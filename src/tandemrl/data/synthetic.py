@@ -18,7 +18,7 @@ import itertools
 import random
 import re
 from collections.abc import Callable, Iterator
-from functools import cache
+from functools import cache, partial
 from typing import Literal, NamedTuple
 
 from tandemrl.data.rows import DataError, Row
@@ -125,9 +125,9 @@ def jargon_solution(problem: Problem, rng: random.Random, *, error: float = 0.02
     return _solved(lines, value)
 
 
-def mixed_solution(problem: Problem, rng: random.Random, *, jargon_rate: float = 0.6) -> str:
-    """A whole solution in jargon with probability ``jargon_rate``, else a plain sloppy one."""
-    return (jargon_solution if rng.random() < jargon_rate else solution)(problem, rng)
+def mixed_solution(problem: Problem, rng: random.Random, *, plain: Writer, jargon_rate: float = 0.6) -> str:
+    """A whole solution in jargon with probability ``jargon_rate``, else one by ``plain``."""
+    return (jargon_solution if rng.random() < jargon_rate else plain)(problem, rng)
 
 
 def checked_solution(
@@ -214,9 +214,12 @@ class Pair(NamedTuple):
     senior: Writer | None = None
 
 
+# Fewer invisible errors than in the plain pair: they are slow to remove while a junior writes half of the words.
+_neater = partial(solution, plain_error=0.01)
+
 PAIRS: dict[str, Pair] = {
     "plain": Pair(solution),
-    "jargon": Pair(solution, senior=mixed_solution),
+    "jargon": Pair(_neater, senior=partial(mixed_solution, plain=_neater)),
     "repair": Pair(checked_solution),
 }
 
