@@ -1,7 +1,11 @@
 """Experiments: what is run, what is resumed, what is refused, and what is claimed of which numbers."""
 
 import json
+import os
 import shutil
+import subprocess
+import sys
+import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -179,6 +183,35 @@ def test_parts_in_processes_follow_those_that_they_need(tmp_path: Path) -> None:
     ]
     names = [name for name, _ in ended]
     assert names.index("plain/seed-0/pair") < names.index("plain/seed-0/grpo")
+
+
+def test_workers_do_not_outlive_an_experiment_that_is_killed(tmp_path: Path) -> None:
+    code = (
+        "import sys; sys.path.insert(0, sys.argv[1])\n"
+        "import test_experiment as t\n"
+        "from tandemrl import experiment\n"
+        "if __name__ == '__main__':\n"
+        "    jobs = [experiment.Job('plain', 0)]\n"
+        "    for _ in experiment._schedule(jobs, lambda job: [], lambda job: (t.say_and_sleep, sys.argv[2]), 2): pass\n"
+    )
+    script, file = tmp_path / "parent.py", tmp_path / "pid"
+    script.write_text(code)
+    parent = subprocess.Popen([sys.executable, str(script), str(Path(__file__).parent), str(file)])
+    deadline = time.monotonic() + 120
+    while not file.exists() or not file.read_text():
+        assert parent.poll() is None
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+    parent.kill()
+    parent.wait()
+    while Path("/proc", file.read_text()).exists():
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+
+
+def say_and_sleep(file: str) -> None:
+    Path(file).write_text(str(os.getpid()))
+    time.sleep(300)
 
 
 def int_or_text(seed: int, text: str) -> str:

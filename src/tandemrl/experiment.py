@@ -15,9 +15,10 @@ spread over processes, one thread each. What is finished is never done twice: a 
 import json
 import multiprocessing
 import os
+import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from concurrent.futures import FIRST_COMPLETED, Executor, Future, ProcessPoolExecutor, wait
+from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import fmean
@@ -412,8 +413,8 @@ def _schedule(
             else:
                 queue[:0] = after(job)
         return
-    pool: Executor
-    with ProcessPoolExecutor(workers, mp_context=multiprocessing.get_context("spawn")) as pool:
+    spawn = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(workers, mp_context=spawn, initializer=_die_with, initargs=(os.getpid(),)) as pool:
         running: dict[Future[Any], Job] = {pool.submit(*call(job)): job for job in jobs}
         try:
             while running:
@@ -426,6 +427,17 @@ def _schedule(
                     yield job, failure or future.result()
         finally:
             pool.shutdown(wait=False, cancel_futures=True)
+
+
+def _die_with(parent: int) -> None:
+    """A worker whose parent is gone would go on writing into a folder that the next run believes to be its own."""
+
+    def watch() -> None:
+        while os.getppid() == parent:
+            time.sleep(0.5)
+        os._exit(1)
+
+    threading.Thread(target=watch, daemon=True).start()
 
 
 def _described(experiment: Experiment) -> dict[str, Any]:

@@ -1,0 +1,173 @@
+"""The notebooks: executed from top to bottom in their short form, and kept free of what does not belong in a commit."""
+
+import json
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import nbformat
+import pytest
+from nbclient import NotebookClient
+
+NOTEBOOKS = Path(__file__).parents[1] / "notebooks"
+NAMES = ("01_selection_strategy", "02_loss", "03_read_a_run", "04_paper_claims")
+
+
+def load(name: str) -> Any:
+    return nbformat.read(NOTEBOOKS / f"{name}.ipynb", as_version=4)
+
+
+@pytest.fixture(scope="module")
+def runs(tiny_pair: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The notebooks' folder, with the pair that the first cells would build: the tests have the same one already."""
+    folder = tmp_path_factory.mktemp("notebooks")
+    for place in ("tiny", "paper-claims/plain/seed-0/pair"):
+        shutil.copytree(tiny_pair, folder / place)
+    return folder
+
+
+def execute(name: str, runs: Path, patch: pytest.MonkeyPatch) -> dict[str, str]:
+    """Run all cells in a kernel of their own; returns the text that each of them put out, by cell id.
+
+    Raises:
+        CellExecutionError: a cell failed; the message is its traceback.
+    """
+    settings = {
+        "TANDEMRL_NOTEBOOKS": "short",
+        "TANDEMRL_NOTEBOOKS_RUNS": str(runs),
+        "OMP_NUM_THREADS": "1",
+        "IPYTHONDIR": str(runs / ".ipython"),  # nothing is written to the user's home
+        "JUPYTER_RUNTIME_DIR": str(runs / ".jupyter"),
+        "JUPYTER_PREFER_ENV_PATH": "1",  # the kernel of this Python
+    }
+    for variable, value in settings.items():
+        patch.setenv(variable, value)
+    notebook = load(name)
+    NotebookClient(notebook, timeout=600, kernel_name="python3", resources={"metadata": {"path": str(runs)}}).execute()
+    said = {}
+    for cell in notebook.cells:
+        outputs = cell.get("outputs", [])
+        texts = [o.text if o.output_type == "stream" else o.data.get("text/markdown", "") for o in outputs]
+        images = ["<image>" for o in outputs if "image/png" in o.get("data", {})]
+        markup = [o.data["text/html"] for o in outputs if "text/html" in o.get("data", {})]
+        said[cell.id] = "".join([*texts, *markup, *images])
+    return said
+
+
+def metrics_of(run: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+
+
+def test_a_strategy_is_written_checked_and_trained_with(
+    runs: Path, tiny_pair: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said = execute(NAMES[0], runs, monkeypatch)
+    manifest = "manifest.json"
+    assert (runs / "tiny" / manifest).read_text() == (tiny_pair / manifest).read_text()  # not built again
+    assert "background: #0072b2" in said["rollout"]  # the senior's words
+    assert "text-decoration: underline" in said["rollout"]  # and the junior's
+    assert "every author as replayed" in said["replay"]
+    assert "forged: completion" in said["replay"]
+    assert "token 3 is recorded" in said["replay"]
+    shares = re.findall(r"p (\S+): senior's share (\S+) ± (\S+), same texts: (\w+)", said["share"])
+    assert [p for p, *_ in shares] == ["0.10", "0.25", "0.50", "0.75", "0.90"]
+    for p, share, two_errors, same in shares:
+        assert abs(float(share) - float(p)) <= 2 * float(two_errors)  # four standard errors
+        assert same == "True"
+    steps = metrics_of(runs / "relay")
+    assert [step["step"] for step in steps] == [1, 2, 3]
+    assert steps[0]["tandem/senior_frac"] > steps[-1]["tandem/senior_frac"]  # the schedule goes from 0.9 to 0.5
+    assert all("<image>" in said[cell] for cell in ("picture", "share", "train"))
+
+
+def test_a_loss_is_written_checked_by_hand_and_trained(runs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    said = execute(NAMES[1], runs, monkeypatch)
+    rows = [line.split() for line in said["toy"].splitlines()[1:]]
+    assert [who for who, *_ in rows] == ["prompt", "senior", "junior", "senior", "prompt", "junior", "senior", "senior"]
+    for who, *values in rows:
+        at_0, by_hand_0, at_1, by_hand_1 = map(float, values)
+        assert (at_0, at_1) == pytest.approx((by_hand_0, by_hand_1), abs=1e-4)
+        assert (at_0 != 0, at_1 != 0) == (who == "senior", who != "prompt")
+    assert float(said["split"].rpartition(":")[2]) < 1e-6
+    assert all("<image>" in said[cell] for cell in ("curves", "plots"))
+
+    grpo, soft = (metrics_of(runs / "loss" / name) for name in ("grpo", "soft_gate"))
+    assert grpo[0]["reward/mean"] == soft[0]["reward/mean"] > 0  # the same texts, and something to learn from
+    assert {step["updates"] for step in grpo + soft} == {2.0}
+    assert all(step["clip_fraction"] == 0 for step in soft)  # it has no range to leave
+    weights = [(runs / "loss" / name / "hf/step_3/model.safetensors").read_bytes() for name in ("grpo", "soft_gate")]
+    assert weights[0] != weights[1]
+
+
+def test_a_run_is_read(runs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    said = execute(NAMES[2], runs, monkeypatch)
+    seen = re.search(
+        r"(\d+) of (\d+) draws are the senior's: (\S+)\n.*?(\S+)σ away; in metrics.jsonl: (\S+)", said["gates"]
+    )
+    assert seen is not None
+    senior, total, share, sigmas, recorded = map(float, seen.groups())
+    assert (share, recorded) == pytest.approx((senior / total, senior / total), abs=1e-4)
+    assert abs(sigmas) < 6
+    assert "gate: " in said["gates"]
+    assert "selection.prob_senior is 0.9" in said["gates"]
+    assert "‹" in said["samples"]
+
+    file, samples = (line.partition(":")[2].strip() for line in said["evaluation"].splitlines()[:2])
+    macro = json.loads((runs / "read/eval/tandem/pass-at-k.json").read_text())["metrics"]["macro"]
+    assert file == samples
+    assert file == "pass@1 {pass@1:.4f} [{pass@1/low:.4f}, {pass@1/high:.4f}]".format(**macro)
+    assert "| handoff | senior_first/pass@1 |" in said["compare"]
+    assert "One seed" in said["report"]
+    assert "</html>" in (runs / "read" / "report.html").read_text()
+    assert all("<image>" in said[cell] for cell in ("metrics", "evaluation"))
+
+
+def test_the_claims_are_measured(runs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    said = execute(NAMES[3], runs, monkeypatch)
+    assert "Blorp" in said["languages"]
+    results = json.loads((runs / "paper-claims" / "results.json").read_text())
+    arms = ["base", "grpo", "kl", "tandem"]
+    assert [row["arm"] for row in results["rows"]] == arms
+    solo = {row["arm"]: f"{row['solo/pass@1']:.3f}" for row in results["rows"]}
+    titles = {"grpo": "GRPO", "kl": "KL-regularised GRPO", "tandem": "tandem GRPO", "base": "base"}
+    for arm in arms:
+        assert f"| {titles[arm]} | {solo[arm]} [" in said["table"]
+    assert results["claims"] == []  # on the plain pair nothing is claimed
+    assert said["claims"].startswith("0 claims")
+    assert "| legibility | cross_entropy |" in said["contrasts"]
+    assert all(f"<b>{arm}</b>" in said["texts"] for arm in arms)
+    assert "<image>" in said["plots"]
+
+
+def test_these_are_all_notebooks() -> None:
+    assert sorted(path.name for path in NOTEBOOKS.iterdir() if not path.name.startswith(".")) == [
+        f"{name}.ipynb" for name in NAMES
+    ]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_committed_notebook_holds_only_its_cells(name: str) -> None:
+    notebook = load(name)
+    nbformat.validate(notebook)
+    assert notebook.metadata.kernelspec.name == "python3"
+    assert set(notebook.metadata) == {"kernelspec", "language_info"}
+    assert set(notebook.metadata.language_info) == {"name"}  # a version would change with every editor
+    assert 8 <= len(notebook.cells) <= 15
+    for cell in notebook.cells:
+        assert not cell.metadata
+        assert not re.search(r"(^|[\s\"'=(])(~|/[a-z]+/|[A-Z]:\\)", cell.source), f"{cell.id}: an absolute path"
+        if cell.cell_type == "code":
+            assert cell.outputs == [], f"{cell.id}: outputs; clear them before a commit"
+            assert cell.execution_count is None
+    settings = [cell.id for cell in notebook.cells if "os.environ" in cell.source]
+    assert settings == ["settings"] == [cell.id for cell in notebook.cells if cell.cell_type == "code"][:1]
+
+
+@pytest.mark.parametrize("command", ["check", "format --check"])
+def test_cells_are_clean(command: str) -> None:
+    ruff = [sys.executable, "-m", "ruff", *command.split(), "--no-cache", str(NOTEBOOKS)]
+    done = subprocess.run(ruff, cwd=NOTEBOOKS.parent, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
