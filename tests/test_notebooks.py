@@ -158,7 +158,7 @@ def test_a_committed_notebook_holds_only_its_cells(name: str) -> None:
     assert 8 <= len(notebook.cells) <= 15
     for cell in notebook.cells:
         assert not cell.metadata
-        assert not re.search(r"(^|[\s\"'=(])(~|/[a-z]+/|[A-Z]:\\)", cell.source), f"{cell.id}: an absolute path"
+        assert not re.search(r"(^|[\s\"'=(])(~/|/[a-z]+/|[A-Z]:\\)", cell.source), f"{cell.id}: an absolute path"
         if cell.cell_type == "code":
             assert cell.outputs == [], f"{cell.id}: outputs; clear them before a commit"
             assert cell.execution_count is None
