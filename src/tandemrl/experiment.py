@@ -82,8 +82,8 @@ def _cell(name: str, *overrides: str) -> Arm:
 
 
 SENTENCE = _cell("sentence", "selection.strategy=sentence")
-RECIPE = ("train.steps=60", "train.mini_batch_prompts=8", "train.eval_every=20")
-"""Two updates per rollout batch, as in the paper. 60 steps: leaving the jargon costs the tandem senior some twenty."""
+RECIPE = ("train.steps=80", "train.mini_batch_prompts=8", "train.eval_every=20")
+"""Two updates per rollout batch, as in the paper. 80 steps: leaving the jargon costs the tandem senior some twenty."""
 
 EXPERIMENTS: dict[str, Experiment] = {
     "quickstart": Experiment(
