@@ -167,7 +167,7 @@ def texts(count: int, seed: int) -> list[str]:
 
 
 def test_garbage_through_the_string_graders():
-    string_graders(texts(500, seed=1))
+    string_graders(texts(2000, seed=1))
 
 
 def test_near_misses_through_the_string_graders():
@@ -179,7 +179,7 @@ def test_near_misses_through_the_string_graders():
 
 def test_garbage_and_near_misses_through_the_symbolic_graders():
     symbolic_graders(
-        [rf"\boxed{{{answer}}}" for answer in near_misses() + nearer_misses()] + texts(30, seed=2), limit_s=3.0
+        [rf"\boxed{{{answer}}}" for answer in near_misses() + nearer_misses()] + texts(60, seed=2), limit_s=3.0
     )
 
 
