@@ -13,6 +13,8 @@ PIP_FLAGS := --quiet --disable-pip-version-check
 TYPED := tandemrl.selection,tandemrl.losses,tandemrl.rollout,tandemrl.types,tandemrl.model,beartype.beartype
 # The tests' tensors are tiny: more threads only wait for each other. Training chooses its own (train.threads).
 TEST_ENV := OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false
+# A process per core, at most four: engines are large. A file's tests stay together, as do the engines they share.
+WORKERS := --numprocesses=auto --maxprocesses=4 --dist=loadfile
 
 .PHONY: quickstart test test-core check bench slow clean paper-claims paper-claims-plain repair ablations
 .DELETE_ON_ERROR:
@@ -21,11 +23,11 @@ quickstart: .venv/.core
 	$(BIN)/python examples/quickstart.py
 
 test: check
-	$(TEST_ENV) $(BIN)/python -m pytest -m "not slow" --jaxtyping-packages=$(TYPED)
+	$(TEST_ENV) $(BIN)/python -m pytest -m "not slow" $(WORKERS) --jaxtyping-packages=$(TYPED)
 
 # The core alone: no vllm, and none of the optional parts (beartype, wandb).
 test-core: .venv-core/.core
-	$(TEST_ENV) $(CORE_BIN)/python -m pytest -m "not slow and not vllm"
+	$(TEST_ENV) $(CORE_BIN)/python -m pytest -m "not slow and not vllm" $(WORKERS)
 
 # The paper's claims on generated pairs, every seed on every core; a killed run goes on. Results: runs/NAME/report.html
 paper-claims repair ablations: .venv/.core

@@ -27,7 +27,7 @@ from helpers import (
     tokenizer,
     with_head_bias,
 )
-from tandemrl import model as model_module
+from tandemrl import attention, head
 from tandemrl.batching import pack, pack_tokens, unpack
 from tandemrl.model import (
     ModelError,
@@ -282,7 +282,7 @@ def test_chunks_change_nothing(name, rows, monkeypatch):
         return logprobs, entropy, {name: gradient.clone() for name, gradient in found.items()}
 
     logprobs, entropy, whole = run()
-    monkeypatch.setattr(model_module, "LOGITS_PER_CHUNK", rows * VOCABULARY)
+    monkeypatch.setattr(head, "LOGITS_PER_CHUNK", rows * VOCABULARY)
     chunked = run()
     torch.testing.assert_close(chunked[0], logprobs, rtol=0, atol=1e-5)
     torch.testing.assert_close(chunked[1], entropy, rtol=0, atol=1e-5)
@@ -320,7 +320,7 @@ class Shapes(TorchDispatchMode):
 @pytest.mark.parametrize("truncation", [None, Truncation(7, 0.9, 0.0)])
 def test_full_logits_are_never_materialised_nor_saved(truncation, monkeypatch):
     vocabulary = 211  # no other dimension of the model has this size
-    monkeypatch.setattr(model_module, "LOGITS_PER_CHUNK", 4 * vocabulary)
+    monkeypatch.setattr(head, "LOGITS_PER_CHUNK", 4 * vocabulary)
     packed = prepared(qwen3(vocabulary=vocabulary))
     batch = pack_tokens(sequences([30, 45, 8]))
     saved: list[torch.Size] = []

@@ -322,8 +322,8 @@ def test_a_junior_of_another_vocabulary_is_refused(tiny_pair: Path, tmp_path: Pa
         build(config(tiny_pair, tmp_path / "run", f"model.junior={junior}"))
 
 
-def test_unfinished_features_are_refused() -> None:
-    for override in ("loss.recipe=ppo", "model.critic=x", "train.async_steps=1", "train.profile=true"):
+def test_values_out_of_range_are_refused() -> None:
+    for override in ("train.async_steps=2", "train.max_resamples=-1"):
         with pytest.raises(ConfigError):
             load(overrides=[override])
 

@@ -2,9 +2,14 @@
 
 Every directory appears under its name only when all of it is on disk: it is written beside its place under a hidden
 name, synced, then renamed. What a killed process leaves behind is hidden; readers ignore it and ``recover`` tidies up.
+
+A checkpoint is ``state.pt`` (plain data), ``tensors/`` (models and optimisers, see ``dcp``; every process writes its
+share), ``config.yaml`` and ``meta.json``. Where one process fails, all raise; rank 0 makes and renames the folder.
 """
 
+import errno
 import fcntl
+import io
 import json
 import os
 import platform
@@ -12,18 +17,33 @@ import random
 import re
 import shutil
 import subprocess
+import time
 from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from functools import lru_cache
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.checkpoint.api import CheckpointException
 
+from tandemrl import dcp
 from tandemrl.config import Config, ConfigError, difference, to_yaml
 from tandemrl.config import load as load_yaml
+from tandemrl.dcp import CheckpointError as CheckpointError
+from tandemrl.dcp import Trained as Trained
+from tandemrl.lora import merged_parameters
+from tandemrl.parallel import World
 
+FORMAT = 2
+"""Of ``state.pt``. 1 held the tensors of the policy and its optimiser too."""
 _STEP = re.compile(r"step_(\d+)")
 _NEW, _OLD = ".new-", ".old-"
 _FREE_TO_CHANGE = {
@@ -34,16 +54,20 @@ _FREE_TO_CHANGE = {
     "train.log_samples",
     "train.wandb",
     "train.wandb_project",
+    "train.async_save",
+    "train.profile",
+    "parallel.dp_replicate",
+    "parallel.dp_shard",
+    "parallel.tp",
+    "parallel.sp",
+    "parallel.offload",
+    "parallel.timeout_s",
     "judge.url",
     "judge.api_key_env",
     "judge.backoff_s",
     "judge.timeout_s",
     "judge.concurrency",
 }
-
-
-class CheckpointError(RuntimeError):
-    """A checkpoint cannot be written, read or continued from; the message names the file and the fix."""
 
 
 # Atomic files and directories ---------------------------------------------------------------------------------------
@@ -67,11 +91,22 @@ def write_directory(path: Path, fill: Callable[[Path], None]) -> None:
     A new path appears in one rename. Replacing an existing directory takes two: the old one is set aside under a hidden
     name first, so a crash between the two leaves it there and ``recover`` puts it back.
     """
+    fill(_begin(path))
+    _publish(path)
+
+
+def _begin(path: Path) -> Path:
+    """An empty hidden directory that is to become ``path``."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    new, old = path.with_name(f"{_NEW}{path.name}"), path.with_name(f"{_OLD}{path.name}")
     recover(path.parent)
+    new = path.with_name(f"{_NEW}{path.name}")
     new.mkdir()
-    fill(new)
+    return new
+
+
+def _publish(path: Path) -> None:
+    """Put what was written since ``_begin`` in place."""
+    new, old = path.with_name(f"{_NEW}{path.name}"), path.with_name(f"{_OLD}{path.name}")
     for folder, _, files in os.walk(new, topdown=False):
         for name in files:
             _sync(Path(folder, name))
@@ -107,27 +142,206 @@ def _sync(path: Path) -> None:
 # Checkpoints --------------------------------------------------------------------------------------------------------
 
 
-def save(output_dir: str | Path, step: int, state: Mapping[str, Any], config: Config, keep: int) -> Path:
-    """Write ``output_dir/checkpoints/step_N`` (state.pt, config.yaml, meta.json) and drop all but the newest ``keep``.
+def save(
+    output_dir: str | Path,
+    step: int,
+    state: Mapping[str, Any],
+    config: Config,
+    keep: int,
+    *,
+    parts: Mapping[str, Trained] | None = None,
+    world: World = World(),  # noqa: B008 - frozen
+    background: bool = False,
+) -> Path:
+    """Write ``output_dir/checkpoints/step_N``, then drop all but the newest ``keep``. Every process calls it.
+
+    Args:
+        state: plain data, the same in all processes; rank 0's is written.
+        parts: models and optimisers by name, sharded or not.
+        background: return when all tensors are copied to host memory; a thread writes them. The folder appears when
+            all of it is on disk; the next ``save``, or ``wait``, raises what went wrong. One save is in flight at most.
+
+    Returns:
+        The folder.
 
     Raises:
-        CheckpointError: the state holds something other than tensors, numbers, strings and containers of them, or
-            this step is already saved.
+        CheckpointError: on every process. The state holds something other than tensors, numbers, strings and
+            containers of them; this step is already saved; a process cannot write (its disk is full, it does not see
+            output_dir). Earlier checkpoints stay.
     """
-    _require_plain(state, "state")
+    global _in_flight
+    wait()
+    parts = parts or {}
     path = Path(output_dir, "checkpoints", f"step_{step}")
-    if path.exists():
-        raise CheckpointError(f"{path} exists already: resume from the newest checkpoint, or discard_after() first")
-
-    def fill(folder: Path) -> None:
-        torch.save(dict(state), folder / "state.pt")
-        (folder / "config.yaml").write_text(to_yaml(config), encoding="utf-8")
-        (folder / "meta.json").write_text(json.dumps({"step": step, "versions": versions()}, indent=1) + "\n")
-
-    write_directory(path, fill)
-    for older in _steps(path.parent)[:-keep]:
-        _drop(older)
+    plain = {"format": FORMAT, "state": dict(state), "optimizers": dcp.settings_of(parts)}
+    _require_plain(plain["state"], "state")
+    _require_plain(plain["optimizers"], "optimizers")
+    tensors = dcp.tensors_of(parts)
+    buffer = io.BytesIO()
+    torch.save(plain, buffer)
+    files = {
+        "state.pt": buffer.getvalue(),
+        "config.yaml": to_yaml(config).encode(),
+        "meta.json": (json.dumps({"step": step, "processes": world.size, "versions": versions()}, indent=1)).encode(),
+    }
+    writing = _Writing(path, files, tensors, keep, world)
+    writing.begin()
+    if not background:
+        writing.finish()
+        return path
+    if world.size > 1:
+        writing.group = _own_group(dist.group.WORLD, config.parallel.timeout_s)
+    writing.tensors = dcp.on_host(tensors)
+    _in_flight = _THREAD.submit(writing.finish)
     return path
+
+
+def wait() -> None:
+    """Wait for the checkpoint that is being written in the background, if any. Every process calls it before it ends.
+
+    Raises:
+        CheckpointError: it could not be written; once.
+    """
+    global _in_flight
+    if _in_flight is not None:
+        future, _in_flight = _in_flight, None
+        future.result()
+
+
+_in_flight: Future[None] | None = None
+_THREAD = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
+
+
+@lru_cache(maxsize=1)
+def _own_group(everybody: dist.ProcessGroup, timeout: float) -> dist.ProcessGroup:
+    """A group for the thread: the main thread's collectives must not meet its own."""
+    return dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout))
+
+
+@dataclass(eq=False)
+class _Writing:
+    """One checkpoint on its way to the disk. group: of the collectives; None is everybody's."""
+
+    path: Path
+    files: Mapping[str, bytes]
+    tensors: Mapping[str, Tensor]
+    keep: int
+    world: World
+    group: dist.ProcessGroup | None = None
+
+    @property
+    def hidden(self) -> Path:
+        return self.path.with_name(f"{_NEW}{self.path.name}")
+
+    def begin(self) -> None:
+        """Make the hidden folder."""
+        self._together(self._make)
+
+    def finish(self) -> None:
+        """Write into it, and put it in place."""
+        try:
+            self._together(self._fill)
+            self._together(self._put)
+        finally:
+            self.tensors = {}
+
+    def _make(self) -> None:
+        if self.world.main:
+            if self.path.exists():
+                raise CheckpointError(
+                    f"{self.path} exists already: resume from the newest checkpoint, or discard_after() first"
+                )
+            _begin(self.path)
+
+    def _fill(self) -> None:
+        _find(self.hidden, self.world)
+        if self.tensors:
+            dcp.write(self.hidden / "tensors", self.tensors, alone=self.world.size == 1, group=self.group)
+        if self.world.main:
+            for name, content in self.files.items():
+                (self.hidden / name).write_bytes(content)
+
+    def _put(self) -> None:
+        if self.world.main:
+            _publish(self.path)
+            for older in _steps(self.path.parent)[: -self.keep]:
+                try:
+                    _drop(older)
+                except OSError as error:
+                    raise CheckpointError(f"{older}: cannot be removed ({error}); {self.path} is complete") from error
+
+    def _together(self, act: Callable[[], None]) -> None:
+        """Do something in every process; where one fails, all raise the same, and nothing hidden is left.
+
+        What ends a process (KeyboardInterrupt, SystemExit) is passed on, and leaves its traces to ``recover``.
+        """
+        failure, cause = None, None
+        try:
+            act()
+        except (Exception, CheckpointException) as error:
+            rank, cause = _cause(error, self.world.rank)
+            if not isinstance(cause, Exception):
+                raise cause from None
+            failure = str(cause) if isinstance(cause, CheckpointError) else self._explain(rank, cause)
+        try:
+            failures = _gather(failure, self.world, self.group)
+        except RuntimeError as error:
+            unreachable = f"{self.path}: not written: the other processes cannot be reached: {_brief(error)}"
+            raise CheckpointError(failure or unreachable) from error
+        if first := next(filter(None, failures), None):
+            if self.world.main:
+                shutil.rmtree(self.hidden, ignore_errors=True)
+            raise CheckpointError(first) from cause
+
+    def _explain(self, rank: int, error: Exception) -> str:
+        """What to do about an error of a process."""
+        needed = sum(t.numel() * t.element_size() for t in self.tensors.values()) + sum(map(len, self.files.values()))
+        try:
+            free = shutil.disk_usage(self.path.parent).free
+        except OSError:
+            free = needed
+        reason = _brief(error) if self.world.size == 1 else f"process {rank}: {_brief(error)}"
+        # torch's writer reports a full disk as a RuntimeError of its own
+        full = error.errno in (errno.ENOSPC, errno.EDQUOT) if isinstance(error, OSError) else free < needed
+        if not full:
+            return f"{self.path}: not written ({type(error).__name__}, {reason}). Earlier checkpoints are untouched"
+        return (
+            f"{self.path}: not written, the disk is full ({reason}). It takes {needed / 1e9:.3g} GB, {free / 1e9:.3g} "
+            f"GB are free: free space in {self.path.parents[1]} (hf/step_*, older checkpoints), lower "
+            "train.keep_checkpoints, or move output_dir. Earlier checkpoints are untouched"
+        )
+
+
+def _gather(value: Any, world: World, group: dist.ProcessGroup | None) -> list[Any]:
+    if group is None:
+        return world.gather(value)
+    values: list[Any] = [None] * world.size
+    dist.all_gather_object(values, value, group=group)
+    return values
+
+
+def _cause(error: BaseException, rank: int) -> tuple[int, BaseException]:
+    """The first process that failed, and why."""
+    if isinstance(error, CheckpointException) and error.failures:
+        first = min(error.failures)
+        return first, error.failures[first][0]
+    return rank, error
+
+
+def _find(folder: Path, world: World, seconds: float = 20.0) -> None:
+    """Wait for a folder that rank 0 made: network file systems take a while to show it."""
+    end = time.monotonic() + seconds
+    while not folder.is_dir():
+        if time.monotonic() > end:
+            raise CheckpointError(
+                f"{folder}: made by process 0, but process {world.rank} on {platform.node()} does not see it: "
+                "output_dir must be on a file system that all nodes share"
+            )
+        time.sleep(0.1)
+
+
+def _brief(error: BaseException) -> str:
+    return " ".join(str(error).split())[:300]
 
 
 @contextmanager
@@ -169,17 +383,44 @@ def load(path: str | Path) -> dict[str, Any]:
     """The state of one checkpoint, tensors on the CPU. Nothing in the file can execute code (``weights_only``).
 
     Raises:
-        CheckpointError: there is no readable checkpoint at ``path``.
+        CheckpointError: there is no readable checkpoint at ``path``, or it has another format.
     """
+    return _read_state(path)["state"]
+
+
+def load_parts(path: str | Path, parts: Mapping[str, Trained], world: World = World()) -> None:  # noqa: B008
+    """Fill models and optimisers, in place, from a checkpoint of any mesh. Every process calls it.
+
+    Raises:
+        CheckpointError: on every process: the checkpoint is not readable, or not of these models and optimisers.
+    """
+    failure = None
+    try:
+        dcp.read(Path(path, "tensors"), parts, _read_state(path)["optimizers"], alone=world.size == 1)
+    except (Exception, CheckpointException) as error:
+        _, cause = _cause(error, world.rank)
+        if not isinstance(cause, Exception):
+            raise cause from None
+        failure = str(cause) if isinstance(cause, CheckpointError) else f"{path}: not readable: {_brief(cause)}"
+    if first := next(filter(None, world.gather(failure)), None):
+        raise CheckpointError(first)
+
+
+def _read_state(path: str | Path) -> dict[str, Any]:
     file = Path(path, "state.pt")
     if not file.is_file():
         raise CheckpointError(f"{path}: no checkpoint there (state.pt is missing); expected …/checkpoints/step_N")
     try:
-        state = torch.load(file, map_location="cpu", weights_only=True)
+        found = torch.load(file, map_location="cpu", weights_only=True)
     except Exception as error:
-        raise CheckpointError(f"{file}: not readable: {' '.join(str(error).split())[:300]}") from error
-    assert isinstance(state, dict)
-    return state
+        raise CheckpointError(f"{file}: not readable: {_brief(error)}") from error
+    version = found.get("format", 1) if isinstance(found, dict) else None
+    if version != FORMAT:
+        raise CheckpointError(
+            f"{file}: format {version}, this version of tandemrl reads {FORMAT}: finish the run with the version that "
+            "meta.json names, or start again from its export (hf/step_N as model.senior) in another output_dir"
+        )
+    return found
 
 
 def load_config(path: str | Path) -> Config:
@@ -278,35 +519,66 @@ def restore_rng(state: Mapping[str, Any]) -> None:
         torch.cuda.set_rng_state_all(state["cuda"])
 
 
-def export_hf(model: Any, tokenizer: Any, path: str | Path, dtype: str | None = None) -> Path:
-    """Write model and tokenizer as one HF folder, in one step, the weights in ``dtype`` (None: as they are)."""
-    from transformers.utils import logging
+def export_hf(
+    model: Any,
+    tokenizer: Any,
+    path: str | Path,
+    dtype: str | None = None,
+    *,
+    world: World = World(),  # noqa: B008 - frozen
+) -> Path:
+    """Write model (adapters merged) and tokenizer as one HF folder, in one step, in ``dtype`` (None: as it is).
 
-    def fill(folder: Path) -> None:
-        bars = logging.is_progress_bar_enabled()
-        logging.disable_progress_bar()  # they would break into the console of the run
-        try:
-            if dtype is None:
-                model.save_pretrained(folder)
-            else:
-                _save_in(model, folder, getattr(torch, dtype))
-        finally:
-            if bars:
-                logging.enable_progress_bar()
-        tokenizer.save_pretrained(folder)
+    Every process calls it, with its part of the model; rank 0 gathers the weights in host memory and writes.
 
-    write_directory(Path(path), fill)
+    Raises:
+        CheckpointError: on every process, if rank 0 cannot write.
+    """
+    weights = _whole_weights(model, None if dtype is None else getattr(torch, dtype), keep=world.main)
+    failure = None
+    try:
+        if world.main:
+            write_directory(Path(path), lambda folder: _save_pretrained(model, tokenizer, weights, dtype, folder))
+    except Exception as error:
+        failure = f"{path}: not written: {type(error).__name__}: {_brief(error)}"
+        shutil.rmtree(Path(path).with_name(f"{_NEW}{Path(path).name}"), ignore_errors=True)
+        if world.size == 1:
+            raise CheckpointError(failure) from error
+    if failure := world.agreed(failure):
+        raise CheckpointError(failure)
     return Path(path)
 
 
-def _save_in(model: Any, folder: Path, dtype: torch.dtype) -> None:
-    """Like ``save_pretrained``, but in another dtype than the model's own, which its config then names."""
+def _whole_weights(model: Any, dtype: torch.dtype | None, *, keep: bool) -> dict[str, Tensor]:
+    """Parameters, adapters merged, and saved buffers of a model as one process would have them, on the CPU, tied ones
+    once. All processes have to gather; {} for those that do not ``keep``."""
+
+    def here(value: Tensor) -> Tensor:
+        return value.detach().to("cpu", dtype if value.is_floating_point() else None)
+
+    held = model.state_dict(keep_vars=True)  # first: it makes FSDP take its parameters apart again
+    weights = {name: here(value) for name, value in held.items() if not isinstance(value, nn.Parameter)} if keep else {}
+    for name, value in merged_parameters(model):
+        if keep:
+            weights[name] = here(value)
+    return weights
+
+
+def _save_pretrained(model: Any, tokenizer: Any, weights: dict[str, Tensor], dtype: str | None, folder: Path) -> None:
+    """``save_pretrained`` with these weights, whose dtype the config then names."""
+    from transformers.utils import logging
+
+    bars = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()  # they would break into the console of the run
     own = model.config.dtype
-    model.config.dtype = dtype
+    model.config.dtype = own if dtype is None else getattr(torch, dtype)
     try:
-        model.save_pretrained(folder, state_dict={name: value.to(dtype) for name, value in model.state_dict().items()})
+        model.save_pretrained(folder, state_dict=weights)
     finally:
         model.config.dtype = own
+        if bars:
+            logging.enable_progress_bar()
+    tokenizer.save_pretrained(folder)
 
 
 def versions() -> dict[str, str | bool | None]:

@@ -22,18 +22,33 @@ class ConfigError(ValueError):
 
 
 @dataclass(frozen=True)
+class LoraConfig:
+    """Low-rank adapters (needs the `lora` extra). The engine gets, and hf/ holds, the merged weights."""
+
+    rank: int = 0
+    """0 = all weights are trained."""
+    alpha: float = 32.0
+    """The update is scaled by alpha / rank."""
+    targets: tuple[str, ...] = ("all-linear",)
+    """Names of modules, such as q_proj; `all-linear` = every linear layer but the LM head."""
+
+
+@dataclass(frozen=True)
 class ModelConfig:
     senior: str = "runs/tiny/senior"
     """HF folder or hub id of the trained model."""
     junior: str | None = None
     """HF folder or hub id of the frozen partner; null = the senior's initial weights ("self-paired")."""
     critic: str | None = None
-    """Reserved for `loss.recipe: ppo`; see ARCHITECTURE.md, status."""
+    """HF folder or hub id of the value model of `loss.recipe: ppo`; null = the senior's initial weights."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Compute dtype of every forward. Trained weights and optimiser state are float32 ("master") in both cases."""
     device: str = "auto"
     """A torch device; auto = cuda if there is one, else cpu."""
     gradient_checkpointing: bool = False
+    activation_offload: bool = False
+    """Keep what backward needs in host memory."""
+    lora: LoraConfig = field(default_factory=LoraConfig)
 
 
 @dataclass(frozen=True)
@@ -129,6 +144,13 @@ class LossConfig:
     """DAPO overlong shaping: the last `overlong_buffer` tokens before rollout.max_tokens are penalised; 0 = off."""
     filter_zero_variance: bool | None = None
     """Leave groups whose rewards are all equal out of the update."""
+    kl_target: float | None = None
+    """With kl_in_reward: adapt kl_coef so that the KL per trained token comes to this; null = fixed."""
+    gamma: float = 1.0
+    """Discount per trained token, and λ of generalised advantage estimation; with ppo."""
+    lam: float = 0.95
+    value_clip: float | None = 0.5
+    """Values may move by this much per update; null = freely."""
 
 
 @dataclass(frozen=True)
@@ -144,6 +166,11 @@ class TrainConfig:
     prompts_per_step: int = 16
     mini_batch_prompts: int | None = None
     """Prompts per optimiser step; null = all of prompts_per_step (one on-policy update)."""
+    max_resamples: int = 0
+    """Dynamic sampling (DAPO): prompts whose rewards are all equal are replaced by others, at most this many times."""
+    critic_lr: float = 1e-5
+    critic_warmup_steps: int = 0
+    """First steps in which the critic alone learns."""
     tokens_per_micro_batch: int = 8192
     save_every: int = 20
     keep_checkpoints: int = 2
@@ -151,13 +178,35 @@ class TrainConfig:
     max_logprob_mismatch: float | None = None
     """Stop above this mean |trainer - engine| log-prob on senior tokens; null = 1e-3 (float32), 2e-2 (bfloat16)."""
     async_steps: int = 0
+    """1 = the rollouts of the next step are written while this one is learnt from, by weights one step old."""
+    async_save: bool = False
+    """Write checkpoints in the background."""
     profile: bool = False
+    """Write a trace and a table of phases, tokens/s and MFU to output_dir/profile."""
     wandb: Literal["disabled", "offline", "online"] = "disabled"
     wandb_project: str = "tandemrl"
     log_samples: int = 4
     """Samples shown per logged table; every rollout goes to samples.jsonl regardless."""
     threads: int | None = None
     """torch CPU threads; null = leave torch's choice."""
+
+
+@dataclass(frozen=True)
+class ParallelConfig:
+    """How the processes that torchrun started share one run; their number is the product of the axes."""
+
+    dp_replicate: int = 1
+    """Groups of processes that each hold a whole copy of the weights."""
+    dp_shard: int | None = None
+    """Processes that each hold a part of the weights and see other rollouts (FSDP); null = what the other axes leave."""
+    tp: int = 1
+    """Processes that share every matrix (tensor parallelism)."""
+    sp: int = 1
+    """Processes that share every sequence (Ulysses sequence parallelism)."""
+    offload: bool = False
+    """CUDA: keep weights, gradients and optimiser state in host memory between uses."""
+    timeout_s: float = 1800.0
+    """How long a process waits for the others before it gives up."""
 
 
 @dataclass(frozen=True)
@@ -271,6 +320,7 @@ class Config:
     reward: RewardConfig = field(default_factory=RewardConfig)
     judge: JudgeConfig = field(default_factory=JudgeConfig)
     sandbox: SandboxConfig = field(default_factory=SandboxConfig)
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
     output_dir: str = "runs/train"
 
 
@@ -382,6 +432,7 @@ def check(config: Config) -> None:
         ConfigError: the message names the key and what is allowed.
     """
     v = config.rollout.vllm
+    p = config.parallel
     m, r, s, lo, t, e = config.model, config.rollout, config.selection, config.loss, config.train, config.eval
     per_update = t.mini_batch_prompts or t.prompts_per_step
     longest = config.data.max_prompt_tokens + r.max_tokens
@@ -430,6 +481,18 @@ def check(config: Config) -> None:
         (t.seed >= 0, "train.seed", t.seed, "0 or positive"),
         (t.log_samples >= 0, "train.log_samples", t.log_samples, "0 or positive"),
         (t.max_logprob_mismatch is None or t.max_logprob_mismatch > 0, "train.max_logprob_mismatch", t.max_logprob_mismatch, "null or positive"),
+        *((getattr(p, axis) is None or getattr(p, axis) >= 1, f"parallel.{axis}", getattr(p, axis), "at least 1") for axis in ("dp_replicate", "dp_shard", "sp", "tp")),
+        (p.timeout_s > 0, "parallel.timeout_s", p.timeout_s, "positive"),
+        (m.lora.rank >= 0, "model.lora.rank", m.lora.rank, "0 (off) or positive"),
+        (m.lora.alpha > 0, "model.lora.alpha", m.lora.alpha, "positive"),
+        (m.lora.rank == 0 or p.tp == 1, "model.lora.rank", m.lora.rank, "0 with parallel.tp > 1: adapters are not split"),
+        (lo.kl_target is None or (lo.kl_target > 0 and lo.kl_in_reward), "loss.kl_target", lo.kl_target, "null, or positive with loss.kl_in_reward"),
+        (0 < lo.gamma <= 1, "loss.gamma", lo.gamma, "in (0, 1]"),
+        (0 <= lo.lam <= 1, "loss.lam", lo.lam, "in [0, 1]"),
+        (lo.value_clip is None or lo.value_clip > 0, "loss.value_clip", lo.value_clip, "null (off) or positive"),
+        (t.max_resamples >= 0, "train.max_resamples", t.max_resamples, "0 (off) or positive"),
+        (t.critic_lr > 0, "train.critic_lr", t.critic_lr, "positive"),
+        (t.critic_warmup_steps >= 0, "train.critic_warmup_steps", t.critic_warmup_steps, "0 or positive"),
         (config.data.max_prompt_tokens >= 1, "data.max_prompt_tokens", config.data.max_prompt_tokens, "at least 1"),
         (e.seed >= 0, "eval.seed", e.seed, "0 or positive"),
         (e.bootstrap >= 0, "eval.bootstrap", e.bootstrap, "0 (no intervals) or positive"),
@@ -441,7 +504,9 @@ def check(config: Config) -> None:
         (t.save_every >= 1, "train.save_every", t.save_every, "at least 1"),
         (t.keep_checkpoints >= 1, "train.keep_checkpoints", t.keep_checkpoints, "at least 1"),
         (t.eval_every >= 0, "train.eval_every", t.eval_every, "0 (never) or positive"),
-        (t.async_steps == 0, "train.async_steps", t.async_steps, "0: overlapped generation is not implemented yet"),
+        (t.async_steps in (0, 1), "train.async_steps", t.async_steps, "0 or 1: rollouts of weights older than one step are not learnt from"),
+        (t.max_resamples == 0 or t.async_steps == 0, "train.max_resamples", t.max_resamples, "0 with train.async_steps=1: the engine is busy with the next step"),
+        (p.dp_replicate * (p.dp_shard or 1) * p.sp * p.tp == 1 or r.engine == "torch" or v.multiprocess, "rollout.vllm.multiprocess", v.multiprocess, "true with several processes: vLLM would take the trainer's process group for its own"),
         (not t.profile, "train.profile", t.profile, "false: profiling is not implemented yet"),
         (r.tensor_parallel >= 1, "rollout.tensor_parallel", r.tensor_parallel, "at least 1"),
         (v.kv_cache_gb is None or v.kv_cache_gb > 0, "rollout.vllm.kv_cache_gb", v.kv_cache_gb, "null or positive"),

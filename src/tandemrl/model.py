@@ -1,23 +1,29 @@
 """Causal LMs from transformers, run without padding: loading, packed attention, and log-probs without [t, v] logits.
 
 Both users of a model, the trainer (packed sequences) and the reference engine (one token per row over a KV cache), call
-the same stock transformers module. What differs is the *layout*: an object that travels through the model's keyword
-arguments to the registered attention function and says how queries meet keys. Nothing of the model is patched.
+the same stock transformers module. What differs is the *layout* (``attention``), an object that travels through the
+model's keyword arguments to the registered attention function and says how queries meet keys. Nothing of the model is
+patched, unless the user asks for ``use_liger``.
 """
 
+import importlib
+import os
 from collections.abc import Sequence
+from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol, runtime_checkable
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
-from einops import rearrange
 from jaxtyping import Bool, Float, Int64
 from safetensors import SafetensorError
 from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.distributed.tensor import DTensor
 from transformers import (
-    AttentionInterface,
     AutoModelForCausalLM,
     AutoTokenizer,
     GenerationConfig,
@@ -26,171 +32,36 @@ from transformers import (
 )
 from transformers.utils import logging as transformers_logging
 
-from tandemrl.rollout.sampling import Truncation, kept_tokens
+from tandemrl.attention import (
+    ATTENTION,
+    WHOLE,
+    Layout,
+    ModelError,
+    PackedLayout,
+    Shards,
+    UlyssesLayout,
+    _Sum,
+    share_contexts,
+)
+from tandemrl.head import LOGITS_PER_CHUNK as LOGITS_PER_CHUNK
+from tandemrl.head import HeadSettings, linear_logprobs
+from tandemrl.rollout.sampling import Truncation
 from tandemrl.types import Author, Batch
-
-ATTENTION = "tandemrl"
-REMOVED = -1e30  # logit of a truncated token: probability 0 like -inf, but p·logit stays 0 and not NaN
-LOGITS_PER_CHUNK = 2**25  # float32 logits alive at once in the LM head: 128 MiB
-
-
-class ModelError(ValueError):
-    """A model or tokenizer that cannot be used as asked; the message names it and the fix."""
-
-
-# ---------------------------------------------------------------------------------------------------------- attention
-
-
-@runtime_checkable
-class Layout(Protocol):
-    """How the queries of one forward pass meet keys and values."""
-
-    @property
-    def max_length(self) -> int: ...
-
-    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Float[Tensor, "b q h d"]:
-        """query [b, h, q, d], key and value [b, k, q, d] of this pass -> attention output."""
-        ...
-
-
-def _attention(
-    module: nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Tensor | None,
-    *,
-    scaling: float,
-    layout: Layout | None = None,
-    dropout: float = 0.0,
-    sliding_window: int | None = None,
-    softcap: float | None = None,
-    s_aux: Tensor | None = None,
-    **_: Any,
-) -> tuple[Tensor, None]:
-    name = type(module).__name__
-    if layout is None:
-        raise ModelError(
-            f"{name}: the model did not pass `layout` on to its attention; this architecture is unsupported"
-        )
-    if softcap is not None or s_aux is not None:
-        raise ModelError(f"{name}: attention soft-capping and attention sinks are not supported")
-    if sliding_window is not None and sliding_window < layout.max_length:
-        raise ModelError(f"{name}: sliding window {sliding_window} is shorter than the sequences ({layout.max_length})")
-    if dropout:
-        raise ModelError(f"{name}: attention dropout {dropout} would make log-probs random; set it to 0")
-    return layout.attend(module.layer_idx, query, key, value, scaling), None  # type: ignore[arg-type]
-
-
-AttentionInterface.register(ATTENTION, _attention)
-
-
-class Bucket(NamedTuple):
-    """Sequences of similar length, as a rectangle of [rows, width] slots inside attention only."""
-
-    gather: Int64[Tensor, " slots"]
-    """The token in each slot; 0 in the padding behind a sequence."""
-    tokens: Int64[Tensor, " k"]
-    """The tokens whose output comes from this rectangle."""
-    slots: Int64[Tensor, " k"]
-    """The slot that each of them is read from."""
-    width: int
-
-
-class PackedLayout:
-    """Causal attention inside each of many sequences that are packed without padding.
-
-    Every linear layer sees the packed tokens. For attention, sequences become the rows of a rectangle: with a causal
-    mask no real token can see the padding behind it, so that the fused kernels run without any mask tensor on every
-    device. Sequences shorter than half of a rectangle's width get a rectangle of their own, which bounds the waste.
-    A token may belong to several sequences, as the prompt of a group does: it is then computed once.
-
-    Args:
-        spans: per sequence, the indices of its tokens in the packed batch, in order.
-    """
-
-    def __init__(self, spans: Sequence[np.ndarray], device: torch.device | str = "cpu") -> None:
-        self.max_length = max(map(len, spans))
-        self.buckets: list[Bucket] = []
-        done = np.zeros(max(int(span[-1]) for span in spans if len(span)) + 1, dtype=bool)
-        order = sorted(range(len(spans)), key=lambda i: -len(spans[i]))
-        while order:
-            width = len(spans[order[0]])
-            members = [i for i in order if 2 * len(spans[i]) > width]
-            order = order[len(members) :]
-            gather = np.zeros((len(members), width), dtype=np.int64)
-            real = np.zeros((len(members), width), dtype=bool)
-            for row, i in enumerate(sorted(members)):
-                gather[row, : len(spans[i])], real[row, : len(spans[i])] = spans[i], True
-            slots = np.flatnonzero(real)
-            tokens, first = np.unique(gather.reshape(-1)[slots], return_index=True)
-            new = ~done[tokens]
-            done[tokens] = True
-            indices = (gather.reshape(-1), tokens[new], slots[first[new]])
-            g, t, s = (torch.from_numpy(x).to(device) for x in indices)
-            self.buckets.append(Bucket(gather=g, tokens=t, slots=s, width=width))
-        self.order = torch.cat([bucket.tokens for bucket in self.buckets]).argsort()  # from buckets to packed tokens
-
-    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
-        q, k, v = (rearrange(x, "1 h t d -> t h d") for x in (query, key, value))
-        parts = []
-        for bucket in self.buckets:
-            padded = (
-                rearrange(x.index_select(0, bucket.gather), "(rows width) h d -> rows h width d", width=bucket.width)
-                for x in (q, k, v)
-            )
-            flat = rearrange(_causal(*padded, scaling=scaling), "rows h width d -> (rows width) h d")
-            parts.append(flat.index_select(0, bucket.slots))
-        out = parts[0] if len(parts) == 1 else torch.cat(parts).index_select(0, self.order)
-        return out.unsqueeze(0)
-
-
-def share_contexts(batch: Batch) -> tuple[list[np.ndarray], np.ndarray, np.ndarray]:
-    """Equal leading contexts (the prompt of a group) need to be computed only once.
-
-    Returns:
-        spans: the tokens of each sequence, as indices into the kept tokens, for ``PackedLayout``.
-        kept: indices of the kept tokens in the packed batch.
-        where: for every packed token, its index among the kept ones.
-    """
-    tokens, author = batch.tokens.cpu().numpy(), batch.author.cpu().numpy()
-    where = np.empty(len(tokens), dtype=np.int64)
-    contexts: dict[bytes, np.ndarray] = {}
-    spans, kept, start, count = [], [], 0, 0
-    for length in batch.lengths.tolist():
-        written = np.flatnonzero(author[start : start + length] != Author.CONTEXT)
-        context = int(written[0]) if len(written) else length
-        key = tokens[start : start + context].tobytes()
-        shared = contexts.get(key)
-        own = np.arange(context if shared is not None else 0, length)
-        indices = np.arange(count, count + len(own))
-        if shared is None:
-            contexts[key] = indices[:context]
-        span = indices if shared is None else np.concatenate([shared, indices])
-        where[start : start + length] = span
-        spans.append(span)
-        kept.append(start + own)
-        start, count = start + length, count + len(own)
-    return spans, np.concatenate(kept), where
-
-
-def _causal(q: Tensor, k: Tensor, v: Tensor, *, scaling: float) -> Tensor:
-    return F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scaling, enable_gqa=q.shape[1] != k.shape[1])
-
 
 # ------------------------------------------------------------------------------------------------------------ loading
 
 
 def resolve_device(device: str) -> torch.device:
-    """``auto`` is cuda where there is one, else cpu.
+    """``auto`` is cuda where there is one, else cpu; of several CUDA devices, the one of this process (torchrun's
+    ``LOCAL_RANK``).
 
     Raises:
         ModelError: not a device, or not one of this machine.
     """
     if device == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        device = "cuda" if torch.cuda.is_available() else "cpu"
     try:
-        resolved = torch.device(device)
+        resolved = torch.device(f"cuda:{rank}" if device == "cuda" and (rank := os.getenv("LOCAL_RANK")) else device)
     except RuntimeError:
         raise ModelError(f"model.device={device}: not a torch device; use auto, cpu or cuda") from None
     if resolved.type == "cuda" and not torch.cuda.is_available():
@@ -236,8 +107,11 @@ def _check_folder(path: str | Path) -> None:
         raise ModelError(f"{path}: no such folder{hint}")
 
 
-def prepare(model: PreTrainedModel, *, name: str = "model") -> PreTrainedModel:
+def prepare(model: PreTrainedModel, *, name: str = "model", head: nn.Linear | None = None) -> PreTrainedModel:
     """Wire a loaded model to the library's attention, in place, and prove on a probe that it decodes as before.
+
+    Args:
+        head: the linear map from hidden states to ``model(...).logits``; None = the LM head.
 
     Raises:
         ModelError: the architecture ignores the attention interface, carries state other than attention from token to
@@ -251,13 +125,13 @@ def prepare(model: PreTrainedModel, *, name: str = "model") -> PreTrainedModel:
         raise ModelError(
             f"{name}: rope_type {rope} makes a text depend on its neighbours in a batch; it is unsupported"
         )
-    head = model.get_output_embeddings()
+    head = model.get_output_embeddings() if head is None else head
     if not isinstance(head, nn.Linear):
         raise ModelError(f"{name}: no linear LM head; only causal LMs are supported")
     # Two sequences: state other than attention (recurrences, convolutions) would leak from the first into the second.
     lengths, device = [4, 3], head.weight.device
     positions = torch.cat([torch.arange(length, device=device) for length in lengths])
-    probe = torch.arange(sum(lengths), device=device) % head.out_features
+    probe = torch.arange(sum(lengths), device=device) % model.config.get_text_config().vocab_size
     with torch.no_grad():
         alone = [model(input_ids=part[None], use_cache=False).logits[0] for part in probe.split(lengths)]
         wanted = torch.cat(alone).float()
@@ -273,6 +147,43 @@ def prepare(model: PreTrainedModel, *, name: str = "model") -> PreTrainedModel:
             f"{name}: {type(model).__name__} gives other logits through the packed path (max difference "
             f"{(wanted - found).abs().max().item():.3g}): its attention or its LM head is not a standard one"
         )
+    return model
+
+
+LIGER_FAMILIES = ("llama", "qwen2", "qwen3")
+
+
+def use_liger(model: PreTrainedModel, *, name: str = "model") -> PreTrainedModel:
+    """Run a prepared model's RMSNorm, SwiGLU and RoPE by Liger's kernels (arXiv 2410.10989), in place; CUDA only.
+
+    Liger changes the family's module in transformers: models of it that are loaded later use the kernels too. A probe
+    proves that the model computes as before.
+
+    Raises:
+        ModelError: not on CUDA, liger-kernel is not installed, no kernels for this family, or other hidden states.
+    """
+    family, device = model.config.model_type, model.device
+    if device.type != "cuda":
+        raise ModelError(f"{name}: Liger kernels need a CUDA device, the model is on {device}; set model.liger=false")
+    if family not in LIGER_FAMILIES:
+        raise ModelError(
+            f"{name}: no Liger kernels for {family}, only {', '.join(LIGER_FAMILIES)}; set model.liger=false"
+        )
+    try:
+        liger = importlib.import_module("liger_kernel.transformers")
+    except ImportError as error:
+        raise ModelError(f"model.liger=true: {error}; install the extra: pip install 'tandemrl[liger]'") from None
+    tokens = torch.arange(7, device=device)
+    layout = PackedLayout([np.arange(4), np.arange(4, 7)], device)
+    with torch.no_grad():
+        wanted = hidden_states(model, tokens, torch.cat([tokens[:4], tokens[:3]]), layout).float()
+        getattr(liger, f"apply_liger_kernel_to_{family}")(
+            rope=True, rms_norm=True, swiglu=True, cross_entropy=False, fused_linear_cross_entropy=False, model=model
+        )
+        found = hidden_states(model, tokens, torch.cat([tokens[:4], tokens[:3]]), layout).float()
+    worst, scale = (found - wanted).abs().max().item(), max(1.0, wanted.abs().max().item())
+    if not worst <= (1e-3 if model.dtype == torch.float32 else 0.1) * scale:
+        raise ModelError(f"{name}: Liger kernels give other hidden states (max difference {worst:.3g})")
     return model
 
 
@@ -335,6 +246,8 @@ def token_logprobs(
     truncation: Truncation | None = None,
     vocabulary: int | None = None,
     autocast: torch.dtype | None = None,
+    shards: Shards = WHOLE,
+    activation_offload: bool = False,
 ) -> tuple[Float[Tensor, " t"], Float[Tensor, " t"]]:
     """Log-prob of every selected token given its prefix, and the entropy of the distribution it was drawn from.
 
@@ -344,6 +257,9 @@ def token_logprobs(
 
     Args:
         vocabulary: number of logits, where the model has more than the engine that sampled; None = all.
+        autocast: compute dtype of the matrix products; None = the model's, or what ``parallel.shard`` was given.
+        shards: the processes that compute this together; all of them pass the same batch and get the same result.
+        activation_offload: keep what backward needs of the layers in host memory.
 
     Returns:
         logprobs and entropy, nats, float32; entry i describes token i.
@@ -351,109 +267,112 @@ def token_logprobs(
     select = select & (batch.positions > 0)  # the first token of a sequence has no prefix
     index = select.nonzero().squeeze(1)
     device = batch.tokens.device
+    empty = torch.zeros(batch.tokens.shape[0], dtype=torch.float32, device=device)
+    part = _part(batch, index, shards.sequence)
+    # A sharded model has it as a method, around which its parameters are gathered and freed.
+    packed = getattr(model, "packed_logprobs", None) or partial(packed_logprobs, model)
+    found = packed(
+        part.tokens,
+        part.positions,
+        part.layout,
+        part.prefixes,
+        batch.tokens.index_select(0, part.predicted),
+        temperature=temperature,
+        truncation=truncation,
+        vocabulary=vocabulary,
+        autocast=autocast,
+        group=shards.tensor,
+        activation_offload=activation_offload,
+    )
+    spread = [empty.index_copy(0, part.predicted, values) for values in found]
+    if shards.sequence is not None:
+        spread = [_Sum.apply(values, shards.sequence) for values in spread]
+    return spread[0], spread[1]
+
+
+class _Part(NamedTuple):
+    """What one process computes of a batch: its tokens, and which log-probs come of them. predicted: those tokens
+    in the batch; prefixes: for each of them, the token before it, among ``tokens``."""
+
+    tokens: Int64[Tensor, " k"]
+    positions: Int64[Tensor, " k"]
+    layout: Layout
+    predicted: Int64[Tensor, " i"]
+    prefixes: Int64[Tensor, " i"]
+
+
+def _part(batch: Batch, index: Tensor, group: dist.ProcessGroup | None) -> _Part:
+    """All of the batch, or the share of this process in a sequence-parallel group."""
+    device = batch.tokens.device
     spans, kept, where = share_contexts(batch)
     kept_on, where_on = torch.from_numpy(kept).to(device), torch.from_numpy(where).to(device)
-    with torch.autocast(device.type, dtype=autocast, enabled=autocast is not None):
-        hidden = hidden_states(model, batch.tokens[kept_on], batch.positions[kept_on], PackedLayout(spans, device))
-    head = model.get_output_embeddings()
-    prefix = hidden.index_select(0, where_on[index - 1])  # the shift: the logits at i - 1 predict token i
-    logprobs, entropy = _LinearLogprobs.apply(
-        prefix,
-        head.weight[:vocabulary],
-        None if head.bias is None else head.bias[:vocabulary],
-        batch.tokens.index_select(0, index),
-        temperature,
-        truncation,
-        autocast,
-    )
-    empty = torch.zeros(batch.tokens.shape[0], dtype=torch.float32, device=device)
-    return empty.index_copy(0, index, logprobs), empty.index_copy(0, index, entropy)
+    tokens, positions = batch.tokens[kept_on], batch.positions[kept_on]
+    prefixes = where_on[index - 1]  # the shift: the logits at i - 1 predict token i
+    if group is None:
+        return _Part(tokens, positions, PackedLayout(spans, device), index, prefixes)
+    if padding := -len(kept) % group.size():
+        spans = [*spans, np.arange(len(kept), len(kept) + padding)]
+        tokens, positions = F.pad(tokens, (0, padding)), F.pad(positions, (0, padding))
+    size = len(tokens) // group.size()
+    first = size * group.rank()
+    mine = (prefixes >= first) & (prefixes < first + size)
+    layout = UlyssesLayout(PackedLayout(spans, device), group)
+    here = slice(first, first + size)
+    return _Part(tokens[here], positions[here], layout, index[mine], prefixes[mine] - first)
 
 
-class _LinearLogprobs(torch.autograd.Function):
-    """(log-prob of the target, entropy) of softmax(hidden Wᵀ / T) per row, chunked over rows, logits recomputed.
-
-    With z the scaled logits, p = softmax(z) and H the entropy: ∂logp_y/∂z = 1_y − p and ∂H/∂z = −p(log p + H).
-    """
-
-    @staticmethod
-    def forward(ctx, hidden, weight, bias, targets, temperature, truncation, dtype):
-        ctx.set_materialize_grads(False)
-        ctx.settings = (temperature, truncation)
-        ctx.dtype = dtype
-        logprobs = torch.empty(hidden.shape[0], dtype=torch.float32, device=hidden.device)
-        entropy, normaliser = torch.empty_like(logprobs), torch.empty_like(logprobs)
-        ctx.save_for_backward(hidden, weight, bias, targets, normaliser, entropy)
-        weight, bias = _cast(weight, bias, dtype)
-        for rows in _chunks(hidden.shape[0], weight.shape[0]):
-            z = _logits(hidden[rows], weight, bias, targets[rows], *ctx.settings)
-            normaliser[rows] = z.logsumexp(-1)
-            logprobs[rows] = z.gather(1, targets[rows, None]).squeeze(1) - normaliser[rows]
-            p = (z - normaliser[rows, None]).exp_()
-            entropy[rows] = normaliser[rows] - p.mul_(z).sum(-1)
-        return logprobs, entropy
-
-    @staticmethod
-    def backward(ctx, grad_logprobs, grad_entropy):
-        hidden, weight, bias, targets, normaliser, entropy = ctx.saved_tensors
-        temperature, dtype = ctx.settings[0], ctx.dtype
-        grad_hidden = torch.empty_like(hidden)
-        grad_weight = torch.zeros_like(weight, dtype=torch.float32)
-        grad_bias = None if bias is None else torch.zeros_like(bias, dtype=torch.float32)
-        like = weight
-        weight, bias = _cast(weight, bias, dtype)
-        if grad_logprobs is None:
-            grad_logprobs = torch.zeros_like(normaliser)
-        for rows in _chunks(hidden.shape[0], weight.shape[0]):
-            z = _logits(hidden[rows], weight, bias, targets[rows], *ctx.settings)
-            g = grad_logprobs[rows, None]
-            logp = z.sub_(normaliser[rows, None])
-            if grad_entropy is None:
-                grad = logp.exp_().mul_(-g)
-            else:
-                h = grad_entropy[rows, None]
-                grad = logp.exp().mul_(-g - h * (logp + entropy[rows, None]))
-            grad = grad.scatter_add_(1, targets[rows, None], g)
-            if temperature != 1.0:
-                grad = grad.div_(temperature)
-            grad = grad.to(weight.dtype)
-            grad_hidden[rows] = (grad @ weight).to(hidden.dtype)
-            grad_weight += grad.T @ hidden[rows].to(weight.dtype)
-            if grad_bias is not None:
-                grad_bias += grad.sum(0)
-        return (
-            grad_hidden,
-            grad_weight.to(like.dtype),
-            None if grad_bias is None else grad_bias.to(like.dtype),
-            *(None,) * 4,
-        )
-
-
-def _cast(weight: Tensor, bias: Tensor | None, dtype: torch.dtype | None) -> tuple[Tensor, Tensor | None]:
-    """The LM head in the compute dtype, once per pass and not once per chunk."""
-    return (weight, bias) if dtype is None else (weight.to(dtype), None if bias is None else bias.to(dtype))
-
-
-def _chunks(rows: int, vocabulary: int) -> list[slice]:
-    size = max(1, LOGITS_PER_CHUNK // vocabulary)
-    return [slice(start, min(start + size, rows)) for start in range(0, rows, size)]
-
-
-def _logits(
-    hidden: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    targets: Tensor,
+def packed_logprobs(
+    model: PreTrainedModel,
+    tokens: Int64[Tensor, " k"],
+    positions: Int64[Tensor, " k"],
+    layout: Layout,
+    prefixes: Int64[Tensor, " i"],
+    targets: Int64[Tensor, " i"],
+    *,
     temperature: float,
     truncation: Truncation | None,
-) -> Tensor:
-    logits = F.linear(hidden.to(weight.dtype), weight, bias).float()
-    if temperature != 1.0:
-        logits = logits / temperature
-    if truncation is not None:
-        keep = kept_tokens(logits, truncation).scatter_(1, targets[:, None], True)
-        logits = logits.masked_fill(~keep, REMOVED)
-    return logits
+    vocabulary: int | None,
+    autocast: torch.dtype | None,
+    group: dist.ProcessGroup | None = None,
+    activation_offload: bool = False,
+) -> tuple[Float[Tensor, " i"], Float[Tensor, " i"]]:
+    """Log-prob of ``targets[i]`` after token ``prefixes[i]``, and the entropy there: all that a scoring pass does with
+    the model's parameters. ``group``: processes that have other ids of the vocabulary."""
+    offload = activations_on_host() if activation_offload else nullcontext()
+    with offload, torch.autocast(tokens.device.type, dtype=autocast, enabled=autocast is not None):
+        hidden = hidden_states(model, tokens, positions, layout)
+    head = model.get_output_embeddings()
+    weight, bias = (x.to_local() if isinstance(x, DTensor) else x for x in (head.weight, head.bias))
+    rows = head.out_features
+    settings = HeadSettings(rows, vocabulary or rows, temperature, truncation, autocast, group)
+    return linear_logprobs(hidden.index_select(0, prefixes), weight, bias, targets, settings)
+
+
+def activations_on_host() -> saved_tensors_hooks:
+    """A context in which tensors that autograd saves for backward are kept in host memory, but for parameters.
+
+    With gradient checkpointing that is the input of each layer. Unlike ``torch.autograd.graph.save_on_cpu`` it copies
+    neither weights nor the shards of distributed tensors into one.
+    """
+    return saved_tensors_hooks(_to_host, _from_host)
+
+
+def _to_host(saved: Tensor) -> Any:
+    origin = saved if saved._base is None else saved._base
+    if isinstance(origin, nn.Parameter) or not saved.is_floating_point():
+        return saved
+    local = saved.to_local() if isinstance(saved, DTensor) else saved
+    # Copies of pinned memory wait for the kernels before them on the stream, and those behind wait for the copies.
+    host = torch.empty_like(local, device="cpu", pin_memory=local.is_cuda).copy_(local, non_blocking=True)
+    return host, local.device, saved._spec if isinstance(saved, DTensor) else None
+
+
+def _from_host(kept: Any) -> Tensor:
+    if isinstance(kept, Tensor):
+        return kept
+    host, device, spec = kept
+    local = host.to(device, non_blocking=True)
+    return local if spec is None else DTensor(local, spec, requires_grad=False)
 
 
 @torch.no_grad()

@@ -5,7 +5,7 @@ import hashlib
 import math
 import shutil
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from types import CodeType
@@ -21,7 +21,8 @@ from tandemrl.data.rows import DataError, Prompt, encode_prompts, load_rows
 from tandemrl.data.sampler import Sampler
 from tandemrl.evals import profile_of
 from tandemrl.losses import RECIPES, Recipe
-from tandemrl.model import load_model, load_tokenizer, token_logprobs, vocabulary_check
+from tandemrl.model import load_model, load_tokenizer, resolve_device, token_logprobs, vocabulary_check
+from tandemrl.parallel import World, full_parameters, parameter_groups, shard
 from tandemrl.rollout.engine import Draws, Engine, Sampling
 from tandemrl.rollout.engines import vllm_engine
 from tandemrl.rollout.envs.code import score_code
@@ -30,6 +31,7 @@ from tandemrl.rollout.envs.rubric import JudgePool
 from tandemrl.rollout.envs.scoring import Scorer
 from tandemrl.rollout.judges import make_judge
 from tandemrl.rollout.sampling import Truncation
+from tandemrl.rollout.spread import SpreadEngine, SpreadScorer
 from tandemrl.rollout.sync import fingerprint
 from tandemrl.rollout.torch_engine import TorchEngine
 from tandemrl.schedule import Schedule, schedule_of
@@ -49,7 +51,9 @@ class TrainError(RuntimeError):
 @dataclass(eq=False)
 class Run:
     """The parts of one training run. ``dropped``: training rows that were too long. ``judge``: the model that marks
-    responses. ``best``: the held-out score behind ``hf/best``."""
+    responses. ``best``: the held-out score behind ``hf/best``. ``ahead``: of a checkpoint, rollouts
+    that wait for their step (see ``Ahead``). Of a ``world`` of several processes each has its own
+    ``Run``; ``policy``, ``reference`` and ``junior`` are then sharded."""
 
     config: Config
     recipe: Recipe
@@ -66,9 +70,12 @@ class Run:
     heldout: list[Prompt]
     sampler: Sampler
     sampling: Sampling
+    device: torch.device
+    world: World = field(default_factory=World)
     custom_strategy: Callable[[int], Strategy] | None = None
     judge: str | None = None
     best: float = -math.inf
+    ahead: dict[str, Any] | None = None
 
     def logprobs(self, model: PreTrainedModel, batch: Batch, select: Tensor) -> tuple[Tensor, Tensor]:
         """Log-probs and entropy of the selected tokens under the sampling distribution of the rollouts."""
@@ -80,18 +87,25 @@ class Run:
             temperature=s.temperature,
             truncation=Truncation(s.top_k, s.top_p, s.min_p) if s.truncated else None,
             vocabulary=self.engine.vocabulary,
-            autocast=torch.bfloat16 if self.config.model.dtype == "bfloat16" else None,
+            # A sharded model is gathered in the compute dtype.
+            autocast=torch.bfloat16 if self.config.model.dtype == "bfloat16" and self.world.size == 1 else None,
+            shards=self.world.shards,
         )
 
 
-def build(config: Config, recipe: Recipe | None = None, strategy: Callable[[int], Strategy] | None = None) -> Run:
+def build(
+    config: Config,
+    recipe: Recipe | None = None,
+    strategy: Callable[[int], Strategy] | None = None,
+    world: World | None = None,
+) -> Run:
     """Load models and data and start the engine; writes nothing.
 
     Raises:
         ConfigError, DataError, ModelError: something named in the config is missing or does not fit.
         GraderError: responses cannot be scored: no sandbox, no judge, a judge that is down.
     """
-    model, data = config.model, config.data
+    model, data, world = config.model, config.data, world or World()
     tokenizer = load_tokenizer(model.senior)
     if model.junior is not None:
         vocabulary_check(tokenizer, load_tokenizer(model.junior))
@@ -112,7 +126,7 @@ def build(config: Config, recipe: Recipe | None = None, strategy: Callable[[int]
         heldout = [prompt for source in data.eval for prompt in load([source])[0][: config.eval.train_problems]]
 
     judge = make_judge(config.judge, dtype=model.dtype, device=model.device, max_rows=config.rollout.max_rows)
-    scorer = Scorer(
+    scorer = (Scorer if world.size == 1 else partial(SpreadScorer, world))(
         config.reward,
         code=partial(score_code, sandbox=config.sandbox, credit=config.reward.code_credit),
         judge=None if judge is None else JudgePool(judge, config.judge),
@@ -132,20 +146,26 @@ def build(config: Config, recipe: Recipe | None = None, strategy: Callable[[int]
     if strategy is not None:
         schedule = Schedule(strategy, lambda step: None)
 
-    frozen: dict[tuple[str, str], PreTrainedModel] = {}  # a self-paired junior and the reference can be one model
+    compute = getattr(torch, model.dtype)
+    frozen: dict[tuple[str, str, bool], PreTrainedModel] = {}  # a self-paired junior and the reference can be one model
 
-    def freeze(path: str, dtype: str) -> PreTrainedModel:
-        if (path, dtype) not in frozen:
-            frozen[path, dtype] = load_model(path, dtype=dtype, device=model.device).requires_grad_(False)
-        return frozen[path, dtype]
+    def freeze(path: str, dtype: str, *, split: bool) -> PreTrainedModel:
+        """``split``: to score with, sharded like the policy; else whole, to decode with."""
+        name = path, dtype, split and world.size > 1
+        if name not in frozen:
+            loaded = load_model(path, dtype=dtype, device=model.device).requires_grad_(False)
+            frozen[name] = shard(loaded, world, dtype=compute) if split else loaded
+        return frozen[name]
 
     tandem = strategy is not None or schedule.strategy(1).writers != "senior"
     partner = model.junior or model.senior
-    # vLLM loads its own copy.
-    needs_junior = (tandem and config.rollout.engine == "torch") or config.loss.junior_kl_coef > 0
-    junior = freeze(partner, model.dtype) if needs_junior else None
+    junior = freeze(partner, model.dtype, split=True) if config.loss.junior_kl_coef > 0 else None
+    writes = tandem and config.rollout.engine == "torch"  # vLLM loads its own copy
+    writer = freeze(partner, model.dtype, split=False) if writes else None
     # float32 like the policy, so that both go through the same arithmetic and the KL starts at exactly 0.
-    reference = freeze(model.senior, "float32") if config.loss.kl_coef > 0 else None
+    reference = freeze(model.senior, "float32", split=True) if config.loss.kl_coef > 0 else None
+    engine = engine_of(config, policy, writer, tokenizer, partner=partner if tandem else None)
+    shard(policy, world, dtype=compute, offload=config.parallel.offload)
 
     rollout = config.rollout
     return Run(
@@ -156,9 +176,9 @@ def build(config: Config, recipe: Recipe | None = None, strategy: Callable[[int]
         policy=policy,
         reference=reference,
         junior=junior,
-        engine=engine_of(config, policy, junior, tokenizer, partner=partner if tandem else None),
+        engine=engine if world.size == 1 else SpreadEngine(engine, world),
         optimizer=torch.optim.AdamW(
-            policy.parameters(),
+            parameter_groups(policy.parameters()),
             lr=config.train.lr,
             betas=config.train.betas,
             weight_decay=config.train.weight_decay,
@@ -170,6 +190,8 @@ def build(config: Config, recipe: Recipe | None = None, strategy: Callable[[int]
         dropped=dropped,
         heldout=heldout,
         sampler=Sampler(len(prompts), seed=config.train.seed),
+        device=resolve_device(model.device),
+        world=world,
         custom_strategy=strategy,
         sampling=Sampling(
             max_tokens=rollout.max_tokens,
@@ -182,7 +204,8 @@ def build(config: Config, recipe: Recipe | None = None, strategy: Callable[[int]
 
 
 def resolve_recipe(recipe: Recipe, config: Config) -> Recipe:
-    """The recipe with what ``loss.*`` says otherwise; null there leaves the recipe alone."""
+    """The recipe with what ``loss.*`` says otherwise; null there leaves the recipe alone. Rollouts of older weights are
+    corrected for per token unless ``loss.importance`` is said."""
     c = config.loss
     said: dict[str, Any] = {
         "clip_low": c.clip_low,
@@ -194,6 +217,8 @@ def resolve_recipe(recipe: Recipe, config: Config) -> Recipe:
         "overlong_share": None if c.overlong_buffer is None else c.overlong_buffer / config.rollout.max_tokens,
     }
     recipe = recipe._replace(**{name: value for name, value in said.items() if value is not None})
+    if config.train.async_steps and c.importance is None and recipe.importance == "none":
+        recipe = recipe._replace(importance="token")
     return recipe._replace(dual_clip=None) if recipe.dual_clip == 0 else recipe
 
 
@@ -285,6 +310,7 @@ def save(run: Run, step: int) -> None:
         "optimizer": run.optimizer.state_dict(),
         "sampler": run.sampler.state_dict(),
         "best": run.best,
+        "ahead": run.ahead,
         "identity": identity(run),
         "rng": checkpoint.rng_state(),
     }
@@ -301,7 +327,7 @@ def identity(run: Run) -> dict[str, str]:
     fields = {k: signature(v) for k, v in run.recipe._asdict().items()}
     prompts = hashlib.sha256(repr([p.tokens for p in run.prompts]).encode()).hexdigest()
     frozen = {
-        name: "none" if model is None else f"{fingerprint(model.named_parameters()):#x}"
+        name: "none" if model is None else f"{fingerprint(full_parameters(model)):#x}"
         for name, model in (("junior", run.junior), ("reference", run.reference))
     }
     if run.junior is None and run.engine.has_junior:
@@ -362,13 +388,16 @@ def restore(run: Run, resume: str) -> int:
         run.optimizer.load_state_dict(state["optimizer"])
         run.sampler.load_state_dict(state["sampler"])
         run.best = state["best"] if (output / "hf" / "best").is_dir() else -math.inf
+        run.ahead = state["ahead"]
         checkpoint.restore_rng(state["rng"])
         step = state["step"]
-    checkpoint.discard_after(output, step)
-    for later in (output / "hf").glob("step_*"):
-        if checkpoint.step_of(later) > step:
-            shutil.rmtree(later)
-    for name in ("metrics.jsonl", "samples.jsonl"):
-        checkpoint.truncate_jsonl(output / name, step)
-    checkpoint.write_text(output / "config.yaml", to_yaml(run.config))
+    if run.world.main:
+        checkpoint.discard_after(output, step)
+        for later in (output / "hf").glob("step_*"):
+            if checkpoint.step_of(later) > step:
+                shutil.rmtree(later)
+        for name in ("metrics.jsonl", "samples.jsonl"):
+            checkpoint.truncate_jsonl(output / name, step)
+        checkpoint.write_text(output / "config.yaml", to_yaml(run.config))
+    run.world.barrier()
     return step

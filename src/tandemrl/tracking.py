@@ -55,23 +55,32 @@ class Tracker:
         config: read for train.{steps, wandb, wandb_project, log_samples} and rollout.max_tokens.
         console: where to print; default standard output. Bars are drawn on a terminal only.
         quiet: print nothing.
+        record: write the files; False in all processes of a run but one.
 
     Raises:
         TrackingError: ``train.wandb`` is on and wandb is not installed.
     """
 
     def __init__(
-        self, output_dir: str | Path, config: Config, *, console: Console | None = None, quiet: bool = False
+        self,
+        output_dir: str | Path,
+        config: Config,
+        *,
+        console: Console | None = None,
+        quiet: bool = False,
+        record: bool = True,
     ) -> None:
         self._config = config
         self._console = Console(quiet=True) if quiet else console or Console(highlight=False)
         self._live = self._console.is_terminal and not quiet
         folder = Path(output_dir)
         folder.mkdir(parents=True, exist_ok=True)
-        self._wandb = _start_wandb(folder, config, self.say)
-        self._last_step = _last_step(folder / "metrics.jsonl")
-        self._metrics = open(folder / "metrics.jsonl", "a", encoding="utf-8")  # noqa: SIM115 - closed in close()
-        self._samples = open(folder / "samples.jsonl", "a", encoding="utf-8")  # noqa: SIM115
+        self._wandb = _start_wandb(folder, config, self.say) if record else None
+        self._last_step = _last_step(folder / "metrics.jsonl") if record else None
+        self._metrics, self._samples = (
+            open(folder / f"{name}.jsonl", "a", encoding="utf-8") if record else None  # noqa: SIM115 - closed in close()
+            for name in ("metrics", "samples")
+        )
         self._progress: Progress | None = None
         self._steps_bar: TaskID | None = None
         self._rollout_bar: TaskID | None = None
@@ -143,8 +152,9 @@ class Tracker:
         if self._wandb is not None:
             self._wandb.finish(exit_code=int(failed))
             self._wandb = None
-        self._metrics.close()
-        self._samples.close()
+        for file in (self._metrics, self._samples):
+            if file is not None:
+                file.close()
 
     def _is_table_step(self, step: int) -> bool:
         every = self._config.train.eval_every
@@ -244,10 +254,20 @@ def sample_table(step: int, rollouts: Sequence[Rollout], tokenizer: Any) -> Tabl
     return table
 
 
-def _write(file: IO[str], lines: Sequence[str]) -> None:
-    file.write("".join(f"{line}\n" for line in lines))
-    file.flush()
-    os.fsync(file.fileno())
+def _write(file: IO[str] | None, lines: Sequence[str]) -> None:
+    """Raises:
+    TrackingError: the lines did not get to disk.
+    """
+    if file is None:
+        return
+    try:
+        file.write("".join(f"{line}\n" for line in lines))
+        file.flush()
+        os.fsync(file.fileno())
+    except OSError as error:
+        raise TrackingError(
+            f"{file.name}: {error.strerror}; free the disk and resume from the last checkpoint"
+        ) from None
 
 
 def _last_step(path: Path) -> int | None:

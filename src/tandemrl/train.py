@@ -7,7 +7,8 @@ each of them is a function of another module.
 
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -15,9 +16,12 @@ import torch
 from rich.console import Console
 
 from tandemrl import evals
+from tandemrl.ahead import Ahead
 from tandemrl.checkpoint import lock
 from tandemrl.config import Config, batch_plan
 from tandemrl.losses import Recipe
+from tandemrl.model import resolve_device
+from tandemrl.parallel import join
 from tandemrl.rollout import collect
 from tandemrl.rollout.sync import sync_weights
 from tandemrl.run import Run, build, check_draws, export, restore, save
@@ -49,10 +53,12 @@ def train(
     """
     if config.train.threads:
         torch.set_num_threads(config.train.threads)
-    run = build(config, recipe, strategy)
-    with lock(config.output_dir), run.scorer:
+    world = join(config.parallel, resolve_device(config.model.device))
+    run = build(config, recipe, strategy, world)
+    with lock(config.output_dir) if world.main else nullcontext(), run.scorer:
         done = restore(run, resume)
-        with Tracker(config.output_dir, config, console=console, quiet=quiet) as tracker:
+        silent = quiet or not world.main
+        with Tracker(config.output_dir, config, console=console, quiet=silent, record=world.main) as tracker:
             loop(run, done, tracker)
     return Path(config.output_dir)
 
@@ -67,30 +73,52 @@ def loop(run: Run, done: int, tracker: Tracker) -> None:
     if run.dropped:
         tracker.say(f"data.train: {run.dropped} rows are longer than data.max_prompt_tokens and were left out")
     sync_weights(run.policy, run.engine, version=done)
-    for step in range(done + 1, steps + 1):
-        clock = Clock()
-        with clock("rollout"):
-            written = rollout(run, step, tracker)
-        with clock("score"):
-            groups = collect.score(written, run.scorer, run.tokenizer)
-        with clock("update"):
-            metrics = update(run, groups, step)
+    with Ahead(run, partial(rollout, run, tracker)) as rollouts:
+        rollouts.load_state_dict(run.ahead)
+        for step in range(done + 1, steps + 1):
+            one_step(run, step, rollouts, tracker)
+
+
+def one_step(run: Run, step: int, rollouts: Ahead, tracker: Tracker) -> None:
+    """From the rollouts of ``step`` to its record, and its checkpoint if one is due."""
+    config = run.config
+    last = step == config.train.steps
+    clock = Clock()
+    with clock("rollout"):
+        written = rollouts.take(step)
+    if config.train.async_steps and not last:
         with clock("sync"):
-            sync_weights(run.policy, run.engine, version=step)
-        metrics |= describe(written, groups, step)
-        if run.heldout and (step == steps or step % config.train.eval_every == 0):
-            with clock("eval"):
-                metrics |= evaluate(run)
-        tracker.samples(step, [r for group in groups for r in group.rollouts], run.tokenizer)
-        tracker.step(step, metrics | clock.metrics(metrics["tokens/response"]))
-        if step == steps or step % config.train.save_every == 0:
-            save(run, step)
+            renew(run, step - 1)
+        rollouts.start(step + 1)
+    with clock("score"):
+        groups = collect.score(written, run.scorer, run.tokenizer)
+    with clock("update"):
+        metrics = update(run, groups, step)
+    metrics |= describe(written, groups, step)
+    evaluates = bool(run.heldout) and (last or step % config.train.eval_every == 0)
+    if not config.train.async_steps or evaluates:
+        with clock("sync"):
+            rollouts.wait()
+            renew(run, step)
+    if evaluates:
+        with clock("eval"):
+            metrics |= evaluate(run)
+    tracker.samples(step, [r for group in groups for r in group.rollouts], run.tokenizer)
+    tracker.step(step, metrics | clock.metrics(metrics["tokens/response"]))
+    if last or step % config.train.save_every == 0:
+        run.ahead = rollouts.state_dict()
+        save(run, step)
 
 
-def rollout(run: Run, step: int, tracker: Tracker) -> collect.Written:
+def renew(run: Run, version: int) -> None:
+    """Bring the engine to the policy's weights, unless it has them."""
+    if run.engine.policy_version != version:
+        sync_weights(run.policy, run.engine, version=version)
+
+
+def rollout(run: Run, tracker: Tracker, step: int, examples: list[int]) -> collect.Written:
     """The step's prompts, each completed ``rollout.group_size`` times by the step's strategy."""
     config = run.config
-    examples = run.sampler.next(config.train.prompts_per_step)
     written = collect.write(
         run.engine,
         [(example, run.prompts[example]) for example in examples],
@@ -163,7 +191,7 @@ class Clock:
     def __call__(self, phase: str) -> Iterator[None]:
         start = time.perf_counter()
         yield
-        self.phases[phase] = time.perf_counter() - start
+        self.phases[phase] = self.phases.get(phase, 0.0) + time.perf_counter() - start
 
     def metrics(self, tokens: float) -> Metrics:
         total = time.perf_counter() - self.start

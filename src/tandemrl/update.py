@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from tandemrl.batching import micro_batches, pack
+from tandemrl.batching import micro_batches, pack, pack_tokens
 from tandemrl.losses import (
     add_totals,
     average_metrics,
@@ -21,8 +21,9 @@ from tandemrl.losses import (
     totals,
     zero_variance_groups,
 )
+from tandemrl.parallel import World, clip_gradients
 from tandemrl.run import Run, TrainError, check_mismatch, learning_rate
-from tandemrl.types import Author, Batch, Group, Metrics, Rollout
+from tandemrl.types import Author, Batch, Group, Metrics, Rollout, Totals
 
 
 class MicroBatch(NamedTuple):
@@ -33,7 +34,11 @@ class MicroBatch(NamedTuple):
 
 
 def update(run: Run, groups: Sequence[Group], step: int) -> Metrics:
-    """One optimiser step per mini-batch of prompts, on advantages computed over all prompts of the step."""
+    """One optimiser step per mini-batch of prompts, on advantages computed over all prompts of the step.
+
+    Every process is given all rollouts. Each data rank computes its share of the micro-batches; what depends on all of
+    them (totals, KL in the reward, metrics) is summed over the ranks.
+    """
     config, loss = run.config, run.config.loss
     rollouts = [r for group in groups for r in group.rollouts]
     group_ids = torch.tensor([r.group for r in rollouts])
@@ -54,13 +59,14 @@ def update(run: Run, groups: Sequence[Group], step: int) -> Metrics:
         [m._replace(batch=add_logprobs(run, m.batch, old=needs_old)) for m in mini] for mini in mini_batches
     ]
     if loss.kl_in_reward:
+        penalties = torch.zeros(len(rollouts), device=run.device)
         for rows, b in (m for mini in mini_batches for m in mini):
             assert b.old_logprobs is not None
             assert b.ref_logprobs is not None
-            shaped = rewards[rows].to(b.tokens.device)
-            weights = weights_of(run, b)
-            shaped = kl_in_reward(shaped, b.old_logprobs, b.ref_logprobs, weights, b.sequence_ids, coef=loss.kl_coef)
-            rewards[rows] = shaped.cpu()
+            none, weights = torch.zeros(len(rows), device=run.device), weights_of(run, b)
+            shaped = kl_in_reward(none, b.old_logprobs, b.ref_logprobs, weights, b.sequence_ids, coef=loss.kl_coef)
+            penalties[rows] += shaped
+        rewards += run.world.data_sum(penalties).cpu()
     senior = torch.tensor([float((r.author == Author.SENIOR).sum()) for r in rollouts])
     junior = torch.tensor([float((r.author == Author.JUNIOR).sum()) for r in rollouts])
     counts = (senior + loss.junior_weight * junior) * used
@@ -85,12 +91,16 @@ def update(run: Run, groups: Sequence[Group], step: int) -> Metrics:
 
 
 def split(run: Run, rollouts: Sequence[Rollout], rows: Tensor) -> list[MicroBatch]:
-    """Micro-batches of some rollouts, within the token budget."""
+    """This data rank's micro-batches of some rollouts, within the token budget: as many as every other rank has."""
     lengths = [len(rollouts[i].tokens) for i in rows.tolist()]
+    world = run.world
     bins = micro_batches(lengths, run.config.train.tokens_per_micro_batch)
+    bins += [[] for _ in range(-len(bins) % world.data_size)]
     return [
-        MicroBatch(rows[b], pack([rollouts[i] for i in rows[b].tolist()], torch.zeros(len(b)), run.policy.device))
-        for b in bins
+        MicroBatch(rows[b], pack([rollouts[i] for i in rows[b].tolist()], torch.zeros(len(b)), run.device))
+        if b
+        else MicroBatch(rows[:1], pack_tokens([[0]], run.device))  # a rank without work still joins the collectives
+        for b in bins[world.data_rank :: world.data_size]
     ]
 
 
@@ -121,9 +131,13 @@ def optimise(run: Run, batches: Sequence[Batch], *, first: bool) -> Metrics:
     """
     config, loss_config = run.config, run.config.loss
     weights = [weights_of(run, b) for b in batches]
-    step_totals = add_totals(
-        totals(w, b.author, b.sequence_ids, num_sequences=b.num_sequences)
-        for w, b in zip(weights, batches, strict=True)
+    step_totals = total_over(
+        run.world,
+        add_totals(
+            totals(w, b.author, b.sequence_ids, num_sequences=b.num_sequences)
+            for w, b in zip(weights, batches, strict=True)
+        ),
+        run.device,
     )
     difference: list[Tensor] = []
     loss_sum = torch.zeros(())
@@ -158,18 +172,35 @@ def optimise(run: Run, batches: Sequence[Batch], *, first: bool) -> Metrics:
         loss_sum = loss_sum + loss.detach().cpu()
         for name, value in parts.items():
             sums[name] = sums[name] + value if name in sums else value
+    sums = {name: run.world.data_sum(value) for name, value in sums.items()}
+    loss_value = run.world.data_sum(loss_sum.to(run.device)).item()
     metrics = {name: value.item() for name, value in average_metrics(sums, step_totals).items()}
     if first:
-        gap = torch.cat(difference)
-        metrics |= {"mismatch/mean_abs": gap.mean().item(), "mismatch/max_abs": gap.max().item()} if len(gap) else {}
-        check_mismatch(config, metrics.get("mismatch/mean_abs", 0.0))
-    norm = torch.nn.utils.clip_grad_norm_(run.policy.parameters(), config.train.grad_clip).item()
+        metrics |= mismatch(run.world, torch.cat(difference).to(run.device))
+        if not config.train.async_steps:  # else the rollouts are of older weights
+            check_mismatch(config, metrics.get("mismatch/mean_abs", 0.0))
+    norm = clip_gradients(run.policy.parameters(), config.train.grad_clip)
     if not math.isfinite(norm):
-        raise TrainError(f"the gradient norm is {norm} (loss {loss_sum.item()}): stopped before it reached the weights")
+        raise TrainError(f"the gradient norm is {norm} (loss {loss_value}): stopped before it reached the weights")
     if float(step_totals.weight) > 0:  # else there is nothing to learn from, and weight decay alone is no training
         run.optimizer.step()
     run.optimizer.zero_grad(set_to_none=True)
-    return {"loss": loss_sum.item(), "grad_norm": norm} | metrics
+    return {"loss": loss_value, "grad_norm": norm} | metrics
+
+
+def total_over(world: World, own: Totals, device: torch.device) -> Totals:
+    """The totals of all data ranks."""
+    counts = torch.stack([torch.as_tensor(x, dtype=torch.float64, device=device) for x in own])
+    return Totals(*world.data_sum(counts).float())
+
+
+def mismatch(world: World, gap: Tensor) -> Metrics:
+    """Mean and largest |trainer - engine| log-prob of the senior tokens of all data ranks; none: nothing."""
+    largest = gap.max() if len(gap) else gap.new_zeros(())
+    total, count = world.data_sum(torch.stack([gap.sum(), gap.new_tensor(float(len(gap)))])).tolist()
+    if not count:
+        return {}
+    return {"mismatch/mean_abs": total / count, "mismatch/max_abs": world.data_max(largest).item()}
 
 
 def weights_of(run: Run, batch: Batch) -> Tensor:

@@ -39,6 +39,7 @@ TIGHT = {
     "both": dict(kv_blocks=22, block_size=32, max_batched_tokens=64, max_rows=48),
     "no prefix cache": dict(prefix_caching=False),
 }
+PRESSED = [*((tight, "lazy") for tight in TIGHT), ("both", "majority"), ("both", "lockstep")]
 SAMPLINGS = {
     "cold": Sampling(temperature=0.6),
     "top_k": Sampling(top_k=5),
@@ -78,10 +79,9 @@ def test_stock_texts_are_worth_comparing(stock):
     assert np.mean([len(set(written)) for written in stock]) > 12
 
 
-@pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("name", strategies())
-def test_two_equal_models_write_what_stock_vllm_writes(engines, stock, name, mode):
-    engine = engines("equal", mode=mode)
+def test_two_equal_models_write_what_stock_vllm_writes(engines, stock, name):
+    engine = engines("equal")
     some = slice(0, len(LENGTHS))
     batch = with_strategy(mixed(ALL_PROMPTS[some], GREEDY), strategies()[name])
     written = engine.generate(batch)
@@ -90,8 +90,7 @@ def test_two_equal_models_write_what_stock_vllm_writes(engines, stock, name, mod
     assert all((c.behaviour_logprobs == 0).all() for c in flat(written))
 
 
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("tight", TIGHT)
+@pytest.mark.parametrize(("tight", "mode"), PRESSED)
 def test_two_equal_models_write_what_stock_vllm_writes_under_pressure(engines, stock, scheduled, tight, mode):
     engine = engines("equal", mode=mode, **TIGHT[tight])
     batch = mixed(ALL_PROMPTS, GREEDY)
@@ -114,12 +113,11 @@ def assert_same_draws(found: Sequence[Completion], wanted: Sequence[Completion])
         assert np.abs(one.behaviour_logprobs - other.behaviour_logprobs).max() < 1e-4
 
 
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("options", [{}, *TIGHT.values()], ids=["plain", *TIGHT])
-def test_two_equal_models_sample_what_one_of_them_samples(engines, alone, options, mode):
+@pytest.mark.parametrize(("tight", "mode"), [*((None, mode) for mode in MODES), *PRESSED])
+def test_two_equal_models_sample_what_one_of_them_samples(engines, alone, tight, mode):
     """The author draws do not touch the token draws, and neither do chunks, preemption or who is left behind."""
     batch = mixed(ALL_PROMPTS, SAMPLED)
-    written = engines("equal", mode=mode, **options).generate(batch)
+    written = engines("equal", mode=mode, **TIGHT.get(tight, {})).generate(batch)
     assert_same_draws(flat(written), alone)
     assert_sound(batch, written)
 
@@ -138,8 +136,7 @@ def test_every_greedy_token_is_the_best_of_its_authors_model(engines, pair, mode
     assert (swapped > 1e-4).mean() > 0.5  # the two models are told apart
 
 
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("tight", TIGHT)
+@pytest.mark.parametrize(("tight", "mode"), PRESSED)
 def test_every_greedy_token_is_the_best_of_its_authors_model_under_pressure(engines, scheduled, tight, mode):
     batch = mixed(ALL_PROMPTS, GREEDY, seed=1)
     written = engines("Llama junior", mode=mode, **TIGHT[tight]).generate(batch)

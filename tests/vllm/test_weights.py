@@ -447,10 +447,13 @@ def test_a_rank_whose_own_copy_is_outdated_is_noticed(sharded):
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["Qwen3", "Llama"])
 def test_two_worker_processes(kind, monkeypatch, tmp_path):
+    import vllm
+
     from tandemrl.rollout.vllm_weights import write_weights
 
     monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "nobind")
     monkeypatch.setenv("VLLM_ALLOW_INSECURE_SERIALIZATION", "1")
+    vllm.envs.disable_envs_cache()  # an engine that runs has frozen its own
     running = Stock(kind, "bfloat16", tmp_path, tensor_parallel_size=2, distributed_executor_backend="mp")
     for seed in (1, 2):
         model = trainer(kind, seed)

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from tandemrl.parallel import full_parameters
 from tandemrl.rollout.engine import Engine, EngineError
 from tandemrl.selection.draws import mix64
 
@@ -46,8 +47,8 @@ def sync_weights(model: PreTrainedModel, engine: Engine, version: int) -> int:
     Raises:
         EngineError: the engine's weights or version are not what was sent.
     """
-    engine.load_weights(model.named_parameters(), version)
-    wanted = fingerprint(model.named_parameters(), dtype=getattr(torch, engine.info.dtype))
+    engine.load_weights(full_parameters(model), version)
+    wanted = fingerprint(full_parameters(model), dtype=getattr(torch, engine.info.dtype))
     found = engine.fingerprint("senior")
     if wanted != found or engine.policy_version != version:
         raise EngineError(
