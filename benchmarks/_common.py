@@ -1,4 +1,7 @@
-"""Shared by the benchmarks: the model, the prompts, the load of the machine, and what a result says about itself."""
+"""Shared by the benchmarks: models, prompts, lengths, the load of the machine, and what a result says about itself.
+
+Peer scripts import it in environments of their own, which do not have this library.
+"""
 
 import json
 import os
@@ -6,20 +9,21 @@ import platform
 import statistics
 import time
 from collections.abc import Mapping, Sequence
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import transformers
-
-import tandemrl
-from tandemrl.tiny import build_tiny_pair
 
 TINY_PAIR = Path("runs/tiny")
 
 
 def tiny_senior() -> Path:
     """The senior of the tiny pair, which is built where the quickstart looks for it if it is not there."""
+    from tandemrl.tiny import build_tiny_pair
+
     build_tiny_pair(TINY_PAIR)
     return TINY_PAIR / "senior"
 
@@ -27,6 +31,18 @@ def tiny_senior() -> Path:
 def prompt_texts(count: int) -> list[str]:
     """Short plain prompts, the same in every library."""
     return [f"the quick brown fox adds {i} plus {i % 7} equals" for i in range(count)]
+
+
+def given_lengths(kind: str, count: int, longest: int, *, seed: int, step: int) -> list[int]:
+    """Response tokens of the completions of a step, in order: the same in every library.
+
+    ``equal``: all ``longest``. ``lognormal``: median 0.35 of the longest, sigma 0.8 of the logarithm, clipped to
+    [4, longest].
+    """
+    if kind == "equal":
+        return [longest] * count
+    drawn = np.random.default_rng((seed, step)).lognormal(np.log(0.35 * longest), 0.8, count)
+    return np.clip(drawn, 4, longest).astype(int).tolist()
 
 
 def digit_fraction(text: str) -> float:
@@ -45,11 +61,11 @@ def cpu_seconds() -> tuple[float, float]:
     return mine, (sum(fields) - idle - iowait) / os.sysconf("SC_CLK_TCK")
 
 
-def about() -> dict[str, Any]:
+def about(library: str = "tandemrl") -> dict[str, Any]:
     """Versions and machine of this process; no path and no host name."""
     return {
-        "library": "tandemrl",
-        "version": tandemrl.__version__,
+        "library": library,
+        "version": version(library),
         "torch": torch.__version__,
         "transformers": transformers.__version__,
         "threads": torch.get_num_threads(),

@@ -27,6 +27,7 @@ from transformers import GenerationConfig, PreTrainedTokenizerFast, Qwen3Config,
 from transformers.utils import logging
 
 EOS, PAD = "<|im_end|>", "<|endoftext|>"
+TEMPLATE = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
 CONTEXT = 8192
 ROWS, TOKENS = 8, 1500
 """The batch at which ``kv_over_weights`` is stated."""
@@ -59,6 +60,11 @@ SIZES: Mapping[str, Mapping[str, int]] = {
         "head_dim": 32,
     },
 }
+QWEN3: Mapping[str, Mapping[str, Any]] = {
+    "qwen3-0.6b": {"hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 28, "num_attention_heads": 16},
+    "qwen3-4b": {"hidden_size": 2560, "intermediate_size": 9728, "num_hidden_layers": 36, "num_attention_heads": 32},
+}
+"""The published shapes of Qwen3, for GPUs. What is missing is the same for all."""
 
 
 def build(name: str, directory: Path) -> tuple[Path, Path]:
@@ -81,8 +87,9 @@ def build(name: str, directory: Path) -> tuple[Path, Path]:
 
 def model(name: str, seed: int) -> Qwen3ForCausalLM:
     """A new model in float32. The default initialisation makes nearly uniform next-token distributions."""
+    published = {"vocab_size": 151936, "num_key_value_heads": 8, "head_dim": 128}
     config = Qwen3Config(
-        **SIZES[name],
+        **(SIZES[name] if name in SIZES else published | dict(QWEN3[name])),
         max_position_embeddings=CONTEXT,
         tie_word_embeddings=True,
         bos_token_id=None,
@@ -104,7 +111,9 @@ def tokenizer() -> PreTrainedTokenizerFast:
     bpe = Tokenizer(models.BPE(vocab={s: i for i, s in enumerate([PAD, EOS, *alphabet])}, merges=[]))
     bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     bpe.decoder = decoders.ByteLevel()
-    return PreTrainedTokenizerFast(tokenizer_object=bpe, eos_token=EOS, pad_token=PAD, model_max_length=CONTEXT)
+    return PreTrainedTokenizerFast(
+        tokenizer_object=bpe, eos_token=EOS, pad_token=PAD, model_max_length=CONTEXT, chat_template=TEMPLATE
+    )
 
 
 def describe(name: str) -> dict[str, Any]:
@@ -120,6 +129,7 @@ def describe(name: str) -> dict[str, Any]:
         "kv_bytes_per_token": kv_bytes,
         f"kv_over_weights_{ROWS}x{TOKENS}": round(ROWS * TOKENS * kv_bytes / (4 * parameters), 2),
         "context": CONTEXT,
+        "chat_template": TEMPLATE,
         **size,
     }
 

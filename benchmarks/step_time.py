@@ -1,4 +1,4 @@
-"""Seconds per GRPO step, solo or tandem, with the knobs and field names of a peer script for TRL's GRPOTrainer.
+"""Seconds per GRPO step, solo or tandem, alone or in turn with TRL's GRPOTrainer (`peers/trl.py`, the same knobs).
 
     OMP_NUM_THREADS=1 python benchmarks/step_time.py --strategy word --threads 1
 
@@ -6,11 +6,15 @@ Prints one JSON line. A step is what `tandemrl.train` does between two steps, wi
 `generate` (rollouts, authors verified by replay), `reward`, `update` (pack, advantages, forward, backward, optimiser),
 `sync` (weights to the engine, verified by checksum). Metrics and samples go to disk after the step, as the peer's do;
 `log_s` says how long that takes. Both sides: AdamW, one optimiser step on all completions, token-mean loss, and every
-completion has exactly --max-tokens tokens, unless --allow-eos lets them stop where they end.
+completion has exactly --max-tokens tokens, unless --allow-eos lets them stop where they end. With --lengths lognormal
+they are then cut, before the reward: to the same lengths in both libraries (`_common.given_lengths`).
 
-With --against SCRIPT the peer, solo and tandem are run in turn, in processes of their own, so that the load of the
-machine falls on all three alike; prints the medians and ratios, and writes every line to --out. CPU seconds stand
-beside wall seconds: on one thread they leave out the time that other processes took.
+`update_tokens_per_s` is response tokens per second of the update. TRL's update leaves out the arithmetic of the loss
+and the padding; ours counts all that follows the reward.
+
+With --trl-python PYTHON, an interpreter that has TRL, the peer, solo and tandem are run in turn, in processes of their
+own, so that the load of the machine falls on all three alike; prints the medians and ratios, and writes every line to
+--out. CPU seconds stand beside wall seconds: on one thread they leave out the time that other processes took.
 """
 
 import argparse
@@ -27,11 +31,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from _common import about, cpu_seconds, digit_fraction, prompt_texts, ratios, tiny_senior
+from _common import about, cpu_seconds, digit_fraction, given_lengths, prompt_texts, ratios, tiny_senior
 
 from tandemrl.config import load
 from tandemrl.data.rows import Prompt, Row
 from tandemrl.data.sampler import Sampler
+from tandemrl.rollout.engine import Completion, Engine, Request
 from tandemrl.rollout.envs.math import Score
 from tandemrl.rollout.envs.scoring import Scorer
 from tandemrl.run import Run, build
@@ -41,12 +46,13 @@ from tandemrl.types import Rollout
 
 PHASES = {"generate": "rollout", "reward": "score", "update": "update", "sync": "sync"}
 """Names of the phases here, as in the peer's result, and in the library's metrics."""
+PEER = Path(__file__).parent / "peers" / "trl.py"
 
 
 def main() -> None:
     options = parser().parse_args()
     model = options.model or tiny_senior()
-    line = measure(model, options) if options.against is None else compare(model, options)
+    line = measure(model, options) if options.trl_python is None else compare(model, options)
     print(json.dumps(line))
 
 
@@ -58,6 +64,7 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--completions", type=int, default=32, help="completions per step")
     p.add_argument("--micro-batch", type=int, default=32, help="completions per forward and backward")
     p.add_argument("--max-tokens", type=int, default=128)
+    p.add_argument("--lengths", choices=["equal", "lognormal"], default="equal", help="what completions are cut to")
     p.add_argument("--steps", type=int, default=10)
     p.add_argument("--warmup", type=int, default=3, help="first steps left out of the statistics")
     p.add_argument("--lr", type=float, default=1e-6)
@@ -68,8 +75,7 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--seed", type=int, default=0)
     p.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
     group = p.add_argument_group("comparison")
-    group.add_argument("--against", type=Path, metavar="SCRIPT", help="the peer script, which takes the same flags")
-    group.add_argument("--trl-python", default=sys.executable, help="interpreter that has TRL")
+    group.add_argument("--trl-python", metavar="PYTHON", help="interpreter that has TRL")
     group.add_argument("--rounds", type=int, default=5)
     group.add_argument("--out", type=Path, default=Path(__file__).parent / "results" / "step_time.json")
     return p
@@ -94,14 +100,15 @@ def measure(model: Path, options: argparse.Namespace) -> dict[str, Any]:
     steps = tracker.steps
     counted = steps[options.warmup :] or steps
     mean = {name: statistics.mean(step[name] for step in counted) for name in steps[0]}
-    generated = options.completions * mean["mean_len"]
+    generated = options.completions * (mean["mean_len"] if options.allow_eos else options.max_tokens)
     return about() | {
         "strategy": options.strategy,
         "model": "tiny" if options.model is None else options.model.name,
         "params": sum(p.numel() for p in run.policy.parameters()),
         "dtype": options.dtype,
         "device": options.device,
-        **{k: getattr(options, k) for k in ("group_size", "completions", "micro_batch", "max_tokens", "steps")},
+        **{k: getattr(options, k) for k in ("group_size", "completions", "micro_batch", "max_tokens", "lengths")},
+        "steps": options.steps,
         "warmup": options.warmup,
         "allow_eos": options.allow_eos,
         "s_per_step": round(mean["step"], 4),
@@ -113,7 +120,7 @@ def measure(model: Path, options: argparse.Namespace) -> dict[str, Any]:
         "cores_others": round(mean["others"], 2),
         "gen_tokens_per_s": round(generated / mean["generate"], 1),
         "mean_len": round(mean["mean_len"], 1),
-        "update_tokens_per_s": round(generated / mean["update"], 1),
+        "update_tokens_per_s": round(options.completions * mean["mean_len"] / mean["update"], 1),
         "init_s": round(init_s, 2),
         "train_s": round(train_s, 2),
         "reward_last": steps[-1]["reward_mean"],
@@ -158,7 +165,30 @@ def prepare(model: Path, options: argparse.Namespace, folder: str) -> Run:
         sampler=Sampler(len(prompts), seed=options.seed),
         scorer=DigitScorer(config.reward),
         sampling=replace(run.sampling, ignore_eos=not options.allow_eos),
+        engine=run.engine if options.lengths == "equal" else Cut(run.engine, options),
     )
+
+
+class Cut:
+    """An engine whose completions are cut to given lengths; everything else is the inner engine's."""
+
+    def __init__(self, inner: Engine, options: argparse.Namespace) -> None:
+        self.inner, self.options = inner, options
+        self.step = 0
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.inner, name)
+
+    def generate(self, requests: Sequence[Request], **kwargs: Any) -> list[list[Completion]]:
+        o = self.options
+        lengths = iter(given_lengths(o.lengths, o.completions, o.max_tokens, seed=o.seed, step=self.step))
+        self.step += 1
+        return [[shorter(c, next(lengths)) for c in group] for group in self.inner.generate(requests, **kwargs)]
+
+
+def shorter(completion: Completion, length: int) -> Completion:
+    names = ("tokens", "author", "behaviour_logprobs")
+    return replace(completion, **{name: getattr(completion, name)[:length] for name in names})
 
 
 class DigitScorer(Scorer):
@@ -207,12 +237,12 @@ class Stopwatch(Tracker):
 
 def compare(model: Path, options: argparse.Namespace) -> dict[str, Any]:
     """Peer, solo and tandem in turn; writes every line to ``options.out`` and returns the summary."""
-    names = ("group_size", "completions", "micro_batch", "max_tokens", "steps", "warmup", "threads", "seed", "lr")
-    flags = [f"--model={model}", f"--dtype={options.dtype}", f"--device={options.device}"]
+    names = ("group_size", "completions", "micro_batch", "max_tokens", "lengths", "steps", "warmup", "threads", "seed")
+    flags = [f"--model={model}", f"--dtype={options.dtype}", f"--device={options.device}", f"--lr={options.lr}"]
     flags += [f"--{name.replace('_', '-')}={getattr(options, name)}" for name in names]
     flags += ["--allow-eos"] if options.allow_eos else []
     commands = {
-        "trl": [options.trl_python, str(options.against), *flags],
+        "trl": [options.trl_python, str(PEER), *flags],
         "solo": [sys.executable, __file__, *flags, "--strategy=solo"],
         "tandem": [sys.executable, __file__, *flags, "--strategy=word"],
     }
@@ -223,17 +253,24 @@ def compare(model: Path, options: argparse.Namespace) -> dict[str, Any]:
             line = {"round": number, "who": who} | last_line(commands[who])
             line["model"] = "tiny" if options.model is None else options.model.name  # a path is of no use to a reader
             lines.append(line)
-            print(f"round {number} {who}: {line['s_per_step_median']} s per step", file=sys.stderr)
+            print(
+                f"round {number} {who}: {line['s_per_step_median']} s per step, "
+                f"{line['update_tokens_per_s']} tokens/s in the update",
+                file=sys.stderr,
+            )
     pairs = [("solo", "trl"), ("tandem", "trl"), ("tandem", "solo")]
     wall = {who: [x["s_per_step_median"] for x in lines if x["who"] == who] for who in commands}
     cpu = {who: [x["s_per_step"] * x["cores_used"] for x in lines if x["who"] == who] for who in commands}
+    update = {who: [x["update_tokens_per_s"] for x in lines if x["who"] == who] for who in commands}
     summary = {
         "benchmark": "step_time",
-        "allow_eos": options.allow_eos,
+        **{k: getattr(options, k) for k in ("allow_eos", "lengths", "max_tokens", "completions")},
         "median_s_per_step": {who: round(statistics.median(values), 4) for who, values in wall.items()},
         "median_cpu_s_per_step": {who: round(statistics.median(values), 4) for who, values in cpu.items()},
         "ratios": ratios(wall, pairs),
         "cpu_ratios": ratios(cpu, pairs),
+        "median_update_tokens_per_s": {who: round(statistics.median(values)) for who, values in update.items()},
+        "update_tokens_per_s_ratios": ratios(update, pairs),
         "cores_others": round(statistics.median(line["cores_others"] for line in lines), 2),
     }
     options.out.parent.mkdir(parents=True, exist_ok=True)

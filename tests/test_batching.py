@@ -1,10 +1,12 @@
+import itertools
+
 import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tandemrl.batching import micro_batches, pack, unpack
+from tandemrl.batching import attention_cost, micro_batches, pack, unpack
 from tandemrl.types import Rollout
 
 
@@ -54,32 +56,128 @@ def test_pack_and_unpack_refuse_what_does_not_fit():
         unpack(torch.zeros(4), torch.tensor([1, 2]))
 
 
-@given(st.lists(st.integers(1, 50), max_size=60), st.integers(50, 120))
-def test_budget_is_never_exceeded_and_every_sequence_is_used_once(lengths, budget):
-    bins = micro_batches(lengths, budget)
+def partitions(items, count):
+    """Every way to put items into count bins, as loads."""
+    for places in itertools.product(range(count), repeat=len(items)):
+        yield [sum(item for item, place in zip(items, places, strict=True) if place == b) for b in range(count)]
+
+
+def fits(lengths, rooms):
+    """Whether some way to put all lengths into the rooms exists."""
+    return not lengths or any(
+        fits(lengths[1:], [*rooms[:i], room - lengths[0], *rooms[i + 1 :]])
+        for i, room in enumerate(rooms)
+        if room >= lengths[0]
+    )
+
+
+def log_normal(rng, count):
+    """Lengths of mean 400 (before clipping), sigma 0.8 of the logarithm, at most 3,072."""
+    return np.clip(rng.lognormal(np.log(400) - 0.32, 0.8, count), 1, 3072).astype(int).tolist()
+
+
+def copies(bins, groups):
+    """In how many bins a group is, on average: how often its prompt is computed."""
+    return sum(len({groups[i] for i in bin_}) for bin_ in bins) / len(set(groups))
+
+
+@given(
+    st.lists(st.tuples(st.integers(1, 50), st.integers(0, 5)), max_size=40),
+    st.integers(50, 120),
+    st.integers(1, 5),
+    st.booleans(),
+)
+def test_budget_parts_and_every_sequence_once(sequences, budget, parts, grouped):
+    lengths, numbers = [length for length, _ in sequences], [group for _, group in sequences]
+    groups = numbers if grouped else None
+    bins = micro_batches(lengths, budget, parts=parts, groups=groups)
     assert sorted(i for bin_ in bins for i in bin_) == list(range(len(lengths)))
-    totals = [sum(lengths[i] for i in bin_) for bin_ in bins]
-    assert all(0 < total <= budget for total in totals)
-    assert len(bins) <= 2 * -(-sum(lengths) // budget)  # any two first-fit bins exceed the budget together
-    assert bins == micro_batches(lengths, budget)
+    assert all(sum(lengths[i] for i in bin_) <= budget for bin_ in bins)
+    assert len(bins) % parts == 0
+    assert sum(not bin_ for bin_ in bins) == max(0, len(bins) - len(lengths))
+    # Any two first-fit bins exceed the budget together; after that come at most parts - 1 more.
+    assert len(bins) <= max(1, 2 * -(-sum(lengths) // budget)) + parts - 1
+    costs = [sum(attention_cost(lengths[i]) for i in bin_) for bin_ in bins]
+    assert costs == sorted(costs, reverse=True)
+    assert bins == micro_batches(lengths, budget, parts=parts, groups=groups)
+
+
+@given(st.lists(st.integers(1, 12), min_size=1, max_size=7), st.integers(12, 20))
+@settings(max_examples=50, deadline=None)
+def test_number_of_bins_against_brute_force(lengths, budget):
+    fewest = next(n for n in itertools.count(1) if fits(lengths, [budget] * n))
+    found = len(micro_batches(lengths, budget))
+    assert fewest <= found <= (11 * fewest + 6) // 9  # the tight bound of first-fit decreasing (Dosa 2007)
+
+
+@given(st.lists(st.integers(1, 30), min_size=2, max_size=7), st.integers(2, 3))
+@settings(max_examples=50, deadline=None)
+def test_balance_against_brute_force(lengths, parts):
+    bins = micro_batches(lengths, sum(lengths), parts=parts, cost=float)
+    slowest = max(sum(lengths[i] for i in bin_) for bin_ in bins)
+    best = min(max(loads) for loads in partitions(lengths, parts))
+    assert best <= slowest <= (7 / 6 if parts == 2 else 4 / 3) * best  # Fischetti and Martello 1987; Michiels 2003
+
+
+def test_largest_differencing_beats_dealing_to_the_emptiest():
+    assert micro_batches([8, 7, 6, 5, 4], 30, parts=2, cost=float) == [
+        [1, 3, 4],
+        [0, 2],
+    ]  # 16 and 14; the other: 17, 13
+
+
+@pytest.mark.parametrize("parts", [1, 4])
+def test_log_normal_lengths_fill_the_slots_and_keep_processes_busy(parts):
+    rng = np.random.default_rng(0)
+    mixes = [log_normal(rng, 256) for _ in range(6)]
+    for lengths in mixes:
+        groups = [i // 8 for i in range(256)]
+        alone = micro_batches(lengths, 8192, parts=parts)
+        together = micro_batches(lengths, 8192, parts=parts, groups=groups)
+        fewest = -(-sum(lengths) // 8192)
+        assert len(alone) == len(together) == fewest + -fewest % parts  # no split has fewer
+        for bins, waiting in ((alone, 0.01), (together, 0.03)):
+            costs = np.array([sum(attention_cost(lengths[i]) for i in bin_) for bin_ in bins]).reshape(-1, parts)
+            assert costs.sum() >= (1 - waiting) * parts * costs.max(1).sum()
+        assert copies(together, groups) < 0.45 * copies(alone, groups)
+    largest = max(mixes, key=lambda lengths: sum(lengths) % 8192)  # other sums cannot fill whole bins
+    assert sum(largest) / (8192 * len(micro_batches(largest, 8192))) >= 0.95
+    many = [length for lengths in mixes for length in lengths]
+    assert sum(many) / (8192 * len(micro_batches(many, 8192, groups=[i // 8 for i in range(len(many))]))) >= 0.95
+
+
+def test_a_group_is_torn_only_where_it_has_to_be():
+    assert micro_batches([2] * 8, 8, groups=[0, 1] * 4) == [[0, 2, 4, 6], [1, 3, 5, 7]]
+    groups = [0, 0, 0, 1, 1, 1, 2, 2, 2]
+    for parts in (1, 3):  # 9 tokens fit a bin, but three groups of 6 tokens have to go into two bins or three
+        assert copies(micro_batches([2] * 9, 9, parts=parts, groups=groups), groups) == 1
+    torn = micro_batches([3] * 8, 15, groups=[0] * 8)  # the group alone exceeds the budget
+    assert sorted(map(len, torn)) == [3, 5] or sorted(map(len, torn)) == [4, 4]
+
+
+def test_more_processes_than_sequences_leave_empty_bins_last():
+    assert micro_batches([3, 5], 8, parts=4) == [[1], [0], [], []]
+    assert micro_batches([3, 5, 4, 4], 8, parts=4, groups=[0] * 4) == [[1], [2], [3], [0]]
+    assert micro_batches([], 10, parts=4) == []
 
 
 def test_bins_are_few_and_balanced():
-    assert micro_batches([], 10) == []
-    assert micro_batches([4, 4, 4, 4], 8) == [[0, 2], [1, 3]]
+    assert micro_batches([4, 4, 4, 4], 8) == [[0, 3], [1, 2]]
     lengths = [100] * 30 + [10] * 30
     totals = [sum(lengths[i] for i in bin_) for bin_ in micro_batches(lengths, 1200)]
     assert sorted(totals) == [1100, 1100, 1100]
 
 
 def test_balancing_gives_way_to_the_budget():
-    # First fit: {6,4}, {5,5}, {4,3,3}; the emptiest-first deal would need 11 in one bin.
     lengths = [6, 5, 5, 4, 4, 3, 3]
     bins = micro_batches(lengths, 10)
-    assert len(bins) == 3
     assert [sum(lengths[i] for i in bin_) for bin_ in bins] == [10, 10, 10]
+    lengths = [3072] * 2 + [128] * 80  # bins of equal cost have unequal numbers of tokens, and there is no room for it
+    assert [sum(lengths[i] for i in bin_) for bin_ in micro_batches(lengths, 8192, parts=2)] == [8192, 8192]
 
 
 def test_a_sequence_above_the_budget_is_named_with_the_fix():
     with pytest.raises(ValueError, match=r"sequence 1 has 11 tokens.*train\.tokens_per_micro_batch to 11"):
         micro_batches([3, 11, 4], 10)
+    with pytest.raises(ValueError, match="3 sequences but 2 group numbers"):
+        micro_batches([3, 1, 4], 10, groups=[0, 0])

@@ -1,23 +1,32 @@
 """Checkpoints: whole or not there at any moment, plain data only, and a resume that cannot become another run."""
 
+import copy
+import errno
 import json
 import os
+import pickle
 import random
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file
+from torch import Tensor, nn
+from torch.distributed.checkpoint import FileSystemWriter
 
+from helpers import qwen3, tokenizer
 from tandemrl import checkpoint
-from tandemrl.checkpoint import CheckpointError
-from tandemrl.config import Config, load
+from tandemrl.checkpoint import CheckpointError, Trained
+from tandemrl.config import Config, LoraConfig, load
 
 
 def state(step: int) -> dict[str, Any]:
@@ -38,14 +47,66 @@ def is_whole(path: Path) -> bool:
     return found["step"] == step and bool((found["weights"]["a"] == step).all()) and (path / "meta.json").is_file()
 
 
-class Part:
+class Part(nn.Module):
     """Stands for a model or a tokenizer."""
 
     def __init__(self, name: str, text: str) -> None:
+        super().__init__()
         self.name, self.text = name, text
+        self.config = SimpleNamespace(dtype=None, save_pretrained=lambda folder: None)
 
-    def save_pretrained(self, folder: Path) -> None:
+    def save_pretrained(self, folder: Path, state_dict: object = None) -> None:
         (folder / self.name).write_text(self.text)
+
+
+class Small(nn.Module):
+    """Tied weights, a parameter that nothing trains yet, a frozen one, and buffers of which one is not saved."""
+
+    def __init__(self, seed: int = 0) -> None:
+        super().__init__()
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            self.embed, self.head = nn.Embedding(5, 3), nn.Linear(3, 5)
+            self.unused = nn.Parameter(torch.randn(2))
+            self.frozen = nn.Parameter(torch.randn(4), requires_grad=False)
+        self.head.weight = self.embed.weight
+        self.register_buffer("count", torch.tensor(seed))
+        self.register_buffer("scratch", torch.zeros(1), persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.count += 1
+        return self.head(self.embed(x)).square().mean()
+
+
+def trained(seed: int, steps: int = 0, lr: float = 0.1) -> Trained:
+    module = Small(seed)
+    parts = Trained(module, torch.optim.AdamW(module.parameters(), lr=lr))
+    train(parts, steps)
+    return parts
+
+
+def train(parts: Trained, steps: int, seed: int = 0) -> None:
+    draws = torch.Generator().manual_seed(seed)
+    for _ in range(steps):
+        parts.module(torch.randint(0, 5, (7,), generator=draws)).backward()
+        parts.optimizer.step()
+        parts.optimizer.zero_grad()
+
+
+def everything(parts: Trained) -> dict[str, Tensor]:
+    """All weights, buffers and moments."""
+    found = {f"model {name}": tensor.clone() for name, tensor in parts.module.state_dict().items()}
+    for i, state in parts.optimizer.state_dict()["state"].items():
+        found |= {f"{i} {key}": value.clone() for key, value in state.items()}
+    return found
+
+
+def same(a: dict[str, Tensor], b: dict[str, Tensor]) -> bool:
+    return a.keys() == b.keys() and all(torch.equal(a[k], b[k]) and a[k].dtype == b[k].dtype for k in a)
+
+
+def names(output: Path) -> list[str]:
+    return sorted(path.name for path in (output / "checkpoints").iterdir())
 
 
 class Crash(BaseException):
@@ -146,7 +207,8 @@ def test_a_crash_at_any_call_of_save_leaves_a_whole_newest_checkpoint(
 ) -> None:
     checkpoint.save(tmp_path, 1, state(1), Config(), keep=1)
     seen = set()
-    for _ in crashes(crash_at, lambda: checkpoint.save(tmp_path, 2, state(2), Config(), keep=1)):
+    parts = {"policy": trained(0, steps=1)}
+    for _ in crashes(crash_at, lambda: checkpoint.save(tmp_path, 2, state(2), Config(), keep=1, parts=parts)):
         newest = checkpoint.latest(tmp_path)
         assert newest is not None
         assert is_whole(newest)
@@ -155,7 +217,8 @@ def test_a_crash_at_any_call_of_save_leaves_a_whole_newest_checkpoint(
         if checkpoint.latest(tmp_path) is None:  # … unless it was pruned already
             checkpoint.save(tmp_path, 1, state(1), Config(), keep=1)
     assert seen == {"step_1", "step_2"}
-    assert [p.name for p in (tmp_path / "checkpoints").iterdir()] == ["step_2"]
+    assert names(tmp_path) == ["step_2"]
+    checkpoint.load_parts(tmp_path / "checkpoints" / "step_2", {"policy": trained(1)})
 
 
 def test_a_crash_at_any_call_of_export_leaves_the_old_folder_or_the_new(
@@ -214,8 +277,339 @@ def test_kill_9_while_saving_leaves_a_whole_checkpoint(tmp_path: Path) -> None:
     assert is_whole(newest)
     following = checkpoint.step_of(newest) + 1
     checkpoint.save(tmp_path, following, state(following), Config(), keep=2)
-    names = {path.name for path in (tmp_path / "checkpoints").iterdir()}
-    assert names == {f"step_{following - 1}", f"step_{following}"}
+    assert set(names(tmp_path)) == {f"step_{following - 1}", f"step_{following}"}
+
+
+# ------------------------------------------------------------------------------------------------ models and optimisers
+
+
+def test_training_goes_on_bitwise_from_a_checkpoint(tmp_path: Path) -> None:
+    policy, critic = trained(0, steps=3), trained(1, steps=2, lr=0.01)
+    parts = {"policy": policy, "critic": critic}
+    path = checkpoint.save(tmp_path, 3, {"step": 3}, Config(), keep=1, parts=parts)
+    resumed = {"policy": trained(7, steps=1, lr=5.0), "critic": trained(8)}
+    resumed["policy"].module.frozen.data.copy_(policy.module.frozen)  # as loaded from the base model
+    resumed["critic"].module.frozen.data.copy_(critic.module.frozen)
+    checkpoint.load_parts(path, resumed)
+    assert checkpoint.load(path) == {"step": 3}
+    for name, part in parts.items():
+        assert same(everything(part), everything(resumed[name]))
+        for one in (part, resumed[name]):
+            train(one, 3, seed=1)
+        assert same(everything(part), everything(resumed[name]))
+        assert len(part.optimizer.state) == 2  # embedding and bias: neither the unused nor the frozen parameter
+    assert resumed["policy"].module.head.weight is resumed["policy"].module.embed.weight
+
+
+def test_an_optimiser_that_has_not_stepped_is_saved_and_restored_as_such(tmp_path: Path) -> None:
+    fresh, untouched = trained(0), trained(0)
+    path = checkpoint.save(tmp_path, 1, {}, Config(), keep=1, parts={"policy": fresh})
+    assert not fresh.optimizer.state
+    resumed = trained(5, steps=4)
+    resumed.module.frozen.data.copy_(fresh.module.frozen)
+    checkpoint.load_parts(path, {"policy": resumed})
+    assert not resumed.optimizer.state
+    for part in (untouched, fresh, resumed):
+        train(part, 2)
+    assert same(everything(untouched), everything(fresh))
+    assert same(everything(untouched), everything(resumed))
+
+
+def test_hyperparameters_come_back_but_not_how_they_are_computed(tmp_path: Path) -> None:
+    policy = trained(0, steps=1)
+    policy.optimizer.param_groups[0]["lr"] = 0.025
+    path = checkpoint.save(tmp_path, 1, {}, Config(), keep=1, parts={"policy": policy})
+    module = Small(3)
+    split = [{"params": [module.embed.weight]}, {"params": [module.head.bias, module.unused]}]
+    resumed = Trained(module, torch.optim.AdamW(split, lr=1.0, betas=(0.0, 0.0), foreach=False))
+    checkpoint.load_parts(path, {"policy": resumed})
+    for group in resumed.optimizer.param_groups:
+        assert (group["lr"], group["betas"], group["foreach"]) == (0.025, (0.9, 0.999), False)
+    state = resumed.optimizer.state[module.embed.weight]
+    assert torch.equal(state["exp_avg"], policy.optimizer.state[policy.module.embed.weight]["exp_avg"])
+
+
+def test_tied_and_frozen_weights_take_no_extra_space(tmp_path: Path) -> None:
+    from tandemrl import dcp
+
+    path = checkpoint.save(tmp_path, 1, {}, Config(), keep=1, parts={"policy": trained(0, steps=1)})
+    moments = [
+        f"policy/optimizer/{p}/{m}" for p in ("embed.weight", "head.bias") for m in ("exp_avg", "exp_avg_sq", "step")
+    ]
+    model = [f"policy/model/{name}" for name in ("count", "embed.weight", "head.bias", "unused")]
+    assert sorted(dcp.stored(path / "tensors")) == model + moments
+    resumed = trained(4)
+    frozen = resumed.module.frozen.clone()
+    checkpoint.load_parts(path, {"policy": resumed})
+    assert torch.equal(resumed.module.frozen, frozen)
+
+
+def test_adapters_are_stored_without_the_base_model(tmp_path: Path) -> None:
+    pytest.importorskip("peft")
+    from tandemrl import dcp
+    from tandemrl.lora import attach
+
+    def adapted(seed: int, steps: int) -> Trained:
+        model = attach(qwen3(), LoraConfig(rank=2, targets=("q_proj",)), seed=seed)
+        policy = Trained(model, torch.optim.AdamW([p for p in model.parameters() if p.requires_grad]))
+        for _ in range(steps):
+            model(torch.tensor([[5, 6, 7]])).logits.square().mean().backward()
+            policy.optimizer.step()
+        return policy
+
+    policy = adapted(0, 2)
+    path = checkpoint.save(tmp_path, 1, {}, Config(), keep=1, parts={"policy": policy})
+    assert {name.split("/")[2].split(".")[-3] for name in dcp.stored(path / "tensors")} == {"lora_A", "lora_B"}
+    resumed = adapted(1, 0)
+    checkpoint.load_parts(path, {"policy": resumed})
+    assert same(everything(resumed), everything(policy))
+
+
+def test_a_checkpoint_of_another_model_is_refused_by_name(tmp_path: Path) -> None:
+    path = checkpoint.save(tmp_path, 1, {}, Config(), keep=1, parts={"policy": trained(0, steps=1)})
+    with pytest.raises(CheckpointError, match=r"step_1: holds no 'critic', only policy"):
+        checkpoint.load_parts(path, {"critic": trained(0)})
+    larger = Small()
+    larger.register_parameter("more", nn.Parameter(torch.zeros(1)))
+    larger.head.bias.requires_grad_(False)
+    with pytest.raises(
+        CheckpointError, match=r"missing policy/model/more; not in .* policy/model/head\.bias, policy/opt"
+    ):
+        checkpoint.load_parts(path, {"policy": Trained(larger, torch.optim.AdamW(larger.parameters()))})
+    wider = Small()
+    wider.unused = nn.Parameter(torch.zeros(3))
+    with pytest.raises(CheckpointError, match=r"policy/model/unused is torch.float32 \(2,\), the model's .* \(3,\)"):
+        checkpoint.load_parts(path, {"policy": Trained(wider, torch.optim.AdamW(wider.parameters()))})
+    module = Small()
+    with pytest.raises(
+        CheckpointError, match=r"policy: the optimiser trains a parameter \(2,\) that the module does not"
+    ):
+        checkpoint.save(tmp_path, 2, {}, Config(), 1, parts={"policy": Trained(module, trained(0).optimizer)})
+    assert names(tmp_path) == ["step_1"]
+
+
+def test_a_checkpoint_of_the_first_format_is_refused(tmp_path: Path) -> None:
+    torch.save({"step": 1, "policy": {}}, tmp_path / "state.pt")
+    with pytest.raises(
+        CheckpointError, match=r"state\.pt: format 1, this version of tandemrl reads 2: finish the run with"
+    ):
+        checkpoint.load(tmp_path)
+
+
+class Evil:
+    def __reduce__(self) -> tuple[Any, ...]:
+        return os.system, (f"touch {EVIDENCE}",)
+
+
+EVIDENCE = f"/tmp/tandemrl-test-{os.getpid()}"
+
+
+@pytest.mark.parametrize("where", ["as the metadata", "in the metadata"])
+def test_tensor_folders_run_no_code(tmp_path: Path, where: str) -> None:
+    path = checkpoint.save(tmp_path, 1, {}, Config(), keep=1, parts={"policy": trained(0)})
+    file = path / "tensors" / ".metadata"
+    metadata = pickle.loads(file.read_bytes())
+    metadata.planner_data = Evil()
+    file.write_bytes(pickle.dumps(metadata if where == "in the metadata" else Evil()))
+    with pytest.raises(CheckpointError, match=r"step_1: not readable: (posix|nt)\.system is not part of a checkpoint"):
+        checkpoint.load_parts(path, {"policy": trained(0)})
+    assert not Path(EVIDENCE).exists()
+
+
+def test_pickled_entries_are_not_read(tmp_path: Path) -> None:
+    path = checkpoint.save(tmp_path, 1, {}, Config(), keep=1, parts={"policy": trained(0)})
+    file = path / "tensors" / ".metadata"
+    metadata = pickle.loads(file.read_bytes())
+    metadata.state_dict_metadata["policy/model/unused"] = torch.distributed.checkpoint.BytesStorageMetadata()
+    file.write_bytes(pickle.dumps(metadata))
+    with pytest.raises(CheckpointError, match=r"not readable: .*BytesStorageMetadata is not part of a checkpoint"):
+        checkpoint.load_parts(path, {"policy": trained(0)})
+
+
+class Full(FileSystemWriter):
+    """A disk that fills up while the tensors are written."""
+
+    def write_data(self, *arguments: Any) -> Any:
+        super().write_data(*arguments)
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+@pytest.mark.parametrize("background", [False, True])
+def test_a_full_disk_is_reported_and_costs_no_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, background: bool
+) -> None:
+    parts = {"policy": trained(0, steps=1)}
+    checkpoint.save(tmp_path, 1, state(1), Config(), keep=1, parts=parts)
+    with monkeypatch.context() as patch:
+        patch.setattr("tandemrl.dcp.dcp.FileSystemWriter", Full)
+
+        def attempt() -> None:
+            checkpoint.save(tmp_path, 2, state(2), Config(), keep=1, parts=parts, background=background)
+            checkpoint.wait()
+
+        with pytest.raises(CheckpointError, match=r"step_2: not written, the disk is full .*No space.* free space in"):
+            attempt()
+        assert names(tmp_path) == ["step_1"]
+        if background:
+            checkpoint.wait()  # said once
+            checkpoint.save(tmp_path, 2, state(2), Config(), keep=1, parts=parts, background=True)
+            with pytest.raises(CheckpointError, match=r"step_2: not written"):  # by the next save, which is not begun
+                checkpoint.save(tmp_path, 3, state(3), Config(), keep=1, parts=parts)
+    assert names(tmp_path) == ["step_1"]
+    checkpoint.save(tmp_path, 3, state(3), Config(), keep=1, parts=parts)
+    assert names(tmp_path) == ["step_3"]
+
+
+def test_a_full_disk_is_recognised_behind_the_error_of_torch_s_writer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: Any) -> None:
+        raise RuntimeError("[enforce fail at inline_container.cc:672] . unexpected pos 704 vs 598")
+
+    monkeypatch.setattr(FileSystemWriter, "write_data", fail)
+    parts = {"policy": trained(0)}
+    with pytest.raises(CheckpointError, match=r"step_1: not written \(RuntimeError: .*unexpected pos"):
+        checkpoint.save(tmp_path, 1, {}, Config(), keep=1, parts=parts)
+    monkeypatch.setattr("shutil.disk_usage", lambda path: SimpleNamespace(free=0))
+    with pytest.raises(CheckpointError, match=r"step_1: not written, the disk is full .*unexpected pos"):
+        checkpoint.save(tmp_path, 1, {}, Config(), keep=1, parts=parts)
+
+
+def test_other_failures_are_not_called_a_full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def denied(*_: Any) -> None:
+        raise PermissionError(errno.EACCES, "not yours")
+
+    monkeypatch.setattr(Full, "write_data", denied)
+    monkeypatch.setattr("tandemrl.dcp.dcp.FileSystemWriter", Full)
+    with pytest.raises(CheckpointError, match=r"step_1: not written \(PermissionError: .*not yours\)"):
+        checkpoint.save(tmp_path, 1, {}, Config(), keep=1, parts={"policy": trained(0)})
+    assert names(tmp_path) == []
+
+
+def test_an_interrupt_is_passed_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupt(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(FileSystemWriter, "write_data", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            checkpoint.save(tmp_path, 1, {}, Config(), keep=1, parts={"policy": trained(0)})
+    assert checkpoint.latest(tmp_path) is None
+    checkpoint.save(tmp_path, 1, {}, Config(), keep=1, parts={"policy": trained(0)})
+    assert names(tmp_path) == ["step_1"]
+
+
+@pytest.fixture
+def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
+    """Tensors are written once the event is set."""
+    opened = threading.Event()
+
+    class Gated(FileSystemWriter):
+        def write_data(self, *arguments: Any) -> Any:
+            assert opened.wait(30)
+            return super().write_data(*arguments)
+
+    monkeypatch.setattr("tandemrl.dcp.dcp.FileSystemWriter", Gated)
+    yield opened
+    opened.set()
+    checkpoint.wait()
+
+
+def test_a_background_save_is_of_the_moment_it_was_asked_for(tmp_path: Path, gate: threading.Event) -> None:
+    policy, counters = trained(0, steps=1), {"n": 1}
+    gate.set()
+    checkpoint.save(tmp_path, 1, {}, Config(), keep=1, parts={"policy": policy})
+    gate.clear()
+    before = copy.deepcopy(everything(policy))
+    path = checkpoint.save(tmp_path, 2, counters, Config(), keep=1, parts={"policy": policy}, background=True)
+    counters["n"] = 2
+    train(policy, 2)
+    assert names(tmp_path) == [".new-step_2", "step_1"]  # the old one stays until the new one is there
+    assert checkpoint.latest(tmp_path) == tmp_path / "checkpoints" / "step_1"
+    gate.set()
+    checkpoint.wait()
+    assert names(tmp_path) == ["step_2"]
+    assert checkpoint.load(path) == {"n": 1}
+    resumed = trained(3)
+    resumed.module.frozen.data.copy_(policy.module.frozen)
+    checkpoint.load_parts(path, {"policy": resumed})
+    assert same(everything(resumed), before)
+
+
+def test_the_next_save_waits_for_the_one_in_flight(tmp_path: Path, gate: threading.Event) -> None:
+    parts = {"policy": trained(0)}
+    checkpoint.save(tmp_path, 1, {}, Config(), keep=2, parts=parts, background=True)
+    threading.Timer(0.3, gate.set).start()
+    begin = time.monotonic()
+    checkpoint.save(tmp_path, 2, {}, Config(), keep=2, parts=parts)
+    assert time.monotonic() - begin > 0.25
+    assert names(tmp_path) == ["step_1", "step_2"]
+
+
+def test_kill_9_during_a_background_save_costs_that_checkpoint_alone(tmp_path: Path) -> None:
+    script = (
+        "import sys, time, torch\n"
+        "from torch.distributed.checkpoint import FileSystemWriter\n"
+        "from tandemrl import checkpoint\n"
+        "from tandemrl.config import Config\n"
+        "module = torch.nn.Linear(8, 8)\n"
+        "parts = {'policy': checkpoint.Trained(module, torch.optim.AdamW(module.parameters()))}\n"
+        "checkpoint.save(sys.argv[1], 1, {}, Config(), keep=1, parts=parts, background=True)\n"
+        "checkpoint.wait()\n"
+        "FileSystemWriter.finish = lambda *_, **__: (print('written', flush=True), time.sleep(60))\n"
+        "checkpoint.save(sys.argv[1], 2, {}, Config(), keep=1, parts=parts, background=True)\n"
+        "time.sleep(60)\n"
+    )
+    process = subprocess.Popen([sys.executable, "-c", script, str(tmp_path)], stdout=subprocess.PIPE)
+    assert process.stdout is not None
+    assert process.stdout.readline() == b"written\n"
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    assert names(tmp_path) == [".new-step_2", "step_1"]
+    assert any((tmp_path / "checkpoints" / ".new-step_2" / "tensors").iterdir())
+    newest = checkpoint.latest(tmp_path)
+    assert newest is not None
+    module = nn.Linear(8, 8)
+    parts = {"policy": Trained(module, torch.optim.AdamW(module.parameters()))}
+    checkpoint.load_parts(newest, parts)
+    checkpoint.save(tmp_path, 2, {}, Config(), keep=1, parts=parts)
+    assert names(tmp_path) == ["step_2"]
+
+
+# -------------------------------------------------------------------------------------------------------------- exports
+
+
+@pytest.mark.parametrize(("tied", "dtype"), [(True, "bfloat16"), (True, None), (False, "bfloat16"), (False, None)])
+def test_an_export_holds_every_weight_once_in_its_dtype(tmp_path: Path, tied: bool, dtype: str | None) -> None:
+    from transformers import AutoModelForCausalLM
+
+    model = qwen3(tied=tied)
+    checkpoint.export_hf(model, tokenizer(), tmp_path / "hf", dtype)
+    stored = load_file(tmp_path / "hf" / "model.safetensors")
+    assert set(stored) == {name for name, _ in model.named_parameters()}
+    assert ("lm_head.weight" in stored) is not tied
+    wanted = torch.float32 if dtype is None else torch.bfloat16
+    assert {tensor.dtype for tensor in stored.values()} == {wanted}
+    assert json.loads((tmp_path / "hf" / "config.json").read_text())["architectures"] == ["Qwen3ForCausalLM"]
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "hf", dtype="auto")
+    assert loaded.dtype == wanted
+    for name, tensor in model.state_dict().items():
+        assert torch.equal(loaded.state_dict()[name], tensor.to(wanted))
+
+
+def test_an_export_that_fails_names_the_folder_and_leaves_the_old_one(tmp_path: Path) -> None:
+    best = tmp_path / "hf" / "best"
+    checkpoint.export_hf(Part("model", "old"), Part("tokenizer", "old"), best)
+
+    class Broken(Part):
+        def save_pretrained(self, folder: Path, state_dict: object = None) -> None:
+            super().save_pretrained(folder)
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with pytest.raises(CheckpointError, match=r"best: not written, the disk is full \(.*No space"):
+        checkpoint.export_hf(Broken("model", "new"), Part("tokenizer", "new"), best)
+    assert {path.read_text() for path in best.iterdir()} == {"old"}
+    assert [path.name for path in best.parent.iterdir()] == ["best"]
 
 
 @pytest.mark.parametrize(

@@ -37,7 +37,7 @@ def packaged(name: str) -> Config:
         ("train.mini_batch_prompts=5", r"a divisor of train\.prompts_per_step \(16\)"),
         ("eval.k=[1,16]", r"eval\.k=\[1, 16\]: must be non-empty, each between 1 and eval\.samples \(8\)"),
         ("rollout.top_p=0.9", r"rollout\.allow_truncated"),
-        ("loss.recipe=ppo", r"loss\.recipe=ppo"),
+        ("model.critic=x", r"model\.critic=x: must be null unless loss\.recipe=ppo"),
         ("judge.url=localhost:8000", r"judge\.url=localhost:8000: must be null or an address"),
         ("judge.api_key_env=KEY", r"judge\.api_key_env=KEY: must be null without judge\.url"),
         ("judge.weight=1.5", r"judge\.weight=1\.5: must be in \[0, 1\]"),

@@ -2,7 +2,9 @@
 
 import copy
 import math
+import sys
 from collections.abc import Callable
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -28,6 +30,7 @@ from helpers import (
     with_head_bias,
 )
 from tandemrl import attention, head
+from tandemrl import model as model_module
 from tandemrl.batching import pack, pack_tokens, unpack
 from tandemrl.model import (
     ModelError,
@@ -39,6 +42,7 @@ from tandemrl.model import (
     prepare,
     sequence_logprobs,
     token_logprobs,
+    use_liger,
     vocabulary_check,
 )
 from tandemrl.rollout.engine import Sampling
@@ -238,6 +242,92 @@ def test_prompts_of_a_group_are_computed_once_and_change_nothing(name):
     assert_equal_gradients(gradients(packed, (w * logprobs + w.flip(0) * entropy).sum()), theirs)
 
 
+# ---------------------------------------------------------------------------------------------- flash attention on CUDA
+
+
+class FakeFlash:
+    """``torch.nn.attention.varlen.varlen_attn`` by its documentation, one sequence at a time, on any device."""
+
+    def __init__(self) -> None:
+        self.queries: list[int] = []
+
+    def __call__(self, query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, *, scale, window_size, enable_gqa):
+        assert window_size == (-1, 0)
+        assert cu_seq_q.dtype == cu_seq_k.dtype == torch.int32
+        assert (int(cu_seq_q[-1]), int(cu_seq_k[-1])) == (len(query), len(key)) == (len(query), len(value))
+        assert (int(cu_seq_q.diff().max()), int(cu_seq_k.diff().max())) == (max_q, max_k)
+        assert all(x.is_contiguous() for x in (query, key, value))
+        assert enable_gqa == (query.shape[1] != key.shape[1])
+        self.queries.append(len(query))
+        out = []
+        for q0, q1, k0, k1 in zip(cu_seq_q[:-1], cu_seq_q[1:], cu_seq_k[:-1], cu_seq_k[1:], strict=True):
+            q, k, v = query[q0:q1], key[k0:k1], value[k0:k1]
+            repeats = q.shape[1] // k.shape[1]
+            scores = torch.einsum("qhd,khd->hqk", q, k.repeat_interleave(repeats, 1)) * scale
+            later = torch.arange(len(k)) > torch.arange(len(q))[:, None] + len(k) - len(q)  # the last sees the last
+            weights = scores.masked_fill(later, -torch.inf).softmax(-1)
+            out.append(torch.einsum("hqk,khd->qhd", weights, v.repeat_interleave(repeats, 1)))
+        return torch.cat(out)
+
+
+@pytest.mark.parametrize("name", ["qwen3 tied", "llama untied", "gpt2"])
+@pytest.mark.parametrize("shared", [True, False])
+def test_flash_attention_over_packed_sequences_gives_what_rectangles_give(name, shared, monkeypatch):
+    packed = prepared(MODELS[name]())
+    batch = with_contexts(*shared_prompts()) if shared else pack_tokens(sequences(LENGTHS["several buckets"]))
+    w = weights_for(len(batch.tokens))
+    flash = FakeFlash()
+
+    def run() -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+        logprobs, entropy = token_logprobs(packed, batch, select=everything(batch))
+        found = gradients(packed, (w * logprobs + w.flip(0) * entropy).sum())
+        return logprobs.detach(), entropy.detach(), {name: gradient.clone() for name, gradient in found.items()}
+
+    wanted = run()
+    monkeypatch.setattr(attention, "varlen_attn", flash)
+    monkeypatch.setattr(attention, "_has_flash", lambda *_: True)
+    found = run()
+    computed = len(batch.tokens) - (5 * 8 + 8 + 8 + 5) * shared  # as above: repeated prompts are no queries
+    assert flash.queries == [computed] * packed.config.num_hidden_layers
+    torch.testing.assert_close(found[0], wanted[0], rtol=0, atol=1e-5)
+    torch.testing.assert_close(found[1], wanted[1], rtol=0, atol=1e-5)
+    assert_equal_gradients(found[2], wanted[2])
+
+
+def test_flash_attention_takes_sequences_in_any_order_and_sees_autocast(monkeypatch):
+    """Tokens of the second sequence lie before those of the first; with autocast all reach the kernel in 16 bits."""
+    layout = PackedLayout([np.array([3, 4, 5]), np.array([0, 1]), np.array([3, 4, 2])])
+    q, k, v = (torch.randn(1, heads, 6, 8, generator=torch.Generator().manual_seed(heads)) for heads in (4, 2, 2))
+    wanted = layout.attend(0, q, k, v, 0.3)
+    flash = FakeFlash()
+    monkeypatch.setattr(attention, "varlen_attn", flash)
+    monkeypatch.setattr(attention, "_has_flash", lambda device, dtype, *_: dtype == torch.bfloat16)
+    assert torch.equal(layout.attend(0, q, k, v, 0.3), wanted)
+    monkeypatch.setattr(attention, "_has_flash", lambda *_: True)
+    torch.testing.assert_close(layout.attend(0, q, k, v, 0.3), wanted, rtol=0, atol=1e-6)
+    monkeypatch.setattr(attention, "_has_flash", lambda device, dtype, *_: dtype == torch.bfloat16)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert layout.attend(0, q, k, v.bfloat16(), 0.3).dtype == torch.bfloat16
+    assert flash.queries == [6, 6]
+
+
+def test_flash_attention_is_for_what_its_kernels_take(monkeypatch):
+    cuda, cpu = torch.device("cuda:0"), torch.device("cpu")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
+    assert attention._has_flash(cuda, torch.bfloat16, 64, 64)
+    assert attention._has_flash(cuda, torch.float16, 256, 256)
+    for device, dtype, *sizes in (
+        (cuda, torch.float32, 64, 64),
+        (cuda, torch.bfloat16, 260, 260),
+        (cuda, torch.bfloat16, 12, 12),
+        (cuda, torch.bfloat16, 64, 128),
+        (cpu, torch.bfloat16, 64, 64),
+    ):
+        assert not attention._has_flash(device, dtype, *sizes)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
+    assert not attention._has_flash(cuda, torch.bfloat16, 64, 64)
+
+
 # -------------------------------------------------------------------------------------------- selection, chunks, memory
 
 
@@ -337,6 +427,51 @@ def test_full_logits_are_never_materialised_nor_saved(truncation, monkeypatch):
     assert {math.prod(shape) for shape in logits} == {4 * vocabulary}
     assert saved
     assert not any(shape[-1:] == (vocabulary,) for shape in saved)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_weights_gradient_is_added_up_in_blocks(dtype, monkeypatch):
+    monkeypatch.setattr(head, "LOGITS_PER_CHUNK", 7 * 16)  # seven rows of the weight, where the types differ
+    generator = torch.Generator().manual_seed(0)
+    total, grad, hidden = (torch.randn(shape, generator=generator) for shape in ((40, 16), (5, 40), (5, 16)))
+    grad, hidden = grad.to(dtype), hidden.to(dtype)
+    wanted = total + grad.float().T @ hidden.float()
+    assert head._add_outer(total, grad, hidden) is total
+    torch.testing.assert_close(total, wanted, rtol=0, atol=1e-5 if dtype == torch.float32 else 0.05)
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_activations_on_the_host_change_no_number_and_leave_weights_where_they_are(checkpointing, monkeypatch):
+    packed = prepared(qwen3(tied=False))
+    if checkpointing:
+        packed.train()
+        packed.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    batch = pack_tokens(sequences([6, 15, 2]))
+    w = weights_for(23)
+    moved: list[tuple[int, ...]] = []
+    to_host = model_module._to_host
+
+    def spy(saved: Tensor) -> object:
+        kept = to_host(saved)
+        if not isinstance(kept, Tensor):
+            moved.append(tuple(kept[0].shape))
+        return kept
+
+    monkeypatch.setattr(model_module, "_to_host", spy)
+    runs = []
+    for offload in (False, True):
+        logprobs, _ = token_logprobs(packed, batch, select=everything(batch), activation_offload=offload)
+        found = gradients(packed, (w * logprobs).sum())
+        runs.append((logprobs.detach(), {name: gradient.clone() for name, gradient in found.items()}))
+        assert bool(moved) == offload
+    assert torch.equal(runs[0][0], runs[1][0])
+    assert all(torch.equal(runs[0][1][name], runs[1][1][name]) for name in runs[0][1])
+    weights = {tuple(p.shape) for p in packed.parameters()} | {
+        tuple(p.mT.shape) for p in packed.parameters() if p.ndim == 2
+    }
+    assert not weights & set(moved)
+    assert (1, 23, 32) in moved  # the layers' inputs
+    assert ((1, 23, 48) in moved) != checkpointing  # inside of the MLP
 
 
 # ----------------------------------------------------------------------------------------------------------- truncation
@@ -526,6 +661,45 @@ def test_a_wired_model_does_not_run_without_a_layout():
     packed = prepared(qwen3())
     with pytest.raises(ModelError, match="did not pass `layout`"):
         packed(input_ids=torch.tensor([[1, 2, 3]]))
+
+
+# ---------------------------------------------------------------------------------------------------------------- Liger
+
+
+def fake_liger(calls: list, *, scale: float = 1.0) -> SimpleNamespace:
+    """``liger_kernel.transformers``: its function for Qwen3 changes the final norm's weight by ``scale``."""
+
+    def apply(**options):
+        calls.append({name: value for name, value in options.items() if name != "model"})
+        options["model"].model.norm.weight.data *= scale
+
+    return SimpleNamespace(apply_liger_kernel_to_qwen3=apply)
+
+
+def test_liger_kernels_are_applied_without_their_losses_and_proved_on_a_probe(monkeypatch):
+    packed = prepared(qwen3())
+    monkeypatch.setattr(model_module, "LIGER_DEVICES", ("cpu",))
+    calls: list[dict] = []
+    for scale in (1.0, 1.5):
+        monkeypatch.setitem(sys.modules, "liger_kernel.transformers", fake_liger(calls, scale=scale))
+        if scale == 1.0:
+            assert use_liger(packed) is packed
+        else:
+            with pytest.raises(ModelError, match="the senior: Liger kernels give other hidden states"):
+                use_liger(packed, name="the senior")
+    options = dict(rope=True, rms_norm=True, swiglu=True, cross_entropy=False, fused_linear_cross_entropy=False)
+    assert calls == [options, options]
+    monkeypatch.setitem(sys.modules, "liger_kernel.transformers", None)
+    with pytest.raises(ModelError, match=r"model\.liger=true: .*pip install 'tandemrl\[liger\]'"):
+        use_liger(packed)
+    packed.config.model_type = "gpt2"
+    with pytest.raises(ModelError, match="no Liger kernels for gpt2, only llama, qwen2, qwen3"):
+        use_liger(packed)
+
+
+def test_liger_kernels_are_refused_on_other_devices():
+    with pytest.raises(ModelError, match=r"need a CUDA device, the model is on cpu; set model\.liger=false"):
+        use_liger(prepared(qwen3()))
 
 
 # -------------------------------------------------------------------------------------------------------------- loading

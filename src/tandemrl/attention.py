@@ -125,7 +125,7 @@ class PackedLayout:
         device = q.device.type
         if torch.is_autocast_enabled(device):  # custom operators do not cast
             q, k, v = (x.to(torch.get_autocast_dtype(device)) for x in (q, k, v))
-        attend = self._flash if _has_flash(q, v) else self._rectangular
+        attend = self._flash if _has_flash(q.device, q.dtype, q.shape[-1], v.shape[-1]) else self._rectangular
         return attend(q, k, v, scaling).unsqueeze(0)
 
     def _flash(self, q: Tensor, k: Tensor, v: Tensor, scaling: float) -> Float[Tensor, "t h d"]:
@@ -217,16 +217,16 @@ class PackedLayout:
         return torch.from_numpy(indices).to(self.device)
 
 
-def _has_flash(q: Float[Tensor, "t h d"], v: Float[Tensor, "t h d"]) -> bool:
-    """Whether torch's flash kernels take these: 16 bits, Ampere or later, heads of equal size up to 256."""
+def _has_flash(device: torch.device, dtype: torch.dtype, *head_sizes: int) -> bool:
+    """Whether torch's flash kernels take these: 16 bits, Ampere or later, heads of one size up to 256."""
     return (
         varlen_attn is not None
-        and q.is_cuda
-        and q.dtype in (torch.bfloat16, torch.float16)
-        and q.shape[-1] == v.shape[-1]
-        and q.shape[-1] % 8 == 0
-        and q.shape[-1] <= 256
-        and torch.cuda.get_device_capability(q.device) >= (8, 0)
+        and device.type == "cuda"
+        and dtype in (torch.bfloat16, torch.float16)
+        and len(set(head_sizes)) == 1
+        and head_sizes[0] % 8 == 0
+        and head_sizes[0] <= 256
+        and torch.cuda.get_device_capability(device) >= (8, 0)
     )
 
 

@@ -18,7 +18,7 @@ import re
 import shutil
 import subprocess
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -275,41 +275,49 @@ class _Writing:
 
         What ends a process (KeyboardInterrupt, SystemExit) is passed on, and leaves its traces to ``recover``.
         """
-        failure, cause = None, None
+        failure, cause, lost = None, None, False
         try:
             act()
         except (Exception, CheckpointException) as error:
             rank, cause = _cause(error, self.world.rank)
             if not isinstance(cause, Exception):
                 raise cause from None
-            failure = str(cause) if isinstance(cause, CheckpointError) else self._explain(rank, cause)
+            lost = cause is error and isinstance(error, RuntimeError) and not isinstance(error, CheckpointError)
+            needed = _bytes(self.tensors.values()) + sum(map(len, self.files.values()))
+            failure = _explain(cause, self.path, needed, f"process {rank}: " if self.world.size > 1 else "")
         try:
             failures = _gather(failure, self.world, self.group)
         except RuntimeError as error:
-            unreachable = f"{self.path}: not written: the other processes cannot be reached: {_brief(error)}"
-            raise CheckpointError(failure or unreachable) from error
+            if failure is None or lost:
+                failure = f"{self.path}: not written: a process is gone or hangs ({_brief(error)})"
+            raise CheckpointError(failure) from error
         if first := next(filter(None, failures), None):
             if self.world.main:
                 shutil.rmtree(self.hidden, ignore_errors=True)
             raise CheckpointError(first) from cause
 
-    def _explain(self, rank: int, error: Exception) -> str:
-        """What to do about an error of a process."""
-        needed = sum(t.numel() * t.element_size() for t in self.tensors.values()) + sum(map(len, self.files.values()))
-        try:
-            free = shutil.disk_usage(self.path.parent).free
-        except OSError:
-            free = needed
-        reason = _brief(error) if self.world.size == 1 else f"process {rank}: {_brief(error)}"
-        # torch's writer reports a full disk as a RuntimeError of its own
-        full = error.errno in (errno.ENOSPC, errno.EDQUOT) if isinstance(error, OSError) else free < needed
-        if not full:
-            return f"{self.path}: not written ({type(error).__name__}, {reason}). Earlier checkpoints are untouched"
-        return (
-            f"{self.path}: not written, the disk is full ({reason}). It takes {needed / 1e9:.3g} GB, {free / 1e9:.3g} "
-            f"GB are free: free space in {self.path.parents[1]} (hf/step_*, older checkpoints), lower "
-            "train.keep_checkpoints, or move output_dir. Earlier checkpoints are untouched"
-        )
+
+def _explain(error: Exception, path: Path, needed: int, who: str = "") -> str:
+    """Why ``path``, of ``needed`` bytes, could not be written, and what to do about it."""
+    if isinstance(error, CheckpointError):
+        return str(error)
+    try:
+        free = shutil.disk_usage(path.parent).free
+    except OSError:
+        free = needed
+    # torch's writer reports a full disk as a RuntimeError of its own
+    full = error.errno in (errno.ENOSPC, errno.EDQUOT) if isinstance(error, OSError) else free < needed
+    if not full:
+        return f"{path}: not written ({who}{type(error).__name__}: {_brief(error)}). What was there before is untouched"
+    return (
+        f"{path}: not written, the disk is full ({who}{_brief(error)}). It takes {needed / 1e9:.3g} GB, "
+        f"{free / 1e9:.3g} GB are free: free space in {path.parent.parent} (hf/step_*, older checkpoints), lower "
+        "train.keep_checkpoints, or move output_dir. What was there before is untouched"
+    )
+
+
+def _bytes(tensors: Iterable[Tensor]) -> int:
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 
 
 def _gather(value: Any, world: World, group: dist.ProcessGroup | None) -> list[Any]:
@@ -538,9 +546,9 @@ def export_hf(
     failure = None
     try:
         if world.main:
-            write_directory(Path(path), lambda folder: _save_pretrained(model, tokenizer, weights, dtype, folder))
+            write_directory(Path(path), lambda folder: _save_pretrained(model, tokenizer, weights, folder))
     except Exception as error:
-        failure = f"{path}: not written: {type(error).__name__}: {_brief(error)}"
+        failure = _explain(error, Path(path), _bytes(weights.values()))
         shutil.rmtree(Path(path).with_name(f"{_NEW}{Path(path).name}"), ignore_errors=True)
         if world.size == 1:
             raise CheckpointError(failure) from error
@@ -564,16 +572,17 @@ def _whole_weights(model: Any, dtype: torch.dtype | None, *, keep: bool) -> dict
     return weights
 
 
-def _save_pretrained(model: Any, tokenizer: Any, weights: dict[str, Tensor], dtype: str | None, folder: Path) -> None:
+def _save_pretrained(model: Any, tokenizer: Any, weights: dict[str, Tensor], folder: Path) -> None:
     """``save_pretrained`` with these weights, whose dtype the config then names."""
     from transformers.utils import logging
 
     bars = logging.is_progress_bar_enabled()
     logging.disable_progress_bar()  # they would break into the console of the run
     own = model.config.dtype
-    model.config.dtype = own if dtype is None else getattr(torch, dtype)
     try:
-        model.save_pretrained(folder, state_dict=weights)
+        model.save_pretrained(folder, state_dict=dict(weights))
+        model.config.dtype = next((value.dtype for value in weights.values() if value.is_floating_point()), own)
+        model.config.save_pretrained(folder)  # save_pretrained names the model's own dtype
     finally:
         model.config.dtype = own
         if bars:

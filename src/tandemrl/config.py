@@ -46,6 +46,8 @@ class ModelConfig:
     device: str = "auto"
     """A torch device; auto = cuda if there is one, else cpu."""
     gradient_checkpointing: bool = False
+    liger: bool = False
+    """CUDA: RMSNorm, SwiGLU and RoPE by Liger's kernels (needs the `liger` extra)."""
     activation_offload: bool = False
     """Keep what backward needs in host memory."""
     lora: LoraConfig = field(default_factory=LoraConfig)
@@ -437,7 +439,7 @@ def check(config: Config) -> None:
     per_update = t.mini_batch_prompts or t.prompts_per_step
     longest = config.data.max_prompt_tokens + r.max_tokens
     rules: list[tuple[bool, str, object, str]] = [
-        (r.group_size >= 2, "rollout.group_size", r.group_size, "at least 2: a group of one has no advantage"),
+        (r.group_size >= (1 if lo.recipe == "ppo" else 2), "rollout.group_size", r.group_size, "at least 2: a group of one has no advantage (with ppo, at least 1)"),
         (r.temperature > 0, "rollout.temperature", r.temperature, "positive: greedy rollouts have no policy gradient"),
         (0 < r.top_p <= 1, "rollout.top_p", r.top_p, "in (0, 1]"),
         (r.top_k >= 0, "rollout.top_k", r.top_k, "0 (off) or positive"),
@@ -462,8 +464,7 @@ def check(config: Config) -> None:
         (lo.recipe != "rloo" or per_update == t.prompts_per_step, "train.mini_batch_prompts", t.mini_batch_prompts, "null with rloo, which has no correction for a second update"),
         (lo.importance_cap is None or lo.importance_cap > 0, "loss.importance_cap", lo.importance_cap, "positive"),
         (lo.overlong_buffer is None or 0 <= lo.overlong_buffer < r.max_tokens, "loss.overlong_buffer", lo.overlong_buffer, "null, 0 (off) or below rollout.max_tokens"),
-        (lo.recipe != "ppo", "loss.recipe", lo.recipe, "a recipe without a critic; PPO's pure functions are in tandemrl.losses, the critic is not trained yet"),
-        (m.critic is None, "model.critic", m.critic, "null: the critic is not trained yet"),
+        (m.critic is None or lo.recipe == "ppo", "model.critic", m.critic, "null unless loss.recipe=ppo"),
         (t.steps >= 1, "train.steps", t.steps, "at least 1"),
         (t.lr > 0, "train.lr", t.lr, "positive"),
         (t.grad_clip > 0, "train.grad_clip", t.grad_clip, "positive"),
@@ -483,6 +484,7 @@ def check(config: Config) -> None:
         (t.max_logprob_mismatch is None or t.max_logprob_mismatch > 0, "train.max_logprob_mismatch", t.max_logprob_mismatch, "null or positive"),
         *((getattr(p, axis) is None or getattr(p, axis) >= 1, f"parallel.{axis}", getattr(p, axis), "at least 1") for axis in ("dp_replicate", "dp_shard", "sp", "tp")),
         (p.timeout_s > 0, "parallel.timeout_s", p.timeout_s, "positive"),
+        (not m.liger or p.tp == 1, "model.liger", m.liger, "false with parallel.tp > 1: its kernels cannot be split"),
         (m.lora.rank >= 0, "model.lora.rank", m.lora.rank, "0 (off) or positive"),
         (m.lora.alpha > 0, "model.lora.alpha", m.lora.alpha, "positive"),
         (m.lora.rank == 0 or p.tp == 1, "model.lora.rank", m.lora.rank, "0 with parallel.tp > 1: adapters are not split"),
@@ -491,8 +493,10 @@ def check(config: Config) -> None:
         (0 <= lo.lam <= 1, "loss.lam", lo.lam, "in [0, 1]"),
         (lo.value_clip is None or lo.value_clip > 0, "loss.value_clip", lo.value_clip, "null (off) or positive"),
         (t.max_resamples >= 0, "train.max_resamples", t.max_resamples, "0 (off) or positive"),
+        (t.max_resamples == 0 or r.group_size >= 2, "train.max_resamples", t.max_resamples, "0 with rollout.group_size=1: the rewards of one rollout are always equal"),
         (t.critic_lr > 0, "train.critic_lr", t.critic_lr, "positive"),
-        (t.critic_warmup_steps >= 0, "train.critic_warmup_steps", t.critic_warmup_steps, "0 or positive"),
+        (0 <= t.critic_warmup_steps < t.steps, "train.critic_warmup_steps", t.critic_warmup_steps, f"0 or positive, and below train.steps ({t.steps})"),
+        (t.critic_warmup_steps == 0 or lo.recipe == "ppo", "train.critic_warmup_steps", t.critic_warmup_steps, "0 unless loss.recipe=ppo"),
         (config.data.max_prompt_tokens >= 1, "data.max_prompt_tokens", config.data.max_prompt_tokens, "at least 1"),
         (e.seed >= 0, "eval.seed", e.seed, "0 or positive"),
         (e.bootstrap >= 0, "eval.bootstrap", e.bootstrap, "0 (no intervals) or positive"),
@@ -507,7 +511,6 @@ def check(config: Config) -> None:
         (t.async_steps in (0, 1), "train.async_steps", t.async_steps, "0 or 1: rollouts of weights older than one step are not learnt from"),
         (t.max_resamples == 0 or t.async_steps == 0, "train.max_resamples", t.max_resamples, "0 with train.async_steps=1: the engine is busy with the next step"),
         (p.dp_replicate * (p.dp_shard or 1) * p.sp * p.tp == 1 or r.engine == "torch" or v.multiprocess, "rollout.vllm.multiprocess", v.multiprocess, "true with several processes: vLLM would take the trainer's process group for its own"),
-        (not t.profile, "train.profile", t.profile, "false: profiling is not implemented yet"),
         (r.tensor_parallel >= 1, "rollout.tensor_parallel", r.tensor_parallel, "at least 1"),
         (v.kv_cache_gb is None or v.kv_cache_gb > 0, "rollout.vllm.kv_cache_gb", v.kv_cache_gb, "null or positive"),
         (0 < v.gpu_memory_utilization <= 1, "rollout.vllm.gpu_memory_utilization", v.gpu_memory_utilization, "in (0, 1]"),

@@ -151,6 +151,7 @@ def prepare(model: PreTrainedModel, *, name: str = "model", head: nn.Linear | No
 
 
 LIGER_FAMILIES = ("llama", "qwen2", "qwen3")
+LIGER_DEVICES = ("cuda",)
 
 
 def use_liger(model: PreTrainedModel, *, name: str = "model") -> PreTrainedModel:
@@ -162,8 +163,8 @@ def use_liger(model: PreTrainedModel, *, name: str = "model") -> PreTrainedModel
     Raises:
         ModelError: not on CUDA, liger-kernel is not installed, no kernels for this family, or other hidden states.
     """
-    family, device = model.config.model_type, model.device
-    if device.type != "cuda":
+    family, device = model.config.model_type, model.get_input_embeddings().weight.device
+    if device.type not in LIGER_DEVICES:
         raise ModelError(f"{name}: Liger kernels need a CUDA device, the model is on {device}; set model.liger=false")
     if family not in LIGER_FAMILIES:
         raise ModelError(
@@ -200,8 +201,10 @@ def load_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:
         raise ModelError(f"tokenizer of {str(path)!r} could not be loaded: {str(error).splitlines()[0]}") from None
 
 
-def vocabulary_check(senior: PreTrainedTokenizerBase, junior: PreTrainedTokenizerBase) -> None:
-    """Two models can share a text only if they share every token id.
+def vocabulary_check(
+    senior: PreTrainedTokenizerBase, junior: PreTrainedTokenizerBase, *, other: str = "junior"
+) -> None:
+    """Two models can share a text only if they share every token id. ``other``: what the second one is, if no junior.
 
     Raises:
         ModelError: names how many ids differ and the first of them.
@@ -211,8 +214,8 @@ def vocabulary_check(senior: PreTrainedTokenizerBase, junior: PreTrainedTokenize
         differing = sorted(set(a.items()) ^ set(b.items()), key=lambda item: item[1])
         token, index = differing[0]
         raise ModelError(
-            f"senior and junior have different vocabularies: {len(differing)} entries differ, the first is {token!r} "
-            f"(id {index}). Tandem decoding needs one vocabulary; choose a junior of the same tokenizer family."
+            f"senior and {other} have different vocabularies: {len(differing)} entries differ, the first is {token!r} "
+            f"(id {index}). They read the same tokens; choose a {other} of the same tokenizer family."
         )
 
 

@@ -14,6 +14,7 @@ import os
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from types import MethodType
 from typing import Any
 
@@ -200,21 +201,31 @@ def shard(
     check_heads(model, world)
     if world.mesh["tp"].size() > 1:
         _tensor_parallel(model, world.mesh["tp"])
-    data, fsdp = world.mesh["dp_replicate"], world.mesh["fsdp"]
-    if data.size() * fsdp.size() > 1:
-        mesh = world.mesh["dp_replicate", "fsdp"] if data.size() > 1 else fsdp
-        mixed = MixedPrecisionPolicy() if dtype == torch.float32 else MixedPrecisionPolicy(dtype, torch.float32)
-        policy = CPUOffloadPolicy() if offload and mesh.device_type == "cuda" else OffloadPolicy()
-        for layer in layers_of(model):
-            fully_shard(layer, mesh=mesh, mp_policy=mixed, offload_policy=policy)
-        fully_shard(model, mesh=mesh, mp_policy=mixed, offload_policy=policy)
-        for module in model.modules():
-            if isinstance(module, FSDPModule):
-                module.set_gradient_divide_factor(1.0)
-                module.set_force_sum_reduction_for_comms(True)  # gloo has no scaled sum
-        setattr(model, forward.__name__, MethodType(forward, model))
-        register_fsdp_forward_method(model, forward.__name__)
+    # Also over a single process, where only tp splits: FSDP is what computes in another dtype, and what offloads.
+    mesh = world.mesh["dp_replicate", "fsdp"] if world.mesh["dp_replicate"].size() > 1 else world.mesh["fsdp"]
+    mixed = MixedPrecisionPolicy() if dtype == torch.float32 else MixedPrecisionPolicy(dtype, torch.float32)
+    policy = CPUOffloadPolicy() if offload and mesh.device_type == "cuda" else OffloadPolicy()
+    for layer in layers_of(model):
+        fully_shard(layer, mesh=mesh, mp_policy=mixed, offload_policy=policy)
+    fully_shard(model, mesh=mesh, mp_policy=mixed, offload_policy=policy)
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.set_gradient_divide_factor(1.0)
+            module.set_force_sum_reduction_for_comms(True)  # gloo has no scaled sum
+    name = forward.__name__
+    setattr(model, name, MethodType(forward, model))
+    register_fsdp_forward_method(model, name)
+    setattr(model, name, MethodType(partial(_freed_without_backward, getattr(model, name)), model))
     return model
+
+
+def _freed_without_backward(forward: Any, model: FSDPModule, *args: Any, **kwargs: Any) -> Any:
+    """FSDP frees what it gathered outside of the layers in backward. Where none comes, a later change of the weights
+    would go unseen, and ``model.parameters()`` would not be the sharded ones."""
+    result = forward(*args, **kwargs)
+    if not torch.is_grad_enabled():
+        model.reshard()
+    return result
 
 
 def layers_of(model: PreTrainedModel) -> list[nn.Module]:
@@ -274,6 +285,9 @@ def _tensor_parallel(model: PreTrainedModel, mesh: DeviceMesh) -> None:
 
 def full_parameters(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """(name, whole tensor) of every parameter; all processes have to ask for them, and in step."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()  # a forward without a backward leaves gathered copies, in the compute dtype
     for name, parameter in model.named_parameters():
         value = parameter.detach()
         yield name, value.full_tensor() if isinstance(value, DTensor) else value

@@ -16,13 +16,24 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from tandemrl import checkpoint
+from tandemrl.checkpoint import Trained
 from tandemrl.config import Config, ConfigError, to_yaml
+from tandemrl.critic import load_critic, packed_values, token_values
 from tandemrl.data.rows import DataError, Prompt, encode_prompts, load_rows
 from tandemrl.data.sampler import Sampler
 from tandemrl.evals import profile_of
+from tandemrl.lora import attach, base_parameters
 from tandemrl.losses import RECIPES, Recipe
-from tandemrl.model import load_model, load_tokenizer, resolve_device, token_logprobs, vocabulary_check
+from tandemrl.model import (
+    load_model,
+    load_tokenizer,
+    resolve_device,
+    token_logprobs,
+    use_liger,
+    vocabulary_check,
+)
 from tandemrl.parallel import World, full_parameters, parameter_groups, shard
+from tandemrl.profiling import Clock
 from tandemrl.rollout.engine import Draws, Engine, Sampling
 from tandemrl.rollout.engines import vllm_engine
 from tandemrl.rollout.envs.code import score_code
@@ -51,9 +62,11 @@ class TrainError(RuntimeError):
 @dataclass(eq=False)
 class Run:
     """The parts of one training run. ``dropped``: training rows that were too long. ``judge``: the model that marks
-    responses. ``best``: the held-out score behind ``hf/best``. ``ahead``: of a checkpoint, rollouts
-    that wait for their step (see ``Ahead``). Of a ``world`` of several processes each has its own
-    ``Run``; ``policy``, ``reference`` and ``junior`` are then sharded."""
+    responses. ``best``: the held-out score behind ``hf/best``. ``ahead``: of a checkpoint, rollouts that wait for their
+    step (see ``Ahead``). ``kl_coef``: of the step to come, where it adapts. ``clock``: of the current step.
+
+    Of a ``world`` of several processes each has its own ``Run``; ``policy``, ``reference``, ``junior`` and ``critic``
+    are then sharded. A policy with adapters is its own ``reference``, without them."""
 
     config: Config
     recipe: Recipe
@@ -76,6 +89,20 @@ class Run:
     judge: str | None = None
     best: float = -math.inf
     ahead: dict[str, Any] | None = None
+    critic: Trained | None = None
+    kl_coef: float = 0.0
+    clock: Clock = field(default_factory=Clock)
+
+    @property
+    def parts(self) -> dict[str, Trained]:
+        """What is trained, as a checkpoint names it."""
+        policy = {"policy": Trained(self.policy, self.optimizer)}
+        return policy if self.critic is None else policy | {"critic": self.critic}
+
+    @property
+    def autocast(self) -> torch.dtype | None:
+        """A sharded model is gathered in the compute dtype."""
+        return torch.bfloat16 if self.config.model.dtype == "bfloat16" and self.world.size == 1 else None
 
     def logprobs(self, model: PreTrainedModel, batch: Batch, select: Tensor) -> tuple[Tensor, Tensor]:
         """Log-probs and entropy of the selected tokens under the sampling distribution of the rollouts."""
@@ -87,9 +114,21 @@ class Run:
             temperature=s.temperature,
             truncation=Truncation(s.top_k, s.top_p, s.min_p) if s.truncated else None,
             vocabulary=self.engine.vocabulary,
-            # A sharded model is gathered in the compute dtype.
-            autocast=torch.bfloat16 if self.config.model.dtype == "bfloat16" and self.world.size == 1 else None,
+            autocast=self.autocast,
             shards=self.world.shards,
+            activation_offload=self.config.model.activation_offload,
+        )
+
+    def values(self, batch: Batch, select: Tensor) -> Tensor:
+        """The critic's value of the state in which each selected token was chosen."""
+        assert self.critic is not None
+        return token_values(
+            self.critic.module,  # type: ignore[arg-type]
+            batch,
+            select=select,
+            autocast=self.autocast,
+            shards=self.world.shards,
+            activation_offload=self.config.model.activation_offload,
         )
 
 
@@ -134,13 +173,10 @@ def build(
     scorer.check(prompt.row for prompt in [*prompts, *heldout])
 
     policy = load_model(model.senior, device=model.device)
+    if model.liger:
+        use_liger(policy, name=model.senior)
     if model.gradient_checkpointing:
-        policy.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-        policy.train()  # transformers checkpoints in training mode only
-        if any(module.p > 0 for module in policy.modules() if isinstance(module, torch.nn.Dropout)):
-            raise ConfigError(
-                "model.gradient_checkpointing=true: this model has dropout; its log-probs would be random"
-            )
+        checkpoint_gradients(policy)
     vocabulary = policy.get_output_embeddings().weight.shape[0]
     schedule = schedule_of(config.selection, tokenizer, vocabulary)
     if strategy is not None:
@@ -162,28 +198,29 @@ def build(
     junior = freeze(partner, model.dtype, split=True) if config.loss.junior_kl_coef > 0 else None
     writes = tandem and config.rollout.engine == "torch"  # vLLM loads its own copy
     writer = freeze(partner, model.dtype, split=False) if writes else None
-    # float32 like the policy, so that both go through the same arithmetic and the KL starts at exactly 0.
-    reference = freeze(model.senior, "float32", split=True) if config.loss.kl_coef > 0 else None
     engine = engine_of(config, policy, writer, tokenizer, partner=partner if tandem else None)
+    reference = None
+    if model.lora.rank:
+        attach(policy, model.lora, config.train.seed)
+    if config.loss.kl_coef > 0:
+        # float32 like the policy, so that both go through the same arithmetic and the KL starts at exactly 0.
+        reference = policy if model.lora.rank else freeze(model.senior, "float32", split=True)
     shard(policy, world, dtype=compute, offload=config.parallel.offload)
+    recipe = resolve_recipe(recipe or RECIPES[config.loss.recipe], config)
 
     rollout = config.rollout
     return Run(
         config=config,
-        recipe=resolve_recipe(recipe or RECIPES[config.loss.recipe], config),
+        recipe=recipe,
         schedule=schedule,
         tokenizer=tokenizer,
         policy=policy,
         reference=reference,
         junior=junior,
         engine=engine if world.size == 1 else SpreadEngine(engine, world),
-        optimizer=torch.optim.AdamW(
-            parameter_groups(policy.parameters()),
-            lr=config.train.lr,
-            betas=config.train.betas,
-            weight_decay=config.train.weight_decay,
-            fused=policy.device.type == "cuda" or None,
-        ),
+        optimizer=optimizer_of(policy, config, config.train.lr),
+        critic=build_critic(config, tokenizer, world) if recipe.advantage is None else None,
+        kl_coef=config.loss.kl_coef,
         scorer=scorer,
         judge=None if judge is None else judge.model,
         prompts=prompts,
@@ -200,6 +237,45 @@ def build(
             top_k=rollout.top_k,
             min_p=rollout.min_p,
         ),
+    )
+
+
+def build_critic(config: Config, tokenizer: PreTrainedTokenizerBase, world: World) -> Trained:
+    """The value model, sharded and checkpointed like the policy, and its own optimiser.
+
+    Raises:
+        ModelError: not loadable as a critic, or of another vocabulary than the senior.
+    """
+    model = config.model
+    if model.critic is not None:
+        vocabulary_check(tokenizer, load_tokenizer(model.critic), other="critic")
+    critic = load_critic(model.critic or model.senior, device=model.device)
+    if model.gradient_checkpointing:
+        checkpoint_gradients(critic)
+    dtype = getattr(torch, model.dtype)
+    shard(critic, world, dtype=dtype, forward=packed_values, offload=config.parallel.offload)
+    return Trained(critic, optimizer_of(critic, config, config.train.critic_lr))
+
+
+def checkpoint_gradients(model: PreTrainedModel) -> None:
+    """Recompute activations in backward.
+
+    Raises:
+        ConfigError: the model has dropout.
+    """
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    model.train()  # transformers checkpoints in training mode only
+    if any(module.p > 0 for module in model.modules() if isinstance(module, torch.nn.Dropout)):
+        raise ConfigError("model.gradient_checkpointing=true: this model has dropout; its log-probs would be random")
+
+
+def optimizer_of(model: PreTrainedModel, config: Config, lr: float) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(
+        parameter_groups(model.parameters()),
+        lr=lr,
+        betas=config.train.betas,
+        weight_decay=config.train.weight_decay,
+        fused=model.device.type == "cuda" or None,
     )
 
 
@@ -249,14 +325,19 @@ def engine_of(
     )
 
 
-def learning_rate(config: Config, step: int) -> float:
-    """Linear warm-up over ``train.warmup_steps``, then constant, or a cosine down to 0. Steps count from 1."""
+def learning_rate(config: Config, step: int, peak: float | None = None) -> float:
+    """Linear warm-up over ``train.warmup_steps``, then constant, or a cosine down to 0. Steps count from 1.
+
+    Args:
+        peak: None = ``train.lr``.
+    """
     t = config.train
+    peak = t.lr if peak is None else peak
     if step <= t.warmup_steps:
-        return t.lr * step / t.warmup_steps
+        return peak * step / t.warmup_steps
     if t.schedule == "constant":
-        return t.lr
-    return t.lr * 0.5 * (1 + math.cos(math.pi * (step - t.warmup_steps - 1) / max(1, t.steps - t.warmup_steps)))
+        return peak
+    return peak * 0.5 * (1 + math.cos(math.pi * (step - t.warmup_steps - 1) / max(1, t.steps - t.warmup_steps)))
 
 
 # --------------------------------------------------------------------------------------------------------------- gates
@@ -306,20 +387,30 @@ def save(run: Run, step: int) -> None:
     export(run, f"step_{step}")
     state = {
         "step": step,
-        "policy": run.policy.state_dict(),
-        "optimizer": run.optimizer.state_dict(),
         "sampler": run.sampler.state_dict(),
         "best": run.best,
         "ahead": run.ahead,
+        "kl_coef": run.kl_coef,
         "identity": identity(run),
         "rng": checkpoint.rng_state(),
     }
-    checkpoint.save(output, step, state, run.config, keep=run.config.train.keep_checkpoints)
+    train = run.config.train
+    checkpoint.save(
+        output,
+        step,
+        state,
+        run.config,
+        train.keep_checkpoints,
+        parts=run.parts,
+        world=run.world,
+        background=train.async_save,
+    )
 
 
 def export(run: Run, name: str) -> None:
     """The policy as ``hf/NAME``, in the compute dtype."""
-    checkpoint.export_hf(run.policy, run.tokenizer, Path(run.config.output_dir, "hf", name), run.config.model.dtype)
+    folder = Path(run.config.output_dir, "hf", name)
+    checkpoint.export_hf(run.policy, run.tokenizer, folder, run.config.model.dtype, world=run.world)
 
 
 def identity(run: Run) -> dict[str, str]:
@@ -330,6 +421,8 @@ def identity(run: Run) -> dict[str, str]:
         name: "none" if model is None else f"{fingerprint(full_parameters(model)):#x}"
         for name, model in (("junior", run.junior), ("reference", run.reference))
     }
+    if run.config.model.lora.rank:  # of what the adapters, and without them the reference, stand on
+        frozen["reference"] = f"{fingerprint(base_parameters(run.policy)):#x}"
     if run.junior is None and run.engine.has_junior:
         frozen["junior"] = f"{run.engine.fingerprint('junior'):#x}"
     custom = "none" if run.custom_strategy is None else signature(run.custom_strategy)
@@ -384,11 +477,11 @@ def restore(run: Run, resume: str) -> int:
             raise checkpoint.CheckpointError(
                 f"{path}: written with another {', '.join(changed)}; a resume would mix runs"
             )
-        run.policy.load_state_dict(state["policy"])
-        run.optimizer.load_state_dict(state["optimizer"])
+        checkpoint.load_parts(path, run.parts, run.world)
         run.sampler.load_state_dict(state["sampler"])
         run.best = state["best"] if (output / "hf" / "best").is_dir() else -math.inf
         run.ahead = state["ahead"]
+        run.kl_coef = state["kl_coef"]
         checkpoint.restore_rng(state["rng"])
         step = state["step"]
     if run.world.main:

@@ -5,9 +5,10 @@ evaluate -> log -> save.
 each of them is a function of another module.
 """
 
-import time
+import faulthandler
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -15,20 +16,23 @@ import numpy as np
 import torch
 from rich.console import Console
 
-from tandemrl import evals
+from tandemrl import checkpoint, evals
 from tandemrl.ahead import Ahead
 from tandemrl.checkpoint import lock
 from tandemrl.config import Config, batch_plan
+from tandemrl.faults import Signals, Steps, Stopped, agreed_signal, told
 from tandemrl.losses import Recipe
 from tandemrl.model import resolve_device
 from tandemrl.parallel import join
+from tandemrl.profiling import Profile
 from tandemrl.rollout import collect
+from tandemrl.rollout.engine import Draws
 from tandemrl.rollout.sync import sync_weights
-from tandemrl.run import Run, build, check_draws, export, restore, save
+from tandemrl.run import Run, TrainError, build, check_draws, export, restore, save
 from tandemrl.selection import Strategy, solo
 from tandemrl.tracking import Tracker
 from tandemrl.types import Author, Group, Metrics
-from tandemrl.update import update
+from tandemrl.update import update, work
 
 
 def train(
@@ -49,17 +53,23 @@ def train(
 
     Raises:
         ConfigError, DataError, ModelError, CheckpointError: the run cannot start.
-        TrainError, EngineError: a gate closed during the run; its last checkpoint is kept.
+        TrainError, EngineError: a gate closed during the run; its last checkpoint is kept. Where no weight of the step
+            had changed and all processes can, the step before it is saved first.
+        OutOfMemoryError, LostProcessError: see ``faults``; likewise.
+        Stopped: after a SIGTERM or SIGINT and the end of the step, which is saved. It is a SystemExit.
     """
     if config.train.threads:
         torch.set_num_threads(config.train.threads)
     world = join(config.parallel, resolve_device(config.model.device))
+    if world.size > 1:
+        faulthandler.enable()  # NCCL aborts a process whose collective timed out: say where it was
     run = build(config, recipe, strategy, world)
     with lock(config.output_dir) if world.main else nullcontext(), run.scorer:
         done = restore(run, resume)
         silent = quiet or not world.main
         with Tracker(config.output_dir, config, console=console, quiet=silent, record=world.main) as tracker:
             loop(run, done, tracker)
+            checkpoint.wait()
     return Path(config.output_dir)
 
 
@@ -73,17 +83,70 @@ def loop(run: Run, done: int, tracker: Tracker) -> None:
     if run.dropped:
         tracker.say(f"data.train: {run.dropped} rows are longer than data.max_prompt_tokens and were left out")
     sync_weights(run.policy, run.engine, version=done)
-    with Ahead(run, partial(rollout, run, tracker)) as rollouts:
+    profile = Profile(
+        Path(config.output_dir, "profile") if config.train.profile else None,
+        model=run.policy,
+        device=run.device,
+        dtype=getattr(torch, config.model.dtype),
+        world=run.world,
+        first=done + 1,
+        last=steps,
+    )
+    moved = Steps(part.optimizer for part in run.parts.values())
+    with Ahead(run, partial(rollout, run, tracker, profile)) as rollouts, Signals() as signals:
         rollouts.load_state_dict(run.ahead)
         for step in range(done + 1, steps + 1):
-            one_step(run, step, rollouts, tracker)
+            run.clock = profile.clock()
+            with (
+                told(step, run.clock, run.world, config.parallel.timeout_s),
+                rescued(run, step - 1, moved, tracker),
+            ):
+                one_step(run, step, rollouts, tracker, profile)
+                stop = agreed_signal(signals.received, run.world)
+            if stop or step == steps or step % config.train.save_every == 0:
+                run.ahead = rollouts.state_dict()
+                save(run, step)
+            if stop and step < steps:
+                checkpoint.wait()
+                tracker.say(
+                    f"stopped by a signal after step {step}, which is saved; the same command goes on from there"
+                )
+                raise Stopped(stop)
 
 
-def one_step(run: Run, step: int, rollouts: Ahead, tracker: Tracker) -> None:
-    """From the rollouts of ``step`` to its record, and its checkpoint if one is due."""
+@contextmanager
+def rescued(run: Run, step: int, moved: Steps, tracker: Tracker) -> Iterator[None]:
+    """Save the state after ``step`` if the one after it fails before any weight has changed.
+
+    Among several processes only errors that all of them meet allow it. With ``train.async_steps`` the rollouts that
+    the state would need are used up.
+    """
+    moved.mark()
+    sampler, kl_coef = run.sampler.state_dict(), run.kl_coef
+    try:
+        yield
+    except Exception as error:
+        together = run.world.size == 1 or isinstance(error, TrainError)
+        folder = Path(run.config.output_dir, "checkpoints", f"step_{step}")
+        if step and together and not (moved.taken or run.config.train.async_steps or folder.exists()):
+            for part in run.parts.values():
+                part.optimizer.zero_grad(set_to_none=True)
+            run.sampler.load_state_dict(sampler)
+            run.kl_coef, run.ahead = kl_coef, None
+            try:
+                save(run, step)
+                checkpoint.wait()
+                tracker.say(f"step {step + 1} failed; the state after step {step} is saved")
+            except Exception as failure:
+                tracker.say(f"step {step + 1} failed, and the state after step {step} could not be saved: {failure}")
+        raise
+
+
+def one_step(run: Run, step: int, rollouts: Ahead, tracker: Tracker, profile: Profile) -> None:
+    """From the rollouts of ``step`` to its record."""
     config = run.config
     last = step == config.train.steps
-    clock = Clock()
+    clock = run.clock
     with clock("rollout"):
         written = rollouts.take(step)
     if config.train.async_steps and not last:
@@ -92,9 +155,14 @@ def one_step(run: Run, step: int, rollouts: Ahead, tracker: Tracker) -> None:
         rollouts.start(step + 1)
     with clock("score"):
         groups = collect.score(written, run.scorer, run.tokenizer)
-    with clock("update"):
+    if config.train.max_resamples:
+        with clock("resample"):
+            written, groups, resampled = resample(run, tracker, profile, step, written, groups)
+    with clock("update"), profile.trace("update", step):
         metrics = update(run, groups, step)
     metrics |= describe(written, groups, step)
+    if config.train.max_resamples:
+        metrics["groups/resampled"] = float(resampled)
     evaluates = bool(run.heldout) and (last or step % config.train.eval_every == 0)
     if not config.train.async_steps or evaluates:
         with clock("sync"):
@@ -105,9 +173,8 @@ def one_step(run: Run, step: int, rollouts: Ahead, tracker: Tracker) -> None:
             metrics |= evaluate(run)
     tracker.samples(step, [r for group in groups for r in group.rollouts], run.tokenizer)
     tracker.step(step, metrics | clock.metrics(metrics["tokens/response"]))
-    if last or step % config.train.save_every == 0:
-        run.ahead = rollouts.state_dict()
-        save(run, step)
+    if config.train.profile:
+        profile.step(step, clock, work(run, groups, profile.cost))
 
 
 def renew(run: Run, version: int) -> None:
@@ -116,21 +183,53 @@ def renew(run: Run, version: int) -> None:
         sync_weights(run.policy, run.engine, version=version)
 
 
-def rollout(run: Run, tracker: Tracker, step: int, examples: list[int]) -> collect.Written:
-    """The step's prompts, each completed ``rollout.group_size`` times by the step's strategy."""
+def rollout(
+    run: Run, tracker: Tracker, profile: Profile, step: int, examples: list[int], drawn: int = 0
+) -> collect.Written:
+    """Prompts, each completed ``rollout.group_size`` times by the step's strategy. ``drawn``: see ``collect.write``."""
     config = run.config
-    written = collect.write(
-        run.engine,
-        [(example, run.prompts[example]) for example in examples],
-        strategy=run.schedule.strategy(step),
-        sampling=run.sampling,
-        group_size=config.rollout.group_size,
-        seed=config.train.seed,
-        step=step,
-        progress=tracker.rollout_progress(config.train.prompts_per_step * config.rollout.group_size),
-    )
+    shown = tracker.rollout_progress(len(examples) * config.rollout.group_size)
+    with profile.trace("rollout", step) as traced:
+
+        def progress(tokens: int) -> None:
+            shown(tokens)
+            traced(tokens)
+
+        written = collect.write(
+            run.engine,
+            [(example, run.prompts[example]) for example in examples],
+            strategy=run.schedule.strategy(step),
+            sampling=run.sampling,
+            group_size=config.rollout.group_size,
+            seed=config.train.seed,
+            step=step,
+            drawn=drawn,
+            progress=progress,
+        )
     check_draws(written.draws, run.schedule.prob_senior(step))
     return written
+
+
+def resample(
+    run: Run, tracker: Tracker, profile: Profile, step: int, written: collect.Written, groups: Sequence[Group]
+) -> tuple[collect.Written, list[Group], int]:
+    """Dynamic sampling (DAPO, arXiv 2503.14476, section 3.2): groups whose rewards are all equal give way to those of
+    the next prompts, in at most ``train.max_resamples`` rounds.
+
+    Returns:
+        the rollouts with the draws of all rounds, the groups, and how many prompts were drawn in place of others.
+    """
+    groups, drawn = list(groups), 0
+    for _ in range(run.config.train.max_resamples):
+        flat = [i for i, group in enumerate(groups) if len({r.reward for r in group.rollouts}) == 1]
+        if not flat:
+            break
+        more = rollout(run, tracker, profile, step, run.sampler.next(len(flat)), drawn=len(groups) + drawn)
+        drawn += len(flat)
+        written = written._replace(draws=Draws(*(a + b for a, b in zip(written.draws, more.draws, strict=True))))
+        for i, fresh in zip(flat, collect.score(more, run.scorer, run.tokenizer), strict=True):
+            groups[i] = fresh._replace(rollouts=tuple(replace(r, group=i) for r in fresh.rollouts))
+    return written, groups, drawn
 
 
 def evaluate(run: Run) -> Metrics:
@@ -179,20 +278,3 @@ def describe(written: collect.Written, groups: Sequence[Group], step: int) -> Me
         "scoring/timeouts": float(sum("timeout" in r.reward_parts for r in rollouts)),
         "scoring/failures": float(sum("failure" in r.reward_parts for r in rollouts)),
     }
-
-
-class Clock:
-    """Seconds per phase of one step."""
-
-    def __init__(self) -> None:
-        self.start, self.phases = time.perf_counter(), dict[str, float]()
-
-    @contextmanager
-    def __call__(self, phase: str) -> Iterator[None]:
-        start = time.perf_counter()
-        yield
-        self.phases[phase] = self.phases.get(phase, 0.0) + time.perf_counter() - start
-
-    def metrics(self, tokens: float) -> Metrics:
-        total = time.perf_counter() - self.start
-        return {"time/step": total, "tokens/s": tokens / total} | {f"time/{k}": v for k, v in self.phases.items()}

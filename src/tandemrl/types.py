@@ -133,6 +133,8 @@ class Batch:
     old_logprobs: Float[Tensor, " t"] | None = None
     ref_logprobs: Float[Tensor, " t"] | None = None
     junior_logprobs: Float[Tensor, " t"] | None = None
+    old_values: Float[Tensor, " t"] | None = None
+    returns: Float[Tensor, " t"] | None = None
 
     @property
     def num_sequences(self) -> int:

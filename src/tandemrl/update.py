@@ -2,7 +2,9 @@
 
 import math
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import replace
+from itertools import pairwise
 from statistics import fmean
 from typing import NamedTuple
 
@@ -10,18 +12,28 @@ import torch
 from torch import Tensor
 
 from tandemrl.batching import micro_batches, pack, pack_tokens
+from tandemrl.lora import adapter_free
 from tandemrl.losses import (
+    adapt_kl_coef,
     add_totals,
     average_metrics,
     compute_advantages,
-    kl_in_reward,
+    explained_variance,
+    gae,
+    kl_penalty,
     overlong_penalty,
     policy_loss,
+    reduce,
+    sequence_sum,
+    token_rewards,
     token_weights,
     totals,
+    value_loss,
+    whiten,
     zero_variance_groups,
 )
 from tandemrl.parallel import World, clip_gradients
+from tandemrl.profiling import Cost, Work, update_flops
 from tandemrl.run import Run, TrainError, check_mismatch, learning_rate
 from tandemrl.types import Author, Batch, Group, Metrics, Rollout, Totals
 
@@ -34,7 +46,8 @@ class MicroBatch(NamedTuple):
 
 
 def update(run: Run, groups: Sequence[Group], step: int) -> Metrics:
-    """One optimiser step per mini-batch of prompts, on advantages computed over all prompts of the step.
+    """One optimiser step per mini-batch of prompts, on advantages computed over all prompts of the step; where there is
+    a critic, of both models.
 
     Every process is given all rollouts. Each data rank computes its share of the micro-batches; what depends on all of
     them (totals, KL in the reward, metrics) is summed over the ranks.
@@ -55,49 +68,62 @@ def update(run: Run, groups: Sequence[Group], step: int) -> Metrics:
         for i in range(len(groups) // prompts)
     ]
     needs_old = len(mini_batches) > 1 or loss.kl_in_reward
-    mini_batches = [
-        [m._replace(batch=add_logprobs(run, m.batch, old=needs_old)) for m in mini] for mini in mini_batches
-    ]
-    if loss.kl_in_reward:
-        penalties = torch.zeros(len(rollouts), device=run.device)
-        for rows, b in (m for mini in mini_batches for m in mini):
-            assert b.old_logprobs is not None
-            assert b.ref_logprobs is not None
-            none, weights = torch.zeros(len(rows), device=run.device), weights_of(run, b)
-            shaped = kl_in_reward(none, b.old_logprobs, b.ref_logprobs, weights, b.sequence_ids, coef=loss.kl_coef)
-            penalties[rows] += shaped
-        rewards += run.world.data_sum(penalties).cpu()
+    with run.clock("logprobs"):
+        mini_batches = [
+            [m._replace(batch=add_logprobs(run, m.batch, old=needs_old)) for m in mini] for mini in mini_batches
+        ]
     senior = torch.tensor([float((r.author == Author.SENIOR).sum()) for r in rollouts])
     junior = torch.tensor([float((r.author == Author.JUNIOR).sum()) for r in rollouts])
     counts = (senior + loss.junior_weight * junior) * used
-    advantages = compute_advantages(run.recipe, rewards, group_ids, counts)
+    metrics = {"groups/zero_variance": flat.float().mean().item(), "lr": learning_rate(config, step)}
+    if loss.kl_in_reward:
+        kl = kl_of(run, mini_batches, len(rollouts))
+        measured = (kl.sum() / counts.sum().clamp(min=1)).item()
+        metrics |= {"kl/coef": run.kl_coef, "kl/per_token": measured}
+    if run.critic is not None:
+        mini_batches, found = with_gae(run, mini_batches, rewards)
+        metrics |= found
+    else:
+        if loss.kl_in_reward:
+            rewards -= run.kl_coef * kl
+        advantages = compute_advantages(run.recipe, rewards, group_ids, counts)
+        mini_batches = [
+            [m._replace(batch=replace(m.batch, advantages=per_token(advantages[m.rows], m.batch))) for m in mini]
+            for mini in mini_batches
+        ]
 
-    for parameters in run.optimizer.param_groups:
-        parameters["lr"] = learning_rate(config, step)
-    updates = [
-        [replace(batch, advantages=per_token(advantages[rows], batch)) for rows, batch in mini]
-        for mini in mini_batches
-        if mini
-    ]
-    results = [optimise(run, batches, first=i == 0) for i, batches in enumerate(updates)]
+    for part, peak in (("policy", config.train.lr), ("critic", config.train.critic_lr)):
+        for group in run.parts[part].optimizer.param_groups if part in run.parts else ():
+            group["lr"] = learning_rate(config, step, peak)
+    updates = [[m.batch for m in mini] for mini in mini_batches if mini]
+    learn = run.critic is None or step > config.train.critic_warmup_steps
+    results = []
+    for i, batches in enumerate(updates):
+        with run.clock("forward_backward"):
+            result = optimise(run, batches, first=i == 0, learn=learn)
+        if run.critic is not None:
+            with run.clock("critic"):
+                result |= optimise_critic(run, batches)
+        results.append(result)
     results = results or [{"loss": 0.0, "grad_norm": 0.0}]  # a step without any usable group
+    if loss.kl_target is not None and updates and learn:
+        run.kl_coef = adapt_kl_coef(run.kl_coef, measured, target=loss.kl_target)
     names = dict.fromkeys(name for result in results for name in result)
     means = {name: fmean(result[name] for result in results if name in result) for name in names}
-    return {
-        "groups/zero_variance": flat.float().mean().item(),
-        "lr": learning_rate(config, step),
-        "updates": float(len(updates)),
-    } | means
+    return metrics | {"updates": float(len(updates))} | means
 
 
 def split(run: Run, rollouts: Sequence[Rollout], rows: Tensor) -> list[MicroBatch]:
     """This data rank's micro-batches of some rollouts, within the token budget: as many as every other rank has."""
-    lengths = [len(rollouts[i].tokens) for i in rows.tolist()]
-    world = run.world
-    bins = micro_batches(lengths, run.config.train.tokens_per_micro_batch)
-    bins += [[] for _ in range(-len(bins) % world.data_size)]
+    chosen, world = [rollouts[i] for i in rows.tolist()], run.world
+    bins = micro_batches(
+        [len(r.tokens) for r in chosen],
+        run.config.train.tokens_per_micro_batch,
+        parts=world.data_size,
+        groups=[r.group for r in chosen],
+    )
     return [
-        MicroBatch(rows[b], pack([rollouts[i] for i in rows[b].tolist()], torch.zeros(len(b)), run.device))
+        MicroBatch(rows[b], pack([chosen[i] for i in b], torch.zeros(len(b)), run.device))
         if b
         else MicroBatch(rows[:1], pack_tokens([[0]], run.device))  # a rank without work still joins the collectives
         for b in bins[world.data_rank :: world.data_size]
@@ -106,46 +132,90 @@ def split(run: Run, rollouts: Sequence[Rollout], rows: Tensor) -> list[MicroBatc
 
 @torch.no_grad()
 def add_logprobs(run: Run, batch: Batch, *, old: bool) -> Batch:
-    """Fill the channels of frozen models, and of the policy before its first update, where the loss needs them."""
+    """Fill the channels of frozen models, and of policy and critic before their first update, where the loss needs
+    them."""
     loss = run.config.loss
     models = {
         "old_logprobs": run.policy if old else None,
         "ref_logprobs": run.reference,
         "junior_logprobs": run.junior if loss.junior_kl_coef else None,
     }
-    scored: dict[int, Tensor] = {}  # one pass per distinct model: reference and junior may be the same
+    scored: dict[tuple[int, bool], Tensor] = {}  # one pass per distinct model: reference and junior may be the same
     channels = {}
     for name, model in models.items():
         if model is not None:
-            if id(model) not in scored:
-                scored[id(model)] = run.logprobs(model, batch, batch.author >= 0)[0]
-            channels[name] = scored[id(model)]
+            bare = name == "ref_logprobs" and model is run.policy
+            if (id(model), bare) not in scored:
+                with adapter_free(model) if bare else nullcontext():
+                    scored[id(model), bare] = run.logprobs(model, batch, batch.author >= 0)[0]
+            channels[name] = scored[id(model), bare]
+    if run.critic is not None:
+        channels["old_values"] = run.values(batch, weights_of(run, batch) > 0)
     return replace(batch, **channels)
 
 
-def optimise(run: Run, batches: Sequence[Batch], *, first: bool) -> Metrics:
+def kl_of(run: Run, mini_batches: Sequence[Sequence[MicroBatch]], rollouts: int) -> Tensor:
+    """Σ w·k1 of old against reference log-probs, per rollout, from all data ranks: what is taken off its reward, before
+    the coefficient."""
+    kl = torch.zeros(rollouts, device=run.device)
+    for rows, batch in (m for mini in mini_batches for m in mini):
+        kl[rows] += sequence_sum(kl_at(run, batch), batch.sequence_ids, num_sequences=batch.num_sequences)
+    return run.world.data_sum(kl).cpu()
+
+
+def kl_at(run: Run, batch: Batch) -> Tensor:
+    assert batch.old_logprobs is not None
+    assert batch.ref_logprobs is not None
+    return kl_penalty(batch.old_logprobs, batch.ref_logprobs, weights_of(run, batch))
+
+
+@torch.no_grad()
+def with_gae(
+    run: Run, mini_batches: Sequence[Sequence[MicroBatch]], rewards: Tensor
+) -> tuple[list[list[MicroBatch]], Metrics]:
+    """Advantages and returns of every trained token; advantages are whitened over the whole step and all data ranks."""
+    loss, flat = run.config.loss, [m for mini in mini_batches for m in mini]
+    if not flat:
+        return [[] for _ in mini_batches], {}
+    parts = []
+    for rows, b in flat:
+        assert b.old_values is not None
+        weight = weights_of(run, b)
+        penalty = run.kl_coef * kl_at(run, b) if loss.kl_in_reward else None
+        earned = token_rewards(rewards[rows].to(run.device), b.author, b.sequence_ids, penalty=penalty)
+        found = gae(earned, b.old_values, weight > 0, b.sequence_ids, gamma=loss.gamma, lam=loss.lam)
+        parts.append((*found, b.old_values, weight))
+    advantages, returns, values, weight = (torch.cat(channel) for channel in zip(*parts, strict=True))
+    explained = explained_variance(values, returns, weight, total=run.world.data_sum).item()
+    if run.recipe.whiten:
+        advantages = whiten(advantages, weight, total=run.world.data_sum)
+    sizes = [len(m.batch.tokens) for m in flat]
+    channels = zip(flat, advantages.split(sizes), returns.split(sizes), strict=True)
+    batches = iter([replace(m.batch, advantages=a, returns=r) for m, a, r in channels])
+    filled = [[m._replace(batch=next(batches)) for m in mini] for mini in mini_batches]
+    return filled, {"value/explained_variance": explained}
+
+
+def optimise(run: Run, batches: Sequence[Batch], *, first: bool, learn: bool = True) -> Metrics:
     """One optimiser step over micro-batches; the first of a training step also compares trainer and engine.
+
+    Args:
+        learn: False = only measure; the policy stays as it is.
 
     Raises:
         TrainError: log-probs do not match the engine's, or the gradient is not finite. Nothing was updated.
     """
     config, loss_config = run.config, run.config.loss
     weights = [weights_of(run, b) for b in batches]
-    step_totals = total_over(
-        run.world,
-        add_totals(
-            totals(w, b.author, b.sequence_ids, num_sequences=b.num_sequences)
-            for w, b in zip(weights, batches, strict=True)
-        ),
-        run.device,
-    )
+    step_totals = total_over(run, batches)
     difference: list[Tensor] = []
     loss_sum = torch.zeros(())
     sums: dict[str, Tensor] = {}
     for batch, weight in zip(batches, weights, strict=True):
         senior = batch.author == Author.SENIOR
         select = (weight > 0) | senior | ((batch.author >= 0) & (loss_config.junior_kl_coef > 0))
-        logprobs, entropy = run.logprobs(run.policy, batch, select)
+        with torch.set_grad_enabled(learn):
+            logprobs, entropy = run.logprobs(run.policy, batch, select)
         difference.append((logprobs.detach() - batch.behaviour_logprobs)[senior].abs().cpu())
         loss, parts = policy_loss(
             run.recipe,
@@ -168,7 +238,8 @@ def optimise(run: Run, batches: Sequence[Batch], *, first: bool) -> Metrics:
             junior_logprobs=batch.junior_logprobs,
             junior_kl_coef=loss_config.junior_kl_coef,
         )
-        loss.backward()
+        if learn:
+            loss.backward()
         loss_sum = loss_sum + loss.detach().cpu()
         for name, value in parts.items():
             sums[name] = sums[name] + value if name in sums else value
@@ -179,19 +250,67 @@ def optimise(run: Run, batches: Sequence[Batch], *, first: bool) -> Metrics:
         metrics |= mismatch(run.world, torch.cat(difference).to(run.device))
         if not config.train.async_steps:  # else the rollouts are of older weights
             check_mismatch(config, metrics.get("mismatch/mean_abs", 0.0))
-    norm = clip_gradients(run.policy.parameters(), config.train.grad_clip)
-    if not math.isfinite(norm):
-        raise TrainError(f"the gradient norm is {norm} (loss {loss_value}): stopped before it reached the weights")
-    if float(step_totals.weight) > 0:  # else there is nothing to learn from, and weight decay alone is no training
-        run.optimizer.step()
-    run.optimizer.zero_grad(set_to_none=True)
+    norm = move(run, "policy", loss_value, step_totals) if learn else 0.0
     return {"loss": loss_value, "grad_norm": norm} | metrics
 
 
-def total_over(world: World, own: Totals, device: torch.device) -> Totals:
-    """The totals of all data ranks."""
-    counts = torch.stack([torch.as_tensor(x, dtype=torch.float64, device=device) for x in own])
-    return Totals(*world.data_sum(counts).float())
+def optimise_critic(run: Run, batches: Sequence[Batch]) -> Metrics:
+    """One step of the critic towards the returns, over the same tokens and denominators as the policy's.
+
+    Raises:
+        TrainError: the gradient is not finite. The critic was not updated.
+    """
+    config, loss_config = run.config, run.config.loss
+    step_totals = total_over(run, batches)
+    loss_sum = torch.zeros((), device=run.device)
+    for batch in batches:
+        assert batch.old_values is not None
+        assert batch.returns is not None
+        weight = weights_of(run, batch)
+        values = run.values(batch, weight > 0)
+        loss = reduce(
+            value_loss(values, batch.old_values, batch.returns, clip=loss_config.value_clip),
+            weight,
+            batch.author,
+            batch.sequence_ids,
+            num_sequences=batch.num_sequences,
+            totals=step_totals,
+            mode=run.recipe.mode,
+            normalise_by=loss_config.normalise_by,
+            constant=float(config.rollout.max_tokens),
+        )
+        loss.backward()
+        loss_sum = loss_sum + loss.detach()
+    loss_value = run.world.data_sum(loss_sum).item()
+    return {"value/loss": loss_value, "value/grad_norm": move(run, "critic", loss_value, step_totals)}
+
+
+def move(run: Run, part: str, loss: float, step_totals: Totals) -> float:
+    """One optimiser step of a model; returns the norm of its gradient before clipping.
+
+    Raises:
+        TrainError: the gradient is not finite.
+    """
+    model, optimizer = run.parts[part]
+    with run.clock("optimizer"):
+        norm = clip_gradients(model.parameters(), run.config.train.grad_clip)
+        if not math.isfinite(norm):
+            raise TrainError(
+                f"the gradient norm of the {part} is {norm} (loss {loss}): stopped before it reached the weights"
+            )
+        if float(step_totals.weight) > 0:  # else there is nothing to learn from, and weight decay alone is no training
+            optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+    return norm
+
+
+def total_over(run: Run, batches: Sequence[Batch]) -> Totals:
+    """The totals of an optimiser step, over its micro-batches of all data ranks."""
+    own = add_totals(
+        totals(weights_of(run, b), b.author, b.sequence_ids, num_sequences=b.num_sequences) for b in batches
+    )
+    counts = torch.stack([torch.as_tensor(x, dtype=torch.float64, device=run.device) for x in own])
+    return Totals(*run.world.data_sum(counts).float())
 
 
 def mismatch(world: World, gap: Tensor) -> Metrics:
@@ -201,6 +320,32 @@ def mismatch(world: World, gap: Tensor) -> Metrics:
     if not count:
         return {}
     return {"mismatch/mean_abs": total / count, "mismatch/max_abs": world.data_max(largest).item()}
+
+
+def work(run: Run, groups: Sequence[Group], cost: Cost) -> Work:
+    """What a step's rollouts and the update of the policy came to. A group's prompt counts once, as it is computed."""
+    rollouts = [r for group in groups for r in group.rollouts]
+    flat = zero_variance_groups(
+        torch.tensor([r.reward for r in rollouts], dtype=torch.float32), torch.tensor([r.group for r in rollouts])
+    )
+    used = [
+        r for r, flat in zip(rollouts, flat.tolist(), strict=True) if not (flat and run.recipe.filter_zero_variance)
+    ]
+    whole = run.config.loss.junior_weight > 0 or run.config.loss.junior_kl_coef > 0
+    predictions = sum(int((r.author >= (0 if whole else Author.SENIOR)).sum()) for r in used)
+    later = [r for before, r in pairwise(used) if before.group == r.group]
+    return Work(
+        written=float(sum(r.response_tokens for r in rollouts)),
+        trained=float(sum(len(r.tokens) for r in used)),
+        flops=float(
+            update_flops(
+                cost,
+                [len(r.tokens) for r in used],
+                predictions=predictions,
+                shared=[len(r.tokens) - r.response_tokens for r in later],
+            )
+        ),
+    )
 
 
 def weights_of(run: Run, batch: Batch) -> Tensor:

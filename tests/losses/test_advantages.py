@@ -1,7 +1,9 @@
 import itertools
 import math
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from runpy import run_path
+from threading import Barrier
 
 import numpy as np
 import pytest
@@ -12,6 +14,7 @@ from hypothesis import strategies as st
 from tandemrl.losses import (
     RECIPES,
     compute_advantages,
+    explained_variance,
     gae,
     group_centred,
     group_normalised,
@@ -103,6 +106,37 @@ def test_whiten_gives_mean_zero_and_unbiased_variance_one():
     kept = white[weights > 0]
     assert abs(kept.mean()) < 1e-12
     assert kept.var(unbiased=True).item() == pytest.approx(1, abs=1e-6)
+
+
+def test_whiten_over_processes_is_whiten_of_all():
+    x = torch.randn(30, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
+    weights = torch.rand(30, generator=torch.Generator().manual_seed(3), dtype=torch.float64) * (x > -1)
+    parts = [slice(0, 11), slice(11, 11), slice(11, 30)]
+    sent, barrier = {}, Barrier(len(parts))
+
+    def process(rank):
+        def total(value):
+            sent[rank] = value
+            barrier.wait()
+            result = sum(sent.values())
+            barrier.wait()
+            return result
+
+        return whiten(x[parts[rank]], weights[parts[rank]], total=total)
+
+    with ThreadPoolExecutor(len(parts)) as pool:
+        found = torch.cat(list(pool.map(process, range(len(parts)))))
+    torch.testing.assert_close(found, whiten(x, weights))
+
+
+def test_explained_variance():
+    returns, weights = torch.tensor([1.0, 3.0, -2.0, 5.0, 99.0]), torch.tensor([1.0, 1.0, 1.0, 1.0, 0.0])
+    assert explained_variance(returns, returns, weights).item() == 1
+    assert explained_variance(torch.full((5,), 7.0), returns, weights).item() == pytest.approx(0)
+    values = torch.tensor([0.0, 2.0, -1.0, 6.0, math.nan])
+    expected = 1 - np.var([1, 1, -1, -1], ddof=1) / np.var([1, 3, -2, 5], ddof=1)
+    assert explained_variance(values, returns, weights).item() == pytest.approx(expected)
+    assert explained_variance(values, torch.ones(5), weights).item() == 0
 
 
 def test_whiten_weights_count_repetitions():

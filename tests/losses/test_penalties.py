@@ -5,7 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tandemrl.losses import kl, kl_in_reward, overlong_penalty
+from tandemrl.losses import adapt_kl_coef, gae, kl, kl_in_reward, kl_penalty, overlong_penalty, token_rewards
 
 KINDS = ["k1", "k2", "k3"]
 
@@ -80,3 +80,45 @@ def test_overlong_table(length, expected):
 def test_overlong_refuses_an_impossible_buffer(buffer):
     with pytest.raises(ValueError, match="buffer"):
         overlong_penalty(torch.tensor([1]), max_tokens=20, buffer=buffer)
+
+
+def test_token_rewards_put_the_outcome_at_the_last_response_token():
+    author = torch.tensor([-1, 1, 0, -1, -1, 1, -1, -1], dtype=torch.int8)
+    ids = torch.tensor([0, 0, 0, 1, 1, 1, 1, 2])  # 1 ends in context (a tool's output), 2 has no response
+    rewards = token_rewards(double(3.0, -1.0, 7.0), author, ids)
+    assert rewards.tolist() == [0, 0, 3.0, 0, 0, -1.0, 0, 0]
+
+
+def test_token_rewards_sum_to_the_rewards_with_the_kl_in_them():
+    ids = torch.tensor([0, 0, 0, 1, 1])
+    author = torch.tensor([-1, 1, 1, 1, 0], dtype=torch.int8)
+    weights = double(0, 1, 1, 1, 0)
+    old, ref = double(0, -1.0, -2.0, -0.5, -9.0), double(0, -1.5, -1.0, -0.25, math.nan)
+    penalty = 0.1 * kl_penalty(old, ref, weights)
+    assert penalty.tolist() == pytest.approx([0, 0.05, -0.1, -0.025, 0])
+    rewards = token_rewards(double(1.0, 2.0), author, ids, penalty=penalty)
+    assert rewards.tolist() == pytest.approx([0, -0.05, 1.1, 0.025, 2.0])
+    total = kl_in_reward(double(1.0, 2.0), old, ref, weights, ids, coef=0.1)
+    advantages, _ = gae(rewards, torch.zeros_like(rewards), weights > 0, ids)  # of the first action: the sum
+    assert [advantages[1].item(), advantages[3].item()] == pytest.approx(total.tolist())
+
+
+@pytest.mark.parametrize(
+    ("measured", "expected"),
+    [(0.0, 0.196), (0.04, 0.196), (0.045, 0.198), (0.05, 0.2), (0.0525, 0.201), (0.06, 0.204), (5.0, 0.204)],
+)
+def test_adaptive_kl_hand_computed(measured, expected):
+    assert adapt_kl_coef(0.2, measured, target=0.05) == pytest.approx(expected, rel=1e-12)
+
+
+def test_adaptive_kl_finds_the_coefficient_that_meets_the_target():
+    coef = 1.0
+    for _ in range(500):
+        coef = adapt_kl_coef(coef, 0.02 / coef, target=0.1)  # a policy that strays in inverse proportion
+    assert coef == pytest.approx(0.2, rel=1e-3)
+
+
+@pytest.mark.parametrize("bad", [{"target": 0.0}, {"target": 0.1, "gain": 5.0}, {"target": 0.1, "limit": 0.0}])
+def test_adaptive_kl_refuses_what_could_not_steer(bad):
+    with pytest.raises(ValueError, match="target="):
+        adapt_kl_coef(0.1, 0.1, **bad)

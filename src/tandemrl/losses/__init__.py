@@ -1,5 +1,6 @@
 """What is optimised: pure functions of tensors and keyword hyperparameters, per-token results until ``reduce``."""
 
+from tandemrl.losses.advantages import explained_variance as explained_variance
 from tandemrl.losses.advantages import gae as gae
 from tandemrl.losses.advantages import group_centred as group_centred
 from tandemrl.losses.advantages import group_normalised as group_normalised
@@ -7,9 +8,12 @@ from tandemrl.losses.advantages import leave_one_out as leave_one_out
 from tandemrl.losses.advantages import whiten as whiten
 from tandemrl.losses.advantages import zero_variance_groups as zero_variance_groups
 from tandemrl.losses.penalties import KLKind as KLKind
+from tandemrl.losses.penalties import adapt_kl_coef as adapt_kl_coef
 from tandemrl.losses.penalties import kl as kl
 from tandemrl.losses.penalties import kl_in_reward as kl_in_reward
+from tandemrl.losses.penalties import kl_penalty as kl_penalty
 from tandemrl.losses.penalties import overlong_penalty as overlong_penalty
+from tandemrl.losses.penalties import token_rewards as token_rewards
 from tandemrl.losses.recipes import RECIPES as RECIPES
 from tandemrl.losses.recipes import Advantage as Advantage
 from tandemrl.losses.recipes import Importance as Importance

@@ -6,9 +6,18 @@ ddof = 1 and epsilon 1e-6 is added to it; a group of one has no baseline, so its
 are all equal has exactly 0, not rounding noise. A NaN reward makes its own group NaN and no other.
 """
 
+from collections.abc import Callable
+
 import torch
 from jaxtyping import Bool, Float, Int64
 from torch import Tensor
+
+Total = Callable[[Tensor], Tensor]
+"""Adds up what every process has of a tensor."""
+
+
+def _alone(x: Tensor) -> Tensor:
+    return x
 
 
 def group_normalised(
@@ -58,20 +67,45 @@ def zero_variance_groups(outcomes: Float[Tensor, " s"], group_ids: Int64[Tensor,
     return (high == low)[group]
 
 
-def whiten(x: Float[Tensor, " k"], weights: Float[Tensor, " k"], *, epsilon: float = 1e-8) -> Float[Tensor, " k"]:
+def whiten(
+    x: Float[Tensor, " k"], weights: Float[Tensor, " k"], *, epsilon: float = 1e-8, total: Total = _alone
+) -> Float[Tensor, " k"]:
     """(x − mean) / √(var + ε) with weighted mean and unbiased variance; 0 where the weight is 0.
 
     Weights count repetitions: advantages of ``k`` tokens with their token weights, or of ``k`` sequences with their
-    Σw, give the same result. With Σw ≤ 1 the variance is left biased. Statistics are over the tensor given: pass the
-    whole batch, not a micro-batch.
+    Σw, give the same result. With Σw ≤ 1 the variance is left biased. Statistics are over the tensor given, on all
+    processes: pass all that this one has of the batch, not a micro-batch.
+
+    Args:
+        total: sums over the processes that have other entries of ``x``.
     """
+    centred, variance = _moments(x, weights, total)
+    return centred * torch.rsqrt(variance + epsilon)
+
+
+def explained_variance(
+    values: Float[Tensor, " k"], returns: Float[Tensor, " k"], weights: Float[Tensor, " k"], *, total: Total = _alone
+) -> Float[Tensor, ""]:
+    """1 − Var(R − V) / Var(R), weighted: 1 = the critic knows every return, 0 = it knows no more than their mean.
+
+    Returns that are all equal: 0. ``total``: as for ``whiten``.
+    """
+    _, left = _moments(returns - values, weights, total)
+    _, variance = _moments(returns, weights, total)
+    return torch.where(variance > 0, 1 - left / variance, torch.zeros_like(variance))
+
+
+def _moments(
+    x: Float[Tensor, " k"], weights: Float[Tensor, " k"], total: Total
+) -> tuple[Float[Tensor, " k"], Float[Tensor, ""]]:
+    """x − mean, 0 where the weight is 0, and the unbiased variance."""
     used = weights > 0
     x = torch.where(used, x, 0.0)
-    total = weights.sum()
-    count = torch.where(total > 0, total, 1.0)
-    centred = torch.where(used, x - (weights * x).sum() / count, 0.0)
-    variance = (weights * centred.square()).sum() / torch.where(total > 1, total - 1, count)
-    return centred * torch.rsqrt(variance + epsilon)
+    weight, summed = total(torch.stack([weights.sum(), (weights * x).sum()]))
+    count = torch.where(weight > 0, weight, 1.0)
+    centred = torch.where(used, x - summed / count, 0.0)
+    squares = total((weights * centred.square()).sum())
+    return centred, squares / torch.where(weight > 1, weight - 1, count)
 
 
 def gae(

@@ -1,4 +1,4 @@
-"""Terms that hold the policy back: divergence from a reference model, and length.
+"""Terms that hold the policy back, divergence from a reference model and length, and the rewards they end up in.
 
 Entropy comes from the caller, who has the logits.
 """
@@ -6,7 +6,7 @@ Entropy comes from the caller, who has the logits.
 from typing import Literal
 
 import torch
-from jaxtyping import Float, Int64
+from jaxtyping import Float, Int8, Int64
 from torch import Tensor
 
 from tandemrl.losses.reduce import require_one_of, sequence_sum
@@ -48,8 +48,56 @@ def kl_in_reward(
     ``old_logprobs`` are those of the policy that sampled. Tokens of weight 0 (context, untrained junior tokens) carry
     no penalty.
     """
-    penalty = weights * torch.where(weights > 0, kl(old_logprobs, ref_logprobs, kind=kind), 0.0)
+    penalty = kl_penalty(old_logprobs, ref_logprobs, weights, kind=kind)
     return rewards - coef * sequence_sum(penalty, sequence_ids, num_sequences=rewards.shape[0])
+
+
+def kl_penalty(
+    old_logprobs: Float[Tensor, " t"],
+    ref_logprobs: Float[Tensor, " t"],
+    weights: Float[Tensor, " t"],
+    *,
+    kind: KLKind = "k1",
+) -> Float[Tensor, " t"]:
+    """w·kl(old, reference) of every token; 0 at weight 0, whatever the log-probs there. Σ / Σw is the measured KL."""
+    return weights * torch.where(weights > 0, kl(old_logprobs, ref_logprobs, kind=kind), 0.0)
+
+
+def token_rewards(
+    outcomes: Float[Tensor, " s"],
+    author: Int8[Tensor, " t"],
+    sequence_ids: Int64[Tensor, " t"],
+    *,
+    penalty: Float[Tensor, " t"] | None = None,
+) -> Float[Tensor, " t"]:
+    """Rewards per token, as ``gae`` takes them: each sequence's outcome at its last response token, minus ``penalty``.
+
+    Whoever wrote that last token: ``gae`` passes the reward of an untrained one to the trained token before it. A
+    sequence without a response has no reward. ``penalty``: KL coefficient times ``kl_penalty``.
+    """
+    index = torch.arange(author.shape[0], device=author.device)
+    last = index.new_full(outcomes.shape, -1)
+    last = last.scatter_reduce(0, sequence_ids, torch.where(author >= 0, index, -1), "amax")
+    rewards = outcomes.new_zeros(author.shape)
+    rewards[last[last >= 0]] = outcomes[last >= 0]
+    return rewards if penalty is None else rewards - penalty
+
+
+def adapt_kl_coef(coef: float, kl: float, *, target: float, gain: float = 0.1, limit: float = 0.2) -> float:
+    """The KL coefficient of the next step, after a step whose KL was ``kl`` nats per token (arXiv 1909.08593,
+    section 2.2): coef·(1 + gain·e), where e = kl / target − 1 is kept within ±``limit``.
+
+    Raises:
+        ValueError: ``target`` is not positive, or gain·limit is not in (0, 1).
+
+    Example:
+        >>> [round(adapt_kl_coef(0.1, kl, target=0.05), 4) for kl in (0.0, 0.05, 0.055, 1.0)]
+        [0.098, 0.1, 0.101, 0.102]
+    """
+    if target <= 0 or not 0 < gain * limit < 1:
+        raise ValueError(f"target={target}, gain={gain}, limit={limit}: target must be positive, gain·limit in (0, 1)")
+    error = max(-limit, min(limit, kl / target - 1))
+    return coef * (1 + gain * error)
 
 
 def overlong_penalty(

@@ -32,12 +32,14 @@ def write(
     group_size: int,
     seed: int,
     step: int,
+    drawn: int = 0,
     progress: Callable[[int], None] | None = None,
 ) -> Written:
     """``group_size`` completions of each prompt, their authors verified by replay.
 
     Args:
         prompts: (number of the example in its dataset, prompt); the number enters the request keys.
+        drawn: how many prompts were written for in this step before; none of their keys comes again.
 
     Raises:
         EngineError: a completion is missing, in another's place, aborted, from other weights or lacks a channel, or
@@ -45,7 +47,8 @@ def write(
     """
     requests, seen = [], Counter[int]()
     for example, prompt in prompts:
-        first = group_size * seen[example]  # an example drawn twice in a step, as at the end of an epoch, is not copied
+        # An example drawn twice in a step, as at the end of an epoch, is not copied.
+        first = group_size * (drawn + seen[example])
         seen[example] += 1
         keys = tuple(request_key(seed, step, example, first + sample) for sample in range(group_size))
         requests.append(Request(prompt.tokens, keys, sampling, strategy))

@@ -1,12 +1,12 @@
 """Trainer -> engine weights: copied, versioned, and read back. Stale weights look like training that does not work."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from tandemrl.parallel import full_parameters
+from tandemrl.lora import merged_parameters
 from tandemrl.rollout.engine import Engine, EngineError
 from tandemrl.selection.draws import mix64
 
@@ -47,8 +47,15 @@ def sync_weights(model: PreTrainedModel, engine: Engine, version: int) -> int:
     Raises:
         EngineError: the engine's weights or version are not what was sent.
     """
-    engine.load_weights(full_parameters(model), version)
-    wanted = fingerprint(full_parameters(model), dtype=getattr(torch, engine.info.dtype))
+    wanted, dtype = 0, getattr(torch, engine.info.dtype)
+
+    def sent() -> Iterator[tuple[str, Tensor]]:
+        nonlocal wanted
+        for name, tensor in merged_parameters(model):
+            wanted ^= fingerprint([(name, tensor)], dtype)  # the whole one is the xor of its parts
+            yield name, tensor
+
+    engine.load_weights(sent(), version)
     found = engine.fingerprint("senior")
     if wanted != found or engine.policy_version != version:
         raise EngineError(

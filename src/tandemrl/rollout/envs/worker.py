@@ -38,6 +38,8 @@ def serve(call: Callable[..., Any] | None = None) -> None:
     replies = os.dup(sys.stdout.fileno())
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # a library that prints must not garble the replies
     signal.signal(signal.SIGALRM, signal.SIG_DFL)
+    for number in (signal.SIGINT, signal.SIGTERM):  # sent to the whole job: the parent finishes its step first
+        signal.signal(number, signal.SIG_IGN)
     equivalent("1", "2 - 1")
     _write(replies, '"ready"')
     while True:

@@ -1,0 +1,68 @@
+"""Adapters of a sharded model: log-probs, gradients and merged weights are those of a single process."""
+
+from typing import Any
+
+import torch
+from processes import run
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from helpers import prepared, prompts, qwen3
+from tandemrl.batching import pack_tokens
+from tandemrl.config import LoraConfig, ParallelConfig
+from tandemrl.lora import adapter_free, attach, merged_parameters
+from tandemrl.model import token_logprobs
+from tandemrl.parallel import World, join, shard
+
+MESHES = [ParallelConfig(dp_shard=2), ParallelConfig(dp_replicate=2), ParallelConfig(sp=2)]
+
+
+def one_pass(world: World) -> tuple[list[Tensor], list[Tensor], dict[str, Tensor], dict[str, Tensor]]:
+    """Log-probs of this data rank's sequences without and with adapters, merged weights, and everybody's gradients."""
+    model = attach(prepared(qwen3()), LoraConfig(rank=3, alpha=6.0), seed=7)
+    generator = torch.Generator().manual_seed(1)
+    for name, parameter in model.named_parameters():
+        if ".lora_" in name:
+            parameter.data.copy_(0.3 * torch.randn(parameter.shape, generator=generator))
+    shard(model, world, dtype=torch.float32)
+    batch = pack_tokens(prompts(4, lengths=(9, 5, 12, 3))[world.data_rank :: world.data_size])
+
+    def logprobs() -> Tensor:
+        return token_logprobs(model, batch, select=batch.positions > 0, shards=world.shards)[0]
+
+    with torch.no_grad(), adapter_free(model):  # the first forward of all: it must not decide what has gradients
+        free = logprobs()
+    adapted = logprobs()
+    merged = dict(merged_parameters(model))
+    (adapted * torch.cos(batch.tokens.float())).sum().backward()
+    gradients = {}
+    for name, parameter in model.named_parameters():
+        if parameter.grad is not None:
+            gradients[name] = parameter.grad.full_tensor() if isinstance(parameter.grad, DTensor) else parameter.grad
+    lengths = batch.lengths.tolist()
+    return list(free.split(lengths)), list(adapted.detach().split(lengths)), merged, gradients
+
+
+def on_every_mesh() -> list[Any]:
+    found = []
+    for axes in MESHES:
+        world = join(axes, torch.device("cpu"))
+        found.append(((world.data_rank, world.data_size), one_pass(world)))
+    return found
+
+
+def test_any_mesh_of_two_gives_what_one_process_gives() -> None:
+    free, adapted, merged, gradients = one_pass(World())
+    assert all(".lora_" in name for name in gradients)
+    assert len(gradients) == 2 * 14  # two layers of seven matrices
+    for meshes in run(on_every_mesh, 2):
+        for axes, ((rank, size), found) in zip(MESHES, meshes, strict=True):
+            for mine, wanted in zip([*found[0], *found[1]], [*free[rank::size], *adapted[rank::size]], strict=True):
+                torch.testing.assert_close(mine, wanted, rtol=0, atol=1e-5, msg=str(axes))
+            assert list(found[2]) == list(merged)
+            for name, wanted in merged.items():
+                difference = (found[2][name] - wanted).abs().max().item()
+                assert difference == 0, f"{axes} {name} {difference}"
+            assert found[3].keys() == gradients.keys()
+            for name, wanted in gradients.items():
+                torch.testing.assert_close(found[3][name], wanted, rtol=1e-4, atol=1e-4, msg=f"{axes} {name}")

@@ -1,0 +1,156 @@
+"""Checkpoints of one mesh read by another: equal to the last bit; a process that fails makes all of them say so."""
+
+import errno
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from processes import run
+from torch import Tensor
+from torch.distributed.checkpoint import FileSystemWriter
+from torch.distributed.tensor import DTensor, distribute_tensor
+from transformers import AutoModelForCausalLM
+
+from helpers import qwen3, tokenizer
+from tandemrl import checkpoint
+from tandemrl.checkpoint import CheckpointError, Trained
+from tandemrl.config import Config, ParallelConfig
+from tandemrl.parallel import World, full_parameters, join, leave, parameter_groups, shard
+
+FSDP, TP, BOTH = ParallelConfig(dp_shard=2), ParallelConfig(tp=2), ParallelConfig(dp_shard=2, tp=2)
+
+
+def trained(seed: int, world: World, steps: int) -> Trained:
+    """A tied model on a mesh, after some steps on gradients that depend on the parameters' names alone."""
+    model = shard(qwen3(seed), world, dtype=torch.float32)
+    policy = Trained(model, torch.optim.AdamW(parameter_groups(model.parameters()), lr=0.01))
+    for step in range(steps):
+        for number, parameter in enumerate(model.parameters()):
+            draws = torch.Generator().manual_seed(100 * step + number)
+            whole = torch.randn(parameter.shape, generator=draws)
+            split = isinstance(parameter, DTensor)
+            parameter.grad = distribute_tensor(whole, parameter.device_mesh, parameter.placements) if split else whole
+        policy.optimizer.step()
+    return policy
+
+
+def whole(policy: Trained) -> dict[str, Tensor]:
+    """Weights and moments as one process has them."""
+    found = {name: value.clone() for name, value in full_parameters(policy.module)}
+    for name, parameter in policy.module.named_parameters():
+        for key, value in policy.optimizer.state[parameter].items():
+            found[f"{name} {key}"] = value.full_tensor() if isinstance(value, DTensor) else value.clone()
+    return found
+
+
+def same(a: dict[str, Tensor], b: dict[str, Tensor]) -> bool:
+    return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
+
+
+class FullOnOne(FileSystemWriter):
+    """The disk of process 1 is full."""
+
+    def write_data(self, *arguments: Any) -> Any:
+        if os.environ["RANK"] == "1":
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return super().write_data(*arguments)
+
+
+def two(output: Path, expected: dict[str, Tensor]) -> dict[str, Any]:
+    """1 -> 2 (FSDP), 2 -> 2 (TP), a save in the background, a full disk, an export."""
+    found: dict[str, Any] = {}
+    world = join(FSDP, torch.device("cpu"))
+    policy = trained(5, world, steps=1)
+    first = {"policy": policy}
+    checkpoint.load_parts(output / "checkpoints" / "step_1", first, world)
+    found["1 -> fsdp 2"] = same(whole(policy), expected)
+    found["split"] = all(isinstance(p, DTensor) for p in policy.module.parameters())
+
+    policy = trained(6, world, steps=2)
+    parts = {"policy": policy}
+    two_steps = whole(policy)
+    checkpoint.save(output, 2, {"n": 2}, Config(), keep=9, parts=parts, world=world)
+    checkpoint.save(output, 3, {"n": 3}, Config(), keep=9, parts=parts, world=world, background=True)
+    with torch.no_grad():
+        for parameter in policy.module.parameters():
+            parameter.mul_(2.0)
+    torch.distributed.all_reduce(torch.zeros(1))  # meets nobody of the thread's
+    checkpoint.wait()
+    checkpoint.export_hf(policy.module, tokenizer(), output / "hf" / "fsdp", "bfloat16", world=world)
+    found["exported"] = {name: value.bfloat16() for name, value in full_parameters(policy.module)}
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("tandemrl.dcp.dcp.FileSystemWriter", FullOnOne)
+        for background in (False, True):
+            try:
+                checkpoint.save(output, 4, {}, Config(), 1, parts=parts, world=world, background=background)
+                checkpoint.wait()
+            except CheckpointError as error:
+                found[f"full {background}"] = str(error)
+            torch.distributed.barrier()
+            found[f"left {background}"] = sorted(path.name for path in (output / "checkpoints").iterdir())
+            torch.distributed.barrier()
+    with pytest.raises(CheckpointError, match="step_2 exists already"):
+        checkpoint.save(output, 2, {}, Config(), 1, parts=parts, world=world)
+    with pytest.raises(CheckpointError, match="holds no 'critic'"):
+        checkpoint.load_parts(output / "checkpoints" / "step_2", {"critic": policy}, world)
+
+    world = join(TP, torch.device("cpu"))
+    policy = trained(7, world, steps=0)
+    checkpoint.load_parts(output / "checkpoints" / "step_2", {"policy": policy}, world)
+    found["fsdp 2 -> tp 2"] = same(whole(policy), two_steps)
+    checkpoint.save(output, 4, {"n": 4}, Config(), 2, parts={"policy": policy}, world=world)  # keeps 3 and 4
+    checkpoint.export_hf(policy.module, tokenizer(), output / "hf" / "tp", world=world)
+    leave()
+    return found | {"two steps": two_steps}
+
+
+def test_any_mesh_reads_what_another_wrote(tmp_path: Path) -> None:
+    one = trained(0, World(), steps=2)
+    expected = whole(one)
+    checkpoint.save(tmp_path, 1, {"n": 1}, Config(), keep=9, parts={"policy": one})
+    results = run(two, 2, tmp_path, expected)
+    for found in results:
+        assert found["1 -> fsdp 2"]
+        assert found["split"]
+        assert found["fsdp 2 -> tp 2"]
+        for background in (False, True):
+            assert "step_4: not written, the disk is full (process 1: " in found[f"full {background}"]
+            assert found[f"left {background}"] == ["step_1", "step_2", "step_3"]
+    two_steps, folder = results[0]["two steps"], tmp_path / "checkpoints"
+    assert sorted(path.name for path in folder.iterdir()) == ["step_3", "step_4"]
+    for step in (3, 4):
+        policy = trained(9, World(), steps=1)
+        assert checkpoint.load(folder / f"step_{step}") == {"n": step}
+        checkpoint.load_parts(folder / f"step_{step}", {"policy": policy})
+        assert same(whole(policy), two_steps)
+        assert policy.module.lm_head.weight is policy.module.model.embed_tokens.weight
+    files = {path.name for path in (folder / "step_3" / "tensors").iterdir()}
+    assert files == {".metadata", "__0_0.distcp", "__1_0.distcp"}  # both wrote
+    weights = {name: value for name, value in two_steps.items() if " " not in name}
+    for name, values in (("fsdp", results[0]["exported"]), ("tp", weights)):
+        model = AutoModelForCausalLM.from_pretrained(tmp_path / "hf" / name, dtype="auto")
+        assert type(model).__name__ == "Qwen3ForCausalLM"
+        assert same(dict(model.named_parameters()), values)
+
+
+def four(output: Path) -> tuple[bool, dict[str, Tensor]]:
+    world = join(BOTH, torch.device("cpu"))
+    policy = trained(3, world, steps=1)
+    before = whole(policy)
+    checkpoint.save(output, 1, {}, Config(), keep=1, parts={"policy": policy}, world=world)
+    other = trained(4, world, steps=0)
+    checkpoint.load_parts(output / "checkpoints" / "step_1", {"policy": other}, world)
+    equal = same(whole(other), before)
+    leave()
+    return equal, before
+
+
+def test_a_mesh_of_two_axes(tmp_path: Path) -> None:
+    results = run(four, 4, tmp_path)
+    assert all(equal for equal, _ in results)
+    policy = trained(9, World(), steps=0)
+    checkpoint.load_parts(tmp_path / "checkpoints" / "step_1", {"policy": policy})
+    assert same(whole(policy), results[0][1])

@@ -1,0 +1,115 @@
+"""``train`` on several processes is ``train`` on one: same texts, same losses, same weights, whatever the mesh."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from processes import run
+from safetensors.torch import load_file
+
+from tandemrl.config import load
+from tandemrl.train import train
+
+SMALL = [
+    "train.threads=1",
+    "train.steps=2",
+    "train.prompts_per_step=4",
+    "train.mini_batch_prompts=2",
+    "train.tokens_per_micro_batch=256",
+    "rollout.group_size=4",
+    "rollout.max_tokens=40",
+    "train.save_every=2",
+    "train.eval_every=2",
+    "train.lr=3e-4",
+    "train.keep_checkpoints=1",
+    "eval.train_problems=4",
+    "eval.train_samples=2",
+    "eval.bootstrap=10",
+    "data.train=synthetic:plain:train:64",
+    "data.eval=synthetic:plain:heldout:16",
+    "data.max_prompt_tokens=128",
+    "parallel.timeout_s=100",
+]
+MESHES = {
+    "dp_shard 2": (2, "parallel.dp_shard=2"),
+    "dp_replicate 2": (2, "parallel.dp_replicate=2"),
+    "tp 2": (2, "parallel.tp=2"),
+    "sp 2": (2, "parallel.sp=2"),
+    "dp_shard 2, tp 2": (4, "parallel.tp=2"),
+}
+EVERYTHING = ["loss.kl_coef=0.01", "loss.junior_kl_coef=0.05", "loss.entropy_coef=0.01", "loss.kl_in_reward=true"]
+
+
+def _train(pair: str, out: str, *overrides: str) -> None:
+    """In one of the processes."""
+    paths = [f"model.senior={pair}/senior", f"model.junior={pair}/junior", f"output_dir={out}"]
+    train(load(None, [*SMALL, *paths, *overrides]), quiet=True)
+
+
+def metrics(out: Path) -> list[dict[str, float]]:
+    return [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+
+
+def samples(out: Path) -> list[dict[str, object]]:
+    lines = [json.loads(line) for line in (out / "samples.jsonl").read_text().splitlines()]
+    return [{key: line[key] for key in ("step", "text", "tokens", "author", "reward", "index")} for line in lines]
+
+
+def assert_same(found: Path, wanted: Path, step: int) -> None:
+    assert samples(found) == samples(wanted)
+    for one, other in zip(metrics(found), metrics(wanted), strict=True):
+        assert one.keys() == other.keys()
+        for name, value in other.items():
+            if not name.startswith(("time/", "tokens/s", "mismatch/")):
+                assert one[name] == pytest.approx(value, rel=1e-4, abs=1e-5), name
+        assert one["mismatch/mean_abs"] < 1e-5
+    left, right = (load_file(out / "hf" / f"step_{step}" / "model.safetensors") for out in (found, wanted))
+    assert left.keys() == right.keys()
+    for name in left:
+        # Adam divides a gradient by its own size: where that is rounding noise, so is the direction of the step
+        assert (left[name] - right[name]).abs().max() < 4 * 3e-4, name
+        assert (left[name] - right[name]).abs().mean() < 1e-5, name
+
+
+@pytest.fixture(scope="module")
+def alone(tiny_pair: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("alone") / "run"
+    _train(str(tiny_pair), str(out), *EVERYTHING)
+    return out
+
+
+@pytest.mark.parametrize("mesh", MESHES)
+def test_every_mesh_trains_what_one_process_trains(tiny_pair: Path, alone: Path, tmp_path: Path, mesh: str) -> None:
+    size, axes = MESHES[mesh]
+    out = tmp_path / "run"
+    run(_train, size, str(tiny_pair), str(out), axes, *EVERYTHING)
+    assert_same(out, alone, step=2)
+
+
+def test_a_run_goes_on_with_another_number_of_processes(tiny_pair: Path, tmp_path: Path) -> None:
+    """Two processes, then one, then two again: the run that one process makes."""
+    pair, out, whole = str(tiny_pair), tmp_path / "run", tmp_path / "whole"
+    every = ["train.save_every=1", "train.eval_every=1", "train.async_save=true"]
+    _train(pair, str(whole), "train.steps=3", *every)
+    run(_train, 2, pair, str(out), "train.steps=1", *every)
+    _train(pair, str(out), "train.steps=2", *every)
+    run(_train, 2, pair, str(out), "train.steps=3", "parallel.tp=2", *every)
+    assert [line["step"] for line in metrics(out)] == [1, 2, 3]
+    assert_same(out, whole, step=3)
+
+
+def _world_of(axes: str, size: int) -> str:
+    from tandemrl.config import ConfigError
+    from tandemrl.parallel import join
+
+    try:
+        join(load(None, [axes]).parallel, torch.device("cpu"))
+    except ConfigError as error:
+        return str(error)
+    return "joined"
+
+
+def test_axes_that_do_not_multiply_to_the_processes_are_refused() -> None:
+    for message in run(_world_of, 2, "parallel.tp=4", 2):
+        assert "tp 4 = 4 processes, but 2 run" in message
