@@ -1,7 +1,9 @@
 """Signals, and errors that say where they happened and what to change."""
 
 import os
+import pickle
 import signal
+import subprocess
 import sys
 import threading
 from collections.abc import Callable
@@ -256,3 +258,18 @@ def test_nothing_is_saved_once_weights_have_changed(
     with pytest.raises(TrainError, match=r"^step 2, "):
         train(config(tiny_pair, tmp_path / "run", *SHORT, *extra), quiet=True)
     assert latest(tmp_path / "run") is None
+
+
+def test_scoring_processes_outlive_a_signal_to_the_whole_job() -> None:
+    command = [sys.executable, "-m", "tandemrl.rollout.envs.worker"]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as worker:
+        assert worker.stdin is not None
+        assert worker.stdout is not None
+        assert worker.stdout.readline() == b'"ready"\n'
+        worker.send_signal(signal.SIGTERM)
+        worker.send_signal(signal.SIGINT)
+        worker.stdin.write(pickle.dumps((("operator:add", 1, 2), 5.0)))
+        worker.stdin.flush()
+        assert worker.stdout.readline() == b'{"result": 3}\n'
+        worker.stdin.close()
+        assert worker.wait(20) == 0

@@ -19,7 +19,8 @@ LAYERS = {
     "rollout.envs.protocol rollout.envs.expression rollout.envs.equality rollout.envs.prime rollout.envs.answers "
     "rollout.envs.countdown rollout.envs.routing rollout.envs.rubric rollout.envs.worker "
     "rollout.envs.code rollout.envs.sandbox rollout.envs.sandbox_layers rollout.envs.sandbox_runner",
-    3: "model attention head checkpoint dcp tracking tiny rollout.torch_engine rollout.engines rollout.sync rollout.collect "
+    3: "model attention head checkpoint dcp tracking tiny "
+    "rollout.torch_engine rollout.engines rollout.sync rollout.collect "
     "rollout.vllm_engine rollout.vllm_worker rollout.vllm_weights rollout.vllm_guard rollout.vllm_server "
     "rollout.http_engine rollout.judges rollout.spread parallel critic lora profiling faults",
     4: "run ahead update train evals evals.measures evals.files evals.protocol evals.reading evals.session evals.suite "

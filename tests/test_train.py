@@ -420,7 +420,7 @@ def test_resume_refuses_another_recipe_and_other_frozen_weights(tiny_pair: Path,
         train(same, recipe=RECIPES["cispo"], quiet=True)
     run = build(same)
     with torch.no_grad():
-        run.junior.get_input_embeddings().weight[0, 0] += 1
+        run.engine.models[0].get_input_embeddings().weight[0, 0] += 1
     with pytest.raises(CheckpointError, match="another junior"):
         restore(run, "auto")
 

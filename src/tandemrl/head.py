@@ -91,7 +91,7 @@ class _LinearLogprobs(torch.autograd.Function):
         settings, like = ctx.settings, weight
         grad_hidden = torch.empty_like(hidden)
         wide = torch.promote_types(weight.dtype, torch.float32)
-        grad_weight = torch.zeros_like(weight, dtype=wide)
+        grad_weight = torch.zeros_like(weight, dtype=wide) if ctx.needs_input_grad[1] else None  # frozen under adapters
         grad_bias = None if bias is None else torch.zeros_like(bias, dtype=wide)
         weight, bias = _cast(weight, bias, settings.dtype)
         if grad_logprobs is None:
@@ -112,14 +112,15 @@ class _LinearLogprobs(torch.autograd.Function):
                 grad.div_(settings.temperature)
             grad = grad.to(weight.dtype)
             grad_hidden[rows] = (grad @ weight).to(hidden.dtype)
-            _add_outer(grad_weight, grad, x)
+            if grad_weight is not None:
+                _add_outer(grad_weight, grad, x)
             if grad_bias is not None:
                 grad_bias += grad.sum(0)
             del grad, logp  # before the next chunk's are made
         if settings.group is not None:
             dist.all_reduce(grad_hidden, group=settings.group)
-        grad_bias = None if grad_bias is None else grad_bias.to(like.dtype)
-        return grad_hidden, grad_weight.to(like.dtype), grad_bias, None, None
+        grad_weight, grad_bias = (None if g is None else g.to(like.dtype) for g in (grad_weight, grad_bias))
+        return grad_hidden, grad_weight, grad_bias, None, None
 
 
 def _slices(count: int, width: int) -> list[slice]:

@@ -127,6 +127,8 @@ def rescued(run: Run, step: int, moved: Steps, tracker: Tracker) -> Iterator[Non
         yield
     except Exception as error:
         together = run.world.size == 1 or isinstance(error, TrainError)
+        if together:
+            checkpoint.wait()  # it may be writing just this one
         folder = Path(run.config.output_dir, "checkpoints", f"step_{step}")
         if step and together and not (moved.taken or run.config.train.async_steps or folder.exists()):
             for part in run.parts.values():

@@ -6,11 +6,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from processes import run
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from helpers import VOCABULARY, qwen3
+from processes import run
 from tandemrl.batching import pack_tokens
 from tandemrl.config import ParallelConfig, load
 from tandemrl.critic import load_critic, packed_values, token_values, value_head

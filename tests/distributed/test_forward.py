@@ -7,12 +7,12 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 import torch
-from processes import run
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
 
 from helpers import _build, _common, with_head_bias
+from processes import run
 from tandemrl.batching import pack
 from tandemrl.config import ParallelConfig
 from tandemrl.model import ModelError, prepare, token_logprobs

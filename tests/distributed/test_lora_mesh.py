@@ -3,11 +3,11 @@
 from typing import Any
 
 import torch
-from processes import run
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from helpers import prepared, prompts, qwen3
+from processes import run
 from tandemrl.batching import pack_tokens
 from tandemrl.config import LoraConfig, ParallelConfig
 from tandemrl.lora import adapter_free, attach, merged_parameters

@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from processes import run
 
 import tandemrl.profiling
+from processes import run
 from tandemrl.checkpoint import latest
 from tandemrl.config import Config, load
 from tandemrl.faults import Stopped

@@ -7,13 +7,13 @@ from typing import Any
 
 import pytest
 import torch
-from processes import run
 from torch import Tensor
 from torch.distributed.checkpoint import FileSystemWriter
 from torch.distributed.tensor import DTensor, distribute_tensor
 from transformers import AutoModelForCausalLM
 
 from helpers import qwen3, tokenizer
+from processes import run
 from tandemrl import checkpoint
 from tandemrl.checkpoint import CheckpointError, Trained
 from tandemrl.config import Config, ParallelConfig

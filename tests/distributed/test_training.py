@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from processes import run
 from safetensors.torch import load_file
 
+from processes import run
 from tandemrl.config import load
 from tandemrl.train import train
 

@@ -5,7 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tandemrl.losses import adapt_kl_coef, gae, kl, kl_in_reward, kl_penalty, overlong_penalty, token_rewards
+from tandemrl.losses import adapt_kl_coef, gae, kl, kl_penalty, overlong_penalty, token_rewards
 
 KINDS = ["k1", "k2", "k3"]
 
@@ -58,12 +58,10 @@ def test_kl_is_finite_at_minus_infinity():
     assert x.grad.isfinite().all()
 
 
-def test_kl_in_reward():
-    ids = torch.tensor([0, 0, 0, 1, 1])
-    weights = double(0, 1, 0, 0, 0)
-    old, ref = double(0, -1.0, -9.0, 0, math.nan), double(0, -1.5, 0.0, 0, 0)
-    rewards = kl_in_reward(double(1.0, 2.0), old, ref, weights, ids, coef=0.1)
-    assert rewards.tolist() == pytest.approx([1 - 0.1 * 0.5, 2.0])
+def test_kl_penalty_is_that_of_trained_tokens():
+    weights = double(0, 1, 0, 0, 0.5)
+    old, ref = double(0, -1.0, -9.0, math.nan, -2.0), double(0, -1.5, 0.0, 0, -1.0)
+    assert kl_penalty(old, ref, weights).tolist() == pytest.approx([0, 0.5, 0, 0, -0.5])
 
 
 @pytest.mark.parametrize(
@@ -98,9 +96,8 @@ def test_token_rewards_sum_to_the_rewards_with_the_kl_in_them():
     assert penalty.tolist() == pytest.approx([0, 0.05, -0.1, -0.025, 0])
     rewards = token_rewards(double(1.0, 2.0), author, ids, penalty=penalty)
     assert rewards.tolist() == pytest.approx([0, -0.05, 1.1, 0.025, 2.0])
-    total = kl_in_reward(double(1.0, 2.0), old, ref, weights, ids, coef=0.1)
     advantages, _ = gae(rewards, torch.zeros_like(rewards), weights > 0, ids)  # of the first action: the sum
-    assert [advantages[1].item(), advantages[3].item()] == pytest.approx(total.tolist())
+    assert [advantages[1].item(), advantages[3].item()] == pytest.approx([1.05, 2.025])
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,6 @@ from tandemrl.losses.advantages import zero_variance_groups as zero_variance_gro
 from tandemrl.losses.penalties import KLKind as KLKind
 from tandemrl.losses.penalties import adapt_kl_coef as adapt_kl_coef
 from tandemrl.losses.penalties import kl as kl
-from tandemrl.losses.penalties import kl_in_reward as kl_in_reward
 from tandemrl.losses.penalties import kl_penalty as kl_penalty
 from tandemrl.losses.penalties import overlong_penalty as overlong_penalty
 from tandemrl.losses.penalties import token_rewards as token_rewards

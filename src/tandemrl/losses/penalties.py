@@ -9,7 +9,7 @@ import torch
 from jaxtyping import Float, Int8, Int64
 from torch import Tensor
 
-from tandemrl.losses.reduce import require_one_of, sequence_sum
+from tandemrl.losses.reduce import require_one_of
 from tandemrl.losses.surrogates import log_ratio
 
 KLKind = Literal["k1", "k2", "k3"]
@@ -33,25 +33,6 @@ def kl(logprobs: Float[Tensor, " t"], ref_logprobs: Float[Tensor, " t"], *, kind
     return d.expm1() - d
 
 
-def kl_in_reward(
-    rewards: Float[Tensor, " s"],
-    old_logprobs: Float[Tensor, " t"],
-    ref_logprobs: Float[Tensor, " t"],
-    weights: Float[Tensor, " t"],
-    sequence_ids: Int64[Tensor, " t"],
-    *,
-    coef: float,
-    kind: KLKind = "k1",
-) -> Float[Tensor, " s"]:
-    """Rewards minus ``coef`` times each sequence's Σ w·kl(old, reference) (Ziegler et al., arXiv 1909.08593, eq. 2).
-
-    ``old_logprobs`` are those of the policy that sampled. Tokens of weight 0 (context, untrained junior tokens) carry
-    no penalty.
-    """
-    penalty = kl_penalty(old_logprobs, ref_logprobs, weights, kind=kind)
-    return rewards - coef * sequence_sum(penalty, sequence_ids, num_sequences=rewards.shape[0])
-
-
 def kl_penalty(
     old_logprobs: Float[Tensor, " t"],
     ref_logprobs: Float[Tensor, " t"],
@@ -59,7 +40,11 @@ def kl_penalty(
     *,
     kind: KLKind = "k1",
 ) -> Float[Tensor, " t"]:
-    """w·kl(old, reference) of every token; 0 at weight 0, whatever the log-probs there. Σ / Σw is the measured KL."""
+    """w·kl(old, reference) of every token: times a coefficient, what KL in the reward takes off it (Ziegler et al.,
+    arXiv 1909.08593, equation 2). 0 at weight 0, whatever the log-probs there. Σ / Σw is the measured KL.
+
+    ``old_logprobs`` are those of the policy that sampled.
+    """
     return weights * torch.where(weights > 0, kl(old_logprobs, ref_logprobs, kind=kind), 0.0)
 
 
