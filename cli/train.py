@@ -22,6 +22,8 @@ def train(
         typer.echo(f"{to_yaml(resolved)}\n{batch_plan(resolved)}")
         return
     from tandemrl import train as training
+    from tandemrl.parallel import leave
 
     output = training.train(resolved, resume=resume)
-    typer.echo(f"done: {output}")
+    if leave():
+        typer.echo(f"done: {output}")

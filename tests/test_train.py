@@ -433,3 +433,8 @@ def test_signatures_tell_user_functions_apart() -> None:
     assert signature(make(1.0)) != signature(make(2.0))
     assert signature(lambda x: x + 1) != signature(lambda x: x + 2)
     assert signature(RECIPES["grpo"].surrogate) == "tandemrl.losses.surrogates.ppo_clip"
+
+
+def test_offload_in_one_process_is_refused(tiny_pair: Path, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"parallel\.offload"):
+        build(config(tiny_pair, tmp_path, "parallel.offload=true"))

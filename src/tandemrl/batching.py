@@ -134,14 +134,12 @@ def micro_batches(
             f"train.tokens_per_micro_batch to {lengths[worst]} or more"
         )
     costs = [cost(length) for length in lengths]
-    cuts = _cuts(longest_first, lengths, groups, budget)
-    fitted = _first_fit(longest_first, lengths, budget)
     bins = sum(lengths) / budget
     count = max(math.ceil(bins), round(SLACK * bins))
     while True:
         count += -count % parts
         deals = []
-        for deal in _deals(cuts, fitted, count, lengths, costs, budget):
+        for deal in _deals(longest_first, count, lengths, costs, groups, budget):
             deals.append(sorted(deal, key=lambda bin_: (-_sum(costs, bin_), bin_)))
             if _idle(deals[-1], costs, parts) <= MAX_IDLE:
                 return deals[-1]
@@ -154,43 +152,44 @@ def micro_batches(
 
 
 def _deals(
-    cuts: Sequence[Sequence[list[int]]],
-    fitted: Sequence[list[int]],
+    order: Sequence[int],
     count: int,
     lengths: Sequence[int],
     costs: Sequence[float],
+    groups: Sequence[int],
     budget: int,
 ) -> Iterator[list[list[int]]]:
     """Deals into ``count`` bins that fit the budget, in order of preference."""
-    for pieces in cuts:
+    for pieces in _cuts(order, lengths, groups, budget):
         if len(pieces) < min(count, len(lengths)):
             continue  # some bin would be empty without need
         for weights in (costs, lengths):  # equal costs are not equal tokens: the budget may ask for these
             deal = _largest_differencing(pieces, [_sum(weights, piece) for piece in pieces], count)
             if all(_sum(lengths, bin_) <= budget for bin_ in deal):
                 yield deal
-    if len(fitted) <= count:
-        deal = [list(bin_) for bin_ in fitted] + [[] for _ in range(count - len(fitted))]
-        for bin_ in deal[len(fitted) :]:
+    deal = _first_fit(order, lengths, budget)
+    if len(deal) <= count:
+        deal += [[] for _ in range(count - len(deal))]
+        for bin_ in deal:
             fullest = max(deal, key=len)
-            if len(fullest) > 1:
+            if not bin_ and len(fullest) > 1:
                 bin_.append(fullest.pop())
         yield [sorted(bin_) for bin_ in deal]
 
 
-def _cuts(order: Sequence[int], lengths: Sequence[int], groups: Sequence[int], budget: int) -> list[list[list[int]]]:
+def _cuts(
+    order: Sequence[int], lengths: Sequence[int], groups: Sequence[int], budget: int
+) -> Iterator[list[list[int]]]:
     """Groups as wholes, then in ever smaller pieces, at last every sequence by itself."""
     members: dict[int, list[int]] = {}
     for i in order:
         members.setdefault(groups[i], []).append(i)
-    cuts: list[list[list[int]]] = []
-    limit = float(budget)
-    while not cuts or len(cuts[-1]) < len(lengths):
+    limit, found = float(budget), 0
+    while found < len(lengths):
         cut = [piece for group in members.values() for piece in _first_fit(group, lengths, limit)]
-        if not cuts or len(cut) > len(cuts[-1]):
-            cuts.append(cut)
-        limit /= 1.5
-    return cuts
+        if len(cut) > found:
+            yield cut
+        limit, found = limit / 1.5, len(cut)
 
 
 def _first_fit(order: Sequence[int], lengths: Sequence[int], budget: float) -> list[list[int]]:

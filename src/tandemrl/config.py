@@ -206,7 +206,7 @@ class ParallelConfig:
     sp: int = 1
     """Processes that share every sequence (Ulysses sequence parallelism)."""
     offload: bool = False
-    """CUDA: keep weights, gradients and optimiser state in host memory between uses."""
+    """CUDA, several processes: keep weights, gradients and optimiser state in host memory between uses."""
     timeout_s: float = 1800.0
     """How long a process waits for the others before it gives up."""
 

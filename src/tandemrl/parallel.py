@@ -149,10 +149,13 @@ def join(config: ParallelConfig, device: torch.device) -> World:
     return World(dist.get_rank(), size, data.get_local_rank(), data.size(), mesh)
 
 
-def leave() -> None:
-    """Take down the process group, if there is one."""
-    if dist.is_initialized():
-        dist.destroy_process_group()
+def leave() -> bool:
+    """Take down the process group, if there is one; whether this was the main process."""
+    if not dist.is_initialized():
+        return True
+    main = dist.get_rank() == 0
+    dist.destroy_process_group()
+    return main
 
 
 def axes_of(config: ParallelConfig, size: int) -> dict[str, int]:

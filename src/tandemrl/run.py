@@ -145,6 +145,8 @@ def build(
         GraderError: responses cannot be scored: no sandbox, no judge, a judge that is down.
     """
     model, data, world = config.model, config.data, world or World()
+    if config.parallel.offload and (world.size == 1 or resolve_device(model.device).type != "cuda"):
+        raise ConfigError("parallel.offload=true: only sharded models on CUDA can; start several processes there")
     tokenizer = load_tokenizer(model.senior)
     if model.junior is not None:
         vocabulary_check(tokenizer, load_tokenizer(model.junior))
