@@ -44,6 +44,9 @@ from tandemrl.types import Author, Rollout
 
 def main() -> None:
     options = parser().parse_args()
+    if not options.who and not torch.cuda.is_available() and not options.smoke:
+        print("no CUDA device: smoke test on the CPU, nothing is measured", file=sys.stderr)
+        options.smoke = True
     if options.smoke:
         options.models, options.device, options.dtype = ["tiny"], "cpu", "float32"
         options.prompt, options.longest, options.micro_batch, options.steps = 8, 48, 256, 2

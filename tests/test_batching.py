@@ -179,5 +179,7 @@ def test_balancing_gives_way_to_the_budget():
 def test_a_sequence_above_the_budget_is_named_with_the_fix():
     with pytest.raises(ValueError, match=r"sequence 1 has 11 tokens.*train\.tokens_per_micro_batch to 11"):
         micro_batches([3, 11, 4], 10)
+    with pytest.raises(ValueError, match="sequence 1 has no tokens"):
+        micro_batches([3, 0, 4], 10, parts=4, groups=[0, 0, 0])
     with pytest.raises(ValueError, match="3 sequences but 2 group numbers"):
         micro_batches([3, 1, 4], 10, groups=[0, 0])

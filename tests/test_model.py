@@ -187,7 +187,7 @@ def spans(lengths: list[int]) -> list[np.ndarray]:
 def test_layout_pads_short_sequences_apart_from_long_ones():
     layout = PackedLayout(spans([1, 5, 2, 17, 9, 17]))
     shapes = [(len(bucket.gather) // bucket.width, bucket.width) for bucket in layout.buckets]
-    assert shapes == [(3, 17), (1, 5), (1, 2), (1, 1)]
+    assert shapes == [(2, 17), (1, 9), (1, 5), (1, 2), (1, 1)]
     covered = torch.cat([bucket.tokens for bucket in layout.buckets])
     assert torch.equal(covered.sort().values, torch.arange(51))
     assert layout.max_length == 17

@@ -108,7 +108,7 @@ class PackedLayout:
     Every linear layer sees the packed tokens. A token may belong to several sequences, as the prompt of a group does:
     it is then computed once. On CUDA in 16 bits attention is flash attention over the packed sequences. Elsewhere
     sequences become the rows of a rectangle: with a causal mask no real token can see the padding behind it, so that
-    the fused kernels run without any mask tensor. Sequences shorter than half of a rectangle's width get a rectangle of
+    the fused kernels run without any mask tensor. Sequences shorter than 3/4 of a rectangle's width get a rectangle of
     their own, which bounds the waste.
 
     Args:
@@ -170,7 +170,7 @@ class PackedLayout:
         order = sorted(range(len(self.spans)), key=lambda i: -len(self.spans[i]))
         while order:
             width = len(self.spans[order[0]])
-            members = [i for i in order if 2 * len(self.spans[i]) > width]
+            members = [i for i in order if 4 * len(self.spans[i]) > 3 * width]
             order = order[len(members) :]
             gather = np.zeros((len(members), width), dtype=np.int64)
             real = np.zeros((len(members), width), dtype=bool)

@@ -115,7 +115,7 @@ def micro_batches(
         sequences than bins.
 
     Raises:
-        ValueError: one sequence alone is longer than the budget, or there is another number of group numbers.
+        ValueError: one sequence alone is longer than the budget, one is empty, or the group numbers are not as many.
 
     Example:
         >>> micro_batches([5, 3, 2, 4], budget=8)
@@ -133,6 +133,8 @@ def micro_batches(
             f"sequence {worst} has {lengths[worst]} tokens, more than the micro-batch budget of {budget}; set "
             f"train.tokens_per_micro_batch to {lengths[worst]} or more"
         )
+    if longest_first and lengths[longest_first[-1]] < 1:
+        raise ValueError(f"sequence {longest_first[-1]} has no tokens")
     costs = [cost(length) for length in lengths]
     bins = sum(lengths) / budget
     count = max(math.ceil(bins), round(SLACK * bins))

@@ -101,10 +101,11 @@ LESS_MEMORY = {
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether a device (CUDA) or the host ran out of memory. torch raises a plain RuntimeError for the host."""
+    """Whether a device (CUDA) or the host ran out of memory. torch raises a plain RuntimeError for the host; an error
+    class of this library has said what is wrong, such as a judge that is out of memory elsewhere."""
     if isinstance(error, torch.OutOfMemoryError | MemoryError):
         return True
-    return isinstance(error, RuntimeError) and _NO_MEMORY.search(str(error)) is not None
+    return type(error) is RuntimeError and _NO_MEMORY.search(str(error)) is not None
 
 
 def is_lost_process(error: BaseException) -> bool:

@@ -277,7 +277,7 @@ def optimizer_of(model: PreTrainedModel, config: Config, lr: float) -> torch.opt
         lr=lr,
         betas=config.train.betas,
         weight_decay=config.train.weight_decay,
-        fused=model.device.type == "cuda" or None,
+        fused=True,
     )
 
 

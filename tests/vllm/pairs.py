@@ -167,12 +167,14 @@ class Engines:
         from vllm.sampling_params import RequestOutputKind
 
         if "stock" not in self._running:
+            set_num_threads = torch.set_num_threads  # vLLM replaces it
             self._running["stock"] = LLMEngine.from_engine_args(
                 EngineArgs(
                     model=str(self.folder("senior")), dtype="float32", enforce_eager=True, max_model_len=CONTEXT,
                     kv_cache_memory_bytes=2**26, disable_log_stats=True,
                 )
             )  # fmt: skip
+            torch.set_num_threads = set_num_threads
         engine = self._running["stock"]
         final = RequestOutputKind.FINAL_ONLY
         for i, prompt in enumerate(given):

@@ -497,13 +497,17 @@ def source() -> str:
 
 
 def test_an_interrupted_run_leaves_nothing(template):
+    handler = signal.signal(signal.SIGINT, signal.default_int_handler)  # a worker of pytest-xdist ignores it
     box = Sandbox(LIMITS, template=template)
     box.run(ADD, Stdin("1 2"))
     main = threading.main_thread().ident
     timer = threading.Timer(0.5, signal.pthread_kill, (main, signal.SIGINT))
     timer.start()
-    with pytest.raises(KeyboardInterrupt):
-        box.run("import time; time.sleep(1000)", Stdin(""))
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            box.run("import time; time.sleep(1000)", Stdin(""))
+    finally:
+        signal.signal(signal.SIGINT, handler)
     assert template.descendants() == []
 
 
