@@ -78,7 +78,7 @@ class WarmStart:
 RECIPES: dict[str, dict[Stage, WarmStart]] = {
     "plain": {"base": WarmStart()},
     "jargon": {"base": WarmStart(steps=1600, vocab_size=480), "senior": WarmStart(steps=1200, lr=4e-3, vocab_size=480)},
-    "repair": {"base": WarmStart(steps=1000)},
+    "repair": {"base": WarmStart(steps=1600)},
 }
 """Per pair, how the base of both models is trained, and how the senior goes on if it does."""
 
