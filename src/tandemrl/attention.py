@@ -315,7 +315,7 @@ class _AllToAll(torch.autograd.Function):
         return out, None
 
 
-class _Sum(torch.autograd.Function):
+class SharedSum(torch.autograd.Function):
     """The sum over processes, for a loss that all of them compute alike: each keeps the gradient of its own part."""
 
     @staticmethod

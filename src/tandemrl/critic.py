@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from transformers import AutoModelForTokenClassification, PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
-from tandemrl.attention import WHOLE, Layout, ModelError, Shards, _Sum
-from tandemrl.model import _check_folder, _part, activations_on_host, hidden_states, prepare, resolve_device
+from tandemrl.attention import WHOLE, Layout, ModelError, Shards, SharedSum
+from tandemrl.model import activations_on_host, check_folder, hidden_states, part_of, prepare, resolve_device
 from tandemrl.types import Batch
 
 
@@ -27,7 +27,7 @@ def load_critic(path: str | Path, *, device: str = "cpu") -> PreTrainedModel:
         ModelError: not loadable, weights are missing, not one value per token, or an architecture that ``prepare``
             refuses.
     """
-    _check_folder(path)
+    check_folder(path)
     bars, level = transformers_logging.is_progress_bar_enabled(), transformers_logging.get_verbosity()
     transformers_logging.disable_progress_bar()
     transformers_logging.set_verbosity_error()  # a causal LM has no value head; that is no news
@@ -93,7 +93,7 @@ def token_values(
         float32; entry i describes token i, from the hidden state of token i - 1.
     """
     index = (select & (batch.positions > 0)).nonzero().squeeze(1)
-    part = _part(batch, index, shards.sequence)
+    part = part_of(batch, index, shards.sequence)
     packed = getattr(model, "packed_values", None) or partial(packed_values, model)  # see model.token_logprobs
     found = packed(
         part.tokens,
@@ -104,7 +104,7 @@ def token_values(
         activation_offload=activation_offload,
     )
     values = found.new_zeros(batch.tokens.shape[0]).index_copy(0, part.predicted, found)
-    return values if shards.sequence is None else _Sum.apply(values, shards.sequence)
+    return values if shards.sequence is None else SharedSum.apply(values, shards.sequence)
 
 
 def packed_values(

@@ -39,8 +39,8 @@ from tandemrl.attention import (
     ModelError,
     PackedLayout,
     Shards,
+    SharedSum,
     UlyssesLayout,
-    _Sum,
     share_contexts,
 )
 from tandemrl.head import LOGITS_PER_CHUNK as LOGITS_PER_CHUNK
@@ -75,7 +75,7 @@ def load_model(path: str | Path, *, dtype: str = "float32", device: str = "cpu")
     Raises:
         ModelError: not loadable, not a causal LM with standard attention, or its head does more than a linear map.
     """
-    _check_folder(path)
+    check_folder(path)
     bars = transformers_logging.is_progress_bar_enabled()
     transformers_logging.disable_progress_bar()
     try:
@@ -89,7 +89,7 @@ def load_model(path: str | Path, *, dtype: str = "float32", device: str = "cpu")
     return prepare(model, name=str(path))
 
 
-def _check_folder(path: str | Path) -> None:
+def check_folder(path: str | Path) -> None:
     """Say what is wrong with a local path before it is taken for a hub id.
 
     Raises:
@@ -194,7 +194,7 @@ def load_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:
     Raises:
         ModelError: not loadable.
     """
-    _check_folder(path)
+    check_folder(path)
     try:
         return AutoTokenizer.from_pretrained(path)
     except (OSError, ValueError, KeyError, RuntimeError) as error:
@@ -271,7 +271,7 @@ def token_logprobs(
     index = select.nonzero().squeeze(1)
     device = batch.tokens.device
     empty = torch.zeros(batch.tokens.shape[0], dtype=torch.float32, device=device)
-    part = _part(batch, index, shards.sequence)
+    part = part_of(batch, index, shards.sequence)
     # A sharded model has it as a method, around which its parameters are gathered and freed.
     packed = getattr(model, "packed_logprobs", None) or partial(packed_logprobs, model)
     found = packed(
@@ -289,11 +289,11 @@ def token_logprobs(
     )
     spread = [empty.index_copy(0, part.predicted, values) for values in found]
     if shards.sequence is not None:
-        spread = [_Sum.apply(values, shards.sequence) for values in spread]
+        spread = [SharedSum.apply(values, shards.sequence) for values in spread]
     return spread[0], spread[1]
 
 
-class _Part(NamedTuple):
+class Part(NamedTuple):
     """What one process computes of a batch: its tokens, and which log-probs come of them. predicted: those tokens
     in the batch; prefixes: for each of them, the token before it, among ``tokens``."""
 
@@ -304,7 +304,7 @@ class _Part(NamedTuple):
     prefixes: Int64[Tensor, " i"]
 
 
-def _part(batch: Batch, index: Tensor, group: dist.ProcessGroup | None) -> _Part:
+def part_of(batch: Batch, index: Tensor, group: dist.ProcessGroup | None) -> Part:
     """All of the batch, or the share of this process in a sequence-parallel group."""
     device = batch.tokens.device
     spans, kept, where = share_contexts(batch)
@@ -312,7 +312,7 @@ def _part(batch: Batch, index: Tensor, group: dist.ProcessGroup | None) -> _Part
     tokens, positions = batch.tokens[kept_on], batch.positions[kept_on]
     prefixes = where_on[index - 1]  # the shift: the logits at i - 1 predict token i
     if group is None:
-        return _Part(tokens, positions, PackedLayout(spans, device), index, prefixes)
+        return Part(tokens, positions, PackedLayout(spans, device), index, prefixes)
     if padding := -len(kept) % group.size():
         spans = [*spans, np.arange(len(kept), len(kept) + padding)]
         tokens, positions = F.pad(tokens, (0, padding)), F.pad(positions, (0, padding))
@@ -321,7 +321,7 @@ def _part(batch: Batch, index: Tensor, group: dist.ProcessGroup | None) -> _Part
     mine = (prefixes >= first) & (prefixes < first + size)
     layout = UlyssesLayout(PackedLayout(spans, device), group)
     here = slice(first, first + size)
-    return _Part(tokens[here], positions[here], layout, index[mine], prefixes[mine] - first)
+    return Part(tokens[here], positions[here], layout, index[mine], prefixes[mine] - first)
 
 
 def packed_logprobs(
