@@ -345,7 +345,7 @@ def test_tied_and_frozen_weights_take_no_extra_space(tmp_path: Path) -> None:
 
 
 def test_adapters_are_stored_without_the_base_model(tmp_path: Path) -> None:
-    pytest.importorskip("peft")
+    pytest.importorskip("peft", reason="needs the lora extra")
     from tandemrl import dcp
     from tandemrl.lora import attach
 

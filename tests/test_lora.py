@@ -22,7 +22,7 @@ from tandemrl.rollout.sync import fingerprint
 from tandemrl.train import train
 from test_train import assert_same_run, config, metrics, weights
 
-pytest.importorskip("peft")
+pytest.importorskip("peft", reason="needs the lora extra")
 
 LORA = LoraConfig(rank=3, alpha=6.0)
 MODELS = {"qwen3, tied": qwen3, "llama, biased": llama}

@@ -100,6 +100,8 @@ class Varlen(NamedTuple):
     key_starts: Int32[Tensor, " s+1"]
     max_queries: int
     max_keys: int
+    outputs: Int64[Tensor, " t"] | None
+    """From the order of the queries back to packed tokens."""
 
 
 class PackedLayout:
@@ -147,7 +149,7 @@ class PackedLayout:
             enable_gqa=q.shape[1] != k.shape[1],
         )
         assert isinstance(out, Tensor)
-        return out if x.queries is None else out.index_select(0, x.queries.argsort())
+        return out if x.outputs is None else out.index_select(0, x.outputs)
 
     def _rectangular(self, q: Tensor, k: Tensor, v: Tensor, scaling: float) -> Float[Tensor, "t h d"]:
         parts = []
@@ -209,8 +211,15 @@ class PackedLayout:
         def starts(parts: list[np.ndarray]) -> Tensor:
             return self._put(np.cumsum([0, *map(len, parts)]).astype(np.int32))
 
+        order = joined(queries)
         return Varlen(
-            joined(queries), joined(keys), starts(queries), starts(keys), max(map(len, queries)), max(map(len, keys))
+            queries=order,
+            keys=joined(keys),
+            query_starts=starts(queries),
+            key_starts=starts(keys),
+            max_queries=max(map(len, queries)),
+            max_keys=max(map(len, keys)),
+            outputs=None if order is None else order.argsort(),
         )
 
     def _put(self, indices: np.ndarray) -> Tensor:

@@ -107,7 +107,7 @@ def micro_batches(
         parts: the number of bins is a multiple of it; bin i belongs to process i % parts. Bins come by falling cost, so
             that the ``parts`` bins of one round cost about the same.
         cost: length of a sequence -> its cost, in any unit.
-        groups: sequences with the same number share a prompt, which ``model.share_contexts`` computes once per bin, and
+        groups: sequences with the same number share a prompt, which is computed once per bin (``share_contexts``), and
             are kept together where that fits. None: every sequence by itself.
 
     Returns:

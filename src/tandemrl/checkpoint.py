@@ -286,7 +286,7 @@ class _Writing:
             needed = _bytes(self.tensors.values()) + sum(map(len, self.files.values()))
             failure = _explain(cause, self.path, needed, f"process {rank}: " if self.world.size > 1 else "")
         try:
-            failures = _gather(failure, self.world, self.group)
+            failures = self.world.gather(failure, self.group)
         except RuntimeError as error:
             if failure is None or lost:
                 failure = f"{self.path}: not written: a process is gone or hangs ({_brief(error)})"
@@ -318,14 +318,6 @@ def _explain(error: Exception, path: Path, needed: int, who: str = "") -> str:
 
 def _bytes(tensors: Iterable[Tensor]) -> int:
     return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
-
-
-def _gather(value: Any, world: World, group: dist.ProcessGroup | None) -> list[Any]:
-    if group is None:
-        return world.gather(value)
-    values: list[Any] = [None] * world.size
-    dist.all_gather_object(values, value, group=group)
-    return values
 
 
 def _cause(error: BaseException, rank: int) -> tuple[int, BaseException]:

@@ -94,7 +94,7 @@ def stored(folder: Path) -> dict[str, TensorStorageMetadata]:
     Raises:
         OSError, pickle.UnpicklingError: the folder's ``.metadata`` is missing, or is not only that.
     """
-    return dict(_Reader(folder).read_metadata().state_dict_metadata)  # type: ignore[arg-type]
+    return dict(_Reader(folder).read_metadata().state_dict_metadata)  # type: ignore[arg-type]  # _Reader refuses any other kind
 
 
 def read(folder: Path, parts: Mapping[str, Trained], settings: Mapping[str, Any], *, alone: bool) -> None:

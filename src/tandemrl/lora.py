@@ -10,11 +10,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from tandemrl.config import ConfigError, LoraConfig
-from tandemrl.parallel import full_parameters
+from tandemrl.parallel import full_parameters, whole
 
 ADAPTER = "default"
 _BASE = "base_layer."  # what peft puts before the name of a weight that it adapts
@@ -85,13 +84,8 @@ def base_parameters(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 @torch.no_grad()
 def _merged(weight: Tensor, layer: Any) -> Tensor:
     """weight [out, in] + scaling · B [out, r] A [r, in], in the weight's dtype."""
-    a, b = (_whole(part[ADAPTER].weight).to(weight.dtype) for part in (layer.lora_A, layer.lora_B))
+    a, b = (whole(part[ADAPTER].weight.detach()).to(weight.dtype) for part in (layer.lora_A, layer.lora_B))
     return torch.addmm(weight, b, a, alpha=layer.scaling[ADAPTER])
-
-
-def _whole(parameter: Tensor) -> Tensor:
-    value = parameter.detach()
-    return value.full_tensor() if isinstance(value, DTensor) else value
 
 
 def adapter_free(model: PreTrainedModel) -> AbstractContextManager[None]:

@@ -292,8 +292,12 @@ def full_parameters(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
         if isinstance(module, FSDPModule):
             module.reshard()  # a forward without a backward leaves gathered copies, in the compute dtype
     for name, parameter in model.named_parameters():
-        value = parameter.detach()
-        yield name, value.full_tensor() if isinstance(value, DTensor) else value
+        yield name, whole(parameter.detach())
+
+
+def whole(tensor: Tensor) -> Tensor:
+    """The tensor of which this process may hold a part; all that do have to ask for it."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 def parameter_groups(parameters: Iterable[nn.Parameter]) -> list[dict[str, Any]]:
@@ -311,10 +315,7 @@ def clip_gradients(parameters: Iterable[nn.Parameter], limit: float) -> float:
     for parameter in parameters:
         if parameter.grad is not None:
             groups.setdefault(_mesh_of(parameter), []).append(parameter)
-    norms = []
-    for group in groups.values():
-        norm = nn.utils.get_total_norm([p.grad for p in group if p.grad is not None])
-        norms.append(norm.full_tensor() if isinstance(norm, DTensor) else norm)
+    norms = [whole(nn.utils.get_total_norm([p.grad for p in group if p.grad is not None])) for group in groups.values()]
     if not norms:
         return 0.0
     total = norms[0] if len(norms) == 1 else torch.linalg.vector_norm(torch.stack(norms))

@@ -123,7 +123,7 @@ class Run:
         """The critic's value of the state in which each selected token was chosen."""
         assert self.critic is not None
         return token_values(
-            self.critic.module,  # type: ignore[arg-type]
+            self.critic.module,  # type: ignore[arg-type]  # load_critic made it
             batch,
             select=select,
             autocast=self.autocast,

@@ -209,14 +209,14 @@ def optimise(run: Run, batches: Sequence[Batch], *, first: bool, learn: bool = T
     weights = [weights_of(run, b) for b in batches]
     step_totals = total_over(run, batches)
     difference: list[Tensor] = []
-    loss_sum = torch.zeros(())
+    loss_sum = torch.zeros((), device=run.device)
     sums: dict[str, Tensor] = {}
     for batch, weight in zip(batches, weights, strict=True):
         senior = batch.author == Author.SENIOR
         select = (weight > 0) | senior | ((batch.author >= 0) & (loss_config.junior_kl_coef > 0))
         with torch.set_grad_enabled(learn):
             logprobs, entropy = run.logprobs(run.policy, batch, select)
-        difference.append((logprobs.detach() - batch.behaviour_logprobs)[senior].abs().cpu())
+        difference.append((logprobs.detach() - batch.behaviour_logprobs)[senior].abs())
         loss, parts = policy_loss(
             run.recipe,
             logprobs=logprobs,
@@ -240,14 +240,14 @@ def optimise(run: Run, batches: Sequence[Batch], *, first: bool, learn: bool = T
         )
         if learn:
             loss.backward()
-        loss_sum = loss_sum + loss.detach().cpu()
+        loss_sum = loss_sum + loss.detach()
         for name, value in parts.items():
             sums[name] = sums[name] + value if name in sums else value
     sums = {name: run.world.data_sum(value) for name, value in sums.items()}
-    loss_value = run.world.data_sum(loss_sum.to(run.device)).item()
+    loss_value = run.world.data_sum(loss_sum).item()
     metrics = {name: value.item() for name, value in average_metrics(sums, step_totals).items()}
     if first:
-        metrics |= mismatch(run.world, torch.cat(difference).to(run.device))
+        metrics |= mismatch(run.world, torch.cat(difference))
         if not config.train.async_steps:  # else the rollouts are of older weights
             check_mismatch(config, metrics.get("mismatch/mean_abs", 0.0))
     norm = move(run, "policy", loss_value, step_totals) if learn else 0.0

@@ -99,7 +99,7 @@ def test_a_run_goes_on_with_another_number_of_processes(tiny_pair: Path, tmp_pat
     assert_same(out, whole, step=3)
 
 
-def _world_of(axes: str, size: int) -> str:
+def _world_of(axes: str) -> str:
     from tandemrl.config import ConfigError
     from tandemrl.parallel import join
 
@@ -111,5 +111,5 @@ def _world_of(axes: str, size: int) -> str:
 
 
 def test_axes_that_do_not_multiply_to_the_processes_are_refused() -> None:
-    for message in run(_world_of, 2, "parallel.tp=4", 2):
+    for message in run(_world_of, 2, "parallel.tp=4"):
         assert "tp 4 = 4 processes, but 2 run" in message
