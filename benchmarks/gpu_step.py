@@ -1,7 +1,7 @@
 """Training on a GPU: packed sequences in this library against transformers' own padded step, on Qwen3 configurations.
 
     python benchmarks/gpu_step.py                 # Qwen3-0.6B and 4B with random weights, bfloat16 compute
-    python benchmarks/gpu_step.py --pair          # also trains a 63M pair end to end, GRPO against tandem
+    python benchmarks/gpu_step.py --pair          # also the cost of a GRPO and of a tandem step of a 63M pair
     python benchmarks/gpu_step.py --smoke         # tiny configurations on a CPU: that the script works
 
 A step is forward, backward, clipping and AdamW on the same sequences and the same loss, the mean of −log p over the
@@ -15,6 +15,9 @@ responses, with float32 weights under autocast and the same gradient checkpointi
 Both take micro-batches of at most --micro-batch tokens; padding counts. Each runs in a process of its own, and prints
 one JSON line: tokens/s (tokens of the sequences, each prompt once per sequence), MFU (useful FLOPs, see
 `benchmarks/update.py`, over the measured matmul peak: shared prompts count once in both), peak memory.
+
+Whole training runs of a 46M pair on a GPU, GRPO against tandem, evaluated and compared:
+`tandemrl experiment paper-claims --size 46m --device cuda --seeds 0`.
 """
 
 import argparse
@@ -76,7 +79,7 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--no-checkpointing", action="store_true", help="keep activations instead of recomputing them")
     p.add_argument("--dtype", default="bfloat16", choices=["float32", "bfloat16"])
     p.add_argument("--device", default="cuda", choices=["cpu", "cuda"])
-    p.add_argument("--pair", action="store_true", help="also train a 63M pair with step_time.py, solo and tandem")
+    p.add_argument("--pair", action="store_true", help="also time a 63M pair with step_time.py, solo and tandem")
     p.add_argument("--smoke", action="store_true", help="tiny, on the CPU; writes no file")
     p.add_argument("--who", choices=["packed", "padded"], help="one measure, in this process")
     p.add_argument("--out", type=Path, default=Path(__file__).parent / "results" / "gpu_step.jsonl")
@@ -213,11 +216,11 @@ def padded(policy: PreTrainedModel, rollouts: list[Rollout], options: argparse.N
     return [lambda rows=rows: loss(rows) for rows in bins]
 
 
-# ----------------------------------------------------------------------------------------------------------- end to end
+# ---------------------------------------------------------------------------------------------------------- whole steps
 
 
 def pair(options: argparse.Namespace) -> list[dict[str, Any]]:
-    """A pair of 63 million parameters (tiny in a smoke test) through the whole loop with the reference engine."""
+    """What a step of a 63M pair (tiny in a smoke test) costs in the whole loop with the reference engine."""
     name, tokens, steps = ("tiny", 16, 2) if options.smoke else ("mid", 512, 10)
     script = str(Path(__file__).parent / "step_time.py")
     with tempfile.TemporaryDirectory() as folder:

@@ -71,16 +71,20 @@ class Setting:
     bars: dict[str, float] = field(default_factory=dict)
 
 
+def _both(bar: float) -> dict[str, float]:
+    return {"lazy / solo": bar, "lazy / stock": bar}
+
+
 SETTINGS = {
-    "tiny-1": Setting("tiny", 1, 32, 256, {"lazy / stock": 1.05}),
+    "tiny-1": Setting("tiny", 1, 32, 256, _both(1.05)),
     "tiny-8": Setting("tiny", 8, 32, 256),
     "tiny-32": Setting("tiny", 32, 32, 256),
-    "mid-1": Setting("mid", 1, 32, 96, {"lazy / stock": 1.05}),
+    "mid-1": Setting("mid", 1, 32, 96, _both(1.05)),
     "mid-8": Setting("mid", 8, 32, 64),
     "mid-32": Setting("mid", 32, 32, 48),
     "mid-8-1000": Setting("mid", 8, 1000, 48),
-    "kv-1500": Setting("kv", 8, 1500, 64, {"lazy / stock": 1.40}),
-    "kv-4000": Setting("kv", 8, 4000, 64, {"lazy / stock": 1.35}),
+    "kv-1500": Setting("kv", 8, 1500, 64, _both(1.40)),
+    "kv-4000": Setting("kv", 8, 4000, 64, _both(1.35)),
 }
 EVERYWHERE = {"lazy / lockstep": 1.03}
 

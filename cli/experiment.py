@@ -18,6 +18,8 @@ def experiment(
     arms: Annotated[str | None, typer.Option(help="Train only these of its arms, e.g. grpo,tandem.")] = None,
     problems: Annotated[int | None, typer.Option(min=2, help="Held-out problems of every evaluation.")] = None,
     samples: Annotated[int | None, typer.Option(min=1, help="Samples per problem.")] = None,
+    size: Annotated[str | None, typer.Option(help="Of the models: tiny, or 46m, which wants a GPU.")] = None,
+    device: Annotated[str | None, typer.Option(help="cpu or cuda, for everything.")] = None,
     workers: Annotated[int | None, typer.Option(min=1, help="Processes at once; default: one per core.")] = None,
 ) -> None:
     """Train and evaluate every arm on every seed of a pair, and say what the intervals support."""
@@ -44,6 +46,8 @@ def experiment(
         "seeds": seeds and tuple(int(part) for part in seeds.split(",")),
         "problems": problems,
         "samples": samples,
+        "size": size,
+        "device": device,
     }
     chosen = replace(chosen, **{key: value for key, value in given.items() if value})
     folder = out or Path("runs") / name

@@ -17,6 +17,7 @@ from typer.testing import CliRunner
 from tandemrl import experiment as experiments
 from tandemrl.cli.main import app
 from tandemrl.compare import compare
+from tandemrl.config import load
 from tandemrl.experiment import (
     BASE,
     GRPO,
@@ -135,6 +136,7 @@ def test_another_experiment_is_refused_and_more_seeds_are_not(finished: Finished
     ("change", "message"),
     [
         ({"seeds": ()}, "seeds must be one or more"),
+        ({"size": "7b"}, "unknown size '7b'; known: tiny, 46m"),
         ({"seeds": (1, 1)}, "seeds must be one or more different ones"),
         ({"arms": (Arm("base", "x"),)}, "cannot be called 'base'"),
         ({"contrasts": (("tandem", "ppo"),)}, r"unknown arms \['ppo'\]"),
@@ -144,6 +146,17 @@ def test_an_experiment_that_makes_no_sense_is_refused(change: dict[str, Any], me
     with pytest.raises(ExperimentError, match=message):
         run(Experiment(**({"name": "x", "arms": (GRPO, TANDEM)} | change)), tmp_path / "out")
     assert not (tmp_path / "out").exists()
+
+
+def test_a_larger_size_runs_on_its_device_with_smaller_learning_rates(finished: Finished) -> None:
+    large = replace(finished.experiment, size="46m", device="cuda")
+    overrides = experiments._overrides(large, Job("plain", 0, TANDEM), finished.out)
+    assert "model.device=cuda" in overrides
+    small = load(finished.out / "plain" / "seed-0" / "tandem" / "config.yaml")
+    [rate] = [float(o.removeprefix("train.lr=")) for o in overrides if o.startswith("train.lr=")]
+    assert rate == pytest.approx(small.train.lr * 96 / 512, rel=1e-2)
+    with pytest.raises(ExperimentError, match="another size, device"):
+        run(large, finished.out)
 
 
 def test_a_failed_part_is_named_the_others_go_on_and_its_followers_do_not(

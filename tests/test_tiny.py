@@ -93,6 +93,23 @@ def test_unknown_pair(tmp_path):
     assert not list(tmp_path.iterdir())
 
 
+def test_a_wider_pair_learns_with_a_smaller_rate(built, tmp_path, monkeypatch):
+    wide = tiny.SIZES["tiny"] | {"hidden_size": 192, "num_hidden_layers": 1}
+    monkeypatch.setitem(tiny.SIZES, "wide", wide)
+    monkeypatch.setattr(tiny, "_skill", lambda *args: {"solo/pass@1": 0.0})
+    manifest = build_tiny_pair(tmp_path / "pair", steps=2, size="wide")
+    assert manifest["recipe"]["lr"] == built[1]["recipe"]["lr"] / 2
+    assert AutoModelForCausalLM.from_pretrained(tmp_path / "pair" / "senior").config.hidden_size == 192
+    with pytest.raises(DataError, match="unknown size '7b' of a pair; known: tiny, 46m, wide"):
+        build_tiny_pair(tmp_path / "other", size="7b")
+
+
+def test_the_46m_size_has_46_million_parameters(tokenizer):
+    with torch.device("meta"):
+        model = tiny.new_model(tokenizer, 0, "46m")
+    assert sum(p.numel() for p in model.parameters()) == pytest.approx(46e6, rel=0.02)
+
+
 def test_senior_and_junior_load_and_are_the_same_model(built, tokenizer):
     out, manifest, _ = built
     models = [AutoModelForCausalLM.from_pretrained(out / name) for name in ("senior", "junior")]

@@ -31,7 +31,7 @@ from tandemrl.checkpoint import versions, write_text
 from tandemrl.compare import compare, to_json
 from tandemrl.config import EvalConfig, RolloutConfig, load
 from tandemrl.data.synthetic import PAIRS, repairs, slips, uses_jargon
-from tandemrl.tiny import build_tiny_pair
+from tandemrl.tiny import SIZES, build_tiny_pair, lr_scale
 from tandemrl.train import train
 
 SCHEMA = 1
@@ -57,7 +57,8 @@ class Experiment:
     """What to compare.
 
     contrasts: pairs of arms (a, b), for paired differences a - b. config, overrides: of every run. pair_steps:
-    warm-start steps, None = the pair's own. problems, samples: held-out ones of every evaluation, samples of each.
+    warm-start steps, None = the pair's own. size: of the models, one of ``tiny.SIZES``. device: where everything runs.
+    problems, samples: held-out ones of every evaluation, samples of each.
     """
 
     name: str
@@ -68,6 +69,8 @@ class Experiment:
     config: str = "quickstart"
     overrides: tuple[str, ...] = ()
     pair_steps: int | None = None
+    size: str = "tiny"
+    device: str = "cpu"
     problems: int = 512
     samples: int = 4
 
@@ -153,7 +156,7 @@ def run(
     """Do what is not done yet, and return (and write) the results.
 
     Args:
-        workers: processes at once; None = one per core, 1 = in this process.
+        workers: processes at once; None = one per core (on a GPU one), 1 = in this process.
         say: told a line per finished part, and the headline tables at the end.
 
     Raises:
@@ -165,7 +168,7 @@ def run(
     _check(experiment)
     _claim_folder(experiment, out)
     jobs = [Job(pair, seed) for pair in experiment.pairs for seed in experiment.seeds]
-    workers = workers or os.cpu_count() or 1
+    workers = workers or (os.cpu_count() or 1 if experiment.device == "cpu" else 1)
     started = time.perf_counter()
     total = len(jobs) * (2 + len(experiment.arms))
 
@@ -196,7 +199,7 @@ def do(experiment: Experiment, job: Job, out: Path) -> str:
     """One job, unless its files are there already; returns a line about it."""
     home = out / job.pair / f"seed-{job.seed}"
     if job.arm is None:
-        manifest = build_tiny_pair(home / "pair", pair=job.pair, seed=job.seed, steps=experiment.pair_steps)
+        manifest = build_tiny_pair(home / "pair", steps=experiment.pair_steps, **_of(experiment, job))
         check_condition(manifest, home / "pair")
         return ", ".join(f"{name} {value:.3g}" for name, value in manifest["base"].items())
     model = home / "pair" / "senior"
@@ -213,6 +216,7 @@ def do(experiment: Experiment, job: Job, out: Path) -> str:
         data=[f"synthetic:{job.pair}:heldout:{experiment.problems}"],
         eval=EvalConfig(samples=experiment.samples, k=tuple(k for k in (1, 2, 4, 8, 16) if k <= experiment.samples)),
         out=home / "eval" / job.arm.name,
+        device=experiment.device,
         threads=1,
         rollout=RolloutConfig(max_rows=1024),  # tiny models: large batches cost memory only
     )
@@ -352,6 +356,8 @@ def _check(experiment: Experiment) -> None:
     names = [arm.name for arm in experiment.arms]
     if unknown := set(experiment.pairs) - set(PAIRS):
         raise ExperimentError(f"{experiment.name}: unknown pairs {sorted(unknown)}; known: {', '.join(PAIRS)}")
+    if experiment.size not in SIZES:
+        raise ExperimentError(f"{experiment.name}: unknown size {experiment.size!r}; known: {', '.join(SIZES)}")
     for what, values in (("pairs", experiment.pairs), ("seeds", experiment.seeds), ("arms", names)):
         if not values or len(set(values)) != len(values):
             raise ExperimentError(f"{experiment.name}: {what} must be one or more different ones, got {list(values)}")
@@ -368,7 +374,7 @@ def _claim_folder(experiment: Experiment, out: Path) -> None:
     """Write ``experiment.json``, or check that it is this one; seeds, pairs, arms and contrasts may be added."""
     file, wanted = out / "experiment.json", _described(experiment)
     if file.exists():
-        stored = json.loads(file.read_text())
+        stored = {"size": "tiny", "device": "cpu"} | json.loads(file.read_text())
         fixed = [key for key in wanted if key not in ("seeds", "pairs", "arms", "contrasts")]
         changed = [key for key in fixed if stored.get(key) != wanted[key]]
         arms = {arm["name"]: arm for arm in stored["arms"]}
@@ -379,16 +385,23 @@ def _claim_folder(experiment: Experiment, out: Path) -> None:
     write_text(file, json.dumps(wanted, indent=2) + "\n")
 
 
+def _of(experiment: Experiment, job: Job) -> dict[str, Any]:
+    return {"pair": job.pair, "seed": job.seed, "size": experiment.size, "device": experiment.device}
+
+
 def _overrides(experiment: Experiment, job: Job, home: Path) -> list[str]:
     assert job.arm is not None
     junior = home / "pair" / "junior"
     if job.arm.junior_steps is not None:
         weak = home / f"pair-{job.arm.junior_steps}"
-        build_tiny_pair(weak, pair=job.pair, seed=job.seed, steps=job.arm.junior_steps)
+        build_tiny_pair(weak, steps=job.arm.junior_steps, **_of(experiment, job))
         junior = weak / "junior"
+    tuned = load(experiment.config).train.lr
     return [
         f"model.senior={home}/pair/senior",
         f"model.junior={junior}",
+        f"model.device={experiment.device}",
+        f"train.lr={tuned * lr_scale(experiment.size):.3g}",
         f"data.train=[synthetic:{job.pair}:train]",
         f"data.eval=[synthetic:{job.pair}:heldout]",
         f"train.seed={job.seed}",

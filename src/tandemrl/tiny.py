@@ -2,7 +2,8 @@
 
 Every claim of the library can be tried on it without a GPU or a download. The senior and the junior start as the same
 sloppy model (see ``data.synthetic``); the ``jargon`` senior then goes on alone. They have a real chat template,
-tokenizer and file layout, so that what runs on the pair runs on a large model.
+tokenizer and file layout, so that what runs on the pair runs on a large model. The ``46m`` size of the pair is for a
+GPU: models in which matrix products are what costs.
 """
 
 import copy
@@ -42,17 +43,30 @@ CHAT_TEMPLATE = (
 WORD_SPLIT = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
-MODEL_SIZE: dict[str, Any] = {
-    "hidden_size": 96,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 32,  # the smallest that every vLLM attention backend accepts
-    "intermediate_size": 288,
-    "max_position_embeddings": 2048,
-    "initializer_range": 0.04,
-    "tie_word_embeddings": True,
+_COMMON: dict[str, Any] = {"max_position_embeddings": 2048, "tie_word_embeddings": True}
+SIZES: dict[str, dict[str, Any]] = {
+    "tiny": _COMMON
+    | {
+        "hidden_size": 96,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 32,  # the smallest that every vLLM attention backend accepts
+        "intermediate_size": 288,
+        "initializer_range": 0.04,
+    },
+    "46m": _COMMON
+    | {
+        "hidden_size": 512,
+        "num_hidden_layers": 15,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+        "head_dim": 64,
+        "intermediate_size": 1488,
+        "initializer_range": 0.02,
+    },
 }
+"""Per name, what a Qwen3 configuration is made of; the vocabulary is the tokenizer's."""
 
 Progress = Callable[[int, int, float], None]
 """Called with (warm-start steps done, steps in all, loss in nats per token)."""
@@ -83,8 +97,21 @@ RECIPES: dict[str, dict[Stage, WarmStart]] = {
 """Per pair, how the base of both models is trained, and how the senior goes on if it does."""
 
 
+def lr_scale(size: str) -> float:
+    """How much smaller a learning rate is than one chosen for the tiny models: as the width is larger (Yang et al.,
+    "Tensor Programs V", 2022, for Adam and hidden weights)."""
+    return SIZES["tiny"]["hidden_size"] / SIZES[size]["hidden_size"]
+
+
 def build_tiny_pair(
-    out: Path, *, pair: str = "plain", seed: int = 0, steps: int | None = None, progress: Progress | None = None
+    out: Path,
+    *,
+    pair: str = "plain",
+    seed: int = 0,
+    steps: int | None = None,
+    size: str = "tiny",
+    device: str = "cpu",
+    progress: Progress | None = None,
 ) -> dict[str, Any]:
     """Train the pair into ``out/senior`` and ``out/junior`` and return ``out/manifest.json``.
 
@@ -97,14 +124,16 @@ def build_tiny_pair(
 
     Args:
         steps: warm-start steps of every stage; None: the pair's recipe.
+        size: one of ``SIZES``; the recipe's learning rates are scaled with ``lr_scale``.
+        device: where the models are trained.
 
     Raises:
-        DataError: unknown pair.
+        DataError: unknown pair or size.
         FileExistsError: ``out`` holds another pair or seed, or something else than a tiny pair.
     """
-    recipes = _recipes(pair, steps)
+    recipes = _recipes(pair, steps, size)
     base = recipes["base"]
-    wanted = {"schema": 1, "pair": pair, "seed": seed, "recipe": _fingerprints(recipes, pair, seed)}
+    wanted = {"schema": 1, "pair": pair, "seed": seed, "recipe": _fingerprints(recipes, pair, seed, size)}
     found = _manifest(out)
     if found is not None and all(found.get(key) == value for key, value in wanted.items()) and _intact(out, found):
         return found
@@ -125,7 +154,7 @@ def build_tiny_pair(
 
     with _threads(base.threads):
         tokenizer = train_tokenizer(pair, seed, vocab_size=base.vocab_size)
-        senior = new_model(tokenizer, seed)
+        senior = new_model(tokenizer, seed, size).to(device)
         loss = warm_start(senior, tokenizer, base, pair=pair, seed=seed, progress=count)
         junior = senior
         if "senior" in recipes:
@@ -187,15 +216,15 @@ def train_tokenizer(pair: str, seed: int, *, vocab_size: int, texts: int = 2000)
     )
 
 
-def new_model(tokenizer: PreTrainedTokenizerFast, seed: int) -> Qwen3ForCausalLM:
-    """An untrained tiny Qwen3 in float32."""
+def new_model(tokenizer: PreTrainedTokenizerFast, seed: int, size: str = "tiny") -> Qwen3ForCausalLM:
+    """An untrained Qwen3 in float32, one of ``SIZES``."""
     config = Qwen3Config(
         vocab_size=len(tokenizer),
         bos_token_id=None,
         eos_token_id=tokenizer.eos_token_id,
         pad_token_id=tokenizer.pad_token_id,
         dtype="float32",
-        **MODEL_SIZE,
+        **SIZES[size],
     )
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
@@ -232,6 +261,7 @@ def warm_start(
     for step in range(recipe.steps):
         tokens, targets = _encode(tokenizer, list(itertools.islice(stream, recipe.batch_size)))
         # Padding is on the right and attention is causal, so no real token sees it and no mask is needed.
+        tokens, targets = tokens.to(model.device), targets.to(model.device)
         logits = model(input_ids=tokens, use_cache=False).logits
         loss = cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=_IGNORE)
         optimizer.zero_grad()
@@ -257,8 +287,8 @@ def solo_texts(
         padding=True,
         return_tensors="pt",
         return_dict=True,
-    )
-    with torch.random.fork_rng(devices=[]):
+    ).to(model.device)
+    with torch.random.fork_rng(devices=[model.device] if model.device.type == "cuda" else []):
         torch.manual_seed(seed)
         written: Any = model.generate(**prompts, max_new_tokens=max_tokens)  # type: ignore[misc]
     return tokenizer.batch_decode(written[:, prompts["input_ids"].shape[1] :], skip_special_tokens=True)
@@ -325,13 +355,18 @@ def _lr_fraction(step: int, recipe: WarmStart) -> float:
     return floor + (1.0 - floor) * 0.5 * (1.0 + math.cos(math.pi * done))
 
 
-def _recipes(pair: str, steps: int | None) -> dict[Stage, WarmStart]:
+def _recipes(pair: str, steps: int | None, size: str) -> dict[Stage, WarmStart]:
     if pair not in RECIPES:
         raise DataError(f"unknown tiny pair {pair!r}; known: {', '.join(RECIPES)}")
-    return {stage: recipe if steps is None else replace(recipe, steps=steps) for stage, recipe in RECIPES[pair].items()}
+    if size not in SIZES:
+        raise DataError(f"unknown size {size!r} of a pair; known: {', '.join(SIZES)}")
+    return {
+        stage: replace(recipe, steps=recipe.steps if steps is None else steps, lr=recipe.lr * lr_scale(size))
+        for stage, recipe in RECIPES[pair].items()
+    }
 
 
-def _fingerprints(recipes: Mapping[Stage, WarmStart], pair: str, seed: int) -> dict[str, Any]:
+def _fingerprints(recipes: Mapping[Stage, WarmStart], pair: str, seed: int, size: str) -> dict[str, Any]:
     """What a cached pair must agree on: hyperparameters, model size and a fingerprint of the texts it learns from."""
 
     def of(stage: Stage) -> dict[str, Any]:
@@ -339,7 +374,7 @@ def _fingerprints(recipes: Mapping[Stage, WarmStart], pair: str, seed: int) -> d
         return asdict(recipes[stage]) | {"text_sha256": hashlib.sha256(sample.encode()).hexdigest()}
 
     later = {stage: of(stage) for stage in recipes if stage != "base"}
-    return json.loads(json.dumps(of("base") | {"model": MODEL_SIZE} | later))
+    return json.loads(json.dumps(of("base") | {"model": SIZES[size]} | later))
 
 
 def _manifest(out: Path) -> dict[str, Any] | None:

@@ -101,6 +101,7 @@ _MODELS: dict[str, Callable[[], PreTrainedModel]] = {
 }
 JUNIORS = {"equal": "senior", "same family": "another seed", "smaller junior": "smaller", "Llama junior": "Llama"}
 """Pair -> its junior; the senior is always the same model."""
+MODES = ("lazy", "majority", "lockstep")
 UNEQUAL = [pair for pair in JUNIORS if pair != "equal"]
 
 
@@ -282,6 +283,18 @@ def assert_sound(batch: Sequence[Request], written: Sequence[Sequence[Completion
 
 
 @torch.no_grad()
+def assert_same_draws(found: Sequence[Completion], wanted: Sequence[Completion]) -> None:
+    assert tokens(found) == tokens(wanted)
+    assert [c.stop_reason for c in found] == [c.stop_reason for c in wanted]
+    for one, other in zip(found, wanted, strict=True):
+        assert np.abs(one.behaviour_logprobs - other.behaviour_logprobs).max() < 1e-4
+
+
+def assert_equal_completions(found: Sequence[Completion], wanted: Sequence[Completion]) -> None:
+    assert_same_draws(found, wanted)
+    assert [c.author.tolist() for c in found] == [c.author.tolist() for c in wanted]
+
+
 def author_logits(
     pair: tuple[PreTrainedModel, PreTrainedModel], batch: Sequence[Request], written: Sequence[Sequence[Completion]]
 ) -> list[np.ndarray]:

@@ -18,8 +18,10 @@ from pairs import (
     EOS,
     JUNIORS,
     LENGTHS,
+    MODES,
     VLLM,
     abort_after,
+    assert_equal_completions,
     assert_sound,
     changed,
     flat,
@@ -367,10 +369,14 @@ def test_a_larger_juniors_further_logits_are_never_drawn(engines, tmp_path):
 # -------------------------------------------------------------------------------------------------------------- weights
 
 
+def loadable(engines, multiprocess: bool) -> Any:
+    return engines(PAIR, policy_version=3, multiprocess=multiprocess)
+
+
 @pytest.fixture(params=[False, True], ids=["in process", "multiprocess"])
 def loading(request: pytest.FixtureRequest, engines) -> Iterator[Any]:
     """An engine whose weights may change; they are the folder's again afterwards."""
-    engine = engines(PAIR, policy_version=3, multiprocess=request.param)
+    engine = loadable(engines, request.param)
     yield engine
     engine.load_weights(model("senior").named_parameters(), 3)
 
@@ -391,6 +397,19 @@ def test_loaded_weights_write_and_the_junior_stays(loading):
     assert greedy_gaps((new, model(JUNIORS[PAIR])), batch, written).max() < 1e-4
     solo_junior = with_strategy(batch, solo("junior"))
     assert greedy_gaps((new, model(JUNIORS[PAIR])), solo_junior, loading.generate(solo_junior)).max() < 1e-4
+
+
+def test_an_engine_in_a_process_of_its_own_writes_the_same(engines):
+    batch = mixed(prompts(36, seed=61, lengths=LENGTHS), Sampling(max_tokens=48), seed=61)
+    apart = loadable(engines, True)
+    assert engines.processes[id(apart)] >= 1 > engines.processes[id(engines(PAIR))]
+    for mode in MODES:
+        apart.set_mode(mode)
+        written = apart.generate(batch)
+        assert_equal_completions(flat(written), flat(engines(PAIR).generate(batch)))
+        assert_sound(batch, written)
+        record = apart.recorded_authors()
+        assert all(record[c.key].tolist() == c.author.tolist() for c in flat(written))
 
 
 def test_what_was_cached_under_the_old_weights_is_dropped(loading):

@@ -82,12 +82,11 @@ class _Ledger:
     """Arrays by slot; those with two rows by (author, slot). stream: key of the token draws. waited:
     steps since the row was last run. drawn: the token for which the first of its uniforms is. computed: tokens whose KV
     this model holds. sent: block ids its runner has been told. replace: its runner has block ids from before a
-    preemption."""
+    preemption. news: its runner is to be told something: of the request itself, or of block ids."""
 
     prompt: np.ndarray
     length: np.ndarray
     author: np.ndarray
-    blocks: np.ndarray
     stream: np.ndarray
     waited: np.ndarray
     drawn: np.ndarray
@@ -95,13 +94,14 @@ class _Ledger:
     sent: np.ndarray
     known: np.ndarray
     replace: np.ndarray
+    news: np.ndarray
     writers: np.ndarray
 
     @classmethod
     def empty(cls, capacity: int) -> "_Ledger":
         one, two = (capacity,), (2, capacity)
-        integers = [np.zeros(one, np.int64) for _ in range(7)] + [np.zeros(two, np.int64) for _ in range(2)]
-        return cls(*integers, *(np.zeros(two, bool) for _ in range(3)))
+        integers = [np.zeros(one, np.int64) for _ in range(6)] + [np.zeros(two, np.int64) for _ in range(2)]
+        return cls(*integers, *(np.zeros(two, bool) for _ in range(4)))
 
     def grown(self) -> "_Ledger":
         grow = lambda x: np.concatenate([x, np.zeros_like(x)], axis=-1)  # noqa: E731
@@ -187,7 +187,8 @@ class Planner:
         ledger.writers[:, at] = np.array([_WRITERS[a.strategy.writers] for a in admissions]).T
         for array in (ledger.computed, ledger.sent, ledger.known, ledger.replace):
             array[:, at] = 0
-        ledger.blocks[at] = ledger.waited[at] = 0
+        ledger.news[:, at] = True
+        ledger.waited[at] = 0
         ledger.drawn[at] = -1
         for slot in slots:
             self._blocks[slot] = []
@@ -199,7 +200,7 @@ class Planner:
     def uniforms(self, ids: Sequence[str], work: Pass | None = None) -> Float64[Tensor, " b"]:
         """The numbers from which the next tokens of rows of the planned step are drawn, whoever draws them."""
         known = work is not None and ids == work.ids  # mostly: then no looking up
-        slots = work.slots if known and work is not None else np.array([self.slots[id] for id in ids])
+        slots = work.slots if known and work is not None else self._slots_of(ids)
         ledger = self._ledger
         written = ledger.length[slots] - ledger.prompt[slots]
         column = written % DRAWN_AHEAD
@@ -231,21 +232,29 @@ class Planner:
         """
         ledger, size = self._ledger, self.block_size
         if ids != self._same[0]:  # decoding mostly goes on with the same rows
-            self._same = list(ids), np.array([self.slots[id] for id in ids], dtype=np.int64)
+            self._same = list(ids), self._slots_of(ids)
         slots = self._same[1]
         begin, counts = np.array(start, dtype=np.int64), np.array(count, dtype=np.int64)
         end = begin + counts
         first = ~(ledger.known[JUNIOR, slots] | ledger.known[SENIOR, slots])
-        given = [(i, new, bool(first[i]) or ids[i] in resumed) for i, new in enumerate(blocks) if new]
+        given = [(i, new) for i, new in enumerate(blocks) if new]
+        if given:
+            ledger.news[:, slots[[i for i, _ in given]]] = True
+        whole = {i for i, _ in given if first[i] or ids[i] in resumed}
         if given and self.prefix_caching:
             # Before any hit is looked at: a request can hit a block that another one was given in this very step.
-            self.filled[:, [b for i, new, whole in given for b in (new[start[i] // size :] if whole else new)]] = False
-        for i, new, whole in given:
-            self._allocate(int(slots[i]), start[i], new, whole=whole)
+            self.filled[:, [b for i, new in given for b in (new[start[i] // size :] if i in whole else new)]] = False
+        for i, new in given:
+            slot = int(slots[i])
+            if i in whole:
+                self._blocks[slot] = list(new)
+                self._start_over(slot, start[i] // size)
+            else:
+                self._blocks[slot] += new
             if self.prefix_caching and (first[i] or count[i] > 1):
                 # What this step computes counts for the rows behind it: they come later in a pass, or in a later one.
-                full = self._blocks[slots[i]][: int(end[i]) // size]
-                self.filled[np.ix_(ledger.writers[:, slots[i]], full)] = True
+                full = self._blocks[slot][: int(end[i]) // size]
+                self.filled[np.ix_(ledger.writers[:, slot], full)] = True
         run = ledger.writers[:, slots]
         ends = end == ledger.length[slots]
         if self.mode != "lockstep":
@@ -268,22 +277,26 @@ class Planner:
         ids, slots = self._step
         self._step = ([], slots[:0])
         got = tokens >= 0
-        if not got.any():
+        written = np.count_nonzero(got)
+        if not written:
             return
         ledger = self._ledger
-        at, tokens = (slots, tokens) if got.all() else (slots[got], tokens[got])
-        by_senior = int(ledger.author[at].sum())
+        if written < len(ids):
+            ids, slots, tokens = [ids[i] for i in got.nonzero()[0]], slots[got], tokens[got]
+        by_senior = np.count_nonzero(ledger.author[slots])
         self.stats.written[SENIOR] += by_senior
-        self.stats.written[JUNIOR] += len(at) - by_senior
+        self.stats.written[JUNIOR] += written - by_senior
         if self.recorded is not None:
-            for i in got.nonzero()[0]:
-                self._authors_of[int(slots[i])].append(int(ledger.author[slots[i]]))
-        ledger.length[at] += 1
-        author = self._selection.step(torch.from_numpy(at), torch.from_numpy(tokens)).numpy().astype(np.int64)
-        ledger.author[at] = author
-        self._hold_to_promises(at, ids if got.all() else [ids[i] for i in got.nonzero()[0]])
+            for slot in slots.tolist():
+                self._authors_of[slot].append(int(ledger.author[slot]))
+        ledger.length[slots] += 1
+        ledger.author[slots] = self._selection.step(torch.from_numpy(slots), torch.from_numpy(tokens)).numpy()
+        self._hold_to_promises(slots, ids)
 
     # ---------------------------------------------------------------------------------------------------------- details
+
+    def _slots_of(self, ids: Sequence[str]) -> np.ndarray:
+        return np.fromiter(map(self.slots.__getitem__, ids), np.int64, len(ids))
 
     def _hold_to_promises(self, slots: np.ndarray, ids: Sequence[str]) -> None:
         kept = self._ledger.writers[self._ledger.author[slots], slots]
@@ -303,23 +316,15 @@ class Planner:
         drawn = uniforms(torch.from_numpy(keys), torch.from_numpy(counters.reshape(-1)))
         self._uniforms[slots] = drawn.numpy().reshape(counters.shape)
 
-    def _allocate(self, slot: int, start: int, new: list[int], *, whole: bool) -> None:
-        """New block ids of a request. ``whole``: all it has; those below ``start`` are prefix-cache hits."""
+    def _start_over(self, slot: int, hits: int) -> None:
+        """A request that has been given all its blocks anew, the first ``hits`` of them from the prefix cache."""
         ledger = self._ledger
-        if whole:
-            hits = start // self.block_size
-            self._blocks[slot] = list(new)
-            ledger.computed[:, slot] = 0
-            if hits:
-                for who in (JUNIOR, SENIOR):
-                    filled = self.filled[who, new[:hits]]
-                    run = hits if filled.all() else int(filled.argmin())
-                    ledger.computed[who, slot] = run * self.block_size
-            ledger.sent[:, slot] = 0
-            ledger.replace[:, slot] = ledger.known[:, slot]
-        else:
-            self._blocks[slot] += new
-        ledger.blocks[slot] = len(self._blocks[slot])
+        for who in (JUNIOR, SENIOR):
+            filled = self.filled[who, self._blocks[slot][:hits]]
+            run = hits if filled.all() else int(filled.argmin())
+            ledger.computed[who, slot] = run * self.block_size
+        ledger.sent[:, slot] = 0
+        ledger.replace[:, slot] = ledger.known[:, slot]
 
     def _let_wait(self, run: np.ndarray, slots: np.ndarray) -> None:
         """Take the rows of one model out of a step that only decodes."""
@@ -333,54 +338,61 @@ class Planner:
         """``rows`` brought to ``end`` by one model, in as few forwards as the budget allows."""
         passes = []
         while len(rows):
-            need = end[rows] - self._ledger.computed[who, slots[rows]]
-            total = int(need.sum())
-            if total <= self.budget:
-                chosen, count = rows, need
-                rows = rows[:0]
-            else:
-                before = np.concatenate([[0], need.cumsum()[:-1]])
-                count = np.minimum(need, np.maximum(self.budget - before, 0))
-                chosen, rows = rows[count > 0], rows[count < need]
-                count = count[count > 0]
-            passes.append(self._pass(who, chosen, slots[chosen], count, end, ends))
+            at = slots[rows]
+            start = self._ledger.computed[who][at]
+            count = end[rows] - start
+            total = int(count.sum())
+            left = rows[:0]
+            if total > self.budget:
+                before = np.concatenate([[0], count.cumsum()[:-1]])
+                possible = np.minimum(count, np.maximum(self.budget - before, 0))
+                left, fit = rows[possible < count], possible > 0
+                rows, at, start, count = rows[fit], at[fit], start[fit], possible[fit]
+                total = self.budget
+            self.stats.passes[who] += 1
+            self.stats.computed[who] += total
+            passes.append(self._pass(who, rows, at, start, count, ends[rows] & (start + count == end[rows])))
+            rows = left
         return passes
 
     def _pass(
-        self, who: int, rows: np.ndarray, slots: np.ndarray, count: np.ndarray, end: np.ndarray, ends: np.ndarray
+        self, who: int, rows: np.ndarray, slots: np.ndarray, start: np.ndarray, count: np.ndarray, ends: np.ndarray
     ) -> Pass:
         ledger, ids = self._ledger, self._step[0]
-        computed, sent, known, replace = (x[who] for x in (ledger.computed, ledger.sent, ledger.known, ledger.replace))
-        start = computed[slots]
-        after = computed[slots] = start + count
+        after = ledger.computed[who][slots] = start + count
         if self.prefix_caching:
             full: list[int] = []
-            old, new_full = start // self.block_size, after // self.block_size
-            for i in (new_full > old).nonzero()[0].tolist():
-                full += self._blocks[slots[i]][old[i] : new_full[i]]
+            crossed = (after % self.block_size < count).nonzero()[0]
+            old, new = start[crossed] // self.block_size, after[crossed] // self.block_size
+            for slot, a, b in zip(slots[crossed].tolist(), old.tolist(), new.tolist(), strict=True):
+                full += self._blocks[slot][a:b]
             if full:
                 self.filled[who, full] = True
-        blocks: list[list[int] | None] = [None] * len(rows)
-        given, owned = sent[slots], ledger.blocks[slots]
-        for i in (given < owned).nonzero()[0].tolist():
-            blocks[i] = self._blocks[slots[i]][given[i] :]
-        chosen = ids if len(rows) == len(ids) else [ids[i] for i in rows.tolist()]
-        new = (~known[slots]).nonzero()[0].tolist()
-        replaced = {chosen[i] for i in replace[slots].nonzero()[0].tolist()}
-        sent[slots] = owned
-        known[slots] = True
-        replace[slots] = False
-        self.stats.passes[who] += 1
-        self.stats.computed[who] += int(count.sum())
-        return Pass(
-            ids=chosen,
+        work = Pass(
+            ids=ids if len(rows) == len(ids) else [ids[i] for i in rows.tolist()],
             start=start.tolist(),
             count=count.tolist(),
-            blocks=blocks,
+            blocks=[None] * len(rows),
             outputs=(ledger.length[slots] - ledger.prompt[slots]).tolist(),
-            new=new,
-            replaced=replaced,
-            ends=ends[rows] & (after == end[rows]),
+            new=[],
+            replaced=set(),
+            ends=ends,
             rows=rows,
             slots=slots,
         )
+        news = ledger.news[who][slots].nonzero()[0]
+        if len(news):
+            self._tell(who, news, work)
+        return work
+
+    def _tell(self, who: int, rows: np.ndarray, work: Pass) -> None:
+        """What has happened to requests since their model's last pass: they came, were given blocks, or preempted."""
+        ledger, slots = self._ledger, work.slots[rows]
+        work.new += rows[~ledger.known[who][slots]].tolist()
+        work.replaced |= {work.ids[i] for i in rows[ledger.replace[who][slots]].tolist()}
+        owned = [self._blocks[slot] for slot in slots.tolist()]
+        for row, blocks, sent in zip(rows.tolist(), owned, ledger.sent[who][slots].tolist(), strict=True):
+            work.blocks[row] = blocks[sent:] or None
+        ledger.sent[who][slots] = [len(blocks) for blocks in owned]
+        ledger.known[who][slots] = True
+        ledger.replace[who][slots] = ledger.news[who][slots] = False

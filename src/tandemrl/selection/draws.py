@@ -56,8 +56,23 @@ def _finalise(z: Int64[Tensor, " b"]) -> Int64[Tensor, " b"]:
     return (z >> 31).bitwise_and_((1 << 33) - 1).bitwise_xor_(z)
 
 
+def _finalise_unsigned(z: np.ndarray) -> np.ndarray:
+    # The same in NumPy: for a few rows torch takes three times as long to start its operations.
+    z ^= z >> np.uint64(30)
+    z *= np.uint64(_MULTIPLIER_1 & _MASK)
+    z ^= z >> np.uint64(27)
+    z *= np.uint64(_MULTIPLIER_2 & _MASK)
+    z ^= z >> np.uint64(31)
+    return z
+
+
 def mix(keys: Int64[Tensor, " b"], *words: int) -> Int64[Tensor, " b"]:
     """``mix64(key, *words)`` for every key of a tensor."""
+    if keys.device.type == "cpu":
+        unsigned = _finalise_unsigned(keys.numpy().view(np.uint64) + _UNSIGNED_GAMMA)
+        for word in words:
+            unsigned = _finalise_unsigned(unsigned + np.uint64((word + _GAMMA) & _MASK))
+        return torch.from_numpy(unsigned.view(np.int64))
     z = _finalise(keys + _GAMMA)
     for word in words:
         z = _finalise(z + _signed(word + _GAMMA))
@@ -71,17 +86,12 @@ def stream(keys: Int64[Tensor, " b"], which: int) -> Int64[Tensor, " b"]:
 
 def _uniforms(keys: np.ndarray, counters: np.ndarray) -> np.ndarray:
     z = (counters.view(np.uint64) + np.uint64(1)) * _UNSIGNED_GAMMA + keys.view(np.uint64)
-    z ^= z >> np.uint64(30)
-    z *= np.uint64(_MULTIPLIER_1 & _MASK)
-    z ^= z >> np.uint64(27)
-    z *= np.uint64(_MULTIPLIER_2 & _MASK)
-    z ^= z >> np.uint64(31)
-    return (z >> np.uint64(11)) * 2.0**-53
+    return (_finalise_unsigned(z) >> np.uint64(11)) * 2.0**-53
 
 
 def uniforms(keys: Int64[Tensor, " b"], counters: Int64[Tensor, " b"]) -> Float64[Tensor, " b"]:
     """Draw number ``counters[i]`` of stream ``keys[i]``: uniform in [0, 1), a multiple of 2⁻⁵³ (the top 53 bits)."""
-    if keys.device.type == "cpu":  # the same in NumPy: for a few rows torch takes three times as long to start its ops
+    if keys.device.type == "cpu":
         return torch.from_numpy(_uniforms(keys.numpy(), counters.numpy()))
     z = _finalise(torch.add(keys + _GAMMA, counters, alpha=_GAMMA))
     return (z >> 11).bitwise_and_((1 << 53) - 1).to(torch.float64).mul_(2.0**-53)
