@@ -74,6 +74,7 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--threads", type=int, default=0, help="torch threads, 0 = leave")
     p.add_argument("--seed", type=int, default=0)
     p.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
+    p.add_argument("--compile", action="store_true", help="model.compile; in a comparison, both with and without")
     group = p.add_argument_group("comparison")
     group.add_argument("--trl-python", metavar="PYTHON", help="interpreter that has TRL")
     group.add_argument("--rounds", type=int, default=5)
@@ -107,6 +108,7 @@ def measure(model: Path, options: argparse.Namespace) -> dict[str, Any]:
         "params": sum(p.numel() for p in run.policy.parameters()),
         "dtype": options.dtype,
         "device": options.device,
+        "compile": options.compile,
         **{k: getattr(options, k) for k in ("group_size", "completions", "micro_batch", "max_tokens", "lengths")},
         "steps": options.steps,
         "warmup": options.warmup,
@@ -142,6 +144,7 @@ def prepare(model: Path, options: argparse.Namespace, folder: str) -> Run:
             f"rollout.max_tokens={options.max_tokens}",
             f"rollout.max_rows={options.completions}",
             f"selection.strategy={options.strategy}",
+            f"model.compile={str(options.compile).lower()}",
             f"train.steps={options.steps}",
             f"train.seed={options.seed}",
             f"train.lr={options.lr}",
@@ -246,9 +249,14 @@ def compare(model: Path, options: argparse.Namespace) -> dict[str, Any]:
         "solo": [sys.executable, __file__, *flags, "--strategy=solo"],
         "tandem": [sys.executable, __file__, *flags, "--strategy=word"],
     }
+    ours = ["solo", "tandem"]
+    if options.compile:
+        commands |= {f"{who} compiled": [*commands[who], "--compile"] for who in ours}
+        ours += [f"{who} compiled" for who in ours]
     lines: list[dict[str, Any]] = []
     for number in range(options.rounds):
-        order = [*commands][number % 3 :] + [*commands][: number % 3]  # nobody always goes first
+        first = number % len(commands)
+        order = [*commands][first:] + [*commands][:first]  # nobody always goes first
         for who in order:
             line = {"round": number, "who": who} | last_line(commands[who])
             line["model"] = "tiny" if options.model is None else options.model.name  # a path is of no use to a reader
@@ -258,7 +266,7 @@ def compare(model: Path, options: argparse.Namespace) -> dict[str, Any]:
                 f"{line['update_tokens_per_s']} tokens/s in the update",
                 file=sys.stderr,
             )
-    pairs = [("solo", "trl"), ("tandem", "trl"), ("tandem", "solo")]
+    pairs = [*((who, "trl") for who in ours), ("tandem", "solo")]
     wall = {who: [x["s_per_step_median"] for x in lines if x["who"] == who] for who in commands}
     cpu = {who: [x["s_per_step"] * x["cores_used"] for x in lines if x["who"] == who] for who in commands}
     update = {who: [x["update_tokens_per_s"] for x in lines if x["who"] == who] for who in commands}

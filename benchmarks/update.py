@@ -49,6 +49,7 @@ def main() -> None:
     p.add_argument("--longest", type=int, default=1024, help="tokens of a sequence, at most")
     p.add_argument("--micro-batch", type=int, default=3072, help="tokens per forward and backward")
     p.add_argument("--dtype", default="float32", choices=["float32", "bfloat16"])
+    p.add_argument("--compile", action="store_true", help="model.compile")
     p.add_argument("--rounds", type=int, default=5)
     p.add_argument("--threads", type=int, default=0, help="torch threads, 0 = leave")
     p.add_argument("--out", type=Path, default=Path(__file__).parent / "results" / "update.json")
@@ -58,7 +59,8 @@ def main() -> None:
     senior, _ = build(options.name, options.models)
     with tempfile.TemporaryDirectory() as folder:
         flags = [f"--group-size={options.group_size}", f"--completions={options.groups * options.group_size}"]
-        run = prepare(senior, step_parser().parse_args([*flags, f"--dtype={options.dtype}"]), folder)
+        flags += [f"--dtype={options.dtype}", *(["--compile"] if options.compile else [])]
+        run = prepare(senior, step_parser().parse_args(flags), folder)
         line = measure(run, options)
     print(json.dumps(line))
     write_lines(options.out, [line])
@@ -94,6 +96,7 @@ def measure(run: Run, options: argparse.Namespace) -> dict[str, Any]:
         "model": options.name,
         "parameters": sum(p.numel() for p in run.policy.parameters()),
         "dtype": options.dtype,
+        "compile": options.compile,
         "sequences": len(lengths),
         "tokens": sum(lengths) - sum(repeated),
         "response_tokens": responses,

@@ -42,7 +42,7 @@ class Layout(Protocol):
         ...
 
 
-def _attention(
+def attention(
     module: nn.Module,
     query: Tensor,
     key: Tensor,
@@ -57,6 +57,11 @@ def _attention(
     s_aux: Tensor | None = None,
     **_: Any,
 ) -> tuple[Tensor, None]:
+    """What transformers calls in every layer: the layout that came along does the work.
+
+    Raises:
+        ModelError: the layer asks for attention that layouts do not have.
+    """
     name = type(module).__name__
     if layout is None:
         raise ModelError(
@@ -71,7 +76,7 @@ def _attention(
     return layout.attend(module.layer_idx, query, key, value, scaling), None  # type: ignore[arg-type]
 
 
-AttentionInterface.register(ATTENTION, _attention)
+AttentionInterface.register(ATTENTION, attention)
 
 
 # ------------------------------------------------------------------------------------------------------------- packed

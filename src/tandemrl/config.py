@@ -48,6 +48,8 @@ class ModelConfig:
     gradient_checkpointing: bool = False
     liger: bool = False
     """CUDA: RMSNorm, SwiGLU and RoPE by Liger's kernels (needs the `liger` extra)."""
+    compile: bool = False
+    """torch.compile of the layers: faster updates after a first step that takes tens of seconds; not for decoding."""
     activation_offload: bool = False
     """Keep what backward needs in host memory."""
     lora: LoraConfig = field(default_factory=LoraConfig)
@@ -485,6 +487,8 @@ def check(config: Config) -> None:
         *((getattr(p, axis) is None or getattr(p, axis) >= 1, f"parallel.{axis}", getattr(p, axis), "at least 1") for axis in ("dp_replicate", "dp_shard", "sp", "tp")),
         (p.timeout_s > 0, "parallel.timeout_s", p.timeout_s, "positive"),
         (not m.liger or p.tp == 1, "model.liger", m.liger, "false with parallel.tp > 1: its kernels cannot be split"),
+        (not m.compile or p.tp == 1, "model.compile", m.compile, "false with parallel.tp > 1"),
+        (not m.compile or t.async_steps == 0 or r.engine != "torch", "model.compile", m.compile, "false with train.async_steps=1 and rollout.engine=torch, which decodes while the layers are in use"),
         (m.lora.rank >= 0, "model.lora.rank", m.lora.rank, "0 (off) or positive"),
         (m.lora.alpha > 0, "model.lora.alpha", m.lora.alpha, "positive"),
         (m.lora.rank == 0 or p.tp == 1, "model.lora.rank", m.lora.rank, "0 with parallel.tp > 1: adapters are not split"),

@@ -3,13 +3,14 @@
 Both users of a model, the trainer (packed sequences) and the reference engine (one token per row over a KV cache), call
 the same stock transformers module. What differs is the *layout* (``attention``), an object that travels through the
 model's keyword arguments to the registered attention function and says how queries meet keys. Nothing of the model is
-patched, unless the user asks for ``use_liger``.
+patched, unless the user asks for ``use_liger`` or ``compile_layers``.
 """
 
 import importlib
 import os
-from collections.abc import Sequence
-from contextlib import nullcontext
+import shutil
+from collections.abc import Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -24,6 +25,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed.tensor import DTensor
 from transformers import (
+    AttentionInterface,
     AutoModelForCausalLM,
     AutoTokenizer,
     GenerationConfig,
@@ -41,6 +43,7 @@ from tandemrl.attention import (
     Shards,
     SharedSum,
     UlyssesLayout,
+    attention,
     share_contexts,
 )
 from tandemrl.head import LOGITS_PER_CHUNK as LOGITS_PER_CHUNK
@@ -186,6 +189,39 @@ def use_liger(model: PreTrainedModel, *, name: str = "model") -> PreTrainedModel
     if not worst <= (1e-3 if model.dtype == torch.float32 else 0.1) * scale:
         raise ModelError(f"{name}: Liger kernels give other hidden states (max difference {worst:.3g})")
     return model
+
+
+def compile_layers(model: PreTrainedModel, *, name: str = "model", backend: str = "inductor") -> PreTrainedModel:
+    """Compile every decoder layer of a prepared model with ``torch.compile``, in place, all but its attention.
+
+    Shapes are dynamic, so packed batches of any length share the graphs; the first forward and backward take tens of
+    seconds. Where one token per row is decoded, compiled layers would only be slower: see ``eagerly``.
+
+    Args:
+        backend: of ``torch.compile``.
+
+    Raises:
+        ModelError: on a CPU without a C++ compiler.
+    """
+    compiler = os.environ.get("CXX", "g++")
+    if model.get_input_embeddings().weight.device.type == "cpu" and shutil.which(compiler) is None:
+        raise ModelError(
+            f"{name}: model.compile=true needs a C++ compiler and {compiler} is not there; install it, name another "
+            "one in the environment variable CXX, or set model.compile=false"
+        )
+    # A layout is a Python object of its own in every forward: compiled, each would be a case of its own.
+    AttentionInterface.register(ATTENTION, torch.compiler.disable(attention))
+    for layer in model.get_decoder().layers:
+        layer.compile(dynamic=True, backend=backend)
+    model.layers_are_compiled = True
+    return model
+
+
+def eagerly(models: Iterable[PreTrainedModel]) -> AbstractContextManager[object]:
+    """A context in which compiled layers run uncompiled, on every thread."""
+    if any(getattr(model, "layers_are_compiled", False) for model in models):
+        return torch.compiler.set_stance("force_eager")
+    return nullcontext()
 
 
 def load_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:

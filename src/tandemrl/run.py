@@ -25,6 +25,7 @@ from tandemrl.evals import profile_of
 from tandemrl.lora import attach, base_parameters
 from tandemrl.losses import RECIPES, Recipe
 from tandemrl.model import (
+    compile_layers,
     load_model,
     load_tokenizer,
     resolve_device,
@@ -177,6 +178,8 @@ def build(
     policy = load_model(model.senior, device=model.device)
     if model.liger:
         use_liger(policy, name=model.senior)
+    if model.compile:
+        compile_layers(policy, name=model.senior)
     if model.gradient_checkpointing:
         checkpoint_gradients(policy)
     vocabulary = policy.get_output_embeddings().weight.shape[0]
@@ -192,6 +195,8 @@ def build(
         name = path, dtype, split and world.size > 1
         if name not in frozen:
             loaded = load_model(path, dtype=dtype, device=model.device).requires_grad_(False)
+            if model.compile:  # the same arithmetic as the policy's
+                compile_layers(loaded, name=path)
             frozen[name] = shard(loaded, world, dtype=compute) if split else loaded
         return frozen[name]
 
@@ -252,6 +257,8 @@ def build_critic(config: Config, tokenizer: PreTrainedTokenizerBase, world: Worl
     if model.critic is not None:
         vocabulary_check(tokenizer, load_tokenizer(model.critic), other="critic")
     critic = load_critic(model.critic or model.senior, device=model.device)
+    if model.compile:
+        compile_layers(critic, name=model.critic or model.senior)
     if model.gradient_checkpointing:
         checkpoint_gradients(critic)
     dtype = getattr(torch, model.dtype)

@@ -17,7 +17,7 @@ from jaxtyping import Float, Int64
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from tandemrl.model import eos_token_ids, hidden_states
+from tandemrl.model import eagerly, eos_token_ids, hidden_states
 from tandemrl.rollout.engine import Completion, EngineError, EngineInfo, Request, StopReason, check_request
 from tandemrl.rollout.sampling import Truncation, draw, kept_tokens, penalise
 from tandemrl.rollout.sync import fingerprint
@@ -111,18 +111,19 @@ class TorchEngine:
         rows = [_Row(request, key, number) for number, (request, key) in enumerate(pairs)]
         waiting = list(rows)
         batch = _Batch(self, requests, len(rows))
-        while waiting or batch.rows:
-            free = self.max_rows - len(batch.rows)
-            if waiting and (not batch.rows or 8 * free >= self.max_rows):
-                count = _whole_groups(waiting, free) or (0 if batch.rows else free)
-                batch.admit(waiting[:count])
-                del waiting[:count]
-            written = batch.step()
-            if progress is not None:
-                progress(written)
-            if (aborted := self._aborted) != set():
-                waiting = batch.end(aborted, waiting)
-            batch.retire()
+        with eagerly(self.models.values()):
+            while waiting or batch.rows:
+                free = self.max_rows - len(batch.rows)
+                if waiting and (not batch.rows or 8 * free >= self.max_rows):
+                    count = _whole_groups(waiting, free) or (0 if batch.rows else free)
+                    batch.admit(waiting[:count])
+                    del waiting[:count]
+                written = batch.step()
+                if progress is not None:
+                    progress(written)
+                if (aborted := self._aborted) != set():
+                    waiting = batch.end(aborted, waiting)
+                batch.retire()
         completions = iter([batch.completion(row) for row in rows])
         return [[next(completions) for _ in request.keys] for request in requests]
 
