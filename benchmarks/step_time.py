@@ -9,7 +9,7 @@ Prints one JSON line. A step is what `tandemrl.train` does between two steps, wi
 completion has exactly --max-tokens tokens, unless --allow-eos lets them stop where they end. With --lengths lognormal
 they are then cut, before the reward: to the same lengths in both libraries (`_common.given_lengths`).
 
-`update_tokens_per_s` is response tokens per second of the update. TRL's update leaves out the arithmetic of the loss
+`update_tokens_per_s` is response tokens per second of the update, the median over steps. TRL's update leaves out the arithmetic of the loss
 and the padding; ours counts all that follows the reward.
 
 With --trl-python PYTHON, an interpreter that has TRL, the peer, solo and tandem are run in turn, in processes of their
@@ -122,7 +122,9 @@ def measure(model: Path, options: argparse.Namespace) -> dict[str, Any]:
         "cores_others": round(mean["others"], 2),
         "gen_tokens_per_s": round(generated / mean["generate"], 1),
         "mean_len": round(mean["mean_len"], 1),
-        "update_tokens_per_s": round(options.completions * mean["mean_len"] / mean["update"], 1),
+        "update_tokens_per_s": round(
+            statistics.median(options.completions * step["mean_len"] / step["update"] for step in counted), 1
+        ),
         "init_s": round(init_s, 2),
         "train_s": round(train_s, 2),
         "reward_last": steps[-1]["reward_mean"],

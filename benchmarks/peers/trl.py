@@ -122,7 +122,9 @@ def measure(options: argparse.Namespace, folder: str) -> dict[str, Any]:
         "cores_others": round(statistics.mean(step["others"] for step in counted), 2),
         "gen_tokens_per_s": None if options.allow_eos else round(generated / mean["generate"], 1),
         "mean_len": round(mean["response"] / options.completions, 1),
-        "update_tokens_per_s": round(mean["response"] / mean["update"], 1),
+        "update_tokens_per_s": round(
+            statistics.median(step["response"] / sum(step[name] for name in UPDATE) for step in counted), 1
+        ),
         "init_s": round(init_s, 2),
         "train_s": round(train_s, 2),
         "reward_last": logs[-1]["reward"],

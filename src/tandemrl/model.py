@@ -191,10 +191,13 @@ def use_liger(model: PreTrainedModel, *, name: str = "model") -> PreTrainedModel
     return model
 
 
+_COMPILED = "layers_are_compiled"
+
+
 def compile_layers(model: PreTrainedModel, *, name: str = "model", backend: str = "inductor") -> PreTrainedModel:
     """Compile every decoder layer of a prepared model with ``torch.compile``, in place, all but its attention.
 
-    Shapes are dynamic, so packed batches of any length share the graphs; the first forward and backward take tens of
+    Shapes are dynamic, so packed batches of similar lengths share graphs; the first forward and backward take tens of
     seconds. Where one token per row is decoded, compiled layers would only be slower: see ``eagerly``.
 
     Args:
@@ -211,15 +214,17 @@ def compile_layers(model: PreTrainedModel, *, name: str = "model", backend: str 
         )
     # A layout is a Python object of its own in every forward: compiled, each would be a case of its own.
     AttentionInterface.register(ATTENTION, torch.compiler.disable(attention))
+    # Graphs hold for a range of sizes: from one power of 2 to the next, say. Past the limit layers would run uncompiled.
+    torch._dynamo.config.recompile_limit = max(64, torch._dynamo.config.recompile_limit)
     for layer in model.get_decoder().layers:
         layer.compile(dynamic=True, backend=backend)
-    model.layers_are_compiled = True
+    setattr(model, _COMPILED, True)
     return model
 
 
 def eagerly(models: Iterable[PreTrainedModel]) -> AbstractContextManager[object]:
     """A context in which compiled layers run uncompiled, on every thread."""
-    if any(getattr(model, "layers_are_compiled", False) for model in models):
+    if any(hasattr(model, _COMPILED) for model in models):
         return torch.compiler.set_stance("force_eager")
     return nullcontext()
 

@@ -154,7 +154,8 @@ def build_tiny_pair(
 
     with _threads(base.threads):
         tokenizer = train_tokenizer(pair, seed, vocab_size=base.vocab_size)
-        senior = new_model(tokenizer, seed, size).to(device)
+        senior = new_model(tokenizer, seed, size)
+        senior.to(device)  # type: ignore[arg-type]  # transformers' annotation of `to` lacks its arguments
         loss = warm_start(senior, tokenizer, base, pair=pair, seed=seed, progress=count)
         junior = senior
         if "senior" in recipes:
@@ -281,13 +282,14 @@ def solo_texts(
     model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast, rows: Sequence[Row], seed: int, *, max_tokens: int = 64
 ) -> list[str]:
     """One sample per row at temperature 1 (the model's generation config)."""
-    prompts: Any = tokenizer.apply_chat_template(
+    encoded: Any = tokenizer.apply_chat_template(
         [list(row.messages) for row in rows],
         add_generation_prompt=True,
         padding=True,
         return_tensors="pt",
         return_dict=True,
-    ).to(model.device)
+    )
+    prompts = encoded.to(model.device)
     with torch.random.fork_rng(devices=[model.device] if model.device.type == "cuda" else []):
         torch.manual_seed(seed)
         written: Any = model.generate(**prompts, max_new_tokens=max_tokens)  # type: ignore[misc]

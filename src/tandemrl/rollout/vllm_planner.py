@@ -254,7 +254,9 @@ class Planner:
             if self.prefix_caching and (first[i] or count[i] > 1):
                 # What this step computes counts for the rows behind it: they come later in a pass, or in a later one.
                 full = self._blocks[slot][: int(end[i]) // size]
-                self.filled[np.ix_(ledger.writers[:, slot], full)] = True
+                for who in (JUNIOR, SENIOR):
+                    if ledger.writers[who, slot]:
+                        self.filled[who, full] = True
         run = ledger.writers[:, slots]
         ends = end == ledger.length[slots]
         if self.mode != "lockstep":
@@ -277,13 +279,13 @@ class Planner:
         ids, slots = self._step
         self._step = ([], slots[:0])
         got = tokens >= 0
-        written = np.count_nonzero(got)
+        written = int(np.count_nonzero(got))
         if not written:
             return
         ledger = self._ledger
         if written < len(ids):
             ids, slots, tokens = [ids[i] for i in got.nonzero()[0]], slots[got], tokens[got]
-        by_senior = np.count_nonzero(ledger.author[slots])
+        by_senior = int(np.count_nonzero(ledger.author[slots]))
         self.stats.written[SENIOR] += by_senior
         self.stats.written[JUNIOR] += written - by_senior
         if self.recorded is not None:
