@@ -9,8 +9,8 @@ Prints one JSON line. A step is what `tandemrl.train` does between two steps, wi
 completion has exactly --max-tokens tokens, unless --allow-eos lets them stop where they end. With --lengths lognormal
 they are then cut, before the reward: to the same lengths in both libraries (`_common.given_lengths`).
 
-`update_tokens_per_s` is response tokens per second of the update, the median over steps. TRL's update leaves out the arithmetic of the loss
-and the padding; ours counts all that follows the reward.
+`update_tokens_per_s` is response tokens per second of the update, the median over steps. TRL's update leaves out the
+arithmetic of the loss and the padding; ours counts all that follows the reward.
 
 With --trl-python PYTHON, an interpreter that has TRL, the peer, solo and tandem are run in turn, in processes of their
 own, so that the load of the machine falls on all three alike; prints the medians and ratios, and writes every line to

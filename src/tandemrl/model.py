@@ -214,7 +214,7 @@ def compile_layers(model: PreTrainedModel, *, name: str = "model", backend: str 
         )
     # A layout is a Python object of its own in every forward: compiled, each would be a case of its own.
     AttentionInterface.register(ATTENTION, torch.compiler.disable(attention))
-    # Graphs hold for a range of sizes: from one power of 2 to the next, say. Past the limit layers would run uncompiled.
+    # A graph holds for a range of sizes, such as 1025 to 2048; past the limit layers would run uncompiled.
     torch._dynamo.config.recompile_limit = max(64, torch._dynamo.config.recompile_limit)
     for layer in model.get_decoder().layers:
         layer.compile(dynamic=True, backend=backend)
