@@ -401,7 +401,7 @@ def _overrides(experiment: Experiment, job: Job, home: Path) -> list[str]:
         f"model.senior={home}/pair/senior",
         f"model.junior={junior}",
         f"model.device={experiment.device}",
-        f"train.lr={tuned * lr_scale(experiment.size):.3g}",
+        f"train.lr={tuned * lr_scale(experiment.size)}",
         f"data.train=[synthetic:{job.pair}:train]",
         f"data.eval=[synthetic:{job.pair}:heldout]",
         f"train.seed={job.seed}",
