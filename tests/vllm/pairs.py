@@ -282,7 +282,6 @@ def assert_sound(batch: Sequence[Request], written: Sequence[Sequence[Completion
             assert completion.stop_reason != "length" or len(completion.tokens) == request.sampling.max_tokens
 
 
-@torch.no_grad()
 def assert_same_draws(found: Sequence[Completion], wanted: Sequence[Completion]) -> None:
     assert tokens(found) == tokens(wanted)
     assert [c.stop_reason for c in found] == [c.stop_reason for c in wanted]
@@ -295,6 +294,7 @@ def assert_equal_completions(found: Sequence[Completion], wanted: Sequence[Compl
     assert [c.author.tolist() for c in found] == [c.author.tolist() for c in wanted]
 
 
+@torch.no_grad()
 def author_logits(
     pair: tuple[PreTrainedModel, PreTrainedModel], batch: Sequence[Request], written: Sequence[Sequence[Completion]]
 ) -> list[np.ndarray]:
