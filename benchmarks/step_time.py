@@ -74,7 +74,7 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--threads", type=int, default=0, help="torch threads, 0 = leave")
     p.add_argument("--seed", type=int, default=0)
     p.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
-    p.add_argument("--compile", action="store_true", help="model.compile; in a comparison, both with and without")
+    p.add_argument("--compile", action="store_true", help="what can be compiled; in a comparison, both with and without")
     group = p.add_argument_group("comparison")
     group.add_argument("--trl-python", metavar="PYTHON", help="interpreter that has TRL")
     group.add_argument("--rounds", type=int, default=5)
@@ -147,6 +147,7 @@ def prepare(model: Path, options: argparse.Namespace, folder: str) -> Run:
             f"rollout.max_rows={options.completions}",
             f"selection.strategy={options.strategy}",
             f"model.compile={str(options.compile).lower()}",
+            f"rollout.compile={str(options.compile).lower()}",
             f"train.steps={options.steps}",
             f"train.seed={options.seed}",
             f"train.lr={options.lr}",

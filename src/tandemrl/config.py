@@ -103,6 +103,8 @@ class RolloutConfig:
     max_tokens: int = 64
     max_rows: int = 256
     """Rows decoded at once."""
+    compile: bool = False
+    """The torch engine: torch.compile of the decoding step. Several times as fast, after a minute of compiling."""
     tensor_parallel: int = 1
     """Ranks per model, with the vllm engine."""
     allow_truncated: bool = False
@@ -488,7 +490,8 @@ def check(config: Config) -> None:
         (p.timeout_s > 0, "parallel.timeout_s", p.timeout_s, "positive"),
         (not m.liger or p.tp == 1, "model.liger", m.liger, "false with parallel.tp > 1: its kernels cannot be split"),
         (not m.compile or p.tp == 1, "model.compile", m.compile, "false with parallel.tp > 1"),
-        (not m.compile or t.async_steps == 0 or r.engine != "torch", "model.compile", m.compile, "false with train.async_steps=1 and rollout.engine=torch, which decodes while the layers are in use"),
+        (not r.compile or r.engine == "torch", "rollout.compile", r.compile, "false with rollout.engine=vllm, which has its own way"),
+        *((not on or t.async_steps == 0 or r.engine != "torch", key, on, "false with train.async_steps=1 and rollout.engine=torch: two threads cannot compile") for key, on in (("model.compile", m.compile), ("rollout.compile", r.compile))),
         (m.lora.rank >= 0, "model.lora.rank", m.lora.rank, "0 (off) or positive"),
         (m.lora.alpha > 0, "model.lora.alpha", m.lora.alpha, "positive"),
         (m.lora.rank == 0 or p.tp == 1, "model.lora.rank", m.lora.rank, "0 with parallel.tp > 1: adapters are not split"),

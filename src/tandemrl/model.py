@@ -9,7 +9,7 @@ patched, unless the user asks for ``use_liger`` or ``compile_layers``.
 import importlib
 import os
 import shutil
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from pathlib import Path
@@ -25,7 +25,6 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed.tensor import DTensor
 from transformers import (
-    AttentionInterface,
     AutoModelForCausalLM,
     AutoTokenizer,
     GenerationConfig,
@@ -43,7 +42,6 @@ from tandemrl.attention import (
     Shards,
     SharedSum,
     UlyssesLayout,
-    attention,
     share_contexts,
 )
 from tandemrl.head import LOGITS_PER_CHUNK as LOGITS_PER_CHUNK
@@ -194,7 +192,23 @@ def use_liger(model: PreTrainedModel, *, name: str = "model") -> PreTrainedModel
 _COMPILED = "layers_are_compiled"
 
 
-def compile_layers(model: PreTrainedModel, *, name: str = "model", backend: str = "inductor") -> PreTrainedModel:
+def require_compiler(model: PreTrainedModel, key: str) -> None:
+    """Make ready for ``torch.compile``. key: of the configuration, which asks for it.
+
+    Raises:
+        ModelError: on a CPU without a C++ compiler.
+    """
+    compiler = os.environ.get("CXX", "g++")
+    if model.get_input_embeddings().weight.device.type == "cpu" and shutil.which(compiler) is None:
+        raise ModelError(
+            f"{key}=true needs a C++ compiler and {compiler} is not there; install it, name another one in the "
+            f"environment variable CXX, or set {key}=false"
+        )
+    # A graph holds for a range of sizes, such as 1025 to 2048; past the limit nothing more would be compiled.
+    torch._dynamo.config.recompile_limit = max(64, torch._dynamo.config.recompile_limit)
+
+
+def compile_layers(model: PreTrainedModel, *, backend: str = "inductor") -> PreTrainedModel:
     """Compile every decoder layer of a prepared model with ``torch.compile``, in place, all but its attention.
 
     Shapes are dynamic, so packed batches of similar lengths share graphs; the first forward and backward take tens of
@@ -206,27 +220,18 @@ def compile_layers(model: PreTrainedModel, *, name: str = "model", backend: str 
     Raises:
         ModelError: on a CPU without a C++ compiler.
     """
-    compiler = os.environ.get("CXX", "g++")
-    if model.get_input_embeddings().weight.device.type == "cpu" and shutil.which(compiler) is None:
-        raise ModelError(
-            f"{name}: model.compile=true needs a C++ compiler and {compiler} is not there; install it, name another "
-            "one in the environment variable CXX, or set model.compile=false"
-        )
-    # A layout is a Python object of its own in every forward: compiled, each would be a case of its own.
-    AttentionInterface.register(ATTENTION, torch.compiler.disable(attention))
-    # A graph holds for a range of sizes, such as 1025 to 2048; past the limit layers would run uncompiled.
-    torch._dynamo.config.recompile_limit = max(64, torch._dynamo.config.recompile_limit)
+    require_compiler(model, "model.compile")
+    for layout in (PackedLayout, UlyssesLayout):  # compiled, each packing would be a case of its own
+        layout.attend = torch.compiler.disable(layout.attend)  # type: ignore[method-assign]
     for layer in model.get_decoder().layers:
         layer.compile(dynamic=True, backend=backend)
     setattr(model, _COMPILED, True)
     return model
 
 
-def eagerly(models: Iterable[PreTrainedModel]) -> AbstractContextManager[object]:
-    """A context in which compiled layers run uncompiled, on every thread."""
-    if any(hasattr(model, _COMPILED) for model in models):
-        return torch.compiler.set_stance("force_eager")
-    return nullcontext()
+def eagerly(model: PreTrainedModel) -> AbstractContextManager[object]:
+    """A context in which compiled layers run uncompiled, those of all models and on every thread."""
+    return torch.compiler.set_stance("force_eager") if hasattr(model, _COMPILED) else nullcontext()
 
 
 def load_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:

@@ -178,8 +178,6 @@ def build(
     policy = load_model(model.senior, device=model.device)
     if model.liger:
         use_liger(policy, name=model.senior)
-    if model.compile:
-        compile_layers(policy, name=model.senior)
     if model.gradient_checkpointing:
         checkpoint_gradients(policy)
     vocabulary = policy.get_output_embeddings().weight.shape[0]
@@ -196,7 +194,7 @@ def build(
         if name not in frozen:
             loaded = load_model(path, dtype=dtype, device=model.device).requires_grad_(False)
             if model.compile:  # the same arithmetic as the policy's
-                compile_layers(loaded, name=path)
+                compile_layers(loaded)
             frozen[name] = shard(loaded, world, dtype=compute) if split else loaded
         return frozen[name]
 
@@ -212,6 +210,8 @@ def build(
     if config.loss.kl_coef > 0:
         # float32 like the policy, so that both go through the same arithmetic and the KL starts at exactly 0.
         reference = policy if model.lora.rank else freeze(model.senior, "float32", split=True)
+    if model.compile:
+        compile_layers(policy)
     shard(policy, world, dtype=compute, offload=config.parallel.offload)
     recipe = resolve_recipe(recipe or RECIPES[config.loss.recipe], config)
 
@@ -258,7 +258,7 @@ def build_critic(config: Config, tokenizer: PreTrainedTokenizerBase, world: Worl
         vocabulary_check(tokenizer, load_tokenizer(model.critic), other="critic")
     critic = load_critic(model.critic or model.senior, device=model.device)
     if model.compile:
-        compile_layers(critic, name=model.critic or model.senior)
+        compile_layers(critic)
     if model.gradient_checkpointing:
         checkpoint_gradients(critic)
     dtype = getattr(torch, model.dtype)
@@ -329,9 +329,9 @@ def engine_of(
             config.rollout, model.senior, partner, tokenizer, dtype=model.dtype, device=model.device, longest=longest
         )
     senior = copy.deepcopy(policy).to(getattr(torch, model.dtype)).requires_grad_(False)
-    return TorchEngine(
-        senior.eval(), junior if partner is not None else None, tokenizer, max_rows=config.rollout.max_rows
-    )
+    rollout = config.rollout
+    partner_model = junior if partner is not None else None
+    return TorchEngine(senior.eval(), partner_model, tokenizer, max_rows=rollout.max_rows, compile=rollout.compile)
 
 
 def learning_rate(config: Config, step: int, peak: float | None = None) -> float:

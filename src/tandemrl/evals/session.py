@@ -157,7 +157,8 @@ class Session:
                 )
             return self._vllm
         partner = self.load(self.junior) if phase in WRITTEN_TOGETHER else None
-        return TorchEngine(self.load(setup.model), partner, self.tokenizer, max_rows=setup.rollout.max_rows)
+        senior, rollout = self.load(setup.model), setup.rollout
+        return TorchEngine(senior, partner, self.tokenizer, max_rows=rollout.max_rows, compile=rollout.compile)
 
     def close_engine(self) -> None:
         if self._vllm is not None:

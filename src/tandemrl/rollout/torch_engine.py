@@ -17,7 +17,7 @@ from jaxtyping import Float, Int64
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from tandemrl.model import eagerly, eos_token_ids, hidden_states
+from tandemrl.model import eagerly, eos_token_ids, hidden_states, require_compiler
 from tandemrl.rollout.engine import Completion, EngineError, EngineInfo, Request, StopReason, check_request
 from tandemrl.rollout.sampling import Truncation, draw, kept_tokens, penalise
 from tandemrl.rollout.sync import fingerprint
@@ -37,9 +37,11 @@ class TorchEngine:
         junior: the frozen partner, of any size, family or device; None if only the senior ever writes.
         tokenizer: used for stop strings only.
         max_rows: completions decoded at once; further ones join when an eighth of the rows is free.
+        compile: ``torch.compile`` of each model's decoding step, all layers in one graph; the first steps take long.
 
     Raises:
         EngineError: the models cannot cover the tokenizer's vocabulary.
+        ModelError: ``compile`` on a CPU without a C++ compiler.
     """
 
     def __init__(
@@ -50,6 +52,7 @@ class TorchEngine:
         *,
         max_rows: int = 256,
         policy_version: int = 0,
+        compile: bool = False,
     ) -> None:
         self.senior, self.junior, self.tokenizer = senior, junior, tokenizer
         self.max_rows, self.policy_version = max_rows, policy_version
@@ -60,6 +63,8 @@ class TorchEngine:
             raise EngineError(f"a model has {self.vocabulary} logits for the tokenizer's {len(tokenizer)} tokens")
         self.context = min(_context(model) for model in self.models.values())
         self.eos = eos_token_ids(senior.generation_config, tokenizer)
+        step = _compiled_step if compile else _eager_step
+        self.decode = {who: step(model) for who, model in self.models.items()}
         self._abort_lock = threading.Lock()
         self._aborted: set[int] | None = set()  # None: all
 
@@ -111,19 +116,18 @@ class TorchEngine:
         rows = [_Row(request, key, number) for number, (request, key) in enumerate(pairs)]
         waiting = list(rows)
         batch = _Batch(self, requests, len(rows))
-        with eagerly(self.models.values()):
-            while waiting or batch.rows:
-                free = self.max_rows - len(batch.rows)
-                if waiting and (not batch.rows or 8 * free >= self.max_rows):
-                    count = _whole_groups(waiting, free) or (0 if batch.rows else free)
-                    batch.admit(waiting[:count])
-                    del waiting[:count]
-                written = batch.step()
-                if progress is not None:
-                    progress(written)
-                if (aborted := self._aborted) != set():
-                    waiting = batch.end(aborted, waiting)
-                batch.retire()
+        while waiting or batch.rows:
+            free = self.max_rows - len(batch.rows)
+            if waiting and (not batch.rows or 8 * free >= self.max_rows):
+                count = _whole_groups(waiting, free) or (0 if batch.rows else free)
+                batch.admit(waiting[:count])
+                del waiting[:count]
+            written = batch.step()
+            if progress is not None:
+                progress(written)
+            if (aborted := self._aborted) != set():
+                waiting = batch.end(aborted, waiting)
+            batch.retire()
         completions = iter([batch.completion(row) for row in rows])
         return [[next(completions) for _ in request.keys] for request in requests]
 
@@ -311,8 +315,8 @@ class _Batch:
             kind = (device, head.weight.dtype)
             if kind not in masks:
                 masks[kind] = _column_mask(position, width, head.weight.dtype)
-            layout = _DecodeLayout(cache, position, masks[kind])
-            hidden = hidden_states(model, self.last[:, None].to(device), position[:, None], layout)[:, 0]
+            cache.reserve(width)
+            hidden = self.engine.decode[who](self.last.to(device), position, cache.layers, masks[kind])
             mine = self.author == bool(who)
             if bool(mine.all()):
                 logits = head(hidden)[:, :vocabulary].float().to(self.device)
@@ -379,11 +383,14 @@ class _StopTable:
 # ------------------------------------------------------------------------------------------------------------ KV caches
 
 
+_Layers = dict[int, tuple[Tensor, Tensor]]
+
+
 class _KVCache:
     """Keys and values of one model: per layer two tensors [rows, kv heads, capacity, head dim]."""
 
     def __init__(self) -> None:
-        self.layers: dict[int, tuple[Tensor, Tensor]] = {}
+        self.layers: _Layers = {}
 
     def append(self, prompts: dict[int, tuple[Tensor, Tensor]], source: Int64[Tensor, " b"], rows: int) -> None:
         """Add one row per entry of ``source``, filled from the prefilled prompts."""
@@ -413,18 +420,12 @@ class _KVCache:
             short = (x[:, :, : width + CACHE_STEP] for x in (keys, values))
             self.layers[layer] = tuple(x.index_select(0, on_device) for x in short)  # type: ignore[assignment]
 
-    def write(
-        self, layer: int, key: Tensor, value: Tensor, rows: Tensor, position: Tensor, width: int
-    ) -> tuple[Tensor, Tensor]:
-        """Store keys and values [b, k, 1, d] at each row's position; returns the first ``width`` columns of all."""
-        keys, values = self.layers[layer]
-        if width > keys.shape[2]:
-            extra = max(CACHE_STEP, keys.shape[2] // 4)
-            keys, values = (F.pad(x, (0, 0, 0, extra)) for x in (keys, values))
-            self.layers[layer] = keys, values
-        keys[rows, :, position] = key[:, :, 0]
-        values[rows, :, position] = value[:, :, 0]
-        return keys[:, :, :width], values[:, :, :width]
+    def reserve(self, width: int) -> None:
+        """Room for so many columns."""
+        for layer, (keys, values) in self.layers.items():
+            if width > keys.shape[2]:
+                extra = max(CACHE_STEP, keys.shape[2] // 4)
+                self.layers[layer] = F.pad(keys, (0, 0, 0, extra)), F.pad(values, (0, 0, 0, extra))
 
 
 def _column_mask(position: Int64[Tensor, " b"], width: int, dtype: torch.dtype) -> Float[Tensor, "b 1 1 w"]:
@@ -438,17 +439,62 @@ def _column_mask(position: Int64[Tensor, " b"], width: int, dtype: torch.dtype) 
 class _DecodeLayout:
     """One query per row against its row of a KV cache. Grouped queries share their key head's row of the kernel."""
 
-    def __init__(self, cache: _KVCache, position: Int64[Tensor, " b"], mask: Float[Tensor, "b 1 1 w"]) -> None:
-        self.cache, self.position, self.mask = cache, position, mask
+    def __init__(self, layers: _Layers, position: Int64[Tensor, " b"], mask: Float[Tensor, "b 1 1 w"]) -> None:
+        self.layers, self.position, self.mask = layers, position, mask
         self.max_length = mask.shape[-1]
         self.rows = torch.arange(len(position), device=position.device)
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
         b, h, _, d = query.shape
-        keys, values = self.cache.write(layer, key, value, self.rows, self.position, self.max_length)
+        keys, values = self.layers[layer]
+        keys[self.rows, :, self.position] = key[:, :, 0]
+        values[self.rows, :, self.position] = value[:, :, 0]
+        keys, values = keys[:, :, : self.max_length], values[:, :, : self.max_length]
         grouped = query.reshape(b, keys.shape[1], -1, d)
         out = F.scaled_dot_product_attention(grouped, keys, values, attn_mask=self.mask, scale=scaling)
         return out.reshape(b, 1, h, out.shape[-1])
+
+
+def _last_hidden(
+    model: PreTrainedModel,
+    last: Int64[Tensor, " b"],
+    position: Int64[Tensor, " b"],
+    layers: _Layers,
+    mask: Float[Tensor, "b 1 1 w"],
+) -> Float[Tensor, "b h"]:
+    """Hidden states of every row's last token, whose keys and values join the cache."""
+    return hidden_states(model, last[:, None], position[:, None], _DecodeLayout(layers, position, mask))[:, 0]
+
+
+def _eager_step(model: PreTrainedModel) -> Callable[..., Tensor]:
+    def step(last: Tensor, position: Tensor, layers: _Layers, mask: Tensor) -> Tensor:
+        with eagerly(model):
+            return _last_hidden(model, last, position, layers, mask)
+
+    return step
+
+
+def _compiled_step(model: PreTrainedModel) -> Callable[..., Tensor]:
+    """As one graph for any width and any number of rows, but one: a size of 1 would be a graph of its own."""
+    require_compiler(model, "rollout.compile")
+
+    def step(last: Tensor, position: Tensor, layers: _Layers, mask: Tensor) -> Tensor:
+        return _last_hidden(model, last, position, layers, mask)
+
+    compiled, eager, dynamic = torch.compile(step), _eager_step(model), torch._dynamo.maybe_mark_dynamic
+
+    def any_step(last: Tensor, position: Tensor, layers: _Layers, mask: Tensor) -> Tensor:
+        if len(last) == 1:
+            return eager(last, position, layers, mask)
+        for tensor in (last, position):
+            dynamic(tensor, 0)
+        dynamic(mask, [0, 3])
+        for pair in layers.values():
+            for tensor in pair:
+                dynamic(tensor, [0, 2])
+        return compiled(last, position, layers, mask)
+
+    return any_step
 
 
 class _PrefillLayout:
@@ -478,7 +524,8 @@ def _prefill(model: PreTrainedModel, prompts: Sequence[Sequence[int]]) -> dict[i
             tokens[i, : len(prompt) - 1] = torch.tensor(prompt[:-1], dtype=torch.int64)
         layout = _PrefillLayout(width)
         positions = torch.arange(width, device=device).expand(len(some), width)
-        hidden_states(model, tokens.to(device), positions, layout)
+        with eagerly(model):
+            hidden_states(model, tokens.to(device), positions, layout)
         parts.append(layout.layers)
     return {
         layer: (torch.cat([p[layer][0] for p in parts]), torch.cat([p[layer][1] for p in parts])) for layer in parts[0]
