@@ -74,7 +74,7 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--threads", type=int, default=0, help="torch threads, 0 = leave")
     p.add_argument("--seed", type=int, default=0)
     p.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
-    p.add_argument("--compile", action="store_true", help="what can be compiled; in a comparison, both with and without")
+    p.add_argument("--compile", action="store_true", help="model.compile and rollout.compile")
     group = p.add_argument_group("comparison")
     group.add_argument("--trl-python", metavar="PYTHON", help="interpreter that has TRL")
     group.add_argument("--rounds", type=int, default=5)
