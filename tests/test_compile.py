@@ -1,4 +1,4 @@
-"""Compiled layers against uncompiled ones: the same numbers, few graphs, and none in decoding.
+"""Compiled layers and decoding steps against uncompiled ones: the same numbers, few graphs.
 
 Where graphs begin and end, and for which shapes, does not depend on what they are compiled to: mostly ``aot_eager``
 does, which takes a tenth of the time.
@@ -24,6 +24,12 @@ from tandemrl.rollout.torch_engine import TorchEngine
 from tandemrl.run import checkpoint_gradients
 from tandemrl.selection import alternating
 
+FAST = "aot_eager"
+REAL = pytest.param(
+    "inductor",
+    marks=[pytest.mark.slow, pytest.mark.skipif(shutil.which("g++") is None, reason="needs a C++ compiler, g++")],
+)
+
 
 @pytest.fixture(autouse=True)
 def _no_shape_checks():
@@ -32,13 +38,6 @@ def _no_shape_checks():
     jaxtyping.config.update("jaxtyping_disable", True)
     yield
     jaxtyping.config.update("jaxtyping_disable", checked)
-
-
-FAST = "aot_eager"
-REAL = pytest.param(
-    "inductor",
-    marks=[pytest.mark.slow, pytest.mark.skipif(shutil.which("g++") is None, reason="needs a C++ compiler, g++")],
-)
 
 
 def numbers(model: PreTrainedModel, lengths: list[int]) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:

@@ -11,7 +11,7 @@ import os
 import shutil
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -221,12 +221,18 @@ def compile_layers(model: PreTrainedModel, *, backend: str = "inductor") -> PreT
         ModelError: on a CPU without a C++ compiler.
     """
     require_compiler(model, "model.compile")
-    for layout in (PackedLayout, UlyssesLayout):  # compiled, each packing would be a case of its own
-        layout.attend = torch.compiler.disable(layout.attend)  # type: ignore[method-assign]
+    _leave_attention_out()
     for layer in model.get_decoder().layers:
         layer.compile(dynamic=True, backend=backend)
     setattr(model, _COMPILED, True)
     return model
+
+
+@cache
+def _leave_attention_out() -> None:
+    """Compiled, each packing would be a case of its own."""
+    for layout in (PackedLayout, UlyssesLayout):
+        layout.attend = torch.compiler.disable(layout.attend)  # type: ignore[method-assign]  # in place, once
 
 
 def eagerly(model: PreTrainedModel) -> AbstractContextManager[object]:
