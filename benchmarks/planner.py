@@ -5,7 +5,7 @@
 Prints one JSON line per mode and per state of prefix caching: milliseconds per step of --rows decoding requests under
 strategy `word` (p 0.5, K 32, 70 % of the tokens are boundaries, so that about a third of the rows change hands in each
 step), medians over --steps steps. A step is what the worker asks for: `finish`, `admit`, `plan` (with the new KV blocks
-of rows that need one), `uniforms` of each model's rows, and `record`. Every --turnover steps one row ends and another
+of rows that need one), `token_keys` of each model's rows, and `record`. Every --turnover steps one row ends and another
 starts. The bar is 0.3 ms for the median step of 256 rows.
 """
 
@@ -29,7 +29,7 @@ from tandemrl.selection.draws import request_key
 
 BAR_MS = 0.3
 VOCABULARY, BOUNDARY_SHARE = 32768, 0.7
-PARTS = ("finish_admit", "plan", "uniforms", "record")
+PARTS = ("finish_admit", "plan", "token_keys", "record")
 
 
 def main() -> None:
@@ -115,7 +115,7 @@ def simulate(mode: Mode, prefix_caching: bool, options: argparse.Namespace) -> t
         marks.append(time.perf_counter())
         for own in passes:
             for work in own:
-                planner.uniforms(work.ids)
+                planner.token_keys(work.ids)
         marks.append(time.perf_counter())
         planner.record(tokens)
         marks.append(time.perf_counter())

@@ -1,6 +1,7 @@
 """Tiny random models, a tokenizer of 72 tokens, and slow, obvious computations that the library must agree with."""
 
 import copy
+import math
 from collections.abc import Sequence
 from functools import cache
 
@@ -23,7 +24,7 @@ from transformers import (
 from tandemrl.model import prepare
 from tandemrl.rollout.engine import Completion, Request, Sampling
 from tandemrl.selection import Strategy, alternating, bernoulli, boundaries, chunk, sentence, solo, word, word_aligned
-from tandemrl.selection.draws import SAMPLING, request_key, stream, uniforms
+from tandemrl.selection.draws import request_key
 
 EOS, PAD = "<eos>", "<pad>"
 LETTERS = "abcdefghijklmnopqrstuvwxyz"
@@ -225,15 +226,36 @@ def reference_distribution(
     return p / p.sum()
 
 
-def sampling_uniform(key: int, index: int) -> float:
-    """The one number that decides token ``index`` of the completion of ``key``."""
-    return float(uniforms(stream(torch.tensor([key]), SAMPLING), torch.tensor([index])))
+def splitmix(seed: int, index: int) -> int:
+    """Output number ``index`` of the published SplitMix64 generator, in plain Python."""
+    m = 2**64
+    x = (seed + 0x9E3779B97F4A7C15 * (index + 1)) % m
+    x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9 % m
+    x = (x ^ (x >> 27)) * 0x94D049BB133111EB % m
+    return x ^ (x >> 31)
 
 
-def distance_to_cdf(p: np.ndarray, token: int, uniform: float) -> float:
-    """How far ``uniform`` is outside of the cumulative distribution's interval for ``token``; 0 inside."""
-    above = float(p[: token + 1].sum())
-    return max(above - float(p[token]) - uniform, uniform - above, 0.0)
+def sampling_key(key: int, index: int) -> int:
+    """The key that decides token ``index`` of the completion of ``key``: that output of its stream 2."""
+    return splitmix(splitmix(splitmix(key, 0) + 2, 0), index)
+
+
+def race_lag(p: np.ndarray, token: int, token_key: int) -> float:
+    """By how much ``token`` comes too late in the race that decides it, as a share of the winner's time; 0: it wins.
+
+    Exponential times: numbers 0 to 63 of the key belong to the places in a block of 64 ids, the others to the blocks.
+    """
+    block, place = divmod(token, 64)
+    masses = [float(p[i : i + 64].sum()) for i in range(0, len(p), 64)]
+
+    def lag(index: int, weights: Sequence[float], first: int) -> float:
+        times = [
+            -math.log((splitmix(token_key, first + i) >> 11) / 2**53) / weight if weight > 0 else math.inf
+            for i, weight in enumerate(weights)
+        ]
+        return times[index] / min(times) - 1
+
+    return max(lag(block, masses, 64), lag(place, p[64 * block : 64 * block + 64].tolist(), 0))
 
 
 def chi_square_bound(counts: np.ndarray, probabilities: np.ndarray) -> tuple[float, float]:

@@ -1,4 +1,4 @@
-"""From logits to a token: the kept set, penalties and inverse-CDF draws against loops in float64."""
+"""From logits to a token: the kept set, penalties and draws against loops in float64."""
 
 import numpy as np
 import pytest
@@ -6,9 +6,10 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from helpers import chi_square_bound, reference_distribution
+from helpers import chi_square_bound, race_lag, reference_distribution
 from tandemrl.rollout.engine import Sampling
 from tandemrl.rollout.sampling import Truncation, draw, kept_tokens, penalise
+from tandemrl.selection.draws import fold_in
 
 
 def random_logits(rows: int, v: int, *, seed: int, scale: float = 3.0) -> torch.Tensor:
@@ -155,29 +156,60 @@ def test_penalties_and_truncation_are_those_of_vllm():
     assert torch.equal(kept_tokens(ours, truncation), masked > -torch.inf)
 
 
-def test_a_token_owns_its_interval_of_the_cumulative_distribution():
-    probabilities = torch.tensor([[0.25, 0.0, 0.5, 0.25]])
-    uniforms = torch.tensor([0.0, 0.2499, 0.2501, 0.7499, 0.7501, 1 - 2**-53], dtype=torch.float64)
-    tokens, logprobs = draw(probabilities.log().expand(6, 4), uniforms)
-    assert tokens.tolist() == [0, 0, 2, 2, 3, 3]
-    torch.testing.assert_close(logprobs.exp(), torch.tensor([0.25, 0.25, 0.5, 0.5, 0.25, 0.25]))
+def keys(count: int, *, seed: int) -> torch.Tensor:
+    return fold_in(torch.tensor(seed), torch.arange(count))
 
 
-@pytest.mark.parametrize("uniform", [0.0, 0.5, 1 - 2**-53])
-def test_a_token_of_probability_zero_is_never_drawn(uniform):
-    logits = torch.full((1, 100), -torch.inf)
-    logits[0, 40] = 3.0
-    tokens, logprobs = draw(logits, torch.tensor([uniform], dtype=torch.float64))
-    assert tokens.tolist() == [40]
-    assert logprobs.item() == pytest.approx(0.0, abs=1e-6)
+@pytest.mark.parametrize("v", [1, 5, 64, 65, 200])
+def test_the_drawn_token_wins_the_race_of_its_key(v):
+    logits = random_logits(30, v, seed=9)
+    token_keys = keys(30, seed=10)
+    tokens, logprobs = draw(logits, token_keys)
+    probabilities = logits.double().softmax(-1)
+    for row, (token, key) in enumerate(zip(tokens.tolist(), token_keys.tolist(), strict=True)):
+        assert race_lag(probabilities[row].numpy(), token, key % 2**64) < 1e-5
+    torch.testing.assert_close(
+        logprobs.double(), probabilities.log().gather(1, tokens[:, None])[:, 0], atol=1e-5, rtol=0
+    )
+
+
+def test_a_draw_does_not_depend_on_the_batch():
+    logits, token_keys = random_logits(40, 300, seed=11), keys(40, seed=12)
+    whole, _ = draw(logits, token_keys)
+    alone = torch.cat([draw(logits[i : i + 1], token_keys[i : i + 1])[0] for i in range(40)])
+    assert torch.equal(whole, alone)
+    # Ids beyond the shared vocabulary, which a larger head excludes, take no part.
+    wider = torch.nn.functional.pad(logits, (0, 90), value=-torch.inf)
+    assert torch.equal(whole, draw(wider, token_keys)[0])
+
+
+@pytest.mark.parametrize("kept", [0, 40, 63, 64, 99])
+def test_a_token_of_probability_zero_is_never_drawn(kept):
+    logits = torch.full((50, 100), -torch.inf)
+    logits[:, kept] = 3.0
+    tokens, logprobs = draw(logits, keys(50, seed=kept))
+    assert tokens.tolist() == [kept] * 50
+    torch.testing.assert_close(logprobs, torch.zeros(50))
 
 
 def test_drawn_frequencies_are_the_probabilities():
     logits = random_logits(1, 200, seed=7, scale=1.5)
     count = 40_000
-    uniforms = torch.rand(count, generator=torch.Generator().manual_seed(8), dtype=torch.float64)
-    tokens, logprobs = draw(logits.expand(count, 200), uniforms)
+    tokens, logprobs = draw(logits.expand(count, 200), keys(count, seed=8))
     probabilities = logits[0].double().softmax(-1)
     statistic, bound = chi_square_bound(np.bincount(tokens.numpy(), minlength=200), probabilities.numpy())
     assert statistic < bound
     torch.testing.assert_close(logprobs.double(), probabilities.log()[tokens], rtol=0, atol=1e-5)
+
+
+def test_two_models_draw_the_same_token_as_often_as_the_race_promises():
+    """(1 - TV) / (1 + TV) (Daliri, Musco and Suresh 2024), also where the vocabulary's order says nothing."""
+    first = random_logits(1, 1000, seed=13, scale=2.0)
+    second = first + random_logits(1, 1000, seed=14, scale=0.7)
+    count = 4000
+    token_keys = keys(count, seed=15)
+    same = [draw(logits.expand(count, 1000), token_keys)[0] for logits in (first, second)]
+    distance = 0.5 * float((first.softmax(-1) - second.softmax(-1)).abs().sum())
+    promised = (1 - distance) / (1 + distance)
+    agreement = float((same[0] == same[1]).double().mean())
+    assert promised - 4 * (promised * (1 - promised) / count) ** 0.5 < agreement < 1 - distance + 0.02

@@ -17,16 +17,16 @@ from helpers import (
     VOCABULARY,
     author_logits,
     chi_square_bound,
-    distance_to_cdf,
     gpt2,
     llama,
     prepared,
     prompts,
     qwen3,
+    race_lag,
     reference_distribution,
     reference_logits,
     requests,
-    sampling_uniform,
+    sampling_key,
     small_qwen3,
     strategies,
     text,
@@ -170,14 +170,14 @@ SAMPLINGS = {
 def assert_follows(
     completion: Completion, prompt: list[int], sampling: Sampling, models: tuple[PreTrainedModel, PreTrainedModel]
 ) -> None:
-    """Each token is where its uniform number falls in its author's distribution, and its log-prob is that one's."""
+    """Each token wins the race of its key in its author's distribution, and its log-prob is that one's."""
     logits = author_logits(*models, prompt, completion)
     output = completion.tokens.tolist()
     for i, token in enumerate(output):
         p = reference_distribution(logits[i], sampling, prompt, output[:i])
         assert p[token] > 0
         assert np.log(p[token]) == pytest.approx(completion.behaviour_logprobs[i], abs=1e-4)
-        assert distance_to_cdf(p, token, sampling_uniform(completion.key, i)) < 1e-4
+        assert race_lag(p, token, sampling_key(completion.key, i)) < 1e-4
 
 
 @pytest.mark.parametrize("name", SAMPLINGS)
@@ -322,7 +322,7 @@ def assert_differ_by_a_tie(a: Completion, b: Completion, request: Request) -> No
     logits = reference_logits(model, request.prompt, [*a.tokens[:first], 0])[first]
     p = reference_distribution(logits, request.sampling, request.prompt, a.tokens[:first].tolist())
     for completion in (a, b):
-        assert distance_to_cdf(p, int(completion.tokens[first]), sampling_uniform(a.key, first)) < 1e-4
+        assert race_lag(p, int(completion.tokens[first]), sampling_key(a.key, first)) < 1e-4
 
 
 def test_prob_senior_changes_the_authors_but_not_the_sampling_draws():

@@ -8,7 +8,7 @@ from helpers import VOCABULARY, strategies
 from tandemrl.rollout.engine import EngineError
 from tandemrl.rollout.vllm_planner import JUNIOR, MAX_WAIT, SENIOR, Admission, Planner, check_mode
 from tandemrl.selection import Strategy, alternating, bernoulli, chunk, replay, solo
-from tandemrl.selection.draws import SAMPLING, mix64, stream, uniforms
+from tandemrl.selection.draws import SAMPLING, fold_in, mix64, stream
 
 BLOCK = 4
 
@@ -259,12 +259,12 @@ def test_a_long_catch_up_is_split_and_predicts_once() -> None:
     assert [work.ids for work in senior] == [["b"]]
 
 
-def test_uniforms_are_those_of_the_reference_engine() -> None:
+def test_token_keys_are_those_of_the_reference_engine() -> None:
     planner = Planner(budget=64, block_size=BLOCK, num_blocks=16)
     steps(planner, bernoulli(0.5), tokens=4)
     planner.plan(["a"], [8], [1], [None])
-    expected = uniforms(stream(torch.tensor([7]), SAMPLING), torch.tensor([4]))
-    assert torch.equal(planner.uniforms(["a"]), expected)
+    expected = fold_in(stream(torch.tensor([7]), SAMPLING), torch.tensor([4]))
+    assert torch.equal(planner.token_keys(["a"]), expected)
 
 
 def test_a_broken_promise_is_an_error_that_names_the_request() -> None:

@@ -3,21 +3,12 @@
 from collections.abc import Sequence
 from typing import NamedTuple
 
-M = 2**64
-GAMMA = 0x9E3779B97F4A7C15
-
-
-def splitmix(seed: int, index: int) -> int:
-    """Output number ``index`` of the published SplitMix64 generator."""
-    x = (seed + GAMMA * (index + 1)) % M
-    x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9 % M
-    x = (x ^ (x >> 27)) * 0x94D049BB133111EB % M
-    return x ^ (x >> 31)
+from helpers import splitmix
 
 
 def uniform(key: int, index: int) -> float:
     """Uniform number ``index`` of the author draws of a request."""
-    stream = splitmix(splitmix(key % M, 0) + 1, 0)
+    stream = splitmix(splitmix(key, 0) + 1, 0)
     return (splitmix(stream, index) >> 11) / 2**53
 
 

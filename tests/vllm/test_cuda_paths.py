@@ -212,7 +212,7 @@ def test_a_junior_on_a_second_device_is_launched_before_the_senior_is_sampled(mo
     none = np.zeros(1, np.int64)
     work = Pass(["a"], [4], [1], [None], [1], [], set(), ends=none == 0, rows=none, slots=none)
     scheduled = vllm_worker.SchedulerOutput.make_empty()
-    runner.planner = SimpleNamespace(uniforms=lambda ids, work: torch.zeros(0))
+    runner.planner = SimpleNamespace(token_keys=lambda ids, work: torch.zeros(0, dtype=torch.int64))
     for who in runner.runners:
         runner.runners[who].requests["a"] = SimpleNamespace(prompt_token_ids=[1], output_token_ids=[2])
         runner._launch(who, work, scheduled, {})

@@ -257,7 +257,7 @@ def test_a_prefix_left_behind_by_an_aborted_request(engines):
 
 @pytest.mark.parametrize(("pair", "mode"), PAIRS_AND_MODES)
 def test_the_reference_engine_writes_the_same(engines, pair, mode):
-    """Both draw with the same uniforms, so tokens may differ only where a logit's rounding decides."""
+    """Both draw by the same keys, so tokens may differ only where a logit's rounding decides."""
     settings = [SAMPLED, *SAMPLINGS.values(), GREEDY]
     batch = [
         Request(

@@ -1,4 +1,4 @@
-"""From an author's logits to a token: penalties, temperature, truncation, one uniform. Pure tensor functions.
+"""From an author's logits to a token: penalties, temperature, truncation, one draw. Pure tensor functions.
 
 The order is vLLM's: penalties, temperature, min_p, top_k, top_p; what is kept is renormalised. Engine and trainer share
 ``kept_tokens``, so that truncated rollouts can be scored under the distribution they were drawn from.
@@ -7,8 +7,11 @@ The order is vLLM's: penalties, temperature, min_p, top_k, top_p; what is kept i
 from typing import NamedTuple
 
 import torch
-from jaxtyping import Bool, Float, Float64, Int64
+import torch.nn.functional as F
+from jaxtyping import Bool, Float, Int64
 from torch import Tensor
+
+from tandemrl.selection.draws import uniforms
 
 
 class Truncation(NamedTuple):
@@ -59,21 +62,37 @@ def penalise(
     return logits - frequency * output_counts - presence * written
 
 
-def draw(
-    logits: Float[Tensor, "b v"], uniforms: Float64[Tensor, " b"]
-) -> tuple[Int64[Tensor, " b"], Float[Tensor, " b"]]:
-    """The token at which the cumulative distribution passes the uniform, and its log-prob.
+BLOCK = 64
+"""Consecutive token ids that share the first half of a draw (see ``draw_token``)."""
 
-    Inverse-CDF sampling in vocabulary order: a token is a function of its logits and one number, so the same uniforms
-    give the same tokens in any batch, up to rounding of the logits.
-    """
+
+def draw(
+    logits: Float[Tensor, "b v"], token_keys: Int64[Tensor, " b"]
+) -> tuple[Int64[Tensor, " b"], Float[Tensor, " b"]]:
+    """A token of each row's distribution (see ``draw_token``), and its log-prob."""
     logp = logits.log_softmax(-1)
-    tokens = draw_token(logp, uniforms)
+    tokens = draw_token(logp, token_keys)
     return tokens, logp.gather(1, tokens[:, None]).squeeze(1)
 
 
-def draw_token(logprobs: Float[Tensor, "b v"], uniforms: Float64[Tensor, " b"]) -> Int64[Tensor, " b"]:
-    """The token alone, from normalised log-probs (see ``draw``)."""
-    cdf = logprobs.double().exp_().cumsum_(-1)
-    target = (uniforms[:, None] * cdf[:, -1:]).clamp_(max=cdf[:, -1:] * (1 - 1e-15))
-    return torch.searchsorted(cdf, target, right=True).clamp_(max=logprobs.shape[1] - 1).squeeze(1)
+def draw_token(logprobs: Float[Tensor, "b v"], token_keys: Int64[Tensor, " b"]) -> Int64[Tensor, " b"]:
+    """A token of each row's distribution: a function of its log-probs and one key (``draws.fold_in``).
+
+    A race of exponentials, arg min Eᵢ / pᵢ, in two heats: between the blocks of ``BLOCK`` token ids, by the sums of
+    their probabilities, then between the ids of the block that won. E₀ … E₆₃ belong to the places in a block, the
+    following ones to the blocks. Both heats are the Gumbel-max trick (Maddison, Tarlow and Minka, arXiv 1411.0030), so
+    the token is exact. The same keys give the same tokens in any batch, up to rounding of the log-probs; and two models
+    that read the same key agree with probability at least (1 − TV) / (1 + TV), whatever the order of the vocabulary,
+    up to the loss by blocks (Daliri, Musco and Suresh, arXiv 2408.07978; measured by ``benchmarks/draw.py``).
+
+    Args:
+        logprobs: normalised; -inf excludes a token.
+    """
+    rows, v = logprobs.shape
+    blocks = F.pad(logprobs, (0, -v % BLOCK), value=-torch.inf).exp().view(rows, -1, BLOCK)
+    counters = torch.arange(BLOCK + blocks.shape[1], device=logprobs.device)
+    # Never 0, so that a token of probability 0 comes in last.
+    times = uniforms(token_keys[:, None], counters).clamp_(min=2.0**-54).log_().neg_()
+    block = (times[:, BLOCK:] / blocks.sum(-1, dtype=torch.float64)).argmin(-1)
+    place = (times[:, :BLOCK] / blocks[torch.arange(rows, device=block.device), block]).argmin(-1)
+    return block * BLOCK + place

@@ -1,7 +1,7 @@
 """The reference engine: two transformers models, a KV cache each, batched tandem decoding. Readable, exact, CPU or GPU.
 
 Each step feeds the last token of every row to both models, picks each row's logits from the model that writes its next
-token, and draws that token from one counter-based uniform. Bookkeeping lives on the host; the device sees rows only.
+token, and draws that token by a counter-based key. Bookkeeping lives on the host; the device sees rows only.
 Column *p* of a KV cache is position *p* of its row, whoever wrote the token there: authorship never masks attention.
 """
 
@@ -21,7 +21,7 @@ from tandemrl.model import eagerly, eos_token_ids, hidden_states, require_compil
 from tandemrl.rollout.engine import Completion, EngineError, EngineInfo, Request, StopReason, check_request
 from tandemrl.rollout.sampling import Truncation, draw, kept_tokens, penalise
 from tandemrl.rollout.sync import fingerprint
-from tandemrl.selection.draws import SAMPLING, stream, uniforms
+from tandemrl.selection.draws import SAMPLING, fold_in, stream
 from tandemrl.selection.live import LiveSelection
 
 _WRITERS = {"both": (0, 1), "senior": (1,), "junior": (0,)}
@@ -269,8 +269,8 @@ class _Batch:
     def step(self) -> int:
         """Every live row gets one token from its author; returns how many rows that were."""
         logits = self._author_logits()
-        uniform = uniforms(self.stream, self.written).to(self.device)
-        tokens, logprobs = self._sample(logits, uniform)
+        token_keys = fold_in(self.stream, self.written).to(self.device)
+        tokens, logprobs = self._sample(logits, token_keys)
         if self.penalised:
             self.counts.scatter_add_(1, tokens[:, None], torch.ones_like(tokens[:, None]))
         tokens = tokens.cpu()
@@ -329,7 +329,7 @@ class _Batch:
                 logits[index.to(self.device)] = head(hidden[index.to(device)])[:, :vocabulary].float().to(self.device)
         return logits
 
-    def _sample(self, logits: Tensor, uniform: Tensor) -> tuple[Int64[Tensor, " b"], Float[Tensor, " b"]]:
+    def _sample(self, logits: Tensor, token_keys: Tensor) -> tuple[Int64[Tensor, " b"], Float[Tensor, " b"]]:
         temperature, top_k, top_p, min_p, repetition, presence, frequency = self.parameters.split(1, dim=1)
         if self.penalised:
             logits = penalise(
@@ -345,7 +345,7 @@ class _Batch:
             logits = logits / torch.where(temperature > 0, temperature, 1.0)
         if self.truncated:
             logits = logits.masked_fill(~kept_tokens(logits, Truncation(top_k.long(), top_p, min_p)), -torch.inf)
-        tokens, logprobs = draw(logits, uniform)
+        tokens, logprobs = draw(logits, token_keys)
         if self.greedy:
             deterministic = (temperature == 0).squeeze(1)
             tokens = torch.where(deterministic, raw.argmax(-1), tokens)

@@ -21,17 +21,17 @@ from typing import Literal, NamedTuple, get_args
 
 import numpy as np
 import torch
-from jaxtyping import Float64
+from jaxtyping import Int64
 from torch import Tensor
 
 from tandemrl.rollout.engine import EngineError
 from tandemrl.selection import Strategy
-from tandemrl.selection.draws import SAMPLING, stream, uniforms
+from tandemrl.selection.draws import SAMPLING, fold_in, stream
 from tandemrl.selection.live import LiveSelection
 
 Mode = Literal["lazy", "majority", "lockstep"]
 DRAWN_AHEAD = 64
-"""Uniforms per row that are computed at once."""
+"""Keys of token draws per row that are computed at once."""
 MAX_WAIT = 8
 """Steps that a row may wait for its author in ``majority`` mode."""
 JUNIOR, SENIOR = 0, 1
@@ -80,8 +80,8 @@ class Pass:
 @dataclass(slots=True)
 class _Ledger:
     """Arrays by slot; those with two rows by (author, slot). stream: key of the token draws. waited:
-    steps since the row was last run. drawn: the token for which the first of its uniforms is. computed: tokens whose KV
-    this model holds. sent: block ids its runner has been told. replace: its runner has block ids from before a
+    steps since the row was last run. drawn: the token for which the first of its token keys is. computed: tokens whose
+    KV this model holds. sent: block ids its runner has been told. replace: its runner has block ids from before a
     preemption. news: its runner is to be told something: of the request itself, or of block ids."""
 
     prompt: np.ndarray
@@ -150,7 +150,7 @@ class Planner:
         self._selection = LiveSelection()
         self._step: tuple[list[str], np.ndarray] = ([], np.empty(0, np.int64))
         self._same = self._step  # the last rows planned, and their slots
-        self._uniforms = np.empty((capacity, DRAWN_AHEAD))  # by slot
+        self._token_keys = np.empty((capacity, DRAWN_AHEAD), np.int64)  # by slot
 
     # ------------------------------------------------------------------------------------------------- coming and going
 
@@ -174,7 +174,7 @@ class Planner:
             capacity = len(self._blocks)
             self._ledger = self._ledger.grown()
             self._blocks += [[] for _ in range(capacity)]
-            self._uniforms = np.concatenate([self._uniforms, np.empty_like(self._uniforms)])
+            self._token_keys = np.concatenate([self._token_keys, np.empty_like(self._token_keys)])
             self._free = [*range(capacity, 2 * capacity)][::-1] + self._free
         slots = [self._free.pop() for _ in admissions]
         keys = torch.tensor([a.key for a in admissions])
@@ -197,8 +197,8 @@ class Planner:
             for admission, slot in zip(admissions, slots, strict=True):
                 self._authors_of[slot] = self.recorded.setdefault(admission.key, [])
 
-    def uniforms(self, ids: Sequence[str], work: Pass | None = None) -> Float64[Tensor, " b"]:
-        """The numbers from which the next tokens of rows of the planned step are drawn, whoever draws them."""
+    def token_keys(self, ids: Sequence[str], work: Pass | None = None) -> Int64[Tensor, " b"]:
+        """The keys by which the next tokens of rows of the planned step are drawn, whoever draws them."""
         known = work is not None and ids == work.ids  # mostly: then no looking up
         slots = work.slots if known and work is not None else self._slots_of(ids)
         ledger = self._ledger
@@ -207,7 +207,7 @@ class Planner:
         empty = slots[ledger.drawn[slots] != written - column]
         if len(empty):
             self._draw_ahead(empty)
-        return torch.from_numpy(self._uniforms[slots, column])
+        return torch.from_numpy(self._token_keys[slots, column])
 
     @property
     def authors(self) -> np.ndarray:
@@ -309,14 +309,14 @@ class Planner:
             )
 
     def _draw_ahead(self, slots: np.ndarray) -> None:
-        """The next uniforms of some rows, a page of them at once."""
+        """The next token keys of some rows, a page of them at once."""
         ledger = self._ledger
         written = ledger.length[slots] - ledger.prompt[slots]
         ledger.drawn[slots] = first = written - written % DRAWN_AHEAD
         counters = first[:, None] + np.arange(DRAWN_AHEAD)
         keys = ledger.stream[slots].repeat(DRAWN_AHEAD)
-        drawn = uniforms(torch.from_numpy(keys), torch.from_numpy(counters.reshape(-1)))
-        self._uniforms[slots] = drawn.numpy().reshape(counters.shape)
+        page = fold_in(torch.from_numpy(keys), torch.from_numpy(counters.reshape(-1)))
+        self._token_keys[slots] = page.numpy().reshape(counters.shape)
 
     def _start_over(self, slot: int, hits: int) -> None:
         """A request that has been given all its blocks anew, the first ``hits`` of them from the prefix cache."""

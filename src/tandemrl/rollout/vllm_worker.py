@@ -67,10 +67,10 @@ class TandemOptions:
 
 
 class _Draw(torch.nn.Module):
-    """Stands where vLLM draws: one counter-based uniform per row, so that batch, chunking, preemption and ranks cannot
+    """Stands where vLLM draws: a counter-based key per row, so that batch, chunking, preemption and ranks cannot
     change a token, and truncation and drawing are the reference engine's."""
 
-    uniforms: Tensor | None = None
+    token_keys: Tensor | None = None
 
     def forward(
         self, logits: Tensor, generators: Mapping[int, torch.Generator], k: Tensor | None, p: Tensor | None
@@ -79,8 +79,8 @@ class _Draw(torch.nn.Module):
             truncation = Truncation(0 if k is None else k[:, None].long(), 1.0 if p is None else p[:, None], 0.0)
             logits = logits.masked_fill(~kept_tokens(logits, truncation), -torch.inf)
         logprobs = logits.log_softmax(dim=-1, dtype=torch.float32)
-        uniforms = self.uniforms if self.uniforms is not None else torch.full((len(logits),), 0.5).double()
-        return draw_token(logprobs, uniforms.to(logits.device)), logprobs
+        keys = self.token_keys if self.token_keys is not None else torch.zeros(len(logits), dtype=torch.int64)
+        return draw_token(logprobs, keys.to(logits.device)), logprobs
 
 
 class TandemSampler(Sampler):
@@ -392,7 +392,9 @@ class TandemModelRunner:
         assert self.planner is not None
         runner = self.runners[who]
         with self._devices[who]:
-            runner.sampler.topk_topp_sampler.uniforms = self.planner.uniforms(runner.input_batch.req_ids, launched.work)
+            runner.sampler.topk_topp_sampler.token_keys = self.planner.token_keys(
+                runner.input_batch.req_ids, launched.work
+            )
             return _Launched(launched.work, runner.sample_tokens(None))
 
     def _tell(self, runner: Any, tokens: np.ndarray, theirs: np.ndarray, guessed: set[int]) -> None:

@@ -84,14 +84,25 @@ def stream(keys: Int64[Tensor, " b"], which: int) -> Int64[Tensor, " b"]:
     return mix(keys, which)
 
 
-def _uniforms(keys: np.ndarray, counters: np.ndarray) -> np.ndarray:
-    z = (counters.view(np.uint64) + np.uint64(1)) * _UNSIGNED_GAMMA + keys.view(np.uint64)
-    return (_finalise_unsigned(z) >> np.uint64(11)) * 2.0**-53
+def _fold_in_unsigned(keys: np.ndarray, counters: np.ndarray) -> np.ndarray:
+    return _finalise_unsigned((counters.view(np.uint64) + np.uint64(1)) * _UNSIGNED_GAMMA + keys.view(np.uint64))
 
 
-def uniforms(keys: Int64[Tensor, " b"], counters: Int64[Tensor, " b"]) -> Float64[Tensor, " b"]:
-    """Draw number ``counters[i]`` of stream ``keys[i]``: uniform in [0, 1), a multiple of 2⁻⁵³ (the top 53 bits)."""
+def fold_in(keys: Int64[Tensor, "*#b"], counters: Int64[Tensor, "*#b"]) -> Int64[Tensor, "*b"]:
+    """Output number ``counters[i]`` of stream ``keys[i]``: 64 random bits, which can be the key of a further stream.
+
+    The name is that of ``jax.random.fold_in``. Shapes broadcast.
+    """
     if keys.device.type == "cpu":
-        return torch.from_numpy(_uniforms(keys.numpy(), counters.numpy()))
-    z = _finalise(torch.add(keys + _GAMMA, counters, alpha=_GAMMA))
-    return (z >> 11).bitwise_and_((1 << 53) - 1).to(torch.float64).mul_(2.0**-53)
+        return torch.from_numpy(_fold_in_unsigned(keys.numpy(), counters.numpy()).view(np.int64))
+    return _finalise(torch.add(keys + _GAMMA, counters, alpha=_GAMMA))
+
+
+def uniforms(keys: Int64[Tensor, "*#b"], counters: Int64[Tensor, "*#b"]) -> Float64[Tensor, "*b"]:
+    """Draw number ``counters[i]`` of stream ``keys[i]``: uniform in [0, 1), a multiple of 2⁻⁵³ (the top 53 bits).
+
+    Shapes broadcast.
+    """
+    if keys.device.type == "cpu":
+        return torch.from_numpy((_fold_in_unsigned(keys.numpy(), counters.numpy()) >> np.uint64(11)) * 2.0**-53)
+    return (fold_in(keys, counters) >> 11).bitwise_and_((1 << 53) - 1).to(torch.float64).mul_(2.0**-53)
