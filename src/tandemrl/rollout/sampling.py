@@ -89,10 +89,13 @@ def draw_token(logprobs: Float[Tensor, "b v"], token_keys: Int64[Tensor, " b"]) 
         logprobs: normalised; -inf excludes a token.
     """
     rows, v = logprobs.shape
-    blocks = F.pad(logprobs, (0, -v % BLOCK), value=-torch.inf).exp().view(rows, -1, BLOCK)
+    probabilities = logprobs.exp()
+    if v % BLOCK:
+        probabilities = F.pad(probabilities, (0, -v % BLOCK))
+    blocks = probabilities.view(rows, -1, BLOCK)
     counters = torch.arange(BLOCK + blocks.shape[1], device=logprobs.device)
     # Never 0, so that a token of probability 0 comes in last.
     times = uniforms(token_keys[:, None], counters).clamp_(min=2.0**-54).log_().neg_()
-    block = (times[:, BLOCK:] / blocks.sum(-1, dtype=torch.float64)).argmin(-1)
+    block = (times[:, BLOCK:] / blocks.sum(-1)).argmin(-1)
     place = (times[:, :BLOCK] / blocks[torch.arange(rows, device=block.device), block]).argmin(-1)
     return block * BLOCK + place
