@@ -236,7 +236,7 @@ def test_paths_that_differ_in_the_seed_are_one_arm_and_runs_meet_their_evaluatio
     ]
     assert [(len(arm.runs), len(arm.evaluations)) for arm in setting.arms] == [(0, 9), (3, 9), (3, 9)]
     assert [arm.seeds for arm in setting.arms] == [["0", "1", "2"]] * 3
-    assert setting.arms[2].extra["1"] == {"jargon_rate": 0.25}
+    assert setting.arms[2].extra["1"] == {"jargon_rate": 0.25, "solo/pass@1": 0.95}
 
 
 def test_seeds_are_in_numeric_order_and_single_folders_have_no_setting(tmp_path: Path) -> None:

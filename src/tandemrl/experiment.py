@@ -278,7 +278,7 @@ class Claim(NamedTuple):
 
 def collect(experiment: Experiment, out: Path) -> dict[str, Any]:
     """The content of ``results.json``, from the files of a finished experiment."""
-    rows = [
+    rows: list[dict[str, Any]] = [
         {"pair": pair, "seed": seed, "arm": arm} | measure(out / pair / f"seed-{seed}" / "eval" / arm)
         for pair in experiment.pairs
         for arm in (BASE, *(arm.name for arm in experiment.arms))

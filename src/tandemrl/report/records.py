@@ -328,7 +328,7 @@ def _add_results(results: Results, file: Path, *, key: tuple[str, ...]) -> None:
 
 def _verdict(claim: Mapping[str, Any]) -> Verdict:
     """A claim of schema 1 says ``holds`` instead."""
-    verdict = claim["verdict"] if "verdict" in claim else "holds" if claim["holds"] else "fails"
+    verdict: Verdict = claim["verdict"] if "verdict" in claim else "holds" if claim["holds"] else "fails"
     if verdict not in get_args(Verdict):
         raise ValueError(f"unknown verdict {verdict!r}; known: {', '.join(get_args(Verdict))}")
     return verdict

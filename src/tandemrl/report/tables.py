@@ -103,7 +103,7 @@ class Estimate(NamedTuple):
     by_seed: dict[str, "Estimate"]
 
 
-_MEASURE = {phase_metric: name for name, phase_metric in MEASURES.items()}
+_MEASURE: dict[tuple[str, str], str] = {phase_metric: name for name, phase_metric in MEASURES.items()}
 
 
 def columns_of(arms: Sequence[Arm]) -> list[Column]:
