@@ -16,6 +16,7 @@ import pytest
 from typer.testing import CliRunner
 
 from tandemrl import experiment as experiments
+from tandemrl import report
 from tandemrl.cli.main import app
 from tandemrl.compare import compare
 from tandemrl.config import load
@@ -335,6 +336,18 @@ def test_one_seed_is_asked_nothing_about_seeds_and_fails_nothing_by_being_better
     assert [(claim.verdict, claim.values) for claim in about_seeds] == [("not asked of one seed", ())]
     assert (claims[0].verdict, claims[0].values) == ("holds", (gain - 0.02,))
     assert "interval over problems" in claims[0].claim
+
+
+def test_the_report_of_one_seed_that_is_better_shows_no_cross(tmp_path: Path) -> None:
+    rows = [row for row in _rows({"solo/pass@1": [0.99] * 3}) if row["seed"] == 0]
+    claims = [claim._asdict() for claim in paper_claims("jargon", rows, _difference(0.04, 0.02, 0.06))]
+    run_folder = tmp_path / "jargon" / "seed-0" / "tandem"
+    run_folder.mkdir(parents=True)
+    (run_folder / "metrics.jsonl").write_text('{"step": 1}\n')
+    (tmp_path / "results.json").write_text(json.dumps({"claims": claims}))
+    page, text = (file.read_text() for file in report.write(report.build(tmp_path)))
+    assert (page.count("✓"), page.count("✗"), page.count("not asked of one seed")) == (7, 0, 1)
+    assert "| tandem - GRPO in solo pass@1, mean over seeds | >= -0.02 | – | not asked of one seed |" in text
 
 
 def test_no_claims_without_all_three_models() -> None:

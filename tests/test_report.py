@@ -517,6 +517,7 @@ def test_results_by_themselves_show_what_the_page_shows(experiment: Path) -> Non
     assert (alone.name, alone.contrasts, alone.claims) == (within.name, within.contrasts, within.claims)
     assert [arm.name for arm in alone.arms] == ["tandem"]
     assert headline_table(alone.arms, [SOLO]) == "|  | solo pass@1 |\n|---|---:|\n| tandem | 0.950 [0.900, 1.000] |\n"
+    assert estimate(alone.arms[0], SOLO._replace(metric="jargon_rate")) is None  # of no phase
     assert seeds_table(alone, [SOLO]).splitlines()[-1] == "| tandem | solo pass@1 | 0.930 | 0.950 | 0.970 |"
     shown = differences_table(alone, [SENIOR_FIRST, JUNIOR_CE]).splitlines()
     assert shown[-1] == "| tandem − grpo | +0.020 [+0.010, +0.030] | – |"

@@ -377,8 +377,8 @@ def paper_claims(pair: str, rows: Sequence[Row], contrasts: Sequence[Mapping[str
     for row in rows:
         if row["pair"] == pair:
             arms.setdefault(row["arm"], {})[row["seed"]] = row
-    wanted = {"pair": pair, "A": "tandem", "B": "grpo", "phase": "pass-at-k", "metric": "pass@1"}
-    found = [each["difference"] for each in contrasts if wanted.items() <= each.items()]
+    solo_skill = {"pair": pair, "A": "tandem", "B": "grpo", "phase": "pass-at-k", "metric": "pass@1"}
+    found = [contrast["difference"] for contrast in contrasts if solo_skill.items() <= contrast.items()]
     if pair != "jargon" or not {BASE, "grpo", "tandem"} <= arms.keys() or not found:
         return []
     difference = Interval(**found[0])
