@@ -125,7 +125,7 @@ def estimate(arm: Arm, column: Column) -> Estimate | None:
                 low, high = (macro.get(f"{column.metric}/{end}") for end in ("low", "high"))
                 by_seed[seed] = Estimate(macro[column.metric], low, high, {})
     if not by_seed:
-        measure = _MEASURE.get((column.phase, column.metric)) if column.phase else column.metric
+        measure = _MEASURE.get((column.phase, column.metric), "") if column.phase else column.metric
         found = {seed: values[measure] for seed, values in arm.extra.items() if measure in values}
         by_seed = {seed: Estimate(value, None, None, {}) for seed, value in found.items()}
     return over_seeds(by_seed, highest=column.highest)
