@@ -16,7 +16,7 @@ TEST_ENV := OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false
 # A process per core, at most four: engines are large. A file's tests stay together, as do the engines they share.
 WORKERS := --numprocesses=auto --maxprocesses=4 --dist=loadfile
 
-.PHONY: quickstart test test-core check bench slow clean paper-claims paper-claims-plain repair ablations
+.PHONY: quickstart test test-core check bench slow clean docs paper-claims paper-claims-plain repair ablations
 .DELETE_ON_ERROR:
 
 quickstart: .venv/.core
@@ -35,6 +35,11 @@ paper-claims repair ablations: .venv/.core
 
 paper-claims-plain: .venv/.core
 	$(BIN)/tandemrl experiment paper-claims --pair plain --out runs/$@
+
+# The figures of README.md and docs/ from the committed results; first those of RUNS, finished experiments, are taken over:
+# make docs RUNS="runs/paper-claims runs/ablations"
+docs: .venv/.core
+	$(BIN)/python docs/refresh.py $(RUNS)
 
 check: .venv/.dev
 	$(BIN)/ruff check .

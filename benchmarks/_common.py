@@ -62,8 +62,9 @@ def cpu_seconds() -> tuple[float, float]:
 
 
 def about(library: str = "tandemrl") -> dict[str, Any]:
-    """Versions and machine of this process; no path and no host name."""
+    """Versions (of this library its commit, too) and machine of this process; no path and no host name."""
     return {
+        **(_commit() if library == "tandemrl" else {}),
         "library": library,
         "version": version(library),
         "torch": torch.__version__,
@@ -72,6 +73,12 @@ def about(library: str = "tandemrl") -> dict[str, Any]:
         "cores": os.cpu_count(),
         "platform": platform.machine(),
     }
+
+
+def _commit() -> dict[str, Any]:
+    from tandemrl.checkpoint import versions
+
+    return {name: value for name, value in versions().items() if name.startswith("git_")}
 
 
 def ratios(seconds: Mapping[str, Sequence[float]], pairs: Sequence[tuple[str, str]]) -> dict[str, dict[str, Any]]:

@@ -34,12 +34,7 @@ def experiment(
         raise ConfigError(f"--seeds {seeds}: expected whole numbers with commas between them, e.g. 0,1,2")
     chosen = EXPERIMENTS[name]
     if arms is not None:
-        wanted = [part.strip() for part in arms.split(",")]
-        known = {arm.name: arm for arm in chosen.arms}
-        if unknown := [arm for arm in wanted if arm not in known]:
-            raise ConfigError(f"--arms: unknown {', '.join(unknown)}; known: {', '.join(known)}")
-        contrasts = tuple(pair for pair in chosen.contrasts if set(pair) <= {*wanted, "base"})
-        chosen = replace(chosen, arms=tuple(known[arm] for arm in wanted), contrasts=contrasts)
+        chosen = chosen.only([part.strip() for part in arms.split(",")])
     given: dict[str, Any] = {
         "overrides": (*chosen.overrides, *(overrides or ())),
         "pairs": pair and tuple(pair),
@@ -54,6 +49,6 @@ def experiment(
     results = run(chosen, folder, workers=workers, say=typer.echo)
     for claim in results["claims"]:
         values = ", ".join(f"{value:.3f}" for value in claim["values"])
-        verdict = "holds" if claim["holds"] else "DOES NOT HOLD"
-        typer.echo(f"{claim['pair']}: {claim['claim']} {claim['bar']}: {verdict} ({values})")
+        verdict = claim["verdict"].replace("fails", "DOES NOT HOLD")
+        typer.echo(f"{claim['pair']}: {claim['claim']} {claim['bar']}: {verdict}" + (f" ({values})" if values else ""))
     typer.echo(f"report: {folder}/report.html, {folder}/report.md")

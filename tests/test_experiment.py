@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -15,6 +16,7 @@ import pytest
 from typer.testing import CliRunner
 
 from tandemrl import experiment as experiments
+from tandemrl import report
 from tandemrl.cli.main import app
 from tandemrl.compare import compare
 from tandemrl.config import load
@@ -106,7 +108,10 @@ def test_contrasts_are_those_of_compare(finished: Finished) -> None:
     sides = ([out / "plain" / f"seed-{seed}" / "eval" / arm for seed in (0, 1)] for arm in ("tandem", "grpo"))
     expected = {(each.phase, each.metric): each.difference.mean for each in compare(*sides)}
     found = {(each["phase"], each["metric"]): each["difference"]["mean"] for each in results["contrasts"]}
-    assert found == expected
+    assert found == {key: expected[key] for key in found}
+    assert {("pass-at-k", "pass@1"), ("handoff", "pass@1"), ("legibility", "cross_entropy"), ("drift", "kl")} <= set(
+        found
+    )
     assert {(each["A"], each["B"], each["pair"]) for each in results["contrasts"]} == {("tandem", "grpo", "plain")}
 
 
@@ -271,29 +276,127 @@ def _rows(tandem: dict[str, list[float]]) -> list[dict[str, Any]]:
     ]
 
 
+def _difference(mean: float, low: float, high: float) -> list[dict[str, Any]]:
+    """The contrast of tandem GRPO and GRPO in solo pass@1."""
+    named = {"pair": "jargon", "A": "tandem", "B": "grpo", "phase": "pass-at-k", "metric": "pass@1"}
+    return [named | {"difference": {"mean": mean, "low": low, "high": high}}]
+
+
 @pytest.mark.parametrize(
     ("tandem", "broken"),
     [
         ({}, set()),
-        ({"solo/pass@1": [0.91, 0.93, 0.97]}, {"mean over seeds"}),
-        ({"solo/pass@1": [0.95, 0.96, 0.91]}, {"solo pass@1"}),  # -.06 in one seed, -.02 on average
-        ({"solo/pass@1": [0.84, 0.96, 0.97]}, {"mean over seeds", "solo pass@1", "of tandem GRPO", "before training"}),
+        ({"solo/pass@1": [0.84, 0.96, 0.97]}, {"solo pass@1 of tandem GRPO", "before training"}),
         ({"handoff/pass@1": [0.7, 0.59, 0.7]}, {"handoff"}),
         ({"junior_ce": [0.4, 0.4, 2.1]}, {"legibility"}),
         ({"jargon_rate": [0.0, 0.06, 0.0]}, {"after tandem"}),
     ],
 )
-def test_claims_hold_only_if_every_seed_meets_the_bar(tandem: dict[str, list[float]], broken: set[str]) -> None:
-    claims = paper_claims("jargon", _rows(tandem))
+def test_claims_of_every_seed_hold_only_if_every_seed_meets_the_bar(
+    tandem: dict[str, list[float]], broken: set[str]
+) -> None:
+    claims = paper_claims("jargon", _rows(tandem), _difference(0.0, -0.01, 0.01))
     assert len(claims) == 8
-    failing = [claim.claim for claim in claims if not claim.holds]
+    failing = [claim.claim for claim in claims if claim.verdict == "fails"]
     assert len(failing) == len(broken), failing
+    assert all("every seed" in claim for claim in failing)
     for words in broken:
         assert any(words in claim for claim in failing), (words, failing)
 
 
+@pytest.mark.parametrize(
+    ("difference", "inferiority", "mean"),
+    [
+        ((0.04, 0.02, 0.06), "holds", "holds"),  # better: no fault
+        ((0.5, -0.04, 1.04), "holds", "holds"),
+        ((-0.01, -0.05, 0.03), "holds", "holds"),
+        ((0.0, -0.06, 0.06), "undecided", "holds"),
+        ((-0.03, -0.04, -0.02), "holds", "fails"),  # worse, but by less than the margin
+        ((-0.10, -0.21, 0.01), "undecided", "fails"),
+        ((-0.10, -0.14, -0.06), "fails", "fails"),
+    ],
+)
+def test_equal_solo_skill_is_to_be_no_worse_by_the_margin(
+    difference: tuple[float, float, float], inferiority: str, mean: str
+) -> None:
+    first, second, *_ = paper_claims("jargon", _rows({}), _difference(*difference))
+    assert (first.bar, first.values, first.verdict) == (">= -0.05", difference[1:2], inferiority)
+    assert (second.bar, second.values, second.verdict) == (">= -0.02", difference[:1], mean)
+    assert "not inferior" in first.claim
+    assert "interval over seeds" in first.claim
+    assert "mean over seeds" in second.claim
+
+
+@pytest.mark.parametrize("gain", [0.0, 0.01, 0.038, 0.2])
+def test_one_seed_is_asked_nothing_about_seeds_and_fails_nothing_by_being_better(gain: float) -> None:
+    rows = [row for row in _rows({"solo/pass@1": [0.95 + gain] * 3}) if row["seed"] == 0]
+    claims = paper_claims("jargon", rows, _difference(gain, gain - 0.02, gain + 0.02))
+    assert [claim.claim for claim in claims if claim.verdict == "fails"] == []
+    about_seeds = [claim for claim in claims if "seed" in claim.claim]
+    assert [(claim.verdict, claim.values) for claim in about_seeds] == [("not asked of one seed", ())]
+    assert (claims[0].verdict, claims[0].values) == ("holds", (gain - 0.02,))
+    assert "interval over problems" in claims[0].claim
+
+
+def test_the_report_of_one_seed_that_is_better_shows_no_cross(tmp_path: Path) -> None:
+    rows = [row for row in _rows({"solo/pass@1": [0.99] * 3}) if row["seed"] == 0]
+    claims = [claim._asdict() for claim in paper_claims("jargon", rows, _difference(0.04, 0.02, 0.06))]
+    run_folder = tmp_path / "jargon" / "seed-0" / "tandem"
+    run_folder.mkdir(parents=True)
+    (run_folder / "metrics.jsonl").write_text('{"step": 1}\n')
+    (tmp_path / "results.json").write_text(json.dumps({"claims": claims}))
+    page, text = (file.read_text() for file in report.write(report.build(tmp_path)))
+    assert (page.count("✓"), page.count("✗"), page.count("not asked of one seed")) == (7, 0, 1)
+    assert "| tandem - GRPO in solo pass@1, mean over seeds | >= -0.02 | – | not asked of one seed |" in text
+
+
 def test_no_claims_without_all_three_models() -> None:
-    assert paper_claims("jargon", [row for row in _rows({}) if row["arm"] != "grpo"]) == []
+    solo = _difference(0.0, -0.01, 0.01)
+    assert paper_claims("jargon", [row for row in _rows({}) if row["arm"] != "grpo"], solo) == []
+    assert paper_claims("jargon", _rows({}), [solo[0] | {"metric": "pass@4"}]) == []
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "expected"),
+    [
+        ("paper-claims", {}, "tandemrl experiment paper-claims"),
+        ("ablations", {"seeds": (0,)}, "tandemrl experiment ablations --seeds 0"),
+        (
+            "paper-claims",
+            {"pairs": ("plain", "jargon"), "arms": (TANDEM, GRPO), "contrasts": (("tandem", "grpo"),), "problems": 8},
+            "tandemrl experiment paper-claims --pair plain --pair jargon --arms tandem,grpo --problems 8",
+        ),
+        ("quickstart", {"overrides": (*experiments.RECIPE, "x=a b")}, "tandemrl experiment quickstart 'x=a b'"),
+        ("quickstart", {"overrides": ("x=1",)}, None),
+        ("quickstart", {"pair_steps": 3}, None),
+        ("quickstart", {"arms": (GRPO, TANDEM, Arm("mine", "mine"))}, None),
+        ("quickstart", {"arms": (GRPO, TANDEM._replace(overrides=("x=1",)))}, None),
+        ("quickstart", {"name": "mine"}, None),
+    ],
+)
+def test_the_command_of_an_experiment_is_named_where_one_runs_it(
+    name: str, change: dict[str, Any], expected: str | None
+) -> None:
+    assert experiments.command(replace(experiments.EXPERIMENTS[name], **change)) == expected
+
+
+def test_results_name_the_commit_the_date_and_the_command(finished: Finished) -> None:
+    _, out, results, _ = finished
+    head = subprocess.run(["git", "rev-parse", "HEAD"], cwd=Path(__file__).parent, capture_output=True, text=True)
+    assert head.returncode != 0 or results["versions"]["git_revision"] == head.stdout.strip()
+    [made] = results["evaluated_by"]
+    assert made == {key: results["versions"][key] for key in ("git_revision", "git_dirty")}
+    assert results["command"] is None  # no command runs an experiment of one's own
+    assert re.fullmatch(r"20\d\d-\d\d-\d\d", results["date"])
+    file = out / "plain" / "seed-1" / "eval" / "grpo" / "pass-at-k.json"
+    kept = file.read_text()
+    stored = json.loads(kept)
+    stored["versions"]["git_revision"] = "0" * 40
+    file.write_text(json.dumps(stored))
+    folders = [out / "plain" / f"seed-{seed}" / "eval" / "grpo" for seed in (0, 1)]
+    assert [each["git_revision"][:3] for each in experiments.evaluated_by(folders)].count("000") == 1
+    assert len(experiments.evaluated_by(folders)) == 2
+    file.write_text(kept)
 
 
 @pytest.mark.parametrize(
@@ -301,7 +404,7 @@ def test_no_claims_without_all_three_models() -> None:
     [
         (["nothing"], "unknown experiment 'nothing'; known: quickstart, paper-claims, repair, ablations"),
         (["quickstart", "--seeds", "a"], "--seeds a: expected whole numbers"),
-        (["quickstart", "--arms", "grpo,ppo"], "--arms: unknown ppo; known: grpo, tandem"),
+        (["quickstart", "--arms", "grpo,ppo"], "quickstart: unknown arms ppo; known: grpo, tandem"),
         (["quickstart", "--pair", "nothing", "--workers", "1"], "unknown pairs ['nothing']; known: plain, jargon"),
         (["quickstart", "--workers", "1", "train.stps=1"], "train.stps"),
     ],

@@ -132,7 +132,7 @@ def test_the_claims_are_measured(runs: Path, monkeypatch: pytest.MonkeyPatch) ->
     arms = ["base", "grpo", "kl", "tandem"]
     assert [row["arm"] for row in results["rows"]] == arms
     solo = {row["arm"]: f"{row['solo/pass@1']:.3f}" for row in results["rows"]}
-    titles = {"grpo": "GRPO", "kl": "KL-regularised GRPO", "tandem": "tandem GRPO", "base": "base"}
+    titles = {"grpo": "GRPO", "kl": "KL-regularised GRPO", "tandem": "tandem GRPO", "base": "before training"}
     for arm in arms:
         assert f"| {titles[arm]} | {solo[arm]} [" in said["table"]
     assert results["claims"] == []  # on the plain pair nothing is claimed

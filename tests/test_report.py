@@ -13,14 +13,25 @@ import pytest
 from typer.testing import CliRunner
 
 from tandemrl.cli.main import app
-from tandemrl.report import ReportError, build, headlines, summary_table, write
+from tandemrl.report import ReportError, build, headlines, read_results, summary_table, write
 from tandemrl.report.figures import shared, thin
 from tandemrl.report.page import styles, to_html, to_markdown
 from tandemrl.report.provenance import commands
 from tandemrl.report.records import discover
 from tandemrl.report.samples import CHARACTERS, expand
 from tandemrl.report.svg import axes, draw
-from tandemrl.report.tables import SOLO, Estimate, cell, estimate, nats
+from tandemrl.report.tables import (
+    JUNIOR_CE,
+    SENIOR_FIRST,
+    SOLO,
+    Estimate,
+    cell,
+    differences_table,
+    estimate,
+    headline_table,
+    nats,
+    seeds_table,
+)
 from tandemrl.tiny import train_tokenizer
 from tandemrl.tracking import authored_spans
 from tandemrl.types import Author, Rollout
@@ -107,8 +118,17 @@ def experiment(tmp_path_factory: pytest.TempPathFactory, tokenizer: tuple[Any, P
         contrast | {"phase": "pass-at-k", "metric": "pass@1", "difference": [0.04, -0.01, 0.09]},
         contrast | {"phase": "pass-at-k", "metric": "maj@4", "difference": [-0.04, -0.06, -0.02]},
     ]
-    rows = [{"pair": "jargon", "seed": s, "arm": "tandem", "jargon_rate": 0.25} for s in range(3)]
-    claims = [{"pair": "jargon", "claim": "a < b & c", "bar": ">= 0.2", "values": [0.1, 0.3], "holds": False}]
+    solo = (0.93, 0.95, 0.97)
+    rows = [
+        {"pair": "jargon", "seed": s, "arm": "tandem", "jargon_rate": 0.25, "solo/pass@1": solo[s]} for s in range(3)
+    ]
+    claim = {"pair": "jargon", "claim": "a < b & c", "bar": ">= 0.2", "values": [0.1, 0.3], "verdict": "fails"}
+    claims = [
+        claim,
+        claim | {"claim": "good", "verdict": "holds"},
+        claim | {"claim": "between", "verdict": "undecided"},
+        claim | {"claim": "seeds", "values": [], "verdict": "not asked of one seed"},
+    ]
     arms = [{"name": "grpo", "title": "GRPO"}, {"name": "tandem", "title": "tandem <GRPO>"}]
     (root / "experiment.json").write_text(json.dumps({"name": "claims", "arms": arms, "seeds": [0, 1, 2]}))
     (root / "results.json").write_text(json.dumps({"rows": rows, "contrasts": contrasts, "claims": claims}))
@@ -210,13 +230,13 @@ def test_paths_that_differ_in_the_seed_are_one_arm_and_runs_meet_their_evaluatio
     (setting,) = discover(experiment).settings
     assert setting.name == "jargon"
     assert [(arm.name, arm.title) for arm in setting.arms] == [
-        ("base", "base"),
+        ("base", "before training"),
         ("grpo", "GRPO"),
         ("tandem", "tandem <GRPO>"),
     ]
     assert [(len(arm.runs), len(arm.evaluations)) for arm in setting.arms] == [(0, 9), (3, 9), (3, 9)]
     assert [arm.seeds for arm in setting.arms] == [["0", "1", "2"]] * 3
-    assert setting.arms[2].extra["1"] == {"jargon_rate": 0.25}
+    assert setting.arms[2].extra["1"] == {"jargon_rate": 0.25, "solo/pass@1": 0.95}
 
 
 def test_seeds_are_in_numeric_order_and_single_folders_have_no_setting(tmp_path: Path) -> None:
@@ -476,7 +496,38 @@ def test_differences_say_only_what_their_intervals_exclude(page: str, experiment
     assert rows["solo pass@1"] == ["+0.040 [−0.010, +0.090]", "no difference shown"]
     assert rows["pass-at-k: maj@4"] == ["−0.040 [−0.060, −0.020]", "tandem <GRPO> < GRPO"]
     assert "1 difference of other metrics" in page
-    assert "✗ no" in page
+
+
+def test_a_cross_is_for_a_claim_that_fails(page: str, experiment: Path) -> None:
+    shown = re.findall(r'<td class="text (\w+)">(.) ([\w ]+)</td>', page.partition("<h3>Claims</h3>")[2])
+    assert shown == [
+        ("wrong", "✗", "fails"),
+        ("right", "✓", "holds"),
+        ("meta", "–", "undecided"),
+        ("meta", "–", "not asked of one seed"),
+    ]
+    text = to_markdown(build(experiment))
+    assert "| a < b & c | >= 0.2 | 0.100, 0.300 | fails |" in text
+    assert "| seeds | >= 0.2 | – | not asked of one seed |" in text
+
+
+def test_results_by_themselves_show_what_the_page_shows(experiment: Path) -> None:
+    [alone] = read_results(experiment / "results.json")
+    [within] = build(experiment).records.settings
+    assert (alone.name, alone.contrasts, alone.claims) == (within.name, within.contrasts, within.claims)
+    assert [arm.name for arm in alone.arms] == ["tandem"]
+    assert headline_table(alone.arms, [SOLO]) == "|  | solo pass@1 |\n|---|---:|\n| tandem | 0.950 [0.900, 1.000] |\n"
+    assert estimate(alone.arms[0], SOLO._replace(metric="jargon_rate")) is None  # of no phase
+    assert seeds_table(alone, [SOLO]).splitlines()[-1] == "| tandem | solo pass@1 | 0.930 | 0.950 | 0.970 |"
+    shown = differences_table(alone, [SENIOR_FIRST, JUNIOR_CE]).splitlines()
+    assert shown[-1] == "| tandem − grpo | +0.020 [+0.010, +0.030] | – |"
+
+
+def test_an_unknown_verdict_is_named(tmp_path: Path) -> None:
+    claim = {"claim": "x", "bar": ">= 1", "values": [], "verdict": "perhaps"}
+    (tmp_path / "results.json").write_text(json.dumps({"claims": [claim]}))
+    with pytest.raises(ReportError, match=r"claims\[0\].*unknown verdict 'perhaps'"):
+        read_results(tmp_path / "results.json")
 
 
 def test_the_markdown_page_has_the_tables_and_names_the_plots(experiment: Path) -> None:

@@ -158,3 +158,18 @@ def seed_interval(values: Sequence[float], *, level: float = 0.95) -> Interval:
     mean = float(seeds.mean())
     half = float(stdtrit(seeds.size - 1, (1 + level) / 2) * seeds.std(ddof=1) / np.sqrt(seeds.size))
     return Interval(mean, mean - half, mean + half)
+
+
+def at_least(interval: Interval, bar: float) -> bool | None:
+    """Whether an interval supports "at least ``bar``": True if all of it is, False if none of it is, else None.
+
+    With ``interval`` of a - b and ``bar`` = -margin this is the test of non-inferiority: a may be worse than b by the
+    margin at most, and better by any amount. At the level .95 of the (two-sided) interval, "True" is wrong in 2.5 %.
+
+    Example:
+        >>> [at_least(Interval(0.04, low, high), -0.05) for low, high in ((0.02, 0.06), (-0.1, 0.18))]
+        [True, None]
+    """
+    if interval.low >= bar:
+        return True
+    return False if interval.high < bar else None

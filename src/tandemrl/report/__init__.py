@@ -9,4 +9,5 @@ from tandemrl.report.page import build as build
 from tandemrl.report.page import headlines as headlines
 from tandemrl.report.page import write as write
 from tandemrl.report.records import ReportError as ReportError
+from tandemrl.report.records import read_results as read_results
 from tandemrl.report.tables import summary_table as summary_table

@@ -1,6 +1,6 @@
 """From records to pages: what is said where, in HTML and in Markdown."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
@@ -12,18 +12,21 @@ from markupsafe import Markup, escape
 from tandemrl.checkpoint import write_text
 from tandemrl.report import provenance, svg
 from tandemrl.report.figures import Styled, all_figures
-from tandemrl.report.records import FIRST_ARMS, Arm, Claim, Records, Setting, discover
+from tandemrl.report.records import FIRST_ARMS, Arm, Records, Setting, discover
 from tandemrl.report.samples import Gallery, galleries
 from tandemrl.report.tables import (
     LAST,
     MISSING,
     bounds,
+    claim_cells,
+    claims_table,
     columns_of,
     estimate,
     headline_table,
     markdown_table,
     nats,
     rate,
+    signed_interval,
 )
 from tandemrl.types import Author
 
@@ -123,8 +126,7 @@ def to_markdown(report: Report, *, plots: str = "report.html") -> str:
             ]
             parts += ["### Differences", _sentences(contrasts), markdown_table(head, rows, left=2)]
         if setting.claims:
-            head = ["claim", "bar", "values", "holds"]
-            parts += ["### Claims", markdown_table(head, [_claim(claim) for claim in setting.claims], left=1)]
+            parts += ["### Claims", claims_table(setting.claims)]
         for metric in TREND:
             rows = [row for arm in setting.arms if (row := _trend(arm, metric))]
             if rows:
@@ -183,7 +185,7 @@ def _setting(number: int, setting: Setting, looks: Mapping[str, svg.Style], show
         "unequal_seeds": len({row["seeds"] for row in table}) > 1,
         "contrasts": contrasts,
         "verdicts": _verdicts(contrasts),
-        "claims": [_claim(claim) for claim in setting.claims],
+        "claims": [claim_cells(claim) for claim in setting.claims],
         "figures": [figure._replace(svg=Markup(figure.svg)) for figure in all_figures(styled, f"s{number}")],
         "legend": [
             (arm, Markup(svg.key(look, f"s{number}-key{i}"))) for i, (arm, look) in enumerate(styled) if len(styled) > 1
@@ -230,9 +232,7 @@ def _contrasts(setting: Setting) -> list[dict[str, Any]]:
         column = columns.get((each.phase, each.metric))
         shown = column.shown if column else rate if max(map(abs, each.difference)) < 1 else nats
         a, b = titles.get(each.a, each.a), titles.get(each.b, each.b)
-        mean = _signed(each.difference.mean, shown)
-        decimals = len(mean.partition(".")[2])
-        low, high = (_signed(value, f"{{:,.{decimals}f}}".format) for value in each.difference[1:])
+        mean, interval = signed_interval(each.difference, shown)
         above = each.difference.mean > 0
         rows.append(
             {
@@ -242,7 +242,7 @@ def _contrasts(setting: Setting) -> list[dict[str, Any]]:
                 "between": (a, b),
                 "order": comparisons.index((each.a, each.b)),
                 "mean": mean,
-                "interval": f"[{low}, {high}]",
+                "interval": interval,
                 "decided": each.clear,
                 "verdict": f"{a} {'>' if above else '<'} {b}" if each.clear else UNDECIDED,
                 "direction": ("higher" if above else "lower") if each.clear else UNDECIDED,
@@ -272,15 +272,6 @@ def _sentences(rows: Sequence[Mapping[str, Any]]) -> str:
         for between, said in _verdicts(rows)
         if said
     )
-
-
-def _signed(value: float, shown: Callable[[float], str]) -> str:
-    text = shown(abs(value))
-    return text if float(text.replace(",", "")) == 0 else f"{'+' if value > 0 else '−'}{text}"
-
-
-def _claim(claim: Claim) -> list[str]:
-    return [claim.claim, claim.bar, ", ".join(f"{value:.3g}" for value in claim.values), "yes" if claim.holds else "no"]
 
 
 def _trend(arm: Arm, metric: str) -> list[str]:

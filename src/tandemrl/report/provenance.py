@@ -64,7 +64,8 @@ def commands(records: Records) -> list[str]:
     """Commands that do again what was done, for the first seed of each arm, and that make this page."""
     lines = []
     if name := records.experiment.get("name"):
-        lines.append(f"tandemrl experiment {shlex.quote(str(name))} --out {shlex.quote(str(records.folder))}")
+        command = records.experiment.get("command") or f"tandemrl experiment {shlex.quote(str(name))}"
+        lines.append(f"{command} --out {shlex.quote(str(records.folder))}")
     for setting in records.settings:
         for arm in setting.arms:
             lines += [f"tandemrl train --config {shlex.quote(str(run.folder / 'config.yaml'))}" for run in arm.runs[:1]]

@@ -11,13 +11,13 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple, get_args
 
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
-from tandemrl.evals import PHASES, EvalError, read_result
+from tandemrl.evals import PHASES, EvalError, Phase, read_result
 from tandemrl.stats import Interval
 
 SEED = re.compile(r"seed-(\w+)")
@@ -25,6 +25,20 @@ NO_ENTRY = {"hf", "checkpoints", "wandb"}
 """Folders of weights and back-ends, which hold no results."""
 FIRST_ARMS = ("base", "grpo", "kl", "tandem")
 """The order of the arms that every experiment has; others follow by name."""
+MEASURES: dict[str, tuple[Phase, str]] = {
+    "solo/pass@1": ("pass-at-k", "pass@1"),
+    "solo/pass@4": ("pass-at-k", "pass@4"),
+    "length": ("pass-at-k", "length"),
+    "tandem/pass@1": ("tandem", "pass@1"),
+    "handoff/pass@1": ("handoff", "pass@1"),
+    "handoff/senior_first": ("handoff", "senior_first/pass@1"),
+    "handoff/junior_first": ("handoff", "junior_first/pass@1"),
+    "junior_ce": ("legibility", "cross_entropy"),
+    "drift/kl": ("drift", "kl"),
+}
+"""What the rows of ``results.json`` call a metric of a phase. Cross-entropy and KL are in nats per token."""
+Verdict = Literal["holds", "fails", "undecided", "not asked of one seed"]
+"""On a claim. Undecided: the interval contains the bar. Not asked: it is about seeds, and there is one."""
 
 
 class ReportError(ValueError):
@@ -86,12 +100,12 @@ class Contrast(NamedTuple):
 
 
 class Claim(NamedTuple):
-    """A statement with the bar that it was held to, its value (in each seed), and whether it holds."""
+    """A statement with its bar, the values held against it (none where it is not asked), and the verdict."""
 
     claim: str
     bar: str
     values: tuple[float, ...]
-    holds: bool
+    verdict: Verdict
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,15 +194,33 @@ def discover(folder: str | Path) -> Records:
     return Records(
         folder=root,
         settings=tuple(
-            Setting(
-                name="/".join(key),
-                arms=tuple(sorted(settings[key], key=lambda arm: _rank(arm.name))),
-                contrasts=tuple(results.contrasts.get(key, ())),
-                claims=tuple(results.claims.get(key, ())),
-            )
-            for key in sorted(settings, key=lambda key: natural("/".join(key)))
+            _setting(key, settings[key], results) for key in sorted(settings, key=lambda key: natural("/".join(key)))
         ),
         experiment=experiment,
+    )
+
+
+def read_results(file: str | Path) -> tuple[Setting, ...]:
+    """The settings of a ``results.json`` by itself: arms with the measures of each seed, contrasts and claims.
+
+    Raises:
+        ReportError: not readable; names the entry.
+    """
+    results = Results({}, {}, {}, {})
+    _add_results(results, Path(file), key=())
+    settings: dict[tuple[str, ...], list[Arm]] = {}
+    for key, by_seed in results.measures.items():
+        arm = Arm(key[-1], results.titles.get(key[-1], key[-1]), extra=by_seed)
+        settings.setdefault(key[:-1], []).append(arm)
+    return tuple(_setting(key, arms, results) for key, arms in settings.items())
+
+
+def _setting(key: tuple[str, ...], arms: Sequence[Arm], results: Results) -> Setting:
+    return Setting(
+        name="/".join(key),
+        arms=tuple(sorted(arms, key=lambda arm: _rank(arm.name))),
+        contrasts=tuple(results.contrasts.get(key, ())),
+        claims=tuple(results.claims.get(key, ())),
     )
 
 
@@ -283,7 +315,7 @@ def _add_results(results: Results, file: Path, *, key: tuple[str, ...]) -> None:
             try:
                 pair = (*key, str(entry["pair"])) if "pair" in entry else key
                 if part == "claims":
-                    claim = Claim(entry["claim"], entry["bar"], tuple(entry["values"]), bool(entry["holds"]))
+                    claim = Claim(entry["claim"], entry["bar"], tuple(entry["values"]), _verdict(entry))
                     results.claims.setdefault(pair, []).append(claim)
                 elif part == "contrasts":
                     results.contrasts.setdefault(pair, []).append(_contrast(entry))
@@ -292,6 +324,14 @@ def _add_results(results: Results, file: Path, *, key: tuple[str, ...]) -> None:
                     results.measures.setdefault((*pair, str(entry["arm"])), {})[str(entry["seed"])] = measures
             except (KeyError, TypeError, ValueError) as error:
                 raise ReportError(f"{file}: {part}[{number}] is not readable: {error!r}") from None
+
+
+def _verdict(claim: Mapping[str, Any]) -> Verdict:
+    """A claim of schema 1 says ``holds`` instead."""
+    verdict: Verdict = claim["verdict"] if "verdict" in claim else "holds" if claim["holds"] else "fails"
+    if verdict not in get_args(Verdict):
+        raise ValueError(f"unknown verdict {verdict!r}; known: {', '.join(get_args(Verdict))}")
+    return verdict
 
 
 def _contrast(entry: Mapping[str, Any]) -> Contrast:
@@ -305,4 +345,5 @@ def _contrast(entry: Mapping[str, Any]) -> Contrast:
 def _titles(experiment: Mapping[str, Any]) -> dict[str, str]:
     """Arm name -> title, where the experiment gives them."""
     arms = experiment.get("arms") or []
-    return {arm["name"]: arm["title"] for arm in arms if isinstance(arm, dict) and arm.get("title")}
+    titles = {arm["name"]: arm["title"] for arm in arms if isinstance(arm, dict) and arm.get("title")}
+    return {"base": "before training"} | titles if titles else {}

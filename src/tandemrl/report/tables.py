@@ -6,7 +6,7 @@ from math import inf
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from tandemrl.report.records import Arm, Evaluation
+from tandemrl.report.records import MEASURES, Arm, Claim, Evaluation, Setting
 from tandemrl.stats import Interval, seed_interval
 
 MISSING = "–"
@@ -28,6 +28,20 @@ def count(value: float) -> str:
     return f"{value:.1f}"
 
 
+def signed(value: float, shown: Callable[[float], str]) -> str:
+    """A difference, with its sign unless it is shown as zero."""
+    text = shown(abs(value))
+    return text if float(text.replace(",", "")) == 0 else f"{'+' if value > 0 else '−'}{text}"
+
+
+def signed_interval(interval: Interval, shown: Callable[[float], str]) -> tuple[str, str]:
+    """A difference and its interval, ``("+0.20", "[−0.10, +0.50]")``, with the same number of decimals."""
+    mean = signed(interval.mean, shown)
+    decimals = len(mean.partition(".")[2])
+    low, high = (signed(value, f"{{:,.{decimals}f}}".format) for value in interval[1:])
+    return mean, f"[{low}, {high}]"
+
+
 def bounds(value: "Estimate", shown: Callable[[float], str]) -> str:
     """``[low, high]`` with as many decimals as the estimate itself is shown with; "" where there is no interval."""
     if value.low is None or value.high is None:
@@ -37,7 +51,7 @@ def bounds(value: "Estimate", shown: Callable[[float], str]) -> str:
 
 
 class Column(NamedTuple):
-    """A macro metric of a phase, as a column of the headline table. ``phase`` "" reads the rows of ``results.json``.
+    """A macro metric of a phase, as a column of the headline table. ``phase`` "": a measure of ``results.json`` alone.
 
     ``highest``: no value can be above it; none can be below 0. Intervals over seeds are cut there.
     """
@@ -55,20 +69,25 @@ class Column(NamedTuple):
 
 
 SOLO = Column("solo pass@1", "pass-at-k", "pass@1")
+TANDEM = Column("tandem pass@1", "tandem", "pass@1")
+HANDOFF = Column("handoff pass@1", "handoff", "pass@1")
+"""The mean of both orders, for which the headline table has a column each."""
 SENIOR_FIRST = Column("handoff, senior first", "handoff", "senior_first/pass@1")
 JUNIOR_FIRST = Column("handoff, junior first", "handoff", "junior_first/pass@1")
 JUNIOR_CE = Column("junior CE", "legibility", "cross_entropy", "nats/token", nats, inf)
+JARGON_RATE = Column("jargon rate", "", "jargon_rate")
+REPAIRS = Column("repairs per handoff text", "", "handoff/repairs", "", nats, inf)
 COLUMNS = (
     SOLO,
-    Column("tandem pass@1", "tandem", "pass@1"),
+    TANDEM,
     SENIOR_FIRST,
     JUNIOR_FIRST,
     JUNIOR_CE,
     Column("drift KL", "drift", "kl", "nats/token", nats, inf),
     Column("verified pass@1", "verified", "verified_pass@1"),
     Column("length", "pass-at-k", "length", "tokens", count, inf),
-    Column("jargon rate", "", "jargon_rate"),
-    Column("repairs per handoff text", "", "handoff/repairs", "", nats, inf),
+    JARGON_RATE,
+    REPAIRS,
 )
 
 
@@ -84,6 +103,9 @@ class Estimate(NamedTuple):
     by_seed: dict[str, "Estimate"]
 
 
+_MEASURE: dict[tuple[str, str], str] = {phase_metric: name for name, phase_metric in MEASURES.items()}
+
+
 def columns_of(arms: Sequence[Arm]) -> list[Column]:
     """The columns that some arm has a value for, or has some of; the largest k of pass@k stands beside pass@1."""
     results = [result for arm in arms for result in arm.phase("pass-at-k").values()]
@@ -94,7 +116,7 @@ def columns_of(arms: Sequence[Arm]) -> list[Column]:
 
 
 def estimate(arm: Arm, column: Column) -> Estimate | None:
-    """An arm's value in a column; None if no seed has one."""
+    """An arm's value in a column, from its evaluations, else from ``results.json``; None if no seed has one."""
     by_seed: dict[str, Estimate] = {}
     if column.phase:
         for seed, result in arm.phase(column.phase).items():
@@ -102,8 +124,9 @@ def estimate(arm: Arm, column: Column) -> Estimate | None:
             if column.metric in macro:
                 low, high = (macro.get(f"{column.metric}/{end}") for end in ("low", "high"))
                 by_seed[seed] = Estimate(macro[column.metric], low, high, {})
-    else:
-        found = {seed: values[column.metric] for seed, values in arm.extra.items() if column.metric in values}
+    if not by_seed:
+        measure = _MEASURE.get((column.phase, column.metric), "") if column.phase else column.metric
+        found = {seed: values[measure] for seed, values in arm.extra.items() if measure in values}
         by_seed = {seed: Estimate(value, None, None, {}) for seed, value in found.items()}
     return over_seeds(by_seed, highest=column.highest)
 
@@ -134,9 +157,46 @@ def markdown_table(head: Sequence[str], rows: Sequence[Sequence[str]], *, left: 
     return "\n".join([line(head), rule, *map(line, rows)]) + "\n"
 
 
-def headline_table(arms: Sequence[Arm]) -> str:
-    """A Markdown table: a row per arm, a column per headline metric, each with its 95 % interval."""
-    columns = columns_of(arms)
+def claim_cells(claim: Claim) -> list[str]:
+    """Claim, bar, values, verdict."""
+    return [claim.claim, claim.bar, ", ".join(map(nats, claim.values)) or MISSING, claim.verdict]
+
+
+def claims_table(claims: Sequence[Claim]) -> str:
+    """A Markdown table: a row per claim."""
+    return markdown_table(["claim", "bar", "values", "verdict"], [claim_cells(claim) for claim in claims])
+
+
+def differences_table(setting: Setting, columns: Sequence[Column]) -> str:
+    """A Markdown table of paired differences with their 95 % intervals: a row per comparison, a column per metric."""
+    titles = {arm.name: arm.title for arm in setting.arms}
+    found = {(each.a, each.b, each.phase, each.metric): each.difference for each in setting.contrasts}
+    rows = []
+    for a, b in dict.fromkeys((each.a, each.b) for each in setting.contrasts):
+        intervals = [found.get((a, b, column.phase, column.metric)) for column in columns]
+        cells = [
+            " ".join(signed_interval(interval, column.shown)) if interval else MISSING
+            for interval, column in zip(intervals, columns, strict=True)
+        ]
+        rows.append([f"{titles.get(a, a)} − {titles.get(b, b)}", *cells])
+    return markdown_table(["difference", *(column.heading for column in columns)], rows)
+
+
+def seeds_table(setting: Setting, columns: Sequence[Column]) -> str:
+    """A Markdown table of each seed's values: a row per arm and metric."""
+    seeds = list(dict.fromkeys(seed for arm in setting.arms for seed in arm.extra))
+    rows = []
+    for arm in setting.arms:
+        for column in columns:
+            value = estimate(arm, column)
+            by_seed = value.by_seed if value else {}
+            rows.append([arm.title, column.heading, *(cell(by_seed.get(seed), column.shown) for seed in seeds)])
+    return markdown_table(["", "", *(f"seed {seed}" for seed in seeds)], rows, left=2)
+
+
+def headline_table(arms: Sequence[Arm], columns: Sequence[Column] = ()) -> str:
+    """A Markdown table: a row per arm, each number with its 95 % interval. Columns: all that have values by default."""
+    columns = columns or columns_of(arms)
     rows = [[arm.title, *(cell(estimate(arm, column), column.shown) for column in columns)] for arm in arms]
     return markdown_table(["", *(column.heading for column in columns)], rows)
 

@@ -1,0 +1,309 @@
+"""Write the figures of README.md and docs/ from the committed results. `make docs`.
+
+Every table between `<!-- figures: NAME -->` and `<!-- end -->` is one of `BLOCKS`, made from `docs/*.json` (written by
+`tandemrl experiment`) and `benchmarks/results/` (written by the benchmarks). Nobody edits them by hand.
+
+    python docs/refresh.py                                    # renew the tables
+    python docs/refresh.py runs/paper-claims runs/ablations   # take over the results of finished experiments first
+"""
+
+import json
+import re
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from tandemrl.checkpoint import write_text
+from tandemrl.experiment import SCHEMA
+from tandemrl.report import read_results
+from tandemrl.report.records import Setting
+from tandemrl.report.tables import (
+    HANDOFF,
+    JARGON_RATE,
+    JUNIOR_CE,
+    JUNIOR_FIRST,
+    REPAIRS,
+    SENIOR_FIRST,
+    SOLO,
+    TANDEM,
+    Column,
+    claims_table,
+    differences_table,
+    headline_table,
+    markdown_table,
+    seeds_table,
+)
+
+ROOT = Path(__file__).resolve().parents[1]
+DOCS = ROOT / "docs"
+BENCHMARKS = ROOT / "benchmarks" / "results"
+PAGES = (ROOT / "README.md", DOCS / "results.md", DOCS / "speed.md")
+PUBLISHED = {
+    ("paper-claims", ("jargon",)): "paper_claims_jargon.json",
+    ("ablations", ("jargon",)): "ablations.json",
+    ("repair", ("repair",)): "repair.json",
+}
+"""Where the results of an experiment and its pairs are committed."""
+
+CORE = (SOLO, TANDEM, SENIOR_FIRST, JUNIOR_FIRST, JUNIOR_CE)
+DIFFERENCES = (SOLO, TANDEM, HANDOFF, JUNIOR_CE)
+REPAIRED = Column("slips repaired by the next line", "", "handoff/repaired")
+
+
+# --------------------------------------------------------------------------------------------------------- experiments
+
+
+def results(name: str) -> tuple[dict[str, Any], Setting]:
+    """The content of a committed ``results.json``, and its one setting."""
+    [setting] = read_results(DOCS / name)
+    return json.loads((DOCS / name).read_text()), setting
+
+
+def source(name: str) -> str:
+    """What made a file, in one line: command, commit, date, and what the numbers are over."""
+    content, _ = results(name)
+    asked = content["experiment"]
+    seeds = asked["seeds"]
+    over = f"means over seeds {', '.join(map(str, seeds))}, with 95 % intervals" if len(seeds) > 1 else "one seed"
+    return (
+        f"`{content.get('command') or 'tandemrl experiment ' + asked['name']}` at {_commits(content)}"
+        + (f", {content['date']}" if "date" in content else "")
+        + f"; {over}; {asked['problems']} held-out problems × {asked['samples']} samples: "
+        f"[{name}]({{docs}}{name}).\n"
+    )
+
+
+def _commits(content: Mapping[str, Any]) -> str:
+    """The revisions that evaluated the arms; an older file names the one that collected them."""
+    revisions = content.get("evaluated_by", [content["versions"]])
+    named = [_commit(each) for each in revisions]
+    return f"commit {named[0]}" if len(named) == 1 else f"commits {' and '.join(named)}"
+
+
+def headline(name: str, *more: Column) -> str:
+    return headline_table(results(name)[1].arms, (*CORE, *more)) + "\n" + source(name)
+
+
+def differences(name: str) -> str:
+    return differences_table(results(name)[1], (SOLO, TANDEM, SENIOR_FIRST, JUNIOR_FIRST, HANDOFF, JUNIOR_CE))
+
+
+def summary() -> str:
+    """The differences that README speaks of, from two experiments."""
+    tables = []
+    for name in ("paper_claims_jargon.json", "repair.json"):
+        _, setting = results(name)
+        head, rule, *rows = differences_table(setting, DIFFERENCES).splitlines()
+        tables += [f"| {setting.name} pair: {row.removeprefix('| ')}" for row in rows]
+    return "\n".join([head, rule, *tables]) + "\n\n" + source("repair.json")
+
+
+def _commit(versions: Mapping[str, Any]) -> str:
+    return f"`{versions['git_revision'][:7]}`{' with uncommitted changes' if versions['git_dirty'] else ''}"
+
+
+# ---------------------------------------------------------------------------------------------------------- benchmarks
+
+
+def lines(name: str) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (BENCHMARKS / name).read_text().splitlines()]
+
+
+def middle(values: Mapping[str, Any], digits: int = 2) -> str:
+    """``0.62 [0.62, 0.71]``: the ratio of medians, with the lowest and the highest round."""
+    low, high = min(values["per_round"]), max(values["per_round"])
+    return f"{values['of_medians']:.{digits}f} [{low:.{digits}f}, {high:.{digits}f}]"
+
+
+def versions_of(found: Sequence[Mapping[str, Any]]) -> str:
+    """Commit, libraries and threads of benchmark lines."""
+    ours = [line for line in found if line.get("library") == "tandemrl"]
+    commits = sorted({_commit(line) for line in ours if line.get("git_revision")})
+    peers = sorted(
+        {f"{line['library']} {line['version']}" for line in found if line.get("library") not in (None, "tandemrl")}
+    )
+    first = ours[0]
+    stated = [f"commit {' and '.join(commits)}" if commits else "commit not recorded", *peers]
+    stated += [f"{library} {first[library]}" for library in ("torch", "transformers", "vllm") if library in first]
+    return ", ".join([*stated, f"{first['threads']} thread{'s' if first['threads'] > 1 else ''}"])
+
+
+def step_time(name: str) -> str:
+    """Step time and update throughput relative to TRL."""
+    content = json.loads((BENCHMARKS / name).read_text())
+    columns = [pair.removesuffix(" / trl") for pair in content["ratios"] if pair.endswith(" / trl")]
+    measured = {
+        "seconds per step": content["ratios"],
+        "tokens per second of the update": content.get("update_tokens_per_s_ratios"),
+    }
+    rows = [[what, *(middle(found[f"{who} / trl"]) for who in columns)] for what, found in measured.items() if found]
+    rounds = len({line["round"] for line in content["lines"]})
+    return (
+        markdown_table(["relative to TRL's solo step", *columns], rows)
+        + f"\nMedians over {rounds} rounds, lowest and highest round; {versions_of(content['lines'])}; {_file(name)}.\n"
+    )
+
+
+def step_time_sentence() -> str:
+    """For README."""
+    content = json.loads((BENCHMARKS / "step_time.json").read_text())
+    solo, tandem = (content["ratios"][f"{who} / trl"]["of_medians"] for who in ("solo", "tandem"))
+    trl = next(line["version"] for line in content["lines"] if line["library"] == "trl")
+    return (
+        f"A GRPO step of the tiny pair on one CPU thread takes {solo:.2f} of the time of TRL {trl}'s; a tandem step,\n"
+        f"in which two models decode, takes {tandem:.2f}. Steps, decoding, and tandem decoding inside vLLM:\n"
+        "[docs/speed.md](docs/speed.md).\n"
+    )
+
+
+def decoding() -> str:
+    found = lines("decoding.jsonl")
+    rows = [
+        [
+            str(line["rows"]),
+            *(f"{line['median_s'][who]:.3f}" for who in ("transformers", "solo", "tandem")),
+            *(middle(line["ratios"][pair]) for pair in ("solo / transformers", "tandem / solo")),
+        ]
+        for line in found
+    ]
+    head = ["rows", "transformers.generate", "solo", "tandem", "solo / transformers", "tandem / solo"]
+    return (
+        markdown_table(head, rows)
+        + f"\nSeconds for {found[0]['max_tokens']} tokens per row, medians of {found[0]['rounds']} rounds, lowest and "
+        f"highest round of a ratio; {versions_of(found)}; {_file('decoding.jsonl')}.\n"
+    )
+
+
+def tandem_cost() -> str:
+    found = lines("tandem_cost.jsonl")
+    models = {"tiny": "0.4M", "mid": "63M", "kv": "KV-heavy 6M"}
+    pairs = ("lockstep / stock", "lazy / solo", "lazy / stock", "lazy / lockstep", "majority / lazy")
+    rows = []
+    for line in found:
+        shown = {pair: f"{line['ratios'][pair]['median']:.2f}" for pair in pairs}
+        low, high = line["ratios"]["lazy / solo"]["interval_90"]
+        shown["lazy / solo"] += f" [{low:.2f}, {high:.2f}]"
+        rows.append(
+            [f"{models[line['model']]}, {line['rows']}, {line['prompt']}", str(line["rounds"]), *shown.values()]
+        )
+    return (
+        markdown_table(["model, rows, context", "rounds", *pairs], rows)
+        + f"\nMedians of the ratio within a round, with a 90 % interval; {versions_of(found)}; "
+        f"{_file('tandem_cost.jsonl')}.\n"
+    )
+
+
+def update_and_head() -> str:
+    update, head = (json.loads((BENCHMARKS / f"{name}.json").read_text()) for name in ("update", "head_memory"))
+    first, later = head["fraction"], head["accumulating"]["fraction"]
+    return (
+        f"The update of a {update['parameters'] / 1e6:.0f}M model ({update['tokens']:,} packed tokens) reaches "
+        f"{update['mfu']:.0%} of the measured matmul peak ({versions_of([update])}; {_file('update.json')}).\n\n"
+        f"Log-probs and entropies of {head['tokens']:,} tokens over {head['vocabulary']:,} ids take {first:.0%} of the "
+        f"memory of their logits above inputs and weight gradient, {later:.0%} in later micro-batches of a step, where "
+        f"autograd adds two weight gradients up ({versions_of([head])}; {_file('head_memory.json')}).\n"
+    )
+
+
+def scoring() -> str:
+    rows = [
+        [
+            line["benchmark"].removeprefix("scoring/"),
+            f"{line['responses']:,}",
+            *(f"{line[rate]:,.0f}" for rate in ("per_second", "per_cpu_second")),
+            *(f"{_spread(line[peak])}" for peak in ("peak_mib", "peak_mib_children")),
+        ]
+        for line in lines("scoring.jsonl")
+    ]
+    head = ["scorer", "responses", "per second", "per second of CPU", "MiB of the process", "MiB of its children"]
+    return (
+        markdown_table(head, rows)
+        + f"\nMemory: second and last fifth of the run; {_file('scoring.jsonl')}, of older code "
+        "that records no commit.\n"
+    )
+
+
+def _spread(fifths: Mapping[str, float]) -> str:
+    return " and ".join(f"{value:.0f}" for value in fifths.values())
+
+
+def _file(name: str) -> str:
+    return f"[{name}]({{root}}benchmarks/results/{name})"
+
+
+# --------------------------------------------------------------------------------------------------------------- pages
+
+BLOCKS: dict[str, Callable[[], str]] = {
+    "paper-claims": lambda: headline("paper_claims_jargon.json", JARGON_RATE),
+    "paper-claims-differences": lambda: differences("paper_claims_jargon.json"),
+    "paper-claims-verdicts": lambda: claims_table(results("paper_claims_jargon.json")[1].claims),
+    "ablations": lambda: headline("ablations.json", JARGON_RATE),
+    "ablations-differences": lambda: differences("ablations.json"),
+    "repair": lambda: headline("repair.json", REPAIRS),
+    "repair-differences": lambda: differences("repair.json"),
+    "repair-seeds": lambda: seeds_table(results("repair.json")[1], (HANDOFF, REPAIRED)),
+    "summary": summary,
+    "step-time": lambda: step_time("step_time.json"),
+    "step-time-lognormal": lambda: step_time("step_time_lognormal.json"),
+    "step-time-eos": lambda: step_time("step_time_eos.json"),
+    "step-time-sentence": step_time_sentence,
+    "decoding": decoding,
+    "tandem-cost": tandem_cost,
+    "update-and-head": update_and_head,
+    "scoring": scoring,
+}
+BLOCK = re.compile(r"(<!-- figures: ([\w-]+) -->\n).*?(<!-- end -->\n)", re.DOTALL)
+
+
+def refreshed(page: Path) -> str:
+    """The text of a page with every block made anew.
+
+    Raises:
+        ValueError: an unknown block; names it.
+    """
+
+    def renew(found: re.Match[str]) -> str:
+        opening, name, closing = found.groups()
+        if name not in BLOCKS:
+            raise ValueError(f"{page}: unknown block {name!r}; known: {', '.join(BLOCKS)}")
+        top = page.parent == ROOT
+        text = BLOCKS[name]().replace("{docs}", "docs/" if top else "").replace("{root}", "" if top else "../")
+        return f"{opening}{text}{closing}"
+
+    return BLOCK.sub(renew, page.read_text(encoding="utf-8"))
+
+
+def take_over(folders: Iterable[Path]) -> None:
+    """Copy the ``results.json`` of finished experiments into docs/.
+
+    Raises:
+        ValueError: one that is not published here, or that no commit made; names it.
+    """
+    for folder in folders:
+        text = (folder / "results.json").read_text()
+        content = json.loads(text)
+        key = content["experiment"]["name"], tuple(content["experiment"]["pairs"])
+        if key not in PUBLISHED:
+            raise ValueError(f"{folder}: {key} is not published; known: {', '.join(map(str, PUBLISHED))}")
+        if content["schema"] != SCHEMA:
+            raise ValueError(
+                f"{folder}: written by older code; give its command again, which collects what is finished"
+            )
+        made_by = [content["versions"], *content["evaluated_by"]]
+        if content["command"] is None or any(each["git_revision"] is None or each["git_dirty"] for each in made_by):
+            raise ValueError(f"{folder}: made by no commit, or by no command; run it from a clean checkout")
+        write_text(DOCS / PUBLISHED[key], text)
+
+
+def main() -> None:
+    take_over(map(Path, sys.argv[1:]))
+    for page in PAGES:
+        text = refreshed(page)
+        if text != page.read_text(encoding="utf-8"):
+            write_text(page, text)
+            print(f"{page.relative_to(ROOT)}: renewed")
+
+
+if __name__ == "__main__":
+    main()

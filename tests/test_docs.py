@@ -1,0 +1,200 @@
+"""The figures of README.md and docs/ are those of the committed results, and the results say what made them."""
+
+import importlib.util
+import json
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import pytest
+from scipy import stats
+
+ROOT = Path(__file__).parents[1]
+PAGES = ("README.md", "docs/results.md", "docs/speed.md")
+HEADLINE = {
+    "solo pass@1": "solo/pass@1",
+    "tandem pass@1": "tandem/pass@1",
+    "handoff, senior first": "handoff/senior_first",
+    "handoff, junior first": "handoff/junior_first",
+    "handoff pass@1": "handoff/pass@1",
+    "junior CE (nats/token)": "junior_ce",
+    "jargon rate": "jargon_rate",
+    "repairs per handoff text": "handoff/repairs",
+}
+"""What the columns of the tables are called in the rows of ``results.json``."""
+
+
+@pytest.fixture(scope="module")
+def refresh() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("refresh", ROOT / "docs" / "refresh.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def block(page: str, name: str) -> str:
+    found = re.search(rf"<!-- figures: {name} -->\n(.*?)<!-- end -->", (ROOT / page).read_text(), re.DOTALL)
+    assert found, f"{page} has no block {name}"
+    return found.group(1)
+
+
+def table(text: str) -> list[dict[str, str]]:
+    """The rows of the first Markdown table, by column."""
+    lines = [line for line in text.splitlines() if line.startswith("|")]
+    head, _, *rows = ([cell.strip() for cell in line.strip("|").split("|")] for line in lines)
+    return [dict(zip(head, row, strict=True)) for row in rows]
+
+
+def numbers(cell: str) -> list[str]:
+    return re.findall(r"[+−-]?\d[\d,]*\.?\d*", cell)
+
+
+def decimals(shown: str) -> int:
+    return len(shown.partition(".")[2])
+
+
+def assert_shows(cell: str, values: list[float]) -> None:
+    """Every number of a cell is the value beside it, rounded to the decimals that it is shown with."""
+    shown = numbers(cell)
+    assert len(shown) == len(values), (cell, values)
+    for text, value in zip(shown, values, strict=True):
+        plain = float(text.replace(",", "").replace("−", "-"))
+        assert abs(plain - value) <= 0.5 * 10 ** -decimals(text) + 1e-9, (cell, values)
+
+
+def over_seeds(values: list[float], lowest: float = -np.inf, highest: float = np.inf) -> list[float]:
+    """Mean and Student's 95 % interval; one value stands for itself."""
+    if len(values) == 1:
+        return values
+    mean, error = np.mean(values), stats.sem(values)
+    low, high = (mean + sign * stats.t.ppf(0.975, len(values) - 1) * error for sign in (-1, 1))
+    return [float(mean), max(lowest, float(low)), min(highest, float(high))]
+
+
+def of_arm(content: Mapping[str, Any], title: str, measure: str) -> list[float]:
+    names = {arm["title"]: arm["name"] for arm in content["experiment"]["arms"]} | {"before training": "base"}
+    rows = [row for row in content["rows"] if row["arm"] == names[title]]
+    return [row[measure] for row in sorted(rows, key=lambda row: row["seed"])]
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_the_figures_are_those_of_the_committed_results(refresh: ModuleType, page: str) -> None:
+    assert ROOT / page in refresh.PAGES
+    assert refresh.refreshed(ROOT / page) == (ROOT / page).read_text(), f"{page} is out of date: run `make docs`"
+
+
+@pytest.mark.parametrize(
+    ("page", "name", "file"),
+    [
+        ("README.md", "paper-claims", "paper_claims_jargon"),
+        ("docs/results.md", "paper-claims", "paper_claims_jargon"),
+        ("docs/results.md", "ablations", "ablations"),
+        ("docs/results.md", "repair", "repair"),
+    ],
+)
+def test_headline_tables_are_means_and_intervals_of_the_rows(page: str, name: str, file: str) -> None:
+    content = json.loads((ROOT / "docs" / f"{file}.json").read_text())
+    rows = table(block(page, name))
+    assert len(rows) == 1 + len(content["experiment"]["arms"])
+    for row in rows:
+        title = row.pop("")
+        for column, cell in row.items():
+            highest = 1.0 if "pass@1" in column or "handoff, " in column or "rate" in column else np.inf
+            values = of_arm(content, title, HEADLINE[column])
+            assert_shows(cell, over_seeds(values, lowest=0.0, highest=highest))
+
+
+def test_differences_in_the_readme_are_those_of_the_seeds() -> None:
+    files = {"jargon": "paper_claims_jargon", "repair": "repair"}
+    rows = table(block("README.md", "summary"))
+    assert len(rows) == 5
+    for row in rows:
+        pair, titles = row.pop("difference").split(" pair: ")
+        a, b = titles.split(" − ")
+        content = json.loads((ROOT / "docs" / f"{files[pair]}.json").read_text())
+        for column, cell in row.items():
+            sides = (of_arm(content, title, HEADLINE[column]) for title in (a, b))
+            assert_shows(cell, over_seeds([x - y for x, y in zip(*sides, strict=True)]))
+
+
+def test_step_times_are_those_of_the_benchmark() -> None:
+    content = json.loads((ROOT / "benchmarks" / "results" / "step_time.json").read_text())
+    seconds, throughput = table(block("docs/speed.md", "step-time"))
+    for row, key in ((seconds, "s_per_step_median"), (throughput, "update_tokens_per_s")):
+        row.pop("relative to TRL's solo step")
+        measured = {who: [line[key] for line in content["lines"] if line["who"] == who] for who in (*row, "trl")}
+        for who, cell in row.items():
+            rounds = [x / y for x, y in zip(measured[who], measured["trl"], strict=True)]
+            stored = [np.median(measured[who]) / np.median(measured["trl"]), min(rounds), max(rounds)]
+            assert_shows(cell, [float(round(value, 3)) for value in stored])
+
+
+@pytest.mark.parametrize("file", sorted(path.name for path in (ROOT / "docs").glob("*.json")))
+def test_results_name_the_commit_that_made_them_and_the_tables_name_it_too(refresh: ModuleType, file: str) -> None:
+    content = json.loads((ROOT / "docs" / file).read_text())
+    assert file in refresh.PUBLISHED.values()
+    made_by = content.get("evaluated_by", [content["versions"]])
+    assert all(re.fullmatch(r"[0-9a-f]{40}", each["git_revision"]) for each in made_by)
+    text = (ROOT / "docs" / "results.md").read_text()
+    [line] = [line for line in text.splitlines() if f"[{file}]({file})" in line]
+    assert all(f"`{each['git_revision'][:7]}`" in line for each in made_by)
+    assert ("uncommitted" in line) == any(each["git_dirty"] for each in made_by)
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_no_result_stands_outside_of_the_tables(page: str) -> None:
+    """A figure with three decimals or an interval is a result, and would go stale in prose."""
+    prose = re.sub(r"<!-- figures: .*?<!-- end -->", "", (ROOT / page).read_text(), flags=re.DOTALL)
+    assert re.findall(r"(?<![\d.])\d?\.\d{3}(?!\d)|\[[+−-]?\d?\.\d+, ", prose) == []
+
+
+def test_every_block_is_on_a_page_and_an_unknown_one_is_named(refresh: ModuleType, tmp_path: Path) -> None:
+    used = {name for page in PAGES for _, name, _ in refresh.BLOCK.findall((ROOT / page).read_text())}
+    assert used == set(refresh.BLOCKS)
+    page = tmp_path / "page.md"
+    page.write_text("<!-- figures: nothing -->\n<!-- end -->\n")
+    with pytest.raises(ValueError, match=r"page\.md: unknown block 'nothing'; known: paper-claims"):
+        refresh.refreshed(page)
+
+
+CLEAN = {"git_revision": "a" * 40, "git_dirty": False}
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"schema": 1}, "written by older code"),
+        ({"evaluated_by": [CLEAN, {"git_revision": "b" * 40, "git_dirty": True}]}, "made by no commit"),
+        ({"versions": {"git_revision": None, "git_dirty": None}}, "made by no commit"),
+        ({"command": None}, "made by no commit, or by no command"),
+        ({"experiment": {"name": "paper-claims", "pairs": ["plain"]}}, r"\('paper-claims', \('plain',\)\) is not pub"),
+        ({}, None),
+    ],
+)
+def test_only_what_a_commit_made_is_taken_over(
+    refresh: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, change: dict[str, Any], message: str | None
+) -> None:
+    run, docs = tmp_path / "run", tmp_path / "docs"
+    run.mkdir()
+    docs.mkdir()
+    monkeypatch.setattr(refresh, "DOCS", docs)
+    content = {
+        "schema": refresh.SCHEMA,
+        "experiment": {"name": "repair", "pairs": ["repair"]},
+        "command": "tandemrl experiment repair",
+        "versions": CLEAN,
+        "evaluated_by": [CLEAN],
+    }
+    (run / "results.json").write_text(json.dumps(content | change))
+    if message:
+        with pytest.raises(ValueError, match=message):
+            refresh.take_over([run])
+        assert list(docs.iterdir()) == []
+    else:
+        refresh.take_over([run])
+        assert (docs / "repair.json").read_bytes() == (run / "results.json").read_bytes()
