@@ -215,6 +215,10 @@ def test_damage_is_refused_with_the_way_out_and_nothing_is_touched(
         assert (f"--resume {out}/checkpoints/step_4)" in str(error.value)) is way_out, name
         assert ("No older checkpoint in" in str(error.value)) is not way_out, name
         shutil.rmtree(out)
+    copy = shutil.copytree(finished / "checkpoints" / "step_6", tmp_path / "a copy")
+    flip(copy / "state.pt")
+    with pytest.raises(DamagedError, match=r"a copy/state\.pt: .*No older checkpoint in"):
+        restore(run, str(copy))
 
 
 def test_the_way_out_leads_to_the_same_run(tiny_pair: Path, finished: Path, tmp_path: Path) -> None:

@@ -310,7 +310,9 @@ def latest(output_dir: str | Path) -> Path | None:
 
 
 def older(path: str | Path) -> list[Path]:
-    """The checkpoints in the same folder whose step is lower, newest first."""
+    """The checkpoints in the same folder whose step is lower, newest first; none for a folder of another name."""
+    if not _STEP.fullmatch(Path(path).name):
+        return []
     return [other for other in reversed(_steps(Path(path).parent)) if step_of(other) < step_of(path)]
 
 

@@ -546,7 +546,7 @@ def _older_whole(path: Path, output: Path) -> str:
         try:
             checkpoint.verify(other)
             _covered(other, checkpoint.load(other), output)
-        except checkpoint.CheckpointError:
+        except (checkpoint.CheckpointError, OSError):
             continue
         return (
             f"{other} is whole: resume from it (--resume {other}), and the steps after {checkpoint.step_of(other)} are "
