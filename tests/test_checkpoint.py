@@ -511,6 +511,7 @@ def test_what_is_no_checkpoint_is_in_nobody_s_way(tmp_path: Path) -> None:
     for name in ("step_3", "step_5", "step_final", "step_5.bak", "step_", "mine"):
         (exports / name).mkdir(parents=True)
     (exports / "step_6").write_text("a file")
+    (exports / ".new-step_5" / "half").mkdir(parents=True)  # a killed export that was to replace step_5
     assert checkpoint.latest(tmp_path) == folder / "step_1"
     checkpoint.save(tmp_path, 2, {}, Config(), keep=1)
     assert checkpoint.latest(tmp_path) == folder / "step_2"
