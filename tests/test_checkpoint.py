@@ -2,10 +2,12 @@
 
 import copy
 import errno
+import hashlib
 import json
 import os
 import pickle
 import random
+import shutil
 import signal
 import subprocess
 import sys
@@ -24,8 +26,9 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint import FileSystemWriter
 
 from helpers import qwen3, tokenizer
-from tandemrl import checkpoint
-from tandemrl.checkpoint import CheckpointError, Trained
+from tandemrl import checkpoint, versions
+from tandemrl.atomic import recover, write_text
+from tandemrl.checkpoint import CheckpointError, DamagedError, Trained
 from tandemrl.config import Config, LoraConfig, load
 
 
@@ -232,7 +235,7 @@ def test_a_crash_at_any_call_of_export_leaves_the_old_folder_or_the_new(
     export("old")
     seen = set()
     for _ in crashes(crash_at, lambda: export("new")):
-        checkpoint.recover(best.parent)  # as the next write there does
+        recover(best.parent)  # as the next write there does
         found = [path.read_text() for path in best.iterdir()]
         assert len(found) == 2
         assert len(set(found)) == 1
@@ -247,8 +250,8 @@ def test_a_crash_at_any_call_of_write_text_leaves_the_old_text_or_the_new(
     tmp_path: Path, crash_at: Callable[[int | None], None]
 ) -> None:
     file = tmp_path / "deep" / "config.yaml"
-    checkpoint.write_text(file, "old")
-    for _ in crashes(crash_at, lambda: checkpoint.write_text(file, "new")):
+    write_text(file, "old")
+    for _ in crashes(crash_at, lambda: write_text(file, "new")):
         assert file.read_text() in {"old", "new"}
     assert file.read_text() == "new"
 
@@ -391,9 +394,138 @@ def test_a_checkpoint_of_another_model_is_refused_by_name(tmp_path: Path) -> Non
 def test_a_checkpoint_of_the_first_format_is_refused(tmp_path: Path) -> None:
     torch.save({"step": 1, "policy": {}}, tmp_path / "state.pt")
     with pytest.raises(
-        CheckpointError, match=r"state\.pt: format 1, this version of tandemrl reads 2: finish the run with"
+        CheckpointError, match=r"state\.pt: format 1, this version of tandemrl reads 2 and 3: finish the run with"
     ):
         checkpoint.load(tmp_path)
+
+
+# -------------------------------------------------------------------------------------------------------------- damage
+
+
+def files_of(path: Path) -> dict[str, str]:
+    """SHA-256 of every file but meta.json, from the disk."""
+    return {
+        str(file.relative_to(path)): hashlib.sha256(file.read_bytes()).hexdigest()
+        for file in path.rglob("*")
+        if file.is_file() and file.name != "meta.json"
+    }
+
+
+def hashes_again(path: Path) -> None:
+    """What somebody who means harm would do after a change."""
+    meta = json.loads((path / "meta.json").read_text())
+    (path / "meta.json").write_text(json.dumps(meta | {"files": files_of(path)}))
+
+
+def before_hashes(path: Path) -> None:
+    """Make a checkpoint one of format 2."""
+    content = torch.load(path / "state.pt", weights_only=True)
+    torch.save(content | {"format": 2}, path / "state.pt")
+    meta = json.loads((path / "meta.json").read_text())
+    del meta["files"]
+    (path / "meta.json").write_text(json.dumps(meta))
+
+
+def read_all(path: Path) -> None:
+    checkpoint.load_config(path)
+    checkpoint.load(path)
+    checkpoint.load_parts(path, {"policy": trained(1)})
+
+
+@pytest.mark.parametrize("background", [False, True])
+def test_every_file_is_stored_with_its_hash(tmp_path: Path, background: bool) -> None:
+    parts = {"policy": trained(0, steps=1)}
+    path = checkpoint.save(tmp_path, 1, state(1), Config(), keep=1, parts=parts, background=background)
+    checkpoint.wait()
+    expected = files_of(path)
+    assert set(expected) == {"state.pt", "config.yaml", "tensors/.metadata", "tensors/__0_0.distcp"}
+    assert json.loads((path / "meta.json").read_text())["files"] == expected
+    checkpoint.verify(path)
+
+
+SHARD = "tensors/__0_0.distcp"
+
+
+@pytest.mark.parametrize("name", ["state.pt", "config.yaml", "tensors/.metadata", SHARD])
+def test_a_changed_file_is_found_before_it_is_used(tmp_path: Path, name: str) -> None:
+    """Bits are flipped all over each file: also where no reader would stumble, as in the middle of a weight."""
+    path = checkpoint.save(tmp_path, 1, state(1), Config(), keep=1, parts={"policy": trained(0, steps=1)})
+    whole = (path / name).read_bytes()
+    for place in (0, len(whole) // 3, len(whole) // 2, len(whole) - 1):
+        (path / name).write_bytes(whole[:place] + bytes([whole[place] ^ 1]) + whole[place + 1 :])
+        with pytest.raises(DamagedError, match=rf"step_1/{name}: not as it was written"):
+            read_all(path)
+        with pytest.raises(DamagedError, match=rf"step_1/{name}: not as it was written"):
+            checkpoint.verify(path)
+    (path / name).write_bytes(whole)
+    read_all(path)
+
+
+def test_weights_are_untouched_where_a_shard_is_damaged(tmp_path: Path) -> None:
+    path = checkpoint.save(tmp_path, 1, {}, Config(), keep=1, parts={"policy": trained(0, steps=1)})
+    (path / SHARD).write_bytes((path / SHARD).read_bytes()[:-1] + b"x")
+    policy = trained(1, steps=1)
+    before = everything(policy)
+    with pytest.raises(DamagedError):
+        checkpoint.load_parts(path, {"policy": policy})
+    assert same(everything(policy), before)
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (lambda path: (path / SHARD).unlink(), r"__0_0\.distcp: missing"),
+        (lambda path: (path / SHARD).rename(path / "tensors/__1_0.distcp"), r"__1_0\.distcp: not one of the files"),
+        (lambda path: shutil.copy(path / SHARD, path / "tensors/__1_0.distcp"), r"__1_0\.distcp: not one of the files"),
+        (lambda path: shutil.rmtree(path / "tensors"), r"missing, but the checkpoint was written with it"),
+        (lambda path: (path / "state.pt").unlink(), r"state\.pt: missing"),
+        (lambda path: (path / "meta.json").unlink(), r"meta\.json: missing, or without the hashes"),
+        (lambda path: (path / "meta.json").write_text("{}"), r"meta\.json: missing, or without the hashes"),
+        (lambda path: (path / "meta.json").write_text('{"files": {"st'), r"meta\.json: not readable"),
+    ],
+    ids=["missing", "renamed", "added", "no tensors", "no state", "no meta.json", "no hashes", "torn meta.json"],
+)
+def test_a_missing_added_or_renamed_file_is_found(tmp_path: Path, damage: Callable[[Path], Any], message: str) -> None:
+    path = checkpoint.save(tmp_path, 1, {}, Config(), keep=1, parts={"policy": trained(0)})
+    damage(path)
+    assert checkpoint.latest(tmp_path) == path  # not passed over in silence
+    with pytest.raises(DamagedError, match=message):
+        read_all(path)
+
+
+def test_a_checkpoint_from_before_there_were_hashes_is_read(tmp_path: Path) -> None:
+    path = checkpoint.save(tmp_path, 1, {"n": 1}, Config(), keep=1, parts={"policy": trained(0, steps=1)})
+    before_hashes(path)
+    read_all(path)
+    assert checkpoint.load(path) == {"n": 1}
+
+
+def test_what_is_no_checkpoint_is_in_nobody_s_way(tmp_path: Path) -> None:
+    """Neither newest, nor counted among those kept, nor removed; an empty folder may be written over."""
+    folder, exports = tmp_path / "checkpoints", tmp_path / "hf"
+    checkpoint.save(tmp_path, 1, {}, Config(), keep=1)
+    (folder / "step_4").mkdir()
+    (folder / "step_999").mkdir()
+    (folder / "step_1000").mkdir()
+    (folder / "step_1000" / "notes.txt").write_text("mine")
+    for name in ("step_3", "step_5", "step_final", "step_5.bak", "step_", "mine"):
+        (exports / name).mkdir(parents=True)
+    (exports / "step_6").write_text("a file")
+    (exports / ".new-step_5" / "half").mkdir(parents=True)  # a killed export that was to replace step_5
+    assert checkpoint.latest(tmp_path) == folder / "step_1"
+    checkpoint.save(tmp_path, 2, {}, Config(), keep=1)
+    assert checkpoint.latest(tmp_path) == folder / "step_2"
+    checkpoint.save(tmp_path, 3, {}, Config(), keep=2)
+    checkpoint.discard_after(tmp_path, 3)
+    assert names(tmp_path) == ["step_1000", "step_2", "step_3", "step_4", "step_999"]
+    assert sorted(path.name for path in exports.iterdir()) == sorted(
+        ["step_3", "step_final", "step_5.bak", "step_", "mine", "step_6"]
+    )
+    checkpoint.save(tmp_path, 4, {"n": 4}, Config(), keep=2)
+    assert checkpoint.load(folder / "step_4") == {"n": 4}
+    with pytest.raises(CheckpointError, match=r"step_1000 exists already: it holds no checkpoint; move it elsewhere"):
+        checkpoint.save(tmp_path, 1000, {}, Config(), keep=2)
+    assert (folder / "step_1000" / "notes.txt").read_text() == "mine"
 
 
 class Evil:
@@ -411,6 +543,7 @@ def test_tensor_folders_run_no_code(tmp_path: Path, where: str) -> None:
     metadata = pickle.loads(file.read_bytes())
     metadata.planner_data = Evil()
     file.write_bytes(pickle.dumps(metadata if where == "in the metadata" else Evil()))
+    hashes_again(path)
     with pytest.raises(CheckpointError, match=r"step_1: not readable: (posix|nt)\.system is not part of a checkpoint"):
         checkpoint.load_parts(path, {"policy": trained(0)})
     assert not Path(EVIDENCE).exists()
@@ -422,6 +555,7 @@ def test_pickled_entries_are_not_read(tmp_path: Path) -> None:
     metadata = pickle.loads(file.read_bytes())
     metadata.state_dict_metadata["policy/model/unused"] = torch.distributed.checkpoint.BytesStorageMetadata()
     file.write_bytes(pickle.dumps(metadata))
+    hashes_again(path)
     with pytest.raises(CheckpointError, match=r"not readable: .*BytesStorageMetadata is not part of a checkpoint"):
         checkpoint.load_parts(path, {"policy": trained(0)})
 
@@ -671,36 +805,14 @@ def test_random_state_goes_through_a_file(tmp_path: Path) -> None:
         checkpoint.restore_rng(before)
 
 
-def test_truncate_drops_later_steps_and_a_torn_line(tmp_path: Path) -> None:
-    file = tmp_path / "metrics.jsonl"
-    assert checkpoint.truncate_jsonl(file, 3) == 0
-    kept = '{"step": 1, "x": null}\n{"step": 2}\n{"step": 2}\n'
-    file.write_text(kept + '{"step": 3}\n{"step": 4, "lo')
-    assert checkpoint.truncate_jsonl(file, 2) == 2
-    assert file.read_text() == kept
-    file.write_text('{"step": 1}')  # whole, but killed before the line break
-    assert checkpoint.truncate_jsonl(file, 2) == 0
-    assert file.read_text() == '{"step": 1}\n'
-    assert [p.name for p in tmp_path.iterdir()] == ["metrics.jsonl"]
-
-
-def test_truncate_refuses_a_record_broken_in_the_middle(tmp_path: Path) -> None:
-    file = tmp_path / "metrics.jsonl"
-    text = '{"step": 1}\nnonsense\n{"step": 2}\n'
-    file.write_text(text)
-    with pytest.raises(CheckpointError, match=r"metrics\.jsonl: line 2 is not"):
-        checkpoint.truncate_jsonl(file, 5)
-    assert file.read_text() == text
-
-
 def test_versions_name_the_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    found = checkpoint.versions()
+    found = versions.versions()
     assert set(found) == {"python", "torch", "transformers", "tandemrl", "git_revision", "git_dirty"}
     assert found["tandemrl"]
-    code = tmp_path / "checkpoint.py"
+    code = tmp_path / "versions.py"
     code.write_text("1")
-    monkeypatch.setattr(checkpoint, "__file__", str(code))
-    outside = checkpoint.versions()
+    monkeypatch.setattr(versions, "__file__", str(code))
+    outside = versions.versions()
     assert (outside["git_revision"], outside["git_dirty"]) == (None, None)
 
     def git(*arguments: str) -> None:
@@ -708,11 +820,11 @@ def test_versions_name_the_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
         subprocess.run(["git", *who, *arguments], check=True, capture_output=True)
 
     git("init")
-    assert checkpoint.versions()["git_revision"] is None  # a repository that the code is not part of
-    git("add", "checkpoint.py")
+    assert versions.versions()["git_revision"] is None  # a repository that the code is not part of
+    git("add", "versions.py")
     git("commit", "-m", "a")
-    clean = checkpoint.versions()
+    clean = versions.versions()
     assert len(str(clean["git_revision"])) == 40
     assert clean["git_dirty"] is False
     code.write_text("2")
-    assert checkpoint.versions()["git_dirty"] is True
+    assert versions.versions()["git_dirty"] is True

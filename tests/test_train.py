@@ -2,6 +2,8 @@
 
 import dataclasses
 import json
+import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -16,13 +18,14 @@ from transformers import AutoModelForCausalLM
 
 from helpers import tokenizer
 from tandemrl.batching import pack_tokens
-from tandemrl.checkpoint import CheckpointError, latest, lock
+from tandemrl.checkpoint import CheckpointError, DamagedError, latest, lock
 from tandemrl.config import Config, ConfigError, load, to_yaml
+from tandemrl.functions import signature
 from tandemrl.losses import RECIPES
 from tandemrl.rollout.collect import write
 from tandemrl.rollout.engine import Completion, Draws, EngineError
 from tandemrl.rollout.torch_engine import TorchEngine
-from tandemrl.run import TrainError, build, check_draws, check_mismatch, learning_rate, restore, signature
+from tandemrl.run import TrainError, build, check_draws, check_mismatch, learning_rate, restore
 from tandemrl.schedule import schedule_of
 from tandemrl.selection import bernoulli, solo
 from tandemrl.train import train
@@ -164,6 +167,111 @@ def test_resume_from_a_named_checkpoint_goes_back(tiny_pair: Path, finished: Pat
     assert_same_run(finished, out, step=6)
 
 
+def flip(file: Path) -> None:
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 1
+    file.write_bytes(content)
+
+
+def cut(file: Path, step: int) -> None:
+    """Tear a record inside the first line of a step."""
+    content = file.read_bytes()
+    file.write_bytes(content[: content.index(f'"step": {step},'.encode()) + 4])
+
+
+def without(file: Path, step: int) -> None:
+    lines = file.read_text().splitlines(keepends=True)
+    file.write_text("".join(line for line in lines if json.loads(line)["step"] != step))
+
+
+DAMAGE = {  # the run is saved after steps 4 and 6: what is damaged, what is said of it, and whether step 4 is a way out
+    "shard": (lambda out: flip(out / "checkpoints/step_6/tensors/__0_0.distcp"), r"__0_0\.distcp: not as it was", True),
+    "state": (lambda out: flip(out / "checkpoints/step_6/state.pt"), r"state\.pt: not as it was", True),
+    "both": (lambda out: [flip(file) for file in out.glob("checkpoints/*/state.pt")], r"step_6/state\.pt: not", False),
+    "metrics torn in step 2": (
+        lambda out: cut(out / "metrics.jsonl", 2),
+        r"no readable line of step 2, 3, 4, 5",
+        False,
+    ),
+    "samples torn in step 6": (lambda out: cut(out / "samples.jsonl", 6), r"no readable line of step 6", True),
+    "a metrics line less": (lambda out: without(out / "metrics.jsonl", 5), r"no readable line of step 5\.", True),
+    "samples changed": (lambda out: flip(out / "samples.jsonl"), r"samples\.jsonl: .*step", False),
+    "no metrics": (lambda out: (out / "metrics.jsonl").unlink(), r"metrics\.jsonl: missing, with the 6 lines", False),
+}
+
+
+def test_damage_is_refused_with_the_way_out_and_nothing_is_touched(
+    tiny_pair: Path, finished: Path, tmp_path: Path
+) -> None:
+    out = tmp_path / "run"
+    run = build(config(tiny_pair, out, "train.steps=8"))
+    for name, (damage, message, way_out) in DAMAGE.items():
+        shutil.copytree(finished, out)
+        damage(out)
+        before = {file: file.read_bytes() for file in out.rglob("*") if file.is_file()}
+        with pytest.raises(DamagedError, match=message) as error:
+            restore(run, "auto")
+        assert {file: file.read_bytes() for file in out.rglob("*") if file.is_file()} == before, name
+        assert (f"--resume {out}/checkpoints/step_4)" in str(error.value)) is way_out, name
+        assert ("No older checkpoint in" in str(error.value)) is not way_out, name
+        shutil.rmtree(out)
+    copy = shutil.copytree(finished / "checkpoints" / "step_6", tmp_path / "a copy")
+    flip(copy / "state.pt")
+    with pytest.raises(DamagedError, match=r"a copy/state\.pt: .*No older checkpoint in"):
+        restore(run, str(copy))
+
+
+def test_the_way_out_leads_to_the_same_run(tiny_pair: Path, finished: Path, tmp_path: Path) -> None:
+    """Past a damaged checkpoint, a torn record, and folders of others."""
+    out = shutil.copytree(finished, tmp_path / "run")
+    flip(out / "checkpoints/step_6/tensors/__0_0.distcp")
+    cut(out / "metrics.jsonl", 5)
+    for foreign in ("checkpoints/step_999", "hf/step_final", "hf/step_9.bak"):
+        (out / foreign).mkdir()
+    again = config(tiny_pair, out, "train.steps=6")
+    with pytest.raises(DamagedError) as error:
+        train(again, quiet=True)
+    way_out = re.search(r"--resume (\S+)\), and the steps after 4 are", str(error.value))
+    assert way_out is not None
+    train(again, resume=way_out[1], quiet=True)
+    assert_same_run(finished, out, step=6)
+    assert (out / "hf" / "step_final").is_dir()
+
+
+def test_a_run_may_leave_its_damaged_record_behind(tiny_pair: Path, finished: Path, tmp_path: Path) -> None:
+    """In another folder it begins new files; those of another run there are not gone on with."""
+    checkpoint = str(shutil.copytree(finished, tmp_path / "old") / "checkpoints" / "step_4")
+    cut(tmp_path / "old" / "metrics.jsonl", 2)
+    new = build(config(tiny_pair, tmp_path / "new", "train.steps=6"))
+    assert restore(new, checkpoint) == 4
+    (tmp_path / "new" / "metrics.jsonl").write_text('{"step": 1}\n{"step": 5}\n')
+    with pytest.raises(DamagedError, match=r"new/metrics\.jsonl: no readable line of step 2, 3, 4\. "):
+        restore(new, checkpoint)
+
+
+def test_a_checkpoint_of_an_earlier_version_resumes_with_one_warning(
+    tiny_pair: Path, finished: Path, tmp_path: Path
+) -> None:
+    out = shutil.copytree(finished, tmp_path / "run")
+    folder = out / "checkpoints" / "step_6"
+    content = torch.load(folder / "state.pt", weights_only=True)
+    del content["state"]["records"]
+    torch.save(content | {"format": 2}, folder / "state.pt")
+    meta = json.loads((folder / "meta.json").read_text())
+    del meta["files"]
+    (folder / "meta.json").write_text(json.dumps(meta))
+    run = build(config(tiny_pair, out, "train.steps=6"))
+    with pytest.warns(UserWarning, match=r"step_6 was written by an earlier version") as warned:
+        assert restore(run, "auto") == 6
+    assert len(warned) == 1
+    without(out / "metrics.jsonl", 3)
+    with (
+        pytest.warns(match="earlier version"),
+        pytest.raises(DamagedError, match=r"metrics\.jsonl: no readable line of step 3\. "),
+    ):
+        restore(run, "auto")
+
+
 def test_resume_refuses_another_config_and_never_refuses_a_used_folder(finished: Path, tiny_pair: Path) -> None:
     with pytest.raises(CheckpointError, match=r"train\.lr"):
         train(config(tiny_pair, finished, "train.steps=6", "train.lr=1e-3"), quiet=True)
@@ -233,14 +341,20 @@ def test_micro_batches_do_not_change_the_update(tiny_pair: Path, tmp_path: Path)
 
 
 def test_own_recipe_and_strategy(tiny_pair: Path, tmp_path: Path) -> None:
-    recipe = RECIPES["grpo"]._replace(name="mine", advantage=lambda rewards, group_ids: rewards - rewards.mean())
-    out = train(
-        config(tiny_pair, tmp_path, "train.steps=2", "train.eval_every=0"),
-        recipe=recipe,
-        strategy=lambda step: bernoulli(0.25),
-        quiet=True,
-    )
+    mine = {
+        "recipe": RECIPES["grpo"]._replace(name="mine", advantage=lambda rewards, group_ids: rewards - rewards.mean()),
+        "strategy": lambda step: bernoulli(0.25),
+    }
+    out = train(config(tiny_pair, tmp_path, "train.steps=2", "train.eval_every=0"), **mine, quiet=True)
     assert all(0.1 < line["tandem/senior_draw_frac"] < 0.4 for line in metrics(out))
+
+    for folder in (out, out / "checkpoints" / "step_2"):  # both say what trained, and do not train something else
+        stored = load(folder / "config.yaml")
+        assert stored.functions.strategy.signature == signature(mine["strategy"])
+        assert "<lambda> (test_train.py:" in stored.functions.recipe.name
+        with pytest.raises(ConfigError, match=r"functions\.recipe: .* passed is none"):
+            train(stored, quiet=True)
+    assert train(stored, **mine, quiet=True) == out
 
 
 # --------------------------------------------------------------------------------------------------------------- gates
@@ -423,16 +537,6 @@ def test_resume_refuses_another_recipe_and_other_frozen_weights(tiny_pair: Path,
         run.engine.models[0].get_input_embeddings().weight[0, 0] += 1
     with pytest.raises(CheckpointError, match="another junior"):
         restore(run, "auto")
-
-
-def test_signatures_tell_user_functions_apart() -> None:
-    def make(scale: float):
-        return lambda x: scale * x
-
-    assert signature(make(1.0)) == signature(make(1.0))
-    assert signature(make(1.0)) != signature(make(2.0))
-    assert signature(lambda x: x + 1) != signature(lambda x: x + 2)
-    assert signature(RECIPES["grpo"].surrogate) == "tandemrl.losses.surrogates.ppo_clip"
 
 
 def test_offload_in_one_process_is_refused(tiny_pair: Path, tmp_path: Path) -> None:

@@ -1,22 +1,18 @@
 """Atomic checkpoints, HF exports, and what makes a resumed run the same run.
 
-Every directory appears under its name only when all of it is on disk: it is written beside its place under a hidden
-name, synced, then renamed. What a killed process leaves behind is hidden; readers ignore it and ``recover`` tidies up.
-
 A checkpoint is ``state.pt`` (plain data), ``tensors/`` (models and optimisers, see ``dcp``; every process writes its
-share), ``config.yaml`` and ``meta.json``. Where one process fails, all raise; rank 0 makes and renames the folder.
+share), ``config.yaml`` and ``meta.json`` (with the hashes of the others, see ``manifest``). It appears under its name
+when all of it is on disk (see ``atomic``). Where one process fails, all raise; rank 0 makes and renames the folder.
 """
 
 import errno
 import fcntl
 import io
 import json
-import os
 import platform
 import random
 import re
 import shutil
-import subprocess
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -24,9 +20,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import lru_cache
-from importlib import metadata
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -34,18 +29,23 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.checkpoint.api import CheckpointException
 
-from tandemrl import dcp
+from tandemrl import dcp, manifest
+from tandemrl.atomic import NEW, begin, drop, publish, write_directory
 from tandemrl.config import Config, ConfigError, difference, to_yaml
 from tandemrl.config import load as load_yaml
-from tandemrl.dcp import CheckpointError as CheckpointError
 from tandemrl.dcp import Trained as Trained
 from tandemrl.lora import merged_parameters
+from tandemrl.manifest import CheckpointError as CheckpointError
+from tandemrl.manifest import DamagedError as DamagedError
 from tandemrl.parallel import World
+from tandemrl.versions import versions
 
-FORMAT = 2
-"""Of ``state.pt``. 1 held the tensors of the policy and its optimiser too."""
+FORMAT = 3
+"""Of a checkpoint. 1 held the tensors of the policy and its optimiser in ``state.pt``; 2 had no hashes."""
+_READABLE = (2, FORMAT)
+_T = TypeVar("_T")
 _STEP = re.compile(r"step_(\d+)")
-_NEW, _OLD = ".new-", ".old-"
+_CONTENT = ("state.pt", "tensors", "config.yaml", "meta.json")
 _FREE_TO_CHANGE = {
     "output_dir",
     "train.save_every",
@@ -68,75 +68,6 @@ _FREE_TO_CHANGE = {
     "judge.timeout_s",
     "judge.concurrency",
 }
-
-
-# Atomic files and directories ---------------------------------------------------------------------------------------
-
-
-def write_text(path: Path, text: str) -> None:
-    """Write a file so that a crash leaves either the old content or the new."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f"{_NEW}{path.name}")
-    with open(temporary, "w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(temporary, path)
-    _sync(path.parent)
-
-
-def write_directory(path: Path, fill: Callable[[Path], None]) -> None:
-    """Let ``fill`` write into a hidden directory, then put it in place of ``path``.
-
-    A new path appears in one rename. Replacing an existing directory takes two: the old one is set aside under a hidden
-    name first, so a crash between the two leaves it there and ``recover`` puts it back.
-    """
-    fill(_begin(path))
-    _publish(path)
-
-
-def _begin(path: Path) -> Path:
-    """An empty hidden directory that is to become ``path``."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    recover(path.parent)
-    new = path.with_name(f"{_NEW}{path.name}")
-    new.mkdir()
-    return new
-
-
-def _publish(path: Path) -> None:
-    """Put what was written since ``_begin`` in place."""
-    new, old = path.with_name(f"{_NEW}{path.name}"), path.with_name(f"{_OLD}{path.name}")
-    for folder, _, files in os.walk(new, topdown=False):
-        for name in files:
-            _sync(Path(folder, name))
-        _sync(Path(folder))
-    if path.exists():
-        os.rename(path, old)
-    os.rename(new, path)
-    _sync(path.parent)
-    if old.exists():
-        shutil.rmtree(old)
-
-
-def recover(parent: Path) -> None:
-    """Undo what a killed process left in ``parent``: half-written directories go, set-aside ones return to their name.
-
-    Only the process that writes there may call it.
-    """
-    for entry in sorted(parent.glob(f"{_NEW}*")):
-        shutil.rmtree(entry) if entry.is_dir() else entry.unlink()
-    for entry in sorted(parent.glob(f"{_OLD}*")):
-        home = entry.with_name(entry.name.removeprefix(_OLD))
-        shutil.rmtree(entry) if home.exists() else os.rename(entry, home)
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 # Checkpoints --------------------------------------------------------------------------------------------------------
@@ -182,9 +113,9 @@ def save(
     files = {
         "state.pt": buffer.getvalue(),
         "config.yaml": to_yaml(config).encode(),
-        "meta.json": (json.dumps({"step": step, "processes": world.size, "versions": versions()}, indent=1)).encode(),
     }
-    writing = _Writing(path, files, tensors, keep, world)
+    meta = {"step": step, "processes": world.size, "versions": versions()}
+    writing = _Writing(path, files, meta, tensors, keep, world)
     writing.begin()
     if not background:
         writing.finish()
@@ -224,6 +155,7 @@ class _Writing:
 
     path: Path
     files: Mapping[str, bytes]
+    meta: Mapping[str, Any]
     tensors: Mapping[str, Tensor]
     keep: int
     world: World
@@ -231,7 +163,7 @@ class _Writing:
 
     @property
     def hidden(self) -> Path:
-        return self.path.with_name(f"{_NEW}{self.path.name}")
+        return self.path.with_name(f"{NEW}{self.path.name}")
 
     def begin(self) -> None:
         """Make the hidden folder."""
@@ -240,44 +172,53 @@ class _Writing:
     def finish(self) -> None:
         """Write into it, and put it in place."""
         try:
-            self._together(self._fill)
-            self._together(self._put)
+            hashes = self._together(self._fill)
+            self._together(lambda: self._put({name: value for each in hashes for name, value in each.items()}))
         finally:
             self.tensors = {}
 
     def _make(self) -> None:
         if self.world.main:
-            if self.path.exists():
-                raise CheckpointError(
-                    f"{self.path} exists already: resume from the newest checkpoint, or discard_after() first"
-                )
-            _begin(self.path)
+            if self.path.exists() and not _is_empty(self.path):
+                advice = "resume from the newest checkpoint, or discard_after() first"
+                advice = advice if _is_checkpoint(self.path) else "it holds no checkpoint; move it elsewhere"
+                raise CheckpointError(f"{self.path} exists already: {advice}")
+            begin(self.path)
 
-    def _fill(self) -> None:
+    def _fill(self) -> dict[str, str]:
+        """Write this process's files; returns their hashes."""
         _find(self.hidden, self.world)
+        hashes = {}
         if self.tensors:
-            dcp.write(self.hidden / "tensors", self.tensors, alone=self.world.size == 1, group=self.group)
+            written = dcp.write(self.hidden / "tensors", self.tensors, alone=self.world.size == 1, group=self.group)
+            hashes = {f"tensors/{name}": value for name, value in written.items()}
         if self.world.main:
             for name, content in self.files.items():
                 (self.hidden / name).write_bytes(content)
+                hashes[name] = manifest.hash_of(content)
+        return hashes
 
-    def _put(self) -> None:
+    def _put(self, hashes: Mapping[str, str]) -> None:
         if self.world.main:
-            _publish(self.path)
+            (self.hidden / "meta.json").write_text(json.dumps({**self.meta, "files": hashes}, indent=1))
+            publish(self.path)
             for older in _steps(self.path.parent)[: -self.keep]:
                 try:
-                    _drop(older)
+                    drop(older)
                 except OSError as error:
                     raise CheckpointError(f"{older}: cannot be removed ({error}); {self.path} is complete") from error
 
-    def _together(self, act: Callable[[], None]) -> None:
+    def _together(self, act: Callable[[], _T]) -> list[_T]:
         """Do something in every process; where one fails, all raise the same, and nothing hidden is left.
+
+        Returns:
+            what it gave in each process.
 
         What ends a process (KeyboardInterrupt, SystemExit) is passed on, and leaves its traces to ``recover``.
         """
-        failure, cause, lost = None, None, False
+        result, failure, cause, lost = None, None, None, False
         try:
-            act()
+            result = act()
         except (Exception, CheckpointException) as error:
             rank, cause = _cause(error, self.world.rank)
             if not isinstance(cause, Exception):
@@ -286,15 +227,16 @@ class _Writing:
             needed = _bytes(self.tensors.values()) + sum(map(len, self.files.values()))
             failure = _explain(cause, self.path, needed, f"process {rank}: " if self.world.size > 1 else "")
         try:
-            failures = self.world.gather(failure, self.group)
+            results = self.world.gather((result, failure), self.group)
         except RuntimeError as error:
             if failure is None or lost:
                 failure = f"{self.path}: not written: a process is gone or hangs ({_brief(error)})"
             raise CheckpointError(failure) from error
-        if first := next(filter(None, failures), None):
+        if first := next((failure for _, failure in results if failure), None):
             if self.world.main:
                 shutil.rmtree(self.hidden, ignore_errors=True)
             raise CheckpointError(first) from cause
+        return [result for result, _ in results]
 
 
 def _explain(error: Exception, path: Path, needed: int, who: str = "") -> str:
@@ -362,9 +304,16 @@ def lock(output_dir: str | Path) -> Iterator[None]:
 
 
 def latest(output_dir: str | Path) -> Path | None:
-    """The complete checkpoint with the highest step, or None."""
+    """The checkpoint with the highest step, or None."""
     found = _steps(Path(output_dir, "checkpoints"))
     return found[-1] if found else None
+
+
+def older(path: str | Path) -> list[Path]:
+    """The checkpoints in the same folder whose step is lower, newest first; none for a folder of another name."""
+    if not _STEP.fullmatch(Path(path).name):
+        return []
+    return [other for other in reversed(_steps(Path(path).parent)) if step_of(other) < step_of(path)]
 
 
 def step_of(path: str | Path) -> int:
@@ -379,13 +328,14 @@ def step_of(path: str | Path) -> int:
     return int(match.group(1))
 
 
-def load(path: str | Path) -> dict[str, Any]:
+def load(path: str | Path, world: World = World()) -> dict[str, Any]:  # noqa: B008 - frozen
     """The state of one checkpoint, tensors on the CPU. Nothing in the file can execute code (``weights_only``).
 
     Raises:
         CheckpointError: there is no readable checkpoint at ``path``, or it has another format.
+        DamagedError: its file is not as it was written.
     """
-    return _read_state(path)["state"]
+    return in_every_process(lambda: _read_state(Path(path))["state"], path, world)
 
 
 def load_parts(path: str | Path, parts: Mapping[str, Trained], world: World = World()) -> None:  # noqa: B008
@@ -393,33 +343,72 @@ def load_parts(path: str | Path, parts: Mapping[str, Trained], world: World = Wo
 
     Raises:
         CheckpointError: on every process: the checkpoint is not readable, or not of these models and optimisers.
+        DamagedError: likewise: a file is missing, added or not as it was written. Nothing has been filled then.
     """
-    failure = None
+    folder = Path(path)
+    in_every_process(lambda: _verify_tensors(folder, world), path, world)
+    in_every_process(
+        lambda: dcp.read(folder / "tensors", parts, _read_state(folder)["optimizers"], alone=world.size == 1),
+        path,
+        world,
+    )
+
+
+def verify(path: str | Path) -> None:
+    """Read all of a checkpoint, in one process.
+
+    Raises:
+        CheckpointError: it cannot be read, or is not as it was written.
+    """
+    load(path)
+    load_config(path)
+    _verify_tensors(Path(path), World())
+
+
+def in_every_process(act: Callable[[], _T], path: str | Path, world: World) -> _T:
+    """Read something at ``path`` in every process; where one fails, all raise the same."""
+    result, failure = None, None
     try:
-        dcp.read(Path(path, "tensors"), parts, _read_state(path)["optimizers"], alone=world.size == 1)
+        result = act()
     except (Exception, CheckpointException) as error:
         _, cause = _cause(error, world.rank)
         if not isinstance(cause, Exception):
             raise cause from None
-        failure = str(cause) if isinstance(cause, CheckpointError) else f"{path}: not readable: {_brief(cause)}"
+        known = isinstance(cause, CheckpointError)
+        failure = cause if known else DamagedError(f"{path}: not readable: {_brief(cause)}")
     if first := next(filter(None, world.gather(failure)), None):
-        raise CheckpointError(first)
+        raise first
+    return result  # type: ignore[return-value]  # there is one, as nothing failed
 
 
-def _read_state(path: str | Path) -> dict[str, Any]:
-    file = Path(path, "state.pt")
+def _verify_tensors(path: Path, world: World) -> None:
+    """Compare this process's share of the files with their hashes. Of format 2 there are none."""
+    hashes = {name: value for name, value in manifest.read_hashes(path).items() if name.startswith("tensors/")}
+    if hashes:
+        manifest.refuse_others(path, "tensors/*.distcp", hashes)
+    manifest.verify(path, {name: hashes[name] for name in sorted(hashes)[world.rank :: world.size]})
+
+
+def _read_state(path: Path) -> dict[str, Any]:
+    file = path / "state.pt"
     if not file.is_file():
+        if _is_checkpoint(path):
+            raise DamagedError(f"{file}: missing, but the checkpoint was written with it")
         raise CheckpointError(f"{path}: no checkpoint there (state.pt is missing); expected …/checkpoints/step_N")
+    content = manifest.read_bytes(file)
     try:
-        found = torch.load(file, map_location="cpu", weights_only=True)
+        found = torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
     except Exception as error:
-        raise CheckpointError(f"{file}: not readable: {_brief(error)}") from error
+        raise DamagedError(f"{file}: not readable: {_brief(error)}") from error
     version = found.get("format", 1) if isinstance(found, dict) else None
-    if version != FORMAT:
+    if version not in _READABLE:
         raise CheckpointError(
-            f"{file}: format {version}, this version of tandemrl reads {FORMAT}: finish the run with the version that "
-            "meta.json names, or start again from its export (hf/step_N as model.senior) in another output_dir"
+            f"{file}: format {version}, this version of tandemrl reads {' and '.join(map(str, _READABLE))}: finish the "
+            "run with the version that meta.json names, or start again from its export (hf/step_N as model.senior) in "
+            "another output_dir"
         )
+    if version == FORMAT and not manifest.read_hashes(path):
+        raise DamagedError(f"{path / 'meta.json'}: missing, or without the hashes that it was written with")
     return found
 
 
@@ -432,6 +421,7 @@ def load_config(path: str | Path) -> Config:
     file = Path(path, "config.yaml")
     if not file.is_file():
         raise CheckpointError(f"{path}: config.yaml is missing; not a checkpoint")
+    manifest.read_bytes(file)
     try:
         return load_yaml(file)
     except ConfigError as error:
@@ -439,10 +429,11 @@ def load_config(path: str | Path) -> Config:
 
 
 def discard_after(output_dir: str | Path, step: int) -> None:
-    """Remove the checkpoints later than ``step``: a run that goes back must not find its abandoned future."""
-    for path in reversed(_steps(Path(output_dir, "checkpoints"))):
+    """Remove the checkpoints and exports later than ``step``: a run that goes back must not find its abandoned future.
+    What has another name, or is no checkpoint, stays."""
+    for path in [*reversed(_steps(Path(output_dir, "checkpoints"))), *_numbered(Path(output_dir, "hf"))]:
         if step_of(path) > step:
-            _drop(path)
+            drop(path)
 
 
 def check_resume(stored: Config, current: Config) -> None:
@@ -454,7 +445,7 @@ def check_resume(stored: Config, current: Config) -> None:
     Raises:
         CheckpointError: names every key that differs, with both values.
     """
-    changed = {key: pair for key, pair in difference(stored, current).items() if key not in _FREE_TO_CHANGE}
+    changed = {key: pair for key, pair in difference(stored, current).items() if not _may_change(key, pair[0])}
     if current.train.steps > stored.train.steps and current.train.schedule == "constant":
         changed.pop("train.steps", None)
     if changed:
@@ -465,17 +456,31 @@ def check_resume(stored: Config, current: Config) -> None:
         )
 
 
+def _may_change(key: str, stored: Any) -> bool:
+    """Functions are compared by signature; what a config from before they were recorded lacks, ``run.identity`` has."""
+    if key.startswith("functions."):
+        return stored is None or not key.endswith(".signature")
+    return key in _FREE_TO_CHANGE
+
+
 def _steps(folder: Path) -> list[Path]:
-    """Complete checkpoints in the order of their steps."""
+    """Checkpoints, whole or what damage left of them, in the order of their steps."""
+    return [path for path in _numbered(folder) if _is_checkpoint(path)]
+
+
+def _numbered(folder: Path) -> list[Path]:
+    """The directories called step_N, in the order of their steps."""
     found = [path for path in folder.glob("step_*") if _STEP.fullmatch(path.name) and path.is_dir()]
     return sorted(found, key=step_of)
 
 
-def _drop(path: Path) -> None:
-    """Remove a checkpoint; hidden first, so that no half-removed one is ever visible."""
-    hidden = path.with_name(f"{_NEW}{path.name}")
-    os.rename(path, hidden)
-    shutil.rmtree(hidden)
+def _is_checkpoint(path: Path) -> bool:
+    """Whether anything of a checkpoint is in a directory: one that somebody else made does not count."""
+    return any((path / name).exists() for name in _CONTENT)
+
+
+def _is_empty(path: Path) -> bool:
+    return path.is_dir() and not any(path.iterdir())
 
 
 def _require_plain(value: Any, where: str) -> None:
@@ -493,7 +498,7 @@ def _require_plain(value: Any, where: str) -> None:
         )
 
 
-# Random state, exports, provenance ----------------------------------------------------------------------------------
+# Random state and exports ---------------------------------------------------------------------------------------------
 
 
 def rng_state() -> dict[str, Any]:
@@ -541,7 +546,7 @@ def export_hf(
             write_directory(Path(path), lambda folder: _save_pretrained(model, tokenizer, weights, folder))
     except Exception as error:
         failure = _explain(error, Path(path), _bytes(weights.values()))
-        shutil.rmtree(Path(path).with_name(f"{_NEW}{Path(path).name}"), ignore_errors=True)
+        shutil.rmtree(Path(path).with_name(f"{NEW}{Path(path).name}"), ignore_errors=True)
         if world.size == 1:
             raise CheckpointError(failure) from error
     if failure := world.agreed(failure):
@@ -580,65 +585,3 @@ def _save_pretrained(model: Any, tokenizer: Any, weights: dict[str, Tensor], fol
         if bars:
             logging.enable_progress_bar()
     tokenizer.save_pretrained(folder)
-
-
-def versions() -> dict[str, str | bool | None]:
-    """What produced a result: Python, libraries, and the git revision of this code (None when not from a checkout)."""
-    tracked = _git("ls-files", "--error-unmatch", Path(__file__).name)
-    revision = _git("rev-parse", "HEAD") if tracked else None
-    return {
-        "python": platform.python_version(),
-        **{name: _version(name) for name in ("torch", "transformers", "tandemrl")},
-        "git_revision": revision,
-        "git_dirty": None if revision is None else bool(_git("status", "--porcelain", "--untracked-files=no")),
-    }
-
-
-def _version(package: str) -> str | None:
-    try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return None
-
-
-def _git(*arguments: str) -> str | None:
-    try:
-        here = str(Path(__file__).parent)
-        done = subprocess.run(["git", "-C", here, *arguments], capture_output=True, text=True, timeout=10)
-    except (OSError, subprocess.TimeoutExpired):
-        return None
-    return done.stdout.strip() if done.returncode == 0 else None
-
-
-def truncate_jsonl(path: str | Path, last_step: int) -> int:
-    """Drop the lines of later steps, and a torn last line, so that a resumed run writes no step twice. Atomic.
-
-    Returns:
-        The number of lines dropped.
-
-    Raises:
-        CheckpointError: a line other than the last is not JSON with a ``step``.
-    """
-    source = Path(path)
-    if not source.is_file():
-        return 0
-    temporary = source.with_name(f"{_NEW}{source.name}")
-    dropped, torn = 0, 0
-    with open(source, encoding="utf-8", errors="replace") as lines, open(temporary, "w", encoding="utf-8") as kept:
-        for number, line in enumerate(lines, 1):
-            if torn:
-                raise CheckpointError(f"{source}: line {torn} is not a JSON object with a step; repair or remove it")
-            try:
-                step = json.loads(line)["step"]
-            except (ValueError, KeyError, TypeError):
-                torn = number
-                continue
-            if step > last_step:
-                dropped += 1
-            else:
-                kept.write(line if line.endswith("\n") else f"{line}\n")
-        kept.flush()
-        os.fsync(kept.fileno())
-    os.replace(temporary, source)
-    _sync(source.parent)
-    return dropped + bool(torn)

@@ -16,7 +16,7 @@ from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
-from tandemrl.checkpoint import write_text
+from tandemrl.atomic import write_text
 from tandemrl.evals import (
     PHASES,
     Measure,

@@ -8,6 +8,8 @@ torch's own ``get_optimizer_state_dict`` is not used: it fills an optimiser that
 which would shift the bias correction of every later step.
 """
 
+import hashlib
+import os
 import pickle
 import warnings
 from collections.abc import Iterator, Mapping
@@ -19,15 +21,14 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
+from torch.distributed.checkpoint.filesystem import FileSystem
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+
+from tandemrl.manifest import CheckpointError
 
 _MODEL, _OPTIMIZER = "model", "optimizer"
 _HOW = {"params", "fused", "foreach", "capturable", "differentiable"}
 """Entries of an optimiser's groups that say how it computes, not what."""
-
-
-class CheckpointError(RuntimeError):
-    """A checkpoint cannot be written, read or continued from; the message names the file and the fix."""
 
 
 class Trained(NamedTuple):
@@ -78,14 +79,22 @@ def on_host(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return {name: tensor.to("cpu", copy=True) for name, tensor in tensors.items()}
 
 
-def write(folder: Path, tensors: Mapping[str, Tensor], *, alone: bool, group: dist.ProcessGroup | None) -> None:
+def write(
+    folder: Path, tensors: Mapping[str, Tensor], *, alone: bool, group: dist.ProcessGroup | None
+) -> dict[str, str]:
     """Write this process's share of ``tensors``. All processes of ``group`` (None: all) call it, unless ``alone``.
+
+    Returns:
+        the SHA-256 of each file that this process wrote, by name.
 
     Raises:
         torch.distributed.checkpoint.api.CheckpointException: on every process, if one of them fails.
     """
+    writer = dcp.FileSystemWriter(folder)
+    writer.fs = files = _HashedFiles()
     with _silent():
-        dcp.save(dict(tensors), storage_writer=dcp.FileSystemWriter(folder), process_group=group, no_dist=alone)
+        dcp.save(dict(tensors), storage_writer=writer, process_group=group, no_dist=alone)
+    return {name: digest.hexdigest() for name, digest in files.digests.items()}
 
 
 def stored(folder: Path) -> dict[str, TensorStorageMetadata]:
@@ -208,6 +217,38 @@ def _silent() -> Iterator[None]:
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")
         yield
+
+
+class _HashedFiles(FileSystem):
+    """Files that are hashed while they are written, so that none has to be read for it. digests: by file name."""
+
+    def __init__(self) -> None:
+        self.digests: dict[str, Any] = {}
+
+    @contextmanager
+    def create_stream(self, path: str | os.PathLike[str], mode: str) -> Iterator[Any]:
+        with super().create_stream(path, mode) as stream:
+            if mode != "wb":
+                yield stream
+                return
+            digest = self.digests[Path(path).name] = hashlib.sha256()
+            yield _HashedStream(stream, digest)
+
+    def rename(self, path: str | os.PathLike[str], new_path: str | os.PathLike[str]) -> None:
+        super().rename(path, new_path)
+        self.digests[Path(new_path).name] = self.digests.pop(Path(path).name)
+
+
+class _HashedStream:
+    """A file to which is only ever appended: without ``seek``, so that the digest is that of the file."""
+
+    def __init__(self, stream: Any, digest: Any) -> None:
+        self._stream, self._digest = stream, digest
+        self.tell, self.flush, self.fileno, self.close = stream.tell, stream.flush, stream.fileno, stream.close
+
+    def write(self, data: Any) -> int:
+        self._digest.update(data)
+        return int(self._stream.write(data))
 
 
 class _Reader(dcp.FileSystemReader):

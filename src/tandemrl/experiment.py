@@ -30,7 +30,7 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 
 from tandemrl import evals, report
-from tandemrl.checkpoint import versions, write_text
+from tandemrl.atomic import write_text
 from tandemrl.compare import compare, to_json
 from tandemrl.config import EvalConfig, RolloutConfig, load
 from tandemrl.data.synthetic import PAIRS, repairs, slips, uses_jargon
@@ -38,6 +38,7 @@ from tandemrl.report.records import MEASURES, Verdict
 from tandemrl.stats import Interval, at_least
 from tandemrl.tiny import SIZES, build_tiny_pair, lr_scale
 from tandemrl.train import train
+from tandemrl.versions import versions
 
 SCHEMA = 2
 BASE = "base"

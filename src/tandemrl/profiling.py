@@ -21,7 +21,7 @@ from torch.utils.benchmark import Timer
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
-from tandemrl.checkpoint import write_text
+from tandemrl.atomic import write_text
 from tandemrl.parallel import World
 from tandemrl.types import Metrics
 

@@ -3,25 +3,27 @@
 import copy
 import hashlib
 import math
-import shutil
-from collections.abc import Callable, Sequence
+import warnings
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from types import CodeType
 from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from tandemrl import checkpoint
-from tandemrl.checkpoint import Trained
+from tandemrl import checkpoint, coverage
+from tandemrl.atomic import write_text
+from tandemrl.checkpoint import DamagedError, Trained
 from tandemrl.config import Config, ConfigError, to_yaml
+from tandemrl.coverage import Coverage
 from tandemrl.critic import load_critic, packed_values, token_values
 from tandemrl.data.rows import DataError, Prompt, encode_prompts, load_rows
 from tandemrl.data.sampler import Sampler
 from tandemrl.evals import profile_of
+from tandemrl.functions import signature, with_records
 from tandemrl.lora import attach, base_parameters
 from tandemrl.losses import RECIPES, Recipe
 from tandemrl.model import (
@@ -65,6 +67,7 @@ class Run:
     """The parts of one training run. ``dropped``: training rows that were too long. ``judge``: the model that marks
     responses. ``best``: the held-out score behind ``hf/best``. ``ahead``: of a checkpoint, rollouts that wait for their
     step (see ``Ahead``). ``kl_coef``: of the step to come, where it adapts. ``clock``: of the current step.
+    ``records``: the lines of metrics.jsonl and samples.jsonl that are covered by a checkpoint; of rank 0 only.
 
     Of a ``world`` of several processes each has its own ``Run``; ``policy``, ``reference``, ``junior`` and ``critic``
     are then sharded. A policy with adapters is its own ``reference``, without them."""
@@ -93,6 +96,7 @@ class Run:
     critic: Trained | None = None
     kl_coef: float = 0.0
     clock: Clock = field(default_factory=Clock)
+    records: tuple[Coverage, ...] = ()
 
     @property
     def parts(self) -> dict[str, Trained]:
@@ -139,12 +143,14 @@ def build(
     strategy: Callable[[int], Strategy] | None = None,
     world: World | None = None,
 ) -> Run:
-    """Load models and data and start the engine; writes nothing.
+    """Load models and data and start the engine; writes nothing. The run's config has a record of the functions.
 
     Raises:
         ConfigError, DataError, ModelError: something named in the config is missing or does not fit.
         GraderError: responses cannot be scored: no sandbox, no judge, a judge that is down.
     """
+    own = None if recipe == RECIPES[config.loss.recipe] else recipe
+    config = with_records(config, recipe=own, strategy=strategy)
     model, data, world = config.model, config.data, world or World()
     if config.parallel.offload and (world.size == 1 or resolve_device(model.device).type != "cuda"):
         raise ConfigError("parallel.offload=true: only sharded models on CUDA can; start several processes there")
@@ -394,6 +400,8 @@ def save(run: Run, step: int) -> None:
     """HF export first, then the checkpoint: a checkpoint that exists implies its export."""
     output = Path(run.config.output_dir)
     export(run, f"step_{step}")
+    for record in run.records:
+        record.extend(step)
     state = {
         "step": step,
         "sampler": run.sampler.state_dict(),
@@ -401,6 +409,7 @@ def save(run: Run, step: int) -> None:
         "ahead": run.ahead,
         "kl_coef": run.kl_coef,
         "identity": identity(run),
+        "records": {record.file.name: record.to_plain() for record in run.records},
         "rng": checkpoint.rng_state(),
     }
     train = run.config.train
@@ -440,24 +449,6 @@ def identity(run: Run) -> dict[str, str]:
     return {"recipe": str(fields), "strategy": custom, "data.train": prompts, **frozen, **judge, **scorers}
 
 
-def signature(value: Any) -> str:
-    """Tells two functions apart by their code, constants and the plain values that they close over; the library's own
-    by their names."""
-    if getattr(value, "__module__", None) and value.__module__.startswith("tandemrl.") and callable(value):
-        return f"{value.__module__}.{value.__qualname__}"
-    code = getattr(value, "__code__", None)
-    if code is None:
-        return repr(value) if isinstance(value, int | float | str | bool | None) else type(value).__qualname__
-    cells = [cell.cell_contents for cell in value.__closure__ or ()]
-    content = repr((_code(code), [signature(cell) for cell in cells], [signature(x) for x in value.__defaults__ or ()]))
-    return f"{value.__qualname__}:{hashlib.sha256(content.encode()).hexdigest()[:16]}"
-
-
-def _code(code: CodeType) -> Any:
-    constants = [_code(c) if isinstance(c, CodeType) else repr(c) for c in code.co_consts]
-    return code.co_code, code.co_names, constants
-
-
 def restore(run: Run, resume: str) -> int:
     """Bring the run to the state of a checkpoint; returns the step it was taken after, 0 for a fresh run.
 
@@ -465,7 +456,9 @@ def restore(run: Run, resume: str) -> int:
         resume: ``auto``: the newest checkpoint in output_dir, if any; ``never``: output_dir must be fresh; or a path.
 
     Raises:
-        CheckpointError: the checkpoint is unreadable or was written under another config, or output_dir is not fresh.
+        CheckpointError: the checkpoint was written under another config, or output_dir is not fresh.
+        DamagedError: the checkpoint, or the lines that it covers of metrics.jsonl and samples.jsonl, are not as they
+            were written; names an older checkpoint that is.
     """
     output = Path(run.config.output_dir)
     path = checkpoint.latest(output) if resume in ("auto", "never") else Path(resume)
@@ -476,30 +469,90 @@ def restore(run: Run, resume: str) -> int:
             f"{output} already holds a run; resume it (--resume auto), or choose another output_dir or remove it"
         )
     step = 0
+    run.records = tuple(Coverage(output / name) for name in coverage.FILES) if run.world.main else ()
     if path is None and started:  # a run that died before its first checkpoint
         checkpoint.check_resume(checkpoint.load_config(output), run.config)
     if path is not None:
-        checkpoint.check_resume(checkpoint.load_config(path), run.config)
-        state = checkpoint.load(path)
-        now = identity(run)
-        if changed := [name for name, value in now.items() if state["identity"].get(name) != value]:
-            raise checkpoint.CheckpointError(
-                f"{path}: written with another {', '.join(changed)}; a resume would mix runs"
-            )
-        checkpoint.load_parts(path, run.parts, run.world)
-        run.sampler.load_state_dict(state["sampler"])
-        run.best = state["best"] if (output / "hf" / "best").is_dir() else -math.inf
-        run.ahead = state["ahead"]
-        run.kl_coef = state["kl_coef"]
-        checkpoint.restore_rng(state["rng"])
-        step = state["step"]
+        try:
+            step = _restore_from(run, path)
+        except DamagedError as error:
+            advice = run.world.agreed(_older_whole(path, output) if run.world.main else "")
+            raise DamagedError(f"{error}. {advice}") from None
     if run.world.main:
         checkpoint.discard_after(output, step)
-        for later in (output / "hf").glob("step_*"):
-            if checkpoint.step_of(later) > step:
-                shutil.rmtree(later)
-        for name in ("metrics.jsonl", "samples.jsonl"):
-            checkpoint.truncate_jsonl(output / name, step)
-        checkpoint.write_text(output / "config.yaml", to_yaml(run.config))
+        for covered in run.records:
+            covered.drop_rest()
+        write_text(output / "config.yaml", to_yaml(run.config))
     run.world.barrier()
     return step
+
+
+def _restore_from(run: Run, path: Path) -> int:
+    """Fill a run from a checkpoint; returns its step. Every process calls it, and where one fails, all raise."""
+    output, world = Path(run.config.output_dir), run.world
+    stored = checkpoint.in_every_process(lambda: checkpoint.load_config(path), path, world)
+    checkpoint.check_resume(stored, run.config)
+    state = checkpoint.load(path, world)
+    run.records = checkpoint.in_every_process(
+        lambda: _covered(path, state, output, warn=True) if world.main else (), path, world
+    )
+    now = identity(run)
+    if changed := [name for name, value in now.items() if state["identity"].get(name) != value]:
+        raise checkpoint.CheckpointError(f"{path}: written with another {', '.join(changed)}; a resume would mix runs")
+    checkpoint.load_parts(path, run.parts, world)
+    run.sampler.load_state_dict(state["sampler"])
+    run.best = state["best"] if (output / "hf" / "best").is_dir() else -math.inf
+    run.ahead = state["ahead"]
+    run.kl_coef = state["kl_coef"]
+    checkpoint.restore_rng(state["rng"])
+    return int(state["step"])
+
+
+def _covered(path: Path, state: Mapping[str, Any], output: Path, *, warn: bool = False) -> tuple[Coverage, ...]:
+    """The lines of metrics.jsonl and samples.jsonl that a checkpoint covers, once they are known to be there.
+
+    A run that goes on in another folder than its checkpoint's begins new files there, unless they were copied along.
+
+    Raises:
+        DamagedError: a line is missing, torn or changed.
+    """
+    stored, step = state.get("records", {}), state["step"]
+    if warn and not stored:
+        warnings.warn(
+            f"{path} was written by an earlier version: damage to it, to metrics.jsonl or samples.jsonl may go unseen",
+            stacklevel=2,
+        )
+    moved = path.resolve().parent.parent != output.resolve()
+    found = []
+    for name in coverage.FILES:
+        file = output / name
+        if moved and not file.is_file():
+            found.append(Coverage(file))
+            continue
+        try:
+            known = name in stored
+            found.append(coverage.restored(file, stored[name], step) if known else coverage.of_step(file, step))
+        except DamagedError as error:
+            raise DamagedError(
+                f"{error}. {path} covers these lines: put {file.name} back from a copy, or go on without them in "
+                f"another folder (output_dir=OTHER --resume {path})"
+            ) from None
+    return tuple(found)
+
+
+def _older_whole(path: Path, output: Path) -> str:
+    """What to do about a damaged checkpoint, in words: the newest older one that is whole, with its lines."""
+    for other in checkpoint.older(path):
+        try:
+            checkpoint.verify(other)
+            _covered(other, checkpoint.load(other), output)
+        except (checkpoint.CheckpointError, OSError):
+            continue
+        return (
+            f"{other} is whole: resume from it (--resume {other}), and the steps after {checkpoint.step_of(other)} are "
+            "trained again"
+        )
+    return (
+        f"No older checkpoint in {path.parent} is whole: start again in another output_dir, or from an export "
+        "(hf/step_N as model.senior)"
+    )

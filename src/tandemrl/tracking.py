@@ -51,7 +51,7 @@ class Tracker:
     """Writes the record of one run into ``output_dir`` and shows it.
 
     Args:
-        output_dir: the folder of the run; files are appended to (see ``checkpoint.truncate_jsonl`` for a resume).
+        output_dir: the folder of the run; files are appended to (see ``coverage`` for a resume).
         config: read for train.{steps, wandb, wandb_project, log_samples} and rollout.max_tokens.
         console: where to print; default standard output. Bars are drawn on a terminal only.
         quiet: print nothing.

@@ -1,7 +1,10 @@
 """Checkpoints of one mesh read by another: equal to the last bit; a process that fails makes all of them say so."""
 
 import errno
+import hashlib
+import json
 import os
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -97,6 +100,15 @@ def two(output: Path, expected: dict[str, Tensor]) -> dict[str, Any]:
     with pytest.raises(CheckpointError, match="holds no 'critic'"):
         checkpoint.load_parts(output / "checkpoints" / "step_2", {"critic": policy}, world)
 
+    damaged = output / "damaged"
+    if world.main:
+        shutil.copytree(output / "checkpoints" / "step_2", damaged)
+        shard_of_one = damaged / "tensors" / "__1_0.distcp"
+        shard_of_one.write_bytes(shard_of_one.read_bytes()[:-1] + b"x")
+    torch.distributed.barrier()
+    with pytest.raises(CheckpointError, match=r"__1_0\.distcp: not as it was written"):
+        checkpoint.load_parts(damaged, parts, world)
+
     world = join(TP, torch.device("cpu"))
     policy = trained(7, world, steps=0)
     checkpoint.load_parts(output / "checkpoints" / "step_2", {"policy": policy}, world)
@@ -129,6 +141,11 @@ def test_any_mesh_reads_what_another_wrote(tmp_path: Path) -> None:
         assert policy.module.lm_head.weight is policy.module.model.embed_tokens.weight
     files = {path.name for path in (folder / "step_3" / "tensors").iterdir()}
     assert files == {".metadata", "__0_0.distcp", "__1_0.distcp"}  # both wrote
+    for step in (3, 4):  # in the background, and not
+        hashes = json.loads((folder / f"step_{step}" / "meta.json").read_text())["files"]
+        for name in files:
+            content = (folder / f"step_{step}" / "tensors" / name).read_bytes()
+            assert hashes[f"tensors/{name}"] == hashlib.sha256(content).hexdigest()
     weights = {name: value for name, value in two_steps.items() if " " not in name}
     for name, values in (("fsdp", results[0]["exported"]), ("tp", weights)):
         model = AutoModelForCausalLM.from_pretrained(tmp_path / "hf" / name, dtype="auto")

@@ -10,8 +10,9 @@ from typing import Any
 
 import numpy as np
 
-from tandemrl.checkpoint import versions, write_text
+from tandemrl.atomic import write_text
 from tandemrl.evals.measures import EvalError, Sample
+from tandemrl.versions import versions
 
 SCHEMA = 1
 

@@ -9,7 +9,7 @@ from typing import Any
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup, escape
 
-from tandemrl.checkpoint import write_text
+from tandemrl.atomic import write_text
 from tandemrl.report import provenance, svg
 from tandemrl.report.figures import Styled, all_figures
 from tandemrl.report.records import FIRST_ARMS, Arm, Records, Setting, discover
