@@ -76,7 +76,7 @@ def about(library: str = "tandemrl") -> dict[str, Any]:
 
 
 def _commit() -> dict[str, Any]:
-    from tandemrl.checkpoint import versions
+    from tandemrl.versions import versions
 
     return {name: value for name, value in versions().items() if name.startswith("git_")}
 

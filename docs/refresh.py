@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from tandemrl.checkpoint import write_text
+from tandemrl.atomic import write_text
 from tandemrl.experiment import SCHEMA
 from tandemrl.report import read_results
 from tandemrl.report.records import Setting
