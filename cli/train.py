@@ -24,6 +24,9 @@ def train(
     from tandemrl import train as training
     from tandemrl.parallel import leave
 
-    output = training.train(resolved, resume=resume)
-    if leave():
+    try:
+        output = training.train(resolved, resume=resume)
+    finally:
+        main = leave()  # here, and not while the interpreter takes itself apart
+    if main:
         typer.echo(f"done: {output}")
