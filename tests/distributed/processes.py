@@ -26,7 +26,7 @@ _CONTEXT = multiprocessing.get_context("forkserver")
 _CONTEXT.set_forkserver_preload(["torch", "torch.distributed.fsdp", "transformers", "tandemrl.parallel"])
 
 
-def run(function: Callable[..., Any], size: int, *args: Any, timeout: float = 120.0) -> list[Any]:
+def run(function: Callable[..., Any], size: int, *args: Any, timeout: float = 300.0) -> list[Any]:
     """``function(*args)`` in ``size`` processes; their results by rank, which are pickled.
 
     Raises:

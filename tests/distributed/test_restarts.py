@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -134,16 +135,16 @@ def test_a_node_that_dies_and_comes_back(tiny_pair: Path, whole: Path, tmp_path:
 
     agents = [agent(0, dies=False), agent(1, dies=True)]
     try:
-        assert agents[1].wait(120) == -signal.SIGKILL
+        assert agents[1].wait(300) == -signal.SIGKILL
         agents[1] = agent(1, dies=False)
-        codes = [process.wait(120) for process in agents]
+        codes = [process.wait(300) for process in agents]
     finally:
         for process in agents:
             process.kill()
             process.wait()
-    said = (tmp_path / "agent_0.log").read_text()
-    assert codes == [0, 0], said
-    assert "error: step 3, " in said  # the node that stayed
-    assert "process 0 of 2 lost another one" in said
-    assert "resumed after step 2" in said
+    stayed, replaced = ((tmp_path / f"agent_{number}.log").read_text() for number in range(2))
+    assert codes == [0, 0], stayed + replaced
+    # Either node can be rank 0, before and after.
+    assert re.search(r"error: step 3, .*process [01] of 2 lost another one", stayed), stayed
+    assert "resumed after step 2" in stayed + replaced
     assert_same_run(whole, tmp_path / "run", step=4)
