@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 import tandemrl.profiling
 from processes import run
@@ -54,6 +55,8 @@ def trained(config: Config, event: str | None) -> Any:
                 signal.raise_signal(signal.SIGTERM)
             elif event == "leave":
                 raise EOFError
+            elif event == "no memory":
+                raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
         return update(*args)
 
     module.update = disturbed
@@ -89,6 +92,13 @@ def test_the_others_say_where_they_lost_a_process(tiny_pair: Path, tmp_path: Pat
     assert gone == "gone"
     assert left.startswith("LostProcessError: step 3, update")
     assert "process 0 of 2 lost another one" in left
+    assert latest(tmp_path / "run") == tmp_path / "run" / "checkpoints" / "step_2"
+
+
+def test_one_process_without_memory_ends_both(tiny_pair: Path, tmp_path: Path) -> None:
+    left, failed = run(trained, 2, settings(tiny_pair, tmp_path / "run"), "no memory")
+    assert failed.startswith("OutOfMemoryError: step 3, update: out of memory. It needs")
+    assert left.startswith("LostProcessError: step 3, update")
     assert latest(tmp_path / "run") == tmp_path / "run" / "checkpoints" / "step_2"
 
 
