@@ -1,5 +1,6 @@
 """What counts as work, what ends a process that does none, and when a run of several processes is watched."""
 
+import json
 import os
 import subprocess
 import sys
@@ -12,11 +13,21 @@ from unittest.mock import Mock, call
 import pytest
 import torch
 
+from fake_judge import FakeJudge
+from helpers import prepared, qwen3, tokenizer
 from tandemrl import parallel
 from tandemrl.ahead import Ahead
-from tandemrl.config import ParallelConfig
+from tandemrl.config import JudgeConfig, ParallelConfig, RewardConfig
+from tandemrl.data.rows import Row
+from tandemrl.rollout import http_engine, torch_engine
 from tandemrl.rollout.collect import Written
-from tandemrl.rollout.engine import Draws
+from tandemrl.rollout.engine import Draws, Request, Sampling
+from tandemrl.rollout.envs import scoring
+from tandemrl.rollout.envs.protocol import Score
+from tandemrl.rollout.envs.scoring import Scorer
+from tandemrl.rollout.http_engine import HttpEngine
+from tandemrl.rollout.torch_engine import TorchEngine
+from tandemrl.selection import solo
 from tandemrl.watchdog import EXIT_CODE, GRACE_S, WATCHDOG, Stillness, Watchdog
 
 
@@ -114,6 +125,49 @@ def test_rollouts_in_a_thread_are_work_only_while_the_loop_waits_for_them() -> N
         assert WATCHDOG.place == "late"
     finally:
         WATCHDOG.end()
+
+
+class Counted(Watchdog):
+    """Counts the stamps of any thread that would be watched, or waited for."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+        self.main = threading.get_ident()
+
+    def stamp(self, place: str | None = None) -> None:
+        self.count += threading.get_ident() == self.main or self._shared
+
+
+def decode() -> int:
+    engine = TorchEngine(prepared(qwen3()), None, tokenizer())
+    engine.generate([Request((2, 3), (1, 2), Sampling(max_tokens=9, ignore_eos=True), solo("senior"))])
+    return 9
+
+
+def run_programs() -> int:
+    row = Row("a", (), "codecontests", json.dumps({"inputs": ["1"], "outputs": ["1"]}), {})
+    with Scorer(RewardConfig(), code=lambda row, text: Score(1.0, {"acc": 1.0}, text)) as scorer:
+        scorer.score([(row, "```python\nprint(1)\n```")] * 5)
+    return 5
+
+
+def ask_a_judge() -> int:
+    with FakeJudge(lambda prompt, _: "re") as judge:
+        engine = HttpEngine(JudgeConfig(url=judge.url, concurrency=2))
+        engine.ask([[{"role": "user", "content": str(i)}] for i in range(7)])
+    return 7
+
+
+@pytest.mark.parametrize("work", [decode, run_programs, ask_a_judge])
+def test_long_work_leaves_a_stamp_per_part(work: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A step of decoding, a program, a reply: a phase of many of them may take longer than the time-out."""
+    counted = Counted()
+    for module in (torch_engine, scoring, http_engine):
+        monkeypatch.setattr(module, "stamp", counted.stamp)
+    monkeypatch.setattr(http_engine, "WATCHDOG", counted)
+    parts = work()
+    assert counted.count >= parts
 
 
 # ------------------------------------------------------------------------------------------------- the order of things
