@@ -16,7 +16,7 @@ TEST_ENV := OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false
 # A process per core, at most four: engines are large. A file's tests stay together, as do the engines they share.
 WORKERS := --numprocesses=auto --maxprocesses=4 --dist=loadfile
 
-.PHONY: quickstart test test-core check bench slow clean docs paper-claims paper-claims-plain repair ablations
+.PHONY: quickstart test test-core release-check check bench slow clean docs paper-claims paper-claims-plain repair ablations
 .DELETE_ON_ERROR:
 
 quickstart: .venv/.core
@@ -28,6 +28,9 @@ test: check
 # The core alone: no vllm, and none of the optional parts (beartype, wandb).
 test-core: .venv-core/.core
 	$(TEST_ENV) $(CORE_BIN)/python -m pytest -m "not slow and not vllm" $(WORKERS)
+
+# Before a release: what needs environments of its own, beside `make test`.
+release-check: test test-core
 
 # The paper's claims on generated pairs, every seed on every core; a killed run goes on. Results: runs/NAME/report.html
 paper-claims repair ablations: .venv/.core

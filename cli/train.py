@@ -6,6 +6,7 @@ import typer
 
 
 def train(
+    context: typer.Context,
     config: Annotated[str, typer.Option("--config", "-c", help="A YAML file, or the name of a packaged config.")],
     overrides: Annotated[list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="e.g. train.lr=1e-5")] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the config and the batch plan, and stop.")] = False,
@@ -24,6 +25,7 @@ def train(
     from tandemrl import train as training
     from tandemrl.parallel import leave
 
+    context.find_root().call_on_close(leave)  # after an error, once it is printed; not as the interpreter ends
     output = training.train(resolved, resume=resume)
     if leave():
         typer.echo(f"done: {output}")

@@ -141,7 +141,7 @@ def test_a_profile_leaves_a_table_and_two_bounded_traces(tmp_path: Path, monkeyp
     profile = _profile(tmp_path / "profile")
     a = torch.rand(4, 4)
     for step in (3, 4, 5):
-        clock = profile.clock()
+        clock = profile.clock(2)
         with clock("rollout"), profile.trace("rollout", step) as decoded:
             for _ in range(2 * TRACED_CALLS):
                 torch.mm(a, a)
@@ -175,7 +175,7 @@ def test_a_run_of_one_step_is_traced_and_one_without_profile_leaves_nothing(
     monkeypatch.setattr("tandemrl.profiling.matmul_peak", lambda device, dtype: 1e9)
     for folder in (tmp_path / "profile", None):
         profile = _profile(folder, first=9, last=9)
-        clock = profile.clock()
+        clock = profile.clock(2)
         with clock("update"), profile.trace("update", 9):
             pass
         profile.step(9, clock, Work(1, 1, 1))

@@ -15,6 +15,7 @@ import torch
 from tandemrl.rollout.collect import Written
 from tandemrl.rollout.engine import Completion, Draws
 from tandemrl.run import Run
+from tandemrl.watchdog import WATCHDOG
 
 
 class _Pending(NamedTuple):
@@ -45,7 +46,7 @@ class Ahead:
             return self._write(step, self._draw())
         pending, self._pending = self._pending, None
         assert pending.step == step
-        return pending.written.result()
+        return _finished(pending)
 
     def start(self, step: int) -> None:
         """Begin with the rollouts of ``step``. Until ``wait``, the engine must be left alone."""
@@ -56,13 +57,13 @@ class Ahead:
     def wait(self) -> None:
         """Until the engine is free."""
         if self._pending is not None:
-            self._pending.written.result()
+            _finished(self._pending)
 
     def state_dict(self) -> dict[str, Any] | None:
         """What is finished and not taken, as plain values; the completions come from weights that are gone."""
         if self._pending is None:
             return None
-        written = self._pending.written.result()
+        written = _finished(self._pending)
         return {
             "step": self._pending.step,
             "examples": self._pending.examples,
@@ -92,6 +93,12 @@ class Ahead:
 
     def _draw(self) -> list[int]:
         return self._run.sampler.next(self._run.config.train.prompts_per_step)
+
+
+def _finished(pending: _Pending) -> Written:
+    """The rollouts, after a wait in which the thread's work is this one's."""
+    with WATCHDOG.shared():
+        return pending.written.result()
 
 
 def _plain(c: Completion) -> dict[str, Any]:

@@ -212,7 +212,8 @@ class ParallelConfig:
     offload: bool = False
     """CUDA, several processes: keep weights, gradients and optimiser state in host memory between uses."""
     timeout_s: float = 1800.0
-    """How long a process waits for the others before it gives up."""
+    """How long a process waits for the others before it gives up; and, if there are others, for how long it may do
+    nothing that counts as work (see ``watchdog``). More than the longest single thing takes, such as a checkpoint."""
 
 
 @dataclass(frozen=True)

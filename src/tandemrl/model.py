@@ -48,6 +48,7 @@ from tandemrl.head import LOGITS_PER_CHUNK as LOGITS_PER_CHUNK
 from tandemrl.head import HeadSettings, linear_logprobs
 from tandemrl.rollout.sampling import Truncation
 from tandemrl.types import Author, Batch
+from tandemrl.watchdog import stamp
 
 # ------------------------------------------------------------------------------------------------------------ loading
 
@@ -87,6 +88,7 @@ def load_model(path: str | Path, *, dtype: str = "float32", device: str = "cpu")
         if bars:
             transformers_logging.enable_progress_bar()
     model.to(resolve_device(device))  # type: ignore[arg-type]  # transformers' annotation of `to` lacks its arguments
+    stamp()
     return prepare(model, name=str(path))
 
 

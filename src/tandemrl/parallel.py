@@ -42,6 +42,7 @@ from transformers import PreTrainedModel
 
 from tandemrl.config import ConfigError, ParallelConfig
 from tandemrl.model import ModelError, Shards, packed_logprobs
+from tandemrl.watchdog import WATCHDOG, stamp
 
 AXES = ("dp_replicate", "dp_shard", "sp", "tp")
 
@@ -54,7 +55,7 @@ class ParallelError(RuntimeError):
 class World:
     """All processes of a run, and the place of this one. The default is a world of one.
 
-    data: groups of processes that see different rollouts. mesh: None in a world of one.
+    data: groups of processes that see different rollouts. mesh: None in a world of one. timeout_s: of a collective.
     """
 
     rank: int = 0
@@ -62,6 +63,7 @@ class World:
     data_rank: int = 0
     data_size: int = 1
     mesh: DeviceMesh | None = None
+    timeout_s: float = 1800.0
 
     @property
     def main(self) -> bool:
@@ -80,6 +82,7 @@ class World:
         """Wait for every process; a dead one raises after ``parallel.timeout_s``."""
         if self.size > 1:
             dist.barrier()
+            stamp()
 
     def gather(self, value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
         """Everybody's picklable ``value``, by rank. ``group``: of all processes, for use from another thread."""
@@ -87,11 +90,12 @@ class World:
             return [value]
         values: list[Any] = [None] * self.size
         dist.all_gather_object(values, value, group=group)
+        stamp()
         return values
 
     def another_group(self) -> dist.ProcessGroup | None:
         """A second group of all processes, in host memory: what travels in it has an order of its own."""
-        return None if self.size == 1 else dist.new_group(backend="gloo")
+        return None if self.size == 1 else dist.new_group(backend="gloo", timeout=timedelta(seconds=self.timeout_s))
 
     def agreed(self, value: Any) -> Any:
         """Rank 0's picklable ``value``."""
@@ -99,6 +103,7 @@ class World:
             return value
         box = [value]
         dist.broadcast_object_list(box, src=0)
+        stamp()
         return box[0]
 
     def data_sum(self, tensor: Tensor) -> Tensor:
@@ -108,6 +113,7 @@ class World:
         total = tensor.clone()
         assert self.mesh is not None
         dist.all_reduce(total, group=self.mesh["data"].get_group())
+        stamp()
         return total
 
     def data_max(self, tensor: Tensor) -> Tensor:
@@ -117,11 +123,15 @@ class World:
         largest = tensor.clone()
         assert self.mesh is not None
         dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=self.mesh["data"].get_group())
+        stamp()
         return largest
 
 
 def join(config: ParallelConfig, device: torch.device) -> World:
     """Take this process's place among those that torchrun started (``WORLD_SIZE``, ``RANK``; absent: one process).
+
+    Among several, a collective that takes longer than ``parallel.timeout_s`` raises, and from now on ``WATCHDOG`` ends
+    this process if its work stands still for a little longer than that.
 
     Raises:
         ConfigError: the axes do not multiply to the number of processes.
@@ -131,12 +141,14 @@ def join(config: ParallelConfig, device: torch.device) -> World:
     axes = axes_of(config, size)
     if size == 1:
         return World()
+    WATCHDOG.begin(config.timeout_s, f"process {os.environ.get('RANK')} of {size}")
+    timeout = timedelta(seconds=config.timeout_s)
     if not dist.is_initialized():
         if device.type == "cuda":
             torch.cuda.set_device(device)
         backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
         try:
-            dist.init_process_group(backend, timeout=timedelta(seconds=config.timeout_s))
+            dist.init_process_group(backend, timeout=timeout)
         except (dist.DistError, ValueError, RuntimeError) as error:
             raise ParallelError(
                 f"process {os.environ.get('RANK')} of {size} found no others within parallel.timeout_s="
@@ -145,8 +157,10 @@ def join(config: ParallelConfig, device: torch.device) -> World:
     mesh = init_device_mesh(device.type, tuple(axes.values()), mesh_dim_names=tuple(axes))
     mesh["dp_replicate", "dp_shard"]._flatten("data")
     mesh["dp_shard", "sp"]._flatten("fsdp")
+    for axis in (*AXES, "data", "fsdp"):  # their own default is half an hour
+        dist.distributed_c10d._set_pg_timeout(timeout, mesh[axis].get_group())
     data = mesh["data"]
-    return World(dist.get_rank(), size, data.get_local_rank(), data.size(), mesh)
+    return World(dist.get_rank(), size, data.get_local_rank(), data.size(), mesh, config.timeout_s)
 
 
 def leave() -> bool:
@@ -155,6 +169,7 @@ def leave() -> bool:
         return True
     main = dist.get_rank() == 0
     dist.destroy_process_group()
+    WATCHDOG.end()
     return main
 
 
@@ -297,7 +312,11 @@ def full_parameters(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 def whole(tensor: Tensor) -> Tensor:
     """The tensor of which this process may hold a part; all that do have to ask for it."""
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+    if not isinstance(tensor, DTensor):
+        return tensor
+    gathered = tensor.full_tensor()
+    stamp()
+    return gathered
 
 
 def parameter_groups(parameters: Iterable[nn.Parameter]) -> list[dict[str, Any]]:

@@ -24,6 +24,7 @@ from transformers.pytorch_utils import Conv1D
 from tandemrl.atomic import write_text
 from tandemrl.parallel import World
 from tandemrl.types import Metrics
+from tandemrl.watchdog import stamp
 
 TRACED_CALLS = 32
 """Decoding steps of a rollout that are traced: all of them would fill gigabytes."""
@@ -43,6 +44,7 @@ class Clock:
     Args:
         device: wait for it at both ends of every phase, so that its work counts in the phase that asked for it; None =
             do not wait (work on a CUDA device may then count in a later phase).
+        step: number of the step, for the watchdog.
 
     Example:
         >>> clock = Clock()
@@ -53,10 +55,11 @@ class Clock:
         ['update', 'update/logprobs']
     """
 
-    def __init__(self, device: torch.device | None = None) -> None:
+    def __init__(self, device: torch.device | None = None, step: int = 0) -> None:
         self.seconds: dict[str, float] = {}
         self.where = ""
         self._path = ""
+        self._step = step
         self._device = device if device is not None and device.type == "cuda" else None
         self._start = time.perf_counter()
 
@@ -65,6 +68,7 @@ class Clock:
         outer = self._path
         path = self._path = f"{outer}/{phase}" if outer else phase
         self.seconds.setdefault(path, 0.0)  # outer phases first
+        stamp(f"step {self._step}, {path}")
         start = self._now()
         try:
             with record_function(path):
@@ -74,6 +78,7 @@ class Clock:
             raise
         finally:
             self._path = outer
+            stamp(f"step {self._step}, {outer or 'between phases'}")
         self.seconds[path] += self._now() - start
 
     def total(self) -> float:
@@ -228,9 +233,9 @@ class Profile:
         self._phases: set[str] = set()  # traced ones
         self._peak = matmul_peak(device, dtype) if folder is not None and world.main else 0.0
 
-    def clock(self) -> Clock:
+    def clock(self, step: int) -> Clock:
         """The clock of a step."""
-        return Clock(None if self._folder is None else self._device)
+        return Clock(None if self._folder is None else self._device, step)
 
     @contextmanager
     def trace(self, phase: str, step: int) -> Iterator[Callable[[int], None]]:

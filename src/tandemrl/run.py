@@ -51,6 +51,7 @@ from tandemrl.rollout.torch_engine import TorchEngine
 from tandemrl.schedule import Schedule, schedule_of
 from tandemrl.selection import Strategy
 from tandemrl.types import Batch
+from tandemrl.watchdog import stamp
 
 SIGMAS = 6.0
 """How far the share of senior draws may stray from prob_senior: one false alarm in 10⁹ checks."""
@@ -112,6 +113,7 @@ class Run:
     def logprobs(self, model: PreTrainedModel, batch: Batch, select: Tensor) -> tuple[Tensor, Tensor]:
         """Log-probs and entropy of the selected tokens under the sampling distribution of the rollouts."""
         s = self.sampling
+        stamp()
         return token_logprobs(
             model,
             batch,
@@ -127,6 +129,7 @@ class Run:
     def values(self, batch: Batch, select: Tensor) -> Tensor:
         """The critic's value of the state in which each selected token was chosen."""
         assert self.critic is not None
+        stamp()
         return token_values(
             self.critic.module,  # type: ignore[arg-type]  # load_critic made it
             batch,

@@ -33,6 +33,7 @@ from tandemrl.selection import Strategy, solo
 from tandemrl.tracking import Tracker
 from tandemrl.types import Author, Group, Metrics
 from tandemrl.update import update, work
+from tandemrl.watchdog import WATCHDOG
 
 
 def train(
@@ -56,6 +57,8 @@ def train(
         TrainError, EngineError: a gate closed during the run; its last checkpoint is kept. Where no weight of the step
             had changed and all processes can, the step before it is saved first.
         OutOfMemoryError, LostProcessError: see ``faults``; likewise.
+            Among several processes an error is the end: a process that has raised one and then does nothing for
+            ``parallel.timeout_s`` is ended, as is one that hangs in a step (see ``watchdog``).
         Stopped: after a SIGTERM or SIGINT and the end of the step, which is saved. It is a SystemExit.
     """
     if config.train.threads:
@@ -70,6 +73,7 @@ def train(
         with Tracker(config.output_dir, run.config, console=console, quiet=silent, record=world.main) as tracker:
             loop(run, done, tracker)
             checkpoint.wait()
+    WATCHDOG.end()  # not after an error: what is left of the group can hang the end of the process, too
     return Path(config.output_dir)
 
 
@@ -96,16 +100,15 @@ def loop(run: Run, done: int, tracker: Tracker) -> None:
     with Ahead(run, partial(rollout, run, tracker, profile)) as rollouts, Signals() as signals:
         rollouts.load_state_dict(run.ahead)
         for step in range(done + 1, steps + 1):
-            run.clock = profile.clock()
-            with (
-                told(step, run.clock, run.world, config.parallel.timeout_s),
-                rescued(run, step - 1, moved, tracker),
-            ):
-                one_step(run, step, rollouts, tracker, profile)
-                stop = agreed_signal(signals.received, run.world)
-            if stop or step == steps or step % config.train.save_every == 0:
-                run.ahead = rollouts.state_dict()
-                save(run, step)
+            run.clock = profile.clock(step)
+            with told(step, run.clock, run.world, config.parallel.timeout_s):
+                with rescued(run, step - 1, moved, tracker):
+                    one_step(run, step, rollouts, tracker, profile)
+                    stop = agreed_signal(signals.received, run.world)
+                if stop or step == steps or step % config.train.save_every == 0:
+                    with run.clock("save"):
+                        run.ahead = rollouts.state_dict()
+                        save(run, step)
             if stop and step < steps:
                 checkpoint.wait()
                 tracker.say(

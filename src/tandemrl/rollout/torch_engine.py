@@ -23,6 +23,7 @@ from tandemrl.rollout.sampling import Truncation, draw, kept_tokens, penalise
 from tandemrl.rollout.sync import fingerprint
 from tandemrl.selection.draws import SAMPLING, fold_in, stream
 from tandemrl.selection.live import LiveSelection
+from tandemrl.watchdog import stamp
 
 _WRITERS = {"both": (0, 1), "senior": (1,), "junior": (0,)}
 PREFILL_TOKENS = 16384  # prompt tokens computed in one prefill forward
@@ -123,6 +124,8 @@ class TorchEngine:
                 batch.admit(waiting[:count])
                 del waiting[:count]
             written = batch.step()
+            if written:
+                stamp()
             if progress is not None:
                 progress(written)
             if (aborted := self._aborted) != set():

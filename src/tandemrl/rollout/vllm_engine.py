@@ -22,6 +22,7 @@ from tandemrl.rollout.engine import Completion, EngineError, EngineInfo, Request
 from tandemrl.rollout.engines import VLLM_TESTED
 from tandemrl.rollout.vllm_planner import Mode, check_mode
 from tandemrl.selection import replay
+from tandemrl.watchdog import stamp
 
 try:
     import vllm
@@ -211,12 +212,14 @@ class VllmEngine:
                     ended: Any = output.outputs[0]  # type: ignore[index]
                     reason = self._reason(pairs[number][0], ended)
                     written[number] = _Written(list(ended.token_ids), ended.logprobs, reason)
+                states: Iterable[Any] = self._engine.output_processor.request_states.values()
+                tokens = sum(len(w.tokens) for w in written.values())
+                tokens += sum(state.detokenizer.num_output_tokens() for state in states)
+                if tokens > told:
+                    stamp()
                 if progress is not None:
-                    states: Iterable[Any] = self._engine.output_processor.request_states.values()
-                    tokens = sum(len(w.tokens) for w in written.values())
-                    tokens += sum(state.detokenizer.num_output_tokens() for state in states)
                     progress(tokens - told)
-                    told = tokens
+                told = tokens
                 if (aborted := self._aborted) != set():
                     self._abort(aborted, flying, pairs, written)
         except BaseException:

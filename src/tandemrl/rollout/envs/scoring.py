@@ -26,6 +26,7 @@ from tandemrl.data.rows import Row
 from tandemrl.rollout.envs.math import require_math_verify
 from tandemrl.rollout.envs.protocol import Deferred, GraderError, Lost, Score, ScorerFunction
 from tandemrl.rollout.envs.routing import scorer_of
+from tandemrl.watchdog import stamp
 
 WORKER = (sys.executable, "-P", "-m", "tandemrl.rollout.envs.worker")
 START_LIMIT_S = 120.0
@@ -174,7 +175,11 @@ class Scorer:
     def _run_code(self, payloads: Sequence[tuple[Row, str]]) -> list[Score]:
         assert self._code is not None
         with ThreadPoolExecutor(self._reward.workers or _cores()) as threads:
-            return list(threads.map(self._code, *zip(*payloads, strict=True)))
+            scores = []
+            for score in threads.map(self._code, *zip(*payloads, strict=True)):
+                scores.append(score)
+                stamp()
+            return scores
 
 
 class _Processes:
@@ -222,6 +227,7 @@ class _Processes:
                         self._dismiss(worker)
                     if task is not None and worker.task is None:
                         outcomes[task] = outcome
+                        stamp()
         except BaseException:  # an interrupted worker would answer the next batch with this one's outcome
             self.close()
             raise

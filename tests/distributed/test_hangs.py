@@ -1,0 +1,102 @@
+"""Where one process of two is stopped, the other ends within ``parallel.timeout_s`` + 10 s and says where it waited."""
+
+import importlib
+import os
+import re
+import signal
+import time
+from datetime import timedelta
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed.distributed_c10d import _world
+
+import tandemrl.parallel
+from processes import run
+from tandemrl import checkpoint
+from tandemrl.config import Config, ParallelConfig, load
+from tandemrl.parallel import join
+from tandemrl.watchdog import EXIT_CODE, WATCHDOG
+from test_restarts import overrides
+
+LIMIT_S = 4.0
+CALLS = {
+    "start": ("tandemrl.run.optimizer_of", 0),
+    "rollout": ("tandemrl.rollout.torch_engine._Batch.step", 1),
+    "score": ("tandemrl.rollout.envs.scoring.Scorer.score", 0),
+    "update": ("tandemrl.update.policy_loss", 0),
+    "sync": ("tandemrl.run.SpreadEngine.load_weights", 1),  # 0: before the first step
+    "eval": ("tandemrl.train.evaluate", 0),
+    "save": ("tandemrl.dcp.write", 0),
+}
+"""Phase -> the call of a function, from 0, that process 1 never comes back from."""
+
+
+def train(config: Config, function: str, call: int, stopped: Path, collectives_s: float | None) -> None:
+    """Train; process 1 is stopped in a call of ``function``.
+
+    Args:
+        stopped: is written then; collectives_s: their time-out; None = ``parallel.timeout_s``.
+    """
+    if collectives_s is not None:
+        tandemrl.parallel.timedelta = lambda seconds: timedelta(seconds=collectives_s)
+    module, _, name = function.rpartition(".")
+    try:
+        owner: Any = importlib.import_module(module)
+    except ModuleNotFoundError:
+        module, _, kind = module.rpartition(".")
+        owner = getattr(importlib.import_module(module), kind)
+    original, calls = getattr(owner, name), count()
+
+    def stops(*args: Any, **options: Any) -> Any:
+        if os.environ["RANK"] == "1" and next(calls) == call:
+            stopped.touch()
+            os.kill(os.getpid(), signal.SIGSTOP)
+        return original(*args, **options)
+
+    setattr(owner, name, stops)
+    importlib.import_module("tandemrl.train").train(config, quiet=True)
+
+
+def survivor(pair: Path, folder: Path, phase: str, collectives_s: float | None) -> str:
+    """How the process that is not stopped ended, and what it wrote to stderr."""
+    changes = [f"parallel.timeout_s={LIMIT_S}", "train.eval_every=1", "eval.train_problems=4", "train.save_every=1"]
+    config = load(None, [*overrides(pair, folder / "run"), *changes])
+    with pytest.raises(RuntimeError) as failure:
+        run(train, 2, config, *CALLS[phase], folder / "stopped", collectives_s)
+    assert time.time() - (folder / "stopped").stat().st_mtime < LIMIT_S + 10
+    return str(failure.value)
+
+
+@pytest.mark.parametrize("phase", CALLS)
+def test_a_stopped_process_ends_the_other_one(phase: str, tiny_pair: Path, tmp_path: Path) -> None:
+    """By the watchdog: its collectives would wait for ten minutes, as some of a library's waits do."""
+    text = survivor(tiny_pair, tmp_path, phase, 600.0)
+    assert f"process 0 died with exit code {EXIT_CODE}" in text
+    place = "at the start" if phase == "start" else rf"step 1, {phase}\S*"
+    assert re.search(rf"error: {place}: process 0 of 2 has done nothing for \d+ s \(parallel.timeout_s=4\)", text)
+    assert '/tandemrl/train.py", line' in text  # the stack
+
+
+@pytest.mark.parametrize("phase", ["rollout", "update"])
+def test_a_collective_that_times_out_comes_before_the_watchdog(phase: str, tiny_pair: Path, tmp_path: Path) -> None:
+    text = survivor(tiny_pair, tmp_path, phase, None)
+    assert f"LostProcessError: step 1, {phase}" in text
+    assert "process 0 of 2 lost another one" in text
+
+
+def limits(config: ParallelConfig) -> set[timedelta]:
+    """The time-outs of all groups that a run has."""
+    world = join(config, torch.device("cpu"))
+    groups = [world.another_group(), checkpoint._own_group(torch.distributed.group.WORLD, config.timeout_s)]
+    WATCHDOG.end()
+    assert {id(group) for group in groups} <= {id(group) for group in _world.pg_map}
+    return {group._get_backend(torch.device("cpu")).options._timeout for group in _world.pg_map}
+
+
+def test_every_group_times_out_when_the_run_does() -> None:
+    wanted = {timedelta(seconds=77)}
+    assert run(limits, 2, ParallelConfig(tp=2, timeout_s=77.0)) == [wanted, wanted]
