@@ -468,11 +468,11 @@ def test_a_killed_sandbox_is_replaced_once(template, deaths):
     """By whatever killed it, its test is run once more; if that kills it too, it was the program."""
     with Sandbox(LIMITS, template=template) as box, ThreadPoolExecutor(1) as threads:
         running = threads.submit(box.run, f"import time; time.sleep({3**deaths}); print('done')", Stdin(""))
-        killed: set[int] = set()
-        while len(killed) < deaths:
-            wait_until(lambda: len(template.descendants()) == 3 and not killed & {*template.descendants()})
-            killed.add(min(template.descendants()))  # the supervisor, which came first
-            os.kill(max(killed), signal.SIGKILL)
+        dead: set[int] = set()
+        for _ in range(deaths):
+            wait_until(lambda dead=dead: len(template.descendants()) == 3 and not dead & {*template.descendants()})
+            dead = dead | {*template.descendants()}
+            os.kill(min(template.descendants()), signal.SIGKILL)  # the supervisor, which came first
         status, output, _, message = running.result()
         assert (status, output) == (("ok", "done\n") if deaths == 1 else ("crash", ""))
         assert ("did not outlive this test, twice" in message) == (deaths == 2)
