@@ -21,8 +21,11 @@ def serve(
     junior_dtype: Annotated[str | None, typer.Option(help="Default: the senior's.")] = None,
     junior_quantization: Annotated[str | None, typer.Option(help="A quantization method of vLLM.")] = None,
     junior_device: Annotated[str | None, typer.Option(help="A CUDA device of its own, e.g. cuda:1.")] = None,
-    host: Annotated[str | None, typer.Option(help="Address to listen on; default: all.")] = None,
+    host: Annotated[str, typer.Option(help="Address to listen on; 0.0.0.0: every one of this machine.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(help="Port to listen on.")] = 8000,
+    api_key: Annotated[
+        str | None, typer.Option(help="Key that clients have to send; better in VLLM_API_KEY, which nobody can list.")
+    ] = None,
 ) -> None:
     """vLLM's OpenAI-compatible server, written by both models, with authors in the responses."""
     from tandemrl.config import ConfigError, SelectionConfig
@@ -41,6 +44,7 @@ def serve(
         mode=mode,
         host=host,
         port=port,
+        api_key=api_key,
         junior_dtype=junior_dtype,
         junior_quantization=junior_quantization,
         junior_device=junior_device,

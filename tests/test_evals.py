@@ -12,7 +12,7 @@ from tandemrl.config import EvalConfig, JudgeConfig
 from tandemrl.data.rows import Prompt, Row
 from tandemrl.evals import PROFILES, EvalError, Profile, Sample, evaluate, sampling_for
 from tandemrl.rollout.engine import Completion, EngineError, Sampling
-from tandemrl.rollout.envs.rubric import JudgePool
+from tandemrl.rollout.envs.rubric import JudgeError, JudgePool
 from tandemrl.selection import bernoulli, replay, sentence, solo
 from tandemrl.selection.boundaries import StepTables
 from tandemrl.selection.draws import request_key
@@ -293,7 +293,9 @@ def test_a_correct_sample_is_verified_if_the_judge_accepts_its_reasoning():
     marks = [("10", True), ("9", True), ("10", False), ("x", True)] + [("10", True)] * 3 + [("9.5", True)]
     samples = [marked(i // 4, f"mark {mark}", correct) for i, (mark, correct) in enumerate(marks)]
     judge = Marker()
-    read = evals.verify(samples, prompts, JudgePool(judge, JudgeConfig(prompt="reasoning", retries=0)))
+    read = evals.verify(
+        samples, prompts, JudgePool(judge, JudgeConfig(prompt="reasoning", retries=0, max_failure_rate=0.2))
+    )
     assert [sample.verified for sample in read] == [True, False, False, False, True, True, True, False]
     assert [sample.judge for sample in read] == [1.0, 0.9, None, None, 1.0, 1.0, 1.0, 0.95]
     assert [sample.correct for sample in read] == [sample.correct for sample in samples]
@@ -306,8 +308,12 @@ def test_a_correct_sample_is_verified_if_the_judge_accepts_its_reasoning():
     assert (macro["judged"], macro["judge_failures"], macro["samples"]) == (7, 1, 8)
     assert macro["verified_pass@1/low"] <= macro["verified_pass@1"] <= macro["verified_pass@1/high"]
 
-    lenient = evals.verify(samples, prompts, JudgePool(Marker(), JudgeConfig(prompt="reasoning", accept=0.9)))
+    config = JudgeConfig(prompt="reasoning", accept=0.9, max_failure_rate=0.2)
+    lenient = evals.verify(samples, prompts, JudgePool(Marker(), config))
     assert [sample.verified for sample in lenient] == [True, True, False, False, True, True, True, True]
+
+    with pytest.raises(JudgeError, match=r"no score to 1 of the 7 .*judge\.max_failure_rate=0\.1\b"):
+        evals.verify(samples, prompts, JudgePool(Marker(), JudgeConfig(prompt="reasoning", retries=0)))
 
 
 def test_without_correct_samples_the_judge_is_not_asked():

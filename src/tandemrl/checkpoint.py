@@ -67,6 +67,7 @@ _FREE_TO_CHANGE = {
     "judge.backoff_s",
     "judge.timeout_s",
     "judge.concurrency",
+    "judge.max_failure_rate",
 }
 
 

@@ -293,6 +293,8 @@ class JudgeConfig:
     """Limit of one attempt."""
     concurrency: int = 64
     """Requests in flight at once."""
+    max_failure_rate: float = 0.1
+    """Stop if the judge gives no score to more than this share of a batch; below it, such responses are not learnt from."""
 
 
 @dataclass(frozen=True)
@@ -574,6 +576,7 @@ def check(config: Config) -> None:
         (config.judge.backoff_s >= 0, "judge.backoff_s", config.judge.backoff_s, "0 or positive"),
         (config.judge.timeout_s > 0, "judge.timeout_s", config.judge.timeout_s, "positive"),
         (config.judge.concurrency >= 1, "judge.concurrency", config.judge.concurrency, "at least 1"),
+        (0 <= config.judge.max_failure_rate < 1, "judge.max_failure_rate", config.judge.max_failure_rate, "in [0, 1)"),
     ]  # fmt: skip
     for key, value in _flatten(to_dict(config)).items():
         if isinstance(value, float) and not math.isfinite(value):

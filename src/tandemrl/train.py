@@ -218,15 +218,15 @@ def rollout(
 def resample(
     run: Run, tracker: Tracker, profile: Profile, step: int, written: collect.Written, groups: Sequence[Group]
 ) -> tuple[collect.Written, list[Group], int]:
-    """Dynamic sampling (DAPO, arXiv 2503.14476, section 3.2): groups whose rewards are all equal give way to those of
-    the next prompts, in at most ``train.max_resamples`` rounds.
+    """Dynamic sampling (DAPO, arXiv 2503.14476, section 3.2): groups whose rewards are all equal, or of which fewer
+    than two rollouts are scored, give way to those of the next prompts, in at most ``train.max_resamples`` rounds.
 
     Returns:
         the rollouts with the draws of all rounds, the groups, and how many prompts were drawn in place of others.
     """
     groups, drawn = list(groups), 0
     for _ in range(run.config.train.max_resamples):
-        flat = [i for i, group in enumerate(groups) if len({r.reward for r in group.rollouts}) == 1]
+        flat = [i for i, group in enumerate(groups) if len({r.reward for r in group.scored.rollouts}) < 2]
         if not flat:
             break
         more = rollout(run, tracker, profile, step, run.sampler.next(len(flat)), drawn=len(groups) + drawn)
@@ -258,21 +258,24 @@ def evaluate(run: Run) -> Metrics:
     if macro[selector] > run.best:
         run.best = macro[selector]
         export(run, "best")
-    return {f"eval/{name}": macro[name] for name in [*(f"pass@{k}" for k in ks), "length", "truncation_rate"]}
+    names = [*(f"pass@{k}" for k in ks), "length", "truncation_rate", *(["unscored"] if run.judge is not None else [])]
+    return {f"eval/{name}": macro[name] for name in names}
 
 
 def describe(written: collect.Written, groups: Sequence[Group], step: int) -> Metrics:
     """What the rollouts of a step were like."""
     rollouts = [r for group in groups for r in group.rollouts]
-    rewards = np.array([r.reward for r in rollouts])
+    scored = [r for r in rollouts if r.scored]
+    rewards = np.array([r.reward for r in scored])
     response = np.array([r.response_tokens for r in rollouts])
     senior = sum(int((r.author == Author.SENIOR).sum()) for r in rollouts)
-    parts = sorted({name for r in rollouts for name in r.reward_parts})
+    parts = sorted({name for r in scored for name in r.reward_parts})
     draws = written.draws
     return {
         "reward/mean": float(rewards.mean()),
         "reward/std": float(rewards.std()),
-        **{f"reward/{name}": float(np.mean([r.reward_parts.get(name, 0.0) for r in rollouts])) for name in parts},
+        **{f"reward/{name}": float(np.mean([r.reward_parts.get(name, 0.0) for r in scored])) for name in parts},
+        "reward/unscored": 1 - len(scored) / len(rollouts),
         "tandem/senior_frac": senior / max(1, int(response.sum())),
         **({"tandem/senior_draw_frac": draws.senior / draws.total} if draws.total else {}),
         "response/length": float(response.mean()),

@@ -69,6 +69,11 @@ class Rollout:
     def response_tokens(self) -> int:
         return int((self.author >= 0).sum())
 
+    @property
+    def scored(self) -> bool:
+        """False where a judge gave no score (part ``unscored``): the reward means nothing and is not learnt from."""
+        return "unscored" not in self.reward_parts
+
     def to_json(self) -> dict[str, Any]:
         """A JSON-serialisable dict; ``Rollout.from_json`` is its inverse."""
         return {
@@ -97,6 +102,13 @@ class Group(NamedTuple):
 
     example_id: str
     rollouts: tuple[Rollout, ...]
+
+    @property
+    def scored(self) -> "Group":
+        """What is learnt from: the scored rollouts, or none where unscored ones leave fewer than two, which have no
+        baseline to be compared with."""
+        scored = tuple(rollout for rollout in self.rollouts if rollout.scored)
+        return self._replace(rollouts=scored if len(scored) >= min(2, len(self.rollouts)) else ())
 
 
 class Totals(NamedTuple):

@@ -50,11 +50,12 @@ def update(run: Run, groups: Sequence[Group], step: int) -> Metrics:
     a critic, of both models.
 
     Every process is given all rollouts. Each data rank computes its share of the micro-batches; what depends on all of
-    them (totals, KL in the reward, metrics) is summed over the ranks.
+    them (totals, KL in the reward, metrics) is summed over the ranks. Unscored rollouts (`Group.scored`) take no part.
     """
     config, loss = run.config, run.config.loss
-    rollouts = [r for group in groups for r in group.rollouts]
-    group_ids = torch.tensor([r.group for r in rollouts])
+    learnt = [group.scored for group in groups]
+    rollouts = [r for group in learnt for r in group.rollouts]
+    group_ids = torch.tensor([r.group for r in rollouts], dtype=torch.int64)
     rewards = torch.tensor([r.reward for r in rollouts], dtype=torch.float32)
     flat = zero_variance_groups(rewards, group_ids)  # on the verifier's outcomes, before any shaping
     used = ~flat if run.recipe.filter_zero_variance else torch.ones_like(flat)
@@ -75,7 +76,11 @@ def update(run: Run, groups: Sequence[Group], step: int) -> Metrics:
     senior = torch.tensor([float((r.author == Author.SENIOR).sum()) for r in rollouts])
     junior = torch.tensor([float((r.author == Author.JUNIOR).sum()) for r in rollouts])
     counts = (senior + loss.junior_weight * junior) * used
-    metrics = {"groups/zero_variance": flat.float().mean().item(), "lr": learning_rate(config, step)}
+    metrics = {
+        "groups/zero_variance": flat.float().mean().item() if rollouts else 0.0,
+        "groups/dropped": float(sum(not group.rollouts for group in learnt)),
+        "lr": learning_rate(config, step),
+    }
     if loss.kl_in_reward:
         kl = kl_of(run, mini_batches, len(rollouts))
         measured = (kl.sum() / counts.sum().clamp(min=1)).item()
@@ -324,9 +329,10 @@ def mismatch(world: World, gap: Tensor) -> Metrics:
 
 def work(run: Run, groups: Sequence[Group], cost: Cost) -> Work:
     """What a step's rollouts and the update of the policy came to. A group's prompt counts once, as it is computed."""
-    rollouts = [r for group in groups for r in group.rollouts]
+    rollouts = [r for group in groups for r in group.scored.rollouts]
     flat = zero_variance_groups(
-        torch.tensor([r.reward for r in rollouts], dtype=torch.float32), torch.tensor([r.group for r in rollouts])
+        torch.tensor([r.reward for r in rollouts], dtype=torch.float32),
+        torch.tensor([r.group for r in rollouts], dtype=torch.int64),
     )
     used = [
         r for r, flat in zip(rollouts, flat.tolist(), strict=True) if not (flat and run.recipe.filter_zero_variance)
@@ -335,7 +341,7 @@ def work(run: Run, groups: Sequence[Group], cost: Cost) -> Work:
     predictions = sum(int((r.author >= (0 if whole else Author.SENIOR)).sum()) for r in used)
     later = [r for before, r in pairwise(used) if before.group == r.group]
     return Work(
-        written=float(sum(r.response_tokens for r in rollouts)),
+        written=float(sum(r.response_tokens for group in groups for r in group.rollouts)),
         trained=float(sum(len(r.tokens) for r in used)),
         flops=float(
             update_flops(

@@ -1,7 +1,10 @@
 """The HTTP judge against a real server: what it sends, how patient it is, and that nothing becomes a silent reply."""
 
+import gzip
 import threading
 import time
+import tracemalloc
+import zlib
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -10,8 +13,9 @@ import pytest
 from fake_judge import FakeJudge, Reply, completion
 from tandemrl.config import JudgeConfig
 from tandemrl.rollout.envs.rubric import JudgeError
-from tandemrl.rollout.http_engine import HttpEngine
+from tandemrl.rollout.http_engine import MAX_REPLY_BYTES, HttpEngine
 
+GZIP = (("content-encoding", "gzip"),)
 QUICK = JudgeConfig(retries=2, backoff_s=0.01, timeout_s=5.0, concurrency=4)
 
 
@@ -76,8 +80,22 @@ def test_no_prompts_no_requests() -> None:
         Reply(200, b'{"choices": [{"message": {"content": 7}}]}'),
         Reply(200, b"null"),
         Reply(200, b"\xff\xfe"),
+        Reply(200, b"[" * 200_000),
+        Reply(200, b'{"choices": ' * 100_000),
+        Reply(200, b"9" * 100_000),  # more digits than Python reads
+        Reply(200, completion("fine")[:-1] + b', "usage": NaN}'),
+        Reply(200, b'{"choices": [{"message": {"content": Infinity}}]}'),
+        Reply(200, b'{"choices": {"0": 1}}'),
+        Reply(200, b'[{"message": "x"}]'),
+        Reply(200, completion("x" * MAX_REPLY_BYTES)),
+        Reply(503, b"x" * (MAX_REPLY_BYTES + 1)),
+        Reply(200, gzip.compress(completion("x" * MAX_REPLY_BYTES)), GZIP),
+        Reply(200, gzip.compress(completion("fine"))[:20], GZIP),
+        Reply(200, completion("fine"), GZIP),
+        Reply(200, zlib.compress(completion("fine")), (("content-encoding", "deflate"),)),
+        Reply(200, gzip.compress(gzip.compress(completion("fine"))), (("content-encoding", "gzip, gzip"),)),
     ],
-    ids=lambda problem: f"{problem.status} {problem.body[:12]!r}",
+    ids=lambda problem: f"{problem.status} {problem.body[:12]!r} {len(problem.body)}",
 )
 def test_what_may_pass_is_tried_again(problem: Reply) -> None:
     with FakeJudge(failing(2, problem)) as judge:
@@ -85,6 +103,38 @@ def test_what_may_pass_is_tried_again(problem: Reply) -> None:
         assert len(judge.bodies) == 6
     with FakeJudge(failing(3, problem)) as judge, pytest.raises(JudgeError, match=r"failed 3 time\(s\), at last with"):
         ask(judge, ["a", "b"])
+
+
+def test_no_reply_takes_more_memory_than_the_limit() -> None:
+    """Each chunk of the network unpacks to a thousand times its size."""
+    bomb = Reply(200, gzip.compress(bytes(2**27), 6), GZIP)
+    with FakeJudge(lambda prompt, _: bomb) as judge:
+        engine = HttpEngine(replace(QUICK, url=judge.url, retries=0, timeout_s=60.0))
+        tracemalloc.start()
+        with pytest.raises(JudgeError, match=f"a body of more than {MAX_REPLY_BYTES} bytes"):
+            engine.ask([[{"role": "user", "content": "a"}]])
+        _, peak = tracemalloc.get_traced_memory()
+        tracemalloc.stop()
+    assert peak < 4 * MAX_REPLY_BYTES
+
+
+def test_a_packed_reply_is_read() -> None:
+    text = "fine " * 100_000
+    with FakeJudge(lambda prompt, _: Reply(200, gzip.compress(completion(text)), GZIP)) as judge:
+        assert ask(judge, ["a"]) == [text]
+
+
+@pytest.mark.parametrize(
+    "body", [b"[" * 200_000, b'{"data": [{"id": NaN}]}', b'{"data": [{"id": 7}]}', b'{"data": "ab"}']
+)
+def test_a_list_of_models_that_is_none_is_an_error(body: bytes) -> None:
+    with (
+        FakeJudge(lambda prompt, _: "fine", models=Reply(200, body)) as judge,
+        pytest.raises(
+            JudgeError, match=r"failed 3 time\(s\), at last with: (not a list|HTTP 200 with a body that is not)"
+        ),
+    ):
+        ask(judge, ["a"])
 
 
 def test_waits_double_and_retry_after_is_obeyed() -> None:

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import inspect
 import json
 import os
 import signal
@@ -221,13 +222,56 @@ def test_workers_learn_a_selection_once_and_before_its_first_request(fake: Fake)
     assert all("tandem" not in body for body in fake.seen)
 
 
-def test_a_server_does_not_take_on_any_number_of_selections(fake: Fake) -> None:
-    for i in range(1, server.MAX_SELECTIONS):
-        assert fake.post(prompt="a", tandem={"max_gap_tokens": 100 + i}).status_code == 200
-    refused = fake.post(prompt="a", tandem={"max_gap_tokens": 1000})
-    assert refused.status_code == 400
-    assert "takes no more" in refused.json()["detail"]
-    assert fake.post(prompt="a", tandem={"max_gap_tokens": 101}).status_code == 200
+def test_any_number_of_selections_may_come_one_after_the_other(fake: Fake) -> None:
+    text = written(30)
+    fake.answer["body"] = {"choices": [{"index": 0, "token_ids": text}]}
+    for i in range(3 * server.MAX_SELECTIONS):
+        tandem = {"strategy": "chunk", "chunk_size": 1 + i}
+        got = fake.post(prompt="a", seed=5, tandem=tandem).json()
+        assert got["choices"][0]["authorship"] == authors(5, text, replace(DEFAULT, **tandem))
+        assert fake.post(prompt="a", tandem={"max_gap_tokens": 100}).status_code == 200  # used all the time: it stays
+    names = [body["vllm_xargs"]["tandem_strategy"] for body in fake.seen]
+    assert len(set(names[::2])) == len(names[::2])  # a worker that still knows an old one cannot take it for the new
+    assert set(names[1::2]) == {names[1]}
+    last = fake.registered[-1]
+    assert len(last) == server.MAX_SELECTIONS
+    assert {"default", names[1], names[-2]} <= last.keys()
+
+
+def test_a_selection_in_use_is_not_forgotten() -> None:
+    async def many() -> None:
+        tables: list[dict[str, Strategy]] = []
+
+        async def register(table: dict[str, Strategy]) -> None:
+            tables.append(table)
+
+        strategies = server.Strategies(DEFAULT, strategy_of, register)
+        selections = [replace(DEFAULT, max_gap_tokens=100 + i) for i in range(server.MAX_SELECTIONS)]
+        names = [await strategies.acquire(selection) for selection in selections[:-1]]
+        with pytest.raises(server.Refused, match="in use at this moment"):
+            await strategies.acquire(selections[-1])
+        assert await strategies.acquire(selections[3]) == names[3]  # a second request with it
+        strategies.release(selections[3])
+        with pytest.raises(server.Refused):
+            await strategies.acquire(selections[-1])
+        strategies.release(selections[5])
+        name = await strategies.acquire(selections[-1])
+        assert tables[-1].keys() == {"default", name, *names} - {names[5]}
+
+    asyncio.run(many())
+
+
+@pytest.mark.parametrize("stream", [None, [b"data: [DONE]\n\n"]])
+def test_a_request_gives_its_selection_back_however_it_ends(fake: Fake, stream: Any) -> None:
+    fake.answer["stream"] = stream
+    for status in (200, 404):
+        fake.answer["status"] = status
+        for i in range(server.MAX_SELECTIONS + 1):
+            assert fake.post(prompt="a", tandem={"max_gap_tokens": 100 * status + i}).status_code != 400
+    fake.answer |= {"status": 200, "stream": None, "body": {"choices": [{"index": 0, "token_ids": None}]}}
+    for i in range(server.MAX_SELECTIONS + 1):
+        with pytest.raises(EngineError, match="without token ids"):
+            fake.post(prompt="a", tandem={"max_gap_tokens": i + 1})
 
 
 # ------------------------------------------------------------------------------------------------------------ responses
@@ -391,6 +435,71 @@ def test_the_command_hands_on_its_options(monkeypatch: pytest.MonkeyPatch) -> No
     assert (senior, junior, selection) == ("S", "J", SelectionConfig(strategy="chunk", chunk_size=3))
     assert keywords["vllm_args"] == ["--max-model-len", "64"]
     assert (keywords["port"], keywords["mode"]) == (1, "lockstep")
+    assert (keywords["host"], keywords["api_key"]) == ("127.0.0.1", None)
+
+
+def test_a_server_is_open_to_this_machine_alone_unless_told_otherwise() -> None:
+    options = {"junior": "J", "mode": "lazy", "selection": vars(DEFAULT)}
+    defaults = inspect.signature(server.serve).parameters
+    assert defaults["host"].default == "127.0.0.1"
+    args = server.server_arguments("S", options, host="0.0.0.0", port=1, api_key="s3cret", vllm_args=())
+    assert (args.host, args.api_key) == ("0.0.0.0", ["s3cret"])
+    args = server.server_arguments("S", options, host="127.0.0.1", port=1, vllm_args=["--api-key", "a", "b"])
+    assert (args.host, args.api_key) == ("127.0.0.1", ["a", "b"])
+    with pytest.raises(EngineError, match="--api-key is set by tandemrl serve"):
+        server.server_arguments("S", options, host="x", port=1, api_key="a", vllm_args=["--api-key", "b"])
+
+
+def test_a_port_in_use_is_named() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = other.getsockname()[1]
+        with pytest.raises(EngineError, match=f"port {port} of 127.0.0.1 is in use; choose another one with --port"):
+            server.check_port("127.0.0.1", port)
+    server.check_port("127.0.0.1", port)
+    with pytest.raises(EngineError, match=r"--host 192\.0\.2\.1 --port"):  # an address of documentation, nobody's
+        server.check_port("192.0.2.1", port)
+
+
+GIB = 2**30
+
+
+def config_of(layers: int, heads: int, size: int, dtype: torch.dtype, length: int) -> Any:
+    """The part of a ``VllmConfig`` that its KV cache depends on."""
+    model = SimpleNamespace(
+        max_model_len=length,
+        dtype=dtype,
+        get_num_layers=lambda parallel: layers,
+        get_num_kv_heads=lambda parallel: heads,
+        get_head_size=lambda: size,
+    )
+    return SimpleNamespace(model_config=model, parallel_config=None, cache_config=SimpleNamespace(block_size=128))
+
+
+def test_the_kv_cache_is_for_the_models_and_not_for_the_machine() -> None:
+    """Qwen3-4B and 0.6B: 36 and 28 layers of 8 heads of 128, a key and a value of 2 bytes each."""
+    pair = [config_of(36, 8, 128, torch.bfloat16, 4096), config_of(28, 8, 128, torch.bfloat16, 4096)]
+    sequence = (147_456 + 114_688) * (4096 + 256)
+    assert server.kv_cache_bytes(pair, free=1000 * GIB) == 8 * sequence
+    assert server.kv_cache_bytes(pair, free=8 * GIB) == 4 * GIB
+    assert server.kv_cache_bytes(pair, free=sequence) == sequence
+    with pytest.raises(EngineError, match=r"4096 tokens takes 1\.06 GiB of KV cache, and 1\.00 GiB of memory are free"):
+        server.kv_cache_bytes(pair, free=GIB)
+
+
+@pytest.mark.parametrize(
+    ("flags", "is_open"),
+    [([], True), (["--gpu-memory-utilization", "0.3"], False), (["--kv-cache-memory-bytes", "1G"], False)],
+)
+def test_a_kv_cache_that_was_asked_for_stays(flags: list[str], is_open: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    import vllm.platforms
+
+    monkeypatch.delenv("VLLM_CPU_KVCACHE_SPACE", raising=False)
+    monkeypatch.setattr(vllm.platforms.current_platform, "device_type", "cpu", raising=False)
+    options = {"junior": "J", "mode": "lazy", "selection": vars(DEFAULT)}
+    args = server.server_arguments("S", options, host="127.0.0.1", port=1, vllm_args=flags)
+    assert server.kv_cache_is_open(args) == is_open
+    monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", "2")
+    assert not server.kv_cache_is_open(args)
 
 
 @pytest.mark.parametrize(
@@ -525,7 +634,7 @@ def running(pair: Path) -> Iterator[Server]:
     command = [sys.executable, "-c", "from tandemrl.cli.main import main; main()", "serve"]
     command += ["--senior", str(pair / "senior"), "--junior", str(pair / "junior"), "--max-gap-tokens", "4"]
     command += ["--host", "127.0.0.1", "--port", str(port), "--", "--served-model-name", MODEL, "--dtype", "float32"]
-    command += ["--max-model-len", str(CONTEXT), "--enforce-eager", "--kv-cache-memory-bytes", str(2**26)]
+    command += ["--max-model-len", str(CONTEXT), "--enforce-eager"]
     command += ["--enable-auto-tool-choice", "--tool-call-parser", "hermes", "--distributed-executor-backend", "uni"]
     # No process of its own for the worker: each one imports vLLM anew.
     environment = os.environ | {"OMP_NUM_THREADS": "1", "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
@@ -675,6 +784,12 @@ def test_a_client_that_leaves_frees_its_request(client: Any, running: Server) ->
     else:
         pytest.fail("the request still runs")
     assert complete(client, max_tokens=3).choices[0].token_ids
+
+
+def test_it_says_what_it_serves_and_where(running: Server, pair: Path) -> None:
+    senior, junior = pair / "senior", pair / "junior"
+    line = f"serving {senior} (float32) and its junior {junior} (float32) at {running.url}/v1, without an API key"
+    assert line in running.log.read_text()
 
 
 def test_an_interrupt_ends_it(running: Server) -> None:

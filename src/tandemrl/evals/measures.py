@@ -41,8 +41,9 @@ class Sample(NamedTuple):
 
     problem: position among the prompts. author: who wrote which tokens, as run lengths ("S12J5" = 12 tokens of the
     senior, then 5 of the junior). rounds: number of those runs. score, correct and answer are None where nothing was
-    graded. judge (the mark of the reasoning, 0 to 1) is None but for correct samples of the verified phase, and there
-    where the judge's replies held no mark; verified is None but in that phase.
+    graded; score alone is None where a judge gave none. judge (the mark of the reasoning, 0 to 1) is None but for
+    correct samples of the verified phase, and there where the judge's replies held no mark; verified is None but in
+    that phase.
 
     What a reader makes of the text, means over its tokens in nats, None where it was not read or does not fit:
     cross_entropy (the junior's; legibility and drift), and, in drift alone, surprisal (the senior's own cross-entropy),
@@ -80,7 +81,8 @@ Measure = Callable[[Sequence[Sample]], tuple[Metrics, Metrics]]
 
 
 def graded(problem: Sequence[Sample], k: Sequence[int]) -> tuple[Metrics, Metrics]:
-    """Rates and counts of the graded samples of one problem."""
+    """Rates and counts of the graded samples of one problem. ``unscored``: those a judge gave no score; the mean score
+    counts them as 0."""
     n = len(problem)
     correct = [bool(sample.correct) for sample in problem]
     answers = [sample.answer for sample in problem]
@@ -96,6 +98,7 @@ def graded(problem: Sequence[Sample], k: Sequence[int]) -> tuple[Metrics, Metric
     counts: Metrics = {
         "samples": n,
         "unfinished": sum(sample.stop_reason == "length" for sample in problem),
+        "unscored": sum(sample.score is None for sample in problem),
         f"above_{MANY_ROUNDS}_rounds": sum(sample.rounds > MANY_ROUNDS for sample in problem),
     }
     return rates, counts

@@ -186,10 +186,15 @@ def write(
 
 
 def grade(samples: Sequence[Sample], prompts: Sequence[Prompt], scorer: Scorer) -> list[Sample]:
-    """Score whole texts, whoever wrote them. Correct is the scorer's ``acc``: a format score alone is not."""
+    """Score whole texts, whoever wrote them. Correct is the scorer's ``acc``: a format score alone is not. A text that
+    the judge gave no score keeps the score None."""
     scores = scorer.score([(prompts[sample.problem].row, sample.text) for sample in samples])
     return [
-        sample._replace(score=float(score.value), correct=score.parts["acc"] == 1.0, answer=score.answer)
+        sample._replace(
+            score=None if "unscored" in score.parts else float(score.value),
+            correct=score.parts["acc"] == 1.0,
+            answer=score.answer,
+        )
         for sample, score in zip(samples, scores, strict=True)
     ]
 

@@ -22,7 +22,7 @@ from tandemrl.rollout.torch_engine import TorchEngine
 WRITTEN_TOGETHER: tuple[Phase, ...] = ("tandem", "handoff")
 NEED_JUNIOR: tuple[Phase, ...] = (*WRITTEN_TOGETHER, "legibility", "drift")
 _TRAINING_ONLY = ("select_by", "train_samples", "train_problems")
-_NO_PART_OF_A_MARK = ("url", "api_key_env", "backoff_s", "timeout_s", "concurrency")
+_NO_PART_OF_A_MARK = ("url", "api_key_env", "backoff_s", "timeout_s", "concurrency", "max_failure_rate")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -168,6 +168,7 @@ def _trouble(records: Records) -> Iterable[str]:
             "dropped": "texts were too long for the junior to read",
             "score_timeouts": "answers could not be scored in time and count as wrong",
             "score_failures": "answers could not be scored and count as wrong",
+            "unscored": "answers got no score from the judge and count as 0",
             "judge_failures": "correct answers got no mark from the judge and count as rejected",
         }
         for name, meaning in counts.items():

@@ -1,7 +1,7 @@
 """A client of OpenAI-compatible chat endpoints such as ``vllm serve MODEL``: judges behind HTTP.
 
 Every prompt gets a reply, or the batch is an error. What may pass (no connection, a time-out, HTTP 408, 409, 425, 429
-and 5xx, a body that is not a chat completion) is tried again after a growing wait; any other status is not.
+and 5xx, a body that is too long or not a chat completion) is tried again after a growing wait; any other status is not.
 """
 
 import json
@@ -9,7 +9,8 @@ import os
 import random
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+import zlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
 from typing import Any, TypeVar
 
@@ -21,6 +22,8 @@ from tandemrl.watchdog import WATCHDOG, stamp
 
 PASSING = {408, 409, 425, 429}
 MAX_WAIT_S = 60.0
+MAX_REPLY_BYTES = 4 * 2**20
+"""Of a body, unpacked: many times what a model can say in ``judge.max_tokens``."""
 T = TypeVar("T")
 LOOPBACK = ("all://localhost", "all://127.0.0.1", "all://[::1]")
 
@@ -44,7 +47,7 @@ class HttpEngine:
         if config.url is None:
             raise JudgeError("judge.url is not set; give an address such as http://localhost:8000/v1")
         self.config, self.url = config, config.url.rstrip("/")
-        headers = {}
+        headers = {"Accept-Encoding": "gzip"}  # what `_unpacked` can read
         if config.api_key_env is not None:
             if not os.environ.get(config.api_key_env):
                 raise JudgeError(f"judge.api_key_env={config.api_key_env}: this environment variable is not set")
@@ -138,25 +141,28 @@ class HttpEngine:
         )
 
     def _send(self, path: str, body: Mapping[str, Any] | None) -> "_Response":
-        """One attempt: the whole response, within ``judge.timeout_s``; httpx's own limit is per read.
+        """One attempt: the whole response, within ``judge.timeout_s`` (httpx's own limit is per read) and
+        `MAX_REPLY_BYTES`.
 
         Raises:
-            _Passing: there is none, or its status is one that may pass.
+            _Passing: there is none, it is too long or packed in another way, or its status is one that may pass.
             JudgeError: any other status from 300 on, but 404, which is left to the reader.
         """
         limit = self.config.timeout_s
-        deadline, content = time.monotonic() + limit, b""
+        deadline, received = time.monotonic() + limit, bytearray()
         try:
             with self._client.stream("GET" if body is None else "POST", self.url + path, json=body) as response:
-                for chunk in response.iter_bytes():
-                    content += chunk
+                for chunk in _unpacked(response):
+                    received += chunk
+                    if len(received) > MAX_REPLY_BYTES:
+                        raise _Passing(f"HTTP {response.status_code} with a body of more than {MAX_REPLY_BYTES} bytes")
                     if time.monotonic() > deadline:
                         raise _Passing(f"no complete reply within {limit:g} s")
         except httpx.InvalidURL as error:
             raise JudgeError(f"judge.url={self.url}: {error}") from None
         except httpx.RequestError as error:
             raise _Passing(f"{type(error).__name__}: {error}".rstrip(": ")) from None
-        status = response.status_code
+        status, content = response.status_code, bytes(received)
         if status in PASSING or status >= 500:
             raise _Passing(f"HTTP {status}: {_start(content)}", _retry_after(response.headers.get("retry-after")))
         if status >= 300 and status != 404:
@@ -182,14 +188,45 @@ class _GivenUp(Exception):
     """Another request of the batch has failed for good."""
 
 
+def _unpacked(response: httpx.Response) -> Iterator[bytes]:
+    """The body in small pieces, as it comes: httpx itself would unpack a chunk to any size at once.
+
+    Raises:
+        _Passing: packed by anything but gzip, or broken.
+    """
+    encoding = response.headers.get("content-encoding", "identity").strip().lower()
+    if encoding not in ("identity", "gzip"):
+        raise _Passing(f"HTTP {response.status_code} with a body packed by {encoding[:50]!r}, which was not asked for")
+    if encoding == "identity":
+        yield from response.iter_raw()
+        return
+    unpack = zlib.decompressobj(zlib.MAX_WBITS | 16)  # 16: gzip
+    try:
+        for chunk in response.iter_raw():
+            yield unpack.decompress(chunk, 2**16)
+            while unpack.unconsumed_tail:
+                yield unpack.decompress(unpack.unconsumed_tail, 2**16)
+    except zlib.error as error:
+        raise _Passing(f"HTTP {response.status_code} with a body that is not gzip: {error}") from None
+
+
+def _refuse_constant(name: str) -> Any:
+    raise ValueError(f"{name} is not JSON")
+
+
 class _Response:
     def __init__(self, status: int, body: bytes) -> None:
         self.status, self.body = status, body
 
     def json(self) -> Any:
+        """The body, parsed.
+
+        Raises:
+            _Passing: not JSON, or nested too deeply to read.
+        """
         try:
-            return json.loads(self.body)
-        except ValueError:
+            return json.loads(self.body, parse_constant=_refuse_constant)
+        except (ValueError, RecursionError):
             raise _Passing(f"HTTP {self.status} with a body that is not JSON: {_start(self.body)}") from None
 
 
@@ -211,16 +248,18 @@ def _models(response: _Response) -> list[str] | None:
     if response.status == 404:
         return None
     try:
-        names = [str(model["id"]) for model in response.json()["data"]]
+        names = [model["id"] for model in response.json()["data"]]
     except (KeyError, TypeError):
-        raise _Passing(f"not a list of models: {_start(response.body)}") from None
+        names = [None]
+    if not all(isinstance(name, str) for name in names):
+        raise _Passing(f"not a list of models: {_start(response.body)}")
     if not names:
         raise _Passing("the list of models is empty")
     return names
 
 
 def _start(body: bytes) -> str:
-    return " ".join(body.decode(errors="replace").split())[:300] or "(empty)"
+    return " ".join(body[:2000].decode(errors="replace").split())[:300] or "(empty)"
 
 
 def _retry_after(value: str | None) -> float:

@@ -9,10 +9,12 @@ from typing import Any, Literal
 
 from torch import Tensor
 
+from tandemrl.config import RewardConfig
 from tandemrl.data.rows import Row
 from tandemrl.parallel import World, merge, share
 from tandemrl.rollout.engine import Completion, Engine, EngineInfo, Request
 from tandemrl.rollout.envs.protocol import Score
+from tandemrl.rollout.envs.rubric import JudgePool
 from tandemrl.rollout.envs.scoring import Scorer
 
 
@@ -49,11 +51,15 @@ class SpreadEngine:
 
 
 class SpreadScorer(Scorer):
-    """A ``Scorer`` over the scorers of all processes; all of them must make the same calls."""
+    """A ``Scorer`` over the scorers of all processes; all of them must make the same calls. What the judges failed to
+    score is counted over the whole batch."""
 
-    def __init__(self, world: World, *args: Any, **options: Any) -> None:
-        super().__init__(*args, **options)
-        self._world = world
+    def __init__(self, world: World, reward: RewardConfig, *, judge: JudgePool | None = None, **options: Any) -> None:
+        super().__init__(reward, judge=None if judge is None else judge.score_part, **options)
+        self._world, self._judges = world, judge
 
     def score(self, items: Sequence[tuple[Row, str]]) -> list[Score]:
-        return merge(self._world.gather(super().score(share(items, self._world))))
+        scores = merge(self._world.gather(super().score(share(items, self._world))))
+        if self._judges is not None:
+            self._judges.check(scores)
+        return scores

@@ -10,13 +10,17 @@ that ends a choice) has ``tandem``: the senior's share, the seed that repeats th
 """
 
 import asyncio
+import errno
 import importlib.metadata
 import json
 import os
 import secrets
+import socket
 from argparse import Namespace
+from collections import Counter
 from collections.abc import Awaitable, Callable, Iterable, Mapping, MutableMapping, Sequence
 from dataclasses import asdict, replace
+from itertools import count
 from typing import Any, NamedTuple, get_args
 
 import cloudpickle
@@ -41,7 +45,9 @@ PATHS = ("/v1/completions", "/v1/chat/completions")
 GENERATING = ("/v1/", "/v2/", "/inference/", "/cohere/", "/invocations", "/generative_scoring")
 """Where vLLM's POST paths begin that start a generation; only ``PATHS`` have a place for seeds and authors."""
 MAX_SELECTIONS = 32
-"""Selections a server takes on, its own included: the workers keep token tables for each."""
+"""Selections a server knows at once, its own included: the workers keep token tables for each."""
+DEFAULT_SEQUENCES = 8
+"""On a CPU, sequences of full length that the KV cache has room for, unless an option says how large it is."""
 MAX_WHOLE = 2**31
 """The largest whole number of a request, but for seeds."""
 SEED_BITS = 53  # of a seed that we choose: JSON readers that know doubles only keep it
@@ -169,7 +175,8 @@ def _prompts(prompt: Any) -> int:
 
 
 class Strategies:
-    """The strategies of a server, by selection. The workers know each under a name before a request uses it."""
+    """The strategies of a server, by selection. The workers know each under a name before a request uses it; the least
+    recently used one that no request uses makes room for a new one."""
 
     def __init__(
         self,
@@ -179,7 +186,9 @@ class Strategies:
     ) -> None:
         self.default, self._build, self._register = default, build, register
         self._known = {default: build(default)}
-        self._names = {default: "default"}
+        self._names = {default: "default"}  # the least recently used first
+        self._users = Counter[SelectionConfig]()
+        self._numbers = count(1)  # a name never comes again: the workers may still know the old one
         self._lock = asyncio.Lock()
 
     @classmethod
@@ -200,27 +209,39 @@ class Strategies:
     def __getitem__(self, selection: SelectionConfig) -> Strategy:
         return self._known[selection]
 
-    async def name(self, selection: SelectionConfig) -> str:
-        """What the workers call it; a new one is announced to them first.
+    async def acquire(self, selection: SelectionConfig) -> str:
+        """What the workers call it; a new one is announced to them first. It is kept until as many `release`.
 
         Raises:
-            Refused: a value is out of range, or the server has taken on too many selections.
+            Refused: a value is out of range, or too many other selections are in use.
         """
         async with self._lock:
-            if selection not in self._names:
-                if len(self._names) >= MAX_SELECTIONS:
-                    raise Refused(
-                        f"tandem: this server has met {MAX_SELECTIONS} different selections and takes no more; "
-                        "use one of those, or another server"
-                    )
+            names, known = dict(self._names), dict(self._known)
+            if selection not in names:
+                if len(names) >= MAX_SELECTIONS:
+                    idle = [one for one in names if one != self.default and not self._users[one]]
+                    if not idle:
+                        raise Refused(
+                            f"tandem: {MAX_SELECTIONS} different selections are in use at this moment, and no more are "
+                            "possible; try again when a request has ended"
+                        )
+                    del names[idle[0]], known[idle[0]]
                 try:
-                    self._known[selection] = self._build(selection)
+                    known[selection] = self._build(selection)
                 except ValueError as error:
                     raise Refused(f"tandem: {error}") from None
-                names = self._names | {selection: str(len(self._names))}
-                await self._register({name: self._known[one] for one, name in names.items()})
-                self._names = names
-            return self._names[selection]
+                names[selection] = str(next(self._numbers))
+                await self._register({name: known[one] for one, name in names.items()})
+            self._names = {one: name for one, name in names.items() if one != selection} | {selection: names[selection]}
+            self._known = known
+            self._users[selection] += 1
+            return names[selection]
+
+    def release(self, selection: SelectionConfig) -> None:
+        """A request that used it has ended."""
+        self._users[selection] -= 1
+        if not self._users[selection]:
+            del self._users[selection]
 
 
 # ------------------------------------------------------------------------------------------------------------ responses
@@ -334,7 +355,10 @@ class Authorship:
         elif path in PATHS:
             assert self.strategies is not None
             exchange = _Exchange(self.strategies, receive, send)
-            await self.app(scope, exchange.receive, exchange.send)
+            try:
+                await self.app(scope, exchange.receive, exchange.send)
+            finally:
+                exchange.close()
         else:
             reason = f"{path}: a tandem server answers {' and '.join(PATHS)} only"
             error = {"message": reason, "type": "Bad Request", "param": None, "code": 400}
@@ -369,14 +393,20 @@ class _Exchange:
         if isinstance(request, dict):
             try:
                 request, order = prepare(request, self._strategies.default)
-                name = await self._strategies.name(order.selection)
+                name = await self._strategies.acquire(order.selection)
             except Refused as error:
                 raise HTTPException(400, str(error)) from None
+            self._order = order
             extra = request.get("vllm_xargs") or {}
             if isinstance(extra, dict):
                 request["vllm_xargs"] = extra | {"tandem_strategy": name}
-            body, self._order = _dumps(request), order
+            body = _dumps(request)
         return {"type": "http.request", "body": body, "more_body": False}
+
+    def close(self) -> None:
+        """The request has ended, however it did."""
+        if self._order is not None:
+            self._strategies.release(self._order.selection)
 
     async def send(self, message: Message) -> None:
         if message["type"] == "http.response.start" and message["status"] == 200 and self._order is not None:
@@ -416,8 +446,9 @@ def serve(
     selection: SelectionConfig,
     *,
     mode: str = "lazy",
-    host: str | None = None,
+    host: str = "127.0.0.1",
     port: int = 8000,
+    api_key: str | None = None,
     junior_dtype: str | None = None,
     junior_quantization: str | None = None,
     junior_device: str | None = None,
@@ -427,17 +458,19 @@ def serve(
 
     Args:
         selection: who writes, unless a request says otherwise; nothing is annealed.
+        api_key: what a client has to send; None: vLLM's choice, which is its VLLM_API_KEY or nothing.
         vllm_args: further options of ``vllm serve``, as on its command line.
 
     Raises:
-        EngineError, ModelError: the models do not share a vocabulary, or an option is not possible in tandem decoding.
+        EngineError, ModelError: the models do not share a vocabulary, an option is not possible in tandem decoding, the
+            port is in use, or there is no memory for the KV cache.
     """
     from vllm import AsyncEngineArgs
     from vllm.entrypoints.cli.serve import ServeSubcommand
     from vllm.entrypoints.serve.utils.api_utils import cli_env_setup
     from vllm.logger import configure_logging_from_args
 
-    from tandemrl.rollout.vllm_worker import check_config
+    from tandemrl.rollout.vllm_worker import TandemOptions, check_config, junior_config
 
     if mode not in get_args(Mode):
         raise EngineError(f"mode={mode}: must be one of {', '.join(get_args(Mode))}")
@@ -449,7 +482,7 @@ def serve(
         raise EngineError(str(error)) from None
     os.environ["VLLM_USE_V2_MODEL_RUNNER"] = "0"  # vLLM reads this choice from the environment only
     cli_env_setup()
-    options = {
+    options: dict[str, Any] = {
         "junior": junior,
         "mode": mode,
         "junior_dtype": junior_dtype,
@@ -457,18 +490,88 @@ def serve(
         "junior_device": junior_device,
         "selection": asdict(selection),
     }
-    args = server_arguments(senior, options, host=host, port=port, vllm_args=vllm_args)
+    args = server_arguments(senior, options, host=host, port=port, api_key=api_key, vllm_args=vllm_args)
     configure_logging_from_args(args)
     try:
         ServeSubcommand().validate(args)
-        check_config(AsyncEngineArgs.from_cli_args(args).create_engine_config())
+        config = AsyncEngineArgs.from_cli_args(args).create_engine_config()
+        check_config(config)
+        partner = junior_config(config, TandemOptions(**options))
     except (ValueError, TypeError) as error:
         raise EngineError(str(error)) from None
+    check_port(host, port)
+    if kv_cache_is_open(args):
+        args.kv_cache_memory_bytes = kv_cache_bytes([config, partner], free=free_memory())
+    dtypes = [str(each.model_config.dtype).removeprefix("torch.") for each in (config, partner)]
+    locked = "with an API key" if args.api_key or os.environ.get("VLLM_API_KEY") else "without an API key"
+    url = f"http://{f'[{host}]' if ':' in host else host}:{port}/v1"
+    print(f"serving {senior} ({dtypes[0]}) and its junior {junior} ({dtypes[1]}) at {url}, {locked}", flush=True)
     ServeSubcommand.cmd(args)
 
 
+def check_port(host: str, port: int) -> None:
+    """Raises `EngineError` if nothing can listen there: models are loaded only for a server that can start."""
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        with socket.socket(family, kind, protocol) as trial:
+            trial.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as vLLM does
+            trial.bind(address)
+    except OSError as error:
+        if error.errno == errno.EADDRINUSE:
+            raise EngineError(f"port {port} of {host} is in use; choose another one with --port") from None
+        raise EngineError(f"--host {host} --port {port}: {error.strerror or error}") from None
+
+
+def kv_cache_is_open(args: Namespace) -> bool:
+    """Whether nobody said how large the KV cache is, on a CPU: vLLM would claim 92 % of the machine's memory."""
+    from vllm import AsyncEngineArgs
+    from vllm.platforms import current_platform
+
+    default = AsyncEngineArgs.gpu_memory_utilization
+    chosen = args.kv_cache_memory_bytes is not None or args.gpu_memory_utilization != default
+    return current_platform.device_type == "cpu" and not chosen and not os.environ.get("VLLM_CPU_KVCACHE_SPACE")
+
+
+def kv_cache_bytes(configs: Sequence[Any], *, free: int) -> int:
+    """Room for `DEFAULT_SEQUENCES` sequences of full length in all models, within half of the ``free`` bytes.
+
+    Args:
+        configs: a ``VllmConfig`` for each model.
+
+    Raises:
+        EngineError: there is no room for a single one.
+    """
+    length = max(config.model_config.max_model_len for config in configs)
+    token = 0
+    for config in configs:
+        model, parallel = config.model_config, config.parallel_config
+        heads = model.get_num_layers(parallel) * model.get_num_kv_heads(parallel) * model.get_head_size()
+        token += 2 * heads * model.dtype.itemsize  # a key and a value
+    # A block more than the sequence needs, since vLLM keeps one for itself.
+    sequence = token * (length + 2 * (configs[0].cache_config.block_size or 128))
+    if sequence > free:
+        raise EngineError(
+            f"a sequence of {length} tokens takes {sequence / 2**30:.2f} GiB of KV cache, and {free / 2**30:.2f} GiB "
+            "of memory are free: set a shorter context with -- --max-model-len N"
+        )
+    return max(sequence, min(DEFAULT_SEQUENCES * sequence, free // 2))
+
+
+def free_memory() -> int:
+    """Bytes that vLLM may take on this CPU."""
+    from vllm.utils.cpu_resource_utils import get_allowed_cpu_list, get_memory_node_info
+
+    return get_memory_node_info(get_allowed_cpu_list()[0].numa_node).available_memory
+
+
 def server_arguments(
-    senior: str, options: Mapping[str, Any], *, host: str | None, port: int, vllm_args: Sequence[str]
+    senior: str,
+    options: Mapping[str, Any],
+    *,
+    host: str,
+    port: int,
+    api_key: str | None = None,
+    vllm_args: Sequence[str],
 ) -> Namespace:
     """What vLLM's own parser makes of ``vllm_args``, and what a tandem server needs on top of it.
 
@@ -494,6 +597,7 @@ def server_arguments(
         "async_scheduling": False,
         "logprobs_mode": "processed_logprobs",
         "api_server_count": 1,
+        **({} if api_key is None else {"api_key": [api_key]}),
     }
     for name, value in ours.items():
         if getattr(args, name) not in (parser.get_default(name), value):

@@ -14,7 +14,7 @@ import pytest
 
 from tandemrl.config import SandboxConfig
 from tandemrl.data.rows import DataError, Row
-from tandemrl.rollout.envs import code
+from tandemrl.rollout.envs import code, sandbox
 from tandemrl.rollout.envs.code import (
     extract_program,
     humaneval_row,
@@ -23,7 +23,7 @@ from tandemrl.rollout.envs.code import (
     same_value,
     score_code,
 )
-from tandemrl.rollout.envs.sandbox import Call, Check, Outcome, Stdin
+from tandemrl.rollout.envs.sandbox import Call, Check, Stdin
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the sandbox runs on Linux only")
 
@@ -284,9 +284,18 @@ def test_attacks_earn_nothing(program):
     assert score(sums(2), program).value == 0.0
 
 
-def test_a_sandbox_that_fails_is_counted(monkeypatch):
-    monkeypatch.setattr(code.Sandbox, "run", lambda *a, **k: Outcome("lost", message="gone"))
-    assert score(sums(2), ADD).parts["failure"] == 1.0
+def test_a_program_that_kills_its_sandbox_has_failed_that_test(monkeypatch):
+    """On machines without a process namespace it can, and must not get off as one that could not be scored."""
+
+    def ask(process, messages, limit_s):
+        if messages[0].get("input") == "1 2\n":
+            raise EOFError
+        return real(process, messages, limit_s)
+
+    real = sandbox._Process.ask
+    monkeypatch.setattr(sandbox._Process, "ask", ask)
+    found = score(sums(2), ADD)
+    assert (found.value, "failure" in found.parts) == (0.5, False)
 
 
 def test_many_threads():

@@ -278,18 +278,55 @@ def test_a_reply_without_a_score_is_asked_for_again() -> None:
     assert [(attempt, len(prompts)) for attempt, prompts in judge.calls] == [(0, 4), (1, 2), (2, 2)]
 
 
-def test_a_reply_that_never_holds_a_score_is_counted_as_a_failure() -> None:
+@pytest.mark.parametrize("mode", ["addon", "mixed", "tinyv_only"])
+def test_a_response_that_never_gets_a_score_is_unscored(mode: str) -> None:
     judge = Scripted(lambda prompt, attempt: "hm" if "odd" in prompt else "Total Score: 6/10")
-    items = [(row(i), "odd" if i else "even", rule) for i, rule in enumerate((WRONG, WRONG, RIGHT))]
-    scores = JudgePool(judge, JudgeConfig(mode="mixed", weight=0.5, retries=1))(items)
-    assert [score.value for score in scores] == [0.3, 0.0, 0.5]
-    assert [score.parts.get("failure", 0.0) for score in scores] == [0.0, 1.0, 1.0]
-    assert [attempt for attempt, _ in judge.calls] == [0, 1]
+    items = [(row(i), "odd" if i == 7 else f"even {i}", WRONG) for i in range(16)]
+    scores = JudgePool(judge, JudgeConfig(mode=mode, weight=0.5, retries=1))(items)
+    assert [i for i, score in enumerate(scores) if "unscored" in score.parts] == [7]
+    assert "judge" not in scores[7].parts
+    assert {score.value for score in scores if "unscored" not in score.parts} == {0.6 if mode == "tinyv_only" else 0.3}
+    assert [(attempt, len(prompts)) for attempt, prompts in judge.calls] == [(0, 16), (1, 1)]
+
+
+@pytest.mark.parametrize(
+    ("failing", "limit", "stops"),
+    [
+        (14, 0.1, True),
+        (2, 0.1, True),
+        (1, 0.1, False),
+        (14, 0.9, False),
+        (1, 0.0, True),
+        (0, 0.0, False),
+        (16, 0.99, True),
+    ],
+)
+def test_more_failures_than_the_rate_allows_are_an_error(failing: int, limit: float, stops: bool) -> None:
+    """Responses count, not prompts: equal ones are asked about once."""
+    judge = Scripted(lambda prompt, attempt: "I cannot" if "odd" in prompt else "Total Score: 6/10")
+    items = [(row(0), "odd" if i < failing else "even", WRONG) for i in range(16)]
+    pool = JudgePool(judge, JudgeConfig(max_failure_rate=limit, retries=1))
+    for ask in (lambda: pool(items), lambda: pool.marks([(row, text, None) for row, text, _ in items])):
+        if stops:
+            with pytest.raises(JudgeError, match=rf"no score to {failing} of the 16 .*{limit:g}\).*'I cannot'"):
+                ask()
+        else:
+            ask()
+
+
+def test_responses_that_need_no_judge_are_part_of_the_batch() -> None:
+    """Else the last few wrong ones of a good policy stop its run; but a judge that fails for all of them is broken."""
+    judge = Scripted(lambda prompt, attempt: "hm" if "odd" in prompt else "Total Score: 6/10")
+    right = [(row(i), f"even {i}", RIGHT) for i in range(14)]
+    scores = JudgePool(judge, JudgeConfig())([*right, (row(), "odd", WRONG), (row(), "even", WRONG)])
+    assert ["unscored" in score.parts for score in scores] == [False] * 14 + [True, False]
+    with pytest.raises(JudgeError, match="no score to 2 of the 2 responses it was asked about, in a batch of 40"):
+        JudgePool(judge, JudgeConfig())([(row(), "odd 1", WRONG), (row(), "odd 2", WRONG), *right, *right, *right[:10]])
 
 
 def test_a_judge_that_never_gives_a_score_is_an_error() -> None:
     items = [(row(i), "text", WRONG) for i in range(3)]
-    with pytest.raises(JudgeError, match=r"none of the judge's 3 replies holds \"Total Score: x/10\".*'I cannot'"):
+    with pytest.raises(JudgeError, match=r"4 replies to each holds \"Total Score: x/10\".*'I cannot'"):
         values(says("I cannot"), items)
     with pytest.raises(JudgeError, match=r"holds \"True\" or \"False\""):
         values(says("Total Score: 6/10"), [(row(i), "t", WRONG) for i in range(3)], prompt="tinyv")
@@ -319,7 +356,7 @@ def test_a_verdict_that_the_rules_lost_is_not_a_lost_score() -> None:
 @given(
     st.sampled_from(["addon", "mixed", "tinyv_only"]),
     st.floats(0, 1),
-    st.sampled_from(["Total Score: 1e999", "Total Score: -5/10", "Total Score: 11/10", "Total Score: 3/10", "nothing"]),
+    st.sampled_from(["Total Score: -5/10", "Total Score: 11/10", "Total Score: 3/10"]),
     st.sampled_from([RIGHT, WRONG, SILENT]),
 )
 def test_rewards_are_finite_and_between_0_and_1(mode: str, weight: float, reply: str, rule: Score) -> None:

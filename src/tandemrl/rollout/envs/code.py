@@ -17,7 +17,6 @@ import contextlib
 import json
 import math
 import re
-import time
 from collections.abc import Mapping, Sequence
 from decimal import Decimal
 from itertools import zip_longest
@@ -44,7 +43,7 @@ def score_code(
     """The share of the row's tests that the program in ``text`` passes; with ``credit="all"`` 1 or 0.
 
     Parts: ``acc`` (all passed), ``answer_present`` (there is a fenced block), ``tests_passed`` and ``tests_timed_out``
-    (shares of all tests), and ``failure`` if the sandbox itself failed. Blocks; may be called from several threads.
+    (shares of all tests). Blocks; may be called from several threads.
 
     Raises:
         DataError: the row's ground truth has none of the formats.
@@ -61,11 +60,10 @@ def score_code(
     fenced = float("```" in text)
     if not program.strip():
         return Score(0.0, {"acc": 0.0, "answer_present": 0.0, "tests_passed": 0.0, "tests_timed_out": 0.0}, None)
-    passed = late = lost = 0
-    deadline = time.monotonic() + sandbox.program_timeout_s
+    passed = late = 0
     with Sandbox(sandbox) as box:
         for done, (test, expected) in enumerate(tests):
-            left = deadline - time.monotonic()
+            left = sandbox.program_timeout_s - box.seconds
             if left <= 0:
                 late += len(tests) - done
                 break
@@ -73,12 +71,11 @@ def score_code(
             good = outcome.status == "ok" and _agrees(test, outcome.output, outcome.value, expected)
             passed += good
             late += outcome.status == "timeout"
-            lost += outcome.status == "lost"
             if outcome.status == "syntax" or (credit == "all" and not good):
                 break
     share, acc = passed / len(tests), float(passed == len(tests))
     parts = {"acc": acc, "answer_present": fenced, "tests_passed": share, "tests_timed_out": late / len(tests)}
-    return Score(acc if credit == "all" else share, parts | ({"failure": 1.0} if lost else {}), program)
+    return Score(acc if credit == "all" else share, parts, program)
 
 
 def extract_program(text: str) -> str:

@@ -16,8 +16,8 @@ kind        payload                           settled by                        
 =========== ================================= ========================================= ===============================
 
 ``then`` turns the outcome into the score, or defers again: TinyV asks a judge only after PRIME's grader (``rule``) has
-found its verdict. A score with the part ``timeout`` or ``failure`` is counted as such in the metrics. A pool that is
-broken (no sandbox, a judge that is down) raises; it never returns zeros.
+found its verdict. A score with the part ``timeout``, ``failure`` or ``unscored`` is counted as such in the metrics. A
+pool that is broken (no sandbox, a judge that is down) raises; it never returns zeros.
 """
 
 from collections.abc import Callable
@@ -34,8 +34,9 @@ class GraderError(RuntimeError):
 
 
 class Score(NamedTuple):
-    """``value`` is the reward. ``parts``: ``acc`` and ``answer_present`` (0 or 1), and more by scorer. ``answer`` is
-    what was extracted from the text, None if nothing was."""
+    """``value`` is the reward. ``parts``: ``acc`` and ``answer_present`` (0 or 1), and more by scorer; with the part
+    ``unscored``, a judge gave no score, and the value means nothing whatever the response was. ``answer`` is what was
+    extracted from the text, None if nothing was."""
 
     value: float
     parts: dict[str, float]

@@ -2,8 +2,9 @@
 
 The rubric reward model of arXiv 2510.07774 marks a whole response by the criteria of its problem; the verifier of arXiv
 2505.14625 (TinyV) says whether two answers are the same. Both are asked through the same `Judge`, which is passed in:
-this module knows neither models nor HTTP. A reply that holds no score is asked for again, and in the end counted as a
-failure; a judge that is down, or never gives a score, is an error. Neither is ever a silent 0.
+this module knows neither models nor HTTP. A reply that holds no score is asked for again. A response that gets none in
+the end is unscored: nothing is learnt from it. More of them in a batch than ``judge.max_failure_rate`` are an error, as
+is a judge that is down. Neither is ever a silent 0.
 """
 
 import json
@@ -171,20 +172,29 @@ class JudgePool:
     r, else weight·j, and the judge is asked only where r is 0; ``mixed`` is weight·j + (1 − weight)·r, and
     ``tinyv_only`` is j.
 
-    Parts: ``rule`` is r; ``judge`` is j and ``judge_asked`` 1 where the judge was asked; ``failure`` is 1 where none of
-    its replies held a score (j is then 0); ``gate_NAME`` is 1 where a gate closed. ``acc`` is r for a judge of
-    reasoning; for a judge of answers (``tinyv``) it is what both say: either of them, with ``tinyv_only`` the judge.
+    Parts: ``rule`` is r; ``judge_asked`` is 1 where the judge was asked, and ``judge`` is then j; ``unscored`` is 1
+    where none of its replies held a score (the reward is then 0 and means nothing, see `protocol.Score`);
+    ``gate_NAME`` is 1 where a gate closed. ``acc`` is r for a judge of reasoning; for a judge of answers (``tinyv``) it
+    is what both say: either of them, with ``tinyv_only`` the judge.
 
     Raises:
-        JudgeError: the judge is down; none of several replies held a score; ``judge.template`` cannot be used.
+        JudgeError: the judge is down; more than ``judge.max_failure_rate`` of the responses, or all of several that it
+            was asked about, got no score; ``judge.template`` cannot be used.
         DataError: a row lacks what the template shows; names the row and the field.
     """
 
     def __init__(self, judge: Judge, config: JudgeConfig) -> None:
         self.judge, self.config = judge, config
         self.template = template_of(config)
+        self._refused_reply = ""  # the last one that held no score, for the error message
 
     def __call__(self, items: Sequence[tuple[Row, str, Score]]) -> list[Score]:
+        scores = self.score_part(items)
+        self.check(scores)
+        return scores
+
+    def score_part(self, items: Sequence[tuple[Row, str, Score]]) -> list[Score]:
+        """Scores of a part of a batch; how many of them may be unscored is for `check` of the whole batch to say."""
         admitted = [admit(text, self.config.gates) for _, text, _ in items]
         asked = [
             i
@@ -194,11 +204,21 @@ class JudgePool:
             and (self.template.whole or rule.answer is not None)
         ]
         shown = [(items[i][0], admitted[i][0], items[i][2].answer) for i in asked]
-        marks = dict(zip(asked, self.marks(shown), strict=True))
+        marks = dict(zip(asked, self._marks(shown), strict=True))
         return [
             _refused(rule, gate) if gate is not None else self._reward(rule, i in marks, marks.get(i))
             for i, ((_, _, rule), (_, gate)) in enumerate(zip(items, admitted, strict=True))
         ]
+
+    def check(self, scores: Sequence[Score]) -> None:
+        """Hold the scores of a whole batch to ``judge.max_failure_rate``; those that are not a judge's do not count.
+
+        Raises:
+            JudgeError: too many are unscored.
+        """
+        judged = [score.parts for score in scores if "judge_asked" in score.parts]
+        asked = sum(int(parts["judge_asked"]) for parts in judged)
+        self._check(sum("unscored" in parts for parts in judged), asked=asked, batch=len(judged))
 
     def marks(self, items: Sequence[tuple[Row, str, str | None]]) -> list[float | None]:
         """The judge's mark in [0, 1] for each (row, response, extracted answer); None where no reply held one.
@@ -208,9 +228,27 @@ class JudgePool:
         Raises:
             JudgeError, DataError: as the class.
         """
+        marks = self._marks(items)
+        self._check(marks.count(None), asked=len(marks), batch=len(marks))
+        return marks
+
+    def _check(self, unscored: int, *, asked: int, batch: int) -> None:
+        """Raises `JudgeError` if ``unscored`` of the ``asked`` responses are too many in a batch of ``batch``."""
+        limit = self.config.max_failure_rate
+        if unscored / max(batch, 1) <= limit and not unscored == asked > 1:
+            return
+        form = '"Total Score: x/10"' if self.template.parse is parse_score else '"True" or "False"'
+        reply = f"; the last such reply ends: {self._refused_reply[-200:]!r}" if self._refused_reply else ""
+        raise JudgeError(
+            f"the judge gave no score to {unscored} of the {asked} responses it was asked about, in a batch of {batch} "
+            f"(judge.max_failure_rate={limit:g}): none of {1 + self.config.retries} replies to each holds {form}{reply}"
+            ". Is this the right judge.model, judge.prompt and judge.max_tokens?"
+        )
+
+    def _marks(self, items: Sequence[tuple[Row, str, str | None]]) -> list[float | None]:
+        """`marks`, however many are None."""
         prompts = [self._prompt(row, text if self.template.whole else answer) for row, text, answer in items]
         found: dict[str, float | None] = {prompt: None for prompt in prompts if prompt is not None}
-        last = ""
         for attempt in range(1 + self.config.retries):
             open_ = [prompt for prompt, mark in found.items() if mark is None]
             if not open_:
@@ -219,14 +257,8 @@ class JudgePool:
             if len(replies) != len(open_):
                 raise JudgeError(f"the judge gave {len(replies)} replies to {len(open_)} prompts")
             found |= {prompt: self.template.parse(reply) for prompt, reply in zip(open_, replies, strict=True)}
-            last = replies[-1]
-        if len(found) > 1 and all(mark is None for mark in found.values()):
-            form = '"Total Score: x/10"' if self.template.parse is parse_score else '"True" or "False"'
-            raise JudgeError(
-                f"none of the judge's {len(found)} replies holds {form}, after {1 + self.config.retries} attempt(s) "
-                f"each; the last one ends: {last[-200:]!r}. Is this the right judge.model, judge.prompt and "
-                "judge.max_tokens?"
-            )
+            refused = [reply for prompt, reply in zip(open_, replies, strict=True) if found[prompt] is None]
+            self._refused_reply = refused[-1] if refused else self._refused_reply
         return [0.0 if prompt is None else found[prompt] for prompt in prompts]
 
     def _prompt(self, row: Row, answer: str | None) -> str | None:
@@ -239,6 +271,7 @@ class JudgePool:
 
     def _reward(self, rule: Score, asked: bool, mark: float | None) -> Score:
         mode, weight = self.config.mode, self.config.weight
+        unscored = asked and mark is None
         r, j = float(rule.parts["acc"]), mark or 0.0
         if mode == "tinyv_only":
             value = j
@@ -248,11 +281,9 @@ class JudgePool:
             value = 1.0 if r else weight * j
         acc = r if self.template.whole else j if mode == "tinyv_only" else max(r, j)
         parts = _parts(rule) | {"acc": acc, "rule": r, "judge_asked": float(asked)}
-        if asked:
-            parts["judge"] = j
-            if mark is None:
-                parts["failure"] = 1.0
-        return Score(value, parts, rule.answer)
+        if unscored:
+            return Score(0.0, parts | {"unscored": 1.0}, rule.answer)
+        return Score(value, parts | ({"judge": j} if asked else {}), rule.answer)
 
 
 def template_of(config: JudgeConfig) -> Template:

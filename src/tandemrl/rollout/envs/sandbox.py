@@ -1,7 +1,8 @@
 """Runs programs that a model wrote. Linux only; no torch.
 
-Each program gets a fresh tree of processes (`sandbox_runner`), each of its tests fresh processes in it. Six layers
-enclose them; a layer holds if one of its mechanisms does, and the sandbox tries each before it says so:
+Each test gets a fresh tree of processes (`sandbox_runner`) in a fresh directory, so that a program can leave nothing to
+its next test, not even how many there were. Six layers enclose them; a layer holds if one of its mechanisms does, and
+the sandbox tries each before it says so:
 
 ============== ================================================ =======================================================
 layer          what it stops                                    mechanisms
@@ -15,7 +16,8 @@ system calls   much of the kernel; uncounted memory             seccomp
 ============== ================================================ =======================================================
 
 The environment is empty. Programs read the Python libraries of this interpreter and nothing else. The whole tree is
-killed after every test, when the sandbox is closed, and when this process dies.
+killed after every test, when the sandbox is closed, and when this process dies. Without a process namespace a program
+can kill the sandbox's own processes: its test is then run once more, and is a crash if that happens again.
 
 **A program cannot award itself a pass.** What a test should give stays in this process; a `Check` runs beside the
 program in a process that it can neither see nor trace.
@@ -89,12 +91,12 @@ Test = Stdin | Call | Check
 
 
 class Outcome(NamedTuple):
-    """What became of a test. ``lost`` is the sandbox's failure, all else the program's.
+    """What became of a test.
 
     ``output`` is what a script wrote; ``value`` what a function returned, True for a check that passed.
     """
 
-    status: Literal["ok", "error", "crash", "timeout", "output", "syntax", "lost"]
+    status: Literal["ok", "error", "crash", "timeout", "output", "syntax"]
     output: str = ""
     value: Any = None
     message: str = ""
@@ -164,10 +166,12 @@ _TEMPLATE = Template()
 
 
 class Sandbox:
-    """Runs the tests of one program, one after the other. Not for several threads at once.
+    """Runs tests one after the other, each in processes of its own. Not for several threads at once.
+
+    ``seconds``: wall clock that the tests took so far, without the start and the end of their processes.
 
     Raises:
-        SandboxError: on the first test, if a layer is missing and ``sandbox.allow_weak`` is false.
+        SandboxError: on a test, if no sandbox starts, or a layer is missing and ``sandbox.allow_weak`` is false.
 
     Example:
         >>> with Sandbox(SandboxConfig()) as sandbox:
@@ -179,21 +183,24 @@ class Sandbox:
         self._config = config
         self._template = template or _TEMPLATE
         self._process: _Process | None = None
+        self._warned = False
+        self.seconds = 0.0
 
     def run(self, program: str, test: Test, *, timeout_s: float | None = None) -> Outcome:
         """Run one test, for at most ``timeout_s`` seconds (default and upper bound: ``sandbox.timeout_s``)."""
         limit = min(self._config.timeout_s, self._config.timeout_s if timeout_s is None else timeout_s)
-        process = self._process or self._start()
-        try:
-            reply = process.ask(_messages(program, test, limit), limit + GRACE_S)
-        except (OSError, EOFError) as error:
-            return Outcome("lost", message=self.close() or str(error) or "the sandbox died")
-        except BaseException:
-            self.close()
-            raise
-        if reply["spent"]:
-            self.close()
-        return _outcome(reply, test)
+        messages = _messages(program, test, limit)
+        for _ in range(2):  # a sandbox may die by accident; twice under the same test, the program did it
+            process = self._start()
+            start = time.monotonic()
+            try:
+                return _outcome(process.ask(messages, limit + GRACE_S), test)
+            except (OSError, EOFError) as error:
+                trouble = str(error) or "it died"
+            finally:
+                self.seconds += time.monotonic() - start
+                last_words = self.close()
+        return Outcome("crash", message=f"the sandbox did not outlive this test, twice: {last_words or trouble}")
 
     def layers(self) -> dict[str, Layer]:
         """Which layers hold here. Raises nothing for one that does not."""
@@ -203,7 +210,7 @@ class Sandbox:
         return {name: Layer(bool(held), ", ".join(held) or why) for name, held in hello["layers"].items()}
 
     def close(self) -> str:
-        """End all processes; the next `run` starts new ones. Returns the last words of the sandbox's own."""
+        """End all processes. Returns the last words of the sandbox's own."""
         process, self._process = self._process, None
         return process.end() if process else ""
 
@@ -226,7 +233,9 @@ class Sandbox:
                     f"{what}; `tandemrl check` lists them. Run as root, or where user namespaces are allowed, or "
                     "accept the risk with sandbox.allow_weak=true"
                 )
-            warnings.warn(f"{what}; programs run all the same: sandbox.allow_weak", stacklevel=3)
+            if not self._warned:
+                warnings.warn(f"{what}; programs run all the same: sandbox.allow_weak", stacklevel=3)
+            self._warned = True
         assert self._process is not None
         return self._process
 

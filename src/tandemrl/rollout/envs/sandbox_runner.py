@@ -1,11 +1,12 @@
-"""The inside of `sandbox`: locks itself in, then runs tests. The standard library alone.
+"""The inside of `sandbox`: locks itself in, then runs one test. The standard library alone.
 
 The *template* is started once and forks a *supervisor* for each sandbox, which makes the namespaces, starts the
 *runner* and waits for it. The runner gives up its user, files and system calls, proves it, and says which layers hold.
-For each test it forks a fresh process, which executes the program, and kills whatever is left of it. What a test should
+For its test it forks a fresh process, which executes the program, and kills whatever is left of it. What a test should
 give never comes in here, except for `check`.
 
-Frames in both directions: 8 bytes of length, then JSON. The runner ends with the frame ``null`` or the requests.
+Frames in both directions: 8 bytes of length, then JSON. The runner ends with its test, the frame ``null`` or the
+requests.
 """
 
 import atexit
@@ -275,13 +276,13 @@ def _children() -> int:
 
 
 class Runner:
-    """Runs one test at a time, each in fresh processes.
+    """Runs one test in fresh processes.
 
     Args:
         control: descriptors to read requests from and to write replies to.
         store: an empty file for what a test reads.
         limits: see `sandbox`.
-        sweep: kills every process of a test.
+        sweep: kills every process of the test.
     """
 
     def __init__(self, control: tuple[int, int], store: int, limits: dict[str, Any], sweep: Callable[[], None]) -> None:
@@ -292,7 +293,7 @@ class Runner:
 
     def serve(self, hello: dict[str, Any]) -> NoReturn:
         send(self._replies, hello)
-        while job := receive(self._requests):
+        if job := receive(self._requests):
             send(self._replies, self._test(job))
         os._exit(0)
 
@@ -321,12 +322,9 @@ class Runner:
             "output": output,
             "errors": errors.strip()[-ERROR_CHARS:],
             "reply": reply,
-            "spent": job["kind"] == "check" or _left_something(),
         }
 
     def _fill(self, text: str) -> None:
-        os.ftruncate(self._store, 0)
-        os.lseek(self._store, 0, os.SEEK_SET)
         data = memoryview(text.encode(errors="surrogatepass"))
         while data:
             data = data[os.write(self._store, data) :]
@@ -414,13 +412,6 @@ class Runner:
         _, hard = resource.getrlimit(resource.RLIMIT_STACK)
         soft = MAX_STACK_BYTES if hard == resource.RLIM_INFINITY else min(MAX_STACK_BYTES, hard)
         resource.setrlimit(resource.RLIMIT_STACK, (soft, hard))
-
-
-def _left_something() -> bool:
-    try:
-        return bool(os.listdir("."))
-    except OSError:
-        return True
 
 
 def _leave(status: int) -> NoReturn:
