@@ -10,7 +10,7 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 LAYERS = {
-    0: "types config configs",
+    0: "types config configs paths",
     1: "selection selection.strategies selection.boundaries selection.draws selection.live "
     "losses losses.advantages losses.penalties losses.recipes losses.reduce losses.surrogates losses.weights stats",
     2: "batching schedule data data.rows data.sampler data.synthetic data.arithmetic data.sources data.files "
@@ -19,7 +19,7 @@ LAYERS = {
     "rollout.envs.protocol rollout.envs.expression rollout.envs.equality rollout.envs.prime rollout.envs.answers "
     "rollout.envs.countdown rollout.envs.routing rollout.envs.rubric rollout.envs.worker "
     "rollout.envs.code rollout.envs.sandbox rollout.envs.sandbox_layers rollout.envs.sandbox_runner",
-    3: "model attention head checkpoint dcp tracking tiny "
+    3: "model pretrained attention head checkpoint dcp tracking tiny "
     "rollout.torch_engine rollout.engines rollout.sync rollout.collect "
     "rollout.vllm_engine rollout.vllm_worker rollout.vllm_weights rollout.vllm_guard rollout.vllm_server "
     "rollout.http_engine rollout.judges rollout.spread parallel critic lora profiling faults",
