@@ -30,7 +30,7 @@ def check_folder(path: str | Path) -> None:
     folder = Path(path)
     if any((folder / name).is_file() for name in (CONFIG, TOKENIZER_CONFIG)) or not is_local(path):
         return
-    export = next((f"; did you mean {each}?" for each in _exports(folder) if (each / CONFIG).is_file()), "")
+    export = next((f"; did you mean {each}?" for each in _exports(folder) if each.is_dir()), "")
     if not folder.exists():
         build = f"; build it: tandemrl model tiny --out {folder.parent}" if folder.parent.name.startswith("tiny") else ""
         raise ModelError(f"{path}: no such folder{export or hint(folder) or build}")
