@@ -23,7 +23,8 @@ LAYERS = {
     "rollout.torch_engine rollout.engines rollout.sync rollout.collect "
     "rollout.vllm_engine rollout.vllm_worker rollout.vllm_weights rollout.vllm_guard rollout.vllm_server "
     "rollout.http_engine rollout.judges rollout.spread parallel critic lora profiling faults",
-    4: "run ahead update train evals evals.measures evals.files evals.protocol evals.reading evals.session evals.suite "
+    4: "preflight run ahead update train "
+    "evals evals.measures evals.files evals.protocol evals.reading evals.session evals.suite "
     "compare score experiment report report.figures report.page report.provenance report.records report.samples "
     "report.svg report.tables",
     5: "cli cli.main cli.train cli.evaluate cli.compare cli.data cli.model cli.score cli.serve cli.check "

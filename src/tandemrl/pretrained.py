@@ -32,7 +32,9 @@ def check_folder(path: str | Path) -> None:
         return
     export = next((f"; did you mean {each}?" for each in _exports(folder) if each.is_dir()), "")
     if not folder.exists():
-        build = f"; build it: tandemrl model tiny --out {folder.parent}" if folder.parent.name.startswith("tiny") else ""
+        build = (
+            f"; build it: tandemrl model tiny --out {folder.parent}" if folder.parent.name.startswith("tiny") else ""
+        )
         raise ModelError(f"{path}: no such folder{export or hint(folder) or build}")
     if not folder.is_dir():
         raise ModelError(f"{path}: a file; expected the folder of a model{export}")

@@ -104,10 +104,10 @@ def chat_tokens(
         variables: what the template is told besides.
 
     Raises:
-        DataError: the template fails. It is a program that came with a model, in Jinja's sandbox: it may raise anything.
+        DataError: the template fails. It is a program that came with a model, in a sandbox: it may raise anything.
     """
     try:
-        return tokenizer.apply_chat_template(  # type: ignore[no-any-return]
+        return tokenizer.apply_chat_template(
             [dict(message) for message in messages],
             add_generation_prompt=True,
             tokenize=True,
