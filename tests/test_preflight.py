@@ -146,7 +146,7 @@ def test_what_is_missing_is_found_by_a_dry_run_and_by_train_before_any_weight(
     assert reason in line
     assert "Traceback" not in result.output
     monkeypatch.setattr(tandemrl.run, "load_model", None)
-    with pytest.raises(Exception, match=".") as refused:  # of whatever class that is the user's
+    with pytest.raises(Exception, match=r"\w") as refused:  # of whatever class that is the user's
         tandemrl.run.build(load("quickstart", overrides))
     assert is_users(refused.value)
     assert reason in " ".join(str(refused.value).split())
