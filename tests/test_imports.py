@@ -10,7 +10,7 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 LAYERS = {
-    0: "types config configs paths",
+    0: "types config configs paths heartbeat",
     1: "selection selection.strategies selection.boundaries selection.draws selection.live "
     "losses losses.advantages losses.penalties losses.recipes losses.reduce losses.surrogates losses.weights stats",
     2: "batching schedule data data.rows data.sampler data.synthetic data.arithmetic data.sources data.files "
