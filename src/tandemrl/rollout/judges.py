@@ -25,6 +25,7 @@ class EngineJudge:
 
         Raises:
             JudgeError: a prompt and ``judge.max_tokens`` do not fit into the engine's context.
+            DataError: the judge's chat template fails.
         """
         temperature = self.config.retry_temperature if attempt else self.config.temperature
         sampling = Sampling(max_tokens=self.config.max_tokens, temperature=temperature)
