@@ -24,6 +24,8 @@ PACKAGES = {
     "matplotlib": ("matplotlib", True, "figures", "pip install matplotlib"),
     "jinja2": ("jinja2", True, "reports", "pip install jinja2"),
     "beartype": ("beartype", False, "checked shapes at the public boundary", "pip install beartype"),
+    "peft": ("peft", False, "model.lora", "pip install 'tandemrl[lora]'"),
+    "liger-kernel": ("liger_kernel", False, "model.liger, on CUDA", "pip install 'tandemrl[liger]'"),
     "wandb": ("wandb", False, "train.wandb", "pip install 'tandemrl[wandb]'"),
     "datasets": ("datasets", False, "hf:… data sources", "pip install 'tandemrl[hub]'"),
 }

@@ -27,11 +27,12 @@ def compare(
 
     One evaluation on each side: bootstrap interval over problems. Seeds on each side: t interval over the seeds.
     """
+    from rich.box import SIMPLE_HEAD
     from rich.console import Console
     from rich.table import Table
     from rich.text import Text
 
-    from tandemrl.compare import CompareError, show_interval, write_comparison
+    from tandemrl.compare import CompareError, judgement, show_interval, write_comparison
     from tandemrl.compare import compare as contrasts_of
     from tandemrl.evals import is_headline
 
@@ -43,17 +44,19 @@ def compare(
         raise CompareError(f"--metric {', '.join(metric or [])}: no phase that both sides have has such a metric")
     seeds = len(contrasts[0].per_seed)
     over = f"t interval over {seeds} seeds" if seeds > 1 else f"bootstrap over {contrasts[0].problems} problems"
-    table = Table(title=f"A = {a}, B = {b}", title_justify="left")
-    table.add_column("phase")
-    table.add_column("metric")
-    for title in ("A", "B", f"A - B [{level:.0%}, {over}]"):
-        table.add_column(Text(title), justify="right")
-    table.add_column("")
-    for i, each in enumerate(contrasts):
-        last = i + 1 == len(contrasts) or contrasts[i + 1].phase != each.phase
-        figures = (f"{each.a:.4f}", f"{each.b:.4f}", show_interval(each.difference, digits=4))
-        style = "bold" if each.verdict[0] == "A" else "dim"
-        table.add_row(*map(Text, (each.phase, each.metric, *figures)), Text(each.verdict, style), end_section=last)
+    typer.echo(f"A = {a}\nB = {b}\n{level:.0%} intervals: {over}")
+    table = Table(box=SIMPLE_HEAD, padding=0, collapse_padding=True)
+    table.add_column("metric", overflow="fold")
+    for title in ("A", "B", "A - B"):
+        table.add_column(Text(title), justify="right", no_wrap=True)
+    table.add_column("", overflow="fold")
+    for phase in dict.fromkeys(each.phase for each in contrasts):
+        table.add_row(Text(phase, "bold"))
+        for each in (each for each in contrasts if each.phase == phase):
+            digits = 3 if max(map(abs, (each.a, each.b, *each.difference))) < 10 else 1
+            figures = (f"{each.a:.{digits}f}", f"{each.b:.{digits}f}", show_interval(each.difference, digits=digits))
+            style = "dim" if each.verdict.startswith("no") else "bold"
+            table.add_row(*map(Text, (f"  {each.metric}", *figures)), Text(judgement(each), style))
     Console().print(table)
     if out is not None:
         write_comparison(out, contrasts, a=str(a), b=str(b), level=level)

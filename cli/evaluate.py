@@ -109,6 +109,9 @@ def _command(name: Command) -> Callable[..., None]:
                 typer.echo(f"left out: {phase} {reason}")
         else:
             Console().print(metrics_table(f"{name} ({settings})", results[name]["metrics"]))
+        dropped = next(iter(results.values()))["metrics"]["macro"].get("prompts_dropped", 0)
+        if dropped:
+            typer.echo(f"{dropped:.0f} rows are longer than data.max_prompt_tokens and were left out")
         typer.echo(f"written to {out}")
 
     command.__doc__ = COMMANDS[name]
@@ -120,14 +123,22 @@ for _name in COMMANDS:
 
 
 @contextmanager
-def _bars() -> "Iterator[Progress | None]":
-    """A progress bar for what is under way, on a terminal; None elsewhere."""
+def _bars() -> "Iterator[Progress]":
+    """A progress bar for what is under way, on a terminal; elsewhere a line every ten seconds."""
     from rich.console import Console
     from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
+    from tandemrl.heartbeat import heartbeat
+
     console = Console(stderr=True)
     if not console.is_terminal:
-        yield None
+        now = ["loading"]
+
+        def note(what: str, done: int, total: int) -> None:
+            now[0] = f"{what}: {done:,} of {total:,}"
+
+        with heartbeat(lambda line: typer.echo(line, err=True), lambda: now[0]):
+            yield note
         return
     columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.completed:,} of {task.total:,}"))
     with Progress(*columns, TimeElapsedColumn(), TimeRemainingColumn(), console=console, transient=True) as bars:

@@ -27,6 +27,7 @@ def experiment(
 
     from tandemrl.config import ConfigError
     from tandemrl.experiment import EXPERIMENTS, run
+    from tandemrl.heartbeat import heartbeat, last_written
 
     if name not in EXPERIMENTS:
         raise ConfigError(f"unknown experiment {name!r}; known: {', '.join(EXPERIMENTS)}")
@@ -46,7 +47,8 @@ def experiment(
     }
     chosen = replace(chosen, **{key: value for key, value in given.items() if value})
     folder = out or Path("runs") / name
-    results = run(chosen, folder, workers=workers, say=typer.echo)
+    with heartbeat(typer.echo, lambda: last_written(folder)):
+        results = run(chosen, folder, workers=workers, say=typer.echo)
     for claim in results["claims"]:
         values = ", ".join(f"{value:.3f}" for value in claim["values"])
         verdict = claim["verdict"].replace("fails", "DOES NOT HOLD")

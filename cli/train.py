@@ -1,26 +1,40 @@
 """``tandemrl train``."""
 
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
+
+if TYPE_CHECKING:
+    from tandemrl.config import Config
 
 
 def train(
     context: typer.Context,
-    config: Annotated[str, typer.Option("--config", "-c", help="A YAML file, or the name of a packaged config.")],
+    config: Annotated[
+        str | None, typer.Option("--config", "-c", help="A YAML file, or the name of a packaged config.")
+    ] = None,
     overrides: Annotated[list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="e.g. train.lr=1e-5")] = None,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the config and the batch plan, and stop.")] = False,
+    dry_run: Annotated[
+        bool,
+        typer.Option(
+            "--dry-run", help="Print the config and the batch plan, check what the run needs, and stop; no downloads."
+        ),
+    ] = False,
     resume: Annotated[
         str,
         typer.Option(help="auto (from the newest checkpoint, if any), never (output_dir must be fresh), or a folder."),
     ] = "auto",
 ) -> None:
     """Train a senior as a config says; KEY=VALUE arguments override the file."""
-    from tandemrl.config import batch_plan, load, to_yaml
+    from tandemrl.config import ConfigError, batch_plan, load, packaged_configs, to_yaml
 
+    if config is None:
+        names = ", ".join(packaged_configs())
+        raise ConfigError(f"give --config: a YAML file or one of the packaged configs, which are {names}")
     resolved = load(config, overrides or ())
     if dry_run:
-        typer.echo(f"{to_yaml(resolved)}\n{batch_plan(resolved)}")
+        typer.echo(f"{to_yaml(resolved)}\n{batch_plan(resolved)}\n")
+        _check(resolved, resume)
         return
     from tandemrl import train as training
     from tandemrl.parallel import leave
@@ -29,3 +43,37 @@ def train(
     output = training.train(resolved, resume=resume)
     if leave():
         typer.echo(f"done: {output}")
+
+
+def _check(config: "Config", resume: str) -> None:
+    """Print what the run needs and whether it is there; exit code 2 if something is wrong."""
+    from dataclasses import fields
+
+    from tandemrl.cli.main import is_users, one_line
+    from tandemrl.functions import with_records
+    from tandemrl.preflight import NotHereError, Preflight, check_resume
+
+    def functions() -> str:
+        with_records(config, **{field.name: None for field in fields(config.functions)})
+        return "none has to be passed in Python"
+
+    problems: dict[str, str] = {}  # what is wrong -> the first subject that it was found in
+    checks = {
+        "--resume": lambda: check_resume(resume, config.output_dir),
+        "functions": functions,
+        **Preflight(config, downloads=False).checks,
+    }
+    for subject, check in checks.items():
+        try:
+            typer.echo(f"ok           {subject}: {check()}")
+        except NotHereError as error:
+            typer.echo(f"not checked  {subject}: {error}")
+        except Exception as error:
+            if not is_users(error):
+                raise
+            reason = one_line(error)
+            same = problems.setdefault(reason, subject)
+            typer.echo(f"PROBLEM      {subject}: {reason if same == subject else f'see {same}'}")
+    if problems:
+        typer.echo(f"error: {len(problems)} of the checks failed: {', '.join(problems.values())}", err=True)
+        raise typer.Exit(2)

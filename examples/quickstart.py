@@ -10,6 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from tandemrl.experiment import EXPERIMENTS, run
+from tandemrl.heartbeat import heartbeat, last_written
 
 
 def main() -> None:
@@ -28,7 +29,8 @@ def main() -> None:
         problems=args.problems,
         samples=args.samples,
     )
-    run(experiment, args.out)
+    with heartbeat(lambda line: print(line, flush=True), lambda: last_written(args.out)):
+        run(experiment, args.out)
     print(f"\nreport: {args.out}/report.html (and report.md)")
 
 

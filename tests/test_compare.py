@@ -9,7 +9,16 @@ from scipy.stats import ttest_1samp
 from typer.testing import CliRunner
 
 from tandemrl.cli.main import app
-from tandemrl.compare import CompareError, Contrast, compare, contrast, markdown_table, verdict, write_comparison
+from tandemrl.compare import (
+    CompareError,
+    Contrast,
+    compare,
+    contrast,
+    judgement,
+    markdown_table,
+    verdict,
+    write_comparison,
+)
 from tandemrl.evals import EvalResult, Sample, graded, legible, summarise, write_result
 from tandemrl.stats import Interval
 
@@ -240,19 +249,51 @@ def test_markdown_and_json_of_contrasts(tmp_path):
     assert stored["contrasts"][1]["per_seed"] == [{"mean": -0.5, "low": -0.7, "high": -0.3}]
 
 
-def test_the_command_prints_a_table_and_writes_what_the_function_returns(tmp_path, monkeypatch):
-    monkeypatch.setenv("COLUMNS", "160")
+@pytest.mark.parametrize(
+    ("metric", "above", "below"),
+    [
+        ("pass@1", "A > B: better", "A < B: worse"),
+        ("senior_first/maj@4", "A > B: better", "A < B: worse"),
+        ("truncation_rate", "A > B: worse", "A < B: better"),
+        ("junior_first/truncation_rate", "A > B: worse", "A < B: better"),
+        ("cross_entropy", "A > B: worse", "A < B: better"),
+        ("rejected_rate", "A > B: worse", "A < B: better"),
+        ("length", "A > B", "A < B"),
+        ("kl", "A > B", "A < B"),
+    ],
+)
+def test_better_is_said_where_a_metric_has_a_good_end(metric, above, below):
+    found = [Contrast("p", metric, 0, 0, Interval(*d), (), verdict(Interval(*d)), 9) for d in ((2, 1, 3), (-2, -3, -1))]
+    assert [judgement(each) for each in found] == [above, below]
+    assert judgement(found[0]._replace(verdict="no difference shown")) == "no difference shown"
+
+
+def test_the_table_fits_80_columns_and_cuts_no_number(tmp_path, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    for side, right in (("a", True), ("b", False)):
+        samples = [sample(i, n, correct=right, arm=arm, length=900 if right else 10 + n)
+                   for arm in ("senior_first", "junior_first") for i in range(3) for n in range(2)]  # fmt: skip
+        store(tmp_path / side, samples, "handoff", junior="j")
+    result = CliRunner().invoke(app, ["compare", str(tmp_path / "a"), str(tmp_path / "b"), "--resamples", "20"])
+    assert result.exit_code == 0, result.output
+    table = result.output.splitlines()[3:]
+    assert max(map(len, table)) <= 80
+    assert "…" not in result.output
+    assert "+889.5 [+889.5, +889.5]" in result.output
+    assert any("senior_first/pass@1" in line and "+1.000 [+1.000, +1.000] A > B: better" in line for line in table)
+
+
+def test_the_command_prints_a_table_and_writes_what_the_function_returns(tmp_path):
     a, b = store(tmp_path / "a", rates(2, 2, 1, 2, 2)), store(tmp_path / "b", rates(1, 0, 0, 1, 0))
     out = tmp_path / "c.json"
     result = CliRunner().invoke(app, ["compare", str(a), str(b), "--resamples", "50", "--out", str(out)])
     assert result.exit_code == 0, result.output
-    lines = [" ".join(line.replace("│", " ").split()) for line in result.output.splitlines()]
+    lines = [" ".join(line.split()) for line in result.output.splitlines()]
     (expected,) = compare(a, b, shown=lambda name: name == "pass@1", resamples=50)
     low, high = expected.difference[1:]
-    assert f"pass-at-k pass@1 0.9000 0.2000 +0.7000 [{low:+.4f}, {high:+.4f}] A > B" in lines
-    assert any(
-        line.startswith("pass-at-k length 5.0000 5.0000 +0.0000 [") and "no difference" in line for line in lines
-    )
+    assert f"pass@1 0.900 0.200 +0.700 [{low:+.3f}, {high:+.3f}] A > B: better" in lines
+    assert "length 5.000 5.000 +0.000 [+0.000, +0.000] no difference shown" in lines
+    assert "pass-at-k" in lines
     assert "bootstrap over 5 problems" in result.output
     assert tuple(json.loads(out.read_text())["contrasts"][0]["difference"].values()) == tuple(expected.difference)
     only = CliRunner().invoke(app, ["compare", str(a), str(b), "--metric", "pass@2"]).output

@@ -11,7 +11,7 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 LAYERS = {
-    0: "types config configs atomic versions watchdog",
+    0: "types config configs atomic versions watchdog paths heartbeat",
     1: "selection selection.strategies selection.boundaries selection.draws selection.live "
     "losses losses.advantages losses.penalties losses.recipes losses.reduce losses.surrogates losses.weights stats",
     2: "batching schedule functions data data.rows data.sampler data.synthetic data.arithmetic data.sources data.files "
@@ -20,11 +20,12 @@ LAYERS = {
     "rollout.envs.protocol rollout.envs.expression rollout.envs.equality rollout.envs.prime rollout.envs.answers "
     "rollout.envs.countdown rollout.envs.routing rollout.envs.rubric rollout.envs.worker "
     "rollout.envs.code rollout.envs.sandbox rollout.envs.sandbox_layers rollout.envs.sandbox_runner",
-    3: "model attention head checkpoint dcp manifest coverage tracking tiny "
+    3: "model pretrained attention head checkpoint dcp manifest coverage tracking tiny "
     "rollout.torch_engine rollout.engines rollout.sync rollout.collect "
     "rollout.vllm_engine rollout.vllm_worker rollout.vllm_weights rollout.vllm_guard rollout.vllm_server "
     "rollout.http_engine rollout.judges rollout.spread parallel critic lora profiling faults",
-    4: "run ahead update train evals evals.measures evals.files evals.protocol evals.reading evals.session evals.suite "
+    4: "preflight run ahead update train "
+    "evals evals.measures evals.files evals.protocol evals.reading evals.session evals.suite "
     "compare score experiment report report.figures report.page report.provenance report.records report.samples "
     "report.svg report.tables",
     5: "cli cli.main cli.train cli.evaluate cli.compare cli.data cli.model cli.score cli.serve cli.check "

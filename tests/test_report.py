@@ -4,6 +4,7 @@ import json
 import re
 import shutil
 from collections import Counter
+from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ from typer.testing import CliRunner
 from tandemrl.cli.main import app
 from tandemrl.report import ReportError, build, headlines, read_results, summary_table, write
 from tandemrl.report.figures import shared, thin
-from tandemrl.report.page import styles, to_html, to_markdown
+from tandemrl.report.page import styles, to_html, to_markdown, without_tags
 from tandemrl.report.provenance import caveats, commands
 from tandemrl.report.records import discover
 from tandemrl.report.samples import CHARACTERS, expand
@@ -95,7 +96,8 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Path]:
 def experiment(tmp_path_factory: pytest.TempPathFactory, tokenizer: tuple[Any, Path]) -> Path:
     """Two arms and the base over three seeds, in the layout of an experiment."""
     root = tmp_path_factory.mktemp("exp")
-    found, model = tokenizer
+    found, folder = tokenizer
+    model = shutil.copytree(folder, root / "jargon" / "seed-0" / "pair" / "senior")
     tokens = found.encode(TEXT, add_special_tokens=False)
     author = f"S7J4S{len(tokens) - 11}"
     for seed in range(3):
@@ -219,7 +221,7 @@ def test_headlines_are_the_tables_of_the_markdown_page(experiment: Path) -> None
     report = build(experiment)
     shown = headlines(report)
     assert [line.split(" ")[1] for line in shown.splitlines() if line.startswith("| ")][1:] != []
-    assert all(line in to_markdown(report) for line in shown.splitlines() if line.startswith("|"))
+    assert all(without_tags(line) in to_markdown(report) for line in shown.splitlines() if line.startswith("|"))
     assert shown.startswith("jargon:")
 
 
@@ -423,7 +425,7 @@ def test_without_a_tokenizer_texts_have_no_authors_and_the_page_says_so(tmp_path
     report = build(tmp_path)
     (gallery,) = report.galleries[""]
     assert gallery.problems[0].shown[0][1].spans == [(None, "five\n\nsix")]
-    assert any("tokenizer of nowhere could not be loaded" in caveat for caveat in report.caveats)
+    assert any("tokenizer of nowhere is not below" in caveat for caveat in report.caveats)
     assert 'five<span class="step">¶</span>\nsix' in to_html(report)
 
 
@@ -438,10 +440,63 @@ def test_a_moved_experiment_still_finds_its_tokenizer(tmp_path: Path, tokenizer:
     assert shown.spans == [(Author.JUNIOR, "is 10.")]
 
 
+@pytest.mark.parametrize("named", ["absolute", "above", "link"])
+def test_no_tokenizer_outside_of_the_folder_is_loaded_but_the_one_that_is_asked_for(
+    named: str, tmp_path: Path, tokenizer: tuple[Any, Path]
+) -> None:
+    found, folder = tokenizer
+    outside = shutil.copytree(folder, tmp_path / "outside")
+    root = tmp_path / "results"
+    root.mkdir()
+    (root / "link").symlink_to(outside)
+    model = {"absolute": str(outside), "above": "x/../../outside", "link": "link"}[named]
+    tokens = found.encode("is 10.", add_special_tokens=False)
+    write_phase(root, "pass-at-k", {"pass@1": 0.5}, [sample(tokens, f"J{len(tokens)}", "is 10.")], model=model)
+    report = build(root)
+    assert report.galleries[""][0].problems[0].shown[0][1].spans == [(None, "is 10.")]
+    assert any(f"tokenizer of {model} is not below {root}" in caveat for caveat in report.caveats)
+    asked = build(root, tokenizer=outside)
+    assert asked.galleries[""][0].problems[0].shown[0][1].spans == [(Author.JUNIOR, "is 10.")]
+
+
+@pytest.mark.parametrize("export", ["best", "step_20"])
+@pytest.mark.parametrize("place", ["", "eval/last"])
+def test_a_moved_run_finds_the_tokenizer_in_its_own_exports(
+    export: str, place: str, tmp_path: Path, tokenizer: tuple[Any, Path]
+) -> None:
+    found, folder = tokenizer
+    run = tmp_path / "moved" / "run"
+    shutil.copytree(folder, run / "hf" / export)
+    tokens = found.encode("is 10.", add_special_tokens=False)
+    samples = [sample(tokens, f"J{len(tokens)}", "is 10.")]
+    write_phase(run / place, "pass-at-k", {"pass@1": 0.5}, samples, model="/gone/tiny/senior")
+    for top in (run, tmp_path):
+        (gallery,) = next(iter(build(top).galleries.values()))
+        assert gallery.problems[0].shown[0][1].spans == [(Author.JUNIOR, "is 10.")]
+
+
+def test_nothing_that_a_file_says_is_html_in_the_markdown_page(experiment: Path, tmp_path: Path) -> None:
+    evil = "<img src=x onerror=alert(1)>"
+    root = shutil.copytree(experiment, tmp_path / "own")
+    for file in root.rglob("*.json"):
+        if file.parent == root or "pass-at-k" in file.name:
+            text = file.read_text()
+            for word in ("GRPO", "claims", "a < b & c", "jargon/seed-0/pair/senior", ">= 0.2", "2.13"):
+                text = text.replace(f"{word}", f"{word}{evil}")
+            file.write_text(text)
+    for file in root.rglob("config.yaml"):
+        file.write_text(file.read_text().replace('"lr": 0.0001', f'"lr": 0.0001, "{evil}": "{evil}"'))
+    report = build(root, title=evil)
+    text = to_markdown(replace(report, caveats=(evil, "</details><script>1</script><!-- <?x?>")))
+    assert text.count("onerror") >= 4
+    assert re.search(r"<[A-Za-z/!?]", text) is None
+
+
 def test_training_samples_stand_in_where_nothing_was_evaluated(tmp_path: Path, tokenizer: tuple[Any, Path]) -> None:
     found, folder = tokenizer
+    shutil.copytree(folder, tmp_path / "run" / "hf" / "best")
     prompt, response = (found.encode(text, add_special_tokens=False) for text in ("How many?", "is 10."))
-    write_run(tmp_path / "run", model={"senior": str(folder)})
+    write_run(tmp_path / "run", model={"senior": "/gone/senior"})
     author = np.array([-1] * len(prompt) + [1] + [0] * (len(response) - 1))
     lines = []
     for step, reward in ((1, 0.0), (2, 0.5)):
@@ -488,13 +543,15 @@ def test_missing_phases_and_missing_samples_leave_the_rest(tmp_path: Path) -> No
 def test_differences_say_only_what_their_intervals_exclude(page: str, experiment: Path) -> None:
     text = to_markdown(build(experiment))
     assert (
-        "- **tandem <GRPO> against GRPO**: higher: handoff, senior first (+0.020); "
+        "- **tandem &lt;GRPO> against GRPO**: higher: handoff, senior first (+0.020); "
         "no difference shown: solo pass@1 (+0.040)." in text
     )
-    rows = {cells(line)[1]: cells(line)[2:] for line in text.splitlines() if line.startswith("| tandem <GRPO> − GRPO")}
-    assert rows["handoff, senior first"] == ["+0.020 [+0.010, +0.030]", "tandem <GRPO> > GRPO"]
+    rows = {
+        cells(line)[1]: cells(line)[2:] for line in text.splitlines() if line.startswith("| tandem &lt;GRPO> − GRPO")
+    }
+    assert rows["handoff, senior first"] == ["+0.020 [+0.010, +0.030]", "tandem &lt;GRPO> > GRPO"]
     assert rows["solo pass@1"] == ["+0.040 [−0.010, +0.090]", "no difference shown"]
-    assert rows["pass-at-k: maj@4"] == ["−0.040 [−0.060, −0.020]", "tandem <GRPO> < GRPO"]
+    assert rows["pass-at-k: maj@4"] == ["−0.040 [−0.060, −0.020]", "tandem &lt;GRPO> < GRPO"]
     assert "1 difference of other metrics" in page
 
 

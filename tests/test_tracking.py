@@ -2,6 +2,7 @@
 
 import io
 import json
+import re
 import sys
 from pathlib import Path
 
@@ -104,7 +105,7 @@ def test_without_a_terminal_there_are_plain_lines_and_no_bars(tmp_path: Path) ->
     shown = text.getvalue()
     assert "\x1b" not in shown
     assert "w2 w3‹ w4› w5" in shown
-    assert "step 1/2 | reward 0.500 | eval/pass@1 0.250 | ETA 0m00s\nstep 2/2 | reward 0.750 | ETA 0m00s" in shown
+    assert "step 1/2 | reward 0.500 | ETA 0m00s\n  held-out pass@1 0.250\nstep 2/2 | reward 0.750 | ETA 0m00s" in shown
 
 
 def test_a_terminal_gets_bars_for_steps_and_rollout_tokens(tmp_path: Path) -> None:
@@ -141,6 +142,21 @@ def test_quiet_prints_nothing(tmp_path: Path, capfd: pytest.CaptureFixture[str])
 
 def test_summary_line_counts_hours() -> None:
     assert summary_line(1, 101, {}, 90.0) == "step 1/101 | ETA 2h30m"
+
+
+@pytest.mark.parametrize("scale", [1, -1000])
+@pytest.mark.parametrize(("step", "steps"), [(9, 50), (999, 999), (123456, 1234567)])
+def test_the_lines_of_a_step_fit_80_columns_and_no_value_stands_apart_from_its_name(
+    step: int, steps: int, scale: int
+) -> None:
+    names = ["reward/mean", "loss", "grad_norm", "tandem/senior_draw_frac", "time/step", "mismatch/mean_abs"]
+    metrics = {name: scale * 12.345 for name in [*names, *(f"eval/pass@{2**k}" for k in range(9))]}
+    lines = summary_line(step, steps, metrics, 30.0).split("\n")
+    assert max(map(len, lines)) <= 80
+    assert all(re.search(r"[\dsm]( \|)?$", line) for line in lines)
+    shown = " ".join(" ".join(lines).split())
+    for part in ("reward ", "loss ", "grad ", "senior ", "ETA ", *(f"pass@{2**k} " for k in range(9))):
+        assert shown.count(f" {part}") == 1
 
 
 def test_wandb_missing_says_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

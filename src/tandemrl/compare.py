@@ -139,6 +139,24 @@ def verdict(difference: Interval) -> Verdict:
 
 # ------------------------------------------------------------------------------------------------------------- showing
 
+_HIGHER_IS_BETTER = ("pass@", "maj@", "verified_pass@", "score")
+_LOWER_IS_BETTER = ("truncation_rate", "rejected_rate", "cross_entropy", "unlikely_rate")
+
+
+def judgement(contrast: Contrast) -> str:
+    """The verdict in words: A is better or worse where the metric has a good end, else higher or lower.
+
+    Example:
+        >>> judgement(Contrast("pass-at-k", "truncation_rate", 0.2, 0.1, Interval(0.1, 0.05, 0.15), (), "A > B", 9))
+        'A > B: worse'
+    """
+    if contrast.verdict == "no difference shown":
+        return contrast.verdict
+    is_higher, name = contrast.verdict == "A > B", contrast.metric.rpartition("/")[2]
+    if not name.startswith((*_HIGHER_IS_BETTER, *_LOWER_IS_BETTER)):
+        return contrast.verdict
+    return f"{contrast.verdict}: {'better' if is_higher == name.startswith(_HIGHER_IS_BETTER) else 'worse'}"
+
 
 def markdown_table(contrasts: Sequence[Contrast], *, a: str = "A", b: str = "B") -> str:
     """A Markdown table, a row per contrast; ``a`` and ``b`` are the titles of the two sides."""

@@ -11,7 +11,10 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, is_dataclass
 from pathlib import Path
-from typing import Any, Literal
+from types import UnionType
+from typing import Any, Literal, get_args, get_origin, get_type_hints
+
+from tandemrl.paths import hint
 
 StrategyName = Literal["word", "word_aligned", "bernoulli", "sentence", "chunk", "alternating", "solo"]
 RecipeName = Literal["grpo", "dr_grpo", "dapo", "gspo", "cispo", "rloo", "reinforce_pp", "ppo"]
@@ -404,8 +407,7 @@ def load(path: str | Path | None = None, overrides: Sequence[str] = ()) -> Confi
         try:
             merged = OmegaConf.merge(merged, source)
         except OmegaConfBaseException as error:
-            key = f"{error.full_key}: " if error.full_key else ""
-            raise ConfigError(f"{where}: {key}{str(error).splitlines()[0]}") from None
+            raise ConfigError(_bad_value(where, error.full_key, source, str(error).splitlines()[0])) from None
     if unset:
         wanted = ", ".join(f"{key}=…" for key in sorted(unset))
         raise ConfigError(f"{sources[0][0]} leaves a value to you (???); give {wanted}")
@@ -427,15 +429,26 @@ def find_config(path: str | Path) -> Path:
     candidate = Path(path)
     if candidate.is_file():
         return candidate
+    packaged = packaged_configs()
+    if candidate.parent in (Path("."), Path("configs")) and candidate.name.removesuffix(".yaml") in packaged:
+        return packaged[candidate.name.removesuffix(".yaml")]
+    names = f"packaged configs: {', '.join(packaged)}"
+    if candidate.is_dir():
+        inside = candidate / "config.yaml"
+        meant = f"; did you mean {inside}?" if inside.is_file() else ""
+        raise ConfigError(f"config {str(path)!r}: a folder; expected a YAML file{meant or f', or a name; {names}'}")
+    if len(candidate.parts) > 1 or candidate.suffix:
+        raise ConfigError(f"config {str(path)!r}: no such file{hint(candidate) or f'; {names}'}")
+    close = difflib.get_close_matches(str(path), packaged, n=1)
+    raise ConfigError(f"config {str(path)!r} not found{f' (did you mean {close[0]}?)' if close else ''}; {names}")
+
+
+def packaged_configs() -> dict[str, Path]:
+    """The configs that come with the library, by name."""
     from importlib.resources import files
 
-    packaged = {
-        Path(str(f)).name: Path(str(f)) for f in files("tandemrl.configs").iterdir() if f.name.endswith(".yaml")
-    }
-    for name in (candidate.name, f"{candidate.name}.yaml"):
-        if name in packaged and candidate.parent in (Path("."), Path("configs")):
-            return packaged[name]
-    raise ConfigError(f"config {str(path)!r} not found; packaged configs: {', '.join(sorted(packaged)) or 'none'}")
+    found = sorted(Path(str(file)) for file in files("tandemrl.configs").iterdir() if file.name.endswith(".yaml"))
+    return {file.stem: file for file in found}
 
 
 def to_dict(config: Config) -> dict[str, Any]:
@@ -655,6 +668,60 @@ def _refuse_unknown(tree: Any, schema: type, where: str, prefix: str = "") -> No
                     f"{where}: {dotted} is a section; set one of: {', '.join(f.name for f in fields(inner))}"
                 )
             _refuse_unknown(value, inner, where, f"{dotted}.")
+
+
+def _bad_value(where: str, key: str | None, source: Any, reason: str) -> str:
+    """What is wrong with a value: the kind of value that its field takes, or else OmegaConf's ``reason``."""
+    from omegaconf import OmegaConf
+
+    is_override = where.partition("=")[1] != ""
+    key = where.partition("=")[0] if is_override else key or _culprit(source)
+    annotation: Any = Config
+    for name in key.split("."):
+        annotation = get_type_hints(annotation).get(name) if is_dataclass(annotation) else None
+    if not (expected := _expected(annotation)):
+        return f"{where}: {reason}"
+    value = str(OmegaConf.select(source, key))
+    close = difflib.get_close_matches(value, map(str, get_args(annotation)), n=1)
+    shown = where if is_override else f"{where}: {key}={value}"
+    return f"{shown}: expected {expected}{f'; did you mean {close[0]}?' if close else ''}"
+
+
+def _culprit(source: Any) -> str:
+    """The key of a file whose value alone is refused: OmegaConf does not name it where it is in a list."""
+    from omegaconf import OmegaConf
+    from omegaconf.errors import OmegaConfBaseException
+
+    for key, value in _flatten(OmegaConf.to_container(source)).items():  # type: ignore[arg-type]  # a mapping by now
+        alone = OmegaConf.create()
+        OmegaConf.update(alone, key, value)
+        try:
+            OmegaConf.merge(OmegaConf.structured(Config), alone)
+        except OmegaConfBaseException:
+            return key
+    return ""
+
+
+def _expected(annotation: Any) -> str:
+    """The values that a field of this type takes, in words; "" where there are none for it."""
+    kinds, origin = get_args(annotation), get_origin(annotation)
+    if origin is Literal:
+        return f"one of {', '.join(kinds)}"
+    if origin is UnionType:
+        return " or ".join(filter(None, map(_expected, kinds)))
+    if origin is tuple:
+        return f"a list such as [a, b], each {_expected(kinds[0])}"
+    return _KINDS.get(annotation, "")
+
+
+_KINDS: dict[Any, str] = {
+    int: "a whole number",
+    float: "a number",
+    bool: "true or false",
+    str: "a text",
+    type(None): "null",
+    dict[str, str]: "a mapping such as {a: b}",
+}
 
 
 def _plain(value: Any) -> Any:

@@ -13,7 +13,8 @@ from transformers import AutoModelForTokenClassification, PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
 from tandemrl.attention import WHOLE, Layout, ModelError, Shards, SharedSum
-from tandemrl.model import activations_on_host, check_folder, hidden_states, part_of, prepare, resolve_device
+from tandemrl.model import activations_on_host, hidden_states, part_of, prepare, resolve_device
+from tandemrl.pretrained import check_folder, refusal
 from tandemrl.types import Batch
 
 
@@ -34,10 +35,10 @@ def load_critic(path: str | Path, *, device: str = "cpu") -> PreTrainedModel:
     try:
         with torch.random.fork_rng(devices=[]):  # transformers draws a missing head
             model, found = AutoModelForTokenClassification.from_pretrained(
-                path, dtype=torch.float32, num_labels=1, output_loading_info=True
+                path, dtype=torch.float32, num_labels=1, output_loading_info=True, trust_remote_code=False
             )
     except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
-        raise ModelError(f"critic {str(path)!r} could not be loaded: {str(error).splitlines()[0]}") from None
+        raise refusal("critic", path, error) from None
     finally:
         transformers_logging.set_verbosity(level)
         if bars:

@@ -46,6 +46,7 @@ from tandemrl.attention import (
 )
 from tandemrl.head import LOGITS_PER_CHUNK as LOGITS_PER_CHUNK
 from tandemrl.head import HeadSettings, linear_logprobs
+from tandemrl.pretrained import check_folder, refusal
 from tandemrl.rollout.sampling import Truncation
 from tandemrl.types import Author, Batch
 from tandemrl.watchdog import stamp
@@ -81,33 +82,15 @@ def load_model(path: str | Path, *, dtype: str = "float32", device: str = "cpu")
     bars = transformers_logging.is_progress_bar_enabled()
     transformers_logging.disable_progress_bar()
     try:
-        model = AutoModelForCausalLM.from_pretrained(path, dtype=getattr(torch, dtype))
+        model = AutoModelForCausalLM.from_pretrained(path, dtype=getattr(torch, dtype), trust_remote_code=False)
     except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
-        raise ModelError(f"model {str(path)!r} could not be loaded: {str(error).splitlines()[0]}") from None
+        raise refusal("model", path, error) from None
     finally:
         if bars:
             transformers_logging.enable_progress_bar()
     model.to(resolve_device(device))  # type: ignore[arg-type]  # transformers' annotation of `to` lacks its arguments
     stamp()
     return prepare(model, name=str(path))
-
-
-def check_folder(path: str | Path) -> None:
-    """Say what is wrong with a local path before it is taken for a hub id.
-
-    Raises:
-        ModelError: a folder without a model, or a local path that does not exist.
-    """
-    folder = Path(path)
-    local = folder.is_absolute() or len(folder.parts) > 2 or str(path).startswith((".", "~"))
-    if folder.is_dir():
-        if not any((folder / name).is_file() for name in ("config.json", "tokenizer_config.json")):
-            best = folder / "hf" / "best"
-            hint = f"; did you mean {best}?" if best.is_dir() else ""
-            raise ModelError(f"{path}: neither a model nor a tokenizer is there{hint}")
-    elif local:  # a hub id is NAME or OWNER/NAME
-        hint = f"; build it: tandemrl model tiny --out {folder.parent}" if folder.parent.name.startswith("tiny") else ""
-        raise ModelError(f"{path}: no such folder{hint}")
 
 
 def prepare(model: PreTrainedModel, *, name: str = "model", head: nn.Linear | None = None) -> PreTrainedModel:
@@ -246,13 +229,19 @@ def load_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:
     """The tokenizer of a model folder or hub id.
 
     Raises:
-        ModelError: not loadable.
+        ModelError: not loadable, or its files are not there.
     """
     check_folder(path)
     try:
-        return AutoTokenizer.from_pretrained(path)
+        tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=False)
     except (OSError, ValueError, KeyError, RuntimeError) as error:
-        raise ModelError(f"tokenizer of {str(path)!r} could not be loaded: {str(error).splitlines()[0]}") from None
+        raise refusal("tokenizer of", path, error) from None
+    if set(tokenizer.get_vocab()) <= set(tokenizer.all_special_tokens):  # what transformers makes out of no files
+        raise ModelError(
+            f"{path}: no tokenizer is there, only a model; copy its files (tokenizer.json, tokenizer_config.json and, "
+            "if there is one, chat_template.jinja) from the model that it was made from"
+        )
+    return tokenizer
 
 
 def vocabulary_check(

@@ -4,7 +4,7 @@ import copy
 import hashlib
 import math
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -20,7 +20,7 @@ from tandemrl.checkpoint import DamagedError, Trained
 from tandemrl.config import Config, ConfigError, to_yaml
 from tandemrl.coverage import Coverage
 from tandemrl.critic import load_critic, packed_values, token_values
-from tandemrl.data.rows import DataError, Prompt, encode_prompts, load_rows
+from tandemrl.data.rows import Prompt
 from tandemrl.data.sampler import Sampler
 from tandemrl.evals import profile_of
 from tandemrl.functions import signature, with_records
@@ -29,13 +29,12 @@ from tandemrl.losses import RECIPES, Recipe
 from tandemrl.model import (
     compile_layers,
     load_model,
-    load_tokenizer,
     resolve_device,
     token_logprobs,
     use_liger,
-    vocabulary_check,
 )
 from tandemrl.parallel import World, full_parameters, parameter_groups, shard
+from tandemrl.preflight import Preflight
 from tandemrl.profiling import Clock
 from tandemrl.rollout.engine import Draws, Engine, Sampling
 from tandemrl.rollout.engines import vllm_engine
@@ -154,35 +153,21 @@ def build(
     """
     own = None if recipe == RECIPES[config.loss.recipe] else recipe
     config = with_records(config, recipe=own, strategy=strategy)
-    model, data, world = config.model, config.data, world or World()
+    model, world = config.model, world or World()
     if config.parallel.offload and (world.size == 1 or resolve_device(model.device).type != "cuda"):
         raise ConfigError("parallel.offload=true: only sharded models on CUDA can; start several processes there")
-    tokenizer = load_tokenizer(model.senior)
-    if model.junior is not None:
-        vocabulary_check(tokenizer, load_tokenizer(model.junior))
+    ready = Preflight(config).require()
+    tokenizer, heldout = ready.tokenizer, ready.heldout
+    prompts, dropped = ready.prompts
 
-    def load(sources: Sequence[str]) -> tuple[list[Prompt], int]:
-        return encode_prompts(
-            load_rows(sources), tokenizer, max_prompt_tokens=data.max_prompt_tokens, suffix=data.prompt_suffix
-        )
-
-    prompts, dropped = load(data.train)
-    if len(prompts) < config.train.prompts_per_step:
-        raise DataError(
-            f"data.train: {len(prompts)} usable rows (data.max_prompt_tokens={data.max_prompt_tokens}) are fewer than "
-            f"train.prompts_per_step={config.train.prompts_per_step}"
-        )
-    heldout = []
-    if config.train.eval_every:
-        heldout = [prompt for source in data.eval for prompt in load([source])[0][: config.eval.train_problems]]
-
-    judge = make_judge(config.judge, dtype=model.dtype, device=model.device, max_rows=config.rollout.max_rows)
+    judge = ready.judge or make_judge(
+        config.judge, dtype=model.dtype, device=model.device, max_rows=config.rollout.max_rows
+    )
     scorer = (Scorer if world.size == 1 else partial(SpreadScorer, world))(
         config.reward,
         code=partial(score_code, sandbox=config.sandbox, credit=config.reward.code_credit),
         judge=None if judge is None else JudgePool(judge, config.judge),
     )
-    scorer.check(prompt.row for prompt in [*prompts, *heldout])
 
     policy = load_model(model.senior, device=model.device)
     if model.liger:
@@ -235,7 +220,7 @@ def build(
         junior=junior,
         engine=engine if world.size == 1 else SpreadEngine(engine, world),
         optimizer=optimizer_of(policy, config, config.train.lr),
-        critic=build_critic(config, tokenizer, world) if recipe.advantage is None else None,
+        critic=build_critic(config, world) if recipe.advantage is None else None,
         kl_coef=config.loss.kl_coef,
         scorer=scorer,
         judge=None if judge is None else judge.model,
@@ -256,15 +241,13 @@ def build(
     )
 
 
-def build_critic(config: Config, tokenizer: PreTrainedTokenizerBase, world: World) -> Trained:
+def build_critic(config: Config, world: World) -> Trained:
     """The value model, sharded and checkpointed like the policy, and its own optimiser.
 
     Raises:
-        ModelError: not loadable as a critic, or of another vocabulary than the senior.
+        ModelError: not loadable as a critic.
     """
     model = config.model
-    if model.critic is not None:
-        vocabulary_check(tokenizer, load_tokenizer(model.critic), other="critic")
     critic = load_critic(model.critic or model.senior, device=model.device)
     if model.compile:
         compile_layers(critic)

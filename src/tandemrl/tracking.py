@@ -7,6 +7,7 @@ import json
 import math
 import netrc
 import os
+import textwrap
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
@@ -35,12 +36,12 @@ from tandemrl.types import Author, Rollout
 STYLES = {Author.SENIOR: "cyan", Author.JUNIOR: "yellow"}
 _SUMMARY = (
     ("reward", "reward/mean", "{:.3f}"),
-    ("loss", "loss", "{:+.4f}"),
-    ("grad", "grad_norm", "{:.3f}"),
-    ("senior draws", "tandem/senior_draw_frac", "{:.3f}"),
-    ("mismatch", "mismatch/mean_abs", "{:.1e}"),
-    ("s/step", "time/step", "{:.1f}"),
+    ("loss", "loss", "{:+.3f}"),
+    ("grad", "grad_norm", "{:.2f}"),
+    ("senior", "tandem/senior_draw_frac", "{:.2f}"),
 )
+"""What the line of a step says: label, metric, form. The senior's part is that of the draws."""
+COLUMNS = 80
 
 
 class TrackingError(RuntimeError):
@@ -186,18 +187,28 @@ class Tracker:
 
 
 def summary_line(step: int, steps: int, metrics: Mapping[str, float], seconds_per_step: float) -> str:
-    """One line for one step: the numbers to watch, held-out pass@k, and the time left.
+    """The numbers to watch of one step, seconds per step and the time left; held-out pass@k in a line of its own. No
+    line is longer than 80 columns.
 
     Example:
-        >>> summary_line(3, 50, {"reward/mean": 0.5, "loss": 0.01}, 2.0)
-        'step 3/50 | reward 0.500 | loss +0.0100 | ETA 1m34s'
+        >>> summary_line(3, 50, {"reward/mean": 0.5, "loss": 0.01, "time/step": 2.0}, 2.0)
+        'step 3/50 | reward 0.500 loss +0.010 | 2.0s ETA 1m34s'
     """
-    parts = [f"step {step}/{steps}"]
-    parts += [f"{label} {form.format(metrics[key])}" for label, key, form in _SUMMARY if key in metrics]
-    parts += [f"{key} {value:.3f}" for key, value in metrics.items() if key.startswith("eval/pass@")]
     left = round(max(0, steps - step) * seconds_per_step)
     hours, minutes, seconds = left // 3600, left // 60 % 60, left % 60
-    return " | ".join([*parts, f"ETA {f'{hours}h{minutes:02}m' if hours else f'{minutes}m{seconds:02}s'}"])
+    shown = [f"{label} {form.format(metrics[key])}" for label, key, form in _SUMMARY if key in metrics]
+    times = [f"{metrics['time/step']:.1f}s"] if "time/step" in metrics else []
+    times += [f"ETA {f'{hours}h{minutes:02}m' if hours else f'{minutes}m{seconds:02}s'}"]
+    heldout = [f"{key.removeprefix('eval/')} {value:.3f}" for key, value in metrics.items() if "eval/pass@" in key]
+    lines = _wrapped([[f"step {step}/{steps}"], shown, times], "")
+    return "\n".join([*lines, *(_wrapped([["held-out", *heldout]], "  ") if heldout else ())])
+
+
+def _wrapped(groups: Sequence[Sequence[str]], indent: str) -> list[str]:
+    """Lines of at most ``COLUMNS``; none ends between a label and its value."""
+    fixed = " | ".join(" ".join(part.replace(" ", "\0") for part in group) for group in groups if group)
+    lines = textwrap.wrap(fixed, COLUMNS, initial_indent=indent, subsequent_indent=f"{indent}    ")
+    return [line.replace("\0", " ") for line in lines]
 
 
 def authored_spans(

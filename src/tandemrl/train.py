@@ -24,6 +24,7 @@ from tandemrl.faults import Signals, Steps, Stopped, agreed_signal, told
 from tandemrl.losses import Recipe
 from tandemrl.model import resolve_device
 from tandemrl.parallel import join
+from tandemrl.preflight import check_resume
 from tandemrl.profiling import Profile
 from tandemrl.rollout import collect
 from tandemrl.rollout.engine import Draws
@@ -61,6 +62,7 @@ def train(
             ``parallel.timeout_s`` is ended, as is one that hangs in a step (see ``watchdog``).
         Stopped: after a SIGTERM or SIGINT and the end of the step, which is saved. It is a SystemExit.
     """
+    check_resume(resume, config.output_dir)
     if config.train.threads:
         torch.set_num_threads(config.train.threads)
     world = join(config.parallel, resolve_device(config.model.device))

@@ -1,4 +1,5 @@
 import json
+import logging
 import os
 import sys
 import types
@@ -243,3 +244,37 @@ def test_a_suffix_that_is_there_is_not_appended_again():
     for suffix in ("box it", " box it", "\nbox it"):
         (first, second), _ = encode_prompts([with_it, without], tokenizer(), max_prompt_tokens=99, suffix=suffix)
         assert first.tokens == second.tokens == (1, 4, 5, 7, 8, 2)
+
+
+@pytest.mark.parametrize(
+    ("template", "reason"),
+    [
+        ("{{ ''.__class__.__mro__ }}", "SecurityError"),
+        ("{% for m in messages %}", "TemplateSyntaxError"),
+        ("{{ messages.x.y }}", "UndefinedError"),
+        ("{{ raise_exception('no system role') }}", "TemplateError: no system role"),
+        ("{{ 1 // 0 }}", "ZeroDivisionError"),
+        ("{{ messages + 1 }}", "TypeError"),
+        ("{% for i in range(10 ** 9) %}{% endfor %}", "OverflowError"),
+    ],
+)
+def test_a_chat_template_that_fails_is_named_with_the_row(template, reason):
+    broken = tokenizer()
+    broken.chat_template, broken.name_or_path = template, "models/own"
+    with pytest.raises(DataError, match=rf"row .*: the chat template of tokenizer 'models/own' failed: {reason}"):
+        encode_prompts([row(("user", "one"))], broken, max_prompt_tokens=9)
+
+
+@pytest.mark.parametrize("is_rendered", [True, False])
+def test_too_long_a_prompt_is_counted_here_and_no_warning_of_transformers(is_rendered, caplog):
+    short = tokenizer()
+    short.model_max_length = 2
+    words = " ".join(["one"] * 40)
+    rows = [rendered(words), rendered("one")] if is_rendered else [row(("user", words)), row(("user", "one"))]
+    logger = logging.getLogger("transformers")
+    logger.addHandler(caplog.handler)
+    try:
+        assert encode_prompts(rows, short, max_prompt_tokens=20)[1] == 1
+    finally:
+        logger.removeHandler(caplog.handler)
+    assert caplog.text == ""

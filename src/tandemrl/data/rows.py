@@ -7,6 +7,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, cast
 
+from tandemrl.paths import hint
+
 GSM8K = "openai/gsm8k"
 GSM8K_INSTRUCTION = 'Let\'s think step by step and output the final answer after "####".'
 """verl's GSM8K instruction; the question, a space, then this."""
@@ -90,6 +92,34 @@ def encode_prompts(
             f"all {len(rows)} prompts are longer than {max_prompt_tokens} tokens; raise data.max_prompt_tokens"
         )
     return prompts, len(rows) - len(prompts)
+
+
+def chat_tokens(
+    tokenizer: Any, messages: Sequence[Mapping[str, str]], where: str, **variables: object
+) -> Sequence[int]:
+    """Messages as token ids by the tokenizer's chat template, up to where the answer begins.
+
+    Args:
+        where: whose messages they are, for an error.
+        variables: what the template is told besides.
+
+    Raises:
+        DataError: the template fails. It is a program that came with a model, in a sandbox: it may raise anything.
+    """
+    try:
+        return tokenizer.apply_chat_template(
+            [dict(message) for message in messages],
+            add_generation_prompt=True,
+            tokenize=True,
+            return_dict=False,
+            tokenizer_kwargs={"verbose": False},  # too long a prompt is ours to report
+            **variables,
+        )
+    except Exception as error:
+        raise DataError(
+            f"{where}: the chat template of tokenizer {getattr(tokenizer, 'name_or_path', '')!r} failed: "
+            f"{type(error).__name__}: {error}"
+        ) from error
 
 
 def gsm8k_row(question: str, answer: str, *, split: str, index: int) -> Row:
@@ -217,8 +247,8 @@ def _hub(source: str, parts: list[str]) -> Iterator[Row]:
 def _file(path: Path) -> Iterator[Row]:
     if not path.is_file():
         known = next((name for name in BUILT if name in str(path).lower()), None)
-        hint = f"; build it with `tandemrl data build {known}`" if known else ""
-        raise DataError(f"{path}: no such file{hint}")
+        build = f"; build it with `tandemrl data build {known}`" if known else ""
+        raise DataError(f"{path}: no such file{hint(path) or build}")
     if path.suffix == ".jsonl":
         records = read_jsonl(path)
     elif path.suffix == ".parquet":
@@ -308,13 +338,7 @@ def _encode_messages(row: Row, tokenizer: Any, suffix: str) -> Sequence[int]:
             f"tokenizer {getattr(tokenizer, 'name_or_path', '')!r} has no chat template; use an instruction-tuned "
             "model's folder, or set `chat_template` in its tokenizer_config.json"
         )
-    return tokenizer.apply_chat_template(
-        _with_suffix(row, suffix),
-        add_generation_prompt=True,
-        tokenize=True,
-        return_dict=False,
-        enable_thinking=False,
-    )
+    return chat_tokens(tokenizer, _with_suffix(row, suffix), f"row {row.example_id}", enable_thinking=False)
 
 
 def _encode_rendered(row: Row, tokenizer: Any, suffix: str) -> Sequence[int]:
@@ -328,7 +352,7 @@ def _encode_rendered(row: Row, tokenizer: Any, suffix: str) -> Sequence[int]:
             f"row {row.example_id}: its prompt is rendered with {_CHATML}, which tokenizer "
             f"{getattr(tokenizer, 'name_or_path', '')!r} does not have; build the data with `--template chat`"
         )
-    return tokenizer.encode(text)
+    return tokenizer.encode(text, verbose=False)  # too long a prompt is ours to report
 
 
 def _with_suffix(row: Row, suffix: str) -> list[dict[str, str]]:

@@ -1,5 +1,6 @@
 """From records to pages: what is said where, in HTML and in Markdown."""
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,6 +11,7 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup, escape
 
 from tandemrl.atomic import write_text
+from tandemrl.model import load_tokenizer
 from tandemrl.report import provenance, svg
 from tandemrl.report.figures import Styled, all_figures
 from tandemrl.report.records import FIRST_ARMS, Arm, Records, Setting, discover
@@ -45,18 +47,21 @@ class Report:
     caveats: tuple[str, ...]
 
 
-def build(folder: str | Path, *, title: str | None = None) -> Report:
-    """Read every run and evaluation below a folder.
+def build(folder: str | Path, *, title: str | None = None, tokenizer: str | Path | None = None) -> Report:
+    """Read every run and evaluation below a folder, and nothing that they name outside of it but data files.
 
     Args:
         title: of the page; default: the experiment's name, or the folder's.
+        tokenizer: folder or hub id of the models' tokenizer, where it is not below ``folder``.
 
     Raises:
         ReportError: there is nothing to report on, or a file is damaged; names it.
+        ModelError: ``tokenizer`` cannot be loaded.
     """
     records = discover(folder)
+    decoder = None if tokenizer is None else load_tokenizer(tokenizer)
     said: list[str] = []
-    shown = {setting.name: galleries(records, setting, said.append) for setting in records.settings}
+    shown = {setting.name: galleries(records, setting, said.append, decoder) for setting in records.settings}
     name = records.experiment.get("name") or records.folder.resolve().name
     return Report(
         title=title or str(name),
@@ -141,7 +146,17 @@ def to_markdown(report: Report, *, plots: str = "report.html") -> str:
         for s in provenance.sources(report.records)
     ]
     parts += [markdown_table(head, rows), "```\n" + "\n".join(provenance.commands(report.records)) + "\n```"]
-    return "\n\n".join(part.strip() for part in parts if part.strip()) + "\n"
+    return without_tags("\n\n".join(part.strip() for part in parts if part.strip())) + "\n"
+
+
+def without_tags(markdown: str) -> str:
+    """Markdown in which nothing is HTML, whatever names and paths it quotes: what would begin a tag is text.
+
+    Example:
+        >>> without_tags("A < B, <img src=x>")
+        'A < B, &lt;img src=x>'
+    """
+    return re.sub(r"<(?=[A-Za-z/!?])", "&lt;", markdown)
 
 
 def headlines(report: Report) -> str:

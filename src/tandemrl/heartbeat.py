@@ -1,0 +1,45 @@
+"""A line now and then, where there is no terminal to draw a bar on."""
+
+import json
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+EVERY_S = 10.0
+
+
+@contextmanager
+def heartbeat(say: Callable[[str], None], line: Callable[[], str], *, every_s: float = EVERY_S) -> Iterator[None]:
+    """While the body runs, ``say`` every ``every_s`` seconds how long it has been and what ``line`` returns, from a
+    thread."""
+    ended, start = threading.Event(), time.monotonic()
+
+    def beat() -> None:
+        while not ended.wait(every_s):
+            say(f"{time.monotonic() - start:.0f} s: {line()}")
+
+    thread = threading.Thread(target=beat, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        thread.join()
+
+
+def last_written(folder: Path) -> str:
+    """What an experiment in ``folder`` is about, by its newest file; of a run with its step."""
+    files = {file: file.stat().st_mtime for file in folder.glob("*/*/**/*.json*") if file.is_file()}
+    if not files:
+        return "building the models"
+    newest = max(files, key=lambda file: files[file])
+    shown = f"last written: {newest.relative_to(folder)}"
+    if newest.name != "metrics.jsonl":
+        return shown
+    *_, last = newest.read_text(encoding="utf-8").splitlines() or [""]
+    try:
+        return f"{shown}, step {json.loads(last)['step']}"
+    except ValueError:  # the line is being written
+        return shown
