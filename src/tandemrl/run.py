@@ -4,7 +4,7 @@ import copy
 import hashlib
 import math
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -38,7 +38,8 @@ from tandemrl.profiling import Clock
 from tandemrl.rollout.engine import Draws, Engine, Sampling
 from tandemrl.rollout.engines import vllm_engine
 from tandemrl.rollout.envs.code import score_code
-from tandemrl.rollout.envs.routing import imported
+from tandemrl.rollout.envs.rewards import RewardFunction, imported
+from tandemrl.rollout.envs.routing import reward_names
 from tandemrl.rollout.envs.rubric import JudgePool
 from tandemrl.rollout.envs.scoring import Scorer
 from tandemrl.rollout.judges import make_judge
@@ -138,8 +139,12 @@ def build(
     recipe: Recipe | None = None,
     strategy: Callable[[int], Strategy] | None = None,
     world: World | None = None,
+    reward: Mapping[str, RewardFunction] | None = None,
 ) -> Run:
     """Load models and data and start the engine; writes nothing.
+
+    Args:
+        reward: reward functions by name (see ``rewards.by_name``).
 
     Raises:
         ConfigError, DataError, ModelError: something named in the config is missing or does not fit.
@@ -152,10 +157,12 @@ def build(
     if model.junior is not None:
         vocabulary_check(tokenizer, load_tokenizer(model.junior))
 
+    data_sources: set[str] = set()  # of every row, also of those that are too long or beyond eval.train_problems
+
     def load(sources: Sequence[str]) -> tuple[list[Prompt], int]:
-        return encode_prompts(
-            load_rows(sources), tokenizer, max_prompt_tokens=data.max_prompt_tokens, suffix=data.prompt_suffix
-        )
+        rows = load_rows(sources)
+        data_sources.update(row.data_source for row in rows)
+        return encode_prompts(rows, tokenizer, max_prompt_tokens=data.max_prompt_tokens, suffix=data.prompt_suffix)
 
     prompts, dropped = load(data.train)
     if len(prompts) < config.train.prompts_per_step:
@@ -172,8 +179,9 @@ def build(
         config.reward,
         code=partial(score_code, sandbox=config.sandbox, credit=config.reward.code_credit),
         judge=None if judge is None else JudgePool(judge, config.judge),
+        functions=reward,
     )
-    scorer.check(prompt.row for prompt in [*prompts, *heldout])
+    scorer.check((prompt.row for prompt in [*prompts, *heldout]), sources=data_sources)
 
     policy = load_model(model.senior, device=model.device)
     if model.liger:
@@ -436,8 +444,9 @@ def identity(run: Run) -> dict[str, str]:
         frozen["junior"] = f"{run.engine.fingerprint('junior'):#x}"
     custom = "none" if run.custom_strategy is None else signature(run.custom_strategy)
     judge = {} if run.judge is None else {"judge": run.judge}
-    scorers = {path: signature(imported(path)) for path in run.config.reward.scorers.values() if ":" in path}
-    return {"recipe": str(fields), "strategy": custom, "data.train": prompts, **frozen, **judge, **scorers}
+    scorers = {name: signature(imported(name)) for name in reward_names(run.config.reward) if ":" in name}
+    rewards = {f"reward {name}": signature(function) for name, function in run.scorer.functions.items()}
+    return {"recipe": str(fields), "strategy": custom, "data.train": prompts, **frozen, **judge, **scorers, **rewards}
 
 
 def signature(value: Any) -> str:
@@ -482,7 +491,8 @@ def restore(run: Run, resume: str) -> int:
         checkpoint.check_resume(checkpoint.load_config(path), run.config)
         state = checkpoint.load(path)
         now = identity(run)
-        if changed := [name for name, value in now.items() if state["identity"].get(name) != value]:
+        then = state["identity"]
+        if changed := [name for name in {**now, **then} if now.get(name) != then.get(name)]:
             raise checkpoint.CheckpointError(
                 f"{path}: written with another {', '.join(changed)}; a resume would mix runs"
             )
