@@ -27,7 +27,7 @@ def packaged(name: str) -> Config:
     ("override", "message"),
     [
         ("train.stepz=3", r"unknown key 'train\.stepz'\. Did you mean train\.steps\?"),
-        ("optimizer.lr=1", r"unknown key 'optimizer'.*Allowed here: data, eval, judge, loss"),
+        ("optimizer.lr=1", r"unknown key 'optimizer'.*Allowed here: data, eval, functions, judge, loss"),
         ("train.steps=1.5", r"train\.steps: .*could not be converted to Integer"),
         ("rollout.engine=sglang", r"rollout\.engine: .*expected one of \['torch', 'vllm'\]"),
         ("train=3", r"train is a section"),

@@ -13,7 +13,7 @@ LAYERS = {
     0: "types config configs",
     1: "selection selection.strategies selection.boundaries selection.draws selection.live "
     "losses losses.advantages losses.penalties losses.recipes losses.reduce losses.surrogates losses.weights stats",
-    2: "batching schedule data data.rows data.sampler data.synthetic data.arithmetic data.sources data.files "
+    2: "batching schedule functions data data.rows data.sampler data.synthetic data.arithmetic data.sources data.files "
     "data.builders data.boxed data.eurus "
     "rollout rollout.engine rollout.sampling rollout.vllm_planner rollout.envs rollout.envs.math rollout.envs.scoring "
     "rollout.envs.protocol rollout.envs.expression rollout.envs.equality rollout.envs.prime rollout.envs.answers "

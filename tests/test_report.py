@@ -16,7 +16,7 @@ from tandemrl.cli.main import app
 from tandemrl.report import ReportError, build, headlines, summary_table, write
 from tandemrl.report.figures import shared, thin
 from tandemrl.report.page import styles, to_html, to_markdown
-from tandemrl.report.provenance import commands
+from tandemrl.report.provenance import caveats, commands
 from tandemrl.report.records import discover
 from tandemrl.report.samples import CHARACTERS, expand
 from tandemrl.report.svg import axes, draw
@@ -517,6 +517,22 @@ def test_commands_of_a_whole_suite_are_one(tmp_path: Path) -> None:
         f"tandemrl eval all --model nowhere --junior weak --data nothing.jsonl --samples 4 --k 1,4 "
         f"--out '{tmp_path}/my arm'",
         f"tandemrl report {tmp_path}",
+    ]
+
+
+def test_a_run_with_functions_has_no_command_that_would_train_something_else(tmp_path: Path) -> None:
+    mine = {"name": "my_script.relay (my_script.py:7)", "signature": "relay:0123456789abcdef"}
+    write_run(tmp_path / "mine", functions={"strategy": mine, "recipe": None})
+    write_run(tmp_path / "plain", functions={"strategy": None, "recipe": None})
+    records = discover(tmp_path)
+    lines = commands(records)
+    function = "my_script.relay (my_script.py:7) [relay:0123456789abcdef]"
+    assert [line for line in lines if "train" in line] == [
+        f"# in Python: train(load('{tmp_path}/mine/config.yaml'), strategy=FUNCTION), with strategy: {function}",
+        f"tandemrl train --config {tmp_path}/plain/config.yaml",
+    ]
+    assert [line for line in caveats(records) if "Python function" in line] == [
+        f"mine was trained with a Python function as strategy: {function}. Its config.yaml alone cannot repeat it."
     ]
 
 

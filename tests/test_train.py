@@ -18,11 +18,12 @@ from helpers import tokenizer
 from tandemrl.batching import pack_tokens
 from tandemrl.checkpoint import CheckpointError, latest, lock
 from tandemrl.config import Config, ConfigError, load, to_yaml
+from tandemrl.functions import signature
 from tandemrl.losses import RECIPES
 from tandemrl.rollout.collect import write
 from tandemrl.rollout.engine import Completion, Draws, EngineError
 from tandemrl.rollout.torch_engine import TorchEngine
-from tandemrl.run import TrainError, build, check_draws, check_mismatch, learning_rate, restore, signature
+from tandemrl.run import TrainError, build, check_draws, check_mismatch, learning_rate, restore
 from tandemrl.schedule import schedule_of
 from tandemrl.selection import bernoulli, solo
 from tandemrl.train import train
@@ -233,14 +234,20 @@ def test_micro_batches_do_not_change_the_update(tiny_pair: Path, tmp_path: Path)
 
 
 def test_own_recipe_and_strategy(tiny_pair: Path, tmp_path: Path) -> None:
-    recipe = RECIPES["grpo"]._replace(name="mine", advantage=lambda rewards, group_ids: rewards - rewards.mean())
-    out = train(
-        config(tiny_pair, tmp_path, "train.steps=2", "train.eval_every=0"),
-        recipe=recipe,
-        strategy=lambda step: bernoulli(0.25),
-        quiet=True,
-    )
+    mine = {
+        "recipe": RECIPES["grpo"]._replace(name="mine", advantage=lambda rewards, group_ids: rewards - rewards.mean()),
+        "strategy": lambda step: bernoulli(0.25),
+    }
+    out = train(config(tiny_pair, tmp_path, "train.steps=2", "train.eval_every=0"), **mine, quiet=True)
     assert all(0.1 < line["tandem/senior_draw_frac"] < 0.4 for line in metrics(out))
+
+    for folder in (out, out / "checkpoints" / "step_2"):  # both say what trained, and do not train something else
+        stored = load(folder / "config.yaml")
+        assert stored.functions.strategy.signature == signature(mine["strategy"])
+        assert "<lambda> (test_train.py:" in stored.functions.recipe.name
+        with pytest.raises(ConfigError, match=r"functions\.recipe: .* passed is none"):
+            train(stored, quiet=True)
+    assert train(stored, **mine, quiet=True) == out
 
 
 # --------------------------------------------------------------------------------------------------------------- gates
@@ -423,16 +430,6 @@ def test_resume_refuses_another_recipe_and_other_frozen_weights(tiny_pair: Path,
         run.engine.models[0].get_input_embeddings().weight[0, 0] += 1
     with pytest.raises(CheckpointError, match="another junior"):
         restore(run, "auto")
-
-
-def test_signatures_tell_user_functions_apart() -> None:
-    def make(scale: float):
-        return lambda x: scale * x
-
-    assert signature(make(1.0)) == signature(make(1.0))
-    assert signature(make(1.0)) != signature(make(2.0))
-    assert signature(lambda x: x + 1) != signature(lambda x: x + 2)
-    assert signature(RECIPES["grpo"].surrogate) == "tandemrl.losses.surrogates.ppo_clip"
 
 
 def test_offload_in_one_process_is_refused(tiny_pair: Path, tmp_path: Path) -> None:

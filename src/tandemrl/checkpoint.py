@@ -454,7 +454,7 @@ def check_resume(stored: Config, current: Config) -> None:
     Raises:
         CheckpointError: names every key that differs, with both values.
     """
-    changed = {key: pair for key, pair in difference(stored, current).items() if key not in _FREE_TO_CHANGE}
+    changed = {key: pair for key, pair in difference(stored, current).items() if not _may_change(key, pair[0])}
     if current.train.steps > stored.train.steps and current.train.schedule == "constant":
         changed.pop("train.steps", None)
     if changed:
@@ -463,6 +463,13 @@ def check_resume(stored: Config, current: Config) -> None:
             f"the config differs from the checkpoint's: {listing}. Restore these values, or start over in another "
             "output_dir"
         )
+
+
+def _may_change(key: str, stored: Any) -> bool:
+    """Functions are compared by signature; what a config from before they were recorded lacks, ``run.identity`` has."""
+    if key.startswith("functions."):
+        return stored is None or not key.endswith(".signature")
+    return key in _FREE_TO_CHANGE
 
 
 def _steps(folder: Path) -> list[Path]:

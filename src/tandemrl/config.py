@@ -317,6 +317,27 @@ class SandboxConfig:
 
 
 @dataclass(frozen=True)
+class FunctionRecord:
+    """A Python function that a run was given, as far as a file can tell."""
+
+    name: str = ""
+    """Where it was defined; of a recipe, what differs from the library's."""
+    signature: str = ""
+    """Hash of its code, constants and the values that it closes over."""
+
+
+@dataclass(frozen=True)
+class FunctionsConfig:
+    """Functions passed to `train` in place of config keys. `train` writes this section; a config that has an entry
+    trains only with the same function. null = the config's own keys hold."""
+
+    recipe: FunctionRecord | None = None
+    """`train(recipe=...)`, in place of loss.recipe."""
+    strategy: FunctionRecord | None = None
+    """`train(strategy=...)`, in place of selection.*."""
+
+
+@dataclass(frozen=True)
 class Config:
     model: ModelConfig = field(default_factory=ModelConfig)
     data: DataConfig = field(default_factory=DataConfig)
@@ -329,6 +350,7 @@ class Config:
     judge: JudgeConfig = field(default_factory=JudgeConfig)
     sandbox: SandboxConfig = field(default_factory=SandboxConfig)
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    functions: FunctionsConfig = field(default_factory=FunctionsConfig)
     output_dir: str = "runs/train"
 
 

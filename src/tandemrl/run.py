@@ -8,7 +8,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from types import CodeType
 from typing import Any
 
 import torch
@@ -22,6 +21,7 @@ from tandemrl.critic import load_critic, packed_values, token_values
 from tandemrl.data.rows import DataError, Prompt, encode_prompts, load_rows
 from tandemrl.data.sampler import Sampler
 from tandemrl.evals import profile_of
+from tandemrl.functions import signature, with_records
 from tandemrl.lora import attach, base_parameters
 from tandemrl.losses import RECIPES, Recipe
 from tandemrl.model import (
@@ -141,7 +141,7 @@ def build(
     world: World | None = None,
     reward: Mapping[str, RewardFunction] | None = None,
 ) -> Run:
-    """Load models and data and start the engine; writes nothing.
+    """Load models and data and start the engine; writes nothing. The run's config has a record of the functions.
 
     Args:
         reward: reward functions by name (see ``rewards.by_name``).
@@ -150,6 +150,8 @@ def build(
         ConfigError, DataError, ModelError: something named in the config is missing or does not fit.
         GraderError: responses cannot be scored: no sandbox, no judge, a judge that is down.
     """
+    own = None if recipe == RECIPES[config.loss.recipe] else recipe
+    config = with_records(config, recipe=own, strategy=strategy)
     model, data, world = config.model, config.data, world or World()
     if config.parallel.offload and (world.size == 1 or resolve_device(model.device).type != "cuda"):
         raise ConfigError("parallel.offload=true: only sharded models on CUDA can; start several processes there")
@@ -447,24 +449,6 @@ def identity(run: Run) -> dict[str, str]:
     scorers = {name: signature(imported(name)) for name in reward_names(run.config.reward) if ":" in name}
     rewards = {f"reward {name}": signature(function) for name, function in run.scorer.functions.items()}
     return {"recipe": str(fields), "strategy": custom, "data.train": prompts, **frozen, **judge, **scorers, **rewards}
-
-
-def signature(value: Any) -> str:
-    """Tells two functions apart by their code, constants and the plain values that they close over; the library's own
-    by their names."""
-    if getattr(value, "__module__", None) and value.__module__.startswith("tandemrl.") and callable(value):
-        return f"{value.__module__}.{value.__qualname__}"
-    code = getattr(value, "__code__", None)
-    if code is None:
-        return repr(value) if isinstance(value, int | float | str | bool | None) else type(value).__qualname__
-    cells = [cell.cell_contents for cell in value.__closure__ or ()]
-    content = repr((_code(code), [signature(cell) for cell in cells], [signature(x) for x in value.__defaults__ or ()]))
-    return f"{value.__qualname__}:{hashlib.sha256(content.encode()).hexdigest()[:16]}"
-
-
-def _code(code: CodeType) -> Any:
-    constants = [_code(c) if isinstance(c, CodeType) else repr(c) for c in code.co_consts]
-    return code.co_code, code.co_names, constants
 
 
 def restore(run: Run, resume: str) -> int:

@@ -72,7 +72,7 @@ def train(
     with lock(config.output_dir) if world.main else nullcontext(), run.scorer:
         done = restore(run, resume)
         silent = quiet or not world.main
-        with Tracker(config.output_dir, config, console=console, quiet=silent, record=world.main) as tracker:
+        with Tracker(config.output_dir, run.config, console=console, quiet=silent, record=world.main) as tracker:
             loop(run, done, tracker)
             checkpoint.wait()
     return Path(config.output_dir)

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from tandemrl.report.records import SEED, Arm, Evaluation, Records, Setting
+from tandemrl.report.records import SEED, Arm, Evaluation, Records, Run, Setting
 
 ENOUGH_SEEDS = 5
 """Fewer seeds than this are pointed out."""
@@ -67,7 +67,7 @@ def commands(records: Records) -> list[str]:
         lines.append(f"tandemrl experiment {shlex.quote(str(name))} --out {shlex.quote(str(records.folder))}")
     for setting in records.settings:
         for arm in setting.arms:
-            lines += [f"tandemrl train --config {shlex.quote(str(run.folder / 'config.yaml'))}" for run in arm.runs[:1]]
+            lines += [_train_command(run) for run in arm.runs[:1]]
             first = [e for e in arm.evaluations if e.seed == arm.evaluations[0].seed]
             standard = [e for e in first if e.phase in SUITE]
             if len(standard) == len(SUITE) and all(e.file.stem == e.phase for e in standard):
@@ -80,7 +80,14 @@ def commands(records: Records) -> list[str]:
 
 def caveats(records: Records) -> list[str]:
     """What the numbers do not show, and what is odd about the files."""
-    return [*_torn(records), *_seeds(records), *_unequal(records), *_trouble(records), *_revisions(records)]
+    return [
+        *_torn(records),
+        *_functions(records),
+        *_seeds(records),
+        *_unequal(records),
+        *_trouble(records),
+        *_revisions(records),
+    ]
 
 
 def _torn(records: Records) -> Iterable[str]:
@@ -95,6 +102,16 @@ def _torn(records: Records) -> Iterable[str]:
             done = run.steps[-1].get("step", 0) if run.steps else 0
             if run.steps and isinstance(steps, int) and done < steps:
                 yield f"{_name(setting, arm)}{_of(run.seed)} stands at step {done} of {steps}."
+
+
+def _functions(records: Records) -> Iterable[str]:
+    for setting, arm in _arms(records):
+        for run in arm.runs:
+            for name, function in _passed(run).items():
+                yield (
+                    f"{_name(setting, arm)}{_of(run.seed)} was trained with a Python function as {name}: {function}. "
+                    "Its config.yaml alone cannot repeat it."
+                )
 
 
 def _seeds(records: Records) -> Iterable[str]:
@@ -164,6 +181,27 @@ def _revisions(records: Records) -> Iterable[str]:
         yield f"The evaluations were made by {len(revisions)} revisions of the code."
     if any(versions.get("git_dirty") for versions in stored):
         yield "Some evaluations were made by code with uncommitted changes."
+
+
+def _train_command(run: Run) -> str:
+    """As a comment where it takes Python functions: no command line can pass them."""
+    file, functions = str(run.folder / "config.yaml"), _passed(run)
+    if not functions:
+        return f"tandemrl train --config {shlex.quote(file)}"
+    arguments = "".join(f", {name}=FUNCTION" for name in functions)
+    return f"# in Python: train(load({file!r}){arguments}), with " + "; ".join(
+        f"{name}: {function}" for name, function in functions.items()
+    )
+
+
+def _passed(run: Run) -> dict[str, str]:
+    """Name and signature of the functions that a run had in place of config keys, by argument of ``train``."""
+    records = run.config.get("functions") or {}
+    return {
+        name: f"{function['name']} [{function['signature']}]"
+        for name, function in records.items()
+        if isinstance(function, Mapping)
+    }
 
 
 def _eval_command(evaluation: Evaluation, phase: str, out: Path) -> str:
