@@ -335,6 +335,8 @@ class FunctionsConfig:
     """`train(recipe=...)`, in place of loss.recipe."""
     strategy: FunctionRecord | None = None
     """`train(strategy=...)`, in place of selection.*."""
+    reward: FunctionRecord | None = None
+    """`train(reward=...)`, in place of the library's choice for rows without an entry in reward.scorers."""
 
 
 @dataclass(frozen=True)

@@ -151,7 +151,7 @@ def build(
         GraderError: responses cannot be scored: no sandbox, no judge, a judge that is down.
     """
     own = None if recipe == RECIPES[config.loss.recipe] else recipe
-    config = with_records(config, recipe=own, strategy=strategy)
+    config = with_records(config, recipe=own, strategy=strategy, reward=reward or None)
     model, data, world = config.model, config.data, world or World()
     if config.parallel.offload and (world.size == 1 or resolve_device(model.device).type != "cuda"):
         raise ConfigError("parallel.offload=true: only sharded models on CUDA can; start several processes there")
@@ -447,8 +447,8 @@ def identity(run: Run) -> dict[str, str]:
     custom = "none" if run.custom_strategy is None else signature(run.custom_strategy)
     judge = {} if run.judge is None else {"judge": run.judge}
     scorers = {name: signature(imported(name)) for name in reward_names(run.config.reward) if ":" in name}
-    rewards = {f"reward {name}": signature(function) for name, function in run.scorer.functions.items()}
-    return {"recipe": str(fields), "strategy": custom, "data.train": prompts, **frozen, **judge, **scorers, **rewards}
+    reward = {"reward": signature(run.scorer.functions)} if run.scorer.functions else {}
+    return {"recipe": str(fields), "strategy": custom, "data.train": prompts, **frozen, **judge, **scorers, **reward}
 
 
 def restore(run: Run, resume: str) -> int:
@@ -475,8 +475,7 @@ def restore(run: Run, resume: str) -> int:
         checkpoint.check_resume(checkpoint.load_config(path), run.config)
         state = checkpoint.load(path)
         now = identity(run)
-        then = state["identity"]
-        if changed := [name for name in {**now, **then} if now.get(name) != then.get(name)]:
+        if changed := [name for name, value in now.items() if state["identity"].get(name) != value]:
             raise checkpoint.CheckpointError(
                 f"{path}: written with another {', '.join(changed)}; a resume would mix runs"
             )

@@ -144,9 +144,8 @@ def test_weights_and_functions_of_no_use_are_refused():
     def brevity(row, text):
         return 0.0
 
-    for options in (RewardConfig(weights={"boxde": 2.0}, scorers={"synthetic/*": "boxed"}),):
-        with pytest.raises(ConfigError, match=r"reward\.weights\.boxde: no reward of that name; did you mean boxed\?"):
-            check_rewards(SOURCES, options)
+    with pytest.raises(ConfigError, match=r"reward\.weights\.boxde: no reward of that name; did you mean boxed\?"):
+        check_rewards(SOURCES, RewardConfig(weights={"boxde": 2.0}, scorers={"synthetic/*": "boxed"}))
     with pytest.raises(ConfigError, match="reward brevity: scores no row"):
         check_rewards(SOURCES, RewardConfig(scorers={"*": "boxed"}), {"brevity": brevity})
     for name in ("boxed", "acc", "mean", "two words"):
