@@ -81,9 +81,7 @@ def signature(value: Any) -> str:
     if isinstance(value, Recipe):
         return f"{value.name}:{_hash({key: signature(field) for key, field in value._asdict().items()})}"
     if isinstance(value, Mapping):
-        return (
-            f"{{{', '.join(map(str, value))}}}:{_hash([(repr(key), signature(each)) for key, each in value.items()])}"
-        )
+        return f"mapping:{_hash([(repr(key), signature(each)) for key, each in value.items()])}"
     if isinstance(value, partial):
         bound = [signature(x) for x in value.args], {key: signature(x) for key, x in sorted(value.keywords.items())}
         return f"partial:{_hash((signature(value.func), bound))}"
