@@ -166,6 +166,12 @@ def test_a_sum_that_does_not_add_up_is_refused(rewards, message):
         terms_of(row("x"), RewardConfig(scorers={"x": rewards}))
 
 
+def test_a_reward_that_is_weighed_may_not_take_the_place_of_a_part():
+    for name in ("acc", "mean"):
+        with pytest.raises(GraderError, match=f"my:{name}: {name} is a part of every score"):
+            terms_of(row("x"), RewardConfig(scorers={"x": f"my:{name}"}, weights={name: 2.0}))
+
+
 def test_weights_are_numbers():
     assert load(overrides=["reward.weights.boxed=2"]).reward.weights == {"boxed": 2.0}
     for value in ("much", "nan", "null"):

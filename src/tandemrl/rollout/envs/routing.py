@@ -140,7 +140,7 @@ def terms_of(row: Row, options: RewardConfig, functions: Functions = NO_FUNCTION
             f"source to one of {', '.join([*TABLE, *SUFFIXES])}"
         )
     short = [_short(name) for name in names]
-    if len(names) > 1:
+    if len(names) > 1 or any(name in options.weights for name in short):
         total = f"reward.scorers: {' + '.join(names)}"
         if repeated := next((name for name in short if short.count(name) > 1), None):
             raise GraderError(f"{total}: two rewards are called {repeated}; rename a function")
