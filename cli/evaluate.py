@@ -55,7 +55,7 @@ def _command(name: Command) -> Callable[..., None]:
         device: Annotated[str | None, typer.Option(help="cpu, cuda, …")] = None,
         dtype: Annotated[str | None, typer.Option(help="float32 or bfloat16.")] = None,
     ) -> None:
-        from tandemrl.config import ConfigError, load
+        from tandemrl.config import ConfigError, load, stated_keys
 
         if k is not None and not all(part.strip().isdigit() for part in k.split(",")):
             raise ConfigError(f"--k {k}: expected whole numbers with commas between them, e.g. 1,2,4,8")
@@ -98,6 +98,7 @@ def _command(name: Command) -> Callable[..., None]:
                 prob_senior=resolved.selection.prob_senior,
                 max_gap_tokens=resolved.selection.max_gap_tokens,
                 rollout=resolved.rollout,
+                stated=None if config is None else stated_keys(overrides or ()),
                 progress=progress,
             )
         from rich.console import Console

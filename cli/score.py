@@ -23,10 +23,11 @@ def score(
     out: Annotated[Path | None, typer.Option(help="JSONL file for the scores, a line per response.")] = None,
 ) -> None:
     """Score stored responses as training would; prints the means by data source."""
-    from tandemrl.config import load
+    from tandemrl.config import load, stated_keys
     from tandemrl.score import score_file
 
-    summary = score_file(load(config, overrides or ()), data, responses, out=out)
+    stated = None if config is None else stated_keys(overrides or ())
+    summary = score_file(load(config, overrides or ()), data, responses, out=out, stated=stated)
 
     from rich.console import Console
     from rich.table import Table

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from tandemrl.config import Config, ConfigError, FunctionsConfig, load, to_yaml
+from tandemrl.data.rows import Row
 from tandemrl.functions import describe, signature, with_records
 from tandemrl.losses import RECIPES, ppo_clip
 from tandemrl.selection import Strategy, bernoulli
@@ -26,10 +27,19 @@ def mostly_junior(step: int) -> Strategy:
     return bernoulli(0.1)
 
 
+def right(row: Row, text: str) -> float:
+    return float(text == row.ground_truth)
+
+
+def short(row: Row, text: str) -> float:
+    return 1 / len(text)
+
+
 RECIPE = RECIPES["grpo"]._replace(surrogate=partial(ppo_clip))
 PASSED: dict[str, tuple[Any, Any]] = {
     "recipe": (RECIPE, RECIPE._replace(clip_low=0.1)),
     "strategy": (mostly_senior, mostly_junior),
+    "reward": ({"right": right, "short": short}, {"short": short, "right": right}),  # acc is that of the first
 }
 """By argument of ``train``: a function, and another one."""
 
@@ -73,6 +83,7 @@ def test_a_name_says_where_to_look() -> None:
         f"{ppo_clip.__code__.co_firstlineno}))"
     )
     assert describe(RECIPES["dapo"]) == "recipe dapo"
+    assert describe({"mine": right, "short": short}).startswith(f"mine={__name__}.right (test_functions.py:")
 
 
 def default(scale: float) -> Callable[[float], float]:
@@ -98,10 +109,21 @@ def keyword(scale: float) -> Callable[[float], float]:
         keyword,
         lambda scale: partial(scaled, scale=scale),
         lambda scale: partial(scaled, scale),
+        lambda scale: {"scaled": partial(scaled, scale=scale)},
         lambda scale: RECIPES["grpo"]._replace(clip_low=scale),
         lambda scale: RECIPES["grpo"]._replace(surrogate=partial(ppo_clip, clip_low=scale)),
     ],
-    ids=["closure", "code", "default", "keyword default", "keyword of partial", "partial", "field", "field's partial"],
+    ids=[
+        "closure",
+        "code",
+        "default",
+        "keyword default",
+        "keyword of partial",
+        "partial",
+        "mapping",
+        "field",
+        "field's partial",
+    ],
 )
 def test_signatures_tell_functions_apart(make: Callable[[float], Any]) -> None:
     assert signature(make(1.0)) == signature(make(1.0))

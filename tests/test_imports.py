@@ -18,7 +18,7 @@ LAYERS = {
     "data.builders data.boxed data.eurus "
     "rollout rollout.engine rollout.sampling rollout.vllm_planner rollout.envs rollout.envs.math rollout.envs.scoring "
     "rollout.envs.protocol rollout.envs.expression rollout.envs.equality rollout.envs.prime rollout.envs.answers "
-    "rollout.envs.countdown rollout.envs.routing rollout.envs.rubric rollout.envs.worker "
+    "rollout.envs.countdown rollout.envs.rewards rollout.envs.routing rollout.envs.rubric rollout.envs.worker "
     "rollout.envs.code rollout.envs.sandbox rollout.envs.sandbox_layers rollout.envs.sandbox_runner",
     3: "model pretrained attention head checkpoint dcp manifest coverage tracking tiny "
     "rollout.torch_engine rollout.engines rollout.sync rollout.collect "
@@ -150,6 +150,7 @@ def test_the_facade_promises_type_checkers_the_same_names() -> None:
         if isinstance(node, ast.ImportFrom) and str(node.module).startswith("tandemrl.")
         for alias in node.names
     }
+    typed["load_config"] = typed.pop("_load")  # what an import gives a new name is not exported
     assert typed == tandemrl._NAMES
 
 
@@ -169,3 +170,56 @@ def test_the_tests_can_be_collected_without_vllm(tmp_path: Path) -> None:
     environment = os.environ | {"PYTHONPATH": str(tmp_path)}
     collected = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
     assert collected.returncode in (0, 5), collected.stdout  # 5: everything is skipped or deselected
+
+
+CHECKED = """
+import tandemrl
+from tandemrl import {names}
+
+settings: tandemrl.Config = load_config("quickstart")
+tandemrl.train.train(settings, reward=lambda row, text: Score(1.0, {{"acc": 1.0}}, None))
+every = [{qualified}]
+"""
+UNCHECKED = """
+import tandemrl
+from tandemrl import Scroe
+tandemrl.trian
+tandemrl.load_config(3)
+tandemrl.train.train(tandemrl.load_config(), reward=3)
+"""
+
+
+def test_a_user_s_script_is_type_checked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from mypy import api
+
+    import tandemrl
+
+    names = [name for name in tandemrl.__all__ if name not in ("__version__", "train")]
+    (tmp_path / "right.py").write_text(
+        CHECKED.format(names=", ".join(names), qualified=", ".join(f"tandemrl.{name}" for name in tandemrl.__all__))
+    )
+    (tmp_path / "wrong.py").write_text(UNCHECKED)
+    outside = [
+        f"[mypy-{name}.*]\nfollow_imports = skip\nignore_missing_imports = true\n"
+        for name in (
+            "torch",
+            "transformers",
+            "numpy",
+            "scipy",
+            "matplotlib",
+            "omegaconf",
+            "sympy",
+            "mpmath",
+            "vllm",
+            "rich",
+        )
+    ]
+    (tmp_path / "mypy.ini").write_text("[mypy]\nstrict = true\n" + "".join(outside))
+    monkeypatch.setenv("MYPYPATH", str(ROOT / "src"))
+    options = [f"--config-file={tmp_path}/mypy.ini", f"--cache-dir={tmp_path}/cache", "--follow-imports=silent"]
+    report, errors, _ = api.run([*options, str(tmp_path / "right.py"), str(tmp_path / "wrong.py")])
+    assert not errors
+    found = [line.removeprefix(f"{tmp_path}/") for line in report.splitlines() if ": error: " in line]
+    assert [line.split(": error: ")[0] for line in found] == [f"wrong.py:{line}" for line in (3, 4, 5, 6)], report
+    assert 'no attribute "Scroe"' in found[0]
+    assert 'no attribute "trian"' in found[1]

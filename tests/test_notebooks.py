@@ -13,7 +13,7 @@ import pytest
 from nbclient import NotebookClient
 
 NOTEBOOKS = Path(__file__).parents[1] / "notebooks"
-NAMES = ("01_selection_strategy", "02_loss", "03_read_a_run", "04_paper_claims")
+NAMES = ("01_selection_strategy", "02_loss", "03_read_a_run", "04_paper_claims", "05_reward")
 
 
 def load(name: str) -> Any:
@@ -139,6 +139,28 @@ def test_the_claims_are_measured(runs: Path, monkeypatch: pytest.MonkeyPatch) ->
     assert said["claims"].startswith("0 claims")
     assert "| legibility | cross_entropy |" in said["contrasts"]
     assert all(f"<b>{arm}</b>" in said["texts"] for arm in arms)
+    assert "<image>" in said["plots"]
+
+
+def test_a_reward_is_written_weighed_and_trained_with(runs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    said = execute(NAMES[4], runs, monkeypatch)
+    assert [line.split()[-2:] for line in said["reward"].splitlines()] == [
+        ["0.920", "1.0"],  # of 16 characters
+        ["0.920", "0.5"],
+        ["0.970", "0.0"],
+    ]
+    assert [line[36:] for line in said["sum"].splitlines()] == [
+        "1.4600 = 1 + 0.5 * 0.9200",
+        "1.4175 = 1 + 0.5 * 0.8350",  # of 33 characters
+        "0.4600 = 0 + 0.5 * 0.9200",
+    ]
+    assert said["refused"].count("refused: ") == 3
+    assert "did you mean synthetic/plain?" in said["refused"]
+    assert "did you mean brevity?" in said["refused"]
+    assert "reward broken, row a: expected a finite number" in said["refused"]
+    for step in metrics_of(runs / "reward" / "right_and_short"):
+        assert step["reward/mean"] == pytest.approx(step["reward/boxed"] + 0.5 * step["reward/brevity"])
+        assert 0 < step["reward/brevity"] < 1
     assert "<image>" in said["plots"]
 
 

@@ -1,6 +1,7 @@
 """`tandemrl score`: responses find their rows, scores keep their order, and nothing is written of what failed."""
 
 import json
+import warnings
 from pathlib import Path
 
 import pyarrow
@@ -126,6 +127,21 @@ def test_the_command(data: str, tmp_path: Path) -> None:
     broken = CliRunner().invoke(app, [*command, "reward.scorers.math500=no_such_module:score"])
     assert broken.exit_code == 2
     assert broken.stderr.startswith("error: reward.scorers: no_such_module:score: ModuleNotFoundError")
+
+
+def test_a_config_of_other_data_can_be_used_and_what_is_typed_has_to_match(data: str, tmp_path: Path) -> None:
+    run = tmp_path / "run.yaml"
+    run.write_text("reward: {scorers: {theirs: no_such_module:score}, weights: {score: 2.0}}")
+    file = responses(tmp_path, *({"response": text} for text in TEXTS))
+    command = ["score", "--data", data, "--responses", str(file), "reward.workers=1"]
+    with pytest.warns(UserWarning, match=r"reward\.scorers\.theirs"):
+        assert CliRunner().invoke(app, [*command, "--config", str(run)]).exit_code == 0
+    for typed in (["reward.scorers.math=dapo"], ["--config", str(run), "reward.scorers.math=dapo"]):
+        with warnings.catch_warnings(action="ignore"):
+            refused = CliRunner().invoke(app, [*command, *typed])
+        assert refused.exit_code == 2
+        assert "reward.scorers.math=dapo: no row matches" in refused.stderr
+        assert "did you mean math500?" in refused.stderr
 
 
 def test_a_missing_file_is_one_line(data: str, tmp_path: Path) -> None:

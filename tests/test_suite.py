@@ -32,11 +32,12 @@ from helpers import prompts as some_prompts
 from helpers import tokenizer as tokenizer_of_letters
 from tandemrl import evals
 from tandemrl.batching import pack_tokens
-from tandemrl.config import EvalConfig, JudgeConfig, RewardConfig
+from tandemrl.config import ConfigError, EvalConfig, JudgeConfig, RewardConfig
 from tandemrl.data.rows import Prompt, Row, encode_prompts, load_rows
 from tandemrl.evals import EvalError, Profile, Sample, files, reading, run_all, run_phase, session, suite
 from tandemrl.model import ModelError, prepare
 from tandemrl.rollout.engine import Sampling
+from tandemrl.rollout.envs.protocol import GraderError
 from tandemrl.rollout.envs.rubric import JudgeError
 from tandemrl.rollout.torch_engine import TorchEngine
 from tandemrl.selection.draws import request_key
@@ -151,6 +152,22 @@ def test_changed_weights_are_another_configuration(phase, pair, tokenizer, tmp_p
             phase("pass-at-k", model=str(copy))
     with pytest.raises(EvalError, match="digests"):
         phase("pass-at-k", model=str(copy))
+
+
+def test_rewards_of_no_use_are_refused_before_anything_is_written(phase, tmp_path, monkeypatch):
+    def write(*arguments):
+        raise AssertionError("texts were written")
+
+    monkeypatch.setattr(suite, "_write", write)
+    typo = RewardConfig(scorers={"synthetic": "boxed"})
+    with pytest.raises(ConfigError, match=r"reward\.scorers\.synthetic=boxed: no row matches.* synthetic/plain"):
+        phase("pass-at-k", reward=typo)
+    with pytest.raises(ConfigError, match=r"reward\.scorers\.synthetic"):
+        phase("pass-at-k", reward=typo, stated={"reward.scorers.synthetic"})
+    with pytest.raises(GraderError, match="no_such_module"):
+        phase("pass-at-k", reward=RewardConfig(scorers={"synthetic/*": "no_such_module:score"}))
+    with pytest.warns(UserWarning, match="no row matches"), pytest.raises(AssertionError, match="were written"):
+        phase("pass-at-k", reward=typo, stated=())  # of a config for other data
 
 
 def test_the_junior_does_not_matter_to_pass_at_k(phase):

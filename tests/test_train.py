@@ -11,19 +11,23 @@ from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from helpers import tokenizer
+from tandemrl import run as run_module
 from tandemrl.batching import pack_tokens
 from tandemrl.checkpoint import CheckpointError, DamagedError, latest, lock
 from tandemrl.config import Config, ConfigError, load, to_yaml
+from tandemrl.data.rows import Row
 from tandemrl.functions import signature
 from tandemrl.losses import RECIPES
 from tandemrl.rollout.collect import write
 from tandemrl.rollout.engine import Completion, Draws, EngineError
+from tandemrl.rollout.envs.protocol import GraderError
 from tandemrl.rollout.torch_engine import TorchEngine
 from tandemrl.run import TrainError, build, check_draws, check_mismatch, learning_rate, restore
 from tandemrl.schedule import schedule_of
@@ -355,6 +359,59 @@ def test_own_recipe_and_strategy(tiny_pair: Path, tmp_path: Path) -> None:
         with pytest.raises(ConfigError, match=r"functions\.recipe: .* passed is none"):
             train(stored, quiet=True)
     assert train(stored, **mine, quiet=True) == out
+
+
+def test_own_rewards_beside_the_library_s_by_weight(tiny_pair: Path, tmp_path: Path) -> None:
+    """A closure of this process and a scorer of the library, for training rows; the held-out rows have their own."""
+    goal = 12
+
+    def brevity(row: Row, text: str) -> float:
+        return -abs(len(text) - goal) / goal
+
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text("\n".join(json.dumps({"question": f"{i} plus 1?", "answer": f"#### {i + 1}"}) for i in range(4)))
+    sums = ["reward.scorers.synthetic/*=boxed + brevity", "reward.weights.brevity=0.5"]
+    sums += ["reward.scorers.openai/*=gsm8k", f"data.eval={rows}", "train.steps=1", "train.eval_every=1"]
+    settings = config(tiny_pair, tmp_path / "out", *sums)
+    out = train(settings, reward=brevity, quiet=True)
+    (line,) = metrics(out)
+    samples = [json.loads(each) for each in (out / "samples.jsonl").read_text().splitlines()]
+    texts = [sample["text"].removesuffix("<|im_end|>") for sample in samples]
+    short = np.array([-abs(len(text) - 12) / 12 for text in texts])
+    right = np.array([sample["reward_parts"]["boxed"] for sample in samples])
+    assert set(right) <= {0.0, 1.0}
+    assert [sample["reward"] for sample in samples] == pytest.approx(list(right + 0.5 * short))
+    expected = {
+        "mean": (right + 0.5 * short).mean(),
+        "boxed": right.mean(),
+        "brevity": short.mean(),
+        "acc": right.mean(),
+    }
+    assert {name: line[f"reward/{name}"] for name in expected} == pytest.approx(expected)
+
+    assert "brevity=test_train." in load(out / "config.yaml").functions.reward.name
+    longer = config(tiny_pair, tmp_path / "out", *sums, "train.steps=2")
+    with pytest.raises(GraderError, match="'brevity' is neither"):
+        build(longer)
+    goal = 13
+    with pytest.raises(CheckpointError, match=r"functions\.reward"):
+        train(longer, reward=brevity, quiet=True)
+
+
+@pytest.mark.parametrize(
+    ("override", "error", "message"),
+    [
+        ("reward.scorers.synthetic=no_such_module:score", ConfigError, r"reward\.scorers\.synthetic=.*no row matches"),
+        ("reward.scorers.synthetic/plain=no_such_module:score", GraderError, "No module named 'no_such_module'"),
+        ("reward.weights.boxed=2", ConfigError, r"reward\.weights\.boxed: no reward of that name"),
+    ],
+)
+def test_rewards_of_no_use_are_refused_before_a_model_is_loaded(
+    tiny_pair: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, override: str, error: type, message: str
+) -> None:
+    monkeypatch.setattr(run_module, "load_model", lambda *a, **k: pytest.fail("a model was loaded"))
+    with pytest.raises(error, match=message):
+        build(config(tiny_pair, tmp_path, override))
 
 
 # --------------------------------------------------------------------------------------------------------------- gates

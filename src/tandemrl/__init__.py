@@ -8,9 +8,30 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from tandemrl import batching as batching
+    from tandemrl import checkpoint as checkpoint
+    from tandemrl import compare as compare
+    from tandemrl import config as config
+    from tandemrl import data as data
+    from tandemrl import evals as evals
+    from tandemrl import experiment as experiment
+    from tandemrl import losses as losses
+    from tandemrl import model as model
+    from tandemrl import report as report
+    from tandemrl import rollout as rollout
+    from tandemrl import run as run
+    from tandemrl import schedule as schedule
+    from tandemrl import score as score
+    from tandemrl import selection as selection
+    from tandemrl import stats as stats
+    from tandemrl import tiny as tiny
+    from tandemrl import tracking as tracking
+    from tandemrl import train as train
+    from tandemrl import types as types
+    from tandemrl import update as update
     from tandemrl.config import Config as Config
     from tandemrl.config import ConfigError as ConfigError
-    from tandemrl.config import load as load_config  # noqa: F401
+    from tandemrl.config import load as _load
     from tandemrl.data.rows import Row as Row
     from tandemrl.data.rows import load_rows as load_rows
     from tandemrl.losses import RECIPES as RECIPES
@@ -20,6 +41,7 @@ if TYPE_CHECKING:
     from tandemrl.rollout.engine import EngineError as EngineError
     from tandemrl.rollout.engine import Request as Request
     from tandemrl.rollout.engine import Sampling as Sampling
+    from tandemrl.rollout.envs.protocol import Score as Score
     from tandemrl.rollout.torch_engine import TorchEngine as TorchEngine
     from tandemrl.selection import Strategy as Strategy
     from tandemrl.selection import replay as replay
@@ -30,6 +52,7 @@ if TYPE_CHECKING:
     from tandemrl.types import Rollout as Rollout
     from tandemrl.types import Totals as Totals
 
+    load_config = _load
     __version__: str
 
 _MODULES = (
@@ -68,6 +91,7 @@ _NAMES = {
     "EngineError": "rollout.engine.EngineError",
     "Request": "rollout.engine.Request",
     "Sampling": "rollout.engine.Sampling",
+    "Score": "rollout.envs.protocol.Score",
     "TorchEngine": "rollout.torch_engine.TorchEngine",
     "Strategy": "selection.Strategy",
     "replay": "selection.replay",
@@ -81,20 +105,22 @@ _NAMES = {
 __all__ = ["__version__", *_NAMES, *_MODULES]
 
 
-def __getattr__(name: str) -> Any:
-    if name == "__version__":
-        from importlib.metadata import version
+if not TYPE_CHECKING:  # else a type checker would take every name for one of ours
 
-        value: Any = version("tandemrl")
-    elif name in _MODULES:
-        value = import_module(f"tandemrl.{name}")
-    elif name in _NAMES:
-        module, _, attribute = _NAMES[name].rpartition(".")
-        value = getattr(import_module(f"tandemrl.{module}"), attribute)
-    else:
-        raise AttributeError(f"module 'tandemrl' has no attribute {name!r}")
-    globals()[name] = value
-    return value
+    def __getattr__(name: str) -> Any:
+        if name == "__version__":
+            from importlib.metadata import version
+
+            value: Any = version("tandemrl")
+        elif name in _MODULES:
+            value = import_module(f"tandemrl.{name}")
+        elif name in _NAMES:
+            module, _, attribute = _NAMES[name].rpartition(".")
+            value = getattr(import_module(f"tandemrl.{module}"), attribute)
+        else:
+            raise AttributeError(f"module 'tandemrl' has no attribute {name!r}")
+        globals()[name] = value
+        return value
 
 
 def __dir__() -> list[str]:

@@ -247,7 +247,9 @@ class RewardConfig:
     """Scoring processes; null = chosen from the work and the cores."""
     scorers: dict[str, str] = field(default_factory=dict)
     """`data_source` pattern -> `module:function` of your own, or one of the library's scorers; see rollout/envs/routing.py.
-    Looked up before the library's table."""
+    Looked up before the library's table. `a + b` is a weighted sum of two."""
+    weights: dict[str, float] = field(default_factory=dict)
+    """Name of a reward -> how often it counts; 1 without an entry. `module:function` is called `function`."""
     format_score: float | None = None
     """Score of a wrong answer in the right format; null = the scorer's own (GSM8K: `tandem` 0.1, else 0; Countdown 0.1)."""
     gsm8k: Literal["strict", "flexible", "tandem"] = "strict"
@@ -339,6 +341,8 @@ class FunctionsConfig:
     """`train(recipe=...)`, in place of loss.recipe."""
     strategy: FunctionRecord | None = None
     """`train(strategy=...)`, in place of selection.*."""
+    reward: FunctionRecord | None = None
+    """`train(reward=...)`, in place of the library's choice for rows without an entry in reward.scorers."""
 
 
 @dataclass(frozen=True)
@@ -418,6 +422,18 @@ def load(path: str | Path | None = None, overrides: Sequence[str] = ()) -> Confi
     assert isinstance(config, Config)
     check(config)
     return config
+
+
+def stated_keys(overrides: Sequence[str]) -> set[str]:
+    """The dotted keys that ``key=value`` overrides set.
+
+    Example:
+        >>> sorted(stated_keys(["train.lr=1e-5", "reward={scorers: {mydata: boxed}}"]))
+        ['reward.scorers.mydata', 'train.lr']
+    """
+    from omegaconf import OmegaConf
+
+    return set(_flatten(_plain(OmegaConf.to_container(OmegaConf.from_dotlist(list(overrides))))))
 
 
 def find_config(path: str | Path) -> Path:

@@ -5,6 +5,7 @@ missing instead of training something else.
 """
 
 import hashlib
+from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -38,7 +39,7 @@ def with_records(config: Config, **functions: Any) -> Config:
 
 
 def record(function: Any) -> FunctionRecord:
-    """Name and signature of a function, or of a recipe."""
+    """Name and signature of a function, of several by name, or of a recipe."""
     return FunctionRecord(name=describe(function), signature=signature(function))
 
 
@@ -54,6 +55,8 @@ def describe(function: Any) -> str:
         known = RECIPES[function.name]._asdict() if function.name in RECIPES else {}
         changed = [f"{key}={_brief(value)}" for key, value in fields.items() if key not in known or value != known[key]]
         return f"recipe {function.name}" + (f" with {', '.join(changed)}" if changed else "")
+    if isinstance(function, Mapping):
+        return ", ".join(f"{name}={_brief(each)}" for name, each in function.items())
     return _brief(function)
 
 
@@ -77,6 +80,8 @@ def signature(value: Any) -> str:
         return f"{value.__module__}.{value.__qualname__}"
     if isinstance(value, Recipe):
         return f"{value.name}:{_hash({key: signature(field) for key, field in value._asdict().items()})}"
+    if isinstance(value, Mapping):
+        return f"mapping:{_hash([(repr(key), signature(each)) for key, each in value.items()])}"
     if isinstance(value, partial):
         bound = [signature(x) for x in value.args], {key: signature(x) for key, x in sorted(value.keywords.items())}
         return f"partial:{_hash((signature(value.func), bound))}"

@@ -4,9 +4,10 @@
 import importlib.util
 import math
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from tandemrl.paths import hint
 from tandemrl.pretrained import CONFIG, check_folder, is_local, refusal
 from tandemrl.rollout.engines import require_vllm
 from tandemrl.rollout.envs import routing
+from tandemrl.rollout.envs.rewards import RewardFunction
 from tandemrl.rollout.envs.rubric import Judge
 from tandemrl.rollout.envs.sandbox import Sandbox, Stdin
 from tandemrl.rollout.envs.scoring import Scorer
@@ -42,11 +44,12 @@ class Preflight:
     """What a run reads before its weights: tokenizer, rows and prompts, each when first asked for, and once.
 
     downloads: fetch tokenizers, model configurations and data from the hub where they are not on this machine; without
-    it they are a ``NotHereError``.
+    it they are a ``NotHereError``. functions: rewards that were passed to ``train``.
     """
 
     config: Config
     downloads: bool = True
+    functions: Mapping[str, RewardFunction] | None = None
 
     @property
     def checks(self) -> dict[str, Callable[[], str]]:
@@ -171,10 +174,15 @@ class Preflight:
         config = self.config
         rows = [prompt.row for prompt in [*self.prompts[0], *self.heldout]]
         judged = config.judge.url is not None or config.judge.model is not None
-        with Scorer(config.reward, code=_unused, judge=_unused if judged else None) as scorer:
-            scorer.check(rows)
+        read = [*self.rows, *chain.from_iterable(self.heldout_rows)]
+        judging = _unused if judged else None
+        with Scorer(config.reward, code=_unused, judge=judging, functions=self.functions) as scorer:
+            scorer.check(rows, sources={row.data_source for row in read})
         sources = {row.data_source: row for row in rows}
-        if any(routing.scorer_of(row, config.reward) is routing.code for row in sources.values()):
+        terms = [
+            term for row in sources.values() for term in routing.terms_of(row, config.reward, self.functions or {})
+        ]
+        if any(term.score is routing.code for term in terms):
             with Sandbox(config.sandbox) as sandbox:
                 sandbox.run("", Stdin(""))
             return f"{', '.join(sources)}; the sandbox starts"

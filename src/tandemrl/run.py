@@ -39,7 +39,8 @@ from tandemrl.profiling import Clock
 from tandemrl.rollout.engine import Draws, Engine, Sampling
 from tandemrl.rollout.engines import vllm_engine
 from tandemrl.rollout.envs.code import score_code
-from tandemrl.rollout.envs.routing import imported
+from tandemrl.rollout.envs.rewards import RewardFunction, imported
+from tandemrl.rollout.envs.routing import reward_names
 from tandemrl.rollout.envs.rubric import JudgePool
 from tandemrl.rollout.envs.scoring import Scorer
 from tandemrl.rollout.judges import make_judge
@@ -144,19 +145,23 @@ def build(
     recipe: Recipe | None = None,
     strategy: Callable[[int], Strategy] | None = None,
     world: World | None = None,
+    reward: Mapping[str, RewardFunction] | None = None,
 ) -> Run:
     """Load models and data and start the engine; writes nothing. The run's config has a record of the functions.
+
+    Args:
+        reward: reward functions by name (see ``rewards.by_name``).
 
     Raises:
         ConfigError, DataError, ModelError: something named in the config is missing or does not fit.
         GraderError: responses cannot be scored: no sandbox, no judge, a judge that is down.
     """
     own = None if recipe == RECIPES[config.loss.recipe] else recipe
-    config = with_records(config, recipe=own, strategy=strategy)
+    config = with_records(config, recipe=own, strategy=strategy, reward=reward or None)
     model, world = config.model, world or World()
     if config.parallel.offload and (world.size == 1 or resolve_device(model.device).type != "cuda"):
         raise ConfigError("parallel.offload=true: only sharded models on CUDA can; start several processes there")
-    ready = Preflight(config).require()
+    ready = Preflight(config, functions=reward).require()
     tokenizer, heldout = ready.tokenizer, ready.heldout
     prompts, dropped = ready.prompts
 
@@ -167,6 +172,7 @@ def build(
         config.reward,
         code=partial(score_code, sandbox=config.sandbox, credit=config.reward.code_credit),
         judge=None if judge is None else JudgePool(judge, config.judge),
+        functions=reward,
     )
 
     policy = load_model(model.senior, device=model.device)
@@ -431,8 +437,9 @@ def identity(run: Run) -> dict[str, str]:
         frozen["junior"] = f"{run.engine.fingerprint('junior'):#x}"
     custom = "none" if run.custom_strategy is None else signature(run.custom_strategy)
     judge = {} if run.judge is None else {"judge": run.judge}
-    scorers = {path: signature(imported(path)) for path in run.config.reward.scorers.values() if ":" in path}
-    return {"recipe": str(fields), "strategy": custom, "data.train": prompts, **frozen, **judge, **scorers}
+    scorers = {name: signature(imported(name)) for name in reward_names(run.config.reward) if ":" in name}
+    reward = {"reward": signature(run.scorer.functions)} if run.scorer.functions else {}
+    return {"recipe": str(fields), "strategy": custom, "data.train": prompts, **frozen, **judge, **scorers, **reward}
 
 
 def restore(run: Run, resume: str) -> int:

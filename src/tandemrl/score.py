@@ -2,7 +2,7 @@
 
 import json
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
 from itertools import islice
@@ -30,7 +30,13 @@ class Summary(NamedTuple):
 
 
 def score_file(
-    config: Config, data: Sequence[str], responses: Path, *, out: Path | None = None, batch: int = BATCH
+    config: Config,
+    data: Sequence[str],
+    responses: Path,
+    *,
+    out: Path | None = None,
+    batch: int = BATCH,
+    stated: Collection[str] | None = None,
 ) -> Summary:
     """Score a JSONL file of responses to the rows of ``data``.
 
@@ -39,8 +45,10 @@ def score_file(
             ``example_id``, or its ``index`` among all rows from 0. If no line has either, line n belongs to row n.
         out: JSONL file to write, a line per response in the same order: ``example_id``, ``score``, ``parts``,
             ``answer``. It has ``.part`` at the end of its name until everything is scored.
+        stated: dotted keys of ``reward.*`` that have to be of use for this data; None = all (see ``check_rewards``).
 
     Raises:
+        ConfigError: a pattern of ``reward.scorers`` or a name in ``reward.weights`` is of no use.
         DataError: a file cannot be read, a line is malformed or belongs to no row, or a row cannot be scored.
         GraderError: a scorer, a sandbox or a judge is missing or fails.
     """
@@ -49,7 +57,7 @@ def score_file(
     begin = time.perf_counter()
     with ExitStack() as stack:
         scorer = stack.enter_context(_scorer(config))
-        scorer.check(rows)
+        scorer.check(rows, stated=stated)
         file = None
         if out is not None:
             out.parent.mkdir(parents=True, exist_ok=True)

@@ -1,12 +1,12 @@
 """The training loop: sample -> rollout -> score -> advantages -> old/ref log-probs where needed -> updates -> sync ->
 evaluate -> log -> save.
 
-``train`` can be called from a notebook with its own recipe or strategy. What this module owns is the order of things;
-each of them is a function of another module.
+``train`` can be called from a notebook with its own recipe, strategy or reward. What this module owns is the order of
+things; each of them is a function of another module.
 """
 
 import faulthandler
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
@@ -28,6 +28,7 @@ from tandemrl.preflight import check_resume
 from tandemrl.profiling import Profile
 from tandemrl.rollout import collect
 from tandemrl.rollout.engine import Draws
+from tandemrl.rollout.envs.rewards import RewardFunction, by_name
 from tandemrl.rollout.sync import sync_weights
 from tandemrl.run import Run, TrainError, build, check_draws, export, restore, save
 from tandemrl.selection import Strategy, solo
@@ -43,6 +44,7 @@ def train(
     resume: str = "auto",
     recipe: Recipe | None = None,
     strategy: Callable[[int], Strategy] | None = None,
+    reward: RewardFunction | Mapping[str, RewardFunction] | None = None,
     console: Console | None = None,
     quiet: bool = False,
 ) -> Path:
@@ -52,9 +54,12 @@ def train(
         resume: ``auto`` (from the newest checkpoint in ``output_dir``, if any), ``never``, or a checkpoint folder.
         recipe: overrides ``loss.recipe``: a row of ``losses.RECIPES``, or your own.
         strategy: training step (from 1) -> strategy; overrides ``selection.*``. Its draws are not held to any share.
+        reward: a function ``(row, text) -> float | Score``, or several by name, whose weighted sum (``reward.weights``)
+            is the reward. They score every row for which ``reward.scorers`` has nothing else. They run in this process,
+            so an error in them stops the run, and a hang hangs it. ``reward.scorers`` can name them in a sum, too.
 
     Raises:
-        ConfigError, DataError, ModelError, CheckpointError: the run cannot start.
+        ConfigError, DataError, ModelError, CheckpointError, GraderError: the run cannot start.
         TrainError, EngineError: a gate closed during the run; its last checkpoint is kept. Where no weight of the step
             had changed and all processes can, the step before it is saved first.
         OutOfMemoryError, LostProcessError: see ``faults``; likewise.
@@ -68,7 +73,7 @@ def train(
     world = join(config.parallel, resolve_device(config.model.device))
     if world.size > 1:
         faulthandler.enable()  # NCCL aborts a process whose collective timed out: say where it was
-    run = build(config, recipe, strategy, world)
+    run = build(config, recipe, strategy, world, by_name(reward))
     with lock(config.output_dir) if world.main else nullcontext(), run.scorer:
         done = restore(run, resume)
         silent = quiet or not world.main

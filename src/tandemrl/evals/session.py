@@ -1,21 +1,23 @@
 """What the phases of an evaluation share: its configuration, and models, data, engine and judge, each loaded once."""
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import asdict, dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from tandemrl.config import EvalConfig, JudgeConfig, RewardConfig, RolloutConfig, SandboxConfig
-from tandemrl.data.rows import Prompt, encode_prompts, load_rows
+from tandemrl.data.rows import Prompt, Row, encode_prompts, load_rows
 from tandemrl.evals.files import digests, plain
 from tandemrl.evals.protocol import Phase, Profile, profile_of
 from tandemrl.model import load_model, load_tokenizer, vocabulary_check
 from tandemrl.rollout.engine import Engine
 from tandemrl.rollout.engines import vllm_engine
+from tandemrl.rollout.envs.code import score_code
 from tandemrl.rollout.envs.rubric import JudgePool
+from tandemrl.rollout.envs.scoring import Scorer
 from tandemrl.rollout.judges import make_judge
 from tandemrl.rollout.torch_engine import TorchEngine
 
@@ -49,8 +51,9 @@ class Setup:
 class Session:
     """Models, data, engine and judge of an evaluation: each is loaded when a phase first asks for it, and once."""
 
-    def __init__(self, setup: Setup, phases: Sequence[Phase]) -> None:
+    def __init__(self, setup: Setup, phases: Sequence[Phase], stated: Collection[str] | None = None) -> None:
         self.setup = setup
+        self._stated = stated
         self.junior = setup.junior if any(phase in NEED_JUNIOR for phase in phases) else None
         self.together = any(phase in WRITTEN_TOGETHER for phase in phases)
         self.has_judge = setup.judge.url is not None or setup.judge.model is not None
@@ -76,7 +79,11 @@ class Session:
                 "model": setup.model,
                 "data": setup.data,
                 "eval": {key: value for key, value in asdict(setup.eval).items() if key not in _TRAINING_ONLY},
-                "reward": {key: value for key, value in asdict(setup.reward).items() if key != "workers"},
+                "reward": {
+                    key: value
+                    for key, value in asdict(setup.reward).items()
+                    if key != "workers" and (key != "weights" or value)
+                },
                 **({} if setup.sandbox == SandboxConfig() else {"sandbox": asdict(setup.sandbox)}),
                 "dtype": setup.dtype,
                 "device": setup.device,
@@ -120,12 +127,19 @@ class Session:
         return tokenizer
 
     @cached_property
+    def rows(self) -> list[Row]:
+        """All rows of the data, before ``limit``."""
+        return load_rows(self.setup.data)
+
+    @cached_property
     def prompts(self) -> tuple[list[Prompt], int]:
         """The prompts, and how many rows were dropped as too long."""
         setup = self.setup
-        rows = load_rows(setup.data)[: setup.limit]
         return encode_prompts(
-            rows, self.tokenizer, max_prompt_tokens=setup.max_prompt_tokens, suffix=setup.prompt_suffix
+            self.rows[: setup.limit],
+            self.tokenizer,
+            max_prompt_tokens=setup.max_prompt_tokens,
+            suffix=setup.prompt_suffix,
         )
 
     @cached_property
@@ -134,6 +148,24 @@ class Session:
         judge = make_judge(setup.judge, dtype=setup.dtype, device=setup.device, max_rows=setup.rollout.max_rows)
         assert judge is not None  # refused in run_all
         return JudgePool(judge, setup.judge)
+
+    def scorer(self) -> Scorer:
+        setup = self.setup
+        return Scorer(
+            setup.reward,
+            code=partial(score_code, sandbox=setup.sandbox, credit=setup.reward.code_credit),
+            judge=(lambda items: self.judges(items)) if self.has_judge else None,
+        )
+
+    def check_rewards(self) -> None:
+        """Refuse rows that cannot be scored and rewards of no use, before anything is written for them.
+
+        Raises:
+            ConfigError, DataError, GraderError: see ``Scorer.check``.
+        """
+        with self.scorer() as scorer:
+            sources = {row.data_source for row in self.rows}
+            scorer.check((prompt.row for prompt in self.prompts[0]), sources=sources, stated=self._stated)
 
     def load(self, path: str | None) -> PreTrainedModel:
         assert path is not None  # refused in run_all

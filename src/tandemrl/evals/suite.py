@@ -1,6 +1,6 @@
 """Whole phases: from model folders to result files. A finished phase is never run again; a killed run goes on."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -13,12 +13,12 @@ from tandemrl.evals.measures import EvalError, Measure, Sample, accepted, drifte
 from tandemrl.evals.protocol import PHASES, Phase, check_k, grade, sampling_for, strategies, verify, write
 from tandemrl.evals.reading import read_drift, read_legibility
 from tandemrl.evals.session import NEED_JUNIOR, Session, Setup
-from tandemrl.rollout.envs.code import score_code
-from tandemrl.rollout.envs.scoring import Scorer
 from tandemrl.types import Metrics
 
 READ: tuple[Phase, ...] = ("legibility", "drift", "verified")
 """Phases about the texts of ``pass-at-k``: they take its samples if they are there, and write the same ones if not."""
+
+UNSCORED: tuple[Phase, ...] = ("legibility", "drift")
 
 Progress = Callable[[str, int, int], None]
 """Told ``(what, done, total)``, e.g. ``("tandem: tokens", 512, 4096)``; the total of tokens is an upper bound."""
@@ -44,6 +44,7 @@ def run_all(
     prob_senior: float = 0.5,
     max_gap_tokens: int = 32,
     rollout: RolloutConfig | None = None,
+    stated: Collection[str] | None = None,
     progress: Progress | None = None,
 ) -> dict[Phase, dict[str, Any]]:
     """Run phases and write ``PHASE.json`` and ``PHASE.samples.jsonl`` of each; returns what is in the former, by phase.
@@ -60,8 +61,10 @@ def run_all(
         judge: marks the reasoning in the verified phase, and responses to rows that are scored by a judge.
         limit: rows of ``data`` (all sources, in order) that are used.
         threads: of torch, None = as it is.
+        stated: dotted keys of ``reward.*`` that have to be of use for this data; None = all (see ``check_rewards``).
 
     Raises:
+        ConfigError: a pattern of ``reward.scorers`` or a name in ``reward.weights`` is of no use.
         EvalError: unknown phase, no junior, no judge, or a result file of another configuration; names the fix.
         JudgeError: the judge is down or gives no marks.
         ModelError, DataError, EngineError: a model, a data source or a request cannot be used.
@@ -96,7 +99,7 @@ def run_all(
         max_gap_tokens=max_gap_tokens,
         rollout=rollout or RolloutConfig(),
     )
-    session = Session(setup, chosen)
+    session = Session(setup, chosen, stated)
     try:
         return {phase: _run(phase, session, Path(out), progress or _silent) for phase in chosen}
     finally:
@@ -130,6 +133,8 @@ def _run(phase: Phase, session: Session, out: Path, progress: Progress) -> dict[
         return finished
     prompts, dropped = session.prompts
     counters: Metrics = {"prompts_dropped": dropped}
+    if phase not in UNSCORED:
+        session.check_rewards()
     stored = _stored_samples(file.with_name("pass-at-k.json"), session.solo_config) if phase in READ else None
     samples = stored if stored is not None else _write(phase, session, progress)
     if phase in READ:
@@ -145,11 +150,7 @@ def _run(phase: Phase, session: Session, out: Path, progress: Progress) -> dict[
         models = session.load(setup.model), session.load(session.junior)
         samples, measure = read_drift(samples, prompts, *models, **read), drifted
     else:
-        with Scorer(
-            setup.reward,
-            code=partial(score_code, sandbox=setup.sandbox, credit=setup.reward.code_credit),
-            judge=(lambda items: session.judges(items)) if session.has_judge else None,
-        ) as scorer:
+        with session.scorer() as scorer:
             samples, measure = grade(samples, prompts, scorer), partial(graded, k=setup.eval.k)
             counters |= {"score_timeouts": scorer.timeouts, "score_failures": scorer.failures}
         if phase == "verified":

@@ -14,7 +14,7 @@ import pytest
 from tandemrl.config import RewardConfig
 from tandemrl.data.rows import Row
 from tandemrl.rollout.envs.protocol import Score
-from tandemrl.rollout.envs.routing import scorer_of
+from tandemrl.rollout.envs.routing import terms_of
 from tandemrl.rollout.envs.scoring import Scorer
 
 LIMIT_S = 0.3
@@ -127,7 +127,7 @@ def nearer_misses() -> list[str]:
 def string_graders(texts: Iterable[str], graders: Sequence[tuple[str, str, RewardConfig]] = GRADERS) -> None:
     """Every text through every scorer's own part, which decides or defers."""
     scorers = [
-        (Row("r", (), source, gold, {}), options, scorer_of(Row("r", (), source, gold, {}), options))
+        (Row("r", (), source, gold, {}), options, terms_of(Row("r", (), source, gold, {}), options)[0].score)
         for source, gold, options in graders
     ]
     for text in texts:

@@ -2,9 +2,10 @@
 
 import pytest
 
-from tandemrl.config import ConfigError, RewardConfig, difference, load, to_dict
+from tandemrl.config import ConfigError, RewardConfig, difference, load, stated_keys, to_dict
 from tandemrl.data.rows import DataError, Row
-from tandemrl.rollout.envs.routing import COMPAT, SCORERS, SUFFIXES, TABLE, score_text, scorer_of
+from tandemrl.rollout.envs.protocol import GraderError
+from tandemrl.rollout.envs.routing import COMPAT, SCORERS, SUFFIXES, TABLE, check_rewards, score_text, terms_of
 
 
 def row(source, gold="7"):
@@ -12,8 +13,9 @@ def row(source, gold="7"):
 
 
 def name_of(source, **options):
-    function = scorer_of(row(source), RewardConfig(**options))
-    return next(name for name, each in SCORERS.items() if each is function)
+    (term,) = terms_of(row(source), RewardConfig(**options))
+    assert term.score is SCORERS[term.name]
+    return term.name
 
 
 @pytest.mark.parametrize(
@@ -95,3 +97,83 @@ def test_users_scorers_are_configured_by_file_or_command_line(tmp_path):
     assert difference(config, load(file)) == {"reward.scorers.other": ("my.module:score", None)}
     with pytest.raises(ConfigError, match=r"reward\.compat"):
         load(overrides=["reward.compat=trl"])
+
+
+# ---- rewards of no use -----------------------------------------------------------------------------------------------
+
+SOURCES = ["synthetic/plain", "openai/gsm8k"]
+
+
+@pytest.mark.parametrize(
+    ("scorers", "message"),
+    [
+        (
+            {"synthetic": "boxed"},
+            r"scorers\.synthetic=boxed: no row matches.*gsm8k, synthetic/plain; did you mean synth",
+        ),
+        ({"Synthetic/*": "boxed"}, "no row matches"),  # a capital letter: matched as written
+        ({"openai/gsm8k": "gsm8k", "my/*": "boxed"}, r"reward\.scorers\.my/\*=boxed"),
+        ({"*": "boxed", "openai/gsm8k": "gsm8k"}, r"'openai/gsm8k' matches '\*' first; put the narrower pattern first"),
+    ],
+)
+def test_a_pattern_that_is_never_used_is_refused(scorers, message):
+    with pytest.raises(ConfigError, match=message):
+        check_rewards(SOURCES, RewardConfig(scorers=scorers))
+
+
+def test_every_named_reward_is_imported_at_the_start():
+    for rewards in ("no_such_module:score", "boxed + no_such_module:score"):
+        with pytest.raises(GraderError, match="No module named 'no_such_module'"):
+            check_rewards(SOURCES, RewardConfig(scorers={"synthetic/*": rewards}))
+    with pytest.raises(GraderError, match="'boxde' is neither module:function nor"):
+        check_rewards(SOURCES, RewardConfig(scorers={"synthetic/*": "boxed + boxde"}))
+
+
+def test_patterns_of_a_config_for_other_data_are_a_warning_and_those_typed_are_not():
+    options = RewardConfig(scorers={"mydata": "no_such_module:score"}, weights={"brevity": 2.0})
+    with pytest.warns(UserWarning, match=r"reward\.scorers\.mydata=.*no row matches"):
+        check_rewards(SOURCES, options, stated=stated_keys(["eval.samples=2"]))
+    for override in ("reward.scorers.mydata=a:b", "reward={scorers: {mydata: a:b}}"):
+        with pytest.raises(ConfigError, match="mydata"):
+            check_rewards(SOURCES, options, stated=stated_keys([override]))
+    with pytest.raises(ConfigError, match=r"reward\.weights\.brevity"):
+        check_rewards(SOURCES, RewardConfig(weights=options.weights), stated=stated_keys(["reward.weights.brevity=2"]))
+
+
+def test_weights_and_functions_of_no_use_are_refused():
+    def brevity(row, text):
+        return 0.0
+
+    with pytest.raises(ConfigError, match=r"reward\.weights\.boxde: no reward of that name; did you mean boxed\?"):
+        check_rewards(SOURCES, RewardConfig(weights={"boxde": 2.0}, scorers={"synthetic/*": "boxed"}))
+    with pytest.raises(ConfigError, match="reward brevity: scores no row"):
+        check_rewards(SOURCES, RewardConfig(scorers={"*": "boxed"}), {"brevity": brevity})
+    for name in ("boxed", "acc", "mean", "two words"):
+        with pytest.raises(GraderError, match=f"reward '{name}' is"):
+            check_rewards(SOURCES, RewardConfig(), {name: brevity})
+
+
+@pytest.mark.parametrize(
+    ("rewards", "message"),
+    [
+        ("boxed + boxed", "two rewards are called boxed"),
+        ("math:sqrt + cmath:sqrt", "two rewards are called sqrt"),
+        ("boxed +", "'' is neither"),
+    ],
+)
+def test_a_sum_that_does_not_add_up_is_refused(rewards, message):
+    with pytest.raises(GraderError, match=message):
+        terms_of(row("x"), RewardConfig(scorers={"x": rewards}))
+
+
+def test_a_reward_that_is_weighed_may_not_take_the_place_of_a_part():
+    for name in ("acc", "mean"):
+        with pytest.raises(GraderError, match=f"my:{name}: {name} is a part of every score"):
+            terms_of(row("x"), RewardConfig(scorers={"x": f"my:{name}"}, weights={name: 2.0}))
+
+
+def test_weights_are_numbers():
+    assert load(overrides=["reward.weights.boxed=2"]).reward.weights == {"boxed": 2.0}
+    for value in ("much", "nan", "null"):
+        with pytest.raises(ConfigError, match=r"reward\.weights\.boxed"):
+            load(overrides=[f"reward.weights.boxed={value}"])

@@ -8,13 +8,16 @@ import subprocess
 import sys
 import threading
 import time
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
 
-from tandemrl.config import RewardConfig
+from tandemrl.config import ConfigError, RewardConfig
 from tandemrl.data.rows import DataError, Row
 from tandemrl.rollout.envs.protocol import Deferred, GraderError, Score
+from tandemrl.rollout.envs.rewards import by_name
 from tandemrl.rollout.envs.routing import score_text
 from tandemrl.rollout.envs.scoring import WORKER as DEFAULT_WORKER
 from tandemrl.rollout.envs.scoring import Scorer
@@ -23,6 +26,21 @@ BOMB = r"\boxed{\int_0^{9^{9^9}} x^{x^x} dx}"
 """Something that a computer algebra system does not finish, and that is not decided before it."""
 EIGHT = r"\boxed{8 apples}"
 """8, but only math-verify says so."""
+UNUSABLE = (
+    "float('nan')",
+    "float('-inf')",
+    "None",
+    "'1.0'",
+    "b'1'",
+    "[1.0, 2.0]",
+    "Score(None, {'acc': 1.0}, None)",
+    "Score('1', {'acc': 1.0}, None)",
+    "Score(1.0, {'acc': float('nan')}, None)",
+    "Score(1.0, {}, None)",
+    "Score(1.0, {'acc': 1.0, 'mean': 3.0}, None)",
+    "Score(1.0, {'acc': 1.0}, 7)",
+)
+"""What a reward function may not return."""
 TESTS = '{"inputs": ["1"], "outputs": ["1"]}'
 
 WORKER = """
@@ -275,7 +293,7 @@ def test_a_judge_that_is_down_stops_the_batch():
 
 
 def test_what_cannot_be_scored_is_refused_before_anything_is_generated(worker):
-    with Scorer(RewardConfig(scorers={"mine": "no_such_module:score"}), worker=worker) as scorer:
+    with Scorer(RewardConfig(), worker=worker) as scorer:
         scorer.check([row("7"), row("x > 3"), row("5", "openai/gsm8k")])
         with pytest.raises(GraderError, match=r"row c: scoring data_source 'taco' needs a sandbox"):
             scorer.check([row(TESTS, "taco", "c")])
@@ -285,9 +303,12 @@ def test_what_cannot_be_scored_is_refused_before_anything_is_generated(worker):
             scorer.check([row("7"), row("7", "unknown", "u")])
         with pytest.raises(DataError, match="row n: ground truth of countdown must be"):
             scorer.check([row("7", "countdown", "n")])
+        assert scorer._processes._workers == []
+    with Scorer(RewardConfig(scorers={"mine": "no_such_module:score"}), worker=worker) as scorer:
         with pytest.raises(GraderError, match="no_such_module"):
             scorer.check([row("7", "mine")])
-        assert scorer._processes._workers == []
+        with pytest.raises(ConfigError, match=r"reward\.scorers\.mine=no_such_module:score: no row matches"):
+            scorer.check([row("7")])
 
 
 def test_endless_deferring_and_nonsense_are_errors(monkeypatch):
@@ -315,12 +336,8 @@ def score(row, text, options):
         os._exit(1)
     if text == "bug":
         raise KeyError("oops")
-    if text == "number":
-        return 1.0
-    if text == "nan":
-        return Score(float("nan"), {"acc": 0.0}, None)
-    if text == "no acc":
-        return Score(1.0, {}, None)
+    if text.startswith("return "):
+        return eval(text.removeprefix("return "))
     right = text == row.ground_truth
     parts = {"acc": float(right), "length": float(len(text)), "pid": float(os.getpid())}
     return Score(float(right), parts, text * 9999)
@@ -358,9 +375,8 @@ def test_a_users_scorer_that_hangs_or_crashes_is_killed_and_counted(mine):
     ("text", "message"),
     [
         ("bug", r"my_scorers_for_tests:score, row r: KeyError: 'oops'"),
-        ("number", r"expected Score\(value, parts, answer\).*found 1\.0"),
-        ("nan", "with finite numbers"),
-        ("no acc", "acc"),
+        ("return None", r"my_scorers_for_tests:score, row r: expected a finite number, or Score\(.*found None"),
+        *((f"return {value}", "row r: (expected a finite number|TypeError: bytes is not)") for value in UNUSABLE),
     ],
 )
 def test_a_bug_in_a_users_scorer_stops_the_run(mine, text, message):
@@ -380,6 +396,127 @@ def test_a_bug_in_a_users_scorer_stops_the_run(mine, text, message):
 def test_a_users_scorer_that_is_not_there_is_named(mine, path, message):
     with Scorer(RewardConfig(scorers={"my/*": path})) as scorer, pytest.raises(GraderError, match=message):
         scorer.score([(row("yes", "my/data"), "yes")])
+
+
+def score_here(row, text, options):
+    return eval(text)
+
+
+@pytest.mark.parametrize("value", UNUSABLE)
+def test_a_function_of_this_process_is_held_to_the_same(value):
+    with (
+        Scorer(RewardConfig(), functions={"mine": score_here}) as scorer,
+        pytest.raises(GraderError, match="reward mine, row r: expected a finite number"),
+    ):
+        scorer.score([(row("yes", "my/data"), value)])
+
+
+@pytest.mark.parametrize(
+    ("value", "score"),
+    [
+        ("0.5", Score(0.5, {"acc": 0.0}, None)),
+        ("True", Score(1.0, {"acc": 1.0}, None)),
+        ("-2", Score(-2.0, {"acc": 0.0}, None)),
+        ("__import__('numpy').float32(1.5)", Score(1.5, {"acc": 1.0}, None)),
+        ("__import__('numpy').bool_(True)", Score(1.0, {"acc": 1.0}, None)),
+        ("Score(0, {'acc': True, 'style': 0.25}, 'x')", Score(0.0, {"acc": 1.0, "style": 0.25}, "x")),
+    ],
+)
+def test_a_number_is_a_score_in_a_child_and_here(mine, value, score):
+    with Scorer(mine) as scorer:
+        assert scorer.score([(row("yes", "my/data"), f"return {value}")]) == [score]
+    with Scorer(RewardConfig(), functions={"mine": score_here}) as scorer:
+        assert scorer.score([(row("yes", "my/data"), value)]) == [score]
+
+
+def test_functions_may_leave_the_options_out_and_are_asked_at_the_start():
+    seen = []
+
+    def two(row, text):
+        seen.append((row.example_id, text))
+        return 0.0
+
+    def default(row, text, bonus=0.25):
+        return bonus
+
+    def keyword(row, text, options=None):
+        return options.timeout_s
+
+    rewards = by_name({"two": two, "default": default, "keyword": keyword, "partial": partial(default, bonus=4.0)})
+    with Scorer(RewardConfig(timeout_s=7.0), functions=rewards) as scorer:
+        scorer.check([row("yes", "my/data")])
+        assert seen == []  # a check of the start calls nothing of the user's
+        (score,) = scorer.score([(row("yes", "my/data"), "hi")])
+    assert seen == [("r", "hi")]
+    assert score == (11.25, {"acc": 0.0, "two": 0.0, "default": 0.25, "keyword": 7.0, "partial": 4.0}, None)
+
+    assert list(by_name(lambda row, text: 0.0)) == ["reward"]
+    assert list(by_name(two)) == ["two"]
+    for bad, message in (
+        ({"one": lambda row: 0.0}, r"reward one: its parameters are \(row\); expected \(row, text\)"),
+        ({"path": "my:score"}, "reward path: 'my:score' is a str, not a function"),
+        ({}, "no function"),
+    ):
+        with pytest.raises(GraderError, match=message):
+            by_name(bad)
+
+
+def test_an_error_in_a_function_names_it_and_the_row():
+    def mine(row, text):
+        raise KeyError("oops")
+
+    with (
+        Scorer(RewardConfig(), functions={"mine": mine}) as scorer,
+        pytest.raises(GraderError, match="reward mine, row r: KeyError: 'oops'") as error,
+    ):
+        scorer.score([(row(), "text")])
+    assert isinstance(error.value.__cause__, KeyError)
+
+
+def test_rewards_are_summed_by_weight_whoever_settles_them(mine):
+    """Strings, a child process and a function of this process in one sum; the first one's verdict counts."""
+    sums = {"my/*": "prime + my_scorers_for_tests:score + brevity", "short/*": "brevity"}
+    options = replace(mine, scorers=sums, weights={"prime": 2.0, "brevity": -0.5})
+    items = [
+        (row("8", "my/data"), EIGHT),
+        (row("8", "my/data"), "8"),
+        (row("8", "short/data"), "four"),
+        (row("7"), r"\boxed{7}"),
+    ]
+    with Scorer(options, functions={"brevity": lambda row, text: float(len(text))}) as scorer:
+        scorer.check([row for row, _ in items])
+        scores = scorer.score(items)
+    right = [score_text(row("8", "AMC"), text).value for _, text in items[:2]]  # prime alone
+    exact = [0.0, 1.0]
+    assert [s.value for s in scores[:2]] == [
+        2.0 * r + e - 0.5 * len(t) for r, e, (_, t) in zip(right, exact, items, strict=False)
+    ]
+    assert [s.parts["acc"] for s in scores[:2]] == right
+    assert [(s.parts["prime"], s.parts["score"], s.parts["brevity"]) for s in scores[:2]] == [
+        (right[0], 0.0, float(len(EIGHT))),
+        (right[1], 1.0, 1.0),
+    ]
+    assert scores[0].parts["length"] == len(EIGHT)  # the parts of the others are kept
+    assert (scores[2].value, scores[2].parts["brevity"]) == (-2.0, 4.0)  # a single reward is weighed, too
+    assert scores[3] == (1.0, {"acc": 1.0, "answer_present": 1.0}, "7")
+
+
+def test_a_reward_lost_on_every_response_is_an_error_beside_others_that_are_not(mine):
+    both = replace(mine, scorers={"my/*": "boxed + my_scorers_for_tests:score"})
+    items = [(row("7", "my/data"), "crash"), (row("7", "my/data"), r"\boxed{7}")]
+    with Scorer(both) as scorer:
+        crashed, scored = scorer.score(items)
+        assert (crashed.parts["failure"], crashed.value, scored.value, scorer.failures) == (1.0, 0.0, 1.0, 1)
+        with pytest.raises(GraderError, match="none of 2 responses could be scored"):
+            scorer.score([items[0], (row("8", "my/data"), "crash")])
+
+
+def test_a_part_that_goes_by_the_name_of_a_reward_is_kept_under_another():
+    items = [(row("5", "polaris_tinyv"), r"\boxed{6}")]
+    options = RewardConfig(scorers={"*": "boxed + judge"})
+    with Scorer(options, judge=lambda items: [Score(0.5, {"acc": 0.0, "judge": 0.75}, None)]) as scorer:
+        (score,) = scorer.score(items)
+    assert (score.value, score.parts["judge"], score.parts["judge/part"]) == (0.5, 0.5, 0.75)
 
 
 def test_package_is_importable_from_the_worker_whatever_the_directory(tmp_path, monkeypatch):

@@ -1,7 +1,7 @@
 """What a scorer is: a function of a row and a response that returns a score, or says who has to find it out.
 
 A scorer is ``(row, text, options) -> Score | Deferred``. It runs in the training process, so it must be quick and
-bounded whatever the model wrote: strings and plain numbers. Everything else it defers to one of three pools, which
+bounded whatever the model wrote: strings and plain numbers. Everything else it defers to one of four pools, which
 `scoring.Scorer` runs for a whole batch at once:
 
 =========== ================================= ========================================= ===============================
@@ -9,6 +9,7 @@ kind        payload                           settled by                        
 =========== ================================= ========================================= ===============================
 "symbolic"  ``("module:function", *strings)`` that function, in a child process that is what it returned (JSON), or
                                               killed after ``reward.timeout_s``         `Lost`
+"function"  ``(call,)``                       ``call()``, in this process               what it returned
 "code"      ``(row, text)``                   ``code(row, text)`` of the `Scorer`, in   a `Score`
                                               threads
 "judge"     ``(row, text, rule)``             ``judge(payloads)`` of the `Scorer`, in   a `Score`
@@ -21,12 +22,12 @@ pool that is broken (no sandbox, a judge that is down) raises; it never returns 
 """
 
 from collections.abc import Callable
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, SupportsFloat
 
 from tandemrl.config import RewardConfig
 from tandemrl.data.rows import Row
 
-Pool = Literal["symbolic", "code", "judge"]
+Pool = Literal["symbolic", "function", "code", "judge"]
 
 
 class GraderError(RuntimeError):
@@ -62,6 +63,17 @@ class Deferred(NamedTuple):
     kind: Pool
     payload: tuple[Any, ...]
     then: "Callable[[Any], Score | Deferred]" = _as_it_is
+
+
+def number(value: Any) -> float:
+    """A number of any library (NumPy, torch) as a float; a string is none.
+
+    Raises:
+        TypeError: it is no number.
+    """
+    if not isinstance(value, SupportsFloat):
+        raise TypeError(f"{type(value).__name__} is not a number")
+    return float(value)
 
 
 ScorerFunction = Callable[[Row, str, RewardConfig], Score | Deferred]

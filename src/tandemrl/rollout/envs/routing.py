@@ -1,25 +1,23 @@
-"""From a row's ``data_source`` to the function that scores it.
+"""From a row's ``data_source`` to the rewards that score it.
 
-A scorer is named by a word of `SCORERS`, or by ``module:function`` of your own: a function ``(row, text, options) ->
-Score`` that runs in the killable child processes (4 GiB of address space). ``reward.scorers`` maps patterns of data
-sources to either and is looked up first; then come suffixes (`SUFFIXES`), then `TABLE`. Patterns with a capital letter
-are matched as written, others without regard to case.
+A reward is named by a word of `SCORERS`, by ``module:function`` of your own, or is a function given to ``train`` (see
+`rewards`). ``reward.scorers`` maps patterns of data sources to one of them, or to a sum such as ``boxed +
+my.module:brevity``, in which ``reward.weights`` weighs each. Its first match decides. Without one come the functions
+given to ``train`` that it does not name, then suffixes (`SUFFIXES`), then `TABLE`. Patterns with a capital letter are
+matched as written, others without regard to case.
 """
 
+import difflib
 import fnmatch
-import importlib
-import math as numeric
-import os
-import sys
-from collections.abc import Callable, Mapping
-from functools import cache
-from typing import Any
+import warnings
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
-from tandemrl.config import RewardConfig
+from tandemrl.config import ConfigError, RewardConfig
 from tandemrl.data.rows import DataError, Row
 from tandemrl.rollout.envs import answers, countdown, math, prime, rubric
 from tandemrl.rollout.envs.code import parse_tests
-from tandemrl.rollout.envs.protocol import Deferred, GraderError, Lost, Score, ScorerFunction
+from tandemrl.rollout.envs.protocol import Deferred, GraderError, Score, ScorerFunction
+from tandemrl.rollout.envs.rewards import RESERVED, RewardFunction, Term, call, in_child, in_process, weighted
 
 
 def code(row: Row, text: str, options: RewardConfig) -> Deferred:
@@ -116,26 +114,99 @@ COMPAT: dict[str, dict[str, str]] = {
 """What ``reward.compat`` puts before `TABLE`."""
 
 
-def scorer_of(row: Row, options: RewardConfig) -> ScorerFunction:
-    """The function that scores a row's responses.
+Functions = Mapping[str, RewardFunction]
+"""Reward functions of this process, by name: those given to ``train``."""
+NO_FUNCTIONS: Functions = {}
+
+
+def terms_of(row: Row, options: RewardConfig, functions: Functions = NO_FUNCTIONS) -> tuple[Term, ...]:
+    """The rewards whose weighted sum scores a row's responses; mostly one.
 
     Raises:
         DataError: none is known; lists the known names.
-        GraderError: ``reward.scorers`` names something that cannot be imported.
+        GraderError: ``reward.scorers`` names something that cannot be imported, or a sum that does not add up.
     """
-    name = _find(row.data_source, options.scorers)
-    for table in () if name else (SUFFIXES, COMPAT.get(options.compat, {}), TABLE):
-        name = name or _find(row.data_source, table)
-    if name is None:
+    pattern = _match(row.data_source, options.scorers)
+    names = _names(options.scorers[pattern]) if pattern is not None else _unplaced(options, functions)
+    for table in () if names else (SUFFIXES, COMPAT.get(options.compat, {}), TABLE):
+        pattern = _match(row.data_source, table)
+        if pattern is not None:
+            names = (table[pattern],)
+            break
+    if not names:
         raise DataError(
             f"row {row.example_id}: no scorer for data_source {row.data_source!r}; name one in reward.scorers, as "
             f"{{{row.data_source}: NAME}} with NAME=module:function or one of {', '.join(SCORERS)}; or rename the data "
             f"source to one of {', '.join([*TABLE, *SUFFIXES])}"
         )
-    if name in SCORERS:
-        return SCORERS[name]
-    imported(name)
-    return _in_a_child(name)
+    short = [_short(name) for name in names]
+    if len(names) > 1 or any(name in options.weights for name in short):
+        total = f"reward.scorers: {' + '.join(names)}"
+        if repeated := next((name for name in short if short.count(name) > 1), None):
+            raise GraderError(f"{total}: two rewards are called {repeated}; rename a function")
+        if taken := next((name for name in short if name in RESERVED), None):
+            raise GraderError(f"{total}: {taken} is a part of every score; rename the function")
+    return tuple(
+        Term(name, options.weights.get(name, 1.0), _scorer(path, functions))
+        for name, path in zip(short, names, strict=True)
+    )
+
+
+def check_rewards(
+    sources: Iterable[str],
+    options: RewardConfig,
+    functions: Functions = NO_FUNCTIONS,
+    *,
+    stated: Collection[str] | None = None,
+) -> None:
+    """Refuse rewards that would not be used: a pattern that is the first match of no data source, a function that
+    scores none, a weight of no reward. All rewards that are used are imported.
+
+    Args:
+        sources: the ``data_source`` of the rows that were read.
+        stated: dotted keys such as ``reward.scorers.mydata`` that have to be of use; None = all. The other patterns and
+            weights come from a config that was written for other data: a pattern of no use is a warning.
+
+    Raises:
+        ConfigError: a pattern, a weight or a function is of no use; names it and what is there.
+        GraderError: a reward cannot be imported, or a function goes by the name of another reward.
+    """
+    sources = sorted(set(sources))
+    for name in functions:
+        if name in SCORERS or name in RESERVED or not name.isidentifier():
+            kind = "no name" if not name.isidentifier() else "a name of the library's"
+            raise GraderError(f"reward {name!r} is {kind}; give the function one of its own: reward={{'my_reward': …}}")
+
+    matches = {source: _match(source, options.scorers) for source in sources}
+    for pattern, rewards in options.scorers.items():
+        if pattern in matches.values():
+            for name in _names(rewards):
+                _scorer(name, functions)
+            continue
+        key = f"reward.scorers.{pattern}"
+        message = f"{key}={rewards}: {_why_unused(pattern, sources, options)}"
+        if stated is None or key in stated:
+            raise ConfigError(message)
+        warnings.warn(message, stacklevel=3)
+
+    unplaced = _unplaced(options, functions)
+    if unplaced and None not in matches.values():
+        raise ConfigError(f"reward {unplaced[0]}: scores no row: reward.scorers has a reward for every data_source")
+    known = {_short(name) for name in reward_names(options)} | set(functions)
+    for name in options.weights:
+        key = f"reward.weights.{name}"
+        if name not in known and (stated is None or key in stated):
+            close = difflib.get_close_matches(name, known, n=1)
+            hint = f"did you mean {close[0]}? " if close else ""
+            raise ConfigError(
+                f"{key}: no reward of that name; {hint}Names come from reward.scorers and train(reward=…): "
+                f"{', '.join(sorted(known)) or 'there are none'}"
+            )
+
+
+def reward_names(options: RewardConfig) -> list[str]:
+    """Every name in ``reward.scorers``, once."""
+    return list(dict.fromkeys(name for rewards in options.scorers.values() for name in _names(rewards)))
 
 
 def score_text(row: Row, text: str, options: RewardConfig | None = None) -> Score:
@@ -150,74 +221,70 @@ def score_text(row: Row, text: str, options: RewardConfig | None = None) -> Scor
         1.0
     """
     options = options or RewardConfig()
-    found = scorer_of(row, options)(row, text, options)
-    while isinstance(found, Deferred):
-        if found.kind != "symbolic":
+    terms = terms_of(row, options)
+    return weighted(terms, [_settled(term.score(row, text, options), row) for term in terms])
+
+
+def _settled(result: Score | Deferred, row: Row) -> Score:
+    while isinstance(result, Deferred):
+        if result.kind != "symbolic":
             raise GraderError(f"row {row.example_id}: data_source {row.data_source!r} is scored by a Scorer only")
-        found = found.then(call(*found.payload))
-    return found
+        result = result.then(call(*result.payload))
+    return result
 
 
-def call(path: str, *arguments: Any) -> Any:
-    """What the function ``module:function`` returns, as it comes out of a child process."""
-    return imported(path)(*arguments)
-
-
-def imported(path: str) -> Callable[..., Any]:
-    """The function that ``module:function`` names; modules in the working directory are found too.
+def _scorer(name: str, functions: Functions) -> ScorerFunction:
+    """The function that a name stands for.
 
     Raises:
-        GraderError: there is none, or importing it failed.
+        GraderError: it stands for none, or cannot be imported.
     """
-    module, colon, function = path.partition(":")
-    if not colon:
-        raise GraderError(
-            f"reward.scorers: {path!r} is neither module:function nor one of the library's scorers, which are "
-            f"{', '.join(SCORERS)}"
-        )
-    if os.getcwd() not in sys.path and "" not in sys.path:
-        sys.path.append(os.getcwd())
-    try:
-        found = getattr(importlib.import_module(module), function)
-    except Exception as error:  # a user's module may raise anything
-        raise GraderError(f"reward.scorers: {path}: {type(error).__name__}: {error}") from error
-    if not callable(found):
-        raise GraderError(f"reward.scorers: {path} is a {type(found).__name__}, not a function")
-    return found
+    if name in SCORERS:
+        return SCORERS[name]
+    if name in functions:
+        return in_process(name, functions[name])
+    if ":" in name:
+        return in_child(name)
+    mine = f", given to train: {', '.join(functions)}" if functions else ""
+    raise GraderError(
+        f"reward.scorers: {name!r} is neither module:function nor one of the library's scorers, which are "
+        f"{', '.join(SCORERS)}{mine}"
+    )
 
 
-@cache
-def _in_a_child(path: str) -> ScorerFunction:
-    def score(row: Row, text: str, options: RewardConfig) -> Deferred:
-        return Deferred("symbolic", (path, row, text, options), lambda found: _users_score(found, path, row))
-
-    return score
+def _names(rewards: str) -> tuple[str, ...]:
+    """The names in a sum such as ``boxed + my.module:brevity``."""
+    return tuple(name.strip() for name in rewards.split("+"))
 
 
-def _users_score(found: Any, path: str, row: Row) -> Score:
-    """What a user's scorer returned, checked. An error in it stops the run; a hang or crash scores 0 and is counted."""
-    if isinstance(found, Lost):
-        if found.why:
-            raise GraderError(f"{path}, row {row.example_id}: {found.why}")
-        return Score(0.0, {"acc": 0.0, "answer_present": 0.0, found.how: 1.0}, None)
-    try:
-        value, parts, answer = found
-        score = Score(float(value), {str(name): float(part) for name, part in parts.items()}, answer)
-        usable = numeric.isfinite(score.value) and all(map(numeric.isfinite, score.parts.values()))
-        usable = usable and "acc" in score.parts and (answer is None or isinstance(answer, str))
-    except (TypeError, ValueError, AttributeError):
-        usable = False
-    if not usable:
-        raise GraderError(
-            f"{path}, row {row.example_id}: expected Score(value, parts, answer) with finite numbers, and acc (0 or 1) "
-            f"among the parts; found {str(found)[:200]}"
-        )
-    return score
+def _short(name: str) -> str:
+    """What a reward is called in ``reward.weights`` and in the metrics: of ``module:function`` the function."""
+    return name.rpartition(":")[2]
 
 
-def _find(data_source: str, table: Mapping[str, str]) -> str | None:
-    for pattern, name in table.items():
+def _unplaced(options: RewardConfig, functions: Functions) -> tuple[str, ...]:
+    """The functions that score whatever row ``reward.scorers`` leaves to them: those that it does not name."""
+    placed = reward_names(options)
+    return tuple(name for name in functions if name not in placed)
+
+
+def _match(data_source: str, patterns: Iterable[str]) -> str | None:
+    """The first pattern that a data source matches."""
+    for pattern in patterns:
         source = data_source.strip() if pattern != pattern.lower() else data_source.strip().lower()
         if fnmatch.fnmatchcase(source, pattern):
-            return name
+            return pattern
     return None
+
+
+def _why_unused(pattern: str, sources: Sequence[str], options: RewardConfig) -> str:
+    for source in sources:
+        if _match(source, [pattern]) is not None:
+            first = _match(source, options.scorers)
+            return f"never used: {source!r} matches {first!r} first; put the narrower pattern first"
+    close = difflib.get_close_matches(pattern, sources, n=1, cutoff=0.0)
+    hint = f"; did you mean {close[0]}?" if close else ""
+    return (
+        f"no row matches; the data sources are {', '.join(sources)}{hint} (a pattern is the whole data_source, with * "
+        "for any characters)"
+    )

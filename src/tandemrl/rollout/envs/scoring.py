@@ -14,8 +14,9 @@ import tempfile
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from itertools import islice
 from multiprocessing.connection import wait
 from pathlib import Path
 from types import TracebackType
@@ -24,8 +25,9 @@ from typing import Any
 from tandemrl.config import RewardConfig
 from tandemrl.data.rows import Row
 from tandemrl.rollout.envs.math import require_math_verify
-from tandemrl.rollout.envs.protocol import Deferred, GraderError, Lost, Score, ScorerFunction
-from tandemrl.rollout.envs.routing import scorer_of
+from tandemrl.rollout.envs.protocol import Deferred, GraderError, Lost, Score
+from tandemrl.rollout.envs.rewards import RewardFunction, Term, weighted
+from tandemrl.rollout.envs.routing import check_rewards, terms_of
 from tandemrl.watchdog import stamp
 
 WORKER = (sys.executable, "-P", "-m", "tandemrl.rollout.envs.worker")
@@ -45,13 +47,14 @@ Judging = Callable[[Sequence[tuple[Row, str, Score]]], list[Score]]
 class Scorer:
     """Scores responses in order; ``reward.timeout_s`` is a hard limit per item, from any thread.
 
-    Scorers run in this process as far as they are cheap; what they defer is settled by three pools (see `protocol`).
+    Scorers run in this process as far as they are cheap; what they defer is settled by four pools (see `protocol`).
     The symbolic pool's processes are started when first needed; one that hangs or dies is killed and replaced. Such an
     item scores 0, with the part ``timeout`` or ``failure`` set to 1, and is counted in ``timeouts`` or ``failures``.
 
     Args:
         code: scores rows whose ``data_source`` is code; called in threads.
         judge: scores rows that a judge has to see, a whole batch at a time.
+        functions: reward functions of this process by name; see `routing` for the rows that they score.
         worker: command of a scoring process (see `worker.serve`).
 
     Raises:
@@ -70,42 +73,64 @@ class Scorer:
         *,
         code: Coder | None = None,
         judge: Judging | None = None,
+        functions: Mapping[str, RewardFunction] | None = None,
         worker: Sequence[str] = WORKER,
     ) -> None:
         if reward.workers is not None and reward.workers < 1:
             raise GraderError(f"reward.workers must be at least 1, or null to choose, got {reward.workers}")
         require_math_verify()
+        self.functions = dict(functions or {})
         self.timeouts = 0
         self.failures = 0
         self._reward = reward
         self._code = code
         self._judge = judge
         self._processes = _Processes(reward, worker)
-        self._scorers: dict[str, ScorerFunction] = {}
+        self._terms: dict[str, tuple[Term, ...]] = {}
         self._lock = threading.Lock()
 
-    def check(self, rows: Iterable[Row]) -> None:
-        """Refuse rows that cannot be scored, before anything is generated for them.
+    def check(
+        self, rows: Iterable[Row], *, sources: Iterable[str] | None = None, stated: Collection[str] | None = None
+    ) -> None:
+        """Refuse rows that cannot be scored, and rewards that would score none, before anything is generated.
+
+        Args:
+            sources: every ``data_source`` that was read; None = those of ``rows``.
+            stated: see `routing.check_rewards`.
 
         Raises:
+            ConfigError: a pattern, a weight or a function of the rewards is of no use.
             DataError: a row's ``data_source`` has no scorer, or its ground truth is not what the scorer needs.
             GraderError: one needs a sandbox or a judge that is not there, or its scorer cannot be imported.
         """
+        rows = list(rows)
+        read = [row.data_source for row in rows] if sources is None else sources
+        check_rewards(read, self._reward, self.functions, stated=stated)
         for row in rows:
-            pending = self._scorer(row)(row, "", self._reward)
-            if isinstance(pending, Deferred) and pending.kind != "symbolic":
-                self._pool(pending.kind, row)
+            for term in self._terms_of(row):
+                pending = term.score(row, "", self._reward)
+                if isinstance(pending, Deferred):
+                    self._pool(pending.kind, row)
 
     def score(self, items: Sequence[tuple[Row, str]]) -> list[Score]:
         """One score per (row, response), in the order given.
 
         Raises:
             DataError: a row's ``data_source`` has no scorer.
-            GraderError: a pool is broken, or every one of several items hung or crashed.
+            GraderError: a pool or a reward function is broken, or every one of several items hung or crashed.
         """
-        found = [self._scorer(row)(row, text, self._reward) for row, text in items]
+        terms = [self._terms_of(row) for row, _ in items]
+        tasks = [(i, term) for i, each in enumerate(terms) for term in each]  # a reward of an item
+        found = [term.score(*items[i], self._reward) for i, term in tasks]
         with self._lock:
-            scores = self._settle(found, items)
+            settled, lost = self._settle(found, [items[i] for i, _ in tasks])
+            if len({tasks[task][0] for task in lost}) == len(items) > 1:
+                raise GraderError(
+                    f"none of {len(items)} responses could be scored: all hung for {self._reward.timeout_s} s or "
+                    "crashed; raise reward.timeout_s if the machine is slow"
+                )
+            rest = iter(settled)
+            scores = [weighted(each, list(islice(rest, len(each)))) for each in terms]
             self.timeouts += sum("timeout" in score.parts for score in scores)
             self.failures += sum("failure" in score.parts for score in scores)
         return scores
@@ -123,13 +148,17 @@ class Scorer:
     ) -> None:
         self.close()
 
-    def _scorer(self, row: Row) -> ScorerFunction:
-        if row.data_source not in self._scorers:
-            self._scorers[row.data_source] = scorer_of(row, self._reward)
-        return self._scorers[row.data_source]
+    def _terms_of(self, row: Row) -> tuple[Term, ...]:
+        if row.data_source not in self._terms:
+            self._terms[row.data_source] = terms_of(row, self._reward, self.functions)
+        return self._terms[row.data_source]
 
-    def _settle(self, found: list[Score | Deferred], items: Sequence[tuple[Row, str]]) -> list[Score]:
-        """Let the pools answer what is deferred, and what those answers defer again."""
+    def _settle(self, found: list[Score | Deferred], items: Sequence[tuple[Row, str]]) -> tuple[list[Score], set[int]]:
+        """Let the pools answer what is deferred, and what those answers defer again.
+
+        Returns:
+            the scores, and the places of those that are lost: the process hung or died.
+        """
         lost: set[int] = set()
         for _ in range(MAX_ROUNDS):
             waiting: dict[str, list[int]] = {}
@@ -145,23 +174,20 @@ class Scorer:
                         lost.add(i)
             if not waiting:
                 break
-        if len(lost) == len(items) > 1:
-            raise GraderError(
-                f"none of {len(items)} responses could be scored: all hung for {self._reward.timeout_s} s or crashed; "
-                "raise reward.timeout_s if the machine is slow"
-            )
         scores = [item for item in found if isinstance(item, Score) and math.isfinite(item.value)]
         if len(scores) < len(items):
             bad = next(i for i, item in enumerate(found) if not (isinstance(item, Score) and math.isfinite(item.value)))
             raise GraderError(
                 f"row {items[bad][0].example_id}: its scorer gave no finite score but {found[bad]!r:.300}"
             )
-        return scores
+        return scores, lost
 
     def _pool(self, kind: str, row: Row) -> Callable[[Sequence[tuple[Any, ...]]], Sequence[Any]]:
         """What settles a kind of deferred scores."""
         if kind == "symbolic":
             return self._processes.call
+        if kind == "function":
+            return _call_here
         if kind == "code" and self._code is not None:
             return self._run_code
         if kind == "judge" and self._judge is not None:
@@ -180,6 +206,10 @@ class Scorer:
                 scores.append(score)
                 stamp()
             return scores
+
+
+def _call_here(payloads: Sequence[tuple[Callable[[], Any]]]) -> list[Any]:
+    return [call() for (call,) in payloads]
 
 
 class _Processes:

@@ -16,7 +16,8 @@ from collections.abc import Callable
 from typing import Any
 
 from tandemrl.rollout.envs.math import equivalent
-from tandemrl.rollout.envs.routing import call as call_by_name
+from tandemrl.rollout.envs.protocol import number
+from tandemrl.rollout.envs.rewards import call as call_by_name
 
 MAX_MEMORY_BYTES = 4 * 2**30
 """Address space of a scoring process: a tower of powers ends in MemoryError, not in a machine that swaps."""
@@ -38,8 +39,8 @@ def serve(call: Callable[..., Any] | None = None) -> None:
     replies = os.dup(sys.stdout.fileno())
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # a library that prints must not garble the replies
     signal.signal(signal.SIGALRM, signal.SIG_DFL)
-    for number in (signal.SIGINT, signal.SIGTERM):  # sent to the whole job: the parent finishes its step first
-        signal.signal(number, signal.SIG_IGN)
+    for each in (signal.SIGINT, signal.SIGTERM):  # sent to the whole job: the parent finishes its step first
+        signal.signal(each, signal.SIG_IGN)
     equivalent("1", "2 - 1")
     _write(replies, '"ready"')
     while True:
@@ -49,7 +50,7 @@ def serve(call: Callable[..., Any] | None = None) -> None:
             return
         signal.setitimer(signal.ITIMER_REAL, limit_s)
         try:
-            reply = json.dumps({"result": call(path, *arguments)})
+            reply = json.dumps({"result": call(path, *arguments)}, default=number)
         except (Exception, SystemExit) as error:
             reply = json.dumps({"error": f"{type(error).__name__}: {error}"[:MAX_ERROR_CHARS]})
         signal.setitimer(signal.ITIMER_REAL, 0)
