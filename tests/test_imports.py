@@ -17,7 +17,8 @@ LAYERS = {
     2: "batching schedule functions data data.rows data.sampler data.synthetic data.arithmetic data.sources data.files "
     "data.builders data.boxed data.eurus "
     "rollout rollout.engine rollout.sampling rollout.vllm_planner rollout.envs rollout.envs.math rollout.envs.scoring "
-    "rollout.envs.protocol rollout.envs.expression rollout.envs.equality rollout.envs.prime rollout.envs.answers "
+    "rollout.envs.protocol rollout.envs.formula rollout.envs.notation rollout.envs.claims "
+    "rollout.envs.expression rollout.envs.equality rollout.envs.prime rollout.envs.answers "
     "rollout.envs.countdown rollout.envs.rewards rollout.envs.routing rollout.envs.rubric rollout.envs.worker "
     "rollout.envs.code rollout.envs.sandbox rollout.envs.sandbox_layers rollout.envs.sandbox_runner",
     3: "model pretrained attention head checkpoint dcp manifest coverage tracking tiny "

@@ -259,7 +259,7 @@ class RewardConfig:
     """What a program earns: the fraction of its tests that pass, or 1 for all of them and else 0."""
     compat: Literal["none", "verl", "tinyzero", "cohlem"] = "none"
     """Reproduce another implementation where results depend on its quirks. `verl`: its routing (`math` and `aime*` by
-    DAPO's grader with rewards of ±1, MATH by its string grader). `tinyzero`: GSM8K's first `####`; Countdown answers on
+    DAPO's grader with rewards of ±1, MATH by its string grader), and "x + 3 = 4" is 4 to DAPO's, PRIME's and MATH's. `tinyzero`: GSM8K's first `####`; Countdown answers on
     the last line, with `**`, `//` and decimals. `cohlem`: Countdown numbers in any multiplicity."""
 
 

@@ -96,6 +96,8 @@ def test_guillemets():
         ("<answer>5</answer> no, <answer>6</answer>", "6"),
         ("<answer>5</answer> or <answer>6", "5"),
         ("<answer>1 <answer>2</answer>", "2"),
+        ("<answer>5</answer> as I said</answer>", "5"),
+        ("<answer>4</answer> no <answer>5</answer></answer></answer>", "5"),
         ("5</answer>", None),
         ("<answer>5", None),
         ("</answer><answer>", None),

@@ -38,6 +38,13 @@ GRADERS = [
     *(("countdown", PUZZLE, options) for options in (PLAIN, COHLEM, OLD_TINYZERO, OLD_COHLEM)),
     *(("multiply", NUMBER, PLAIN), ("searchR1_nq", "Ouagadougou", PLAIN)),
 ]
+MATHS = [
+    *(("math500", gold, PLAIN) for gold in (NUMBER, FORMULA)),
+    *(("numina_olympiads", gold, PLAIN) for gold in (NUMBER, FORMULA)),
+    *(("x_mathverify", gold, PLAIN) for gold in (NUMBER, FORMULA)),
+    ("math_dapo", NUMBER, PLAIN),
+    ("math500", NUMBER, RewardConfig(scorers={"math500": "hendrycks"})),
+]
 
 FRAGMENTS = (
     *(r"\boxed{", r"\boxed ", r"\fbox{", "}", "{", "#### ", "####", "<answer>", "</answer>", "Answer:", "answer is "),
@@ -69,6 +76,126 @@ FRAGMENTS = (
         "\r\n",
         "\u2028",
     ),
+    *(
+        "\u200b",
+        "\u200d",
+        "\u2060",
+        "\u2063",
+        "\ufeff",
+        "\u00ad",
+        "\u0338",
+        "４２",
+        "＝",
+        "x+3=",
+        "2x=",
+        "602=600",
+        "f(0)",
+        "I(",
+    ),
+    *(r"\text{not }", r"\text{ or more}", "at least ", "between ", "about ", "either ", " to ", " or so", "maybe "),
+    *(
+        r"\approx ",
+        r"\neq ",
+        r"\equiv ",
+        r"\to ",
+        r"\in ",
+        r"\phantom{",
+        r"\cancel{",
+        r"\mathrm{th}",
+        "...",
+        r"\ldots",
+        "'",
+        "?",
+    ),
+)
+# What turns an answer into another one, several, or none, however often and in whatever order it is put before or
+# behind it.
+BEFORE = (
+    *(
+        "x+3=",
+        "2x=",
+        "xy = ",
+        "n(n+1) = ",
+        "y=7, x=",
+        "x > ",
+        r"x \neq ",
+        "602 = ",
+        r"\sqrt{2}=",
+        "f(x)+1=",
+        "not ",
+        "AZYUK",
+    ),
+    *(
+        "7&",
+        "7|",
+        "7\u200b",
+        "7\u2060",
+        "\u202e",
+        "\u2063",
+        "7#",
+        "7 ",
+        "7;",
+        "5, ",
+        "5 or ",
+        "~5 or ",
+        r"\text{not }",
+        r"\neg ",
+    ),
+    *(
+        r"\text{about }",
+        "at least ",
+        "between 5 and ",
+        r"5 \\ ",
+        r"5\implies ",
+        r"\phantom{5}",
+        "f(0)+",
+        "v",
+        "7_",
+        "7:",
+    ),
+)
+BEHIND = (
+    *(
+        " or 5",
+        " or more",
+        r" \text{ or more}",
+        ", 5",
+        "; 5",
+        "&7",
+        "|7",
+        "\u2063",
+        "\x00",
+        "?",
+        "...",
+        r"\ldots",
+        "'",
+    ),
+    *(
+        r" \neq 5",
+        " = 5",
+        " = x+3",
+        "=7=7",
+        r"\text{ dozen}",
+        r"\text{ fifths}",
+        "/",
+        "^",
+        " to 5",
+        r" \approx 5",
+        "#5",
+    ),
+    *(
+        " % 5",
+        r"\cancel{5}",
+        "{5}",
+        " 5",
+        ":5",
+        r"\text{ (wrong)}",
+        r" \text{ thousand}",
+        r" \mid 5",
+        "†",
+        "\u0338",
+        " below zero",
+    ),
 )
 BRACKETS = (("(", ")"), ("{", "}"), (r"\frac{", "}{2}"), (r"\sqrt{", "}"), (r"\boxed{", "}"), ("[", "]"))
 WRAPPERS = (
@@ -97,6 +224,16 @@ def garbage(rng: random.Random) -> str:
         left, right = rng.choice(BRACKETS)
         text = left * depth + rng.choice(FRAGMENTS) + right * rng.choice((depth, depth - 1))
     return rng.choice(WRAPPERS).format(text)
+
+
+def spoilt(rng: random.Random, gold: str) -> str:
+    """A response with the ground truth in it that does not give it as the answer."""
+    before, behind = rng.choices(BEFORE, k=rng.randint(0, 2)), rng.choices(BEHIND, k=rng.randint(0, 2))
+    if not before + behind:
+        before = [rng.choice(BEFORE)]
+    opening, closing = rng.choice((("", ""), ("$", "$"), ("x = ", ""), (" ", "."), (r"\left(", r"\right)"), ("{", "}")))
+    answer = "".join([opening, *before, gold, *behind, closing])
+    return rng.choice(WRAPPERS[1:]).format(answer)
 
 
 def near_misses() -> list[str]:
@@ -161,9 +298,22 @@ def symbolic_graders(texts: list[str], limit_s: float) -> None:
         assert scorer.score([(Row("r", (), "math500", "8", {}), r"\boxed{\int_0^4 t \, dt}")])[0].value == 1.0
 
 
+def spoilt_answers(count: int, seed: int) -> None:
+    rng = random.Random(seed)
+    golds = {gold: [grader for grader in MATHS if grader[1] == gold] for _, gold, _ in MATHS}
+    for gold, graders in golds.items():
+        string_graders((spoilt(rng, gold) for _ in range(count)), graders)
+
+
 def texts(count: int, seed: int) -> list[str]:
     rng = random.Random(seed)
     return [garbage(rng) for _ in range(count)]
+
+
+def spoilt_texts(count: int, seed: int) -> list[str]:
+    """Responses that hold one of the ground truths of `symbolic_graders`, spoilt."""
+    rng = random.Random(seed)
+    return [spoilt(rng, rng.choice((NUMBER, FORMULA, LIST))) for _ in range(count)]
 
 
 def test_garbage_through_the_string_graders():
@@ -177,9 +327,16 @@ def test_near_misses_through_the_string_graders():
     string_graders((wrapper.format(answer) for wrapper in WRAPPERS for answer in nearer_misses()), exact)
 
 
+def test_spoilt_answers_through_the_string_graders():
+    spoilt_answers(300, seed=5)
+
+
 def test_garbage_and_near_misses_through_the_symbolic_graders():
     symbolic_graders(
-        [rf"\boxed{{{answer}}}" for answer in near_misses() + nearer_misses()] + texts(60, seed=2), limit_s=3.0
+        [rf"\boxed{{{answer}}}" for answer in near_misses() + nearer_misses()]
+        + texts(60, seed=2)
+        + spoilt_texts(60, seed=6),
+        limit_s=3.0,
     )
 
 
@@ -189,5 +346,10 @@ def test_much_garbage_through_the_string_graders():
 
 
 @pytest.mark.slow
+def test_many_spoilt_answers_through_the_string_graders():
+    spoilt_answers(50_000, seed=7)
+
+
+@pytest.mark.slow
 def test_much_garbage_through_the_symbolic_graders():
-    symbolic_graders(texts(5000, seed=4), limit_s=2.0)
+    symbolic_graders(texts(5000, seed=4) + spoilt_texts(5000, seed=8), limit_s=2.0)

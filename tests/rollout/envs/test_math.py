@@ -6,7 +6,7 @@ import pytest
 
 from tandemrl.config import RewardConfig
 from tandemrl.data.rows import Row
-from tandemrl.rollout.envs.equality import normalise, quick_equal
+from tandemrl.rollout.envs.equality import quick_equal
 from tandemrl.rollout.envs.math import (
     GraderError,
     boxed,
@@ -16,6 +16,7 @@ from tandemrl.rollout.envs.math import (
     normalise_math,
     require_math_verify,
 )
+from tandemrl.rollout.envs.notation import normalise
 from tandemrl.rollout.envs.protocol import Score
 from tandemrl.rollout.envs.routing import score_text
 
@@ -289,11 +290,16 @@ def test_math_grader(gold, text, value):
         ("(1,2)", "(1,2)"),
         (r"90^\circ", "90"),
         (r"3,\text{and}4x", "3,4x"),
-        ("3, 4", "34"),  # as published,
+        ("3, 4", "3,4"),
     ],
 )
 def test_the_normal_form_of_dapo(answer, normal):
     assert normalise_dapo(answer) == normal
+
+
+@pytest.mark.parametrize(("answer", "normal"), [("3, 4", "34"), ("x + 3 = 4", "4"), ("1 = 2 = 5", "5")])
+def test_the_published_normal_form_of_dapo_drops_more(answer, normal):
+    assert normalise_dapo(answer, published=True) == normal
 
 
 @pytest.mark.parametrize(

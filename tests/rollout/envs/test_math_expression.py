@@ -7,8 +7,9 @@ from fractions import Fraction
 import pytest
 import sympy
 
-from tandemrl.rollout.envs.equality import clean
-from tandemrl.rollout.envs.expression import read, same
+from tandemrl.rollout.envs.expression import same
+from tandemrl.rollout.envs.formula import read
+from tandemrl.rollout.envs.notation import clean
 
 SAME = [
     *(("2+3", "5"), ("2 - -3", "5"), ("2*3+4", "10"), ("2+3*4", "14"), ("(2+3)*4", "20"), ("-2^2", "-4")),
@@ -25,12 +26,24 @@ SAME = [
     *(("2πr", r"2\pi r"), (r"\alpha + \beta", r"\beta+\alpha"), ("|x|", r"\sqrt{x^2}"), ("5!", "120")),
     *((r"\binom{5}{2}", "10"), ("i^2", "-1"), ("1/3", "0.333333"), (r"\pi", "3.141593"), ("2.5e-3", "0.0025")),
     *((r"\infty", "+oo"), (r"\sinh x", r"\frac{e^x-e^{-x}}{2}")),
+    # products with a sum, and functions
+    *(("n(n-1)/2", r"\frac{n^2-n}{2}"), (r"y(1+\sqrt2)", r"y+\sqrt2 y"), ("g(m+M)", "gm+gM"), ("x^2(x+1)", "x^3+x^2")),
+    *(
+        ("f(x+1)", "f(1+x)"),
+        ("2f(x)", "f(x)+f(x)"),
+        (r"I(0)e^{-t}", r"\frac{I(0)}{e^t}"),
+        (r"h(\sqrt8)", r"h(2\sqrt2)"),
+    ),
 ]
 DIFFERENT = [
     *(("5", "6"), ("-2^2", "4"), ("x", "y"), ("x+1", "x-1"), ("(x+1)^2", "x^2+1"), (r"\sin x", r"\cos x")),
     *(("a_1", "a_2"), (r"\sqrt2", "1.41"), ("10^{20}+1", "10^{20}"), (r"\sqrt2 + 10^{-20}", r"\sqrt2")),
     *(("1/3", "0.33"), (r"\infty", r"-\infty"), ("9^{9^{9^9}}", "1"), ("1000000!", "1"), ("(9!)!", "2")),
     *(("2^x", "x^2"), ("x^{10}", "x^9"), (r"\pi", "22/7")),
+    *(("x+70000.5", "70000.5"), ("x+5000000.5", "2x+5000000.5")),
+    # functions are no factors
+    *(("f(0)", "0"), ("f(0)+1", "1"), (r"I(0) e^{-\frac{t}{R C}}", "0"), (r"\Phi(0)", "0"), ("y_1(0)", "0")),
+    *(("f(2x)", "2f(x)"), ("f(x+y)", "f(x)+f(y)"), ("P(-1)", "-P(1)"), ("f(1)", "f"), ("g(x)", "x g(1)")),
 ]
 UNCLEAR = [
     *((r"\sqrt{x^2}", "x"), (r"\ln x^2", r"2\ln x"), ("1/0", "0"), (r"\log 2", "0.5"), ("kx", "k")),
@@ -68,7 +81,7 @@ UNREADABLE = [
     ),
     *(r"\infty - \infty", r"2\infty", "a, b", "1,000", "50%", "x'", "f: x", "1..2", "x^", "_1", "x__1", "x_{a", "²³"),
     *("(" * 500 + "1" + ")" * 500, "1+" * 500 + "1", "9" * 5000, "1e99999", "-" * 1000, "^" * 1000, r"\frac" * 1000),
-    *("٣", "x\x00y", "𝑥", "eval(1)", "__import__('os')", "x.real", "#", "\\", "!", "!!1"),
+    *("f^{-1}(0)", "x^2(0)", "f(x", "٣", "x\x00y", "𝑥", "eval(1)", "__import__('os')", "x.real", "#", "\\", "!", "!!1"),
 ]
 
 

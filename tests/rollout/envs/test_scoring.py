@@ -48,15 +48,15 @@ import os, sys, time
 from tandemrl.rollout.envs.worker import serve
 
 def grade(path, gold, answer):
-    if answer == "a > crash":
+    if answer == "a > 0 crash":
         os._exit(3)
-    if answer == "a > raise":
+    if answer == "a > 0 raise":
         raise MemoryError("too much")
-    if answer == "a > exit":
+    if answer == "a > 0 exit":
         sys.exit(1)
-    if answer.startswith("a > sleep"):
-        time.sleep(float(answer.split()[-1]))
-    if answer == "a > print":
+    if "sleep" in answer:
+        time.sleep(float(answer.split()[2]))
+    if answer == "a > 0 print":
         print("noise")
     return "right" in answer
 
@@ -137,7 +137,7 @@ def test_pool_and_in_process_scores_agree():
 
 
 def test_crashes_and_errors_are_counted_and_scored_zero(worker):
-    answers = ("a > right", "a > crash", "a > raise", "a > exit", "a > print", "a > wrong", "b > right")
+    answers = (*(f"a > 0 {what}" for what in ("right", "crash", "raise", "exit", "print", "miss")), "b > 0 right")
     with Scorer(RewardConfig(workers=2), worker=worker) as scorer:
         scores = scorer.score(boxed(*answers))
         assert [score.value for score in scores] == [1.0, 0.0, 0.0, 0.0, 0.0, 0.0, 1.0]
@@ -146,7 +146,7 @@ def test_crashes_and_errors_are_counted_and_scored_zero(worker):
 
 
 def test_order_is_kept_when_items_finish_out_of_order(worker):
-    answers = [f"a > sleep {'right' if i % 3 == 0 else 'wrong'} {0.2 if i == 0 else 0.001 * i}" for i in range(12)]
+    answers = [f"a > {0.2 if i == 0 else 0.001 * i:.3f} sleep {'right' if i % 3 == 0 else 'long'}" for i in range(12)]
     with Scorer(RewardConfig(workers=3), worker=worker) as scorer:
         scores = scorer.score(boxed(*answers))
     assert [score.answer for score in scores] == answers
@@ -156,7 +156,7 @@ def test_order_is_kept_when_items_finish_out_of_order(worker):
 def test_repeated_answers_are_graded_once_but_counted_each(worker):
     with Scorer(RewardConfig(workers=1, timeout_s=0.5), worker=worker) as scorer:
         start = time.monotonic()
-        scores = scorer.score(boxed(*["a > sleep 60"] * 6, "a > right"))
+        scores = scorer.score(boxed(*["a > 60 sleep"] * 6, "a > 0 right"))
         assert time.monotonic() - start < 10
         assert scorer.timeouts == 6
         assert [score.parts.get("timeout", 0.0) for score in scores] == [1.0] * 6 + [0.0]
@@ -165,29 +165,29 @@ def test_repeated_answers_are_graded_once_but_counted_each(worker):
 def test_a_batch_in_which_nothing_could_be_scored_is_an_error(worker):
     with Scorer(RewardConfig(workers=1), worker=worker) as scorer:
         with pytest.raises(GraderError, match="none of 2 responses could be scored"):
-            scorer.score(boxed("a > crash", "a > crash"))
-        assert scorer.score(boxed("a > right"))[0].value == 1.0
+            scorer.score(boxed("a > 0 crash", "a > 0 crash"))
+        assert scorer.score(boxed("a > 0 right"))[0].value == 1.0
 
 
 def test_workers_that_cannot_start_are_an_error_with_their_words():
     command = (sys.executable, "-c", "raise SystemExit('no grader here')")
     with Scorer(RewardConfig(), worker=command) as scorer, pytest.raises(GraderError, match="no grader here"):
-        scorer.score(boxed("a > right"))
+        scorer.score(boxed("a > 0 right"))
 
 
 def test_a_worker_that_died_while_idle_is_replaced(worker):
     with Scorer(RewardConfig(workers=1), worker=worker) as scorer:
-        scorer.score(boxed("a > right"))
+        scorer.score(boxed("a > 0 right"))
         idle = scorer._processes._workers[0]._process
         idle.kill()
         idle.wait()
-        assert scorer.score(boxed("b > right"))[0].value == 1.0
+        assert scorer.score(boxed("b > 0 right"))[0].value == 1.0
         assert scorer.failures == 0
 
 
 def test_no_process_is_left_behind(worker):
     with Scorer(RewardConfig(workers=2, timeout_s=0.3), worker=worker) as scorer:
-        scorer.score(boxed("a > right", "a > sleep 60", "a > wrong"))
+        scorer.score(boxed("a > 0 right", "a > 60 sleep", "a > 0 miss"))
         processes = [each._process for each in scorer._processes._workers]
     assert processes
     assert all(process.poll() is not None for process in processes)

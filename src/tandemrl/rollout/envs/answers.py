@@ -95,11 +95,11 @@ def has_guillemets(text: str) -> bool:
 
 def tagged_answer(text: str) -> str | None:
     """What the last closed ``<answer>…</answer>`` holds, over lines too; None if there is none."""
-    end = text.rfind("</answer>")
-    if end < 0:
-        return None
-    start = text.rfind("<answer>", 0, end)
-    return None if start < 0 else text[start + len("<answer>") : end].strip()
+    for before in reversed(text.split("</answer>")[:-1]):
+        _, opened, answer = before.rpartition("<answer>")
+        if opened:
+            return answer.strip()
+    return None
 
 
 def normalise_words(text: str) -> str:

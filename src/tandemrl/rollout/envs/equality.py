@@ -4,12 +4,16 @@ r"""Whether two mathematical answers in LaTeX are equal, as far as that can be t
 their values (`expression`). Where it says None, a computer algebra system may know more: `math.equivalent`.
 """
 
+import itertools
 import re
 from collections.abc import Iterable, Sequence
 from fractions import Fraction
 from typing import NamedTuple
 
 from tandemrl.rollout.envs import expression
+from tandemrl.rollout.envs.claims import drop_label, identical, is_label, readable, refused, sides, unlabelled
+from tandemrl.rollout.envs.formula import read
+from tandemrl.rollout.envs.notation import UNIT, UNITS, bare, clean, split, without_spaces
 
 MAX_CHARS = 2000
 """A longer answer is wrong unless it equals the ground truth as a string; it is not normalised and never parsed."""
@@ -28,9 +32,15 @@ def quick_equal(gold: str, answer: str) -> bool | None:
     Units are dropped where one side has none; known units that differ make answers different. A label such as "x ="
     counts where both sides have one.
     """
+    if identical(gold, answer):
+        return True
     if max(len(gold), len(answer)) > MAX_CHARS:
-        return gold.strip() == answer.strip()
-    return _equal(clean(gold), clean(answer), MAX_NESTING)
+        return False
+    gold, answer = clean(gold), clean(answer)
+    if refused(gold, answer):
+        return False
+    verdict = _equal(gold, answer, MAX_NESTING)
+    return False if verdict is None and not readable(*drop_label(gold, answer)) else verdict
 
 
 def formulas_equal(a: str, b: str, *, tolerance: Fraction | None = None) -> bool | None:
@@ -45,7 +55,7 @@ def formulas_equal(a: str, b: str, *, tolerance: Fraction | None = None) -> bool
     x, y = map(number, plain)
     if x is not None and y is not None:
         return expression.near(x, y, tolerance)
-    left, right = expression.read(a), expression.read(b)
+    left, right = read(a), read(b)
     return None if left is None or right is None else expression.same(left, right, tolerance=tolerance)
 
 
@@ -66,76 +76,31 @@ def number(text: str) -> Fraction | None:
     return None
 
 
-# ---- normal forms --------------------------------------------------------------------------------------------------
+def values(text: str) -> tuple[str, ...]:
+    r"""The value of a cleaned answer in its forms: the sides of a true calculation such as "2 + 3 = 5", none of another
+    equation, the text itself if it is none.
 
-
-def clean(answer: str) -> str:
-    r"""Markup that changes nothing is removed, ``\frac12`` and "7 3/4" are written out; single spaces stay."""
-    for old, new in _REWRITES:
-        answer = answer.replace(old, new)
-    answer = re.sub(r"(?<!\\)\\!", "", answer)
-    answer = re.sub(r"(?<!\\)\\[ ,;:]|\s+", " ", answer)
-    answer = re.sub(r"\\(?:left|right)(?![A-Za-z])", "", answer)
-    answer = re.sub(r"\\(?:mathrm|text)\{([ie])\}", r"\1", answer)
-    answer = re.sub(r" ?\\(?:text|mathrm)\{ ?percent\}| ?\bpercent\b", "%", answer)
-    answer = re.sub(r"\\frac\s*(\d|\\pi(?![A-Za-z]))", r"\\frac{\1}", answer)
-    answer = re.sub(r"(\\frac\{[^{}]*\})\s*(\d)", r"\1{\2}", answer)
-    answer = re.sub(r"(?<![\d./])(\d+) +(\d+) ?/ ?(\d+)(?![\d/])", r"\1\\frac{\2}{\3}", answer).strip()
-    return re.sub(r"^\\\((.*)\\\)$", r"\1", answer).strip()
-
-
-def normalise(answer: str) -> str:
-    """An answer without spaces, units, markup and shorthand, for comparison as a string.
-
-    The steps are those of Hendrycks et al. (`math.normalise_math`), but labels such as "x =" stay, and digits with a
-    space between them are kept apart: "7 3/4" is not 73/4.
+    Example:
+        >>> values("2 + 3 = 5"), values("x + 3 = 5"), values("x = 3, y = 5")
+        (('2 + 3', '5'), (), ('x = 3, y = 5',))
     """
-    return without_spaces(bare(clean(answer)))
+    chain = sides(text)
+    if len(chain) == 1 or is_labelled(Shape.of(text)):
+        return (text,)
+    calculated = all(_is_result(bare(a), bare(b)) for a, b in itertools.pairwise(chain))
+    return (chain[0], chain[-1]) if calculated else ()
 
 
-def bare(answer: str) -> str:
-    """A cleaned answer without units, degrees and percent signs."""
-    for unwanted in (r"\%", "%", *(() if _ANGLE_FUNCTION.search(answer) else _DEGREES)):
-        answer = answer.replace(unwanted, "")
-    answer = _UNIT.sub("", answer.strip()).strip()
-    answer = re.sub(r"^\\(?:text|mathrm|textrm|textbf|mathbf|mbox)\{([^{}]*)\}$", r"\1", answer)
-    return re.sub(r"(?<=\d) (?=\d{3}(?!\d))", "", answer).rstrip(". ")
+def is_labelled(shape: "Shape") -> bool:
+    """Whether it is a list of values with a label each, such as "x = 3, y = 5"."""
+    labels = [sides(part)[0] for part in shape.parts if len(sides(part)) == 2]
+    return shape.kind == "list" and len(shape.parts) == len(labels) and all(map(is_label, labels))
 
 
-def without_spaces(answer: str) -> str:
-    """Without spaces but those between digits, which become "␣"; ".5" and ``\\sqrt3`` written out."""
-    answer = re.sub(r"(?<=\d) (?=\d)", "␣", answer).replace(" ", "")
-    answer = re.sub(r"(?<!\d)\.(?=\d)", "0.", answer)
-    return re.sub(r"\\sqrt(\w)", r"\\sqrt{\1}", answer)
-
-
-def drop_label(gold: str, answer: str) -> tuple[str, str]:
-    """The right-hand sides where one side only is an equation such as "x = 5" or "p(s) = s^2", or both begin alike."""
-    if "=" not in gold + answer:
-        return gold, answer
-    left, right = _LABEL.fullmatch(gold), _LABEL.fullmatch(answer)
-    if left and right and without_spaces(left["label"]) == without_spaces(right["label"]):
-        return left["value"].strip(), right["value"].strip()
-    if left and "=" not in answer:
-        return left["value"].strip(), answer
-    if right and "=" not in gold:
-        return gold, right["value"].strip()
-    return gold, answer
-
-
-def contradicts(answer: str) -> bool:
-    """Whether an answer equates different numbers, as in "6 = 5"; what is rounded may be 1 % off the first of them."""
-    sides = [bare(side) for side in re.split(r"=|\\approx|\\equiv", answer)]
-    values = [side for side in sides if (formula := expression.read(side)) is not None and not formula.variables]
-    return any(formulas_equal(values[0], value, tolerance=ROUNDED) is False for value in values[1:])
-
-
-def says_more(gold: str, answer: str) -> bool:
-    """Whether an answer has a number in a text, or two without a sign between them, and the gold answer has not.
-
-    math-verify reads "5 6" and ``5\\text{ or 6}`` as 5.
-    """
-    return _ANOTHER_NUMBER.search(answer) is not None and _ANOTHER_NUMBER.search(gold) is None
+def units_differ(gold: str, answer: str) -> bool:
+    """Whether both sides end in known units, and in different ones: cm and m or cm^2, but not cm and centimeters."""
+    left, right = _units(gold), _units(answer)
+    return bool(left and right) and left != right
 
 
 class Shape(NamedTuple):
@@ -150,22 +115,22 @@ class Shape(NamedTuple):
 
     @classmethod
     def of(cls, answer: str) -> "Shape":
-        answer = answer.strip(" .")
-        if matrix := _MATRIX.fullmatch(answer):
+        answer = answer.strip().removesuffix(".")
+        if matrix := _MATRIX.fullmatch(answer[1:-1] if _BRACKETED_MATRIX.fullmatch(answer) else answer):
             return cls.matrix([row.split("&") for row in matrix["body"].strip().removesuffix(r"\\").split(r"\\")])
-        if len(sides := _ORDER.split(answer)) > 1:
-            return cls.order(sides[::2], sides[1::2])
-        if r"\cup" in answer and len(parts := _split(answer.replace(r"\cup", ";"), ";")) > 1:
+        if len(chain := _ORDER.split(answer)) > 1:
+            return cls.order(chain[::2], chain[1::2])
+        if r"\cup" in answer and len(parts := split(answer.replace(r"\cup", ";"), ";")) > 1:
             return cls("union", parts)
         if inside := re.fullmatch(r"\\\{(.*)\\\}", answer):
-            return cls("set", _split(inside[1]))
+            return cls("set", split(inside[1]))
         if answer[:1] in ("(", "[") and answer[-1:] in (")", "]") and _is_one_bracket(answer):
-            parts = _split(answer[1:-1])
+            parts = split(answer[1:-1])
             if len(parts) > 1:
                 return cls(answer[0] + answer[-1], parts)
         if _THOUSANDS.fullmatch(answer.replace(" ", "")):
             return cls("value", (answer,))
-        parts = tuple(each for part in _split(_AND.sub(",", answer)) for each in _both_signs(part))
+        parts = tuple(each for part in split(_AND.sub(",", answer)) for each in _both_signs(part))
         return cls("list" if len(parts) > 1 else "value", parts)
 
     @classmethod
@@ -174,12 +139,12 @@ class Shape(NamedTuple):
         return cls(f"matrix {sizes}", tuple(entry.strip() for row in rows for entry in row))
 
     @classmethod
-    def order(cls, sides: Sequence[str], signs: Sequence[str]) -> "Shape":
+    def order(cls, chain: Sequence[str], signs: Sequence[str]) -> "Shape":
         """``3 > x`` is ``x < 3``."""
         if all(sign in _FALLING for sign in signs):
-            sides, signs = sides[::-1], [_FALLING[sign] for sign in reversed(signs)]
+            chain, signs = chain[::-1], [_FALLING[sign] for sign in reversed(signs)]
         signs = [_RISING.get(sign, sign) for sign in signs]
-        return cls(f"order {''.join(signs)}", tuple(side.strip() for side in sides))
+        return cls(f"order {''.join(signs)}", tuple(side.strip() for side in chain))
 
     def as_interval(self) -> "Shape":
         """``x > 3`` as ``(3, infinity)`` and ``1 < x ≤ 3`` as ``(1, 3]``, for a single letter x."""
@@ -200,6 +165,12 @@ class Shape(NamedTuple):
         """Whether they are intervals or tuples in different brackets, or matrices of different shapes."""
         kinds = {self.kind, other.kind}
         return len(kinds) == 2 and (kinds <= BRACKETS or all(kind.startswith("matrix") for kind in kinds))
+
+
+def one_for_several(left: Shape, right: Shape) -> bool:
+    """Whether one of them is a single value, and the other a collection of several."""
+    one, other = (left, right) if left.kind == "value" else (right, left)
+    return one.kind == "value" and len(other.parts) > 1 and _SYMBOLIC_SET.search(one.parts[0]) is None
 
 
 BRACKETS = {"()", "[]", "[)", "(]"}
@@ -234,104 +205,56 @@ _FRACTION = re.compile(r"(?P<sign>[-+]?)(?:\\frac\{(-?\d+)\}\{(-?\d+)\}|(\d+)/(\
 _THOUSANDS = re.compile(r"[-+]?\d{1,3}(?:,\d{3})+(?:\.\d+)?", re.ASCII)
 _WITH_BASE = re.compile(r"([0-9][0-9A-Za-z]{0,99})_\{?([0-9]{1,2})\}?")
 
-_DEGREES = (r"^\circ", r"^{\circ}", "°")
-_ANGLE_FUNCTION = re.compile(r"sin|cos|tan|cot|sec|csc")
+_BRACKETED_MATRIX = re.compile(r"[\[(] ?\\begin.*\\end\{[a-zA-Z]+\} ?[\])]")
+_SYMBOLIC_SET = re.compile(r"\\(?:mathbb|emptyset|varnothing|setminus|cap)(?![A-Za-z])")
+_POWERS = {"^2": r"\^ ?\{?2|²|sq", "^3": r"\^ ?\{?3|³|cu"}
 _WORD = re.compile(r"[A-Za-z]{4,}|(?i:yes|no|odd)|[A-Za-z]|\([A-Za-z]\)")
-_NAME = re.compile(r"(?:\\text ?\{[^{}]*\}|\\?[A-Za-z]+)(?:_\{?\w+\}?)?'* ?(?:\([^()=]*\))?")
-_LABEL = re.compile(rf"(?P<label>{_NAME.pattern}) ?= ?(?P<value>[^=<>]+)")
 _RISING = {"<": "<", r"\lt": "<", "≤": "≤", r"\le": "≤", r"\leq": "≤", r"\leqslant": "≤"}
 _FALLING = {">": "<", r"\gt": "<", "≥": "≤", r"\ge": "≤", r"\geq": "≤", r"\geqslant": "≤"}
 _ORDER = re.compile(r"([<>≤≥]|\\(?:l|g)(?:t|e|eq|eqslant)(?![A-Za-z]))")
 _AND = re.compile(r",? ?\\text ?\{ ?,? ?(?:and|or) ?\}|,? \b(?:and|or)\b(?= )")
 _MATRIX = re.compile(r"\\begin\{(?P<kind>[bpvBV]?matrix|array)\}(?:\{[lcr|]*\})?(?P<body>.*)\\end\{(?P=kind)\}")
-_REWRITES = (
-    (r"\$", ""),
-    ("$", ""),
-    ("~", " "),
-    ("{,}", ","),
-    ("{:}", ":"),
-    ("\N{MINUS SIGN}", "-"),
-    ("≈", r"\approx "),
-    ("≡", r"\equiv "),
-    (r"\displaystyle", ""),
-    (r"\tfrac", r"\frac"),
-    (r"\dfrac", r"\frac"),
-    (r"\cfrac", r"\frac"),
-)
-
-_UNIT_NAMES = (
-    "cm centimeter centimeters centimetre centimetres",
-    "mm millimeter millimeters millimetre millimetres",
-    "km kilometer kilometers kilometre kilometres",
-    "meter meters metre metres",
-    "foot feet ft",
-    "inch inches",
-    "mile miles",
-    "yard yards",
-    "second seconds sec secs",
-    "minute minutes min mins",
-    "hour hours hr hrs",
-    "day days",
-    "week weeks",
-    "month months",
-    "year years",
-    "kg kilogram kilograms",
-    "gram grams",
-    "mg milligram milligrams",
-    "pound pounds lb lbs",
-    "ounce ounces oz",
-    "liter liters litre litres",
-    "ml milliliter milliliters",
-    "dollar dollars",
-    "cent cents",
-    "degree degrees",
-    "radian radians",
-    "mph",
-    "unit units square sq cubic cu per",
-)
-_UNITS = {name: names.split()[0] for names in _UNIT_NAMES for name in names.split()}
-_PLAIN_UNIT = "|".join(sorted(_UNITS, key=len, reverse=True))
-_UNITS |= {"m": "meter", "s": "second", "g": "gram", "h": "hour", "l": "liter"}
-_UNIT = re.compile(
-    rf"(?<=[\w}}).\]°]) ?(?:"
-    r"\\(?:text|mathrm|textrm|mbox|textit|rm) ?\{[^{}\d]*\}(?: ?\^ ?\{?\d\}?|[²³])?"
-    rf"|(?:(?<![A-Za-z])(?:{_PLAIN_UNIT})(?: ?\^ ?\{{?\d\}}?|[²³])?(?: ?/ ?| |$))+)$",
-    re.IGNORECASE,
-)
-"""A unit at the end of an answer: any text macro without digits, or known names (``m`` and ``s`` in a macro only)."""
-_ANOTHER_NUMBER = re.compile(r"\\(?:text|mathrm|textrm|mbox|textit|rm) ?\{[^{}]*\d[^{}]*\}|\d (?!\d{3}(?!\d))\d")
 
 
 def _equal(gold: str, answer: str, depth: int) -> bool | None:
-    if contradicts(answer):
-        return False
+    if without_spaces(gold) == without_spaces(answer):
+        return True if gold else None
     if r"\approx" in answer and r"\approx" not in gold:
         return any_true(_equal(gold, side, depth) for side in _exact_and_rounded(answer))
     gold, answer = drop_label(gold, answer)
-    if _units_differ(gold, answer):
+    if (
+        len(sides(gold)) == 2
+        and number(without_spaces(bare(unlabelled(gold)))) is not None
+        and unlabelled(answer) == answer
+    ):
+        gold = unlabelled(gold)
+    golds, answers = values(gold), values(answer)
+    if (golds, answers) != ((gold,), (answer,)) and 1 in (len(sides(gold)), len(sides(answer))):
+        return any_true(_equal(x, y, depth) for x in golds for y in answers)
+    if units_differ(gold, answer):
         return False
-    sides = bare(gold), bare(answer)
-    a, b = map(without_spaces, sides)
+    formulas = bare(gold), bare(answer)
+    a, b = map(without_spaces, formulas)
     if a == b:
         return True if a else None
     words = a.strip("()").lower(), b.strip("()").lower()
     if all(map(str.isalpha, words)) and (_WORD.fullmatch(a) or _WORD.fullmatch(b)):
         return words[0] == words[1]
     if ("%" in gold) != ("%" in answer):
-        percent, plain = sides if "%" in gold else sides[::-1]
+        percent, plain = formulas if "%" in gold else formulas[::-1]
         return any_true(formulas_equal(plain, each) for each in (percent, f"({percent})/100"))
     left, right = Shape.of(gold), Shape.of(answer)
-    doubt = False if says_more(gold, answer) else None
     if left.kind == right.kind == "value":
-        verdict = formulas_equal(*sides)
-        return doubt if verdict is None else verdict
+        return formulas_equal(*formulas)
     if left.kind in BRACKETS or right.kind in BRACKETS:
         left, right = left.as_interval(), right.as_interval()
     if left.clashes(right):
         return False
-    if left.kind != right.kind or depth == 0:
-        return doubt
-    if left.kind in ("list", "set", "union"):
+    if depth == 0:
+        return None
+    if left.kind != right.kind:
+        return _equal_across(left, right, depth)
+    if left.kind in ("list", "set", "union") and not (is_labelled(left) and not is_labelled(right)):
         return _equal_in_any_order(left.parts, right.parts, depth - 1)
     if len(left.parts) != len(right.parts):
         return False
@@ -339,19 +262,35 @@ def _equal(gold: str, answer: str, depth: int) -> bool | None:
     return verdict or (None if left.kind.startswith("order") else verdict)  # 2x < 6 is x < 3
 
 
+def _equal_across(gold: Shape, answer: Shape, depth: int) -> bool | None:
+    """Equality of different kinds: a list may be meant as a tuple."""
+    if {gold.kind, answer.kind} == {"list", "()"}:
+        in_order = len(gold.parts) == len(answer.parts) and all_true(
+            _equal(x, y, depth - 1) for x, y in zip(gold.parts, answer.parts, strict=True)
+        )
+        return None if in_order is not False else False
+    return False if one_for_several(gold, answer) else None
+
+
 def _exact_and_rounded(answer: str) -> list[str]:
     r"""The sides of ``a \approx b`` that count: both where b is a rounded, else b after a name, else a alone.
 
     Several guesses are not an answer: what stands between the first and the last side never counts, and a whole number
-    is no rounding of another one.
+    is no rounding of another one. Sides that differ are no answer at all.
     """
     first, *_, last = (side.strip() for side in answer.split(r"\approx"))
-    exact, rounded = bare(first.rpartition("=")[2]), bare(last)
-    values = [number(without_spaces(side)) for side in (exact, rounded)]
-    whole = all(value is not None and value.denominator == 1 for value in values)
-    if not whole and formulas_equal(exact, rounded, tolerance=ROUNDED):
-        return [first, last]
-    return [last if not first or _NAME.fullmatch(first) else first]
+    if not first or is_label(first):
+        return [last]
+    exact, rounded = bare(sides(first)[-1]), bare(last)
+    whole = all(
+        value is not None and value.denominator == 1 for value in map(number, map(without_spaces, (exact, rounded)))
+    )
+    agree = formulas_equal(exact, rounded, tolerance=ROUNDED)
+    kinds = Shape.of(exact).kind, Shape.of(rounded).kind
+    comparable = kinds[0] == kinds[1] and (kinds[0] != "value" or agree or number(without_spaces(rounded)) is not None)
+    if len(sides(last)) > 1 or agree is False or not comparable:
+        return []
+    return [first, last] if agree and not whole and values(unlabelled(first)) else [first]
 
 
 def _equal_in_any_order(gold: Sequence[str], answer: Sequence[str], depth: int) -> bool | None:
@@ -369,18 +308,33 @@ def _equal_in_any_order(gold: Sequence[str], answer: Sequence[str], depth: int) 
     return None if doubt else True
 
 
-def _units_differ(gold: str, answer: str) -> bool:
-    """Whether both sides end in known units, and in different ones: cm and meters, but not cm and centimeters."""
-    left, right = _units(gold), _units(answer)
-    return bool(left and right) and left != right
-
-
 def _units(answer: str) -> set[str]:
-    found = _UNIT.search(answer.strip(" ."))
+    """The names of known units at the end, and the power of an area or volume."""
+    answer = answer.strip(" .").replace("°", r"^\circ")
+    if answer.endswith((r"^\circ", r"^{\circ}")):
+        return {"degree"}
+    found = UNIT.search(answer)
     if found is None:
         return set()
-    words = re.findall(r"[a-z]+", re.sub(r"\\[a-z]+", "", found.group().lower()).replace("mph", "miles hour"))
-    return {_UNITS[word] for word in words} - {"unit"} if all(word in _UNITS for word in words) else set()
+    text = re.sub(r"\\[a-z]+", "", found.group().lower()).replace("mph", "miles hour")
+    words = re.findall(r"[a-z]+", text)
+    if not all(word in UNITS for word in words):
+        return set()
+    powers = {power for power, pattern in _POWERS.items() if re.search(pattern, text)}
+    names = {UNITS[word] for word in words} - {"unit"}
+    return names | powers if names else set()
+
+
+def _is_result(formula: str, result: str) -> bool:
+    """Whether a result follows an equals sign with right: an equal formula, or a decimal off by rounding only."""
+    if formulas_equal(formula, result):
+        return True
+    value = number(without_spaces(result))
+    places = len(result.strip().partition(".")[2])
+    if value is None or value == 0 or "." not in result:
+        return False
+    tolerance = min(ROUNDED, Fraction(1, 10**places) / abs(value))
+    return formulas_equal(formula, result, tolerance=tolerance) is True
 
 
 def _with_base(text: str) -> tuple[int, int] | None:
@@ -411,17 +365,6 @@ def _is_one_bracket(answer: str) -> bool:
         if depth == 0:
             return at == len(answer) - 1
     return False
-
-
-def _split(answer: str, separators: str = ",;") -> tuple[str, ...]:
-    """The parts between separators outside brackets; ``]`` and ``)`` close either bracket, as in intervals."""
-    parts, depth, start = [], 0, 0
-    for at, character in enumerate(answer):
-        depth += (character in "([{") - (character in ")]}")
-        if character in separators and depth == 0:
-            parts.append(answer[start:at])
-            start = at + 1
-    return tuple(part.strip() for part in [*parts, answer[start:]])
 
 
 def _both_signs(part: str) -> tuple[str, ...]:

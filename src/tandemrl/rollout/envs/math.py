@@ -6,6 +6,7 @@ to math-verify, which may run for ever on hostile input such as ``\boxed{\sum_{i
 """
 
 import importlib.util
+import itertools
 import logging
 import re
 from collections.abc import Sequence
@@ -14,13 +15,15 @@ from typing import Any
 
 from tandemrl.config import RewardConfig
 from tandemrl.data.rows import Row
-from tandemrl.rollout.envs.equality import MAX_CHARS, clean, drop_label, quick_equal
+from tandemrl.rollout.envs.claims import admitted, drop_label, identical, is_label, refused, unlabelled, without_reason
+from tandemrl.rollout.envs.equality import MAX_CHARS, quick_equal
+from tandemrl.rollout.envs.notation import clean, without_full_stop
 from tandemrl.rollout.envs.protocol import Deferred, GraderError, Lost, Score
 
 DAPO_CHARS, DAPO_BOX_CHARS = 300, 100
 """DAPO's grader looks for the answer in the last 300 characters, its strict variant for a box in the last 100."""
 SEARCH_CHARS = 2000
-"""How much of the end of a response without a box math-verify searches for formulas."""
+"""How much of the end of a response without a box is searched for the answer."""
 
 
 # ---- scorers: (row, text, options) -> Score | Deferred -------------------------------------------------------------
@@ -28,14 +31,7 @@ SEARCH_CHARS = 2000
 
 def boxed(row: Row, text: str, options: RewardConfig) -> Score | Deferred:
     r"""1 if the last ``\boxed{…}`` holds an answer equal to the ground truth, else 0: a box alone earns nothing."""
-    answer = extract_boxed(text)
-    if answer is None:
-        return verdict(False, None)
-    gold = gold_answer(row)
-    equal = quick_equal(gold, answer)
-    if equal is None:
-        return Deferred("symbolic", (EQUIVALENT, gold, answer), lambda found: settled(found, answer))
-    return verdict(equal, answer)
+    return _compared(gold_answer(row), extract_boxed(text))
 
 
 def hendrycks(row: Row, text: str, options: RewardConfig) -> Score:
@@ -43,18 +39,27 @@ def hendrycks(row: Row, text: str, options: RewardConfig) -> Score:
 
     Also ``\fbox{…}`` and ``\boxed 5``, as there. Equal values in another form, such as 0.25 for 1/4, are wrong.
     """
-    answer = extract_boxed(text, loose=True)
-    equal = (
-        answer is not None and len(answer) <= MAX_CHARS and normalise_math(answer) == normalise_math(gold_answer(row))
-    )
-    return verdict(equal, answer)
+    gold, answer = gold_answer(row), extract_boxed(text, loose=True)
+    published = options.compat == "verl"
+    if answer is None or len(answer) > MAX_CHARS:
+        return verdict(False, answer)
+    equal = normalise_math(answer, published) == normalise_math(gold, published)
+    return verdict(identical(gold, answer) or (equal and (published or admitted(gold, answer))), answer)
 
 
 def dapo(row: Row, text: str, options: RewardConfig) -> Score:
-    """+1 if the last ``Answer: …`` is the ground truth as a normalised string, else -1 (DAPO, arXiv:2503.14476)."""
+    """+1 if the last ``Answer: …`` is the ground truth as a normalised string, else -1 (DAPO, arXiv:2503.14476).
+
+    With ``reward.compat`` = ``verl`` as published: what stands before the last "=", or outside the first formula, is
+    dropped, and so are all commas of a number.
+    """
     found = re.findall(r"(?i)Answer\s*:\s*([^\n]+)", text[-DAPO_CHARS:])
-    answer = normalise_dapo(found[-1]) if found else None
-    return _signed(bool(answer) and answer == normalise_dapo(row.ground_truth), answer)
+    if not found:
+        return _signed(False, None)
+    gold, published = row.ground_truth, options.compat == "verl"
+    answer = normalise_dapo(found[-1], published)
+    equal = bool(answer) and answer == normalise_dapo(gold, published)
+    return _signed(identical(gold, found[-1]) or (equal and (published or admitted(gold, found[-1]))), answer)
 
 
 def dapo_boxed(row: Row, text: str, options: RewardConfig) -> Score:
@@ -63,12 +68,10 @@ def dapo_boxed(row: Row, text: str, options: RewardConfig) -> Score:
     return _signed(answer == row.ground_truth.strip(), answer)
 
 
-def math_verified(row: Row, text: str, options: RewardConfig) -> Deferred:
-    """1 if math-verify finds the ground truth in the response, in a box or as its last formula or number, else 0."""
-    answer = extract_boxed(text)
-    searched = text[-SEARCH_CHARS:] if answer is None else rf"\boxed{{{answer[:MAX_CHARS]}}}"
-    payload = (f"{__name__}:states", gold_answer(row), searched)
-    return Deferred("symbolic", payload, lambda found: settled(found, answer))
+def math_verified(row: Row, text: str, options: RewardConfig) -> Score | Deferred:
+    """1 if the response states the ground truth, in a box or else at its end (`stated_answer`), else 0."""
+    answer = extract_boxed(text) if r"\boxed" in text else stated_answer(text[-SEARCH_CHARS:])
+    return _compared(gold_answer(row), answer)
 
 
 def gold_answer(row: Row) -> str:
@@ -89,6 +92,14 @@ def settled(found: bool | Lost, answer: str | None) -> Score:
     return verdict(found, answer)
 
 
+def _compared(gold: str, answer: str | None) -> Score | Deferred:
+    """1 for an answer equal to the gold answer, which math-verify decides where `quick_equal` cannot."""
+    equal = answer is not None and quick_equal(gold, answer)
+    if equal is None:
+        return Deferred("symbolic", (EQUIVALENT, gold, answer), lambda found: settled(found, answer))
+    return verdict(equal, answer)
+
+
 def _signed(correct: bool, answer: str | None) -> Score:
     return verdict(correct, answer)._replace(value=1.0 if correct else -1.0)
 
@@ -99,6 +110,8 @@ def _signed(correct: bool, answer: str | None) -> Score:
 def extract_boxed(text: str, *, loose: bool = False) -> str | None:
     r"""What the last ``\boxed{…}`` holds, braces matched; None if it is missing, unclosed or empty.
 
+    A box within a box is part of it: ``\boxed{\boxed{7} or 8}`` holds "{7} or 8".
+
     Args:
         loose: accept ``\fbox{…}`` where there is no ``\boxed``, and ``\boxed 5`` up to the next "$".
     """
@@ -107,6 +120,8 @@ def extract_boxed(text: str, *, loose: bool = False) -> str | None:
         start = text.rfind(r"\fbox")
     if start < 0:
         return None
+    if text.find(r"\boxed") < start:
+        start = _outermost_box(text, start)
     rest = text[start:].removeprefix(r"\boxed").removeprefix(r"\fbox")
     if loose and rest.startswith(" "):
         return rest.partition("$")[0].strip() or None
@@ -116,14 +131,66 @@ def extract_boxed(text: str, *, loose: bool = False) -> str | None:
     for brace in re.finditer(r"\\.|[{}]", rest, re.DOTALL):
         depth += {"{": 1, "}": -1}.get(brace.group(), 0)
         if depth == 0:
-            return rest[1 : brace.start()].strip() or None
+            return _unboxed(rest[1 : brace.start()].strip()) or None
     return None
 
 
-def normalise_math(answer: str) -> str:
+def _unboxed(content: str) -> str:
+    """What a box holds, without the boxes in it: none around all of it, plain braces around a part."""
+    layers = content.count(r"\boxed{")
+    inside = content.removeprefix(r"\boxed{" * layers).removesuffix("}" * layers)
+    depths = itertools.accumulate((brace == "{") - (brace == "}") for brace in inside)
+    if len(inside) == len(content) - layers * len(r"\boxed{}") and min(depths, default=0) >= 0:
+        return inside.strip()
+    return content.replace(r"\boxed{", "{")
+
+
+def _outermost_box(text: str, start: int) -> int:
+    """Where the outermost closed box around a position begins; the position if there is none."""
+    outermost, opened = start, list[int | None]()
+    for brace in re.finditer(r"\\boxed\{|\\.|[{}]", text, re.DOTALL):
+        if brace.group() == "}":
+            box = opened.pop() if opened else None
+            if box is not None and box < start < brace.start():
+                outermost = box
+        elif brace.group() in ("{", r"\boxed{"):
+            opened.append(brace.start() if brace.group() != "{" else None)
+    return outermost
+
+
+def stated_answer(text: str) -> str | None:
+    r"""What a response without a box gives as its answer; None if there is no number and no formula.
+
+    That is the rest of the sentence after "the answer is", else the last clause with a number or formula in it: after
+    "is", "so", "therefore" and the like. A single formula in it counts alone.
+
+    Example:
+        >>> stated_answer("Since $x^2 = 16$, the answer is 4."), stated_answer(r"so $x = \frac{1}{2}$ holds")
+        ('4', 'x = \\frac{1}{2}')
+    """
+    text = re.sub(r"\*\*([^*\n]+)\*\*", r"\1", text)
+    if marked := _ANSWER_IS.split(text)[1:]:
+        clause = _SENTENCE_END.split(marked[-1].strip())[0]
+    else:
+        ends = [end for end in _CLAUSE_END.finditer(text) if end["end"]]
+        starts, stops = [0, *(end.end() for end in ends)], [*(end.start() for end in ends), len(text)]
+        clauses = [text[start:stop] for start, stop in zip(starts, stops, strict=True)]
+        clause = next(filter(_STATEMENT.search, reversed(clauses)), "")
+    clause = without_reason(clause).strip(" ,;:")
+    formulas = _FORMULA.findall(clause)
+    words = _FORMULA.sub(" ", clause)
+    if len(formulas) == 1 and not re.search(r"\d", words) and not refused("", words):
+        return re.sub(r"^(?:\$+|\\[(\[])|(?:\$+|\\[)\]])$", "", formulas[0]).strip()
+    return clause or None
+
+
+def normalise_math(answer: str, published: bool = False) -> str:
     """The normal form of Hendrycks et al. (2021, arXiv:2103.03874), in the order of the MATH code.
 
     Two bugs are not kept: "7 3/4" is not 73/4, and ``5\\text{ or }6`` is not 5.
+
+    Args:
+        published: drop any two characters before a "=", rather than a bare label of at most two characters.
     """
     for old, new in _MATH_REWRITES:
         answer = answer.replace(old, new)
@@ -131,7 +198,7 @@ def normalise_math(answer: str) -> str:
     answer = answer.replace(r"\%", "").replace(" .", " 0.").replace("{.", "{0.")
     answer = f"0{answer}" if answer.startswith(".") else answer
     left, equals, right = answer.partition("=")
-    if equals and "=" not in right and len(left) <= 2:
+    if equals and "=" not in right and len(left) <= 2 and (published or is_label(left.strip())):
         answer = right
     answer = re.sub(r"(?<=\d) +(?=\d+/\d)", "_", answer)
     answer = re.sub(r"\\sqrt([^{])", r"\\sqrt{\1}", answer).replace(" ", "")
@@ -142,9 +209,13 @@ def normalise_math(answer: str) -> str:
     return re.sub(r"^(-?[0-9]+)/(-?[0-9]+)$", r"\\frac{\1}{\2}", answer)
 
 
-def normalise_dapo(answer: str) -> str:
-    """The normal form of verl's math_dapo, after Lewkowycz et al. (Minerva, arXiv:2206.14858), appendix D."""
-    answer = answer.rpartition("=")[2]
+def normalise_dapo(answer: str, published: bool = False) -> str:
+    """The normal form of verl's math_dapo, after Lewkowycz et al. (Minerva, arXiv:2206.14858), appendix D.
+
+    Args:
+        published: drop all before the last "=", rather than a bare label, and every comma between digits.
+    """
+    answer = answer.rpartition("=")[2] if published else unlabelled(without_full_stop(answer).strip("$ "))
     for old, new in _DAPO_REWRITES:
         answer = answer.replace(old, new)
     answer = re.sub(r"^.*?\$(.*?)\$.*$", r"$\1$", answer)
@@ -153,7 +224,8 @@ def normalise_dapo(answer: str) -> str:
     answer = re.sub(r"\\boxed\{(.*)\}", r"\1", answer)
     answer = re.sub(r"frac([^{])(.)", r"frac{\1}{\2}", answer)
     answer = re.sub(r"sqrt([^{])", r"sqrt{\1}", answer).replace("$", "")
-    return (answer.replace(",", "") if answer.replace(",", "").isdigit() else answer).strip()
+    whole = answer.replace(",", "").isdigit() if published else re.fullmatch(r"[0-9]{1,3}(?:,[0-9]{3})+", answer)
+    return (answer.replace(",", "") if whole else answer).strip()
 
 
 _MATH_REWRITES = (
@@ -168,6 +240,14 @@ _MATH_REWRITES = (
     (r"^{\circ}", ""),
     (r"\$", ""),
 )
+_ANSWER_IS = re.compile(r"(?i)\banswers?(?: is| are|:)[: ]")
+_SENTENCE_END = re.compile(r"\.\s|\.$|\n")
+_FORMULA = re.compile(r"\$\$?[^$]+\$\$?|\\\((?:[^\\]|\\(?!\)))+\\\)|\\\[(?:[^\\]|\\(?!\]))+\\\]")
+_CLAUSE_END = re.compile(
+    rf"{_FORMULA.pattern}|(?P<end>\.\s|\.$|\n"
+    r"|\b(?i:is|are|be|was|gets?|gives?|equals?|yields?|makes?|so|then|thus|hence|therefore)\b)"
+)
+_STATEMENT = re.compile(r"\d|\$|\\[(\[]")
 _DAPO_REMOVED = (
     *("square", "ways", "integers", "dollars", "mph", "inches", "hours", "km", "units", r"\ldots", "sue", "points"),
     *("feet", "minutes", "digits", "cents", "degrees", "cm", "gm", "pounds", "meters", "meals", "edges", "students"),
@@ -198,14 +278,6 @@ def equivalent(gold: str, answer: str) -> bool:
     return _verify(left, right)
 
 
-def states(gold: str, text: str) -> bool:
-    """Whether the last box, formula or number of a text is the gold answer to math-verify. Not bounded either."""
-    found = _parse(text)
-    if not found and (numbers := _ARITHMETIC.findall(text)):
-        found = _parse(f"${numbers[-1].rstrip('.,')}$")
-    return _verify(_formula(clean(gold)), found)
-
-
 def require_math_verify() -> None:
     """Raises:
     GraderError: math-verify, or a package that it needs, is not installed."""
@@ -214,7 +286,6 @@ def require_math_verify() -> None:
             raise GraderError(f"grading needs {module}, which is not installed: pip install 'math-verify>=0.9'")
 
 
-_ARITHMETIC = re.compile(r"-?[0-9][0-9.,]*(?: ?[-+*/^] ?\(?-?[0-9][0-9.,]*\)?)*%?")
 _SCIENTIFIC = re.compile(r"(?<![\w.\\])(\d+(?:\.\d+)?)[eE]([-+]?\d+)(?![\w.])")
 _TIMES_TEN = r"\1 \\times 10^{\2}"
 """LaTeX would read the literal 2.55e-10 as 2.55·e − 10."""

@@ -1,13 +1,15 @@
 r"""PRIME's two-stage grader for maths answers in free text (arXiv:2502.01456). Imports no torch.
 
-The answer is whatever follows "answer is", stands in the last box, or comes after the last "=" (`extract_answer`).
+The answer is whatever follows "answer is", stands in the last box, or comes after a label and "=" (`extract_answer`).
 Stage one (`grade`, after prm800k) compares normal forms, then tuples entry by entry, and wants fractions reduced. Stage
 two (`math_equal`, after ToRA) is lenient: a relative 1e-4, a factor of 100 either way for percentages, 3.14 for π,
 lists in any brackets.
 
-Where the original has a bug, this has none: units are removed as words (there, "perimeter" becomes "peri"), ``12_5`` is
-not ``12_6``, ``\frac{x+1}{2}`` keeps its numerator together, ``[0,1)`` is not ``[0,1]``, a boxed answer is not cut at
-". ", and nothing is ever passed to ``eval``. An unreduced fraction stays wrong; there, the second stage forgives it.
+Where the original has a bug, this has none: units are removed as words (there, "perimeter" becomes "peri"), and cm is
+not m, ``12_5`` is not ``12_6``, ``\frac{x+1}{2}`` keeps its numerator together, ``[0,1)`` is not ``[0,1]``, a boxed
+answer is not cut at ". ", and nothing is ever passed to ``eval``. An unreduced fraction stays wrong; there, the second
+stage forgives it. ``x + 3 = 4`` is not 4: only a bare label is dropped (with ``reward.compat`` = ``verl`` whatever
+stands before the last "=", as published), and what `claims` refuses is wrong.
 """
 
 import math as numeric
@@ -18,21 +20,22 @@ from functools import lru_cache
 
 from tandemrl.config import RewardConfig
 from tandemrl.data.rows import Row
+from tandemrl.rollout.envs.claims import admitted, drop_label, identical, readable, sides, unlabelled, without_reason
 from tandemrl.rollout.envs.equality import (
     BRACKETS,
     MAX_NESTING,
     Shape,
     all_true,
     any_true,
-    clean,
-    contradicts,
     formulas_equal,
     number,
+    one_for_several,
     quick_equal,
-    says_more,
-    without_spaces,
+    units_differ,
+    values,
 )
 from tandemrl.rollout.envs.math import EQUIVALENT, extract_boxed, gold_answer, normalise_math, settled
+from tandemrl.rollout.envs.notation import clean, visible, without_full_stop, without_spaces
 from tandemrl.rollout.envs.protocol import Deferred, Lost, Score
 
 MAX_ANSWER_CHARS = 1000
@@ -43,7 +46,7 @@ PI = "(3.14)"
 
 def prime(row: Row, text: str, options: RewardConfig) -> Score | Deferred:
     """1 if either stage finds the answer equal to the ground truth, else 0. ``parts["format"]``: there is a box."""
-    gold, answers = gold_answer(row), extract_answer(text)
+    gold, answers = gold_answer(row), extract_answer(text, published=options.compat == "verl")
 
     def score(found: bool | Lost) -> Score:
         result = settled(found, answers[-1] or None)
@@ -54,8 +57,11 @@ def prime(row: Row, text: str, options: RewardConfig) -> Score | Deferred:
     return Deferred("symbolic", (EQUIVALENT, gold, answers[-1]), score) if verdict is None else score(verdict)
 
 
-def extract_answer(text: str) -> tuple[str, ...]:
-    r"""What a response may mean by its answer, the last one foremost: all that a box holds, and its part after "=" etc.
+def extract_answer(text: str, *, published: bool = False) -> tuple[str, ...]:
+    r"""What a response may mean by its answer, the last one foremost: all of a box, and its part after "is" etc.
+
+    Args:
+        published: take what follows the last "=", whatever stands before it, rather than after a bare label.
 
     Example:
         >>> extract_answer("Adding up, the answer is x = 5"), extract_answer(r"so \boxed{x = 5}.")
@@ -69,18 +75,22 @@ def extract_answer(text: str) -> tuple[str, ...]:
     boxed = extract_boxed(text, loose=True)
     if boxed is None:
         cut = text.rfind(". ")
-        return (_after_last(text if cut < 0 else text[:cut].strip(), _LEADS),)
-    last = _after_last(boxed, _LEADS)
+        return (_led_to(text if cut < 0 else text[:cut].strip(), published),)
+    last = _led_to(boxed, published)
     return (boxed,) if last == boxed else (boxed, last)
 
 
 def equal(gold: str, *answers: str) -> bool | None:
     """Whether one of the answers is right by either stage; None if only sympy could tell, about the last of them."""
-    if any(contradicts(clean(answer)) for answer in answers if len(answer) <= MAX_ANSWER_CHARS):
-        return False
-    if any(_stages(gold, answer) for answer in answers[:-1]):
+    if any(identical(gold, answer) for answer in answers):
         return True
-    return _stages(gold, answers[-1])
+    if any(len(side) > MAX_ANSWER_CHARS for side in (gold, *answers)) or not all(answers):
+        return False
+    if any(not admitted(gold, answer) for answer in answers):
+        return False
+    if any(_decided(gold, answer) for answer in answers[:-1]):
+        return True
+    return _decided(gold, answers[-1])
 
 
 def grade(gold: str, answer: str) -> bool | None:
@@ -129,6 +139,7 @@ def normalise(answer: str) -> str:
 # --------------------------------------------------------------------------------------------------------------------
 
 _LEADS = ("be ", "is ", "are ", "=", ": ", "get ", "be\n", "is\n", "are\n", ":\n", "get\n")
+_BEFORE_LABEL = re.compile(r"^(?:[A-Za-z]{2,},? )*(?=[^ ]+ ?=)")
 _UNIT = re.compile(
     r"(?<![A-Za-z])(?:degree|cm|centimeter|meter|mile|second|minute|hour|day|week|month|year|foot|feet|inch|yard|liter)"
     r"(?:es|s)?(?![A-Za-z]) *(?:\^[0-9]+)?"
@@ -155,15 +166,39 @@ def _lower(text: str) -> str:
     return text.lower() if text.isascii() else re.sub("[A-Z]+", lambda letters: letters[0].lower(), text)
 
 
+def _led_to(text: str, published: bool) -> str:
+    """What the last lead such as "is" leads to, without a label."""
+    if published:
+        return _after_last(text, _LEADS)
+    text = _after_last(text, [lead for lead in _LEADS if lead != "="])
+    text = without_reason(text).strip()
+    if text.count("$") == 2:
+        text = text.strip("$")
+    return unlabelled(_BEFORE_LABEL.sub("", text)).strip()
+
+
+def _decided(gold: str, answer: str) -> bool | None:
+    """Either stage about the values of two answers; None if only sympy could tell, and reads both."""
+    gold, answer = visible(gold).strip(), visible(answer).strip()
+    gold, answer = drop_label(gold, answer)
+    if units_differ(clean(gold), clean(answer)):
+        return False
+    if 1 in (len(sides(gold)), len(sides(answer))):
+        verdict = any_true(_stages(a, b) for a in values(gold) for b in values(answer))
+    else:
+        verdict = _stages(gold, answer)
+    left, right = clean(gold), clean(answer)
+    undecided = verdict is None and readable(left, right) and not one_for_several(Shape.of(left), Shape.of(right))
+    return None if undecided else verdict is True
+
+
 def _stages(gold: str, answer: str) -> bool | None:
+    gold, answer = without_full_stop(gold), without_full_stop(answer)
     if not answer:
         return False
-    if max(len(gold), len(answer)) > MAX_ANSWER_CHARS:
-        return gold.strip() == answer.strip()
     if _unreduced(gold, answer):
         return False
-    verdict = any_true(stage(gold, answer) for stage in (grade, math_equal))
-    return False if verdict is None and says_more(clean(gold), clean(answer)) else verdict
+    return any_true(stage(gold, answer) for stage in (grade, math_equal))
 
 
 def _unreduced(gold: str, answer: str) -> bool:
@@ -205,6 +240,8 @@ def _lenient(gold: str, answer: str, depth: int) -> bool | None:
     left, right = (_list(side) for side in (gold, answer))
     if left.kind.startswith("matrix") or right.kind.startswith("matrix"):
         left, right = _as_matrix(left), _as_matrix(right)
+    if one_for_several(left, right):
+        return False
     if depth == 0 or "value" in (left.kind, right.kind):
         return formulas_equal(gold, answer, tolerance=TOLERANCE)
     if any(shape.kind.startswith("order") for shape in (left, right)):
