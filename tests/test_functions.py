@@ -149,3 +149,13 @@ def test_a_signature_does_not_depend_on_the_process() -> None:
     assert repr(orders[0]) != repr(orders[1])
     assert signature(with_set(orders[0])) == signature(with_set(orders[1]))
     assert signature(with_set(orders[0])) != signature(with_set(frozenset([0, 9])))
+
+
+def test_a_function_that_closes_over_itself_has_a_signature():
+    def nested(base: int) -> Callable[[int], int]:
+        def countdown(n: int) -> int:
+            return base if n == 0 else countdown(n - 1)
+
+        return countdown
+
+    assert signature(nested(3)) == signature(nested(3)) != signature(nested(4))

@@ -76,22 +76,30 @@ def signature(value: Any) -> str:
 
     Recipes are told apart by their fields, the library's own functions by their names.
     """
+    return _signature(value, ())
+
+
+def _signature(value: Any, within: tuple[Any, ...]) -> str:
+    """``within``: the functions that this value was found in; one that closes over itself ends there."""
     if getattr(value, "__module__", None) and value.__module__.startswith("tandemrl.") and callable(value):
         return f"{value.__module__}.{value.__qualname__}"
+    sign = partial(_signature, within=(*within, value))
     if isinstance(value, Recipe):
-        return f"{value.name}:{_hash({key: signature(field) for key, field in value._asdict().items()})}"
+        return f"{value.name}:{_hash({key: sign(field) for key, field in value._asdict().items()})}"
     if isinstance(value, Mapping):
-        return f"mapping:{_hash([(repr(key), signature(each)) for key, each in value.items()])}"
+        return f"mapping:{_hash([(repr(key), sign(each)) for key, each in value.items()])}"
     if isinstance(value, partial):
-        bound = [signature(x) for x in value.args], {key: signature(x) for key, x in sorted(value.keywords.items())}
-        return f"partial:{_hash((signature(value.func), bound))}"
+        bound = [sign(x) for x in value.args], {key: sign(x) for key, x in sorted(value.keywords.items())}
+        return f"partial:{_hash((sign(value.func), bound))}"
     code = getattr(value, "__code__", None)
     if code is None:
         return repr(value) if isinstance(value, int | float | str | bool | None) else type(value).__qualname__
+    if any(value is outer for outer in within):
+        return str(value.__qualname__)
     cells = [cell.cell_contents for cell in value.__closure__ or ()]
-    content = [_code(code), [signature(cell) for cell in cells], [signature(x) for x in value.__defaults__ or ()]]
+    content = [_code(code), [sign(cell) for cell in cells], [sign(x) for x in value.__defaults__ or ()]]
     if value.__kwdefaults__:
-        content.append({key: signature(x) for key, x in sorted(value.__kwdefaults__.items())})
+        content.append({key: sign(x) for key, x in sorted(value.__kwdefaults__.items())})
     return f"{value.__qualname__}:{_hash(tuple(content))}"
 
 
