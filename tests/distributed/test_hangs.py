@@ -4,7 +4,6 @@ import importlib
 import os
 import re
 import signal
-import time
 from datetime import timedelta
 from itertools import count
 from pathlib import Path
@@ -22,7 +21,7 @@ from tandemrl.parallel import join
 from tandemrl.watchdog import EXIT_CODE, WATCHDOG
 from test_restarts import overrides
 
-LIMIT_S = 4.0
+LIMIT_S = 12.0  # on a busy machine a healthy process may be still for some of that
 CALLS = {
     "start": ("tandemrl.run.optimizer_of", 0),
     "rollout": ("tandemrl.rollout.torch_engine._Batch.step", 1),
@@ -67,7 +66,7 @@ def survivor(pair: Path, folder: Path, phase: str, collectives_s: float | None) 
     config = load(None, [*overrides(pair, folder / "run"), *changes])
     with pytest.raises(RuntimeError) as failure:
         run(train, 2, config, *CALLS[phase], folder / "stopped", collectives_s)
-    assert time.time() - (folder / "stopped").stat().st_mtime < LIMIT_S + 10
+    assert (folder / "stopped").exists()
     return str(failure.value)
 
 
@@ -77,7 +76,9 @@ def test_a_stopped_process_ends_the_other_one(phase: str, tiny_pair: Path, tmp_p
     text = survivor(tiny_pair, tmp_path, phase, 600.0)
     assert f"process 0 died with exit code {EXIT_CODE}" in text
     place = "at the start" if phase == "start" else rf"step 1, {phase}\S*"
-    assert re.search(rf"error: {place}: process 0 of 2 has done nothing for \d+ s \(parallel.timeout_s=4\)", text)
+    said = re.search(rf"error: {place}: process 0 of 2 has done nothing for (\d+) s \(parallel.timeout_s=12\)", text)
+    assert said is not None, text
+    assert LIMIT_S < int(said[1]) <= LIMIT_S + 10
     assert '/tandemrl/train.py", line' in text  # the stack
 
 
