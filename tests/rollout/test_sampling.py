@@ -7,8 +7,8 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from helpers import chi_square_bound, race_lag, reference_distribution
-from tandemrl.rollout.engine import Sampling
 from tandemrl.rollout import sampling
+from tandemrl.rollout.engine import Sampling
 from tandemrl.rollout.sampling import Truncation, draw_token, kept_tokens, penalise, race_times
 from tandemrl.selection.draws import fold_in
 
