@@ -59,7 +59,8 @@ class TorchEngine:
         self.max_rows, self.policy_version = max_rows, policy_version
         self.has_junior = junior is not None
         self.models = {1: senior} | ({0: junior} if junior is not None else {})
-        self.vocabulary = min(model.get_output_embeddings().weight.shape[0] for model in self.models.values())
+        self.heads = {who: model.get_output_embeddings() for who, model in self.models.items()}
+        self.vocabulary = min(head.weight.shape[0] for head in self.heads.values())
         if self.vocabulary < len(tokenizer):
             raise EngineError(f"a model has {self.vocabulary} logits for the tokenizer's {len(tokenizer)} tokens")
         self.context = min(_context(model) for model in self.models.values())
@@ -71,7 +72,7 @@ class TorchEngine:
 
     @property
     def info(self) -> EngineInfo:
-        weight = self.senior.get_output_embeddings().weight
+        weight = self.heads[1].weight
         return EngineInfo(
             "torch", transformers.__version__, str(weight.dtype).removeprefix("torch."), str(weight.device)
         )
@@ -171,7 +172,7 @@ class _Batch:
         self.scaled = any(s.temperature not in (0, 1) for s in samplings)
         self.stop_strings = any(s.stop for s in samplings)
         self.stops = _StopTable(engine, requests)
-        self.device = engine.senior.get_output_embeddings().weight.device
+        self.device = engine.heads[1].weight.device
         # What has been written, one row per completion of the call. The last column takes what finished rows sample.
         width = 1 + max((s.max_tokens for s in samplings), default=0)
         self.tokens = torch.empty(total, width, dtype=torch.int64)
@@ -311,8 +312,7 @@ class _Batch:
         logits = torch.empty(0)
         masks: dict[tuple[torch.device, torch.dtype], Tensor] = {}  # the same for both models, as a rule
         for who, cache in self.caches.items():
-            model = self.engine.models[who]
-            head = model.get_output_embeddings()
+            head = self.engine.heads[who]
             device = head.weight.device
             position = self.position.to(device)
             kind = (device, head.weight.dtype)
