@@ -227,10 +227,13 @@ class Stopwatch(Tracker):
         super().__init__(folder, config, quiet=True)
         self.wait = wait
         self.steps: list[dict[str, float]] = []
+        self.waited = 0.0
         self.begin = self.end = (0.0, 0.0, 0.0)
 
     def rollout_progress(self, total_rows: int) -> Callable[[int], None]:
+        arrived = time.perf_counter()
         self.wait()
+        self.waited = time.perf_counter() - arrived
         self.begin = (time.perf_counter(), *cpu_seconds())
         return super().rollout_progress(total_rows)
 
@@ -244,6 +247,7 @@ class Stopwatch(Tracker):
         self.steps.append(
             {phase: metrics[f"time/{name}"] for phase, name in PHASES.items()}
             | {
+                "generate": metrics["time/rollout"] - self.waited,  # the library's clock starts before the turn
                 "step": wall,
                 "log": time.perf_counter() - self.end[0],
                 "cpu": used / wall,
