@@ -4,9 +4,11 @@ Peer scripts import it in environments of their own, which do not have this libr
 """
 
 import json
+import math
 import os
 import platform
 import statistics
+import sys
 import time
 from collections.abc import Mapping, Sequence
 from importlib.metadata import version
@@ -61,6 +63,15 @@ def cpu_seconds() -> tuple[float, float]:
     return mine, (sum(fields) - idle - iowait) / os.sysconf("SC_CLK_TCK")
 
 
+def cpu_name() -> str:
+    """What the kernel calls the CPU; empty where it does not say."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return ""
+    return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "")
+
+
 def about(library: str = "tandemrl") -> dict[str, Any]:
     """Versions (of this library its commit, too) and machine of this process; no path and no host name."""
     return {
@@ -71,6 +82,7 @@ def about(library: str = "tandemrl") -> dict[str, Any]:
         "transformers": transformers.__version__,
         "threads": torch.get_num_threads(),
         "cores": os.cpu_count(),
+        "cpu": cpu_name(),
         "platform": platform.machine(),
     }
 
@@ -82,14 +94,32 @@ def _commit() -> dict[str, Any]:
 
 
 def ratios(seconds: Mapping[str, Sequence[float]], pairs: Sequence[tuple[str, str]]) -> dict[str, dict[str, Any]]:
-    """For each pair (a, b), how long a takes relative to b: the ratio of medians, and the ratio in every round."""
+    """For each pair (a, b), how long a takes relative to b in the same round; see ``over_rounds``."""
+    return {f"{a} / {b}": over_rounds([x / y for x, y in zip(seconds[a], seconds[b], strict=True)]) for a, b in pairs}
+
+
+def over_rounds(values: Sequence[float], level: float = 0.9) -> dict[str, Any]:
+    """The median of the rounds, its distribution-free interval, and the rounds themselves.
+
+    The interval goes from the k-th smallest to the k-th largest round, with the largest k for which it holds the true
+    median with at least ``level`` (sign test); None where all rounds together are too few.
+    """
+    count, ordered = len(values), sorted(values)
+    k, outside = 0, 2 * 0.5**count
+    while outside <= 1 - level:
+        k += 1
+        outside += 2 * math.comb(count, k) * 0.5**count
     return {
-        f"{a} / {b}": {
-            "of_medians": round(statistics.median(seconds[a]) / statistics.median(seconds[b]), 3),
-            "per_round": [round(x / y, 3) for x, y in zip(seconds[a], seconds[b], strict=True)],
-        }
-        for a, b in pairs
+        "median": round(statistics.median(values), 4),
+        "interval_90": [round(ordered[k - 1], 4), round(ordered[-k], 4)] if k else None,
+        "per_round": [round(value, 4) for value in values],
     }
+
+
+def wait_for_turn() -> None:
+    """Say that a step could begin and wait for a line: `step_time.py` lets one process at a time do a step."""
+    print("ready", file=sys.__stdout__, flush=True)
+    sys.stdin.readline()
 
 
 def write_lines(path: Path, lines: Sequence[Mapping[str, Any]]) -> None:

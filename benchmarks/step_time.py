@@ -12,9 +12,11 @@ they are then cut, before the reward: to the same lengths in both libraries (`_c
 `update_tokens_per_s` is response tokens per second of the update, the median over steps. TRL's update leaves out the
 arithmetic of the loss and the padding; ours counts all that follows the reward.
 
-With --trl-python PYTHON, an interpreter that has TRL, the peer, solo and tandem are run in turn, in processes of their
-own, so that the load of the machine falls on all three alike; prints the medians and ratios, and writes every line to
---out. CPU seconds stand beside wall seconds: on one thread they leave out the time that other processes took.
+With --trl-python PYTHON, an interpreter that has TRL, peer, solo and tandem are compared in --rounds rounds. In a round
+each has a fresh process, and these take turns step by step, so that a machine that gets faster or slower does so for
+all alike. A ratio is taken between the steps of one turn; its median over the counted turns stands for the round.
+Printed are the medians over rounds with 90 % intervals, of wall and of CPU seconds; every single run goes to --out.
+On one thread CPU seconds leave out what other processes took, but not that a busy neighbour slows a core down.
 """
 
 import argparse
@@ -26,14 +28,25 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from _common import about, cpu_seconds, digit_fraction, given_lengths, prompt_texts, ratios, tiny_senior
+from _common import (
+    about,
+    cpu_seconds,
+    digit_fraction,
+    given_lengths,
+    over_rounds,
+    prompt_texts,
+    ratios,
+    tiny_senior,
+    wait_for_turn,
+)
 
-from tandemrl.config import load
+from tandemrl.config import Config, load
 from tandemrl.data.rows import Prompt, Row
 from tandemrl.data.sampler import Sampler
 from tandemrl.rollout.engine import Completion, Engine, Request
@@ -75,9 +88,10 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--seed", type=int, default=0)
     p.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
     p.add_argument("--compile", action="store_true", help="model.compile and rollout.compile")
+    p.add_argument("--turns", action="store_true", help=argparse.SUPPRESS)  # wait_for_turn before every step
     group = p.add_argument_group("comparison")
     group.add_argument("--trl-python", metavar="PYTHON", help="interpreter that has TRL")
-    group.add_argument("--rounds", type=int, default=5)
+    group.add_argument("--rounds", type=int, default=7, help="an interval needs at least 5")
     group.add_argument("--out", type=Path, default=Path(__file__).parent / "results" / "step_time.json")
     return p
 
@@ -94,7 +108,8 @@ def measure(model: Path, options: argparse.Namespace) -> dict[str, Any]:
         run = prepare(model, options, folder)
         init_s = time.perf_counter() - start
         start = time.perf_counter()
-        with Stopwatch(folder, run.config, quiet=True) as tracker, run.scorer:
+        wait = wait_for_turn if options.turns else lambda: None
+        with Stopwatch(folder, run.config, wait) as tracker, run.scorer:
             loop(run, 0, tracker)
         train_s = time.perf_counter() - start
 
@@ -117,7 +132,8 @@ def measure(model: Path, options: argparse.Namespace) -> dict[str, Any]:
         "split_s": {phase: round(mean[phase], 4) for phase in PHASES},
         "log_s": round(mean["log"], 4),
         "s_per_step_median": round(statistics.median(step["step"] for step in counted), 4),
-        "s_per_step_all": [round(step["step"], 3) for step in steps],
+        "s_per_step_all": [round(step["step"], 4) for step in steps],
+        "cpu_s_per_step_all": [round(step["step"] * step["cpu"], 4) for step in steps],
         "cores_used": round(mean["cpu"], 2),
         "cores_others": round(mean["others"], 2),
         "gen_tokens_per_s": round(generated / mean["generate"], 1),
@@ -207,12 +223,17 @@ class DigitScorer(Scorer):
 class Stopwatch(Tracker):
     """Times the steps of the library's own loop, each from the start of its rollouts to the first thing it records."""
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
+    def __init__(self, folder: str, config: Config, wait: Callable[[], None]) -> None:
+        super().__init__(folder, config, quiet=True)
+        self.wait = wait
         self.steps: list[dict[str, float]] = []
+        self.waited = 0.0
         self.begin = self.end = (0.0, 0.0, 0.0)
 
     def rollout_progress(self, total_rows: int) -> Callable[[int], None]:
+        arrived = time.perf_counter()
+        self.wait()
+        self.waited = time.perf_counter() - arrived
         self.begin = (time.perf_counter(), *cpu_seconds())
         return super().rollout_progress(total_rows)
 
@@ -226,6 +247,7 @@ class Stopwatch(Tracker):
         self.steps.append(
             {phase: metrics[f"time/{name}"] for phase, name in PHASES.items()}
             | {
+                "generate": metrics["time/rollout"] - self.waited,  # the library's clock starts before the turn
                 "step": wall,
                 "log": time.perf_counter() - self.end[0],
                 "cpu": used / wall,
@@ -258,29 +280,29 @@ def compare(model: Path, options: argparse.Namespace) -> dict[str, Any]:
         ours += [f"{who} compiled" for who in ours]
     lines: list[dict[str, Any]] = []
     for number in range(options.rounds):
-        first = number % len(commands)
-        order = [*commands][first:] + [*commands][:first]  # nobody always goes first
-        for who in order:
-            line = {"round": number, "who": who} | last_line(commands[who])
+        for who, line in one_round(commands, options.steps).items():
             line["model"] = "tiny" if options.model is None else options.model.name  # a path is of no use to a reader
-            lines.append(line)
+            lines.append({"round": number, "who": who} | line)
             print(
                 f"round {number} {who}: {line['s_per_step_median']} s per step, "
                 f"{line['update_tokens_per_s']} tokens/s in the update",
                 file=sys.stderr,
             )
     pairs = [*((who, "trl") for who in ours), ("tandem", "solo")]
-    wall = {who: [x["s_per_step_median"] for x in lines if x["who"] == who] for who in commands}
-    cpu = {who: [x["s_per_step"] * x["cores_used"] for x in lines if x["who"] == who] for who in commands}
-    update = {who: [x["update_tokens_per_s"] for x in lines if x["who"] == who] for who in commands}
+    by_who = {who: [line for line in lines if line["who"] == who] for who in commands}
+    update = {who: [line["update_tokens_per_s"] for line in own] for who, own in by_who.items()}
+    wall, cpu = (
+        {who: [line[name][options.warmup :] or line[name] for line in own] for who, own in by_who.items()}
+        for name in ("s_per_step_all", "cpu_s_per_step_all")
+    )
     summary = {
         "benchmark": "step_time",
-        **{k: getattr(options, k) for k in ("allow_eos", "lengths", "max_tokens", "completions")},
-        "median_s_per_step": {who: round(statistics.median(values), 4) for who, values in wall.items()},
-        "median_cpu_s_per_step": {who: round(statistics.median(values), 4) for who, values in cpu.items()},
-        "ratios": ratios(wall, pairs),
-        "cpu_ratios": ratios(cpu, pairs),
-        "median_update_tokens_per_s": {who: round(statistics.median(values)) for who, values in update.items()},
+        **{k: getattr(options, k) for k in ("allow_eos", "lengths", "max_tokens", "completions", "rounds")},
+        "s_per_step": {who: over_rounds([*map(statistics.median, values)]) for who, values in wall.items()},
+        "cpu_s_per_step": {who: over_rounds([*map(statistics.median, values)]) for who, values in cpu.items()},
+        "ratios": turn_ratios(wall, pairs),
+        "cpu_ratios": turn_ratios(cpu, pairs),
+        "update_tokens_per_s": {who: over_rounds(values) for who, values in update.items()},
         "update_tokens_per_s_ratios": ratios(update, pairs),
         "cores_others": round(statistics.median(line["cores_others"] for line in lines), 2),
     }
@@ -289,16 +311,58 @@ def compare(model: Path, options: argparse.Namespace) -> dict[str, Any]:
     return summary
 
 
-def last_line(command: Sequence[str]) -> dict[str, Any]:
-    """Run a benchmark in a process of its own; the JSON object that it prints last.
+def turn_ratios(
+    seconds: Mapping[str, Sequence[Sequence[float]]], pairs: Sequence[tuple[str, str]]
+) -> dict[str, dict[str, Any]]:
+    """For each pair (a, b), how long a takes relative to b: per round the median over its turns. ``seconds``: of each
+    contestant, by round and turn."""
+    return {
+        f"{a} / {b}": over_rounds(
+            [
+                statistics.median(x / y for x, y in zip(*turns, strict=True))
+                for turns in zip(seconds[a], seconds[b], strict=True)
+            ]
+        )
+        for a, b in pairs
+    }
+
+
+def one_round(commands: Mapping[str, Sequence[str]], steps: int) -> dict[str, dict[str, Any]]:
+    """Start every benchmark and let them do their steps in turn; the JSON object that each of them prints last.
 
     Raises:
-        RuntimeError: it failed; quotes the end of its stderr.
+        RuntimeError: one failed; quotes the end of its stderr.
     """
-    done = subprocess.run(command, capture_output=True, text=True)
-    if done.returncode != 0:
-        raise RuntimeError(f"{command[1]} exited with {done.returncode}: {done.stderr[-2000:]}")
-    return json.loads(done.stdout.strip().splitlines()[-1])
+    with ExitStack() as stack:
+        errors = {who: stack.enter_context(tempfile.TemporaryFile("w+")) for who in commands}
+        processes = {
+            who: stack.enter_context(
+                subprocess.Popen(
+                    [*command, "--turns"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors[who], text=True
+                )
+            )
+            for who, command in commands.items()
+        }
+        for process in processes.values():
+            stack.callback(process.kill)  # those that still wait when another one failed
+
+        def answer(who: str) -> str:
+            assert processes[who].stdout is not None
+            if line := processes[who].stdout.readline():
+                return line
+            errors[who].seek(0)
+            raise RuntimeError(f"{who} exited with {processes[who].wait()}: {errors[who].read()[-2000:]}")
+
+        last = {who: answer(who) for who in commands}
+        for step in range(steps):
+            first = step % len(commands)
+            for who in [*commands][first:] + [*commands][:first]:  # nobody always goes first
+                pipe = processes[who].stdin
+                assert pipe is not None
+                pipe.write("go\n")
+                pipe.flush()
+                last[who] = answer(who)  # ready for the next step, or done
+    return {who: json.loads(line) for who, line in last.items()}
 
 
 if __name__ == "__main__":

@@ -39,7 +39,7 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 
 import torch
 import transformers
-from _common import about, cpu_seconds, digit_fraction, given_lengths, prompt_texts
+from _common import about, cpu_seconds, digit_fraction, given_lengths, prompt_texts, wait_for_turn
 from datasets import Dataset
 from transformers import AutoTokenizer, TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
@@ -75,13 +75,14 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--threads", type=int, default=0, help="torch threads, 0 = leave")
     p.add_argument("--seed", type=int, default=0)
     p.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
+    p.add_argument("--turns", action="store_true", help=argparse.SUPPRESS)  # wait_for_turn before every step
     return p
 
 
 def measure(options: argparse.Namespace, folder: str) -> dict[str, Any]:
     """Train for ``options.steps`` steps; the result line."""
     start = time.perf_counter()
-    stopwatch = Stopwatch(options.device)
+    stopwatch = Stopwatch(options.device, wait_for_turn if options.turns else lambda: None)
     trainer = Trainer(
         stopwatch,
         options,
@@ -117,7 +118,8 @@ def measure(options: argparse.Namespace, folder: str) -> dict[str, Any]:
         "s_per_step": round(mean["step"], 4),
         "split_s": {name: round(mean[name], 4) for name in (*PHASES, "other", "update")},
         "s_per_step_median": round(statistics.median(step["step"] for step in counted), 4),
-        "s_per_step_all": [round(step["step"], 3) for step in steps],
+        "s_per_step_all": [round(step["step"], 4) for step in steps],
+        "cpu_s_per_step_all": [round(step["step"] * step["cpu"], 4) for step in steps],
         "cores_used": round(statistics.mean(step["cpu"] for step in counted), 2),
         "cores_others": round(statistics.mean(step["others"] for step in counted), 2),
         "gen_tokens_per_s": None if options.allow_eos else round(generated / mean["generate"], 1),
@@ -166,7 +168,8 @@ def reward(completions: Sequence[str], **_: Any) -> list[float]:
 class Stopwatch(TrainerCallback):
     """Wall seconds per phase and step, and what the step had of the machine."""
 
-    def __init__(self, device: str) -> None:
+    def __init__(self, device: str, wait: Callable[[], None]) -> None:
+        self.turn = wait
         self.steps: list[dict[str, float]] = []
         self.now: dict[str, float] = {}
         self.begin = (0.0, 0.0, 0.0)
@@ -184,6 +187,7 @@ class Stopwatch(TrainerCallback):
         self.now[name] = self.now.get(name, 0.0) + self.time() - start
 
     def on_step_begin(self, *_: Any, **__: Any) -> None:
+        self.turn()
         self.now = {}
         self.begin = (self.time(), *cpu_seconds())
 

@@ -7,8 +7,9 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from helpers import chi_square_bound, race_lag, reference_distribution
+from tandemrl.rollout import sampling
 from tandemrl.rollout.engine import Sampling
-from tandemrl.rollout.sampling import Truncation, draw, kept_tokens, penalise
+from tandemrl.rollout.sampling import Truncation, draw_token, kept_tokens, penalise, race_times
 from tandemrl.selection.draws import fold_in
 
 
@@ -158,6 +159,12 @@ def test_penalties_and_truncation_are_those_of_vllm():
 
 def keys(count: int, *, seed: int) -> torch.Tensor:
     return fold_in(torch.tensor(seed), torch.arange(count))
+
+
+def draw(logits: torch.Tensor, token_keys: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    tokens, logprobs = sampling.draw(logits, race_times(token_keys, logits.shape[1]))
+    assert torch.equal(tokens, draw_token(logits.log_softmax(-1), token_keys))
+    return tokens, logprobs
 
 
 @pytest.mark.parametrize("v", [1, 5, 64, 65, 200])

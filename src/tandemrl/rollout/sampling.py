@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
-from jaxtyping import Bool, Float, Int64
+from jaxtyping import Bool, Float, Float64, Int64
 from torch import Tensor
 
 from tandemrl.selection.draws import uniforms
@@ -67,11 +67,11 @@ BLOCK = 64
 
 
 def draw(
-    logits: Float[Tensor, "b v"], token_keys: Int64[Tensor, " b"]
+    logits: Float[Tensor, "b v"], times: Float64[Tensor, "b r"]
 ) -> tuple[Int64[Tensor, " b"], Float[Tensor, " b"]]:
-    """A token of each row's distribution (see ``draw_token``), and its log-prob."""
+    """A token of each row's distribution, and its log-prob. ``times``: of ``race_times``."""
     logp = logits.log_softmax(-1)
-    tokens = draw_token(logp, token_keys)
+    tokens = race_winner(logp, times)
     return tokens, logp.gather(1, tokens[:, None]).squeeze(1)
 
 
@@ -88,14 +88,23 @@ def draw_token(logprobs: Float[Tensor, "b v"], token_keys: Int64[Tensor, " b"]) 
     Args:
         logprobs: normalised; -inf excludes a token.
     """
+    return race_winner(logprobs, race_times(token_keys, logprobs.shape[1]))
+
+
+def race_times(token_keys: Int64[Tensor, "*b"], vocabulary: int) -> Float64[Tensor, "*b r"]:
+    """E₀ … of ``draw_token``, which no logit changes: ``BLOCK`` places and the blocks of the vocabulary."""
+    counters = torch.arange(BLOCK + -(-vocabulary // BLOCK), device=token_keys.device)
+    # Never 0, so that a token of probability 0 comes in last.
+    return uniforms(token_keys[..., None], counters).clamp_(min=2.0**-54).log_().neg_()
+
+
+def race_winner(logprobs: Float[Tensor, "b v"], times: Float64[Tensor, "b r"]) -> Int64[Tensor, " b"]:
+    """Both heats of ``draw_token``."""
     rows, v = logprobs.shape
     probabilities = logprobs.exp()
     if v % BLOCK:
         probabilities = F.pad(probabilities, (0, -v % BLOCK))
     blocks = probabilities.view(rows, -1, BLOCK)
-    counters = torch.arange(BLOCK + blocks.shape[1], device=logprobs.device)
-    # Never 0, so that a token of probability 0 comes in last.
-    times = uniforms(token_keys[:, None], counters).clamp_(min=2.0**-54).log_().neg_()
     block = (times[:, BLOCK:] / blocks.sum(-1)).argmin(-1)
     place = (times[:, :BLOCK] / blocks[torch.arange(rows, device=block.device), block]).argmin(-1)
     return block * BLOCK + place

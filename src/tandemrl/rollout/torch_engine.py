@@ -13,13 +13,13 @@ from typing import Literal
 import torch
 import torch.nn.functional as F
 import transformers
-from jaxtyping import Float, Int64
+from jaxtyping import Float, Float64, Int64
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from tandemrl.model import eagerly, eos_token_ids, hidden_states, require_compiler
 from tandemrl.rollout.engine import Completion, EngineError, EngineInfo, Request, StopReason, check_request
-from tandemrl.rollout.sampling import Truncation, draw, kept_tokens, penalise
+from tandemrl.rollout.sampling import Truncation, draw, kept_tokens, penalise, race_times
 from tandemrl.rollout.sync import fingerprint
 from tandemrl.selection.draws import SAMPLING, fold_in, stream
 from tandemrl.selection.live import LiveSelection
@@ -28,6 +28,7 @@ from tandemrl.watchdog import stamp
 _WRITERS = {"both": (0, 1), "senior": (1,), "junior": (0,)}
 PREFILL_TOKENS = 16384  # prompt tokens computed in one prefill forward
 CACHE_STEP = 64  # columns by which KV caches grow
+RACES_AHEAD = 16  # steps whose random numbers are made at once, fewer where there are many rows
 
 
 class TorchEngine:
@@ -59,7 +60,8 @@ class TorchEngine:
         self.max_rows, self.policy_version = max_rows, policy_version
         self.has_junior = junior is not None
         self.models = {1: senior} | ({0: junior} if junior is not None else {})
-        self.vocabulary = min(model.get_output_embeddings().weight.shape[0] for model in self.models.values())
+        self.heads = {who: model.get_output_embeddings() for who, model in self.models.items()}
+        self.vocabulary = min(head.weight.shape[0] for head in self.heads.values())
         if self.vocabulary < len(tokenizer):
             raise EngineError(f"a model has {self.vocabulary} logits for the tokenizer's {len(tokenizer)} tokens")
         self.context = min(_context(model) for model in self.models.values())
@@ -71,7 +73,7 @@ class TorchEngine:
 
     @property
     def info(self) -> EngineInfo:
-        weight = self.senior.get_output_embeddings().weight
+        weight = self.heads[1].weight
         return EngineInfo(
             "torch", transformers.__version__, str(weight.dtype).removeprefix("torch."), str(weight.device)
         )
@@ -173,7 +175,7 @@ class _Batch:
         self.scaled = any(s.temperature not in (0, 1) for s in samplings)
         self.stop_strings = any(s.stop for s in samplings)
         self.stops = _StopTable(engine, requests)
-        self.device = engine.senior.get_output_embeddings().weight.device
+        self.device = engine.heads[1].weight.device
         # What has been written, one row per completion of the call. The last column takes what finished rows sample.
         width = 1 + max((s.max_tokens for s in samplings), default=0)
         self.tokens = torch.empty(total, width, dtype=torch.int64)
@@ -191,6 +193,7 @@ class _Batch:
         self.stop_row = torch.empty(0, dtype=torch.int64)
         # Device side, one row each: temperature, top_k, top_p, min_p, penalties; token counts when penalised.
         self.parameters = torch.empty(0, 7, dtype=torch.float32, device=self.device)
+        self.races: list[Tensor] = []  # of the coming steps, the next one last
         self.in_prompt = torch.empty(0, engine.vocabulary, dtype=torch.bool, device=self.device)
         self.counts = torch.empty(0, engine.vocabulary, dtype=torch.int64, device=self.device)
 
@@ -241,6 +244,7 @@ class _Batch:
             self.in_prompt = torch.cat([self.in_prompt, seen[source].to(self.device)])
             self.counts = torch.cat([self.counts, torch.zeros_like(seen[source], dtype=torch.int64).to(self.device)])
         self.rows += new
+        self.races = []
 
     def retire(self) -> None:
         """Drop finished rows once they make up an eighth of the batch, so that caches are copied rarely."""
@@ -249,6 +253,7 @@ class _Batch:
         if finished == 0 or (len(index) and 8 * finished < len(self.rows)):
             return
         self.rows = [self.rows[i] for i in index.tolist()]
+        self.races = []
         for cache in self.caches.values():
             cache.keep(index, int(self.position[index].max()) + 1 if len(index) else 0)
         for name in ("last", "position", "stream", "written", "author", "stop_row", "number", "limit", "live"):
@@ -272,8 +277,7 @@ class _Batch:
     def step(self) -> int:
         """Every live row gets one token from its author; returns how many rows that were."""
         logits = self._author_logits()
-        token_keys = fold_in(self.stream, self.written).to(self.device)
-        tokens, logprobs = self._sample(logits, token_keys)
+        tokens, logprobs = self._sample(logits, self._race())
         if self.penalised:
             self.counts.scatter_add_(1, tokens[:, None], torch.ones_like(tokens[:, None]))
         tokens = tokens.cpu()
@@ -311,8 +315,7 @@ class _Batch:
         logits = torch.empty(0)
         masks: dict[tuple[torch.device, torch.dtype], Tensor] = {}  # the same for both models, as a rule
         for who, cache in self.caches.items():
-            model = self.engine.models[who]
-            head = model.get_output_embeddings()
+            head = self.engine.heads[who]
             device = head.weight.device
             position = self.position.to(device)
             kind = (device, head.weight.dtype)
@@ -332,7 +335,17 @@ class _Batch:
                 logits[index.to(self.device)] = head(hidden[index.to(device)])[:, :vocabulary].float().to(self.device)
         return logits
 
-    def _sample(self, logits: Tensor, token_keys: Tensor) -> tuple[Int64[Tensor, " b"], Float[Tensor, " b"]]:
+    def _race(self) -> Float64[Tensor, "b r"]:
+        """The random numbers of this step's draws. They depend on no logit: those of many steps cost hardly more."""
+        if not self.races:
+            counters = self.written[:, None] + torch.arange(max(1, min(RACES_AHEAD, 512 // len(self.rows))))
+            times = race_times(fold_in(self.stream[:, None], counters).to(self.device), self.engine.vocabulary)
+            self.races = [*times.unbind(1)][::-1]
+        return self.races.pop()
+
+    def _sample(self, logits: Tensor, race: Tensor) -> tuple[Int64[Tensor, " b"], Float[Tensor, " b"]]:
+        if not (self.penalised or self.scaled or self.greedy or self.truncated):
+            return draw(logits, race)
         temperature, top_k, top_p, min_p, repetition, presence, frequency = self.parameters.split(1, dim=1)
         if self.penalised:
             logits = penalise(
@@ -348,7 +361,7 @@ class _Batch:
             logits = logits / torch.where(temperature > 0, temperature, 1.0)
         if self.truncated:
             logits = logits.masked_fill(~kept_tokens(logits, Truncation(top_k.long(), top_p, min_p)), -torch.inf)
-        tokens, logprobs = draw(logits, token_keys)
+        tokens, logprobs = draw(logits, race)
         if self.greedy:
             deterministic = (temperature == 0).squeeze(1)
             tokens = torch.where(deterministic, raw.argmax(-1), tokens)
@@ -433,10 +446,8 @@ class _KVCache:
 
 def _column_mask(position: Int64[Tensor, " b"], width: int, dtype: torch.dtype) -> Float[Tensor, "b 1 1 w"]:
     """0 on the columns up to each row's position, -inf beyond."""
-    beyond = torch.arange(width, device=position.device) > position[:, None]
-    return torch.zeros(beyond.shape, dtype=dtype, device=position.device).masked_fill_(beyond, -torch.inf)[
-        :, None, None
-    ]
+    seen = torch.arange(width, device=position.device) <= position[:, None]
+    return torch.where(seen, torch.zeros((), dtype=dtype, device=position.device), -torch.inf)[:, None, None]
 
 
 class _DecodeLayout:
