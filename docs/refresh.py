@@ -111,9 +111,9 @@ def lines(name: str) -> list[dict[str, Any]]:
 
 
 def middle(values: Mapping[str, Any], digits: int = 2) -> str:
-    """``0.62 [0.62, 0.71]``: the ratio of medians, with the lowest and the highest round."""
-    low, high = min(values["per_round"]), max(values["per_round"])
-    return f"{values['of_medians']:.{digits}f} [{low:.{digits}f}, {high:.{digits}f}]"
+    """``0.62 [0.61, 0.65]``: the median over rounds and its 90 % interval."""
+    low, high = values["interval_90"]
+    return f"{values['median']:.{digits}f} [{low:.{digits}f}, {high:.{digits}f}]"
 
 
 def versions_of(found: Sequence[Mapping[str, Any]]) -> str:
@@ -135,20 +135,21 @@ def step_time(name: str) -> str:
     columns = [pair.removesuffix(" / trl") for pair in content["ratios"] if pair.endswith(" / trl")]
     measured = {
         "seconds per step": content["ratios"],
-        "tokens per second of the update": content.get("update_tokens_per_s_ratios"),
+        "CPU seconds per step": content["cpu_ratios"],
+        "tokens per second of the update": content["update_tokens_per_s_ratios"],
     }
-    rows = [[what, *(middle(found[f"{who} / trl"]) for who in columns)] for what, found in measured.items() if found]
-    rounds = len({line["round"] for line in content["lines"]})
+    rows = [[what, *(middle(found[f"{who} / trl"]) for who in columns)] for what, found in measured.items()]
     return (
         markdown_table(["relative to TRL's solo step", *columns], rows)
-        + f"\nMedians over {rounds} rounds, lowest and highest round; {versions_of(content['lines'])}; {_file(name)}.\n"
+        + f"\nMedians over {content['rounds']} rounds with 90 % intervals; other processes used "
+        f"{content['cores_others']:.1f} cores; {versions_of(content['lines'])}; {_file(name)}.\n"
     )
 
 
 def step_time_sentence() -> str:
     """For README."""
     content = json.loads((BENCHMARKS / "step_time.json").read_text())
-    solo, tandem = (content["ratios"][f"{who} / trl"]["of_medians"] for who in ("solo", "tandem"))
+    solo, tandem = (content["ratios"][f"{who} / trl"]["median"] for who in ("solo", "tandem"))
     trl = next(line["version"] for line in content["lines"] if line["library"] == "trl")
     return (
         f"A GRPO step of the tiny pair on one CPU thread takes {solo:.2f} of the time of TRL {trl}'s; a tandem step,\n"
@@ -170,8 +171,8 @@ def decoding() -> str:
     head = ["rows", "transformers.generate", "solo", "tandem", "solo / transformers", "tandem / solo"]
     return (
         markdown_table(head, rows)
-        + f"\nSeconds for {found[0]['max_tokens']} tokens per row, medians of {found[0]['rounds']} rounds, lowest and "
-        f"highest round of a ratio; {versions_of(found)}; {_file('decoding.jsonl')}.\n"
+        + f"\nSeconds for {found[0]['max_tokens']} tokens per row, medians of {found[0]['rounds']} rounds, ratios with "
+        f"90 % intervals; {versions_of(found)}; {_file('decoding.jsonl')}.\n"
     )
 
 
@@ -246,7 +247,6 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "summary": summary,
     "step-time": lambda: step_time("step_time.json"),
     "step-time-lognormal": lambda: step_time("step_time_lognormal.json"),
-    "step-time-eos": lambda: step_time("step_time_eos.json"),
     "step-time-sentence": step_time_sentence,
     "decoding": decoding,
     "tandem-cost": tandem_cost,

@@ -246,16 +246,28 @@ def race_lag(p: np.ndarray, token: int, token_key: int) -> float:
     Exponential times: numbers 0 to 63 of the key belong to the places in a block of 64 ids, the others to the blocks.
     """
     block, place = divmod(token, 64)
-    masses = [float(p[i : i + 64].sum()) for i in range(0, len(p), 64)]
+    between, within = race(p, token_key, block)
+    return max(between[block] / min(between), within[place] / min(within)) - 1
 
-    def lag(index: int, weights: Sequence[float], first: int) -> float:
-        times = [
+
+def race(p: np.ndarray, token_key: int, block: int) -> tuple[list[float], list[float]]:
+    """When each block arrives, and each id of one block."""
+
+    def times(weights: Sequence[float], first: int) -> list[float]:
+        return [
             -math.log((splitmix(token_key, first + i) >> 11) / 2**53) / weight if weight > 0 else math.inf
             for i, weight in enumerate(weights)
         ]
-        return times[index] / min(times) - 1
 
-    return max(lag(block, masses, 64), lag(place, p[64 * block : 64 * block + 64].tolist(), 0))
+    masses = [float(p[i : i + 64].sum()) for i in range(0, len(p), 64)]
+    return times(masses, 64), times(p[64 * block : 64 * block + 64].tolist(), 0)
+
+
+def raced_token(p: np.ndarray, token_key: int) -> int:
+    """The token that wins."""
+    between, _ = race(p, token_key, 0)
+    block = int(np.argmin(between))
+    return 64 * block + int(np.argmin(race(p, token_key, block)[1]))
 
 
 def chi_square_bound(counts: np.ndarray, probabilities: np.ndarray) -> tuple[float, float]:

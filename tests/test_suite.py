@@ -22,8 +22,9 @@ from helpers import (
     VOCABULARY,
     prepared,
     qwen3,
+    raced_token,
     reference_logits,
-    sampling_uniform,
+    sampling_key,
     small_qwen3,
     text,
     with_head_bias,
@@ -441,8 +442,7 @@ def handoff_by_hand(models, prompt, key, senior_writes, max_tokens):
     while len(tokens) < max_tokens and IDS[EOS] not in tokens:
         with torch.no_grad():
             logits = models[senior_writes](input_ids=torch.tensor([[*prompt, *tokens]])).logits[0, -1].double()
-        cumulative = logits.softmax(-1).cumsum(-1)
-        token = int((cumulative <= sampling_uniform(key, len(tokens))).sum())
+        token = raced_token(logits.softmax(-1).numpy(), sampling_key(key, len(tokens)))
         before, after = text(tokens), text([*tokens, token])
         tokens.append(token)
         authors.append(int(senior_writes))

@@ -17,6 +17,7 @@ from tandemrl.config import JudgeConfig, RewardConfig, load
 from tandemrl.data.rows import Row
 from tandemrl.evals.measures import Sample, graded
 from tandemrl.evals.protocol import grade
+from tandemrl.parallel import World
 from tandemrl.rollout.engine import Draws
 from tandemrl.rollout.envs import prime
 from tandemrl.rollout.envs.protocol import Score
@@ -149,13 +150,15 @@ def spread(total: int, failing: Sequence[int], **config: Any) -> list[list[Any]]
     meeting, values = Barrier(2, timeout=60), [None, None]
 
     def process(rank: int) -> list[Any]:
-        def gather(value: Any) -> list[Any]:
-            values[rank] = value
-            meeting.wait()
-            return list(values)
+        class Meeting(World):
+            def gather(self, value: Any, group: Any = None) -> list[Any]:
+                values[rank] = value
+                meeting.wait()
+                return list(values)
 
-        world: Any = SimpleNamespace(rank=rank, size=2, gather=gather)
-        with SpreadScorer(world, RewardConfig(workers=1), judge=JudgePool(Judge(), JudgeConfig(**config))) as scorer:
+        with SpreadScorer(
+            Meeting(rank, 2), RewardConfig(workers=1), judge=JudgePool(Judge(), JudgeConfig(**config))
+        ) as scorer:
             return scorer.score(items(total, failing))
 
     with ThreadPoolExecutor(2) as threads:

@@ -5,6 +5,7 @@ missing instead of training something else.
 """
 
 import hashlib
+import inspect
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
@@ -66,7 +67,7 @@ def _brief(value: Any) -> str:
     if isinstance(value, partial):
         return f"partial({_brief(value.func)})"
     named = value if hasattr(value, "__qualname__") else type(value)
-    code = getattr(value, "__code__", None)
+    code = getattr(inspect.unwrap(value), "__code__", None)
     where = "" if code is None else f" ({Path(code.co_filename).name}:{code.co_firstlineno})"
     return f"{named.__module__}.{named.__qualname__}{where}"
 

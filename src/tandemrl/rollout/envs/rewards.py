@@ -52,7 +52,7 @@ def weighted(terms: Sequence[Term], scores: Sequence[Score]) -> Score:
     return Score(sum(term.weight * values[term.name] for term in terms), parts | values, scores[0].answer)
 
 
-def by_name(reward: RewardFunction | Mapping[str, RewardFunction] | None) -> dict[str, RewardFunction]:
+def by_name(reward: RewardFunction | Mapping[str, Any] | None) -> dict[str, RewardFunction]:
     """Reward functions by name. A single one goes by its own name, or as ``reward`` if it has none (a lambda).
 
     Raises:
