@@ -55,7 +55,7 @@ def _command(name: Command) -> Callable[..., None]:
         device: Annotated[str | None, typer.Option(help="cpu, cuda, …")] = None,
         dtype: Annotated[str | None, typer.Option(help="float32 or bfloat16.")] = None,
     ) -> None:
-        from tandemrl.config import ConfigError, load, stated_keys
+        from tandemrl.config import ConfigError, load, stated_keys, warn_of_reward_function
 
         if k is not None and not all(part.strip().isdigit() for part in k.split(",")):
             raise ConfigError(f"--k {k}: expected whole numbers with commas between them, e.g. 1,2,4,8")
@@ -71,6 +71,7 @@ def _command(name: Command) -> Callable[..., None]:
             given["eval.k"] = [each for each in (1, 2, 4, 8) if each <= samples]
         options = [f"{key}={value}" for key, value in given.items() if value is not None]
         resolved = load(config, [*options, *(overrides or ())])
+        warn_of_reward_function(resolved)
         if not data and config is None:
             raise ConfigError("no data to evaluate on: give --data, or --config for its data.eval")
 

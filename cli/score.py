@@ -23,11 +23,13 @@ def score(
     out: Annotated[Path | None, typer.Option(help="JSONL file for the scores, a line per response.")] = None,
 ) -> None:
     """Score stored responses as training would; prints the means by data source."""
-    from tandemrl.config import load, stated_keys
+    from tandemrl.config import load, stated_keys, warn_of_reward_function
     from tandemrl.score import score_file
 
     stated = None if config is None else stated_keys(overrides or ())
-    summary = score_file(load(config, overrides or ()), data, responses, out=out, stated=stated)
+    resolved = load(config, overrides or ())
+    warn_of_reward_function(resolved)
+    summary = score_file(resolved, data, responses, out=out, stated=stated)
 
     from rich.console import Console
     from rich.table import Table

@@ -312,8 +312,10 @@ def test_a_correct_sample_is_verified_if_the_judge_accepts_its_reasoning():
     lenient = evals.verify(samples, prompts, JudgePool(Marker(), config))
     assert [sample.verified for sample in lenient] == [True, True, False, False, True, True, True, True]
 
-    with pytest.raises(JudgeError, match=r"no score to 1 of the 7 .*judge\.max_failure_rate=0\.1\b"):
-        evals.verify(samples, prompts, JudgePool(Marker(), JudgeConfig(prompt="reasoning", retries=0)))
+    with pytest.raises(JudgeError, match=r"no score to 1 of the 7 .*judge\.max_failure_rate=0\)"):
+        evals.verify(
+            samples, prompts, JudgePool(Marker(), JudgeConfig(prompt="reasoning", retries=0, max_failure_rate=0.0))
+        )
 
 
 def test_without_correct_samples_the_judge_is_not_asked():

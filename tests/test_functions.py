@@ -1,5 +1,6 @@
 """Functions in place of config keys: told apart, recorded in the config, and asked for again."""
 
+import inspect
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -80,7 +81,7 @@ def test_a_name_says_where_to_look() -> None:
     assert describe(mostly_senior).startswith(f"{__name__}.mostly_senior (test_functions.py:")
     assert (
         describe(RECIPE) == "recipe grpo with surrogate=partial(tandemrl.losses.surrogates.ppo_clip (surrogates.py:"
-        f"{ppo_clip.__code__.co_firstlineno}))"
+        f"{inspect.unwrap(ppo_clip).__code__.co_firstlineno}))"
     )
     assert describe(RECIPES["dapo"]) == "recipe dapo"
     assert describe({"mine": right, "short": short}).startswith(f"mine={__name__}.right (test_functions.py:")

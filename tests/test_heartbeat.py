@@ -22,6 +22,20 @@ def test_lines_come_while_the_body_runs_and_end_with_it() -> None:
     assert threading.active_count() == before
 
 
+def test_a_file_that_goes_while_it_is_looked_at_ends_nothing() -> None:
+    tries: list[int] = []
+    said = threading.Event()
+
+    def line() -> str:
+        tries.append(len(tries))
+        if len(tries) == 1:
+            raise FileNotFoundError("step_3")
+        return "on"
+
+    with heartbeat(lambda text: said.set(), line, every_s=0.001):
+        assert said.wait(60)
+
+
 def test_the_newest_file_says_where_an_experiment_is(tmp_path: Path) -> None:
     import os
 

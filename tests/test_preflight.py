@@ -2,6 +2,7 @@
 
 import json
 import shutil
+import warnings
 from collections import namedtuple
 from pathlib import Path
 from typing import Any
@@ -178,20 +179,32 @@ def test_a_dry_run_downloads_nothing(arguments: list[str], monkeypatch: pytest.M
 
 
 def test_the_space_is_that_of_the_checkpoints_and_exports(
-    arguments: list[str], monkeypatch: pytest.MonkeyPatch
+    arguments: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config: Config = load(
         "quickstart", [*arguments, "train.steps=10", "train.save_every=3", "train.keep_checkpoints=1"]
     )
     size = sum(parameter.numel() for parameter in qwen3().parameters())
-    needed = 2 * size * 12 + (4 + 1) * size * 4  # weights and two moments, in float32; 4 saves and hf/best
-    for free, enough in ((needed, True), (needed - 1, False)):
-        monkeypatch.setattr(shutil, "disk_usage", lambda place, free=free: Disk(0, 0, free))
-        if enough:
-            Preflight(config).space()
-        else:
-            with pytest.raises(ValueError, match=r"the run needs .*train\.save_every"):
-                Preflight(config).space()
+    first = 2 * size * 12 + 2 * size * 4  # weights and two moments, in float32; the first export and hf/best
+    needed = first + 3 * size * 4  # of 4 saves
+
+    def with_free(free: int) -> Preflight:
+        monkeypatch.setattr(shutil, "disk_usage", lambda place: Disk(0, 0, free))
+        return Preflight(config)
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with_free(needed).space()
+    with pytest.warns(UserWarning, match=r"with every export .*train\.save_every"):
+        with_free(needed - 1).space()
+    with pytest.warns(UserWarning, match="with every export"):
+        with_free(first).space()
+    with pytest.raises(ValueError, match=r"checkpoints and the first export need .*train\.keep_checkpoints"):
+        with_free(first - 1).space()
+    for step in (3, 9):  # nearly done: one export is left
+        (tmp_path / "runs" / "mine" / "checkpoints" / f"step_{step}").mkdir(parents=True)
+        (tmp_path / "runs" / "mine" / "checkpoints" / f"step_{step}" / "meta.json").write_text("{}")
+    assert f"{(size * 12 + 2 * size * 4) / 1e9:.2f} GB for" in with_free(needed).space()
 
 
 @pytest.mark.parametrize(
@@ -218,3 +231,11 @@ def test_a_resume_from_nowhere_names_the_checkpoint_that_is_there(
         assert check_resume(usable, "runs/mine") == usable
     with pytest.raises(RuntimeError, match=rf"^--resume {resume}: {message}"):
         check_resume(resume, "runs/mine")
+
+
+def test_without_evaluation_a_reward_for_the_evaluation_s_rows_is_no_mistake(arguments: list[str]) -> None:
+    pattern = "reward.scorers.elsewhere=boxed"
+    with pytest.raises(ValueError, match=r"reward\.scorers\.elsewhere"):
+        Preflight(load("quickstart", [*arguments, pattern])).rewards()
+    with pytest.warns(UserWarning, match=r"reward\.scorers\.elsewhere"):
+        Preflight(load("quickstart", [*arguments, pattern, "train.eval_every=0"])).rewards()

@@ -248,6 +248,10 @@ def test_a_run_may_leave_its_damaged_record_behind(tiny_pair: Path, finished: Pa
     cut(tmp_path / "old" / "metrics.jsonl", 2)
     new = build(config(tiny_pair, tmp_path / "new", "train.steps=6"))
     assert restore(new, checkpoint) == 4
+    for begun in ("", '{"step": 5, "x": 1}\n'):  # the same command again, after a crash
+        (tmp_path / "new" / "metrics.jsonl").write_text(begun)
+        assert restore(new, checkpoint) == 4
+        assert (tmp_path / "new" / "metrics.jsonl").read_text() == ""
     (tmp_path / "new" / "metrics.jsonl").write_text('{"step": 1}\n{"step": 5}\n')
     with pytest.raises(DamagedError, match=r"new/metrics\.jsonl: no readable line of step 2, 3, 4\. "):
         restore(new, checkpoint)

@@ -152,6 +152,12 @@ def run_programs() -> int:
     return 5
 
 
+def call_a_reward_function() -> int:
+    with Scorer(RewardConfig(), functions={"short": lambda row, text: 1.0}) as scorer:
+        scorer.score([(Row("a", (), "mine", "1", {}), "text")] * 6)
+    return 6
+
+
 def ask_a_judge() -> int:
     with FakeJudge(lambda prompt, _: "re") as judge:
         engine = HttpEngine(JudgeConfig(url=judge.url, concurrency=2))
@@ -159,7 +165,7 @@ def ask_a_judge() -> int:
     return 7
 
 
-@pytest.mark.parametrize("work", [decode, run_programs, ask_a_judge])
+@pytest.mark.parametrize("work", [decode, run_programs, call_a_reward_function, ask_a_judge])
 def test_long_work_leaves_a_stamp_per_part(work: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """A step of decoding, a program, a reply: a phase of many of them may take longer than the time-out."""
     counted = Counted()

@@ -182,7 +182,7 @@ class _Writing:
         if self.world.main:
             if self.path.exists() and not _is_empty(self.path):
                 advice = "resume from the newest checkpoint, or discard_after() first"
-                advice = advice if _is_checkpoint(self.path) else "it holds no checkpoint; move it elsewhere"
+                advice = advice if is_checkpoint(self.path) else "it holds no checkpoint; move it elsewhere"
                 raise CheckpointError(f"{self.path} exists already: {advice}")
             begin(self.path)
 
@@ -393,7 +393,7 @@ def _verify_tensors(path: Path, world: World) -> None:
 def _read_state(path: Path) -> dict[str, Any]:
     file = path / "state.pt"
     if not file.is_file():
-        if _is_checkpoint(path):
+        if is_checkpoint(path):
             raise DamagedError(f"{file}: missing, but the checkpoint was written with it")
         raise CheckpointError(f"{path}: no checkpoint there (state.pt is missing); expected …/checkpoints/step_N")
     content = manifest.read_bytes(file)
@@ -466,7 +466,7 @@ def _may_change(key: str, stored: Any) -> bool:
 
 def _steps(folder: Path) -> list[Path]:
     """Checkpoints, whole or what damage left of them, in the order of their steps."""
-    return [path for path in _numbered(folder) if _is_checkpoint(path)]
+    return [path for path in _numbered(folder) if is_checkpoint(path)]
 
 
 def _numbered(folder: Path) -> list[Path]:
@@ -475,9 +475,9 @@ def _numbered(folder: Path) -> list[Path]:
     return sorted(found, key=step_of)
 
 
-def _is_checkpoint(path: Path) -> bool:
-    """Whether anything of a checkpoint is in a directory: one that somebody else made does not count."""
-    return any((path / name).exists() for name in _CONTENT)
+def is_checkpoint(path: Path) -> bool:
+    """Whether anything of a checkpoint is in a directory; a config.yaml alone is a run's."""
+    return any((path / name).exists() for name in _CONTENT if name != "config.yaml")
 
 
 def _is_empty(path: Path) -> bool:

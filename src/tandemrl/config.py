@@ -8,6 +8,7 @@ and the code revision. All three are stored with every checkpoint and result. Th
 
 import difflib
 import math
+import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, is_dataclass
 from pathlib import Path
@@ -299,7 +300,8 @@ class JudgeConfig:
     concurrency: int = 64
     """Requests in flight at once."""
     max_failure_rate: float = 0.1
-    """Stop if the judge gives no score to more than this share of a batch; below it, such responses are not learnt from."""
+    """Stop if the judge gives no score to more than this share of a batch, or to one response if that is more; 0 = to any.
+    Below it, such responses are not learnt from."""
 
 
 @dataclass(frozen=True)
@@ -434,6 +436,16 @@ def stated_keys(overrides: Sequence[str]) -> set[str]:
     from omegaconf import OmegaConf
 
     return set(_flatten(_plain(OmegaConf.to_container(OmegaConf.from_dotlist(list(overrides))))))
+
+
+def warn_of_reward_function(config: Config) -> None:
+    """Say that a config alone cannot score as its run did, if that run was given a reward function."""
+    if config.functions.reward is not None:
+        warnings.warn(
+            f"functions.reward: this config's run was rewarded by {config.functions.reward.name}, which no file holds; "
+            "here reward.scorers and the rows' data_source decide",
+            stacklevel=2,
+        )
 
 
 def find_config(path: str | Path) -> Path:

@@ -92,6 +92,16 @@ def of_step(file: Path, step: int) -> Coverage:
     return coverage
 
 
+def begins_after(file: Path, step: int) -> bool:
+    """Whether a file holds no line of ``step`` or before: it is missing, empty, or of a run that began there."""
+    if not file.is_file():
+        return True
+    with open(file, "rb") as content:
+        first = content.readline()
+    found = _STEP.match(first)
+    return not first or (found is not None and int(found[1]) > step)
+
+
 def _loss(coverage: Coverage, step: int) -> str:
     """What is wrong with the covered lines, in words."""
     if not coverage.file.is_file():

@@ -18,7 +18,11 @@ def heartbeat(say: Callable[[str], None], line: Callable[[], str], *, every_s: f
 
     def beat() -> None:
         while not ended.wait(every_s):
-            say(f"{time.monotonic() - start:.0f} s: {line()}")
+            try:
+                shown = line()
+            except OSError:  # a file went while it was looked at
+                continue
+            say(f"{time.monotonic() - start:.0f} s: {shown}")
 
     thread = threading.Thread(target=beat, daemon=True)
     thread.start()

@@ -225,15 +225,18 @@ def eagerly(model: PreTrainedModel) -> AbstractContextManager[object]:
     return torch.compiler.set_stance("force_eager") if hasattr(model, _COMPILED) else nullcontext()
 
 
-def load_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:
+def load_tokenizer(path: str | Path, *, download: bool = True) -> PreTrainedTokenizerBase:
     """The tokenizer of a model folder or hub id.
+
+    Args:
+        download: from the hub, if it is not on this machine.
 
     Raises:
         ModelError: not loadable, or its files are not there.
     """
     check_folder(path)
     try:
-        tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=False)
+        tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=False, local_files_only=not download)
     except (OSError, ValueError, KeyError, RuntimeError) as error:
         raise refusal("tokenizer of", path, error) from None
     if set(tokenizer.get_vocab()) <= set(tokenizer.all_special_tokens):  # what transformers makes out of no files

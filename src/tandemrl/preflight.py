@@ -4,6 +4,7 @@
 import importlib.util
 import math
 import shutil
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -16,10 +17,10 @@ from huggingface_hub import try_to_load_from_cache
 from huggingface_hub.errors import HFValidationError
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedTokenizerBase
 
-from tandemrl.checkpoint import CheckpointError, latest
+from tandemrl.checkpoint import CheckpointError, is_checkpoint, latest, step_of
 from tandemrl.config import Config, ConfigError
 from tandemrl.data.rows import DataError, Prompt, Row, encode_prompts, load_rows
-from tandemrl.model import load_tokenizer, resolve_device, vocabulary_check
+from tandemrl.model import ModelError, load_tokenizer, resolve_device, vocabulary_check
 from tandemrl.paths import hint
 from tandemrl.pretrained import CONFIG, check_folder, is_local, refusal
 from tandemrl.rollout.engines import require_vllm
@@ -28,6 +29,7 @@ from tandemrl.rollout.envs.rewards import RewardFunction
 from tandemrl.rollout.envs.rubric import Judge
 from tandemrl.rollout.envs.sandbox import Sandbox, Stdin
 from tandemrl.rollout.envs.scoring import Scorer
+from tandemrl.watchdog import stamp
 
 FLOAT32, BFLOAT16 = 4, 2
 """Bytes per parameter."""
@@ -79,14 +81,14 @@ class Preflight:
         """All checks, the first that fails as its error; returns itself."""
         for check in self.checks.values():
             check()
+            stamp()
         return self
 
     # ----------------------------------------------------------------------------------------------------- what is read
 
     @cached_property
     def tokenizer(self) -> PreTrainedTokenizerBase:
-        self._here(self.config.model.senior)
-        return load_tokenizer(self.config.model.senior)
+        return self._tokenizer(self.config.model.senior)
 
     @cached_property
     def rows(self) -> list[Row]:
@@ -154,8 +156,7 @@ class Preflight:
         model = self.config.model
         for other, path in (("junior", model.junior), ("critic", model.critic)):
             if path is not None:
-                self._here(path)
-                vocabulary_check(self.tokenizer, load_tokenizer(path), other=other)
+                vocabulary_check(self.tokenizer, self._tokenizer(path), other=other)
         return f"{len(self.tokenizer)} tokens"
 
     def train_data(self) -> str:
@@ -177,7 +178,9 @@ class Preflight:
         read = [*self.rows, *chain.from_iterable(self.heldout_rows)]
         judging = _unused if judged else None
         with Scorer(config.reward, code=_unused, judge=judging, functions=self.functions) as scorer:
-            scorer.check(rows, sources={row.data_source for row in read})
+            # Without evaluation the rows of data.eval are not read: what only they would use is no mistake.
+            stated = None if config.train.eval_every or not config.data.eval else ()
+            scorer.check(rows, sources={row.data_source for row in read}, stated=stated)
         sources = {row.data_source: row for row in rows}
         terms = [
             term for row in sources.values() for term in routing.terms_of(row, config.reward, self.functions or {})
@@ -202,29 +205,37 @@ class Preflight:
         return f"{self.config.judge.url} serves {self.judge.model}"
 
     def space(self) -> str:
-        """The disk of ``output_dir`` has room for the checkpoints that are kept and the models that are exported."""
+        """The disk of ``output_dir`` has room for the next checkpoints and export; a warning if not for all to come."""
         config, output = self.config, Path(self.config.output_dir)
         if output.exists() and not output.is_dir():
             raise ConfigError(f"output_dir={output}: a file; expected a folder, which may be missing")
         place = next(folder for folder in (output, *output.absolute().parents) if folder.is_dir())
         free = shutil.disk_usage(place).free + sum(file.stat().st_size for file in output.rglob("*") if file.is_file())
-        saves = math.ceil(config.train.steps / config.train.save_every)
+        newest = latest(output)
+        done = 0 if newest is None else step_of(newest)
+        saves = max(0, math.ceil(config.train.steps / config.train.save_every) - done // config.train.save_every)
         exported = FLOAT32 if config.model.dtype == "float32" else BFLOAT16
         policy = _size(self._skeleton(config.model.senior))
         trained = 0 if config.model.lora.rank else policy  # adapters are small beside the exports
         if config.loss.recipe == "ppo":
             trained += _size(self._skeleton(config.model.critic or config.model.senior))
         checkpoints = min(saves, config.train.keep_checkpoints + 1) * trained * FLOAT32 * (1 + ADAM_STATE)
-        exports = (saves + (1 if config.train.eval_every else 0)) * policy * exported
-        seen = (
-            f"{(checkpoints + exports) / 1e9:.2f} GB for checkpoints and exports, {free / 1e9:.1f} GB free in {place}"
-        )
-        if checkpoints + exports > free:
+        export = policy * exported
+        first = checkpoints + (min(saves, 1) + (1 if config.train.eval_every else 0)) * export
+        total = first + max(0, saves - 1) * export
+        there = f"{free / 1e9:.1f} GB free in {place}"
+        if first > free:
             raise ConfigError(
-                f"output_dir={output}: the run needs {seen}; choose another disk, a larger train.save_every or a "
-                "smaller train.keep_checkpoints"
+                f"output_dir={output}: checkpoints and the first export need {first / 1e9:.2f} GB, {there}; choose "
+                "another disk or a smaller train.keep_checkpoints"
             )
-        return seen
+        if total > free:
+            warnings.warn(
+                f"output_dir={output}: {there}, but with every export in hf/ the run needs {total / 1e9:.0f} GB; they "
+                "are never removed: choose a larger train.save_every, or move old ones away as it goes on",
+                stacklevel=2,
+            )
+        return f"{total / 1e9:.2f} GB for checkpoints and exports, {there}"
 
     # -----------------------------------------------------------------------------------------------------------------
 
@@ -242,6 +253,15 @@ class Preflight:
             check_folder(Path(path).absolute())  # no hub id either: no such folder
         raise NotHereError(f"{path} is not on this machine yet; train downloads it")
 
+    def _tokenizer(self, path: str) -> PreTrainedTokenizerBase:
+        self._here(path)
+        try:
+            return load_tokenizer(path, download=self.downloads)
+        except ModelError:
+            if self.downloads or is_local(path):
+                raise
+            raise NotHereError(f"the tokenizer of {path} is not on this machine yet; train downloads it") from None
+
     def _rows(self, sources: Sequence[str]) -> list[Row]:
         if remote := [source for source in sources if source.startswith("hf:") and not self.downloads]:
             raise NotHereError(f"{', '.join(remote)} is read from the hub")
@@ -252,10 +272,11 @@ class Preflight:
         return encode_prompts(rows, self.tokenizer, max_prompt_tokens=data.max_prompt_tokens, suffix=data.prompt_suffix)
 
     def _fits(self, prompts: Sequence[Prompt]) -> None:
-        """Prompt and completion fit into the context of the models that write."""
+        """Prompt and completion fit into the context of the models that read them."""
         model, new = self.config.model, self.config.rollout.max_tokens
+        solo = self.config.selection.strategy == "solo" and self.config.loss.junior_kl_coef == 0
         longest = max(prompts, key=lambda prompt: len(prompt.tokens))
-        for key, path in (("model.senior", model.senior), ("model.junior", model.junior)):
+        for key, path in (("model.senior", model.senior), ("model.junior", None if solo else model.junior)):
             shape = None if path is None else self._configuration(path).get_text_config()
             context = getattr(shape, "max_position_embeddings", None) or math.inf
             if len(longest.tokens) + new > context:
@@ -268,7 +289,7 @@ class Preflight:
     def _configuration(self, path: str) -> PretrainedConfig:
         self._here(path)
         try:
-            return AutoConfig.from_pretrained(path, trust_remote_code=False)
+            return AutoConfig.from_pretrained(path, trust_remote_code=False, local_files_only=not self.downloads)
         except (OSError, ValueError, KeyError, RuntimeError) as error:
             raise refusal("model", path, error) from None
 
@@ -289,7 +310,7 @@ def check_resume(resume: str, output_dir: str | Path) -> str:
         CheckpointError: none of them; names the checkpoint that was probably meant.
     """
     folder = Path(resume)
-    if resume in ("auto", "never") or (folder / "meta.json").is_file():
+    if resume in ("auto", "never") or is_checkpoint(folder):
         return resume
     run = next((part for part in (folder, *folder.parents) if (part / "checkpoints").is_dir()), Path(output_dir))
     same = run / "checkpoints" / folder.name

@@ -519,7 +519,7 @@ def _covered(path: Path, state: Mapping[str, Any], output: Path, *, warn: bool =
     found = []
     for name in coverage.FILES:
         file = output / name
-        if moved and not file.is_file():
+        if moved and coverage.begins_after(file, step):
             found.append(Coverage(file))
             continue
         try:

@@ -72,7 +72,7 @@ class Rollout:
     @property
     def scored(self) -> bool:
         """False where a judge gave no score (part ``unscored``): the reward means nothing and is not learnt from."""
-        return "unscored" not in self.reward_parts
+        return not self.reward_parts.get("unscored")
 
     def to_json(self) -> dict[str, Any]:
         """A JSON-serialisable dict; ``Rollout.from_json`` is its inverse."""

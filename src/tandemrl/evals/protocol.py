@@ -191,7 +191,7 @@ def grade(samples: Sequence[Sample], prompts: Sequence[Prompt], scorer: Scorer) 
     scores = scorer.score([(prompts[sample.problem].row, sample.text) for sample in samples])
     return [
         sample._replace(
-            score=None if "unscored" in score.parts else float(score.value),
+            score=None if score.parts.get("unscored") else float(score.value),
             correct=score.parts["acc"] == 1.0,
             answer=score.answer,
         )

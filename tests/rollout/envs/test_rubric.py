@@ -320,8 +320,18 @@ def test_responses_that_need_no_judge_are_part_of_the_batch() -> None:
     right = [(row(i), f"even {i}", RIGHT) for i in range(14)]
     scores = JudgePool(judge, JudgeConfig())([*right, (row(), "odd", WRONG), (row(), "even", WRONG)])
     assert ["unscored" in score.parts for score in scores] == [False] * 14 + [True, False]
-    with pytest.raises(JudgeError, match="no score to 2 of the 2 responses it was asked about, in a batch of 40"):
-        JudgePool(judge, JudgeConfig())([(row(), "odd 1", WRONG), (row(), "odd 2", WRONG), *right, *right, *right[:10]])
+    wrong = [(row(), f"odd {i}", WRONG) for i in range(4)]
+    with pytest.raises(JudgeError, match="no score to 4 of the 4 responses it was asked about, in a batch of 46"):
+        JudgePool(judge, JudgeConfig())([*wrong, *right, *right, *right])
+
+
+@pytest.mark.parametrize("size", [1, 3, 9])
+def test_one_failure_in_a_small_batch_stops_nothing_unless_none_is_allowed(size: int) -> None:
+    judge = Scripted(lambda prompt, attempt: "hm" if "odd" in prompt else "Total Score: 6/10")
+    items = [(row(i), "odd" if i == 0 else f"even {i}", WRONG) for i in range(size)]
+    assert ["unscored" in score.parts for score in JudgePool(judge, JudgeConfig())(items)].count(True) == 1
+    with pytest.raises(JudgeError, match="no score to 1 of"):
+        JudgePool(judge, JudgeConfig(max_failure_rate=0.0))(items)
 
 
 def test_a_judge_that_never_gives_a_score_is_an_error() -> None:

@@ -280,8 +280,7 @@ def test_a_judge_sees_the_whole_batch_after_the_rules_and_their_processes():
     ]
     with Scorer(RewardConfig(workers=1), judge=judge) as scorer:
         assert [score.value for score in scorer.score(items)] == [1.0, 1.0, 0.5]
-    asked = [entry for batch in batches for entry in batch]
-    assert sorted(asked) == sorted([(r"\boxed{5}", 1.0, "5"), (EIGHT, 1.0, EIGHT[7:-1]), (r"\boxed{six}", 0.0, "six")])
+    assert batches == [[(r"\boxed{5}", 1.0, "5"), (EIGHT, 1.0, EIGHT[7:-1]), (r"\boxed{six}", 0.0, "six")]]
 
 
 def test_a_judge_that_is_down_stops_the_batch():

@@ -22,7 +22,7 @@ RewardFunction = Callable[..., Score | float]
 """``(row, text)`` or ``(row, text, options)``."""
 METRICS = ("mean", "std")
 """``reward/mean`` and ``reward/std`` are statistics of the reward; no part of a score may take their place."""
-RESERVED = (*METRICS, "acc", "answer_present", "timeout", "failure")
+RESERVED = (*METRICS, "acc", "answer_present", "timeout", "failure", "unscored")
 """Parts of every score: no reward may go by their names."""
 
 

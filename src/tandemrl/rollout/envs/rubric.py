@@ -8,6 +8,7 @@ is a judge that is down. Neither is ever a silent 0.
 """
 
 import json
+import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -29,6 +30,8 @@ than ten words. ``repetition``: not cut off (last character a letter or digit) w
 The rewards are those of the published code, where these gates stand commented out.
 """
 SHORT_WORDS = 10
+SEVERAL = 4
+"""If none of so many responses, or more, gets a score, the judge is the wrong one, however large the batch."""
 REPEATED_CHARS = 300
 
 
@@ -235,7 +238,8 @@ class JudgePool:
     def _check(self, unscored: int, *, asked: int, batch: int) -> None:
         """Raises `JudgeError` if ``unscored`` of the ``asked`` responses are too many in a batch of ``batch``."""
         limit = self.config.max_failure_rate
-        if unscored / max(batch, 1) <= limit and not unscored == asked > 1:
+        allowed = max(1, math.floor(limit * batch)) if limit > 0 else 0
+        if unscored <= allowed and not unscored == asked >= SEVERAL:
             return
         form = '"Total Score: x/10"' if self.template.parse is parse_score else '"True" or "False"'
         reply = f"; the last such reply ends: {self._refused_reply[-200:]!r}" if self._refused_reply else ""

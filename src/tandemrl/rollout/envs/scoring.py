@@ -166,6 +166,8 @@ class Scorer:
                 if isinstance(item, Deferred):
                     waiting.setdefault(item.kind, []).append(i)
             for kind, places in waiting.items():
+                if kind == "judge" and len(waiting) > 1:
+                    continue  # asked once per batch, when all that may lead to it is settled
                 pending = [item for i in places if isinstance(item := found[i], Deferred)]
                 outcomes = self._pool(kind, items[places[0]][0])([item.payload for item in pending])
                 for i, item, outcome in zip(places, pending, outcomes, strict=True):
@@ -209,7 +211,11 @@ class Scorer:
 
 
 def _call_here(payloads: Sequence[tuple[Callable[[], Any]]]) -> list[Any]:
-    return [call() for (call,) in payloads]
+    results = []
+    for (call,) in payloads:
+        results.append(call())
+        stamp()
+    return results
 
 
 class _Processes:
