@@ -5,6 +5,8 @@ import os
 import subprocess
 import sys
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 from types import SimpleNamespace
 from typing import Any
@@ -100,13 +102,20 @@ def test_a_hang_ends_with_the_place_and_the_stack_whatever_other_threads_do() ->
     assert "in waits_for_a_peer" in ended.stderr
 
 
-def test_rollouts_in_a_thread_are_work_only_while_the_loop_waits_for_them() -> None:
+def test_rollouts_in_a_thread_are_work_only_while_the_loop_waits_for_them(monkeypatch: pytest.MonkeyPatch) -> None:
     stamped, go_on = threading.Event(), threading.Event()
+    shared = WATCHDOG.shared
+
+    @contextmanager
+    def waiting() -> Iterator[None]:
+        with shared():
+            go_on.set()
+            yield
 
     def write(step: int, examples: list[int]) -> Written:
         WATCHDOG.stamp("early")
         stamped.set()
-        go_on.wait()
+        assert go_on.wait(60)
         WATCHDOG.stamp("late")
         return Written([], [], Draws(0, 0))
 
@@ -118,9 +127,9 @@ def test_rollouts_in_a_thread_are_work_only_while_the_loop_waits_for_them() -> N
         WATCHDOG.stamp("update")
         with Ahead(run, write) as rollouts:
             rollouts.start(1)
-            stamped.wait()
+            assert stamped.wait(60)
             assert WATCHDOG.place == "update"
-            threading.Timer(0.2, go_on.set).start()
+            monkeypatch.setattr(WATCHDOG, "shared", waiting)
             rollouts.take(1)
         assert WATCHDOG.place == "late"
     finally:

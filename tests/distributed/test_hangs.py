@@ -70,7 +70,14 @@ def survivor(pair: Path, folder: Path, phase: str, collectives_s: float | None) 
     return str(failure.value)
 
 
-@pytest.mark.parametrize("phase", CALLS)
+QUICK = {"start", "rollout", "update"}  # each case waits for a time-out; the others run in `make slow`
+
+
+def phases(*names: str) -> list[Any]:
+    return [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in names]
+
+
+@pytest.mark.parametrize("phase", phases(*CALLS))
 def test_a_stopped_process_ends_the_other_one(phase: str, tiny_pair: Path, tmp_path: Path) -> None:
     """By the watchdog: its collectives would wait for ten minutes, as some of a library's waits do."""
     text = survivor(tiny_pair, tmp_path, phase, 600.0)
@@ -82,7 +89,7 @@ def test_a_stopped_process_ends_the_other_one(phase: str, tiny_pair: Path, tmp_p
     assert '/tandemrl/train.py", line' in text  # the stack
 
 
-@pytest.mark.parametrize("phase", ["rollout", "update"])
+@pytest.mark.parametrize("phase", ["rollout", pytest.param("update", marks=pytest.mark.slow)])
 def test_a_collective_that_times_out_comes_before_the_watchdog(phase: str, tiny_pair: Path, tmp_path: Path) -> None:
     text = survivor(tiny_pair, tmp_path, phase, None)
     assert f"LostProcessError: step 1, {phase}" in text
