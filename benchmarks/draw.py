@@ -82,6 +82,8 @@ def cost(vocabulary: int, rows: int, rounds: int) -> dict[str, float]:
 
 def pair_logprobs(senior: str, junior: str, data: str, problems: int) -> tuple[Tensor, Tensor, Tensor]:
     """Both models' log-probs [t, v] at the senior's positions of tandem texts of the pair, and the tokens' keys."""
+    from transformers import AutoModelForCausalLM
+
     from tandemrl.config import SelectionConfig
     from tandemrl.data.rows import encode_prompts, load_rows
     from tandemrl.model import load_model, load_tokenizer
@@ -91,8 +93,8 @@ def pair_logprobs(senior: str, junior: str, data: str, problems: int) -> tuple[T
     from tandemrl.selection.draws import SAMPLING, request_key, stream
 
     tokenizer = load_tokenizer(senior)
-    models = [load_model(path, device="cpu").eval() for path in (senior, junior)]
-    engine = TorchEngine(models[0], models[1], tokenizer)
+    engine = TorchEngine(*(load_model(path).eval() for path in (senior, junior)), tokenizer)
+    models = [AutoModelForCausalLM.from_pretrained(path).eval() for path in (senior, junior)]
     strategy = schedule_of(SelectionConfig(), tokenizer, engine.vocabulary).strategy(1)
     prompts, _ = encode_prompts(load_rows([data]), tokenizer, max_prompt_tokens=1024, suffix="")
     requests = [
@@ -132,7 +134,7 @@ def main() -> None:
 
     if options.pair:
         senior, junior, keys = pair_logprobs(*options.pair, options.problems)
-        names = [Path(path).parent.name + "/" + Path(path).name for path in options.pair[:2]]
+        names = ["/".join(Path(path).parts[-3:]) for path in options.pair[:2]]
         line(
             "pair",
             senior=names[0],
