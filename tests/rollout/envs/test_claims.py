@@ -220,6 +220,142 @@ def test_other_units_are_other_answers(gold, answer):
     wrong(gold, answer, LENIENT)
 
 
+# ---- natural answers -----------------------------------------------------------------------------------------------
+
+NATURAL = r"""
+5 :: 5 \, \text{cm}
+5 :: 5 \; \text{cm}
+5 :: 5 \ \text{cm}
+5 :: 5 \, \mathrm{cm}
+5 :: 5 \, \text{cm}^2
+5 :: 5 \, \text{km/h}
+5 :: 5\text{ meters per second squared}
+10 :: 10 \, \text{dollars}
+10 :: 10 \, \text{cm}^3
+1500 :: 1,500 \text{ meters}
+1500 :: 1,500\text{ m}
+1500 :: 1,500 cm
+1500 :: 1,500^\circ
+1500 :: 1,500 \text{ dollars}
+1500 :: \$1,500 \text{ per year}
+1500 :: 1{,}500\,\text{m}
+1500 :: 1,\!500 \text{ cm}^2
+1500 :: x = 1,500 \text{ m}
+1,500\text{ m} :: 1500
+10 :: 10 \text{ two-digit numbers}
+10 :: 10 \text{ one-dollar bills}
+(3,4) :: (x, y) = (3, 4)
+(3,4) :: (a,b) = (3,4)
+(3,\frac{\pi}{2}) :: (r,\theta) = \left( 3, \frac{\pi}{2} \right)
+(3,4),(5,6) :: (x,y) = (3,4), (5,6)
+(3,4),(5,6) :: (x,y) = (3,4) \text{ or } (5,6)
+\begin{pmatrix}2\\-1\\3\end{pmatrix} :: \vec{v} = \begin{pmatrix}2\\-1\\3\end{pmatrix}
+\begin{pmatrix}2\\-1\\3\end{pmatrix} :: \mathbf{v} = \begin{pmatrix}2\\-1\\3\end{pmatrix}
+\begin{pmatrix} 1 & 2 \\ 3 & 4 \end{pmatrix} :: \mathbf{A} = \begin{pmatrix} 1 & 2 \\ 3 & 4 \end{pmatrix}
+\begin{pmatrix} 1 & 2 \\ 3 & 4 \end{pmatrix} :: \left( \begin{array}{cc} 1 & 2 \\ 3 & 4 \end{array} \right)
+\begin{pmatrix} -1/3 \\ 2/3 \end{pmatrix} :: \begin{pmatrix} -\dfrac{1}{3} \\[6pt] \dfrac{2}{3} \end{pmatrix}
+\begin{pmatrix} -1/3 \\ 2/3 \end{pmatrix} :: \begin{pmatrix} -\dfrac{1}{3} \\[1ex] \dfrac{2}{3} \end{pmatrix}
+10 :: m+n = 10
+10 :: m + n = 3 + 7 = 10
+10 :: a+b+c = 10
+10 :: \alpha + \beta = 10
+10 :: \frac{m}{n} = 10
+10 :: [ABC] = 10
+10 :: [ABCD] = 10
+10 :: a_{n+1} = 10
+10 :: \det(A) = 10
+10 :: \det A = 10
+10 :: \max = 10
+10 :: f(f(2)) = 10
+10 :: f(g(2)) = 10
+10 :: \underline{10}
+10 :: **10**
+2:3 :: \frac{2}{3}
+3:4 :: 3/4
+\frac{1}{2} :: 1:2
+\emptyset :: \varnothing
+\mathbb{R} :: (-\infty, \infty)
+(-\infty,\infty) :: \mathbb{R}
+x\neq 0 :: x \ne 0
+x \ne 3 :: x \neq 3
+5 :: \textbf{(C) } 5
+5 :: \text{(C)}\ 5
+5 :: (C) 5
+\frac{14}{3} :: \frac{14}{3} \approx 4.67
+33.3 :: \frac{100}{3} \approx 33.3
+\sqrt{2} :: \sqrt{2} \approx 1.414
+1.41 :: \sqrt{2} \approx 1.41
+12300 :: 12345.6 \approx 12300
+10 :: x \approx 10
+"""
+"""Ground truth :: answer, as models write it."""
+LABELLED_TUPLES = (
+    ("(3,4)", "x = 3, y = 4"),
+    ("x=2,y=-1", "(2,-1)"),
+    ("(2,-1)", r"x=2, \; y=-1"),
+    ("(2,-1)", r"x=2 \text{ and } y=-1"),
+)
+
+
+@pytest.mark.parametrize(("gold", "answer"), [line.split(" :: ") for line in NATURAL.strip().splitlines()])
+def test_natural_forms_of_a_right_answer(gold, answer):
+    right(gold, answer)
+
+
+@pytest.mark.parametrize(("gold", "answer"), LABELLED_TUPLES)
+def test_labels_in_order_make_a_tuple_but_to_prime(gold, answer):
+    right(gold, answer, ("boxed", "math_verify"))
+
+
+@pytest.mark.parametrize(
+    ("gold", "answer"),
+    [
+        *(("10", "m + n = 7 = 10"), ("10", "m + n = 7, 10"), ("10", "m + 7 = 10"), ("10", "m + n = p - q = 10")),
+        *(("10", r"\frac{m}{2} = 10"), ("10", "[ABC] = 7 = 10"), ("10", "f(f(2)) + 1 = 10")),
+        *(
+            ("x + y = 10", "10"),
+            ("4", "4:1"),
+            ("4", r"\mathbb{R} = 4"),
+            (r"\frac{x}{y} = 10", "10"),
+            ("(3,4)", "(x, y) = (4, 3)"),
+            ("(3,4)", "y = 3, x = 4"),
+        ),
+        *(("2:40", "1:20"), ("3:15", "0.2"), ("2:3", "3:2"), ("1500", "1,500 thousand"), ("4", r"4\text{ half-hours}")),
+        *(("4", r"4\text{ two-dozen}"), ("4", r"4\text{ twenty-five}"), ("4", r"\text{not-so }4")),
+        *(("(A) 5", "(B) 5"), ("6", "(C) 5"), ("4", r"4\text{ squared}"), ("4", r"4\text{ doubled}")),
+        *(("4", r"4\text{ is excluded}"), ("4", r"\text{cannot be } 4"), ("4", r"4\text{ twelve}")),
+    ],
+)
+def test_natural_forms_open_no_other_answer(gold, answer):
+    wrong(gold, answer)
+
+
+def test_a_sum_in_the_ground_truth_is_an_equation():
+    for answer in ("x+y=10", "y + x = 10"):
+        right("x + y = 10", answer)
+
+
+@pytest.mark.parametrize(
+    ("answer", "right_golds", "wrong_golds"),
+    [
+        (r"600^1 \approx 605", ("600",), ("605",)),
+        (r"\sqrt{360000} \approx 601", ("600",), ("601",)),
+        (r"600.0000001 \approx 605", ("600.0000001",), ("605",)),
+        (r"7.0000001 \approx 7.07", ("7.0000001",), ("7.07",)),
+        (r"\frac{2}{3} \approx 0.66", (r"\frac{2}{3}",), ("0.66",)),
+        (r"\frac{2}{3} \approx 0.67", (r"\frac{2}{3}", "0.67"), ("0.66",)),
+        ("5.04 = 5.0", (), ("5.04", "5")),
+        (r"\frac{504}{100} = 5.0", (), ("5",)),
+        (r"\frac{1}{3} = 0.333", (r"\frac{1}{3}", "0.333"), ("0.334",)),
+    ],
+)
+def test_a_rounding_is_within_half_a_unit_of_its_last_digit(answer, right_golds, wrong_golds):
+    for gold in right_golds:
+        right(gold, answer)
+    for gold in wrong_golds:
+        wrong(gold, answer)
+
+
 # ---- free text -----------------------------------------------------------------------------------------------------
 
 
@@ -270,6 +406,78 @@ def test_math_verify_reads_no_scraps(gold, text, score):
 )
 def test_prime_reads_no_scraps(gold, text, score):
     assert value("prime", gold, text) == score
+
+
+@pytest.mark.parametrize(
+    ("gold", "text"),
+    [
+        *(
+            ("5", "Therefore, Tom has 5 apples."),
+            ("5", "It costs $5."),
+            ("1.5", "It takes 1.5 hours."),
+            ("5", "#### 5"),
+        ),
+        *(("12", "<answer>12</answer>"), ("1000", "She needs 1,000 steps"), ("5", "The answer is indeed 5.")),
+        *(("5", "The answer is:\n\\[\n5\n\\]"), ("5", "The answer is\n$$\nx = 5.\n$$"), ("5 km", "He ran 5 km.")),
+    ],
+)
+def test_math_verify_takes_the_only_number_of_prose(gold, text):
+    assert value("math_verify", gold, text) == 1.0
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        *(
+            "Tom has about 5 apples.",
+            "Tom doesn't have 5 apples.",
+            "He cannot have 5 apples.",
+            "Tom has 5 dozen apples.",
+        ),
+        *(
+            "Tom has 5 apples or 6.",
+            "Tom has 5 or",
+            "Tom has 5 apples?",
+            "Look at step 5.",
+            "Tom has 5 of 6.",
+            "Chapter 5",
+        ),
+        *("Tom ran 5 m.", "He eats 5 to ten apples.", "It costs 5 + x.", "He wrongly counts 5 apples."),
+    ],
+)
+def test_no_number_is_taken_out_of_what_qualifies_it(text):
+    assert value("math_verify", "5", text) == 0.0
+
+
+def test_a_known_unit_in_prose_counts():
+    assert value("math_verify", "5 cm", "Tom ran 5 km in all.") == 0.0
+
+
+@pytest.mark.parametrize(
+    ("text", "score"),
+    [
+        ("Thus, $x = 5$.", 1),
+        ("So the final answer is **5 apples**.", 1),
+        ("Thus, $2x = 5$.", 0),
+        ("Not $x = 5$.", 0),
+        ("Perhaps x = 5", 0),
+    ],
+)
+def test_prime_reads_formulas_and_emphasis_in_prose(text, score):
+    assert value("prime", "5", text) == score
+
+
+@pytest.mark.parametrize(
+    ("answer", "score"),
+    [("$m+n=5$", 1), ("$2+3=5$", 1), ("$5$ apples", 1), ("$m+n=4=5$", 0), ("$5$ dozen", 0), ("$m+n=5$ or $6$", 0)],
+)
+def test_dapo_reads_calculations_and_words_behind_a_formula(answer, score):
+    assert answered("dapo", "5", answer) == score
+
+
+def test_a_box_may_stand_apart_from_its_braces():
+    assert extract_boxed(r"so \boxed {5}") == "5"
+    assert extract_boxed(r"\boxed {\boxed{7} or 8}") == "{7} or 8"
 
 
 def test_a_box_in_a_box_is_part_of_it():

@@ -61,12 +61,12 @@ def sides(text: str) -> tuple[str, ...]:
 
 
 def is_label(text: str) -> bool:
-    r"""Whether a side of an equation only names the answer: x, p(s), ``\text{Area}``, but not 2x or x + 3."""
+    r"""Whether a side of an equation only names the answer: x, p(s), (x, y), ``\text{Area}``, but not 2x or x + 3."""
     if found := _SYMBOL.fullmatch(text):
         arguments = found["arguments"] or ""
         name = found["name"]
         return name not in re.split(r"[ ,]+", arguments) and not (name in "xyzn" and re.search(r"\d", arguments))
-    if _NAMED.fullmatch(text):
+    if _NAMED.fullmatch(text) or _VECTOR.fullmatch(text):
         return True
     words = TEXT.sub(lambda macro: macro["text"], text)
     return _WORDS.fullmatch(words) is not None and not _qualifiers(text) - _EXTREMES
@@ -87,11 +87,18 @@ def unlabelled(text: str) -> str:
 
 
 def drop_label(gold: str, answer: str) -> tuple[str, str]:
-    """Two cleaned answers without bare labels, where one side has one only or both have the same."""
-    left, right = unlabelled(gold), unlabelled(answer)
-    if "=" in gold and "=" in answer and without_spaces(sides(gold)[0]) != without_spaces(sides(answer)[0]):
+    r"""Two cleaned answers without bare labels, where one side has one only or both have the same.
+
+    Where the ground truth is no equation, an answer may also name what the question asks for, as in "m + n = 3", or a
+    choice, as in "(C) 5".
+    """
+    if re.search("[A-J]", gold) is None:
+        answer = _CHOICE.sub("", answer)
+    if "=" not in gold:
+        answer = _ASKED_FOR.sub("", answer)
+    elif "=" in answer and without_spaces(sides(gold)[0]) != without_spaces(sides(answer)[0]):
         return gold, answer
-    return left, right
+    return unlabelled(gold), unlabelled(answer)
 
 
 # --------------------------------------------------------------------------------------------------------------------
@@ -109,13 +116,18 @@ _QUALIFIERS = frozenset(
         millions billion billions trillion trillions lakh crore squared cubed factorial modulo mod multiplied
         divided over under above below zero one two three four five six seven eight nine ten but instead rather
         versus vs any some several itself off kilo either other another else loss debt deficit reciprocal
-        inverse opposite between guess
+        inverse opposite between guess eleven twelve thirteen fourteen fifteen sixteen seventeen eighteen nineteen
+        twenty thirty forty fifty sixty seventy eighty ninety doubled tripled halved cannot excluded ruled wrongly
         """,
     )
 )
 """Words that change the value of what they stand beside."""
 _MACRO = re.compile(r"\\[A-Za-z]+")
 _WORD = re.compile(r"[A-Za-z]{2,}(?:['’]t)?")
+_COMPOUND = re.compile(
+    r"\b(?:one|two|three|four|five|six|seven|eight|nine|ten)-(?=[A-Za-z])|(?<=\bper second )squared\b", re.IGNORECASE
+)
+"""The number in "two-digit numbers", though what follows it may still be a qualifier, and the power in a unit."""
 _ANOTHER_NUMBER = re.compile(
     r"\\(?:text|mathrm|textrm|textbf|textit|mbox|operatorname|rm) ?\{[^{}]*\d[^{}]*\}|\d (?!\d{3}(?!\d))\d"
 )
@@ -129,7 +141,7 @@ _OPEN_END = re.compile(
 
 
 def _qualifiers(text: str) -> set[str]:
-    words = {word.lower() for word in _WORD.findall(_MACRO.sub(" ", text))}
+    words = {word.lower() for word in _WORD.findall(_COMPOUND.sub("", _MACRO.sub(" ", text)))}
     return words & _QUALIFIERS | {"not" for word in words if word.endswith("t") and not word[-2].isalpha()}
 
 
@@ -140,8 +152,18 @@ _SUBSCRIPT = r"_(?:\{?\w+\}?|\{ ?\\(?:text|mathrm) ?\{\w+\} ?\})"
 _SYMBOL = re.compile(
     rf"(?P<name>{_LETTER})(?:{_SUBSCRIPT})?'* ?(?:\((?P<arguments> ?{_ARGUMENT}(?: ?, ?{_ARGUMENT}){{0,5}} ?)\))?"
 )
+_INDEXED = rf"{_LETTER}(?:{_SUBSCRIPT})?"
 _NAMED = re.compile(
     r"[A-Z]{2,4}|\|[A-Z]{2}\||m? ?\\angle ?[A-Z]{1,3}|\\overline ?\{ ?[A-Z]{2} ?\}|[PE][(\[][^()\[\]=0-9]{1,40}[)\]]"
+    r"|\[ ?[A-Z]{3,6} ?\]|\\(?:det|max|min)(?: ?[A-Z]| ?\( ?[A-Z] ?\))?"
+    rf"|{_LETTER}_\{{ ?{_LETTER} ?[-+] ?[0-9]+ ?\}}|[fgh]\( ?[fgh]\( ?{_ARGUMENT} ?\) ?\)"
+)
+"""Lengths, angles, expectations, areas such as [ABC], determinants, a_{n+1} and f(g(2))."""
+_VECTOR = re.compile(rf"\( ?{_INDEXED}(?: ?, ?{_INDEXED}){{1,5}} ?\)|\\(?:math(?:bf|rm)|vec) ?\{{ ?[A-Za-z] ?\}}")
+_ASKED_FOR = re.compile(rf"^(?:{_LETTER}(?: ?\+ ?{_LETTER})+|\\frac ?\{{ ?{_LETTER} ?\}} ?\{{ ?{_LETTER} ?\}}) ?=")
+"""What questions ask for so that the answer is one number: m + n, or a ratio of two unknowns; no number in it."""
+_CHOICE = re.compile(
+    r"^(?:\\(?:text|textbf|mathrm|mathbf) ?\{ ?\([A-J]\) ?\}|\([A-J]\)(?=[ ~\\]))(?:\\ |[ ~])*(?=[-\d.\\])"
 )
 _WORDS = re.compile(r" *(?:[Tt]he )?(?:[A-Za-z][a-z]{3,}|min|max|sum|gcd|lcm|det|avg)(?:[ -][A-Za-z]{2,}){0,7} *")
 _EXTREMES = {"minimum", "maximum", "least", "most", "smaller", "larger", "lower", "higher", "other"}

@@ -43,6 +43,32 @@ def quick_equal(gold: str, answer: str) -> bool | None:
     return False if verdict is None and not readable(*drop_label(gold, answer)) else verdict
 
 
+def exact_and_rounded(answer: str) -> list[str]:
+    r"""The sides of ``a \approx b`` that count: both where b is a rounded, else b after a name, else a alone.
+
+    Several guesses are not an answer: what stands between the first and the last side never counts, and a whole number
+    is no rounding of another one. Sides that differ are no answer at all.
+
+    Example:
+        >>> exact_and_rounded(r"\frac{2}{3} \approx 0.67"), exact_and_rounded(r"600^1 \approx 605")
+        (['\\frac{2}{3}', '0.67'], ['600^1'])
+    """
+    first, *_, last = (side.strip() for side in answer.split(r"\approx"))
+    if not first or is_label(first):
+        return [last]
+    exact, rounded = bare(sides(first)[-1]), bare(last)
+    whole = all(
+        value is not None and value.denominator == 1 for value in map(number, map(without_spaces, (exact, rounded)))
+    )
+    agree = formulas_equal(exact, rounded, tolerance=ROUNDED)
+    kinds = Shape.of(exact).kind, Shape.of(rounded).kind
+    comparable = kinds[0] == kinds[1] and (kinds[0] != "value" or agree or number(without_spaces(rounded)) is not None)
+    if len(sides(last)) > 1 or agree is False or not comparable:
+        return []
+    both = agree and not whole and _is_rounding(exact, rounded) and values(unlabelled(first))
+    return [first, last] if both else [first]
+
+
 def formulas_equal(a: str, b: str, *, tolerance: Fraction | None = None) -> bool | None:
     """Whether two answers without units are equal as numbers or as formulas; None if that is not clear.
 
@@ -71,7 +97,7 @@ def number(text: str) -> Fraction | None:
         return Fraction(found["mantissa"] or 1) * Fraction(10) ** int(found["exponent"] or found["digit"])
     if found := _FRACTION.fullmatch(text):
         numerator, denominator = (int(part) for part in found.groups()[1:] if part is not None)
-        if denominator != 0:
+        if denominator != 0 and not (":" in text and numerator % denominator == 0):
             return Fraction(numerator, denominator) * (-1 if found["sign"] == "-" else 1)
     return None
 
@@ -116,7 +142,7 @@ class Shape(NamedTuple):
     @classmethod
     def of(cls, answer: str) -> "Shape":
         answer = answer.strip().removesuffix(".")
-        if matrix := _MATRIX.fullmatch(answer[1:-1] if _BRACKETED_MATRIX.fullmatch(answer) else answer):
+        if matrix := _MATRIX.fullmatch(answer[1:-1].strip() if _BRACKETED_MATRIX.fullmatch(answer) else answer):
             return cls.matrix([row.split("&") for row in matrix["body"].strip().removesuffix(r"\\").split(r"\\")])
         if len(chain := _ORDER.split(answer)) > 1:
             return cls.order(chain[::2], chain[1::2])
@@ -128,7 +154,7 @@ class Shape(NamedTuple):
             parts = split(answer[1:-1])
             if len(parts) > 1:
                 return cls(answer[0] + answer[-1], parts)
-        if _THOUSANDS.fullmatch(answer.replace(" ", "")):
+        if _THOUSANDS.fullmatch(bare(answer).replace(" ", "")):
             return cls("value", (answer,))
         parts = tuple(each for part in split(_AND.sub(",", answer)) for each in _both_signs(part))
         return cls("list" if len(parts) > 1 else "value", parts)
@@ -201,7 +227,8 @@ _POWER_OF_TEN = re.compile(
     rf"(?:(?P<mantissa>{_DIGITS})(?:\\times|\\cdot|\*|×))?10\^(?:\{{(?P<exponent>[-+]?\d{{1,3}})\}}|(?P<digit>\d))",
     re.ASCII,
 )
-_FRACTION = re.compile(r"(?P<sign>[-+]?)(?:\\frac\{(-?\d+)\}\{(-?\d+)\}|(\d+)/(\d+))", re.ASCII)
+_FRACTION = re.compile(r"(?P<sign>[-+]?)(?:\\frac\{(-?\d+)\}\{(-?\d+)\}|(\d+)/(\d+)|(\d+):(?!\d\d$)(\d+))", re.ASCII)
+"""A fraction or a ratio; 2:40 may be a time of day, which is not 1:20, and 4:1 is compared as it is written."""
 _THOUSANDS = re.compile(r"[-+]?\d{1,3}(?:,\d{3})+(?:\.\d+)?", re.ASCII)
 _WITH_BASE = re.compile(r"([0-9][0-9A-Za-z]{0,99})_\{?([0-9]{1,2})\}?")
 
@@ -220,7 +247,7 @@ def _equal(gold: str, answer: str, depth: int) -> bool | None:
     if without_spaces(gold) == without_spaces(answer):
         return True if gold else None
     if r"\approx" in answer and r"\approx" not in gold:
-        return any_true(_equal(gold, side, depth) for side in _exact_and_rounded(answer))
+        return any_true(_equal(gold, side, depth) for side in exact_and_rounded(answer))
     gold, answer = drop_label(gold, answer)
     if (
         len(sides(gold)) == 2
@@ -263,34 +290,17 @@ def _equal(gold: str, answer: str, depth: int) -> bool | None:
 
 
 def _equal_across(gold: Shape, answer: Shape, depth: int) -> bool | None:
-    """Equality of different kinds: a list may be meant as a tuple."""
+    """Equality of different kinds: a list may be meant as a tuple, and is one with labels in order: "x = 3, y = 4"."""
     if {gold.kind, answer.kind} == {"list", "()"}:
         in_order = len(gold.parts) == len(answer.parts) and all_true(
             _equal(x, y, depth - 1) for x, y in zip(gold.parts, answer.parts, strict=True)
         )
+        labelled = gold if is_labelled(gold) else answer
+        if in_order and is_labelled(labelled):
+            labels = [sides(part)[0].strip() for part in labelled.parts]
+            return labels == sorted(labels)
         return None if in_order is not False else False
     return False if one_for_several(gold, answer) else None
-
-
-def _exact_and_rounded(answer: str) -> list[str]:
-    r"""The sides of ``a \approx b`` that count: both where b is a rounded, else b after a name, else a alone.
-
-    Several guesses are not an answer: what stands between the first and the last side never counts, and a whole number
-    is no rounding of another one. Sides that differ are no answer at all.
-    """
-    first, *_, last = (side.strip() for side in answer.split(r"\approx"))
-    if not first or is_label(first):
-        return [last]
-    exact, rounded = bare(sides(first)[-1]), bare(last)
-    whole = all(
-        value is not None and value.denominator == 1 for value in map(number, map(without_spaces, (exact, rounded)))
-    )
-    agree = formulas_equal(exact, rounded, tolerance=ROUNDED)
-    kinds = Shape.of(exact).kind, Shape.of(rounded).kind
-    comparable = kinds[0] == kinds[1] and (kinds[0] != "value" or agree or number(without_spaces(rounded)) is not None)
-    if len(sides(last)) > 1 or agree is False or not comparable:
-        return []
-    return [first, last] if agree and not whole and values(unlabelled(first)) else [first]
 
 
 def _equal_in_any_order(gold: Sequence[str], answer: Sequence[str], depth: int) -> bool | None:
@@ -326,15 +336,28 @@ def _units(answer: str) -> set[str]:
 
 
 def _is_result(formula: str, result: str) -> bool:
-    """Whether a result follows an equals sign with right: an equal formula, or a decimal off by rounding only."""
+    """Whether a result follows an equals sign with right: an equal formula, or a decimal off by rounding only.
+
+    A decimal has no other decimal as its result, nor has anything a rounded whole number: "5.04 = 5.0" is wrong.
+    """
     if formulas_equal(formula, result):
         return True
     value = number(without_spaces(result))
-    places = len(result.strip().partition(".")[2])
-    if value is None or value == 0 or "." not in result:
+    if value is None or value.denominator == 1 or _DECIMAL.fullmatch(without_spaces(formula)):
         return False
-    tolerance = min(ROUNDED, Fraction(1, 10**places) / abs(value))
-    return formulas_equal(formula, result, tolerance=tolerance) is True
+    return "." in result and _is_rounding(formula, result)
+
+
+def _is_rounding(formula: str, result: str) -> bool:
+    """Whether a decimal is within half a unit of its last place, or a whole number of its last digit but zeros."""
+    result = result.strip()
+    value = number(without_spaces(result))
+    if value is None or value == 0 or not _DECIMAL.fullmatch(result) or "e" in result.lower():
+        return False
+    _, point, places = result.partition(".")
+    zeros = len(result) - len(result.rstrip("0"))
+    unit = Fraction(1, 10 ** len(places)) if point else Fraction(10**zeros)
+    return formulas_equal(formula, result, tolerance=min(ROUNDED, unit / 2 / abs(value))) is True
 
 
 def _with_base(text: str) -> tuple[int, int] | None:

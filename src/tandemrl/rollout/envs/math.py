@@ -16,8 +16,8 @@ from typing import Any
 from tandemrl.config import RewardConfig
 from tandemrl.data.rows import Row
 from tandemrl.rollout.envs.claims import admitted, drop_label, identical, is_label, refused, unlabelled, without_reason
-from tandemrl.rollout.envs.equality import MAX_CHARS, quick_equal
-from tandemrl.rollout.envs.notation import clean, without_full_stop
+from tandemrl.rollout.envs.equality import MAX_CHARS, quick_equal, values
+from tandemrl.rollout.envs.notation import UNITS, clean, without_full_stop
 from tandemrl.rollout.envs.protocol import Deferred, GraderError, Lost, Score
 
 DAPO_CHARS, DAPO_BOX_CHARS = 300, 100
@@ -59,6 +59,9 @@ def dapo(row: Row, text: str, options: RewardConfig) -> Score:
     gold, published = row.ground_truth, options.compat == "verl"
     answer = normalise_dapo(found[-1], published)
     equal = bool(answer) and answer == normalise_dapo(gold, published)
+    if not published and not equal and "=" in found[-1]:
+        calculated = values(drop_label(gold, clean(found[-1]))[1])
+        equal = normalise_dapo(gold) in map(normalise_dapo, calculated[-1:])
     return _signed(identical(gold, found[-1]) or (equal and (published or admitted(gold, found[-1]))), answer)
 
 
@@ -115,6 +118,7 @@ def extract_boxed(text: str, *, loose: bool = False) -> str | None:
     Args:
         loose: accept ``\fbox{…}`` where there is no ``\boxed``, and ``\boxed 5`` up to the next "$".
     """
+    text = re.sub(r"\\boxed +\{", r"\\boxed{", text)
     start = text.rfind(r"\boxed")
     if loose and start < 0:
         start = text.rfind(r"\fbox")
@@ -168,7 +172,7 @@ def stated_answer(text: str) -> str | None:
         >>> stated_answer("Since $x^2 = 16$, the answer is 4."), stated_answer(r"so $x = \frac{1}{2}$ holds")
         ('4', 'x = \\frac{1}{2}')
     """
-    text = re.sub(r"\*\*([^*\n]+)\*\*", r"\1", text)
+    text = _in_line(re.sub(r"\*\*([^*\n]+)\*\*", r"\1", re.sub(r"</?answer>", " ", text)))
     if marked := _ANSWER_IS.split(text)[1:]:
         clause = _SENTENCE_END.split(marked[-1].strip())[0]
     else:
@@ -181,7 +185,32 @@ def stated_answer(text: str) -> str | None:
     words = _FORMULA.sub(" ", clause)
     if len(formulas) == 1 and not re.search(r"\d", words) and not refused("", words):
         return re.sub(r"^(?:\$+|\\[(\[])|(?:\$+|\\[)\]])$", "", formulas[0]).strip()
-    return clause or None
+    return _only_number(clause) or clause or None
+
+
+def _in_line(text: str) -> str:
+    """A text with display formulas on one line, behind the colon or "answer is" before them."""
+    text = _DISPLAY.sub(lambda formula: re.sub(r"[.,]? ?(?=\$\$$|\\\]$)", "", " ".join(formula[0].split())), text)
+    return _LEAD_TO_DISPLAY.sub(r"\1 ", text)
+
+
+def _only_number(clause: str) -> str | None:
+    """The number of prose such as "Tom has 5 apples", with its unit if known; None if it says anything else.
+
+    Two numbers, a qualifier such as "about", or a number that counts steps is not an answer to take out of its words.
+    """
+    words = clause.split()
+    at = [i for i, word in enumerate(words) if any(map(str.isdigit, word))]
+    if len(at) != 1 or len(words) == 1:
+        return None
+    number, before, behind = words[at[0]].strip("(),;:!"), words[: at[0]], words[at[0] + 1 :]
+    prose = " ".join(before + behind)
+    if _PROSE_NUMBER.fullmatch(number) is None or (before and _COUNTED.fullmatch(before[-1])):
+        return None
+    if _PROSE.fullmatch(prose) is None or refused("", prose):
+        return None
+    units = itertools.takewhile(lambda word: word.strip(",").lower() in UNITS, behind)
+    return " ".join([number.removeprefix("\\").removeprefix("$"), *units])
 
 
 def normalise_math(answer: str, published: bool = False) -> str:
@@ -215,7 +244,10 @@ def normalise_dapo(answer: str, published: bool = False) -> str:
     Args:
         published: drop all before the last "=", rather than a bare label, and every comma between digits.
     """
-    answer = answer.rpartition("=")[2] if published else unlabelled(without_full_stop(answer).strip("$ "))
+    if published:
+        answer = answer.rpartition("=")[2]
+    else:
+        answer = unlabelled(_FORMULA_AND_WORDS.sub(r"\1", without_full_stop(answer)).strip("$ "))
     for old, new in _DAPO_REWRITES:
         answer = answer.replace(old, new)
     answer = re.sub(r"^.*?\$(.*?)\$.*$", r"$\1$", answer)
@@ -243,6 +275,15 @@ _MATH_REWRITES = (
 _ANSWER_IS = re.compile(r"(?i)\banswers?(?: is| are|:)[: ]")
 _SENTENCE_END = re.compile(r"\.\s|\.$|\n")
 _FORMULA = re.compile(r"\$\$?[^$]+\$\$?|\\\((?:[^\\]|\\(?!\)))+\\\)|\\\[(?:[^\\]|\\(?!\]))+\\\]")
+_DISPLAY = re.compile(r"\$\$[^$]+\$\$|\\\[(?:[^\\]|\\(?!\]))+\\\]")
+_LEAD_TO_DISPLAY = re.compile(r"(:|\b[Aa]nswers? (?:is|are))\s*\n\s*(?=\$|\\[(\[])")
+_FORMULA_AND_WORDS = re.compile(r"^\$([^$]+)\$[^$\d]*$")
+_PROSE = re.compile(r"[A-Za-z ,.'#’]*")
+_PROSE_NUMBER = re.compile(r"-?(?:\\?\$)?-?(?:[0-9]{1,3}(?:,[0-9]{3})+|[0-9]+)(?:\.[0-9]+|/[0-9]+)?\\?%?")
+_COUNTED = re.compile(
+    r"(?i)step|case|part|problem|question|equation|figure|example|exercise|option|page|line|chapter|section"
+)
+"""What a number behind it counts, so that it is no answer."""
 _CLAUSE_END = re.compile(
     rf"{_FORMULA.pattern}|(?P<end>\.\s|\.$|\n"
     r"|\b(?i:is|are|be|was|gets?|gives?|equals?|yields?|makes?|so|then|thus|hence|therefore)\b)"

@@ -23,7 +23,11 @@ def clean(answer: str) -> str:
     for old, new in _REWRITES:
         answer = answer.replace(old, new)
     answer = re.sub(r"(?<!\\)\\!", "", answer)
-    answer = re.sub(r"(?<!\\)\\[ ,;:]|\s+", " ", answer)
+    answer = re.sub(r"(?:(?<!\\)\\[ ,;:]|\s)+", " ", answer)
+    answer = _ROW_GAP.sub(r"\\\\", answer)
+    answer = _EMPHASIS.sub(r"\g<markdown>\g<latex>", answer.strip())
+    if _REALS.fullmatch(answer):
+        answer = r"(-\infty, \infty)"
     answer = re.sub(r"\\(?:left|right)(?![A-Za-z])", "", answer)
     answer = re.sub(r"\\(?:mathrm|text)\{([ie])\}", r"\1", answer)
     answer = re.sub(r" ?\\(?:text|mathrm)\{ ?percent\}| ?\bpercent\b", "%", answer)
@@ -91,6 +95,10 @@ def _power_of_ten(scale: re.Match[str]) -> str:
     return rf" \cdot 10^{{{_ZEROS[scale[1]]}}}"
 
 
+_ROW_GAP = re.compile(r"\\\\ ?\[-?[0-9.]+ ?(?:pt|ex|em|mm|cm)\]")
+"""The end of a matrix row with the space below it."""
+_EMPHASIS = re.compile(r"^\*\*(?P<markdown>.*)\*\*$|^\\(?:underline|mathbf|boldsymbol|bm) ?\{(?P<latex>[^{}]*)\}$")
+_REALS = re.compile(r"(?:[A-Za-z] ?\\in ?)?(?:\\mathbb ?\{?R\}?|\\R|\\Reals)")
 _DEGREES = (r"^\circ", r"^{\circ}", "°")
 _ANGLE_FUNCTION = re.compile(r"sin|cos|tan|cot|sec|csc")
 _REWRITES = (
@@ -106,8 +114,10 @@ _REWRITES = (
     (">=", "≥"),
     ("!=", r"\ne "),
     ("≠", r"\ne "),
+    (r"\neq", r"\ne"),
     ("==", "="),
     (r"\displaystyle", ""),
+    (r"\varnothing", r"\emptyset"),
     (r"\tfrac", r"\frac"),
     (r"\dfrac", r"\frac"),
     (r"\cfrac", r"\frac"),

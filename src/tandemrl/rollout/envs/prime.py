@@ -20,13 +20,23 @@ from functools import lru_cache
 
 from tandemrl.config import RewardConfig
 from tandemrl.data.rows import Row
-from tandemrl.rollout.envs.claims import admitted, drop_label, identical, readable, sides, unlabelled, without_reason
+from tandemrl.rollout.envs.claims import (
+    admitted,
+    drop_label,
+    identical,
+    readable,
+    refused,
+    sides,
+    unlabelled,
+    without_reason,
+)
 from tandemrl.rollout.envs.equality import (
     BRACKETS,
     MAX_NESTING,
     Shape,
     all_true,
     any_true,
+    exact_and_rounded,
     formulas_equal,
     number,
     one_for_several,
@@ -171,10 +181,13 @@ def _led_to(text: str, published: bool) -> str:
     if published:
         return _after_last(text, _LEADS)
     text = _after_last(text, [lead for lead in _LEADS if lead != "="])
-    text = without_reason(text).strip()
+    text = without_full_stop(without_reason(text))
     if text.count("$") == 2:
-        text = text.strip("$")
-    return unlabelled(_BEFORE_LABEL.sub("", text)).strip()
+        text = text.replace("$", "")
+    words = _BEFORE_LABEL.match(text)
+    if words and not refused("", words[0]):
+        text = text.removeprefix(words[0])
+    return unlabelled(text).strip()
 
 
 def _decided(gold: str, answer: str) -> bool | None:
@@ -183,6 +196,8 @@ def _decided(gold: str, answer: str) -> bool | None:
     gold, answer = drop_label(gold, answer)
     if units_differ(clean(gold), clean(answer)):
         return False
+    if r"\approx" in answer and r"\approx" not in gold:
+        return any_true(_decided(gold, side) for side in exact_and_rounded(clean(answer)))
     if 1 in (len(sides(gold)), len(sides(answer))):
         verdict = any_true(_stages(a, b) for a in values(gold) for b in values(answer))
     else:
