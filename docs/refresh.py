@@ -139,10 +139,11 @@ def step_time(name: str) -> str:
         "tokens per second of the update": content["update_tokens_per_s_ratios"],
     }
     rows = [[what, *(middle(found[f"{who} / trl"]) for who in columns)] for what, found in measured.items()]
+    absolute = ", ".join(f"{who} {values['median']:.2f} s" for who, values in content["s_per_step"].items())
     return (
         markdown_table(["relative to TRL's solo step", *columns], rows)
-        + f"\nMedians over {content['rounds']} rounds with 90 % intervals; other processes used "
-        f"{content['cores_others']:.1f} cores; {versions_of(content['lines'])}; {_file(name)}.\n"
+        + f"\nRatios within a turn, medians over {content['rounds']} rounds with 90 % intervals. Median step: "
+        f"{absolute}; other processes used {content['cores_others']:.1f} cores; {versions_of(content['lines'])}; {_file(name)}.\n"
     )
 
 
@@ -173,6 +174,31 @@ def decoding() -> str:
         markdown_table(head, rows)
         + f"\nSeconds for {found[0]['max_tokens']} tokens per row, medians of {found[0]['rounds']} rounds, ratios with "
         f"90 % intervals; {versions_of(found)}; {_file('decoding.jsonl')}.\n"
+    )
+
+
+def draw() -> str:
+    """Cost of the ways to draw, and how often two models agree by them."""
+    found = lines("draw.jsonl")
+    ways = {"inverse_cdf": "inverse CDF", "race": "race", "race_in_blocks": "race in blocks (ours)"}
+    rows = [
+        [f"ms per step, {line['rows']} rows, {line['vocabulary']:,} ids", *(f"{line[way]:.2f}" for way in ways), "–"]
+        for line in found
+        if line["what"] == "cost_ms" and line["rows"] == 32
+    ]
+    agreements = {
+        f"agreement, {line['shape']}, {line['vocabulary']:,} ids": line
+        for line in found
+        if line["what"] == "agreement" and line["vocabulary"] in (512, 151_936)
+    }
+    agreements |= {
+        f"agreement, jargon pair, {line['senior'].split('/')[0]}": line["agreement"]
+        for line in found
+        if line["what"] == "pair"
+    }
+    rows += [[name, *(f"{line[way]:.3f}" for way in (*ways, "bound"))] for name, line in agreements.items()]
+    return (
+        markdown_table(["", *ways.values(), "upper bound"], rows) + f"\n{versions_of(found)}; {_file('draw.jsonl')}.\n"
     )
 
 
@@ -249,6 +275,7 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "step-time-lognormal": lambda: step_time("step_time_lognormal.json"),
     "step-time-sentence": step_time_sentence,
     "decoding": decoding,
+    "draw": draw,
     "tandem-cost": tandem_cost,
     "update-and-head": update_and_head,
     "scoring": scoring,
