@@ -143,7 +143,8 @@ def step_time(name: str) -> str:
     return (
         markdown_table(["relative to TRL's solo step", *columns], rows)
         + f"\nRatios within a turn, medians over {content['rounds']} rounds with 90 % intervals. Median step: "
-        f"{absolute}; other processes used {content['cores_others']:.1f} cores; {versions_of(content['lines'])}; {_file(name)}.\n"
+        f"{absolute}; other processes used {content['cores_others']:.1f} cores; {versions_of(content['lines'])}; "
+        f"{_file(name)}.\n"
     )
 
 
