@@ -118,7 +118,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 32, 256])
     parser.add_argument("--rounds", type=int, default=15)
-    parser.add_argument("--samples", type=int, default=6000, help="synthetic positions per vocabulary and kind")
+    parser.add_argument("--samples", type=int, default=1500, help="synthetic positions per vocabulary and kind")
     parser.add_argument("--pair", nargs=3, metavar=("SENIOR", "JUNIOR", "DATA"))
     parser.add_argument("--problems", type=int, default=256)
     parser.add_argument("--out", type=Path)
