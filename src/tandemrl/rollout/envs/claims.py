@@ -72,6 +72,11 @@ def is_label(text: str) -> bool:
     return _WORDS.fullmatch(words) is not None and not _qualifiers(text) - _EXTREMES
 
 
+def hints_at_a_qualifier(prose: str) -> bool:
+    """Whether a word ends with a qualifier, as in "vnot": what stands before it may be a slip of the model."""
+    return any(word.lower().endswith(_LONG_QUALIFIERS) for word in _WORD.findall(prose))
+
+
 def without_reason(text: str) -> str:
     """An answer in prose without the reason behind it, as in "5, because 2 + 3 = 5"."""
     return _REASON.split(text)[0]
@@ -122,6 +127,7 @@ _QUALIFIERS = frozenset(
     )
 )
 """Words that change the value of what they stand beside."""
+_LONG_QUALIFIERS = tuple(word for word in _QUALIFIERS if len(word) > 2)
 _MACRO = re.compile(r"\\[A-Za-z]+")
 _WORD = re.compile(r"[A-Za-z]{2,}(?:['’]t)?")
 _COMPOUND = re.compile(

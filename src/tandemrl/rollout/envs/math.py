@@ -15,7 +15,16 @@ from typing import Any
 
 from tandemrl.config import RewardConfig
 from tandemrl.data.rows import Row
-from tandemrl.rollout.envs.claims import admitted, drop_label, identical, is_label, refused, unlabelled, without_reason
+from tandemrl.rollout.envs.claims import (
+    admitted,
+    drop_label,
+    hints_at_a_qualifier,
+    identical,
+    is_label,
+    refused,
+    unlabelled,
+    without_reason,
+)
 from tandemrl.rollout.envs.equality import MAX_CHARS, quick_equal, values
 from tandemrl.rollout.envs.notation import UNITS, clean, without_full_stop
 from tandemrl.rollout.envs.protocol import Deferred, GraderError, Lost, Score
@@ -207,7 +216,7 @@ def _only_number(clause: str) -> str | None:
     prose = " ".join(before + behind)
     if _PROSE_NUMBER.fullmatch(number) is None or (before and _COUNTED.fullmatch(before[-1])):
         return None
-    if _PROSE.fullmatch(prose) is None or refused("", prose):
+    if _PROSE.fullmatch(prose) is None or refused("", prose) or hints_at_a_qualifier(prose):
         return None
     units = itertools.takewhile(lambda word: word.strip(",").lower() in UNITS, behind)
     return " ".join([number.removeprefix("\\").removeprefix("$"), *units])
@@ -278,7 +287,8 @@ _FORMULA = re.compile(r"\$\$?[^$]+\$\$?|\\\((?:[^\\]|\\(?!\)))+\\\)|\\\[(?:[^\\]
 _DISPLAY = re.compile(r"\$\$[^$]+\$\$|\\\[(?:[^\\]|\\(?!\]))+\\\]")
 _LEAD_TO_DISPLAY = re.compile(r"(:|\b[Aa]nswers? (?:is|are))\s*\n\s*(?=\$|\\[(\[])")
 _FORMULA_AND_WORDS = re.compile(r"^\$([^$]+)\$[^$\d]*$")
-_PROSE = re.compile(r"[A-Za-z ,.'#’]*")
+_PROSE = re.compile(r"(?:(?:#+|[A-Z]?[a-z]+(?:['’][a-z]{1,2})?|[A-Z])[,.]*(?: |$))*")
+"""Words as they are written: in others a qualifier could hide, as in "AZYUKnot"."""
 _PROSE_NUMBER = re.compile(r"-?(?:\\?\$)?-?(?:[0-9]{1,3}(?:,[0-9]{3})+|[0-9]+)(?:\.[0-9]+|/[0-9]+)?\\?%?")
 _COUNTED = re.compile(
     r"(?i)step|case|part|problem|question|equation|figure|example|exercise|option|page|line|chapter|section"
