@@ -121,15 +121,16 @@ HEAVY = ("torch", "transformers", "vllm", "wandb", "numpy", "pyarrow", "omegacon
         "assert CliRunner().invoke(app, ['--help']).exit_code == 0",
     ],
 )
-def test_start_up_is_light_and_fast(code: str) -> None:
+def test_start_up_is_light(code: str) -> None:
+    """No heavy package, and few modules at all: an import costs about a millisecond."""
     script = (
-        f"import sys, time; begin = time.perf_counter(); {code}; seconds = time.perf_counter() - begin; "
-        f"print([m for m in {HEAVY} if m in sys.modules], seconds)"
+        f"import sys; before = len(sys.modules); {code}; "
+        f"print([m for m in {HEAVY} if m in sys.modules], len(sys.modules) - before)"
     )
-    runs = [subprocess.run([sys.executable, "-c", script], capture_output=True, text=True) for _ in range(3)]
-    heavy, seconds = zip(*(run.stdout.rsplit(" ", 1) for run in runs), strict=True)
-    assert set(heavy) == {"[]"}, runs[0].stderr
-    assert min(map(float, seconds)) < 0.5
+    run = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    heavy, modules = run.stdout.rsplit(" ", 1)
+    assert heavy == "[]", run.stderr
+    assert int(modules) < 250
 
 
 def test_the_facade_has_every_name_it_promises() -> None:
