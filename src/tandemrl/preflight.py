@@ -68,7 +68,7 @@ class Preflight:
         return {
             "model.device": self.devices,
             "packages": self.packages,
-            **{key: lambda path=path: self.model(path) for key, path in named.items()},  # type: ignore[misc]
+            **{key: lambda path=path: self.model(path) for key, path in named.items()},  # type: ignore[misc]  # a default
             "vocabularies": self.vocabularies,
             "data.train": self.train_data,
             **({"data.eval": self.heldout_data} if config.train.eval_every else {}),

@@ -61,9 +61,9 @@ def constant(node: Node) -> Fraction | None:
     if None in parts or not parts:
         return None
     if node.what == "-" and len(parts) == 1:
-        return -parts[0]  # type: ignore[operator]
+        return -parts[0]  # type: ignore[operator]  # no part is None
     if node.what == "/" and parts[1] != 0:
-        return parts[0] / parts[1]  # type: ignore[operator]
+        return parts[0] / parts[1]  # type: ignore[operator]  # likewise
     return None
 
 
