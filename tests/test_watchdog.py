@@ -245,3 +245,14 @@ def test_one_process_is_not_watched(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("WORLD_SIZE", raising=False)
     parallel.join(ParallelConfig(), torch.device("cpu"))
     assert begin.mock_calls == []
+
+
+def test_only_its_own_process_group_is_taken_down(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In one process the group belongs to somebody else, such as a vLLM engine that is still at work."""
+    destroyed = Mock()
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    monkeypatch.setattr(parallel.dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(parallel.dist, "get_rank", lambda: 0)
+    monkeypatch.setattr(parallel.dist, "destroy_process_group", destroyed)
+    assert parallel.leave()
+    assert destroyed.mock_calls == []

@@ -137,7 +137,7 @@ def join(config: ParallelConfig, device: torch.device) -> World:
         ConfigError: the axes do not multiply to the number of processes.
         ParallelError: the others did not come within ``parallel.timeout_s``.
     """
-    size = int(os.environ.get("WORLD_SIZE", "1"))
+    size = launched()
     axes = axes_of(config, size)
     if size == 1:
         return World()
@@ -163,9 +163,17 @@ def join(config: ParallelConfig, device: torch.device) -> World:
     return World(dist.get_rank(), size, data.get_local_rank(), data.size(), mesh, config.timeout_s)
 
 
+def launched() -> int:
+    """How many processes torchrun started; 1 without it."""
+    return int(os.environ.get("WORLD_SIZE", "1"))
+
+
 def leave() -> bool:
-    """Take down the process group, if there is one; whether this was the main process."""
-    if not dist.is_initialized():
+    """Take down the process group that ``join`` made, if it did; whether this was the main process.
+
+    In a run of one process a group is somebody else's: vLLM has one for an engine that lives in the process.
+    """
+    if launched() == 1 or not dist.is_initialized():
         return True
     main = dist.get_rank() == 0
     dist.destroy_process_group()
