@@ -24,7 +24,7 @@ TINY_PAIR = Path("runs/tiny")
 
 def tiny_senior() -> Path:
     """The senior of the tiny pair, which is built where the quickstart looks for it if it is not there."""
-    from tandemrl.tiny import build_tiny_pair
+    from tandemrl.experiments.tiny import build_tiny_pair
 
     build_tiny_pair(TINY_PAIR)
     return TINY_PAIR / "senior"
@@ -88,7 +88,7 @@ def about(library: str = "tandemrl") -> dict[str, Any]:
 
 
 def _commit() -> dict[str, Any]:
-    from tandemrl.versions import versions
+    from tandemrl.files import versions
 
     return {name: value for name, value in versions().items() if name.startswith("git_")}
 

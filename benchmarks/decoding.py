@@ -25,7 +25,7 @@ from _common import about, cpu_seconds, prompt_texts, ratios, tiny_senior, write
 from transformers import AutoModelForCausalLM
 from transformers.utils import logging
 
-from tandemrl.model import load_model, load_tokenizer
+from tandemrl.models.loading import load_model, load_tokenizer
 from tandemrl.rollout.engine import Request, Sampling
 from tandemrl.rollout.torch_engine import TorchEngine
 from tandemrl.selection import Strategy, solo, word

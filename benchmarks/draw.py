@@ -24,7 +24,7 @@ import torch
 from _common import about, write_lines
 from torch import Tensor
 
-from tandemrl.rollout.sampling import draw_token
+from tandemrl.models.sampling import draw_token
 from tandemrl.selection.draws import fold_in, uniforms
 
 VOCABULARIES = (512, 8192, 32_768, 151_936)
@@ -85,11 +85,12 @@ def pair_logprobs(senior: str, junior: str, data: str, problems: int) -> tuple[T
     from transformers import AutoModelForCausalLM
 
     from tandemrl.config import SelectionConfig
-    from tandemrl.data.rows import encode_prompts, load_rows
-    from tandemrl.model import load_model, load_tokenizer
+    from tandemrl.data.loading import load_rows
+    from tandemrl.data.rows import encode_prompts
+    from tandemrl.models.loading import load_model, load_tokenizer
     from tandemrl.rollout.engine import Request, Sampling
+    from tandemrl.rollout.schedule import schedule_of
     from tandemrl.rollout.torch_engine import TorchEngine
-    from tandemrl.schedule import schedule_of
     from tandemrl.selection.draws import SAMPLING, request_key, stream
 
     tokenizer = load_tokenizer(senior)

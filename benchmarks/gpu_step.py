@@ -39,9 +39,10 @@ from models import QWEN3, model
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from tandemrl.batching import micro_batches, pack
-from tandemrl.model import prepare, token_logprobs
-from tandemrl.profiling import cost_of, matmul_peak, update_flops
+from tandemrl.models.batching import micro_batches, pack
+from tandemrl.models.forward import token_logprobs
+from tandemrl.models.loading import prepare
+from tandemrl.training.profiling import cost_of, matmul_peak, update_flops
 from tandemrl.types import Author, Rollout
 
 

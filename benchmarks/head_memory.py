@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from _common import about, write_lines
 
-from tandemrl import head
+from tandemrl.models import head
 
 
 def main() -> None:

@@ -1,4 +1,4 @@
-"""What tandem bookkeeping costs per engine step, without any model: the planner of `tandemrl.rollout.vllm_planner`.
+"""What tandem bookkeeping costs per engine step, without any model: the planner of `tandemrl.rollout.vllm.planner`.
 
     OMP_NUM_THREADS=1 python benchmarks/planner.py --out benchmarks/results/planner.jsonl
 
@@ -23,7 +23,7 @@ import numpy as np
 import torch
 from _common import about, write_lines
 
-from tandemrl.rollout.vllm_planner import Admission, Mode, Planner
+from tandemrl.rollout.vllm.planner import Admission, Mode, Planner
 from tandemrl.selection import word
 from tandemrl.selection.draws import request_key
 

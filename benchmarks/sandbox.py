@@ -12,7 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 from tandemrl.config import SandboxConfig
 from tandemrl.data.rows import Row
-from tandemrl.rollout.envs.code import score_code
+from tandemrl.rewards.code.scorer import score_code
 
 SCRIPT = "```python\nimport sys\nprint(sum(map(int, sys.stdin.read().split())))\n```"
 FUNCTION = "```python\ndef add(a, b):\n    return a + b\n```"

@@ -2,7 +2,7 @@
 
     OMP_NUM_THREADS=1 python benchmarks/step_time.py --strategy word --threads 1
 
-Prints one JSON line. A step is what `tandemrl.train` does between two steps, without evaluation and checkpoints:
+Prints one JSON line. A step is what `training.loop` does between two steps, without evaluation and checkpoints:
 `generate` (rollouts, authors verified by replay), `reward`, `update` (pack, advantages, forward, backward, optimiser),
 `sync` (weights to the engine, verified by checksum). Metrics and samples go to disk after the step, as the peer's do;
 `log_s` says how long that takes. Both sides: AdamW, one optimiser step on all completions, token-mean loss, and every
@@ -49,12 +49,12 @@ from _common import (
 from tandemrl.config import Config, load
 from tandemrl.data.rows import Prompt, Row
 from tandemrl.data.sampler import Sampler
+from tandemrl.rewards.math.boxed import Score
+from tandemrl.rewards.scoring import Scorer
 from tandemrl.rollout.engine import Completion, Engine, Request
-from tandemrl.rollout.envs.math import Score
-from tandemrl.rollout.envs.scoring import Scorer
-from tandemrl.run import Run, build
-from tandemrl.tracking import Tracker
-from tandemrl.train import loop
+from tandemrl.training.loop import loop
+from tandemrl.training.run import Run, build
+from tandemrl.training.tracking import Tracker
 from tandemrl.types import Rollout
 
 PHASES = {"generate": "rollout", "reward": "score", "update": "update", "sync": "sync"}

@@ -36,9 +36,9 @@ import numpy as np
 import torch
 from _common import about, cpu_seconds, write_lines
 
-from tandemrl.model import load_tokenizer
+from tandemrl.models.loading import load_tokenizer
 from tandemrl.rollout.engine import Completion, Request, Sampling
-from tandemrl.rollout.vllm_planner import Mode
+from tandemrl.rollout.vllm.planner import Mode
 from tandemrl.selection import Strategy, solo, word
 from tandemrl.selection.draws import request_key
 
@@ -284,7 +284,7 @@ def prepare_tandem(
     senior: Path, junior: Path, setting: Setting, boundary: torch.Tensor
 ) -> tuple[dict[str, Run], dict[str, list[Completion]]]:
     """Our engine's contestants, and what each of them wrote last."""
-    from tandemrl.rollout.vllm_engine import VllmEngine
+    from tandemrl.rollout.vllm.engine import VllmEngine
 
     engine = VllmEngine(
         senior,

@@ -2,7 +2,7 @@
 
     OMP_NUM_THREADS=1 python benchmarks/update.py --threads 1
 
-Times `tandemrl.update.update` as the training loop calls it, on made-up rollouts: packing, forward, backward, loss,
+Times `training.update.update` as the training loop calls it, on made-up rollouts: packing, forward, backward, loss,
 clipping, AdamW. Prints one JSON line and writes it to --out.
 
 MFU is (6·N·t + attention) / seconds / peak. N: all weights but the embedding table, in matrix products of t tokens; the
@@ -26,14 +26,14 @@ from typing import Any
 import numpy as np
 import torch
 from _common import about, cpu_seconds, write_lines
-from models import build
 from step_time import parser as step_parser
 from step_time import prepare
 
-from tandemrl.profiling import cost_of, matmul_peak, update_flops
-from tandemrl.run import Run
+from models import build
+from tandemrl.training.profiling import cost_of, matmul_peak, update_flops
+from tandemrl.training.run import Run
+from tandemrl.training.update import update
 from tandemrl.types import Author, Group, Rollout
-from tandemrl.update import update
 
 PEAK_SIZES = (512, 1024, 2048)
 

@@ -96,9 +96,9 @@ def _vllm() -> Line:
     if not found:
         return Line("vllm (optional)", "missing", f"{install}  (rollout.engine=vllm, tandemrl serve)", False)
     shown = ", ".join(f"{name} {version}" for name, version in found.items())
-    if _import_error("tandemrl.rollout.engines") is not None:  # a broken core, which has a line of its own
+    if _import_error("tandemrl.rollout.vllm") is not None:  # a broken core, which has a line of its own
         return Line("vllm (optional)", shown, "", False)
-    from tandemrl.rollout.engines import VLLM_TESTED
+    from tandemrl.rollout.vllm import VLLM_TESTED
 
     untested = any(version.partition("+")[0] not in VLLM_TESTED for version in found.values())
     remedy = f"tested with {', '.join(VLLM_TESTED)}: {install}" if untested else "rollout.engine=vllm, tandemrl serve"
@@ -107,7 +107,7 @@ def _vllm() -> Line:
 
 def _sandbox() -> list[Line]:
     """The layers around programs that a model wrote; only rewards that run such programs need them."""
-    from tandemrl.rollout.envs.sandbox import SandboxError, layers
+    from tandemrl.rewards.code.sandbox import SandboxError, layers
 
     remedy = "for rewards from code: run as root, or allow user namespaces, or sandbox.allow_weak=true"
     try:

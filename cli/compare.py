@@ -32,9 +32,9 @@ def compare(
     from rich.table import Table
     from rich.text import Text
 
-    from tandemrl.compare import CompareError, judgement, show_interval, write_comparison
-    from tandemrl.compare import compare as contrasts_of
     from tandemrl.evals import is_headline
+    from tandemrl.evals.compare import CompareError, judgement, show_interval, write_comparison
+    from tandemrl.evals.compare import compare as contrasts_of
 
     if not 0 < level < 1:
         raise CompareError(f"--level {level}: expected a number between 0 and 1, e.g. 0.95")

@@ -47,7 +47,7 @@ def show(
     limit: Annotated[int, typer.Option(min=1, help="Rows to print.")] = 3,
 ) -> None:
     """Print rows as the library reads them."""
-    from tandemrl.data.rows import load_rows
+    from tandemrl.data.loading import load_rows
 
     rows = load_rows(sources)
     for row in rows[:limit]:

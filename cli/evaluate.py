@@ -130,7 +130,7 @@ def _bars() -> "Iterator[Progress]":
     from rich.console import Console
     from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-    from tandemrl.heartbeat import heartbeat
+    from tandemrl.cli.heartbeat import heartbeat
 
     console = Console(stderr=True)
     if not console.is_terminal:

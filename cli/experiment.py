@@ -25,9 +25,9 @@ def experiment(
     """Train and evaluate every arm on every seed of a pair, and say what the intervals support."""
     from dataclasses import replace
 
+    from tandemrl.cli.heartbeat import heartbeat, last_written
     from tandemrl.config import ConfigError
-    from tandemrl.experiment import EXPERIMENTS, run
-    from tandemrl.heartbeat import heartbeat, last_written
+    from tandemrl.experiments.experiment import EXPERIMENTS, run_experiment
 
     if name not in EXPERIMENTS:
         raise ConfigError(f"unknown experiment {name!r}; known: {', '.join(EXPERIMENTS)}")
@@ -48,7 +48,7 @@ def experiment(
     chosen = replace(chosen, **{key: value for key, value in given.items() if value})
     folder = out or Path("runs") / name
     with heartbeat(typer.echo, lambda: last_written(folder)):
-        results = run(chosen, folder, workers=workers, say=typer.echo)
+        results = run_experiment(chosen, folder, workers=workers, say=typer.echo)
     for claim in results["claims"]:
         values = ", ".join(f"{value:.3f}" for value in claim["values"])
         verdict = claim["verdict"].replace("fails", "DOES NOT HOLD")

@@ -6,7 +6,19 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperGroup
 
-from tandemrl.cli import check, compare, data, evaluate, experiment, model, report, score, serve, train
+from tandemrl.cli import (
+    check,
+    compare,
+    data,
+    evaluate,
+    experiment,
+    model,
+    report,
+    score,
+    serve,
+    train,
+)
+from tandemrl.cli.errors import is_users, one_line
 
 
 class ErrorBoundary(TyperGroup):
@@ -20,19 +32,6 @@ class ErrorBoundary(TyperGroup):
                 raise
             typer.echo(f"error: {one_line(error)}", err=True)
             raise typer.Exit(2) from None
-
-
-def is_users(error: Exception) -> bool:
-    """Whether the message is meant for the user: an error class of this library, or a file that cannot be used."""
-    ours = any(base.__module__.startswith("tandemrl.") for base in type(error).__mro__)
-    return ours or (isinstance(error, OSError) and not isinstance(error, BrokenPipeError))
-
-
-def one_line(error: Exception) -> str:
-    """The message without line breaks; an ``OSError`` starts with its file."""
-    if isinstance(error, OSError) and error.filename is not None:
-        return f"{error.filename}: {error.strerror}"
-    return " ".join(str(error).split())
 
 
 app = typer.Typer(

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 if TYPE_CHECKING:
-    from tandemrl.tiny import Progress
+    from tandemrl.experiments.tiny import Progress
 
 app = typer.Typer(help="Build models.", no_args_is_help=True)
 
@@ -25,7 +25,7 @@ def tiny(
     seed: Annotated[int, typer.Option(help="Seed of data, weights and order.")] = 0,
 ) -> None:
     """Build the tiny senior/junior pair, a minute or two on two CPU cores; a finished one is kept."""
-    from tandemrl.tiny import build_tiny_pair
+    from tandemrl.experiments.tiny import build_tiny_pair
 
     with _shown(f"warm start of the {pair} pair") as progress:
         manifest = build_tiny_pair(out, pair=pair, seed=seed, progress=progress)
@@ -39,7 +39,7 @@ def _shown(what: str) -> "Iterator[Progress]":
     from rich.console import Console
     from rich.progress import Progress as Bars
 
-    from tandemrl.heartbeat import heartbeat
+    from tandemrl.cli.heartbeat import heartbeat
 
     console, now = Console(), [what]
     if console.is_terminal:

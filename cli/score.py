@@ -24,7 +24,7 @@ def score(
 ) -> None:
     """Score stored responses as training would; prints the means by data source."""
     from tandemrl.config import load, stated_keys, warn_of_reward_function
-    from tandemrl.score import score_file
+    from tandemrl.rewards.score import score_file
 
     stated = None if config is None else stated_keys(overrides or ())
     resolved = load(config, overrides or ())

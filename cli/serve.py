@@ -29,11 +29,11 @@ def serve(
 ) -> None:
     """vLLM's OpenAI-compatible server, written by both models, with authors in the responses."""
     from tandemrl.config import ConfigError, SelectionConfig
-    from tandemrl.rollout.engines import require_vllm
+    from tandemrl.rollout.vllm import require_vllm
 
     require_vllm("tandemrl serve")
     try:
-        from tandemrl.rollout import vllm_server
+        from tandemrl.rollout.vllm import server as vllm_server
     except ImportError as error:
         raise ConfigError(f"tandemrl serve: the installed vLLM is broken: {error}") from None
 

@@ -36,8 +36,8 @@ def train(
         typer.echo(f"{to_yaml(resolved)}\n{batch_plan(resolved)}\n")
         _check(resolved, resume)
         return
-    from tandemrl import train as training
-    from tandemrl.parallel import leave
+    from tandemrl.distributed.world import leave
+    from tandemrl.training import loop as training
 
     context.find_root().call_on_close(leave)  # after an error, once it is printed; not as the interpreter ends
     output = training.train(resolved, resume=resume)
@@ -49,9 +49,9 @@ def _check(config: "Config", resume: str) -> None:
     """Print what the run needs and whether it is there; exit code 2 if something is wrong."""
     from dataclasses import fields
 
-    from tandemrl.cli.main import is_users, one_line
-    from tandemrl.functions import with_records
-    from tandemrl.preflight import NotHereError, Preflight, check_resume
+    from tandemrl.cli.errors import is_users, one_line
+    from tandemrl.training.functions import with_records
+    from tandemrl.training.preflight import NotHereError, Preflight, check_resume
 
     def functions() -> str:
         with_records(config, **{field.name: None for field in fields(config.functions)})

@@ -14,8 +14,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from tandemrl.atomic import write_text
-from tandemrl.experiment import SCHEMA
+from tandemrl.experiments.experiment import SCHEMA
+from tandemrl.files import write_text
 from tandemrl.report import read_results
 from tandemrl.report.records import Setting
 from tandemrl.report.tables import (

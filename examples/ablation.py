@@ -50,10 +50,10 @@ def successes_only(logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, *
 parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
 parser.add_argument("overrides", nargs="*", help="config overrides, e.g. train.steps=20")
 defaults = ["train.steps=5", "output_dir=runs/ablation"]
-config = tandemrl.load_config("quickstart.yaml", [*defaults, *parser.parse_args().overrides])
+config = tandemrl.load("quickstart.yaml", [*defaults, *parser.parse_args().overrides])
 if config.model.senior == "runs/tiny/senior":
-    tandemrl.tiny.build_tiny_pair(Path("runs/tiny"))  # a minute, once
+    tandemrl.build_tiny_pair(Path("runs/tiny"))  # a minute, once
 recipe = tandemrl.RECIPES["grpo"]._replace(name="successes_only", surrogate=successes_only)
-tandemrl.train.train(config, resume="never", recipe=recipe, strategy=lambda step: handover(16, 0.1), quiet=True)
+tandemrl.train(config, resume="never", recipe=recipe, strategy=lambda step: handover(16, 0.1), quiet=True)
 for line in Path(config.output_dir, "metrics.jsonl").read_text().splitlines():
     print("step {step}: reward {reward/mean:.3f}, senior share {tandem/senior_frac:.2f}".format(**json.loads(line)))

@@ -9,8 +9,8 @@ import argparse
 from dataclasses import replace
 from pathlib import Path
 
-from tandemrl.experiment import EXPERIMENTS, run
-from tandemrl.heartbeat import heartbeat, last_written
+from tandemrl.cli.heartbeat import heartbeat, last_written
+from tandemrl.experiments.experiment import EXPERIMENTS, run_experiment
 
 
 def main() -> None:
@@ -30,7 +30,7 @@ def main() -> None:
         samples=args.samples,
     )
     with heartbeat(lambda line: print(line, flush=True), lambda: last_written(args.out)):
-        run(experiment, args.out)
+        run_experiment(experiment, args.out)
     print(f"\nreport: {args.out}/report.html (and report.md)")
 
 

@@ -7,7 +7,16 @@ from pathlib import Path
 
 import pytest
 
-from tandemrl.config import Config, ConfigError, batch_plan, difference, find_config, load, to_dict, to_yaml
+from tandemrl.config import (
+    Config,
+    ConfigError,
+    batch_plan,
+    difference,
+    find_config,
+    load,
+    to_dict,
+    to_yaml,
+)
 
 PACKAGED = sorted(file.name for file in files("tandemrl.configs").iterdir() if file.name.endswith(".yaml"))
 DEEPSCALER = ("deepscaler_tandem", "deepscaler_grpo", "deepscaler_kl", "deepscaler_grpo_g16")

@@ -5,34 +5,32 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator
+from graphlib import TopologicalSorter
 from pathlib import Path
 
 import pytest
 
 ROOT = Path(__file__).parents[1]
-LAYERS = {
-    0: "types config configs atomic versions watchdog paths heartbeat",
-    1: "selection selection.strategies selection.boundaries selection.draws selection.live "
-    "losses losses.advantages losses.penalties losses.recipes losses.reduce losses.surrogates losses.weights stats",
-    2: "batching schedule functions data data.rows data.sampler data.synthetic data.arithmetic data.sources data.files "
-    "data.builders data.boxed data.eurus "
-    "rollout rollout.engine rollout.sampling rollout.vllm_planner rollout.envs rollout.envs.math rollout.envs.scoring "
-    "rollout.envs.protocol rollout.envs.formula rollout.envs.notation rollout.envs.claims "
-    "rollout.envs.expression rollout.envs.equality rollout.envs.prime rollout.envs.answers "
-    "rollout.envs.countdown rollout.envs.rewards rollout.envs.routing rollout.envs.rubric rollout.envs.worker "
-    "rollout.envs.code rollout.envs.sandbox rollout.envs.sandbox_layers rollout.envs.sandbox_runner",
-    3: "model pretrained attention head checkpoint dcp manifest coverage tracking tiny "
-    "rollout.torch_engine rollout.engines rollout.sync rollout.collect "
-    "rollout.vllm_engine rollout.vllm_worker rollout.vllm_weights rollout.vllm_guard rollout.vllm_server "
-    "rollout.http_engine rollout.judges rollout.spread parallel critic lora profiling faults",
-    4: "preflight run ahead update train "
-    "evals evals.measures evals.files evals.protocol evals.reading evals.session evals.suite "
-    "compare score experiment report report.figures report.page report.provenance report.records report.samples "
-    "report.svg report.tables",
-    5: "cli cli.main cli.train cli.evaluate cli.compare cli.data cli.model cli.score cli.serve cli.check "
-    "cli.report cli.experiment",
-}
-LAYER = {f"tandemrl.{name}": layer for layer, names in LAYERS.items() for name in names.split()} | {"tandemrl": 4.5}
+FLOORS = """
+types files config
+selection losses
+distributed
+models data
+rollout
+rewards
+evals
+training
+report
+experiments
+cli
+"""
+"""Packages, lowest floor first. Imports go down, stay within a package, or go sideways without circles."""
+FLOOR = {f"tandemrl.{name}": i for i, names in enumerate(FLOORS.split("\n")) for name in names.split()}
+
+
+def package(module: str) -> str:
+    """``tandemrl.PACKAGE`` of a dotted name; ``tandemrl`` itself for the facade."""
+    return ".".join(module.split(".")[:2])
 
 
 def modules() -> dict[str, Path]:
@@ -60,32 +58,31 @@ def imported(path: Path, *, top_level_only: bool = False) -> Iterator[str]:
                 yield full if full in MODULES else str(node.module)
 
 
-def test_every_module_has_a_layer() -> None:
-    assert set(MODULES) - set(LAYER) == set(), "give the new module a layer in LAYERS"
+def test_every_package_has_a_floor() -> None:
+    """At the top there are packages, the facade and what all of them stand on."""
+    assert {package(name) for name in MODULES} - {"tandemrl"} == FLOOR.keys()
 
 
 @pytest.mark.parametrize("name", [name for name in MODULES if name != "tandemrl"])
 def test_imports_go_down_or_sideways(name: str) -> None:
     own = {other for other in imported(MODULES[name]) if other.split(".")[0] == "tandemrl"}
-    assert {other for other in own if LAYER.get(other, 99) > LAYER[name]} == set()
+    assert {other for other in own if FLOOR.get(package(other), 99) > FLOOR[package(name)]} == set()
 
 
-def test_no_cycles_at_import_time() -> None:
-    graph = {name: {i for i in imported(path, top_level_only=True) if i in MODULES} for name, path in MODULES.items()}
-    finished: set[str] = set()
-
-    def visit(name: str, trail: tuple[str, ...]) -> None:
-        assert name not in trail, f"import cycle: {' -> '.join([*trail, name])}"
-        if name not in finished:
-            for other in graph[name]:
-                visit(other, (*trail, name))
-            finished.add(name)
-
-    for name in graph:
-        visit(name, ())
+def test_no_circles() -> None:
+    """Neither between modules, imports inside of functions included, nor between packages."""
+    modules = {name: {i for i in imported(path) if i in MODULES} for name, path in MODULES.items()}
+    del modules["tandemrl"]
+    packages: dict[str, set[str]] = {one: set() for one in FLOOR}
+    for name, others in modules.items():
+        packages[package(name)] |= {package(other) for other in others} - {package(name)}
+    for graph in (modules, packages):
+        TopologicalSorter(graph).prepare()  # raises CycleError, which names the circle
 
 
-@pytest.mark.parametrize("name", [name for name in MODULES if LAYER.get(name) == 1])
+@pytest.mark.parametrize(
+    "name", [name for name in MODULES if package(name) in ("tandemrl.selection", "tandemrl.losses")]
+)
 def test_the_core_is_pure(name: str) -> None:
     roots = {other.split(".")[0] for other in imported(MODULES[name])}
     assert roots <= {*sys.stdlib_module_names, "torch", "numpy", "scipy", "jaxtyping", "einops", "tandemrl"} | (
@@ -96,11 +93,10 @@ def test_the_core_is_pure(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", MODULES)
-def test_only_vllm_modules_import_vllm(name: str) -> None:
-    short = name.rpartition(".")[2]
+def test_only_one_folder_imports_vllm(name: str) -> None:
     for other in imported(MODULES[name]):
-        assert not other.startswith("vllm.v1") or short in ("vllm_worker", "vllm_guard")
-        assert other.split(".")[0] != "vllm" or short.startswith("vllm_")
+        assert not other.startswith("vllm.v1") or name.endswith(("vllm.worker", "vllm.guard"))
+        assert other.split(".")[0] != "vllm" or name.startswith("tandemrl.rollout.vllm.")
 
 
 @pytest.mark.parametrize("name", [name for name in MODULES if name.startswith("tandemrl.cli")])
@@ -152,12 +148,12 @@ def test_the_facade_promises_type_checkers_the_same_names() -> None:
         if isinstance(node, ast.ImportFrom) and str(node.module).startswith("tandemrl.")
         for alias in node.names
     }
-    typed["load_config"] = typed.pop("_load")  # what an import gives a new name is not exported
     assert typed == tandemrl._NAMES
 
 
 def test_the_tests_can_be_collected_without_vllm(tmp_path: Path) -> None:
     """Neither vLLM nor what only comes with it may be needed before a test is skipped; a folder of tests is no vLLM."""
+    tests = str(ROOT / "tests" / "rollout")
     (tmp_path / "core.py").write_text(
         "import sys\n"
         "from importlib.machinery import PathFinder\n"
@@ -165,10 +161,21 @@ def test_the_tests_can_be_collected_without_vllm(tmp_path: Path) -> None:
         "    def find_spec(self, name, path=None, target=None):\n"
         "        if name in ('cloudpickle', 'fastapi'):\n"
         "            raise ModuleNotFoundError(f'No module named {name!r}', name=name)\n"
-        f"        return PathFinder.find_spec(name, [{str(ROOT / 'tests')!r}]) if name == 'vllm' else None\n"
+        f"        return PathFinder.find_spec(name, [{tests!r}]) if name == 'vllm' else None\n"
         "sys.meta_path.insert(0, Core())\n"
     )
-    command = [sys.executable, "-m", "pytest", "-p", "core", "--collect-only", "-q", "-m", "not vllm", "tests/vllm"]
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-p",
+        "core",
+        "--collect-only",
+        "-q",
+        "-m",
+        "not vllm",
+        "tests/rollout/vllm",
+    ]
     environment = os.environ | {"PYTHONPATH": str(tmp_path)}
     collected = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
     assert collected.returncode in (0, 5), collected.stdout  # 5: everything is skipped or deselected
@@ -178,16 +185,16 @@ CHECKED = """
 import tandemrl
 from tandemrl import {names}
 
-settings: tandemrl.Config = load_config("quickstart")
-tandemrl.train.train(settings, reward=lambda row, text: Score(1.0, {{"acc": 1.0}}, None))
+settings: tandemrl.Config = load("quickstart")
+tandemrl.train(settings, reward=lambda row, text: Score(1.0, {{"acc": 1.0}}, None))
 every = [{qualified}]
 """
 UNCHECKED = """
 import tandemrl
 from tandemrl import Scroe
 tandemrl.trian
-tandemrl.load_config(3)
-tandemrl.train.train(tandemrl.load_config(), reward=3)
+tandemrl.load(3)
+tandemrl.train(tandemrl.load(), reward=3)
 """
 
 
@@ -196,7 +203,7 @@ def test_a_user_s_script_is_type_checked(tmp_path: Path, monkeypatch: pytest.Mon
 
     import tandemrl
 
-    names = [name for name in tandemrl.__all__ if name not in ("__version__", "train")]
+    names = [name for name in tandemrl.__all__ if name != "__version__"]
     (tmp_path / "right.py").write_text(
         CHECKED.format(names=", ".join(names), qualified=", ".join(f"tandemrl.{name}" for name in tandemrl.__all__))
     )

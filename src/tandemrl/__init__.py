@@ -1,108 +1,100 @@
 """Tandem RL: GRPO on rollouts that a trainable senior and a frozen junior write together.
 
 Names are imported on first use, so ``import tandemrl`` is cheap and loads neither torch nor transformers.
-``tandemrl.train`` is the module; the function is ``tandemrl.train.train``.
 """
 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from tandemrl import batching as batching
-    from tandemrl import checkpoint as checkpoint
-    from tandemrl import compare as compare
-    from tandemrl import config as config
-    from tandemrl import data as data
-    from tandemrl import evals as evals
-    from tandemrl import experiment as experiment
-    from tandemrl import losses as losses
-    from tandemrl import model as model
-    from tandemrl import report as report
-    from tandemrl import rollout as rollout
-    from tandemrl import run as run
-    from tandemrl import schedule as schedule
-    from tandemrl import score as score
-    from tandemrl import selection as selection
-    from tandemrl import stats as stats
-    from tandemrl import tiny as tiny
-    from tandemrl import tracking as tracking
-    from tandemrl import train as train
-    from tandemrl import types as types
-    from tandemrl import update as update
     from tandemrl.config import Config as Config
     from tandemrl.config import ConfigError as ConfigError
-    from tandemrl.config import load as _load
+    from tandemrl.config import load as load
+    from tandemrl.data.loading import load_rows as load_rows
     from tandemrl.data.rows import Row as Row
-    from tandemrl.data.rows import load_rows as load_rows
+    from tandemrl.evals import run_all as run_all
+    from tandemrl.evals.compare import compare as compare
+    from tandemrl.experiments.experiment import EXPERIMENTS as EXPERIMENTS
+    from tandemrl.experiments.experiment import run_experiment as run_experiment
+    from tandemrl.experiments.tiny import build_tiny_pair as build_tiny_pair
     from tandemrl.losses import RECIPES as RECIPES
     from tandemrl.losses import Recipe as Recipe
+    from tandemrl.models.loading import load_model as load_model
+    from tandemrl.models.loading import load_tokenizer as load_tokenizer
+    from tandemrl.rewards.protocol import GraderError as GraderError
+    from tandemrl.rewards.protocol import Score as Score
+    from tandemrl.rewards.score import score_file as score_file
     from tandemrl.rollout.engine import Completion as Completion
     from tandemrl.rollout.engine import Engine as Engine
     from tandemrl.rollout.engine import EngineError as EngineError
     from tandemrl.rollout.engine import Request as Request
     from tandemrl.rollout.engine import Sampling as Sampling
-    from tandemrl.rollout.envs.protocol import Score as Score
     from tandemrl.rollout.torch_engine import TorchEngine as TorchEngine
     from tandemrl.selection import Strategy as Strategy
+    from tandemrl.selection import alternating as alternating
+    from tandemrl.selection import annealed as annealed
+    from tandemrl.selection import bernoulli as bernoulli
+    from tandemrl.selection import chunk as chunk
+    from tandemrl.selection import linear as linear
     from tandemrl.selection import replay as replay
-    from tandemrl.tracking import Tracker as Tracker
+    from tandemrl.selection import sentence as sentence
+    from tandemrl.selection import solo as solo
+    from tandemrl.selection import word as word
+    from tandemrl.selection import word_aligned as word_aligned
+    from tandemrl.training.loop import train as train
+    from tandemrl.training.tracking import Tracker as Tracker
     from tandemrl.types import Author as Author
     from tandemrl.types import Batch as Batch
     from tandemrl.types import Group as Group
     from tandemrl.types import Rollout as Rollout
     from tandemrl.types import Totals as Totals
 
-    load_config = _load
     __version__: str
 
-_MODULES = (
-    "batching",
-    "checkpoint",
-    "compare",
-    "config",
-    "data",
-    "evals",
-    "experiment",
-    "losses",
-    "model",
-    "report",
-    "rollout",
-    "run",
-    "schedule",
-    "score",
-    "selection",
-    "stats",
-    "tiny",
-    "tracking",
-    "train",
-    "types",
-    "update",
-)
 _NAMES = {
     "Config": "config.Config",
     "ConfigError": "config.ConfigError",
-    "load_config": "config.load",
+    "load": "config.load",
     "Row": "data.rows.Row",
-    "load_rows": "data.rows.load_rows",
+    "load_rows": "data.loading.load_rows",
+    "compare": "evals.compare.compare",
+    "run_all": "evals.run_all",
+    "EXPERIMENTS": "experiments.experiment.EXPERIMENTS",
+    "run_experiment": "experiments.experiment.run_experiment",
+    "build_tiny_pair": "experiments.tiny.build_tiny_pair",
     "RECIPES": "losses.RECIPES",
     "Recipe": "losses.Recipe",
+    "load_model": "models.loading.load_model",
+    "load_tokenizer": "models.loading.load_tokenizer",
+    "GraderError": "rewards.protocol.GraderError",
+    "Score": "rewards.protocol.Score",
+    "score_file": "rewards.score.score_file",
     "Completion": "rollout.engine.Completion",
     "Engine": "rollout.engine.Engine",
     "EngineError": "rollout.engine.EngineError",
     "Request": "rollout.engine.Request",
     "Sampling": "rollout.engine.Sampling",
-    "Score": "rollout.envs.protocol.Score",
     "TorchEngine": "rollout.torch_engine.TorchEngine",
     "Strategy": "selection.Strategy",
+    "alternating": "selection.alternating",
+    "annealed": "selection.annealed",
+    "bernoulli": "selection.bernoulli",
+    "chunk": "selection.chunk",
+    "linear": "selection.linear",
     "replay": "selection.replay",
-    "Tracker": "tracking.Tracker",
+    "sentence": "selection.sentence",
+    "solo": "selection.solo",
+    "word": "selection.word",
+    "word_aligned": "selection.word_aligned",
+    "train": "training.loop.train",
+    "Tracker": "training.tracking.Tracker",
     "Author": "types.Author",
     "Batch": "types.Batch",
     "Group": "types.Group",
     "Rollout": "types.Rollout",
     "Totals": "types.Totals",
 }
-__all__ = ["__version__", *_NAMES, *_MODULES]
+__all__ = ["__version__", *_NAMES]
 
 
 if not TYPE_CHECKING:  # else a type checker would take every name for one of ours
@@ -112,8 +104,6 @@ if not TYPE_CHECKING:  # else a type checker would take every name for one of ou
             from importlib.metadata import version
 
             value: Any = version("tandemrl")
-        elif name in _MODULES:
-            value = import_module(f"tandemrl.{name}")
         elif name in _NAMES:
             module, _, attribute = _NAMES[name].rpartition(".")
             value = getattr(import_module(f"tandemrl.{module}"), attribute)

@@ -15,7 +15,7 @@ from pathlib import Path
 from types import UnionType
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
-from tandemrl.paths import hint
+from tandemrl.files import hint
 
 StrategyName = Literal["word", "word_aligned", "bernoulli", "sentence", "chunk", "alternating", "solo"]
 RecipeName = Literal["grpo", "dr_grpo", "dapo", "gspo", "cispo", "rloo", "reinforce_pp", "ppo"]

@@ -5,7 +5,7 @@ Shape legend, used in every signature: ``t`` packed tokens, ``s`` sequences, ``g
 
 Alignment: entry *i* of every per-token channel describes token *i*, never a shifted one. Log-probs of CONTEXT tokens
 (prompt, tool output) are 0.0 in every channel, so that their ratio is 1. The shift from logits to tokens happens once,
-in ``tandemrl.model``.
+in ``tandemrl.models.forward``.
 """
 
 from collections.abc import Mapping

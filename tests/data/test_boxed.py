@@ -7,8 +7,9 @@ import pytest
 
 from tandemrl.config import RewardConfig, load
 from tandemrl.data.boxed import BENCHMARK_ROWS, BOXED_SUFFIX, build_benchmark, build_deepscaler
-from tandemrl.data.rows import DataError, load_rows
-from tandemrl.rollout.envs.scoring import Scorer
+from tandemrl.data.loading import load_rows
+from tandemrl.data.rows import DataError
+from tandemrl.rewards.scoring import Scorer
 
 
 def jsonl(path, records):

@@ -13,8 +13,9 @@ from tandemrl.data.builders import (
     generate_calculations,
     generate_countdown,
 )
-from tandemrl.data.rows import DataError, load_rows
-from tandemrl.rollout.envs.scoring import Scorer
+from tandemrl.data.loading import load_rows
+from tandemrl.data.rows import DataError
+from tandemrl.rewards.scoring import Scorer
 
 DATA = Path(os.environ.get("TANDEMRL_DATA", Path(__file__).parents[3] / "shared" / "data"))
 

@@ -6,7 +6,8 @@ import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers
 
 from tandemrl.data.eurus import EURUS_ROWS, build_eurus
-from tandemrl.data.rows import DataError, load_rows
+from tandemrl.data.loading import load_rows
+from tandemrl.data.rows import DataError
 
 TESTS = json.dumps({"inputs": ["1\n"], "outputs": ["2\n"]})
 

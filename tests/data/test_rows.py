@@ -11,7 +11,8 @@ import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from tandemrl.data.rows import GSM8K_INSTRUCTION, DataError, Row, encode_prompts, load_rows
+from tandemrl.data.loading import load_rows
+from tandemrl.data.rows import GSM8K_INSTRUCTION, DataError, Row, encode_prompts
 
 DATA = Path(os.environ.get("TANDEMRL_DATA", Path(__file__).parents[3] / "shared" / "data"))
 real_gsm8k = pytest.mark.skipif(

@@ -23,7 +23,7 @@ import torch
 from torch.distributed import TCPStore
 
 _CONTEXT = multiprocessing.get_context("forkserver")
-_CONTEXT.set_forkserver_preload(["torch", "torch.distributed.fsdp", "transformers", "tandemrl.parallel"])
+_CONTEXT.set_forkserver_preload(["torch", "torch.distributed.fsdp", "transformers", "tandemrl.models.sharding"])
 
 
 def run(function: Callable[..., Any], size: int, *args: Any, timeout: float = 300.0) -> list[Any]:

@@ -11,12 +11,13 @@ from torch.distributed.tensor import DTensor
 
 from helpers import VOCABULARY, qwen3
 from processes import run
-from tandemrl.batching import pack_tokens
 from tandemrl.config import ParallelConfig, load
-from tandemrl.critic import load_critic, packed_values, token_values, value_head
+from tandemrl.distributed.world import World, join
 from tandemrl.losses import adapt_kl_coef, value_loss
-from tandemrl.parallel import World, join, shard
-from tandemrl.train import train
+from tandemrl.models.batching import pack_tokens
+from tandemrl.models.critic import load_critic, packed_values, token_values, value_head
+from tandemrl.models.sharding import shard
+from tandemrl.training.loop import train
 
 LENGTHS = [9, 5, 12, 3]
 MESHES = [ParallelConfig(dp_shard=2), ParallelConfig(dp_replicate=2), ParallelConfig(tp=2), ParallelConfig(sp=2)]

@@ -13,11 +13,14 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, Qwen3Co
 
 from helpers import _build, _common, with_head_bias
 from processes import run
-from tandemrl.batching import pack
 from tandemrl.config import ParallelConfig
-from tandemrl.model import ModelError, prepare, token_logprobs
-from tandemrl.parallel import World, clip_gradients, full_parameters, join, shard
-from tandemrl.rollout.sampling import Truncation
+from tandemrl.distributed.world import World, join
+from tandemrl.models.attention import ModelError
+from tandemrl.models.batching import pack
+from tandemrl.models.forward import token_logprobs
+from tandemrl.models.loading import prepare
+from tandemrl.models.sampling import Truncation
+from tandemrl.models.sharding import clip_gradients, full_parameters, shard
 from tandemrl.types import Batch, Rollout
 
 SHAPE = dict(

@@ -13,23 +13,23 @@ import pytest
 import torch
 from torch.distributed.distributed_c10d import _world
 
-import tandemrl.parallel
+import tandemrl.models.sharding
 from processes import run
-from tandemrl import checkpoint
 from tandemrl.config import Config, ParallelConfig, load
-from tandemrl.parallel import join
-from tandemrl.watchdog import EXIT_CODE, WATCHDOG
+from tandemrl.distributed.watchdog import EXIT_CODE, WATCHDOG
+from tandemrl.distributed.world import join
+from tandemrl.training import checkpoint
 from test_restarts import overrides
 
 LIMIT_S = 12.0  # on a busy machine a healthy process may be still for some of that
 CALLS = {
-    "start": ("tandemrl.run.optimizer_of", 0),
+    "start": ("tandemrl.training.run.optimizer_of", 0),
     "rollout": ("tandemrl.rollout.torch_engine._Batch.step", 1),
-    "score": ("tandemrl.rollout.envs.scoring.Scorer.score", 0),
-    "update": ("tandemrl.update.policy_loss", 0),
-    "sync": ("tandemrl.run.SpreadEngine.load_weights", 1),  # 0: before the first step
-    "eval": ("tandemrl.train.evaluate", 0),
-    "save": ("tandemrl.dcp.write", 0),
+    "score": ("tandemrl.rewards.scoring.Scorer.score", 0),
+    "update": ("tandemrl.training.update.policy_loss", 0),
+    "sync": ("tandemrl.training.run.SpreadEngine.load_weights", 1),  # 0: before the first step
+    "eval": ("tandemrl.training.loop.evaluate", 0),
+    "save": ("tandemrl.training.sharded_state.write", 0),
 }
 """Phase -> the call of a function, from 0, that process 1 never comes back from."""
 
@@ -41,7 +41,7 @@ def train(config: Config, function: str, call: int, stopped: Path, collectives_s
         stopped: is written then; collectives_s: their time-out; None = ``parallel.timeout_s``.
     """
     if collectives_s is not None:
-        tandemrl.parallel.timedelta = lambda seconds: timedelta(seconds=collectives_s)
+        tandemrl.models.sharding.timedelta = lambda seconds: timedelta(seconds=collectives_s)
     module, _, name = function.rpartition(".")
     try:
         owner: Any = importlib.import_module(module)
@@ -57,7 +57,7 @@ def train(config: Config, function: str, call: int, stopped: Path, collectives_s
         return original(*args, **options)
 
     setattr(owner, name, stops)
-    importlib.import_module("tandemrl.train").train(config, quiet=True)
+    importlib.import_module("tandemrl.training.loop").train(config, quiet=True)
 
 
 def survivor(pair: Path, folder: Path, phase: str, collectives_s: float | None) -> str:

@@ -8,11 +8,12 @@ from torch.distributed.tensor import DTensor
 
 from helpers import prepared, prompts, qwen3
 from processes import run
-from tandemrl.batching import pack_tokens
 from tandemrl.config import LoraConfig, ParallelConfig
-from tandemrl.lora import adapter_free, attach, merged_parameters
-from tandemrl.model import token_logprobs
-from tandemrl.parallel import World, join, shard
+from tandemrl.distributed.world import World, join
+from tandemrl.models.batching import pack_tokens
+from tandemrl.models.forward import token_logprobs
+from tandemrl.models.lora import adapter_free, attach, merged_parameters
+from tandemrl.models.sharding import shard
 
 MESHES = [ParallelConfig(dp_shard=2), ParallelConfig(dp_replicate=2), ParallelConfig(sp=2)]
 

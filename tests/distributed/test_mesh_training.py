@@ -10,7 +10,7 @@ from safetensors.torch import load_file
 
 from processes import run
 from tandemrl.config import load
-from tandemrl.train import train
+from tandemrl.training.loop import train
 
 SMALL = [
     "train.threads=1",
@@ -115,7 +115,7 @@ def test_a_run_goes_on_with_another_number_of_processes(tiny_pair: Path, tmp_pat
 
 def _world_of(axes: str) -> str:
     from tandemrl.config import ConfigError
-    from tandemrl.parallel import join
+    from tandemrl.distributed.world import join
 
     try:
         join(load(None, [axes]).parallel, torch.device("cpu"))

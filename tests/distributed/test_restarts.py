@@ -13,12 +13,12 @@ from typing import Any
 import pytest
 import torch
 
-import tandemrl.profiling
+import tandemrl.training.profiling
 from processes import run
-from tandemrl.checkpoint import latest
+from runs import SMALL, assert_same_run, metrics
 from tandemrl.config import Config, load
-from tandemrl.faults import Stopped
-from test_train import SMALL, assert_same_run, metrics
+from tandemrl.training.checkpoint import latest
+from tandemrl.training.faults import Stopped
 
 TINY = [*SMALL, "train.steps=4", "train.save_every=2", "train.eval_every=0", "train.prompts_per_step=2"]
 TINY += ["loss.entropy_coef=0.01"]  # a gradient in every step, whatever the rewards
@@ -43,9 +43,9 @@ def whole(tiny_pair: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def trained(config: Config, event: str | None) -> Any:
     """Train; in the update of step 3 something happens to process 1. Returns the exit code, or the error's text."""
-    import tandemrl.train as module
+    import tandemrl.training.loop as module
 
-    tandemrl.profiling.matmul_peak = lambda device, dtype: 1e9
+    tandemrl.training.profiling.matmul_peak = lambda device, dtype: 1e9
     update, calls, rank = module.update, [], int(os.environ["RANK"])
 
     def disturbed(*args: Any) -> Any:
@@ -105,7 +105,7 @@ def test_one_process_without_memory_ends_both(tiny_pair: Path, tmp_path: Path) -
 WORKER = """
 import os, signal, sys
 if {dies}:
-    import tandemrl.tracking as module
+    import tandemrl.training.tracking as module
     step = module.Tracker.step
     def dying(tracker, number, metrics):
         if number == 3:  # the node goes: its agent and its process

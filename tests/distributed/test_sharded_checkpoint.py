@@ -17,10 +17,11 @@ from transformers import AutoModelForCausalLM
 
 from helpers import qwen3, tokenizer
 from processes import run
-from tandemrl import checkpoint
-from tandemrl.checkpoint import CheckpointError, Trained
 from tandemrl.config import Config, ParallelConfig
-from tandemrl.parallel import World, full_parameters, join, leave, parameter_groups, shard
+from tandemrl.distributed.world import World, join, leave
+from tandemrl.models.sharding import full_parameters, parameter_groups, shard
+from tandemrl.training import checkpoint
+from tandemrl.training.checkpoint import CheckpointError, Trained
 
 FSDP, TP, BOTH = ParallelConfig(dp_shard=2), ParallelConfig(tp=2), ParallelConfig(dp_shard=2, tp=2)
 
@@ -85,7 +86,7 @@ def two(output: Path, expected: dict[str, Tensor]) -> dict[str, Any]:
     found["exported"] = {name: value.bfloat16() for name, value in full_parameters(policy.module)}
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("tandemrl.dcp.dcp.FileSystemWriter", FullOnOne)
+        patch.setattr("tandemrl.training.sharded_state.dcp.FileSystemWriter", FullOnOne)
         for background in (False, True):
             try:
                 checkpoint.save(output, 4, {}, Config(), 1, parts=parts, world=world, background=background)

@@ -10,12 +10,13 @@ import torch
 from torch import Tensor
 
 from helpers import EOS, IDS, prepared, prompts, qwen3, small_qwen3, tokenizer
-from tandemrl.batching import pack
 from tandemrl.data.rows import Prompt, Row, encode_prompts
-from tandemrl.rollout.collect import Written, score, write
+from tandemrl.models.batching import pack
+from tandemrl.rewards.math.boxed import Score
+from tandemrl.rewards.rollouts import score_rollouts
+from tandemrl.rewards.scoring import Scorer
+from tandemrl.rollout.collect import Written, write
 from tandemrl.rollout.engine import Completion, EngineError, EngineInfo, Request, Sampling
-from tandemrl.rollout.envs.math import Score
-from tandemrl.rollout.envs.scoring import Scorer
 from tandemrl.rollout.torch_engine import TorchEngine
 from tandemrl.selection import Strategy, bernoulli, replay
 from tandemrl.selection.draws import request_key
@@ -39,7 +40,7 @@ class CountingScorer(Scorer):
     def __init__(self) -> None:
         self.calls: list[list[tuple[Row, str]]] = []
 
-    def score(self, items: Sequence[tuple[Row, str]]) -> list[Score]:
+    def score_rollouts(self, items: Sequence[tuple[Row, str]]) -> list[Score]:
         self.calls.append(list(items))
         return [Score(float(len(text)), {"acc": 0.0, "length": float(len(text))}, None) for _, text in items]
 
@@ -181,7 +182,7 @@ def test_rollouts_are_prompt_and_completion_with_the_score_of_their_own_text():
     given = numbered_prompts(4)
     written = collect(Parrot(), given)
     scorer = CountingScorer()
-    groups = score(written, scorer, tokenizer())
+    groups = score_rollouts(written, scorer, tokenizer())
     assert [group.example_id for group in groups] == [f"train/{i}" for i in range(4)]
     for g, group in enumerate(groups):
         prompt = given[g][1].tokens
@@ -202,7 +203,7 @@ def test_rollouts_are_prompt_and_completion_with_the_score_of_their_own_text():
 def test_the_scorer_sees_all_texts_at_once_without_special_tokens():
     given = numbered_prompts(2)
     scorer = CountingScorer()
-    score(collect(Parrot(), given, group_size=2), scorer, tokenizer())
+    score_rollouts(collect(Parrot(), given, group_size=2), scorer, tokenizer())
     assert len(scorer.calls) == 1
     assert [(item.example_id, text) for item, text in scorer.calls[0]] == [
         ("train/0", "ab"),
@@ -221,7 +222,7 @@ def test_the_reference_engine_collects_rollouts_that_pack():
         engine, list(enumerate(rows)), strategy=STRATEGY, sampling=SAMPLING, group_size=4, seed=0, step=0,
         progress=told.append,
     )  # fmt: skip
-    groups = score(written, CountingScorer(), tokenizer())
+    groups = score_rollouts(written, CountingScorer(), tokenizer())
     rollouts = [rollout for group in groups for rollout in group.rollouts]
     assert len(rollouts) == 8
     assert sum(told) == sum(rollout.response_tokens for rollout in rollouts)

@@ -8,8 +8,9 @@ import torch
 from torch import Tensor
 
 from helpers import llama, prepared, prompts, qwen3, requests, small_qwen3, tokenizer
-from tandemrl.batching import pack_tokens
-from tandemrl.model import prepare, token_logprobs
+from tandemrl.models.batching import pack_tokens
+from tandemrl.models.forward import token_logprobs
+from tandemrl.models.loading import prepare
 from tandemrl.rollout import sync
 from tandemrl.rollout.engine import EngineError, Sampling
 from tandemrl.rollout.sync import fingerprint, sync_weights

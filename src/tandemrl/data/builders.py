@@ -9,9 +9,18 @@ import numpy as np
 
 from tandemrl.data import arithmetic
 from tandemrl.data.arithmetic import Template
-from tandemrl.data.files import heldout_size, write
-from tandemrl.data.rows import GSM8K, DataError, Row, load_rows, messages_of
-from tandemrl.data.sources import ExpectRows, Origin, Record, checksum, expect, provenance, read
+from tandemrl.data.loading import load_rows
+from tandemrl.data.parquet import heldout_size, write
+from tandemrl.data.rows import GSM8K, DataError, Row, messages_of
+from tandemrl.data.sources import (
+    ExpectRows,
+    Origin,
+    Record,
+    checksum,
+    expect,
+    provenance,
+    read,
+)
 
 Split = Literal["train", "heldout"]
 GSM8K_ROWS: Mapping[str, int] = {"train": 7473, "test": 1319}

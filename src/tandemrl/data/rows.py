@@ -1,13 +1,9 @@
 """Rows: one schema for every data set, whatever file or hub it comes from. This module imports no torch."""
 
-import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
-from pathlib import Path
-from typing import Any, Literal, NamedTuple, cast
-
-from tandemrl.paths import hint
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 GSM8K = "openai/gsm8k"
 GSM8K_INSTRUCTION = 'Let\'s think step by step and output the final answer after "####".'
@@ -40,30 +36,6 @@ class Prompt(NamedTuple):
 
     row: Row
     tokens: tuple[int, ...]
-
-
-def load_rows(sources: Sequence[str]) -> list[Row]:
-    """All rows of all sources, in order, with ids that are unique over the whole list.
-
-    A row's id is ``data_source[/split]/index``, with ``extra_info.index`` where there is one and the line (from 1)
-    elsewhere; the second, third … row of the same id get ``#2``, ``#3`` … appended.
-
-    Args:
-        sources: each a ``.jsonl`` or ``.parquet`` file in verl's row schema or GSM8K's raw one,
-            ``synthetic:PAIR:SPLIT[:COUNT]``, or ``hf:REPO:CONFIG:SPLIT``.
-
-    Raises:
-        DataError: a source is unknown, missing, empty or listed twice, or a row is malformed.
-    """
-    if repeated := {source for source in sources if list(sources).count(source) > 1}:
-        raise DataError(f"data source listed twice: {', '.join(sorted(repeated))}")
-    rows: list[Row] = []
-    for source in sources:
-        found = list(_load(str(source)))
-        if not found:
-            raise DataError(f"{source}: no rows")
-        rows += found
-    return _unique(rows)
 
 
 def encode_prompts(
@@ -161,175 +133,9 @@ def messages_of(prompt: Any, where: str) -> tuple[dict[str, str], ...]:
     return tuple({"role": message["role"], "content": message["content"]} for message in prompt)
 
 
-def read_jsonl(path: Path) -> Iterator[tuple[int, Any]]:
-    """(line number from 1, value) of every line that is not blank.
-
-    Raises:
-        DataError: a line is not JSON, or the file is not UTF-8.
-    """
-    with path.open(encoding="utf-8-sig", errors="strict") as lines:
-        for line, text in enumerate(_decoded(lines, path), 1):
-            if not text.strip():
-                continue
-            try:
-                yield line, json.loads(text)
-            except json.JSONDecodeError as error:
-                raise DataError(f"{path}, line {line}: not JSON: {error}") from None
-
-
-def read_parquet(path: Path) -> Iterator[tuple[int, Any]]:
-    """(row number from 1, record) of every row, a batch in memory at a time.
-
-    Raises:
-        DataError: the file is not Parquet, or broken.
-    """
-    import pyarrow
-    import pyarrow.parquet
-
-    try:
-        with pyarrow.parquet.ParquetFile(path) as file:
-            records = (record for batch in file.iter_batches(batch_size=512) for record in batch.to_pylist())
-            yield from enumerate(records, 1)
-    except pyarrow.ArrowException as error:
-        raise DataError(f"{path}: not readable as Parquet: {error}") from None
-
-
-def load_hub(repo: str, config: str | None, split: str | None, *, where: str) -> Any:
-    """A split of a data set on the hub, as an iterable of records; every split by name if ``split`` is None.
-
-    Raises:
-        DataError: `datasets` is not installed, or the hub does not give the data set.
-    """
-    try:
-        import datasets
-    except ImportError:
-        raise DataError(f"{where}: reading from the hub needs `datasets`: pip install 'tandemrl[hub]'") from None
-    try:
-        return datasets.load_dataset(repo, config, split=split)
-    except Exception as error:
-        raise DataError(f"{where}: could not be loaded: {type(error).__name__}: {error}") from error
-
-
 # --------------------------------------------------------------------------------------------------------------------
 
 _CHATML = "<|im_start|>"
-
-
-def _load(source: str) -> Iterator[Row]:
-    kind, _, rest = source.partition(":")
-    if kind == "synthetic":
-        return _synthetic(source, rest.split(":"))
-    if kind == "hf":
-        return _hub(source, rest.split(":"))
-    return _file(Path(source))
-
-
-def _synthetic(source: str, parts: list[str]) -> Iterator[Row]:
-    if len(parts) not in (2, 3) or (len(parts) == 3 and not parts[2].isdigit()):
-        raise DataError(f"{source}: expected synthetic:PAIR:SPLIT[:COUNT], e.g. synthetic:plain:train:256")
-    from tandemrl.data.synthetic import generate
-
-    pair, split = parts[:2]
-    if split not in ("train", "heldout"):
-        raise DataError(f"{source}: split must be train or heldout, got {split!r}")
-    count = int(parts[2]) if len(parts) == 3 else None
-    return iter(generate(pair, cast(Literal["train", "heldout"], split), count, 0))
-
-
-def _hub(source: str, parts: list[str]) -> Iterator[Row]:
-    if len(parts) != 3 or not all(parts):
-        raise DataError(f"{source}: expected hf:REPO:CONFIG:SPLIT, e.g. hf:openai/gsm8k:main:train")
-    repo, config, split = parts
-    records = enumerate(load_hub(repo, config, split, where=source), 1)
-    return (_parse(record, source, line, repo=repo, split=split) for line, record in records)
-
-
-def _file(path: Path) -> Iterator[Row]:
-    if not path.is_file():
-        known = next((name for name in BUILT if name in str(path).lower()), None)
-        build = f"; build it with `tandemrl data build {known}`" if known else ""
-        raise DataError(f"{path}: no such file{hint(path) or build}")
-    if path.suffix == ".jsonl":
-        records = read_jsonl(path)
-    elif path.suffix == ".parquet":
-        records = read_parquet(path)
-    else:
-        raise DataError(
-            f"{path}: expected a .jsonl or .parquet file, synthetic:PAIR:SPLIT[:COUNT] or hf:REPO:CONFIG:SPLIT"
-        )
-    return (_parse(record, str(path), line, repo=None, split=path.stem) for line, record in records)
-
-
-def _decoded(lines: Iterator[str], path: Path) -> Iterator[str]:
-    try:
-        yield from lines
-    except UnicodeDecodeError as error:
-        raise DataError(f"{path}: not a UTF-8 text file: {error}") from None
-
-
-def _parse(record: Any, source: str, line: int, *, repo: str | None, split: str) -> Row:
-    """One record in whichever schema its fields show; ``repo`` names hub rows of the bare problem/answer kind."""
-    where = f"{source}, line {line}"
-    if not isinstance(record, Mapping):
-        raise DataError(f"{where}: expected an object, found {type(record).__name__}")
-    if "prompt" in record:
-        return _verl_row(record, where, line)
-    question = record.get("question")
-    if repo in (None, GSM8K) and question is not None:
-        answer, asked = _text(record, "answer", where), _text(record, "question", where)
-        try:
-            return gsm8k_row(asked, answer, split=split, index=line - 1)
-        except DataError as error:
-            raise DataError(f"{where}, field 'answer': {error}") from None
-    if repo is not None and ("problem" in record or question is not None):
-        problem = _text(record, "problem" if "problem" in record else "question", where)
-        return Row(
-            example_id=f"{repo}/{split}/{line - 1}",
-            messages=({"role": "user", "content": problem},),
-            data_source=repo,
-            ground_truth=_ground_truth(record.get("answer"), f"{where}, field 'answer'"),
-            extra_info={"split": split, "index": line - 1},
-        )
-    raise DataError(
-        f"{where}, field 'prompt': missing; expected verl's schema (prompt, data_source, reward_model.ground_truth) or "
-        f"GSM8K's (question, answer), found: {', '.join(sorted(map(str, record))) or 'no fields'}"
-    )
-
-
-def _verl_row(record: Mapping[str, Any], where: str, line: int) -> Row:
-    data_source = _text(record, "data_source", where)
-    reward_model = record.get("reward_model")
-    if not isinstance(reward_model, Mapping):
-        raise DataError(f"{where}, field 'reward_model': expected an object with ground_truth, found {reward_model!r}")
-    extra = record.get("extra_info") or {}
-    if not isinstance(extra, Mapping):
-        raise DataError(f"{where}, field 'extra_info': expected an object, found {extra!r}")
-    index = line if extra.get("index") is None else extra["index"]
-    return Row(
-        example_id="/".join(str(part) for part in (data_source, extra.get("split"), index) if part is not None),
-        messages=messages_of(record["prompt"], where),
-        data_source=data_source,
-        ground_truth=_ground_truth(reward_model.get("ground_truth"), f"{where}, field 'reward_model.ground_truth'"),
-        extra_info=dict(extra),
-    )
-
-
-def _ground_truth(value: Any, where: str) -> str:
-    """Strings as they are, numbers in Python's notation, structures as JSON."""
-    if value is None or value == "":
-        raise DataError(f"{where}: missing or empty")
-    if isinstance(value, str):
-        return value
-    if isinstance(value, int | float):
-        return str(value)
-    return json.dumps(value, ensure_ascii=False)
-
-
-def _text(record: Mapping[str, Any], field: str, where: str) -> str:
-    value = record.get(field)
-    if not isinstance(value, str) or not value:
-        raise DataError(f"{where}, field {field!r}: expected a non-empty string, found {value!r}")
-    return value
 
 
 def _encode_messages(row: Row, tokenizer: Any, suffix: str) -> Sequence[int]:
@@ -366,12 +172,3 @@ def _with_suffix(row: Row, suffix: str) -> list[dict[str, str]]:
     if not (wanted and last_user["content"].endswith(wanted)):
         last_user["content"] += suffix if suffix[0].isspace() else f" {suffix}"
     return messages
-
-
-def _unique(rows: list[Row]) -> list[Row]:
-    seen: dict[str, int] = {}
-    unique = []
-    for row in rows:
-        seen[row.example_id] = times = seen.get(row.example_id, 0) + 1
-        unique.append(row if times == 1 else replace(row, example_id=f"{row.example_id}#{times}"))
-    return unique

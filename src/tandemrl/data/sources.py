@@ -8,7 +8,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-from tandemrl.data.rows import DataError, load_hub, read_jsonl, read_parquet
+from tandemrl.data.loading import load_hub, read_jsonl, read_parquet
+from tandemrl.data.rows import DataError
 
 ExpectRows = Mapping[str, int] | Literal[0]
 """Rows that each split must have; 0 accepts any number."""

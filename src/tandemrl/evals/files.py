@@ -10,9 +10,8 @@ from typing import Any
 
 import numpy as np
 
-from tandemrl.atomic import write_text
 from tandemrl.evals.measures import EvalError, Sample
-from tandemrl.versions import versions
+from tandemrl.files import versions, write_text
 
 SCHEMA = 1
 

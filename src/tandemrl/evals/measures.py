@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from tandemrl.stats import macro_interval, maj_at_k, pass_at_k
+from tandemrl.evals.stats import macro_interval, maj_at_k, pass_at_k
 from tandemrl.types import Metrics
 
 MANY_ROUNDS = 150

@@ -13,9 +13,16 @@ from tandemrl.config import EvalConfig
 from tandemrl.data.rows import Prompt
 from tandemrl.evals.files import EvalResult
 from tandemrl.evals.measures import EvalError, Sample, graded, summarise
-from tandemrl.rollout.engine import Completion, Engine, Request, Sampling, check_answers, check_authors
-from tandemrl.rollout.envs.rubric import JudgePool
-from tandemrl.rollout.envs.scoring import Scorer
+from tandemrl.rewards.judge.rubric import JudgePool
+from tandemrl.rewards.scoring import Scorer
+from tandemrl.rollout.engine import (
+    Completion,
+    Engine,
+    Request,
+    Sampling,
+    check_answers,
+    check_authors,
+)
 from tandemrl.selection import Strategy, sentence, solo, word
 from tandemrl.selection.boundaries import step_tables, word_boundary_table
 from tandemrl.selection.draws import request_key

@@ -11,10 +11,12 @@ from jaxtyping import Bool, Float, Int64
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from tandemrl.batching import micro_batches, pack
 from tandemrl.data.rows import Prompt
 from tandemrl.evals.measures import Sample
-from tandemrl.model import LOGITS_PER_CHUNK, PackedLayout, hidden_states, share_contexts, token_logprobs
+from tandemrl.models.attention import PackedLayout, share_contexts
+from tandemrl.models.batching import micro_batches, pack
+from tandemrl.models.forward import hidden_states, token_logprobs
+from tandemrl.models.head import LOGITS_PER_CHUNK
 from tandemrl.types import Author, Batch, Rollout
 
 UNLIKELY = 0.01

@@ -9,16 +9,17 @@ from typing import Any
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from tandemrl.config import EvalConfig, JudgeConfig, RewardConfig, RolloutConfig, SandboxConfig
-from tandemrl.data.rows import Prompt, Row, encode_prompts, load_rows
+from tandemrl.data.loading import load_rows
+from tandemrl.data.rows import Prompt, Row, encode_prompts
 from tandemrl.evals.files import digests, plain
 from tandemrl.evals.protocol import Phase, Profile, profile_of
-from tandemrl.model import load_model, load_tokenizer, vocabulary_check
+from tandemrl.models.loading import load_model, load_tokenizer, vocabulary_check
+from tandemrl.rewards.code.scorer import score_code
+from tandemrl.rewards.judge.in_process import make_judge
+from tandemrl.rewards.judge.rubric import JudgePool
+from tandemrl.rewards.scoring import Scorer
 from tandemrl.rollout.engine import Engine
-from tandemrl.rollout.engines import vllm_engine
-from tandemrl.rollout.envs.code import score_code
-from tandemrl.rollout.envs.rubric import JudgePool
-from tandemrl.rollout.envs.scoring import Scorer
-from tandemrl.rollout.judges import make_judge
+from tandemrl.rollout.factory import vllm_engine
 from tandemrl.rollout.torch_engine import TorchEngine
 
 WRITTEN_TOGETHER: tuple[Phase, ...] = ("tandem", "handoff")

@@ -8,9 +8,34 @@ from typing import Any
 import torch
 
 from tandemrl.config import EvalConfig, JudgeConfig, RewardConfig, RolloutConfig, SandboxConfig
-from tandemrl.evals.files import EvalResult, finished_result, read_result, read_samples, result_file, write_result
-from tandemrl.evals.measures import EvalError, Measure, Sample, accepted, drifted, graded, legible, summarise
-from tandemrl.evals.protocol import PHASES, Phase, check_k, grade, sampling_for, strategies, verify, write
+from tandemrl.evals.files import (
+    EvalResult,
+    finished_result,
+    read_result,
+    read_samples,
+    result_file,
+    write_result,
+)
+from tandemrl.evals.measures import (
+    EvalError,
+    Measure,
+    Sample,
+    accepted,
+    drifted,
+    graded,
+    legible,
+    summarise,
+)
+from tandemrl.evals.protocol import (
+    PHASES,
+    Phase,
+    check_k,
+    grade,
+    sampling_for,
+    strategies,
+    verify,
+    write,
+)
 from tandemrl.evals.reading import read_drift, read_legibility
 from tandemrl.evals.session import NEED_JUNIOR, Session, Setup
 from tandemrl.types import Metrics

@@ -10,8 +10,8 @@ from typing import Any
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup, escape
 
-from tandemrl.atomic import write_text
-from tandemrl.model import load_tokenizer
+from tandemrl.files import write_text
+from tandemrl.models.loading import load_tokenizer
 from tandemrl.report import provenance, svg
 from tandemrl.report.figures import Styled, all_figures
 from tandemrl.report.records import FIRST_ARMS, Arm, Records, Setting, discover

@@ -8,7 +8,14 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from tandemrl.report.records import SEED, Arm, Evaluation, Records, Run, Setting
+from tandemrl.report.records import (
+    SEED,
+    Arm,
+    Evaluation,
+    Records,
+    Run,
+    Setting,
+)
 
 ENOUGH_SEEDS = 5
 """Fewer seeds than this are pointed out."""

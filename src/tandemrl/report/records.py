@@ -18,7 +18,7 @@ from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
 from tandemrl.evals import PHASES, EvalError, Phase, read_result
-from tandemrl.stats import Interval
+from tandemrl.evals.stats import Interval
 
 SEED = re.compile(r"seed-(\w+)")
 NO_ENTRY = {"hf", "checkpoints", "wandb"}

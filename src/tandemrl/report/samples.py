@@ -10,10 +10,20 @@ from typing import Any, NamedTuple
 
 from transformers import PreTrainedTokenizerBase
 
-from tandemrl.data.rows import DataError, load_rows
-from tandemrl.model import ModelError, load_tokenizer
-from tandemrl.report.records import Arm, Evaluation, Records, ReportError, Run, Setting, natural
-from tandemrl.tracking import authored_spans
+from tandemrl.data.loading import load_rows
+from tandemrl.data.rows import DataError
+from tandemrl.models.attention import ModelError
+from tandemrl.models.loading import load_tokenizer
+from tandemrl.report.records import (
+    Arm,
+    Evaluation,
+    Records,
+    ReportError,
+    Run,
+    Setting,
+    natural,
+)
+from tandemrl.training.tracking import authored_spans
 from tandemrl.types import Author
 
 PROBLEMS = 2

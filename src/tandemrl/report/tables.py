@@ -6,8 +6,8 @@ from math import inf
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from tandemrl.evals.stats import Interval, seed_interval
 from tandemrl.report.records import MEASURES, Arm, Claim, Evaluation, Setting
-from tandemrl.stats import Interval, seed_interval
 
 MISSING = "–"
 LAST = 5

@@ -4,15 +4,18 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-import numpy as np
-from transformers import PreTrainedTokenizerBase
-
 from tandemrl.data.rows import Prompt
-from tandemrl.rollout.engine import Completion, Draws, Engine, Request, Sampling, check_answers, check_authors
-from tandemrl.rollout.envs.scoring import Scorer
+from tandemrl.rollout.engine import (
+    Completion,
+    Draws,
+    Engine,
+    Request,
+    Sampling,
+    check_answers,
+    check_authors,
+)
 from tandemrl.selection import Strategy
 from tandemrl.selection.draws import request_key
-from tandemrl.types import Author, Group, Rollout
 
 
 class Written(NamedTuple):
@@ -57,33 +60,3 @@ def write(
     check_answers(requests, completions, version)
     draws = check_authors([completion for group in completions for completion in group], strategy)
     return Written([prompt for _, prompt in prompts], completions, draws)
-
-
-def score(written: Written, scorer: Scorer, tokenizer: PreTrainedTokenizerBase) -> list[Group]:
-    """Grade every finished text as a whole, whoever wrote which part of it."""
-    pairs = [(prompt, c) for prompt, group in zip(written.prompts, written.completions, strict=True) for c in group]
-    texts = tokenizer.batch_decode([completion.tokens.tolist() for _, completion in pairs], skip_special_tokens=True)
-    scores = iter(scorer.score([(prompt.row, text) for (prompt, _), text in zip(pairs, texts, strict=True)]))
-    groups = []
-    for g, (prompt, completions) in enumerate(zip(written.prompts, written.completions, strict=True)):
-        context = np.full(len(prompt.tokens), Author.CONTEXT)
-        rollouts = []
-        for index, completion in enumerate(completions):
-            result = next(scores)
-            rollouts.append(
-                Rollout(
-                    example_id=prompt.row.example_id,
-                    group=g,
-                    index=index,
-                    seed=completion.key,
-                    tokens=np.concatenate([prompt.tokens, completion.tokens]),
-                    author=np.concatenate([context, completion.author]),
-                    behaviour_logprobs=np.concatenate([np.zeros(len(context)), completion.behaviour_logprobs]),
-                    reward=result.value,
-                    reward_parts=result.parts,
-                    stop_reason=completion.stop_reason,
-                    policy_version=completion.policy_version,
-                )
-            )
-        groups.append(Group(prompt.row.example_id, tuple(rollouts)))
-    return groups

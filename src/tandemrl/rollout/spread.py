@@ -5,17 +5,12 @@ weights, so it does not matter who wrote it.
 """
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Literal
+from typing import Literal
 
 from torch import Tensor
 
-from tandemrl.config import RewardConfig
-from tandemrl.data.rows import Row
-from tandemrl.parallel import World, merge, share
+from tandemrl.distributed.world import World, merge, share
 from tandemrl.rollout.engine import Completion, Engine, EngineInfo, Request
-from tandemrl.rollout.envs.protocol import Score
-from tandemrl.rollout.envs.rubric import JudgePool
-from tandemrl.rollout.envs.scoring import Scorer
 
 
 class SpreadEngine:
@@ -48,18 +43,3 @@ class SpreadEngine:
 
     def fingerprint(self, who: Literal["senior", "junior"] = "senior") -> int:
         return self.own.fingerprint(who)
-
-
-class SpreadScorer(Scorer):
-    """A ``Scorer`` over the scorers of all processes; all of them must make the same calls. What the judges failed to
-    score is counted over the whole batch."""
-
-    def __init__(self, world: World, reward: RewardConfig, *, judge: JudgePool | None = None, **options: Any) -> None:
-        super().__init__(reward, judge=None if judge is None else judge.score_part, **options)
-        self._world, self._judges = world, judge
-
-    def score(self, items: Sequence[tuple[Row, str]]) -> list[Score]:
-        scores = merge(self._world.gather(super().score(share(items, self._world))))
-        if self._judges is not None:
-            self._judges.check(scores)
-        return scores

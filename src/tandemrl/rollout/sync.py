@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from tandemrl.lora import merged_parameters
+from tandemrl.models.lora import merged_parameters
 from tandemrl.rollout.engine import Engine, EngineError
 from tandemrl.selection.draws import mix64
 

@@ -17,13 +17,22 @@ from jaxtyping import Float, Float64, Int64
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from tandemrl.model import eagerly, eos_token_ids, hidden_states, require_compiler
-from tandemrl.rollout.engine import Completion, EngineError, EngineInfo, Request, StopReason, check_request
-from tandemrl.rollout.sampling import Truncation, draw, kept_tokens, penalise, race_times
+from tandemrl.distributed.watchdog import stamp
+from tandemrl.models.compile import eagerly, require_compiler
+from tandemrl.models.forward import hidden_states
+from tandemrl.models.loading import eos_token_ids
+from tandemrl.models.sampling import Truncation, draw, kept_tokens, penalise, race_times
+from tandemrl.rollout.engine import (
+    Completion,
+    EngineError,
+    EngineInfo,
+    Request,
+    StopReason,
+    check_request,
+)
 from tandemrl.rollout.sync import fingerprint
 from tandemrl.selection.draws import SAMPLING, fold_in, stream
 from tandemrl.selection.live import LiveSelection
-from tandemrl.watchdog import stamp
 
 _WRITERS = {"both": (0, 1), "senior": (1,), "junior": (0,)}
 PREFILL_TOKENS = 16384  # prompt tokens computed in one prefill forward

@@ -1,0 +1,120 @@
+"""Tests of programs, as the ground truth of a row has them. No torch.
+
+Three formats, all JSON objects:
+
+- ``{"inputs": [...], "outputs": [...]}``: a script reads each input and should print the output (PRIME, Eurus: APPS,
+  CodeContests, TACO, Codeforces). Lists stand for lines.
+- the same with ``"fn_name"``: a function, or method of ``class Solution``, is called. An input is a string with one
+  JSON value per line, one line per argument, or a list of the arguments; an output is JSON, as text or as it is.
+- ``{"test": ..., "entry_point": ..., "prompt": ...}``: ``test`` defines ``check(candidate)`` (HumanEval).
+"""
+
+import json
+import re
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+from tandemrl.data.rows import DataError, Row
+
+HUMANEVAL = "openai/openai_humaneval"
+
+
+class Stdin(NamedTuple):
+    """Run the program as a script that reads this text."""
+
+    text: str
+
+
+class Call(NamedTuple):
+    """Call a function of the program, or of its class ``Solution``."""
+
+    function: str
+    arguments: tuple[Any, ...]
+
+
+class Check(NamedTuple):
+    """Give a function of the program to ``check(candidate)``, which ``test`` defines; it sees ``prompt``'s names."""
+
+    function: str
+    prompt: str
+    test: str
+
+
+Test = Stdin | Call | Check
+
+
+def parse_tests(row: Row) -> list[tuple[Test, Any]]:
+    """The tests of a row, each with what it should give.
+
+    Raises:
+        DataError: no tests, or none of the formats.
+    """
+    try:
+        truth = json.loads(row.ground_truth)
+    except ValueError as error:
+        raise _unusable(row, f"not JSON: {error}") from None
+    if not isinstance(truth, Mapping):
+        raise _unusable(row, f"expected a JSON object, found {type(truth).__name__}")
+    if "test" in truth:
+        return [_check(row, truth)]
+    inputs, outputs = truth.get("inputs"), truth.get("outputs")
+    if not isinstance(inputs, list) or not isinstance(outputs, list) or not inputs or len(inputs) != len(outputs):
+        raise _unusable(row, "expected as many inputs as outputs, and at least one")
+    name = truth.get("fn_name")
+    if name is None:
+        return [(Stdin(_lines(given)), _lines(expected)) for given, expected in zip(inputs, outputs, strict=True)]
+    try:
+        return [
+            (Call(str(name), tuple(map(_integer_keys, _arguments(given)))), _json(expected))
+            for given, expected in zip(inputs, outputs, strict=True)
+        ]
+    except ValueError as error:
+        raise _unusable(row, f"an argument or a result of {name} is not JSON: {error}") from None
+
+
+def humaneval_row(record: Mapping[str, Any]) -> Row:
+    """A problem of HumanEval (https://github.com/openai/human-eval, MIT) as a row."""
+    truth = {key: record[key] for key in ("prompt", "test", "entry_point")}
+    ask = f"Complete this function. Answer with the whole function in a Python block.\n```python\n{record['prompt']}```"
+    return Row(
+        example_id=f"{HUMANEVAL}/{record['task_id']}",
+        messages=({"role": "user", "content": ask},),
+        data_source=HUMANEVAL,
+        ground_truth=json.dumps(truth),
+        extra_info={"index": int(str(record["task_id"]).rpartition("/")[2])},
+    )
+
+
+def _check(row: Row, truth: Mapping[str, Any]) -> tuple[Test, Any]:
+    test, entry_point, prompt = truth["test"], truth.get("entry_point"), truth.get("prompt", "")
+    if not (isinstance(test, str) and isinstance(entry_point, str) and isinstance(prompt, str)):
+        raise _unusable(row, "expected strings: test, entry_point and, if there is one, prompt")
+    return Check(entry_point, prompt, test), True
+
+
+def _unusable(row: Row, why: str) -> DataError:
+    return DataError(
+        f"row {row.example_id}: ground_truth is no set of tests: {why}; expected "
+        '{"inputs": […], "outputs": […][, "fn_name": …]} or {"test": …, "entry_point": …, "prompt": …}'
+    )
+
+
+def _lines(value: Any) -> str:
+    return "\n".join(map(str, value)) if isinstance(value, list) else str(value)
+
+
+def _arguments(given: Any) -> list[Any]:
+    if isinstance(given, str):
+        return [json.loads(line) for line in given.splitlines() if line.strip()]
+    return given if isinstance(given, list) else [given]
+
+
+def _json(expected: Any) -> Any:
+    return json.loads(expected) if isinstance(expected, str) else expected
+
+
+def _integer_keys(argument: Any) -> Any:
+    """JSON has no integer keys: an object whose keys are all integers had them."""
+    if isinstance(argument, dict) and argument and all(re.fullmatch(r"-?\d+", key) for key in argument):
+        return {int(key): value for key, value in argument.items()}
+    return argument

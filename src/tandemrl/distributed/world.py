@@ -1,0 +1,206 @@
+"""The processes of one training run: the mesh that they form, and what every one of them must agree on.
+
+A mesh has four axes, from ``parallel.*`` of the config: ``dp_replicate`` and ``dp_shard`` split the rollouts of an
+update, ``sp`` splits the tokens of a sequence (Ulysses, arXiv 2309.14509), ``tp`` splits the matrices (arXiv
+1909.08053). A world of one has no process group and no mesh; nothing here costs it anything.
+"""
+
+import math
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from tandemrl.config import ConfigError, ParallelConfig
+from tandemrl.distributed.watchdog import WATCHDOG, stamp
+
+AXES = ("dp_replicate", "dp_shard", "sp", "tp")
+
+
+class Shards(NamedTuple):
+    """The groups of processes over which one forward pass is split; None: it is not. tensor: each has other columns of
+    the matrices and other ids of the vocabulary. sequence: each has other tokens of the batch, outside of attention."""
+
+    tensor: dist.ProcessGroup | None = None
+    sequence: dist.ProcessGroup | None = None
+
+
+WHOLE = Shards()
+
+
+class ParallelError(RuntimeError):
+    """Processes cannot work together as asked; the message names the axis and the fix."""
+
+
+@dataclass(frozen=True, eq=False)
+class World:
+    """All processes of a run, and the place of this one. The default is a world of one.
+
+    data: groups of processes that see different rollouts. mesh: None in a world of one. timeout_s: of a collective.
+    """
+
+    rank: int = 0
+    size: int = 1
+    data_rank: int = 0
+    data_size: int = 1
+    mesh: DeviceMesh | None = None
+    timeout_s: float = 1800.0
+
+    @property
+    def main(self) -> bool:
+        """Whether this process writes files and prints."""
+        return self.rank == 0
+
+    @property
+    def shards(self) -> Shards:
+        """How one forward pass is split."""
+        if self.mesh is None:
+            return Shards()
+        group = {axis: self.mesh[axis].get_group() for axis in ("tp", "sp") if self.mesh[axis].size() > 1}
+        return Shards(tensor=group.get("tp"), sequence=group.get("sp"))
+
+    def barrier(self) -> None:
+        """Wait for every process; a dead one raises after ``parallel.timeout_s``."""
+        if self.size > 1:
+            dist.barrier()
+            stamp()
+
+    def gather(self, value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
+        """Everybody's picklable ``value``, by rank. ``group``: of all processes, for use from another thread."""
+        if self.size == 1:
+            return [value]
+        values: list[Any] = [None] * self.size
+        dist.all_gather_object(values, value, group=group)
+        stamp()
+        return values
+
+    def another_group(self) -> dist.ProcessGroup | None:
+        """A second group of all processes, in host memory: what travels in it has an order of its own."""
+        return None if self.size == 1 else dist.new_group(backend="gloo", timeout=timedelta(seconds=self.timeout_s))
+
+    def agreed(self, value: Any) -> Any:
+        """Rank 0's picklable ``value``."""
+        if self.size == 1:
+            return value
+        box = [value]
+        dist.broadcast_object_list(box, src=0)
+        stamp()
+        return box[0]
+
+    def data_sum(self, tensor: Tensor) -> Tensor:
+        """The sum over the data axes of what each of them has; ``tensor`` is not changed."""
+        if self.data_size == 1:
+            return tensor
+        total = tensor.clone()
+        assert self.mesh is not None
+        dist.all_reduce(total, group=self.mesh["data"].get_group())
+        stamp()
+        return total
+
+    def data_max(self, tensor: Tensor) -> Tensor:
+        """The largest over the data axes, element by element."""
+        if self.data_size == 1:
+            return tensor
+        largest = tensor.clone()
+        assert self.mesh is not None
+        dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=self.mesh["data"].get_group())
+        stamp()
+        return largest
+
+
+def join(config: ParallelConfig, device: torch.device) -> World:
+    """Take this process's place among those that torchrun started (``WORLD_SIZE``, ``RANK``; absent: one process).
+
+    Among several, a collective that takes longer than ``parallel.timeout_s`` raises, and from now on ``WATCHDOG`` ends
+    this process if its work stands still for a little longer than that.
+
+    Raises:
+        ConfigError: the axes do not multiply to the number of processes.
+        ParallelError: the others did not come within ``parallel.timeout_s``.
+    """
+    size = launched()
+    axes = axes_of(config, size)
+    if size == 1:
+        return World()
+    WATCHDOG.begin(config.timeout_s, f"process {os.environ.get('RANK')} of {size}")
+    timeout = timedelta(seconds=config.timeout_s)
+    if not dist.is_initialized():
+        if device.type == "cuda":
+            torch.cuda.set_device(device)
+        backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+        try:
+            dist.init_process_group(backend, timeout=timeout)
+        except (dist.DistError, ValueError, RuntimeError) as error:
+            raise ParallelError(
+                f"process {os.environ.get('RANK')} of {size} found no others within parallel.timeout_s="
+                f"{config.timeout_s:g}: {str(error).splitlines()[0]}. Start every process with torchrun"
+            ) from None
+    mesh = init_device_mesh(device.type, tuple(axes.values()), mesh_dim_names=tuple(axes))
+    mesh["dp_replicate", "dp_shard"]._flatten("data")
+    mesh["dp_shard", "sp"]._flatten("fsdp")
+    for axis in (*AXES, "data", "fsdp"):  # their own default is half an hour
+        dist.distributed_c10d._set_pg_timeout(timeout, mesh[axis].get_group())
+    data = mesh["data"]
+    return World(dist.get_rank(), size, data.get_local_rank(), data.size(), mesh, config.timeout_s)
+
+
+def launched() -> int:
+    """How many processes torchrun started; 1 without it."""
+    return int(os.environ.get("WORLD_SIZE", "1"))
+
+
+def leave() -> bool:
+    """Take down the process group that ``join`` made, if it did; whether this was the main process.
+
+    In a run of one process a group is somebody else's: vLLM has one for an engine that lives in the process.
+    """
+    if launched() == 1 or not dist.is_initialized():
+        return True
+    main = dist.get_rank() == 0
+    dist.destroy_process_group()
+    WATCHDOG.end()
+    return main
+
+
+def axes_of(config: ParallelConfig, size: int) -> dict[str, int]:
+    """Processes along each axis; ``dp_shard`` null takes what the others leave.
+
+    Raises:
+        ConfigError: the axes do not multiply to ``size``.
+
+    Example:
+        >>> axes_of(ParallelConfig(tp=2), 8)
+        {'dp_replicate': 1, 'dp_shard': 4, 'sp': 1, 'tp': 2}
+    """
+    others = config.dp_replicate * config.sp * config.tp
+    shard = max(1, size // others) if config.dp_shard is None else config.dp_shard
+    axes = {"dp_replicate": config.dp_replicate, "dp_shard": shard, "sp": config.sp, "tp": config.tp}
+    if math.prod(axes.values()) != size:
+        product = " x ".join(f"{axis} {count}" for axis, count in axes.items())
+        raise ConfigError(
+            f"parallel: {product} = {math.prod(axes.values())} processes, but {size} run; start it with "
+            f"torchrun --nproc-per-node N --no-python tandemrl train … , or change parallel.*"
+        )
+    return axes
+
+
+def share(items: Sequence[Any], world: World) -> Sequence[Any]:
+    """This process's share of a sequence that all processes have: every ``world.size``-th item."""
+    return items[world.rank :: world.size]
+
+
+def merge(shares: Sequence[Sequence[Any]]) -> list[Any]:
+    """Inverse of ``share``, from everybody's results.
+
+    Example:
+        >>> merge([["a", "c"], ["b"]])
+        ['a', 'b', 'c']
+    """
+    total = sum(map(len, shares))
+    return [shares[i % len(shares)][i // len(shares)] for i in range(total)]

@@ -1,0 +1,312 @@
+"""Paired comparison of evaluations: is A better than B, problem by problem and over training seeds?
+
+Both sides answered the same problems under the same profile and with the same random numbers, so a metric has one value
+per problem on each side, and its difference is taken there. One evaluation on each side: the interval is the paired
+bootstrap over problems, conditional on the two checkpoints. Several (training seeds) on each side: one difference per
+seed, and Student's t over the seeds, which is what says something about the method. "A > B" is said only where the
+interval excludes 0. Every row stands for itself: of twenty rows without any difference, one excludes 0 by chance.
+"""
+
+import json
+import re
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+import numpy as np
+
+from tandemrl.evals import (
+    PHASES,
+    Measure,
+    Phase,
+    accepted,
+    differences,
+    drifted,
+    graded,
+    is_headline,
+    legible,
+    measure_sets,
+    read_result,
+    read_samples,
+)
+from tandemrl.evals.stats import Interval, paired_bootstrap, seed_interval
+from tandemrl.files import write_text
+
+SCHEMA = 1
+Verdict = Literal["A > B", "A < B", "no difference shown"]
+Values = Mapping[str, Mapping[str, float]]
+"""A metric of one evaluation: set -> example_id -> value."""
+
+
+class CompareError(ValueError):
+    """Two evaluations that cannot be compared; names what differs."""
+
+
+class Contrast(NamedTuple):
+    """A metric on both sides and their difference A - B.
+
+    a, b: macro means over the problems that have a value on both sides, then over seeds. difference: its mean, with the
+    bootstrap interval over problems (one seed) or Student's t interval over seeds. per_seed: the paired difference of
+    each seed with its bootstrap interval over problems. problems: pairs in the seed that has fewest.
+    """
+
+    phase: str
+    metric: str
+    a: float
+    b: float
+    difference: Interval
+    per_seed: tuple[Interval, ...]
+    verdict: Verdict
+    problems: int
+
+
+def compare(
+    a: str | Path | Sequence[str | Path],
+    b: str | Path | Sequence[str | Path],
+    *,
+    shown: Callable[[str], bool] = is_headline,
+    resamples: int = 2000,
+    seed: int = 0,
+    level: float = 0.95,
+) -> list[Contrast]:
+    """Contrasts of every phase that both sides have, and of every metric that is ``shown``.
+
+    Args:
+        a, b: an evaluation folder (with ``PHASE.json``), a folder of repetitions ``seed-N``, a path with a component
+            ``seed-*`` that stands for all of them, or evaluation folders in the order of their seeds.
+        shown: by the metric's name; default: the headline metrics.
+        resamples, seed, level: of the intervals.
+
+    Raises:
+        CompareError: no evaluation, other seeds, problems or settings on the two sides, no phase that both have, or one
+            that only some of the seeds have.
+        EvalError: a file cannot be read.
+    """
+    pairs = _match(repetitions(a), repetitions(b))
+    phases = _phases(pairs)
+    if not phases:
+        raise CompareError(f"{a} and {b} have no phase in common")
+    contrasts = []
+    for phase in phases:
+        loaded = [_load_pair(phase, *pair) for pair in pairs]
+        for metric in filter(shown, loaded[0][0]):
+            if all(metric in side for sides in loaded for side in sides):
+                values_a, values_b = ([sides[i][metric] for sides in loaded] for i in (0, 1))
+                contrasts.append(
+                    contrast(phase, metric, values_a, values_b, resamples=resamples, seed=seed, level=level)
+                )
+    return contrasts
+
+
+def contrast(
+    phase: str,
+    metric: str,
+    a: Sequence[Values],
+    b: Sequence[Values],
+    *,
+    resamples: int = 2000,
+    seed: int = 0,
+    level: float = 0.95,
+) -> Contrast:
+    """One contrast, from the values of each seed on both sides.
+
+    Raises:
+        CompareError: other seeds or sets on the two sides, or a set without a problem that has a value on both.
+    """
+    if len(a) != len(b) or not a:
+        raise CompareError(f"{phase}, {metric}: {len(a)} seeds of A and {len(b)} of B; give the same, at least one")
+    paired = [_pair(f"{phase}, {metric}", *sides) for sides in zip(a, b, strict=True)]
+    per_seed = tuple(paired_bootstrap(x, y, resamples=resamples, seed=seed, level=level) for x, y in paired)
+    difference = per_seed[0] if len(per_seed) == 1 else seed_interval([each.mean for each in per_seed], level=level)
+    means = [[float(np.mean([values.mean() for values in sets])) for sets in sides] for sides in paired]
+    mean_a, mean_b = np.mean(means, axis=0).tolist()
+    problems = min(sum(values.size for values in sets) for sets, _ in paired)
+    return Contrast(phase, metric, mean_a, mean_b, difference, per_seed, verdict(difference), problems)
+
+
+def verdict(difference: Interval) -> Verdict:
+    """What an interval of A - B supports: a difference is said only where it excludes 0.
+
+    Example:
+        >>> verdict(Interval(0.2, 0.1, 0.3)), verdict(Interval(0.2, -0.1, 0.5))
+        ('A > B', 'no difference shown')
+    """
+    if difference.low > 0:
+        return "A > B"
+    return "A < B" if difference.high < 0 else "no difference shown"
+
+
+# ------------------------------------------------------------------------------------------------------------- showing
+
+_HIGHER_IS_BETTER = ("pass@", "maj@", "verified_pass@", "score")
+_LOWER_IS_BETTER = ("truncation_rate", "rejected_rate", "cross_entropy", "unlikely_rate")
+
+
+def judgement(contrast: Contrast) -> str:
+    """The verdict in words: A is better or worse where the metric has a good end, else higher or lower.
+
+    Example:
+        >>> judgement(Contrast("pass-at-k", "truncation_rate", 0.2, 0.1, Interval(0.1, 0.05, 0.15), (), "A > B", 9))
+        'A > B: worse'
+    """
+    if contrast.verdict == "no difference shown":
+        return contrast.verdict
+    is_higher, name = contrast.verdict == "A > B", contrast.metric.rpartition("/")[2]
+    if not name.startswith((*_HIGHER_IS_BETTER, *_LOWER_IS_BETTER)):
+        return contrast.verdict
+    return f"{contrast.verdict}: {'better' if is_higher == name.startswith(_HIGHER_IS_BETTER) else 'worse'}"
+
+
+def markdown_table(contrasts: Sequence[Contrast], *, a: str = "A", b: str = "B") -> str:
+    """A Markdown table, a row per contrast; ``a`` and ``b`` are the titles of the two sides."""
+    seeds = max((len(each.per_seed) for each in contrasts), default=1)
+    over = f"t interval over {seeds} seeds" if seeds > 1 else "bootstrap interval over problems"
+    lines = [f"| phase | metric | {a} | {b} | {a} - {b} ({over}) | |", "|---|---|---:|---:|---:|---|"]
+    for each in contrasts:
+        said = each.verdict if each.verdict.startswith("no") else f"{a} {each.verdict[2]} {b}"
+        figures = f"{each.a:.3f} | {each.b:.3f} | {show_interval(each.difference)}"
+        lines.append(f"| {each.phase} | {each.metric} | {figures} | {said} |")
+    return "\n".join(lines) + "\n"
+
+
+def show_interval(interval: Interval, digits: int = 3) -> str:
+    """Of a difference, so with its sign.
+
+    Example:
+        >>> show_interval(Interval(0.2, -0.1, 0.5))
+        '+0.200 [-0.100, +0.500]'
+    """
+    mean, low, high = (f"{bound:+.{digits}f}" for bound in interval)
+    return f"{mean} [{low}, {high}]"
+
+
+def to_json(contrasts: Sequence[Contrast]) -> list[dict[str, Any]]:
+    """Plain values; an interval is ``{"mean": …, "low": …, "high": …}``."""
+    return [
+        contrast._asdict()
+        | {"difference": contrast.difference._asdict(), "per_seed": [each._asdict() for each in contrast.per_seed]}
+        for contrast in contrasts
+    ]
+
+
+def write_comparison(file: Path, contrasts: Sequence[Contrast], *, a: str, b: str, level: float = 0.95) -> None:
+    """Write ``{"schema", "a", "b", "level", "contrasts"}``, atomically."""
+    stored = {"schema": SCHEMA, "a": a, "b": b, "level": level, "contrasts": to_json(contrasts)}
+    write_text(Path(file), json.dumps(stored, indent=2, ensure_ascii=False, allow_nan=False) + "\n")
+
+
+# --------------------------------------------------------------------------------------------------------------- files
+
+
+def repetitions(source: str | Path | Sequence[str | Path]) -> dict[str, Path]:
+    """Evaluation folders by the name of their repetition; see ``compare`` for what ``source`` may be.
+
+    Raises:
+        CompareError: no evaluation is there.
+    """
+    if not isinstance(source, str | Path):
+        return {str(i): _evaluation(Path(folder)) for i, folder in enumerate(source)}
+    folder = Path(source)
+    if "seed-*" in folder.parts:
+        at = folder.parts.index("seed-*")
+        before, after = Path(*folder.parts[:at]), Path(*folder.parts[at + 1 :])
+        return {seed: _evaluation(before / seed / after) for seed in _seeds(before)}
+    if not _has_results(folder) and (seeds := _seeds(folder, or_none=True)):
+        return {seed: _evaluation(folder / seed) for seed in seeds}
+    return {"": _evaluation(folder)}
+
+
+def _seeds(folder: Path, *, or_none: bool = False) -> list[str]:
+    names = [path.name for path in folder.glob("seed-*") if re.fullmatch(r"seed-\d+", path.name)]
+    if not names and not or_none:
+        raise CompareError(f"{folder}: no folder seed-N is there")
+    return sorted(names, key=lambda name: int(name.removeprefix("seed-")))
+
+
+def _has_results(folder: Path) -> bool:
+    return any((folder / f"{phase}.json").exists() for phase in PHASES)
+
+
+def _evaluation(folder: Path) -> Path:
+    if not _has_results(folder):
+        raise CompareError(
+            f"{folder}: no evaluation is there (no PHASE.json such as pass-at-k.json, no seed-N with one); make one: "
+            "tandemrl eval all"
+        )
+    return folder
+
+
+def _match(a: dict[str, Path], b: dict[str, Path]) -> list[tuple[Path, Path]]:
+    if a.keys() != b.keys():
+        listed = (", ".join(side) or "one evaluation without seeds" for side in (a, b))
+        raise CompareError("other repetitions on the two sides: {} and {}".format(*listed))
+    return [(a[seed], b[seed]) for seed in a]
+
+
+def _phases(pairs: Sequence[tuple[Path, Path]]) -> list[Phase]:
+    """Phases that both sides have; one that only some of the seeds have is an error."""
+    common = []
+    for phase in PHASES:
+        files = [[folder / f"{phase}.json" for folder in side] for side in zip(*pairs, strict=True)]
+        if all(any(file.exists() for file in side) for side in files):
+            if missing := [file for side in files for file in side if not file.exists()]:
+                raise CompareError(
+                    f"{missing[0]} is missing, other seeds have it; run the phase: tandemrl eval {phase}"
+                )
+            common.append(phase)
+    return common
+
+
+def _load_pair(phase: Phase, a: Path, b: Path) -> list[dict[str, Values]]:
+    """Of both sides, metric -> values; they must be evaluations of the same problems in the same way."""
+    files = [folder / f"{phase}.json" for folder in (a, b)]
+    configs = [read_result(file)["config"] for file in files]
+    if changed := differences(*map(_protocol, configs)):
+        listed = "; ".join(f"{key}: {x!r} and {y!r}" for key, x, y in changed[:3])
+        raise CompareError(f"{files[0]} and {files[1]} were made in different ways ({listed})")
+    k = [m for m in configs[0]["eval"]["k"] if m in configs[1]["eval"]["k"]]
+    samples = [read_samples(file.with_suffix(".samples.jsonl")) for file in files]
+    ids = [{(sample.set, sample.example_id) for sample in side} for side in samples]
+    for own, other, file in ((ids[0], ids[1], files[1]), (ids[1], ids[0], files[0])):
+        if missing := sorted(own - other):
+            raise CompareError(f"{file}: {len(missing)} problems of the other side are not there, e.g. {missing[0][1]}")
+    measured = [measure_sets(side, _measure(phase, k)) for side in samples]
+    return [
+        {m: {n: sets[n].rates.get(m, {}) for n in sets} for m in next(iter(sets.values())).rates} for sets in measured
+    ]
+
+
+def _measure(phase: Phase, k: Sequence[int]) -> Measure:
+    if phase == "legibility":
+        return legible
+    if phase == "drift":
+        return drifted
+    return partial(accepted if phase == "verified" else graded, k=k)
+
+
+def _protocol(config: Mapping[str, Any]) -> dict[str, Any]:
+    """What two results must have in common; junior and data count by their content where that is known."""
+    digests = config["digests"]
+
+    def content(source: str) -> str:
+        return digests.get(str(Path(source)), source)
+
+    own = ("model", "digests", "device", "dtype", "engine", "limit")
+    common = {key: value for key, value in config.items() if key not in own}
+    common["eval"] = {key: value for key, value in config["eval"].items() if key not in ("k", "bootstrap")}
+    common["data"] = [content(source) for source in config["data"]]
+    if "junior" in config:
+        common["junior"] = content(config["junior"])
+    return common
+
+
+def _pair(what: str, a: Values, b: Values) -> tuple[list[np.ndarray], list[np.ndarray]]:
+    """Per set, the values of the problems that have one on both sides, in the same order."""
+    if a.keys() != b.keys():
+        raise CompareError(f"{what}: the sets of A are {', '.join(a)}, those of B {', '.join(b)}")
+    shared = {name: [example for example in a[name] if example in b[name]] for name in a}
+    if empty := [name for name, examples in shared.items() if not examples]:
+        raise CompareError(f"{what}: no problem of set {empty[0]} has a value on both sides")
+    sides = ([np.array([side[name][example] for example in shared[name]]) for name in shared] for side in (a, b))
+    return next(sides), next(sides)

@@ -1,0 +1,537 @@
+"""Experiments: pairs × seeds × arms, trained, evaluated and compared by the library's public functions.
+
+An experiment is a value, and ``run(experiment, out)`` is all there is to it. Every seed builds its own pair; every arm
+is trained from it with the same seed and evaluated on the same held-out problems with the same random numbers. Work is
+spread over processes, one thread each. What is finished is never done twice: a killed run, given again, goes on.
+
+    OUT/experiment.json             what was asked for
+    OUT/PAIR/seed-N/pair/           senior, junior, manifest.json
+    OUT/PAIR/seed-N/ARM/            a training run
+    OUT/PAIR/seed-N/eval/ARM/       its evaluation; ``base`` is the senior before training
+    OUT/results.json                a row per pair, seed and arm; contrasts between arms; claims; the command,
+                                    the date, and the commits that made them
+    OUT/report.html, report.md
+"""
+
+import json
+import multiprocessing
+import os
+import shlex
+import threading
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from dataclasses import asdict, dataclass, replace
+from datetime import UTC, datetime
+from pathlib import Path
+from statistics import fmean
+from typing import Any, Literal, NamedTuple
+
+import numpy as np
+
+from tandemrl import evals, report
+from tandemrl.config import EvalConfig, RolloutConfig, load
+from tandemrl.data.synthetic import PAIRS, repairs, slips, uses_jargon
+from tandemrl.evals.compare import compare, to_json
+from tandemrl.evals.stats import Interval, at_least
+from tandemrl.experiments.tiny import SIZES, build_tiny_pair, lr_scale
+from tandemrl.files import versions, write_text
+from tandemrl.report.records import MEASURES, Verdict
+from tandemrl.training.loop import train
+
+SCHEMA = 2
+BASE = "base"
+
+
+class ExperimentError(RuntimeError):
+    """An experiment that cannot be run, or some of whose parts failed; names them."""
+
+
+class Arm(NamedTuple):
+    """One way to train. ``overrides`` are config keys; ``junior_steps`` trains with a junior whose warm start was that
+    long instead of the pair's own (evaluation keeps the pair's)."""
+
+    name: str
+    title: str
+    overrides: tuple[str, ...] = ()
+    junior_steps: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Experiment:
+    """What to compare.
+
+    contrasts: pairs of arms (a, b), for paired differences a - b. config, overrides: of every run. pair_steps:
+    warm-start steps, None = the pair's own. size: of the models, one of ``tiny.SIZES``. device: where everything runs.
+    problems, samples: held-out ones of every evaluation, samples of each.
+    """
+
+    name: str
+    arms: tuple[Arm, ...]
+    pairs: tuple[str, ...] = ("jargon",)
+    contrasts: tuple[tuple[str, str], ...] = ()
+    seeds: tuple[int, ...] = (0, 1, 2, 3, 4)
+    config: str = "quickstart"
+    overrides: tuple[str, ...] = ()
+    pair_steps: int | None = None
+    size: str = "tiny"
+    device: str = "cpu"
+    problems: int = 512
+    samples: int = 4
+
+    def only(self, names: Sequence[str]) -> "Experiment":
+        """With these of its arms, in this order, and the contrasts between them or with the model before training.
+
+        Raises:
+            ExperimentError: an arm is not one of its own.
+        """
+        arms = {arm.name: arm for arm in self.arms}
+        if unknown := [name for name in names if name not in arms]:
+            raise ExperimentError(f"{self.name}: unknown arms {', '.join(unknown)}; known: {', '.join(arms)}")
+        contrasts = tuple(pair for pair in self.contrasts if set(pair) <= {*names, BASE})
+        return replace(self, arms=tuple(arms[name] for name in names), contrasts=contrasts)
+
+
+GRPO = Arm("grpo", "GRPO", ("selection.strategy=solo", "model.junior=null"))
+KL = Arm("kl", "KL-regularised GRPO", (*GRPO.overrides, "loss.kl_coef=0.05"))
+TANDEM = Arm("tandem", "tandem GRPO")
+
+
+def _cell(name: str, *overrides: str) -> Arm:
+    return Arm(name, name.replace("_", " "), overrides)
+
+
+SENTENCE = _cell("sentence", "selection.strategy=sentence")
+RECIPE = ("train.steps=80", "train.mini_batch_prompts=8", "train.eval_every=20")
+"""Two updates per rollout batch, as in the paper. 80 steps: leaving the jargon costs the tandem senior some twenty."""
+
+ABLATIONS = (
+    _cell("word_aligned", "selection.strategy=word_aligned"),
+    SENTENCE,
+    _cell("chunk_8", "selection.strategy=chunk", "selection.chunk_size=8"),
+    _cell("bernoulli", "selection.strategy=bernoulli"),
+    _cell("p_0.25", "selection.prob_senior=0.25"),
+    _cell("p_0.75", "selection.prob_senior=0.75"),
+    _cell(
+        "p_0.9_to_0.5",
+        "selection.prob_senior=0.9",
+        "selection.prob_senior_final=0.5",
+        "selection.anneal_steps=40",
+    ),
+    _cell("K_2", "selection.max_gap_tokens=2"),
+    _cell("K_8", "selection.max_gap_tokens=8"),
+    _cell("junior_weight_0.5", "loss.junior_weight=0.5"),
+    _cell("junior_weight_1", "loss.junior_weight=1.0"),
+    _cell("junior_kl_0.1", "loss.junior_kl_coef=0.1"),
+    Arm("weak_junior", "weaker junior", junior_steps=400),
+)
+"""Each changes one thing about tandem GRPO, and is compared with it."""
+
+EXPERIMENTS: dict[str, Experiment] = {
+    "quickstart": Experiment(
+        "quickstart", (GRPO, TANDEM), contrasts=(("tandem", "grpo"),), seeds=(0,), overrides=RECIPE
+    ),
+    "paper-claims": Experiment(
+        "paper-claims",
+        (GRPO, KL, TANDEM),
+        contrasts=(("tandem", "grpo"), ("tandem", "kl"), ("kl", "grpo")),
+        overrides=RECIPE,
+    ),
+    "repair": Experiment(
+        "repair",
+        (GRPO, TANDEM, SENTENCE),
+        pairs=("repair",),
+        contrasts=(("tandem", "grpo"), ("sentence", "grpo")),
+        overrides=RECIPE,
+    ),
+    "ablations": Experiment(
+        "ablations",
+        (GRPO, TANDEM, *ABLATIONS),
+        contrasts=(("tandem", "grpo"), *((arm.name, "tandem") for arm in ABLATIONS)),
+        seeds=(0, 1, 2),
+        overrides=RECIPE,
+    ),
+}
+
+
+# ------------------------------------------------------------------------------------------------------------- running
+
+
+class Job(NamedTuple):
+    """A unit of work: build the models of a pair and seed (``arm`` None), or train and evaluate one arm."""
+
+    pair: str
+    seed: int
+    arm: Arm | None = None
+
+    def __str__(self) -> str:
+        return f"{self.pair}/seed-{self.seed}/{self.arm.name if self.arm else 'pair'}"
+
+
+def run_experiment(
+    experiment: Experiment, out: str | Path, *, workers: int | None = None, say: Callable[[str], None] = print
+) -> dict[str, Any]:
+    """Do what is not done yet, and return (and write) the results.
+
+    Args:
+        workers: processes at once; None = one per core (on a GPU one), 1 = in this process.
+        say: told a line per finished part, and the headline tables at the end.
+
+    Raises:
+        ConfigError: an arm's overrides are not a config.
+        ExperimentError: the experiment makes no sense, ``out`` holds another one, a part failed, or a jargon senior is
+            not more accurate in jargon than in plain words before training.
+    """
+    out = Path(out)
+    _check(experiment)
+    _claim_folder(experiment, out)
+    jobs = [Job(pair, seed) for pair in experiment.pairs for seed in experiment.seeds]
+    workers = workers or (os.cpu_count() or 1 if experiment.device == "cpu" else 1)
+    started = time.perf_counter()
+    total = len(jobs) * (2 + len(experiment.arms))
+
+    def after(job: Job) -> list[Job]:
+        return [] if job.arm else [job._replace(arm=arm) for arm in (*experiment.arms, Arm(BASE, "before training"))]
+
+    failed: dict[str, BaseException] = {}
+    ended = _schedule(jobs, after, lambda job: (do, experiment, job, out), workers)
+    for finished, (job, outcome) in enumerate(ended, 1):
+        if isinstance(outcome, BaseException):
+            failed[str(job)] = outcome
+        shown = f"{type(outcome).__name__}: {outcome}" if isinstance(outcome, BaseException) else outcome
+        say(f"[{finished}/{total}, {time.perf_counter() - started:.0f} s] {job}: {shown}")
+    if failed:
+        listed = "; ".join(f"{job}: {type(error).__name__}: {error}" for job, error in failed.items())
+        raise ExperimentError(
+            f"{len(failed)} of {total} parts failed ({listed}); what is finished is kept: fix it and run again"
+        ) from next(iter(failed.values()))
+    results = collect(experiment, out)
+    write_text(out / "results.json", json.dumps(results, indent=2, allow_nan=False) + "\n")
+    page = report.build(out)
+    report.write(page)
+    say(report.headlines(page))
+    return results
+
+
+def do(experiment: Experiment, job: Job, out: Path) -> str:
+    """One job, unless its files are there already; returns a line about it."""
+    home = out / job.pair / f"seed-{job.seed}"
+    if job.arm is None:
+        manifest = build_tiny_pair(home / "pair", steps=experiment.pair_steps, **_of(experiment, job))
+        check_condition(manifest, home / "pair")
+        return ", ".join(f"{name} {value:.3g}" for name, value in manifest["base"].items())
+    model = home / "pair" / "senior"
+    if job.arm.name != BASE:
+        config = load(
+            experiment.config, [*_overrides(experiment, job, home), *job.arm.overrides, *experiment.overrides]
+        )
+        model = home / job.arm.name / "hf" / f"step_{config.train.steps}"
+        if not model.is_dir():
+            train(config, quiet=True)
+    phases = evals.run_all(
+        model=str(model),
+        junior=str(home / "pair" / "junior"),
+        data=[f"synthetic:{job.pair}:heldout:{experiment.problems}"],
+        eval=EvalConfig(samples=experiment.samples, k=tuple(k for k in (1, 2, 4, 8, 16) if k <= experiment.samples)),
+        out=home / "eval" / job.arm.name,
+        device=experiment.device,
+        threads=1,
+        rollout=RolloutConfig(max_rows=1024),  # tiny models: large batches cost memory only
+    )
+    return f"solo pass@1 {phases['pass-at-k']['metrics']['macro']['pass@1']:.3f}"
+
+
+def check_condition(manifest: Mapping[str, Any], folder: Path) -> None:
+    """The premise of the jargon pair: before training, its senior is better off with jargon.
+
+    Raises:
+        ExperimentError: it is not.
+    """
+    if manifest["pair"] != "jargon":
+        return
+    jargon, plain = manifest["base"]["jargon/pass@1"], manifest["base"]["plain/pass@1"]
+    if jargon <= plain:
+        raise ExperimentError(
+            f"{folder}: before training, the senior is right in {jargon:.3f} of its jargon and {plain:.3f} of its "
+            "plain solutions; jargon must be the more accurate one, or training drops it for that reason alone"
+        )
+
+
+# ------------------------------------------------------------------------------------------------------------- results
+Row = Mapping[str, Any]
+"""``pair``, ``seed``, ``arm`` and the measures of one evaluation."""
+
+
+class Claim(NamedTuple):
+    """A statement with its bar, the values held against it, and the verdict.
+
+    values: one per seed where the claim is of every seed, one where it is of the mean or of the end of an interval,
+    none where it is not asked.
+    """
+
+    pair: str
+    claim: str
+    bar: str
+    values: tuple[float, ...]
+    verdict: Verdict
+
+
+def collect(experiment: Experiment, out: Path) -> dict[str, Any]:
+    """The content of ``results.json``, from the files of a finished experiment."""
+    rows: list[dict[str, Any]] = [
+        {"pair": pair, "seed": seed, "arm": arm} | measure(out / pair / f"seed-{seed}" / "eval" / arm)
+        for pair in experiment.pairs
+        for arm in (BASE, *(arm.name for arm in experiment.arms))
+        for seed in experiment.seeds
+    ]
+    metrics = {metric for _, metric in MEASURES.values()}
+    contrasts = [
+        {"pair": pair, "A": a, "B": b, **contrast}
+        for pair in experiment.pairs
+        for a, b in experiment.contrasts
+        for contrast in to_json(
+            compare(
+                *([out / pair / f"seed-{n}" / "eval" / arm for n in experiment.seeds] for arm in (a, b)),
+                shown=metrics.__contains__,
+            )
+        )
+    ]
+    claims = [claim for pair in experiment.pairs for claim in paper_claims(pair, rows, contrasts)]
+    return {
+        "schema": SCHEMA,
+        "experiment": _described(experiment),
+        "command": command(experiment),
+        "date": datetime.now(UTC).date().isoformat(),
+        "versions": versions(),
+        "evaluated_by": evaluated_by(out / row["pair"] / f"seed-{row['seed']}" / "eval" / row["arm"] for row in rows),
+        "rows": rows,
+        "contrasts": contrasts,
+        "claims": [claim._asdict() | {"values": list(claim.values)} for claim in claims],
+    }
+
+
+def command(experiment: Experiment) -> str | None:
+    """The ``tandemrl experiment`` command that runs this; None where no command does."""
+    packaged = EXPERIMENTS.get(experiment.name)
+    names = [arm.name for arm in experiment.arms]
+    if packaged is None or not set(names) <= {arm.name for arm in packaged.arms}:
+        return None
+    common = packaged.overrides
+    settable = ("pairs", "seeds", "overrides", "problems", "samples", "size", "device")
+    reached = replace(packaged.only(names), **{field: getattr(experiment, field) for field in settable})
+    if reached != experiment or experiment.overrides[: len(common)] != common:
+        return None
+
+    def options(of: Experiment) -> dict[str, list[str]]:
+        plain = {f"--{field}": [str(getattr(of, field))] for field in ("problems", "samples", "size", "device")}
+        seeds, arms = ",".join(map(str, of.seeds)), ",".join(arm.name for arm in of.arms)
+        return {"--pair": list(of.pairs), "--seeds": [seeds], "--arms": [arms], **plain}
+
+    default = options(packaged)
+    changed = {option: values for option, values in options(experiment).items() if values != default[option]}
+    words = ["tandemrl", "experiment", experiment.name, *experiment.overrides[len(common) :]]
+    return shlex.join(words + [word for option in changed for value in changed[option] for word in (option, value)])
+
+
+def evaluated_by(folders: Iterable[Path]) -> list[dict[str, Any]]:
+    """The different revisions of the code that evaluated the arms: more than one after an update in between."""
+    stored = [evals.read_result(folder / "pass-at-k.json")["versions"] for folder in folders]
+    found = {(each["git_revision"], each["git_dirty"]) for each in stored}
+    return [{"git_revision": revision, "git_dirty": dirty} for revision, dirty in sorted(found, key=str)]
+
+
+def measure(folder: Path) -> dict[str, float]:
+    """The row of one evaluation: ``MEASURES``, and what the texts say: the share of solo texts that use jargon, the
+    repairing lines per handoff text, and the share of wrong steps in handoff texts that the next line repairs."""
+    results = {phase: evals.read_result(folder / f"{phase}.json") for phase, _ in MEASURES.values()}
+    row = {
+        name: results[phase]["metrics"]["macro"][metric]
+        for name, (phase, metric) in MEASURES.items()
+        if metric in results[phase]["metrics"]["macro"]
+    }
+    solo, handoff = (evals.read_samples(folder / results[phase]["samples"]) for phase in ("pass-at-k", "handoff"))
+    row["jargon_rate"] = fmean(uses_jargon(sample.text) for sample in solo)
+    row["handoff/repairs"] = fmean(repairs(sample.text) for sample in handoff)
+    if wrong := [slip for sample in handoff for slip in slips(sample.text)]:
+        row["handoff/repaired"] = fmean(slip.repaired for slip in wrong)
+    return row
+
+
+SOLO_MARGIN = 0.05
+"""Loss of solo pass@1 against GRPO up to which tandem GRPO counts as not inferior. The interval must exclude more."""
+SOLO_MEAN_MARGIN = 0.02
+"""Loss of solo pass@1 that the mean over seeds may show."""
+
+
+def paper_claims(pair: str, rows: Sequence[Row], contrasts: Sequence[Mapping[str, Any]]) -> list[Claim]:
+    """The paper's three claims as statements about GRPO and tandem GRPO on the jargon pair.
+
+    "Equal solo skill" is non-inferiority, since being better is no fault: the lower end of the 95 % interval of
+    tandem - GRPO must be above ``-SOLO_MARGIN``. It holds if it is, fails if the whole interval is below, and is
+    undecided between. The interval is that of ``contrasts``: over seeds where there are several, over problems where
+    there is one. A claim of the mean over seeds is not asked of one seed. The other claims are of every seed.
+
+    None if an arm or the contrast of the two is missing; of other pairs nothing is claimed beforehand.
+    """
+    arms: dict[str, dict[int, Row]] = {}
+    for row in rows:
+        if row["pair"] == pair:
+            arms.setdefault(row["arm"], {})[row["seed"]] = row
+    solo_skill = {"pair": pair, "A": "tandem", "B": "grpo", "phase": "pass-at-k", "metric": "pass@1"}
+    found = [contrast["difference"] for contrast in contrasts if solo_skill.items() <= contrast.items()]
+    if pair != "jargon" or not {BASE, "grpo", "tandem"} <= arms.keys() or not found:
+        return []
+    difference = Interval(**found[0])
+    seeds = list(arms[BASE])
+
+    def each(arm: str, measure: str) -> np.ndarray:
+        return np.array([arms[arm][seed][measure] for seed in seeds])
+
+    def every_seed(what: str, sense: Literal["<=", ">="], bar: float, values: np.ndarray) -> Claim:
+        holds = (values <= bar if sense == "<=" else values >= bar).all()
+        name = what if len(seeds) == 1 else f"{what}, every seed"
+        return Claim(pair, name, f"{sense} {bar:g}", tuple(values.tolist()), "holds" if holds else "fails")
+
+    support = at_least(difference, -SOLO_MARGIN)
+    several = len(seeds) > 1
+    mean_holds: Verdict = "holds" if difference.mean >= -SOLO_MEAN_MARGIN else "fails"
+    solo = each("tandem", "solo/pass@1")
+    handoff = each("tandem", "handoff/pass@1") - each("grpo", "handoff/pass@1")
+    return [
+        Claim(
+            pair,
+            "solo skill not inferior: tandem - GRPO in solo pass@1, lower end of the 95 % interval over "
+            + ("seeds" if several else "problems"),
+            f">= {-SOLO_MARGIN:g}",
+            (difference.low,),
+            "undecided" if support is None else "holds" if support else "fails",
+        ),
+        Claim(
+            pair,
+            "tandem - GRPO in solo pass@1, mean over seeds",
+            f">= {-SOLO_MEAN_MARGIN:g}",
+            (difference.mean,) if several else (),
+            mean_holds if several else "not asked of one seed",
+        ),
+        every_seed("solo pass@1 of tandem GRPO", ">=", 0.9, solo),
+        every_seed("its gain over the model before training", ">=", 0.15, solo - each(BASE, "solo/pass@1")),
+        every_seed("handoff robustness: tandem - GRPO in handoff pass@1", ">=", 0.2, handoff),
+        every_seed(
+            "legibility: junior cross-entropy of GRPO / of tandem GRPO",
+            ">=",
+            5,
+            each("grpo", "junior_ce") / each("tandem", "junior_ce"),
+        ),
+        every_seed("jargon rate after GRPO", ">=", 0.8, each("grpo", "jargon_rate")),
+        every_seed("jargon rate after tandem GRPO", "<=", 0.05, each("tandem", "jargon_rate")),
+    ]
+
+
+# --------------------------------------------------------------------------------------------------------------------
+
+
+def _check(experiment: Experiment) -> None:
+    names = [arm.name for arm in experiment.arms]
+    if unknown := set(experiment.pairs) - set(PAIRS):
+        raise ExperimentError(f"{experiment.name}: unknown pairs {sorted(unknown)}; known: {', '.join(PAIRS)}")
+    if experiment.size not in SIZES:
+        raise ExperimentError(f"{experiment.name}: unknown size {experiment.size!r}; known: {', '.join(SIZES)}")
+    for what, values in (("pairs", experiment.pairs), ("seeds", experiment.seeds), ("arms", names)):
+        if not values or len(set(values)) != len(values):
+            raise ExperimentError(f"{experiment.name}: {what} must be one or more different ones, got {list(values)}")
+    if BASE in names:
+        raise ExperimentError(f"{experiment.name}: an arm cannot be called {BASE!r}, the model before training")
+    unknown = {arm for contrast in experiment.contrasts for arm in contrast} - {BASE, *names}
+    if unknown:
+        raise ExperimentError(f"{experiment.name}: contrasts name unknown arms {sorted(unknown)}; arms: {names}")
+    for arm in experiment.arms:
+        load(experiment.config, [*arm.overrides, *experiment.overrides])  # a bad key is found before an hour of work
+
+
+def _claim_folder(experiment: Experiment, out: Path) -> None:
+    """Write ``experiment.json``, or check that it is this one; seeds, pairs, arms and contrasts may be added."""
+    file, wanted = out / "experiment.json", _described(experiment)
+    if file.exists():
+        stored = {"size": "tiny", "device": "cpu"} | json.loads(file.read_text())
+        fixed = [key for key in wanted if key not in ("seeds", "pairs", "arms", "contrasts")]
+        changed = [key for key in fixed if stored.get(key) != wanted[key]]
+        arms = {arm["name"]: arm for arm in stored["arms"]}
+        changed += [f"arm {arm['name']}" for arm in wanted["arms"] if arms.get(arm["name"], arm) != arm]
+        if changed:
+            raise ExperimentError(f"{out} holds an experiment with another {', '.join(changed)}; choose another folder")
+    out.mkdir(parents=True, exist_ok=True)
+    write_text(file, json.dumps({"command": command(experiment)} | wanted, indent=2) + "\n")
+
+
+def _of(experiment: Experiment, job: Job) -> dict[str, Any]:
+    return {"pair": job.pair, "seed": job.seed, "size": experiment.size, "device": experiment.device}
+
+
+def _overrides(experiment: Experiment, job: Job, home: Path) -> list[str]:
+    assert job.arm is not None
+    junior = home / "pair" / "junior"
+    if job.arm.junior_steps is not None:
+        weak = home / f"pair-{job.arm.junior_steps}"
+        build_tiny_pair(weak, steps=job.arm.junior_steps, **_of(experiment, job))
+        junior = weak / "junior"
+    tuned = load(experiment.config).train.lr
+    return [
+        f"model.senior={home}/pair/senior",
+        f"model.junior={junior}",
+        f"model.device={experiment.device}",
+        f"train.lr={tuned * lr_scale(experiment.size)}",
+        f"data.train=[synthetic:{job.pair}:train]",
+        f"data.eval=[synthetic:{job.pair}:heldout]",
+        f"train.seed={job.seed}",
+        "train.threads=1",
+        f"output_dir={home}/{job.arm.name}",
+    ]
+
+
+def _schedule(
+    jobs: Iterable[Job], after: Callable[[Job], list[Job]], call: Callable[[Job], tuple[Any, ...]], workers: int
+) -> Iterable[tuple[Job, Any]]:
+    """Run jobs and, once one has succeeded, those that come after it; yields (job, result or exception) as they end."""
+    if workers == 1:
+        queue = list(jobs)
+        while queue:
+            job = queue.pop(0)
+            function, *arguments = call(job)
+            try:
+                yield job, function(*arguments)
+            except Exception as error:
+                yield job, error
+            else:
+                queue[:0] = after(job)
+        return
+    spawn = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(workers, mp_context=spawn, initializer=_die_with, initargs=(os.getpid(),)) as pool:
+        running: dict[Future[Any], Job] = {pool.submit(*call(job)): job for job in jobs}
+        try:
+            while running:
+                done, _ = wait(running, return_when=FIRST_COMPLETED)
+                for future in done:
+                    job = running.pop(future)
+                    failure = future.exception()
+                    if failure is None:
+                        running |= {pool.submit(*call(following)): following for following in after(job)}
+                    yield job, failure or future.result()
+        finally:
+            pool.shutdown(wait=False, cancel_futures=True)
+
+
+def _die_with(parent: int) -> None:
+    """A worker whose parent is gone would go on writing into a folder that the next run believes to be its own."""
+
+    def watch() -> None:
+        while os.getppid() == parent:
+            time.sleep(0.5)
+        os._exit(1)
+
+    threading.Thread(target=watch, daemon=True).start()
+
+
+def _described(experiment: Experiment) -> dict[str, Any]:
+    """The experiment as it reads back from JSON."""
+    arms = [arm._asdict() for arm in experiment.arms]
+    return json.loads(json.dumps(asdict(experiment) | {"arms": arms, "contrasts": experiment.contrasts}))

@@ -1,0 +1,141 @@
+"""Files and directories that appear under their name only when all of them is on disk; and what to say of files: which
+one a missing path was meant to be, and which versions of the code wrote a result. No torch.
+
+A file is written beside its place under a hidden name, synced, then renamed. What a killed process leaves behind is
+hidden; readers ignore it and ``recover`` tidies up.
+"""
+
+import difflib
+import os
+import platform
+import shutil
+import subprocess
+from collections.abc import Callable
+from importlib import metadata
+from pathlib import Path
+
+NEW, OLD = ".new-", ".old-"
+"""Prefixes of hidden names: being written, and set aside."""
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write a file so that a crash leaves either the old content or the new."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f"{NEW}{path.name}")
+    with open(temporary, "w", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(temporary, path)
+    sync(path.parent)
+
+
+def write_directory(path: Path, fill: Callable[[Path], None]) -> None:
+    """Let ``fill`` write into a hidden directory, then put it in place of ``path``.
+
+    A new path appears in one rename. Replacing an existing directory takes two: the old one is set aside under a hidden
+    name first, so a crash between the two leaves it there and ``recover`` puts it back.
+    """
+    fill(begin(path))
+    publish(path)
+
+
+def begin(path: Path) -> Path:
+    """An empty hidden directory that is to become ``path``."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    recover(path.parent)
+    new = path.with_name(f"{NEW}{path.name}")
+    new.mkdir()
+    return new
+
+
+def publish(path: Path) -> None:
+    """Put what was written since ``begin`` in place."""
+    new, old = path.with_name(f"{NEW}{path.name}"), path.with_name(f"{OLD}{path.name}")
+    for folder, _, files in os.walk(new, topdown=False):
+        for name in files:
+            sync(Path(folder, name))
+        sync(Path(folder))
+    if path.exists():
+        os.rename(path, old)
+    os.rename(new, path)
+    sync(path.parent)
+    if old.exists():
+        shutil.rmtree(old)
+
+
+def recover(parent: Path) -> None:
+    """Undo what a killed process left in ``parent``: half-written directories go, set-aside ones return to their name.
+
+    Only the process that writes there may call it.
+    """
+    for entry in sorted(parent.glob(f"{NEW}*")):
+        shutil.rmtree(entry) if entry.is_dir() else entry.unlink()
+    for entry in sorted(parent.glob(f"{OLD}*")):
+        home = entry.with_name(entry.name.removeprefix(OLD))
+        shutil.rmtree(entry) if home.exists() else os.rename(entry, home)
+
+
+def drop(path: Path) -> None:
+    """Remove a directory; hidden first, so that no half-removed one is ever visible."""
+    hidden = path.with_name(f"{NEW}{path.name}")
+    if hidden.exists():  # a killed process was about to replace what goes now
+        shutil.rmtree(hidden)
+    os.rename(path, hidden)
+    hidden.unlink() if hidden.is_symlink() else shutil.rmtree(hidden)
+
+
+def sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def hint(path: str | Path) -> str:
+    """``"; did you mean PATH?"`` for a missing path whose first missing part is close to a name that is there, else "".
+
+    Example:
+        >>> hint("no/such/place/at/all")
+        ''
+    """
+    wanted = Path(path).expanduser()
+    here = next(parent for parent in (wanted, *wanted.parents) if parent.exists() or not parent.name)
+    name, *rest = wanted.relative_to(here).parts or ("",)
+    try:
+        names = [entry.name for entry in here.iterdir()]
+    except OSError:
+        return ""
+    for close in difflib.get_close_matches(name, names, n=3):
+        if (found := here.joinpath(close, *rest)).exists():
+            return f"; did you mean {found}?"
+    return ""
+
+
+def versions() -> dict[str, str | bool | None]:
+    """What produced a result: Python, libraries, and the git revision of this code (None when not from a checkout)."""
+    tracked = _git("ls-files", "--error-unmatch", Path(__file__).name)
+    revision = _git("rev-parse", "HEAD") if tracked else None
+    return {
+        "python": platform.python_version(),
+        **{name: _version(name) for name in ("torch", "transformers", "tandemrl")},
+        "git_revision": revision,
+        "git_dirty": None if revision is None else bool(_git("status", "--porcelain", "--untracked-files=no")),
+    }
+
+
+def _version(package: str) -> str | None:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def _git(*arguments: str) -> str | None:
+    try:
+        here = str(Path(__file__).parent)
+        done = subprocess.run(["git", "-C", here, *arguments], capture_output=True, text=True, timeout=10)
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return done.stdout.strip() if done.returncode == 0 else None

@@ -1,0 +1,207 @@
+"""Causal LMs run without padding: packed hidden states, and log-probs without [t, v] logits.
+
+Both users of a model, the trainer (packed sequences) and the reference engine (one token per row over a KV cache), call
+the same stock transformers module. What differs is the *layout* (``attention``), an object that travels through the
+model's keyword arguments to the registered attention function and says how queries meet keys.
+"""
+
+from collections.abc import Sequence
+from contextlib import nullcontext
+from functools import partial
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from jaxtyping import Bool, Float, Int64
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.distributed.tensor import DTensor
+from transformers import (
+    PreTrainedModel,
+)
+
+from tandemrl.distributed.world import WHOLE, Shards
+from tandemrl.models.attention import (
+    Layout,
+    PackedLayout,
+    SharedSum,
+    UlyssesLayout,
+    share_contexts,
+)
+from tandemrl.models.head import LOGITS_PER_CHUNK as LOGITS_PER_CHUNK
+from tandemrl.models.head import HeadSettings, linear_logprobs
+from tandemrl.models.sampling import Truncation
+from tandemrl.types import Author, Batch
+
+
+def hidden_states(
+    model: PreTrainedModel, tokens: Int64[Tensor, "..."], positions: Int64[Tensor, "..."], layout: Layout
+) -> Float[Tensor, "... h"]:
+    """Last hidden states of packed [t] or row-wise [b, q] tokens (after the final norm, before the LM head)."""
+    rows = tokens if tokens.ndim == 2 else tokens[None]
+    out = model.get_decoder()(
+        input_ids=rows, position_ids=positions.reshape(rows.shape), use_cache=False, layout=layout
+    ).last_hidden_state
+    return out if tokens.ndim == 2 else out[0]
+
+
+def token_logprobs(
+    model: PreTrainedModel,
+    batch: Batch,
+    *,
+    select: Bool[Tensor, " t"],
+    temperature: float = 1.0,
+    truncation: Truncation | None = None,
+    vocabulary: int | None = None,
+    autocast: torch.dtype | None = None,
+    shards: Shards = WHOLE,
+    activation_offload: bool = False,
+) -> tuple[Float[Tensor, " t"], Float[Tensor, " t"]]:
+    """Log-prob of every selected token given its prefix, and the entropy of the distribution it was drawn from.
+
+    The distribution is ``softmax(logits / temperature)``, restricted to the kept tokens when ``truncation`` is given
+    (the token itself is always kept). Entries that are not selected are 0.0. Logits live in chunks only and are
+    recomputed in backward: [t, v] is never materialised.
+
+    Args:
+        vocabulary: number of logits, where the model has more than the engine that sampled; None = all.
+        autocast: compute dtype of the matrix products; None = the model's, or what ``parallel.shard`` was given.
+        shards: the processes that compute this together; all of them pass the same batch and get the same result.
+        activation_offload: keep what backward needs of the layers in host memory.
+
+    Returns:
+        logprobs and entropy, nats, float32; entry i describes token i.
+    """
+    select = select & (batch.positions > 0)  # the first token of a sequence has no prefix
+    index = select.nonzero().squeeze(1)
+    device = batch.tokens.device
+    empty = torch.zeros(batch.tokens.shape[0], dtype=torch.float32, device=device)
+    part = part_of(batch, index, shards.sequence)
+    # A sharded model has it as a method, around which its parameters are gathered and freed.
+    packed = getattr(model, "packed_logprobs", None) or partial(packed_logprobs, model)
+    found = packed(
+        part.tokens,
+        part.positions,
+        part.layout,
+        part.prefixes,
+        batch.tokens.index_select(0, part.predicted),
+        temperature=temperature,
+        truncation=truncation,
+        vocabulary=vocabulary,
+        autocast=autocast,
+        group=shards.tensor,
+        activation_offload=activation_offload,
+    )
+    spread = [empty.index_copy(0, part.predicted, values) for values in found]
+    if shards.sequence is not None:
+        spread = [SharedSum.apply(values, shards.sequence) for values in spread]
+    return spread[0], spread[1]
+
+
+class Part(NamedTuple):
+    """What one process computes of a batch: its tokens, and which log-probs come of them. predicted: those tokens
+    in the batch; prefixes: for each of them, the token before it, among ``tokens``."""
+
+    tokens: Int64[Tensor, " k"]
+    positions: Int64[Tensor, " k"]
+    layout: Layout
+    predicted: Int64[Tensor, " i"]
+    prefixes: Int64[Tensor, " i"]
+
+
+def part_of(batch: Batch, index: Tensor, group: dist.ProcessGroup | None) -> Part:
+    """All of the batch, or the share of this process in a sequence-parallel group."""
+    device = batch.tokens.device
+    spans, kept, where = share_contexts(batch)
+    kept_on, where_on = torch.from_numpy(kept).to(device), torch.from_numpy(where).to(device)
+    tokens, positions = batch.tokens[kept_on], batch.positions[kept_on]
+    prefixes = where_on[index - 1]  # the shift: the logits at i - 1 predict token i
+    if group is None:
+        return Part(tokens, positions, PackedLayout(spans, device), index, prefixes)
+    if padding := -len(kept) % group.size():
+        spans = [*spans, np.arange(len(kept), len(kept) + padding)]
+        tokens, positions = F.pad(tokens, (0, padding)), F.pad(positions, (0, padding))
+    size = len(tokens) // group.size()
+    first = size * group.rank()
+    mine = (prefixes >= first) & (prefixes < first + size)
+    layout = UlyssesLayout(PackedLayout(spans, device), group)
+    here = slice(first, first + size)
+    return Part(tokens[here], positions[here], layout, index[mine], prefixes[mine] - first)
+
+
+def packed_logprobs(
+    model: PreTrainedModel,
+    tokens: Int64[Tensor, " k"],
+    positions: Int64[Tensor, " k"],
+    layout: Layout,
+    prefixes: Int64[Tensor, " i"],
+    targets: Int64[Tensor, " i"],
+    *,
+    temperature: float,
+    truncation: Truncation | None,
+    vocabulary: int | None,
+    autocast: torch.dtype | None,
+    group: dist.ProcessGroup | None = None,
+    activation_offload: bool = False,
+) -> tuple[Float[Tensor, " i"], Float[Tensor, " i"]]:
+    """Log-prob of ``targets[i]`` after token ``prefixes[i]``, and the entropy there: all that a scoring pass does with
+    the model's parameters. ``group``: processes that have other ids of the vocabulary."""
+    offload = activations_on_host() if activation_offload else nullcontext()
+    with offload, torch.autocast(tokens.device.type, dtype=autocast, enabled=autocast is not None):
+        hidden = hidden_states(model, tokens, positions, layout)
+    head = model.get_output_embeddings()
+    weight, bias = (x.to_local() if isinstance(x, DTensor) else x for x in (head.weight, head.bias))
+    rows = head.out_features
+    settings = HeadSettings(rows, vocabulary or rows, temperature, truncation, autocast, group)
+    return linear_logprobs(hidden.index_select(0, prefixes), weight, bias, targets, settings)
+
+
+def activations_on_host() -> saved_tensors_hooks:
+    """A context in which tensors that autograd saves for backward are kept in host memory, but for parameters.
+
+    With gradient checkpointing that is the input of each layer. Unlike ``torch.autograd.graph.save_on_cpu`` it copies
+    neither weights nor the shards of distributed tensors into one.
+    """
+    return saved_tensors_hooks(_to_host, _from_host)
+
+
+def _to_host(saved: Tensor) -> Any:
+    origin = saved if saved._base is None else saved._base
+    if isinstance(origin, nn.Parameter) or not saved.is_floating_point():
+        return saved
+    local = saved.to_local() if isinstance(saved, DTensor) else saved
+    # Copies of pinned memory wait for the kernels before them on the stream, and those behind wait for the copies.
+    host = torch.empty_like(local, device="cpu", pin_memory=local.is_cuda).copy_(local, non_blocking=True)
+    return host, local.device, saved._spec if isinstance(saved, DTensor) else None
+
+
+def _from_host(kept: Any) -> Tensor:
+    if isinstance(kept, Tensor):
+        return kept
+    host, device, spec = kept
+    local = host.to(device, non_blocking=True)
+    return local if spec is None else DTensor(local, spec, requires_grad=False)
+
+
+@torch.no_grad()
+def sequence_logprobs(
+    model: PreTrainedModel,
+    sequences: Sequence[Sequence[int]],
+    *,
+    tokens_per_micro_batch: int = 8192,
+    temperature: float = 1.0,
+) -> list[np.ndarray]:
+    """Log-prob of every token of plain sequences given its prefix; nats, float32, entry 0 is 0.0."""
+    from tandemrl.models.batching import micro_batches, pack_tokens
+
+    device = model.get_output_embeddings().weight.device
+    budget = max(tokens_per_micro_batch, max(map(len, sequences), default=1))
+    out: list[np.ndarray] = [np.zeros(0, np.float32)] * len(sequences)
+    for rows in micro_batches([len(s) for s in sequences], budget):
+        batch = pack_tokens([sequences[i] for i in rows], device=device)
+        logprobs, _ = token_logprobs(model, batch, select=batch.author >= int(Author.CONTEXT), temperature=temperature)
+        for i, values in zip(rows, logprobs.cpu().split(batch.lengths.tolist()), strict=True):
+            out[i] = values.numpy()
+    return out

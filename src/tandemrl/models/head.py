@@ -1,0 +1,175 @@
+"""Log-probs and entropies straight from hidden states and the LM head: [t, v] logits never exist."""
+
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from jaxtyping import Bool, Float, Int64
+from torch import Tensor
+
+from tandemrl.models.sampling import Truncation, kept_tokens
+
+REMOVED = -1e30  # logit of a truncated token: probability 0 like -inf, but p·logit stays 0 and not NaN
+LOGITS_PER_CHUNK = 2**25  # float32 logits per buffer: 128 MiB; two buffers are alive at once, without truncation
+
+
+class HeadSettings(NamedTuple):
+    """Of ``linear_logprobs``. rows: of the whole LM head. vocabulary: ids from here on do not exist. dtype: of the
+    matrix products, None = the weight's. group: process i has the i-th of equal parts of the rows (the last may have
+    fewer)."""
+
+    rows: int
+    vocabulary: int
+    temperature: float = 1.0
+    truncation: Truncation | None = None
+    dtype: torch.dtype | None = None
+    group: dist.ProcessGroup | None = None
+
+    @property
+    def part(self) -> int:
+        """Rows per process."""
+        return self.rows if self.group is None else -(-self.rows // self.group.size())
+
+    @property
+    def first(self) -> int:
+        """The id of this process's first row."""
+        return 0 if self.group is None else self.part * self.group.rank()
+
+    def chunks(self, count: int) -> list[slice]:
+        """Tokens whose logits are alive together; the same on every process of ``group``."""
+        return _slices(count, self.part if self.truncation is None else self.rows)
+
+
+def linear_logprobs(
+    hidden: Float[Tensor, "i h"],
+    weight: Float[Tensor, "v h"],
+    bias: Float[Tensor, " v"] | None,
+    targets: Int64[Tensor, " i"],
+    settings: HeadSettings,
+) -> tuple[Float[Tensor, " i"], Float[Tensor, " i"]]:
+    """(log-prob of the target, entropy) of softmax(hidden Wᵀ / T) per row; nats, float32.
+
+    Chunked over rows, logits recomputed in backward. With z the scaled logits, p = softmax(z) and H the entropy:
+    ∂logp_y/∂z = 1_y − p and ∂H/∂z = −p(log p + H). Where processes share the vocabulary, only sums over it travel
+    (Megatron-LM, arXiv 1909.08053, section 3), and, with truncation, the logits of a chunk.
+    """
+    return _LinearLogprobs.apply(hidden, weight, bias, targets, settings)
+
+
+class _LinearLogprobs(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, hidden, weight, bias, targets, settings):
+        ctx.set_materialize_grads(False)
+        ctx.settings = settings
+        logprobs = torch.empty(hidden.shape[0], dtype=torch.float32, device=hidden.device)
+        entropy, normaliser = torch.empty_like(logprobs), torch.empty_like(logprobs)
+        ctx.save_for_backward(hidden, weight, bias, targets, normaliser, entropy)
+        weight, bias = _cast(weight, bias, settings.dtype)
+        for rows in settings.chunks(hidden.shape[0]):
+            z = _logits(hidden[rows], weight, bias, targets[rows], settings)
+            largest = z.amax(-1)
+            if settings.group is not None:
+                dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=settings.group)
+            z.sub_(largest[:, None])
+            here, mine = _local(targets[rows], z.shape[1], settings)
+            target = torch.where(mine, z.gather(1, here[:, None]).squeeze(1), 0.0)
+            p = z.exp()
+            sums = torch.stack([p.sum(-1), p.mul_(z).sum(-1), target])
+            if settings.group is not None:
+                dist.all_reduce(sums, group=settings.group)
+            del p, z  # before the next chunk's are made
+            log_sum = sums[0].log()
+            normaliser[rows] = largest + log_sum
+            entropy[rows] = log_sum - sums[1] / sums[0]
+            logprobs[rows] = sums[2] - log_sum
+        return logprobs, entropy
+
+    @staticmethod
+    def backward(ctx, grad_logprobs, grad_entropy):
+        hidden, weight, bias, targets, normaliser, entropy = ctx.saved_tensors
+        settings, like = ctx.settings, weight
+        grad_hidden = torch.empty_like(hidden)
+        wide = torch.promote_types(weight.dtype, torch.float32)
+        grad_weight = torch.zeros_like(weight, dtype=wide) if ctx.needs_input_grad[1] else None  # frozen under adapters
+        grad_bias = None if bias is None else torch.zeros_like(bias, dtype=wide)
+        weight, bias = _cast(weight, bias, settings.dtype)
+        if grad_logprobs is None:
+            grad_logprobs = torch.zeros_like(normaliser)
+        for rows in settings.chunks(hidden.shape[0]):
+            x = hidden[rows].to(weight.dtype)
+            logp = _logits(x, weight, bias, targets[rows], settings).sub_(normaliser[rows, None])
+            g = grad_logprobs[rows, None]
+            if grad_entropy is None:
+                grad = logp.exp_().mul_(-g)
+            else:
+                slope = (logp + entropy[rows, None]).mul_(grad_entropy[rows, None]).add_(g).neg_()
+                grad = logp.exp_().mul_(slope)
+                del slope
+            here, mine = _local(targets[rows], grad.shape[1], settings)
+            grad.scatter_add_(1, here[:, None], torch.where(mine[:, None], g, 0.0))
+            if settings.temperature != 1.0:
+                grad.div_(settings.temperature)
+            grad = grad.to(weight.dtype)
+            grad_hidden[rows] = (grad @ weight).to(hidden.dtype)
+            if grad_weight is not None:
+                _add_outer(grad_weight, grad, x)
+            if grad_bias is not None:
+                grad_bias += grad.sum(0)
+            del grad, logp  # before the next chunk's are made
+        if settings.group is not None:
+            dist.all_reduce(grad_hidden, group=settings.group)
+        grad_weight, grad_bias = (None if g is None else g.to(like.dtype) for g in (grad_weight, grad_bias))
+        return grad_hidden, grad_weight, grad_bias, None, None
+
+
+def _slices(count: int, width: int) -> list[slice]:
+    size = max(1, LOGITS_PER_CHUNK // width)
+    return [slice(start, min(start + size, count)) for start in range(0, count, size)]
+
+
+def _cast(weight: Tensor, bias: Tensor | None, dtype: torch.dtype | None) -> tuple[Tensor, Tensor | None]:
+    """The LM head in the compute dtype, once per pass and not once per chunk."""
+    return (weight, bias) if dtype is None else (weight.to(dtype), None if bias is None else bias.to(dtype))
+
+
+def _local(targets: Tensor, rows: int, settings: HeadSettings) -> tuple[Int64[Tensor, " r"], Bool[Tensor, " r"]]:
+    """Row of each target in this process's part of the head (any row where it is another's), and whether it is here."""
+    here = targets - settings.first
+    mine = (here >= 0) & (here < rows)
+    return torch.where(mine, here, 0), mine
+
+
+def _logits(
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, settings: HeadSettings
+) -> Float[Tensor, "r v"]:
+    """Scaled and truncated logits of this process's part of the vocabulary, in memory of their own."""
+    logits = F.linear(hidden.to(weight.dtype), weight, bias).float()
+    first, rows = settings.first, weight.shape[0]
+    if settings.vocabulary < first + rows:
+        logits[:, max(0, settings.vocabulary - first) :] = REMOVED
+    if settings.temperature != 1.0:
+        logits.div_(settings.temperature)
+    if settings.truncation is not None:
+        keep = kept_tokens(_gathered(logits, settings), settings.truncation).scatter_(1, targets[:, None], True)
+        logits.masked_fill_(~keep[:, first : first + rows], REMOVED)
+    return logits
+
+
+def _gathered(logits: Tensor, settings: HeadSettings) -> Float[Tensor, "r v"]:
+    """The logits of the whole vocabulary: which of them are kept depends on all of a row."""
+    if settings.group is None:
+        return logits
+    own = F.pad(logits, (0, settings.part - logits.shape[1]), value=REMOVED)
+    parts = [torch.empty_like(own) for _ in range(settings.group.size())]
+    dist.all_gather(parts, own.contiguous(), group=settings.group)
+    return torch.cat(parts, dim=1)
+
+
+def _add_outer(total: Float[Tensor, "v h"], grad: Float[Tensor, "r v"], hidden: Float[Tensor, "r h"]) -> Any:
+    """total += gradᵀ hidden, without another tensor of its size."""
+    if total.dtype == grad.dtype:
+        return total.addmm_(grad.T, hidden)
+    for columns in _slices(grad.shape[1], hidden.shape[1]):
+        total[columns] += grad[:, columns].T @ hidden
+    return total

@@ -1,0 +1,159 @@
+"""Causal LMs from transformers: loading, and wiring to packed attention.
+
+Nothing of a model is patched; ``compile`` has what a user may ask for beyond that.
+"""
+
+import os
+from pathlib import Path
+
+import numpy as np
+import torch
+from safetensors import SafetensorError
+from torch import nn
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    GenerationConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
+from transformers.utils import logging as transformers_logging
+
+from tandemrl.distributed.watchdog import stamp
+from tandemrl.models.attention import (
+    ATTENTION,
+    ModelError,
+    PackedLayout,
+)
+from tandemrl.models.forward import hidden_states
+from tandemrl.models.head import LOGITS_PER_CHUNK as LOGITS_PER_CHUNK
+from tandemrl.models.pretrained import check_folder, refusal
+
+
+def resolve_device(device: str) -> torch.device:
+    """``auto`` is cuda where there is one, else cpu; of several CUDA devices, the one of this process (torchrun's
+    ``LOCAL_RANK``).
+
+    Raises:
+        ModelError: not a device, or not one of this machine.
+    """
+    if device == "auto":
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        resolved = torch.device(f"cuda:{rank}" if device == "cuda" and (rank := os.getenv("LOCAL_RANK")) else device)
+    except RuntimeError:
+        raise ModelError(f"model.device={device}: not a torch device; use auto, cpu or cuda") from None
+    if resolved.type == "cuda" and not torch.cuda.is_available():
+        raise ModelError(f"model.device={device}: torch {torch.__version__} sees no CUDA device; use model.device=cpu")
+    return resolved
+
+
+def load_model(path: str | Path, *, dtype: str = "float32", device: str = "cpu") -> PreTrainedModel:
+    """A causal LM in eval mode, on ``device``, wired to this library's attention.
+
+    Raises:
+        ModelError: not loadable, not a causal LM with standard attention, or its head does more than a linear map.
+    """
+    check_folder(path)
+    bars = transformers_logging.is_progress_bar_enabled()
+    transformers_logging.disable_progress_bar()
+    try:
+        model = AutoModelForCausalLM.from_pretrained(path, dtype=getattr(torch, dtype), trust_remote_code=False)
+    except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
+        raise refusal("model", path, error) from None
+    finally:
+        if bars:
+            transformers_logging.enable_progress_bar()
+    model.to(resolve_device(device))  # type: ignore[arg-type]  # transformers' annotation of `to` lacks its arguments
+    stamp()
+    return prepare(model, name=str(path))
+
+
+def prepare(model: PreTrainedModel, *, name: str = "model", head: nn.Linear | None = None) -> PreTrainedModel:
+    """Wire a loaded model to the library's attention, in place, and prove on a probe that it decodes as before.
+
+    Args:
+        head: the linear map from hidden states to ``model(...).logits``; None = the LM head.
+
+    Raises:
+        ModelError: the architecture ignores the attention interface, carries state other than attention from token to
+            token, or transforms its logits after the LM head.
+    """
+    model.eval()
+    if model.config._attn_implementation == ATTENTION:
+        return model
+    rope = (getattr(model.config.get_text_config(), "rope_parameters", None) or {}).get("rope_type")
+    if rope in ("dynamic", "longrope"):
+        raise ModelError(
+            f"{name}: rope_type {rope} makes a text depend on its neighbours in a batch; it is unsupported"
+        )
+    head = model.get_output_embeddings() if head is None else head
+    if not isinstance(head, nn.Linear):
+        raise ModelError(f"{name}: no linear LM head; only causal LMs are supported")
+    # Two sequences: state other than attention (recurrences, convolutions) would leak from the first into the second.
+    lengths, device = [4, 3], head.weight.device
+    positions = torch.cat([torch.arange(length, device=device) for length in lengths])
+    probe = torch.arange(sum(lengths), device=device) % model.config.get_text_config().vocab_size
+    with torch.no_grad():
+        alone = [model(input_ids=part[None], use_cache=False).logits[0] for part in probe.split(lengths)]
+        wanted = torch.cat(alone).float()
+        try:
+            model.set_attn_implementation(ATTENTION)
+            spans = [np.arange(4), np.arange(4, 7)]
+            found = head(hidden_states(model, probe, positions, PackedLayout(spans, device))).float()
+        except (ValueError, TypeError, AttributeError) as error:
+            raise ModelError(f"{name}: {type(model).__name__} does not support custom attention: {error}") from None
+    tolerance = 1e-3 if head.weight.dtype == torch.float32 else 0.1
+    if not torch.allclose(wanted, found, atol=tolerance * max(1.0, wanted.abs().max().item())):
+        raise ModelError(
+            f"{name}: {type(model).__name__} gives other logits through the packed path (max difference "
+            f"{(wanted - found).abs().max().item():.3g}): its attention or its LM head is not a standard one"
+        )
+    return model
+
+
+def load_tokenizer(path: str | Path, *, download: bool = True) -> PreTrainedTokenizerBase:
+    """The tokenizer of a model folder or hub id.
+
+    Args:
+        download: from the hub, if it is not on this machine.
+
+    Raises:
+        ModelError: not loadable, or its files are not there.
+    """
+    check_folder(path)
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=False, local_files_only=not download)
+    except (OSError, ValueError, KeyError, RuntimeError) as error:
+        raise refusal("tokenizer of", path, error) from None
+    if set(tokenizer.get_vocab()) <= set(tokenizer.all_special_tokens):  # what transformers makes out of no files
+        raise ModelError(
+            f"{path}: no tokenizer is there, only a model; copy its files (tokenizer.json, tokenizer_config.json and, "
+            "if there is one, chat_template.jinja) from the model that it was made from"
+        )
+    return tokenizer
+
+
+def vocabulary_check(
+    senior: PreTrainedTokenizerBase, junior: PreTrainedTokenizerBase, *, other: str = "junior"
+) -> None:
+    """Two models can share a text only if they share every token id. ``other``: what the second one is, if no junior.
+
+    Raises:
+        ModelError: names how many ids differ and the first of them.
+    """
+    a, b = senior.get_vocab(), junior.get_vocab()
+    if a != b:
+        differing = sorted(set(a.items()) ^ set(b.items()), key=lambda item: item[1])
+        token, index = differing[0]
+        raise ModelError(
+            f"senior and {other} have different vocabularies: {len(differing)} entries differ, the first is {token!r} "
+            f"(id {index}). They read the same tokens; choose a {other} of the same tokenizer family."
+        )
+
+
+def eos_token_ids(generation: GenerationConfig | None, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
+    """Ids that end a completion: those of the model's generation config and the tokenizer's own."""
+    configured = generation.eos_token_id if generation is not None else None
+    ids = set(configured if isinstance(configured, list) else [configured]) | {tokenizer.eos_token_id}
+    return tuple(sorted(i for i in ids if i is not None))

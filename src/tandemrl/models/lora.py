@@ -1,0 +1,103 @@
+"""Low-rank adapters (LoRA, arXiv 2106.09685): W + alpha / rank · B A, of which A and B alone are trained.
+
+Adapters (peft's) go into the model in place, so that it keeps its class, decoder, head and config. Everybody outside of
+the trainer (engine, checksums, exports) gets plain weights from ``merged_parameters``.
+"""
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from tandemrl.config import ConfigError, LoraConfig
+from tandemrl.models.sharding import full_parameters, whole
+
+ADAPTER = "default"
+_BASE = "base_layer."  # what peft puts before the name of a weight that it adapts
+
+
+def attach(model: PreTrainedModel, config: LoraConfig, seed: int) -> PreTrainedModel:
+    """Put adapters into linear layers, in place, and make them all that is trained. They start as no change (B = 0).
+
+    Call it before the model is sharded. No global random state is consumed.
+
+    Raises:
+        ConfigError: peft is not installed, or ``targets`` names no linear layer, or one that cannot be adapted.
+    """
+    try:
+        from peft import LoraConfig as PeftConfig
+        from peft import inject_adapter_in_model
+    except ImportError:
+        raise ConfigError(
+            f"model.lora.rank={config.rank}: adapters need peft: pip install 'tandemrl[lora]', or model.lora.rank=0"
+        ) from None
+    if "all-linear" in config.targets and len(config.targets) > 1:
+        raise ConfigError(f"model.lora.targets={list(config.targets)}: all-linear stands alone")
+    settings = PeftConfig(
+        r=config.rank,
+        lora_alpha=config.alpha,  # type: ignore[arg-type]  # peft's annotation says int; it divides by the rank
+        target_modules="all-linear" if config.targets == ("all-linear",) else list(config.targets),
+    )
+    device = model.get_output_embeddings().weight.device
+    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+        torch.manual_seed(seed)
+        try:
+            inject_adapter_in_model(settings, model, ADAPTER)
+        except ValueError as error:
+            raise ConfigError(f"model.lora.targets={list(config.targets)}: {str(error).splitlines()[0]}") from None
+    for name, layer in adapted_layers(model).items():
+        if not isinstance(layer.base_layer, nn.Linear) or layer.base_layer is _head(model):
+            raise ConfigError(
+                f"model.lora.targets={list(config.targets)}: {name} cannot be adapted; name linear layers other than "
+                "the LM head"
+            )
+    return model
+
+
+def adapted_layers(model: nn.Module) -> dict[str, Any]:
+    """The layers that have adapters, by the names that they have without; empty for a plain model."""
+    return {name: module for name, module in model.named_modules() if hasattr(module, "lora_A")}
+
+
+def merged_parameters(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """(name, whole tensor) of every parameter as the base model names them, adapters merged, one at a time.
+
+    For a plain model they are its own parameters. Of a sharded model, all processes have to ask for them, and in step.
+    """
+    layers = adapted_layers(model)
+    for name, value in base_parameters(model):
+        owner, _, leaf = name.rpartition(".")
+        yield name, _merged(value, layers[owner]) if leaf == "weight" and owner in layers else value
+
+
+def base_parameters(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """(name, whole tensor) of every parameter but the adapters', as the base model names them."""
+    layers = adapted_layers(model)
+    for name, value in full_parameters(model):
+        if name.partition(".lora_")[0] not in layers:
+            yield name.replace(f".{_BASE}", "."), value
+
+
+@torch.no_grad()
+def _merged(weight: Tensor, layer: Any) -> Tensor:
+    """weight [out, in] + scaling · B [out, r] A [r, in], in the weight's dtype."""
+    a, b = (whole(part[ADAPTER].weight.detach()).to(weight.dtype) for part in (layer.lora_A, layer.lora_B))
+    return torch.addmm(weight, b, a, alpha=layer.scaling[ADAPTER])
+
+
+def adapter_free(model: PreTrainedModel) -> AbstractContextManager[None]:
+    """Inside, ``model`` computes what it did before ``attach``: the reference needs no weights of its own.
+
+    The adapters are scaled by 0 and stay trainable: to switch their gradients off and on would confuse FSDP.
+    """
+    from peft.helpers import rescale_adapter_scale
+
+    return rescale_adapter_scale(model, 0.0)
+
+
+def _head(model: PreTrainedModel) -> nn.Module | None:
+    head = model.get_output_embeddings()
+    return getattr(head, "base_layer", head)

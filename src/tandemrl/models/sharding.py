@@ -1,0 +1,188 @@
+"""One model over many processes: its parameters in parts, their gradients summed.
+
+Weights, gradients and optimiser state are sharded over ``dp_shard`` and ``sp`` together (FSDP2) and replicated over
+``dp_replicate``; ``tp`` splits the matrices (arXiv 1909.08053). Gradients are summed, never averaged: the loss divides
+by global totals, so that any mesh gives the gradient of one process. In a world of one there is no wrapper.
+"""
+
+from collections.abc import Iterable, Iterator
+from functools import partial
+from types import MethodType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FSDPModule,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    fully_shard,
+    register_fsdp_forward_method,
+)
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    ParallelStyle,
+    RowwiseParallel,
+    SequenceParallel,
+    parallelize_module,
+)
+from transformers import PreTrainedModel
+
+from tandemrl.distributed.watchdog import stamp
+from tandemrl.distributed.world import World
+from tandemrl.models.attention import ModelError
+from tandemrl.models.forward import packed_logprobs
+
+# ------------------------------------------------------------------------------------------------------------- sharding
+
+
+def shard(
+    model: PreTrainedModel, world: World, *, dtype: torch.dtype, forward: Any = packed_logprobs, offload: bool = False
+) -> PreTrainedModel:
+    """Split a model over the world, in place: matrices over ``tp``, then every parameter over ``dp_shard`` x ``sp``.
+
+    Every process must hold the same weights. Parameters become DTensors and keep their names and dtype; forwards
+    compute in ``dtype``, gradients are reduced in float32. In a world of one nothing happens.
+
+    Args:
+        forward: the function of the model that the caller runs instead of ``model.forward``; it becomes a method of
+            the same name, around which FSDP gathers the parameters outside of the layers.
+        offload: keep parameters, gradients and optimiser state in host memory, and step there.
+
+    Raises:
+        ModelError: the model has no plan for ``tp``, or heads that ``tp`` x ``sp`` does not divide.
+    """
+    if world.mesh is None:
+        return model
+    check_heads(model, world)
+    if world.mesh["tp"].size() > 1:
+        _tensor_parallel(model, world.mesh["tp"])
+    # Also over a single process, where only tp splits: FSDP is what computes in another dtype, and what offloads.
+    mesh = world.mesh["dp_replicate", "fsdp"] if world.mesh["dp_replicate"].size() > 1 else world.mesh["fsdp"]
+    mixed = MixedPrecisionPolicy() if dtype == torch.float32 else MixedPrecisionPolicy(dtype, torch.float32)
+    policy = CPUOffloadPolicy() if offload and mesh.device_type == "cuda" else OffloadPolicy()
+    for layer in layers_of(model):
+        fully_shard(layer, mesh=mesh, mp_policy=mixed, offload_policy=policy)
+    fully_shard(model, mesh=mesh, mp_policy=mixed, offload_policy=policy)
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.set_gradient_divide_factor(1.0)
+            module.set_force_sum_reduction_for_comms(True)  # gloo has no scaled sum
+    name = forward.__name__
+    setattr(model, name, MethodType(forward, model))
+    register_fsdp_forward_method(model, name)
+    setattr(model, name, MethodType(partial(_freed_without_backward, getattr(model, name)), model))
+    return model
+
+
+def _freed_without_backward(forward: Any, model: FSDPModule, *args: Any, **kwargs: Any) -> Any:
+    """FSDP frees what it gathered outside of the layers in backward. Where none comes, a later change of the weights
+    would go unseen, and ``model.parameters()`` would not be the sharded ones."""
+    result = forward(*args, **kwargs)
+    if not torch.is_grad_enabled():
+        model.reshard()
+    return result
+
+
+def layers_of(model: PreTrainedModel) -> list[nn.Module]:
+    """The decoder layers: what is gathered and freed as one."""
+    names = set(model._no_split_modules or ())
+    layers = [module for module in model.modules() if type(module).__name__ in names]
+    if not layers:
+        raise ModelError(f"{type(model).__name__} does not name its layers (_no_split_modules); it cannot be sharded")
+    return layers
+
+
+def check_heads(model: PreTrainedModel, world: World) -> None:
+    """Raises:
+    ModelError: attention heads that cannot be dealt out evenly.
+    """
+    assert world.mesh is not None
+    config = model.config.get_text_config()
+    tp, sp = world.mesh["tp"].size(), world.mesh["sp"].size()
+    for name in ("num_attention_heads", "num_key_value_heads"):
+        if (heads := getattr(config, name)) % (tp * sp):
+            raise ModelError(
+                f"{name} is {heads}: parallel.tp={tp} x parallel.sp={sp} must divide it (every process of the two "
+                "axes attends with some of the heads)"
+            )
+
+
+def _tensor_parallel(model: PreTrainedModel, mesh: DeviceMesh) -> None:
+    """Matrices of the layers by the model's own plan; embedding and LM head by vocabulary."""
+    styles: dict[str, ParallelStyle] = {
+        "colwise": ColwiseParallel(),
+        "rowwise": RowwiseParallel(),
+        # norms of single heads: each process has other heads, the weight's gradient is the sum over them
+        "replicated_with_grad_allreduce": SequenceParallel(sequence_dim=2, use_local_output=True),
+    }
+    given = getattr(model.config.get_text_config(), "base_model_tp_plan", None) or {}
+    given = {name: style for name, style in given.items() if name.startswith("layers.")}
+    if not given or not set(given.values()) <= styles.keys():
+        raise ModelError(
+            f"{type(model).__name__} has no tensor-parallel plan of {', '.join(styles)}; use parallel.tp=1"
+        )
+    head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
+    tied = head is not None and head.weight is embedding.weight
+    plan = {f"{model.base_model_prefix}.{name}": styles[style] for name, style in given.items()}
+    name = next(name for name, module in model.named_modules() if module is embedding)
+    plan[name] = RowwiseParallel(input_layouts=Replicate())
+    parallelize_module(model, mesh, plan)
+    if tied:
+        head.weight = embedding.weight
+    elif head is not None:
+        for key, parameter in list(head.named_parameters()):
+            part = torch.distributed.tensor.distribute_tensor(parameter.data, mesh, [Shard(0)])
+            head.register_parameter(key, nn.Parameter(part, requires_grad=parameter.requires_grad))
+
+
+# ------------------------------------------------------------------------------------------------ parameters in parts
+
+
+def full_parameters(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """(name, whole tensor) of every parameter; all processes have to ask for them, and in step."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()  # a forward without a backward leaves gathered copies, in the compute dtype
+    for name, parameter in model.named_parameters():
+        yield name, whole(parameter.detach())
+
+
+def whole(tensor: Tensor) -> Tensor:
+    """The tensor of which this process may hold a part; all that do have to ask for it."""
+    if not isinstance(tensor, DTensor):
+        return tensor
+    gathered = tensor.full_tensor()
+    stamp()
+    return gathered
+
+
+def parameter_groups(parameters: Iterable[nn.Parameter]) -> list[dict[str, Any]]:
+    """The parameters as optimiser groups of one mesh each: fused updates cannot mix them."""
+    groups: dict[Any, list[nn.Parameter]] = {}
+    for parameter in parameters:
+        if parameter.requires_grad:
+            groups.setdefault(_mesh_of(parameter), []).append(parameter)
+    return [{"params": group} for group in groups.values()]
+
+
+def clip_gradients(parameters: Iterable[nn.Parameter], limit: float) -> float:
+    """Scale all gradients so that their global norm is at most ``limit``; returns the norm before."""
+    groups: dict[Any, list[nn.Parameter]] = {}
+    for parameter in parameters:
+        if parameter.grad is not None:
+            groups.setdefault(_mesh_of(parameter), []).append(parameter)
+    norms = [whole(nn.utils.get_total_norm([p.grad for p in group if p.grad is not None])) for group in groups.values()]
+    if not norms:
+        return 0.0
+    total = norms[0] if len(norms) == 1 else torch.linalg.vector_norm(torch.stack(norms))
+    for group in groups.values():
+        nn.utils.clip_grads_with_norm_(group, limit, total)
+    return total.item()
+
+
+def _mesh_of(tensor: Tensor) -> Any:
+    return tensor.device_mesh if isinstance(tensor, DTensor) else None

@@ -1,0 +1,132 @@
+"""Programs in a response, scored by their tests (see `data.program_tests`) in a `sandbox`.
+
+Every test counts, where PRIME stops after ten. Printed text is compared word by word, in order, where PRIME also
+accepts the same set of words; a number may differ from one with a decimal point by 1e-5 of it, numpy's default.
+"""
+
+import contextlib
+import json
+import math
+import re
+from collections.abc import Mapping, Sequence
+from decimal import Decimal
+from itertools import zip_longest
+from typing import Any, Literal
+
+from tandemrl.config import SandboxConfig
+from tandemrl.data.program_tests import Check, Stdin, Test, parse_tests
+from tandemrl.data.rows import Row
+from tandemrl.rewards.code.sandbox import Sandbox
+from tandemrl.rewards.protocol import Score
+
+RELATIVE, ABSOLUTE = 1e-5, 1e-8
+"""How far a printed number may be from the expected one."""
+MAX_NUMBER_CHARS = 400
+
+_PYTHON_FENCE = re.compile(r"```(?:python3?|py)\b[^\n`]*\n", re.IGNORECASE)
+_ANY_BLOCK = re.compile(r"```[^\n`]*\n(.*?)```", re.DOTALL)
+_NUMBER = re.compile(r"[+-]?(\d+(\.\d*)?|\.\d+)([eE][+-]?\d{1,6})?")
+
+
+def score_code(
+    row: Row, text: str, *, sandbox: SandboxConfig, credit: Literal["fraction", "all"] = "fraction"
+) -> Score:
+    """The share of the row's tests that the program in ``text`` passes; with ``credit="all"`` 1 or 0.
+
+    Parts: ``acc`` (all passed), ``answer_present`` (there is a fenced block), ``tests_passed`` and ``tests_timed_out``
+    (shares of all tests). Blocks; may be called from several threads.
+
+    Raises:
+        DataError: the row's ground truth has none of the formats.
+        SandboxError: programs cannot be run safely here.
+
+    Example:
+        >>> row = Row("a", (), "apps", '{"inputs": ["1 2", "3 4"], "outputs": ["3", "7"]}', {})
+        >>> reply = "```python\nprint(sum(map(int, input().split())))\n```"
+        >>> score_code(row, reply, sandbox=SandboxConfig()).value
+        1.0
+    """
+    tests = parse_tests(row)
+    program = extract_program(text)
+    fenced = float("```" in text)
+    if not program.strip():
+        return Score(0.0, {"acc": 0.0, "answer_present": 0.0, "tests_passed": 0.0, "tests_timed_out": 0.0}, None)
+    passed = late = 0
+    with Sandbox(sandbox) as box:
+        for done, (test, expected) in enumerate(tests):
+            left = sandbox.program_timeout_s - box.seconds
+            if left <= 0:
+                late += len(tests) - done
+                break
+            outcome = box.run(complete(program, test), test, timeout_s=left)
+            good = outcome.status == "ok" and _agrees(test, outcome.output, outcome.value, expected)
+            passed += good
+            late += outcome.status == "timeout"
+            if outcome.status == "syntax" or (credit == "all" and not good):
+                break
+    share, acc = passed / len(tests), float(passed == len(tests))
+    parts = {"acc": acc, "answer_present": fenced, "tests_passed": share, "tests_timed_out": late / len(tests)}
+    return Score(acc if credit == "all" else share, parts, program)
+
+
+def extract_program(text: str) -> str:
+    """What follows the last Python fence up to the next fence; else the last fenced block; else the whole text."""
+    fences = list(_PYTHON_FENCE.finditer(text))
+    if fences:
+        return text[fences[-1].end() :].partition("```")[0]
+    blocks = _ANY_BLOCK.findall(text)
+    return str(blocks[-1]) if blocks else text
+
+
+def complete(program: str, test: Test) -> str:
+    """HumanEval's prompt before the program: its imports and helpers, and the head of a function that lacks it."""
+    return f"{test.prompt}\n{program}" if isinstance(test, Check) else program
+
+
+# --------------------------------------------------------------------------------------------------------------------
+
+
+def _agrees(test: Test, output: str, value: Any, expected: Any) -> bool:
+    if isinstance(test, Stdin):
+        return same_text(output, expected)
+    if isinstance(test, Check):
+        return value is True
+    wrapped = isinstance(expected, list) and len(expected) == 1  # APPS wraps some results in a list
+    return same_value(value, expected) or (wrapped and same_value(value, expected[0]))
+
+
+def same_text(output: str, expected: str) -> bool:
+    """Whether two texts have the same words in the same order; see the module for numbers.
+
+    Example:
+        >>> same_text("1  2\\n0.33333", "1 2\\n0.333333\\n"), same_text("2 1", "1 2"), same_text("12.0001", "12")
+        (True, False, False)
+    """
+    return all(_same_word(*pair) for pair in zip_longest(output.split(), expected.split()))
+
+
+def _same_word(word: str | None, expected: str | None) -> bool:
+    if word == expected or word is None or expected is None:
+        return word == expected
+    if len(word) > MAX_NUMBER_CHARS or not (_NUMBER.fullmatch(word) and _NUMBER.fullmatch(expected)):
+        return False
+    if re.fullmatch(r"[+-]?\d+", expected):
+        return Decimal(word) == Decimal(expected)
+    return math.isclose(float(word), float(expected), rel_tol=RELATIVE, abs_tol=ABSOLUTE)
+
+
+def same_value(value: Any, expected: Any) -> bool:
+    """Equality by Python's rules, up to what JSON does not know: tuples are lists, keys are strings."""
+    if isinstance(value, Mapping) and isinstance(expected, Mapping):
+        mine = {_key(key): item for key, item in value.items()}
+        return mine.keys() == expected.keys() and all(same_value(mine[key], expected[key]) for key in expected)
+    if isinstance(value, list | tuple) and isinstance(expected, Sequence) and not isinstance(expected, str):
+        return len(value) == len(expected) and all(map(same_value, value, expected))
+    if isinstance(value, float) and isinstance(expected, int | float):
+        with contextlib.suppress(OverflowError):  # an integer beyond all floats is equal to none
+            return math.isclose(value, expected, rel_tol=1e-9, abs_tol=1e-12)
+    return bool(value == expected)
+
+
+def _key(key: Any) -> str:
+    return key if isinstance(key, str) else json.dumps(key, default=str)

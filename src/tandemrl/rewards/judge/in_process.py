@@ -1,0 +1,72 @@
+"""The judge that a config asks for: a model behind HTTP, or one in this process through any rollout engine."""
+
+import hashlib
+from collections.abc import Sequence
+
+from transformers import PreTrainedTokenizerBase
+
+from tandemrl.config import JudgeConfig
+from tandemrl.data.rows import chat_tokens
+from tandemrl.models.loading import load_model, load_tokenizer
+from tandemrl.rewards.judge.rubric import Judge, JudgeError, Messages
+from tandemrl.rollout.engine import Engine, EngineError, Request, Sampling
+from tandemrl.selection import solo
+
+
+class EngineJudge:
+    """The senior of an `Engine` as a `rubric.Judge`. The same prompt and attempt give the same reply, in any batch."""
+
+    def __init__(self, engine: Engine, tokenizer: PreTrainedTokenizerBase, config: JudgeConfig) -> None:
+        self.engine, self.tokenizer, self.config = engine, tokenizer, config
+        self.model = config.model or engine.info.name
+
+    def ask(self, prompts: Sequence[Messages], *, attempt: int = 0) -> list[str]:
+        """One reply per prompt, in order.
+
+        Raises:
+            JudgeError: a prompt and ``judge.max_tokens`` do not fit into the engine's context.
+            DataError: the judge's chat template fails.
+        """
+        temperature = self.config.retry_temperature if attempt else self.config.temperature
+        sampling = Sampling(max_tokens=self.config.max_tokens, temperature=temperature)
+        requests = []
+        for messages in prompts:
+            tokens = tuple(chat_tokens(self.tokenizer, messages, "judge"))
+            requests.append(Request(tokens, (_key(tokens, attempt),), sampling, solo("senior")))
+        try:
+            completions = self.engine.generate(requests)
+        except EngineError as error:
+            raise JudgeError(f"judge: {error}. Its prompts and judge.max_tokens have to fit into its context") from None
+        if any(completion.stop_reason == "abort" for (completion,) in completions):
+            raise JudgeError("the judge's replies were aborted")
+        return [
+            str(self.tokenizer.decode(completion.tokens.tolist(), skip_special_tokens=True))
+            for (completion,) in completions
+        ]
+
+
+def make_judge(
+    config: JudgeConfig, *, dtype: str = "float32", device: str = "cpu", max_rows: int = 256
+) -> Judge | None:
+    """The judge that a config asks for, ready to be asked; None if it asks for none.
+
+    Raises:
+        JudgeError: the endpoint is down, or serves another model.
+        ModelError: the model cannot be loaded.
+    """
+    if config.url is not None:
+        from tandemrl.rewards.judge.http import HttpEngine
+
+        return HttpEngine(config)
+    if config.model is None:
+        return None
+    from tandemrl.rollout.torch_engine import TorchEngine
+
+    tokenizer = load_tokenizer(config.model)
+    model = load_model(config.model, dtype=dtype, device=device)
+    return EngineJudge(TorchEngine(model, None, tokenizer, max_rows=max_rows), tokenizer, config)
+
+
+def _key(tokens: Sequence[int], attempt: int) -> int:
+    digest = hashlib.blake2b(repr((list(tokens), attempt)).encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "big", signed=True)

@@ -1,0 +1,421 @@
+"""Judges: models that mark responses, the rewards made of their marks, and the reward that trains such a model.
+
+The rubric reward model of arXiv 2510.07774 marks a whole response by the criteria of its problem; the verifier of arXiv
+2505.14625 (TinyV) says whether two answers are the same. Both are asked through the same `Judge`, which is passed in:
+this module knows neither models nor HTTP. A reply that holds no score is asked for again. A response that gets none in
+the end is unscored: nothing is learnt from it. More of them in a batch than ``judge.max_failure_rate`` are an error, as
+is a judge that is down. Neither is ever a silent 0.
+"""
+
+import json
+import math
+import re
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol, runtime_checkable
+
+from tandemrl.config import JudgeConfig, RewardConfig
+from tandemrl.data.rows import DataError, Row
+from tandemrl.rewards.protocol import GraderError, Score
+
+Messages = Sequence[Mapping[str, str]]
+
+FULL_MARKS = 10.0
+GATES = {"one_think": -1.0, "sections": 0.0, "boxed": 0.0, "short": 0.0, "repetition": -1.0}
+"""Reward of a response that fails a gate of `judge.gates`, in the order in which they are tried.
+
+``one_think``: exactly one ``</think>``; what follows it goes on. ``sections``: ``<reasoning>…</reasoning>`` and then
+``<solution>…</solution>``; what follows ``</reasoning>`` goes on. ``boxed``: a closed ``\\boxed{…}``. ``short``: more
+than ten words. ``repetition``: not cut off (last character a letter or digit) with 300 characters that occur twice.
+The rewards are those of the published code, where these gates stand commented out.
+"""
+SHORT_WORDS = 10
+SEVERAL = 4
+"""If none of so many responses, or more, gets a score, the judge is the wrong one, however large the batch."""
+REPEATED_CHARS = 300
+
+
+class JudgeError(GraderError):
+    """A judge cannot be asked, or gives no scores; the message says what was tried and what to change."""
+
+
+@runtime_checkable
+class Judge(Protocol):
+    """Chat prompts in, replies out, in the same order. ``model`` names who replies."""
+
+    model: str
+
+    def ask(self, prompts: Sequence[Messages], *, attempt: int = 0) -> list[str]:
+        """Replies; attempt 0 is sampled at ``judge.temperature``, later ones at ``judge.retry_temperature``.
+
+        Raises:
+            JudgeError: any prompt has no reply.
+        """
+        ...
+
+
+class Template(NamedTuple):
+    """What a judge is shown and how its reply is read. whole: it sees the whole response, not the extracted answer."""
+
+    text: str
+    parse: Callable[[str], float | None]
+    whole: bool
+
+
+RUBRIC = """You are a teacher who marks a student's answer out of 10 points. Read the question, the scoring criteria \
+and the answer carefully, apply the criteria, and give a fair score. Give your reasons first. The last line of your \
+reply must be "Total Score: x/10".
+
+Question:
+{{QUESTION}}
+
+Scoring Criteria:
+{{CRITERIA}}
+
+Student's Answer:
+{{MODEL_ANSWER}}
+"""
+REASONING = """You are a mathematician who checks whether a solution is sound. Go through it step by step. Take points \
+off for every step that does not follow from the earlier ones, for every result that appears without a derivation, and \
+for an answer that the steps do not lead to, even where the final answer is right. Give your reasons first. The last \
+line of your reply must be "Total Score: x/10"; 10 means that every step holds.
+
+Question:
+{{QUESTION}}
+
+Solution:
+{{MODEL_ANSWER}}
+"""
+TINYV = """Decide whether a student's final answer to a question is correct. It is correct if it means the same as the \
+reference answer; notation, units and the order of a set do not matter. Reply with one word: True or False.
+
+Question:
+{{QUESTION}}
+
+Reference answer:
+{{GROUND_TRUTH_ANSWER}}
+
+Student's answer:
+{{MODEL_ANSWER}}
+"""
+
+
+# --------------------------------------------------------------------------------------------------- reading a reply
+
+
+def parse_score(text: str) -> float | None:
+    """The score after the last "Total Score" of a reply, from 0 to 1; None if there is none that can be trusted.
+
+    A reply without these words is a score only if it is nothing else. Scores are out of 10 and cut to [0, 1]; another
+    denominator, a sum, a range, a percentage or a number that is not finite is no score.
+
+    Example:
+        >>> [parse_score(text) for text in ("**Total Score: 7/10**", "Total Score: [8.5/10 points]", "about seven")]
+        [0.7, 0.85, None]
+    """
+    text = _after_thinking(text)
+    marks = list(_MARK.finditer(text))
+    found = _SCORE.match(text, marks[-1].end() if marks else 0)
+    if found is None:
+        return None
+    rest = text[found.end() :]
+    if not marks and rest.strip(_DECORATION):
+        return None
+    if found["total"] is not None:
+        if float(found["total"]) != FULL_MARKS or re.match(r"[\w%]|\s*[-+*/–—]\s*[0-9]", rest):
+            return None
+    elif re.match(r"\w|[.,]\w|\s*[-–—~]\s*[0-9]", rest) or re.search(r"[/=+%]", rest.partition("\n")[0]):
+        return None
+    value = float(found["score"])
+    return min(max(value / FULL_MARKS, 0.0), 1.0) if value < float("inf") else None
+
+
+def parse_verdict(text: str) -> float | None:
+    """1 for true (or yes), 0 for false (or no); None where a reply says neither, both, or "not true"."""
+    text = _after_thinking(text).rpartition("Answer:")[2].lower()
+    for positive, negative in (("true", "false"), ("yes", "no")):
+        if re.search(rf"\b(?:not|n't)\s+{positive}\b", text):
+            return None
+        said = {word for word in (positive, negative) if re.search(rf"\b{word}\b", text)}
+        if said:
+            return None if len(said) == 2 else float(positive in said)
+    return None
+
+
+# ------------------------------------------------------------------------------------------------------------- rewards
+
+
+def grade_score(row: Row, text: str, options: RewardConfig | None = None) -> Score:
+    """The reward that trains a rubric reward model: ``(1 − |s − t|)²`` for a response that gives the score s where the
+    row's ground truth is t, both in [0, 1]; 0 for a response without a score.
+
+    ``acc``: within half a point of ten. ``answer_present``: there is a score. Source: arXiv 2510.07774's code.
+
+    Raises:
+        DataError: the ground truth is not a number in [0, 1].
+    """
+    try:
+        target = float(row.ground_truth)
+    except ValueError:
+        target = float("nan")
+    if not 0.0 <= target <= 1.0:
+        raise DataError(f"row {row.example_id}: ground_truth {row.ground_truth!r} must be a score in [0, 1]")
+    score = parse_score(text)
+    if score is None:
+        return Score(0.0, {"acc": 0.0, "answer_present": 0.0}, None)
+    error = abs(score - target)
+    parts = {"acc": float(error <= 0.05 + 1e-9), "answer_present": 1.0, "grade_error": error}
+    return Score((1.0 - error) ** 2, parts, f"{score:g}")
+
+
+class JudgePool:
+    """Marks whole batches; this is the ``judge`` of `scoring.Scorer`.
+
+    The reward is made of r, the rules' ``acc``, and j, the judge's mark in [0, 1]. By ``judge.mode``, ``addon`` is 1 if
+    r, else weight·j, and the judge is asked only where r is 0; ``mixed`` is weight·j + (1 − weight)·r, and
+    ``tinyv_only`` is j.
+
+    Parts: ``rule`` is r; ``judge_asked`` is 1 where the judge was asked, and ``judge`` is then j; ``unscored`` is 1
+    where none of its replies held a score (the reward is then 0 and means nothing, see `protocol.Score`);
+    ``gate_NAME`` is 1 where a gate closed. ``acc`` is r for a judge of reasoning; for a judge of answers (``tinyv``) it
+    is what both say: either of them, with ``tinyv_only`` the judge.
+
+    Raises:
+        JudgeError: the judge is down; more than ``judge.max_failure_rate`` of the responses, or all of several that it
+            was asked about, got no score; ``judge.template`` cannot be used.
+        DataError: a row lacks what the template shows; names the row and the field.
+    """
+
+    def __init__(self, judge: Judge, config: JudgeConfig) -> None:
+        self.judge, self.config = judge, config
+        self.template = template_of(config)
+        self._refused_reply = ""  # the last one that held no score, for the error message
+
+    def __call__(self, items: Sequence[tuple[Row, str, Score]]) -> list[Score]:
+        scores = self.score_part(items)
+        self.check(scores)
+        return scores
+
+    def score_part(self, items: Sequence[tuple[Row, str, Score]]) -> list[Score]:
+        """Scores of a part of a batch; how many of them may be unscored is for `check` of the whole batch to say."""
+        admitted = [admit(text, self.config.gates) for _, text, _ in items]
+        asked = [
+            i
+            for i, ((_, _, rule), (_, gate)) in enumerate(zip(items, admitted, strict=True))
+            if gate is None
+            and not (self.config.mode == "addon" and rule.parts["acc"])
+            and (self.template.whole or rule.answer is not None)
+        ]
+        shown = [(items[i][0], admitted[i][0], items[i][2].answer) for i in asked]
+        marks = dict(zip(asked, self._marks(shown), strict=True))
+        return [
+            _refused(rule, gate) if gate is not None else self._reward(rule, i in marks, marks.get(i))
+            for i, ((_, _, rule), (_, gate)) in enumerate(zip(items, admitted, strict=True))
+        ]
+
+    def check(self, scores: Sequence[Score]) -> None:
+        """Hold the scores of a whole batch to ``judge.max_failure_rate``; those that are not a judge's do not count.
+
+        Raises:
+            JudgeError: too many are unscored.
+        """
+        judged = [score.parts for score in scores if "judge_asked" in score.parts]
+        asked = sum(int(parts["judge_asked"]) for parts in judged)
+        self._check(sum("unscored" in parts for parts in judged), asked=asked, batch=len(judged))
+
+    def marks(self, items: Sequence[tuple[Row, str, str | None]]) -> list[float | None]:
+        """The judge's mark in [0, 1] for each (row, response, extracted answer); None where no reply held one.
+
+        Equal prompts are asked once. A judge of answers is not asked where there is none: that is a 0.
+
+        Raises:
+            JudgeError, DataError: as the class.
+        """
+        marks = self._marks(items)
+        self._check(marks.count(None), asked=len(marks), batch=len(marks))
+        return marks
+
+    def _check(self, unscored: int, *, asked: int, batch: int) -> None:
+        """Raises `JudgeError` if ``unscored`` of the ``asked`` responses are too many in a batch of ``batch``."""
+        limit = self.config.max_failure_rate
+        allowed = max(1, math.floor(limit * batch)) if limit > 0 else 0
+        if unscored <= allowed and not unscored == asked >= SEVERAL:
+            return
+        form = '"Total Score: x/10"' if self.template.parse is parse_score else '"True" or "False"'
+        reply = f"; the last such reply ends: {self._refused_reply[-200:]!r}" if self._refused_reply else ""
+        raise JudgeError(
+            f"the judge gave no score to {unscored} of the {asked} responses it was asked about, in a batch of {batch} "
+            f"(judge.max_failure_rate={limit:g}): none of {1 + self.config.retries} replies to each holds {form}{reply}"
+            ". Is this the right judge.model, judge.prompt and judge.max_tokens?"
+        )
+
+    def _marks(self, items: Sequence[tuple[Row, str, str | None]]) -> list[float | None]:
+        """`marks`, however many are None."""
+        prompts = [self._prompt(row, text if self.template.whole else answer) for row, text, answer in items]
+        found: dict[str, float | None] = {prompt: None for prompt in prompts if prompt is not None}
+        for attempt in range(1 + self.config.retries):
+            open_ = [prompt for prompt, mark in found.items() if mark is None]
+            if not open_:
+                break
+            replies = self.judge.ask([[{"role": "user", "content": prompt}] for prompt in open_], attempt=attempt)
+            if len(replies) != len(open_):
+                raise JudgeError(f"the judge gave {len(replies)} replies to {len(open_)} prompts")
+            found |= {prompt: self.template.parse(reply) for prompt, reply in zip(open_, replies, strict=True)}
+            refused = [reply for prompt, reply in zip(open_, replies, strict=True) if found[prompt] is None]
+            self._refused_reply = refused[-1] if refused else self._refused_reply
+        return [0.0 if prompt is None else found[prompt] for prompt in prompts]
+
+    def _prompt(self, row: Row, answer: str | None) -> str | None:
+        if answer is None:
+            return None
+        fields = {"MODEL_ANSWER": lambda: answer, "QUESTION": lambda: _question(row)}
+        fields |= {"GROUND_TRUTH_ANSWER": lambda: row.ground_truth, "CRITERIA": lambda: _criteria(row)}
+        # In one pass: a response that contains {{CRITERIA}} is text like any other.
+        return _FIELD.sub(lambda field: fields[field[1]](), self.template.text)
+
+    def _reward(self, rule: Score, asked: bool, mark: float | None) -> Score:
+        mode, weight = self.config.mode, self.config.weight
+        unscored = asked and mark is None
+        r, j = float(rule.parts["acc"]), mark or 0.0
+        if mode == "tinyv_only":
+            value = j
+        elif mode == "mixed":
+            value = weight * j + (1.0 - weight) * r
+        else:
+            value = 1.0 if r else weight * j
+        acc = r if self.template.whole else j if mode == "tinyv_only" else max(r, j)
+        parts = _parts(rule) | {"acc": acc, "rule": r, "judge_asked": float(asked)}
+        if unscored:
+            return Score(0.0, parts | {"unscored": 1.0}, rule.answer)
+        return Score(value, parts | ({"judge": j} if asked else {}), rule.answer)
+
+
+def template_of(config: JudgeConfig) -> Template:
+    """The template that a config names, with the text of ``judge.template`` if there is one.
+
+    Raises:
+        JudgeError: that file cannot be read, does not show the response, or has an unknown field.
+    """
+    builtin = {
+        "rubric": Template(RUBRIC, parse_score, whole=True),
+        "reasoning": Template(REASONING, parse_score, whole=True),
+        "tinyv": Template(TINYV, parse_verdict, whole=False),
+    }[config.prompt]
+    if config.template is None:
+        return builtin
+    try:
+        text = Path(config.template).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise JudgeError(f"judge.template={config.template}: not readable: {error}") from None
+    unknown = set(re.findall(r"\{\{(\w+)\}\}", text)) - set(FIELDS)
+    if unknown or "{{MODEL_ANSWER}}" not in text:
+        problem = f"unknown field {{{{{min(unknown)}}}}}" if unknown else "no {{MODEL_ANSWER}}"
+        raise JudgeError(f"judge.template={config.template}: {problem}; known: {', '.join(FIELDS)}")
+    return builtin._replace(text=text)
+
+
+# --------------------------------------------------------------------------------------------------------------- gates
+
+
+def admit(text: str, gates: Sequence[str]) -> tuple[str, str | None]:
+    """What the judge reads of a response, and the first gate that it fails (None: it passes). See `GATES`."""
+    for gate in GATES:
+        if gate not in gates:
+            continue
+        if gate == "one_think":
+            if text.count("</think>") != 1:
+                return text, gate
+            text = text.partition("</think>")[2]
+        elif gate == "sections":
+            if not _in_order(text.strip(), ("<reasoning>", "</reasoning>", "<solution>", "</solution>")):
+                return text, gate
+            text = text.rpartition("</reasoning>")[2]
+        elif (
+            (gate == "boxed" and not _boxed(text))
+            or (gate == "short" and len(text.split()) <= SHORT_WORDS)
+            or (gate == "repetition" and text.rstrip()[-1:].isalnum() and repeats(text, REPEATED_CHARS))
+        ):
+            return text, gate
+    return text, None
+
+
+def repeats(text: str, length: int) -> bool:
+    """Whether any ``length`` characters in a row occur twice, overlaps included."""
+    seen: set[int] = set()
+    for start in range(len(text) - length + 1):
+        window = hash(text[start : start + length])  # 64 bits: a collision is not a worry, a copy of each window is
+        if window in seen:
+            return True
+        seen.add(window)
+    return False
+
+
+# --------------------------------------------------------------------------------------------------------------------
+
+FIELDS = ("QUESTION", "CRITERIA", "GROUND_TRUTH_ANSWER", "MODEL_ANSWER")
+_FIELD = re.compile(r"\{\{(" + "|".join(FIELDS) + r")\}\}")
+_DECORATION = " \t\r\n:*_`[](){}|'\"$>"
+_MARK = re.compile(r"total score", re.IGNORECASE)
+_SCORE = re.compile(
+    r"""[\s:*_`\[({|'"$>=]* (?: out\ of\ 10 [\s:*)\]]* )?
+        (?P<score> [-+]? (?: [0-9]+ (?:\.[0-9]*)? | \.[0-9]+ ) )
+        (?: \s* (?:points?|pts) \b )?
+        (?: [\s*_`\])}|'"$]* (?:/|out\ of) [\s*_`\[({$]* (?P<total> [0-9]+ (?:\.[0-9]+)? ) )?""",
+    re.VERBOSE | re.IGNORECASE,
+)
+
+
+def _after_thinking(text: str) -> str:
+    """The reply proper of a model that thinks first; nothing if it was cut off while thinking."""
+    if "</think>" in text:
+        return text.rpartition("</think>")[2]
+    return "" if "<think>" in text else text
+
+
+def _question(row: Row) -> str:
+    question = row.extra_info.get("question")
+    if question:
+        return str(question)
+    for message in reversed(row.messages):
+        if message["role"] == "user":
+            return message["content"]
+    raise DataError(f"row {row.example_id}, field 'extra_info.question': missing, and there is no user message")
+
+
+def _criteria(row: Row) -> str:
+    criteria: Any = row.extra_info.get("criteria")
+    if not criteria:
+        raise DataError(
+            f"row {row.example_id}, field 'extra_info.criteria': missing; judge.prompt=rubric needs it. "
+            "judge.prompt=reasoning judges without criteria"
+        )
+    return criteria if isinstance(criteria, str) else json.dumps(criteria, ensure_ascii=False)
+
+
+def _refused(rule: Score, gate: str) -> Score:
+    parts = _parts(rule) | {"rule": rule.parts["acc"], "judge_asked": 0.0, f"gate_{gate}": 1.0}
+    return Score(GATES[gate], parts, rule.answer)
+
+
+def _parts(rule: Score) -> dict[str, float]:
+    """The rules' parts; a verdict of theirs that was lost is not a lost score, since the judge is asked."""
+    return {f"rule_{name}" if name in ("timeout", "failure") else name: value for name, value in rule.parts.items()}
+
+
+def _boxed(text: str) -> bool:
+    from tandemrl.rewards.math.boxed import extract_boxed
+
+    return extract_boxed(text) is not None
+
+
+def _in_order(text: str, tags: Sequence[str]) -> bool:
+    """Whether a text starts with the first tag and the others follow in order."""
+    if not text.startswith(tags[0]):
+        return False
+    position = 0
+    for tag in tags:
+        position = text.find(tag, position)
+        if position < 0:
+            return False
+        position += len(tag)
+    return True

@@ -1,0 +1,127 @@
+"""Scores for short answers in a fixed place: GSM8K's ``#### N``, and ``<answer>…</answer>``. Imports no torch."""
+
+import json
+import re
+import string
+from typing import Literal
+
+from tandemrl.config import RewardConfig
+from tandemrl.data.rows import DataError, Row
+from tandemrl.rewards.protocol import Score
+
+CLIP_CHARS = 300
+"""GSM8K answers are looked for in the last 300 characters only, as in verl."""
+MAX_ANSWER_TAGS = 10
+"""Search-R1 gives a right answer a quarter if more ``<answer>`` or ``</answer>`` tags than this are in the response."""
+
+Gsm8kMode = Literal["strict", "flexible", "tandem", "first"]
+
+
+# ---- scorers: (row, text, options) -> Score ------------------------------------------------------------------------
+
+
+def gsm8k(row: Row, text: str, options: RewardConfig) -> Score:
+    """1 for the number of the ground truth, ``reward.format_score`` for another number in the right place, else 0.
+
+    Answers are compared as strings, as in verl: "18.0" and "18." are not "18".
+    """
+    answer = gsm8k_answer(text, "first" if options.compat == "tinyzero" else options.gsm8k)
+    score = graded(answer == row.ground_truth, answer, options, 0.1 if options.gsm8k == "tandem" else 0.0)
+    score.parts["has_guillemets"] = float(has_guillemets(text))
+    return score
+
+
+def integer(row: Row, text: str, options: RewardConfig) -> Score:
+    """TinyZero's multiplication and arithmetic: 1 for the whole number in the last ``<answer>``, 0.1 for another.
+
+    Raises:
+        DataError: the ground truth is no whole number.
+    """
+    try:
+        gold = int(row.ground_truth)
+    except ValueError:
+        raise DataError(
+            f"row {row.example_id}: ground truth of {row.data_source} must be a whole number, found "
+            f"{row.ground_truth[:80]!r}"
+        ) from None
+    found = re.fullmatch(r"-?[0-9]{1,100}", tagged_answer(text) or "")
+    answer = found.group() if found else None
+    return graded(answer is not None and int(answer) == gold, answer, options, 0.1)
+
+
+def exact_match(row: Row, text: str, options: RewardConfig) -> Score:
+    """Search-R1's question answering (arXiv:2503.09516): 1 if the last ``<answer>`` is one of the targets, else
+    ``reward.format_score``; a quarter of it for a response full of answer tags."""
+    answer = tagged_answer(text)
+    correct = answer is not None and normalise_words(answer) in map(normalise_words, _targets(row))
+    score = graded(correct, answer, options, 0.0)
+    if correct and max(text.count("<answer>"), text.count("</answer>")) > MAX_ANSWER_TAGS:
+        return score._replace(value=score.value / 4)
+    return score
+
+
+def graded(correct: bool, answer: str | None, options: RewardConfig, wrong: float) -> Score:
+    """1 for a correct answer, ``reward.format_score`` (null: ``wrong``) for another one, 0 for none."""
+    if options.format_score is not None:
+        wrong = options.format_score
+    value = 0.0 if answer is None else 1.0 if correct else float(wrong)
+    return Score(value, {"acc": float(correct), "answer_present": float(answer is not None)}, answer)
+
+
+# ---- extraction ----------------------------------------------------------------------------------------------------
+
+
+def gsm8k_answer(text: str, mode: Gsm8kMode) -> str | None:
+    """The number a response gives, as a string; None if there is none.
+
+    ``strict``: the last ``#### N``, without "," and "$" (verl). ``flexible``: the last run of digits, "." and ","
+    (verl). ``tandem``: the last ``####`` followed by N with other characters such as "$" between (Tandem-RLVR).
+    All look at the last 300 characters only. ``first``: the first ``#### N`` of the whole text (TinyZero).
+    """
+    if mode != "first":
+        text = text[-CLIP_CHARS:]
+    if mode == "flexible":
+        numbers = [number for number in re.findall(r"-?[0-9.,]+", text) if number not in ("", ".")]
+        return numbers[-1] if numbers else None
+    pattern = r"#### [^0-9\-]*(-?[0-9.,]+)" if mode == "tandem" else r"#### (-?[0-9.,]+)"
+    marked = re.findall(pattern, text)
+    return marked[0 if mode == "first" else -1].replace(",", "").replace("$", "") if marked else None
+
+
+def has_guillemets(text: str) -> bool:
+    """Whether a text uses GSM8K's calculator notation ``<<48/2=24>>``, the jargon of its solutions."""
+    return "<<" in text or ">>" in text
+
+
+def tagged_answer(text: str) -> str | None:
+    """What the last closed ``<answer>…</answer>`` holds, over lines too; None if there is none."""
+    for before in reversed(text.split("</answer>")[:-1]):
+        _, opened, answer = before.rpartition("<answer>")
+        if opened:
+            return answer.strip()
+    return None
+
+
+def normalise_words(text: str) -> str:
+    """SQuAD's normal form (arXiv:1606.05250): lower case, no punctuation, no articles, single spaces."""
+    text = "".join(character for character in text.lower() if character not in string.punctuation)
+    return " ".join(re.sub(r"\b(?:a|an|the)\b", " ", text).split())
+
+
+def _targets(row: Row) -> list[str]:
+    """The accepted answers: a string, a JSON list, or ``{"target": …}`` with either."""
+    try:
+        gold = json.loads(row.ground_truth)
+    except ValueError:
+        gold = row.ground_truth
+    if isinstance(gold, dict):
+        gold = gold.get("target")
+    elif not isinstance(gold, str | list):  # a text that happens to be JSON, such as 1912
+        gold = row.ground_truth
+    targets = gold if isinstance(gold, list) else [gold]
+    if not targets or not all(isinstance(target, str) for target in targets):
+        raise DataError(
+            f"row {row.example_id}: ground truth of {row.data_source} must be a text, a list of texts, or "
+            f'{{"target": …}}, found {row.ground_truth[:80]!r}'
+        )
+    return targets

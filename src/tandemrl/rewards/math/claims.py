@@ -1,0 +1,257 @@
+r"""What an answer claims, looked at before anything compares it. No torch.
+
+Comparisons read leniently: text, unknown signs and one side of an equation fall away in them. So what such a reading
+could turn into another answer is refused before: negations and hedges, equations that are more than a bare label, a
+second number, characters that cannot be seen. What is refused is wrong, unless it is the ground truth itself.
+"""
+
+import re
+
+from tandemrl.rewards.math.formula import FUNCTIONS, GREEK
+from tandemrl.rewards.math.notation import (
+    TEXT,
+    bare,
+    clean,
+    hidden,
+    split,
+    without_spaces,
+)
+
+
+def identical(gold: str, answer: str) -> bool:
+    """Whether two answers are the same string, but for spaces around it and a full stop at its end."""
+    gold, answer = gold.strip(), answer.strip()
+    return answer != "" and answer in (gold, f"{gold}.")
+
+
+def refused(gold: str, answer: str) -> bool:
+    r"""Whether a cleaned answer says something that a comparison would pass over and that the gold answer does not say.
+
+    Example:
+        >>> refused("4", r"4 \text{ or more}"), refused("4", r"4 \text{ apples}")
+        (True, False)
+    """
+    answer = unlabelled(answer)
+    if text := TEXT.fullmatch(answer):
+        answer = text["text"]
+    return (
+        hidden(answer)
+        or bool(_qualifiers(answer) - _qualifiers(gold))
+        or (_ANOTHER_NUMBER.search(answer) is not None and _ANOTHER_NUMBER.search(gold) is None)
+        or (_OPEN_END.search(answer) is not None and _OPEN_END.search(gold) is None)
+    )
+
+
+def admitted(gold: str, answer: str) -> bool:
+    """Whether two answers as written may be compared by a reader that drops spaces, texts and labels."""
+    gold, answer = clean(gold), clean(answer)
+    other_label = all(unlabelled(side) != side for side in drop_label(gold, answer))
+    return not other_label and not refused(gold, answer)
+
+
+def readable(gold: str, answer: str) -> bool:
+    r"""Whether a computer algebra system reads all of two cleaned answers, with relations and lists in both or neither.
+
+    math-verify skips what it does not know: ``7&42``, ``42'`` and ``42?`` would be 42, and f(0) a product.
+    """
+    a, b = _TRAILING_WORDS.search(gold), _TRAILING_WORDS.search(answer)
+    if a and b and a.group() != b.group():  # km and m
+        return False
+    left, right = (_TRAILING_WORDS.sub("", bare(side)) for side in (gold, answer))
+    alike = _relations(left) == _relations(right) and _is_listed(left) == _is_listed(right)
+    return alike and _is_read(left) and _is_read(right)
+
+
+def sides(text: str) -> tuple[str, ...]:
+    """What stands between the equals signs of an answer, those in brackets and braces left alone."""
+    return split(text, "=") if "=" in text else (text,)
+
+
+def is_label(text: str) -> bool:
+    r"""Whether a side of an equation only names the answer: x, p(s), (x, y), ``\text{Area}``, but not 2x or x + 3."""
+    if found := _SYMBOL.fullmatch(text):
+        arguments = found["arguments"] or ""
+        name = found["name"]
+        return name not in re.split(r"[ ,]+", arguments) and not (name in "xyzn" and re.search(r"\d", arguments))
+    if _NAMED.fullmatch(text) or _VECTOR.fullmatch(text):
+        return True
+    words = TEXT.sub(lambda macro: macro["text"], text)
+    return _WORDS.fullmatch(words) is not None and not _qualifiers(text) - _EXTREMES
+
+
+def hints_at_a_qualifier(prose: str) -> bool:
+    """Whether a word ends with a qualifier, as in "vnot": what stands before it may be a slip of the model."""
+    return any(word.lower().endswith(_LONG_QUALIFIERS) for word in _WORD.findall(prose))
+
+
+def without_reason(text: str) -> str:
+    """An answer in prose without the reason behind it, as in "5, because 2 + 3 = 5"."""
+    return _REASON.split(text)[0]
+
+
+def unlabelled(text: str) -> str:
+    """The rest of a cleaned answer behind a bare label such as "x ="; of "x = 3, y = 5", all."""
+    text = _MEMBER.sub("", text)
+    first, *others = sides(text)
+    if others and is_label(first) and not _SEPARATOR.search(" ".join(others[:-1])):
+        return "=".join(others)
+    return text
+
+
+def drop_label(gold: str, answer: str) -> tuple[str, str]:
+    r"""Two cleaned answers without bare labels, where one side has one only or both have the same.
+
+    Where the ground truth is no equation, an answer may also name what the question asks for, as in "m + n = 3", or a
+    choice, as in "(C) 5".
+    """
+    if re.search("[A-J]", gold) is None:
+        answer = _CHOICE.sub("", answer)
+    if "=" not in gold:
+        answer = _ASKED_FOR.sub("", answer)
+    elif "=" in answer and without_spaces(sides(gold)[0]) != without_spaces(sides(answer)[0]):
+        return gold, answer
+    return unlabelled(gold), unlabelled(answer)
+
+
+# --------------------------------------------------------------------------------------------------------------------
+
+_QUALIFIERS = frozenset(
+    re.findall(
+        r"[a-z]+",
+        """
+        not no never none neither nor without except excluding unless if than more less fewer greater smaller
+        larger bigger higher lower least most minimum maximum about approximately approx roughly around nearly
+        almost maybe perhaps possibly probably likely unknown undefined undetermined impossible wrong incorrect
+        false untrue negative minus plus thrice twice double triple half halves third thirds quarter quarters
+        fourth fourths fifth fifths sixth sixths seventh sevenths eighth eighths ninth ninths tenth tenths
+        hundredth hundredths thousandth thousandths dozen dozens hundred hundreds thousand thousands million
+        millions billion billions trillion trillions lakh crore squared cubed factorial modulo mod multiplied
+        divided over under above below zero one two three four five six seven eight nine ten but instead rather
+        versus vs any some several itself off kilo either other another else loss debt deficit reciprocal
+        inverse opposite between guess eleven twelve thirteen fourteen fifteen sixteen seventeen eighteen nineteen
+        twenty thirty forty fifty sixty seventy eighty ninety doubled tripled halved cannot excluded ruled wrongly
+        """,
+    )
+)
+"""Words that change the value of what they stand beside."""
+_LONG_QUALIFIERS = tuple(word for word in _QUALIFIERS if len(word) > 2)
+_MACRO = re.compile(r"\\[A-Za-z]+")
+_WORD = re.compile(r"[A-Za-z]{2,}(?:['’]t)?")
+_COMPOUND = re.compile(
+    r"\b(?:one|two|three|four|five|six|seven|eight|nine|ten)-(?=[A-Za-z])|(?<=\bper second )squared\b", re.IGNORECASE
+)
+"""The number in "two-digit numbers", though what follows it may still be a qualifier, and the power in a unit."""
+_ANOTHER_NUMBER = re.compile(
+    r"\\(?:text|mathrm|textrm|textbf|textit|mbox|operatorname|rm) ?\{[^{}]*\d[^{}]*\}|\d (?!\d{3}(?!\d))\d"
+)
+"""A number in a text, or two numbers without a sign between them."""
+_OPEN_END = re.compile(
+    r"\.\.|…|\\[lcd]?dots(?![A-Za-z])|%(?! *(?:$|[,;)\]}.=]|\\(?:text|approx|cup|in)(?![A-Za-z])|and\b|or\b))"
+    r"|\b(?:or|and|to) ?\}?$|\\(?:text|mathrm) ?\{[^{}]*\b(?:or|to)\b[^{}]*\}$"
+    r"|^\\(?:text|mathrm) ?\{[^{}]*\} ?\\(?:text|mathrm)(?![A-Za-z])|[0-9] ?\\(?:text|mathrm) ?\{ ?k ?\}$"
+)
+"""An ellipsis, a percent sign within a formula, a text with "or" at the end, a text after another, or k for 1000."""
+
+
+def _qualifiers(text: str) -> set[str]:
+    words = {word.lower() for word in _WORD.findall(_COMPOUND.sub("", _MACRO.sub(" ", text)))}
+    return words & _QUALIFIERS | {"not" for word in words if word.endswith("t") and not word[-2].isalpha()}
+
+
+_GREEK_LETTER = "|".join(sorted(GREEK, key=len, reverse=True))
+_LETTER = rf"(?:[A-Za-z]|\\(?:{_GREEK_LETTER})(?![A-Za-z]))"
+_ARGUMENT = rf"-?(?:{_LETTER}|[0-9.]+)"
+_SUBSCRIPT = r"_(?:\{?\w+\}?|\{ ?\\(?:text|mathrm) ?\{\w+\} ?\})"
+_SYMBOL = re.compile(
+    rf"(?P<name>{_LETTER})(?:{_SUBSCRIPT})?'* ?(?:\((?P<arguments> ?{_ARGUMENT}(?: ?, ?{_ARGUMENT}){{0,5}} ?)\))?"
+)
+_INDEXED = rf"{_LETTER}(?:{_SUBSCRIPT})?"
+_NAMED = re.compile(
+    r"[A-Z]{2,4}|\|[A-Z]{2}\||m? ?\\angle ?[A-Z]{1,3}|\\overline ?\{ ?[A-Z]{2} ?\}|[PE][(\[][^()\[\]=0-9]{1,40}[)\]]"
+    r"|\[ ?[A-Z]{3,6} ?\]|\\(?:det|max|min)(?: ?[A-Z]| ?\( ?[A-Z] ?\))?"
+    rf"|{_LETTER}_\{{ ?{_LETTER} ?[-+] ?[0-9]+ ?\}}|[fgh]\( ?[fgh]\( ?{_ARGUMENT} ?\) ?\)"
+)
+"""Lengths, angles, expectations, areas such as [ABC], determinants, a_{n+1} and f(g(2))."""
+_VECTOR = re.compile(rf"\( ?{_INDEXED}(?: ?, ?{_INDEXED}){{1,5}} ?\)|\\(?:math(?:bf|rm)|vec) ?\{{ ?[A-Za-z] ?\}}")
+_ASKED_FOR = re.compile(rf"^(?:{_LETTER}(?: ?\+ ?{_LETTER})+|\\frac ?\{{ ?{_LETTER} ?\}} ?\{{ ?{_LETTER} ?\}}) ?=")
+"""What questions ask for so that the answer is one number: m + n, or a ratio of two unknowns; no number in it."""
+_CHOICE = re.compile(
+    r"^(?:\\(?:text|textbf|mathrm|mathbf) ?\{ ?\([A-J]\) ?\}|\([A-J]\)(?=[ ~\\]))(?:\\ |[ ~])*(?=[-\d.\\])"
+)
+_WORDS = re.compile(r" *(?:[Tt]he )?(?:[A-Za-z][a-z]{3,}|min|max|sum|gcd|lcm|det|avg)(?:[ -][A-Za-z]{2,}){0,7} *")
+_EXTREMES = {"minimum", "maximum", "least", "most", "smaller", "larger", "lower", "higher", "other"}
+"""Words of `_QUALIFIERS` that a label may have, as in "minimum = 5"."""
+_REASON = re.compile(r",? (?:because|since|as)(?= )")
+_SEPARATOR = re.compile(r"[,;]|\b(?:and|or)\b")
+_MEMBER = re.compile(rf"^{_LETTER} ?(?:\\in(?![A-Za-z])|∈) ?(?=[(\[]|\\\{{|\\mathbb)")
+
+
+# ---- what a computer algebra system reads --------------------------------------------------------------------------
+
+_READ_MACROS = re.findall(
+    r"[a-z]+",
+    """
+    frac binom sqrt pi infty cdot times div pm mp circ exp ln log lg lim min max gcd lcm sum prod int iint iiint
+    oint cup cap setminus in le ge lt gt leq geq leqslant geqslant to mathbb emptyset varnothing
+    lfloor rfloor lceil rceil lvert rvert vert overline pmod bmod mod equiv approx ne neq notin subset subseteq
+    quad qquad limits sin cos tan cot sec csc arcsin arccos arctan sinh cosh tanh begin end partial prime
+    """,
+)
+_READ = re.compile(
+    r"(?:\s|[0-9]+(?:\.[0-9]+)?|\.[0-9]+"
+    rf"|\\(?:{'|'.join(sorted({*_READ_MACROS, *GREEK}, key=len, reverse=True))})(?![A-Za-z])|\\[{{}}|]"
+    rf"|(?<![A-Za-z])(?:{'|'.join(sorted(FUNCTIONS, key=len, reverse=True))}|[A-Za-z]{{1,3}})(?![A-Za-z])"
+    r"|[-+*/^_(){}\[\]<>=,;|!≤≥])*+"
+)
+_MATRIX_BODY = re.compile(
+    r"\\begin ?\{[bpvBV]?matrix\}.*?\\end ?\{[bpvBV]?matrix\}|\\begin ?\{array\}.*?\\end ?\{array\}"
+)
+_STYLED_LETTER = re.compile(r"\\math(?:bf|rm|bb|cal) ?\{ ?[A-Za-z] ?\}")
+_LIST_WORD = re.compile(r"\\text ?\{ ?,? ?(?:and|or) ?\}|(?<= )(?:and|or)(?= )")
+_TRAILING_WORDS = re.compile(r"(?<=[\d)}]) [A-Za-z]+(?: [A-Za-z]{2,}){0,3}$")
+_UNFINISHED = re.compile(
+    r"(?:[-+*/^_=<>]|\\(?:cdot|times|div|pm|mp|frac|sqrt|binom|le|ge|lt|gt|leq|geq|in|cup|cap|to)) *(?:$|[)\]}])"
+    r"|[0-9]_|\{ *\}|[0-9] *\{ *[0-9]|\( *\)|[,;] *(?:$|[)\]}])|(?:^|[(\[{]) *[,;*/^_]"
+    r"|\\(?:frac|binom)(?! *\{)|\\(?:frac|binom) *\{[^{}]*\}(?! *\{)"
+)
+_SHORT_WORD = re.compile(r" (?:to|is|of|by|at|on|as|so|if|in|it|per|for|the|not)\b")
+_VARIABLE = re.compile(rf"(?<![A-Za-z\\]){_LETTER}")
+_APPLIED = re.compile(rf"(?<![A-Za-z\\]){_LETTER}(?:{_SUBSCRIPT})?(?:\^\{{?[-\w]+\}}?)? ?\( ?-?[^()+-]*\)")
+_ORDERS = "lt|gt|le|ge|leq|geq|leqslant|geqslant"
+_RELATION = re.compile(rf"[<>=≤≥]|\\(?:{_ORDERS}|in|to|ne|neq|notin|equiv|approx|pmod|bmod|mod)(?![A-Za-z])")
+_ORDER = re.compile(rf"[<>≤≥]|\\(?:{_ORDERS})")
+
+
+def _is_read(text: str) -> bool:
+    plain = _STYLED_LETTER.sub("x", _LIST_WORD.sub(",", _MATRIX_BODY.sub("x", text)))
+    return (
+        _READ.fullmatch(plain) is not None
+        and _UNFINISHED.search(plain) is None
+        and _APPLIED.search(plain) is None
+        and _SHORT_WORD.search(plain) is None
+        and plain.count("|") % 2 == 0
+        and _is_balanced(plain)
+        and not ("=" in plain and _VARIABLE.search(plain) is None)
+    )
+
+
+def _is_balanced(text: str) -> bool:
+    """Whether every bracket is closed; ``]`` and ``)`` close either bracket, as in intervals."""
+    opened: list[str] = []
+    for character in text:
+        if character in "([{":
+            opened.append("{" if character == "{" else "(")
+        elif character in ")]}" and (not opened or opened.pop() != ("{" if character == "}" else "(")):
+            return False
+    return not opened
+
+
+def _is_listed(text: str) -> bool:
+    """Whether anything in a text stands in a list, be it in brackets; commas between thousands make none."""
+    return _SEPARATOR.search(re.sub(r"(?<=\d),(?=\d{3}(?!\d))", "", text)) is not None
+
+
+def _relations(text: str) -> set[str]:
+    """The kinds of relations in a text, but for those in limits such as that of a sum."""
+    outside = re.sub(r"[_^] ?\{[^{}]*\}", "", text)
+    return {_ORDER.sub("<", relation) for relation in _RELATION.findall(outside)}

@@ -1,0 +1,188 @@
+"""Countdown: reach a target with given numbers and the four operations. No eval of model text, no torch.
+
+Two published rewards, chosen by ``reward.countdown``:
+
+| response                                               | ``tinyzero`` | ``cohlem`` |
+|--------------------------------------------------------|--------------|------------|
+| no ``<answer>…</answer>``                              | 0            | 0.01       |
+| an answer that is no expression in exactly the numbers | 0.1          | 0.01       |
+| such an expression with another value                  | 0.1          | 0.02       |
+| the target                                             | 1            | 1.01       |
+
+(github.com/Jiayi-Pan/TinyZero; github.com/CohleM/RL-GRPO, where an equation's left side counts.) The last answer of the
+response counts, each number has to be used exactly once, and values are exact fractions. Only ``+ - * /``, brackets and
+whole numbers are read; ``reward.compat`` = ``tinyzero`` or ``cohlem`` restores what the original accepts besides
+(`_original`).
+"""
+
+import ast
+import json
+import operator
+import re
+from collections.abc import Callable, Mapping
+from fractions import Fraction
+from typing import NamedTuple
+
+from tandemrl.config import RewardConfig
+from tandemrl.data.rows import DataError, Row
+from tandemrl.rewards.math.answers import graded, tagged_answer
+from tandemrl.rewards.protocol import Score
+
+MAX_EXPRESSION_CHARS = 500
+MAX_BITS = 2000
+"""Longer expressions and larger intermediate results are refused."""
+TOLERANCE = Fraction(1, 10**5)
+
+
+class Task(NamedTuple):
+    target: Fraction
+    numbers: tuple[int, ...]
+
+
+class ExpressionError(ValueError):
+    """Not an arithmetic expression that is computed here."""
+
+
+def countdown(row: Row, text: str, options: RewardConfig) -> Score:
+    """Score a response; the table is in the module's docstring. ``parts["uses_numbers"]``: exactly the given numbers.
+
+    Raises:
+        DataError: the ground truth is not ``{"target": …, "numbers": […]}``.
+    """
+    task = read_task(row)
+    if options.compat in ("tinyzero", "cohlem"):
+        answer, uses_numbers, reached = _original(task, text, options.compat)
+    else:
+        answer = tagged_answer(text)
+        left = answer.partition("=")[0] if answer and options.countdown == "cohlem" else answer
+        uses_numbers, reached = _check(task, left)
+    score = graded(reached is True, answer, options, 0.1)
+    score.parts["uses_numbers"] = float(uses_numbers)
+    if options.countdown == "cohlem":
+        return score._replace(value=1.01 if reached else 0.02 if reached is False else 0.01)
+    return score
+
+
+def evaluate(expression: str) -> Fraction:
+    """The exact value of an expression of whole numbers, ``+ - * /`` and brackets.
+
+    Raises:
+        ExpressionError: it is anything else, too long, too large, or divides by zero.
+
+    Example:
+        >>> evaluate("(1 + 2) / 3 * 7")
+        Fraction(7, 1)
+    """
+    return _evaluate(expression, _STRICT)[0]
+
+
+def read_task(row: Row) -> Task:
+    """Target and numbers of a row.
+
+    Raises:
+        DataError: they are not in its ground truth.
+    """
+    try:
+        gold = json.loads(row.ground_truth)
+        numbers = [Fraction(str(number)) for number in (gold["numbers"] if "numbers" in gold else gold["nums"])]
+        if all(number.denominator == 1 for number in numbers):
+            return Task(Fraction(str(gold["target"])), tuple(map(int, numbers)))
+    except (ValueError, TypeError, KeyError, ZeroDivisionError):
+        pass
+    raise DataError(
+        f'row {row.example_id}: ground truth of {row.data_source} must be {{"target": …, "numbers": […]}} with whole '
+        f"numbers, found {row.ground_truth[:80]!r}"
+    )
+
+
+# --------------------------------------------------------------------------------------------------------------------
+
+Operations = Mapping[type[ast.operator], Callable[[Fraction, Fraction], Fraction]]
+_STRICT: Operations = {ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Div: operator.truediv}
+
+
+def _check(task: Task, expression: str | None) -> tuple[bool, bool | None]:
+    """Whether an expression has exactly the task's numbers, and if so whether it is the target; None: no value."""
+    if expression is None:
+        return False, None
+    try:
+        result, used = _evaluate(expression, _STRICT)
+    except ExpressionError:
+        return False, None
+    uses_numbers = sorted(used) == sorted(task.numbers)
+    return uses_numbers, abs(result - task.target) < TOLERANCE if uses_numbers else None
+
+
+def _original(task: Task, text: str, compat: str) -> tuple[str | None, bool, bool | None]:
+    """What the original code accepts, for results that depend on it.
+
+    ``tinyzero``: the answer must be on the last line; whatever is made of digits, ``+ - * / ( ) .`` and spaces counts,
+    so decimals and ``**`` and ``//`` too. ``cohlem``: as many numbers as given, each one of them, in any multiplicity;
+    any operator; the target up to rounding to a floating-point number. Values are exact here: ``1 / 49 * 49`` is 1,
+    which the original misses.
+    """
+    if compat == "tinyzero":
+        answer = tagged_answer(text.rpartition("\n")[2])
+        expression = answer or ""
+        numbers = re.findall(r"\d+", expression)
+        uses_numbers = _integers(numbers) == sorted(task.numbers)
+        readable = re.fullmatch(r"[\d+\-*/().\s]+", expression)
+    else:
+        answer = tagged_answer(text)
+        expression = (answer or "").partition("=")[0]
+        numbers = re.findall(r"\d+", expression)
+        uses_numbers = len(numbers) == len(task.numbers) and set(_integers(numbers)) <= set(task.numbers)
+        readable = re.match("", expression)
+    if not uses_numbers or not readable:
+        return answer, uses_numbers, None
+    try:
+        result, _ = _evaluate(expression, _LENIENT)
+    except ExpressionError:
+        return answer, uses_numbers, None
+    if compat == "cohlem":
+        return answer, uses_numbers, float(result) == float(task.target)
+    return answer, uses_numbers, abs(result - task.target) < TOLERANCE
+
+
+def _integers(numbers: list[str]) -> list[int]:
+    return sorted(int(number[:100]) for number in numbers)
+
+
+def _power(base: Fraction, exponent: Fraction) -> Fraction:
+    size = max(base.numerator.bit_length(), base.denominator.bit_length())
+    if exponent.denominator != 1 or size * abs(exponent) > MAX_BITS:
+        raise ExpressionError("power")
+    return base ** int(exponent)
+
+
+_LENIENT: Operations = {**_STRICT, ast.Pow: _power, ast.FloorDiv: lambda a, b: Fraction(a // b), ast.Mod: operator.mod}
+
+
+def _evaluate(expression: str, operations: Operations) -> tuple[Fraction, list[int]]:
+    """The value, and the whole numbers that occur."""
+    expression = " ".join(expression.split())
+    allowed = r"[0-9+\-*/() ]+" if operations is _STRICT else r"[0-9+\-*/().% ]+"
+    if len(expression) > MAX_EXPRESSION_CHARS or re.fullmatch(allowed, expression) is None:
+        raise ExpressionError(f"not arithmetic: {expression[:80]!r}")
+    used: list[int] = []
+
+    def compute(node: ast.expr) -> Fraction:
+        match node:
+            case ast.Constant(value=int() as number) if type(number) is int:
+                used.append(number)
+                return Fraction(number)
+            case ast.Constant(value=float() as number) if operations is _LENIENT:
+                return Fraction(repr(number))
+            case ast.UnaryOp(op=ast.USub() | ast.UAdd() as sign, operand=operand):
+                return compute(operand) * (-1 if isinstance(sign, ast.USub) else 1)
+            case ast.BinOp(left=left, op=op, right=right) if type(op) in operations:
+                result = operations[type(op)](compute(left), compute(right))
+                if max(result.numerator.bit_length(), result.denominator.bit_length()) > MAX_BITS:
+                    raise ExpressionError("too large")
+                return result
+        raise ExpressionError(type(node).__name__)
+
+    try:
+        return compute(ast.parse(expression, mode="eval").body), used
+    except (SyntaxError, ValueError, ZeroDivisionError, OverflowError, RecursionError, MemoryError) as error:
+        raise ExpressionError(str(error)) from None

@@ -1,0 +1,412 @@
+r"""Whether two mathematical answers in LaTeX are equal, as far as that can be told fast and in bounded time. No torch.
+
+`quick_equal` compares normalised strings, numbers, lists, sets, intervals and matrices entry by entry, and formulas by
+their values (`expression`). Where it says None, a computer algebra system may know more: `math.equivalent`.
+"""
+
+import itertools
+import re
+from collections.abc import Iterable, Sequence
+from fractions import Fraction
+from typing import NamedTuple
+
+from tandemrl.rewards.math import expression
+from tandemrl.rewards.math.claims import (
+    drop_label,
+    identical,
+    is_label,
+    readable,
+    refused,
+    sides,
+    unlabelled,
+)
+from tandemrl.rewards.math.formula import read
+from tandemrl.rewards.math.notation import (
+    UNIT,
+    UNITS,
+    bare,
+    clean,
+    split,
+    without_spaces,
+)
+
+MAX_CHARS = 2000
+"""A longer answer is wrong unless it equals the ground truth as a string; it is not normalised and never parsed."""
+MAX_NESTING = 6
+"""Lists in lists deeper than this, and unordered ones of more than `MAX_UNORDERED` entries, are not compared here."""
+MAX_UNORDERED = 20
+ROUNDED = Fraction(1, 100)
+"""How far a number may be from its rounding, relatively."""
+
+
+def quick_equal(gold: str, answer: str) -> bool | None:
+    """Whether two answers are equal; None where strings, numbers and values do not tell.
+
+    Whole numbers (also written "142.0") are equal exactly, other decimals within 1e-6 (`expression.near`). "2.55e-10"
+    is a number. "50%" is 50 and also 0.5. Words, and letters of a multiple choice, are compared without regard to case.
+    Units are dropped where one side has none; known units that differ make answers different. A label such as "x ="
+    counts where both sides have one.
+    """
+    if identical(gold, answer):
+        return True
+    if max(len(gold), len(answer)) > MAX_CHARS:
+        return False
+    gold, answer = clean(gold), clean(answer)
+    if refused(gold, answer):
+        return False
+    verdict = _equal(gold, answer, MAX_NESTING)
+    return False if verdict is None and not readable(*drop_label(gold, answer)) else verdict
+
+
+def exact_and_rounded(answer: str) -> list[str]:
+    r"""The sides of ``a \approx b`` that count: both where b is a rounded, else b after a name, else a alone.
+
+    Several guesses are not an answer: what stands between the first and the last side never counts, and a whole number
+    is no rounding of another one. Sides that differ are no answer at all.
+
+    Example:
+        >>> exact_and_rounded(r"\frac{2}{3} \approx 0.67"), exact_and_rounded(r"600^1 \approx 605")
+        (['\\frac{2}{3}', '0.67'], ['600^1'])
+    """
+    first, *_, last = (side.strip() for side in answer.split(r"\approx"))
+    if not first or is_label(first):
+        return [last]
+    exact, rounded = bare(sides(first)[-1]), bare(last)
+    whole = all(
+        value is not None and value.denominator == 1 for value in map(number, map(without_spaces, (exact, rounded)))
+    )
+    agree = formulas_equal(exact, rounded, tolerance=ROUNDED)
+    kinds = Shape.of(exact).kind, Shape.of(rounded).kind
+    comparable = kinds[0] == kinds[1] and (kinds[0] != "value" or agree or number(without_spaces(rounded)) is not None)
+    if len(sides(last)) > 1 or agree is False or not comparable:
+        return []
+    both = agree and not whole and _is_rounding(exact, rounded) and values(unlabelled(first))
+    return [first, last] if both else [first]
+
+
+def formulas_equal(a: str, b: str, *, tolerance: Fraction | None = None) -> bool | None:
+    """Whether two answers without units are equal as numbers or as formulas; None if that is not clear.
+
+    Args:
+        tolerance: relative difference allowed; None = as in `expression.same`.
+    """
+    plain = without_spaces(a), without_spaces(b)
+    if any(map(_WITH_BASE.fullmatch, plain)):
+        return _equal_in_base(*plain)
+    x, y = map(number, plain)
+    if x is not None and y is not None:
+        return expression.near(x, y, tolerance)
+    left, right = read(a), read(b)
+    return None if left is None or right is None else expression.same(left, right, tolerance=tolerance)
+
+
+def number(text: str) -> Fraction | None:
+    """The exact value of a plain number without spaces: decimal, scientific, with thousands, or a fraction."""
+    if len(text) > _MAX_NUMBER_CHARS:
+        return None
+    if _THOUSANDS.fullmatch(text):
+        text = text.replace(",", "")
+    if found := _DECIMAL.fullmatch(text):
+        return Fraction(found["mantissa"]) * Fraction(10) ** int(found["exponent"] or 0)
+    if found := _POWER_OF_TEN.fullmatch(text):
+        return Fraction(found["mantissa"] or 1) * Fraction(10) ** int(found["exponent"] or found["digit"])
+    if found := _FRACTION.fullmatch(text):
+        numerator, denominator = (int(part) for part in found.groups()[1:] if part is not None)
+        if denominator != 0 and not (":" in text and numerator % denominator == 0):
+            return Fraction(numerator, denominator) * (-1 if found["sign"] == "-" else 1)
+    return None
+
+
+def values(text: str) -> tuple[str, ...]:
+    r"""The value of a cleaned answer in its forms: the sides of a true calculation such as "2 + 3 = 5", none of another
+    equation, the text itself if it is none.
+
+    Example:
+        >>> values("2 + 3 = 5"), values("x + 3 = 5"), values("x = 3, y = 5")
+        (('2 + 3', '5'), (), ('x = 3, y = 5',))
+    """
+    chain = sides(text)
+    if len(chain) == 1 or is_labelled(Shape.of(text)):
+        return (text,)
+    calculated = all(_is_result(bare(a), bare(b)) for a, b in itertools.pairwise(chain))
+    return (chain[0], chain[-1]) if calculated else ()
+
+
+def is_labelled(shape: "Shape") -> bool:
+    """Whether it is a list of values with a label each, such as "x = 3, y = 5"."""
+    labels = [sides(part)[0] for part in shape.parts if len(sides(part)) == 2]
+    return shape.kind == "list" and len(shape.parts) == len(labels) and all(map(is_label, labels))
+
+
+def units_differ(gold: str, answer: str) -> bool:
+    """Whether both sides end in known units, and in different ones: cm and m or cm^2, but not cm and centimeters."""
+    left, right = _units(gold), _units(answer)
+    return bool(left and right) and left != right
+
+
+class Shape(NamedTuple):
+    """A cleaned answer taken apart.
+
+    ``kind``: "value", "list", "set" and "union" (in any order), brackets such as "[)", "matrix 2,2" with the length of
+    each row, or "order <≤" for sides that grow from left to right.
+    """
+
+    kind: str
+    parts: tuple[str, ...]
+
+    @classmethod
+    def of(cls, answer: str) -> "Shape":
+        answer = answer.strip().removesuffix(".")
+        if matrix := _MATRIX.fullmatch(answer[1:-1].strip() if _BRACKETED_MATRIX.fullmatch(answer) else answer):
+            return cls.matrix([row.split("&") for row in matrix["body"].strip().removesuffix(r"\\").split(r"\\")])
+        if len(chain := _ORDER.split(answer)) > 1:
+            return cls.order(chain[::2], chain[1::2])
+        if r"\cup" in answer and len(parts := split(answer.replace(r"\cup", ";"), ";")) > 1:
+            return cls("union", parts)
+        if inside := re.fullmatch(r"\\\{(.*)\\\}", answer):
+            return cls("set", split(inside[1]))
+        if answer[:1] in ("(", "[") and answer[-1:] in (")", "]") and _is_one_bracket(answer):
+            parts = split(answer[1:-1])
+            if len(parts) > 1:
+                return cls(answer[0] + answer[-1], parts)
+        if _THOUSANDS.fullmatch(bare(answer).replace(" ", "")):
+            return cls("value", (answer,))
+        parts = tuple(each for part in split(_AND.sub(",", answer)) for each in _both_signs(part))
+        return cls("list" if len(parts) > 1 else "value", parts)
+
+    @classmethod
+    def matrix(cls, rows: Sequence[Sequence[str]]) -> "Shape":
+        sizes = ",".join(str(len(row)) for row in rows)
+        return cls(f"matrix {sizes}", tuple(entry.strip() for row in rows for entry in row))
+
+    @classmethod
+    def order(cls, chain: Sequence[str], signs: Sequence[str]) -> "Shape":
+        """``3 > x`` is ``x < 3``."""
+        if all(sign in _FALLING for sign in signs):
+            chain, signs = chain[::-1], [_FALLING[sign] for sign in reversed(signs)]
+        signs = [_RISING.get(sign, sign) for sign in signs]
+        return cls(f"order {''.join(signs)}", tuple(side.strip() for side in chain))
+
+    def as_interval(self) -> "Shape":
+        """``x > 3`` as ``(3, infinity)`` and ``1 < x ≤ 3`` as ``(1, 3]``, for a single letter x."""
+        if not self.kind.startswith("order"):
+            return self
+        opening, closing = ("[" if "≤" in end else "(" for end in (self.kind[6:7], self.kind[-1:]))
+        closing = "]" if closing == "[" else ")"
+        match self.parts:
+            case (left, right) if len(left) == 1 and left.isalpha():
+                return Shape(f"({closing}", (r"-\infty", right))
+            case (left, right) if len(right) == 1 and right.isalpha():
+                return Shape(f"{opening})", (left, r"\infty"))
+            case (left, middle, right) if len(middle) == 1 and middle.isalpha():
+                return Shape(f"{opening}{closing}", (left, right))
+        return self
+
+    def clashes(self, other: "Shape") -> bool:
+        """Whether they are intervals or tuples in different brackets, or matrices of different shapes."""
+        kinds = {self.kind, other.kind}
+        return len(kinds) == 2 and (kinds <= BRACKETS or all(kind.startswith("matrix") for kind in kinds))
+
+
+def one_for_several(left: Shape, right: Shape) -> bool:
+    """Whether one of them is a single value, and the other a collection of several."""
+    one, other = (left, right) if left.kind == "value" else (right, left)
+    return one.kind == "value" and len(other.parts) > 1 and _SYMBOLIC_SET.search(one.parts[0]) is None
+
+
+BRACKETS = {"()", "[]", "[)", "(]"}
+
+
+def all_true(verdicts: Iterable[bool | None]) -> bool | None:
+    """False if one is, else None if one is, else True."""
+    found = set(verdicts)
+    return False if False in found else None if None in found else True
+
+
+def any_true(verdicts: Iterable[bool | None]) -> bool | None:
+    """True if one is, else None if one is, else False; stops at the first True."""
+    doubt = False
+    for verdict in verdicts:
+        if verdict:
+            return True
+        doubt |= verdict is None
+    return None if doubt else False
+
+
+# --------------------------------------------------------------------------------------------------------------------
+
+_MAX_NUMBER_CHARS = 100
+_DIGITS = r"[-+]?(?:\d+(?:\.\d*)?|\.\d+)"
+_DECIMAL = re.compile(rf"(?P<mantissa>{_DIGITS})(?:[eE](?P<exponent>[-+]?\d{{1,3}}))?", re.ASCII)
+_POWER_OF_TEN = re.compile(
+    rf"(?:(?P<mantissa>{_DIGITS})(?:\\times|\\cdot|\*|×))?10\^(?:\{{(?P<exponent>[-+]?\d{{1,3}})\}}|(?P<digit>\d))",
+    re.ASCII,
+)
+_FRACTION = re.compile(r"(?P<sign>[-+]?)(?:\\frac\{(-?\d+)\}\{(-?\d+)\}|(\d+)/(\d+)|(\d+):(?!\d\d$)(\d+))", re.ASCII)
+"""A fraction or a ratio; 2:40 may be a time of day, which is not 1:20, and 4:1 is compared as it is written."""
+_THOUSANDS = re.compile(r"[-+]?\d{1,3}(?:,\d{3})+(?:\.\d+)?", re.ASCII)
+_WITH_BASE = re.compile(r"([0-9][0-9A-Za-z]{0,99})_\{?([0-9]{1,2})\}?")
+
+_BRACKETED_MATRIX = re.compile(r"[\[(] ?\\begin.*\\end\{[a-zA-Z]+\} ?[\])]")
+_SYMBOLIC_SET = re.compile(r"\\(?:mathbb|emptyset|varnothing|setminus|cap)(?![A-Za-z])")
+_POWERS = {"^2": r"\^ ?\{?2|²|sq", "^3": r"\^ ?\{?3|³|cu"}
+_WORD = re.compile(r"[A-Za-z]{4,}|(?i:yes|no|odd)|[A-Za-z]|\([A-Za-z]\)")
+_RISING = {"<": "<", r"\lt": "<", "≤": "≤", r"\le": "≤", r"\leq": "≤", r"\leqslant": "≤"}
+_FALLING = {">": "<", r"\gt": "<", "≥": "≤", r"\ge": "≤", r"\geq": "≤", r"\geqslant": "≤"}
+_ORDER = re.compile(r"([<>≤≥]|\\(?:l|g)(?:t|e|eq|eqslant)(?![A-Za-z]))")
+_AND = re.compile(r",? ?\\text ?\{ ?,? ?(?:and|or) ?\}|,? \b(?:and|or)\b(?= )")
+_MATRIX = re.compile(r"\\begin\{(?P<kind>[bpvBV]?matrix|array)\}(?:\{[lcr|]*\})?(?P<body>.*)\\end\{(?P=kind)\}")
+
+
+def _equal(gold: str, answer: str, depth: int) -> bool | None:
+    if without_spaces(gold) == without_spaces(answer):
+        return True if gold else None
+    if r"\approx" in answer and r"\approx" not in gold:
+        return any_true(_equal(gold, side, depth) for side in exact_and_rounded(answer))
+    gold, answer = drop_label(gold, answer)
+    if (
+        len(sides(gold)) == 2
+        and number(without_spaces(bare(unlabelled(gold)))) is not None
+        and unlabelled(answer) == answer
+    ):
+        gold = unlabelled(gold)
+    golds, answers = values(gold), values(answer)
+    if (golds, answers) != ((gold,), (answer,)) and 1 in (len(sides(gold)), len(sides(answer))):
+        return any_true(_equal(x, y, depth) for x in golds for y in answers)
+    if units_differ(gold, answer):
+        return False
+    formulas = bare(gold), bare(answer)
+    a, b = map(without_spaces, formulas)
+    if a == b:
+        return True if a else None
+    words = a.strip("()").lower(), b.strip("()").lower()
+    if all(map(str.isalpha, words)) and (_WORD.fullmatch(a) or _WORD.fullmatch(b)):
+        return words[0] == words[1]
+    if ("%" in gold) != ("%" in answer):
+        percent, plain = formulas if "%" in gold else formulas[::-1]
+        return any_true(formulas_equal(plain, each) for each in (percent, f"({percent})/100"))
+    left, right = Shape.of(gold), Shape.of(answer)
+    if left.kind == right.kind == "value":
+        return formulas_equal(*formulas)
+    if left.kind in BRACKETS or right.kind in BRACKETS:
+        left, right = left.as_interval(), right.as_interval()
+    if left.clashes(right):
+        return False
+    if depth == 0:
+        return None
+    if left.kind != right.kind:
+        return _equal_across(left, right, depth)
+    if left.kind in ("list", "set", "union") and not (is_labelled(left) and not is_labelled(right)):
+        return _equal_in_any_order(left.parts, right.parts, depth - 1)
+    if len(left.parts) != len(right.parts):
+        return False
+    verdict = all_true(_equal(x, y, depth - 1) for x, y in zip(left.parts, right.parts, strict=True))
+    return verdict or (None if left.kind.startswith("order") else verdict)  # 2x < 6 is x < 3
+
+
+def _equal_across(gold: Shape, answer: Shape, depth: int) -> bool | None:
+    """Equality of different kinds: a list may be meant as a tuple, and is one with labels in order: "x = 3, y = 4"."""
+    if {gold.kind, answer.kind} == {"list", "()"}:
+        in_order = len(gold.parts) == len(answer.parts) and all_true(
+            _equal(x, y, depth - 1) for x, y in zip(gold.parts, answer.parts, strict=True)
+        )
+        labelled = gold if is_labelled(gold) else answer
+        if in_order and is_labelled(labelled):
+            labels = [sides(part)[0].strip() for part in labelled.parts]
+            return labels == sorted(labels)
+        return None if in_order is not False else False
+    return False if one_for_several(gold, answer) else None
+
+
+def _equal_in_any_order(gold: Sequence[str], answer: Sequence[str], depth: int) -> bool | None:
+    left, doubt = list(answer), False
+    if len(gold) != len(answer) or len(gold) > MAX_UNORDERED:
+        return None
+    for part in gold:
+        verdicts = [_equal(part, other, depth) for other in left]
+        if True in verdicts:
+            left.pop(verdicts.index(True))
+        elif None in verdicts:
+            doubt = True
+        else:
+            return False
+    return None if doubt else True
+
+
+def _units(answer: str) -> set[str]:
+    """The names of known units at the end, and the power of an area or volume."""
+    answer = answer.strip(" .").replace("°", r"^\circ")
+    if answer.endswith((r"^\circ", r"^{\circ}")):
+        return {"degree"}
+    found = UNIT.search(answer)
+    if found is None:
+        return set()
+    text = re.sub(r"\\[a-z]+", "", found.group().lower()).replace("mph", "miles hour")
+    words = re.findall(r"[a-z]+", text)
+    if not all(word in UNITS for word in words):
+        return set()
+    powers = {power for power, pattern in _POWERS.items() if re.search(pattern, text)}
+    names = {UNITS[word] for word in words} - {"unit"}
+    return names | powers if names else set()
+
+
+def _is_result(formula: str, result: str) -> bool:
+    """Whether a result follows an equals sign with right: an equal formula, or a decimal off by rounding only.
+
+    A decimal has no other decimal as its result, nor has anything a rounded whole number: "5.04 = 5.0" is wrong.
+    """
+    if formulas_equal(formula, result):
+        return True
+    value = number(without_spaces(result))
+    if value is None or value.denominator == 1 or _DECIMAL.fullmatch(without_spaces(formula)):
+        return False
+    return "." in result and _is_rounding(formula, result)
+
+
+def _is_rounding(formula: str, result: str) -> bool:
+    """Whether a decimal is within half a unit of its last place, or a whole number of its last digit but zeros."""
+    result = result.strip()
+    value = number(without_spaces(result))
+    if value is None or value == 0 or not _DECIMAL.fullmatch(result) or "e" in result.lower():
+        return False
+    _, point, places = result.partition(".")
+    zeros = len(result) - len(result.rstrip("0"))
+    unit = Fraction(1, 10 ** len(places)) if point else Fraction(10**zeros)
+    return formulas_equal(formula, result, tolerance=min(ROUNDED, unit / 2 / abs(value))) is True
+
+
+def _with_base(text: str) -> tuple[int, int] | None:
+    """Value and base of a number such as ``4210_7``."""
+    found = _WITH_BASE.fullmatch(text)
+    try:
+        return (int(found[1], int(found[2])), int(found[2])) if found else None
+    except ValueError:  # a digit that the base does not have
+        return None
+
+
+def _equal_in_base(gold: str, answer: str) -> bool | None:
+    """An answer may leave out the base, which the question asks for."""
+    left, right = _with_base(gold), _with_base(answer)
+    if left and right:
+        return left == right
+    if left:
+        return True if answer == gold.partition("_")[0] else None if number(answer) is None else False
+    value = number(gold)
+    return None if value is None else right is not None and value == right[0]
+
+
+def _is_one_bracket(answer: str) -> bool:
+    """Whether the first bracket is closed by the last character, whatever the kind of either."""
+    depth = 0
+    for at, character in enumerate(answer):
+        depth += (character in "([{") - (character in ")]}")
+        if depth == 0:
+            return at == len(answer) - 1
+    return False
+
+
+def _both_signs(part: str) -> tuple[str, ...]:
+    r"""``1 \pm x`` is two answers."""
+    if part.count(r"\pm") + part.count("±") != 1:
+        return (part,)
+    return tuple(part.replace(r"\pm", sign).replace("±", sign) for sign in "+-")

@@ -1,0 +1,300 @@
+"""From a row's ``data_source`` to the rewards that score it.
+
+A reward is named by a word of `SCORERS`, by ``module:function`` of your own, or is a function given to ``train`` (see
+`rewards`). ``reward.scorers`` maps patterns of data sources to one of them, or to a sum such as ``boxed +
+my.module:brevity``, in which ``reward.weights`` weighs each. Its first match decides. Without one come the functions
+given to ``train`` that it does not name, then suffixes (`SUFFIXES`), then `TABLE`. Patterns with a capital letter are
+matched as written, others without regard to case.
+"""
+
+import difflib
+import fnmatch
+import warnings
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+
+from tandemrl.config import ConfigError, RewardConfig
+from tandemrl.data.program_tests import parse_tests
+from tandemrl.data.rows import DataError, Row
+from tandemrl.rewards.functions import (
+    RESERVED,
+    RewardFunction,
+    Term,
+    call,
+    in_child,
+    in_process,
+    weighted,
+)
+from tandemrl.rewards.judge import rubric
+from tandemrl.rewards.math import answers, countdown, prime
+from tandemrl.rewards.math import boxed as math
+from tandemrl.rewards.protocol import Deferred, GraderError, Score, ScorerFunction
+
+
+def code(row: Row, text: str, options: RewardConfig) -> Deferred:
+    """The share of the row's tests that the program in the response passes, in a sandbox.
+
+    Raises:
+        DataError: the ground truth holds no tests.
+    """
+    parse_tests(row)
+    return Deferred("code", (row, text))
+
+
+def judged(row: Row, text: str, options: RewardConfig) -> Score | Deferred:
+    """A judge's opinion, after PRIME's grader has given its own."""
+    return follow(prime.prime(row, text, options), lambda rule: Deferred("judge", (row, text, rule)))
+
+
+def follow(first: Score | Deferred, then: Callable[[Score], Score | Deferred]) -> Score | Deferred:
+    """``then`` of a score, now or when it is there."""
+    if isinstance(first, Score):
+        return then(first)
+    return first._replace(then=lambda outcome: follow(first.then(outcome), then))
+
+
+SCORERS: dict[str, ScorerFunction] = {
+    "boxed": math.boxed,
+    "hendrycks": math.hendrycks,
+    "dapo": math.dapo,
+    "dapo_boxed": math.dapo_boxed,
+    "math_verify": math.math_verified,
+    "prime": prime.prime,
+    "gsm8k": answers.gsm8k,
+    "countdown": countdown.countdown,
+    "integer": answers.integer,
+    "exact_match": answers.exact_match,
+    "code": code,
+    "judge": judged,
+    "grade": rubric.grade_score,
+}
+
+SUFFIXES: dict[str, str] = {"*_tinyv*": "judge", "*_mathverify*": "math_verify", "*_prime*": "prime"}
+"""As in TinyV: how to verify, whatever the data."""
+
+TABLE: dict[str, str] = {
+    "openai/gsm8k": "gsm8k",
+    "synthetic/*": "boxed",
+    "deepscaler*": "boxed",
+    "agentica-org/deepscaler*": "boxed",
+    "math_dapo*": "dapo",
+    "OLYMPIAD_BENCH": "prime",
+    "MINERVA": "prime",
+    "MATH": "prime",
+    "AMC": "prime",
+    "AIME": "prime",
+    "math": "boxed",
+    "math500": "boxed",
+    "math-500": "boxed",
+    "huggingfaceh4/math-500": "boxed",
+    "lighteval/math": "boxed",
+    "digitallearninggmbh/math-lighteval": "boxed",
+    "*hendrycks_math": "boxed",
+    "aime*": "boxed",
+    "amc*": "boxed",
+    "math-ai/*": "boxed",
+    "matharena/*": "boxed",
+    "minerva*": "boxed",
+    "olympiad*": "boxed",
+    "gaokao*": "boxed",
+    "college_math": "boxed",
+    "*hardverify-math*": "judge",
+    "numina_*": "prime",
+    "codecontests": "code",
+    "apps": "code",
+    "codeforces": "code",
+    "taco": "code",
+    "*humaneval*": "code",
+    "grade": "grade",
+    "*countdown*": "countdown",
+    "*multiply*": "integer",
+    "*arithmetic*": "integer",
+    "searchr1_*": "exact_match",
+}
+"""The library's choice by data source; first match."""
+
+COMPAT: dict[str, dict[str, str]] = {
+    "verl": {
+        "math": "dapo",
+        "aime*": "dapo",
+        "lighteval/math": "hendrycks",
+        "digitallearninggmbh/math-lighteval": "hendrycks",
+        "huggingfaceh4/math-500": "hendrycks",
+    }
+}
+"""What ``reward.compat`` puts before `TABLE`."""
+
+
+Functions = Mapping[str, RewardFunction]
+"""Reward functions of this process, by name: those given to ``train``."""
+NO_FUNCTIONS: Functions = {}
+
+
+def terms_of(row: Row, options: RewardConfig, functions: Functions = NO_FUNCTIONS) -> tuple[Term, ...]:
+    """The rewards whose weighted sum scores a row's responses; mostly one.
+
+    Raises:
+        DataError: none is known; lists the known names.
+        GraderError: ``reward.scorers`` names something that cannot be imported, or a sum that does not add up.
+    """
+    pattern = _match(row.data_source, options.scorers)
+    names = _names(options.scorers[pattern]) if pattern is not None else _unplaced(options, functions)
+    for table in () if names else (SUFFIXES, COMPAT.get(options.compat, {}), TABLE):
+        pattern = _match(row.data_source, table)
+        if pattern is not None:
+            names = (table[pattern],)
+            break
+    if not names:
+        raise DataError(
+            f"row {row.example_id}: no scorer for data_source {row.data_source!r}; name one in reward.scorers, as "
+            f"{{{row.data_source}: NAME}} with NAME=module:function or one of {', '.join(SCORERS)}; or rename the data "
+            f"source to one of {', '.join([*TABLE, *SUFFIXES])}"
+        )
+    short = [_short(name) for name in names]
+    if len(names) > 1 or any(name in options.weights for name in short):
+        total = f"reward.scorers: {' + '.join(names)}"
+        if repeated := next((name for name in short if short.count(name) > 1), None):
+            raise GraderError(f"{total}: two rewards are called {repeated}; rename a function")
+        if taken := next((name for name in short if name in RESERVED), None):
+            raise GraderError(f"{total}: {taken} is a part of every score; rename the function")
+    return tuple(
+        Term(name, options.weights.get(name, 1.0), _scorer(path, functions))
+        for name, path in zip(short, names, strict=True)
+    )
+
+
+def check_rewards(
+    sources: Iterable[str],
+    options: RewardConfig,
+    functions: Functions = NO_FUNCTIONS,
+    *,
+    stated: Collection[str] | None = None,
+) -> None:
+    """Refuse rewards that would not be used: a pattern that is the first match of no data source, a function that
+    scores none, a weight of no reward. All rewards that are used are imported.
+
+    Args:
+        sources: the ``data_source`` of the rows that were read.
+        stated: dotted keys such as ``reward.scorers.mydata`` that have to be of use; None = all. The other patterns and
+            weights come from a config that was written for other data: a pattern of no use is a warning.
+
+    Raises:
+        ConfigError: a pattern, a weight or a function is of no use; names it and what is there.
+        GraderError: a reward cannot be imported, or a function goes by the name of another reward.
+    """
+    sources = sorted(set(sources))
+    for name in functions:
+        if name in SCORERS or name in RESERVED or not name.isidentifier():
+            kind = "no name" if not name.isidentifier() else "a name of the library's"
+            raise GraderError(f"reward {name!r} is {kind}; give the function one of its own: reward={{'my_reward': …}}")
+
+    matches = {source: _match(source, options.scorers) for source in sources}
+    for pattern, rewards in options.scorers.items():
+        if pattern in matches.values():
+            for name in _names(rewards):
+                _scorer(name, functions)
+            continue
+        key = f"reward.scorers.{pattern}"
+        message = f"{key}={rewards}: {_why_unused(pattern, sources, options)}"
+        if stated is None or key in stated:
+            raise ConfigError(message)
+        warnings.warn(message, stacklevel=3)
+
+    unplaced = _unplaced(options, functions)
+    if unplaced and None not in matches.values():
+        raise ConfigError(f"reward {unplaced[0]}: scores no row: reward.scorers has a reward for every data_source")
+    known = {_short(name) for name in reward_names(options)} | set(functions)
+    for name in options.weights:
+        key = f"reward.weights.{name}"
+        if name not in known and (stated is None or key in stated):
+            close = difflib.get_close_matches(name, known, n=1)
+            hint = f"did you mean {close[0]}? " if close else ""
+            raise ConfigError(
+                f"{key}: no reward of that name; {hint}Names come from reward.scorers and train(reward=…): "
+                f"{', '.join(sorted(known)) or 'there are none'}"
+            )
+
+
+def reward_names(options: RewardConfig) -> list[str]:
+    """Every name in ``reward.scorers``, once."""
+    return list(dict.fromkeys(name for rewards in options.scorers.values() for name in _names(rewards)))
+
+
+def score_text(row: Row, text: str, options: RewardConfig | None = None) -> Score:
+    r"""Score one response here and now. May run for ever on hostile LaTeX: see `scoring.Scorer`.
+
+    Raises:
+        DataError: no scorer is known for the row's ``data_source``.
+        GraderError: math-verify is needed and not installed, or the row needs a sandbox or a judge.
+
+    Example:
+        >>> score_text(Row("a", (), "math500", r"\frac{1}{2}", {}), r"So it is \boxed{0.5}.").value
+        1.0
+    """
+    options = options or RewardConfig()
+    terms = terms_of(row, options)
+    return weighted(terms, [_settled(term.score(row, text, options), row) for term in terms])
+
+
+def _settled(result: Score | Deferred, row: Row) -> Score:
+    while isinstance(result, Deferred):
+        if result.kind != "symbolic":
+            raise GraderError(f"row {row.example_id}: data_source {row.data_source!r} is scored by a Scorer only")
+        result = result.then(call(*result.payload))
+    return result
+
+
+def _scorer(name: str, functions: Functions) -> ScorerFunction:
+    """The function that a name stands for.
+
+    Raises:
+        GraderError: it stands for none, or cannot be imported.
+    """
+    if name in SCORERS:
+        return SCORERS[name]
+    if name in functions:
+        return in_process(name, functions[name])
+    if ":" in name:
+        return in_child(name)
+    mine = f", given to train: {', '.join(functions)}" if functions else ""
+    raise GraderError(
+        f"reward.scorers: {name!r} is neither module:function nor one of the library's scorers, which are "
+        f"{', '.join(SCORERS)}{mine}"
+    )
+
+
+def _names(rewards: str) -> tuple[str, ...]:
+    """The names in a sum such as ``boxed + my.module:brevity``."""
+    return tuple(name.strip() for name in rewards.split("+"))
+
+
+def _short(name: str) -> str:
+    """What a reward is called in ``reward.weights`` and in the metrics: of ``module:function`` the function."""
+    return name.rpartition(":")[2]
+
+
+def _unplaced(options: RewardConfig, functions: Functions) -> tuple[str, ...]:
+    """The functions that score whatever row ``reward.scorers`` leaves to them: those that it does not name."""
+    placed = reward_names(options)
+    return tuple(name for name in functions if name not in placed)
+
+
+def _match(data_source: str, patterns: Iterable[str]) -> str | None:
+    """The first pattern that a data source matches."""
+    for pattern in patterns:
+        source = data_source.strip() if pattern != pattern.lower() else data_source.strip().lower()
+        if fnmatch.fnmatchcase(source, pattern):
+            return pattern
+    return None
+
+
+def _why_unused(pattern: str, sources: Sequence[str], options: RewardConfig) -> str:
+    for source in sources:
+        if _match(source, [pattern]) is not None:
+            first = _match(source, options.scorers)
+            return f"never used: {source!r} matches {first!r} first; put the narrower pattern first"
+    close = difflib.get_close_matches(pattern, sources, n=1, cutoff=0.0)
+    hint = f"; did you mean {close[0]}?" if close else ""
+    return (
+        f"no row matches; the data sources are {', '.join(sources)}{hint} (a pattern is the whole data_source, with * "
+        "for any characters)"
+    )

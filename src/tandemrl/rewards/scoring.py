@@ -1,0 +1,357 @@
+"""Scoring of whole batches: cheap items here, the rest in processes that are killed when they hang. No torch.
+
+The protocol of scorers (`Score`, `Deferred`) is in `tandemrl.rewards.protocol`, their choice in `routing`.
+"""
+
+import contextlib
+import json
+import math
+import os
+import pickle
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from itertools import islice
+from multiprocessing.connection import wait
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from tandemrl.config import RewardConfig
+from tandemrl.data.rows import Row
+from tandemrl.distributed.watchdog import stamp
+from tandemrl.rewards.functions import RewardFunction, Term, weighted
+from tandemrl.rewards.math.boxed import require_math_verify
+from tandemrl.rewards.protocol import Deferred, GraderError, Lost, Score
+from tandemrl.rewards.routing import check_rewards, terms_of
+
+WORKER = (sys.executable, "-P", "-m", "tandemrl.rewards.worker")
+START_LIMIT_S = 120.0
+ORPHAN_GRACE_S = 30.0
+TASKS_PER_WORKER = 8
+"""A further process is worth its start (half a second of imports) for about this many comparisons."""
+MAX_ROUNDS = 8
+"""A scorer may defer this often in a row."""
+
+Coder = Callable[[Row, str], Score]
+"""Scores a response by running its program: ``code.score_code`` with a sandbox."""
+Judging = Callable[[Sequence[tuple[Row, str, Score]]], list[Score]]
+"""Scores a batch of (row, response, score by the rules): ``rubric.JudgePool``."""
+
+
+class Scorer:
+    """Scores responses in order; ``reward.timeout_s`` is a hard limit per item, from any thread.
+
+    Scorers run in this process as far as they are cheap; what they defer is settled by four pools (see `protocol`).
+    The symbolic pool's processes are started when first needed; one that hangs or dies is killed and replaced. Such an
+    item scores 0, with the part ``timeout`` or ``failure`` set to 1, and is counted in ``timeouts`` or ``failures``.
+
+    Args:
+        code: scores rows whose ``data_source`` is code; called in threads.
+        judge: scores rows that a judge has to see, a whole batch at a time.
+        functions: reward functions of this process by name; see `routing` for the rows that they score.
+        worker: command of a scoring process (see `worker.serve`).
+
+    Raises:
+        GraderError: math-verify is not installed, or ``reward.workers`` is below 1.
+
+    Example:
+        >>> from tandemrl.data.rows import Row
+        >>> with Scorer(RewardConfig()) as scorer:
+        ...     [score.value for score in scorer.score([(Row("a", (), "math500", "7", {}), r"\\boxed{7}")])]
+        [1.0]
+    """
+
+    def __init__(
+        self,
+        reward: RewardConfig,
+        *,
+        code: Coder | None = None,
+        judge: Judging | None = None,
+        functions: Mapping[str, RewardFunction] | None = None,
+        worker: Sequence[str] = WORKER,
+    ) -> None:
+        if reward.workers is not None and reward.workers < 1:
+            raise GraderError(f"reward.workers must be at least 1, or null to choose, got {reward.workers}")
+        require_math_verify()
+        self.functions = dict(functions or {})
+        self.timeouts = 0
+        self.failures = 0
+        self._reward = reward
+        self._code = code
+        self._judge = judge
+        self._processes = _Processes(reward, worker)
+        self._terms: dict[str, tuple[Term, ...]] = {}
+        self._lock = threading.Lock()
+
+    def check(
+        self, rows: Iterable[Row], *, sources: Iterable[str] | None = None, stated: Collection[str] | None = None
+    ) -> None:
+        """Refuse rows that cannot be scored, and rewards that would score none, before anything is generated.
+
+        Args:
+            sources: every ``data_source`` that was read; None = those of ``rows``.
+            stated: see `routing.check_rewards`.
+
+        Raises:
+            ConfigError: a pattern, a weight or a function of the rewards is of no use.
+            DataError: a row's ``data_source`` has no scorer, or its ground truth is not what the scorer needs.
+            GraderError: one needs a sandbox or a judge that is not there, or its scorer cannot be imported.
+        """
+        rows = list(rows)
+        read = [row.data_source for row in rows] if sources is None else sources
+        check_rewards(read, self._reward, self.functions, stated=stated)
+        for row in rows:
+            for term in self._terms_of(row):
+                pending = term.score(row, "", self._reward)
+                if isinstance(pending, Deferred):
+                    self._pool(pending.kind, row)
+
+    def score(self, items: Sequence[tuple[Row, str]]) -> list[Score]:
+        """One score per (row, response), in the order given.
+
+        Raises:
+            DataError: a row's ``data_source`` has no scorer.
+            GraderError: a pool or a reward function is broken, or every one of several items hung or crashed.
+        """
+        terms = [self._terms_of(row) for row, _ in items]
+        tasks = [(i, term) for i, each in enumerate(terms) for term in each]  # a reward of an item
+        found = [term.score(*items[i], self._reward) for i, term in tasks]
+        with self._lock:
+            settled, lost = self._settle(found, [items[i] for i, _ in tasks])
+            if len({tasks[task][0] for task in lost}) == len(items) > 1:
+                raise GraderError(
+                    f"none of {len(items)} responses could be scored: all hung for {self._reward.timeout_s} s or "
+                    "crashed; raise reward.timeout_s if the machine is slow"
+                )
+            rest = iter(settled)
+            scores = [weighted(each, list(islice(rest, len(each)))) for each in terms]
+            self.timeouts += sum("timeout" in score.parts for score in scores)
+            self.failures += sum("failure" in score.parts for score in scores)
+        return scores
+
+    def close(self) -> None:
+        """End the scoring processes; the next `score` starts new ones."""
+        with self._lock:
+            self._processes.close()
+
+    def __enter__(self) -> "Scorer":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _terms_of(self, row: Row) -> tuple[Term, ...]:
+        if row.data_source not in self._terms:
+            self._terms[row.data_source] = terms_of(row, self._reward, self.functions)
+        return self._terms[row.data_source]
+
+    def _settle(self, found: list[Score | Deferred], items: Sequence[tuple[Row, str]]) -> tuple[list[Score], set[int]]:
+        """Let the pools answer what is deferred, and what those answers defer again.
+
+        Returns:
+            the scores, and the places of those that are lost: the process hung or died.
+        """
+        lost: set[int] = set()
+        for _ in range(MAX_ROUNDS):
+            waiting: dict[str, list[int]] = {}
+            for i, item in enumerate(found):
+                if isinstance(item, Deferred):
+                    waiting.setdefault(item.kind, []).append(i)
+            for kind, places in waiting.items():
+                if kind == "judge" and len(waiting) > 1:
+                    continue  # asked once per batch, when all that may lead to it is settled
+                pending = [item for i in places if isinstance(item := found[i], Deferred)]
+                outcomes = self._pool(kind, items[places[0]][0])([item.payload for item in pending])
+                for i, item, outcome in zip(places, pending, outcomes, strict=True):
+                    found[i] = item.then(outcome)
+                    if isinstance(outcome, Lost) and isinstance(found[i], Score):
+                        lost.add(i)
+            if not waiting:
+                break
+        scores = [item for item in found if isinstance(item, Score) and math.isfinite(item.value)]
+        if len(scores) < len(items):
+            bad = next(i for i, item in enumerate(found) if not (isinstance(item, Score) and math.isfinite(item.value)))
+            raise GraderError(
+                f"row {items[bad][0].example_id}: its scorer gave no finite score but {found[bad]!r:.300}"
+            )
+        return scores, lost
+
+    def _pool(self, kind: str, row: Row) -> Callable[[Sequence[tuple[Any, ...]]], Sequence[Any]]:
+        """What settles a kind of deferred scores."""
+        if kind == "symbolic":
+            return self._processes.call
+        if kind == "function":
+            return _call_here
+        if kind == "code" and self._code is not None:
+            return self._run_code
+        if kind == "judge" and self._judge is not None:
+            return self._judge
+        missing = {
+            "code": "a sandbox to run programs in; give the Scorer code=…",
+            "judge": "a judge; set judge.url to an OpenAI-compatible endpoint or judge.model to a model's folder",
+        }[kind]
+        raise GraderError(f"row {row.example_id}: scoring data_source {row.data_source!r} needs {missing}")
+
+    def _run_code(self, payloads: Sequence[tuple[Row, str]]) -> list[Score]:
+        assert self._code is not None
+        with ThreadPoolExecutor(self._reward.workers or _cores()) as threads:
+            scores = []
+            for score in threads.map(self._code, *zip(*payloads, strict=True)):
+                scores.append(score)
+                stamp()
+            return scores
+
+
+def _call_here(payloads: Sequence[tuple[Callable[[], Any]]]) -> list[Any]:
+    results = []
+    for (call,) in payloads:
+        results.append(call())
+        stamp()
+    return results
+
+
+class _Processes:
+    """Child processes that call functions by name; an answer is a JSON value, or `Lost`."""
+
+    def __init__(self, reward: RewardConfig, command: Sequence[str]) -> None:
+        self._reward = reward
+        self._command = tuple(command)
+        self._workers: list[_Worker] = []
+
+    def call(self, payloads: Sequence[tuple[Any, ...]]) -> list[Any]:
+        """What ``module:function`` returns for its arguments, for each payload; equal ones are computed once."""
+        keys = [pickle.dumps((payload, self._reward.timeout_s + ORPHAN_GRACE_S)) for payload in payloads]
+        tasks = list(dict.fromkeys(keys))
+        answers = dict(zip(tasks, self._work(tasks), strict=True))
+        return [answers[key] for key in keys]
+
+    def close(self) -> None:
+        while self._workers:
+            self._workers.pop().kill()
+
+    def _work(self, tasks: Sequence[bytes]) -> list[Any]:
+        """Deal the tasks to idle workers until each has an outcome."""
+        outcomes: list[Any] = [Lost("failure")] * len(tasks)
+        waiting = deque(range(len(tasks)))
+        most = self._reward.workers or max(1, min(_cores(), math.ceil(len(tasks) / TASKS_PER_WORKER)))
+        for dead in [worker for worker in self._workers if not worker.running()]:
+            self._dismiss(dead)
+        try:
+            while waiting or any(worker.task is not None for worker in self._workers):
+                self._employ(waiting, most, tasks)
+                active = {worker.fileno(): worker for worker in self._workers if worker.deadline < math.inf}
+                nearest = min(worker.deadline for worker in active.values())
+                answered = wait(list(active), timeout=max(0.0, nearest - time.monotonic()))
+                now = time.monotonic()
+                for descriptor, worker in active.items():
+                    task = worker.task
+                    if descriptor in answered:
+                        outcome = worker.receive()
+                    elif now >= worker.deadline:
+                        outcome = worker.abandon()
+                    else:
+                        continue
+                    if not worker.alive:
+                        self._dismiss(worker)
+                    if task is not None and worker.task is None:
+                        outcomes[task] = outcome
+                        stamp()
+        except BaseException:  # an interrupted worker would answer the next batch with this one's outcome
+            self.close()
+            raise
+        return outcomes
+
+    def _employ(self, waiting: deque[int], most: int, tasks: Sequence[bytes]) -> None:
+        """Give idle workers the next tasks, and start as many workers as the rest is worth."""
+        for worker in self._workers:
+            if waiting and worker.deadline == math.inf:
+                task = waiting.popleft()
+                worker.send(task, tasks[task], self._reward.timeout_s)
+        starting = sum(worker.task is None for worker in self._workers)
+        for _ in range(min(most - len(self._workers), len(waiting) - starting)):
+            self._workers.append(_Worker(self._command))
+
+    def _dismiss(self, worker: "_Worker") -> None:
+        """Remove a worker that hung or died; one that never got ready means that none will."""
+        self._workers.remove(worker)
+        last_words = worker.kill()
+        if not worker.ready:
+            raise GraderError(f"scoring process `{' '.join(self._command)}` did not start: {last_words}")
+
+
+class _Worker:
+    """One scoring process. ``deadline`` is infinite while it is idle; ``task`` is what it is working on."""
+
+    def __init__(self, command: Sequence[str]) -> None:
+        path = dict.fromkeys([str(Path(__file__).parents[3]), *filter(None, sys.path)])
+        self._errors = tempfile.TemporaryFile()  # noqa: SIM115 - closed in kill()
+        self._process = subprocess.Popen(
+            command,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self._errors,
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(path)},
+            bufsize=0,
+        )
+        self._received = b""
+        self.ready = False
+        self.alive = True
+        self.task: int | None = None
+        self.deadline = time.monotonic() + START_LIMIT_S
+
+    def fileno(self) -> int:
+        assert self._process.stdout is not None
+        return self._process.stdout.fileno()
+
+    def running(self) -> bool:
+        return self._process.poll() is None
+
+    def send(self, task: int, pickled: bytes, limit_s: float) -> None:
+        assert self._process.stdin is not None
+        self.task, self.deadline = task, time.monotonic() + limit_s
+        left = memoryview(pickled)
+        with contextlib.suppress(BrokenPipeError):  # it just died: `receive` will find that out
+            while left:
+                left = left[self._process.stdin.write(left) :]
+
+    def receive(self) -> Any:
+        """The outcome, once its line is complete; `Lost` if there is none because of an error or a death."""
+        part = os.read(self.fileno(), 2**16)
+        self._received += part
+        self.alive = part != b""
+        if self.alive and not part.endswith(b"\n"):
+            return None
+        self.task, self.deadline = None, math.inf
+        line, self._received = self._received, b""
+        self.ready = self.ready or self.alive
+        if not self.alive:
+            return Lost("failure")
+        reply = json.loads(line)
+        if not isinstance(reply, dict) or "error" in reply:
+            return Lost("failure", str(reply["error"]) if isinstance(reply, dict) else str(reply))
+        return reply["result"]
+
+    def abandon(self) -> Lost:
+        """Give up on a worker whose deadline has passed."""
+        self.alive, self.task = False, None
+        return Lost("timeout")
+
+    def kill(self) -> str:
+        """End the process; returns the end of what it wrote to stderr, or its exit status."""
+        self._process.kill()
+        self._process.communicate()
+        with self._errors as errors:
+            errors.seek(0)
+            return errors.read().decode(errors="replace").strip()[-500:] or f"exit status {self._process.returncode}"
+
+
+def _cores() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

@@ -1,0 +1,26 @@
+"""One scorer per process, used as if they were one: responses are dealt out, scores are gathered."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from tandemrl.config import RewardConfig
+from tandemrl.data.rows import Row
+from tandemrl.distributed.world import World, merge, share
+from tandemrl.rewards.judge.rubric import JudgePool
+from tandemrl.rewards.protocol import Score
+from tandemrl.rewards.scoring import Scorer
+
+
+class SpreadScorer(Scorer):
+    """A ``Scorer`` over the scorers of all processes; all of them must make the same calls. What the judges failed to
+    score is counted over the whole batch."""
+
+    def __init__(self, world: World, reward: RewardConfig, *, judge: JudgePool | None = None, **options: Any) -> None:
+        super().__init__(reward, judge=None if judge is None else judge.score_part, **options)
+        self._world, self._judges = world, judge
+
+    def score(self, items: Sequence[tuple[Row, str]]) -> list[Score]:
+        scores = merge(self._world.gather(super().score(share(items, self._world))))
+        if self._judges is not None:
+            self._judges.check(scores)
+        return scores

@@ -1,0 +1,111 @@
+"""The rollouts of a step, and, with ``train.async_steps: 1``, those of the next one in the making.
+
+Overlap costs freshness: the completions of step k + 1 are written while step k is learnt from, by the weights that step
+k began with, one update older than in the synchronous loop. ``Completion.policy_version`` says so for each of them, and
+truncated importance sampling corrects for it (``losses.importance_weights``).
+"""
+
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from types import TracebackType
+from typing import Any, NamedTuple, Self
+
+import torch
+
+from tandemrl.distributed.watchdog import WATCHDOG
+from tandemrl.rollout.collect import Written
+from tandemrl.rollout.engine import Completion, Draws
+from tandemrl.training.run import Run
+
+
+class _Pending(NamedTuple):
+    step: int
+    examples: list[int]
+    written: Future[Written]
+
+
+class Ahead:
+    """Rollouts step by step: ``take(step)``, then, to overlap, ``start(step + 1)``.
+
+    Args:
+        write: (step, numbers of the examples) -> their completions; called in a thread after ``start``.
+    """
+
+    def __init__(self, run: Run, write: Callable[[int, list[int]], Written]) -> None:
+        self._run, self._write = run, write
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="rollout")
+        self._pending: _Pending | None = None
+
+    def take(self, step: int) -> Written:
+        """The rollouts of ``step``: those that were started, or new ones.
+
+        Raises:
+            EngineError, TrainError: what stopped them.
+        """
+        if self._pending is None:
+            return self._write(step, self._draw())
+        pending, self._pending = self._pending, None
+        assert pending.step == step
+        return _finished(pending)
+
+    def start(self, step: int) -> None:
+        """Begin with the rollouts of ``step``. Until ``wait``, the engine must be left alone."""
+        assert self._pending is None
+        examples = self._draw()
+        self._pending = _Pending(step, examples, self._thread.submit(self._write, step, examples))
+
+    def wait(self) -> None:
+        """Until the engine is free."""
+        if self._pending is not None:
+            _finished(self._pending)
+
+    def state_dict(self) -> dict[str, Any] | None:
+        """What is finished and not taken, as plain values; the completions come from weights that are gone."""
+        if self._pending is None:
+            return None
+        written = _finished(self._pending)
+        return {
+            "step": self._pending.step,
+            "examples": self._pending.examples,
+            "draws": list(written.draws),
+            "completions": [[_plain(completion) for completion in group] for group in written.completions],
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any] | None) -> None:
+        """Inverse of ``state_dict``."""
+        if state is None:
+            return
+        prompts = [self._run.prompts[i] for i in state["examples"]]
+        completions = [[_completion(line) for line in group] for group in state["completions"]]
+        done: Future[Written] = Future()
+        done.set_result(Written(prompts, completions, Draws(*state["draws"])))
+        self._pending = _Pending(state["step"], list(state["examples"]), done)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._pending is not None and not self._pending.written.done():
+            self._run.engine.abort()
+        self._thread.shutdown(wait=True)
+
+    def _draw(self) -> list[int]:
+        return self._run.sampler.next(self._run.config.train.prompts_per_step)
+
+
+def _finished(pending: _Pending) -> Written:
+    """The rollouts, after a wait in which the thread's work is this one's."""
+    with WATCHDOG.shared():
+        return pending.written.result()
+
+
+def _plain(c: Completion) -> dict[str, Any]:
+    channels = {name: torch.from_numpy(getattr(c, name)) for name in ("tokens", "author", "behaviour_logprobs")}
+    return {"key": c.key, "stop_reason": c.stop_reason, "policy_version": c.policy_version, **channels}
+
+
+def _completion(line: Mapping[str, Any]) -> Completion:
+    values: dict[str, Any] = {k: v.numpy() if isinstance(v, torch.Tensor) else v for k, v in line.items()}
+    return Completion(**values)

@@ -1,0 +1,588 @@
+"""Atomic checkpoints, HF exports, and what makes a resumed run the same run.
+
+A checkpoint is ``state.pt`` (plain data), ``tensors/`` (models and optimisers, see ``dcp``; every process writes its
+share), ``config.yaml`` and ``meta.json`` (with the hashes of the others, see ``manifest``). It appears under its name
+when all of it is on disk (see ``atomic``). Where one process fails, all raise; rank 0 makes and renames the folder.
+"""
+
+import errno
+import fcntl
+import io
+import json
+import platform
+import random
+import re
+import shutil
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, TypeVar
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.checkpoint.api import CheckpointException
+
+from tandemrl.config import Config, ConfigError, difference, to_yaml
+from tandemrl.config import load as load_yaml
+from tandemrl.distributed.world import World
+from tandemrl.files import NEW, begin, drop, publish, versions, write_directory
+from tandemrl.models.lora import merged_parameters
+from tandemrl.training import manifest
+from tandemrl.training import sharded_state as dcp
+from tandemrl.training.manifest import CheckpointError as CheckpointError
+from tandemrl.training.manifest import DamagedError as DamagedError
+from tandemrl.training.sharded_state import Trained as Trained
+
+FORMAT = 3
+"""Of a checkpoint. 1 held the tensors of the policy and its optimiser in ``state.pt``; 2 had no hashes."""
+_READABLE = (2, FORMAT)
+_T = TypeVar("_T")
+_STEP = re.compile(r"step_(\d+)")
+_CONTENT = ("state.pt", "tensors", "config.yaml", "meta.json")
+_FREE_TO_CHANGE = {
+    "output_dir",
+    "train.save_every",
+    "train.eval_every",
+    "train.keep_checkpoints",
+    "train.log_samples",
+    "train.wandb",
+    "train.wandb_project",
+    "train.async_save",
+    "train.profile",
+    "parallel.dp_replicate",
+    "parallel.dp_shard",
+    "parallel.tp",
+    "parallel.sp",
+    "parallel.offload",
+    "parallel.timeout_s",
+    "judge.url",
+    "judge.api_key_env",
+    "judge.backoff_s",
+    "judge.timeout_s",
+    "judge.concurrency",
+    "judge.max_failure_rate",
+}
+
+
+# Checkpoints --------------------------------------------------------------------------------------------------------
+
+
+def save(
+    output_dir: str | Path,
+    step: int,
+    state: Mapping[str, Any],
+    config: Config,
+    keep: int,
+    *,
+    parts: Mapping[str, Trained] | None = None,
+    world: World = World(),  # noqa: B008 - frozen
+    background: bool = False,
+) -> Path:
+    """Write ``output_dir/checkpoints/step_N``, then drop all but the newest ``keep``. Every process calls it.
+
+    Args:
+        state: plain data, the same in all processes; rank 0's is written.
+        parts: models and optimisers by name, sharded or not.
+        background: return when all tensors are copied to host memory; a thread writes them. The folder appears when
+            all of it is on disk; the next ``save``, or ``wait``, raises what went wrong. One save is in flight at most.
+
+    Returns:
+        The folder.
+
+    Raises:
+        CheckpointError: on every process. The state holds something other than tensors, numbers, strings and
+            containers of them; this step is already saved; a process cannot write (its disk is full, it does not see
+            output_dir). Earlier checkpoints stay.
+    """
+    global _in_flight
+    wait()
+    parts = parts or {}
+    path = Path(output_dir, "checkpoints", f"step_{step}")
+    plain = {"format": FORMAT, "state": dict(state), "optimizers": dcp.settings_of(parts)}
+    _require_plain(plain["state"], "state")
+    _require_plain(plain["optimizers"], "optimizers")
+    tensors = dcp.tensors_of(parts)
+    buffer = io.BytesIO()
+    torch.save(plain, buffer)
+    files = {
+        "state.pt": buffer.getvalue(),
+        "config.yaml": to_yaml(config).encode(),
+    }
+    meta = {"step": step, "processes": world.size, "versions": versions()}
+    writing = _Writing(path, files, meta, tensors, keep, world)
+    writing.begin()
+    if not background:
+        writing.finish()
+        return path
+    if world.size > 1:
+        writing.group = _own_group(dist.group.WORLD, config.parallel.timeout_s)
+    writing.tensors = dcp.on_host(tensors)
+    _in_flight = _THREAD.submit(writing.finish)
+    return path
+
+
+def wait() -> None:
+    """Wait for the checkpoint that is being written in the background, if any. Every process calls it before it ends.
+
+    Raises:
+        CheckpointError: it could not be written; once.
+    """
+    global _in_flight
+    if _in_flight is not None:
+        future, _in_flight = _in_flight, None
+        future.result()
+
+
+_in_flight: Future[None] | None = None
+_THREAD = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
+
+
+@lru_cache(maxsize=1)
+def _own_group(everybody: dist.ProcessGroup, timeout: float) -> dist.ProcessGroup:
+    """A group for the thread: the main thread's collectives must not meet its own."""
+    return dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout))
+
+
+@dataclass(eq=False)
+class _Writing:
+    """One checkpoint on its way to the disk. group: of the collectives; None is everybody's."""
+
+    path: Path
+    files: Mapping[str, bytes]
+    meta: Mapping[str, Any]
+    tensors: Mapping[str, Tensor]
+    keep: int
+    world: World
+    group: dist.ProcessGroup | None = None
+
+    @property
+    def hidden(self) -> Path:
+        return self.path.with_name(f"{NEW}{self.path.name}")
+
+    def begin(self) -> None:
+        """Make the hidden folder."""
+        self._together(self._make)
+
+    def finish(self) -> None:
+        """Write into it, and put it in place."""
+        try:
+            hashes = self._together(self._fill)
+            self._together(lambda: self._put({name: value for each in hashes for name, value in each.items()}))
+        finally:
+            self.tensors = {}
+
+    def _make(self) -> None:
+        if self.world.main:
+            if self.path.exists() and not _is_empty(self.path):
+                advice = "resume from the newest checkpoint, or discard_after() first"
+                advice = advice if is_checkpoint(self.path) else "it holds no checkpoint; move it elsewhere"
+                raise CheckpointError(f"{self.path} exists already: {advice}")
+            begin(self.path)
+
+    def _fill(self) -> dict[str, str]:
+        """Write this process's files; returns their hashes."""
+        _find(self.hidden, self.world)
+        hashes = {}
+        if self.tensors:
+            written = dcp.write(self.hidden / "tensors", self.tensors, alone=self.world.size == 1, group=self.group)
+            hashes = {f"tensors/{name}": value for name, value in written.items()}
+        if self.world.main:
+            for name, content in self.files.items():
+                (self.hidden / name).write_bytes(content)
+                hashes[name] = manifest.hash_of(content)
+        return hashes
+
+    def _put(self, hashes: Mapping[str, str]) -> None:
+        if self.world.main:
+            (self.hidden / "meta.json").write_text(json.dumps({**self.meta, "files": hashes}, indent=1))
+            publish(self.path)
+            for older in _steps(self.path.parent)[: -self.keep]:
+                try:
+                    drop(older)
+                except OSError as error:
+                    raise CheckpointError(f"{older}: cannot be removed ({error}); {self.path} is complete") from error
+
+    def _together(self, act: Callable[[], _T]) -> list[_T]:
+        """Do something in every process; where one fails, all raise the same, and nothing hidden is left.
+
+        Returns:
+            what it gave in each process.
+
+        What ends a process (KeyboardInterrupt, SystemExit) is passed on, and leaves its traces to ``recover``.
+        """
+        result, failure, cause, lost = None, None, None, False
+        try:
+            result = act()
+        except (Exception, CheckpointException) as error:
+            rank, cause = _cause(error, self.world.rank)
+            if not isinstance(cause, Exception):
+                raise cause from None
+            lost = cause is error and isinstance(error, RuntimeError) and not isinstance(error, CheckpointError)
+            needed = _bytes(self.tensors.values()) + sum(map(len, self.files.values()))
+            failure = _explain(cause, self.path, needed, f"process {rank}: " if self.world.size > 1 else "")
+        try:
+            results = self.world.gather((result, failure), self.group)
+        except RuntimeError as error:
+            if failure is None or lost:
+                failure = f"{self.path}: not written: a process is gone or hangs ({_brief(error)})"
+            raise CheckpointError(failure) from error
+        if first := next((failure for _, failure in results if failure), None):
+            if self.world.main:
+                shutil.rmtree(self.hidden, ignore_errors=True)
+            raise CheckpointError(first) from cause
+        return [result for result, _ in results]
+
+
+def _explain(error: Exception, path: Path, needed: int, who: str = "") -> str:
+    """Why ``path``, of ``needed`` bytes, could not be written, and what to do about it."""
+    if isinstance(error, CheckpointError):
+        return str(error)
+    try:
+        free = shutil.disk_usage(path.parent).free
+    except OSError:
+        free = needed
+    # torch's writer reports a full disk as a RuntimeError of its own
+    full = error.errno in (errno.ENOSPC, errno.EDQUOT) if isinstance(error, OSError) else free < needed
+    if not full:
+        return f"{path}: not written ({who}{type(error).__name__}: {_brief(error)}). What was there before is untouched"
+    return (
+        f"{path}: not written, the disk is full ({who}{_brief(error)}). It takes {needed / 1e9:.3g} GB, "
+        f"{free / 1e9:.3g} GB are free: free space in {path.parent.parent} (hf/step_*, older checkpoints), lower "
+        "train.keep_checkpoints, or move output_dir. What was there before is untouched"
+    )
+
+
+def _bytes(tensors: Iterable[Tensor]) -> int:
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+
+
+def _cause(error: BaseException, rank: int) -> tuple[int, BaseException]:
+    """The first process that failed, and why."""
+    if isinstance(error, CheckpointException) and error.failures:
+        first = min(error.failures)
+        return first, error.failures[first][0]
+    return rank, error
+
+
+def _find(folder: Path, world: World, seconds: float = 20.0) -> None:
+    """Wait for a folder that rank 0 made: network file systems take a while to show it."""
+    end = time.monotonic() + seconds
+    while not folder.is_dir():
+        if time.monotonic() > end:
+            raise CheckpointError(
+                f"{folder}: made by process 0, but process {world.rank} on {platform.node()} does not see it: "
+                "output_dir must be on a file system that all nodes share"
+            )
+        time.sleep(0.1)
+
+
+def _brief(error: BaseException) -> str:
+    return " ".join(str(error).split())[:300]
+
+
+@contextmanager
+def lock(output_dir: str | Path) -> Iterator[None]:
+    """Hold a run's folder: a second process that writes there would tear its files.
+
+    Raises:
+        CheckpointError: another process holds it.
+    """
+    folder = Path(output_dir)
+    folder.mkdir(parents=True, exist_ok=True)
+    with open(folder / ".lock", "w") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            raise CheckpointError(f"{folder}: another process is training there; choose another output_dir") from None
+        yield
+
+
+def latest(output_dir: str | Path) -> Path | None:
+    """The checkpoint with the highest step, or None."""
+    found = _steps(Path(output_dir, "checkpoints"))
+    return found[-1] if found else None
+
+
+def older(path: str | Path) -> list[Path]:
+    """The checkpoints in the same folder whose step is lower, newest first; none for a folder of another name."""
+    if not _STEP.fullmatch(Path(path).name):
+        return []
+    return [other for other in reversed(_steps(Path(path).parent)) if step_of(other) < step_of(path)]
+
+
+def step_of(path: str | Path) -> int:
+    """The step of a checkpoint folder, from its name.
+
+    Raises:
+        CheckpointError: the folder is not called step_N.
+    """
+    match = _STEP.fullmatch(Path(path).name)
+    if match is None:
+        raise CheckpointError(f"{path}: not a checkpoint folder; expected …/checkpoints/step_N")
+    return int(match.group(1))
+
+
+def load(path: str | Path, world: World = World()) -> dict[str, Any]:  # noqa: B008 - frozen
+    """The state of one checkpoint, tensors on the CPU. Nothing in the file can execute code (``weights_only``).
+
+    Raises:
+        CheckpointError: there is no readable checkpoint at ``path``, or it has another format.
+        DamagedError: its file is not as it was written.
+    """
+    return in_every_process(lambda: _read_state(Path(path))["state"], path, world)
+
+
+def load_parts(path: str | Path, parts: Mapping[str, Trained], world: World = World()) -> None:  # noqa: B008
+    """Fill models and optimisers, in place, from a checkpoint of any mesh. Every process calls it.
+
+    Raises:
+        CheckpointError: on every process: the checkpoint is not readable, or not of these models and optimisers.
+        DamagedError: likewise: a file is missing, added or not as it was written. Nothing has been filled then.
+    """
+    folder = Path(path)
+    in_every_process(lambda: _verify_tensors(folder, world), path, world)
+    in_every_process(
+        lambda: dcp.read(folder / "tensors", parts, _read_state(folder)["optimizers"], alone=world.size == 1),
+        path,
+        world,
+    )
+
+
+def verify(path: str | Path) -> None:
+    """Read all of a checkpoint, in one process.
+
+    Raises:
+        CheckpointError: it cannot be read, or is not as it was written.
+    """
+    load(path)
+    load_config(path)
+    _verify_tensors(Path(path), World())
+
+
+def in_every_process(act: Callable[[], _T], path: str | Path, world: World) -> _T:
+    """Read something at ``path`` in every process; where one fails, all raise the same."""
+    result, failure = None, None
+    try:
+        result = act()
+    except (Exception, CheckpointException) as error:
+        _, cause = _cause(error, world.rank)
+        if not isinstance(cause, Exception):
+            raise cause from None
+        known = isinstance(cause, CheckpointError)
+        failure = cause if known else DamagedError(f"{path}: not readable: {_brief(cause)}")
+    if first := next(filter(None, world.gather(failure)), None):
+        raise first
+    return result  # type: ignore[return-value]  # there is one, as nothing failed
+
+
+def _verify_tensors(path: Path, world: World) -> None:
+    """Compare this process's share of the files with their hashes. Of format 2 there are none."""
+    hashes = {name: value for name, value in manifest.read_hashes(path).items() if name.startswith("tensors/")}
+    if hashes:
+        manifest.refuse_others(path, "tensors/*.distcp", hashes)
+    manifest.verify(path, {name: hashes[name] for name in sorted(hashes)[world.rank :: world.size]})
+
+
+def _read_state(path: Path) -> dict[str, Any]:
+    file = path / "state.pt"
+    if not file.is_file():
+        if is_checkpoint(path):
+            raise DamagedError(f"{file}: missing, but the checkpoint was written with it")
+        raise CheckpointError(f"{path}: no checkpoint there (state.pt is missing); expected …/checkpoints/step_N")
+    content = manifest.read_bytes(file)
+    try:
+        found = torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
+    except Exception as error:
+        raise DamagedError(f"{file}: not readable: {_brief(error)}") from error
+    version = found.get("format", 1) if isinstance(found, dict) else None
+    if version not in _READABLE:
+        raise CheckpointError(
+            f"{file}: format {version}, this version of tandemrl reads {' and '.join(map(str, _READABLE))}: finish the "
+            "run with the version that meta.json names, or start again from its export (hf/step_N as model.senior) in "
+            "another output_dir"
+        )
+    if version == FORMAT and not manifest.read_hashes(path):
+        raise DamagedError(f"{path / 'meta.json'}: missing, or without the hashes that it was written with")
+    return found
+
+
+def load_config(path: str | Path) -> Config:
+    """The resolved config that a checkpoint was written with.
+
+    Raises:
+        CheckpointError: config.yaml is missing or does not fit this version of the library.
+    """
+    file = Path(path, "config.yaml")
+    if not file.is_file():
+        raise CheckpointError(f"{path}: config.yaml is missing; not a checkpoint")
+    manifest.read_bytes(file)
+    try:
+        return load_yaml(file)
+    except ConfigError as error:
+        raise CheckpointError(f"written by another version of tandemrl? {error}") from None
+
+
+def discard_after(output_dir: str | Path, step: int) -> None:
+    """Remove the checkpoints and exports later than ``step``: a run that goes back must not find its abandoned future.
+    What has another name, or is no checkpoint, stays."""
+    for path in [*reversed(_steps(Path(output_dir, "checkpoints"))), *_numbered(Path(output_dir, "hf"))]:
+        if step_of(path) > step:
+            drop(path)
+
+
+def check_resume(stored: Config, current: Config) -> None:
+    """Refuse to continue a run under another config; it would be neither run.
+
+    ``train.steps`` may grow (under a constant learning rate), and what only decides where and how often things are
+    written may change.
+
+    Raises:
+        CheckpointError: names every key that differs, with both values.
+    """
+    changed = {key: pair for key, pair in difference(stored, current).items() if not _may_change(key, pair[0])}
+    if current.train.steps > stored.train.steps and current.train.schedule == "constant":
+        changed.pop("train.steps", None)
+    if changed:
+        listing = ", ".join(f"{key} (checkpoint {old!r}, now {new!r})" for key, (old, new) in changed.items())
+        raise CheckpointError(
+            f"the config differs from the checkpoint's: {listing}. Restore these values, or start over in another "
+            "output_dir"
+        )
+
+
+def _may_change(key: str, stored: Any) -> bool:
+    """Functions are compared by signature; what a config from before they were recorded lacks, ``run.identity`` has."""
+    if key.startswith("functions."):
+        return stored is None or not key.endswith(".signature")
+    return key in _FREE_TO_CHANGE
+
+
+def _steps(folder: Path) -> list[Path]:
+    """Checkpoints, whole or what damage left of them, in the order of their steps."""
+    return [path for path in _numbered(folder) if is_checkpoint(path)]
+
+
+def _numbered(folder: Path) -> list[Path]:
+    """The directories called step_N, in the order of their steps."""
+    found = [path for path in folder.glob("step_*") if _STEP.fullmatch(path.name) and path.is_dir()]
+    return sorted(found, key=step_of)
+
+
+def is_checkpoint(path: Path) -> bool:
+    """Whether anything of a checkpoint is in a directory; a config.yaml alone is a run's."""
+    return any((path / name).exists() for name in _CONTENT if name != "config.yaml")
+
+
+def _is_empty(path: Path) -> bool:
+    return path.is_dir() and not any(path.iterdir())
+
+
+def _require_plain(value: Any, where: str) -> None:
+    if value is None or isinstance(value, bool | int | float | str | torch.Tensor):
+        return
+    if isinstance(value, Mapping):
+        for key, item in value.items():
+            _require_plain(item, f"{where}[{key!r}]")
+    elif isinstance(value, list | tuple):
+        for i, item in enumerate(value):
+            _require_plain(item, f"{where}[{i}]")
+    else:
+        raise CheckpointError(
+            f"{where} is a {type(value).__name__}; a checkpoint holds tensors, numbers, strings, lists and dicts only"
+        )
+
+
+# Random state and exports ---------------------------------------------------------------------------------------------
+
+
+def rng_state() -> dict[str, Any]:
+    """The global generators of Python, NumPy and torch (CUDA where it is in use) as plain values."""
+    name, keys, position, has_gauss, gauss = np.random.get_state(legacy=True)  # noqa: NPY002 - the global one, on purpose
+    cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
+    return {
+        "python": random.getstate(),
+        "numpy": [name, np.asarray(keys).tolist(), int(position), int(has_gauss), float(gauss)],
+        "torch": torch.get_rng_state(),
+        "cuda": cuda,
+    }
+
+
+def restore_rng(state: Mapping[str, Any]) -> None:
+    """Inverse of ``rng_state``."""
+    version, internal, gauss = state["python"]
+    random.setstate((version, tuple(internal), gauss))
+    name, keys, position, has_gauss, cached = state["numpy"]
+    np.random.set_state((name, np.asarray(keys, dtype=np.uint32), position, has_gauss, cached))  # noqa: NPY002
+    torch.set_rng_state(state["torch"])
+    if state["cuda"]:
+        torch.cuda.set_rng_state_all(state["cuda"])
+
+
+def export_hf(
+    model: Any,
+    tokenizer: Any,
+    path: str | Path,
+    dtype: str | None = None,
+    *,
+    world: World = World(),  # noqa: B008 - frozen
+) -> Path:
+    """Write model (adapters merged) and tokenizer as one HF folder, in one step, in ``dtype`` (None: as it is).
+
+    Every process calls it, with its part of the model; rank 0 gathers the weights in host memory and writes.
+
+    Raises:
+        CheckpointError: on every process, if rank 0 cannot write.
+    """
+    weights = _whole_weights(model, None if dtype is None else getattr(torch, dtype), keep=world.main)
+    failure = None
+    try:
+        if world.main:
+            write_directory(Path(path), lambda folder: _save_pretrained(model, tokenizer, weights, folder))
+    except Exception as error:
+        failure = _explain(error, Path(path), _bytes(weights.values()))
+        shutil.rmtree(Path(path).with_name(f"{NEW}{Path(path).name}"), ignore_errors=True)
+        if world.size == 1:
+            raise CheckpointError(failure) from error
+    if failure := world.agreed(failure):
+        raise CheckpointError(failure)
+    return Path(path)
+
+
+def _whole_weights(model: Any, dtype: torch.dtype | None, *, keep: bool) -> dict[str, Tensor]:
+    """Parameters, adapters merged, and saved buffers of a model as one process would have them, on the CPU, tied ones
+    once. All processes have to gather; {} for those that do not ``keep``."""
+
+    def here(value: Tensor) -> Tensor:
+        return value.detach().to("cpu", dtype if value.is_floating_point() else None)
+
+    held = model.state_dict(keep_vars=True)  # first: it makes FSDP take its parameters apart again
+    weights = {name: here(value) for name, value in held.items() if not isinstance(value, nn.Parameter)} if keep else {}
+    for name, value in merged_parameters(model):
+        if keep:
+            weights[name] = here(value)
+    return weights
+
+
+def _save_pretrained(model: Any, tokenizer: Any, weights: dict[str, Tensor], folder: Path) -> None:
+    """``save_pretrained`` with these weights, whose dtype the config then names."""
+    from transformers.utils import logging
+
+    bars = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()  # they would break into the console of the run
+    own = model.config.dtype
+    try:
+        model.save_pretrained(folder, state_dict=dict(weights))
+        model.config.dtype = next((value.dtype for value in weights.values() if value.is_floating_point()), own)
+        model.config.save_pretrained(folder)  # save_pretrained names the model's own dtype
+    finally:
+        model.config.dtype = own
+        if bars:
+            logging.enable_progress_bar()
+    tokenizer.save_pretrained(folder)

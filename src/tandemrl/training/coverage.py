@@ -1,0 +1,134 @@
+"""Which lines of ``metrics.jsonl`` and ``samples.jsonl`` a checkpoint covers, and whether they are still there.
+
+Each line has its ``step``, and steps do not fall. A checkpoint covers the lines of its step and all before: their
+number, their size and their SHA-256. A resume needs just these lines and drops what follows them.
+"""
+
+import hashlib
+import json
+import os
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from tandemrl.training.manifest import DamagedError
+
+FILES = ("metrics.jsonl", "samples.jsonl")
+_CHUNK = 1 << 20
+_STEP = re.compile(rb'\{"step": (\d+)[,}]')
+
+
+@dataclass(eq=False)
+class Coverage:
+    """The covered lines at the beginning of one file. It grows by reading what is new, so nothing is read twice.
+
+    size: in bytes.
+    """
+
+    file: Path
+    size: int = 0
+    lines: int = 0
+    digest: Any = field(default_factory=hashlib.sha256)
+
+    def extend(self, step: int) -> None:
+        """Cover all whole lines up to those of ``step``."""
+        if not self.file.is_file():
+            return  # what was covered stays covered: a resume will miss it
+        with open(self.file, "rb") as content:
+            content.seek(self.size)
+            for line in content:
+                found = _STEP.match(line)
+                if not line.endswith(b"\n") or (found and int(found[1]) > step):
+                    return
+                self.digest.update(line)
+                self.size += len(line)
+                self.lines += 1
+
+    def to_plain(self) -> dict[str, int | str]:
+        """As a checkpoint stores it."""
+        return {"size": self.size, "lines": self.lines, "sha256": self.digest.hexdigest()}
+
+    def drop_rest(self) -> None:
+        """Cut the file after the covered lines."""
+        if self.file.is_file() and self.file.stat().st_size > self.size:
+            with open(self.file, "r+b") as content:
+                content.truncate(self.size)
+                os.fsync(content.fileno())
+
+
+def restored(file: Path, stored: Mapping[str, Any], step: int) -> Coverage:
+    """The coverage that a checkpoint stored, once the lines in ``file`` have turned out to be those lines.
+
+    Args:
+        step: of the checkpoint; says what may be lost.
+
+    Raises:
+        DamagedError: lines are missing, torn or changed; says which.
+    """
+    coverage = Coverage(file, size=int(stored["size"]), lines=int(stored["lines"]))
+    left = coverage.size
+    if file.is_file():
+        with open(file, "rb") as content:
+            while left and (chunk := content.read(min(left, _CHUNK))):
+                coverage.digest.update(chunk)
+                left -= len(chunk)
+    if left or coverage.digest.hexdigest() != stored["sha256"]:
+        raise DamagedError(f"{file}: {_loss(coverage, step)}")
+    return coverage
+
+
+def of_step(file: Path, step: int) -> Coverage:
+    """The lines up to those of ``step`` as they are, for a checkpoint that does not know what they were.
+
+    Raises:
+        DamagedError: a line before a later step's is not a record, or there is none of the step.
+    """
+    coverage = Coverage(file)
+    coverage.extend(step)
+    if loss := _gaps(coverage, step):
+        raise DamagedError(f"{file}: {loss}")
+    return coverage
+
+
+def begins_after(file: Path, step: int) -> bool:
+    """Whether a file holds no line of ``step`` or before: it is missing, empty, or of a run that began there."""
+    if not file.is_file():
+        return True
+    with open(file, "rb") as content:
+        first = content.readline()
+    found = _STEP.match(first)
+    return not first or (found is not None and int(found[1]) > step)
+
+
+def _loss(coverage: Coverage, step: int) -> str:
+    """What is wrong with the covered lines, in words."""
+    if not coverage.file.is_file():
+        return f"missing, with the {coverage.lines} lines of step {step} and before"
+    return _gaps(coverage, step) or f"the lines of step {step} and before are not those that were written"
+
+
+def _gaps(coverage: Coverage, step: int) -> str:
+    """Lines that are no records and steps without a line, in words; "" if there are none."""
+    steps: set[int] = set()
+    bad, whole = 0, False
+    if coverage.file.is_file():
+        with open(coverage.file, "rb") as content:
+            for number, line in enumerate(content, 1):
+                try:
+                    found = int(json.loads(line)["step"])
+                except (ValueError, KeyError, TypeError):
+                    found = 0
+                if not found or not line.endswith(b"\n"):
+                    bad, whole = number, line.endswith(b"\n")
+                    break
+                if found > step:
+                    break
+                steps.add(found)
+    missing = [str(s) for s in range(min(steps, default=1), step + 1) if s not in steps]
+    parts = [f"line {bad} is torn or damaged"] if bad and (missing or whole) else []
+    if missing:
+        shown = ", ".join(missing[:5]) + (f", … ({len(missing)})" if len(missing) > 5 else "")
+        parts.append(f"no readable line of step {shown}")
+    return "; ".join(parts)

@@ -1,0 +1,172 @@
+"""What can go wrong from outside (a scheduler's signal, no memory, a dead process), as messages that say what to do.
+
+Everything here is for the loop in ``train``: a signal ends the run after the step that it came in, with a checkpoint;
+an error in a step names the step and the phase.
+"""
+
+import os
+import re
+import signal
+import threading
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from types import FrameType
+from typing import Any, Self
+
+import torch
+import torch.distributed as dist
+
+from tandemrl.distributed.world import World
+from tandemrl.training.profiling import Clock
+
+SIGNALS = (signal.SIGTERM, signal.SIGINT)
+
+
+class Stopped(SystemExit):
+    """The run ended early and in order, because of a signal; the exit code is the shell's for that signal."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__(128 + number)
+
+
+class OutOfMemoryError(RuntimeError):
+    """The device or the host has no memory left; the message names the settings that need less of it."""
+
+
+class LostProcessError(RuntimeError):
+    """Another process of the run died or did not answer in time; the message names the step and the phase."""
+
+
+# -------------------------------------------------------------------------------------------------------------- signals
+
+
+class Signals:
+    """Notes the first SIGTERM or SIGINT inside a ``with`` block and leaves the second to the handler from before, which
+    ends the process at once. Outside of the main thread, where Python handles no signals, it notes nothing.
+
+    Example:
+        >>> with Signals() as signals:
+        ...     signal.raise_signal(signal.SIGTERM)
+        ...     signals.received
+        15
+    """
+
+    def __init__(self) -> None:
+        self.received = 0
+        self._owner = os.getpid()
+        self._before: dict[signal.Signals, Any] = {}
+
+    def __enter__(self) -> Self:
+        if threading.current_thread() is threading.main_thread():
+            self._before = {number: signal.signal(number, self._note) for number in SIGNALS}
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._restore()
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        self._restore()
+        if os.getpid() != self._owner:  # a fork has no step to finish
+            signal.raise_signal(number)
+            return
+        self.received = number
+        line = f"{signal.Signals(number).name}: the run stops after this step and saves it; again: at once\n"
+        os.write(2, line.encode())  # print() could meet itself here
+
+    def _restore(self) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+        self._before = {}
+
+
+def agreed_signal(received: int, world: World) -> int:
+    """The signal that any process has received, 0 for none: all processes must stop after the same step."""
+    return max(world.gather(received))
+
+
+# --------------------------------------------------------------------------------------------------------------- errors
+
+_NO_MEMORY = re.compile(r"out of memory|can't allocate memory|cannot allocate memory|not enough memory", re.IGNORECASE)
+_LOST = re.compile(
+    r"connection (closed|reset|refused)|broken pipe|timed out|timeout|peer|heartbeat|remote process exited",
+    re.IGNORECASE,
+)
+LESS_MEMORY = {
+    "rollout": "a smaller rollout.max_rows or rollout.max_tokens",
+    "eval": "a smaller rollout.max_rows or eval.max_tokens",
+    "update": "a smaller train.tokens_per_micro_batch, model.gradient_checkpointing=true, "
+    "model.activation_offload=true, model.dtype=bfloat16, or more processes with parallel.dp_shard",
+}
+"""Outermost phase -> what to change when there is no memory in it."""
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether a device (CUDA) or the host ran out of memory. torch raises a plain RuntimeError for the host; an error
+    class of this library has said what is wrong, such as a judge that is out of memory elsewhere."""
+    if isinstance(error, torch.OutOfMemoryError | MemoryError):
+        return True
+    return type(error) is RuntimeError and _NO_MEMORY.search(str(error)) is not None
+
+
+def is_lost_process(error: BaseException) -> bool:
+    """Whether a collective failed because another process is gone, or did not come within the time-out."""
+    if not isinstance(error, RuntimeError):
+        return False
+    if isinstance(error, dist.DistError):
+        return True
+    # gloo's failures are plain RuntimeErrors that start with the place in its source
+    return "gloo" in str(error) and _LOST.search(str(error)) is not None
+
+
+def explained(error: Exception, *, step: int, phase: str, world: World, timeout_s: float) -> Exception:
+    """The error to raise instead of one that a step ended in: it names the step and the phase, and what to change.
+
+    Args:
+        phase: where the error came from, outermost first, such as ``update/forward_backward``.
+
+    Returns:
+        an error of this module where the cause is known, else ``error`` itself, which then says where it happened.
+    """
+    where = f"step {step}, {phase or 'between phases'}"
+    first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+    if is_out_of_memory(error):
+        advice = LESS_MEMORY.get(phase.partition("/")[0], "a smaller batch")
+        return OutOfMemoryError(f"{where}: out of memory. It needs {advice}. ({first})")
+    if world.size > 1 and is_lost_process(error):
+        return LostProcessError(
+            f"{where}: process {world.rank} of {world.size} lost another one: it died, and its own message says why, "
+            f"or it did not come within parallel.timeout_s={timeout_s:g}. Start the run again to resume from the last "
+            f"checkpoint; torchrun --max-restarts does so by itself. ({first})"
+        )
+    if type(error).__module__.startswith("tandemrl.") and len(error.args) == 1:  # shown as one line, without notes
+        error.args = (f"{where}: {error}",)
+    else:
+        error.add_note(where)
+    return error
+
+
+@contextmanager
+def told(step: int, clock: Clock, world: World, timeout_s: float) -> Iterator[None]:
+    """Errors inside come out ``explained``."""
+    try:
+        yield
+    except Exception as error:
+        found = explained(error, step=step, phase=clock.where, world=world, timeout_s=timeout_s)
+        if found is error:
+            raise
+        raise found from error
+
+
+class Steps:
+    """Whether any of some optimisers has changed weights since ``mark``: if not, they are those of the last step."""
+
+    def __init__(self, optimizers: Iterable[torch.optim.Optimizer]) -> None:
+        self.taken = False
+        for optimizer in optimizers:
+            optimizer.register_step_pre_hook(self._note)
+
+    def mark(self) -> None:
+        self.taken = False
+
+    def _note(self, *_: object) -> None:
+        self.taken = True

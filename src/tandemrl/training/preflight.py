@@ -1,0 +1,331 @@
+"""What a run needs, held against this machine before any weight is loaded. ``run.build`` begins with it, and
+``tandemrl train --dry-run`` is nothing else."""
+
+import importlib.util
+import math
+import shutil
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import torch
+from huggingface_hub import try_to_load_from_cache
+from huggingface_hub.errors import HFValidationError
+from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedTokenizerBase
+
+from tandemrl.config import Config, ConfigError
+from tandemrl.data.loading import load_rows
+from tandemrl.data.program_tests import Stdin
+from tandemrl.data.rows import DataError, Prompt, Row, encode_prompts
+from tandemrl.distributed.watchdog import stamp
+from tandemrl.files import hint
+from tandemrl.models.attention import ModelError
+from tandemrl.models.loading import load_tokenizer, resolve_device, vocabulary_check
+from tandemrl.models.pretrained import CONFIG, check_folder, is_local, refusal
+from tandemrl.rewards import routing
+from tandemrl.rewards.code.sandbox import Sandbox
+from tandemrl.rewards.functions import RewardFunction
+from tandemrl.rewards.judge.rubric import Judge
+from tandemrl.rewards.scoring import Scorer
+from tandemrl.rollout.vllm import require_vllm
+from tandemrl.training.checkpoint import CheckpointError, is_checkpoint, latest, step_of
+
+FLOAT32, BFLOAT16 = 4, 2
+"""Bytes per parameter."""
+ADAM_STATE = 2
+"""Numbers that the optimiser keeps per parameter."""
+
+
+class NotHereError(Exception):
+    """Something is not on this machine yet and was not to be downloaded; the message names it."""
+
+
+@dataclass(frozen=True)
+class Preflight:
+    """What a run reads before its weights: tokenizer, rows and prompts, each when first asked for, and once.
+
+    downloads: fetch tokenizers, model configurations and data from the hub where they are not on this machine; without
+    it they are a ``NotHereError``. functions: rewards that were passed to ``train``.
+    """
+
+    config: Config
+    downloads: bool = True
+    functions: Mapping[str, RewardFunction] | None = None
+
+    @property
+    def checks(self) -> dict[str, Callable[[], str]]:
+        """By subject, in order: a function that returns what it has seen, in a few words.
+
+        They raise ConfigError, DataError, ModelError, GraderError, JudgeError, SandboxError or OSError for what is
+        wrong, and NotHereError for what cannot be said without a download.
+        """
+        config, model = self.config, self.config.model
+        models = {"model.senior": model.senior, "model.junior": model.junior, "model.critic": model.critic}
+        if config.judge.url is None:
+            models["judge.model"] = config.judge.model
+        named = {key: path for key, path in models.items() if path is not None}
+        return {
+            "model.device": self.devices,
+            "packages": self.packages,
+            **{key: lambda path=path: self.model(path) for key, path in named.items()},  # type: ignore[misc]  # a default
+            "vocabularies": self.vocabularies,
+            "data.train": self.train_data,
+            **({"data.eval": self.heldout_data} if config.train.eval_every else {}),
+            "rewards": self.rewards,
+            **({"judge.url": self.endpoint} if config.judge.url is not None else {}),
+            "output_dir": self.space,
+        }
+
+    def require(self) -> "Preflight":
+        """All checks, the first that fails as its error; returns itself."""
+        for check in self.checks.values():
+            check()
+            stamp()
+        return self
+
+    # ----------------------------------------------------------------------------------------------------- what is read
+
+    @cached_property
+    def tokenizer(self) -> PreTrainedTokenizerBase:
+        return self._tokenizer(self.config.model.senior)
+
+    @cached_property
+    def rows(self) -> list[Row]:
+        return self._rows(self.config.data.train)
+
+    @cached_property
+    def heldout_rows(self) -> list[list[Row]]:
+        """By source of ``data.eval``; none without ``train.eval_every``."""
+        return [self._rows([source]) for source in self.config.data.eval] if self.config.train.eval_every else []
+
+    @cached_property
+    def prompts(self) -> tuple[list[Prompt], int]:
+        """Of ``data.train``, and how many rows were dropped as too long.
+
+        Raises:
+            DataError: fewer are left than a step takes.
+        """
+        config = self.config
+        prompts, dropped = self._encoded(self.rows)
+        if len(prompts) < config.train.prompts_per_step:
+            raise DataError(
+                f"data.train: {len(prompts)} usable rows (data.max_prompt_tokens={config.data.max_prompt_tokens}) are "
+                f"fewer than train.prompts_per_step={config.train.prompts_per_step}"
+            )
+        return prompts, dropped
+
+    @cached_property
+    def heldout(self) -> list[Prompt]:
+        """The first ``eval.train_problems`` prompts of every source."""
+        most = self.config.eval.train_problems
+        return [prompt for rows in self.heldout_rows for prompt in self._encoded(rows)[0][:most]]
+
+    # ------------------------------------------------------------------------------------------------------- the checks
+
+    def devices(self) -> str:
+        device = resolve_device(self.config.model.device)
+        present = torch.cuda.device_count()
+        if device.type == "cuda" and (device.index or 0) >= present:
+            raise ConfigError(f"model.device={device}: this machine has {present} CUDA device(s)")
+        return str(device)
+
+    def packages(self) -> str:
+        config = self.config
+        needed = {
+            ("model.lora.rank", "peft", "lora"): config.model.lora.rank > 0,
+            ("model.liger", "liger_kernel", "liger"): config.model.liger,
+            ("train.wandb", "wandb", "wandb"): config.train.wandb != "disabled",
+        }
+        if config.rollout.engine == "vllm":
+            require_vllm("rollout.engine=vllm")
+        for (key, package, extra), is_needed in needed.items():
+            if is_needed and importlib.util.find_spec(package) is None:
+                raise ConfigError(f"{key} needs {package}, which is not installed: pip install 'tandemrl[{extra}]'")
+        found = [package for (_, package, _), is_needed in needed.items() if is_needed]
+        return ", ".join([*(["vllm"] if config.rollout.engine == "vllm" else []), *found]) or "no optional ones needed"
+
+    def model(self, path: str) -> str:
+        """A model's configuration, and the size it says; no weights."""
+        shape = self._skeleton(path)
+        context = getattr(shape.config.get_text_config(), "max_position_embeddings", None)
+        limit = f", context {context}" if context else ""
+        return f"{path}: {type(shape).__name__}, {_size(shape):,} parameters{limit}"
+
+    def vocabularies(self) -> str:
+        model = self.config.model
+        for other, path in (("junior", model.junior), ("critic", model.critic)):
+            if path is not None:
+                vocabulary_check(self.tokenizer, self._tokenizer(path), other=other)
+        return f"{len(self.tokenizer)} tokens"
+
+    def train_data(self) -> str:
+        rows = len(self.rows)  # what is wrong with the files comes before what is wrong with the tokenizer
+        prompts, dropped = self.prompts
+        self._fits(prompts)
+        left_out = f", {dropped} left out as longer than data.max_prompt_tokens" if dropped else ""
+        return f"{rows} rows{left_out}; the longest prompt has {max(len(prompt.tokens) for prompt in prompts)} tokens"
+
+    def heldout_data(self) -> str:
+        rows = sum(map(len, self.heldout_rows))
+        return f"{rows} rows, of which {len(self.heldout)} are used"
+
+    def rewards(self) -> str:
+        """Every row that is used has a scorer and what that needs."""
+        config = self.config
+        rows = [prompt.row for prompt in [*self.prompts[0], *self.heldout]]
+        judged = config.judge.url is not None or config.judge.model is not None
+        read = [*self.rows, *chain.from_iterable(self.heldout_rows)]
+        judging = _unused if judged else None
+        with Scorer(config.reward, code=_unused, judge=judging, functions=self.functions) as scorer:
+            # Without evaluation the rows of data.eval are not read: what only they would use is no mistake.
+            stated = None if config.train.eval_every or not config.data.eval else ()
+            scorer.check(rows, sources={row.data_source for row in read}, stated=stated)
+        sources = {row.data_source: row for row in rows}
+        terms = [
+            term for row in sources.values() for term in routing.terms_of(row, config.reward, self.functions or {})
+        ]
+        if any(term.score is routing.code for term in terms):
+            with Sandbox(config.sandbox) as sandbox:
+                sandbox.run("", Stdin(""))
+            return f"{', '.join(sources)}; the sandbox starts"
+        return ", ".join(sources)
+
+    @cached_property
+    def judge(self) -> Judge | None:
+        """The endpoint of ``judge.url``, which has answered; None without one."""
+        if self.config.judge.url is None:
+            return None
+        from tandemrl.rewards.judge.http import HttpEngine
+
+        return HttpEngine(self.config.judge)
+
+    def endpoint(self) -> str:
+        assert self.judge is not None
+        return f"{self.config.judge.url} serves {self.judge.model}"
+
+    def space(self) -> str:
+        """The disk of ``output_dir`` has room for the next checkpoints and export; a warning if not for all to come."""
+        config, output = self.config, Path(self.config.output_dir)
+        if output.exists() and not output.is_dir():
+            raise ConfigError(f"output_dir={output}: a file; expected a folder, which may be missing")
+        place = next(folder for folder in (output, *output.absolute().parents) if folder.is_dir())
+        free = shutil.disk_usage(place).free + sum(file.stat().st_size for file in output.rglob("*") if file.is_file())
+        newest = latest(output)
+        done = 0 if newest is None else step_of(newest)
+        saves = max(0, math.ceil(config.train.steps / config.train.save_every) - done // config.train.save_every)
+        exported = FLOAT32 if config.model.dtype == "float32" else BFLOAT16
+        policy = _size(self._skeleton(config.model.senior))
+        trained = 0 if config.model.lora.rank else policy  # adapters are small beside the exports
+        if config.loss.recipe == "ppo":
+            trained += _size(self._skeleton(config.model.critic or config.model.senior))
+        checkpoints = min(saves, config.train.keep_checkpoints + 1) * trained * FLOAT32 * (1 + ADAM_STATE)
+        export = policy * exported
+        first = checkpoints + (min(saves, 1) + (1 if config.train.eval_every else 0)) * export
+        total = first + max(0, saves - 1) * export
+        there = f"{free / 1e9:.1f} GB free in {place}"
+        if first > free:
+            raise ConfigError(
+                f"output_dir={output}: checkpoints and the first export need {first / 1e9:.2f} GB, {there}; choose "
+                "another disk or a smaller train.keep_checkpoints"
+            )
+        if total > free:
+            warnings.warn(
+                f"output_dir={output}: {there}, but with every export in hf/ the run needs {total / 1e9:.0f} GB; they "
+                "are never removed: choose a larger train.save_every, or move old ones away as it goes on",
+                stacklevel=2,
+            )
+        return f"{total / 1e9:.2f} GB for checkpoints and exports, {there}"
+
+    # -----------------------------------------------------------------------------------------------------------------
+
+    def _here(self, path: str) -> None:
+        """Raises:
+        NotHereError: a hub id that is not in the cache, where nothing is to be downloaded.
+        """
+        check_folder(path)
+        if self.downloads or is_local(path):
+            return
+        try:
+            if isinstance(try_to_load_from_cache(path, CONFIG), str):
+                return
+        except HFValidationError:
+            check_folder(Path(path).absolute())  # no hub id either: no such folder
+        raise NotHereError(f"{path} is not on this machine yet; train downloads it")
+
+    def _tokenizer(self, path: str) -> PreTrainedTokenizerBase:
+        self._here(path)
+        try:
+            return load_tokenizer(path, download=self.downloads)
+        except ModelError:
+            if self.downloads or is_local(path):
+                raise
+            raise NotHereError(f"the tokenizer of {path} is not on this machine yet; train downloads it") from None
+
+    def _rows(self, sources: Sequence[str]) -> list[Row]:
+        if remote := [source for source in sources if source.startswith("hf:") and not self.downloads]:
+            raise NotHereError(f"{', '.join(remote)} is read from the hub")
+        return load_rows(sources)
+
+    def _encoded(self, rows: Sequence[Row]) -> tuple[list[Prompt], int]:
+        data = self.config.data
+        return encode_prompts(rows, self.tokenizer, max_prompt_tokens=data.max_prompt_tokens, suffix=data.prompt_suffix)
+
+    def _fits(self, prompts: Sequence[Prompt]) -> None:
+        """Prompt and completion fit into the context of the models that read them."""
+        model, new = self.config.model, self.config.rollout.max_tokens
+        solo = self.config.selection.strategy == "solo" and self.config.loss.junior_kl_coef == 0
+        longest = max(prompts, key=lambda prompt: len(prompt.tokens))
+        for key, path in (("model.senior", model.senior), ("model.junior", None if solo else model.junior)):
+            shape = None if path is None else self._configuration(path).get_text_config()
+            context = getattr(shape, "max_position_embeddings", None) or math.inf
+            if len(longest.tokens) + new > context:
+                raise ConfigError(
+                    f"row {longest.row.example_id}: its {len(longest.tokens)} tokens and rollout.max_tokens={new} "
+                    f"exceed the context of {key}, {context} tokens; lower data.max_prompt_tokens, which drops such "
+                    "rows, or rollout.max_tokens"
+                )
+
+    def _configuration(self, path: str) -> PretrainedConfig:
+        self._here(path)
+        try:
+            return AutoConfig.from_pretrained(path, trust_remote_code=False, local_files_only=not self.downloads)
+        except (OSError, ValueError, KeyError, RuntimeError) as error:
+            raise refusal("model", path, error) from None
+
+    def _skeleton(self, path: str) -> Any:
+        """The model without its weights, on the meta device."""
+        configuration = self._configuration(path)
+        try:
+            with torch.device("meta"):
+                return AutoModelForCausalLM.from_config(configuration, trust_remote_code=False)
+        except (ValueError, KeyError, RuntimeError) as error:
+            raise refusal("model", path, error) from None
+
+
+def check_resume(resume: str, output_dir: str | Path) -> str:
+    """``--resume``, which is auto, never or the folder of a checkpoint.
+
+    Raises:
+        CheckpointError: none of them; names the checkpoint that was probably meant.
+    """
+    folder = Path(resume)
+    if resume in ("auto", "never") or is_checkpoint(folder):
+        return resume
+    run = next((part for part in (folder, *folder.parents) if (part / "checkpoints").is_dir()), Path(output_dir))
+    same = run / "checkpoints" / folder.name
+    meant = same if (same / "meta.json").is_file() else latest(run)
+    near = f"; did you mean {meant}?" if meant is not None else hint(folder)
+    what = "not a checkpoint" if folder.exists() else "no such folder"
+    raise CheckpointError(f"--resume {resume}: {what}; expected auto, never or a folder checkpoints/step_N{near}")
+
+
+def _size(model: Any) -> int:
+    return sum(parameter.numel() for parameter in model.parameters())
+
+
+def _unused(*_: Any) -> Any:
+    raise AssertionError("nothing is scored before the run")

@@ -1,0 +1,300 @@
+"""The tensors of models and optimisers in a folder, written and read by any number of processes.
+
+Each process writes what it holds, through ``torch.distributed.checkpoint``; names and shapes in the folder are those of
+whole tensors, so that any mesh can read what any other wrote. A module is stored as the parameters that are trained and
+the buffers that it saves, tied ones once; frozen parameters come from the model that a run is built from.
+
+torch's own ``get_optimizer_state_dict`` is not used: it fills an optimiser that has not stepped yet by stepping it,
+which would shift the bias correction of every later step.
+"""
+
+import hashlib
+import os
+import pickle
+import warnings
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import IO, Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import Tensor, nn
+from torch.distributed.checkpoint.filesystem import FileSystem
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+
+from tandemrl.training.manifest import CheckpointError
+
+_MODEL, _OPTIMIZER = "model", "optimizer"
+_HOW = {"params", "fused", "foreach", "capturable", "differentiable"}
+"""Entries of an optimiser's groups that say how it computes, not what."""
+
+
+class Trained(NamedTuple):
+    """A model in training and its optimiser: what a checkpoint holds of a policy or a critic."""
+
+    module: nn.Module
+    optimizer: torch.optim.Optimizer
+
+
+def tensors_of(parts: Mapping[str, Trained]) -> dict[str, Tensor]:
+    """Everything to be stored, by name: ``PART/model/PARAMETER`` and ``PART/optimizer/PARAMETER/MOMENT``. Not copies.
+
+    Raises:
+        CheckpointError: a module or an optimiser holds something that has no name or is no tensor.
+    """
+    found: dict[str, Tensor] = {}
+    for part, (module, optimizer) in parts.items():
+        model = _model_tensors(part, module)
+        found |= {f"{part}/{_MODEL}/{name}": tensor.detach() for name, tensor in model.items()}
+        for name, parameter in _parameters(part, model, optimizer):
+            for key, value in optimizer.state.get(parameter, {}).items():
+                if isinstance(value, Tensor):
+                    found[f"{part}/{_OPTIMIZER}/{name}/{key}"] = value.detach()
+    return found
+
+
+def settings_of(parts: Mapping[str, Trained]) -> dict[str, Any]:
+    """What optimisers hold beside tensors, as plain data: hyperparameters per group, state that is a number."""
+    found = {}
+    for part, (module, optimizer) in parts.items():
+        named = list(_parameters(part, _model_tensors(part, module), optimizer))
+        names = {id(parameter): name for name, parameter in named}
+        groups = [
+            {key: value for key, value in group.items() if key not in _HOW}
+            | {"params": [names[id(p)] for p in group["params"] if id(p) in names]}
+            for group in optimizer.param_groups
+        ]
+        numbers = {
+            name: {k: v for k, v in optimizer.state.get(parameter, {}).items() if not isinstance(v, Tensor)}
+            for name, parameter in named
+        }
+        found[part] = {"groups": groups, "numbers": {name: values for name, values in numbers.items() if values}}
+    return found
+
+
+def on_host(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Copies in host memory; what is sharded stays sharded."""
+    return {name: tensor.to("cpu", copy=True) for name, tensor in tensors.items()}
+
+
+def write(
+    folder: Path, tensors: Mapping[str, Tensor], *, alone: bool, group: dist.ProcessGroup | None
+) -> dict[str, str]:
+    """Write this process's share of ``tensors``. All processes of ``group`` (None: all) call it, unless ``alone``.
+
+    Returns:
+        the SHA-256 of each file that this process wrote, by name.
+
+    Raises:
+        torch.distributed.checkpoint.api.CheckpointException: on every process, if one of them fails.
+    """
+    writer = dcp.FileSystemWriter(folder)
+    writer.fs = files = _HashedFiles()
+    with _silent():
+        dcp.save(dict(tensors), storage_writer=writer, process_group=group, no_dist=alone)
+    return {name: digest.hexdigest() for name, digest in files.digests.items()}
+
+
+def stored(folder: Path) -> dict[str, TensorStorageMetadata]:
+    """Size and dtype of every tensor in a folder.
+
+    Raises:
+        OSError, pickle.UnpicklingError: the folder's ``.metadata`` is missing, or is not only that.
+    """
+    return dict(_Reader(folder).read_metadata().state_dict_metadata)  # type: ignore[arg-type]  # _Reader refuses any other kind
+
+
+def read(folder: Path, parts: Mapping[str, Trained], settings: Mapping[str, Any], *, alone: bool) -> None:
+    """Inverse of ``tensors_of``, ``settings_of`` and ``write``: fill modules and optimisers, in place.
+
+    Raises:
+        CheckpointError: the folder does not hold exactly these parts' tensors.
+        torch.distributed.checkpoint.api.CheckpointException: on every process, if one of them cannot read.
+    """
+    metadata = stored(folder)
+    targets: dict[str, Tensor] = {}
+    states: dict[str, dict[str, dict[str, Any]]] = {}  # per part and parameter
+    for part, (module, optimizer) in parts.items():
+        if part not in settings:
+            raise CheckpointError(f"{folder.parent}: holds no {part!r}, only {', '.join(settings) or 'nothing'}")
+        model = _model_tensors(part, module)
+        parameters = dict(_parameters(part, model, optimizer))
+        targets |= {f"{part}/{_MODEL}/{name}": tensor.detach() for name, tensor in model.items()}
+        states[part] = {name: dict(values) for name, values in settings[part]["numbers"].items()}
+        for key, what in metadata.items():
+            owner, kind, rest = key.split("/", 2)
+            name, _, moment = rest.rpartition("/")
+            if (owner, kind) == (part, _OPTIMIZER) and name in parameters:
+                targets[key] = states[part].setdefault(name, {})[moment] = _like(parameters[name], what)
+    wanted, there = set(targets), {key for key in metadata if key.split("/", 1)[0] in parts}
+    if wanted != there:
+        raise CheckpointError(
+            f"{folder.parent}: does not fit the model: missing {_some(wanted - there)}; not in the model or its "
+            f"optimiser {_some(there - wanted)}. It was written by a run with another model or other trained parameters"
+        )
+    for key, target in targets.items():
+        size, dtype = metadata[key].size, metadata[key].properties.dtype
+        if size != target.shape or dtype != target.dtype:
+            raise CheckpointError(
+                f"{folder.parent}: {key} is {dtype} {tuple(size)}, the model's is {target.dtype} {tuple(target.shape)}"
+            )
+    if targets:
+        with _silent():
+            dcp.load(targets, storage_reader=_Reader(folder), no_dist=alone)
+    for part, (module, optimizer) in parts.items():
+        _fill(part, module, optimizer, states[part], settings[part]["groups"])
+
+
+def _fill(
+    part: str,
+    module: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    states: Mapping[str, dict[str, Any]],
+    groups: list[dict[str, Any]],
+) -> None:
+    """Replace all of an optimiser's state, and its hyperparameters."""
+    names = {id(p): name for name, p in _parameters(part, _model_tensors(part, module), optimizer)}
+    group_of = {name: group for group in groups for name in group["params"]}
+    position = {id(p): i for i, p in enumerate(p for group in optimizer.param_groups for p in group["params"])}
+    packed = optimizer.state_dict()["param_groups"]
+    for group, new in zip(optimizer.param_groups, packed, strict=True):
+        saved = [group_of[names[id(p)]] for p in group["params"] if id(p) in names and names[id(p)] in group_of]
+        values = [{k: v for k, v in s.items() if k != "params"} for s in saved]
+        if any(v != values[0] for v in values):
+            raise CheckpointError(f"{part}: parameters that share an optimiser group now had different hyperparameters")
+        new.update(values[0] if values else {})
+    state = {position[i]: states[name] for i, name in names.items() if name in states}
+    optimizer.load_state_dict({"state": state, "param_groups": packed})
+
+
+def _model_tensors(part: str, module: nn.Module) -> dict[str, Tensor]:
+    """Trained parameters and saved buffers by name, tied ones once. Makes FSDP take its parameters apart again."""
+    found: dict[str, Tensor] = {}
+    seen = set()
+    for name, value in module.state_dict(keep_vars=True).items():
+        if not isinstance(value, Tensor):
+            raise CheckpointError(f"{part}: {name} of the module is a {type(value).__name__}, not a tensor")
+        frozen = isinstance(value, nn.Parameter) and not value.requires_grad
+        if not frozen and id(value) not in seen:
+            found[name] = value
+        seen.add(id(value))
+    return found
+
+
+def _parameters(
+    part: str, model: Mapping[str, Tensor], optimizer: torch.optim.Optimizer
+) -> Iterator[tuple[str, nn.Parameter]]:
+    """(name, parameter) of what the optimiser trains."""
+    names = {id(tensor): name for name, tensor in model.items()}
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            if id(parameter) in names:
+                yield names[id(parameter)], parameter
+            elif parameter.requires_grad:
+                raise CheckpointError(
+                    f"{part}: the optimiser trains a parameter {tuple(parameter.shape)} that the module does not have; "
+                    "make the optimiser after the model was sharded"
+                )
+
+
+def _like(parameter: Tensor, what: TensorStorageMetadata) -> Tensor:
+    """An empty tensor for a moment: split like the parameter where it has its shape."""
+    dtype = what.properties.dtype
+    if what.size == parameter.shape and parameter.ndim:
+        return torch.zeros_like(parameter, dtype=dtype, requires_grad=False)
+    return torch.zeros(what.size, dtype=dtype)
+
+
+def _some(names: set[str]) -> str:
+    shown = ", ".join(sorted(names)[:3]) or "nothing"
+    return f"{shown}, … ({len(names)})" if len(names) > 3 else shown
+
+
+@contextmanager
+def _silent() -> Iterator[None]:
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+        yield
+
+
+class _HashedFiles(FileSystem):
+    """Files that are hashed while they are written, so that none has to be read for it. digests: by file name."""
+
+    def __init__(self) -> None:
+        self.digests: dict[str, Any] = {}
+
+    @contextmanager
+    def create_stream(self, path: str | os.PathLike[str], mode: str) -> Iterator[Any]:
+        with super().create_stream(path, mode) as stream:
+            if mode != "wb":
+                yield stream
+                return
+            digest = self.digests[Path(path).name] = hashlib.sha256()
+            yield _HashedStream(stream, digest)
+
+    def rename(self, path: str | os.PathLike[str], new_path: str | os.PathLike[str]) -> None:
+        super().rename(path, new_path)
+        self.digests[Path(new_path).name] = self.digests.pop(Path(path).name)
+
+
+class _HashedStream:
+    """A file to which is only ever appended: without ``seek``, so that the digest is that of the file."""
+
+    def __init__(self, stream: Any, digest: Any) -> None:
+        self._stream, self._digest = stream, digest
+        self.tell, self.flush, self.fileno, self.close = stream.tell, stream.flush, stream.fileno, stream.close
+
+    def write(self, data: Any) -> int:
+        self._digest.update(data)
+        return int(self._stream.write(data))
+
+
+class _Reader(dcp.FileSystemReader):
+    """A reader that runs no code from the folder: ``.metadata`` is a pickle, and entries may be."""
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        with open(Path(self.path, ".metadata"), "rb") as file:
+            metadata = _Unpickler(file).load()
+        if not isinstance(metadata, Metadata):
+            raise pickle.UnpicklingError(f"{self.path}/.metadata is a {type(metadata).__name__}")
+        for name, what in metadata.state_dict_metadata.items():
+            if not isinstance(what, TensorStorageMetadata) or name.count("/") < 2:
+                raise pickle.UnpicklingError(f"{self.path}: {name} is not a tensor of a model or an optimiser")
+        return metadata
+
+
+class _Unpickler(pickle.Unpickler):
+    """Plain data and the classes that describe tensors."""
+
+    def __init__(self, file: IO[bytes]) -> None:
+        super().__init__(file)
+
+    def find_class(self, module: str, name: str) -> Any:
+        if module == "torch" and isinstance(found := getattr(torch, name, None), torch.dtype):
+            return found
+        if module in ("pathlib", "pathlib._local") and name in ("PosixPath", "WindowsPath"):
+            return Path
+        if (module, name) in _DESCRIPTIONS:
+            return super().find_class(module, name)
+        raise pickle.UnpicklingError(f"{module}.{name} is not part of a checkpoint; the file may be malicious")
+
+
+_DESCRIPTIONS = {
+    ("torch", "Size"),
+    ("torch.serialization", "_get_layout"),
+    ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
+    *(
+        ("torch.distributed.checkpoint.metadata", name)
+        for name in (
+            "Metadata",
+            "TensorStorageMetadata",
+            "TensorProperties",
+            "ChunkStorageMetadata",
+            "MetadataIndex",
+            "StorageMeta",
+            "_MEM_FORMAT_ENCODING",
+        )
+    ),
+}

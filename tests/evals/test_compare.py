@@ -1,0 +1,309 @@
+"""Paired comparison, against differences and intervals computed by hand from the same numbers."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from scipy.stats import ttest_1samp
+from typer.testing import CliRunner
+
+from tandemrl.cli.main import app
+from tandemrl.evals import (
+    EvalResult,
+    Sample,
+    graded,
+    legible,
+    summarise,
+    write_result,
+)
+from tandemrl.evals.compare import (
+    CompareError,
+    Contrast,
+    compare,
+    contrast,
+    judgement,
+    markdown_table,
+    verdict,
+    write_comparison,
+)
+from tandemrl.evals.stats import Interval
+
+CONFIG = {
+    "model": "m",
+    "data": ["rows.jsonl"],
+    "eval": {"profile": "tiny", "samples": 2, "k": [1, 2], "seed": 17, "bootstrap": 100},
+    "reward": {"gsm8k": "strict"},
+    "digests": {"m": "1", "rows.jsonl": "2"},
+}
+
+
+def sample(problem, number=0, *, correct=False, name="a", arm="solo", length=5, cross_entropy=None):
+    return Sample(
+        problem, f"{name}/{problem}", name, arm, number, 0, "", [7] * length, length, f"S{length}", 1, 1.0, "eos",
+        float(correct), correct, "4" if correct else "5", cross_entropy,
+    )  # fmt: skip
+
+
+def store(folder, samples, phase="pass-at-k", **changes):
+    """An evaluation folder with one finished phase."""
+    measure = legible if phase == "legibility" else lambda problem: graded(problem, k=(1, 2))
+    result = EvalResult(summarise(samples, measure, bootstrap=10, seed=0), samples)
+    write_result(Path(folder) / f"{phase}.json", phase, CONFIG | changes, result, seeds={})
+    return Path(folder)
+
+
+def rates(*counts, sets=("a",)):
+    """Two samples per problem, of which ``counts`` are right."""
+    return [
+        sample(problem, number, correct=bool(number < right), name=sets[problem % len(sets)])
+        for problem, right in enumerate(counts)
+        for number in range(2)
+    ]
+
+
+def by_metric(contrasts):
+    return {each.metric: each for each in contrasts}
+
+
+def interval_by_hand(differences, resamples, seed, level=0.95):
+    rng = np.random.default_rng(seed)
+    means = [differences[rng.integers(len(differences), size=len(differences))].mean() for _ in range(resamples)]
+    return differences.mean(), *np.quantile(means, [(1 - level) / 2, (1 + level) / 2])
+
+
+def test_one_evaluation_each_is_a_paired_bootstrap_over_problems(tmp_path):
+    counts = np.array([2, 2, 1, 2, 0, 1, 2, 2, 1, 2]), np.array([1, 2, 0, 2, 0, 0, 1, 2, 1, 1])
+    a, b = store(tmp_path / "a", rates(*counts[0])), store(tmp_path / "b", rates(*counts[1]))
+    found = by_metric(compare(a, b, resamples=200, seed=4))
+    pass1 = found["pass@1"]
+    assert (pass1.phase, pass1.a, pass1.b, pass1.problems) == ("pass-at-k", 0.75, 0.5, 10)
+    assert pass1.difference == pytest.approx(interval_by_hand((counts[0] - counts[1]) / 2, 200, 4), abs=1e-12)
+    assert (pass1.per_seed, pass1.verdict) == ((pass1.difference,), "A > B")
+    assert by_metric(compare(b, a, resamples=200, seed=4))["pass@1"].verdict == "A < B"
+    assert found["pass@2"].difference.mean == pytest.approx(np.mean((counts[0] > 0) * 1.0 - (counts[1] > 0)))
+    assert found["length"].difference == (0, 0, 0)
+    assert found["length"].verdict == "no difference shown"
+    assert list(found) == ["pass@1", "pass@2", "maj@2", "truncation_rate", "length"]
+    assert list(by_metric(compare(a, b, shown=lambda name: name == "score"))) == ["score"]
+
+
+def test_problems_are_paired_by_id_and_not_by_position(tmp_path):
+    a, b = rates(2, 0, 1), rates(2, 0, 1)
+    store(tmp_path / "a", a)
+    store(tmp_path / "b", [one._replace(problem=2 - one.problem) for one in reversed(b)])
+    assert by_metric(compare(tmp_path / "a", tmp_path / "b"))["pass@1"].difference == (0.0, 0.0, 0.0)
+
+
+def test_macro_weighs_sets_equally(tmp_path):
+    a, b = rates(2, 2, 2, 1, sets=("x", "y")), rates(0, 1, 0, 1, sets=("x", "y"))
+    b += [sample(9, number, name="y") for number in range(2)]
+    a += [sample(9, number, name="y", correct=True) for number in range(2)]
+    found = by_metric(compare(store(tmp_path / "a", a), store(tmp_path / "b", b)))["pass@1"]
+    assert found.difference.mean == pytest.approx((1 + (0.5 + 0 + 1) / 3) / 2)  # pooled: (2 + 1.5) / 5
+    assert (found.a, found.b) == (pytest.approx((1 + 2.5 / 3) / 2), pytest.approx((0 + 1 / 3) / 2))
+
+
+def seeds_of(folder, counts_by_seed, inner=""):
+    for seed, counts in counts_by_seed.items():
+        store(folder / f"seed-{seed}" / inner, rates(*counts))
+    return folder
+
+
+def test_seeds_give_students_interval_over_their_differences(tmp_path):
+    a = {0: (2, 2, 1, 2), 2: (2, 1, 1, 2), 10: (2, 2, 2, 2)}
+    b = {0: (1, 0, 1, 0), 2: (1, 1, 0, 0), 10: (1, 0, 1, 1)}
+    found = by_metric(compare(seeds_of(tmp_path / "a", a), seeds_of(tmp_path / "b", b)))["pass@1"]
+    differences = [np.mean(np.subtract(a[seed], b[seed])) / 2 for seed in a]
+    expected = ttest_1samp(differences, 0).confidence_interval(0.95)
+    assert found.difference == pytest.approx((np.mean(differences), expected.low, expected.high))
+    assert [each.mean for each in found.per_seed] == pytest.approx(differences)
+    assert all(each.low < each.mean < each.high for each in found.per_seed)
+    assert found.verdict == "A > B"
+    # every seed alone says "A > B", but two that disagree on the size do not
+    few = by_metric(compare([tmp_path / "a" / "seed-0", tmp_path / "a" / "seed-10"], [tmp_path / "b" / "seed-0"] * 2))
+    two = contrast(
+        "p", "m", [{"s": {"x": 1.0, "y": 1.0}}, {"s": {"x": 0.1, "y": 0.1}}], [{"s": {"x": 0.0, "y": 0.0}}] * 2
+    )
+    assert [each.low > 0 for each in two.per_seed] == [True, True]
+    assert two.verdict == "no difference shown"
+    assert len(few["pass@1"].per_seed) == 2
+
+
+def test_all_ways_to_name_repetitions_mean_the_same(tmp_path):
+    a, b = {0: (2, 1), 1: (2, 2)}, {0: (1, 1), 1: (0, 0)}
+    seeds_of(tmp_path, a, "eval/tandem")
+    seeds_of(tmp_path, b, "eval/grpo")
+    folders = [[tmp_path / f"seed-{seed}" / "eval" / arm for seed in (0, 1)] for arm in ("tandem", "grpo")]
+    named = compare(*folders)
+    assert compare(tmp_path / "seed-*" / "eval" / "tandem", f"{tmp_path}/seed-*/eval/grpo") == named
+    assert compare(seeds_of(tmp_path / "A", a), seeds_of(tmp_path / "B", b)) == named
+    assert [each.mean for each in by_metric(named)["pass@1"].per_seed] == [0.25, 1.0]
+
+
+def test_texts_that_only_one_side_could_read_are_left_out(tmp_path):
+    values = {"a": [1.0, 2.0, None, 4.0], "b": [0.5, None, 3.0, 1.0]}
+    for side, cross_entropies in values.items():
+        samples = [sample(i, cross_entropy=value) for i, value in enumerate(cross_entropies)]
+        store(tmp_path / side, samples, "legibility", junior="j")
+    (found,) = compare(tmp_path / "a", tmp_path / "b")
+    assert (found.phase, found.metric, found.problems) == ("legibility", "cross_entropy", 2)
+    assert (found.a, found.b, found.difference.mean) == (2.5, 0.75, 1.75)
+
+
+def test_handoff_has_a_contrast_per_arm(tmp_path):
+    for side, right in (("a", (True, False)), ("b", (False, False))):
+        arms = [[sample(i, n, correct=c, arm=arm) for i in range(3) for n in range(2)]
+                for arm, c in zip(("senior_first", "junior_first"), right, strict=True)]  # fmt: skip
+        store(tmp_path / side, arms[0] + arms[1], "handoff", junior="j")
+    found = by_metric(compare(tmp_path / "a", tmp_path / "b"))
+    means = {name: each.difference.mean for name, each in found.items() if name.endswith("pass@1")}
+    assert means == {"pass@1": 0.5, "senior_first/pass@1": 1.0, "junior_first/pass@1": 0.0}
+
+
+def test_only_phases_that_both_have_are_compared(tmp_path):
+    for side in ("a", "b"):
+        store(tmp_path / side, rates(1, 2))
+    store(tmp_path / "a", rates(1, 2), "tandem", junior="j")
+    assert {each.phase for each in compare(tmp_path / "a", tmp_path / "b")} == {"pass-at-k"}
+    store(tmp_path / "c", rates(1, 2), "handoff", junior="j")
+    with pytest.raises(CompareError, match="have no phase in common"):
+        compare(tmp_path / "a", tmp_path / "c")
+    seeds_of(tmp_path / "d", {0: (1, 1), 1: (1, 1)})
+    store(tmp_path / "d" / "seed-0", rates(1, 1), "tandem", junior="j")
+    with pytest.raises(CompareError, match=r"seed-1/tandem\.json is missing"):
+        compare(tmp_path / "d", tmp_path / "d")
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"eval": CONFIG["eval"] | {"profile": "paper"}}, r"eval\.profile: 'tiny' and 'paper'"),
+        ({"eval": CONFIG["eval"] | {"samples": 4}}, r"eval\.samples: 2 and 4"),
+        ({"eval": CONFIG["eval"] | {"seed": 3}}, r"eval\.seed: 17 and 3"),
+        ({"reward": {"gsm8k": "flexible"}}, r"reward\.gsm8k: 'strict' and 'flexible'"),
+        ({"digests": {"m": "1", "rows.jsonl": "3"}}, r"data: \['2'\] and \['3'\]"),
+        ({"junior": "j", "digests": CONFIG["digests"] | {"j": "5"}}, "junior: None and '5'"),
+    ],
+)
+def test_evaluations_of_different_kinds_are_refused(tmp_path, changes, message):
+    store(tmp_path / "a", rates(1, 2))
+    store(tmp_path / "b", rates(1, 2), **changes)
+    with pytest.raises(CompareError, match=message):
+        compare(tmp_path / "a", tmp_path / "b")
+
+
+def test_what_does_not_change_the_numbers_may_differ(tmp_path):
+    store(tmp_path / "a", rates(1, 2), junior="x/junior", digests=CONFIG["digests"] | {"x/junior": "5"})
+    moved = {"model": "n", "data": ["copy/rows.jsonl"], "junior": "y/junior", "dtype": "bfloat16"}
+    changed = moved | {"eval": CONFIG["eval"] | {"k": [1], "bootstrap": 7}}
+    store(tmp_path / "b", rates(1, 2), **changed, digests={"n": "9", "copy/rows.jsonl": "2", "y/junior": "5"})
+    assert "pass@2" not in by_metric(compare(tmp_path / "a", tmp_path / "b"))
+    assert by_metric(compare(tmp_path / "a", tmp_path / "b"))["pass@1"].difference.mean == 0.0
+
+
+def test_other_problems_or_seeds_are_refused(tmp_path):
+    store(tmp_path / "a", rates(1, 2, 1))
+    store(tmp_path / "b", rates(1, 2))
+    for sides in (("a", "b"), ("b", "a")):
+        with pytest.raises(CompareError, match=r"b/pass-at-k\.json: 1 problems of the other side are not there.* a/2"):
+            compare(*(tmp_path / side for side in sides))
+    seeds_of(tmp_path / "c", {0: (1, 1), 1: (1, 1)})
+    seeds_of(tmp_path / "d", {0: (1, 1), 2: (1, 1)})
+    with pytest.raises(CompareError, match="seed-0, seed-1 and seed-0, seed-2"):
+        compare(tmp_path / "c", tmp_path / "d")
+    with pytest.raises(CompareError, match="one evaluation without seeds"):
+        compare(tmp_path / "c", tmp_path / "a")
+    for nothing in (tmp_path, tmp_path / "nowhere", tmp_path / "a" / "seed-*"):
+        with pytest.raises(CompareError, match=r"no evaluation is there|no folder seed-N is there"):
+            compare(nothing, tmp_path / "a")
+
+
+def test_contrast_of_values_that_no_phase_has():
+    a, b = {"s": {"1": 0.9, "2": 0.8, "3": 1.0}}, {"s": {"3": 0.0, "2": 0.1, "1": 0.2}}
+    found = contrast("pass-at-k", "jargon_rate", [a], [b], resamples=100)
+    assert found[:4] == ("pass-at-k", "jargon_rate", pytest.approx(0.9), pytest.approx(0.1))
+    assert (found.difference.mean, found.verdict) == (pytest.approx(0.8), "A > B")
+    for other in ([], [b, b], [{"t": b["s"]}], [{"s": {"4": 1.0}}]):
+        with pytest.raises(CompareError, match="pass-at-k, jargon_rate: "):
+            contrast("pass-at-k", "jargon_rate", [a], other)
+
+
+@pytest.mark.parametrize(("low", "high", "said"), [(-1, 1, "no"), (0, 1, "no"), (-1, 0, "no"), (0.1, 1, "A > B")])
+def test_a_difference_is_said_only_where_the_interval_excludes_0(low, high, said):
+    assert verdict(Interval(0.5, low, high)).startswith(said)
+    assert verdict(Interval(-0.5, -high, -low)).startswith(said.replace(">", "<"))
+
+
+CONTRASTS = [
+    Contrast("pass-at-k", "pass@1", 0.75, 0.5, Interval(0.25, 0.1, 0.4), (Interval(0.25, 0.1, 0.4),), "A > B", 9),
+    Contrast("drift", "kl", 0.5, 1.0, Interval(-0.5, -0.7, -0.3), (Interval(-0.5, -0.7, -0.3),), "A < B", 9),
+    Contrast("tandem", "length", 5, 5, Interval(0, -1, 1), (Interval(0, -1, 1),), "no difference shown", 9),
+]
+
+
+def test_markdown_and_json_of_contrasts(tmp_path):
+    lines = markdown_table(CONTRASTS, a="tandem", b="GRPO").splitlines()
+    assert len({line.count("|") for line in lines}) == 1
+    assert lines[0].startswith("| phase | metric | tandem | GRPO | tandem - GRPO (bootstrap")
+    assert lines[2] == "| pass-at-k | pass@1 | 0.750 | 0.500 | +0.250 [+0.100, +0.400] | tandem > GRPO |"
+    assert lines[3].endswith("| tandem < GRPO |")
+    assert lines[4].endswith("| no difference shown |")
+    write_comparison(tmp_path / "c.json", CONTRASTS, a="x", b="y")
+    stored = json.loads((tmp_path / "c.json").read_text())
+    assert (stored["schema"], stored["a"], stored["b"], len(stored["contrasts"])) == (1, "x", "y", 3)
+    assert stored["contrasts"][1]["difference"] == {"mean": -0.5, "low": -0.7, "high": -0.3}
+    assert stored["contrasts"][1]["per_seed"] == [{"mean": -0.5, "low": -0.7, "high": -0.3}]
+
+
+@pytest.mark.parametrize(
+    ("metric", "above", "below"),
+    [
+        ("pass@1", "A > B: better", "A < B: worse"),
+        ("senior_first/maj@4", "A > B: better", "A < B: worse"),
+        ("truncation_rate", "A > B: worse", "A < B: better"),
+        ("junior_first/truncation_rate", "A > B: worse", "A < B: better"),
+        ("cross_entropy", "A > B: worse", "A < B: better"),
+        ("rejected_rate", "A > B: worse", "A < B: better"),
+        ("length", "A > B", "A < B"),
+        ("kl", "A > B", "A < B"),
+    ],
+)
+def test_better_is_said_where_a_metric_has_a_good_end(metric, above, below):
+    found = [Contrast("p", metric, 0, 0, Interval(*d), (), verdict(Interval(*d)), 9) for d in ((2, 1, 3), (-2, -3, -1))]
+    assert [judgement(each) for each in found] == [above, below]
+    assert judgement(found[0]._replace(verdict="no difference shown")) == "no difference shown"
+
+
+def test_the_table_fits_80_columns_and_cuts_no_number(tmp_path, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    for side, right in (("a", True), ("b", False)):
+        samples = [sample(i, n, correct=right, arm=arm, length=900 if right else 10 + n)
+                   for arm in ("senior_first", "junior_first") for i in range(3) for n in range(2)]  # fmt: skip
+        store(tmp_path / side, samples, "handoff", junior="j")
+    result = CliRunner().invoke(app, ["compare", str(tmp_path / "a"), str(tmp_path / "b"), "--resamples", "20"])
+    assert result.exit_code == 0, result.output
+    table = result.output.splitlines()[3:]
+    assert max(map(len, table)) <= 80
+    assert "…" not in result.output
+    assert "+889.5 [+889.5, +889.5]" in result.output
+    assert any("senior_first/pass@1" in line and "+1.000 [+1.000, +1.000] A > B: better" in line for line in table)
+
+
+def test_the_command_prints_a_table_and_writes_what_the_function_returns(tmp_path):
+    a, b = store(tmp_path / "a", rates(2, 2, 1, 2, 2)), store(tmp_path / "b", rates(1, 0, 0, 1, 0))
+    out = tmp_path / "c.json"
+    result = CliRunner().invoke(app, ["compare", str(a), str(b), "--resamples", "50", "--out", str(out)])
+    assert result.exit_code == 0, result.output
+    lines = [" ".join(line.split()) for line in result.output.splitlines()]
+    (expected,) = compare(a, b, shown=lambda name: name == "pass@1", resamples=50)
+    low, high = expected.difference[1:]
+    assert f"pass@1 0.900 0.200 +0.700 [{low:+.3f}, {high:+.3f}] A > B: better" in lines
+    assert "length 5.000 5.000 +0.000 [+0.000, +0.000] no difference shown" in lines
+    assert "pass-at-k" in lines
+    assert "bootstrap over 5 problems" in result.output
+    assert tuple(json.loads(out.read_text())["contrasts"][0]["difference"].values()) == tuple(expected.difference)
+    only = CliRunner().invoke(app, ["compare", str(a), str(b), "--metric", "pass@2"]).output
+    assert ("pass@2" in only, "pass@1" in only) == (True, False)
+    refused = CliRunner().invoke(app, ["compare", str(a), str(b), "--metric", "pas@1"])
+    assert (refused.exit_code, "--metric pas@1: no phase" in refused.stderr) == (2, True)

@@ -1,0 +1,331 @@
+"""Evaluation: bookkeeping on a fake engine with canned text."""
+
+from functools import partial
+from typing import NamedTuple
+
+import numpy as np
+import pytest
+import torch
+
+from tandemrl import evals
+from tandemrl.config import EvalConfig, JudgeConfig
+from tandemrl.data.rows import Prompt, Row
+from tandemrl.evals import (
+    PROFILES,
+    EvalError,
+    Profile,
+    Sample,
+    evaluate,
+    sampling_for,
+)
+from tandemrl.rewards.judge.rubric import JudgeError, JudgePool
+from tandemrl.rollout.engine import Completion, EngineError, Sampling
+from tandemrl.selection import bernoulli, replay, sentence, solo
+from tandemrl.selection.boundaries import StepTables
+from tandemrl.selection.draws import request_key
+
+WORDS = ("<eos>", "step", "\n\n", "\n", "right", "wrong", "half")
+EOS, STEP, BLANK, NEWLINE, RIGHT, WRONG, HALF = range(len(WORDS))
+
+
+class WordTokenizer:
+    """One word per id; decoding joins them and leaves EOS out."""
+
+    def decode(self, tokens, skip_special_tokens):
+        assert skip_special_tokens
+        return " ".join(WORDS[token] for token in tokens if token != EOS)
+
+
+class CannedEngine:
+    """Writes ``texts[prompt's first id]``, one after the other over its samples, by authors from the strategy."""
+
+    policy_version, vocabulary, has_junior = 0, len(WORDS), True
+
+    def __init__(self, texts, stop_reasons=None):
+        self.texts, self.stop_reasons, self.requests = texts, stop_reasons or {}, []
+
+    def generate(self, requests, *, progress=None):
+        self.requests += requests
+        return [[self.complete(request, i, key) for i, key in enumerate(request.keys)] for request in requests]
+
+    def complete(self, request, index, key):
+        texts = self.texts[request.prompt[0]]
+        tokens = np.array(texts[index % len(texts)], dtype=np.int64)
+        author = replay(
+            request.strategy, torch.tensor([key]), torch.from_numpy(tokens)[None], torch.tensor([len(tokens)])
+        ).author[0]
+        stop = self.stop_reasons.get(request.prompt[0], "eos" if len(tokens) and tokens[-1] == EOS else "length")
+        return Completion(key, tokens, author.numpy().astype(np.int8), np.zeros(len(tokens), np.float32), stop)
+
+
+class FakeScore(NamedTuple):
+    value: float
+    parts: dict[str, float]
+    answer: str | None
+
+
+class FakeScorer:
+    """The last word is the answer; "half" earns a format score that is not an accuracy."""
+
+    def score(self, items):
+        return [self.mark(row, text) for row, text in items]
+
+    def mark(self, row, text):
+        answer = (text.split() or [None])[-1]
+        right = answer == row.ground_truth
+        return FakeScore(1.0 if right else 0.1 * (answer == "half"), {"acc": float(right)}, answer)
+
+
+def prompt(number, source="a", length=1):
+    row = Row(f"{source}/{number}", ({"role": "user", "content": "?"},), source, "right", {})
+    return Prompt(row, (number, *[STEP] * (length - 1)))
+
+
+def run(engine, prompts, arms=None, samples=4, k=(1, 2, 4), **changes):
+    settings = dict(profile=PROFILES["tiny"], seed=17, bootstrap=50) | changes
+    return evaluate(
+        arms or {"solo": solo("senior")},
+        engine=engine,
+        tokenizer=WordTokenizer(),
+        prompts=prompts,
+        scorer=FakeScorer(),
+        samples=samples,
+        k=k,
+        **settings,
+    )
+
+
+# ------------------------------------------------------------------------------------------------------------- metrics
+
+
+def test_solo_metrics_of_one_set():
+    texts = {
+        0: [[RIGHT, EOS], [WRONG, EOS], [WRONG, EOS], [HALF, EOS]],  # one of four
+        1: [[STEP, RIGHT, EOS]] * 4,  # all
+    }
+    macro = run(CannedEngine(texts), [prompt(0), prompt(1)]).metrics["macro"]
+    assert macro["pass@1"] == (0.25 + 1) / 2
+    assert macro["pass@2"] == (0.5 + 1) / 2
+    assert macro["pass@4"] == 1.0
+    assert macro["maj@4"] == 0.5  # problem 0: "wrong" has two of four votes
+    assert macro["score"] == pytest.approx(((1 + 0.1) / 4 + 1) / 2)
+    assert macro["length"] == 2.5
+    assert (macro["senior_share"], macro["rounds"], macro["truncation_rate"]) == (1.0, 1.0, 0.0)
+    assert (macro["problems"], macro["samples"], macro["unfinished"]) == (2, 8, 0)
+    assert macro["pass@1/low"] == 0.25
+    assert macro["pass@1/high"] == 1.0
+
+
+def test_without_resamples_there_are_no_intervals():
+    engine = CannedEngine({0: [[RIGHT, EOS], [WRONG, EOS]]})
+    with_intervals = run(engine, [prompt(0)]).metrics["macro"]
+    without = run(engine, [prompt(0)], bootstrap=0).metrics["macro"]
+    assert without == {name: v for name, v in with_intervals.items() if not name.endswith(("/low", "/high"))}
+    assert len(without) < len(with_intervals)
+
+
+def test_macro_is_the_mean_over_sets_not_over_problems():
+    texts = {i: [[RIGHT, EOS]] for i in range(3)} | {3: [[WRONG, EOS]]}
+    prompts = [*(prompt(i, "large") for i in range(3)), prompt(3, "small")]
+    metrics = run(CannedEngine(texts), prompts).metrics
+    assert metrics["by_set"]["large"]["pass@1"] == 1.0
+    assert metrics["by_set"]["small"]["pass@1"] == 0.0
+    assert metrics["macro"]["pass@1"] == 0.5  # pooled, it would be 0.75
+    assert metrics["macro"]["problems"] == 4
+
+
+def test_truncation_and_empty_texts_are_counted():
+    texts = {0: [[STEP, STEP]], 1: [[]]}
+    macro = run(CannedEngine(texts, {1: "eos"}), [prompt(0), prompt(1)]).metrics["macro"]
+    assert macro["truncation_rate"] == 0.5
+    assert macro["unfinished"] == 4
+    assert macro["pass@4"] == 0.0
+
+
+def test_keys_depend_on_seed_step_position_and_sample_only():
+    engine = CannedEngine({0: [[RIGHT]], 1: [[RIGHT]]})
+    arms = {"a": bernoulli(0.5), "b": bernoulli(0.1)}
+    result = run(engine, [prompt(1), prompt(0)], arms=arms, samples=2, k=(1,), seed=3, step=7)
+    expected = [request_key(3, 7, problem, sample) for problem in (0, 1) for sample in (0, 1)]
+    assert [sample.key for sample in result.samples] == expected * 2
+    assert [sample.arm for sample in result.samples] == ["a"] * 4 + ["b"] * 4
+
+
+def test_handoff_trace_token_by_token():
+    """Blank lines hand over, as one token or as two newlines; both orders are graded, and averaged per problem."""
+    ids = torch.arange(len(WORDS))
+    tables = StepTables(
+        contains=ids == BLANK,
+        ends_newline=(ids == BLANK) | (ids == NEWLINE),
+        starts_newline=(ids == BLANK) | (ids == NEWLINE),
+    )
+    arms = {"senior_first": sentence("senior", tables), "junior_first": sentence("junior", tables)}
+    text = [STEP, STEP, BLANK, STEP, NEWLINE, NEWLINE, RIGHT, EOS]
+    result = run(CannedEngine({0: [text]}), [prompt(0)], arms=arms, samples=1, k=(1,))
+    senior_first, junior_first = result.samples
+    assert senior_first.author == "S3J3S2"
+    assert junior_first.author == "J3S3J2"
+    assert senior_first.rounds == junior_first.rounds == 3
+    macro = result.metrics["macro"]
+    assert macro["senior_first/senior_share"] == 5 / 8
+    assert macro["junior_first/senior_share"] == 3 / 8
+    assert macro["senior_share"] == 0.5
+    assert macro["pass@1"] == macro["senior_first/pass@1"] == macro["junior_first/pass@1"] == 1.0
+    assert macro["samples"] == 2
+    assert macro["problems"] == 1
+
+
+def test_chains_of_many_rounds_are_reported_and_not_cut():
+    ids = torch.arange(len(WORDS))
+    tables = StepTables(ids == BLANK, ids == BLANK, ids == BLANK)
+    texts = {0: [[BLANK] * 149 + [RIGHT], [BLANK] * 150 + [RIGHT]]}
+    result = run(CannedEngine(texts), [prompt(0)], arms={"senior_first": sentence("senior", tables)}, samples=2, k=(1,))
+    assert [sample.rounds for sample in result.samples] == [150, 151]
+    assert result.metrics["macro"]["above_150_rounds"] == 1
+    assert result.metrics["macro"]["rounds"] == 150.5
+    assert result.metrics["macro"]["unfinished"] == 2
+
+
+def test_the_mean_over_arms_is_taken_problem_by_problem():
+    """One arm solves problem 0, the other problem 1: each problem has the mean 0.5, so the interval has no width."""
+
+    class ArmEngine(CannedEngine):
+        def complete(self, request, index, key):
+            junior_starts = not bool(request.strategy.init(torch.tensor([key]))[0])
+            self.texts = {0: [[WRONG if junior_starts else RIGHT]], 1: [[RIGHT if junior_starts else WRONG]]}
+            return super().complete(request, index, key)
+
+    arms = {"senior": solo("senior"), "junior": solo("junior")}
+    macro = run(ArmEngine({}), [prompt(0), prompt(1)], arms=arms, samples=1, k=(1,)).metrics["macro"]
+    assert (macro["pass@1/low"], macro["pass@1"], macro["pass@1/high"]) == (0.5, 0.5, 0.5)
+    assert macro["senior/pass@1"] == 0.5
+    assert macro["senior/pass@1/low"] < macro["senior/pass@1/high"]
+
+
+# --------------------------------------------------------------------------------------------------------- fail closed
+
+
+def test_wrong_authors_are_refused():
+    class LyingEngine(CannedEngine):
+        def complete(self, request, index, key):
+            completion = super().complete(request, index, key)
+            completion.author[0] ^= 1
+            return completion
+
+    with pytest.raises(EngineError, match="author"):
+        run(LyingEngine({0: [[RIGHT, EOS]]}), [prompt(0)])
+
+
+def test_missing_completions_are_refused():
+    class LazyEngine(CannedEngine):
+        def generate(self, requests, *, progress=None):
+            return [group[:-1] for group in super().generate(requests)]
+
+    with pytest.raises(EngineError, match="returned completions of the keys"):
+        run(LazyEngine({0: [[RIGHT, EOS]]}), [prompt(0)])
+
+
+def test_aborted_and_empty_evaluations_are_refused():
+    with pytest.raises(EngineError, match="aborted"):
+        run(CannedEngine({0: [[RIGHT]]}, {0: "abort"}), [prompt(0)])
+    with pytest.raises(EvalError, match="no prompts"):
+        run(CannedEngine({}), [])
+
+
+@pytest.mark.parametrize("k", [(), (0,), (1, 5)])
+def test_k_out_of_range_is_refused(k):
+    with pytest.raises(EvalError, match=r"eval\.samples \(4\)"):
+        run(CannedEngine({0: [[RIGHT]]}), [prompt(0)], k=k)
+
+
+# ------------------------------------------------------------------------------------------------------------ profiles
+
+
+def test_paper_profile_is_the_published_one():
+    paper = PROFILES["paper"]
+    assert paper.sampling == Sampling(max_tokens=3000, temperature=0.7, top_p=0.8, top_k=20)
+    assert (paper.context, paper.reserve) == (4096, 8)
+
+
+@pytest.mark.parametrize(("length", "budget"), [(1, 3000), (1088, 3000), (1089, 2999), (4087, 1)])
+def test_response_budget_is_what_the_context_leaves(length, budget):
+    assert sampling_for(PROFILES["paper"], prompt(0, length=length)).max_tokens == budget
+    assert sampling_for(PROFILES["tiny"], prompt(0, length=length)).max_tokens == 64
+
+
+def test_a_prompt_without_room_is_refused():
+    with pytest.raises(EvalError, match="row a/0: its prompt of 4088 tokens"):
+        sampling_for(PROFILES["paper"], prompt(0, length=4088))
+
+
+def test_requests_carry_the_profile_and_its_budget():
+    engine = CannedEngine({0: [[RIGHT]]})
+    profile = Profile(Sampling(max_tokens=50, temperature=0.7), context=40, reserve=8)
+    run(engine, [prompt(0, length=10)], profile=profile)
+    assert engine.requests[0].sampling == Sampling(max_tokens=22, temperature=0.7)
+
+
+def test_custom_profile_reads_the_config_and_named_ones_refuse_overrides():
+    custom = EvalConfig(profile="custom", temperature=0.5, top_p=0.9, top_k=5, max_tokens=9, context=20)
+    profile = evals.profile_of(custom)
+    assert profile == Profile(Sampling(max_tokens=9, temperature=0.5, top_p=0.9, top_k=5), context=20)
+    assert evals.profile_of(EvalConfig(temperature=0.5)) == PROFILES["tiny"]
+    with pytest.raises(EvalError, match="profile=custom"):
+        evals.profile_of(EvalConfig(profile="paper", context=128))
+
+
+# ------------------------------------------------------------------------------------------------------------- verified
+
+
+class Marker:
+    """Gives the number after "mark"; a response that says "mark x" never gets one."""
+
+    model = "marker"
+
+    def __init__(self):
+        self.asked = []
+
+    def ask(self, prompts, *, attempt=0):
+        texts = [prompt[-1]["content"].rpartition("mark ")[2].split()[0] for prompt in prompts]
+        self.asked += texts
+        return [f"Total Score: {text}/10" for text in texts]
+
+
+def marked(problem, text, correct, name="a"):
+    return Sample(problem, f"{name}/{problem}", name, "solo", 0, 0, text, [], 0, "", 0, 1.0, "eos", 0.0, correct, "4")
+
+
+def test_a_correct_sample_is_verified_if_the_judge_accepts_its_reasoning():
+    prompts = [prompt(0), prompt(1)]
+    marks = [("10", True), ("9", True), ("10", False), ("x", True)] + [("10", True)] * 3 + [("9.5", True)]
+    samples = [marked(i // 4, f"mark {mark}", correct) for i, (mark, correct) in enumerate(marks)]
+    judge = Marker()
+    read = evals.verify(
+        samples, prompts, JudgePool(judge, JudgeConfig(prompt="reasoning", retries=0, max_failure_rate=0.2))
+    )
+    assert [sample.verified for sample in read] == [True, False, False, False, True, True, True, False]
+    assert [sample.judge for sample in read] == [1.0, 0.9, None, None, 1.0, 1.0, 1.0, 0.95]
+    assert [sample.correct for sample in read] == [sample.correct for sample in samples]
+    macro = evals.summarise(read, partial(evals.accepted, k=(1, 2, 4)), bootstrap=20, seed=0)["macro"]
+    # problem 0: 3 of 4 correct, 1 verified; problem 1: 4 correct, 3 verified
+    assert (macro["pass@1"], macro["pass@4"]) == ((3 / 4 + 1) / 2, 1.0)
+    assert (macro["verified_pass@1"], macro["verified_pass@4"]) == ((1 / 4 + 3 / 4) / 2, 1.0)
+    assert macro["verified_pass@2"] == (1 / 2 + 1) / 2  # 1 - C(3,2)/C(4,2), and 1 - C(1,2)/C(4,2)
+    assert macro["rejected_rate"] == (2 / 4 + 1 / 4) / 2
+    assert (macro["judged"], macro["judge_failures"], macro["samples"]) == (7, 1, 8)
+    assert macro["verified_pass@1/low"] <= macro["verified_pass@1"] <= macro["verified_pass@1/high"]
+
+    config = JudgeConfig(prompt="reasoning", accept=0.9, max_failure_rate=0.2)
+    lenient = evals.verify(samples, prompts, JudgePool(Marker(), config))
+    assert [sample.verified for sample in lenient] == [True, True, False, False, True, True, True, True]
+
+    with pytest.raises(JudgeError, match=r"no score to 1 of the 7 .*judge\.max_failure_rate=0\)"):
+        evals.verify(
+            samples, prompts, JudgePool(Marker(), JudgeConfig(prompt="reasoning", retries=0, max_failure_rate=0.0))
+        )
+
+
+def test_without_correct_samples_the_judge_is_not_asked():
+    judge = Marker()
+    read = evals.verify([marked(0, "mark 10", False)], [prompt(0)], JudgePool(judge, JudgeConfig(prompt="reasoning")))
+    assert (read[0].verified, judge.asked) == (False, [])

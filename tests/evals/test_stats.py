@@ -1,0 +1,196 @@
+"""Estimators against brute force: every subset of the samples, every resample of the problems."""
+
+from itertools import combinations, permutations, product
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tandemrl.evals.stats import macro_interval, maj_at_k, paired_bootstrap, pass_at_k, seed_interval
+
+
+@pytest.mark.parametrize("samples", range(1, 9))
+def test_pass_at_k_is_the_mean_over_all_subsets(samples):
+    for correct in range(samples + 1):
+        outcomes = [1] * correct + [0] * (samples - correct)
+        for k in range(1, samples + 1):
+            subsets = list(combinations(outcomes, k))
+            brute = sum(any(subset) for subset in subsets) / len(subsets)
+            assert pass_at_k(correct, samples, k) == pytest.approx(brute, abs=1e-15)
+
+
+def test_pass_at_k_is_exact_where_floats_would_overflow():
+    assert pass_at_k(1, 2000, 1000) == 0.5
+    assert pass_at_k(0, 2000, 1000) == 0.0
+    assert pass_at_k(1001, 2000, 1000) == 1.0
+
+
+def test_pass_at_k_is_unbiased():
+    """E over binomial(samples, p) of the estimator = 1 - (1 - p)^k."""
+    p, samples, k = 0.3, 8, 4
+    mean = sum(
+        np.prod([p if x else 1 - p for x in outcome]) * pass_at_k(sum(outcome), samples, k)
+        for outcome in product((0, 1), repeat=samples)
+    )
+    assert mean == pytest.approx(1 - (1 - p) ** k, abs=1e-12)
+
+
+@pytest.mark.parametrize(("correct", "samples", "k"), [(0, 4, 5), (0, 4, 0), (5, 4, 2), (-1, 4, 2)])
+def test_pass_at_k_refuses_values_out_of_range(correct, samples, k):
+    with pytest.raises(ValueError, match=r"samples"):
+        pass_at_k(correct, samples, k)
+
+
+def majority_by_brute_force(answers, correct, k):
+    """Every ordered draw of k samples; the most frequent answer wins, ties go to the first seen. An answer that was
+    graded both ways is right as often as its samples are."""
+    right = {a: np.mean([c for b, c in zip(answers, correct, strict=True) if a == b]) for a in answers}
+    total = count = 0
+    for draw in permutations(range(len(answers)), k):
+        voted = [answers[i] for i in draw if answers[i] is not None]
+        count += 1
+        if voted:
+            total += right[max(voted, key=voted.count)]  # max keeps the first of equals
+    return total / count
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.lists(st.tuples(st.sampled_from(["a", "b", "c", None]), st.booleans()), min_size=1, max_size=6))
+def test_maj_at_k_is_the_mean_over_all_ordered_draws(samples):
+    answers, correct = zip(*samples, strict=True)
+    for k in range(1, len(answers) + 1):
+        expected = majority_by_brute_force(answers, correct, k)
+        assert maj_at_k(answers, correct, k) == pytest.approx(expected, abs=1e-12)
+
+
+def test_maj_at_k_refuses_bad_input():
+    with pytest.raises(ValueError, match="k <= samples"):
+        maj_at_k(["a"], [True], 2)
+    with pytest.raises(ValueError, match="grades"):
+        maj_at_k(["a", "b"], [True], 1)
+
+
+def all_resample_means(values):
+    return np.array(list(product(values, repeat=len(values)))).mean(axis=1)
+
+
+def resampled_by_hand(sets, resamples, seed):
+    """Independent of ``macro_interval`` but for the generator: resample counts instead of values, sorted quantiles."""
+    rng = np.random.default_rng(seed)
+    means = np.zeros(resamples)
+    for values in sets:
+        for r in range(resamples):
+            counts = np.bincount(rng.integers(len(values), size=len(values)), minlength=len(values))
+            means[r] += sum(float(c) * v for c, v in zip(counts, values, strict=True)) / len(values) / len(sets)
+    means.sort()
+
+    def quantile(q):
+        below = int(np.floor(q * (resamples - 1)))
+        above = min(below + 1, resamples - 1)
+        return means[below] + (q * (resamples - 1) - below) * (means[above] - means[below])
+
+    return np.mean([np.mean(values) for values in sets]), quantile(0.025), quantile(0.975)
+
+
+@pytest.mark.parametrize("sizes", [(1,), (7,), (40, 3, 11)])
+@pytest.mark.parametrize("at_once", [5, 300, 2**20])
+def test_bootstrap_interval_is_that_of_an_independent_implementation(sizes, at_once, monkeypatch):
+    monkeypatch.setattr("tandemrl.evals.stats.RESAMPLED_AT_ONCE", at_once)
+    rng = np.random.default_rng(1)
+    sets = [rng.random(size) for size in sizes]
+    assert macro_interval(sets, resamples=101, seed=9) == pytest.approx(resampled_by_hand(sets, 101, 9), abs=1e-12)
+
+
+def test_bootstrap_interval_approaches_the_enumeration_of_all_resamples():
+    values = np.array([0.0, 0.17, 0.31, 0.58, 0.83, 0.99])  # irregular, so that no two resamples tie
+    low, high = np.quantile(all_resample_means(values), [0.05, 0.95])
+    interval = macro_interval([values], resamples=20_000, seed=3, level=0.9)
+    assert interval.mean == pytest.approx(0.48)
+    assert (interval.low, interval.high) == pytest.approx((low, high), abs=0.015)
+
+
+def test_macro_interval_approaches_the_enumeration_of_all_resamples_of_both_sets():
+    first, second = np.array([0.0, 0.13, 0.57, 0.9]), np.array([0.2, 0.71, 0.98])
+    means = np.add.outer(all_resample_means(first), all_resample_means(second)).ravel() / 2
+    interval = macro_interval([first, second], resamples=20_000, seed=4, level=0.9)
+    assert interval.mean == pytest.approx(means.mean())
+    assert (interval.low, interval.high) == pytest.approx(tuple(np.quantile(means, [0.05, 0.95])), abs=0.015)
+
+
+def test_bootstrap_interval_is_deterministic_in_the_seed():
+    values = np.linspace(0, 1, 20) ** 2
+    assert macro_interval([values], resamples=100, seed=1) == macro_interval([values], resamples=100, seed=1)
+    assert macro_interval([values], resamples=100, seed=1) != macro_interval([values], resamples=100, seed=2)
+
+
+def test_bootstrap_interval_covers_the_truth_about_as_often_as_it_says():
+    rng = np.random.default_rng(0)
+    hits = 0
+    for trial in range(200):
+        problems = rng.binomial(8, rng.beta(1, 1, size=60)) / 8
+        interval = macro_interval([problems], resamples=200, seed=trial)
+        hits += interval.low <= 0.5 <= interval.high
+    assert 0.88 <= hits / 200 <= 0.99
+
+
+def test_macro_weighs_sets_equally_and_resamples_within_sets():
+    large, small = np.zeros(90), np.ones(10)
+    interval = macro_interval([large, small], resamples=50, seed=0)
+    assert interval == (0.5, 0.5, 0.5)  # constant sets: no resample can move between them
+    pooled = macro_interval([np.concatenate([large, small])], resamples=50, seed=0)
+    assert pooled.mean == pytest.approx(0.1)
+    assert pooled.low < pooled.high
+
+
+def test_paired_bootstrap_keeps_the_pairs():
+    rng = np.random.default_rng(5)
+    a = rng.random(50)
+    shifted = paired_bootstrap([a + 0.25], [a], resamples=200, seed=0)
+    assert shifted == pytest.approx((0.25, 0.25, 0.25))  # unpaired, the interval would be as wide as a's own
+    for other in ([a[:-1]], [a, a]):
+        with pytest.raises(ValueError, match="same problems"):
+            paired_bootstrap([a], other, resamples=10, seed=0)
+
+
+def test_paired_bootstrap_approaches_the_enumeration_of_all_resamples_of_pairs():
+    a, b = np.array([0.9, 0.4, 0.77, 0.1, 0.63]), np.array([0.5, 0.45, 0.2, 0.3, 0.1])
+    index = np.array(list(product(range(5), repeat=5)))
+    low, high = np.quantile(a[index].mean(1) - b[index].mean(1), [0.05, 0.95])
+    interval = paired_bootstrap([a], [b], resamples=20_000, seed=2, level=0.9)
+    assert interval.mean == pytest.approx(a.mean() - b.mean())
+    assert (interval.low, interval.high) == pytest.approx((low, high), abs=0.015)
+
+
+def test_seed_interval_is_students():
+    from scipy.stats import ttest_1samp
+
+    for values in ([0.1, 0.3], [0.21, 0.25, 0.19, 0.3, 0.22], list(np.random.default_rng(0).normal(size=12))):
+        for level in (0.9, 0.95):
+            expected = ttest_1samp(values, 0).confidence_interval(level)
+            interval = seed_interval(values, level=level)
+            assert interval == pytest.approx((np.mean(values), expected.low, expected.high), abs=1e-12)
+    # t(0.975, 4 degrees of freedom) = 2.776 in every table
+    assert seed_interval([0, 0, 0, 0, 5]).high == pytest.approx(1 + 2.776 * np.sqrt(5) / np.sqrt(5), abs=1e-3)
+    assert seed_interval([0.2, 0.2, 0.2]) == pytest.approx((0.2, 0.2, 0.2))
+
+
+def test_seed_interval_covers_the_truth_about_as_often_as_it_says():
+    draws = np.random.default_rng(0).normal(0.3, 0.1, size=(2000, 5))
+    covered = [interval.low <= 0.3 <= interval.high for interval in map(seed_interval, draws)]
+    assert 0.935 <= np.mean(covered) <= 0.965
+
+
+@pytest.mark.parametrize(("values", "level"), [([], 0.95), ([0.1], 0.95), ([0.1, np.nan], 0.95), ([0.1, 0.2], 1.0)])
+def test_seed_interval_refuses_bad_input(values, level):
+    with pytest.raises(ValueError, match="interval over seeds"):
+        seed_interval(values, level=level)
+
+
+@pytest.mark.parametrize(
+    ("values", "resamples", "level"),
+    [([], 10, 0.95), ([[1.0]], 10, 0.95), ([np.nan], 10, 0.95), ([1.0], 0, 0.95), ([1.0], 10, 1.0)],
+)
+def test_bootstrap_refuses_bad_input(values, resamples, level):
+    with pytest.raises(ValueError, match=r"bootstrap|resamples"):
+        macro_interval([np.array(values)], resamples=resamples, seed=0, level=level)

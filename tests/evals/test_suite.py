@@ -1,0 +1,618 @@
+"""Whole evaluation phases on tiny Qwen3 models: files, resumption, what a reader makes of the texts."""
+
+import json
+import math
+import os
+import signal
+import subprocess
+import sys
+from functools import partial
+from itertools import product
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from transformers import Qwen3ForCausalLM
+
+from fake_judge import FakeJudge
+from helpers import (
+    EOS,
+    IDS,
+    VOCABULARY,
+    prepared,
+    qwen3,
+    raced_token,
+    reference_logits,
+    sampling_key,
+    small_qwen3,
+    text,
+    with_head_bias,
+)
+from helpers import prompts as some_prompts
+from helpers import tokenizer as tokenizer_of_letters
+from tandemrl import evals
+from tandemrl.config import ConfigError, EvalConfig, JudgeConfig, RewardConfig
+from tandemrl.data.loading import load_rows
+from tandemrl.data.rows import Prompt, Row, encode_prompts
+from tandemrl.evals import (
+    EvalError,
+    Profile,
+    Sample,
+    files,
+    reading,
+    run_all,
+    run_phase,
+    session,
+    suite,
+)
+from tandemrl.experiments.tiny import new_model, train_tokenizer
+from tandemrl.models.attention import ModelError
+from tandemrl.models.batching import pack_tokens
+from tandemrl.models.loading import prepare
+from tandemrl.rewards.judge.rubric import JudgeError
+from tandemrl.rewards.protocol import GraderError
+from tandemrl.rollout.engine import Sampling
+from tandemrl.rollout.torch_engine import TorchEngine
+from tandemrl.selection.draws import request_key
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return train_tokenizer("plain", 0, vocab_size=320, texts=200)
+
+
+@pytest.fixture(scope="module")
+def pair(tokenizer, tmp_path_factory):
+    """Untrained models: senior and junior have different random weights."""
+    folder = tmp_path_factory.mktemp("pair")
+    for seed, name in enumerate(("senior", "junior")):
+        new_model(tokenizer, seed).save_pretrained(folder / name)
+        tokenizer.save_pretrained(folder / name)
+    return folder
+
+
+@pytest.fixture
+def phase(pair, tmp_path):
+    """``run_phase`` on three problems with two samples of at most ten tokens each."""
+    return partial(
+        run_phase,
+        model=str(pair / "senior"),
+        junior=str(pair / "junior"),
+        data=["synthetic:plain:heldout:4"],
+        eval=EvalConfig(profile="custom", max_tokens=10, samples=2, k=(1, 2), bootstrap=20),
+        reward=RewardConfig(workers=1),
+        out=tmp_path / "eval",
+        limit=3,
+    )
+
+
+def finite(value):
+    if isinstance(value, dict):
+        return all(finite(item) for item in value.values())
+    return not isinstance(value, float) or math.isfinite(value)
+
+
+@pytest.mark.parametrize("name", [name for name in evals.PHASES if name != "verified"])
+def test_result_file_has_the_schema(phase, tmp_path, name):
+    result = phase(name)
+    file = tmp_path / "eval" / f"{name}.json"
+    assert json.loads(file.read_text()) == result
+    assert list(result) == ["schema", "phase", "config", "versions", "seeds", "metrics", "samples"]
+    assert (result["schema"], result["phase"], result["samples"]) == (1, name, f"{name}.samples.jsonl")
+    assert {"torch", "transformers", "tandemrl", "python"} <= result["versions"].keys()
+    assert set(result["metrics"]) == {"macro", "by_set"}
+    assert list(result["metrics"]["by_set"]) == ["synthetic/plain"]
+    assert finite(result["metrics"])
+    wanted = {"legibility": "cross_entropy", "drift": "kl"}.get(name, "pass@1")
+    for metrics in (result["metrics"]["macro"], result["metrics"]["by_set"]["synthetic/plain"]):
+        assert metrics[f"{wanted}/low"] <= metrics[wanted] <= metrics[f"{wanted}/high"]
+    assert result["metrics"]["macro"]["prompts_dropped"] == 0
+
+    samples = evals.read_samples(file.with_name(result["samples"]))
+    arms = 2 if name == "handoff" else 1
+    assert len(samples) == result["metrics"]["macro"]["samples"] == 3 * 2 * arms
+    for sample in samples:
+        assert sample.length == len(sample.tokens) <= 10
+        runs = sample.author.replace("S", " 1:").replace("J", " 0:").split()
+        authors = [int(who) for who, count in (run.split(":") for run in runs) for _ in range(int(count))]
+        assert len(authors) == sample.length
+        assert np.mean(authors) == pytest.approx(sample.senior_share)
+
+
+def test_with_equal_weights_handing_over_changes_no_text(phase, pair, tmp_path):
+    """The same keys in every phase and arm: a junior that is the senior writes what the senior would have written."""
+    texts = {}
+    for name in ("pass-at-k", "tandem", "handoff"):
+        phase(name, junior=str(pair / "senior"))
+        samples = evals.read_samples(tmp_path / "eval" / f"{name}.samples.jsonl")
+        texts |= {(name, arm): [s.tokens for s in samples if s.arm == arm] for arm in {s.arm for s in samples}}
+    assert len(texts) == 4
+    assert all(tokens == texts["pass-at-k", "solo"] for tokens in texts.values())
+
+
+def test_a_finished_phase_is_skipped(phase, monkeypatch):
+    first = phase("handoff")
+
+    def fail(*args, **kwargs):
+        raise AssertionError("the phase ran again")
+
+    monkeypatch.setattr(session, "load_model", fail)
+    monkeypatch.setattr(session, "load_rows", fail)
+    assert phase("handoff") == first
+
+
+def test_another_configuration_is_refused_by_name(phase, pair, tmp_path):
+    out = tmp_path / "one.json"
+    phase("tandem", out=out)
+    with pytest.raises(EvalError, match=r"prob_senior: 0\.5 there, 0\.25 now"):
+        phase("tandem", out=out, prob_senior=0.25)
+    with pytest.raises(EvalError, match=r"eval\.seed: 17 there, 18 now"):
+        phase("tandem", out=out, eval=EvalConfig(profile="custom", max_tokens=10, samples=2, k=(1, 2), seed=18))
+    with pytest.raises(EvalError, match="holds the phase tandem"):
+        phase("handoff", out=out)
+    out.write_text("{")
+    with pytest.raises(EvalError, match="not readable"):
+        phase("tandem", out=out)
+
+
+def test_changed_weights_are_another_configuration(phase, pair, tokenizer, tmp_path):
+    copy = tmp_path / "model"
+    for seed in (5, 6):
+        new_model(tokenizer, seed).save_pretrained(copy)
+        tokenizer.save_pretrained(copy)
+        if seed == 5:
+            phase("pass-at-k", model=str(copy))
+    with pytest.raises(EvalError, match="digests"):
+        phase("pass-at-k", model=str(copy))
+
+
+def test_rewards_of_no_use_are_refused_before_anything_is_written(phase, tmp_path, monkeypatch):
+    def write(*arguments):
+        raise AssertionError("texts were written")
+
+    monkeypatch.setattr(suite, "_write", write)
+    typo = RewardConfig(scorers={"synthetic": "boxed"})
+    with pytest.raises(ConfigError, match=r"reward\.scorers\.synthetic=boxed: no row matches.* synthetic/plain"):
+        phase("pass-at-k", reward=typo)
+    with pytest.raises(ConfigError, match=r"reward\.scorers\.synthetic"):
+        phase("pass-at-k", reward=typo, stated={"reward.scorers.synthetic"})
+    with pytest.raises(GraderError, match="no_such_module"):
+        phase("pass-at-k", reward=RewardConfig(scorers={"synthetic/*": "no_such_module:score"}))
+    with pytest.warns(UserWarning, match="no row matches"), pytest.raises(AssertionError, match="were written"):
+        phase("pass-at-k", reward=typo, stated=())  # of a config for other data
+
+
+def test_the_junior_does_not_matter_to_pass_at_k(phase):
+    assert phase("pass-at-k") == phase("pass-at-k", junior=None)
+
+
+@pytest.mark.parametrize("failing", ["write_result", "grade"])
+def test_a_failure_leaves_no_result(phase, tmp_path, monkeypatch, failing):
+    def fail(*args, **kwargs):
+        raise OSError("disk full")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(suite, failing, fail)
+        with pytest.raises(OSError, match="disk full"):
+            phase("pass-at-k")
+    assert not (tmp_path / "eval" / "pass-at-k.json").exists()
+    assert phase("pass-at-k")["metrics"]["macro"]["samples"] == 6
+
+
+def test_a_failure_while_the_file_is_written_leaves_no_part_of_it(phase, tmp_path, monkeypatch):
+    """The samples are complete, the result was not renamed into place: the phase is not finished."""
+    rename = os.replace
+
+    def fail(source, target):
+        if str(target).endswith(".json"):
+            raise OSError("killed")
+        rename(source, target)
+
+    with monkeypatch.context() as patch:
+        patch.setattr("os.replace", fail)
+        with pytest.raises(OSError, match="killed"):
+            phase("pass-at-k")
+    assert not (tmp_path / "eval" / "pass-at-k.json").exists()
+    assert phase("pass-at-k")["schema"] == 1
+
+
+def test_non_finite_numbers_are_refused(tmp_path):
+    result = evals.EvalResult({"macro": {"score": math.nan}, "by_set": {}}, [])
+    with pytest.raises(EvalError, match="not finite"):
+        evals.write_result(tmp_path / "tandem.json", "tandem", {}, result, seeds={})
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_junior_is_required_and_must_share_the_vocabulary(phase, tmp_path):
+    with pytest.raises(EvalError, match="needs a junior"):
+        phase("tandem", junior=None)
+    with pytest.raises(EvalError, match="unknown phase"):
+        phase("solo")
+    other = train_tokenizer("plain", 1, vocab_size=300, texts=50)
+    other.save_pretrained(tmp_path / "other")
+    for name in ("tandem", "handoff", "legibility"):
+        with pytest.raises(ModelError, match="vocabular"):
+            phase(name, junior=str(tmp_path / "other"))
+
+
+# ----------------------------------------------------------------------------------------------------------- legibility
+
+
+def texts_for(prompts, lengths, vocabulary):
+    """Random texts; those of even problems end in EOS (id 2)."""
+    rng = np.random.default_rng(0)
+    samples = []
+    for problem, (item, length) in enumerate(zip(prompts, lengths, strict=True)):
+        tokens = rng.integers(3, vocabulary, size=length).tolist()
+        ended = problem % 2 == 0 and length > 0
+        tokens = [*tokens[:-1], 2] if ended else tokens
+        samples.append(
+            Sample(
+                problem=problem,
+                example_id=item.row.example_id,
+                set=item.row.data_source,
+                arm="solo",
+                sample=0,
+                key=problem,
+                text="",
+                tokens=tokens,
+                length=length,
+                author=f"S{length}",
+                rounds=1,
+                senior_share=1.0,
+                stop_reason="eos" if ended else "length",
+            )
+        )
+    return samples
+
+
+def test_legibility_is_the_cross_entropy_that_transformers_computes(tokenizer, pair):
+    prompts, _ = encode_prompts(load_rows(["synthetic:plain:heldout:5"]), tokenizer, max_prompt_tokens=200)
+    samples = texts_for(prompts, [7, 12, 1, 30, 2], vocabulary=len(tokenizer))
+    read = evals.read_legibility(samples, prompts, prepare(Qwen3ForCausalLM.from_pretrained(pair / "junior")))
+
+    reference = Qwen3ForCausalLM.from_pretrained(pair / "junior", attn_implementation="eager").eval()
+    for sample, found in zip(samples, read, strict=True):
+        text = [token for token in sample.tokens if token != 2]
+        ids = torch.tensor([*prompts[sample.problem].tokens, *text])
+        labels = ids.clone()
+        labels[: len(prompts[sample.problem].tokens)] = -100
+        if not text:  # nothing but EOS
+            assert found.cross_entropy is None
+            continue
+        with torch.no_grad():
+            wanted = reference(input_ids=ids[None], labels=labels[None]).loss.item()
+        assert found.cross_entropy == pytest.approx(wanted, abs=1e-5)
+
+
+def test_texts_over_the_juniors_context_are_dropped_and_counted(tokenizer):
+    prompts, _ = encode_prompts(load_rows(["synthetic:plain:heldout:3"]), tokenizer, max_prompt_tokens=200)
+    junior = new_model(tokenizer, 0)
+    longest = len(prompts[1].tokens)
+    samples = texts_for(prompts, [5, 21, 5], vocabulary=len(tokenizer))
+    junior.config.max_position_embeddings = longest + 21
+    fits = evals.read_legibility(samples, prompts, prepare(junior))
+    assert fits[1].cross_entropy is not None
+    junior.config.max_position_embeddings = longest + 20
+    read = evals.read_legibility(samples, prompts, junior)
+    assert read[1].cross_entropy is None
+    macro = evals.summarise(read, evals.legible, bootstrap=10, seed=0)["macro"]
+    assert (macro["samples"], macro["dropped"], macro["problems"]) == (3, 1, 3)
+    kept = [sample.cross_entropy for sample in read if sample.cross_entropy is not None]
+    assert macro["cross_entropy"] == pytest.approx(sum(kept) / 2)
+    with pytest.raises(EvalError, match="none of its 3 problems"):
+        evals.summarise(samples, evals.legible, bootstrap=10, seed=0)
+
+
+def test_legibility_reads_the_pass_at_k_samples_and_writes_the_same_ones_without(phase, tmp_path, monkeypatch):
+    alone = phase("legibility", out=tmp_path / "alone")
+    phase("pass-at-k")
+
+    class NoEngine:
+        def __init__(self, *args, **kwargs):
+            raise AssertionError("generated again")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(session, "TorchEngine", NoEngine)
+        beside = phase("legibility")
+        with pytest.raises(AssertionError, match="generated again"):  # other samples than pass@k's
+            phase("legibility", out=tmp_path / "eval" / "other.json", limit=2)
+    assert beside["metrics"] == alone["metrics"]
+    stored = evals.read_samples(Path(tmp_path / "eval" / beside["samples"]))
+    assert all(sample.score is not None for sample in stored)
+
+
+# ------------------------------------------------------------------------------------------------- all phases at once
+
+
+@pytest.fixture
+def everything(pair, tmp_path, monkeypatch):
+    """``run_all`` on three problems; its files do not depend on the state of this checkout."""
+    monkeypatch.setattr(files, "versions", lambda: {"git_revision": "here"})
+    return partial(
+        run_all,
+        model=str(pair / "senior"),
+        junior=str(pair / "junior"),
+        data=["synthetic:plain:heldout:4"],
+        eval=EvalConfig(profile="custom", max_tokens=10, samples=2, k=(1, 2), bootstrap=20),
+        reward=RewardConfig(workers=1),
+        limit=3,
+    )
+
+
+def contents(folder):
+    return {file.name: file.read_bytes() for file in sorted(folder.iterdir())}
+
+
+SOLO_AND_PAIR = ("pass-at-k", "tandem", "handoff", "legibility", "drift")
+
+
+def test_all_phases_write_what_each_writes_alone_and_load_everything_once(everything, phase, tmp_path, monkeypatch):
+    loaded = []
+    load = session.load_model
+    with monkeypatch.context() as patch:
+        patch.setattr(session, "load_model", lambda path, **options: loaded.append(path) or load(path, **options))
+        results = everything(out=tmp_path / "all")
+    assert tuple(results) == SOLO_AND_PAIR
+    assert len(loaded) == len(set(loaded)) == 2
+    for name in SOLO_AND_PAIR:
+        assert phase(name, out=tmp_path / "alone" / name) == results[name]
+        written = contents(tmp_path / "alone" / name)
+        if name not in ("legibility", "drift"):  # alone, these write the solo texts and do not grade them
+            assert written == {file: contents(tmp_path / "all")[file] for file in written}
+
+    def fail(*args, **kwargs):
+        raise AssertionError("loaded again")
+
+    for name in ("load_model", "load_tokenizer", "load_rows"):
+        monkeypatch.setattr(session, name, fail)
+    assert everything(out=tmp_path / "all") == results
+
+
+class Killed(BaseException):
+    """Nothing in the library catches this."""
+
+
+def test_a_killed_run_ends_with_the_files_of_an_uninterrupted_one(everything, tmp_path):
+    """Killed at the first and at the last word of a phase: nothing of it is there, and all of those before."""
+    everything(out=tmp_path / "whole")
+    kills = product(("pass-at-k: tokens", "handoff: tokens", "drift: texts"), (False, True))
+    for number, (at, end) in enumerate(kills):
+
+        def kill(what, done, total, at=at, end=end):
+            if what == at and (done == total or not end):
+                raise Killed
+
+        out = tmp_path / f"killed-{number}"
+        with pytest.raises(Killed):
+            everything(out=out, progress=kill)
+        finished = SOLO_AND_PAIR[: SOLO_AND_PAIR.index(at.partition(":")[0])]
+        assert {file.name.partition(".")[0] for file in out.glob("*")} == set(finished)
+        everything(out=out)
+        assert contents(out) == contents(tmp_path / "whole")
+
+
+def test_a_process_that_is_killed_ends_with_the_files_of_an_uninterrupted_one(everything, pair, tmp_path):
+    """SIGKILL within the handoff phase, in a process of its own."""
+    everything(out=tmp_path / "whole")
+    script = f"""
+import os, signal
+from tandemrl.config import EvalConfig, RewardConfig
+from tandemrl.evals import files, run_all
+
+files.versions = lambda: {{"git_revision": "here"}}
+
+def kill(what, done, total):
+    if what.startswith("handoff"):
+        os.kill(os.getpid(), signal.SIGKILL)
+
+run_all(
+    model="{pair}/senior", junior="{pair}/junior", data=["synthetic:plain:heldout:4"], limit=3, progress=kill,
+    eval=EvalConfig(profile="custom", max_tokens=10, samples=2, k=(1, 2), bootstrap=20),
+    reward=RewardConfig(workers=1), out="{tmp_path}/killed",
+)
+"""
+    done = subprocess.run([sys.executable, "-c", script], env=os.environ | {"OMP_NUM_THREADS": "1"}, timeout=300)
+    assert done.returncode == -signal.SIGKILL
+    finished = {file.name: file.stat().st_mtime_ns for file in (tmp_path / "killed").iterdir()}
+    assert {name.partition(".")[0] for name in finished} == {"pass-at-k", "tandem"}
+    everything(out=tmp_path / "killed")
+    assert contents(tmp_path / "killed") == contents(tmp_path / "whole")
+    assert all((tmp_path / "killed" / name).stat().st_mtime_ns == written for name, written in finished.items())
+
+
+def test_progress_counts_up_to_the_total(everything, tmp_path):
+    told = {}
+    everything(out=tmp_path, progress=lambda what, done, total: told.setdefault(what, []).append((done, total)))
+    assert list(told) == [f"{name}: tokens" for name in SOLO_AND_PAIR[:3]] + ["legibility: texts", "drift: texts"]
+    for what, steps in told.items():
+        assert [done for done, _ in steps] == sorted(done for done, _ in steps)
+        assert steps[-1][0] == steps[-1][1] == {"handoff: tokens": 120}.get(what, 60 if "tokens" in what else 6)
+
+
+def test_without_a_junior_only_the_solo_phases_are_run(everything, pair, tmp_path):
+    assert list(everything(out=tmp_path / "out", junior=None)) == ["pass-at-k"]
+    left = evals.left_out(None, JudgeConfig())
+    assert list(left) == ["tandem", "handoff", "legibility", "drift", "verified"]
+    assert set(left) | {"pass-at-k"} == set(evals.PHASES)
+    assert evals.left_out("J", JudgeConfig(model="M")) == {}
+    assert list(evals.left_out("J", JudgeConfig(model="M", prompt="tinyv"))) == ["verified"]
+    judge = JudgeConfig(model=str(pair / "junior"), prompt="reasoning")
+    assert list(everything(out=tmp_path / "judged", junior=None, judge=judge)) == ["pass-at-k", "verified"]
+    with pytest.raises(EvalError, match=r"one\.json is one file for 5 phases"):
+        everything(out=tmp_path / "one.json")
+
+
+# -------------------------------------------------------------------------------------------------------------- handoff
+
+
+def handoff_by_hand(models, prompt, key, senior_writes, max_tokens):
+    """The published protocol as a loop: one token at a time, a full forward of the author's model alone, and the turn
+    ends where the text of the response has just got a blank line. Returns tokens and authors."""
+    tokens, authors = [], []
+    while len(tokens) < max_tokens and IDS[EOS] not in tokens:
+        with torch.no_grad():
+            logits = models[senior_writes](input_ids=torch.tensor([[*prompt, *tokens]])).logits[0, -1].double()
+        token = raced_token(logits.softmax(-1).numpy(), sampling_key(key, len(tokens)))
+        before, after = text(tokens), text([*tokens, token])
+        tokens.append(token)
+        authors.append(int(senior_writes))
+        new_pairs = {i for i in range(len(after)) if after[i : i + 2] == "\n\n" and i + 2 > len(before)}
+        senior_writes ^= bool(new_pairs)
+    return tokens, authors
+
+
+def test_handoff_is_the_protocol_token_by_token():
+    senior, junior = qwen3(0), small_qwen3(1)
+    for model in (senior, junior):  # blank lines are rare in random text; with a bias they are common
+        with_head_bias(model).lm_head.bias.data[[IDS["Ċ"], IDS["ĊĊ"], IDS[".Ċ"]]] += 7.0
+    prompts = [Prompt(Row(f"p/{i}", (), "p", "", {}), ids) for i, ids in enumerate(some_prompts(4))]
+    written = evals.write(
+        evals.strategies("handoff", tokenizer_of_letters()),
+        engine=TorchEngine(prepared(senior), prepared(junior), tokenizer_of_letters()),
+        tokenizer=tokenizer_of_letters(),
+        prompts=prompts,
+        profile=Profile(Sampling(max_tokens=20)),
+        samples=2,
+        seed=11,
+    )
+    assert [sample.arm for sample in written] == ["senior_first"] * 8 + ["junior_first"] * 8
+    for sample in written:
+        key = request_key(11, 0, sample.problem, sample.sample)
+        models = {True: senior, False: junior}
+        first = sample.arm == "senior_first"
+        tokens, authors = handoff_by_hand(models, prompts[sample.problem].tokens, key, first, 20)
+        assert (sample.tokens, sample.author) == (tokens, evals.author_runs(np.array(authors)))
+        assert sample.stop_reason == ("eos" if IDS[EOS] in tokens else "length")
+    assert sum(sample.rounds for sample in written) > 3 * len(written)
+
+
+# ---------------------------------------------------------------------------------------------------------------- drift
+
+
+def log_softmax64(logits):
+    shifted = logits - logits.max(-1, keepdims=True)
+    return shifted - np.log(np.exp(shifted).sum(-1, keepdims=True))
+
+
+@pytest.mark.parametrize("per_chunk", [1, 7, 1000])
+def test_divergence_is_that_of_full_logits(per_chunk, monkeypatch):
+    """Two architectures, an LM head with a bias, more logits on one side, in chunks of any size."""
+    senior, junior = with_head_bias(qwen3(0, tied=False)), small_qwen3(1, vocabulary=VOCABULARY + 8)
+    monkeypatch.setattr(reading, "LOGITS_PER_CHUNK", 2 * VOCABULARY * per_chunk)
+    sequences = some_prompts(5)
+    batch = pack_tokens(sequences)
+    select = batch.positions % 3 != 1
+    found = evals.divergence(prepared(senior), prepared(junior), batch, select=select)
+    start = 0
+    for sequence in sequences:
+        own, other = (
+            log_softmax64(reference_logits(model, sequence[:1], sequence[1:])[:, :VOCABULARY])
+            for model in (senior, junior)
+        )
+        for i, token in enumerate(sequence):
+            values = [channel[start + i].item() for channel in found]
+            if i == 0 or not select[start + i]:
+                assert values == [0.0, 0.0, 0.0]
+                continue
+            p, q = own[i - 1], other[i - 1]
+            assert values == pytest.approx([-p[token], -q[token], float(np.exp(p) @ (p - q))], abs=2e-5)
+        start += len(sequence)
+
+
+def test_drift_reads_the_solo_texts_as_transformers_would(phase, pair, tokenizer, tmp_path, monkeypatch):
+    alone = phase("drift", out=tmp_path / "alone")
+    solo, legibility = phase("pass-at-k"), phase("legibility")
+    with monkeypatch.context() as patch:
+        patch.setattr(session, "TorchEngine", None)  # the texts are not written again
+        result = phase("drift")
+    assert result["metrics"] == alone["metrics"]
+    prompts, _ = encode_prompts(load_rows(["synthetic:plain:heldout:4"]), tokenizer, max_prompt_tokens=200)
+    models = [
+        Qwen3ForCausalLM.from_pretrained(pair / name, attn_implementation="eager") for name in ("senior", "junior")
+    ]
+    samples = evals.read_samples(tmp_path / "eval" / "drift.samples.jsonl")
+    by_problem = {}
+    for sample in samples:
+        prompt = prompts[sample.problem].tokens
+        ended = sample.stop_reason == "eos"
+        response = sample.tokens[:-1] if ended else sample.tokens
+        p, q = (log_softmax64(reference_logits(model, prompt, response)) for model in models)
+        own, other = (-each[np.arange(len(response)), response] for each in (p, q))
+        expected = {
+            "surprisal": own.mean(),
+            "cross_entropy": other.mean(),
+            "kl": (np.exp(p) * (p - q)).sum(-1).mean(),
+            "unlikely_rate": (np.exp(-other) < 0.01).mean(),
+            "excess": (other - own).mean(),
+        }
+        for name in ("surprisal", "cross_entropy", "kl", "unlikely_rate"):
+            assert getattr(sample, name) == pytest.approx(expected[name], abs=1e-5), name
+        by_problem.setdefault(sample.problem, []).append(expected)
+    macro = result["metrics"]["macro"]
+    for name in expected:
+        mean = np.mean([np.mean([each[name] for each in group]) for group in by_problem.values()])
+        assert macro[name] == pytest.approx(mean, abs=1e-5)
+        assert macro[f"{name}/low"] <= macro[name] <= macro[f"{name}/high"]
+    assert macro["kl"] > 0.01
+    assert macro["cross_entropy"] == pytest.approx(legibility["metrics"]["macro"]["cross_entropy"], abs=1e-6)
+    assert (macro["samples"], macro["dropped"], macro["problems"]) == (6, 0, 3)
+    assert solo["metrics"]["macro"]["samples"] == 6
+
+
+def test_a_senior_that_is_its_junior_has_not_drifted(phase, pair):
+    macro = phase("drift", junior=str(pair / "senior"))["metrics"]["macro"]
+    assert (macro["kl"], macro["excess"], macro["kl/high"]) == (0.0, 0.0, 0.0)
+    assert macro["surprisal"] == macro["cross_entropy"] > 1.0
+
+
+# ------------------------------------------------------------------------------------------------------------- verified
+
+
+def test_verified_needs_a_judge_of_reasoning(phase, pair):
+    with pytest.raises(EvalError, match=r"phase verified needs a judge; give judge\.url="):
+        phase("verified")
+    with pytest.raises(EvalError, match=r"phase verified needs judge\.prompt=rubric or reasoning; tinyv"):
+        phase("verified", judge=JudgeConfig(url="http://127.0.0.1:9/v1", prompt="tinyv"))
+    with pytest.raises(JudgeError, match="failed 1 time"):
+        phase("verified", judge=JudgeConfig(url="http://127.0.0.1:9/v1", retries=0))
+    # a judge in this process; the untrained senior is never right, so there is nothing to read
+    result = phase("verified", judge=JudgeConfig(model=str(pair / "junior"), prompt="reasoning"))
+    assert result["metrics"]["macro"]["judged"] == 0
+    assert result["config"]["judge"]["model"] == str(pair / "junior")
+
+
+def test_verified_over_http_counts_what_the_judge_accepts(tiny_pair, tmp_path):
+    def judged(prompt, number):
+        return f"Total Score: {10 if len(prompt) % 2 else 5}/10"
+
+    with FakeJudge(judged, models=("rrm",)) as fake:
+        verified = partial(
+            run_phase,
+            model=str(tiny_pair / "senior"),
+            junior=None,
+            data=["synthetic:plain:heldout:12"],
+            eval=EvalConfig(samples=4, k=(1, 4), bootstrap=20),
+            reward=RewardConfig(workers=1),
+            out=tmp_path / "eval",
+        )
+        alone = verified("pass-at-k")
+        result = verified("verified", judge=JudgeConfig(url=fake.url, prompt="reasoning"))
+        requests = len(fake.bodies)
+        assert verified("verified", judge=JudgeConfig(url=fake.url, prompt="reasoning", timeout_s=9.0)) == result
+        assert len(fake.bodies) == requests  # a finished phase is not judged again
+    samples = evals.read_samples(tmp_path / "eval" / "verified.samples.jsonl")
+    assert [sample.text for sample in samples] == [
+        sample.text for sample in evals.read_samples(tmp_path / "eval" / "pass-at-k.samples.jsonl")
+    ]
+    right = [sample for sample in samples if sample.correct]
+    assert 0 < requests <= len(right)  # equal texts are shown once
+    assert {sample.judge for sample in right} == {0.5, 1.0}
+    assert all(sample.verified == (sample.judge == 1.0) for sample in right)
+    assert not any(sample.verified for sample in samples if not sample.correct)
+    macro = result["metrics"]["macro"]
+    assert macro["pass@1"] == alone["metrics"]["macro"]["pass@1"] == pytest.approx(len(right) / 48)
+    assert macro["verified_pass@1"] == pytest.approx(sum(bool(sample.verified) for sample in samples) / 48)
+    assert macro["rejected_rate"] == pytest.approx(macro["pass@1"] - macro["verified_pass@1"])
+    assert result["config"]["judge"]["model"] == "rrm"

@@ -1,0 +1,254 @@
+import itertools
+import json
+import math
+import re
+import shutil
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from tandemrl.data.rows import DataError
+from tandemrl.data.synthetic import PAIRS, examples, generate
+from tandemrl.experiments import tiny
+from tandemrl.experiments.tiny import WarmStart, build_tiny_pair, train_tokenizer
+
+STEPS = 12
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory):
+    """A barely trained pair, with what its progress callback was told."""
+    out = tmp_path_factory.mktemp("tiny") / "pair"
+    seen = []
+    manifest = build_tiny_pair(out, steps=STEPS, progress=lambda *event: seen.append(event))
+    return out, manifest, seen
+
+
+@pytest.fixture(scope="module")
+def tokenizer(built):
+    return AutoTokenizer.from_pretrained(built[0] / "senior")
+
+
+def test_two_builds_are_equal_and_leave_global_state_alone(built, tmp_path):
+    state, threads = torch.random.get_rng_state(), torch.get_num_threads()
+    again = build_tiny_pair(tmp_path / "pair", steps=STEPS)
+    assert again == built[1]
+    assert torch.equal(torch.random.get_rng_state(), state)
+    assert torch.get_num_threads() == threads
+    assert [path.name for path in tmp_path.iterdir()] == ["pair"]
+
+
+def test_warm_start_learns(built):
+    _, manifest, seen = built
+    assert [(done, steps) for done, steps, _ in seen] == [(i, STEPS) for i in range(1, STEPS + 1)]
+    assert seen[0][2] == pytest.approx(math.log(manifest["vocab_size"]), rel=0.1)  # uniform at first
+    assert seen[-1][2] < seen[0][2] - 1.0
+    assert manifest["base"]["warm_start/loss"] == seen[-1][2]
+
+
+def test_cache_hit_trains_nothing(built):
+    out, manifest, _ = built
+    before = (out / "manifest.json").stat().st_mtime_ns
+
+    def never(*event):
+        raise AssertionError("trained again")
+
+    assert build_tiny_pair(out, steps=STEPS, progress=never) == manifest
+    assert (out / "manifest.json").stat().st_mtime_ns == before
+
+
+@pytest.mark.parametrize("change", ["steps", "weights"])
+def test_a_pair_that_differs_is_built_anew(built, tmp_path, change):
+    out, first = tmp_path / "pair", built[1]
+    shutil.copytree(built[0], out)
+    if change == "weights":
+        (out / "junior" / "model.safetensors").write_bytes(b"torn")
+    events = []
+    second = build_tiny_pair(
+        out,
+        steps=2 if change == "steps" else STEPS,
+        progress=lambda *event: events.append(event),
+    )
+    assert events
+    assert json.loads((out / "manifest.json").read_text()) == second
+    assert (second["sha256"] == first["sha256"]) == (change == "weights")
+
+
+def test_a_pair_of_another_seed_is_not_replaced(built):
+    with pytest.raises(FileExistsError, match="seed 0, which runs may rely on"):
+        build_tiny_pair(built[0], seed=1, steps=STEPS)
+
+
+def test_refuses_a_folder_that_holds_something_else(tmp_path):
+    (tmp_path / "thesis.tex").write_text("precious")
+    with pytest.raises(FileExistsError, match="choose another folder"):
+        build_tiny_pair(tmp_path, steps=1)
+    assert (tmp_path / "thesis.tex").read_text() == "precious"
+
+
+def test_unknown_pair(tmp_path):
+    with pytest.raises(DataError, match="known: plain, jargon, repair"):
+        build_tiny_pair(tmp_path / "pair", pair="martian", steps=1)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_wider_pair_learns_with_a_smaller_rate(built, tmp_path, monkeypatch):
+    wide = tiny.SIZES["tiny"] | {"hidden_size": 192, "num_hidden_layers": 1}
+    monkeypatch.setitem(tiny.SIZES, "wide", wide)
+    monkeypatch.setattr(tiny, "_skill", lambda *args: {"solo/pass@1": 0.0})
+    manifest = build_tiny_pair(tmp_path / "pair", steps=2, size="wide")
+    assert manifest["recipe"]["lr"] == built[1]["recipe"]["lr"] / 2
+    assert AutoModelForCausalLM.from_pretrained(tmp_path / "pair" / "senior").config.hidden_size == 192
+    with pytest.raises(DataError, match="unknown size '7b' of a pair; known: tiny, 46m, wide"):
+        build_tiny_pair(tmp_path / "other", size="7b")
+
+
+def test_the_46m_size_has_46_million_parameters(tokenizer):
+    with torch.device("meta"):
+        model = tiny.new_model(tokenizer, 0, "46m")
+    assert sum(p.numel() for p in model.parameters()) == pytest.approx(46e6, rel=0.02)
+
+
+def test_senior_and_junior_load_and_are_the_same_model(built, tokenizer):
+    out, manifest, _ = built
+    models = [AutoModelForCausalLM.from_pretrained(out / name) for name in ("senior", "junior")]
+    tokens = torch.tensor([tokenizer("Tom has 5 nuts")["input_ids"]])
+    with torch.no_grad():
+        senior, junior = (model(tokens).logits for model in models)
+    assert torch.equal(senior, junior)
+    assert senior.shape[-1] == len(tokenizer) == manifest["vocab_size"] <= 400
+    assert models[0].dtype == torch.float32
+    assert models[0].generation_config.eos_token_id == tokenizer.eos_token_id
+    assert sum(p.numel() for p in models[0].parameters()) == manifest["parameters"]
+    assert AutoTokenizer.from_pretrained(out / "junior").get_vocab() == tokenizer.get_vocab()
+
+
+@pytest.fixture(scope="module")
+def jargon(tmp_path_factory):
+    """A hardly trained jargon pair, with what its progress callback was told."""
+    recipe = WarmStart(steps=3, batch_size=4, vocab_size=480, eval_rows=8)
+    out = tmp_path_factory.mktemp("jargon") / "pair"
+    seen = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(tiny.RECIPES, "jargon", {"base": recipe, "senior": recipe})
+        manifest = build_tiny_pair(out, pair="jargon", progress=lambda *event: seen.append(event))
+        yield out, manifest, seen
+
+
+def test_the_jargon_senior_goes_on_from_the_base_alone(jargon):
+    out, manifest, seen = jargon
+    assert [event[:2] for event in seen] == [(i, 6) for i in range(1, 7)]
+    assert manifest["sha256"]["senior"] != manifest["sha256"]["junior"]
+    # The junior is what the first three steps alone give.
+    tokenizer = train_tokenizer("jargon", 0, vocab_size=480)
+    with tiny._threads(1):
+        base = tiny.new_model(tokenizer, 0)
+        tiny.warm_start(base, tokenizer, WarmStart(steps=3, batch_size=4), pair="jargon", seed=0)
+    junior = AutoModelForCausalLM.from_pretrained(out / "junior").state_dict()
+    assert all(torch.equal(tensor, junior[name]) for name, tensor in base.state_dict().items())
+
+
+def test_the_jargon_manifest_says_what_was_measured_and_how_each_stage_was_trained(jargon):
+    out, manifest, _ = jargon
+    assert set(manifest["base"]) == {
+        *("solo/pass@1", "junior/solo/pass@1", "jargon/rate", "jargon/pass@1", "plain/pass@1"),
+        *("eval_rows", "warm_start/loss"),
+    }
+    base, senior = manifest["recipe"], manifest["recipe"]["senior"]
+    assert base["steps"] == senior["steps"] == 3
+    assert base["text_sha256"] != senior["text_sha256"]
+    assert build_tiny_pair(out, pair="jargon", progress=pytest.fail) == manifest
+
+
+def test_skill_splits_the_senior_by_jargon(monkeypatch):
+    """Four texts of the senior, of which one in jargon and two plain ones are right, or not quite."""
+    rows = generate("jargon", "heldout", 4, 0)
+    answers = [row.ground_truth for row in rows]
+    texts = {
+        "senior": [
+            f"Blorp vam.\n\n\\boxed{{{answers[0]}}}",
+            "Hec vam.\n\n\\boxed{99}",
+            f"First 5.\n\n\\boxed{{{answers[2]}}}",
+            f"First 5.\n\n\\boxed{{{answers[3]}}}",
+        ],
+        "junior": [f"\\boxed{{{answers[0]}}}", "", "", ""],
+    }
+    monkeypatch.setattr(tiny, "solo_texts", lambda model, *_: texts[model])
+    assert tiny._skill("senior", "junior", None, rows, 0) == {
+        "solo/pass@1": 0.75,
+        "junior/solo/pass@1": 0.25,
+        "jargon/rate": 0.5,
+        "jargon/pass@1": 0.5,
+        "plain/pass@1": 1.0,
+    }
+    one_model = "junior"
+    assert tiny._skill(one_model, one_model, None, rows, 0) == {"solo/pass@1": 0.25}
+
+
+def test_the_plain_recipe_is_that_of_cached_pairs(built):
+    """A key more or less in it would make every plain pair that was ever built stale."""
+    assert set(built[1]["recipe"]) == {
+        *("steps", "batch_size", "lr", "final_lr_fraction", "warmup_steps", "betas", "weight_decay", "max_grad_norm"),
+        *("vocab_size", "threads", "eval_rows", "model", "text_sha256"),
+    }
+    assert set(built[1]["base"]) == {"solo/pass@1", "eval_rows", "warm_start/loss"}
+
+
+def test_every_stage_of_every_pair_has_texts_and_a_recipe():
+    stages = {name: ["base", *(["senior"] if pair.senior else [])] for name, pair in PAIRS.items()}
+    assert {name: list(recipes) for name, recipes in tiny.RECIPES.items()} == stages
+
+
+@pytest.mark.parametrize("pair", PAIRS)
+def test_every_word_of_a_pair_is_one_token(pair):
+    """Of both stages, whatever comes before it; so that a jargon solution is as long as a plain one."""
+    tokenizer = train_tokenizer(pair, 0, vocab_size=tiny.RECIPES[pair]["base"].vocab_size)
+    for stage in tiny.RECIPES[pair]:
+        texts = [text for _, text in itertools.islice(examples(pair, 1, stage=stage), 300)]
+        words = {word for text in texts for word in re.findall(r"(?<!\\)\b ?[A-Za-z]+\b", text)}
+        assert len(words) >= 9
+        assert {word for word in words if len(tokenizer(word)["input_ids"]) != 1} == set()
+        assert max(map(len, tokenizer(texts)["input_ids"])) + 1 <= 62  # of 64
+
+
+@pytest.mark.parametrize("text", ["Tom has 5 nuts", "naïve 語 🙂\t x\r\n", "a  b\n\n\n c", "\\frac{1}{2} <|im_end|>"])
+def test_tokenizer_round_trip(tokenizer, text):
+    assert tokenizer.decode(tokenizer(text)["input_ids"], clean_up_tokenization_spaces=False) == text
+
+
+def test_tokens_end_a_step_keep_digits_apart_and_start_words_with_their_space(tokenizer):
+    assert tokenizer.tokenize("First 15 plus 5 is 20.\n\nNext 20") == [
+        *("First", "Ġ", "1", "5", "Ġplus", "Ġ", "5", "Ġis", "Ġ", "2", "0", ".ĊĊ"),
+        *("Next", "Ġ", "2", "0"),
+    ]
+    assert not [token for token in tokenizer.get_vocab() if re.search(r"\d", token) and len(token) > 1]
+    assert tokenizer.eos_token == "<|im_end|>"
+    assert tokenizer.pad_token == "<|endoftext|>"
+
+
+def test_chat_template_prefix_and_thinking(tokenizer):
+    question = [{"role": "user", "content": "Tom has 5 nuts. How many?"}]
+    answer = {"role": "assistant", "content": "\\boxed{5}"}
+
+    def render(messages, **options):
+        return tokenizer.apply_chat_template(messages, return_dict=False, **options)
+
+    prompt = render(question, add_generation_prompt=True)
+    assert render(question, add_generation_prompt=True, enable_thinking=False) == prompt
+    whole = render([*question, answer])
+    assert whole[: len(prompt)] == prompt
+    written = [*tokenizer("\\boxed{5}")["input_ids"], tokenizer.eos_token_id]
+    assert whole[len(prompt) : len(prompt) + len(written)] == written
+    follow_up = render([*question, answer, *question], add_generation_prompt=True)
+    assert follow_up[: len(whole)] == whole
+
+
+def test_problems_and_solutions_fit_the_tiny_profile(tokenizer):
+    rows = generate("plain", "heldout", 200, 0)
+    prompts = tokenizer.apply_chat_template(
+        [list(row.messages) for row in rows], add_generation_prompt=True, return_dict=False
+    )
+    assert max(map(len, prompts)) <= 40
+    texts = [text for _, text in itertools.islice(examples("plain", 5), 500)]
+    assert max(map(len, tokenizer(texts)["input_ids"])) + 1 <= 56  # of 64

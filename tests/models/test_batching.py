@@ -1,0 +1,185 @@
+import itertools
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tandemrl.models.batching import attention_cost, micro_batches, pack, unpack
+from tandemrl.types import Rollout
+
+
+@st.composite
+def rollouts(draw):
+    made = []
+    for index in range(draw(st.integers(1, 5))):
+        author = draw(st.lists(st.sampled_from([-1, 0, 1]), min_size=1, max_size=9))
+        tokens = draw(st.lists(st.integers(0, 99), min_size=len(author), max_size=len(author)))
+        logprobs = [-(token + 1) / 7 if who >= 0 else 0.0 for token, who in zip(tokens, author, strict=True)]
+        made.append(Rollout("e", 0, index, 0, np.array(tokens), np.array(author), np.array(logprobs), reward=0.0))
+    return made
+
+
+@given(rollouts())
+@settings(max_examples=60)
+def test_pack_then_unpack_is_the_identity(made):
+    advantages = torch.arange(1.0, len(made) + 1)
+    batch = pack(made, advantages)
+    assert batch.lengths.tolist() == [len(rollout.tokens) for rollout in made]
+    for name in ("tokens", "author", "behaviour_logprobs"):
+        for part, rollout in zip(unpack(getattr(batch, name), batch.lengths), made, strict=True):
+            np.testing.assert_array_equal(part.numpy(), getattr(rollout, name))
+    for part, rollout in zip(unpack(batch.positions, batch.lengths), made, strict=True):
+        assert part.tolist() == list(range(len(rollout.tokens)))
+    for i, part in enumerate(unpack(batch.sequence_ids, batch.lengths)):
+        assert set(part.tolist()) == {i}
+    for i, (part, rollout) in enumerate(zip(unpack(batch.advantages, batch.lengths), made, strict=True)):
+        assert part.tolist() == [i + 1.0 if who >= 0 else 0.0 for who in rollout.author]
+
+
+def test_infinite_advantage_on_another_sequence_does_not_leak_into_context():
+    made = [Rollout("e", 0, i, 0, np.array([1, 2]), np.array([-1, 1]), np.zeros(2), reward=0.0) for i in range(2)]
+    assert pack(made, torch.tensor([float("inf"), 1.0])).advantages.tolist() == [0.0, float("inf"), 0.0, 1.0]
+
+
+def test_pack_and_unpack_refuse_what_does_not_fit():
+    one = Rollout("e", 0, 0, 0, np.array([1]), np.array([1]), np.zeros(1), reward=0.0)
+    empty = Rollout("culprit", 0, 4, 0, np.array([]), np.array([]), np.array([]), reward=0.0)
+    with pytest.raises(ValueError, match="at least one rollout"):
+        pack([], torch.zeros(0))
+    with pytest.raises(ValueError, match="one advantage each"):
+        pack([one], torch.zeros(2))
+    with pytest.raises(ValueError, match="culprit/4"):
+        pack([empty], torch.zeros(1))
+    with pytest.raises(ValueError, match="add up to 3"):
+        unpack(torch.zeros(4), torch.tensor([1, 2]))
+
+
+def partitions(items, count):
+    """Every way to put items into count bins, as loads."""
+    for places in itertools.product(range(count), repeat=len(items)):
+        yield [sum(item for item, place in zip(items, places, strict=True) if place == b) for b in range(count)]
+
+
+def fits(lengths, rooms):
+    """Whether some way to put all lengths into the rooms exists."""
+    return not lengths or any(
+        fits(lengths[1:], [*rooms[:i], room - lengths[0], *rooms[i + 1 :]])
+        for i, room in enumerate(rooms)
+        if room >= lengths[0]
+    )
+
+
+def log_normal(rng, count):
+    """Lengths of mean 400 (before clipping), sigma 0.8 of the logarithm, at most 3,072."""
+    return np.clip(rng.lognormal(np.log(400) - 0.32, 0.8, count), 1, 3072).astype(int).tolist()
+
+
+def copies(bins, groups):
+    """In how many bins a group is, on average: how often its prompt is computed."""
+    return sum(len({groups[i] for i in bin_}) for bin_ in bins) / len(set(groups))
+
+
+@given(
+    st.lists(st.tuples(st.integers(1, 50), st.integers(0, 5)), max_size=40),
+    st.integers(50, 120),
+    st.integers(1, 5),
+    st.booleans(),
+)
+def test_budget_parts_and_every_sequence_once(sequences, budget, parts, grouped):
+    lengths, numbers = [length for length, _ in sequences], [group for _, group in sequences]
+    groups = numbers if grouped else None
+    bins = micro_batches(lengths, budget, parts=parts, groups=groups)
+    assert sorted(i for bin_ in bins for i in bin_) == list(range(len(lengths)))
+    assert all(sum(lengths[i] for i in bin_) <= budget for bin_ in bins)
+    assert len(bins) % parts == 0
+    assert sum(not bin_ for bin_ in bins) == max(0, len(bins) - len(lengths))
+    # Any two first-fit bins exceed the budget together; after that come at most parts - 1 more.
+    assert len(bins) <= max(1, 2 * -(-sum(lengths) // budget)) + parts - 1
+    costs = [sum(attention_cost(lengths[i]) for i in bin_) for bin_ in bins]
+    assert costs == sorted(costs, reverse=True)
+    assert bins == micro_batches(lengths, budget, parts=parts, groups=groups)
+
+
+@given(st.lists(st.integers(1, 12), min_size=1, max_size=7), st.integers(12, 20))
+@settings(max_examples=50, deadline=None)
+def test_number_of_bins_against_brute_force(lengths, budget):
+    fewest = next(n for n in itertools.count(1) if fits(lengths, [budget] * n))
+    found = len(micro_batches(lengths, budget))
+    assert fewest <= found <= (11 * fewest + 6) // 9  # the tight bound of first-fit decreasing (Dosa 2007)
+
+
+@given(st.lists(st.integers(1, 30), min_size=2, max_size=7), st.integers(2, 3))
+@settings(max_examples=50, deadline=None)
+def test_balance_against_brute_force(lengths, parts):
+    bins = micro_batches(lengths, sum(lengths), parts=parts, cost=float)
+    slowest = max(sum(lengths[i] for i in bin_) for bin_ in bins)
+    best = min(max(loads) for loads in partitions(lengths, parts))
+    assert best <= slowest <= (7 / 6 if parts == 2 else 4 / 3) * best  # Fischetti and Martello 1987; Michiels 2003
+
+
+def test_largest_differencing_beats_dealing_to_the_emptiest():
+    assert micro_batches([8, 7, 6, 5, 4], 30, parts=2, cost=float) == [
+        [1, 3, 4],
+        [0, 2],
+    ]  # 16 and 14; the other: 17, 13
+
+
+@pytest.mark.parametrize("parts", [1, 4])
+def test_log_normal_lengths_fill_the_slots_and_keep_processes_busy(parts):
+    rng = np.random.default_rng(0)
+    mixes = [log_normal(rng, 256) for _ in range(6)]
+    for lengths in mixes:
+        groups = [i // 8 for i in range(256)]
+        alone = micro_batches(lengths, 8192, parts=parts)
+        together = micro_batches(lengths, 8192, parts=parts, groups=groups)
+        fewest = -(-sum(lengths) // 8192)
+        assert len(alone) == len(together) == fewest + -fewest % parts  # no split has fewer
+        for bins, waiting in ((alone, 0.01), (together, 0.03)):
+            costs = np.array([sum(attention_cost(lengths[i]) for i in bin_) for bin_ in bins]).reshape(-1, parts)
+            assert costs.sum() >= (1 - waiting) * parts * costs.max(1).sum()
+        assert copies(together, groups) < 0.45 * copies(alone, groups)
+    largest = max(mixes, key=lambda lengths: sum(lengths) % 8192)  # other sums cannot fill whole bins
+    assert sum(largest) / (8192 * len(micro_batches(largest, 8192))) >= 0.95
+    many = [length for lengths in mixes for length in lengths]
+    assert sum(many) / (8192 * len(micro_batches(many, 8192, groups=[i // 8 for i in range(len(many))]))) >= 0.95
+
+
+def test_a_group_is_torn_only_where_it_has_to_be():
+    assert micro_batches([2] * 8, 8, groups=[0, 1] * 4) == [[0, 2, 4, 6], [1, 3, 5, 7]]
+    groups = [0, 0, 0, 1, 1, 1, 2, 2, 2]
+    for parts in (1, 3):  # 9 tokens fit a bin, but three groups of 6 tokens have to go into two bins or three
+        assert copies(micro_batches([2] * 9, 9, parts=parts, groups=groups), groups) == 1
+    torn = micro_batches([3] * 8, 15, groups=[0] * 8)  # the group alone exceeds the budget
+    assert sorted(map(len, torn)) == [3, 5] or sorted(map(len, torn)) == [4, 4]
+
+
+def test_more_processes_than_sequences_leave_empty_bins_last():
+    assert micro_batches([3, 5], 8, parts=4) == [[1], [0], [], []]
+    assert micro_batches([3, 5, 4, 4], 8, parts=4, groups=[0] * 4) == [[1], [2], [3], [0]]
+    assert micro_batches([], 10, parts=4) == []
+
+
+def test_bins_are_few_and_balanced():
+    assert micro_batches([4, 4, 4, 4], 8) == [[0, 3], [1, 2]]
+    lengths = [100] * 30 + [10] * 30
+    totals = [sum(lengths[i] for i in bin_) for bin_ in micro_batches(lengths, 1200)]
+    assert sorted(totals) == [1100, 1100, 1100]
+
+
+def test_balancing_gives_way_to_the_budget():
+    lengths = [6, 5, 5, 4, 4, 3, 3]
+    bins = micro_batches(lengths, 10)
+    assert [sum(lengths[i] for i in bin_) for bin_ in bins] == [10, 10, 10]
+    lengths = [3072] * 2 + [128] * 80  # bins of equal cost have unequal numbers of tokens, and there is no room for it
+    assert [sum(lengths[i] for i in bin_) for bin_ in micro_batches(lengths, 8192, parts=2)] == [8192, 8192]
+
+
+def test_a_sequence_above_the_budget_is_named_with_the_fix():
+    with pytest.raises(ValueError, match=r"sequence 1 has 11 tokens.*train\.tokens_per_micro_batch to 11"):
+        micro_batches([3, 11, 4], 10)
+    with pytest.raises(ValueError, match="sequence 1 has no tokens"):
+        micro_batches([3, 0, 4], 10, parts=4, groups=[0, 0, 0])
+    with pytest.raises(ValueError, match="3 sequences but 2 group numbers"):
+        micro_batches([3, 1, 4], 10, groups=[0, 0])

@@ -1,0 +1,220 @@
+"""Adapters against plain weights: a merged copy, the chain rule, and the model as it was before."""
+
+import copy
+import shutil
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from torch.distributed.checkpoint import FileSystemReader
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from helpers import llama, prepared, prompts, qwen3
+from runs import assert_same_run, config, metrics, weights
+from tandemrl.config import ConfigError, LoraConfig
+from tandemrl.models.batching import pack_tokens
+from tandemrl.models.forward import token_logprobs
+from tandemrl.models.lora import adapted_layers, adapter_free, attach, merged_parameters
+from tandemrl.rollout.sync import fingerprint
+from tandemrl.training.checkpoint import CheckpointError
+from tandemrl.training.loop import train
+
+pytest.importorskip("peft", reason="needs the lora extra")
+
+LORA = LoraConfig(rank=3, alpha=6.0)
+MODELS = {"qwen3, tied": qwen3, "llama, biased": llama}
+
+
+def adapted(plain: PreTrainedModel, lora: LoraConfig = LORA, *, random: bool = True) -> PreTrainedModel:
+    """A copy of ``plain`` with adapters that do something."""
+    model = attach(copy.deepcopy(plain), lora, seed=7)
+    if random:
+        generator = torch.Generator().manual_seed(1)
+        for name, parameter in model.named_parameters():
+            if ".lora_" in name:
+                parameter.data.copy_(0.3 * torch.randn(parameter.shape, generator=generator))
+    return model
+
+
+def logprobs(model: PreTrainedModel) -> Tensor:
+    batch = pack_tokens(prompts(5))
+    return token_logprobs(model, batch, select=torch.ones(len(batch.tokens), dtype=torch.bool))[0]
+
+
+def merged_by_hand(plain: PreTrainedModel, model: PreTrainedModel) -> PreTrainedModel:
+    """W + alpha / rank · B A, matrix by matrix."""
+    out = copy.deepcopy(plain)
+    state = model.state_dict()
+    for name, parameter in out.named_parameters():
+        layer = name.removesuffix(".weight")
+        if f"{layer}.lora_A.default.weight" in state:
+            a, b = (state[f"{layer}.lora_{x}.default.weight"] for x in "AB")
+            parameter.data += LORA.alpha / LORA.rank * (b @ a)
+    return out
+
+
+@pytest.mark.parametrize("make", MODELS.values(), ids=MODELS)
+def test_merged_weights_are_the_adapted_model_under_the_names_of_the_plain_one(make) -> None:
+    plain = prepared(make())
+    model = adapted(plain)
+    merged = dict(merged_parameters(model))
+    assert {k: v.shape for k, v in merged.items()} == {k: v.shape for k, v in plain.named_parameters()}
+    assert list(merged) == [name for name, _ in plain.named_parameters()]
+
+    by_hand = merged_by_hand(plain, model)
+    for name, value in by_hand.named_parameters():
+        torch.testing.assert_close(merged[name], value, rtol=0, atol=1e-6)
+    loaded = copy.deepcopy(plain)
+    loaded.load_state_dict(merged, strict=False)
+    assert (logprobs(model) - logprobs(plain)).abs().max() > 0.1
+    torch.testing.assert_close(logprobs(model), logprobs(loaded), rtol=0, atol=1e-5)
+    torch.testing.assert_close(logprobs(model), logprobs(by_hand), rtol=0, atol=1e-5)
+
+
+def test_all_linear_is_every_linear_layer_but_the_head() -> None:
+    plain = prepared(llama())
+    linear = {name for name, module in plain.named_modules() if isinstance(module, torch.nn.Linear)}
+    assert set(adapted_layers(adapted(plain))) == linear - {"lm_head"}
+    some = adapted_layers(adapted(plain, LoraConfig(rank=2, targets=("q_proj", "v_proj"))))
+    assert {name.rpartition(".")[2] for name in some} == {"q_proj", "v_proj"}
+    assert adapted_layers(plain) == {}
+
+
+def test_adapters_start_as_no_change_and_consume_no_global_randomness() -> None:
+    plain = prepared(qwen3())
+    before = torch.get_rng_state()
+    model = adapted(plain, random=False)
+    assert torch.equal(torch.get_rng_state(), before)
+    assert fingerprint(merged_parameters(model)) == fingerprint(plain.named_parameters())
+    assert torch.equal(logprobs(model), logprobs(plain))
+    again, other = attach(copy.deepcopy(plain), LORA, seed=7), attach(copy.deepcopy(plain), LORA, seed=8)
+    assert fingerprint(again.named_parameters()) == fingerprint(model.named_parameters())
+    assert fingerprint(other.named_parameters()) != fingerprint(model.named_parameters())
+
+
+def test_a_plain_model_is_its_own_merged_self() -> None:
+    plain = prepared(llama())
+    pairs = list(merged_parameters(plain))
+    assert [name for name, _ in pairs] == [name for name, _ in plain.named_parameters()]
+    assert all(torch.equal(value, plain.get_parameter(name)) for name, value in pairs)
+
+
+@pytest.mark.parametrize("make", MODELS.values(), ids=MODELS)
+def test_gradients_are_the_chain_rule_of_the_merged_weights_and_reach_adapters_only(make) -> None:
+    plain = prepared(make())
+    model = adapted(plain)
+    full = merged_by_hand(plain, model)
+    logprobs(model).sum().backward()
+    logprobs(full).sum().backward()
+    scale = LORA.alpha / LORA.rank
+    for name, layer in adapted_layers(model).items():
+        gradient = full.get_submodule(name).weight.grad
+        a, b = layer.lora_A["default"].weight, layer.lora_B["default"].weight
+        torch.testing.assert_close(a.grad, scale * b.T @ gradient, rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(b.grad, scale * gradient @ a.T, rtol=1e-4, atol=1e-4)
+    with_gradient = {name for name, parameter in model.named_parameters() if parameter.grad is not None}
+    assert with_gradient == {name for name, _ in model.named_parameters() if ".lora_" in name}
+    assert with_gradient == {name for name, parameter in model.named_parameters() if parameter.requires_grad}
+
+
+def test_steps_leave_the_base_weights_alone_bit_for_bit() -> None:
+    plain = prepared(qwen3())
+    model = adapted(plain, random=False)
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
+    start = logprobs(model).sum().item()
+    for _ in range(3):
+        (-logprobs(model).sum()).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert logprobs(model).sum().item() > start + 1
+    base = {name.replace("base_layer.", ""): p for name, p in model.named_parameters() if ".lora_" not in name}
+    assert fingerprint(base.items()) == fingerprint(plain.named_parameters())
+
+
+def test_adapter_free_is_the_model_of_before_and_ends() -> None:
+    plain = prepared(qwen3())
+    model = adapted(plain)
+    changed = logprobs(model)
+    with torch.no_grad(), adapter_free(model):
+        assert torch.equal(logprobs(model), logprobs(plain))
+    assert torch.equal(logprobs(model), changed)
+    with pytest.raises(ZeroDivisionError), adapter_free(model):
+        raise ZeroDivisionError
+    assert torch.equal(logprobs(model), changed)
+    assert all(p.requires_grad for name, p in model.named_parameters() if ".lora_" in name)
+
+
+@pytest.mark.parametrize("make", MODELS.values(), ids=MODELS)
+def test_checkpointed_forwards_give_the_same_gradients(make) -> None:
+    model = adapted(prepared(make()))
+    logprobs(model).sum().backward()
+    wanted = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    model.zero_grad()
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    model.train()
+    logprobs(model).sum().backward()
+    for name, gradient in wanted.items():
+        torch.testing.assert_close(model.get_parameter(name).grad, gradient)
+
+
+def test_the_export_is_a_plain_hf_folder(tmp_path: Path) -> None:
+    plain = prepared(llama())
+    model = adapted(plain)
+    model.save_pretrained(tmp_path, state_dict=dict(merged_parameters(model)))
+    assert load_file(tmp_path / "model.safetensors").keys() == plain.state_dict().keys()
+    exported = AutoModelForCausalLM.from_pretrained(tmp_path, attn_implementation="eager")
+    tokens = torch.tensor([prompts(1, lengths=(9,))[0]])
+    by_hand = merged_by_hand(llama(), model)
+    torch.testing.assert_close(exported(input_ids=tokens).logits, by_hand(input_ids=tokens).logits, atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize("targets", [("nothing",), ("lm_head",), ("embed_tokens",), ("all-linear", "q_proj"), ()])
+def test_bad_targets_are_refused(targets: tuple[str, ...]) -> None:
+    with pytest.raises(ConfigError, match=r"model\.lora\.targets"):
+        attach(prepared(llama()), LoraConfig(rank=2, targets=targets), seed=0)
+
+
+def test_peft_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "peft", None)
+    with pytest.raises(ConfigError, match=r"pip install 'tandemrl\[lora\]'"):
+        attach(prepared(qwen3()), LORA, seed=0)
+
+
+# ------------------------------------------------------------------------------------------------------------ in a run
+
+
+def test_a_run_trains_adapters_alone_and_resumes_as_if_nothing_had_happened(tiny_pair: Path, tmp_path: Path) -> None:
+    lora = ("model.lora.rank=4", "loss.kl_coef=0.1", "train.lr=1e-2", "train.eval_every=0", "train.save_every=1")
+    lora += ("loss.entropy_coef=0.01",)
+    whole = train(config(tiny_pair, tmp_path / "whole", "train.steps=2", *lora), quiet=True)
+    first, second = metrics(whole)
+    assert max(first["mismatch/mean_abs"], second["mismatch/mean_abs"]) < 1e-5  # the engine has the merged weights
+    assert first["ref_kl"] == 0  # the reference is the model without adapters
+    assert second["ref_kl"] > 0
+
+    base, trained = load_file(tiny_pair / "senior" / "model.safetensors"), weights(whole, 2)
+    assert base.keys() == trained.keys()
+    changed = {name for name in base if not torch.equal(base[name], trained[name])}
+    assert changed == {name for name in base if name.endswith("_proj.weight")}
+    stored = FileSystemReader(whole / "checkpoints" / "step_2" / "tensors").read_metadata().state_dict_metadata
+    assert all(".lora_" in name for name in stored)
+
+    out = train(config(tiny_pair, tmp_path / "resumed", "train.steps=1", *lora), quiet=True)
+    train(config(tiny_pair, out, "train.steps=2", *lora), quiet=True)
+    assert_same_run(whole, out, step=2)
+
+
+def test_adapters_do_not_go_onto_other_weights(tiny_pair: Path, tmp_path: Path) -> None:
+    lora = ("model.lora.rank=2", "train.eval_every=0")
+    senior = tmp_path / "senior"
+    shutil.copytree(tiny_pair / "senior", senior)
+    settings = config(tiny_pair, tmp_path / "run", f"model.senior={senior}", "train.steps=1", *lora)
+    train(settings, quiet=True)
+    state = load_file(senior / "model.safetensors")
+    state["model.norm.weight"] += 1
+    save_file(state, senior / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(CheckpointError, match="another reference"):
+        train(settings, quiet=True)

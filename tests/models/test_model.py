@@ -1,0 +1,759 @@
+"""Packed models against untouched transformers models: log-probs, entropies, gradients, memory, refusals."""
+
+import copy
+import math
+import sys
+from collections.abc import Callable
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+import transformers
+from tokenizers import AddedToken
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import PreTrainedModel
+
+from helpers import (
+    EOS,
+    IDS,
+    PAD,
+    VOCABULARY,
+    gpt2,
+    llama,
+    prepared,
+    qwen3,
+    reference_distribution,
+    small_qwen3,
+    tokenizer,
+    with_head_bias,
+)
+from tandemrl.models import attention, head
+from tandemrl.models import compile as compile_module
+from tandemrl.models import forward as model_module
+from tandemrl.models.attention import ModelError, PackedLayout
+from tandemrl.models.batching import pack, pack_tokens, unpack
+from tandemrl.models.compile import use_liger
+from tandemrl.models.forward import hidden_states, sequence_logprobs, token_logprobs
+from tandemrl.models.loading import eos_token_ids, load_model, load_tokenizer, prepare, vocabulary_check
+from tandemrl.models.sampling import Truncation
+from tandemrl.rollout.engine import Sampling
+from tandemrl.types import Batch, Rollout
+
+MODELS: dict[str, Callable[[], PreTrainedModel]] = {
+    "qwen3 tied": lambda: qwen3(),
+    "qwen3 untied": lambda: qwen3(tied=False),
+    "llama tied": lambda: llama(tied=True),
+    "llama untied": lambda: llama(),
+    "llama with a head bias": lambda: with_head_bias(llama()),
+    "gpt2": lambda: gpt2(),
+}
+LENGTHS = {
+    "one": [9],
+    "equal": [6, 6, 6],
+    "similar": [9, 7, 8],
+    "several buckets": [1, 5, 2, 17, 9, 17, 40, 3],
+    "only first tokens": [1, 1],
+}
+
+
+def sequences(lengths: list[int], *, seed: int = 0) -> list[list[int]]:
+    generator = np.random.default_rng(seed)
+    return [generator.integers(0, VOCABULARY, length).tolist() for length in lengths]
+
+
+def everything(batch: Batch) -> Tensor:
+    return torch.ones_like(batch.tokens, dtype=torch.bool)
+
+
+def dense(
+    model: PreTrainedModel, given: list[list[int]], temperature: float, *, kept: Callable | None = None
+) -> tuple[Tensor, Tensor]:
+    """Log-probs and entropies by one plain forward per sequence and a log-softmax over full logits."""
+    logprobs, entropies = [], []
+    for tokens in given:
+        ids = torch.tensor(tokens)
+        logits = model(input_ids=ids[None], use_cache=False).logits[0, :-1] / temperature
+        if kept is not None:
+            logits = logits.masked_fill(~kept(logits, ids[1:]), -torch.inf)
+        logp = logits.log_softmax(-1)
+        zero = logp.new_zeros(1)
+        logprobs += [zero, logp[torch.arange(len(tokens) - 1), ids[1:]]]
+        finite = logp.masked_fill(logp == -torch.inf, 0.0)
+        entropies += [zero, -(logp.exp() * finite).sum(-1)]
+    return torch.cat(logprobs), torch.cat(entropies)
+
+
+def weights_for(count: int) -> Tensor:
+    return torch.randn(count, generator=torch.Generator().manual_seed(11))
+
+
+def gradients(model: PreTrainedModel, loss: Tensor) -> dict[str, Tensor]:
+    model.zero_grad()
+    if loss.requires_grad:
+        loss.backward()
+    return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+
+
+def assert_equal_gradients(ours: dict[str, Tensor], theirs: dict[str, Tensor], tolerance: float = 2e-5) -> None:
+    assert ours.keys() == theirs.keys()
+    assert ours
+    for name, wanted in theirs.items():
+        scale = max(float(wanted.abs().max()), 1e-3)
+        torch.testing.assert_close(ours[name] / scale, wanted / scale, rtol=0, atol=tolerance, msg=name)
+
+
+# ---------------------------------------------------------------------------------------------------- packed = unpacked
+
+
+@pytest.mark.parametrize("lengths", LENGTHS.values(), ids=LENGTHS)
+@pytest.mark.parametrize("name", MODELS)
+def test_packed_logprobs_and_gradients_are_those_of_separate_sequences(name, lengths):
+    reference = MODELS[name]()
+    packed = prepared(reference)
+    given = sequences(lengths)
+    batch = pack_tokens(given)
+    temperature = 0.7
+    wanted, wanted_entropy = dense(reference, given, temperature)
+    logprobs, entropy = token_logprobs(packed, batch, select=everything(batch), temperature=temperature)
+    torch.testing.assert_close(logprobs, wanted, rtol=0, atol=5e-5)
+    torch.testing.assert_close(entropy, wanted_entropy, rtol=0, atol=5e-5)
+    if max(lengths) > 1:
+        w, u = weights_for(len(wanted)), weights_for(len(wanted)).flip(0)
+        theirs = gradients(reference, (w * wanted + u * wanted_entropy).sum())
+        assert_equal_gradients(gradients(packed, (w * logprobs + u * entropy).sum()), theirs)
+
+
+@pytest.mark.parametrize("name", ["qwen3 tied", "llama untied"])
+def test_packed_logprobs_are_those_of_a_padded_batch(name):
+    reference = MODELS[name]()
+    given = sequences(LENGTHS["several buckets"])
+    width = max(map(len, given))
+    ids = torch.full((len(given), width), IDS[PAD])
+    mask = torch.zeros_like(ids)
+    for row, tokens in enumerate(given):
+        ids[row, : len(tokens)], mask[row, : len(tokens)] = torch.tensor(tokens), 1
+    with torch.no_grad():
+        logp = reference(input_ids=ids, attention_mask=mask, use_cache=False).logits.log_softmax(-1)
+        batch = pack_tokens(given)
+        found, _ = token_logprobs(prepared(reference), batch, select=everything(batch))
+    for row, part in enumerate(unpack(found, batch.lengths)):
+        tokens = torch.tensor(given[row])
+        torch.testing.assert_close(part[1:], logp[row, torch.arange(len(tokens) - 1), tokens[1:]], rtol=0, atol=5e-5)
+
+
+def test_a_sequence_knows_nothing_of_its_neighbours():
+    packed = prepared(qwen3())
+    given = sequences([5, 11, 3, 12])
+    batch = pack_tokens(given)
+    together, _ = token_logprobs(packed, batch, select=everything(batch))
+    given[1] = [(token + 1) % VOCABULARY for token in given[1]]
+    other = pack_tokens(given)
+    changed, _ = token_logprobs(packed, other, select=everything(other))
+    assert torch.equal(together[:5], changed[:5])
+    assert torch.equal(together[16:], changed[16:])
+    assert not torch.equal(together[5:16], changed[5:16])
+
+
+def test_float64_models_agree_to_float32():
+    reference = qwen3(tied=False).double()
+    packed = prepared(reference)
+    given = sequences([4, 9, 2])
+    batch = pack_tokens(given)
+    wanted, wanted_entropy = dense(reference, given, 1.3)
+    logprobs, entropy = token_logprobs(packed, batch, select=everything(batch), temperature=1.3)
+    assert logprobs.dtype == entropy.dtype == torch.float32
+    torch.testing.assert_close(logprobs.double(), wanted, rtol=0, atol=2e-6)
+    torch.testing.assert_close(entropy.double(), wanted_entropy, rtol=0, atol=2e-6)
+    w = weights_for(len(wanted)).double()
+    theirs = gradients(reference, (w * wanted).sum())
+    assert_equal_gradients(gradients(packed, (w * logprobs).sum()), theirs, tolerance=2e-6)
+
+
+def spans(lengths: list[int]) -> list[np.ndarray]:
+    """Sequences end to end."""
+    return np.split(np.arange(sum(lengths)), np.cumsum(lengths)[:-1])
+
+
+def test_layout_pads_short_sequences_apart_from_long_ones():
+    layout = PackedLayout(spans([1, 5, 2, 17, 9, 17]))
+    shapes = [(len(bucket.gather) // bucket.width, bucket.width) for bucket in layout.buckets]
+    assert shapes == [(2, 17), (1, 9), (1, 5), (1, 2), (1, 1)]
+    covered = torch.cat([bucket.tokens for bucket in layout.buckets])
+    assert torch.equal(covered.sort().values, torch.arange(51))
+    assert layout.max_length == 17
+
+
+def with_contexts(given: list[list[int]], contexts: list[int]) -> Batch:
+    """The sequences packed, with so many leading tokens of each as context; two later ones too, as a tool's reply."""
+    rollouts = []
+    for tokens, context in zip(given, contexts, strict=True):
+        author = np.ones(len(tokens), np.int8)
+        author[:context] = -1
+        author[context + 3 : context + 5] = -1
+        author[context + 1 : context + 2] = 0
+        rollouts.append(Rollout("", 0, 0, 0, np.array(tokens), author, np.zeros(len(tokens)), 0.0))
+    return pack(rollouts, torch.zeros(len(given)))
+
+
+def shared_prompts() -> tuple[list[list[int]], list[int]]:
+    """Groups of one prompt, of different lengths; prompts that begin alike; no prompt at all; equal sequences."""
+    a, b, *rest = sequences([8, 8, 5, 30, 1, 6, 12, 2, 7, 4, 9])
+    short = a[:5]  # another prompt, though the longer one begins with it
+    given = [
+        *(a + end for end in rest[:4]),
+        *(b + end for end in rest[4:6]),
+        *(short + end for end in (rest[0], a[5:] + rest[1])),
+        rest[6],
+        rest[7],
+        a + rest[0],
+        a,
+        b,
+    ]
+    return given, [8] * 4 + [8] * 2 + [5] * 2 + [0] * 2 + [8] * 3
+
+
+@pytest.mark.parametrize("name", ["qwen3 tied", "llama with a head bias", "gpt2"])
+def test_prompts_of_a_group_are_computed_once_and_change_nothing(name):
+    reference = MODELS[name]()
+    packed = prepared(reference)
+    given, contexts = shared_prompts()
+    batch = with_contexts(given, contexts)
+    computed: list[int] = []
+    hook = packed.get_input_embeddings().register_forward_hook(lambda _, ids, __: computed.append(ids[0].numel()))
+    logprobs, entropy = token_logprobs(packed, batch, select=everything(batch), temperature=1.2)
+    hook.remove()
+    total = sum(map(len, given))
+    assert computed == [total - 5 * 8 - 8 - 8 - 5]  # five repeats of a, two of b, one of its beginning
+    wanted, wanted_entropy = dense(reference, given, 1.2)
+    torch.testing.assert_close(logprobs, wanted, rtol=0, atol=5e-5)
+    torch.testing.assert_close(entropy, wanted_entropy, rtol=0, atol=5e-5)
+    w = weights_for(total)
+    theirs = gradients(reference, (w * wanted + w.flip(0) * wanted_entropy).sum())
+    assert_equal_gradients(gradients(packed, (w * logprobs + w.flip(0) * entropy).sum()), theirs)
+
+
+# ---------------------------------------------------------------------------------------------- flash attention on CUDA
+
+
+class FakeFlash:
+    """``torch.nn.attention.varlen.varlen_attn`` by its documentation, one sequence at a time, on any device."""
+
+    def __init__(self) -> None:
+        self.queries: list[int] = []
+
+    def __call__(self, query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, *, scale, window_size, enable_gqa):
+        assert window_size == (-1, 0)
+        assert cu_seq_q.dtype == cu_seq_k.dtype == torch.int32
+        assert (int(cu_seq_q[-1]), int(cu_seq_k[-1])) == (len(query), len(key)) == (len(query), len(value))
+        assert (int(cu_seq_q.diff().max()), int(cu_seq_k.diff().max())) == (max_q, max_k)
+        assert all(x.is_contiguous() for x in (query, key, value))
+        assert enable_gqa == (query.shape[1] != key.shape[1])
+        self.queries.append(len(query))
+        out = []
+        for q0, q1, k0, k1 in zip(cu_seq_q[:-1], cu_seq_q[1:], cu_seq_k[:-1], cu_seq_k[1:], strict=True):
+            q, k, v = query[q0:q1], key[k0:k1], value[k0:k1]
+            repeats = q.shape[1] // k.shape[1]
+            scores = torch.einsum("qhd,khd->hqk", q, k.repeat_interleave(repeats, 1)) * scale
+            later = torch.arange(len(k)) > torch.arange(len(q))[:, None] + len(k) - len(q)  # the last sees the last
+            weights = scores.masked_fill(later, -torch.inf).softmax(-1)
+            out.append(torch.einsum("hqk,khd->qhd", weights, v.repeat_interleave(repeats, 1)))
+        return torch.cat(out)
+
+
+@pytest.mark.parametrize("name", ["qwen3 tied", "llama untied", "gpt2"])
+@pytest.mark.parametrize("shared", [True, False])
+def test_flash_attention_over_packed_sequences_gives_what_rectangles_give(name, shared, monkeypatch):
+    packed = prepared(MODELS[name]())
+    batch = with_contexts(*shared_prompts()) if shared else pack_tokens(sequences(LENGTHS["several buckets"]))
+    w = weights_for(len(batch.tokens))
+    flash = FakeFlash()
+
+    def run() -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+        logprobs, entropy = token_logprobs(packed, batch, select=everything(batch))
+        found = gradients(packed, (w * logprobs + w.flip(0) * entropy).sum())
+        return logprobs.detach(), entropy.detach(), {name: gradient.clone() for name, gradient in found.items()}
+
+    wanted = run()
+    monkeypatch.setattr(attention, "varlen_attn", flash)
+    monkeypatch.setattr(attention, "_has_flash", lambda *_: True)
+    found = run()
+    computed = len(batch.tokens) - (5 * 8 + 8 + 8 + 5) * shared  # as above: repeated prompts are no queries
+    assert flash.queries == [computed] * packed.config.num_hidden_layers
+    torch.testing.assert_close(found[0], wanted[0], rtol=0, atol=1e-5)
+    torch.testing.assert_close(found[1], wanted[1], rtol=0, atol=1e-5)
+    assert_equal_gradients(found[2], wanted[2])
+
+
+def test_flash_attention_takes_sequences_in_any_order_and_sees_autocast(monkeypatch):
+    """Tokens of the second sequence lie before those of the first; with autocast all reach the kernel in 16 bits."""
+    layout = PackedLayout([np.array([3, 4, 5]), np.array([0, 1]), np.array([3, 4, 2])])
+    q, k, v = (torch.randn(1, heads, 6, 8, generator=torch.Generator().manual_seed(heads)) for heads in (4, 2, 2))
+    wanted = layout.attend(0, q, k, v, 0.3)
+    flash = FakeFlash()
+    monkeypatch.setattr(attention, "varlen_attn", flash)
+    monkeypatch.setattr(attention, "_has_flash", lambda device, dtype, *_: dtype == torch.bfloat16)
+    assert torch.equal(layout.attend(0, q, k, v, 0.3), wanted)
+    monkeypatch.setattr(attention, "_has_flash", lambda *_: True)
+    torch.testing.assert_close(layout.attend(0, q, k, v, 0.3), wanted, rtol=0, atol=1e-6)
+    monkeypatch.setattr(attention, "_has_flash", lambda device, dtype, *_: dtype == torch.bfloat16)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert layout.attend(0, q, k, v.bfloat16(), 0.3).dtype == torch.bfloat16
+    assert flash.queries == [6, 6]
+
+
+def test_flash_attention_is_for_what_its_kernels_take(monkeypatch):
+    cuda, cpu = torch.device("cuda:0"), torch.device("cpu")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
+    assert attention._has_flash(cuda, torch.bfloat16, 64, 64)
+    assert attention._has_flash(cuda, torch.float16, 256, 256)
+    for device, dtype, *sizes in (
+        (cuda, torch.float32, 64, 64),
+        (cuda, torch.bfloat16, 260, 260),
+        (cuda, torch.bfloat16, 12, 12),
+        (cuda, torch.bfloat16, 64, 128),
+        (cpu, torch.bfloat16, 64, 64),
+    ):
+        assert not attention._has_flash(device, dtype, *sizes)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
+    assert not attention._has_flash(cuda, torch.bfloat16, 64, 64)
+
+
+# -------------------------------------------------------------------------------------------- selection, chunks, memory
+
+
+def test_tokens_that_are_not_selected_are_zero_and_change_no_gradient():
+    reference = llama()
+    packed = prepared(reference)
+    given = sequences([7, 12])
+    batch = pack_tokens(given)
+    select = torch.zeros(19, dtype=torch.bool)
+    select[[0, 3, 6, 7, 9]] = True  # 0 and 7 begin their sequences: there is nothing to score
+    logprobs, entropy = token_logprobs(packed, batch, select=select)
+    wanted, wanted_entropy = dense(reference, given, 1.0)
+    scored = [3, 6, 9]
+    for found, full in ((logprobs, wanted), (entropy, wanted_entropy)):
+        assert found.nonzero().squeeze(1).tolist() == scored
+        torch.testing.assert_close(found[scored], full[scored], rtol=0, atol=5e-5)
+    w = weights_for(19)
+    theirs = gradients(reference, (w * wanted)[scored].sum())
+    assert_equal_gradients(gradients(packed, (w * logprobs).sum()), theirs)
+
+
+def test_selecting_nothing_gives_zeros_and_finite_gradients():
+    packed = prepared(qwen3())
+    batch = pack_tokens(sequences([3, 5]))
+    logprobs, entropy = token_logprobs(packed, batch, select=torch.zeros(8, dtype=torch.bool))
+    assert torch.equal(logprobs, torch.zeros(8))
+    assert torch.equal(entropy, torch.zeros(8))
+    found = gradients(packed, logprobs.sum() + entropy.sum())
+    assert all((gradient == 0).all() for gradient in found.values())
+
+
+@pytest.mark.parametrize("rows", [1, 3, 7])
+@pytest.mark.parametrize("name", ["qwen3 tied", "llama with a head bias"])
+def test_chunks_change_nothing(name, rows, monkeypatch):
+    packed = prepared(MODELS[name]())
+    batch = pack_tokens(sequences([5, 14, 3]))
+    w = weights_for(22)
+
+    def run() -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+        logprobs, entropy = token_logprobs(packed, batch, select=everything(batch), temperature=0.9)
+        found = gradients(packed, (w * logprobs + w.flip(0) * entropy).sum())
+        return logprobs, entropy, {name: gradient.clone() for name, gradient in found.items()}
+
+    logprobs, entropy, whole = run()
+    monkeypatch.setattr(head, "LOGITS_PER_CHUNK", rows * VOCABULARY)
+    chunked = run()
+    torch.testing.assert_close(chunked[0], logprobs, rtol=0, atol=1e-5)
+    torch.testing.assert_close(chunked[1], entropy, rtol=0, atol=1e-5)
+    assert_equal_gradients(chunked[2], whole)
+
+
+def test_only_one_loss_needs_only_one_gradient():
+    """The other output of the function gets no gradient at all, not a zero tensor."""
+    reference = qwen3()
+    packed = prepared(reference)
+    given = sequences([5, 8])
+    batch = pack_tokens(given)
+    for output in (0, 1):
+        found = token_logprobs(packed, batch, select=everything(batch))[output]
+        theirs = gradients(reference, dense(reference, given, 1.0)[output].sum())
+        assert_equal_gradients(gradients(packed, found.sum()), theirs)
+
+
+class Shapes(TorchDispatchMode):
+    """The shapes of all tensors of ``columns`` columns that any operation made."""
+
+    def __init__(self, columns: int) -> None:
+        super().__init__()
+        self.columns = columns
+        self.made: list[tuple[int, ...]] = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        for tensor in out if isinstance(out, (tuple, list)) else (out,):
+            if isinstance(tensor, Tensor) and tensor.shape[-1:] == (self.columns,):
+                self.made.append(tuple(tensor.shape))
+        return out
+
+
+@pytest.mark.parametrize("truncation", [None, Truncation(7, 0.9, 0.0)])
+def test_full_logits_are_never_materialised_nor_saved(truncation, monkeypatch):
+    vocabulary = 211  # no other dimension of the model has this size
+    monkeypatch.setattr(head, "LOGITS_PER_CHUNK", 4 * vocabulary)
+    packed = prepared(qwen3(vocabulary=vocabulary))
+    batch = pack_tokens(sequences([30, 45, 8]))
+    saved: list[torch.Size] = []
+
+    def remember(tensor: Tensor) -> Tensor:
+        saved.append(tensor.shape)
+        return tensor
+
+    with Shapes(vocabulary) as watch, torch.autograd.graph.saved_tensors_hooks(remember, lambda tensor: tensor):
+        logprobs, entropy = token_logprobs(packed, batch, select=everything(batch), truncation=truncation)
+        (logprobs + entropy).sum().backward()
+    logits = [shape for shape in watch.made if shape != (32, vocabulary)]  # that is the LM head, transposed
+    assert len(logits) > 2 * math.ceil(80 / 4)  # forward and backward both ran in chunks
+    assert {math.prod(shape) for shape in logits} == {4 * vocabulary}
+    assert saved
+    assert not any(shape[-1:] == (vocabulary,) for shape in saved)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_weights_gradient_is_added_up_in_blocks(dtype, monkeypatch):
+    monkeypatch.setattr(head, "LOGITS_PER_CHUNK", 7 * 16)  # seven rows of the weight, where the types differ
+    generator = torch.Generator().manual_seed(0)
+    total, grad, hidden = (torch.randn(shape, generator=generator) for shape in ((40, 16), (5, 40), (5, 16)))
+    grad, hidden = grad.to(dtype), hidden.to(dtype)
+    wanted = total + grad.float().T @ hidden.float()
+    assert head._add_outer(total, grad, hidden) is total
+    torch.testing.assert_close(total, wanted, rtol=0, atol=1e-5 if dtype == torch.float32 else 0.05)
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_activations_on_the_host_change_no_number_and_leave_weights_where_they_are(checkpointing, monkeypatch):
+    packed = prepared(qwen3(tied=False))
+    if checkpointing:
+        packed.train()
+        packed.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    batch = pack_tokens(sequences([6, 15, 2]))
+    w = weights_for(23)
+    moved: list[tuple[int, ...]] = []
+    to_host = model_module._to_host
+
+    def spy(saved: Tensor) -> object:
+        kept = to_host(saved)
+        if not isinstance(kept, Tensor):
+            moved.append(tuple(kept[0].shape))
+        return kept
+
+    monkeypatch.setattr(model_module, "_to_host", spy)
+    runs = []
+    for offload in (False, True):
+        logprobs, _ = token_logprobs(packed, batch, select=everything(batch), activation_offload=offload)
+        found = gradients(packed, (w * logprobs).sum())
+        runs.append((logprobs.detach(), {name: gradient.clone() for name, gradient in found.items()}))
+        assert bool(moved) == offload
+    assert torch.equal(runs[0][0], runs[1][0])
+    assert all(torch.equal(runs[0][1][name], runs[1][1][name]) for name in runs[0][1])
+    weights = {tuple(p.shape) for p in packed.parameters()} | {
+        tuple(p.mT.shape) for p in packed.parameters() if p.ndim == 2
+    }
+    assert not weights & set(moved)
+    assert (1, 23, 32) in moved  # the layers' inputs
+    assert ((1, 23, 48) in moved) != checkpointing  # inside of the MLP
+
+
+# ----------------------------------------------------------------------------------------------------------- truncation
+
+TRUNCATIONS = {
+    "top_k": dict(top_k=25),
+    "top_p": dict(top_p=0.7),
+    "min_p": dict(min_p=0.05),
+    "all": dict(top_k=40, top_p=0.9, min_p=0.01),
+}
+
+
+@pytest.mark.parametrize("name", TRUNCATIONS)
+def test_truncated_logprobs_are_renormalised_over_the_kept_tokens(name):
+    """The kept set of each position is that of float64 loops; the token itself is kept whatever the rule says."""
+    reference = llama()
+    packed = prepared(reference)
+    given = sequences([6, 15, 2])
+    batch = pack_tokens(given)
+    sampling = Sampling(**TRUNCATIONS[name])
+    truncation = Truncation(sampling.top_k, sampling.top_p, sampling.min_p)
+    outside = 0
+
+    def kept(logits: Tensor, targets: Tensor) -> Tensor:
+        nonlocal outside
+        rows = [reference_distribution(row, sampling, [], []) > 0 for row in logits.detach().numpy()]
+        keep = torch.from_numpy(np.array(rows)).reshape(logits.shape)
+        outside += int((~keep.gather(1, targets[:, None])).sum())
+        return keep.scatter(1, targets[:, None], True)
+
+    wanted, wanted_entropy = dense(reference, given, 2.5, kept=kept)
+    logprobs, entropy = token_logprobs(packed, batch, select=everything(batch), temperature=2.5, truncation=truncation)
+    torch.testing.assert_close(logprobs, wanted, rtol=0, atol=5e-5)
+    torch.testing.assert_close(entropy, wanted_entropy, rtol=0, atol=5e-5)
+    assert 0 < outside < 20
+    full, _ = token_logprobs(packed, batch, select=everything(batch), temperature=2.5)
+    scored = batch.positions > 0
+    assert (logprobs >= full - 1e-6)[scored].all()
+    w = weights_for(23)
+    theirs = gradients(reference, (w * wanted + w.flip(0) * wanted_entropy).sum())
+    assert_equal_gradients(gradients(packed, (w * logprobs + w.flip(0) * entropy).sum()), theirs)
+
+
+def test_truncation_that_is_off_changes_nothing():
+    packed = prepared(qwen3())
+    batch = pack_tokens(sequences([6, 9]))
+    off, _ = token_logprobs(packed, batch, select=everything(batch), truncation=Truncation(0, 1.0, 0.0))
+    none, _ = token_logprobs(packed, batch, select=everything(batch))
+    assert torch.equal(off, none)
+
+
+# -------------------------------------------------------------------------------------------------------- low precision
+
+
+def test_bfloat16_weights_and_autocast_run():
+    reference = qwen3(tied=False)
+    given = sequences([12, 5, 9])
+    batch = pack_tokens(given)
+    wanted, _ = dense(reference, given, 1.0)
+    wanted = wanted.detach()
+
+    low = prepare(copy.deepcopy(reference).to(torch.bfloat16))
+    found, entropy = token_logprobs(low, batch, select=everything(batch))
+    mixed = prepared(reference)
+    under_autocast, _ = token_logprobs(mixed, batch, select=everything(batch), autocast=torch.bfloat16)
+    for logprobs in (found, under_autocast):
+        assert logprobs.dtype == torch.float32
+        difference = (logprobs.detach() - wanted).abs()
+        assert 0 < difference.mean() < 0.1
+    theirs = gradients(reference, dense(reference, given, 1.0)[0].sum())
+    for packed, logprobs, dtype in ((low, found + 0 * entropy, torch.bfloat16), (mixed, under_autocast, torch.float32)):
+        for name, gradient in gradients(packed, logprobs.sum()).items():
+            assert gradient.dtype == dtype
+            cosine = torch.cosine_similarity(gradient.float().flatten(), theirs[name].flatten(), dim=0)
+            assert cosine > 0.97, name
+
+
+# -------------------------------------------------------------------------------------------------------- plain scoring
+
+
+def test_sequence_logprobs_are_those_of_the_untouched_model():
+    reference = llama()
+    packed = prepared(reference)
+    given = sequences([3, 20, 1, 8, 8, 11])
+    wanted, _ = dense(reference, given, 0.6)
+    for budget in (8192, 20, 5):  # 5 is less than the longest sequence, which gets a micro-batch of its own
+        found = sequence_logprobs(packed, given, tokens_per_micro_batch=budget, temperature=0.6)
+        assert [len(row) for row in found] == [3, 20, 1, 8, 8, 11]
+        assert all(row.dtype == np.float32 and row[0] == 0.0 for row in found)
+        np.testing.assert_allclose(np.concatenate(found), wanted.detach().numpy(), atol=5e-5)
+    assert sequence_logprobs(packed, []) == []
+
+
+def test_sequence_logprobs_leave_no_gradients():
+    packed = prepared(qwen3())
+    sequence_logprobs(packed, sequences([4]))
+    assert all(parameter.grad is None for parameter in packed.parameters())
+
+
+# ------------------------------------------------------------------------------------------------------------- refusals
+
+TINY = dict(
+    vocab_size=VOCABULARY,
+    hidden_size=32,
+    intermediate_size=48,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    head_dim=8,
+    initializer_range=0.4,
+    pad_token_id=IDS[PAD],
+    bos_token_id=None,
+    eos_token_id=IDS[EOS],
+)
+
+
+def tiny(family: str, **changes: object) -> PreTrainedModel:
+    config = getattr(transformers, f"{family}Config")(**(TINY | changes))
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        return transformers.AutoModelForCausalLM.from_config(config).eval()
+
+
+LINEAR = dict(linear_num_key_heads=2, linear_num_value_heads=2, linear_key_head_dim=8, linear_value_head_dim=8)
+EXPERTS = dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=16, shared_expert_intermediate_size=16)
+REFUSED = {
+    "attention soft-capping": ("Gemma2", {}, "soft-capping"),
+    "soft-capped logits": ("Gemma2", dict(attn_logit_softcapping=None), "other logits"),
+    "scaled logits": ("Granite", dict(logits_scaling=8.0), "other logits"),
+    "multiplied logits": ("Cohere", dict(logit_scale=0.25), "other logits"),
+    "a window shorter than the probe": ("Mistral", dict(sliding_window=3), "sliding window 3 is shorter"),
+    "bidirectional": ("Bert", dict(is_decoder=False), "other logits"),
+    "recurrent": ("Mamba", dict(state_size=4), "other logits"),
+    "partly recurrent": (
+        "Qwen3Next",
+        dict(layer_types=["linear_attention", "full_attention"], **LINEAR, **EXPERTS),
+        "other logits",
+    ),
+    "convolutions": ("Lfm2", dict(layer_types=["conv", "full_attention"]), "other logits"),
+    "ALiBi outside of the interface": ("Bloom", dict(n_layer=2, n_head=4), "other logits|custom attention"),
+    "attention sinks": ("GptOss", dict(num_local_experts=4, num_experts_per_tok=2, sliding_window=64), "sinks"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_models_that_would_be_computed_wrongly_are_refused(case):
+    family, changes, match = REFUSED[case]
+    with pytest.raises(ModelError, match=match) as caught:
+        prepare(tiny(family, **changes), name="the junior")
+    assert str(caught.value).startswith("the junior: ")
+
+
+def test_models_without_a_head_are_refused():
+    with pytest.raises(ModelError, match="no linear LM head; only causal LMs"):
+        prepare(qwen3().model)
+
+
+def test_mixtures_of_experts_are_packed_too():
+    reference = tiny("Qwen3Moe", **EXPERTS, attn_implementation="eager")
+    given = sequences([3, 11, 6])
+    wanted, _ = dense(reference, given, 1.0)
+    np.testing.assert_allclose(
+        np.concatenate(sequence_logprobs(prepared(reference), given)), wanted.detach().numpy(), atol=5e-5
+    )
+
+
+def test_a_sliding_window_is_fine_until_a_sequence_outgrows_it():
+    reference = tiny("Mistral", sliding_window=8, attn_implementation="eager")
+    packed = prepared(reference)
+    given = sequences([8, 5])
+    wanted, _ = dense(reference, given, 1.0)
+    np.testing.assert_allclose(np.concatenate(sequence_logprobs(packed, given)), wanted.detach().numpy(), atol=5e-5)
+    with pytest.raises(ModelError, match=r"sliding window 8 is shorter than the sequences \(9\)"):
+        sequence_logprobs(packed, sequences([9]))
+
+
+def test_attention_dropout_is_refused_in_training_mode():
+    packed = prepared(tiny("Llama", attention_dropout=0.1))
+    sequence_logprobs(packed, sequences([5]))
+    packed.train()
+    with pytest.raises(ModelError, match=r"attention dropout 0\.1"):
+        sequence_logprobs(packed, sequences([5]))
+
+
+def test_a_wired_model_does_not_run_without_a_layout():
+    """Its own forward would have no attention mask; it must not answer quietly."""
+    packed = prepared(qwen3())
+    with pytest.raises(ModelError, match="did not pass `layout`"):
+        packed(input_ids=torch.tensor([[1, 2, 3]]))
+
+
+# ---------------------------------------------------------------------------------------------------------------- Liger
+
+
+def fake_liger(calls: list, *, scale: float = 1.0) -> SimpleNamespace:
+    """``liger_kernel.transformers``: its function for Qwen3 changes the final norm's weight by ``scale``."""
+
+    def apply(**options):
+        calls.append({name: value for name, value in options.items() if name != "model"})
+        options["model"].model.norm.weight.data *= scale
+
+    return SimpleNamespace(apply_liger_kernel_to_qwen3=apply)
+
+
+def test_liger_kernels_are_applied_without_their_losses_and_proved_on_a_probe(monkeypatch):
+    packed = prepared(qwen3())
+    monkeypatch.setattr(compile_module, "LIGER_DEVICES", ("cpu",))
+    calls: list[dict] = []
+    for scale in (1.0, 1.5):
+        monkeypatch.setitem(sys.modules, "liger_kernel.transformers", fake_liger(calls, scale=scale))
+        if scale == 1.0:
+            assert use_liger(packed) is packed
+        else:
+            with pytest.raises(ModelError, match="the senior: Liger kernels give other hidden states"):
+                use_liger(packed, name="the senior")
+    options = dict(rope=True, rms_norm=True, swiglu=True, cross_entropy=False, fused_linear_cross_entropy=False)
+    assert calls == [options, options]
+    monkeypatch.setitem(sys.modules, "liger_kernel.transformers", None)
+    with pytest.raises(ModelError, match=r"model\.liger=true: .*pip install 'tandemrl\[liger\]'"):
+        use_liger(packed)
+    packed.config.model_type = "gpt2"
+    with pytest.raises(ModelError, match="no Liger kernels for gpt2, only llama, qwen2, qwen3"):
+        use_liger(packed)
+
+
+def test_liger_kernels_are_refused_on_other_devices():
+    with pytest.raises(ModelError, match=r"need a CUDA device, the model is on cpu; set model\.liger=false"):
+        use_liger(prepared(qwen3()))
+
+
+# -------------------------------------------------------------------------------------------------------------- loading
+
+
+def test_load_model_reads_what_was_saved(tmp_path):
+    reference = llama()
+    reference.save_pretrained(tmp_path)
+    loaded = load_model(tmp_path)
+    assert not loaded.training
+    batch = pack_tokens(sequences([6, 9]))
+    found, _ = token_logprobs(loaded, batch, select=everything(batch))
+    wanted, _ = dense(reference, sequences([6, 9]), 1.0)
+    torch.testing.assert_close(found, wanted, rtol=0, atol=5e-5)
+    assert load_model(tmp_path, dtype="bfloat16").dtype == torch.bfloat16
+
+
+def test_models_and_tokenizers_that_are_not_there_are_named(tmp_path):
+    missing = tmp_path / "nothing"
+    for load in (load_model, load_tokenizer):
+        with pytest.raises(ModelError, match=f"{missing}: no such folder"):
+            load(missing)
+        with pytest.raises(ModelError, match=r"tiny/senior: no such folder; build it: tandemrl model tiny --out"):
+            load(tmp_path / "tiny" / "senior")
+    (tmp_path / "run" / "hf" / "best").mkdir(parents=True)
+    with pytest.raises(ModelError, match=r"did you mean .*hf/best"):
+        load_model(tmp_path / "run")
+    torn = tmp_path / "torn"
+    small_qwen3().save_pretrained(torn)
+    (torn / "model.safetensors").write_bytes(b"torn")
+    with pytest.raises(ModelError, match="could not be loaded"):
+        load_model(torn)
+
+
+def test_load_tokenizer_reads_what_was_saved(tmp_path):
+    tokenizer().save_pretrained(tmp_path)
+    assert load_tokenizer(tmp_path).get_vocab() == IDS
+
+
+def test_vocabulary_check():
+    vocabulary_check(tokenizer(), copy.deepcopy(tokenizer()))
+    longer = copy.deepcopy(tokenizer())
+    longer.add_tokens([AddedToken("later", normalized=False), AddedToken("last", normalized=False)])
+    with pytest.raises(ModelError, match=rf"2 entries differ, the first is 'later' \(id {VOCABULARY}\)"):
+        vocabulary_check(tokenizer(), longer)
+    with pytest.raises(ModelError, match="2 entries differ"):
+        vocabulary_check(longer, tokenizer())
+
+
+def test_eos_ids_are_those_of_model_and_tokenizer():
+    model = qwen3()
+    assert eos_token_ids(model.generation_config, tokenizer()) == (IDS[EOS],)
+    model.generation_config.eos_token_id = [9, 4]
+    assert eos_token_ids(model.generation_config, tokenizer()) == tuple(sorted({9, 4, IDS[EOS]}))
+    model.generation_config.eos_token_id = None
+    assert eos_token_ids(model.generation_config, tokenizer()) == (IDS[EOS],)
+    model.generation_config = None
+    assert eos_token_ids(model.generation_config, tokenizer()) == (IDS[EOS],)
+
+
+def test_hidden_states_of_rows_and_of_packed_tokens_have_their_shapes():
+    packed = prepared(qwen3())
+    tokens = torch.arange(12)
+    flat = hidden_states(packed, tokens, torch.arange(12) % 6, PackedLayout(spans([6, 6])))
+    assert flat.shape == (12, 32)

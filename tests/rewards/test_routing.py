@@ -1,0 +1,194 @@
+"""Which scorer a data source gets: the table of names, suffixes, a user's own, and compatibility."""
+
+import pytest
+
+from tandemrl.config import (
+    ConfigError,
+    RewardConfig,
+    difference,
+    load,
+    stated_keys,
+    to_dict,
+)
+from tandemrl.data.rows import DataError, Row
+from tandemrl.rewards.protocol import GraderError
+from tandemrl.rewards.routing import (
+    COMPAT,
+    SCORERS,
+    SUFFIXES,
+    TABLE,
+    check_rewards,
+    score_text,
+    terms_of,
+)
+
+
+def row(source, gold="7"):
+    return Row("r", ({"role": "user", "content": "?"},), source, gold, {})
+
+
+def name_of(source, **options):
+    (term,) = terms_of(row(source), RewardConfig(**options))
+    assert term.score is SCORERS[term.name]
+    return term.name
+
+
+@pytest.mark.parametrize(
+    ("name", "sources"),
+    [
+        ("gsm8k", ["openai/gsm8k"]),
+        ("boxed", ["synthetic/plain", "deepscaler", "aime24", "aime25", "aime26", "amc23_25", "math500", "minerva"]),
+        (
+            "boxed",
+            ["olympiad", "lighteval/MATH", "HuggingFaceH4/MATH-500", "DigitalLearningGmbH/MATH-lighteval", "math"],
+        ),
+        ("boxed", ["EleutherAI/hendrycks_math", "math-ai/minervamath", "agentica-org/DeepScaleR-Preview-Dataset"]),
+        ("dapo", ["math_dapo", "math_dapo_reasoning"]),
+        (
+            "prime",
+            ["numina_aops_forum", "numina_synthetic_math", "numina_amc_aime", "numina_cn_k12", "numina_olympiads"],
+        ),
+        ("prime", ["OLYMPIAD_BENCH", "MINERVA", "MATH", "AMC", "AIME", "big_math_prime"]),  # TinyV's names
+        ("math_verify", ["polaris_mathverify"]),
+        ("judge", ["polaris_tinyv", "HardVerify-Math", "zhangchenxu/HardVerify-Math", "gsm8k_tinyv"]),
+        ("grade", ["grade", " Grade "]),
+        ("code", ["codecontests", "apps", "codeforces", "taco", "humaneval", "openai/openai_humaneval"]),
+        ("countdown", ["countdown", "Jiayi-Pan/Countdown-Tasks-3to4", "Majis699/countdown-0"]),
+        ("integer", ["multiply", "arithmetic", "my-arithmetic-3"]),
+        ("exact_match", ["searchR1_nq", "searchR1_hotpotqa", "searchR1_bamboogle"]),
+    ],
+)
+def test_the_table(name, sources):
+    assert {source: name_of(source) for source in sources} == dict.fromkeys(sources, name)
+
+
+def test_compat_verl_routes_as_verl_does():
+    verl = {
+        "openai/gsm8k": "gsm8k",
+        "lighteval/MATH": "hendrycks",
+        "DigitalLearningGmbH/MATH-lighteval": "hendrycks",
+        "HuggingFaceH4/MATH-500": "hendrycks",
+        "math": "dapo",
+        "aime2024": "dapo",
+        "math_dapo": "dapo",
+        "numina_cn_k12": "prime",
+        "taco": "code",
+    }
+    assert {source: name_of(source, compat="verl") for source in verl} == verl
+
+
+def test_every_table_names_scorers_that_exist():
+    for table in (TABLE, SUFFIXES, *COMPAT.values()):
+        assert set(table.values()) <= set(SCORERS)
+
+
+def test_a_users_choice_comes_first_and_capitals_count():
+    scorers = {"math500": "hendrycks", "My*": "prime", "*_tinyv": "boxed"}
+    assert name_of("math500", scorers=scorers) == "hendrycks"
+    assert name_of("MATH500", scorers=scorers) == "hendrycks"
+    assert name_of("MyData", scorers=scorers) == "prime"
+    assert name_of("x_tinyv", scorers=scorers) == "boxed"
+    with pytest.raises(DataError, match="no scorer"):
+        name_of("mydata", scorers=scorers)
+
+
+def test_unknown_data_sources_get_the_list_of_what_is_known():
+    with pytest.raises(DataError) as error:
+        score_text(row("bird songs"), "7")
+    message = str(error.value)
+    assert message.startswith("row r: no scorer for data_source 'bird songs'; name one in reward.scorers")
+    assert all(
+        name in message for name in ("openai/gsm8k", "*countdown*", "*_tinyv*", "math_verify", "module:function")
+    )
+
+
+def test_users_scorers_are_configured_by_file_or_command_line(tmp_path):
+    file = tmp_path / "mine.yaml"
+    file.write_text("reward:\n  scorers:\n    my/data: prime\n")
+    config = load(file, ["reward.scorers.other=my.module:score"])
+    assert config.reward.scorers == {"my/data": "prime", "other": "my.module:score"}
+    assert to_dict(config)["reward"]["scorers"] == config.reward.scorers
+    assert difference(load(file), config) == {"reward.scorers.other": (None, "my.module:score")}
+    assert difference(config, load(file)) == {"reward.scorers.other": ("my.module:score", None)}
+    with pytest.raises(ConfigError, match=r"reward\.compat"):
+        load(overrides=["reward.compat=trl"])
+
+
+# ---- rewards of no use -----------------------------------------------------------------------------------------------
+
+SOURCES = ["synthetic/plain", "openai/gsm8k"]
+
+
+@pytest.mark.parametrize(
+    ("scorers", "message"),
+    [
+        (
+            {"synthetic": "boxed"},
+            r"scorers\.synthetic=boxed: no row matches.*gsm8k, synthetic/plain; did you mean synth",
+        ),
+        ({"Synthetic/*": "boxed"}, "no row matches"),  # a capital letter: matched as written
+        ({"openai/gsm8k": "gsm8k", "my/*": "boxed"}, r"reward\.scorers\.my/\*=boxed"),
+        ({"*": "boxed", "openai/gsm8k": "gsm8k"}, r"'openai/gsm8k' matches '\*' first; put the narrower pattern first"),
+    ],
+)
+def test_a_pattern_that_is_never_used_is_refused(scorers, message):
+    with pytest.raises(ConfigError, match=message):
+        check_rewards(SOURCES, RewardConfig(scorers=scorers))
+
+
+def test_every_named_reward_is_imported_at_the_start():
+    for rewards in ("no_such_module:score", "boxed + no_such_module:score"):
+        with pytest.raises(GraderError, match="No module named 'no_such_module'"):
+            check_rewards(SOURCES, RewardConfig(scorers={"synthetic/*": rewards}))
+    with pytest.raises(GraderError, match="'boxde' is neither module:function nor"):
+        check_rewards(SOURCES, RewardConfig(scorers={"synthetic/*": "boxed + boxde"}))
+
+
+def test_patterns_of_a_config_for_other_data_are_a_warning_and_those_typed_are_not():
+    options = RewardConfig(scorers={"mydata": "no_such_module:score"}, weights={"brevity": 2.0})
+    with pytest.warns(UserWarning, match=r"reward\.scorers\.mydata=.*no row matches"):
+        check_rewards(SOURCES, options, stated=stated_keys(["eval.samples=2"]))
+    for override in ("reward.scorers.mydata=a:b", "reward={scorers: {mydata: a:b}}"):
+        with pytest.raises(ConfigError, match="mydata"):
+            check_rewards(SOURCES, options, stated=stated_keys([override]))
+    with pytest.raises(ConfigError, match=r"reward\.weights\.brevity"):
+        check_rewards(SOURCES, RewardConfig(weights=options.weights), stated=stated_keys(["reward.weights.brevity=2"]))
+
+
+def test_weights_and_functions_of_no_use_are_refused():
+    def brevity(row, text):
+        return 0.0
+
+    with pytest.raises(ConfigError, match=r"reward\.weights\.boxde: no reward of that name; did you mean boxed\?"):
+        check_rewards(SOURCES, RewardConfig(weights={"boxde": 2.0}, scorers={"synthetic/*": "boxed"}))
+    with pytest.raises(ConfigError, match="reward brevity: scores no row"):
+        check_rewards(SOURCES, RewardConfig(scorers={"*": "boxed"}), {"brevity": brevity})
+    for name in ("boxed", "acc", "mean", "two words"):
+        with pytest.raises(GraderError, match=f"reward '{name}' is"):
+            check_rewards(SOURCES, RewardConfig(), {name: brevity})
+
+
+@pytest.mark.parametrize(
+    ("rewards", "message"),
+    [
+        ("boxed + boxed", "two rewards are called boxed"),
+        ("math:sqrt + cmath:sqrt", "two rewards are called sqrt"),
+        ("boxed +", "'' is neither"),
+    ],
+)
+def test_a_sum_that_does_not_add_up_is_refused(rewards, message):
+    with pytest.raises(GraderError, match=message):
+        terms_of(row("x"), RewardConfig(scorers={"x": rewards}))
+
+
+def test_a_reward_that_is_weighed_may_not_take_the_place_of_a_part():
+    for name in ("acc", "mean"):
+        with pytest.raises(GraderError, match=f"my:{name}: {name} is a part of every score"):
+            terms_of(row("x"), RewardConfig(scorers={"x": f"my:{name}"}, weights={name: 2.0}))
+
+
+def test_weights_are_numbers():
+    assert load(overrides=["reward.weights.boxed=2"]).reward.weights == {"boxed": 2.0}
+    for value in ("much", "nan", "null"):
+        with pytest.raises(ConfigError, match=r"reward\.weights\.boxed"):
+            load(overrides=[f"reward.weights.boxed={value}"])

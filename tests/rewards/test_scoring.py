@@ -1,0 +1,527 @@
+r"""The scoring pools: hard limits from any thread, replaced workers, order, chains, users' scorers. Bombs are real."""
+
+import json
+import os
+import pickle
+import signal
+import subprocess
+import sys
+import threading
+import time
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+import pytest
+
+from tandemrl.config import ConfigError, RewardConfig
+from tandemrl.data.rows import DataError, Row
+from tandemrl.rewards import routing
+from tandemrl.rewards.functions import by_name
+from tandemrl.rewards.protocol import Deferred, GraderError, Score
+from tandemrl.rewards.routing import score_text
+from tandemrl.rewards.scoring import WORKER as DEFAULT_WORKER
+from tandemrl.rewards.scoring import Scorer
+
+BOMB = r"\boxed{\int_0^{9^{9^9}} x^{x^x} dx}"
+"""Something that a computer algebra system does not finish, and that is not decided before it."""
+EIGHT = r"\boxed{8 apples}"
+"""8, but only math-verify says so."""
+UNUSABLE = (
+    "float('nan')",
+    "float('-inf')",
+    "None",
+    "'1.0'",
+    "b'1'",
+    "[1.0, 2.0]",
+    "Score(None, {'acc': 1.0}, None)",
+    "Score('1', {'acc': 1.0}, None)",
+    "Score(1.0, {'acc': float('nan')}, None)",
+    "Score(1.0, {}, None)",
+    "Score(1.0, {'acc': 1.0, 'mean': 3.0}, None)",
+    "Score(1.0, {'acc': 1.0}, 7)",
+)
+"""What a reward function may not return."""
+TESTS = '{"inputs": ["1"], "outputs": ["1"]}'
+
+WORKER = """
+import os, sys, time
+from tandemrl.rewards.worker import serve
+
+def grade(path, gold, answer):
+    if answer == "a > 0 crash":
+        os._exit(3)
+    if answer == "a > 0 raise":
+        raise MemoryError("too much")
+    if answer == "a > 0 exit":
+        sys.exit(1)
+    if "sleep" in answer:
+        time.sleep(float(answer.split()[2]))
+    if answer == "a > 0 print":
+        print("noise")
+    return "right" in answer
+
+serve(grade)
+"""
+
+
+def row(gold="a > b", source="math500", name="r"):
+    return Row(name, ({"role": "user", "content": "?"},), source, gold, {})
+
+
+def boxed(*answers):
+    return [(row(), rf"\boxed{{{answer}}}") for answer in answers]
+
+
+@pytest.fixture
+def worker(tmp_path):
+    script = tmp_path / "worker.py"
+    script.write_text(WORKER)
+    return (sys.executable, str(script))
+
+
+def in_thread(work):
+    """Run off the main thread, where signal-based timers fail; returns the result or raises the error."""
+    results, errors = [], []
+
+    def run():
+        try:
+            results.append(work())
+        except BaseException as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    thread.join(60)
+    assert not thread.is_alive()
+    if errors:
+        raise errors[0]
+    return results[0]
+
+
+# ---- processes -----------------------------------------------------------------------------------------------------
+
+
+def test_a_bomb_is_killed_off_the_main_thread_and_scoring_goes_on():
+    items = [
+        (row("8"), EIGHT),
+        (row("8"), BOMB),
+        (row("8", "numina_olympiads"), BOMB),
+        (row("9"), EIGHT),
+        (row("8"), "8"),
+    ]
+    with Scorer(RewardConfig(timeout_s=3.0, workers=1)) as scorer:
+        start = time.monotonic()
+        scores = in_thread(lambda: scorer.score(items))
+        assert time.monotonic() - start < 30
+        assert [score.value for score in scores] == [1.0, 0.0, 0.0, 0.0, 0.0]
+        assert scores[1].parts == {"acc": 0.0, "answer_present": 1.0, "timeout": 1.0}
+        assert scores[2].parts["timeout"] == 1.0
+        assert "timeout" not in scores[3].parts
+        assert (scorer.timeouts, scorer.failures) == (2, 0)
+        assert in_thread(lambda: scorer.score(items[:1]))[0].value == 1.0  # the killed worker was replaced
+
+
+def test_pool_and_in_process_scores_agree():
+    pairs = [
+        ("(x+1)^2", "x^2+2x+1"),
+        ("[0,1)", "[0,1]"),
+        ("18", "18"),
+        (r"\pm 2", "2,-2"),
+        ("x > 3", "3 < x"),
+        ("4", "y"),
+    ]
+    items = [(row(gold), rf"\boxed{{{answer}}}") for gold, answer in pairs]
+    items += [(row(gold, "numina_x"), f"The answer is {answer}") for gold, answer in pairs]
+    with Scorer(RewardConfig()) as scorer:
+        assert scorer.score(items) == [score_text(*item) for item in items]
+
+
+def test_crashes_and_errors_are_counted_and_scored_zero(worker):
+    answers = (*(f"a > 0 {what}" for what in ("right", "crash", "raise", "exit", "print", "miss")), "b > 0 right")
+    with Scorer(RewardConfig(workers=2), worker=worker) as scorer:
+        scores = scorer.score(boxed(*answers))
+        assert [score.value for score in scores] == [1.0, 0.0, 0.0, 0.0, 0.0, 0.0, 1.0]
+        assert [score.parts.get("failure", 0.0) for score in scores] == [0.0, 1.0, 1.0, 1.0, 0.0, 0.0, 0.0]
+        assert (scorer.timeouts, scorer.failures) == (0, 3)
+
+
+def test_order_is_kept_when_items_finish_out_of_order(worker):
+    answers = [f"a > {0.2 if i == 0 else 0.001 * i:.3f} sleep {'right' if i % 3 == 0 else 'long'}" for i in range(12)]
+    with Scorer(RewardConfig(workers=3), worker=worker) as scorer:
+        scores = scorer.score(boxed(*answers))
+    assert [score.answer for score in scores] == answers
+    assert [score.value for score in scores] == [float(i % 3 == 0) for i in range(12)]
+
+
+def test_repeated_answers_are_graded_once_but_counted_each(worker):
+    with Scorer(RewardConfig(workers=1, timeout_s=0.5), worker=worker) as scorer:
+        start = time.monotonic()
+        scores = scorer.score(boxed(*["a > 60 sleep"] * 6, "a > 0 right"))
+        assert time.monotonic() - start < 10
+        assert scorer.timeouts == 6
+        assert [score.parts.get("timeout", 0.0) for score in scores] == [1.0] * 6 + [0.0]
+
+
+def test_a_batch_in_which_nothing_could_be_scored_is_an_error(worker):
+    with Scorer(RewardConfig(workers=1), worker=worker) as scorer:
+        with pytest.raises(GraderError, match="none of 2 responses could be scored"):
+            scorer.score(boxed("a > 0 crash", "a > 0 crash"))
+        assert scorer.score(boxed("a > 0 right"))[0].value == 1.0
+
+
+def test_workers_that_cannot_start_are_an_error_with_their_words():
+    command = (sys.executable, "-c", "raise SystemExit('no grader here')")
+    with Scorer(RewardConfig(), worker=command) as scorer, pytest.raises(GraderError, match="no grader here"):
+        scorer.score(boxed("a > 0 right"))
+
+
+def test_a_worker_that_died_while_idle_is_replaced(worker):
+    with Scorer(RewardConfig(workers=1), worker=worker) as scorer:
+        scorer.score(boxed("a > 0 right"))
+        idle = scorer._processes._workers[0]._process
+        idle.kill()
+        idle.wait()
+        assert scorer.score(boxed("b > 0 right"))[0].value == 1.0
+        assert scorer.failures == 0
+
+
+def test_no_process_is_left_behind(worker):
+    with Scorer(RewardConfig(workers=2, timeout_s=0.3), worker=worker) as scorer:
+        scorer.score(boxed("a > 0 right", "a > 60 sleep", "a > 0 miss"))
+        processes = [each._process for each in scorer._processes._workers]
+    assert processes
+    assert all(process.poll() is not None for process in processes)
+
+
+def test_easy_items_start_no_process():
+    with Scorer(RewardConfig(gsm8k="tandem", format_score=0.1), worker=("no-such-command",)) as scorer:
+        items = [(row("7"), r"\boxed{7}"), (row("7", "openai/gsm8k"), "#### $7"), (row("7", "openai/gsm8k"), "#### 8")]
+        assert [score.value for score in scorer.score(items)] == [1.0, 1.0, 0.1]
+        assert scorer.score([]) == []
+
+
+def test_bad_settings_and_rows_are_refused(monkeypatch):
+    with pytest.raises(GraderError, match=r"reward\.workers"):
+        Scorer(RewardConfig(workers=0))
+    with Scorer(RewardConfig()) as scorer, pytest.raises(DataError, match="no scorer"):
+        scorer.score([(row(source="bird songs"), "x")])
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(GraderError, match="pip install"):
+        Scorer(RewardConfig())
+
+
+def test_a_worker_whose_parent_is_gone_ends_by_itself():
+    with subprocess.Popen(DEFAULT_WORKER, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+        assert process.stdout.readline() == b'"ready"\n'
+        pickle.dump((("time:sleep", 60), 0.5), process.stdin)
+        process.stdin.flush()
+        assert process.wait(timeout=20) == -signal.SIGALRM
+
+
+def test_a_worker_answers_in_json_and_ends_with_its_input():
+    with subprocess.Popen(DEFAULT_WORKER, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+        tasks = [("math:hypot", 3, 4), ("math:sqrt", -1), ("no_such_module:f",), ("builtins:print", "noise")]
+        for task in tasks:
+            pickle.dump((task, 10.0), process.stdin)
+        process.stdin.close()
+        assert process.stdout.readline() == b'"ready"\n'
+        replies = [json.loads(line) for line in process.stdout]
+        assert replies[0] == {"result": 5.0}
+        assert replies[1] == {"error": "ValueError: math domain error"}
+        assert "no_such_module" in replies[2]["error"]
+        assert replies[3] == {"result": None}
+        assert process.wait(timeout=20) == 0
+
+
+def test_scoring_imports_no_torch():
+    code = "import sys, tandemrl.rewards.scoring, tandemrl.rewards.worker; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code]).returncode == 0
+
+
+# ---- code and judges -----------------------------------------------------------------------------------------------
+
+
+def test_programs_go_to_the_sandbox_in_threads():
+    seen = []
+
+    def run(problem, text):
+        seen.append(threading.current_thread() is not threading.main_thread())
+        time.sleep(0.01 * len(text))
+        return Score(float(text == "good"), {"acc": float(text == "good")}, text)
+
+    items = [
+        (row(TESTS, "taco"), "good"),
+        (row(TESTS, "apps"), "bad"),
+        (row("7"), r"\boxed{7}"),
+        (row(TESTS, "apps"), ""),
+    ]
+    with Scorer(RewardConfig(), code=run) as scorer:
+        assert [score.value for score in scorer.score(items)] == [1.0, 0.0, 1.0, 0.0]
+    assert seen == [True] * 3
+
+
+def test_a_batch_of_programs_that_all_run_into_their_limit_is_no_failure_of_ours():
+    with Scorer(RewardConfig(), code=lambda problem, text: Score(0.0, {"acc": 0.0, "timeout": 1.0}, text)) as scorer:
+        assert [score.value for score in scorer.score([(row(TESTS, "taco"), "while 1: pass")] * 3)] == [0.0] * 3
+        assert scorer.timeouts == 3
+
+
+def test_a_judge_sees_the_whole_batch_after_the_rules_and_their_processes():
+    batches = []
+
+    def judge(items):
+        batches.append([(text, rule.value, rule.answer) for _, text, rule in items])
+        return [Score(0.5 + rule.value / 2, {"acc": rule.value}, rule.answer) for _, _, rule in items]
+
+    items = [
+        (row("5", "polaris_tinyv"), r"\boxed{5}"),
+        (row("8", "polaris_tinyv"), EIGHT),  # math-verify first
+        (row("5", "HardVerify-Math"), r"\boxed{six}"),
+    ]
+    with Scorer(RewardConfig(workers=1), judge=judge) as scorer:
+        assert [score.value for score in scorer.score(items)] == [1.0, 1.0, 0.5]
+    assert batches == [[(r"\boxed{5}", 1.0, "5"), (EIGHT, 1.0, EIGHT[7:-1]), (r"\boxed{six}", 0.0, "six")]]
+
+
+def test_a_judge_that_is_down_stops_the_batch():
+    def judge(items):
+        raise GraderError("judge is down")
+
+    with Scorer(RewardConfig(), judge=judge) as scorer, pytest.raises(GraderError, match="judge is down"):
+        scorer.score([(row("5", "polaris_tinyv"), r"\boxed{5}")])
+
+
+def test_what_cannot_be_scored_is_refused_before_anything_is_generated(worker):
+    with Scorer(RewardConfig(), worker=worker) as scorer:
+        scorer.check([row("7"), row("x > 3"), row("5", "openai/gsm8k")])
+        with pytest.raises(GraderError, match=r"row c: scoring data_source 'taco' needs a sandbox"):
+            scorer.check([row(TESTS, "taco", "c")])
+        with pytest.raises(GraderError, match=r"row j: .*'x_tinyv' needs a judge; set judge\.url"):
+            scorer.check([row("7"), row("5", "x_tinyv", "j")])
+        with pytest.raises(DataError, match="row u: no scorer for data_source 'unknown'"):
+            scorer.check([row("7"), row("7", "unknown", "u")])
+        with pytest.raises(DataError, match="row n: ground truth of countdown must be"):
+            scorer.check([row("7", "countdown", "n")])
+        assert scorer._processes._workers == []
+    with Scorer(RewardConfig(scorers={"mine": "no_such_module:score"}), worker=worker) as scorer:
+        with pytest.raises(GraderError, match="no_such_module"):
+            scorer.check([row("7", "mine")])
+        with pytest.raises(ConfigError, match=r"reward\.scorers\.mine=no_such_module:score: no row matches"):
+            scorer.check([row("7")])
+
+
+def test_endless_deferring_and_nonsense_are_errors(monkeypatch):
+    def again(row, text, options):
+        return Deferred("symbolic", ("builtins:len", text), lambda found: again(row, text, options))
+
+    monkeypatch.setitem(routing.SCORERS, "again", again)
+    with (
+        Scorer(RewardConfig(scorers={"x": "again"}, workers=1)) as scorer,
+        pytest.raises(GraderError, match="no finite"),
+    ):
+        scorer.score([(row(source="x"), "text")])
+
+
+# ---- users' scorers ------------------------------------------------------------------------------------------------
+
+MINE = """
+import os, time
+from tandemrl.rewards import routing
+from tandemrl.rewards.protocol import Score
+
+def score(row, text, options):
+    if text == "hang":
+        time.sleep(60)
+    if text == "crash":
+        os._exit(1)
+    if text == "bug":
+        raise KeyError("oops")
+    if text.startswith("return "):
+        return eval(text.removeprefix("return "))
+    right = text == row.ground_truth
+    parts = {"acc": float(right), "length": float(len(text)), "pid": float(os.getpid())}
+    return Score(float(right), parts, text * 9999)
+
+NOT_A_FUNCTION = 3
+"""
+
+
+@pytest.fixture
+def mine(tmp_path, monkeypatch):
+    (tmp_path / "my_scorers_for_tests.py").write_text(MINE)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    yield RewardConfig(scorers={"my/*": "my_scorers_for_tests:score"}, timeout_s=1.0, workers=1)
+    sys.modules.pop("my_scorers_for_tests", None)
+
+
+def test_a_users_scorer_runs_in_a_child_process(mine):
+    with Scorer(mine) as scorer:
+        scores = scorer.score([(row("yes", "my/data"), "yes"), (row("yes", "my/data"), "no"), (row("7"), r"\boxed{7}")])
+    assert [score.value for score in scores] == [1.0, 0.0, 1.0]
+    assert scores[1].parts["length"] == 2.0
+    assert scores[0].parts["pid"] != os.getpid()
+    assert scores[0].answer == "yes" * 9999  # a reply longer than a pipe's buffer arrives whole
+
+
+def test_a_users_scorer_that_hangs_or_crashes_is_killed_and_counted(mine):
+    with Scorer(mine) as scorer:
+        scores = scorer.score([(row("yes", "my/data"), text) for text in ("hang", "crash", "yes")])
+        assert [score.value for score in scores] == [0.0, 0.0, 1.0]
+        assert (scorer.timeouts, scorer.failures) == (1, 1)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("bug", r"my_scorers_for_tests:score, row r: KeyError: 'oops'"),
+        ("return None", r"my_scorers_for_tests:score, row r: expected a finite number, or Score\(.*found None"),
+        *((f"return {value}", "row r: (expected a finite number|TypeError: bytes is not)") for value in UNUSABLE),
+    ],
+)
+def test_a_bug_in_a_users_scorer_stops_the_run(mine, text, message):
+    with Scorer(mine) as scorer, pytest.raises(GraderError, match=message):
+        scorer.score([(row("yes", "my/data"), text), (row("yes", "my/data"), "yes")])
+
+
+@pytest.mark.parametrize(
+    ("path", "message"),
+    [
+        ("my_scorers_for_tests:scroe", "has no attribute 'scroe'"),
+        ("my_scorers_for_tests:NOT_A_FUNCTION", "is a int, not a function"),
+        ("no_such_module:score", "No module named 'no_such_module'"),
+        ("scroe", r"'scroe' is neither module:function nor one of the library's scorers, which are boxed, "),
+    ],
+)
+def test_a_users_scorer_that_is_not_there_is_named(mine, path, message):
+    with Scorer(RewardConfig(scorers={"my/*": path})) as scorer, pytest.raises(GraderError, match=message):
+        scorer.score([(row("yes", "my/data"), "yes")])
+
+
+def score_here(row, text, options):
+    return eval(text)
+
+
+@pytest.mark.parametrize("value", UNUSABLE)
+def test_a_function_of_this_process_is_held_to_the_same(value):
+    with (
+        Scorer(RewardConfig(), functions={"mine": score_here}) as scorer,
+        pytest.raises(GraderError, match="reward mine, row r: expected a finite number"),
+    ):
+        scorer.score([(row("yes", "my/data"), value)])
+
+
+@pytest.mark.parametrize(
+    ("value", "score"),
+    [
+        ("0.5", Score(0.5, {"acc": 0.0}, None)),
+        ("True", Score(1.0, {"acc": 1.0}, None)),
+        ("-2", Score(-2.0, {"acc": 0.0}, None)),
+        ("__import__('numpy').float32(1.5)", Score(1.5, {"acc": 1.0}, None)),
+        ("__import__('numpy').bool_(True)", Score(1.0, {"acc": 1.0}, None)),
+        ("Score(0, {'acc': True, 'style': 0.25}, 'x')", Score(0.0, {"acc": 1.0, "style": 0.25}, "x")),
+    ],
+)
+def test_a_number_is_a_score_in_a_child_and_here(mine, value, score):
+    with Scorer(mine) as scorer:
+        assert scorer.score([(row("yes", "my/data"), f"return {value}")]) == [score]
+    with Scorer(RewardConfig(), functions={"mine": score_here}) as scorer:
+        assert scorer.score([(row("yes", "my/data"), value)]) == [score]
+
+
+def test_functions_may_leave_the_options_out_and_are_asked_at_the_start():
+    seen = []
+
+    def two(row, text):
+        seen.append((row.example_id, text))
+        return 0.0
+
+    def default(row, text, bonus=0.25):
+        return bonus
+
+    def keyword(row, text, options=None):
+        return options.timeout_s
+
+    rewards = by_name({"two": two, "default": default, "keyword": keyword, "partial": partial(default, bonus=4.0)})
+    with Scorer(RewardConfig(timeout_s=7.0), functions=rewards) as scorer:
+        scorer.check([row("yes", "my/data")])
+        assert seen == []  # a check of the start calls nothing of the user's
+        (score,) = scorer.score([(row("yes", "my/data"), "hi")])
+    assert seen == [("r", "hi")]
+    assert score == (11.25, {"acc": 0.0, "two": 0.0, "default": 0.25, "keyword": 7.0, "partial": 4.0}, None)
+
+    assert list(by_name(lambda row, text: 0.0)) == ["reward"]
+    assert list(by_name(two)) == ["two"]
+    for bad, message in (
+        ({"one": lambda row: 0.0}, r"reward one: its parameters are \(row\); expected \(row, text\)"),
+        ({"path": "my:score"}, "reward path: 'my:score' is a str, not a function"),
+        ({}, "no function"),
+    ):
+        with pytest.raises(GraderError, match=message):
+            by_name(bad)
+
+
+def test_an_error_in_a_function_names_it_and_the_row():
+    def mine(row, text):
+        raise KeyError("oops")
+
+    with (
+        Scorer(RewardConfig(), functions={"mine": mine}) as scorer,
+        pytest.raises(GraderError, match="reward mine, row r: KeyError: 'oops'") as error,
+    ):
+        scorer.score([(row(), "text")])
+    assert isinstance(error.value.__cause__, KeyError)
+
+
+def test_rewards_are_summed_by_weight_whoever_settles_them(mine):
+    """Strings, a child process and a function of this process in one sum; the first one's verdict counts."""
+    sums = {"my/*": "prime + my_scorers_for_tests:score + brevity", "short/*": "brevity"}
+    options = replace(mine, scorers=sums, weights={"prime": 2.0, "brevity": -0.5})
+    items = [
+        (row("8", "my/data"), EIGHT),
+        (row("8", "my/data"), "8"),
+        (row("8", "short/data"), "four"),
+        (row("7"), r"\boxed{7}"),
+    ]
+    with Scorer(options, functions={"brevity": lambda row, text: float(len(text))}) as scorer:
+        scorer.check([row for row, _ in items])
+        scores = scorer.score(items)
+    right = [score_text(row("8", "AMC"), text).value for _, text in items[:2]]  # prime alone
+    exact = [0.0, 1.0]
+    assert [s.value for s in scores[:2]] == [
+        2.0 * r + e - 0.5 * len(t) for r, e, (_, t) in zip(right, exact, items, strict=False)
+    ]
+    assert [s.parts["acc"] for s in scores[:2]] == right
+    assert [(s.parts["prime"], s.parts["score"], s.parts["brevity"]) for s in scores[:2]] == [
+        (right[0], 0.0, float(len(EIGHT))),
+        (right[1], 1.0, 1.0),
+    ]
+    assert scores[0].parts["length"] == len(EIGHT)  # the parts of the others are kept
+    assert (scores[2].value, scores[2].parts["brevity"]) == (-2.0, 4.0)  # a single reward is weighed, too
+    assert scores[3] == (1.0, {"acc": 1.0, "answer_present": 1.0}, "7")
+
+
+def test_a_reward_lost_on_every_response_is_an_error_beside_others_that_are_not(mine):
+    both = replace(mine, scorers={"my/*": "boxed + my_scorers_for_tests:score"})
+    items = [(row("7", "my/data"), "crash"), (row("7", "my/data"), r"\boxed{7}")]
+    with Scorer(both) as scorer:
+        crashed, scored = scorer.score(items)
+        assert (crashed.parts["failure"], crashed.value, scored.value, scorer.failures) == (1.0, 0.0, 1.0, 1)
+        with pytest.raises(GraderError, match="none of 2 responses could be scored"):
+            scorer.score([items[0], (row("8", "my/data"), "crash")])
+
+
+def test_a_part_that_goes_by_the_name_of_a_reward_is_kept_under_another():
+    items = [(row("5", "polaris_tinyv"), r"\boxed{6}")]
+    options = RewardConfig(scorers={"*": "boxed + judge"})
+    with Scorer(options, judge=lambda items: [Score(0.5, {"acc": 0.0, "judge": 0.75}, None)]) as scorer:
+        (score,) = scorer.score(items)
+    assert (score.value, score.parts["judge"], score.parts["judge/part"]) == (0.5, 0.5, 0.75)
+
+
+def test_package_is_importable_from_the_worker_whatever_the_directory(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path(tmp_path / "tandemrl.py").write_text("raise SystemExit('shadowed')")
+    with Scorer(RewardConfig(workers=1)) as scorer:
+        assert scorer.score([(row("8"), EIGHT)])[0].value == 1.0

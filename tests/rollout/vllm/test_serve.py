@@ -1,0 +1,796 @@
+"""``tandemrl serve``: what the middleware makes of requests and responses, and an OpenAI client of a real server."""
+
+import asyncio
+import contextlib
+import inspect
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import groupby
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from pairs import CONTEXT, VLLM, greedy_gaps, models, save
+from typer.testing import CliRunner
+
+from helpers import VOCABULARY, tokenizer
+from tandemrl.config import SelectionConfig
+from tandemrl.rollout.engine import Completion, EngineError, Request, Sampling
+from tandemrl.rollout.schedule import schedule_of
+from tandemrl.selection import Strategy, replay
+from tandemrl.selection.draws import mix64
+
+pytestmark = VLLM
+server = pytest.importorskip("tandemrl.rollout.vllm.server", reason="vllm brings fastapi")
+
+DEFAULT = SelectionConfig(strategy="word", prob_senior=0.5, max_gap_tokens=4)
+COMPLETIONS, CHAT = server.PATHS
+
+
+def strategy_of(selection: SelectionConfig) -> Strategy:
+    return schedule_of(selection, tokenizer(), VOCABULARY).strategy(1)
+
+
+def authors(seed: int, tokens: Sequence[int], selection: SelectionConfig = DEFAULT) -> list[int]:
+    """What a client computes for one choice."""
+    keys, row = torch.tensor([mix64(seed)]), torch.tensor([tokens], dtype=torch.int64)
+    return replay(strategy_of(selection), keys, row, torch.tensor([len(tokens)])).author[0].tolist()
+
+
+# -------------------------------------------------------------------------------------------------- a stand-in for vLLM
+
+
+@dataclass
+class Fake:
+    """An application with vLLM's routes around canned answers; ``seen`` are the bodies that reached it."""
+
+    client: Any
+    seen: list[dict[str, Any]]
+    registered: list[dict[str, Strategy]]
+    answer: dict[str, Any]
+
+    def post(self, path: str = COMPLETIONS, **body: Any) -> Any:
+        return self.client.post(path, content=json.dumps(body), headers={"content-type": "application/json"})
+
+
+@pytest.fixture
+def fake(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Fake]:
+    from fastapi import Body, FastAPI, Request
+    from starlette.responses import JSONResponse, StreamingResponse
+    from starlette.testclient import TestClient
+
+    app = FastAPI()
+    seen: list[dict[str, Any]] = []
+    registered: list[dict[str, Strategy]] = []
+    answer: dict[str, Any] = {"status": 200, "body": {"choices": []}, "stream": None}
+
+    async def collective_rpc(method: str, args: tuple[Any]) -> None:
+        assert method == "tandem_register"
+        registered.extend(args)
+
+    # Nothing leaves this process, and functions whose types are checked cannot be pickled.
+    monkeypatch.setattr(server.cloudpickle, "dumps", lambda strategies: strategies)
+
+    async def completions(body: dict[str, Any] = Body()) -> Any:  # noqa: B008
+        seen.append(body)
+        if answer["stream"] is not None:
+            return StreamingResponse(iter(answer["stream"]), media_type="text/event-stream")
+        return JSONResponse(answer["body"], answer["status"])
+
+    async def other(request: Request) -> Any:
+        return JSONResponse({"heard": (await request.body()).decode()})
+
+    for path in (COMPLETIONS, CHAT):
+        app.post(path)(completions)
+    for path in ("/tokenize", "/v1/responses", "/v1/models", "/health"):
+        app.api_route(path, methods=["GET", "POST"])(other)
+    app.add_middleware(server.Authorship)
+    tokenizer().save_pretrained(tmp_path)
+    app.state.vllm_config = SimpleNamespace(
+        model_config=SimpleNamespace(tokenizer=str(tmp_path), get_vocab_size=lambda: VOCABULARY),
+        additional_config={"tandem": {"selection": vars(DEFAULT)}},
+    )
+    app.state.engine_client = SimpleNamespace(collective_rpc=collective_rpc)
+    with TestClient(app) as client:
+        yield Fake(client, seen, registered, answer)
+
+
+def written(count: int, seed: int = 0) -> list[int]:
+    return np.random.default_rng(seed).integers(0, VOCABULARY, count).tolist()
+
+
+# ------------------------------------------------------------------------------------------------------------- requests
+
+
+def test_a_request_gets_a_seed_and_asks_for_token_ids(fake: Fake) -> None:
+    body = {"model": "m", "prompt": "a", "temperature": 0.5, "vllm_xargs": {"mine": 1}}
+    for _ in range(2):
+        assert fake.post(**body).status_code == 200
+    one, two = fake.seen
+    assert 0 <= one["seed"] != two["seed"] < 2**53
+    wanted = {"n": 1, "return_token_ids": True, "vllm_xargs": {"mine": 1, "tandem_strategy": "default"}}
+    assert {name: value for name, value in one.items() if name != "seed"} == body | wanted
+    assert fake.registered == []
+
+
+@pytest.mark.parametrize("seed", [0, 3, 2**63 - 2])
+def test_a_seed_of_the_client_stays(fake: Fake, seed: int) -> None:
+    assert fake.post(prompt="a", seed=seed, n=2).json()["tandem"]["seed"] == seed
+    assert (fake.seen[0]["seed"], fake.seen[0]["n"]) == (seed, 2)
+
+
+def test_minus_one_is_no_seed_as_in_vllm(fake: Fake) -> None:
+    assert fake.post(prompt="a", seed=-1).status_code == 200
+    assert fake.seen[0]["seed"] >= 0
+
+
+@pytest.mark.parametrize(
+    ("body", "reason"),
+    [
+        ({"use_beam_search": True}, "use_beam_search"),
+        ({"echo": True}, "echo"),
+        ({"prompt_logprobs": 0}, "prompt_logprobs"),
+        ({"prompt_embeds": "AA=="}, "prompt_embeds"),
+        ({"include_reasoning": False}, "include_reasoning"),
+        ({"response_format": {"type": "json_object"}}, "response_format"),
+        ({"structured_outputs": {"regex": "a"}}, "structured_outputs"),
+        ({"tool_choice": "required"}, "tool_choice"),
+        ({"vllm_xargs": {"tandem_key": 1}}, "vllm_xargs"),
+        ({"seed": "3"}, "seed: expected a whole number from 0 to"),
+        ({"seed": -2}, "seed"),
+        ({"seed": 2**63 - 1, "n": 2}, "seed"),
+        ({"n": True}, "n: expected a whole number from 1 to"),
+        ({"prompt": ["a", "b"]}, "send `seed`"),
+        ({"prompt": [[1, 2], [3]]}, "send `seed`"),
+        ({"tandem": []}, "tandem: expected an object"),
+        ({"tandem": {"p": 1}}, "tandem: unknown field 'p'; known: strategy, prob_senior"),
+        ({"tandem": {"prob_senior": "1"}}, "tandem.prob_senior: expected float"),
+        ({"tandem": {"max_gap_tokens": True}}, "tandem.max_gap_tokens: expected int"),
+        ({"tandem": {"strategy": "words"}}, "tandem.strategy: 'words' is none of word, word_aligned"),
+        ({"tandem": {"solo": "both"}}, "tandem.solo: 'both' is none of senior, junior"),
+        ({"tandem": {"first": 1}}, "tandem.first: expected str"),
+        ({"tandem": {"first": "me"}}, "tandem.first: 'me' is none of senior, junior"),
+        ({"tandem": {"solo": "senior", "prob_senior": 0.5}}, "tandem.solo"),
+        ({"tandem": {"prob_senior": 1.5}}, "prob_senior must be in [0, 1]"),
+        ({"tandem": {"max_gap_tokens": 0}}, "max_gap_tokens must be at least 1"),
+        ({"tandem": {"max_gap_tokens": 2**70}}, "tandem.max_gap_tokens: expected at most 2147483648"),
+        ({"tandem": {"chunk_size": 2**63}}, "tandem.chunk_size: expected at most 2147483648"),
+    ],
+)
+def test_what_cannot_be_done_is_refused_with_the_reason(fake: Fake, body: dict[str, Any], reason: str) -> None:
+    response = fake.post(**({"prompt": "a"} | body))
+    assert response.status_code == 400
+    assert reason in response.json()["detail"]
+    assert fake.seen == fake.registered == []
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        {"prompt": [1, 2, 3]},
+        {"prompt": ["a"]},
+        {"prompt": ["a", "b"], "seed": 1},
+        {"response_format": {"type": "text"}},
+        {"response_format": None, "prompt_logprobs": None, "echo": False, "n": None, "seed": None, "tandem": None},
+        {"tools": [], "tool_choice": "auto"},
+        {"prompt": "\ud800", "temperature": float("nan"), "vllm_xargs": [1], "response_format": "x"},  # vLLM's to judge
+    ],
+)
+def test_what_can_be_done_passes(fake: Fake, body: dict[str, Any]) -> None:
+    assert fake.post(**body).status_code == 200
+
+
+@pytest.mark.parametrize("body", [b"{bad", b"[1]", b"", b"\xff"])
+def test_a_body_that_is_no_object_is_left_to_vllm(fake: Fake, body: bytes) -> None:
+    response = fake.client.post(COMPLETIONS, content=body, headers={"content-type": "application/json"})
+    assert response.status_code in (400, 422)
+    assert "choices" not in response.text
+
+
+def test_other_generating_routes_are_refused_and_the_rest_passes(fake: Fake) -> None:
+    refused = fake.client.post("/v1/responses", json={"input": "a"})
+    assert refused.status_code == 400
+    assert refused.json()["error"]["message"].startswith("/v1/responses: a tandem server answers /v1/completions and")
+    for path in ("/v1/models", "/health", "/v1/responses"):
+        assert fake.client.get(path).json() == {"heard": ""}
+    assert fake.client.post("/tokenize", content=b"x").json() == {"heard": "x"}
+
+
+# ----------------------------------------------------------------------------------------------------------- selections
+
+
+def test_workers_learn_a_selection_once_and_before_its_first_request(fake: Fake) -> None:
+    asked = [{"prob_senior": 0.25}, {"solo": "junior"}, {"prob_senior": 0.25}, {"prob_senior": 0.5}, {}]
+    for tandem in asked:
+        assert fake.post(prompt="a", tandem=tandem).status_code == 200
+    names = [body["vllm_xargs"]["tandem_strategy"] for body in fake.seen]
+    assert names == ["1", "2", "1", "default", "default"]
+    assert [sorted(strategies) for strategies in fake.registered] == [["1", "default"], ["1", "2", "default"]]
+    assert fake.registered[1]["2"].writers == "junior"
+    assert all("tandem" not in body for body in fake.seen)
+
+
+def test_any_number_of_selections_may_come_one_after_the_other(fake: Fake) -> None:
+    text = written(30)
+    fake.answer["body"] = {"choices": [{"index": 0, "token_ids": text}]}
+    for i in range(3 * server.MAX_SELECTIONS):
+        tandem = {"strategy": "chunk", "chunk_size": 1 + i}
+        got = fake.post(prompt="a", seed=5, tandem=tandem).json()
+        assert got["choices"][0]["authorship"] == authors(5, text, replace(DEFAULT, **tandem))
+        assert fake.post(prompt="a", tandem={"max_gap_tokens": 100}).status_code == 200  # used all the time: it stays
+    names = [body["vllm_xargs"]["tandem_strategy"] for body in fake.seen]
+    assert len(set(names[::2])) == len(names[::2])  # a worker that still knows an old one cannot take it for the new
+    assert set(names[1::2]) == {names[1]}
+    last = fake.registered[-1]
+    assert len(last) == server.MAX_SELECTIONS
+    assert {"default", names[1], names[-2]} <= last.keys()
+
+
+def test_a_selection_in_use_is_not_forgotten() -> None:
+    async def many() -> None:
+        tables: list[dict[str, Strategy]] = []
+
+        async def register(table: dict[str, Strategy]) -> None:
+            tables.append(table)
+
+        strategies = server.Strategies(DEFAULT, strategy_of, register)
+        selections = [replace(DEFAULT, max_gap_tokens=100 + i) for i in range(server.MAX_SELECTIONS)]
+        names = [await strategies.acquire(selection) for selection in selections[:-1]]
+        with pytest.raises(server.Refused, match="in use at this moment"):
+            await strategies.acquire(selections[-1])
+        assert await strategies.acquire(selections[3]) == names[3]  # a second request with it
+        strategies.release(selections[3])
+        with pytest.raises(server.Refused):
+            await strategies.acquire(selections[-1])
+        strategies.release(selections[5])
+        name = await strategies.acquire(selections[-1])
+        assert tables[-1].keys() == {"default", name, *names} - {names[5]}
+
+    asyncio.run(many())
+
+
+@pytest.mark.parametrize("stream", [None, [b"data: [DONE]\n\n"]])
+def test_a_request_gives_its_selection_back_however_it_ends(fake: Fake, stream: Any) -> None:
+    fake.answer["stream"] = stream
+    for status in (200, 404):
+        fake.answer["status"] = status
+        for i in range(server.MAX_SELECTIONS + 1):
+            assert fake.post(prompt="a", tandem={"max_gap_tokens": 100 * status + i}).status_code != 400
+    fake.answer |= {"status": 200, "stream": None, "body": {"choices": [{"index": 0, "token_ids": None}]}}
+    for i in range(server.MAX_SELECTIONS + 1):
+        with pytest.raises(EngineError, match="without token ids"):
+            fake.post(prompt="a", tandem={"max_gap_tokens": i + 1})
+
+
+# ------------------------------------------------------------------------------------------------------------ responses
+
+
+def test_every_choice_gets_its_authors(fake: Fake) -> None:
+    """Two prompts, three samples of each: sample i has the seed + i, whatever its prompt."""
+    texts = [written(count, seed=count) for count in (40, 0, 7, 1, 33, 20)]
+    order = [3, 1, 0, 2, 5, 4]
+    prompts = {"prompt_token_ids": [1, 2]}
+    fake.answer["body"] = {
+        "choices": [{"index": i, "text": "é", "token_ids": texts[i]} | prompts for i in order],
+        "usage": {"total_tokens": 3},
+    } | prompts
+    response = fake.post(prompt=["a", "b"], n=3, seed=11)
+    assert int(response.headers["content-length"]) == len(response.content)
+    got = response.json()
+    wanted = {i: authors(11 + i % 3, texts[i]) for i in order}
+    assert {choice["index"]: choice["authorship"] for choice in got["choices"]} == wanted
+    assert [choice["token_ids"] for choice in got["choices"]] == [texts[i] for i in order]
+    share = np.mean([author for row in wanted.values() for author in row])
+    assert 0 < share < 1
+    assert got["tandem"] == pytest.approx(got["tandem"] | {"senior_frac": share})
+    assert (got["tandem"]["seed"], got["tandem"]["strategy"]) == (11, "word")
+    assert got["usage"] == {"total_tokens": 3}
+    assert "prompt_token_ids" not in response.text
+
+    asked = fake.post(prompt=["a", "b"], n=3, seed=11, return_token_ids=True).json()
+    assert asked["prompt_token_ids"] == asked["choices"][0]["prompt_token_ids"] == [1, 2]
+
+
+def test_a_response_without_tokens_has_no_share(fake: Fake) -> None:
+    fake.answer["body"] = {"choices": [{"index": 0, "token_ids": []}]}
+    got = fake.post(prompt="a").json()
+    assert got["choices"][0]["authorship"] == []
+    assert got["tandem"]["senior_frac"] is None
+
+
+def test_a_choice_without_token_ids_is_an_error(fake: Fake) -> None:
+    fake.answer["body"] = {"choices": [{"index": 0, "token_ids": None}]}
+    with pytest.raises(EngineError, match="without token ids"):
+        fake.post(prompt="a")
+
+
+def test_a_client_that_is_gone_gets_no_authors(fake: Fake) -> None:
+    fake.answer["body"] = None
+    assert fake.post(prompt="a").json() is None
+
+
+def test_errors_of_vllm_stay_as_they_are(fake: Fake) -> None:
+    fake.answer |= {"status": 404, "body": {"error": {"message": "no such model"}}}
+    response = fake.post(prompt="a")
+    assert response.status_code == 404
+    assert response.json() == fake.answer["body"]
+
+
+def test_authors_follow_the_selection_of_the_request(fake: Fake) -> None:
+    text = written(30)
+    fake.answer["body"] = {"choices": [{"index": 0, "token_ids": text}]}
+    for tandem in ({"strategy": "bernoulli", "prob_senior": 0.25}, {"strategy": "chunk", "chunk_size": 2}):
+        got = fake.post(CHAT, messages=[], seed=5, tandem=tandem).json()
+        assert got["choices"][0]["authorship"] == authors(5, text, replace(DEFAULT, **tandem))
+        assert got["tandem"]["strategy"] == tandem["strategy"]
+    assert fake.post(prompt="a", tandem={"solo": "junior"}).json()["choices"][0]["authorship"] == [0] * 30
+    assert fake.post(prompt="a", tandem={"solo": "senior"}).json()["choices"][0]["authorship"] == [1] * 30
+
+
+# -------------------------------------------------------------------------------------------------------------- streams
+
+
+def events(data: bytes) -> list[Any]:
+    """The chunks of a stream; comments and [DONE] as they are."""
+    assert data.endswith(b"\n\n")
+    lines = data[:-2].decode().split("\n\n")
+    return [json.loads(line[6:]) if line.startswith("data: {") else line for line in lines]
+
+
+def streamed(chunks: Sequence[Any]) -> bytes:
+    lines = (f"data: {json.dumps(chunk)}" if isinstance(chunk, dict) else chunk for chunk in chunks)
+    return "".join(f"{line}\n\n" for line in lines).encode()
+
+
+@pytest.mark.parametrize("piece", [1, 7, 10**6])
+def test_stream_chunks_get_the_authors_of_their_own_tokens(fake: Fake, piece: int) -> None:
+    """Samples take turns, with one to four tokens a chunk; the stream is cut anywhere."""
+    texts = [written(25, seed=1), written(18, seed=2)]
+    generator = np.random.default_rng(0)
+    chunks: list[Any] = [
+        {"choices": [{"index": i, "delta": {"role": "assistant"}}], "prompt_token_ids": [1]} for i in (0, 1)
+    ]
+    left = {i: list(text) for i, text in enumerate(texts)}
+    while left:
+        i = int(generator.choice(list(left)))
+        count = int(generator.integers(1, 5))
+        some, left[i] = left[i][:count], left[i][count:]
+        done = None if left[i] else "length"
+        chunks.append({"choices": [{"index": i, "delta": {"content": "é"}, "token_ids": some, "finish_reason": done}]})
+        if done:
+            del left[i]
+    usage, error = {"choices": [], "usage": {"total_tokens": 9}}, {"error": {"message": "x"}}
+    chunks[4:4] = [": keep-alive"]
+    whole = streamed([*chunks, usage, error, "data: [DONE]"])
+    fake.answer["stream"] = [whole[i : i + piece] for i in range(0, len(whole), piece)]
+    got = events(fake.post(CHAT, messages=[], stream=True, n=2, seed=7).content)
+
+    assert got[-3:] == [usage, error, "data: [DONE]"]
+    assert got[4] == ": keep-alive"
+    told: dict[int, list[int]] = {0: [], 1: []}
+    finished = [chunk for chunk in got if "tandem" in chunk]
+    for chunk in got[:-3]:
+        for choice in chunk["choices"] if isinstance(chunk, dict) else ():
+            assert ("authorship" in choice) == ("token_ids" in choice)
+            assert len(choice.get("authorship", ())) == len(choice.get("token_ids", ()))
+            told[choice["index"]] += choice.get("authorship", [])
+    assert told == {0: authors(7, texts[0]), 1: authors(8, texts[1])}
+    assert all(chunk["choices"][0]["finish_reason"] == "length" for chunk in finished)
+    assert finished[-1]["tandem"]["senior_frac"] == pytest.approx(np.mean(told[0] + told[1]))
+    assert b"prompt_token_ids" not in streamed(got)
+    plain = [{k: v for k, v in chunk.items() if k != "tandem"} if isinstance(chunk, dict) else chunk for chunk in got]
+    for chunk in plain:
+        for choice in chunk.get("choices", ()) if isinstance(chunk, dict) else ():
+            choice.pop("authorship", None)
+    for chunk in chunks[:2]:
+        del chunk["prompt_token_ids"]
+    assert plain == [*chunks, usage, error, "data: [DONE]"]
+
+
+def test_a_disconnect_reaches_the_application() -> None:
+    """After the body, and in the middle of it."""
+
+    async def received(messages: Sequence[dict[str, Any]], calls: int) -> list[Any]:
+        queue = iter(messages)
+
+        async def receive() -> Any:
+            return next(queue)
+
+        async def nothing(message: Any) -> None: ...
+
+        exchange = server._Exchange(server.Strategies(DEFAULT, strategy_of, nothing), receive, nothing)
+        return [await exchange.receive() for _ in range(calls)]
+
+    gone = {"type": "http.disconnect"}
+    first, more = ({"type": "http.request", "body": b"[", "more_body": True}, {"type": "http.request", "body": b"]"})
+    got = asyncio.run(received([first, more, gone], 2))
+    assert got == [{"type": "http.request", "body": b"[]", "more_body": False}, gone]
+    assert asyncio.run(received([first, gone], 1)) == [gone]
+
+
+# ---------------------------------------------------------------------------------------------------------- the command
+
+
+def test_the_command_hands_on_its_options(monkeypatch: pytest.MonkeyPatch) -> None:
+    from tandemrl.cli.main import app
+
+    calls: list[tuple[Any, ...]] = []
+    monkeypatch.setattr(server, "serve", lambda *arguments, **keywords: calls.append((*arguments, keywords)))
+    options = ["serve", "--senior", "S", "--junior", "J", "--strategy", "chunk", "--chunk-size", "3", "--port", "1"]
+    result = CliRunner().invoke(app, [*options, "--mode", "lockstep", "--", "--max-model-len", "64"])
+    assert result.exit_code == 0, result.output
+    [(senior, junior, selection, keywords)] = calls
+    assert (senior, junior, selection) == ("S", "J", SelectionConfig(strategy="chunk", chunk_size=3))
+    assert keywords["vllm_args"] == ["--max-model-len", "64"]
+    assert (keywords["port"], keywords["mode"]) == (1, "lockstep")
+    assert (keywords["host"], keywords["api_key"]) == ("127.0.0.1", None)
+
+
+def test_a_server_is_open_to_this_machine_alone_unless_told_otherwise() -> None:
+    options = {"junior": "J", "mode": "lazy", "selection": vars(DEFAULT)}
+    defaults = inspect.signature(server.serve).parameters
+    assert defaults["host"].default == "127.0.0.1"
+    args = server.server_arguments("S", options, host="0.0.0.0", port=1, api_key="s3cret", vllm_args=())
+    assert (args.host, args.api_key) == ("0.0.0.0", ["s3cret"])
+    args = server.server_arguments("S", options, host="127.0.0.1", port=1, vllm_args=["--api-key", "a", "b"])
+    assert (args.host, args.api_key) == ("127.0.0.1", ["a", "b"])
+    with pytest.raises(EngineError, match="--api-key is set by tandemrl serve"):
+        server.server_arguments("S", options, host="x", port=1, api_key="a", vllm_args=["--api-key", "b"])
+
+
+def test_a_port_in_use_is_named() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = other.getsockname()[1]
+        with pytest.raises(EngineError, match=f"port {port} of 127.0.0.1 is in use; choose another one with --port"):
+            server.check_port("127.0.0.1", port)
+    server.check_port("127.0.0.1", port)
+    with pytest.raises(EngineError, match=r"--host 192\.0\.2\.1 --port"):  # an address of documentation, nobody's
+        server.check_port("192.0.2.1", port)
+
+
+GIB = 2**30
+
+
+def config_of(layers: int, heads: int, size: int, dtype: torch.dtype, length: int) -> Any:
+    """The part of a ``VllmConfig`` that its KV cache depends on."""
+    model = SimpleNamespace(
+        max_model_len=length,
+        dtype=dtype,
+        get_num_layers=lambda parallel: layers,
+        get_num_kv_heads=lambda parallel: heads,
+        get_head_size=lambda: size,
+    )
+    return SimpleNamespace(model_config=model, parallel_config=None, cache_config=SimpleNamespace(block_size=128))
+
+
+def test_the_kv_cache_is_for_the_models_and_not_for_the_machine() -> None:
+    """Qwen3-4B and 0.6B: 36 and 28 layers of 8 heads of 128, a key and a value of 2 bytes each."""
+    pair = [config_of(36, 8, 128, torch.bfloat16, 4096), config_of(28, 8, 128, torch.bfloat16, 4096)]
+    sequence = (147_456 + 114_688) * (4096 + 256)
+    assert server.kv_cache_bytes(pair, free=1000 * GIB) == 8 * sequence
+    assert server.kv_cache_bytes(pair, free=8 * GIB) == 4 * GIB
+    assert server.kv_cache_bytes(pair, free=sequence) == sequence
+    with pytest.raises(EngineError, match=r"4096 tokens takes 1\.06 GiB of KV cache, and 1\.00 GiB of memory are free"):
+        server.kv_cache_bytes(pair, free=GIB)
+
+
+@pytest.mark.parametrize(
+    ("flags", "is_open"),
+    [([], True), (["--gpu-memory-utilization", "0.3"], False), (["--kv-cache-memory-bytes", "1G"], False)],
+)
+def test_a_kv_cache_that_was_asked_for_stays(flags: list[str], is_open: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    import vllm.platforms
+
+    monkeypatch.delenv("VLLM_CPU_KVCACHE_SPACE", raising=False)
+    monkeypatch.setattr(vllm.platforms.current_platform, "device_type", "cpu", raising=False)
+    options = {"junior": "J", "mode": "lazy", "selection": vars(DEFAULT)}
+    args = server.server_arguments("S", options, host="127.0.0.1", port=1, vllm_args=flags)
+    assert server.kv_cache_is_open(args) == is_open
+    monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", "2")
+    assert not server.kv_cache_is_open(args)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--strategy", "words"], "'words' is none of word"),
+        (["--mode", "eager"], "mode=eager: must be one of lazy, majority, lockstep"),
+        (["--prob-senior", "2"], "prob_senior must be in [0, 1]"),
+        (["--junior", "./nowhere"], "nowhere"),
+        (["--", "--worker-cls", "x"], "--worker-cls is set by tandemrl serve"),
+        (["--", "--async-scheduling"], "--async-scheduling is set by tandemrl serve"),
+        (["--", "--headless"], "--headless"),
+        (["--", "--logits-processors", "a:B"], "--logits-processors would act on the senior's tokens only"),
+        (["--", "other-model"], "the model is set by tandemrl serve"),
+        (["--", "--pipeline-parallel-size", "2"], "pipeline_parallel_size"),
+        (["--", "--enable-lora"], "enable_lora"),
+    ],
+)
+def test_a_server_that_cannot_work_does_not_start(
+    pair: Path, options: list[str], message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in {"VLLM_USE_V2_MODEL_RUNNER": "0", "VLLM_WORKER_MULTIPROC_METHOD": "spawn"}.items():
+        monkeypatch.setenv(name, value)  # `serve` sets them for good: put them back
+    from tandemrl.cli.main import app
+
+    result = CliRunner().invoke(
+        app, ["serve", "--senior", str(pair / "senior"), "--junior", str(pair / "junior"), *options]
+    )
+    assert result.exit_code == 2, result.output
+    assert message in result.stderr
+    assert len([line for line in result.stderr.splitlines() if line.startswith("error:")]) == 1
+
+
+def test_without_vllm_the_command_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    from tandemrl.cli.main import app
+
+    monkeypatch.setattr("importlib.util.find_spec", lambda name, package=None: None)
+    result = CliRunner().invoke(app, ["serve", "--senior", "S", "--junior", "J"])
+    assert result.exit_code == 2
+    assert "pip install 'tandemrl[vllm]'" in result.stderr
+
+
+def test_the_guard_refuses_what_only_vllm_sees() -> None:
+    from vllm import SamplingParams
+    from vllm.sampling_params import StructuredOutputsParams
+
+    from tandemrl.rollout.vllm.guard import Guard
+
+    Guard.validate_params(SamplingParams(seed=0))
+    for params, reason in [
+        (SamplingParams(), "without a seed"),
+        (SamplingParams(seed=1, prompt_logprobs=0), "prompt_logprobs"),
+        (SamplingParams(seed=1, structured_outputs=StructuredOutputsParams(regex="a")), "structured outputs"),
+    ]:
+        with pytest.raises(ValueError, match=reason):
+            Guard.validate_params(params)
+
+
+# -------------------------------------------------------------------------------------------------------- a real server
+
+SERVED = SelectionConfig(strategy="word", max_gap_tokens=4)
+MODEL = "tandem"
+PAIR = "Llama junior"
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("served")
+    for name, model in zip(("senior", "junior"), models(PAIR), strict=True):
+        save(model, folder / name)
+    return folder
+
+
+def test_an_engine_with_the_servers_arguments_writes_to_the_end_in_every_mode(pair: Path) -> None:
+    """Where rows wait for the other model (majority), vLLM's own scheduler would never call on them again. And where a
+    seeded prompt is computed in pieces, vLLM winds back the row's generator, which that of a CPU refuses."""
+    from vllm import AsyncEngineArgs, LLMEngine, SamplingParams
+
+    from tandemrl.rollout.vllm.engine import _RUNNING, _shut_down, _startup
+
+    options = {"junior": str(pair / "junior"), "mode": "majority", "selection": vars(SERVED)}
+    flags = ["--max-model-len", str(CONTEXT), "--enforce-eager", "--kv-cache-memory-bytes", str(2**26)]
+    flags += ["--dtype", "float32", "--distributed-executor-backend", "uni", "--max-num-batched-tokens", "64"]
+    flags += ["--max-num-seqs", "8"]
+    with _startup(False, None, unbound=False):
+        args = server.server_arguments(str(pair / "senior"), options, host="127.0.0.1", port=8000, vllm_args=flags)
+        engine = LLMEngine.from_vllm_config(AsyncEngineArgs.from_cli_args(args).create_engine_config())
+    client: Any = engine.engine_core
+    client._finalizer.detach()  # it would take down what other engines of this process share
+    _RUNNING.add(id(client.engine_core))
+    try:
+        for mode in ("majority", "lazy", "lockstep"):
+            engine.collective_rpc("tandem_mode", args=(mode,))
+            for seed in range(6):
+                params = SamplingParams(seed=seed, max_tokens=30, ignore_eos=True)
+                engine.add_request(str(seed), {"prompt_token_ids": written(30, seed=seed)}, params)
+            left = {str(seed) for seed in range(6)}
+            for _ in range(40 * 6):
+                left -= {output.request_id for output in engine.step() if output.finished} if left else set()
+            assert not left, mode
+    finally:
+        _shut_down(client.engine_core)
+
+
+def free_port() -> int:
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", 0))
+        return sock.getsockname()[1]
+
+
+def healthy(url: str) -> bool:
+    try:
+        with urllib.request.urlopen(f"{url}/health", timeout=5) as response:
+            return response.status == 200
+    except (urllib.error.URLError, ConnectionError, TimeoutError):
+        return False
+
+
+@dataclass
+class Server:
+    process: subprocess.Popen[bytes]
+    url: str
+    log: Path
+
+
+@pytest.fixture(scope="module")
+def running(pair: Path) -> Iterator[Server]:
+    """The command in a process group of its own, which never outlives the tests."""
+    port, log = free_port(), pair / "server.log"
+    command = [sys.executable, "-c", "from tandemrl.cli.main import main; main()", "serve"]
+    command += ["--senior", str(pair / "senior"), "--junior", str(pair / "junior"), "--max-gap-tokens", "4"]
+    command += ["--host", "127.0.0.1", "--port", str(port), "--", "--served-model-name", MODEL, "--dtype", "float32"]
+    command += ["--max-model-len", str(CONTEXT), "--enforce-eager"]
+    command += ["--enable-auto-tool-choice", "--tool-call-parser", "hermes", "--distributed-executor-backend", "uni"]
+    # No process of its own for the worker: each one imports vLLM anew.
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
+    with log.open("wb") as out:
+        process = subprocess.Popen(command, stdout=out, stderr=out, env=environment, start_new_session=True)
+    try:
+        url, deadline = f"http://127.0.0.1:{port}", time.monotonic() + 300
+        while not healthy(url):
+            assert process.poll() is None, log.read_text()[-4000:]
+            assert time.monotonic() < deadline, log.read_text()[-4000:]
+            time.sleep(0.2)
+        yield Server(process, url, log)
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+
+
+@pytest.fixture(scope="module")
+def client(running: Server) -> Any:
+    from openai import OpenAI
+
+    return OpenAI(base_url=f"{running.url}/v1", api_key="none", max_retries=0, timeout=120)
+
+
+def complete(client: Any, prompt: Any = "ab cd", *, max_tokens: int = 40, tandem: Any = None, **options: Any) -> Any:
+    body = {"ignore_eos": True} | ({} if tandem is None else {"tandem": tandem}) | options.pop("extra", {})
+    return client.completions.create(model=MODEL, prompt=prompt, max_tokens=max_tokens, extra_body=body, **options)
+
+
+def test_a_completion_has_authors(client: Any) -> None:
+    response = complete(client, seed=3)
+    [choice] = response.choices
+    assert len(choice.authorship) == len(choice.token_ids) == 40
+    assert choice.authorship == authors(3, choice.token_ids, SERVED)
+    assert set(choice.authorship) == {0, 1}
+    assert response.tandem["senior_frac"] == pytest.approx(np.mean(choice.authorship))
+    again = complete(client, seed=3)
+    assert (again.choices[0].text, again.choices[0].authorship) == (choice.text, choice.authorship)
+    other = complete(client)
+    assert other.choices[0].text != choice.text
+    assert complete(client, seed=other.tandem["seed"]).choices[0].text == other.choices[0].text
+
+
+def test_every_token_is_the_argmax_of_the_author_it_is_said_to_have(client: Any) -> None:
+    prompt = written(9)
+    for tandem in ({}, {"strategy": "alternating"}, {"solo": "junior"}, {"solo": "senior"}):
+        [choice] = complete(client, prompt, temperature=0, tandem=tandem).choices
+        channels = np.array(choice.token_ids), np.array(choice.authorship, dtype=np.int8), np.zeros(40, np.float32)
+        request = Request(tuple(prompt), (0,), Sampling(temperature=0.0), strategy_of(SERVED))
+        assert greedy_gaps(models(PAIR), [request], [[Completion(0, *channels, "length")]]).max() < 1e-4
+        if "solo" in tandem:
+            assert set(choice.authorship) == {int(tandem["solo"] == "senior")}
+
+
+def test_log_probs_are_the_authors(client: Any) -> None:
+    """Sampled under temperature 1, judged by an uncached forward of the author."""
+    from helpers import author_logits
+
+    prompt = written(9)
+    [choice] = complete(client, prompt, logprobs=0, seed=4).choices
+    written_by = Completion(0, np.array(choice.token_ids), np.array(choice.authorship), np.zeros(40), "length")
+    logits = torch.from_numpy(author_logits(*models(PAIR), prompt, written_by))
+    wanted = logits.log_softmax(-1)[torch.arange(40), torch.tensor(choice.token_ids)]
+    assert choice.logprobs.token_logprobs == pytest.approx(wanted.tolist(), abs=1e-3)
+
+
+def test_samples_differ_and_have_their_own_authors(client: Any) -> None:
+    response = complete(client, n=3, seed=20)
+    assert len({choice.text for choice in response.choices}) == 3
+    for choice in response.choices:
+        assert choice.authorship == authors(20 + choice.index, choice.token_ids, SERVED)
+    pairs = complete(client, ["ab", "cd e"], n=2, seed=20)
+    for choice in pairs.choices:
+        assert choice.authorship == authors(20 + choice.index % 2, choice.token_ids, SERVED)
+
+
+def test_a_chat(client: Any) -> None:
+    body = {"ignore_eos": True, "tandem": {"strategy": "bernoulli", "prob_senior": 0.25}}
+    messages = [{"role": "user", "content": "ab cd"}]
+    response = client.chat.completions.create(model=MODEL, messages=messages, max_tokens=40, seed=8, extra_body=body)
+    [choice] = response.choices
+    selection = replace(SERVED, strategy="bernoulli", prob_senior=0.25)
+    assert choice.authorship == authors(8, choice.token_ids, selection)
+    assert 0 < sum(choice.authorship) < 20
+    assert choice.message.content
+    assert response.tandem["strategy"] == "bernoulli"
+
+
+@pytest.mark.parametrize("chat", [False, True])
+def test_a_stream_tells_what_the_whole_response_tells(client: Any, chat: bool) -> None:
+    body = {"ignore_eos": True}
+    create = client.chat.completions.create if chat else client.completions.create
+    prompt: dict[str, Any] = {"messages": [{"role": "user", "content": "ab"}]} if chat else {"prompt": "ab"}
+    asked = prompt | {"model": MODEL, "max_tokens": 20, "n": 2, "seed": 5, "extra_body": body}
+    whole = create(**asked)
+    chunks = [chunk for chunk in create(**asked, stream=True, stream_options={"include_usage": True})]
+    assert chunks[-1].usage.completion_tokens == 40
+    parts = sorted(
+        (c for chunk in chunks for c in chunk.choices if getattr(c, "token_ids", None)), key=lambda c: c.index
+    )
+    for choice, (index, own) in zip(whole.choices, groupby(parts, key=lambda c: c.index), strict=True):
+        own = list(own)
+        assert choice.index == index
+        assert [token for part in own for token in part.token_ids] == choice.token_ids
+        assert [author for part in own for author in part.authorship] == choice.authorship
+        assert "".join((part.delta.content if chat else part.text) or "" for part in own) == (
+            choice.message.content if chat else choice.text
+        )
+    summaries = [chunk.tandem for chunk in chunks if getattr(chunk, "tandem", None)]
+    assert len(summaries) == 2
+    assert summaries[-1] == whole.tandem
+
+
+def test_refusals_are_errors_of_the_client_and_leave_the_server_alive(client: Any) -> None:
+    from openai import BadRequestError, NotFoundError
+
+    with pytest.raises(BadRequestError, match="use_beam_search"):
+        complete(client, extra={"use_beam_search": True})
+    with pytest.raises(BadRequestError, match="max_model_len"):
+        complete(client, max_tokens=10 * CONTEXT)
+    with pytest.raises(NotFoundError, match="nope"):
+        client.completions.create(model="nope", prompt="a")
+    with pytest.raises(BadRequestError, match="a tandem server answers"):
+        client.responses.create(model=MODEL, input="a")
+    strict = {"name": "f", "strict": True, "parameters": {"type": "object", "properties": {}}}
+    tools = [{"type": "function", "function": strict}]
+    with pytest.raises(BadRequestError, match="structured outputs"):
+        client.chat.completions.create(model=MODEL, messages=[{"role": "user", "content": "a"}], tools=tools)
+    assert [model.id for model in client.models.list()] == [MODEL]
+    assert complete(client, max_tokens=2).choices[0].authorship
+
+
+def test_a_client_that_leaves_frees_its_request(client: Any, running: Server) -> None:
+    stream = complete(client, max_tokens=CONTEXT - 10, stream=True)
+    next(iter(stream))
+    stream.close()
+    deadline = time.monotonic() + 20
+    while time.monotonic() < deadline:
+        with urllib.request.urlopen(f"{running.url}/metrics", timeout=5) as response:
+            running_now = [
+                line for line in response.read().decode().splitlines() if line.startswith("vllm:num_requests_running")
+            ]
+        if running_now and all(line.endswith(" 0.0") for line in running_now):
+            break
+        time.sleep(0.05)
+    else:
+        pytest.fail("the request still runs")
+    assert complete(client, max_tokens=3).choices[0].token_ids
+
+
+def test_it_says_what_it_serves_and_where(running: Server, pair: Path) -> None:
+    senior, junior = pair / "senior", pair / "junior"
+    line = f"serving {senior} (float32) and its junior {junior} (float32) at {running.url}/v1, without an API key"
+    assert line in running.log.read_text()
+
+
+def test_an_interrupt_ends_it(running: Server) -> None:
+    running.process.send_signal(signal.SIGINT)
+    assert running.process.wait(timeout=60) == 0, running.log.read_text()[-4000:]
+    assert not healthy(running.url)

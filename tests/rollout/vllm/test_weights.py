@@ -1,0 +1,485 @@
+"""Weights in, weights out: what a trainer sends is what stock vLLM's kernels compute with, packed, fused or sharded."""
+
+import gc
+import logging
+import os
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import cache
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import psutil
+import pytest
+import torch
+from pairs import VLLM
+from torch import Tensor
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    Phi3Config,
+    Phi3ForCausalLM,
+    PreTrainedModel,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
+
+from helpers import VOCABULARY, prompts
+from tandemrl.rollout.engine import EngineError
+from tandemrl.rollout.sync import fingerprint
+
+pytestmark = VLLM
+
+KINDS: dict[str, tuple[type[PreTrainedModel], Any, dict[str, Any]]] = {
+    "Qwen3": (Qwen3ForCausalLM, Qwen3Config, dict(head_dim=32, tie_word_embeddings=True)),
+    "Llama": (LlamaForCausalLM, LlamaConfig, dict(head_dim=32, tie_word_embeddings=False, attention_bias=True)),
+    "Phi3": (Phi3ForCausalLM, Phi3Config, dict(hidden_size=128, tie_word_embeddings=False)),  # fused in both worlds
+}
+ENGINES = [(kind, dtype) for kind in ("Qwen3", "Llama") for dtype in ("float32", "bfloat16")] + [("Phi3", "bfloat16")]
+PROMPTS = prompts(4)
+
+
+def trainer(kind: str, seed: int) -> PreTrainedModel:
+    """A float32 model with no constant parameter."""
+    model, config, changes = KINDS[kind]
+    common = dict(
+        vocab_size=VOCABULARY,  # not a multiple of vLLM's 64
+        hidden_size=64,
+        intermediate_size=96,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=64,
+        initializer_range=0.2,
+        bos_token_id=None,
+        eos_token_id=0,
+        pad_token_id=1,
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        built = model(config(**(common | changes)))
+        for parameter in built.parameters():
+            if parameter.ndim == 1:
+                parameter.data += 0.2 * torch.randn_like(parameter)
+    return built.eval()
+
+
+# -------------------------------------------------------------------------------------------------------------- engines
+
+
+class Stock:
+    """A stock engine, and its worker's model runner."""
+
+    def __init__(self, kind: str, dtype: str, folder: Path, **options: Any) -> None:
+        os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+        from vllm import EngineArgs, LLMEngine
+
+        self.kind, self.dtype = kind, getattr(torch, dtype)
+        trainer(kind, 0).save_pretrained(folder)
+        settings: dict[str, Any] = dict(max_model_len=64, kv_cache_memory_bytes=2**24, skip_tokenizer_init=True)
+        settings |= dict(enforce_eager=True, disable_log_stats=True) | options
+        self.engine = LLMEngine.from_engine_args(EngineArgs(model=str(folder), dtype=dtype, **settings))
+        self.from_disk = None if "tensor_parallel_size" in options else self.fingerprint()
+
+    @property
+    def runner(self) -> Any:
+        return self.engine.model_executor.driver_worker.worker.model_runner
+
+    def load(self, model: PreTrainedModel) -> None:
+        from tandemrl.rollout.vllm.weights import load_checkpoint_weights
+
+        load_checkpoint_weights(self.runner, model.named_parameters())
+
+    def fingerprint(self) -> int:
+        from tandemrl.rollout.vllm.weights import hf_parameters
+
+        return fingerprint(hf_parameters(self.runner))
+
+    def sent(self, model: PreTrainedModel) -> int:
+        return fingerprint(model.named_parameters(), dtype=self.dtype)
+
+    def greedy(self, given: Sequence[Sequence[int]], count: int = 16) -> list[list[int]]:
+        from vllm import SamplingParams
+        from vllm.sampling_params import RequestOutputKind
+
+        self.engine.reset_prefix_cache()
+        sampling = SamplingParams(
+            temperature=0, max_tokens=count, ignore_eos=True, detokenize=False, output_kind=RequestOutputKind.FINAL_ONLY
+        )
+        for i, prompt in enumerate(given):
+            self.engine.add_request(str(i), {"prompt_token_ids": list(prompt)}, sampling)
+        written: dict[str, list[int]] = {}
+        while self.engine.has_unfinished_requests():
+            written |= {out.request_id: list(out.outputs[0].token_ids) for out in self.engine.step()}
+        return [written[str(i)] for i in range(len(given))]
+
+
+@pytest.fixture(scope="session")
+def stock(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """Engines by kind and dtype; they live until the session ends, because they share vLLM's process groups."""
+    return cache(lambda kind, dtype: Stock(kind, dtype, tmp_path_factory.mktemp(kind)))
+
+
+@torch.no_grad()
+def gaps(model: PreTrainedModel, given: Sequence[Sequence[int]], written: Sequence[Sequence[int]]) -> Tensor:
+    """By how much each written token's logit is below the best one."""
+    found = []
+    for prompt, tokens in zip(given, written, strict=True):
+        logits = model(input_ids=torch.tensor([[*prompt, *tokens]])).logits[0, len(prompt) - 1 : -1]
+        found.append(logits.amax(1) - logits[torch.arange(len(tokens)), torch.tensor(tokens)])
+    return torch.cat(found)
+
+
+# ----------------------------------------------------------------------------------------------------------- in and out
+
+
+@pytest.mark.parametrize(("kind", "dtype"), ENGINES)
+def test_an_engine_computes_with_the_weights_it_was_sent(stock, kind, dtype):
+    running = stock(kind, dtype)
+    for seed in (1, 2):
+        model = trainer(kind, seed)
+        running.load(model)
+        assert running.fingerprint() == running.sent(model) != running.sent(trainer(kind, 0))
+        written = running.greedy(PROMPTS)
+        # In bfloat16 the activations are rounded, too: the engine's choice is the best one but for a fraction of the
+        # logits' spread, which is above 2.
+        assert gaps(model.to(running.dtype).float(), PROMPTS, written).max() < (1e-3 if dtype == "float32" else 0.3)
+
+
+@pytest.mark.parametrize(("kind", "dtype"), ENGINES)
+def test_every_parameter_is_read_back_under_its_own_name(stock, kind, dtype):
+    from tandemrl.rollout.vllm.weights import hf_parameters
+
+    running, model = stock(kind, dtype), trainer(kind, 3)
+    wanted = dict(model.named_parameters())
+    running.load(model)
+    found = dict(hf_parameters(running.runner))
+    assert found.keys() == wanted.keys()
+    for name, parameter in wanted.items():
+        assert torch.equal(found[name], parameter.to(running.dtype)), name
+        assert found[name].dtype == running.dtype
+        assert not hasattr(parameter, "shard_id")  # vLLM's loader annotates the tensors it is given
+
+
+@pytest.mark.parametrize(("kind", "dtype"), ENGINES)
+def test_weights_from_disk_are_read_back_too(stock, kind, dtype):
+    running = stock(kind, dtype)
+    assert running.from_disk == running.sent(trainer(kind, 0))
+
+
+def test_zeros_of_both_signs_and_subnormal_numbers_are_no_difference(stock):
+    running, model = stock("Llama", "bfloat16"), trainer("Llama", 3)
+    for parameter in model.parameters():
+        parameter.data.flatten()[:3] = torch.tensor([-0.0, 1e-39, -1e-39])
+    running.load(model)
+    assert running.fingerprint() == running.sent(model)
+
+
+def test_a_hundred_loads_leak_no_memory_and_say_nothing(stock):
+    running, models = stock("Qwen3", "float32"), [trainer("Qwen3", seed) for seed in (1, 2)]
+    said: list[logging.LogRecord] = []
+    handler = logging.Handler()
+    handler.emit = said.append  # type: ignore[method-assign]
+    logging.getLogger("vllm").addHandler(handler)
+    try:
+        for step in range(20):
+            running.load(models[step % 2])
+        gc.collect()
+        tensors, before = _tensors(), psutil.Process().memory_info().rss
+        for step in range(100):
+            running.load(models[step % 2])
+        gc.collect()
+        assert _tensors() == tensors
+        copy = sum(parameter.nbytes for parameter in models[0].parameters())
+        assert psutil.Process().memory_info().rss - before < 50 * copy  # oneDNN's copies are no tensors
+    finally:
+        logging.getLogger("vllm").removeHandler(handler)
+    assert said == []
+    assert running.fingerprint() == running.sent(models[1])
+
+
+def _tensors() -> int:
+    return sum(isinstance(thing, Tensor) for thing in gc.get_objects())
+
+
+def test_other_models_of_the_process_and_the_config_stay_as_they_are(stock):
+    from vllm.config import get_current_vllm_config_or_none
+
+    running, other = stock("Qwen3", "float32"), stock("Llama", "float32")
+    other.load(trainer("Llama", 5))
+    before, config = (other.fingerprint(), other.greedy(PROMPTS)), str(running.runner.vllm_config)
+    running.load(trainer("Qwen3", 6))
+    assert (other.fingerprint(), other.greedy(PROMPTS)) == before
+    assert str(running.runner.vllm_config) == config
+    assert get_current_vllm_config_or_none() is None
+
+
+# -------------------------------------------------------------------------------------------------------------- refused
+
+
+def _without(name: str):
+    return lambda weights: {n: w for n, w in weights.items() if n != name}
+
+
+KEY, GATE = "model.layers.1.self_attn.k_proj.weight", "model.layers.0.mlp.gate_proj.weight"
+WRONG = {
+    "missing": (_without(KEY), rf"1 names differ, e\.g\. {KEY}: it was not sent"),
+    "unknown": (lambda w: w | {"model.extra.weight": torch.zeros(2)}, r"model\.extra\.weight: the engine's model has"),
+    "a tied head": (lambda w: w | {"lm_head.weight": w["model.embed_tokens.weight"]}, r"lm_head\.weight: the engine's"),
+    "a part of the vocabulary": (
+        lambda w: w | {"model.embed_tokens.weight": w["model.embed_tokens.weight"][:-1]},
+        r"embed_tokens\.weight: shape \(71, 64\), expected \(72, 64\)",
+    ),
+    "transposed": (lambda w: w | {GATE: w[GATE].T}, rf"{GATE}: shape \(64, 96\), expected \(96, 64\)"),
+}
+
+
+@pytest.mark.parametrize("wrong", WRONG)
+def test_weights_that_do_not_match_are_refused_and_nothing_changes(stock, wrong):
+    from tandemrl.rollout.vllm.weights import load_checkpoint_weights
+
+    running = stock("Qwen3", "float32")
+    running.load(trainer("Qwen3", 1))
+    before = running.fingerprint(), running.greedy(PROMPTS)
+    spoil, message = WRONG[wrong]
+    weights = spoil(dict(trainer("Qwen3", 2).named_parameters()))
+    with pytest.raises(EngineError, match=message):
+        load_checkpoint_weights(running.runner, weights.items())
+    assert (running.fingerprint(), running.greedy(PROMPTS)) == before
+
+
+def test_a_weight_that_is_sent_twice_is_refused(stock):
+    from tandemrl.rollout.vllm.weights import load_checkpoint_weights
+
+    weights = list(trainer("Qwen3", 2).named_parameters())
+    with pytest.raises(EngineError, match=r"q_norm\.weight was sent twice"):
+        load_checkpoint_weights(stock("Qwen3", "float32").runner, [*weights, *weights[5:6]])
+
+
+@pytest.mark.parametrize("layer", ["model.layers.1.mlp.down_proj", "lm_head"])
+def test_a_quantised_layer_is_refused_by_name(stock, layer, monkeypatch):
+    running = stock("Llama", "float32")
+    monkeypatch.setattr(running.runner.get_model().get_submodule(layer), "quant_method", SimpleNamespace())
+    with pytest.raises(EngineError, match=rf"{layer} is quantised"):
+        running.fingerprint()
+    with pytest.raises(EngineError, match=rf"{layer} is quantised"):
+        running.load(trainer("Llama", 1))
+
+
+def test_a_layer_of_an_unknown_kind_is_refused_by_name(stock, monkeypatch):
+    running = stock("Llama", "float32")
+    norm = running.runner.get_model().model.norm
+    monkeypatch.setattr(norm.weight, "weight_loader", lambda parameter, weight: None, raising=False)
+    with pytest.raises(EngineError, match=r"model\.norm\.weight is of a kind \(RMSNorm\)"):
+        running.fingerprint()
+
+
+def test_a_tied_head_with_an_outdated_copy_of_the_embedding_is_noticed(stock):
+    """Stock ``reload_weights`` leaves one behind on a CPU."""
+    running, model = stock("Qwen3", "bfloat16"), trainer("Qwen3", 4)
+    running.load(model)
+    if not hasattr(running.runner.get_model().lm_head, "cpu_linear"):
+        pytest.skip("this platform packs no weights")
+    table = running.runner.get_model().model.embed_tokens.weight
+    table.data[7, 3] += 1.0
+    with pytest.raises(EngineError, match="lm_head is tied to the embedding, but computes with another copy"):
+        running.fingerprint()
+    running.load(model)
+    assert running.fingerprint() == running.sent(model)
+
+
+# --------------------------------------------------------------------------------------------------- to other processes
+
+
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16])
+def test_weights_travel_through_a_file(stock, tmp_path, dtype):
+    from tandemrl.rollout.vllm.weights import load_checkpoint_weights, read_weights, write_weights
+
+    running, model = stock("Llama", "bfloat16"), trainer("Llama", 8)
+    for directory in (None, tmp_path):
+        path = write_weights(model.named_parameters(), directory, dtype=dtype)
+        try:
+            assert directory is None or path.parent == directory
+            read = dict(read_weights(str(path)))
+            assert path.stat().st_mode & 0o077 == 0  # for this user only
+        finally:
+            path.unlink()
+        assert read.keys() == dict(model.named_parameters()).keys()
+        for name, parameter in model.named_parameters():
+            assert torch.equal(read[name], parameter.to(dtype)), name  # mapped: they outlive the name
+        load_checkpoint_weights(running.runner, read.items())
+        assert running.fingerprint() == running.sent(model)
+
+
+def test_a_file_that_could_not_be_written_is_removed(tmp_path):
+    from tandemrl.rollout.vllm.weights import write_weights
+
+    shared = torch.zeros(3)
+    with pytest.raises(RuntimeError, match="share memory"):
+        write_weights([("a", shared), ("b", shared)], tmp_path)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_small_shared_memory_is_avoided(monkeypatch, tmp_path):
+    from tandemrl.rollout.vllm import weights as vllm_weights
+
+    monkeypatch.setattr(vllm_weights.shutil, "disk_usage", lambda path: SimpleNamespace(free=2**20))
+    monkeypatch.setattr(vllm_weights.tempfile, "tempdir", str(tmp_path))
+    assert vllm_weights.write_weights([("a", torch.zeros(3))]).parent == tmp_path
+
+
+# -------------------------------------------------------------------------------------------------- tensor parallelism
+
+
+class Ranks:
+    """A tensor-parallel group whose ranks are threads. They take turns: vLLM's CPU kernels share scratch memory."""
+
+    def __init__(self, world_size: int) -> None:
+        self.world_size, self.building, self._local = world_size, 0, threading.local()
+        self._shards: list[Any] = [None] * world_size
+        self._barrier, self._turn = threading.Barrier(world_size, timeout=60), threading.Lock()
+
+    @property
+    def rank_in_group(self) -> int:
+        """The rank of the calling thread, or of the model that is being built."""
+        return getattr(self._local, "rank", self.building)
+
+    def all_gather(self, shard: Tensor, dim: int) -> Tensor:
+        self._shards[self.rank_in_group] = shard
+        self._wait()
+        whole = torch.cat(self._shards, dim)
+        self._wait()
+        return whole
+
+    def _wait(self) -> None:
+        self._turn.release()
+        try:
+            self._barrier.wait()
+        finally:
+            self._turn.acquire()
+
+    def run(self, task: Callable[[int], Any]) -> list[Any]:
+        """``task(rank)`` on every rank."""
+
+        def work(rank: int) -> Any:
+            self._local.rank = rank
+            with self._turn:
+                try:
+                    return task(rank)
+                except BaseException:
+                    self._barrier.abort()
+                    raise
+
+        with ThreadPoolExecutor(self.world_size) as pool:
+            return list(pool.map(work, range(self.world_size)))
+
+
+@pytest.fixture
+def sharded(stock, monkeypatch, tmp_path) -> Any:
+    """The ranks of a model, loaded without an engine: (group, a runner per rank)."""
+    stock("Qwen3", "float32")  # starts what the model classes need
+    from vllm import EngineArgs
+    from vllm.config import set_current_vllm_config
+    from vllm.distributed import parallel_state
+    from vllm.model_executor.model_loader import get_model
+    from vllm.model_executor.model_loader.reload.inplace import reload_weights
+
+    def start(kind: str, dtype: str, world_size: int) -> tuple[Ranks, list[Any]]:
+        group, runners = Ranks(world_size), []
+        monkeypatch.setattr(parallel_state, "_TP", group)
+        trainer(kind, 0).save_pretrained(tmp_path)
+        for rank in range(world_size):
+            group.building = rank
+            args = EngineArgs(model=str(tmp_path), dtype=dtype, skip_tokenizer_init=True, enforce_eager=True)
+            config = args.create_engine_config()
+            with set_current_vllm_config(config):
+                model = get_model(vllm_config=config)
+
+            def reload(weights_iterator, config=config, model=model):
+                reload_weights(config, model, weights_iterator, None, True)
+
+            runners.append(
+                SimpleNamespace(get_model=lambda model=model: model, vllm_config=config, reload_weights=reload)
+            )
+        return group, runners
+
+    return start
+
+
+@pytest.mark.parametrize(
+    ("kind", "dtype", "world_size"),
+    [("Qwen3", "bfloat16", 2), ("Qwen3", "float32", 4), ("Llama", "bfloat16", 4), ("Phi3", "float32", 4)],
+)  # with four ranks, every key head is on two of them, and the last one has no row of the vocabulary
+def test_shards_are_loaded_and_gathered(sharded, kind, dtype, world_size):
+    from tandemrl.rollout.vllm.weights import hf_parameters, load_checkpoint_weights
+
+    group, runners = sharded(kind, dtype, world_size)
+    for seed in (0, 1):
+        model = trainer(kind, seed)
+        if seed:
+            for rank, runner in enumerate(runners):
+                group.building = rank
+                load_checkpoint_weights(runner, model.named_parameters())
+        wanted = {name: p.to(getattr(torch, dtype)) for name, p in model.named_parameters()}
+        for found in group.run(lambda rank: dict(hf_parameters(runners[rank]))):
+            assert found.keys() == wanted.keys()
+            for name, value in wanted.items():
+                assert torch.equal(found[name], value), name
+
+
+def test_a_rank_whose_own_copy_is_outdated_is_noticed(sharded):
+    """Two ranks hold every key head, and all ranks hold the norms."""
+    from tandemrl.rollout.vllm.weights import hf_parameters
+
+    group, runners = sharded("Llama", "float32", 4)
+    read = lambda: group.run(lambda rank: fingerprint(hf_parameters(runners[rank])))  # noqa: E731
+    assert read() == [fingerprint(trainer("Llama", 0).named_parameters())] * 4
+    attention = runners[3].get_model().model.layers[0].self_attn
+    attention.qkv_proj.bias.data[-1] += 1.0  # of the last value head: ranks 2 and 3
+    runners[1].get_model().model.norm.weight.data[0] += 1.0
+    first, second, third, fourth = read()
+    assert first == third == fingerprint(trainer("Llama", 0).named_parameters())
+    assert len({first, second, fourth}) == 3
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["Qwen3", "Llama"])
+def test_two_worker_processes(kind, monkeypatch, tmp_path):
+    import vllm
+
+    from tandemrl.rollout.vllm.weights import write_weights
+
+    monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "nobind")
+    monkeypatch.setenv("VLLM_ALLOW_INSECURE_SERIALIZATION", "1")
+    vllm.envs.disable_envs_cache()  # an engine that runs has frozen its own
+    running = Stock(kind, "bfloat16", tmp_path, tensor_parallel_size=2, distributed_executor_backend="mp")
+    for seed in (1, 2):
+        model = trainer(kind, seed)
+        path = write_weights(model.named_parameters(), dtype=torch.bfloat16)
+        try:
+            running.engine.collective_rpc(_load_here(), args=(str(path),))
+        finally:
+            path.unlink()
+        assert running.engine.collective_rpc(_fingerprint_here()) == [running.sent(model)] * 2
+        assert gaps(model.bfloat16().float(), PROMPTS, running.greedy(PROMPTS)).max() < 0.3
+
+
+def _load_here() -> Any:
+    def load(worker: Any, path: str) -> None:  # a closure is sent by value: workers cannot import the tests
+        from tandemrl.rollout.vllm.weights import load_checkpoint_weights, read_weights
+
+        load_checkpoint_weights(worker.model_runner, read_weights(path))
+
+    return load
+
+
+def _fingerprint_here() -> Any:
+    def read(worker: Any) -> int:
+        from tandemrl.rollout.sync import fingerprint
+        from tandemrl.rollout.vllm.weights import hf_parameters
+
+        return fingerprint(hf_parameters(worker.model_runner))
+
+    return read

@@ -1,0 +1,831 @@
+"""Checkpoints: whole or not there at any moment, plain data only, and a resume that cannot become another run."""
+
+import copy
+import errno
+import hashlib
+import json
+import os
+import pickle
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor, nn
+from torch.distributed.checkpoint import FileSystemWriter
+
+from helpers import qwen3, tokenizer
+from tandemrl import files as versions
+from tandemrl.config import Config, LoraConfig, load
+from tandemrl.files import recover, write_text
+from tandemrl.training import checkpoint
+from tandemrl.training.checkpoint import CheckpointError, DamagedError, Trained
+
+
+def state(step: int) -> dict[str, Any]:
+    """Every kind of value that a trainer keeps; the tensor tells a torn or mixed checkpoint."""
+    return {
+        "step": step,
+        "weights": {"a": torch.full((64,), float(step)), "half": torch.ones(2, dtype=torch.bfloat16) * step},
+        "optimizer": torch.optim.AdamW([torch.nn.Parameter(torch.zeros(2))]).state_dict(),
+        "rng": checkpoint.rng_state(),
+        "best": None,
+        "order": [1, (2, "x"), True, 0.5],
+    }
+
+
+def is_whole(path: Path) -> bool:
+    found = checkpoint.load(path)
+    step = checkpoint.step_of(path)
+    return found["step"] == step and bool((found["weights"]["a"] == step).all()) and (path / "meta.json").is_file()
+
+
+class Part(nn.Module):
+    """Stands for a model or a tokenizer."""
+
+    def __init__(self, name: str, text: str) -> None:
+        super().__init__()
+        self.name, self.text = name, text
+        self.config = SimpleNamespace(dtype=None, save_pretrained=lambda folder: None)
+
+    def save_pretrained(self, folder: Path, state_dict: object = None) -> None:
+        (folder / self.name).write_text(self.text)
+
+
+class Small(nn.Module):
+    """Tied weights, a parameter that nothing trains yet, a frozen one, and buffers of which one is not saved."""
+
+    def __init__(self, seed: int = 0) -> None:
+        super().__init__()
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            self.embed, self.head = nn.Embedding(5, 3), nn.Linear(3, 5)
+            self.unused = nn.Parameter(torch.randn(2))
+            self.frozen = nn.Parameter(torch.randn(4), requires_grad=False)
+        self.head.weight = self.embed.weight
+        self.register_buffer("count", torch.tensor(seed))
+        self.register_buffer("scratch", torch.zeros(1), persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.count += 1
+        return self.head(self.embed(x)).square().mean()
+
+
+def trained(seed: int, steps: int = 0, lr: float = 0.1) -> Trained:
+    module = Small(seed)
+    parts = Trained(module, torch.optim.AdamW(module.parameters(), lr=lr))
+    train(parts, steps)
+    return parts
+
+
+def train(parts: Trained, steps: int, seed: int = 0) -> None:
+    draws = torch.Generator().manual_seed(seed)
+    for _ in range(steps):
+        parts.module(torch.randint(0, 5, (7,), generator=draws)).backward()
+        parts.optimizer.step()
+        parts.optimizer.zero_grad()
+
+
+def everything(parts: Trained) -> dict[str, Tensor]:
+    """All weights, buffers and moments."""
+    found = {f"model {name}": tensor.clone() for name, tensor in parts.module.state_dict().items()}
+    for i, state in parts.optimizer.state_dict()["state"].items():
+        found |= {f"{i} {key}": value.clone() for key, value in state.items()}
+    return found
+
+
+def same(a: dict[str, Tensor], b: dict[str, Tensor]) -> bool:
+    return a.keys() == b.keys() and all(torch.equal(a[k], b[k]) and a[k].dtype == b[k].dtype for k in a)
+
+
+def names(output: Path) -> list[str]:
+    return sorted(path.name for path in (output / "checkpoints").iterdir())
+
+
+class Crash(BaseException):
+    """Stands for a killed process: nothing after the call runs, not even ``except Exception``."""
+
+
+@pytest.fixture
+def crash_at(monkeypatch: pytest.MonkeyPatch) -> Callable[[int | None], None]:
+    """``crash_at(i)``: die right before the i-th system call that changes or syncs something; None: never."""
+    calls = {"left": -1}
+
+    def guarded(real: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*arguments: Any, **keywords: Any) -> Any:
+            if calls["left"] == 0:
+                raise Crash
+            calls["left"] -= 1
+            return real(*arguments, **keywords)
+
+        return call
+
+    for name in ("rename", "replace", "fsync", "mkdir", "rmdir", "unlink"):
+        monkeypatch.setattr(os, name, guarded(getattr(os, name)))
+    return lambda i: calls.update(left=-1 if i is None else i)
+
+
+def crashes(crash_at: Callable[[int | None], None], act: Callable[[], Any]) -> Iterator[int]:
+    """Run ``act`` again and again, dying one system call later each time, until it gets through."""
+    for i in range(200):
+        crash_at(i)
+        try:
+            act()
+        except Crash:
+            crash_at(None)
+            yield i
+        else:
+            crash_at(None)
+            return
+    raise AssertionError("never got through")
+
+
+def test_a_checkpoint_comes_back_as_it_was(tmp_path: Path) -> None:
+    config = load(overrides=["train.lr=3e-4"])
+    path = checkpoint.save(tmp_path, 7, state(7), config, keep=2)
+    assert path == tmp_path / "checkpoints" / "step_7" == checkpoint.latest(tmp_path)
+    found = checkpoint.load(path)
+    assert found["order"] == [1, (2, "x"), True, 0.5]
+    assert found["best"] is None
+    assert found["weights"]["half"].dtype == torch.bfloat16
+    torch.testing.assert_close(found["weights"]["a"], torch.full((64,), 7.0))
+    assert checkpoint.load_config(path) == config
+    meta = json.loads((path / "meta.json").read_text())
+    assert meta["step"] == 7
+    assert meta["versions"]["torch"] == torch.__version__
+
+
+def test_only_the_newest_are_kept_and_steps_are_numbers_not_text(tmp_path: Path) -> None:
+    for step in (8, 9, 10, 100):
+        checkpoint.save(tmp_path, step, {"step": step}, Config(), keep=2)
+    assert sorted(p.name for p in (tmp_path / "checkpoints").iterdir()) == ["step_10", "step_100"]
+    assert checkpoint.latest(tmp_path) == tmp_path / "checkpoints" / "step_100"
+
+
+def test_latest_ignores_what_is_not_a_checkpoint(tmp_path: Path) -> None:
+    assert checkpoint.latest(tmp_path) is None
+    folder = tmp_path / "checkpoints"
+    for name in (".new-step_9", ".old-step_8", "step_x", "step_7.bak"):
+        (folder / name).mkdir(parents=True)
+    (folder / "step_6").write_text("a file")
+    assert checkpoint.latest(tmp_path) is None
+
+
+def test_a_saved_step_is_never_overwritten(tmp_path: Path) -> None:
+    checkpoint.save(tmp_path, 1, state(1), Config(), keep=1)
+    with pytest.raises(CheckpointError, match=r"step_1 exists already"):
+        checkpoint.save(tmp_path, 1, state(1), Config(), keep=1)
+
+
+def test_what_cannot_be_loaded_safely_is_not_saved(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"state\['a'\]\[1\] is a ndarray"):
+        checkpoint.save(tmp_path, 1, {"a": [0, np.zeros(2)]}, Config(), keep=1)
+    assert checkpoint.latest(tmp_path) is None
+
+
+def test_loading_names_the_file_and_runs_no_code(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"nowhere: no checkpoint there"):
+        checkpoint.load(tmp_path / "nowhere")
+    torch.save({"bad": Path("x")}, tmp_path / "state.pt")
+    with pytest.raises(CheckpointError, match=r"state\.pt: not readable"):
+        checkpoint.load(tmp_path)
+    with pytest.raises(CheckpointError, match=r"config\.yaml is missing"):
+        checkpoint.load_config(tmp_path)
+    with pytest.raises(CheckpointError, match=r"expected …/checkpoints/step_N"):
+        checkpoint.step_of(tmp_path)
+
+
+def test_a_crash_at_any_call_of_save_leaves_a_whole_newest_checkpoint(
+    tmp_path: Path, crash_at: Callable[[int | None], None]
+) -> None:
+    checkpoint.save(tmp_path, 1, state(1), Config(), keep=1)
+    seen = set()
+    parts = {"policy": trained(0, steps=1)}
+    for _ in crashes(crash_at, lambda: checkpoint.save(tmp_path, 2, state(2), Config(), keep=1, parts=parts)):
+        newest = checkpoint.latest(tmp_path)
+        assert newest is not None
+        assert is_whole(newest)
+        seen.add(newest.name)
+        checkpoint.discard_after(tmp_path, 1)  # the next attempt starts from step 1 …
+        if checkpoint.latest(tmp_path) is None:  # … unless it was pruned already
+            checkpoint.save(tmp_path, 1, state(1), Config(), keep=1)
+    assert seen == {"step_1", "step_2"}
+    assert names(tmp_path) == ["step_2"]
+    checkpoint.load_parts(tmp_path / "checkpoints" / "step_2", {"policy": trained(1)})
+
+
+def test_a_crash_at_any_call_of_export_leaves_the_old_folder_or_the_new(
+    tmp_path: Path, crash_at: Callable[[int | None], None]
+) -> None:
+    best = tmp_path / "hf" / "best"
+
+    def export(text: str) -> None:
+        checkpoint.export_hf(Part("model", text), Part("tokenizer", text), best)
+
+    export("old")
+    seen = set()
+    for _ in crashes(crash_at, lambda: export("new")):
+        recover(best.parent)  # as the next write there does
+        found = [path.read_text() for path in best.iterdir()]
+        assert len(found) == 2
+        assert len(set(found)) == 1
+        seen |= set(found)
+        export("old")
+    assert seen == {"old", "new"}
+    assert {path.read_text() for path in best.iterdir()} == {"new"}
+    assert [path.name for path in best.parent.iterdir()] == ["best"]
+
+
+def test_a_crash_at_any_call_of_write_text_leaves_the_old_text_or_the_new(
+    tmp_path: Path, crash_at: Callable[[int | None], None]
+) -> None:
+    file = tmp_path / "deep" / "config.yaml"
+    write_text(file, "old")
+    for _ in crashes(crash_at, lambda: write_text(file, "new")):
+        assert file.read_text() in {"old", "new"}
+    assert file.read_text() == "new"
+
+
+def test_kill_9_while_saving_leaves_a_whole_checkpoint(tmp_path: Path) -> None:
+    script = (
+        "import sys, torch\n"
+        "from tandemrl.training import checkpoint\n"
+        "from tandemrl.config import Config\n"
+        "for step in range(1, 100_000):\n"
+        "    state = {'step': step, 'weights': {'a': torch.full((200_000,), float(step))}}\n"
+        "    checkpoint.save(sys.argv[1], step, state, Config(), keep=2)\n"
+        "    print(step, flush=True)\n"
+    )
+    process = subprocess.Popen([sys.executable, "-c", script, str(tmp_path)], stdout=subprocess.PIPE)
+    assert process.stdout is not None
+    for _ in range(3):
+        reported = int(process.stdout.readline())
+    time.sleep(random.Random(os.getpid()).uniform(0, 0.3))
+    process.send_signal(signal.SIGKILL)
+    rest = process.stdout.read().split()
+    process.wait()
+    newest = checkpoint.latest(tmp_path)
+    assert newest is not None
+    assert checkpoint.step_of(newest) >= int(rest[-1] if rest else reported)
+    assert is_whole(newest)
+    following = checkpoint.step_of(newest) + 1
+    checkpoint.save(tmp_path, following, state(following), Config(), keep=2)
+    assert set(names(tmp_path)) == {f"step_{following - 1}", f"step_{following}"}
+
+
+# ------------------------------------------------------------------------------------------------ models and optimisers
+
+
+def test_training_goes_on_bitwise_from_a_checkpoint(tmp_path: Path) -> None:
+    policy, critic = trained(0, steps=3), trained(1, steps=2, lr=0.01)
+    parts = {"policy": policy, "critic": critic}
+    path = checkpoint.save(tmp_path, 3, {"step": 3}, Config(), keep=1, parts=parts)
+    resumed = {"policy": trained(7, steps=1, lr=5.0), "critic": trained(8)}
+    resumed["policy"].module.frozen.data.copy_(policy.module.frozen)  # as loaded from the base model
+    resumed["critic"].module.frozen.data.copy_(critic.module.frozen)
+    checkpoint.load_parts(path, resumed)
+    assert checkpoint.load(path) == {"step": 3}
+    for name, part in parts.items():
+        assert same(everything(part), everything(resumed[name]))
+        for one in (part, resumed[name]):
+            train(one, 3, seed=1)
+        assert same(everything(part), everything(resumed[name]))
+        assert len(part.optimizer.state) == 2  # embedding and bias: neither the unused nor the frozen parameter
+    assert resumed["policy"].module.head.weight is resumed["policy"].module.embed.weight
+
+
+def test_an_optimiser_that_has_not_stepped_is_saved_and_restored_as_such(tmp_path: Path) -> None:
+    fresh, untouched = trained(0), trained(0)
+    path = checkpoint.save(tmp_path, 1, {}, Config(), keep=1, parts={"policy": fresh})
+    assert not fresh.optimizer.state
+    resumed = trained(5, steps=4)
+    resumed.module.frozen.data.copy_(fresh.module.frozen)
+    checkpoint.load_parts(path, {"policy": resumed})
+    assert not resumed.optimizer.state
+    for part in (untouched, fresh, resumed):
+        train(part, 2)
+    assert same(everything(untouched), everything(fresh))
+    assert same(everything(untouched), everything(resumed))
+
+
+def test_hyperparameters_come_back_but_not_how_they_are_computed(tmp_path: Path) -> None:
+    policy = trained(0, steps=1)
+    policy.optimizer.param_groups[0]["lr"] = 0.025
+    path = checkpoint.save(tmp_path, 1, {}, Config(), keep=1, parts={"policy": policy})
+    module = Small(3)
+    split = [{"params": [module.embed.weight]}, {"params": [module.head.bias, module.unused]}]
+    resumed = Trained(module, torch.optim.AdamW(split, lr=1.0, betas=(0.0, 0.0), foreach=False))
+    checkpoint.load_parts(path, {"policy": resumed})
+    for group in resumed.optimizer.param_groups:
+        assert (group["lr"], group["betas"], group["foreach"]) == (0.025, (0.9, 0.999), False)
+    state = resumed.optimizer.state[module.embed.weight]
+    assert torch.equal(state["exp_avg"], policy.optimizer.state[policy.module.embed.weight]["exp_avg"])
+
+
+def test_tied_and_frozen_weights_take_no_extra_space(tmp_path: Path) -> None:
+    from tandemrl.training import sharded_state as dcp
+
+    path = checkpoint.save(tmp_path, 1, {}, Config(), keep=1, parts={"policy": trained(0, steps=1)})
+    moments = [
+        f"policy/optimizer/{p}/{m}" for p in ("embed.weight", "head.bias") for m in ("exp_avg", "exp_avg_sq", "step")
+    ]
+    model = [f"policy/model/{name}" for name in ("count", "embed.weight", "head.bias", "unused")]
+    assert sorted(dcp.stored(path / "tensors")) == model + moments
+    resumed = trained(4)
+    frozen = resumed.module.frozen.clone()
+    checkpoint.load_parts(path, {"policy": resumed})
+    assert torch.equal(resumed.module.frozen, frozen)
+
+
+def test_adapters_are_stored_without_the_base_model(tmp_path: Path) -> None:
+    pytest.importorskip("peft", reason="needs the lora extra")
+    from tandemrl.models.lora import attach
+    from tandemrl.training import sharded_state as dcp
+
+    def adapted(seed: int, steps: int) -> Trained:
+        model = attach(qwen3(), LoraConfig(rank=2, targets=("q_proj",)), seed=seed)
+        policy = Trained(model, torch.optim.AdamW([p for p in model.parameters() if p.requires_grad]))
+        for _ in range(steps):
+            model(torch.tensor([[5, 6, 7]])).logits.square().mean().backward()
+            policy.optimizer.step()
+        return policy
+
+    policy = adapted(0, 2)
+    path = checkpoint.save(tmp_path, 1, {}, Config(), keep=1, parts={"policy": policy})
+    assert {name.split("/")[2].split(".")[-3] for name in dcp.stored(path / "tensors")} == {"lora_A", "lora_B"}
+    resumed = adapted(1, 0)
+    checkpoint.load_parts(path, {"policy": resumed})
+    assert same(everything(resumed), everything(policy))
+
+
+def test_a_checkpoint_of_another_model_is_refused_by_name(tmp_path: Path) -> None:
+    path = checkpoint.save(tmp_path, 1, {}, Config(), keep=1, parts={"policy": trained(0, steps=1)})
+    with pytest.raises(CheckpointError, match=r"step_1: holds no 'critic', only policy"):
+        checkpoint.load_parts(path, {"critic": trained(0)})
+    larger = Small()
+    larger.register_parameter("more", nn.Parameter(torch.zeros(1)))
+    larger.head.bias.requires_grad_(False)
+    with pytest.raises(
+        CheckpointError, match=r"missing policy/model/more; not in .* policy/model/head\.bias, policy/opt"
+    ):
+        checkpoint.load_parts(path, {"policy": Trained(larger, torch.optim.AdamW(larger.parameters()))})
+    wider = Small()
+    wider.unused = nn.Parameter(torch.zeros(3))
+    with pytest.raises(CheckpointError, match=r"policy/model/unused is torch.float32 \(2,\), the model's .* \(3,\)"):
+        checkpoint.load_parts(path, {"policy": Trained(wider, torch.optim.AdamW(wider.parameters()))})
+    module = Small()
+    with pytest.raises(
+        CheckpointError, match=r"policy: the optimiser trains a parameter \(2,\) that the module does not"
+    ):
+        checkpoint.save(tmp_path, 2, {}, Config(), 1, parts={"policy": Trained(module, trained(0).optimizer)})
+    assert names(tmp_path) == ["step_1"]
+
+
+def test_a_checkpoint_of_the_first_format_is_refused(tmp_path: Path) -> None:
+    torch.save({"step": 1, "policy": {}}, tmp_path / "state.pt")
+    with pytest.raises(
+        CheckpointError, match=r"state\.pt: format 1, this version of tandemrl reads 2 and 3: finish the run with"
+    ):
+        checkpoint.load(tmp_path)
+
+
+# -------------------------------------------------------------------------------------------------------------- damage
+
+
+def files_of(path: Path) -> dict[str, str]:
+    """SHA-256 of every file but meta.json, from the disk."""
+    return {
+        str(file.relative_to(path)): hashlib.sha256(file.read_bytes()).hexdigest()
+        for file in path.rglob("*")
+        if file.is_file() and file.name != "meta.json"
+    }
+
+
+def hashes_again(path: Path) -> None:
+    """What somebody who means harm would do after a change."""
+    meta = json.loads((path / "meta.json").read_text())
+    (path / "meta.json").write_text(json.dumps(meta | {"files": files_of(path)}))
+
+
+def before_hashes(path: Path) -> None:
+    """Make a checkpoint one of format 2."""
+    content = torch.load(path / "state.pt", weights_only=True)
+    torch.save(content | {"format": 2}, path / "state.pt")
+    meta = json.loads((path / "meta.json").read_text())
+    del meta["files"]
+    (path / "meta.json").write_text(json.dumps(meta))
+
+
+def read_all(path: Path) -> None:
+    checkpoint.load_config(path)
+    checkpoint.load(path)
+    checkpoint.load_parts(path, {"policy": trained(1)})
+
+
+@pytest.mark.parametrize("background", [False, True])
+def test_every_file_is_stored_with_its_hash(tmp_path: Path, background: bool) -> None:
+    parts = {"policy": trained(0, steps=1)}
+    path = checkpoint.save(tmp_path, 1, state(1), Config(), keep=1, parts=parts, background=background)
+    checkpoint.wait()
+    expected = files_of(path)
+    assert set(expected) == {"state.pt", "config.yaml", "tensors/.metadata", "tensors/__0_0.distcp"}
+    assert json.loads((path / "meta.json").read_text())["files"] == expected
+    checkpoint.verify(path)
+
+
+SHARD = "tensors/__0_0.distcp"
+
+
+@pytest.mark.parametrize("name", ["state.pt", "config.yaml", "tensors/.metadata", SHARD])
+def test_a_changed_file_is_found_before_it_is_used(tmp_path: Path, name: str) -> None:
+    """Bits are flipped all over each file: also where no reader would stumble, as in the middle of a weight."""
+    path = checkpoint.save(tmp_path, 1, state(1), Config(), keep=1, parts={"policy": trained(0, steps=1)})
+    whole = (path / name).read_bytes()
+    for place in (0, len(whole) // 3, len(whole) // 2, len(whole) - 1):
+        (path / name).write_bytes(whole[:place] + bytes([whole[place] ^ 1]) + whole[place + 1 :])
+        with pytest.raises(DamagedError, match=rf"step_1/{name}: not as it was written"):
+            read_all(path)
+        with pytest.raises(DamagedError, match=rf"step_1/{name}: not as it was written"):
+            checkpoint.verify(path)
+    (path / name).write_bytes(whole)
+    read_all(path)
+
+
+def test_weights_are_untouched_where_a_shard_is_damaged(tmp_path: Path) -> None:
+    path = checkpoint.save(tmp_path, 1, {}, Config(), keep=1, parts={"policy": trained(0, steps=1)})
+    (path / SHARD).write_bytes((path / SHARD).read_bytes()[:-1] + b"x")
+    policy = trained(1, steps=1)
+    before = everything(policy)
+    with pytest.raises(DamagedError):
+        checkpoint.load_parts(path, {"policy": policy})
+    assert same(everything(policy), before)
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (lambda path: (path / SHARD).unlink(), r"__0_0\.distcp: missing"),
+        (lambda path: (path / SHARD).rename(path / "tensors/__1_0.distcp"), r"__1_0\.distcp: not one of the files"),
+        (lambda path: shutil.copy(path / SHARD, path / "tensors/__1_0.distcp"), r"__1_0\.distcp: not one of the files"),
+        (lambda path: shutil.rmtree(path / "tensors"), r"missing, but the checkpoint was written with it"),
+        (lambda path: (path / "state.pt").unlink(), r"state\.pt: missing"),
+        (lambda path: (path / "meta.json").unlink(), r"meta\.json: missing, or without the hashes"),
+        (lambda path: (path / "meta.json").write_text("{}"), r"meta\.json: missing, or without the hashes"),
+        (lambda path: (path / "meta.json").write_text('{"files": {"st'), r"meta\.json: not readable"),
+    ],
+    ids=["missing", "renamed", "added", "no tensors", "no state", "no meta.json", "no hashes", "torn meta.json"],
+)
+def test_a_missing_added_or_renamed_file_is_found(tmp_path: Path, damage: Callable[[Path], Any], message: str) -> None:
+    path = checkpoint.save(tmp_path, 1, {}, Config(), keep=1, parts={"policy": trained(0)})
+    damage(path)
+    assert checkpoint.latest(tmp_path) == path  # not passed over in silence
+    with pytest.raises(DamagedError, match=message):
+        read_all(path)
+
+
+def test_a_checkpoint_from_before_there_were_hashes_is_read(tmp_path: Path) -> None:
+    path = checkpoint.save(tmp_path, 1, {"n": 1}, Config(), keep=1, parts={"policy": trained(0, steps=1)})
+    before_hashes(path)
+    read_all(path)
+    assert checkpoint.load(path) == {"n": 1}
+
+
+def test_what_is_no_checkpoint_is_in_nobody_s_way(tmp_path: Path) -> None:
+    """Neither newest, nor counted among those kept, nor removed; an empty folder may be written over."""
+    folder, exports = tmp_path / "checkpoints", tmp_path / "hf"
+    checkpoint.save(tmp_path, 1, {}, Config(), keep=1)
+    (folder / "step_4").mkdir()
+    (folder / "step_999").mkdir()
+    (folder / "step_1000").mkdir()
+    (folder / "step_1000" / "notes.txt").write_text("mine")
+    for name in ("step_3", "step_5", "step_final", "step_5.bak", "step_", "mine"):
+        (exports / name).mkdir(parents=True)
+    (exports / "step_6").write_text("a file")
+    (exports / ".new-step_5" / "half").mkdir(parents=True)  # a killed export that was to replace step_5
+    assert checkpoint.latest(tmp_path) == folder / "step_1"
+    checkpoint.save(tmp_path, 2, {}, Config(), keep=1)
+    assert checkpoint.latest(tmp_path) == folder / "step_2"
+    checkpoint.save(tmp_path, 3, {}, Config(), keep=2)
+    checkpoint.discard_after(tmp_path, 3)
+    assert names(tmp_path) == ["step_1000", "step_2", "step_3", "step_4", "step_999"]
+    assert sorted(path.name for path in exports.iterdir()) == sorted(
+        ["step_3", "step_final", "step_5.bak", "step_", "mine", "step_6"]
+    )
+    checkpoint.save(tmp_path, 4, {"n": 4}, Config(), keep=2)
+    assert checkpoint.load(folder / "step_4") == {"n": 4}
+    with pytest.raises(CheckpointError, match=r"step_1000 exists already: it holds no checkpoint; move it elsewhere"):
+        checkpoint.save(tmp_path, 1000, {}, Config(), keep=2)
+    assert (folder / "step_1000" / "notes.txt").read_text() == "mine"
+
+
+class Evil:
+    def __reduce__(self) -> tuple[Any, ...]:
+        return os.system, (f"touch {EVIDENCE}",)
+
+
+EVIDENCE = f"/tmp/tandemrl-test-{os.getpid()}"
+
+
+@pytest.mark.parametrize("where", ["as the metadata", "in the metadata"])
+def test_tensor_folders_run_no_code(tmp_path: Path, where: str) -> None:
+    path = checkpoint.save(tmp_path, 1, {}, Config(), keep=1, parts={"policy": trained(0)})
+    file = path / "tensors" / ".metadata"
+    metadata = pickle.loads(file.read_bytes())
+    metadata.planner_data = Evil()
+    file.write_bytes(pickle.dumps(metadata if where == "in the metadata" else Evil()))
+    hashes_again(path)
+    with pytest.raises(CheckpointError, match=r"step_1: not readable: (posix|nt)\.system is not part of a checkpoint"):
+        checkpoint.load_parts(path, {"policy": trained(0)})
+    assert not Path(EVIDENCE).exists()
+
+
+def test_pickled_entries_are_not_read(tmp_path: Path) -> None:
+    path = checkpoint.save(tmp_path, 1, {}, Config(), keep=1, parts={"policy": trained(0)})
+    file = path / "tensors" / ".metadata"
+    metadata = pickle.loads(file.read_bytes())
+    metadata.state_dict_metadata["policy/model/unused"] = torch.distributed.checkpoint.BytesStorageMetadata()
+    file.write_bytes(pickle.dumps(metadata))
+    hashes_again(path)
+    with pytest.raises(CheckpointError, match=r"not readable: .*BytesStorageMetadata is not part of a checkpoint"):
+        checkpoint.load_parts(path, {"policy": trained(0)})
+
+
+class Full(FileSystemWriter):
+    """A disk that fills up while the tensors are written."""
+
+    def write_data(self, *arguments: Any) -> Any:
+        super().write_data(*arguments)
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+@pytest.mark.parametrize("background", [False, True])
+def test_a_full_disk_is_reported_and_costs_no_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, background: bool
+) -> None:
+    parts = {"policy": trained(0, steps=1)}
+    checkpoint.save(tmp_path, 1, state(1), Config(), keep=1, parts=parts)
+    with monkeypatch.context() as patch:
+        patch.setattr("tandemrl.training.sharded_state.dcp.FileSystemWriter", Full)
+
+        def attempt() -> None:
+            checkpoint.save(tmp_path, 2, state(2), Config(), keep=1, parts=parts, background=background)
+            checkpoint.wait()
+
+        with pytest.raises(CheckpointError, match=r"step_2: not written, the disk is full .*No space.* free space in"):
+            attempt()
+        assert names(tmp_path) == ["step_1"]
+        if background:
+            checkpoint.wait()  # said once
+            checkpoint.save(tmp_path, 2, state(2), Config(), keep=1, parts=parts, background=True)
+            with pytest.raises(CheckpointError, match=r"step_2: not written"):  # by the next save, which is not begun
+                checkpoint.save(tmp_path, 3, state(3), Config(), keep=1, parts=parts)
+    assert names(tmp_path) == ["step_1"]
+    checkpoint.save(tmp_path, 3, state(3), Config(), keep=1, parts=parts)
+    assert names(tmp_path) == ["step_3"]
+
+
+def test_a_full_disk_is_recognised_behind_the_error_of_torch_s_writer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: Any) -> None:
+        raise RuntimeError("[enforce fail at inline_container.cc:672] . unexpected pos 704 vs 598")
+
+    monkeypatch.setattr(FileSystemWriter, "write_data", fail)
+    parts = {"policy": trained(0)}
+    with pytest.raises(CheckpointError, match=r"step_1: not written \(RuntimeError: .*unexpected pos"):
+        checkpoint.save(tmp_path, 1, {}, Config(), keep=1, parts=parts)
+    monkeypatch.setattr("shutil.disk_usage", lambda path: SimpleNamespace(free=0))
+    with pytest.raises(CheckpointError, match=r"step_1: not written, the disk is full .*unexpected pos"):
+        checkpoint.save(tmp_path, 1, {}, Config(), keep=1, parts=parts)
+
+
+def test_other_failures_are_not_called_a_full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def denied(*_: Any) -> None:
+        raise PermissionError(errno.EACCES, "not yours")
+
+    monkeypatch.setattr(Full, "write_data", denied)
+    monkeypatch.setattr("tandemrl.training.sharded_state.dcp.FileSystemWriter", Full)
+    with pytest.raises(CheckpointError, match=r"step_1: not written \(PermissionError: .*not yours\)"):
+        checkpoint.save(tmp_path, 1, {}, Config(), keep=1, parts={"policy": trained(0)})
+    assert names(tmp_path) == []
+
+
+def test_an_interrupt_is_passed_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupt(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(FileSystemWriter, "write_data", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            checkpoint.save(tmp_path, 1, {}, Config(), keep=1, parts={"policy": trained(0)})
+    assert checkpoint.latest(tmp_path) is None
+    checkpoint.save(tmp_path, 1, {}, Config(), keep=1, parts={"policy": trained(0)})
+    assert names(tmp_path) == ["step_1"]
+
+
+@pytest.fixture
+def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
+    """Tensors are written once the event is set."""
+    opened = threading.Event()
+
+    class Gated(FileSystemWriter):
+        def write_data(self, *arguments: Any) -> Any:
+            assert opened.wait(30)
+            return super().write_data(*arguments)
+
+    monkeypatch.setattr("tandemrl.training.sharded_state.dcp.FileSystemWriter", Gated)
+    yield opened
+    opened.set()
+    checkpoint.wait()
+
+
+def test_a_background_save_is_of_the_moment_it_was_asked_for(tmp_path: Path, gate: threading.Event) -> None:
+    policy, counters = trained(0, steps=1), {"n": 1}
+    gate.set()
+    checkpoint.save(tmp_path, 1, {}, Config(), keep=1, parts={"policy": policy})
+    gate.clear()
+    before = copy.deepcopy(everything(policy))
+    path = checkpoint.save(tmp_path, 2, counters, Config(), keep=1, parts={"policy": policy}, background=True)
+    counters["n"] = 2
+    train(policy, 2)
+    assert names(tmp_path) == [".new-step_2", "step_1"]  # the old one stays until the new one is there
+    assert checkpoint.latest(tmp_path) == tmp_path / "checkpoints" / "step_1"
+    gate.set()
+    checkpoint.wait()
+    assert names(tmp_path) == ["step_2"]
+    assert checkpoint.load(path) == {"n": 1}
+    resumed = trained(3)
+    resumed.module.frozen.data.copy_(policy.module.frozen)
+    checkpoint.load_parts(path, {"policy": resumed})
+    assert same(everything(resumed), before)
+
+
+def test_the_next_save_waits_for_the_one_in_flight(tmp_path: Path, gate: threading.Event) -> None:
+    parts = {"policy": trained(0)}
+    checkpoint.save(tmp_path, 1, {}, Config(), keep=2, parts=parts, background=True)
+    threading.Timer(0.3, gate.set).start()
+    begin = time.monotonic()
+    checkpoint.save(tmp_path, 2, {}, Config(), keep=2, parts=parts)
+    assert time.monotonic() - begin > 0.25
+    assert names(tmp_path) == ["step_1", "step_2"]
+
+
+def test_kill_9_during_a_background_save_costs_that_checkpoint_alone(tmp_path: Path) -> None:
+    script = (
+        "import sys, time, torch\n"
+        "from torch.distributed.checkpoint import FileSystemWriter\n"
+        "from tandemrl.training import checkpoint\n"
+        "from tandemrl.config import Config\n"
+        "module = torch.nn.Linear(8, 8)\n"
+        "parts = {'policy': checkpoint.Trained(module, torch.optim.AdamW(module.parameters()))}\n"
+        "checkpoint.save(sys.argv[1], 1, {}, Config(), keep=1, parts=parts, background=True)\n"
+        "checkpoint.wait()\n"
+        "FileSystemWriter.finish = lambda *_, **__: (print('written', flush=True), time.sleep(60))\n"
+        "checkpoint.save(sys.argv[1], 2, {}, Config(), keep=1, parts=parts, background=True)\n"
+        "time.sleep(60)\n"
+    )
+    process = subprocess.Popen([sys.executable, "-c", script, str(tmp_path)], stdout=subprocess.PIPE)
+    assert process.stdout is not None
+    assert process.stdout.readline() == b"written\n"
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    assert names(tmp_path) == [".new-step_2", "step_1"]
+    assert any((tmp_path / "checkpoints" / ".new-step_2" / "tensors").iterdir())
+    newest = checkpoint.latest(tmp_path)
+    assert newest is not None
+    module = nn.Linear(8, 8)
+    parts = {"policy": Trained(module, torch.optim.AdamW(module.parameters()))}
+    checkpoint.load_parts(newest, parts)
+    checkpoint.save(tmp_path, 2, {}, Config(), keep=1, parts=parts)
+    assert names(tmp_path) == ["step_2"]
+
+
+# -------------------------------------------------------------------------------------------------------------- exports
+
+
+@pytest.mark.parametrize(("tied", "dtype"), [(True, "bfloat16"), (True, None), (False, "bfloat16"), (False, None)])
+def test_an_export_holds_every_weight_once_in_its_dtype(tmp_path: Path, tied: bool, dtype: str | None) -> None:
+    from transformers import AutoModelForCausalLM
+
+    model = qwen3(tied=tied)
+    checkpoint.export_hf(model, tokenizer(), tmp_path / "hf", dtype)
+    stored = load_file(tmp_path / "hf" / "model.safetensors")
+    assert set(stored) == {name for name, _ in model.named_parameters()}
+    assert ("lm_head.weight" in stored) is not tied
+    wanted = torch.float32 if dtype is None else torch.bfloat16
+    assert {tensor.dtype for tensor in stored.values()} == {wanted}
+    assert json.loads((tmp_path / "hf" / "config.json").read_text())["architectures"] == ["Qwen3ForCausalLM"]
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "hf", dtype="auto")
+    assert loaded.dtype == wanted
+    for name, tensor in model.state_dict().items():
+        assert torch.equal(loaded.state_dict()[name], tensor.to(wanted))
+
+
+def test_an_export_that_fails_names_the_folder_and_leaves_the_old_one(tmp_path: Path) -> None:
+    best = tmp_path / "hf" / "best"
+    checkpoint.export_hf(Part("model", "old"), Part("tokenizer", "old"), best)
+
+    class Broken(Part):
+        def save_pretrained(self, folder: Path, state_dict: object = None) -> None:
+            super().save_pretrained(folder)
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with pytest.raises(CheckpointError, match=r"best: not written, the disk is full \(.*No space"):
+        checkpoint.export_hf(Broken("model", "new"), Part("tokenizer", "new"), best)
+    assert {path.read_text() for path in best.iterdir()} == {"old"}
+    assert [path.name for path in best.parent.iterdir()] == ["best"]
+
+
+@pytest.mark.parametrize(
+    "allowed",
+    [
+        "train.steps=60",
+        "output_dir=runs/x",
+        "train.save_every=7",
+        "train.eval_every=7",
+        "train.keep_checkpoints=9",
+        "train.wandb=offline",
+        "train.wandb_project=p",
+        "train.log_samples=0",
+    ],
+)
+def test_a_resume_may_change_what_does_not_change_the_run(allowed: str) -> None:
+    checkpoint.check_resume(load(), load(overrides=[allowed]))
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["train.lr=2e-6"], r"train\.lr \(checkpoint 1e-06, now 2e-06\)"),
+        (["train.steps=40"], r"train\.steps \(checkpoint 50, now 40\)"),
+        (["train.steps=60", "train.schedule=cosine"], r"train\.steps .*train\.schedule"),
+        (["selection.prob_senior=0.4", "train.seed=1"], r"selection\.prob_senior .*train\.seed"),
+    ],
+)
+def test_a_resume_under_another_config_is_refused_by_key(overrides: list[str], message: str) -> None:
+    with pytest.raises(CheckpointError, match=message):
+        checkpoint.check_resume(load(), load(overrides=overrides))
+
+
+def test_growing_a_cosine_run_is_refused() -> None:
+    cosine = ["train.schedule=cosine"]
+    with pytest.raises(CheckpointError, match=r"train\.steps"):
+        checkpoint.check_resume(load(overrides=cosine), load(overrides=[*cosine, "train.steps=60"]))
+
+
+def test_discard_after_removes_the_abandoned_future(tmp_path: Path) -> None:
+    for step in (1, 2, 3):
+        checkpoint.save(tmp_path, step, {}, Config(), keep=3)
+    checkpoint.discard_after(tmp_path, 1)
+    assert [p.name for p in (tmp_path / "checkpoints").iterdir()] == ["step_1"]
+
+
+def test_random_state_goes_through_a_file(tmp_path: Path) -> None:
+    def draw() -> list[float]:
+        return [random.random(), float(np.random.rand()), float(torch.rand(()))]  # noqa: NPY002
+
+    before = checkpoint.rng_state()
+    try:
+        torch.save(before, tmp_path / "rng.pt")
+        expected = draw()
+        assert draw() != expected
+        checkpoint.restore_rng(torch.load(tmp_path / "rng.pt", weights_only=True))
+        assert draw() == expected
+    finally:
+        checkpoint.restore_rng(before)
+
+
+def test_versions_name_the_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = versions.versions()
+    assert set(found) == {"python", "torch", "transformers", "tandemrl", "git_revision", "git_dirty"}
+    assert found["tandemrl"]
+    code = tmp_path / "versions.py"
+    code.write_text("1")
+    monkeypatch.setattr(versions, "__file__", str(code))
+    outside = versions.versions()
+    assert (outside["git_revision"], outside["git_dirty"]) == (None, None)
+
+    def git(*arguments: str) -> None:
+        who = ["-C", str(tmp_path), "-c", "user.name=t", "-c", "user.email=t@example.org"]
+        subprocess.run(["git", *who, *arguments], check=True, capture_output=True)
+
+    git("init")
+    assert versions.versions()["git_revision"] is None  # a repository that the code is not part of
+    git("add", "versions.py")
+    git("commit", "-m", "a")
+    clean = versions.versions()
+    assert len(str(clean["git_revision"])) == 40
+    assert clean["git_dirty"] is False
+    code.write_text("2")
+    assert versions.versions()["git_dirty"] is True

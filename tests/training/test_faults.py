@@ -1,0 +1,279 @@
+"""Signals, and errors that say where they happened and what to change."""
+
+import os
+import pickle
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from runs import assert_same_run, config, metrics
+from tandemrl.distributed.world import World
+from tandemrl.rollout.engine import EngineError
+from tandemrl.training.checkpoint import latest
+from tandemrl.training.faults import (
+    LESS_MEMORY,
+    LostProcessError,
+    OutOfMemoryError,
+    Signals,
+    Steps,
+    Stopped,
+    agreed_signal,
+    explained,
+    is_lost_process,
+    is_out_of_memory,
+)
+from tandemrl.training.loop import train
+from tandemrl.training.run import TrainError
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_the_first_signal_is_noted_and_handlers_come_back(number: signal.Signals) -> None:
+    before = signal.getsignal(number)
+    with Signals() as signals:
+        assert signals.received == 0
+        signal.raise_signal(number)
+        assert signals.received == number
+        assert signal.getsignal(number) is before  # the second one ends the process
+    assert signal.getsignal(number) is before
+    with Signals() as signals:
+        pass
+    assert (signals.received, signal.getsignal(number)) == (0, before)
+
+
+def _exit_code(work: Callable[[], None]) -> int:
+    """Of a fork of this process that does ``work``."""
+    child = os.fork()
+    if not child:
+        try:
+            work()
+        finally:
+            os._exit(0)
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+
+def test_the_second_signal_ends_the_process_at_once(capfd: pytest.CaptureFixture[str]) -> None:
+    def work() -> None:
+        with Signals() as signals:
+            for _ in range(2):
+                signal.raise_signal(signal.SIGTERM)
+                os.write(1, f"noted {signals.received}\n".encode())
+
+    assert _exit_code(work) == -signal.SIGTERM
+    out, err = capfd.readouterr()
+    assert out == "noted 15\n"
+    assert err.startswith("SIGTERM: the run stops after this step")
+
+
+def test_a_fork_has_nothing_to_finish() -> None:
+    with Signals() as signals:
+        assert _exit_code(lambda: signal.raise_signal(signal.SIGTERM)) == -signal.SIGTERM
+        assert signals.received == 0
+
+
+def test_other_threads_note_nothing() -> None:
+    received = []
+
+    def work() -> None:
+        with Signals() as signals:
+            received.append(signals.received)
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
+    assert received == [0]
+
+
+def test_the_exit_code_is_the_signals() -> None:
+    assert Stopped(signal.SIGTERM).code == 143
+    assert Stopped(signal.SIGINT).code == 130
+
+
+class _Four(World):
+    def gather(self, value: int) -> list[int]:
+        return [0, value, 0, 15]
+
+
+def test_processes_agree_on_a_signal() -> None:
+    assert agreed_signal(0, World()) == 0
+    assert agreed_signal(2, World()) == 2
+    assert agreed_signal(0, _Four(rank=1, size=4)) == 15
+
+
+MEMORY = [
+    torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB."),
+    RuntimeError("[enforce fail at alloc_cpu.cpp:127] err == 0. DefaultCPUAllocator: can't allocate memory: you tried"),
+    RuntimeError("CUDA error: out of memory\nCUDA kernel errors might be asynchronously reported"),
+    MemoryError(),
+]
+
+
+@pytest.mark.parametrize("error", MEMORY, ids=lambda error: type(error).__name__)
+@pytest.mark.parametrize("phase", ["rollout", "update/forward_backward", "eval", "sync"])
+def test_out_of_memory_names_what_to_change(error: Exception, phase: str) -> None:
+    assert is_out_of_memory(error)
+    found = explained(error, step=7, phase=phase, world=World(), timeout_s=60.0)
+    assert isinstance(found, OutOfMemoryError)
+    assert str(found).startswith(f"step 7, {phase}: out of memory.")
+    if phase != "sync":
+        assert LESS_MEMORY[phase.partition("/")[0]] in str(found)
+
+
+def test_a_real_allocation_that_fails_is_recognised() -> None:
+    with pytest.raises(RuntimeError) as caught:
+        torch.empty(2**60, dtype=torch.uint8)
+    assert is_out_of_memory(caught.value)
+
+
+LOST = [
+    RuntimeError("[third_party/gloo/gloo/transport/tcp/pair.cc:547] Connection closed by peer [127.0.0.1]:3110"),
+    RuntimeError(
+        "[third_party/gloo/gloo/transport/tcp/unbound_buffer.cc:81] Timed out waiting 1000ms for recv operation"
+    ),
+    dist.DistBackendError("NCCL error in: ProcessGroupNCCL.cpp:2, remote process exited or there was a network error"),
+]
+
+
+@pytest.mark.parametrize("error", LOST, ids=["closed", "timed out", "nccl"])
+def test_a_lost_process_is_named_with_the_phase(error: Exception) -> None:
+    assert is_lost_process(error)
+    assert not is_out_of_memory(error)
+    found = explained(error, step=3, phase="rollout", world=World(rank=1, size=4), timeout_s=90.0)
+    assert isinstance(found, LostProcessError)
+    assert str(found).startswith("step 3, rollout: process 1 of 4 lost another one")
+    assert "parallel.timeout_s=90" in str(found)
+    assert explained(error, step=3, phase="rollout", world=World(), timeout_s=90.0) is error  # nobody to lose
+
+
+def test_other_errors_stay_what_they_are_and_say_where() -> None:
+    ours = EngineError("weights did not reach the engine")
+    found = explained(ours, step=2, phase="sync", world=World(), timeout_s=1.0)
+    assert found is ours
+    assert str(found) == "step 2, sync: weights did not reach the engine"
+    bug = KeyError("name")
+    assert explained(bug, step=2, phase="", world=World(size=2), timeout_s=1.0) is bug
+    assert bug.__notes__ == ["step 2, between phases"]
+    assert not is_out_of_memory(ours)
+    assert not is_lost_process(ValueError("gloo: connection closed"))
+
+
+def test_steps_of_any_optimiser_are_noticed() -> None:
+    parameters = [torch.nn.Parameter(torch.ones(2)) for _ in range(2)]
+    optimizers = [torch.optim.AdamW([p]) for p in parameters]
+    steps = Steps(optimizers)
+    assert not steps.taken
+    parameters[1].sum().backward()
+    assert not steps.taken
+    optimizers[1].step()
+    assert steps.taken
+    steps.mark()
+    assert not steps.taken
+
+
+# ------------------------------------------------------------------------------------------------------------ in a run
+
+SHORT = ("train.steps=3", "train.save_every=10", "train.eval_every=0", "loss.entropy_coef=0.01")
+
+
+@pytest.fixture(scope="module")
+def whole(tiny_pair: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Three steps that nothing disturbs."""
+    out = train(config(tiny_pair, tmp_path_factory.mktemp("faults") / "whole", *SHORT), quiet=True)
+    assert all(line["grad_norm"] > 0 for line in metrics(out))
+    return out
+
+
+def on_call(monkeypatch: pytest.MonkeyPatch, name: str, number: int, act: Callable[[Any], Any]) -> None:
+    """Replace a function by one whose result goes through ``act`` on its ``number``-th call."""
+    module, _, attribute = name.rpartition(".")
+    function, calls = getattr(sys.modules[module], attribute), count(1)
+
+    def replaced(*args: Any, **options: Any) -> Any:
+        result = function(*args, **options)
+        return act(result) if next(calls) == number else result
+
+    monkeypatch.setattr(name, replaced)
+
+
+def test_a_run_ends_orderly_on_sigterm_and_resumes_as_if_nothing_had_happened(
+    tiny_pair: Path, whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    settings = config(tiny_pair, tmp_path / "run", *SHORT)
+    with monkeypatch.context() as patch:
+        on_call(
+            patch, "tandemrl.training.loop.update", 2, lambda metrics: signal.raise_signal(signal.SIGTERM) or metrics
+        )
+        with pytest.raises(Stopped) as stopped:
+            train(settings)
+    assert stopped.value.code == 143
+    assert "stopped by a signal after step 2, which is saved" in capsys.readouterr().out
+    assert latest(tmp_path / "run") == tmp_path / "run" / "checkpoints" / "step_2"
+    assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+    train(settings, quiet=True)
+    assert_same_run(whole, tmp_path / "run", step=3)
+
+
+def test_a_signal_in_the_last_step_is_too_late(
+    tiny_pair: Path, whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    on_call(
+        monkeypatch, "tandemrl.training.loop.update", 3, lambda metrics: signal.raise_signal(signal.SIGTERM) or metrics
+    )
+    out = train(config(tiny_pair, tmp_path / "run", *SHORT), quiet=True)
+    assert_same_run(whole, out, step=3)
+
+
+def test_out_of_memory_saves_the_last_finished_step(
+    tiny_pair: Path, whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def no_memory(_: Any) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+
+    settings = config(tiny_pair, tmp_path / "run", *SHORT)
+    with monkeypatch.context() as patch:
+        on_call(patch, "tandemrl.training.update.policy_loss", 3, no_memory)
+        with pytest.raises(OutOfMemoryError, match=r"step 3, update/forward_backward: .*tokens_per_micro_batch"):
+            train(settings, quiet=True)
+    assert latest(tmp_path / "run") == tmp_path / "run" / "checkpoints" / "step_2"
+    train(settings, quiet=True)
+    assert_same_run(whole, tmp_path / "run", step=3)
+
+
+def test_a_loss_that_is_nan_names_its_step(tiny_pair: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    on_call(monkeypatch, "tandemrl.training.update.policy_loss", 2, lambda found: (found[0] * float("nan"), found[1]))
+    with pytest.raises(TrainError, match=r"^step 2, update/forward_backward/optimizer: the gradient norm .* is nan"):
+        train(config(tiny_pair, tmp_path / "run", *SHORT), quiet=True)
+    assert latest(tmp_path / "run") == tmp_path / "run" / "checkpoints" / "step_1"
+
+
+def test_nothing_is_saved_once_weights_have_changed(
+    tiny_pair: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    extra = ("train.mini_batch_prompts=2",)  # two updates per step: the second one of step 2 fails
+    on_call(monkeypatch, "tandemrl.training.update.policy_loss", 4, lambda found: (found[0] * float("nan"), found[1]))
+    with pytest.raises(TrainError, match=r"^step 2, "):
+        train(config(tiny_pair, tmp_path / "run", *SHORT, *extra), quiet=True)
+    assert latest(tmp_path / "run") is None
+
+
+def test_scoring_processes_outlive_a_signal_to_the_whole_job() -> None:
+    command = [sys.executable, "-m", "tandemrl.rewards.worker"]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as worker:
+        assert worker.stdin is not None
+        assert worker.stdout is not None
+        assert worker.stdout.readline() == b'"ready"\n'
+        worker.send_signal(signal.SIGTERM)
+        worker.send_signal(signal.SIGINT)
+        worker.stdin.write(pickle.dumps((("operator:add", 1, 2), 5.0)))
+        worker.stdin.flush()
+        assert worker.stdout.readline() == b'{"result": 3}\n'
+        worker.stdin.close()
+        assert worker.wait(20) == 0

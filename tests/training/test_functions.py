@@ -1,0 +1,162 @@
+"""Functions in place of config keys: told apart, recorded in the config, and asked for again."""
+
+import inspect
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from types import CodeType, FunctionType
+from typing import Any
+
+import pytest
+
+from tandemrl.config import Config, ConfigError, FunctionsConfig, load, to_yaml
+from tandemrl.data.rows import Row
+from tandemrl.losses import RECIPES, ppo_clip
+from tandemrl.selection import Strategy, bernoulli
+from tandemrl.training.functions import describe, signature, with_records
+
+
+def scaled(x: float, scale: float) -> float:
+    return scale * x
+
+
+def mostly_senior(step: int) -> Strategy:
+    return bernoulli(0.9)
+
+
+def mostly_junior(step: int) -> Strategy:
+    return bernoulli(0.1)
+
+
+def right(row: Row, text: str) -> float:
+    return float(text == row.ground_truth)
+
+
+def short(row: Row, text: str) -> float:
+    return 1 / len(text)
+
+
+RECIPE = RECIPES["grpo"]._replace(surrogate=partial(ppo_clip))
+PASSED: dict[str, tuple[Any, Any]] = {
+    "recipe": (RECIPE, RECIPE._replace(clip_low=0.1)),
+    "strategy": (mostly_senior, mostly_junior),
+    "reward": ({"right": right, "short": short}, {"short": short, "right": right}),  # acc is that of the first
+}
+"""By argument of ``train``: a function, and another one."""
+
+
+def recorded(name: str, tmp_path: Path) -> Config:
+    """The config of a run with a function, as read from its file."""
+    file = tmp_path / "config.yaml"
+    file.write_text(to_yaml(with_records(load(), **{name: PASSED[name][0]})))
+    return load(file)
+
+
+def test_every_function_that_can_be_recorded_is_tested() -> None:
+    assert set(FunctionsConfig.__dataclass_fields__) == set(PASSED)
+
+
+@pytest.mark.parametrize("name", PASSED)
+def test_a_config_with_a_function_needs_that_function(name: str, tmp_path: Path) -> None:
+    function, other = PASSED[name]
+    config = recorded(name, tmp_path)
+    assert with_records(config, **{name: function}) == config
+    with pytest.raises(ConfigError, match=rf"functions\.{name}: .* passed is none\. .*{name}=FUNCTION"):
+        with_records(config, **{name: None})
+    with pytest.raises(ConfigError, match=rf"functions\.{name}: .* passed is .*\]\. Pass that function"):
+        with_records(config, **{name: other})
+    free = load(tmp_path / "config.yaml", [f"functions.{name}=null"])
+    assert with_records(free, **{name: None}) == load()
+
+
+@pytest.mark.parametrize("name", PASSED)
+def test_training_from_such_a_config_alone_is_refused_before_anything_is_loaded(name: str, tmp_path: Path) -> None:
+    from tandemrl.training.run import build
+
+    with pytest.raises(ConfigError, match=rf"functions\.{name}: this config belongs to a run with "):
+        build(recorded(name, tmp_path))
+
+
+def test_a_name_says_where_to_look() -> None:
+    assert describe(mostly_senior).startswith(f"{__name__}.mostly_senior (test_functions.py:")
+    assert (
+        describe(RECIPE) == "recipe grpo with surrogate=partial(tandemrl.losses.surrogates.ppo_clip (surrogates.py:"
+        f"{inspect.unwrap(ppo_clip).__code__.co_firstlineno}))"
+    )
+    assert describe(RECIPES["dapo"]) == "recipe dapo"
+    assert describe({"mine": right, "short": short}).startswith(f"mine={__name__}.right (test_functions.py:")
+
+
+def default(scale: float) -> Callable[[float], float]:
+    def function(x: float, factor: float = scale) -> float:
+        return x * factor
+
+    return function
+
+
+def keyword(scale: float) -> Callable[[float], float]:
+    def function(x: float, *, factor: float = scale) -> float:
+        return x * factor
+
+    return function
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda scale: lambda x: scale * x,
+        lambda scale: (lambda x: x + 1.0) if scale == 1.0 else (lambda x: x + 2.0),
+        default,
+        keyword,
+        lambda scale: partial(scaled, scale=scale),
+        lambda scale: partial(scaled, scale),
+        lambda scale: {"scaled": partial(scaled, scale=scale)},
+        lambda scale: RECIPES["grpo"]._replace(clip_low=scale),
+        lambda scale: RECIPES["grpo"]._replace(surrogate=partial(ppo_clip, clip_low=scale)),
+    ],
+    ids=[
+        "closure",
+        "code",
+        "default",
+        "keyword default",
+        "keyword of partial",
+        "partial",
+        "mapping",
+        "field",
+        "field's partial",
+    ],
+)
+def test_signatures_tell_functions_apart(make: Callable[[float], Any]) -> None:
+    assert signature(make(1.0)) == signature(make(1.0))
+    assert signature(make(1.0)) != signature(make(2.0))
+
+
+def test_the_library_s_own_functions_have_their_names() -> None:
+    assert signature(RECIPES["grpo"].surrogate) == "tandemrl.losses.surrogates.ppo_clip"
+
+
+def test_a_signature_does_not_depend_on_the_process() -> None:
+    """A set in the code has another order in each process; these two stand for two processes."""
+
+    def member(x: int) -> bool:
+        return x in {0, 8}
+
+    def with_set(members: frozenset[int]) -> Callable[..., Any]:
+        code: CodeType = member.__code__
+        constants = tuple(members if isinstance(c, frozenset) else c for c in code.co_consts)
+        return FunctionType(code.replace(co_consts=constants), {})
+
+    orders = frozenset([0, 8]), frozenset([8, 0])
+    assert repr(orders[0]) != repr(orders[1])
+    assert signature(with_set(orders[0])) == signature(with_set(orders[1]))
+    assert signature(with_set(orders[0])) != signature(with_set(frozenset([0, 9])))
+
+
+def test_a_function_that_closes_over_itself_has_a_signature():
+    def nested(base: int) -> Callable[[int], int]:
+        def countdown(n: int) -> int:
+            return base if n == 0 else countdown(n - 1)
+
+        return countdown
+
+    assert signature(nested(3)) == signature(nested(3)) != signature(nested(4))

@@ -1,0 +1,248 @@
+"""Training a judge (`grade`), and training with one over real HTTP (`addon`): three steps each on tiny models."""
+
+import itertools
+import json
+import random
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from fake_judge import FakeJudge, Reply
+from tandemrl.config import Config, load
+from tandemrl.data.rows import DataError
+from tandemrl.data.synthetic import Numbers, Problem
+from tandemrl.experiments import tiny
+from tandemrl.rewards.judge.rubric import JudgeError
+from tandemrl.rewards.protocol import GraderError
+from tandemrl.training.checkpoint import CheckpointError
+from tandemrl.training.loop import train
+
+SMALL = [
+    "model.device=cpu",
+    "model.dtype=float32",
+    "model.gradient_checkpointing=false",
+    "train.threads=1",
+    "train.steps=3",
+    "train.prompts_per_step=4",
+    "train.mini_batch_prompts=4",
+    "train.lr=1e-3",
+    "rollout.group_size=4",
+    "data.max_prompt_tokens=256",
+    "eval.bootstrap=0",
+]
+
+
+def write_rows(file: Path, rows: list[dict]) -> Path:
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return file
+
+
+def lines(out: Path, name: str) -> list[dict]:
+    return [json.loads(line) for line in (out / name).read_text().splitlines()]
+
+
+def text_of(sample: dict) -> str:
+    """As it is scored: without the special token that ends it."""
+    return sample["text"].removesuffix(tiny.EOS).strip()
+
+
+def changed(before: Path, after: Path) -> bool:
+    a, b = (load_file(folder / "model.safetensors") for folder in (before, after))
+    return any(not torch.equal(a[name], b[name]) for name in a)
+
+
+# ---------------------------------------------------------------------------------------------------------------- grade
+
+
+@pytest.fixture(scope="module")
+def marker(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny model that ends with "Total Score: N/10" for any N: what an RRM is before it is trained."""
+    folder = tmp_path_factory.mktemp("marker")
+    tokenizer = tiny.train_tokenizer("plain", 0, vocab_size=320, texts=200)
+    model = tiny.new_model(tokenizer, 0)
+    rng = random.Random(0)
+    asked = Problem(Numbers(0, ()), "Mark it.")
+    chats = ((asked, f"Total Score: {rng.randint(0, 10)}/10") for _ in itertools.count())
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    model.train()
+    for _ in range(40):
+        tokens, targets = tiny._encode(tokenizer, list(itertools.islice(chats, 8)))
+        logits = model(input_ids=tokens, use_cache=False).logits
+        loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=-100)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    model.eval().save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+def test_grade_trains_for_three_steps(marker: Path, tmp_path: Path) -> None:
+    rows = [
+        {
+            "data_source": "grade",
+            "prompt": [{"role": "user", "content": "Mark it."}],
+            "reward_model": {"style": "rule", "ground_truth": truth},
+            "extra_info": {"index": i},
+        }
+        for i, truth in enumerate([0.2, "0.9", 0.5, 1, 0.0, 0.7])
+    ]
+    source = write_rows(tmp_path / "grade.jsonl", rows)
+    config = load(
+        "rrm_train",
+        [
+            *SMALL,
+            f"model.senior={marker}",
+            f"data.train={source}",
+            f"data.eval={source}",
+            "rollout.max_tokens=24",
+            "eval.max_tokens=24",
+            f"output_dir={tmp_path / 'out'}",
+        ],
+    )
+    out = train(config, quiet=True)
+    truths = {f"grade/{i}": float(row["reward_model"]["ground_truth"]) for i, row in enumerate(rows)}
+    samples = lines(out, "samples.jsonl")
+    assert len(samples) == 3 * 16
+    scored = 0
+    for sample in samples:
+        number, slash, rest = text_of(sample).removeprefix("Total Score: ").partition("/10")
+        if number.isdigit() and slash and not rest.strip():  # a plain reading of the well-formed ones
+            truth = truths[sample["example_id"]]
+            assert sample["reward"] == pytest.approx((1 - abs(min(int(number), 10) / 10 - truth)) ** 2)
+            scored += 1
+    assert scored > 24
+    metrics = lines(out, "metrics.jsonl")
+    assert [line["step"] for line in metrics] == [1, 2, 3]
+    assert all(line["reward/std"] > 0 and line["grad_norm"] > 0 for line in metrics)
+    assert all(0 <= line["reward/mean"] <= 1 for line in metrics)
+    assert {"reward/grade_error", "reward/answer_present", "eval/pass@1"} <= metrics[-1].keys()
+    assert changed(marker, out / "hf" / "step_3")
+
+
+# ---------------------------------------------------------------------------------------------------------------- addon
+
+
+def policy(pair: Path, source: Path, out: Path, url: str | None, *extra: str) -> Config:
+    return load(
+        "rrm_policy",
+        [
+            *SMALL,
+            f"model.senior={pair}/senior",
+            f"data.train={source}",
+            "train.eval_every=0",
+            "rollout.max_tokens=48",
+            f"judge.url={url or 'null'}",
+            "judge.mode=addon",
+            "judge.weight=0.5",
+            "judge.backoff_s=0.01",
+            "judge.concurrency=3",
+            f"output_dir={out}",
+            *extra,
+        ],
+    )
+
+
+@pytest.fixture(scope="module")
+def problems(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Word problems that the tiny pair writes about, as rows for a judge."""
+    from tandemrl.data.loading import load_rows
+
+    rows = [
+        {
+            "data_source": "polaris_tinyv",
+            "prompt": list(row.messages),
+            "reward_model": {"style": "rule", "ground_truth": row.ground_truth},
+            "extra_info": {"index": i, "question": f"question {i}", "criteria": f"criteria {i}"},
+        }
+        for i, row in enumerate(load_rows(["synthetic:plain:train:12"]))
+    ]
+    return write_rows(tmp_path_factory.mktemp("problems") / "polaris.jsonl", rows)
+
+
+def score_of(response: str) -> int:
+    """What the fake judge gives, out of 10: any function of the response that varies."""
+    return sum(response.encode()) % 11
+
+
+def test_addon_trains_for_three_steps_with_a_judge_over_http(tiny_pair: Path, problems: Path, tmp_path: Path) -> None:
+    def judged(prompt: str, number: int) -> str | Reply:
+        if number % 7 == 0:
+            return Reply(503, b"busy")
+        return f"Well.\nTotal Score: {score_of(prompt.partition('Answer:')[2].strip())}/10"
+
+    with FakeJudge(judged, models=("rrm",)) as judge:
+        out = train(policy(tiny_pair, problems, tmp_path / "out", judge.url), quiet=True)
+        judge.models = ("another",)
+        with pytest.raises(CheckpointError, match="another judge"):
+            train(policy(tiny_pair, problems, tmp_path / "out", judge.url, "train.steps=4"), quiet=True)
+    metrics, samples = lines(out, "metrics.jsonl"), lines(out, "samples.jsonl")
+    assert len(samples) == 3 * 16
+    asked = 0
+    for sample in samples:
+        parts = sample["reward_parts"]
+        if parts["rule"]:
+            assert (sample["reward"], parts["judge_asked"]) == (1.0, 0.0)
+        else:
+            asked += 1
+            assert sample["reward"] == pytest.approx(0.5 * score_of(text_of(sample)) / 10)
+            assert parts["judge_asked"] == 1.0
+    assert 0 < asked < 48
+    for prompt in judge.prompts:
+        number = prompt.partition("question ")[2].split()[0]
+        assert f"criteria {number}\n" in prompt
+    assert judge.most_at_once <= 3
+    assert [line["step"] for line in metrics] == [1, 2, 3]
+    assert sum(line["reward/judge_asked"] for line in metrics) * 16 == pytest.approx(asked)
+    assert changed(tiny_pair / "senior", out / "hf" / "step_3")
+    with FakeJudge(judged, models=("rrm",)) as moved:  # the same judge at another address may go on
+        changes = ["train.steps=4", "judge.concurrency=2", "judge.timeout_s=30"]
+        train(policy(tiny_pair, problems, tmp_path / "out", moved.url, *changes), quiet=True)
+    assert [line["step"] for line in lines(out, "metrics.jsonl")] == [1, 2, 3, 4]
+
+
+def test_a_judge_that_goes_down_stops_the_run(tiny_pair: Path, problems: Path, tmp_path: Path) -> None:
+    def judged(prompt: str, number: int) -> str | Reply:
+        return "Total Score: 5/10" if number <= 15 else Reply(500, b"out of memory")
+
+    with FakeJudge(judged) as judge, pytest.raises(JudgeError, match="HTTP 500: out of memory"):
+        train(policy(tiny_pair, problems, tmp_path / "out", judge.url, "judge.mode=tinyv_only"), quiet=True)
+    assert len(lines(tmp_path / "out", "metrics.jsonl")) < 3
+
+
+def test_a_run_without_its_judge_does_not_start(tiny_pair: Path, problems: Path, tmp_path: Path) -> None:
+    with pytest.raises(JudgeError, match="ConnectError"):
+        train(policy(tiny_pair, problems, tmp_path / "out", "http://127.0.0.1:9/v1"), quiet=True)
+    with pytest.raises(GraderError, match=r"row polaris_tinyv/0: .* set judge\.url"):
+        train(policy(tiny_pair, problems, tmp_path / "out", None), quiet=True)
+    assert not (tmp_path / "out").exists()
+
+
+def test_an_engine_in_this_process_can_be_the_judge(
+    marker: Path, tiny_pair: Path, problems: Path, tmp_path: Path
+) -> None:
+    judge = [f"judge.model={marker}", "judge.max_tokens=24", "judge.temperature=1.0", "train.steps=1"]
+    judge += ["judge.max_failure_rate=0.9"]  # it is not good at it
+    out = train(policy(tiny_pair, problems, tmp_path / "out", None, *judge), quiet=True)
+    samples = lines(out, "samples.jsonl")
+    unscored = sum("unscored" in sample["reward_parts"] for sample in samples)
+    assert lines(out, "metrics.jsonl")[0]["reward/unscored"] == pytest.approx(unscored / len(samples))
+    for sample in samples:
+        parts = sample["reward_parts"]
+        if "unscored" in parts:
+            continue
+        assert sample["reward"] == 1.0 if parts["rule"] else sample["reward"] == 0.5 * parts["judge"]
+
+
+def test_a_row_without_criteria_is_named(tiny_pair: Path, problems: Path, tmp_path: Path) -> None:
+    rows = [json.loads(line) for line in problems.read_text().splitlines()]
+    for row in rows:
+        del row["extra_info"]["criteria"]
+    bare = write_rows(tmp_path / "bare.jsonl", rows)
+    with (
+        FakeJudge(lambda prompt, _: "Total Score: 5/10") as judge,
+        pytest.raises(DataError, match=r"row polaris_tinyv/\d+, field 'extra_info\.criteria'"),
+    ):
+        train(policy(tiny_pair, bare, tmp_path / "out", judge.url), quiet=True)

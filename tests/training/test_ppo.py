@@ -1,0 +1,366 @@
+"""PPO as a whole: advantages of the critic, who learns when, dynamic sampling, resume; and that it learns."""
+
+import json
+from pathlib import Path
+from runpy import run_path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, AutoModelForTokenClassification
+
+from tandemrl.config import Config, ConfigError, EvalConfig, load
+from tandemrl.data.sampler import Sampler
+from tandemrl.evals import run_phase
+from tandemrl.experiments.tiny import build_tiny_pair
+from tandemrl.losses import adapt_kl_coef
+from tandemrl.models.attention import ModelError
+from tandemrl.models.critic import value_head
+from tandemrl.rollout import collect
+from tandemrl.rollout.engine import Draws
+from tandemrl.training import loop as train_module
+from tandemrl.training.loop import resample, train
+from tandemrl.training.run import Run, build, restore
+from tandemrl.training.update import add_logprobs, split, with_gae
+from tandemrl.types import Author, Group, Rollout
+
+REFERENCE = run_path(str(Path(__file__).parents[1] / "golden" / "losses.py"))
+SMALL = [
+    "loss.recipe=ppo",
+    "train.threads=1",
+    "train.prompts_per_step=4",
+    "rollout.group_size=4",
+    "rollout.max_tokens=48",
+    "train.eval_every=0",
+    "train.lr=3e-4",
+    "train.critic_lr=1e-3",
+    "data.train=synthetic:plain:train:64",
+    "data.max_prompt_tokens=128",
+]
+
+
+def config(pair: Path, out: Path, *extra: str) -> Config:
+    paths = [f"model.senior={pair}/senior", f"model.junior={pair}/junior", f"output_dir={out}"]
+    return load(None, [*SMALL, *paths, *extra])
+
+
+def metrics(out: Path) -> list[dict[str, float]]:
+    """What two identical runs share: all but the times."""
+    lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    return [{k: v for k, v in line.items() if not k.startswith(("time/", "tokens/s"))} for line in lines]
+
+
+def weights(out: Path, step: int) -> dict[str, torch.Tensor]:
+    return load_file(out / "hf" / f"step_{step}" / "model.safetensors")
+
+
+def same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
+    return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
+
+
+# ---------------------------------------------------------------------------------------------------------- advantages
+
+
+def rollouts_of(run: Run, senior: float, seed: int = 0) -> list[Rollout]:
+    """Two prompts of two random responses each; tokens are the senior's with probability ``senior``."""
+    rng = np.random.default_rng(seed)
+    made = []
+    for i in range(4):
+        prompt, size = list(run.prompts[i // 2].tokens), 4 + 3 * i
+        made.append(
+            Rollout(
+                example_id=str(i // 2),
+                group=i // 2,
+                index=i % 2,
+                seed=i,
+                tokens=np.array(prompt + rng.integers(3, 60, size).tolist()),
+                author=np.array([Author.CONTEXT] * len(prompt) + (rng.random(size) < senior).astype(int).tolist()),
+                behaviour_logprobs=np.zeros(len(prompt) + size),
+                reward=float(i % 3),
+            )
+        )
+    return made
+
+
+def direct(model: Any, tokens: np.ndarray) -> torch.Tensor:
+    return model(input_ids=torch.from_numpy(tokens)[None], use_cache=False).logits[0]
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("junior_weight", [0.0, 0.5])
+def test_advantages_and_returns_are_those_of_a_loop_over_sequences(
+    junior_weight: float, tiny_pair: Path, tmp_path: Path
+) -> None:
+    """Against stock transformers, the golden GAE and NumPy's mean and variance; KL in the reward, two mini-batches."""
+    knobs = ["loss.kl_coef=0.3", "loss.kl_in_reward=true", "loss.gamma=0.9", "loss.lam=0.8"]
+    run = build(config(tiny_pair, tmp_path, *knobs, f"loss.junior_weight={junior_weight}"))
+    assert run.critic is not None
+    generator = torch.Generator().manual_seed(1)
+    for parameter in run.policy.parameters():  # away from the reference
+        parameter += (0.02 if parameter.ndim > 1 else 0.0) * torch.randn(parameter.shape, generator=generator)
+    head = value_head(run.critic.module)[1]
+    head.weight.copy_(0.3 * torch.randn(head.weight.shape, generator=generator))
+    made = rollouts_of(run, senior=0.5)
+    rewards = torch.tensor([r.reward for r in made])
+    mini_batches = [
+        [m._replace(batch=add_logprobs(run, m.batch, old=True)) for m in split(run, made, torch.tensor(rows))]
+        for rows in ([0, 1], [2, 3])
+    ]
+    filled, found = with_gae(run, mini_batches, rewards)
+
+    run.policy.save_pretrained(tmp_path / "policy")
+    run.critic.module.save_pretrained(tmp_path / "critic")
+    policy = AutoModelForCausalLM.from_pretrained(tmp_path / "policy")
+    reference = AutoModelForCausalLM.from_pretrained(tiny_pair / "senior")
+    critic = AutoModelForTokenClassification.from_pretrained(tmp_path / "critic")
+    wanted, returns, values, counts = [], [], [], []
+    for rollout in made:
+        w = np.where(rollout.author == 1, 1.0, np.where(rollout.author == 0, junior_weight, 0.0))
+        at = (np.arange(len(w) - 1), rollout.tokens[1:])
+        old, ref = (direct(m, rollout.tokens).log_softmax(-1).double().numpy()[at] for m in (policy, reference))
+        earned = -0.3 * w * np.concatenate([[0.0], old - ref])
+        earned[-1] += rollout.reward
+        v = np.concatenate([[0.0], direct(critic, rollout.tokens)[:-1, 0].double().numpy()])
+        a = np.array(REFERENCE["gae"](earned, v, w > 0, 0.9, 0.8))
+        wanted.append(a)
+        returns.append(a + v)
+        values.append(v)
+        counts.append(w)
+    w, r, v = (np.concatenate(x) for x in (counts, returns, values))
+    on = w > 0
+    mean = (w * np.concatenate(wanted)).sum() / w.sum()
+    variance = (w * (np.concatenate(wanted) - mean) ** 2).sum() / (w.sum() - 1)
+    for i, batch in enumerate(m.batch for mini in filled for m in mini):
+        pair = slice(2 * i, 2 * i + 2)
+        trained = np.concatenate(counts[pair]) > 0
+        white = (np.concatenate(wanted[pair]) - mean) / np.sqrt(variance + 1e-8)
+        assert batch.advantages is not None
+        assert batch.returns is not None
+        np.testing.assert_allclose(batch.advantages.numpy(), np.where(trained, white, 0.0), atol=2e-4)
+        np.testing.assert_allclose(batch.returns.numpy()[trained], np.concatenate(returns[pair])[trained], atol=2e-4)
+
+    def weighted_variance(x: np.ndarray) -> float:
+        return float((w[on] * (x[on] - np.average(x[on], weights=w[on])) ** 2).sum())
+
+    explained = 1 - weighted_variance(r - v) / weighted_variance(r)
+    assert found["value/explained_variance"] == pytest.approx(explained, abs=1e-3)
+
+
+# ------------------------------------------------------------------------------------------------------------- training
+
+
+def test_the_critic_warms_up_alone(tiny_pair: Path, tmp_path: Path) -> None:
+    out = train(
+        config(tiny_pair, tmp_path, "train.steps=2", "train.critic_warmup_steps=1", "train.save_every=1"), quiet=True
+    )
+    first, second = metrics(out)
+    assert same(weights(out, 1), load_file(tiny_pair / "senior" / "model.safetensors"))
+    assert not same(weights(out, 2), weights(out, 1))
+    assert first["grad_norm"] == 0
+    assert second["grad_norm"] > 0
+    for line in (first, second):
+        assert line["value/loss"] > 0
+        assert line["value/grad_norm"] > 0
+        assert line["mismatch/mean_abs"] < 1e-5
+    assert first["value/explained_variance"] == pytest.approx(0, abs=1e-5)  # a head of zeros
+    assert second["value/explained_variance"] != pytest.approx(0, abs=1e-5)
+
+
+def test_micro_batches_do_not_change_the_step(tiny_pair: Path, tmp_path: Path) -> None:
+    knobs = ["train.steps=2", "train.critic_warmup_steps=1", "loss.kl_coef=0.1", "loss.kl_in_reward=true"]
+    one, many = (
+        metrics(train(config(tiny_pair, tmp_path / n, *knobs, f"train.tokens_per_micro_batch={n}"), quiet=True))
+        for n in ("8192", "192")
+    )
+    names = ["loss", "grad_norm", "value/loss", "value/grad_norm", "value/explained_variance", "kl/per_token"]
+    for a, b in zip(one, many, strict=True):
+        assert {name: a[name] for name in names} == pytest.approx({name: b[name] for name in names}, abs=1e-4)
+
+
+EVERYTHING = [
+    "loss.kl_coef=0.05",
+    "loss.kl_in_reward=true",
+    "loss.kl_target=0.01",
+    "train.critic_warmup_steps=1",
+    "train.warmup_steps=2",
+    "train.mini_batch_prompts=2",
+    "train.max_resamples=2",
+    "train.save_every=2",
+]
+
+
+def test_resume_is_bitwise_with_critic_adaptive_kl_and_resampling(tiny_pair: Path, tmp_path: Path) -> None:
+    whole = train(config(tiny_pair, tmp_path / "whole", "train.steps=4", *EVERYTHING), quiet=True)
+    resumed = tmp_path / "resumed"
+    for steps in (2, 4):
+        train(config(tiny_pair, resumed, f"train.steps={steps}", *EVERYTHING), quiet=True)
+    assert metrics(whole) == metrics(resumed)
+    assert (whole / "samples.jsonl").read_text() == (resumed / "samples.jsonl").read_text()
+    runs = [build(config(tiny_pair, out, "train.steps=4", *EVERYTHING)) for out in (whole, resumed)]
+    assert [restore(run, "auto") for run in runs] == [4, 4]
+    a, b = (run.critic for run in runs)
+    assert a is not None
+    assert b is not None
+    assert same(a.module.state_dict(), b.module.state_dict())
+    assert value_head(a.module)[1].weight.abs().sum() > 0
+    moments = [[s["exp_avg_sq"] for s in part.optimizer.state.values()] for part in (a, b)]
+    assert moments[0]
+    assert all(torch.equal(x, y) for x, y in zip(*moments, strict=True))
+
+    lines = metrics(whole)
+    assert any(line["groups/resampled"] > 0 for line in lines)
+    coefs = [line["kl/coef"] for line in lines] + [runs[0].kl_coef]
+    expected = [0.05, 0.05]  # the critic's warm-up says nothing about the KL
+    for line in lines[1:]:
+        expected.append(adapt_kl_coef(expected[-1], line["kl/per_token"], target=0.01))
+    assert coefs == pytest.approx(expected, rel=1e-12)
+    assert runs[0].kl_coef == runs[1].kl_coef
+
+
+def test_adaptive_kl_without_a_critic(tiny_pair: Path, tmp_path: Path) -> None:
+    knobs = ["loss.recipe=grpo", "loss.kl_coef=0.05", "loss.kl_in_reward=true", "loss.kl_target=0.01"]
+    out = train(config(tiny_pair, tmp_path, *knobs, "train.steps=2"), quiet=True)
+    first, second = metrics(out)
+    assert first["kl/coef"] == 0.05
+    assert second["kl/coef"] == pytest.approx(adapt_kl_coef(0.05, first["kl/per_token"], target=0.01))
+
+
+def test_a_group_of_one_trains(tiny_pair: Path, tmp_path: Path) -> None:
+    """The penalty of length makes rewards differ, however rare right answers are."""
+    knobs = ["train.steps=1", "rollout.group_size=1", "train.prompts_per_step=16", "loss.overlong_buffer=40"]
+    line = metrics(train(config(tiny_pair, tmp_path, *knobs), quiet=True))[0]
+    assert line["grad_norm"] > 0
+    assert line["value/loss"] > 0
+
+
+def test_a_critic_of_another_vocabulary_is_refused(tiny_pair: Path, tmp_path: Path) -> None:
+    from transformers import AutoTokenizer
+
+    AutoModelForCausalLM.from_pretrained(tiny_pair / "senior").save_pretrained(tmp_path / "critic")
+    tokenizer = AutoTokenizer.from_pretrained(tiny_pair / "senior")
+    tokenizer.add_tokens(["<extra>"])
+    tokenizer.save_pretrained(tmp_path / "critic")
+    with pytest.raises(ModelError, match="senior and critic have different vocabularies"):
+        build(config(tiny_pair, tmp_path / "run", f"model.critic={tmp_path}/critic"))
+
+
+@pytest.mark.parametrize(
+    ("overrides", "key"),
+    [
+        (["model.critic=x"], "model.critic"),
+        (["train.critic_warmup_steps=1"], "train.critic_warmup_steps"),
+        (["loss.recipe=ppo", "train.critic_warmup_steps=50"], "train.critic_warmup_steps"),
+        (["loss.recipe=ppo", "rollout.group_size=1", "train.max_resamples=1"], "train.max_resamples"),
+        (["rollout.group_size=1"], "rollout.group_size"),
+        (["loss.kl_target=0.1"], "loss.kl_target"),
+    ],
+)
+def test_knobs_that_contradict_each_other_are_refused(overrides: list[str], key: str) -> None:
+    with pytest.raises(ConfigError, match=f"^{key}="):
+        load(overrides=overrides)
+
+
+# ----------------------------------------------------------------------------------------------------- dynamic sampling
+
+
+def group(example: int, rewards: list[float], place: int) -> Group:
+    made = [
+        Rollout(
+            example_id=str(example),
+            group=place,
+            index=i,
+            seed=0,
+            tokens=np.zeros(2),
+            author=np.array([-1, 1]),
+            behaviour_logprobs=np.zeros(2),
+            reward=reward,
+        )
+        for i, reward in enumerate(rewards)
+    ]
+    return Group(str(example), tuple(made))
+
+
+def resampled(monkeypatch: pytest.MonkeyPatch, good: set[int], rounds: int) -> tuple[Any, list[int]]:
+    """``resample`` of four groups of which 0 and 2 are flat; further examples have a signal if in ``good``."""
+    drawn: list[int] = []
+
+    def rollout(*arguments: Any, **named: int) -> Any:
+        drawn.append(named["drawn"])
+        return collect.Written(arguments[-1], [], Draws(10, 5))
+
+    def score(written: Any, scorer: Any, tokenizer: Any) -> list[Group]:
+        return [group(e, [0.0, 1.0 if e in good else 0.0], i) for i, e in enumerate(written.prompts)]
+
+    monkeypatch.setattr(train_module, "rollout", rollout)
+    monkeypatch.setattr(collect, "score", score)
+    sampler = Sampler(100, seed=0)
+    sampler.next(4)
+    settings = SimpleNamespace(train=SimpleNamespace(max_resamples=rounds))
+    run: Any = SimpleNamespace(config=settings, sampler=sampler, scorer=None, tokenizer=None)
+    first = [group(900 + i, [1.0, 1.0] if i in (0, 2) else [0.0, 1.0], i) for i in range(4)]
+    nothing: Any = None
+    return resample(run, nothing, nothing, 1, collect.Written([], [], Draws(100, 50)), first), drawn
+
+
+def test_flat_groups_give_way_to_the_next_prompts(monkeypatch: pytest.MonkeyPatch) -> None:
+    sampler = Sampler(100, seed=0)
+    sampler.next(4)
+    _, b, _, d, *_ = sampler.next(10)
+    (written, groups, count), drawn = resampled(monkeypatch, good={b, d}, rounds=5)
+    # round 1 puts a and b in the places 0 and 2; a is flat, so c comes, is flat, and d stays
+    assert [g.example_id for g in groups] == [str(d), "901", str(b), "903"]
+    assert [[r.group for r in g.rollouts] for g in groups] == [[i, i] for i in range(4)]
+    assert count == 4
+    assert drawn == [4, 6, 7]  # prompts of the step before each round: fresh keys
+    assert written.draws == Draws(130, 65)
+
+
+def test_rounds_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    (_, groups, count), drawn = resampled(monkeypatch, good=set(), rounds=3)
+    assert (count, len(drawn), len(groups)) == (6, 3, 4)
+    (_, groups, count), drawn = resampled(monkeypatch, good=set(), rounds=0)
+    assert (count, drawn, [g.example_id for g in groups]) == (0, [], ["900", "901", "902", "903"])
+
+
+def test_resampling_leaves_fewer_flat_groups_and_never_repeats_a_key(tiny_pair: Path, tmp_path: Path) -> None:
+    """Eight rows only, so that examples come again within a step."""
+    knobs = ["loss.recipe=dapo", "data.train=synthetic:plain:train:8", "train.steps=2", "rollout.group_size=2"]
+    without = train(config(tiny_pair, tmp_path / "a", *knobs), quiet=True)
+    out = train(config(tiny_pair, tmp_path / "b", *knobs, "train.max_resamples=4"), quiet=True)
+    a, b = metrics(without)[0], metrics(out)[0]
+    assert b["groups/resampled"] > 0
+    assert b["groups/zero_variance"] < a["groups/zero_variance"]
+    samples = [json.loads(line) for line in (out / "samples.jsonl").read_text().splitlines()]
+    keys = [line["seed"] for line in samples]
+    assert len(keys) == 2 * 8
+    assert len(set(keys)) == len(keys)
+    assert [line["group"] for line in samples] == [0, 0, 1, 1, 2, 2, 3, 3] * 2
+
+
+# ------------------------------------------------------------------------------------------------------------- learning
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", [0, 1, 2])
+def test_ppo_gains_20_points_on_held_out_problems(seed: int, tmp_path: Path) -> None:
+    pair = tmp_path / "tiny"
+    build_tiny_pair(pair, seed=seed)
+    paths = [f"model.senior={pair}/senior", f"model.junior={pair}/junior", f"output_dir={tmp_path}/run"]
+    settings = load("quickstart_ppo", [*paths, f"train.seed={seed}", "train.threads=1"])
+    train(settings, quiet=True)
+
+    def solo(model: Path) -> float:
+        result = run_phase(
+            "pass-at-k",
+            model=str(model),
+            junior=None,
+            data=["synthetic:plain:heldout:512"],
+            eval=EvalConfig(samples=4, k=(1,)),
+            out=tmp_path / "eval" / model.name,
+        )
+        return result["metrics"]["macro"]["pass@1"]
+
+    assert solo(tmp_path / "run" / "hf" / f"step_{settings.train.steps}") - solo(pair / "senior") >= 0.20

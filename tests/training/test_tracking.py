@@ -1,0 +1,181 @@
+"""The record of a run: complete, one line per step, readable without a terminal; and what the console shows."""
+
+import io
+import json
+import re
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from rich.console import Console
+
+from tandemrl.config import load
+from tandemrl.training.tracking import Tracker, TrackingError, authored_text, summary_line
+from tandemrl.types import Rollout
+
+
+class WordTokenizer:
+    def decode(self, ids: list[int]) -> str:
+        return "".join(f" w{i}" for i in ids)
+
+
+def rollout(index: int = 0) -> Rollout:
+    author = np.array([-1, -1, 1, 1, 0, 1])
+    logprobs = np.array([0.0, 0.0, -0.5, -0.25, -1.0, -0.125])
+    return Rollout("set/1", 0, index, 7, np.arange(6), author, logprobs, 1.0, {"correct": 1.0})
+
+
+def lines(path: Path) -> list[dict]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def console(*, terminal: bool = False) -> tuple[Console, io.StringIO]:
+    text = io.StringIO()
+    return Console(file=text, force_terminal=terminal, width=100, highlight=False), text
+
+
+def test_metrics_are_one_line_per_step_on_disk_before_the_step_returns(tmp_path: Path) -> None:
+    with Tracker(tmp_path, load(), quiet=True) as tracker:
+        tracker.step(1, {"reward/mean": 0.5, "loss": float("nan")})
+        assert lines(tmp_path / "metrics.jsonl") == [{"step": 1, "reward/mean": 0.5, "loss": None}]
+        tracker.step(2, {"reward/mean": np.float32(0.25)})
+    assert [line["step"] for line in lines(tmp_path / "metrics.jsonl")] == [1, 2]
+
+
+def test_no_step_is_recorded_twice_not_even_by_a_second_process(tmp_path: Path) -> None:
+    with Tracker(tmp_path, load(), quiet=True) as tracker:
+        tracker.step(3, {})
+        with pytest.raises(ValueError, match="already has step 3"):
+            tracker.step(3, {})
+    with Tracker(tmp_path, load(), quiet=True) as resumed:
+        with pytest.raises(ValueError, match="already has step 3"):
+            resumed.step(2, {})
+        resumed.step(4, {})
+    assert [line["step"] for line in lines(tmp_path / "metrics.jsonl")] == [3, 4]
+
+
+def test_a_torn_record_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n{"st')
+    with pytest.raises(TrackingError, match="torn"):
+        Tracker(tmp_path, load(), quiet=True)
+
+
+def test_every_rollout_is_recorded_whatever_is_shown(tmp_path: Path) -> None:
+    with Tracker(tmp_path, load(overrides=["train.log_samples=0"]), quiet=True) as tracker:
+        tracker.samples(5, [rollout(0), rollout(1)], WordTokenizer())
+    records = lines(tmp_path / "samples.jsonl")
+    assert [(record["step"], record["index"], record["text"]) for record in records] == [
+        (5, 0, " w2 w3 w4 w5"),
+        (5, 1, " w2 w3 w4 w5"),
+    ]
+    again = Rollout.from_json(records[1])
+    np.testing.assert_array_equal(again.author, rollout().author)
+    np.testing.assert_array_equal(again.behaviour_logprobs, rollout().behaviour_logprobs)
+
+
+def test_authors_are_coloured_and_marked() -> None:
+    text = authored_text(rollout(), WordTokenizer())
+    assert text.plain == " w2 w3‹ w4› w5"
+    assert [(text.plain[s.start : s.end], s.style) for s in text.spans] == [
+        (" w2 w3", "cyan"),
+        ("‹ w4›", "yellow"),
+        (" w5", "cyan"),
+    ]
+
+
+def test_markup_in_a_completion_is_text(tmp_path: Path) -> None:
+    class Tokenizer:
+        def decode(self, ids: list[int]) -> str:
+            return "[red]x[/nope]"
+
+    screen, text = console()
+    with Tracker(tmp_path, load(), console=screen) as tracker:
+        tracker.samples(1, [rollout()], Tokenizer())
+    assert "[red]x[/nope]" in text.getvalue()
+
+
+def test_without_a_terminal_there_are_plain_lines_and_no_bars(tmp_path: Path) -> None:
+    screen, text = console()
+    with Tracker(tmp_path, load(overrides=["train.steps=2"]), console=screen) as tracker:
+        tracker.rollout_progress(8)(100)
+        tracker.samples(1, [rollout()], WordTokenizer())
+        tracker.step(1, {"reward/mean": 0.5, "eval/pass@1": 0.25})
+        tracker.step(2, {"reward/mean": 0.75})
+    shown = text.getvalue()
+    assert "\x1b" not in shown
+    assert "w2 w3‹ w4› w5" in shown
+    assert "step 1/2 | reward 0.500 | ETA 0m00s\n  held-out pass@1 0.250\nstep 2/2 | reward 0.750 | ETA 0m00s" in shown
+
+
+def test_a_terminal_gets_bars_for_steps_and_rollout_tokens(tmp_path: Path) -> None:
+    screen, text = console(terminal=True)
+    with Tracker(tmp_path, load(overrides=["train.steps=4", "rollout.max_tokens=50"]), console=screen) as tracker:
+        advance = tracker.rollout_progress(8)
+        advance(30)
+        advance(70)
+        tracker.step(1, {})
+        tracker.rollout_progress(8)
+    shown = text.getvalue()
+    assert "tokens of 8 rollouts" in shown
+    assert "400" in shown  # 8 rows x 50 tokens
+    assert "ETA" in shown
+
+
+def test_the_table_of_samples_is_shown_on_the_first_step_and_on_evaluation_steps(tmp_path: Path) -> None:
+    screen, text = console()
+    with Tracker(tmp_path, load(overrides=["train.eval_every=3"]), console=screen) as tracker:
+        for step in range(1, 7):
+            tracker.samples(step, [rollout()], WordTokenizer())
+            tracker.step(step, {})
+    assert [s for s in range(1, 7) if f"samples of step {s}:" in text.getvalue()] == [1, 3, 6]
+
+
+def test_quiet_prints_nothing(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    with Tracker(tmp_path, load(), quiet=True) as tracker:
+        tracker.rollout_progress(8)(5)
+        tracker.samples(1, [rollout()], WordTokenizer())
+        tracker.step(1, {"loss": 1.0})
+        tracker.say("hello")
+    assert capfd.readouterr() == ("", "")
+
+
+def test_summary_line_counts_hours() -> None:
+    assert summary_line(1, 101, {}, 90.0) == "step 1/101 | ETA 2h30m"
+
+
+@pytest.mark.parametrize("scale", [1, -1000])
+@pytest.mark.parametrize(("step", "steps"), [(9, 50), (999, 999), (123456, 1234567)])
+def test_the_lines_of_a_step_fit_80_columns_and_no_value_stands_apart_from_its_name(
+    step: int, steps: int, scale: int
+) -> None:
+    names = ["reward/mean", "loss", "grad_norm", "tandem/senior_draw_frac", "time/step", "mismatch/mean_abs"]
+    metrics = {name: scale * 12.345 for name in [*names, *(f"eval/pass@{2**k}" for k in range(9))]}
+    lines = summary_line(step, steps, metrics, 30.0).split("\n")
+    assert max(map(len, lines)) <= 80
+    assert all(re.search(r"[\dsm]( \|)?$", line) for line in lines)
+    shown = " ".join(" ".join(lines).split())
+    for part in ("reward ", "loss ", "grad ", "senior ", "ETA ", *(f"pass@{2**k} " for k in range(9))):
+        assert shown.count(f" {part}") == 1
+
+
+def test_wandb_missing_says_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    with pytest.raises(TrackingError, match=r"pip install 'tandemrl\[wandb\]'"):
+        Tracker(tmp_path, load(overrides=["train.wandb=offline"]), quiet=True)
+
+
+def test_wandb_online_without_a_key_records_offline_and_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("wandb")
+    monkeypatch.delenv("WANDB_API_KEY", raising=False)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("NETRC", str(tmp_path / "none"))
+    screen, text = console()
+    with Tracker(tmp_path / "run", load(overrides=["train.wandb=online"]), console=screen) as tracker:
+        tracker.step(1, {"loss": 1.0})
+    assert "no API key" in text.getvalue()
+    assert "recording offline" in text.getvalue()
+    identity = (tmp_path / "run" / "wandb" / "run_id").read_text()
+    assert len(list((tmp_path / "run" / "wandb").glob(f"offline-run-*-{identity}/run-{identity}.wandb"))) == 1

@@ -1,0 +1,576 @@
+"""The loop as a whole: it learns what it should, stops when it must, and resumes as if nothing had happened."""
+
+import dataclasses
+import json
+import re
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Sequence
+from itertools import pairwise
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+
+from helpers import tokenizer
+from runs import SMALL, assert_same_run, config, metrics, weights
+from tandemrl.config import ConfigError, load, to_yaml
+from tandemrl.data.rows import Row
+from tandemrl.losses import RECIPES
+from tandemrl.models.batching import pack_tokens
+from tandemrl.rewards.protocol import GraderError
+from tandemrl.rollout.collect import write
+from tandemrl.rollout.engine import Completion, Draws, EngineError
+from tandemrl.rollout.schedule import schedule_of
+from tandemrl.rollout.torch_engine import TorchEngine
+from tandemrl.selection import bernoulli, solo
+from tandemrl.training import run as run_module
+from tandemrl.training.checkpoint import CheckpointError, DamagedError, latest, lock
+from tandemrl.training.functions import signature
+from tandemrl.training.loop import train
+from tandemrl.training.run import (
+    TrainError,
+    build,
+    check_draws,
+    check_mismatch,
+    learning_rate,
+    restore,
+)
+
+
+@pytest.fixture(scope="module")
+def finished(tiny_pair: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An uninterrupted run of six steps."""
+    return train(config(tiny_pair, tmp_path_factory.mktemp("run") / "whole", "train.steps=6"), quiet=True)
+
+
+def test_a_run_leaves_its_files(finished: Path) -> None:
+    assert [line["step"] for line in metrics(finished)] == [1, 2, 3, 4, 5, 6]
+    required = {"reward/mean", "loss", "grad_norm", "tandem/senior_frac", "tandem/senior_draw_frac"}
+    required |= {"mismatch/mean_abs", "weights/version_lag", "time/step", "time/rollout", "tokens/response"}
+    for line in metrics(finished):
+        assert required <= line.keys()
+        assert line["weights/version_lag"] == 0
+        assert line["mismatch/mean_abs"] < 1e-5
+        assert line["grad_norm"] >= 0
+    assert "eval/pass@1" in metrics(finished)[1]
+    assert (finished / "config.yaml").is_file()
+    assert (finished / "hf" / "best" / "config.json").is_file()
+    samples = [json.loads(line) for line in (finished / "samples.jsonl").read_text().splitlines()]
+    assert len(samples) == 6 * 16
+    assert {author for author in samples[0]["author"]} <= {-1, 0, 1}
+
+
+def test_the_export_is_a_plain_hf_folder(finished: Path) -> None:
+    model = AutoModelForCausalLM.from_pretrained(finished / "hf" / "step_6")
+    logits = model(input_ids=torch.tensor([[5, 6, 7]])).logits
+    assert logits.shape[:2] == (1, 3)
+    assert "tandemrl" not in (finished / "hf" / "step_6" / "config.json").read_text()
+
+
+def test_training_changes_the_senior(tiny_pair: Path, finished: Path) -> None:
+    base, trained = load_file(tiny_pair / "senior" / "model.safetensors"), weights(finished, 6)
+    assert any(not torch.equal(base[name], trained[name]) for name in base)
+
+
+KILLER = """
+import os, signal, sys
+import {module} as module
+original, calls = getattr({owner}, "{name}"), 0
+def dying(*arguments, **options):
+    global calls
+    calls += 1
+    if {before} and calls == {call}:
+        os.kill(os.getpid(), signal.SIGKILL)
+    result = original(*arguments, **options)
+    if calls == {call}:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return result
+setattr({owner}, "{name}", dying)
+from tandemrl.cli.main import main
+main()
+"""
+MOMENTS = [  # in a run of six steps that saves after every second
+    ("tandemrl.training.tracking", "module.Tracker", "step", 1, False),  # before the first checkpoint
+    (
+        "tandemrl.training.tracking",
+        "module.Tracker",
+        "step",
+        3,
+        False,
+    ),  # after one, with a line logged that must go again
+    ("tandemrl.training.checkpoint", "module", "save", 1, True),  # step 4 exported, its checkpoint not written
+    ("tandemrl.training.update", "module", "optimise", 2, False),  # step 4 again: weights updated, nothing logged
+    ("tandemrl.training.tracking", "module.Tracker", "samples", 3, True),  # step 5 evaluated, not logged
+]
+
+
+def test_resume_equals_uninterrupted_after_a_kill_at_any_moment(
+    tiny_pair: Path, finished: Path, tmp_path: Path
+) -> None:
+    out = tmp_path / "killed"
+    overrides = [*SMALL, f"model.senior={tiny_pair}/senior", f"model.junior={tiny_pair}/junior", "train.steps=6"]
+    for module, owner, name, call, before in MOMENTS:
+        script = KILLER.format(module=module, owner=owner, name=name, call=call, before=before)
+        arguments = ["train", "--config", _empty(tmp_path), *overrides, f"output_dir={out}"]
+        died = subprocess.run([sys.executable, "-c", script, *arguments], capture_output=True, timeout=120)
+        assert died.returncode == -signal.SIGKILL, died.stderr.decode()
+    assert latest(out) == out / "checkpoints" / "step_4"
+    train(config(tiny_pair, out, "train.steps=6"), quiet=True)
+    assert_same_run(finished, out, step=6)
+
+
+def _empty(folder: Path) -> str:
+    path = folder / "empty.yaml"
+    path.write_text("train: {}\n")
+    return str(path)
+
+
+def test_resume_from_a_named_checkpoint_goes_back(tiny_pair: Path, finished: Path, tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    train(config(tiny_pair, out, "train.steps=4", "train.keep_checkpoints=3"), quiet=True)
+    train(
+        config(tiny_pair, out, "train.steps=6", "train.keep_checkpoints=3"),
+        resume=str(out / "checkpoints" / "step_2"),
+        quiet=True,
+    )
+    assert_same_run(finished, out, step=6)
+
+
+def flip(file: Path) -> None:
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 1
+    file.write_bytes(content)
+
+
+def cut(file: Path, step: int) -> None:
+    """Tear a record inside the first line of a step."""
+    content = file.read_bytes()
+    file.write_bytes(content[: content.index(f'"step": {step},'.encode()) + 4])
+
+
+def without(file: Path, step: int) -> None:
+    lines = file.read_text().splitlines(keepends=True)
+    file.write_text("".join(line for line in lines if json.loads(line)["step"] != step))
+
+
+DAMAGE = {  # the run is saved after steps 4 and 6: what is damaged, what is said of it, and whether step 4 is a way out
+    "shard": (lambda out: flip(out / "checkpoints/step_6/tensors/__0_0.distcp"), r"__0_0\.distcp: not as it was", True),
+    "state": (lambda out: flip(out / "checkpoints/step_6/state.pt"), r"state\.pt: not as it was", True),
+    "both": (lambda out: [flip(file) for file in out.glob("checkpoints/*/state.pt")], r"step_6/state\.pt: not", False),
+    "metrics torn in step 2": (
+        lambda out: cut(out / "metrics.jsonl", 2),
+        r"no readable line of step 2, 3, 4, 5",
+        False,
+    ),
+    "samples torn in step 6": (lambda out: cut(out / "samples.jsonl", 6), r"no readable line of step 6", True),
+    "a metrics line less": (lambda out: without(out / "metrics.jsonl", 5), r"no readable line of step 5\.", True),
+    "samples changed": (lambda out: flip(out / "samples.jsonl"), r"samples\.jsonl: .*step", False),
+    "no metrics": (lambda out: (out / "metrics.jsonl").unlink(), r"metrics\.jsonl: missing, with the 6 lines", False),
+}
+
+
+def test_damage_is_refused_with_the_way_out_and_nothing_is_touched(
+    tiny_pair: Path, finished: Path, tmp_path: Path
+) -> None:
+    out = tmp_path / "run"
+    run = build(config(tiny_pair, out, "train.steps=8"))
+    for name, (damage, message, way_out) in DAMAGE.items():
+        shutil.copytree(finished, out)
+        damage(out)
+        before = {file: file.read_bytes() for file in out.rglob("*") if file.is_file()}
+        with pytest.raises(DamagedError, match=message) as error:
+            restore(run, "auto")
+        assert {file: file.read_bytes() for file in out.rglob("*") if file.is_file()} == before, name
+        assert (f"--resume {out}/checkpoints/step_4)" in str(error.value)) is way_out, name
+        assert ("No older checkpoint in" in str(error.value)) is not way_out, name
+        shutil.rmtree(out)
+    copy = shutil.copytree(finished / "checkpoints" / "step_6", tmp_path / "a copy")
+    flip(copy / "state.pt")
+    with pytest.raises(DamagedError, match=r"a copy/state\.pt: .*No older checkpoint in"):
+        restore(run, str(copy))
+
+
+def test_the_way_out_leads_to_the_same_run(tiny_pair: Path, finished: Path, tmp_path: Path) -> None:
+    """Past a damaged checkpoint, a torn record, and folders of others."""
+    out = shutil.copytree(finished, tmp_path / "run")
+    flip(out / "checkpoints/step_6/tensors/__0_0.distcp")
+    cut(out / "metrics.jsonl", 5)
+    for foreign in ("checkpoints/step_999", "hf/step_final", "hf/step_9.bak"):
+        (out / foreign).mkdir()
+    again = config(tiny_pair, out, "train.steps=6")
+    with pytest.raises(DamagedError) as error:
+        train(again, quiet=True)
+    way_out = re.search(r"--resume (\S+)\), and the steps after 4 are", str(error.value))
+    assert way_out is not None
+    train(again, resume=way_out[1], quiet=True)
+    assert_same_run(finished, out, step=6)
+    assert (out / "hf" / "step_final").is_dir()
+
+
+def test_a_run_may_leave_its_damaged_record_behind(tiny_pair: Path, finished: Path, tmp_path: Path) -> None:
+    """In another folder it begins new files; those of another run there are not gone on with."""
+    checkpoint = str(shutil.copytree(finished, tmp_path / "old") / "checkpoints" / "step_4")
+    cut(tmp_path / "old" / "metrics.jsonl", 2)
+    new = build(config(tiny_pair, tmp_path / "new", "train.steps=6"))
+    assert restore(new, checkpoint) == 4
+    for begun in ("", '{"step": 5, "x": 1}\n'):  # the same command again, after a crash
+        (tmp_path / "new" / "metrics.jsonl").write_text(begun)
+        assert restore(new, checkpoint) == 4
+        assert (tmp_path / "new" / "metrics.jsonl").read_text() == ""
+    (tmp_path / "new" / "metrics.jsonl").write_text('{"step": 1}\n{"step": 5}\n')
+    with pytest.raises(DamagedError, match=r"new/metrics\.jsonl: no readable line of step 2, 3, 4\. "):
+        restore(new, checkpoint)
+
+
+def test_a_checkpoint_of_an_earlier_version_resumes_with_one_warning(
+    tiny_pair: Path, finished: Path, tmp_path: Path
+) -> None:
+    out = shutil.copytree(finished, tmp_path / "run")
+    folder = out / "checkpoints" / "step_6"
+    content = torch.load(folder / "state.pt", weights_only=True)
+    del content["state"]["records"]
+    torch.save(content | {"format": 2}, folder / "state.pt")
+    meta = json.loads((folder / "meta.json").read_text())
+    del meta["files"]
+    (folder / "meta.json").write_text(json.dumps(meta))
+    run = build(config(tiny_pair, out, "train.steps=6"))
+    with pytest.warns(UserWarning, match=r"step_6 was written by an earlier version") as warned:
+        assert restore(run, "auto") == 6
+    assert len(warned) == 1
+    without(out / "metrics.jsonl", 3)
+    with (
+        pytest.warns(match="earlier version"),
+        pytest.raises(DamagedError, match=r"metrics\.jsonl: no readable line of step 3\. "),
+    ):
+        restore(run, "auto")
+
+
+def test_resume_refuses_another_config_and_never_refuses_a_used_folder(finished: Path, tiny_pair: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"train\.lr"):
+        train(config(tiny_pair, finished, "train.steps=6", "train.lr=1e-3"), quiet=True)
+    with pytest.raises(CheckpointError, match="already holds a run"):
+        train(config(tiny_pair, finished, "train.steps=6"), resume="never", quiet=True)
+
+
+@pytest.mark.parametrize("extra", [[f"loss.recipe={name}"] for name in RECIPES if name != "ppo"])
+def test_every_recipe_trains(extra: Sequence[str], tiny_pair: Path, tmp_path: Path) -> None:
+    mini_batches = [] if "rloo" in extra[0] else ["train.mini_batch_prompts=2"]
+    out = train(config(tiny_pair, tmp_path, "train.eval_every=0", *mini_batches, *extra), quiet=True)
+    trained = [line for line in metrics(out) if line["updates"] > 0]
+    assert trained
+    assert any(line["grad_norm"] > 0 for line in trained)
+    assert all(line["ratio"] == pytest.approx(1.0, abs=0.2) for line in trained)
+
+
+@pytest.mark.parametrize(
+    "extra",
+    [
+        ["selection.strategy=solo", "model.junior=null", "loss.kl_coef=0.05"],
+        ["loss.kl_coef=0.05", "loss.kl_in_reward=true"],
+        ["loss.junior_kl_coef=0.1", "loss.entropy_coef=0.01", "loss.junior_weight=0.5", "loss.normalise_by=response"],
+        ["loss.importance=token", "train.tokens_per_micro_batch=192"],
+        ["loss.importance=sequence", "loss.overlong_buffer=8", "train.schedule=cosine", "train.warmup_steps=2"],
+        ["selection.strategy=word_aligned"],
+        ["selection.strategy=sentence", "selection.first=junior"],
+        ["selection.strategy=chunk", "selection.chunk_size=4"],
+        ["selection.strategy=alternating"],
+        ["selection.strategy=bernoulli", "selection.prob_senior_final=0.9", "selection.anneal_steps=2"],
+        ["rollout.top_p=0.9", "rollout.top_k=50", "rollout.temperature=0.7", "rollout.allow_truncated=true"],
+        ["model.dtype=bfloat16", "model.gradient_checkpointing=true"],
+        ["model.junior=null", "loss.filter_zero_variance=true"],
+    ],
+    ids=lambda extra: " ".join(extra),
+)
+def test_every_knob_trains_and_matches_the_engine(extra: Sequence[str], tiny_pair: Path, tmp_path: Path) -> None:
+    out = train(config(tiny_pair, tmp_path, "train.steps=2", "train.eval_every=0", *extra), quiet=True)
+    limit = 2e-2 if "model.dtype=bfloat16" in extra else 1e-5
+    assert all(line.get("mismatch/mean_abs", 0.0) <= limit for line in metrics(out))
+
+
+def test_junior_weight_changes_the_update_and_not_the_rollouts(tiny_pair: Path, tmp_path: Path) -> None:
+    """That weight 1 is plain GRPO exactly is tested where the loss is, in tests/losses."""
+    all_tokens = config(tiny_pair, tmp_path / "a", "train.steps=1", "loss.junior_weight=1", "train.eval_every=0")
+    a = weights(train(all_tokens, quiet=True), 1)
+    only_senior = dataclasses.replace(
+        all_tokens, output_dir=str(tmp_path / "b"), loss=dataclasses.replace(all_tokens.loss, junior_weight=0.0)
+    )
+    b = weights(train(only_senior, quiet=True), 1)
+    assert (tmp_path / "a" / "samples.jsonl").read_text() == (tmp_path / "b" / "samples.jsonl").read_text()
+    assert any(not torch.equal(a[name], b[name]) for name in a)
+
+
+def test_micro_batches_do_not_change_the_update(tiny_pair: Path, tmp_path: Path) -> None:
+    """One big micro-batch and many small ones give the same weights up to float rounding."""
+    runs = [
+        weights(train(config(tiny_pair, tmp_path / str(n), "train.steps=1", "train.eval_every=0",
+                             f"train.tokens_per_micro_batch={n}", "train.weight_decay=0"), quiet=True), 1)
+        for n in (8192, 192)
+    ]  # fmt: skip
+    base = load_file(tiny_pair / "senior" / "model.safetensors")
+    for name in base:
+        # AdamW's first step is ±lr wherever the gradient is not tiny; only those entries can be compared.
+        moved = (runs[0][name] - base[name]).abs() > 2.9e-4
+        assert torch.allclose(runs[0][name][moved], runs[1][name][moved], atol=1e-6)
+
+
+def test_own_recipe_and_strategy(tiny_pair: Path, tmp_path: Path) -> None:
+    mine = {
+        "recipe": RECIPES["grpo"]._replace(name="mine", advantage=lambda rewards, group_ids: rewards - rewards.mean()),
+        "strategy": lambda step: bernoulli(0.25),
+    }
+    out = train(config(tiny_pair, tmp_path, "train.steps=2", "train.eval_every=0"), **mine, quiet=True)
+    assert all(0.1 < line["tandem/senior_draw_frac"] < 0.4 for line in metrics(out))
+
+    for folder in (out, out / "checkpoints" / "step_2"):  # both say what trained, and do not train something else
+        stored = load(folder / "config.yaml")
+        assert stored.functions.strategy.signature == signature(mine["strategy"])
+        assert "<lambda> (test_train.py:" in stored.functions.recipe.name
+        with pytest.raises(ConfigError, match=r"functions\.recipe: .* passed is none"):
+            train(stored, quiet=True)
+    assert train(stored, **mine, quiet=True) == out
+
+
+def test_own_rewards_beside_the_library_s_by_weight(tiny_pair: Path, tmp_path: Path) -> None:
+    """A closure of this process and a scorer of the library, for training rows; the held-out rows have their own."""
+    goal = 12
+
+    def brevity(row: Row, text: str) -> float:
+        return -abs(len(text) - goal) / goal
+
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text("\n".join(json.dumps({"question": f"{i} plus 1?", "answer": f"#### {i + 1}"}) for i in range(4)))
+    sums = ["reward.scorers.synthetic/*=boxed + brevity", "reward.weights.brevity=0.5"]
+    sums += ["reward.scorers.openai/*=gsm8k", f"data.eval={rows}", "train.steps=1", "train.eval_every=1"]
+    settings = config(tiny_pair, tmp_path / "out", *sums)
+    out = train(settings, reward=brevity, quiet=True)
+    (line,) = metrics(out)
+    samples = [json.loads(each) for each in (out / "samples.jsonl").read_text().splitlines()]
+    texts = [sample["text"].removesuffix("<|im_end|>") for sample in samples]
+    short = np.array([-abs(len(text) - 12) / 12 for text in texts])
+    right = np.array([sample["reward_parts"]["boxed"] for sample in samples])
+    assert set(right) <= {0.0, 1.0}
+    assert [sample["reward"] for sample in samples] == pytest.approx(list(right + 0.5 * short))
+    expected = {
+        "mean": (right + 0.5 * short).mean(),
+        "boxed": right.mean(),
+        "brevity": short.mean(),
+        "acc": right.mean(),
+    }
+    assert {name: line[f"reward/{name}"] for name in expected} == pytest.approx(expected)
+
+    assert "brevity=test_train." in load(out / "config.yaml").functions.reward.name
+    longer = config(tiny_pair, tmp_path / "out", *sums, "train.steps=2")
+    with pytest.raises(GraderError, match="'brevity' is neither"):
+        build(longer)
+    goal = 13
+    with pytest.raises(CheckpointError, match=r"functions\.reward"):
+        train(longer, reward=brevity, quiet=True)
+
+
+@pytest.mark.parametrize(
+    ("override", "error", "message"),
+    [
+        ("reward.scorers.synthetic=no_such_module:score", ConfigError, r"reward\.scorers\.synthetic=.*no row matches"),
+        ("reward.scorers.synthetic/plain=no_such_module:score", GraderError, "No module named 'no_such_module'"),
+        ("reward.weights.boxed=2", ConfigError, r"reward\.weights\.boxed: no reward of that name"),
+    ],
+)
+def test_rewards_of_no_use_are_refused_before_a_model_is_loaded(
+    tiny_pair: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, override: str, error: type, message: str
+) -> None:
+    monkeypatch.setattr(run_module, "load_model", lambda *a, **k: pytest.fail("a model was loaded"))
+    with pytest.raises(error, match=message):
+        build(config(tiny_pair, tmp_path, override))
+
+
+# --------------------------------------------------------------------------------------------------------------- gates
+
+
+def test_weights_that_do_not_arrive_stop_the_run(
+    tiny_pair: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(
+        TorchEngine, "load_weights", lambda self, weights, version: setattr(self, "policy_version", version)
+    )
+    with pytest.raises(EngineError, match="weights did not reach the engine"):
+        train(config(tiny_pair, tmp_path, "train.eval_every=0"), quiet=True)
+
+
+def test_wrong_authors_stop_the_run(tiny_pair: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    generate = TorchEngine.generate
+
+    def tampered(self, requests, *, progress=None):
+        groups = generate(self, requests, progress=progress)
+        first: Completion = groups[0][0]
+        groups[0][0] = dataclasses.replace(first, author=1 - first.author)
+        return groups
+
+    monkeypatch.setattr(TorchEngine, "generate", tampered)
+    with pytest.raises(EngineError, match="replaying the strategy"):
+        train(config(tiny_pair, tmp_path), quiet=True)
+
+
+def test_wrong_temperature_in_the_engine_stops_the_run(
+    tiny_pair: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    generate = TorchEngine.generate
+
+    def hotter(self, requests, *, progress=None):
+        requests = [dataclasses.replace(r, sampling=dataclasses.replace(r.sampling, temperature=1.3)) for r in requests]
+        return generate(self, requests, progress=progress)
+
+    monkeypatch.setattr(TorchEngine, "generate", hotter)
+    with pytest.raises(TrainError, match="trainer and engine differ"):
+        train(config(tiny_pair, tmp_path), quiet=True)
+    assert not (tmp_path / "checkpoints").exists()
+
+
+def test_draw_gate() -> None:
+    check_draws(Draws(10_000, 5_100), 0.5)
+    check_draws(Draws(0, 0), 0.5)
+    check_draws(Draws(100, 100), 1.0)
+    with pytest.raises(TrainError, match=r"selection\.prob_senior"):
+        check_draws(Draws(10_000, 5_301), 0.5)
+    with pytest.raises(TrainError):
+        check_draws(Draws(100, 99), 1.0)
+
+
+def test_mismatch_gate_has_a_default_per_dtype() -> None:
+    check_mismatch(load(), 9e-4)
+    with pytest.raises(TrainError, match=r"train\.max_logprob_mismatch"):
+        check_mismatch(load(), 1.1e-3)
+    with pytest.raises(TrainError):
+        check_mismatch(load(), float("nan"))
+    check_mismatch(load(overrides=["model.dtype=bfloat16"]), 1.9e-2)
+
+
+def test_a_gradient_that_is_not_finite_stops_before_the_weights(tiny_pair: Path, tmp_path: Path) -> None:
+    broken = RECIPES["grpo"]._replace(advantage=lambda rewards, group_ids: rewards + float("inf"))
+    with pytest.raises(TrainError, match="gradient norm"):
+        train(config(tiny_pair, tmp_path), recipe=broken, quiet=True)
+
+
+def test_a_junior_of_another_vocabulary_is_refused(tiny_pair: Path, tmp_path: Path) -> None:
+    from transformers import AutoTokenizer
+
+    junior = tmp_path / "junior"
+    AutoModelForCausalLM.from_pretrained(tiny_pair / "junior").save_pretrained(junior)
+    tokenizer = AutoTokenizer.from_pretrained(tiny_pair / "junior")
+    tokenizer.add_tokens(["<extra>"])
+    tokenizer.save_pretrained(junior)
+    with pytest.raises(ValueError, match="different vocabularies"):
+        build(config(tiny_pair, tmp_path / "run", f"model.junior={junior}"))
+
+
+def test_values_out_of_range_are_refused() -> None:
+    for override in ("train.async_steps=2", "train.max_resamples=-1"):
+        with pytest.raises(ConfigError):
+            load(overrides=[override])
+
+
+# ----------------------------------------------------------------------------------------------------------- schedules
+
+
+def test_learning_rate() -> None:
+    c = load(overrides=["train.lr=1.0", "train.warmup_steps=4", "train.steps=12", "train.schedule=cosine"])
+    rates = [learning_rate(c, step) for step in range(1, 13)]
+    assert rates[:5] == pytest.approx([0.25, 0.5, 0.75, 1.0, 1.0])
+    assert rates[8] == pytest.approx(0.5)
+    assert all(a > b > 0 for a, b in pairwise(rates[4:]))
+    assert {learning_rate(load(overrides=["train.lr=1.0"]), step) for step in (1, 10)} == {1.0}
+
+
+def test_annealed_probability() -> None:
+    annealed = load(overrides=["selection.strategy=bernoulli", "selection.prob_senior=1.0",
+                               "selection.prob_senior_final=0.5", "selection.anneal_steps=4"])  # fmt: skip
+    schedule = schedule_of(annealed.selection, tokenizer(), 0)
+    assert [schedule.prob_senior(step) for step in (1, 3, 5, 9)] == [1.0, 0.75, 0.5, 0.5]
+
+
+def test_solo_needs_no_junior(tiny_pair: Path, tmp_path: Path) -> None:
+    run = build(config(tiny_pair, tmp_path, "selection.strategy=solo", "model.junior=null"))
+    assert run.junior is None
+    assert run.schedule.strategy(1).writers == solo().writers == "senior"
+
+
+def test_a_junior_with_fewer_logits_than_the_senior(tiny_pair: Path, tmp_path: Path) -> None:
+    """Padded vocabularies differ in width; trainer and engine normalise over the same tokens all the same."""
+    senior = AutoModelForCausalLM.from_pretrained(tiny_pair / "senior")
+    senior.resize_token_embeddings(senior.config.vocab_size + 200, mean_resizing=False)
+    with torch.no_grad():
+        senior.get_input_embeddings().weight[-200:] = 1.0  # tied: the extra logits get real probability
+    senior.save_pretrained(tmp_path / "senior")
+    for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
+        (tmp_path / "senior" / name).write_bytes((tiny_pair / "senior" / name).read_bytes())
+    wide = config(tiny_pair, tmp_path / "run", f"model.senior={tmp_path}/senior", "train.steps=1", "train.eval_every=0")
+    assert metrics(train(wide, quiet=True))[0]["mismatch/mean_abs"] < 1e-5
+
+
+def test_gradient_checkpointing_recomputes_the_layers(tiny_pair: Path, tmp_path: Path) -> None:
+    calls: list[bool] = []
+    run = build(config(tiny_pair, tmp_path, "model.gradient_checkpointing=true"))
+    run.policy.get_decoder().layers[0].input_layernorm.register_forward_hook(lambda *_: calls.append(True))
+    batch = pack_tokens([[5, 6, 7, 8]])
+    run.logprobs(run.policy, batch, batch.positions > 0)[0].sum().backward()
+    assert len(calls) == 2
+
+
+def test_bfloat16_reference_starts_at_exactly_no_divergence(tiny_pair: Path, tmp_path: Path) -> None:
+    out = train(
+        config(tiny_pair, tmp_path, "model.dtype=bfloat16", "loss.kl_coef=0.1", "train.steps=1", "train.eval_every=0"),
+        quiet=True,
+    )
+    assert metrics(out)[0]["ref_kl"] == 0.0
+
+
+def test_an_example_drawn_twice_in_a_step_is_not_copied(tiny_pair: Path, tmp_path: Path) -> None:
+    twice = config(tiny_pair, tmp_path, "data.train=synthetic:plain:train:3", "train.prompts_per_step=3",
+                   "train.eval_every=0", "train.steps=1")  # fmt: skip
+    run = build(twice)
+    prompts = [(0, run.prompts[0]), (0, run.prompts[0])]
+    written = write(run.engine, prompts, strategy=solo(), sampling=run.sampling, group_size=4, seed=0, step=1)
+    keys = [completion.key for group in written.completions for completion in group]
+    assert len(set(keys)) == 8
+
+
+def test_every_held_out_source_is_evaluated(tiny_pair: Path, tmp_path: Path) -> None:
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text("\n".join(json.dumps({"question": f"{i} plus 1?", "answer": f"#### {i + 1}"}) for i in range(9)))
+    run = build(config(tiny_pair, tmp_path, f"data.eval=[synthetic:plain:heldout:16,{rows}]"))
+    assert [prompt.row.data_source for prompt in run.heldout].count("openai/gsm8k") == 4
+    assert len(run.heldout) == 8
+
+
+def test_two_processes_cannot_write_one_folder(tiny_pair: Path, tmp_path: Path) -> None:
+    with lock(tmp_path), pytest.raises(CheckpointError, match="another process"):
+        train(config(tiny_pair, tmp_path), quiet=True)
+
+
+def test_a_run_without_checkpoint_is_not_overwritten_by_another(tiny_pair: Path, tmp_path: Path) -> None:
+    (tmp_path / "config.yaml").write_text(to_yaml(config(tiny_pair, tmp_path)))
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n')
+    with pytest.raises(CheckpointError, match=r"train\.lr"):
+        train(config(tiny_pair, tmp_path, "train.lr=1e-5"), quiet=True)
+    assert (tmp_path / "metrics.jsonl").read_text() == '{"step": 1}\n'
+
+
+def test_resume_refuses_another_recipe_and_other_frozen_weights(tiny_pair: Path, finished: Path) -> None:
+    same = config(tiny_pair, finished, "train.steps=6")
+    with pytest.raises(CheckpointError, match="another recipe"):
+        train(same, recipe=RECIPES["cispo"], quiet=True)
+    run = build(same)
+    with torch.no_grad():
+        run.engine.models[0].get_input_embeddings().weight[0, 0] += 1
+    with pytest.raises(CheckpointError, match="another junior"):
+        restore(run, "auto")
+
+
+def test_offload_in_one_process_is_refused(tiny_pair: Path, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"parallel\.offload"):
+        build(config(tiny_pair, tmp_path, "parallel.offload=true"))
