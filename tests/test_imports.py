@@ -2,8 +2,10 @@
 
 import ast
 import os
+import re
 import subprocess
 import sys
+import tomllib
 from collections.abc import Iterator
 from graphlib import TopologicalSorter
 from pathlib import Path
@@ -67,6 +69,17 @@ def test_every_package_has_a_floor() -> None:
 def test_imports_go_down_or_sideways(name: str) -> None:
     own = {other for other in imported(MODULES[name]) if other.split(".")[0] == "tandemrl"}
     assert {other for other in own if FLOOR.get(package(other), 99) > FLOOR[package(name)]} == set()
+
+
+def test_what_is_installed_and_checked_follows_the_folders() -> None:
+    settings = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    folders = {name for name, path in MODULES.items() if path.name == "__init__.py"}
+    assert set(settings["tool"]["setuptools"]["packages"]) == folders | {"tandemrl.configs"}
+    [strict] = settings["tool"]["mypy"]["overrides"]
+    [typed] = re.findall(r"^TYPED := (.*)$", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    for name in [*strict["module"], *typed.split(",")]:
+        assert name.removesuffix(".*") in MODULES or name == "beartype.beartype"
+    assert {"tandemrl.models", "tandemrl.losses", "tandemrl.selection", "tandemrl.rollout"} <= set(typed.split(","))
 
 
 def test_no_circles() -> None:
