@@ -9,6 +9,7 @@ import tomllib
 from collections.abc import Iterator
 from graphlib import TopologicalSorter
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
@@ -151,17 +152,15 @@ def test_the_facade_has_every_name_it_promises() -> None:
         _ = tandemrl.trian
 
 
-def test_the_facade_promises_type_checkers_the_same_names() -> None:
+def test_the_facade_is_made_of_functions_and_values() -> None:
     import tandemrl
 
-    tree = ast.parse(MODULES["tandemrl"].read_text())
-    typed = {
-        alias.asname: f"{node.module}.{alias.name}".removeprefix("tandemrl.")
-        for node in ast.walk(tree)
-        if isinstance(node, ast.ImportFrom) and str(node.module).startswith("tandemrl.")
-        for alias in node.names
-    }
-    assert typed == tandemrl._NAMES
+    assert not [name for name in tandemrl.__all__ if isinstance(getattr(tandemrl, name), ModuleType)]
+    stub = ast.parse((ROOT / "src" / "tandemrl" / "__init__.pyi").read_text())
+    aliases = [alias.name for node in stub.body if isinstance(node, ast.ImportFrom) for alias in node.names]
+    assert ["__version__", *aliases] == tandemrl.__all__  # no line of the stub escapes the facade
+    settings = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]
+    assert {"py.typed", "*.pyi"} <= set(settings["package-data"]["tandemrl"])  # and both are installed
 
 
 def test_the_tests_can_be_collected_without_vllm(tmp_path: Path) -> None:
