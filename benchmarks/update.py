@@ -134,7 +134,7 @@ def made_up(run: Run, options: argparse.Namespace) -> list[Group]:
                     example_id=str(group),
                     group=group,
                     index=index,
-                    seed=0,
+                    key=0,
                     tokens=np.concatenate([prompt, response]),
                     author=author,
                     behaviour_logprobs=np.where(author == Author.SENIOR, -np.log(vocabulary), 0.0),
