@@ -37,12 +37,12 @@ def package(module: str) -> str:
 
 
 def modules() -> dict[str, Path]:
-    found = {}
+    paths = {}
     for root, package in ((ROOT / "src" / "tandemrl", "tandemrl"), (ROOT / "cli", "tandemrl.cli")):
         for path in sorted(root.rglob("*.py")):
             parts = [package, *path.relative_to(root).with_suffix("").parts]
-            found[".".join(parts).removesuffix(".__init__")] = path
-    return found
+            paths[".".join(parts).removesuffix(".__init__")] = path
+    return paths
 
 
 MODULES = modules()
@@ -240,7 +240,7 @@ def test_a_user_s_script_is_type_checked(tmp_path: Path, monkeypatch: pytest.Mon
     options = [f"--config-file={tmp_path}/mypy.ini", f"--cache-dir={tmp_path}/cache", "--follow-imports=silent"]
     report, errors, _ = api.run([*options, str(tmp_path / "right.py"), str(tmp_path / "wrong.py")])
     assert not errors
-    found = [line.removeprefix(f"{tmp_path}/") for line in report.splitlines() if ": error: " in line]
-    assert [line.split(": error: ")[0] for line in found] == [f"wrong.py:{line}" for line in (3, 4, 5, 6)], report
-    assert 'no attribute "Scroe"' in found[0]
-    assert 'no attribute "trian"' in found[1]
+    lines = [line.removeprefix(f"{tmp_path}/") for line in report.splitlines() if ": error: " in line]
+    assert [line.split(": error: ")[0] for line in lines] == [f"wrong.py:{line}" for line in (3, 4, 5, 6)], report
+    assert 'no attribute "Scroe"' in lines[0]
+    assert 'no attribute "trian"' in lines[1]
