@@ -454,7 +454,7 @@ import sys
 from pathlib import Path
 from helpers import tokenizer
 from tandemrl.rollout.engine import Request, Sampling
-from tandemrl.rollout.vllm_engine import VllmEngine
+from tandemrl.rollout.vllm.engine import VllmEngine
 from tandemrl.selection import solo
 
 one, other, third = (VllmEngine(sys.argv[1], None, tokenizer(), max_model_len=64, kv_blocks=8) for _ in range(3))
