@@ -354,14 +354,12 @@ def test_a_value_outside_of_its_range_is_refused_with_the_range(leaf: Leaf) -> N
 
 
 def test_the_reference_is_printed_by_section_within_80_columns() -> None:
-    run = partial(CliRunner().invoke, app)
+    run, keys_in = partial(CliRunner().invoke, app), partial(re.findall, r"(?m)^([\w.]+) = ")
     everything, section = run(["config"]).stdout, run(["config", "rollout.vllm"]).stdout
     assert max(map(len, everything.splitlines())) <= 80
     keys = [leaf.key for leaf in leaves(load())]
-    assert re.findall(r"^([\w.]+) = ", everything, re.MULTILINE) == keys
-    assert re.findall(r"^([\w.]+) = ", section, re.MULTILINE) == [
-        key for key in keys if key.startswith("rollout.vllm.")
-    ]
+    assert keys_in(everything) == keys
+    assert keys_in(section) == [key for key in keys if key.startswith("rollout.vllm.")]
     shown = "selection.max_gap_tokens = 32   (a whole number; at least 1)\n    K: `word` and `word_aligned` redraw"
     assert run(["config", "selection.max_gap_tokens"]).stdout.split("\n\n")[1].startswith(shown)
     row = r"| `train.max_logprob_mismatch` | a number or null | `null` | positive | Stop above this mean \|trainer"

@@ -6,7 +6,7 @@ the code revision. All three are stored with every checkpoint and result.
 
 import difflib
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import Any, get_args, get_type_hints
@@ -36,23 +36,16 @@ def load(path: str | Path | None = None, overrides: Sequence[str] = ()) -> Confi
     from omegaconf import OmegaConf
     from omegaconf.errors import OmegaConfBaseException
 
-    merged = OmegaConf.structured(Config)
     sources: list[tuple[str, Any]] = []
+    if path is not None:
+        file = str(find_config(path))
+        sources.append((file, _parsed(file, OmegaConf.load, file)))
+    for item in overrides:
+        if "=" not in item:
+            raise ConfigError(f"override {item!r}: expected key=value, e.g. train.lr=1e-5")
+        sources.append((item, _parsed(item, OmegaConf.from_dotlist, [item])))
+    merged = OmegaConf.structured(Config)
     unset: set[str] = set()
-    reading = str(path)
-    try:
-        if path is not None:
-            file = find_config(path)
-            sources.append((str(file), OmegaConf.load(file)))
-        for item in overrides:
-            if "=" not in item:
-                raise ConfigError(f"override {item!r}: expected key=value, e.g. train.lr=1e-5")
-            reading = item
-            sources.append((item, OmegaConf.from_dotlist([item])))
-    except ConfigError:
-        raise
-    except Exception as error:
-        raise ConfigError(f"{reading}: not readable as YAML: {' '.join(str(error).split())}") from None
     for where, source in sources:
         if not OmegaConf.is_dict(source):
             raise ConfigError(f"{where}: expected a mapping of sections, found {type(source).__name__}")
@@ -129,6 +122,13 @@ def packaged_configs() -> dict[str, Path]:
 
     paths = sorted(Path(str(file)) for file in files("tandemrl.configs").iterdir() if file.name.endswith(".yaml"))
     return {path.stem: path for path in paths}
+
+
+def _parsed(where: str, parse: Callable[[Any], Any], text: str | list[str]) -> Any:
+    try:
+        return parse(text)
+    except Exception as error:
+        raise ConfigError(f"{where}: not readable as YAML: {' '.join(str(error).split())}") from None
 
 
 def _refuse_unknown(tree: Any, schema: type, where: str, prefix: str = "") -> None:
