@@ -35,12 +35,13 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from _common import about, given_lengths, write_lines
-from models import QWEN3, model
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from models import QWEN3, model
 from tandemrl.models.batching import micro_batches, pack
 from tandemrl.models.forward import token_logprobs
+from tandemrl.models.head import ForwardOptions
 from tandemrl.models.loading import prepare
 from tandemrl.training.profiling import cost_of, matmul_peak, update_flops
 from tandemrl.types import Author, Rollout
@@ -188,7 +189,7 @@ def packed(policy: PreTrainedModel, rollouts: list[Rollout], options: argparse.N
 
     def loss(rows: list[int]) -> Tensor:
         batch = pack([rollouts[i] for i in rows], torch.zeros(len(rows)), policy.device)
-        logprobs, _ = token_logprobs(policy, batch, select=batch.author >= 0, autocast=compute)
+        logprobs, _ = token_logprobs(policy, batch, select=batch.author >= 0, options=ForwardOptions(autocast=compute))
         return -logprobs.sum()
 
     return [lambda rows=rows: loss(rows) for rows in bins]

@@ -226,7 +226,7 @@ def test_the_reference_engine_collects_rollouts_that_pack():
     rollouts = [rollout for group in groups for rollout in group.rollouts]
     assert len(rollouts) == 8
     assert sum(told) == sum(rollout.response_tokens for rollout in rollouts)
-    batch = pack(rollouts, torch.arange(8.0))
+    batch = pack(rollouts)
     assert batch.num_sequences == 8
     assert (batch.behaviour_logprobs[batch.author == -1] == 0).all()
     assert (batch.behaviour_logprobs[batch.author >= 0] < 0).all()

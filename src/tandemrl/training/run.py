@@ -25,6 +25,7 @@ from tandemrl.losses import RECIPES, Recipe
 from tandemrl.models.compile import compile_layers, use_liger
 from tandemrl.models.critic import load_critic, packed_values, token_values
 from tandemrl.models.forward import token_logprobs
+from tandemrl.models.head import ForwardOptions
 from tandemrl.models.loading import load_model, resolve_device
 from tandemrl.models.lora import attach, base_parameters
 from tandemrl.models.sampling import Truncation
@@ -104,38 +105,28 @@ class Run:
         return policy if self.critic is None else policy | {"critic": self.critic}
 
     @property
-    def autocast(self) -> torch.dtype | None:
-        """A sharded model is gathered in the compute dtype."""
-        return torch.bfloat16 if self.config.model.dtype == "bfloat16" and self.world.size == 1 else None
-
-    def logprobs(self, model: PreTrainedModel, batch: Batch, select: Tensor) -> tuple[Tensor, Tensor]:
-        """Log-probs and entropy of the selected tokens under the sampling distribution of the rollouts."""
-        s = self.sampling
-        stamp()
-        return token_logprobs(
-            model,
-            batch,
-            select=select,
+    def forward_options(self) -> ForwardOptions:
+        """The sampling distribution of the rollouts. A sharded model is gathered in the compute dtype."""
+        s, model = self.sampling, self.config.model
+        return ForwardOptions(
             temperature=s.temperature,
             truncation=Truncation(s.top_k, s.top_p, s.min_p) if s.truncated else None,
             vocabulary=self.engine.vocabulary,
-            autocast=self.autocast,
-            shards=self.world.shards,
-            activation_offload=self.config.model.activation_offload,
+            autocast=torch.bfloat16 if model.dtype == "bfloat16" and self.world.size == 1 else None,
+            activation_offload=model.activation_offload,
         )
+
+    def logprobs(self, model: PreTrainedModel, batch: Batch, select: Tensor) -> tuple[Tensor, Tensor]:
+        """Log-probs and entropy of the selected tokens under the sampling distribution of the rollouts."""
+        stamp()
+        return token_logprobs(model, batch, select=select, options=self.forward_options, shards=self.world.shards)
 
     def values(self, batch: Batch, select: Tensor) -> Tensor:
         """The critic's value of the state in which each selected token was chosen."""
         assert self.critic is not None
         stamp()
-        return token_values(
-            self.critic.module,  # type: ignore[arg-type]  # load_critic made it
-            batch,
-            select=select,
-            autocast=self.autocast,
-            shards=self.world.shards,
-            activation_offload=self.config.model.activation_offload,
-        )
+        critic: Any = self.critic.module  # load_critic made it
+        return token_values(critic, batch, select=select, options=self.forward_options, shards=self.world.shards)
 
 
 def build(
