@@ -51,7 +51,7 @@ class Parrot:
     policy_version = 6
     vocabulary = 1000
     has_junior = True
-    info = EngineInfo("parrot", "1", "float32", "cpu")
+    info = EngineInfo("parrot", "float32")
 
     def __init__(self, spoil: Callable[[list[list[Completion]]], None] | None = None) -> None:
         self.spoil = spoil
@@ -78,6 +78,8 @@ class Parrot:
     def abort(self, keys: Iterable[int] | None = None) -> None: ...
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None: ...
+
+    def close(self) -> None: ...
 
     def fingerprint(self, who: Literal["senior", "junior"] = "senior") -> int:
         return 0

@@ -9,10 +9,10 @@ from typer.testing import CliRunner
 from helpers import tokenizer
 from tandemrl.cli.main import app
 from tandemrl.config import ConfigError, RolloutConfig
-from tandemrl.rollout.factory import vllm_engine
+from tandemrl.rollout.factory import ModelSource, make_engine
 
 
-@pytest.mark.parametrize("command", ["vllm_engine", "serve"])
+@pytest.mark.parametrize("command", ["train", "serve"])
 def test_missing_vllm_is_missing_vllm_and_not_one_of_its_parts(command: str, monkeypatch: pytest.MonkeyPatch) -> None:
     found = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name, *rest: None if name == "vllm" else found(name, *rest))
@@ -25,4 +25,4 @@ def test_missing_vllm_is_missing_vllm_and_not_one_of_its_parts(command: str, mon
         assert (result.exit_code, result.stderr.startswith("error: tandemrl serve needs vLLM, which")) == (2, True)
     else:
         with pytest.raises(ConfigError, match=rf"^rollout\.engine=vllm {expected}"):
-            vllm_engine(RolloutConfig(), "s", None, tokenizer(), dtype="float32", device="cpu", longest=9)
+            make_engine(RolloutConfig(engine="vllm"), ModelSource("s", pytest.fail), None, tokenizer(), longest=9)

@@ -8,11 +8,9 @@ Column *p* of a KV cache is position *p* of its row, whoever wrote the token the
 import threading
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Literal
 
 import torch
 import torch.nn.functional as F
-import transformers
 from jaxtyping import Float, Float64, Int64
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -22,15 +20,9 @@ from tandemrl.models.compile import eagerly, require_compiler
 from tandemrl.models.forward import hidden_states
 from tandemrl.models.loading import eos_token_ids
 from tandemrl.models.sampling import Truncation, draw, kept_tokens, penalise, race_times
-from tandemrl.rollout.engine import (
-    Completion,
-    EngineError,
-    EngineInfo,
-    Request,
-    StopReason,
-    check_request,
-)
+from tandemrl.rollout.engine import Completion, EngineError, EngineInfo, Request, StopReason, check_request
 from tandemrl.rollout.sync import fingerprint
+from tandemrl.selection import Who
 from tandemrl.selection.draws import SAMPLING, fold_in, stream
 from tandemrl.selection.live import LiveSelection
 
@@ -44,7 +36,7 @@ class TorchEngine:
     """Tandem decoding with two models that share a vocabulary; see ``rollout.engine.Engine`` for the contract.
 
     Args:
-        senior: prepared by ``model.load_model`` or ``model.prepare``; the engine owns it (``load_weights`` changes it).
+        senior: from ``load_model`` or ``prepare``; the engine owns it (``load_weights`` changes it).
         junior: the frozen partner, of any size, family or device; None if only the senior ever writes.
         tokenizer: used for stop strings only.
         max_rows: completions decoded at once; further ones join when an eighth of the rows is free.
@@ -82,32 +74,32 @@ class TorchEngine:
 
     @property
     def info(self) -> EngineInfo:
-        weight = self.heads[1].weight
-        return EngineInfo(
-            "torch", transformers.__version__, str(weight.dtype).removeprefix("torch."), str(weight.device)
-        )
+        return EngineInfo("torch", str(self.heads[1].weight.dtype).removeprefix("torch."))
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
         own = dict(self.senior.named_parameters())
-        given = dict(weights)
-        if own.keys() != given.keys():
-            missing = sorted(own.keys() ^ given.keys())
+        new = dict(weights)
+        if own.keys() != new.keys():
+            missing = sorted(own.keys() ^ new.keys())
             raise EngineError(
                 f"weights do not match the engine's senior; {len(missing)} names differ, e.g. {missing[0]}"
             )
         for name, parameter in own.items():
-            if parameter.shape != given[name].shape:
-                raise EngineError(f"weight {name}: shape {tuple(given[name].shape)}, expected {tuple(parameter.shape)}")
+            if parameter.shape != new[name].shape:
+                raise EngineError(f"weight {name}: shape {tuple(new[name].shape)}, expected {tuple(parameter.shape)}")
         with torch.no_grad():
             for name, parameter in own.items():
-                parameter.copy_(given[name])
+                parameter.copy_(new[name])
         self.policy_version = version
 
-    def fingerprint(self, who: Literal["senior", "junior"] = "senior") -> int:
+    def fingerprint(self, who: Who = "senior") -> int:
         model = self.models.get(1 if who == "senior" else 0)
         if model is None:
             raise EngineError("this engine has no junior")
         return fingerprint(model.named_parameters())
+
+    def close(self) -> None:
+        """Nothing to do: the models belong to whoever loaded them."""
 
     def abort(self, keys: Iterable[int] | None = None) -> None:
         with self._abort_lock:
