@@ -275,7 +275,7 @@ def test_what_takes_minutes_says_where_it_is_without_a_terminal(
 
     monkeypatch.setattr(tandemrl.evals, "run_all", run_all)
     monkeypatch.setattr(tandemrl.experiments.tiny, "build_tiny_pair", build)
-    monkeypatch.setattr(tandemrl.experiments.experiment, "run", experiment)
+    monkeypatch.setattr(tandemrl.experiments.experiment, "run_experiment", experiment)
     result = run(*arguments[command])
     assert result.exit_code == 0, result.output
     expected = {

@@ -214,7 +214,7 @@ def test_workers_do_not_outlive_an_experiment_that_is_killed(tmp_path: Path) -> 
     )
     script, file = tmp_path / "parent.py", tmp_path / "pid"
     script.write_text(code)
-    parent = subprocess.Popen([sys.executable, str(script), str(Path(__file__).parents[1]), str(file)])
+    parent = subprocess.Popen([sys.executable, str(script), str(Path(__file__).parent), str(file)])
     deadline = time.monotonic() + 120
     while not file.exists() or not file.read_text():
         assert parent.poll() is None
