@@ -9,7 +9,7 @@ responses, with float32 weights under autocast and the same gradient checkpointi
 
 | who | what |
 |---|---|
-| packed | `model.token_logprobs`: no padding, prompts of a group once, chunked LM head |
+| packed | `forward.token_logprobs`: no padding, prompts of a group once, chunked LM head |
 | padded | `AutoModelForCausalLM(input_ids, attention_mask)` with SDPA, right-padded rows, cross-entropy of its logits |
 
 Both take micro-batches of at most --micro-batch tokens; padding counts. Each runs in a process of its own, and prints

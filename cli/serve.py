@@ -29,7 +29,6 @@ def serve(
 ) -> None:
     """vLLM's OpenAI-compatible server, written by both models, with authors in the responses."""
     from dataclasses import asdict
-    from typing import Any, cast
 
     from tandemrl.config import ConfigError, SelectionConfig
     from tandemrl.rollout.vllm import require_vllm
@@ -38,6 +37,7 @@ def serve(
     try:
         from tandemrl.rollout.vllm import server
         from tandemrl.rollout.vllm.authorship import selection_of
+        from tandemrl.rollout.vllm.planner import check_mode
         from tandemrl.rollout.vllm.settings import TandemOptions
     except ImportError as error:
         raise ConfigError(f"tandemrl serve: the installed vLLM is broken: {error}") from None
@@ -46,7 +46,7 @@ def serve(
     selected = selection_of(selection | {"chunk_size": chunk_size, "first": first}, SelectionConfig())
     options = TandemOptions(
         junior=junior,
-        mode=cast(Any, mode),  # server.serve refuses what is none
+        mode=check_mode(mode),
         junior_dtype=junior_dtype,
         junior_quantization=junior_quantization,
         junior_device=junior_device,

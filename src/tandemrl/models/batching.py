@@ -48,17 +48,7 @@ def pack(rollouts: Sequence[Rollout], device: torch.device | str = "cpu") -> Bat
 def pack_tokens(sequences: Sequence[Sequence[int]], device: torch.device | str = "cpu") -> Batch:
     """Lay plain token sequences end to end for scoring: all of them are context."""
     rollouts = [
-        Rollout(
-            example_id=str(i),
-            group=0,
-            index=i,
-            seed=0,
-            tokens=np.asarray(tokens),
-            author=np.full(len(tokens), Author.CONTEXT),
-            behaviour_logprobs=np.zeros(len(tokens)),
-            reward=0.0,
-            reward_parts={},
-        )
+        Rollout(str(i), 0, i, 0, np.asarray(tokens), np.full(len(tokens), Author.CONTEXT), np.zeros(len(tokens)), 0.0)
         for i, tokens in enumerate(sequences)
     ]
     return pack(rollouts, device)

@@ -12,8 +12,8 @@ from transformers import AutoModelForTokenClassification, PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
 from tandemrl.distributed.world import WHOLE, Shards
-from tandemrl.models.attention import Layout, ModelError, SharedSum
-from tandemrl.models.forward import part_of, prefix_states
+from tandemrl.models.attention import Layout, ModelError
+from tandemrl.models.forward import channel_of, part_of, prefix_states
 from tandemrl.models.head import PLAIN, ForwardOptions
 from tandemrl.models.loading import check_folder, no_progress_bars, prepare, refusal, resolve_device
 from tandemrl.types import Batch
@@ -94,9 +94,8 @@ def token_values(
     index = (select & (batch.positions > 0)).nonzero().squeeze(1)
     part = part_of(batch, index, shards.sequence)
     packed = getattr(model, "packed_values", None) or partial(packed_values, model)  # see token_logprobs
-    predicted = packed(part.tokens, part.positions, part.layout, part.prefixes, options)
-    values = predicted.new_zeros(batch.tokens.shape[0]).index_copy(0, part.predicted, predicted)
-    return values if shards.sequence is None else SharedSum.apply(values, shards.sequence)
+    values = packed(part.tokens, part.positions, part.layout, part.prefixes, options)
+    return channel_of(values, part, batch, shards.sequence)
 
 
 def packed_values(

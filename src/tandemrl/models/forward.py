@@ -55,19 +55,14 @@ def token_logprobs(
     Returns:
         logprobs and entropy, nats, float32; entry i describes token i.
     """
-    select = select & (batch.positions > 0)  # the first token of a sequence has no prefix
-    index = select.nonzero().squeeze(1)
-    device = batch.tokens.device
-    empty = torch.zeros(batch.tokens.shape[0], dtype=torch.float32, device=device)
+    index = (select & (batch.positions > 0)).nonzero().squeeze(1)  # the first token of a sequence has no prefix
     part = part_of(batch, index, shards.sequence)
     # A sharded model has it as a method, around which its parameters are gathered and freed.
     packed = getattr(model, "packed_logprobs", None) or partial(packed_logprobs, model)
     targets = batch.tokens.index_select(0, part.predicted)
     channels = packed(part.tokens, part.positions, part.layout, part.prefixes, targets, options, shards.tensor)
-    spread = [empty.index_copy(0, part.predicted, values) for values in channels]
-    if shards.sequence is not None:
-        spread = [SharedSum.apply(values, shards.sequence) for values in spread]
-    return spread[0], spread[1]
+    logprobs, entropy = (channel_of(values, part, batch, shards.sequence) for values in channels)
+    return logprobs, entropy
 
 
 class Part(NamedTuple):
@@ -100,6 +95,14 @@ def part_of(batch: Batch, index: Tensor, group: dist.ProcessGroup | None) -> Par
     layout = UlyssesLayout(PackedLayout(spans, device), group)
     here = slice(first, first + size)
     return Part(tokens[here], positions[here], layout, index[mine], prefixes[mine] - first)
+
+
+def channel_of(
+    values: Float[Tensor, " i"], part: Part, batch: Batch, group: dist.ProcessGroup | None
+) -> Float[Tensor, " t"]:
+    """The values of the predicted tokens as a channel of the batch, over all processes of ``group``; 0.0 elsewhere."""
+    channel = values.new_zeros(batch.tokens.shape[0]).index_copy(0, part.predicted, values)
+    return channel if group is None else SharedSum.apply(channel, group)
 
 
 def packed_logprobs(

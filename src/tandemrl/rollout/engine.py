@@ -1,5 +1,6 @@
 """The engine contract: tokens in, tokens, authors and the authors' log-probs out. Every engine obeys it."""
 
+import threading
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple, Protocol, runtime_checkable
@@ -144,6 +145,29 @@ class Engine(Protocol):
     def close(self) -> None:
         """Give back processes and memory that the engine holds itself; it is of no further use."""
         ...
+
+
+class Aborts:
+    """The completions of the running ``generate`` that are to end at their next token. Thread-safe."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._keys: set[int] | None = set()  # None: all
+
+    def __bool__(self) -> bool:
+        return self._keys != set()
+
+    def __contains__(self, key: int) -> bool:
+        return (keys := self._keys) is None or key in keys
+
+    def add(self, keys: Iterable[int] | None) -> None:
+        """None: all."""
+        with self._lock:
+            self._keys = None if keys is None or self._keys is None else self._keys | set(keys)
+
+    def clear(self) -> None:
+        with self._lock:
+            self._keys = set()
 
 
 def check_request(index: int, request: Request, *, vocabulary: int, context: int, has_junior: bool) -> None:

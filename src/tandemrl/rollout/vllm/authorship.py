@@ -272,8 +272,8 @@ class StreamAuthors:
 
     def events(self, data: bytes, *, last: bool = False) -> bytes:
         """Server-sent events, those that are complete; the beginning of another one waits for its end."""
-        *whole, self._rest = (self._rest + data).split(b"\n\n")
-        out = b"".join(self._event(event) + b"\n\n" for event in whole)
+        *complete, self._rest = (self._rest + data).split(b"\n\n")
+        out = b"".join(self._event(event) + b"\n\n" for event in complete)
         return out + self._rest if last else out
 
     def _event(self, event: bytes) -> bytes:

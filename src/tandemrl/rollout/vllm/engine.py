@@ -1,6 +1,5 @@
 """Tandem rollouts on vLLM: the ``Engine`` contract over a stock installation, extended by ``worker_cls`` only."""
 
-import threading
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
@@ -21,12 +20,18 @@ from vllm.v1.engine.exceptions import EngineDeadError
 from tandemrl.config import RolloutConfig
 from tandemrl.distributed.watchdog import stamp
 from tandemrl.models.loading import eos_token_ids, load_tokenizer, vocabulary_check
-from tandemrl.rollout.engine import Completion, EngineError, EngineInfo, Request, StopReason, check_request
+from tandemrl.rollout.engine import Aborts, Completion, EngineError, EngineInfo, Request, StopReason, check_request
 from tandemrl.rollout.vllm import VLLM_TESTED
 from tandemrl.rollout.vllm.backend import Backend
 from tandemrl.rollout.vllm.planner import SchedulingMode, check_mode
 from tandemrl.rollout.vllm.settings import TandemOptions
 from tandemrl.selection import Who, replay
+
+_SHARED = (
+    *("max_tokens", "temperature", "top_p", "top_k", "min_p"),
+    *("repetition_penalty", "presence_penalty", "frequency_penalty"),
+)
+"""What ``Sampling`` and vLLM's ``SamplingParams`` call by the same name."""
 
 
 class VllmEngine:
@@ -50,8 +55,7 @@ class VllmEngine:
         self.backend, self.tokenizer = backend, tokenizer
         self.vocabulary, self.context, self.has_junior, self.eos = vocabulary, context, has_junior, eos
         self.policy_version = 0
-        self._abort_lock = threading.Lock()
-        self._aborted: set[int] | None = set()  # None: all
+        self._aborts = Aborts()
 
     @classmethod
     def start(
@@ -121,8 +125,7 @@ class VllmEngine:
     ) -> list[list[Completion]]:
         for i, request in enumerate(requests):
             check_request(i, request, vocabulary=self.vocabulary, context=self.context, has_junior=self.has_junior)
-        with self._abort_lock:
-            self._aborted = set()
+        self._aborts.clear()
         with self.backend.awake():
             try:
                 return self._generate(requests, progress)
@@ -164,8 +167,8 @@ class VllmEngine:
                 if progress is not None:
                     progress(tokens - reported)
                 reported = tokens
-                if (aborted := self._aborted) != set():
-                    self._abort(aborted, flying, pairs, written)
+                if self._aborts:
+                    self._end_aborted(flying, pairs, written)
         except BaseException:
             llm.abort_request(list(flying), internal=True)
             # A step that failed was given blocks that no model has filled; its prompts must not hit them later.
@@ -175,24 +178,13 @@ class VllmEngine:
         return [[next(done) for _ in request.keys] for request in requests]
 
     def abort(self, keys: Iterable[int] | None = None) -> None:
-        with self._abort_lock:
-            if keys is None or self._aborted is None:
-                self._aborted = None
-            else:
-                self._aborted |= set(keys)
+        self._aborts.add(keys)
 
     def _params(self, index: int, request: Request, key: int, strategy: str) -> SamplingParams:
         s = request.sampling
         try:
             params = SamplingParams(
-                max_tokens=s.max_tokens,
-                temperature=s.temperature,
-                top_p=s.top_p,
-                top_k=s.top_k,
-                min_p=s.min_p,
-                repetition_penalty=s.repetition_penalty,
-                presence_penalty=s.presence_penalty,
-                frequency_penalty=s.frequency_penalty,
+                **{name: getattr(s, name) for name in _SHARED},
                 stop=list(s.stop) or None,
                 include_stop_str_in_output=True,
                 # EOS ids go in as stop ids: vLLM knows one of them, and `_reason` asks which one ended a completion.
@@ -240,16 +232,12 @@ class VllmEngine:
             completions.append(Completion(key, *channels, reason, self.policy_version))
         return completions
 
-    def _abort(
-        self,
-        keys: set[int] | None,
-        flying: Mapping[str, int],
-        pairs: Sequence[tuple[Request, int]],
-        written: dict[int, "_Written"],
+    def _end_aborted(
+        self, flying: Mapping[str, int], pairs: Sequence[tuple[Request, int]], written: dict[int, "_Written"]
     ) -> None:
-        """End these completions with what they have written so far."""
+        """End aborted completions with what they have written so far."""
         for name, number in flying.items():
-            if number in written or (keys is not None and pairs[number][1] not in keys):
+            if number in written or pairs[number][1] not in self._aborts:
                 continue
             state = self.backend.llm.output_processor.request_states[name]
             written[number] = _Written(

@@ -17,7 +17,7 @@ have filled it, and a model starts where its own run of filled blocks ends.
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
-from typing import Literal, NamedTuple, get_args
+from typing import Literal, NamedTuple, cast, get_args
 
 import numpy as np
 import torch
@@ -38,12 +38,15 @@ JUNIOR, SENIOR = 0, 1
 _WRITERS = {"both": (True, True), "senior": (False, True), "junior": (True, False)}  # by author
 
 
-def check_mode(mode: str) -> None:
-    """Raises:
-    EngineError: there is no such mode.
+def check_mode(mode: str) -> SchedulingMode:
+    """``mode``, known to be one.
+
+    Raises:
+        EngineError: there is no such mode.
     """
     if mode not in get_args(SchedulingMode):
         raise EngineError(f"mode={mode}: must be one of {', '.join(get_args(SchedulingMode))}")
+    return cast(SchedulingMode, mode)
 
 
 class Admission(NamedTuple):
@@ -247,14 +250,14 @@ class Planner:
         allocated = [(i, new) for i, new in enumerate(blocks) if new]
         if allocated:
             ledger.changed[:, slots[[i for i, _ in allocated]]] = True
-        whole = {i for i, _ in allocated if first[i] or ids[i] in resumed}
+        replaced = {i for i, _ in allocated if first[i] or ids[i] in resumed}
         if allocated and self.prefix_caching:
             # Before any hit is looked at: a request can hit a block that another one was given in this very step.
-            fresh = [b for i, new in allocated for b in (new[start[i] // size :] if i in whole else new)]
+            fresh = [b for i, new in allocated for b in (new[start[i] // size :] if i in replaced else new)]
             self.filled[:, fresh] = False
         for i, new in allocated:
             slot = int(slots[i])
-            if i in whole:
+            if i in replaced:
                 self._blocks[slot] = list(new)
                 self._reallocate(slot, start[i] // size)
             else:

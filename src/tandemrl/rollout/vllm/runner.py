@@ -10,6 +10,7 @@ import copy
 import dataclasses
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -71,8 +72,16 @@ class _Launched(NamedTuple):
     output: ModelRunnerOutput | None
 
 
+_FOR_EACH = (
+    *("load_model", "profile_run", "warming_up_model", "_init_kv_zero_meta", "shutdown"),
+    *("update_max_model_len", "reset_mm_cache", "reset_encoder_cache"),
+)
+"""What the worker asks of a model runner that both models' runners do, each for itself."""
+
+
 class TandemModelRunner:
-    """What the worker takes for its model runner. Anything not tandem falls through to the senior's runner."""
+    """What the worker takes for its model runner: ``_FOR_EACH`` and what is defined here is for both models. Anything
+    else falls through to the senior's runner."""
 
     def __init__(self, senior: Any, junior: Any | None, options: TandemOptions) -> None:
         self.runners: dict[int, Any] = {SENIOR: senior} | ({} if junior is None else {JUNIOR: junior})
@@ -92,6 +101,8 @@ class TandemModelRunner:
         self._ids: list[str] = []
 
     def __getattr__(self, name: str) -> Any:
+        if name in _FOR_EACH:
+            return partial(self._each, name)
         return getattr(self.__dict__["runners"][SENIOR], name)
 
     @contextmanager
@@ -110,35 +121,14 @@ class TandemModelRunner:
 
     # ------------------------------------------------------------------------------------------------------ starting up
 
-    def load_model(self, *args: Any, **kwargs: Any) -> None:
-        self._each("load_model", *args, **kwargs)
-
-    def profile_run(self, *args: Any, **kwargs: Any) -> None:
-        self._each("profile_run", *args, **kwargs)
-
-    def warming_up_model(self) -> None:
-        self._each("warming_up_model")
+    def _dummy_run(self, *args: Any, **kwargs: Any) -> Any:
+        return self._each("_dummy_run", *args, **kwargs)[0]  # the senior's: its sampler is warmed up with it
 
     def profile_cudagraph_memory(self) -> int:
         return sum(self._each("profile_cudagraph_memory"))
 
     def capture_model(self) -> int:
         return sum(self._each("capture_model"))
-
-    def _dummy_run(self, *args: Any, **kwargs: Any) -> Any:
-        return self._each("_dummy_run", *args, **kwargs)[0]  # the senior's: its sampler is warmed up with it
-
-    def update_max_model_len(self, max_model_len: int) -> None:
-        self._each("update_max_model_len", max_model_len)
-
-    def reset_mm_cache(self) -> None:
-        self._each("reset_mm_cache")
-
-    def reset_encoder_cache(self) -> None:
-        self._each("reset_encoder_cache")
-
-    def shutdown(self) -> None:
-        self._each("shutdown")
 
     @property
     def model_memory_usage(self) -> int:
@@ -177,9 +167,6 @@ class TandemModelRunner:
             record=self.options.record,
             capacity=config.scheduler_config.max_num_seqs,
         )
-
-    def _init_kv_zero_meta(self) -> None:
-        self._each("_init_kv_zero_meta")
 
     # --------------------------------------------------------------------------------------------------------- stepping
 

@@ -12,7 +12,6 @@ from tandemrl.models.loading import load_tokenizer, vocabulary_check
 from tandemrl.rollout.engine import EngineError
 from tandemrl.rollout.schedule import schedule_of
 from tandemrl.rollout.vllm.authorship import Authorship
-from tandemrl.rollout.vllm.planner import check_mode
 from tandemrl.rollout.vllm.settings import TandemOptions, check_config, junior_config
 
 DEFAULT_SEQUENCES = 8
@@ -44,7 +43,6 @@ def serve(
     from vllm.entrypoints.serve.utils.api_utils import cli_env_setup
     from vllm.logger import configure_logging_from_args
 
-    check_mode(options.mode)
     assert options.junior is not None
     assert options.selection is not None
     tokenizer = load_tokenizer(senior)

@@ -59,8 +59,7 @@ class _TandemWorker:
         self.model_runner.strategies = {**kept, **named}
 
     def tandem_mode(self, mode: SchedulingMode) -> None:
-        check_mode(mode)
-        self.model_runner.planner.mode = mode
+        self.model_runner.planner.mode = check_mode(mode)
 
     def tandem_record(self) -> dict[int, list[int]]:
         """Authors by request key since the last call, as the planner saw them."""
