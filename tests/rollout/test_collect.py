@@ -192,7 +192,7 @@ def test_rollouts_are_prompt_and_completion_with_the_score_of_their_own_text():
             completion = written.completions[g][index]
             n = len(prompt)
             assert (rollout.example_id, rollout.group, rollout.index) == (f"train/{g}", g, index)
-            assert (rollout.seed, rollout.stop_reason, rollout.policy_version) == (completion.key, "eos", 6)
+            assert (rollout.key, rollout.stop_reason, rollout.policy_version) == (completion.key, "eos", 6)
             assert rollout.tokens.tolist() == [*prompt, *completion.tokens]
             assert rollout.author.tolist() == [-1] * n + completion.author.tolist()
             assert rollout.behaviour_logprobs.tolist() == [0.0] * n + completion.behaviour_logprobs.tolist()
