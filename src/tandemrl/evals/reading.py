@@ -158,7 +158,7 @@ def _batches(
     device = next(model.parameters()).device
     for rows in micro_batches(lengths, max(tokens_per_micro_batch, *lengths, 1)):
         indices = [keys[row] for row in rows]
-        yield indices, pack([texts[i] for i in indices], torch.zeros(len(indices)), device)
+        yield indices, pack([texts[i] for i in indices], device)
 
 
 def _by_text(channel: Float[Tensor, " t"], batch: Batch) -> list[np.ndarray]:

@@ -27,10 +27,10 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, train
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 from transformers import GenerationConfig, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
-from transformers.utils import logging as transformers_logging
 
 from tandemrl.data.rows import DataError, Row
 from tandemrl.data.synthetic import Problem, Stage, examples, generate, uses_jargon
+from tandemrl.models.loading import no_progress_bars
 
 EOS = "<|im_end|>"
 PAD = "<|endoftext|>"
@@ -168,7 +168,7 @@ def build_tiny_pair(
 
     building = out.with_name(f".{out.name}.building-{os.getpid()}")
     for name, model in (("senior", senior), ("junior", junior)):
-        with _no_progress_bars():
+        with no_progress_bars():
             model.save_pretrained(building / name)
         tokenizer.save_pretrained(building / name)
     manifest = wanted | {
@@ -416,15 +416,3 @@ def _threads(count: int) -> Iterator[None]:
         yield
     finally:
         torch.set_num_threads(before)
-
-
-@contextmanager
-def _no_progress_bars() -> Iterator[None]:
-    """Transformers draws a bar even for one small file; a library does not print."""
-    before = transformers_logging.is_progress_bar_enabled()
-    transformers_logging.disable_progress_bar()
-    try:
-        yield
-    finally:
-        if before:
-            transformers_logging.enable_progress_bar()

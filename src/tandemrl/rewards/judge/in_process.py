@@ -2,14 +2,16 @@
 
 import hashlib
 from collections.abc import Sequence
+from functools import partial
 
 from transformers import PreTrainedTokenizerBase
 
-from tandemrl.config import JudgeConfig
+from tandemrl.config import JudgeConfig, RolloutConfig
 from tandemrl.data.rows import chat_tokens
 from tandemrl.models.loading import load_model, load_tokenizer
 from tandemrl.rewards.judge.rubric import Judge, JudgeError, Messages
 from tandemrl.rollout.engine import Engine, EngineError, Request, Sampling
+from tandemrl.rollout.factory import ModelSource, make_engine
 from tandemrl.selection import solo
 
 
@@ -60,11 +62,9 @@ def make_judge(
         return HttpEngine(config)
     if config.model is None:
         return None
-    from tandemrl.rollout.torch_engine import TorchEngine
-
     tokenizer = load_tokenizer(config.model)
-    model = load_model(config.model, dtype=dtype, device=device)
-    return EngineJudge(TorchEngine(model, None, tokenizer, max_rows=max_rows), tokenizer, config)
+    model = ModelSource(config.model, partial(load_model, config.model, dtype=dtype, device=device))
+    return EngineJudge(make_engine(RolloutConfig(max_rows=max_rows), model, None, tokenizer), tokenizer, config)
 
 
 def _key(tokens: Sequence[int], attempt: int) -> int:
