@@ -35,10 +35,10 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from _common import about, given_lengths, write_lines
-from models import QWEN3, model
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from models import QWEN3, model
 from tandemrl.models.batching import micro_batches, pack
 from tandemrl.models.forward import token_logprobs
 from tandemrl.models.loading import prepare

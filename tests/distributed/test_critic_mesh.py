@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 from helpers import VOCABULARY, qwen3
 from processes import run
 from tandemrl.config import ParallelConfig, load
-from tandemrl.distributed.world import World, join
+from tandemrl.distributed.world import World, init_world
 from tandemrl.losses import adapt_kl_coef, value_loss
 from tandemrl.models.batching import pack_tokens
 from tandemrl.models.critic import load_critic, packed_values, token_values, value_head
@@ -42,7 +42,7 @@ def one_pass(folder: Path, world: World) -> tuple[list[Tensor], dict[str, Tensor
 def on_every_mesh(folder: Path) -> list[tuple[tuple[int, int], list[Tensor], dict[str, Tensor]]]:
     found = []
     for axes in MESHES:
-        world = join(axes, torch.device("cpu"))
+        world = init_world(axes, torch.device("cpu"))
         found.append(((world.data_rank, world.data_size), *one_pass(folder, world)))
     return found
 

@@ -14,7 +14,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, Qwen3Co
 from helpers import _build, _common, with_head_bias
 from processes import run
 from tandemrl.config import ParallelConfig
-from tandemrl.distributed.world import World, join
+from tandemrl.distributed.world import World, init_world
 from tandemrl.models.attention import ModelError
 from tandemrl.models.batching import pack
 from tandemrl.models.forward import token_logprobs
@@ -167,7 +167,7 @@ def on_meshes(size: int) -> dict[str, Any]:
     """Runs in every process: all cases of all meshes of this size."""
     found: dict[str, Any] = {}
     for mesh, config in MESHES[size].items():
-        world = join(config, torch.device("cpu"))
+        world = init_world(config, torch.device("cpu"))
         found[mesh] = dict(data_rank=world.data_rank)
         for case in cases(mesh):
             model = shard(prepare(MODELS[case[0]]()), world, dtype=torch.float32)

@@ -9,7 +9,7 @@ from torch.distributed.tensor import DTensor
 from helpers import prepared, prompts, qwen3
 from processes import run
 from tandemrl.config import LoraConfig, ParallelConfig
-from tandemrl.distributed.world import World, join
+from tandemrl.distributed.world import World, init_world
 from tandemrl.models.batching import pack_tokens
 from tandemrl.models.forward import token_logprobs
 from tandemrl.models.lora import adapter_free, attach, merged_parameters
@@ -47,7 +47,7 @@ def one_pass(world: World) -> tuple[list[Tensor], list[Tensor], dict[str, Tensor
 def on_every_mesh() -> list[Any]:
     found = []
     for axes in MESHES:
-        world = join(axes, torch.device("cpu"))
+        world = init_world(axes, torch.device("cpu"))
         found.append(((world.data_rank, world.data_size), one_pass(world)))
     return found
 

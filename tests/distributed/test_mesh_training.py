@@ -115,10 +115,10 @@ def test_a_run_goes_on_with_another_number_of_processes(tiny_pair: Path, tmp_pat
 
 def _world_of(axes: str) -> str:
     from tandemrl.config import ConfigError
-    from tandemrl.distributed.world import join
+    from tandemrl.distributed.world import init_world
 
     try:
-        join(load(None, [axes]).parallel, torch.device("cpu"))
+        init_world(load(None, [axes]).parallel, torch.device("cpu"))
     except ConfigError as error:
         return str(error)
     return "joined"

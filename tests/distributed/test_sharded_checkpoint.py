@@ -18,10 +18,12 @@ from transformers import AutoModelForCausalLM
 from helpers import qwen3, tokenizer
 from processes import run
 from tandemrl.config import Config, ParallelConfig
-from tandemrl.distributed.world import World, join, leave
+from tandemrl.distributed.world import World, destroy_world, init_world
 from tandemrl.models.sharding import full_parameters, parameter_groups, shard
 from tandemrl.training import checkpoint
-from tandemrl.training.checkpoint import CheckpointError, Trained
+from tandemrl.training.checkpoint import CheckpointError
+from tandemrl.training.export import export_hf
+from tandemrl.training.sharded_state import Trained
 
 FSDP, TP, BOTH = ParallelConfig(dp_shard=2), ParallelConfig(tp=2), ParallelConfig(dp_shard=2, tp=2)
 
@@ -65,7 +67,7 @@ class FullOnOne(FileSystemWriter):
 def two(output: Path, expected: dict[str, Tensor]) -> dict[str, Any]:
     """1 -> 2 (FSDP), 2 -> 2 (TP), a save in the background, a full disk, an export."""
     found: dict[str, Any] = {}
-    world = join(FSDP, torch.device("cpu"))
+    world = init_world(FSDP, torch.device("cpu"))
     policy = trained(5, world, steps=1)
     first = {"policy": policy}
     checkpoint.load_parts(output / "checkpoints" / "step_1", first, world)
@@ -82,7 +84,7 @@ def two(output: Path, expected: dict[str, Tensor]) -> dict[str, Any]:
             parameter.mul_(2.0)
     torch.distributed.all_reduce(torch.zeros(1))  # meets nobody of the thread's
     checkpoint.wait()
-    checkpoint.export_hf(policy.module, tokenizer(), output / "hf" / "fsdp", "bfloat16", world=world)
+    export_hf(policy.module, tokenizer(), output / "hf" / "fsdp", "bfloat16", world=world)
     found["exported"] = {name: value.bfloat16() for name, value in full_parameters(policy.module)}
 
     with pytest.MonkeyPatch.context() as patch:
@@ -110,13 +112,13 @@ def two(output: Path, expected: dict[str, Tensor]) -> dict[str, Any]:
     with pytest.raises(CheckpointError, match=r"__1_0\.distcp: not as it was written"):
         checkpoint.load_parts(damaged, parts, world)
 
-    world = join(TP, torch.device("cpu"))
+    world = init_world(TP, torch.device("cpu"))
     policy = trained(7, world, steps=0)
     checkpoint.load_parts(output / "checkpoints" / "step_2", {"policy": policy}, world)
     found["fsdp 2 -> tp 2"] = same(whole(policy), two_steps)
     checkpoint.save(output, 4, {"n": 4}, Config(), 2, parts={"policy": policy}, world=world)  # keeps 3 and 4
-    checkpoint.export_hf(policy.module, tokenizer(), output / "hf" / "tp", world=world)
-    leave()
+    export_hf(policy.module, tokenizer(), output / "hf" / "tp", world=world)
+    destroy_world()
     return found | {"two steps": two_steps}
 
 
@@ -155,14 +157,14 @@ def test_any_mesh_reads_what_another_wrote(tmp_path: Path) -> None:
 
 
 def four(output: Path) -> tuple[bool, dict[str, Tensor]]:
-    world = join(BOTH, torch.device("cpu"))
+    world = init_world(BOTH, torch.device("cpu"))
     policy = trained(3, world, steps=1)
     before = whole(policy)
     checkpoint.save(output, 1, {}, Config(), keep=1, parts={"policy": policy}, world=world)
     other = trained(4, world, steps=0)
     checkpoint.load_parts(output / "checkpoints" / "step_1", {"policy": other}, world)
     equal = same(whole(other), before)
-    leave()
+    destroy_world()
     return equal, before
 
 

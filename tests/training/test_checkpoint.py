@@ -30,7 +30,10 @@ from tandemrl import files as versions
 from tandemrl.config import Config, LoraConfig, load
 from tandemrl.files import recover, write_text
 from tandemrl.training import checkpoint
-from tandemrl.training.checkpoint import CheckpointError, DamagedError, Trained
+from tandemrl.training.checkpoint import CheckpointError, DamagedError
+from tandemrl.training.export import export_hf
+from tandemrl.training.resume import restore_rng, rng_state
+from tandemrl.training.sharded_state import Trained
 
 
 def state(step: int) -> dict[str, Any]:
@@ -39,7 +42,7 @@ def state(step: int) -> dict[str, Any]:
         "step": step,
         "weights": {"a": torch.full((64,), float(step)), "half": torch.ones(2, dtype=torch.bfloat16) * step},
         "optimizer": torch.optim.AdamW([torch.nn.Parameter(torch.zeros(2))]).state_dict(),
-        "rng": checkpoint.rng_state(),
+        "rng": rng_state(),
         "best": None,
         "order": [1, (2, "x"), True, 0.5],
     }
@@ -231,7 +234,7 @@ def test_a_crash_at_any_call_of_export_leaves_the_old_folder_or_the_new(
     best = tmp_path / "hf" / "best"
 
     def export(text: str) -> None:
-        checkpoint.export_hf(Part("model", text), Part("tokenizer", text), best)
+        export_hf(Part("model", text), Part("tokenizer", text), best)
 
     export("old")
     seen = set()
@@ -719,7 +722,7 @@ def test_an_export_holds_every_weight_once_in_its_dtype(tmp_path: Path, tied: bo
     from transformers import AutoModelForCausalLM
 
     model = qwen3(tied=tied)
-    checkpoint.export_hf(model, tokenizer(), tmp_path / "hf", dtype)
+    export_hf(model, tokenizer(), tmp_path / "hf", dtype)
     stored = load_file(tmp_path / "hf" / "model.safetensors")
     assert set(stored) == {name for name, _ in model.named_parameters()}
     assert ("lm_head.weight" in stored) is not tied
@@ -734,7 +737,7 @@ def test_an_export_holds_every_weight_once_in_its_dtype(tmp_path: Path, tied: bo
 
 def test_an_export_that_fails_names_the_folder_and_leaves_the_old_one(tmp_path: Path) -> None:
     best = tmp_path / "hf" / "best"
-    checkpoint.export_hf(Part("model", "old"), Part("tokenizer", "old"), best)
+    export_hf(Part("model", "old"), Part("tokenizer", "old"), best)
 
     class Broken(Part):
         def save_pretrained(self, folder: Path, state_dict: object = None) -> None:
@@ -742,7 +745,7 @@ def test_an_export_that_fails_names_the_folder_and_leaves_the_old_one(tmp_path: 
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     with pytest.raises(CheckpointError, match=r"best: not written, the disk is full \(.*No space"):
-        checkpoint.export_hf(Broken("model", "new"), Part("tokenizer", "new"), best)
+        export_hf(Broken("model", "new"), Part("tokenizer", "new"), best)
     assert {path.read_text() for path in best.iterdir()} == {"old"}
     assert [path.name for path in best.parent.iterdir()] == ["best"]
 
@@ -795,15 +798,15 @@ def test_random_state_goes_through_a_file(tmp_path: Path) -> None:
     def draw() -> list[float]:
         return [random.random(), float(np.random.rand()), float(torch.rand(()))]  # noqa: NPY002
 
-    before = checkpoint.rng_state()
+    before = rng_state()
     try:
         torch.save(before, tmp_path / "rng.pt")
         expected = draw()
         assert draw() != expected
-        checkpoint.restore_rng(torch.load(tmp_path / "rng.pt", weights_only=True))
+        restore_rng(torch.load(tmp_path / "rng.pt", weights_only=True))
         assert draw() == expected
     finally:
-        checkpoint.restore_rng(before)
+        restore_rng(before)
 
 
 def test_versions_name_the_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -22,17 +22,17 @@ from tandemrl.training.checkpoint import latest
 from tandemrl.training.faults import (
     LESS_MEMORY,
     LostProcessError,
+    OptimizerSteps,
     OutOfMemoryError,
     Signals,
-    Steps,
     Stopped,
-    agreed_signal,
     explained,
     is_lost_process,
     is_out_of_memory,
+    signal_anywhere,
 )
+from tandemrl.training.gates import TrainError
 from tandemrl.training.loop import train
-from tandemrl.training.run import TrainError
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
@@ -103,9 +103,9 @@ class _Four(World):
 
 
 def test_processes_agree_on_a_signal() -> None:
-    assert agreed_signal(0, World()) == 0
-    assert agreed_signal(2, World()) == 2
-    assert agreed_signal(0, _Four(rank=1, size=4)) == 15
+    assert signal_anywhere(0, World()) == 0
+    assert signal_anywhere(2, World()) == 2
+    assert signal_anywhere(0, _Four(rank=1, size=4)) == 15
 
 
 MEMORY = [
@@ -168,13 +168,13 @@ def test_other_errors_stay_what_they_are_and_say_where() -> None:
 def test_steps_of_any_optimiser_are_noticed() -> None:
     parameters = [torch.nn.Parameter(torch.ones(2)) for _ in range(2)]
     optimizers = [torch.optim.AdamW([p]) for p in parameters]
-    steps = Steps(optimizers)
+    steps = OptimizerSteps(optimizers)
     assert not steps.taken
     parameters[1].sum().backward()
     assert not steps.taken
     optimizers[1].step()
     assert steps.taken
-    steps.mark()
+    steps.reset()
     assert not steps.taken
 
 

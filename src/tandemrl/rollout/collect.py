@@ -1,4 +1,4 @@
-"""Prompts x engine -> rollouts: write completions, prove who wrote what, score the finished texts."""
+"""Prompts x engine -> completions, and the proof of who wrote what."""
 
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -18,7 +18,7 @@ from tandemrl.selection import Strategy
 from tandemrl.selection.draws import request_key
 
 
-class Written(NamedTuple):
+class CompletionBatch(NamedTuple):
     """Completions of some prompts, one list per prompt, and the author draws behind them all."""
 
     prompts: list[Prompt]
@@ -26,7 +26,7 @@ class Written(NamedTuple):
     draws: Draws
 
 
-def write(
+def generate(
     engine: Engine,
     prompts: Sequence[tuple[int, Prompt]],
     *,
@@ -37,7 +37,7 @@ def write(
     step: int,
     drawn: int = 0,
     progress: Callable[[int], None] | None = None,
-) -> Written:
+) -> CompletionBatch:
     """``group_size`` completions of each prompt, their authors verified by replay.
 
     Args:
@@ -59,4 +59,4 @@ def write(
     completions = engine.generate(requests, progress=progress)
     check_answers(requests, completions, version)
     draws = check_authors([completion for group in completions for completion in group], strategy)
-    return Written([prompt for _, prompt in prompts], completions, draws)
+    return CompletionBatch([prompt for _, prompt in prompts], completions, draws)
