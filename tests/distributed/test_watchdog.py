@@ -185,6 +185,9 @@ def test_long_work_leaves_a_stamp_per_part(work: Any, monkeypatch: pytest.Monkey
 # ------------------------------------------------------------------------------------------------- the order of things
 
 
+AXES = ("dp_replicate", "dp_shard", "sp", "tp")
+
+
 class FakeMesh(str):
     """The name of an axis, which is its group as well."""
 
@@ -229,8 +232,8 @@ def test_a_process_is_watched_before_it_meets_the_others(
         call.watchdog.begin(50.0, "process 1 of 2"),
         *[call.set_device(torch.device("cuda"))] * (device == "cuda"),
         call.init_process_group(backend, timeout=limit),
-        call.init_device_mesh(device, (1, 2, 1, 1), mesh_dim_names=parallel.AXES),
-        *[call.set_timeout(limit, axis) for axis in (*parallel.AXES, "data", "fsdp")],
+        call.init_device_mesh(device, (1, 2, 1, 1), mesh_dim_names=AXES),
+        *[call.set_timeout(limit, axis) for axis in (*AXES, "data", "fsdp")],
         call.destroy_process_group(),
         call.watchdog.end(),
     ]

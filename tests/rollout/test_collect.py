@@ -40,7 +40,7 @@ class CountingScorer(Scorer):
     def __init__(self) -> None:
         self.calls: list[list[tuple[Row, str]]] = []
 
-    def score_rollouts(self, items: Sequence[tuple[Row, str]]) -> list[Score]:
+    def score(self, items: Sequence[tuple[Row, str]]) -> list[Score]:
         self.calls.append(list(items))
         return [Score(float(len(text)), {"acc": 0.0, "length": float(len(text))}, None) for _, text in items]
 

@@ -20,8 +20,6 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from tandemrl.config import ConfigError, ParallelConfig
 from tandemrl.distributed.watchdog import WATCHDOG, stamp
 
-AXES = ("dp_replicate", "dp_shard", "sp", "tp")
-
 
 class Shards(NamedTuple):
     """The groups of processes over which one forward pass is split; None: it is not. tensor: each has other columns of
@@ -153,7 +151,7 @@ def init_world(config: ParallelConfig, device: torch.device) -> World:
     mesh = init_device_mesh(device.type, tuple(axes.values()), mesh_dim_names=tuple(axes))
     mesh["dp_replicate", "dp_shard"]._flatten("data")
     mesh["dp_shard", "sp"]._flatten("fsdp")
-    for axis in (*AXES, "data", "fsdp"):  # their own default is half an hour
+    for axis in (*axes, "data", "fsdp"):  # their own default is half an hour
         dist.distributed_c10d._set_pg_timeout(timeout, mesh[axis].get_group())
     data = mesh["data"]
     return World(dist.get_rank(), size, data.get_local_rank(), data.size(), mesh, config.timeout_s)

@@ -5,15 +5,7 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from tandemrl.data.rows import Prompt
-from tandemrl.rollout.engine import (
-    Completion,
-    Draws,
-    Engine,
-    Request,
-    Sampling,
-    check_answers,
-    check_authors,
-)
+from tandemrl.rollout.engine import Completion, Draws, Engine, Request, Sampling, check_answers, check_authors
 from tandemrl.selection import Strategy
 from tandemrl.selection.draws import request_key
 

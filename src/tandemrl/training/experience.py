@@ -13,18 +13,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from tandemrl.losses import (
-    compute_advantages,
-    explained_variance,
-    gae,
-    kl_penalty,
-    overlong_penalty,
-    sequence_sum,
-    token_rewards,
-    token_weights,
-    whiten,
-    zero_variance_groups,
-)
+from tandemrl import losses
 from tandemrl.models.batching import micro_batches, pack, pack_tokens
 from tandemrl.models.lora import adapter_free
 from tandemrl.training.profiling import Cost, Work, update_flops
@@ -81,11 +70,11 @@ def make_experience(setup: RunSetup, groups: Sequence[Group]) -> Experience:
     rollouts = [r for group in scored for r in group.rollouts]
     group_ids = torch.tensor([r.group for r in rollouts], dtype=torch.int64)
     rewards = torch.tensor([r.reward for r in rollouts], dtype=torch.float32)
-    flat = zero_variance_groups(rewards, group_ids)  # on the verifier's outcomes, before any shaping
+    flat = losses.zero_variance_groups(rewards, group_ids)  # on the verifier's outcomes, before any shaping
     used = ~flat if recipe.filter_zero_variance else torch.ones_like(flat)
     if buffer := round(recipe.overlong_share * setup.sampling.max_tokens):
         lengths = torch.tensor([r.response_tokens for r in rollouts])
-        rewards += overlong_penalty(lengths, max_tokens=setup.sampling.max_tokens, buffer=buffer)
+        rewards += losses.overlong_penalty(lengths, max_tokens=setup.sampling.max_tokens, buffer=buffer)
     senior, junior = (
         torch.tensor([float((r.author == who).sum()) for r in rollouts]) for who in (Author.SENIOR, Author.JUNIOR)
     )
@@ -164,7 +153,7 @@ def add_reward_kl(setup: RunSetup, mini_batches: MiniBatches, experience: Experi
     """The KL of every rollout, from all data ranks."""
     kl = torch.zeros(len(experience.rollouts), device=setup.device)
     for rows, batch in (m for mini in mini_batches for m in mini):
-        kl[rows] += sequence_sum(token_kl(setup, batch), batch.sequence_ids, num_sequences=batch.num_sequences)
+        kl[rows] += losses.sequence_sum(token_kl(setup, batch), batch.sequence_ids, num_sequences=batch.num_sequences)
     return experience._replace(kl=setup.world.data_sum(kl).cpu())
 
 
@@ -172,7 +161,7 @@ def token_kl(setup: RunSetup, batch: Batch) -> Tensor:
     """w·k1 of every token."""
     assert batch.old_logprobs is not None
     assert batch.ref_logprobs is not None
-    return kl_penalty(batch.old_logprobs, batch.ref_logprobs, weights_of(setup, batch))
+    return losses.kl_penalty(batch.old_logprobs, batch.ref_logprobs, weights_of(setup, batch))
 
 
 def add_group_advantages(
@@ -181,7 +170,7 @@ def add_group_advantages(
     """Advantages of whole rollouts, within their groups or over the step, on all of their response tokens."""
     kl = experience.kl
     rewards = experience.rewards if kl is None else experience.rewards - kl_coef * kl
-    advantages = compute_advantages(setup.recipe, rewards, experience.group_ids, experience.weights)
+    advantages = losses.compute_advantages(setup.recipe, rewards, experience.group_ids, experience.weights)
 
     def per_token(m: MicroBatch) -> Tensor:
         spread = advantages[m.rows].to(setup.device)[m.batch.sequence_ids]
@@ -203,13 +192,14 @@ def add_gae_advantages(
         assert b.old_values is not None
         weight = weights_of(setup, b)
         penalty = kl_coef * token_kl(setup, b) if loss.kl_in_reward else None
-        earned = token_rewards(experience.rewards[rows].to(setup.device), b.author, b.sequence_ids, penalty=penalty)
-        advantage, target = gae(earned, b.old_values, weight > 0, b.sequence_ids, gamma=loss.gamma, lam=loss.lam)
+        outcomes = experience.rewards[rows].to(setup.device)
+        earned = losses.token_rewards(outcomes, b.author, b.sequence_ids, penalty=penalty)
+        advantage, target = losses.gae(earned, b.old_values, weight > 0, b.sequence_ids, gamma=loss.gamma, lam=loss.lam)
         parts.append((advantage, target, b.old_values, weight))
     advantages, returns, values, weight = (torch.cat(channel) for channel in zip(*parts, strict=True))
-    explained = explained_variance(values, returns, weight, total=setup.world.data_sum).item()
+    explained = losses.explained_variance(values, returns, weight, total=setup.world.data_sum).item()
     if setup.recipe.whiten:
-        advantages = whiten(advantages, weight, total=setup.world.data_sum)
+        advantages = losses.whiten(advantages, weight, total=setup.world.data_sum)
     sizes = [len(m.batch.tokens) for m in flat]
     channels = zip(advantages.split(sizes), returns.split(sizes), strict=True)
     filled = fill_channels(mini_batches, lambda m: dict(zip(("advantages", "returns"), next(channels), strict=True)))
@@ -218,7 +208,7 @@ def add_gae_advantages(
 
 def weights_of(setup: RunSetup, batch: Batch) -> Tensor:
     """The weight of every token in the loss."""
-    return token_weights(batch.author, junior_weight=setup.config.loss.junior_weight)
+    return losses.token_weights(batch.author, junior_weight=setup.config.loss.junior_weight)
 
 
 def step_cost(setup: RunSetup, groups: Sequence[Group], experience: Experience, cost: Cost) -> Work:
