@@ -83,9 +83,9 @@ def test_a_stopped_process_ends_the_other_one(phase: str, tiny_pair: Path, tmp_p
     text = survivor(tiny_pair, tmp_path, phase, 600.0)
     assert f"process 0 died with exit code {EXIT_CODE}" in text
     place = "at the start" if phase == "start" else rf"step 1, {phase}\S*"
-    said = re.search(rf"error: {place}: process 0 of 2 has done nothing for (\d+) s \(parallel.timeout_s=12\)", text)
-    assert said is not None, text
-    assert LIMIT_S < int(said[1]) <= LIMIT_S + 10
+    message = re.search(rf"error: {place}: process 0 of 2 has done nothing for (\d+) s \(parallel.timeout_s=12\)", text)
+    assert message is not None, text
+    assert LIMIT_S < int(message[1]) <= LIMIT_S + 10
     assert '/tandemrl/training/loop.py", line' in text  # the stack
 
 
@@ -106,5 +106,5 @@ def limits(config: ParallelConfig) -> set[timedelta]:
 
 
 def test_every_group_times_out_when_the_run_does() -> None:
-    wanted = {timedelta(seconds=77)}
-    assert run(limits, 2, ParallelConfig(tp=2, timeout_s=77.0)) == [wanted, wanted]
+    timeouts = {timedelta(seconds=77)}
+    assert run(limits, 2, ParallelConfig(tp=2, timeout_s=77.0)) == [timeouts, timeouts]

@@ -77,7 +77,7 @@ def test_a_process_that_was_stopped_itself_may_go_on() -> None:
 
 HANGS = """
 import threading, time
-from tandemrl import watchdog
+from tandemrl.distributed import watchdog
 
 watchdog.GRACE_S = watchdog.LOOK_S = 0.05
 watchdog.WATCHDOG.begin(0.2, "process 1 of 2")

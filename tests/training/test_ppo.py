@@ -126,7 +126,7 @@ def test_advantages_and_returns_are_those_of_a_loop_over_sequences(
     policy = AutoModelForCausalLM.from_pretrained(tmp_path / "policy")
     reference = AutoModelForCausalLM.from_pretrained(tiny_pair / "senior")
     critic = AutoModelForTokenClassification.from_pretrained(tmp_path / "critic")
-    wanted, returns, values, counts = [], [], [], []
+    expected_advantages, returns, values, counts = [], [], [], []
     for rollout in made:
         w = np.where(rollout.author == 1, 1.0, np.where(rollout.author == 0, junior_weight, 0.0))
         at = (np.arange(len(w) - 1), rollout.tokens[1:])
@@ -135,18 +135,18 @@ def test_advantages_and_returns_are_those_of_a_loop_over_sequences(
         earned[-1] += rollout.reward
         v = np.concatenate([[0.0], direct(critic, rollout.tokens)[:-1, 0].double().numpy()])
         a = np.array(REFERENCE["gae"](earned, v, w > 0, 0.9, 0.8))
-        wanted.append(a)
+        expected_advantages.append(a)
         returns.append(a + v)
         values.append(v)
         counts.append(w)
     w, r, v = (np.concatenate(x) for x in (counts, returns, values))
     on = w > 0
-    mean = (w * np.concatenate(wanted)).sum() / w.sum()
-    variance = (w * (np.concatenate(wanted) - mean) ** 2).sum() / (w.sum() - 1)
+    mean = (w * np.concatenate(expected_advantages)).sum() / w.sum()
+    variance = (w * (np.concatenate(expected_advantages) - mean) ** 2).sum() / (w.sum() - 1)
     for i, batch in enumerate(m.batch for mini in filled for m in mini):
         pair = slice(2 * i, 2 * i + 2)
         trained = np.concatenate(counts[pair]) > 0
-        white = (np.concatenate(wanted[pair]) - mean) / np.sqrt(variance + 1e-8)
+        white = (np.concatenate(expected_advantages[pair]) - mean) / np.sqrt(variance + 1e-8)
         assert batch.advantages is not None
         assert batch.returns is not None
         np.testing.assert_allclose(batch.advantages.numpy(), np.where(trained, white, 0.0), atol=2e-4)

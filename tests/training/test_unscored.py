@@ -70,7 +70,7 @@ WITHOUT = [
 
 def trained(run: Run, groups: Sequence[Group], monkeypatch: pytest.MonkeyPatch) -> tuple[dict[Any, list[float]], Any]:
     """The advantages that the optimiser gets, by the tokens of the rollout, and the metrics."""
-    found: dict[Any, list[float]] = {}
+    advantages: dict[Any, list[float]] = {}
     setup, models, _ = run
 
     def update_policy(_: Any, models: Any, batches: Sequence[Batch], *args: Any, **options: Any) -> dict[str, float]:
@@ -78,7 +78,7 @@ def trained(run: Run, groups: Sequence[Group], monkeypatch: pytest.MonkeyPatch) 
             for i in range(batch.num_sequences):
                 mask = batch.sequence_ids == i
                 written = mask & (batch.author >= 0)
-                found[tuple(batch.tokens[mask].tolist())] = batch.advantages[written].tolist()
+                advantages[tuple(batch.tokens[mask].tolist())] = batch.advantages[written].tolist()
         return {"loss": 0.0, "grad_norm": 0.0}
 
     monkeypatch.setattr(update_module, "update_policy", update_policy)
@@ -90,7 +90,7 @@ def trained(run: Run, groups: Sequence[Group], monkeypatch: pytest.MonkeyPatch) 
         mini_batches, _ = add_gae_advantages(setup, mini_batches, experience, 0.0)
     else:
         mini_batches = add_group_advantages(setup, mini_batches, experience, 0.0)
-    return found, experience.metrics | update_module.update(setup, models, mini_batches, 1, Clock())
+    return advantages, experience.metrics | update_module.update(setup, models, mini_batches, 1, Clock())
 
 
 @pytest.mark.parametrize("recipe", ["grpo", "rloo", "reinforce_pp", "dapo", "ppo"])

@@ -111,14 +111,9 @@ def loop(run: Run, tracker: Tracker) -> None:
     if setup.dropped:
         tracker.say(f"data.train: {setup.dropped} rows are longer than data.max_prompt_tokens and were left out")
     sync_weights(models.policy, models.engine, version=done)
+    folder, dtype = Path(config.output_dir, "profile"), getattr(torch, config.model.dtype)
     profiler = Profiler(
-        Path(config.output_dir, "profile") if config.train.profile else None,
-        model=models.policy,
-        device=setup.device,
-        dtype=getattr(torch, config.model.dtype),
-        world=world,
-        first=done + 1,
-        last=steps,
+        folder if config.train.profile else None, models.policy, setup.device, dtype, world, first=done + 1, last=steps
     )
     optimizer_steps = OptimizerSteps(part.optimizer for part in models.trained.values())
     draw = partial(progress.sampler.next, config.train.prompts_per_step)
@@ -282,11 +277,7 @@ def rollout(
 
 
 def resample(
-    run: Run,
-    generate: Callable[..., CompletionBatch],
-    step: int,
-    completions: CompletionBatch,
-    groups: Sequence[Group],
+    run: Run, generate: Callable[..., CompletionBatch], step: int, completions: CompletionBatch, groups: Sequence[Group]
 ) -> tuple[CompletionBatch, list[Group], int]:
     """Dynamic sampling (DAPO, arXiv 2503.14476, section 3.2): groups whose rewards are all equal, or of which fewer
     than two rollouts are scored, give way to those of the next prompts, in at most ``train.max_resamples`` rounds.

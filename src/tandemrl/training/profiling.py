@@ -218,11 +218,11 @@ class Profiler:
     def __init__(
         self,
         folder: Path | None,
-        *,
         model: PreTrainedModel,
         device: torch.device,
         dtype: torch.dtype,
         world: World,
+        *,
         first: int,
         last: int,
     ) -> None:
