@@ -99,7 +99,7 @@ def test_a_collective_that_times_out_comes_before_the_watchdog(phase: str, tiny_
 def limits(config: ParallelConfig) -> set[timedelta]:
     """The time-outs of all groups that a run has."""
     world = init_world(config, torch.device("cpu"))
-    groups = [world.new_cpu_group(), checkpoint._own_group(torch.distributed.group.WORLD, config.timeout_s)]
+    groups = [world.new_cpu_group(), checkpoint._thread_group(world)]
     WATCHDOG.end()
     assert {id(group) for group in groups} <= {id(group) for group in _world.pg_map}
     return {group._get_backend(torch.device("cpu")).options._timeout for group in _world.pg_map}

@@ -32,8 +32,8 @@ from tandemrl.files import recover, write_text
 from tandemrl.training import checkpoint
 from tandemrl.training.checkpoint import CheckpointError, DamagedError
 from tandemrl.training.export import export_hf
-from tandemrl.training.resume import restore_rng, rng_state
-from tandemrl.training.sharded_state import Trained
+from tandemrl.training.resume import check_same_config, restore_rng, rng_state
+from tandemrl.training.sharded_state import Trained, stored_metadata
 
 
 def state(step: int) -> dict[str, Any]:
@@ -337,14 +337,13 @@ def test_hyperparameters_come_back_but_not_how_they_are_computed(tmp_path: Path)
 
 
 def test_tied_and_frozen_weights_take_no_extra_space(tmp_path: Path) -> None:
-    from tandemrl.training import sharded_state as dcp
 
     path = checkpoint.save(tmp_path, 1, {}, Config(), keep=1, parts={"policy": trained(0, steps=1)})
     moments = [
         f"policy/optimizer/{p}/{m}" for p in ("embed.weight", "head.bias") for m in ("exp_avg", "exp_avg_sq", "step")
     ]
     model = [f"policy/model/{name}" for name in ("count", "embed.weight", "head.bias", "unused")]
-    assert sorted(dcp.stored(path / "tensors")) == model + moments
+    assert sorted(stored_metadata(path / "tensors")) == model + moments
     resumed = trained(4)
     frozen = resumed.module.frozen.clone()
     checkpoint.load_parts(path, {"policy": resumed})
@@ -354,7 +353,6 @@ def test_tied_and_frozen_weights_take_no_extra_space(tmp_path: Path) -> None:
 def test_adapters_are_stored_without_the_base_model(tmp_path: Path) -> None:
     pytest.importorskip("peft", reason="needs the lora extra")
     from tandemrl.models.lora import attach
-    from tandemrl.training import sharded_state as dcp
 
     def adapted(seed: int, steps: int) -> Trained:
         model = attach(qwen3(), LoraConfig(rank=2, targets=("q_proj",)), seed=seed)
@@ -366,7 +364,10 @@ def test_adapters_are_stored_without_the_base_model(tmp_path: Path) -> None:
 
     policy = adapted(0, 2)
     path = checkpoint.save(tmp_path, 1, {}, Config(), keep=1, parts={"policy": policy})
-    assert {name.split("/")[2].split(".")[-3] for name in dcp.stored(path / "tensors")} == {"lora_A", "lora_B"}
+    assert {name.split("/")[2].split(".")[-3] for name in stored_metadata(path / "tensors")} == {
+        "lora_A",
+        "lora_B",
+    }
     resumed = adapted(1, 0)
     checkpoint.load_parts(path, {"policy": resumed})
     assert same(everything(resumed), everything(policy))
@@ -764,7 +765,7 @@ def test_an_export_that_fails_names_the_folder_and_leaves_the_old_one(tmp_path: 
     ],
 )
 def test_a_resume_may_change_what_does_not_change_the_run(allowed: str) -> None:
-    checkpoint.check_resume(load(), load(overrides=[allowed]))
+    check_same_config(load(), load(overrides=[allowed]))
 
 
 @pytest.mark.parametrize(
@@ -778,13 +779,13 @@ def test_a_resume_may_change_what_does_not_change_the_run(allowed: str) -> None:
 )
 def test_a_resume_under_another_config_is_refused_by_key(overrides: list[str], message: str) -> None:
     with pytest.raises(CheckpointError, match=message):
-        checkpoint.check_resume(load(), load(overrides=overrides))
+        check_same_config(load(), load(overrides=overrides))
 
 
 def test_growing_a_cosine_run_is_refused() -> None:
     cosine = ["train.schedule=cosine"]
     with pytest.raises(CheckpointError, match=r"train\.steps"):
-        checkpoint.check_resume(load(overrides=cosine), load(overrides=[*cosine, "train.steps=60"]))
+        check_same_config(load(overrides=cosine), load(overrides=[*cosine, "train.steps=60"]))
 
 
 def test_discard_after_removes_the_abandoned_future(tmp_path: Path) -> None:

@@ -18,7 +18,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
-from datetime import timedelta
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, TypeVar
@@ -82,18 +81,14 @@ def save(
     tensors = sharded_state.tensors_of(parts)
     buffer = io.BytesIO()
     torch.save(plain, buffer)
-    files = {
-        "state.pt": buffer.getvalue(),
-        "config.yaml": to_yaml(config).encode(),
-    }
+    files = {"state.pt": buffer.getvalue(), "config.yaml": to_yaml(config).encode()}
     meta = {"step": step, "processes": world.size, "versions": versions()}
     writing = _Writing(path, files, meta, tensors, keep, world)
     writing.begin()
     if not background:
         writing.finish()
         return path
-    if world.size > 1:
-        writing.group = _own_group(dist.group.WORLD, config.parallel.timeout_s)
+    writing.group = _thread_group(world)
     writing.tensors = sharded_state.on_host(tensors)
     _in_flight = _THREAD.submit(writing.finish)
     return path
@@ -115,10 +110,8 @@ _in_flight: Future[None] | None = None
 _THREAD = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
 
 
-@lru_cache(maxsize=1)
-def _own_group(everybody: dist.ProcessGroup, timeout: float) -> dist.ProcessGroup:
-    """A group for the thread: the main thread's collectives must not meet its own."""
-    return dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout))
+_thread_group = lru_cache(maxsize=1)(World.new_cpu_group)
+"""Of the thread's own: the main thread's collectives must not meet its."""
 
 
 @dataclass(eq=False)
@@ -162,10 +155,9 @@ class _Writing:
         _wait_for_folder(self.hidden, self.world)
         hashes = {}
         if self.tensors:
-            written = sharded_state.save_tensors(
-                self.hidden / "tensors", self.tensors, alone=self.world.size == 1, group=self.group
-            )
-            hashes = {f"tensors/{name}": value for name, value in written.items()}
+            folder, alone = self.hidden / "tensors", self.world.size == 1
+            digests = sharded_state.save_tensors(folder, self.tensors, alone=alone, group=self.group)
+            hashes = {f"tensors/{name}": value for name, value in digests.items()}
         if self.world.main:
             for name, content in self.files.items():
                 (self.hidden / name).write_bytes(content)
@@ -342,7 +334,7 @@ def verify(path: str | Path) -> None:
 
 
 def in_every_process(act: Callable[[], _T], path: str | Path, world: World) -> _T:
-    """Read something at ``path`` in every process; where one fails, all raise the same."""
+    """Read or write something at ``path`` in every process; where one fails, all raise the same."""
     result, failure = None, None
     try:
         result = act()

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from tandemrl.distributed.world import World
 from tandemrl.files import NEW, write_directory
 from tandemrl.models.lora import merged_parameters
-from tandemrl.training.checkpoint import CheckpointError, size_in_bytes, write_failure
+from tandemrl.training.checkpoint import CheckpointError, in_every_process, size_in_bytes, write_failure
 
 
 def export_hf(
@@ -29,18 +29,18 @@ def export_hf(
         CheckpointError: on every process, if rank 0 cannot write.
     """
     weights = _full_weights(model, None if dtype is None else getattr(torch, dtype), keep=world.main)
-    failure = None
-    try:
-        if world.main:
-            write_directory(Path(path), lambda folder: _save_pretrained(model, tokenizer, weights, folder))
-    except Exception as error:
-        failure = write_failure(error, Path(path), size_in_bytes(weights.values()))
-        shutil.rmtree(Path(path).with_name(f"{NEW}{Path(path).name}"), ignore_errors=True)
-        if world.size == 1:
-            raise CheckpointError(failure) from error
-    if failure := world.broadcast(failure):
-        raise CheckpointError(failure)
-    return Path(path)
+    folder = Path(path)
+
+    def write() -> None:
+        try:
+            if world.main:
+                write_directory(folder, lambda hidden: _save_pretrained(model, tokenizer, weights, hidden))
+        except Exception as error:
+            shutil.rmtree(folder.with_name(f"{NEW}{folder.name}"), ignore_errors=True)
+            raise CheckpointError(write_failure(error, folder, size_in_bytes(weights.values()))) from error
+
+    in_every_process(write, folder, world)
+    return folder
 
 
 def _full_weights(model: Any, dtype: torch.dtype | None, *, keep: bool) -> dict[str, Tensor]:

@@ -32,7 +32,6 @@ from tandemrl.selection import Strategy, solo
 from tandemrl.training import checkpoint
 from tandemrl.training.async_rollouts import AsyncRollouts
 from tandemrl.training.build import build
-from tandemrl.training.checkpoint import lock
 from tandemrl.training.experience import (
     add_gae_advantages,
     add_group_advantages,
@@ -90,7 +89,7 @@ def train(
     if world.size > 1:
         faulthandler.enable()  # NCCL aborts a process whose collective timed out: say where it was
     run = build(config, recipe, strategy, world, by_name(reward))
-    with lock(config.output_dir) if world.main else nullcontext(), run.setup.scorer:
+    with checkpoint.lock(config.output_dir) if world.main else nullcontext(), run.setup.scorer:
         restore(run, resume)
         silent = quiet or not world.main
         with Tracker(config.output_dir, run.setup.config, console=console, quiet=silent, record=world.main) as tracker:

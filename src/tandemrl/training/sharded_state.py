@@ -46,10 +46,9 @@ def tensors_of(parts: Mapping[str, Trained]) -> dict[str, Tensor]:
         CheckpointError: a module or an optimiser holds something that has no name or is no tensor.
     """
     tensors: dict[str, Tensor] = {}
-    for part, (module, optimizer) in parts.items():
-        model = _model_tensors(part, module)
+    for part, optimizer, model, parameters in _named(parts):
         tensors |= {f"{part}/{_MODEL}/{name}": tensor.detach() for name, tensor in model.items()}
-        for name, parameter in _parameters(part, model, optimizer):
+        for name, parameter in parameters.items():
             for key, value in optimizer.state.get(parameter, {}).items():
                 if isinstance(value, Tensor):
                     tensors[f"{part}/{_OPTIMIZER}/{name}/{key}"] = value.detach()
@@ -59,9 +58,8 @@ def tensors_of(parts: Mapping[str, Trained]) -> dict[str, Tensor]:
 def settings_of(parts: Mapping[str, Trained]) -> dict[str, Any]:
     """What optimisers hold beside tensors, as plain data: hyperparameters per group, state that is a number."""
     settings = {}
-    for part, (module, optimizer) in parts.items():
-        named = list(_parameters(part, _model_tensors(part, module), optimizer))
-        names = {id(parameter): name for name, parameter in named}
+    for part, optimizer, _, parameters in _named(parts):
+        names = {id(parameter): name for name, parameter in parameters.items()}
         groups = [
             {key: value for key, value in group.items() if key not in _COMPUTING}
             | {"params": [names[id(p)] for p in group["params"] if id(p) in names]}
@@ -69,7 +67,7 @@ def settings_of(parts: Mapping[str, Trained]) -> dict[str, Any]:
         ]
         numbers = {
             name: {k: v for k, v in optimizer.state.get(parameter, {}).items() if not isinstance(v, Tensor)}
-            for name, parameter in named
+            for name, parameter in parameters.items()
         }
         settings[part] = {"groups": groups, "numbers": {name: values for name, values in numbers.items() if values}}
     return settings
@@ -117,18 +115,17 @@ def load_tensors(folder: Path, parts: Mapping[str, Trained], settings: Mapping[s
     metadata = stored_metadata(folder)
     targets: dict[str, Tensor] = {}
     states: dict[str, dict[str, dict[str, Any]]] = {}  # per part and parameter
-    for part, (module, optimizer) in parts.items():
+    named = list(_named(parts))
+    for part, _, model, parameters in named:
         if part not in settings:
             raise CheckpointError(f"{folder.parent}: holds no {part!r}, only {', '.join(settings) or 'nothing'}")
-        model = _model_tensors(part, module)
-        parameters = dict(_parameters(part, model, optimizer))
         targets |= {f"{part}/{_MODEL}/{name}": tensor.detach() for name, tensor in model.items()}
         states[part] = {name: dict(values) for name, values in settings[part]["numbers"].items()}
-        for key, what in metadata.items():
+        for key, entry in metadata.items():
             owner, kind, rest = key.split("/", 2)
             name, _, moment = rest.rpartition("/")
             if (owner, kind) == (part, _OPTIMIZER) and name in parameters:
-                targets[key] = states[part].setdefault(name, {})[moment] = _like(parameters[name], what)
+                targets[key] = states[part].setdefault(name, {})[moment] = _like(parameters[name], entry)
     expected, present = set(targets), {key for key in metadata if key.split("/", 1)[0] in parts}
     if expected != present:
         raise CheckpointError(
@@ -145,19 +142,19 @@ def load_tensors(folder: Path, parts: Mapping[str, Trained], settings: Mapping[s
     if targets:
         with _silent():
             dcp.load(targets, storage_reader=_Reader(folder), no_dist=alone)
-    for part, (module, optimizer) in parts.items():
-        _fill(part, module, optimizer, states[part], settings[part]["groups"])
+    for part, optimizer, _, parameters in named:
+        _fill_optimizer(part, optimizer, parameters, states[part], settings[part]["groups"])
 
 
-def _fill(
+def _fill_optimizer(
     part: str,
-    module: nn.Module,
     optimizer: torch.optim.Optimizer,
+    parameters: Mapping[str, nn.Parameter],
     states: Mapping[str, dict[str, Any]],
     groups: list[dict[str, Any]],
 ) -> None:
     """Replace all of an optimiser's state, and its hyperparameters."""
-    names = {id(p): name for name, p in _parameters(part, _model_tensors(part, module), optimizer)}
+    names = {id(parameter): name for name, parameter in parameters.items()}
     group_of = {name: group for group in groups for name in group["params"]}
     position = {id(p): i for i, p in enumerate(p for group in optimizer.param_groups for p in group["params"])}
     packed = optimizer.state_dict()["param_groups"]
@@ -169,6 +166,15 @@ def _fill(
         new.update(values[0] if values else {})
     state = {position[i]: states[name] for i, name in names.items() if name in states}
     optimizer.load_state_dict({"state": state, "param_groups": packed})
+
+
+def _named(
+    parts: Mapping[str, Trained],
+) -> Iterator[tuple[str, torch.optim.Optimizer, dict[str, Tensor], dict[str, nn.Parameter]]]:
+    """(part, optimiser, tensors of the model by name, those that the optimiser trains)."""
+    for part, (module, optimizer) in parts.items():
+        model = _model_tensors(part, module)
+        yield part, optimizer, model, dict(_parameters(part, model, optimizer))
 
 
 def _model_tensors(part: str, module: nn.Module) -> dict[str, Tensor]:
