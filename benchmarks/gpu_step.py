@@ -90,8 +90,8 @@ def parser() -> argparse.ArgumentParser:
 
 def flags(options: argparse.Namespace) -> list[str]:
     names = ("lengths", "longest", "prompt", "sequences", "micro_batch", "steps", "dtype", "device")
-    given = [f"--{name.replace('_', '-')}={getattr(options, name)}" for name in names]
-    return given + ["--no-checkpointing"] * options.no_checkpointing
+    options_set = [f"--{name.replace('_', '-')}={getattr(options, name)}" for name in names]
+    return options_set + ["--no-checkpointing"] * options.no_checkpointing
 
 
 def run(command: list[str]) -> dict[str, Any]:

@@ -43,8 +43,8 @@ from tandemrl.selection import solo as solo
 from tandemrl.selection import word as word
 from tandemrl.selection import word_aligned as word_aligned
 from tandemrl.selection.draws import request_key as request_key
+from tandemrl.training.gates import TrainError as TrainError
 from tandemrl.training.loop import train as train
-from tandemrl.training.run import TrainError as TrainError
 from tandemrl.training.tracking import Tracker as Tracker
 from tandemrl.types import Author as Author
 from tandemrl.types import Batch as Batch
