@@ -28,9 +28,10 @@ class AsyncRollouts:
     """Rollouts step by step: ``take(step)``, then, to overlap, ``start(step + 1)``.
 
     Args:
-        draw: -> numbers of the examples of a step.
+        draw: returns the numbers of the examples of a step.
         generate: (step, numbers of the examples) -> their completions; called in a thread after ``start``.
-        prompts: by number of the example. engine: writes the completions; aborted where nobody waits for them.
+        prompts: by number of the example.
+        engine: writes the completions; it is aborted where nobody waits for them.
     """
 
     def __init__(

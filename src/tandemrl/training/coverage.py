@@ -117,15 +117,15 @@ def _gaps(coverage: Coverage, step: int) -> str:
         with open(coverage.file, "rb") as content:
             for number, line in enumerate(content, 1):
                 try:
-                    its_step = int(json.loads(line)["step"])
+                    line_step = int(json.loads(line)["step"])
                 except (ValueError, KeyError, TypeError):
-                    its_step = 0
-                if not its_step or not line.endswith(b"\n"):
+                    line_step = 0
+                if not line_step or not line.endswith(b"\n"):
                     bad, whole = number, line.endswith(b"\n")
                     break
-                if its_step > step:
+                if line_step > step:
                     break
-                steps.add(its_step)
+                steps.add(line_step)
     missing = [str(s) for s in range(min(steps, default=1), step + 1) if s not in steps]
     parts = [f"line {bad} is torn or damaged"] if bad and (missing or whole) else []
     if missing:
