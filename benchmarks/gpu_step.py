@@ -35,10 +35,10 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from _common import about, given_lengths, write_lines
+from models import QWEN3, model
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from models import QWEN3, model
 from tandemrl.models.batching import micro_batches, pack
 from tandemrl.models.forward import token_logprobs
 from tandemrl.models.head import ForwardOptions
@@ -90,8 +90,8 @@ def parser() -> argparse.ArgumentParser:
 
 def flags(options: argparse.Namespace) -> list[str]:
     names = ("lengths", "longest", "prompt", "sequences", "micro_batch", "steps", "dtype", "device")
-    given = [f"--{name.replace('_', '-')}={getattr(options, name)}" for name in names]
-    return given + ["--no-checkpointing"] * options.no_checkpointing
+    options_set = [f"--{name.replace('_', '-')}={getattr(options, name)}" for name in names]
+    return options_set + ["--no-checkpointing"] * options.no_checkpointing
 
 
 def run(command: list[str]) -> dict[str, Any]:

@@ -52,8 +52,9 @@ from tandemrl.data.sampler import Sampler
 from tandemrl.rewards.math.boxed import Score
 from tandemrl.rewards.scoring import Scorer
 from tandemrl.rollout.engine import Completion, Engine, Request
+from tandemrl.training.build import build
 from tandemrl.training.loop import loop
-from tandemrl.training.run import Run, build
+from tandemrl.training.state import Run
 from tandemrl.training.tracking import Tracker
 from tandemrl.types import Rollout
 
@@ -109,8 +110,8 @@ def measure(model: Path, options: argparse.Namespace) -> dict[str, Any]:
         init_s = time.perf_counter() - start
         start = time.perf_counter()
         wait = wait_for_turn if options.turns else lambda: None
-        with Stopwatch(folder, run.config, wait) as tracker, run.scorer:
-            loop(run, 0, tracker)
+        with Stopwatch(folder, run.setup.config, wait) as tracker, run.setup.scorer:
+            loop(run, tracker)
         train_s = time.perf_counter() - start
 
     steps = tracker.steps
@@ -120,7 +121,7 @@ def measure(model: Path, options: argparse.Namespace) -> dict[str, Any]:
     return about() | {
         "strategy": options.strategy,
         "model": "tiny" if options.model is None else options.model.name,
-        "params": sum(p.numel() for p in run.policy.parameters()),
+        "params": sum(p.numel() for p in run.models.policy.parameters()),
         "dtype": options.dtype,
         "device": options.device,
         "compile": options.compile,
@@ -173,22 +174,25 @@ def prepare(model: Path, options: argparse.Namespace, folder: str) -> Run:
             f"output_dir={folder}",
         ]
     )
-    run = build(config)
+    setup, models, progress = build(config)
     prompts = [
-        Prompt(Row(f"fox/{i}", ({"role": "user", "content": text},), "fox", "", {}), tuple(run.tokenizer.encode(text)))
+        Prompt(
+            Row(f"fox/{i}", ({"role": "user", "content": text},), "fox", "", {}), tuple(setup.tokenizer.encode(text))
+        )
         for i, text in enumerate(texts)
     ]
     longest = max(len(prompt.tokens) for prompt in prompts) + options.max_tokens
     train = replace(config.train, tokens_per_micro_batch=options.micro_batch * longest)
-    return replace(
-        run,
+    setup = replace(
+        setup,
         config=replace(config, train=train),
         prompts=prompts,
-        sampler=Sampler(len(prompts), seed=options.seed),
         scorer=DigitScorer(config.reward),
-        sampling=replace(run.sampling, ignore_eos=not options.allow_eos),
-        engine=run.engine if options.lengths == "equal" else Cut(run.engine, options),
+        sampling=replace(setup.sampling, ignore_eos=not options.allow_eos),
     )
+    progress.sampler = Sampler(len(prompts), seed=options.seed)
+    engine = models.engine if options.lengths == "equal" else Cut(models.engine, options)
+    return Run(setup, replace(models, engine=engine), progress)
 
 
 class Cut:

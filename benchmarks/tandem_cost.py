@@ -31,11 +31,11 @@ from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
+import models
 import numpy as np
 import torch
 from _common import about, cpu_seconds, write_lines
 
-import models
 from tandemrl.config import RolloutConfig, VllmConfig
 from tandemrl.models.loading import load_tokenizer
 from tandemrl.rollout.engine import Completion, Request, Sampling

@@ -2,7 +2,7 @@
 
     OMP_NUM_THREADS=1 python benchmarks/update.py --threads 1
 
-Times `training.update.update` as the training loop calls it, on made-up rollouts: packing, forward, backward, loss,
+Times the update as the training loop does it, on made-up rollouts: packing, advantages, forward, backward, loss,
 clipping, AdamW. Prints one JSON line and writes it to --out.
 
 MFU is (6·N·t + attention) / seconds / peak. N: all weights but the embedding table, in matrix products of t tokens; the
@@ -26,12 +26,13 @@ from typing import Any
 import numpy as np
 import torch
 from _common import about, cpu_seconds, write_lines
+from models import build
 from step_time import parser as step_parser
 from step_time import prepare
 
-from models import build
-from tandemrl.training.profiling import cost_of, matmul_peak, update_flops
-from tandemrl.training.run import Run
+from tandemrl.training.experience import add_group_advantages, make_experience, pack_mini_batches
+from tandemrl.training.profiling import Clock, cost_of, matmul_peak, update_flops
+from tandemrl.training.state import Run
 from tandemrl.training.update import update
 from tandemrl.types import Author, Group, Rollout
 
@@ -69,20 +70,23 @@ def main() -> None:
 def measure(run: Run, options: argparse.Namespace) -> dict[str, Any]:
     """The result line: medians over rounds, after one that is not counted."""
     # Made-up behaviour log-probs are far from the policy's.
-    train = replace(run.config.train, tokens_per_micro_batch=options.micro_batch, max_logprob_mismatch=1e9)
-    run = replace(run, config=replace(run.config, train=train))
-    groups = made_up(run, options)
+    setup, models, _ = run
+    train = replace(setup.config.train, tokens_per_micro_batch=options.micro_batch, max_logprob_mismatch=1e9)
+    setup = replace(setup, config=replace(setup.config, train=train))
+    groups = made_up(models.policy.get_output_embeddings().out_features, options)
     rollouts = [rollout for group in groups for rollout in group.rollouts]
     lengths = [len(rollout.tokens) for rollout in rollouts]
     responses = sum(rollout.response_tokens for rollout in rollouts)
     repeated = [options.prompt] * (len(rollouts) - len(groups))
-    flops = update_flops(cost_of(run.policy), lengths, predictions=responses, shared=repeated)
+    flops = update_flops(cost_of(models.policy), lengths, predictions=responses, shared=repeated)
     compute = torch.bfloat16 if options.dtype == "bfloat16" else torch.float32
     peaks, wall, cpu, others = [], [], [], []
     for number in range(options.rounds + 1):
-        peaks.append(max(matmul_peak.__wrapped__(run.device, compute, size, 0.3) for size in PEAK_SIZES))
+        peaks.append(max(matmul_peak.__wrapped__(setup.device, compute, size, 0.3) for size in PEAK_SIZES))
         start = (time.perf_counter(), *cpu_seconds())
-        update(run, groups, number + 1)
+        experience = make_experience(setup, groups)
+        mini_batches = add_group_advantages(setup, pack_mini_batches(setup, experience), experience, kl_coef=0.0)
+        update(setup, models, mini_batches, number + 1, Clock())
         seconds, used, busy = (
             now - then for then, now in zip(start, (time.perf_counter(), *cpu_seconds()), strict=True)
         )
@@ -94,7 +98,7 @@ def measure(run: Run, options: argparse.Namespace) -> dict[str, Any]:
     return about() | {
         "benchmark": "update",
         "model": options.name,
-        "parameters": sum(p.numel() for p in run.policy.parameters()),
+        "parameters": sum(p.numel() for p in models.policy.parameters()),
         "dtype": options.dtype,
         "compile": options.compile,
         "sequences": len(lengths),
@@ -116,10 +120,9 @@ def measure(run: Run, options: argparse.Namespace) -> dict[str, Any]:
     }
 
 
-def made_up(run: Run, options: argparse.Namespace) -> list[Group]:
+def made_up(vocabulary: int, options: argparse.Namespace) -> list[Group]:
     """Groups of random tokens under rewards that differ; lengths spread evenly over the allowed ones."""
     rng = np.random.default_rng(0)
-    vocabulary = run.policy.get_output_embeddings().out_features
     count = options.groups * options.group_size
     lengths = iter(rng.permutation(np.linspace(options.shortest, options.longest, count).astype(int)))
     groups = []
@@ -134,7 +137,7 @@ def made_up(run: Run, options: argparse.Namespace) -> list[Group]:
                     example_id=str(group),
                     group=group,
                     index=index,
-                    seed=0,
+                    key=0,
                     tokens=np.concatenate([prompt, response]),
                     author=author,
                     behaviour_logprobs=np.where(author == Author.SENIOR, -np.log(vocabulary), 0.0),

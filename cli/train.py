@@ -36,12 +36,12 @@ def train(
         typer.echo(f"{to_yaml(resolved)}\n{batch_plan(resolved)}\n")
         _check(resolved, resume)
         return
-    from tandemrl.distributed.world import leave
+    from tandemrl.distributed.world import destroy_world
     from tandemrl.training import loop as training
 
-    context.find_root().call_on_close(leave)  # after an error, once it is printed; not as the interpreter ends
+    context.find_root().call_on_close(destroy_world)  # after an error, once it is printed; not as the interpreter ends
     output = training.train(resolved, resume=resume)
-    if leave():
+    if destroy_world():
         typer.echo(f"done: {output}")
 
 

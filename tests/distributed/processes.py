@@ -1,7 +1,7 @@
 """One function on many processes of this machine: what torchrun does, without its start-up time.
 
 The processes are forked from a server that has imported torch and transformers once per test session; each has one
-thread and the environment that torchrun gives, so that ``parallel.join`` finds the others. The function must be
+thread and the environment that torchrun gives, so that ``init_world`` finds the others. The function must be
 importable (defined at the top of a test module).
 """
 

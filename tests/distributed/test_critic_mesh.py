@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 from helpers import VOCABULARY, qwen3
 from processes import run
 from tandemrl.config import ParallelConfig, load
-from tandemrl.distributed.world import World, join
+from tandemrl.distributed.world import World, init_world
 from tandemrl.losses import adapt_kl_coef, value_loss
 from tandemrl.models.batching import pack_tokens
 from tandemrl.models.critic import load_critic, packed_values, token_values, value_head
@@ -27,8 +27,8 @@ def one_pass(folder: Path, world: World) -> tuple[list[Tensor], dict[str, Tensor
     """Values of this data rank's sequences, and the gradients of everybody's loss."""
     critic = shard(load_critic(folder), world, dtype=torch.float32, forward=packed_values)
     generator = np.random.default_rng(0)
-    given = [generator.integers(0, VOCABULARY, length).tolist() for length in LENGTHS]
-    batch = pack_tokens(given[world.data_rank :: world.data_size])
+    sequences = [generator.integers(0, VOCABULARY, length).tolist() for length in LENGTHS]
+    batch = pack_tokens(sequences[world.data_rank :: world.data_size])
     values = token_values(critic, batch, select=batch.positions >= 0, shards=world.shards)
     returns = 2 * torch.sin(batch.tokens + 0.3 * batch.positions)
     value_loss(values, returns + 1, returns).sum().backward()
@@ -40,11 +40,11 @@ def one_pass(folder: Path, world: World) -> tuple[list[Tensor], dict[str, Tensor
 
 
 def on_every_mesh(folder: Path) -> list[tuple[tuple[int, int], list[Tensor], dict[str, Tensor]]]:
-    found = []
+    results = []
     for axes in MESHES:
-        world = join(axes, torch.device("cpu"))
-        found.append(((world.data_rank, world.data_size), *one_pass(folder, world)))
-    return found
+        world = init_world(axes, torch.device("cpu"))
+        results.append(((world.data_rank, world.data_size), *one_pass(folder, world)))
+    return results
 
 
 def test_any_mesh_of_two_gives_the_values_and_gradients_of_one(tmp_path: Path) -> None:
@@ -57,14 +57,14 @@ def test_any_mesh_of_two_gives_the_values_and_gradients_of_one(tmp_path: Path) -
 
     values, gradients = one_pass(tmp_path / "critic", World())
     for meshes in run(on_every_mesh, 2, tmp_path / "critic"):
-        for axes, ((rank, size), found, theirs) in zip(MESHES, meshes, strict=True):
-            for mine, wanted in zip(found, values[rank::size], strict=True):
-                torch.testing.assert_close(mine, wanted, rtol=0, atol=1e-5, msg=str(axes))
+        for axes, ((rank, size), results, theirs) in zip(MESHES, meshes, strict=True):
+            for mine, expected in zip(results, values[rank::size], strict=True):
+                torch.testing.assert_close(mine, expected, rtol=0, atol=1e-5, msg=str(axes))
             assert theirs.keys() == gradients.keys()
-            for name, wanted in gradients.items():
-                scale = max(1.0, float(wanted.abs().max()))
+            for name, expected in gradients.items():
+                scale = max(1.0, float(expected.abs().max()))
                 torch.testing.assert_close(
-                    theirs[name] / scale, wanted / scale, rtol=0, atol=1e-5, msg=f"{axes} {name}"
+                    theirs[name] / scale, expected / scale, rtol=0, atol=1e-5, msg=f"{axes} {name}"
                 )
 
 
@@ -86,8 +86,8 @@ def test_ppo_on_two_processes_is_ppo_on_one_and_resumes_there(tiny_pair: Path, t
     ppo(tiny_pair, one, "train.steps=1")
     run(ppo, 2, tiny_pair, two, "train.steps=2")
     measured = ["loss", "grad_norm", "value/loss", "value/grad_norm", "value/explained_variance", "reward/mean"]
-    found, wanted = metrics(two)[0], metrics(one)[0]
-    assert {name: found[name] for name in measured} == pytest.approx({n: wanted[n] for n in measured}, abs=1e-4)
+    results, expected = metrics(two)[0], metrics(one)[0]
+    assert {name: results[name] for name in measured} == pytest.approx({n: expected[n] for n in measured}, abs=1e-4)
     ppo(tiny_pair, two, "train.steps=3")
     lines = metrics(two)
     assert [line["step"] for line in lines] == [1, 2, 3]

@@ -14,7 +14,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, Qwen3Co
 from helpers import _build, _common, with_head_bias
 from processes import run
 from tandemrl.config import ParallelConfig
-from tandemrl.distributed.world import World, join
+from tandemrl.distributed.world import World, init_world
 from tandemrl.models.attention import ModelError
 from tandemrl.models.batching import pack
 from tandemrl.models.forward import token_logprobs
@@ -130,9 +130,9 @@ def outcome(model: PreTrainedModel, how: Pass, world: World) -> Outcome:
     if how.checkpointing:
         model.train()
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-    given = batches(how.empty)
-    for number in range(world.data_rank, len(given), world.data_size):
-        batch, select, weights = given[number]
+    packed = batches(how.empty)
+    for number in range(world.data_rank, len(packed), world.data_size):
+        batch, select, weights = packed[number]
         with torch.no_grad():
             resident = how.options._replace(activation_offload=False)
             before, _ = token_logprobs(model, batch, select=select, options=resident, shards=world.shards)
@@ -145,7 +145,7 @@ def outcome(model: PreTrainedModel, how: Pass, world: World) -> Outcome:
     gradients = {name: whole(p.grad) for name, p in model.named_parameters() if p.grad is not None}
     norm = clip_gradients(list(model.parameters()), 1e9)
     with torch.no_grad():
-        token_logprobs(model, given[0][0], select=given[0][1], shards=world.shards)
+        token_logprobs(model, packed[0][0], select=packed[0][1], shards=world.shards)
     sharded = all(isinstance(parameter, DTensor) for parameter in model.parameters())
     return Outcome(logprobs, entropies, float(world.data_sum(loss)), norm, gradients, sharded)
 
@@ -157,69 +157,69 @@ def single(model: str, how: str) -> Outcome:
 
 def on_meshes(size: int) -> dict[str, Any]:
     """Runs in every process: all cases of all meshes of this size."""
-    found: dict[str, Any] = {}
+    outcomes: dict[str, Any] = {}
     for mesh, config in MESHES[size].items():
-        world = join(config, torch.device("cpu"))
-        found[mesh] = dict(data_rank=world.data_rank)
+        world = init_world(config, torch.device("cpu"))
+        outcomes[mesh] = dict(data_rank=world.data_rank)
         for case in cases(mesh):
             model = shard(prepare(MODELS[case[0]]()), world, dtype=torch.float32)
-            found[mesh][case] = outcome(model, PASSES[case[1]], world)
+            outcomes[mesh][case] = outcome(model, PASSES[case[1]], world)
         model = prepare(MODELS["llama with biases"]())
         parameters = {name: p.detach().clone() for name, p in model.named_parameters()}
         shard(model, world, dtype=torch.float32)
-        found[mesh]["whole"] = [name for name, p in full_parameters(model) if torch.equal(p, parameters[name])]
+        outcomes[mesh]["whole"] = [name for name, p in full_parameters(model) if torch.equal(p, parameters[name])]
         if size == 2:
             model = shard(prepare(MODELS["qwen3 tied"]()), world, dtype=torch.bfloat16)
-            found[mesh]["bfloat16"] = outcome(model, PASSES["plain"], world)
+            outcomes[mesh]["bfloat16"] = outcome(model, PASSES["plain"], world)
         if size == 4 and mesh == "sp 2 x tp 2":
             few = prepare(_build(Qwen3ForCausalLM, Qwen3Config(**SHAPE | {"num_key_value_heads": 2}), 0))
             with pytest.raises(ModelError, match=r"num_key_value_heads is 2: parallel.tp=2 x parallel.sp=2"):
                 shard(few, world, dtype=torch.float32)
-    return found
+    return outcomes
 
 
 @pytest.fixture(scope="module")
-def found() -> Callable[[int], list[dict[str, Any]]]:
+def outcomes() -> Callable[[int], list[dict[str, Any]]]:
     return cache(lambda size: run(on_meshes, size, size, timeout=300))
 
 
 @pytest.mark.parametrize(
     ("mesh", "model", "how"), [(mesh, model, how) for mesh in WORLDS for model, how in cases(mesh)]
 )
-def test_any_mesh_gives_the_numbers_of_one_process(mesh, model, how, found):
-    wanted = single(model, how)
+def test_any_mesh_gives_the_numbers_of_one_process(mesh, model, how, outcomes):
+    expected = single(model, how)
     seen = set()
-    for answers in found(WORLDS[mesh]):
+    for answers in outcomes(WORLDS[mesh]):
         got: Outcome = answers[mesh][model, how]
         seen |= got.logprobs.keys()
         for number, logprobs in got.logprobs.items():
-            torch.testing.assert_close(logprobs, wanted.logprobs[number], rtol=0, atol=1e-5)
-            torch.testing.assert_close(got.entropy[number], wanted.entropy[number], rtol=0, atol=1e-5)
-        assert got.loss == pytest.approx(wanted.loss, rel=1e-5, abs=1e-5)
-        assert got.gradients.keys() == wanted.gradients.keys()
-        for name, gradient in wanted.gradients.items():
+            torch.testing.assert_close(logprobs, expected.logprobs[number], rtol=0, atol=1e-5)
+            torch.testing.assert_close(got.entropy[number], expected.entropy[number], rtol=0, atol=1e-5)
+        assert got.loss == pytest.approx(expected.loss, rel=1e-5, abs=1e-5)
+        assert got.gradients.keys() == expected.gradients.keys()
+        for name, gradient in expected.gradients.items():
             scale = max(float(gradient.abs().max()), 1.0)
             torch.testing.assert_close(got.gradients[name] / scale, gradient / scale, rtol=0, atol=1e-5, msg=name)
-        assert got.norm == pytest.approx(wanted.norm, rel=1e-5)
+        assert got.norm == pytest.approx(expected.norm, rel=1e-5)
     assert seen == {0, 1, 2, 3}
 
 
 @pytest.mark.parametrize("mesh", WORLDS)
-def test_parameters_are_sharded_and_can_be_made_whole(mesh, found):
+def test_parameters_are_sharded_and_can_be_made_whole(mesh, outcomes):
     names = {name for name, _ in MODELS["llama with biases"]().named_parameters()}
-    for answers in found(WORLDS[mesh]):
+    for answers in outcomes(WORLDS[mesh]):
         assert set(answers[mesh]["whole"]) == names
         assert answers[mesh]["qwen3 tied", "plain"].sharded  # also after a pass without gradients
 
 
 @pytest.mark.parametrize("mesh", MESHES[2])
-def test_bfloat16_computes_low_and_reduces_gradients_in_float32(mesh, found):
+def test_bfloat16_computes_low_and_reduces_gradients_in_float32(mesh, outcomes):
     low = prepare(MODELS["qwen3 tied"]())
     frequencies = low.model.rotary_emb.inv_freq.clone()
     low.to(torch.bfloat16)
     low.model.rotary_emb.inv_freq = frequencies  # positions are computed in float32
     rounded, exact = outcome(low, PASSES["plain"], World()), single("qwen3 tied", "plain")
-    for answers in found(2):
+    for answers in outcomes(2):
         got: Outcome = answers[mesh]["bfloat16"]
         for number, logprobs in got.logprobs.items():
             assert 0 < (logprobs - exact.logprobs[number]).abs().mean() < 0.1

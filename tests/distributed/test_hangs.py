@@ -13,23 +13,23 @@ import pytest
 import torch
 from torch.distributed.distributed_c10d import _world
 
-import tandemrl.models.sharding
+import tandemrl.distributed.world
 from processes import run
 from tandemrl.config import Config, ParallelConfig, load
 from tandemrl.distributed.watchdog import EXIT_CODE, WATCHDOG
-from tandemrl.distributed.world import join
+from tandemrl.distributed.world import init_world
 from tandemrl.training import checkpoint
 from test_restarts import overrides
 
 LIMIT_S = 12.0  # on a busy machine a healthy process may be still for some of that
 CALLS = {
-    "start": ("tandemrl.training.run.optimizer_of", 0),
+    "start": ("tandemrl.training.build.make_optimizer", 0),
     "rollout": ("tandemrl.rollout.torch_engine._Batch.step", 1),
     "score": ("tandemrl.rewards.scoring.Scorer.score", 0),
     "update": ("tandemrl.training.update.policy_loss", 0),
-    "sync": ("tandemrl.training.run.SpreadEngine.load_weights", 1),  # 0: before the first step
+    "sync": ("tandemrl.rollout.spread.SpreadEngine.load_weights", 1),  # 0: before the first step
     "eval": ("tandemrl.training.loop.evaluate", 0),
-    "save": ("tandemrl.training.sharded_state.write", 0),
+    "save": ("tandemrl.training.sharded_state.save_tensors", 0),
 }
 """Phase -> the call of a function, from 0, that process 1 never comes back from."""
 
@@ -41,7 +41,7 @@ def train(config: Config, function: str, call: int, stopped: Path, collectives_s
         stopped: is written then; collectives_s: their time-out; None = ``parallel.timeout_s``.
     """
     if collectives_s is not None:
-        tandemrl.models.sharding.timedelta = lambda seconds: timedelta(seconds=collectives_s)
+        tandemrl.distributed.world.timedelta = lambda seconds: timedelta(seconds=collectives_s)
     module, _, name = function.rpartition(".")
     try:
         owner: Any = importlib.import_module(module)
@@ -83,10 +83,10 @@ def test_a_stopped_process_ends_the_other_one(phase: str, tiny_pair: Path, tmp_p
     text = survivor(tiny_pair, tmp_path, phase, 600.0)
     assert f"process 0 died with exit code {EXIT_CODE}" in text
     place = "at the start" if phase == "start" else rf"step 1, {phase}\S*"
-    said = re.search(rf"error: {place}: process 0 of 2 has done nothing for (\d+) s \(parallel.timeout_s=12\)", text)
-    assert said is not None, text
-    assert LIMIT_S < int(said[1]) <= LIMIT_S + 10
-    assert '/tandemrl/train.py", line' in text  # the stack
+    message = re.search(rf"error: {place}: process 0 of 2 has done nothing for (\d+) s \(parallel.timeout_s=12\)", text)
+    assert message is not None, text
+    assert LIMIT_S < int(message[1]) <= LIMIT_S + 10
+    assert '/tandemrl/training/loop.py", line' in text  # the stack
 
 
 @pytest.mark.parametrize("phase", ["rollout", pytest.param("update", marks=pytest.mark.slow)])
@@ -98,13 +98,13 @@ def test_a_collective_that_times_out_comes_before_the_watchdog(phase: str, tiny_
 
 def limits(config: ParallelConfig) -> set[timedelta]:
     """The time-outs of all groups that a run has."""
-    world = join(config, torch.device("cpu"))
-    groups = [world.another_group(), checkpoint._own_group(torch.distributed.group.WORLD, config.timeout_s)]
+    world = init_world(config, torch.device("cpu"))
+    groups = [world.new_cpu_group(), checkpoint._thread_group(world)]
     WATCHDOG.end()
     assert {id(group) for group in groups} <= {id(group) for group in _world.pg_map}
     return {group._get_backend(torch.device("cpu")).options._timeout for group in _world.pg_map}
 
 
 def test_every_group_times_out_when_the_run_does() -> None:
-    wanted = {timedelta(seconds=77)}
-    assert run(limits, 2, ParallelConfig(tp=2, timeout_s=77.0)) == [wanted, wanted]
+    timeouts = {timedelta(seconds=77)}
+    assert run(limits, 2, ParallelConfig(tp=2, timeout_s=77.0)) == [timeouts, timeouts]

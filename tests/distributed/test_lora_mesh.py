@@ -9,7 +9,7 @@ from torch.distributed.tensor import DTensor
 from helpers import prepared, prompts, qwen3
 from processes import run
 from tandemrl.config import LoraConfig, ParallelConfig
-from tandemrl.distributed.world import World, join
+from tandemrl.distributed.world import World, init_world
 from tandemrl.models.batching import pack_tokens
 from tandemrl.models.forward import token_logprobs
 from tandemrl.models.lora import adapter_free, attach, merged_parameters
@@ -45,11 +45,11 @@ def one_pass(world: World) -> tuple[list[Tensor], list[Tensor], dict[str, Tensor
 
 
 def on_every_mesh() -> list[Any]:
-    found = []
+    results = []
     for axes in MESHES:
-        world = join(axes, torch.device("cpu"))
-        found.append(((world.data_rank, world.data_size), one_pass(world)))
-    return found
+        world = init_world(axes, torch.device("cpu"))
+        results.append(((world.data_rank, world.data_size), one_pass(world)))
+    return results
 
 
 def test_any_mesh_of_two_gives_what_one_process_gives() -> None:
@@ -57,13 +57,15 @@ def test_any_mesh_of_two_gives_what_one_process_gives() -> None:
     assert all(".lora_" in name for name in gradients)
     assert len(gradients) == 2 * 14  # two layers of seven matrices
     for meshes in run(on_every_mesh, 2):
-        for axes, ((rank, size), found) in zip(MESHES, meshes, strict=True):
-            for mine, wanted in zip([*found[0], *found[1]], [*free[rank::size], *adapted[rank::size]], strict=True):
-                torch.testing.assert_close(mine, wanted, rtol=0, atol=1e-5, msg=str(axes))
-            assert list(found[2]) == list(merged)
-            for name, wanted in merged.items():
-                difference = (found[2][name] - wanted).abs().max().item()
+        for axes, ((rank, size), results) in zip(MESHES, meshes, strict=True):
+            for mine, expected in zip(
+                [*results[0], *results[1]], [*free[rank::size], *adapted[rank::size]], strict=True
+            ):
+                torch.testing.assert_close(mine, expected, rtol=0, atol=1e-5, msg=str(axes))
+            assert list(results[2]) == list(merged)
+            for name, expected in merged.items():
+                difference = (results[2][name] - expected).abs().max().item()
                 assert difference == 0, f"{axes} {name} {difference}"
-            assert found[3].keys() == gradients.keys()
-            for name, wanted in gradients.items():
-                torch.testing.assert_close(found[3][name], wanted, rtol=1e-4, atol=1e-4, msg=f"{axes} {name}")
+            assert results[3].keys() == gradients.keys()
+            for name, expected in gradients.items():
+                torch.testing.assert_close(results[3][name], expected, rtol=1e-4, atol=1e-4, msg=f"{axes} {name}")

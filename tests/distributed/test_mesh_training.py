@@ -57,15 +57,15 @@ def samples(out: Path) -> list[dict[str, object]]:
     return [{key: line[key] for key in ("step", "text", "tokens", "author", "reward", "index")} for line in lines]
 
 
-def assert_same(found: Path, wanted: Path, step: int) -> None:
-    assert samples(found) == samples(wanted)
-    for one, other in zip(metrics(found), metrics(wanted), strict=True):
+def assert_same(actual: Path, expected: Path, step: int) -> None:
+    assert samples(actual) == samples(expected)
+    for one, other in zip(metrics(actual), metrics(expected), strict=True):
         assert one.keys() == other.keys()
         for name, value in other.items():
             if not name.startswith(("time/", "tokens/s", "mismatch/")):
                 assert one[name] == pytest.approx(value, rel=1e-4, abs=1e-5), name
         assert one["mismatch/mean_abs"] < 1e-5
-    left, right = (load_file(out / "hf" / f"step_{step}" / "model.safetensors") for out in (found, wanted))
+    left, right = (load_file(out / "hf" / f"step_{step}" / "model.safetensors") for out in (actual, expected))
     assert left.keys() == right.keys()
     for name in left:
         # Adam divides a gradient by its own size: where that is rounding noise, so is the direction of the step
@@ -115,10 +115,10 @@ def test_a_run_goes_on_with_another_number_of_processes(tiny_pair: Path, tmp_pat
 
 def _world_of(axes: str) -> str:
     from tandemrl.config import ConfigError
-    from tandemrl.distributed.world import join
+    from tandemrl.distributed.world import init_world
 
     try:
-        join(load(None, [axes]).parallel, torch.device("cpu"))
+        init_world(load(None, [axes]).parallel, torch.device("cpu"))
     except ConfigError as error:
         return str(error)
     return "joined"

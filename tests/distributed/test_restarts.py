@@ -48,7 +48,7 @@ def trained(config: Config, event: str | None) -> Any:
     tandemrl.training.profiling.matmul_peak = lambda device, dtype: 1e9
     update, calls, rank = module.update, [], int(os.environ["RANK"])
 
-    def disturbed(*args: Any) -> Any:
+    def disturbed(*args: Any, **options: Any) -> Any:
         calls.append(None)
         if rank == 1 and len(calls) == 3:
             if event == "signal":
@@ -57,7 +57,7 @@ def trained(config: Config, event: str | None) -> Any:
                 raise EOFError
             elif event == "no memory":
                 raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
-        return update(*args)
+        return update(*args, **options)
 
     module.update = disturbed
     try:

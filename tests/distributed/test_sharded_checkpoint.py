@@ -18,10 +18,12 @@ from transformers import AutoModelForCausalLM
 from helpers import qwen3, tokenizer
 from processes import run
 from tandemrl.config import Config, ParallelConfig
-from tandemrl.distributed.world import World, join, leave
+from tandemrl.distributed.world import World, destroy_world, init_world
 from tandemrl.models.sharding import full_parameters, parameter_groups, shard
 from tandemrl.training import checkpoint
-from tandemrl.training.checkpoint import CheckpointError, Trained
+from tandemrl.training.checkpoint import CheckpointError
+from tandemrl.training.export import export_hf
+from tandemrl.training.sharded_state import Trained
 
 FSDP, TP, BOTH = ParallelConfig(dp_shard=2), ParallelConfig(tp=2), ParallelConfig(dp_shard=2, tp=2)
 
@@ -42,11 +44,11 @@ def trained(seed: int, world: World, steps: int) -> Trained:
 
 def whole(policy: Trained) -> dict[str, Tensor]:
     """Weights and moments as one process has them."""
-    found = {name: value.clone() for name, value in full_parameters(policy.module)}
+    checks = {name: value.clone() for name, value in full_parameters(policy.module)}
     for name, parameter in policy.module.named_parameters():
         for key, value in policy.optimizer.state[parameter].items():
-            found[f"{name} {key}"] = value.full_tensor() if isinstance(value, DTensor) else value.clone()
-    return found
+            checks[f"{name} {key}"] = value.full_tensor() if isinstance(value, DTensor) else value.clone()
+    return checks
 
 
 def same(a: dict[str, Tensor], b: dict[str, Tensor]) -> bool:
@@ -64,13 +66,13 @@ class FullOnOne(FileSystemWriter):
 
 def two(output: Path, expected: dict[str, Tensor]) -> dict[str, Any]:
     """1 -> 2 (FSDP), 2 -> 2 (TP), a save in the background, a full disk, an export."""
-    found: dict[str, Any] = {}
-    world = join(FSDP, torch.device("cpu"))
+    checks: dict[str, Any] = {}
+    world = init_world(FSDP, torch.device("cpu"))
     policy = trained(5, world, steps=1)
     first = {"policy": policy}
     checkpoint.load_parts(output / "checkpoints" / "step_1", first, world)
-    found["1 -> fsdp 2"] = same(whole(policy), expected)
-    found["split"] = all(isinstance(p, DTensor) for p in policy.module.parameters())
+    checks["1 -> fsdp 2"] = same(whole(policy), expected)
+    checks["split"] = all(isinstance(p, DTensor) for p in policy.module.parameters())
 
     policy = trained(6, world, steps=2)
     parts = {"policy": policy}
@@ -82,8 +84,8 @@ def two(output: Path, expected: dict[str, Tensor]) -> dict[str, Any]:
             parameter.mul_(2.0)
     torch.distributed.all_reduce(torch.zeros(1))  # meets nobody of the thread's
     checkpoint.wait()
-    checkpoint.export_hf(policy.module, tokenizer(), output / "hf" / "fsdp", "bfloat16", world=world)
-    found["exported"] = {name: value.bfloat16() for name, value in full_parameters(policy.module)}
+    export_hf(policy.module, tokenizer(), output / "hf" / "fsdp", "bfloat16", world=world)
+    checks["exported"] = {name: value.bfloat16() for name, value in full_parameters(policy.module)}
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("tandemrl.training.sharded_state.dcp.FileSystemWriter", FullOnOne)
@@ -92,9 +94,9 @@ def two(output: Path, expected: dict[str, Tensor]) -> dict[str, Any]:
                 checkpoint.save(output, 4, {}, Config(), 1, parts=parts, world=world, background=background)
                 checkpoint.wait()
             except CheckpointError as error:
-                found[f"full {background}"] = str(error)
+                checks[f"full {background}"] = str(error)
             torch.distributed.barrier()
-            found[f"left {background}"] = sorted(path.name for path in (output / "checkpoints").iterdir())
+            checks[f"left {background}"] = sorted(path.name for path in (output / "checkpoints").iterdir())
             torch.distributed.barrier()
     with pytest.raises(CheckpointError, match="step_2 exists already"):
         checkpoint.save(output, 2, {}, Config(), 1, parts=parts, world=world)
@@ -110,14 +112,14 @@ def two(output: Path, expected: dict[str, Tensor]) -> dict[str, Any]:
     with pytest.raises(CheckpointError, match=r"__1_0\.distcp: not as it was written"):
         checkpoint.load_parts(damaged, parts, world)
 
-    world = join(TP, torch.device("cpu"))
+    world = init_world(TP, torch.device("cpu"))
     policy = trained(7, world, steps=0)
     checkpoint.load_parts(output / "checkpoints" / "step_2", {"policy": policy}, world)
-    found["fsdp 2 -> tp 2"] = same(whole(policy), two_steps)
+    checks["fsdp 2 -> tp 2"] = same(whole(policy), two_steps)
     checkpoint.save(output, 4, {"n": 4}, Config(), 2, parts={"policy": policy}, world=world)  # keeps 3 and 4
-    checkpoint.export_hf(policy.module, tokenizer(), output / "hf" / "tp", world=world)
-    leave()
-    return found | {"two steps": two_steps}
+    export_hf(policy.module, tokenizer(), output / "hf" / "tp", world=world)
+    destroy_world()
+    return checks | {"two steps": two_steps}
 
 
 def test_any_mesh_reads_what_another_wrote(tmp_path: Path) -> None:
@@ -125,13 +127,13 @@ def test_any_mesh_reads_what_another_wrote(tmp_path: Path) -> None:
     expected = whole(one)
     checkpoint.save(tmp_path, 1, {"n": 1}, Config(), keep=9, parts={"policy": one})
     results = run(two, 2, tmp_path, expected)
-    for found in results:
-        assert found["1 -> fsdp 2"]
-        assert found["split"]
-        assert found["fsdp 2 -> tp 2"]
+    for checks in results:
+        assert checks["1 -> fsdp 2"]
+        assert checks["split"]
+        assert checks["fsdp 2 -> tp 2"]
         for background in (False, True):
-            assert "step_4: not written, the disk is full (process 1: " in found[f"full {background}"]
-            assert found[f"left {background}"] == ["step_1", "step_2", "step_3"]
+            assert "step_4: not written, the disk is full (process 1: " in checks[f"full {background}"]
+            assert checks[f"left {background}"] == ["step_1", "step_2", "step_3"]
     two_steps, folder = results[0]["two steps"], tmp_path / "checkpoints"
     assert sorted(path.name for path in folder.iterdir()) == ["step_3", "step_4"]
     for step in (3, 4):
@@ -155,14 +157,14 @@ def test_any_mesh_reads_what_another_wrote(tmp_path: Path) -> None:
 
 
 def four(output: Path) -> tuple[bool, dict[str, Tensor]]:
-    world = join(BOTH, torch.device("cpu"))
+    world = init_world(BOTH, torch.device("cpu"))
     policy = trained(3, world, steps=1)
     before = whole(policy)
     checkpoint.save(output, 1, {}, Config(), keep=1, parts={"policy": policy}, world=world)
     other = trained(4, world, steps=0)
     checkpoint.load_parts(output / "checkpoints" / "step_1", {"policy": other}, world)
     equal = same(whole(other), before)
-    leave()
+    destroy_world()
     return equal, before
 
 

@@ -8,7 +8,6 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
-from types import SimpleNamespace
 from typing import Any
 from unittest.mock import Mock, call
 
@@ -19,19 +18,19 @@ from fake_judge import FakeJudge
 from helpers import prepared, qwen3, tokenizer
 from tandemrl.config import JudgeConfig, ParallelConfig, RewardConfig
 from tandemrl.data.rows import Row
+from tandemrl.distributed import world as parallel
 from tandemrl.distributed.watchdog import EXIT_CODE, GRACE_S, WATCHDOG, Stillness, Watchdog
-from tandemrl.models import sharding as parallel
 from tandemrl.rewards import scoring
 from tandemrl.rewards.judge import http as http_engine
 from tandemrl.rewards.judge.http import HttpEngine
 from tandemrl.rewards.protocol import Score
 from tandemrl.rewards.scoring import Scorer
 from tandemrl.rollout import torch_engine
-from tandemrl.rollout.collect import Written
+from tandemrl.rollout.collect import CompletionBatch
 from tandemrl.rollout.engine import Draws, Request, Sampling
 from tandemrl.rollout.torch_engine import TorchEngine
 from tandemrl.selection import solo
-from tandemrl.training.async_rollouts import Ahead
+from tandemrl.training.async_rollouts import AsyncRollouts
 
 
 def elsewhere(work: Any) -> None:
@@ -78,7 +77,7 @@ def test_a_process_that_was_stopped_itself_may_go_on() -> None:
 
 HANGS = """
 import threading, time
-from tandemrl import watchdog
+from tandemrl.distributed import watchdog
 
 watchdog.GRACE_S = watchdog.LOOK_S = 0.05
 watchdog.WATCHDOG.begin(0.2, "process 1 of 2")
@@ -113,20 +112,17 @@ def test_rollouts_in_a_thread_are_work_only_while_the_loop_waits_for_them(monkey
             go_on.set()
             yield
 
-    def write(step: int, examples: list[int]) -> Written:
+    def write(step: int, examples: list[int]) -> CompletionBatch:
         WATCHDOG.stamp("early")
         stamped.set()
         assert go_on.wait(60)
         WATCHDOG.stamp("late")
-        return Written([], [], Draws(0, 0))
+        return CompletionBatch([], [], Draws(0, 0))
 
-    run: Any = SimpleNamespace(
-        sampler=Mock(), engine=Mock(), config=SimpleNamespace(train=SimpleNamespace(prompts_per_step=1))
-    )
     WATCHDOG.begin(1e6, "process 0 of 2")
     try:
         WATCHDOG.stamp("update")
-        with Ahead(run, write) as rollouts:
+        with AsyncRollouts(lambda: [0], write, [], Mock()) as rollouts:
             rollouts.start(1)
             assert stamped.wait(60)
             assert WATCHDOG.place == "update"
@@ -189,6 +185,9 @@ def test_long_work_leaves_a_stamp_per_part(work: Any, monkeypatch: pytest.Monkey
 # ------------------------------------------------------------------------------------------------- the order of things
 
 
+AXES = ("dp_replicate", "dp_shard", "sp", "tp")
+
+
 class FakeMesh(str):
     """The name of an axis, which is its group as well."""
 
@@ -225,16 +224,16 @@ def test_a_process_is_watched_before_it_meets_the_others(
     calls.init_device_mesh.return_value = FakeMesh("")
     monkeypatch.setattr(os, "environ", os.environ | {"WORLD_SIZE": "2", "RANK": "1"})
 
-    world = parallel.join(ParallelConfig(timeout_s=50.0), torch.device(device))
+    world = parallel.init_world(ParallelConfig(timeout_s=50.0), torch.device(device))
     assert (world.rank, world.size, world.timeout_s) == (1, 2, 50.0)
     monkeypatch.setattr(dist, "is_initialized", lambda: True)
-    assert not parallel.leave()
+    assert not parallel.destroy_world()
     assert calls.mock_calls == [
         call.watchdog.begin(50.0, "process 1 of 2"),
         *[call.set_device(torch.device("cuda"))] * (device == "cuda"),
         call.init_process_group(backend, timeout=limit),
-        call.init_device_mesh(device, (1, 2, 1, 1), mesh_dim_names=parallel.AXES),
-        *[call.set_timeout(limit, axis) for axis in (*parallel.AXES, "data", "fsdp")],
+        call.init_device_mesh(device, (1, 2, 1, 1), mesh_dim_names=AXES),
+        *[call.set_timeout(limit, axis) for axis in (*AXES, "data", "fsdp")],
         call.destroy_process_group(),
         call.watchdog.end(),
     ]
@@ -244,7 +243,7 @@ def test_one_process_is_not_watched(monkeypatch: pytest.MonkeyPatch) -> None:
     begin = Mock()
     monkeypatch.setattr(parallel, "WATCHDOG", begin)
     monkeypatch.delenv("WORLD_SIZE", raising=False)
-    parallel.join(ParallelConfig(), torch.device("cpu"))
+    parallel.init_world(ParallelConfig(), torch.device("cpu"))
     assert begin.mock_calls == []
 
 
@@ -255,5 +254,5 @@ def test_only_its_own_process_group_is_taken_down(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(parallel.dist, "is_initialized", lambda: True)
     monkeypatch.setattr(parallel.dist, "get_rank", lambda: 0)
     monkeypatch.setattr(parallel.dist, "destroy_process_group", destroyed)
-    assert parallel.leave()
+    assert parallel.destroy_world()
     assert destroyed.mock_calls == []

@@ -27,7 +27,7 @@ from tandemrl.models.forward import token_logprobs
 from tandemrl.rollout.engine import Completion, Sampling
 from tandemrl.rollout.torch_engine import TorchEngine
 from tandemrl.selection import alternating
-from tandemrl.training.run import checkpoint_gradients
+from tandemrl.training.build import checkpoint_gradients
 
 FAST = "aot_eager"
 REAL = pytest.param(

@@ -93,7 +93,7 @@ def test_a_group_whose_prompt_is_shared_has_the_same_values(folders):
             example_id="x",
             group=0,
             index=i,
-            seed=0,
+            key=0,
             tokens=np.array(prompt + answer),
             author=np.array([Author.CONTEXT] * 6 + [Author.SENIOR] * len(answer)),
             behaviour_logprobs=np.zeros(6 + len(answer)),

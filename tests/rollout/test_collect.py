@@ -15,7 +15,7 @@ from tandemrl.models.batching import pack
 from tandemrl.rewards.math.boxed import Score
 from tandemrl.rewards.rollouts import score_rollouts
 from tandemrl.rewards.scoring import Scorer
-from tandemrl.rollout.collect import Written, write
+from tandemrl.rollout.collect import CompletionBatch, generate
 from tandemrl.rollout.engine import Completion, EngineError, EngineInfo, Request, Sampling
 from tandemrl.rollout.torch_engine import TorchEngine
 from tandemrl.selection import Strategy, bernoulli, replay
@@ -85,9 +85,9 @@ class Parrot:
         return 0
 
 
-def collect(engine: Parrot | TorchEngine, given: list[tuple[int, Prompt]], **changes: int) -> Written:
+def collect(engine: Parrot | TorchEngine, given: list[tuple[int, Prompt]], **changes: int) -> CompletionBatch:
     settings = dict(group_size=3, seed=4, step=2) | changes
-    return write(engine, given, strategy=STRATEGY, sampling=SAMPLING, **settings)
+    return generate(engine, given, strategy=STRATEGY, sampling=SAMPLING, **settings)
 
 
 # -------------------------------------------------------------------------------------------------------------- writing
@@ -192,7 +192,7 @@ def test_rollouts_are_prompt_and_completion_with_the_score_of_their_own_text():
             completion = written.completions[g][index]
             n = len(prompt)
             assert (rollout.example_id, rollout.group, rollout.index) == (f"train/{g}", g, index)
-            assert (rollout.seed, rollout.stop_reason, rollout.policy_version) == (completion.key, "eos", 6)
+            assert (rollout.key, rollout.stop_reason, rollout.policy_version) == (completion.key, "eos", 6)
             assert rollout.tokens.tolist() == [*prompt, *completion.tokens]
             assert rollout.author.tolist() == [-1] * n + completion.author.tolist()
             assert rollout.behaviour_logprobs.tolist() == [0.0] * n + completion.behaviour_logprobs.tolist()
@@ -220,7 +220,7 @@ def test_the_reference_engine_collects_rollouts_that_pack():
     assert dropped == 0
     engine = TorchEngine(prepared(qwen3()), prepared(small_qwen3()), tokenizer())
     told: list[int] = []
-    written = write(
+    written = generate(
         engine, list(enumerate(rows)), strategy=STRATEGY, sampling=SAMPLING, group_size=4, seed=0, step=0,
         progress=told.append,
     )  # fmt: skip

@@ -30,7 +30,10 @@ from tandemrl import files as versions
 from tandemrl.config import Config, LoraConfig, load
 from tandemrl.files import recover, write_text
 from tandemrl.training import checkpoint
-from tandemrl.training.checkpoint import CheckpointError, DamagedError, Trained
+from tandemrl.training.checkpoint import CheckpointError, DamagedError
+from tandemrl.training.export import export_hf
+from tandemrl.training.resume import check_same_config, restore_rng, rng_state
+from tandemrl.training.sharded_state import Trained, stored_metadata
 
 
 def state(step: int) -> dict[str, Any]:
@@ -39,7 +42,7 @@ def state(step: int) -> dict[str, Any]:
         "step": step,
         "weights": {"a": torch.full((64,), float(step)), "half": torch.ones(2, dtype=torch.bfloat16) * step},
         "optimizer": torch.optim.AdamW([torch.nn.Parameter(torch.zeros(2))]).state_dict(),
-        "rng": checkpoint.rng_state(),
+        "rng": rng_state(),
         "best": None,
         "order": [1, (2, "x"), True, 0.5],
     }
@@ -231,7 +234,7 @@ def test_a_crash_at_any_call_of_export_leaves_the_old_folder_or_the_new(
     best = tmp_path / "hf" / "best"
 
     def export(text: str) -> None:
-        checkpoint.export_hf(Part("model", text), Part("tokenizer", text), best)
+        export_hf(Part("model", text), Part("tokenizer", text), best)
 
     export("old")
     seen = set()
@@ -334,14 +337,13 @@ def test_hyperparameters_come_back_but_not_how_they_are_computed(tmp_path: Path)
 
 
 def test_tied_and_frozen_weights_take_no_extra_space(tmp_path: Path) -> None:
-    from tandemrl.training import sharded_state as dcp
 
     path = checkpoint.save(tmp_path, 1, {}, Config(), keep=1, parts={"policy": trained(0, steps=1)})
     moments = [
         f"policy/optimizer/{p}/{m}" for p in ("embed.weight", "head.bias") for m in ("exp_avg", "exp_avg_sq", "step")
     ]
     model = [f"policy/model/{name}" for name in ("count", "embed.weight", "head.bias", "unused")]
-    assert sorted(dcp.stored(path / "tensors")) == model + moments
+    assert sorted(stored_metadata(path / "tensors")) == model + moments
     resumed = trained(4)
     frozen = resumed.module.frozen.clone()
     checkpoint.load_parts(path, {"policy": resumed})
@@ -351,7 +353,6 @@ def test_tied_and_frozen_weights_take_no_extra_space(tmp_path: Path) -> None:
 def test_adapters_are_stored_without_the_base_model(tmp_path: Path) -> None:
     pytest.importorskip("peft", reason="needs the lora extra")
     from tandemrl.models.lora import attach
-    from tandemrl.training import sharded_state as dcp
 
     def adapted(seed: int, steps: int) -> Trained:
         model = attach(qwen3(), LoraConfig(rank=2, targets=("q_proj",)), seed=seed)
@@ -363,7 +364,10 @@ def test_adapters_are_stored_without_the_base_model(tmp_path: Path) -> None:
 
     policy = adapted(0, 2)
     path = checkpoint.save(tmp_path, 1, {}, Config(), keep=1, parts={"policy": policy})
-    assert {name.split("/")[2].split(".")[-3] for name in dcp.stored(path / "tensors")} == {"lora_A", "lora_B"}
+    assert {name.split("/")[2].split(".")[-3] for name in stored_metadata(path / "tensors")} == {
+        "lora_A",
+        "lora_B",
+    }
     resumed = adapted(1, 0)
     checkpoint.load_parts(path, {"policy": resumed})
     assert same(everything(resumed), everything(policy))
@@ -719,7 +723,7 @@ def test_an_export_holds_every_weight_once_in_its_dtype(tmp_path: Path, tied: bo
     from transformers import AutoModelForCausalLM
 
     model = qwen3(tied=tied)
-    checkpoint.export_hf(model, tokenizer(), tmp_path / "hf", dtype)
+    export_hf(model, tokenizer(), tmp_path / "hf", dtype)
     stored = load_file(tmp_path / "hf" / "model.safetensors")
     assert set(stored) == {name for name, _ in model.named_parameters()}
     assert ("lm_head.weight" in stored) is not tied
@@ -734,7 +738,7 @@ def test_an_export_holds_every_weight_once_in_its_dtype(tmp_path: Path, tied: bo
 
 def test_an_export_that_fails_names_the_folder_and_leaves_the_old_one(tmp_path: Path) -> None:
     best = tmp_path / "hf" / "best"
-    checkpoint.export_hf(Part("model", "old"), Part("tokenizer", "old"), best)
+    export_hf(Part("model", "old"), Part("tokenizer", "old"), best)
 
     class Broken(Part):
         def save_pretrained(self, folder: Path, state_dict: object = None) -> None:
@@ -742,7 +746,7 @@ def test_an_export_that_fails_names_the_folder_and_leaves_the_old_one(tmp_path: 
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     with pytest.raises(CheckpointError, match=r"best: not written, the disk is full \(.*No space"):
-        checkpoint.export_hf(Broken("model", "new"), Part("tokenizer", "new"), best)
+        export_hf(Broken("model", "new"), Part("tokenizer", "new"), best)
     assert {path.read_text() for path in best.iterdir()} == {"old"}
     assert [path.name for path in best.parent.iterdir()] == ["best"]
 
@@ -761,7 +765,7 @@ def test_an_export_that_fails_names_the_folder_and_leaves_the_old_one(tmp_path: 
     ],
 )
 def test_a_resume_may_change_what_does_not_change_the_run(allowed: str) -> None:
-    checkpoint.check_resume(load(), load(overrides=[allowed]))
+    check_same_config(load(), load(overrides=[allowed]))
 
 
 @pytest.mark.parametrize(
@@ -775,13 +779,13 @@ def test_a_resume_may_change_what_does_not_change_the_run(allowed: str) -> None:
 )
 def test_a_resume_under_another_config_is_refused_by_key(overrides: list[str], message: str) -> None:
     with pytest.raises(CheckpointError, match=message):
-        checkpoint.check_resume(load(), load(overrides=overrides))
+        check_same_config(load(), load(overrides=overrides))
 
 
 def test_growing_a_cosine_run_is_refused() -> None:
     cosine = ["train.schedule=cosine"]
     with pytest.raises(CheckpointError, match=r"train\.steps"):
-        checkpoint.check_resume(load(overrides=cosine), load(overrides=[*cosine, "train.steps=60"]))
+        check_same_config(load(overrides=cosine), load(overrides=[*cosine, "train.steps=60"]))
 
 
 def test_discard_after_removes_the_abandoned_future(tmp_path: Path) -> None:
@@ -795,15 +799,15 @@ def test_random_state_goes_through_a_file(tmp_path: Path) -> None:
     def draw() -> list[float]:
         return [random.random(), float(np.random.rand()), float(torch.rand(()))]  # noqa: NPY002
 
-    before = checkpoint.rng_state()
+    before = rng_state()
     try:
         torch.save(before, tmp_path / "rng.pt")
         expected = draw()
         assert draw() != expected
-        checkpoint.restore_rng(torch.load(tmp_path / "rng.pt", weights_only=True))
+        restore_rng(torch.load(tmp_path / "rng.pt", weights_only=True))
         assert draw() == expected
     finally:
-        checkpoint.restore_rng(before)
+        restore_rng(before)
 
 
 def test_versions_name_the_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -22,17 +22,17 @@ from tandemrl.training.checkpoint import latest
 from tandemrl.training.faults import (
     LESS_MEMORY,
     LostProcessError,
+    OptimizerSteps,
     OutOfMemoryError,
     Signals,
-    Steps,
     Stopped,
-    agreed_signal,
     explained,
     is_lost_process,
     is_out_of_memory,
+    signal_anywhere,
 )
+from tandemrl.training.gates import TrainError
 from tandemrl.training.loop import train
-from tandemrl.training.run import TrainError
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
@@ -103,9 +103,9 @@ class _Four(World):
 
 
 def test_processes_agree_on_a_signal() -> None:
-    assert agreed_signal(0, World()) == 0
-    assert agreed_signal(2, World()) == 2
-    assert agreed_signal(0, _Four(rank=1, size=4)) == 15
+    assert signal_anywhere(0, World()) == 0
+    assert signal_anywhere(2, World()) == 2
+    assert signal_anywhere(0, _Four(rank=1, size=4)) == 15
 
 
 MEMORY = [
@@ -120,11 +120,11 @@ MEMORY = [
 @pytest.mark.parametrize("phase", ["rollout", "update/forward_backward", "eval", "sync"])
 def test_out_of_memory_names_what_to_change(error: Exception, phase: str) -> None:
     assert is_out_of_memory(error)
-    found = explained(error, step=7, phase=phase, world=World(), timeout_s=60.0)
-    assert isinstance(found, OutOfMemoryError)
-    assert str(found).startswith(f"step 7, {phase}: out of memory.")
+    explanation = explained(error, step=7, phase=phase, world=World(), timeout_s=60.0)
+    assert isinstance(explanation, OutOfMemoryError)
+    assert str(explanation).startswith(f"step 7, {phase}: out of memory.")
     if phase != "sync":
-        assert LESS_MEMORY[phase.partition("/")[0]] in str(found)
+        assert LESS_MEMORY[phase.partition("/")[0]] in str(explanation)
 
 
 def test_a_real_allocation_that_fails_is_recognised() -> None:
@@ -146,18 +146,18 @@ LOST = [
 def test_a_lost_process_is_named_with_the_phase(error: Exception) -> None:
     assert is_lost_process(error)
     assert not is_out_of_memory(error)
-    found = explained(error, step=3, phase="rollout", world=World(rank=1, size=4), timeout_s=90.0)
-    assert isinstance(found, LostProcessError)
-    assert str(found).startswith("step 3, rollout: process 1 of 4 lost another one")
-    assert "parallel.timeout_s=90" in str(found)
+    explanation = explained(error, step=3, phase="rollout", world=World(rank=1, size=4), timeout_s=90.0)
+    assert isinstance(explanation, LostProcessError)
+    assert str(explanation).startswith("step 3, rollout: process 1 of 4 lost another one")
+    assert "parallel.timeout_s=90" in str(explanation)
     assert explained(error, step=3, phase="rollout", world=World(), timeout_s=90.0) is error  # nobody to lose
 
 
 def test_other_errors_stay_what_they_are_and_say_where() -> None:
     ours = EngineError("weights did not reach the engine")
-    found = explained(ours, step=2, phase="sync", world=World(), timeout_s=1.0)
-    assert found is ours
-    assert str(found) == "step 2, sync: weights did not reach the engine"
+    explanation = explained(ours, step=2, phase="sync", world=World(), timeout_s=1.0)
+    assert explanation is ours
+    assert str(explanation) == "step 2, sync: weights did not reach the engine"
     bug = KeyError("name")
     assert explained(bug, step=2, phase="", world=World(size=2), timeout_s=1.0) is bug
     assert bug.__notes__ == ["step 2, between phases"]
@@ -168,13 +168,13 @@ def test_other_errors_stay_what_they_are_and_say_where() -> None:
 def test_steps_of_any_optimiser_are_noticed() -> None:
     parameters = [torch.nn.Parameter(torch.ones(2)) for _ in range(2)]
     optimizers = [torch.optim.AdamW([p]) for p in parameters]
-    steps = Steps(optimizers)
+    steps = OptimizerSteps(optimizers)
     assert not steps.taken
     parameters[1].sum().backward()
     assert not steps.taken
     optimizers[1].step()
     assert steps.taken
-    steps.mark()
+    steps.reset()
     assert not steps.taken
 
 
@@ -248,7 +248,12 @@ def test_out_of_memory_saves_the_last_finished_step(
 
 
 def test_a_loss_that_is_nan_names_its_step(tiny_pair: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    on_call(monkeypatch, "tandemrl.training.update.policy_loss", 2, lambda found: (found[0] * float("nan"), found[1]))
+    on_call(
+        monkeypatch,
+        "tandemrl.training.update.policy_loss",
+        2,
+        lambda loss: (loss[0] * float("nan"), loss[1]),
+    )
     with pytest.raises(TrainError, match=r"^step 2, update/forward_backward/optimizer: the gradient norm .* is nan"):
         train(config(tiny_pair, tmp_path / "run", *SHORT), quiet=True)
     assert latest(tmp_path / "run") == tmp_path / "run" / "checkpoints" / "step_1"
@@ -258,7 +263,12 @@ def test_nothing_is_saved_once_weights_have_changed(
     tiny_pair: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     extra = ("train.mini_batch_prompts=2",)  # two updates per step: the second one of step 2 fails
-    on_call(monkeypatch, "tandemrl.training.update.policy_loss", 4, lambda found: (found[0] * float("nan"), found[1]))
+    on_call(
+        monkeypatch,
+        "tandemrl.training.update.policy_loss",
+        4,
+        lambda loss: (loss[0] * float("nan"), loss[1]),
+    )
     with pytest.raises(TrainError, match=r"^step 2, "):
         train(config(tiny_pair, tmp_path / "run", *SHORT, *extra), quiet=True)
     assert latest(tmp_path / "run") is None

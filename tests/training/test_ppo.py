@@ -19,12 +19,20 @@ from tandemrl.experiments.tiny import build_tiny_pair
 from tandemrl.losses import adapt_kl_coef
 from tandemrl.models.attention import ModelError
 from tandemrl.models.critic import value_head
-from tandemrl.rollout import collect
+from tandemrl.rollout.collect import CompletionBatch
 from tandemrl.rollout.engine import Draws
-from tandemrl.training import loop as train_module
+from tandemrl.training import loop as loop_module
+from tandemrl.training.build import build
+from tandemrl.training.experience import (
+    add_gae_advantages,
+    add_logprobs,
+    add_values,
+    make_experience,
+    pack_mini_batches,
+)
 from tandemrl.training.loop import resample, train
-from tandemrl.training.run import Run, build, restore
-from tandemrl.training.update import add_logprobs, split, with_gae
+from tandemrl.training.resume import restore
+from tandemrl.training.state import Progress, Run
 from tandemrl.types import Author, Group, Rollout
 
 REFERENCE = run_path(str(Path(__file__).parents[1] / "golden" / "losses.py"))
@@ -69,13 +77,13 @@ def rollouts_of(run: Run, senior: float, seed: int = 0) -> list[Rollout]:
     rng = np.random.default_rng(seed)
     made = []
     for i in range(4):
-        prompt, size = list(run.prompts[i // 2].tokens), 4 + 3 * i
+        prompt, size = list(run.setup.prompts[i // 2].tokens), 4 + 3 * i
         made.append(
             Rollout(
                 example_id=str(i // 2),
                 group=i // 2,
                 index=i % 2,
-                seed=i,
+                key=i,
                 tokens=np.array(prompt + rng.integers(3, 60, size).tolist()),
                 author=np.array([Author.CONTEXT] * len(prompt) + (rng.random(size) < senior).astype(int).tolist()),
                 behaviour_logprobs=np.zeros(len(prompt) + size),
@@ -96,27 +104,29 @@ def test_advantages_and_returns_are_those_of_a_loop_over_sequences(
 ) -> None:
     """Against stock transformers, the golden GAE and NumPy's mean and variance; KL in the reward, two mini-batches."""
     knobs = ["loss.kl_coef=0.3", "loss.kl_in_reward=true", "loss.gamma=0.9", "loss.lam=0.8"]
+    knobs += ["train.prompts_per_step=2", "train.mini_batch_prompts=1"]
     run = build(config(tiny_pair, tmp_path, *knobs, f"loss.junior_weight={junior_weight}"))
-    assert run.critic is not None
+    setup, models, progress = run
+    assert models.critic is not None
     generator = torch.Generator().manual_seed(1)
-    for parameter in run.policy.parameters():  # away from the reference
+    for parameter in models.policy.parameters():  # away from the reference
         parameter += (0.02 if parameter.ndim > 1 else 0.0) * torch.randn(parameter.shape, generator=generator)
-    head = value_head(run.critic.module)[1]
+    head = value_head(models.critic.module)[1]
     head.weight.copy_(0.3 * torch.randn(head.weight.shape, generator=generator))
     made = rollouts_of(run, senior=0.5)
-    rewards = torch.tensor([r.reward for r in made])
-    mini_batches = [
-        [m._replace(batch=add_logprobs(run, m.batch, old=True)) for m in split(run, made, torch.tensor(rows))]
-        for rows in ([0, 1], [2, 3])
-    ]
-    filled, found = with_gae(run, mini_batches, rewards)
+    experience = make_experience(setup, [Group(str(i), tuple(made[2 * i : 2 * i + 2])) for i in (0, 1)])
+    mini_batches = pack_mini_batches(setup, experience)
+    for channel in ("old_logprobs", "ref_logprobs"):
+        mini_batches = add_logprobs(setup, models, mini_batches, channel)  # type: ignore[arg-type]
+    mini_batches = add_values(setup, models, mini_batches)
+    filled, measured = add_gae_advantages(setup, mini_batches, experience, progress.kl_coef)
 
-    run.policy.save_pretrained(tmp_path / "policy")
-    run.critic.module.save_pretrained(tmp_path / "critic")
+    models.policy.save_pretrained(tmp_path / "policy")
+    models.critic.module.save_pretrained(tmp_path / "critic")
     policy = AutoModelForCausalLM.from_pretrained(tmp_path / "policy")
     reference = AutoModelForCausalLM.from_pretrained(tiny_pair / "senior")
     critic = AutoModelForTokenClassification.from_pretrained(tmp_path / "critic")
-    wanted, returns, values, counts = [], [], [], []
+    expected_advantages, returns, values, counts = [], [], [], []
     for rollout in made:
         w = np.where(rollout.author == 1, 1.0, np.where(rollout.author == 0, junior_weight, 0.0))
         at = (np.arange(len(w) - 1), rollout.tokens[1:])
@@ -125,18 +135,18 @@ def test_advantages_and_returns_are_those_of_a_loop_over_sequences(
         earned[-1] += rollout.reward
         v = np.concatenate([[0.0], direct(critic, rollout.tokens)[:-1, 0].double().numpy()])
         a = np.array(REFERENCE["gae"](earned, v, w > 0, 0.9, 0.8))
-        wanted.append(a)
+        expected_advantages.append(a)
         returns.append(a + v)
         values.append(v)
         counts.append(w)
     w, r, v = (np.concatenate(x) for x in (counts, returns, values))
     on = w > 0
-    mean = (w * np.concatenate(wanted)).sum() / w.sum()
-    variance = (w * (np.concatenate(wanted) - mean) ** 2).sum() / (w.sum() - 1)
+    mean = (w * np.concatenate(expected_advantages)).sum() / w.sum()
+    variance = (w * (np.concatenate(expected_advantages) - mean) ** 2).sum() / (w.sum() - 1)
     for i, batch in enumerate(m.batch for mini in filled for m in mini):
         pair = slice(2 * i, 2 * i + 2)
         trained = np.concatenate(counts[pair]) > 0
-        white = (np.concatenate(wanted[pair]) - mean) / np.sqrt(variance + 1e-8)
+        white = (np.concatenate(expected_advantages[pair]) - mean) / np.sqrt(variance + 1e-8)
         assert batch.advantages is not None
         assert batch.returns is not None
         np.testing.assert_allclose(batch.advantages.numpy(), np.where(trained, white, 0.0), atol=2e-4)
@@ -146,7 +156,7 @@ def test_advantages_and_returns_are_those_of_a_loop_over_sequences(
         return float((w[on] * (x[on] - np.average(x[on], weights=w[on])) ** 2).sum())
 
     explained = 1 - weighted_variance(r - v) / weighted_variance(r)
-    assert found["value/explained_variance"] == pytest.approx(explained, abs=1e-3)
+    assert measured["value/explained_variance"] == pytest.approx(explained, abs=1e-3)
 
 
 # ------------------------------------------------------------------------------------------------------------- training
@@ -200,8 +210,10 @@ def test_resume_is_bitwise_with_critic_adaptive_kl_and_resampling(tiny_pair: Pat
     assert metrics(whole) == metrics(resumed)
     assert (whole / "samples.jsonl").read_text() == (resumed / "samples.jsonl").read_text()
     runs = [build(config(tiny_pair, out, "train.steps=4", *EVERYTHING)) for out in (whole, resumed)]
-    assert [restore(run, "auto") for run in runs] == [4, 4]
-    a, b = (run.critic for run in runs)
+    for run in runs:
+        restore(run, "auto")
+        assert run.progress.step == 4
+    a, b = (run.models.critic for run in runs)
     assert a is not None
     assert b is not None
     assert same(a.module.state_dict(), b.module.state_dict())
@@ -212,12 +224,12 @@ def test_resume_is_bitwise_with_critic_adaptive_kl_and_resampling(tiny_pair: Pat
 
     lines = metrics(whole)
     assert any(line["groups/resampled"] > 0 for line in lines)
-    coefs = [line["kl/coef"] for line in lines] + [runs[0].kl_coef]
+    coefs = [line["kl/coef"] for line in lines] + [runs[0].progress.kl_coef]
     expected = [0.05, 0.05]  # the critic's warm-up says nothing about the KL
     for line in lines[1:]:
         expected.append(adapt_kl_coef(expected[-1], line["kl/per_token"], target=0.01))
     assert coefs == pytest.approx(expected, rel=1e-12)
-    assert runs[0].kl_coef == runs[1].kl_coef
+    assert runs[0].progress.kl_coef == runs[1].progress.kl_coef
 
 
 def test_adaptive_kl_without_a_critic(tiny_pair: Path, tmp_path: Path) -> None:
@@ -272,7 +284,7 @@ def group(example: int, rewards: list[float], place: int) -> Group:
             example_id=str(example),
             group=place,
             index=i,
-            seed=0,
+            key=0,
             tokens=np.zeros(2),
             author=np.array([-1, 1]),
             behaviour_logprobs=np.zeros(2),
@@ -285,24 +297,24 @@ def group(example: int, rewards: list[float], place: int) -> Group:
 
 def resampled(monkeypatch: pytest.MonkeyPatch, good: set[int], rounds: int) -> tuple[Any, list[int]]:
     """``resample`` of four groups of which 0 and 2 are flat; further examples have a signal if in ``good``."""
-    drawn: list[int] = []
+    counts: list[int] = []
 
-    def rollout(*arguments: Any, **named: int) -> Any:
-        drawn.append(named["drawn"])
-        return collect.Written(arguments[-1], [], Draws(10, 5))
+    def generate(step: int, examples: Any, *, drawn: int) -> CompletionBatch:
+        counts.append(drawn)
+        return CompletionBatch(examples, [], Draws(10, 5))
 
-    def score(written: Any, scorer: Any, tokenizer: Any) -> list[Group]:
-        return [group(e, [0.0, 1.0 if e in good else 0.0], i) for i, e in enumerate(written.prompts)]
+    def score(batch: Any, scorer: Any, tokenizer: Any) -> list[Group]:
+        return [group(e, [0.0, 1.0 if e in good else 0.0], i) for i, e in enumerate(batch.prompts)]
 
-    monkeypatch.setattr(train_module, "rollout", rollout)
-    monkeypatch.setattr(collect, "score", score)
+    monkeypatch.setattr(loop_module, "score_rollouts", score)
     sampler = Sampler(100, seed=0)
     sampler.next(4)
     settings = SimpleNamespace(train=SimpleNamespace(max_resamples=rounds))
-    run: Any = SimpleNamespace(config=settings, sampler=sampler, scorer=None, tokenizer=None)
-    first = [group(900 + i, [1.0, 1.0] if i in (0, 2) else [0.0, 1.0], i) for i in range(4)]
+    setup: Any = SimpleNamespace(config=settings, scorer=None, tokenizer=None)
     nothing: Any = None
-    return resample(run, nothing, nothing, 1, collect.Written([], [], Draws(100, 50)), first), drawn
+    run = Run(setup, nothing, Progress(sampler, 0.0))
+    first = [group(900 + i, [1.0, 1.0] if i in (0, 2) else [0.0, 1.0], i) for i in range(4)]
+    return resample(run, generate, 1, CompletionBatch([], [], Draws(100, 50)), first), counts
 
 
 def test_flat_groups_give_way_to_the_next_prompts(monkeypatch: pytest.MonkeyPatch) -> None:

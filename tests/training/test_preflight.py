@@ -11,7 +11,7 @@ import pytest
 from tests.helpers import qwen3, small_qwen3, tokenizer
 from typer.testing import CliRunner, Result
 
-import tandemrl.training.run
+import tandemrl.training.build
 from tandemrl.cli.errors import is_users
 from tandemrl.cli.main import app
 from tandemrl.config import Config, load
@@ -147,9 +147,9 @@ def test_what_is_missing_is_found_by_a_dry_run_and_by_train_before_any_weight(
     (line,) = [line for line in result.stdout.splitlines() if line.startswith("PROBLEM") and f" {subject}: " in line]
     assert reason in line
     assert "Traceback" not in result.output
-    monkeypatch.setattr(tandemrl.training.run, "load_model", None)
+    monkeypatch.setattr(tandemrl.training.build, "load_model", None)
     with pytest.raises(Exception, match=r"\w") as refused:  # of whatever class that is the user's
-        tandemrl.training.run.build(load("quickstart", overrides))
+        tandemrl.training.build.build(load("quickstart", overrides))
     assert is_users(refused.value)
     assert reason in " ".join(str(refused.value).split())
 

@@ -18,7 +18,7 @@ from tandemrl.training.profiling import (
     TRACED_CALLS,
     Clock,
     Cost,
-    Profile,
+    Profiler,
     StepRecord,
     Work,
     cost_of,
@@ -131,9 +131,9 @@ def test_the_table_is_the_mean_of_the_steps_that_nothing_skewed() -> None:
     assert "slowest" not in markdown(only)
 
 
-def _profile(folder: Path | None, **steps: int) -> Profile:
+def _profile(folder: Path | None, **steps: int) -> Profiler:
     steps = {"first": 3, "last": 9} | steps
-    return Profile(folder, model=small_qwen3(), device=CPU, dtype=torch.float32, world=World(), **steps)
+    return Profiler(folder, model=small_qwen3(), device=CPU, dtype=torch.float32, world=World(), **steps)
 
 
 def test_a_profile_leaves_a_table_and_two_bounded_traces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -24,23 +24,19 @@ from tandemrl.data.rows import Row
 from tandemrl.losses import RECIPES
 from tandemrl.models.batching import pack_tokens
 from tandemrl.rewards.protocol import GraderError
-from tandemrl.rollout.collect import write
+from tandemrl.rollout.collect import generate
 from tandemrl.rollout.engine import Completion, Draws, EngineError
 from tandemrl.rollout.schedule import schedule_of
 from tandemrl.rollout.torch_engine import TorchEngine
 from tandemrl.selection import bernoulli, solo
-from tandemrl.training import run as run_module
+from tandemrl.training import build as build_module
+from tandemrl.training.build import build
 from tandemrl.training.checkpoint import CheckpointError, DamagedError, latest, lock
 from tandemrl.training.functions import signature
+from tandemrl.training.gates import TrainError, check_draws, check_mismatch
 from tandemrl.training.loop import train
-from tandemrl.training.run import (
-    TrainError,
-    build,
-    check_draws,
-    check_mismatch,
-    learning_rate,
-    restore,
-)
+from tandemrl.training.resume import restore
+from tandemrl.training.update import learning_rate
 
 
 @pytest.fixture(scope="module")
@@ -105,7 +101,7 @@ MOMENTS = [  # in a run of six steps that saves after every second
         False,
     ),  # after one, with a line logged that must go again
     ("tandemrl.training.checkpoint", "module", "save", 1, True),  # step 4 exported, its checkpoint not written
-    ("tandemrl.training.update", "module", "optimise", 2, False),  # step 4 again: weights updated, nothing logged
+    ("tandemrl.training.update", "module", "update_policy", 2, False),  # step 4 again: weights updated, nothing logged
     ("tandemrl.training.tracking", "module.Tracker", "samples", 3, True),  # step 5 evaluated, not logged
 ]
 
@@ -218,10 +214,12 @@ def test_a_run_may_leave_its_damaged_record_behind(tiny_pair: Path, finished: Pa
     checkpoint = str(shutil.copytree(finished, tmp_path / "old") / "checkpoints" / "step_4")
     cut(tmp_path / "old" / "metrics.jsonl", 2)
     new = build(config(tiny_pair, tmp_path / "new", "train.steps=6"))
-    assert restore(new, checkpoint) == 4
+    restore(new, checkpoint)
+    assert new.progress.step == 4
     for begun in ("", '{"step": 5, "x": 1}\n'):  # the same command again, after a crash
         (tmp_path / "new" / "metrics.jsonl").write_text(begun)
-        assert restore(new, checkpoint) == 4
+        restore(new, checkpoint)
+        assert new.progress.step == 4
         assert (tmp_path / "new" / "metrics.jsonl").read_text() == ""
     (tmp_path / "new" / "metrics.jsonl").write_text('{"step": 1}\n{"step": 5}\n')
     with pytest.raises(DamagedError, match=r"new/metrics\.jsonl: no readable line of step 2, 3, 4\. "):
@@ -241,7 +239,8 @@ def test_a_checkpoint_of_an_earlier_version_resumes_with_one_warning(
     (folder / "meta.json").write_text(json.dumps(meta))
     run = build(config(tiny_pair, out, "train.steps=6"))
     with pytest.warns(UserWarning, match=r"step_6 was written by an earlier version") as warned:
-        assert restore(run, "auto") == 6
+        restore(run, "auto")
+    assert run.progress.step == 6
     assert len(warned) == 1
     without(out / "metrics.jsonl", 3)
     with (
@@ -384,7 +383,7 @@ def test_own_rewards_beside_the_library_s_by_weight(tiny_pair: Path, tmp_path: P
 def test_rewards_of_no_use_are_refused_before_a_model_is_loaded(
     tiny_pair: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, override: str, error: type, message: str
 ) -> None:
-    monkeypatch.setattr(run_module, "load_model", lambda *a, **k: pytest.fail("a model was loaded"))
+    monkeypatch.setattr(build_module, "load_model", lambda *a, **k: pytest.fail("a model was loaded"))
     with pytest.raises(error, match=message):
         build(config(tiny_pair, tmp_path, override))
 
@@ -495,8 +494,8 @@ def test_annealed_probability() -> None:
 
 def test_solo_needs_no_junior(tiny_pair: Path, tmp_path: Path) -> None:
     run = build(config(tiny_pair, tmp_path, "selection.strategy=solo", "model.junior=null"))
-    assert run.junior is None
-    assert run.schedule.strategy(1).writers == solo().writers == "senior"
+    assert run.models.junior is None
+    assert run.setup.schedule.strategy(1).writers == solo().writers == "senior"
 
 
 def test_a_junior_with_fewer_logits_than_the_senior(tiny_pair: Path, tmp_path: Path) -> None:
@@ -515,9 +514,9 @@ def test_a_junior_with_fewer_logits_than_the_senior(tiny_pair: Path, tmp_path: P
 def test_gradient_checkpointing_recomputes_the_layers(tiny_pair: Path, tmp_path: Path) -> None:
     calls: list[bool] = []
     run = build(config(tiny_pair, tmp_path, "model.gradient_checkpointing=true"))
-    run.policy.get_decoder().layers[0].input_layernorm.register_forward_hook(lambda *_: calls.append(True))
+    run.models.policy.get_decoder().layers[0].input_layernorm.register_forward_hook(lambda *_: calls.append(True))
     batch = pack_tokens([[5, 6, 7, 8]])
-    run.logprobs(run.policy, batch, batch.positions > 0)[0].sum().backward()
+    run.setup.logprobs(run.models.policy, batch, batch.positions > 0)[0].sum().backward()
     assert len(calls) == 2
 
 
@@ -532,19 +531,19 @@ def test_bfloat16_reference_starts_at_exactly_no_divergence(tiny_pair: Path, tmp
 def test_an_example_drawn_twice_in_a_step_is_not_copied(tiny_pair: Path, tmp_path: Path) -> None:
     twice = config(tiny_pair, tmp_path, "data.train=synthetic:plain:train:3", "train.prompts_per_step=3",
                    "train.eval_every=0", "train.steps=1")  # fmt: skip
-    run = build(twice)
-    prompts = [(0, run.prompts[0]), (0, run.prompts[0])]
-    written = write(run.engine, prompts, strategy=solo(), sampling=run.sampling, group_size=4, seed=0, step=1)
-    keys = [completion.key for group in written.completions for completion in group]
+    setup, models, _ = build(twice)
+    prompts = [(0, setup.prompts[0]), (0, setup.prompts[0])]
+    batch = generate(models.engine, prompts, strategy=solo(), sampling=setup.sampling, group_size=4, seed=0, step=1)
+    keys = [completion.key for group in batch.completions for completion in group]
     assert len(set(keys)) == 8
 
 
 def test_every_held_out_source_is_evaluated(tiny_pair: Path, tmp_path: Path) -> None:
     rows = tmp_path / "rows.jsonl"
     rows.write_text("\n".join(json.dumps({"question": f"{i} plus 1?", "answer": f"#### {i + 1}"}) for i in range(9)))
-    run = build(config(tiny_pair, tmp_path, f"data.eval=[synthetic:plain:heldout:16,{rows}]"))
-    assert [prompt.row.data_source for prompt in run.heldout].count("openai/gsm8k") == 4
-    assert len(run.heldout) == 8
+    setup, _, _ = build(config(tiny_pair, tmp_path, f"data.eval=[synthetic:plain:heldout:16,{rows}]"))
+    assert [prompt.row.data_source for prompt in setup.heldout].count("openai/gsm8k") == 4
+    assert len(setup.heldout) == 8
 
 
 def test_two_processes_cannot_write_one_folder(tiny_pair: Path, tmp_path: Path) -> None:
@@ -566,7 +565,7 @@ def test_resume_refuses_another_recipe_and_other_frozen_weights(tiny_pair: Path,
         train(same, recipe=RECIPES["cispo"], quiet=True)
     run = build(same)
     with torch.no_grad():
-        run.engine.models[0].get_input_embeddings().weight[0, 0] += 1
+        run.models.engine.models[0].get_input_embeddings().weight[0, 0] += 1
     with pytest.raises(CheckpointError, match="another junior"):
         restore(run, "auto")
 

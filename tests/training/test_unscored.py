@@ -24,9 +24,17 @@ from tandemrl.rewards.scoring import Scorer
 from tandemrl.rewards.spread import SpreadScorer
 from tandemrl.rollout.engine import Draws
 from tandemrl.training import update as update_module
-from tandemrl.training.loop import describe
-from tandemrl.training.run import Run, build
-from tandemrl.training.update import update
+from tandemrl.training.build import build
+from tandemrl.training.experience import (
+    add_gae_advantages,
+    add_group_advantages,
+    add_values,
+    make_experience,
+    pack_mini_batches,
+)
+from tandemrl.training.loop import rollout_metrics
+from tandemrl.training.profiling import Clock
+from tandemrl.training.state import Run
 from tandemrl.types import Author, Batch, Group, Rollout
 
 REWARDS: list[list[float | None]] = [[1.0, 0.0, None, 1.0], [None, 0.5, None, None], [0.0, None, 1.0, 0.25], [1.0] * 4]
@@ -43,7 +51,7 @@ def group_of(number: int, rewards: Sequence[float | None]) -> Group:
                 example_id=str(number),
                 group=number,
                 index=index,
-                seed=index,
+                key=index,
                 tokens=rng.integers(3, 60, 5 + size),
                 author=np.array([Author.CONTEXT] * 5 + [Author.SENIOR] * size),
                 behaviour_logprobs=np.zeros(5 + size),
@@ -62,19 +70,27 @@ WITHOUT = [
 
 def trained(run: Run, groups: Sequence[Group], monkeypatch: pytest.MonkeyPatch) -> tuple[dict[Any, list[float]], Any]:
     """The advantages that the optimiser gets, by the tokens of the rollout, and the metrics."""
-    found: dict[Any, list[float]] = {}
+    advantages: dict[Any, list[float]] = {}
+    setup, models, _ = run
 
-    def optimise(_: Run, batches: Sequence[Batch], **options: Any) -> dict[str, float]:
+    def update_policy(_: Any, models: Any, batches: Sequence[Batch], *args: Any, **options: Any) -> dict[str, float]:
         for batch in batches:
             for i in range(batch.num_sequences):
                 mask = batch.sequence_ids == i
                 written = mask & (batch.author >= 0)
-                found[tuple(batch.tokens[mask].tolist())] = batch.advantages[written].tolist()
+                advantages[tuple(batch.tokens[mask].tolist())] = batch.advantages[written].tolist()
         return {"loss": 0.0, "grad_norm": 0.0}
 
-    monkeypatch.setattr(update_module, "optimise", optimise)
-    monkeypatch.setattr(update_module, "optimise_critic", lambda run, batches: {})
-    return found, update(run, groups, 1)
+    monkeypatch.setattr(update_module, "update_policy", update_policy)
+    monkeypatch.setattr(update_module, "update_critic", lambda *args: {})
+    experience = make_experience(setup, groups)
+    mini_batches = pack_mini_batches(setup, experience)
+    if models.critic is not None:
+        mini_batches = add_values(setup, models, mini_batches)
+        mini_batches, _ = add_gae_advantages(setup, mini_batches, experience, 0.0)
+    else:
+        mini_batches = add_group_advantages(setup, mini_batches, experience, 0.0)
+    return advantages, experience.metrics | update_module.update(setup, models, mini_batches, 1, Clock())
 
 
 @pytest.mark.parametrize("recipe", ["grpo", "rloo", "reinforce_pp", "dapo", "ppo"])
@@ -109,7 +125,7 @@ def test_training_goes_as_if_unscored_rollouts_had_never_been_written(
 
 
 def test_unscored_rollouts_are_counted_and_are_no_part_of_the_means() -> None:
-    metrics = describe(SimpleNamespace(draws=Draws(0, 0)), GROUPS, 1)  # type: ignore[arg-type]
+    metrics = rollout_metrics(SimpleNamespace(draws=Draws(0, 0)), GROUPS, 1)  # type: ignore[arg-type]
     scored = [reward for rewards in REWARDS for reward in rewards if reward is not None]
     assert metrics["reward/unscored"] == pytest.approx(1 - len(scored) / 16)
     assert metrics["reward/mean"] == pytest.approx(np.mean(scored))

@@ -7,7 +7,7 @@ update, ``sp`` splits the tokens of a sequence (Ulysses, arXiv 2309.14509), ``tp
 
 import math
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, NamedTuple
@@ -19,8 +19,6 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from tandemrl.config import ConfigError, ParallelConfig
 from tandemrl.distributed.watchdog import WATCHDOG, stamp
-
-AXES = ("dp_replicate", "dp_shard", "sp", "tp")
 
 
 class Shards(NamedTuple):
@@ -80,11 +78,23 @@ class World:
         stamp()
         return values
 
-    def another_group(self) -> dist.ProcessGroup | None:
+    def scatter_gather(
+        self, items: Sequence[Any], compute: Callable[[Sequence[Any]], Sequence[Any]], group: Any = None
+    ) -> list[Any]:
+        """One result per item, in order, on every process; each computes those of every ``size``-th item.
+
+        Args:
+            group: see ``gather``.
+        """
+        own = items[self.rank :: self.size]
+        parts = self.gather(compute(own) if own else [], group)
+        return [parts[i % self.size][i // self.size] for i in range(len(items))]
+
+    def new_cpu_group(self) -> dist.ProcessGroup | None:
         """A second group of all processes, in host memory: what travels in it has an order of its own."""
         return None if self.size == 1 else dist.new_group(backend="gloo", timeout=timedelta(seconds=self.timeout_s))
 
-    def agreed(self, value: Any) -> Any:
+    def broadcast(self, value: Any) -> Any:
         """Rank 0's picklable ``value``."""
         if self.size == 1:
             return value
@@ -95,26 +105,23 @@ class World:
 
     def data_sum(self, tensor: Tensor) -> Tensor:
         """The sum over the data axes of what each of them has; ``tensor`` is not changed."""
-        if self.data_size == 1:
-            return tensor
-        total = tensor.clone()
-        assert self.mesh is not None
-        dist.all_reduce(total, group=self.mesh["data"].get_group())
-        stamp()
-        return total
+        return self._data_reduce(tensor, dist.ReduceOp.SUM)
 
     def data_max(self, tensor: Tensor) -> Tensor:
         """The largest over the data axes, element by element."""
+        return self._data_reduce(tensor, dist.ReduceOp.MAX)
+
+    def _data_reduce(self, tensor: Tensor, operation: Any) -> Tensor:
         if self.data_size == 1:
             return tensor
-        largest = tensor.clone()
+        result = tensor.clone()
         assert self.mesh is not None
-        dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=self.mesh["data"].get_group())
+        dist.all_reduce(result, op=operation, group=self.mesh["data"].get_group())
         stamp()
-        return largest
+        return result
 
 
-def join(config: ParallelConfig, device: torch.device) -> World:
+def init_world(config: ParallelConfig, device: torch.device) -> World:
     """Take this process's place among those that torchrun started (``WORLD_SIZE``, ``RANK``; absent: one process).
 
     Among several, a collective that takes longer than ``parallel.timeout_s`` raises, and from now on ``WATCHDOG`` ends
@@ -144,7 +151,7 @@ def join(config: ParallelConfig, device: torch.device) -> World:
     mesh = init_device_mesh(device.type, tuple(axes.values()), mesh_dim_names=tuple(axes))
     mesh["dp_replicate", "dp_shard"]._flatten("data")
     mesh["dp_shard", "sp"]._flatten("fsdp")
-    for axis in (*AXES, "data", "fsdp"):  # their own default is half an hour
+    for axis in (*axes, "data", "fsdp"):  # their own default is half an hour
         dist.distributed_c10d._set_pg_timeout(timeout, mesh[axis].get_group())
     data = mesh["data"]
     return World(dist.get_rank(), size, data.get_local_rank(), data.size(), mesh, config.timeout_s)
@@ -155,8 +162,8 @@ def launched() -> int:
     return int(os.environ.get("WORLD_SIZE", "1"))
 
 
-def leave() -> bool:
-    """Take down the process group that ``join`` made, if it did; whether this was the main process.
+def destroy_world() -> bool:
+    """Take down the process group that ``init_world`` made, if it did; whether this was the main process.
 
     In a run of one process a group is somebody else's: vLLM has one for an engine that lives in the process.
     """
@@ -188,19 +195,3 @@ def axes_of(config: ParallelConfig, size: int) -> dict[str, int]:
             f"torchrun --nproc-per-node N --no-python tandemrl train … , or change parallel.*"
         )
     return axes
-
-
-def share(items: Sequence[Any], world: World) -> Sequence[Any]:
-    """This process's share of a sequence that all processes have: every ``world.size``-th item."""
-    return items[world.rank :: world.size]
-
-
-def merge(shares: Sequence[Sequence[Any]]) -> list[Any]:
-    """Inverse of ``share``, from everybody's results.
-
-    Example:
-        >>> merge([["a", "c"], ["b"]])
-        ['a', 'b', 'c']
-    """
-    total = sum(map(len, shares))
-    return [shares[i % len(shares)][i // len(shares)] for i in range(total)]

@@ -136,7 +136,7 @@ def readable(samples: Sequence[Sample], prompts: Sequence[Prompt], longest: floa
                 example_id=sample.example_id,
                 group=sample.problem,
                 index=sample.sample,
-                seed=sample.key,
+                key=sample.key,
                 tokens=np.array([*prompt, *text], dtype=np.int64),
                 author=np.repeat([Author.CONTEXT, Author.SENIOR], [len(prompt), len(text)]).astype(np.int8),
                 behaviour_logprobs=np.zeros(len(prompt) + len(text), dtype=np.float32),

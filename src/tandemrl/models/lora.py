@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from tandemrl.config import ConfigError, LoraConfig
-from tandemrl.models.sharding import full_parameters, whole
+from tandemrl.models.sharding import full_parameters, full_tensor
 
 ADAPTER = "default"
 _BASE = "base_layer."  # what peft puts before the name of a weight that it adapts
@@ -84,7 +84,7 @@ def base_parameters(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 @torch.no_grad()
 def _merged(weight: Tensor, layer: Any) -> Tensor:
     """weight [out, in] + scaling · B [out, r] A [r, in], in the weight's dtype."""
-    a, b = (whole(part[ADAPTER].weight.detach()).to(weight.dtype) for part in (layer.lora_A, layer.lora_B))
+    a, b = (full_tensor(part[ADAPTER].weight.detach()).to(weight.dtype) for part in (layer.lora_A, layer.lora_B))
     return torch.addmm(weight, b, a, alpha=layer.scaling[ADAPTER])
 
 

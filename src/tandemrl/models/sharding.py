@@ -119,15 +119,15 @@ def _tensor_parallel(model: PreTrainedModel, mesh: DeviceMesh) -> None:
         # norms of single heads: each process has other heads, the weight's gradient is the sum over them
         "replicated_with_grad_allreduce": SequenceParallel(sequence_dim=2, use_local_output=True),
     }
-    given = getattr(model.config.get_text_config(), "base_model_tp_plan", None) or {}
-    given = {name: style for name, style in given.items() if name.startswith("layers.")}
-    if not given or not set(given.values()) <= styles.keys():
+    model_plan = getattr(model.config.get_text_config(), "base_model_tp_plan", None) or {}
+    model_plan = {name: style for name, style in model_plan.items() if name.startswith("layers.")}
+    if not model_plan or not set(model_plan.values()) <= styles.keys():
         raise ModelError(
             f"{type(model).__name__} has no tensor-parallel plan of {', '.join(styles)}; use parallel.tp=1"
         )
     head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
     tied = head is not None and head.weight is embedding.weight
-    plan = {f"{model.base_model_prefix}.{name}": styles[style] for name, style in given.items()}
+    plan = {f"{model.base_model_prefix}.{name}": styles[style] for name, style in model_plan.items()}
     name = next(name for name, module in model.named_modules() if module is embedding)
     plan[name] = RowwiseParallel(input_layouts=Replicate())
     parallelize_module(model, mesh, plan)
@@ -148,10 +148,10 @@ def full_parameters(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
         if isinstance(module, FSDPModule):
             module.reshard()  # a forward without a backward leaves gathered copies, in the compute dtype
     for name, parameter in model.named_parameters():
-        yield name, whole(parameter.detach())
+        yield name, full_tensor(parameter.detach())
 
 
-def whole(tensor: Tensor) -> Tensor:
+def full_tensor(tensor: Tensor) -> Tensor:
     """The tensor of which this process may hold a part; all that do have to ask for it."""
     if not isinstance(tensor, DTensor):
         return tensor
@@ -162,27 +162,23 @@ def whole(tensor: Tensor) -> Tensor:
 
 def parameter_groups(parameters: Iterable[nn.Parameter]) -> list[dict[str, Any]]:
     """The parameters as optimiser groups of one mesh each: fused updates cannot mix them."""
-    groups: dict[Any, list[nn.Parameter]] = {}
-    for parameter in parameters:
-        if parameter.requires_grad:
-            groups.setdefault(_mesh_of(parameter), []).append(parameter)
-    return [{"params": group} for group in groups.values()]
+    return [{"params": group} for group in _by_mesh(p for p in parameters if p.requires_grad)]
 
 
 def clip_gradients(parameters: Iterable[nn.Parameter], limit: float) -> float:
     """Scale all gradients so that their global norm is at most ``limit``; returns the norm before."""
-    groups: dict[Any, list[nn.Parameter]] = {}
-    for parameter in parameters:
-        if parameter.grad is not None:
-            groups.setdefault(_mesh_of(parameter), []).append(parameter)
-    norms = [whole(nn.utils.get_total_norm([p.grad for p in group if p.grad is not None])) for group in groups.values()]
+    groups = _by_mesh(p for p in parameters if p.grad is not None)
+    norms = [full_tensor(nn.utils.get_total_norm([p.grad for p in group if p.grad is not None])) for group in groups]
     if not norms:
         return 0.0
     total = norms[0] if len(norms) == 1 else torch.linalg.vector_norm(torch.stack(norms))
-    for group in groups.values():
+    for group in groups:
         nn.utils.clip_grads_with_norm_(group, limit, total)
     return total.item()
 
 
-def _mesh_of(tensor: Tensor) -> Any:
-    return tensor.device_mesh if isinstance(tensor, DTensor) else None
+def _by_mesh(parameters: Iterable[nn.Parameter]) -> list[list[nn.Parameter]]:
+    groups: dict[Any, list[nn.Parameter]] = {}
+    for parameter in parameters:
+        groups.setdefault(parameter.device_mesh if isinstance(parameter, DTensor) else None, []).append(parameter)
+    return list(groups.values())

@@ -5,7 +5,7 @@ from typing import Any
 
 from tandemrl.config import RewardConfig
 from tandemrl.data.rows import Row
-from tandemrl.distributed.world import World, merge, share
+from tandemrl.distributed.world import World
 from tandemrl.rewards.judge.rubric import JudgePool
 from tandemrl.rewards.protocol import Score
 from tandemrl.rewards.scoring import Scorer
@@ -20,7 +20,7 @@ class SpreadScorer(Scorer):
         self._world, self._judges = world, judge
 
     def score(self, items: Sequence[tuple[Row, str]]) -> list[Score]:
-        scores = merge(self._world.gather(super().score(share(items, self._world))))
+        scores = self._world.scatter_gather(items, super().score)
         if self._judges is not None:
             self._judges.check(scores)
         return scores

@@ -1,23 +1,16 @@
-"""Prompts x engine -> rollouts: write completions, prove who wrote what, score the finished texts."""
+"""Prompts x engine -> completions, and the proof of who wrote what."""
 
 from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from tandemrl.data.rows import Prompt
-from tandemrl.rollout.engine import (
-    Completion,
-    Draws,
-    Engine,
-    Request,
-    Sampling,
-    generate_verified,
-)
+from tandemrl.rollout.engine import Completion, Draws, Engine, Request, Sampling, generate_verified
 from tandemrl.selection import Strategy
 from tandemrl.selection.draws import request_key
 
 
-class Written(NamedTuple):
+class CompletionBatch(NamedTuple):
     """Completions of some prompts, one list per prompt, and the author draws behind them all."""
 
     prompts: list[Prompt]
@@ -25,7 +18,7 @@ class Written(NamedTuple):
     draws: Draws
 
 
-def write(
+def generate(
     engine: Engine,
     prompts: Sequence[tuple[int, Prompt]],
     *,
@@ -36,7 +29,7 @@ def write(
     step: int,
     drawn: int = 0,
     progress: Callable[[int], None] | None = None,
-) -> Written:
+) -> CompletionBatch:
     """``group_size`` completions of each prompt, their authors verified by replay.
 
     Args:
@@ -55,4 +48,4 @@ def write(
         keys = tuple(request_key(seed, step, example, first + sample) for sample in range(group_size))
         requests.append(Request(prompt.tokens, keys, sampling, strategy))
     completions, draws = generate_verified(engine, requests, strategy, progress=progress)
-    return Written([prompt for _, prompt in prompts], completions, draws)
+    return CompletionBatch([prompt for _, prompt in prompts], completions, draws)

@@ -1,15 +1,16 @@
-"""One engine and one scorer per process, used as if they were one: work is dealt out, results are gathered.
+"""One engine per process, used as if they were one: requests are dealt out, completions are gathered.
 
 Every process calls with the same requests and gets all of the answers. A completion is a function of its key and the
 weights, so it does not matter who wrote it.
 """
 
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import Literal
 
 from torch import Tensor
 
-from tandemrl.distributed.world import World, merge, share
+from tandemrl.distributed.world import World
 from tandemrl.rollout.engine import Completion, Engine, EngineInfo, Request
 
 
@@ -21,7 +22,7 @@ class SpreadEngine:
         self.own, self.world = own, world
         self.vocabulary, self.has_junior = own.vocabulary, own.has_junior
         self.policy_version = own.policy_version
-        self._group = world.another_group()
+        self._group = world.new_cpu_group()
 
     @property
     def info(self) -> EngineInfo:
@@ -30,9 +31,8 @@ class SpreadEngine:
     def generate(
         self, requests: Sequence[Request], *, progress: Callable[[int], None] | None = None
     ) -> list[list[Completion]]:
-        everybody = None if progress is None else lambda tokens: progress(tokens * self.world.size)  # about
-        mine = share(requests, self.world)
-        return merge(self.world.gather(self.own.generate(mine, progress=everybody) if mine else [], self._group))
+        about_all = None if progress is None else lambda tokens: progress(tokens * self.world.size)
+        return self.world.scatter_gather(requests, partial(self.own.generate, progress=about_all), self._group)
 
     def abort(self, keys: Iterable[int] | None = None) -> None:
         self.own.abort(keys)

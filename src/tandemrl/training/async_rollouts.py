@@ -5,80 +5,88 @@ k began with, one update older than in the synchronous loop. ``Completion.policy
 truncated importance sampling corrects for it (``losses.importance_weights``).
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from types import TracebackType
 from typing import Any, NamedTuple, Self
 
 import torch
 
+from tandemrl.data.rows import Prompt
 from tandemrl.distributed.watchdog import WATCHDOG
-from tandemrl.rollout.collect import Written
-from tandemrl.rollout.engine import Completion, Draws
-from tandemrl.training.run import Run
+from tandemrl.rollout.collect import CompletionBatch
+from tandemrl.rollout.engine import Completion, Draws, Engine
 
 
 class _Pending(NamedTuple):
     step: int
     examples: list[int]
-    written: Future[Written]
+    batch: Future[CompletionBatch]
 
 
-class Ahead:
+class AsyncRollouts:
     """Rollouts step by step: ``take(step)``, then, to overlap, ``start(step + 1)``.
 
     Args:
-        write: (step, numbers of the examples) -> their completions; called in a thread after ``start``.
+        draw: -> numbers of the examples of a step.
+        generate: (step, numbers of the examples) -> their completions; called in a thread after ``start``.
+        prompts: by number of the example. engine: writes the completions; aborted where nobody waits for them.
     """
 
-    def __init__(self, run: Run, write: Callable[[int, list[int]], Written]) -> None:
-        self._run, self._write = run, write
+    def __init__(
+        self,
+        draw: Callable[[], list[int]],
+        generate: Callable[..., CompletionBatch],
+        prompts: Sequence[Prompt],
+        engine: Engine,
+    ) -> None:
+        self._draw, self.generate, self._prompts, self._engine = draw, generate, prompts, engine
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="rollout")
         self._pending: _Pending | None = None
 
-    def take(self, step: int) -> Written:
+    def take(self, step: int) -> CompletionBatch:
         """The rollouts of ``step``: those that were started, or new ones.
 
         Raises:
             EngineError, TrainError: what stopped them.
         """
         if self._pending is None:
-            return self._write(step, self._draw())
+            return self.generate(step, self._draw())
         pending, self._pending = self._pending, None
         assert pending.step == step
-        return _finished(pending)
+        return _result(pending)
 
     def start(self, step: int) -> None:
         """Begin with the rollouts of ``step``. Until ``wait``, the engine must be left alone."""
         assert self._pending is None
         examples = self._draw()
-        self._pending = _Pending(step, examples, self._thread.submit(self._write, step, examples))
+        self._pending = _Pending(step, examples, self._thread.submit(self.generate, step, examples))
 
     def wait(self) -> None:
         """Until the engine is free."""
         if self._pending is not None:
-            _finished(self._pending)
+            _result(self._pending)
 
     def state_dict(self) -> dict[str, Any] | None:
         """What is finished and not taken, as plain values; the completions come from weights that are gone."""
         if self._pending is None:
             return None
-        written = _finished(self._pending)
+        batch = _result(self._pending)
         return {
             "step": self._pending.step,
             "examples": self._pending.examples,
-            "draws": list(written.draws),
-            "completions": [[_plain(completion) for completion in group] for group in written.completions],
+            "draws": list(batch.draws),
+            "completions": [[_plain(completion) for completion in group] for group in batch.completions],
         }
 
     def load_state_dict(self, state: Mapping[str, Any] | None) -> None:
         """Inverse of ``state_dict``."""
         if state is None:
             return
-        prompts = [self._run.prompts[i] for i in state["examples"]]
+        prompts = [self._prompts[i] for i in state["examples"]]
         completions = [[_completion(line) for line in group] for group in state["completions"]]
-        done: Future[Written] = Future()
-        done.set_result(Written(prompts, completions, Draws(*state["draws"])))
+        done: Future[CompletionBatch] = Future()
+        done.set_result(CompletionBatch(prompts, completions, Draws(*state["draws"])))
         self._pending = _Pending(state["step"], list(state["examples"]), done)
 
     def __enter__(self) -> Self:
@@ -87,18 +95,15 @@ class Ahead:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if self._pending is not None and not self._pending.written.done():
-            self._run.engine.abort()
+        if self._pending is not None and not self._pending.batch.done():
+            self._engine.abort()
         self._thread.shutdown(wait=True)
 
-    def _draw(self) -> list[int]:
-        return self._run.sampler.next(self._run.config.train.prompts_per_step)
 
-
-def _finished(pending: _Pending) -> Written:
+def _result(pending: _Pending) -> CompletionBatch:
     """The rollouts, after a wait in which the thread's work is this one's."""
     with WATCHDOG.shared():
-        return pending.written.result()
+        return pending.batch.result()
 
 
 def _plain(c: Completion) -> dict[str, Any]:

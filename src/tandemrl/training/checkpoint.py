@@ -1,8 +1,9 @@
-"""Atomic checkpoints, HF exports, and what makes a resumed run the same run.
+"""Atomic checkpoints of plain data, models and optimisers.
 
-A checkpoint is ``state.pt`` (plain data), ``tensors/`` (models and optimisers, see ``dcp``; every process writes its
-share), ``config.yaml`` and ``meta.json`` (with the hashes of the others, see ``manifest``). It appears under its name
-when all of it is on disk (see ``atomic``). Where one process fails, all raise; rank 0 makes and renames the folder.
+A checkpoint is ``state.pt`` (plain data), ``tensors/`` (models and optimisers, see ``sharded_state``; every process
+writes its share), ``config.yaml`` and ``meta.json`` (with the hashes of the others, see ``manifest``). It appears under
+its name when all of it is on disk (see ``files``). Where one process fails, all raise; rank 0 makes and renames the
+folder.
 """
 
 import errno
@@ -10,7 +11,6 @@ import fcntl
 import io
 import json
 import platform
-import random
 import re
 import shutil
 import time
@@ -18,25 +18,20 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
-from datetime import timedelta
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, TypeVar
 
-import numpy as np
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 
-from tandemrl.config import Config, ConfigError, difference, to_yaml
+from tandemrl.config import Config, ConfigError, to_yaml
 from tandemrl.config import load as load_yaml
 from tandemrl.distributed.world import World
-from tandemrl.files import NEW, begin, drop, publish, versions, write_directory
-from tandemrl.models.loading import no_progress_bars
-from tandemrl.models.lora import merged_parameters
-from tandemrl.training import manifest
-from tandemrl.training import sharded_state as dcp
+from tandemrl.files import NEW, begin, drop, publish, versions
+from tandemrl.training import manifest, sharded_state
 from tandemrl.training.manifest import CheckpointError as CheckpointError
 from tandemrl.training.manifest import DamagedError as DamagedError
 from tandemrl.training.sharded_state import Trained as Trained
@@ -47,32 +42,6 @@ _READABLE = (2, FORMAT)
 _T = TypeVar("_T")
 _STEP = re.compile(r"step_(\d+)")
 _CONTENT = ("state.pt", "tensors", "config.yaml", "meta.json")
-_FREE_TO_CHANGE = {
-    "output_dir",
-    "train.save_every",
-    "train.eval_every",
-    "train.keep_checkpoints",
-    "train.log_samples",
-    "train.wandb",
-    "train.wandb_project",
-    "train.async_save",
-    "train.profile",
-    "parallel.dp_replicate",
-    "parallel.dp_shard",
-    "parallel.tp",
-    "parallel.sp",
-    "parallel.offload",
-    "parallel.timeout_s",
-    "judge.url",
-    "judge.api_key_env",
-    "judge.backoff_s",
-    "judge.timeout_s",
-    "judge.concurrency",
-    "judge.max_failure_rate",
-}
-
-
-# Checkpoints --------------------------------------------------------------------------------------------------------
 
 
 def save(
@@ -106,25 +75,21 @@ def save(
     wait()
     parts = parts or {}
     path = Path(output_dir, "checkpoints", f"step_{step}")
-    plain = {"format": FORMAT, "state": dict(state), "optimizers": dcp.settings_of(parts)}
+    plain = {"format": FORMAT, "state": dict(state), "optimizers": sharded_state.settings_of(parts)}
     _require_plain(plain["state"], "state")
     _require_plain(plain["optimizers"], "optimizers")
-    tensors = dcp.tensors_of(parts)
+    tensors = sharded_state.tensors_of(parts)
     buffer = io.BytesIO()
     torch.save(plain, buffer)
-    files = {
-        "state.pt": buffer.getvalue(),
-        "config.yaml": to_yaml(config).encode(),
-    }
+    files = {"state.pt": buffer.getvalue(), "config.yaml": to_yaml(config).encode()}
     meta = {"step": step, "processes": world.size, "versions": versions()}
     writing = _Writing(path, files, meta, tensors, keep, world)
     writing.begin()
     if not background:
         writing.finish()
         return path
-    if world.size > 1:
-        writing.group = _own_group(dist.group.WORLD, config.parallel.timeout_s)
-    writing.tensors = dcp.on_host(tensors)
+    writing.group = _thread_group(world)
+    writing.tensors = sharded_state.on_host(tensors)
     _in_flight = _THREAD.submit(writing.finish)
     return path
 
@@ -145,10 +110,8 @@ _in_flight: Future[None] | None = None
 _THREAD = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
 
 
-@lru_cache(maxsize=1)
-def _own_group(everybody: dist.ProcessGroup, timeout: float) -> dist.ProcessGroup:
-    """A group for the thread: the main thread's collectives must not meet its own."""
-    return dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout))
+_thread_group = lru_cache(maxsize=1)(World.new_cpu_group)
+"""Of the thread's own: the main thread's collectives must not meet its."""
 
 
 @dataclass(eq=False)
@@ -189,11 +152,12 @@ class _Writing:
 
     def _fill(self) -> dict[str, str]:
         """Write this process's files; returns their hashes."""
-        _find(self.hidden, self.world)
+        _wait_for_folder(self.hidden, self.world)
         hashes = {}
         if self.tensors:
-            written = dcp.write(self.hidden / "tensors", self.tensors, alone=self.world.size == 1, group=self.group)
-            hashes = {f"tensors/{name}": value for name, value in written.items()}
+            folder, alone = self.hidden / "tensors", self.world.size == 1
+            digests = sharded_state.save_tensors(folder, self.tensors, alone=alone, group=self.group)
+            hashes = {f"tensors/{name}": value for name, value in digests.items()}
         if self.world.main:
             for name, content in self.files.items():
                 (self.hidden / name).write_bytes(content)
@@ -226,8 +190,8 @@ class _Writing:
             if not isinstance(cause, Exception):
                 raise cause from None
             lost = cause is error and isinstance(error, RuntimeError) and not isinstance(error, CheckpointError)
-            needed = _bytes(self.tensors.values()) + sum(map(len, self.files.values()))
-            failure = _explain(cause, self.path, needed, f"process {rank}: " if self.world.size > 1 else "")
+            needed = size_in_bytes(self.tensors.values()) + sum(map(len, self.files.values()))
+            failure = write_failure(cause, self.path, needed, f"process {rank}: " if self.world.size > 1 else "")
         try:
             results = self.world.gather((result, failure), self.group)
         except RuntimeError as error:
@@ -241,7 +205,7 @@ class _Writing:
         return [result for result, _ in results]
 
 
-def _explain(error: Exception, path: Path, needed: int, who: str = "") -> str:
+def write_failure(error: Exception, path: Path, needed: int, who: str = "") -> str:
     """Why ``path``, of ``needed`` bytes, could not be written, and what to do about it."""
     if isinstance(error, CheckpointError):
         return str(error)
@@ -260,7 +224,7 @@ def _explain(error: Exception, path: Path, needed: int, who: str = "") -> str:
     )
 
 
-def _bytes(tensors: Iterable[Tensor]) -> int:
+def size_in_bytes(tensors: Iterable[Tensor]) -> int:
     return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 
 
@@ -272,7 +236,7 @@ def _cause(error: BaseException, rank: int) -> tuple[int, BaseException]:
     return rank, error
 
 
-def _find(folder: Path, world: World, seconds: float = 20.0) -> None:
+def _wait_for_folder(folder: Path, world: World, seconds: float = 20.0) -> None:
     """Wait for a folder that rank 0 made: network file systems take a while to show it."""
     end = time.monotonic() + seconds
     while not folder.is_dir():
@@ -307,8 +271,8 @@ def lock(output_dir: str | Path) -> Iterator[None]:
 
 def latest(output_dir: str | Path) -> Path | None:
     """The checkpoint with the highest step, or None."""
-    found = _steps(Path(output_dir, "checkpoints"))
-    return found[-1] if found else None
+    checkpoints = _steps(Path(output_dir, "checkpoints"))
+    return checkpoints[-1] if checkpoints else None
 
 
 def older(path: str | Path) -> list[Path]:
@@ -350,7 +314,9 @@ def load_parts(path: str | Path, parts: Mapping[str, Trained], world: World = Wo
     folder = Path(path)
     in_every_process(lambda: _verify_tensors(folder, world), path, world)
     in_every_process(
-        lambda: dcp.read(folder / "tensors", parts, _read_state(folder)["optimizers"], alone=world.size == 1),
+        lambda: sharded_state.load_tensors(
+            folder / "tensors", parts, _read_state(folder)["optimizers"], alone=world.size == 1
+        ),
         path,
         world,
     )
@@ -368,7 +334,7 @@ def verify(path: str | Path) -> None:
 
 
 def in_every_process(act: Callable[[], _T], path: str | Path, world: World) -> _T:
-    """Read something at ``path`` in every process; where one fails, all raise the same."""
+    """Read or write something at ``path`` in every process; where one fails, all raise the same."""
     result, failure = None, None
     try:
         result = act()
@@ -399,10 +365,10 @@ def _read_state(path: Path) -> dict[str, Any]:
         raise CheckpointError(f"{path}: no checkpoint there (state.pt is missing); expected …/checkpoints/step_N")
     content = manifest.read_bytes(file)
     try:
-        found = torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
+        saved = torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
     except Exception as error:
         raise DamagedError(f"{file}: not readable: {_brief(error)}") from error
-    version = found.get("format", 1) if isinstance(found, dict) else None
+    version = saved.get("format", 1) if isinstance(saved, dict) else None
     if version not in _READABLE:
         raise CheckpointError(
             f"{file}: format {version}, this version of tandemrl reads {' and '.join(map(str, _READABLE))}: finish the "
@@ -411,7 +377,7 @@ def _read_state(path: Path) -> dict[str, Any]:
         )
     if version == FORMAT and not manifest.read_hashes(path):
         raise DamagedError(f"{path / 'meta.json'}: missing, or without the hashes that it was written with")
-    return found
+    return saved
 
 
 def load_config(path: str | Path) -> Config:
@@ -438,33 +404,6 @@ def discard_after(output_dir: str | Path, step: int) -> None:
             drop(path)
 
 
-def check_resume(stored: Config, current: Config) -> None:
-    """Refuse to continue a run under another config; it would be neither run.
-
-    ``train.steps`` may grow (under a constant learning rate), and what only decides where and how often things are
-    written may change.
-
-    Raises:
-        CheckpointError: names every key that differs, with both values.
-    """
-    changed = {key: pair for key, pair in difference(stored, current).items() if not _may_change(key, pair[0])}
-    if current.train.steps > stored.train.steps and current.train.schedule == "constant":
-        changed.pop("train.steps", None)
-    if changed:
-        listing = ", ".join(f"{key} (checkpoint {old!r}, now {new!r})" for key, (old, new) in changed.items())
-        raise CheckpointError(
-            f"the config differs from the checkpoint's: {listing}. Restore these values, or start over in another "
-            "output_dir"
-        )
-
-
-def _may_change(key: str, stored: Any) -> bool:
-    """Functions are compared by signature; what a config from before they were recorded lacks, ``run.identity`` has."""
-    if key.startswith("functions."):
-        return stored is None or not key.endswith(".signature")
-    return key in _FREE_TO_CHANGE
-
-
 def _steps(folder: Path) -> list[Path]:
     """Checkpoints, whole or what damage left of them, in the order of their steps."""
     return [path for path in _numbered(folder) if is_checkpoint(path)]
@@ -472,8 +411,8 @@ def _steps(folder: Path) -> list[Path]:
 
 def _numbered(folder: Path) -> list[Path]:
     """The directories called step_N, in the order of their steps."""
-    found = [path for path in folder.glob("step_*") if _STEP.fullmatch(path.name) and path.is_dir()]
-    return sorted(found, key=step_of)
+    folders = [path for path in folder.glob("step_*") if _STEP.fullmatch(path.name) and path.is_dir()]
+    return sorted(folders, key=step_of)
 
 
 def is_checkpoint(path: Path) -> bool:
@@ -498,87 +437,3 @@ def _require_plain(value: Any, where: str) -> None:
         raise CheckpointError(
             f"{where} is a {type(value).__name__}; a checkpoint holds tensors, numbers, strings, lists and dicts only"
         )
-
-
-# Random state and exports ---------------------------------------------------------------------------------------------
-
-
-def rng_state() -> dict[str, Any]:
-    """The global generators of Python, NumPy and torch (CUDA where it is in use) as plain values."""
-    name, keys, position, has_gauss, gauss = np.random.get_state(legacy=True)  # noqa: NPY002 - the global one, on purpose
-    cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
-    return {
-        "python": random.getstate(),
-        "numpy": [name, np.asarray(keys).tolist(), int(position), int(has_gauss), float(gauss)],
-        "torch": torch.get_rng_state(),
-        "cuda": cuda,
-    }
-
-
-def restore_rng(state: Mapping[str, Any]) -> None:
-    """Inverse of ``rng_state``."""
-    version, internal, gauss = state["python"]
-    random.setstate((version, tuple(internal), gauss))
-    name, keys, position, has_gauss, cached = state["numpy"]
-    np.random.set_state((name, np.asarray(keys, dtype=np.uint32), position, has_gauss, cached))  # noqa: NPY002
-    torch.set_rng_state(state["torch"])
-    if state["cuda"]:
-        torch.cuda.set_rng_state_all(state["cuda"])
-
-
-def export_hf(
-    model: Any,
-    tokenizer: Any,
-    path: str | Path,
-    dtype: str | None = None,
-    *,
-    world: World = World(),  # noqa: B008 - frozen
-) -> Path:
-    """Write model (adapters merged) and tokenizer as one HF folder, in one step, in ``dtype`` (None: as it is).
-
-    Every process calls it, with its part of the model; rank 0 gathers the weights in host memory and writes.
-
-    Raises:
-        CheckpointError: on every process, if rank 0 cannot write.
-    """
-    weights = _whole_weights(model, None if dtype is None else getattr(torch, dtype), keep=world.main)
-    failure = None
-    try:
-        if world.main:
-            write_directory(Path(path), lambda folder: _save_pretrained(model, tokenizer, weights, folder))
-    except Exception as error:
-        failure = _explain(error, Path(path), _bytes(weights.values()))
-        shutil.rmtree(Path(path).with_name(f"{NEW}{Path(path).name}"), ignore_errors=True)
-        if world.size == 1:
-            raise CheckpointError(failure) from error
-    if failure := world.agreed(failure):
-        raise CheckpointError(failure)
-    return Path(path)
-
-
-def _whole_weights(model: Any, dtype: torch.dtype | None, *, keep: bool) -> dict[str, Tensor]:
-    """Parameters, adapters merged, and saved buffers of a model as one process would have them, on the CPU, tied ones
-    once. All processes have to gather; {} for those that do not ``keep``."""
-
-    def here(value: Tensor) -> Tensor:
-        return value.detach().to("cpu", dtype if value.is_floating_point() else None)
-
-    held = model.state_dict(keep_vars=True)  # first: it makes FSDP take its parameters apart again
-    weights = {name: here(value) for name, value in held.items() if not isinstance(value, nn.Parameter)} if keep else {}
-    for name, value in merged_parameters(model):
-        if keep:
-            weights[name] = here(value)
-    return weights
-
-
-def _save_pretrained(model: Any, tokenizer: Any, weights: dict[str, Tensor], folder: Path) -> None:
-    """``save_pretrained`` with these weights, whose dtype the config then names."""
-    own = model.config.dtype
-    try:
-        with no_progress_bars():
-            model.save_pretrained(folder, state_dict=dict(weights))
-        model.config.dtype = next((value.dtype for value in weights.values() if value.is_floating_point()), own)
-        model.config.save_pretrained(folder)  # save_pretrained names the model's own dtype
-    finally:
-        model.config.dtype = own
-    tokenizer.save_pretrained(folder)

@@ -39,8 +39,8 @@ class Coverage:
         with open(self.file, "rb") as content:
             content.seek(self.size)
             for line in content:
-                found = _STEP.match(line)
-                if not line.endswith(b"\n") or (found and int(found[1]) > step):
+                match = _STEP.match(line)
+                if not line.endswith(b"\n") or (match and int(match[1]) > step):
                     return
                 self.digest.update(line)
                 self.size += len(line)
@@ -98,8 +98,8 @@ def begins_after(file: Path, step: int) -> bool:
         return True
     with open(file, "rb") as content:
         first = content.readline()
-    found = _STEP.match(first)
-    return not first or (found is not None and int(found[1]) > step)
+    match = _STEP.match(first)
+    return not first or (match is not None and int(match[1]) > step)
 
 
 def _loss(coverage: Coverage, step: int) -> str:
@@ -117,15 +117,15 @@ def _gaps(coverage: Coverage, step: int) -> str:
         with open(coverage.file, "rb") as content:
             for number, line in enumerate(content, 1):
                 try:
-                    found = int(json.loads(line)["step"])
+                    its_step = int(json.loads(line)["step"])
                 except (ValueError, KeyError, TypeError):
-                    found = 0
-                if not found or not line.endswith(b"\n"):
+                    its_step = 0
+                if not its_step or not line.endswith(b"\n"):
                     bad, whole = number, line.endswith(b"\n")
                     break
-                if found > step:
+                if its_step > step:
                     break
-                steps.add(found)
+                steps.add(its_step)
     missing = [str(s) for s in range(min(steps, default=1), step + 1) if s not in steps]
     parts = [f"line {bad} is torn or damaged"] if bad and (missing or whole) else []
     if missing:

@@ -79,7 +79,7 @@ class Signals:
         self._before = {}
 
 
-def agreed_signal(received: int, world: World) -> int:
+def signal_anywhere(received: int, world: World) -> int:
     """The signal that any process has received, 0 for none: all processes must stop after the same step."""
     return max(world.gather(received))
 
@@ -146,26 +146,26 @@ def explained(error: Exception, *, step: int, phase: str, world: World, timeout_
 
 
 @contextmanager
-def told(step: int, clock: Clock, world: World, timeout_s: float) -> Iterator[None]:
+def explain_errors(step: int, clock: Clock, world: World, timeout_s: float) -> Iterator[None]:
     """Errors inside come out ``explained``."""
     try:
         yield
     except Exception as error:
-        found = explained(error, step=step, phase=clock.where, world=world, timeout_s=timeout_s)
-        if found is error:
+        explanation = explained(error, step=step, phase=clock.where, world=world, timeout_s=timeout_s)
+        if explanation is error:
             raise
-        raise found from error
+        raise explanation from error
 
 
-class Steps:
-    """Whether any of some optimisers has changed weights since ``mark``: if not, they are those of the last step."""
+class OptimizerSteps:
+    """Whether any of some optimisers has changed weights since ``reset``: if not, they are those of the last step."""
 
     def __init__(self, optimizers: Iterable[torch.optim.Optimizer]) -> None:
         self.taken = False
         for optimizer in optimizers:
             optimizer.register_step_pre_hook(self._note)
 
-    def mark(self) -> None:
+    def reset(self) -> None:
         self.taken = False
 
     def _note(self, *_: object) -> None:

@@ -19,32 +19,37 @@ from rich.console import Console
 from tandemrl import evals
 from tandemrl.config import Config, batch_plan
 from tandemrl.distributed.watchdog import WATCHDOG
-from tandemrl.distributed.world import join
-from tandemrl.losses import Recipe
+from tandemrl.distributed.world import init_world
+from tandemrl.losses import Recipe, adapt_kl_coef
 from tandemrl.models.loading import resolve_device
 from tandemrl.rewards.functions import RewardFunction, by_name
 from tandemrl.rewards.rollouts import score_rollouts
 from tandemrl.rollout import collect
-from tandemrl.rollout.engine import Draws
+from tandemrl.rollout.collect import CompletionBatch
+from tandemrl.rollout.engine import Draws, Engine
 from tandemrl.rollout.sync import sync_weights
 from tandemrl.selection import Strategy, solo
 from tandemrl.training import checkpoint
-from tandemrl.training.async_rollouts import Ahead
-from tandemrl.training.checkpoint import lock
-from tandemrl.training.faults import Signals, Steps, Stopped, agreed_signal, told
-from tandemrl.training.preflight import check_resume
-from tandemrl.training.profiling import Profile
-from tandemrl.training.run import (
-    Run,
-    TrainError,
-    build,
-    check_draws,
-    export,
-    restore,
-    save,
+from tandemrl.training.async_rollouts import AsyncRollouts
+from tandemrl.training.build import build
+from tandemrl.training.experience import (
+    add_gae_advantages,
+    add_group_advantages,
+    add_logprobs,
+    add_reward_kl,
+    add_values,
+    make_experience,
+    pack_mini_batches,
+    step_cost,
 )
+from tandemrl.training.faults import OptimizerSteps, Signals, Stopped, explain_errors, signal_anywhere
+from tandemrl.training.gates import TrainError, check_draws
+from tandemrl.training.preflight import check_resume
+from tandemrl.training.profiling import Clock, Profiler
+from tandemrl.training.resume import export, restore, save
+from tandemrl.training.state import Models, Run, RunSetup
 from tandemrl.training.tracking import Tracker
-from tandemrl.training.update import update, work
+from tandemrl.training.update import learning_rate, update
 from tandemrl.types import Author, Group, Metrics
 
 
@@ -80,52 +85,51 @@ def train(
     check_resume(resume, config.output_dir)
     if config.train.threads:
         torch.set_num_threads(config.train.threads)
-    world = join(config.parallel, resolve_device(config.model.device))
+    world = init_world(config.parallel, resolve_device(config.model.device))
     if world.size > 1:
         faulthandler.enable()  # NCCL aborts a process whose collective timed out: say where it was
     run = build(config, recipe, strategy, world, by_name(reward))
-    with lock(config.output_dir) if world.main else nullcontext(), run.scorer:
-        done = restore(run, resume)
+    with checkpoint.lock(config.output_dir) if world.main else nullcontext(), run.setup.scorer:
+        restore(run, resume)
         silent = quiet or not world.main
-        with Tracker(config.output_dir, run.config, console=console, quiet=silent, record=world.main) as tracker:
-            loop(run, done, tracker)
+        with Tracker(config.output_dir, run.setup.config, console=console, quiet=silent, record=world.main) as tracker:
+            loop(run, tracker)
             checkpoint.wait()
     WATCHDOG.end()  # not after an error: what is left of the group can hang the end of the process, too
     return Path(config.output_dir)
 
 
-def loop(run: Run, done: int, tracker: Tracker) -> None:
-    """The steps after ``done``."""
-    config = run.config
+def loop(run: Run, tracker: Tracker) -> None:
+    """The steps that are left."""
+    setup, models, progress = run
+    config, world, done = setup.config, setup.world, progress.step
     steps = config.train.steps
     tracker.say(str(batch_plan(config)) if done < steps else f"step {done} is the last one: nothing to do")
     if done:
         tracker.say(f"resumed after step {done}; anything later in {config.output_dir} was discarded")
-    if run.dropped:
-        tracker.say(f"data.train: {run.dropped} rows are longer than data.max_prompt_tokens and were left out")
-    sync_weights(run.policy, run.engine, version=done)
-    profile = Profile(
-        Path(config.output_dir, "profile") if config.train.profile else None,
-        model=run.policy,
-        device=run.device,
-        dtype=getattr(torch, config.model.dtype),
-        world=run.world,
-        first=done + 1,
-        last=steps,
+    if setup.dropped:
+        tracker.say(f"data.train: {setup.dropped} rows are longer than data.max_prompt_tokens and were left out")
+    sync_weights(models.policy, models.engine, version=done)
+    folder, dtype = Path(config.output_dir, "profile"), getattr(torch, config.model.dtype)
+    profiler = Profiler(
+        folder if config.train.profile else None, models.policy, setup.device, dtype, world, first=done + 1, last=steps
     )
-    moved = Steps(part.optimizer for part in run.parts.values())
-    with Ahead(run, partial(rollout, run, tracker, profile)) as rollouts, Signals() as signals:
-        rollouts.load_state_dict(run.ahead)
+    optimizer_steps = OptimizerSteps(part.optimizer for part in models.trained.values())
+    draw = partial(progress.sampler.next, config.train.prompts_per_step)
+    generate = partial(rollout, setup, models.engine, tracker, profiler)
+    with AsyncRollouts(draw, generate, setup.prompts, models.engine) as rollouts, Signals() as signals:
+        rollouts.load_state_dict(progress.rollouts_in_flight)
         for step in range(done + 1, steps + 1):
-            run.clock = profile.clock(step)
-            with told(step, run.clock, run.world, config.parallel.timeout_s):
-                with rescued(run, step - 1, moved, tracker):
-                    one_step(run, step, rollouts, tracker, profile)
-                    stop = agreed_signal(signals.received, run.world)
+            clock = profiler.clock(step)
+            with explain_errors(step, clock, world, config.parallel.timeout_s):
+                with save_on_failure(run, optimizer_steps, tracker):
+                    train_step(run, step, rollouts, tracker, profiler, clock)
+                    stop = signal_anywhere(signals.received, world)
+                progress.step = step
                 if stop or step == steps or step % config.train.save_every == 0:
-                    with run.clock("save"):
-                        run.ahead = rollouts.state_dict()
-                        save(run, step)
+                    with clock("save"):
+                        progress.rollouts_in_flight = rollouts.state_dict()
+                        save(run)
             if stop and step < steps:
                 checkpoint.wait()
                 tracker.say(
@@ -134,29 +138,93 @@ def loop(run: Run, done: int, tracker: Tracker) -> None:
                 raise Stopped(stop)
 
 
+def train_step(
+    run: Run, step: int, rollouts: AsyncRollouts, tracker: Tracker, profiler: Profiler, clock: Clock
+) -> None:
+    """From the rollouts of ``step`` to its record."""
+    setup, models, progress = run
+    config, train, loss = setup.config, setup.config.train, setup.config.loss
+    last = step == train.steps
+    evaluates = bool(setup.heldout) and (last or step % train.eval_every == 0)
+    learns = models.critic is None or step > train.critic_warmup_steps  # else the critic alone
+
+    with clock("rollout"):
+        completions = rollouts.take(step)
+    if train.async_steps and not last:
+        with clock("sync"):
+            sync_if_stale(models, version=step - 1)
+        rollouts.start(step + 1)
+    with clock("score"):
+        groups = score_rollouts(completions, setup.scorer, setup.tokenizer)
+    if train.max_resamples:
+        with clock("resample"):
+            completions, groups, resampled = resample(run, rollouts.generate, step, completions, groups)
+
+    with clock("update"), profiler.trace("update", step):
+        experience = make_experience(setup, groups)
+        mini_batches = pack_mini_batches(setup, experience)
+        with clock("logprobs"):
+            if len(mini_batches) > 1 or loss.kl_in_reward:
+                mini_batches = add_logprobs(setup, models, mini_batches, "old_logprobs")
+            if models.reference is not None:
+                mini_batches = add_logprobs(setup, models, mini_batches, "ref_logprobs")
+            if models.junior is not None:
+                mini_batches = add_logprobs(setup, models, mini_batches, "junior_logprobs")
+            if models.critic is not None:
+                mini_batches = add_values(setup, models, mini_batches)
+        metrics = experience.metrics | {"lr": learning_rate(config, step)}
+        if loss.kl_in_reward:
+            experience = add_reward_kl(setup, mini_batches, experience)
+            metrics |= {"kl/coef": progress.kl_coef, "kl/per_token": experience.kl_per_token}
+        if models.critic is not None:
+            mini_batches, value_metrics = add_gae_advantages(setup, mini_batches, experience, progress.kl_coef)
+            metrics |= value_metrics
+        else:
+            mini_batches = add_group_advantages(setup, mini_batches, experience, progress.kl_coef)
+        metrics |= update(setup, models, mini_batches, step, clock, learns=learns)
+        if loss.kl_target is not None and metrics["updates"] and learns:
+            progress.kl_coef = adapt_kl_coef(progress.kl_coef, experience.kl_per_token, target=loss.kl_target)
+
+    metrics |= rollout_metrics(completions, groups, step)
+    if train.max_resamples:
+        metrics["groups/resampled"] = float(resampled)
+    if not train.async_steps or evaluates:
+        with clock("sync"):
+            rollouts.wait()
+            sync_if_stale(models, version=step)
+    if evaluates:
+        with clock("eval"):
+            metrics |= evaluate(run)
+    tracker.samples(step, [r for group in groups for r in group.rollouts], setup.tokenizer)
+    tracker.step(step, metrics | clock.metrics(metrics["tokens/response"]))
+    if train.profile:
+        profiler.step(step, clock, step_cost(setup, groups, experience, profiler.cost))
+
+
 @contextmanager
-def rescued(run: Run, step: int, moved: Steps, tracker: Tracker) -> Iterator[None]:
-    """Save the state after ``step`` if the one after it fails before any weight has changed.
+def save_on_failure(run: Run, optimizer_steps: OptimizerSteps, tracker: Tracker) -> Iterator[None]:
+    """Save the state after the last finished step if the next one fails before any weight has changed.
 
     Among several processes only errors that all of them meet allow it. With ``train.async_steps`` the rollouts that
     the state would need are used up.
     """
-    moved.mark()
-    sampler, kl_coef = run.sampler.state_dict(), run.kl_coef
+    setup, models, progress = run
+    optimizer_steps.reset()
+    step, sampler, kl_coef = progress.step, progress.sampler.state_dict(), progress.kl_coef
     try:
         yield
     except Exception as error:
-        together = run.world.size == 1 or isinstance(error, TrainError)
+        together = setup.world.size == 1 or isinstance(error, TrainError)
         if together:
             checkpoint.wait()  # it may be writing just this one
-        folder = Path(run.config.output_dir, "checkpoints", f"step_{step}")
-        if step and together and not (moved.taken or run.config.train.async_steps or folder.exists()):
-            for part in run.parts.values():
+        folder = Path(setup.config.output_dir, "checkpoints", f"step_{step}")
+        if step and together and not (optimizer_steps.taken or setup.config.train.async_steps or folder.exists()):
+            for part in models.trained.values():
                 part.optimizer.zero_grad(set_to_none=True)
-            run.sampler.load_state_dict(sampler)
-            run.kl_coef, run.ahead = kl_coef, None
+            progress.sampler.load_state_dict(sampler)
+            progress.kl_coef, progress.rollouts_in_flight = kl_coef, None
             try:
-                save(run, step)
+                save(run)
                 checkpoint.wait()
                 tracker.say(f"step {step + 1} failed; the state after step {step} is saved")
             except Exception as failure:
@@ -164,106 +232,87 @@ def rescued(run: Run, step: int, moved: Steps, tracker: Tracker) -> Iterator[Non
         raise
 
 
-def one_step(run: Run, step: int, rollouts: Ahead, tracker: Tracker, profile: Profile) -> None:
-    """From the rollouts of ``step`` to its record."""
-    config = run.config
-    last = step == config.train.steps
-    clock = run.clock
-    with clock("rollout"):
-        written = rollouts.take(step)
-    if config.train.async_steps and not last:
-        with clock("sync"):
-            renew(run, step - 1)
-        rollouts.start(step + 1)
-    with clock("score"):
-        groups = score_rollouts(written, run.scorer, run.tokenizer)
-    if config.train.max_resamples:
-        with clock("resample"):
-            written, groups, resampled = resample(run, tracker, profile, step, written, groups)
-    with clock("update"), profile.trace("update", step):
-        metrics = update(run, groups, step)
-    metrics |= describe(written, groups, step)
-    if config.train.max_resamples:
-        metrics["groups/resampled"] = float(resampled)
-    evaluates = bool(run.heldout) and (last or step % config.train.eval_every == 0)
-    if not config.train.async_steps or evaluates:
-        with clock("sync"):
-            rollouts.wait()
-            renew(run, step)
-    if evaluates:
-        with clock("eval"):
-            metrics |= evaluate(run)
-    tracker.samples(step, [r for group in groups for r in group.rollouts], run.tokenizer)
-    tracker.step(step, metrics | clock.metrics(metrics["tokens/response"]))
-    if config.train.profile:
-        profile.step(step, clock, work(run, groups, profile.cost))
-
-
-def renew(run: Run, version: int) -> None:
+def sync_if_stale(models: Models, version: int) -> None:
     """Bring the engine to the policy's weights, unless it has them."""
-    if run.engine.policy_version != version:
-        sync_weights(run.policy, run.engine, version=version)
+    if models.engine.policy_version != version:
+        sync_weights(models.policy, models.engine, version=version)
 
 
 def rollout(
-    run: Run, tracker: Tracker, profile: Profile, step: int, examples: list[int], drawn: int = 0
-) -> collect.Written:
-    """Prompts, each completed ``rollout.group_size`` times by the step's strategy. ``drawn``: see ``collect.write``."""
-    config = run.config
-    shown = tracker.rollout_progress(len(examples) * config.rollout.group_size)
-    with profile.trace("rollout", step) as traced:
+    setup: RunSetup,
+    engine: Engine,
+    tracker: Tracker,
+    profiler: Profiler,
+    step: int,
+    examples: list[int],
+    drawn: int = 0,
+) -> CompletionBatch:
+    """Prompts, each completed ``rollout.group_size`` times by the step's strategy.
+
+    Args:
+        drawn: see ``collect.generate``.
+    """
+    config = setup.config
+    advance_bar = tracker.rollout_progress(len(examples) * config.rollout.group_size)
+    with profiler.trace("rollout", step) as count_call:
 
         def progress(tokens: int) -> None:
-            shown(tokens)
-            traced(tokens)
+            advance_bar(tokens)
+            count_call(tokens)
 
-        written = collect.write(
-            run.engine,
-            [(example, run.prompts[example]) for example in examples],
-            strategy=run.schedule.strategy(step),
-            sampling=run.sampling,
+        completions = collect.generate(
+            engine,
+            [(example, setup.prompts[example]) for example in examples],
+            strategy=setup.schedule.strategy(step),
+            sampling=setup.sampling,
             group_size=config.rollout.group_size,
             seed=config.train.seed,
             step=step,
             drawn=drawn,
             progress=progress,
         )
-    check_draws(written.draws, run.schedule.prob_senior(step))
-    return written
+    check_draws(completions.draws, setup.schedule.prob_senior(step))
+    return completions
 
 
 def resample(
-    run: Run, tracker: Tracker, profile: Profile, step: int, written: collect.Written, groups: Sequence[Group]
-) -> tuple[collect.Written, list[Group], int]:
+    run: Run, generate: Callable[..., CompletionBatch], step: int, completions: CompletionBatch, groups: Sequence[Group]
+) -> tuple[CompletionBatch, list[Group], int]:
     """Dynamic sampling (DAPO, arXiv 2503.14476, section 3.2): groups whose rewards are all equal, or of which fewer
     than two rollouts are scored, give way to those of the next prompts, in at most ``train.max_resamples`` rounds.
 
+    Args:
+        generate: (step, examples, drawn=prompts of the step so far) -> their completions.
+
     Returns:
-        the rollouts with the draws of all rounds, the groups, and how many prompts were drawn in place of others.
+        the completions with the draws of all rounds, the groups, and how many prompts were drawn in place of others.
     """
+    setup, _, progress = run
     groups, drawn = list(groups), 0
-    for _ in range(run.config.train.max_resamples):
+    for _ in range(setup.config.train.max_resamples):
         flat = [i for i, group in enumerate(groups) if len({r.reward for r in group.scored.rollouts}) < 2]
         if not flat:
             break
-        more = rollout(run, tracker, profile, step, run.sampler.next(len(flat)), drawn=len(groups) + drawn)
+        more = generate(step, progress.sampler.next(len(flat)), drawn=len(groups) + drawn)
         drawn += len(flat)
-        written = written._replace(draws=Draws(*(a + b for a, b in zip(written.draws, more.draws, strict=True))))
-        for i, fresh in zip(flat, score_rollouts(more, run.scorer, run.tokenizer), strict=True):
+        draws = Draws(*(a + b for a, b in zip(completions.draws, more.draws, strict=True)))
+        completions = completions._replace(draws=draws)
+        for i, fresh in zip(flat, score_rollouts(more, setup.scorer, setup.tokenizer), strict=True):
             groups[i] = fresh._replace(rollouts=tuple(replace(r, group=i) for r in fresh.rollouts))
-    return written, groups, drawn
+    return completions, groups, drawn
 
 
 def evaluate(run: Run) -> Metrics:
     """The senior alone on the held-out problems; the best step so far is exported to ``hf/best``."""
-    settings = run.config.eval
+    setup, models, progress = run
+    settings = setup.config.eval
     ks = [k for k in settings.k if k <= settings.train_samples]
     result = evals.evaluate(
         {"solo": solo("senior")},
-        engine=run.engine,
-        tokenizer=run.tokenizer,
-        prompts=run.heldout,
-        scorer=run.scorer,
+        engine=models.engine,
+        tokenizer=setup.tokenizer,
+        prompts=setup.heldout,
+        scorer=setup.scorer,
         profile=evals.profile_of(settings),
         samples=settings.train_samples,
         k=ks,
@@ -272,14 +321,19 @@ def evaluate(run: Run) -> Metrics:
     )
     macro = result.metrics["macro"]
     selector = settings.select_by or f"pass@{max((k for k in ks if k <= 4), default=ks[0])}"
-    if macro[selector] > run.best:
-        run.best = macro[selector]
+    if macro[selector] > progress.best:
+        progress.best = macro[selector]
         export(run, "best")
-    names = [*(f"pass@{k}" for k in ks), "length", "truncation_rate", *(["unscored"] if run.judge is not None else [])]
+    names = [
+        *(f"pass@{k}" for k in ks),
+        "length",
+        "truncation_rate",
+        *(["unscored"] if setup.judge is not None else []),
+    ]
     return {f"eval/{name}": macro[name] for name in names}
 
 
-def describe(written: collect.Written, groups: Sequence[Group], step: int) -> Metrics:
+def rollout_metrics(completions: CompletionBatch, groups: Sequence[Group], step: int) -> Metrics:
     """What the rollouts of a step were like."""
     rollouts = [r for group in groups for r in group.rollouts]
     scored = [r for r in rollouts if r.scored]
@@ -287,7 +341,7 @@ def describe(written: collect.Written, groups: Sequence[Group], step: int) -> Me
     response = np.array([r.response_tokens for r in rollouts])
     senior = sum(int((r.author == Author.SENIOR).sum()) for r in rollouts)
     parts = sorted({name for r in scored for name in r.reward_parts})
-    draws = written.draws
+    draws = completions.draws
     return {
         "reward/mean": float(rewards.mean()),
         "reward/std": float(rewards.std()),

@@ -1,4 +1,4 @@
-"""What a run needs, held against this machine before any weight is loaded. ``run.build`` begins with it, and
+"""What a run needs, held against this machine before any weight is loaded. ``build`` begins with it, and
 ``tandemrl train --dry-run`` is nothing else."""
 
 import importlib.util
@@ -152,8 +152,9 @@ class Preflight:
         for (key, package, extra), is_needed in needed.items():
             if is_needed and importlib.util.find_spec(package) is None:
                 raise ConfigError(f"{key} needs {package}, which is not installed: pip install 'tandemrl[{extra}]'")
-        found = [package for (_, package, _), is_needed in needed.items() if is_needed]
-        return ", ".join([*(["vllm"] if config.rollout.engine == "vllm" else []), *found]) or "no optional ones needed"
+        used = ["vllm"] if config.rollout.engine == "vllm" else []
+        used += [package for (_, package, _), is_needed in needed.items() if is_needed]
+        return ", ".join(used) or "no optional ones needed"
 
     def model(self, path: str) -> str:
         """A model's configuration, and the size it says; no weights."""

@@ -1,7 +1,7 @@
 """Where the time of a run goes: seconds per phase, traces, tokens/s, and the share of the matmul peak (MFU).
 
-``Clock`` times the phases of one step and costs next to nothing; it is always on. ``Profile`` is what ``train.profile``
-adds: traces of one step, and ``table.md`` and ``table.json`` over the others.
+``Clock`` times the phases of one step and costs next to nothing; it is always on. ``Profiler`` is what
+``train.profile`` adds: traces of one step, and ``table.md`` and ``table.json`` over the others.
 """
 
 import json
@@ -88,8 +88,8 @@ class Clock:
     def own(self) -> dict[str, float]:
         """Seconds per phase without those of the phases inside it, and ``idle``: outside of all phases. Their sum is
         the whole step."""
-        out = {path: seconds - sum(inner(self.seconds, path)) for path, seconds in self.seconds.items()}
-        return out | {"idle": self.total() - sum(inner(self.seconds, ""))}
+        out = {path: seconds - sum(nested(self.seconds, path)) for path, seconds in self.seconds.items()}
+        return out | {"idle": self.total() - sum(nested(self.seconds, ""))}
 
     def metrics(self, tokens: float) -> Metrics:
         """``time/…`` of the step and its outer phases, and ``tokens/s``."""
@@ -103,7 +103,7 @@ class Clock:
         return time.perf_counter()
 
 
-def inner(seconds: dict[str, float], path: str) -> list[float]:
+def nested(seconds: dict[str, float], path: str) -> list[float]:
     """Seconds of the phases directly inside ``path``."""
     prefix = f"{path}/" if path else ""
     return [s for name, s in seconds.items() if name.startswith(prefix) and "/" not in name[len(prefix) :]]
@@ -203,7 +203,7 @@ class StepRecord(NamedTuple):
     skewed: bool
 
 
-class Profile:
+class Profiler:
     """``train.profile``: traces of one step, and a table that is written anew after every step.
 
     ``trace_rollout.json.gz`` (its first decoding steps) and ``trace_update.json.gz`` are of rank 0 and of the second
@@ -218,11 +218,11 @@ class Profile:
     def __init__(
         self,
         folder: Path | None,
-        *,
         model: PreTrainedModel,
         device: torch.device,
         dtype: torch.dtype,
         world: World,
+        *,
         first: int,
         last: int,
     ) -> None:
@@ -246,24 +246,24 @@ class Profile:
             return
         self._phases.add(phase)
         activities = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * (self._device.type == "cuda")
-        profiler = profile(activities=activities)
+        tracer = profile(activities=activities)
         calls = 0
 
         def called(tokens: int) -> None:
             nonlocal calls
             calls += 1
             if calls == TRACED_CALLS:
-                profiler.stop()
+                tracer.stop()
 
-        profiler.start()
+        tracer.start()
         try:
             yield called
         finally:
             if calls < TRACED_CALLS:
-                profiler.stop()
+                tracer.stop()
         self._folder.mkdir(parents=True, exist_ok=True)
         unfinished = self._folder / f".new-trace_{phase}.json.gz"
-        profiler.export_chrome_trace(str(unfinished))
+        tracer.export_chrome_trace(str(unfinished))
         os.replace(unfinished, self._folder / f"trace_{phase}.json.gz")
 
     def step(self, step: int, clock: Clock, work: Work) -> None:

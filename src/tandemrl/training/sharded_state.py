@@ -23,18 +23,19 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed.checkpoint.filesystem import FileSystem
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from transformers import PreTrainedModel
 
 from tandemrl.training.manifest import CheckpointError
 
 _MODEL, _OPTIMIZER = "model", "optimizer"
-_HOW = {"params", "fused", "foreach", "capturable", "differentiable"}
+_COMPUTING = {"params", "fused", "foreach", "capturable", "differentiable"}
 """Entries of an optimiser's groups that say how it computes, not what."""
 
 
 class Trained(NamedTuple):
     """A model in training and its optimiser: what a checkpoint holds of a policy or a critic."""
 
-    module: nn.Module
+    module: PreTrainedModel
     optimizer: torch.optim.Optimizer
 
 
@@ -44,34 +45,32 @@ def tensors_of(parts: Mapping[str, Trained]) -> dict[str, Tensor]:
     Raises:
         CheckpointError: a module or an optimiser holds something that has no name or is no tensor.
     """
-    found: dict[str, Tensor] = {}
-    for part, (module, optimizer) in parts.items():
-        model = _model_tensors(part, module)
-        found |= {f"{part}/{_MODEL}/{name}": tensor.detach() for name, tensor in model.items()}
-        for name, parameter in _parameters(part, model, optimizer):
+    tensors: dict[str, Tensor] = {}
+    for part, optimizer, model, parameters in _named(parts):
+        tensors |= {f"{part}/{_MODEL}/{name}": tensor.detach() for name, tensor in model.items()}
+        for name, parameter in parameters.items():
             for key, value in optimizer.state.get(parameter, {}).items():
                 if isinstance(value, Tensor):
-                    found[f"{part}/{_OPTIMIZER}/{name}/{key}"] = value.detach()
-    return found
+                    tensors[f"{part}/{_OPTIMIZER}/{name}/{key}"] = value.detach()
+    return tensors
 
 
 def settings_of(parts: Mapping[str, Trained]) -> dict[str, Any]:
     """What optimisers hold beside tensors, as plain data: hyperparameters per group, state that is a number."""
-    found = {}
-    for part, (module, optimizer) in parts.items():
-        named = list(_parameters(part, _model_tensors(part, module), optimizer))
-        names = {id(parameter): name for name, parameter in named}
+    settings = {}
+    for part, optimizer, _, parameters in _named(parts):
+        names = {id(parameter): name for name, parameter in parameters.items()}
         groups = [
-            {key: value for key, value in group.items() if key not in _HOW}
+            {key: value for key, value in group.items() if key not in _COMPUTING}
             | {"params": [names[id(p)] for p in group["params"] if id(p) in names]}
             for group in optimizer.param_groups
         ]
         numbers = {
             name: {k: v for k, v in optimizer.state.get(parameter, {}).items() if not isinstance(v, Tensor)}
-            for name, parameter in named
+            for name, parameter in parameters.items()
         }
-        found[part] = {"groups": groups, "numbers": {name: values for name, values in numbers.items() if values}}
-    return found
+        settings[part] = {"groups": groups, "numbers": {name: values for name, values in numbers.items() if values}}
+    return settings
 
 
 def on_host(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -79,7 +78,7 @@ def on_host(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return {name: tensor.to("cpu", copy=True) for name, tensor in tensors.items()}
 
 
-def write(
+def save_tensors(
     folder: Path, tensors: Mapping[str, Tensor], *, alone: bool, group: dist.ProcessGroup | None
 ) -> dict[str, str]:
     """Write this process's share of ``tensors``. All processes of ``group`` (None: all) call it, unless ``alone``.
@@ -97,7 +96,7 @@ def write(
     return {name: digest.hexdigest() for name, digest in files.digests.items()}
 
 
-def stored(folder: Path) -> dict[str, TensorStorageMetadata]:
+def stored_metadata(folder: Path) -> dict[str, TensorStorageMetadata]:
     """Size and dtype of every tensor in a folder.
 
     Raises:
@@ -106,33 +105,33 @@ def stored(folder: Path) -> dict[str, TensorStorageMetadata]:
     return dict(_Reader(folder).read_metadata().state_dict_metadata)  # type: ignore[arg-type]  # _Reader refuses any other kind
 
 
-def read(folder: Path, parts: Mapping[str, Trained], settings: Mapping[str, Any], *, alone: bool) -> None:
-    """Inverse of ``tensors_of``, ``settings_of`` and ``write``: fill modules and optimisers, in place.
+def load_tensors(folder: Path, parts: Mapping[str, Trained], settings: Mapping[str, Any], *, alone: bool) -> None:
+    """Inverse of ``tensors_of``, ``settings_of`` and ``save_tensors``: fill modules and optimisers, in place.
 
     Raises:
         CheckpointError: the folder does not hold exactly these parts' tensors.
         torch.distributed.checkpoint.api.CheckpointException: on every process, if one of them cannot read.
     """
-    metadata = stored(folder)
+    metadata = stored_metadata(folder)
     targets: dict[str, Tensor] = {}
     states: dict[str, dict[str, dict[str, Any]]] = {}  # per part and parameter
-    for part, (module, optimizer) in parts.items():
+    named = list(_named(parts))
+    for part, _, model, parameters in named:
         if part not in settings:
             raise CheckpointError(f"{folder.parent}: holds no {part!r}, only {', '.join(settings) or 'nothing'}")
-        model = _model_tensors(part, module)
-        parameters = dict(_parameters(part, model, optimizer))
         targets |= {f"{part}/{_MODEL}/{name}": tensor.detach() for name, tensor in model.items()}
         states[part] = {name: dict(values) for name, values in settings[part]["numbers"].items()}
-        for key, what in metadata.items():
+        for key, entry in metadata.items():
             owner, kind, rest = key.split("/", 2)
             name, _, moment = rest.rpartition("/")
             if (owner, kind) == (part, _OPTIMIZER) and name in parameters:
-                targets[key] = states[part].setdefault(name, {})[moment] = _like(parameters[name], what)
-    wanted, there = set(targets), {key for key in metadata if key.split("/", 1)[0] in parts}
-    if wanted != there:
+                targets[key] = states[part].setdefault(name, {})[moment] = _like(parameters[name], entry)
+    expected, present = set(targets), {key for key in metadata if key.split("/", 1)[0] in parts}
+    if expected != present:
         raise CheckpointError(
-            f"{folder.parent}: does not fit the model: missing {_some(wanted - there)}; not in the model or its "
-            f"optimiser {_some(there - wanted)}. It was written by a run with another model or other trained parameters"
+            f"{folder.parent}: does not fit the model: missing {_listed(expected - present)}; not in the model or its "
+            f"optimiser {_listed(present - expected)}. It was written by a run with another model or other trained "
+            "parameters"
         )
     for key, target in targets.items():
         size, dtype = metadata[key].size, metadata[key].properties.dtype
@@ -143,19 +142,19 @@ def read(folder: Path, parts: Mapping[str, Trained], settings: Mapping[str, Any]
     if targets:
         with _silent():
             dcp.load(targets, storage_reader=_Reader(folder), no_dist=alone)
-    for part, (module, optimizer) in parts.items():
-        _fill(part, module, optimizer, states[part], settings[part]["groups"])
+    for part, optimizer, _, parameters in named:
+        _fill_optimizer(part, optimizer, parameters, states[part], settings[part]["groups"])
 
 
-def _fill(
+def _fill_optimizer(
     part: str,
-    module: nn.Module,
     optimizer: torch.optim.Optimizer,
+    parameters: Mapping[str, nn.Parameter],
     states: Mapping[str, dict[str, Any]],
     groups: list[dict[str, Any]],
 ) -> None:
     """Replace all of an optimiser's state, and its hyperparameters."""
-    names = {id(p): name for name, p in _parameters(part, _model_tensors(part, module), optimizer)}
+    names = {id(parameter): name for name, parameter in parameters.items()}
     group_of = {name: group for group in groups for name in group["params"]}
     position = {id(p): i for i, p in enumerate(p for group in optimizer.param_groups for p in group["params"])}
     packed = optimizer.state_dict()["param_groups"]
@@ -169,18 +168,27 @@ def _fill(
     optimizer.load_state_dict({"state": state, "param_groups": packed})
 
 
+def _named(
+    parts: Mapping[str, Trained],
+) -> Iterator[tuple[str, torch.optim.Optimizer, dict[str, Tensor], dict[str, nn.Parameter]]]:
+    """(part, optimiser, tensors of the model by name, those that the optimiser trains)."""
+    for part, (module, optimizer) in parts.items():
+        model = _model_tensors(part, module)
+        yield part, optimizer, model, dict(_parameters(part, model, optimizer))
+
+
 def _model_tensors(part: str, module: nn.Module) -> dict[str, Tensor]:
     """Trained parameters and saved buffers by name, tied ones once. Makes FSDP take its parameters apart again."""
-    found: dict[str, Tensor] = {}
+    tensors: dict[str, Tensor] = {}
     seen = set()
     for name, value in module.state_dict(keep_vars=True).items():
         if not isinstance(value, Tensor):
             raise CheckpointError(f"{part}: {name} of the module is a {type(value).__name__}, not a tensor")
         frozen = isinstance(value, nn.Parameter) and not value.requires_grad
         if not frozen and id(value) not in seen:
-            found[name] = value
+            tensors[name] = value
         seen.add(id(value))
-    return found
+    return tensors
 
 
 def _parameters(
@@ -199,15 +207,15 @@ def _parameters(
                 )
 
 
-def _like(parameter: Tensor, what: TensorStorageMetadata) -> Tensor:
+def _like(parameter: Tensor, entry: TensorStorageMetadata) -> Tensor:
     """An empty tensor for a moment: split like the parameter where it has its shape."""
-    dtype = what.properties.dtype
-    if what.size == parameter.shape and parameter.ndim:
+    dtype = entry.properties.dtype
+    if entry.size == parameter.shape and parameter.ndim:
         return torch.zeros_like(parameter, dtype=dtype, requires_grad=False)
-    return torch.zeros(what.size, dtype=dtype)
+    return torch.zeros(entry.size, dtype=dtype)
 
 
-def _some(names: set[str]) -> str:
+def _listed(names: set[str]) -> str:
     shown = ", ".join(sorted(names)[:3]) or "nothing"
     return f"{shown}, … ({len(names)})" if len(names) > 3 else shown
 
@@ -272,8 +280,8 @@ class _Unpickler(pickle.Unpickler):
         super().__init__(file)
 
     def find_class(self, module: str, name: str) -> Any:
-        if module == "torch" and isinstance(found := getattr(torch, name, None), torch.dtype):
-            return found
+        if module == "torch" and isinstance(dtype := getattr(torch, name, None), torch.dtype):
+            return dtype
         if module in ("pathlib", "pathlib._local") and name in ("PosixPath", "WindowsPath"):
             return Path
         if (module, name) in _DESCRIPTIONS:

@@ -1,0 +1,227 @@
+"""From a config to a run: data, models, engine and scorer."""
+
+import copy
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from tandemrl.config import Config, ConfigError
+from tandemrl.data.sampler import Sampler
+from tandemrl.distributed.world import World
+from tandemrl.evals import profile_of
+from tandemrl.losses import RECIPES, Recipe
+from tandemrl.models.compile import compile_layers, use_liger
+from tandemrl.models.critic import load_critic, packed_values
+from tandemrl.models.loading import load_model, resolve_device
+from tandemrl.models.lora import attach
+from tandemrl.models.sharding import parameter_groups, shard
+from tandemrl.rewards.code.scorer import score_code
+from tandemrl.rewards.functions import RewardFunction
+from tandemrl.rewards.judge.in_process import make_judge
+from tandemrl.rewards.judge.rubric import JudgePool
+from tandemrl.rewards.scoring import Scorer
+from tandemrl.rewards.spread import SpreadScorer
+from tandemrl.rollout.engine import Engine, Sampling
+from tandemrl.rollout.factory import ModelSource, make_engine
+from tandemrl.rollout.schedule import Schedule, schedule_of
+from tandemrl.rollout.spread import SpreadEngine
+from tandemrl.selection import Strategy
+from tandemrl.training.functions import with_records
+from tandemrl.training.preflight import Preflight
+from tandemrl.training.sharded_state import Trained
+from tandemrl.training.state import Models, Progress, Run, RunSetup
+
+
+def build(
+    config: Config,
+    recipe: Recipe | None = None,
+    strategy: Callable[[int], Strategy] | None = None,
+    world: World | None = None,
+    reward: Mapping[str, RewardFunction] | None = None,
+) -> Run:
+    """Load models and data and start the engine; writes nothing. The run's config has a record of the functions.
+
+    Args:
+        reward: reward functions by name (see ``rewards.by_name``).
+
+    Raises:
+        ConfigError, DataError, ModelError: something named in the config is missing or does not fit.
+        GraderError: responses cannot be scored: no sandbox, no judge, a judge that is down.
+    """
+    own_recipe = None if recipe == RECIPES[config.loss.recipe] else recipe
+    config = with_records(config, recipe=own_recipe, strategy=strategy, reward=reward or None)
+    model, rollout, world = config.model, config.rollout, world or World()
+    if config.parallel.offload and (world.size == 1 or resolve_device(model.device).type != "cuda"):
+        raise ConfigError("parallel.offload=true: only sharded models on CUDA can; start several processes there")
+    preflight = Preflight(config, functions=reward).require()
+    tokenizer, heldout = preflight.tokenizer, preflight.heldout
+    prompts, dropped = preflight.prompts
+
+    judge = preflight.judge or make_judge(
+        config.judge, dtype=model.dtype, device=model.device, max_rows=rollout.max_rows
+    )
+    scorer = (Scorer if world.size == 1 else partial(SpreadScorer, world))(
+        config.reward,
+        code=partial(score_code, sandbox=config.sandbox, credit=config.reward.code_credit),
+        judge=None if judge is None else JudgePool(judge, config.judge),
+        functions=reward,
+    )
+
+    policy = load_model(model.senior, device=model.device)
+    schedule = schedule_of(config.selection, tokenizer, policy.get_output_embeddings().weight.shape[0])
+    if strategy is not None:
+        schedule = Schedule(strategy, lambda step: None)
+    recipe = resolve_recipe(recipe or RECIPES[config.loss.recipe], config)
+    tandem = strategy is not None or schedule.strategy(1).writers != "senior"
+    models = build_models(config, policy, tokenizer, world, tandem=tandem, critic=recipe.advantage is None)
+    setup = RunSetup(
+        config=config,
+        recipe=recipe,
+        schedule=schedule,
+        tokenizer=tokenizer,
+        prompts=prompts,
+        dropped=dropped,
+        heldout=heldout,
+        sampling=Sampling(
+            max_tokens=rollout.max_tokens,
+            temperature=rollout.temperature,
+            top_p=rollout.top_p,
+            top_k=rollout.top_k,
+            min_p=rollout.min_p,
+        ),
+        vocabulary=models.engine.vocabulary,
+        scorer=scorer,
+        judge=None if judge is None else judge.model,
+        device=resolve_device(model.device),
+        world=world,
+    )
+    return Run(setup, models, Progress(Sampler(len(prompts), seed=config.train.seed), config.loss.kl_coef))
+
+
+def build_models(
+    config: Config,
+    policy: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    world: World,
+    *,
+    tandem: bool,
+    critic: bool,
+) -> Models:
+    """Everything that computes, around a freshly loaded policy, which is changed in place.
+
+    Args:
+        tandem: the junior writes, too. critic: there is one.
+    """
+    model, loss = config.model, config.loss
+    if model.liger:
+        use_liger(policy, name=model.senior)
+    if model.gradient_checkpointing:
+        checkpoint_gradients(policy)
+    dtype = getattr(torch, model.dtype)
+    frozen: dict[tuple[str, str, bool], PreTrainedModel] = {}  # a self-paired junior and the reference can be one model
+
+    def freeze(path: str, dtype_name: str, *, sharded: bool) -> PreTrainedModel:
+        """``sharded``: to score with, like the policy; else whole, to decode with."""
+        name = path, dtype_name, sharded and world.size > 1
+        if name not in frozen:
+            loaded = load_model(path, dtype=dtype_name, device=model.device).requires_grad_(False)
+            if model.compile:  # the same arithmetic as the policy's
+                compile_layers(loaded)
+            frozen[name] = shard(loaded, world, dtype=dtype) if sharded else loaded
+        return frozen[name]
+
+    partner = model.junior or model.senior
+    junior = freeze(partner, model.dtype, sharded=True) if loss.junior_kl_coef > 0 else None
+    writer = ModelSource(partner, partial(freeze, partner, model.dtype, sharded=False)) if tandem else None
+    engine = engine_of(config, policy, writer, tokenizer)
+    reference = None
+    if model.lora.rank:
+        attach(policy, model.lora, config.train.seed)
+    if loss.kl_coef > 0:
+        # float32 like the policy, so that both go through the same arithmetic and the KL starts at exactly 0.
+        reference = policy if model.lora.rank else freeze(model.senior, "float32", sharded=True)
+    if model.compile:
+        compile_layers(policy)
+    shard(policy, world, dtype=dtype, offload=config.parallel.offload)
+    return Models(
+        policy=policy,
+        optimizer=make_optimizer(policy, config, config.train.lr),
+        critic=build_critic(config, world) if critic else None,
+        reference=reference,
+        junior=junior,
+        engine=engine if world.size == 1 else SpreadEngine(engine, world),
+    )
+
+
+def build_critic(config: Config, world: World) -> Trained:
+    """The value model, sharded and checkpointed like the policy, and its own optimiser.
+
+    Raises:
+        ModelError: not loadable as a critic.
+    """
+    model = config.model
+    critic = load_critic(model.critic or model.senior, device=model.device)
+    if model.compile:
+        compile_layers(critic)
+    if model.gradient_checkpointing:
+        checkpoint_gradients(critic)
+    dtype = getattr(torch, model.dtype)
+    shard(critic, world, dtype=dtype, forward=packed_values, offload=config.parallel.offload)
+    return Trained(critic, make_optimizer(critic, config, config.train.critic_lr))
+
+
+def checkpoint_gradients(model: PreTrainedModel) -> None:
+    """Recompute activations in backward.
+
+    Raises:
+        ConfigError: the model has dropout.
+    """
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    model.train()  # transformers checkpoints in training mode only
+    if any(module.p > 0 for module in model.modules() if isinstance(module, torch.nn.Dropout)):
+        raise ConfigError("model.gradient_checkpointing=true: this model has dropout; its log-probs would be random")
+
+
+def make_optimizer(model: PreTrainedModel, config: Config, lr: float) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(
+        parameter_groups(model.parameters()),
+        lr=lr,
+        betas=config.train.betas,
+        weight_decay=config.train.weight_decay,
+        fused=True,
+    )
+
+
+def resolve_recipe(recipe: Recipe, config: Config) -> Recipe:
+    """The recipe with what ``loss.*`` says otherwise; null there leaves the recipe alone. Rollouts of older weights are
+    corrected for per token unless ``loss.importance`` says otherwise."""
+    c = config.loss
+    names = ("clip_low", "clip_high", "dual_clip", "importance", "importance_cap", "filter_zero_variance")
+    overrides: dict[str, Any] = {name: getattr(c, name) for name in names}
+    overrides["overlong_share"] = None if c.overlong_buffer is None else c.overlong_buffer / config.rollout.max_tokens
+    recipe = recipe._replace(**{name: value for name, value in overrides.items() if value is not None})
+    if config.train.async_steps and c.importance is None and recipe.importance == "none":
+        recipe = recipe._replace(importance="token")
+    return recipe._replace(dual_clip=None) if recipe.dual_clip == 0 else recipe
+
+
+def engine_of(
+    config: Config, policy: PreTrainedModel, junior: ModelSource | None, tokenizer: PreTrainedTokenizerBase
+) -> Engine:
+    """The rollout engine, with a copy of the senior of its own, in the compute dtype. No junior: the senior writes
+    alone."""
+    model = config.model
+    longest = config.data.max_prompt_tokens + config.rollout.max_tokens
+    if config.data.eval:
+        longest = max(longest, profile_of(config.eval).longest(config.data.max_prompt_tokens))
+
+    def copied() -> PreTrainedModel:
+        return copy.deepcopy(policy).to(getattr(torch, model.dtype)).requires_grad_(False).eval()
+
+    senior = ModelSource(model.senior, copied)
+    return make_engine(
+        config.rollout, senior, junior, tokenizer, dtype=model.dtype, device=model.device, longest=longest
+    )

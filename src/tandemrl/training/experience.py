@@ -1,0 +1,230 @@
+"""From scored rollouts to what is learnt from: mini-batches with log-probs, values and advantages.
+
+Every process has all rollouts. Each data rank packs its share of them; what depends on all (KL in the reward, explained
+variance, whitening) is summed over the ranks.
+"""
+
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from dataclasses import replace
+from itertools import pairwise
+from typing import Any, Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+from tandemrl import losses
+from tandemrl.models.batching import micro_batches, pack, pack_tokens
+from tandemrl.models.lora import adapter_free
+from tandemrl.training.profiling import Cost, Work, update_flops
+from tandemrl.training.state import Models, RunSetup
+from tandemrl.types import Author, Batch, Group, Metrics, Rollout
+
+
+class Experience(NamedTuple):
+    """The scored rollouts of a step (`Group.scored`), and per rollout:"""
+
+    rollouts: list[Rollout]
+    group_ids: Tensor
+    rewards: Tensor
+    """With the penalty for overlong responses."""
+    zero_variance: Tensor
+    """Whether all rewards of its group are the same."""
+    used: Tensor
+    """Whether it is learnt from."""
+    weights: Tensor
+    """Σ of its token weights; 0 where it is not used."""
+    dropped: int
+    """Groups of which too few rollouts are scored."""
+    kl: Tensor | None = None
+    """Σ w·k1 of the policy against the reference, where it is taken off the reward."""
+
+    @property
+    def metrics(self) -> Metrics:
+        return {
+            "groups/zero_variance": self.zero_variance.float().mean().item() if self.rollouts else 0.0,
+            "groups/dropped": float(self.dropped),
+        }
+
+    @property
+    def kl_per_token(self) -> float:
+        assert self.kl is not None
+        return (self.kl.sum() / self.weights.sum().clamp(min=1)).item()
+
+
+class MicroBatch(NamedTuple):
+    """Some rollouts of the step, by number, and what they are packed into."""
+
+    rows: Tensor
+    batch: Batch
+
+
+MiniBatches = list[list[MicroBatch]]
+"""Of this data rank: one list per optimiser step, empty where no rollout is used."""
+
+
+def make_experience(setup: RunSetup, groups: Sequence[Group]) -> Experience:
+    """What a step learns from."""
+    config, recipe = setup.config, setup.recipe
+    scored = [group.scored for group in groups]
+    rollouts = [r for group in scored for r in group.rollouts]
+    group_ids = torch.tensor([r.group for r in rollouts], dtype=torch.int64)
+    rewards = torch.tensor([r.reward for r in rollouts], dtype=torch.float32)
+    flat = losses.zero_variance_groups(rewards, group_ids)  # on the verifier's outcomes, before any shaping
+    used = ~flat if recipe.filter_zero_variance else torch.ones_like(flat)
+    if buffer := round(recipe.overlong_share * setup.sampling.max_tokens):
+        lengths = torch.tensor([r.response_tokens for r in rollouts])
+        rewards += losses.overlong_penalty(lengths, max_tokens=setup.sampling.max_tokens, buffer=buffer)
+    senior, junior = (
+        torch.tensor([float((r.author == who).sum()) for r in rollouts]) for who in (Author.SENIOR, Author.JUNIOR)
+    )
+    return Experience(
+        rollouts=rollouts,
+        group_ids=group_ids,
+        rewards=rewards,
+        zero_variance=flat,
+        used=used,
+        weights=(senior + config.loss.junior_weight * junior) * used,
+        dropped=sum(not group.rollouts for group in scored),
+    )
+
+
+def pack_mini_batches(setup: RunSetup, experience: Experience) -> MiniBatches:
+    """The used rollouts, ``train.mini_batch_prompts`` at a time."""
+    train = setup.config.train
+    prompts = train.mini_batch_prompts or train.prompts_per_step
+    mini_batch_ids = experience.group_ids // prompts
+    return [
+        pack_mini_batch(setup, experience.rollouts, (experience.used & (mini_batch_ids == i)).nonzero().squeeze(1))
+        for i in range(train.prompts_per_step // prompts)
+    ]
+
+
+def pack_mini_batch(setup: RunSetup, rollouts: Sequence[Rollout], rows: Tensor) -> list[MicroBatch]:
+    """This data rank's micro-batches of some rollouts, within the token budget: as many as every other rank has."""
+    chosen, world = [rollouts[i] for i in rows.tolist()], setup.world
+    bins = micro_batches(
+        [len(r.tokens) for r in chosen],
+        setup.config.train.tokens_per_micro_batch,
+        parts=world.data_size,
+        groups=[r.group for r in chosen],
+    )
+    return [
+        MicroBatch(rows[b], pack([chosen[i] for i in b], setup.device))
+        if b
+        else MicroBatch(rows[:1], pack_tokens([[0]], setup.device))  # a rank without work still joins the collectives
+        for b in bins[world.data_rank :: world.data_size]
+    ]
+
+
+def fill_channels(mini_batches: MiniBatches, channels: Callable[[MicroBatch], dict[str, Any]]) -> MiniBatches:
+    """The mini-batches with further channels of each batch, or with others."""
+    return [[m._replace(batch=replace(m.batch, **channels(m))) for m in mini] for mini in mini_batches]
+
+
+@torch.no_grad()
+def add_logprobs(
+    setup: RunSetup,
+    models: Models,
+    mini_batches: MiniBatches,
+    channel: Literal["old_logprobs", "ref_logprobs", "junior_logprobs"],
+) -> MiniBatches:
+    """Log-probs of all written tokens: the policy's before its first update, the reference's or the junior's."""
+    model = {"old_logprobs": models.policy, "ref_logprobs": models.reference, "junior_logprobs": models.junior}[channel]
+    assert model is not None
+    if channel == "junior_logprobs" and model is models.reference:
+        return fill_channels(mini_batches, lambda m: {channel: m.batch.ref_logprobs})
+    bare = channel == "ref_logprobs" and model is models.policy
+    with adapter_free(model) if bare else nullcontext():
+        return fill_channels(mini_batches, lambda m: {channel: setup.logprobs(model, m.batch, m.batch.author >= 0)[0]})
+
+
+@torch.no_grad()
+def add_values(setup: RunSetup, models: Models, mini_batches: MiniBatches) -> MiniBatches:
+    """The critic's values of all trained tokens, before its first update."""
+    critic = models.critic
+    assert critic is not None
+    return fill_channels(
+        mini_batches, lambda m: {"old_values": setup.values(critic, m.batch, weights_of(setup, m.batch) > 0)}
+    )
+
+
+def add_reward_kl(setup: RunSetup, mini_batches: MiniBatches, experience: Experience) -> Experience:
+    """The KL of every rollout, from all data ranks."""
+    kl = torch.zeros(len(experience.rollouts), device=setup.device)
+    for rows, batch in (m for mini in mini_batches for m in mini):
+        kl[rows] += losses.sequence_sum(token_kl(setup, batch), batch.sequence_ids, num_sequences=batch.num_sequences)
+    return experience._replace(kl=setup.world.data_sum(kl).cpu())
+
+
+def token_kl(setup: RunSetup, batch: Batch) -> Tensor:
+    """w·k1 of every token."""
+    assert batch.old_logprobs is not None
+    assert batch.ref_logprobs is not None
+    return losses.kl_penalty(batch.old_logprobs, batch.ref_logprobs, weights_of(setup, batch))
+
+
+def add_group_advantages(
+    setup: RunSetup, mini_batches: MiniBatches, experience: Experience, kl_coef: float
+) -> MiniBatches:
+    """Advantages of whole rollouts, within their groups or over the step, on all of their response tokens."""
+    kl = experience.kl
+    rewards = experience.rewards if kl is None else experience.rewards - kl_coef * kl
+    advantages = losses.compute_advantages(setup.recipe, rewards, experience.group_ids, experience.weights)
+
+    def per_token(m: MicroBatch) -> Tensor:
+        spread = advantages[m.rows].to(setup.device)[m.batch.sequence_ids]
+        return torch.where(m.batch.author >= 0, spread, 0.0)
+
+    return fill_channels(mini_batches, lambda m: {"advantages": per_token(m)})
+
+
+@torch.no_grad()
+def add_gae_advantages(
+    setup: RunSetup, mini_batches: MiniBatches, experience: Experience, kl_coef: float
+) -> tuple[MiniBatches, Metrics]:
+    """Advantages and returns of every trained token; advantages are whitened over the whole step and all data ranks."""
+    loss, flat = setup.config.loss, [m for mini in mini_batches for m in mini]
+    if not flat:
+        return mini_batches, {}
+    parts = []
+    for rows, b in flat:
+        assert b.old_values is not None
+        weight = weights_of(setup, b)
+        penalty = kl_coef * token_kl(setup, b) if loss.kl_in_reward else None
+        outcomes = experience.rewards[rows].to(setup.device)
+        earned = losses.token_rewards(outcomes, b.author, b.sequence_ids, penalty=penalty)
+        advantage, target = losses.gae(earned, b.old_values, weight > 0, b.sequence_ids, gamma=loss.gamma, lam=loss.lam)
+        parts.append((advantage, target, b.old_values, weight))
+    advantages, returns, values, weight = (torch.cat(channel) for channel in zip(*parts, strict=True))
+    explained = losses.explained_variance(values, returns, weight, total=setup.world.data_sum).item()
+    if setup.recipe.whiten:
+        advantages = losses.whiten(advantages, weight, total=setup.world.data_sum)
+    sizes = [len(m.batch.tokens) for m in flat]
+    channels = zip(advantages.split(sizes), returns.split(sizes), strict=True)
+    filled = fill_channels(mini_batches, lambda m: dict(zip(("advantages", "returns"), next(channels), strict=True)))
+    return filled, {"value/explained_variance": explained}
+
+
+def weights_of(setup: RunSetup, batch: Batch) -> Tensor:
+    """The weight of every token in the loss."""
+    return losses.token_weights(batch.author, junior_weight=setup.config.loss.junior_weight)
+
+
+def step_cost(setup: RunSetup, groups: Sequence[Group], experience: Experience, cost: Cost) -> Work:
+    """What a step's rollouts and the update of the policy came to. A group's prompt counts once, as it is computed."""
+    used = [r for r, is_used in zip(experience.rollouts, experience.used.tolist(), strict=True) if is_used]
+    loss = setup.config.loss
+    first_author = Author.JUNIOR if loss.junior_weight > 0 or loss.junior_kl_coef > 0 else Author.SENIOR
+    repeated = [r for before, r in pairwise(used) if before.group == r.group]
+    flops = update_flops(
+        cost,
+        [len(r.tokens) for r in used],
+        predictions=sum(int((r.author >= first_author).sum()) for r in used),
+        shared=[len(r.tokens) - r.response_tokens for r in repeated],
+    )
+    return Work(
+        written=float(sum(r.response_tokens for group in groups for r in group.rollouts)),
+        trained=float(sum(len(r.tokens) for r in used)),
+        flops=float(flops),
+    )

@@ -1,0 +1,260 @@
+"""Save a run, restore it, and see to it that the run that goes on is the same run."""
+
+import hashlib
+import math
+import random
+import warnings
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from tandemrl.config import Config, difference, to_yaml
+from tandemrl.files import write_text
+from tandemrl.models.lora import base_parameters
+from tandemrl.models.sharding import full_parameters
+from tandemrl.rewards.functions import imported
+from tandemrl.rewards.routing import reward_names
+from tandemrl.rollout.sync import fingerprint
+from tandemrl.training import checkpoint, coverage
+from tandemrl.training.checkpoint import CheckpointError, DamagedError
+from tandemrl.training.coverage import Coverage
+from tandemrl.training.export import export_hf
+from tandemrl.training.functions import signature
+from tandemrl.training.state import Run
+
+_FREE_TO_CHANGE = {
+    "output_dir",
+    "train.save_every",
+    "train.eval_every",
+    "train.keep_checkpoints",
+    "train.log_samples",
+    "train.wandb",
+    "train.wandb_project",
+    "train.async_save",
+    "train.profile",
+    "judge.url",
+    "judge.api_key_env",
+    "judge.backoff_s",
+    "judge.timeout_s",
+    "judge.concurrency",
+    "judge.max_failure_rate",
+}
+
+
+def save(run: Run) -> None:
+    """HF export first, then the checkpoint: a checkpoint that exists implies its export."""
+    setup, models, progress = run
+    config, train = setup.config, setup.config.train
+    export(run, f"step_{progress.step}")
+    for record in progress.records:
+        record.extend(progress.step)
+    state = {
+        "step": progress.step,
+        "sampler": progress.sampler.state_dict(),
+        "best": progress.best,
+        "ahead": progress.rollouts_in_flight,
+        "kl_coef": progress.kl_coef,
+        "identity": identity(run),
+        "records": {record.file.name: record.to_plain() for record in progress.records},
+        "rng": rng_state(),
+    }
+    checkpoint.save(
+        config.output_dir,
+        progress.step,
+        state,
+        config,
+        train.keep_checkpoints,
+        parts=models.trained,
+        world=setup.world,
+        background=train.async_save,
+    )
+
+
+def export(run: Run, name: str) -> None:
+    """The policy as ``hf/NAME``, in the compute dtype."""
+    config = run.setup.config
+    folder = Path(config.output_dir, "hf", name)
+    export_hf(run.models.policy, run.setup.tokenizer, folder, config.model.dtype, world=run.setup.world)
+
+
+def identity(run: Run) -> dict[str, str]:
+    """What a resumed run must share with its past beyond the config: recipe, data, frozen models, judge and scorers."""
+    setup, models, _ = run
+    config, functions = setup.config, setup.config.functions
+    fields = {k: signature(v) for k, v in setup.recipe._asdict().items()}
+    prompts = hashlib.sha256(repr([p.tokens for p in setup.prompts]).encode()).hexdigest()
+    frozen = {
+        name: "none" if model is None else f"{fingerprint(full_parameters(model)):#x}"
+        for name, model in (("junior", models.junior), ("reference", models.reference))
+    }
+    if config.model.lora.rank:  # of what the adapters, and without them the reference, stand on
+        frozen["reference"] = f"{fingerprint(base_parameters(models.policy)):#x}"
+    if models.junior is None and models.engine.has_junior:
+        frozen["junior"] = f"{models.engine.fingerprint('junior'):#x}"
+    strategy = "none" if functions.strategy is None else functions.strategy.signature
+    judge = {} if setup.judge is None else {"judge": setup.judge}
+    scorers = {name: signature(imported(name)) for name in reward_names(config.reward) if ":" in name}
+    reward = {} if functions.reward is None else {"reward": functions.reward.signature}
+    return {"recipe": str(fields), "strategy": strategy, "data.train": prompts, **frozen, **judge, **scorers, **reward}
+
+
+def restore(run: Run, resume: str) -> None:
+    """Bring the run to the state of a checkpoint; a fresh run stays at step 0.
+
+    Args:
+        resume: ``auto``: the newest checkpoint in output_dir, if any; ``never``: output_dir must be fresh; or a path.
+
+    Raises:
+        CheckpointError: the checkpoint was written under another config, or output_dir is not fresh.
+        DamagedError: the checkpoint, or the lines that it covers of metrics.jsonl and samples.jsonl, are not as they
+            were written; names an older checkpoint that is.
+    """
+    config, world, progress = run.setup.config, run.setup.world, run.progress
+    output = Path(config.output_dir)
+    path = checkpoint.latest(output) if resume in ("auto", "never") else Path(resume)
+    metrics = output / "metrics.jsonl"
+    started = path is not None or (metrics.is_file() and metrics.stat().st_size > 0)
+    if resume == "never" and started:
+        raise CheckpointError(
+            f"{output} already holds a run; resume it (--resume auto), or choose another output_dir or remove it"
+        )
+    progress.step = 0
+    progress.records = tuple(Coverage(output / name) for name in coverage.FILES) if world.main else ()
+    if path is None and started:  # a run that died before its first checkpoint
+        check_same_config(checkpoint.load_config(output), config)
+    if path is not None:
+        try:
+            _restore_from(run, path)
+        except DamagedError as error:
+            advice = world.broadcast(_older_undamaged(path, output) if world.main else "")
+            raise DamagedError(f"{error}. {advice}") from None
+    if world.main:
+        checkpoint.discard_after(output, progress.step)
+        for record in progress.records:
+            record.drop_rest()
+        write_text(output / "config.yaml", to_yaml(config))
+    world.barrier()
+
+
+def _restore_from(run: Run, path: Path) -> None:
+    """Fill a run from a checkpoint. Every process calls it, and where one fails, all raise."""
+    setup, models, progress = run
+    output, world = Path(setup.config.output_dir), setup.world
+    config = checkpoint.in_every_process(lambda: checkpoint.load_config(path), path, world)
+    check_same_config(config, setup.config)
+    state = checkpoint.load(path, world)
+    progress.records = checkpoint.in_every_process(
+        lambda: _covered(path, state, output, warn=True) if world.main else (), path, world
+    )
+    if changed := [name for name, value in identity(run).items() if state["identity"].get(name) != value]:
+        raise CheckpointError(f"{path}: written with another {', '.join(changed)}; a resume would mix runs")
+    checkpoint.load_parts(path, models.trained, world)
+    progress.sampler.load_state_dict(state["sampler"])
+    progress.best = state["best"] if (output / "hf" / "best").is_dir() else -math.inf
+    progress.rollouts_in_flight = state["ahead"]
+    progress.kl_coef = state["kl_coef"]
+    progress.step = int(state["step"])
+    restore_rng(state["rng"])
+
+
+def _covered(path: Path, state: Mapping[str, Any], output: Path, *, warn: bool = False) -> tuple[Coverage, ...]:
+    """The lines of metrics.jsonl and samples.jsonl that a checkpoint covers, once they are known to be there.
+
+    A run that goes on in another folder than its checkpoint's begins new files there, unless they were copied along.
+
+    Raises:
+        DamagedError: a line is missing, torn or changed.
+    """
+    stored, step = state.get("records", {}), state["step"]
+    if warn and not stored:
+        warnings.warn(
+            f"{path} was written by an earlier version: damage to it, to metrics.jsonl or samples.jsonl may go unseen",
+            stacklevel=2,
+        )
+    moved = path.resolve().parent.parent != output.resolve()
+    records = []
+    for name in coverage.FILES:
+        file = output / name
+        if moved and coverage.begins_after(file, step):
+            records.append(Coverage(file))
+            continue
+        try:
+            known = name in stored
+            records.append(coverage.restored(file, stored[name], step) if known else coverage.of_step(file, step))
+        except DamagedError as error:
+            raise DamagedError(
+                f"{error}. {path} covers these lines: put {file.name} back from a copy, or go on without them in "
+                f"another folder (output_dir=OTHER --resume {path})"
+            ) from None
+    return tuple(records)
+
+
+def _older_undamaged(path: Path, output: Path) -> str:
+    """What to do about a damaged checkpoint, in words: the newest older one that is whole, with its lines."""
+    for other in checkpoint.older(path):
+        try:
+            checkpoint.verify(other)
+            _covered(other, checkpoint.load(other), output)
+        except (CheckpointError, OSError):
+            continue
+        return (
+            f"{other} is whole: resume from it (--resume {other}), and the steps after {checkpoint.step_of(other)} are "
+            "trained again"
+        )
+    return (
+        f"No older checkpoint in {path.parent} is whole: start again in another output_dir, or from an export "
+        "(hf/step_N as model.senior)"
+    )
+
+
+def check_same_config(stored: Config, current: Config) -> None:
+    """Refuse to continue a run under another config; it would be neither run.
+
+    ``train.steps`` may grow (under a constant learning rate), and what only decides where and how often things are
+    written may change.
+
+    Raises:
+        CheckpointError: names every key that differs, with both values.
+    """
+    changed = {key: pair for key, pair in difference(stored, current).items() if not _may_change(key, pair[0])}
+    if current.train.steps > stored.train.steps and current.train.schedule == "constant":
+        changed.pop("train.steps", None)
+    if changed:
+        listing = ", ".join(f"{key} (checkpoint {old!r}, now {new!r})" for key, (old, new) in changed.items())
+        raise CheckpointError(
+            f"the config differs from the checkpoint's: {listing}. Restore these values, or start over in another "
+            "output_dir"
+        )
+
+
+def _may_change(key: str, stored: Any) -> bool:
+    """Functions are compared by signature; what a config from before they were recorded lacks, ``identity`` has."""
+    if key.startswith("functions."):
+        return stored is None or not key.endswith(".signature")
+    return key in _FREE_TO_CHANGE or key.startswith("parallel.")
+
+
+def rng_state() -> dict[str, Any]:
+    """The global generators of Python, NumPy and torch (CUDA where it is in use) as plain values."""
+    name, keys, position, has_gauss, gauss = np.random.get_state(legacy=True)  # noqa: NPY002 - the global one, on purpose
+    cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
+    return {
+        "python": random.getstate(),
+        "numpy": [name, np.asarray(keys).tolist(), int(position), int(has_gauss), float(gauss)],
+        "torch": torch.get_rng_state(),
+        "cuda": cuda,
+    }
+
+
+def restore_rng(state: Mapping[str, Any]) -> None:
+    """Inverse of ``rng_state``."""
+    version, internal, gauss = state["python"]
+    random.setstate((version, tuple(internal), gauss))
+    name, keys, position, has_gauss, cached = state["numpy"]
+    np.random.set_state((name, np.asarray(keys, dtype=np.uint32), position, has_gauss, cached))  # noqa: NPY002
+    torch.set_rng_state(state["torch"])
+    if state["cuda"]:
+        torch.cuda.set_rng_state_all(state["cuda"])

@@ -1,0 +1,122 @@
+"""What a training run consists of: what is fixed, which models take part, and how far it has come.
+
+``build`` makes all three from a config; ``resume`` saves and restores what changes.
+"""
+
+import math
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from tandemrl.config import Config
+from tandemrl.data.rows import Prompt
+from tandemrl.data.sampler import Sampler
+from tandemrl.distributed.watchdog import stamp
+from tandemrl.distributed.world import World
+from tandemrl.losses import Recipe
+from tandemrl.models.critic import token_values
+from tandemrl.models.forward import token_logprobs
+from tandemrl.models.head import ForwardOptions
+from tandemrl.models.sampling import Truncation
+from tandemrl.rewards.scoring import Scorer
+from tandemrl.rollout.engine import Engine, Sampling
+from tandemrl.rollout.schedule import Schedule
+from tandemrl.training.coverage import Coverage
+from tandemrl.training.sharded_state import Trained
+from tandemrl.types import Batch
+
+
+@dataclass(frozen=True, eq=False)
+class RunSetup:
+    """What is fixed for a run. Every process has the same, but for its place in the ``world``."""
+
+    config: Config
+    recipe: Recipe
+    """``loss.recipe`` with what ``loss.*`` says otherwise."""
+    schedule: Schedule
+    """Who writes, step by step."""
+    tokenizer: PreTrainedTokenizerBase
+    prompts: list[Prompt]
+    dropped: int
+    """Training rows that were too long."""
+    heldout: list[Prompt]
+    sampling: Sampling
+    vocabulary: int
+    """Number of logits that the engine samples from."""
+    scorer: Scorer
+    judge: str | None
+    """The model that marks responses."""
+    device: torch.device
+    world: World
+
+    @property
+    def forward_options(self) -> ForwardOptions:
+        """The sampling distribution of the rollouts. A sharded model is gathered in the compute dtype."""
+        s, model = self.sampling, self.config.model
+        return ForwardOptions(
+            temperature=s.temperature,
+            truncation=Truncation(s.top_k, s.top_p, s.min_p) if s.truncated else None,
+            vocabulary=self.vocabulary,
+            autocast=torch.bfloat16 if model.dtype == "bfloat16" and self.world.size == 1 else None,
+            activation_offload=model.activation_offload,
+        )
+
+    def logprobs(self, model: PreTrainedModel, batch: Batch, select: Tensor) -> tuple[Tensor, Tensor]:
+        """Log-probs and entropy of the selected tokens under the sampling distribution of the rollouts."""
+        stamp()
+        return token_logprobs(model, batch, select=select, options=self.forward_options, shards=self.world.shards)
+
+    def values(self, critic: Trained, batch: Batch, select: Tensor) -> Tensor:
+        """The critic's value of the state in which each selected token was chosen."""
+        stamp()
+        module: Any = critic.module  # load_critic made it
+        return token_values(module, batch, select=select, options=self.forward_options, shards=self.world.shards)
+
+
+@dataclass(frozen=True, eq=False)
+class Models:
+    """The models of a run. Of a world of several processes all but the engine's are sharded."""
+
+    policy: PreTrainedModel
+    optimizer: torch.optim.Optimizer
+    critic: Trained | None
+    reference: PreTrainedModel | None
+    """Frozen, for the KL. A policy with adapters is its own reference, without them."""
+    junior: PreTrainedModel | None
+    """Frozen, for the KL on junior tokens."""
+    engine: Engine
+    """Writes the rollouts with copies of its own."""
+
+    @property
+    def trained(self) -> dict[str, Trained]:
+        """What learns, as a checkpoint names it."""
+        policy = {"policy": Trained(self.policy, self.optimizer)}
+        return policy if self.critic is None else policy | {"critic": self.critic}
+
+
+@dataclass(eq=False)
+class Progress:
+    """How far a run has come: what a checkpoint carries beside the models."""
+
+    sampler: Sampler
+    kl_coef: float
+    """Of the step to come, where it adapts."""
+    step: int = 0
+    """The last finished one; 0 for a fresh run."""
+    best: float = -math.inf
+    """The held-out score behind ``hf/best``."""
+    rollouts_in_flight: dict[str, Any] | None = None
+    """Rollouts that wait for their step (see ``AsyncRollouts.state_dict``)."""
+    records: tuple[Coverage, ...] = ()
+    """The lines of metrics.jsonl and samples.jsonl that a checkpoint covers; of rank 0 only."""
+
+
+class Run(NamedTuple):
+    """One training run."""
+
+    setup: RunSetup
+    models: Models
+    progress: Progress
