@@ -4,9 +4,9 @@
 
 Prints one JSON line per mode and per state of prefix caching: milliseconds per step of --rows decoding requests under
 strategy `word` (p 0.5, K 32, 70 % of the tokens are boundaries, so that about a third of the rows change hands in each
-step), medians over --steps steps. A step is what the worker asks for: `finish`, `admit`, `plan` (with the new KV blocks
-of rows that need one), `token_keys` of each model's rows, and `record`. Every --turnover steps one row ends and another
-starts. The bar is 0.3 ms for the median step of 256 rows.
+step), medians over --steps steps. A step is what the worker asks for: `finish`, `admit`, `schedule` (with the new
+KV blocks of rows that need one), `token_keys` of each model's rows, and `postprocess`. Every --turnover steps one row
+ends and another starts. The bar is 0.3 ms for the median step of 256 rows.
 """
 
 import argparse
