@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from tandemrl.config import load as load
     from tandemrl.data.loading import load_rows as load_rows
     from tandemrl.data.rows import Row as Row
-    from tandemrl.evals import run_all as run_all
+    from tandemrl.evals import evaluate as evaluate
     from tandemrl.evals.compare import compare as compare
     from tandemrl.experiments.experiment import EXPERIMENTS as EXPERIMENTS
     from tandemrl.experiments.experiment import run_experiment as run_experiment
@@ -57,8 +57,8 @@ _NAMES = {
     "load": "config.load",
     "Row": "data.rows.Row",
     "load_rows": "data.loading.load_rows",
+    "evaluate": "evals.evaluate",
     "compare": "evals.compare.compare",
-    "run_all": "evals.run_all",
     "EXPERIMENTS": "experiments.experiment.EXPERIMENTS",
     "run_experiment": "experiments.experiment.run_experiment",
     "build_tiny_pair": "experiments.tiny.build_tiny_pair",

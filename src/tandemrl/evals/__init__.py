@@ -16,7 +16,7 @@ Rates are means over the samples of a problem, then over the problems of a set; 
 Counts (``problems``, ``samples``, …) are sums, in macro too. ``NAME/low`` and ``NAME/high`` bound the 95 % bootstrap
 interval over problems. The protocol is that of arXiv 2606.28166.
 
-``suite`` runs phases (``run_all``, ``run_phase``) in a ``session`` (models and data, each loaded once). Below it are
+``suite`` runs phases (``evaluate``) in a ``session`` (models and data, each loaded once). Below it are
 ``protocol`` (profiles, writing, grading), ``reading`` (the junior reads), ``measures`` (from samples to numbers) and
 ``files`` (results on disk).
 """
@@ -44,18 +44,17 @@ from tandemrl.evals.protocol import PROFILES as PROFILES
 from tandemrl.evals.protocol import Phase as Phase
 from tandemrl.evals.protocol import Profile as Profile
 from tandemrl.evals.protocol import author_runs as author_runs
-from tandemrl.evals.protocol import evaluate as evaluate
+from tandemrl.evals.protocol import generate_and_grade as generate_and_grade
+from tandemrl.evals.protocol import generate_samples as generate_samples
 from tandemrl.evals.protocol import grade as grade
 from tandemrl.evals.protocol import profile_of as profile_of
 from tandemrl.evals.protocol import sampling_for as sampling_for
 from tandemrl.evals.protocol import strategies as strategies
 from tandemrl.evals.protocol import verify as verify
-from tandemrl.evals.protocol import write as write
 from tandemrl.evals.reading import Divergence as Divergence
 from tandemrl.evals.reading import divergence as divergence
 from tandemrl.evals.reading import read_drift as read_drift
 from tandemrl.evals.reading import read_legibility as read_legibility
 from tandemrl.evals.suite import Progress as Progress
+from tandemrl.evals.suite import evaluate as evaluate
 from tandemrl.evals.suite import left_out as left_out
-from tandemrl.evals.suite import run_all as run_all
-from tandemrl.evals.suite import run_phase as run_phase

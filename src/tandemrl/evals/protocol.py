@@ -110,7 +110,7 @@ def strategies(
     return {"solo": solo("senior")}
 
 
-def evaluate(
+def generate_and_grade(
     arms: Mapping[str, Strategy],
     *,
     engine: Engine,
@@ -132,7 +132,7 @@ def evaluate(
         EngineError: the engine broke its contract, authorship included.
     """
     check_k(k, samples)
-    written = write(
+    written = generate_samples(
         arms,
         engine=engine,
         tokenizer=tokenizer,
@@ -147,7 +147,7 @@ def evaluate(
     return EvalResult(summarise(marked, partial(graded, k=k), bootstrap=bootstrap, seed=seed), marked)
 
 
-def write(
+def generate_samples(
     arms: Mapping[str, Strategy],
     *,
     engine: Engine,
@@ -162,7 +162,7 @@ def write(
     """Completions, not graded, arm by arm: ``samples`` per prompt, in the order of the prompts.
 
     Keys are ``request_key(seed, step, position of the prompt, sample)`` in every arm, so that two checkpoints (or two
-    arms) meet the same random numbers. ``progress(k)`` is told of k newly written tokens.
+    arms) meet the same random numbers. ``progress(k)`` is called with the number of newly written tokens.
 
     Raises:
         EvalError: no prompts, or a prompt that leaves no room for a response.

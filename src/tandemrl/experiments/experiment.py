@@ -30,7 +30,7 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 
 from tandemrl import evals, report
-from tandemrl.config import EvalConfig, RolloutConfig, load
+from tandemrl.config import load
 from tandemrl.data.synthetic import PAIRS, repairs, slips, uses_jargon
 from tandemrl.evals.compare import compare, to_json
 from tandemrl.evals.stats import Interval, at_least
@@ -228,16 +228,16 @@ def do(experiment: Experiment, job: Job, out: Path) -> str:
         model = home / job.arm.name / "hf" / f"step_{config.train.steps}"
         if not model.is_dir():
             train(config, quiet=True)
-    phases = evals.run_all(
-        model=str(model),
-        junior=str(home / "pair" / "junior"),
-        data=[f"synthetic:{job.pair}:heldout:{experiment.problems}"],
-        eval=EvalConfig(samples=experiment.samples, k=tuple(k for k in (1, 2, 4, 8, 16) if k <= experiment.samples)),
-        out=home / "eval" / job.arm.name,
-        device=experiment.device,
-        threads=1,
-        rollout=RolloutConfig(max_rows=1024),  # tiny models: large batches cost memory only
-    )
+    settings = [
+        f"model.junior={home}/pair/junior",
+        f"model.device={experiment.device}",
+        f"data.eval=[synthetic:{job.pair}:heldout:{experiment.problems}]",
+        f"eval.samples={experiment.samples}",
+        f"eval.k={[k for k in (1, 2, 4, 8, 16) if k <= experiment.samples]}",
+        "rollout.max_rows=1024",  # tiny models: large batches cost memory only
+        "train.threads=1",
+    ]
+    phases = evals.evaluate(load(overrides=settings), model=model, out=home / "eval" / job.arm.name)
     return f"solo pass@1 {phases['pass-at-k']['metrics']['macro']['pass@1']:.3f}"
 
 

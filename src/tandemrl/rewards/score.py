@@ -88,10 +88,8 @@ def _scorer(config: Config) -> Scorer:
     if config.judge.url is not None or config.judge.model is not None:
         from tandemrl.rewards.judge.in_process import make_judge  # loads torch
 
-        asked = make_judge(
-            config.judge, dtype=config.model.dtype, device=config.model.device, max_rows=config.rollout.max_rows
-        )
-        judge = None if asked is None else JudgePool(asked, config.judge)
+        model = make_judge(config)
+        judge = None if model is None else JudgePool(model, config.judge)
     return Scorer(
         config.reward, code=partial(score_code, sandbox=config.sandbox, credit=config.reward.code_credit), judge=judge
     )

@@ -258,7 +258,7 @@ def evaluate(run: Run) -> Metrics:
     """The senior alone on the held-out problems; the best step so far is exported to ``hf/best``."""
     settings = run.config.eval
     ks = [k for k in settings.k if k <= settings.train_samples]
-    result = evals.evaluate(
+    result = evals.generate_and_grade(
         {"solo": solo("senior")},
         engine=run.engine,
         tokenizer=run.tokenizer,

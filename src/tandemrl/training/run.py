@@ -163,9 +163,7 @@ def build(
     tokenizer, heldout = ready.tokenizer, ready.heldout
     prompts, dropped = ready.prompts
 
-    judge = ready.judge or make_judge(
-        config.judge, dtype=model.dtype, device=model.device, max_rows=config.rollout.max_rows
-    )
+    judge = ready.judge or make_judge(config)
     scorer = (Scorer if world.size == 1 else partial(SpreadScorer, world))(
         config.reward,
         code=partial(score_code, sandbox=config.sandbox, credit=config.reward.code_credit),

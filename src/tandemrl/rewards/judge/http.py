@@ -28,7 +28,7 @@ T = TypeVar("T")
 LOOPBACK = ("all://localhost", "all://127.0.0.1", "all://[::1]")
 
 
-class HttpEngine:
+class HttpJudge:
     """Replies from ``judge.url``; a `rubric.Judge`. At most ``judge.concurrency`` requests are in flight, and each
     attempt ends after ``judge.timeout_s``, even where the server goes on sending.
 
@@ -39,7 +39,7 @@ class HttpEngine:
 
     Example::
 
-        judge = HttpEngine(JudgeConfig(url="http://localhost:8000/v1"))
+        judge = HttpJudge(JudgeConfig(url="http://localhost:8000/v1"))
         judge.ask([[{"role": "user", "content": "Reply with one word: True or False. Is 7 prime?"}]])
     """
 

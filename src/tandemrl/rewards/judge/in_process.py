@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 from transformers import PreTrainedTokenizerBase
 
-from tandemrl.config import JudgeConfig
+from tandemrl.config import Config, JudgeConfig
 from tandemrl.data.rows import chat_tokens
 from tandemrl.models.loading import load_model, load_tokenizer
 from tandemrl.rewards.judge.rubric import Judge, JudgeError, Messages
@@ -45,26 +45,26 @@ class EngineJudge:
         ]
 
 
-def make_judge(
-    config: JudgeConfig, *, dtype: str = "float32", device: str = "cpu", max_rows: int = 256
-) -> Judge | None:
-    """The judge that a config asks for, ready to be asked; None if it asks for none.
+def make_judge(config: Config) -> Judge | None:
+    """The judge that a config asks for, ready to be asked; None if it asks for none. A judge in this process has the
+    dtype and the device of the senior.
 
     Raises:
         JudgeError: the endpoint is down, or serves another model.
         ModelError: the model cannot be loaded.
     """
-    if config.url is not None:
-        from tandemrl.rewards.judge.http import HttpEngine
+    judge = config.judge
+    if judge.url is not None:
+        from tandemrl.rewards.judge.http import HttpJudge
 
-        return HttpEngine(config)
-    if config.model is None:
+        return HttpJudge(judge)
+    if judge.model is None:
         return None
     from tandemrl.rollout.torch_engine import TorchEngine
 
-    tokenizer = load_tokenizer(config.model)
-    model = load_model(config.model, dtype=dtype, device=device)
-    return EngineJudge(TorchEngine(model, None, tokenizer, max_rows=max_rows), tokenizer, config)
+    tokenizer = load_tokenizer(judge.model)
+    model = load_model(judge.model, dtype=config.model.dtype, device=config.model.device)
+    return EngineJudge(TorchEngine(model, None, tokenizer, max_rows=config.rollout.max_rows), tokenizer, judge)
 
 
 def _key(tokens: Sequence[int], attempt: int) -> int:
