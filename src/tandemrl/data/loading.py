@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, Literal, cast
 
 from tandemrl.data.rows import BUILT, GSM8K, DataError, Row, gsm8k_row, messages_of
-from tandemrl.files import hint
+from tandemrl.files import LineError, hint, read_json_lines
 
 
 def load_rows(sources: Sequence[str]) -> list[Row]:
@@ -27,10 +27,10 @@ def load_rows(sources: Sequence[str]) -> list[Row]:
         raise DataError(f"data source listed twice: {', '.join(sorted(repeated))}")
     rows: list[Row] = []
     for source in sources:
-        found = list(_load(str(source)))
-        if not found:
+        loaded = list(_load(str(source)))
+        if not loaded:
             raise DataError(f"{source}: no rows")
-        rows += found
+        rows += loaded
     return _unique(rows)
 
 
@@ -40,14 +40,12 @@ def read_jsonl(path: Path) -> Iterator[tuple[int, Any]]:
     Raises:
         DataError: a line is not JSON, or the file is not UTF-8.
     """
-    with path.open(encoding="utf-8-sig", errors="strict") as lines:
-        for line, text in enumerate(_decoded(lines, path), 1):
-            if not text.strip():
-                continue
-            try:
-                yield line, json.loads(text)
-            except json.JSONDecodeError as error:
-                raise DataError(f"{path}, line {line}: not JSON: {error}") from None
+    try:
+        yield from read_json_lines(path, encoding="utf-8-sig")
+    except LineError as error:
+        raise DataError(f"{path}, line {error.line}: not JSON: {error}") from None
+    except UnicodeDecodeError as error:
+        raise DataError(f"{path}: not a UTF-8 text file: {error}") from None
 
 
 def read_parquet(path: Path) -> Iterator[tuple[int, Any]]:
@@ -126,13 +124,6 @@ def _file(path: Path) -> Iterator[Row]:
             f"{path}: expected a .jsonl or .parquet file, synthetic:PAIR:SPLIT[:COUNT] or hf:REPO:CONFIG:SPLIT"
         )
     return (_parse(record, str(path), line, repo=None, split=path.stem) for line, record in records)
-
-
-def _decoded(lines: Iterator[str], path: Path) -> Iterator[str]:
-    try:
-        yield from lines
-    except UnicodeDecodeError as error:
-        raise DataError(f"{path}: not a UTF-8 text file: {error}") from None
 
 
 def _parse(record: Any, source: str, line: int, *, repo: str | None, split: str) -> Row:

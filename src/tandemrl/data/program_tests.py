@@ -62,11 +62,11 @@ def parse_tests(row: Row) -> list[tuple[Test, Any]]:
         raise _unusable(row, "expected as many inputs as outputs, and at least one")
     name = truth.get("fn_name")
     if name is None:
-        return [(Stdin(_lines(given)), _lines(expected)) for given, expected in zip(inputs, outputs, strict=True)]
+        return [(Stdin(_lines(text)), _lines(expected)) for text, expected in zip(inputs, outputs, strict=True)]
     try:
         return [
-            (Call(str(name), tuple(map(_integer_keys, _arguments(given)))), _json(expected))
-            for given, expected in zip(inputs, outputs, strict=True)
+            (Call(str(name), tuple(map(_integer_keys, _arguments(arguments)))), _json(expected))
+            for arguments, expected in zip(inputs, outputs, strict=True)
         ]
     except ValueError as error:
         raise _unusable(row, f"an argument or a result of {name} is not JSON: {error}") from None
@@ -103,10 +103,10 @@ def _lines(value: Any) -> str:
     return "\n".join(map(str, value)) if isinstance(value, list) else str(value)
 
 
-def _arguments(given: Any) -> list[Any]:
-    if isinstance(given, str):
-        return [json.loads(line) for line in given.splitlines() if line.strip()]
-    return given if isinstance(given, list) else [given]
+def _arguments(value: Any) -> list[Any]:
+    if isinstance(value, str):
+        return [json.loads(line) for line in value.splitlines() if line.strip()]
+    return value if isinstance(value, list) else [value]
 
 
 def _json(expected: Any) -> Any:

@@ -168,7 +168,7 @@ def _with_suffix(row: Row, suffix: str) -> list[dict[str, str]]:
     last_user = next((message for message in reversed(messages) if message["role"] == "user"), None)
     if last_user is None:
         raise DataError(f"row {row.example_id}: no user message for the prompt suffix")
-    wanted = suffix.strip()
-    if not (wanted and last_user["content"].endswith(wanted)):
+    ending = suffix.strip()
+    if not (ending and last_user["content"].endswith(ending)):
         last_user["content"] += suffix if suffix[0].isspace() else f" {suffix}"
     return messages

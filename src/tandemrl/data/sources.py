@@ -105,19 +105,19 @@ def local_files(origin: Origin, source: Path, *, alone: bool = True) -> list[Pat
         if (shards := _SHARD.search(chosen[0].stem)) and shards["all"] and int(shards["all"]) != len(chosen):
             raise DataError(f"{chosen[0].parent}: {len(chosen)} of {int(shards['all'])} files of the split are there")
         return chosen
-    found = ", ".join(str(path.relative_to(source)) for path in chosen[:8]) or "none"
+    names = ", ".join(str(path.relative_to(source)) for path in chosen[:8]) or "none"
     raise DataError(
         f"{source}: expected the {origin.split or 'only'} split of {origin.repo} as Parquet, JSONL or JSON; files "
-        f"found: {found}; --source can be one of them"
+        f"found: {names}; --source can be one of them"
     )
 
 
-def expect(where: str, found: int, expect_rows: ExpectRows, split: str) -> None:
+def expect(where: str, count: int, expect_rows: ExpectRows, split: str) -> None:
     """Raises:
     DataError: a split has another number of rows than expected."""
-    if expect_rows != 0 and found != expect_rows[split]:
+    if expect_rows != 0 and count != expect_rows[split]:
         raise DataError(
-            f"{where}: {found} rows, expected {expect_rows[split]}; the file is incomplete or another revision "
+            f"{where}: {count} rows, expected {expect_rows[split]}; the file is incomplete or another revision "
             "(--expect-rows 0 accepts it)"
         )
 

@@ -164,9 +164,9 @@ def markdown_table(contrasts: Sequence[Contrast], *, a: str = "A", b: str = "B")
     over = f"t interval over {seeds} seeds" if seeds > 1 else "bootstrap interval over problems"
     lines = [f"| phase | metric | {a} | {b} | {a} - {b} ({over}) | |", "|---|---|---:|---:|---:|---|"]
     for each in contrasts:
-        said = each.verdict if each.verdict.startswith("no") else f"{a} {each.verdict[2]} {b}"
+        conclusion = each.verdict if each.verdict.startswith("no") else f"{a} {each.verdict[2]} {b}"
         figures = f"{each.a:.3f} | {each.b:.3f} | {show_interval(each.difference)}"
-        lines.append(f"| {each.phase} | {each.metric} | {figures} | {said} |")
+        lines.append(f"| {each.phase} | {each.metric} | {figures} | {conclusion} |")
     return "\n".join(lines) + "\n"
 
 

@@ -102,14 +102,14 @@ class HttpJudge:
     def _served_model(self) -> str:
         """``judge.model`` if the endpoint lists it, or if it has no list; the first one listed if none is named."""
         listed = self._attempts("/models", None, _models, threading.Event())
-        wanted = self.config.model
-        if wanted is None:
+        name = self.config.model
+        if name is None:
             if listed is None:
                 raise JudgeError(f"{self.url}/models does not exist; set judge.model")
             return listed[0]
-        if listed is not None and wanted not in listed:
-            raise JudgeError(f"judge.model={wanted}: {self.url} serves {', '.join(listed)}")
-        return wanted
+        if listed is not None and name not in listed:
+            raise JudgeError(f"judge.model={name}: {self.url} serves {', '.join(listed)}")
+        return name
 
     def _attempts(
         self, path: str, body: Mapping[str, Any] | None, read: Callable[["_Response"], T], stop: threading.Event
