@@ -132,7 +132,7 @@ def test_another_experiment_is_refused_and_more_seeds_are_not(finished: Finished
     with pytest.raises(ExperimentError, match="another arm tandem"):
         run_experiment(other, out)
     stored = (out / "experiment.json").read_text()
-    experiments._claim_folder(replace(small, seeds=(0, 1, 2)), out)
+    experiments._reserve_folder(replace(small, seeds=(0, 1, 2)), out)
     assert json.loads((out / "experiment.json").read_text())["seeds"] == [0, 1, 2]
     (out / "experiment.json").write_text(stored)
 
@@ -155,7 +155,7 @@ def test_an_experiment_that_makes_no_sense_is_refused(change: dict[str, Any], me
 
 def test_a_larger_size_runs_on_its_device_with_smaller_learning_rates(finished: Finished) -> None:
     large = replace(finished.experiment, size="46m", device="cuda")
-    overrides = experiments._overrides(large, Job("plain", 0, TANDEM), finished.out)
+    overrides = experiments._run_overrides(large, Job("plain", 0, TANDEM), finished.out)
     assert "model.device=cuda" in overrides
     small = load(finished.out / "plain" / "seed-0" / "tandem" / "config.yaml")
     [rate] = [float(o.removeprefix("train.lr=")) for o in overrides if o.startswith("train.lr=")]
@@ -191,7 +191,7 @@ def test_parts_in_processes_follow_those_that_they_need(tmp_path: Path) -> None:
     jobs = [Job("plain", 0), Job("plain", 1)]
     ended = [
         (str(job), outcome if isinstance(outcome, str) else type(outcome))
-        for job, outcome in experiments._schedule(jobs, after, lambda job: (int_or_text, job.seed, str(job)), 2)
+        for job, outcome in experiments._run_jobs(jobs, after, lambda job: (int_or_text, job.seed, str(job)), 2)
     ]
     assert sorted(ended, key=str) == [
         ("plain/seed-0/grpo", "plain/seed-0/grpo"),
@@ -210,11 +210,11 @@ def test_workers_do_not_outlive_an_experiment_that_is_killed(tmp_path: Path) -> 
         "from tandemrl.experiments import experiment\n"
         "if __name__ == '__main__':\n"
         "    jobs = [experiment.Job('plain', 0)]\n"
-        "    for _ in experiment._schedule(jobs, lambda job: [], lambda job: (t.say_and_sleep, sys.argv[2]), 2): pass\n"
+        "    for _ in experiment._run_jobs(jobs, lambda job: [], lambda job: (t.say_and_sleep, sys.argv[2]), 2): pass\n"
     )
     script, file = tmp_path / "parent.py", tmp_path / "pid"
     script.write_text(code)
-    parent = subprocess.Popen([sys.executable, str(script), str(Path(__file__).parents[1]), str(file)])
+    parent = subprocess.Popen([sys.executable, str(script), str(Path(__file__).parent), str(file)])
     deadline = time.monotonic() + 120
     while not file.exists() or not file.read_text():
         assert parent.poll() is None
@@ -340,7 +340,9 @@ def test_one_seed_is_asked_nothing_about_seeds_and_fails_nothing_by_being_better
 
 def test_the_report_of_one_seed_that_is_better_shows_no_cross(tmp_path: Path) -> None:
     rows = [row for row in _rows({"solo/pass@1": [0.99] * 3}) if row["seed"] == 0]
-    claims = [claim._asdict() for claim in paper_claims("jargon", rows, _difference(0.04, 0.02, 0.06))]
+    claims = [
+        {"pair": "jargon"} | claim._asdict() for claim in paper_claims("jargon", rows, _difference(0.04, 0.02, 0.06))
+    ]
     run_folder = tmp_path / "jargon" / "seed-0" / "tandem"
     run_folder.mkdir(parents=True)
     (run_folder / "metrics.jsonl").write_text('{"step": 1}\n')

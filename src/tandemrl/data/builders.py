@@ -3,7 +3,7 @@
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, cast
+from typing import Any, Literal
 
 import numpy as np
 
@@ -21,8 +21,8 @@ from tandemrl.data.sources import (
     provenance,
     read,
 )
+from tandemrl.data.synthetic import SPLITS, generate
 
-Split = Literal["train", "heldout"]
 GSM8K_ROWS: Mapping[str, int] = {"train": 7473, "test": 1319}
 """The published sizes."""
 GSM8K_HELDOUT = 500
@@ -78,13 +78,11 @@ def build_synthetic(pair: str, out: Path, counts: Mapping[str, int], seed: int) 
     Raises:
         DataError: an unknown pair or split, or a split that is empty.
     """
-    from tandemrl.data.synthetic import generate
-
     splits: dict[str, list[Row]] = {}
     for split, count in counts.items():
-        if split not in ("train", "heldout") or count < 1:
+        if split not in SPLITS or count < 1:
             raise DataError(f"synthetic split {split!r} with {count} rows: expected train or heldout, at least 1 row")
-        splits[split] = generate(pair, cast(Split, split), count, seed)
+        splits[split] = generate(pair, split, count, seed)
     records = {split: map(_record_of, rows) for split, rows in splits.items()}
     return write_splits(out, f"synthetic/{pair}", records, {"pair": pair, "seed": seed})
 

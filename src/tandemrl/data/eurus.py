@@ -42,7 +42,7 @@ def build_eurus(
     Dropped and counted: code whose ground truth is not JSON with inputs and outputs; maths whose ground truth is
     missing, has a unit of speed (`EURUS_UNITS`) or a ``\boxed``; other abilities; prompts with more than
     ``max_tokens`` tokens, counted as published: of the Python text of the list of messages. Beyond the published
-    filters, tests that `code.parse_tests` refuses, such as more inputs than outputs.
+    filters, tests that `program_tests.parse_tests` refuses, such as more inputs than outputs.
 
     Args:
         source: a folder with ``train`` and ``validation`` Parquet files; None = the hub.

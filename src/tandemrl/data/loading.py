@@ -4,9 +4,10 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal, cast
+from typing import Any
 
-from tandemrl.data.rows import BUILT, GSM8K, DataError, Row, gsm8k_row, messages_of
+from tandemrl.data.rows import BUILT, GSM8K, DataError, Row, gsm8k_row, messages_of, object_of
+from tandemrl.data.synthetic import SPLITS, generate
 from tandemrl.files import LineError, hint, read_json_lines
 
 
@@ -93,13 +94,11 @@ def _load(source: str) -> Iterator[Row]:
 def _synthetic(source: str, parts: list[str]) -> Iterator[Row]:
     if len(parts) not in (2, 3) or (len(parts) == 3 and not parts[2].isdigit()):
         raise DataError(f"{source}: expected synthetic:PAIR:SPLIT[:COUNT], e.g. synthetic:plain:train:256")
-    from tandemrl.data.synthetic import generate
-
     pair, split = parts[:2]
-    if split not in ("train", "heldout"):
+    if split not in SPLITS:
         raise DataError(f"{source}: split must be train or heldout, got {split!r}")
     count = int(parts[2]) if len(parts) == 3 else None
-    return iter(generate(pair, cast(Literal["train", "heldout"], split), count, 0))
+    return iter(generate(pair, split, count, 0))
 
 
 def _hub(source: str, parts: list[str]) -> Iterator[Row]:
@@ -129,8 +128,7 @@ def _file(path: Path) -> Iterator[Row]:
 def _parse(record: Any, source: str, line: int, *, repo: str | None, split: str) -> Row:
     """One record in whichever schema its fields show; ``repo`` names hub rows of the bare problem/answer kind."""
     where = f"{source}, line {line}"
-    if not isinstance(record, Mapping):
-        raise DataError(f"{where}: expected an object, found {type(record).__name__}")
+    record = object_of(record, where)
     if "prompt" in record:
         return _verl_row(record, where, line)
     question = record.get("question")

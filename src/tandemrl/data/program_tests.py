@@ -16,8 +16,6 @@ from typing import Any, NamedTuple
 
 from tandemrl.data.rows import DataError, Row
 
-HUMANEVAL = "openai/openai_humaneval"
-
 
 class Stdin(NamedTuple):
     """Run the program as a script that reads this text."""
@@ -70,19 +68,6 @@ def parse_tests(row: Row) -> list[tuple[Test, Any]]:
         ]
     except ValueError as error:
         raise _unusable(row, f"an argument or a result of {name} is not JSON: {error}") from None
-
-
-def humaneval_row(record: Mapping[str, Any]) -> Row:
-    """A problem of HumanEval (https://github.com/openai/human-eval, MIT) as a row."""
-    truth = {key: record[key] for key in ("prompt", "test", "entry_point")}
-    ask = f"Complete this function. Answer with the whole function in a Python block.\n```python\n{record['prompt']}```"
-    return Row(
-        example_id=f"{HUMANEVAL}/{record['task_id']}",
-        messages=({"role": "user", "content": ask},),
-        data_source=HUMANEVAL,
-        ground_truth=json.dumps(truth),
-        extra_info={"index": int(str(record["task_id"]).rpartition("/")[2])},
-    )
 
 
 def _check(row: Row, truth: Mapping[str, Any]) -> tuple[Test, Any]:

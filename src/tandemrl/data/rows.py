@@ -38,6 +38,17 @@ class Prompt(NamedTuple):
     tokens: tuple[int, ...]
 
 
+def object_of(record: Any, where: str) -> Mapping[str, Any]:
+    """A record that is a JSON object.
+
+    Raises:
+        DataError: it is something else; ``where`` begins the message.
+    """
+    if not isinstance(record, Mapping):
+        raise DataError(f"{where}: expected an object, found {type(record).__name__}")
+    return record
+
+
 def encode_prompts(
     rows: Sequence[Row], tokenizer: Any, *, max_prompt_tokens: int, suffix: str = ""
 ) -> tuple[list[Prompt], int]:

@@ -55,7 +55,7 @@ def differences(a: Mapping[str, Any], b: Mapping[str, Any]) -> list[tuple[str, A
         >>> differences({"eval": {"seed": 1, "k": [1]}}, {"eval": {"seed": 2, "k": [1]}})
         [('eval.seed', 1, 2)]
     """
-    flat_a, flat_b = _flat(a), _flat(b)
+    flat_a, flat_b = flatten(a), flatten(b)
     keys = dict.fromkeys([*flat_a, *flat_b])
     return [(key, flat_a.get(key), flat_b.get(key)) for key in keys if flat_a.get(key) != flat_b.get(key)]
 
@@ -136,8 +136,14 @@ def plain(value: Mapping[str, Any]) -> dict[str, Any]:
     return json.loads(json.dumps(value))
 
 
-def _flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+def flatten(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Leaves by dotted key.
+
+    Example:
+        >>> flatten({"eval": {"seed": 1, "k": [1]}})
+        {'eval.seed': 1, 'eval.k': [1]}
+    """
     flat: dict[str, Any] = {}
     for key, value in tree.items():
-        flat |= _flat(value, f"{prefix}{key}.") if isinstance(value, Mapping) else {f"{prefix}{key}": value}
+        flat |= flatten(value, f"{prefix}{key}.") if isinstance(value, Mapping) else {f"{prefix}{key}": value}
     return flat

@@ -12,7 +12,7 @@ from transformers import PreTrainedTokenizerBase
 from tandemrl.config import EvalConfig
 from tandemrl.data.rows import Prompt
 from tandemrl.evals.files import EvalResult
-from tandemrl.evals.measures import EvalError, Sample, graded, summarise
+from tandemrl.evals.measures import EvalError, Measure, Sample, accepted, drifted, graded, legible, summarise
 from tandemrl.rewards.judge.rubric import JudgePool
 from tandemrl.rewards.scoring import Scorer
 from tandemrl.rollout.engine import (
@@ -108,6 +108,13 @@ def strategies(
         tables = step_tables(tokenizer, vocabulary)
         return {"senior_first": sentence("senior", tables), "junior_first": sentence("junior", tables)}
     return {"solo": solo("senior")}
+
+
+def measure_of(phase: Phase, k: Sequence[int]) -> Measure:
+    """What is computed of the samples of one problem in a phase."""
+    if phase in ("legibility", "drift"):
+        return legible if phase == "legibility" else drifted
+    return partial(accepted if phase == "verified" else graded, k=k)
 
 
 def generate_and_grade(

@@ -1,7 +1,6 @@
 """Whole phases: from model folders to result files. A finished phase is never run again; a killed run goes on."""
 
 from collections.abc import Callable, Collection, Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,22 +15,14 @@ from tandemrl.evals.files import (
     result_file,
     write_result,
 )
-from tandemrl.evals.measures import (
-    EvalError,
-    Measure,
-    Sample,
-    accepted,
-    drifted,
-    graded,
-    legible,
-    summarise,
-)
+from tandemrl.evals.measures import EvalError, Sample, summarise
 from tandemrl.evals.protocol import (
     PHASES,
     Phase,
     check_k,
     generate_samples,
     grade,
+    measure_of,
     sampling_for,
     strategies,
     verify,
@@ -139,19 +130,17 @@ def _run_phase(phase: Phase, session: Session, out: Path, progress: Progress) ->
         "context": session.profile.context,
         "progress": _meter(progress, f"{phase}: texts", len(samples)),
     }
-    measure: Measure
     if phase == "legibility":
-        samples, measure = read_legibility(samples, prompts, session.load(session.junior), **read), legible
+        samples = read_legibility(samples, prompts, session.load(session.junior), **read)
     elif phase == "drift":
-        models = session.load(session.model), session.load(session.junior)
-        samples, measure = read_drift(samples, prompts, *models, **read), drifted
+        samples = read_drift(samples, prompts, session.load(session.model), session.load(session.junior), **read)
     else:
         with session.scorer() as scorer:
-            samples, measure = grade(samples, prompts, scorer), partial(graded, k=settings.k)
+            samples = grade(samples, prompts, scorer)
             counters |= {"score_timeouts": scorer.timeouts, "score_failures": scorer.failures}
         if phase == "verified":
-            samples, measure = verify(samples, prompts, session.judges), partial(accepted, k=settings.k)
-    metrics = summarise(samples, measure, bootstrap=settings.bootstrap, seed=settings.seed)
+            samples = verify(samples, prompts, session.judges)
+    metrics = summarise(samples, measure_of(phase, settings.k), bootstrap=settings.bootstrap, seed=settings.seed)
     metrics["macro"] |= counters
     seeds = {"sampling": settings.seed, "step": 0, "bootstrap": settings.seed}
     return write_result(file, phase, identity, EvalResult(metrics, samples), seeds=seeds)

@@ -37,7 +37,7 @@ from tandemrl.evals.compare import compare, to_json
 from tandemrl.evals.stats import Interval, at_least
 from tandemrl.experiments.tiny import SIZES, build_tiny_pair, lr_scale
 from tandemrl.files import versions, write_text
-from tandemrl.report.records import MEASURES, Verdict
+from tandemrl.report.records import MEASURES, Claim, Verdict
 from tandemrl.training.loop import train
 
 SCHEMA = 2
@@ -263,20 +263,6 @@ ResultRow = Mapping[str, Any]
 """``pair``, ``seed``, ``arm`` and the measures of one evaluation."""
 
 
-class Claim(NamedTuple):
-    """A statement with its bar, the values held against it, and the verdict.
-
-    values: one per seed where the claim is of every seed, one where it is of the mean or of the end of an interval,
-    none where it is not asked.
-    """
-
-    pair: str
-    claim: str
-    bar: str
-    values: tuple[float, ...]
-    verdict: Verdict
-
-
 def collect_results(experiment: Experiment, out: Path) -> dict[str, Any]:
     """The content of ``results.json``, from the files of a finished experiment."""
     rows: list[dict[str, Any]] = [
@@ -297,7 +283,11 @@ def collect_results(experiment: Experiment, out: Path) -> dict[str, Any]:
             )
         )
     ]
-    claims = [claim for pair in experiment.pairs for claim in paper_claims(pair, rows, contrasts)]
+    claims = [
+        {"pair": pair} | claim._asdict() | {"values": list(claim.values)}
+        for pair in experiment.pairs
+        for claim in paper_claims(pair, rows, contrasts)
+    ]
     return {
         "schema": SCHEMA,
         "experiment": _to_json(experiment),
@@ -307,7 +297,7 @@ def collect_results(experiment: Experiment, out: Path) -> dict[str, Any]:
         "evaluated_by": evaluated_by(out / row["pair"] / f"seed-{row['seed']}" / "eval" / row["arm"] for row in rows),
         "rows": rows,
         "contrasts": contrasts,
-        "claims": [claim._asdict() | {"values": list(claim.values)} for claim in claims],
+        "claims": claims,
     }
 
 
@@ -391,7 +381,7 @@ def paper_claims(pair: str, rows: Sequence[ResultRow], contrasts: Sequence[Mappi
     def every_seed(what: str, sense: Literal["<=", ">="], bar: float, values: np.ndarray) -> Claim:
         holds = (values <= bar if sense == "<=" else values >= bar).all()
         name = what if len(seeds) == 1 else f"{what}, every seed"
-        return Claim(pair, name, f"{sense} {bar:g}", tuple(values.tolist()), "holds" if holds else "fails")
+        return Claim(name, f"{sense} {bar:g}", tuple(values.tolist()), "holds" if holds else "fails")
 
     support = at_least(difference, -SOLO_MARGIN)
     several = len(seeds) > 1
@@ -400,7 +390,6 @@ def paper_claims(pair: str, rows: Sequence[ResultRow], contrasts: Sequence[Mappi
     handoff = each("tandem", "handoff/pass@1") - each("grpo", "handoff/pass@1")
     return [
         Claim(
-            pair,
             "solo skill not inferior: tandem - GRPO in solo pass@1, lower end of the 95 % interval over "
             + ("seeds" if several else "problems"),
             f">= {-SOLO_MARGIN:g}",
@@ -408,7 +397,6 @@ def paper_claims(pair: str, rows: Sequence[ResultRow], contrasts: Sequence[Mappi
             "undecided" if support is None else "holds" if support else "fails",
         ),
         Claim(
-            pair,
             "tandem - GRPO in solo pass@1, mean over seeds",
             f">= {-SOLO_MEAN_MARGIN:g}",
             (difference.mean,) if several else (),

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from tandemrl.evals.files import flatten
 from tandemrl.report.records import (
     SEED,
     ArmRecord,
@@ -234,7 +235,7 @@ def _task(config: Mapping[str, Any]) -> dict[str, Any]:
 
 def _differences(configs: Sequence[Mapping[str, Any]]) -> dict[str, list[str]]:
     """Config keys that have several values, other than by seed."""
-    flat = [_flat(config) for config in configs]
+    flat = [flatten(config) for config in configs]
     values: dict[str, list[str]] = {}
     for key in dict.fromkeys(key for each in flat for key in each):
         if key.split(".")[0] not in SEEDED and key not in SEEDED:
@@ -246,13 +247,6 @@ def _listed(what: str, differing: Mapping[str, Sequence[str]], most: int = 4) ->
     shown = [f"{key} ({' / '.join(values[:3])})" for key, values in list(differing.items())[:most]]
     more = f" and {len(differing) - most} more" if len(differing) > most else ""
     return f"{what}: {', '.join(shown)}{more}"
-
-
-def _flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    flat: dict[str, Any] = {}
-    for key, value in tree.items():
-        flat |= _flat(value, f"{prefix}{key}.") if isinstance(value, Mapping) else {f"{prefix}{key}": value}
-    return flat
 
 
 def _seedless(value: Any) -> str:

@@ -99,8 +99,12 @@ class ContrastRecord(NamedTuple):
         return self.difference.low > 0 or self.difference.high < 0
 
 
-class ClaimRecord(NamedTuple):
-    """A statement with its bar, the values held against it (none where it is not asked), and the verdict."""
+class Claim(NamedTuple):
+    """A statement with its bar, the values held against it, and the verdict.
+
+    values: one per seed where the claim is of every seed, one where it is of the mean or of the end of an interval,
+    none where it is not asked.
+    """
 
     claim: str
     bar: str
@@ -115,7 +119,7 @@ class Setting:
     name: str
     arms: tuple[ArmRecord, ...]
     contrasts: tuple[ContrastRecord, ...] = ()
-    claims: tuple[ClaimRecord, ...] = ()
+    claims: tuple[Claim, ...] = ()
 
 
 class Results(NamedTuple):
@@ -123,7 +127,7 @@ class Results(NamedTuple):
 
     titles: dict[str, str]
     contrasts: dict[tuple[str, ...], list[ContrastRecord]]
-    claims: dict[tuple[str, ...], list[ClaimRecord]]
+    claims: dict[tuple[str, ...], list[Claim]]
     measures: dict[tuple[str, ...], dict[str, dict[str, float]]]
 
 
@@ -315,7 +319,7 @@ def _add_results(results: Results, file: Path, *, key: tuple[str, ...]) -> None:
             try:
                 pair = (*key, str(entry["pair"])) if "pair" in entry else key
                 if part == "claims":
-                    claim = ClaimRecord(entry["claim"], entry["bar"], tuple(entry["values"]), _verdict(entry))
+                    claim = Claim(entry["claim"], entry["bar"], tuple(entry["values"]), _verdict(entry))
                     results.claims.setdefault(pair, []).append(claim)
                 elif part == "contrasts":
                     results.contrasts.setdefault(pair, []).append(_contrast(entry))

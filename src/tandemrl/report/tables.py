@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from tandemrl.evals.stats import Interval, seed_interval
-from tandemrl.report.records import MEASURES, ArmRecord, ClaimRecord, EvaluationRecord, Setting
+from tandemrl.report.records import MEASURES, ArmRecord, Claim, EvaluationRecord, Setting
 
 MISSING = "–"
 LAST = 5
@@ -157,12 +157,12 @@ def markdown_table(head: Sequence[str], rows: Sequence[Sequence[str]], *, left: 
     return "\n".join([line(head), rule, *map(line, rows)]) + "\n"
 
 
-def claim_cells(claim: ClaimRecord) -> list[str]:
+def claim_cells(claim: Claim) -> list[str]:
     """Claim, bar, values, verdict."""
     return [claim.claim, claim.bar, ", ".join(map(nats, claim.values)) or MISSING, claim.verdict]
 
 
-def claims_table(claims: Sequence[ClaimRecord]) -> str:
+def claims_table(claims: Sequence[Claim]) -> str:
     """A Markdown table: a row per claim."""
     return markdown_table(["claim", "bar", "values", "verdict"], [claim_cells(claim) for claim in claims])
 

@@ -39,9 +39,9 @@ MAX_ROUNDS = 8
 """A scorer may defer this often in a row."""
 
 Coder = Callable[[Row, str], Score]
-"""Scores a response by running its program: ``code.score_code`` with a sandbox."""
+"""Scores a response by running its program: `code.scorer.score_code` with a sandbox."""
 Judging = Callable[[Sequence[tuple[Row, str, Score]]], list[Score]]
-"""Scores a batch of (row, response, score by the rules): ``rubric.JudgePool``."""
+"""Scores a batch of (row, response, score by the rules): `judge.rubric.JudgePool`."""
 
 
 class Scorer:

@@ -55,7 +55,7 @@ from tandemrl.rewards.code.runner import from_wire, send, to_wire
 
 START = (
     f"import sys; sys.path.append({str(Path(__file__).parents[3])!r}); "
-    "from tandemrl.rollout.envs.sandbox_runner import main; sys.path.pop(); main()"
+    "from tandemrl.rewards.code.runner import main; sys.path.pop(); main()"
 )
 COMMAND = (sys.executable, "-S", "-P", "-s", "-c", START)
 START_LIMIT_S = 60.0

@@ -1,7 +1,7 @@
 r"""Whether two mathematical answers in LaTeX are equal, as far as that can be told fast and in bounded time. No torch.
 
 `quick_equal` compares normalised strings, numbers, lists, sets, intervals and matrices entry by entry, and formulas by
-their values (`expression`). Where it says None, a computer algebra system may know more: `math.equivalent`.
+their values (`expression`). Where it says None, a computer algebra system may know more: `boxed.equivalent`.
 """
 
 import itertools
