@@ -9,7 +9,7 @@ responses, with float32 weights under autocast and the same gradient checkpointi
 
 | who | what |
 |---|---|
-| packed | `model.token_logprobs`: no padding, prompts of a group once, chunked LM head |
+| packed | `forward.token_logprobs`: no padding, prompts of a group once, chunked LM head |
 | padded | `AutoModelForCausalLM(input_ids, attention_mask)` with SDPA, right-padded rows, cross-entropy of its logits |
 
 Both take micro-batches of at most --micro-batch tokens; padding counts. Each runs in a process of its own, and prints
@@ -41,6 +41,7 @@ from transformers import PreTrainedModel
 
 from tandemrl.models.batching import micro_batches, pack
 from tandemrl.models.forward import token_logprobs
+from tandemrl.models.head import ForwardOptions
 from tandemrl.models.loading import prepare
 from tandemrl.training.profiling import cost_of, matmul_peak, update_flops
 from tandemrl.types import Author, Rollout
@@ -188,7 +189,7 @@ def packed(policy: PreTrainedModel, rollouts: list[Rollout], options: argparse.N
 
     def loss(rows: list[int]) -> Tensor:
         batch = pack([rollouts[i] for i in rows], torch.zeros(len(rows)), policy.device)
-        logprobs, _ = token_logprobs(policy, batch, select=batch.author >= 0, autocast=compute)
+        logprobs, _ = token_logprobs(policy, batch, select=batch.author >= 0, options=ForwardOptions(autocast=compute))
         return -logprobs.sum()
 
     return [lambda rows=rows: loss(rows) for rows in bins]

@@ -52,7 +52,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     hidden = torch.randn(t, h, generator=generator).to(options.device)
     weight = (torch.randn(v, h, generator=generator) / h**0.5).to(options.device).requires_grad_()
     targets = torch.randint(0, v, (t,), generator=generator).to(options.device)
-    settings = head.HeadSettings(rows=v, vocabulary=v, dtype=None if dtype == torch.float32 else dtype)
+    settings = head.HeadSettings(v, head.ForwardOptions(autocast=None if dtype == torch.float32 else dtype))
 
     def run(tokens: int) -> float:
         """Seconds of a forward and a backward over the first tokens."""

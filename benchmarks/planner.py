@@ -23,7 +23,7 @@ import numpy as np
 import torch
 from _common import about, write_lines
 
-from tandemrl.rollout.vllm.planner import Admission, Mode, Planner
+from tandemrl.rollout.vllm.planner import Admission, Planner, SchedulingMode
 from tandemrl.selection import word
 from tandemrl.selection.draws import request_key
 
@@ -71,7 +71,9 @@ def main() -> None:
         write_lines(options.out, lines)
 
 
-def simulate(mode: Mode, prefix_caching: bool, options: argparse.Namespace) -> tuple[list[tuple[float, ...]], Planner]:
+def simulate(
+    mode: SchedulingMode, prefix_caching: bool, options: argparse.Namespace
+) -> tuple[list[tuple[float, ...]], Planner]:
     """Seconds of each of ``PARTS`` in every step, and the planner afterwards."""
     rows, size = options.rows, options.block_size
     longest = options.prompt + options.steps + 1
@@ -111,13 +113,13 @@ def simulate(mode: Mode, prefix_caching: bool, options: argparse.Namespace) -> t
         planner.finish(finished)
         planner.admit(admissions)
         marks.append(time.perf_counter())
-        passes = planner.plan(ids, start, count, blocks)
+        passes = planner.schedule(ids, start, count, blocks)
         marks.append(time.perf_counter())
         for own in passes:
             for work in own:
                 planner.token_keys(work.ids)
         marks.append(time.perf_counter())
-        planner.record(tokens)
+        planner.postprocess(tokens)
         marks.append(time.perf_counter())
         for id in ids:
             length[id] += 1

@@ -36,13 +36,14 @@ import numpy as np
 import torch
 from _common import about, cpu_seconds, write_lines
 
+from tandemrl.config import RolloutConfig, VllmConfig
 from tandemrl.models.loading import load_tokenizer
 from tandemrl.rollout.engine import Completion, Request, Sampling
-from tandemrl.rollout.vllm.planner import Mode
+from tandemrl.rollout.vllm.planner import SchedulingMode
 from tandemrl.selection import Strategy, solo, word
 from tandemrl.selection.draws import request_key
 
-MODES: tuple[Mode, ...] = ("lockstep", "lazy", "majority")
+MODES: tuple[SchedulingMode, ...] = ("lockstep", "lazy", "majority")
 CONTESTANTS = ("bare", "stock", "solo", *MODES)
 PAIRS = [
     ("stock", "bare"),
@@ -221,14 +222,14 @@ def ratios(seconds: dict[str, list[float]]) -> dict[str, dict[str, Any]]:
     return result
 
 
-def engine_arguments(setting: Setting) -> dict[str, int]:
+def engine_arguments(setting: Setting) -> dict[str, Any]:
     """All prompts fit into one step, and all rows into the KV cache."""
     context = setting.prompt + setting.tokens
     return {
-        "max_model_len": context,
+        "max_num_batched_tokens": max(setting.rows * setting.prompt, context),
         "block_size": BLOCK_SIZE,
-        "max_batched_tokens": max(setting.rows * setting.prompt, context),
-        "kv_blocks": setting.rows * (context // BLOCK_SIZE + 2) + 8,
+        "num_gpu_blocks_override": setting.rows * (context // BLOCK_SIZE + 2) + 8,
+        "use_tqdm_on_load": False,
     }
 
 
@@ -237,23 +238,19 @@ def prepare_stock(senior: Path, setting: Setting) -> dict[str, Run]:
     from vllm import EngineArgs, LLMEngine, SamplingParams
     from vllm.sampling_params import RequestOutputKind
 
-    args = engine_arguments(setting)
     engine = LLMEngine.from_engine_args(
         EngineArgs(
             model=str(senior),
             dtype="float32",
             max_num_seqs=setting.rows,
-            max_model_len=args["max_model_len"],
-            block_size=args["block_size"],
-            max_num_batched_tokens=args["max_batched_tokens"],
-            num_gpu_blocks_override=args["kv_blocks"],
+            max_model_len=setting.prompt + setting.tokens,
             kv_cache_memory_bytes=KV_CACHE_GB * 2**30,
             enable_prefix_caching=False,
             enforce_eager=True,
             logprobs_mode="processed_logprobs",
             generation_config="vllm",
             disable_log_stats=True,
-            use_tqdm_on_load=False,
+            **engine_arguments(setting),
         )
     )
     clock = Clock(engine)
@@ -286,22 +283,22 @@ def prepare_tandem(
     """Our engine's contestants, and what each of them wrote last."""
     from tandemrl.rollout.vllm.engine import VllmEngine
 
-    engine = VllmEngine(
+    engine = VllmEngine.start(
         senior,
         junior,
         load_tokenizer(senior),
-        max_rows=setting.rows,
-        kv_cache_gb=KV_CACHE_GB,
-        prefix_caching=False,
-        enforce_eager=True,
-        engine_args={"use_tqdm_on_load": False},
-        **engine_arguments(setting),
+        RolloutConfig(
+            max_rows=setting.rows,
+            vllm=VllmConfig(kv_cache_gb=KV_CACHE_GB, prefix_caching=False, enforce_eager=True),
+        ),
+        longest=setting.prompt + setting.tokens,
+        engine_args=engine_arguments(setting),
     )
-    clock = Clock(engine._engine)
+    clock = Clock(engine.backend.llm)
     sampling = Sampling(max_tokens=setting.tokens, ignore_eos=True)
     written: dict[str, list[Completion]] = {}
 
-    def contestant(name: str, mode: Mode, strategy: Strategy) -> Run:
+    def contestant(name: str, mode: SchedulingMode, strategy: Strategy) -> Run:
         def run(prompts: list[list[int]], number: int) -> tuple[float, float]:
             engine.set_mode(mode)
             keys = [request_key(0, number + 1, i, 0) for i in range(len(prompts))]

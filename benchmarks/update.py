@@ -26,10 +26,10 @@ from typing import Any
 import numpy as np
 import torch
 from _common import about, cpu_seconds, write_lines
+from models import build
 from step_time import parser as step_parser
 from step_time import prepare
 
-from models import build
 from tandemrl.training.profiling import cost_of, matmul_peak, update_flops
 from tandemrl.training.run import Run
 from tandemrl.training.update import update
@@ -134,7 +134,7 @@ def made_up(run: Run, options: argparse.Namespace) -> list[Group]:
                     example_id=str(group),
                     group=group,
                     index=index,
-                    seed=0,
+                    key=0,
                     tokens=np.concatenate([prompt, response]),
                     author=author,
                     behaviour_logprobs=np.where(author == Author.SENIOR, -np.log(vocabulary), 0.0),

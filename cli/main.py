@@ -9,6 +9,7 @@ from typer.core import TyperGroup
 from tandemrl.cli import (
     check,
     compare,
+    config,
     data,
     evaluate,
     experiment,
@@ -51,6 +52,7 @@ app.add_typer(model.app, name="model")
 app.command("serve")(serve.serve)
 app.command("score")(score.score)
 app.command("report")(report.report)
+app.command("config")(config.config)
 app.command("check")(check.check)
 
 

@@ -28,26 +28,28 @@ def serve(
     ] = None,
 ) -> None:
     """vLLM's OpenAI-compatible server, written by both models, with authors in the responses."""
+    from dataclasses import asdict
+
     from tandemrl.config import ConfigError, SelectionConfig
     from tandemrl.rollout.vllm import require_vllm
 
     require_vllm("tandemrl serve")
     try:
-        from tandemrl.rollout.vllm import server as vllm_server
+        from tandemrl.rollout.vllm import server
+        from tandemrl.rollout.vllm.authorship import selection_of
+        from tandemrl.rollout.vllm.planner import check_mode
+        from tandemrl.rollout.vllm.settings import TandemOptions
     except ImportError as error:
         raise ConfigError(f"tandemrl serve: the installed vLLM is broken: {error}") from None
 
     selection = {"strategy": strategy, "prob_senior": prob_senior, "max_gap_tokens": max_gap_tokens}
-    vllm_server.serve(
-        senior,
-        junior,
-        vllm_server.selection_of(selection | {"chunk_size": chunk_size, "first": first}, SelectionConfig()),
-        mode=mode,
-        host=host,
-        port=port,
-        api_key=api_key,
+    selected = selection_of(selection | {"chunk_size": chunk_size, "first": first}, SelectionConfig())
+    options = TandemOptions(
+        junior=junior,
+        mode=check_mode(mode),
         junior_dtype=junior_dtype,
         junior_quantization=junior_quantization,
         junior_device=junior_device,
-        vllm_args=vllm_args or (),
+        selection=asdict(selected),
     )
+    server.serve(senior, options, host=host, port=port, api_key=api_key, vllm_args=vllm_args or ())

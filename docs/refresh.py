@@ -116,12 +116,12 @@ def middle(values: Mapping[str, Any], digits: int = 2) -> str:
     return f"{values['median']:.{digits}f} [{low:.{digits}f}, {high:.{digits}f}]"
 
 
-def versions_of(found: Sequence[Mapping[str, Any]]) -> str:
+def versions_of(records: Sequence[Mapping[str, Any]]) -> str:
     """Commit, libraries and threads of benchmark lines."""
-    ours = [line for line in found if line.get("library") == "tandemrl"]
+    ours = [line for line in records if line.get("library") == "tandemrl"]
     commits = sorted({_commit(line) for line in ours if line.get("git_revision")})
     peers = sorted(
-        {f"{line['library']} {line['version']}" for line in found if line.get("library") not in (None, "tandemrl")}
+        {f"{line['library']} {line['version']}" for line in records if line.get("library") not in (None, "tandemrl")}
     )
     first = ours[0]
     stated = [f"commit {' and '.join(commits)}" if commits else "commit not recorded", *peers]
@@ -138,7 +138,7 @@ def step_time(name: str) -> str:
         "CPU seconds per step": content["cpu_ratios"],
         "tokens per second of the update": content["update_tokens_per_s_ratios"],
     }
-    rows = [[what, *(middle(found[f"{who} / trl"]) for who in columns)] for what, found in measured.items()]
+    rows = [[what, *(middle(ratios[f"{who} / trl"]) for who in columns)] for what, ratios in measured.items()]
     absolute = ", ".join(f"{who} {values['median']:.2f} s" for who, values in content["s_per_step"].items())
     return (
         markdown_table(["relative to TRL's solo step", *columns], rows)
@@ -161,54 +161,55 @@ def step_time_sentence() -> str:
 
 
 def decoding() -> str:
-    found = lines("decoding.jsonl")
+    records = lines("decoding.jsonl")
     rows = [
         [
             str(line["rows"]),
             *(f"{line['median_s'][who]:.3f}" for who in ("transformers", "solo", "tandem")),
             *(middle(line["ratios"][pair]) for pair in ("solo / transformers", "tandem / solo")),
         ]
-        for line in found
+        for line in records
     ]
     head = ["rows", "transformers.generate", "solo", "tandem", "solo / transformers", "tandem / solo"]
     return (
         markdown_table(head, rows)
-        + f"\nSeconds for {found[0]['max_tokens']} tokens per row, medians of {found[0]['rounds']} rounds, ratios with "
-        f"90 % intervals; {versions_of(found)}; {_file('decoding.jsonl')}.\n"
+        + f"\nSeconds for {records[0]['max_tokens']} tokens per row, medians of {records[0]['rounds']} rounds, ratios "
+        f"with 90 % intervals; {versions_of(records)}; {_file('decoding.jsonl')}.\n"
     )
 
 
 def draw() -> str:
     """Cost of the ways to draw, and how often two models agree by them."""
-    found = lines("draw.jsonl")
+    records = lines("draw.jsonl")
     ways = {"inverse_cdf": "inverse CDF", "race": "race", "race_in_blocks": "race in blocks (ours)"}
     rows = [
         [f"ms per step, {line['rows']} rows, {line['vocabulary']:,} ids", *(f"{line[way]:.2f}" for way in ways), "–"]
-        for line in found
+        for line in records
         if line["what"] == "cost_ms" and line["rows"] == 32
     ]
     agreements = {
         f"agreement, {line['shape']}, {line['vocabulary']:,} ids": line
-        for line in found
+        for line in records
         if line["what"] == "agreement" and line["vocabulary"] in (512, 151_936)
     }
     agreements |= {
         f"agreement, jargon pair, {line['senior'].split('/')[0]}": line["agreement"]
-        for line in found
+        for line in records
         if line["what"] == "pair"
     }
     rows += [[name, *(f"{line[way]:.3f}" for way in (*ways, "bound"))] for name, line in agreements.items()]
     return (
-        markdown_table(["", *ways.values(), "upper bound"], rows) + f"\n{versions_of(found)}; {_file('draw.jsonl')}.\n"
+        markdown_table(["", *ways.values(), "upper bound"], rows)
+        + f"\n{versions_of(records)}; {_file('draw.jsonl')}.\n"
     )
 
 
 def tandem_cost() -> str:
-    found = lines("tandem_cost.jsonl")
+    records = lines("tandem_cost.jsonl")
     models = {"tiny": "0.4M", "mid": "63M", "kv": "KV-heavy 6M"}
     pairs = ("lockstep / stock", "lazy / solo", "lazy / stock", "lazy / lockstep", "majority / lazy")
     rows = []
-    for line in found:
+    for line in records:
         shown = {pair: f"{line['ratios'][pair]['median']:.2f}" for pair in pairs}
         low, high = line["ratios"]["lazy / solo"]["interval_90"]
         shown["lazy / solo"] += f" [{low:.2f}, {high:.2f}]"
@@ -217,7 +218,7 @@ def tandem_cost() -> str:
         )
     return (
         markdown_table(["model, rows, context", "rounds", *pairs], rows)
-        + f"\nMedians of the ratio within a round, with a 90 % interval; {versions_of(found)}; "
+        + f"\nMedians of the ratio within a round, with a 90 % interval; {versions_of(records)}; "
         f"{_file('tandem_cost.jsonl')}.\n"
     )
 
@@ -291,15 +292,15 @@ def refreshed(page: Path) -> str:
         ValueError: an unknown block; names it.
     """
 
-    def renew(found: re.Match[str]) -> str:
-        opening, name, closing = found.groups()
+    def refresh_block(match: re.Match[str]) -> str:
+        opening, name, closing = match.groups()
         if name not in BLOCKS:
             raise ValueError(f"{page}: unknown block {name!r}; known: {', '.join(BLOCKS)}")
         top = page.parent == ROOT
         text = BLOCKS[name]().replace("{docs}", "docs/" if top else "").replace("{root}", "" if top else "../")
         return f"{opening}{text}{closing}"
 
-    return BLOCK.sub(renew, page.read_text(encoding="utf-8"))
+    return BLOCK.sub(refresh_block, page.read_text(encoding="utf-8"))
 
 
 def take_over(folders: Iterable[Path]) -> None:

@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 
 import tandemrl
-from tandemrl.losses import ppo_clip
 from tandemrl.selection.draws import SELECTION, stream, uniforms
 
 
@@ -44,7 +43,7 @@ def handover(opening: int, prob: float) -> tandemrl.Strategy:
 
 
 def successes_only(logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, **clip: float | None) -> Tensor:
-    return ppo_clip(logprobs, old_logprobs, advantages.clamp(min=0.0), **clip)
+    return tandemrl.ppo_clip(logprobs, old_logprobs, advantages.clamp(min=0.0), **clip)
 
 
 parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)

@@ -9,8 +9,8 @@ import argparse
 from dataclasses import replace
 from pathlib import Path
 
+from tandemrl import EXPERIMENTS, run_experiment
 from tandemrl.cli.heartbeat import heartbeat, last_written
-from tandemrl.experiments.experiment import EXPERIMENTS, run_experiment
 
 
 def main() -> None:

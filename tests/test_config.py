@@ -2,8 +2,10 @@
 
 import dataclasses
 import re
+from collections.abc import Iterator
 from importlib.resources import files
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -12,11 +14,15 @@ from tandemrl.config import (
     ConfigError,
     batch_plan,
     difference,
+    expected,
+    explanation,
     find_config,
+    leaves,
     load,
     to_dict,
     to_yaml,
 )
+from tandemrl.config.schema import Leaf
 
 PACKAGED = sorted(file.name for file in files("tandemrl.configs").iterdir() if file.name.endswith(".yaml"))
 DEEPSCALER = ("deepscaler_tandem", "deepscaler_grpo", "deepscaler_kl", "deepscaler_grpo_g16")
@@ -297,3 +303,48 @@ def test_to_dict_is_plain() -> None:
     tree = to_dict(load())
     assert tree["train"]["betas"] == [0.9, 0.999]
     assert tree["data"]["train"] == ["synthetic:plain:train"]
+
+
+def test_every_key_is_explained() -> None:
+    keys = list(leaves(load()))
+    assert [key.key for key in keys if not explanation(key).endswith((".", '"'))] == []
+    assert explanation(next(key for key in keys if key.key == "selection.prob_senior")).startswith("p: probability")
+    assert {key.key for key in keys if key.section.__doc__.startswith(f"{key.section.__name__}(")} == set()  # generated
+
+
+def test_the_keys_are_those_of_a_stored_config() -> None:
+    def dotted(tree: dict[str, Any], prefix: str = "") -> Iterator[str]:
+        for key, value in tree.items():
+            yield from dotted(value, f"{prefix}{key}.") if isinstance(value, dict) and value else (f"{prefix}{key}",)
+
+    assert [key.key for key in leaves(load())] == list(dotted(to_dict(load())))
+
+
+OUTSIDE = {
+    "at least 1": ("0", "-1"),
+    "at least 64": ("63",),
+    "0 or positive": ("-1",),
+    "0 or 1": ("2", "-1"),
+    "0 (off) or above 1": ("1", "0.5", "-1"),
+    "positive": ("0", "-1"),
+    "in [0, 1]": ("-0.1", "1.1"),
+    "in (0, 1]": ("0", "1.1"),
+    "in [0, 1)": ("-0.1", "1"),
+    "two numbers in [0, 1)": ("[0.9,1]", "[-0.1,0.9]"),
+    "without repeats": ("[boxed,boxed]",),
+    "at least one source": ("[]",),
+    "an address such as http://localhost:8000/v1": ("localhost:8000", "ftp://localhost"),
+}
+"""Values that a range, as it is worded, excludes."""
+
+
+@pytest.mark.parametrize("leaf", [leaf for leaf in leaves(load()) if leaf.allowed], ids=lambda leaf: leaf.key)
+def test_a_value_outside_of_its_range_is_refused_with_the_range(leaf: Leaf) -> None:
+    words = leaf.allowed.words
+    for value in OUTSIDE[words.partition(": ")[0]]:
+        with pytest.raises(
+            ConfigError, match=rf"^{re.escape(leaf.key)}=.*: must be (null,? (or )?)?{re.escape(words)}$"
+        ):
+            load(overrides=[f"{leaf.key}={value}"])
+    if "null" in expected(leaf.type):
+        load(overrides=[f"{leaf.key}=null"])

@@ -38,9 +38,9 @@ def refresh() -> ModuleType:
 
 
 def block(page: str, name: str) -> str:
-    found = re.search(rf"<!-- figures: {name} -->\n(.*?)<!-- end -->", (ROOT / page).read_text(), re.DOTALL)
-    assert found, f"{page} has no block {name}"
-    return found.group(1)
+    match = re.search(rf"<!-- figures: {name} -->\n(.*?)<!-- end -->", (ROOT / page).read_text(), re.DOTALL)
+    assert match, f"{page} has no block {name}"
+    return match.group(1)
 
 
 def table(text: str) -> list[dict[str, str]]:

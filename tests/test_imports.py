@@ -2,11 +2,14 @@
 
 import ast
 import os
+import re
 import subprocess
 import sys
+import tomllib
 from collections.abc import Iterator
 from graphlib import TopologicalSorter
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
@@ -34,12 +37,12 @@ def package(module: str) -> str:
 
 
 def modules() -> dict[str, Path]:
-    found = {}
+    paths = {}
     for root, package in ((ROOT / "src" / "tandemrl", "tandemrl"), (ROOT / "cli", "tandemrl.cli")):
         for path in sorted(root.rglob("*.py")):
             parts = [package, *path.relative_to(root).with_suffix("").parts]
-            found[".".join(parts).removesuffix(".__init__")] = path
-    return found
+            paths[".".join(parts).removesuffix(".__init__")] = path
+    return paths
 
 
 MODULES = modules()
@@ -69,6 +72,17 @@ def test_imports_go_down_or_sideways(name: str) -> None:
     assert {other for other in own if FLOOR.get(package(other), 99) > FLOOR[package(name)]} == set()
 
 
+def test_what_is_installed_and_checked_follows_the_folders() -> None:
+    settings = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    folders = {name for name, path in MODULES.items() if path.name == "__init__.py"}
+    assert set(settings["tool"]["setuptools"]["packages"]) == folders | {"tandemrl.configs"}
+    [strict] = settings["tool"]["mypy"]["overrides"]
+    [typed] = re.findall(r"^TYPED := (.*)$", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    for name in [*strict["module"], *typed.split(",")]:
+        assert name.removesuffix(".*") in MODULES or name == "beartype.beartype"
+    assert {"tandemrl.models", "tandemrl.losses", "tandemrl.selection", "tandemrl.rollout"} <= set(typed.split(","))
+
+
 def test_no_circles() -> None:
     """Neither between modules, imports inside of functions included, nor between packages."""
     modules = {name: {i for i in imported(path) if i in MODULES} for name, path in MODULES.items()}
@@ -94,8 +108,9 @@ def test_the_core_is_pure(name: str) -> None:
 
 @pytest.mark.parametrize("name", MODULES)
 def test_only_one_folder_imports_vllm(name: str) -> None:
+    inside = tuple(f"tandemrl.rollout.vllm.{module}" for module in ("engine", "guard", "runner", "sampler", "worker"))
     for other in imported(MODULES[name]):
-        assert not other.startswith("vllm.v1") or name.endswith(("vllm.worker", "vllm.guard"))
+        assert not other.startswith("vllm.v1") or name in inside
         assert other.split(".")[0] != "vllm" or name.startswith("tandemrl.rollout.vllm.")
 
 
@@ -138,17 +153,15 @@ def test_the_facade_has_every_name_it_promises() -> None:
         _ = tandemrl.trian
 
 
-def test_the_facade_promises_type_checkers_the_same_names() -> None:
+def test_the_facade_is_made_of_functions_and_values() -> None:
     import tandemrl
 
-    tree = ast.parse(MODULES["tandemrl"].read_text())
-    typed = {
-        alias.asname: f"{node.module}.{alias.name}".removeprefix("tandemrl.")
-        for node in ast.walk(tree)
-        if isinstance(node, ast.ImportFrom) and str(node.module).startswith("tandemrl.")
-        for alias in node.names
-    }
-    assert typed == tandemrl._NAMES
+    assert not [name for name in tandemrl.__all__ if isinstance(getattr(tandemrl, name), ModuleType)]
+    stub = ast.parse((ROOT / "src" / "tandemrl" / "__init__.pyi").read_text())
+    aliases = [alias.name for node in stub.body if isinstance(node, ast.ImportFrom) for alias in node.names]
+    assert ["__version__", *aliases] == tandemrl.__all__  # no line of the stub escapes the facade
+    settings = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]
+    assert {"py.typed", "*.pyi"} <= set(settings["package-data"]["tandemrl"])  # and both are installed
 
 
 def test_the_tests_can_be_collected_without_vllm(tmp_path: Path) -> None:
@@ -228,7 +241,7 @@ def test_a_user_s_script_is_type_checked(tmp_path: Path, monkeypatch: pytest.Mon
     options = [f"--config-file={tmp_path}/mypy.ini", f"--cache-dir={tmp_path}/cache", "--follow-imports=silent"]
     report, errors, _ = api.run([*options, str(tmp_path / "right.py"), str(tmp_path / "wrong.py")])
     assert not errors
-    found = [line.removeprefix(f"{tmp_path}/") for line in report.splitlines() if ": error: " in line]
-    assert [line.split(": error: ")[0] for line in found] == [f"wrong.py:{line}" for line in (3, 4, 5, 6)], report
-    assert 'no attribute "Scroe"' in found[0]
-    assert 'no attribute "trian"' in found[1]
+    lines = [line.removeprefix(f"{tmp_path}/") for line in report.splitlines() if ": error: " in line]
+    assert [line.split(": error: ")[0] for line in lines] == [f"wrong.py:{line}" for line in (3, 4, 5, 6)], report
+    assert 'no attribute "Scroe"' in lines[0]
+    assert 'no attribute "trian"' in lines[1]

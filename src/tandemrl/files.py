@@ -130,16 +130,16 @@ def hint(path: str | Path) -> str:
         >>> hint("no/such/place/at/all")
         ''
     """
-    wanted = Path(path).expanduser()
-    here = next(parent for parent in (wanted, *wanted.parents) if parent.exists() or not parent.name)
-    name, *rest = wanted.relative_to(here).parts or ("",)
+    missing = Path(path).expanduser()
+    here = next(parent for parent in (missing, *missing.parents) if parent.exists() or not parent.name)
+    name, *rest = missing.relative_to(here).parts or ("",)
     try:
         names = [entry.name for entry in here.iterdir()]
     except OSError:
         return ""
     for close in difflib.get_close_matches(name, names, n=3):
-        if (found := here.joinpath(close, *rest)).exists():
-            return f"; did you mean {found}?"
+        if (candidate := here.joinpath(close, *rest)).exists():
+            return f"; did you mean {candidate}?"
     return ""
 
 

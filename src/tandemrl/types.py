@@ -37,7 +37,8 @@ class Rollout:
 
     ``tokens``, ``author`` and ``behaviour_logprobs`` have the same length (prompt + response). ``author`` is
     ``Author.CONTEXT`` on the prompt. ``behaviour_logprobs`` is the log-prob of each response token under its AUTHOR's
-    sampling distribution (nats), 0.0 on context.
+    sampling distribution (nats), 0.0 on context. ``key`` is the request key that all draws follow from; it is called
+    "seed" in ``samples.jsonl``.
 
     Raises:
         ValueError: a channel is missing entries or has an unknown author.
@@ -46,7 +47,7 @@ class Rollout:
     example_id: str
     group: int
     index: int
-    seed: int
+    key: int
     tokens: np.ndarray
     author: np.ndarray
     behaviour_logprobs: np.ndarray
@@ -80,7 +81,7 @@ class Rollout:
             "example_id": self.example_id,
             "group": self.group,
             "index": self.index,
-            "seed": self.seed,
+            "seed": self.key,
             "tokens": self.tokens.tolist(),
             "author": self.author.tolist(),
             "behaviour_logprobs": [round(float(x), 6) for x in self.behaviour_logprobs],
@@ -93,8 +94,9 @@ class Rollout:
 
     @classmethod
     def from_json(cls, line: Mapping[str, Any]) -> "Rollout":
-        channels = {key: np.asarray(line[key]) for key in ("tokens", "author", "behaviour_logprobs")}
-        return cls(**{key: line[key] for key in cls.__dataclass_fields__ if key in line} | channels)
+        arrays = {name: np.asarray(line[name]) for name in ("tokens", "author", "behaviour_logprobs")}
+        others = {name: line[name] for name in cls.__dataclass_fields__ if name in line}
+        return cls(**others | arrays | {"key": line["seed"]})
 
 
 class Group(NamedTuple):

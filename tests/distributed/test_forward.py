@@ -18,6 +18,7 @@ from tandemrl.distributed.world import World, join
 from tandemrl.models.attention import ModelError
 from tandemrl.models.batching import pack
 from tandemrl.models.forward import token_logprobs
+from tandemrl.models.head import PLAIN, ForwardOptions
 from tandemrl.models.loading import prepare
 from tandemrl.models.sampling import Truncation
 from tandemrl.models.sharding import clip_gradients, full_parameters, shard
@@ -48,20 +49,17 @@ MODELS: dict[str, Callable[[], PreTrainedModel]] = {
 class Pass(NamedTuple):
     """How one forward and backward is made. empty: every other data rank has nothing selected."""
 
-    temperature: float = 0.7
-    truncation: Truncation | None = None
-    vocabulary: int | None = None
+    options: ForwardOptions = ForwardOptions(temperature=0.7)
     checkpointing: bool = False
-    activation_offload: bool = False
     empty: bool = False
     entropy: bool = True
 
 
 PASSES = {
     "plain": Pass(),
-    "no entropy": Pass(temperature=1.0, entropy=False),
-    "truncated": Pass(temperature=1.5, truncation=Truncation(20, 0.9, 0.0), vocabulary=61),
-    "checkpointed": Pass(checkpointing=True, activation_offload=True),
+    "no entropy": Pass(PLAIN, entropy=False),
+    "truncated": Pass(ForwardOptions(temperature=1.5, truncation=Truncation(20, 0.9, 0.0), vocabulary=61)),
+    "checkpointed": Pass(ForwardOptions(temperature=0.7, activation_offload=True), checkpointing=True),
     "empty": Pass(empty=True),
 }
 MESHES = {
@@ -104,7 +102,7 @@ def batches(empty: bool) -> list[tuple[Batch, Tensor, Tensor]]:
                 tokens = np.concatenate([prompt, generator.integers(0, 60, length)])
                 author = np.repeat([-1, 1], [context, length]).astype(np.int8)
                 rollouts.append(Rollout("", number, 0, 0, tokens, author, np.zeros(len(tokens)), 0.0))
-        batch = pack(rollouts, torch.zeros(len(rollouts)))
+        batch = pack(rollouts)
         select = (batch.author >= 0) & torch.from_numpy(generator.random(len(batch.tokens)) < 0.8)
         weights = torch.from_numpy(generator.normal(size=len(batch.tokens))).float()
         out.append((batch, select & ~torch.tensor(empty and seed % 2 == 1), weights))
@@ -135,16 +133,10 @@ def outcome(model: PreTrainedModel, how: Pass, world: World) -> Outcome:
     given = batches(how.empty)
     for number in range(world.data_rank, len(given), world.data_size):
         batch, select, weights = given[number]
-        options: dict[str, Any] = dict(
-            select=select,
-            temperature=how.temperature,
-            truncation=how.truncation,
-            vocabulary=how.vocabulary,
-            shards=world.shards,
-        )
         with torch.no_grad():
-            before, _ = token_logprobs(model, batch, **options)
-        logp, entropy = token_logprobs(model, batch, activation_offload=how.activation_offload, **options)
+            resident = how.options._replace(activation_offload=False)
+            before, _ = token_logprobs(model, batch, select=select, options=resident, shards=world.shards)
+        logp, entropy = token_logprobs(model, batch, select=select, options=how.options, shards=world.shards)
         assert torch.equal(before, logp)
         part = (weights * logp).sum() + (weights.flip(0) * entropy).sum() * how.entropy
         part.backward()

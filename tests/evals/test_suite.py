@@ -314,7 +314,7 @@ def test_legibility_reads_the_pass_at_k_samples_and_writes_the_same_ones_without
             raise AssertionError("generated again")
 
     with monkeypatch.context() as patch:
-        patch.setattr(session, "TorchEngine", NoEngine)
+        patch.setattr(session, "make_engine", NoEngine)
         beside = phase("legibility")
         with pytest.raises(AssertionError, match="generated again"):  # other samples than pass@k's
             phase("legibility", out=tmp_path / "eval" / "other.json", limit=2)
@@ -526,7 +526,7 @@ def test_drift_reads_the_solo_texts_as_transformers_would(phase, pair, tokenizer
     alone = phase("drift", out=tmp_path / "alone")
     solo, legibility = phase("pass-at-k"), phase("legibility")
     with monkeypatch.context() as patch:
-        patch.setattr(session, "TorchEngine", None)  # the texts are not written again
+        patch.setattr(session, "make_engine", None)  # the texts are not written again
         result = phase("drift")
     assert result["metrics"] == alone["metrics"]
     prompts, _ = encode_prompts(load_rows(["synthetic:plain:heldout:4"]), tokenizer, max_prompt_tokens=200)

@@ -131,7 +131,7 @@ def jargon(tmp_path_factory):
     out = tmp_path_factory.mktemp("jargon") / "pair"
     seen = []
     with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(tiny.RECIPES, "jargon", {"base": recipe, "senior": recipe})
+        patch.setitem(tiny.WARM_STARTS, "jargon", {"base": recipe, "senior": recipe})
         manifest = build_tiny_pair(out, pair="jargon", progress=lambda *event: seen.append(event))
         yield out, manifest, seen
 
@@ -197,14 +197,14 @@ def test_the_plain_recipe_is_that_of_cached_pairs(built):
 
 def test_every_stage_of_every_pair_has_texts_and_a_recipe():
     stages = {name: ["base", *(["senior"] if pair.senior else [])] for name, pair in PAIRS.items()}
-    assert {name: list(recipes) for name, recipes in tiny.RECIPES.items()} == stages
+    assert {name: list(recipes) for name, recipes in tiny.WARM_STARTS.items()} == stages
 
 
 @pytest.mark.parametrize("pair", PAIRS)
 def test_every_word_of_a_pair_is_one_token(pair):
     """Of both stages, whatever comes before it; so that a jargon solution is as long as a plain one."""
-    tokenizer = train_tokenizer(pair, 0, vocab_size=tiny.RECIPES[pair]["base"].vocab_size)
-    for stage in tiny.RECIPES[pair]:
+    tokenizer = train_tokenizer(pair, 0, vocab_size=tiny.WARM_STARTS[pair]["base"].vocab_size)
+    for stage in tiny.WARM_STARTS[pair]:
         texts = [text for _, text in itertools.islice(examples(pair, 1, stage=stage), 300)]
         words = {word for text in texts for word in re.findall(r"(?<!\\)\b ?[A-Za-z]+\b", text)}
         assert len(words) >= 9

@@ -125,8 +125,8 @@ def test_whiten_over_processes_is_whiten_of_all():
         return whiten(x[parts[rank]], weights[parts[rank]], total=total)
 
     with ThreadPoolExecutor(len(parts)) as pool:
-        found = torch.cat(list(pool.map(process, range(len(parts)))))
-    torch.testing.assert_close(found, whiten(x, weights))
+        whitened = torch.cat(list(pool.map(process, range(len(parts)))))
+    torch.testing.assert_close(whitened, whiten(x, weights))
 
 
 def test_explained_variance():

@@ -15,9 +15,10 @@ from tandemrl.losses import (
     average_metrics,
     compute_advantages,
     gae,
-    gspo,
     policy_loss,
+    ppo_clip,
     reduce,
+    sequence_old_logprobs,
     token_weights,
     totals,
     whiten,
@@ -32,7 +33,6 @@ EVERYTHING = {
     "entropy_coef": 0.01,
     "kl_coef": 0.1,
     "junior_kl_coef": 0.05,
-    "importance_cap": 1.5,
 }
 NO_PENALTIES = {"kl_coef": 0.0, "entropy_coef": 0.0, "junior_kl_coef": 0.0}
 
@@ -64,7 +64,8 @@ def weighted(batch, junior_weight):
     return {**batch, "weights": weights, "totals": counts}
 
 
-def loss_and_gradient(recipe, batch, **options):
+def loss_and_gradient(recipe, batch, *, importance=None, **options):
+    recipe = recipe._replace(importance=importance or recipe.importance, importance_cap=1.5)
     logprobs = batch["logprobs"].clone().requires_grad_()
     loss, metrics = policy_loss(recipe, **{**batch, "logprobs": logprobs}, **{**EVERYTHING, **options})
     (gradient,) = torch.autograd.grad(loss, logprobs)
@@ -308,14 +309,11 @@ def test_float32_is_close_to_float64(recipe):
 # ---- single recipes and options --------------------------------------------------------------------------------------
 
 
-def test_gspo_recipe_is_the_gspo_function():
+def test_gspo_is_ppo_s_clip_at_the_ratio_of_the_sequence():
     batch = weighted(random_batch(), 0.0)
-    x = gspo(
-        *(batch[key] for key in ("logprobs", "old_logprobs", "advantages", "weights", "sequence_ids")),
-        num_sequences=7,
-        clip_low=3e-4,
-        clip_high=4e-4,
-    )
+    keys = ("logprobs", "old_logprobs", "weights", "sequence_ids")
+    old = sequence_old_logprobs(*(batch[key] for key in keys), num_sequences=7)
+    x = ppo_clip(batch["logprobs"], old, batch["advantages"], clip_low=3e-4, clip_high=4e-4)
     rest = [batch[key] for key in ("weights", "author", "sequence_ids")]
     expected = reduce(x, *rest, num_sequences=7, totals=batch["totals"], mode="sequence_mean_token_mean")
     loss, _ = policy_loss(RECIPES["gspo"], **batch)
@@ -333,20 +331,9 @@ def test_an_ablation_is_a_replace():
     assert torch.allclose(ablated, 2 * base)
 
 
-def test_overrides_win_over_the_recipe():
-    batch = weighted(random_batch(), 0.0)
-    options = {"clip_low": 0.1, "clip_high": 0.15, "dual_clip": 2.0, "importance": "token", "importance_cap": 1.2}
-    overridden = loss_and_gradient(RECIPES["dapo"], batch, **options)
-    replaced = loss_and_gradient(
-        RECIPES["dapo"]._replace(**options), batch, importance_cap=None
-    )  # EVERYTHING sets a cap of its own
-    assert torch.equal(overridden[0], replaced[0])
-    assert not torch.equal(overridden[0], loss_and_gradient(RECIPES["dapo"], batch)[0])
-
-
-def test_overrides_that_a_surrogate_ignores_are_refused():
+def test_a_clip_range_that_a_surrogate_ignores_is_refused():
     with pytest.raises(ValueError, match="reinforce"):
-        policy_loss(RECIPES["rloo"], **weighted(random_batch(), 0.0), clip_low=0.2)
+        policy_loss(RECIPES["rloo"]._replace(clip_low=0.2), **weighted(random_batch(), 0.0))
 
 
 @pytest.mark.parametrize(
@@ -392,7 +379,7 @@ def test_junior_kl_pulls_the_senior_towards_the_junior_on_junior_tokens_only():
 def test_metrics_are_detached_weighted_sums():
     batch = weighted(random_batch(), 0.5)
     batch["logprobs"] = batch["logprobs"].requires_grad_()
-    _, metrics = policy_loss(RECIPES["grpo"], **batch, importance="token")
+    _, metrics = policy_loss(RECIPES["grpo"]._replace(importance="token"), **batch)
     assert not any(value.requires_grad for value in metrics.values())
     weights, ratio = batch["weights"], (batch["logprobs"] - batch["old_logprobs"]).exp().detach()
     trained = weights > 0

@@ -3,7 +3,7 @@ from typing import get_args
 import pytest
 import torch
 
-from tandemrl.losses import Mode, add_totals, reduce, totals
+from tandemrl.losses import Reduction, add_totals, reduce, totals
 from tandemrl.types import Totals
 
 AUTHOR = torch.tensor([-1, 1, 0, 1, -1, 0, 0, -1, 1], dtype=torch.int8)
@@ -46,7 +46,7 @@ def test_hand_computed(mode, normalise_by, expected):
     assert float(value(mode=mode, normalise_by=normalise_by, constant=5.0)) == pytest.approx(expected)
 
 
-@pytest.mark.parametrize("mode", get_args(Mode))
+@pytest.mark.parametrize("mode", get_args(Reduction))
 def test_global_counts_may_be_floats_or_tensors(mode):
     as_tensors = Totals(torch.tensor(4.0), torch.tensor(12.0), torch.tensor(6.0))
     doubled = value(mode=mode, constant=5.0, counts=Totals(4.0, 12.0, 6.0))
@@ -54,7 +54,7 @@ def test_global_counts_may_be_floats_or_tensors(mode):
     assert doubled.item() == pytest.approx(value(mode=mode, constant=5.0).item() / 2)
 
 
-@pytest.mark.parametrize("mode", get_args(Mode))
+@pytest.mark.parametrize("mode", get_args(Reduction))
 def test_weight_zero_hides_even_nan(mode):
     x = torch.where(WEIGHTS > 0, X, float("nan")).requires_grad_()
     loss = value(x, mode=mode, constant=5.0)
@@ -64,7 +64,7 @@ def test_weight_zero_hides_even_nan(mode):
     assert (x.grad[WEIGHTS == 0] == 0).all()
 
 
-@pytest.mark.parametrize("mode", get_args(Mode))
+@pytest.mark.parametrize("mode", get_args(Reduction))
 def test_no_positive_weight_is_zero_with_zero_gradient(mode):
     x = X.clone().requires_grad_()
     loss = value(x, torch.zeros(9), mode=mode, constant=5.0)

@@ -7,12 +7,12 @@ from hypothesis import strategies as st
 
 from tandemrl.losses import (
     cispo,
-    gspo,
     importance_weights,
     log_ratio,
     ppo_clip,
     reduce,
     reinforce,
+    sequence_old_logprobs,
     totals,
     value_loss,
 )
@@ -90,7 +90,7 @@ def test_gspo_gradient_is_that_of_the_clipped_sequence_ratio(clips, junior_weigh
     new, old = randn(7, seed=6).requires_grad_(), randn(7, seed=6) + 0.2 * randn(7, seed=7)
     advantages = double(1.5, -0.5)
     counts = totals(weights, AUTHOR, IDS, num_sequences=2)
-    x = gspo(new, old, advantages[IDS], weights, IDS, num_sequences=2, **clips)
+    x = ppo_clip(new, sequence_old_logprobs(new, old, weights, IDS, num_sequences=2), advantages[IDS], **clips)
     loss = reduce(x, weights, AUTHOR, IDS, num_sequences=2, totals=counts, mode="sequence_mean_token_mean")
     (gradient,) = torch.autograd.grad(loss, new)
 
@@ -108,7 +108,8 @@ def test_gspo_gradient_is_that_of_the_clipped_sequence_ratio(clips, junior_weigh
 
 def test_gspo_ratio_is_made_of_senior_tokens_only():
     new, old = randn(7, seed=8), randn(7, seed=9)
-    x = gspo(new, old, -torch.ones(7).double(), SENIOR, IDS, num_sequences=2, clip_low=None, clip_high=None)
+    old_by_sequence = sequence_old_logprobs(new, old, SENIOR, IDS, num_sequences=2)
+    x = ppo_clip(new, old_by_sequence, -torch.ones(7).double(), clip_low=None, clip_high=None)
     difference = new - old
     expected = torch.stack([difference[1:3].mean(), difference[[4, 6]].mean()]).exp()[IDS]
     assert torch.allclose(x, expected)

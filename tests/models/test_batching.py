@@ -2,11 +2,10 @@ import itertools
 
 import numpy as np
 import pytest
-import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tandemrl.models.batching import attention_cost, micro_batches, pack, unpack
+from tandemrl.models.batching import attention_cost, micro_batches, pack
 from tandemrl.types import Rollout
 
 
@@ -23,37 +22,27 @@ def rollouts(draw):
 
 @given(rollouts())
 @settings(max_examples=60)
-def test_pack_then_unpack_is_the_identity(made):
-    advantages = torch.arange(1.0, len(made) + 1)
-    batch = pack(made, advantages)
-    assert batch.lengths.tolist() == [len(rollout.tokens) for rollout in made]
+def test_a_packed_batch_splits_into_its_rollouts(made):
+    batch = pack(made)
+    lengths = [len(rollout.tokens) for rollout in made]
+    assert batch.lengths.tolist() == lengths
     for name in ("tokens", "author", "behaviour_logprobs"):
-        for part, rollout in zip(unpack(getattr(batch, name), batch.lengths), made, strict=True):
+        for part, rollout in zip(getattr(batch, name).split(lengths), made, strict=True):
             np.testing.assert_array_equal(part.numpy(), getattr(rollout, name))
-    for part, rollout in zip(unpack(batch.positions, batch.lengths), made, strict=True):
-        assert part.tolist() == list(range(len(rollout.tokens)))
-    for i, part in enumerate(unpack(batch.sequence_ids, batch.lengths)):
-        assert set(part.tolist()) == {i}
-    for i, (part, rollout) in enumerate(zip(unpack(batch.advantages, batch.lengths), made, strict=True)):
-        assert part.tolist() == [i + 1.0 if who >= 0 else 0.0 for who in rollout.author]
+    for i, (positions, ids) in enumerate(
+        zip(batch.positions.split(lengths), batch.sequence_ids.split(lengths), strict=True)
+    ):
+        assert positions.tolist() == list(range(lengths[i]))
+        assert set(ids.tolist()) == {i}
+    assert not batch.advantages.any()
 
 
-def test_infinite_advantage_on_another_sequence_does_not_leak_into_context():
-    made = [Rollout("e", 0, i, 0, np.array([1, 2]), np.array([-1, 1]), np.zeros(2), reward=0.0) for i in range(2)]
-    assert pack(made, torch.tensor([float("inf"), 1.0])).advantages.tolist() == [0.0, float("inf"), 0.0, 1.0]
-
-
-def test_pack_and_unpack_refuse_what_does_not_fit():
-    one = Rollout("e", 0, 0, 0, np.array([1]), np.array([1]), np.zeros(1), reward=0.0)
+def test_pack_refuses_what_does_not_fit():
     empty = Rollout("culprit", 0, 4, 0, np.array([]), np.array([]), np.array([]), reward=0.0)
     with pytest.raises(ValueError, match="at least one rollout"):
-        pack([], torch.zeros(0))
-    with pytest.raises(ValueError, match="one advantage each"):
-        pack([one], torch.zeros(2))
+        pack([])
     with pytest.raises(ValueError, match="culprit/4"):
-        pack([empty], torch.zeros(1))
-    with pytest.raises(ValueError, match="add up to 3"):
-        unpack(torch.zeros(4), torch.tensor([1, 2]))
+        pack([empty])
 
 
 def partitions(items, count):

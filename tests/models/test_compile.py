@@ -1,4 +1,4 @@
-"""Compiled layers and decoding steps against uncompiled ones: the same numbers, few graphs.
+"""Compiled layers and decoding steps against uncompiled ones: the same numbers, few graphs; Liger's kernels.
 
 Where graphs begin and end, and for which shapes, does not depend on what they are compiled to: mostly ``aot_eager``
 does, which takes a tenth of the time.
@@ -6,7 +6,9 @@ does, which takes a tenth of the time.
 
 import copy
 import shutil
+import sys
 from functools import partial
+from types import SimpleNamespace
 
 import jaxtyping
 import numpy as np
@@ -17,9 +19,10 @@ from transformers import PreTrainedModel
 
 from helpers import VOCABULARY, llama, prepared, prompts, qwen3, requests, small_qwen3, tokenizer
 from tandemrl.config import ConfigError, load
+from tandemrl.models import compile
 from tandemrl.models.attention import ModelError
 from tandemrl.models.batching import pack_tokens
-from tandemrl.models.compile import compile_layers
+from tandemrl.models.compile import compile_layers, use_liger
 from tandemrl.models.forward import token_logprobs
 from tandemrl.rollout.engine import Completion, Sampling
 from tandemrl.rollout.torch_engine import TorchEngine
@@ -146,3 +149,42 @@ def test_a_missing_compiler_is_named(monkeypatch):
 def test_what_cannot_be_compiled_is_refused(key, also):
     with pytest.raises(ConfigError, match=rf"{key}=True: must be false with " + also.split("=")[0]):
         load("quickstart", [f"{key}=true", also])
+
+
+# ---------------------------------------------------------------------------------------------------------------- Liger
+
+
+def fake_liger(calls: list, *, scale: float = 1.0) -> SimpleNamespace:
+    """``liger_kernel.transformers``: its function for Qwen3 changes the final norm's weight by ``scale``."""
+
+    def apply(**options):
+        calls.append({name: value for name, value in options.items() if name != "model"})
+        options["model"].model.norm.weight.data *= scale
+
+    return SimpleNamespace(apply_liger_kernel_to_qwen3=apply)
+
+
+def test_liger_kernels_are_applied_without_their_losses_and_proved_on_a_probe(monkeypatch):
+    packed = prepared(qwen3())
+    monkeypatch.setattr(compile, "LIGER_DEVICES", ("cpu",))
+    calls: list[dict] = []
+    for scale in (1.0, 1.5):
+        monkeypatch.setitem(sys.modules, "liger_kernel.transformers", fake_liger(calls, scale=scale))
+        if scale == 1.0:
+            assert use_liger(packed) is packed
+        else:
+            with pytest.raises(ModelError, match="the senior: Liger kernels give other hidden states"):
+                use_liger(packed, name="the senior")
+    options = dict(rope=True, rms_norm=True, swiglu=True, cross_entropy=False, fused_linear_cross_entropy=False)
+    assert calls == [options, options]
+    monkeypatch.setitem(sys.modules, "liger_kernel.transformers", None)
+    with pytest.raises(ModelError, match=r"model\.liger=true: .*pip install 'tandemrl\[liger\]'"):
+        use_liger(packed)
+    packed.config.model_type = "gpt2"
+    with pytest.raises(ModelError, match="no Liger kernels for gpt2, only llama, qwen2, qwen3"):
+        use_liger(packed)
+
+
+def test_liger_kernels_are_refused_on_other_devices():
+    with pytest.raises(ModelError, match=r"need a CUDA device, the model is on cpu; set model\.liger=false"):
+        use_liger(prepared(qwen3()))

@@ -14,6 +14,7 @@ from tandemrl.losses import value_loss
 from tandemrl.models.attention import ModelError
 from tandemrl.models.batching import pack, pack_tokens
 from tandemrl.models.critic import load_critic, packed_values, token_values, value_head
+from tandemrl.models.head import ForwardOptions
 from tandemrl.types import Author, Batch, Rollout
 
 MODELS: dict[str, Callable[[], PreTrainedModel]] = {"qwen3": qwen3, "llama": llama, "gpt2": gpt2}
@@ -92,7 +93,7 @@ def test_a_group_whose_prompt_is_shared_has_the_same_values(folders):
             example_id="x",
             group=0,
             index=i,
-            seed=0,
+            key=0,
             tokens=np.array(prompt + answer),
             author=np.array([Author.CONTEXT] * 6 + [Author.SENIOR] * len(answer)),
             behaviour_logprobs=np.zeros(6 + len(answer)),
@@ -100,7 +101,7 @@ def test_a_group_whose_prompt_is_shared_has_the_same_values(folders):
         )
         for i, answer in enumerate(answers)
     ]
-    batch = pack(rollouts, torch.zeros(3))
+    batch = pack(rollouts)
     _, wanted = direct_values(folders("qwen3-critic"), [prompt + answer for answer in answers])
     written = batch.author >= 0
     values = token_values(load_critic(folders("qwen3-critic")), batch, select=written)
@@ -137,7 +138,7 @@ def test_a_saved_critic_keeps_its_head_bitwise(folders, tmp_path):
 def test_values_in_bfloat16_are_close_and_float32(folders):
     critic, batch = load_critic(folders("llama-critic")), pack_tokens(sequences([9, 14]))
     exact = token_values(critic, batch, select=everything(batch))
-    rough = token_values(critic, batch, select=everything(batch), autocast=torch.bfloat16)
+    rough = token_values(critic, batch, select=everything(batch), options=ForwardOptions(autocast=torch.bfloat16))
     assert rough.dtype == torch.float32
     assert 0 < (rough - exact).abs().max() < 0.05 * exact.abs().max()
 

@@ -40,7 +40,7 @@ class CountingScorer(Scorer):
     def __init__(self) -> None:
         self.calls: list[list[tuple[Row, str]]] = []
 
-    def score_rollouts(self, items: Sequence[tuple[Row, str]]) -> list[Score]:
+    def score(self, items: Sequence[tuple[Row, str]]) -> list[Score]:
         self.calls.append(list(items))
         return [Score(float(len(text)), {"acc": 0.0, "length": float(len(text))}, None) for _, text in items]
 
@@ -51,7 +51,7 @@ class Parrot:
     policy_version = 6
     vocabulary = 1000
     has_junior = True
-    info = EngineInfo("parrot", "1", "float32", "cpu")
+    info = EngineInfo("parrot", "float32")
 
     def __init__(self, spoil: Callable[[list[list[Completion]]], None] | None = None) -> None:
         self.spoil = spoil
@@ -78,6 +78,8 @@ class Parrot:
     def abort(self, keys: Iterable[int] | None = None) -> None: ...
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None: ...
+
+    def close(self) -> None: ...
 
     def fingerprint(self, who: Literal["senior", "junior"] = "senior") -> int:
         return 0
@@ -190,7 +192,7 @@ def test_rollouts_are_prompt_and_completion_with_the_score_of_their_own_text():
             completion = written.completions[g][index]
             n = len(prompt)
             assert (rollout.example_id, rollout.group, rollout.index) == (f"train/{g}", g, index)
-            assert (rollout.seed, rollout.stop_reason, rollout.policy_version) == (completion.key, "eos", 6)
+            assert (rollout.key, rollout.stop_reason, rollout.policy_version) == (completion.key, "eos", 6)
             assert rollout.tokens.tolist() == [*prompt, *completion.tokens]
             assert rollout.author.tolist() == [-1] * n + completion.author.tolist()
             assert rollout.behaviour_logprobs.tolist() == [0.0] * n + completion.behaviour_logprobs.tolist()
@@ -226,7 +228,7 @@ def test_the_reference_engine_collects_rollouts_that_pack():
     rollouts = [rollout for group in groups for rollout in group.rollouts]
     assert len(rollouts) == 8
     assert sum(told) == sum(rollout.response_tokens for rollout in rollouts)
-    batch = pack(rollouts, torch.arange(8.0))
+    batch = pack(rollouts)
     assert batch.num_sequences == 8
     assert (batch.behaviour_logprobs[batch.author == -1] == 0).all()
     assert (batch.behaviour_logprobs[batch.author >= 0] < 0).all()

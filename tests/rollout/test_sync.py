@@ -118,7 +118,7 @@ def test_after_a_sync_the_engine_writes_with_the_new_weights():
     new = [group[0] for group in engine.generate(batch)]
     assert [c.tokens.tolist() for c in old] != [c.tokens.tolist() for c in new]
     for prompt, completion in zip(prompts(3), new, strict=True):
-        packed = pack_tokens([[*prompt, *completion.tokens]])
+        packed = pack_tokens([[*prompt, *completion.tokens.tolist()]])
         logprobs, _ = token_logprobs(trainer, packed, select=packed.positions >= len(prompt))
         torch.testing.assert_close(
             logprobs[len(prompt) :].detach(), torch.from_numpy(completion.behaviour_logprobs), rtol=0, atol=5e-5

@@ -730,8 +730,7 @@ def test_a_refused_load_changes_nothing():
 
 
 def test_info_names_what_decodes():
-    info = engine().info
-    assert (info.name, info.dtype, info.device) == ("torch", "float32", "cpu")
+    assert engine().info == ("torch", "float32")
 
 
 def test_bfloat16_models_decode():

@@ -35,8 +35,10 @@ def test_any_subset_advances_as_in_a_replay(kinds) -> None:
     assert len(finished) > 10
     for strategy, key, tokens, authors in [*finished, *running.values()]:
         if tokens:
-            told = replay(strategy, torch.tensor([key]), torch.tensor([tokens]), torch.tensor([len(tokens)])).author[0]
-            assert told.tolist() == [int(a) for a in authors[: len(tokens)]]
+            replayed = replay(
+                strategy, torch.tensor([key]), torch.tensor([tokens]), torch.tensor([len(tokens)])
+            ).author[0]
+            assert replayed.tolist() == [int(a) for a in authors[: len(tokens)]]
 
 
 def test_strategies_without_rows_are_dropped() -> None:

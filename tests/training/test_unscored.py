@@ -43,7 +43,7 @@ def group_of(number: int, rewards: Sequence[float | None]) -> Group:
                 example_id=str(number),
                 group=number,
                 index=index,
-                seed=index,
+                key=index,
                 tokens=rng.integers(3, 60, 5 + size),
                 author=np.array([Author.CONTEXT] * 5 + [Author.SENIOR] * size),
                 behaviour_logprobs=np.zeros(5 + size),

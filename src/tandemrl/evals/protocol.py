@@ -20,8 +20,7 @@ from tandemrl.rollout.engine import (
     Engine,
     Request,
     Sampling,
-    check_answers,
-    check_authors,
+    generate_verified,
 )
 from tandemrl.selection import Strategy, sentence, solo, word
 from tandemrl.selection.boundaries import step_tables, word_boundary_table
@@ -188,10 +187,8 @@ def generate_samples(
             )
             for problem, prompt in enumerate(prompts)
         ]
-        completions = engine.generate(requests, progress=progress)
-        check_answers(requests, completions, engine.policy_version)
+        completions, _ = generate_verified(engine, requests, strategy, progress=progress)
         flat = [completion for group in completions for completion in group]
-        check_authors(flat, strategy)
         written += [
             _sample(i // samples, prompts[i // samples], arm, i % samples, completion, tokenizer)
             for i, completion in enumerate(flat)

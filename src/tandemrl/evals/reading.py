@@ -136,7 +136,7 @@ def readable(samples: Sequence[Sample], prompts: Sequence[Prompt], longest: floa
                 example_id=sample.example_id,
                 group=sample.problem,
                 index=sample.sample,
-                seed=sample.key,
+                key=sample.key,
                 tokens=np.array([*prompt, *text], dtype=np.int64),
                 author=np.repeat([Author.CONTEXT, Author.SENIOR], [len(prompt), len(text)]).astype(np.int8),
                 behaviour_logprobs=np.zeros(len(prompt) + len(text), dtype=np.float32),
@@ -158,7 +158,7 @@ def _batches(
     device = next(model.parameters()).device
     for rows in micro_batches(lengths, max(tokens_per_micro_batch, *lengths, 1)):
         indices = [keys[row] for row in rows]
-        yield indices, pack([texts[i] for i in indices], torch.zeros(len(indices)), device)
+        yield indices, pack([texts[i] for i in indices], device)
 
 
 def _by_text(channel: Float[Tensor, " t"], batch: Batch) -> list[np.ndarray]:

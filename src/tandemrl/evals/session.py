@@ -19,8 +19,7 @@ from tandemrl.rewards.judge.in_process import make_judge
 from tandemrl.rewards.judge.rubric import JudgePool
 from tandemrl.rewards.scoring import Scorer
 from tandemrl.rollout.engine import Engine
-from tandemrl.rollout.factory import vllm_engine
-from tandemrl.rollout.torch_engine import TorchEngine
+from tandemrl.rollout.factory import ModelSource, make_engine
 
 WRITTEN_TOGETHER: tuple[Phase, ...] = ("tandem", "handoff")
 NEED_JUNIOR: tuple[Phase, ...] = (*WRITTEN_TOGETHER, "legibility", "drift")
@@ -47,7 +46,7 @@ class Session:
         self.together = any(phase in WRITTEN_TOGETHER for phase in phases)
         self.has_judge = config.judge.url is not None or config.judge.model is not None
         self._models: dict[str, PreTrainedModel] = {}
-        self._vllm: Engine | None = None
+        self._engine: Engine | None = None
 
     # what makes results comparable
 
@@ -159,23 +158,21 @@ class Session:
     def engine(self, phase: Phase) -> Engine:
         """An engine for what the phase writes. vLLM: one for all phases, with the junior if any of them needs it."""
         config, rollout = self.config.model, self.config.rollout
-        if rollout.engine == "vllm":
-            if self._vllm is None:
-                self._vllm = vllm_engine(
-                    rollout,
-                    self.model,
-                    self.junior if self.together else None,
-                    self.tokenizer,
-                    dtype=config.dtype,
-                    device=config.device,
-                    longest=self.profile.longest(max(len(prompt.tokens) for prompt in self.prompts[0])),
-                )
-            return self._vllm
-        partner = self.load(self.junior) if phase in WRITTEN_TOGETHER else None
-        senior = self.load(self.model)
-        return TorchEngine(senior, partner, self.tokenizer, max_rows=rollout.max_rows, compile=rollout.compile)
+        shared = rollout.engine == "vllm"
+        if self._engine is None or not shared:
+            junior = self.junior if (self.together if shared else phase in WRITTEN_TOGETHER) else None
+            self._engine = make_engine(
+                rollout,
+                ModelSource(self.model, partial(self.load, self.model)),
+                None if junior is None else ModelSource(junior, partial(self.load, junior)),
+                self.tokenizer,
+                dtype=config.dtype,
+                device=config.device,
+                longest=self.profile.longest(max((len(prompt.tokens) for prompt in self.prompts[0]), default=0)),
+            )
+        return self._engine
 
     def close_engine(self) -> None:
-        if self._vllm is not None:
-            engine, self._vllm = self._vllm, None
-            engine.close()  # type: ignore[attr-defined]  # not part of the contract: only vLLM has something to close
+        if self._engine is not None:
+            engine, self._engine = self._engine, None
+            engine.close()

@@ -26,11 +26,11 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, train
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 from transformers import GenerationConfig, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
-from transformers.utils import logging as transformers_logging
 
 from tandemrl.data.rows import DataError, Row
 from tandemrl.data.synthetic import Problem, Stage, examples, generate, uses_jargon
 from tandemrl.files import NEW, publish
+from tandemrl.models.loading import no_progress_bars
 
 EOS = "<|im_end|>"
 PAD = "<|endoftext|>"
@@ -89,7 +89,7 @@ class WarmStart:
     eval_rows: int = 512
 
 
-RECIPES: dict[str, dict[Stage, WarmStart]] = {
+WARM_STARTS: dict[str, dict[Stage, WarmStart]] = {
     "plain": {"base": WarmStart()},
     "jargon": {"base": WarmStart(steps=1600, vocab_size=480), "senior": WarmStart(steps=1200, lr=4e-3, vocab_size=480)},
     "repair": {"base": WarmStart(steps=1600)},
@@ -168,7 +168,7 @@ def build_tiny_pair(
 
     building = out.with_name(f"{NEW}{out.name}-{os.getpid()}")
     for name, model in (("senior", senior), ("junior", junior)):
-        with _no_progress_bars():
+        with no_progress_bars():
             model.save_pretrained(building / name)
         tokenizer.save_pretrained(building / name)
     manifest = identity | {
@@ -202,7 +202,7 @@ def train_tokenizer(pair: str, seed: int, *, vocab_size: int, texts: int = 2000)
         initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
         show_progress=False,
     )
-    stages = [itertools.islice(examples(pair, seed, stage=stage), texts) for stage in RECIPES[pair]]
+    stages = [itertools.islice(examples(pair, seed, stage=stage), texts) for stage in WARM_STARTS[pair]]
     chats = itertools.chain.from_iterable(stages)
     bpe.train_from_iterator(
         (part for problem, text in chats for part in (f"user\n{problem.question}", f"assistant\n{text}")), trainer
@@ -358,13 +358,13 @@ def _lr_fraction(step: int, recipe: WarmStart) -> float:
 
 
 def _recipes(pair: str, steps: int | None, size: str) -> dict[Stage, WarmStart]:
-    if pair not in RECIPES:
-        raise DataError(f"unknown tiny pair {pair!r}; known: {', '.join(RECIPES)}")
+    if pair not in WARM_STARTS:
+        raise DataError(f"unknown tiny pair {pair!r}; known: {', '.join(WARM_STARTS)}")
     if size not in SIZES:
         raise DataError(f"unknown size {size!r} of a pair; known: {', '.join(SIZES)}")
     return {
         stage: replace(recipe, steps=recipe.steps if steps is None else steps, lr=recipe.lr * lr_scale(size))
-        for stage, recipe in RECIPES[pair].items()
+        for stage, recipe in WARM_STARTS[pair].items()
     }
 
 
@@ -407,15 +407,3 @@ def _threads(count: int) -> Iterator[None]:
         yield
     finally:
         torch.set_num_threads(before)
-
-
-@contextmanager
-def _no_progress_bars() -> Iterator[None]:
-    """Transformers draws a bar even for one small file; a library does not print."""
-    before = transformers_logging.is_progress_bar_enabled()
-    transformers_logging.disable_progress_bar()
-    try:
-        yield
-    finally:
-        if before:
-            transformers_logging.enable_progress_bar()

@@ -20,8 +20,8 @@ from tandemrl.losses.recipes import Recipe as Recipe
 from tandemrl.losses.recipes import average_metrics as average_metrics
 from tandemrl.losses.recipes import compute_advantages as compute_advantages
 from tandemrl.losses.recipes import policy_loss as policy_loss
-from tandemrl.losses.reduce import Mode as Mode
 from tandemrl.losses.reduce import NormaliseBy as NormaliseBy
+from tandemrl.losses.reduce import Reduction as Reduction
 from tandemrl.losses.reduce import add_totals as add_totals
 from tandemrl.losses.reduce import reduce as reduce
 from tandemrl.losses.reduce import sequence_sum as sequence_sum
@@ -29,7 +29,6 @@ from tandemrl.losses.reduce import totals as totals
 from tandemrl.losses.surrogates import RatioLevel as RatioLevel
 from tandemrl.losses.surrogates import Surrogate as Surrogate
 from tandemrl.losses.surrogates import cispo as cispo
-from tandemrl.losses.surrogates import gspo as gspo
 from tandemrl.losses.surrogates import importance_weights as importance_weights
 from tandemrl.losses.surrogates import log_ratio as log_ratio
 from tandemrl.losses.surrogates import ppo_clip as ppo_clip

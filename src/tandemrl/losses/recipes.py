@@ -16,7 +16,7 @@ from torch import Tensor
 
 from tandemrl.losses.advantages import group_centred, group_normalised, leave_one_out, whiten
 from tandemrl.losses.penalties import KLKind, kl
-from tandemrl.losses.reduce import Mode, NormaliseBy, divisor, reduce, require_one_of
+from tandemrl.losses.reduce import NormaliseBy, Reduction, divisor, reduce, require_one_of
 from tandemrl.losses.surrogates import (
     RatioLevel,
     Surrogate,
@@ -40,6 +40,7 @@ class Recipe(NamedTuple):
     advantage: group estimator; None = per-token advantages of a critic (``gae``).
     whiten: advantages are whitened over the trained tokens of the batch.
     ratio_level: one ratio per token, or one per sequence (GSPO).
+    mode: how per-token losses become one number, see ``reduce``.
     clip_low, clip_high, dual_clip: see ``tandemrl.losses.surrogates``; None = open.
     importance, importance_cap: truncated importance sampling against the sampler's log-probs.
     filter_zero_variance: groups whose outcomes are all equal are left out.
@@ -49,7 +50,7 @@ class Recipe(NamedTuple):
     name: str
     advantage: Advantage | None
     surrogate: Surrogate
-    mode: Mode
+    mode: Reduction
     clip_low: float | None = None
     clip_high: float | None = None
     dual_clip: float | None = None
@@ -135,11 +136,6 @@ def policy_loss(
     totals: Totals,
     normalise_by: NormaliseBy = "weight",
     constant: float | None = None,
-    clip_low: float | None = None,
-    clip_high: float | None = None,
-    dual_clip: float | None = None,
-    importance: Importance | None = None,
-    importance_cap: float | None = None,
     entropy: Float[Tensor, " t"] | None = None,
     entropy_coef: float = 0.0,
     ref_logprobs: Float[Tensor, " t"] | None = None,
@@ -150,7 +146,6 @@ def policy_loss(
 ) -> tuple[Float[Tensor, ""], dict[str, Float[Tensor, ""]]]:
     """This micro-batch's share of the step's loss, and detached metric sums.
 
-    ``clip_low``, ``clip_high``, ``dual_clip``, ``importance`` and ``importance_cap`` override the recipe's unless None.
     ``totals``, ``normalise_by``, ``constant``: see ``reduce``. Tokens of weight 0 are not looked at, except that
     ``junior_kl_coef`` (λ_jun) adds λ_jun · Σ k3 / response tokens over the junior-written tokens, a k3 estimate of
     KL(junior ‖ senior), since the junior sampled them: a pull of the senior towards the junior there. Its
@@ -176,11 +171,7 @@ def policy_loss(
     ):
         if coef != 0.0 and tensor is None:
             raise ValueError(f"{name}={coef} needs {channel}: pass it or set {name} to 0")
-    clip_low = recipe.clip_low if clip_low is None else clip_low
-    clip_high = recipe.clip_high if clip_high is None else clip_high
-    dual_clip = recipe.dual_clip if dual_clip is None else dual_clip
-    importance = recipe.importance if importance is None else importance
-    importance_cap = recipe.importance_cap if importance_cap is None else importance_cap
+    clip_low, clip_high = recipe.clip_low, recipe.clip_high
 
     # Masked on entry, not only in the reduction: there, a NaN at a weight-0 token would still have a NaN gradient.
     trained = weights > 0
@@ -191,7 +182,7 @@ def policy_loss(
         ratio_old = sequence_old_logprobs(new, old, weights, sequence_ids, num_sequences=num_sequences)
 
     advantages = torch.where(trained, advantages, 0.0)
-    x = recipe.surrogate(new, ratio_old, advantages, clip_low=clip_low, clip_high=clip_high, dual_clip=dual_clip)
+    x = recipe.surrogate(new, ratio_old, advantages, clip_low=clip_low, clip_high=clip_high, dual_clip=recipe.dual_clip)
 
     with torch.no_grad():
         ratio = log_ratio(new, ratio_old).exp()
@@ -207,15 +198,15 @@ def policy_loss(
     if entropy is not None:
         per_token["entropy"] = torch.where(trained, entropy, 0.0)
         x = x - entropy_coef * per_token["entropy"]
-    if importance != "none":
+    if recipe.importance != "none":
         per_token["importance"] = importance_weights(
             old,
             behaviour_logprobs,
             weights,
             sequence_ids,
             num_sequences=num_sequences,
-            level=importance,
-            cap=importance_cap,
+            level=recipe.importance,
+            cap=recipe.importance_cap,
         )
         x = x * per_token["importance"]
     loss = reduce(

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from tandemrl.types import Totals
 
-Mode = Literal["token_mean", "sequence_mean_token_mean", "sequence_mean_token_sum", "token_sum_constant"]
+Reduction = Literal["token_mean", "sequence_mean_token_mean", "sequence_mean_token_sum", "token_sum_constant"]
 NormaliseBy = Literal["weight", "response"]
 
 
@@ -74,7 +74,7 @@ def reduce(
     *,
     num_sequences: int,
     totals: Totals,
-    mode: Mode,
+    mode: Reduction,
     normalise_by: NormaliseBy = "weight",
     constant: float | None = None,
 ) -> Float[Tensor, ""]:
@@ -96,7 +96,7 @@ def reduce(
     Raises:
         ValueError: unknown ``mode`` or ``normalise_by``; ``token_sum_constant`` without a positive ``constant``.
     """
-    require_one_of("mode", mode, Mode)
+    require_one_of("mode", mode, Reduction)
     require_one_of("normalise_by", normalise_by, NormaliseBy)
     weighted = torch.where(weights > 0, x, 0.0) * weights
     if mode == "token_mean":

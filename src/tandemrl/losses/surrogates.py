@@ -117,27 +117,6 @@ def reinforce(
     return -advantages * logprobs
 
 
-def gspo(
-    logprobs: Float[Tensor, " t"],
-    old_logprobs: Float[Tensor, " t"],
-    advantages: Float[Tensor, " t"],
-    weights: Float[Tensor, " t"],
-    sequence_ids: Int64[Tensor, " t"],
-    *,
-    num_sequences: int,
-    clip_low: float | None,
-    clip_high: float | None,
-    dual_clip: float | None = None,
-) -> Float[Tensor, " t"]:
-    """``ppo_clip`` with one ratio per sequence (GSPO, arXiv 2507.18071, equation 5 in the token form of section 4.3).
-
-    The same as a recipe with ``ratio_level="sequence"``. Under ``sequence_mean_token_mean`` its gradient is that of
-    clip(s)·A with s the sequence's ratio.
-    """
-    old_logprobs = sequence_old_logprobs(logprobs, old_logprobs, weights, sequence_ids, num_sequences=num_sequences)
-    return ppo_clip(logprobs, old_logprobs, advantages, clip_low=clip_low, clip_high=clip_high, dual_clip=dual_clip)
-
-
 def sequence_old_logprobs(
     logprobs: Float[Tensor, " t"],
     old_logprobs: Float[Tensor, " t"],
@@ -150,7 +129,8 @@ def sequence_old_logprobs(
 
     sg(logprobs − log s): a surrogate that reads it has the value of s and a gradient through each token's own
     log-prob (arXiv 2507.18071, equation 14). Weight 0 keeps a token out of s, so in tandem training s is a mean over
-    senior tokens. A sequence with Σw = 0 has s = 1.
+    senior tokens. A sequence with Σw = 0 has s = 1. ``ppo_clip`` on them is GSPO (equation 5 in the token form of
+    section 4.3): under ``sequence_mean_token_mean`` its gradient is that of clip(s)·A.
     """
     differences = torch.where(weights > 0, (logprobs - old_logprobs).detach(), 0.0)
     weight = sequence_sum(weights, sequence_ids, num_sequences=num_sequences)

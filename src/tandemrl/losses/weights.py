@@ -1,4 +1,8 @@
-"""How much each token counts in the loss: the only place where authorship enters it."""
+"""How much each token counts in the loss, by who wrote it: the only place that treats senior and junior differently.
+
+But for ``policy_loss``, which adds λ_jun over the junior's tokens where ``junior_kl_coef`` is not 0. Elsewhere in the
+losses ``author`` only tells responses from context (``reduce``, ``totals``, ``token_rewards``).
+"""
 
 import torch
 from jaxtyping import Float, Int8

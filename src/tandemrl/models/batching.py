@@ -6,8 +6,6 @@ from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 import torch
-from jaxtyping import Float, Int64, Shaped
-from torch import Tensor
 
 from tandemrl.types import Author, Batch, Rollout
 
@@ -22,67 +20,38 @@ MAX_IDLE = 0.03
 """Share of the processes' time that groups may cost by being kept together; more, and they are cut."""
 
 
-def pack(rollouts: Sequence[Rollout], advantages: Float[Tensor, " s"], device: torch.device | str = "cpu") -> Batch:
-    """Lay rollouts end to end; entry i of every channel still describes token i.
-
-    Args:
-        advantages: one per rollout; repeated on its response tokens, 0 on context.
+def pack(rollouts: Sequence[Rollout], device: torch.device | str = "cpu") -> Batch:
+    """Lay rollouts end to end; entry i of every channel still describes token i. Advantages are still 0.
 
     Raises:
-        ValueError: no rollouts, an empty one, or another number of advantages.
+        ValueError: no rollouts, or an empty one.
     """
-    if len(rollouts) == 0 or len(rollouts) != len(advantages):
-        raise ValueError(
-            f"pack needs at least one rollout and one advantage each, got {len(rollouts)}, {len(advantages)}"
-        )
+    if not rollouts:
+        raise ValueError("pack needs at least one rollout")
     for rollout in rollouts:
         if len(rollout.tokens) == 0:
             raise ValueError(f"rollout {rollout.example_id}/{rollout.index} has no tokens")
     lengths = torch.tensor([len(rollout.tokens) for rollout in rollouts])
     sequence_ids = torch.repeat_interleave(torch.arange(len(rollouts)), lengths)
     starts = torch.cumsum(lengths, 0) - lengths
-    author = torch.from_numpy(np.concatenate([rollout.author for rollout in rollouts]))
-    per_token = advantages.detach().cpu()[sequence_ids]
     return Batch(
         tokens=torch.from_numpy(np.concatenate([rollout.tokens for rollout in rollouts])).to(device),
         positions=(torch.arange(len(sequence_ids)) - starts[sequence_ids]).to(device),
         sequence_ids=sequence_ids.to(device),
-        author=author.to(device),
-        advantages=torch.where(author >= 0, per_token, torch.zeros_like(per_token)).to(device),
+        author=torch.from_numpy(np.concatenate([rollout.author for rollout in rollouts])).to(device),
+        advantages=torch.zeros(len(sequence_ids), device=device),
         behaviour_logprobs=torch.from_numpy(np.concatenate([r.behaviour_logprobs for r in rollouts])).to(device),
         lengths=lengths.to(device),
     )
 
 
 def pack_tokens(sequences: Sequence[Sequence[int]], device: torch.device | str = "cpu") -> Batch:
-    """Lay plain token sequences end to end for scoring: all context, no advantages."""
+    """Lay plain token sequences end to end for scoring: all of them are context."""
     rollouts = [
-        Rollout(
-            example_id=str(i),
-            group=0,
-            index=i,
-            seed=0,
-            tokens=np.asarray(tokens),
-            author=np.full(len(tokens), Author.CONTEXT),
-            behaviour_logprobs=np.zeros(len(tokens)),
-            reward=0.0,
-            reward_parts={},
-        )
+        Rollout(str(i), 0, i, 0, np.asarray(tokens), np.full(len(tokens), Author.CONTEXT), np.zeros(len(tokens)), 0.0)
         for i, tokens in enumerate(sequences)
     ]
-    return pack(rollouts, torch.zeros(len(rollouts)), device)
-
-
-def unpack(channel: Shaped[Tensor, " t"], lengths: Int64[Tensor, " s"]) -> list[Tensor]:
-    """The sequences of a packed channel, in order; views, not copies.
-
-    Raises:
-        ValueError: the lengths do not add up to the channel.
-    """
-    sizes = lengths.tolist()
-    if sum(sizes) != len(channel):
-        raise ValueError(f"lengths add up to {sum(sizes)}, the channel has {len(channel)} entries")
-    return list(torch.split(channel, sizes))
+    return pack(rollouts, device)
 
 
 def attention_cost(length: int) -> float:
@@ -188,12 +157,12 @@ def _cuts(
     members: dict[int, list[int]] = {}
     for i in order:
         members.setdefault(groups[i], []).append(i)
-    limit, found = float(budget), 0
-    while found < len(lengths):
+    limit, pieces = float(budget), 0
+    while pieces < len(lengths):
         cut = [piece for group in members.values() for piece in _first_fit(group, lengths, limit)]
-        if len(cut) > found:
+        if len(cut) > pieces:
             yield cut
-        limit, found = limit / 1.5, len(cut)
+        limit, pieces = limit / 1.5, len(cut)
 
 
 def _first_fit(order: Sequence[int], lengths: Sequence[int], budget: Cost) -> list[list[int]]:

@@ -1,6 +1,5 @@
 """The critic of PPO: a transformer with one number per token, V(s), run packed like the policy."""
 
-from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 
@@ -13,10 +12,10 @@ from transformers import AutoModelForTokenClassification, PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
 from tandemrl.distributed.world import WHOLE, Shards
-from tandemrl.models.attention import Layout, ModelError, SharedSum
-from tandemrl.models.forward import activations_on_host, hidden_states, part_of
-from tandemrl.models.loading import prepare, resolve_device
-from tandemrl.models.pretrained import check_folder, refusal
+from tandemrl.models.attention import Layout, ModelError
+from tandemrl.models.forward import channel_of, part_of, prefix_states
+from tandemrl.models.head import PLAIN, ForwardOptions
+from tandemrl.models.loading import check_folder, no_progress_bars, prepare, refusal, resolve_device
 from tandemrl.types import Batch
 
 
@@ -31,26 +30,23 @@ def load_critic(path: str | Path, *, device: str = "cpu") -> PreTrainedModel:
             refuses.
     """
     check_folder(path)
-    bars, level = transformers_logging.is_progress_bar_enabled(), transformers_logging.get_verbosity()
-    transformers_logging.disable_progress_bar()
+    level = transformers_logging.get_verbosity()
     transformers_logging.set_verbosity_error()  # a causal LM has no value head; that is no news
     try:
-        with torch.random.fork_rng(devices=[]):  # transformers draws a missing head
-            model, found = AutoModelForTokenClassification.from_pretrained(
+        with no_progress_bars(), torch.random.fork_rng(devices=[]):  # transformers draws a missing head
+            model, report = AutoModelForTokenClassification.from_pretrained(
                 path, dtype=torch.float32, num_labels=1, output_loading_info=True, trust_remote_code=False
             )
     except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
         raise refusal("critic", path, error) from None
     finally:
         transformers_logging.set_verbosity(level)
-        if bars:
-            transformers_logging.enable_progress_bar()
     model.to(resolve_device(device))
     for module in model.modules():
         if isinstance(module, nn.Dropout):
             module.p = 0.0
     name, head = value_head(model)
-    missing = {str(key) for key in found["missing_keys"]}
+    missing = {str(key) for key in report["missing_keys"]}
     if body := sorted(key for key in missing if not key.startswith(f"{name}.")):
         raise ModelError(f"critic {str(path)!r}: {len(body)} weights are missing there, the first is {body[0]}")
     weight, bias = head.weight.detach().clone(), None if head.bias is None else head.bias.detach().clone()
@@ -81,33 +77,25 @@ def token_values(
     batch: Batch,
     *,
     select: Bool[Tensor, " t"],
-    autocast: torch.dtype | None = None,
+    options: ForwardOptions = PLAIN,
     shards: Shards = WHOLE,
-    activation_offload: bool = False,
 ) -> Float[Tensor, " t"]:
     """V of the state in which each selected token was chosen: what is expected of the rest, read before the token.
 
     Entries that are not selected, and the first token of a sequence, are 0.0.
 
     Args:
-        shards, activation_offload: as for ``model.token_logprobs``. All of ``shards.tensor`` have the whole head.
+        options, shards: as for ``forward.token_logprobs``. Of the options only those of computing matter, and all
+            processes of ``shards.tensor`` have the whole head.
 
     Returns:
         float32; entry i describes token i, from the hidden state of token i - 1.
     """
     index = (select & (batch.positions > 0)).nonzero().squeeze(1)
     part = part_of(batch, index, shards.sequence)
-    packed = getattr(model, "packed_values", None) or partial(packed_values, model)  # see model.token_logprobs
-    found = packed(
-        part.tokens,
-        part.positions,
-        part.layout,
-        part.prefixes,
-        autocast=autocast,
-        activation_offload=activation_offload,
-    )
-    values = found.new_zeros(batch.tokens.shape[0]).index_copy(0, part.predicted, found)
-    return values if shards.sequence is None else SharedSum.apply(values, shards.sequence)
+    packed = getattr(model, "packed_values", None) or partial(packed_values, model)  # see token_logprobs
+    values = packed(part.tokens, part.positions, part.layout, part.prefixes, options)
+    return channel_of(values, part, batch, shards.sequence)
 
 
 def packed_values(
@@ -116,14 +104,10 @@ def packed_values(
     positions: Int64[Tensor, " k"],
     layout: Layout,
     prefixes: Int64[Tensor, " i"],
-    *,
-    autocast: torch.dtype | None,
-    activation_offload: bool = False,
+    options: ForwardOptions,
 ) -> Float[Tensor, " i"]:
     """Value after token ``prefixes[i]``: all that a pass does with the critic's parameters. The head is float32."""
-    offload = activations_on_host() if activation_offload else nullcontext()
-    with offload, torch.autocast(tokens.device.type, dtype=autocast, enabled=autocast is not None):
-        hidden = hidden_states(model, tokens, positions, layout)
+    hidden = prefix_states(model, tokens, positions, layout, prefixes, options)
     _, head = value_head(model)
     bias = None if head.bias is None else head.bias.float()
-    return F.linear(hidden.index_select(0, prefixes).float(), head.weight.float(), bias).squeeze(1)
+    return F.linear(hidden.float(), head.weight.float(), bias).squeeze(1)

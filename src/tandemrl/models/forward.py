@@ -5,7 +5,6 @@ the same stock transformers module. What differs is the *layout* (``attention``)
 model's keyword arguments to the registered attention function and says how queries meet keys.
 """
 
-from collections.abc import Sequence
 from contextlib import nullcontext
 from functools import partial
 from typing import Any, NamedTuple
@@ -18,22 +17,12 @@ from jaxtyping import Bool, Float, Int64
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed.tensor import DTensor
-from transformers import (
-    PreTrainedModel,
-)
+from transformers import PreTrainedModel
 
 from tandemrl.distributed.world import WHOLE, Shards
-from tandemrl.models.attention import (
-    Layout,
-    PackedLayout,
-    SharedSum,
-    UlyssesLayout,
-    share_contexts,
-)
-from tandemrl.models.head import LOGITS_PER_CHUNK as LOGITS_PER_CHUNK
-from tandemrl.models.head import HeadSettings, linear_logprobs
-from tandemrl.models.sampling import Truncation
-from tandemrl.types import Author, Batch
+from tandemrl.models.attention import Layout, PackedLayout, SharedSum, UlyssesLayout, share_contexts
+from tandemrl.models.head import PLAIN, ForwardOptions, HeadSettings, linear_logprobs
+from tandemrl.types import Batch
 
 
 def hidden_states(
@@ -52,63 +41,40 @@ def token_logprobs(
     batch: Batch,
     *,
     select: Bool[Tensor, " t"],
-    temperature: float = 1.0,
-    truncation: Truncation | None = None,
-    vocabulary: int | None = None,
-    autocast: torch.dtype | None = None,
+    options: ForwardOptions = PLAIN,
     shards: Shards = WHOLE,
-    activation_offload: bool = False,
 ) -> tuple[Float[Tensor, " t"], Float[Tensor, " t"]]:
     """Log-prob of every selected token given its prefix, and the entropy of the distribution it was drawn from.
 
-    The distribution is ``softmax(logits / temperature)``, restricted to the kept tokens when ``truncation`` is given
-    (the token itself is always kept). Entries that are not selected are 0.0. Logits live in chunks only and are
-    recomputed in backward: [t, v] is never materialised.
+    Entries that are not selected are 0.0. Logits live in chunks only and are recomputed in backward: [t, v] is never
+    materialised.
 
     Args:
-        vocabulary: number of logits, where the model has more than the engine that sampled; None = all.
-        autocast: compute dtype of the matrix products; None = the model's, or what ``parallel.shard`` was given.
         shards: the processes that compute this together; all of them pass the same batch and get the same result.
-        activation_offload: keep what backward needs of the layers in host memory.
 
     Returns:
         logprobs and entropy, nats, float32; entry i describes token i.
     """
-    select = select & (batch.positions > 0)  # the first token of a sequence has no prefix
-    index = select.nonzero().squeeze(1)
-    device = batch.tokens.device
-    empty = torch.zeros(batch.tokens.shape[0], dtype=torch.float32, device=device)
+    index = (select & (batch.positions > 0)).nonzero().squeeze(1)  # the first token of a sequence has no prefix
     part = part_of(batch, index, shards.sequence)
     # A sharded model has it as a method, around which its parameters are gathered and freed.
     packed = getattr(model, "packed_logprobs", None) or partial(packed_logprobs, model)
-    found = packed(
-        part.tokens,
-        part.positions,
-        part.layout,
-        part.prefixes,
-        batch.tokens.index_select(0, part.predicted),
-        temperature=temperature,
-        truncation=truncation,
-        vocabulary=vocabulary,
-        autocast=autocast,
-        group=shards.tensor,
-        activation_offload=activation_offload,
-    )
-    spread = [empty.index_copy(0, part.predicted, values) for values in found]
-    if shards.sequence is not None:
-        spread = [SharedSum.apply(values, shards.sequence) for values in spread]
-    return spread[0], spread[1]
+    targets = batch.tokens.index_select(0, part.predicted)
+    channels = packed(part.tokens, part.positions, part.layout, part.prefixes, targets, options, shards.tensor)
+    logprobs, entropy = (channel_of(values, part, batch, shards.sequence) for values in channels)
+    return logprobs, entropy
 
 
 class Part(NamedTuple):
-    """What one process computes of a batch: its tokens, and which log-probs come of them. predicted: those tokens
-    in the batch; prefixes: for each of them, the token before it, among ``tokens``."""
+    """What one process computes of a batch: its tokens, and which log-probs come of them."""
 
     tokens: Int64[Tensor, " k"]
     positions: Int64[Tensor, " k"]
     layout: Layout
     predicted: Int64[Tensor, " i"]
+    """The tokens of the batch that get a log-prob."""
     prefixes: Int64[Tensor, " i"]
+    """For each of them, the token before it, among ``tokens``."""
 
 
 def part_of(batch: Batch, index: Tensor, group: dist.ProcessGroup | None) -> Part:
@@ -131,6 +97,14 @@ def part_of(batch: Batch, index: Tensor, group: dist.ProcessGroup | None) -> Par
     return Part(tokens[here], positions[here], layout, index[mine], prefixes[mine] - first)
 
 
+def channel_of(
+    values: Float[Tensor, " i"], part: Part, batch: Batch, group: dist.ProcessGroup | None
+) -> Float[Tensor, " t"]:
+    """The values of the predicted tokens as a channel of the batch, over all processes of ``group``; 0.0 elsewhere."""
+    channel = values.new_zeros(batch.tokens.shape[0]).index_copy(0, part.predicted, values)
+    return channel if group is None else SharedSum.apply(channel, group)
+
+
 def packed_logprobs(
     model: PreTrainedModel,
     tokens: Int64[Tensor, " k"],
@@ -138,24 +112,29 @@ def packed_logprobs(
     layout: Layout,
     prefixes: Int64[Tensor, " i"],
     targets: Int64[Tensor, " i"],
-    *,
-    temperature: float,
-    truncation: Truncation | None,
-    vocabulary: int | None,
-    autocast: torch.dtype | None,
+    options: ForwardOptions,
     group: dist.ProcessGroup | None = None,
-    activation_offload: bool = False,
 ) -> tuple[Float[Tensor, " i"], Float[Tensor, " i"]]:
     """Log-prob of ``targets[i]`` after token ``prefixes[i]``, and the entropy there: all that a scoring pass does with
     the model's parameters. ``group``: processes that have other ids of the vocabulary."""
-    offload = activations_on_host() if activation_offload else nullcontext()
-    with offload, torch.autocast(tokens.device.type, dtype=autocast, enabled=autocast is not None):
-        hidden = hidden_states(model, tokens, positions, layout)
+    hidden = prefix_states(model, tokens, positions, layout, prefixes, options)
     head = model.get_output_embeddings()
     weight, bias = (x.to_local() if isinstance(x, DTensor) else x for x in (head.weight, head.bias))
-    rows = head.out_features
-    settings = HeadSettings(rows, vocabulary or rows, temperature, truncation, autocast, group)
-    return linear_logprobs(hidden.index_select(0, prefixes), weight, bias, targets, settings)
+    return linear_logprobs(hidden, weight, bias, targets, HeadSettings(head.out_features, options, group))
+
+
+def prefix_states(
+    model: PreTrainedModel,
+    tokens: Int64[Tensor, " k"],
+    positions: Int64[Tensor, " k"],
+    layout: Layout,
+    prefixes: Int64[Tensor, " i"],
+    options: ForwardOptions,
+) -> Float[Tensor, "i h"]:
+    """Last hidden states of the tokens ``prefixes``."""
+    offload = activations_on_host() if options.activation_offload else nullcontext()
+    with offload, torch.autocast(tokens.device.type, dtype=options.autocast, enabled=options.autocast is not None):
+        return hidden_states(model, tokens, positions, layout).index_select(0, prefixes)
 
 
 def activations_on_host() -> saved_tensors_hooks:
@@ -183,25 +162,3 @@ def _from_host(kept: Any) -> Tensor:
     host, device, spec = kept
     local = host.to(device, non_blocking=True)
     return local if spec is None else DTensor(local, spec, requires_grad=False)
-
-
-@torch.no_grad()
-def sequence_logprobs(
-    model: PreTrainedModel,
-    sequences: Sequence[Sequence[int]],
-    *,
-    tokens_per_micro_batch: int = 8192,
-    temperature: float = 1.0,
-) -> list[np.ndarray]:
-    """Log-prob of every token of plain sequences given its prefix; nats, float32, entry 0 is 0.0."""
-    from tandemrl.models.batching import micro_batches, pack_tokens
-
-    device = model.get_output_embeddings().weight.device
-    budget = max(tokens_per_micro_batch, max(map(len, sequences), default=1))
-    out: list[np.ndarray] = [np.zeros(0, np.float32)] * len(sequences)
-    for rows in micro_batches([len(s) for s in sequences], budget):
-        batch = pack_tokens([sequences[i] for i in rows], device=device)
-        logprobs, _ = token_logprobs(model, batch, select=batch.author >= int(Author.CONTEXT), temperature=temperature)
-        for i, values in zip(rows, logprobs.cpu().split(batch.lengths.tolist()), strict=True):
-            out[i] = values.numpy()
-    return out

@@ -14,17 +14,33 @@ REMOVED = -1e30  # logit of a truncated token: probability 0 like -inf, but p·l
 LOGITS_PER_CHUNK = 2**25  # float32 logits per buffer: 128 MiB; two buffers are alive at once, without truncation
 
 
+class ForwardOptions(NamedTuple):
+    """How a model scores tokens: the distribution that they were drawn from, and how it is computed."""
+
+    temperature: float = 1.0
+    """The distribution is ``softmax(logits / temperature)``."""
+    truncation: Truncation | None = None
+    """Only the tokens that it keeps have a probability; the scored token itself is always kept."""
+    vocabulary: int | None = None
+    """The number of logits, where the model has more than the engine that sampled; None = all."""
+    autocast: torch.dtype | None = None
+    """Compute dtype of the matrix products; None = the model's, or what ``sharding.shard`` was given."""
+    activation_offload: bool = False
+    """Keep what backward needs of the layers in host memory."""
+
+
+PLAIN = ForwardOptions()
+"""Temperature 1, every token, the model's own dtype."""
+
+
 class HeadSettings(NamedTuple):
-    """Of ``linear_logprobs``. rows: of the whole LM head. vocabulary: ids from here on do not exist. dtype: of the
-    matrix products, None = the weight's. group: process i has the i-th of equal parts of the rows (the last may have
-    fewer)."""
+    """What ``linear_logprobs`` knows of the LM head."""
 
     rows: int
-    vocabulary: int
-    temperature: float = 1.0
-    truncation: Truncation | None = None
-    dtype: torch.dtype | None = None
+    """Rows of the whole head."""
+    options: ForwardOptions = PLAIN
     group: dist.ProcessGroup | None = None
+    """Process i has the i-th of equal parts of the rows; the last part may be smaller."""
 
     @property
     def part(self) -> int:
@@ -38,7 +54,7 @@ class HeadSettings(NamedTuple):
 
     def chunks(self, count: int) -> list[slice]:
         """Tokens whose logits are alive together; the same on every process of ``group``."""
-        return _slices(count, self.part if self.truncation is None else self.rows)
+        return _slices(count, self.part if self.options.truncation is None else self.rows)
 
 
 def linear_logprobs(
@@ -65,7 +81,7 @@ class _LinearLogprobs(torch.autograd.Function):
         logprobs = torch.empty(hidden.shape[0], dtype=torch.float32, device=hidden.device)
         entropy, normaliser = torch.empty_like(logprobs), torch.empty_like(logprobs)
         ctx.save_for_backward(hidden, weight, bias, targets, normaliser, entropy)
-        weight, bias = _cast(weight, bias, settings.dtype)
+        weight, bias = _cast(weight, bias, settings.options.autocast)
         for rows in settings.chunks(hidden.shape[0]):
             z = _logits(hidden[rows], weight, bias, targets[rows], settings)
             largest = z.amax(-1)
@@ -93,7 +109,7 @@ class _LinearLogprobs(torch.autograd.Function):
         wide = torch.promote_types(weight.dtype, torch.float32)
         grad_weight = torch.zeros_like(weight, dtype=wide) if ctx.needs_input_grad[1] else None  # frozen under adapters
         grad_bias = None if bias is None else torch.zeros_like(bias, dtype=wide)
-        weight, bias = _cast(weight, bias, settings.dtype)
+        weight, bias = _cast(weight, bias, settings.options.autocast)
         if grad_logprobs is None:
             grad_logprobs = torch.zeros_like(normaliser)
         for rows in settings.chunks(hidden.shape[0]):
@@ -108,8 +124,8 @@ class _LinearLogprobs(torch.autograd.Function):
                 del slope
             here, mine = _local(targets[rows], grad.shape[1], settings)
             grad.scatter_add_(1, here[:, None], torch.where(mine[:, None], g, 0.0))
-            if settings.temperature != 1.0:
-                grad.div_(settings.temperature)
+            if settings.options.temperature != 1.0:
+                grad.div_(settings.options.temperature)
             grad = grad.to(weight.dtype)
             grad_hidden[rows] = (grad @ weight).to(hidden.dtype)
             if grad_weight is not None:
@@ -145,13 +161,13 @@ def _logits(
 ) -> Float[Tensor, "r v"]:
     """Scaled and truncated logits of this process's part of the vocabulary, in memory of their own."""
     logits = F.linear(hidden.to(weight.dtype), weight, bias).float()
-    first, rows = settings.first, weight.shape[0]
-    if settings.vocabulary < first + rows:
-        logits[:, max(0, settings.vocabulary - first) :] = REMOVED
-    if settings.temperature != 1.0:
-        logits.div_(settings.temperature)
-    if settings.truncation is not None:
-        keep = kept_tokens(_gathered(logits, settings), settings.truncation).scatter_(1, targets[:, None], True)
+    options, first, rows = settings.options, settings.first, weight.shape[0]
+    if options.vocabulary is not None and options.vocabulary < first + rows:
+        logits[:, max(0, options.vocabulary - first) :] = REMOVED
+    if options.temperature != 1.0:
+        logits.div_(options.temperature)
+    if options.truncation is not None:
+        keep = kept_tokens(_gathered(logits, settings), options.truncation).scatter_(1, targets[:, None], True)
         logits.masked_fill_(~keep[:, first : first + rows], REMOVED)
     return logits
 

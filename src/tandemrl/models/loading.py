@@ -1,9 +1,12 @@
-"""Causal LMs from transformers: loading, and wiring to packed attention.
+"""Models and tokenizers from folders or the hub: loading, wiring to packed attention, and what is wrong with a path.
 
-Nothing of a model is patched; ``compile`` has what a user may ask for beyond that.
+A path is checked before transformers would take it for a hub id. Nothing of a model is patched; ``compile`` has what a
+user may ask for beyond that.
 """
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
@@ -20,14 +23,11 @@ from transformers import (
 from transformers.utils import logging as transformers_logging
 
 from tandemrl.distributed.watchdog import stamp
-from tandemrl.models.attention import (
-    ATTENTION,
-    ModelError,
-    PackedLayout,
-)
+from tandemrl.files import hint
+from tandemrl.models.attention import ATTENTION, ModelError, PackedLayout
 from tandemrl.models.forward import hidden_states
-from tandemrl.models.head import LOGITS_PER_CHUNK as LOGITS_PER_CHUNK
-from tandemrl.models.pretrained import check_folder, refusal
+
+CONFIG, TOKENIZER_CONFIG = "config.json", "tokenizer_config.json"
 
 
 def resolve_device(device: str) -> torch.device:
@@ -55,15 +55,11 @@ def load_model(path: str | Path, *, dtype: str = "float32", device: str = "cpu")
         ModelError: not loadable, not a causal LM with standard attention, or its head does more than a linear map.
     """
     check_folder(path)
-    bars = transformers_logging.is_progress_bar_enabled()
-    transformers_logging.disable_progress_bar()
     try:
-        model = AutoModelForCausalLM.from_pretrained(path, dtype=getattr(torch, dtype), trust_remote_code=False)
+        with no_progress_bars():
+            model = AutoModelForCausalLM.from_pretrained(path, dtype=getattr(torch, dtype), trust_remote_code=False)
     except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
         raise refusal("model", path, error) from None
-    finally:
-        if bars:
-            transformers_logging.enable_progress_bar()
     model.to(resolve_device(device))  # type: ignore[arg-type]  # transformers' annotation of `to` lacks its arguments
     stamp()
     return prepare(model, name=str(path))
@@ -96,18 +92,18 @@ def prepare(model: PreTrainedModel, *, name: str = "model", head: nn.Linear | No
     probe = torch.arange(sum(lengths), device=device) % model.config.get_text_config().vocab_size
     with torch.no_grad():
         alone = [model(input_ids=part[None], use_cache=False).logits[0] for part in probe.split(lengths)]
-        wanted = torch.cat(alone).float()
+        stock = torch.cat(alone).float()
         try:
             model.set_attn_implementation(ATTENTION)
             spans = [np.arange(4), np.arange(4, 7)]
-            found = head(hidden_states(model, probe, positions, PackedLayout(spans, device))).float()
+            packed = head(hidden_states(model, probe, positions, PackedLayout(spans, device))).float()
         except (ValueError, TypeError, AttributeError) as error:
             raise ModelError(f"{name}: {type(model).__name__} does not support custom attention: {error}") from None
     tolerance = 1e-3 if head.weight.dtype == torch.float32 else 0.1
-    if not torch.allclose(wanted, found, atol=tolerance * max(1.0, wanted.abs().max().item())):
+    if not torch.allclose(stock, packed, atol=tolerance * max(1.0, stock.abs().max().item())):
         raise ModelError(
             f"{name}: {type(model).__name__} gives other logits through the packed path (max difference "
-            f"{(wanted - found).abs().max().item():.3g}): its attention or its LM head is not a standard one"
+            f"{(stock - packed).abs().max().item():.3g}): its attention or its LM head is not a standard one"
         )
     return model
 
@@ -157,3 +153,74 @@ def eos_token_ids(generation: GenerationConfig | None, tokenizer: PreTrainedToke
     configured = generation.eos_token_id if generation is not None else None
     ids = set(configured if isinstance(configured, list) else [configured]) | {tokenizer.eos_token_id}
     return tuple(sorted(i for i in ids if i is not None))
+
+
+@contextmanager
+def no_progress_bars() -> Iterator[None]:
+    """Transformers draws a bar even for one small file; it would break into the console of a run."""
+    enabled = transformers_logging.is_progress_bar_enabled()
+    transformers_logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if enabled:
+            transformers_logging.enable_progress_bar()
+
+
+# ---------------------------------------------------------------------------------------------------------------- paths
+
+
+def is_local(path: str | Path) -> bool:
+    """Whether a path names a folder, there or not, and no hub id (NAME or OWNER/NAME)."""
+    folder = Path(path)
+    return (
+        folder.exists()
+        or folder.is_absolute()
+        or len(folder.parts) > 2
+        or str(path).startswith((".", "~"))
+        or (len(folder.parts) == 2 and folder.parent.is_dir())
+    )
+
+
+def check_folder(path: str | Path) -> None:
+    """Say what is wrong with a local path before it is taken for a hub id.
+
+    Raises:
+        ModelError: a folder without a model, or a local path that does not exist.
+    """
+    folder = Path(path)
+    if any((folder / name).is_file() for name in (CONFIG, TOKENIZER_CONFIG)) or not is_local(path):
+        return
+    export = next((f"; did you mean {each}?" for each in _exports(folder) if each.is_dir()), "")
+    if not folder.exists():
+        build = (
+            f"; build it: tandemrl model tiny --out {folder.parent}" if folder.parent.name.startswith("tiny") else ""
+        )
+        raise ModelError(f"{path}: no such folder{export or hint(folder) or build}")
+    if not folder.is_dir():
+        raise ModelError(f"{path}: a file; expected the folder of a model{export}")
+    kind = "a training checkpoint, not a model" if (folder / "meta.json").is_file() else ""
+    raise ModelError(f"{path}: {kind or 'neither a model nor a tokenizer is there'}{export}")
+
+
+def _exports(folder: Path) -> Iterator[Path]:
+    """Where the model may be that somebody looks for in a part of a run, in a run or in a tiny pair."""
+    for run in (parent.parent for parent in (folder, *folder.parents) if parent.name == "checkpoints"):
+        yield from (run / "hf" / folder.name, run / "hf" / "best")
+    for home in (folder / "hf", folder):
+        yield home / "best"
+        yield from sorted(home.glob("step_*"), key=lambda each: (len(each.name), each.name), reverse=True)
+    yield folder / "senior"
+
+
+def refusal(what: str, path: str | Path, error: Exception) -> ModelError:
+    """What transformers has against a model or tokenizer, as one error. what: e.g. ``model``."""
+    reason = next(iter(str(error).splitlines()), type(error).__name__)
+    if "trust_remote_code" in str(error) or "custom code" in str(error):
+        reason = (
+            "it comes with Python code of its own, which is never run (trust_remote_code=False); use a model of an "
+            "architecture that transformers has"
+        )
+    elif not is_local(path):
+        reason = f"there is no such folder, and from the hub: {reason}"
+    return ModelError(f"{what} {str(path)!r} could not be loaded: {reason}")

@@ -24,7 +24,7 @@ def score_rollouts(written: Written, scorer: Scorer, tokenizer: PreTrainedTokeni
                     example_id=prompt.row.example_id,
                     group=g,
                     index=index,
-                    seed=completion.key,
+                    key=completion.key,
                     tokens=np.concatenate([prompt.tokens, completion.tokens]),
                     author=np.concatenate([context, completion.author]),
                     behaviour_logprobs=np.concatenate([np.zeros(len(context)), completion.behaviour_logprobs]),

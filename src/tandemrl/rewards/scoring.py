@@ -292,7 +292,7 @@ class _Worker:
     """One scoring process. ``deadline`` is infinite while it is idle; ``task`` is what it is working on."""
 
     def __init__(self, command: Sequence[str]) -> None:
-        path = dict.fromkeys([str(Path(__file__).parents[3]), *filter(None, sys.path)])
+        path = dict.fromkeys([str(Path(__file__).parents[2]), *filter(None, sys.path)])
         self._errors = tempfile.TemporaryFile()  # noqa: SIM115 - closed in kill()
         self._process = subprocess.Popen(
             command,

@@ -11,8 +11,7 @@ from tandemrl.rollout.engine import (
     Engine,
     Request,
     Sampling,
-    check_answers,
-    check_authors,
+    generate_verified,
 )
 from tandemrl.selection import Strategy
 from tandemrl.selection.draws import request_key
@@ -55,8 +54,5 @@ def write(
         seen[example] += 1
         keys = tuple(request_key(seed, step, example, first + sample) for sample in range(group_size))
         requests.append(Request(prompt.tokens, keys, sampling, strategy))
-    version = engine.policy_version
-    completions = engine.generate(requests, progress=progress)
-    check_answers(requests, completions, version)
-    draws = check_authors([completion for group in completions for completion in group], strategy)
+    completions, draws = generate_verified(engine, requests, strategy, progress=progress)
     return Written([prompt for _, prompt in prompts], completions, draws)

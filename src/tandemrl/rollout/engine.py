@@ -1,14 +1,15 @@
 """The engine contract: tokens in, tokens, authors and the authors' log-probs out. Every engine obeys it."""
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+import threading
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from typing import Literal, NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from tandemrl.selection import Strategy, replay
+from tandemrl.selection import Strategy, Who, replay
 
 StopReason = Literal["eos", "stop", "length", "abort"]
 
@@ -96,15 +97,12 @@ class Completion:
         return self.author
 
 
-@dataclass(frozen=True, slots=True)
-class EngineInfo:
-    """What an engine reports about itself; stored with every result."""
+class EngineInfo(NamedTuple):
+    """What an engine reports about itself."""
 
     name: str
-    version: str
     dtype: str
-    device: str
-    extra: Mapping[str, str] = field(default_factory=dict)
+    """Of the weights, as torch names it; weights are compared in it."""
 
 
 @runtime_checkable
@@ -140,9 +138,36 @@ class Engine(Protocol):
         """Replace the senior's weights in place. The junior is never touched."""
         ...
 
-    def fingerprint(self, who: Literal["senior", "junior"] = "senior") -> int:
+    def fingerprint(self, who: Who = "senior") -> int:
         """An integer checksum of the weights this engine decodes with (see ``rollout.sync.fingerprint``)."""
         ...
+
+    def close(self) -> None:
+        """Give back processes and memory that the engine holds itself; it is of no further use."""
+        ...
+
+
+class Aborts:
+    """The completions of the running ``generate`` that are to end at their next token. Thread-safe."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._keys: set[int] | None = set()  # None: all
+
+    def __bool__(self) -> bool:
+        return self._keys != set()
+
+    def __contains__(self, key: int) -> bool:
+        return (keys := self._keys) is None or key in keys
+
+    def add(self, keys: Iterable[int] | None) -> None:
+        """None: all."""
+        with self._lock:
+            self._keys = None if keys is None or self._keys is None else self._keys | set(keys)
+
+    def clear(self) -> None:
+        with self._lock:
+            self._keys = set()
 
 
 def check_request(index: int, request: Request, *, vocabulary: int, context: int, has_junior: bool) -> None:
@@ -177,9 +202,9 @@ def check_completion(completion: Completion) -> None:
     for name in ("author", "behaviour_logprobs"):
         channel = getattr(completion, name)
         if channel is None or len(channel) != length:
-            found = "is missing" if channel is None else f"has {len(channel)} entries"
+            fault = "is missing" if channel is None else f"has {len(channel)} entries"
             raise EngineError(
-                f"completion {completion.key}: {name} {found} for {length} tokens. Without a full author channel "
+                f"completion {completion.key}: {name} {fault} for {length} tokens. Without a full author channel "
                 "training would silently become plain GRPO."
             )
     if length and not np.isin(completion.author, (0, 1)).all():
@@ -197,9 +222,9 @@ def check_answers(requests: Sequence[Request], completions: Sequence[Sequence[Co
     if len(completions) != len(requests):
         raise EngineError(f"the engine returned {len(completions)} groups for {len(requests)} requests")
     for i, (request, group) in enumerate(zip(requests, completions, strict=True)):
-        found = tuple(completion.key for completion in group)
-        if found != request.keys:
-            raise EngineError(f"request {i}: the engine returned completions of the keys {found}, not {request.keys}")
+        keys = tuple(completion.key for completion in group)
+        if keys != request.keys:
+            raise EngineError(f"request {i}: the engine returned completions of the keys {keys}, not {request.keys}")
         for completion in group:
             if completion.stop_reason == "abort":
                 raise EngineError(f"request {i}: completion {completion.key} was aborted; it is not complete")
@@ -244,3 +269,22 @@ def check_authors(completions: Sequence[Completion], strategy: Strategy) -> Draw
             f"({len(wrong)} tokens differ in all). The engine and the trainer disagree on who wrote what."
         )
     return Draws(int(expected.draws.sum()), int(expected.senior_draws.sum()))
+
+
+def generate_verified(
+    engine: Engine,
+    requests: Sequence[Request],
+    strategy: Strategy,
+    *,
+    progress: Callable[[int], None] | None = None,
+) -> tuple[list[list[Completion]], Draws]:
+    """``engine.generate`` of requests of one strategy, whose answers and authors are proved.
+
+    Raises:
+        EngineError: a completion is missing, in another's place, aborted, from other weights or lacks a channel, or
+            its authors are not those the strategy gives for its key.
+    """
+    version = engine.policy_version
+    completions = engine.generate(requests, progress=progress)
+    check_answers(requests, completions, version)
+    return completions, check_authors([completion for group in completions for completion in group], strategy)

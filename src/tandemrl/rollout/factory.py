@@ -1,54 +1,56 @@
-"""``rollout.*`` of a config -> a vLLM engine; vllm is imported here only when it is asked for."""
+"""The engine that ``rollout.*`` of a config asks for; vllm is imported here only when it is."""
 
-from transformers import PreTrainedTokenizerBase
+from collections.abc import Callable
+from typing import NamedTuple
+
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from tandemrl.config import ConfigError, RolloutConfig
 from tandemrl.rollout.engine import Engine
+from tandemrl.rollout.torch_engine import TorchEngine
 from tandemrl.rollout.vllm import require_vllm
 
 
-def vllm_engine(
+class ModelSource(NamedTuple):
+    """A model that an engine decodes with."""
+
+    path: str
+    """Model folder or hub id, from which vLLM loads it."""
+    load: Callable[[], PreTrainedModel]
+    """The loaded model for the torch engine, which then owns it."""
+
+
+def make_engine(
     config: RolloutConfig,
-    senior: str,
-    junior: str | None,
+    senior: ModelSource,
+    junior: ModelSource | None,
     tokenizer: PreTrainedTokenizerBase,
     *,
-    dtype: str,
-    device: str,
-    longest: int,
+    dtype: str = "float32",
+    device: str = "cpu",
+    longest: int | None = None,
 ) -> Engine:
-    """An engine for these models that serves requests of up to ``longest`` tokens, prompt and completion together.
+    """The engine for these models; without a junior the senior writes alone.
+
+    Args:
+        dtype, device: of the vLLM engine. The torch engine takes its models as they are loaded.
+        longest: tokens of the longest request that the vLLM engine serves, prompt and completion together; None = what
+            the models allow.
 
     Raises:
         ConfigError: vLLM is not installed, or is built for another device than ``device``.
-        EngineError: the models or the settings do not go together.
+        EngineError, ModelError: the models or the settings do not go together.
     """
+    if config.engine == "torch":
+        partner = None if junior is None else junior.load()
+        return TorchEngine(senior.load(), partner, tokenizer, max_rows=config.max_rows, compile=config.compile)
     require_vllm("rollout.engine=vllm")
     try:
-        from tandemrl.rollout.vllm.engine import VllmEngine, platform_device
+        from tandemrl.rollout.vllm.backend import platform_device
+        from tandemrl.rollout.vllm.engine import VllmEngine
     except ImportError as error:
         raise ConfigError(f"rollout.engine=vllm: the installed vLLM is broken: {error}") from None
-    if (found := platform_device()) != device.partition(":")[0]:
-        raise ConfigError(f"model.device={device}: the installed vLLM runs on {found}; set model.device={found}")
-    v = config.vllm
-    return VllmEngine(
-        senior,
-        junior,
-        tokenizer,
-        mode=v.mode,
-        dtype=dtype,
-        max_rows=config.max_rows,
-        max_model_len=longest,
-        tensor_parallel=config.tensor_parallel,
-        multiprocess=v.multiprocess,
-        devices=v.devices,
-        kv_cache_gb=v.kv_cache_gb,
-        gpu_memory_utilization=v.gpu_memory_utilization,
-        sleep=v.sleep,
-        prefix_caching=v.prefix_caching,
-        max_batched_tokens=v.max_batched_tokens,
-        enforce_eager=v.enforce_eager,
-        junior_dtype=v.junior_dtype,
-        junior_quantization=v.junior_quantization,
-        junior_device=v.junior_device,
-    )
+    if (platform := platform_device()) != device.partition(":")[0]:
+        raise ConfigError(f"model.device={device}: the installed vLLM runs on {platform}; set model.device={platform}")
+    partner_path = None if junior is None else junior.path
+    return VllmEngine.start(senior.path, partner_path, tokenizer, config, dtype=dtype, longest=longest)

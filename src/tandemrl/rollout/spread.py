@@ -41,5 +41,8 @@ class SpreadEngine:
         self.own.load_weights(weights, version)
         self.policy_version = self.own.policy_version
 
+    def close(self) -> None:
+        self.own.close()
+
     def fingerprint(self, who: Literal["senior", "junior"] = "senior") -> int:
         return self.own.fingerprint(who)

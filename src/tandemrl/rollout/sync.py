@@ -47,19 +47,19 @@ def sync_weights(model: PreTrainedModel, engine: Engine, version: int) -> int:
     Raises:
         EngineError: the engine's weights or version are not what was sent.
     """
-    wanted, dtype = 0, getattr(torch, engine.info.dtype)
+    checksum, dtype = 0, getattr(torch, engine.info.dtype)
 
-    def sent() -> Iterator[tuple[str, Tensor]]:
-        nonlocal wanted
+    def weights() -> Iterator[tuple[str, Tensor]]:
+        nonlocal checksum
         for name, tensor in merged_parameters(model):
-            wanted ^= fingerprint([(name, tensor)], dtype)  # the whole one is the xor of its parts
+            checksum ^= fingerprint([(name, tensor)], dtype)  # the whole one is the xor of its parts
             yield name, tensor
 
-    engine.load_weights(sent(), version)
-    found = engine.fingerprint("senior")
-    if wanted != found or engine.policy_version != version:
+    engine.load_weights(weights(), version)
+    arrived = engine.fingerprint("senior")
+    if checksum != arrived or engine.policy_version != version:
         raise EngineError(
-            f"weights did not reach the engine: version {engine.policy_version} (sent {version}), checksum {found:#x} "
-            f"(sent {wanted:#x}). The rollouts would come from a stale policy."
+            f"weights did not reach the engine: version {engine.policy_version} (sent {version}), checksum "
+            f"{arrived:#x} (sent {checksum:#x}). The rollouts would come from a stale policy."
         )
-    return wanted
+    return checksum

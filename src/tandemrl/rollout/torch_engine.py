@@ -5,14 +5,11 @@ token, and draws that token by a counter-based key. Bookkeeping lives on the hos
 Column *p* of a KV cache is position *p* of its row, whoever wrote the token there: authorship never masks attention.
 """
 
-import threading
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Literal
 
 import torch
 import torch.nn.functional as F
-import transformers
 from jaxtyping import Float, Float64, Int64
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -22,15 +19,9 @@ from tandemrl.models.compile import eagerly, require_compiler
 from tandemrl.models.forward import hidden_states
 from tandemrl.models.loading import eos_token_ids
 from tandemrl.models.sampling import Truncation, draw, kept_tokens, penalise, race_times
-from tandemrl.rollout.engine import (
-    Completion,
-    EngineError,
-    EngineInfo,
-    Request,
-    StopReason,
-    check_request,
-)
+from tandemrl.rollout.engine import Aborts, Completion, EngineError, EngineInfo, Request, StopReason, check_request
 from tandemrl.rollout.sync import fingerprint
+from tandemrl.selection import Who
 from tandemrl.selection.draws import SAMPLING, fold_in, stream
 from tandemrl.selection.live import LiveSelection
 
@@ -44,7 +35,7 @@ class TorchEngine:
     """Tandem decoding with two models that share a vocabulary; see ``rollout.engine.Engine`` for the contract.
 
     Args:
-        senior: prepared by ``model.load_model`` or ``model.prepare``; the engine owns it (``load_weights`` changes it).
+        senior: from ``load_model`` or ``prepare``; the engine owns it (``load_weights`` changes it).
         junior: the frozen partner, of any size, family or device; None if only the senior ever writes.
         tokenizer: used for stop strings only.
         max_rows: completions decoded at once; further ones join when an eighth of the rows is free.
@@ -77,44 +68,39 @@ class TorchEngine:
         self.eos = eos_token_ids(senior.generation_config, tokenizer)
         step = _compiled_step if compile else _eager_step
         self.decode = {who: step(model) for who, model in self.models.items()}
-        self._abort_lock = threading.Lock()
-        self._aborted: set[int] | None = set()  # None: all
+        self._aborts = Aborts()
 
     @property
     def info(self) -> EngineInfo:
-        weight = self.heads[1].weight
-        return EngineInfo(
-            "torch", transformers.__version__, str(weight.dtype).removeprefix("torch."), str(weight.device)
-        )
+        return EngineInfo("torch", str(self.heads[1].weight.dtype).removeprefix("torch."))
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
         own = dict(self.senior.named_parameters())
-        given = dict(weights)
-        if own.keys() != given.keys():
-            missing = sorted(own.keys() ^ given.keys())
+        new = dict(weights)
+        if own.keys() != new.keys():
+            missing = sorted(own.keys() ^ new.keys())
             raise EngineError(
                 f"weights do not match the engine's senior; {len(missing)} names differ, e.g. {missing[0]}"
             )
         for name, parameter in own.items():
-            if parameter.shape != given[name].shape:
-                raise EngineError(f"weight {name}: shape {tuple(given[name].shape)}, expected {tuple(parameter.shape)}")
+            if parameter.shape != new[name].shape:
+                raise EngineError(f"weight {name}: shape {tuple(new[name].shape)}, expected {tuple(parameter.shape)}")
         with torch.no_grad():
             for name, parameter in own.items():
-                parameter.copy_(given[name])
+                parameter.copy_(new[name])
         self.policy_version = version
 
-    def fingerprint(self, who: Literal["senior", "junior"] = "senior") -> int:
+    def fingerprint(self, who: Who = "senior") -> int:
         model = self.models.get(1 if who == "senior" else 0)
         if model is None:
             raise EngineError("this engine has no junior")
         return fingerprint(model.named_parameters())
 
+    def close(self) -> None:
+        """Nothing to do: the models belong to whoever loaded them."""
+
     def abort(self, keys: Iterable[int] | None = None) -> None:
-        with self._abort_lock:
-            if keys is None or self._aborted is None:
-                self._aborted = None
-            else:
-                self._aborted |= set(keys)
+        self._aborts.add(keys)
 
     @torch.inference_mode()
     def generate(
@@ -122,8 +108,7 @@ class TorchEngine:
     ) -> list[list[Completion]]:
         for i, request in enumerate(requests):
             check_request(i, request, vocabulary=self.vocabulary, context=self.context, has_junior=self.has_junior)
-        with self._abort_lock:
-            self._aborted = set()
+        self._aborts.clear()
         pairs = [(request, key) for request in requests for key in request.keys]
         rows = [_Row(request, key, number) for number, (request, key) in enumerate(pairs)]
         waiting = list(rows)
@@ -139,8 +124,8 @@ class TorchEngine:
                 stamp()
             if progress is not None:
                 progress(written)
-            if (aborted := self._aborted) != set():
-                waiting = batch.end(aborted, waiting)
+            if self._aborts:
+                waiting = batch.end(self._aborts, waiting)
             batch.retire()
         completions = iter([batch.completion(row) for row in rows])
         return [[next(completions) for _ in request.keys] for request in requests]
@@ -272,10 +257,10 @@ class _Batch:
         if self.penalised:
             self.in_prompt, self.counts = self.in_prompt[on_device], self.counts[on_device]
 
-    def end(self, aborted: set[int] | None, waiting: list[_Row]) -> list[_Row]:
+    def end(self, aborts: Aborts, waiting: list[_Row]) -> list[_Row]:
         """Mark the aborted rows finished; returns the rows that still wait."""
         for i, row in enumerate([*self.rows, *waiting]):
-            if row.stop_reason is None and (aborted is None or row.key in aborted):
+            if row.stop_reason is None and row.key in aborts:
                 row.stop_reason = "abort"
                 if i < len(self.rows):
                     row.written, self.live[i] = int(self.written[i]), False

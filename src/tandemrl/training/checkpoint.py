@@ -33,6 +33,7 @@ from tandemrl.config import Config, ConfigError, difference, to_yaml
 from tandemrl.config import load as load_yaml
 from tandemrl.distributed.world import World
 from tandemrl.files import NEW, begin, drop, publish, versions, write_directory
+from tandemrl.models.loading import no_progress_bars
 from tandemrl.models.lora import merged_parameters
 from tandemrl.training import manifest
 from tandemrl.training import sharded_state as dcp
@@ -572,17 +573,12 @@ def _whole_weights(model: Any, dtype: torch.dtype | None, *, keep: bool) -> dict
 
 def _save_pretrained(model: Any, tokenizer: Any, weights: dict[str, Tensor], folder: Path) -> None:
     """``save_pretrained`` with these weights, whose dtype the config then names."""
-    from transformers.utils import logging
-
-    bars = logging.is_progress_bar_enabled()
-    logging.disable_progress_bar()  # they would break into the console of the run
     own = model.config.dtype
     try:
-        model.save_pretrained(folder, state_dict=dict(weights))
+        with no_progress_bars():
+            model.save_pretrained(folder, state_dict=dict(weights))
         model.config.dtype = next((value.dtype for value in weights.values() if value.is_floating_point()), own)
         model.config.save_pretrained(folder)  # save_pretrained names the model's own dtype
     finally:
         model.config.dtype = own
-        if bars:
-            logging.enable_progress_bar()
     tokenizer.save_pretrained(folder)

@@ -24,8 +24,15 @@ from tandemrl.data.rows import DataError, Prompt, Row, encode_prompts
 from tandemrl.distributed.watchdog import stamp
 from tandemrl.files import hint
 from tandemrl.models.attention import ModelError
-from tandemrl.models.loading import load_tokenizer, resolve_device, vocabulary_check
-from tandemrl.models.pretrained import CONFIG, check_folder, is_local, refusal
+from tandemrl.models.loading import (
+    CONFIG,
+    check_folder,
+    is_local,
+    load_tokenizer,
+    refusal,
+    resolve_device,
+    vocabulary_check,
+)
 from tandemrl.rewards import routing
 from tandemrl.rewards.code.sandbox import Sandbox
 from tandemrl.rewards.functions import RewardFunction

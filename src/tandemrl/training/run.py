@@ -25,6 +25,7 @@ from tandemrl.losses import RECIPES, Recipe
 from tandemrl.models.compile import compile_layers, use_liger
 from tandemrl.models.critic import load_critic, packed_values, token_values
 from tandemrl.models.forward import token_logprobs
+from tandemrl.models.head import ForwardOptions
 from tandemrl.models.loading import load_model, resolve_device
 from tandemrl.models.lora import attach, base_parameters
 from tandemrl.models.sampling import Truncation
@@ -37,11 +38,10 @@ from tandemrl.rewards.routing import reward_names
 from tandemrl.rewards.scoring import Scorer
 from tandemrl.rewards.spread import SpreadScorer
 from tandemrl.rollout.engine import Draws, Engine, Sampling
-from tandemrl.rollout.factory import vllm_engine
+from tandemrl.rollout.factory import ModelSource, make_engine
 from tandemrl.rollout.schedule import Schedule, schedule_of
 from tandemrl.rollout.spread import SpreadEngine
 from tandemrl.rollout.sync import fingerprint
-from tandemrl.rollout.torch_engine import TorchEngine
 from tandemrl.selection import Strategy
 from tandemrl.training import checkpoint, coverage
 from tandemrl.training.checkpoint import DamagedError, Trained
@@ -104,38 +104,28 @@ class Run:
         return policy if self.critic is None else policy | {"critic": self.critic}
 
     @property
-    def autocast(self) -> torch.dtype | None:
-        """A sharded model is gathered in the compute dtype."""
-        return torch.bfloat16 if self.config.model.dtype == "bfloat16" and self.world.size == 1 else None
-
-    def logprobs(self, model: PreTrainedModel, batch: Batch, select: Tensor) -> tuple[Tensor, Tensor]:
-        """Log-probs and entropy of the selected tokens under the sampling distribution of the rollouts."""
-        s = self.sampling
-        stamp()
-        return token_logprobs(
-            model,
-            batch,
-            select=select,
+    def forward_options(self) -> ForwardOptions:
+        """The sampling distribution of the rollouts. A sharded model is gathered in the compute dtype."""
+        s, model = self.sampling, self.config.model
+        return ForwardOptions(
             temperature=s.temperature,
             truncation=Truncation(s.top_k, s.top_p, s.min_p) if s.truncated else None,
             vocabulary=self.engine.vocabulary,
-            autocast=self.autocast,
-            shards=self.world.shards,
-            activation_offload=self.config.model.activation_offload,
+            autocast=torch.bfloat16 if model.dtype == "bfloat16" and self.world.size == 1 else None,
+            activation_offload=model.activation_offload,
         )
+
+    def logprobs(self, model: PreTrainedModel, batch: Batch, select: Tensor) -> tuple[Tensor, Tensor]:
+        """Log-probs and entropy of the selected tokens under the sampling distribution of the rollouts."""
+        stamp()
+        return token_logprobs(model, batch, select=select, options=self.forward_options, shards=self.world.shards)
 
     def values(self, batch: Batch, select: Tensor) -> Tensor:
         """The critic's value of the state in which each selected token was chosen."""
         assert self.critic is not None
         stamp()
-        return token_values(
-            self.critic.module,  # type: ignore[arg-type]  # load_critic made it
-            batch,
-            select=select,
-            autocast=self.autocast,
-            shards=self.world.shards,
-            activation_offload=self.config.model.activation_offload,
-        )
+        critic: Any = self.critic.module  # load_critic made it
+        return token_values(critic, batch, select=select, options=self.forward_options, shards=self.world.shards)
 
 
 def build(
@@ -197,9 +187,8 @@ def build(
     tandem = strategy is not None or schedule.strategy(1).writers != "senior"
     partner = model.junior or model.senior
     junior = freeze(partner, model.dtype, split=True) if config.loss.junior_kl_coef > 0 else None
-    writes = tandem and config.rollout.engine == "torch"  # vLLM loads its own copy
-    writer = freeze(partner, model.dtype, split=False) if writes else None
-    engine = engine_of(config, policy, writer, tokenizer, partner=partner if tandem else None)
+    writer = ModelSource(partner, partial(freeze, partner, model.dtype, split=False)) if tandem else None
+    engine = engine_of(config, policy, writer, tokenizer)
     reference = None
     if model.lora.rank:
         attach(policy, model.lora, config.train.seed)
@@ -304,28 +293,23 @@ def resolve_recipe(recipe: Recipe, config: Config) -> Recipe:
 def engine_of(
     config: Config,
     policy: PreTrainedModel,
-    junior: PreTrainedModel | None,
+    junior: ModelSource | None,
     tokenizer: PreTrainedTokenizerBase,
-    *,
-    partner: str | None,
 ) -> Engine:
-    """The rollout engine, with a copy of the senior of its own, in the compute dtype.
-
-    Args:
-        junior: loaded for the torch engine; partner: where the vLLM engine finds it. Neither: the senior writes alone.
-    """
+    """The rollout engine, with a copy of the senior of its own, in the compute dtype. No junior: the senior writes
+    alone."""
     model = config.model
-    if config.rollout.engine == "vllm":
-        longest = config.data.max_prompt_tokens + config.rollout.max_tokens
-        if config.data.eval:
-            longest = max(longest, profile_of(config.eval).longest(config.data.max_prompt_tokens))
-        return vllm_engine(
-            config.rollout, model.senior, partner, tokenizer, dtype=model.dtype, device=model.device, longest=longest
-        )
-    senior = copy.deepcopy(policy).to(getattr(torch, model.dtype)).requires_grad_(False)
-    rollout = config.rollout
-    partner_model = junior if partner is not None else None
-    return TorchEngine(senior.eval(), partner_model, tokenizer, max_rows=rollout.max_rows, compile=rollout.compile)
+    longest = config.data.max_prompt_tokens + config.rollout.max_tokens
+    if config.data.eval:
+        longest = max(longest, profile_of(config.eval).longest(config.data.max_prompt_tokens))
+
+    def copied() -> PreTrainedModel:
+        return copy.deepcopy(policy).to(getattr(torch, model.dtype)).requires_grad_(False).eval()
+
+    senior = ModelSource(model.senior, copied)
+    return make_engine(
+        config.rollout, senior, junior, tokenizer, dtype=model.dtype, device=model.device, longest=longest
+    )
 
 
 def learning_rate(config: Config, step: int, peak: float | None = None) -> float:

@@ -136,7 +136,7 @@ def split(run: Run, rollouts: Sequence[Rollout], rows: Tensor) -> list[MicroBatc
         groups=[r.group for r in chosen],
     )
     return [
-        MicroBatch(rows[b], pack([chosen[i] for i in b], torch.zeros(len(b)), run.device))
+        MicroBatch(rows[b], pack([chosen[i] for i in b], run.device))
         if b
         else MicroBatch(rows[:1], pack_tokens([[0]], run.device))  # a rank without work still joins the collectives
         for b in bins[world.data_rank :: world.data_size]

@@ -25,7 +25,7 @@ class Echo:
     """An engine that is nobody's: it writes the prompt's ids backwards."""
 
     policy_version, vocabulary, has_junior = 0, 1000, False
-    info = EngineInfo("echo", "0", "float32", "cpu")
+    info = EngineInfo("echo", "float32")
 
     def __init__(self, stop_reason: str = "eos") -> None:
         self.stop_reason = stop_reason
@@ -38,7 +38,7 @@ class Echo:
     def _never(self, *args):
         raise AssertionError("a judge's weights are its own")
 
-    abort = load_weights = fingerprint = _never
+    abort = load_weights = fingerprint = close = _never
 
     def complete(self, request, key):
         tokens = np.array(request.prompt[::-1])

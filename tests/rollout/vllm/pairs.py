@@ -4,6 +4,7 @@ import importlib.metadata
 import os
 import threading
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import fields
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,7 @@ from transformers import (
 from helpers import EOS as EOS_SURFACE
 from helpers import IDS, PAD, VOCABULARY, prepared, reference_distribution, tokenizer
 from helpers import strategies as half_and_half
+from tandemrl.config import RolloutConfig, VllmConfig
 from tandemrl.rollout.engine import Completion, Request, Sampling, check_authors
 from tandemrl.rollout.torch_engine import TorchEngine
 from tandemrl.selection import (
@@ -146,17 +148,13 @@ class Engines:
 
     def __call__(self, pair: str | None, **options: Any) -> Any:
         """The engine of a pair (None: the senior alone), in lazy mode unless told otherwise."""
-        from tandemrl.rollout.vllm.engine import VllmEngine
-
         mode = options.pop("mode", "lazy")
-        settings: dict[str, Any] = (
-            dict(max_model_len=CONTEXT, kv_cache_gb=0.25, enforce_eager=True, record=True) | options
-        )
+        settings: dict[str, Any] = dict(longest=CONTEXT, kv_cache_gb=0.25, enforce_eager=True, record=True) | options
         name = (pair, *sorted(settings.items()))
         if name not in self._running:
             junior = None if pair is None else self.folder(JUNIORS[pair])
             before = _processes()
-            self._running[name] = VllmEngine(self.folder("senior"), junior, tokenizer(), mode=mode, **settings)
+            self._running[name] = start_engine(self.folder("senior"), junior, mode=mode, **settings)
             self.processes[id(self._running[name])] = _processes() - before
         engine = self._running[name]
         if pair is not None:
@@ -196,11 +194,31 @@ class Engines:
     def close(self) -> None:
         """Stop the processes. What runs in this one goes with it: taking thirty engines down collects garbage sixty
         times, a minute in all."""
+        from vllm import LLMEngine
+
         for engine in self._running.values():
-            if not getattr(engine, "_in_process", True):
+            if isinstance(engine, LLMEngine):
+                continue
+            if engine.backend.in_process:
+                engine.backend.close.detach()
+            else:
                 engine.close()
-            elif hasattr(engine, "_close"):
-                engine._close.detach()
+
+
+def start_engine(
+    senior: Path, junior: Path | None, *, kv_blocks: int | None = None, block_size: int | None = None, **options: Any
+) -> Any:
+    """A vLLM engine whose options are those of ``rollout.vllm``, of ``rollout`` or of ``VllmEngine.start``."""
+    from tandemrl.rollout.vllm.engine import VllmEngine
+
+    def taken(kind: type) -> dict[str, Any]:
+        return {field.name: options.pop(field.name) for field in fields(kind) if field.name in options}
+
+    config = RolloutConfig(vllm=VllmConfig(**taken(VllmConfig)), **taken(RolloutConfig))
+    engine_args: dict[str, Any] = {"num_gpu_blocks_override": kv_blocks}
+    if block_size is not None:
+        engine_args["block_size"] = block_size
+    return VllmEngine.start(senior, junior, tokenizer(), config, engine_args=engine_args, **options)
 
 
 def _processes() -> int:

@@ -32,6 +32,7 @@ from pairs import (
     qwen3,
     reference,
     save,
+    start_engine,
     strategies,
     tokens,
     with_strategy,
@@ -320,22 +321,20 @@ def test_a_seeded_prompt_may_come_in_chunks(engines):
 
     engine, strategy = engines("Llama junior", max_batched_tokens=64, max_rows=48), alternating()
     prompt, key = prompts(1, seed=26, lengths=(300,))[0], mix64(5)
-    engine._call("tandem_register", {"default": strategy})
+    engine.backend.call("tandem_register", {"default": strategy})
     seeded = SamplingParams(max_tokens=8, seed=5, ignore_eos=True, detokenize=False)
-    engine._engine.add_request("seeded", {"prompt_token_ids": list(prompt)}, seeded)
+    engine.backend.llm.add_request("seeded", {"prompt_token_ids": list(prompt)}, seeded)
     outputs: list[Any] = []
-    while engine._engine.has_unfinished_requests():
-        outputs = engine._engine.step() or outputs
+    while engine.backend.llm.has_unfinished_requests():
+        outputs = engine.backend.llm.step() or outputs
     wanted = engine.generate([Request(tuple(prompt), (key,), Sampling(max_tokens=8, ignore_eos=True), strategy)])
     assert list(outputs[-1].outputs[0].token_ids) == wanted[0][0].tokens.tolist()
 
 
 def test_models_with_different_vocabularies_are_refused(engines, tmp_path):
-    from tandemrl.rollout.vllm.engine import VllmEngine
-
     short = save(qwen3(3, vocab_size=VOCABULARY - 8), tmp_path / "short")
     with pytest.raises(EngineError, match=f"{VOCABULARY - 8} logits for the tokenizer's {VOCABULARY}"):
-        VllmEngine(engines.folder("senior"), short, tokenizer())
+        start_engine(engines.folder("senior"), short)
 
     other = copy.deepcopy(tokenizer())
     other.add_tokens(["zebra"])
@@ -343,18 +342,14 @@ def test_models_with_different_vocabularies_are_refused(engines, tmp_path):
     other.save_pretrained(foreign)
     assert isinstance(other, PreTrainedTokenizerFast)
     with pytest.raises((EngineError, ValueError), match="zebra"):
-        VllmEngine(engines.folder("senior"), foreign, tokenizer())
+        start_engine(engines.folder("senior"), foreign)
 
 
 def test_a_larger_juniors_further_logits_are_never_drawn(engines, tmp_path):
     """Models of one family pad their vocabularies differently."""
-    from tandemrl.rollout.vllm.engine import VllmEngine
-
     padded = qwen3(3, vocab_size=VOCABULARY + 56)
-    settings: dict[str, Any] = dict(max_model_len=CONTEXT, kv_blocks=64)
-    engine = engines.keep(
-        VllmEngine(engines.folder("senior"), save(padded, tmp_path / "padded"), tokenizer(), **settings)
-    )
+    folders = engines.folder("senior"), save(padded, tmp_path / "padded")
+    engine = engines.keep(start_engine(*folders, longest=CONTEXT, kv_blocks=64))
     batch = requests(prompts(6, seed=18), Sampling(max_tokens=40, temperature=1.5, ignore_eos=True), alternating())
     written = engine.generate(batch)
     assert_sound(batch, written)
@@ -370,7 +365,9 @@ def test_a_larger_juniors_further_logits_are_never_drawn(engines, tmp_path):
 
 
 def loadable(engines, multiprocess: bool) -> Any:
-    return engines(PAIR, policy_version=3, multiprocess=multiprocess)
+    engine = engines(PAIR, sleep=False, multiprocess=multiprocess)  # of its own: its weights change
+    engine.policy_version = 3
+    return engine
 
 
 @pytest.fixture(params=[False, True], ids=["in process", "multiprocess"])
@@ -443,28 +440,29 @@ def test_weights_that_do_not_fit_are_refused(loading):
 
 
 def test_info_names_what_decodes(engine):
-    import vllm
-
-    assert (engine.info.name, engine.info.version) == ("vllm", vllm.__version__)
-    assert (engine.info.dtype, engine.info.device) == ("float32", "cpu")
+    assert engine.info == ("vllm", "float32")
 
 
 CLOSING = """
 import sys
+from functools import partial
 from pathlib import Path
 from helpers import tokenizer
 from tandemrl.rollout.engine import Request, Sampling
-from tandemrl.rollout.vllm_engine import VllmEngine
+from tandemrl.rollout.vllm.engine import VllmEngine
 from tandemrl.selection import solo
 
-one, other, third = (VllmEngine(sys.argv[1], None, tokenizer(), max_model_len=64, kv_blocks=8) for _ in range(3))
+start = partial(
+    VllmEngine.start, sys.argv[1], None, tokenizer(), longest=64, engine_args={"num_gpu_blocks_override": 8}
+)
+one, other, third = (start() for _ in range(3))
 batch = [Request((2, 3), (1,), Sampling(max_tokens=4, ignore_eos=True), solo("senior"))]
 wanted = one.generate(batch)[0][0].tokens.tolist()
 other.close()
 assert one.generate(batch)[0][0].tokens.tolist() == wanted
 del third
 assert one.generate(batch)[0][0].tokens.tolist() == wanted
-again = VllmEngine(sys.argv[1], None, tokenizer(), max_model_len=64, kv_blocks=8)
+again = start()
 assert again.generate(batch)[0][0].tokens.tolist() == wanted
 again.close()
 one.close()
@@ -484,12 +482,10 @@ def test_closing_one_engine_leaves_the_others_alone(engines):
 
 
 def test_the_process_keeps_its_threads_and_random_state(engines):
-    from tandemrl.rollout.vllm.engine import VllmEngine
-
     torch.manual_seed(5)
     threads, wanted = torch.get_num_threads(), torch.rand(3)
     torch.manual_seed(5)
-    engine = VllmEngine(engines.folder("senior"), None, tokenizer(), max_model_len=CONTEXT, kv_blocks=64)
+    engine = start_engine(engines.folder("senior"), None, longest=CONTEXT, kv_blocks=64)
     engine.generate(requests(prompts(2), Sampling(max_tokens=4), solo("senior")))
     engines.keep(engine)
     assert torch.equal(torch.rand(3), wanted)
@@ -503,6 +499,4 @@ def test_an_untested_vllm_is_named(engines, monkeypatch):
 
     monkeypatch.setattr(vllm_engine, "VLLM_TESTED", ("0.31.7",))
     with pytest.warns(UserWarning, match=r"0\.31\.7"):
-        engines.keep(
-            vllm_engine.VllmEngine(engines.folder("senior"), None, tokenizer(), max_model_len=CONTEXT, kv_blocks=64)
-        )
+        engines.keep(start_engine(engines.folder("senior"), None, longest=CONTEXT, kv_blocks=64))

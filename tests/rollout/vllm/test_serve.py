@@ -32,11 +32,15 @@ from tandemrl.rollout.schedule import schedule_of
 from tandemrl.selection import Strategy, replay
 from tandemrl.selection.draws import mix64
 
+pytest.importorskip("tandemrl.rollout.vllm.server", reason="vllm brings fastapi")
+
+from tandemrl.rollout.vllm import authorship, server
+from tandemrl.rollout.vllm.settings import TandemOptions
+
 pytestmark = VLLM
-server = pytest.importorskip("tandemrl.rollout.vllm.server", reason="vllm brings fastapi")
 
 DEFAULT = SelectionConfig(strategy="word", prob_senior=0.5, max_gap_tokens=4)
-COMPLETIONS, CHAT = server.PATHS
+COMPLETIONS, CHAT = authorship.PATHS
 
 
 def strategy_of(selection: SelectionConfig) -> Strategy:
@@ -81,7 +85,7 @@ def fake(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Fake]:
         registered.extend(args)
 
     # Nothing leaves this process, and functions whose types are checked cannot be pickled.
-    monkeypatch.setattr(server.cloudpickle, "dumps", lambda strategies: strategies)
+    monkeypatch.setattr(authorship.cloudpickle, "dumps", lambda strategies: strategies)
 
     async def completions(body: dict[str, Any] = Body()) -> Any:  # noqa: B008
         seen.append(body)
@@ -96,7 +100,7 @@ def fake(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Fake]:
         app.post(path)(completions)
     for path in ("/tokenize", "/v1/responses", "/v1/models", "/health"):
         app.api_route(path, methods=["GET", "POST"])(other)
-    app.add_middleware(server.Authorship)
+    app.add_middleware(authorship.Authorship)
     tokenizer().save_pretrained(tmp_path)
     app.state.vllm_config = SimpleNamespace(
         model_config=SimpleNamespace(tokenizer=str(tmp_path), get_vocab_size=lambda: VOCABULARY),
@@ -225,7 +229,7 @@ def test_workers_learn_a_selection_once_and_before_its_first_request(fake: Fake)
 def test_any_number_of_selections_may_come_one_after_the_other(fake: Fake) -> None:
     text = written(30)
     fake.answer["body"] = {"choices": [{"index": 0, "token_ids": text}]}
-    for i in range(3 * server.MAX_SELECTIONS):
+    for i in range(3 * authorship.MAX_SELECTIONS):
         tandem = {"strategy": "chunk", "chunk_size": 1 + i}
         got = fake.post(prompt="a", seed=5, tandem=tandem).json()
         assert got["choices"][0]["authorship"] == authors(5, text, replace(DEFAULT, **tandem))
@@ -234,7 +238,7 @@ def test_any_number_of_selections_may_come_one_after_the_other(fake: Fake) -> No
     assert len(set(names[::2])) == len(names[::2])  # a worker that still knows an old one cannot take it for the new
     assert set(names[1::2]) == {names[1]}
     last = fake.registered[-1]
-    assert len(last) == server.MAX_SELECTIONS
+    assert len(last) == authorship.MAX_SELECTIONS
     assert {"default", names[1], names[-2]} <= last.keys()
 
 
@@ -245,14 +249,14 @@ def test_a_selection_in_use_is_not_forgotten() -> None:
         async def register(table: dict[str, Strategy]) -> None:
             tables.append(table)
 
-        strategies = server.Strategies(DEFAULT, strategy_of, register)
-        selections = [replace(DEFAULT, max_gap_tokens=100 + i) for i in range(server.MAX_SELECTIONS)]
+        strategies = authorship.Strategies(DEFAULT, strategy_of, register)
+        selections = [replace(DEFAULT, max_gap_tokens=100 + i) for i in range(authorship.MAX_SELECTIONS)]
         names = [await strategies.acquire(selection) for selection in selections[:-1]]
-        with pytest.raises(server.Refused, match="in use at this moment"):
+        with pytest.raises(authorship.Refused, match="in use at this moment"):
             await strategies.acquire(selections[-1])
         assert await strategies.acquire(selections[3]) == names[3]  # a second request with it
         strategies.release(selections[3])
-        with pytest.raises(server.Refused):
+        with pytest.raises(authorship.Refused):
             await strategies.acquire(selections[-1])
         strategies.release(selections[5])
         name = await strategies.acquire(selections[-1])
@@ -266,10 +270,10 @@ def test_a_request_gives_its_selection_back_however_it_ends(fake: Fake, stream: 
     fake.answer["stream"] = stream
     for status in (200, 404):
         fake.answer["status"] = status
-        for i in range(server.MAX_SELECTIONS + 1):
+        for i in range(authorship.MAX_SELECTIONS + 1):
             assert fake.post(prompt="a", tandem={"max_gap_tokens": 100 * status + i}).status_code != 400
     fake.answer |= {"status": 200, "stream": None, "body": {"choices": [{"index": 0, "token_ids": None}]}}
-    for i in range(server.MAX_SELECTIONS + 1):
+    for i in range(authorship.MAX_SELECTIONS + 1):
         with pytest.raises(EngineError, match="without token ids"):
             fake.post(prompt="a", tandem={"max_gap_tokens": i + 1})
 
@@ -410,7 +414,7 @@ def test_a_disconnect_reaches_the_application() -> None:
 
         async def nothing(message: Any) -> None: ...
 
-        exchange = server._Exchange(server.Strategies(DEFAULT, strategy_of, nothing), receive, nothing)
+        exchange = authorship._Exchange(authorship.Strategies(DEFAULT, strategy_of, nothing), receive, nothing)
         return [await exchange.receive() for _ in range(calls)]
 
     gone = {"type": "http.disconnect"}
@@ -431,15 +435,16 @@ def test_the_command_hands_on_its_options(monkeypatch: pytest.MonkeyPatch) -> No
     options = ["serve", "--senior", "S", "--junior", "J", "--strategy", "chunk", "--chunk-size", "3", "--port", "1"]
     result = CliRunner().invoke(app, [*options, "--mode", "lockstep", "--", "--max-model-len", "64"])
     assert result.exit_code == 0, result.output
-    [(senior, junior, selection, keywords)] = calls
-    assert (senior, junior, selection) == ("S", "J", SelectionConfig(strategy="chunk", chunk_size=3))
+    [(senior, tandem, keywords)] = calls
+    selection = vars(SelectionConfig(strategy="chunk", chunk_size=3))
+    assert (senior, tandem) == ("S", TandemOptions(junior="J", mode="lockstep", selection=selection))
     assert keywords["vllm_args"] == ["--max-model-len", "64"]
-    assert (keywords["port"], keywords["mode"]) == (1, "lockstep")
+    assert keywords["port"] == 1
     assert (keywords["host"], keywords["api_key"]) == ("127.0.0.1", None)
 
 
 def test_a_server_is_open_to_this_machine_alone_unless_told_otherwise() -> None:
-    options = {"junior": "J", "mode": "lazy", "selection": vars(DEFAULT)}
+    options = TandemOptions(junior="J", selection=vars(DEFAULT))
     defaults = inspect.signature(server.serve).parameters
     assert defaults["host"].default == "127.0.0.1"
     args = server.server_arguments("S", options, host="0.0.0.0", port=1, api_key="s3cret", vllm_args=())
@@ -495,7 +500,7 @@ def test_a_kv_cache_that_was_asked_for_stays(flags: list[str], is_open: bool, mo
 
     monkeypatch.delenv("VLLM_CPU_KVCACHE_SPACE", raising=False)
     monkeypatch.setattr(vllm.platforms.current_platform, "device_type", "cpu", raising=False)
-    options = {"junior": "J", "mode": "lazy", "selection": vars(DEFAULT)}
+    options = TandemOptions(junior="J", selection=vars(DEFAULT))
     args = server.server_arguments("S", options, host="127.0.0.1", port=1, vllm_args=flags)
     assert server.kv_cache_is_open(args) == is_open
     monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", "2")
@@ -578,9 +583,9 @@ def test_an_engine_with_the_servers_arguments_writes_to_the_end_in_every_mode(pa
     seeded prompt is computed in pieces, vLLM winds back the row's generator, which that of a CPU refuses."""
     from vllm import AsyncEngineArgs, LLMEngine, SamplingParams
 
-    from tandemrl.rollout.vllm.engine import _RUNNING, _shut_down, _startup
+    from tandemrl.rollout.vllm.backend import _RUNNING, _shut_down, _startup
 
-    options = {"junior": str(pair / "junior"), "mode": "majority", "selection": vars(SERVED)}
+    options = TandemOptions(junior=str(pair / "junior"), mode="majority", selection=vars(SERVED))
     flags = ["--max-model-len", str(CONTEXT), "--enforce-eager", "--kv-cache-memory-bytes", str(2**26)]
     flags += ["--dtype", "float32", "--distributed-executor-backend", "uni", "--max-num-batched-tokens", "64"]
     flags += ["--max-num-seqs", "8"]

@@ -2,14 +2,16 @@
 
 import hashlib
 from collections.abc import Sequence
+from functools import partial
 
 from transformers import PreTrainedTokenizerBase
 
-from tandemrl.config import Config, JudgeConfig
+from tandemrl.config import Config, JudgeConfig, RolloutConfig
 from tandemrl.data.rows import chat_tokens
 from tandemrl.models.loading import load_model, load_tokenizer
 from tandemrl.rewards.judge.rubric import Judge, JudgeError, Messages
 from tandemrl.rollout.engine import Engine, EngineError, Request, Sampling
+from tandemrl.rollout.factory import ModelSource, make_engine
 from tandemrl.selection import solo
 
 
@@ -60,11 +62,10 @@ def make_judge(config: Config) -> Judge | None:
         return HttpJudge(judge)
     if judge.model is None:
         return None
-    from tandemrl.rollout.torch_engine import TorchEngine
-
     tokenizer = load_tokenizer(judge.model)
-    model = load_model(judge.model, dtype=config.model.dtype, device=config.model.device)
-    return EngineJudge(TorchEngine(model, None, tokenizer, max_rows=config.rollout.max_rows), tokenizer, judge)
+    load = partial(load_model, judge.model, dtype=config.model.dtype, device=config.model.device)
+    rollout = RolloutConfig(max_rows=config.rollout.max_rows)
+    return EngineJudge(make_engine(rollout, ModelSource(judge.model, load), None, tokenizer), tokenizer, judge)
 
 
 def _key(tokens: Sequence[int], attempt: int) -> int:

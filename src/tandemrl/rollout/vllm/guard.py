@@ -22,8 +22,8 @@ class Guard(LogitsProcessor):
                 sampling_params.structured_outputs is not None
             ),
         }
-        for name, found in problems.items():
-            if found:
+        for name, present in problems.items():
+            if present:
                 raise ValueError(f"not possible in tandem decoding: {name}")
 
     def __init__(self, *_: Any) -> None:

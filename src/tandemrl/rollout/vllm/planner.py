@@ -17,7 +17,7 @@ have filled it, and a model starts where its own run of filled blocks ends.
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
-from typing import Literal, NamedTuple, get_args
+from typing import Literal, NamedTuple, cast, get_args
 
 import numpy as np
 import torch
@@ -29,7 +29,7 @@ from tandemrl.selection import Strategy
 from tandemrl.selection.draws import SAMPLING, fold_in, stream
 from tandemrl.selection.live import LiveSelection
 
-Mode = Literal["lazy", "majority", "lockstep"]
+SchedulingMode = Literal["lazy", "majority", "lockstep"]
 DRAWN_AHEAD = 64
 """Keys of token draws per row that are computed at once."""
 MAX_WAIT = 8
@@ -38,12 +38,15 @@ JUNIOR, SENIOR = 0, 1
 _WRITERS = {"both": (True, True), "senior": (False, True), "junior": (True, False)}  # by author
 
 
-def check_mode(mode: str) -> None:
-    """Raises:
-    EngineError: there is no such mode.
+def check_mode(mode: str) -> SchedulingMode:
+    """``mode``, known to be one.
+
+    Raises:
+        EngineError: there is no such mode.
     """
-    if mode not in get_args(Mode):
-        raise EngineError(f"mode={mode}: must be one of {', '.join(get_args(Mode))}")
+    if mode not in get_args(SchedulingMode):
+        raise EngineError(f"mode={mode}: must be one of {', '.join(get_args(SchedulingMode))}")
+    return cast(SchedulingMode, mode)
 
 
 class Admission(NamedTuple):
@@ -57,45 +60,52 @@ class Admission(NamedTuple):
 
 @dataclass(slots=True)
 class Pass:
-    """One forward of one model. Row i is request ``ids[i]``: ``count[i]`` tokens from position ``start[i]`` on.
-
-    new: rows that this model has never seen. replaced: ids whose block ids are to be replaced, not extended (a request
-    that came back from preemption). blocks: all block ids of new and replaced rows, the further ones of others, or
-    None. outputs: tokens written so far. ends: rows whose next token this pass predicts. rows: index in the step.
-    slots: in the ledger.
-    """
+    """One forward of one model. Row i is request ``ids[i]``: ``count[i]`` tokens from position ``start[i]`` on."""
 
     ids: list[str]
     start: list[int]
     count: list[int]
     blocks: list[list[int] | None]
+    """All block ids of new and replaced rows, the further ones of others, or None."""
     outputs: list[int]
+    """Tokens written so far."""
     new: list[int]
+    """Rows that this model has never seen."""
     replaced: set[str]
+    """Requests that came back from preemption: their block ids are replaced, not extended."""
     ends: np.ndarray
+    """Rows whose next token this pass predicts."""
     rows: np.ndarray
+    """Each row's index in the step."""
     slots: np.ndarray
+    """Each row's slot in the ledger."""
 
 
 @dataclass(slots=True)
 class _Ledger:
-    """Arrays by slot; those with two rows by (author, slot). stream: key of the token draws. waited:
-    steps since the row was last run. drawn: the token for which the first of its token keys is. computed: tokens whose
-    KV this model holds. sent: block ids its runner has been told. replace: its runner has block ids from before a
-    preemption. news: its runner is to be told something: of the request itself, or of block ids."""
+    """What is known of each request: arrays by slot, or by (author, slot) where it is known of each model."""
 
     prompt: np.ndarray
     length: np.ndarray
     author: np.ndarray
     stream: np.ndarray
+    """The key of the token draws."""
     waited: np.ndarray
+    """Steps since the row was last run."""
     drawn: np.ndarray
+    """The token that the first of the row's token keys is for."""
     computed: np.ndarray
+    """By author: tokens whose KV this model holds."""
     sent: np.ndarray
+    """By author: block ids that its runner knows."""
     known: np.ndarray
+    """By author: its runner knows the request."""
     replace: np.ndarray
-    news: np.ndarray
+    """By author: its runner has block ids from before a preemption."""
+    changed: np.ndarray
+    """By author: its runner lacks news of the request itself, or of its block ids."""
     writers: np.ndarray
+    """By author: may write."""
 
     @classmethod
     def empty(cls, capacity: int) -> "_Ledger":
@@ -119,7 +129,7 @@ class Stats:
 
 
 class Planner:
-    """The ledger. Per engine step: ``finish``, ``admit``, ``plan``, run the passes, ``record``.
+    """The ledger. Per engine step: ``finish``, ``admit``, ``schedule``, run the passes, ``postprocess``.
 
     Args:
         budget: tokens that one forward can take; a longer catch-up is split.
@@ -134,7 +144,7 @@ class Planner:
         block_size: int,
         num_blocks: int,
         prefix_caching: bool = True,
-        mode: Mode = "lazy",
+        mode: SchedulingMode = "lazy",
         record: bool = False,
         capacity: int = 256,
     ) -> None:
@@ -187,26 +197,26 @@ class Planner:
         ledger.writers[:, at] = np.array([_WRITERS[a.strategy.writers] for a in admissions]).T
         for array in (ledger.computed, ledger.sent, ledger.known, ledger.replace):
             array[:, at] = 0
-        ledger.news[:, at] = True
+        ledger.changed[:, at] = True
         ledger.waited[at] = 0
         ledger.drawn[at] = -1
         for slot in slots:
             self._blocks[slot] = []
-        self._hold_to_promises(at, [a.id for a in admissions])
+        self._check_writers(at, [a.id for a in admissions])
         if self.recorded is not None:
             for admission, slot in zip(admissions, slots, strict=True):
                 self._authors_of[slot] = self.recorded.setdefault(admission.key, [])
 
-    def token_keys(self, ids: Sequence[str], work: Pass | None = None) -> Int64[Tensor, " b"]:
+    def token_keys(self, ids: Sequence[str], forward: Pass | None = None) -> Int64[Tensor, " b"]:
         """The keys by which the next tokens of rows of the planned step are drawn, whoever draws them."""
-        known = work is not None and ids == work.ids  # mostly: then no looking up
-        slots = work.slots if known and work is not None else self._slots_of(ids)
+        same = forward is not None and ids == forward.ids  # mostly: then no looking up
+        slots = forward.slots if same and forward is not None else self._slots_of(ids)
         ledger = self._ledger
         written = ledger.length[slots] - ledger.prompt[slots]
         column = written % DRAWN_AHEAD
         empty = slots[ledger.drawn[slots] != written - column]
         if len(empty):
-            self._draw_ahead(empty)
+            self._refill_token_keys(empty)
         return torch.from_numpy(self._token_keys[slots, column])
 
     @property
@@ -216,7 +226,7 @@ class Planner:
 
     # --------------------------------------------------------------------------------------------------------- one step
 
-    def plan(
+    def schedule(
         self,
         ids: list[str],
         start: Sequence[int],
@@ -237,18 +247,19 @@ class Planner:
         begin, counts = np.array(start, dtype=np.int64), np.array(count, dtype=np.int64)
         end = begin + counts
         first = ~(ledger.known[JUNIOR, slots] | ledger.known[SENIOR, slots])
-        given = [(i, new) for i, new in enumerate(blocks) if new]
-        if given:
-            ledger.news[:, slots[[i for i, _ in given]]] = True
-        whole = {i for i, _ in given if first[i] or ids[i] in resumed}
-        if given and self.prefix_caching:
+        allocated = [(i, new) for i, new in enumerate(blocks) if new]
+        if allocated:
+            ledger.changed[:, slots[[i for i, _ in allocated]]] = True
+        replaced = {i for i, _ in allocated if first[i] or ids[i] in resumed}
+        if allocated and self.prefix_caching:
             # Before any hit is looked at: a request can hit a block that another one was given in this very step.
-            self.filled[:, [b for i, new in given for b in (new[start[i] // size :] if i in whole else new)]] = False
-        for i, new in given:
+            fresh = [b for i, new in allocated for b in (new[start[i] // size :] if i in replaced else new)]
+            self.filled[:, fresh] = False
+        for i, new in allocated:
             slot = int(slots[i])
-            if i in whole:
+            if i in replaced:
                 self._blocks[slot] = list(new)
-                self._start_over(slot, start[i] // size)
+                self._reallocate(slot, start[i] // size)
             else:
                 self._blocks[slot] += new
             if self.prefix_caching and (first[i] or count[i] > 1):
@@ -264,27 +275,27 @@ class Planner:
             other = 1 - ledger.author[slots]
             run[other[decoding], decoding.nonzero()[0]] = False
             if self.mode == "majority" and decoding.all():
-                self._let_wait(run, slots)
+                self._postpone(run, slots)
         self._step = ids, slots
         self.stats.steps += 1
-        junior, senior = (self._passes(who, run[who].nonzero()[0], slots, end, ends) for who in (JUNIOR, SENIOR))
+        junior, senior = (self._prepare_passes(who, run[who], slots, end, ends) for who in (JUNIOR, SENIOR))
         return junior, senior
 
-    def record(self, tokens: np.ndarray) -> None:
-        """What the authors wrote in the planned step, per request in the order of ``plan``; -1: nothing yet.
+    def postprocess(self, tokens: np.ndarray) -> None:
+        """What the authors wrote in the planned step, per request in the order of ``schedule``; -1: nothing yet.
 
         Raises:
             EngineError: a strategy lets somebody write next who it promised would not.
         """
         ids, slots = self._step
         self._step = ([], slots[:0])
-        got = tokens >= 0
-        written = int(np.count_nonzero(got))
+        sampled = tokens >= 0
+        written = int(np.count_nonzero(sampled))
         if not written:
             return
         ledger = self._ledger
         if written < len(ids):
-            ids, slots, tokens = [ids[i] for i in got.nonzero()[0]], slots[got], tokens[got]
+            ids, slots, tokens = [ids[i] for i in sampled.nonzero()[0]], slots[sampled], tokens[sampled]
         by_senior = int(np.count_nonzero(ledger.author[slots]))
         self.stats.written[SENIOR] += by_senior
         self.stats.written[JUNIOR] += written - by_senior
@@ -293,14 +304,14 @@ class Planner:
                 self._authors_of[slot].append(int(ledger.author[slot]))
         ledger.length[slots] += 1
         ledger.author[slots] = self._selection.step(torch.from_numpy(slots), torch.from_numpy(tokens)).numpy()
-        self._hold_to_promises(slots, ids)
+        self._check_writers(slots, ids)
 
     # ---------------------------------------------------------------------------------------------------------- details
 
     def _slots_of(self, ids: Sequence[str]) -> np.ndarray:
         return np.fromiter(map(self.slots.__getitem__, ids), np.int64, len(ids))
 
-    def _hold_to_promises(self, slots: np.ndarray, ids: Sequence[str]) -> None:
+    def _check_writers(self, slots: np.ndarray, ids: Sequence[str]) -> None:
         kept = self._ledger.writers[self._ledger.author[slots], slots]
         if not kept.all():
             raise EngineError(
@@ -308,7 +319,7 @@ class Planner:
                 "(Strategy.writers)"
             )
 
-    def _draw_ahead(self, slots: np.ndarray) -> None:
+    def _refill_token_keys(self, slots: np.ndarray) -> None:
         """The next token keys of some rows, a page of them at once."""
         ledger = self._ledger
         written = ledger.length[slots] - ledger.prompt[slots]
@@ -318,7 +329,7 @@ class Planner:
         page = fold_in(torch.from_numpy(keys), torch.from_numpy(counters.reshape(-1)))
         self._token_keys[slots] = page.numpy().reshape(counters.shape)
 
-    def _start_over(self, slot: int, hits: int) -> None:
+    def _reallocate(self, slot: int, hits: int) -> None:
         """A request that has been given all its blocks anew, the first ``hits`` of them from the prefix cache."""
         ledger = self._ledger
         for who in (JUNIOR, SENIOR):
@@ -328,7 +339,7 @@ class Planner:
         ledger.sent[:, slot] = 0
         ledger.replace[:, slot] = ledger.known[:, slot]
 
-    def _let_wait(self, run: np.ndarray, slots: np.ndarray) -> None:
+    def _postpone(self, run: np.ndarray, slots: np.ndarray) -> None:
         """Take the rows of one model out of a step that only decodes."""
         waited = self._ledger.waited[slots]
         overdue = [int(waited[rows].max(initial=0)) for rows in run]
@@ -336,9 +347,11 @@ class Planner:
         run[1 - chosen] = False
         self._ledger.waited[slots] = np.where(run[chosen], 0, waited + 1)
 
-    def _passes(self, who: int, rows: np.ndarray, slots: np.ndarray, end: np.ndarray, ends: np.ndarray) -> list[Pass]:
-        """``rows`` brought to ``end`` by one model, in as few forwards as the budget allows."""
-        passes = []
+    def _prepare_passes(
+        self, who: int, run: np.ndarray, slots: np.ndarray, end: np.ndarray, ends: np.ndarray
+    ) -> list[Pass]:
+        """The rows of ``run`` brought to ``end`` by one model, in as few forwards as the budget allows."""
+        passes, rows = [], run.nonzero()[0]
         while len(rows):
             at = slots[rows]
             start = self._ledger.computed[who][at]
@@ -353,11 +366,11 @@ class Planner:
                 total = self.budget
             self.stats.passes[who] += 1
             self.stats.computed[who] += total
-            passes.append(self._pass(who, rows, at, start, count, ends[rows] & (start + count == end[rows])))
+            passes.append(self._prepare_pass(who, rows, at, start, count, ends[rows] & (start + count == end[rows])))
             rows = left
         return passes
 
-    def _pass(
+    def _prepare_pass(
         self, who: int, rows: np.ndarray, slots: np.ndarray, start: np.ndarray, count: np.ndarray, ends: np.ndarray
     ) -> Pass:
         ledger, ids = self._ledger, self._step[0]
@@ -370,7 +383,7 @@ class Planner:
                 full += self._blocks[slot][a:b]
             if full:
                 self.filled[who, full] = True
-        work = Pass(
+        forward = Pass(
             ids=ids if len(rows) == len(ids) else [ids[i] for i in rows.tolist()],
             start=start.tolist(),
             count=count.tolist(),
@@ -382,19 +395,19 @@ class Planner:
             rows=rows,
             slots=slots,
         )
-        news = ledger.news[who][slots].nonzero()[0]
-        if len(news):
-            self._tell(who, news, work)
-        return work
+        changed = ledger.changed[who][slots].nonzero()[0]
+        if len(changed):
+            self._prepare_updates(who, changed, forward)
+        return forward
 
-    def _tell(self, who: int, rows: np.ndarray, work: Pass) -> None:
-        """What has happened to requests since their model's last pass: they came, were given blocks, or preempted."""
-        ledger, slots = self._ledger, work.slots[rows]
-        work.new += rows[~ledger.known[who][slots]].tolist()
-        work.replaced |= {work.ids[i] for i in rows[ledger.replace[who][slots]].tolist()}
+    def _prepare_updates(self, who: int, rows: np.ndarray, forward: Pass) -> None:
+        """What the runner has to be told of requests that came, got blocks or were preempted since its last pass."""
+        ledger, slots = self._ledger, forward.slots[rows]
+        forward.new += rows[~ledger.known[who][slots]].tolist()
+        forward.replaced |= {forward.ids[i] for i in rows[ledger.replace[who][slots]].tolist()}
         owned = [self._blocks[slot] for slot in slots.tolist()]
         for row, blocks, sent in zip(rows.tolist(), owned, ledger.sent[who][slots].tolist(), strict=True):
-            work.blocks[row] = blocks[sent:] or None
+            forward.blocks[row] = blocks[sent:] or None
         ledger.sent[who][slots] = [len(blocks) for blocks in owned]
         ledger.known[who][slots] = True
-        ledger.replace[who][slots] = ledger.news[who][slots] = False
+        ledger.replace[who][slots] = ledger.changed[who][slots] = False

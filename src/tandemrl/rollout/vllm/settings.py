@@ -1,0 +1,84 @@
+"""What tandem decoding asks of a vLLM engine: the options of its workers, the refusals, the junior's configuration."""
+
+import copy
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from vllm.config import ModelConfig, VllmConfig
+from vllm.config.utils import replace
+
+from tandemrl.rollout.engine import EngineError
+from tandemrl.rollout.vllm.planner import SchedulingMode
+
+
+@dataclass(frozen=True)
+class TandemOptions:
+    """What a worker is told beyond vLLM's own settings: ``additional_config={"tandem": {...}}``."""
+
+    junior: str | None = None
+    """Model folder or hub id; None: only the senior writes."""
+    mode: SchedulingMode = "lazy"
+    junior_dtype: str | None = None
+    junior_quantization: str | None = None
+    junior_device: str | None = None
+    selection: Mapping[str, Any] | None = None
+    """The strategy of requests that name none, as ``selection.*`` of a config."""
+    record: bool = False
+    """Keep every request's authors for ``tandem_record``."""
+
+
+def check_config(config: VllmConfig) -> None:
+    """Refuse what tandem decoding cannot do, with the reason.
+
+    Raises:
+        EngineError: names the setting and the value it needs.
+    """
+    parallel, scheduler = config.parallel_config, config.scheduler_config
+    rules = [
+        (not scheduler.async_scheduling, "async_scheduling", "off: the next author depends on the sampled token"),
+        (config.speculative_config is None, "speculative_config", "unset: drafts have no author"),
+        (parallel.pipeline_parallel_size == 1, "pipeline_parallel_size", "1: the planner sees one stage"),
+        (parallel.data_parallel_size == 1, "data_parallel_size", "1: run one engine per rank"),
+        (parallel.decode_context_parallel_size == 1, "decode_context_parallel_size", "1"),
+        (not config.use_v2_model_runner, "VLLM_USE_V2_MODEL_RUNNER", "0: written against the V1 model runner"),
+        (config.lora_config is None, "enable_lora", "off: merge the adapter first"),
+        (config.kv_transfer_config is None, "kv_transfer_config", "unset"),
+        (not config.model_config.is_multimodal_model, "model", "text-only"),
+        (not config.model_config.is_encoder_decoder, "model", "decoder-only"),
+        (not config.model_config.enable_prompt_embeds, "enable_prompt_embeds", "off"),
+    ]  # fmt: skip
+    for ok, name, needed in rules:
+        if not ok:
+            raise EngineError(f"tandem decoding needs {name} to be {needed}")
+
+
+def junior_config(config: VllmConfig, options: TandemOptions) -> VllmConfig:
+    """The senior's engine settings around another model."""
+    assert options.junior is not None
+    model = config.model_config
+    junior = ModelConfig(
+        model=options.junior,
+        tokenizer=options.junior,
+        trust_remote_code=model.trust_remote_code,
+        dtype=options.junior_dtype or model.dtype,  # type: ignore[arg-type]
+        quantization=options.junior_quantization,
+        seed=model.seed,
+        max_model_len=model.max_model_len,
+        enforce_eager=model.enforce_eager,
+        logprobs_mode=model.logprobs_mode,
+    )
+    compilation = copy.deepcopy(config.compilation_config)
+    compilation.static_forward_context = {}
+    own = replace(
+        config,
+        model_config=junior,
+        quant_config=None,
+        compilation_config=compilation,
+        cache_config=copy.deepcopy(config.cache_config),
+        parallel_config=copy.deepcopy(config.parallel_config),
+        weight_transfer_config=None,
+    )
+    own.compilation_config.static_forward_context = {}
+    own.parallel_config.rank = config.parallel_config.rank
+    return own

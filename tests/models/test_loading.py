@@ -1,0 +1,266 @@
+"""Doors for models: what a path was meant to be, what is missing in a folder, which models are refused and why."""
+
+import builtins
+import copy
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+from packing import dense, scored, sequences
+from tokenizers import AddedToken
+from transformers import PreTrainedModel
+
+from helpers import EOS, IDS, PAD, VOCABULARY, llama, prepared, qwen3, small_qwen3, tokenizer
+from tandemrl.files import hint
+from tandemrl.models.attention import ModelError
+from tandemrl.models.critic import load_critic
+from tandemrl.models.loading import check_folder, eos_token_ids, load_model, load_tokenizer, prepare, vocabulary_check
+
+# ---------------------------------------------------------------------------------------------------------------- paths
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model with its tokenizer."""
+    out = tmp_path_factory.mktemp("models") / "own" / "senior"
+    small_qwen3().save_pretrained(out)
+    tokenizer().save_pretrained(out)
+    return out
+
+
+def copied(folder: Path, to: Path, *, without: str = "") -> Path:
+    shutil.copytree(folder, to)
+    for file in to.glob(without) if without else ():
+        file.unlink()
+    return to
+
+
+def test_a_model_without_tokenizer_files_is_said_to_have_none(folder: Path, tmp_path: Path) -> None:
+    bare = copied(folder, tmp_path / "bare", without="tokenizer*")
+    assert load_model(bare) is not None
+    with pytest.raises(ModelError, match=rf"{bare}: no tokenizer is there, only a model; copy its files"):
+        load_tokenizer(bare)
+
+
+@pytest.mark.parametrize("load", [load_model, load_tokenizer, load_critic])
+def test_code_that_comes_with_a_model_is_not_run_and_nobody_is_asked(
+    load: Callable[[Path], object], folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = copied(folder, tmp_path / "model")
+    for name, classes in (
+        ("config.json", {"AutoConfig": "x.C", "AutoModelForCausalLM": "x.M", "AutoModelForTokenClassification": "x.M"}),
+        ("tokenizer_config.json", {"AutoTokenizer": ["x.T", None]}),
+    ):
+        kept = json.loads((model / name).read_text()) | {"model_type": "own", "tokenizer_class": "T"}
+        (model / name).write_text(json.dumps(kept | {"auto_map": classes}))
+    (model / "x.py").write_text(f"import pathlib; pathlib.Path({str(tmp_path / 'was_run')!r}).touch()\n")
+    questions: list[object] = []
+    monkeypatch.setattr(builtins, "input", lambda *text: questions.append(text) or "y")
+    with pytest.raises(ModelError, match=r"comes with Python code of its own, which is never run"):
+        load(model)
+    assert not questions
+    assert not (tmp_path / "was_run").exists()
+
+
+@pytest.mark.parametrize(
+    ("name", "meant"),
+    [
+        ("own/seniro", "own/senior"),
+        ("onw/senior", "own/senior"),
+        ("own", "own/senior"),
+        ("run", "run/hf/best"),
+        ("run/hf", "run/hf/best"),
+        ("run/checkpoints", "run/hf/best"),
+        ("run/checkpoints/step_12", "run/hf/step_12"),
+        ("run/checkpoints/step_12/tensors", "run/hf/best"),
+        ("run/checkpoints/step_99", "run/hf/best"),
+        ("early", "early/hf/step_100"),
+        ("early/hf/step_10", "early/hf/step_100"),
+    ],
+)
+@pytest.mark.parametrize("absolute", [True, False])
+def test_a_folder_that_is_no_model_is_named_with_the_one_that_was_meant(
+    name: str, meant: str, absolute: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for model in ("own/senior", "run/hf/best", "run/hf/step_12", "early/hf/step_20", "early/hf/step_100"):
+        (tmp_path / model).mkdir(parents=True)
+        (tmp_path / model / "config.json").touch()
+    (tmp_path / "run/checkpoints/step_12/tensors").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path)
+    home = f"{tmp_path}/" if absolute else "./" if "onw" in name else ""
+    with pytest.raises(ModelError, match=rf"^{home}{name}: .*; did you mean {home.removeprefix('./')}{meant}\?$"):
+        check_folder(f"{home}{name}")
+
+
+@pytest.mark.parametrize("load", [load_model, load_tokenizer, load_critic])
+def test_the_hub_is_not_asked_for_a_folder_whose_parent_is_here(
+    load: Callable[[str], object], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "runs").mkdir()
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ModelError, match=r"^runs/tiny: no such folder$"):
+        load("runs/tiny")
+    (tmp_path / "runs" / "file").touch()
+    with pytest.raises(ModelError, match=r"^runs/file: a file; expected the folder of a model$"):
+        load("runs/file")
+    for hub_id in ("gpt2", "openai-community/gpt2"):
+        check_folder(hub_id)
+
+
+def test_a_hint_is_given_only_for_a_name_that_is_there(tmp_path: Path) -> None:
+    (tmp_path / "data" / "gsm8k").mkdir(parents=True)
+    (tmp_path / "data" / "gsm8k" / "train.parquet").touch()
+    for wrong in ("data/gsm8k/trian.parquet", "dta/gsm8k/train.parquet", "data/gsm8/train.parquet"):
+        assert hint(tmp_path / wrong) == f"; did you mean {tmp_path}/data/gsm8k/train.parquet?"
+    for strange in ("data/gsm8k/zzz", "other/gsm8k/train.parquet", "data/gsm8/zzz"):
+        assert hint(tmp_path / strange) == ""
+
+
+# -------------------------------------------------------------------------------------------------------------- loading
+
+
+def test_load_model_reads_what_was_saved(tmp_path):
+    reference = llama()
+    reference.save_pretrained(tmp_path)
+    loaded = load_model(tmp_path)
+    assert not loaded.training
+    wanted, _ = dense(reference, sequences([6, 9]), 1.0)
+    torch.testing.assert_close(scored(loaded, sequences([6, 9])), wanted.detach(), rtol=0, atol=5e-5)
+    assert load_model(tmp_path, dtype="bfloat16").dtype == torch.bfloat16
+
+
+def test_models_and_tokenizers_that_are_not_there_are_named(tmp_path):
+    missing = tmp_path / "nothing"
+    for load in (load_model, load_tokenizer):
+        with pytest.raises(ModelError, match=f"{missing}: no such folder"):
+            load(missing)
+        with pytest.raises(ModelError, match=r"tiny/senior: no such folder; build it: tandemrl model tiny --out"):
+            load(tmp_path / "tiny" / "senior")
+    (tmp_path / "run" / "hf" / "best").mkdir(parents=True)
+    with pytest.raises(ModelError, match=r"did you mean .*hf/best"):
+        load_model(tmp_path / "run")
+    torn = tmp_path / "torn"
+    small_qwen3().save_pretrained(torn)
+    (torn / "model.safetensors").write_bytes(b"torn")
+    with pytest.raises(ModelError, match="could not be loaded"):
+        load_model(torn)
+
+
+def test_load_tokenizer_reads_what_was_saved(tmp_path):
+    tokenizer().save_pretrained(tmp_path)
+    assert load_tokenizer(tmp_path).get_vocab() == IDS
+
+
+def test_vocabulary_check():
+    vocabulary_check(tokenizer(), copy.deepcopy(tokenizer()))
+    longer = copy.deepcopy(tokenizer())
+    longer.add_tokens([AddedToken("later", normalized=False), AddedToken("last", normalized=False)])
+    with pytest.raises(ModelError, match=rf"2 entries differ, the first is 'later' \(id {VOCABULARY}\)"):
+        vocabulary_check(tokenizer(), longer)
+    with pytest.raises(ModelError, match="2 entries differ"):
+        vocabulary_check(longer, tokenizer())
+
+
+def test_eos_ids_are_those_of_model_and_tokenizer():
+    model = qwen3()
+    assert eos_token_ids(model.generation_config, tokenizer()) == (IDS[EOS],)
+    model.generation_config.eos_token_id = [9, 4]
+    assert eos_token_ids(model.generation_config, tokenizer()) == tuple(sorted({9, 4, IDS[EOS]}))
+    model.generation_config.eos_token_id = None
+    assert eos_token_ids(model.generation_config, tokenizer()) == (IDS[EOS],)
+    model.generation_config = None
+    assert eos_token_ids(model.generation_config, tokenizer()) == (IDS[EOS],)
+
+
+# ------------------------------------------------------------------------------------------------------------- refusals
+
+TINY = dict(
+    vocab_size=VOCABULARY,
+    hidden_size=32,
+    intermediate_size=48,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    head_dim=8,
+    initializer_range=0.4,
+    pad_token_id=IDS[PAD],
+    bos_token_id=None,
+    eos_token_id=IDS[EOS],
+)
+
+
+def tiny(family: str, **changes: object) -> PreTrainedModel:
+    config = getattr(transformers, f"{family}Config")(**(TINY | changes))
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        return transformers.AutoModelForCausalLM.from_config(config).eval()
+
+
+LINEAR = dict(linear_num_key_heads=2, linear_num_value_heads=2, linear_key_head_dim=8, linear_value_head_dim=8)
+EXPERTS = dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=16, shared_expert_intermediate_size=16)
+REFUSED = {
+    "attention soft-capping": ("Gemma2", {}, "soft-capping"),
+    "soft-capped logits": ("Gemma2", dict(attn_logit_softcapping=None), "other logits"),
+    "scaled logits": ("Granite", dict(logits_scaling=8.0), "other logits"),
+    "multiplied logits": ("Cohere", dict(logit_scale=0.25), "other logits"),
+    "a window shorter than the probe": ("Mistral", dict(sliding_window=3), "sliding window 3 is shorter"),
+    "bidirectional": ("Bert", dict(is_decoder=False), "other logits"),
+    "recurrent": ("Mamba", dict(state_size=4), "other logits"),
+    "partly recurrent": (
+        "Qwen3Next",
+        dict(layer_types=["linear_attention", "full_attention"], **LINEAR, **EXPERTS),
+        "other logits",
+    ),
+    "convolutions": ("Lfm2", dict(layer_types=["conv", "full_attention"]), "other logits"),
+    "ALiBi outside of the interface": ("Bloom", dict(n_layer=2, n_head=4), "other logits|custom attention"),
+    "attention sinks": ("GptOss", dict(num_local_experts=4, num_experts_per_tok=2, sliding_window=64), "sinks"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_models_that_would_be_computed_wrongly_are_refused(case):
+    family, changes, match = REFUSED[case]
+    with pytest.raises(ModelError, match=match) as caught:
+        prepare(tiny(family, **changes), name="the junior")
+    assert str(caught.value).startswith("the junior: ")
+
+
+def test_models_without_a_head_are_refused():
+    with pytest.raises(ModelError, match="no linear LM head; only causal LMs"):
+        prepare(qwen3().model)
+
+
+def test_mixtures_of_experts_are_packed_too():
+    reference = tiny("Qwen3Moe", **EXPERTS, attn_implementation="eager")
+    given = sequences([3, 11, 6])
+    wanted, _ = dense(reference, given, 1.0)
+    torch.testing.assert_close(scored(prepared(reference), given), wanted.detach(), rtol=0, atol=5e-5)
+
+
+def test_a_sliding_window_is_fine_until_a_sequence_outgrows_it():
+    reference = tiny("Mistral", sliding_window=8, attn_implementation="eager")
+    packed = prepared(reference)
+    given = sequences([8, 5])
+    wanted, _ = dense(reference, given, 1.0)
+    torch.testing.assert_close(scored(packed, given), wanted.detach(), rtol=0, atol=5e-5)
+    with pytest.raises(ModelError, match=r"sliding window 8 is shorter than the sequences \(9\)"):
+        scored(packed, sequences([9]))
+
+
+def test_attention_dropout_is_refused_in_training_mode():
+    packed = prepared(tiny("Llama", attention_dropout=0.1))
+    scored(packed, sequences([5]))
+    packed.train()
+    with pytest.raises(ModelError, match=r"attention dropout 0\.1"):
+        scored(packed, sequences([5]))
+
+
+def test_a_wired_model_does_not_run_without_a_layout():
+    """Its own forward would have no attention mask; it must not answer quietly."""
+    packed = prepared(qwen3())
+    with pytest.raises(ModelError, match="did not pass `layout`"):
+        packed(input_ids=torch.tensor([[1, 2, 3]]))
