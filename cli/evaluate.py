@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -59,7 +60,7 @@ def _command(name: Command) -> Callable[..., None]:
 
         if k is not None and not all(part.strip().isdigit() for part in k.split(",")):
             raise ConfigError(f"--k {k}: expected whole numbers with commas between them, e.g. 1,2,4,8")
-        given: dict[str, object] = {
+        options: dict[str, object] = {
             "eval.k": k and f"[{k}]",
             "eval.samples": samples,
             "eval.profile": profile,
@@ -68,37 +69,29 @@ def _command(name: Command) -> Callable[..., None]:
             "model.dtype": dtype,
         }
         if samples is not None and k is None:
-            given["eval.k"] = [each for each in (1, 2, 4, 8) if each <= samples]
-        options = [f"{key}={value}" for key, value in given.items() if value is not None]
-        resolved = load(config, [*options, *(overrides or ())])
+            options["eval.k"] = [each for each in (1, 2, 4, 8) if each <= samples]
+        assignments = [f"{key}={value}" for key, value in options.items() if value is not None]
+        resolved = load(config, [*assignments, *(overrides or ())])
         warn_of_reward_function(resolved)
         if not data and config is None:
             raise ConfigError("no data to evaluate on: give --data, or --config for its data.eval")
 
-        from tandemrl.evals import left_out, run_all
+        from tandemrl.evals import evaluate, left_out
 
         if junior is None and config is not None:
             junior = resolved.model.junior
+        resolved = replace(
+            resolved,
+            model=replace(resolved.model, junior=junior),
+            data=replace(resolved.data, eval=tuple(data or resolved.data.eval)),
+        )
         with _bars() as progress:
-            results = run_all(
+            results = evaluate(
+                resolved,
                 model=model,
-                junior=junior,
-                data=data or resolved.data.eval,
-                eval=resolved.eval,
                 out=out,
                 phases=None if name == "all" else (name,),
-                reward=resolved.reward,
-                sandbox=resolved.sandbox,
-                judge=resolved.judge,
-                dtype=resolved.model.dtype,
-                device=resolved.model.device,
-                prompt_suffix=resolved.data.prompt_suffix,
-                max_prompt_tokens=resolved.data.max_prompt_tokens,
                 limit=limit,
-                threads=resolved.train.threads,
-                prob_senior=resolved.selection.prob_senior,
-                max_gap_tokens=resolved.selection.max_gap_tokens,
-                rollout=resolved.rollout,
                 stated=None if config is None else stated_keys(overrides or ()),
                 progress=progress,
             )
@@ -107,7 +100,7 @@ def _command(name: Command) -> Callable[..., None]:
         settings = f"profile {resolved.eval.profile}, {resolved.eval.samples} samples per problem"
         if name == "all":
             Console().print(summary_table(f"all phases ({settings})", results))
-            for phase, reason in left_out(junior, resolved.judge).items():
+            for phase, reason in left_out(resolved).items():
                 typer.echo(f"left out: {phase} {reason}")
         else:
             Console().print(metrics_table(f"{name} ({settings})", results[name]["metrics"]))

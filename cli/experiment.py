@@ -36,7 +36,7 @@ def experiment(
     chosen = EXPERIMENTS[name]
     if arms is not None:
         chosen = chosen.only([part.strip() for part in arms.split(",")])
-    given: dict[str, Any] = {
+    changes: dict[str, Any] = {
         "overrides": (*chosen.overrides, *(overrides or ())),
         "pairs": pair and tuple(pair),
         "seeds": seeds and tuple(int(part) for part in seeds.split(",")),
@@ -45,7 +45,7 @@ def experiment(
         "size": size,
         "device": device,
     }
-    chosen = replace(chosen, **{key: value for key, value in given.items() if value})
+    chosen = replace(chosen, **{key: value for key, value in changes.items() if value})
     folder = out or Path("runs") / name
     with heartbeat(typer.echo, lambda: last_written(folder)):
         results = run_experiment(chosen, folder, workers=workers, say=typer.echo)

@@ -19,10 +19,10 @@ def report(
     """Turn the runs and evaluations below DIR into one self-contained HTML page and a Markdown page."""
     if out is not None and out.suffix != ".html":
         raise typer.BadParameter(f"{out}: the page needs a name that ends in .html", param_hint="--out")
-    from tandemrl.report import build, write
+    from tandemrl.report import build_report, write_report
 
-    built = build(folder, title=title, tokenizer=tokenizer)
-    page, text = write(built, out)
+    built = build_report(folder, title=title, tokenizer=tokenizer)
+    page, text = write_report(built, out)
     typer.echo(f"{page} ({page.stat().st_size / 1e6:.2f} MB), {text}")
     for caveat in built.caveats:
         typer.echo(f"note: {caveat}", err=True)

@@ -1,12 +1,15 @@
-"""A small training run, its files, and when two runs are the same."""
+"""A small training run, its files, when two runs are the same, and how one is evaluated."""
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors.torch import load_file
 
-from tandemrl.config import Config, load
+from tandemrl.config import Config, DataConfig, ModelConfig, load
+from tandemrl.evals import Phase, evaluate
 
 SMALL = [
     "train.threads=1",
@@ -31,11 +34,19 @@ def config(pair: Path, out: Path, *extra: str) -> Config:
     return load(None, [*SMALL, *paths, *extra])
 
 
-def metrics(out: Path) -> list[dict[str, float]]:
-    return [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+def lines(file: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in file.read_text().splitlines()]
 
 
-def timeless(out: Path) -> list[dict[str, float]]:
+def metrics(out: Path) -> list[dict[str, Any]]:
+    return lines(out / "metrics.jsonl")
+
+
+def samples(out: Path) -> list[dict[str, Any]]:
+    return lines(out / "samples.jsonl")
+
+
+def timeless(out: Path) -> list[dict[str, Any]]:
     """Metrics that two identical runs share: all but the times."""
     return [{k: v for k, v in line.items() if not k.startswith(("time/", "tokens/s"))} for line in metrics(out)]
 
@@ -50,3 +61,23 @@ def assert_same_run(a: Path, b: Path, step: int) -> None:
     left, right = weights(a, step), weights(b, step)
     assert left.keys() == right.keys()
     assert all(torch.equal(left[name], right[name]) for name in left)
+
+
+def evaluate_with(
+    *,
+    data: Sequence[str],
+    model: str | Path,
+    junior: str | Path | None = None,
+    device: str = "cpu",
+    **settings: Any,
+) -> dict[Phase, dict[str, Any]]:
+    """``evaluate``. ``settings``: sections of the config such as ``eval``, and arguments of ``evaluate``."""
+    sections = {name: settings.pop(name) for name in list(settings) if name in Config.__dataclass_fields__}
+    models = ModelConfig(junior=None if junior is None else str(junior), device=device)
+    config = Config(**{"model": models, "data": DataConfig(eval=tuple(data))} | sections)
+    return evaluate(config, model=model, **settings)
+
+
+def evaluate_phase(phase: Any, **settings: Any) -> dict[str, Any]:
+    """``evaluate_with`` of one phase."""
+    return evaluate_with(phases=(phase,), **settings)[phase]

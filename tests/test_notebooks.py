@@ -12,6 +12,8 @@ import nbformat
 import pytest
 from nbclient import NotebookClient
 
+from runs import metrics
+
 NOTEBOOKS = Path(__file__).parents[1] / "notebooks"
 NAMES = ("01_selection_strategy", "02_loss", "03_read_a_run", "04_paper_claims", "05_reward")
 
@@ -57,10 +59,6 @@ def execute(name: str, runs: Path, patch: pytest.MonkeyPatch) -> dict[str, str]:
     return said
 
 
-def metrics_of(run: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-
-
 def test_a_strategy_is_written_checked_and_trained_with(
     runs: Path, tiny_pair: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -77,7 +75,7 @@ def test_a_strategy_is_written_checked_and_trained_with(
     for p, share, two_errors, same in shares:
         assert abs(float(share) - float(p)) <= 2 * float(two_errors)  # four standard errors
         assert same == "True"
-    steps = metrics_of(runs / "relay")
+    steps = metrics(runs / "relay")
     assert [step["step"] for step in steps] == [1, 2, 3]
     assert steps[0]["tandem/senior_frac"] > steps[-1]["tandem/senior_frac"]  # the schedule goes from 0.9 to 0.5
     assert all("<image>" in said[cell] for cell in ("picture", "share", "train"))
@@ -94,7 +92,7 @@ def test_a_loss_is_written_checked_by_hand_and_trained(runs: Path, monkeypatch: 
     assert float(said["split"].rpartition(":")[2]) < 1e-6
     assert all("<image>" in said[cell] for cell in ("curves", "plots"))
 
-    grpo, soft = (metrics_of(runs / "loss" / name) for name in ("grpo", "soft_gate"))
+    grpo, soft = (metrics(runs / "loss" / name) for name in ("grpo", "soft_gate"))
     assert grpo[0]["reward/mean"] == soft[0]["reward/mean"] > 0  # the same texts, and something to learn from
     assert {step["updates"] for step in grpo + soft} == {2.0}
     assert all(step["clip_fraction"] == 0 for step in soft)  # it has no range to leave
@@ -158,7 +156,7 @@ def test_a_reward_is_written_weighed_and_trained_with(runs: Path, monkeypatch: p
     assert "did you mean synthetic/plain?" in said["refused"]
     assert "did you mean brevity?" in said["refused"]
     assert "reward broken, row a: expected a finite number" in said["refused"]
-    for step in metrics_of(runs / "reward" / "right_and_short"):
+    for step in metrics(runs / "reward" / "right_and_short"):
         assert step["reward/mean"] == pytest.approx(step["reward/boxed"] + 0.5 * step["reward/brevity"])
         assert 0 < step["reward/brevity"] < 1
     assert "<image>" in said["plots"]

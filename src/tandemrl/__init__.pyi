@@ -6,7 +6,7 @@ from tandemrl.config import load as load
 from tandemrl.data.loading import load_rows as load_rows
 from tandemrl.data.rows import DataError as DataError
 from tandemrl.data.rows import Row as Row
-from tandemrl.evals import run_all as run_all
+from tandemrl.evals import evaluate as evaluate
 from tandemrl.evals.compare import compare as compare
 from tandemrl.evals.measures import EvalError as EvalError
 from tandemrl.evals.stats import pass_at_k as pass_at_k

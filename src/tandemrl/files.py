@@ -6,13 +6,15 @@ hidden; readers ignore it and ``recover`` tidies up.
 """
 
 import difflib
+import json
 import os
 import platform
 import shutil
 import subprocess
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from importlib import metadata
 from pathlib import Path
+from typing import Any
 
 NEW, OLD = ".new-", ".old-"
 """Prefixes of hidden names: being written, and set aside."""
@@ -49,9 +51,10 @@ def begin(path: Path) -> Path:
     return new
 
 
-def publish(path: Path) -> None:
-    """Put what was written since ``begin`` in place."""
-    new, old = path.with_name(f"{NEW}{path.name}"), path.with_name(f"{OLD}{path.name}")
+def publish(path: Path, new: Path | None = None) -> None:
+    """Put what was written since ``begin`` in place of ``path``; or a hidden directory ``.new-*`` beside it."""
+    new = new or path.with_name(f"{NEW}{path.name}")
+    old = path.with_name(f"{OLD}{new.name.removeprefix(NEW)}")
     for folder, _, files in os.walk(new, topdown=False):
         for name in files:
             sync(Path(folder, name))
@@ -91,6 +94,33 @@ def sync(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+class LineError(ValueError):
+    """A line of a file is not what it should be. ``line`` counts from 1."""
+
+    def __init__(self, line: int, error: Exception) -> None:
+        super().__init__(str(error))
+        self.line = line
+
+
+def read_json_lines(
+    file: Path, *, parse: Callable[[str], Any] = json.loads, encoding: str = "utf-8"
+) -> Iterator[tuple[int, Any]]:
+    """(line number from 1, value) of every line that is not blank.
+
+    Raises:
+        LineError: ``parse`` refuses a line with a `ValueError` or a `TypeError`.
+        OSError, UnicodeDecodeError: the file cannot be read.
+    """
+    with open(file, encoding=encoding) as lines:
+        for number, text in enumerate(lines, 1):
+            if text.strip():
+                try:
+                    value = parse(text)
+                except (ValueError, TypeError) as error:
+                    raise LineError(number, error) from None
+                yield number, value
 
 
 def hint(path: str | Path) -> str:

@@ -14,6 +14,7 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from tandemrl.cli.main import app
+from tandemrl.config import Config
 
 
 def run(*arguments: str) -> Result:
@@ -185,19 +186,21 @@ RESULT = {
 def test_eval_hands_on_its_options_and_prints_a_table(phase: str, monkeypatch: pytest.MonkeyPatch) -> None:
     import tandemrl.evals
 
-    run_all = Recorder({phase: RESULT})
-    monkeypatch.setattr(tandemrl.evals, "run_all", run_all)
+    evaluate = Recorder({phase: RESULT})
+    monkeypatch.setattr(tandemrl.evals, "evaluate", evaluate)
     options = ["--model", "M", "--junior", "J", "--data", "a", "--data", "b", "--samples", "4", "--limit", "9"]
     options += ["--seed", "3", "--profile", "paper", "--out", "o", "--dtype", "bfloat16", "reward.gsm8k=tandem"]
     result = run("eval", phase, *options, "data.prompt_suffix=Go.", "judge.url=http://h/v1", "judge.accept=0.8")
     assert result.exit_code == 0, result.output
-    got = run_all.keywords
+    got = evaluate.keywords
     assert got["phases"] == (phase,)
-    assert (got["model"], got["junior"], list(got["data"]), got["limit"]) == ("M", "J", ["a", "b"], 9)
-    assert (got["eval"].k, got["eval"].samples, got["eval"].seed, got["eval"].profile) == ((1, 2, 4), 4, 3, "paper")
-    assert (got["out"], got["dtype"], got["prompt_suffix"]) == (Path("o"), "bfloat16", "Go.")
-    assert got["reward"].gsm8k == "tandem"
-    assert (got["judge"].url, got["judge"].accept) == ("http://h/v1", 0.8)
+    (config,) = evaluate.arguments
+    assert (got["model"], config.model.junior, config.data.eval, got["limit"]) == ("M", "J", ("a", "b"), 9)
+    settings = config.eval
+    assert (settings.k, settings.samples, settings.seed, settings.profile) == ((1, 2, 4), 4, 3, "paper")
+    assert (got["out"], config.model.dtype, config.data.prompt_suffix) == (Path("o"), "bfloat16", "Go.")
+    assert config.reward.gsm8k == "tandem"
+    assert (config.judge.url, config.judge.accept) == ("http://h/v1", 0.8)
     assert "0.5000 [0.250, 0.750]" in result.output
     assert "pass@1/low" not in result.output
 
@@ -210,11 +213,11 @@ def test_eval_all_prints_one_table_and_says_what_was_left_out(monkeypatch: pytes
         "pass-at-k": {"metrics": RESULT["metrics"] | {"by_set": {name: {"pass@1": 0.5} for name in legible}}},
         "legibility": {"metrics": {"macro": {"cross_entropy": 0.25, "problems": 4}, "by_set": legible}},
     }
-    run_all = Recorder(phases)
-    monkeypatch.setattr(tandemrl.evals, "run_all", run_all)
+    evaluate = Recorder(phases)
+    monkeypatch.setattr(tandemrl.evals, "evaluate", evaluate)
     result = run("eval", "all", "--model", "M", "--junior", "J", "--data", "a")
     assert result.exit_code == 0, result.output
-    assert run_all.keywords["phases"] is None
+    assert evaluate.keywords["phases"] is None
     lines = [" ".join(line.replace("│", " ").split()) for line in result.output.splitlines()]
     assert "pass-at-k pass@1 0.5000 0.5000 0.5000 [0.250, 0.750]" in lines
     assert "legibility cross_entropy 0.2500 0.2500 0.2500" in lines
@@ -226,11 +229,11 @@ def test_eval_all_prints_one_table_and_says_what_was_left_out(monkeypatch: pytes
 def test_eval_draws_a_bar_on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
     import tandemrl.evals
 
-    def run_all(**keywords: Any) -> dict[str, Any]:
+    def evaluate(config: Config, **keywords: Any) -> dict[str, Any]:
         keywords["progress"]("tandem: tokens", 1500, 3000)
         return {"tandem": RESULT}
 
-    monkeypatch.setattr(tandemrl.evals, "run_all", run_all)
+    monkeypatch.setattr(tandemrl.evals, "evaluate", evaluate)
     monkeypatch.setenv("FORCE_COLOR", "1")
     result = run("eval", "tandem", "--model", "M", "--junior", "J", "--data", "a")
     assert result.exit_code == 0, result.output
@@ -260,7 +263,7 @@ def test_what_takes_minutes_says_where_it_is_without_a_terminal(
     }
     record = tmp_path / "jargon" / "seed-0" / "grpo" / "metrics.jsonl"
 
-    def run_all(**keywords: Any) -> dict[str, Any]:
+    def evaluate(config: Config, **keywords: Any) -> dict[str, Any]:
         keywords["progress"]("tandem: tokens", 1500, 3000)
         return {"tandem": RESULT}
 
@@ -273,7 +276,7 @@ def test_what_takes_minutes_says_where_it_is_without_a_terminal(
         record.write_text('{"step": 11}\n{"step": 12}\n')
         return {"claims": []}
 
-    monkeypatch.setattr(tandemrl.evals, "run_all", run_all)
+    monkeypatch.setattr(tandemrl.evals, "evaluate", evaluate)
     monkeypatch.setattr(tandemrl.experiments.tiny, "build_tiny_pair", build)
     monkeypatch.setattr(tandemrl.experiments.experiment, "run_experiment", experiment)
     result = run(*arguments[command])
@@ -292,13 +295,13 @@ def test_eval_takes_over_what_a_run_was_trained_with(tmp_path: Path, monkeypatch
 
     file = tmp_path / "config.yaml"
     file.write_text(to_yaml(load("deepscaler_tandem", ["selection.prob_senior=0.25"])))
-    run_all = Recorder({"tandem": RESULT})
-    monkeypatch.setattr(tandemrl.evals, "run_all", run_all)
+    evaluate = Recorder({"tandem": RESULT})
+    monkeypatch.setattr(tandemrl.evals, "evaluate", evaluate)
     assert run("eval", "tandem", "--model", "M", "--junior", "J", "--config", str(file), "--k", "1,2").exit_code == 0
-    got = run_all.keywords
-    assert (got["data"], got["junior"]) == (("data/deepscaler/heldout.parquet",), "J")
-    assert r"\boxed{}" in got["prompt_suffix"]
-    assert (got["prob_senior"], got["eval"].profile, got["eval"].k) == (0.25, "paper", (1, 2))
+    (config,) = evaluate.arguments
+    assert (config.data.eval, config.model.junior) == (("data/deepscaler/heldout.parquet",), "J")
+    assert r"\boxed{}" in config.data.prompt_suffix
+    assert (config.selection.prob_senior, config.eval.profile, config.eval.k) == (0.25, "paper", (1, 2))
 
 
 def test_data_show_prints_rows() -> None:

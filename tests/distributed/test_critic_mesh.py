@@ -1,6 +1,5 @@
 """Values and every gradient of the critic on meshes of two processes are those of a single process, and so is PPO."""
 
-import json
 from pathlib import Path
 
 import numpy as np
@@ -11,6 +10,7 @@ from torch.distributed.tensor import DTensor
 
 from helpers import VOCABULARY, qwen3
 from processes import run
+from runs import metrics
 from tandemrl.config import ParallelConfig, load
 from tandemrl.distributed.world import World, init_world
 from tandemrl.losses import adapt_kl_coef, value_loss
@@ -75,10 +75,6 @@ def ppo(pair: Path, out: Path, *overrides: str) -> None:
     paths = [f"model.senior={pair}/senior", f"model.junior={pair}/junior", f"output_dir={out}"]
     data = "data.train=synthetic:plain:train:64"
     train(load(None, ["loss.recipe=ppo", data, *small, *rates, *kl, *paths, *overrides]), quiet=True)
-
-
-def metrics(out: Path) -> list[dict[str, float]]:
-    return [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
 
 
 def test_ppo_on_two_processes_is_ppo_on_one_and_resumes_there(tiny_pair: Path, tmp_path: Path) -> None:

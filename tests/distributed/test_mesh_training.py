@@ -1,6 +1,5 @@
 """``train`` on several processes is ``train`` on one: same texts, same losses, same weights, whatever the mesh."""
 
-import json
 import shutil
 from pathlib import Path
 
@@ -8,28 +7,18 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+import runs
 from processes import run
+from runs import metrics
 from tandemrl.config import load
 from tandemrl.training.loop import train
 
-SMALL = [
-    "train.threads=1",
+SHORT = [
     "train.steps=2",
-    "train.prompts_per_step=4",
     "train.mini_batch_prompts=2",
     "train.tokens_per_micro_batch=256",
-    "rollout.group_size=4",
     "rollout.max_tokens=40",
-    "train.save_every=2",
-    "train.eval_every=2",
-    "train.lr=3e-4",
     "train.keep_checkpoints=1",
-    "eval.train_problems=4",
-    "eval.train_samples=2",
-    "eval.bootstrap=10",
-    "data.train=synthetic:plain:train:64",
-    "data.eval=synthetic:plain:heldout:16",
-    "data.max_prompt_tokens=128",
     "parallel.timeout_s=100",
 ]
 MESHES = {
@@ -44,17 +33,12 @@ EVERYTHING = ["loss.kl_coef=0.01", "loss.junior_kl_coef=0.05", "loss.entropy_coe
 
 def _train(pair: str, out: str, *overrides: str) -> None:
     """In one of the processes."""
-    paths = [f"model.senior={pair}/senior", f"model.junior={pair}/junior", f"output_dir={out}"]
-    train(load(None, [*SMALL, *paths, *overrides]), quiet=True)
-
-
-def metrics(out: Path) -> list[dict[str, float]]:
-    return [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    train(runs.config(Path(pair), Path(out), *SHORT, *overrides), quiet=True)
 
 
 def samples(out: Path) -> list[dict[str, object]]:
-    lines = [json.loads(line) for line in (out / "samples.jsonl").read_text().splitlines()]
-    return [{key: line[key] for key in ("step", "text", "tokens", "author", "reward", "index")} for line in lines]
+    keys = ("step", "text", "tokens", "author", "reward", "index")
+    return [{key: line[key] for key in keys} for line in runs.samples(out)]
 
 
 def assert_same(actual: Path, expected: Path, step: int) -> None:

@@ -22,7 +22,7 @@ from tandemrl.distributed import world as parallel
 from tandemrl.distributed.watchdog import EXIT_CODE, GRACE_S, WATCHDOG, Stillness, Watchdog
 from tandemrl.rewards import scoring
 from tandemrl.rewards.judge import http as http_engine
-from tandemrl.rewards.judge.http import HttpEngine
+from tandemrl.rewards.judge.http import HttpJudge
 from tandemrl.rewards.protocol import Score
 from tandemrl.rewards.scoring import Scorer
 from tandemrl.rollout import torch_engine
@@ -166,7 +166,7 @@ def call_a_reward_function() -> int:
 
 def ask_a_judge() -> int:
     with FakeJudge(lambda prompt, _: "re") as judge:
-        engine = HttpEngine(JudgeConfig(url=judge.url, concurrency=2))
+        engine = HttpJudge(JudgeConfig(url=judge.url, concurrency=2))
         engine.ask([[{"role": "user", "content": str(i)}] for i in range(7)])
     return 7
 

@@ -15,7 +15,7 @@ from tandemrl.evals import (
     EvalError,
     Profile,
     Sample,
-    evaluate,
+    generate_and_grade,
     sampling_for,
 )
 from tandemrl.rewards.judge.rubric import JudgeError, JudgePool
@@ -83,7 +83,7 @@ def prompt(number, source="a", length=1):
 
 def run(engine, prompts, arms=None, samples=4, k=(1, 2, 4), **changes):
     settings = dict(profile=PROFILES["tiny"], seed=17, bootstrap=50) | changes
-    return evaluate(
+    return generate_and_grade(
         arms or {"solo": solo("senior")},
         engine=engine,
         tokenizer=WordTokenizer(),

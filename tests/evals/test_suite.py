@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+from dataclasses import replace
 from functools import partial
 from itertools import product
 from pathlib import Path
@@ -31,8 +32,9 @@ from helpers import (
 )
 from helpers import prompts as some_prompts
 from helpers import tokenizer as tokenizer_of_letters
+from runs import evaluate_phase, evaluate_with
 from tandemrl import evals
-from tandemrl.config import ConfigError, EvalConfig, JudgeConfig, RewardConfig
+from tandemrl.config import Config, ConfigError, EvalConfig, JudgeConfig, ModelConfig, RewardConfig, SelectionConfig
 from tandemrl.data.loading import load_rows
 from tandemrl.data.rows import Prompt, Row, encode_prompts
 from tandemrl.evals import (
@@ -41,8 +43,6 @@ from tandemrl.evals import (
     Sample,
     files,
     reading,
-    run_all,
-    run_phase,
     session,
     suite,
 )
@@ -74,9 +74,9 @@ def pair(tokenizer, tmp_path_factory):
 
 @pytest.fixture
 def phase(pair, tmp_path):
-    """``run_phase`` on three problems with two samples of at most ten tokens each."""
+    """``evaluate_phase`` on three problems with two samples of at most ten tokens each."""
     return partial(
-        run_phase,
+        evaluate_phase,
         model=str(pair / "senior"),
         junior=str(pair / "junior"),
         data=["synthetic:plain:heldout:4"],
@@ -146,7 +146,7 @@ def test_another_configuration_is_refused_by_name(phase, pair, tmp_path):
     out = tmp_path / "one.json"
     phase("tandem", out=out)
     with pytest.raises(EvalError, match=r"prob_senior: 0\.5 there, 0\.25 now"):
-        phase("tandem", out=out, prob_senior=0.25)
+        phase("tandem", out=out, selection=SelectionConfig(prob_senior=0.25))
     with pytest.raises(EvalError, match=r"eval\.seed: 17 there, 18 now"):
         phase("tandem", out=out, eval=EvalConfig(profile="custom", max_tokens=10, samples=2, k=(1, 2), seed=18))
     with pytest.raises(EvalError, match="holds the phase tandem"):
@@ -168,10 +168,10 @@ def test_changed_weights_are_another_configuration(phase, pair, tokenizer, tmp_p
 
 
 def test_rewards_of_no_use_are_refused_before_anything_is_written(phase, tmp_path, monkeypatch):
-    def write(*arguments):
+    def generate(*arguments):
         raise AssertionError("texts were written")
 
-    monkeypatch.setattr(suite, "_write", write)
+    monkeypatch.setattr(suite, "_generate", generate)
     typo = RewardConfig(scorers={"synthetic": "boxed"})
     with pytest.raises(ConfigError, match=r"reward\.scorers\.synthetic=boxed: no row matches.* synthetic/plain"):
         phase("pass-at-k", reward=typo)
@@ -328,10 +328,10 @@ def test_legibility_reads_the_pass_at_k_samples_and_writes_the_same_ones_without
 
 @pytest.fixture
 def everything(pair, tmp_path, monkeypatch):
-    """``run_all`` on three problems; its files do not depend on the state of this checkout."""
+    """``evaluate_with`` on three problems; its files do not depend on the state of this checkout."""
     monkeypatch.setattr(files, "versions", lambda: {"git_revision": "here"})
     return partial(
-        run_all,
+        evaluate_with,
         model=str(pair / "senior"),
         junior=str(pair / "junior"),
         data=["synthetic:plain:heldout:4"],
@@ -398,8 +398,8 @@ def test_a_process_that_is_killed_ends_with_the_files_of_an_uninterrupted_one(ev
     everything(out=tmp_path / "whole")
     script = f"""
 import os, signal
-from tandemrl.config import EvalConfig, RewardConfig
-from tandemrl.evals import files, run_all
+from tandemrl.config import Config, DataConfig, EvalConfig, ModelConfig, RewardConfig
+from tandemrl.evals import evaluate, files
 
 files.versions = lambda: {{"git_revision": "here"}}
 
@@ -407,11 +407,11 @@ def kill(what, done, total):
     if what.startswith("handoff"):
         os.kill(os.getpid(), signal.SIGKILL)
 
-run_all(
-    model="{pair}/senior", junior="{pair}/junior", data=["synthetic:plain:heldout:4"], limit=3, progress=kill,
-    eval=EvalConfig(profile="custom", max_tokens=10, samples=2, k=(1, 2), bootstrap=20),
-    reward=RewardConfig(workers=1), out="{tmp_path}/killed",
+config = Config(
+    model=ModelConfig(junior="{pair}/junior", device="cpu"), data=DataConfig(eval=("synthetic:plain:heldout:4",)),
+    eval=EvalConfig(profile="custom", max_tokens=10, samples=2, k=(1, 2), bootstrap=20), reward=RewardConfig(workers=1),
 )
+evaluate(config, model="{pair}/senior", out="{tmp_path}/killed", limit=3, progress=kill)
 """
     done = subprocess.run([sys.executable, "-c", script], env=os.environ | {"OMP_NUM_THREADS": "1"}, timeout=300)
     assert done.returncode == -signal.SIGKILL
@@ -433,11 +433,12 @@ def test_progress_counts_up_to_the_total(everything, tmp_path):
 
 def test_without_a_junior_only_the_solo_phases_are_run(everything, pair, tmp_path):
     assert list(everything(out=tmp_path / "out", junior=None)) == ["pass-at-k"]
-    left = evals.left_out(None, JudgeConfig())
+    left = evals.left_out(Config())
     assert list(left) == ["tandem", "handoff", "legibility", "drift", "verified"]
     assert set(left) | {"pass-at-k"} == set(evals.PHASES)
-    assert evals.left_out("J", JudgeConfig(model="M")) == {}
-    assert list(evals.left_out("J", JudgeConfig(model="M", prompt="tinyv"))) == ["verified"]
+    pair_and_judge = Config(model=ModelConfig(junior="J"), judge=JudgeConfig(model="M"))
+    assert evals.left_out(pair_and_judge) == {}
+    assert list(evals.left_out(replace(pair_and_judge, judge=JudgeConfig(model="M", prompt="tinyv")))) == ["verified"]
     judge = JudgeConfig(model=str(pair / "junior"), prompt="reasoning")
     assert list(everything(out=tmp_path / "judged", junior=None, judge=judge)) == ["pass-at-k", "verified"]
     with pytest.raises(EvalError, match=r"one\.json is one file for 5 phases"):
@@ -468,7 +469,7 @@ def test_handoff_is_the_protocol_token_by_token():
     for model in (senior, junior):  # blank lines are rare in random text; with a bias they are common
         with_head_bias(model).lm_head.bias.data[[IDS["Ċ"], IDS["ĊĊ"], IDS[".Ċ"]]] += 7.0
     prompts = [Prompt(Row(f"p/{i}", (), "p", "", {}), ids) for i, ids in enumerate(some_prompts(4))]
-    written = evals.write(
+    written = evals.generate_samples(
         evals.strategies("handoff", tokenizer_of_letters()),
         engine=TorchEngine(prepared(senior), prepared(junior), tokenizer_of_letters()),
         tokenizer=tokenizer_of_letters(),
@@ -589,7 +590,7 @@ def test_verified_over_http_counts_what_the_judge_accepts(tiny_pair, tmp_path):
 
     with FakeJudge(judged, models=("rrm",)) as fake:
         verified = partial(
-            run_phase,
+            evaluate_phase,
             model=str(tiny_pair / "senior"),
             junior=None,
             data=["synthetic:plain:heldout:12"],

@@ -28,7 +28,7 @@ from tandemrl.experiments.experiment import (
     Experiment,
     ExperimentError,
     Job,
-    check_condition,
+    check_premise,
     paper_claims,
     run_experiment,
 )
@@ -132,7 +132,7 @@ def test_another_experiment_is_refused_and_more_seeds_are_not(finished: Finished
     with pytest.raises(ExperimentError, match="another arm tandem"):
         run_experiment(other, out)
     stored = (out / "experiment.json").read_text()
-    experiments._claim_folder(replace(small, seeds=(0, 1, 2)), out)
+    experiments._reserve_folder(replace(small, seeds=(0, 1, 2)), out)
     assert json.loads((out / "experiment.json").read_text())["seeds"] == [0, 1, 2]
     (out / "experiment.json").write_text(stored)
 
@@ -155,7 +155,7 @@ def test_an_experiment_that_makes_no_sense_is_refused(change: dict[str, Any], me
 
 def test_a_larger_size_runs_on_its_device_with_smaller_learning_rates(finished: Finished) -> None:
     large = replace(finished.experiment, size="46m", device="cuda")
-    overrides = experiments._overrides(large, Job("plain", 0, TANDEM), finished.out)
+    overrides = experiments._run_overrides(large, Job("plain", 0, TANDEM), finished.out)
     assert "model.device=cuda" in overrides
     small = load(finished.out / "plain" / "seed-0" / "tandem" / "config.yaml")
     [rate] = [float(o.removeprefix("train.lr=")) for o in overrides if o.startswith("train.lr=")]
@@ -167,7 +167,7 @@ def test_a_larger_size_runs_on_its_device_with_smaller_learning_rates(finished: 
 def test_a_failed_part_is_named_the_others_go_on_and_its_followers_do_not(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def do(experiment: Experiment, job: Job, out: Path) -> str:
+    def run_job(experiment: Experiment, job: Job, out: Path) -> str:
         if str(job) in ("plain/seed-1/pair", "plain/seed-0/grpo"):
             raise OSError(f"disk full at {job}")
         done.append(str(job))
@@ -175,7 +175,7 @@ def test_a_failed_part_is_named_the_others_go_on_and_its_followers_do_not(
 
     done: list[str] = []
     said: list[str] = []
-    monkeypatch.setattr(experiments, "do", do)
+    monkeypatch.setattr(experiments, "run_job", run_job)
     two = Experiment("two", (GRPO, TANDEM), pairs=("plain",), seeds=(0, 1))
     with pytest.raises(ExperimentError, match=r"2 of 8 parts failed .*seed-0/grpo: OSError: disk full.*run again"):
         run_experiment(two, tmp_path, workers=1, say=said.append)
@@ -191,7 +191,7 @@ def test_parts_in_processes_follow_those_that_they_need(tmp_path: Path) -> None:
     jobs = [Job("plain", 0), Job("plain", 1)]
     ended = [
         (str(job), outcome if isinstance(outcome, str) else type(outcome))
-        for job, outcome in experiments._schedule(jobs, after, lambda job: (int_or_text, job.seed, str(job)), 2)
+        for job, outcome in experiments._run_jobs(jobs, after, lambda job: (int_or_text, job.seed, str(job)), 2)
     ]
     assert sorted(ended, key=str) == [
         ("plain/seed-0/grpo", "plain/seed-0/grpo"),
@@ -210,7 +210,7 @@ def test_workers_do_not_outlive_an_experiment_that_is_killed(tmp_path: Path) -> 
         "from tandemrl.experiments import experiment\n"
         "if __name__ == '__main__':\n"
         "    jobs = [experiment.Job('plain', 0)]\n"
-        "    for _ in experiment._schedule(jobs, lambda job: [], lambda job: (t.say_and_sleep, sys.argv[2]), 2): pass\n"
+        "    for _ in experiment._run_jobs(jobs, lambda job: [], lambda job: (t.say_and_sleep, sys.argv[2]), 2): pass\n"
     )
     script, file = tmp_path / "parent.py", tmp_path / "pid"
     script.write_text(code)
@@ -241,9 +241,9 @@ def int_or_text(seed: int, text: str) -> str:
 def test_a_jargon_senior_that_is_better_in_plain_words_is_refused() -> None:
     manifest = {"pair": "jargon", "base": {"jargon/pass@1": 0.5, "plain/pass@1": 0.6}}
     with pytest.raises(ExperimentError, match=r"right in 0.500 of its jargon and 0.600 of its plain"):
-        check_condition(manifest, Path("runs/pair"))
-    check_condition(manifest | {"base": {"jargon/pass@1": 0.9, "plain/pass@1": 0.6}}, Path("runs/pair"))
-    check_condition({"pair": "plain", "base": {"solo/pass@1": 0.5}}, Path("runs/pair"))
+        check_premise(manifest, Path("runs/pair"))
+    check_premise(manifest | {"base": {"jargon/pass@1": 0.9, "plain/pass@1": 0.6}}, Path("runs/pair"))
+    check_premise({"pair": "plain", "base": {"solo/pass@1": 0.5}}, Path("runs/pair"))
 
 
 def _rows(tandem: dict[str, list[float]]) -> list[dict[str, Any]]:
@@ -340,12 +340,14 @@ def test_one_seed_is_asked_nothing_about_seeds_and_fails_nothing_by_being_better
 
 def test_the_report_of_one_seed_that_is_better_shows_no_cross(tmp_path: Path) -> None:
     rows = [row for row in _rows({"solo/pass@1": [0.99] * 3}) if row["seed"] == 0]
-    claims = [claim._asdict() for claim in paper_claims("jargon", rows, _difference(0.04, 0.02, 0.06))]
+    claims = [
+        {"pair": "jargon"} | claim._asdict() for claim in paper_claims("jargon", rows, _difference(0.04, 0.02, 0.06))
+    ]
     run_folder = tmp_path / "jargon" / "seed-0" / "tandem"
     run_folder.mkdir(parents=True)
     (run_folder / "metrics.jsonl").write_text('{"step": 1}\n')
     (tmp_path / "results.json").write_text(json.dumps({"claims": claims}))
-    page, text = (file.read_text() for file in report.write(report.build(tmp_path)))
+    page, text = (file.read_text() for file in report.write_report(report.build_report(tmp_path)))
     assert (page.count("✓"), page.count("✗"), page.count("not asked of one seed")) == (7, 0, 1)
     assert "| tandem - GRPO in solo pass@1, mean over seeds | >= -0.02 | – | not asked of one seed |" in text
 
@@ -377,7 +379,7 @@ def test_no_claims_without_all_three_models() -> None:
 def test_the_command_of_an_experiment_is_named_where_one_runs_it(
     name: str, change: dict[str, Any], expected: str | None
 ) -> None:
-    assert experiments.command(replace(experiments.EXPERIMENTS[name], **change)) == expected
+    assert experiments.command_line(replace(experiments.EXPERIMENTS[name], **change)) == expected
 
 
 def test_results_name_the_commit_the_date_and_the_command(finished: Finished) -> None:

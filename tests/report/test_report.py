@@ -17,11 +17,11 @@ from tandemrl.cli.main import app
 from tandemrl.experiments.tiny import train_tokenizer
 from tandemrl.report import (
     ReportError,
-    build,
+    build_report,
     headlines,
     read_results,
     summary_table,
-    write,
+    write_report,
 )
 from tandemrl.report.figures import shared, thin
 from tandemrl.report.page import styles, to_html, to_markdown, without_tags
@@ -146,7 +146,7 @@ def experiment(tmp_path_factory: pytest.TempPathFactory, tokenizer: tuple[Any, P
 
 @pytest.fixture(scope="module")
 def page(experiment: Path) -> str:
-    return to_html(build(experiment))
+    return to_html(build_report(experiment))
 
 
 class Page(HTMLParser):
@@ -225,7 +225,7 @@ def test_summary_table_has_a_row_per_model_and_a_column_per_headline() -> None:
 
 
 def test_headlines_are_the_tables_of_the_markdown_page(experiment: Path) -> None:
-    report = build(experiment)
+    report = build_report(experiment)
     shown = headlines(report)
     assert [line.split(" ")[1] for line in shown.splitlines() if line.startswith("| ")][1:] != []
     assert all(without_tags(line) in to_markdown(report) for line in shown.splitlines() if line.startswith("|"))
@@ -302,9 +302,9 @@ def test_one_seed_keeps_its_interval_over_problems(tmp_path: Path) -> None:
 
 def test_an_empty_or_missing_folder_is_named(tmp_path: Path) -> None:
     with pytest.raises(ReportError, match=r"no run .* and no evaluation"):
-        build(tmp_path)
+        build_report(tmp_path)
     with pytest.raises(ReportError, match=r"nowhere: no such folder"):
-        build(tmp_path / "nowhere")
+        build_report(tmp_path / "nowhere")
 
 
 @pytest.mark.parametrize(
@@ -325,7 +325,7 @@ def test_a_damaged_file_is_named(tmp_path: Path, name: str, content: str, messag
     write_run(tmp_path)
     (tmp_path / name).write_text(content)
     with pytest.raises(ReportError, match=message):
-        build(tmp_path)
+        build_report(tmp_path)
 
 
 def test_two_files_for_one_place_are_refused(tmp_path: Path) -> None:
@@ -339,7 +339,7 @@ def test_a_torn_last_line_is_left_out_and_said(tmp_path: Path) -> None:
     write_run(tmp_path / "run", train={"steps": 9})
     with open(tmp_path / "run" / "metrics.jsonl", "a") as file:
         file.write('{"step": 5, "rew')
-    report = build(tmp_path)
+    report = build_report(tmp_path)
     assert len(report.records.settings[0].arms[0].runs[0].steps) == 4
     assert any("metrics.jsonl: the last line is incomplete" in caveat for caveat in report.caveats)
     assert any(caveat == "run stands at step 4 of 9." for caveat in report.caveats)
@@ -402,7 +402,7 @@ def test_text_from_files_is_escaped(page: str, experiment: Path) -> None:
     assert "&lt;script&gt;alert(1)&lt;/script&gt;" in page
     assert "tandem &lt;GRPO&gt;" in page
     assert "a &lt; b &amp; c" in page
-    assert "<title>&lt;b&gt;</title>" in to_html(build(experiment, title="<b>"))
+    assert "<title>&lt;b&gt;</title>" in to_html(build_report(experiment, title="<b>"))
 
 
 def test_samples_show_who_wrote_what(page: str, tokenizer: tuple[Any, Path]) -> None:
@@ -423,13 +423,13 @@ def test_samples_show_who_wrote_what(page: str, tokenizer: tuple[Any, Path]) -> 
 
 
 def test_a_tokenizer_that_gives_other_texts_is_not_trusted(experiment: Path) -> None:
-    report = build(experiment)
+    report = build_report(experiment)
     assert any("does not give the texts of" in caveat for caveat in report.caveats)  # the sample with the script
 
 
 def test_without_a_tokenizer_texts_have_no_authors_and_the_page_says_so(tmp_path: Path) -> None:
     write_phase(tmp_path / "a", "pass-at-k", {"pass@1": 0.5}, [sample([1, 2], "S1J1", "five\n\nsix")])
-    report = build(tmp_path)
+    report = build_report(tmp_path)
     (gallery,) = report.galleries[""]
     assert gallery.problems[0].shown[0][1].spans == [(None, "five\n\nsix")]
     assert any("tokenizer of nowhere is not below" in caveat for caveat in report.caveats)
@@ -443,7 +443,7 @@ def test_a_moved_experiment_still_finds_its_tokenizer(tmp_path: Path, tokenizer:
     samples = [sample(tokens, f"J{len(tokens)}", "is 10.")]
     model = "/somewhere/else/jargon/seed-0/pair/senior"
     write_phase(tmp_path / "jargon" / "seed-0" / "eval" / "base", "pass-at-k", {"pass@1": 0.5}, samples, model=model)
-    shown = build(tmp_path).galleries["jargon"][0].problems[0].shown[0][1]
+    shown = build_report(tmp_path).galleries["jargon"][0].problems[0].shown[0][1]
     assert shown.spans == [(Author.JUNIOR, "is 10.")]
 
 
@@ -459,10 +459,10 @@ def test_no_tokenizer_outside_of_the_folder_is_loaded_but_the_one_that_is_asked_
     model = {"absolute": str(outside), "above": "x/../../outside", "link": "link"}[named]
     tokens = found.encode("is 10.", add_special_tokens=False)
     write_phase(root, "pass-at-k", {"pass@1": 0.5}, [sample(tokens, f"J{len(tokens)}", "is 10.")], model=model)
-    report = build(root)
+    report = build_report(root)
     assert report.galleries[""][0].problems[0].shown[0][1].spans == [(None, "is 10.")]
     assert any(f"tokenizer of {model} is not below {root}" in caveat for caveat in report.caveats)
-    asked = build(root, tokenizer=outside)
+    asked = build_report(root, tokenizer=outside)
     assert asked.galleries[""][0].problems[0].shown[0][1].spans == [(Author.JUNIOR, "is 10.")]
 
 
@@ -478,7 +478,7 @@ def test_a_moved_run_finds_the_tokenizer_in_its_own_exports(
     samples = [sample(tokens, f"J{len(tokens)}", "is 10.")]
     write_phase(run / place, "pass-at-k", {"pass@1": 0.5}, samples, model="/gone/tiny/senior")
     for top in (run, tmp_path):
-        (gallery,) = next(iter(build(top).galleries.values()))
+        (gallery,) = next(iter(build_report(top).galleries.values()))
         assert gallery.problems[0].shown[0][1].spans == [(Author.JUNIOR, "is 10.")]
 
 
@@ -493,7 +493,7 @@ def test_nothing_that_a_file_says_is_html_in_the_markdown_page(experiment: Path,
             file.write_text(text)
     for file in root.rglob("config.yaml"):
         file.write_text(file.read_text().replace('"lr": 0.0001', f'"lr": 0.0001, "{evil}": "{evil}"'))
-    report = build(root, title=evil)
+    report = build_report(root, title=evil)
     text = to_markdown(replace(report, caveats=(evil, "</details><script>1</script><!-- <?x?>")))
     assert text.count("onerror") >= 4
     assert re.search(r"<[A-Za-z/!?]", text) is None
@@ -511,7 +511,7 @@ def test_training_samples_stand_in_where_nothing_was_evaluated(tmp_path: Path, t
         lines += [{"step": step, "text": "is 10."} | rollout.to_json()]
     text = "".join(json.dumps(line) + "\n" for line in lines) + '{"step": 3, "te'
     (tmp_path / "run" / "samples.jsonl").write_text(text)
-    (gallery,) = build(tmp_path).galleries[""]
+    (gallery,) = build_report(tmp_path).galleries[""]
     (problem,) = gallery.problems
     shown = problem.shown[0][1]
     assert (gallery.kind, problem.example_id, problem.question) == ("Training, last step", "set/3", "How many?")
@@ -522,14 +522,14 @@ def test_training_samples_stand_in_where_nothing_was_evaluated(tmp_path: Path, t
 
 def test_a_long_text_is_cut_and_the_rest_counted(tmp_path: Path) -> None:
     write_phase(tmp_path, "pass-at-k", {"pass@1": 0.5}, [sample([1], "S1", "x" * (CHARACTERS + 17))])
-    shown = build(tmp_path).galleries[""][0].problems[0].shown[0][1]
+    shown = build_report(tmp_path).galleries[""][0].problems[0].shown[0][1]
     assert (len(shown.spans[0][1]), shown.left_out) == (CHARACTERS, 17)
 
 
 def test_a_damaged_sample_names_file_and_line(tmp_path: Path) -> None:
     write_phase(tmp_path, "pass-at-k", {"pass@1": 0.5}, [sample([1], "S1", "x"), sample([1, 2], "S1", "x", problem=1)])
     with pytest.raises(ReportError, match=r"pass-at-k\.samples\.jsonl: line 2 .*2 tokens have 1 authors"):
-        build(tmp_path)
+        build_report(tmp_path)
     with pytest.raises(ValueError, match="run lengths"):
         expand("S1X2")
 
@@ -538,7 +538,7 @@ def test_missing_phases_and_missing_samples_leave_the_rest(tmp_path: Path) -> No
     write_phase(tmp_path / "a", "pass-at-k", {"pass@1": 0.5})
     write_phase(tmp_path / "b", "legibility", {"cross_entropy": 0.25})
     (tmp_path / "a" / "pass-at-k.samples.jsonl").unlink()
-    report = build(tmp_path)
+    report = build_report(tmp_path)
     text = to_html(report)
     assert text.count('<span class="none">–</span>') == 2
     assert "Legibility" in text
@@ -548,7 +548,7 @@ def test_missing_phases_and_missing_samples_leave_the_rest(tmp_path: Path) -> No
 
 
 def test_differences_say_only_what_their_intervals_exclude(page: str, experiment: Path) -> None:
-    text = to_markdown(build(experiment))
+    text = to_markdown(build_report(experiment))
     assert (
         "- **tandem &lt;GRPO> against GRPO**: higher: handoff, senior first (+0.020); "
         "no difference shown: solo pass@1 (+0.040)." in text
@@ -570,14 +570,14 @@ def test_a_cross_is_for_a_claim_that_fails(page: str, experiment: Path) -> None:
         ("meta", "–", "undecided"),
         ("meta", "–", "not asked of one seed"),
     ]
-    text = to_markdown(build(experiment))
+    text = to_markdown(build_report(experiment))
     assert "| a < b & c | >= 0.2 | 0.100, 0.300 | fails |" in text
     assert "| seeds | >= 0.2 | – | not asked of one seed |" in text
 
 
 def test_results_by_themselves_show_what_the_page_shows(experiment: Path) -> None:
     [alone] = read_results(experiment / "results.json")
-    [within] = build(experiment).records.settings
+    [within] = build_report(experiment).records.settings
     assert (alone.name, alone.contrasts, alone.claims) == (within.name, within.contrasts, within.claims)
     assert [arm.name for arm in alone.arms] == ["tandem"]
     assert headline_table(alone.arms, [SOLO]) == "|  | solo pass@1 |\n|---|---:|\n| tandem | 0.950 [0.900, 1.000] |\n"
@@ -595,7 +595,7 @@ def test_an_unknown_verdict_is_named(tmp_path: Path) -> None:
 
 
 def test_the_markdown_page_has_the_tables_and_names_the_plots(experiment: Path) -> None:
-    lines = to_markdown(build(experiment, title="My title"), plots="x.html").splitlines()
+    lines = to_markdown(build_report(experiment, title="My title"), plots="x.html").splitlines()
     assert lines[0] == "# My title"
     assert lines[2].endswith("Plots and samples: `x.html`.")
     header = next(cells(line) for line in lines if "solo pass@1" in line and line.startswith("|"))
@@ -614,7 +614,7 @@ def test_caveats_point_out_few_seeds_and_unequal_configurations(tmp_path: Path) 
         write_phase(path / "eval" / "a", "pass-at-k", {"pass@1": 0.5}, model=str(path / "a" / "hf"))
         write_phase(path / "eval" / "b", "pass-at-k", {"pass@1": 0.5}, data=["other.jsonl"])
     write_phase(tmp_path / "p" / "seed-0" / "eval" / "a", "tandem", {"pass@1": 0.5, "score_timeouts": 2})
-    caveats = build(tmp_path).caveats
+    caveats = build_report(tmp_path).caveats
     assert any("2 seeds (p/a, p/b)" in caveat for caveat in caveats)
     assert "The seeds of p/a differ in train: train.lr (0.0001 / 0.0003)." in caveats
     assert any(c.startswith("The arms in p were not evaluated alike: they differ in pass-at-k: data") for c in caveats)
@@ -709,7 +709,7 @@ def test_the_command_names_what_is_wrong(tmp_path: Path) -> None:
 def test_a_long_run_makes_a_small_page(tmp_path: Path) -> None:
     for seed in range(2):
         write_run(tmp_path / f"seed-{seed}" / "run", steps=3000)
-    html, text = write(build(tmp_path))
+    html, text = write_report(build_report(tmp_path))
     assert (html, text) == (tmp_path / "report.html", tmp_path / "report.md")
     assert html.stat().st_size < 400_000
     assert "each point is the mean of 20 records" in html.read_text()

@@ -10,6 +10,7 @@ import torch
 from safetensors.torch import load_file
 
 from fake_judge import FakeJudge, Reply
+from runs import lines
 from tandemrl.config import Config, load
 from tandemrl.data.rows import DataError
 from tandemrl.data.synthetic import Numbers, Problem
@@ -37,10 +38,6 @@ SMALL = [
 def write_rows(file: Path, rows: list[dict]) -> Path:
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return file
-
-
-def lines(out: Path, name: str) -> list[dict]:
-    return [json.loads(line) for line in (out / name).read_text().splitlines()]
 
 
 def text_of(sample: dict) -> str:
@@ -104,7 +101,7 @@ def test_grade_trains_for_three_steps(marker: Path, tmp_path: Path) -> None:
     )
     out = train(config, quiet=True)
     truths = {f"grade/{i}": float(row["reward_model"]["ground_truth"]) for i, row in enumerate(rows)}
-    samples = lines(out, "samples.jsonl")
+    samples = lines(out / "samples.jsonl")
     assert len(samples) == 3 * 16
     scored = 0
     for sample in samples:
@@ -114,7 +111,7 @@ def test_grade_trains_for_three_steps(marker: Path, tmp_path: Path) -> None:
             assert sample["reward"] == pytest.approx((1 - abs(min(int(number), 10) / 10 - truth)) ** 2)
             scored += 1
     assert scored > 24
-    metrics = lines(out, "metrics.jsonl")
+    metrics = lines(out / "metrics.jsonl")
     assert [line["step"] for line in metrics] == [1, 2, 3]
     assert all(line["reward/std"] > 0 and line["grad_norm"] > 0 for line in metrics)
     assert all(0 <= line["reward/mean"] <= 1 for line in metrics)
@@ -178,7 +175,7 @@ def test_addon_trains_for_three_steps_with_a_judge_over_http(tiny_pair: Path, pr
         judge.models = ("another",)
         with pytest.raises(CheckpointError, match="another judge"):
             train(policy(tiny_pair, problems, tmp_path / "out", judge.url, "train.steps=4"), quiet=True)
-    metrics, samples = lines(out, "metrics.jsonl"), lines(out, "samples.jsonl")
+    metrics, samples = lines(out / "metrics.jsonl"), lines(out / "samples.jsonl")
     assert len(samples) == 3 * 16
     asked = 0
     for sample in samples:
@@ -200,7 +197,7 @@ def test_addon_trains_for_three_steps_with_a_judge_over_http(tiny_pair: Path, pr
     with FakeJudge(judged, models=("rrm",)) as moved:  # the same judge at another address may go on
         changes = ["train.steps=4", "judge.concurrency=2", "judge.timeout_s=30"]
         train(policy(tiny_pair, problems, tmp_path / "out", moved.url, *changes), quiet=True)
-    assert [line["step"] for line in lines(out, "metrics.jsonl")] == [1, 2, 3, 4]
+    assert [line["step"] for line in lines(out / "metrics.jsonl")] == [1, 2, 3, 4]
 
 
 def test_a_judge_that_goes_down_stops_the_run(tiny_pair: Path, problems: Path, tmp_path: Path) -> None:
@@ -209,7 +206,7 @@ def test_a_judge_that_goes_down_stops_the_run(tiny_pair: Path, problems: Path, t
 
     with FakeJudge(judged) as judge, pytest.raises(JudgeError, match="HTTP 500: out of memory"):
         train(policy(tiny_pair, problems, tmp_path / "out", judge.url, "judge.mode=tinyv_only"), quiet=True)
-    assert len(lines(tmp_path / "out", "metrics.jsonl")) < 3
+    assert len(lines(tmp_path / "out" / "metrics.jsonl")) < 3
 
 
 def test_a_run_without_its_judge_does_not_start(tiny_pair: Path, problems: Path, tmp_path: Path) -> None:
@@ -226,9 +223,9 @@ def test_an_engine_in_this_process_can_be_the_judge(
     judge = [f"judge.model={marker}", "judge.max_tokens=24", "judge.temperature=1.0", "train.steps=1"]
     judge += ["judge.max_failure_rate=0.9"]  # it is not good at it
     out = train(policy(tiny_pair, problems, tmp_path / "out", None, *judge), quiet=True)
-    samples = lines(out, "samples.jsonl")
+    samples = lines(out / "samples.jsonl")
     unscored = sum("unscored" in sample["reward_parts"] for sample in samples)
-    assert lines(out, "metrics.jsonl")[0]["reward/unscored"] == pytest.approx(unscored / len(samples))
+    assert lines(out / "metrics.jsonl")[0]["reward/unscored"] == pytest.approx(unscored / len(samples))
     for sample in samples:
         parts = sample["reward_parts"]
         if "unscored" in parts:

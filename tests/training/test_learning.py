@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
+from runs import evaluate_phase
 from tandemrl.config import EvalConfig, load
-from tandemrl.evals import run_phase
 from tandemrl.experiments.tiny import build_tiny_pair
 from tandemrl.training.loop import train
 
@@ -20,10 +20,9 @@ def test_the_quickstart_gains_25_points_on_held_out_problems(seed: int, tmp_path
     train(config, quiet=True)
 
     def solo(model: Path) -> float:
-        result = run_phase(
+        result = evaluate_phase(
             "pass-at-k",
-            model=str(model),
-            junior=None,
+            model=model,
             data=["synthetic:plain:heldout:512"],
             eval=EvalConfig(samples=4, k=(1,)),
             out=tmp_path / "eval" / model.name,

@@ -1,6 +1,5 @@
 """PPO as a whole: advantages of the critic, who learns when, dynamic sampling, resume; and that it learns."""
 
-import json
 from pathlib import Path
 from runpy import run_path
 from types import SimpleNamespace
@@ -12,9 +11,11 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoModelForTokenClassification
 
+import runs
+from runs import evaluate_phase, weights
+from runs import timeless as metrics
 from tandemrl.config import Config, ConfigError, EvalConfig, load
 from tandemrl.data.sampler import Sampler
-from tandemrl.evals import run_phase
 from tandemrl.experiments.tiny import build_tiny_pair
 from tandemrl.losses import adapt_kl_coef
 from tandemrl.models.attention import ModelError
@@ -36,33 +37,11 @@ from tandemrl.training.state import Progress, Run
 from tandemrl.types import Author, Group, Rollout
 
 REFERENCE = run_path(str(Path(__file__).parents[1] / "golden" / "losses.py"))
-SMALL = [
-    "loss.recipe=ppo",
-    "train.threads=1",
-    "train.prompts_per_step=4",
-    "rollout.group_size=4",
-    "rollout.max_tokens=48",
-    "train.eval_every=0",
-    "train.lr=3e-4",
-    "train.critic_lr=1e-3",
-    "data.train=synthetic:plain:train:64",
-    "data.max_prompt_tokens=128",
-]
+PPO = ["loss.recipe=ppo", "train.critic_lr=1e-3", "train.eval_every=0", "train.save_every=20"]
 
 
 def config(pair: Path, out: Path, *extra: str) -> Config:
-    paths = [f"model.senior={pair}/senior", f"model.junior={pair}/junior", f"output_dir={out}"]
-    return load(None, [*SMALL, *paths, *extra])
-
-
-def metrics(out: Path) -> list[dict[str, float]]:
-    """What two identical runs share: all but the times."""
-    lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
-    return [{k: v for k, v in line.items() if not k.startswith(("time/", "tokens/s"))} for line in lines]
-
-
-def weights(out: Path, step: int) -> dict[str, torch.Tensor]:
-    return load_file(out / "hf" / f"step_{step}" / "model.safetensors")
+    return runs.config(pair, out, *PPO, *extra)
 
 
 def same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
@@ -345,7 +324,7 @@ def test_resampling_leaves_fewer_flat_groups_and_never_repeats_a_key(tiny_pair: 
     a, b = metrics(without)[0], metrics(out)[0]
     assert b["groups/resampled"] > 0
     assert b["groups/zero_variance"] < a["groups/zero_variance"]
-    samples = [json.loads(line) for line in (out / "samples.jsonl").read_text().splitlines()]
+    samples = runs.samples(out)
     keys = [line["seed"] for line in samples]
     assert len(keys) == 2 * 8
     assert len(set(keys)) == len(keys)
@@ -365,10 +344,9 @@ def test_ppo_gains_20_points_on_held_out_problems(seed: int, tmp_path: Path) -> 
     train(settings, quiet=True)
 
     def solo(model: Path) -> float:
-        result = run_phase(
+        result = evaluate_phase(
             "pass-at-k",
-            model=str(model),
-            junior=None,
+            model=model,
             data=["synthetic:plain:heldout:512"],
             eval=EvalConfig(samples=4, k=(1,)),
             out=tmp_path / "eval" / model.name,

@@ -1,7 +1,6 @@
 """The record of a run: complete, one line per step, readable without a terminal; and what the console shows."""
 
 import io
-import json
 import re
 import sys
 from pathlib import Path
@@ -10,6 +9,7 @@ import numpy as np
 import pytest
 from rich.console import Console
 
+from runs import lines
 from tandemrl.config import load
 from tandemrl.training.tracking import Tracker, TrackingError, authored_text, summary_line
 from tandemrl.types import Rollout
@@ -24,10 +24,6 @@ def rollout(index: int = 0) -> Rollout:
     author = np.array([-1, -1, 1, 1, 0, 1])
     logprobs = np.array([0.0, 0.0, -0.5, -0.25, -1.0, -0.125])
     return Rollout("set/1", 0, index, 7, np.arange(6), author, logprobs, 1.0, {"correct": 1.0})
-
-
-def lines(path: Path) -> list[dict]:
-    return [json.loads(line) for line in path.read_text().splitlines()]
 
 
 def console(*, terminal: bool = False) -> tuple[Console, io.StringIO]:

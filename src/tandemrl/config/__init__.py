@@ -13,11 +13,13 @@ from tandemrl.config.plain import to_yaml as to_yaml
 from tandemrl.config.reference import explanation as explanation
 from tandemrl.config.schema import Config as Config
 from tandemrl.config.schema import ConfigError as ConfigError
+from tandemrl.config.schema import DataConfig as DataConfig
 from tandemrl.config.schema import EvalConfig as EvalConfig
 from tandemrl.config.schema import FunctionRecord as FunctionRecord
 from tandemrl.config.schema import FunctionsConfig as FunctionsConfig
 from tandemrl.config.schema import JudgeConfig as JudgeConfig
 from tandemrl.config.schema import LoraConfig as LoraConfig
+from tandemrl.config.schema import ModelConfig as ModelConfig
 from tandemrl.config.schema import ParallelConfig as ParallelConfig
 from tandemrl.config.schema import RecipeName as RecipeName
 from tandemrl.config.schema import RewardConfig as RewardConfig
@@ -25,6 +27,7 @@ from tandemrl.config.schema import RolloutConfig as RolloutConfig
 from tandemrl.config.schema import SandboxConfig as SandboxConfig
 from tandemrl.config.schema import SelectionConfig as SelectionConfig
 from tandemrl.config.schema import StrategyName as StrategyName
+from tandemrl.config.schema import TrainConfig as TrainConfig
 from tandemrl.config.schema import VllmConfig as VllmConfig
 from tandemrl.config.schema import expected as expected
 from tandemrl.config.schema import leaves as leaves

@@ -161,14 +161,14 @@ def distinct(draw: Callable[[], Puzzle], counts: Mapping[str, int]) -> dict[str,
 
 
 def _unseen(draw: Callable[[], Puzzle], count: int, seen: set[tuple[Any, ...]], split: str) -> Iterator[Puzzle]:
-    for found in range(count):
+    for made in range(count):
         for _ in range(TRIES):
             puzzle = draw()
             if puzzle.content not in seen:
                 break
         else:
             raise DataError(
-                f"{split}: {found} of {count} rows, then {TRIES} draws in a row gave known problems; ask for fewer rows"
+                f"{split}: {made} of {count} rows, then {TRIES} draws in a row gave known problems; ask for fewer rows"
             )
         seen.add(puzzle.content)
         yield puzzle

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from tandemrl.data.parquet import heldout_size, write
+from tandemrl.data.parquet import heldout_size, write_splits
 from tandemrl.data.rows import DataError, messages_of
 from tandemrl.data.sources import (
     ExpectRows,
@@ -67,11 +67,11 @@ def build_deepscaler(source: Path | None, out: Path, *, expect_rows: ExpectRows 
     """
     dropped: Counter[str] = Counter()
     rows: list[dict[str, Any]] = []
-    for found in read(DEEPSCALER, source):
-        if found.fields.get("answer") in (None, ""):
+    for record in read(DEEPSCALER, source):
+        if record.fields.get("answer") in (None, ""):
             dropped["no answer"] += 1
         else:
-            rows.append(_boxed(found, "deepscaler", len(rows), ability="math"))
+            rows.append(_boxed(record, "deepscaler", len(rows), ability="math"))
     expect(str(source or DEEPSCALER.repo), len(rows), expect_rows, "train")
     # What pandas draws with; the numbers of this old generator are frozen for good.
     chosen = np.random.RandomState(0).choice(len(rows), size=heldout_size(DEEPSCALER_HELDOUT, len(rows)), replace=False)
@@ -80,7 +80,7 @@ def build_deepscaler(source: Path | None, out: Path, *, expect_rows: ExpectRows 
         "train": [row for i, row in enumerate(rows) if i not in held],
         "heldout": [rows[i] for i in chosen.tolist()],
     }
-    return write(out, "deepscaler", splits, provenance([DEEPSCALER], source, dropped))
+    return write_splits(out, "deepscaler", splits, provenance([DEEPSCALER], source, dropped))
 
 
 def build_benchmark(
@@ -112,8 +112,8 @@ def build_benchmark(
     alone = alone and len(origins) == 1
     rows: list[dict[str, Any]] = []
     for origin in origins:
-        for found in read(origin, source, alone=alone):
-            row = convert(found, origin, len(rows))
+        for record in read(origin, source, alone=alone):
+            row = convert(record, origin, len(rows))
             answer = row["reward_model"]["ground_truth"]
             if answer in AMC_DROPS.get(row["extra_info"].get("subset", "")[:5], ()):
                 dropped[answer] += 1
@@ -124,7 +124,7 @@ def build_benchmark(
         for answer in itertools.chain(*AMC_DROPS.values()) if name == "amc23_25" else ():
             if dropped[answer] == 0:
                 raise DataError(f"{source or 'hub'}: {name}: no row has the answer {answer!r}, which is to be left out")
-    return write(out / name, name, {"test": rows}, provenance(origins, source, dropped, alone=alone))
+    return write_splits(out / name, name, {"test": rows}, provenance(origins, source, dropped, alone=alone))
 
 
 # --------------------------------------------------------------------------------------------------------------------
@@ -133,7 +133,7 @@ Convert = Callable[[Record, Origin, int], dict[str, Any]]
 
 
 def _boxed(
-    found: Record,
+    record: Record,
     data_source: str,
     index: int,
     *,
@@ -145,46 +145,46 @@ def _boxed(
     """A maths problem with the boxed instruction. problem: its field; answer: the ground truth, if not ``answer``."""
     return {
         "data_source": data_source,
-        "prompt": [{"role": "user", "content": found.text(problem) + BOXED_SUFFIX}],
+        "prompt": [{"role": "user", "content": record.text(problem) + BOXED_SUFFIX}],
         "ability": ability,
-        "reward_model": {"style": "rule", "ground_truth": found.text("answer") if answer is None else answer},
+        "reward_model": {"style": "rule", "ground_truth": record.text("answer") if answer is None else answer},
         "extra_info": {"index": index, **extra},
     }
 
 
 def _plain(name: str, problem: str = "problem") -> Convert:
-    return lambda found, origin, index: _boxed(found, name, index, ability="MATH", problem=problem)
+    return lambda record, origin, index: _boxed(record, name, index, ability="MATH", problem=problem)
 
 
-def _aime24(found: Record, origin: Origin, index: int) -> dict[str, Any]:
+def _aime24(record: Record, origin: Origin, index: int) -> dict[str, Any]:
     r"""The answer is what the solution boxes first."""
-    boxed = re.search(r"\\boxed\{([^{}]+)\}", found.text("solution"))
+    boxed = re.search(r"\\boxed\{([^{}]+)\}", record.text("solution"))
     if boxed is None:
-        raise DataError(f"{found.where}, field 'solution': no \\boxed{{…}} with the answer")
-    return _boxed(found, "aime24", index, ability="MATH", answer=boxed.group(1))
+        raise DataError(f"{record.where}, field 'solution': no \\boxed{{…}} with the answer")
+    return _boxed(record, "aime24", index, ability="MATH", answer=boxed.group(1))
 
 
-def _amc(found: Record, origin: Origin, index: int) -> dict[str, Any]:
+def _amc(record: Record, origin: Origin, index: int) -> dict[str, Any]:
     problem, subset = _AMC[origin]
     if subset == "amc24":
-        subset += f"_{found.text('exam').split()[-1]}"
-    return _boxed(found, "amc23_25", index, ability="MATH", problem=problem, subset=subset)
+        subset += f"_{record.text('exam').split()[-1]}"
+    return _boxed(record, "amc23_25", index, ability="MATH", problem=problem, subset=subset)
 
 
-def _olympiad(found: Record, origin: Origin, index: int) -> dict[str, Any]:
+def _olympiad(record: Record, origin: Origin, index: int) -> dict[str, Any]:
     """Problems with their answers, or rows of the published file, whose own instruction is cut off."""
-    fields = dict(found.fields)
+    fields = dict(record.fields)
     if "problem" not in fields:
-        asked = messages_of(fields.get("prompt"), found.where)[-1]["content"]
+        asked = messages_of(fields.get("prompt"), record.where)[-1]["content"]
         problem, instruction, _ = asked.rpartition(OLYMPIAD_INSTRUCTION)
         if not instruction:
             raise DataError(
-                f"{found.where}: expected a field 'problem', or a prompt that goes on with {OLYMPIAD_INSTRUCTION!r}"
+                f"{record.where}: expected a field 'problem', or a prompt that goes on with {OLYMPIAD_INSTRUCTION!r}"
             )
         fields["problem"] = problem
     if "answer" not in fields:
         fields["answer"] = (fields.get("reward_model") or {}).get("ground_truth")
-    return _boxed(Record(found.where, fields), "olympiad", index, ability="MATH")
+    return _boxed(Record(record.where, fields), "olympiad", index, ability="MATH")
 
 
 _AMC = {

@@ -3,14 +3,14 @@
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, cast
+from typing import Any, Literal
 
 import numpy as np
 
 from tandemrl.data import arithmetic
 from tandemrl.data.arithmetic import Template
 from tandemrl.data.loading import load_rows
-from tandemrl.data.parquet import heldout_size, write
+from tandemrl.data.parquet import heldout_size, write_splits
 from tandemrl.data.rows import GSM8K, DataError, Row, messages_of
 from tandemrl.data.sources import (
     ExpectRows,
@@ -21,8 +21,8 @@ from tandemrl.data.sources import (
     provenance,
     read,
 )
+from tandemrl.data.synthetic import SPLITS, generate
 
-Split = Literal["train", "heldout"]
 GSM8K_ROWS: Mapping[str, int] = {"train": 7473, "test": 1319}
 """The published sizes."""
 GSM8K_HELDOUT = 500
@@ -65,7 +65,7 @@ def build_gsm8k(source: Path | None, out: Path, *, expect_rows: ExpectRows = GSM
     if source is not None:
         files = [source / f"{split}.jsonl" for split in GSM8K_ROWS]
         origin["source_sha256"] = {str(path): checksum(path) for path in files}
-    return write(out, GSM8K, {split: map(_record_of, rows) for split, rows in parts.items()}, origin)
+    return write_splits(out, GSM8K, {split: map(_record_of, rows) for split, rows in parts.items()}, origin)
 
 
 def build_synthetic(pair: str, out: Path, counts: Mapping[str, int], seed: int) -> dict[str, Any]:
@@ -78,15 +78,13 @@ def build_synthetic(pair: str, out: Path, counts: Mapping[str, int], seed: int) 
     Raises:
         DataError: an unknown pair or split, or a split that is empty.
     """
-    from tandemrl.data.synthetic import generate
-
     splits: dict[str, list[Row]] = {}
     for split, count in counts.items():
-        if split not in ("train", "heldout") or count < 1:
+        if split not in SPLITS or count < 1:
             raise DataError(f"synthetic split {split!r} with {count} rows: expected train or heldout, at least 1 row")
-        splits[split] = generate(pair, cast(Split, split), count, seed)
+        splits[split] = generate(pair, split, count, seed)
     records = {split: map(_record_of, rows) for split, rows in splits.items()}
-    return write(out, f"synthetic/{pair}", records, {"pair": pair, "seed": seed})
+    return write_splits(out, f"synthetic/{pair}", records, {"pair": pair, "seed": seed})
 
 
 def build_countdown(
@@ -111,7 +109,7 @@ def build_countdown(
     records = read(COUNTDOWN, source)  # one stream: each split goes on where the one before it ended
     where = str(source or COUNTDOWN.repo)
     splits = {split: _countdowns(records, count, template, split, where) for split, count in counts.items()}
-    return write(out, "countdown", splits, provenance([COUNTDOWN], source) | {"template": template})
+    return write_splits(out, "countdown", splits, provenance([COUNTDOWN], source) | {"template": template})
 
 
 def generate_countdown(
@@ -165,24 +163,24 @@ def _record_of(row: Row) -> dict[str, Any]:
 def _countdowns(
     records: Iterator[Record], count: int, template: Template, split: str, where: str
 ) -> Iterator[dict[str, Any]]:
-    found = 0
-    for found, record in enumerate(itertools.islice(records, count), 1):
-        yield _countdown(record, template, split, found - 1)
-    if found < count:
+    number = 0
+    for number, record in enumerate(itertools.islice(records, count), 1):
+        yield _countdown(record, template, split, number - 1)
+    if number < count:
         raise DataError(
-            f"{where}, split {split}: {found} rows are left, expected {count}; it is incomplete, or ask for fewer "
+            f"{where}, split {split}: {number} rows are left, expected {count}; it is incomplete, or ask for fewer "
             "with --train and --test"
         )
 
 
-def _countdown(found: Record, template: Template, split: str, index: int) -> dict[str, Any]:
-    numbers, target, messages = (found.fields.get(field) for field in ("nums", "target", "messages"))
+def _countdown(record: Record, template: Template, split: str, index: int) -> dict[str, Any]:
+    numbers, target, messages = (record.fields.get(field) for field in ("nums", "target", "messages"))
     if not isinstance(target, int):
-        raise DataError(f"{found.where}, field 'target': expected a whole number, found {target!r}")
+        raise DataError(f"{record.where}, field 'target': expected a whole number, found {target!r}")
     if not isinstance(numbers, Sequence) or not numbers or not all(isinstance(number, int) for number in numbers):
-        raise DataError(f"{found.where}, field 'nums': expected whole numbers, found {numbers!r}")
+        raise DataError(f"{record.where}, field 'nums': expected whole numbers, found {numbers!r}")
     if messages and template == "chat":
-        messages = messages_of(messages, f"{found.where}, field 'messages'")
+        messages = messages_of(messages, f"{record.where}, field 'messages'")
     puzzle = arithmetic.countdown(numbers, target)
     return arithmetic.record(puzzle, template, split=split, index=index, messages=messages)
 
@@ -204,4 +202,4 @@ def _generate(
             yield arithmetic.record(puzzle, template, split=split, index=index)
 
     splits = {split: records(split) for split in counts}
-    return write(out, data_source, splits, {"generated": True, "template": template, **origin})
+    return write_splits(out, data_source, splits, {"generated": True, "template": template, **origin})

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from tandemrl.data.parquet import write
+from tandemrl.data.parquet import write_splits
 from tandemrl.data.program_tests import parse_tests
 from tandemrl.data.rows import DataError, Row, messages_of
 from tandemrl.data.sources import (
@@ -42,7 +42,7 @@ def build_eurus(
     Dropped and counted: code whose ground truth is not JSON with inputs and outputs; maths whose ground truth is
     missing, has a unit of speed (`EURUS_UNITS`) or a ``\boxed``; other abilities; prompts with more than
     ``max_tokens`` tokens, counted as published: of the Python text of the list of messages. Beyond the published
-    filters, tests that `code.parse_tests` refuses, such as more inputs than outputs.
+    filters, tests that `program_tests.parse_tests` refuses, such as more inputs than outputs.
 
     Args:
         source: a folder with ``train`` and ``validation`` Parquet files; None = the hub.
@@ -67,7 +67,7 @@ def build_eurus(
         "max_tokens": max_tokens,
         "system_prompt": system_prompt,
     }
-    return write(out, "eurus", splits, provenance(list(origins.values()), source, dropped) | settings)
+    return write_splits(out, "eurus", splits, provenance(list(origins.values()), source, dropped) | settings)
 
 
 # --------------------------------------------------------------------------------------------------------------------
@@ -96,19 +96,19 @@ def _kept(
 def _rows(
     records: Iterator[Record], split: str, system_prompt: bool, seen: Counter[str], dropped: Counter[str]
 ) -> Iterator[dict[str, Any]]:
-    for number, found in enumerate(records):
-        messages = messages_of(found.fields.get("prompt"), found.where)
-        ability, reward = str(found.fields.get("ability")), found.fields.get("reward_model")
+    for number, record in enumerate(records):
+        messages = messages_of(record.fields.get("prompt"), record.where)
+        ability, reward = str(record.fields.get("ability")), record.fields.get("reward_model")
         truth = reward.get("ground_truth") if isinstance(reward, Mapping) else 0
         if not isinstance(truth, str | None):
-            raise DataError(f"{found.where}, field 'reward_model': expected an object with a text as ground_truth")
+            raise DataError(f"{record.where}, field 'reward_model': expected an object with a text as ground_truth")
         seen[ability] += 1
         if reason := _fault(ability, truth or ""):
             dropped[f"{split}: {reason}"] += 1
             continue
-        extra = found.fields.get("extra_info") or {}
+        extra = record.fields.get("extra_info") or {}
         yield {
-            "data_source": found.text("data_source"),
+            "data_source": record.text("data_source"),
             "prompt": [
                 {"content": message["content"], "role": message["role"]}  # in the order that their length is taken in
                 for message in messages

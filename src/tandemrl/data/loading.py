@@ -4,10 +4,11 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal, cast
+from typing import Any
 
-from tandemrl.data.rows import BUILT, GSM8K, DataError, Row, gsm8k_row, messages_of
-from tandemrl.files import hint
+from tandemrl.data.rows import BUILT, GSM8K, DataError, Row, gsm8k_row, messages_of, object_of
+from tandemrl.data.synthetic import SPLITS, generate
+from tandemrl.files import LineError, hint, read_json_lines
 
 
 def load_rows(sources: Sequence[str]) -> list[Row]:
@@ -27,10 +28,10 @@ def load_rows(sources: Sequence[str]) -> list[Row]:
         raise DataError(f"data source listed twice: {', '.join(sorted(repeated))}")
     rows: list[Row] = []
     for source in sources:
-        found = list(_load(str(source)))
-        if not found:
+        loaded = list(_load(str(source)))
+        if not loaded:
             raise DataError(f"{source}: no rows")
-        rows += found
+        rows += loaded
     return _unique(rows)
 
 
@@ -40,14 +41,12 @@ def read_jsonl(path: Path) -> Iterator[tuple[int, Any]]:
     Raises:
         DataError: a line is not JSON, or the file is not UTF-8.
     """
-    with path.open(encoding="utf-8-sig", errors="strict") as lines:
-        for line, text in enumerate(_decoded(lines, path), 1):
-            if not text.strip():
-                continue
-            try:
-                yield line, json.loads(text)
-            except json.JSONDecodeError as error:
-                raise DataError(f"{path}, line {line}: not JSON: {error}") from None
+    try:
+        yield from read_json_lines(path, encoding="utf-8-sig")
+    except LineError as error:
+        raise DataError(f"{path}, line {error.line}: not JSON: {error}") from None
+    except UnicodeDecodeError as error:
+        raise DataError(f"{path}: not a UTF-8 text file: {error}") from None
 
 
 def read_parquet(path: Path) -> Iterator[tuple[int, Any]]:
@@ -95,13 +94,11 @@ def _load(source: str) -> Iterator[Row]:
 def _synthetic(source: str, parts: list[str]) -> Iterator[Row]:
     if len(parts) not in (2, 3) or (len(parts) == 3 and not parts[2].isdigit()):
         raise DataError(f"{source}: expected synthetic:PAIR:SPLIT[:COUNT], e.g. synthetic:plain:train:256")
-    from tandemrl.data.synthetic import generate
-
     pair, split = parts[:2]
-    if split not in ("train", "heldout"):
+    if split not in SPLITS:
         raise DataError(f"{source}: split must be train or heldout, got {split!r}")
     count = int(parts[2]) if len(parts) == 3 else None
-    return iter(generate(pair, cast(Literal["train", "heldout"], split), count, 0))
+    return iter(generate(pair, split, count, 0))
 
 
 def _hub(source: str, parts: list[str]) -> Iterator[Row]:
@@ -128,18 +125,10 @@ def _file(path: Path) -> Iterator[Row]:
     return (_parse(record, str(path), line, repo=None, split=path.stem) for line, record in records)
 
 
-def _decoded(lines: Iterator[str], path: Path) -> Iterator[str]:
-    try:
-        yield from lines
-    except UnicodeDecodeError as error:
-        raise DataError(f"{path}: not a UTF-8 text file: {error}") from None
-
-
 def _parse(record: Any, source: str, line: int, *, repo: str | None, split: str) -> Row:
     """One record in whichever schema its fields show; ``repo`` names hub rows of the bare problem/answer kind."""
     where = f"{source}, line {line}"
-    if not isinstance(record, Mapping):
-        raise DataError(f"{where}: expected an object, found {type(record).__name__}")
+    record = object_of(record, where)
     if "prompt" in record:
         return _verl_row(record, where, line)
     question = record.get("question")

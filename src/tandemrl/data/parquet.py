@@ -11,9 +11,10 @@ from typing import Any
 
 from tandemrl.data.rows import DataError
 from tandemrl.data.sources import checksum
+from tandemrl.files import write_text
 
 
-def write(
+def write_splits(
     out: Path, data_source: str, splits: Mapping[str, Iterable[Mapping[str, Any]]], origin: Mapping[str, Any]
 ) -> dict[str, Any]:
     """Every split, then the manifest, which is returned: a folder with a manifest is complete.
@@ -54,15 +55,13 @@ def write(
     (out / "manifest.json").unlink(missing_ok=True)
     for split, part in parts.items():
         os.replace(part, out / f"{split}.parquet")
-    part = out / f".manifest.json.{os.getpid()}"
-    part.write_text(json.dumps(manifest, indent=2) + "\n")
-    os.replace(part, out / "manifest.json")
+    write_text(out / "manifest.json", json.dumps(manifest, indent=2) + "\n")
     return json.loads((out / "manifest.json").read_text())
 
 
-def heldout_size(wanted: int, rows: int) -> int:
-    """``wanted`` rows, at most a tenth, at least one."""
-    return min(wanted, max(1, rows // 10))
+def heldout_size(size: int, rows: int) -> int:
+    """``size`` rows, at most a tenth, at least one."""
+    return min(size, max(1, rows // 10))
 
 
 # --------------------------------------------------------------------------------------------------------------------

@@ -16,8 +16,6 @@ from typing import Any, NamedTuple
 
 from tandemrl.data.rows import DataError, Row
 
-HUMANEVAL = "openai/openai_humaneval"
-
 
 class Stdin(NamedTuple):
     """Run the program as a script that reads this text."""
@@ -62,27 +60,14 @@ def parse_tests(row: Row) -> list[tuple[Test, Any]]:
         raise _unusable(row, "expected as many inputs as outputs, and at least one")
     name = truth.get("fn_name")
     if name is None:
-        return [(Stdin(_lines(given)), _lines(expected)) for given, expected in zip(inputs, outputs, strict=True)]
+        return [(Stdin(_lines(text)), _lines(expected)) for text, expected in zip(inputs, outputs, strict=True)]
     try:
         return [
-            (Call(str(name), tuple(map(_integer_keys, _arguments(given)))), _json(expected))
-            for given, expected in zip(inputs, outputs, strict=True)
+            (Call(str(name), tuple(map(_integer_keys, _arguments(arguments)))), _json(expected))
+            for arguments, expected in zip(inputs, outputs, strict=True)
         ]
     except ValueError as error:
         raise _unusable(row, f"an argument or a result of {name} is not JSON: {error}") from None
-
-
-def humaneval_row(record: Mapping[str, Any]) -> Row:
-    """A problem of HumanEval (https://github.com/openai/human-eval, MIT) as a row."""
-    truth = {key: record[key] for key in ("prompt", "test", "entry_point")}
-    ask = f"Complete this function. Answer with the whole function in a Python block.\n```python\n{record['prompt']}```"
-    return Row(
-        example_id=f"{HUMANEVAL}/{record['task_id']}",
-        messages=({"role": "user", "content": ask},),
-        data_source=HUMANEVAL,
-        ground_truth=json.dumps(truth),
-        extra_info={"index": int(str(record["task_id"]).rpartition("/")[2])},
-    )
 
 
 def _check(row: Row, truth: Mapping[str, Any]) -> tuple[Test, Any]:
@@ -103,10 +88,10 @@ def _lines(value: Any) -> str:
     return "\n".join(map(str, value)) if isinstance(value, list) else str(value)
 
 
-def _arguments(given: Any) -> list[Any]:
-    if isinstance(given, str):
-        return [json.loads(line) for line in given.splitlines() if line.strip()]
-    return given if isinstance(given, list) else [given]
+def _arguments(value: Any) -> list[Any]:
+    if isinstance(value, str):
+        return [json.loads(line) for line in value.splitlines() if line.strip()]
+    return value if isinstance(value, list) else [value]
 
 
 def _json(expected: Any) -> Any:

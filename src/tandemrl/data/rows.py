@@ -38,6 +38,17 @@ class Prompt(NamedTuple):
     tokens: tuple[int, ...]
 
 
+def object_of(record: Any, where: str) -> Mapping[str, Any]:
+    """A record that is a JSON object.
+
+    Raises:
+        DataError: it is something else; ``where`` begins the message.
+    """
+    if not isinstance(record, Mapping):
+        raise DataError(f"{where}: expected an object, found {type(record).__name__}")
+    return record
+
+
 def encode_prompts(
     rows: Sequence[Row], tokenizer: Any, *, max_prompt_tokens: int, suffix: str = ""
 ) -> tuple[list[Prompt], int]:
@@ -168,7 +179,7 @@ def _with_suffix(row: Row, suffix: str) -> list[dict[str, str]]:
     last_user = next((message for message in reversed(messages) if message["role"] == "user"), None)
     if last_user is None:
         raise DataError(f"row {row.example_id}: no user message for the prompt suffix")
-    wanted = suffix.strip()
-    if not (wanted and last_user["content"].endswith(wanted)):
+    ending = suffix.strip()
+    if not (ending and last_user["content"].endswith(ending)):
         last_user["content"] += suffix if suffix[0].isspace() else f" {suffix}"
     return messages

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from tandemrl.data.loading import load_hub, read_jsonl, read_parquet
-from tandemrl.data.rows import DataError
+from tandemrl.data.rows import DataError, object_of
 
 ExpectRows = Mapping[str, int] | Literal[0]
 """Rows that each split must have; 0 accepts any number."""
@@ -66,12 +66,12 @@ def read(origin: Origin, source: Path | None, *, alone: bool = True) -> Iterator
         if origin.split is None:
             table = next(iter(table.values()))
         for row, record in enumerate(table, 1):
-            yield Record(f"{where}, row {row}", _object(record, f"{where}, row {row}"))
+            yield Record(f"{where}, row {row}", object_of(record, f"{where}, row {row}"))
         return
     for path in local_files(origin, source, alone=alone):
         for line, record in _records(path):
             where = f"{path}, {'row' if path.suffix == '.parquet' else 'line'} {line}"
-            yield Record(where, _object(record, where))
+            yield Record(where, object_of(record, where))
 
 
 def local_files(origin: Origin, source: Path, *, alone: bool = True) -> list[Path]:
@@ -105,19 +105,19 @@ def local_files(origin: Origin, source: Path, *, alone: bool = True) -> list[Pat
         if (shards := _SHARD.search(chosen[0].stem)) and shards["all"] and int(shards["all"]) != len(chosen):
             raise DataError(f"{chosen[0].parent}: {len(chosen)} of {int(shards['all'])} files of the split are there")
         return chosen
-    found = ", ".join(str(path.relative_to(source)) for path in chosen[:8]) or "none"
+    names = ", ".join(str(path.relative_to(source)) for path in chosen[:8]) or "none"
     raise DataError(
         f"{source}: expected the {origin.split or 'only'} split of {origin.repo} as Parquet, JSONL or JSON; files "
-        f"found: {found}; --source can be one of them"
+        f"found: {names}; --source can be one of them"
     )
 
 
-def expect(where: str, found: int, expect_rows: ExpectRows, split: str) -> None:
+def expect(where: str, count: int, expect_rows: ExpectRows, split: str) -> None:
     """Raises:
     DataError: a split has another number of rows than expected."""
-    if expect_rows != 0 and found != expect_rows[split]:
+    if expect_rows != 0 and count != expect_rows[split]:
         raise DataError(
-            f"{where}: {found} rows, expected {expect_rows[split]}; the file is incomplete or another revision "
+            f"{where}: {count} rows, expected {expect_rows[split]}; the file is incomplete or another revision "
             "(--expect-rows 0 accepts it)"
         )
 
@@ -188,9 +188,3 @@ def _read_list(path: Path) -> Iterator[tuple[int, Any]]:
     except ValueError as error:
         raise DataError(f"{path}: not JSON: {error}") from None
     return enumerate(values, 1)
-
-
-def _object(record: Any, where: str) -> Mapping[str, Any]:
-    if not isinstance(record, Mapping):
-        raise DataError(f"{where}: expected an object, found {type(record).__name__}")
-    return record

@@ -182,14 +182,14 @@ def slips(text: str) -> list[Slip]:
         >>> slips("5 plus 3 about 9 first.\\n\\nCheck 8.\\n\\n8 minus 2 is 7 next.")
         [Slip(line=0, repaired=True), Slip(line=2, repaired=False)]
     """
-    found, lines = [], text.split("\n\n")
+    wrong, lines = [], text.split("\n\n")
     for line, (words, after) in enumerate(zip(lines, [*lines[1:], ""], strict=True)):
         if step := _STEP.search(words):
-            value, verb, size, said = step.groups()
+            value, verb, size, result = step.groups()
             right = int(value) + int(size) * (1 if verb == "plus" else -1)
-            if right != int(said):
-                found.append(Slip(line, repaired=after == f"{CHECK} {right}."))
-    return found
+            if right != int(result):
+                wrong.append(Slip(line, repaired=after == f"{CHECK} {right}."))
+    return wrong
 
 
 def uses_jargon(text: str) -> bool:

@@ -16,24 +16,19 @@ Rates are means over the samples of a problem, then over the problems of a set; 
 Counts (``problems``, ``samples``, …) are sums, in macro too. ``NAME/low`` and ``NAME/high`` bound the 95 % bootstrap
 interval over problems. The protocol is that of arXiv 2606.28166.
 
-``suite`` runs phases (``run_all``, ``run_phase``) in a ``session`` (models and data, each loaded once). Below it are
+``suite`` runs phases (``evaluate``) in a ``session`` (models and data, each loaded once). Below it are
 ``protocol`` (profiles, writing, grading), ``reading`` (the junior reads), ``measures`` (from samples to numbers) and
 ``files`` (results on disk).
 """
 
 from tandemrl.evals.files import EvalResult as EvalResult
 from tandemrl.evals.files import differences as differences
-from tandemrl.evals.files import finished_result as finished_result
 from tandemrl.evals.files import read_result as read_result
 from tandemrl.evals.files import read_samples as read_samples
-from tandemrl.evals.files import result_file as result_file
 from tandemrl.evals.files import write_result as write_result
 from tandemrl.evals.measures import EvalError as EvalError
-from tandemrl.evals.measures import Measure as Measure
 from tandemrl.evals.measures import Sample as Sample
-from tandemrl.evals.measures import SetMeasures as SetMeasures
 from tandemrl.evals.measures import accepted as accepted
-from tandemrl.evals.measures import drifted as drifted
 from tandemrl.evals.measures import graded as graded
 from tandemrl.evals.measures import is_headline as is_headline
 from tandemrl.evals.measures import legible as legible
@@ -44,18 +39,17 @@ from tandemrl.evals.protocol import PROFILES as PROFILES
 from tandemrl.evals.protocol import Phase as Phase
 from tandemrl.evals.protocol import Profile as Profile
 from tandemrl.evals.protocol import author_runs as author_runs
-from tandemrl.evals.protocol import evaluate as evaluate
+from tandemrl.evals.protocol import generate_and_grade as generate_and_grade
+from tandemrl.evals.protocol import generate_samples as generate_samples
 from tandemrl.evals.protocol import grade as grade
+from tandemrl.evals.protocol import measure_of as measure_of
 from tandemrl.evals.protocol import profile_of as profile_of
 from tandemrl.evals.protocol import sampling_for as sampling_for
 from tandemrl.evals.protocol import strategies as strategies
 from tandemrl.evals.protocol import verify as verify
-from tandemrl.evals.protocol import write as write
-from tandemrl.evals.reading import Divergence as Divergence
 from tandemrl.evals.reading import divergence as divergence
 from tandemrl.evals.reading import read_drift as read_drift
 from tandemrl.evals.reading import read_legibility as read_legibility
 from tandemrl.evals.suite import Progress as Progress
+from tandemrl.evals.suite import evaluate as evaluate
 from tandemrl.evals.suite import left_out as left_out
-from tandemrl.evals.suite import run_all as run_all
-from tandemrl.evals.suite import run_phase as run_phase

@@ -10,7 +10,6 @@ interval excludes 0. Every row stands for itself: of twenty rows without any dif
 import json
 import re
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -18,14 +17,10 @@ import numpy as np
 
 from tandemrl.evals import (
     PHASES,
-    Measure,
     Phase,
-    accepted,
     differences,
-    drifted,
-    graded,
     is_headline,
-    legible,
+    measure_of,
     measure_sets,
     read_result,
     read_samples,
@@ -164,9 +159,9 @@ def markdown_table(contrasts: Sequence[Contrast], *, a: str = "A", b: str = "B")
     over = f"t interval over {seeds} seeds" if seeds > 1 else "bootstrap interval over problems"
     lines = [f"| phase | metric | {a} | {b} | {a} - {b} ({over}) | |", "|---|---|---:|---:|---:|---|"]
     for each in contrasts:
-        said = each.verdict if each.verdict.startswith("no") else f"{a} {each.verdict[2]} {b}"
+        conclusion = each.verdict if each.verdict.startswith("no") else f"{a} {each.verdict[2]} {b}"
         figures = f"{each.a:.3f} | {each.b:.3f} | {show_interval(each.difference)}"
-        lines.append(f"| {each.phase} | {each.metric} | {figures} | {said} |")
+        lines.append(f"| {each.phase} | {each.metric} | {figures} | {conclusion} |")
     return "\n".join(lines) + "\n"
 
 
@@ -271,18 +266,10 @@ def _load_pair(phase: Phase, a: Path, b: Path) -> list[dict[str, Values]]:
     for own, other, file in ((ids[0], ids[1], files[1]), (ids[1], ids[0], files[0])):
         if missing := sorted(own - other):
             raise CompareError(f"{file}: {len(missing)} problems of the other side are not there, e.g. {missing[0][1]}")
-    measured = [measure_sets(side, _measure(phase, k)) for side in samples]
+    measured = [measure_sets(side, measure_of(phase, k)) for side in samples]
     return [
         {m: {n: sets[n].rates.get(m, {}) for n in sets} for m in next(iter(sets.values())).rates} for sets in measured
     ]
-
-
-def _measure(phase: Phase, k: Sequence[int]) -> Measure:
-    if phase == "legibility":
-        return legible
-    if phase == "drift":
-        return drifted
-    return partial(accepted if phase == "verified" else graded, k=k)
 
 
 def _protocol(config: Mapping[str, Any]) -> dict[str, Any]:

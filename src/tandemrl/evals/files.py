@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from tandemrl.evals.measures import EvalError, Sample
-from tandemrl.files import versions, write_text
+from tandemrl.files import LineError, read_json_lines, versions, write_text
 
 SCHEMA = 1
 
@@ -55,7 +55,7 @@ def differences(a: Mapping[str, Any], b: Mapping[str, Any]) -> list[tuple[str, A
         >>> differences({"eval": {"seed": 1, "k": [1]}}, {"eval": {"seed": 2, "k": [1]}})
         [('eval.seed', 1, 2)]
     """
-    flat_a, flat_b = _flat(a), _flat(b)
+    flat_a, flat_b = flatten(a), flatten(b)
     keys = dict.fromkeys([*flat_a, *flat_b])
     return [(key, flat_a.get(key), flat_b.get(key)) for key in keys if flat_a.get(key) != flat_b.get(key)]
 
@@ -109,22 +109,17 @@ def read_samples(file: Path) -> list[Sample]:
     Raises:
         EvalError: the file is missing, or a line is not a sample; names the line.
     """
-    samples = []
     try:
-        with open(file, encoding="utf-8") as lines:
-            for number, line in enumerate(lines, start=1):
-                try:
-                    samples.append(Sample(**json.loads(line)))
-                except (ValueError, TypeError) as error:
-                    raise EvalError(f"{file}, line {number}: not a sample of an evaluation ({error})") from None
+        return [sample for _, sample in read_json_lines(file, parse=lambda line: Sample(**json.loads(line)))]
+    except LineError as error:
+        raise EvalError(f"{file}, line {error.line}: not a sample of an evaluation ({error})") from None
     except OSError as error:
         raise EvalError(f"{file}: not readable ({error.strerror}); run the phase again") from None
-    return samples
 
 
 def digests(sources: Sequence[str]) -> dict[str, str]:
     """A hash of each local model folder or data file: changed weights or data are another configuration."""
-    found = {}
+    hashes = {}
     for source in map(Path, sources):
         files = sorted(source.iterdir()) if source.is_dir() else [source]
         if files := [file for file in files if file.is_file()]:
@@ -132,8 +127,8 @@ def digests(sources: Sequence[str]) -> dict[str, str]:
             for file in files:
                 with open(file, "rb") as content:
                     digest.update(hashlib.file_digest(content, "blake2b").digest())
-            found[str(source)] = digest.hexdigest()
-    return found
+            hashes[str(source)] = digest.hexdigest()
+    return hashes
 
 
 def plain(value: Mapping[str, Any]) -> dict[str, Any]:
@@ -141,8 +136,14 @@ def plain(value: Mapping[str, Any]) -> dict[str, Any]:
     return json.loads(json.dumps(value))
 
 
-def _flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+def flatten(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Leaves by dotted key.
+
+    Example:
+        >>> flatten({"eval": {"seed": 1, "k": [1]}})
+        {'eval.seed': 1, 'eval.k': [1]}
+    """
     flat: dict[str, Any] = {}
     for key, value in tree.items():
-        flat |= _flat(value, f"{prefix}{key}.") if isinstance(value, Mapping) else {f"{prefix}{key}": value}
+        flat |= flatten(value, f"{prefix}{key}.") if isinstance(value, Mapping) else {f"{prefix}{key}": value}
     return flat

@@ -12,7 +12,7 @@ from transformers import PreTrainedTokenizerBase
 from tandemrl.config import EvalConfig
 from tandemrl.data.rows import Prompt
 from tandemrl.evals.files import EvalResult
-from tandemrl.evals.measures import EvalError, Sample, graded, summarise
+from tandemrl.evals.measures import EvalError, Measure, Sample, accepted, drifted, graded, legible, summarise
 from tandemrl.rewards.judge.rubric import JudgePool
 from tandemrl.rewards.scoring import Scorer
 from tandemrl.rollout.engine import (
@@ -109,7 +109,14 @@ def strategies(
     return {"solo": solo("senior")}
 
 
-def evaluate(
+def measure_of(phase: Phase, k: Sequence[int]) -> Measure:
+    """What is computed of the samples of one problem in a phase."""
+    if phase in ("legibility", "drift"):
+        return legible if phase == "legibility" else drifted
+    return partial(accepted if phase == "verified" else graded, k=k)
+
+
+def generate_and_grade(
     arms: Mapping[str, Strategy],
     *,
     engine: Engine,
@@ -131,7 +138,7 @@ def evaluate(
         EngineError: the engine broke its contract, authorship included.
     """
     check_k(k, samples)
-    written = write(
+    written = generate_samples(
         arms,
         engine=engine,
         tokenizer=tokenizer,
@@ -146,7 +153,7 @@ def evaluate(
     return EvalResult(summarise(marked, partial(graded, k=k), bootstrap=bootstrap, seed=seed), marked)
 
 
-def write(
+def generate_samples(
     arms: Mapping[str, Strategy],
     *,
     engine: Engine,
@@ -161,7 +168,7 @@ def write(
     """Completions, not graded, arm by arm: ``samples`` per prompt, in the order of the prompts.
 
     Keys are ``request_key(seed, step, position of the prompt, sample)`` in every arm, so that two checkpoints (or two
-    arms) meet the same random numbers. ``progress(k)`` is told of k newly written tokens.
+    arms) meet the same random numbers. ``progress(k)`` is called with the number of newly written tokens.
 
     Raises:
         EvalError: no prompts, or a prompt that leaves no room for a response.

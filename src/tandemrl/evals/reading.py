@@ -44,7 +44,7 @@ def read_legibility(
     """The junior's mean cross-entropy on each text, in nats per token, given the chat prefix.
 
     The EOS that ends a text is not part of it. Texts that are empty or, with their prompt, longer than ``context`` (the
-    profile's) or than the junior's own context get None. ``progress(k)`` is told of k further texts.
+    profile's) or than the junior's own context get None. ``progress(k)`` is called with the number of further texts.
     """
     read = list(samples)
     texts = readable(samples, prompts, longest(context, junior))

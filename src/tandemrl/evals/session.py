@@ -1,14 +1,14 @@
 """What the phases of an evaluation share: its configuration, and models, data, engine and judge, each loaded once."""
 
 from collections.abc import Collection, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from tandemrl.config import EvalConfig, JudgeConfig, RewardConfig, RolloutConfig, SandboxConfig
+from tandemrl.config import Config, SandboxConfig
 from tandemrl.data.loading import load_rows
 from tandemrl.data.rows import Prompt, Row, encode_prompts
 from tandemrl.evals.files import digests, plain
@@ -27,36 +27,24 @@ _TRAINING_ONLY = ("select_by", "train_samples", "train_problems")
 _NO_PART_OF_A_MARK = ("url", "api_key_env", "backoff_s", "timeout_s", "concurrency", "max_failure_rate")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Setup:
-    """What is evaluated, on what and how; see ``run_all``."""
-
-    model: str
-    junior: str | None
-    data: tuple[str, ...]
-    eval: EvalConfig
-    reward: RewardConfig
-    sandbox: SandboxConfig
-    judge: JudgeConfig
-    dtype: str
-    device: str
-    prompt_suffix: str
-    max_prompt_tokens: int
-    limit: int | None
-    prob_senior: float
-    max_gap_tokens: int
-    rollout: RolloutConfig
-
-
 class Session:
     """Models, data, engine and judge of an evaluation: each is loaded when a phase first asks for it, and once."""
 
-    def __init__(self, setup: Setup, phases: Sequence[Phase], stated: Collection[str] | None = None) -> None:
-        self.setup = setup
+    def __init__(
+        self,
+        config: Config,
+        model: str,
+        phases: Sequence[Phase],
+        *,
+        limit: int | None = None,
+        stated: Collection[str] | None = None,
+    ) -> None:
+        """The arguments are those of ``evaluate``. The junior counts only where one of the phases needs it."""
+        self.config, self.model, self.limit = config, model, limit
         self._stated = stated
-        self.junior = setup.junior if any(phase in NEED_JUNIOR for phase in phases) else None
+        self.junior = config.model.junior if any(phase in NEED_JUNIOR for phase in phases) else None
         self.together = any(phase in WRITTEN_TOGETHER for phase in phases)
-        self.has_judge = setup.judge.url is not None or setup.judge.model is not None
+        self.has_judge = config.judge.url is not None or config.judge.model is not None
         self._models: dict[str, PreTrainedModel] = {}
         self._engine: Engine | None = None
 
@@ -64,55 +52,54 @@ class Session:
 
     @cached_property
     def profile(self) -> Profile:
-        return profile_of(self.setup.eval)
+        return profile_of(self.config.eval)
 
     @cached_property
     def digests(self) -> dict[str, str]:
-        return digests([self.setup.model, *([self.junior] if self.junior else []), *self.setup.data])
+        return digests([self.model, *([self.junior] if self.junior else []), *self.config.data.eval])
 
     @cached_property
-    def solo_config(self) -> dict[str, Any]:
-        """The configuration of what the senior writes alone."""
-        setup = self.setup
+    def solo_identity(self) -> dict[str, Any]:
+        """All that the texts which the senior writes alone depend on, as result files name it."""
+        config = self.config
         return plain(
             {
-                "model": setup.model,
-                "data": setup.data,
-                "eval": {key: value for key, value in asdict(setup.eval).items() if key not in _TRAINING_ONLY},
+                "model": self.model,
+                "data": config.data.eval,
+                "eval": {key: value for key, value in asdict(config.eval).items() if key not in _TRAINING_ONLY},
                 "reward": {
                     key: value
-                    for key, value in asdict(setup.reward).items()
+                    for key, value in asdict(config.reward).items()
                     if key != "workers" and (key != "weights" or value)
                 },
-                **({} if setup.sandbox == SandboxConfig() else {"sandbox": asdict(setup.sandbox)}),
-                "dtype": setup.dtype,
-                "device": setup.device,
-                "prompt_suffix": setup.prompt_suffix,
-                "max_prompt_tokens": setup.max_prompt_tokens,
-                "limit": setup.limit,
-                "engine": setup.rollout.engine,
-                "digests": self._digests_of(setup.model, *setup.data),
+                **({} if config.sandbox == SandboxConfig() else {"sandbox": asdict(config.sandbox)}),
+                "dtype": config.model.dtype,
+                "device": config.model.device,
+                "prompt_suffix": config.data.prompt_suffix,
+                "max_prompt_tokens": config.data.max_prompt_tokens,
+                "limit": self.limit,
+                "engine": config.rollout.engine,
+                "digests": self._digests_of(self.model, *config.data.eval),
             }
         )
 
-    def config(self, phase: Phase) -> dict[str, Any]:
+    def identity(self, phase: Phase) -> dict[str, Any]:
         """All that the result of a phase depends on; another one is another result."""
-        setup, config = self.setup, dict(self.solo_config)
+        config, identity = self.config, dict(self.solo_identity)
         if phase in NEED_JUNIOR:
-            assert setup.junior is not None  # refused in run_all
-            config |= {
-                "junior": setup.junior,
-                "digests": self._digests_of(setup.model, setup.junior, *setup.data),
-            }
+            assert self.junior is not None  # refused in evaluate
+            digests_of_both = self._digests_of(self.model, self.junior, *config.data.eval)
+            identity |= {"junior": self.junior, "digests": digests_of_both}
         if phase == "tandem":
-            config |= {"prob_senior": setup.prob_senior, "max_gap_tokens": setup.max_gap_tokens}
+            selection = config.selection
+            identity |= {"prob_senior": selection.prob_senior, "max_gap_tokens": selection.max_gap_tokens}
         if self.has_judge:
-            judge = {key: value for key, value in asdict(setup.judge).items() if key not in _NO_PART_OF_A_MARK}
-            judge["digests"] = digests([each for each in (setup.judge.model, setup.judge.template) if each])
+            judge = {key: value for key, value in asdict(config.judge).items() if key not in _NO_PART_OF_A_MARK}
+            judge["digests"] = digests([each for each in (config.judge.model, config.judge.template) if each])
             if phase == "verified":
-                judge["model"] = setup.judge.model or self.judges.judge.model
-            config["judge"] = judge
-        return plain(config)
+                judge["model"] = config.judge.model or self.judges.judge.model
+            identity["judge"] = judge
+        return plain(identity)
 
     def _digests_of(self, *sources: str) -> dict[str, str]:
         return {source: self.digests[source] for source in map(str, map(Path, sources)) if source in self.digests}
@@ -121,7 +108,7 @@ class Session:
 
     @cached_property
     def tokenizer(self) -> PreTrainedTokenizerBase:
-        tokenizer = load_tokenizer(self.setup.model)
+        tokenizer = load_tokenizer(self.model)
         if self.junior is not None:
             vocabulary_check(tokenizer, load_tokenizer(self.junior))
         return tokenizer
@@ -129,31 +116,26 @@ class Session:
     @cached_property
     def rows(self) -> list[Row]:
         """All rows of the data, before ``limit``."""
-        return load_rows(self.setup.data)
+        return load_rows(self.config.data.eval)
 
     @cached_property
     def prompts(self) -> tuple[list[Prompt], int]:
         """The prompts, and how many rows were dropped as too long."""
-        setup = self.setup
-        return encode_prompts(
-            self.rows[: setup.limit],
-            self.tokenizer,
-            max_prompt_tokens=setup.max_prompt_tokens,
-            suffix=setup.prompt_suffix,
-        )
+        data = self.config.data
+        rows = self.rows[: self.limit]
+        return encode_prompts(rows, self.tokenizer, max_prompt_tokens=data.max_prompt_tokens, suffix=data.prompt_suffix)
 
     @cached_property
     def judges(self) -> JudgePool:
-        setup = self.setup
-        judge = make_judge(setup.judge, dtype=setup.dtype, device=setup.device, max_rows=setup.rollout.max_rows)
-        assert judge is not None  # refused in run_all
-        return JudgePool(judge, setup.judge)
+        judge = make_judge(self.config)
+        assert judge is not None  # refused in evaluate
+        return JudgePool(judge, self.config.judge)
 
     def scorer(self) -> Scorer:
-        setup = self.setup
+        config = self.config
         return Scorer(
-            setup.reward,
-            code=partial(score_code, sandbox=setup.sandbox, credit=setup.reward.code_credit),
+            config.reward,
+            code=partial(score_code, sandbox=config.sandbox, credit=config.reward.code_credit),
             judge=(lambda items: self.judges(items)) if self.has_judge else None,
         )
 
@@ -168,24 +150,24 @@ class Session:
             scorer.check((prompt.row for prompt in self.prompts[0]), sources=sources, stated=self._stated)
 
     def load(self, path: str | None) -> PreTrainedModel:
-        assert path is not None  # refused in run_all
+        assert path is not None  # refused in evaluate
         if path not in self._models:
-            self._models[path] = load_model(path, dtype=self.setup.dtype, device=self.setup.device)
+            self._models[path] = load_model(path, dtype=self.config.model.dtype, device=self.config.model.device)
         return self._models[path]
 
     def engine(self, phase: Phase) -> Engine:
         """An engine for what the phase writes. vLLM: one for all phases, with the junior if any of them needs it."""
-        setup = self.setup
-        shared = setup.rollout.engine == "vllm"
+        config, rollout = self.config.model, self.config.rollout
+        shared = rollout.engine == "vllm"
         if self._engine is None or not shared:
             junior = self.junior if (self.together if shared else phase in WRITTEN_TOGETHER) else None
             self._engine = make_engine(
-                setup.rollout,
-                ModelSource(setup.model, partial(self.load, setup.model)),
+                rollout,
+                ModelSource(self.model, partial(self.load, self.model)),
                 None if junior is None else ModelSource(junior, partial(self.load, junior)),
                 self.tokenizer,
-                dtype=setup.dtype,
-                device=setup.device,
+                dtype=config.dtype,
+                device=config.device,
                 longest=self.profile.longest(max((len(prompt.tokens) for prompt in self.prompts[0]), default=0)),
             )
         return self._engine

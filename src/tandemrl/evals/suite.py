@@ -1,13 +1,12 @@
 """Whole phases: from model folders to result files. A finished phase is never run again; a killed run goes on."""
 
 from collections.abc import Callable, Collection, Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from tandemrl.config import EvalConfig, JudgeConfig, RewardConfig, RolloutConfig, SandboxConfig
+from tandemrl.config import Config
 from tandemrl.evals.files import (
     EvalResult,
     finished_result,
@@ -16,28 +15,20 @@ from tandemrl.evals.files import (
     result_file,
     write_result,
 )
-from tandemrl.evals.measures import (
-    EvalError,
-    Measure,
-    Sample,
-    accepted,
-    drifted,
-    graded,
-    legible,
-    summarise,
-)
+from tandemrl.evals.measures import EvalError, Sample, summarise
 from tandemrl.evals.protocol import (
     PHASES,
     Phase,
     check_k,
+    generate_samples,
     grade,
+    measure_of,
     sampling_for,
     strategies,
     verify,
-    write,
 )
 from tandemrl.evals.reading import read_drift, read_legibility
-from tandemrl.evals.session import NEED_JUNIOR, Session, Setup
+from tandemrl.evals.session import NEED_JUNIOR, Session
 from tandemrl.types import Metrics
 
 READ: tuple[Phase, ...] = ("legibility", "drift", "verified")
@@ -49,43 +40,29 @@ Progress = Callable[[str, int, int], None]
 """Told ``(what, done, total)``, e.g. ``("tandem: tokens", 512, 4096)``; the total of tokens is an upper bound."""
 
 
-def run_all(
+def evaluate(
+    config: Config,
     *,
-    model: str,
-    junior: str | None,
-    data: Sequence[str],
-    eval: EvalConfig,
-    out: Path,
+    model: str | Path,
+    out: str | Path,
     phases: Sequence[Phase] | None = None,
-    reward: RewardConfig | None = None,
-    sandbox: SandboxConfig | None = None,
-    judge: JudgeConfig | None = None,
-    dtype: str = "float32",
-    device: str = "cpu",
-    prompt_suffix: str = "",
-    max_prompt_tokens: int = 1024,
     limit: int | None = None,
-    threads: int | None = None,
-    prob_senior: float = 0.5,
-    max_gap_tokens: int = 32,
-    rollout: RolloutConfig | None = None,
     stated: Collection[str] | None = None,
     progress: Progress | None = None,
 ) -> dict[Phase, dict[str, Any]]:
-    """Run phases and write ``PHASE.json`` and ``PHASE.samples.jsonl`` of each; returns what is in the former, by phase.
+    """Evaluate a model, alone and with ``config.model.junior``, on the rows of ``config.data.eval``.
 
-    A phase whose result is there, of the same configuration, weights and data, is not run again: what a killed run has
-    finished is kept, and the files of the next one are those of an uninterrupted one. Models and data are loaded once,
+    Each phase writes ``PHASE.json`` and ``PHASE.samples.jsonl``; the content of the former is returned, by phase. A
+    phase whose result is there, of the same configuration, weights and data, is not run again. So a killed evaluation
+    goes on when it is given again, and ends with the files of an uninterrupted one. Models and data are loaded once,
     and only when a phase needs them.
 
     Args:
-        model, junior: HF folder or hub id of the senior and the junior.
+        config: all counts but ``model.senior`` and what is about training alone; e.g. the ``config.yaml`` of a run.
+        model: HF folder or hub id of the senior.
         out: a folder; for a single phase, also the result file itself, if it ends in ``.json``.
         phases: None = all that can be run with this junior and this judge (see ``left_out``).
-        sandbox: limits of programs, where the score is the tests that they pass.
-        judge: marks the reasoning in the verified phase, and responses to rows that are scored by a judge.
-        limit: rows of ``data`` (all sources, in order) that are used.
-        threads: of torch, None = as it is.
+        limit: rows of ``data.eval`` (all sources, in order) that are used.
         stated: dotted keys of ``reward.*`` that have to be of use for this data; None = all (see ``check_rewards``).
 
     Raises:
@@ -93,53 +70,38 @@ def run_all(
         EvalError: unknown phase, no junior, no judge, or a result file of another configuration; names the fix.
         JudgeError: the judge is down or gives no marks.
         ModelError, DataError, EngineError: a model, a data source or a request cannot be used.
+
+    Example::
+
+        config = load("runs/mine/config.yaml")
+        results = evaluate(config, model="runs/mine/hf/best", out="runs/mine/eval")
+        results["pass-at-k"]["metrics"]["macro"]["pass@1"]
     """
-    judge = judge or JudgeConfig()
-    reasons = left_out(junior, judge)
+    out = Path(out)
+    reasons = left_out(config)
     chosen = [phase for phase in PHASES if phase not in reasons] if phases is None else list(phases)
     for phase in chosen:
         if phase not in PHASES:
             raise EvalError(f"unknown phase {phase!r}; known: {', '.join(PHASES)}")
         if phase in reasons:
             raise EvalError(f"phase {phase} {reasons[phase]}")
-    if Path(out).suffix == ".json" and len(chosen) != 1:
+    if out.suffix == ".json" and len(chosen) != 1:
         raise EvalError(f"{out} is one file for {len(chosen)} phases; give a folder")
-    check_k(eval.k, eval.samples)
-    if threads is not None:
-        torch.set_num_threads(threads)
-    setup = Setup(
-        model=model,
-        junior=junior,
-        data=(data,) if isinstance(data, str) else tuple(data),
-        eval=eval,
-        reward=reward or RewardConfig(),
-        sandbox=sandbox or SandboxConfig(),
-        judge=judge,
-        dtype=dtype,
-        device=device,
-        prompt_suffix=prompt_suffix,
-        max_prompt_tokens=max_prompt_tokens,
-        limit=limit,
-        prob_senior=prob_senior,
-        max_gap_tokens=max_gap_tokens,
-        rollout=rollout or RolloutConfig(),
-    )
-    session = Session(setup, chosen, stated)
+    check_k(config.eval.k, config.eval.samples)
+    if config.train.threads is not None:
+        torch.set_num_threads(config.train.threads)
+    session = Session(config, str(model), chosen, limit=limit, stated=stated)
     try:
-        return {phase: _run(phase, session, Path(out), progress or _silent) for phase in chosen}
+        return {phase: _run_phase(phase, session, out, progress or _silent) for phase in chosen}
     finally:
         session.close_engine()
 
 
-def run_phase(phase: Phase, *, out: Path, **settings: Any) -> dict[str, Any]:
-    """``run_all`` of one phase: the same settings, the same files. Returns what is in ``PHASE.json``."""
-    return run_all(phases=(phase,), out=out, **settings)[phase]
-
-
-def left_out(junior: str | None, judge: JudgeConfig) -> dict[Phase, str]:
-    """The phases that cannot be run with this junior and this judge, and what each of them needs."""
+def left_out(config: Config) -> dict[Phase, str]:
+    """The phases that cannot be run with the junior and the judge of a config, and what each of them needs."""
     reasons: dict[Phase, str] = {}
-    if junior is None:
+    judge = config.judge
+    if config.model.junior is None:
         reasons |= dict.fromkeys(NEED_JUNIOR, "needs a junior; give one (--junior)")
     if judge.url is None and judge.model is None:
         reasons["verified"] = "needs a judge; give judge.url=http://HOST:PORT/v1 or judge.model=FOLDER"
@@ -151,80 +113,78 @@ def left_out(junior: str | None, judge: JudgeConfig) -> dict[Phase, str]:
 # ------------------------------------------------------------------------------------------------------------ one phase
 
 
-def _run(phase: Phase, session: Session, out: Path, progress: Progress) -> dict[str, Any]:
-    setup, file = session.setup, result_file(phase, out)
-    config = session.config(phase)
-    if (finished := finished_result(file, phase, config)) is not None:
+def _run_phase(phase: Phase, session: Session, out: Path, progress: Progress) -> dict[str, Any]:
+    settings, file = session.config.eval, result_file(phase, out)
+    identity = session.identity(phase)
+    if (finished := finished_result(file, phase, identity)) is not None:
         return finished
     prompts, dropped = session.prompts
     counters: Metrics = {"prompts_dropped": dropped}
     if phase not in UNSCORED:
         session.check_rewards()
-    stored = _stored_samples(file.with_name("pass-at-k.json"), session.solo_config) if phase in READ else None
-    samples = stored if stored is not None else _write(phase, session, progress)
+    stored = _stored_samples(file.with_name("pass-at-k.json"), session.solo_identity) if phase in READ else None
+    samples = stored if stored is not None else _generate(phase, session, progress)
     if phase in READ:
         session.close_engine()  # nothing more to write: vLLM's memory is for the models that read
     read: dict[str, Any] = {
         "context": session.profile.context,
         "progress": _meter(progress, f"{phase}: texts", len(samples)),
     }
-    measure: Measure
     if phase == "legibility":
-        samples, measure = read_legibility(samples, prompts, session.load(session.junior), **read), legible
+        samples = read_legibility(samples, prompts, session.load(session.junior), **read)
     elif phase == "drift":
-        models = session.load(setup.model), session.load(session.junior)
-        samples, measure = read_drift(samples, prompts, *models, **read), drifted
+        samples = read_drift(samples, prompts, session.load(session.model), session.load(session.junior), **read)
     else:
         with session.scorer() as scorer:
-            samples, measure = grade(samples, prompts, scorer), partial(graded, k=setup.eval.k)
+            samples = grade(samples, prompts, scorer)
             counters |= {"score_timeouts": scorer.timeouts, "score_failures": scorer.failures}
         if phase == "verified":
-            samples, measure = verify(samples, prompts, session.judges), partial(accepted, k=setup.eval.k)
-    metrics = summarise(samples, measure, bootstrap=setup.eval.bootstrap, seed=setup.eval.seed)
+            samples = verify(samples, prompts, session.judges)
+    metrics = summarise(samples, measure_of(phase, settings.k), bootstrap=settings.bootstrap, seed=settings.seed)
     metrics["macro"] |= counters
-    seeds = {"sampling": setup.eval.seed, "step": 0, "bootstrap": setup.eval.seed}
-    return write_result(file, phase, config, EvalResult(metrics, samples), seeds=seeds)
+    seeds = {"sampling": settings.seed, "step": 0, "bootstrap": settings.seed}
+    return write_result(file, phase, identity, EvalResult(metrics, samples), seeds=seeds)
 
 
-def _write(phase: Phase, session: Session, progress: Progress) -> list[Sample]:
-    setup, (prompts, _), profile = session.setup, session.prompts, session.profile
+def _generate(phase: Phase, session: Session, progress: Progress) -> list[Sample]:
+    config, (prompts, _), profile = session.config, session.prompts, session.profile
     engine = session.engine(phase)
     arms = strategies(
         phase,
         session.tokenizer,
         vocabulary=engine.vocabulary,
-        prob_senior=setup.prob_senior,
-        max_gap_tokens=setup.max_gap_tokens,
+        prob_senior=config.selection.prob_senior,
+        max_gap_tokens=config.selection.max_gap_tokens,
     )
-    most = len(arms) * setup.eval.samples * sum(sampling_for(profile, prompt).max_tokens for prompt in prompts)
-    samples = write(
+    most = len(arms) * config.eval.samples * sum(sampling_for(profile, prompt).max_tokens for prompt in prompts)
+    samples = generate_samples(
         arms,
         engine=engine,
         tokenizer=session.tokenizer,
         prompts=prompts,
         profile=profile,
-        samples=setup.eval.samples,
-        seed=setup.eval.seed,
+        samples=config.eval.samples,
+        seed=config.eval.seed,
         progress=_meter(progress, f"{phase}: tokens", most),
     )
     progress(f"{phase}: tokens", most, most)
     return samples
 
 
-def _stored_samples(file: Path, solo_config: dict[str, Any]) -> list[Sample] | None:
+def _stored_samples(file: Path, solo_identity: dict[str, Any]) -> list[Sample] | None:
     """What the pass-at-k phase wrote, if it was run with this configuration, with or without a judge."""
     if not file.exists():
         return None
     stored = read_result(file)
     samples = file.with_name(stored["samples"])
     config = {key: value for key, value in stored["config"].items() if key != "judge"}
-    if stored["phase"] != "pass-at-k" or config != solo_config or not samples.exists():
+    if stored["phase"] != "pass-at-k" or config != solo_identity or not samples.exists():
         return None
     return read_samples(samples)
 
 
 def _meter(progress: Progress, what: str, total: int) -> Callable[[int], None]:
-    """A callback that adds up what it is told."""
+    """A callback that adds up the steps it is called with."""
     done = 0
 
     def advance(further: int) -> None:

@@ -1,8 +1,9 @@
 """Experiments: pairs × seeds × arms, trained, evaluated and compared by the library's public functions.
 
-An experiment is a value, and ``run(experiment, out)`` is all there is to it. Every seed builds its own pair; every arm
-is trained from it with the same seed and evaluated on the same held-out problems with the same random numbers. Work is
-spread over processes, one thread each. What is finished is never done twice: a killed run, given again, goes on.
+An experiment is a value, and ``run_experiment(experiment, out)`` is all there is to it. Every seed builds its own pair.
+Every arm is trained from it with the same seed, and evaluated on the same held-out problems with the same random
+numbers. Work is spread over processes, one thread each. What is finished is never done twice: a killed experiment goes
+on when it is started again.
 
     OUT/experiment.json             what was asked for
     OUT/PAIR/seed-N/pair/           senior, junior, manifest.json
@@ -30,13 +31,13 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 
 from tandemrl import evals, report
-from tandemrl.config import EvalConfig, RolloutConfig, load
+from tandemrl.config import load
 from tandemrl.data.synthetic import PAIRS, repairs, slips, uses_jargon
 from tandemrl.evals.compare import compare, to_json
 from tandemrl.evals.stats import Interval, at_least
 from tandemrl.experiments.tiny import SIZES, build_tiny_pair, lr_scale
 from tandemrl.files import versions, write_text
-from tandemrl.report.records import MEASURES, Verdict
+from tandemrl.report.records import MEASURES, Claim, Verdict
 from tandemrl.training.loop import train
 
 SCHEMA = 2
@@ -97,32 +98,32 @@ KL = Arm("kl", "KL-regularised GRPO", (*GRPO.overrides, "loss.kl_coef=0.05"))
 TANDEM = Arm("tandem", "tandem GRPO")
 
 
-def _cell(name: str, *overrides: str) -> Arm:
+def _arm(name: str, *overrides: str) -> Arm:
     return Arm(name, name.replace("_", " "), overrides)
 
 
-SENTENCE = _cell("sentence", "selection.strategy=sentence")
+SENTENCE = _arm("sentence", "selection.strategy=sentence")
 RECIPE = ("train.steps=80", "train.mini_batch_prompts=8", "train.eval_every=20")
 """Two updates per rollout batch, as in the paper. 80 steps: leaving the jargon costs the tandem senior some twenty."""
 
 ABLATIONS = (
-    _cell("word_aligned", "selection.strategy=word_aligned"),
+    _arm("word_aligned", "selection.strategy=word_aligned"),
     SENTENCE,
-    _cell("chunk_8", "selection.strategy=chunk", "selection.chunk_size=8"),
-    _cell("bernoulli", "selection.strategy=bernoulli"),
-    _cell("p_0.25", "selection.prob_senior=0.25"),
-    _cell("p_0.75", "selection.prob_senior=0.75"),
-    _cell(
+    _arm("chunk_8", "selection.strategy=chunk", "selection.chunk_size=8"),
+    _arm("bernoulli", "selection.strategy=bernoulli"),
+    _arm("p_0.25", "selection.prob_senior=0.25"),
+    _arm("p_0.75", "selection.prob_senior=0.75"),
+    _arm(
         "p_0.9_to_0.5",
         "selection.prob_senior=0.9",
         "selection.prob_senior_final=0.5",
         "selection.anneal_steps=40",
     ),
-    _cell("K_2", "selection.max_gap_tokens=2"),
-    _cell("K_8", "selection.max_gap_tokens=8"),
-    _cell("junior_weight_0.5", "loss.junior_weight=0.5"),
-    _cell("junior_weight_1", "loss.junior_weight=1.0"),
-    _cell("junior_kl_0.1", "loss.junior_kl_coef=0.1"),
+    _arm("K_2", "selection.max_gap_tokens=2"),
+    _arm("K_8", "selection.max_gap_tokens=8"),
+    _arm("junior_weight_0.5", "loss.junior_weight=0.5"),
+    _arm("junior_weight_1", "loss.junior_weight=1.0"),
+    _arm("junior_kl_0.1", "loss.junior_kl_coef=0.1"),
     Arm("weak_junior", "weaker junior", junior_steps=400),
 )
 """Each changes one thing about tandem GRPO, and is compared with it."""
@@ -175,7 +176,7 @@ def run_experiment(
 
     Args:
         workers: processes at once; None = one per core (on a GPU one), 1 = in this process.
-        say: told a line per finished part, and the headline tables at the end.
+        say: called with a line per finished part, and with the headline tables at the end.
 
     Raises:
         ConfigError: an arm's overrides are not a config.
@@ -183,8 +184,8 @@ def run_experiment(
             not more accurate in jargon than in plain words before training.
     """
     out = Path(out)
-    _check(experiment)
-    _claim_folder(experiment, out)
+    _check_experiment(experiment)
+    _reserve_folder(experiment, out)
     jobs = [Job(pair, seed) for pair in experiment.pairs for seed in experiment.seeds]
     workers = workers or (os.cpu_count() or 1 if experiment.device == "cpu" else 1)
     started = time.perf_counter()
@@ -194,7 +195,7 @@ def run_experiment(
         return [] if job.arm else [job._replace(arm=arm) for arm in (*experiment.arms, Arm(BASE, "before training"))]
 
     failed: dict[str, BaseException] = {}
-    ended = _schedule(jobs, after, lambda job: (do, experiment, job, out), workers)
+    ended = _run_jobs(jobs, after, lambda job: (run_job, experiment, job, out), workers)
     for finished, (job, outcome) in enumerate(ended, 1):
         if isinstance(outcome, BaseException):
             failed[str(job)] = outcome
@@ -205,43 +206,43 @@ def run_experiment(
         raise ExperimentError(
             f"{len(failed)} of {total} parts failed ({listed}); what is finished is kept: fix it and run again"
         ) from next(iter(failed.values()))
-    results = collect(experiment, out)
+    results = collect_results(experiment, out)
     write_text(out / "results.json", json.dumps(results, indent=2, allow_nan=False) + "\n")
-    page = report.build(out)
-    report.write(page)
+    page = report.build_report(out)
+    report.write_report(page)
     say(report.headlines(page))
     return results
 
 
-def do(experiment: Experiment, job: Job, out: Path) -> str:
+def run_job(experiment: Experiment, job: Job, out: Path) -> str:
     """One job, unless its files are there already; returns a line about it."""
     home = out / job.pair / f"seed-{job.seed}"
     if job.arm is None:
-        manifest = build_tiny_pair(home / "pair", steps=experiment.pair_steps, **_of(experiment, job))
-        check_condition(manifest, home / "pair")
+        manifest = build_tiny_pair(home / "pair", steps=experiment.pair_steps, **_pair_options(experiment, job))
+        check_premise(manifest, home / "pair")
         return ", ".join(f"{name} {value:.3g}" for name, value in manifest["base"].items())
     model = home / "pair" / "senior"
     if job.arm.name != BASE:
         config = load(
-            experiment.config, [*_overrides(experiment, job, home), *job.arm.overrides, *experiment.overrides]
+            experiment.config, [*_run_overrides(experiment, job, home), *job.arm.overrides, *experiment.overrides]
         )
         model = home / job.arm.name / "hf" / f"step_{config.train.steps}"
         if not model.is_dir():
             train(config, quiet=True)
-    phases = evals.run_all(
-        model=str(model),
-        junior=str(home / "pair" / "junior"),
-        data=[f"synthetic:{job.pair}:heldout:{experiment.problems}"],
-        eval=EvalConfig(samples=experiment.samples, k=tuple(k for k in (1, 2, 4, 8, 16) if k <= experiment.samples)),
-        out=home / "eval" / job.arm.name,
-        device=experiment.device,
-        threads=1,
-        rollout=RolloutConfig(max_rows=1024),  # tiny models: large batches cost memory only
-    )
+    settings = [
+        f"model.junior={home}/pair/junior",
+        f"model.device={experiment.device}",
+        f"data.eval=[synthetic:{job.pair}:heldout:{experiment.problems}]",
+        f"eval.samples={experiment.samples}",
+        f"eval.k={[k for k in (1, 2, 4, 8, 16) if k <= experiment.samples]}",
+        "rollout.max_rows=1024",  # tiny models: large batches cost memory only
+        "train.threads=1",
+    ]
+    phases = evals.evaluate(load(overrides=settings), model=model, out=home / "eval" / job.arm.name)
     return f"solo pass@1 {phases['pass-at-k']['metrics']['macro']['pass@1']:.3f}"
 
 
-def check_condition(manifest: Mapping[str, Any], folder: Path) -> None:
+def check_premise(manifest: Mapping[str, Any], folder: Path) -> None:
     """The premise of the jargon pair: before training, its senior is better off with jargon.
 
     Raises:
@@ -258,28 +259,14 @@ def check_condition(manifest: Mapping[str, Any], folder: Path) -> None:
 
 
 # ------------------------------------------------------------------------------------------------------------- results
-Row = Mapping[str, Any]
+ResultRow = Mapping[str, Any]
 """``pair``, ``seed``, ``arm`` and the measures of one evaluation."""
 
 
-class Claim(NamedTuple):
-    """A statement with its bar, the values held against it, and the verdict.
-
-    values: one per seed where the claim is of every seed, one where it is of the mean or of the end of an interval,
-    none where it is not asked.
-    """
-
-    pair: str
-    claim: str
-    bar: str
-    values: tuple[float, ...]
-    verdict: Verdict
-
-
-def collect(experiment: Experiment, out: Path) -> dict[str, Any]:
+def collect_results(experiment: Experiment, out: Path) -> dict[str, Any]:
     """The content of ``results.json``, from the files of a finished experiment."""
     rows: list[dict[str, Any]] = [
-        {"pair": pair, "seed": seed, "arm": arm} | measure(out / pair / f"seed-{seed}" / "eval" / arm)
+        {"pair": pair, "seed": seed, "arm": arm} | measures_of(out / pair / f"seed-{seed}" / "eval" / arm)
         for pair in experiment.pairs
         for arm in (BASE, *(arm.name for arm in experiment.arms))
         for seed in experiment.seeds
@@ -296,21 +283,25 @@ def collect(experiment: Experiment, out: Path) -> dict[str, Any]:
             )
         )
     ]
-    claims = [claim for pair in experiment.pairs for claim in paper_claims(pair, rows, contrasts)]
+    claims = [
+        {"pair": pair} | claim._asdict() | {"values": list(claim.values)}
+        for pair in experiment.pairs
+        for claim in paper_claims(pair, rows, contrasts)
+    ]
     return {
         "schema": SCHEMA,
-        "experiment": _described(experiment),
-        "command": command(experiment),
+        "experiment": _to_json(experiment),
+        "command": command_line(experiment),
         "date": datetime.now(UTC).date().isoformat(),
         "versions": versions(),
         "evaluated_by": evaluated_by(out / row["pair"] / f"seed-{row['seed']}" / "eval" / row["arm"] for row in rows),
         "rows": rows,
         "contrasts": contrasts,
-        "claims": [claim._asdict() | {"values": list(claim.values)} for claim in claims],
+        "claims": claims,
     }
 
 
-def command(experiment: Experiment) -> str | None:
+def command_line(experiment: Experiment) -> str | None:
     """The ``tandemrl experiment`` command that runs this; None where no command does."""
     packaged = EXPERIMENTS.get(experiment.name)
     names = [arm.name for arm in experiment.arms]
@@ -336,11 +327,11 @@ def command(experiment: Experiment) -> str | None:
 def evaluated_by(folders: Iterable[Path]) -> list[dict[str, Any]]:
     """The different revisions of the code that evaluated the arms: more than one after an update in between."""
     stored = [evals.read_result(folder / "pass-at-k.json")["versions"] for folder in folders]
-    found = {(each["git_revision"], each["git_dirty"]) for each in stored}
-    return [{"git_revision": revision, "git_dirty": dirty} for revision, dirty in sorted(found, key=str)]
+    revisions = {(each["git_revision"], each["git_dirty"]) for each in stored}
+    return [{"git_revision": revision, "git_dirty": dirty} for revision, dirty in sorted(revisions, key=str)]
 
 
-def measure(folder: Path) -> dict[str, float]:
+def measures_of(folder: Path) -> dict[str, float]:
     """The row of one evaluation: ``MEASURES``, and what the texts say: the share of solo texts that use jargon, the
     repairing lines per handoff text, and the share of wrong steps in handoff texts that the next line repairs."""
     results = {phase: evals.read_result(folder / f"{phase}.json") for phase, _ in MEASURES.values()}
@@ -363,7 +354,7 @@ SOLO_MEAN_MARGIN = 0.02
 """Loss of solo pass@1 that the mean over seeds may show."""
 
 
-def paper_claims(pair: str, rows: Sequence[Row], contrasts: Sequence[Mapping[str, Any]]) -> list[Claim]:
+def paper_claims(pair: str, rows: Sequence[ResultRow], contrasts: Sequence[Mapping[str, Any]]) -> list[Claim]:
     """The paper's three claims as statements about GRPO and tandem GRPO on the jargon pair.
 
     "Equal solo skill" is non-inferiority, since being better is no fault: the lower end of the 95 % interval of
@@ -373,15 +364,15 @@ def paper_claims(pair: str, rows: Sequence[Row], contrasts: Sequence[Mapping[str
 
     None if an arm or the contrast of the two is missing; of other pairs nothing is claimed beforehand.
     """
-    arms: dict[str, dict[int, Row]] = {}
+    arms: dict[str, dict[int, ResultRow]] = {}
     for row in rows:
         if row["pair"] == pair:
             arms.setdefault(row["arm"], {})[row["seed"]] = row
     solo_skill = {"pair": pair, "A": "tandem", "B": "grpo", "phase": "pass-at-k", "metric": "pass@1"}
-    found = [contrast["difference"] for contrast in contrasts if solo_skill.items() <= contrast.items()]
-    if pair != "jargon" or not {BASE, "grpo", "tandem"} <= arms.keys() or not found:
+    differences = [contrast["difference"] for contrast in contrasts if solo_skill.items() <= contrast.items()]
+    if pair != "jargon" or not {BASE, "grpo", "tandem"} <= arms.keys() or not differences:
         return []
-    difference = Interval(**found[0])
+    difference = Interval(**differences[0])
     seeds = list(arms[BASE])
 
     def each(arm: str, measure: str) -> np.ndarray:
@@ -390,7 +381,7 @@ def paper_claims(pair: str, rows: Sequence[Row], contrasts: Sequence[Mapping[str
     def every_seed(what: str, sense: Literal["<=", ">="], bar: float, values: np.ndarray) -> Claim:
         holds = (values <= bar if sense == "<=" else values >= bar).all()
         name = what if len(seeds) == 1 else f"{what}, every seed"
-        return Claim(pair, name, f"{sense} {bar:g}", tuple(values.tolist()), "holds" if holds else "fails")
+        return Claim(name, f"{sense} {bar:g}", tuple(values.tolist()), "holds" if holds else "fails")
 
     support = at_least(difference, -SOLO_MARGIN)
     several = len(seeds) > 1
@@ -399,7 +390,6 @@ def paper_claims(pair: str, rows: Sequence[Row], contrasts: Sequence[Mapping[str
     handoff = each("tandem", "handoff/pass@1") - each("grpo", "handoff/pass@1")
     return [
         Claim(
-            pair,
             "solo skill not inferior: tandem - GRPO in solo pass@1, lower end of the 95 % interval over "
             + ("seeds" if several else "problems"),
             f">= {-SOLO_MARGIN:g}",
@@ -407,7 +397,6 @@ def paper_claims(pair: str, rows: Sequence[Row], contrasts: Sequence[Mapping[str
             "undecided" if support is None else "holds" if support else "fails",
         ),
         Claim(
-            pair,
             "tandem - GRPO in solo pass@1, mean over seeds",
             f">= {-SOLO_MEAN_MARGIN:g}",
             (difference.mean,) if several else (),
@@ -430,7 +419,7 @@ def paper_claims(pair: str, rows: Sequence[Row], contrasts: Sequence[Mapping[str
 # --------------------------------------------------------------------------------------------------------------------
 
 
-def _check(experiment: Experiment) -> None:
+def _check_experiment(experiment: Experiment) -> None:
     names = [arm.name for arm in experiment.arms]
     if unknown := set(experiment.pairs) - set(PAIRS):
         raise ExperimentError(f"{experiment.name}: unknown pairs {sorted(unknown)}; known: {', '.join(PAIRS)}")
@@ -448,31 +437,31 @@ def _check(experiment: Experiment) -> None:
         load(experiment.config, [*arm.overrides, *experiment.overrides])  # a bad key is found before an hour of work
 
 
-def _claim_folder(experiment: Experiment, out: Path) -> None:
+def _reserve_folder(experiment: Experiment, out: Path) -> None:
     """Write ``experiment.json``, or check that it is this one; seeds, pairs, arms and contrasts may be added."""
-    file, wanted = out / "experiment.json", _described(experiment)
+    file, description = out / "experiment.json", _to_json(experiment)
     if file.exists():
         stored = {"size": "tiny", "device": "cpu"} | json.loads(file.read_text())
-        fixed = [key for key in wanted if key not in ("seeds", "pairs", "arms", "contrasts")]
-        changed = [key for key in fixed if stored.get(key) != wanted[key]]
+        fixed = [key for key in description if key not in ("seeds", "pairs", "arms", "contrasts")]
+        changed = [key for key in fixed if stored.get(key) != description[key]]
         arms = {arm["name"]: arm for arm in stored["arms"]}
-        changed += [f"arm {arm['name']}" for arm in wanted["arms"] if arms.get(arm["name"], arm) != arm]
+        changed += [f"arm {arm['name']}" for arm in description["arms"] if arms.get(arm["name"], arm) != arm]
         if changed:
             raise ExperimentError(f"{out} holds an experiment with another {', '.join(changed)}; choose another folder")
     out.mkdir(parents=True, exist_ok=True)
-    write_text(file, json.dumps({"command": command(experiment)} | wanted, indent=2) + "\n")
+    write_text(file, json.dumps({"command": command_line(experiment)} | description, indent=2) + "\n")
 
 
-def _of(experiment: Experiment, job: Job) -> dict[str, Any]:
+def _pair_options(experiment: Experiment, job: Job) -> dict[str, Any]:
     return {"pair": job.pair, "seed": job.seed, "size": experiment.size, "device": experiment.device}
 
 
-def _overrides(experiment: Experiment, job: Job, home: Path) -> list[str]:
+def _run_overrides(experiment: Experiment, job: Job, home: Path) -> list[str]:
     assert job.arm is not None
     junior = home / "pair" / "junior"
     if job.arm.junior_steps is not None:
         weak = home / f"pair-{job.arm.junior_steps}"
-        build_tiny_pair(weak, steps=job.arm.junior_steps, **_of(experiment, job))
+        build_tiny_pair(weak, steps=job.arm.junior_steps, **_pair_options(experiment, job))
         junior = weak / "junior"
     tuned = load(experiment.config).train.lr
     return [
@@ -488,7 +477,7 @@ def _overrides(experiment: Experiment, job: Job, home: Path) -> list[str]:
     ]
 
 
-def _schedule(
+def _run_jobs(
     jobs: Iterable[Job], after: Callable[[Job], list[Job]], call: Callable[[Job], tuple[Any, ...]], workers: int
 ) -> Iterable[tuple[Job, Any]]:
     """Run jobs and, once one has succeeded, those that come after it; yields (job, result or exception) as they end."""
@@ -505,7 +494,7 @@ def _schedule(
                 queue[:0] = after(job)
         return
     spawn = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(workers, mp_context=spawn, initializer=_die_with, initargs=(os.getpid(),)) as pool:
+    with ProcessPoolExecutor(workers, mp_context=spawn, initializer=_exit_with_parent, initargs=(os.getpid(),)) as pool:
         running: dict[Future[Any], Job] = {pool.submit(*call(job)): job for job in jobs}
         try:
             while running:
@@ -520,7 +509,7 @@ def _schedule(
             pool.shutdown(wait=False, cancel_futures=True)
 
 
-def _die_with(parent: int) -> None:
+def _exit_with_parent(parent: int) -> None:
     """A worker whose parent is gone would go on writing into a folder that the next run believes to be its own."""
 
     def watch() -> None:
@@ -531,7 +520,7 @@ def _die_with(parent: int) -> None:
     threading.Thread(target=watch, daemon=True).start()
 
 
-def _described(experiment: Experiment) -> dict[str, Any]:
+def _to_json(experiment: Experiment) -> dict[str, Any]:
     """The experiment as it reads back from JSON."""
     arms = [arm._asdict() for arm in experiment.arms]
     return json.loads(json.dumps(asdict(experiment) | {"arms": arms, "contrasts": experiment.contrasts}))

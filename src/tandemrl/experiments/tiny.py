@@ -12,7 +12,6 @@ import itertools
 import json
 import math
 import os
-import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
@@ -30,6 +29,7 @@ from transformers import GenerationConfig, PreTrainedTokenizerFast, Qwen3Config,
 
 from tandemrl.data.rows import DataError, Row
 from tandemrl.data.synthetic import Problem, Stage, examples, generate, uses_jargon
+from tandemrl.files import NEW, publish
 from tandemrl.models.loading import no_progress_bars
 
 EOS = "<|im_end|>"
@@ -133,16 +133,16 @@ def build_tiny_pair(
     """
     recipes = _recipes(pair, steps, size)
     base = recipes["base"]
-    wanted = {"schema": 1, "pair": pair, "seed": seed, "recipe": _fingerprints(recipes, pair, seed, size)}
-    found = _manifest(out)
-    if found is not None and all(found.get(key) == value for key, value in wanted.items()) and _intact(out, found):
-        return found
-    if found is not None and (found.get("pair"), found.get("seed")) != (pair, seed):
+    identity = {"schema": 1, "pair": pair, "seed": seed, "recipe": _fingerprints(recipes, pair, seed, size)}
+    stored = _manifest(out)
+    if stored is not None and all(stored.get(key) == value for key, value in identity.items()) and _intact(out, stored):
+        return stored
+    if stored is not None and (stored.get("pair"), stored.get("seed")) != (pair, seed):
         raise FileExistsError(
-            f"{out} holds the {found.get('pair')} pair of seed {found.get('seed')}, which runs may rely on: choose "
+            f"{out} holds the {stored.get('pair')} pair of seed {stored.get('seed')}, which runs may rely on: choose "
             "another folder"
         )
-    if found is None and out.exists() and any(out.iterdir()):
+    if stored is None and out.exists() and any(out.iterdir()):
         raise FileExistsError(f"{out} is not empty and has no tiny-pair manifest.json: choose another folder")
 
     total = sum(recipe.steps for recipe in recipes.values())
@@ -166,12 +166,12 @@ def build_tiny_pair(
         rows = generate(pair, "heldout", base.eval_rows, seed)
         skill = _skill(senior, junior, tokenizer, rows, seed)
 
-    building = out.with_name(f".{out.name}.building-{os.getpid()}")
+    building = out.with_name(f"{NEW}{out.name}-{os.getpid()}")
     for name, model in (("senior", senior), ("junior", junior)):
         with no_progress_bars():
             model.save_pretrained(building / name)
         tokenizer.save_pretrained(building / name)
-    manifest = wanted | {
+    manifest = identity | {
         "versions": {library.__name__: library.__version__ for library in (torch, transformers, tokenizers)},
         "parameters": sum(p.numel() for p in senior.parameters()),
         "vocab_size": len(tokenizer),
@@ -179,7 +179,7 @@ def build_tiny_pair(
         "sha256": _weight_hashes(building),
     }
     (building / "manifest.json").write_text(json.dumps(manifest, indent=2) + "\n")
-    _replace(building, out)
+    publish(out, building)
     return json.loads(json.dumps(manifest))
 
 
@@ -396,15 +396,6 @@ def _intact(out: Path, manifest: dict[str, Any]) -> bool:
     if not all((out / name / "model.safetensors").is_file() for name in ("senior", "junior")):
         return False
     return _weight_hashes(out) == manifest["sha256"]
-
-
-def _replace(finished: Path, out: Path) -> None:
-    """Put a finished folder in the place of ``out``, which is never seen half-written."""
-    old = out.with_name(f".{out.name}.old-{os.getpid()}")
-    if out.exists():
-        out.rename(old)
-    finished.rename(out)
-    shutil.rmtree(old, ignore_errors=True)
 
 
 @contextmanager

@@ -1,13 +1,14 @@
 """What runs and evaluations have written, for people: tables, plots and samples on one page that needs nothing else.
 
-``build(folder)`` reads every run and evaluation below a folder, ``write(report, file)`` makes a self-contained HTML
-page of it, and a Markdown page beside it. A report only reads: it computes no metric that a result file does not hold.
+``build_report(folder)`` reads every run and evaluation below a folder. ``write_report(report, file)`` makes a
+self-contained HTML page of it, and a Markdown page beside it. A report only reads: it computes no metric that a result
+file does not hold.
 """
 
 from tandemrl.report.page import Report as Report
-from tandemrl.report.page import build as build
+from tandemrl.report.page import build_report as build_report
 from tandemrl.report.page import headlines as headlines
-from tandemrl.report.page import write as write
+from tandemrl.report.page import write_report as write_report
 from tandemrl.report.records import ReportError as ReportError
 from tandemrl.report.records import read_results as read_results
 from tandemrl.report.tables import summary_table as summary_table

@@ -9,7 +9,7 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullLocator
 
-from tandemrl.report.records import Arm, Run
+from tandemrl.report.records import ArmRecord, RunRecord
 from tandemrl.report.svg import (
     INK,
     MUTED,
@@ -33,7 +33,7 @@ POINTS = 150
 """Points of a learning curve; a longer run is averaged over blocks of consecutive records."""
 PHASES = ("rollout", "score", "update", "sync", "eval")
 
-Styled = Sequence[tuple[Arm, Style]]
+Styled = Sequence[tuple[ArmRecord, Style]]
 
 
 class Figure(NamedTuple):
@@ -75,10 +75,10 @@ def all_figures(arms: Styled, prefix: str) -> list[Figure]:
     return [figure for figure in drawn if figure is not None]
 
 
-def series(run: Run, metric: str) -> tuple[np.ndarray, np.ndarray]:
+def series(run: RunRecord, metric: str) -> tuple[np.ndarray, np.ndarray]:
     """Steps and finite values of a metric of one run."""
-    found = [(step["step"], step[metric]) for step in run.steps if step.get(metric) is not None and "step" in step]
-    steps, values = zip(*found, strict=True) if found else ((), ())
+    points = [(step["step"], step[metric]) for step in run.steps if step.get(metric) is not None and "step" in step]
+    steps, values = zip(*points, strict=True) if points else ((), ())
     return np.array(steps, dtype=float), np.array(values, dtype=float)
 
 
@@ -136,9 +136,9 @@ def pass_at_k_plot(arms: Styled, name: str) -> Figure | None:
         ks: set[int] = set()
         for arm, look in arms:
             keys = {key for r in arm.phase("pass-at-k").values() for key in r["metrics"]["macro"]}
-            found = sorted(int(match.group(1)) for key in keys if (match := re.fullmatch(r"pass@(\d+)", key)))
-            estimates = [estimate(arm, Column("", "pass-at-k", f"pass@{k}")) for k in found]
-            points = [(k, e) for k, e in zip(found, estimates, strict=True) if e is not None]
+            ks_of_arm = sorted(int(match.group(1)) for key in keys if (match := re.fullmatch(r"pass@(\d+)", key)))
+            estimates = [estimate(arm, Column("", "pass-at-k", f"pass@{k}")) for k in ks_of_arm]
+            points = [(k, e) for k, e in zip(ks_of_arm, estimates, strict=True) if e is not None]
             if points:
                 ks |= {k for k, _ in points}
                 _line(ax, [float(k) for k, _ in points], [e for _, e in points], look)
@@ -196,7 +196,7 @@ def handoff_plot(arms: Styled, name: str, column: Column) -> Figure | None:
 
 def legibility_plot(arms: Styled, name: str) -> Figure | None:
     """The junior's cross-entropy on each arm's solo texts."""
-    rows = [(arm, look, found) for arm, look in arms if (found := estimate(arm, JUNIOR_CE)) is not None]
+    rows = [(arm, look, value) for arm, look in arms if (value := estimate(arm, JUNIOR_CE)) is not None]
     if not rows:
         return None
     with axes(height=0.85 + 0.34 * max(3, len(rows))) as (figure, ax):
@@ -255,7 +255,7 @@ def time_plot(arms: Styled, name: str) -> Figure | None:
         return Figure(title, "mean over steps and seeds", draw(figure, name, title))
 
 
-def _seconds(runs: Sequence[Run]) -> dict[str, float]:
+def _seconds(runs: Sequence[RunRecord]) -> dict[str, float]:
     """Mean seconds per step of each phase; a phase that is not part of every step is spread over all of them."""
     steps: list[Mapping[str, Any]] = [step for run in runs for step in run.steps if step.get("time/step") is not None]
     if not steps:

@@ -14,7 +14,7 @@ from tandemrl.files import write_text
 from tandemrl.models.loading import load_tokenizer
 from tandemrl.report import provenance, svg
 from tandemrl.report.figures import Styled, all_figures
-from tandemrl.report.records import FIRST_ARMS, Arm, Records, Setting, discover
+from tandemrl.report.records import FIRST_ARMS, ArmRecord, Records, Setting, discover
 from tandemrl.report.samples import Gallery, galleries
 from tandemrl.report.tables import (
     LAST,
@@ -47,7 +47,7 @@ class Report:
     caveats: tuple[str, ...]
 
 
-def build(folder: str | Path, *, title: str | None = None, tokenizer: str | Path | None = None) -> Report:
+def build_report(folder: str | Path, *, title: str | None = None, tokenizer: str | Path | None = None) -> Report:
     """Read every run and evaluation below a folder, and nothing that they name outside of it but data files.
 
     Args:
@@ -60,18 +60,18 @@ def build(folder: str | Path, *, title: str | None = None, tokenizer: str | Path
     """
     records = discover(folder)
     decoder = None if tokenizer is None else load_tokenizer(tokenizer)
-    said: list[str] = []
-    shown = {setting.name: galleries(records, setting, said.append, decoder) for setting in records.settings}
+    notes: list[str] = []
+    shown = {setting.name: galleries(records, setting, notes.append, decoder) for setting in records.settings}
     name = records.experiment.get("name") or records.folder.resolve().name
     return Report(
         title=title or str(name),
         records=records,
         galleries=shown,
-        caveats=tuple(dict.fromkeys([*provenance.caveats(records), *said])),
+        caveats=tuple(dict.fromkeys([*provenance.caveats(records), *notes])),
     )
 
 
-def write(report: Report, file: str | Path | None = None) -> tuple[Path, Path]:
+def write_report(report: Report, file: str | Path | None = None) -> tuple[Path, Path]:
     """Write the HTML page and, beside it, the Markdown page; each appears complete or not at all.
 
     Args:
@@ -223,7 +223,7 @@ def _lead(records: Records) -> str:
     return lead
 
 
-def _interval_note(arms: Sequence[Arm]) -> str:
+def _interval_note(arms: Sequence[ArmRecord]) -> str:
     seeds = [len({e.seed for e in arm.evaluations}) for arm in arms]
     number = f"{max(seeds)} " if len(set(seeds)) == 1 else ""
     over_seeds = (
@@ -272,27 +272,27 @@ def _verdicts(rows: Sequence[Mapping[str, Any]]) -> list[tuple[str, list[tuple[s
     sentences = []
     for between in dict.fromkeys(row["between"] for row in rows):
         mine = [row for row in rows if row["between"] == between and row["headline"]]
-        said = [
+        changes = [
             (direction, ", ".join(f"{row['title']} ({row['amount']})" for row in mine if row["direction"] == direction))
             for direction in ("higher", "lower", UNDECIDED)
         ]
-        sentences.append((f"{between[0]} against {between[1]}", [(what, listed) for what, listed in said if listed]))
+        sentences.append((f"{between[0]} against {between[1]}", [(what, listed) for what, listed in changes if listed]))
     return sentences
 
 
 def _sentences(rows: Sequence[Mapping[str, Any]]) -> str:
     """The verdicts as Markdown."""
     return "\n".join(
-        f"- **{between}**: " + "; ".join(f"{what}: {listed}" for what, listed in said) + "."
-        for between, said in _verdicts(rows)
-        if said
+        f"- **{between}**: " + "; ".join(f"{what}: {listed}" for what, listed in changes) + "."
+        for between, changes in _verdicts(rows)
+        if changes
     )
 
 
-def _trend(arm: Arm, metric: str) -> list[str]:
+def _trend(arm: ArmRecord, metric: str) -> list[str]:
     """First value and closing mean of a training metric, averaged over seeds."""
-    found = [[s[metric] for s in run.steps if s.get(metric) is not None] for run in arm.runs]
-    values = [each for each in found if each]
+    curves = [[s[metric] for s in run.steps if s.get(metric) is not None] for run in arm.runs]
+    values = [each for each in curves if each]
     if not values:
         return []
     steps = sorted({len(each) for each in values})

@@ -8,12 +8,13 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from tandemrl.evals.files import flatten
 from tandemrl.report.records import (
     SEED,
-    Arm,
-    Evaluation,
+    ArmRecord,
+    EvaluationRecord,
     Records,
-    Run,
+    RunRecord,
     Setting,
 )
 
@@ -57,14 +58,14 @@ def sources(records: Records) -> list[Source]:
 
 def code(records: Records) -> list[tuple[str, str]]:
     """Revision and versions of what wrote the results; where results disagree, every value."""
-    found: dict[str, set[str]] = {}
+    values_of: dict[str, set[str]] = {}
     stored = [e.result.get("versions") or {} for _, _, e in _evaluations(records)]
     for versions in [*stored, records.experiment.get("versions") or {}]:
         for name, value in versions.items():
             if name != "git_dirty":
-                found.setdefault(name, set()).add("unknown" if value is None else str(value))
+                values_of.setdefault(name, set()).add("unknown" if value is None else str(value))
     titles = {"git_revision": "commit"}
-    return [(titles.get(name, name), " and ".join(sorted(values))) for name, values in found.items()]
+    return [(titles.get(name, name), " and ".join(sorted(values))) for name, values in values_of.items()]
 
 
 def commands(records: Records) -> list[str]:
@@ -192,7 +193,7 @@ def _revisions(records: Records) -> Iterable[str]:
         yield "Some evaluations were made by code with uncommitted changes."
 
 
-def _train_command(run: Run) -> str:
+def _train_command(run: RunRecord) -> str:
     """As a comment where it takes Python functions: no command line can pass them."""
     file, functions = str(run.folder / "config.yaml"), _passed(run)
     if not functions:
@@ -203,7 +204,7 @@ def _train_command(run: Run) -> str:
     )
 
 
-def _passed(run: Run) -> dict[str, str]:
+def _passed(run: RunRecord) -> dict[str, str]:
     """Name and signature of the functions that a run had in place of config keys, by argument of ``train``."""
     records = run.config.get("functions") or {}
     return {
@@ -213,7 +214,7 @@ def _passed(run: Run) -> dict[str, str]:
     }
 
 
-def _eval_command(evaluation: Evaluation, phase: str, out: Path) -> str:
+def _eval_command(evaluation: EvaluationRecord, phase: str, out: Path) -> str:
     """The command of a phase, or of all, with the settings that mostly differ; the result file has the others."""
     config = evaluation.result["config"]
     settings = config.get("eval") or {}
@@ -234,25 +235,18 @@ def _task(config: Mapping[str, Any]) -> dict[str, Any]:
 
 def _differences(configs: Sequence[Mapping[str, Any]]) -> dict[str, list[str]]:
     """Config keys that have several values, other than by seed."""
-    flat = [_flat(config) for config in configs]
+    flat = [flatten(config) for config in configs]
     values: dict[str, list[str]] = {}
     for key in dict.fromkeys(key for each in flat for key in each):
         if key.split(".")[0] not in SEEDED and key not in SEEDED:
             values[key] = list(dict.fromkeys(_seedless(each.get(key)) for each in flat))
-    return {key: found for key, found in values.items() if len(found) > 1}
+    return {key: different for key, different in values.items() if len(different) > 1}
 
 
 def _listed(what: str, differing: Mapping[str, Sequence[str]], most: int = 4) -> str:
     shown = [f"{key} ({' / '.join(values[:3])})" for key, values in list(differing.items())[:most]]
     more = f" and {len(differing) - most} more" if len(differing) > most else ""
     return f"{what}: {', '.join(shown)}{more}"
-
-
-def _flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    flat: dict[str, Any] = {}
-    for key, value in tree.items():
-        flat |= _flat(value, f"{prefix}{key}.") if isinstance(value, Mapping) else {f"{prefix}{key}": value}
-    return flat
 
 
 def _seedless(value: Any) -> str:
@@ -264,15 +258,15 @@ def _digest(value: Any) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:8]
 
 
-def _arms(records: Records) -> Iterable[tuple[Setting, Arm]]:
+def _arms(records: Records) -> Iterable[tuple[Setting, ArmRecord]]:
     return ((setting, arm) for setting in records.settings for arm in setting.arms)
 
 
-def _evaluations(records: Records) -> Iterable[tuple[Setting, Arm, Evaluation]]:
+def _evaluations(records: Records) -> Iterable[tuple[Setting, ArmRecord, EvaluationRecord]]:
     return ((setting, arm, e) for setting, arm in _arms(records) for e in arm.evaluations)
 
 
-def _name(setting: Setting, arm: Arm) -> str:
+def _name(setting: Setting, arm: ArmRecord) -> str:
     return f"{setting.name}/{arm.name}" if setting.name else arm.name
 
 

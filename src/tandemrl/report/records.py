@@ -45,7 +45,7 @@ class ReportError(ValueError):
     """A file cannot be reported on; names it."""
 
 
-class Run(NamedTuple):
+class RunRecord(NamedTuple):
     """A training run. ``seed``: of its path, "" without one. ``torn``: its last line was still being written."""
 
     folder: Path
@@ -55,7 +55,7 @@ class Run(NamedTuple):
     torn: bool
 
 
-class Evaluation(NamedTuple):
+class EvaluationRecord(NamedTuple):
     """A finished phase; ``result`` is the content of ``file``."""
 
     file: Path
@@ -65,13 +65,13 @@ class Evaluation(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Arm:
+class ArmRecord:
     """One way to train (or a model as it is), over its seeds. ``extra``: seed -> measures of ``results.json``."""
 
     name: str
     title: str
-    runs: tuple[Run, ...] = ()
-    evaluations: tuple[Evaluation, ...] = ()
+    runs: tuple[RunRecord, ...] = ()
+    evaluations: tuple[EvaluationRecord, ...] = ()
     extra: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
 
     @property
@@ -81,11 +81,11 @@ class Arm:
 
     def phase(self, phase: str) -> dict[str, dict[str, Any]]:
         """Results of a phase by seed."""
-        found = sorted((e for e in self.evaluations if e.phase == phase), key=lambda e: natural(e.seed))
-        return {each.seed: each.result for each in found}
+        results = sorted((e for e in self.evaluations if e.phase == phase), key=lambda e: natural(e.seed))
+        return {each.seed: each.result for each in results}
 
 
-class Contrast(NamedTuple):
+class ContrastRecord(NamedTuple):
     """A paired difference between two arms, ``a`` - ``b``, and whether its interval excludes 0."""
 
     phase: str
@@ -100,7 +100,11 @@ class Contrast(NamedTuple):
 
 
 class Claim(NamedTuple):
-    """A statement with its bar, the values held against it (none where it is not asked), and the verdict."""
+    """A statement with its bar, the values held against it, and the verdict.
+
+    values: one per seed where the claim is of every seed, one where it is of the mean or of the end of an interval,
+    none where it is not asked.
+    """
 
     claim: str
     bar: str
@@ -113,8 +117,8 @@ class Setting:
     """Arms that are compared with each other; ``contrasts`` and ``claims`` are those of ``results.json``."""
 
     name: str
-    arms: tuple[Arm, ...]
-    contrasts: tuple[Contrast, ...] = ()
+    arms: tuple[ArmRecord, ...]
+    contrasts: tuple[ContrastRecord, ...] = ()
     claims: tuple[Claim, ...] = ()
 
 
@@ -122,7 +126,7 @@ class Results(NamedTuple):
     """An experiment's own account, from ``results.json``: by setting, and by setting and arm (``measures`` by seed)."""
 
     titles: dict[str, str]
-    contrasts: dict[tuple[str, ...], list[Contrast]]
+    contrasts: dict[tuple[str, ...], list[ContrastRecord]]
     claims: dict[tuple[str, ...], list[Claim]]
     measures: dict[tuple[str, ...], dict[str, dict[str, float]]]
 
@@ -150,20 +154,20 @@ def discover(folder: str | Path) -> Records:
     root = Path(folder)
     if not root.is_dir():
         raise ReportError(f"{root}: no such folder")
-    runs: dict[tuple[str, ...], list[Run]] = {}
-    evaluations: dict[tuple[str, ...], list[Evaluation]] = {}
+    runs: dict[tuple[str, ...], list[RunRecord]] = {}
+    evaluations: dict[tuple[str, ...], list[EvaluationRecord]] = {}
     results = Results({}, {}, {}, {})
     for path in _files(root):
         key, seed = _place(path.parent.relative_to(root).parts, root)
         if path.name == "metrics.jsonl":
             steps, torn = read_steps(path)
-            runs.setdefault(key, []).append(Run(path.parent, seed, steps, read_config(path.parent), torn))
+            runs.setdefault(key, []).append(RunRecord(path.parent, seed, steps, read_config(path.parent), torn))
         elif path.name == "results.json":
             _add_results(results, path, key=path.parent.relative_to(root).parts)
         else:
             try:
                 result = read_result(path)
-                evaluation = Evaluation(path, seed, str(result["phase"]), result)
+                evaluation = EvaluationRecord(path, seed, str(result["phase"]), result)
                 _ = result["metrics"]["macro"], result["config"], result["samples"]
             except EvalError as error:
                 raise ReportError(str(error)) from None
@@ -180,10 +184,10 @@ def discover(folder: str | Path) -> Records:
 
     experiment = _read_json(root / "experiment.json") if (root / "experiment.json").is_file() else {}
     titles = results.titles | _titles(experiment)
-    settings: dict[tuple[str, ...], list[Arm]] = {}
+    settings: dict[tuple[str, ...], list[ArmRecord]] = {}
     for key in keys:
         settings.setdefault(key[:-1], []).append(
-            Arm(
+            ArmRecord(
                 name=key[-1],
                 title=titles.get(key[-1], key[-1]),
                 runs=tuple(sorted(runs.get(key, []), key=lambda run: natural(run.seed))),
@@ -208,14 +212,14 @@ def read_results(file: str | Path) -> tuple[Setting, ...]:
     """
     results = Results({}, {}, {}, {})
     _add_results(results, Path(file), key=())
-    settings: dict[tuple[str, ...], list[Arm]] = {}
+    settings: dict[tuple[str, ...], list[ArmRecord]] = {}
     for key, by_seed in results.measures.items():
-        arm = Arm(key[-1], results.titles.get(key[-1], key[-1]), extra=by_seed)
+        arm = ArmRecord(key[-1], results.titles.get(key[-1], key[-1]), extra=by_seed)
         settings.setdefault(key[:-1], []).append(arm)
     return tuple(_setting(key, arms, results) for key, arms in settings.items())
 
 
-def _setting(key: tuple[str, ...], arms: Sequence[Arm], results: Results) -> Setting:
+def _setting(key: tuple[str, ...], arms: Sequence[ArmRecord], results: Results) -> Setting:
     return Setting(
         name="/".join(key),
         arms=tuple(sorted(arms, key=lambda arm: _rank(arm.name))),
@@ -288,9 +292,9 @@ def _rank(name: str) -> tuple[Any, ...]:
     return (FIRST_ARMS.index(name), ()) if name in FIRST_ARMS else (len(FIRST_ARMS), natural(name))
 
 
-def _refuse_doubles(found: Sequence[tuple[str, Path]]) -> None:
+def _refuse_doubles(places: Sequence[tuple[str, Path]]) -> None:
     first: dict[str, Path] = {}
-    for what, path in found:
+    for what, path in places:
         if what in first:
             raise ReportError(f"{first[what]} and {path} are the same arm and seed; move one of them elsewhere")
         first[what] = path
@@ -334,12 +338,12 @@ def _verdict(claim: Mapping[str, Any]) -> Verdict:
     return verdict
 
 
-def _contrast(entry: Mapping[str, Any]) -> Contrast:
+def _contrast(entry: Mapping[str, Any]) -> ContrastRecord:
     """From ``compare.to_json`` with the arms' names as A and B."""
     difference = entry["difference"]
     interval = Interval(**difference) if isinstance(difference, Mapping) else Interval(*difference)
     a, b = (str(entry.get(side.upper(), entry[side])) for side in ("a", "b"))
-    return Contrast(str(entry["phase"]), str(entry["metric"]), a, b, interval)
+    return ContrastRecord(str(entry["phase"]), str(entry["metric"]), a, b, interval)
 
 
 def _titles(experiment: Mapping[str, Any]) -> dict[str, str]:

@@ -12,14 +12,15 @@ from transformers import PreTrainedTokenizerBase
 
 from tandemrl.data.loading import load_rows
 from tandemrl.data.rows import DataError
+from tandemrl.files import LineError, read_json_lines
 from tandemrl.models.attention import ModelError
 from tandemrl.models.loading import load_tokenizer
 from tandemrl.report.records import (
-    Arm,
-    Evaluation,
+    ArmRecord,
+    EvaluationRecord,
     Records,
     ReportError,
-    Run,
+    RunRecord,
     Setting,
     natural,
 )
@@ -61,7 +62,7 @@ class Problem(NamedTuple):
 
     example_id: str
     question: str
-    shown: list[tuple[Arm, Shown]]
+    shown: list[tuple[ArmRecord, Shown]]
 
 
 class Gallery(NamedTuple):
@@ -87,20 +88,20 @@ def galleries(
         ReportError: a file of samples is damaged.
     """
     read = _Reader(records.folder, say, tokenizer)
-    found: dict[str, dict[str, list[tuple[Arm, str, Shown]]]] = {}
+    by_kind: dict[str, dict[str, list[tuple[ArmRecord, str, Shown]]]] = {}
     for arm in setting.arms:
         for kind, example, question, shown in read.arm(arm):
-            found.setdefault(kind, {}).setdefault(example, []).append((arm, question, shown))
+            by_kind.setdefault(kind, {}).setdefault(example, []).append((arm, question, shown))
     return [
         Gallery(
             kind,
             [
                 Problem(example, next((q for _, q, _ in entries if q), ""), [(arm, shown) for arm, _, shown in entries])
-                for example, entries in found[kind].items()
+                for example, entries in by_kind[kind].items()
             ],
         )
         for kind in [*KINDS.values(), TRAINING]
-        if kind in found
+        if kind in by_kind
     ]
 
 
@@ -129,7 +130,7 @@ class _Reader:
         self._decoder = cache(self._load_decoder)
         self._questions = cache(self._load_questions)
 
-    def arm(self, arm: Arm) -> Iterator[tuple[str, str, str, Shown]]:
+    def arm(self, arm: ArmRecord) -> Iterator[tuple[str, str, str, Shown]]:
         """(kind, example id, question, completion) of an arm's first seed."""
         seeds = sorted({e.seed for e in arm.evaluations if any(e.phase == p for p, _ in KINDS)}, key=natural)
         if seeds:
@@ -139,7 +140,7 @@ class _Reader:
         elif arm.runs:
             yield from self._run(arm.runs[0])
 
-    def _evaluation(self, evaluation: Evaluation) -> Iterator[tuple[str, str, str, Shown]]:
+    def _evaluation(self, evaluation: EvaluationRecord) -> Iterator[tuple[str, str, str, Shown]]:
         file = evaluation.file.with_name(str(evaluation.result["samples"]))
         if not file.is_file():
             self._say(f"{file} is missing, so its samples are not shown.")
@@ -169,7 +170,7 @@ class _Reader:
             except (KeyError, TypeError, ValueError) as error:
                 raise ReportError(f"{file}: line {number} is not an evaluation sample: {error}") from None
 
-    def _run(self, run: Run) -> Iterator[tuple[str, str, str, Shown]]:
+    def _run(self, run: RunRecord) -> Iterator[tuple[str, str, str, Shown]]:
         file = run.folder / "samples.jsonl"
         if not file.is_file():
             return
@@ -250,12 +251,10 @@ def _show(
 
 
 def _lines(file: Path) -> Iterator[tuple[int, dict[str, Any]]]:
-    with open(file, encoding="utf-8") as lines:
-        for number, line in enumerate(lines, 1):
-            try:
-                yield number, json.loads(line)
-            except ValueError as error:
-                raise ReportError(f"{file}: line {number} is not JSON: {error}") from None
+    try:
+        yield from read_json_lines(file)
+    except LineError as error:
+        raise ReportError(f"{file}: line {error.line} is not JSON: {error}") from None
 
 
 def _tail(file: Path) -> Iterator[dict[str, Any]]:

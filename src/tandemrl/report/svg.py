@@ -96,10 +96,10 @@ def draw(figure: Figure, name: str, description: str) -> str:
     text = re.sub(r"<!--.*?-->", "", text, flags=re.DOTALL)
     size = re.search(r'viewBox="([^"]+)"', text)
     assert size is not None
-    said = f'role="img" aria-label="{escape(description)}"' if description else 'aria-hidden="true"'
+    label = f'role="img" aria-label="{escape(description)}"' if description else 'aria-hidden="true"'
     text = re.sub(
         r"<svg[^>]*>",
-        f'<svg viewBox="{size.group(1)}" {said}>',
+        f'<svg viewBox="{size.group(1)}" {label}>',
         text,
         count=1,
     )

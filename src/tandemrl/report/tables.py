@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from tandemrl.evals.stats import Interval, seed_interval
-from tandemrl.report.records import MEASURES, Arm, Claim, Evaluation, Setting
+from tandemrl.report.records import MEASURES, ArmRecord, Claim, EvaluationRecord, Setting
 
 MISSING = "–"
 LAST = 5
@@ -106,16 +106,16 @@ class Estimate(NamedTuple):
 _MEASURE: dict[tuple[str, str], str] = {phase_metric: name for name, phase_metric in MEASURES.items()}
 
 
-def columns_of(arms: Sequence[Arm]) -> list[Column]:
+def columns_of(arms: Sequence[ArmRecord]) -> list[Column]:
     """The columns that some arm has a value for, or has some of; the largest k of pass@k stands beside pass@1."""
     results = [result for arm in arms for result in arm.phase("pass-at-k").values()]
     ks = [int(m.group(1)) for r in results for key in r["metrics"]["macro"] if (m := re.fullmatch(r"pass@(\d+)", key))]
     largest = [Column(f"solo pass@{max(ks)}", "pass-at-k", f"pass@{max(ks)}")] if max(ks, default=1) > 1 else []
-    found = {c: [e for arm in arms if (e := estimate(arm, c)) is not None] for c in (SOLO, *largest, *COLUMNS[1:])}
-    return [c for c, values in found.items() if values and (c.phase or any(value.mean for value in values))]
+    estimates = {c: [e for arm in arms if (e := estimate(arm, c)) is not None] for c in (SOLO, *largest, *COLUMNS[1:])}
+    return [c for c, values in estimates.items() if values and (c.phase or any(value.mean for value in values))]
 
 
-def estimate(arm: Arm, column: Column) -> Estimate | None:
+def estimate(arm: ArmRecord, column: Column) -> Estimate | None:
     """An arm's value in a column, from its evaluations, else from ``results.json``; None if no seed has one."""
     by_seed: dict[str, Estimate] = {}
     if column.phase:
@@ -126,8 +126,8 @@ def estimate(arm: Arm, column: Column) -> Estimate | None:
                 by_seed[seed] = Estimate(macro[column.metric], low, high, {})
     if not by_seed:
         measure = _MEASURE.get((column.phase, column.metric), "") if column.phase else column.metric
-        found = {seed: values[measure] for seed, values in arm.extra.items() if measure in values}
-        by_seed = {seed: Estimate(value, None, None, {}) for seed, value in found.items()}
+        measured = {seed: values[measure] for seed, values in arm.extra.items() if measure in values}
+        by_seed = {seed: Estimate(value, None, None, {}) for seed, value in measured.items()}
     return over_seeds(by_seed, highest=column.highest)
 
 
@@ -170,10 +170,10 @@ def claims_table(claims: Sequence[Claim]) -> str:
 def differences_table(setting: Setting, columns: Sequence[Column]) -> str:
     """A Markdown table of paired differences with their 95 % intervals: a row per comparison, a column per metric."""
     titles = {arm.name: arm.title for arm in setting.arms}
-    found = {(each.a, each.b, each.phase, each.metric): each.difference for each in setting.contrasts}
+    differences = {(each.a, each.b, each.phase, each.metric): each.difference for each in setting.contrasts}
     rows = []
     for a, b in dict.fromkeys((each.a, each.b) for each in setting.contrasts):
-        intervals = [found.get((a, b, column.phase, column.metric)) for column in columns]
+        intervals = [differences.get((a, b, column.phase, column.metric)) for column in columns]
         cells = [
             " ".join(signed_interval(interval, column.shown)) if interval else MISSING
             for interval, column in zip(intervals, columns, strict=True)
@@ -194,7 +194,7 @@ def seeds_table(setting: Setting, columns: Sequence[Column]) -> str:
     return markdown_table(["", "", *(f"seed {seed}" for seed in seeds)], rows, left=2)
 
 
-def headline_table(arms: Sequence[Arm], columns: Sequence[Column] = ()) -> str:
+def headline_table(arms: Sequence[ArmRecord], columns: Sequence[Column] = ()) -> str:
     """A Markdown table: a row per arm, each number with its 95 % interval. Columns: all that have values by default."""
     columns = columns or columns_of(arms)
     rows = [[arm.title, *(cell(estimate(arm, column), column.shown) for column in columns)] for arm in arms]
@@ -209,7 +209,9 @@ def summary_table(results: Mapping[str, Mapping[str, Mapping[str, Any]]]) -> str
     """
     return headline_table(
         [
-            Arm(row, row, evaluations=tuple(Evaluation(Path(), "", phase, dict(r)) for phase, r in phases.items()))
+            ArmRecord(
+                row, row, evaluations=tuple(EvaluationRecord(Path(), "", phase, dict(r)) for phase, r in phases.items())
+            )
             for row, phases in results.items()
         ]
     )

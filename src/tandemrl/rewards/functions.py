@@ -182,9 +182,9 @@ def imported(path: str) -> Callable[..., Any]:
     if os.getcwd() not in sys.path and "" not in sys.path:
         sys.path.append(os.getcwd())
     try:
-        found = getattr(importlib.import_module(module), function)
+        attribute = getattr(importlib.import_module(module), function)
     except Exception as error:  # a user's module may raise anything
         raise GraderError(f"reward.scorers: {path}: {type(error).__name__}: {error}") from error
-    if not callable(found):
-        raise GraderError(f"reward.scorers: {path} is a {type(found).__name__}, not a function")
-    return found
+    if not callable(attribute):
+        raise GraderError(f"reward.scorers: {path} is a {type(attribute).__name__}, not a function")
+    return attribute

@@ -1,7 +1,7 @@
 """From a row's ``data_source`` to the rewards that score it.
 
 A reward is named by a word of `SCORERS`, by ``module:function`` of your own, or is a function given to ``train`` (see
-`rewards`). ``reward.scorers`` maps patterns of data sources to one of them, or to a sum such as ``boxed +
+`functions`). ``reward.scorers`` maps patterns of data sources to one of them, or to a sum such as ``boxed +
 my.module:brevity``, in which ``reward.weights`` weighs each. Its first match decides. Without one come the functions
 given to ``train`` that it does not name, then suffixes (`SUFFIXES`), then `TABLE`. Patterns with a capital letter are
 matched as written, others without regard to case.

@@ -11,7 +11,7 @@ from typing import IO, Any, NamedTuple
 
 from tandemrl.config import Config
 from tandemrl.data.loading import load_rows, read_jsonl
-from tandemrl.data.rows import DataError, Row
+from tandemrl.data.rows import DataError, Row, object_of
 from tandemrl.rewards.code.scorer import score_code
 from tandemrl.rewards.judge.rubric import JudgePool
 from tandemrl.rewards.protocol import Score
@@ -88,10 +88,8 @@ def _scorer(config: Config) -> Scorer:
     if config.judge.url is not None or config.judge.model is not None:
         from tandemrl.rewards.judge.in_process import make_judge  # loads torch
 
-        asked = make_judge(
-            config.judge, dtype=config.model.dtype, device=config.model.device, max_rows=config.rollout.max_rows
-        )
-        judge = None if asked is None else JudgePool(asked, config.judge)
+        model = make_judge(config)
+        judge = None if model is None else JudgePool(model, config.judge)
     return Scorer(
         config.reward, code=partial(score_code, sandbox=config.sandbox, credit=config.reward.code_credit), judge=judge
     )
@@ -104,8 +102,7 @@ def _items(rows: Sequence[Row], responses: Path) -> Iterator[tuple[Row, str]]:
     count = 0
     for line, record in read_jsonl(responses):
         where = f"{responses}, line {line}"
-        if not isinstance(record, Mapping):
-            raise DataError(f"{where}: expected an object, found {type(record).__name__}")
+        record = object_of(record, where)
         named = "example_id" in record or "index" in record
         if in_order is None:
             in_order = not named

@@ -39,9 +39,9 @@ MAX_ROUNDS = 8
 """A scorer may defer this often in a row."""
 
 Coder = Callable[[Row, str], Score]
-"""Scores a response by running its program: ``code.score_code`` with a sandbox."""
+"""Scores a response by running its program: `code.scorer.score_code` with a sandbox."""
 Judging = Callable[[Sequence[tuple[Row, str, Score]]], list[Score]]
-"""Scores a batch of (row, response, score by the rules): ``rubric.JudgePool``."""
+"""Scores a batch of (row, response, score by the rules): `judge.rubric.JudgePool`."""
 
 
 class Scorer:
@@ -121,9 +121,9 @@ class Scorer:
         """
         terms = [self._terms_of(row) for row, _ in items]
         tasks = [(i, term) for i, each in enumerate(terms) for term in each]  # a reward of an item
-        found = [term.score(*items[i], self._reward) for i, term in tasks]
+        results = [term.score(*items[i], self._reward) for i, term in tasks]
         with self._lock:
-            settled, lost = self._settle(found, [items[i] for i, _ in tasks])
+            settled, lost = self._settle(results, [items[i] for i, _ in tasks])
             if len({tasks[task][0] for task in lost}) == len(items) > 1:
                 raise GraderError(
                     f"none of {len(items)} responses could be scored: all hung for {self._reward.timeout_s} s or "
@@ -153,7 +153,9 @@ class Scorer:
             self._terms[row.data_source] = terms_of(row, self._reward, self.functions)
         return self._terms[row.data_source]
 
-    def _settle(self, found: list[Score | Deferred], items: Sequence[tuple[Row, str]]) -> tuple[list[Score], set[int]]:
+    def _settle(
+        self, results: list[Score | Deferred], items: Sequence[tuple[Row, str]]
+    ) -> tuple[list[Score], set[int]]:
         """Let the pools answer what is deferred, and what those answers defer again.
 
         Returns:
@@ -162,26 +164,25 @@ class Scorer:
         lost: set[int] = set()
         for _ in range(MAX_ROUNDS):
             waiting: dict[str, list[int]] = {}
-            for i, item in enumerate(found):
+            for i, item in enumerate(results):
                 if isinstance(item, Deferred):
                     waiting.setdefault(item.kind, []).append(i)
             for kind, places in waiting.items():
                 if kind == "judge" and len(waiting) > 1:
                     continue  # asked once per batch, when all that may lead to it is settled
-                pending = [item for i in places if isinstance(item := found[i], Deferred)]
+                pending = [item for i in places if isinstance(item := results[i], Deferred)]
                 outcomes = self._pool(kind, items[places[0]][0])([item.payload for item in pending])
                 for i, item, outcome in zip(places, pending, outcomes, strict=True):
-                    found[i] = item.then(outcome)
-                    if isinstance(outcome, Lost) and isinstance(found[i], Score):
+                    results[i] = item.then(outcome)
+                    if isinstance(outcome, Lost) and isinstance(results[i], Score):
                         lost.add(i)
             if not waiting:
                 break
-        scores = [item for item in found if isinstance(item, Score) and math.isfinite(item.value)]
-        if len(scores) < len(items):
-            bad = next(i for i, item in enumerate(found) if not (isinstance(item, Score) and math.isfinite(item.value)))
-            raise GraderError(
-                f"row {items[bad][0].example_id}: its scorer gave no finite score but {found[bad]!r:.300}"
-            )
+        scores = []
+        for (row, _), result in zip(items, results, strict=True):
+            if not (isinstance(result, Score) and math.isfinite(result.value)):
+                raise GraderError(f"row {row.example_id}: its scorer gave no finite score but {result!r:.300}")
+            scores.append(result)
         return scores, lost
 
     def _pool(self, kind: str, row: Row) -> Callable[[Sequence[tuple[Any, ...]]], Sequence[Any]]:

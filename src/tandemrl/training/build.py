@@ -60,9 +60,7 @@ def build(
     tokenizer, heldout = preflight.tokenizer, preflight.heldout
     prompts, dropped = preflight.prompts
 
-    judge = preflight.judge or make_judge(
-        config.judge, dtype=model.dtype, device=model.device, max_rows=rollout.max_rows
-    )
+    judge = preflight.judge or make_judge(config)
     scorer = (Scorer if world.size == 1 else partial(SpreadScorer, world))(
         config.reward,
         code=partial(score_code, sandbox=config.sandbox, credit=config.reward.code_credit),

@@ -307,7 +307,7 @@ def evaluate(run: Run) -> Metrics:
     setup, models, progress = run
     settings = setup.config.eval
     ks = [k for k in settings.k if k <= settings.train_samples]
-    result = evals.evaluate(
+    result = evals.generate_and_grade(
         {"solo": solo("senior")},
         engine=models.engine,
         tokenizer=setup.tokenizer,

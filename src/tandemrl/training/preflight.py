@@ -207,9 +207,9 @@ class Preflight:
         """The endpoint of ``judge.url``, which has answered; None without one."""
         if self.config.judge.url is None:
             return None
-        from tandemrl.rewards.judge.http import HttpEngine
+        from tandemrl.rewards.judge.http import HttpJudge
 
-        return HttpEngine(self.config.judge)
+        return HttpJudge(self.config.judge)
 
     def endpoint(self) -> str:
         assert self.judge is not None

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from tandemrl.config import SandboxConfig
-from tandemrl.data.program_tests import Call, Check, Stdin, humaneval_row, parse_tests
+from tandemrl.data.program_tests import Call, Check, Stdin, parse_tests
 from tandemrl.data.rows import DataError, Row
 from tandemrl.rewards.code import sandbox
 from tandemrl.rewards.code import scorer as code
@@ -315,6 +315,11 @@ def problems():
         found = [json.loads(line) for line in lines]
     assert len(found) == 164
     return found
+
+
+def humaneval_row(record):
+    truth = {key: record[key] for key in ("prompt", "test", "entry_point")}
+    return Row(f"humaneval/{record['task_id']}", (), "openai/openai_humaneval", json.dumps(truth), {})
 
 
 def scores_of(problems, programs):

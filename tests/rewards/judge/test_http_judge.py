@@ -12,7 +12,7 @@ import pytest
 
 from fake_judge import FakeJudge, Reply, completion
 from tandemrl.config import JudgeConfig
-from tandemrl.rewards.judge.http import MAX_REPLY_BYTES, HttpEngine
+from tandemrl.rewards.judge.http import MAX_REPLY_BYTES, HttpJudge
 from tandemrl.rewards.judge.rubric import JudgeError
 
 GZIP = (("content-encoding", "gzip"),)
@@ -25,7 +25,7 @@ def packed(content: bytes) -> bytes:
 
 
 def ask(judge: FakeJudge, prompts: list[str], **changes: object) -> list[str]:
-    engine = HttpEngine(replace(QUICK, url=judge.url, **changes))
+    engine = HttpJudge(replace(QUICK, url=judge.url, **changes))
     return engine.ask([[{"role": "user", "content": prompt}] for prompt in prompts])
 
 
@@ -57,7 +57,7 @@ def test_replies_come_in_the_order_of_the_prompts_and_no_more_at_once_than_allow
 def test_what_is_sent(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("A_KEY", "s3cret")
     with FakeJudge(lambda prompt, _: "ok", models=("first", "second")) as judge:
-        engine = HttpEngine(replace(QUICK, url=judge.url + "/", max_tokens=7, api_key_env="A_KEY"))
+        engine = HttpJudge(replace(QUICK, url=judge.url + "/", max_tokens=7, api_key_env="A_KEY"))
         messages = [{"role": "system", "content": "s"}, {"role": "user", "content": "u"}]
         engine.ask([messages])
         engine.ask([messages], attempt=2)
@@ -114,7 +114,7 @@ def test_no_reply_takes_more_memory_than_the_limit() -> None:
     """Each chunk of the network unpacks to a thousand times its size."""
     bomb = Reply(200, packed(bytes(2**27)), GZIP)
     with FakeJudge(lambda prompt, _: bomb) as judge:
-        engine = HttpEngine(replace(QUICK, url=judge.url, retries=0, timeout_s=60.0))
+        engine = HttpJudge(replace(QUICK, url=judge.url, retries=0, timeout_s=60.0))
         tracemalloc.start()
         with pytest.raises(JudgeError, match=f"a body of more than {MAX_REPLY_BYTES} bytes"):
             engine.ask([[{"role": "user", "content": "a"}]])
@@ -193,7 +193,7 @@ def test_one_prompt_without_a_reply_fails_the_batch_and_stops_the_rest() -> None
 
 def test_the_error_is_the_first_real_one_however_the_requests_end() -> None:
     with FakeJudge(lambda prompt, _: Reply(400, b"too long")) as judge:
-        engine = HttpEngine(replace(QUICK, url=judge.url, concurrency=8))
+        engine = HttpJudge(replace(QUICK, url=judge.url, concurrency=8))
         for _ in range(20):
             with pytest.raises(JudgeError, match="too long"):
                 engine.ask([[{"role": "user", "content": "a"}]] * 16)
@@ -201,7 +201,7 @@ def test_the_error_is_the_first_real_one_however_the_requests_end() -> None:
 
 def test_a_judge_that_dies_between_two_batches_is_an_error_not_a_zero() -> None:
     with FakeJudge(lambda prompt, _: "fine") as judge:
-        engine = HttpEngine(replace(QUICK, url=judge.url))
+        engine = HttpJudge(replace(QUICK, url=judge.url))
         prompt = [{"role": "user", "content": "a"}]
         assert engine.ask([prompt]) == ["fine"]
     with pytest.raises(JudgeError, match=r"failed 3 time\(s\), at last with: ConnectError.*vllm serve"):
@@ -212,17 +212,17 @@ def test_a_judge_that_is_not_there_is_found_out_at_once() -> None:
     with FakeJudge(lambda prompt, _: "fine") as judge:
         url = judge.url
     with pytest.raises(JudgeError, match=r"at http://127\.0\.0\.1.*ConnectError"):
-        HttpEngine(replace(QUICK, url=url, model="named"))
+        HttpJudge(replace(QUICK, url=url, model="named"))
     with pytest.raises(JudgeError, match=r"judge\.url is not set"):
-        HttpEngine(QUICK)
+        HttpJudge(QUICK)
     with pytest.raises(JudgeError, match=r"judge\.api_key_env=NO_SUCH_KEY"):
-        HttpEngine(replace(QUICK, url=url, api_key_env="NO_SUCH_KEY"))
+        HttpJudge(replace(QUICK, url=url, api_key_env="NO_SUCH_KEY"))
 
 
 def test_the_model_is_the_one_that_is_served() -> None:
     def model(models: tuple[str, ...] | Reply, wanted: str | None) -> str:
         with FakeJudge(lambda prompt, _: "fine", models=models) as judge:
-            return HttpEngine(replace(QUICK, url=judge.url, model=wanted)).model
+            return HttpJudge(replace(QUICK, url=judge.url, model=wanted)).model
 
     assert model(("a", "b"), None) == "a"
     assert model(("a", "b"), "b") == "b"

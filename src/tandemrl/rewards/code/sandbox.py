@@ -317,10 +317,10 @@ def _outcome(reply: dict[str, Any], test: Test) -> Outcome:
     if isinstance(test, Stdin):
         return Outcome("ok", reply["output"])
     try:
-        said = json.loads(reply["reply"])
-        if "error" not in said:
-            return Outcome("ok", reply["output"], from_wire(said["value"]))
-        return Outcome("error", reply["output"], message=f"{said['error']}: {said['message']}")
+        result = json.loads(reply["reply"])
+        if "error" not in result:
+            return Outcome("ok", reply["output"], from_wire(result["value"]))
+        return Outcome("error", reply["output"], message=f"{result['error']}: {result['message']}")
     except (ValueError, TypeError, LookupError, AttributeError, ArithmeticError, RecursionError):
         return Outcome("error", reply["output"], message="the program ended without an answer")
 
@@ -345,8 +345,8 @@ def _python() -> tuple[list[str], list[str]]:
     paths = sysconfig.get_paths()
     packages = [path for path in sys.path if os.path.basename(path) in ("site-packages", "dist-packages")]
     prefixes = (sys.prefix, sys.base_prefix, sys.exec_prefix, sys.base_exec_prefix, "/usr", "/")
-    wanted = [os.path.join(prefix, name) for prefix in prefixes for name in ("lib", "lib64")]
-    wanted += [paths["stdlib"], paths["platstdlib"], *packages, "/etc/ld.so.cache"]
-    wanted = [path for path in wanted if os.path.exists(path)]
-    known = {*wanted, *map(os.path.realpath, wanted)}
+    libraries = [os.path.join(prefix, name) for prefix in prefixes for name in ("lib", "lib64")]
+    libraries += [paths["stdlib"], paths["platstdlib"], *packages, "/etc/ld.so.cache"]
+    libraries = [path for path in libraries if os.path.exists(path)]
+    known = {*libraries, *map(os.path.realpath, libraries)}
     return sorted(path for path in known if not known & set(map(str, Path(path).parents))), packages

@@ -28,7 +28,7 @@ T = TypeVar("T")
 LOOPBACK = ("all://localhost", "all://127.0.0.1", "all://[::1]")
 
 
-class HttpEngine:
+class HttpJudge:
     """Replies from ``judge.url``; a `rubric.Judge`. At most ``judge.concurrency`` requests are in flight, and each
     attempt ends after ``judge.timeout_s``, even where the server goes on sending.
 
@@ -39,7 +39,7 @@ class HttpEngine:
 
     Example::
 
-        judge = HttpEngine(JudgeConfig(url="http://localhost:8000/v1"))
+        judge = HttpJudge(JudgeConfig(url="http://localhost:8000/v1"))
         judge.ask([[{"role": "user", "content": "Reply with one word: True or False. Is 7 prime?"}]])
     """
 
@@ -102,14 +102,14 @@ class HttpEngine:
     def _served_model(self) -> str:
         """``judge.model`` if the endpoint lists it, or if it has no list; the first one listed if none is named."""
         listed = self._attempts("/models", None, _models, threading.Event())
-        wanted = self.config.model
-        if wanted is None:
+        name = self.config.model
+        if name is None:
             if listed is None:
                 raise JudgeError(f"{self.url}/models does not exist; set judge.model")
             return listed[0]
-        if listed is not None and wanted not in listed:
-            raise JudgeError(f"judge.model={wanted}: {self.url} serves {', '.join(listed)}")
-        return wanted
+        if listed is not None and name not in listed:
+            raise JudgeError(f"judge.model={name}: {self.url} serves {', '.join(listed)}")
+        return name
 
     def _attempts(
         self, path: str, body: Mapping[str, Any] | None, read: Callable[["_Response"], T], stop: threading.Event

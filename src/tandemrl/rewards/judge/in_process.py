@@ -6,7 +6,7 @@ from functools import partial
 
 from transformers import PreTrainedTokenizerBase
 
-from tandemrl.config import JudgeConfig, RolloutConfig
+from tandemrl.config import Config, JudgeConfig, RolloutConfig
 from tandemrl.data.rows import chat_tokens
 from tandemrl.models.loading import load_model, load_tokenizer
 from tandemrl.rewards.judge.rubric import Judge, JudgeError, Messages
@@ -47,24 +47,25 @@ class EngineJudge:
         ]
 
 
-def make_judge(
-    config: JudgeConfig, *, dtype: str = "float32", device: str = "cpu", max_rows: int = 256
-) -> Judge | None:
-    """The judge that a config asks for, ready to be asked; None if it asks for none.
+def make_judge(config: Config) -> Judge | None:
+    """The judge that a config asks for, ready to be asked; None if it asks for none. A judge in this process has the
+    dtype and the device of the senior.
 
     Raises:
         JudgeError: the endpoint is down, or serves another model.
         ModelError: the model cannot be loaded.
     """
-    if config.url is not None:
-        from tandemrl.rewards.judge.http import HttpEngine
+    judge = config.judge
+    if judge.url is not None:
+        from tandemrl.rewards.judge.http import HttpJudge
 
-        return HttpEngine(config)
-    if config.model is None:
+        return HttpJudge(judge)
+    if judge.model is None:
         return None
-    tokenizer = load_tokenizer(config.model)
-    model = ModelSource(config.model, partial(load_model, config.model, dtype=dtype, device=device))
-    return EngineJudge(make_engine(RolloutConfig(max_rows=max_rows), model, None, tokenizer), tokenizer, config)
+    tokenizer = load_tokenizer(judge.model)
+    load = partial(load_model, judge.model, dtype=config.model.dtype, device=config.model.device)
+    rollout = RolloutConfig(max_rows=config.rollout.max_rows)
+    return EngineJudge(make_engine(rollout, ModelSource(judge.model, load), None, tokenizer), tokenizer, judge)
 
 
 def _key(tokens: Sequence[int], attempt: int) -> int:

@@ -115,18 +115,18 @@ def parse_score(text: str) -> float | None:
     """
     text = _after_thinking(text)
     marks = list(_MARK.finditer(text))
-    found = _SCORE.match(text, marks[-1].end() if marks else 0)
-    if found is None:
+    score = _SCORE.match(text, marks[-1].end() if marks else 0)
+    if score is None:
         return None
-    rest = text[found.end() :]
+    rest = text[score.end() :]
     if not marks and rest.strip(_DECORATION):
         return None
-    if found["total"] is not None:
-        if float(found["total"]) != FULL_MARKS or re.match(r"[\w%]|\s*[-+*/–—]\s*[0-9]", rest):
+    if score["total"] is not None:
+        if float(score["total"]) != FULL_MARKS or re.match(r"[\w%]|\s*[-+*/–—]\s*[0-9]", rest):
             return None
     elif re.match(r"\w|[.,]\w|\s*[-–—~]\s*[0-9]", rest) or re.search(r"[/=+%]", rest.partition("\n")[0]):
         return None
-    value = float(found["score"])
+    value = float(score["score"])
     return min(max(value / FULL_MARKS, 0.0), 1.0) if value < float("inf") else None
 
 
@@ -136,9 +136,9 @@ def parse_verdict(text: str) -> float | None:
     for positive, negative in (("true", "false"), ("yes", "no")):
         if re.search(rf"\b(?:not|n't)\s+{positive}\b", text):
             return None
-        said = {word for word in (positive, negative) if re.search(rf"\b{word}\b", text)}
-        if said:
-            return None if len(said) == 2 else float(positive in said)
+        verdicts = {word for word in (positive, negative) if re.search(rf"\b{word}\b", text)}
+        if verdicts:
+            return None if len(verdicts) == 2 else float(positive in verdicts)
     return None
 
 
@@ -252,18 +252,18 @@ class JudgePool:
     def _marks(self, items: Sequence[tuple[Row, str, str | None]]) -> list[float | None]:
         """`marks`, however many are None."""
         prompts = [self._prompt(row, text if self.template.whole else answer) for row, text, answer in items]
-        found: dict[str, float | None] = {prompt: None for prompt in prompts if prompt is not None}
+        marks: dict[str, float | None] = {prompt: None for prompt in prompts if prompt is not None}
         for attempt in range(1 + self.config.retries):
-            open_ = [prompt for prompt, mark in found.items() if mark is None]
+            open_ = [prompt for prompt, mark in marks.items() if mark is None]
             if not open_:
                 break
             replies = self.judge.ask([[{"role": "user", "content": prompt}] for prompt in open_], attempt=attempt)
             if len(replies) != len(open_):
                 raise JudgeError(f"the judge gave {len(replies)} replies to {len(open_)} prompts")
-            found |= {prompt: self.template.parse(reply) for prompt, reply in zip(open_, replies, strict=True)}
-            refused = [reply for prompt, reply in zip(open_, replies, strict=True) if found[prompt] is None]
+            marks |= {prompt: self.template.parse(reply) for prompt, reply in zip(open_, replies, strict=True)}
+            refused = [reply for prompt, reply in zip(open_, replies, strict=True) if marks[prompt] is None]
             self._refused_reply = refused[-1] if refused else self._refused_reply
-        return [0.0 if prompt is None else found[prompt] for prompt in prompts]
+        return [0.0 if prompt is None else marks[prompt] for prompt in prompts]
 
     def _prompt(self, row: Row, answer: str | None) -> str | None:
         if answer is None:

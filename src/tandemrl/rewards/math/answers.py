@@ -44,8 +44,8 @@ def integer(row: Row, text: str, options: RewardConfig) -> Score:
             f"row {row.example_id}: ground truth of {row.data_source} must be a whole number, found "
             f"{row.ground_truth[:80]!r}"
         ) from None
-    found = re.fullmatch(r"-?[0-9]{1,100}", tagged_answer(text) or "")
-    answer = found.group() if found else None
+    number = re.fullmatch(r"-?[0-9]{1,100}", tagged_answer(text) or "")
+    answer = number.group() if number else None
     return graded(answer is not None and int(answer) == gold, answer, options, 0.1)
 
 

@@ -62,16 +62,16 @@ def dapo(row: Row, text: str, options: RewardConfig) -> Score:
     With ``reward.compat`` = ``verl`` as published: what stands before the last "=", or outside the first formula, is
     dropped, and so are all commas of a number.
     """
-    found = re.findall(r"(?i)Answer\s*:\s*([^\n]+)", text[-DAPO_CHARS:])
-    if not found:
+    lines = re.findall(r"(?i)Answer\s*:\s*([^\n]+)", text[-DAPO_CHARS:])
+    if not lines:
         return _signed(False, None)
     gold, published = row.ground_truth, options.compat == "verl"
-    answer = normalise_dapo(found[-1], published)
+    answer = normalise_dapo(lines[-1], published)
     equal = bool(answer) and answer == normalise_dapo(gold, published)
-    if not published and not equal and "=" in found[-1]:
-        calculated = values(drop_label(gold, clean(found[-1]))[1])
+    if not published and not equal and "=" in lines[-1]:
+        calculated = values(drop_label(gold, clean(lines[-1]))[1])
         equal = normalise_dapo(gold) in map(normalise_dapo, calculated[-1:])
-    return _signed(identical(gold, found[-1]) or (equal and (published or admitted(gold, found[-1]))), answer)
+    return _signed(identical(gold, lines[-1]) or (equal and (published or admitted(gold, lines[-1]))), answer)
 
 
 def dapo_boxed(row: Row, text: str, options: RewardConfig) -> Score:
@@ -97,18 +97,18 @@ def verdict(correct: bool, answer: str | None, **extra: float) -> Score:
     return Score(float(correct), parts | extra, answer)
 
 
-def settled(found: bool | Lost, answer: str | None) -> Score:
+def settled(outcome: bool | Lost, answer: str | None) -> Score:
     """The score behind an outcome of the symbolic pool; one that was lost is 0 and counted."""
-    if isinstance(found, Lost):
-        return verdict(False, answer, **{found.how: 1.0})
-    return verdict(found, answer)
+    if isinstance(outcome, Lost):
+        return verdict(False, answer, **{outcome.how: 1.0})
+    return verdict(outcome, answer)
 
 
 def _compared(gold: str, answer: str | None) -> Score | Deferred:
     """1 for an answer equal to the gold answer, which math-verify decides where `quick_equal` cannot."""
     equal = answer is not None and quick_equal(gold, answer)
     if equal is None:
-        return Deferred("symbolic", (EQUIVALENT, gold, answer), lambda found: settled(found, answer))
+        return Deferred("symbolic", (EQUIVALENT, gold, answer), lambda outcome: settled(outcome, answer))
     return verdict(equal, answer)
 
 

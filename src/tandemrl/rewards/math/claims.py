@@ -69,9 +69,9 @@ def sides(text: str) -> tuple[str, ...]:
 
 def is_label(text: str) -> bool:
     r"""Whether a side of an equation only names the answer: x, p(s), (x, y), ``\text{Area}``, but not 2x or x + 3."""
-    if found := _SYMBOL.fullmatch(text):
-        arguments = found["arguments"] or ""
-        name = found["name"]
+    if symbol := _SYMBOL.fullmatch(text):
+        arguments = symbol["arguments"] or ""
+        name = symbol["name"]
         return name not in re.split(r"[ ,]+", arguments) and not (name in "xyzn" and re.search(r"\d", arguments))
     if _NAMED.fullmatch(text) or _VECTOR.fullmatch(text):
         return True

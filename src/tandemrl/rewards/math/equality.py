@@ -1,7 +1,7 @@
 r"""Whether two mathematical answers in LaTeX are equal, as far as that can be told fast and in bounded time. No torch.
 
 `quick_equal` compares normalised strings, numbers, lists, sets, intervals and matrices entry by entry, and formulas by
-their values (`expression`). Where it says None, a computer algebra system may know more: `math.equivalent`.
+their values (`expression`). Where it says None, a computer algebra system may know more: `boxed.equivalent`.
 """
 
 import itertools
@@ -106,14 +106,14 @@ def number(text: str) -> Fraction | None:
         return None
     if _THOUSANDS.fullmatch(text):
         text = text.replace(",", "")
-    if found := _DECIMAL.fullmatch(text):
-        return Fraction(found["mantissa"]) * Fraction(10) ** int(found["exponent"] or 0)
-    if found := _POWER_OF_TEN.fullmatch(text):
-        return Fraction(found["mantissa"] or 1) * Fraction(10) ** int(found["exponent"] or found["digit"])
-    if found := _FRACTION.fullmatch(text):
-        numerator, denominator = (int(part) for part in found.groups()[1:] if part is not None)
+    if match := _DECIMAL.fullmatch(text):
+        return Fraction(match["mantissa"]) * Fraction(10) ** int(match["exponent"] or 0)
+    if match := _POWER_OF_TEN.fullmatch(text):
+        return Fraction(match["mantissa"] or 1) * Fraction(10) ** int(match["exponent"] or match["digit"])
+    if match := _FRACTION.fullmatch(text):
+        numerator, denominator = (int(part) for part in match.groups()[1:] if part is not None)
         if denominator != 0 and not (":" in text and numerator % denominator == 0):
-            return Fraction(numerator, denominator) * (-1 if found["sign"] == "-" else 1)
+            return Fraction(numerator, denominator) * (-1 if match["sign"] == "-" else 1)
     return None
 
 
@@ -219,8 +219,8 @@ BRACKETS = {"()", "[]", "[)", "(]"}
 
 def all_true(verdicts: Iterable[bool | None]) -> bool | None:
     """False if one is, else None if one is, else True."""
-    found = set(verdicts)
-    return False if False in found else None if None in found else True
+    outcomes = set(verdicts)
+    return False if False in outcomes else None if None in outcomes else True
 
 
 def any_true(verdicts: Iterable[bool | None]) -> bool | None:
@@ -338,10 +338,10 @@ def _units(answer: str) -> set[str]:
     answer = answer.strip(" .").replace("°", r"^\circ")
     if answer.endswith((r"^\circ", r"^{\circ}")):
         return {"degree"}
-    found = UNIT.search(answer)
-    if found is None:
+    unit = UNIT.search(answer)
+    if unit is None:
         return set()
-    text = re.sub(r"\\[a-z]+", "", found.group().lower()).replace("mph", "miles hour")
+    text = re.sub(r"\\[a-z]+", "", unit.group().lower()).replace("mph", "miles hour")
     words = re.findall(r"[a-z]+", text)
     if not all(word in UNITS for word in words):
         return set()
@@ -377,9 +377,9 @@ def _is_rounding(formula: str, result: str) -> bool:
 
 def _with_base(text: str) -> tuple[int, int] | None:
     """Value and base of a number such as ``4210_7``."""
-    found = _WITH_BASE.fullmatch(text)
+    match = _WITH_BASE.fullmatch(text)
     try:
-        return (int(found[1], int(found[2])), int(found[2])) if found else None
+        return (int(match[1], int(match[2])), int(match[2])) if match else None
     except ValueError:  # a digit that the base does not have
         return None
 

@@ -116,12 +116,12 @@ def _tokens(text: str) -> Iterator[Token]:
         text = text.replace(symbol, written)
     text, position, count = text.strip(), 0, 0
     while position < len(text):
-        found = _TOKEN.match(text, position)
+        token = _TOKEN.match(text, position)
         count += 1
-        if found is None or count > MAX_TOKENS:
+        if token is None or count > MAX_TOKENS:
             raise Unreadable
-        kind, content = str(found.lastgroup), found[str(found.lastgroup)]
-        position = found.end()
+        kind, content = str(token.lastgroup), token[str(token.lastgroup)]
+        position = token.end()
         if kind == "command" and content in _SPACES:
             continue
         if kind == "number" and len(content) > MAX_DIGITS:

@@ -58,8 +58,8 @@ def prime(row: Row, text: str, options: RewardConfig) -> Score | Deferred:
     """1 if either stage finds the answer equal to the ground truth, else 0. ``parts["format"]``: there is a box."""
     gold, answers = gold_answer(row), extract_answer(text, published=options.compat == "verl")
 
-    def score(found: bool | Lost) -> Score:
-        result = settled(found, answers[-1] or None)
+    def score(outcome: bool | Lost) -> Score:
+        result = settled(outcome, answers[-1] or None)
         result.parts["format"] = float(r"\box" in text)
         return result
 
