@@ -12,16 +12,7 @@ from collections.abc import Callable
 
 import torch
 
-from tandemrl.selection import (
-    alternating,
-    bernoulli,
-    chunk,
-    replay,
-    sentence,
-    solo,
-    word,
-    word_aligned,
-)
+from tandemrl.selection import alternating, bernoulli, chunk, replay, sentence, solo, word, word_aligned
 from tandemrl.selection.boundaries import StepTables, WordTables
 
 VOCABULARY = 151_936  # Qwen3's logits

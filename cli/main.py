@@ -6,19 +6,7 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperGroup
 
-from tandemrl.cli import (
-    check,
-    compare,
-    config,
-    data,
-    evaluate,
-    experiment,
-    model,
-    report,
-    score,
-    serve,
-    train,
-)
+from tandemrl.cli import check, compare, config, data, evaluate, experiment, model, report, score, serve, train
 from tandemrl.cli.errors import is_users, one_line
 
 

@@ -23,17 +23,7 @@ from transformers import (
 
 from tandemrl.models.loading import prepare
 from tandemrl.rollout.engine import Completion, Request, Sampling
-from tandemrl.selection import (
-    Strategy,
-    alternating,
-    bernoulli,
-    boundaries,
-    chunk,
-    sentence,
-    solo,
-    word,
-    word_aligned,
-)
+from tandemrl.selection import Strategy, alternating, bernoulli, boundaries, chunk, sentence, solo, word, word_aligned
 from tandemrl.selection.draws import request_key
 
 EOS, PAD = "<eos>", "<pad>"

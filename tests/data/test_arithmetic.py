@@ -5,15 +5,7 @@ from fractions import Fraction
 
 import pytest
 
-from tandemrl.data.arithmetic import (
-    calculation,
-    calculations,
-    countdown,
-    countdowns,
-    distinct,
-    prompt,
-    record,
-)
+from tandemrl.data.arithmetic import calculation, calculations, countdown, countdowns, distinct, prompt, record
 from tandemrl.data.rows import DataError
 
 # Word for word what RL-GRPO shows.

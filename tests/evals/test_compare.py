@@ -9,14 +9,7 @@ from scipy.stats import ttest_1samp
 from typer.testing import CliRunner
 
 from tandemrl.cli.main import app
-from tandemrl.evals import (
-    EvalResult,
-    Sample,
-    graded,
-    legible,
-    summarise,
-    write_result,
-)
+from tandemrl.evals import EvalResult, Sample, graded, legible, summarise, write_result
 from tandemrl.evals.compare import (
     CompareError,
     Contrast,

@@ -10,14 +10,7 @@ import torch
 from tandemrl import evals
 from tandemrl.config import EvalConfig, JudgeConfig
 from tandemrl.data.rows import Prompt, Row
-from tandemrl.evals import (
-    PROFILES,
-    EvalError,
-    Profile,
-    Sample,
-    generate_and_grade,
-    sampling_for,
-)
+from tandemrl.evals import PROFILES, EvalError, Profile, Sample, generate_and_grade, sampling_for
 from tandemrl.rewards.judge.rubric import JudgeError, JudgePool
 from tandemrl.rollout.engine import Completion, EngineError, Sampling
 from tandemrl.selection import bernoulli, replay, sentence, solo

@@ -37,15 +37,7 @@ from tandemrl import evals
 from tandemrl.config import Config, ConfigError, EvalConfig, JudgeConfig, ModelConfig, RewardConfig, SelectionConfig
 from tandemrl.data.loading import load_rows
 from tandemrl.data.rows import Prompt, Row, encode_prompts
-from tandemrl.evals import (
-    EvalError,
-    Profile,
-    Sample,
-    files,
-    reading,
-    session,
-    suite,
-)
+from tandemrl.evals import EvalError, Profile, Sample, files, reading, session, suite
 from tandemrl.experiments.tiny import new_model, train_tokenizer
 from tandemrl.models.attention import ModelError
 from tandemrl.models.batching import pack_tokens

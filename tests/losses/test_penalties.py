@@ -5,14 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tandemrl.losses import (
-    adapt_kl_coef,
-    gae,
-    kl,
-    kl_penalty,
-    overlong_penalty,
-    token_rewards,
-)
+from tandemrl.losses import adapt_kl_coef, gae, kl, kl_penalty, overlong_penalty, token_rewards
 
 KINDS = ["k1", "k2", "k3"]
 

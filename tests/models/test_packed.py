@@ -6,17 +6,7 @@ import math
 import numpy as np
 import pytest
 import torch
-from packing import (
-    LENGTHS,
-    MODELS,
-    assert_equal_gradients,
-    dense,
-    everything,
-    gradients,
-    sequences,
-    spans,
-    weights_for,
-)
+from packing import LENGTHS, MODELS, assert_equal_gradients, dense, everything, gradients, sequences, spans, weights_for
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 

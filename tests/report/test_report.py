@@ -15,14 +15,7 @@ from typer.testing import CliRunner
 
 from tandemrl.cli.main import app
 from tandemrl.experiments.tiny import train_tokenizer
-from tandemrl.report import (
-    ReportError,
-    build_report,
-    headlines,
-    read_results,
-    summary_table,
-    write_report,
-)
+from tandemrl.report import ReportError, build_report, headlines, read_results, summary_table, write_report
 from tandemrl.report.figures import shared, thin
 from tandemrl.report.page import styles, to_html, to_markdown, without_tags
 from tandemrl.report.provenance import caveats, commands

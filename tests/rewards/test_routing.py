@@ -2,25 +2,10 @@
 
 import pytest
 
-from tandemrl.config import (
-    ConfigError,
-    RewardConfig,
-    difference,
-    load,
-    stated_keys,
-    to_dict,
-)
+from tandemrl.config import ConfigError, RewardConfig, difference, load, stated_keys, to_dict
 from tandemrl.data.rows import DataError, Row
 from tandemrl.rewards.protocol import GraderError
-from tandemrl.rewards.routing import (
-    COMPAT,
-    SCORERS,
-    SUFFIXES,
-    TABLE,
-    check_rewards,
-    score_text,
-    terms_of,
-)
+from tandemrl.rewards.routing import COMPAT, SCORERS, SUFFIXES, TABLE, check_rewards, score_text, terms_of
 
 
 def row(source, gold="7"):

@@ -7,14 +7,7 @@ import pytest
 import torch
 
 from helpers import VOCABULARY, strategies
-from tandemrl.rollout.engine import (
-    Completion,
-    Draws,
-    EngineError,
-    Sampling,
-    check_authors,
-    check_completion,
-)
+from tandemrl.rollout.engine import Completion, Draws, EngineError, Sampling, check_authors, check_completion
 from tandemrl.selection import Strategy, alternating, bernoulli, replay, solo
 from tandemrl.selection.draws import request_key
 

@@ -32,25 +32,9 @@ from helpers import (
     text,
     tokenizer,
 )
-from tandemrl.rollout.engine import (
-    Completion,
-    EngineError,
-    Request,
-    Sampling,
-    check_authors,
-    check_completion,
-)
+from tandemrl.rollout.engine import Completion, EngineError, Request, Sampling, check_authors, check_completion
 from tandemrl.rollout.torch_engine import TorchEngine
-from tandemrl.selection import (
-    Strategy,
-    alternating,
-    bernoulli,
-    boundaries,
-    chunk,
-    replay,
-    sentence,
-    solo,
-)
+from tandemrl.selection import Strategy, alternating, bernoulli, boundaries, chunk, replay, sentence, solo
 from tandemrl.selection.draws import request_key
 
 GREEDY = Sampling(max_tokens=24, temperature=0.0)

@@ -14,14 +14,7 @@ import numpy as np
 
 from tandemrl.data.parquet import heldout_size, write_splits
 from tandemrl.data.rows import DataError, messages_of
-from tandemrl.data.sources import (
-    ExpectRows,
-    Origin,
-    Record,
-    expect,
-    provenance,
-    read,
-)
+from tandemrl.data.sources import ExpectRows, Origin, Record, expect, provenance, read
 
 BOXED_SUFFIX = (
     " Reason through the problem step by step, and give the final answer inside \\boxed{}, for example \\boxed{42} or "

@@ -12,15 +12,7 @@ from tandemrl.data.arithmetic import Template
 from tandemrl.data.loading import load_rows
 from tandemrl.data.parquet import heldout_size, write_splits
 from tandemrl.data.rows import GSM8K, DataError, Row, messages_of
-from tandemrl.data.sources import (
-    ExpectRows,
-    Origin,
-    Record,
-    checksum,
-    expect,
-    provenance,
-    read,
-)
+from tandemrl.data.sources import ExpectRows, Origin, Record, checksum, expect, provenance, read
 from tandemrl.data.synthetic import SPLITS, generate
 
 GSM8K_ROWS: Mapping[str, int] = {"train": 7473, "test": 1319}

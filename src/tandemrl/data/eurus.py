@@ -10,14 +10,7 @@ from typing import Any
 from tandemrl.data.parquet import write_splits
 from tandemrl.data.program_tests import parse_tests
 from tandemrl.data.rows import DataError, Row, messages_of
-from tandemrl.data.sources import (
-    ExpectRows,
-    Origin,
-    Record,
-    expect,
-    provenance,
-    read,
-)
+from tandemrl.data.sources import ExpectRows, Origin, Record, expect, provenance, read
 
 EURUS = "PRIME-RL/Eurus-2-RL-Data"
 EURUS_ROWS: Mapping[str, int] = {"train/math": 455_261, "train/code": 26_758, "test/math": 1024, "test/code": 1024}

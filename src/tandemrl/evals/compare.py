@@ -15,16 +15,7 @@ from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
-from tandemrl.evals import (
-    PHASES,
-    Phase,
-    differences,
-    is_headline,
-    measure_of,
-    measure_sets,
-    read_result,
-    read_samples,
-)
+from tandemrl.evals import PHASES, Phase, differences, is_headline, measure_of, measure_sets, read_result, read_samples
 from tandemrl.evals.stats import Interval, paired_bootstrap, seed_interval
 from tandemrl.files import write_text
 

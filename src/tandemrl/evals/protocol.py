@@ -15,13 +15,7 @@ from tandemrl.evals.files import EvalResult
 from tandemrl.evals.measures import EvalError, Measure, Sample, accepted, drifted, graded, legible, summarise
 from tandemrl.rewards.judge.rubric import JudgePool
 from tandemrl.rewards.scoring import Scorer
-from tandemrl.rollout.engine import (
-    Completion,
-    Engine,
-    Request,
-    Sampling,
-    generate_verified,
-)
+from tandemrl.rollout.engine import Completion, Engine, Request, Sampling, generate_verified
 from tandemrl.selection import Strategy, sentence, solo, word
 from tandemrl.selection.boundaries import step_tables, word_boundary_table
 from tandemrl.selection.draws import request_key

@@ -7,14 +7,7 @@ from typing import Any
 import torch
 
 from tandemrl.config import Config
-from tandemrl.evals.files import (
-    EvalResult,
-    finished_result,
-    read_result,
-    read_samples,
-    result_file,
-    write_result,
-)
+from tandemrl.evals.files import EvalResult, finished_result, read_result, read_samples, result_file, write_result
 from tandemrl.evals.measures import EvalError, Sample, summarise
 from tandemrl.evals.protocol import (
     PHASES,

@@ -10,24 +10,8 @@ from matplotlib.axes import Axes
 from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullLocator
 
 from tandemrl.report.records import ArmRecord, RunRecord
-from tandemrl.report.svg import (
-    INK,
-    MUTED,
-    PAPER,
-    Style,
-    axes,
-    draw,
-    part,
-)
-from tandemrl.report.tables import (
-    JUNIOR_CE,
-    JUNIOR_FIRST,
-    SENIOR_FIRST,
-    SOLO,
-    Column,
-    Estimate,
-    estimate,
-)
+from tandemrl.report.svg import INK, MUTED, PAPER, Style, axes, draw, part
+from tandemrl.report.tables import JUNIOR_CE, JUNIOR_FIRST, SENIOR_FIRST, SOLO, Column, Estimate, estimate
 
 POINTS = 150
 """Points of a learning curve; a longer run is averaged over blocks of consecutive records."""

@@ -9,14 +9,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from tandemrl.evals.files import flatten
-from tandemrl.report.records import (
-    SEED,
-    ArmRecord,
-    EvaluationRecord,
-    Records,
-    RunRecord,
-    Setting,
-)
+from tandemrl.report.records import SEED, ArmRecord, EvaluationRecord, Records, RunRecord, Setting
 
 ENOUGH_SEEDS = 5
 """Fewer seeds than this are pointed out."""

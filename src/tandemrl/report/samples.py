@@ -15,15 +15,7 @@ from tandemrl.data.rows import DataError
 from tandemrl.files import LineError, read_json_lines
 from tandemrl.models.attention import ModelError
 from tandemrl.models.loading import load_tokenizer
-from tandemrl.report.records import (
-    ArmRecord,
-    EvaluationRecord,
-    Records,
-    ReportError,
-    RunRecord,
-    Setting,
-    natural,
-)
+from tandemrl.report.records import ArmRecord, EvaluationRecord, Records, ReportError, RunRecord, Setting, natural
 from tandemrl.training.tracking import authored_spans
 from tandemrl.types import Author
 

@@ -16,14 +16,7 @@ from typing import Any, NamedTuple
 
 from tandemrl.config import RewardConfig
 from tandemrl.data.rows import Row
-from tandemrl.rewards.protocol import (
-    Deferred,
-    GraderError,
-    Lost,
-    Score,
-    ScorerFunction,
-    number,
-)
+from tandemrl.rewards.protocol import Deferred, GraderError, Lost, Score, ScorerFunction, number
 
 RewardFunction = Callable[..., Score | float]
 """``(row, text)`` or ``(row, text, options)``."""

@@ -15,15 +15,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from tandemrl.config import ConfigError, RewardConfig
 from tandemrl.data.program_tests import parse_tests
 from tandemrl.data.rows import DataError, Row
-from tandemrl.rewards.functions import (
-    RESERVED,
-    RewardFunction,
-    Term,
-    call,
-    in_child,
-    in_process,
-    weighted,
-)
+from tandemrl.rewards.functions import RESERVED, RewardFunction, Term, call, in_child, in_process, weighted
 from tandemrl.rewards.judge import rubric
 from tandemrl.rewards.math import answers, countdown, prime
 from tandemrl.rewards.math import boxed as math

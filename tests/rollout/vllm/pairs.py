@@ -29,14 +29,7 @@ from helpers import strategies as half_and_half
 from tandemrl.config import RolloutConfig, VllmConfig
 from tandemrl.rollout.engine import Completion, Request, Sampling, check_authors
 from tandemrl.rollout.torch_engine import TorchEngine
-from tandemrl.selection import (
-    Strategy,
-    bernoulli,
-    boundaries,
-    sentence,
-    word,
-    word_aligned,
-)
+from tandemrl.selection import Strategy, bernoulli, boundaries, sentence, word, word_aligned
 from tandemrl.selection.draws import request_key
 
 CONTEXT = 640  # tokens

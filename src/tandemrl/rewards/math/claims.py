@@ -8,14 +8,7 @@ second number, characters that cannot be seen. What is refused is wrong, unless 
 import re
 
 from tandemrl.rewards.math.formula import FUNCTIONS, GREEK
-from tandemrl.rewards.math.notation import (
-    TEXT,
-    bare,
-    clean,
-    hidden,
-    split,
-    without_spaces,
-)
+from tandemrl.rewards.math.notation import TEXT, bare, clean, hidden, split, without_spaces
 
 
 def identical(gold: str, answer: str) -> bool:

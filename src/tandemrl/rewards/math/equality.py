@@ -11,24 +11,9 @@ from fractions import Fraction
 from typing import NamedTuple
 
 from tandemrl.rewards.math import expression
-from tandemrl.rewards.math.claims import (
-    drop_label,
-    identical,
-    is_label,
-    readable,
-    refused,
-    sides,
-    unlabelled,
-)
+from tandemrl.rewards.math.claims import drop_label, identical, is_label, readable, refused, sides, unlabelled
 from tandemrl.rewards.math.formula import read
-from tandemrl.rewards.math.notation import (
-    UNIT,
-    UNITS,
-    bare,
-    clean,
-    split,
-    without_spaces,
-)
+from tandemrl.rewards.math.notation import UNIT, UNITS, bare, clean, split, without_spaces
 
 MAX_CHARS = 2000
 """A longer answer is wrong unless it equals the ground truth as a string; it is not normalised and never parsed."""
