@@ -12,6 +12,8 @@ import numpy as np
 import pytest
 from scipy import stats
 
+import tandemrl
+
 ROOT = Path(__file__).parents[1]
 PAGES = ("README.md", "docs/results.md", "docs/speed.md")
 HEADLINE = {
@@ -212,3 +214,41 @@ def test_only_what_a_commit_made_is_taken_over(
     else:
         refresh.take_over([run])
         assert (docs / "repair.json").read_bytes() == (run / "results.json").read_bytes()
+
+
+DOCUMENTS = ("README.md", "ARCHITECTURE.md", "CONTRIBUTING.md", "docs/results.md", "docs/speed.md", "docs/status.md")
+HOUSE = ROOT / "src" / "tandemrl"
+
+
+@pytest.mark.parametrize("page", DOCUMENTS)
+def test_every_path_that_a_document_names_is_there_and_holds_what_it_names(page: str) -> None:
+    """`models/loading.py`, `rewards/math/`, `training/loop.py: train_step` and `training/loop.py`: `train_step`."""
+    text = " ".join((ROOT / page).read_text().split())
+    paths = re.findall(r"`((?:[\w*{},-]+/)*[\w-]+\.pyi?|(?:[\w-]+/)+)(?:: (\w+)`|`: `(\w+)`|`)", text)
+    for path, *names in paths:
+        if path.split("/")[0] in ("runs", "hf", "checkpoints", "profile"):
+            continue  # of a run
+        places = [place / path for place in (ROOT, HOUSE) if (place / path).exists()]
+        assert places, f"{page}: no {path}"
+        for name in filter(None, names):
+            defined = re.search(rf"^(def |class )?{name}\b", places[0].read_text(), re.MULTILINE)
+            assert defined, f"{page}: no {name} in {path}"
+
+
+def test_the_architecture_names_every_module_in_its_folder() -> None:
+    section = (ROOT / "ARCHITECTURE.md").read_text().partition("## The house")[2].partition("\n## ")[0]
+    for line in section.splitlines():
+        cells = [cell.strip() for cell in line.strip("|").split("|")]
+        if len(cells) != 3 or not (match := re.match(r"`(\w+(?:/\w+)*)/`", cells[1])):
+            continue
+        folder = ROOT / "cli" if match.group(1) == "cli" else HOUSE / match.group(1)
+        modules = {path.stem for path in folder.glob("*.py")} - {"__init__"}
+        named = set(re.findall(r"`(\w+)`", cells[2]))
+        assert named <= modules | {"data_source", "evaluate", "Score"}, (cells[1], named - modules)
+        assert folder.name == "cli" or modules <= named, (cells[1], modules - named)
+
+
+def test_the_architecture_lists_the_public_names() -> None:
+    section = (ROOT / "ARCHITECTURE.md").read_text().partition("## Public names")[2].partition("\n## ")[0]
+    names = [name for line in section.splitlines() if line.startswith("|") for name in re.findall(r"`(\w+)`", line)]
+    assert sorted(names) == sorted(set(tandemrl.__all__) - {"__version__"})
