@@ -1,7 +1,8 @@
-"""How much each token counts in the loss, by who wrote it: the only place that treats senior and junior differently.
+"""How much each token counts in the loss, by who wrote it.
 
-But for ``policy_loss``, which adds λ_jun over the junior's tokens where ``junior_kl_coef`` is not 0. Elsewhere in the
-losses ``author`` only tells responses from context (``reduce``, ``totals``, ``token_rewards``).
+Senior and junior are treated differently in one other place of the losses: ``policy_loss`` adds λ_jun over the junior's
+tokens where ``junior_kl_coef`` is not 0. Elsewhere in them ``author`` only tells responses from context (``reduce``,
+``totals``, ``token_rewards``). The trainer counts the same weights per rollout (``training/experience.py``).
 """
 
 import torch

@@ -1,5 +1,5 @@
-"""The training loop: sample -> rollout -> score -> advantages -> old/ref log-probs where needed -> updates -> sync ->
-evaluate -> log -> save.
+"""The training loop: sample -> rollout -> score -> old/reference/junior log-probs where needed -> advantages ->
+updates -> sync -> evaluate -> log -> save. The step on one page is ``train_step``.
 
 ``train`` can be called from a notebook with its own recipe, strategy or reward. What this module owns is the order of
 things; each of them is a function of another module.
