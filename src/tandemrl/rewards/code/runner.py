@@ -307,10 +307,10 @@ class Runner:
         elif job["kind"] == "call":
             main = self._spawn(lambda: as_function(job["program"], job["function"]), (*std, self._store, result_end))
         else:
-            (asked, ask), (told, tell) = more = [os.pipe(), os.pipe()]
-            self._spawn(lambda: as_function(job["program"], job["function"]), (*std, asked, tell))
+            (calls, call_end), (returns, return_end) = more = [os.pipe(), os.pipe()]
+            self._spawn(lambda: as_function(job["program"], job["function"]), (*std, calls, return_end))
             test = receive(self._requests) or {}  # only now: the program must not find it in its memory
-            main = self._spawn(lambda: check(**test), (*std, ask, told, result_end))
+            main = self._spawn(lambda: check(**test), (*std, call_end, returns, result_end))
             for end in (end for pair in more for end in pair):
                 os.close(end)
         for _, end in pipes:
