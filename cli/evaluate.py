@@ -56,7 +56,7 @@ def _command(name: Command) -> Callable[..., None]:
         device: Annotated[str | None, typer.Option(help="cpu, cuda, …")] = None,
         dtype: Annotated[str | None, typer.Option(help="float32 or bfloat16.")] = None,
     ) -> None:
-        from tandemrl.config import ConfigError, load, stated_keys, warn_of_reward_function
+        from tandemrl.config import ConfigError, load, stated_keys
 
         if k is not None and not all(part.strip().isdigit() for part in k.split(",")):
             raise ConfigError(f"--k {k}: expected whole numbers with commas between them, e.g. 1,2,4,8")
@@ -72,7 +72,6 @@ def _command(name: Command) -> Callable[..., None]:
             options["eval.k"] = [each for each in (1, 2, 4, 8) if each <= samples]
         assignments = [f"{key}={value}" for key, value in options.items() if value is not None]
         resolved = load(config, [*assignments, *(overrides or ())])
-        warn_of_reward_function(resolved)
         if not data and config is None:
             raise ConfigError("no data to evaluate on: give --data, or --config for its data.eval")
 

@@ -54,17 +54,17 @@ def begin(path: Path) -> Path:
 def publish(path: Path, new: Path | None = None) -> None:
     """Put what was written since ``begin`` in place of ``path``; or a hidden directory ``.new-*`` beside it."""
     new = new or path.with_name(f"{NEW}{path.name}")
-    old = path.with_name(f"{OLD}{new.name.removeprefix(NEW)}")
+    old = path.with_name(f"{OLD}{path.name}")
     for folder, _, files in os.walk(new, topdown=False):
         for name in files:
             sync(Path(folder, name))
         sync(Path(folder))
     if path.exists():
+        shutil.rmtree(old, ignore_errors=True)
         os.rename(path, old)
     os.rename(new, path)
     sync(path.parent)
-    if old.exists():
-        shutil.rmtree(old)
+    shutil.rmtree(old, ignore_errors=True)
 
 
 def recover(parent: Path) -> None:
@@ -105,9 +105,9 @@ class LineError(ValueError):
 
 
 def read_json_lines(
-    file: Path, *, parse: Callable[[str], Any] = json.loads, encoding: str = "utf-8"
+    file: Path, *, parse: Callable[[str], Any] = json.loads, encoding: str = "utf-8", skip_blank: bool = False
 ) -> Iterator[tuple[int, Any]]:
-    """(line number from 1, value) of every line that is not blank.
+    """(line number from 1, value) of every line, or of every line that is not blank.
 
     Raises:
         LineError: ``parse`` refuses a line with a `ValueError` or a `TypeError`.
@@ -115,7 +115,7 @@ def read_json_lines(
     """
     with open(file, encoding=encoding) as lines:
         for number, text in enumerate(lines, 1):
-            if text.strip():
+            if text.strip() or not skip_blank:
                 try:
                     value = parse(text)
                 except (ValueError, TypeError) as error:

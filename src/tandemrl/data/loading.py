@@ -42,7 +42,7 @@ def read_jsonl(path: Path) -> Iterator[tuple[int, Any]]:
         DataError: a line is not JSON, or the file is not UTF-8.
     """
     try:
-        yield from read_json_lines(path, encoding="utf-8-sig")
+        yield from read_json_lines(path, encoding="utf-8-sig", skip_blank=True)
     except LineError as error:
         raise DataError(f"{path}, line {error.line}: not JSON: {error}") from None
     except UnicodeDecodeError as error:

@@ -105,8 +105,10 @@ def strategies(
 
 def measure_of(phase: Phase, k: Sequence[int]) -> Measure:
     """What is computed of the samples of one problem in a phase."""
-    if phase in ("legibility", "drift"):
-        return legible if phase == "legibility" else drifted
+    if phase == "legibility":
+        return legible
+    if phase == "drift":
+        return drifted
     return partial(accepted if phase == "verified" else graded, k=k)
 
 

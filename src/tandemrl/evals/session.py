@@ -161,6 +161,7 @@ class Session:
         shared = rollout.engine == "vllm"
         if self._engine is None or not shared:
             junior = self.junior if (self.together if shared else phase in WRITTEN_TOGETHER) else None
+            self.close_engine()
             self._engine = make_engine(
                 rollout,
                 ModelSource(self.model, partial(self.load, self.model)),

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from tandemrl.config import Config
+from tandemrl.config import Config, warn_of_reward_function
 from tandemrl.evals.files import EvalResult, finished_result, read_result, read_samples, result_file, write_result
 from tandemrl.evals.measures import EvalError, Sample, summarise
 from tandemrl.evals.protocol import (
@@ -70,6 +70,7 @@ def evaluate(
         results = evaluate(config, model="runs/mine/hf/best", out="runs/mine/eval")
         results["pass-at-k"]["metrics"]["macro"]["pass@1"]
     """
+    warn_of_reward_function(config)
     out = Path(out)
     reasons = left_out(config)
     chosen = [phase for phase in PHASES if phase not in reasons] if phases is None else list(phases)

@@ -17,8 +17,7 @@ from tandemrl.data.program_tests import parse_tests
 from tandemrl.data.rows import DataError, Row
 from tandemrl.rewards.functions import RESERVED, RewardFunction, Term, call, in_child, in_process, weighted
 from tandemrl.rewards.judge import rubric
-from tandemrl.rewards.math import answers, countdown, prime
-from tandemrl.rewards.math import boxed as math
+from tandemrl.rewards.math import answers, boxed, countdown, prime
 from tandemrl.rewards.protocol import Deferred, GraderError, Score, ScorerFunction
 
 
@@ -45,11 +44,11 @@ def follow(first: Score | Deferred, then: Callable[[Score], Score | Deferred]) -
 
 
 SCORERS: dict[str, ScorerFunction] = {
-    "boxed": math.boxed,
-    "hendrycks": math.hendrycks,
-    "dapo": math.dapo,
-    "dapo_boxed": math.dapo_boxed,
-    "math_verify": math.math_verified,
+    "boxed": boxed.boxed,
+    "hendrycks": boxed.hendrycks,
+    "dapo": boxed.dapo,
+    "dapo_boxed": boxed.dapo_boxed,
+    "math_verify": boxed.math_verified,
     "prime": prime.prime,
     "gsm8k": answers.gsm8k,
     "countdown": countdown.countdown,

@@ -1,9 +1,9 @@
 """Atomic checkpoints of plain data, models and optimisers.
 
 A checkpoint is ``state.pt`` (plain data), ``tensors/`` (models and optimisers, see ``sharded_state``; every process
-writes its share), ``config.yaml`` and ``meta.json`` (with the hashes of the others, see ``manifest``). It appears under
-its name when all of it is on disk (see ``files``). What a run puts into it is in ``resume.save``. Where one process fails, all raise; rank 0 makes and renames the
-folder.
+writes its share), ``config.yaml`` and ``meta.json`` (with the hashes of the others, see ``manifest``). What a run puts
+into it is in ``resume.save``. It appears under its name when all of it is on disk (see ``files``). Where one process
+fails, all raise; rank 0 makes and renames the folder.
 """
 
 import errno

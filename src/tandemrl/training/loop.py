@@ -184,6 +184,7 @@ def train_step(
         metrics |= update(setup, models, mini_batches, step, clock, learns=learns)
         if loss.kl_target is not None and metrics["updates"] and learns:
             progress.kl_coef = adapt_kl_coef(progress.kl_coef, experience.kl_per_token, target=loss.kl_target)
+        del mini_batches  # before the engine wants its memory back
 
     metrics |= rollout_metrics(completions, groups, step)
     if train.max_resamples:

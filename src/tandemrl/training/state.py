@@ -72,8 +72,7 @@ class RunSetup:
     def values(self, critic: Trained, batch: Batch, select: Tensor) -> Tensor:
         """The critic's value of the state in which each selected token was chosen."""
         stamp()
-        module: Any = critic.module  # load_critic made it
-        return token_values(module, batch, select=select, options=self.forward_options, shards=self.world.shards)
+        return token_values(critic.module, batch, select=select, options=self.forward_options, shards=self.world.shards)
 
 
 @dataclass(frozen=True, eq=False)

@@ -131,7 +131,7 @@ class Tracker:
             self._wandb.log({"samples": wandb.Table(columns=["example", "reward", "text"], data=rows)}, step=step)
 
     def rollout_progress(self, total_rows: int) -> Callable[[int], None]:
-        """A callback that is told of newly written tokens; the bar's end is ``total_rows`` rows of full length."""
+        """A callback to be called with newly written tokens; the bar's end is ``total_rows`` rows of full length."""
         if not self._live:
             return lambda tokens: None
         progress = self._bars()

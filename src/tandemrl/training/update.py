@@ -153,9 +153,7 @@ def optimizer_step(
     with clock("optimizer"):
         norm = clip_gradients(model.parameters(), setup.config.train.grad_clip)
         check_gradient_norm(part, norm, loss)
-        if (
-            float(global_totals.weight) > 0
-        ):  # else there is nothing to learn from, and weight decay alone is no training
+        if float(global_totals.weight) > 0:  # else weight decay alone would change the weights
             optimizer.step()
         optimizer.zero_grad(set_to_none=True)
     return norm
