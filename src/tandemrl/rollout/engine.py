@@ -120,7 +120,7 @@ class Engine(Protocol):
     def generate(
         self, requests: Sequence[Request], *, progress: Callable[[int], None] | None = None
     ) -> list[list[Completion]]:
-        """Completions in the order of the requests, one per key. ``progress(k)`` is called after k newly written tokens.
+        """Completions in the order of the requests, one per key. ``progress(k)`` is called after k new tokens.
 
         Raises:
             EngineError: a request asks for something this engine lacks, or does not fit its context.
