@@ -269,6 +269,7 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "paper-claims-verdicts": lambda: claims_table(results("paper_claims_jargon.json")[1].claims),
     "ablations": lambda: headline("ablations.json", JARGON_RATE),
     "ablations-differences": lambda: differences("ablations.json"),
+    "ablations-seeds": lambda: seeds_table(results("ablations.json")[1], (SOLO,)),
     "repair": lambda: headline("repair.json", REPAIRS),
     "repair-differences": lambda: differences("repair.json"),
     "repair-seeds": lambda: seeds_table(results("repair.json")[1], (HANDOFF, REPAIRED)),
