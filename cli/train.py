@@ -50,7 +50,7 @@ def _check(config: "Config", resume: str) -> None:
     from dataclasses import fields
 
     from tandemrl.cli.errors import is_users, one_line
-    from tandemrl.training.functions import with_records
+    from tandemrl.training.function_records import with_records
     from tandemrl.training.preflight import NotHereError, Preflight, check_resume
 
     def functions() -> str:

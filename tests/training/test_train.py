@@ -32,7 +32,7 @@ from tandemrl.selection import bernoulli, solo
 from tandemrl.training import build as build_module
 from tandemrl.training.build import build
 from tandemrl.training.checkpoint import CheckpointError, DamagedError, latest, lock
-from tandemrl.training.functions import signature
+from tandemrl.training.function_records import signature
 from tandemrl.training.gates import TrainError, check_draws, check_mismatch
 from tandemrl.training.loop import train
 from tandemrl.training.resume import restore

@@ -35,11 +35,13 @@ def plain(value: Any) -> Any:
 
 
 def flatten(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Values by dotted key."""
+    """Values by dotted key.
+
+    Example:
+        >>> flatten({"eval": {"seed": 1, "k": [1]}})
+        {'eval.seed': 1, 'eval.k': [1]}
+    """
     flat: dict[str, Any] = {}
     for key, value in tree.items():
-        if isinstance(value, Mapping):
-            flat |= flatten(value, f"{prefix}{key}.")
-        else:
-            flat[f"{prefix}{key}"] = value
+        flat |= flatten(value, f"{prefix}{key}.") if isinstance(value, Mapping) else {f"{prefix}{key}": value}
     return flat

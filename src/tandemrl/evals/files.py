@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from tandemrl.config.plain import flatten
 from tandemrl.evals.measures import EvalError, Sample
 from tandemrl.files import LineError, read_json_lines, versions, write_text
 
@@ -134,16 +135,3 @@ def digests(sources: Sequence[str]) -> dict[str, str]:
 def plain(value: Mapping[str, Any]) -> dict[str, Any]:
     """As it reads back from JSON."""
     return json.loads(json.dumps(value))
-
-
-def flatten(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Leaves by dotted key.
-
-    Example:
-        >>> flatten({"eval": {"seed": 1, "k": [1]}})
-        {'eval.seed': 1, 'eval.k': [1]}
-    """
-    flat: dict[str, Any] = {}
-    for key, value in tree.items():
-        flat |= flatten(value, f"{prefix}{key}.") if isinstance(value, Mapping) else {f"{prefix}{key}": value}
-    return flat

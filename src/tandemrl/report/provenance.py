@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from tandemrl.evals.files import flatten
+from tandemrl.config.plain import flatten
 from tandemrl.report.records import SEED, ArmRecord, EvaluationRecord, Records, RunRecord, Setting
 
 ENOUGH_SEEDS = 5

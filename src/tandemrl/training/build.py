@@ -29,7 +29,7 @@ from tandemrl.rollout.factory import ModelSource, make_engine
 from tandemrl.rollout.schedule import Schedule, schedule_of
 from tandemrl.rollout.spread import SpreadEngine
 from tandemrl.selection import Strategy
-from tandemrl.training.functions import with_records
+from tandemrl.training.function_records import with_records
 from tandemrl.training.preflight import Preflight
 from tandemrl.training.sharded_state import Trained
 from tandemrl.training.state import Models, Progress, Run, RunSetup
@@ -134,7 +134,7 @@ def build_models(
     partner = model.junior or model.senior
     junior = freeze(partner, model.dtype, sharded=True) if loss.junior_kl_coef > 0 else None
     writer = ModelSource(partner, partial(freeze, partner, model.dtype, sharded=False)) if tandem else None
-    engine = engine_of(config, policy, writer, tokenizer)
+    engine = build_engine(config, policy, writer, tokenizer)
     reference = None
     if model.lora.rank:
         attach(policy, model.lora, config.train.seed)
@@ -206,7 +206,7 @@ def resolve_recipe(recipe: Recipe, config: Config) -> Recipe:
     return recipe._replace(dual_clip=None) if recipe.dual_clip == 0 else recipe
 
 
-def engine_of(
+def build_engine(
     config: Config, policy: PreTrainedModel, junior: ModelSource | None, tokenizer: PreTrainedTokenizerBase
 ) -> Engine:
     """The rollout engine, with a copy of the senior of its own, in the compute dtype. No junior: the senior writes

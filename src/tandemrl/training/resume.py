@@ -22,7 +22,7 @@ from tandemrl.training import checkpoint, coverage
 from tandemrl.training.checkpoint import CheckpointError, DamagedError
 from tandemrl.training.coverage import Coverage
 from tandemrl.training.export import export_hf
-from tandemrl.training.functions import signature
+from tandemrl.training.function_records import signature
 from tandemrl.training.state import Run
 
 _FREE_TO_CHANGE = {

@@ -13,7 +13,7 @@ from tandemrl.config import Config, ConfigError, FunctionsConfig, load, to_yaml
 from tandemrl.data.rows import Row
 from tandemrl.losses import RECIPES, ppo_clip
 from tandemrl.selection import Strategy, bernoulli
-from tandemrl.training.functions import describe, signature, with_records
+from tandemrl.training.function_records import describe, signature, with_records
 
 
 def scaled(x: float, scale: float) -> float:
@@ -78,13 +78,13 @@ def test_training_from_such_a_config_alone_is_refused_before_anything_is_loaded(
 
 
 def test_a_name_says_where_to_look() -> None:
-    assert describe(mostly_senior).startswith(f"{__name__}.mostly_senior (test_functions.py:")
+    assert describe(mostly_senior).startswith(f"{__name__}.mostly_senior (test_function_records.py:")
     assert (
         describe(RECIPE) == "recipe grpo with surrogate=partial(tandemrl.losses.surrogates.ppo_clip (surrogates.py:"
         f"{inspect.unwrap(ppo_clip).__code__.co_firstlineno}))"
     )
     assert describe(RECIPES["dapo"]) == "recipe dapo"
-    assert describe({"mine": right, "short": short}).startswith(f"mine={__name__}.right (test_functions.py:")
+    assert describe({"mine": right, "short": short}).startswith(f"mine={__name__}.right (test_function_records.py:")
 
 
 def default(scale: float) -> Callable[[float], float]:
