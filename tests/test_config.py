@@ -360,7 +360,7 @@ def test_the_reference_is_printed_by_section_within_80_columns() -> None:
     keys = [leaf.key for leaf in leaves(load())]
     assert keys_in(everything) == keys
     assert keys_in(section) == [key for key in keys if key.startswith("rollout.vllm.")]
-    shown = "selection.max_gap_tokens = 32   (a whole number; at least 1)\n    K: `word` and `word_aligned` redraw"
+    shown = "selection.max_gap_tokens = 32   (a whole number; at least 1)\n    K: `word` redraws at the latest this"
     assert run(["config", "selection.max_gap_tokens"]).stdout.split("\n\n")[1].startswith(shown)
     row = r"| `train.max_logprob_mismatch` | a number or null | `null` | positive | Stop above this mean \|trainer"
     table = run(["config", "train", "--markdown"]).stdout.splitlines()

@@ -156,7 +156,7 @@ class SelectionConfig:
     ] = 0.5
     """p: probability that a draw falls to the senior."""
     max_gap_tokens: PositiveInt = 32
-    """K: `word` and `word_aligned` redraw at the latest after this many tokens since the last draw."""
+    """K: `word` redraws at the latest this many tokens after the last draw; `word_aligned` at the next sure place."""
     chunk_size: PositiveInt = 16
     """Tokens that an author writes at a time, with `chunk`."""
     first: Literal["senior", "junior"] = "senior"
