@@ -12,11 +12,12 @@ from tandemrl.training.loop import train
 
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", [0, 1, 2])
-def test_the_quickstart_gains_25_points_on_held_out_problems(seed: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("name", "gain"), [("quickstart", 0.25), ("quickstart_ppo", 0.20)])
+def test_a_packaged_config_gains_on_held_out_problems(name: str, gain: float, seed: int, tmp_path: Path) -> None:
     pair = tmp_path / "tiny"
     build_tiny_pair(pair, seed=seed)
     paths = [f"model.senior={pair}/senior", f"model.junior={pair}/junior", f"output_dir={tmp_path}/run"]
-    config = load("quickstart", [*paths, f"train.seed={seed}", "train.threads=1"])
+    config = load(name, [*paths, f"train.seed={seed}", "train.threads=1"])
     train(config, quiet=True)
 
     def solo(model: Path) -> float:
@@ -29,4 +30,4 @@ def test_the_quickstart_gains_25_points_on_held_out_problems(seed: int, tmp_path
         )
         return result["metrics"]["macro"]["pass@1"]
 
-    assert solo(tmp_path / "run" / "hf" / f"step_{config.train.steps}") - solo(pair / "senior") >= 0.25
+    assert solo(tmp_path / "run" / "hf" / f"step_{config.train.steps}") - solo(pair / "senior") >= gain

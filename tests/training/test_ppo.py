@@ -12,11 +12,10 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoModelForTokenClassification
 
 import runs
-from runs import evaluate_phase, weights
 from runs import timeless as metrics
-from tandemrl.config import Config, ConfigError, EvalConfig, load
+from runs import weights
+from tandemrl.config import Config, ConfigError, load
 from tandemrl.data.sampler import Sampler
-from tandemrl.experiments.tiny import build_tiny_pair
 from tandemrl.losses import adapt_kl_coef
 from tandemrl.models.attention import ModelError
 from tandemrl.models.critic import value_head
@@ -329,28 +328,3 @@ def test_resampling_leaves_fewer_flat_groups_and_never_repeats_a_key(tiny_pair: 
     assert len(keys) == 2 * 8
     assert len(set(keys)) == len(keys)
     assert [line["group"] for line in samples] == [0, 0, 1, 1, 2, 2, 3, 3] * 2
-
-
-# ------------------------------------------------------------------------------------------------------------- learning
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("seed", [0, 1, 2])
-def test_ppo_gains_20_points_on_held_out_problems(seed: int, tmp_path: Path) -> None:
-    pair = tmp_path / "tiny"
-    build_tiny_pair(pair, seed=seed)
-    paths = [f"model.senior={pair}/senior", f"model.junior={pair}/junior", f"output_dir={tmp_path}/run"]
-    settings = load("quickstart_ppo", [*paths, f"train.seed={seed}", "train.threads=1"])
-    train(settings, quiet=True)
-
-    def solo(model: Path) -> float:
-        result = evaluate_phase(
-            "pass-at-k",
-            model=model,
-            data=["synthetic:plain:heldout:512"],
-            eval=EvalConfig(samples=4, k=(1,)),
-            out=tmp_path / "eval" / model.name,
-        )
-        return result["metrics"]["macro"]["pass@1"]
-
-    assert solo(tmp_path / "run" / "hf" / f"step_{settings.train.steps}") - solo(pair / "senior") >= 0.20

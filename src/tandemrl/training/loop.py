@@ -183,7 +183,7 @@ def train_step(
             mini_batches = add_group_advantages(setup, mini_batches, experience, progress.kl_coef)
         metrics |= update(setup, models, mini_batches, step, clock, learns=learns)
         if loss.kl_target is not None and metrics["updates"] and learns:
-            progress.kl_coef = adapt_kl_coef(progress.kl_coef, experience.kl_per_token, target=loss.kl_target)
+            progress.kl_coef = adapt_kl_coef(progress.kl_coef, metrics["kl/per_token"], target=loss.kl_target)
         del mini_batches  # before the engine wants its memory back
 
     metrics |= rollout_metrics(completions, groups, step)

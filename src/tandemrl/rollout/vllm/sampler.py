@@ -33,7 +33,7 @@ class TandemSampler(Sampler):
 
     def __init__(self, logprobs_mode: Any, vocabulary: int) -> None:
         super().__init__(logprobs_mode)
-        self.topk_topp_sampler = _Draw()  # type: ignore[assignment]
+        self.topk_topp_sampler = _Draw()  # type: ignore[assignment]  # has the same forward, but is no subclass
         self.vocabulary = vocabulary
 
     def forward(self, logits: Tensor, *args: Any, **kwargs: Any) -> Any:

@@ -61,7 +61,7 @@ def junior_config(config: VllmConfig, options: TandemOptions) -> VllmConfig:
         model=options.junior,
         tokenizer=options.junior,
         trust_remote_code=model.trust_remote_code,
-        dtype=options.junior_dtype or model.dtype,  # type: ignore[arg-type]
+        dtype=options.junior_dtype or model.dtype,  # type: ignore[arg-type]  # a name; vLLM lists them, and checks
         quantization=options.junior_quantization,
         seed=model.seed,
         max_model_len=model.max_model_len,

@@ -39,7 +39,7 @@ class _TandemWorker:
         check_config(self.vllm_config)
         additional = self.vllm_config.additional_config
         options = TandemOptions(**(additional.get("tandem", {}) if isinstance(additional, dict) else {}))
-        super().init_device()  # type: ignore[misc]
+        super().init_device()  # type: ignore[misc]  # vLLM's worker, the other base of both classes below
         senior, junior = self.model_runner, None
         if options.junior is not None:
             config = junior_config(self.vllm_config, options)
@@ -93,11 +93,11 @@ class _TandemWorker:
             return fingerprint(hf_parameters(runner))
 
 
-class TandemCPUWorker(_TandemWorker, CPUWorker):  # type: ignore[misc]
+class TandemCPUWorker(_TandemWorker, CPUWorker):  # type: ignore[misc]  # mixin and vLLM declare one attribute twice
     """``worker_cls`` on CPUs."""
 
 
-class TandemGPUWorker(_TandemWorker, Worker):  # type: ignore[misc]
+class TandemGPUWorker(_TandemWorker, Worker):  # type: ignore[misc]  # likewise
     """``worker_cls`` on CUDA devices."""
 
     _slept: Mapping[str, Tensor] | None = None  # the junior's buffers while level 2 has dropped its weights
