@@ -14,7 +14,7 @@ from tandemrl.data.rows import Prompt, Row, encode_prompts
 from tandemrl.evals.files import digests, plain
 from tandemrl.evals.protocol import Phase, Profile, profile_of
 from tandemrl.models.loading import load_model, load_tokenizer, vocabulary_check
-from tandemrl.rewards.code.scorer import score_code
+from tandemrl.rewards.code.scorer import code_scorer
 from tandemrl.rewards.judge.in_process import make_judge
 from tandemrl.rewards.judge.rubric import JudgePool
 from tandemrl.rewards.scoring import Scorer
@@ -135,7 +135,7 @@ class Session:
         config = self.config
         return Scorer(
             config.reward,
-            code=partial(score_code, sandbox=config.sandbox, credit=config.reward.code_credit),
+            code=code_scorer(config),
             judge=(lambda items: self.judges(items)) if self.has_judge else None,
         )
 

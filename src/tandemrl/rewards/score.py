@@ -4,7 +4,6 @@ import json
 import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import IO, Any, NamedTuple
@@ -12,7 +11,7 @@ from typing import IO, Any, NamedTuple
 from tandemrl.config import Config
 from tandemrl.data.loading import load_rows, read_jsonl
 from tandemrl.data.rows import DataError, Row, object_of
-from tandemrl.rewards.code.scorer import score_code
+from tandemrl.rewards.code.scorer import code_scorer
 from tandemrl.rewards.judge.rubric import JudgePool
 from tandemrl.rewards.protocol import Score
 from tandemrl.rewards.scoring import Scorer
@@ -90,9 +89,7 @@ def _scorer(config: Config) -> Scorer:
 
         model = make_judge(config)
         judge = None if model is None else JudgePool(model, config.judge)
-    return Scorer(
-        config.reward, code=partial(score_code, sandbox=config.sandbox, credit=config.reward.code_credit), judge=judge
-    )
+    return Scorer(config.reward, code=code_scorer(config), judge=judge)
 
 
 def _items(rows: Sequence[Row], responses: Path) -> Iterator[tuple[Row, str]]:

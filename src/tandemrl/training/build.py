@@ -18,7 +18,7 @@ from tandemrl.models.critic import load_critic, packed_values
 from tandemrl.models.loading import load_model, resolve_device
 from tandemrl.models.lora import attach
 from tandemrl.models.sharding import parameter_groups, shard
-from tandemrl.rewards.code.scorer import score_code
+from tandemrl.rewards.code.scorer import code_scorer
 from tandemrl.rewards.functions import RewardFunction
 from tandemrl.rewards.judge.in_process import make_judge
 from tandemrl.rewards.judge.rubric import JudgePool
@@ -63,7 +63,7 @@ def build(
     judge = preflight.judge or make_judge(config)
     scorer = (Scorer if world.size == 1 else partial(SpreadScorer, world))(
         config.reward,
-        code=partial(score_code, sandbox=config.sandbox, credit=config.reward.code_credit),
+        code=code_scorer(config),
         judge=None if judge is None else JudgePool(judge, config.judge),
         functions=reward,
     )

@@ -8,12 +8,13 @@ import contextlib
 import json
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from decimal import Decimal
+from functools import partial
 from itertools import zip_longest
 from typing import Any, Literal
 
-from tandemrl.config import SandboxConfig
+from tandemrl.config import Config, SandboxConfig
 from tandemrl.data.program_tests import Check, Stdin, Test, parse_tests
 from tandemrl.data.rows import Row
 from tandemrl.rewards.code.sandbox import Sandbox
@@ -67,6 +68,11 @@ def score_code(
     share, acc = passed / len(tests), float(passed == len(tests))
     parts = {"acc": acc, "answer_present": fenced, "tests_passed": share, "tests_timed_out": late / len(tests)}
     return Score(acc if credit == "all" else share, parts, program)
+
+
+def code_scorer(config: Config) -> Callable[[Row, str], Score]:
+    """``score_code`` as ``sandbox.*`` and ``reward.code_credit`` say."""
+    return partial(score_code, sandbox=config.sandbox, credit=config.reward.code_credit)
 
 
 def extract_program(text: str) -> str:
