@@ -16,7 +16,7 @@ TEST_ENV := OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false
 # A process per core, at most four: engines are large. A file's tests stay together, as do the engines they share.
 WORKERS := --numprocesses=auto --maxprocesses=4 --dist=loadfile
 
-.PHONY: quickstart test test-core release-check check bench slow clean docs paper-claims paper-claims-plain repair ablations
+.PHONY: quickstart test test-core release-check check bench slow clean docs paper-claims paper-claims-plain repair ablations hops
 .DELETE_ON_ERROR:
 
 quickstart: .venv/.core
@@ -38,6 +38,11 @@ paper-claims repair ablations: .venv/.core
 
 paper-claims-plain: .venv/.core
 	$(BIN)/tandemrl experiment paper-claims --pair plain --out runs/$@
+
+# The same of agents that search in generated worlds, on the pairs hops_jargon and hops.
+hops: .venv/.core
+	$(BIN)/tandemrl experiment hops
+	$(BIN)/tandemrl experiment hops --pair hops --seeds 0,1,2 --out runs/hops-plain
 
 # The figures of README.md and docs/ from the committed results; first those of RUNS, finished experiments, are taken over:
 # make docs RUNS="runs/paper-claims runs/ablations"

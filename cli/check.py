@@ -25,6 +25,8 @@ PACKAGES = {
     "jinja2": ("jinja2", True, "reports", "pip install jinja2"),
     "beartype": ("beartype", False, "checked shapes at the public boundary", "pip install beartype"),
     "peft": ("peft", False, "model.lora", "pip install 'tandemrl[lora]'"),
+    "bm25s": ("bm25s", False, "retrieval.retriever: bm25", "pip install 'tandemrl[retrieval]'"),
+    "PyStemmer": ("Stemmer", False, "retrieval.retriever: bm25", "pip install 'tandemrl[retrieval]'"),
     "liger-kernel": ("liger_kernel", False, "model.liger, on CUDA", "pip install 'tandemrl[liger]'"),
     "wandb": ("wandb", False, "train.wandb", "pip install 'tandemrl[wandb]'"),
     "datasets": ("datasets", False, "hf:… data sources", "pip install 'tandemrl[hub]'"),

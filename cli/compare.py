@@ -1,5 +1,6 @@
 """``tandemrl compare``: paired differences between two evaluations, or between two sets of seeds."""
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated
 
@@ -18,6 +19,9 @@ def compare(
         list[str] | None,
         typer.Option(help="Show this metric only, e.g. pass@1; repeatable. Default: the headline ones."),
     ] = None,
+    all_groups: Annotated[
+        bool, typer.Option("--all", help="Also show each arm by groups, e.g. hops=2/ARM/em.")
+    ] = False,
     resamples: Annotated[int, typer.Option(min=1, help="Resamples of the bootstrap.")] = 2000,
     seed: Annotated[int, typer.Option(help="Seed of the bootstrap.")] = 0,
     level: Annotated[float, typer.Option(help="Of the intervals.")] = 0.95,
@@ -32,13 +36,12 @@ def compare(
     from rich.table import Table
     from rich.text import Text
 
-    from tandemrl.evals import is_headline
     from tandemrl.evals.compare import CompareError, judgement, show_interval, write_comparison
     from tandemrl.evals.compare import compare as contrasts_of
 
     if not 0 < level < 1:
         raise CompareError(f"--level {level}: expected a number between 0 and 1, e.g. 0.95")
-    shown = (lambda name: name in metric) if metric else is_headline
+    shown = (lambda name: name in metric) if metric else _shown(all_groups)
     contrasts = contrasts_of(a, b, shown=shown, resamples=resamples, seed=seed, level=level)
     if not contrasts:
         raise CompareError(f"--metric {', '.join(metric or [])}: no phase that both sides have has such a metric")
@@ -61,3 +64,10 @@ def compare(
     if out is not None:
         write_comparison(out, contrasts, a=str(a), b=str(b), level=level)
         typer.echo(f"written to {out}")
+
+
+def _shown(all_groups: bool) -> Callable[[str], bool]:
+    """The headline metrics, without ``GROUP/ARM/METRIC`` unless these are asked for."""
+    from tandemrl.evals import is_headline
+
+    return lambda name: is_headline(name) and (all_groups or name.count("/") < 2)

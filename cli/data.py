@@ -57,6 +57,17 @@ def show(
     typer.echo(f"{min(limit, len(rows))} of {len(rows)} rows")
 
 
+@app.command()
+def index(
+    corpus: Annotated[Path, typer.Argument(help="JSON Lines of documents: id, and text or title and body.")],
+    out: Annotated[Path, typer.Option(help="Folder for the index, as retrieval.index takes it.")],
+) -> None:
+    """Index documents for search by words."""
+    from tandemrl.rollout.envs.bm25 import write_corpus
+
+    typer.echo(f"{write_corpus(corpus, out)} documents in {out}")
+
+
 @build.command()
 def gsm8k(
     out: Out,
@@ -169,6 +180,28 @@ def eurus(
         max_tokens=max_tokens,
         system_prompt=system_prompt,
         expect_rows=EURUS_ROWS if expect_rows is None else 0,
+    )
+    _report(out, manifest)
+
+
+@build.command()
+def musique(
+    out: Out,
+    source: Annotated[
+        Path | None,
+        typer.Option(help="Folder with train and validation files, or the official ones; default: the hub."),
+    ] = None,
+    noise_rate: Annotated[
+        float, typer.Option(min=0.0, max=1.0, help="Chance of a paragraph that supports no answer to be kept.")
+    ] = 1.0,
+    seed: Annotated[int, typer.Option(help="Seed of what is kept.")] = 0,
+    expect_rows: AnyRows = None,
+) -> None:
+    """MuSiQue: 19,938 training and 2,417 validation questions of 2 to 4 hops, with their paragraphs."""
+    from tandemrl.data.musique import MUSIQUE_ROWS, build_musique
+
+    manifest = build_musique(
+        source, out, noise_rate=noise_rate, seed=seed, expect_rows=MUSIQUE_ROWS if expect_rows is None else 0
     )
     _report(out, manifest)
 

@@ -1,6 +1,6 @@
 """``tandemrl eval PHASE``: one command per phase and one for all of them, with the same options."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from rich.progress import TaskID
     from rich.table import Table
 
+    from tandemrl.config import Config
     from tandemrl.evals import Phase, Progress
 
 Command = Literal["all", "pass-at-k", "tandem", "handoff", "legibility", "drift", "verified"]
@@ -56,34 +57,13 @@ def _command(name: Command) -> Callable[..., None]:
         device: Annotated[str | None, typer.Option(help="cpu, cuda, …")] = None,
         dtype: Annotated[str | None, typer.Option(help="float32 or bfloat16.")] = None,
     ) -> None:
-        from tandemrl.config import ConfigError, load, stated_keys
-
-        if k is not None and not all(part.strip().isdigit() for part in k.split(",")):
-            raise ConfigError(f"--k {k}: expected whole numbers with commas between them, e.g. 1,2,4,8")
-        options: dict[str, object] = {
-            "eval.k": k and f"[{k}]",
-            "eval.samples": samples,
-            "eval.profile": profile,
-            "eval.seed": seed,
-            "model.device": device,
-            "model.dtype": dtype,
-        }
-        if samples is not None and k is None:
-            options["eval.k"] = [each for each in (1, 2, 4, 8) if each <= samples]
-        assignments = [f"{key}={value}" for key, value in options.items() if value is not None]
-        resolved = load(config, [*assignments, *(overrides or ())])
-        if not data and config is None:
-            raise ConfigError("no data to evaluate on: give --data, or --config for its data.eval")
-
+        from tandemrl.config import stated_keys
         from tandemrl.evals import evaluate, left_out
 
-        if junior is None and config is not None:
-            junior = resolved.model.junior
-        resolved = replace(
-            resolved,
-            model=replace(resolved.model, junior=junior),
-            data=replace(resolved.data, eval=tuple(data or resolved.data.eval)),
-        )
+        options = {"eval.profile": profile, "eval.seed": seed, "model.device": device, "model.dtype": dtype}
+        resolved = _resolved(config, overrides or (), data, k=k, samples=samples, options=options)
+        chosen = junior if junior is not None or config is None else resolved.model.junior
+        resolved = replace(resolved, model=replace(resolved.model, junior=chosen))
         with _bars() as progress:
             results = evaluate(
                 resolved,
@@ -114,6 +94,114 @@ def _command(name: Command) -> Callable[..., None]:
 
 for _name in COMMANDS:
     app.command(_name)(_command(_name))
+
+
+@app.command()
+def qa(
+    overrides: Annotated[
+        list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Any config key, e.g. retrieval.top_n=3")
+    ] = None,
+    model: Annotated[
+        str | None,
+        typer.Option(help="HF folder or hub id; with --endpoint its name there, or the first listed."),
+    ] = None,
+    endpoint: Annotated[
+        str | None,
+        typer.Option(metavar="URL", help="Evaluate a model behind an OpenAI-compatible endpoint, http://HOST:PORT/v1."),
+    ] = None,
+    api_key_env: Annotated[
+        str | None, typer.Option(metavar="NAME", help="Environment variable with the endpoint's key; default: none.")
+    ] = None,
+    data: Annotated[
+        list[str] | None, typer.Option(help="JSONL or Parquet file, synthetic:hops:SPLIT[:COUNT] …; repeatable.")
+    ] = None,
+    config: Annotated[
+        str | None,
+        typer.Option(help="Take everything else from this config, e.g. of a run; for synthetic:hops, hops_tandem."),
+    ] = None,
+    predictions: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Write MuSiQue's official prediction file, in the rows' order.")
+    ] = None,
+    samples: Annotated[int, typer.Option(min=1, help="Samples per question; predictions are the first ones.")] = 1,
+    k: Annotated[str | None, typer.Option(help="The k of pass@k, e.g. 1,2,4.")] = None,
+    profile: Annotated[str | None, typer.Option(help="tiny, paper or custom (eval.temperature=… etc.).")] = None,
+    limit: Annotated[int | None, typer.Option(min=1, help="Use the first rows only, of all sources together.")] = None,
+    out: Annotated[Path, typer.Option(help="Folder, or a file ending in .json.")] = Path("eval"),
+    seed: Annotated[int | None, typer.Option(help="Seed of every completion.")] = None,
+    device: Annotated[str | None, typer.Option(help="cpu, cuda, …")] = None,
+    dtype: Annotated[str | None, typer.Option(help="float32 or bfloat16.")] = None,
+) -> None:
+    """Questions about documents (MuSiQue): one model searches and answers; EM, F1, citations … by number of hops.
+
+    The environment is rollout.environment, or multihop. What is written is the phase pass-at-k.
+    """
+    from rich.console import Console
+
+    from tandemrl.config import ConfigError, stated_keys
+    from tandemrl.data.loading import load_rows
+    from tandemrl.evals import Endpoint, evaluate, evaluate_remote, read_samples
+    from tandemrl.evals.files import result_file
+    from tandemrl.evals.qa import by_group, official, write_predictions
+    from tandemrl.evals.qa import predictions as predicted
+
+    if endpoint is None and (model is None or api_key_env is not None):
+        raise ConfigError("give --model, or --endpoint URL" if model is None else "--api-key-env is of --endpoint")
+    options = {"eval.profile": profile, "eval.seed": seed, "model.device": device, "model.dtype": dtype}
+    resolved = _resolved(config, overrides or (), data, k=k, samples=samples, options=options)
+    if resolved.rollout.environment == "single":
+        resolved = replace(resolved, rollout=replace(resolved.rollout, environment="multihop"))
+    resolved = replace(resolved, model=replace(resolved.model, junior=None))
+    shared: dict[str, Any] = {
+        "out": out,
+        "limit": limit,
+        "stated": None if config is None else stated_keys(overrides or ()),
+    }
+    with _bars() as progress:
+        if endpoint is not None:
+            where = Endpoint(endpoint, model, api_key_env)
+            result = evaluate_remote(resolved, where, progress=progress, **shared)
+        else:
+            assert model is not None  # refused above
+            result = evaluate(resolved, model=model, phases=("pass-at-k",), progress=progress, **shared)["pass-at-k"]
+    title = f"questions (profile {resolved.eval.profile}, {resolved.eval.samples} samples each)"
+    Console().print(groups_table(title, by_group(result["metrics"]["macro"])))
+    rows = load_rows(resolved.data.eval)[:limit]
+    found = predicted(read_samples(result_file("pass-at-k", out).with_name(result["samples"])), rows)
+    scores = ", ".join(f"{name} {value:.3f}" for name, value in official(found, rows).items())
+    typer.echo(f"by MuSiQue's script: {scores}")
+    if endpoint is not None:
+        typer.echo("authors unknown: the tokens of a model behind an endpoint are not seen")
+    if predictions is not None:
+        write_predictions(predictions, found)
+    typer.echo(f"written to {out}" + (f", {predictions}" if predictions is not None else ""))
+
+
+def _resolved(
+    config: str | None,
+    overrides: Sequence[str],
+    data: Sequence[str] | None,
+    *,
+    k: str | None,
+    samples: int | None,
+    options: Mapping[str, object],
+) -> "Config":
+    """The configuration that the options of a command ask for.
+
+    Raises:
+        ConfigError: one is malformed, or there is no data.
+    """
+    from tandemrl.config import ConfigError, load
+
+    if k is not None and not all(part.strip().isdigit() for part in k.split(",")):
+        raise ConfigError(f"--k {k}: expected whole numbers with commas between them, e.g. 1,2,4,8")
+    chosen: dict[str, object] = {"eval.k": k and f"[{k}]", "eval.samples": samples, **options}
+    if samples is not None and k is None:
+        chosen["eval.k"] = [each for each in (1, 2, 4, 8) if each <= samples]
+    assignments = [f"{key}={value}" for key, value in chosen.items() if value is not None]
+    resolved = load(config, [*assignments, *overrides])
+    if not data and config is None:
+        raise ConfigError("no data to evaluate on: give --data, or --config for its data.eval")
+    return replace(resolved, data=replace(resolved.data, eval=tuple(data or resolved.data.eval)))
 
 
 @contextmanager
@@ -165,15 +253,37 @@ def summary_table(title: str, results: "Mapping[Phase, Mapping[str, Any]]") -> "
     return table
 
 
+def groups_table(title: str, groups: Mapping[str, Mapping[str, float]]) -> "Table":
+    """A row per headline metric, a column per group of problems; intervals stand in the first, which is of all."""
+    from rich.table import Table
+    from rich.text import Text
+
+    from tandemrl.evals import is_headline
+
+    table = Table(title=title, title_justify="left")
+    table.add_column("metric", no_wrap=True)
+    for name in groups:
+        table.add_column(Text(name.replace("=", " ")), justify="right", no_wrap=True)
+    names = [name for name in groups["all"] if is_headline(name) and not name.endswith(_BOUNDS)]
+    for metric in ("problems", *names):
+        cells = [_cell(values, metric) for values in groups.values()]
+        table.add_row(Text(metric), Text(cells[0]), *(Text(cell.partition(" [")[0]) for cell in cells[1:]))
+    return table
+
+
 def _columns(metrics: Mapping[str, Any]) -> dict[str, Mapping[str, float]]:
     return metrics["by_set"] | ({"macro": metrics["macro"]} if len(metrics["by_set"]) > 1 else {})
 
 
 def _is_summary(phase: str, metric: str) -> bool:
-    """Of every phase what it is about; what else there is to say of a text, of the solo texts only."""
+    """Of every phase what it is about; what else there is to say of a text, of the solo texts only. By hops there is no
+    room for single arms."""
     about = ("pass@", "verified_pass@", "rejected_rate", "cross_entropy", "kl", "excess", "unlikely_rate")
-    own = (*about, "maj@", "length", "truncation_rate") if phase == "pass-at-k" else about
-    return metric.rpartition("/")[2].startswith(own) and not metric.endswith(_BOUNDS)
+    own = (*about, "maj@", "length", "truncation_rate", "turns") if phase == "pass-at-k" else about
+    group, _, name = metric.rpartition("/")
+    if "=" in group and "/" in group:
+        return False
+    return name in ("em", "f1", "citation") or (name.startswith(own) and not metric.endswith(_BOUNDS))
 
 
 def metrics_table(title: str, metrics: Mapping[str, Any]) -> "Table":

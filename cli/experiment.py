@@ -5,15 +5,19 @@ from typing import Annotated, Any
 
 import typer
 
+RETRIEVERS = "retrievers"
+
 
 def experiment(
-    name: Annotated[str, typer.Argument(help="quickstart, paper-claims, repair or ablations.")],
+    name: Annotated[str, typer.Argument(help="quickstart, paper-claims, repair, ablations, hops or retrievers.")],
     overrides: Annotated[
         list[str] | None,
         typer.Argument(metavar="[KEY=VALUE]...", help="Config keys for every run, e.g. train.steps=40"),
     ] = None,
     out: Annotated[Path | None, typer.Option(help="Folder; default runs/NAME. A killed experiment goes on.")] = None,
-    pair: Annotated[list[str] | None, typer.Option(help="plain, jargon or repair; repeatable.")] = None,
+    pair: Annotated[
+        list[str] | None, typer.Option(help="plain, jargon, repair, hops or hops_jargon; repeatable.")
+    ] = None,
     seeds: Annotated[str | None, typer.Option(help="E.g. 0,1,2; more can be added later.")] = None,
     arms: Annotated[str | None, typer.Option(help="Train only these of its arms, e.g. grpo,tandem.")] = None,
     problems: Annotated[int | None, typer.Option(min=2, help="Held-out problems of every evaluation.")] = None,
@@ -21,18 +25,53 @@ def experiment(
     size: Annotated[str | None, typer.Option(help="Of the models: tiny, or 46m, which wants a GPU.")] = None,
     device: Annotated[str | None, typer.Option(help="cpu or cuda, for everything.")] = None,
     workers: Annotated[int | None, typer.Option(min=1, help="Processes at once; default: one per core.")] = None,
+    retriever: Annotated[
+        list[str] | None,
+        typer.Option(help="Of retrievers: bm25, golden, semantic, hybrid or hops; the others against the first."),
+    ] = None,
+    model: Annotated[
+        list[str] | None, typer.Option(help="Of retrievers: a folder or hub id, in place of tiny pairs; repeatable.")
+    ] = None,
+    junior: Annotated[str | None, typer.Option(help="Of retrievers: the junior of every --model.")] = None,
+    data: Annotated[list[str] | None, typer.Option(help="Of retrievers: questions for every --model.")] = None,
+    config: Annotated[str | None, typer.Option(help="Of retrievers: the config of every evaluation.")] = None,
 ) -> None:
-    """Train and evaluate every arm on every seed of a pair, and say what the intervals support."""
+    """Train and evaluate every arm on every seed of a pair, and say what the intervals support.
+
+    retrievers: nothing is trained; every model answers the same questions with each retriever.
+    """
     from dataclasses import replace
 
     from tandemrl.cli.heartbeat import heartbeat, last_written
     from tandemrl.config import ConfigError
     from tandemrl.experiments.experiment import EXPERIMENTS, run_experiment
+    from tandemrl.experiments.retrievers import Benchmark, run_retrievers
 
-    if name not in EXPERIMENTS:
-        raise ConfigError(f"unknown experiment {name!r}; known: {', '.join(EXPERIMENTS)}")
+    if name not in (*EXPERIMENTS, RETRIEVERS):
+        raise ConfigError(f"unknown experiment {name!r}; known: {', '.join((*EXPERIMENTS, RETRIEVERS))}")
     if seeds is not None and not all(part.strip().isdigit() for part in seeds.split(",")):
         raise ConfigError(f"--seeds {seeds}: expected whole numbers with commas between them, e.g. 0,1,2")
+    of_retrievers = {"retrievers": retriever, "models": model, "junior": junior, "data": data, "config": config}
+    of_training = {"--arms": arms, "--size": size, "--workers": workers}
+    folder = out or Path("runs") / name
+    if name == RETRIEVERS:
+        if stray := [option for option, value in of_training.items() if value is not None]:
+            raise ConfigError(f"{stray[0]} is not of retrievers: nothing is trained")
+        asked: dict[str, Any] = of_retrievers | {
+            "overrides": overrides,
+            "pairs": pair,
+            "seeds": seeds and [int(part) for part in seeds.split(",")],
+            "problems": problems,
+            "samples": samples,
+            "device": device,
+        }
+        given: dict[str, Any] = {key: tuple(v) if isinstance(v, list) else v for key, v in asked.items() if v}
+        with heartbeat(typer.echo, lambda: last_written(folder)):
+            run_retrievers(Benchmark(**given), folder, say=typer.echo)
+        typer.echo(f"report: {folder}/report.html, {folder}/report.md")
+        return
+    if stray := [option for option, value in of_retrievers.items() if value is not None]:
+        raise ConfigError(f"--{stray[0].removesuffix('s')} is of the experiment retrievers, not of {name}")
     chosen = EXPERIMENTS[name]
     if arms is not None:
         chosen = chosen.only([part.strip() for part in arms.split(",")])
@@ -46,7 +85,6 @@ def experiment(
         "device": device,
     }
     chosen = replace(chosen, **{key: value for key, value in changes.items() if value})
-    folder = out or Path("runs") / name
     with heartbeat(typer.echo, lambda: last_written(folder)):
         results = run_experiment(chosen, folder, workers=workers, say=typer.echo)
     for claim in results["claims"]:

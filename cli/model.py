@@ -20,13 +20,20 @@ def _group() -> None:
 
 @app.command()
 def tiny(
-    out: Annotated[Path, typer.Option(help="Folder for senior/, junior/ and manifest.json.")] = Path("runs/tiny"),
-    pair: Annotated[str, typer.Option(help="Which pair: plain, jargon or repair.")] = "plain",
+    out: Annotated[
+        Path | None,
+        typer.Option(
+            help="Folder for senior/, junior/ and manifest.json; default runs/tiny, of agents runs/tiny-PAIR."
+        ),
+    ] = None,
+    pair: Annotated[str, typer.Option(help="Which pair: plain, jargon, repair, hops or hops_jargon.")] = "plain",
     seed: Annotated[int, typer.Option(help="Seed of data, weights and order.")] = 0,
 ) -> None:
     """Build the tiny senior/junior pair, a minute or two on two CPU cores; a finished one is kept."""
+    from tandemrl.data import hops
     from tandemrl.experiments.tiny import build_tiny_pair
 
+    out = out or Path(f"runs/tiny-{pair}" if pair in hops.PAIRS else "runs/tiny")
     with _shown(f"warm start of the {pair} pair") as progress:
         manifest = build_tiny_pair(out, pair=pair, seed=seed, progress=progress)
     base = ", ".join(f"{name} {value:.3g}" for name, value in manifest["base"].items())

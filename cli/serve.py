@@ -21,6 +21,10 @@ def serve(
     junior_dtype: Annotated[str | None, typer.Option(help="Default: the senior's.")] = None,
     junior_quantization: Annotated[str | None, typer.Option(help="A quantization method of vLLM.")] = None,
     junior_device: Annotated[str | None, typer.Option(help="A CUDA device of its own, e.g. cuda:1.")] = None,
+    tool_call_parser: Annotated[
+        str | None,
+        typer.Option(help="How vLLM reads tool calls. Default: hermes, where the chat template knows tools."),
+    ] = None,
     host: Annotated[str, typer.Option(help="Address to listen on; 0.0.0.0: every one of this machine.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(help="Port to listen on.")] = 8000,
     api_key: Annotated[
@@ -52,4 +56,12 @@ def serve(
         junior_device=junior_device,
         selection=asdict(selected),
     )
-    server.serve(senior, options, host=host, port=port, api_key=api_key, vllm_args=vllm_args or ())
+    server.serve(
+        senior,
+        options,
+        host=host,
+        port=port,
+        api_key=api_key,
+        tool_call_parser=tool_call_parser,
+        vllm_args=vllm_args or (),
+    )

@@ -253,6 +253,19 @@ def scoring() -> str:
     )
 
 
+def retrieval() -> str:
+    result = json.loads((BENCHMARKS / "retrieval.json").read_text())
+    build, search = result["build"], result["search"]
+    low, high = (1e3 * seconds for seconds in search["interval_90"])
+    return (
+        f"Of {result['documents']:,} documents ({result['corpus_mb']:.0f} MiB) an index of {result['index_mb']:.0f} "
+        f"MiB is built in {build['cpu_seconds']:.0f} s of CPU, with {build['peak_mb'] / 1024:.1f} GiB of memory. A "
+        f"query takes {1e3 * search['seconds_per_query']:.0f} ms (nine of ten: {low:.0f} to {high:.0f}); a process "
+        f"that searches needs {search['own_mb']:.0f} MiB for it beside the pages of the files "
+        f"({versions_of([result])}; {_file('retrieval.json')}).\n"
+    )
+
+
 def _spread(fifths: Mapping[str, float]) -> str:
     return " and ".join(f"{value:.0f}" for value in fifths.values())
 
@@ -282,6 +295,7 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "tandem-cost": tandem_cost,
     "update-and-head": update_and_head,
     "scoring": scoring,
+    "retrieval": retrieval,
 }
 BLOCK = re.compile(r"(<!-- figures: ([\w-]+) -->\n).*?(<!-- end -->\n)", re.DOTALL)
 

@@ -13,3 +13,11 @@ def tiny_pair(tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = tmp_path_factory.mktemp("pair") / "tiny"
     build_tiny_pair(out, steps=250)
     return out
+
+
+@pytest.fixture(scope="session")
+def agents(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Random models that call tools now and then, and rows for them."""
+    from agents import make_agents
+
+    return make_agents(tmp_path_factory.mktemp("agents"))

@@ -7,7 +7,7 @@ from functools import cache
 
 import numpy as np
 import torch
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import (
     GenerationConfig,
     GPT2Config,
@@ -42,6 +42,22 @@ def tokenizer() -> PreTrainedTokenizerFast:
     bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     bpe.decoder = decoders.ByteLevel()
     return PreTrainedTokenizerFast(tokenizer_object=bpe, eos_token=EOS, pad_token=PAD, chat_template=CHAT_TEMPLATE)
+
+
+AGENT_TEMPLATE = (
+    "{% for t in tools or [] %}{{ t.function.name }} {% endfor %}"
+    "{% for m in messages %}{{ '!' if m.role == 'assistant' else '' }}{{ m.content }}"
+    "{% for c in m.tool_calls or [] %}<tool_call>{{ c.function | tojson }}</tool_call>{% endfor %}"
+    "{{ eos_token if m.role == 'assistant' else '.' }}{% endfor %}{% if add_generation_prompt %}!{% endif %}"
+)
+
+
+def agent_tokenizer(calls: Sequence[str]) -> PreTrainedTokenizerFast:
+    """``tokenizer`` with a token for each of the calls, and a chat template that knows tools and several turns."""
+    agent = copy.deepcopy(tokenizer())
+    agent.add_tokens([AddedToken(call, normalized=False) for call in calls])
+    agent.chat_template = AGENT_TEMPLATE
+    return agent
 
 
 def text(tokens: Sequence[int] | np.ndarray) -> str:

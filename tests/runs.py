@@ -29,6 +29,26 @@ SMALL = [
 ]
 
 
+KILLER = """
+import os, signal, sys
+import {module} as module
+original, calls = getattr({owner}, "{name}"), 0
+def dying(*arguments, **options):
+    global calls
+    calls += 1
+    if {before} and calls == {call}:
+        os.kill(os.getpid(), signal.SIGKILL)
+    result = original(*arguments, **options)
+    if calls == {call}:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return result
+setattr({owner}, "{name}", dying)
+from tandemrl.cli.main import main
+main()
+"""
+"""A command that ends in a SIGKILL at call number ``call`` of a function: before it, or after."""
+
+
 def config(pair: Path, out: Path, *extra: str) -> Config:
     paths = [f"model.senior={pair}/senior", f"model.junior={pair}/junior", f"output_dir={out}"]
     return load(None, [*SMALL, *paths, *extra])

@@ -273,6 +273,37 @@ def test_countdown_has_the_published_values() -> None:
     assert c.eval.max_tokens == c.rollout.max_tokens
 
 
+def test_musique_has_the_published_values() -> None:
+    c = load("musique_grpo")
+    assert (c.model.senior, c.model.dtype, c.model.gradient_checkpointing) == (
+        "Qwen/Qwen2.5-7B-Instruct",
+        "bfloat16",
+        True,
+    )
+    lora = c.model.lora
+    assert (lora.rank, lora.alpha, lora.dropout) == (16, 32.0, 0.05)
+    assert set(lora.targets) == {f"{name}_proj" for name in ("q", "k", "v", "o", "up", "down", "gate")}
+    assert (c.rollout.environment, c.rollout.max_turns, c.rollout.turn_tokens) == ("multihop", 10, 1024)
+    assert c.longest_sequence <= 8192 + 1024 + 128
+    assert (c.rollout.group_size, c.rollout.temperature, c.rollout.top_p, c.rollout.top_k) == (8, 0.5, 0.95, 0)
+    assert (c.retrieval.retriever, c.retrieval.merge, c.retrieval.top_n) == ("hybrid", "halves", 2)
+    assert c.retrieval.url == "http://localhost:8931"
+    assert (c.train.lr, c.train.schedule, c.train.warmup_steps) == (1e-5, "constant", 10)
+    assert (c.train.betas, c.train.grad_clip) == ((0.9, 0.99), 0.1)
+    assert (c.train.save_every, c.train.eval_every, c.train.steps) == (100, 100, 19_938 // 8)
+    assert (c.loss.recipe, c.loss.kl_coef, c.reward.musique) == ("dr_grpo", 0.0, "head")
+    plan = batch_plan(c)
+    assert (plan.prompts, plan.rollouts, plan.updates) == (8, 64, 1)  # 8 a device, 8 of them accumulated
+    assert (c.data.order, c.eval.temperature, c.eval.max_tokens) == ("by_hops", 0.5, c.rollout.max_tokens)
+    tandem = load("musique_tandem")
+    assert set(difference(c, tandem)) == {"selection.strategy", "output_dir"}
+    assert (tandem.selection.strategy, tandem.selection.prob_senior, tandem.selection.max_gap_tokens) == (
+        "word",
+        0.5,
+        32,
+    )
+
+
 def test_eurus_has_the_published_values() -> None:
     c = load("eurus")
     assert c.model.senior == "deepseek-ai/DeepSeek-R1-Distill-Qwen-1.5B"
@@ -292,6 +323,18 @@ def test_the_quickstart_is_what_the_tiny_pair_was_measured_with() -> None:
     assert (c.train.prompts_per_step, c.rollout.group_size, c.train.mini_batch_prompts) == (16, 8, None)
     assert (c.train.lr, c.train.betas, c.rollout.temperature) == (3e-4, (0.9, 0.95), 1.0)
     assert (c.rollout.max_tokens, c.eval.profile, c.model.device) == (64, "tiny", "cpu")
+
+
+def test_agents_are_trained_as_they_were_measured() -> None:
+    grpo, tandem = load("hops_grpo"), load("hops_tandem")
+    assert (tandem.model.senior, tandem.model.junior) == ("runs/tiny-hops/senior", "runs/tiny-hops/junior")
+    assert (grpo.model.senior, grpo.model.junior) == ("runs/tiny-hops/senior", None)
+    assert (grpo.selection.strategy, tandem.selection.strategy) == ("solo", "turn")
+    assert (grpo.rollout, grpo.retrieval, grpo.train) == (tandem.rollout, tandem.retrieval, tandem.train)
+    assert (tandem.train.prompts_per_step, tandem.rollout.group_size, tandem.train.mini_batch_prompts) == (16, 8, None)
+    assert (tandem.train.lr, tandem.train.betas, tandem.train.steps) == (3e-4, (0.9, 0.95), 50)
+    assert (tandem.rollout.environment, tandem.retrieval.retriever) == ("multihop", "hops")
+    assert tandem.eval.max_tokens == tandem.rollout.max_tokens
 
 
 def test_the_batch_plan_counts_by_hand() -> None:
@@ -368,4 +411,4 @@ def test_the_reference_is_printed_by_section_within_80_columns() -> None:
     assert any(line.startswith(row) for line in table)
     unknown = run(["config", "trian"])
     assert unknown.exit_code == 2
-    assert "no section 'trian'; there are model, model.lora, data, rollout, rollout.vllm, selection" in unknown.output
+    assert "no section 'trian'; there are model, model.lora, data, rollout, rollout.vllm, retrieval" in unknown.output

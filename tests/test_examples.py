@@ -2,9 +2,17 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
+
+import pytest
+
+from tandemrl.config import load
+from tandemrl.data.rows import Row
+from tandemrl.data.synthetic import generate
+from tandemrl.rollout.envs.factory import make_environment
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 
@@ -41,3 +49,42 @@ def test_the_ablation_trains_with_its_own_strategy_and_loss(tiny_pair: Path, tmp
     again = run_example("ablation.py", *overrides, cwd=tmp_path)  # another run must not pass for this one
     assert again.returncode != 0
     assert "already holds a run" in again.stderr
+
+
+def test_the_calculator_asks_again_where_a_sum_is_wrong(tiny_pair: Path, tmp_path: Path) -> None:
+    overrides = [f"model.senior={tiny_pair}/senior", f"model.junior={tiny_pair}/junior", "train.eval_every=0"]
+    overrides += ["train.prompts_per_step=4", "rollout.group_size=4", "train.steps=2"]
+    done = run_example("calculator.py", *overrides, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert [line.partition(":")[0] for line in done.stdout.splitlines()] == ["step 1", "step 2"]
+    lines = (tmp_path / "runs" / "calculator" / "samples.jsonl").read_text().splitlines()
+    truths = {row.example_id: row.ground_truth for row in generate("plain", "train", None, 0)}
+    seen = set()
+    for sample in map(json.loads, lines):
+        messages = sample["transcript"]["messages"]
+        for turn, answer in zip(messages[::2], [*messages[1::2], None], strict=False):
+            sums = re.findall(r"(\d+) (plus|minus) (\d+) (?:is|makes|about) (\d+)", turn["content"])
+            wrong = [(a, sign, b) for a, sign, b, c in sums if int(a) + int(b) * (-1) ** (sign == "minus") != int(c)]
+            seen.add(bool(wrong))
+            if wrong:
+                assert answer["content"].startswith(" ".join(wrong[0]) + " is ")
+            else:
+                assert answer is None
+        last = messages[2 * (sample["turns"] - 1)]["content"]
+        assert sample["reward"] == last.endswith(f"\\boxed{{{truths[sample['example_id']]}}}")
+        assert sample["transcript"]["counts"].get("wrong_sums", 0) == len(messages) // 2
+    assert seen == {True, False}
+
+
+def test_the_calculator_is_an_environment_and_a_tool_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(EXAMPLES)
+    tools = make_environment(load(None, ["rollout.environment=tools", "rollout.tools=[calculator:calculate]"]))
+    assert tools is not None
+    call = {
+        "type": "function",
+        "function": {"name": "calculate", "arguments": {"left": 5, "sign": "minus", "right": 3}},
+    }
+    answer = tools.reply(Row("a", (), "", "", {}), {}, {"role": "assistant", "content": "", "tool_calls": [call]})
+    assert [message["content"] for message in answer.messages] == ["2"]
+    named = make_environment(load(None, ["rollout.environment=calculator:Calculator"]))
+    assert type(named).__name__ == "Calculator"

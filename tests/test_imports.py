@@ -15,9 +15,9 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 FLOORS = """
-types files config
+messages types files config
 selection losses
-distributed
+distributed http processes
 models data
 rollout
 rewards

@@ -15,7 +15,7 @@ from nbclient import NotebookClient
 from runs import metrics
 
 NOTEBOOKS = Path(__file__).parents[1] / "notebooks"
-NAMES = ("01_selection_strategy", "02_loss", "03_read_a_run", "04_paper_claims", "05_reward")
+NAMES = ("01_selection_strategy", "02_loss", "03_read_a_run", "04_paper_claims", "05_reward", "06_environment")
 
 
 def load(name: str) -> Any:
@@ -159,6 +159,30 @@ def test_a_reward_is_written_weighed_and_trained_with(runs: Path, monkeypatch: p
     for step in metrics(runs / "reward" / "right_and_short"):
         assert step["reward/mean"] == pytest.approx(step["reward/boxed"] + 0.5 * step["reward/brevity"])
         assert 0 < step["reward/brevity"] < 1
+    assert "<image>" in said["plots"]
+
+
+def test_an_environment_is_written_tried_and_trained_in(runs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    said = execute(NAMES[5], runs, monkeypatch)
+    assert list(json.loads(said["tool"])) == ["left", "sign", "right"]
+    assert said["call"].splitlines() == [
+        "8 | state {'sums': 1} | over False",
+        "Error: times is neither plus nor minus | state {} | over False",
+        "Error: argument 'left' of calculate must be integer | state {} | over False",
+        "Error: a <tool_call> is not closed by </tool_call> | state {} | over False",
+        "| state {} | over True",
+    ]
+    assert said["environment"].splitlines() == [
+        "First 5 plus 3 is 9. → 5 plus 3 is 8. What is 5 plus 3? | over False",
+        "First 5 plus 3 is 8. → | over True",
+    ]
+    for step in metrics(runs / "environment"):
+        assert 1 < step["env/turns"] <= 3
+        assert 0 < step["env/wrong_sums"] <= step["env/turns"]
+    turns = re.search(r"(\d) turns, tokens of the junior (\d+), senior (\d+)", said["episode"])
+    assert turns is not None
+    assert said["episode"].count("assistant: ") == int(turns[1]) > 1
+    assert min(int(turns[2]), int(turns[3])) > 0
     assert "<image>" in said["plots"]
 
 

@@ -19,6 +19,7 @@ from tandemrl.losses import compute_advantages as compute_advantages
 from tandemrl.losses import policy_loss as policy_loss
 from tandemrl.losses import ppo_clip as ppo_clip
 from tandemrl.losses import token_weights as token_weights
+from tandemrl.messages import Transcript as Transcript
 from tandemrl.models.loading import load_model as load_model
 from tandemrl.models.loading import load_tokenizer as load_tokenizer
 from tandemrl.rewards.protocol import GraderError as GraderError
@@ -30,9 +31,14 @@ from tandemrl.rollout.engine import Engine as Engine
 from tandemrl.rollout.engine import EngineError as EngineError
 from tandemrl.rollout.engine import Request as Request
 from tandemrl.rollout.engine import Sampling as Sampling
+from tandemrl.rollout.envs.environment import Answer as Answer
+from tandemrl.rollout.envs.environment import BrokenEnvironmentError as BrokenEnvironmentError
+from tandemrl.rollout.envs.environment import Environment as Environment
+from tandemrl.rollout.envs.environment import Opening as Opening
 from tandemrl.rollout.torch_engine import TorchEngine as TorchEngine
 from tandemrl.selection import Strategy as Strategy
 from tandemrl.selection import alternating as alternating
+from tandemrl.selection import alternating_turns as alternating_turns
 from tandemrl.selection import annealed as annealed
 from tandemrl.selection import bernoulli as bernoulli
 from tandemrl.selection import chunk as chunk
@@ -40,6 +46,7 @@ from tandemrl.selection import linear as linear
 from tandemrl.selection import replay as replay
 from tandemrl.selection import sentence as sentence
 from tandemrl.selection import solo as solo
+from tandemrl.selection import turn as turn
 from tandemrl.selection import word as word
 from tandemrl.selection import word_aligned as word_aligned
 from tandemrl.selection.draws import request_key as request_key

@@ -17,6 +17,9 @@ import numpy as np
 from jaxtyping import Float, Int8, Int64, jaxtyped
 from torch import Tensor
 
+from tandemrl.messages import Message as Message
+from tandemrl.messages import Transcript as Transcript
+
 try:  # Checks at the public boundary when beartype is there; it is not needed to train.
     from beartype import beartype as typechecker
 except ImportError:  # pragma: no cover - exercised by `make test-core` without beartype
@@ -31,14 +34,22 @@ class Author(IntEnum):
     SENIOR = 1
 
 
+def own_turns(tokens: np.ndarray, author: np.ndarray) -> list[np.ndarray]:
+    """What the authors wrote, turn by turn: the runs of tokens that are not CONTEXT."""
+    own = (author >= 0).astype(np.int8)
+    starts = (np.diff(own, prepend=0) == 1).nonzero()[0]
+    ends = (np.diff(own, append=0) == -1).nonzero()[0] + 1
+    return [tokens[start:end] for start, end in zip(starts, ends, strict=True)]
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Rollout:
     """One finished, scored completion together with its prompt; also a line of ``samples.jsonl``.
 
     ``tokens``, ``author`` and ``behaviour_logprobs`` have the same length (prompt + response). ``author`` is
-    ``Author.CONTEXT`` on the prompt. ``behaviour_logprobs`` is the log-prob of each response token under its AUTHOR's
-    sampling distribution (nats), 0.0 on context. ``key`` is the request key that all draws follow from; it is called
-    "seed" in ``samples.jsonl``.
+    ``Author.CONTEXT`` on the prompt and on what the world says between turns. ``behaviour_logprobs`` is the log-prob of
+    each written token under its AUTHOR's sampling distribution (nats), 0.0 on context. ``key`` is the request key that
+    all draws follow from; it is called "seed" in ``samples.jsonl``. ``transcript``: of an episode of several turns.
 
     Raises:
         ValueError: a channel is missing entries or has an unknown author.
@@ -56,6 +67,7 @@ class Rollout:
     stop_reason: str = "eos"
     turns: int = 1
     policy_version: int = 0
+    transcript: Transcript | None = None
 
     def __post_init__(self) -> None:
         for name, dtype in (("tokens", np.int64), ("author", np.int8), ("behaviour_logprobs", np.float32)):
@@ -69,6 +81,12 @@ class Rollout:
     @property
     def response_tokens(self) -> int:
         return int((self.author >= 0).sum())
+
+    @property
+    def context_tokens(self) -> int:
+        """Of the leading context, the prompt: it is shared by the rollouts of a group."""
+        written = np.flatnonzero(self.author >= 0)
+        return int(written[0]) if len(written) else len(self.author)
 
     @property
     def scored(self) -> bool:
@@ -90,12 +108,15 @@ class Rollout:
             "stop_reason": self.stop_reason,
             "turns": self.turns,
             "policy_version": self.policy_version,
+            **({} if self.transcript is None else {"transcript": self.transcript.to_json()}),
         }
 
     @classmethod
     def from_json(cls, line: Mapping[str, Any]) -> "Rollout":
         arrays = {name: np.asarray(line[name]) for name in ("tokens", "author", "behaviour_logprobs")}
         others = {name: line[name] for name in cls.__dataclass_fields__ if name in line}
+        if others.get("transcript") is not None:
+            others["transcript"] = Transcript.from_json(others["transcript"])
         return cls(**others | arrays | {"key": line["seed"]})
 
 

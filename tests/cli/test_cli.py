@@ -409,6 +409,35 @@ def test_data_build_deepscaler_and_eurus_read_local_copies(tmp_path: Path) -> No
     assert "test: 1 rows" in result.output
 
 
+def test_data_build_musique_reads_a_local_copy(tmp_path: Path) -> None:
+    paragraphs = [{"idx": i, "title": "T", "paragraph_text": "x", "is_supporting": i < 2} for i in range(20)]
+    question = {"id": "2hop__1", "question": "Who?", "answer": "two", "paragraphs": paragraphs}
+    for split in ("train", "validation"):
+        (tmp_path / f"{split}.jsonl").write_text(json.dumps(question))
+    build = ["data", "build", "musique", "--out", str(tmp_path / "m"), "--source", str(tmp_path)]
+    assert "1 rows, expected 19938" in refused(run(*build))
+    result = run(*build, "--expect-rows", "0", "--noise-rate", "0")
+    assert result.exit_code == 0, result.output
+    assert "validation: 1 rows" in result.output
+    assert "left out: 36 (paragraphs)" in result.output
+
+
+def test_data_index_makes_what_retrieval_takes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "corpus.jsonl").write_text('{"id": "a", "text": "A fox."}\n{"id": "b", "title": "T", "body": "Dogs."}')
+    index = ["data", "index", str(tmp_path / "corpus.jsonl"), "--out", str(tmp_path / "index")]
+    with monkeypatch.context() as patched:
+        patched.setitem(sys.modules, "bm25s", None)
+        assert "pip install 'tandemrl[retrieval]'" in refused(run(*index))
+    pytest.importorskip("bm25s")
+    pytest.importorskip("Stemmer")
+    result = run(*index)
+    assert result.exit_code == 0, result.output
+    assert f"2 documents in {tmp_path / 'index'}" in result.output
+    from tandemrl.rollout.envs.bm25 import Corpus
+
+    assert [document.id for document in Corpus(tmp_path / "index").search("dog", 2)] == ["b"]
+
+
 def test_model_tiny_builds_the_pair(monkeypatch: pytest.MonkeyPatch) -> None:
     import tandemrl.experiments.tiny
 

@@ -12,7 +12,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from tandemrl.data.loading import load_rows
-from tandemrl.data.rows import GSM8K_INSTRUCTION, DataError, Row, encode_prompts
+from tandemrl.data.rows import GSM8K_INSTRUCTION, DataError, Row, encode_prompts, messages_of
 
 DATA = Path(os.environ.get("TANDEMRL_DATA", Path(__file__).parents[3] / "shared" / "data"))
 real_gsm8k = pytest.mark.skipif(
@@ -79,6 +79,7 @@ def test_prompt_may_be_a_plain_string(tmp_path):
         (verl(prompt=["hi"]), "'prompt[0]'"),
         (verl(prompt=[{"role": "user"}]), "'prompt[0].content'"),
         (verl(prompt=[{"role": "user", "content": "a"}, {"content": "b"}]), "'prompt[1].role'"),
+        (verl(prompt=[{"role": "assistant", "tool_calls": [{"name": "add"}]}]), "'prompt[0].tool_calls[0]'"),
         (verl(data_source=...), "'data_source'"),
         (verl(data_source=""), "'data_source'"),
         (verl(reward_model=...), "'reward_model'"),
@@ -279,3 +280,40 @@ def test_too_long_a_prompt_is_counted_here_and_no_warning_of_transformers(is_ren
     finally:
         logger.removeHandler(caplog.handler)
     assert caplog.text == ""
+
+
+CALL = {"id": "c1", "type": "function", "function": {"name": "add", "arguments": '{"a": 1}'}}
+TOOLS = [{"type": "function", "function": {"name": "two"}}]
+WITH_TOOLS = (
+    "{% for t in tools or [] %}{{ t.function.name }} {% endfor %}"
+    "{% for m in messages %}{{ m.role }} {% for c in m.tool_calls or [] %}{{ c.function.arguments.a }} {% endfor %}"
+    "{% endfor %}"
+)
+
+
+def test_messages_keep_their_tool_calls_and_what_the_tools_said():
+    asked = {"role": "assistant", "content": None, "tool_calls": [CALL], "reasoning": "dropped"}
+    said = {"role": "tool", "content": "3", "tool_call_id": "c1", "name": "add", "tool_calls": None}
+    assert messages_of([asked, said], "here") == (
+        {
+            "role": "assistant",
+            "content": "",
+            "tool_calls": [{"type": "function", "id": "c1", "function": {"name": "add", "arguments": {"a": 1}}}],
+        },
+        {"role": "tool", "content": "3", "tool_call_id": "c1", "name": "add"},
+    )
+
+
+def test_prompts_begin_as_the_environment_says_and_name_its_tools():
+    def opening(row):
+        return [{"role": "system", "content": row.ground_truth}, *row.messages]
+
+    with_opening, _ = encode_prompts([row(("user", "one"))], tokenizer(), max_prompt_tokens=99, opening=opening)
+    assert with_opening[0].tokens == (3, 4, 0, 1, 4, 5, 2)  # system : 1 user : one assistant
+    told, dropped = encode_prompts(
+        [row(("user", "one")), row(("user", "one"), ("user", "one"))], tokenizer(WITH_TOOLS), max_prompt_tokens=2,
+        tools=TOOLS,
+    )  # fmt: skip
+    assert ([prompt.tokens for prompt in told], dropped) == ([(6, 1)], 1)
+    with pytest.raises(DataError, match=r"row r: its prompt is rendered .* rollout\.environment=single"):
+        encode_prompts([rendered("one")], tokenizer(), max_prompt_tokens=9, opening=opening)

@@ -48,3 +48,17 @@ def test_foreign_state_and_empty_data_are_refused():
     for other, name in ((Sampler(4, seed=0), "count"), (Sampler(5, seed=1), "seed")):
         with pytest.raises(DataError, match=name):
             Sampler(5, seed=0).load_state_dict(other.state_dict())
+
+
+def test_by_levels_an_epoch_rises_and_each_level_is_shuffled():
+    levels = [3, 2, 4, 2, 2, 3, 2, 2]
+    sampler, shuffled = Sampler(8, seed=5, levels=levels), Sampler(8, seed=5)
+    for _ in range(3):
+        order, free = sampler.next(8), shuffled.next(8)
+        assert [levels[row] for row in order] == sorted(levels)
+        for level in {2, 3, 4}:  # among themselves as they come without levels
+            assert [row for row in order if levels[row] == level] == [row for row in free if levels[row] == level]
+    resumed = Sampler(8, seed=5, levels=levels)
+    sampler.next(3)
+    resumed.load_state_dict(sampler.state_dict())
+    assert resumed.next(20) == sampler.next(20)

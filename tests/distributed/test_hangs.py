@@ -24,7 +24,7 @@ from test_restarts import overrides
 LIMIT_S = 12.0  # on a busy machine a healthy process may be still for some of that
 CALLS = {
     "start": ("tandemrl.training.build.make_optimizer", 0),
-    "rollout": ("tandemrl.rollout.torch_engine._Batch.step", 1),
+    "rollout": ("tandemrl.rollout.decoding.DecodingBatch.step", 1),
     "score": ("tandemrl.rewards.scoring.Scorer.score", 0),
     "update": ("tandemrl.training.update.policy_loss", 0),
     "sync": ("tandemrl.rollout.spread.SpreadEngine.load_weights", 1),  # 0: before the first step

@@ -16,12 +16,12 @@ import torch
 
 from fake_judge import FakeJudge
 from helpers import prepared, qwen3, tokenizer
+from tandemrl import http as http_client
 from tandemrl.config import JudgeConfig, ParallelConfig, RewardConfig
 from tandemrl.data.rows import Row
 from tandemrl.distributed import world as parallel
 from tandemrl.distributed.watchdog import EXIT_CODE, GRACE_S, WATCHDOG, Stillness, Watchdog
 from tandemrl.rewards import scoring
-from tandemrl.rewards.judge import http as http_engine
 from tandemrl.rewards.judge.http import HttpJudge
 from tandemrl.rewards.protocol import Score
 from tandemrl.rewards.scoring import Scorer
@@ -175,9 +175,9 @@ def ask_a_judge() -> int:
 def test_long_work_leaves_a_stamp_per_part(work: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """A step of decoding, a program, a reply: a phase of many of them may take longer than the time-out."""
     counted = Counted()
-    for module in (torch_engine, scoring, http_engine):
+    for module in (torch_engine, scoring, http_client):
         monkeypatch.setattr(module, "stamp", counted.stamp)
-    monkeypatch.setattr(http_engine, "WATCHDOG", counted)
+    monkeypatch.setattr(http_client, "WATCHDOG", counted)
     parts = work()
     assert counted.count >= parts
 

@@ -134,6 +134,19 @@ def test_all_ways_to_name_repetitions_mean_the_same(tmp_path):
     assert [each.mean for each in by_metric(named)["pass@1"].per_seed] == [0.25, 1.0]
 
 
+def test_parts_of_scores_are_compared_by_hops_where_a_set_has_them(tmp_path):
+    """Of the sets a and b only a has em: 1 and 0 of 2 and 3 hops on one side, 0 and 0 on the other."""
+    sides = []
+    for name, ems in (("x", (1.0, 0.0)), ("y", (0.0, 0.0))):
+        asked = [sample(i)._replace(parts={"em": em}, group=f"hops={2 + i}") for i, em in enumerate(ems)]
+        asked = [each._replace(sample=n) for each in asked for n in range(2)]
+        sides.append(store(tmp_path / name, [*asked, *rates(1, sets=("b",))]))
+    found = by_metric(compare(*sides, resamples=20))
+    assert [found[metric].difference.mean for metric in ("em", "hops=2/em", "hops=3/em")] == [0.5, 1.0, 0.0]
+    assert found["em"].problems == 2
+    assert found["pass@1"].problems == 3
+
+
 def test_texts_that_only_one_side_could_read_are_left_out(tmp_path):
     values = {"a": [1.0, 2.0, None, 4.0], "b": [0.5, None, 3.0, 1.0]}
     for side, cross_entropies in values.items():
@@ -258,6 +271,10 @@ def test_markdown_and_json_of_contrasts(tmp_path):
         ("junior_first/truncation_rate", "A > B: worse", "A < B: better"),
         ("cross_entropy", "A > B: worse", "A < B: better"),
         ("rejected_rate", "A > B: worse", "A < B: better"),
+        ("hops=3/em", "A > B: better", "A < B: worse"),
+        ("senior_first_turns/f1", "A > B: better", "A < B: worse"),
+        ("invalid_calls", "A > B: worse", "A < B: better"),
+        ("turns", "A > B", "A < B"),
         ("length", "A > B", "A < B"),
         ("kl", "A > B", "A < B"),
     ],
@@ -300,3 +317,15 @@ def test_the_command_prints_a_table_and_writes_what_the_function_returns(tmp_pat
     assert ("pass@2" in only, "pass@1" in only) == (True, False)
     refused = CliRunner().invoke(app, ["compare", str(a), str(b), "--metric", "pas@1"])
     assert (refused.exit_code, "--metric pas@1: no phase" in refused.stderr) == (2, True)
+
+
+def test_the_command_shows_arms_by_groups_only_when_asked(tmp_path):
+    for side in "ab":
+        samples = [sample(0, n, arm=arm)._replace(group="hops=2") for arm in ("one", "two") for n in range(2)]
+        store(tmp_path / side, samples)
+    outputs = [
+        CliRunner().invoke(app, ["compare", str(tmp_path / "a"), str(tmp_path / "b"), "--resamples", "5", *more]).output
+        for more in ([], ["--all"])
+    ]
+    assert ["hops=2/one/pass@1" in output for output in outputs] == [False, True]
+    assert all("hops=2/pass@1" in output and "one/pass@1" in output for output in outputs)

@@ -24,9 +24,9 @@ EOS, STEP, BLANK, NEWLINE, RIGHT, WRONG, HALF = range(len(WORDS))
 class WordTokenizer:
     """One word per id; decoding joins them and leaves EOS out."""
 
-    def decode(self, tokens, skip_special_tokens):
+    def batch_decode(self, texts, skip_special_tokens):
         assert skip_special_tokens
-        return " ".join(WORDS[token] for token in tokens if token != EOS)
+        return [" ".join(WORDS[token] for token in tokens if token != EOS) for tokens in texts]
 
 
 class CannedEngine:
@@ -65,7 +65,8 @@ class FakeScore(NamedTuple):
 class FakeScorer:
     """The last word is the answer; "half" earns a format score that is not an accuracy."""
 
-    def score(self, items):
+    def score(self, items, transcripts):
+        assert transcripts == [None] * len(items)
         return [self.mark(row, text) for row, text in items]
 
     def mark(self, row, text):

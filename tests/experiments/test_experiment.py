@@ -20,8 +20,9 @@ from tandemrl.cli.main import app
 from tandemrl.config import load
 from tandemrl.evals.compare import compare
 from tandemrl.experiments import experiment as experiments
+from tandemrl.experiments.claims import BASE, claims_of, paper_claims
 from tandemrl.experiments.experiment import (
-    BASE,
+    EXPERIMENTS,
     GRPO,
     TANDEM,
     Arm,
@@ -29,7 +30,6 @@ from tandemrl.experiments.experiment import (
     ExperimentError,
     Job,
     check_premise,
-    paper_claims,
     run_experiment,
 )
 
@@ -415,3 +415,92 @@ def test_the_command_refuses_what_it_cannot_run(options: list[str], message: str
     result = CliRunner().invoke(app, ["experiment", *options, "--out", str(tmp_path / "out")])
     assert result.exit_code == 2, result.output
     assert message in result.stderr
+
+
+# ------------------------------------------------------------------------------------------------------------- agents
+
+
+def _agents(**changed: list[float]) -> list[dict[str, Any]]:
+    """Three seeds of the hops_jargon pair that meet every bar; ``changed``: other values of ``arm__measure``."""
+    arms: dict[str, dict[str, list[float]]] = {
+        BASE: {"solo/pass@1": [0.70, 0.68, 0.72]},
+        "grpo": {
+            "solo/pass@1": [0.97, 0.96, 0.97],
+            "handoff/senior_then_junior": [0.17, 0.2, 0.15],
+            "handoff/senior_first_turns": [0.2, 0.2, 0.2],
+            "junior_ce": [5.0] * 3,
+            "jargon_rate": [0.95] * 3,
+        },
+        "turns": {
+            "solo/pass@1": [0.96, 0.96, 0.96],
+            "handoff/senior_then_junior": [0.47, 0.4, 0.45],
+            "handoff/senior_first_turns": [0.57, 0.5, 0.5],
+            "junior_ce": [0.4] * 3,
+            "jargon_rate": [0.01] * 3,
+        },
+    }
+    for name, values in changed.items():
+        arm, measure = name.split("__")
+        arms[arm][measure] = values
+    return [
+        {"pair": "hops_jargon", "seed": seed, "arm": arm} | {name: values[seed] for name, values in measures.items()}
+        for arm, measures in arms.items()
+        for seed in range(3)
+    ]
+
+
+_SOLO_OF_AGENTS = [
+    {"pair": "hops_jargon", "A": "turns", "B": "grpo", "phase": "pass-at-k", "metric": "pass@1"}
+    | {"difference": {"mean": -0.01, "low": -0.03, "high": 0.01}}
+]
+
+
+@pytest.mark.parametrize(
+    ("changed", "broken"),
+    [
+        ({}, None),
+        ({"turns__solo/pass@1": [0.96, 0.82, 0.96]}, "gain of tandem by turns"),
+        ({"turns__handoff/senior_then_junior": [0.47, 0.34, 0.45]}, "senior's first turn"),
+        ({"turns__handoff/senior_first_turns": [0.34, 0.5, 0.5]}, "every turn"),
+        ({"turns__junior_ce": [0.4, 0.4, 2.6]}, "legibility"),
+        ({"grpo__jargon_rate": [0.95, 0.7, 0.95]}, "after GRPO"),
+        ({"turns__jargon_rate": [0.01, 0.01, 0.3]}, "jargon rate after tandem"),
+    ],
+)
+def test_claims_about_jargon_agents(changed: dict[str, list[float]], broken: str | None) -> None:
+    claims = claims_of("hops_jargon", _agents(**changed), _SOLO_OF_AGENTS)
+    assert len(claims) == 8
+    failing = [claim.claim for claim in claims if claim.verdict != "holds"]
+    assert len(failing) == (broken is not None), failing
+    assert broken is None or broken in failing[0]
+
+
+def test_plain_agents_are_to_gain_a_quarter_in_every_seed() -> None:
+    rows = [row | {"pair": "hops"} for row in _agents() if row["arm"] != "turns"]
+    (claim,) = claims_of("hops", rows, [])
+    assert (claim.bar, claim.verdict) == (">= 0.25", "holds")
+    assert claim.values == pytest.approx((0.27, 0.28, 0.25))
+    lower = [row | {"solo/pass@1": 0.75} if row["arm"] == BASE else row for row in rows]
+    assert claims_of("hops", lower, [])[0].verdict == "fails"
+
+
+def test_nothing_is_claimed_of_arms_that_are_missing() -> None:
+    assert claims_of("hops_jargon", [row for row in _agents() if row["arm"] != "turns"], _SOLO_OF_AGENTS) == []
+    assert claims_of("hops_jargon", _agents(), []) == []
+    assert claims_of("repair", _agents(), []) == []
+
+
+def test_the_arms_of_the_hops_experiment_differ_in_who_writes() -> None:
+    hops = EXPERIMENTS["hops"]
+    experiments._check_experiment(hops)
+    configs = {arm.name: load(hops.config, [*arm.overrides, *hops.overrides]) for arm in hops.arms}
+    assert {name: config.selection.strategy for name, config in configs.items()} == {
+        "grpo": "solo",
+        "turns": "turn",
+        "words": "word",
+    }
+    assert configs["grpo"].model.junior is None
+    assert {config.rollout.environment for config in configs.values()} == {"multihop"}
+    assert hops.problems >= 1000
+    assert len(hops.seeds) == 5
+    assert load(hops.evaluation).rollout == configs["turns"].rollout

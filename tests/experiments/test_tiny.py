@@ -3,6 +3,7 @@ import json
 import math
 import re
 import shutil
+from dataclasses import replace
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from tandemrl.data.rows import DataError
 from tandemrl.data.synthetic import PAIRS, examples, generate
 from tandemrl.experiments import tiny
+from tandemrl.experiments.demonstrations import lessons
 from tandemrl.experiments.tiny import WarmStart, build_tiny_pair, train_tokenizer
 
 STEPS = 12
@@ -197,7 +199,8 @@ def test_the_plain_recipe_is_that_of_cached_pairs(built):
 
 def test_every_stage_of_every_pair_has_texts_and_a_recipe():
     stages = {name: ["base", *(["senior"] if pair.senior else [])] for name, pair in PAIRS.items()}
-    assert {name: list(recipes) for name, recipes in tiny.WARM_STARTS.items()} == stages
+    agents = {"hops": ["base", "junior"], "hops_jargon": ["base", "senior"]}
+    assert {name: list(recipes) for name, recipes in tiny.WARM_STARTS.items()} == stages | agents
 
 
 @pytest.mark.parametrize("pair", PAIRS)
@@ -252,3 +255,27 @@ def test_problems_and_solutions_fit_the_tiny_profile(tokenizer):
     assert max(map(len, prompts)) <= 40
     texts = [text for _, text in itertools.islice(examples("plain", 5), 500)]
     assert max(map(len, tokenizer(texts)["input_ids"])) + 1 <= 56  # of 64
+
+
+def test_agents_learn_their_episodes_and_a_junior_of_its_own_fewer(tmp_path, monkeypatch):
+    """With a loss that weighs what the world says by a tenth: held against a plain computation."""
+    recipe = WarmStart(steps=3, batch_size=4, eval_rows=4)
+    monkeypatch.setitem(tiny.WARM_STARTS, "hops", {"base": recipe, "junior": replace(recipe, steps=2)})
+    seen = []
+    manifest = build_tiny_pair(tmp_path / "pair", pair="hops", progress=lambda *event: seen.append(event))
+    assert [event[:2] for event in seen] == [(i, 5) for i in range(1, 6)]
+    assert seen[3][2] == pytest.approx(seen[0][2])  # the junior begins anew: as the base did, on the same episodes
+    assert manifest["sha256"]["senior"] != manifest["sha256"]["junior"]
+    assert set(manifest["base"]) == {"solo/pass@1", "junior/solo/pass@1", "eval_rows", "warm_start/loss"}
+    assert manifest["recipe"]["junior"]["steps"] == 2
+
+    tokenizer = train_tokenizer("hops", 0, vocab_size=1)
+    model = tiny.new_model(tokenizer, 0)
+    total = weight = 0.0
+    for lesson in itertools.islice(lessons(tokenizer, "hops", 0), 4):
+        with torch.no_grad():
+            logprobs = model(torch.tensor([lesson.tokens])).logits[0].log_softmax(-1)
+        for place in range(1, len(lesson.tokens)):
+            total -= lesson.weights[place] * logprobs[place - 1, lesson.tokens[place]].item()
+            weight += lesson.weights[place]
+    assert seen[0][2] == pytest.approx(total / weight, rel=1e-4)

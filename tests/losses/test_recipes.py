@@ -212,6 +212,28 @@ def test_tokens_of_weight_zero_change_nothing(recipe, importance, junk):
 @every_recipe
 @every_importance
 @every_normaliser
+def test_what_the_world_says_changes_nothing(recipe, importance, normalise_by):
+    """Context in the middle of a sequence, with every term of the loss, the junior's tokens trained on as well."""
+    batch = weighted(random_batch(), 0.5)
+    options = {"importance": importance, "normalise_by": normalise_by}
+    loss, gradient, metrics = loss_and_gradient(recipe, batch, **options)
+    world = batch["author"] == -1
+    spoiled = {key: torch.where(world, float("nan"), batch[key]) for key in (*CHANNELS, "advantages")}
+    loss2, gradient2, metrics2 = loss_and_gradient(recipe, {**batch, **spoiled}, **options)
+    assert (batch["weights"][world] == 0).all()
+    assert (gradient[world] == 0).all()
+    assert torch.equal(loss, loss2)
+    assert torch.equal(gradient, gradient2)
+    assert all(torch.equal(metrics[name], metrics2[name]) for name in metrics)
+    kept = {k: v[~world] if isinstance(v, torch.Tensor) and v.dim() == 1 else v for k, v in batch.items()}
+    loss3, gradient3, _ = loss_and_gradient(recipe, kept, **options)
+    assert close(loss, loss3)
+    assert close(gradient[~world], gradient3)
+
+
+@every_recipe
+@every_importance
+@every_normaliser
 def test_removing_tokens_of_weight_zero_changes_nothing(recipe, importance, normalise_by):
     """Context, and with normalise_by=weight the junior's tokens too, might as well not be in the batch."""
     batch = weighted(random_batch(), 0.0)

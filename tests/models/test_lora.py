@@ -3,6 +3,7 @@
 import copy
 import shutil
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -17,7 +18,7 @@ from runs import assert_same_run, config, metrics, weights
 from tandemrl.config import ConfigError, LoraConfig
 from tandemrl.models.batching import pack_tokens
 from tandemrl.models.forward import token_logprobs
-from tandemrl.models.lora import adapted_layers, adapter_free, attach, merged_parameters
+from tandemrl.models.lora import adapted_layers, adapter_free, attach, dropping, merged_parameters
 from tandemrl.rollout.sync import fingerprint
 from tandemrl.training.checkpoint import CheckpointError
 from tandemrl.training.loop import train
@@ -25,6 +26,7 @@ from tandemrl.training.loop import train
 pytest.importorskip("peft", reason="needs the lora extra")
 
 LORA = LoraConfig(rank=3, alpha=6.0)
+DROPPED = replace(LORA, dropout=0.25)
 MODELS = {"qwen3, tied": qwen3, "llama, biased": llama}
 
 
@@ -181,6 +183,81 @@ def test_peft_missing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "peft", None)
     with pytest.raises(ConfigError, match=r"pip install 'tandemrl\[lora\]'"):
         attach(prepared(qwen3()), LORA, seed=0)
+
+
+# ------------------------------------------------------------------------------------------------------------- dropout
+
+
+def test_dropout_acts_inside_of_dropping_alone_whatever_the_mode() -> None:
+    """In training mode, too, in which recomputed activations put a model for good."""
+    plain = prepared(qwen3())
+    model, same = adapted(plain, DROPPED), adapted(plain)
+    wanted = logprobs(same)
+    model.train()
+    assert torch.equal(logprobs(model), wanted)
+    before = torch.get_rng_state()
+    with dropping(model, (0, 1)):
+        one = logprobs(model)
+        other = logprobs(model)
+    with dropping(model, (0, 1)):
+        again = logprobs(model)
+    with dropping(model, (0, 2)):
+        another = logprobs(model)
+    assert torch.equal(torch.get_rng_state(), before)
+    assert torch.equal(one, again)
+    for different in (other, another, wanted):
+        assert (one - different).abs().max() > 1e-3
+    assert torch.equal(logprobs(model), wanted)
+    assert {k: v.shape for k, v in merged_parameters(model)} == {k: v.shape for k, v in merged_parameters(same)}
+
+
+def test_an_adapters_inputs_are_dropped_and_scaled() -> None:
+    """Its output is W x + alpha / rank · B A (mask · x / (1 - p)), of which the mask is read off the zeros."""
+    model = adapted(prepared(qwen3()), DROPPED)
+    layer = model.model.layers[0].mlp.down_proj
+    inputs = torch.randn(2000, layer.in_features, generator=torch.Generator().manual_seed(0))
+    seen: list[Tensor] = []
+    layer.lora_A["default"].register_forward_hook(lambda _, args, __: seen.append(args[0]))
+    with torch.no_grad(), dropping(model, (3,)):
+        found = layer(inputs)
+    mask = seen[0] != 0
+    assert abs(mask.float().mean().item() - 0.75) < 0.01
+    a, b = (getattr(layer, f"lora_{x}")["default"].weight for x in "AB")
+    expected = layer.base_layer(inputs) + 2.0 * (mask * inputs / 0.75) @ a.T @ b.T
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-4)
+
+
+def test_recomputed_activations_have_the_same_dropout() -> None:
+    model = adapted(prepared(qwen3()), DROPPED)
+    gradients = []
+    for checkpointed in (False, True):
+        if checkpointed:
+            model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+            model.train()
+        with dropping(model, (4,)):
+            logprobs(model).sum().backward()
+        gradients.append({name: p.grad for name, p in model.named_parameters() if p.grad is not None})
+        model.zero_grad()
+    for name, gradient in gradients[0].items():
+        torch.testing.assert_close(gradients[1][name], gradient)
+
+
+def test_a_run_with_dropout_resumes_as_if_nothing_had_happened(tiny_pair: Path, tmp_path: Path) -> None:
+    """The gate still sees log-probs without dropout, and the rollouts are those of the merged weights. The gradient of
+    the first step, in which all else is equal, is another than without dropout."""
+    lora = ("model.lora.rank=4", "train.lr=1e-2", "train.eval_every=0", "train.save_every=1")
+    dropped = (*lora, "model.lora.dropout=0.3", "model.gradient_checkpointing=true")
+    whole = train(config(tiny_pair, tmp_path / "whole", "train.steps=2", *dropped), quiet=True)
+    first, second = metrics(whole)
+    assert max(first["mismatch/mean_abs"], second["mismatch/mean_abs"]) < 1e-5
+    assert first["ratio"] == 1.0  # B = 0 at the start
+    assert second["ratio"] != 1.0  # of log-probs with dropout against those without
+    out = train(config(tiny_pair, tmp_path / "resumed", "train.steps=1", *dropped), quiet=True)
+    train(config(tiny_pair, out, "train.steps=2", *dropped), quiet=True)
+    assert_same_run(whole, out, step=2)
+    without = train(config(tiny_pair, tmp_path / "without", "train.steps=1", *lora), quiet=True)
+    assert metrics(without)[0]["reward/mean"] == first["reward/mean"]
+    assert metrics(without)[0]["grad_norm"] != first["grad_norm"]
 
 
 # ------------------------------------------------------------------------------------------------------------ in a run

@@ -14,13 +14,14 @@ import pytest
 from typer.testing import CliRunner
 
 from tandemrl.cli.main import app
+from tandemrl.evals import authors_of
 from tandemrl.experiments.tiny import train_tokenizer
 from tandemrl.report import ReportError, build_report, headlines, read_results, summary_table, write_report
 from tandemrl.report.figures import shared, thin
 from tandemrl.report.page import styles, to_html, to_markdown, without_tags
 from tandemrl.report.provenance import caveats, commands
 from tandemrl.report.records import discover
-from tandemrl.report.samples import CHARACTERS, expand
+from tandemrl.report.samples import CHARACTERS
 from tandemrl.report.svg import axes, draw
 from tandemrl.report.tables import (
     JUNIOR_CE,
@@ -415,6 +416,87 @@ def test_samples_show_who_wrote_what(page: str, tokenizer: tuple[Any, Path]) -> 
     assert f"{len(tokens)} tokens, {100 * (len(tokens) - 4) / len(tokens):.0f} % senior" in page
 
 
+EPISODE = {
+    "messages": [
+        {"role": "assistant", "content": "is 10.", "tool_calls": [{"function": {"name": "search"}}]},
+        {"role": "tool", "content": "</span></div><script>alert(2)</script> \ud800 \u202e"},
+        {"role": "assistant", "content": "is 8."},
+    ],
+    "state": {},
+    "counts": {"tool_calls": 1.0, "tool_errors": 0.0},
+}
+
+
+def episode(found: Any, **more: Any) -> dict:
+    """The senior's turn, what the world says, and a turn of the junior's; three further tokens are the world's."""
+    first, second = (found.encode(text, add_special_tokens=False) for text in ("is 10.", "is 8."))
+    runs = f"S{len(first)}C3J{len(second)}"
+    line = sample([*first, 5, 6, 7, *second], runs, "is 10.\nis 8.", turns=2, transcript=EPISODE)
+    return line | {"length": len(first) + len(second)} | more
+
+
+def test_an_episode_shows_turns_authors_and_what_the_world_said(tmp_path: Path, tokenizer: tuple[Any, Path]) -> None:
+    found, folder = tokenizer
+    write_phase(tmp_path, "pass-at-k", {"pass@1": 0.5}, [episode(found, stop_reason="turns")])
+    report = build_report(tmp_path, tokenizer=folder)
+    shown = report.galleries[""][0].problems[0].shown[0][1]
+    said = "</span></div><script>alert(2)</script> ? \u202e"
+    assert shown.spans == [(Author.SENIOR, "is 10."), (Author.CONTEXT, said), (Author.JUNIOR, "is 8.")]
+    written = [len(found.encode(text, add_special_tokens=False)) for text in ("is 10.", "is 8.")]
+    assert (shown.tokens, shown.senior_share) == (sum(written), pytest.approx(written[0] / sum(written)))
+    html = to_html(report)
+    assert Page(html).tags["script"] == 0
+    assert '<span class="world">&lt;/span&gt;&lt;/div&gt;&lt;script&gt;' in html
+    assert f"{sum(written)} tokens, {100 * written[0] / sum(written):.0f} % senior in 2 turns, out of turns" in html
+    assert "1 tool calls" in html
+    assert "tool errors" not in html
+    write_report(report)  # a lone surrogate can be written to no file
+
+
+def test_the_world_is_read_from_tokens_where_the_transcript_is_silent(
+    tmp_path: Path, tokenizer: tuple[Any, Path]
+) -> None:
+    found, folder = tokenizer
+    write_phase(tmp_path, "pass-at-k", {"pass@1": 0.5}, [episode(found, transcript=None)])
+    spans = build_report(tmp_path, tokenizer=folder).galleries[""][0].problems[0].shown[0][1].spans
+    assert spans[1] == (Author.CONTEXT, found.decode([5, 6, 7], skip_special_tokens=True))
+
+
+def test_an_episode_without_authors_shows_its_messages(tmp_path: Path, tokenizer: tuple[Any, Path]) -> None:
+    unknown = episode(tokenizer[0], author=None, tokens=[], senior_share=None, length=9)
+    write_phase(tmp_path, "pass-at-k", {"pass@1": 0.5}, [unknown])
+    report = build_report(tmp_path, tokenizer=tokenizer[1])
+    spans = report.galleries[""][0].problems[0].shown[0][1].spans
+    assert [author for author, _ in spans] == [None, Author.CONTEXT, None]
+    assert spans[0][1] == 'is 10.\n{"function": {"name": "search"}}'
+    assert "9 tokens, authors unknown in 2 turns" in to_html(report)
+
+
+def test_metrics_of_episodes_have_columns_curves_and_commands(tmp_path: Path) -> None:
+    arm = tmp_path / "agents" / "grpo"
+    write_phase(
+        arm / "eval", "pass-at-k", {"pass@1": 0.5, "f1": 0.6, "citation": 0.25, "turns": 3.25}, environment="tools"
+    )
+    by_turns = {"senior_first_turns/pass@1": 0.4, "senior_then_junior/pass@1": 0.3}
+    write_phase(arm / "eval", "handoff", by_turns, environment="tools", max_turns=4)
+    write_run(arm)
+    steps = [json.loads(line) for line in (arm / "metrics.jsonl").read_text().splitlines()]
+    (arm / "metrics.jsonl").write_text("".join(json.dumps(s | {"env/turns": 2.0 + s["step"]}) + "\n" for s in steps))
+    report = build_report(tmp_path)
+    head, _, row = [line for line in headlines(report).splitlines() if line.startswith("|")]
+    shown = dict(zip(cells(head), cells(row), strict=True))
+    assert shown["solo F1"] == "0.600 [0.590, 0.610]"
+    assert shown["turns"].startswith("3.2")
+    assert shown["senior’s first turn, then junior"].startswith("0.300")
+    assert "tool errors" not in shown
+    html = to_html(report)
+    assert "Turns of an episode" in html
+    assert "Tool errors" not in html
+    assert any(
+        command.endswith("rollout.environment=tools rollout.max_turns=4") for command in commands(report.records)
+    )
+
+
 def test_a_tokenizer_that_gives_other_texts_is_not_trusted(experiment: Path) -> None:
     report = build_report(experiment)
     assert any("does not give the texts of" in caveat for caveat in report.caveats)  # the sample with the script
@@ -524,7 +606,7 @@ def test_a_damaged_sample_names_file_and_line(tmp_path: Path) -> None:
     with pytest.raises(ReportError, match=r"pass-at-k\.samples\.jsonl: line 2 .*2 tokens have 1 authors"):
         build_report(tmp_path)
     with pytest.raises(ValueError, match="run lengths"):
-        expand("S1X2")
+        authors_of("S1X2")
 
 
 def test_missing_phases_and_missing_samples_leave_the_rest(tmp_path: Path) -> None:

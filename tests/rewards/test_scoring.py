@@ -16,6 +16,7 @@ import pytest
 
 from tandemrl.config import ConfigError, RewardConfig
 from tandemrl.data.rows import DataError, Row
+from tandemrl.messages import Transcript
 from tandemrl.rewards import routing
 from tandemrl.rewards.functions import by_name
 from tandemrl.rewards.protocol import Deferred, GraderError, Score
@@ -343,6 +344,9 @@ def score(row, text, options):
     parts = {"acc": float(right), "length": float(len(text)), "pid": float(os.getpid())}
     return Score(float(right), parts, text * 9999)
 
+def turns(row, text, *, transcript, options=None):
+    return len(transcript.messages) + (options is not None) / 2
+
 NOT_A_FUNCTION = 3
 """
 
@@ -460,6 +464,41 @@ def test_functions_may_leave_the_options_out_and_are_asked_at_the_start():
     ):
         with pytest.raises(GraderError, match=message):
             by_name(bad)
+
+
+EPISODE = Transcript(({"role": "assistant", "content": "hi"}, {"role": "tool", "content": "3"}), {"found": [3]})
+
+
+def test_who_asks_for_the_transcript_gets_it_here_and_in_a_child(mine):
+    def may(row, text, transcript=None):
+        return 0.0 if transcript is None else transcript.state["found"][0]
+
+    one, other = row("yes", "my/data"), row("yes", "other")
+    child = replace(mine, scorers={"my/*": "my_scorers_for_tests:turns"})
+    with Scorer(child, functions=by_name(may)) as scorer:
+        scorer.check([one, other], episodes=True)
+        scores = scorer.score([(one, "a"), (other, "b"), (other, "c")], [EPISODE, EPISODE, None])
+    assert [score.value for score in scores] == [2.5, 3.0, 0.0]
+
+
+def test_a_reward_that_reads_transcripts_is_refused_where_there_are_none(mine, monkeypatch):
+    def must(row, text, transcript, options):
+        return 1.0
+
+    monkeypatch.setitem(routing.SCORERS, "quiet", lambda row, text, options, transcript: Score(1.0, {"acc": 1.0}, None))
+    message = r"row r: it reads the transcript of an episode, and .* set rollout\.environment"
+    for scorers, functions, name in (
+        ({"my/*": "my_scorers_for_tests:turns"}, None, "my_scorers_for_tests:turns"),
+        ({"my/*": "quiet"}, None, "quiet"),
+        ({}, by_name(must), "reward must"),
+    ):
+        with Scorer(replace(mine, scorers=scorers), functions=functions) as scorer:
+            scorer.check([row("yes", "my/data")], episodes=True)
+            for refused in (scorer.check, lambda rows: scorer.score([(rows[0], "a")])):
+                with pytest.raises(GraderError, match=f"{name}, {message}"):
+                    refused([row("yes", "my/data")])
+    with pytest.raises(GraderError, match="reward bad: its parameters are"):
+        by_name({"bad": lambda text, transcript: 0.0})
 
 
 def test_an_error_in_a_function_names_it_and_the_row():

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from helpers import EOS, IDS, prepared, prompts, qwen3, small_qwen3, tokenizer
 from tandemrl.data.rows import Prompt, Row, encode_prompts
+from tandemrl.messages import Transcript
 from tandemrl.models.batching import pack
 from tandemrl.rewards.math.boxed import Score
 from tandemrl.rewards.rollouts import score_rollouts
@@ -40,7 +41,9 @@ class CountingScorer(Scorer):
     def __init__(self) -> None:
         self.calls: list[list[tuple[Row, str]]] = []
 
-    def score(self, items: Sequence[tuple[Row, str]]) -> list[Score]:
+    def score(
+        self, items: Sequence[tuple[Row, str]], transcripts: Sequence[Transcript | None] | None = None
+    ) -> list[Score]:
         self.calls.append(list(items))
         return [Score(float(len(text)), {"acc": 0.0, "length": float(len(text))}, None) for _, text in items]
 

@@ -74,3 +74,14 @@ def chunk(tokens: Sequence[int], size: int, first: str) -> Told:
         authors += [author] * size
         author = 1 - author
     return Told(authors[: len(tokens)], 0, 0)
+
+
+def turn(key: int, turns: Sequence[Sequence[int]], p: float) -> Told:
+    drawn = [int(uniform(key, number) < p) for number in range(len(turns))]
+    authors = [who for who, tokens in zip(drawn, turns, strict=True) for _ in tokens]
+    return Told(authors, len(drawn), sum(drawn))
+
+
+def alternating_turns(turns: Sequence[Sequence[int]], first: str) -> Told:
+    authors = [(number + (first == "senior")) % 2 for number, tokens in enumerate(turns) for _ in tokens]
+    return Told(authors, 0, 0)

@@ -7,7 +7,8 @@ import pytest
 import torch
 
 from helpers import VOCABULARY, strategies
-from tandemrl.selection import replay
+from tandemrl.rollout.engine import replay_turns
+from tandemrl.selection import alternating_turns, replay, turn
 from tandemrl.selection.live import LiveSelection
 
 
@@ -39,6 +40,36 @@ def test_any_subset_advances_as_in_a_replay(kinds) -> None:
                 strategy, torch.tensor([key]), torch.tensor([tokens]), torch.tensor([len(tokens)])
             ).author[0]
             assert replayed.tolist() == [int(a) for a in authors[: len(tokens)]]
+
+
+def test_rows_of_several_turns_are_those_of_a_replay() -> None:
+    """Turns begin in any subset of rows, while others advance; some rows come with turns that are over."""
+    known = [*strategies().values(), turn(0.5), alternating_turns("junior")]
+    random, live, running = np.random.default_rng(1), LiveSelection(), {}
+    for slot in range(24):
+        strategy = known[slot % len(known)]
+        history = [random.integers(0, VOCABULARY, random.integers(1, 6)).tolist() for _ in range(slot % 3)]
+        senior = live.admit(torch.tensor([slot]), [strategy], torch.tensor([slot]), [history])
+        running[slot] = (strategy, [*history, []], [bool(senior)])
+    for _ in range(40):
+        some = [slot for slot in running if random.random() < 0.6]
+        if some:
+            tokens = torch.from_numpy(random.integers(0, VOCABULARY, len(some)))
+            for slot, token, author in zip(some, tokens, live.step(torch.tensor(some), tokens), strict=True):
+                running[slot][1][-1].append(int(token))
+                running[slot][2].append(bool(author))
+        begin = [slot for slot, (_, turns, _) in running.items() if turns[-1] and random.random() < 0.1]
+        if begin:
+            last = torch.tensor([running[slot][2][-1] for slot in begin])
+            for slot, author in zip(begin, live.turn(torch.tensor(begin), last), strict=True):
+                running[slot][1].append([])
+                running[slot][2][-1] = bool(author)
+    for slot, (strategy, turns, authors) in running.items():
+        written = [np.array(tokens, np.int64) for tokens in turns if tokens]
+        replayed = replay_turns(strategy, [slot], [written]).author[0].tolist()
+        before = sum(map(len, turns[: slot % 3]))
+        assert replayed[before:] == [int(author) for author in authors[: len(replayed) - before]]
+        assert len(turns) > 2
 
 
 def test_strategies_without_rows_are_dropped() -> None:

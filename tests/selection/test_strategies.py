@@ -13,14 +13,17 @@ from tandemrl.selection import (
     Strategy,
     Who,
     alternating,
+    alternating_turns,
     annealed,
     bernoulli,
     chunk,
     draw_counts,
     linear,
     replay,
+    resumed,
     sentence,
     solo,
+    turn,
     word,
     word_aligned,
 )
@@ -80,6 +83,7 @@ ALL: dict[str, Strategy] = {
     "chunk": chunk(3, "junior"),
     "alternating": alternating("senior"),
     "solo": solo("junior"),
+    "turn": turn(0.5),
 }
 every_strategy = pytest.mark.parametrize("strategy", ALL.values(), ids=ALL.keys())
 
@@ -321,6 +325,7 @@ def test_annealed_follows_the_schedule() -> None:
         (lambda: word(0.5, 0, torch.tensor(BOUNDARY)), "max_gap_tokens"),
         (lambda: word_aligned(0.5, 0, WORDS), "max_gap_tokens"),
         (lambda: bernoulli(float("nan")), "prob_senior"),
+        (lambda: turn(-0.1), "prob_senior"),
         (lambda: chunk(0), "chunk_size"),
         (lambda: linear(0.0, 1.0, 0), "steps"),
     ],
@@ -343,6 +348,88 @@ def test_an_unknown_author_is_named() -> None:
 def test_only_the_promised_writers_write(strategy: Strategy) -> None:
     author = replay(strategy, some_keys(64), random_tokens(64, 40), torch.full((64,), 40)).author
     assert set(author.flatten().tolist()) == {"both": {0, 1}, "senior": {1}, "junior": {0}}[strategy.writers]
+
+
+# ---------------------------------------------------------------------------------------------------------------- turns
+
+TURNS = st.lists(st.lists(st.integers(0, V - 1), min_size=1, max_size=12), min_size=1, max_size=4)
+Episode = tuple[int, list[list[int]]]
+
+
+def joined(turns: list[list[int]]) -> list[int]:
+    return [token for tokens in turns for token in tokens]
+
+
+def over_turns(case: Case) -> tuple[Strategy, Callable[[int, list[list[int]]], oracle.Told]]:
+    """A strategy that no turn matters to reads all of them as one text."""
+    strategy, naive = case
+    return strategy, lambda key, turns: naive(key, joined(turns))
+
+
+EPISODES = st.one_of(
+    CASES.map(over_turns),
+    P.map(lambda p: (turn(p), lambda key, turns: oracle.turn(key, turns, p))),
+    WHO.map(lambda who: (alternating_turns(who), lambda key, turns: oracle.alternating_turns(turns, who))),
+)
+
+
+@settings(deadline=None, max_examples=100)
+@given(EPISODES, st.lists(st.tuples(KEYS, TURNS), min_size=1, max_size=4), st.integers(0, 4))
+def test_several_turns_are_the_naive_computation_also_when_resumed(
+    case: tuple[Strategy, Callable[[int, list[list[int]]], oracle.Told]], rows: list[Episode], begun: int
+) -> None:
+    strategy, naive = case
+    keys = torch.tensor([key for key, _ in rows])
+    lengths = [len(joined(turns)) for _, turns in rows]
+    tokens = torch.zeros(len(rows), max(lengths), dtype=torch.int64)
+    starts = torch.zeros_like(tokens, dtype=torch.bool)
+    for i, (_, turns) in enumerate(rows):
+        tokens[i, : lengths[i]] = torch.tensor(joined(turns))
+        for number in range(1, len(turns)):
+            starts[i, len(joined(turns[:number]))] = True
+    got = replay(strategy, keys, tokens, torch.tensor(lengths), starts)
+    for i, (key, turns) in enumerate(rows):
+        want = naive(key, turns)
+        assert got.author[i, : lengths[i]].tolist() == want.authors
+        assert (got.draws[i].item(), got.senior_draws[i].item()) == (want.draws, want.senior_draws)
+
+    # The turns before ``begun`` as a history; the others are written.
+    histories = [turns[: min(begun, len(turns) - 1)] for _, turns in rows]
+    senior, state = resumed(strategy, keys, histories)
+    seniors = [senior]
+    rest = [turns[len(history)] for (_, turns), history in zip(rows, histories, strict=True)]
+    for i in range(max(map(len, rest)) - 1):
+        senior, state = strategy.step(state, torch.tensor([own[min(i, len(own) - 1)] for own in rest]))
+        seniors.append(senior)
+    for i, ((key, turns), history, own) in enumerate(zip(rows, histories, rest, strict=True)):
+        want = naive(key, turns[: len(history) + 1]).authors[len(joined(history)) :]
+        assert [int(senior[i]) for senior in seniors[: len(own)]] == want
+
+
+def test_an_author_per_turn_is_drawn_from_the_numbers_of_its_key() -> None:
+    """The same uniforms, whatever prob_senior is: number k is that of turn k."""
+    keys = some_keys(2000)
+    starts = torch.tensor([[False, False, True, True, False]]).repeat(2000, 1)
+    tokens, lengths = torch.zeros(2000, 5, dtype=torch.int64), torch.full((2000,), 5)
+    for p in (0.2, 0.7):
+        got = replay(turn(p), keys, tokens, lengths, starts)
+        drawn = torch.stack([uniforms_of(keys, number) < p for number in range(3)], dim=1).to(torch.int8)
+        assert torch.equal(got.author, drawn[:, [0, 0, 1, 2, 2]])
+        assert (got.draws == 3).all()
+        assert abs(int(got.senior_draws.sum()) - 6000 * p) < 6 * math.sqrt(6000 * p * (1 - p))
+
+
+def uniforms_of(keys: Tensor, number: int) -> Tensor:
+    return torch.tensor([oracle.uniform(key, number) for key in keys.tolist()], dtype=torch.float64)
+
+
+@pytest.mark.parametrize("first", WHOS)
+def test_turns_alternate_from_the_first(first: Who) -> None:
+    starts = torch.tensor([[False, True, False, True]])
+    got = replay(
+        alternating_turns(first), some_keys(1), torch.zeros(1, 4, dtype=torch.int64), torch.tensor([4]), starts
+    )
+    assert got.author[0].tolist() == ([1, 0, 0, 1] if first == "senior" else [0, 1, 1, 0])
 
 
 @every_strategy

@@ -2,6 +2,7 @@
 
 import inspect
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from types import CodeType, FunctionType
@@ -9,11 +10,14 @@ from typing import Any
 
 import pytest
 
-from tandemrl.config import Config, ConfigError, FunctionsConfig, load, to_yaml
+from tandemrl.config import Config, ConfigError, FunctionsConfig, RetrievalConfig, load, to_yaml
 from tandemrl.data.rows import Row
 from tandemrl.losses import RECIPES, ppo_clip
+from tandemrl.messages import Transcript
+from tandemrl.rollout.envs.environment import Environment
+from tandemrl.rollout.signatures import signature
 from tandemrl.selection import Strategy, bernoulli
-from tandemrl.training.function_records import describe, signature, with_records
+from tandemrl.training.function_records import describe, in_use, with_records
 
 
 def scaled(x: float, scale: float) -> float:
@@ -36,10 +40,26 @@ def short(row: Row, text: str) -> float:
     return 1 / len(text)
 
 
+class Sums(Environment):
+    ends = frozenset({"done", "stop"})
+
+    def __init__(self, *tools: Callable[..., Any], bonus: float = 0.0) -> None:
+        self.tools, self.bonus = tools, bonus
+
+    def score(self, row: Row, transcript: Transcript) -> float:
+        return self.bonus + len(transcript.messages)
+
+
+class Doubled(Sums):
+    def score(self, row: Row, transcript: Transcript) -> float:
+        return 2 * super().score(row, transcript)
+
+
 RECIPE = RECIPES["grpo"]._replace(surrogate=partial(ppo_clip))
 PASSED: dict[str, tuple[Any, Any]] = {
     "recipe": (RECIPE, RECIPE._replace(clip_low=0.1)),
     "strategy": (mostly_senior, mostly_junior),
+    "environment": (Sums(scaled), Sums(short)),
     "reward": ({"right": right, "short": short}, {"short": short, "right": right}),  # acc is that of the first
 }
 """By argument of ``train``: a function, and another one."""
@@ -75,6 +95,46 @@ def test_training_from_such_a_config_alone_is_refused_before_anything_is_loaded(
 
     with pytest.raises(ConfigError, match=rf"functions\.{name}: this config belongs to a run with "):
         build(recorded(name, tmp_path))
+
+
+def test_what_an_environment_keeps_in_use_makes_it_no_other_one_but_what_is_changed_by_hand_does() -> None:
+    used = Sums(scaled)
+    config = with_records(load(), environment=used)
+    with in_use(used):
+        used.cache = {"question": "documents"}  # type: ignore[attr-defined]
+    assert with_records(config, environment=used) == with_records(config, environment=Sums(scaled)) == config
+    used.bonus = 1.0
+    with pytest.raises(ConfigError, match=r"functions\.environment: "):
+        with_records(config, environment=used)
+
+
+def test_environments_are_told_apart_by_methods_tools_and_attributes() -> None:
+    different = [Sums(), Sums(scaled), Sums(scaled, short), Sums(scaled, bonus=1.0), Doubled(scaled)]
+    assert len({signature(each) for each in different}) == len(different)
+    assert signature(Sums(scaled)) == signature(Sums(scaled))
+    assert describe(Sums(scaled)) == f"{__name__}.Sums"
+
+
+@dataclass
+class Rules:
+    limits: dict[str, list[int]]
+
+
+def test_environments_are_told_apart_by_what_is_in_their_attributes() -> None:
+    def with_rules(value: Any) -> str:
+        environment = Sums()
+        environment.rules = value  # type: ignore[attr-defined]
+        return signature(environment)
+
+    values = [[1], [2], [[1]], {"a": [1]}, {"a": [2]}, Rules({"a": [1]}), Rules({"a": [2]}), Path("a"), Path("b")]
+    values += [RetrievalConfig(), RetrievalConfig(top_n=3)]
+    assert len(set(map(with_rules, values))) == len(values)
+    assert with_rules(Rules({"a": [1]})) == with_rules(Rules({"a": [1]}))
+    assert with_rules(RetrievalConfig(timeout_s=9)) == with_rules(RetrievalConfig())  # may change on resume
+    assert with_rules(load()) == with_rules(load(None, ["output_dir=elsewhere"]))  # compared as the run's config
+    endless: list[Any] = []
+    endless.append(endless)
+    assert with_rules(endless) == with_rules(endless)
 
 
 def test_a_name_says_where_to_look() -> None:

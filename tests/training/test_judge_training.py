@@ -65,7 +65,7 @@ def marker(tmp_path_factory: pytest.TempPathFactory) -> Path:
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
     model.train()
     for _ in range(40):
-        tokens, targets = tiny._encode(tokenizer, list(itertools.islice(chats, 8)))
+        tokens, targets, *_ = tiny._encode(tokenizer, list(itertools.islice(chats, 8)))
         logits = model(input_ids=tokens, use_cache=False).logits
         loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=-100)
         optimizer.zero_grad()

@@ -51,11 +51,14 @@ def same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
 
 
 def rollouts_of(run: Run, senior: float, seed: int = 0) -> list[Rollout]:
-    """Two prompts of two random responses each; tokens are the senior's with probability ``senior``."""
+    """Two prompts of two random responses each, the longer ones with a tool's reply in the middle; tokens are the
+    senior's with probability ``senior``."""
     rng = np.random.default_rng(seed)
     made = []
     for i in range(4):
         prompt, size = list(run.setup.prompts[i // 2].tokens), 4 + 3 * i
+        response = (rng.random(size) < senior).astype(int)
+        response[4:7] = Author.CONTEXT
         made.append(
             Rollout(
                 example_id=str(i // 2),
@@ -63,7 +66,7 @@ def rollouts_of(run: Run, senior: float, seed: int = 0) -> list[Rollout]:
                 index=i % 2,
                 key=i,
                 tokens=np.array(prompt + rng.integers(3, 60, size).tolist()),
-                author=np.array([Author.CONTEXT] * len(prompt) + (rng.random(size) < senior).astype(int).tolist()),
+                author=np.array([Author.CONTEXT] * len(prompt) + response.tolist()),
                 behaviour_logprobs=np.zeros(len(prompt) + size),
                 reward=float(i % 3),
             )

@@ -71,16 +71,18 @@ def test_a_dry_run_says_what_it_checked_and_loads_no_weights(
     assert not (tmp_path / "runs").exists()
 
 
+MULTIHOP = ["rollout.environment=multihop", "rollout.world_tokens=32"]
+
+
 def broken(what: str, models: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Take one thing away from a run; overrides that go with it."""
     if what == "space":
         monkeypatch.setattr(shutil, "disk_usage", lambda place: Disk(10**6, 10**6, 1000))
-    if what == "packages":
+    if what in ("packages", "words"):
         import importlib.util
 
-        find = importlib.util.find_spec
-        monkeypatch.setattr(importlib.util, "find_spec", lambda name, *p: None if name == "peft" else find(name, *p))
-        return ["model.lora.rank=4"]
+        missing, find = {"packages": "peft", "words": "bm25s"}[what], importlib.util.find_spec
+        monkeypatch.setattr(importlib.util, "find_spec", lambda name, *p: None if name == missing else find(name, *p))
     lines = {"bad row": "{}\n", "no scorer": json.dumps(row(source="nobody")) + "\n"}
     if what in lines:
         (tmp_path / "train.jsonl").write_text(lines[what] * 4)
@@ -95,6 +97,10 @@ def broken(what: str, models: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPa
         (tmp_path / "train.jsonl").write_text((json.dumps(row(source="apps", truth=tests)) + "\n") * 4)
         monkeypatch.setattr("tandemrl.rewards.code.sandbox.sys.platform", "win32")
     return {
+        "packages": ["model.lora.rank=4"],
+        "words": [*MULTIHOP, "retrieval.retriever=hybrid", f"retrieval.model={models}/senior"],
+        "ranker": [*MULTIHOP, "retrieval.retriever=semantic", "retrieval.model=./ranker"],
+        "index": [*MULTIHOP, "retrieval.index=nowhere"],
         "senior": ["model.senior=./models/seinor"],
         "junior": [f"model.junior={models}/stranger"],
         "device": ["model.device=cuda:63"],
@@ -115,6 +121,9 @@ def broken(what: str, models: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPa
         ("no tokenizer", "vocabularies", "bare: no tokenizer is there, only a model"),
         ("device", "model.device", "cuda:63"),
         ("packages", "packages", "model.lora.rank needs peft, which is not installed: pip install 'tandemrl[lora]'"),
+        ("words", "packages", "retrieval.retriever needs bm25s, which is not installed"),
+        ("ranker", "retrieval.model", "ranker: no such folder"),
+        ("index", "rollout.environment", "retrieval.index=nowhere: no index there; write one: tandemrl data index"),
         ("data", "data.train", "trian.jsonl: no such file; did you mean train.jsonl?"),
         ("heldout", "data.eval", "heldotu.jsonl: no such file; did you mean heldout.jsonl?"),
         ("bad row", "data.train", "train.jsonl, line 1"),

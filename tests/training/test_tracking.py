@@ -11,6 +11,7 @@ from rich.console import Console
 
 from runs import lines
 from tandemrl.config import load
+from tandemrl.messages import Transcript
 from tandemrl.training.tracking import Tracker, TrackingError, authored_text, summary_line
 from tandemrl.types import Rollout
 
@@ -78,6 +79,26 @@ def test_authors_are_coloured_and_marked() -> None:
         ("‹ w4›", "yellow"),
         (" w5", "cyan"),
     ]
+
+
+def test_turns_are_lines_and_the_world_is_marked_and_cut(tmp_path: Path) -> None:
+    author = np.array([-1, 1, 0, *[-1] * 100, 1])
+    episode = Rollout(
+        "set/1", 0, 0, 7, np.arange(len(author)), author, np.zeros(len(author)), 1.0,
+        turns=2, transcript=Transcript(({"role": "assistant", "content": "w1"},), {"found": 1}, {"tool_calls": 1.0}),
+    )  # fmt: skip
+    world = "".join(f" w{i}" for i in range(3, 103))[:200]
+    assert authored_text(episode, WordTokenizer()).plain == f" w1‹ w2›⟨{world}…⟩ w103"
+    target, shown = console()
+    with Tracker(tmp_path, load(), console=target) as tracker:
+        tracker.samples(1, [episode], WordTokenizer())
+    assert "senior, ‹junior›, ⟨world⟩" in shown.getvalue()
+    [line] = lines(tmp_path / "samples.jsonl")
+    assert line["text"] == " w1 w2\n w103"
+    assert line["transcript"]["state"] == {"found": 1}
+    read = Rollout.from_json(line)
+    assert read.transcript == episode.transcript
+    assert (read.turns, read.context_tokens, read.response_tokens) == (2, 1, 3)
 
 
 def test_markup_in_a_completion_is_text(tmp_path: Path) -> None:

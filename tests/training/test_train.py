@@ -18,7 +18,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from helpers import tokenizer
-from runs import SMALL, assert_same_run, config, metrics, weights
+from runs import KILLER, SMALL, assert_same_run, config, metrics, weights
 from tandemrl.config import ConfigError, load, to_yaml
 from tandemrl.data.rows import Row
 from tandemrl.losses import RECIPES
@@ -27,12 +27,12 @@ from tandemrl.rewards.protocol import GraderError
 from tandemrl.rollout.collect import generate
 from tandemrl.rollout.engine import Completion, Draws, EngineError
 from tandemrl.rollout.schedule import schedule_of
+from tandemrl.rollout.signatures import signature
 from tandemrl.rollout.torch_engine import TorchEngine
 from tandemrl.selection import bernoulli, solo
 from tandemrl.training import build as build_module
 from tandemrl.training.build import build
 from tandemrl.training.checkpoint import CheckpointError, DamagedError, latest, lock
-from tandemrl.training.function_records import signature
 from tandemrl.training.gates import TrainError, check_draws, check_mismatch
 from tandemrl.training.loop import train
 from tandemrl.training.resume import restore
@@ -74,23 +74,6 @@ def test_training_changes_the_senior(tiny_pair: Path, finished: Path) -> None:
     assert any(not torch.equal(base[name], trained[name]) for name in base)
 
 
-KILLER = """
-import os, signal, sys
-import {module} as module
-original, calls = getattr({owner}, "{name}"), 0
-def dying(*arguments, **options):
-    global calls
-    calls += 1
-    if {before} and calls == {call}:
-        os.kill(os.getpid(), signal.SIGKILL)
-    result = original(*arguments, **options)
-    if calls == {call}:
-        os.kill(os.getpid(), signal.SIGKILL)
-    return result
-setattr({owner}, "{name}", dying)
-from tandemrl.cli.main import main
-main()
-"""
 MOMENTS = [  # in a run of six steps that saves after every second
     ("tandemrl.training.tracking", "module.Tracker", "step", 1, False),  # before the first checkpoint
     (
@@ -544,6 +527,22 @@ def test_every_held_out_source_is_evaluated(tiny_pair: Path, tmp_path: Path) -> 
     setup, _, _ = build(config(tiny_pair, tmp_path, f"data.eval=[synthetic:plain:heldout:16,{rows}]"))
     assert [prompt.row.data_source for prompt in setup.heldout].count("openai/gsm8k") == 4
     assert len(setup.heldout) == 8
+
+
+def test_prompts_of_few_hops_come_first(tiny_pair: Path, tmp_path: Path) -> None:
+    hops = [3, 2, 4, 2, 3, 2]
+    rows = [
+        {
+            "prompt": "1 plus 1?",
+            "data_source": "math500",
+            "reward_model": {"ground_truth": "2"},
+            "extra_info": {"n_hops": n},
+        }
+        for n in hops
+    ]
+    (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    by_hops = config(tiny_pair, tmp_path, f"data.train=[{tmp_path}/rows.jsonl]", "data.order=by_hops")
+    assert [hops[row] for row in build(by_hops).progress.sampler.next(12)] == [2, 2, 2, 3, 3, 4] * 2
 
 
 def test_two_processes_cannot_write_one_folder(tiny_pair: Path, tmp_path: Path) -> None:

@@ -22,6 +22,7 @@ from tandemrl.config.schema import LoraConfig as LoraConfig
 from tandemrl.config.schema import ModelConfig as ModelConfig
 from tandemrl.config.schema import ParallelConfig as ParallelConfig
 from tandemrl.config.schema import RecipeName as RecipeName
+from tandemrl.config.schema import RetrievalConfig as RetrievalConfig
 from tandemrl.config.schema import RewardConfig as RewardConfig
 from tandemrl.config.schema import RolloutConfig as RolloutConfig
 from tandemrl.config.schema import SandboxConfig as SandboxConfig

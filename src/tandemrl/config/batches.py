@@ -36,13 +36,12 @@ def batch_plan(config: Config) -> BatchPlan:
     """
     per_update = config.train.mini_batch_prompts or config.train.prompts_per_step
     sequences = per_update * config.rollout.group_size
-    longest = config.data.max_prompt_tokens + config.rollout.max_tokens
-    per_micro_batch = max(1, config.train.tokens_per_micro_batch // longest)
+    per_micro_batch = max(1, config.train.tokens_per_micro_batch // config.longest_sequence)
     return BatchPlan(
         prompts=config.train.prompts_per_step,
         rollouts=config.train.prompts_per_step * config.rollout.group_size,
         updates=config.train.prompts_per_step // per_update,
         sequences_per_update=sequences,
-        max_tokens_per_sequence=longest,
+        max_tokens_per_sequence=config.longest_sequence,
         micro_batches=math.ceil(sequences / per_micro_batch),
     )

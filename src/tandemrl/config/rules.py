@@ -40,17 +40,22 @@ def _rules(config: Config) -> list[tuple[bool, str, str]]:
     """(whether it holds, the key at fault, what the key must be), for what depends on several keys."""
     m, r, s, lo = config.model, config.rollout, config.selection, config.loss
     t, e, p = config.train, config.eval, config.parallel
-    v, reward, judge = r.vllm, config.reward, config.judge
+    v, reward, judge, ret = r.vllm, config.reward, config.judge, config.retrieval
     cuda = m.device.startswith("cuda")
     several = p.dp_replicate * (p.dp_shard or 1) * p.sp * p.tp > 1
     two_threads = t.async_steps == 1 and r.engine == "torch"
     per_update = t.mini_batch_prompts or t.prompts_per_step
-    longest = config.data.max_prompt_tokens + r.max_tokens
+    longest = config.longest_sequence
+    parts = "data.max_prompt_tokens + rollout.max_tokens" + (" + rollout.world_tokens" if config.has_episodes else "")
+    patience = (1 + ret.retries) * ret.timeout_s + ret.backoff_s * (2**ret.retries - 1)
     selectors = [f"pass@{k}" for k in e.k if k <= e.train_samples]
     return [
         (r.group_size >= (1 if lo.recipe == "ppo" else 2), "rollout.group_size", "at least 2: a group of one has no advantage (with ppo, at least 1)"),
         (r.tensor_parallel == 1 or r.engine == "vllm", "rollout.tensor_parallel", "1 with the torch engine"),
-        (s.anneal_steps == 0 or s.strategy in ("word", "word_aligned", "bernoulli"), "selection.anneal_steps", f"0 with {s.strategy}, which draws nothing"),
+        (not r.tools or r.environment != "single", "rollout.tools", "empty with rollout.environment=single, in which nobody calls any"),
+        (r.environment != "tools" or len(r.tools) > 0, "rollout.tools", "at least one module:function with rollout.environment=tools"),
+        (r.turn_tokens is None or r.turn_tokens <= r.max_tokens, "rollout.turn_tokens", f"null, or at most rollout.max_tokens ({r.max_tokens}), which is of all turns"),
+        (s.anneal_steps == 0 or s.strategy in ("word", "word_aligned", "bernoulli", "turn"), "selection.anneal_steps", f"0 with {s.strategy}, which draws nothing"),
         (s.strategy != "solo" or s.first == "senior", "selection.first", "senior with solo: a junior alone trains nothing"),
         ((s.prob_senior_final is None) == (s.anneal_steps == 0), "selection.anneal_steps", "set together with selection.prob_senior_final"),
         (not lo.kl_in_reward or lo.kl_coef > 0, "loss.kl_in_reward", "false unless loss.kl_coef > 0"),
@@ -61,7 +66,7 @@ def _rules(config: Config) -> list[tuple[bool, str, str]]:
         (lo.overlong_buffer is None or 0 <= lo.overlong_buffer < r.max_tokens, "loss.overlong_buffer", "null, 0 (off) or below rollout.max_tokens"),
         (m.critic is None or lo.recipe == "ppo", "model.critic", "null unless loss.recipe=ppo"),
         (per_update >= 1 and t.prompts_per_step % per_update == 0, "train.mini_batch_prompts", f"a divisor of train.prompts_per_step ({t.prompts_per_step})"),
-        (t.tokens_per_micro_batch >= longest, "train.tokens_per_micro_batch", f"at least {longest}: data.max_prompt_tokens + rollout.max_tokens, the longest sequence there can be"),
+        (t.tokens_per_micro_batch >= longest, "train.tokens_per_micro_batch", f"at least {longest}: {parts}, the longest sequence there can be"),
         (t.eval_every == 0 or len(config.data.eval) > 0, "data.eval", "at least one source, or train.eval_every=0"),
         (any(k <= e.train_samples for k in e.k), "eval.train_samples", f"at least the smallest of eval.k ({min(e.k, default=1)})"),
         (e.select_by is None or e.select_by in selectors, "eval.select_by", "null or one of " + ", ".join(selectors)),
@@ -70,6 +75,7 @@ def _rules(config: Config) -> list[tuple[bool, str, str]]:
         (not r.compile or r.engine == "torch", "rollout.compile", "false with rollout.engine=vllm, which has its own way"),
         *((not (on and two_threads), key, "false with train.async_steps=1 and rollout.engine=torch: two threads cannot compile") for key, on in (("model.compile", m.compile), ("rollout.compile", r.compile))),
         (m.lora.rank == 0 or p.tp == 1, "model.lora.rank", "0 with parallel.tp > 1: adapters are not split"),
+        (m.lora.dropout == 0 or m.lora.rank > 0, "model.lora.dropout", "0 with model.lora.rank=0: there are no adapters"),
         (lo.kl_target is None or (lo.kl_target > 0 and lo.kl_in_reward), "loss.kl_target", "null, or positive with loss.kl_in_reward"),
         (t.max_resamples == 0 or r.group_size >= 2, "train.max_resamples", "0 with rollout.group_size=1: the rewards of one rollout are always equal"),
         (0 <= t.critic_warmup_steps < t.steps, "train.critic_warmup_steps", f"0 or positive, and below train.steps ({t.steps})"),
@@ -83,5 +89,9 @@ def _rules(config: Config) -> list[tuple[bool, str, str]]:
         (v.junior_device is None or cuda, "rollout.vllm.junior_device", "null unless model.device is a CUDA device"),
         (len(e.k) > 0 and all(1 <= k <= e.samples for k in e.k), "eval.k", f"non-empty, each between 1 and eval.samples ({e.samples})"),
         (reward.compat not in ("cohlem", "tinyzero") or reward.countdown == reward.compat, "reward.countdown", f"{reward.compat} with reward.compat={reward.compat}"),
+        (ret.model is not None or ret.url is not None or ret.retriever not in ("semantic", "hybrid"), "retrieval.model", f"a model's folder with {ret.retriever}, unless retrieval.url is set"),
+        (ret.index is None or ret.retriever in ("bm25", "lexical"), "retrieval.index", f"null with {ret.retriever}: a corpus is searched by words"),
+        (ret.api_key_env is None or ret.url is not None, "retrieval.api_key_env", "null without retrieval.url"),
+        (ret.url is None or patience < r.tool_timeout_s, "rollout.tool_timeout_s", f"above {patience:g}: what retrieval.timeout_s, retries and backoff_s allow a service, which would otherwise be a tool that is late"),
         (judge.api_key_env is None or judge.url is not None, "judge.api_key_env", "null without judge.url"),
     ]  # fmt: skip

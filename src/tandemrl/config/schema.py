@@ -9,7 +9,9 @@ from dataclasses import dataclass, field, is_dataclass
 from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, NamedTuple, Union, get_args, get_origin, get_type_hints
 
-StrategyName = Literal["word", "word_aligned", "bernoulli", "sentence", "chunk", "alternating", "solo"]
+StrategyName = Literal[
+    "word", "word_aligned", "bernoulli", "sentence", "chunk", "alternating", "turn", "alternating_turns", "solo"
+]
 RecipeName = Literal["grpo", "dr_grpo", "dapo", "gspo", "cispo", "rloo", "reinforce_pp", "ppo"]
 
 
@@ -30,6 +32,10 @@ PositiveFloat = Annotated[float, Allowed("positive", lambda x: x > 0)]
 NonNegativeFloat = Annotated[float, Allowed("0 or positive", lambda x: x >= 0)]
 Share = Annotated[float, Allowed("in [0, 1]", lambda x: 0 <= x <= 1)]
 PositiveShare = Annotated[float, Allowed("in (0, 1]", lambda x: 0 < x <= 1)]
+Address = Annotated[
+    str,
+    Allowed("an address such as http://localhost:8000/v1", lambda url: url.startswith(("http://", "https://"))),
+]
 
 
 @dataclass(frozen=True)
@@ -42,6 +48,9 @@ class LoraConfig:
     """The update is scaled by alpha / rank."""
     targets: tuple[str, ...] = ("all-linear",)
     """Names of modules, such as q_proj; `all-linear` = every linear layer but the LM head."""
+    dropout: Annotated[float, Allowed("in [0, 1)", lambda p: 0 <= p < 1)] = 0.0
+    """Share of an adapter's inputs that is left out, anew in each forward of an update; nowhere else. Above 0 the
+    gradient depends on how a step is split into micro-batches and over processes."""
 
 
 @dataclass(frozen=True)
@@ -77,6 +86,8 @@ class DataConfig:
     """JSONL/Parquet files (verl row schema or raw GSM8K), `synthetic:PAIR:SPLIT`, or `hf:REPO:CONFIG:SPLIT`."""
     eval: tuple[str, ...] = ("synthetic:plain:heldout",)
     """Sources of the held-out evaluation during training, written as those of `train`."""
+    order: Literal["shuffled", "by_hops"] = "shuffled"
+    """Of the training prompts in an epoch: shuffled; by_hops: questions of few hops first, each kind shuffled."""
     max_prompt_tokens: PositiveInt = 1024
     """Rows whose templated prompt is longer are dropped and counted."""
     prompt_suffix: str = ""
@@ -131,7 +142,28 @@ class RolloutConfig:
     min_p: Share = 0.0
     """Leave out tokens with less than this share of the greatest probability; 0 = off."""
     max_tokens: PositiveInt = 64
-    """Longest response, in tokens of both authors together."""
+    """Longest response, in tokens of both authors together; of all its turns, where there are several."""
+    environment: str = "single"
+    """What the authors act in. single: a prompt and one response; tools: `rollout.tools` until a turn calls none;
+    multihop: questions about documents (search, cite, complete); or `module:factory`, which returns an Environment."""
+    tools: tuple[str, ...] = ()
+    """Functions that the authors can call, as `module:function`; `multihop` has its own and takes further ones."""
+    max_turns: PositiveInt = 10
+    """Most turns of an episode, in environments other than `single`."""
+    turn_tokens: PositiveInt | None = None
+    """Longest turn, in tokens; null = `rollout.max_tokens`."""
+    world_tokens: PositiveInt = 2048
+    """Most tokens of all that an environment says between the turns; an episode that needs more ends there: also
+    by one result, where `result_tokens` is more."""
+    result_tokens: PositiveInt = 512
+    """A tool's result of more tokens is cut, with a mark where."""
+    tool_timeout_s: PositiveFloat = 30.0
+    """A tool that has not answered after so many seconds is killed; the author is told."""
+    tool_workers: PositiveInt | None = None
+    """Processes that tools run in; null = one per core, two at most."""
+    keep_turns: bool = False
+    """Permit a chat template that would show earlier turns otherwise than they were written (Qwen3's drops thoughts):
+    they stay as written."""
     max_rows: PositiveInt = 256
     """Rows decoded at once."""
     compile: bool = False
@@ -144,13 +176,50 @@ class RolloutConfig:
 
 
 @dataclass(frozen=True)
+class RetrievalConfig:
+    """Search among documents, with `rollout.environment: multihop`."""
+
+    retriever: Literal["bm25", "lexical", "golden", "semantic", "hybrid", "hops"] = "bm25"
+    """bm25 (= lexical): by words (needs the `retrieval` extra); golden: the supporting documents, whatever is asked;
+    semantic: by `model` or `url`; hybrid: bm25 and semantic, merged. hops: by words in the worlds of
+    `synthetic:hops`; it answers in the language of the query and needs nothing installed."""
+    top_n: PositiveInt = 2
+    """Documents that a search returns where the author does not say how many."""
+    index: str | None = None
+    """With bm25: search in a corpus, a folder that `tandemrl data index` wrote; null = in the documents of the row.
+    Documents that support a row's answer have to be in the corpus, under the same id."""
+    merge: Literal["rrf", "halves"] = "rrf"
+    """With hybrid. rrf: by the sum of 1 / (60 + rank). halves: rlvr's, the first top_n / 2 + 1 documents of each,
+    semantic ones first; up to top_n 2 these are all."""
+    model: str | None = None
+    """With semantic and hybrid: HF folder or hub id of a cross-encoder or an embedding model, which is loaded into each
+    process that tools run in; with `url`, its name there."""
+    device: str = "cpu"
+    """The torch device of `model`."""
+    url: Address | None = None
+    """A service with POST /rerank, in place of a model in the process."""
+    api: Literal["cohere", "tei"] = "cohere"
+    """What is sent to `url`: {query, documents, model, top_n}, as Cohere, vLLM and others take it; tei: {query, texts},
+    as text-embeddings-inference does."""
+    api_key_env: str | None = None
+    """Environment variable that holds the service's key; null = no key is sent."""
+    timeout_s: PositiveFloat = 5.0
+    """Limit of one attempt."""
+    retries: NonNegativeInt = 2
+    """Further attempts if the service fails; after the last one the run stops."""
+    backoff_s: NonNegativeFloat = 0.5
+    """Wait before the first further attempt; it doubles each time."""
+
+
+@dataclass(frozen=True)
 class SelectionConfig:
     """Who writes which token."""
 
     strategy: StrategyName = "word"
     """word: redraw the author after each word boundary (the paper's); word_aligned: never inside a word; bernoulli:
     after each token. sentence: hand over after each step; chunk: after chunk_size tokens; alternating: after each
-    token. solo: one author writes everything."""
+    token; turn: draw the author of each turn; alternating_turns: hand over after each turn. solo: one author writes
+    everything."""
     prob_senior: Annotated[
         float, Allowed("in (0, 1]: without senior tokens nothing is trained", lambda p: 0 < p <= 1)
     ] = 0.5
@@ -160,7 +229,7 @@ class SelectionConfig:
     chunk_size: PositiveInt = 16
     """Tokens that an author writes at a time, with `chunk`."""
     first: Literal["senior", "junior"] = "senior"
-    """Who starts (`sentence`, `chunk`, `alternating`) or who writes everything (`solo`)."""
+    """Who starts (`sentence`, `chunk`, `alternating`, `alternating_turns`) or who writes everything (`solo`)."""
     prob_senior_final: PositiveShare | None = None
     """With `anneal_steps`: prob_senior moves linearly to this value."""
     anneal_steps: NonNegativeInt = 0
@@ -348,6 +417,9 @@ class RewardConfig:
     """Countdown rewards: 0, 0.1, 1 (`tinyzero`) or 0.01, 0.02, 1.01 (`cohlem`)."""
     code_credit: Literal["fraction", "all"] = "fraction"
     """What a program earns: the fraction of its tests that pass, or 1 for all of them and else 0."""
+    musique: Literal["head", "scaled", "mean", "bonus", "readme", "agents"] = "head"
+    """How the parts of a score of MuSiQue make the reward. `head`: hops / 2 times the mean of F1 and recall (1 each),
+    exact match 0.9, citations 0.6, precision 0.4 and form 0.1. The others are older: see rewards/qa/scorer.py."""
     compat: Literal["none", "verl", "tinyzero", "cohlem"] = "none"
     """Reproduce another implementation where results depend on its quirks. `verl`: its routing (`math` and `aime*` by
     DAPO's grader with rewards of ±1, MATH by its string grader), and "x + 3 = 4" is 4 to DAPO's, PRIME's and MATH's.
@@ -360,13 +432,7 @@ class JudgeConfig:
     """A model that marks responses: for rows whose `data_source` contains `_tinyv` or is HardVerify-Math, and for
     `tandemrl eval verified`. Off unless `url` or `model` is set."""
 
-    url: (
-        Annotated[
-            str,
-            Allowed("an address such as http://localhost:8000/v1", lambda url: url.startswith(("http://", "https://"))),
-        ]
-        | None
-    ) = None
+    url: Address | None = None
     """OpenAI-compatible endpoint such as http://localhost:8000/v1; null = `model` is loaded into this process."""
     model: str | None = None
     """With `url`: the name it goes by there, null = the first one listed. Without: HF folder or hub id."""
@@ -450,6 +516,8 @@ class FunctionsConfig:
     """`train(strategy=...)`, in place of selection.*."""
     reward: FunctionRecord | None = None
     """`train(reward=...)`, in place of the library's choice for rows without an entry in reward.scorers."""
+    environment: FunctionRecord | None = None
+    """`train(environment=...)`, in place of rollout.environment."""
 
 
 @dataclass(frozen=True)
@@ -459,6 +527,7 @@ class Config:
     model: ModelConfig = field(default_factory=ModelConfig)
     data: DataConfig = field(default_factory=DataConfig)
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
+    retrieval: RetrievalConfig = field(default_factory=RetrievalConfig)
     selection: SelectionConfig = field(default_factory=SelectionConfig)
     loss: LossConfig = field(default_factory=LossConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
@@ -470,6 +539,21 @@ class Config:
     functions: FunctionsConfig = field(default_factory=FunctionsConfig)
     output_dir: str = "runs/train"
     """Folder of the run: config.yaml, metrics.jsonl, samples.jsonl, checkpoints/ and hf/."""
+
+    @property
+    def has_episodes(self) -> bool:
+        """Whether the authors take turns with an environment."""
+        return self.rollout.environment != "single" or self.functions.environment is not None
+
+    @property
+    def response_tokens(self) -> int:
+        """Most tokens after a prompt: the authors', and what an environment says between their turns."""
+        return self.rollout.max_tokens + (self.rollout.world_tokens if self.has_episodes else 0)
+
+    @property
+    def longest_sequence(self) -> int:
+        """Most tokens of a rollout, with its prompt."""
+        return self.data.max_prompt_tokens + self.response_tokens
 
 
 class Leaf(NamedTuple):

@@ -9,11 +9,11 @@ import numpy as np
 
 from tandemrl.data import arithmetic
 from tandemrl.data.arithmetic import Template
-from tandemrl.data.loading import load_rows
+from tandemrl.data.loading import generated_rows, load_rows
 from tandemrl.data.parquet import heldout_size, write_splits
 from tandemrl.data.rows import GSM8K, DataError, Row, messages_of
 from tandemrl.data.sources import ExpectRows, Origin, Record, checksum, expect, provenance, read
-from tandemrl.data.synthetic import SPLITS, generate
+from tandemrl.data.synthetic import SPLITS
 
 GSM8K_ROWS: Mapping[str, int] = {"train": 7473, "test": 1319}
 """The published sizes."""
@@ -74,7 +74,7 @@ def build_synthetic(pair: str, out: Path, counts: Mapping[str, int], seed: int) 
     for split, count in counts.items():
         if split not in SPLITS or count < 1:
             raise DataError(f"synthetic split {split!r} with {count} rows: expected train or heldout, at least 1 row")
-        splits[split] = generate(pair, split, count, seed)
+        splits[split] = generated_rows(pair, split, count, seed)
     records = {split: map(_record_of, rows) for split, rows in splits.items()}
     return write_splits(out, f"synthetic/{pair}", records, {"pair": pair, "seed": seed})
 

@@ -6,8 +6,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from tandemrl.data import hops
 from tandemrl.data.rows import BUILT, GSM8K, DataError, Row, gsm8k_row, messages_of, object_of
-from tandemrl.data.synthetic import SPLITS, generate
+from tandemrl.data.synthetic import PAIRS, SPLITS, generate
 from tandemrl.files import LineError, hint, read_json_lines
 
 
@@ -33,6 +34,19 @@ def load_rows(sources: Sequence[str]) -> list[Row]:
             raise DataError(f"{source}: no rows")
         rows += loaded
     return _unique(rows)
+
+
+def generated_rows(pair: str, split: str, count: int | None, seed: int) -> list[Row]:
+    """``count`` problems (None: the split's default) for a tiny pair; equal for equal arguments.
+
+    Raises:
+        DataError: unknown pair or split, or more rows or fewer than there can be.
+    """
+    if split not in SPLITS:
+        raise DataError(f"synthetic:{pair}: unknown split {split!r}; known: {', '.join(SPLITS)}")
+    if pair not in (*PAIRS, *hops.PAIRS):
+        raise DataError(f"unknown synthetic pair {pair!r}; known: {', '.join((*PAIRS, *hops.PAIRS))}")
+    return hops.generate(pair, split, count, seed) if pair in hops.PAIRS else generate(pair, split, count, seed)
 
 
 def read_jsonl(path: Path) -> Iterator[tuple[int, Any]]:
@@ -98,7 +112,7 @@ def _synthetic(source: str, parts: list[str]) -> Iterator[Row]:
     if split not in SPLITS:
         raise DataError(f"{source}: split must be train or heldout, got {split!r}")
     count = int(parts[2]) if len(parts) == 3 else None
-    return iter(generate(pair, split, count, 0))
+    return iter(generated_rows(pair, split, count, 0))
 
 
 def _hub(source: str, parts: list[str]) -> Iterator[Row]:

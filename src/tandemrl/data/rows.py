@@ -1,9 +1,12 @@
 """Rows: one schema for every data set, whatever file or hub it comes from. This module imports no torch."""
 
+import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
+
+from tandemrl.messages import Message
 
 GSM8K = "openai/gsm8k"
 GSM8K_INSTRUCTION = 'Let\'s think step by step and output the final answer after "####".'
@@ -12,7 +15,7 @@ GSM8K_INSTRUCTION = 'Let\'s think step by step and output the final answer after
 RENDERED = "rendered"
 """``extra_info`` key of a row whose one message is the whole prompt, chat markup included: no template is applied."""
 
-BUILT = ("gsm8k", "deepscaler", "countdown", "eurus")
+BUILT = ("gsm8k", "deepscaler", "countdown", "eurus", "musique")
 """Data sets that `tandemrl data build` makes: named when one of their files is missing."""
 
 
@@ -25,7 +28,7 @@ class Row:
     """One problem. ``data_source`` chooses the scorer; ``ground_truth`` is what that scorer compares with."""
 
     example_id: str
-    messages: tuple[dict[str, str], ...]
+    messages: tuple[Message, ...]
     data_source: str
     ground_truth: str
     extra_info: Mapping[str, Any]
@@ -50,24 +53,40 @@ def object_of(record: Any, where: str) -> Mapping[str, Any]:
 
 
 def encode_prompts(
-    rows: Sequence[Row], tokenizer: Any, *, max_prompt_tokens: int, suffix: str = ""
+    rows: Sequence[Row],
+    tokenizer: Any,
+    *,
+    max_prompt_tokens: int,
+    suffix: str = "",
+    opening: Callable[[Row], Sequence[Message]] | None = None,
+    tools: Sequence[Mapping[str, Any]] = (),
 ) -> tuple[list[Prompt], int]:
     """Templated prompts as token ids, and how many rows were dropped for being longer than ``max_prompt_tokens``.
 
     A row that is `RENDERED` already is tokenised as it is.
 
     Args:
+        opening: the messages that an environment begins with; None = the row's own.
+        tools: schemas of the tools that the chat template tells of.
         suffix: appended to the last user message of every row that does not end with it, after one space unless it
             starts with white space.
 
     Raises:
         DataError: the tokenizer has no chat template, or not the chat markup of a rendered row; a row has no user
-            message to take the suffix, or is rendered and cannot take one; or no row is left.
+            message to take the suffix, or is rendered and cannot take one, nor an opening; or no row is left.
     """
     prompts = []
     for row in rows:
-        encode = _encode_rendered if row.extra_info.get(RENDERED) else _encode_messages
-        tokens = encode(row, tokenizer, suffix)
+        if row.extra_info.get(RENDERED):
+            if opening is not None:
+                raise DataError(
+                    f"row {row.example_id}: its prompt is rendered to the end, which leaves an environment nothing to "
+                    "begin with; build the data with `--template chat`, or set rollout.environment=single"
+                )
+            tokens = _encode_rendered(row, tokenizer, suffix)
+        else:
+            messages = row.messages if opening is None else opening(row)
+            tokens = _encode_messages(row, with_suffix(row, messages, suffix), tokenizer, tools)
         if len(tokens) <= max_prompt_tokens:
             prompts.append(Prompt(row, tuple(tokens)))
     if rows and not prompts:
@@ -77,9 +96,7 @@ def encode_prompts(
     return prompts, len(rows) - len(prompts)
 
 
-def chat_tokens(
-    tokenizer: Any, messages: Sequence[Mapping[str, str]], where: str, **variables: object
-) -> Sequence[int]:
+def chat_tokens(tokenizer: Any, messages: Sequence[Message], where: str, **variables: object) -> Sequence[int]:
     """Messages as token ids by the tokenizer's chat template, up to where the answer begins.
 
     Args:
@@ -123,25 +140,18 @@ def gsm8k_row(question: str, answer: str, *, split: str, index: int) -> Row:
     )
 
 
-def messages_of(prompt: Any, where: str) -> tuple[dict[str, str], ...]:
-    """A row's ``prompt`` as messages; a text is one user message.
+def messages_of(prompt: Any, where: str) -> tuple[Message, ...]:
+    """A row's ``prompt`` as messages; a text is one user message. Beside role and content they keep what a message of
+    a tool has, and the calls of tools; their arguments, where they are JSON text, become the object that it says.
 
     Raises:
-        DataError: it is not a list of messages with a role and a content.
+        DataError: it is not a list of messages with a role and a content, or a call names no function.
     """
     if isinstance(prompt, str) and prompt:
         return ({"role": "user", "content": prompt},)
     if not isinstance(prompt, Sequence) or not prompt:
         raise DataError(f"{where}, field 'prompt': expected a string or a list of messages, found {prompt!r}")
-    for number, message in enumerate(prompt):
-        if not isinstance(message, Mapping):
-            raise DataError(f"{where}, field 'prompt[{number}]': expected an object, found {message!r}")
-        for key in ("role", "content"):
-            if not isinstance(message.get(key), str):
-                raise DataError(
-                    f"{where}, field 'prompt[{number}].{key}': expected a string, found {message.get(key)!r}"
-                )
-    return tuple({"role": message["role"], "content": message["content"]} for message in prompt)
+    return tuple(_message(message, f"{where}, field 'prompt[{number}]") for number, message in enumerate(prompt))
 
 
 # --------------------------------------------------------------------------------------------------------------------
@@ -149,13 +159,46 @@ def messages_of(prompt: Any, where: str) -> tuple[dict[str, str], ...]:
 _CHATML = "<|im_start|>"
 
 
-def _encode_messages(row: Row, tokenizer: Any, suffix: str) -> Sequence[int]:
+def _message(message: Any, where: str) -> Message:
+    """``where``: up to the field's name, whose quotation mark is open."""
+    if not isinstance(message, Mapping):
+        raise DataError(f"{where}': expected an object, found {message!r}")
+    calls = message.get("tool_calls") or ()
+    content = "" if calls and message.get("content") is None else message.get("content")  # as OpenAI writes it
+    for key, value in (("role", message.get("role")), ("content", content)):
+        if not isinstance(value, str):
+            raise DataError(f"{where}.{key}': expected a string, found {value!r}")
+    kept = {key: message[key] for key in ("name", "tool_call_id") if message.get(key) is not None}
+    if calls:
+        kept["tool_calls"] = [_call(call, f"{where}.tool_calls[{number}]'") for number, call in enumerate(calls)]
+    return {"role": message["role"], "content": content, **kept}
+
+
+def _call(call: Any, where: str) -> dict[str, Any]:
+    function = call.get("function") if isinstance(call, Mapping) else None
+    arguments = function.get("arguments") if isinstance(function, Mapping) else None
+    try:
+        arguments = json.loads(arguments) if isinstance(arguments, str) else arguments
+    except ValueError:
+        arguments = None
+    if not (isinstance(function, Mapping) and isinstance(function.get("name"), str) and isinstance(arguments, Mapping)):
+        raise DataError(
+            f'{where}: expected {{"type": "function", "function": {{"name": …, "arguments": {{…}}}}}}, found {call!r}'
+        )
+    identity = {"id": call["id"]} if call.get("id") is not None else {}
+    return {"type": "function", **identity, "function": {"name": function["name"], "arguments": dict(arguments)}}
+
+
+def _encode_messages(
+    row: Row, messages: Sequence[Message], tokenizer: Any, tools: Sequence[Mapping[str, Any]]
+) -> Sequence[int]:
     if not getattr(tokenizer, "chat_template", None):
         raise DataError(
             f"tokenizer {getattr(tokenizer, 'name_or_path', '')!r} has no chat template; use an instruction-tuned "
             "model's folder, or set `chat_template` in its tokenizer_config.json"
         )
-    return chat_tokens(tokenizer, _with_suffix(row, suffix), f"row {row.example_id}", enable_thinking=False)
+    told = {"tools": list(tools)} if tools else {}
+    return chat_tokens(tokenizer, messages, f"row {row.example_id}", enable_thinking=False, **told)
 
 
 def _encode_rendered(row: Row, tokenizer: Any, suffix: str) -> Sequence[int]:
@@ -172,14 +215,19 @@ def _encode_rendered(row: Row, tokenizer: Any, suffix: str) -> Sequence[int]:
     return tokenizer.encode(text, verbose=False)  # too long a prompt is ours to report
 
 
-def _with_suffix(row: Row, suffix: str) -> list[dict[str, str]]:
-    messages = [dict(message) for message in row.messages]
+def with_suffix(row: Row, messages: Sequence[Message], suffix: str) -> Sequence[Message]:
+    """Messages whose last one of the user ends with ``suffix``; see `encode_prompts`.
+
+    Raises:
+        DataError: there is none of the user.
+    """
     if not suffix:
         return messages
-    last_user = next((message for message in reversed(messages) if message["role"] == "user"), None)
+    copies = [dict(message) for message in messages]
+    last_user = next((message for message in reversed(copies) if message["role"] == "user"), None)
     if last_user is None:
         raise DataError(f"row {row.example_id}: no user message for the prompt suffix")
     ending = suffix.strip()
     if not (ending and last_user["content"].endswith(ending)):
         last_user["content"] += suffix if suffix[0].isspace() else f" {suffix}"
-    return messages
+    return copies

@@ -1,5 +1,6 @@
 """Which rows come next: shuffled epochs whose position can be saved and restored exactly."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -10,8 +11,11 @@ from tandemrl.data.rows import DataError
 class Sampler:
     """Row numbers in shuffled epochs; every row once per epoch, and a request may span epochs (nothing is dropped).
 
-    The order of an epoch is a function of ``(seed, epoch)`` alone, so the state is three integers and resuming gives
-    the same numbers as never having stopped.
+    The order of an epoch is a function of ``(seed, epoch)`` and the rows alone, so the state is three integers and
+    resuming gives the same numbers as never having stopped.
+
+    Args:
+        levels: of each row; an epoch goes through them from the lowest to the highest, each in shuffled order.
 
     Raises:
         DataError: there are no rows.
@@ -22,10 +26,11 @@ class Sampler:
         ([0, 1, 2], 5)
     """
 
-    def __init__(self, count: int, *, seed: int) -> None:
+    def __init__(self, count: int, *, seed: int, levels: Sequence[int] | None = None) -> None:
         if count < 1:
             raise DataError("nothing to sample from: the data set has no rows")
         self._count, self._seed = count, seed
+        self._levels = np.zeros(count, np.int64) if levels is None else np.asarray(levels)
         self._epoch, self._position = 0, 0
 
     @property
@@ -38,6 +43,7 @@ class Sampler:
         chosen: list[int] = []
         while len(chosen) < k:
             order = np.random.default_rng([self._seed, self._epoch]).permutation(self._count)
+            order = order[np.argsort(self._levels[order], kind="stable")]
             taken = order[self._position : self._position + k - len(chosen)]
             chosen += taken.tolist()
             self._position += len(taken)

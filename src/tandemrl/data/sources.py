@@ -20,10 +20,12 @@ SPLITS = {"train", "test", "validation"}
 
 
 class Origin(NamedTuple):
-    """A split of a data set on the hub; ``split`` None = the first (of the sets here: the only) one."""
+    """A split of a data set on the hub; ``split`` None = the first (of the sets here: the only) one, and so with its
+    ``config``."""
 
     repo: str
     split: str | None = None
+    config: str | None = None
 
     @property
     def name(self) -> str:
@@ -62,7 +64,7 @@ def read(origin: Origin, source: Path | None, *, alone: bool = True) -> Iterator
     """
     if source is None:
         where = f"hf:{origin.repo}" + (f":{origin.split}" if origin.split else "")
-        table = load_hub(origin.repo, None, origin.split, where=where)
+        table = load_hub(origin.repo, origin.config, origin.split, where=where)
         if origin.split is None:
             table = next(iter(table.values()))
         for row, record in enumerate(table, 1):

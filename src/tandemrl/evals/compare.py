@@ -9,7 +9,7 @@ interval excludes 0. Every row stands for itself: of twenty rows without any dif
 
 import json
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -52,6 +52,7 @@ def compare(
     b: str | Path | Sequence[str | Path],
     *,
     shown: Callable[[str], bool] = is_headline,
+    varied: Collection[str] = (),
     resamples: int = 2000,
     seed: int = 0,
     level: float = 0.95,
@@ -62,6 +63,7 @@ def compare(
         a, b: an evaluation folder (with ``PHASE.json``), a folder of repetitions ``seed-N``, a path with a component
             ``seed-*`` that stands for all of them, or evaluation folders in the order of their seeds.
         shown: by the metric's name; default: the headline metrics.
+        varied: what is compared, of the settings that have to be the same otherwise (``retrieval``, ``environment``).
         resamples, seed, level: of the intervals.
 
     Raises:
@@ -75,7 +77,7 @@ def compare(
         raise CompareError(f"{a} and {b} have no phase in common")
     contrasts = []
     for phase in phases:
-        loaded = [_load_pair(phase, *pair) for pair in pairs]
+        loaded = [_load_pair(phase, *pair, varied) for pair in pairs]
         for metric in filter(shown, loaded[0][0]):
             if all(metric in side for sides in loaded for side in sides):
                 values_a, values_b = ([sides[i][metric] for sides in loaded] for i in (0, 1))
@@ -125,8 +127,14 @@ def verdict(difference: Interval) -> Verdict:
 
 # ------------------------------------------------------------------------------------------------------------- showing
 
-_HIGHER_IS_BETTER = ("pass@", "maj@", "verified_pass@", "score")
-_LOWER_IS_BETTER = ("truncation_rate", "rejected_rate", "cross_entropy", "unlikely_rate")
+_HIGHER_IS_BETTER = (
+    *("pass@", "maj@", "verified_pass@", "score"),
+    *("em", "f1", "recall", "precision", "citation", "support_f1", "format"),
+)
+_LOWER_IS_BETTER = (
+    *("truncation_rate", "rejected_rate", "cross_entropy", "unlikely_rate"),
+    *("tool_errors", "invalid_calls", "tool_timeouts", "cut_results"),
+)
 
 
 def judgement(contrast: Contrast) -> str:
@@ -244,11 +252,11 @@ def _phases(pairs: Sequence[tuple[Path, Path]]) -> list[Phase]:
     return common
 
 
-def _load_pair(phase: Phase, a: Path, b: Path) -> list[dict[str, Values]]:
+def _load_pair(phase: Phase, a: Path, b: Path, varied: Collection[str]) -> list[dict[str, Values]]:
     """Of both sides, metric -> values; they must be evaluations of the same problems in the same way."""
     files = [folder / f"{phase}.json" for folder in (a, b)]
     configs = [read_result(file)["config"] for file in files]
-    if changed := differences(*map(_protocol, configs)):
+    if changed := differences(*(_protocol(config, varied) for config in configs)):
         listed = "; ".join(f"{key}: {x!r} and {y!r}" for key, x, y in changed[:3])
         raise CompareError(f"{files[0]} and {files[1]} were made in different ways ({listed})")
     k = [m for m in configs[0]["eval"]["k"] if m in configs[1]["eval"]["k"]]
@@ -259,19 +267,24 @@ def _load_pair(phase: Phase, a: Path, b: Path) -> list[dict[str, Values]]:
             raise CompareError(f"{file}: {len(missing)} problems of the other side are not there, e.g. {missing[0][1]}")
     measured = [measure_sets(side, measure_of(phase, k)) for side in samples]
     return [
-        {m: {n: sets[n].rates.get(m, {}) for n in sets} for m in next(iter(sets.values())).rates} for sets in measured
+        {
+            metric: {name: each.rates[metric] for name, each in sets.items() if metric in each.rates}
+            for metric in dict.fromkeys(metric for each in sets.values() for metric in each.rates)
+        }
+        for sets in measured
     ]
 
 
-def _protocol(config: Mapping[str, Any]) -> dict[str, Any]:
-    """What two results must have in common; junior and data count by their content where that is known."""
+def _protocol(config: Mapping[str, Any], varied: Collection[str]) -> dict[str, Any]:
+    """What two results must have in common, but for what is ``varied``; junior and data count by their content where
+    that is known."""
     digests = config["digests"]
 
     def content(source: str) -> str:
         return digests.get(str(Path(source)), source)
 
-    own = ("model", "digests", "device", "dtype", "engine", "limit")
-    common = {key: value for key, value in config.items() if key not in own}
+    own = ("model", "digests", "device", "dtype", "engine", "endpoint", "authors", "limit")
+    common = {key: value for key, value in config.items() if key not in own and key not in varied}
     common["eval"] = {key: value for key, value in config["eval"].items() if key not in ("k", "bootstrap")}
     common["data"] = [content(source) for source in config["data"]]
     if "junior" in config:

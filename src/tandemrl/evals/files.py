@@ -96,7 +96,7 @@ def write_result(
     }
     try:
         text = json.dumps(stored, indent=2, ensure_ascii=False, allow_nan=False) + "\n"
-        lines = [json.dumps(sample._asdict(), ensure_ascii=False, allow_nan=False) + "\n" for sample in result.samples]
+        lines = [json.dumps(sample.to_json(), ensure_ascii=False, allow_nan=False) + "\n" for sample in result.samples]
     except ValueError as error:
         raise EvalError(f"{file}: a result is not finite ({error}); nothing was written") from None
     write_text(samples, "".join(lines))

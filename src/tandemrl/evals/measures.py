@@ -1,13 +1,14 @@
 """From samples to numbers: what is said of the samples of one problem, and how problems, sets and arms are averaged."""
 
+import re
 from collections.abc import Callable, Mapping, Sequence
-from itertools import groupby
+from itertools import chain, groupby
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from tandemrl.evals.stats import macro_interval, maj_at_k, pass_at_k
-from tandemrl.types import Metrics
+from tandemrl.types import Author, Metrics
 
 MANY_ROUNDS = 150
 """Handoff chains with more rounds are counted: the original protocol stops there, this one does not."""
@@ -15,11 +16,19 @@ MANY_ROUNDS = 150
 WITH_INTERVAL = (
     *("pass@", "maj@", "verified_pass@", "rejected_rate"),
     *("cross_entropy", "surprisal", "excess", "kl", "unlikely_rate"),
+    *("em", "f1", "recall", "precision", "citation", "support_f1", "format"),
 )
 """Rates that get a bootstrap interval, by the start of their names."""
 
-HEADLINE = (*WITH_INTERVAL, "length", "truncation_rate")
+HEADLINE = (*WITH_INTERVAL, "length", "truncation_rate", "turns", "tool_errors", "invalid_calls")
 """Rates that a summary or a comparison shows, by the start of their names."""
+
+GROUPED_BY = {"n_hops": "hops"}
+"""Keys of a row's ``extra_info`` by which the headline rates are given a second time, and what their groups are called:
+``hops=2/em``."""
+
+_SAID = ("acc", "answer_present", "timeout", "failure", "unscored")
+"""Parts of a score that samples and counts have under other names."""
 
 
 def is_headline(metric: str) -> bool:
@@ -40,10 +49,14 @@ class Sample(NamedTuple):
     """One evaluated completion: a line of ``PHASE.samples.jsonl``.
 
     problem: position among the prompts. author: who wrote which tokens, as run lengths ("S12J5" = 12 tokens of the
-    senior, then 5 of the junior). rounds: number of those runs. score, correct and answer are None where nothing was
-    graded; score alone is None where a judge gave none. judge (the mark of the reasoning, 0 to 1) is None but for
-    correct samples of the verified phase, and there where the judge's replies held no mark; verified is None but in
-    that phase.
+    senior, then 5 of the junior; "C" = of the world, between turns). rounds: number of the runs of either author. text,
+    length, rounds and senior_share are of the authors' own tokens. author and senior_share are None where nobody can
+    tell who wrote what. score, correct and answer are None where nothing was graded; score alone is None where a judge
+    gave none. judge (the mark of the reasoning, 0 to 1) is None but for correct samples of the verified phase, and
+    there where the judge's replies held no mark; verified is None but in that phase.
+
+    turns, transcript (`types.Transcript` as JSON): of an episode. parts: what else the score says, by name. group: the
+    problem's, see ``GROUPED_BY``. These are written where they are not as they are by default.
 
     What a reader makes of the text, means over its tokens in nats, None where it was not read or does not fit:
     cross_entropy (the junior's; legibility and drift), and, in drift alone, surprisal (the senior's own cross-entropy),
@@ -59,9 +72,9 @@ class Sample(NamedTuple):
     text: str
     tokens: list[int]
     length: int
-    author: str
+    author: str | None
     rounds: int
-    senior_share: float
+    senior_share: float | None
     stop_reason: str
     score: float | None = None
     correct: bool | None = None
@@ -72,6 +85,61 @@ class Sample(NamedTuple):
     surprisal: float | None = None
     kl: float | None = None
     unlikely_rate: float | None = None
+    turns: int = 1
+    parts: Mapping[str, float] | None = None
+    transcript: Mapping[str, Any] | None = None
+    group: str | None = None
+
+    def to_json(self) -> dict[str, Any]:
+        """A line of a file of samples; ``Sample(**line)`` is its inverse."""
+        later, defaults = ("turns", "parts", "transcript", "group"), self._field_defaults
+        return {k: v for k, v in self._asdict().items() if k not in later or v != defaults[k]}
+
+
+def author_runs(author: np.ndarray) -> str:
+    """Authors as run lengths.
+
+    Example:
+        >>> author_runs(np.array([1, 1, 0, -1, 1]))
+        'S2J1C1S1'
+    """
+    return "".join(f"{_LETTERS[who]}{len(list(run))}" for who, run in groupby(author.tolist()))
+
+
+def authors_of(runs: str) -> np.ndarray:
+    """Authors from run lengths: the inverse of ``author_runs``.
+
+    Raises:
+        ValueError: not run lengths.
+
+    Example:
+        >>> authors_of("S2J1").tolist()
+        [1, 1, 0]
+    """
+    if not re.fullmatch(r"([SJC]\d+)*", runs):
+        raise ValueError(f"author {runs!r}: expected run lengths such as 'S12J5'")
+    each = {letter: int(who) for who, letter in _LETTERS.items()}
+    found = ([each[letter]] * int(count) for letter, count in re.findall(r"([SJC])(\d+)", runs))
+    return np.array([*chain.from_iterable(found)], dtype=np.int8)
+
+
+_LETTERS = {Author.SENIOR: "S", Author.JUNIOR: "J", Author.CONTEXT: "C"}
+
+
+def parts_of(score_parts: Mapping[str, float]) -> dict[str, float] | None:
+    """What a sample keeps of the parts of a score; None for nothing."""
+    return {name: float(value) for name, value in score_parts.items() if name not in _SAID} or None
+
+
+def group_of(extra_info: Mapping[str, Any]) -> str | None:
+    """The group of a problem, see ``GROUPED_BY``.
+
+    Example:
+        >>> group_of({"n_hops": 2})
+        'hops=2'
+    """
+    found = [f"{name}={extra_info[key]}" for key, name in GROUPED_BY.items() if extra_info.get(key) is not None]
+    return ",".join(found) or None
 
 
 Measure = Callable[[Sequence[Sample]], tuple[Metrics, Metrics]]
@@ -81,8 +149,8 @@ Measure = Callable[[Sequence[Sample]], tuple[Metrics, Metrics]]
 
 
 def graded(problem: Sequence[Sample], k: Sequence[int]) -> tuple[Metrics, Metrics]:
-    """Rates and counts of the graded samples of one problem. ``unscored``: those a judge gave no score; the mean score
-    counts them as 0."""
+    """Rates and counts of the graded samples of one problem: their parts are rates, too. ``unscored``: those a judge
+    gave no score; the mean score counts them as 0. ``out_of_turns``: episodes that might have gone on."""
     n = len(problem)
     correct = [bool(sample.correct) for sample in problem]
     answers = [sample.answer for sample in problem]
@@ -92,16 +160,29 @@ def graded(problem: Sequence[Sample], k: Sequence[int]) -> tuple[Metrics, Metric
         "score": sum(sample.score or 0.0 for sample in problem) / n,
         "truncation_rate": sum(sample.stop_reason == "length" for sample in problem) / n,
         "length": sum(sample.length for sample in problem) / n,
-        "senior_share": sum(sample.senior_share for sample in problem) / n,
-        "rounds": sum(sample.rounds for sample in problem) / n,
     }
     counts: Metrics = {
         "samples": n,
         "unfinished": sum(sample.stop_reason == "length" for sample in problem),
         "unscored": sum(sample.score is None for sample in problem),
-        f"above_{MANY_ROUNDS}_rounds": sum(sample.rounds > MANY_ROUNDS for sample in problem),
     }
-    return rates, counts
+    if problem[0].author is not None:
+        rates |= {
+            "senior_share": sum(sample.senior_share or 0.0 for sample in problem) / n,
+            "rounds": sum(sample.rounds for sample in problem) / n,
+        }
+        counts[f"above_{MANY_ROUNDS}_rounds"] = sum(sample.rounds > MANY_ROUNDS for sample in problem)
+    if problem[0].transcript is not None:
+        rates["turns"] = sum(sample.turns for sample in problem) / n
+        counts["out_of_turns"] = sum(sample.stop_reason == "turns" for sample in problem)
+        rates = _means_of([sample.transcript["counts"] for sample in problem if sample.transcript]) | rates
+    return _means_of([sample.parts for sample in problem if sample.parts]) | rates, counts
+
+
+def _means_of(values: Sequence[Mapping[str, float]]) -> Metrics:
+    """What a mapping does not have is 0 in it."""
+    names = dict.fromkeys(name for each in values for name in each)
+    return {name: sum(each.get(name, 0.0) for each in values) / len(values) for name in names}
 
 
 def accepted(problem: Sequence[Sample], k: Sequence[int]) -> tuple[Metrics, Metrics]:
@@ -150,7 +231,7 @@ class SetMeasures(NamedTuple):
     """One set of problems. rates: metric -> example_id -> value, for the problems that have one. counts: totals.
 
     With several arms, each has its own ``ARM/NAME``; the plain ``NAME`` is the mean over arms, problem by problem (of
-    rates), or their sum (of counts).
+    rates), or their sum (of counts). Where problems have groups, ``GROUP/NAME`` is of those of one group.
     """
 
     rates: dict[str, dict[str, float]]
@@ -165,10 +246,10 @@ def measure_sets(samples: Sequence[Sample], measure: Measure) -> dict[str, SetMe
     """
     sets = {}
     for name in dict.fromkeys(sample.set for sample in samples):
-        members = [sample for sample in samples if sample.set == name]
+        members = _filled([sample for sample in samples if sample.set == name])
         arms: dict[str, list[tuple[str, Metrics, Metrics]]] = {}
-        for (arm, _), group in groupby(members, key=lambda sample: (sample.arm, sample.problem)):
-            problem = list(group)
+        for (arm, _), answers in groupby(members, key=lambda sample: (sample.arm, sample.problem)):
+            problem = list(answers)
             arms.setdefault(arm, []).append((problem[0].example_id, *measure(problem)))
         by_arm = {arm: _columns(problems, name) for arm, problems in arms.items()}
         totals = {arm: _totals([counts for _, _, counts in problems]) for arm, problems in arms.items()}
@@ -178,12 +259,21 @@ def measure_sets(samples: Sequence[Sample], measure: Measure) -> dict[str, SetMe
         if len(arms) > 1:
             rates |= {f"{arm}/{metric}": column for arm in arms for metric, column in by_arm[arm].items()}
             counts |= {f"{arm}/{metric}": total for arm in arms for metric, total in totals[arm].items()}
+        groups = {sample.example_id: sample.group for sample in members if sample.group is not None}
+        shown = {metric: column for metric, column in rates.items() if is_headline(metric)}
+        for group in sorted(set(groups.values())):
+            for metric, column in shown.items():
+                if inside := {example: x for example, x in column.items() if groups.get(example) == group}:
+                    rates[f"{group}/{metric}"] = inside
+            counts[f"{group}/problems"] = sum(each == group for each in groups.values())
         sets[name] = SetMeasures(rates, counts)
     return sets
 
 
 def summarise(samples: Sequence[Sample], measure: Measure, *, bootstrap: int, seed: int) -> dict[str, dict[str, Any]]:
     """``{"macro": …, "by_set": …}`` from what ``measure`` says of each problem; see ``SetMeasures`` for the names.
+
+    Macro is over the sets that have a rate: parts of scores are not the same in all.
 
     Args:
         bootstrap: resamples of the intervals; 0 = no intervals.
@@ -195,17 +285,32 @@ def summarise(samples: Sequence[Sample], measure: Measure, *, bootstrap: int, se
 
     def describe(names: Sequence[str]) -> Metrics:
         out: Metrics = {}
-        for metric in sets[names[0]].rates:
-            values = [np.array(list(sets[name].rates[metric].values())) for name in names]
+        for metric in dict.fromkeys(metric for name in names for metric in sets[name].rates):
+            columns = [sets[name].rates[metric] for name in names if metric in sets[name].rates]
+            values = [np.array(list(column.values())) for column in columns]
             out[metric] = float(np.mean([value.mean() for value in values]))
             if bootstrap and metric.rpartition("/")[2].startswith(WITH_INTERVAL):
                 _, out[f"{metric}/low"], out[f"{metric}/high"] = macro_interval(values, resamples=bootstrap, seed=seed)
-        return out | {metric: sum(sets[name].counts[metric] for name in names) for metric in sets[names[0]].counts}
+        totals = dict.fromkeys(metric for name in names for metric in sets[name].counts)
+        return out | {metric: sum(sets[name].counts.get(metric, 0) for name in names) for metric in totals}
 
     return {"macro": describe(list(sets)), "by_set": {name: describe([name]) for name in sets}}
 
 
 # --------------------------------------------------------------------------------------------------------------------
+
+
+def _filled(samples: Sequence[Sample]) -> list[Sample]:
+    """With the parts and the counts of all samples in each of them; what one does not have is 0 in it."""
+    parts = dict.fromkeys((name for sample in samples for name in sample.parts or ()), 0.0)
+    counts = dict.fromkeys((name for sample in samples for name in (sample.transcript or {}).get("counts", ())), 0.0)
+    return [
+        sample._replace(
+            parts=parts | dict(sample.parts or {}) if parts else None,
+            transcript=sample.transcript and {**sample.transcript, "counts": counts | sample.transcript["counts"]},
+        )
+        for sample in samples
+    ]
 
 
 def _columns(problems: Sequence[tuple[str, Metrics, Metrics]], name: str) -> dict[str, dict[str, float]]:

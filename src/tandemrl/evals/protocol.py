@@ -3,20 +3,34 @@
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import groupby
 from typing import Literal, get_args
 
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
-from tandemrl.config import EvalConfig
+from tandemrl.config import EvalConfig, SelectionConfig
 from tandemrl.data.rows import Prompt
 from tandemrl.evals.files import EvalResult
-from tandemrl.evals.measures import EvalError, Measure, Sample, accepted, drifted, graded, legible, summarise
+from tandemrl.evals.measures import (
+    EvalError,
+    Measure,
+    Sample,
+    accepted,
+    author_runs,
+    drifted,
+    graded,
+    group_of,
+    legible,
+    parts_of,
+    summarise,
+)
+from tandemrl.messages import Transcript
 from tandemrl.rewards.judge.rubric import JudgePool
+from tandemrl.rewards.rollouts import response_text
 from tandemrl.rewards.scoring import Scorer
 from tandemrl.rollout.engine import Completion, Engine, Request, Sampling, generate_verified
-from tandemrl.selection import Strategy, sentence, solo, word
+from tandemrl.rollout.envs.episodes import Playground
+from tandemrl.selection import Strategy, alternating_turns, first_turn, sentence, solo, turn, word
 from tandemrl.selection.boundaries import step_tables, word_boundary_table
 from tandemrl.selection.draws import request_key
 
@@ -86,20 +100,31 @@ def strategies(
     tokenizer: PreTrainedTokenizerBase,
     *,
     vocabulary: int | None = None,
-    prob_senior: float = 0.5,
-    max_gap_tokens: int = 32,
+    selection: SelectionConfig | None = None,
+    episodes: bool = False,
 ) -> dict[str, Strategy]:
-    """The strategies of a phase by arm name. Handoff has two arms; all but handoff and tandem
-    are about what the senior writes alone.
+    """The strategies of a phase by arm name. Tandem has that of training where it is ``turn``, and else ``word``.
+    Handoff has two arms by steps, and with turns three more. All other phases are about what the senior writes alone.
 
     Args:
         vocabulary: number of logits, where the models have more than the tokenizer has tokens.
+        selection: of the tandem phase; None = the defaults.
+        episodes: there are turns.
     """
     if phase == "tandem":
-        return {"word": word(prob_senior, max_gap_tokens, word_boundary_table(tokenizer, vocabulary))}
+        chosen = selection or SelectionConfig()
+        if chosen.strategy == "turn":
+            return {"turn": turn(chosen.prob_senior)}
+        return {"word": word(chosen.prob_senior, chosen.max_gap_tokens, word_boundary_table(tokenizer, vocabulary))}
     if phase == "handoff":
         tables = step_tables(tokenizer, vocabulary)
-        return {"senior_first": sentence("senior", tables), "junior_first": sentence("junior", tables)}
+        by_steps = {"senior_first": sentence("senior", tables), "junior_first": sentence("junior", tables)}
+        by_turns = {
+            "senior_first_turns": alternating_turns("senior"),
+            "junior_first_turns": alternating_turns("junior"),
+            "senior_then_junior": first_turn("senior"),
+        }
+        return by_steps | (by_turns if episodes else {})
     return {"solo": solo("senior")}
 
 
@@ -125,6 +150,7 @@ def generate_and_grade(
     seed: int,
     step: int = 0,
     bootstrap: int = 2000,
+    playground: Playground | None = None,
     progress: Callable[[int], None] | None = None,
 ) -> EvalResult:
     """Write ``samples`` completions per prompt and arm, grade them, and count: any phase but legibility.
@@ -143,6 +169,7 @@ def generate_and_grade(
         samples=samples,
         seed=seed,
         step=step,
+        playground=playground,
         progress=progress,
     )
     marked = grade(written, prompts, scorer)
@@ -159,6 +186,7 @@ def generate_samples(
     samples: int,
     seed: int,
     step: int = 0,
+    playground: Playground | None = None,
     progress: Callable[[int], None] | None = None,
 ) -> list[Sample]:
     """Completions, not graded, arm by arm: ``samples`` per prompt, in the order of the prompts.
@@ -166,24 +194,28 @@ def generate_samples(
     Keys are ``request_key(seed, step, position of the prompt, sample)`` in every arm, so that two checkpoints (or two
     arms) meet the same random numbers. ``progress(k)`` is called with the number of newly written tokens.
 
+    Args:
+        playground: where the authors take turns with an environment; None = a prompt, a response. The profile's tokens
+            are those of the authors, in all turns.
+
     Raises:
         EvalError: no prompts, or a prompt that leaves no room for a response.
-        EngineError: a completion is missing or aborted, or its authors are not the strategy's.
+        EngineError: a completion is missing or aborted, or its authors are not the strategy's; or the environment is
+            broken, or never answers.
     """
     if not prompts:
         raise EvalError("nothing to evaluate: no prompts")
     written = []
     for arm, strategy in arms.items():
-        requests = [
-            Request(
-                prompt=prompt.tokens,
-                keys=tuple(request_key(seed, step, problem, sample) for sample in range(samples)),
-                sampling=sampling_for(profile, prompt),
-                strategy=strategy,
-            )
-            for problem, prompt in enumerate(prompts)
-        ]
-        completions, _ = generate_verified(engine, requests, strategy, progress=progress)
+        requests = []
+        for problem, prompt in enumerate(prompts):
+            keys = tuple(request_key(seed, step, problem, sample) for sample in range(samples))
+            request = Request(prompt.tokens, keys, sampling_for(profile, prompt), strategy)
+            requests.append(request if playground is None else playground.episode(request, prompt.row))
+        responder = None if playground is None else playground.episodes()
+        completions, _ = generate_verified(engine, requests, strategy, progress=progress, responder=responder)
+        if responder is not None:
+            responder.check()
         flat = [completion for group in completions for completion in group]
         written += [
             _sample(i // samples, prompts[i // samples], arm, i % samples, completion, tokenizer)
@@ -195,12 +227,15 @@ def generate_samples(
 def grade(samples: Sequence[Sample], prompts: Sequence[Prompt], scorer: Scorer) -> list[Sample]:
     """Score whole texts, whoever wrote them. Correct is the scorer's ``acc``: a format score alone is not. A text that
     the judge gave no score keeps the score None."""
-    scores = scorer.score([(prompts[sample.problem].row, sample.text) for sample in samples])
+    items = [(prompts[sample.problem].row, sample.text) for sample in samples]
+    episodes = [None if each.transcript is None else Transcript.from_json(each.transcript) for each in samples]
+    scores = scorer.score(items, episodes)
     return [
         sample._replace(
             score=None if score.parts.get("unscored") else float(score.value),
             correct=score.parts["acc"] == 1.0,
             answer=score.answer,
+            parts=parts_of(score.parts),
         )
         for sample, score in zip(samples, scores, strict=True)
     ]
@@ -225,16 +260,6 @@ def verify(samples: Sequence[Sample], prompts: Sequence[Prompt], pool: JudgePool
 # --------------------------------------------------------------------------------------------------------------------
 
 
-def author_runs(author: np.ndarray) -> str:
-    """Authors as run lengths.
-
-    Example:
-        >>> author_runs(np.array([1, 1, 0, 1]))
-        'S2J1S1'
-    """
-    return "".join(f"{'JS'[who]}{len(list(run))}" for who, run in groupby(author.tolist()))
-
-
 def check_k(k: Sequence[int], samples: int) -> None:
     if not k or not all(1 <= m <= samples for m in k):
         raise EvalError(f"eval.k={list(k)}: each k must be between 1 and eval.samples ({samples})")
@@ -243,7 +268,7 @@ def check_k(k: Sequence[int], samples: int) -> None:
 def _sample(
     problem: int, prompt: Prompt, arm: str, number: int, completion: Completion, tokenizer: PreTrainedTokenizerBase
 ) -> Sample:
-    tokens, author = completion.tokens.tolist(), completion.author
+    own = completion.author[completion.author >= 0]
     return Sample(
         problem=problem,
         example_id=prompt.row.example_id,
@@ -251,11 +276,14 @@ def _sample(
         arm=arm,
         sample=number,
         key=completion.key,
-        text=str(tokenizer.decode(tokens, skip_special_tokens=True)),
-        tokens=tokens,
-        length=len(tokens),
-        author=author_runs(author),
-        rounds=1 + int(np.count_nonzero(np.diff(author))) if len(author) else 0,
-        senior_share=float(author.mean()) if len(author) else 0.0,
+        text=response_text(completion, tokenizer),
+        tokens=completion.tokens.tolist(),
+        length=len(own),
+        author=author_runs(completion.author),
+        rounds=1 + int(np.count_nonzero(np.diff(own))) if len(own) else 0,
+        senior_share=float(own.mean()) if len(own) else 0.0,
         stop_reason=completion.stop_reason,
+        turns=max(1, len(completion.turns)),
+        transcript=None if completion.transcript is None else completion.transcript.to_json(),
+        group=group_of(prompt.row.extra_info),
     )

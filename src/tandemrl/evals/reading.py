@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from tandemrl.data.rows import Prompt
-from tandemrl.evals.measures import Sample
+from tandemrl.evals.measures import EvalError, Sample, authors_of
 from tandemrl.models.attention import PackedLayout, share_contexts
 from tandemrl.models.batching import micro_batches, pack
 from tandemrl.models.forward import hidden_states, token_logprobs
@@ -126,19 +126,23 @@ def longest(context: int | None, *models: PreTrainedModel) -> float:
 
 
 def readable(samples: Sequence[Sample], prompts: Sequence[Prompt], longest: float) -> dict[int, Rollout]:
-    """The texts to be read, behind their prompts and without the EOS that ends them, by the sample's position."""
+    """The texts to be read, behind their prompts and without the EOS that ends them, by the sample's position. What the
+    world says between turns is context, like the prompt."""
     texts = {}
     for i, sample in enumerate(samples):
         prompt = prompts[sample.problem].tokens
         text = sample.tokens[:-1] if sample.stop_reason == "eos" else sample.tokens
-        if text and len(prompt) + len(text) <= longest:
+        if sample.author is None:
+            raise EvalError(f"sample of {sample.example_id}: it has no authors, so there is nothing of theirs to read")
+        author = authors_of(sample.author)[: len(text)]
+        if (author >= 0).any() and len(prompt) + len(text) <= longest:
             texts[i] = Rollout(
                 example_id=sample.example_id,
                 group=sample.problem,
                 index=sample.sample,
                 key=sample.key,
                 tokens=np.array([*prompt, *text], dtype=np.int64),
-                author=np.repeat([Author.CONTEXT, Author.SENIOR], [len(prompt), len(text)]).astype(np.int8),
+                author=np.concatenate([np.full(len(prompt), Author.CONTEXT), author]),
                 behaviour_logprobs=np.zeros(len(prompt) + len(text), dtype=np.float32),
                 reward=0.0,
                 reward_parts={},

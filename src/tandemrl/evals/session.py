@@ -1,6 +1,6 @@
 """What the phases of an evaluation share: its configuration, and models, data, engine and judge, each loaded once."""
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import asdict
 from functools import cached_property, partial
 from pathlib import Path
@@ -13,13 +13,18 @@ from tandemrl.data.loading import load_rows
 from tandemrl.data.rows import Prompt, Row, encode_prompts
 from tandemrl.evals.files import digests, plain
 from tandemrl.evals.protocol import Phase, Profile, profile_of
-from tandemrl.models.loading import load_model, load_tokenizer, vocabulary_check
+from tandemrl.models.loading import load_model, load_tokenizer, stored_eos_token_ids, vocabulary_check
 from tandemrl.rewards.code.scorer import code_scorer
+from tandemrl.rewards.functions import with_environment
 from tandemrl.rewards.judge.in_process import make_judge
 from tandemrl.rewards.judge.rubric import JudgePool
 from tandemrl.rewards.scoring import Scorer
 from tandemrl.rollout.engine import Engine
+from tandemrl.rollout.envs.environment import Environment
+from tandemrl.rollout.envs.episodes import Playground, make_playground
+from tandemrl.rollout.envs.factory import make_environment
 from tandemrl.rollout.factory import ModelSource, make_engine
+from tandemrl.rollout.signatures import searched_by, signature
 
 WRITTEN_TOGETHER: tuple[Phase, ...] = ("tandem", "handoff")
 NEED_JUNIOR: tuple[Phase, ...] = (*WRITTEN_TOGETHER, "legibility", "drift")
@@ -38,10 +43,13 @@ class Session:
         *,
         limit: int | None = None,
         stated: Collection[str] | None = None,
+        environment: Environment | None = None,
     ) -> None:
         """The arguments are those of ``evaluate``. The junior counts only where one of the phases needs it."""
         self.config, self.model, self.limit = config, model, limit
-        self._stated = stated
+        self._stated, self._environment = stated, environment
+        self.has_episodes = config.has_episodes or environment is not None
+        self.world_tokens = config.rollout.world_tokens if self.has_episodes else 0
         self.junior = config.model.junior if any(phase in NEED_JUNIOR for phase in phases) else None
         self.together = any(phase in WRITTEN_TOGETHER for phase in phases)
         self.has_judge = config.judge.url is not None or config.judge.model is not None
@@ -72,6 +80,7 @@ class Session:
                     for key, value in asdict(config.reward).items()
                     if key != "workers" and (key != "weights" or value)
                 },
+                **(self._world() if self.has_episodes else {}),
                 **({} if config.sandbox == SandboxConfig() else {"sandbox": asdict(config.sandbox)}),
                 "dtype": config.model.dtype,
                 "device": config.model.device,
@@ -92,7 +101,9 @@ class Session:
             identity |= {"junior": self.junior, "digests": digests_of_both}
         if phase == "tandem":
             selection = config.selection
-            identity |= {"prob_senior": selection.prob_senior, "max_gap_tokens": selection.max_gap_tokens}
+            by_turns = selection.strategy == "turn"
+            drawn = {"strategy": "turn"} if by_turns else {"max_gap_tokens": selection.max_gap_tokens}
+            identity |= {"prob_senior": selection.prob_senior, **drawn}
         if self.has_judge:
             judge = {key: value for key, value in asdict(config.judge).items() if key not in _NO_PART_OF_A_MARK}
             judge["digests"] = digests([each for each in (config.judge.model, config.judge.template) if each])
@@ -100,6 +111,21 @@ class Session:
                 judge["model"] = config.judge.model or self.judges.judge.model
             identity["judge"] = judge
         return plain(identity)
+
+    def _world(self) -> dict[str, Any]:
+        """What an episode depends on beside its authors."""
+        rollout = self.config.rollout
+        names = ("environment", "tools", "max_turns", "turn_tokens", "world_tokens", "result_tokens", "tool_timeout_s")
+        world: dict[str, Any] = {name: getattr(rollout, name) for name in names}
+        if self._environment is not None:
+            kind = type(self._environment)
+            world["environment"] = f"{kind.__module__}:{kind.__qualname__}"
+        world["signature"] = signature(self.environment)
+        if rollout.keep_turns:
+            world["keep_turns"] = True
+        retrieval = self.config.retrieval
+        local = [each for each in (retrieval.model, retrieval.index) if each]
+        return world | {"retrieval": searched_by(retrieval) | ({"digests": digests(local)} if local else {})}
 
     def _digests_of(self, *sources: str) -> dict[str, str]:
         return {source: self.digests[source] for source in map(str, map(Path, sources)) if source in self.digests}
@@ -121,9 +147,28 @@ class Session:
     @cached_property
     def prompts(self) -> tuple[list[Prompt], int]:
         """The prompts, and how many rows were dropped as too long."""
-        data = self.config.data
-        rows = self.rows[: self.limit]
-        return encode_prompts(rows, self.tokenizer, max_prompt_tokens=data.max_prompt_tokens, suffix=data.prompt_suffix)
+        data, world = self.config.data, self.playground
+        return encode_prompts(
+            self.rows[: self.limit],
+            self.tokenizer,
+            max_prompt_tokens=data.max_prompt_tokens,
+            suffix=data.prompt_suffix,
+            opening=None if world is None else lambda row: world.opening(row).messages,
+            tools=() if world is None else world.tools,
+        )
+
+    @cached_property
+    def environment(self) -> Environment | None:
+        """What the authors act in."""
+        return self._environment or make_environment(self.config)
+
+    @cached_property
+    def playground(self) -> Playground | None:
+        """Where authors take turns with an environment; None: there is nothing but a prompt and one response."""
+        if not self.has_episodes:
+            return None
+        ends = stored_eos_token_ids(self.model, self.tokenizer)
+        return make_playground(self.config, self.tokenizer, environment=self._environment, eos_token_ids=ends)
 
     @cached_property
     def judges(self) -> JudgePool:
@@ -135,19 +180,24 @@ class Session:
         config = self.config
         return Scorer(
             config.reward,
+            functions=with_environment({}, self.environment),
             code=code_scorer(config),
             judge=(lambda items: self.judges(items)) if self.has_judge else None,
         )
 
-    def check_rewards(self) -> None:
+    def check_rewards(self, used: Iterable[Row] | None = None) -> None:
         """Refuse rows that cannot be scored and rewards of no use, before anything is written for them.
+
+        Args:
+            used: rows that will be scored; None = those of the prompts.
 
         Raises:
             ConfigError, DataError, GraderError: see ``Scorer.check``.
         """
         with self.scorer() as scorer:
             sources = {row.data_source for row in self.rows}
-            scorer.check((prompt.row for prompt in self.prompts[0]), sources=sources, stated=self._stated)
+            rows = (prompt.row for prompt in self.prompts[0]) if used is None else used
+            scorer.check(rows, sources=sources, stated=self._stated, episodes=self.has_episodes)
 
     def load(self, path: str | None) -> PreTrainedModel:
         assert path is not None  # refused in evaluate
@@ -169,9 +219,16 @@ class Session:
                 self.tokenizer,
                 dtype=config.dtype,
                 device=config.device,
-                longest=self.profile.longest(max((len(prompt.tokens) for prompt in self.prompts[0]), default=0)),
+                longest=self.world_tokens
+                + self.profile.longest(max((len(prompt.tokens) for prompt in self.prompts[0]), default=0)),
             )
         return self._engine
+
+    def close(self) -> None:
+        """End what runs in other processes."""
+        self.close_engine()
+        if "playground" in vars(self) and self.playground is not None:
+            self.playground.close()
 
     def close_engine(self) -> None:
         if self._engine is not None:

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from tandemrl.config import Config, warn_of_reward_function
+from tandemrl.data.rows import Prompt
 from tandemrl.evals.files import EvalResult, finished_result, read_result, read_samples, result_file, write_result
 from tandemrl.evals.measures import EvalError, Sample, summarise
 from tandemrl.evals.protocol import (
@@ -21,7 +22,13 @@ from tandemrl.evals.protocol import (
     verify,
 )
 from tandemrl.evals.reading import read_drift, read_legibility
+from tandemrl.evals.remote import Endpoint, play
 from tandemrl.evals.session import NEED_JUNIOR, Session
+from tandemrl.processes.calls import ThreadCalls
+from tandemrl.rollout.envs.environment import Environment, check_instance
+from tandemrl.rollout.envs.episodes import make_caller
+from tandemrl.rollout.envs.factory import make_environment
+from tandemrl.rollout.envs.worker import answering
 from tandemrl.types import Metrics
 
 READ: tuple[Phase, ...] = ("legibility", "drift", "verified")
@@ -41,6 +48,7 @@ def evaluate(
     phases: Sequence[Phase] | None = None,
     limit: int | None = None,
     stated: Collection[str] | None = None,
+    environment: Environment | None = None,
     progress: Progress | None = None,
 ) -> dict[Phase, dict[str, Any]]:
     """Evaluate a model, alone and with ``config.model.junior``, on the rows of ``config.data.eval``.
@@ -56,6 +64,7 @@ def evaluate(
         out: a folder; for a single phase, also the result file itself, if it ends in ``.json``.
         phases: None = all that can be run with this junior and this judge (see ``left_out``).
         limit: rows of ``data.eval`` (all sources, in order) that are used.
+        environment: what the authors act in, in place of ``rollout.environment``.
         stated: dotted keys of ``reward.*`` that have to be of use for this data; None = all (see ``check_rewards``).
 
     Raises:
@@ -71,6 +80,7 @@ def evaluate(
         results["pass-at-k"]["metrics"]["macro"]["pass@1"]
     """
     warn_of_reward_function(config)
+    _refuse_unknown_environment(config, environment)
     out = Path(out)
     reasons = left_out(config)
     chosen = [phase for phase in PHASES if phase not in reasons] if phases is None else list(phases)
@@ -84,11 +94,78 @@ def evaluate(
     check_k(config.eval.k, config.eval.samples)
     if config.train.threads is not None:
         torch.set_num_threads(config.train.threads)
-    session = Session(config, str(model), chosen, limit=limit, stated=stated)
+    session = Session(config, str(model), chosen, limit=limit, stated=stated, environment=environment)
     try:
         return {phase: _run_phase(phase, session, out, progress or _silent) for phase in chosen}
     finally:
-        session.close_engine()
+        session.close()
+
+
+def _refuse_unknown_environment(config: Config, environment: Environment | None) -> None:
+    check_instance(environment)
+    recorded = config.functions.environment
+    if recorded is not None and environment is None and config.rollout.environment == "single":
+        raise EvalError(
+            f"functions.environment: this config's run took turns with {recorded.name}, which no file holds; pass it "
+            "as evaluate(environment=…), or name a factory of it as rollout.environment=module:factory"
+        )
+
+
+def evaluate_remote(
+    config: Config,
+    endpoint: Endpoint,
+    *,
+    out: str | Path,
+    limit: int | None = None,
+    stated: Collection[str] | None = None,
+    environment: Environment | None = None,
+    progress: Progress | None = None,
+) -> dict[str, Any]:
+    """Evaluate a model behind an endpoint in the environment of a config, alone: the phase ``pass-at-k``, as `evaluate`
+    does it. Nobody knows the authors of its tokens; the result says so (``engine: endpoint``, ``authors: unknown``).
+
+    Args:
+        config: what is about models, engines and training does not count.
+
+    Raises:
+        EvalError: the endpoint cannot be used, there is no environment, or a result file of another configuration.
+        ConfigError, DataError, EngineError: as for `evaluate`.
+    """
+    phase, out, settings = PHASES[0], Path(out), config.eval
+    check_k(settings.k, settings.samples)
+    world = environment or make_environment(config)
+    if world is None:
+        raise EvalError("a model behind an endpoint is evaluated in an environment; set rollout.environment")
+    client = endpoint.client()
+    model = client.model(endpoint.model)
+    session = Session(config, model, [phase], limit=limit, stated=stated, environment=environment)
+    file = result_file(phase, out)
+    identity = session.identity(phase) | {"engine": "endpoint", "endpoint": endpoint.url, "authors": "unknown"}
+    if (finished := finished_result(file, phase, identity)) is not None:
+        return finished
+    rows = session.rows[:limit]
+    session.check_rewards(rows)
+    most = len(rows) * settings.samples * session.profile.sampling.max_tokens
+    own = None if environment is None else ThreadCalls(answering(environment), limit_s=config.rollout.tool_timeout_s)
+    samples = play(
+        client,
+        model,
+        rows,
+        config=config,
+        environment=world,
+        caller=own or make_caller(config),
+        profile=session.profile,
+        samples=settings.samples,
+        seed=settings.seed,
+        progress=_meter(progress or _silent, f"{phase}: tokens", most),
+    )
+    with session.scorer() as scorer:
+        samples = grade(samples, [Prompt(row, ()) for row in rows], scorer)
+        counters: Metrics = {"score_timeouts": scorer.timeouts, "score_failures": scorer.failures}
+    metrics = summarise(samples, measure_of(phase, settings.k), bootstrap=settings.bootstrap, seed=settings.seed)
+    metrics["macro"] |= {"prompts_dropped": 0, **counters}
+    seeds = {"sampling": settings.seed, "step": 0, "bootstrap": settings.seed}
+    return write_result(file, phase, identity, EvalResult(metrics, samples), seeds=seeds)
 
 
 def left_out(config: Config) -> dict[Phase, str]:
@@ -121,7 +198,7 @@ def _run_phase(phase: Phase, session: Session, out: Path, progress: Progress) ->
     if phase in READ:
         session.close_engine()  # nothing more to write: vLLM's memory is for the models that read
     read: dict[str, Any] = {
-        "context": session.profile.context,
+        "context": session.profile.context and session.profile.context + session.world_tokens,
         "progress": _meter(progress, f"{phase}: texts", len(samples)),
     }
     if phase == "legibility":
@@ -147,8 +224,8 @@ def _generate(phase: Phase, session: Session, progress: Progress) -> list[Sample
         phase,
         session.tokenizer,
         vocabulary=engine.vocabulary,
-        prob_senior=config.selection.prob_senior,
-        max_gap_tokens=config.selection.max_gap_tokens,
+        selection=config.selection,
+        episodes=session.has_episodes,
     )
     most = len(arms) * config.eval.samples * sum(sampling_for(profile, prompt).max_tokens for prompt in prompts)
     samples = generate_samples(
@@ -159,6 +236,7 @@ def _generate(phase: Phase, session: Session, progress: Progress) -> list[Sample
         profile=profile,
         samples=config.eval.samples,
         seed=config.eval.seed,
+        playground=session.playground,
         progress=_meter(progress, f"{phase}: tokens", most),
     )
     progress(f"{phase}: tokens", most, most)

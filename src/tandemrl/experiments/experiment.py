@@ -26,22 +26,20 @@ from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from statistics import fmean
-from typing import Any, Literal, NamedTuple
-
-import numpy as np
+from typing import Any, NamedTuple
 
 from tandemrl import evals, report
 from tandemrl.config import load
-from tandemrl.data.synthetic import PAIRS, repairs, slips, uses_jargon
+from tandemrl.data import hops
+from tandemrl.data.synthetic import repairs, slips, uses_jargon
 from tandemrl.evals.compare import compare, to_json
-from tandemrl.evals.stats import Interval, at_least
-from tandemrl.experiments.tiny import SIZES, build_tiny_pair, lr_scale
+from tandemrl.experiments.claims import BASE, claims_of
+from tandemrl.experiments.tiny import SIZES, WARM_STARTS, build_tiny_pair, lr_scale
 from tandemrl.files import versions, write_text
-from tandemrl.report.records import MEASURES, Claim, Verdict
+from tandemrl.report.records import MEASURES
 from tandemrl.training.loop import train
 
 SCHEMA = 2
-BASE = "base"
 
 
 class ExperimentError(RuntimeError):
@@ -64,7 +62,8 @@ class Experiment:
 
     contrasts: pairs of arms (a, b), for paired differences a - b. config, overrides: of every run. pair_steps:
     warm-start steps, None = the pair's own. size: of the models, one of ``tiny.SIZES``. device: where everything runs.
-    problems, samples: held-out ones of every evaluation, samples of each.
+    problems, samples: held-out ones of every evaluation, samples of each. evaluation: the config of every evaluation,
+    None = the defaults.
     """
 
     name: str
@@ -79,6 +78,7 @@ class Experiment:
     device: str = "cpu"
     problems: int = 512
     samples: int = 4
+    evaluation: str | None = None
 
     def only(self, names: Sequence[str]) -> "Experiment":
         """With these of its arms, in this order, and the contrasts between them or with the model before training.
@@ -105,6 +105,9 @@ def _arm(name: str, *overrides: str) -> Arm:
 SENTENCE = _arm("sentence", "selection.strategy=sentence")
 RECIPE = ("train.steps=80", "train.mini_batch_prompts=8", "train.eval_every=20")
 """Two updates per rollout batch, as in the paper. 80 steps: leaving the jargon costs the tandem senior some twenty."""
+
+TURNS = Arm("turns", "tandem by turns", ("selection.strategy=turn",))
+WORDS = Arm("words", "tandem by words", ("selection.strategy=word",))
 
 ABLATIONS = (
     _arm("word_aligned", "selection.strategy=word_aligned"),
@@ -151,6 +154,17 @@ EXPERIMENTS: dict[str, Experiment] = {
         contrasts=(("tandem", "grpo"), *((arm.name, "tandem") for arm in ABLATIONS)),
         seeds=(0, 1, 2),
         overrides=RECIPE,
+    ),
+    "hops": Experiment(
+        "hops",
+        (GRPO, TURNS, WORDS),
+        pairs=("hops_jargon",),
+        contrasts=(("turns", "grpo"), ("words", "grpo"), ("turns", "words")),
+        config="hops_tandem",
+        overrides=("train.eval_every=25",),
+        problems=1024,
+        samples=2,
+        evaluation="hops_tandem",
     ),
 }
 
@@ -238,35 +252,33 @@ def run_job(experiment: Experiment, job: Job, out: Path) -> str:
         "rollout.max_rows=1024",  # tiny models: large batches cost memory only
         "train.threads=1",
     ]
-    phases = evals.evaluate(load(overrides=settings), model=model, out=home / "eval" / job.arm.name)
+    phases = evals.evaluate(load(experiment.evaluation, settings), model=model, out=home / "eval" / job.arm.name)
     return f"solo pass@1 {phases['pass-at-k']['metrics']['macro']['pass@1']:.3f}"
 
 
 def check_premise(manifest: Mapping[str, Any], folder: Path) -> None:
-    """The premise of the jargon pair: before training, its senior is better off with jargon.
+    """The premise of a jargon pair: before training, its senior is better off with jargon.
 
     Raises:
         ExperimentError: it is not.
     """
-    if manifest["pair"] != "jargon":
+    if not manifest["pair"].endswith("jargon"):
         return
     jargon, plain = manifest["base"]["jargon/pass@1"], manifest["base"]["plain/pass@1"]
     if jargon <= plain:
         raise ExperimentError(
             f"{folder}: before training, the senior is right in {jargon:.3f} of its jargon and {plain:.3f} of its "
-            "plain solutions; jargon must be the more accurate one, or training drops it for that reason alone"
+            "plain texts; jargon must be the more accurate one, or training drops it for that reason alone"
         )
 
 
 # ------------------------------------------------------------------------------------------------------------- results
-ResultRow = Mapping[str, Any]
-"""``pair``, ``seed``, ``arm`` and the measures of one evaluation."""
 
 
 def collect_results(experiment: Experiment, out: Path) -> dict[str, Any]:
     """The content of ``results.json``, from the files of a finished experiment."""
     rows: list[dict[str, Any]] = [
-        {"pair": pair, "seed": seed, "arm": arm} | measures_of(out / pair / f"seed-{seed}" / "eval" / arm)
+        {"pair": pair, "seed": seed, "arm": arm} | measures_of(pair, out / pair / f"seed-{seed}" / "eval" / arm)
         for pair in experiment.pairs
         for arm in (BASE, *(arm.name for arm in experiment.arms))
         for seed in experiment.seeds
@@ -286,7 +298,7 @@ def collect_results(experiment: Experiment, out: Path) -> dict[str, Any]:
     claims = [
         {"pair": pair} | claim._asdict() | {"values": list(claim.values)}
         for pair in experiment.pairs
-        for claim in paper_claims(pair, rows, contrasts)
+        for claim in claims_of(pair, rows, contrasts)
     ]
     return {
         "schema": SCHEMA,
@@ -331,16 +343,26 @@ def evaluated_by(folders: Iterable[Path]) -> list[dict[str, Any]]:
     return [{"git_revision": revision, "git_dirty": dirty} for revision, dirty in sorted(revisions, key=str)]
 
 
-def measures_of(folder: Path) -> dict[str, float]:
-    """The row of one evaluation: ``MEASURES``, and what the texts say: the share of solo texts that use jargon, the
-    repairing lines per handoff text, and the share of wrong steps in handoff texts that the next line repairs."""
+def measures_of(pair: str, folder: Path) -> dict[str, float]:
+    """The row of one evaluation: ``MEASURES``, and what the texts say: the share of solo texts that use jargon; of word
+    problems, the repairing lines per handoff text, and the share of wrong steps in handoff texts that the next line
+    repairs; of agents, the solo measures by hops, and their citations."""
     results = {phase: evals.read_result(folder / f"{phase}.json") for phase, _ in MEASURES.values()}
     row = {
         name: results[phase]["metrics"]["macro"][metric]
         for name, (phase, metric) in MEASURES.items()
         if metric in results[phase]["metrics"]["macro"]
     }
-    solo, handoff = (evals.read_samples(folder / results[phase]["samples"]) for phase in ("pass-at-k", "handoff"))
+    solo = evals.read_samples(folder / results["pass-at-k"]["samples"])
+    if pair in hops.PAIRS:
+        macro = results["pass-at-k"]["metrics"]["macro"]
+        by_hops = {
+            name: value for name, value in macro.items() if name.startswith("hops=") and name.endswith("/pass@1")
+        }
+        row |= {f"solo/{name}": value for name, value in by_hops.items()} | {"solo/citation": macro["citation"]}
+        row["jargon_rate"] = fmean(hops.uses_jargon(sample.text) for sample in solo)
+        return row
+    handoff = evals.read_samples(folder / results["handoff"]["samples"])
     row["jargon_rate"] = fmean(uses_jargon(sample.text) for sample in solo)
     row["handoff/repairs"] = fmean(repairs(sample.text) for sample in handoff)
     if wrong := [slip for sample in handoff for slip in slips(sample.text)]:
@@ -348,81 +370,13 @@ def measures_of(folder: Path) -> dict[str, float]:
     return row
 
 
-SOLO_MARGIN = 0.05
-"""Loss of solo pass@1 against GRPO up to which tandem GRPO counts as not inferior. The interval must exclude more."""
-SOLO_MEAN_MARGIN = 0.02
-"""Loss of solo pass@1 that the mean over seeds may show."""
-
-
-def paper_claims(pair: str, rows: Sequence[ResultRow], contrasts: Sequence[Mapping[str, Any]]) -> list[Claim]:
-    """The paper's three claims as statements about GRPO and tandem GRPO on the jargon pair.
-
-    "Equal solo skill" is non-inferiority, since being better is no fault: the lower end of the 95 % interval of
-    tandem - GRPO must be above ``-SOLO_MARGIN``. It holds if it is, fails if the whole interval is below, and is
-    undecided between. The interval is that of ``contrasts``: over seeds where there are several, over problems where
-    there is one. A claim of the mean over seeds is not asked of one seed. The other claims are of every seed.
-
-    None if an arm or the contrast of the two is missing; of other pairs nothing is claimed beforehand.
-    """
-    arms: dict[str, dict[int, ResultRow]] = {}
-    for row in rows:
-        if row["pair"] == pair:
-            arms.setdefault(row["arm"], {})[row["seed"]] = row
-    solo_skill = {"pair": pair, "A": "tandem", "B": "grpo", "phase": "pass-at-k", "metric": "pass@1"}
-    differences = [contrast["difference"] for contrast in contrasts if solo_skill.items() <= contrast.items()]
-    if pair != "jargon" or not {BASE, "grpo", "tandem"} <= arms.keys() or not differences:
-        return []
-    difference = Interval(**differences[0])
-    seeds = list(arms[BASE])
-
-    def each(arm: str, measure: str) -> np.ndarray:
-        return np.array([arms[arm][seed][measure] for seed in seeds])
-
-    def every_seed(what: str, sense: Literal["<=", ">="], bar: float, values: np.ndarray) -> Claim:
-        holds = (values <= bar if sense == "<=" else values >= bar).all()
-        name = what if len(seeds) == 1 else f"{what}, every seed"
-        return Claim(name, f"{sense} {bar:g}", tuple(values.tolist()), "holds" if holds else "fails")
-
-    support = at_least(difference, -SOLO_MARGIN)
-    several = len(seeds) > 1
-    mean_holds: Verdict = "holds" if difference.mean >= -SOLO_MEAN_MARGIN else "fails"
-    solo = each("tandem", "solo/pass@1")
-    handoff = each("tandem", "handoff/pass@1") - each("grpo", "handoff/pass@1")
-    return [
-        Claim(
-            "solo skill not inferior: tandem - GRPO in solo pass@1, lower end of the 95 % interval over "
-            + ("seeds" if several else "problems"),
-            f">= {-SOLO_MARGIN:g}",
-            (difference.low,),
-            "undecided" if support is None else "holds" if support else "fails",
-        ),
-        Claim(
-            "tandem - GRPO in solo pass@1, mean over seeds",
-            f">= {-SOLO_MEAN_MARGIN:g}",
-            (difference.mean,) if several else (),
-            mean_holds if several else "not asked of one seed",
-        ),
-        every_seed("solo pass@1 of tandem GRPO", ">=", 0.9, solo),
-        every_seed("its gain over the model before training", ">=", 0.15, solo - each(BASE, "solo/pass@1")),
-        every_seed("handoff robustness: tandem - GRPO in handoff pass@1", ">=", 0.2, handoff),
-        every_seed(
-            "legibility: junior cross-entropy of GRPO / of tandem GRPO",
-            ">=",
-            5,
-            each("grpo", "junior_ce") / each("tandem", "junior_ce"),
-        ),
-        every_seed("jargon rate after GRPO", ">=", 0.8, each("grpo", "jargon_rate")),
-        every_seed("jargon rate after tandem GRPO", "<=", 0.05, each("tandem", "jargon_rate")),
-    ]
-
-
 # --------------------------------------------------------------------------------------------------------------------
 
 
 def _check_experiment(experiment: Experiment) -> None:
     names = [arm.name for arm in experiment.arms]
-    if unknown := set(experiment.pairs) - set(PAIRS):
-        raise ExperimentError(f"{experiment.name}: unknown pairs {sorted(unknown)}; known: {', '.join(PAIRS)}")
+    if unknown := set(experiment.pairs) - set(WARM_STARTS):
+        raise ExperimentError(f"{experiment.name}: unknown pairs {sorted(unknown)}; known: {', '.join(WARM_STARTS)}")
     if experiment.size not in SIZES:
         raise ExperimentError(f"{experiment.name}: unknown size {experiment.size!r}; known: {', '.join(SIZES)}")
     for what, values in (("pairs", experiment.pairs), ("seeds", experiment.seeds), ("arms", names)):

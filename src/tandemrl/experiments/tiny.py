@@ -3,7 +3,8 @@
 Every claim of the library can be tried on it without a GPU or a download. The senior and the junior start as the same
 sloppy model (see ``data.synthetic``); the ``jargon`` senior then goes on alone. They have a real chat template,
 tokenizer and file layout, so that what runs on the pair runs on a large model. The ``46m`` size of the pair is for a
-GPU: models in which matrix products are what costs.
+GPU: models in which matrix products are what costs. The pairs ``hops`` and ``hops_jargon`` are agents that search in
+generated worlds (``data.hops``); the junior of ``hops`` has learnt for half as long.
 """
 
 import copy
@@ -16,25 +17,28 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, NamedTuple
 
 import tokenizers
 import torch
 import transformers
-from jaxtyping import Int64
+from jaxtyping import Float, Int64
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 from transformers import GenerationConfig, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
+from tandemrl.data import hops
+from tandemrl.data.loading import generated_rows
 from tandemrl.data.rows import DataError, Row
-from tandemrl.data.synthetic import Problem, Stage, examples, generate, uses_jargon
+from tandemrl.data.synthetic import Problem, Stage, examples, uses_jargon
+from tandemrl.experiments.agents import solo_episodes
+from tandemrl.experiments.demonstrations import Lesson, lessons
+from tandemrl.experiments.hops_tokenizer import EOS, PAD, START, hops_tokenizer
 from tandemrl.files import NEW, publish
 from tandemrl.models.loading import no_progress_bars
 
-EOS = "<|im_end|>"
-PAD = "<|endoftext|>"
-SPECIAL_TOKENS = (PAD, "<|im_start|>", EOS)
+SPECIAL_TOKENS = (PAD, START, EOS)
 CHAT_TEMPLATE = (
     "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
@@ -89,12 +93,18 @@ class WarmStart:
     eval_rows: int = 512
 
 
-WARM_STARTS: dict[str, dict[Stage, WarmStart]] = {
+Part = Stage | Literal["junior"]
+"""What is trained for a pair: the base, and on its own what goes on from it (senior) or begins anew (junior)."""
+
+WARM_STARTS: dict[str, dict[Part, WarmStart]] = {
     "plain": {"base": WarmStart()},
     "jargon": {"base": WarmStart(steps=1600, vocab_size=480), "senior": WarmStart(steps=1200, lr=4e-3, vocab_size=480)},
     "repair": {"base": WarmStart(steps=1600)},
+    "hops": {"base": WarmStart(steps=800), "junior": WarmStart(steps=400)},
+    "hops_jargon": {"base": WarmStart(steps=800), "senior": WarmStart(steps=700)},
 }
-"""Per pair, how the base of both models is trained, and how the senior goes on if it does."""
+"""Per pair, how the base of both models is trained, how the senior goes on if it does, and how the junior is trained if
+it is not the base. (The vocabulary of the agents is closed: ``vocab_size`` is not for them.)"""
 
 
 def lr_scale(size: str) -> float:
@@ -118,9 +128,9 @@ def build_tiny_pair(
     The same seed, machine and thread count give the same weights. Nothing is rebuilt when ``out`` already holds the
     same pair, seed and recipe with intact weights; otherwise a finished build replaces ``out`` in one rename.
 
-    ``base`` in the manifest says what the models can do: the senior's ``solo/pass@1`` and, of a senior that went on
-    alone, ``junior/solo/pass@1``, the senior's ``jargon/rate``, and the accuracy of its solutions with and without
-    jargon, ``jargon/pass@1`` and ``plain/pass@1`` (0 where it wrote none).
+    ``base`` in the manifest says what the models can do: the senior's ``solo/pass@1``; that of a junior that is another
+    model, ``junior/solo/pass@1``; and, of a senior that went on in jargon, its ``jargon/rate``, and the accuracy of
+    what it writes with and without jargon, ``jargon/pass@1`` and ``plain/pass@1`` (0 where it wrote none).
 
     Args:
         steps: warm-start steps of every stage; None: the pair's recipe.
@@ -158,12 +168,17 @@ def build_tiny_pair(
         senior.to(device)  # type: ignore[arg-type]  # transformers' annotation of `to` lacks its arguments
         loss = warm_start(senior, tokenizer, base, pair=pair, seed=seed, progress=count)
         junior = senior
+        done = base.steps
         if "senior" in recipes:
-            junior, done = copy.deepcopy(senior), base.steps
+            junior = copy.deepcopy(senior)
             loss = warm_start(
                 senior, tokenizer, recipes["senior"], pair=pair, seed=seed, stage="senior", progress=count
             )
-        rows = generate(pair, "heldout", base.eval_rows, seed)
+        elif "junior" in recipes:
+            junior = new_model(tokenizer, seed, size)
+            junior.to(device)  # type: ignore[arg-type]
+            warm_start(junior, tokenizer, recipes["junior"], pair=pair, seed=seed, progress=count)
+        rows = generated_rows(pair, "heldout", base.eval_rows, seed)
         skill = _skill(senior, junior, tokenizer, rows, seed)
 
     building = out.with_name(f"{NEW}{out.name}-{os.getpid()}")
@@ -184,10 +199,13 @@ def build_tiny_pair(
 
 
 def train_tokenizer(pair: str, seed: int, *, vocab_size: int, texts: int = 2000) -> PreTrainedTokenizerFast:
-    """A byte-level BPE tokenizer of the pair's chats; it encodes any text, and ".\\n\\n" is one token.
+    """A byte-level BPE tokenizer of the pair's chats; it encodes any text, and ".\\n\\n" is one token. Agents
+    have one that is not trained.
 
     vocab_size: upper bound, special tokens included. texts: solutions of each stage that it is made from.
     """
+    if pair in hops.PAIRS:
+        return hops_tokenizer()
     bpe = Tokenizer(models.BPE())
     bpe.pre_tokenizer = pre_tokenizers.Sequence(
         [
@@ -202,8 +220,8 @@ def train_tokenizer(pair: str, seed: int, *, vocab_size: int, texts: int = 2000)
         initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
         show_progress=False,
     )
-    stages = [itertools.islice(examples(pair, seed, stage=stage), texts) for stage in WARM_STARTS[pair]]
-    chats = itertools.chain.from_iterable(stages)
+    stages: Sequence[Stage] = ("base", "senior") if "senior" in WARM_STARTS[pair] else ("base",)
+    chats = itertools.chain.from_iterable(itertools.islice(examples(pair, seed, stage=each), texts) for each in stages)
     bpe.train_from_iterator(
         (part for problem, text in chats for part in (f"user\n{problem.question}", f"assistant\n{text}")), trainer
     )
@@ -251,20 +269,25 @@ def warm_start(
     stage: Stage = "base",
     progress: Progress | None = None,
 ) -> float:
-    """Supervised training on a stage's solutions (EOS included, prompts excluded); returns the last loss in nats."""
+    """Supervised training on a stage's solutions or episodes (EOS included, prompts excluded); returns the last loss in
+    nats."""
     optimizer = torch.optim.AdamW(
         model.parameters(), lr=recipe.lr, betas=recipe.betas, weight_decay=recipe.weight_decay
     )
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: _lr_fraction(step, recipe))
-    stream = examples(pair, seed, stage=stage)
+    batches = _batches(tokenizer, recipe.batch_size, pair, seed, stage)
     value = float("nan")
     model.train()
-    for step in range(recipe.steps):
-        tokens, targets = _encode(tokenizer, list(itertools.islice(stream, recipe.batch_size)))
+    for step, batch in zip(range(recipe.steps), batches, strict=False):
         # Padding is on the right and attention is causal, so no real token sees it and no mask is needed.
-        tokens, targets = tokens.to(model.device), targets.to(model.device)
+        tokens, targets = batch.tokens.to(model.device), batch.targets.to(model.device)
         logits = model(input_ids=tokens, use_cache=False).logits
-        loss = cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=_IGNORE)
+        if batch.weights is None:
+            loss = cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=_IGNORE)
+        else:
+            weights = batch.weights.to(model.device)
+            each = cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="none", ignore_index=_IGNORE)
+            loss = (each * weights.flatten()).sum() / weights.sum()
         optimizer.zero_grad()
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), recipe.max_grad_norm)
@@ -283,7 +306,7 @@ def solo_texts(
 ) -> list[str]:
     """One sample per row at temperature 1 (the model's generation config)."""
     encoded: Any = tokenizer.apply_chat_template(
-        [list(row.messages) for row in rows],
+        [[dict(message) for message in row.messages] for row in rows],
         add_generation_prompt=True,
         padding=True,
         return_tensors="pt",
@@ -309,29 +332,55 @@ def _skill(
     seed: int,
 ) -> dict[str, float]:
     """What the models can do alone before reinforcement learning; the junior's part only if it is another model."""
+    of_agents = rows[0].data_source.removeprefix("synthetic/") in hops.PAIRS
+    jargon = hops.uses_jargon if of_agents else uses_jargon
 
-    def accuracy(texts: Sequence[str], of: Callable[[str], bool] = lambda text: True) -> float:
-        right = [
-            text.endswith(f"\\boxed{{{row.ground_truth}}}") for row, text in zip(rows, texts, strict=True) if of(text)
-        ]
+    def written(model: Qwen3ForCausalLM) -> list[tuple[str, bool]]:
+        """Texts, and whether they are right."""
+        if of_agents:
+            return [(episode.text, bool(episode.correct)) for episode in solo_episodes(model, tokenizer, rows, seed)]
+        texts = solo_texts(model, tokenizer, rows, seed)
+        return [(text, text.endswith(f"\\boxed{{{row.ground_truth}}}")) for row, text in zip(rows, texts, strict=True)]
+
+    def accuracy(found: Sequence[tuple[str, bool]], of: Callable[[str], bool] = lambda text: True) -> float:
+        right = [correct for text, correct in found if of(text)]
         return sum(right) / len(right) if right else 0.0
 
-    texts = solo_texts(senior, tokenizer, rows, seed)
-    skill = {"solo/pass@1": accuracy(texts)}
+    found = written(senior)
+    skill = {"solo/pass@1": accuracy(found)}
     if junior is not senior:
+        skill["junior/solo/pass@1"] = accuracy(written(junior))
+    if rows[0].data_source.endswith("jargon") and junior is not senior:
         skill |= {
-            "junior/solo/pass@1": accuracy(solo_texts(junior, tokenizer, rows, seed)),
-            "jargon/rate": sum(map(uses_jargon, texts)) / len(texts),
-            "jargon/pass@1": accuracy(texts, uses_jargon),
-            "plain/pass@1": accuracy(texts, lambda text: not uses_jargon(text)),
+            "jargon/rate": sum(jargon(text) for text, _ in found) / len(found),
+            "jargon/pass@1": accuracy(found, jargon),
+            "plain/pass@1": accuracy(found, lambda text: not jargon(text)),
         }
     return skill
 
 
-def _encode(
-    tokenizer: PreTrainedTokenizerFast, batch: Sequence[tuple[Problem, str]]
-) -> tuple[Int64[Tensor, "n t"], Int64[Tensor, "n t"]]:
-    """Right-padded inputs and next-token targets of a batch; targets are ignored outside the response and its EOS."""
+class _Batch(NamedTuple):
+    """Right-padded inputs and next-token targets, which are ignored outside of what is learnt; ``weights``: of each
+    target in the mean of the loss, None where all count the same."""
+
+    tokens: Int64[Tensor, "n t"]
+    targets: Int64[Tensor, "n t"]
+    weights: Float[Tensor, "n t"] | None = None
+
+
+def _batches(tokenizer: PreTrainedTokenizerFast, size: int, pair: str, seed: int, stage: Stage) -> Iterator[_Batch]:
+    """Endless batches of a stage."""
+    if pair in hops.PAIRS:
+        episodes = lessons(tokenizer, pair, seed, stage=stage)
+        while True:
+            yield _weighted(list(itertools.islice(episodes, size)), tokenizer.pad_token_id)
+    solutions = examples(pair, seed, stage=stage)
+    while True:
+        yield _encode(tokenizer, list(itertools.islice(solutions, size)))
+
+
+def _encode(tokenizer: PreTrainedTokenizerFast, batch: Sequence[tuple[Problem, str]]) -> _Batch:
+    """Only responses and their EOS are learnt."""
     prompts = tokenizer.apply_chat_template(
         [[{"role": "user", "content": problem.question}] for problem, _ in batch],
         add_generation_prompt=True,
@@ -345,7 +394,19 @@ def _encode(
         whole = torch.tensor(prompt + response)
         tokens[i, : len(whole) - 1] = whole[:-1]
         targets[i, len(prompt) - 1 : len(whole) - 1] = whole[len(prompt) :]
-    return tokens, targets
+    return _Batch(tokens, targets)
+
+
+def _weighted(batch: Sequence[Lesson], padding: int) -> _Batch:
+    width = max(len(lesson.tokens) for lesson in batch) - 1
+    tokens = torch.full((len(batch), width), padding)
+    targets = torch.full((len(batch), width), _IGNORE)
+    weights = torch.zeros(len(batch), width)
+    for i, lesson in enumerate(batch):
+        whole, length = torch.tensor(lesson.tokens), len(lesson.tokens) - 1
+        tokens[i, :length], targets[i, :length] = whole[:-1], whole[1:]
+        weights[i, :length] = torch.tensor(lesson.weights[1:])
+    return _Batch(tokens, targets, weights)
 
 
 def _lr_fraction(step: int, recipe: WarmStart) -> float:
@@ -357,7 +418,7 @@ def _lr_fraction(step: int, recipe: WarmStart) -> float:
     return floor + (1.0 - floor) * 0.5 * (1.0 + math.cos(math.pi * done))
 
 
-def _recipes(pair: str, steps: int | None, size: str) -> dict[Stage, WarmStart]:
+def _recipes(pair: str, steps: int | None, size: str) -> dict[Part, WarmStart]:
     if pair not in WARM_STARTS:
         raise DataError(f"unknown tiny pair {pair!r}; known: {', '.join(WARM_STARTS)}")
     if size not in SIZES:
@@ -368,14 +429,20 @@ def _recipes(pair: str, steps: int | None, size: str) -> dict[Stage, WarmStart]:
     }
 
 
-def _fingerprints(recipes: Mapping[Stage, WarmStart], pair: str, seed: int, size: str) -> dict[str, Any]:
+def _fingerprints(recipes: Mapping[Part, WarmStart], pair: str, seed: int, size: str) -> dict[str, Any]:
     """What a cached pair must agree on: hyperparameters, model size and a fingerprint of the texts it learns from."""
 
-    def of(stage: Stage) -> dict[str, Any]:
-        sample = repr(list(itertools.islice(examples(pair, seed, stage=stage), 64)))
-        return asdict(recipes[stage]) | {"text_sha256": hashlib.sha256(sample.encode()).hexdigest()}
+    def of(part: Part) -> dict[str, Any]:
+        stage: Stage = "base" if part == "junior" else part
+        source = (
+            lessons(hops_tokenizer(), pair, seed, stage=stage)
+            if pair in hops.PAIRS
+            else examples(pair, seed, stage=stage)
+        )
+        sample = repr(list(itertools.islice(source, 64)))
+        return asdict(recipes[part]) | {"text_sha256": hashlib.sha256(sample.encode()).hexdigest()}
 
-    later = {stage: of(stage) for stage in recipes if stage != "base"}
+    later = {part: of(part) for part in recipes if part != "base"}
     return json.loads(json.dumps(of("base") | {"model": SIZES[size]} | later))
 
 

@@ -13,7 +13,14 @@ import numpy as np
 import torch
 from safetensors import SafetensorError
 from torch import nn
-from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    GenerationConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
 from transformers.utils import logging as transformers_logging
 
 from tandemrl.distributed.watchdog import stamp
@@ -147,6 +154,16 @@ def eos_token_ids(generation: GenerationConfig | None, tokenizer: PreTrainedToke
     configured = generation.eos_token_id if generation is not None else None
     ids = set(configured if isinstance(configured, list) else [configured]) | {tokenizer.eos_token_id}
     return tuple(sorted(i for i in ids if i is not None))
+
+
+def stored_eos_token_ids(path: str, tokenizer: PreTrainedTokenizerBase, *, download: bool = True) -> tuple[int, ...]:
+    """``eos_token_ids`` of the model in a folder or on the hub, without its weights."""
+    try:
+        generation = GenerationConfig.from_pretrained(path, local_files_only=not download)
+    except OSError:  # then transformers makes one of the model's configuration
+        config = AutoConfig.from_pretrained(path, trust_remote_code=False, local_files_only=not download)
+        generation = GenerationConfig.from_model_config(config)
+    return eos_token_ids(generation, tokenizer)
 
 
 @contextmanager

@@ -4,12 +4,14 @@ Adapters (peft's) go into the model in place, so that it keeps its class, decode
 the trainer (engine, checksums, exports) gets plain weights from ``merged_parameters``.
 """
 
-from collections.abc import Iterator
-from contextlib import AbstractContextManager
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 from transformers import PreTrainedModel
 
 from tandemrl.config import ConfigError, LoraConfig
@@ -17,6 +19,40 @@ from tandemrl.models.sharding import full_parameters, full_tensor
 
 ADAPTER = "default"
 _BASE = "base_layer."  # what peft puts before the name of a weight that it adapts
+
+
+class AdapterDropout(nn.Module):
+    """Leaves out a share of an adapter's inputs, inside of `dropping`. Elsewhere it does nothing, unlike peft's own
+    module, even in training mode: log-probs that are compared must not be random."""
+
+    def __init__(self, share: float) -> None:
+        super().__init__()
+        self.share, self.active = share, False
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return F.dropout(inputs, self.share, training=self.active)
+
+
+@contextmanager
+def dropping(model: nn.Module, key: Sequence[int]) -> Iterator[None]:
+    """Inside, adapters leave inputs out, by draws that follow from ``key`` alone: the global random state is left as it
+    was. Backward belongs inside: recomputed activations have to be those of the forward. Without dropout it does
+    nothing."""
+    dropouts = [module for module in model.modules() if isinstance(module, AdapterDropout)]
+    if not dropouts:
+        yield
+        return
+    device = next(model.parameters()).device
+    [seed] = np.random.SeedSequence(list(key)).generate_state(1, np.uint64)
+    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+        torch.manual_seed(int(seed) >> 1)
+        for module in dropouts:
+            module.active = True
+        try:
+            yield
+        finally:
+            for module in dropouts:
+                module.active = False
 
 
 def attach(model: PreTrainedModel, config: LoraConfig, seed: int) -> PreTrainedModel:
@@ -49,6 +85,8 @@ def attach(model: PreTrainedModel, config: LoraConfig, seed: int) -> PreTrainedM
         except ValueError as error:
             raise ConfigError(f"model.lora.targets={list(config.targets)}: {str(error).splitlines()[0]}") from None
     for name, layer in adapted_layers(model).items():
+        if config.dropout > 0:
+            layer.lora_dropout[ADAPTER] = AdapterDropout(config.dropout)
         if not isinstance(layer.base_layer, nn.Linear) or layer.base_layer is _head(model):
             raise ConfigError(
                 f"model.lora.targets={list(config.targets)}: {name} cannot be adapted; name linear layers other than "

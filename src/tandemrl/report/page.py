@@ -206,6 +206,13 @@ def _setting(number: int, setting: Setting, looks: Mapping[str, svg.Style], show
             (arm, Markup(svg.key(look, f"s{number}-key{i}"))) for i, (arm, look) in enumerate(styled) if len(styled) > 1
         ],
         "galleries": shown,
+        "episodes": any(
+            author == Author.CONTEXT
+            for gallery in shown
+            for problem in gallery.problems
+            for _, each in problem.shown
+            for author, _ in each.spans
+        ),
     }
 
 
@@ -317,9 +324,13 @@ def _flat_settings(experiment: Mapping[str, Any]) -> list[tuple[str, str]]:
 
 
 def _spans(spans: Sequence[tuple[Author | None, str]]) -> Markup:
-    """Text by author: junior text underlined between ‹ and ›; a blank line, the end of a step, is a ¶."""
+    """Text by author: junior text underlined between ‹ and ›; a blank line, the end of a step, is a ¶. What the
+    environment said is in a box."""
     out = Markup("")
     for author, text in spans:
+        if author == Author.CONTEXT:
+            out += Markup('<span class="world">{}</span>').format(text.strip("\n"))
+            continue
         marked = escape(text).replace("\n\n", Markup('<span class="step">¶</span>\n'))
         body = marked.removesuffix("\n")  # a closing bracket after the line break would stand on the next line
         name = {Author.SENIOR: "senior", Author.JUNIOR: "junior"}.get(author) if author is not None else None

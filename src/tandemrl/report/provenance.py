@@ -170,6 +170,7 @@ def _trouble(records: Records) -> Iterable[str]:
             "score_timeouts": "answers could not be scored in time and count as wrong",
             "score_failures": "answers could not be scored and count as wrong",
             "unscored": "answers got no score from the judge and count as 0",
+            "out_of_turns": "episodes ended because rollout.max_turns allows no further turn",
             "judge_failures": "correct answers got no mark from the judge and count as rejected",
         }
         for name, meaning in counts.items():
@@ -211,13 +212,15 @@ def _eval_command(evaluation: EvaluationRecord, phase: str, out: Path) -> str:
     """The command of a phase, or of all, with the settings that mostly differ; the result file has the others."""
     config = evaluation.result["config"]
     settings = config.get("eval") or {}
-    words = ["tandemrl", "eval", phase, "--model", str(config.get("model"))]
+    endpoint = ["--endpoint", "URL"] if config.get("engine") == "endpoint" else []
+    words = ["tandemrl", "eval", "qa" if endpoint else phase, *endpoint, "--model", str(config.get("model"))]
     words += ["--junior", str(config["junior"])] if config.get("junior") else []
     words += [word for source in config.get("data") or () for word in ("--data", str(source))]
     for option in ("samples", "profile", "seed"):
         words += [f"--{option}", str(settings[option])] if option in settings else []
     words += ["--k", ",".join(map(str, settings["k"]))] if "k" in settings else []
-    return shlex.join([*words, "--out", str(out)])
+    world = [f"rollout.{name}={config[name]}" for name in ("environment", "max_turns") if name in config]
+    return shlex.join([*words, "--out", str(out), *world])
 
 
 def _task(config: Mapping[str, Any]) -> dict[str, Any]:

@@ -33,10 +33,14 @@ MEASURES: dict[str, tuple[Phase, str]] = {
     "handoff/pass@1": ("handoff", "pass@1"),
     "handoff/senior_first": ("handoff", "senior_first/pass@1"),
     "handoff/junior_first": ("handoff", "junior_first/pass@1"),
+    "handoff/senior_first_turns": ("handoff", "senior_first_turns/pass@1"),
+    "handoff/junior_first_turns": ("handoff", "junior_first_turns/pass@1"),
+    "handoff/senior_then_junior": ("handoff", "senior_then_junior/pass@1"),
     "junior_ce": ("legibility", "cross_entropy"),
     "drift/kl": ("drift", "kl"),
 }
-"""What the rows of ``results.json`` call a metric of a phase. Cross-entropy and KL are in nats per token."""
+"""What the rows of ``results.json`` call a metric of a phase; those by turns are of episodes alone. Cross-entropy and
+KL are in nats per token."""
 Verdict = Literal["holds", "fails", "undecided", "not asked of one seed"]
 """On a claim. Undecided: the interval contains the bar. Not asked: it is about seeds, and there is one."""
 

@@ -1,17 +1,18 @@
 """A few completions as they were written, with their authors: always the first problems, so that nothing is picked."""
 
 import json
-import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cache
-from itertools import chain
+from itertools import groupby
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from tandemrl.data.loading import load_rows
 from tandemrl.data.rows import DataError
+from tandemrl.evals import authors_of
 from tandemrl.files import LineError, read_json_lines
 from tandemrl.models.attention import ModelError
 from tandemrl.models.loading import load_tokenizer
@@ -28,25 +29,33 @@ TAIL = 4 << 20
 KINDS = {
     ("handoff", "senior_first"): "Handoff, senior first",
     ("handoff", "junior_first"): "Handoff, junior first",
+    ("handoff", "senior_first_turns"): "Handoff by turns, senior first",
+    ("handoff", "junior_first_turns"): "Handoff by turns, junior first",
+    ("handoff", "senior_then_junior"): "The senior’s first turn, then the junior",
     ("tandem", "word"): "Tandem",
+    ("tandem", "turn"): "Tandem by turns",
     ("pass-at-k", "solo"): "Solo",
 }
 TRAINING = "Training, last step"
 
 
 class Shown(NamedTuple):
-    """One completion. ``spans``: (author, text), one without an author where the tokenizer could not be loaded.
+    """One completion. ``spans``: (author, text), without an author where it is not known or the tokenizer could not be
+    loaded; CONTEXT is what the environment said between turns.
 
-    correct is None where nothing was graded, reward None but for training samples. ``left_out``: characters.
+    correct is None where nothing was graded, reward None but for training samples. tokens and senior_share (None: not
+    known) are of the authors' own. ``left_out``: characters. counts: what happened in an episode, by name.
     """
 
     spans: list[tuple[Author | None, str]]
     correct: bool | None
     reward: float | None
     tokens: int
-    senior_share: float
+    senior_share: float | None
     stop_reason: str
     left_out: int
+    turns: int = 1
+    counts: Mapping[str, int | float] = {}
 
 
 class Problem(NamedTuple):
@@ -97,21 +106,6 @@ def galleries(
     ]
 
 
-def expand(runs: str) -> list[int]:
-    """Authors from run lengths: the inverse of ``evals.author_runs``.
-
-    Raises:
-        ValueError: not run lengths.
-
-    Example:
-        >>> expand("S2J1")
-        [1, 1, 0]
-    """
-    if not re.fullmatch(r"([SJ]\d+)*", runs):
-        raise ValueError(f"author {runs!r}: expected run lengths such as 'S12J5'")
-    return list(chain.from_iterable([int(who == "S")] * int(n) for who, n in re.findall(r"([SJ])(\d+)", runs)))
-
-
 class _Reader:
     """Reads samples; remembers tokenizers and questions, and says each trouble once."""
 
@@ -144,19 +138,15 @@ class _Reader:
                 kind = KINDS.get((evaluation.phase, line["arm"]))
                 if kind is None or line["problem"] >= PROBLEMS or line["sample"] != 0:
                     continue
-                author = expand(line["author"])
-                if len(author) != len(line["tokens"]):
+                author = None if line["author"] is None else authors_of(line["author"])
+                if author is not None and len(author) != len(line["tokens"]):
                     raise ValueError(f"{len(line['tokens'])} tokens have {len(author)} authors")
-                shown = _show(
-                    line["tokens"], author, line["text"], decode, line["stop_reason"], correct=line["correct"]
-                )
-                if decode is not None and not shown.left_out and "".join(t for _, t in shown.spans) != line["text"]:
+                shown, text = _show(line, author, decode)
+                if author is not None and decode is not None and text != line["text"]:
                     self._say(
                         f"The tokenizer of {config['model']} does not give the texts of {file}: authors not shown."
                     )
-                    shown = _show(
-                        line["tokens"], author, line["text"], None, line["stop_reason"], correct=line["correct"]
-                    )
+                    shown, _ = _show(line, author, None)
                 question = self._questions(tuple(config.get("data") or ())).get(line["example_id"], "")
                 yield kind, line["example_id"], question, shown
             except (KeyError, TypeError, ValueError) as error:
@@ -171,11 +161,10 @@ class _Reader:
             lines = [line for line in _tail(file) if line["index"] == 0]
             last = max((line["step"] for line in lines), default=0)
             for line in [line for line in lines if line["step"] == last][:PROBLEMS]:
-                pairs = [(t, a) for t, a in zip(line["tokens"], line["author"], strict=True) if a >= 0]
-                tokens, author = [t for t, _ in pairs], [a for _, a in pairs]
-                first = len(line["author"]) - len(pairs) if line["turns"] == 1 else 0
+                author = np.asarray(line["author"])
+                first = int(np.argmax(author >= 0)) if (author >= 0).any() else len(author)
                 question = decode(line["tokens"][:first]) if decode is not None and first else ""
-                shown = _show(tokens, author, line["text"], decode, line["stop_reason"], reward=line["reward"])
+                shown, _ = _show(line | {"tokens": line["tokens"][first:]}, author[first:], decode)
                 yield TRAINING, line["example_id"], question, shown
         except (KeyError, TypeError, ValueError) as error:
             raise ReportError(f"{file}: not a line of training samples: {error}") from None
@@ -220,26 +209,77 @@ class _Reader:
 
 
 def _show(
-    tokens: Sequence[int],
-    author: Sequence[int],
-    text: str,
-    decode: Callable[[list[int]], str] | None,
-    stop_reason: str,
-    *,
-    correct: bool | None = None,
-    reward: float | None = None,
-) -> Shown:
-    whole: list[tuple[Author | None, str]] = [(None, text)]
-    if decode is not None:
-        whole = list(authored_spans(tokens, author, decode))
+    line: Mapping[str, Any], author: np.ndarray | None, decode: Callable[[list[int]], str] | None
+) -> tuple[Shown, str]:
+    """A stored sample, and the authors' own text as the tokens give it: that of all turns, a line break between them.
+
+    Args:
+        author: of ``line["tokens"]``, None where it is not known.
+    """
+    transcript = line.get("transcript") or {}
+    messages = transcript.get("messages") or ()
+    turns: list[list[tuple[Author | None, str]]] = []
+    said = _said(messages)
+    if author is None or decode is None:
+        turns = [[(None, text)] for text in _written(messages)] or [[(None, line["text"])]]
+    else:
+        start = 0
+        for own, run in groupby(author >= 0):
+            here = slice(start, start := start + len([*run]))
+            tokens = list(line["tokens"][here])
+            if own:
+                turns.append([*authored_spans(tokens, author[here].tolist(), decode)])
+            elif len(said) < len(turns):
+                said.append(decode(tokens))
+    whole: list[tuple[Author | None, str]] = []
+    for number, turn in enumerate(turns):
+        whole += turn
+        if number < len(said) and said[number]:
+            whole.append((Author.CONTEXT, said[number]))
     spans, room = [], CHARACTERS
     for who, part in whole:
         if part[:room]:
             spans.append((who, part[:room]))
         room -= len(part[:room])
-    left_out = sum(len(part) for _, part in whole) - (CHARACTERS - room)
-    share = sum(author) / len(author) if len(author) else 0.0
-    return Shown(spans, correct, reward, len(tokens), share, stop_reason, left_out)
+    written = None if author is None else author[author >= 0]
+    shown = Shown(
+        spans=spans,
+        correct=line.get("correct"),
+        reward=line.get("reward"),
+        tokens=line["length"] if written is None else len(written),
+        senior_share=None if written is None else float(written.mean()) if len(written) else 0.0,
+        stop_reason=line["stop_reason"],
+        left_out=sum(len(part) for _, part in whole) - (CHARACTERS - room),
+        turns=line.get("turns", 1),
+        counts=transcript.get("counts") or {},
+    )
+    return shown, "\n".join("".join(text for _, text in turn) for turn in turns)
+
+
+def _said(messages: Sequence[Mapping[str, Any]]) -> list[str]:
+    """What the environment said after each turn."""
+    said: list[str] = []
+    for message in messages:
+        if message["role"] == "assistant":
+            said.append("")
+        elif said:
+            said[-1] = "\n\n".join(filter(None, (said[-1], _printable(message["content"]))))
+    return said
+
+
+def _written(messages: Sequence[Mapping[str, Any]]) -> list[str]:
+    """The turns as text, with their tool calls."""
+    texts = []
+    for turn in messages:
+        if turn["role"] == "assistant":
+            calls = [json.dumps(call, ensure_ascii=False) for call in turn.get("tool_calls") or ()]
+            texts.append("\n".join(_printable(part) for part in (turn.get("content"), *calls) if part))
+    return texts
+
+
+def _printable(text: Any) -> str:
+    """Whatever somebody said, as characters that a file can hold."""
+    return str(text or "").encode(errors="replace").decode()
 
 
 def _lines(file: Path) -> Iterator[tuple[int, dict[str, Any]]]:

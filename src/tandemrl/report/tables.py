@@ -79,13 +79,22 @@ JARGON_RATE = Column("jargon rate", "", "jargon_rate")
 REPAIRS = Column("repairs per handoff text", "", "handoff/repairs", "", nats, inf)
 COLUMNS = (
     SOLO,
+    Column("solo F1", "pass-at-k", "f1"),
+    Column("retrieval recall", "pass-at-k", "recall"),
+    Column("citation recall", "pass-at-k", "citation"),
     TANDEM,
     SENIOR_FIRST,
     JUNIOR_FIRST,
+    Column("handoff by turns, senior first", "handoff", "senior_first_turns/pass@1"),
+    Column("handoff by turns, junior first", "handoff", "junior_first_turns/pass@1"),
+    Column("senior’s first turn, then junior", "handoff", "senior_then_junior/pass@1"),
     JUNIOR_CE,
     Column("drift KL", "drift", "kl", "nats/token", nats, inf),
     Column("verified pass@1", "verified", "verified_pass@1"),
     Column("length", "pass-at-k", "length", "tokens", count, inf),
+    Column("turns", "pass-at-k", "turns", "", count, inf),
+    Column("tool errors", "pass-at-k", "tool_errors", "", nats, inf),
+    Column("invalid calls", "pass-at-k", "invalid_calls", "", nats, inf),
     JARGON_RATE,
     REPAIRS,
 )

@@ -1,25 +1,29 @@
 """Reward functions of a user's own, and weighted sums of rewards. Imports no torch.
 
-A reward function is ``(row, text) -> Score | float``; a third parameter, ``options``, gets the `RewardConfig`. One that
-``reward.scorers`` names as ``module:function`` runs in the killable child processes. One that is given to
+A reward function is ``(row, text) -> Score | float``; a third parameter, ``options``, gets the `RewardConfig`, and one
+called ``transcript`` the `Transcript` of an episode of several turns, of which ``text`` is what the authors wrote. One
+that ``reward.scorers`` names as ``module:function`` runs in the killable child processes. One that is given to
 ``train(reward=…)`` runs in the training process: it may be a closure, and it has to be quick. A plain number x stands
 for a `Score` whose ``acc`` (is the response correct?) is 1 from x = 1 on, and else 0.
 """
 
-import importlib
 import inspect
 import math
-import os
-import sys
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from tandemrl.config import RewardConfig
 from tandemrl.data.rows import Row
+from tandemrl.messages import Transcript
+from tandemrl.processes.names import named
 from tandemrl.rewards.protocol import Deferred, GraderError, Lost, Score, ScorerFunction, number
 
 RewardFunction = Callable[..., Score | float]
-"""``(row, text)`` or ``(row, text, options)``."""
+"""``(row, text)`` or ``(row, text, options)``, and a parameter ``transcript`` with either."""
+Grade = Callable[[Row, str, RewardConfig, Transcript | None], Score | Deferred]
+"""A reward of any kind, called in one way; without an episode there is no transcript."""
+ENVIRONMENT = "environment"
+"""The name of a reward that an environment gives itself."""
 METRICS = ("mean", "std")
 """``reward/mean`` and ``reward/std`` are statistics of the reward; no part of a score may take their place."""
 RESERVED = (*METRICS, "acc", "answer_present", "timeout", "failure", "unscored")
@@ -31,7 +35,7 @@ class Term(NamedTuple):
 
     name: str
     weight: float
-    score: ScorerFunction
+    score: Grade
 
 
 def weighted(terms: Sequence[Term], scores: Sequence[Score]) -> Score:
@@ -71,18 +75,49 @@ def by_name(reward: RewardFunction | Mapping[str, Any] | None) -> dict[str, Rewa
                 f"reward {name}: {function!r} is a {type(function).__name__}, not a function; one that is named "
                 "module:function belongs in reward.scorers"
             )
-        takes_options(function, name)
+        Call.of(function, f"reward {name}")  # refuses it
     return dict(reward)
 
 
-def in_process(name: str, function: RewardFunction) -> ScorerFunction:
-    """A scorer that calls the function in this process. What it raises stops the run."""
-    optional = takes_options(function, name)
+def with_environment(functions: Mapping[str, RewardFunction], environment: Any) -> dict[str, RewardFunction]:
+    """The functions, and the ``score`` of an environment that has one, as ``environment``.
 
-    def score(row: Row, text: str, options: RewardConfig) -> Deferred:
+    Raises:
+        GraderError: a function goes by that name already.
+    """
+    score = getattr(environment, "score", None)
+    if score is None:
+        return dict(functions)
+    if ENVIRONMENT in functions:
+        raise GraderError(f"reward {ENVIRONMENT}: so is called the score of the environment; rename the function")
+
+    def of_environment(row: Row, text: str, transcript: Transcript) -> Score | float:
+        return score(row, transcript)
+
+    return {ENVIRONMENT: of_environment, **functions}
+
+
+def of_library(name: str, function: ScorerFunction) -> Grade:
+    """One of the library's scorers."""
+    how = Call.of(function, name)
+
+    def score(row: Row, text: str, options: RewardConfig, transcript: Transcript | None) -> Score | Deferred:
+        arguments, keywords = how.arguments(name, row, text, options, transcript)
+        return function(*arguments, **keywords)
+
+    return score
+
+
+def in_process(name: str, function: RewardFunction) -> Grade:
+    """A scorer that calls the function in this process. What it raises stops the run."""
+    how = Call.of(function, f"reward {name}")
+
+    def score(row: Row, text: str, options: RewardConfig, transcript: Transcript | None) -> Deferred:
+        arguments, keywords = how.arguments(f"reward {name}", row, text, options, transcript)
+
         def call() -> Any:
             try:
-                return function(row, text, options) if optional else function(row, text)
+                return function(*arguments, **keywords)
             except Exception as error:
                 raise GraderError(f"reward {name}, row {row.example_id}: {type(error).__name__}: {error}") from error
 
@@ -91,16 +126,16 @@ def in_process(name: str, function: RewardFunction) -> ScorerFunction:
     return score
 
 
-def in_child(path: str) -> ScorerFunction:
+def in_child(path: str) -> Grade:
     """A scorer that calls ``module:function`` in a child process. An error in it stops the run. Where it hangs or
     crashes, the reward is 0 and counted as lost.
 
     Raises:
         GraderError: it cannot be imported.
     """
-    optional = takes_options(imported(path), path)
+    how = Call.of(imported(path), path)
 
-    def score(row: Row, text: str, options: RewardConfig) -> Deferred:
+    def score(row: Row, text: str, options: RewardConfig, transcript: Transcript | None) -> Deferred:
         def then(result: Any) -> Score:
             if not isinstance(result, Lost):
                 return checked(result, path, row)
@@ -108,28 +143,68 @@ def in_child(path: str) -> ScorerFunction:
                 raise GraderError(f"{path}, row {row.example_id}: {result.why}")
             return Score(0.0, {"acc": 0.0, "answer_present": 0.0, result.how: 1.0}, None)
 
-        return Deferred("symbolic", (path, row, text, options) if optional else (path, row, text), then)
+        arguments, keywords = how.arguments(path, row, text, options, transcript)
+        payload = (WITH_KEYWORDS, path, arguments, keywords) if keywords else (path, *arguments)
+        return Deferred("symbolic", payload, then)
 
     return score
 
 
-def takes_options(function: Callable[..., Any], name: str) -> bool:
-    """Whether it is called as ``(row, text, options)``, not as ``(row, text)``.
+class Call(NamedTuple):
+    """What a reward function is told beside the row and the text."""
 
-    Raises:
-        GraderError: it can be called as neither.
-    """
-    try:
-        parameters = inspect.signature(function)
-    except ValueError:  # some functions written in C do not say
-        return False
-    for count in (3, 2) if "options" in parameters.parameters else (2, 3):
+    options: bool
+    transcript: Literal["no", "may", "must"]
+
+    @classmethod
+    def of(cls, function: Callable[..., Any], name: str) -> "Call":
+        """As its parameters say.
+
+        Raises:
+            GraderError: it cannot be called so; names it.
+        """
         try:
-            parameters.bind(*[None] * count)
-        except TypeError:
-            continue
-        return count == 3
-    raise GraderError(f"reward {name}: its parameters are {parameters}; expected (row, text) or (row, text, options)")
+            signature = inspect.signature(function)
+        except ValueError:  # some functions written in C do not say
+            return cls(options=False, transcript="no")
+        if (transcript := signature.parameters.get("transcript")) is not None:
+            options = "options" in signature.parameters
+            try:
+                signature.bind(None, None, transcript=None, **({"options": None} if options else {}))
+            except TypeError:
+                raise _no_reward(name, signature) from None
+            return cls(options, "must" if transcript.default is inspect.Parameter.empty else "may")
+        for count in (3, 2) if "options" in signature.parameters else (2, 3):
+            try:
+                signature.bind(*[None] * count)
+            except TypeError:
+                continue
+            return cls(options=count == 3, transcript="no")
+        raise _no_reward(name, signature)
+
+    def arguments(
+        self, name: str, row: Row, text: str, options: RewardConfig, transcript: Transcript | None
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Positional ones and those by keyword.
+
+        Raises:
+            GraderError: it reads transcripts, and there is none.
+        """
+        if self.transcript == "no":
+            return (row, text, options) if self.options else (row, text), {}
+        if self.transcript == "must" and transcript is None:
+            raise GraderError(
+                f"{name}, row {row.example_id}: it reads the transcript of an episode, and a single response has none; "
+                "set rollout.environment, or give the parameter `transcript` a default"
+            )
+        return (row, text), {"transcript": transcript, **({"options": options} if self.options else {})}
+
+
+def _no_reward(name: str, signature: inspect.Signature) -> GraderError:
+    return GraderError(
+        f"{name}: its parameters are {signature}; expected (row, text) or (row, text, options), and `transcript` with "
+        "either"
+    )
 
 
 def checked(result: Any, name: str, row: Row) -> Score:
@@ -165,17 +240,22 @@ def call(path: str, *arguments: Any) -> Any:
     return imported(path)(*arguments)
 
 
+def call_with_keywords(path: str, arguments: Sequence[Any], keywords: Mapping[str, Any]) -> Any:
+    """``call`` of a function that is told some things by name."""
+    return imported(path)(*arguments, **keywords)
+
+
+WITH_KEYWORDS = f"{__name__}:{call_with_keywords.__name__}"
+
+
 def imported(path: str) -> Callable[..., Any]:
     """The function that ``module:function`` names; modules in the working directory are found too.
 
     Raises:
         GraderError: there is none, or importing it failed.
     """
-    module, _, function = path.partition(":")
-    if os.getcwd() not in sys.path and "" not in sys.path:
-        sys.path.append(os.getcwd())
     try:
-        attribute = getattr(importlib.import_module(module), function)
+        attribute = named(path)
     except Exception as error:  # a user's module may raise anything
         raise GraderError(f"reward.scorers: {path}: {type(error).__name__}: {error}") from error
     if not callable(attribute):

@@ -1,8 +1,9 @@
 """What a scorer is: a function of a row and a response that returns a score, or says who has to find it out.
 
-A scorer is ``(row, text, options) -> Score | Deferred``. It runs in the training process, so it must be quick and
-bounded whatever the model wrote: strings and plain numbers. Everything else it defers to one of four pools, which
-`scoring.Scorer` runs for a whole batch at once:
+A scorer is ``(row, text, options) -> Score | Deferred``; one with a parameter ``transcript`` also gets what was said in
+an episode, and is refused where there is none, unless the parameter has a default. It runs in the training process, so
+it must be quick and bounded whatever the model wrote: strings and plain numbers. Everything else it defers to one of
+four pools, which `scoring.Scorer` runs for a whole batch at once:
 
 =========== ================================= ========================================= ===============================
 kind        payload                           settled by                                outcome given to ``then``
@@ -23,9 +24,6 @@ pool that is broken (no sandbox, a judge that is down) raises; it never returns 
 
 from collections.abc import Callable
 from typing import Any, Literal, NamedTuple, SupportsFloat
-
-from tandemrl.config import RewardConfig
-from tandemrl.data.rows import Row
 
 Pool = Literal["symbolic", "function", "code", "judge"]
 
@@ -76,4 +74,5 @@ def number(value: Any) -> float:
     return float(value)
 
 
-ScorerFunction = Callable[[Row, str, RewardConfig], Score | Deferred]
+ScorerFunction = Callable[..., Score | Deferred]
+"""``(row, text, options)``, and ``transcript``."""

@@ -1,18 +1,28 @@
 """Finished completions -> scored groups."""
 
+from typing import Any
+
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from tandemrl.rewards.scoring import Scorer
 from tandemrl.rollout.collect import CompletionBatch
+from tandemrl.rollout.engine import Completion
 from tandemrl.types import Author, Group, Rollout
 
 
+def response_text(completion: Completion, tokenizer: Any) -> str:
+    """What the authors wrote, without special tokens; turns are joined by line breaks."""
+    turns = [turn.tolist() for turn in completion.turns]
+    return "\n".join(tokenizer.batch_decode(turns, skip_special_tokens=True))
+
+
 def score_rollouts(batch: CompletionBatch, scorer: Scorer, tokenizer: PreTrainedTokenizerBase) -> list[Group]:
-    """Grade every finished text as a whole, whoever wrote which part of it."""
+    """Grade every finished text as a whole, whoever wrote which part of it. Of several turns it is what the authors
+    wrote, a turn after another; what the world said is in the transcript."""
     pairs = [(prompt, c) for prompt, group in zip(batch.prompts, batch.completions, strict=True) for c in group]
-    texts = tokenizer.batch_decode([completion.tokens.tolist() for _, completion in pairs], skip_special_tokens=True)
-    scores = iter(scorer.score([(prompt.row, text) for (prompt, _), text in zip(pairs, texts, strict=True)]))
+    items = [(prompt.row, response_text(completion, tokenizer)) for prompt, completion in pairs]
+    scores = iter(scorer.score(items, [completion.transcript for _, completion in pairs]))
     groups = []
     for g, (prompt, completions) in enumerate(zip(batch.prompts, batch.completions, strict=True)):
         context = np.full(len(prompt.tokens), Author.CONTEXT)
@@ -31,6 +41,8 @@ def score_rollouts(batch: CompletionBatch, scorer: Scorer, tokenizer: PreTrained
                     reward=result.value,
                     reward_parts=result.parts,
                     stop_reason=completion.stop_reason,
+                    turns=max(1, len(completion.turns)),
+                    transcript=completion.transcript,
                     policy_version=completion.policy_version,
                 )
             )

@@ -15,10 +15,21 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from tandemrl.config import ConfigError, RewardConfig
 from tandemrl.data.program_tests import parse_tests
 from tandemrl.data.rows import DataError, Row
-from tandemrl.rewards.functions import RESERVED, RewardFunction, Term, call, in_child, in_process, weighted
+from tandemrl.rewards.functions import (
+    RESERVED,
+    Grade,
+    RewardFunction,
+    Term,
+    call,
+    in_child,
+    in_process,
+    of_library,
+    weighted,
+)
 from tandemrl.rewards.judge import rubric
 from tandemrl.rewards.math import answers, boxed, countdown, prime
 from tandemrl.rewards.protocol import Deferred, GraderError, Score, ScorerFunction
+from tandemrl.rewards.qa.musique import musique
 
 
 def code(row: Row, text: str, options: RewardConfig) -> Deferred:
@@ -54,6 +65,7 @@ SCORERS: dict[str, ScorerFunction] = {
     "countdown": countdown.countdown,
     "integer": answers.integer,
     "exact_match": answers.exact_match,
+    "musique": musique,
     "code": code,
     "judge": judged,
     "grade": rubric.grade_score,
@@ -64,6 +76,7 @@ SUFFIXES: dict[str, str] = {"*_tinyv*": "judge", "*_mathverify*": "math_verify",
 
 TABLE: dict[str, str] = {
     "openai/gsm8k": "gsm8k",
+    "synthetic/hops*": "musique",
     "synthetic/*": "boxed",
     "deepscaler*": "boxed",
     "agentica-org/deepscaler*": "boxed",
@@ -100,6 +113,8 @@ TABLE: dict[str, str] = {
     "*multiply*": "integer",
     "*arithmetic*": "integer",
     "searchr1_*": "exact_match",
+    "*musique*": "musique",
+    "hops*": "musique",
 }
 """The library's choice by data source; first match."""
 
@@ -223,7 +238,7 @@ def score_text(row: Row, text: str, options: RewardConfig | None = None) -> Scor
     """
     options = options or RewardConfig()
     terms = terms_of(row, options)
-    return weighted(terms, [_settled(term.score(row, text, options), row) for term in terms])
+    return weighted(terms, [_settled(term.score(row, text, options, None), row) for term in terms])
 
 
 def _settled(result: Score | Deferred, row: Row) -> Score:
@@ -234,14 +249,14 @@ def _settled(result: Score | Deferred, row: Row) -> Score:
     return result
 
 
-def _scorer(name: str, functions: Functions) -> ScorerFunction:
+def _scorer(name: str, functions: Functions) -> Grade:
     """The function that a name stands for.
 
     Raises:
         GraderError: it stands for none, or cannot be imported.
     """
     if name in SCORERS:
-        return SCORERS[name]
+        return of_library(name, SCORERS[name])
     if name in functions:
         return in_process(name, functions[name])
     if ":" in name:

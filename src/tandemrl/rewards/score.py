@@ -11,6 +11,7 @@ from typing import IO, Any, NamedTuple
 from tandemrl.config import Config
 from tandemrl.data.loading import load_rows, read_jsonl
 from tandemrl.data.rows import DataError, Row, object_of
+from tandemrl.messages import Transcript
 from tandemrl.rewards.code.scorer import code_scorer
 from tandemrl.rewards.judge.rubric import JudgePool
 from tandemrl.rewards.protocol import Score
@@ -42,7 +43,8 @@ def score_file(
 
     Args:
         responses: each line an object with the response (``response`` or ``text``) and the row it belongs to: its
-            ``example_id``, or its ``index`` among all rows from 0. If no line has either, line n belongs to row n.
+            ``example_id``, or its ``index`` among all rows from 0. If no line has either, line n belongs to row n. A
+            ``transcript`` is that of an episode, as in ``samples.jsonl``.
         out: JSONL file to write, a line per response in the same order: ``example_id``, ``score``, ``parts``,
             ``answer``. It has ``.part`` at the end of its name until everything is scored.
         stated: dotted keys of ``reward.*`` that have to be of use for this data; None = all (see ``check_rewards``).
@@ -57,7 +59,7 @@ def score_file(
     begin = time.perf_counter()
     with ExitStack() as stack:
         scorer = stack.enter_context(_scorer(config))
-        scorer.check(rows, stated=stated)
+        scorer.check(rows, episodes=True, stated=stated)  # whether there are transcripts, each line says
         file = None
         if out is not None:
             out.parent.mkdir(parents=True, exist_ok=True)
@@ -65,8 +67,9 @@ def score_file(
             # Half of a surrogate pair, which UTF-8 cannot hold, becomes JSON's escape of it.
             file = stack.enter_context(open(part, "w", encoding="utf-8", errors="backslashreplace"))
         items = _items(rows, responses)
-        while some := list(islice(items, batch)):
-            scores = scorer.score(some)
+        while read := list(islice(items, batch)):
+            some = [(row, text) for row, text, _ in read]
+            scores = scorer.score(some, [transcript for *_, transcript in read])
             _add(totals, some, scores)
             if file is not None:
                 _write(file, some, scores)
@@ -92,8 +95,8 @@ def _scorer(config: Config) -> Scorer:
     return Scorer(config.reward, code=code_scorer(config), judge=judge)
 
 
-def _items(rows: Sequence[Row], responses: Path) -> Iterator[tuple[Row, str]]:
-    """The responses with their rows, in order."""
+def _items(rows: Sequence[Row], responses: Path) -> Iterator[tuple[Row, str, Transcript | None]]:
+    """The responses with their rows and, of episodes, their transcripts, in order."""
     by_id = {row.example_id: row for row in rows}
     in_order: bool | None = None
     count = 0
@@ -105,7 +108,8 @@ def _items(rows: Sequence[Row], responses: Path) -> Iterator[tuple[Row, str]]:
             in_order = not named
         if in_order is named:
             raise DataError(f"{where}: either every line has an example_id or index, or none has")
-        yield _row(record, rows, by_id, count if in_order else None, where), _response(record, where)
+        row = _row(record, rows, by_id, count if in_order else None, where)
+        yield row, _response(record, where), _transcript(record, where)
         count += 1
     if in_order and count != len(rows):
         raise DataError(
@@ -132,6 +136,18 @@ def _response(record: Mapping[str, Any], where: str) -> str:
     if len(texts) != 1 or not isinstance(texts[0], str):
         raise DataError(f"{where}: expected the response as a string in one of: {', '.join(TEXT_KEYS)}")
     return texts[0]
+
+
+def _transcript(record: Mapping[str, Any], where: str) -> Transcript | None:
+    if record.get("transcript") is None:
+        return None
+    try:
+        return Transcript.from_json(record["transcript"])
+    except (KeyError, TypeError):
+        raise DataError(
+            f"{where}, field 'transcript': expected an object with messages, state and counts, found "
+            f"{str(record['transcript'])[:80]}"
+        ) from None
 
 
 def _add(totals: dict[str, dict[str, float]], items: Sequence[tuple[Row, str]], scores: Sequence[Score]) -> None:

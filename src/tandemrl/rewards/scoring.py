@@ -3,14 +3,11 @@
 The protocol of scorers (`Score`, `Deferred`) is in `tandemrl.rewards.protocol`, their choice in `routing`.
 """
 
-import contextlib
 import json
 import math
 import os
 import pickle
-import subprocess
 import sys
-import tempfile
 import threading
 import time
 from collections import deque
@@ -18,13 +15,14 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from itertools import islice
 from multiprocessing.connection import wait
-from pathlib import Path
 from types import TracebackType
 from typing import Any
 
 from tandemrl.config import RewardConfig
 from tandemrl.data.rows import Row
 from tandemrl.distributed.watchdog import stamp
+from tandemrl.messages import Transcript
+from tandemrl.processes.child import Child
 from tandemrl.rewards.functions import RewardFunction, Term, weighted
 from tandemrl.rewards.math.boxed import require_math_verify
 from tandemrl.rewards.protocol import Deferred, GraderError, Lost, Score
@@ -90,38 +88,52 @@ class Scorer:
         self._lock = threading.Lock()
 
     def check(
-        self, rows: Iterable[Row], *, sources: Iterable[str] | None = None, stated: Collection[str] | None = None
+        self,
+        rows: Iterable[Row],
+        *,
+        episodes: bool = False,
+        sources: Iterable[str] | None = None,
+        stated: Collection[str] | None = None,
     ) -> None:
         """Refuse rows that cannot be scored, and rewards that would score none, before anything is generated.
 
         Args:
+            episodes: there will be transcripts.
             sources: every ``data_source`` that was read; None = those of ``rows``.
             stated: see `routing.check_rewards`.
 
         Raises:
             ConfigError: a pattern, a weight or a function of the rewards is of no use.
             DataError: a row's ``data_source`` has no scorer, or its ground truth is not what the scorer needs.
-            GraderError: one needs a sandbox or a judge that is not there, or its scorer cannot be imported.
+            GraderError: one needs a sandbox, a judge or a transcript that is not there, or its scorer cannot be
+                imported.
         """
-        rows = list(rows)
+        rows, nothing = list(rows), Transcript(()) if episodes else None
         read = [row.data_source for row in rows] if sources is None else sources
         check_rewards(read, self._reward, self.functions, stated=stated)
         for row in rows:
             for term in self._terms_of(row):
-                pending = term.score(row, "", self._reward)
+                pending = term.score(row, "", self._reward, nothing)
                 if isinstance(pending, Deferred):
                     self._pool(pending.kind, row)
 
-    def score(self, items: Sequence[tuple[Row, str]]) -> list[Score]:
+    def score(
+        self, items: Sequence[tuple[Row, str]], transcripts: Sequence[Transcript | None] | None = None
+    ) -> list[Score]:
         """One score per (row, response), in the order given.
+
+        Args:
+            transcripts: of the episodes that the responses come from, for the scorers that read them.
 
         Raises:
             DataError: a row's ``data_source`` has no scorer.
-            GraderError: a pool or a reward function is broken, or every one of several items hung or crashed.
+            GraderError: a pool or a reward function is broken, one reads transcripts and there are none, or every one
+                of several items hung or crashed.
         """
+        episodes = [None] * len(items) if transcripts is None else transcripts
         terms = [self._terms_of(row) for row, _ in items]
         tasks = [(i, term) for i, each in enumerate(terms) for term in each]  # a reward of an item
-        results = [term.score(*items[i], self._reward) for i, term in tasks]
+        results = [term.score(*items[i], self._reward, episodes[i]) for i, term in tasks]
         with self._lock:
             settled, lost = self._settle(results, [items[i] for i, _ in tasks])
             if len({tasks[task][0] for task in lost}) == len(items) > 1:
@@ -275,7 +287,7 @@ class _Processes:
         for worker in self._workers:
             if waiting and worker.deadline == math.inf:
                 task = waiting.popleft()
-                worker.send(task, tasks[task], self._reward.timeout_s)
+                worker.begin(task, tasks[task], self._reward.timeout_s)
         starting = sum(worker.task is None for worker in self._workers)
         for _ in range(min(most - len(self._workers), len(waiting) - starting)):
             self._workers.append(_Worker(self._command))
@@ -288,54 +300,29 @@ class _Processes:
             raise GraderError(f"scoring process `{' '.join(self._command)}` did not start: {last_words}")
 
 
-class _Worker:
+class _Worker(Child):
     """One scoring process. ``deadline`` is infinite while it is idle; ``task`` is what it is working on."""
 
     def __init__(self, command: Sequence[str]) -> None:
-        path = dict.fromkeys([str(Path(__file__).parents[2]), *filter(None, sys.path)])
-        self._errors = tempfile.TemporaryFile()  # noqa: SIM115 - closed in kill()
-        self._process = subprocess.Popen(
-            command,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=self._errors,
-            env={**os.environ, "PYTHONPATH": os.pathsep.join(path)},
-            bufsize=0,
-        )
-        self._received = b""
+        super().__init__(command)
         self.ready = False
-        self.alive = True
         self.task: int | None = None
         self.deadline = time.monotonic() + START_LIMIT_S
 
-    def fileno(self) -> int:
-        assert self._process.stdout is not None
-        return self._process.stdout.fileno()
-
-    def running(self) -> bool:
-        return self._process.poll() is None
-
-    def send(self, task: int, pickled: bytes, limit_s: float) -> None:
-        assert self._process.stdin is not None
+    def begin(self, task: int, pickled: bytes, limit_s: float) -> None:
         self.task, self.deadline = task, time.monotonic() + limit_s
-        left = memoryview(pickled)
-        with contextlib.suppress(BrokenPipeError):  # it just died: `receive` will find that out
-            while left:
-                left = left[self._process.stdin.write(left) :]
+        self.send(pickled)
 
     def receive(self) -> Any:
         """The outcome, once its line is complete; `Lost` if there is none because of an error or a death."""
-        part = os.read(self.fileno(), 2**16)
-        self._received += part
-        self.alive = part != b""
-        if self.alive and not part.endswith(b"\n"):
+        lines = self.lines()
+        if self.alive and not lines:
             return None
         self.task, self.deadline = None, math.inf
-        line, self._received = self._received, b""
         self.ready = self.ready or self.alive
         if not self.alive:
             return Lost("failure")
-        reply = json.loads(line)
+        reply = json.loads(lines[-1])
         if not isinstance(reply, dict) or "error" in reply:
             return Lost("failure", str(reply["error"]) if isinstance(reply, dict) else str(reply))
         return reply["result"]
@@ -344,14 +331,6 @@ class _Worker:
         """Give up on a worker whose deadline has passed."""
         self.alive, self.task = False, None
         return Lost("timeout")
-
-    def kill(self) -> str:
-        """End the process; returns the end of what it wrote to stderr, or its exit status."""
-        self._process.kill()
-        self._process.communicate()
-        with self._errors as errors:
-            errors.seek(0)
-            return errors.read().decode(errors="replace").strip()[-500:] or f"exit status {self._process.returncode}"
 
 
 def _cores() -> int:

@@ -6,6 +6,7 @@ from typing import Any
 from tandemrl.config import RewardConfig
 from tandemrl.data.rows import Row
 from tandemrl.distributed.world import World
+from tandemrl.messages import Transcript
 from tandemrl.rewards.judge.rubric import JudgePool
 from tandemrl.rewards.protocol import Score
 from tandemrl.rewards.scoring import Scorer
@@ -19,8 +20,16 @@ class SpreadScorer(Scorer):
         super().__init__(reward, judge=None if judge is None else judge.score_part, **options)
         self._world, self._judges = world, judge
 
-    def score(self, items: Sequence[tuple[Row, str]]) -> list[Score]:
-        scores = self._world.scatter_gather(items, super().score)
+    def score(
+        self, items: Sequence[tuple[Row, str]], transcripts: Sequence[Transcript | None] | None = None
+    ) -> list[Score]:
+        episodes = [None] * len(items) if transcripts is None else transcripts
+        own = super().score
+
+        def share(dealt: Sequence[tuple[tuple[Row, str], Transcript | None]]) -> list[Score]:
+            return own([item for item, _ in dealt], [transcript for _, transcript in dealt])
+
+        scores = self._world.scatter_gather(list(zip(items, episodes, strict=True)), share)
         if self._judges is not None:
             self._judges.check(scores)
         return scores

@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 from tandemrl.data.rows import Prompt
 from tandemrl.rollout.engine import Completion, Draws, Engine, Request, Sampling, generate_verified
+from tandemrl.rollout.envs.episodes import Playground
 from tandemrl.selection import Strategy
 from tandemrl.selection.draws import request_key
 
@@ -28,6 +29,7 @@ def generate(
     seed: int,
     step: int,
     drawn: int = 0,
+    playground: Playground | None = None,
     progress: Callable[[int], None] | None = None,
 ) -> CompletionBatch:
     """``group_size`` completions of each prompt, their authors verified by replay.
@@ -35,10 +37,11 @@ def generate(
     Args:
         prompts: (number of the example in its dataset, prompt); the number enters the request keys.
         drawn: how many prompts were written for in this step before; none of their keys comes again.
+        playground: where the authors take turns with an environment; None = a prompt, a response.
 
     Raises:
         EngineError: a completion is missing, in another's place, aborted, from other weights or lacks a channel, or
-            its authors are not those the strategy gives for its key.
+            its authors are not those the strategy gives for its key; or the environment is broken, or never answers.
     """
     requests, seen = [], Counter[int]()
     for example, prompt in prompts:
@@ -46,6 +49,10 @@ def generate(
         first = group_size * (drawn + seen[example])
         seen[example] += 1
         keys = tuple(request_key(seed, step, example, first + sample) for sample in range(group_size))
-        requests.append(Request(prompt.tokens, keys, sampling, strategy))
-    completions, draws = generate_verified(engine, requests, strategy, progress=progress)
+        request = Request(prompt.tokens, keys, sampling, strategy)
+        requests.append(request if playground is None else playground.episode(request, prompt.row))
+    responder = None if playground is None else playground.episodes()
+    completions, draws = generate_verified(engine, requests, strategy, progress=progress, responder=responder)
+    if responder is not None:
+        responder.check()
     return CompletionBatch([prompt for _, prompt in prompts], completions, draws)

@@ -11,12 +11,14 @@ from tandemrl.selection.boundaries import step_tables, word_boundary_table, word
 from tandemrl.selection.strategies import (
     Strategy,
     alternating,
+    alternating_turns,
     annealed,
     bernoulli,
     chunk,
     linear,
     sentence,
     solo,
+    turn,
     word,
     word_aligned,
 )
@@ -39,15 +41,16 @@ def schedule_of(selection: SelectionConfig, tokenizer: PreTrainedTokenizerBase, 
     elif s.strategy == "word_aligned":
         tables = word_start_tables(tokenizer, vocabulary)
         make = partial(word_aligned, max_gap_tokens=s.max_gap_tokens, tables=tables)
-    elif s.strategy == "bernoulli":
-        make = bernoulli
+    elif s.strategy in ("bernoulli", "turn"):
+        make = bernoulli if s.strategy == "bernoulli" else turn
     else:
         if s.strategy == "sentence":
             fixed = sentence(s.first, step_tables(tokenizer, vocabulary))
         elif s.strategy == "chunk":
             fixed = chunk(s.chunk_size, s.first)
         else:
-            fixed = {"alternating": alternating, "solo": solo}[s.strategy](s.first)
+            by_first = {"alternating": alternating, "alternating_turns": alternating_turns, "solo": solo}
+            fixed = by_first[s.strategy](s.first)
         return Schedule(lambda step: fixed, lambda step: None)
     if s.prob_senior_final is None:
         drawn = make(s.prob_senior)

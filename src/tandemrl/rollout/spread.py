@@ -11,7 +11,7 @@ from typing import Literal
 from torch import Tensor
 
 from tandemrl.distributed.world import World
-from tandemrl.rollout.engine import Completion, Engine, EngineInfo, Request
+from tandemrl.rollout.engine import Completion, Engine, EngineInfo, Request, Responder
 
 
 class SpreadEngine:
@@ -29,10 +29,18 @@ class SpreadEngine:
         return self.own.info
 
     def generate(
-        self, requests: Sequence[Request], *, progress: Callable[[int], None] | None = None
+        self,
+        requests: Sequence[Request],
+        *,
+        progress: Callable[[int], None] | None = None,
+        responder: Responder | None = None,
     ) -> list[list[Completion]]:
+        """Each process plays its own share of the episodes with its own ``responder``."""
         about_all = None if progress is None else lambda tokens: progress(tokens * self.world.size)
-        return self.world.scatter_gather(requests, partial(self.own.generate, progress=about_all), self._group)
+        generate = partial(self.own.generate, progress=about_all)
+        if responder is not None:
+            generate = partial(generate, responder=responder)
+        return self.world.scatter_gather(requests, generate, self._group)
 
     def abort(self, keys: Iterable[int] | None = None) -> None:
         self.own.abort(keys)

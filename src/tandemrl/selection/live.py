@@ -7,7 +7,7 @@ import torch
 from jaxtyping import Bool, Int64
 from torch import Tensor
 
-from tandemrl.selection.strategies import Strategy
+from tandemrl.selection.strategies import Strategy, resumed
 
 
 class LiveSelection:
@@ -21,14 +21,25 @@ class LiveSelection:
         self._gathered: tuple[int, Tensor, Any] | None = None  # strategy, slots, states
 
     def admit(
-        self, slots: Int64[Tensor, " b"], strategies: Sequence[Strategy], keys: Int64[Tensor, " b"]
+        self,
+        slots: Int64[Tensor, " b"],
+        strategies: Sequence[Strategy],
+        keys: Int64[Tensor, " b"],
+        histories: Sequence[Sequence[Sequence[int]]] | None = None,
     ) -> Bool[Tensor, " b"]:
-        """Start a completion in each slot; returns whether the senior writes its first token."""
+        """Start a completion in each slot; returns whether the senior writes its first token.
+
+        Args:
+            histories: per slot the own tokens of the turns that are over (see ``strategies.resumed``).
+        """
         self._scatter()
         senior = torch.empty(len(slots), dtype=torch.bool)
         for strategy in {id(s): s for s in strategies}.values():
             mine = torch.tensor([i for i, s in enumerate(strategies) if s is strategy])
-            senior[mine], started = strategy.init(keys[mine])
+            if histories is None:
+                senior[mine], started = strategy.init(keys[mine])
+            else:
+                senior[mine], started = resumed(strategy, keys[mine], [histories[i] for i in mine.tolist()])
             group = self._group(strategy, started)
             needed = int(slots[mine].max()) + 1
             self._states[group] = _map(lambda x, size=needed: _grown(x, size), self._states[group])
@@ -49,6 +60,25 @@ class LiveSelection:
         for group in group_of.unique().tolist():
             mine = (group_of == group).nonzero().squeeze(1)
             senior[mine] = self._advance(group, slots[mine], tokens[mine])
+        return senior
+
+    def turn(self, slots: Int64[Tensor, " b"], senior: Bool[Tensor, " b"]) -> Bool[Tensor, " b"]:
+        """A further turn begins in each slot; returns whether the senior writes its first token.
+
+        Args:
+            senior: what ``step`` said after the last token of the turn before.
+        """
+        self._scatter()
+        senior = senior.clone()
+        group_of = self._strategy_of[slots]
+        for group in group_of.unique().tolist():
+            turn = self._strategies[group].turn
+            if turn is None:
+                continue
+            mine = (group_of == group).nonzero().squeeze(1)
+            at = slots[mine]
+            senior[mine], state = turn(_map(lambda x, at=at: x.index_select(0, at), self._states[group]))
+            _map(lambda x, new, at=at: x.index_copy_(0, at, new), self._states[group], state)
         return senior
 
     def _advance(self, group: int, slots: Tensor, tokens: Tensor) -> Tensor:

@@ -10,8 +10,9 @@ recomputes it. Draw number i of a completion is uniform number i of its key's SE
 Verifiable Rewards" (arXiv:2606.28166).
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
+from itertools import accumulate
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -31,11 +32,16 @@ class Strategy(NamedTuple):
     ``state`` is a NamedTuple of tensors with leading dimension b. Neither function changes its inputs. ``writers`` is a
     promise: an engine does not run a model that will never write, and fails if the promise is broken. An engine in
     another process gets its strategy pickled; the library's can be (they are module functions with bound values).
+
+    A rollout of several turns is one sequence of own tokens: state and author carry on over what the world says in
+    between, which no strategy sees. ``turn(state) -> (senior_next: Bool[b], state)``, where there is one, is called
+    where a further turn begins, after the step of the last token before it.
     """
 
     init: Callable[[Tensor], tuple[Tensor, Any]]
     step: Callable[[Any, Tensor], tuple[Tensor, Any]]
     writers: Literal["both", "senior", "junior"] = "both"
+    turn: Callable[[Any], tuple[Tensor, Any]] | None = None
 
 
 class WordState(NamedTuple):
@@ -73,6 +79,15 @@ class SoloState(NamedTuple):
     """The one author."""
 
     senior: Bool[Tensor, " b"]
+
+
+class TurnState(NamedTuple):
+    """Author of the current turn, and the draws so far."""
+
+    key: Int64[Tensor, " b"]
+    senior: Bool[Tensor, " b"]
+    draws: Int64[Tensor, " b"]
+    senior_draws: Int64[Tensor, " b"]
 
 
 def word(prob_senior: float, max_gap_tokens: int, boundary: Bool[Tensor, " v"]) -> Strategy:
@@ -277,6 +292,59 @@ def _solo_step(state: SoloState, last_token: Int64[Tensor, " b"]) -> tuple[Bool[
     return state.senior, state
 
 
+def turn(prob_senior: float) -> Strategy:
+    """One author per turn, drawn Bernoulli(``prob_senior``) where a turn begins: a tandem of agents. Not in the paper.
+
+    Raises:
+        ValueError: ``prob_senior`` is outside [0, 1].
+    """
+    _check_probability(prob_senior)
+    return Strategy(partial(_turn_init, prob_senior), _turn_step, turn=partial(_turn_drawn, prob_senior))
+
+
+def _turn_init(prob_senior: float, request_keys: Int64[Tensor, " b"]) -> tuple[Bool[Tensor, " b"], TurnState]:
+    none = torch.zeros_like(request_keys)
+    started = TurnState(stream(request_keys, SELECTION), torch.zeros_like(none, dtype=torch.bool), none, none)
+    return _turn_drawn(prob_senior, started)
+
+
+def _turn_step(state: TurnState, last_token: Int64[Tensor, " b"]) -> tuple[Bool[Tensor, " b"], TurnState]:
+    return state.senior, state
+
+
+def _turn_drawn(prob_senior: float, state: TurnState) -> tuple[Bool[Tensor, " b"], TurnState]:
+    senior = uniforms(state.key, state.draws) < prob_senior
+    return senior, TurnState(state.key, senior, state.draws + 1, state.senior_draws + senior)
+
+
+def alternating_turns(first: Who = "senior") -> Strategy:
+    """One author per turn, in turn.
+
+    Raises:
+        ValueError: ``first`` is neither "senior" nor "junior".
+    """
+    return Strategy(partial(_solo_init, _is_senior("first", first)), _solo_step, turn=_other_turn)
+
+
+def _other_turn(state: SoloState) -> tuple[Bool[Tensor, " b"], SoloState]:
+    return ~state.senior, SoloState(~state.senior)
+
+
+def first_turn(who: Who = "senior") -> Strategy:
+    """One author writes the first turn, the other one all that follow: an agent takes over another's work.
+
+    Raises:
+        ValueError: ``who`` is neither "senior" nor "junior".
+    """
+    senior_starts = _is_senior("who", who)
+    return Strategy(partial(_solo_init, senior_starts), _solo_step, turn=partial(_turn_of, not senior_starts))
+
+
+def _turn_of(senior_writes: bool, state: SoloState) -> tuple[Bool[Tensor, " b"], SoloState]:
+    senior = torch.full_like(state.senior, senior_writes)
+    return senior, SoloState(senior)
+
+
 def annealed(make: Callable[[float], Strategy], schedule: Callable[[int], float]) -> Callable[[int], Strategy]:
     """A strategy per training step: ``make(schedule(step))``.
 
@@ -323,11 +391,16 @@ class Replay(NamedTuple):
 
 
 def replay(
-    strategy: Strategy, keys: Int64[Tensor, " b"], tokens: Int64[Tensor, "b l"], lengths: Int64[Tensor, " b"]
+    strategy: Strategy,
+    keys: Int64[Tensor, " b"],
+    tokens: Int64[Tensor, "b l"],
+    lengths: Int64[Tensor, " b"],
+    turn_starts: Bool[Tensor, "b l"] | None = None,
 ) -> Replay:
     """Recompute who wrote what from tokens and request keys alone; equal to what a live engine recorded.
 
-    ``tokens`` is right-padded with anything; row i has ``lengths[i]`` tokens.
+    ``tokens`` are the own tokens of all turns, right-padded with anything; row i has ``lengths[i]`` of them.
+    ``turn_starts`` is true where a token begins a further turn (never the first); None: one turn each.
     """
     real = torch.arange(tokens.shape[1], device=tokens.device) < lengths[:, None]
     written = tokens.masked_fill(~real, 0).T.contiguous()  # by position: a step reads one row
@@ -337,6 +410,8 @@ def replay(
     for i in range(tokens.shape[1]):
         if i > 0:
             senior, state = strategy.step(state, written[i - 1])
+        if turn_starts is not None and strategy.turn is not None and bool(turn_starts[:, i].any()):
+            senior, state = _where(turn_starts[:, i], strategy.turn(state), (senior, state))
         drawn, senior_drawn = draw_counts(state)
         draws = torch.where(real[:, i], drawn, draws)
         senior_draws = torch.where(real[:, i], senior_drawn, senior_draws)
@@ -345,6 +420,42 @@ def replay(
         return Replay(torch.empty_like(tokens, dtype=torch.int8), draws, senior_draws)
     author = torch.stack(authors, dim=1).to(torch.int8).masked_fill_(~real, -1)
     return Replay(author, draws, senior_draws)
+
+
+def resumed(
+    strategy: Strategy, keys: Int64[Tensor, " b"], histories: Sequence[Sequence[Sequence[int]]]
+) -> tuple[Bool[Tensor, " b"], Any]:
+    """Author and state where the next turn begins: ``init`` for a row without history, and else what the strategy has
+    come to over the own tokens of its earlier turns.
+
+    Args:
+        histories: per row the own tokens of each turn that is over.
+    """
+    senior, state = strategy.init(keys)
+    longest = max((sum(map(len, history)) for history in histories), default=0)
+    tokens = torch.zeros(longest, len(keys), dtype=torch.int64, device=keys.device)
+    ends = torch.zeros(longest, len(keys), dtype=torch.bool, device=keys.device)
+    real = torch.zeros_like(ends)
+    for row, history in enumerate(histories):
+        own = [token for earlier in history for token in earlier]
+        tokens[: len(own), row] = torch.tensor(own, dtype=torch.int64, device=keys.device)
+        real[: len(own), row] = True
+        for end in accumulate(map(len, history)):
+            ends[end - 1, row] = True
+    for i in range(longest):
+        after = strategy.step(state, tokens[i])
+        if strategy.turn is not None and bool(ends[i].any()):
+            after = _where(ends[i], strategy.turn(after[1]), after)
+        senior, state = _where(real[i], after, (senior, state))
+    return senior, state
+
+
+def _where(rows: Bool[Tensor, " b"], chosen: Any, other: Any) -> Any:
+    """Of two (nested) NamedTuples of tensors, the rows of one or of the other."""
+    if isinstance(chosen, Tensor):
+        return torch.where(rows.view(-1, *[1] * (chosen.dim() - 1)), chosen, other)
+    parts = [_where(rows, a, b) for a, b in zip(chosen, other, strict=True)]
+    return type(chosen)(*parts) if hasattr(chosen, "_fields") else tuple(parts)
 
 
 class _OnDevices:

@@ -14,6 +14,7 @@ import torch
 
 from tandemrl.data.rows import Prompt
 from tandemrl.distributed.watchdog import WATCHDOG
+from tandemrl.messages import Transcript
 from tandemrl.rollout.collect import CompletionBatch
 from tandemrl.rollout.engine import Completion, Draws, Engine
 
@@ -109,9 +110,12 @@ def _result(pending: _Pending) -> CompletionBatch:
 
 def _plain(c: Completion) -> dict[str, Any]:
     channels = {name: torch.from_numpy(getattr(c, name)) for name in ("tokens", "author", "behaviour_logprobs")}
-    return {"key": c.key, "stop_reason": c.stop_reason, "policy_version": c.policy_version, **channels}
+    episode = {} if c.transcript is None else {"transcript": c.transcript.to_json()}
+    return {"key": c.key, "stop_reason": c.stop_reason, "policy_version": c.policy_version, **channels, **episode}
 
 
 def _completion(line: Mapping[str, Any]) -> Completion:
     values: dict[str, Any] = {k: v.numpy() if isinstance(v, torch.Tensor) else v for k, v in line.items()}
+    if "transcript" in values:
+        values["transcript"] = Transcript.from_json(values["transcript"])
     return Completion(**values)

@@ -9,6 +9,7 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from tandemrl.config import Config, ConfigError
+from tandemrl.data.documents import hops
 from tandemrl.data.sampler import Sampler
 from tandemrl.distributed.world import World
 from tandemrl.evals import profile_of
@@ -25,6 +26,7 @@ from tandemrl.rewards.judge.rubric import JudgePool
 from tandemrl.rewards.scoring import Scorer
 from tandemrl.rewards.spread import SpreadScorer
 from tandemrl.rollout.engine import Engine, Sampling
+from tandemrl.rollout.envs.environment import Environment, check_instance
 from tandemrl.rollout.factory import ModelSource, make_engine
 from tandemrl.rollout.schedule import Schedule, schedule_of
 from tandemrl.rollout.spread import SpreadEngine
@@ -41,23 +43,33 @@ def build(
     strategy: Callable[[int], Strategy] | None = None,
     world: World | None = None,
     reward: Mapping[str, RewardFunction] | None = None,
+    environment: Environment | None = None,
 ) -> Run:
     """Load models and data and start the engine; writes nothing. The run's config has a record of the functions.
 
     Args:
         reward: reward functions by name (see ``rewards.by_name``).
+        environment: in place of ``rollout.environment``.
 
     Raises:
         ConfigError, DataError, ModelError: something named in the config is missing or does not fit.
         GraderError: responses cannot be scored: no sandbox, no judge, a judge that is down.
     """
     own_recipe = None if recipe == RECIPES[config.loss.recipe] else recipe
-    config = with_records(config, recipe=own_recipe, strategy=strategy, reward=reward or None)
+    reward = reward or {}
+    check_instance(environment)
+    config = with_records(config, recipe=own_recipe, strategy=strategy, reward=reward or None, environment=environment)
     model, rollout, world = config.model, config.rollout, world or World()
     if config.parallel.offload and (world.size == 1 or resolve_device(model.device).type != "cuda"):
         raise ConfigError("parallel.offload=true: only sharded models on CUDA can; start several processes there")
-    preflight = Preflight(config, functions=reward).require()
-    tokenizer, heldout = preflight.tokenizer, preflight.heldout
+    if world.size > 1 and config.has_episodes and rollout.tool_timeout_s >= config.parallel.timeout_s:
+        raise ConfigError(
+            f"rollout.tool_timeout_s={rollout.tool_timeout_s:g}: must be below parallel.timeout_s "
+            f"({config.parallel.timeout_s:g}) among several processes: one that waits for a tool would be taken for "
+            "one that hangs"
+        )
+    preflight = Preflight(config, functions=reward, environment=environment).require()
+    tokenizer, heldout, playground = preflight.tokenizer, preflight.heldout, preflight.playground
     prompts, dropped = preflight.prompts
 
     judge = preflight.judge or make_judge(config)
@@ -65,7 +77,7 @@ def build(
         config.reward,
         code=code_scorer(config),
         judge=None if judge is None else JudgePool(judge, config.judge),
-        functions=reward,
+        functions=preflight.rewards_by_name,
     )
 
     policy = load_model(model.senior, device=model.device)
@@ -92,11 +104,15 @@ def build(
         ),
         vocabulary=models.engine.vocabulary,
         scorer=scorer,
+        playground=playground,
+        acts_in=preflight.acts_in,
         judge=None if judge is None else judge.model,
         device=resolve_device(model.device),
         world=world,
     )
-    return Run(setup, models, Progress(Sampler(len(prompts), seed=config.train.seed), config.loss.kl_coef))
+    levels = [hops(prompt.row) for prompt in prompts] if config.data.order == "by_hops" else None
+    sampler = Sampler(len(prompts), seed=config.train.seed, levels=levels)
+    return Run(setup, models, Progress(sampler, config.loss.kl_coef))
 
 
 def build_models(
@@ -212,9 +228,10 @@ def build_engine(
     """The rollout engine, with a copy of the senior of its own, in the compute dtype. No junior: the senior writes
     alone."""
     model = config.model
-    longest = config.data.max_prompt_tokens + config.rollout.max_tokens
+    longest = config.longest_sequence
     if config.data.eval:
-        longest = max(longest, profile_of(config.eval).longest(config.data.max_prompt_tokens))
+        world = config.response_tokens - config.rollout.max_tokens
+        longest = max(longest, profile_of(config.eval).longest(config.data.max_prompt_tokens) + world)
 
     def copied() -> PreTrainedModel:
         return copy.deepcopy(policy).to(getattr(torch, model.dtype)).requires_grad_(False).eval()

@@ -212,7 +212,8 @@ def weights_of(setup: RunSetup, batch: Batch) -> Tensor:
 
 
 def step_cost(setup: RunSetup, groups: Sequence[Group], experience: Experience, cost: Cost) -> Work:
-    """What a step's rollouts and the update of the policy came to. A group's prompt counts once, as it is computed."""
+    """What a step's rollouts and the update of the policy came to. A group's prompt counts once, as it is computed;
+    what the world says later belongs to each rollout."""
     used = [r for r, is_used in zip(experience.rollouts, experience.used.tolist(), strict=True) if is_used]
     loss = setup.config.loss
     first_author = Author.JUNIOR if loss.junior_weight > 0 or loss.junior_kl_coef > 0 else Author.SENIOR
@@ -221,7 +222,7 @@ def step_cost(setup: RunSetup, groups: Sequence[Group], experience: Experience, 
         cost,
         [len(r.tokens) for r in used],
         predictions=sum(int((r.author >= first_author).sum()) for r in used),
-        shared=[len(r.tokens) - r.response_tokens for r in repeated],
+        shared=[r.context_tokens for r in repeated],
     )
     return Work(
         written=float(sum(r.response_tokens for group in groups for r in group.rollouts)),

@@ -4,17 +4,31 @@ A file cannot hold a function. Its name and signature it can, so that whoever tr
 missing instead of training something else.
 """
 
-import hashlib
 import inspect
-from collections.abc import Mapping
+import weakref
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from types import CodeType
-from typing import Any
+from typing import Any, NamedTuple
 
 from tandemrl.config import Config, ConfigError, FunctionRecord
 from tandemrl.losses import RECIPES, Recipe
+from tandemrl.rollout.envs.environment import Environment
+from tandemrl.rollout.signatures import signature
+
+
+class _Used(NamedTuple):
+    """An environment, and its signatures before it was first used and after it was last used."""
+
+    environment: weakref.ref[Environment]
+    before: str
+    after: str
+
+
+_USED: dict[int, _Used] = {}
+"""By id, since an environment may be unhashable or equal to another one."""
 
 
 def with_records(config: Config, **functions: Any) -> Config:
@@ -40,8 +54,28 @@ def with_records(config: Config, **functions: Any) -> Config:
 
 
 def record(function: Any) -> FunctionRecord:
-    """Name and signature of a function, of several by name, or of a recipe."""
-    return FunctionRecord(name=describe(function), signature=signature(function))
+    """Name and signature of a function, of several by name, of a recipe, or of an environment.
+
+    An environment's is the one it had before it was used (see `in_use`), unless it was changed by hand since.
+    """
+    now = signature(function)
+    if isinstance(function, Environment):
+        known = _USED.get(id(function))
+        if known is None or known.environment() is not function or now not in (known.before, known.after):
+            known = _USED[id(function)] = _Used(weakref.ref(function), now, now)
+        now = known.before
+    return FunctionRecord(name=describe(function), signature=now)
+
+
+@contextmanager
+def in_use(environment: Environment | None) -> Iterator[None]:
+    """What an environment keeps as it is used here, such as an index or a cache, makes it no other one afterwards."""
+    try:
+        yield
+    finally:
+        known = _USED.get(id(environment))
+        if known is not None and known.environment() is environment:
+            _USED[id(environment)] = known._replace(after=signature(environment))
 
 
 def describe(function: Any) -> str:
@@ -56,6 +90,8 @@ def describe(function: Any) -> str:
         known = RECIPES[function.name]._asdict() if function.name in RECIPES else {}
         changed = [f"{key}={_brief(value)}" for key, value in fields.items() if key not in known or value != known[key]]
         return f"recipe {function.name}" + (f" with {', '.join(changed)}" if changed else "")
+    if isinstance(function, Environment):
+        return f"{type(function).__module__}.{type(function).__qualname__}"
     if isinstance(function, Mapping):
         return ", ".join(f"{name}={_brief(each)}" for name, each in function.items())
     return _brief(function)
@@ -70,51 +106,3 @@ def _brief(value: Any) -> str:
     code = getattr(inspect.unwrap(value), "__code__", None)
     where = "" if code is None else f" ({Path(code.co_filename).name}:{code.co_firstlineno})"
     return f"{named.__module__}.{named.__qualname__}{where}"
-
-
-def signature(value: Any) -> str:
-    """Tells two functions apart by their code, constants, defaults and the plain values that they close over.
-
-    Recipes are told apart by their fields, the library's own functions by their names.
-    """
-    return _signature(value, ())
-
-
-def _signature(value: Any, within: tuple[Any, ...]) -> str:
-    """``within``: the functions that this value was found in; one that closes over itself ends there."""
-    if getattr(value, "__module__", None) and value.__module__.startswith("tandemrl.") and callable(value):
-        return f"{value.__module__}.{value.__qualname__}"
-    sign = partial(_signature, within=(*within, value))
-    if isinstance(value, Recipe):
-        return f"{value.name}:{_hash({key: sign(field) for key, field in value._asdict().items()})}"
-    if isinstance(value, Mapping):
-        return f"mapping:{_hash([(repr(key), sign(each)) for key, each in value.items()])}"
-    if isinstance(value, partial):
-        bound = [sign(x) for x in value.args], {key: sign(x) for key, x in sorted(value.keywords.items())}
-        return f"partial:{_hash((sign(value.func), bound))}"
-    code = getattr(value, "__code__", None)
-    if code is None:
-        return repr(value) if isinstance(value, int | float | str | bool | None) else type(value).__qualname__
-    if any(value is outer for outer in within):
-        return str(value.__qualname__)
-    cells = [cell.cell_contents for cell in value.__closure__ or ()]
-    content = [_code(code), [sign(cell) for cell in cells], [sign(x) for x in value.__defaults__ or ()]]
-    if value.__kwdefaults__:
-        content.append({key: sign(x) for key, x in sorted(value.__kwdefaults__.items())})
-    return f"{value.__qualname__}:{_hash(tuple(content))}"
-
-
-def _code(code: CodeType) -> Any:
-    return code.co_code, code.co_names, [_constant(c) for c in code.co_consts]
-
-
-def _constant(constant: Any) -> Any:
-    if isinstance(constant, CodeType):
-        return _code(constant)
-    if isinstance(constant, frozenset):  # its own order is another one in each process
-        return sorted(map(repr, constant))
-    return repr(constant)
-
-
-def _hash(content: Any) -> str:
-    return hashlib.sha256(repr(content).encode()).hexdigest()[:16]

@@ -27,6 +27,7 @@ from tandemrl.rewards.rollouts import score_rollouts
 from tandemrl.rollout import collect
 from tandemrl.rollout.collect import CompletionBatch
 from tandemrl.rollout.engine import Draws, Engine
+from tandemrl.rollout.envs.environment import Environment
 from tandemrl.rollout.sync import sync_weights
 from tandemrl.selection import Strategy, solo
 from tandemrl.training import checkpoint
@@ -43,6 +44,7 @@ from tandemrl.training.experience import (
     step_cost,
 )
 from tandemrl.training.faults import OptimizerSteps, Signals, Stopped, explain_errors, signal_anywhere
+from tandemrl.training.function_records import in_use
 from tandemrl.training.gates import TrainError, check_draws
 from tandemrl.training.preflight import check_resume
 from tandemrl.training.profiling import Clock, Profiler
@@ -50,7 +52,7 @@ from tandemrl.training.resume import export, restore, save
 from tandemrl.training.state import Models, Run, RunSetup
 from tandemrl.training.tracking import Tracker
 from tandemrl.training.update import learning_rate, update
-from tandemrl.types import Author, Group, Metrics
+from tandemrl.types import Author, Group, Metrics, Rollout
 
 
 def train(
@@ -60,6 +62,7 @@ def train(
     recipe: Recipe | None = None,
     strategy: Callable[[int], Strategy] | None = None,
     reward: RewardFunction | Mapping[str, RewardFunction] | None = None,
+    environment: Environment | None = None,
     console: Console | None = None,
     quiet: bool = False,
 ) -> Path:
@@ -72,6 +75,8 @@ def train(
         reward: a function ``(row, text) -> float | Score``, or several by name, whose weighted sum (``reward.weights``)
             is the reward. They score every row for which ``reward.scorers`` has nothing else. They run in this process,
             so an error in them stops the run, and a hang hangs it. ``reward.scorers`` can name them in a sum, too.
+        environment: what the authors act in, in place of ``rollout.environment``. Its ``score``, if it has one, is such
+            a function.
 
     Raises:
         ConfigError, DataError, ModelError, CheckpointError, GraderError: the run cannot start.
@@ -88,13 +93,15 @@ def train(
     world = init_world(config.parallel, resolve_device(config.model.device))
     if world.size > 1:
         faulthandler.enable()  # NCCL aborts a process whose collective timed out: say where it was
-    run = build(config, recipe, strategy, world, by_name(reward))
-    with checkpoint.lock(config.output_dir) if world.main else nullcontext(), run.setup.scorer:
-        restore(run, resume)
-        silent = quiet or not world.main
-        with Tracker(config.output_dir, run.setup.config, console=console, quiet=silent, record=world.main) as tracker:
-            loop(run, tracker)
-            checkpoint.wait()
+    with in_use(environment):
+        run = build(config, recipe, strategy, world, by_name(reward), environment)
+        config, silent = run.setup.config, quiet or not world.main
+        locked = checkpoint.lock(config.output_dir) if world.main else nullcontext()
+        with locked, run.setup.scorer, run.setup.playground or nullcontext():
+            restore(run, resume)
+            with Tracker(config.output_dir, config, console=console, quiet=silent, record=world.main) as tracker:
+                loop(run, tracker)
+                checkpoint.wait()
     WATCHDOG.end()  # not after an error: what is left of the group can hang the end of the process, too
     return Path(config.output_dir)
 
@@ -164,7 +171,7 @@ def train_step(
         experience = make_experience(setup, groups)
         mini_batches = pack_mini_batches(setup, experience)
         with clock("logprobs"):
-            if len(mini_batches) > 1 or loss.kl_in_reward:
+            if len(mini_batches) > 1 or loss.kl_in_reward or config.model.lora.dropout > 0:
                 mini_batches = add_logprobs(setup, models, mini_batches, "old_logprobs")
             if models.reference is not None:
                 mini_batches = add_logprobs(setup, models, mini_batches, "ref_logprobs")
@@ -270,6 +277,7 @@ def rollout(
             seed=config.train.seed,
             step=step,
             drawn=drawn,
+            playground=setup.playground,
             progress=progress,
         )
     check_draws(completions.draws, setup.schedule.prob_senior(step))
@@ -314,6 +322,7 @@ def evaluate(run: Run) -> Metrics:
         tokenizer=setup.tokenizer,
         prompts=setup.heldout,
         scorer=setup.scorer,
+        playground=setup.playground,
         profile=evals.profile_of(settings),
         samples=settings.train_samples,
         k=ks,
@@ -329,6 +338,7 @@ def evaluate(run: Run) -> Metrics:
         *(f"pass@{k}" for k in ks),
         "length",
         "truncation_rate",
+        *(part for part in ("em", "f1") if part in macro),
         *(["unscored"] if setup.judge is not None else []),
     ]
     return {f"eval/{name}": macro[name] for name in names}
@@ -357,4 +367,19 @@ def rollout_metrics(completions: CompletionBatch, groups: Sequence[Group], step:
         "tokens/total": float(sum(len(r.tokens) for r in rollouts)),
         "scoring/timeouts": float(sum("timeout" in r.reward_parts for r in rollouts)),
         "scoring/failures": float(sum("failure" in r.reward_parts for r in rollouts)),
+        **episode_metrics(rollouts),
+    }
+
+
+def episode_metrics(rollouts: Sequence[Rollout]) -> Metrics:
+    """What happened in the environment, per rollout; nothing where there is none."""
+    transcripts = [r.transcript for r in rollouts if r.transcript is not None]
+    if not transcripts:
+        return {}
+    counts = sorted({name for transcript in transcripts for name in transcript.counts})
+    world = [len(r.tokens) - r.context_tokens - r.response_tokens for r in rollouts]
+    return {
+        "env/world_tokens": float(np.mean(world)),
+        **{f"env/{name}": float(np.mean([t.counts.get(name, 0.0) for t in transcripts])) for name in counts},
+        "response/stopped_turns": float(np.mean([r.stop_reason == "turns" for r in rollouts])),
     }

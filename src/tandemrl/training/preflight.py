@@ -6,7 +6,7 @@ import math
 import shutil
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import chain
 from pathlib import Path
@@ -18,10 +18,12 @@ from huggingface_hub.errors import HFValidationError
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedTokenizerBase
 
 from tandemrl.config import Config, ConfigError
+from tandemrl.config.rules import check as check_rules
 from tandemrl.data.loading import load_rows
 from tandemrl.data.program_tests import Stdin
 from tandemrl.data.rows import DataError, Prompt, Row, encode_prompts
 from tandemrl.distributed.watchdog import stamp
+from tandemrl.evals.files import digests
 from tandemrl.files import hint
 from tandemrl.models.attention import ModelError
 from tandemrl.models.loading import (
@@ -31,20 +33,29 @@ from tandemrl.models.loading import (
     load_tokenizer,
     refusal,
     resolve_device,
+    stored_eos_token_ids,
     vocabulary_check,
 )
 from tandemrl.rewards import routing
 from tandemrl.rewards.code.sandbox import Sandbox
-from tandemrl.rewards.functions import RewardFunction
+from tandemrl.rewards.functions import RewardFunction, with_environment
 from tandemrl.rewards.judge.rubric import Judge
 from tandemrl.rewards.scoring import Scorer
+from tandemrl.rollout.envs.environment import Environment
+from tandemrl.rollout.envs.episodes import Playground, make_caller
+from tandemrl.rollout.envs.factory import make_environment
 from tandemrl.rollout.vllm import require_vllm
 from tandemrl.training.checkpoint import CheckpointError, is_checkpoint, latest, step_of
+from tandemrl.training.function_records import record
 
 FLOAT32, BFLOAT16 = 4, 2
 """Bytes per parameter."""
 ADAM_STATE = 2
 """Numbers that the optimiser keeps per parameter."""
+BY_TURNS = ("turn", "alternating_turns")
+"""Strategies in which the author changes between turns only."""
+BY_WORDS = ("bm25", "lexical", "hybrid")
+"""Retrievers that need the packages of the ``retrieval`` extra."""
 
 
 class NotHereError(Exception):
@@ -56,12 +67,13 @@ class Preflight:
     """What a run reads before its weights: tokenizer, rows and prompts, each when first asked for, and once.
 
     downloads: fetch tokenizers, model configurations and data from the hub where they are not on this machine; without
-    it they are a ``NotHereError``. functions: rewards that were passed to ``train``.
+    it they are a ``NotHereError``. functions, environment: what was passed to ``train``.
     """
 
     config: Config
     downloads: bool = True
-    functions: Mapping[str, RewardFunction] | None = None
+    functions: Mapping[str, RewardFunction] = field(default_factory=dict)
+    environment: Environment | None = None
 
     @property
     def checks(self) -> dict[str, Callable[[], str]]:
@@ -75,11 +87,14 @@ class Preflight:
         if config.judge.url is None:
             models["judge.model"] = config.judge.model
         named = {key: path for key, path in models.items() if path is not None}
+        acted_in = self.environment is not None or config.rollout.environment != "single"
         return {
             "model.device": self.devices,
             "packages": self.packages,
             **{key: lambda path=path: self.model(path) for key, path in named.items()},  # type: ignore[misc]  # a default
             "vocabularies": self.vocabularies,
+            **({"retrieval.model": self.ranker} if self._ranks_here else {}),
+            **({"rollout.environment": self.episodes} if acted_in else {}),
             "data.train": self.train_data,
             **({"data.eval": self.heldout_data} if config.train.eval_every else {}),
             "rewards": self.rewards,
@@ -99,6 +114,57 @@ class Preflight:
     @cached_property
     def tokenizer(self) -> PreTrainedTokenizerBase:
         return self._tokenizer(self.config.model.senior)
+
+    @cached_property
+    def signed_environment(self) -> tuple[Environment, str] | None:
+        """The environment, passed or of the config, and its signature before anybody acts in it: what it keeps of that,
+        such as a model or a cache, does not make it another one."""
+        made = make_environment(self.config) if self.environment is None else self.environment
+        return None if made is None else (made, record(made).signature)
+
+    @cached_property
+    def acts_in(self) -> dict[str, str]:
+        """What a resumed run must share: the environment, and the contents of what is searched in it."""
+        if self.signed_environment is None:
+            return {}
+        retrieval = self.config.retrieval
+        searched = digests([each for each in (retrieval.model, retrieval.index) if each])
+        contents = {"retrieval": ", ".join(searched.values())} if searched else {}
+        return {"environment": self.signed_environment[1], **contents}
+
+    @cached_property
+    def playground(self) -> Playground | None:
+        """Where the authors take turns with an environment; None where a response is one turn.
+
+        Raises:
+            ConfigError: the environment or one of its tools cannot be made, the chat template does not go with it, or
+                keys ask for turns where there are none.
+        """
+        config = self.config
+        if self.environment is not None:
+            if config.rollout.environment != "single":
+                raise ConfigError(
+                    f"rollout.environment={config.rollout.environment}: another environment was passed to train; leave "
+                    "out one of them"
+                )
+            check_rules(config)  # with room for what it says
+        if self.signed_environment is None:
+            if config.selection.strategy in BY_TURNS:
+                raise ConfigError(
+                    f"selection.strategy={config.selection.strategy}: with rollout.environment=single there is one "
+                    "turn; name an environment, or use selection.strategy=solo"
+                )
+            return None
+        ends = stored_eos_token_ids(config.model.senior, self.tokenizer, download=self.downloads)
+        caller = make_caller(config) if self.environment is None else None
+        made, _ = self.signed_environment
+        return Playground(made, self.tokenizer, config.rollout, caller=caller, eos_token_ids=ends)
+
+    @cached_property
+    def rewards_by_name(self) -> dict[str, RewardFunction]:
+        """The functions that score in this process: those passed, and the environment's own."""
+        environment = None if self.playground is None else self.playground.environment
+        return with_environment(self.functions, environment)
 
     @cached_property
     def rows(self) -> list[Row]:
@@ -142,10 +208,13 @@ class Preflight:
 
     def packages(self) -> str:
         config = self.config
+        by_words = config.rollout.environment == "multihop" and config.retrieval.retriever in BY_WORDS
         needed = {
             ("model.lora.rank", "peft", "lora"): config.model.lora.rank > 0,
             ("model.liger", "liger_kernel", "liger"): config.model.liger,
             ("train.wandb", "wandb", "wandb"): config.train.wandb != "disabled",
+            ("retrieval.retriever", "bm25s", "retrieval"): by_words,
+            ("retrieval.retriever", "Stemmer", "retrieval"): by_words,
         }
         if config.rollout.engine == "vllm":
             require_vllm("rollout.engine=vllm")
@@ -163,12 +232,30 @@ class Preflight:
         limit = f", context {context}" if context else ""
         return f"{path}: {type(shape).__name__}, {_size(shape):,} parameters{limit}"
 
+    def ranker(self) -> str:
+        """What ranks documents in the processes of tools is there; it is loaded there."""
+        path = self.config.retrieval.model
+        assert path is not None
+        return f"{path}: {self._configuration(path).model_type}"
+
+    @property
+    def _ranks_here(self) -> bool:
+        config, retrieval = self.config, self.config.retrieval
+        semantic = config.rollout.environment == "multihop" and retrieval.retriever in ("semantic", "hybrid")
+        return semantic and retrieval.url is None
+
     def vocabularies(self) -> str:
         model = self.config.model
         for other, path in (("junior", model.junior), ("critic", model.critic)):
             if path is not None:
                 vocabulary_check(self.tokenizer, self._tokenizer(path), other=other)
         return f"{len(self.tokenizer)} tokens"
+
+    def episodes(self) -> str:
+        """The environment can be made, and the chat template goes with it."""
+        assert self.playground is not None
+        tools = ", ".join(schema["function"]["name"] for schema in self.playground.tools)
+        return f"{self.playground.name}; tools: {tools or 'none'}"
 
     def train_data(self) -> str:
         rows = len(self.rows)  # what is wrong with the files comes before what is wrong with the tokenizer
@@ -188,19 +275,19 @@ class Preflight:
         judged = config.judge.url is not None or config.judge.model is not None
         read = [*self.rows, *chain.from_iterable(self.heldout_rows)]
         judging = _unused if judged else None
-        with Scorer(config.reward, code=_unused, judge=judging, functions=self.functions) as scorer:
+        with Scorer(config.reward, code=_unused, judge=judging, functions=self.rewards_by_name) as scorer:
             # Without evaluation the rows of data.eval are not read: what only they would use is no mistake.
             stated = None if config.train.eval_every or not config.data.eval else ()
-            scorer.check(rows, sources={row.data_source for row in read}, stated=stated)
-        sources = {row.data_source: row for row in rows}
-        terms = [
-            term for row in sources.values() for term in routing.terms_of(row, config.reward, self.functions or {})
-        ]
-        if any(term.score is routing.code for term in terms):
+            sources = {row.data_source for row in read}
+            scorer.check(rows, episodes=self.playground is not None, sources=sources, stated=stated)
+        used = {row.data_source: row for row in rows}
+        functions = self.rewards_by_name
+        terms = [term for row in used.values() for term in routing.terms_of(row, config.reward, functions)]
+        if any(term.name == "code" for term in terms):
             with Sandbox(config.sandbox) as sandbox:
                 sandbox.run("", Stdin(""))
-            return f"{', '.join(sources)}; the sandbox starts"
-        return ", ".join(sources)
+            return f"{', '.join(used)}; the sandbox starts"
+        return ", ".join(used)
 
     @cached_property
     def judge(self) -> Judge | None:
@@ -279,12 +366,20 @@ class Preflight:
         return load_rows(sources)
 
     def _encoded(self, rows: Sequence[Row]) -> tuple[list[Prompt], int]:
-        data = self.config.data
-        return encode_prompts(rows, self.tokenizer, max_prompt_tokens=data.max_prompt_tokens, suffix=data.prompt_suffix)
+        data, playground = self.config.data, self.playground
+        return encode_prompts(
+            rows,
+            self.tokenizer,
+            max_prompt_tokens=data.max_prompt_tokens,
+            suffix=data.prompt_suffix,
+            opening=None if playground is None else lambda row: playground.opening(row).messages,
+            tools=() if playground is None else playground.tools,
+        )
 
     def _fits(self, prompts: Sequence[Prompt]) -> None:
         """Prompt and completion fit into the context of the models that read them."""
-        model, new = self.config.model, self.config.rollout.max_tokens
+        model, new = self.config.model, self.config.response_tokens
+        budget = "rollout.max_tokens" + (" + rollout.world_tokens" if self.config.has_episodes else "")
         solo = self.config.selection.strategy == "solo" and self.config.loss.junior_kl_coef == 0
         longest = max(prompts, key=lambda prompt: len(prompt.tokens))
         for key, path in (("model.senior", model.senior), ("model.junior", None if solo else model.junior)):
@@ -292,9 +387,9 @@ class Preflight:
             context = getattr(shape, "max_position_embeddings", None) or math.inf
             if len(longest.tokens) + new > context:
                 raise ConfigError(
-                    f"row {longest.row.example_id}: its {len(longest.tokens)} tokens and rollout.max_tokens={new} "
-                    f"exceed the context of {key}, {context} tokens; lower data.max_prompt_tokens, which drops such "
-                    "rows, or rollout.max_tokens"
+                    f"row {longest.row.example_id}: its {len(longest.tokens)} tokens and {budget}={new} exceed the "
+                    f"context of {key}, {context} tokens; lower data.max_prompt_tokens, which drops such rows, or "
+                    f"{budget.replace(' + ', ' or ')}"
                 )
 
     def _configuration(self, path: str) -> PretrainedConfig:

@@ -1,6 +1,7 @@
 """Save a run, restore it, and see to it that the run that goes on is the same run."""
 
 import hashlib
+import json
 import math
 import random
 import warnings
@@ -12,17 +13,18 @@ import numpy as np
 import torch
 
 from tandemrl.config import Config, difference, to_yaml
+from tandemrl.data.rows import Row
 from tandemrl.files import write_text
 from tandemrl.models.lora import base_parameters
 from tandemrl.models.sharding import full_parameters
 from tandemrl.rewards.functions import imported
 from tandemrl.rewards.routing import reward_names
+from tandemrl.rollout.signatures import NO_PART_OF_A_SEARCH, signature
 from tandemrl.rollout.sync import fingerprint
 from tandemrl.training import checkpoint, coverage
 from tandemrl.training.checkpoint import CheckpointError, DamagedError
 from tandemrl.training.coverage import Coverage
 from tandemrl.training.export import export_hf
-from tandemrl.training.function_records import signature
 from tandemrl.training.state import Run
 
 _FREE_TO_CHANGE = {
@@ -41,6 +43,7 @@ _FREE_TO_CHANGE = {
     "judge.timeout_s",
     "judge.concurrency",
     "judge.max_failure_rate",
+    *(f"retrieval.{name}" for name in NO_PART_OF_A_SEARCH),
 }
 
 
@@ -81,11 +84,13 @@ def export(run: Run, name: str) -> None:
 
 
 def identity(run: Run) -> dict[str, str]:
-    """What a resumed run must share with its past beyond the config: recipe, data, frozen models, judge and scorers."""
+    """What a resumed run must share with its past beyond the config: recipe, data, frozen models, judge, scorers and
+    environment."""
     setup, models, _ = run
     config, functions = setup.config, setup.config.functions
     fields = {k: signature(v) for k, v in setup.recipe._asdict().items()}
-    prompts = hashlib.sha256(repr([p.tokens for p in setup.prompts]).encode()).hexdigest()
+    read = [p.tokens if setup.playground is None else (p.tokens, _of_the_world(p.row)) for p in setup.prompts]
+    prompts = hashlib.sha256(repr(read).encode()).hexdigest()
     frozen = {
         name: "none" if model is None else f"{fingerprint(full_parameters(model)):#x}"
         for name, model in (("junior", models.junior), ("reference", models.reference))
@@ -98,7 +103,21 @@ def identity(run: Run) -> dict[str, str]:
     judge = {} if setup.judge is None else {"judge": setup.judge}
     scorers = {name: signature(imported(name)) for name in reward_names(config.reward) if ":" in name}
     reward = {} if functions.reward is None else {"reward": functions.reward.signature}
-    return {"recipe": str(fields), "strategy": strategy, "data.train": prompts, **frozen, **judge, **scorers, **reward}
+    return {
+        "recipe": str(fields),
+        "strategy": strategy,
+        "data.train": prompts,
+        **frozen,
+        **judge,
+        **scorers,
+        **reward,
+        **setup.acts_in,
+    }
+
+
+def _of_the_world(row: Row) -> tuple[str, str]:
+    """What an environment reads of a row beside the prompt, such as its documents."""
+    return row.ground_truth, json.dumps(row.extra_info, default=repr)
 
 
 def restore(run: Run, resume: str) -> None:

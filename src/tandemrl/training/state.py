@@ -4,6 +4,7 @@
 """
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -23,6 +24,7 @@ from tandemrl.models.head import ForwardOptions
 from tandemrl.models.sampling import Truncation
 from tandemrl.rewards.scoring import Scorer
 from tandemrl.rollout.engine import Engine, Sampling
+from tandemrl.rollout.envs.episodes import Playground
 from tandemrl.rollout.schedule import Schedule
 from tandemrl.training.coverage import Coverage
 from tandemrl.training.sharded_state import Trained
@@ -47,6 +49,10 @@ class RunSetup:
     vocabulary: int
     """Number of logits that the engine samples from."""
     scorer: Scorer
+    playground: Playground | None
+    """Where the authors take turns with an environment; None where a response is one turn."""
+    acts_in: Mapping[str, str]
+    """What tells that environment, and what is searched there, from others (see ``Preflight``); empty without one."""
     judge: str | None
     """The model that marks responses."""
     device: torch.device

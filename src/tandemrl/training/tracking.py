@@ -31,9 +31,10 @@ from rich.table import Table
 from rich.text import Text
 
 from tandemrl.config import Config, to_dict
-from tandemrl.types import Author, Rollout
+from tandemrl.types import Author, Rollout, own_turns
 
-STYLES = {Author.SENIOR: "cyan", Author.JUNIOR: "yellow"}
+STYLES = {Author.SENIOR: "cyan", Author.JUNIOR: "yellow", Author.CONTEXT: "dim"}
+MARKS = {Author.SENIOR: ("", ""), Author.JUNIOR: ("‹", "›"), Author.CONTEXT: ("⟨", "⟩")}
 _SUMMARY = (
     ("reward", "reward/mean", "{:.3f}"),
     ("loss", "loss", "{:+.3f}"),
@@ -42,6 +43,8 @@ _SUMMARY = (
 )
 """What the line of a step says: label, metric, form. The senior's part is that of the draws."""
 COLUMNS = 80
+WORLD_CHARS = 200
+"""Of what the world says after a turn, so many are shown."""
 
 
 class TrackingError(RuntimeError):
@@ -116,8 +119,7 @@ class Tracker:
         """Record every rollout of a step. On the first step and every ``train.eval_every`` steps, show the first
         ``train.log_samples`` of them, coloured by author."""
         records = (
-            {"step": step, "text": tokenizer.decode(rollout.tokens[rollout.author >= 0].tolist()), **rollout.to_json()}
-            for rollout in rollouts
+            {"step": step, "text": written_text(rollout, tokenizer), **rollout.to_json()} for rollout in rollouts
         )
         _write(self._samples, [json.dumps(record, ensure_ascii=False) for record in records])
         one_per_prompt = [rollout for rollout in rollouts if rollout.index == 0]
@@ -236,25 +238,34 @@ def authored_spans(
     return spans
 
 
+def written_text(rollout: Rollout, tokenizer: Any) -> str:
+    """What the authors wrote, special tokens included; turns are joined by line breaks."""
+    return "\n".join(tokenizer.decode(turn.tolist()) for turn in own_turns(rollout.tokens, rollout.author))
+
+
 def authored_text(rollout: Rollout, tokenizer: Any, *, mark_steps: bool = False) -> Text:
-    """The response in its authors' colours. Junior text also stands between ‹ and ›, for terminals without colour.
+    """The response in its authors' colours. Junior text also stands between ‹ and ›, for terminals without colour; what
+    the world says between ⟨ and ⟩, its beginning only.
 
     mark_steps: write a blank line, which ends a step, as ¶ and a line break.
     """
     text = Text()
-    written = rollout.author >= 0
-    for author, span in authored_spans(
-        rollout.tokens[written].tolist(), rollout.author[written].tolist(), tokenizer.decode
-    ):
-        shown = span.replace("\n\n", "¶\n") if mark_steps else span
+    tokens, authors = (channel[rollout.context_tokens :].tolist() for channel in (rollout.tokens, rollout.author))
+    for author, span in authored_spans(tokens, authors, tokenizer.decode):
+        if author == Author.CONTEXT:
+            shown = span if len(span) <= WORLD_CHARS else f"{span[:WORLD_CHARS]}…"
+        else:
+            shown = span.replace("\n\n", "¶\n") if mark_steps else span
+        left, right = MARKS[author]
         if shown:
-            text.append(shown if author == Author.SENIOR else f"‹{shown}›", style=STYLES[author])
+            text.append(f"{left}{shown}{right}", style=STYLES[author])
     return text
 
 
 def sample_table(step: int, rollouts: Sequence[Rollout], tokenizer: Any) -> Table:
     """The responses of a few rollouts, with their rewards; ¶ is a blank line, which ends a step."""
-    table = Table(title=f"samples of step {step}: senior, ‹junior›", title_justify="left", show_lines=True)
+    world = ", ⟨world⟩" if any(rollout.transcript is not None for rollout in rollouts) else ""
+    table = Table(title=f"samples of step {step}: senior, ‹junior›{world}", title_justify="left", show_lines=True)
     table.add_column("example", overflow="fold")
     table.add_column("reward", justify="right")
     table.add_column("response", overflow="fold", ratio=1)

@@ -5,6 +5,7 @@ Gradients are sums: losses divide by totals over all micro-batches and data rank
 
 import math
 from collections.abc import Sequence
+from contextlib import nullcontext
 from statistics import fmean
 
 import torch
@@ -13,6 +14,7 @@ from torch import Tensor
 from tandemrl.config import Config
 from tandemrl.distributed.world import World
 from tandemrl.losses import add_totals, average_metrics, policy_loss, reduce, totals, value_loss
+from tandemrl.models.lora import dropping
 from tandemrl.models.sharding import clip_gradients
 from tandemrl.training.experience import MiniBatches, weights_of
 from tandemrl.training.gates import check_gradient_norm, check_mismatch
@@ -36,7 +38,8 @@ def update(
     results: list[Metrics] = []
     for mini in filter(None, mini_batches):
         batches = [m.batch for m in mini]
-        with clock("forward_backward"):
+        key = (setup.config.train.seed, step, len(results), setup.world.rank)
+        with clock("forward_backward"), dropping(models.policy, key) if learns else nullcontext():
             result = update_policy(setup, models, batches, clock, first=not results, learns=learns)
         if models.critic is not None:
             with clock("critic"):
@@ -70,7 +73,9 @@ def update_policy(
         select = (weight > 0) | senior | ((batch.author >= 0) & (loss_config.junior_kl_coef > 0))
         with torch.set_grad_enabled(learns):
             logprobs, entropy = setup.logprobs(models.policy, batch, select)
-        difference.append((logprobs.detach() - batch.behaviour_logprobs)[senior].abs())
+        plain = batch.old_logprobs if config.model.lora.dropout > 0 else logprobs.detach()
+        assert plain is not None
+        difference.append((plain - batch.behaviour_logprobs)[senior].abs())
         loss, parts = policy_loss(
             setup.recipe,
             logprobs=logprobs,

@@ -12,7 +12,8 @@ import pytest
 
 from fake_judge import FakeJudge, Reply, completion
 from tandemrl.config import JudgeConfig
-from tandemrl.rewards.judge.http import MAX_REPLY_BYTES, HttpJudge
+from tandemrl.http import MAX_REPLY_BYTES
+from tandemrl.rewards.judge.http import HttpJudge
 from tandemrl.rewards.judge.rubric import JudgeError
 
 GZIP = (("content-encoding", "gzip"),)

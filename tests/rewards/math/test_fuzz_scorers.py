@@ -270,7 +270,7 @@ def string_graders(texts: Iterable[str], graders: Sequence[tuple[str, str, Rewar
     for text in texts:
         for row, options, scorer in scorers:
             begin = time.thread_time()
-            score = scorer(row, text, options)
+            score = scorer(row, text, options, None)
             seconds = time.thread_time() - begin
             assert seconds < LIMIT_S, (row.data_source, seconds, text[:200])
             if isinstance(score, Score):

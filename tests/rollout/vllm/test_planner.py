@@ -5,9 +5,10 @@ import pytest
 import torch
 
 from helpers import VOCABULARY, strategies
-from tandemrl.rollout.engine import EngineError
+from tandemrl.rollout.engine import EngineError, Request, Sampling, replay_turns
 from tandemrl.rollout.vllm.planner import JUNIOR, MAX_WAIT, SENIOR, Admission, Planner, check_mode
-from tandemrl.selection import Strategy, alternating, bernoulli, chunk, replay, solo
+from tandemrl.rollout.vllm.rows import Row
+from tandemrl.selection import Strategy, alternating, alternating_turns, bernoulli, chunk, solo, turn
 from tandemrl.selection.draws import SAMPLING, fold_in, mix64, stream
 
 BLOCK = 4
@@ -57,6 +58,7 @@ class Simulation:
         self.preempted: list[str] = []
         self.waits: dict[str, int] = {}
         self.done: set[str] = set()
+        self.histories: dict[int, list[list[int]]] = {}  # by key: own tokens of turns that are over
 
     def allocate(self, id: str, upto: int) -> list[int] | None:
         needed = -(-upto // BLOCK) - len(self.blocks[id])
@@ -91,6 +93,7 @@ class Simulation:
         return found
 
     def step(self, arrivals: list[tuple[str, list[int], int, Strategy]]) -> None:
+        """An arrival that was seen before is another turn of its row."""
         ids, start, count, blocks, resumed, admissions = [], [], [], [], set(), []
 
         def schedule(id: str, amount: int, new: list[int]) -> None:
@@ -119,6 +122,7 @@ class Simulation:
                 _, prompt, key, strategy = arrival
                 self.texts[id], self.prompt[id], self.request[id] = list(prompt), len(prompt), (key, strategy)
                 self.authors[id] = []
+                self.histories.setdefault(key, [])
             self.blocks[id] = self.hits(id)
             self.computed[id] = len(self.blocks[id]) * BLOCK
             amount = int(self.random.integers(1, len(self.texts[id]) - self.computed[id] + 1))
@@ -130,7 +134,9 @@ class Simulation:
             if arrival is None:
                 resumed.add(id)
             else:
-                admissions.append(Admission(id, self.prompt[id], *self.request[id]))
+                key = self.request[id][0]
+                row = key if key % 4 else None  # some are told anew what they have written
+                admissions.append(Admission(id, self.prompt[id], *self.request[id], list(self.histories[key]), row))
             schedule(id, amount, list(self.blocks[id]))
         if not ids:
             return
@@ -166,34 +172,47 @@ class Simulation:
                 self.planner.finish([id])
                 self.release(id)
                 self.done.add(id)
+                own = self.texts[id][self.prompt[id] :]
+                self.histories[self.request[id][0]] += [own] if own else []
 
 
 @pytest.mark.parametrize("mode", ["lazy", "majority", "lockstep"])
 @pytest.mark.parametrize("caching", [True, False])
 @pytest.mark.parametrize("seed", range(3))
 def test_every_position_is_computed_before_it_is_read(mode, caching, seed) -> None:
-    """Chunked prefill, prefix hits, preemption, aborts, short budgets: no model ever reads KV that is not its own."""
+    """Chunked prefill, prefix hits, preemption, aborts, short budgets, further turns: no model ever reads KV that is
+    not its own, and a row's authors go on from turn to turn."""
     blocks = 48
     planner = Planner(
         budget=9, block_size=BLOCK, num_blocks=blocks, prefix_caching=caching, mode=mode, record=True, capacity=2
     )
     simulation = Simulation(seed, planner, blocks, caching=caching)
-    random, known = np.random.default_rng(seed), list(strategies().values())
+    random, known = np.random.default_rng(seed), [*strategies().values(), turn(0.5), alternating_turns()]
+    went_on: set[str] = set()
     shared = random.integers(2, VOCABULARY, 24).tolist()
     for number in range(150):
         arrivals = []
         if number < 120 and random.random() < 0.4:
             prompt = shared[: int(random.integers(1, 24))] + random.integers(2, VOCABULARY, 3).tolist()
             arrivals = [(f"r{number}", prompt, mix64(seed, number), known[int(random.integers(len(known)))])]
+        for id in sorted(simulation.done - went_on):
+            if number < 120 and len(simulation.texts[id]) < 60 and random.random() < 0.5:
+                went_on.add(id)
+                said = random.integers(2, VOCABULARY, int(random.integers(1, 6))).tolist()
+                arrivals.append((f"{id}+", [*simulation.texts[id], *said], *simulation.request[id]))
         simulation.step(arrivals)
     assert len(simulation.done) > 10
-    for id, authors in simulation.authors.items():
-        key, strategy = simulation.request[id]
-        if authors:
-            written = torch.tensor(simulation.texts[id][simulation.prompt[id] :])[None]
-            told = replay(strategy, torch.tensor([key]), written, torch.tensor([len(authors)])).author[0]
-            assert told.tolist() == authors
-            assert planner.recorded[key] == authors
+    turns: dict[int, list[np.ndarray]] = {}
+    for id, (key, _) in simulation.request.items():
+        if own := simulation.texts[id][simulation.prompt[id] :]:
+            turns.setdefault(key, []).append(np.array(own))
+    assert sum(len(own) > 1 for own in turns.values()) > 1
+    strategy_of = dict(simulation.request.values())
+    for key, own in turns.items():
+        assert planner.recorded[key] == replay_turns(strategy_of[key], [key], [own]).author[0].tolist()
+    planner.finish(list(planner.slots))
+    planner.forget_rows()
+    assert sorted(planner._free) == list(range(len(planner._blocks)))
 
 
 def steps(planner: Planner, strategy: Strategy, *, prompt: int = 5, tokens: int = 12) -> None:
@@ -267,6 +286,31 @@ def test_token_keys_are_those_of_the_reference_engine() -> None:
     assert torch.equal(planner.token_keys(["a"]), expected)
 
 
+@pytest.mark.parametrize("surplus", [0, 2])
+@pytest.mark.parametrize("row", [None, 5])
+def test_another_turn_goes_on_whatever_the_workers_still_know(row, surplus) -> None:
+    """A stop string is found in a text after the workers may have written on; what they wrote then does not count."""
+    strategy, texts = bernoulli(0.5), [list(range(40, 47)), list(range(30, 50))]
+    planner = Planner(budget=64, block_size=BLOCK, num_blocks=32)
+    told, prompt = [], 3
+    for number, text in enumerate(texts):
+        id, extra = str(number), [5] * (surplus if number == 0 else 0)
+        planner.admit([Admission(id, prompt, 7, strategy, texts[:number], row)])
+        planner.schedule([id], [0], [prompt], [list(range(16 * number, 16 * number + 16))])
+        for i, token in enumerate([*text, *extra]):
+            told.append((int(planner.authors[0]), planner.token_keys([id])[0]) if i < len(text) else None)
+            planner.postprocess(np.array([token]))
+            planner.schedule([id], [prompt + i], [1], [None])
+        planner.postprocess(np.array([-1]))
+        planner.finish([id])
+        prompt += len(text) + 4
+    wanted = replay_turns(strategy, [7], [[np.array(text) for text in texts]]).author[0].tolist()
+    assert len(set(wanted)) == 2
+    counters = torch.arange(len(wanted))
+    keys = fold_in(stream(torch.full_like(counters, 7), SAMPLING), counters).tolist()
+    assert [pair for pair in told if pair is not None] == list(zip(wanted, keys, strict=True))
+
+
 def test_a_broken_promise_is_an_error_that_names_the_request() -> None:
     liar = bernoulli(0.5)._replace(writers="senior")
     planner = Planner(budget=64, block_size=BLOCK, num_blocks=16)
@@ -291,3 +335,9 @@ def test_finished_requests_leave_nothing_behind() -> None:
     assert planner.slots == {}
     assert len(planner._blocks) == 8  # grown to the five that were there at once, not to all 250
     assert len(planner._selection._strategies) <= 6
+
+
+def test_a_turn_that_lacks_a_logprob_is_refused() -> None:
+    row = Row(3, 0, 0, Request((1,), (2,), Sampling(), solo("senior")), 2, "s")
+    with pytest.raises(EngineError, match="row 3: 2 tokens were written, with 1 log-probs"):
+        row.end_turn([5, 6], [-0.5], "eos")

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import copy
 import inspect
 import json
 import os
@@ -22,19 +23,19 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from pairs import CONTEXT, VLLM, greedy_gaps, models, save
+from pairs import CONTEXT, EOS, VLLM, greedy_gaps, models, reference, save
 from typer.testing import CliRunner
 
-from helpers import VOCABULARY, tokenizer
+from helpers import IDS, VOCABULARY, tokenizer
 from tandemrl.config import SelectionConfig
-from tandemrl.rollout.engine import Completion, EngineError, Request, Sampling
+from tandemrl.rollout.engine import Completion, EngineError, Request, Sampling, replay_turns
 from tandemrl.rollout.schedule import schedule_of
 from tandemrl.selection import Strategy, replay
 from tandemrl.selection.draws import mix64
 
 pytest.importorskip("tandemrl.rollout.vllm.server", reason="vllm brings fastapi")
 
-from tandemrl.rollout.vllm import authorship, server
+from tandemrl.rollout.vllm import authorship, conversations, registry, server
 from tandemrl.rollout.vllm.settings import TandemOptions
 
 pytestmark = VLLM
@@ -85,30 +86,54 @@ def fake(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Fake]:
         registered.extend(args)
 
     # Nothing leaves this process, and functions whose types are checked cannot be pickled.
-    monkeypatch.setattr(authorship.cloudpickle, "dumps", lambda strategies: strategies)
+    monkeypatch.setattr(registry.cloudpickle, "dumps", lambda strategies: strategies)
 
     async def completions(body: dict[str, Any] = Body()) -> Any:  # noqa: B008
         seen.append(body)
+        prompt = {"prompt_token_ids": answer["prompt"](body)} if "prompt" in answer else {}
+        if body.get("stream") and "chunks" in answer:
+            chunks = [answer["chunks"][0] | prompt, *answer["chunks"][1:], "data: [DONE]"]
+            return StreamingResponse(iter([streamed(chunks)]), media_type="text/event-stream")
         if answer["stream"] is not None:
             return StreamingResponse(iter(answer["stream"]), media_type="text/event-stream")
-        return JSONResponse(answer["body"], answer["status"])
+        body = answer["body"] | prompt if isinstance(answer["body"], dict) else answer["body"]
+        return JSONResponse(body, answer["status"])
 
     async def other(request: Request) -> Any:
         return JSONResponse({"heard": (await request.body()).decode()})
 
+    async def tokenize(request: Request) -> Any:
+        asked = json.loads(await request.body())
+        return JSONResponse({"tokens": rendered(asked["messages"], asked["add_generation_prompt"])})
+
     for path in (COMPLETIONS, CHAT):
         app.post(path)(completions)
-    for path in ("/tokenize", "/v1/responses", "/v1/models", "/health"):
+    app.post("/tokenize")(tokenize)
+    for path in ("/detokenize", "/v1/responses", "/v1/models", "/health"):
         app.api_route(path, methods=["GET", "POST"])(other)
     app.add_middleware(authorship.Authorship)
     tokenizer().save_pretrained(tmp_path)
     app.state.vllm_config = SimpleNamespace(
-        model_config=SimpleNamespace(tokenizer=str(tmp_path), get_vocab_size=lambda: VOCABULARY),
+        model_config=SimpleNamespace(
+            tokenizer=str(tmp_path), get_vocab_size=lambda: VOCABULARY, try_get_generation_config=dict
+        ),
         additional_config={"tandem": {"selection": vars(DEFAULT)}},
     )
     app.state.engine_client = SimpleNamespace(collective_rpc=collective_rpc)
     with TestClient(app) as client:
         yield Fake(client, seen, registered, answer)
+
+
+def rendered(messages: Sequence[Any], to_write: bool = True) -> list[int]:
+    """A template that shows names of tools that are called, ends a turn with EOS and a newline, and hides the first of
+    several turns: a prompt that is rendered anew is another one."""
+    hidden = [i for i, message in enumerate(messages) if message["role"] == "assistant"][:-1]
+    ids: list[int] = []
+    for i, message in enumerate(messages):
+        calls = "".join(call["function"]["name"] for call in message.get("tool_calls") or ())
+        text = message["role"][0] + ("" if i in hidden else (message["content"] or "") + calls)
+        ids += [*tokenizer().encode(text), EOS, IDS["Ċ"]]
+    return [*ids, IDS["!"]] if to_write else ids
 
 
 def written(count: int, seed: int = 0) -> list[int]:
@@ -209,7 +234,7 @@ def test_other_generating_routes_are_refused_and_the_rest_passes(fake: Fake) -> 
     assert refused.json()["error"]["message"].startswith("/v1/responses: a tandem server answers /v1/completions and")
     for path in ("/v1/models", "/health", "/v1/responses"):
         assert fake.client.get(path).json() == {"heard": ""}
-    assert fake.client.post("/tokenize", content=b"x").json() == {"heard": "x"}
+    assert fake.client.post("/detokenize", content=b"x").json() == {"heard": "x"}
 
 
 # ----------------------------------------------------------------------------------------------------------- selections
@@ -229,7 +254,7 @@ def test_workers_learn_a_selection_once_and_before_its_first_request(fake: Fake)
 def test_any_number_of_selections_may_come_one_after_the_other(fake: Fake) -> None:
     text = written(30)
     fake.answer["body"] = {"choices": [{"index": 0, "token_ids": text}]}
-    for i in range(3 * authorship.MAX_SELECTIONS):
+    for i in range(3 * registry.MAX_SELECTIONS):
         tandem = {"strategy": "chunk", "chunk_size": 1 + i}
         got = fake.post(prompt="a", seed=5, tandem=tandem).json()
         assert got["choices"][0]["authorship"] == authors(5, text, replace(DEFAULT, **tandem))
@@ -238,7 +263,7 @@ def test_any_number_of_selections_may_come_one_after_the_other(fake: Fake) -> No
     assert len(set(names[::2])) == len(names[::2])  # a worker that still knows an old one cannot take it for the new
     assert set(names[1::2]) == {names[1]}
     last = fake.registered[-1]
-    assert len(last) == authorship.MAX_SELECTIONS
+    assert len(last) == registry.MAX_SELECTIONS
     assert {"default", names[1], names[-2]} <= last.keys()
 
 
@@ -249,8 +274,8 @@ def test_a_selection_in_use_is_not_forgotten() -> None:
         async def register(table: dict[str, Strategy]) -> None:
             tables.append(table)
 
-        strategies = authorship.Strategies(DEFAULT, strategy_of, register)
-        selections = [replace(DEFAULT, max_gap_tokens=100 + i) for i in range(authorship.MAX_SELECTIONS)]
+        strategies = registry.Strategies(DEFAULT, strategy_of, register)
+        selections = [replace(DEFAULT, max_gap_tokens=100 + i) for i in range(registry.MAX_SELECTIONS)]
         names = [await strategies.acquire(selection) for selection in selections[:-1]]
         with pytest.raises(authorship.Refused, match="in use at this moment"):
             await strategies.acquire(selections[-1])
@@ -270,10 +295,10 @@ def test_a_request_gives_its_selection_back_however_it_ends(fake: Fake, stream: 
     fake.answer["stream"] = stream
     for status in (200, 404):
         fake.answer["status"] = status
-        for i in range(authorship.MAX_SELECTIONS + 1):
+        for i in range(registry.MAX_SELECTIONS + 1):
             assert fake.post(prompt="a", tandem={"max_gap_tokens": 100 * status + i}).status_code != 400
     fake.answer |= {"status": 200, "stream": None, "body": {"choices": [{"index": 0, "token_ids": None}]}}
-    for i in range(authorship.MAX_SELECTIONS + 1):
+    for i in range(registry.MAX_SELECTIONS + 1):
         with pytest.raises(EngineError, match="without token ids"):
             fake.post(prompt="a", tandem={"max_gap_tokens": i + 1})
 
@@ -341,6 +366,188 @@ def test_authors_follow_the_selection_of_the_request(fake: Fake) -> None:
         assert got["tandem"]["strategy"] == tandem["strategy"]
     assert fake.post(prompt="a", tandem={"solo": "junior"}).json()["choices"][0]["authorship"] == [0] * 30
     assert fake.post(prompt="a", tandem={"solo": "senior"}).json()["choices"][0]["authorship"] == [1] * 30
+
+
+# -------------------------------------------------------------------------------------------------------- conversations
+
+CALL = {"id": "call-1", "type": "function", "function": {"name": "ab", "arguments": '{"c": 1}'}}
+OPENING = [{"role": "system", "content": "abc"}, {"role": "user", "content": "de f"}]
+
+
+def says(fake: Fake, tokens: list[int], *, stream: bool = False, **message: Any) -> dict[str, Any]:
+    """Let vLLM answer a chat with these tokens; the message that the client gets."""
+    said = {"role": "assistant", "content": None, "tool_calls": []} | message
+    choice = {"index": 0, "finish_reason": "stop"}
+    if stream:
+        deltas: list[dict[str, Any]] = [{"role": "assistant", "content": ""}]
+        deltas += [{"content": letter} for letter in said["content"] or ""]
+        for i, call in enumerate(said["tool_calls"]):
+            name, arguments = call["function"]["name"], call["function"]["arguments"]
+            deltas.append({"tool_calls": [{**call, "index": i, "function": {"name": name, "arguments": ""}}]})
+            deltas += [{"tool_calls": [{"index": i, "function": {"arguments": part}}]} for part in arguments]
+        parts = np.array_split(np.array(tokens), len(deltas))
+        chunks = [
+            {"choices": [{"index": 0, "delta": delta, "token_ids": part.tolist(), "finish_reason": None}]}
+            for delta, part in zip(deltas, parts, strict=True)
+        ]
+        chunks[-1]["choices"][0]["finish_reason"] = "stop"
+        fake.answer |= {"stream": None, "chunks": chunks}
+    fake.answer |= {"body": {"choices": [choice | {"message": said, "token_ids": tokens}]}}
+    return said
+
+
+def ask(fake: Fake, messages: Sequence[Any], conversation: str, **body: Any) -> Any:
+    """A chat; as vLLM does, the answer tells the ids of the prompt."""
+    tandem = body.pop("tandem", {}) | {"conversation": conversation}
+
+    def heard(seen: dict[str, Any]) -> list[int]:
+        return (seen.get("kv_transfer_params") or {}).get("prompt_token_ids") or rendered(messages)
+
+    fake.answer["prompt"] = heard
+    return fake.post(CHAT, messages=list(messages), tandem=tandem, **body)
+
+
+def conversation_of(response: Any) -> str:
+    """A stream tells it in the chunk that ends the turn."""
+    if response.headers["content-type"].startswith("text/event-stream"):
+        return next(e["tandem"] for e in events(response.content) if "tandem" in e)["conversation"]
+    return response.json()["tandem"]["conversation"]
+
+
+def authors_of(response: Any) -> list[int]:
+    if response.headers["content-type"].startswith("text/event-stream"):
+        chunks = [event for event in events(response.content) if isinstance(event, dict)]
+        return [author for chunk in chunks for choice in chunk["choices"] for author in choice["authorship"]]
+    return response.json()["choices"][0]["authorship"]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_conversation_goes_on_token_by_token(fake: Fake, stream: bool) -> None:
+    """What was written stays as it is, whatever a template would make of it; strategy and counters go on."""
+    turns = [[*written(30, seed=1), EOS], written(20, seed=2), [*written(12, seed=3), EOS]]
+    tools = [{"type": "function", "function": {"name": "ab"}}]
+    messages: list[Any] = list(OPENING)
+    said = says(fake, turns[0], stream=stream, tool_calls=[CALL])
+    got = ask(fake, messages, "new", stream=stream, tools=tools, tandem={"strategy": "bernoulli"})
+    id, seed = conversation_of(got), fake.seen[0]["seed"]
+    selection = replace(DEFAULT, strategy="bernoulli")
+    wanted = (
+        replay_turns(strategy_of(selection), [mix64(seed)], [[np.array(turn) for turn in turns]]).author[0].tolist()
+    )
+    assert authors_of(got) == wanted[:31]
+    assert "kv_transfer_params" not in fake.seen[0]
+
+    messages += [said | {"refusal": None, "content": ""}, {"role": "tool", "tool_call_id": "call-1", "content": "x y"}]
+    said = says(fake, turns[1], stream=stream, content="hello")
+    got = ask(fake, messages, id, stream=stream, tools=tools)
+    first = [*rendered(OPENING), *turns[0]]
+    second = [*first, IDS["Ċ"], *rendered([messages[-1]])]
+    assert fake.seen[1]["kv_transfer_params"] == {"prompt_token_ids": second}
+    extra = {"tandem_strategy": "1", "tandem_history": turns[0], "tandem_turns": [31]}
+    assert (fake.seen[1]["seed"], fake.seen[1]["vllm_xargs"]) == (seed, extra)
+    assert (authors_of(got), conversation_of(got)) == (wanted[31:51], id)
+
+    messages += [{"role": "assistant", "content": "hello"}, {"role": "user", "content": "z"}]
+    says(fake, turns[2], stream=stream, content="q")
+    got = ask(fake, messages, id, stream=stream, tools=tools, seed=seed)
+    third = [*second, *turns[1], EOS, IDS["Ċ"], *rendered([messages[-1]])]  # the end that the author did not write
+    assert fake.seen[2]["kv_transfer_params"] == {"prompt_token_ids": third}
+    assert fake.seen[2]["vllm_xargs"]["tandem_turns"] == [31, 20]
+    assert fake.seen[2]["vllm_xargs"]["tandem_history"] == turns[0] + turns[1]
+    assert authors_of(got) == wanted[51:]
+
+
+@pytest.fixture
+def talk(fake: Fake) -> tuple[str, list[Any]]:
+    """A conversation of one turn, and the messages that go on with it."""
+    said = says(fake, [*written(5), EOS], content="ab")
+    return conversation_of(ask(fake, OPENING, "new", seed=3)), [*OPENING, said, {"role": "user", "content": "c"}]
+
+
+def edited(messages: Sequence[Any], at: int, **changes: Any) -> list[Any]:
+    return [message | changes if i == at else message for i, message in enumerate(messages)]
+
+
+@pytest.mark.parametrize(
+    ("edit", "body", "reason"),
+    [
+        (lambda m: edited(m, 0, content="abd"), {}, "messages[0]: not what it was in conversation conv-"),
+        (lambda m: edited(m, 2, content="abc"), {}, "messages[2]: not what it was"),
+        (lambda m: edited(m, 2, tool_calls=[CALL]), {}, "messages[2]: not what it was"),
+        (lambda m: m[1:], {}, "messages[0]: not what it was"),
+        (lambda m: m[:2], {}, "messages[2]: not what it was"),
+        (lambda m: m[:3], {}, "messages: after the 3 messages of conversation conv-"),
+        (lambda m: [*m, {"role": "assistant", "content": "d"}], {}, "only this server writes those"),
+        (lambda m: "ab", {}, "messages: expected a list"),
+        (lambda m: m, {"tools": [{"type": "function"}]}, "tools: they cannot change"),
+        (lambda m: m, {"seed": 4}, "a conversation keeps those of its first request"),
+        (lambda m: m, {"tandem": {"prob_senior": 0.25}}, "a conversation keeps those of its first request"),
+        (lambda m: m, {"n": 2}, "n: only 1 is possible in a conversation"),
+        (lambda m: m, {"continue_final_message": True}, "continue_final_message: only false"),
+        (lambda m: m, {"kv_transfer_params": {"prompt_token_ids": [2]}}, "kv_transfer_params"),
+        (lambda m: m, {"conversation": "conv-0"}, "tandem.conversation: 'conv-0' is not known; a server remembers"),
+    ],
+)
+def test_a_history_that_was_not_is_refused(fake: Fake, talk: Any, edit: Any, body: dict[str, Any], reason: str) -> None:
+    id, messages = talk
+    tandem = body.pop("tandem", {}) | {"conversation": body.pop("conversation", id)}
+    refused = fake.post(CHAT, messages=edit(messages), tandem=tandem, **body)
+    assert refused.status_code == 400
+    assert reason in refused.json()["detail"]
+    assert len(fake.seen) == 1
+    assert ask(fake, messages, id).status_code == 200  # and it still goes on
+
+
+def test_conversations_are_chats(fake: Fake) -> None:
+    refused = fake.post(COMPLETIONS, prompt="a", tandem={"conversation": "new"})
+    assert refused.status_code == 400
+    assert "only /v1/chat/completions has messages" in refused.json()["detail"]
+    refused = fake.post(CHAT, messages=OPENING, tandem={"conversation": 3})
+    assert "tandem.conversation: expected str" in refused.json()["detail"]
+
+
+def test_a_turn_that_failed_is_none(fake: Fake, talk: Any) -> None:
+    id, messages = talk
+    fake.answer["status"] = 500
+    assert ask(fake, messages, id).status_code == 500
+    fake.answer |= {"status": 200, "chunks": [{"choices": [{"index": 0, "delta": {"content": "a"}, "token_ids": [2]}]}]}
+    assert ask(fake, messages, id, stream=True).status_code == 200  # it broke off
+    del fake.answer["chunks"]
+    assert ask(fake, messages, id).status_code == 200
+    first, *others = [body["kv_transfer_params"] for body in fake.seen[1:]]
+    assert others == [first] * 2
+
+
+def test_a_template_without_ends_of_turns_is_refused(fake: Fake, talk: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    id, messages = talk
+    monkeypatch.setattr(sys.modules[__name__], "EOS", IDS["a"])
+    refused = ask(fake, messages, id)
+    assert refused.status_code == 400
+    assert "does not end each turn with one EOS token" in refused.json()["detail"]
+
+
+def test_the_conversations_used_last_are_remembered(fake: Fake, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(conversations, "MAX_CONVERSATIONS", 2)
+    said = says(fake, [*written(5), EOS], content="ab")
+    first, second = (conversation_of(ask(fake, OPENING, "new")) for _ in range(2))
+    messages = [*OPENING, said, {"role": "user", "content": "c"}]
+    assert ask(fake, messages, first).status_code == 200
+    ask(fake, OPENING, "new")
+    assert "is not known" in ask(fake, messages, second).json()["detail"]
+    assert ask(fake, [*messages, said, messages[-1]], first).status_code == 200
+
+
+def test_a_conversation_is_written_by_one_request_at_a_time() -> None:
+    table = conversations.Conversations()
+    more = [{**message, "more": "x"} for message in OPENING]  # nobody needs it again
+    talk = conversations.Conversation.begin(1, DEFAULT, {}).after(more, [2], [3])
+    assert [*talk.messages] == OPENING
+    table.give_back(talk)
+    table.take(talk.id)
+    with pytest.raises(authorship.Refused, match="another request goes on with conv-"):
+        table.take(talk.id)
+    table.give_back(talk)
+    assert table.take(talk.id) is talk
 
 
 # -------------------------------------------------------------------------------------------------------------- streams
@@ -414,7 +621,9 @@ def test_a_disconnect_reaches_the_application() -> None:
 
         async def nothing(message: Any) -> None: ...
 
-        exchange = authorship._Exchange(authorship.Strategies(DEFAULT, strategy_of, nothing), receive, nothing)
+        server = authorship.Authorship(nothing)
+        server.strategies = registry.Strategies(DEFAULT, strategy_of, nothing)
+        exchange = authorship._Exchange(server, {"path": COMPLETIONS}, receive, nothing)
         return [await exchange.receive() for _ in range(calls)]
 
     gone = {"type": "http.disconnect"}
@@ -439,6 +648,7 @@ def test_the_command_hands_on_its_options(monkeypatch: pytest.MonkeyPatch) -> No
     selection = vars(SelectionConfig(strategy="chunk", chunk_size=3))
     assert (senior, tandem) == ("S", TandemOptions(junior="J", mode="lockstep", selection=selection))
     assert keywords["vllm_args"] == ["--max-model-len", "64"]
+    assert keywords["tool_call_parser"] is None
     assert keywords["port"] == 1
     assert (keywords["host"], keywords["api_key"]) == ("127.0.0.1", None)
 
@@ -453,6 +663,23 @@ def test_a_server_is_open_to_this_machine_alone_unless_told_otherwise() -> None:
     assert (args.host, args.api_key) == ("127.0.0.1", ["a", "b"])
     with pytest.raises(EngineError, match="--api-key is set by tandemrl serve"):
         server.server_arguments("S", options, host="x", port=1, api_key="a", vllm_args=["--api-key", "b"])
+
+
+@pytest.mark.parametrize(
+    ("template", "option", "flags", "parser"),
+    [
+        ("{{ tools | length }}", None, [], "hermes"),
+        ("{{ messages }} {{ stools }}", None, [], None),
+        ("{{ tools | length }}", "mistral", [], "mistral"),
+        ("", "mistral", [], "mistral"),
+        ("{{ tools }}", None, ["--enable-auto-tool-choice", "--tool-call-parser", "llama3_json"], "llama3_json"),
+    ],
+)
+def test_tool_calls_are_read_where_a_template_knows_tools(template, option, flags, parser) -> None:
+    options = TandemOptions(junior="J", selection=vars(DEFAULT))
+    chosen = server.tool_call_parser_of(option, template, flags)
+    args = server.server_arguments("S", options, host="x", port=1, tool_call_parser=chosen, vllm_args=flags)
+    assert (args.tool_call_parser, args.enable_auto_tool_choice) == (parser, parser is not None)
 
 
 def test_a_port_in_use_is_named() -> None:
@@ -517,6 +744,8 @@ def test_a_kv_cache_that_was_asked_for_stays(flags: list[str], is_open: bool, mo
         (["--", "--worker-cls", "x"], "--worker-cls is set by tandemrl serve"),
         (["--", "--async-scheduling"], "--async-scheduling is set by tandemrl serve"),
         (["--", "--headless"], "--headless"),
+        (["--tool-call-parser", "a", "--", "--tool-call-parser", "b"], "--tool-call-parser is set by tandemrl serve"),
+        (["--tool-call-parser", "words"], "--tool-call-parser: 'words' is none of"),
         (["--", "--logits-processors", "a:B"], "--logits-processors would act on the senior's tokens only"),
         (["--", "other-model"], "the model is set by tandemrl serve"),
         (["--", "--pipeline-parallel-size", "2"], "pipeline_parallel_size"),
@@ -565,6 +794,8 @@ def test_the_guard_refuses_what_only_vllm_sees() -> None:
 
 # -------------------------------------------------------------------------------------------------------- a real server
 
+TURNS = """{% for tool in tools or [] %}{{ tool['function']['name'] }}{% endfor -%}
+{% for m in messages %}{{ m['content'] }}<eos>{% endfor %}{% if add_generation_prompt %}!{% endif %}"""
 SERVED = SelectionConfig(strategy="word", max_gap_tokens=4)
 MODEL = "tandem"
 PAIR = "Llama junior"
@@ -575,6 +806,9 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("served")
     for name, model in zip(("senior", "junior"), models(PAIR), strict=True):
         save(model, folder / name)
+    with_turns = copy.deepcopy(tokenizer())
+    with_turns.chat_template = TURNS
+    with_turns.save_pretrained(folder / "senior")
     return folder
 
 
@@ -638,7 +872,7 @@ def running(pair: Path) -> Iterator[Server]:
     command += ["--senior", str(pair / "senior"), "--junior", str(pair / "junior"), "--max-gap-tokens", "4"]
     command += ["--host", "127.0.0.1", "--port", str(port), "--", "--served-model-name", MODEL, "--dtype", "float32"]
     command += ["--max-model-len", str(CONTEXT), "--enforce-eager"]
-    command += ["--enable-auto-tool-choice", "--tool-call-parser", "hermes", "--distributed-executor-backend", "uni"]
+    command += ["--distributed-executor-backend", "uni"]
     # No process of its own for the worker: each one imports vLLM anew.
     environment = os.environ | {"OMP_NUM_THREADS": "1", "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
     with log.open("wb") as out:
@@ -725,6 +959,44 @@ def test_a_chat(client: Any) -> None:
     assert 0 < sum(choice.authorship) < 20
     assert choice.message.content
     assert response.tandem["strategy"] == "bernoulli"
+
+
+def test_a_conversation_writes_what_the_reference_engine_does(client: Any) -> None:
+    """Over three turns, the second of them streamed."""
+    from openai import BadRequestError
+
+    messages: list[Any] = [{"role": "user", "content": "ab cd"}]
+    body: dict[str, Any] = {"tandem": {"conversation": "new"}, "return_token_ids": True}
+    options: dict[str, Any] = {"model": MODEL, "max_tokens": 20, "messages": messages, "extra_body": body}
+    engine, turns = reference(PAIR), list[tuple[int, ...]]()
+    ids = [*tokenizer().encode("ab cd"), EOS, IDS["!"]]
+    for number in range(3):
+        if number == 1:
+            chunks = list(client.chat.completions.create(**options, stream=True))
+            parts = [choice for chunk in chunks for choice in chunk.choices if getattr(choice, "token_ids", None)]
+            own = [token for part in parts for token in part.token_ids]
+            content = "".join(part.delta.content or "" for part in parts)
+            said: Any = {"role": "assistant", "content": content}
+            authorship = [author for part in parts for author in part.authorship]
+            told = next(chunk.tandem for chunk in chunks if getattr(chunk, "tandem", None))
+        else:
+            response = client.chat.completions.create(**options)
+            said, told = response.choices[0].message, response.tandem
+            own, authorship = response.choices[0].token_ids, response.choices[0].authorship
+            assert response.prompt_token_ids == ids
+        request = Request(
+            tuple(ids), (mix64(told["seed"]),), Sampling(max_tokens=20), strategy_of(SERVED), history=tuple(turns)
+        )
+        [[wanted]] = engine.generate([request])
+        assert own == wanted.tokens.tolist()
+        assert authorship == wanted.author.tolist()
+        turns.append(tuple(own))
+        ids += [*own, *([] if own[-1] == EOS else [EOS]), *tokenizer().encode("ef"), EOS, IDS["!"]]
+        messages += [said, {"role": "user", "content": "ef"}]
+        body["tandem"] = {"conversation": told["conversation"]}
+    messages[0]["content"] = "ab"
+    with pytest.raises(BadRequestError, match=r"messages\[0\]: not what it was"):
+        client.chat.completions.create(**options)
 
 
 @pytest.mark.parametrize("chat", [False, True])

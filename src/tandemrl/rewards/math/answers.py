@@ -53,7 +53,7 @@ def exact_match(row: Row, text: str, options: RewardConfig) -> Score:
     """Search-R1's question answering (arXiv:2503.09516): 1 if the last ``<answer>`` is one of the targets, else
     ``reward.format_score``; a quarter of it for a response full of answer tags."""
     answer = tagged_answer(text)
-    correct = answer is not None and normalise_words(answer) in map(normalise_words, _targets(row))
+    correct = answer is not None and normalise_words(answer) in map(normalise_words, targets(row))
     score = graded(correct, answer, options, 0.0)
     if correct and max(text.count("<answer>"), text.count("</answer>")) > MAX_ANSWER_TAGS:
         return score._replace(value=score.value / 4)
@@ -108,8 +108,12 @@ def normalise_words(text: str) -> str:
     return " ".join(re.sub(r"\b(?:a|an|the)\b", " ", text).split())
 
 
-def _targets(row: Row) -> list[str]:
-    """The accepted answers: a string, a JSON list, or ``{"target": …}`` with either."""
+def targets(row: Row) -> list[str]:
+    """The accepted answers: a string, a JSON list, or ``{"target": …}`` with either.
+
+    Raises:
+        DataError: the ground truth is none of these.
+    """
     try:
         gold = json.loads(row.ground_truth)
     except ValueError:
@@ -118,10 +122,10 @@ def _targets(row: Row) -> list[str]:
         gold = gold.get("target")
     elif not isinstance(gold, str | list):  # a text that happens to be JSON, such as 1912
         gold = row.ground_truth
-    targets = gold if isinstance(gold, list) else [gold]
-    if not targets or not all(isinstance(target, str) for target in targets):
+    accepted = gold if isinstance(gold, list) else [gold]
+    if not accepted or not all(isinstance(target, str) for target in accepted):
         raise DataError(
             f"row {row.example_id}: ground truth of {row.data_source} must be a text, a list of texts, or "
             f'{{"target": …}}, found {row.ground_truth[:80]!r}'
         )
-    return targets
+    return accepted

@@ -4,51 +4,57 @@
 response from keys and tokens.
 
 A request may hold ``"tandem": {...}``: ``{"solo": "senior"}`` or ``{"solo": "junior"}``, or any of ``strategy``,
-``prob_senior``, ``max_gap_tokens``, ``chunk_size`` and ``first`` in place of the server's. Every choice of a response,
+``prob_senior``, ``max_gap_tokens``, ``chunk_size`` and ``first`` in place of the server's; beside these a chat may have
+a ``conversation``, by which it goes on from request to request (``conversations``). Every choice of a response,
 streamed or not, has ``authorship``, one entry per ``token_ids``: 1 senior, 0 junior. The response (a stream: each chunk
-that ends a choice) has ``tandem``: the senior's share, the seed that repeats the request, the strategy, our version.
+that ends a choice) has ``tandem``: the senior's share, the seed that repeats the request, the strategy, our version and
+the conversation, if it is one.
 """
 
 import asyncio
 import importlib.metadata
 import json
 import secrets
-from collections import Counter
-from collections.abc import Awaitable, Callable, Iterable, Mapping, MutableMapping
+from collections.abc import Awaitable, Callable, Iterable, Mapping, MutableMapping, Sequence
 from dataclasses import replace
-from itertools import count
+from functools import partial
 from typing import Any, NamedTuple, get_args
 
-import cloudpickle
+import numpy as np
 import torch
 from fastapi import HTTPException
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.responses import JSONResponse
 
 from tandemrl.config import SelectionConfig, StrategyName
-from tandemrl.models.loading import load_tokenizer
-from tandemrl.rollout.engine import EngineError
-from tandemrl.rollout.schedule import schedule_of
-from tandemrl.selection import Strategy, Who, replay
+from tandemrl.rollout.engine import EngineError, replay_turns
+from tandemrl.rollout.vllm.conversations import (
+    NEW,
+    Conversation,
+    Conversations,
+    Refused,
+    StreamedTurn,
+    eos_of,
+    post,
+    prompt_of,
+)
+from tandemrl.rollout.vllm.registry import Strategies
+from tandemrl.rollout.vllm.settings import history_arguments
+from tandemrl.selection import Strategy, Who, resumed
 from tandemrl.selection.draws import mix64
 
 Message = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[Message]]
 Send = Callable[[Message], Awaitable[None]]
 
-PATHS = ("/v1/completions", "/v1/chat/completions")
+CHAT = "/v1/chat/completions"
+PATHS = ("/v1/completions", CHAT)
 GENERATING = ("/v1/", "/v2/", "/inference/", "/cohere/", "/invocations", "/generative_scoring")
 """Where vLLM's POST paths begin that start a generation; only ``PATHS`` have a place for seeds and authors."""
-MAX_SELECTIONS = 32
-"""Selections a server knows at once, its own included: the workers keep token tables for each."""
 MAX_WHOLE = 2**31
 """The largest whole number of a request, but for seeds."""
 SEED_BITS = 53  # of a seed that we choose: JSON readers that know doubles only keep it
 VERSION = importlib.metadata.version("tandemrl")
-
-
-class Refused(ValueError):
-    """A request asks for what tandem decoding cannot do; the message is the client's."""
 
 
 class ParsedRequest(NamedTuple):
@@ -58,6 +64,13 @@ class ParsedRequest(NamedTuple):
     seed: int
     samples: int
     show_prompt: bool
+    conversation: Conversation | None = None
+    """As it was before the request."""
+
+    @property
+    def history(self) -> tuple[tuple[int, ...], ...]:
+        """Own tokens of each turn before."""
+        return () if self.conversation is None else self.conversation.turns
 
     def key(self, index: int) -> int:
         """The key of a choice: vLLM gives sample i of every prompt the seed ``seed + i``."""
@@ -67,8 +80,13 @@ class ParsedRequest(NamedTuple):
 # ------------------------------------------------------------------------------------------------------------- requests
 
 
-def prepare(body: Mapping[str, Any], default: SelectionConfig) -> tuple[dict[str, Any], ParsedRequest]:
+def prepare(
+    body: Mapping[str, Any], default: SelectionConfig, known: Conversation | None = None
+) -> tuple[dict[str, Any], ParsedRequest]:
     """The body for vLLM, with a seed and a wish for token ids, and what its response depends on.
+
+    Args:
+        known: the conversation that the request goes on with.
 
     Raises:
         Refused: names the field and what it should be.
@@ -79,6 +97,7 @@ def prepare(body: Mapping[str, Any], default: SelectionConfig) -> tuple[dict[str
         (not field("echo"), "echo: send the prompt along yourself; only generated tokens have authors"),
         (field("prompt_logprobs") is None, "prompt_logprobs: a prompt has no author"),
         (not field("prompt_embeds"), "prompt_embeds: the two models have different embeddings; send text or token ids"),
+        (field("kv_transfer_params") is None, "kv_transfer_params: there is no other server to take KV from"),
         (field("include_reasoning", True) is True, "include_reasoning=false: it hides token ids, so authors, too"),
         (
             field("structured_outputs") is None and _object(field("response_format")).get("type", "text") == "text",
@@ -97,8 +116,15 @@ def prepare(body: Mapping[str, Any], default: SelectionConfig) -> tuple[dict[str
         if not ok:
             raise Refused(f"not possible in tandem decoding: {reason}")
 
+    tandem = {} if field("tandem") is None else field("tandem")
+    selection = selection_of(tandem, default if known is None else known.selection)
     samples = _whole(body, "n", 1, 1, MAX_WHOLE)
     seed = None if field("seed") == -1 else _whole(body, "seed", None, 0, 2**63 - samples)
+    conversation = known
+    if known is not None:
+        seed = known.seed if seed is None else seed
+        if (seed, selection) != (known.seed, known.selection):
+            raise Refused("seed, tandem: a conversation keeps those of its first request; leave them out")
     if seed is None:
         if _prompts(field("prompt")) > 1:
             raise Refused(
@@ -106,8 +132,13 @@ def prepare(body: Mapping[str, Any], default: SelectionConfig) -> tuple[dict[str
                 "send `seed` if you want that, else one request per prompt"
             )
         seed = secrets.randbits(SEED_BITS)
-    tandem = {} if field("tandem") is None else field("tandem")
-    parsed = ParsedRequest(selection_of(tandem, default), seed, samples, bool(field("return_token_ids")))
+    if conversation_of(body) == NEW:
+        conversation = Conversation.begin(seed, selection, body)
+    if conversation is not None:
+        for name, usual in {"n": 1, "add_generation_prompt": True, "continue_final_message": False}.items():
+            if field(name) not in (None, usual):
+                raise Refused(f"{name}: only {json.dumps(usual)} is possible in a conversation")
+    parsed = ParsedRequest(selection, seed, samples, bool(field("return_token_ids")), conversation)
     rest = {name: value for name, value in body.items() if name != "tandem"}
     return rest | {"seed": seed, "n": samples, "return_token_ids": True}, parsed
 
@@ -119,6 +150,7 @@ _FIELDS: dict[str, tuple[type, ...]] = {
     "chunk_size": (int,),
     "first": (str,),
     "solo": (str,),
+    "conversation": (str,),
 }
 
 
@@ -140,11 +172,19 @@ def selection_of(overrides: Any, default: SelectionConfig) -> SelectionConfig:
     for name, allowed in {"strategy": get_args(StrategyName), "first": get_args(Who), "solo": get_args(Who)}.items():
         if overrides.get(name, allowed[0]) not in allowed:
             raise Refused(f"tandem.{name}: {overrides[name]!r} is none of {', '.join(allowed)}")
+    overrides = {name: value for name, value in overrides.items() if name != "conversation"}
     if "solo" in overrides:
         if len(overrides) > 1:
             raise Refused("tandem.solo: one author writes everything; leave the other fields out")
         overrides = {"strategy": "solo", "first": overrides["solo"]}
     return replace(default, **overrides)
+
+
+def conversation_of(body: Mapping[str, Any]) -> str | None:
+    """``NEW`` or the id that a request names."""
+    tandem = body.get("tandem")
+    id = tandem.get("conversation") if isinstance(tandem, dict) else None
+    return id if isinstance(id, str) else None
 
 
 def _whole(body: Mapping[str, Any], name: str, default: Any, low: int, high: int) -> Any:
@@ -167,76 +207,6 @@ def _prompts(prompt: Any) -> int:
     return len(prompt) if isinstance(prompt, list) and not all(isinstance(token, int) for token in prompt) else 1
 
 
-class Strategies:
-    """The strategies of a server, by selection. The workers know each under a name before a request uses it; the least
-    recently used one that no request uses makes room for a new one."""
-
-    def __init__(
-        self,
-        default: SelectionConfig,
-        build: Callable[[SelectionConfig], Strategy],
-        register: Callable[[dict[str, Strategy]], Awaitable[Any]],
-    ) -> None:
-        self.default, self._build, self._register = default, build, register
-        self._known = {default: build(default)}
-        self._names = {default: "default"}  # the least recently used first
-        self._users = Counter[SelectionConfig]()
-        self._numbers = count(1)  # a name never comes again: the workers may still know the old one
-        self._lock = asyncio.Lock()
-
-    @classmethod
-    def of(cls, state: Any) -> "Strategies":
-        """Those of a vLLM server, from its application's state: the worker builds the default from the same options."""
-        config, client = state.vllm_config, state.engine_client
-        tokenizer = load_tokenizer(config.model_config.tokenizer)
-        vocabulary = config.model_config.get_vocab_size()
-
-        def build(selection: SelectionConfig) -> Strategy:
-            return schedule_of(selection, tokenizer, vocabulary).strategy(1)
-
-        async def register(strategies: dict[str, Strategy]) -> None:
-            await client.collective_rpc("tandem_register", args=(cloudpickle.dumps(strategies),))
-
-        return cls(SelectionConfig(**config.additional_config["tandem"]["selection"]), build, register)
-
-    def __getitem__(self, selection: SelectionConfig) -> Strategy:
-        return self._known[selection]
-
-    async def acquire(self, selection: SelectionConfig) -> str:
-        """What the workers call it; a new one is announced to them first. It is kept until as many `release`.
-
-        Raises:
-            Refused: a value is out of range, or too many other selections are in use.
-        """
-        async with self._lock:
-            names, known = dict(self._names), dict(self._known)
-            if selection not in names:
-                if len(names) >= MAX_SELECTIONS:
-                    idle = [one for one in names if one != self.default and not self._users[one]]
-                    if not idle:
-                        raise Refused(
-                            f"tandem: {MAX_SELECTIONS} different selections are in use at this moment, and no more are "
-                            "possible; try again when a request has ended"
-                        )
-                    del names[idle[0]], known[idle[0]]
-                try:
-                    known[selection] = self._build(selection)
-                except ValueError as error:
-                    raise Refused(f"tandem: {error}") from None
-                names[selection] = str(next(self._numbers))
-                await self._register({name: known[one] for one, name in names.items()})
-            self._names = {one: name for one, name in names.items() if one != selection} | {selection: names[selection]}
-            self._known = known
-            self._users[selection] += 1
-            return names[selection]
-
-    def release(self, selection: SelectionConfig) -> None:
-        """A request that used it has ended."""
-        self._users[selection] -= 1
-        if not self._users[selection]:
-            del self._users[selection]
-
-
 # ------------------------------------------------------------------------------------------------------------ responses
 
 
@@ -249,16 +219,14 @@ def annotated(response: dict[str, Any], parsed: ParsedRequest, strategy: Strateg
     choices = response["choices"]
     if any(choice.get("token_ids") is None for choice in choices):
         raise EngineError("vLLM returned a choice without token ids: its authors cannot be told")
-    lengths = torch.tensor([len(choice["token_ids"]) for choice in choices], dtype=torch.int64)
-    tokens = torch.zeros(len(choices), max(lengths.tolist(), default=0), dtype=torch.int64)
-    for row, choice in zip(tokens, choices, strict=True):
-        row[: len(choice["token_ids"])] = torch.tensor(choice["token_ids"])
-    keys = torch.tensor([parsed.key(choice["index"]) for choice in choices], dtype=torch.int64)
-    author = replay(strategy, keys, tokens, lengths).author
-    for row, length, choice in zip(author.tolist(), lengths.tolist(), choices, strict=True):
-        choice["authorship"] = row[:length]
+    turns = [[np.array(turn) for turn in (*parsed.history, choice["token_ids"])] for choice in choices]
+    replayed = replay_turns(strategy, [parsed.key(choice["index"]) for choice in choices], turns)
+    before, senior, total = sum(map(len, parsed.history)), 0, 0
+    for row, choice in zip(replayed.author.tolist(), choices, strict=True):
+        choice["authorship"] = row[before : before + len(choice["token_ids"])]
+        senior, total = senior + sum(choice["authorship"]), total + len(choice["authorship"])
     _hide_prompts(response, parsed)
-    return response | {"tandem": _summary(parsed, int((author == 1).sum()), int(lengths.sum()))}
+    return response | {"tandem": _summary(parsed, senior, total)}
 
 
 class StreamAuthors:
@@ -267,8 +235,12 @@ class StreamAuthors:
     def __init__(self, parsed: ParsedRequest, strategy: Strategy) -> None:
         self._parsed, self._strategy = parsed, strategy
         self._states: dict[int, tuple[torch.Tensor, Any]] = {}
+        if parsed.history:
+            self._states[0] = resumed(strategy, torch.tensor([parsed.key(0)]), [parsed.history])
         self._senior = self._total = 0
         self._rest = b""
+        self.written = StreamedTurn()
+        """Kept of a conversation only."""
 
     def events(self, data: bytes, *, last: bool = False) -> bytes:
         """Server-sent events, those that are complete; the beginning of another one waits for its end."""
@@ -284,6 +256,8 @@ class StreamAuthors:
 
     def _annotated(self, chunk: dict[str, Any]) -> dict[str, Any]:
         choices = chunk.get("choices") or ()
+        if self._parsed.conversation is not None:
+            self.written.add(chunk)
         for choice in choices:
             if choice.get("token_ids") is not None:
                 choice["authorship"] = self._write(choice["index"], choice["token_ids"])
@@ -311,7 +285,7 @@ def _summary(parsed: ParsedRequest, senior: int, total: int) -> dict[str, Any]:
         "seed": parsed.seed,
         "strategy": parsed.selection.strategy,
         "version": VERSION,
-    }
+    } | ({} if parsed.conversation is None else {"conversation": parsed.conversation.id})
 
 
 def _hide_prompts(response: dict[str, Any], parsed: ParsedRequest) -> None:
@@ -338,16 +312,19 @@ class Authorship:
     def __init__(self, app: Callable[..., Awaitable[None]]) -> None:
         self.app = app
         self.strategies: Strategies | None = None
+        self.conversations = Conversations()
+        self.ends = frozenset[int]()
 
     async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
         if scope["type"] == "lifespan":
-            self.strategies = Strategies.of(scope["app"].state)
+            state = scope["app"].state
+            self.strategies, self.ends = Strategies.of(state), eos_of(state.vllm_config.model_config)
         path = scope.get("path", "").removeprefix(scope.get("root_path", ""))
         if scope["type"] != "http" or scope["method"] != "POST" or not path.startswith(GENERATING):
             await self.app(scope, receive, send)
         elif path in PATHS:
             assert self.strategies is not None
-            exchange = _Exchange(self.strategies, receive, send)
+            exchange = _Exchange(self, dict(scope), receive, send)
             try:
                 await self.app(scope, exchange.receive, exchange.send)
             finally:
@@ -358,13 +335,22 @@ class Authorship:
             await JSONResponse({"error": error}, 400)(scope, receive, send)
 
 
+_RENDERED = ("model", "tools", "chat_template", "chat_template_kwargs")
+"""What of a request, beside its messages, says how they are rendered."""
+
+
 class _Exchange:
     """One request and its response."""
 
-    def __init__(self, strategies: Strategies, receive: Receive, send: Send) -> None:
-        self._strategies, self._receive, self._send = strategies, receive, send
+    def __init__(self, server: Authorship, scope: Message, receive: Receive, send: Send) -> None:
+        assert server.strategies is not None
+        self._server, self._scope, self._strategies = server, scope, server.strategies
+        self._receive, self._send = receive, send
         self._read = False
         self._parsed: ParsedRequest | None = None
+        self._messages: list[Any] = []
+        self._conversation: Conversation | None = None
+        """As it is to be given back."""
         self._start: Message | None = None  # of a whole response, until its body is there
         self._body = b""
         self._stream: StreamAuthors | None = None
@@ -385,38 +371,68 @@ class _Exchange:
             request = None
         if isinstance(request, dict):
             try:
-                request, parsed = prepare(request, self._strategies.default)
-                name = await self._strategies.acquire(parsed.selection)
+                request = await self._prepared(request)
             except Refused as error:
                 raise HTTPException(400, str(error)) from None
-            self._parsed = parsed
-            extra = request.get("vllm_xargs") or {}
-            if isinstance(extra, dict):
-                request["vllm_xargs"] = extra | {"tandem_strategy": name}
             body = _dumps(request)
         return {"type": "http.request", "body": body, "more_body": False}
+
+    async def _prepared(self, request: Mapping[str, Any]) -> dict[str, Any]:
+        """The body for vLLM."""
+        id = conversation_of(request)
+        if id is not None and not self._scope["path"].endswith(CHAT):
+            raise Refused(f"tandem.conversation: only {CHAT} has messages to go on from")
+        if id not in (None, NEW):
+            self._conversation = self._server.conversations.take(id)
+        known = self._conversation
+        body, parsed = prepare(request, self._strategies.default, known)
+        extra = body.get("vllm_xargs") or {}
+        if known is not None:
+            prompt = await prompt_of(known, known.further(request), partial(self._render, request), self._server.ends)
+            body["kv_transfer_params"] = {"prompt_token_ids": prompt}  # vLLM's way of taking ids instead of messages
+        name = await self._strategies.acquire(parsed.selection)
+        self._parsed, self._conversation = parsed, parsed.conversation
+        self._messages = request.get("messages") or []
+        if isinstance(extra, dict):
+            body["vllm_xargs"] = extra | {"tandem_strategy": name, **history_arguments(parsed.history)}
+        return body
+
+    async def _render(self, request: Mapping[str, Any], messages: Sequence[Any], to_write: bool) -> list[int]:
+        """Ids of other messages in place of a request's, by vLLM's own route for that."""
+        asked = {name: request[name] for name in _RENDERED if name in request}
+        asked |= {"messages": messages, "add_generation_prompt": to_write}
+        status, answer = await post(self._server.app, self._scope, "/tokenize", asked)
+        if status != 200:
+            raise Refused(f"messages: vLLM cannot render them: {json.dumps(answer)}")
+        return answer["tokens"]
 
     def close(self) -> None:
         """The request has ended, however it did."""
         if self._parsed is not None:
             self._strategies.release(self._parsed.selection)
+        if self._conversation is not None:
+            self._server.conversations.give_back(self._conversation)
 
     async def send(self, message: Message) -> None:
         if message["type"] == "http.response.start" and message["status"] == 200 and self._parsed is not None:
             kind = Headers(raw=message["headers"]).get("content-type", "")
             if kind.startswith("text/event-stream"):
-                self._stream = StreamAuthors(self._parsed, self._strategies[self._parsed.selection])
+                # A replay of thousands of tokens takes a while, here and below.
+                strategy = self._strategies[self._parsed.selection]
+                self._stream = await asyncio.to_thread(StreamAuthors, self._parsed, strategy)
             else:
                 self._start = message
                 return
         elif message["type"] == "http.response.body" and self._stream is not None:
             body, more = message.get("body", b""), message.get("more_body", False)
             message = {**message, "body": self._stream.events(body, last=not more)}
+            if not more and self._stream.written.ended:
+                self._go_on(self._stream.written.message, self._stream.written.prompt, self._stream.written.tokens)
         elif message["type"] == "http.response.body" and self._start is not None:
             self._body += message.get("body", b"")
             if message.get("more_body", False):
                 return
-            body = await asyncio.to_thread(self._annotated)  # a replay of thousands of tokens takes a while
+            body = await asyncio.to_thread(self._annotated)
             MutableHeaders(raw=self._start["headers"])["content-length"] = str(len(body))
             await self._send(self._start)
             message = {"type": "http.response.body", "body": body}
@@ -427,4 +443,14 @@ class _Exchange:
         response = json.loads(self._body)
         if response is None:  # what vLLM answers to a client that is gone
             return self._body
-        return _dumps(annotated(response, self._parsed, self._strategies[self._parsed.selection]))
+        prompt = response.get("prompt_token_ids")
+        whole = annotated(response, self._parsed, self._strategies[self._parsed.selection])
+        if self._conversation is not None:
+            [choice] = whole["choices"]
+            self._go_on(choice["message"], prompt, choice["token_ids"])
+        return _dumps(whole)
+
+    def _go_on(self, message: Mapping[str, Any], prompt: Sequence[int], turn: Sequence[int]) -> None:
+        """The conversation has another turn, of which the client knows the message."""
+        if self._conversation is not None and turn:
+            self._conversation = self._conversation.after([*self._messages, message], prompt, turn)

@@ -2,16 +2,15 @@
 
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import count
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import cloudpickle
 import numpy as np
-import torch
 import vllm
 from torch import Tensor
-from torch.nn.utils.rnn import pad_sequence
-from transformers import AutoConfig, GenerationConfig, PreTrainedTokenizerBase
+from transformers import AutoConfig, PreTrainedTokenizerBase
 from vllm import SamplingParams
 from vllm.exceptions import VLLMClientError
 from vllm.sampling_params import RequestOutputKind
@@ -19,16 +18,26 @@ from vllm.v1.engine.exceptions import EngineDeadError
 
 from tandemrl.config import RolloutConfig
 from tandemrl.distributed.watchdog import stamp
-from tandemrl.models.loading import eos_token_ids, load_tokenizer, vocabulary_check
-from tandemrl.rollout.engine import Aborts, Completion, EngineError, EngineInfo, Request, StopReason, check_request
+from tandemrl.models.loading import load_tokenizer, stored_eos_token_ids, vocabulary_check
+from tandemrl.rollout.engine import (
+    Aborts,
+    Completion,
+    EngineError,
+    EngineInfo,
+    Request,
+    Responder,
+    StopReason,
+    check_request,
+)
 from tandemrl.rollout.vllm import VLLM_TESTED
 from tandemrl.rollout.vllm.backend import Backend
 from tandemrl.rollout.vllm.planner import SchedulingMode, check_mode
-from tandemrl.rollout.vllm.settings import TandemOptions
-from tandemrl.selection import Who, replay
+from tandemrl.rollout.vllm.rows import Row, authors_of
+from tandemrl.rollout.vllm.settings import TandemOptions, history_arguments
+from tandemrl.selection import Who
 
 _SHARED = (
-    *("max_tokens", "temperature", "top_p", "top_k", "min_p"),
+    *("temperature", "top_p", "top_k", "min_p"),
     *("repetition_penalty", "presence_penalty", "frequency_penalty"),
 )
 """What ``Sampling`` and vLLM's ``SamplingParams`` call by the same name."""
@@ -56,6 +65,7 @@ class VllmEngine:
         self.vocabulary, self.context, self.has_junior, self.eos = vocabulary, context, has_junior, eos
         self.policy_version = 0
         self._aborts = Aborts()
+        self._row_ids = count()
 
     @classmethod
     def start(
@@ -111,7 +121,7 @@ class VllmEngine:
         backend = Backend.start(
             str(senior), options, config, dtype=dtype, context=context, engine_args=engine_args or {}
         )
-        eos = eos_token_ids(_generation_config(senior), tokenizer)
+        eos = stored_eos_token_ids(str(senior), tokenizer)
         return cls(backend, tokenizer, vocabulary=vocabulary, context=context, has_junior=junior is not None, eos=eos)
 
     @property
@@ -121,70 +131,111 @@ class VllmEngine:
     # ------------------------------------------------------------------------------------------------------- generating
 
     def generate(
-        self, requests: Sequence[Request], *, progress: Callable[[int], None] | None = None
+        self,
+        requests: Sequence[Request],
+        *,
+        progress: Callable[[int], None] | None = None,
+        responder: Responder | None = None,
     ) -> list[list[Completion]]:
         for i, request in enumerate(requests):
             check_request(i, request, vocabulary=self.vocabulary, context=self.context, has_junior=self.has_junior)
         self._aborts.clear()
         with self.backend.awake():
             try:
-                return self._generate(requests, progress)
+                rows = self._rows(requests)
+                self._write(rows, progress, responder)
             except EngineDeadError as error:
                 raise EngineError(
                     f"the vLLM engine died ({error}); its output above says why. Start again: a run resumes from its "
                     "last checkpoint"
                 ) from error
+        done = []
+        for row, authors in zip(rows, authors_of(rows), strict=True):
+            transcript = None if responder is None else responder.transcript(row.number)
+            done.append(row.completion(authors, self.policy_version, transcript))
+        completions = iter(done)
+        return [[next(completions) for _ in request.keys] for request in requests]
 
-    def _generate(self, requests: Sequence[Request], progress: Callable[[int], None] | None) -> list[list[Completion]]:
-        llm = self.backend.llm
-        pairs = [(request, key) for request in requests for key in request.keys]
-        names = {
-            id(strategy): str(i) for i, strategy in enumerate({id(r.strategy): r.strategy for r in requests}.values())
-        }
-        named = {names[id(r.strategy)]: r.strategy for r in requests}
+    def _rows(self, requests: Sequence[Request]) -> list[Row]:
+        """One for each completion. The workers get to know the strategies."""
+        strategies = {id(request.strategy): request.strategy for request in requests}
+        names = {known: str(i) for i, known in enumerate(strategies)}
+        named = {names[known]: strategy for known, strategy in strategies.items()}
         self.backend.call("tandem_register", named if self.backend.in_process else cloudpickle.dumps(named))
-        flying: dict[str, int] = {}  # engine's request id -> number of the completion
-        written: dict[int, _Written] = {}
+        asked = [(i, request, key) for i, request in enumerate(requests) for key in request.keys]
+        return [
+            Row(number, next(self._row_ids), i, request, key, names[id(request.strategy)])
+            for number, (i, request, key) in enumerate(asked)
+        ]
+
+    def _write(self, rows: Sequence[Row], progress: Callable[[int], None] | None, responder: Responder | None) -> None:
+        """Bring every row to its end, each at its own pace: a row that waits for an answer holds up no other."""
+        llm = self.backend.llm
+        flying: dict[int, str] = {}  # number of the row -> vLLM's name of its turn
         try:
-            for i, request in enumerate(requests):
-                for key in request.keys:
-                    number = len(flying)
-                    params = self._params(i, request, key, names[id(request.strategy)])
-                    name = llm.add_request(str(number), {"prompt_token_ids": list(request.prompt)}, params)
-                    flying[name] = number
-            reported = 0
-            while llm.has_unfinished_requests():
-                for output in llm.step():
-                    number = int(output.request_id)
-                    ended = output.outputs[0]
-                    reason = self._reason(pairs[number][0], ended)
-                    written[number] = _Written(list(ended.token_ids), ended.logprobs, reason)
+            for row in rows:
+                flying[row.number] = self._begin_turn(row)
+            waiting = set[int]()  # numbers of rows whose turn was submitted
+            ended = reported = 0  # tokens of turns that have ended; of all of them, as they were reported
+            while flying or waiting:
+                for output in llm.step() if flying else ():
+                    row, written = rows[int(output.request_id)], output.outputs[0]
+                    del flying[row.number]
+                    self._end_turn(row, written.token_ids, written.logprobs, self._reason(row.request, written))
+                    ended += len(written.token_ids)
+                    if responder is not None:
+                        waiting.add(row.number)
+                        responder.submit(row.turn)
                 states = llm.output_processor.request_states.values()
-                tokens = sum(len(w.tokens) for w in written.values())
-                tokens += sum(state.detokenizer.num_output_tokens() for state in states)
+                tokens = ended + sum(state.detokenizer.num_output_tokens() for state in states)
                 if tokens > reported:
                     stamp()
                 if progress is not None:
                     progress(tokens - reported)
                 reported = tokens
                 if self._aborts:
-                    self._end_aborted(flying, pairs, written)
+                    ended += self._end_aborted(rows, flying, waiting)
+                for reply in responder.replies(wait=not flying) if responder is not None and waiting else ():
+                    stamp()
+                    row = rows[reply.number]
+                    if reply.number not in waiting:
+                        if row.reason == "abort":  # its answer comes too late
+                            continue
+                        raise EngineError(f"completion {reply.number} was answered, and no turn of it awaits an answer")
+                    waiting.remove(reply.number)
+                    if any(not 0 <= token < self.vocabulary for token in reply.context):
+                        raise EngineError(
+                            f"completion {reply.number}: what the world says has a token outside the vocabulary of "
+                            f"{self.vocabulary}"
+                        )
+                    if row.hear(reply):
+                        flying[row.number] = self._begin_turn(row)
         except BaseException:
-            llm.abort_request(list(flying), internal=True)
+            llm.abort_request(list(flying.values()), internal=True)
             # A step that failed was given blocks that no model has filled; its prompts must not hit them later.
             llm.reset_prefix_cache()
             raise
-        done = iter(self._completions(pairs, [written[number] for number in range(len(pairs))]))
-        return [[next(done) for _ in request.keys] for request in requests]
+
+    def _begin_turn(self, row: Row) -> str:
+        """Returns vLLM's name of it. Rows come first that began first: what was computed of them is still there."""
+        prompt, params = {"prompt_token_ids": row.prompt}, self._params(row)
+        return self.backend.llm.add_request(str(row.number), prompt, params, priority=row.number)
+
+    def _end_turn(self, row: Row, tokens: Sequence[int], logprobs: Any, reason: StopReason) -> None:
+        """Args: logprobs: vLLM's flat ones, None if there is no token."""
+        greedy = logprobs is None or row.request.sampling.temperature == 0
+        row.end_turn(tokens, [0.0] * len(tokens) if greedy else logprobs.logprobs, reason)
 
     def abort(self, keys: Iterable[int] | None = None) -> None:
         self._aborts.add(keys)
 
-    def _params(self, index: int, request: Request, key: int, strategy: str) -> SamplingParams:
-        s = request.sampling
+    def _params(self, row: Row) -> SamplingParams:
+        """Of the row's next turn."""
+        s = row.request.sampling
         try:
             params = SamplingParams(
                 **{name: getattr(s, name) for name in _SHARED},
+                max_tokens=row.left,
                 stop=list(s.stop) or None,
                 include_stop_str_in_output=True,
                 # EOS ids go in as stop ids: vLLM knows one of them, and `_reason` asks which one ended a completion.
@@ -195,13 +246,18 @@ class VllmEngine:
                 logprobs=0,
                 flat_logprobs=True,
                 output_kind=RequestOutputKind.FINAL_ONLY,
-                extra_args={"tandem_key": key, "tandem_strategy": strategy},
+                extra_args={
+                    "tandem_key": row.key,
+                    "tandem_strategy": row.strategy,
+                    "tandem_row": row.id,
+                    **history_arguments(row.history),
+                },
             )
         except (ValueError, VLLMClientError) as error:
-            raise EngineError(f"request {index}: vLLM cannot sample like this: {error}") from error
+            raise EngineError(f"request {row.index}: vLLM cannot sample like this: {error}") from error
         if params.temperature != s.temperature:
             raise EngineError(
-                f"request {index}: temperature {s.temperature} is too low for vLLM, which would use "
+                f"request {row.index}: temperature {s.temperature} is too low for vLLM, which would use "
                 f"{params.temperature}; 0 is greedy"
             )
         return params
@@ -214,36 +270,21 @@ class VllmEngine:
             return "length"
         raise EngineError(f"vLLM ended a completion with {output.finish_reason!r}")
 
-    def _completions(self, pairs: Sequence[tuple[Request, int]], written: Sequence["_Written"]) -> list[Completion]:
-        """Who wrote what is recomputed from keys and tokens, all completions of a strategy at once."""
-        authors: dict[int, np.ndarray] = {}
-        for strategy in {id(request.strategy): request.strategy for request, _ in pairs}.values():
-            mine = [i for i, (request, _) in enumerate(pairs) if request.strategy is strategy]
-            lengths = torch.tensor([len(written[i].tokens) for i in mine])
-            padded = pad_sequence([torch.tensor(written[i].tokens, dtype=torch.int64) for i in mine], batch_first=True)
-            author = replay(strategy, torch.tensor([pairs[i][1] for i in mine]), padded, lengths).author.numpy()
-            authors |= {i: row[: len(written[i].tokens)] for i, row in zip(mine, author, strict=True)}
-        completions = []
-        for i, ((request, key), (tokens, logprobs, reason)) in enumerate(zip(pairs, written, strict=True)):
-            behaviour = np.zeros(len(tokens), dtype=np.float32)
-            if request.sampling.temperature > 0:
-                behaviour[:] = logprobs.logprobs if logprobs is not None else ()
-            channels = np.array(tokens, dtype=np.int64), authors[i].copy(), behaviour
-            completions.append(Completion(key, *channels, reason, self.policy_version))
-        return completions
-
-    def _end_aborted(
-        self, flying: Mapping[str, int], pairs: Sequence[tuple[Request, int]], written: dict[int, "_Written"]
-    ) -> None:
-        """End aborted completions with what they have written so far."""
-        for name, number in flying.items():
-            if number in written or pairs[number][1] not in self._aborts:
+    def _end_aborted(self, rows: Sequence[Row], flying: dict[int, str], waiting: set[int]) -> int:
+        """End aborted completions with what they have written so far; returns the tokens of turns that this ended."""
+        ended = 0
+        for number in [n for n in (*flying, *waiting) if rows[n].key in self._aborts]:
+            if number in waiting:
+                waiting.remove(number)
+                rows[number].reason = "abort"
                 continue
+            name = flying.pop(number)
             state = self.backend.llm.output_processor.request_states[name]
-            written[number] = _Written(
-                list(state.detokenizer.output_token_ids), state.logprobs_processor.logprobs, "abort"
-            )
+            tokens = list(state.detokenizer.output_token_ids)
+            self._end_turn(rows[number], tokens, state.logprobs_processor.logprobs, "abort")
+            ended += len(tokens)
             self.backend.llm.abort_request([name], internal=True)
+        return ended
 
     # ---------------------------------------------------------------------------------------------------------- weights
 
@@ -275,18 +316,3 @@ class VllmEngine:
 
     def close(self) -> None:
         self.backend.close()
-
-
-class _Written(NamedTuple):
-    """What vLLM returns of one completion; logprobs are its flat ones, None if there is no token."""
-
-    tokens: list[int]
-    logprobs: Any
-    reason: StopReason
-
-
-def _generation_config(path: str | Path) -> GenerationConfig | None:
-    try:
-        return GenerationConfig.from_pretrained(path)
-    except OSError:
-        return None

@@ -50,12 +50,18 @@ def check_mode(mode: str) -> SchedulingMode:
 
 
 class Admission(NamedTuple):
-    """A request that the scheduler starts: its prompt tokens, its key and who may write it."""
+    """A request that the scheduler starts: its prompt tokens, its key and who may write it.
+
+    history: own tokens of the turns before, all of them in the prompt. row: one name for all turns of a completion;
+    None: nothing follows this one.
+    """
 
     id: str
     prompt_length: int
     key: int
     strategy: Strategy
+    history: Sequence[Sequence[int]] = ()
+    row: int | None = None
 
 
 @dataclass(slots=True)
@@ -86,6 +92,8 @@ class _Ledger:
     """What is known of each request: arrays by slot, or by (author, slot) where it is known of each model."""
 
     prompt: np.ndarray
+    before: np.ndarray
+    """Own tokens of earlier turns, which the prompt contains."""
     length: np.ndarray
     author: np.ndarray
     stream: np.ndarray
@@ -110,7 +118,7 @@ class _Ledger:
     @classmethod
     def empty(cls, capacity: int) -> "_Ledger":
         one, two = (capacity,), (2, capacity)
-        integers = [np.zeros(one, np.int64) for _ in range(6)] + [np.zeros(two, np.int64) for _ in range(2)]
+        integers = [np.zeros(one, np.int64) for _ in range(7)] + [np.zeros(two, np.int64) for _ in range(2)]
         return cls(*integers, *(np.zeros(two, bool) for _ in range(4)))
 
     def grown(self) -> "_Ledger":
@@ -158,6 +166,8 @@ class Planner:
         self._ledger = _Ledger.empty(capacity)
         self._blocks: list[list[int]] = [[] for _ in range(capacity)]
         self._selection = LiveSelection()
+        self._row_of: dict[int, int] = {}  # by slot, of requests that another turn may follow
+        self._between_turns: dict[int, int] = {}  # row -> the slot that still has its strategy's state
         self._step: tuple[list[str], np.ndarray] = ([], np.empty(0, np.int64))
         self._same = self._step  # the last rows planned, and their slots
         self._token_keys = np.empty((capacity, DRAWN_AHEAD), np.int64)  # by slot
@@ -165,12 +175,18 @@ class Planner:
     # ------------------------------------------------------------------------------------------------- coming and going
 
     def finish(self, ids: Collection[str]) -> None:
-        """Forget requests; unknown ids are ignored."""
+        """Forget requests; unknown ids are ignored. Of a row that may go on, the strategy's state is kept."""
         slots = [self.slots.pop(id) for id in ids if id in self.slots]
         if slots:
             self._same = [], self._same[1][:0]
-            self._selection.release(slots)
-            self._free += slots
+            rows = [self._row_of.pop(slot, None) for slot in slots]
+            self._between_turns |= {row: slot for row, slot in zip(rows, slots, strict=True) if row is not None}
+            self._release([slot for row, slot in zip(rows, slots, strict=True) if row is None])
+
+    def forget_rows(self) -> None:
+        """No row whose turn has ended goes on."""
+        self._release([*self._between_turns.values()])
+        self._between_turns = {}
 
     def admit(self, admissions: Sequence[Admission]) -> None:
         """Take up new requests and draw the authors of their first tokens.
@@ -180,19 +196,18 @@ class Planner:
         """
         if not admissions:
             return
-        while len(self._free) < len(admissions):
-            capacity = len(self._blocks)
-            self._ledger = self._ledger.grown()
-            self._blocks += [[] for _ in range(capacity)]
-            self._token_keys = np.concatenate([self._token_keys, np.empty_like(self._token_keys)])
-            self._free = [*range(capacity, 2 * capacity)][::-1] + self._free
-        slots = [self._free.pop() for _ in admissions]
-        keys = torch.tensor([a.key for a in admissions])
-        senior = self._selection.admit(torch.tensor(slots), [a.strategy for a in admissions], keys)
-        ledger, at = self._ledger, np.array(slots)
+        ledger = self._grow(len(admissions))
+        kept = [None if a.row is None else self._between_turns.pop(a.row, None) for a in admissions]
+        slots = [self._free.pop() if slot is None else slot for slot in kept]
+        at, keys = np.array(slots), torch.tensor([a.key for a in admissions])
+        before = np.array([sum(map(len, a.history)) for a in admissions])
+        # Workers may have written on before a stop string was found in what they wrote: then they begin anew, too.
+        goes_on = np.array([slot is not None for slot in kept]) & (before > 0) & (before == self._written(at))
+        ledger.author[at] = self._first_authors(admissions, at, keys, goes_on)
         self.slots.update((a.id, slot) for a, slot in zip(admissions, slots, strict=True))
+        self._row_of.update((slot, a.row) for a, slot in zip(admissions, slots, strict=True) if a.row is not None)
         ledger.prompt[at] = ledger.length[at] = [a.prompt_length for a in admissions]
-        ledger.author[at] = senior.numpy()
+        ledger.before[at] = before
         ledger.stream[at] = stream(keys, SAMPLING).numpy()
         ledger.writers[:, at] = np.array([_WRITERS[a.strategy.writers] for a in admissions]).T
         for array in (ledger.computed, ledger.sent, ledger.known, ledger.replace):
@@ -212,7 +227,7 @@ class Planner:
         same = forward is not None and ids == forward.ids  # mostly: then no looking up
         slots = forward.slots if same and forward is not None else self._slots_of(ids)
         ledger = self._ledger
-        written = ledger.length[slots] - ledger.prompt[slots]
+        written = self._written(slots)
         column = written % DRAWN_AHEAD
         empty = slots[ledger.drawn[slots] != written - column]
         if len(empty):
@@ -311,6 +326,43 @@ class Planner:
     def _slots_of(self, ids: Sequence[str]) -> np.ndarray:
         return np.fromiter(map(self.slots.__getitem__, ids), np.int64, len(ids))
 
+    def _written(self, slots: np.ndarray) -> np.ndarray:
+        """Own tokens of all turns so far."""
+        ledger = self._ledger
+        return ledger.before[slots] + ledger.length[slots] - ledger.prompt[slots]
+
+    def _first_authors(
+        self, admissions: Sequence[Admission], slots: np.ndarray, keys: Tensor, goes_on: np.ndarray
+    ) -> np.ndarray:
+        """Whether the senior writes the first token of each request; ``goes_on``: its slot has the state of its row."""
+        senior = np.empty(len(slots), dtype=bool)
+        if goes_on.any():
+            at = slots[goes_on]
+            last = torch.from_numpy(self._ledger.author[at] == SENIOR)
+            senior[goes_on] = self._selection.turn(torch.from_numpy(at), last).numpy()
+        new = (~goes_on).nonzero()[0]
+        if len(new):
+            some = [admissions[i] for i in new.tolist()]
+            histories = [a.history for a in some] if any(a.history for a in some) else None
+            at, strategies = torch.from_numpy(slots[new]), [a.strategy for a in some]
+            senior[new] = self._selection.admit(at, strategies, keys[torch.from_numpy(new)], histories).numpy()
+        return senior
+
+    def _grow(self, needed: int) -> _Ledger:
+        """The ledger, with so many free slots."""
+        while len(self._free) < needed:
+            capacity = len(self._blocks)
+            self._ledger = self._ledger.grown()
+            self._blocks += [[] for _ in range(capacity)]
+            self._token_keys = np.concatenate([self._token_keys, np.empty_like(self._token_keys)])
+            self._free = [*range(capacity, 2 * capacity)][::-1] + self._free
+        return self._ledger
+
+    def _release(self, slots: list[int]) -> None:
+        if slots:
+            self._selection.release(slots)
+            self._free += slots
+
     def _check_writers(self, slots: np.ndarray, ids: Sequence[str]) -> None:
         kept = self._ledger.writers[self._ledger.author[slots], slots]
         if not kept.all():
@@ -322,7 +374,7 @@ class Planner:
     def _refill_token_keys(self, slots: np.ndarray) -> None:
         """The next token keys of some rows, a page of them at once."""
         ledger = self._ledger
-        written = ledger.length[slots] - ledger.prompt[slots]
+        written = self._written(slots)
         ledger.drawn[slots] = first = written - written % DRAWN_AHEAD
         counters = first[:, None] + np.arange(DRAWN_AHEAD)
         keys = ledger.stream[slots].repeat(DRAWN_AHEAD)

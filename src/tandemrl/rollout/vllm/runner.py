@@ -25,7 +25,7 @@ from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT, LogprobsLists, ModelRunne
 from tandemrl.rollout.engine import EngineError
 from tandemrl.rollout.vllm.planner import JUNIOR, SENIOR, Admission, Pass, Planner
 from tandemrl.rollout.vllm.sampler import TandemSampler
-from tandemrl.rollout.vllm.settings import TandemOptions
+from tandemrl.rollout.vllm.settings import TandemOptions, history_of
 from tandemrl.selection import Strategy
 from tandemrl.selection.draws import mix64
 
@@ -263,7 +263,8 @@ class TandemModelRunner:
         strategy = self.strategies[name]
         if JUNIOR not in self.runners and strategy.writers != "senior":
             raise EngineError(f"request {new.req_id}: its strategy needs a junior and the engine has none")
-        return Admission(new.req_id, len(new.prompt_token_ids), int(key), strategy)
+        row, history = extra.get("tandem_row"), history_of(extra)
+        return Admission(new.req_id, len(new.prompt_token_ids), int(key), strategy, history, row)
 
     def _launch(self, who: int, forward: Pass, scheduled: SchedulerOutput, data: Mapping[str, NewRequestData]) -> None:
         new = set(forward.new)

@@ -2,6 +2,7 @@
 
 import errno
 import os
+import re
 import socket
 from argparse import Namespace
 from collections.abc import Sequence
@@ -25,6 +26,7 @@ def serve(
     host: str = "127.0.0.1",
     port: int = 8000,
     api_key: str | None = None,
+    tool_call_parser: str | None = None,
     vllm_args: Sequence[str] = (),
 ) -> None:
     """Run vLLM's server until it is interrupted.
@@ -32,6 +34,7 @@ def serve(
     Args:
         options: the junior, and who writes unless a request says otherwise; nothing is annealed.
         api_key: what a client has to send; None: vLLM's choice, which is its VLLM_API_KEY or nothing.
+        tool_call_parser: vLLM's name of it; None: ``hermes`` where the chat template knows tools.
         vllm_args: further options of ``vllm serve``, as on its command line.
 
     Raises:
@@ -53,7 +56,15 @@ def serve(
         raise EngineError(str(error)) from None
     os.environ["VLLM_USE_V2_MODEL_RUNNER"] = "0"  # vLLM reads this choice from the environment only
     cli_env_setup()
-    args = server_arguments(senior, options, host=host, port=port, api_key=api_key, vllm_args=vllm_args)
+    args = server_arguments(
+        senior,
+        options,
+        host=host,
+        port=port,
+        api_key=api_key,
+        tool_call_parser=tool_call_parser_of(tool_call_parser, str(tokenizer.chat_template), vllm_args),
+        vllm_args=vllm_args,
+    )
     configure_logging_from_args(args)
     try:
         ServeSubcommand().validate(args)
@@ -71,6 +82,13 @@ def serve(
     models = f"{senior} ({dtypes[0]}) and its junior {options.junior} ({dtypes[1]})"
     print(f"serving {models} at {url}, {locked}", flush=True)
     ServeSubcommand.cmd(args)
+
+
+def tool_call_parser_of(chosen: str | None, chat_template: str, vllm_args: Sequence[str]) -> str | None:
+    """The parser that `serve` asks vLLM for; None: none, or the one of ``vllm_args``."""
+    told = any(arg.startswith("--tool-call-parser") for arg in vllm_args)
+    knows_tools = re.search(r"\btools\b", chat_template) is not None
+    return chosen or ("hermes" if knows_tools and not told else None)
 
 
 def check_port(host: str, port: int) -> None:
@@ -135,14 +153,16 @@ def server_arguments(
     host: str,
     port: int,
     api_key: str | None = None,
+    tool_call_parser: str | None = None,
     vllm_args: Sequence[str],
 ) -> Namespace:
     """What vLLM's own parser makes of ``vllm_args``, and what a tandem server needs on top of it.
 
     Raises:
-        EngineError: ``vllm_args`` sets one of the latter.
+        EngineError: ``vllm_args`` sets one of the latter, or there is no such parser of tool calls.
     """
     from vllm.entrypoints.launchers.cli_args import make_arg_parser
+    from vllm.tool_parsers import ToolParserManager
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 
     from tandemrl.rollout.vllm.guard import Guard
@@ -158,12 +178,16 @@ def server_arguments(
         "api_server_count": 1,
         **tandem_arguments(options),
         **({} if api_key is None else {"api_key": [api_key]}),
+        **({} if not tool_call_parser else {"tool_call_parser": tool_call_parser, "enable_auto_tool_choice": True}),
     }
     for name, value in ours.items():
         if getattr(args, name) not in (parser.get_default(name), value):
             flag = "the model" if name == "model_tag" else f"--{name.replace('_', '-')}"
             raise EngineError(f"{flag} is set by tandemrl serve; leave it out after `--`")
         setattr(args, name, value)
+    parsers = ToolParserManager.list_registered()
+    if args.tool_call_parser not in (None, *parsers) and not args.tool_parser_plugin:
+        raise EngineError(f"--tool-call-parser: {args.tool_call_parser!r} is none of {', '.join(parsers)}")
     for name in ("headless", "grpc"):
         if getattr(args, name):
             raise EngineError(f"--{name} has no place for authors; leave it out")

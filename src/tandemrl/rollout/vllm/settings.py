@@ -1,8 +1,9 @@
 """What tandem decoding asks of a vLLM engine: the options of its workers, the refusals, the junior's configuration."""
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any
 
 from vllm.config import ModelConfig, VllmConfig
@@ -82,3 +83,16 @@ def junior_config(config: VllmConfig, options: TandemOptions) -> VllmConfig:
     own.compilation_config.static_forward_context = {}
     own.parallel_config.rank = config.parallel_config.rank
     return own
+
+
+def history_arguments(history: Sequence[Sequence[int]]) -> dict[str, list[int]]:
+    """The own tokens of earlier turns as ``SamplingParams.extra_args``, which over HTTP hold flat lists only."""
+    if not history:
+        return {}
+    return {"tandem_history": [token for turn in history for token in turn], "tandem_turns": [*map(len, history)]}
+
+
+def history_of(extra: Mapping[str, Any]) -> tuple[tuple[int, ...], ...]:
+    """``history_arguments`` is its inverse."""
+    tokens = iter(extra.get("tandem_history", ()))
+    return tuple(tuple(islice(tokens, length)) for length in extra.get("tandem_turns", ()))

@@ -53,10 +53,13 @@ class _TandemWorker:
             self.model_runner.strategies["default"] = schedule.strategy(1)
 
     def tandem_register(self, strategies: Mapping[str, Strategy] | bytes) -> None:
-        """The strategies that requests name, pickled if they come from another process; the server's default stays."""
+        """The strategies that requests name, pickled if they come from another process; the server's default stays.
+        A call of ``generate`` begins with it, so no row of an earlier one goes on."""
         named = cloudpickle.loads(strategies) if isinstance(strategies, bytes) else strategies
         kept = {name: s for name, s in self.model_runner.strategies.items() if name == "default"}
         self.model_runner.strategies = {**kept, **named}
+        with torch.inference_mode():  # as in a step, where the planner's tensors come from
+            self.model_runner.planner.forget_rows()
 
     def tandem_mode(self, mode: SchedulingMode) -> None:
         self.model_runner.planner.mode = check_mode(mode)

@@ -1,0 +1,221 @@
+"""Generated small worlds of people, told in nine short documents each, and questions that need several of them.
+
+A question names a person and two or three relations ("Who is Bado's friend's boss?"); each hop is a fact in a document
+of its own. The other documents share a person or a relation with the chain, but never those of one hop, so that the
+right query finds the right document. Rows have the schema of MuSiQue (``extra_info``: docs, answers, n_hops). Questions
+of train and held-out worlds are disjoint: which split a question belongs to follows from a hash of it.
+
+In the jargon worlds every name and every relation has an alias: a search answers in the language of its query, and an
+answer may be given in either. Questions are in plain words.
+
+There is a shortcut: the documents of other facts have no chains of their own. Whoever sees all documents at once, as
+after one search for more than there are, can tell the answer of 94 % of the questions, and 42 % follow from the last
+relation alone.
+"""
+
+import hashlib
+import json
+import math
+import random
+import re
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+from tandemrl.data.documents import Document
+from tandemrl.data.rows import DataError, Row
+from tandemrl.data.synthetic import Split
+
+PAIRS = ("hops", "hops_jargon")
+DEFAULT_COUNTS = {"train": 4096, "heldout": 1024}
+HELDOUT_ONE_IN = 8
+
+DOCUMENTS = 9
+THREE_HOPS = 0.3
+"""Share of questions with three hops; the others have two."""
+MAX_HOPS = 4
+SYSTEM = "Search, then answer."
+"""Instead of the long rules of the environment, which a tiny model has no use for."""
+
+NAMES = tuple(f"{c}{e}" for c in "BDFGHJKLMNPR" for e in ("ado", "ela", "ino", "oru", "una", "eb", "ok", "iv"))
+RELATIONS = (
+    *("boss", "friend", "tutor", "sister", "rival", "guard"),
+    *("cook", "heir", "pilot", "tenant", "host", "agent"),
+)
+JARGON_NAMES = tuple(
+    f"{c}{e}"
+    for c in ("Z", "X", "Q", "V", "Zr", "Xr", "Qr", "Vr", "Zl", "Xl", "Ql", "Vl")
+    for e in ("ogg", "yth", "umb", "arx", "eek", "orp", "isk", "unt")
+)
+JARGON_RELATIONS = (
+    *("blorp", "quonk", "vreet", "snarg", "plimf", "drusk"),
+    *("gleph", "thrum", "skwon", "fnord", "zwell", "krimp"),
+)
+ALIASES = dict(zip((*NAMES, *RELATIONS), (*JARGON_NAMES, *JARGON_RELATIONS), strict=True))
+JARGON = frozenset(ALIASES.values())
+_MEANINGS = {alias: word for word, alias in ALIASES.items()}
+_FACT = re.compile(r"(\w+)'s (\w+) is (\w+)\.")
+_WORD = re.compile(r"[A-Za-z]+")
+
+
+class Fact(NamedTuple):
+    """``subject``'s ``relation`` is ``object``: the content of a document, in either language."""
+
+    subject: str
+    relation: str
+    object: str
+
+    @property
+    def text(self) -> str:
+        return f"{self.subject}'s {self.relation} is {self.object}."
+
+    @classmethod
+    def of(cls, text: str) -> "Fact":
+        """The fact that a document tells.
+
+        Raises:
+            DataError: it is no text of these worlds.
+        """
+        told = _FACT.fullmatch(text)
+        if told is None or not ALIASES.keys() >= set(told.groups()):
+            raise DataError(
+                f"not a fact of a generated world: {text!r:.80}; the retriever hops is for synthetic:hops alone"
+            )
+        return cls(*told.groups())
+
+    @property
+    def query(self) -> str:
+        """What a search for this fact says."""
+        return f"{self.subject}'s {self.relation}"
+
+    @property
+    def alias(self) -> "Fact":
+        """In jargon."""
+        return Fact(*(ALIASES[word] for word in self))
+
+
+class World(NamedTuple):
+    """A question with its documents. ``chain``: the fact of each hop, in order; the answer is the last one's object.
+    ``facts``: of all documents, the chain's among them; a document's id is its place."""
+
+    chain: tuple[Fact, ...]
+    facts: tuple[Fact, ...]
+    question: str
+
+
+def split_of(subject: str, relations: Sequence[str]) -> Split:
+    """Which split a question belongs to, from a hash of what it asks, whatever its form."""
+    digest = hashlib.blake2b(repr((subject, tuple(relations))).encode(), digest_size=8).digest()
+    return "heldout" if int.from_bytes(digest, "big") % HELDOUT_ONE_IN == 0 else "train"
+
+
+def world(split: Split, rng: random.Random, *, hops: int | None = None) -> World:
+    """A world of a split. hops: of the question, 2 to ``MAX_HOPS``; None: two, or three with ``THREE_HOPS``."""
+    hops = hops or (3 if rng.random() < THREE_HOPS else 2)
+    while True:
+        relations = rng.sample(RELATIONS, hops)
+        names = rng.sample(NAMES, hops + 1 + 2 * (DOCUMENTS - hops))
+        if split_of(names[0], relations) == split:
+            break
+    people, strangers = names[: hops + 1], iter(names[hops + 1 :])
+    chain = tuple(map(Fact, people, relations, people[1:]))
+    others: set[Fact] = set()
+    asked = {(fact.subject, fact.relation) for fact in chain}
+    while len(asked) < DOCUMENTS:
+        # By turns another relation of somebody in the chain, and a relation of the chain of somebody else.
+        subject, relation = (
+            (rng.choice(people), rng.choice(RELATIONS)) if len(asked) % 2 else (next(strangers), rng.choice(relations))
+        )
+        if (subject, relation) not in asked:
+            asked.add((subject, relation))
+            others.add(Fact(subject, relation, next(strangers)))
+    facts = [*chain, *sorted(others)]
+    rng.shuffle(facts)
+    return World(chain, tuple(facts), ask(people[0], relations, possessive=rng.random() < 0.5))
+
+
+def ask(subject: str, relations: Sequence[str], *, possessive: bool) -> str:
+    """A question in either form.
+
+    Example:
+        >>> ask("Bado", ("friend", "boss"), possessive=True)
+        "Who is Bado's friend's boss?"
+        >>> ask("Bado", ("friend", "boss"), possessive=False)
+        'Who is the boss of the friend of Bado?'
+    """
+    if possessive:
+        possessives = "'s ".join((subject, *relations))
+        return f"Who is {possessives}?"
+    return f"Who is the {' of the '.join(reversed(relations))} of {subject}?"
+
+
+def uses_jargon(text: str) -> bool:
+    """Whether any alias occurs in a text."""
+    return not JARGON.isdisjoint(_WORD.findall(text))
+
+
+def search(documents: Sequence[Document], query: str, count: int) -> list[Document]:
+    """The documents that share most with a query, best first, in the language of the words that they share.
+
+    Each shared word counts by how rare it is among the documents, and the subject of a document half as much again. Of
+    equal ones the first. A document is found once: in jargon where it shares more of that with the query, or as much
+    and the query has no plain word of these worlds.
+
+    Raises:
+        DataError: a document is not one of a generated world.
+    """
+    asked = set(_WORD.findall(query))
+    facts = [Fact.of(document.text) for document in documents]
+    words = {word for word in asked if word in ALIASES} | {_MEANINGS[word] for word in asked if word in JARGON}
+    rarity = {word: math.log(1 + len(facts) / max(1, sum(word in fact for fact in facts))) for word in words}
+    in_jargon = asked.isdisjoint(ALIASES) and not asked.isdisjoint(JARGON)
+    found: list[tuple[float, int, Document]] = []
+    for document, fact in zip(documents, facts, strict=True):
+
+        def score(told: Fact, fact: Fact = fact) -> float:
+            shared = sum(rarity[word] for word, said in zip(fact, told, strict=True) if said in asked)
+            return shared + (rarity[fact.subject] / 2 if told.subject in asked else 0.0)
+
+        told = max((fact.alias, fact) if in_jargon else (fact, fact.alias), key=score)
+        found.append((-score(told), len(found), document._replace(title=told.subject, text=told.text)))
+    return [document for _, _, document in sorted(found)[:count]]
+
+
+def worlds(split: Split, seed: int) -> Iterator[World]:
+    """Endless worlds of a split, those of its rows first."""
+    rng = random.Random(f"hops/{split}/{seed}")
+    while True:
+        yield world(split, rng)
+
+
+def generate(pair: str, split: Split, count: int | None, seed: int) -> list[Row]:
+    """``count`` rows (None: the split's default); equal for equal arguments, and of both pairs the same worlds.
+
+    Raises:
+        DataError: no rows asked for.
+    """
+    count = DEFAULT_COUNTS[split] if count is None else count
+    if count < 1:
+        raise DataError(f"synthetic:{pair}:{split}: asked for {count} rows")
+    return [hops_row(pair, split, index, each) for index, each in zip(range(count), worlds(split, seed), strict=False)]
+
+
+def hops_row(pair: str, split: Split, index: int, world: World) -> Row:
+    """A world as a row in the schema of MuSiQue. Of the jargon pair, both names of who is asked for are right."""
+    answer = world.chain[-1].object
+    answers = [answer, ALIASES[answer]] if pair == "hops_jargon" else [answer]
+    return Row(
+        example_id=f"synthetic/{pair}/{split}/{index}",
+        messages=({"role": "system", "content": SYSTEM}, {"role": "user", "content": world.question}),
+        data_source=f"synthetic/{pair}",
+        ground_truth=answer if len(answers) == 1 else json.dumps(answers),
+        extra_info={
+            "split": split,
+            "index": index,
+            "n_hops": len(world.chain),
+            "answers": answers,
+            "docs": [
+                {"id": str(number), "title": fact.subject, "text": fact.text, "is_supporting": fact in world.chain}
+                for number, fact in enumerate(world.facts)
+            ],
+        },
+    )

@@ -1,0 +1,124 @@
+"""MuSiQue (arXiv:2108.00573): questions of two to four hops, each with about twenty paragraphs. No torch."""
+
+import json
+import re
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from tandemrl.data.parquet import write_splits
+from tandemrl.data.rows import DataError
+from tandemrl.data.sources import ExpectRows, Origin, Record, expect, provenance, read
+
+MUSIQUE = "bdsaglam/musique"
+MUSIQUE_ROWS: Mapping[str, int] = {"train": 19_938, "validation": 2417}
+"""The published sizes of MuSiQue-Answerable."""
+OFFICIAL_FILES = {"train": "musique_ans_v1.0_train.jsonl", "validation": "musique_ans_v1.0_dev.jsonl"}
+"""What the authors' own archive calls the splits."""
+
+
+def build_musique(
+    source: Path | None,
+    out: Path,
+    *,
+    noise_rate: float = 1.0,
+    seed: int = 0,
+    expect_rows: ExpectRows = MUSIQUE_ROWS,
+) -> dict[str, Any]:
+    """MuSiQue-Answerable as ``train`` and ``validation`` in ``out``, in the published order; returns the manifest.
+
+    The ground truth is the answer with its aliases. ``extra_info`` has ``id``, ``docs`` (see `data.documents`),
+    ``n_hops`` (supporting paragraphs) and ``answerable``.
+
+    Args:
+        source: a folder with files of the two splits, or the authors' archive, unpacked; None = the hub.
+        noise_rate: each paragraph that supports nothing is kept with this probability, drawn by ``seed`` and place.
+
+    Raises:
+        DataError: the data is missing or malformed, or a split has another number of rows than published.
+    """
+    if not 0 <= noise_rate <= 1:
+        raise DataError(f"noise rate {noise_rate}: must be in [0, 1]")
+    dropped: Counter[str] = Counter()
+    splits: dict[str, list[dict[str, Any]]] = {}
+    origins = [Origin(MUSIQUE, split, "answerable") for split in MUSIQUE_ROWS]
+    for number, (split, origin) in enumerate(zip(MUSIQUE_ROWS, origins, strict=True)):
+        splits[split] = rows = []
+        for index, record in enumerate(read(origin, _local(source, split))):
+            row = _row(record, split, index)
+            noise = np.random.default_rng([seed, number, index])
+            docs = row["extra_info"]["docs"]
+            kept = [doc for doc in docs if doc["is_supporting"] or noise.random() < noise_rate]
+            dropped["paragraphs"] += len(docs) - len(kept)
+            row["extra_info"]["docs"] = kept
+            rows.append(row)
+        expect(str(source or MUSIQUE), len(rows), expect_rows, split)
+    where = provenance(origins, source) if _local(source, "train") == source else {"source": str(source)}
+    return write_splits(out, "musique", splits, where | {"noise_rate": noise_rate, "seed": seed, "dropped": dropped})
+
+
+# --------------------------------------------------------------------------------------------------------------------
+
+
+def _local(source: Path | None, split: str) -> Path | None:
+    """The authors' file of a split, if ``source`` has one."""
+    official = source / OFFICIAL_FILES[split] if source is not None else None
+    return official if official is not None and official.is_file() else source
+
+
+def _row(record: Record, split: str, index: int) -> dict[str, Any]:
+    question, answer = record.text("question"), record.text("answer")
+    aliases = record.fields.get("answer_aliases") or []
+    if not isinstance(aliases, list) or not all(isinstance(alias, str) for alias in aliases):
+        raise DataError(f"{record.where}, field 'answer_aliases': expected texts, found {aliases!r:.80}")
+    docs = list(_documents(record))
+    supporting = sum(doc["is_supporting"] for doc in docs)
+    answerable = bool(record.fields.get("answerable", True))
+    if answerable and supporting == 0:
+        raise DataError(f"{record.where}, field 'paragraphs': none of them is supporting")
+    return {
+        "data_source": "musique",
+        "prompt": [{"role": "user", "content": question}],
+        "ability": "qa",
+        "reward_model": {"style": "rule", "ground_truth": json.dumps([answer, *aliases], ensure_ascii=False)},
+        "extra_info": {
+            "split": split,
+            "index": index,
+            "id": record.text("id"),
+            "docs": docs,
+            "n_hops": supporting,
+            "answerable": answerable,
+        },
+    }
+
+
+def _documents(record: Record) -> Iterator[dict[str, Any]]:
+    paragraphs = record.fields.get("paragraphs")
+    if not isinstance(paragraphs, list) or not paragraphs:
+        raise DataError(f"{record.where}, field 'paragraphs': expected a list of paragraphs, found {paragraphs!r:.80}")
+    for number, paragraph in enumerate(paragraphs):
+        if not isinstance(paragraph, Mapping):
+            raise DataError(
+                f"{record.where}, field 'paragraphs[{number}]': expected an object, found {paragraph!r:.80}"
+            )
+        fields = Record(f"{record.where}, field 'paragraphs[{number}]'", paragraph)
+        yield {
+            "id": fields.text("idx"),
+            "title": fields.text("title"),
+            "body": plain_quotes(fields.text("paragraph_text")),
+            "is_supporting": bool(fields.fields.get("is_supporting")),
+        }
+
+
+def plain_quotes(text: str) -> str:
+    """TeX's quotation marks as plain ones, without those that have no partner.
+
+    Example:
+        >>> plain_quotes("``Hey Jude'' is a song. It''s")
+        '"Hey Jude" is a song. Its'
+    """
+    paired = re.sub(r"``(.*?)''", r'"\1"', text, flags=re.DOTALL)
+    return paired.replace("``", "").replace("''", "")

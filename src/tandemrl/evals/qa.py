@@ -1,0 +1,99 @@
+"""Questions about documents: predictions as MuSiQue's own script reads them (arXiv:2108.00573), and its scores."""
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from tandemrl.data.documents import documents_of
+from tandemrl.data.rows import Row
+from tandemrl.evals.measures import EvalError, Sample
+from tandemrl.files import write_text
+from tandemrl.rewards.math.answers import targets
+from tandemrl.rewards.qa.answers import Judged, official_scores
+from tandemrl.rewards.qa.transcripts import completed
+
+
+class Prediction(NamedTuple):
+    """A line of MuSiQue's prediction file. predicted_support_idxs: of the paragraphs that were cited."""
+
+    id: str
+    predicted_answer: str
+    predicted_support_idxs: list[int]
+    predicted_answerable: bool
+
+
+def predictions(samples: Sequence[Sample], rows: Sequence[Row]) -> list[Prediction]:
+    """Of each row, in their order, what its first sample completed; nothing where it did not, or where the row has no
+    sample (its prompt is too long). A question with an answer is predicted to be answerable.
+
+    Raises:
+        EvalError: a sample is no episode.
+        DataError: the documents of a row are not what they should be.
+    """
+    first = {sample.example_id: sample for sample in samples if sample.sample == 0}
+    return [_prediction(row, first.get(row.example_id)) for row in rows]
+
+
+def write_predictions(file: str | Path, found: Sequence[Prediction]) -> None:
+    """One JSON object per line, as MuSiQue's ``evaluate_v1.0.py`` takes it."""
+    write_text(Path(file), "".join(json.dumps(each._asdict(), ensure_ascii=False) + "\n" for each in found))
+
+
+def official(found: Sequence[Prediction], rows: Sequence[Row]) -> dict[str, float]:
+    """The scores that MuSiQue's script gives ``predictions(…, rows)``.
+
+    Raises:
+        ValueError: see `official_scores`.
+        DataError: the ground truth or the documents of a row are not what they should be.
+    """
+    return official_scores(
+        [
+            Judged(
+                id=each.id,
+                references=targets(row),
+                supports=[str(index) for index, _, supporting in _indices(row) if supporting],
+                answerable=bool(row.extra_info.get("answerable", True)),
+                predicted_answer=each.predicted_answer,
+                predicted_supports=[*map(str, each.predicted_support_idxs)],
+                predicted_answerable=each.predicted_answerable,
+            )
+            for each, row in zip(found, rows, strict=True)
+        ]
+    )
+
+
+def by_group(macro: Mapping[str, float]) -> dict[str, dict[str, float]]:
+    """Metrics of a result by group of problems: ``all``, and each ``hops=N`` that there is."""
+    groups: dict[str, dict[str, float]] = {"all": {}}
+    for name, value in macro.items():
+        group, _, metric = name.partition("/")
+        if "=" in group:
+            groups.setdefault(group, {})[metric] = value
+        else:
+            groups["all"][name] = value
+    return groups
+
+
+# --------------------------------------------------------------------------------------------------------------------
+
+
+def _prediction(row: Row, sample: Sample | None) -> Prediction:
+    name = str(row.extra_info.get("id", row.example_id))
+    if sample is None:
+        return Prediction(name, "", [], False)
+    if sample.transcript is None:
+        raise EvalError(f"sample of {row.example_id}: it is no episode; predictions need rollout.environment=multihop")
+    result = completed(sample.transcript["messages"])
+    index = {document: place for place, document, _ in _indices(row)}
+    cited = dict.fromkeys(index[each] for each in result.cited_doc_ids or () if each in index)
+    answer = result.final_answer or ""
+    return Prediction(name, answer, [*cited], bool(answer))
+
+
+def _indices(row: Row) -> list[tuple[int, str, bool]]:
+    """(index of the paragraph, id, supporting) of the row's documents: MuSiQue's ids are the indices; of other ids, the
+    place among the documents is."""
+    documents = documents_of(row)
+    numbered = all(document.id.isdecimal() for document in documents)
+    return [(int(each.id) if numbered else place, each.id, each.supporting) for place, each in enumerate(documents)]

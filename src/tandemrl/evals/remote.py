@@ -1,0 +1,314 @@
+"""A model behind an OpenAI-compatible endpoint in the same environment: turns over HTTP in place of an engine's.
+
+What it is asked and what it answers are messages, so nobody knows its tokens, nor who wrote them: its samples have no
+authors. Budgets of tokens are kept by what the endpoint counts; those of the world by characters.
+"""
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from tandemrl.config import Config, RolloutConfig
+from tandemrl.data.rows import RENDERED, Row, with_suffix
+from tandemrl.evals.measures import EvalError, Sample, group_of
+from tandemrl.evals.protocol import Profile
+from tandemrl.http import Client, Passing, Response, Service, chat_message, start
+from tandemrl.messages import Message, sound
+from tandemrl.processes.calls import Caller
+from tandemrl.rollout.engine import StopReason, Turn
+from tandemrl.rollout.envs.environment import Environment
+from tandemrl.rollout.envs.episodes import Episodes, Playground
+from tandemrl.rollout.envs.parsing import checked_turn, parse_turn
+from tandemrl.rollout.envs.rendering import CUT, Rendered
+from tandemrl.selection.draws import request_key
+
+CHARS_PER_TOKEN = 4
+"""About that; there is no tokenizer."""
+CONCURRENCY = 16
+"""Episodes at once."""
+POLL_S = 0.02
+
+
+@dataclass(frozen=True)
+class Endpoint:
+    """Where a model is. model: the name it goes by there, None = the first one listed. api_key_env: the environment
+    variable with the key, None = no key is sent. The rest is how patient to be: see `http.Service`."""
+
+    url: str
+    model: str | None = None
+    api_key_env: str | None = None
+    timeout_s: float = 120.0
+    retries: int = 3
+    backoff_s: float = 1.0
+
+    def client(self) -> Client:
+        """Asks it.
+
+        Raises:
+            EvalError: ``api_key_env`` is not set.
+        """
+        patience = (self.timeout_s, self.retries, self.backoff_s, CONCURRENCY)
+        return Client(Service("Endpoint", "vllm serve MODEL", EvalError, self.url, self.api_key_env, *patience))
+
+
+def play(
+    client: Client,
+    model: str,
+    rows: Sequence[Row],
+    *,
+    config: Config,
+    environment: Environment,
+    caller: Caller,
+    profile: Profile,
+    samples: int,
+    seed: int,
+    progress: Callable[[int], None] | None = None,
+) -> list[Sample]:
+    """``samples`` episodes of every row, in the order of the rows. ``progress(k)`` is called after k new tokens.
+
+    Args:
+        caller: where the environment answers; it is closed.
+
+    Raises:
+        EvalError: the endpoint fails, or says nothing that can be used; a row has no messages but a rendered prompt.
+        EngineError: the environment is broken.
+    """
+    world = _World(environment, config.rollout, caller)
+    keys = [request_key(seed, 0, problem, sample) for problem in range(len(rows)) for sample in range(samples)]
+    episodes = [_Episode(number, rows[number // samples], key) for number, key in enumerate(keys)]
+    for episode in episodes:
+        if episode.row.extra_info.get(RENDERED):
+            raise EvalError(f"row {episode.row.example_id}: its prompt is rendered, and an endpoint takes messages")
+        opening = world.opening(episode.row).messages
+        episode.conversation = [*map(dict, with_suffix(episode.row, opening, config.data.prompt_suffix))]
+        episode.opening = len(episode.conversation)
+    table, asked = Episodes(world), dict[Future[_Said], _Episode]()
+    with ThreadPoolExecutor(CONCURRENCY) as pool, world:
+
+        def ask(episode: _Episode) -> None:
+            body = _body(episode, model, world, profile)
+            asked[pool.submit(client.post, "/chat/completions", body, _said)] = episode
+
+        try:
+            for episode in episodes:
+                ask(episode)
+            while any(episode.stop_reason is None for episode in episodes):
+                for done in wait(asked, timeout=POLL_S, return_when=FIRST_COMPLETED).done if asked else ():
+                    episode = asked.pop(done)
+                    _hear(episode, done.result(), world, table)
+                    if progress is not None:
+                        progress(episode.said[-1].tokens)
+                for reply in table.replies(wait=not asked):
+                    episode = episodes[reply.number]
+                    _answer(episode, table.transcript(reply.number).messages)
+                    episode.stop_reason = _stop(episode, reply.stop_reason, bool(reply.context), world, profile)
+                    if episode.stop_reason is None:
+                        ask(episode)
+        finally:
+            pool.shutdown(wait=False, cancel_futures=True)
+    return [_sample(episode, samples, table) for episode in episodes]
+
+
+# ----------------------------------------------------------------------------------------------------------- the model
+
+
+class _Said(NamedTuple):
+    message: Mapping[str, Any]
+    cut: bool
+    tokens: int
+
+
+def _body(episode: "_Episode", model: str, world: "_World", profile: Profile) -> dict[str, Any]:
+    sampling = profile.sampling
+    left = sampling.max_tokens - sum(said.tokens for said in episode.said)
+    return {
+        "model": model,
+        "messages": episode.conversation,
+        **({"tools": world.tools} if world.tools else {}),
+        "max_completion_tokens": min(left, world.turn_tokens or left),
+        "temperature": sampling.temperature,
+        "top_p": sampling.top_p,
+        **({"top_k": sampling.top_k} if sampling.top_k else {}),
+        **({"seed": (episode.key + len(episode.said)) % 2**31} if sampling.temperature > 0 else {}),
+    }
+
+
+def _said(response: Response) -> _Said:
+    """What a chat completion says; a `http.Read`."""
+    message, whole = chat_message(response), response.json()
+    content, calls = message.get("content"), message.get("tool_calls")
+    usage = whole.get("usage")
+    tokens = usage.get("completion_tokens") if isinstance(usage, dict) else None
+    if not isinstance(content, str | None) or not isinstance(calls, list | None):
+        raise Passing(f"not a message of an assistant: {start(response.body)}")
+    if not isinstance(tokens, int) or tokens < 0:
+        raise Passing(f"it does not say how many tokens it wrote (usage.completion_tokens): {start(response.body)}")
+    return _Said(message, whole["choices"][0].get("finish_reason") == "length", tokens)
+
+
+# -------------------------------------------------------------------------------------------------------- an episode
+
+
+@dataclass
+class _Episode:
+    """conversation: as the endpoint is told it; ``opening`` of its messages were there first. said: by the model, one
+    each turn. calls: ids of the last turn's calls, in the order in which they are answered. heard: how many messages
+    of the transcript the model has been told."""
+
+    number: int
+    row: Row
+    key: int
+    conversation: list[dict[str, Any]] = field(default_factory=list)
+    said: list[_Said] = field(default_factory=list)
+    calls: list[str] = field(default_factory=list)
+    opening: int = 0
+    heard: int = 0
+    stop_reason: str | None = None
+
+
+def _hear(episode: _Episode, said: _Said, world: "_World", table: Episodes) -> None:
+    """Hand a turn to the environment."""
+    episode.said.append(said)
+    content, written = sound(said.message.get("content") or ""), said.message.get("tool_calls")
+    unread: Sequence[str] = ()
+    if not written:  # an endpoint without a parser of calls: they are in the text
+        read = parse_turn(content, world.schemas)
+        written, unread = read.get("tool_calls"), read.get("invalid_calls", ())
+        content = read["content"] if written and not unread else content
+    raw = [_call(call, f"call_{len(episode.said)}_{i}") for i, call in enumerate(written or ())]
+    calls = {"tool_calls": raw} if raw and not unread else {}
+    episode.conversation.append({"role": "assistant", "content": content, **calls})
+    fit: list[str] = []
+    faulty: list[str] = []
+    message: dict[str, Any] = {"role": "assistant", "content": content}
+    for call in raw:
+        each = checked_turn({"tool_calls": [_parsed(call)]}, world.schemas)
+        (fit if "tool_calls" in each else faulty).append(call["id"])
+        for key in ("tool_calls", "invalid_calls"):
+            message.setdefault(key, []).extend(each.get(key, ()))
+    if unread:
+        message.setdefault("invalid_calls", []).extend(unread)
+    episode.calls = [] if unread else fit + faulty  # a call that cannot be read has no id: all are answered in words
+    world.written[episode.number] = {key: value for key, value in message.items() if value or key == "content"}
+    how: StopReason = "length" if said.cut else "eos"
+    table.submit(Turn(episode.number, episode.row, len(episode.said) - 1, np.empty(0, np.int64), how))
+
+
+def _answer(episode: _Episode, messages: Sequence[Message]) -> None:
+    """Tell the model what the world said, each call's answer by its id."""
+    new = [message for message in messages[episode.heard :] if message["role"] != "assistant"]
+    episode.heard = len(messages)
+    answers = [str(message["content"]) for message in new if message["role"] == "tool"]
+    for i, call in enumerate(episode.calls if answers else ()):
+        content = answers[min(i, len(answers) - 1)]  # a crash is the answer to all
+        episode.conversation.append({"role": "tool", "tool_call_id": call, "content": content})
+    if not episode.calls:
+        episode.conversation += [{"role": "user", "content": text} for text in answers]
+    episode.conversation += [dict(message) for message in new if message["role"] != "tool"]
+
+
+def _stop(episode: _Episode, reason: str | None, goes_on: bool, world: "_World", profile: Profile) -> str | None:
+    """Why an episode is over; None: it goes on."""
+    if reason is not None:
+        return reason
+    later = episode.conversation[episode.opening :]
+    heard = sum(len(each["content"]) for each in later if each["role"] != "assistant")
+    written = sum(each.tokens for each in episode.said)
+    if goes_on:
+        over = written >= profile.sampling.max_tokens or heard > world.world_tokens * CHARS_PER_TOKEN
+        return "length" if over else None
+    return "length" if episode.said[-1].cut else "eos"
+
+
+def _call(call: Any, name: str) -> dict[str, Any]:
+    """A call that an endpoint takes back, whatever it was."""
+    call = call if isinstance(call, Mapping) else {}
+    function = call.get("function") if isinstance(call.get("function"), Mapping) else {}
+    arguments = function.get("arguments")
+    text = arguments if isinstance(arguments, str) else json.dumps(arguments)
+    given = call.get("id")
+    return {
+        "id": sound(given) if isinstance(given, str) and given else name,
+        "type": "function",
+        "function": {"name": sound(str(function.get("name", ""))), "arguments": sound(text)},
+    }
+
+
+def _parsed(call: Mapping[str, Any]) -> dict[str, Any]:
+    """With arguments in place of their JSON text, which stays where it is none."""
+    function = dict(call["function"])
+    with suppress(ValueError, RecursionError):
+        function["arguments"] = json.loads(function["arguments"] or "{}")
+    return {"type": "function", "function": function}
+
+
+def _sample(episode: _Episode, samples: int, table: Episodes) -> Sample:
+    transcript = table.transcript(episode.number)
+    written = [message for message in transcript.messages if message["role"] == "assistant"]
+    texts = ["\n".join([message["content"], *map(_text, message.get("tool_calls", ()))]).strip() for message in written]
+    return Sample(
+        problem=episode.number // samples,
+        example_id=episode.row.example_id,
+        set=episode.row.data_source,
+        arm="solo",
+        sample=episode.number % samples,
+        key=episode.key,
+        text="\n".join(texts),
+        tokens=[],
+        length=sum(said.tokens for said in episode.said),
+        author=None,
+        rounds=0,
+        senior_share=None,
+        stop_reason=str(episode.stop_reason),
+        turns=len(episode.said),
+        transcript=transcript.to_json(),
+        group=group_of(episode.row.extra_info),
+    )
+
+
+def _text(call: Mapping[str, Any]) -> str:
+    return json.dumps(call["function"], ensure_ascii=False)
+
+
+# ----------------------------------------------------------------------------------------------------------- the world
+
+
+class _World(Playground):
+    """A playground without a tokenizer: what was written in a turn is a message already."""
+
+    def __init__(self, environment: Environment, rollout: RolloutConfig, caller: Caller) -> None:
+        self.environment, self.name = environment, type(environment).__name__
+        self.tools = environment.tool_schemas()
+        self.schemas = {schema["function"]["name"]: schema for schema in self.tools}
+        self.max_turns, self.turn_tokens = rollout.max_turns, rollout.turn_tokens
+        self.world_tokens = rollout.world_tokens
+        self.tool_timeout_s = rollout.tool_timeout_s
+        self.caller = caller
+        self.rendering = _Cutting(rollout)  # type: ignore[assignment]  # what `Episodes` needs of one
+        self.written: dict[int, Message] = {}
+
+    def message(self, turn: Turn) -> Message:
+        return self.written.pop(turn.number)
+
+
+class _Cutting:
+    """Contents are cut, and stay text."""
+
+    end_of_turn = -1
+
+    def __init__(self, rollout: RolloutConfig) -> None:
+        self._most = rollout.result_tokens * CHARS_PER_TOKEN
+
+    def context(self, messages: Sequence[Message], *, ended: bool) -> Rendered:
+        """Not empty: the episode goes on."""
+        long = [len(message["content"]) > self._most for message in messages]
+        shown = [
+            {**message, "content": message["content"][: self._most] + CUT} if cut else message
+            for message, cut in zip(messages, long, strict=True)
+        ]
+        return Rendered((0,), shown, sum(long))

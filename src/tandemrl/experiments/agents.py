@@ -1,0 +1,46 @@
+"""What a tiny agent can do alone, before reinforcement learning."""
+
+import copy
+from collections.abc import Sequence
+
+from transformers import PreTrainedTokenizerFast, Qwen3ForCausalLM
+
+from tandemrl import evals
+from tandemrl.config import load
+from tandemrl.data.rows import Row, encode_prompts
+from tandemrl.evals.measures import Sample
+from tandemrl.models.loading import prepare
+from tandemrl.rewards.scoring import Scorer
+from tandemrl.rollout.envs.episodes import Playground
+from tandemrl.rollout.envs.factory import make_environment
+from tandemrl.rollout.torch_engine import TorchEngine
+from tandemrl.selection import solo
+
+
+def solo_episodes(
+    model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast, rows: Sequence[Row], seed: int
+) -> list[Sample]:
+    """One graded episode per row at temperature 1, as the packaged config ``hops_grpo`` plays them."""
+    config = load("hops_grpo")
+    environment = make_environment(config)
+    assert environment is not None
+    engine = TorchEngine(prepare(copy.deepcopy(model)), None, tokenizer, max_rows=512)
+    with Playground(environment, tokenizer, config.rollout) as playground, Scorer(config.reward) as scorer:
+        prompts, _ = encode_prompts(
+            rows,
+            tokenizer,
+            max_prompt_tokens=config.data.max_prompt_tokens,
+            opening=lambda row: playground.opening(row).messages,
+            tools=playground.tools,
+        )
+        samples = evals.generate_samples(
+            {"solo": solo("senior")},
+            engine=engine,
+            tokenizer=tokenizer,
+            prompts=prompts,
+            profile=evals.profile_of(config.eval),
+            samples=1,
+            seed=seed,
+            playground=playground,
+        )
+        return evals.grade(samples, prompts, scorer)

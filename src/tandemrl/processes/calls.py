@@ -1,0 +1,313 @@
+"""Calls that may hang, crash or raise: made in child processes, many at a time in each, or in threads of this process.
+
+Whoever makes calls says with each what is to be told of its outcome, and then polls. Nothing here has a thread of its
+own, and nothing goes on between polls but the calls themselves.
+"""
+
+import itertools
+import json
+import os
+import pickle
+import queue
+import selectors
+import threading
+import time
+import zlib
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal, NamedTuple, Protocol, runtime_checkable
+
+from tandemrl.distributed.watchdog import stamp
+from tandemrl.processes.child import CALLS_AT_ONCE, HERE, READY, Child
+
+START_LIMIT_S = 600.0
+"""It may load an index, or a model."""
+ORPHAN_GRACE_S = 30.0
+"""A process in which a call holds the interpreter for so long beyond the limit has no parent that would kill it."""
+GRACE_S = 2.0
+"""A process in which a call is late has this long to say that it is still there."""
+
+
+class ProcessError(RuntimeError):
+    """A child process cannot be started; the message has its last words."""
+
+
+class Outcome(NamedTuple):
+    """What became of a call. ``value``: the result (JSON); of an ``error``, what was raised; of a ``death``, the last
+    words of the process."""
+
+    how: Literal["result", "error", "timeout", "death"]
+    value: Any = None
+
+
+Deliver = Callable[[Outcome], None]
+"""What is to be done with the outcome of a call, in a poll."""
+
+
+@runtime_checkable
+class Caller(Protocol):
+    """Makes calls of a function with one argument, which is pickled."""
+
+    def call(self, argument: Any, deliver: Deliver, *, key: str) -> None:
+        """Returns at once. Calls of one ``key`` are made in the same process, so that what it remembers is of use."""
+        ...
+
+    def poll(self, *, wait: bool) -> None:
+        """Deliver what there is. ``wait``: at least one outcome, if any call is under way.
+
+        Raises:
+            ProcessError: no process can be started.
+        """
+        ...
+
+    def close(self) -> None:
+        """Kill what runs; nothing more is delivered."""
+        ...
+
+
+class ChildCalls:
+    """Calls in child processes (see `serving.serve_calls`), which are started when first needed.
+
+    A call that is late is given up, and its process gets no further ones: it is killed when the others in it are done.
+    Where a process dies, or is silent because a call holds the interpreter, nobody knows which of several calls is to
+    blame: each is made again, alone in its process.
+
+    Args:
+        setup: the first thing that a child is told; calls it is told from then on.
+        limit_s: after which a call is late.
+    """
+
+    def __init__(self, command: Sequence[str], setup: Any, *, processes: int, limit_s: float) -> None:
+        self._command = tuple(command)
+        self._setup = pickle.dumps((setup, limit_s + ORPHAN_GRACE_S))
+        self._limit_s = limit_s
+        self._lanes = [_Lane() for _ in range(processes)]
+        self._processes: list[_Process] = []
+        self._delivered = 0
+
+    def call(self, argument: Any, deliver: Deliver, *, key: str) -> None:
+        lane = self._lanes[zlib.crc32(key.encode()) % len(self._lanes)]
+        process = lane.process
+        if process is not None and process.ready and not process.begun and not process.running():
+            self._remove(process)  # it died when nobody needed it
+        lane.waiting.append(_Call(pickle.dumps(argument), deliver))
+        self._feed(lane)
+
+    def poll(self, *, wait: bool) -> None:
+        before = self._delivered
+        while nearest := min((due for each in self._processes if (due := each.due(self._limit_s))), default=None):
+            self._listen(max(0.0, nearest - time.monotonic()) if wait else 0.0)
+            stamp()  # a process said something, or will not be waited for any longer
+            for process in tuple(self._processes):
+                self._check(process)
+            for lane in self._lanes:
+                self._feed(lane)
+            if not wait or self._delivered > before:
+                break
+
+    def close(self) -> None:
+        for process in tuple(self._processes):
+            self._remove(process)
+        self._lanes = [_Lane() for _ in self._lanes]
+
+    # ---------------------------------------------------------------------------------------------------------------
+
+    def _feed(self, lane: "_Lane") -> None:
+        """Begin what calls a lane's process takes at once."""
+        if lane.process is None and (lane.alone or lane.waiting):
+            lane.process = _Process(self._command, self._setup, lane)
+            self._processes.append(lane.process)
+        process = lane.process
+        while process is not None and process.ready and (lane.alone or lane.waiting):
+            if not process.begun:
+                process.alone = bool(lane.alone)
+            elif process.alone or len(process.begun) >= CALLS_AT_ONCE:
+                break
+            process.begin((lane.alone or lane.waiting).popleft())
+
+    def _listen(self, timeout: float) -> None:
+        """Hear what processes say, and go on telling them what they have not taken in yet."""
+        with selectors.DefaultSelector() as selector:
+            for process in self._processes:
+                selector.register(process.fileno(), selectors.EVENT_READ, process)
+                if not process.flush():
+                    selector.register(process.ear, selectors.EVENT_WRITE)
+            for chosen, _ in selector.select(timeout):
+                for call, outcome in chosen.data.hear() if chosen.data is not None else ():
+                    self._deliver(call, outcome)
+
+    def _check(self, process: "_Process") -> None:
+        """Give up calls that are late, and a process that died, is silent, or is needed no longer."""
+        now = time.monotonic()
+        if process.here:  # so it is the late calls' own fault
+            process.here, process.asked = False, None
+            late = [number for number, begun in process.begun.items() if now >= begun.since + self._limit_s]
+            for number in late:
+                self._deliver(process.begun.pop(number).call, Outcome("timeout"))
+            if late and process.lane.process is process:
+                process.lane.process = None
+        due = process.due(self._limit_s)
+        if process.alive and (due is None or now < due):
+            if process.lane.process is not process and not process.begun:
+                self._remove(process)
+        elif process.alive and process.ready and process.asked is None:
+            process.ask(now)
+        else:
+            self._bury(process)
+
+    def _bury(self, process: "_Process") -> None:
+        """Of a process that died or is silent."""
+        last_words = self._remove(process)
+        if not process.ready:
+            self.close()
+            raise ProcessError(f"`{' '.join(self._command)}` did not start: {last_words}")
+        calls = [begun.call for begun in process.begun.values()]
+        if len(calls) == 1:
+            self._deliver(calls[0], Outcome("timeout") if process.alive else Outcome("death", last_words))
+        else:
+            process.lane.alone.extend(calls)
+
+    def _remove(self, process: "_Process") -> str:
+        self._processes.remove(process)
+        if process.lane.process is process:
+            process.lane.process = None
+        return process.kill()
+
+    def _deliver(self, call: "_Call", outcome: Outcome) -> None:
+        self._delivered += 1
+        call.deliver(outcome)
+
+
+class ThreadCalls:
+    """Calls in threads of this process. One that is late is given up, but its thread goes on until it ends: nothing can
+    kill it.
+
+    Args:
+        function: returns a JSON text.
+        limit_s: after which a call is late.
+    """
+
+    def __init__(self, function: Callable[[Any], str], *, limit_s: float) -> None:
+        self._function = function
+        self._limit_s = limit_s
+        self._waiting: deque[_Call] = deque()
+        self._begun: dict[int, _Begun] = {}
+        self._outcomes: queue.SimpleQueue[tuple[int, Outcome]] = queue.SimpleQueue()
+        self._numbers = itertools.count()
+
+    def call(self, argument: Any, deliver: Deliver, *, key: str) -> None:
+        self._waiting.append(_Call(pickle.dumps(argument), deliver))  # a copy: calls share nothing
+        self._feed()
+
+    def poll(self, *, wait: bool) -> None:
+        delivered = False
+        while self._begun:
+            try:
+                nearest = min(begun.since for begun in self._begun.values()) + self._limit_s
+                patience = max(0.0, nearest - time.monotonic()) if wait and not delivered else 0.0
+                number, outcome = self._outcomes.get(timeout=patience) if patience else self._outcomes.get_nowait()
+                outcomes = {number: outcome}
+            except queue.Empty:
+                now = time.monotonic()
+                late = [n for n, begun in self._begun.items() if now >= begun.since + self._limit_s]
+                outcomes = dict.fromkeys(late, Outcome("timeout"))
+            for number in outcomes.keys() & self._begun.keys():  # another one was given up before
+                delivered = True
+                self._begun.pop(number).call.deliver(outcomes[number])
+            self._feed()
+            if not outcomes and (delivered or not wait):
+                break
+
+    def close(self) -> None:
+        self._waiting.clear()
+        self._begun.clear()
+
+    def _feed(self) -> None:
+        while self._waiting and len(self._begun) < CALLS_AT_ONCE:
+            call, number = self._waiting.popleft(), next(self._numbers)
+            self._begun[number] = _Begun(call, time.monotonic())
+            threading.Thread(target=self._work, args=(number, call.argument), daemon=True).start()
+
+    def _work(self, number: int, argument: bytes) -> None:
+        try:
+            outcome = Outcome("result", json.loads(self._function(pickle.loads(argument))))
+        except (Exception, SystemExit) as error:
+            outcome = Outcome("error", f"{type(error).__name__}: {error}")
+        self._outcomes.put((number, outcome))
+
+
+# --------------------------------------------------------------------------------------------------------------------
+
+
+class _Call(NamedTuple):
+    argument: bytes
+    """Pickled."""
+    deliver: Deliver
+
+
+class _Begun(NamedTuple):
+    call: _Call
+    since: float
+
+
+@dataclass(eq=False)
+class _Lane:
+    """The calls of some keys, and the process that they are made in. ``alone``: those that it must not share."""
+
+    process: "_Process | None" = None
+    waiting: deque[_Call] = field(default_factory=deque)
+    alone: deque[_Call] = field(default_factory=deque)
+
+
+class _Process(Child):
+    """asked: since when it does not say whether it is there. here: it said so. alone: its call must have no company."""
+
+    def __init__(self, command: Sequence[str], setup: bytes, lane: _Lane) -> None:
+        super().__init__(command)
+        os.set_blocking(self.ear, False)
+        self.lane = lane
+        self.begun: dict[int, _Begun] = {}
+        self.ready = self.here = self.alone = False
+        self.asked: float | None = None
+        self._started = time.monotonic()
+        self._numbers = itertools.count()
+        self.send(setup)
+
+    def begin(self, call: _Call) -> None:
+        number = next(self._numbers)
+        self.begun[number] = _Begun(call, time.monotonic())
+        self.send(pickle.dumps((number, call.argument)))
+
+    def ask(self, now: float) -> None:
+        self.asked = now
+        self.send(pickle.dumps(None))
+
+    def due(self, limit_s: float) -> float | None:
+        """When something has to happen; None: nothing is awaited."""
+        if not self.ready:
+            return self._started + START_LIMIT_S
+        if self.asked is not None:
+            return self.asked + GRACE_S
+        return min(begun.since for begun in self.begun.values()) + limit_s if self.begun else None
+
+    def hear(self) -> list[tuple[_Call, Outcome]]:
+        """The calls that it says are done."""
+        done = []
+        self.asked = time.monotonic() if self.asked is not None else None  # it says something: it is there
+        for line in self.lines():
+            if line == READY.encode():
+                self.ready = True
+            elif line == HERE.encode():
+                self.here = True
+            else:
+                try:
+                    said = json.loads(line)
+                    begun = self.begun.pop(said.pop("number"), None)
+                    [(how, value)] = said.items()
+                except (ValueError, KeyError, AttributeError):  # something else than our code spoke
+                    self.alive = False
+                    break
+                if begun is not None:  # it was not given up
+                    done.append((begun.call, Outcome(how, value)))
+        return done

@@ -1,0 +1,130 @@
+"""A child process that can be killed: pickles in, JSON lines out. The parent is trusted, a child that works on hostile
+input is not. It is a plain process, not a `multiprocessing` one: it imports neither torch nor the user's main script.
+It leads a process group of its own, so that what it starts ends with it.
+"""
+
+import contextlib
+import os
+import pickle
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NoReturn
+
+READY = '"ready"'
+"""The first line that a child says: everything is imported."""
+HERE = '"here"'
+"""What a child says when it is asked, by None in place of a call, whether anything still runs in it."""
+CALLS_AT_ONCE = 32
+"""In one process that makes several. Most of them wait: for a service, or for each other."""
+
+
+class Child:
+    """The parent's side of it. ``alive`` is False once it has closed its output."""
+
+    def __init__(self, command: Sequence[str]) -> None:
+        path = dict.fromkeys([str(Path(__file__).parents[2]), *filter(None, sys.path)])
+        self._errors = tempfile.TemporaryFile()  # noqa: SIM115 - closed in kill()
+        self._process = subprocess.Popen(
+            command,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self._errors,
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(path)},
+            bufsize=0,
+            start_new_session=True,
+        )
+        self._received = bytearray()
+        self._unsent = memoryview(b"")
+        self.alive = True
+
+    def fileno(self) -> int:
+        """Of what it says."""
+        assert self._process.stdout is not None
+        return self._process.stdout.fileno()
+
+    @property
+    def ear(self) -> int:
+        """The descriptor that it is told by."""
+        assert self._process.stdin is not None
+        return self._process.stdin.fileno()
+
+    def running(self) -> bool:
+        return self._process.poll() is None
+
+    def send(self, data: bytes) -> bool:
+        """Write, after what could not be written before; see `flush`."""
+        self._unsent = memoryview(bytes(self._unsent) + data)
+        return self.flush()
+
+    def flush(self) -> bool:
+        """Write what is left, and say whether all of it is written: with ``os.set_blocking(child.ear, False)``, only
+        what does not have to wait. What a child that died was to be told is dropped: `lines` will find that out."""
+        try:
+            while self._unsent:
+                self._unsent = self._unsent[os.write(self.ear, self._unsent) :]
+        except BlockingIOError:
+            return False
+        except BrokenPipeError:
+            self._unsent = memoryview(b"")
+        return True
+
+    def lines(self) -> list[bytes]:
+        """The lines that it has said in full; waits for some output, or for its end."""
+        part = os.read(self.fileno(), 2**16)
+        self.alive = part != b""
+        self._received += part
+        end = self._received.rfind(b"\n", len(self._received) - len(part)) + 1
+        said, self._received = bytes(self._received[:end]), self._received[end:]
+        return said.splitlines()
+
+    def kill(self) -> str:
+        """End the process and what it started; returns the end of what it wrote to stderr, or its exit status."""
+        with contextlib.suppress(ProcessLookupError, PermissionError):  # nothing is left of the group
+            os.killpg(self._process.pid, signal.SIGKILL)
+        for pipe in (self._process.stdin, self._process.stdout):
+            assert pipe is not None
+            pipe.close()  # not read to its end: a process that left the group may hold the other one
+        self._process.wait()
+        with self._errors as errors:
+            errors.seek(0)
+            return errors.read().decode(errors="replace").strip()[-500:] or f"exit status {self._process.returncode}"
+
+
+class Parent:
+    """The child's side. What calls start and libraries print has no part in it: they find standard input empty, and
+    standard output is stderr. Signals to the whole job are left to the parent, which finishes its step first."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._told = os.fdopen(os.dup(sys.stdin.fileno()), "rb")
+        self._descriptor = os.dup(sys.stdout.fileno())
+        with open(os.devnull, "rb") as nothing:
+            os.dup2(nothing.fileno(), sys.stdin.fileno())
+        os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
+        for each in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(each, signal.SIG_IGN)
+
+    def hear(self) -> Any:
+        """What the child is told next. Once the parent is gone, it ends, and so does what it started."""
+        try:
+            return pickle.load(self._told)
+        except EOFError:
+            _end()
+
+    def say(self, line: str) -> None:
+        """One JSON line, from any thread."""
+        left = memoryview(line.encode() + b"\n")
+        with self._lock:
+            while left:
+                left = left[os.write(self._descriptor, left) :]
+
+
+def _end() -> NoReturn:
+    if os.getpgrp() == os.getpid():
+        os.killpg(0, signal.SIGKILL)
+    os._exit(0)  # whatever still hangs

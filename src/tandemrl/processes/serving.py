@@ -1,0 +1,47 @@
+"""The child's side of `calls.ChildCalls`."""
+
+import json
+import pickle
+import signal
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+from tandemrl.processes.child import CALLS_AT_ONCE, HERE, READY, Parent
+
+
+def serve_calls(prepare: Callable[[Any], Callable[[Any], str]]) -> None:
+    """Make calls, in threads, until the parent is gone.
+
+    Args:
+        prepare: given the parent's setup, returns the function that is called; that returns a JSON text.
+    """
+    parent = Parent()
+    setup, patience_s = parent.hear()
+    function = prepare(setup)
+
+    def work(number: int, argument: bytes) -> None:
+        try:
+            said = f'"result": {function(pickle.loads(argument))}'
+        except (Exception, SystemExit) as error:
+            said = f'"error": {json.dumps(f"{type(error).__name__}: {error}")}'
+        parent.say(f'{{"number": {number}, {said}}}')
+
+    def beat() -> None:
+        """A call that holds the interpreter outlives its parent unseen: the alarm ends it, from the kernel."""
+        while True:
+            signal.setitimer(signal.ITIMER_REAL, patience_s)
+            time.sleep(min(1.0, patience_s / 2))
+
+    signal.signal(signal.SIGALRM, signal.SIG_DFL)
+    threading.Thread(target=beat, daemon=True).start()
+    threads = ThreadPoolExecutor(CALLS_AT_ONCE)
+    parent.say(READY)
+    while True:
+        asked = parent.hear()
+        if asked is None:
+            parent.say(HERE)
+        else:
+            threads.submit(work, *asked)

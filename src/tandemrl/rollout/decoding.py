@@ -1,0 +1,391 @@
+"""The rows being decoded by the reference engine: who is in the batch, one token for each of them, where they end.
+
+Each step feeds the last token of every row to both models, picks each row's logits from the model that writes its next
+token, and draws that token by a counter-based key. Bookkeeping lives on the host; the device sees rows only.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from jaxtyping import Float, Float64, Int64
+from torch import Tensor, nn
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from tandemrl.models.sampling import Truncation, draw, kept_tokens, penalise, race_times
+from tandemrl.rollout.engine import Aborts, Completion, EngineError, Request, StopReason
+from tandemrl.rollout.kv_cache import KVCache, Layers, column_mask, extend, prefill
+from tandemrl.selection.draws import SAMPLING, fold_in, stream
+from tandemrl.selection.live import LiveSelection
+from tandemrl.types import Transcript
+
+_WRITERS = {"both": (0, 1), "senior": (1,), "junior": (0,)}
+RACES_AHEAD = 16  # steps whose random numbers are made at once, fewer where there are many rows
+
+
+@dataclass(frozen=True, slots=True)
+class Decoder:
+    """What decodes, by author (0 junior, 1 senior): models, LM heads, and the decoding step of each."""
+
+    models: Mapping[int, PreTrainedModel]
+    heads: Mapping[int, nn.Linear]
+    steps: Mapping[int, Callable[..., Tensor]]
+    vocabulary: int
+    eos: Sequence[int]
+    tokenizer: PreTrainedTokenizerBase
+    """Used for stop strings only."""
+
+
+@dataclass(slots=True, eq=False)
+class Row:
+    """One completion on its way; ``number`` is its row of the output arrays."""
+
+    request: Request
+    key: int
+    number: int
+    index: int = 0
+    """Of its turn."""
+    start: int = 0
+    """Column of the output arrays where its turn begins."""
+    written: int = 0
+    """Columns of the output arrays that it has filled. Up to date where no token is being written."""
+    own: int = 0
+    """Own tokens of the turns that are over."""
+    stop_reason: StopReason | None = None
+    """Why its turn has ended, and in the end its completion; None: it is being written or waits to be."""
+    kept: dict[int, Layers] = field(default_factory=dict)
+    """Between two turns, by author: keys and values of all but the last token."""
+    senior_next: bool = False
+    """Between two turns: what the strategy said after the last token."""
+
+    @property
+    def world(self) -> int:
+        """Tokens of the world, between two turns."""
+        return self.written - self.own
+
+    @property
+    def own_left(self) -> int:
+        """Own tokens that may come in further turns."""
+        return self.request.sampling.max_tokens - self.own
+
+    def end(self, reason: StopReason | None) -> None:
+        """No further turn comes."""
+        self.stop_reason, self.kept = reason, {}
+
+
+class DecodingBatch:
+    """The rows being decoded. ``rows[i]`` owns entry i of every tensor and row i of every KV cache.
+
+    A row that has ended stands still: its place is taken by a row whose next turn begins, or given up by ``retire``.
+
+    Args:
+        total: completions of all requests.
+        turns: rows may come back after they ended: columns for what the world says.
+    """
+
+    def __init__(self, decoder: Decoder, requests: Sequence[Request], total: int, *, turns: bool) -> None:
+        self.decoder, self.turns = decoder, turns
+        self.rows: list[Row] = []
+        writers = {who for request in requests for who in _WRITERS[request.strategy.writers]}
+        self.caches = {who: KVCache() for who in sorted(writers)}
+        self.selection = LiveSelection()  # by number
+        samplings = [r.sampling for r in requests]
+        self.penalised = any(s.penalised for s in samplings)
+        self.truncated = any(s.truncated for s in samplings)
+        self.greedy = any(s.temperature == 0 for s in samplings)
+        self.scaled = any(s.temperature not in (0, 1) for s in samplings)
+        self.stop_strings = any(s.stop for s in samplings)
+        self.stops = _StopTable(decoder, requests)
+        self.device = decoder.heads[1].weight.device
+        # What follows the prompts, one row per completion of the call. The last column takes what ended rows sample.
+        width = 1 + max((r.sampling.max_tokens + turns * r.world_tokens for r in requests), default=0)
+        self.tokens = torch.empty(total, width, dtype=torch.int64)
+        self.authors = torch.empty(total, width, dtype=torch.int8)
+        self.logprobs = torch.empty(total, width, dtype=torch.float32)
+        # Host side, one entry per row.
+        self.number = torch.empty(0, dtype=torch.int64)
+        self.limit = torch.empty(0, dtype=torch.int64)  # the column where the turn ends at the latest
+        self.live = torch.empty(0, dtype=torch.bool)
+        self.last = torch.empty(0, dtype=torch.int64)
+        self.position = torch.empty(0, dtype=torch.int64)  # of the last token
+        self.stream = torch.empty(0, dtype=torch.int64)
+        self.written = torch.empty(0, dtype=torch.int64)
+        self.shift = torch.empty(0, dtype=torch.int64)  # from the column to the counter of sampling draws
+        self.author = torch.empty(0, dtype=torch.bool)
+        self.stop_row = torch.empty(0, dtype=torch.int64)
+        # Device side, one row each: temperature, top_k, top_p, min_p, penalties; token counts when penalised.
+        self.parameters = torch.empty(0, 7, dtype=torch.float32, device=self.device)
+        self.races: list[Tensor] = []  # of the coming steps, the next one last
+        self.seen = torch.empty(0, decoder.vocabulary, dtype=torch.bool, device=self.device)  # before this turn
+        self.counts = torch.empty(0, decoder.vocabulary, dtype=torch.int64, device=self.device)  # in this turn
+
+    def own_tokens(self, row: Row) -> Int64[Tensor, " n"]:
+        """Of the turn that a row has ended."""
+        return self.tokens[row.number, row.start : row.written]
+
+    def completion(self, row: Row, version: int, transcript: Transcript | None) -> Completion:
+        assert row.stop_reason is not None
+        tokens, authors, logprobs = (
+            x[row.number, : row.written].numpy().copy() for x in (self.tokens, self.authors, self.logprobs)
+        )
+        return Completion(row.key, tokens, authors, logprobs, row.stop_reason, version, transcript)
+
+    # ------------------------------------------------------------------------------------------------- coming and going
+
+    def admit(self, new: list[Row]) -> None:
+        """Compute the prompts of new rows, each distinct request once, and append the rows to the batch."""
+        if not new:
+            return
+        requests = list({id(row.request): row.request for row in new}.values())
+        place = {id(request): i for i, request in enumerate(requests)}
+        source = torch.tensor([place[id(row.request)] for row in new])
+        for who, cache in self.caches.items():
+            prefilled = prefill(self.decoder.models[who], [list(r.prompt) for r in requests])
+            cache.append(prefilled, source, len(self.rows))
+        author = self.selection.admit(
+            torch.tensor([row.number for row in new]),
+            [row.request.strategy for row in new],
+            torch.tensor([row.key for row in new], dtype=torch.int64),
+            [row.request.history for row in new] if any(row.request.history for row in new) else None,
+        )
+        for name, entries in self._entries(new, author).items():
+            setattr(self, name, torch.cat([getattr(self, name), entries]))
+        self.rows += new
+        self.races = []
+
+    def resume(self, back: list[tuple[Row, Sequence[int]]]) -> None:
+        """The next turns of rows begin, after what the world said. Each takes the place of an ended row.
+
+        What was computed of a row is put back, and the world's tokens are computed on top of it, in one forward.
+        """
+        rows = [row for row, _ in back]
+        self._make_places(len(rows))
+        places = (~self.live).nonzero().squeeze(1)[: len(rows)]
+        self.rows += rows[: len(self.live) - len(self.rows)]  # of new places; all are filled below
+        # The last own token is not computed yet, and that of the world is fed by the next step.
+        starts = [len(row.request.prompt) + row.written - 1 for row in rows]
+        chunks = [[int(self.tokens[row.number, row.written - 1]), *context[:-1]] for row, context in back]
+        for who, cache in self.caches.items():
+            for place, row in zip(places.tolist(), rows, strict=True):
+                cache.put(place, row.kept[who])
+            extend(self.decoder.models[who], cache, places.tolist(), starts, chunks)
+        for place, (row, context) in zip(places.tolist(), back, strict=True):
+            said = slice(row.written, row.written + len(context))
+            self.tokens[row.number, said] = torch.tensor(context, dtype=torch.int64)
+            self.authors[row.number, said], self.logprobs[row.number, said] = -1, 0.0
+            row.start = row.written = said.stop
+            row.index, row.stop_reason, row.kept = row.index + 1, None, {}
+            self.rows[place] = row
+        author = self.selection.turn(
+            torch.tensor([row.number for row in rows]), torch.tensor([row.senior_next for row in rows])
+        )
+        for name, entries in self._entries(rows, author).items():
+            whole = getattr(self, name)
+            setattr(self, name, whole.index_copy(0, places.to(whole.device), entries))
+        self.races = []
+
+    def _entries(self, rows: Sequence[Row], author: Tensor) -> dict[str, Tensor]:
+        """What the tensors hold of rows whose turns begin."""
+        texts = [[*row.request.prompt, *self.tokens[row.number, : row.written].tolist()] for row in rows]
+        columns = {
+            "number": [row.number for row in rows],
+            "last": [text[-1] for text in texts],
+            "position": [len(text) - 1 for text in texts],
+            "written": [row.written for row in rows],
+            "shift": [sum(map(len, row.request.history)) - row.world for row in rows],
+            "limit": [row.written + min(row.request.turn_tokens or row.own_left, row.own_left) for row in rows],
+            "stop_row": [self.stops.row(row.request) for row in rows],
+        }
+        entries = {name: torch.tensor(values, dtype=torch.int64) for name, values in columns.items()}
+        keys = torch.tensor([row.key for row in rows], dtype=torch.int64)
+        entries |= {"stream": stream(keys, SAMPLING), "author": author, "live": torch.ones_like(author)}
+        parameters = [
+            (s.temperature, s.top_k, s.top_p, s.min_p, s.repetition_penalty, s.presence_penalty, s.frequency_penalty)
+            for s in (row.request.sampling for row in rows)
+        ]
+        entries["parameters"] = torch.tensor(parameters, dtype=torch.float32).to(self.device)
+        if self.penalised:
+            seen = torch.zeros(len(rows), self.decoder.vocabulary, dtype=torch.bool)
+            for i, text in enumerate(texts):
+                seen[i, text] = True
+            entries["seen"] = seen.to(self.device)
+            entries["counts"] = torch.zeros_like(entries["seen"], dtype=torch.int64)
+        return entries
+
+    def _names(self) -> list[str]:
+        """Of the tensors that have an entry per row."""
+        host = ["last", "position", "stream", "written", "shift", "author", "stop_row", "number", "limit", "live"]
+        return [*host, "parameters", *(["seen", "counts"] if self.penalised else [])]
+
+    def _make_places(self, count: int) -> None:
+        """So many at least that no row is written in."""
+        missing = count - int((~self.live).sum())
+        if missing <= 0:
+            return
+        for name in self._names():
+            old = getattr(self, name)
+            setattr(self, name, torch.cat([old, old.new_zeros(missing, *old.shape[1:])]))
+        for cache in self.caches.values():
+            cache.reserve(rows=len(self.live))
+
+    def retire(self) -> None:
+        """Drop ended rows once they make up an eighth of the batch, so that caches are copied rarely."""
+        index = self.live.nonzero().squeeze(1)
+        ended = len(self.rows) - len(index)
+        if ended == 0 or (len(index) and 8 * ended < len(self.rows)):
+            return
+        self.rows = [self.rows[i] for i in index.tolist()]
+        self.races = []
+        for cache in self.caches.values():
+            cache.keep(index, int(self.position[index].max()) + 1 if len(index) else 0)
+        for name in self._names():
+            whole = getattr(self, name)
+            setattr(self, name, whole[index.to(whole.device)])
+
+    def abort(self, aborts: Aborts) -> None:
+        """End the aborted rows."""
+        for i in self.live.nonzero().squeeze(1).tolist():
+            row = self.rows[i]
+            if row.key in aborts:
+                row.stop_reason, row.written, self.live[i] = "abort", int(self.written[i]), False
+
+    # -------------------------------------------------------------------------------------------------------- one token
+
+    def step(self) -> tuple[int, list[Row]]:
+        """Every live row gets one token from its author; how many rows that were, and those whose turn has ended."""
+        logits = self._author_logits()
+        tokens, logprobs = self._sample(logits, self._race())
+        if self.penalised:
+            self.counts.scatter_add_(1, tokens[:, None], torch.ones_like(tokens[:, None]))
+        tokens = tokens.cpu()
+        # A row that may come back keeps its state and its columns. Of another, nobody asks what it goes on with.
+        on = self.live.nonzero().squeeze(1) if self.turns and not bool(self.live.all()) else slice(None)
+        number, written = self.number[on], self.written[on]
+        self.tokens[number, written] = tokens[on]
+        self.authors[number, written] = self.author[on].to(torch.int8)
+        self.logprobs[number, written] = logprobs.cpu()[on]
+
+        live = int(self.live.sum())
+        # An ended row stands still until it is retired: it must not outgrow its model's context or its output row.
+        self.position, self.written = self.position + self.live, self.written + self.live
+        ended = self._finish(tokens)
+        author = self.selection.step(number, tokens[on])
+        self.author = author if isinstance(on, slice) else self.author.index_copy(0, on, author)
+        self.last = tokens
+        for i in ended:
+            self._leave(i)
+        return live, [self.rows[i] for i in ended]
+
+    def _finish(self, tokens: Int64[Tensor, " b"]) -> list[int]:
+        """End the rows whose last token is a stop or EOS token, completes a stop string, or is the last allowed."""
+        stop = self.stops.stop[self.stop_row, tokens]
+        ended = (stop | (self.written == self.limit)) & self.live
+        if self.stop_strings:
+            hits = [live and self._hits_stop_string(i) for i, live in enumerate(self.live.tolist())]
+            stop = stop | torch.tensor(hits)
+            ended = ended | (stop & self.live)
+        if not bool(ended.any()):
+            return []
+        eos = self.stops.eos[self.stop_row, tokens]
+        indices = ended.nonzero().squeeze(1).tolist()
+        for i in indices:
+            self.rows[i].stop_reason = "eos" if eos[i] else "stop" if stop[i] else "length"
+            self.rows[i].written = int(self.written[i])
+        self.live = self.live & ~ended
+        return indices
+
+    def _leave(self, i: int) -> None:
+        """A row's turn has ended: what a further one would need is kept."""
+        row = self.rows[i]
+        row.own += row.written - row.start
+        if self.turns and row.own_left and row.world < row.request.world_tokens:
+            row.senior_next = bool(self.author[i])
+            row.kept = {who: cache.take(i, int(self.position[i])) for who, cache in self.caches.items()}
+
+    def _author_logits(self) -> Float[Tensor, "b v"]:
+        """Both models read the last token of every row; each row's logits are those of its author's model."""
+        vocabulary, width = self.decoder.vocabulary, int(self.position.max()) + 1
+        logits = torch.empty(0)
+        masks: dict[tuple[torch.device, torch.dtype], Tensor] = {}  # the same for both models, as a rule
+        for who, cache in self.caches.items():
+            head = self.decoder.heads[who]
+            device = head.weight.device
+            position = self.position.to(device)
+            kind = (device, head.weight.dtype)
+            if kind not in masks:
+                masks[kind] = column_mask(position, width, head.weight.dtype)[:, None, None]
+            cache.reserve(width)
+            hidden = self.decoder.steps[who](self.last.to(device), position, cache.layers, masks[kind])
+            mine = self.author == bool(who)
+            if bool(mine.all()):
+                logits = head(hidden)[:, :vocabulary].float().to(self.device)
+            elif len(self.caches) == 1:
+                raise EngineError("a strategy let somebody write who it promised would not (Strategy.writers)")
+            elif bool(mine.any()):
+                if logits.shape[0] == 0:
+                    logits = torch.empty(len(self.rows), vocabulary, device=self.device)
+                index = mine.nonzero().squeeze(1)
+                logits[index.to(self.device)] = head(hidden[index.to(device)])[:, :vocabulary].float().to(self.device)
+        return logits
+
+    def _race(self) -> Float64[Tensor, "b r"]:
+        """The random numbers of this step's draws. They depend on no logit: those of many steps cost hardly more."""
+        if not self.races:
+            ahead = torch.arange(max(1, min(RACES_AHEAD, 512 // len(self.rows))))
+            counters = (self.written + self.shift)[:, None] + ahead
+            times = race_times(fold_in(self.stream[:, None], counters).to(self.device), self.decoder.vocabulary)
+            self.races = [*times.unbind(1)][::-1]
+        return self.races.pop()
+
+    def _sample(self, logits: Tensor, race: Tensor) -> tuple[Int64[Tensor, " b"], Float[Tensor, " b"]]:
+        if not (self.penalised or self.scaled or self.greedy or self.truncated):
+            return draw(logits, race)
+        temperature, top_k, top_p, min_p, repetition, presence, frequency = self.parameters.split(1, dim=1)
+        if self.penalised:
+            logits = penalise(
+                logits,
+                seen_in_prompt=self.seen,
+                output_counts=self.counts,
+                repetition=repetition,
+                presence=presence,
+                frequency=frequency,
+            )
+        raw = logits
+        if self.scaled or self.greedy:
+            logits = logits / torch.where(temperature > 0, temperature, 1.0)
+        if self.truncated:
+            logits = logits.masked_fill(~kept_tokens(logits, Truncation(top_k.long(), top_p, min_p)), -torch.inf)
+        tokens, logprobs = draw(logits, race)
+        if self.greedy:
+            deterministic = (temperature == 0).squeeze(1)
+            tokens = torch.where(deterministic, raw.argmax(-1), tokens)
+            logprobs = torch.where(deterministic, 0.0, logprobs)
+        return tokens, logprobs
+
+    def _hits_stop_string(self, i: int) -> bool:
+        row = self.rows[i]
+        stops = row.request.sampling.stop
+        if not stops:
+            return False
+        # A character is at most four byte tokens, and the last token completes the stop string.
+        written = int(self.written[i])
+        tail = self.tokens[row.number, max(row.start, written - 4 * max(map(len, stops)) - 4) : written]
+        text = self.decoder.tokenizer.decode(tail.tolist(), skip_special_tokens=False)
+        return any(stop in text for stop in stops)
+
+
+class _StopTable:
+    """Which tokens end a row: one boolean row per distinct (ignore_eos, stop_token_ids)."""
+
+    def __init__(self, decoder: Decoder, requests: Sequence[Request]) -> None:
+        kinds = dict.fromkeys((r.sampling.ignore_eos, r.sampling.stop_token_ids) for r in requests)
+        self.index = {kind: i for i, kind in enumerate(kinds)}
+        self.stop = torch.zeros(len(kinds), decoder.vocabulary, dtype=torch.bool)
+        self.eos = torch.zeros_like(self.stop)
+        for (ignore_eos, ids), i in self.index.items():
+            self.eos[i, list(() if ignore_eos else decoder.eos)] = True
+            self.stop[i, list(ids)] = True
+        self.stop |= self.eos
+
+    def row(self, request: Request) -> int:
+        return self.index[(request.sampling.ignore_eos, request.sampling.stop_token_ids)]

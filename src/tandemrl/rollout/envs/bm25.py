@@ -1,0 +1,180 @@
+"""Search by words: BM25 of package bm25s (Lucene's, k1 1.5, b 0.75) over Snowball's stems without stop words."""
+
+import json
+import os
+import sys
+from bisect import bisect_left
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from tandemrl.data.documents import Document, document
+from tandemrl.data.loading import read_jsonl
+from tandemrl.data.rows import DataError
+from tandemrl.files import write_directory
+from tandemrl.rollout.envs.environment import BrokenEnvironmentError
+
+_DOCUMENTS, _OFFSETS, _ORDER = "documents.jsonl", "documents.offsets.npy", "documents.order.npy"
+"""Beside bm25s's own files: the documents, where each line of that file begins, and their places by id."""
+
+
+class WordIndex:
+    """Texts that can be searched by words.
+
+    Raises:
+        BrokenEnvironmentError: bm25s or PyStemmer is not installed.
+    """
+
+    def __init__(self, texts: Sequence[str]) -> None:
+        self._count, self._index = len(texts), indexed(texts)
+
+    def scores(self, query: str) -> np.ndarray:
+        """How well each text matches; 0 where no word is shared."""
+        words = tokenized([query])[0]
+        if self._index is None or not words:
+            return np.zeros(self._count, np.float32)
+        return self._index.get_scores(words)
+
+
+class Corpus:
+    """Documents that `write_corpus` indexed: the index is memory-mapped, a document is read when it is found.
+
+    Raises:
+        BrokenEnvironmentError: the folder has no index, or a package is not installed.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        bm25s = _bm25s()
+        if not (folder / _OFFSETS).is_file():
+            raise BrokenEnvironmentError(
+                f"retrieval.index={folder}: no index there; write one: tandemrl data index CORPUS.jsonl --out {folder}"
+            )
+        try:
+            self._index = bm25s.BM25.load(folder, mmap=True, show_progress=False)
+            self._offsets = np.load(folder / _OFFSETS, mmap_mode="r")
+            self._order = np.load(folder / _ORDER, mmap_mode="r")
+            self._documents = (folder / _DOCUMENTS).open("rb")
+        except (OSError, ValueError, KeyError) as error:
+            raise BrokenEnvironmentError(f"retrieval.index={folder}: {type(error).__name__}: {error}") from error
+
+    def search(self, query: str, count: int) -> list[Document]:
+        """The documents that match a query best; none that shares no word with it."""
+        words = tokenized([query])[0]
+        if not words:
+            return []
+        scores = self._index.get_scores(words)
+        matching = np.flatnonzero(scores > 0)
+        return [self._document(int(matching[place])) for place in best(scores[matching], count)]
+
+    def find(self, id: str) -> Document | None:
+        """The document with an id."""
+        at = bisect_left(self._order, id, key=lambda place: self._document(int(place)).id)
+        found = self._document(int(self._order[at])) if at < len(self._order) else None
+        return found if found is not None and found.id == id else None
+
+    def _document(self, place: int) -> Document:
+        begin, end = self._offsets[place : place + 2].tolist()
+        line = os.pread(self._documents.fileno(), end - begin, begin)
+        return document(json.loads(line), f"{self._documents.name}, document {place + 1}")
+
+
+def write_corpus(corpus: Path, out: Path) -> int:
+    """Index the documents of a JSON Lines file for `Corpus`, in a folder that appears when all of it is written.
+
+    Each line is a document as in `data.documents.documents_of`, with an ``id`` that no other has.
+
+    Returns:
+        the number of documents.
+
+    Raises:
+        DataError: a line is no such document.
+        BrokenEnvironmentError: a package is not installed.
+    """
+    seen: dict[str, None] = {}
+    texts: list[str] = []
+    offsets = [0]
+
+    def fill(folder: Path) -> None:
+        with (folder / _DOCUMENTS).open("wb") as file:
+            for line, record in read_jsonl(corpus):
+                where = f"{corpus}, line {line}"
+                each = document(record, where)
+                if each.id in seen:
+                    raise DataError(f"{where}: two documents have the id {each.id!r}")
+                seen[each.id] = None
+                texts.append(each.text)
+                content = {"id": each.id, "title": each.title, "text": each.text}
+                file.write(json.dumps(content, ensure_ascii=False).encode() + b"\n")
+                offsets.append(file.tell())
+        index = indexed(texts)
+        if index is None:
+            raise DataError(f"{corpus}: no document has a word")
+        index.save(folder, show_progress=False)
+        np.save(folder / _OFFSETS, np.array(offsets, np.int64))
+        ids = [*seen]
+        np.save(folder / _ORDER, np.array(sorted(range(len(ids)), key=ids.__getitem__), np.int64))
+
+    write_directory(out, fill)
+    return len(texts)
+
+
+def best(scores: np.ndarray, count: int) -> list[int]:
+    """The places of the greatest scores, best first; of equal ones the first."""
+    if count < len(scores):
+        least = np.partition(scores, len(scores) - count)[len(scores) - count]
+        places = np.flatnonzero(scores >= least)
+    else:
+        places = np.arange(len(scores))
+    return places[np.argsort(-scores[places], kind="stable")][:count].tolist()
+
+
+def indexed(texts: Sequence[str]) -> Any | None:
+    """bm25s's index of texts; None where they have no words at all."""
+    words = tokenized(texts)
+    if not any(words):
+        return None
+    index = _bm25s().BM25(k1=1.5, b=0.75, method="lucene", backend="numpy")
+    index.index(words, show_progress=False)
+    return index
+
+
+def tokenized(texts: Sequence[str]) -> list[list[str]]:
+    """The stems of each text's words of two letters or more, without stop words."""
+    return _bm25s().tokenize(list(texts), stopwords="en", stemmer=_stemmer(), return_ids=False, show_progress=False)
+
+
+def _bm25s() -> Any:
+    try:
+        with _without_numba():
+            import bm25s
+    except ImportError:
+        raise BrokenEnvironmentError(_MISSING.format("bm25s")) from None
+    return bm25s
+
+
+@contextmanager
+def _without_numba() -> Iterator[None]:
+    """bm25s imports numba, where it is installed, for a backend that is not used here. Where numba is loaded no vLLM
+    engine starts any more: version 0.32 asks objects of all modules for their attributes, and one of numba's fails."""
+    hidden = "numba" not in sys.modules
+    if hidden:
+        sys.modules["numba"] = None  # type: ignore[assignment]  # Python's way to say that it cannot be imported
+    try:
+        yield
+    finally:
+        if hidden:
+            del sys.modules["numba"]
+
+
+def _stemmer() -> Any:
+    try:
+        import Stemmer
+    except ImportError:
+        raise BrokenEnvironmentError(_MISSING.format("PyStemmer")) from None
+    return Stemmer.Stemmer("english")
+
+
+_MISSING = "searching by words needs {}: pip install 'tandemrl[retrieval]', or retrieval.retriever=golden"

@@ -1,0 +1,309 @@
+"""Episodes of authors in an environment: what an engine's turns become, and what the environment's answers become.
+
+Token ids to text, text to a message, the message to the environment, its answer to token ids. The environment answers
+elsewhere (`processes.calls`), so that no row waits for another one's tool, and none for a tool that hangs.
+"""
+
+import json
+import os
+import sys
+from collections import Counter, deque
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field, replace
+from types import TracebackType
+from typing import Any
+
+from tandemrl.config import Config, ConfigError, RolloutConfig
+from tandemrl.data.rows import Row
+from tandemrl.distributed.watchdog import stamp
+from tandemrl.messages import Message, Transcript, sound
+from tandemrl.processes.calls import Caller, ChildCalls, Outcome, ProcessError, ThreadCalls
+from tandemrl.rollout.engine import EngineError, Reply, Request, StopReason, Turn
+from tandemrl.rollout.envs.environment import Environment, Opening, State
+from tandemrl.rollout.envs.factory import make_environment
+from tandemrl.rollout.envs.parsing import parse_turn
+from tandemrl.rollout.envs.rendering import Rendering
+from tandemrl.rollout.envs.tools import sample
+from tandemrl.rollout.envs.worker import answering
+
+WORKER = (sys.executable, "-P", "-m", "tandemrl.rollout.envs.worker")
+COUNTS = ("turns", "tool_calls", "tool_errors", "invalid_calls", "tool_timeouts", "cut_results")
+"""What is counted of every episode, whatever the environment counts beside it."""
+_NOT_THEIRS = {*COUNTS, "world_tokens"} - {"tool_errors"}
+"""What an environment cannot count: metrics have these names."""
+
+
+class Playground:
+    """An environment, ready to be played in: its tools as the authors are told of them, how a row begins, and one
+    `Episodes` for each call of ``generate``. It lives as long as a run.
+
+    Args:
+        environment: what the authors act in.
+        caller: where it answers. None: in threads of this process, in which a call that is late is given up but cannot
+            be killed; for environments that exist nowhere else, as in a notebook.
+        eos_token_ids: what ends a turn for the engine; None: the tokenizer's.
+
+    Raises:
+        ConfigError: a tool cannot be described, or the tokenizer's chat template is of no use: it does not go with
+            turns, or its calls could not be read.
+    """
+
+    def __init__(
+        self,
+        environment: Environment,
+        tokenizer: Any,
+        config: RolloutConfig,
+        *,
+        caller: Caller | None = None,
+        eos_token_ids: Collection[int] | None = None,
+    ) -> None:
+        self.environment = environment
+        self.name = type(environment).__name__ if config.environment == "single" else config.environment
+        self.tools = environment.tool_schemas()
+        """Their schemas, for the chat template."""
+        self.schemas = {schema["function"]["name"]: schema for schema in self.tools}
+        self.max_turns = config.max_turns
+        self.tool_timeout_s = config.tool_timeout_s
+        self._config = config
+        self.caller = caller or ThreadCalls(answering(environment), limit_s=config.tool_timeout_s)
+        self._ends = frozenset([tokenizer.eos_token_id] if eos_token_ids is None else eos_token_ids)
+        self.rendering = Rendering(
+            tokenizer,
+            self.tools,
+            eos_token_ids=self._ends,
+            result_tokens=config.result_tokens,
+            keep_turns=config.keep_turns,
+        )
+        self._tokenizer = tokenizer
+        self._prefix = self.rendering.prefix
+        for schema in self.tools:
+            self._check_call(schema["function"])
+
+    def opening(self, row: Row) -> Opening:
+        """How an episode begins.
+
+        Raises:
+            EngineError: the environment fails; names it and the row.
+        """
+        try:
+            return self.environment.start(row)
+        except Exception as error:
+            raise EngineError(
+                f"environment {self.name}: row {row.example_id} cannot begin: {type(error).__name__}: {error}"
+            ) from error
+
+    def episode(self, request: Request, row: Row) -> Request:
+        """``request``, to be played from a row within the limits on turns and on what the world says.
+
+        Raises:
+            EngineError: it has a history: the state after that is not known.
+        """
+        if request.history:
+            raise EngineError(f"environment {self.name}: row {row.example_id}: an episode begins without a history")
+        return replace(request, task=row, turn_tokens=self._config.turn_tokens, world_tokens=self._config.world_tokens)
+
+    def episodes(self) -> "Episodes":
+        """Of one call of ``generate`` with requests made by `episode`."""
+        return Episodes(self)
+
+    def message(self, turn: Turn) -> Message:
+        """What was written in a turn."""
+        tokens = turn.tokens.tolist()
+        if tokens and turn.stop_reason != "length" and tokens[-1] in self._ends:
+            tokens.pop()
+        text = self._tokenizer.decode(tokens, skip_special_tokens=False)
+        return parse_turn(text, self.schemas, self._tokenizer, self._prefix)
+
+    def _check_call(self, tool: Mapping[str, Any]) -> None:
+        """Whether a call that is written as the template writes it is read as that call."""
+        name, arguments = tool["name"], sample(tool["parameters"])
+        text = self.rendering.call_text(name, arguments)
+        read = parse_turn(text, self.schemas, self._tokenizer, self._prefix).get("tool_calls")
+        if read != [{"type": "function", "function": {"name": name, "arguments": arguments}}]:
+            raise ConfigError(
+                f"tokenizer {self._tokenizer.name_or_path!r}: its chat template writes a call of {name} as "
+                f"{text[:200]!r}, which is not read as one with the arguments {json.dumps(arguments)}. Use a tokenizer "
+                "with a response template that reads its calls (response_template in tokenizer_config.json), or a chat "
+                'template that writes <tool_call>{"name": …, "arguments": {…}}</tool_call>'
+            )
+
+    def close(self) -> None:
+        """End its processes; the next call starts new ones."""
+        self.caller.close()
+
+    def __enter__(self) -> "Playground":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def make_playground(
+    config: Config,
+    tokenizer: Any,
+    *,
+    environment: Environment | None = None,
+    eos_token_ids: Collection[int] | None = None,
+) -> Playground | None:
+    """The playground of ``rollout.environment``; None: there is nothing but a prompt and one response.
+
+    Args:
+        environment: stands in for the configured one, and answers in threads; see `Playground`.
+        eos_token_ids: what ends a turn for the engine (``models.loading.eos_token_ids``); None: the tokenizer's.
+
+    Raises:
+        ConfigError: there is no such environment, or it does not go with the tokenizer.
+    """
+    rollout = config.rollout
+    if environment is not None:
+        return Playground(environment, tokenizer, rollout, eos_token_ids=eos_token_ids)
+    if (configured := make_environment(config)) is None:
+        return None
+    caller = make_caller(config)
+    return Playground(configured, tokenizer, rollout, caller=caller, eos_token_ids=eos_token_ids)
+
+
+def make_caller(config: Config) -> ChildCalls:
+    """Where the environment of a config answers: in processes of its own, which are started when first needed."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    processes = config.rollout.tool_workers or min(2, cores)
+    return ChildCalls(WORKER, config, processes=processes, limit_s=config.rollout.tool_timeout_s)
+
+
+class Episodes:
+    """A `rollout.engine.Responder`. What it says of a turn depends on that turn's episode alone.
+
+    The answer to a last turn (of ``rollout.max_turns``, or of what tokens allow) is in the transcript, though nobody
+    has seen it.
+    """
+
+    def __init__(self, playground: Playground) -> None:
+        self._playground = playground
+        self._episodes: dict[int, _Episode] = {}
+        self._replies: deque[Reply] = deque()
+        self._awaited = 0
+        self._failure: str | None = None
+        self._asked = self._unanswered = 0
+
+    def submit(self, turn: Turn) -> None:
+        """See `Responder`."""
+        world = self._playground
+        if turn.number not in self._episodes:
+            if not isinstance(turn.task, Row):
+                raise EngineError(f"environment {world.name}: Request.task must be the row, got {turn.task!r:.100}")
+            self._episodes[turn.number] = _Episode(turn.task, self._state(turn.task))
+        episode, message = self._episodes[turn.number], world.message(turn)
+        episode.messages.append(message)
+        calls, invalid = message.get("tool_calls", ()), message.get("invalid_calls", ())
+        episode.counts.update(turns=1, tool_calls=len(calls), invalid_calls=len(invalid))
+        self._awaited += 1
+        world.caller.call(
+            (episode.row, episode.state, message),
+            lambda outcome: self._answer(turn, message, outcome),
+            key=episode.row.example_id,
+        )
+
+    def replies(self, *, wait: bool) -> list[Reply]:
+        """See `Responder`."""
+        if wait and not self._replies and not self._awaited:
+            raise EngineError(f"environment {self._playground.name}: an answer is awaited, but no turn was submitted")
+        try:
+            self._playground.caller.poll(wait=wait and not self._replies)
+        except ProcessError as error:
+            self._failure = str(error)
+        if self._failure is not None:
+            raise EngineError(f"environment {self._playground.name}: {self._failure}")
+        ready = list(self._replies)
+        self._replies.clear()
+        return ready
+
+    def transcript(self, number: int) -> Transcript:
+        """See `Responder`."""
+        episode = self._episodes.get(number)
+        if episode is None:  # it was aborted in its first turn
+            return Transcript((), None, dict.fromkeys(COUNTS, 0.0))
+        return Transcript(tuple(episode.messages), episode.state, {key: float(n) for key, n in episode.counts.items()})
+
+    def check(self) -> None:
+        """Once all have ended: a world that never answered is not one to learn from.
+
+        Raises:
+            EngineError: all of several turns that asked the world something ended by a time-out or a crash.
+        """
+        if self._unanswered == self._asked > 1:
+            raise EngineError(
+                f"environment {self._playground.name}: none of {self._asked} turns was answered: all took more than "
+                f"{self._playground.tool_timeout_s:g} s or crashed; raise rollout.tool_timeout_s if the machine is slow"
+            )
+
+    def _state(self, row: Row) -> State:
+        """The first one of an episode."""
+        state = self._playground.opening(row).state
+        try:
+            return sound(json.loads(json.dumps(state, allow_nan=False)))
+        except (TypeError, ValueError) as error:
+            name = self._playground.name
+            raise EngineError(
+                f"environment {name}: row {row.example_id}: its state is no JSON value: {error}"
+            ) from error
+
+    def _answer(self, turn: Turn, message: Message, outcome: Outcome) -> None:
+        """Record what the world says, and render it."""
+        self._awaited -= 1
+        stamp()
+        world, episode = self._playground, self._episodes[turn.number]
+        if message.get("tool_calls") or not world.tools:
+            self._asked += 1
+            self._unanswered += outcome.how in ("timeout", "death")
+        if outcome.how == "result":
+            answer = sound(outcome.value)
+            said, over, fault = answer["messages"], answer["over"], self._fault(answer)
+        else:
+            what = f"no answer within {world.tool_timeout_s:g} s" if outcome.how == "timeout" else "the tool crashed"
+            said, over = [{"role": "tool" if world.tools else "user", "content": f"Error: {what}"}], False
+            fault = outcome.value if outcome.how == "error" else None
+            episode.counts["tool_timeouts" if outcome.how == "timeout" else "tool_errors"] += 1
+        try:
+            ended = turn.tokens[-1:].tolist() == [world.rendering.end_of_turn]
+            rendered = world.rendering.context(said, ended=ended) if said and fault is None else None
+        except ConfigError as error:
+            fault = str(error)
+        if fault is not None:
+            self._failure = f"row {episode.row.example_id}: {fault}"
+            return
+        if outcome.how == "result":
+            episode.state = answer["state"]
+            episode.counts.update(answer["counts"])
+        if rendered is not None:
+            episode.messages += rendered.messages
+            episode.counts["cut_results"] += rendered.cut
+        stop: StopReason | None = None if over or turn.index + 1 < world.max_turns else "turns"
+        context = () if over or stop or rendered is None else rendered.tokens
+        self._replies.append(Reply(turn.number, context, stop))
+
+    def _fault(self, answer: Mapping[str, Any]) -> str | None:
+        """What is wrong with an answer."""
+        for message in answer["messages"]:
+            known = isinstance(message, Mapping) and message.get("role") in ("tool", "user")
+            if not known or not isinstance(message.get("content"), str):
+                return f"its answer has a message that is not of a tool or user with a text: {message!r:.200}"
+            if unknown := message.keys() - {"role", "content", "name"}:
+                return f"its answer has a message with the key {min(unknown)!r}, which is not shown"
+            if message.get("name") not in (None, *self._playground.schemas):
+                return f"its answer names the tool {message['name']!r}, which it does not have"
+        counts = answer["counts"]
+        if not isinstance(counts, Mapping) or not all(isinstance(count, int | float) for count in counts.values()):
+            return f"its answer counts what is no number: {counts!r:.200}"
+        if taken := _NOT_THEIRS & counts.keys():
+            return f"its answer counts {min(taken)!r}, which is the library's to count; give it another name"
+        return None if answer["messages"] or answer["over"] else "its answer is empty, and the episode is not over"
+
+
+@dataclass
+class _Episode:
+    row: Row
+    state: State
+    messages: list[Message] = field(default_factory=list)
+    counts: Counter[str] = field(default_factory=lambda: Counter(dict.fromkeys(COUNTS, 0)))

@@ -1,0 +1,66 @@
+"""The environment that ``rollout.environment`` and ``rollout.tools`` ask for. No torch: children make it, too."""
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+from tandemrl.config import Config, ConfigError
+from tandemrl.processes.names import named
+from tandemrl.rollout.envs.environment import Environment
+from tandemrl.rollout.envs.tools import Tool
+
+BUILT_IN = {"multihop": "tandemrl.rollout.envs.multihop:multihop"}
+"""Environments of the library beside ``tools``."""
+
+
+def make_environment(config: Config) -> Environment | None:
+    """None: a prompt and one response.
+
+    A factory, ``module:factory``, may be a class; it gets the `Config` if it has a parameter ``config``.
+
+    Raises:
+        ConfigError: it cannot be imported or made; names the key, and the fix.
+    """
+    name = config.rollout.environment
+    if name == "single":
+        return None
+    tools = tuple(_tool(path) for path in config.rollout.tools)
+    environment = Environment() if name == "tools" else _made(name, config)
+    if tools:
+        environment.tools = (*environment.tools, *tools)
+    return environment
+
+
+def _made(name: str, config: Config) -> Environment:
+    key = f"rollout.environment={name}"
+    if name not in BUILT_IN and ":" not in name:
+        raise ConfigError(f"{key}: must be one of single, tools, {', '.join(BUILT_IN)}, or module:factory")
+    factory = _imported(BUILT_IN.get(name, name), key)
+    try:
+        wants = "config" in inspect.signature(factory).parameters
+        environment = factory(config=config) if wants else factory()
+    except ConfigError:
+        raise
+    except Exception as error:
+        raise ConfigError(f"{key}: making it failed: {type(error).__name__}: {error}") from error
+    if not isinstance(environment, Environment):
+        raise ConfigError(f"{key}: it is a {type(environment).__name__}, not an Environment; return an instance of one")
+    return environment
+
+
+def _tool(path: str) -> Tool:
+    if ":" not in path:
+        raise ConfigError(
+            f"rollout.tools: {path}: must be module:function, as tandemrl.rollout.envs.multihop:get_document is"
+        )
+    return _imported(path, f"rollout.tools: {path}")
+
+
+def _imported(path: str, where: str) -> Callable[..., Any]:
+    try:
+        found = named(path)
+    except Exception as error:  # a user's module may raise anything
+        raise ConfigError(f"{where}: cannot be imported: {type(error).__name__}: {error}") from error
+    if not callable(found):
+        raise ConfigError(f"{where}: is a {type(found).__name__}, not a function")
+    return found

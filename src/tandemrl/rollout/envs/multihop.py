@@ -1,0 +1,126 @@
+"""Questions about documents, of several hops: search, read, go on, and ``complete`` with an answer and its sources.
+
+The documents are those of the row (`data.documents`). Nothing is kept between calls but indexes of their texts.
+"""
+
+from collections.abc import Sequence
+
+from tandemrl.config import Config, RetrievalConfig
+from tandemrl.data.documents import Document, documents_of, shown
+from tandemrl.data.rows import DataError, Row
+from tandemrl.rollout.envs.environment import Environment, Opening
+from tandemrl.rollout.envs.retrieval import make_retriever, open_corpus
+
+SYSTEM = """\
+Answer the question from the information that the tools give you.
+
+1. Think about the question and about what you know by now, and plan the next step.
+2. Search for documents with a tool.
+3. Go on until the documents answer the question. They do, over several hops: one document leads to the next.
+4. In the last step, call `complete` with
+   - reasoning: how the answer follows from the documents
+   - final_answer: the answer in a few words, without an explanation
+   - cited_doc_ids: the ids of the documents that it rests on
+
+Call one tool per step. There are no tools or arguments but those listed."""
+
+MOST_AT_ONCE = 10
+"""Documents that a search may return, unless ``retrieval.top_n`` is more: else one search would show everything."""
+
+
+class MultihopEnvironment(Environment):
+    """``retrieve_documents`` and ``complete``; ``rollout.tools`` can add `get_document` and `list_documents`."""
+
+    ends = frozenset({"complete"})
+    system = SYSTEM
+
+    def __init__(self, retrieval: RetrievalConfig) -> None:
+        self.retrieval = retrieval
+        self.tools = (self.retrieve_documents, complete)
+
+    def start(self, row: Row) -> Opening:
+        """The rules, unless the row has a system message of its own, and the question.
+
+        Raises:
+            DataError: nothing could be found: the row has no documents, and there is no ``retrieval.index``; or
+                documents that support its answer are not in that index: what is found could not be told to be right.
+        """
+        if self.retrieval.index is not None:
+            _check_supporting(row, self.retrieval.index)
+        if self.retrieval.index is None and not documents_of(row):
+            raise DataError(
+                f"row {row.example_id}: no documents in 'extra_info.docs' to search in; build the data with `tandemrl "
+                "data build musique`, or set retrieval.index"
+            )
+        if row.messages[0]["role"] == "system":
+            return Opening(row.messages, {})
+        return super().start(row)
+
+    def prepare(self) -> None:
+        make_retriever(self.retrieval)
+
+    def retrieve_documents(self, query: str, row: Row, top_n: int | None = None) -> str:
+        """Search for documents. The more specific the query, the better what is found.
+
+        Args:
+            query: What to search for.
+            top_n: How many documents to return at most.
+        """
+        count = self.retrieval.top_n if top_n is None else top_n
+        most = max(MOST_AT_ONCE, self.retrieval.top_n)
+        if not 1 <= count <= most:
+            raise ValueError(f"top_n must be from 1 to {most}, not {count}")
+        return _listed(make_retriever(self.retrieval)(row, query, count))
+
+
+def multihop(config: Config) -> MultihopEnvironment:
+    """``rollout.environment=multihop``.
+
+    Raises:
+        BrokenEnvironmentError: a package or an index that the search needs is not there. Models are loaded later, by
+            `prepare`.
+    """
+    environment = MultihopEnvironment(config.retrieval)
+    if config.retrieval.retriever not in ("semantic", "hybrid"):
+        environment.prepare()
+    return environment
+
+
+def complete(reasoning: str, final_answer: str, cited_doc_ids: list[str]) -> None:
+    """Give the final answer. Call it last, and once.
+
+    Args:
+        reasoning: How the answer follows from the documents.
+        final_answer: The answer in a few words, without an explanation.
+        cited_doc_ids: The ids of the documents that it rests on.
+    """
+
+
+def get_document(doc_id: str, row: Row) -> str:
+    """Read a document.
+
+    Args:
+        doc_id: The id of the document.
+    """
+    found = [document for document in documents_of(row) if document.id == str(doc_id).strip()]
+    return _listed(found) if found else f"There is no document with the id {doc_id!r}."
+
+
+def list_documents(row: Row) -> str:
+    """List the ids and titles of all documents."""
+    return "\n".join(f"{document.id}. {document.title}" for document in documents_of(row))
+
+
+def _check_supporting(row: Row, index: str) -> None:
+    for each in documents_of(row):
+        if each.supporting and ((found := open_corpus(index).find(each.id)) is None or found.text != each.text):
+            what = "no document" if found is None else "another document"
+            raise DataError(
+                f"row {row.example_id}: its supporting document {each.id!r} has that id in 'extra_info.docs', but "
+                f"retrieval.index={index} has {what} with that id, so recall and citations would mean nothing; index "
+                "a corpus with the rows' documents and ids, or leave is_supporting out of the rows"
+            )
+
+
+def _listed(documents: Sequence[Document]) -> str:
+    return "\n\n".join(map(shown, documents)) or "No documents were found."

@@ -1,0 +1,332 @@
+"""What the world says, as token ids, once. The markup around it is the chat template's own; the world's text is
+tokenised apart from it, so that nothing the world says can become a control token. What an author wrote is never
+rendered: its ids stay as they were sampled.
+
+The markup is what the template writes after an author's turn in a dummy conversation, with a sentinel in place of
+every content.
+"""
+
+import json
+import re
+from collections.abc import Collection, Mapping, Sequence
+from functools import lru_cache
+from itertools import chain
+from typing import Any, NamedTuple
+
+from tokenizers import Tokenizer
+
+from tandemrl.config import ConfigError
+from tandemrl.messages import Message
+from tandemrl.rollout.envs.parsing import CALL, END_OF_CALL, END_OF_THOUGHT, THOUGHT
+from tandemrl.rollout.envs.tools import Schema
+
+CUT = "… [cut]"
+"""Stands where the rest of a too long result is left out."""
+CHARS_PER_TOKEN = 32
+"""A result with more characters than this per token it may have is cut before it is tokenised, for time."""
+
+_QUESTION, _WRITTEN, _SAID = "QUESTIONofDUMMY", "WRITTENofDUMMY", "SAIDofDUMMY"
+
+
+class Rendered(NamedTuple):
+    """Messages of the world as the authors get them."""
+
+    tokens: tuple[int, ...]
+    messages: list[Message]
+    """With what was cut off left out."""
+    cut: int
+    """How many messages were cut."""
+
+
+class Rendering:
+    """The chat template of a tokenizer, for what the world says between turns.
+
+    Args:
+        schemas: of the tools that the template tells of.
+        eos_token_ids: what ends a turn for the engine.
+        result_tokens: a content of more tokens is cut.
+        keep_turns: a template that would show earlier turns otherwise than they were written is taken all the same.
+
+    Raises:
+        ConfigError: the template does not know tools, or its turns do not end in an EOS token, or later turns change
+            how earlier ones are written, or texts are tokenised otherwise apart than together; names the tokenizer.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Any,
+        schemas: Sequence[Schema],
+        *,
+        eos_token_ids: Collection[int],
+        result_tokens: int,
+        keep_turns: bool = False,
+    ) -> None:
+        self._tokenizer = tokenizer
+        self._name = f"tokenizer {getattr(tokenizer, 'name_or_path', '')!r}"
+        self._schemas = list(schemas)
+        self._result_tokens = result_tokens
+        self._keep_turns = keep_turns
+        if not getattr(tokenizer, "chat_template", None):
+            raise ConfigError(
+                f"{self._name} has no chat template; environments need one: use an instruction-tuned model"
+            )
+        if getattr(tokenizer, "backend_tokenizer", None) is None:
+            raise ConfigError(f"{self._name} is not a fast tokenizer; environments need one")
+        try:
+            self._template = tokenizer.get_chat_template(tools=self._schemas or None)  # of several with names
+        except ValueError as error:
+            raise ConfigError(f"{self._name}: {error}") from error
+        # A copy: padding and truncation of the original change with every call, also from other threads.
+        self._encoder = Tokenizer.from_str(tokenizer.backend_tokenizer.to_str())
+        self._encoder.no_padding()
+        self._encoder.no_truncation()
+        controls = _controls(tokenizer, self._template)
+        self._control_ids = frozenset(controls) - {tokenizer.unk_token_id}  # that one may stand for any character
+        texts = "|".join(re.escape(text) for text in controls.values() if len(text) > 1)
+        self._control = re.compile(f"(?={texts})") if texts else None
+        self._markup = lru_cache(maxsize=1024)(self._markup_of)
+        self._roles: set[str] = set()
+        self.end_of_turn, self._end_text = self._find_end(eos_token_ids)
+        self._mark = self._encode(CUT)[0]
+        if schemas:
+            self._check_tools()
+        self._markup((("tool" if schemas else "user", None),))
+
+    @property
+    def prefix(self) -> str:
+        """What the template writes in front of a turn (and before that): response templates read it."""
+        return self._render([{"role": "user", "content": _QUESTION}], to_write=True)
+
+    def call_text(self, name: str, arguments: Mapping[str, Any]) -> str:
+        """A turn that is one call, without its end: as the template writes it.
+
+        Raises:
+            ConfigError: the template ends such a turn in another way than one without calls.
+        """
+        opening = {"role": "user", "content": _QUESTION}
+        turn = self._turn("", {"name": name, "arguments": arguments})
+        text = self._up_to_end([opening, turn])
+        if text.startswith(self.prefix):
+            return text.removeprefix(self.prefix)
+        plain = self._render([opening, self._turn(_WRITTEN)], to_write=False)  # begun without an empty thought
+        return text[_common(plain, text) :]
+
+    def context(self, messages: Sequence[Message], *, ended: bool) -> Rendered:
+        """What follows a turn: its end where the author did not write it, the messages, the beginning of the next.
+
+        Args:
+            ended: whether the turn's last token is ``end_of_turn``.
+
+        Raises:
+            ConfigError: the template cannot show messages of such roles.
+        """
+        key = tuple((message["role"], message.get("name")) for message in messages)
+        markup = self._markup(key)
+        tokens, shown, cut = [*(() if ended else (self.end_of_turn,)), *markup.pieces[0]], [], 0
+        for message, piece in zip(messages, markup.pieces[1:], strict=True):
+            ids, text = self._content(message["content"], markup.as_json)
+            tokens += [*ids, *piece]
+            cut += text is not None
+            shown.append(message if text is None else {**message, "content": text})
+        return Rendered(tuple(tokens), shown, cut)
+
+    # ------------------------------------------------------------------------------------------------------- contents
+
+    def _content(self, text: str, as_json: bool) -> tuple[list[int], str | None]:
+        """Ids of a content, and what is left of it where it had to be cut."""
+        most = self._result_tokens * CHARS_PER_TOKEN
+        ids, ends = self._encode(json.dumps(text[:most], ensure_ascii=False)[1:-1] if as_json else text[:most])
+        if len(text) <= most and len(ids) <= self._result_tokens:
+            return ids, None
+        kept = min(len(ids), max(0, self._result_tokens - len(self._mark)))
+        left = text[: ends[kept - 1] if kept else 0]  # of one in JSON, about that
+        return [*ids[:kept], *self._mark], left + CUT
+
+    def _encode(self, text: str) -> tuple[list[int], list[int]]:
+        """Ids of a text of the world, and where in it each of them ends. A control token in it is split after its first
+        character, and both halves are tokenised apart."""
+        splits = [] if self._control is None else [found.start() + 1 for found in self._control.finditer(text)]
+        ids, ends = self._encode_pieces(text, splits)
+        if not self._control_ids.isdisjoint(ids):  # a normaliser made one, or it has only one character
+            ids, ends = self._encode_pieces(text, range(1, len(text)))
+            kept = [i for i, token in enumerate(ids) if token not in self._control_ids]
+            ids, ends = [ids[i] for i in kept], [ends[i] for i in kept]
+        return ids, ends
+
+    def _encode_pieces(self, text: str, splits: Sequence[int]) -> tuple[list[int], list[int]]:
+        ids, ends = [], []
+        for start, end in zip([0, *splits], [*splits, len(text)], strict=True):
+            encoding = self._encoder.encode(text[start:end], add_special_tokens=False)
+            ids += encoding.ids
+            ends += [start + offset for _, offset in encoding.offsets]
+        return ids, ends
+
+    # --------------------------------------------------------------------------------------------------------- markup
+
+    def _render(self, messages: Sequence[Message], *, to_write: bool) -> str:
+        """The template's text; ``to_write``: up to where the next turn begins."""
+        told = {"tools": self._schemas} if self._schemas else {}
+        try:
+            return self._tokenizer.apply_chat_template(
+                [dict(each) for each in messages],
+                add_generation_prompt=to_write,
+                tokenize=False,
+                enable_thinking=False,
+                **told,
+            )
+        except Exception as error:  # a program that came with a model may raise anything
+            roles = ", ".join(dict.fromkeys(each["role"] for each in messages))
+            raise ConfigError(
+                f"{self._name}: its chat template failed with messages of the roles {roles}: {type(error).__name__}: "
+                f"{error}"
+            ) from error
+
+    def _turn(self, content: str, call: Mapping[str, Any] | None = None) -> Message:
+        turn: dict[str, Any] = {"role": "assistant", "content": content}
+        return turn if call is None else turn | {"tool_calls": [{"type": "function", "function": dict(call)}]}
+
+    def _turn_before(self, roles: Collection[str], content: str) -> Message:
+        """One that messages of these roles may follow."""
+        calls = "tool" in roles and self._schemas
+        return self._turn(content, {"name": self._schemas[0]["function"]["name"], "arguments": {}} if calls else None)
+
+    def _up_to_end(self, messages: Sequence[Message]) -> str:
+        """The rendering of messages, the last of which is a turn, without what ends it."""
+        written = self._render(messages, to_write=False)
+        text, _, after = written.rpartition(self._end_text)
+        if after.strip():
+            raise ConfigError(
+                f"{self._name}: its chat template ends a turn with {self._end_text!r}, but one with a call otherwise: "
+                f"{written[-80:]!r}. Use a chat template that ends all turns alike"
+            )
+        return text
+
+    def _find_end(self, eos_token_ids: Collection[int]) -> tuple[int, str]:
+        """The token that the template ends a turn with, and its text."""
+        opening = {"role": "user", "content": _QUESTION}
+        after = self._render([opening, self._turn(_WRITTEN)], to_write=False).rpartition(_WRITTEN)[2]
+        first = self._encoder.encode(after.lstrip(), add_special_tokens=False)
+        if not first.ids or first.ids[0] not in set(eos_token_ids):
+            ends = ", ".join(repr(self._tokenizer.convert_ids_to_tokens(i)) for i in sorted(eos_token_ids))
+            raise ConfigError(
+                f"{self._name}: its chat template ends a turn with {after[:40]!r}, but EOS tokens of the model are "
+                f"{ends}: an author's turn would never end. Set eos_token_id in the model's generation_config.json"
+            )
+        start, end = first.offsets[0]
+        return first.ids[0], after.lstrip()[start:end]
+
+    def _check_tools(self) -> None:
+        opening = [{"role": "user", "content": _QUESTION}]
+        told = self._render(opening, to_write=True)
+        for schema in self._schemas:
+            if schema["function"]["name"] not in told:
+                raise ConfigError(
+                    f"{self._name}: its chat template does not tell of tools ({schema['function']['name']} is not in "
+                    "what it writes); use a model that calls tools, or a chat template that takes `tools`"
+                )
+
+    def _check_role(self, role: str) -> None:
+        """Whether the template shows messages of a role, and goes on writing earlier turns as they were written."""
+        if role in self._roles:
+            return
+        conversation: list[Message] = [{"role": "user", "content": _QUESTION}]
+        before = self._render(conversation, to_write=True)
+        knows = any(tag in self._template for tag in (THOUGHT, END_OF_THOUGHT))
+        thoughts = knows and END_OF_THOUGHT not in before  # without an empty one that keeps the author from thinking
+        for number in range(3):
+            thought = f"{THOUGHT}\nTHOUGHTofDUMMY\n{END_OF_THOUGHT}\n\n" if thoughts and number else ""
+            conversation.append(self._turn_before([role], f"{thought}{_WRITTEN}{number}"))
+            after = self._render(conversation, to_write=False)
+            self._check_kept(before, after, role)
+            conversation.append({"role": role, "content": f"{_SAID}{number}"})
+            before = self._render(conversation, to_write=True)
+            if f"{_SAID}{number}" not in before:
+                raise ConfigError(f"{self._name}: its chat template does not show messages of the role {role!r}")
+            self._check_kept(after, before, role)
+        self._roles.add(role)
+
+    def _check_kept(self, before: str, after: str, role: str) -> None:
+        if self._keep_turns or after.startswith(before):
+            return
+        same = _common(before, after)
+        raise ConfigError(
+            f"{self._name}: its chat template writes a turn otherwise once a message of the role {role!r} or another "
+            f"turn follows: {before[same : same + 40]!r} becomes {after[same : same + 40]!r}. An author would have "
+            "read something else than the model is trained on. Use a template that leaves earlier turns as they were, "
+            "or set rollout.keep_turns=true: then they stay as they were written"
+        )
+
+    def _markup_of(self, key: tuple[tuple[str, str | None], ...]) -> "_Markup":
+        """What stands between an author's end of turn and the next turn, around contents of these roles and names."""
+        for role, _ in key:
+            self._check_role(role)
+        marks = [f"{_SAID}{number}END" for number in range(len(key))]
+        probe = '"\n\\'
+        for as_json in (False, True):
+            messages: list[Message] = [
+                {"role": role, "content": mark + probe, **({} if name is None else {"name": name})}
+                for (role, name), mark in zip(key, marks, strict=True)
+            ]
+            begun = [{"role": "user", "content": _QUESTION}, self._turn_before([role for role, _ in key], _WRITTEN)]
+            ends = self._up_to_end(begun).count(self._end_text) + 1
+            text = self._render([*begun, *messages], to_write=True)
+            rest = after = text.split(self._end_text, ends)[-1]  # the turn's is the last: it may not show its content
+            if _WRITTEN in after or _QUESTION in after:
+                break
+            written = json.dumps(probe)[1:-1] if as_json else probe
+            pieces = []
+            for mark in marks:
+                piece, found, rest = rest.partition(mark + written)
+                if not found:
+                    break
+                pieces.append(piece)
+            else:
+                ids = [self._ids(each) for each in [*pieces, rest]]
+                contents = [self._ids(mark + written) for mark in marks]
+                self._check_spaces([*chain(*zip(ids, contents, strict=False)), ids[-1]], after)
+                return _Markup(tuple(ids), as_json)
+        roles = ", ".join(dict.fromkeys(role for role, _ in key))
+        raise ConfigError(f"{self._name}: its chat template does not show messages of the roles {roles} as they are")
+
+    def _check_spaces(self, pieces: Sequence[Sequence[int]], text: str) -> None:
+        """Whether ids of pieces say a text: some tokenizers put a space in front of whatever they are given."""
+        apart, together = self._tokenizer.decode([*chain(*pieces)]), self._tokenizer.decode([*self._ids(text)])
+        if apart != together:
+            raise ConfigError(
+                f"{self._name}: {together!r} tokenised in pieces, as the world's words are, becomes {apart!r}. Use a "
+                "tokenizer that adds no spaces: in tokenizer.json, Metaspace with prepend_scheme=never, or ByteLevel"
+            )
+
+    def _ids(self, text: str) -> tuple[int, ...]:
+        return tuple(self._encoder.encode(text, add_special_tokens=False).ids)
+
+
+class _Markup(NamedTuple):
+    """Ids around the contents of some messages, one more than there are messages; and whether the template writes the
+    contents as the inside of a JSON string."""
+
+    pieces: tuple[tuple[int, ...], ...]
+    as_json: bool
+
+
+def _controls(tokenizer: Any, template: str) -> Mapping[int, str]:
+    """The tokens that mean something to the model or to us: special ones, markup of the chat template, tags of calls
+    and thoughts, and tokens that contain one. Other added tokens (words of a small vocabulary) may be said."""
+    added = tokenizer.added_tokens_decoder.values()
+    signs = {CALL, END_OF_CALL, THOUGHT, END_OF_THOUGHT} | {
+        token.content
+        for token in added
+        if token.special or (_is_markup(token.content) and token.content.strip() in template)
+    }
+    holds = re.compile("|".join(map(re.escape, signs)))
+    found = [index for token, index in tokenizer.get_vocab().items() if holds.search(token)]
+    return {index: tokenizer.decode([index], skip_special_tokens=False) for index in found}
+
+
+def _common(one: str, other: str) -> int:
+    """How many characters both begin with."""
+    return next((i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
+
+
+def _is_markup(text: str) -> bool:
+    return any(sign in text for sign in "<>[]{}|") and any(map(str.isalpha, text))

@@ -1,0 +1,54 @@
+"""A process in which an environment answers. Started and killed by `episodes.Playground`. No torch of its own."""
+
+import json
+from collections.abc import Callable
+from typing import Any
+
+from tandemrl.config import Config, ConfigError
+from tandemrl.data.rows import Row
+from tandemrl.messages import Message
+from tandemrl.processes.serving import serve_calls
+from tandemrl.rollout.envs.environment import Answer, BrokenEnvironmentError, Environment, State
+from tandemrl.rollout.envs.factory import make_environment
+
+Turned = tuple[Row, State, Message]
+"""What an environment has to know of a turn."""
+
+
+def answering(environment: Environment) -> Callable[[Turned], str]:
+    """What ``environment`` answers, as a JSON text, once it is prepared.
+
+    Raises:
+        BrokenEnvironmentError: the environment cannot be prepared.
+    """
+    environment.prepare()
+
+    def answer(turned: Turned) -> str:
+        answer = environment.reply(*turned)
+        if not isinstance(answer, Answer):
+            raise TypeError(f"reply must return an Answer, not a {type(answer).__name__}")
+        content: dict[str, Any] = {
+            "messages": list(answer.messages),
+            "state": answer.state,
+            "over": answer.over,
+            "counts": answer.counts,
+        }
+        try:
+            return json.dumps(content, allow_nan=False)
+        except (TypeError, ValueError) as error:
+            raise type(error)(f"its answer has to be of JSON values, and so has its state: {error}") from error
+
+    return answer
+
+
+def _prepare(config: Config) -> Callable[[Turned], str]:
+    try:
+        environment = make_environment(config)
+        assert environment is not None
+        return answering(environment)
+    except (ConfigError, BrokenEnvironmentError) as error:
+        raise SystemExit(str(error)) from None  # its message is what the parent reports
+
+
+if __name__ == "__main__":
+    serve_calls(_prepare)

@@ -1,0 +1,233 @@
+"""What a decoding model remembers: keys and values of every token that it has read, and how new tokens meet them.
+
+Column *p* of a cache is position *p* of its row, whoever wrote the token there: authorship never masks attention. A row
+is filled by ``prefill``, one token at a time by a decoding step, or by several at once on top of what it has
+(``extend``). ``take`` and ``put`` carry a row out of a batch and back: nothing is ever computed twice.
+"""
+
+from collections.abc import Callable, Sequence
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Float, Int64
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from tandemrl.models.compile import eagerly, require_compiler
+from tandemrl.models.forward import hidden_states
+
+PREFILL_TOKENS = 16384  # tokens computed in one prefill forward
+CACHE_STEP = 64  # columns by which caches grow
+
+Layers = dict[int, tuple[Tensor, Tensor]]
+"""Layer -> keys and values, each [rows, kv heads, columns, head dim]."""
+
+
+class KVCache:
+    """Keys and values of one model, for the rows of a batch."""
+
+    def __init__(self) -> None:
+        self.layers: Layers = {}
+
+    def append(self, prompts: Layers, source: Int64[Tensor, " b"], rows: int) -> None:
+        """Add one row per entry of ``source``, filled from the prefilled prompts."""
+        for layer, pair in prompts.items():
+            old = self.layers.get(layer)
+            self.layers[layer] = tuple(  # type: ignore[assignment]
+                self._join(
+                    old[i] if old is not None else None, pair[i].index_select(0, source.to(pair[i].device)), rows
+                )
+                for i in (0, 1)
+            )
+
+    @staticmethod
+    def _join(old: Tensor | None, new: Tensor, rows: int) -> Tensor:
+        # Zeros, not whatever the memory holds: a masked NaN is still a NaN.
+        width = max(new.shape[2] + CACHE_STEP, 0 if old is None else old.shape[2])
+        out = new.new_zeros(rows + new.shape[0], new.shape[1], width, new.shape[3])
+        if old is not None:
+            out[:rows, :, : old.shape[2]] = old
+        out[rows:, :, : new.shape[2]] = new
+        return out
+
+    def keep(self, index: Int64[Tensor, " k"], width: int) -> None:
+        """Only some rows, and only the columns that they have reached, with room to grow."""
+        for layer, (keys, values) in self.layers.items():
+            on_device = index.to(keys.device)
+            short = (x[:, :, : width + CACHE_STEP] for x in (keys, values))
+            self.layers[layer] = tuple(x.index_select(0, on_device) for x in short)  # type: ignore[assignment]
+
+    def reserve(self, width: int = 0, rows: int = 0) -> None:
+        """Room for so many columns, and so many rows."""
+        for layer, (keys, values) in self.layers.items():
+            more_rows, missing = max(0, rows - keys.shape[0]), width - keys.shape[2]
+            more_columns = max(missing, CACHE_STEP, keys.shape[2] // 4) if missing > 0 else 0
+            if more_rows or more_columns:
+                extra = (0, 0, 0, more_columns, 0, 0, 0, more_rows)
+                self.layers[layer] = F.pad(keys, extra), F.pad(values, extra)
+
+    def take(self, row: int, width: int) -> Layers:
+        """A copy of the first columns of a row."""
+        return {
+            layer: (keys[row : row + 1, :, :width].clone(), values[row : row + 1, :, :width].clone())
+            for layer, (keys, values) in self.layers.items()
+        }
+
+    def put(self, row: int, kept: Layers) -> None:
+        """What ``take`` has copied, as the first columns of a row."""
+        self.reserve(max((keys.shape[2] for keys, _ in kept.values()), default=0))  # it may have been cut since
+        for layer, pair in kept.items():
+            for old, new in zip(self.layers[layer], pair, strict=True):
+                old[row, :, : new.shape[2]] = new[0]
+
+
+def column_mask(position: Int64[Tensor, "*b"], width: int, dtype: torch.dtype) -> Float[Tensor, "*b w"]:
+    """0 on the columns up to each position, -inf beyond."""
+    seen = torch.arange(width, device=position.device) <= position[..., None]
+    return torch.where(seen, torch.zeros((), dtype=dtype, device=position.device), -torch.inf)
+
+
+# --------------------------------------------------------------------------------------------- one token of every row
+
+
+class _DecodeLayout:
+    """One query per row against its row of a KV cache. Grouped queries share their key head's row of the kernel."""
+
+    def __init__(self, layers: Layers, position: Int64[Tensor, " b"], mask: Float[Tensor, "b 1 1 w"]) -> None:
+        self.layers, self.position, self.mask = layers, position, mask
+        self.max_length = mask.shape[-1]
+        self.rows = torch.arange(len(position), device=position.device)
+
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
+        b, h, _, d = query.shape
+        keys, values = self.layers[layer]
+        keys[self.rows, :, self.position] = key[:, :, 0]
+        values[self.rows, :, self.position] = value[:, :, 0]
+        keys, values = keys[:, :, : self.max_length], values[:, :, : self.max_length]
+        grouped = query.reshape(b, keys.shape[1], -1, d)
+        out = F.scaled_dot_product_attention(grouped, keys, values, attn_mask=self.mask, scale=scaling)
+        return out.reshape(b, 1, h, out.shape[-1])
+
+
+def _last_hidden(
+    model: PreTrainedModel,
+    last: Int64[Tensor, " b"],
+    position: Int64[Tensor, " b"],
+    layers: Layers,
+    mask: Float[Tensor, "b 1 1 w"],
+) -> Float[Tensor, "b h"]:
+    """Hidden states of every row's last token, whose keys and values join the cache."""
+    return hidden_states(model, last[:, None], position[:, None], _DecodeLayout(layers, position, mask))[:, 0]
+
+
+def eager_step(model: PreTrainedModel) -> Callable[..., Tensor]:
+    """(last token, position, layers, mask) -> hidden states [b, h] of the last tokens, which join the cache."""
+
+    def step(last: Tensor, position: Tensor, layers: Layers, mask: Tensor) -> Tensor:
+        with eagerly(model):
+            return _last_hidden(model, last, position, layers, mask)
+
+    return step
+
+
+def compiled_step(model: PreTrainedModel) -> Callable[..., Tensor]:
+    """As one graph for any width and any number of rows, but one: a size of 1 would be a graph of its own."""
+    require_compiler(model, "rollout.compile")
+
+    def step(last: Tensor, position: Tensor, layers: Layers, mask: Tensor) -> Tensor:
+        return _last_hidden(model, last, position, layers, mask)
+
+    compiled, eager, dynamic = torch.compile(step), eager_step(model), torch._dynamo.maybe_mark_dynamic
+
+    def any_step(last: Tensor, position: Tensor, layers: Layers, mask: Tensor) -> Tensor:
+        if len(last) == 1:
+            return eager(last, position, layers, mask)
+        for tensor in (last, position):
+            dynamic(tensor, 0)
+        dynamic(mask, [0, 3])
+        for pair in layers.values():
+            for tensor in pair:
+                dynamic(tensor, [0, 2])
+        return compiled(last, position, layers, mask)
+
+    return any_step
+
+
+# ----------------------------------------------------------------------------------------------- many tokens of a row
+
+
+class _PrefillLayout:
+    """Causal attention over right-padded prompts; collects every layer's keys and values."""
+
+    def __init__(self, width: int) -> None:
+        self.max_length = width
+        self.layers: Layers = {}
+
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
+        self.layers[layer] = key, value
+        gqa = query.shape[1] != key.shape[1]
+        out = F.scaled_dot_product_attention(query, key, value, is_causal=True, scale=scaling, enable_gqa=gqa)
+        return out.transpose(1, 2).contiguous()
+
+
+def prefill(model: PreTrainedModel, prompts: Sequence[Sequence[int]]) -> Layers:
+    """Keys and values of all prompt tokens but the last, which the first decoding step feeds."""
+    device = model.get_output_embeddings().weight.device
+    width = max(1, *(len(p) - 1 for p in prompts))
+    parts: list[Layers] = []
+    size = max(1, PREFILL_TOKENS // width)
+    for start in range(0, len(prompts), size):
+        tokens = _padded([prompt[:-1] for prompt in prompts[start : start + size]], width)
+        layout = _PrefillLayout(width)
+        positions = torch.arange(width, device=device).expand(len(tokens), width)
+        with eagerly(model):
+            hidden_states(model, tokens.to(device), positions, layout)
+        parts.append(layout.layers)
+    return {
+        layer: (torch.cat([p[layer][0] for p in parts]), torch.cat([p[layer][1] for p in parts])) for layer in parts[0]
+    }
+
+
+class _ExtendLayout:
+    """Some rows' next tokens against what their rows of a KV cache hold, and against each other, causally."""
+
+    def __init__(self, layers: Layers, rows: Int64[Tensor, " k"], columns: Int64[Tensor, "k c"], width: int) -> None:
+        self.layers, self.rows, self.columns, self.max_length = layers, rows, columns, width
+        dtype = next(iter(layers.values()))[0].dtype
+        self.mask: Float[Tensor, "k 1 c w"] = column_mask(columns, width, dtype)[:, None]
+
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
+        for cached, new in zip(self.layers[layer], (key, value), strict=True):
+            cached[self.rows[:, None], :, self.columns] = new.transpose(1, 2)
+        keys, values = (cached[self.rows, :, : self.max_length] for cached in self.layers[layer])
+        gqa = query.shape[1] != keys.shape[1]
+        out = F.scaled_dot_product_attention(query, keys, values, attn_mask=self.mask, scale=scaling, enable_gqa=gqa)
+        return out.transpose(1, 2).contiguous()
+
+
+def extend(
+    model: PreTrainedModel, cache: KVCache, rows: Sequence[int], starts: Sequence[int], chunks: Sequence[Sequence[int]]
+) -> None:
+    """Keys and values of further tokens of some rows: ``chunks[i]`` from column ``starts[i]`` of row ``rows[i]`` on."""
+    device = model.get_output_embeddings().weight.device
+    longest = max(map(len, chunks))
+    width = max(starts) + longest
+    cache.reserve(width)
+    size = max(1, PREFILL_TOKENS // longest)
+    for some in (slice(i, i + size) for i in range(0, len(rows), size)):
+        start, count = torch.tensor(starts[some])[:, None], torch.tensor([*map(len, chunks[some])])[:, None]
+        # Padding takes columns that its row overwrites before it reads them; its position must be one of the model's.
+        columns = start + torch.arange(longest)
+        positions = columns.minimum(start + count - 1)
+        layout = _ExtendLayout(cache.layers, torch.tensor(rows[some], device=device), columns.to(device), width)
+        tokens = _padded(chunks[some], longest)
+        with eagerly(model):
+            hidden_states(model, tokens.to(device), positions.to(device), layout)
+
+
+def _padded(texts: Sequence[Sequence[int]], width: int) -> Int64[Tensor, "b w"]:
+    """Right-padded with zeros."""
+    tokens = torch.zeros(len(texts), width, dtype=torch.int64)
+    for row, text in enumerate(texts):
+        tokens[row, : len(text)] = torch.tensor(text, dtype=torch.int64)
+    return tokens

@@ -1,0 +1,123 @@
+"""How Python functions and environments are told apart: by what they do, as far as that can be seen."""
+
+import hashlib
+from collections.abc import Callable, Mapping
+from dataclasses import fields, is_dataclass
+from functools import partial
+from pathlib import PurePath
+from types import CodeType
+from typing import Any
+
+from tandemrl.config import Config, RetrievalConfig
+from tandemrl.losses import Recipe
+from tandemrl.rollout.envs.environment import Environment
+
+NO_PART_OF_A_SEARCH = ("url", "api_key_env", "timeout_s", "retries", "backoff_s", "device")
+"""Keys of ``retrieval.*`` that do not change what is found, but for ``url``: see `searched_by`."""
+
+
+def searched_by(config: RetrievalConfig) -> dict[str, Any]:
+    """What a search finds depends on these keys of ``retrieval.*``. Where no request names a model, it is the address
+    that tells one service from another."""
+    unnamed = config.url is not None and (config.model is None or config.api == "tei")
+    return {
+        field.name: getattr(config, field.name)
+        for field in fields(config)
+        if field.name not in NO_PART_OF_A_SEARCH or (field.name == "url" and unnamed)
+    }
+
+
+def signature(value: Any) -> str:
+    """Tells two functions apart by their code, constants, defaults and the plain values that they close over.
+
+    Recipes are told apart by their fields, the library's own functions by their names, environments by their methods,
+    tools and attributes.
+    """
+    return _signature(value, ())
+
+
+def _signature(value: Any, within: tuple[Any, ...]) -> str:
+    """``within``: the functions that this value was found in; one that closes over itself ends there."""
+    if getattr(value, "__module__", None) and value.__module__.startswith("tandemrl.") and callable(value):
+        return f"{value.__module__}.{value.__qualname__}"
+    sign = partial(_signature, within=(*within, value))
+    if isinstance(value, Recipe):
+        return f"{value.name}:{_hash({key: sign(field) for key, field in value._asdict().items()})}"
+    if isinstance(value, Environment):
+        if any(value is outer for outer in within):
+            return type(value).__qualname__
+        members = sorted(_members(value).items())
+        return f"{type(value).__qualname__}:{_hash([(name, _each(member, sign)) for name, member in members])}"
+    if isinstance(value, Mapping):
+        return f"mapping:{_hash([(repr(key), sign(each)) for key, each in value.items()])}"
+    if isinstance(value, partial):
+        bound = [sign(x) for x in value.args], {key: sign(x) for key, x in sorted(value.keywords.items())}
+        return f"partial:{_hash((sign(value.func), bound))}"
+    code = getattr(value, "__code__", None)
+    if code is None:
+        return repr(value) if isinstance(value, int | float | str | bool | None) else type(value).__qualname__
+    if any(value is outer for outer in within):
+        return str(value.__qualname__)
+    cells = [cell.cell_contents for cell in value.__closure__ or ()]
+    content = [_code(code), [sign(cell) for cell in cells], [sign(x) for x in value.__defaults__ or ()]]
+    if value.__kwdefaults__:
+        content.append({key: sign(x) for key, x in sorted(value.__kwdefaults__.items())})
+    return f"{value.__qualname__}:{_hash(tuple(content))}"
+
+
+def _members(environment: Environment) -> dict[str, Any]:
+    """What an environment has beyond the library's: members of its classes, and attributes of its own."""
+    kinds = [kind for kind in reversed(type(environment).__mro__) if not _of_the_library(kind)]
+    members = {name: member for kind in kinds for name, member in vars(kind).items()}
+    return {
+        name: getattr(member, "__func__", getattr(member, "fget", member))  # of static methods and properties
+        for name, member in (members | vars(environment)).items()
+        if not (name.startswith("__") and name != "__init__")
+    }
+
+
+def _of_the_library(kind: type) -> bool:
+    return kind is object or kind.__module__.startswith("tandemrl.")
+
+
+def _each(value: Any, sign: Callable[[Any], str], within: tuple[Any, ...] = ()) -> Any:
+    """The signatures in an environment's member, such as its tools or rules, whatever collections they are in.
+
+    Of the library's config there is what changes what a search finds: the rest is compared as the run's config.
+
+    Args:
+        within: the collections that this value was found in; one that contains itself ends there.
+    """
+    if any(value is outer for outer in within):
+        return type(value).__qualname__
+    deeper = partial(_each, sign=sign, within=(*within, value))
+    if isinstance(value, list | tuple):
+        return [deeper(each) for each in value]
+    if isinstance(value, set | frozenset):
+        return sorted(repr(deeper(each)) for each in list(value))
+    if isinstance(value, Mapping):
+        return [(repr(key), deeper(each)) for key, each in list(value.items())]  # threads may fill it
+    if is_dataclass(value) and not isinstance(value, type | Environment):
+        names = {field.name for field in fields(value)}
+        if isinstance(value, RetrievalConfig):
+            names -= {*NO_PART_OF_A_SEARCH}
+        elif type(value).__module__ == Config.__module__:
+            names = set()
+        return type(value).__qualname__, [(name, deeper(getattr(value, name))) for name in sorted(names)]
+    return repr(value) if isinstance(value, bytes | PurePath) else sign(value)
+
+
+def _code(code: CodeType) -> Any:
+    return code.co_code, code.co_names, [_constant(c) for c in code.co_consts]
+
+
+def _constant(constant: Any) -> Any:
+    if isinstance(constant, CodeType):
+        return _code(constant)
+    if isinstance(constant, frozenset):  # its own order is another one in each process
+        return sorted(map(repr, constant))
+    return repr(constant)
+
+
+def _hash(content: Any) -> str:
+    return hashlib.sha256(repr(content).encode()).hexdigest()[:16]

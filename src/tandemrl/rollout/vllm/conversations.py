@@ -1,0 +1,219 @@
+"""Chats that go on from request to request: what a tandem server remembers of each, token by token.
+
+A chat that begins with ``"tandem": {"conversation": "new"}`` gets an id in its response. A request that sends the id,
+the messages so far as they were, and further ones behind them goes on where the turn before ended: the same seed, the
+strategy's state, the counters of the draws. The prompt is the stored ids, with the further messages' behind them: what
+was written is never rendered again. vLLM renders the further messages, behind a dummy turn, and what stands behind the
+end of that turn is what they come to.
+"""
+
+import asyncio
+import json
+import secrets
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+
+from tandemrl.config import SelectionConfig
+from tandemrl.models.loading import load_tokenizer
+
+Message = Mapping[str, Any]
+Render = Callable[[list[Message], bool], Awaitable[list[int]]]
+"""Messages, and whether a turn is to follow -> their ids in vLLM's chat template."""
+
+NEW = "new"
+MAX_CONVERSATIONS = 256
+"""Conversations that a server remembers; the one that was used least recently makes room for a new one."""
+WRITER = "assistant"
+
+
+class Refused(ValueError):
+    """A request asks for what tandem decoding cannot do; the message is the client's."""
+
+
+@dataclass(frozen=True, eq=False)
+class Conversation:
+    """What a chat has come to. messages: what a client has to send again, as `_essence` has it; tools: those of its
+    first request; tokens: the prompt and everything since; turns: the own tokens of each turn."""
+
+    id: str
+    seed: int
+    selection: SelectionConfig
+    tools: Any
+    messages: tuple[Message, ...] = ()
+    tokens: np.ndarray = field(default_factory=lambda: np.empty(0, dtype=np.int32))
+    turns: tuple[tuple[int, ...], ...] = ()
+
+    @classmethod
+    def begin(cls, seed: int, selection: SelectionConfig, body: Mapping[str, Any]) -> "Conversation":
+        """A new one, of a first request."""
+        return cls(f"conv-{secrets.token_hex(12)}", seed, selection, body.get("tools") or None)
+
+    def further(self, body: Mapping[str, Any]) -> list[Message]:
+        """The messages of a request that this conversation does not have yet.
+
+        Raises:
+            Refused: its messages are not those of the conversation and further ones, or its tools are others.
+        """
+        messages = body.get("messages")
+        if not isinstance(messages, list) or not all(isinstance(message, dict) for message in messages):
+            raise Refused("messages: expected a list of objects")
+        if (body.get("tools") or None) != self.tools:
+            raise Refused("tools: they cannot change within a conversation; its prompt tells of the first request's")
+        for i, known in enumerate(self.messages):
+            if i >= len(messages) or _essence(messages[i]) != known:
+                raise Refused(
+                    f"messages[{i}]: not what it was in conversation {self.id}. Earlier messages cannot be changed or "
+                    "left out: send them as they were, or begin a new conversation"
+                )
+        further = messages[len(self.messages) :]
+        if not further or any(message.get("role") == WRITER for message in further):
+            raise Refused(
+                f"messages: after the {len(self.messages)} messages of conversation {self.id} at least one must "
+                f"follow, and none of the role {WRITER}: only this server writes those"
+            )
+        return further
+
+    def after(self, messages: Sequence[Message], prompt: Sequence[int], turn: Sequence[int]) -> "Conversation":
+        """With another turn: all messages up to it, its own included, and the ids of its prompt and its own."""
+        tokens = np.array([*prompt, *turn], dtype=np.int32)
+        return replace(self, messages=tuple(map(_essence, messages)), tokens=tokens, turns=(*self.turns, tuple(turn)))
+
+
+def _essence(message: Message) -> dict[str, Any]:
+    """A message as the model saw it: clients add fields of their own, and null or leave out what is empty."""
+    kept = {name: message.get(name) for name in ("role", "content", "name", "tool_call_id", "tool_calls")}
+    if isinstance(calls := kept["tool_calls"], list) and all(isinstance(call, dict) for call in calls):
+        kept["tool_calls"] = [{"id": call.get("id"), "function": call.get("function")} for call in calls]
+    return {name: value for name, value in kept.items() if value not in (None, "", [])}
+
+
+class Conversations:
+    """Those that a server remembers. One is written by one request at a time."""
+
+    def __init__(self) -> None:
+        self._known: dict[str, Conversation] = {}  # the least recently used first
+        self._busy: set[str] = set()
+
+    def take(self, id: str) -> Conversation:
+        """The conversation that a request goes on with, until it is given back.
+
+        Raises:
+            Refused: nothing is known of it, or another request goes on with it.
+        """
+        if id not in self._known:
+            raise Refused(
+                f"tandem.conversation: {id!r} is not known; a server remembers the {MAX_CONVERSATIONS} that were used "
+                f"last. Begin anew with {NEW!r}"
+            )
+        if id in self._busy:
+            raise Refused(f"tandem.conversation: another request goes on with {id} at this moment")
+        self._busy.add(id)
+        return self._known[id]
+
+    def give_back(self, conversation: Conversation) -> None:
+        """As it is now; one in which nothing was written is as it was."""
+        self._busy.discard(conversation.id)
+        if conversation.turns:
+            self._known.pop(conversation.id, None)
+            self._known[conversation.id] = conversation
+        idle = [id for id in self._known if id not in self._busy]
+        for id in idle[: max(0, len(self._known) - MAX_CONVERSATIONS)]:
+            del self._known[id]
+
+
+async def prompt_of(
+    conversation: Conversation, further: Sequence[Message], render: Render, ends: Collection[int]
+) -> list[int]:
+    """The ids of a conversation's next prompt: those it has, and those of further messages.
+
+    Args:
+        ends: EOS ids; the chat template ends a turn with one of them.
+
+    Raises:
+        Refused: the template does not, or vLLM cannot render the messages.
+    """
+    opening: Message = {"role": "user", "content": "."}
+    turn: dict[str, Any] = {"role": WRITER, "content": "."}
+    if calls := conversation.messages[-1].get("tool_calls"):  # a template may look whose results follow
+        turn["tool_calls"] = [
+            {**call, "type": "function", "function": {**call["function"], "arguments": "{}"}} for call in calls
+        ]
+    count = [sum(token in ends for token in await render(messages, False)) for messages in ([opening], [opening, turn])]
+    whole = await render([opening, turn, *further], True)
+    places = [i for i, token in enumerate(whole) if token in ends]
+    if count[1] != count[0] + 1 or len(places) < count[1]:
+        raise Refused(
+            "tandem.conversation: the chat template does not end each turn with one EOS token, so what follows a turn "
+            "cannot be told from it; use another model or --chat-template"
+        )
+    end = places[count[1] - 1]
+    written = conversation.tokens.tolist()
+    return written + whole[end + (written[-1] == whole[end]) :]
+
+
+class StreamedTurn:
+    """A turn of a conversation, put together from the chunks of its response as a client does it."""
+
+    def __init__(self) -> None:
+        self.prompt: list[int] = []
+        self.tokens: list[int] = []
+        self.ended = False
+        self._content = ""
+        self._calls: dict[int, dict[str, Any]] = {}
+
+    def add(self, chunk: Mapping[str, Any]) -> None:
+        self.prompt = chunk.get("prompt_token_ids") or self.prompt
+        for choice in chunk.get("choices") or ():
+            self.tokens += choice.get("token_ids") or ()
+            self.ended |= choice.get("finish_reason") is not None
+            delta = choice.get("delta") or {}
+            self._content += delta.get("content") or ""
+            for part in delta.get("tool_calls") or ():
+                call = self._calls.setdefault(part["index"], {"id": None, "function": {"name": "", "arguments": ""}})
+                call["id"] = part.get("id") or call["id"]
+                for name, piece in (part.get("function") or {}).items():
+                    call["function"][name] += piece or ""
+
+    @property
+    def message(self) -> Message:
+        calls = [{"type": "function", **call} for _, call in sorted(self._calls.items())]
+        return {"role": WRITER, "content": self._content, "tool_calls": calls}
+
+
+async def post(
+    app: Callable[..., Awaitable[None]], scope: Mapping[str, Any], path: str, body: Mapping[str, Any]
+) -> tuple[int, Any]:
+    """Status and answer of another route of the application, in the name of the client of a request.
+
+    Args:
+        scope: of the request, as the application got it.
+    """
+    content = json.dumps(body).encode()
+    status, answer, read = 0, b"", False
+
+    async def receive() -> dict[str, Any]:
+        nonlocal read
+        if read:  # vLLM listens for a client that leaves; this one does not
+            await asyncio.Event().wait()
+        read = True
+        return {"type": "http.request", "body": content, "more_body": False}
+
+    async def send(message: Mapping[str, Any]) -> None:
+        nonlocal status, answer
+        status = message.get("status", status)
+        answer += message.get("body", b"")
+
+    headers = [*(h for h in scope["headers"] if h[0] != b"content-length"), (b"content-length", b"%d" % len(content))]
+    whole = scope.get("root_path", "") + path
+    await app({**scope, "path": whole, "raw_path": whole.encode(), "headers": headers}, receive, send)
+    return status, json.loads(answer)
+
+
+def eos_of(model_config: Any) -> frozenset[int]:
+    """Ids that end a turn in a vLLM server: the tokenizer's, and those of the model's generation config."""
+    configured = model_config.try_get_generation_config().get("eos_token_id")
+    ids = configured if isinstance(configured, list) else [configured]
+    return frozenset({*ids, load_tokenizer(model_config.tokenizer).eos_token_id} - {None})

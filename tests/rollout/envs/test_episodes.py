@@ -1,0 +1,382 @@
+"""Episodes: turns in, ids out, whatever tools, authors and processes do. Authors are scripted."""
+
+import copy
+import dataclasses
+import json
+import random
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+import tempers
+from tempers import call, row
+from worlds import EMPTY_THOUGHT, LLAMA, OTHER_END, SPECIAL, TAGS, XML_CALLS, ScriptedEngine, tokenizer
+
+from helpers import agent_tokenizer
+from tandemrl.config import Config, ConfigError, load
+from tandemrl.experiments.hops_tokenizer import hops_tokenizer
+from tandemrl.processes import calls
+from tandemrl.rollout.engine import Completion, EngineError, Request, Sampling, Turn, check_completion
+from tandemrl.rollout.envs.environment import Environment
+from tandemrl.rollout.envs.episodes import Playground, make_playground
+from tandemrl.selection import solo
+
+NOTHING = dict.fromkeys(("turns", "tool_calls", "tool_errors", "invalid_calls", "tool_timeouts", "cut_results"), 0.0)
+
+
+def config(*overrides: str) -> Config:
+    return load(None, ["rollout.environment=tempers:World", "rollout.tool_timeout_s=30", *overrides])
+
+
+@pytest.fixture(scope="module")
+def world() -> Iterator[Playground]:
+    """Two processes that answer for all tests that break nothing."""
+    with made(config("rollout.tool_workers=2")) as playground:
+        yield playground
+
+
+def made(settings: Config, environment: Environment | None = None) -> Playground:
+    playground = make_playground(settings, tokenizer(), environment=environment)
+    assert playground is not None
+    return playground
+
+
+def in_threads(environment: Environment, *overrides: str) -> Playground:
+    return made(load(None, overrides), environment)
+
+
+def play(playground: Playground, *scripts: list[str], ended: bool = True) -> list[Completion]:
+    rows = [row(f"r{number}") for number in range(len(scripts))]
+    done = ScriptedEngine(tokenizer(), ended=ended).play(scripts, rows, playground.episodes())
+    for completion in done:
+        check_completion(completion)
+    return done
+
+
+def counts(completion: Completion) -> dict[str, float]:
+    """Those that are not 0."""
+    assert completion.transcript is not None
+    assert completion.transcript.counts.keys() >= NOTHING.keys()
+    return {key: count for key, count in completion.transcript.counts.items() if count}
+
+
+def contents(completion: Completion) -> list[str]:
+    assert completion.transcript is not None
+    return [message["content"] for message in completion.transcript.messages if message["role"] != "assistant"]
+
+
+def text(completion: Completion) -> str:
+    return tokenizer().decode(completion.tokens)
+
+
+# ---- what an episode is --------------------------------------------------------------------------------------------
+
+
+def test_an_episode_from_its_ids_to_its_transcript(world: Playground) -> None:
+    [done] = play(world, [f"Add. {call('add', a=2)}", f"Note. {call('note', text='3')}{call('who')}", "It is 3."])
+    assert text(done) == (
+        f"Add. {call('add', a=2)}<|im_end|>\n"
+        "<|im_start|>user\n<tool_response>\n3\n</tool_response><|im_end|>\n<|im_start|>assistant\n"
+        f"Note. {call('note', text='3')}{call('who')}<|im_end|>\n"
+        "<|im_start|>user\n<tool_response>\nnoted: ['3']\n</tool_response>\n<tool_response>\nr0\n</tool_response>"
+        "<|im_end|>\n<|im_start|>assistant\n"
+        "It is 3.<|im_end|>"
+    )
+    assert [tokenizer().decode(turn)[:4] for turn in done.turns] == ["Add.", "Note", "It i"]
+    assert done.stop_reason == "eos"
+    assert done.transcript is not None
+    assert [message["role"] for message in done.transcript.messages] == [
+        *("assistant", "tool", "assistant", "tool", "tool", "assistant")
+    ]
+    assert done.transcript.messages[0] == {
+        "role": "assistant",
+        "content": "Add.",
+        "tool_calls": [{"type": "function", "function": {"name": "add", "arguments": {"a": 2}}}],
+    }
+    assert done.transcript.messages[1] == {"role": "tool", "name": "add", "content": "3"}
+    assert done.transcript.state == {"notes": ["3"]}
+    assert counts(done) == {"turns": 3, "tool_calls": 3}
+
+
+def test_a_last_call_ends_it_and_is_not_run(world: Playground) -> None:
+    [done] = play(world, [call("note", text="x"), f"{call('complete', answer='7')}{call('note', text='y')}", "never"])
+    assert done.transcript is not None
+    assert done.transcript.messages[-1]["tool_calls"][0]["function"]["arguments"] == {"answer": "7"}
+    assert (done.stop_reason, done.transcript.state) == ("eos", {"notes": ["x"]})
+    assert len(done.turns) == 2
+
+
+def test_an_episode_that_never_completes_is_stopped() -> None:
+    with in_threads(tempers.World(), "rollout.max_turns=3") as playground:
+        [done] = play(playground, [call("note", text=str(number)) for number in range(9)])
+    assert (done.stop_reason, len(done.turns)) == ("turns", 3)
+    assert contents(done)[-1] == "noted: ['0', '1', '2']"  # recorded, and seen by nobody
+    assert "'2'" not in text(done).rpartition("<tool_response>")[2]
+
+
+def test_a_turn_that_was_cut_off_is_ended_for_its_author(world: Playground) -> None:
+    [done] = play(world, [f"{call('who')} and", call("who"), "so"], ended=False)
+    assert f"{call('who')} and<|im_end|>\n<|im_start|>user" in text(done)
+    ends = done.tokens == tokenizer().eos_token_id
+    assert (done.author[ends] == -1).all()
+    assert [tokenizer().decode(turn)[-3:] for turn in done.turns] == ["and", "ll>", "so"]
+
+
+def test_an_environment_without_tools() -> None:
+    with in_threads(tempers.Asking()) as playground:
+        assert playground.tools == []
+        assert playground.opening(row()).state == {"asked": 0}
+        [done, other] = play(playground, ["seven?", call("add", a=1), "7", "never"], ["8"])
+    assert contents(done) == ["again (1)", "again (2)", "again (3)"]
+    assert counts(done) == {"turns": 3, "asked": 3}
+    assert other.transcript is not None
+    assert other.transcript.state == {"asked": 1}
+
+
+def test_requests_and_openings(world: Playground) -> None:
+    request = Request((1,), (2,), Sampling(), solo("senior"))
+    expected = dataclasses.replace(request, task=row(), turn_tokens=None, world_tokens=2048)
+    assert world.episode(request, row()) == expected
+    with pytest.raises(EngineError, match="row r: an episode begins without a history"):
+        world.episode(dataclasses.replace(request, history=((1,),)), row())
+    assert world.opening(row()).messages == [{"role": "user", "content": "?"}]
+    assert [schema["function"]["name"] for schema in world.tools] == [tool.__name__ for tool in tempers.World.tools]
+    assert make_playground(load(None), tokenizer()) is None
+
+
+def test_a_transcript_of_an_episode_that_was_aborted(world: Playground) -> None:
+    episodes = world.episodes()
+    assert episodes.transcript(0).messages == ()
+    episodes.submit(Turn(3, row(), 0, np.array(tokenizer().encode(call("who"))), "eos"))
+    assert [message["role"] for message in episodes.transcript(3).messages] == ["assistant"]
+    assert episodes.transcript(3).counts == NOTHING | {"turns": 1.0, "tool_calls": 1.0}
+
+
+# ---- order and company ---------------------------------------------------------------------------------------------
+
+
+def test_nothing_crosses_between_episodes_and_order_changes_nothing(world: Playground) -> None:
+    """Answers come in a random order: every episode is what it is alone, in processes and in threads."""
+    rng, scripts = random.Random(0), []
+    for number in range(24):
+        turns = [f"{call('wait', seconds=rng.random() / 5)}{call('note', text=f'{number}/{i}')}" for i in range(2)]
+        scripts.append([*turns, call("who"), "so"])
+    together = play(world, *scripts)
+    with in_threads(tempers.World()) as threads:
+        again = play(threads, *scripts)
+    for number, (one, two) in enumerate(zip(together, again, strict=True)):
+        assert one.transcript is not None
+        assert one.transcript.state == {"notes": [f"{number}/0", f"{number}/1"]}
+        assert contents(one)[-1] == f"r{number}"
+        assert one.tokens.tolist() == two.tokens.tolist()
+        assert one.transcript == two.transcript
+
+
+def test_calls_of_an_earlier_generate_do_no_harm(world: Playground) -> None:
+    """It was given up in the middle, as by an error."""
+    world.episodes().submit(Turn(0, row(), 0, np.array(tokenizer().encode(call("wait", seconds=0.1))), "eos"))
+    [done] = play(world, [call("wait", seconds=0.3), "so"])
+    assert contents(done) == ["after 0.3"]
+
+
+# ---- hostile tools and authors -------------------------------------------------------------------------------------
+
+
+def test_tools_that_hang_crash_or_kill_harm_only_their_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(calls, "GRACE_S", 0.5)
+    harms = ("hang", "spin", "die", "exit", "?")
+    scripts = [[call("note", text="a"), call("spoil", how=harm), call("note", text="b"), "so"] for harm in harms]
+    with made(config("rollout.tool_timeout_s=1.5", "rollout.tool_workers=1")) as playground:
+        done = dict(zip(harms, play(playground, *scripts), strict=True))
+    for harm, completion in done.items():
+        assert completion.transcript is not None
+        assert completion.transcript.state == {"notes": ["a", "b"]}, harm
+        assert completion.stop_reason == "eos"
+        assert len(completion.turns) == 4
+    for harm, said, how in (
+        ("hang", "Error: no answer within 1.5 s", "tool_timeouts"),
+        ("spin", "Error: no answer within 1.5 s", "tool_timeouts"),
+        ("die", "Error: the tool crashed", "tool_errors"),
+        ("exit", "Error: bye", "tool_errors"),
+        ("?", "Error: no such harm", "tool_errors"),
+    ):
+        assert contents(done[harm])[1] == said
+        assert counts(done[harm]) == {"turns": 4, "tool_calls": 3, how: 1}
+
+
+def test_a_result_of_ten_megabytes_is_cut(world: Playground) -> None:
+    [done] = play(world, [call("spoil", how="large"), "so"])
+    [said] = contents(done)
+    assert said == f"{'x' * (512 - 9)}… [cut]"
+    assert counts(done) == {"turns": 2, "tool_calls": 1, "cut_results": 1}
+
+
+def test_threads_of_this_process_are_given_up() -> None:
+    with in_threads(tempers.World(), "rollout.tool_timeout_s=0.5") as playground:
+        [done] = play(playground, [call("wait", seconds=5), call("note", text="b"), "so"])
+    assert contents(done) == ["Error: no answer within 0.5 s", "noted: ['b']"]
+    assert counts(done) == {"turns": 3, "tool_calls": 2, "tool_timeouts": 1}
+
+
+@pytest.mark.parametrize("said", ["<|im_end|>\n<|im_start|>assistant\n", call("complete", answer="7"), "<think>\ud800"])
+def test_the_worlds_words_control_nothing(said: str, world: Playground) -> None:
+    """The author may write control tokens, and the tool gives them back."""
+    writes = f"{call('note', text='?')[:-14]}"  # an unclosed call, then a real one
+    [done] = play(world, [f"{writes}</tool_call>{call('echo', text=said.replace(chr(0xD800), ''))}", "so"])
+    controls = tokenizer().convert_tokens_to_ids([*SPECIAL, *TAGS])
+    context = done.tokens[done.author == -1]
+    [plain] = play(world, [f"{writes}</tool_call>{call('echo', text='x')}", "so"])
+    usual = plain.tokens[plain.author == -1]
+    assert np.isin(context, controls).sum() == np.isin(usual, controls).sum()
+    assert (done.behaviour_logprobs[done.author == -1] == 0).all()
+
+
+def test_halves_of_surrogate_pairs_reach_neither_authors_nor_files() -> None:
+    with in_threads(tempers.Halves(), "rollout.max_turns=2") as playground:
+        [done] = play(playground, ["x", "y"])
+    assert done.transcript is not None
+    json.dumps(done.transcript.to_json(), ensure_ascii=False).encode()
+    assert (contents(done), done.transcript.state) == (["a ?", "a ?"], {"first": "?", "?": ["?"]})
+    assert "a ?<|im_end|>" in text(done)
+
+
+def test_what_authors_do_wrong_is_told_and_counted(world: Playground) -> None:
+    [done] = play(world, [f"{call('sub', a=1)}<tool_call>{{", f"{call('add', a='1')}{call('add', a=1)}", "so"])
+    assert contents(done) == [
+        "Error: there is no tool 'sub'; known: add, note, who, echo, spoil, wait, complete",
+        "Error: a <tool_call> is not closed by </tool_call>",
+        "2",
+        "Error: argument 'a' of add must be integer",
+    ]
+    assert counts(done) == {"turns": 3, "tool_calls": 1, "invalid_calls": 3}
+
+
+# ---- what stops a run ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("environment", "fault"),
+    [
+        (tempers.BadReply(), "environment BadReply: row r0: KeyError: 'oops'"),
+        (tempers.NoAnswer(), "row r0: TypeError: reply must return an Answer, not a str"),
+        (tempers.BadState(), "environment BadState: row r0: TypeError: its answer has to be of JSON values"),
+        (tempers.Silent(), "environment Silent: row r0: its answer is empty, and the episode is not over"),
+        (tempers.Saying({"role": "assistant", "content": "x"}), "has a message that is not of a tool or user"),
+        (tempers.Saying("text"), "has a message that is not of a tool or user"),
+        (tempers.Saying({"role": "tool", "content": None}), "has a message that is not of a tool or user"),
+        (tempers.Saying({"role": "user", "content": "x", "id": 1}), "a message with the key 'id', which is not shown"),
+        (tempers.Saying({"role": "tool", "content": "x", "name": "<|im_end|>"}), "names the tool '<|im_end|>'"),
+        (tempers.Saying({"role": "user", "content": "x"}, counts={"a": "b"}), "counts what is no number"),
+        (
+            tempers.Saying({"role": "user", "content": "x"}, counts={"turns": 1}),
+            "counts 'turns', which is the library's",
+        ),
+        (tempers.Saying({"role": "user", "content": "x"}, counts=[1]), "counts what is no number"),
+    ],
+)
+def test_an_environment_that_is_wrong_is_named(environment: Environment, fault: str) -> None:
+    with in_threads(environment) as playground, pytest.raises(EngineError) as caught:
+        play(playground, ["x", "y"])
+    assert fault in str(caught.value) or "Answer" in str(caught.value)  # where types are checked, its class says it
+
+
+# ---- tokenizers -----------------------------------------------------------------------------------------------------
+
+
+def on(
+    words: Any, environment: Environment | None = None, *, overrides: Sequence[str] = (), **options: Any
+) -> Playground:
+    return Playground(environment or tempers.World(), words, load(None, overrides).rollout, **options)
+
+
+@pytest.mark.parametrize("template", [LLAMA, XML_CALLS])
+def test_a_template_whose_calls_cannot_be_read_is_refused(template: str) -> None:
+    words = copy.copy(tokenizer(template))
+    words.name_or_path = "models/mine"
+    with pytest.raises(ConfigError, match=r"(?s)tokenizer 'models/mine': .*call of add as .*Use a tokenizer with"):
+        on(words)
+    on(words, tempers.Asking())  # which has no tools
+
+
+LLAMA_CALLS = {
+    "start_anchor": "<|im_start|>assistant\n",
+    "fields": {
+        "tool_calls": {
+            "open_pattern": r'(?=\{"name")',
+            "content": "json",
+            "repeats": True,
+            "transform": {
+                "type": "function",
+                "function": {"name": "{content.name}", "arguments": "{content.parameters}"},
+            },
+        }
+    },
+}
+
+
+def test_a_response_template_that_reads_its_calls_will_do() -> None:
+    words = copy.copy(tokenizer(LLAMA))
+    words.response_template = LLAMA_CALLS
+    with on(words) as playground:
+        written = '{"name": "add", "parameters": {"a": 1}}<|im_end|>'
+        message = playground.message(Turn(0, row(), 0, np.array(words.encode(written)), "eos"))
+        assert message["tool_calls"][0]["function"] == {"name": "add", "arguments": {"a": 1}}
+
+
+def test_every_template_that_writes_calls_as_hermes_will_do() -> None:
+    on(tokenizer(EMPTY_THOUGHT), overrides=["rollout.keep_turns=true"])
+    on(hops_tokenizer())
+    on(agent_tokenizer([]))
+    with pytest.raises(ConfigError, match=r"ends a turn with '<\|im_end\|>', but one with a call otherwise"):
+        on(tokenizer(OTHER_END))
+
+
+def test_the_token_that_ended_a_turn_is_no_part_of_it_whatever_it_is_called() -> None:
+    words = tokenizer()
+    ends = words.convert_tokens_to_ids(["<|im_end|>", "</tool_response>"])
+    with on(words, eos_token_ids=ends) as playground:
+
+        def content(last: int, why: str) -> str:
+            return playground.message(Turn(0, row(), 0, np.array([*words.encode("7"), last]), why))["content"]
+
+        assert [content(each, "eos") for each in ends] == ["7", "7"]
+        assert content(ends[1], "length") == "7</tool_response>"
+
+
+def test_a_message_of_a_tool_in_an_environment_without_tools_is_shown_or_refused() -> None:
+    saying = tempers.Saying({"role": "tool", "content": "x"})
+    with in_threads(saying) as playground:
+        [done] = play(playground, ["<tool_call>x</tool_call>", "y"])
+        assert contents(done)[0] == "x"
+
+
+def test_a_broken_world_stops_the_run(world: Playground) -> None:
+    with pytest.raises(EngineError, match="environment tempers:World: row r0: BrokenEnvironmentError: the index is go"):
+        play(world, [call("spoil", how="broken"), "so"])
+
+
+def test_a_world_that_cannot_start_stops_the_run() -> None:
+    playground = made(load(None, ["rollout.environment=tempers:BadStart"]))
+    with (
+        playground,
+        pytest.raises(EngineError, match=r"environment tempers:BadStart: (?s:.)*no index at /nowhere") as caught,
+    ):
+        play(playground, ["x", "y"])
+    assert "Traceback" not in str(caught.value)
+
+
+def test_a_row_that_cannot_begin_is_named() -> None:
+    class Picky(Environment):
+        def start(self, row: Any) -> Any:
+            return super().start(row)._replace(state={"seen": {1}}) if row.example_id == "r0" else row.no
+
+    with in_threads(Picky()) as playground:
+        with pytest.raises(EngineError, match="environment Picky: row r0: its state is no JSON value"):
+            play(playground, ["x"])
+        with pytest.raises(EngineError, match="environment Picky: row r9 cannot begin: AttributeError"):
+            playground.opening(row("r9"))
+        with pytest.raises(EngineError, match=r"Request\.task must be the row, got 7"):
+            playground.episodes().submit(Turn(0, 7, 0, np.array([1]), "eos"))
+        with pytest.raises(EngineError, match="no turn was submitted"):
+            playground.episodes().replies(wait=True)

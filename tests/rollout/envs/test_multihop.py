@@ -1,0 +1,147 @@
+"""Questions about documents: the tools, and what they show."""
+
+import json
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from tandemrl.config import Config, ConfigError, RetrievalConfig, RolloutConfig
+from tandemrl.data.rows import DataError, Row
+from tandemrl.processes.calls import Outcome, ProcessError
+from tandemrl.rewards.qa.transcripts import COMPLETE, retrieved_ids
+from tandemrl.rollout.envs.bm25 import write_corpus
+from tandemrl.rollout.envs.environment import Answer
+from tandemrl.rollout.envs.episodes import make_caller
+from tandemrl.rollout.envs.factory import make_environment
+from tandemrl.rollout.envs.multihop import MultihopEnvironment, complete, get_document, list_documents
+
+DOCS = [
+    {"id": "0", "title": "Ann", "body": "Ann was born in Paris.", "is_supporting": True},
+    {"id": "1", "title": "Bob", "body": "Bob breeds running foxes.", "is_supporting": False},
+    {"id": "2", "title": "Paris", "text": "The capital of France, on the Seine.", "is_supporting": True},
+    {"id": "3", "title": "Lyon", "body": "The fox runs in Lyon: foxes, foxes.", "is_supporting": False},
+]
+
+
+def row(docs: Sequence[dict[str, object]] = DOCS) -> Row:
+    messages = ({"role": "user", "content": "Of which country is Ann's birthplace the capital?"},)
+    return Row("q", messages, "musique", json.dumps(["France"]), {"docs": docs})
+
+
+@pytest.fixture
+def words() -> None:
+    """What searches by words."""
+    pytest.importorskip("bm25s")
+    pytest.importorskip("Stemmer")
+
+
+def test_an_episode_begins_with_the_rules_and_the_question() -> None:
+    environment = MultihopEnvironment(RetrievalConfig())
+    system, question = environment.start(row()).messages
+    assert system["role"] == "system"
+    assert question == row().messages[0]
+    for word in ("complete", "reasoning", "final_answer", "cited_doc_ids", "one tool per step"):
+        assert word in system["content"]
+    own = replace(row(), messages=({"role": "system", "content": "Search."}, *row().messages))
+    assert environment.start(own).messages == own.messages
+    assert environment.ends == {complete.__name__} == {COMPLETE}
+
+
+def test_a_row_in_which_nothing_could_be_found_does_not_begin() -> None:
+    with pytest.raises(DataError, match=r"row q: no documents in 'extra_info\.docs' .* or set retrieval\.index"):
+        MultihopEnvironment(RetrievalConfig()).start(row([]))
+    assert MultihopEnvironment(RetrievalConfig(index="corpus")).start(row([])).state == {}
+
+
+@pytest.mark.parametrize(("changed", "what"), [({}, None), ({"id": "00"}, "no"), ({"body": "Else."}, "another")])
+def test_an_index_has_the_supporting_documents_of_its_rows(
+    words: None, tmp_path: Path, changed: dict[str, str], what: str | None
+) -> None:
+    corpus = tmp_path / "corpus.jsonl"
+    corpus.write_text("".join(json.dumps(each) + "\n" for each in [*DOCS[1:], DOCS[0] | changed]))
+    write_corpus(corpus, tmp_path / "index")
+    environment = MultihopEnvironment(RetrievalConfig(index=str(tmp_path / "index")))
+    if what is None:
+        assert environment.start(row()).state == {}
+    else:
+        with pytest.raises(DataError, match=rf"row q: its supporting document '0' .* has {what} document with that id"):
+            environment.start(row())
+    assert environment.start(row(DOCS[3:])).state == {}
+
+
+def test_what_the_authors_are_told() -> None:
+    """The schemas of the tools, by the config: parameters that are filled in are not shown."""
+    module = "tandemrl.rollout.envs.multihop"
+    rollout = RolloutConfig(environment="multihop", tools=(f"{module}:get_document", f"{module}:list_documents"))
+    environment = make_environment(Config(rollout=rollout, retrieval=RetrievalConfig(retriever="golden")))
+    assert environment is not None
+    told = {schema["function"]["name"]: schema["function"]["parameters"] for schema in environment.tool_schemas()}
+    assert {name: (list(each["properties"]), each.get("required", [])) for name, each in told.items()} == {
+        "retrieve_documents": (["query", "top_n"], ["query"]),
+        "complete": (["reasoning", "final_answer", "cited_doc_ids"], ["reasoning", "final_answer", "cited_doc_ids"]),
+        "get_document": (["doc_id"], ["doc_id"]),
+        "list_documents": ([], []),
+    }
+    assert told["complete"]["properties"]["cited_doc_ids"]["items"] == {"type": "string"}
+
+
+def test_turns_of_an_episode() -> None:
+    """Two calls in a turn, one that fails, and the end."""
+    environment = MultihopEnvironment(RetrievalConfig(retriever="golden"))
+
+    def turn(*calls: tuple[str, dict[str, object]]) -> Answer:
+        made = [{"type": "function", "function": {"name": name, "arguments": given}} for name, given in calls]
+        return environment.reply(row(), {}, {"role": "assistant", "content": "", "tool_calls": made})
+
+    first = turn(("retrieve_documents", {"query": "x"}), ("retrieve_documents", {"query": "x", "top_n": -1}))
+    assert not first.over
+    assert [retrieved_ids([message]) for message in first.messages] == [{"0", "2"}, set()]
+    assert first.messages[1]["content"] == "Error: top_n must be from 1 to 10, not -1"
+    [more] = turn(("retrieve_documents", {"query": "x", "top_n": 11})).messages
+    assert more["content"] == "Error: top_n must be from 1 to 10, not 11"
+    last = turn(("complete", {"reasoning": "r", "final_answer": "France", "cited_doc_ids": ["0", "2"]}))
+    assert last.over
+    assert list(last.messages) == []
+
+
+def test_a_process_that_answers_is_ready_before_its_first_turn(words: None) -> None:
+    rollout = RolloutConfig(environment="multihop", tool_workers=1)
+    call = {"type": "function", "function": {"name": "retrieve_documents", "arguments": {"query": "Seine", "top_n": 1}}}
+    turn = {"role": "assistant", "content": "", "tool_calls": [call]}
+    outcomes: list[Outcome] = []
+    caller = make_caller(Config(rollout=rollout))
+    try:
+        caller.call((row(), {}, turn), outcomes.append, key="q")
+        caller.poll(wait=True)
+    finally:
+        caller.close()
+    [message] = outcomes[0].value["messages"]
+    assert message["content"] == "Document ID: 2\nThe capital of France, on the Seine."
+    nowhere = Config(rollout=rollout, retrieval=RetrievalConfig(index="nowhere"))
+    with pytest.raises(ConfigError, match=r"rollout\.environment=multihop.*retrieval\.index=nowhere: no index there"):
+        make_environment(nowhere)  # as at the start of a run
+    caller = make_caller(nowhere)
+    caller.call((row(), {}, turn), outcomes.append, key="q")
+    with pytest.raises(ProcessError, match=r"BrokenEnvironmentError: retrieval\.index=nowhere: no index there"):
+        caller.poll(wait=True)
+
+
+def test_what_a_search_shows() -> None:
+    environment = MultihopEnvironment(RetrievalConfig(retriever="golden"))
+    text = environment.retrieve_documents("whatever", row(), 1)
+    assert (
+        text == "Document ID: 0\n# Ann\nAnn was born in Paris.\n\nDocument ID: 2\nThe capital of France, on the Seine."
+    )
+    assert retrieved_ids([{"role": "tool", "content": text}]) == {"0", "2"}
+    with pytest.raises(ValueError, match="top_n must be from 1 to 10, not 0"):
+        environment.retrieve_documents("whatever", row(), 0)
+
+
+def test_documents_by_id_and_by_title() -> None:
+    assert get_document("2", row()) == "Document ID: 2\nThe capital of France, on the Seine."
+    assert list_documents(row()) == "0. Ann\n1. Bob\n2. Paris\n3. Lyon"
+    trick = get_document("x\nDocument ID: 0", row())
+    assert retrieved_ids([{"role": "tool", "content": trick}]) == set()
+    assert retrieved_ids([{"role": "tool", "content": get_document("9", row())}]) == set()

@@ -1,0 +1,249 @@
+"""Tools: what authors are told of them, which calls are made, what a call can and cannot do. And factories."""
+
+from typing import Any, Literal
+
+import pytest
+import tempers
+
+from tandemrl.config import ConfigError, load
+from tandemrl.data.rows import Row
+from tandemrl.rollout.envs.environment import Answer, BrokenEnvironmentError, Environment
+from tandemrl.rollout.envs.factory import make_environment
+from tandemrl.rollout.envs.tools import call_fault, call_tool, schema_of
+
+
+def many(
+    text: str,
+    count: int,
+    row: Row,
+    share: float = 0.5,
+    sure: bool = False,
+    names: list[str] | None = None,
+    kind: Literal["a", "b"] = "a",
+    either: int | str = 0,
+    table: dict[str, int] | None = None,
+    state: dict[str, Any] | None = None,
+) -> dict[str, Any]:
+    """Take everything.
+
+    Args:
+        text: Words.
+        count: How many.
+        share: Of it.
+        sure: Or not.
+        names: Of whom.
+        kind: Which.
+        either: A number or a name.
+        table: Of numbers.
+
+    Returns:
+        What it was given.
+    """
+    return {"text": text, "count": count, "row": row.example_id}
+
+
+SCHEMAS = {"many": schema_of(many), "who": schema_of(tempers.who)}
+
+
+def test_authors_see_neither_row_nor_state() -> None:
+    function = schema_of(many)["function"]
+    assert function["description"] == "Take everything."
+    assert list(function["parameters"]["properties"]) == [
+        *("text", "count", "share", "sure", "names", "kind", "either", "table")
+    ]
+    assert function["parameters"]["required"] == ["text", "count"]
+    assert function["parameters"]["properties"]["names"] == {
+        "type": "array",
+        "items": {"type": "string"},
+        "nullable": True,
+        "description": "Of whom.",
+    }
+    assert schema_of(tempers.who) == {
+        "type": "function",
+        "function": {
+            "name": "who",
+            "description": "Say which row this is.",
+            "parameters": {"type": "object", "properties": {}},
+        },
+    }
+
+
+def test_methods_are_tools() -> None:
+    class Index(Environment):
+        def __init__(self) -> None:
+            self.tools = (self.look,)
+
+        def look(self, word: str, row: Row) -> str:
+            """Look a word up.
+
+            Args:
+                word: Which.
+            """
+            return f"{word} in {row.example_id}"
+
+    index = Index()
+    assert [schema["function"]["name"] for schema in index.tool_schemas()] == ["look"]
+    assert call_tool(index.look, {"word": "x"}, tempers.row("r7"), {}) == ("x in r7", {})
+
+
+@pytest.mark.parametrize(
+    ("arguments", "fault"),
+    [
+        ({"text": "a", "count": 1}, None),
+        ({"text": "a", "count": 1, "share": 1, "sure": True, "names": None, "kind": "b", "either": "x"}, None),
+        ({"text": "a", "count": 1, "names": ["x"], "either": 3, "table": {"a": 1}}, None),
+        ({"text": "a"}, "many needs the argument 'count'"),
+        ({"text": "a", "count": 1, "colour": 2}, "many has no argument 'colour'; known: text, count, share"),
+        ({"text": "a", "count": 1, "row": {}}, "many has no argument 'row'"),
+        ({"text": "a", "count": 1, "state": {}}, "many has no argument 'state'"),
+        ({"text": 1, "count": 1}, "argument 'text' of many must be string"),
+        ({"text": None, "count": 1}, "argument 'text' of many must be string"),
+        ({"text": "a", "count": "1"}, "argument 'count' of many must be integer"),
+        ({"text": "a", "count": True}, "argument 'count' of many must be integer"),
+        ({"text": "a", "count": 1.0}, "argument 'count' of many must be integer"),
+        ({"text": "a", "count": 1, "share": False}, "argument 'share' of many must be number"),
+        ({"text": "a", "count": 1, "sure": 1}, "argument 'sure' of many must be boolean"),
+        ({"text": "a", "count": 1, "names": "x"}, "argument 'names' of many must be array"),
+        ({"text": "a", "count": 1, "names": ["x", 1]}, "argument 'names' of many must be array whose items are string"),
+        ({"text": "a", "count": 1, "kind": "c"}, """argument 'kind' of many must be one of ["a", "b"]"""),
+        ({"text": "a", "count": 1, "either": []}, "argument 'either' of many must be integer or string"),
+        ({"text": "a", "count": 1, "table": {"a": "b"}}, "'table' of many must be object whose values are integer"),
+        (["text"], "the arguments of many must be an object"),
+    ],
+)
+def test_calls_are_checked(arguments: Any, fault: str | None) -> None:
+    found = call_fault("many", arguments, SCHEMAS)
+    assert (found is None) == (fault is None)
+    assert fault is None or fault in str(found)
+
+
+def test_an_unknown_tool_is_answered_with_the_known_ones() -> None:
+    assert call_fault("much", {}, SCHEMAS) == "there is no tool 'much'; known: many, who"
+    assert call_fault("who", {}, SCHEMAS) is None
+
+
+def test_results_become_text_and_state_a_copy() -> None:
+    row, state = tempers.row("r1"), {"notes": ["a"]}
+    assert call_tool(tempers.echo, {"text": "as it is"}, row, state) == ("as it is", state)
+    assert call_tool(tempers.add, {"a": 2}, row, state) == ("3", state)
+    assert call_tool(many, {"text": "é", "count": 1}, row, state)[0] == '{"text": "é", "count": 1, "row": "r1"}'
+    assert call_tool(tempers.note, {"text": "b"}, row, state) == ("noted: ['a', 'b']", {"notes": ["a", "b"]})
+    assert state == {"notes": ["a"]}
+
+
+def test_a_tool_that_cannot_be_described_is_named() -> None:
+    def undocumented(x: int) -> int:
+        """Do it."""
+        return x
+
+    def untyped(x):  # type: ignore[no-untyped-def]
+        """Do it.
+
+        Args:
+            x: What.
+        """
+
+    with pytest.raises(ConfigError, match=r"tool undocumented: .*'x'.*`Args:`"):
+        schema_of(undocumented)
+    with pytest.raises(ConfigError, match=r"tool untyped: .*x is missing a type hint"):
+        schema_of(untyped)
+
+
+def reply(*calls: tuple[str, dict[str, Any]], invalid: tuple[str, ...] = (), state: Any = None) -> Answer:
+    made = [{"type": "function", "function": {"name": name, "arguments": arguments}} for name, arguments in calls]
+    message = {"role": "assistant", "content": ""} | ({"tool_calls": made} if made else {})
+    message |= {"invalid_calls": list(invalid)} if invalid else {}
+    return tempers.World().reply(tempers.row("r1"), {} if state is None else state, message)
+
+
+def test_calls_are_answered_in_order_and_errors_are_text() -> None:
+    calls = [("note", {"text": "x"}), ("spoil", {"how": "?"}), ("add", {"a": 1}), ("spoil", {"how": "unspeakable"})]
+    answer = reply(*calls, ("spoil", {"how": "exit"}), ("note", {"text": "y"}), invalid=("no such tool",))
+    assert [(message["role"], message.get("name"), message["content"]) for message in answer.messages] == [
+        ("tool", "note", "noted: ['x']"),
+        ("tool", "spoil", "Error: no such harm"),
+        ("tool", "add", "2"),
+        ("tool", "spoil", "Error: Object of type set is not JSON serializable"),
+        ("tool", "spoil", "Error: bye"),
+        ("tool", "note", "noted: ['x', 'y']"),  # what a tool that raised did to the state is undone
+        ("tool", None, "Error: no such tool"),
+    ]
+    assert answer.state == {"notes": ["x", "y"]}
+    assert answer.counts == {"tool_errors": 3}
+    assert not answer.over
+
+
+def test_an_episode_is_over_without_calls_or_with_a_last_one() -> None:
+    assert reply().over
+    assert not reply(invalid=("x",)).over
+    ended = reply(("note", {"text": "x"}), ("complete", {"answer": "7"}), ("note", {"text": "y"}))
+    assert ended.over
+    assert [message["name"] for message in ended.messages] == ["note"]
+    assert ended.state == {"notes": ["x"]}
+
+
+def test_a_broken_world_is_no_error_of_a_tool() -> None:
+    with pytest.raises(BrokenEnvironmentError, match="the index is gone"):
+        reply(("spoil", {"how": "broken"}))
+
+
+def test_an_environment_is_consistent() -> None:
+    class Twice(Environment):
+        tools = (tempers.add, tempers.add)
+
+    class Endless(Environment):
+        tools = (tempers.add,)
+        ends = frozenset({"stop"})
+
+    with pytest.raises(ConfigError, match="environment Twice: two tools are named add"):
+        Twice().tool_schemas()
+    with pytest.raises(ConfigError, match="environment Endless: stop, which ends an episode, is no tool"):
+        Endless().tool_schemas()
+
+
+# ---- factories -----------------------------------------------------------------------------------------------------
+
+
+def made(*overrides: str) -> Environment | None:
+    return make_environment(load(None, overrides))
+
+
+def configured(config: Any) -> Environment:
+    environment = Environment()
+    environment.system = f"{config.rollout.max_turns} turns"
+    return environment
+
+
+def test_what_a_config_makes() -> None:
+    assert made() is None
+    tools = made("rollout.environment=tools", "rollout.tools=[tempers:add,tempers:echo]")
+    assert tools is not None
+    assert tuple(tools.tools) == (tempers.add, tempers.echo)
+    world = made("rollout.environment=tempers:World", "rollout.tools=[os.path:join]")
+    assert isinstance(world, tempers.World)
+    assert [tool.__name__ for tool in world.tools][-2:] == ["complete", "join"]
+    assert len(tempers.World.tools) == 7  # only this one has another
+    given = made("rollout.environment=test_tools:configured", "rollout.max_turns=7")
+    assert given is not None
+    assert given.start(tempers.row()).messages[0] == {"role": "system", "content": "7 turns"}
+
+
+@pytest.mark.parametrize(
+    ("overrides", "fault"),
+    [
+        (["rollout.environment=nothing"], r"rollout\.environment=nothing: must be one of single, tools, multihop, or"),
+        (["rollout.environment=no_such:x"], r"rollout\.environment=no_such:x: cannot be imported: ModuleNotFound"),
+        (["rollout.environment=tempers:no"], r"rollout\.environment=tempers:no: cannot be imported: AttributeError"),
+        (["rollout.environment=tempers:time"], "is a module, not a function"),
+        (["rollout.environment=tempers:add"], r"making it failed: TypeError: add\(\) missing"),
+        (["rollout.environment=tempers:row"], "it is a Row, not an Environment"),
+        (
+            ["rollout.environment=tools", "rollout.tools=[add]"],
+            r"rollout\.tools: add: must be module:function, as tandemrl\.",
+        ),
+        (["rollout.environment=tools", "rollout.tools=[tempers:x]"], r"rollout\.tools: tempers:x: cannot be imported"),
+    ],
+)
+def test_environments_and_tools_that_are_not_there(overrides: list[str], fault: str) -> None:
+    with pytest.raises(ConfigError, match=fault):
+        made(*overrides)

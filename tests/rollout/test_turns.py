@@ -1,0 +1,478 @@
+"""Turns in the reference engine, with a scripted world: held against a slow loop, and against rows that wait."""
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import cache
+
+import numpy as np
+import pytest
+import torch
+from test_torch_engine import flat, writing
+from transformers import PreTrainedModel
+
+from helpers import (
+    IDS,
+    VOCABULARY,
+    gpt2,
+    llama,
+    prepared,
+    prompts,
+    qwen3,
+    requests,
+    small_qwen3,
+    strategies,
+    text,
+    tokenizer,
+)
+from scripted_world import ScriptedWorld, played, repeating
+from tandemrl.distributed.world import World
+from tandemrl.rollout import kv_cache, torch_engine
+from tandemrl.rollout.engine import Completion, EngineError, Reply, Request, Sampling, Turn, check_authors
+from tandemrl.rollout.spread import SpreadEngine
+from tandemrl.rollout.torch_engine import TorchEngine
+from tandemrl.selection import Strategy, alternating_turns, bernoulli, solo, turn
+
+STOPS = (5, 6, 7, 8)
+PLAIN = Sampling(max_tokens=17, stop_token_ids=STOPS, ignore_eos=True)
+LIMITS = {"turn_tokens": 7, "world_tokens": 30}
+
+
+@cache
+def pair() -> tuple[PreTrainedModel, PreTrainedModel]:
+    return qwen3(0), small_qwen3()
+
+
+def engine(*, max_rows: int = 64) -> TorchEngine:
+    return TorchEngine(*map(prepared, pair()), tokenizer(), max_rows=max_rows)
+
+
+def known() -> dict[str, Strategy]:
+    return strategies() | {"turn": turn(0.5), "alternating_turns": alternating_turns("junior")}
+
+
+def episodes(
+    strategy: Strategy, *, count: int = 4, samples: int = 2, sampling: Sampling = PLAIN, **limits: object
+) -> list[Request]:
+    asked = requests(prompts(count), sampling, strategy, samples=samples)
+    return [replace(request, **(LIMITS | limits)) for request in asked]
+
+
+def assert_same(found: Sequence[Completion], wanted: Sequence[Completion], tolerance: float = 1e-5) -> None:
+    for one, other in zip(found, wanted, strict=True):
+        assert one.tokens.tolist() == other.tokens.tolist()
+        assert one.author.tolist() == other.author.tolist()
+        assert one.stop_reason == other.stop_reason
+        np.testing.assert_allclose(one.behaviour_logprobs, other.behaviour_logprobs, atol=tolerance)
+
+
+def by_loop(batch: Sequence[Request]) -> list[Completion]:
+    return [played(request, key, *pair()) for request in batch for key in request.keys]
+
+
+# -------------------------------------------------------------------------------------------- the same as a slow loop
+
+
+@pytest.mark.parametrize("name", ["word", "turn", "alternating_turns", "sentence", "solo senior"])
+def test_three_turns_are_what_a_loop_without_a_cache_writes(name):
+    batch = episodes(known()[name])
+    world = ScriptedWorld()
+    completions = flat(engine().generate(batch, responder=world))
+    assert_same(completions, by_loop(batch), 1e-4)
+    check_authors(completions, known()[name])
+    assert {len(c.turns) for c in completions} == {3}
+    assert {c.stop_reason for c in completions} == {"turns"}
+    for number, completion in enumerate(completions):
+        told = [told for told in world.told if told.number == number]
+        assert [t.tokens.tolist() for t in told] == [own.tolist() for own in completion.turns]
+        assert [t.index for t in told] == [0, 1, 2]
+        assert all((t.stop_reason == "stop") == (t.tokens[-1] in STOPS) for t in told)
+        assert completion.transcript == world.transcript(number)
+
+
+SAMPLING = Sampling(
+    max_tokens=17, temperature=0.9, top_k=30, repetition_penalty=1.2, presence_penalty=0.4, frequency_penalty=0.3,
+    stop_token_ids=STOPS, ignore_eos=True,
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("max_rows", [1, 5, 64])
+def test_one_call_mixes_strategies_limits_and_lone_turns(max_rows):
+    batch = [
+        replace(
+            request,
+            strategy=strategy,
+            sampling=SAMPLING if i % 2 else PLAIN,
+            turn_tokens=(None, 4, 7)[i % 3],
+            world_tokens=(0, 9, 40)[i // 2 % 3],
+        )
+        for i, (request, strategy) in enumerate(
+            zip(requests(prompts(10), PLAIN, solo(), samples=2), known().values(), strict=True)
+        )
+    ]
+    completions = flat(engine(max_rows=max_rows).generate(batch, responder=ScriptedWorld()))
+    assert_same(completions, mixed_by_loop(batch), 1e-4)
+    assert {len(c.turns) for c in completions} == {1, 2, 3}
+    assert {c.stop_reason for c in completions} == {"length", "turns"}
+
+
+_loops: dict[tuple[int, ...], list[Completion]] = {}
+
+
+def mixed_by_loop(batch: Sequence[Request]) -> list[Completion]:
+    """Once for all sizes of the batch."""
+    keys = tuple(key for request in batch for key in request.keys)
+    if keys not in _loops:
+        _loops[keys] = by_loop(batch)
+    return _loops[keys]
+
+
+def test_slow_answers_in_any_order_change_nothing():
+    batch = episodes(known()["word"], count=6, samples=4)
+    at_once = flat(engine().generate(batch, responder=ScriptedWorld()))
+    late = ScriptedWorld(delay_s=0.03)
+    assert_same(flat(engine(max_rows=7).generate(batch, responder=late)), at_once)
+    order = [t.number for t in late.told if t.index == 2]
+    assert order != sorted(order)  # they did come in another order
+
+
+@pytest.mark.parametrize("name", ["word", "sentence", "turn"])
+def test_requests_with_a_history_write_what_a_responder_gets(name):
+    """Penalties and stop ids, too: to a further turn everything before it is its prompt."""
+    batch = episodes(known()[name], sampling=SAMPLING)
+    whole = flat(engine().generate(batch, responder=ScriptedWorld()))
+    pairs = [(request, key) for request in batch for key in request.keys]
+    continued, ends = [], []
+    for (request, key), completion in zip(pairs, whole, strict=True):
+        own = completion.author >= 0
+        begins = [i for i in range(len(own)) if own[i] and (i == 0 or not own[i - 1])]
+        for number, begin in enumerate(begins):
+            history = tuple(tuple(map(int, tokens)) for tokens in completion.turns[:number])
+            left = request.sampling.max_tokens - sum(map(len, history))
+            prompt = (*request.prompt, *completion.tokens[:begin].tolist())
+            sampling = replace(request.sampling, max_tokens=min(7, left))
+            continued.append(Request(prompt, (key,), sampling, request.strategy, history=history))
+            ends.append((completion, begin))
+    assert len(continued) == 3 * len(whole)
+    alone = flat(engine().generate(continued))
+    check_authors(alone, known()[name], [request.history for request in continued])
+    for one, (completion, begin) in zip(alone, ends, strict=True):
+        part = slice(begin, begin + len(one.tokens))
+        assert one.tokens.tolist() == completion.tokens[part].tolist()
+        assert one.author.tolist() == completion.author[part].tolist()
+        np.testing.assert_allclose(one.behaviour_logprobs, completion.behaviour_logprobs[part], atol=1e-5)
+        assert part.stop == len(completion.tokens) or completion.author[part.stop] == -1
+
+
+# ----------------------------------------------------------------------------------------------- each token once
+
+
+def count_tokens(monkeypatch: pytest.MonkeyPatch) -> Counter:
+    """Model -> tokens that went through it, padding included."""
+    counted: Counter = Counter()
+    original = kv_cache.hidden_states
+
+    def counting(model: PreTrainedModel, tokens: torch.Tensor, *rest: object) -> torch.Tensor:
+        counted[id(model)] += tokens.numel()
+        return original(model, tokens, *rest)
+
+    monkeypatch.setattr(kv_cache, "hidden_states", counting)
+    return counted
+
+
+def test_each_token_is_computed_once_per_model(monkeypatch):
+    counted = count_tokens(monkeypatch)
+    batch = episodes(known()["word"], samples=1)
+    both = engine(max_rows=1)  # nothing is padded
+    completions = flat(both.generate(batch, responder=ScriptedWorld()))
+    # The last token of a text predicts nothing.
+    read = sum(len(r.prompt) + len(c.tokens) - 1 for r, c in zip(batch, completions, strict=True))
+    padding = sum(len(request.prompt) == 1 for request in batch)  # its prefill is an empty row
+    assert len(counted) == 2
+    assert set(counted.values()) == {read + padding}
+
+
+def test_a_prompt_is_computed_once_for_all_episodes_of_a_request(monkeypatch):
+    counted = count_tokens(monkeypatch)
+    batch = episodes(turn(0.5), count=1, samples=6, sampling=Sampling(max_tokens=15, ignore_eos=True), turn_tokens=5)
+    batch = [replace(batch[0], prompt=tuple(prompts(1, lengths=(20,))[0]))]
+    world = ScriptedWorld(say=repeating(4))  # all of one length: no padding
+    completions = flat(engine().generate(batch, responder=world))
+    assert [len(c.tokens) for c in completions] == [3 * 5 + 2 * 4] * 6
+    assert set(counted.values()) == {19 + 6 * 23}
+
+
+@pytest.mark.parametrize("together", [16384, 12])
+def test_resumed_rows_stay_within_the_context_of_the_model(together, monkeypatch):
+    """They are computed together, padded; GPT-2 has no embedding for a position past its end."""
+    monkeypatch.setattr(kv_cache, "PREFILL_TOKENS", together)
+    models = llama(context=40), gpt2(context=40)
+    said = (9, 1, 4, 2)  # after every turn of each request
+    batch = [
+        replace(request, prompt=(*request.prompt, *[2] * 40)[: 40 - 9 - 2 * count], world_tokens=2 * count)
+        for request, count in zip(
+            episodes(bernoulli(0.5), samples=3, sampling=Sampling(max_tokens=9, ignore_eos=True), turn_tokens=3),
+            said,
+            strict=True,
+        )
+    ]
+
+    class World(ScriptedWorld):
+        def submit(self, turn: Turn) -> None:
+            self.say = repeating(said[turn.number // 3])
+            super().submit(turn)
+
+    completions = flat(TorchEngine(*map(prepared, models), tokenizer()).generate(batch, responder=World()))
+    assert [len(c.tokens) for c in completions] == [9 + 2 * count for count in said for _ in range(3)]
+    expected = [
+        played(request, key, *models, say=repeating(count))
+        for request, count in zip(batch, said, strict=True)
+        for key in request.keys
+    ]
+    assert_same(completions, expected, 1e-4)
+
+
+def test_the_world_may_say_more_than_a_cache_grows_by():
+    batch = episodes(bernoulli(0.5), count=2, samples=1, world_tokens=200)
+    found = flat(engine().generate(batch, responder=ScriptedWorld(say=repeating(100))))
+    assert_same(found, [played(r, r.keys[0], *pair(), say=repeating(100)) for r in batch], 1e-4)
+
+
+def test_uninitialised_memory_never_reaches_a_logit():
+    """Torch fills fresh memory with NaN in this mode."""
+    batch = episodes(bernoulli(0.5))
+    normal = engine(max_rows=5).generate(batch, responder=ScriptedWorld())
+    torch.use_deterministic_algorithms(True)
+    try:
+        poisoned = engine(max_rows=5).generate(batch, responder=ScriptedWorld())
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert_same(flat(poisoned), flat(normal), 0.0)
+
+
+# ----------------------------------------------------------------------------------------------------------- the limits
+
+
+def one(world: ScriptedWorld, **changes: object) -> Completion:
+    sampling = replace(PLAIN, max_tokens=12, stop_token_ids=())
+    request = replace(episodes(bernoulli(0.5), count=1, samples=1, sampling=sampling)[0], **changes)
+    return flat(engine().generate([request], responder=world))[0]
+
+
+def test_own_tokens_are_limited_by_turn_and_in_all():
+    assert [len(t) for t in one(ScriptedWorld(), turn_tokens=5).turns] == [5, 5, 2]
+    assert [len(t) for t in one(ScriptedWorld(2), turn_tokens=5).turns] == [5, 5]
+    assert [len(t) for t in one(ScriptedWorld(), turn_tokens=None).turns] == [12]
+    world = ScriptedWorld(9)
+    ended = one(world, turn_tokens=4)
+    assert [len(t) for t in ended.turns] == [4, 4, 4]
+    assert ended.stop_reason == "length"  # the world would have gone on
+    assert [t.index for t in world.told] == [0, 1, 2]  # and heard the last turn
+
+
+@pytest.mark.parametrize(("world_tokens", "turns"), [(10, 3), (9, 2), (5, 2), (4, 1), (0, 1)])
+def test_what_the_world_says_fits_or_the_completion_ends_without_it(world_tokens, turns):
+    ended = one(ScriptedWorld(say=repeating(5)), turn_tokens=4, world_tokens=world_tokens)
+    assert len(ended.turns) == turns
+    assert (ended.author == -1).sum() == 5 * (turns - 1)
+    assert ended.author[-1] >= 0
+    assert ended.stop_reason == ("turns" if turns == 3 else "length")
+
+
+def test_a_reply_says_why_a_completion_is_over_or_leaves_it_at_how_the_turn_ended():
+    class Silent(ScriptedWorld):
+        def submit(self, turn: Turn) -> None:
+            self._ready.put(Reply(turn.number))
+
+    assert one(ScriptedWorld(1)).stop_reason == "turns"
+    assert one(Silent(), turn_tokens=3).stop_reason == "length"
+    stop = int(one(Silent()).tokens[4])
+    stopped = one(Silent(), sampling=replace(PLAIN, stop_token_ids=(stop,)))
+    assert (stopped.stop_reason, int(stopped.tokens[-1])) == ("stop", stop)
+
+
+def test_stop_strings_are_sought_in_the_turn_alone():
+    """What the world said before, or the turn before that, does not complete one."""
+    speaker = writing(["Ġa", "x", "b", "a", "c", "Ġa", "b", "d"])
+    both = TorchEngine(prepared(speaker), prepared(speaker), tokenizer())
+    sampling = Sampling(max_tokens=6, temperature=0.0, stop=("ab",))
+    world = ScriptedWorld(2, say=lambda tokens, index: (IDS["a"],))
+    request = Request((2,), (0,), sampling, alternating_turns(), turn_tokens=1, world_tokens=1)
+    written = flat(both.generate([request, replace(request, keys=(1,), turn_tokens=4)], responder=world))
+    assert [text(c.tokens) for c in written] == [" aab", " axbaa ab"]
+    told = sorted(world.told, key=lambda turn: (turn.number, turn.index))
+    assert [t.stop_reason for t in told] == ["length", "length", "length", "stop"]
+
+
+# -------------------------------------------------------------------------------------------------- nobody waits
+
+
+class Held(ScriptedWorld):
+    """The first turns of the completions ``held`` are answered as soon as ``release`` says so of what was told."""
+
+    def __init__(self, held: Sequence[int], release: Callable[[list[Turn]], bool]) -> None:
+        super().__init__()
+        self._release = release
+        self._numbers, self._waiting = held, list[Turn]()
+
+    def submit(self, turn: Turn) -> None:
+        if turn.index == 0 and turn.number in self._numbers:
+            self._waiting.append(turn)
+        else:
+            super().submit(turn)
+        if self._waiting and self._release([*self.told, *self._waiting]):
+            for waiting in self._waiting:
+                super().submit(waiting)
+            self._waiting.clear()
+
+    def replies(self, *, wait: bool) -> list[Reply]:
+        assert not wait or not self._ready.empty(), "the engine waits for an answer that waits for other rows"
+        return super().replies(wait=wait)
+
+
+def test_no_row_waits_for_the_answer_to_another():
+    batch = episodes(bernoulli(0.5), count=3)
+    world = Held([0], lambda told: sum(t.index == 2 for t in told) == 5)
+    assert_same(
+        flat(engine().generate(batch, responder=world)), flat(engine().generate(batch, responder=ScriptedWorld()))
+    )
+
+
+def test_new_rows_begin_while_answers_are_awaited_but_not_without_limit():
+    """Twice ``max_rows`` are on their way at once: their keys and values are kept."""
+    batch = episodes(bernoulli(0.5), count=12, samples=1)
+    completions = flat(engine(max_rows=3).generate(batch, responder=Held(range(12), lambda told: len(told) >= 6)))
+    assert_same(completions, flat(engine().generate(batch, responder=ScriptedWorld())))
+    with pytest.raises(AssertionError, match="waits for an answer"):
+        engine(max_rows=3).generate(batch, responder=Held(range(12), lambda told: len(told) >= 7))
+
+
+def test_rows_being_decoded_are_never_more_than_the_limit():
+    batch = episodes(bernoulli(0.5), count=5, samples=3)
+    steps: list[int] = []
+    completions = flat(engine(max_rows=4).generate(batch, responder=ScriptedWorld(), progress=steps.append))
+    assert max(steps) == 4
+    assert sum(steps) == sum((c.author >= 0).sum() for c in completions)
+
+
+# --------------------------------------------------------------------------------------------------- aborts and faults
+
+
+def test_an_abort_reaches_a_row_that_awaits_its_answer():
+    batch = episodes(bernoulli(0.5), count=3)
+    key = batch[0].keys[0]
+    whole = flat(engine().generate(batch, responder=ScriptedWorld()))
+    running = engine()
+
+    class Aborting(Held):
+        """Completion 0 is aborted while it waits, and answered too late."""
+
+        def submit(self, turn: Turn) -> None:
+            super().submit(turn)
+            if turn.number == 0:
+                running.abort([key])
+
+    for release in (lambda told: False, lambda told: sum(t.index == 1 for t in told) == 3):
+        aborted, *others = flat(running.generate(batch, responder=Aborting([0], release)))
+        assert aborted.stop_reason == "abort"
+        assert aborted.tokens.tolist() == whole[0].turns[0].tolist()
+        assert_same(others, whole[1:])
+
+
+def test_an_abort_of_everything_ends_rows_in_every_state():
+    running = engine(max_rows=4)
+    world = Held([1], lambda told: False)
+    told: list[int] = []
+
+    def progress(count: int) -> None:
+        told.append(count)
+        if len(told) == 11:
+            running.abort()
+
+    completions = flat(running.generate(episodes(bernoulli(0.5), count=6), responder=world, progress=progress))
+    assert {c.stop_reason for c in completions} == {"abort"}
+    assert len(completions[1].turns) == 1
+    assert len(completions[0].turns) == 2
+    assert len(completions[-1].tokens) == 0
+    assert sum(told) == sum((c.author >= 0).sum() for c in completions)
+
+
+class Broken(ScriptedWorld):
+    """Its second answer is not one."""
+
+    fault: object = EngineError("the index is gone")
+
+    def replies(self, *, wait: bool) -> list[Reply]:
+        if len(self.told) < 2:
+            return super().replies(wait=wait)
+        if isinstance(self.fault, EngineError):
+            raise self.fault
+        return [self.fault]
+
+
+@pytest.mark.parametrize(
+    ("fault", "match"),
+    [
+        (EngineError("the index is gone"), "the index is gone"),
+        (Reply(99, (3,)), "a reply to completion 99, of which no turn waits for one"),
+        (Reply(1, (3, VOCABULARY)), f"completion 1: a reply has a token outside the vocabulary of {VOCABULARY}"),
+        (Reply(1, (-1,)), "completion 1: a reply has a token outside the vocabulary"),
+    ],
+)
+def test_a_broken_world_ends_the_call_and_leaves_the_engine_usable(fault, match):
+    batch, running = episodes(bernoulli(0.5)), engine()
+    world = Broken()
+    world.fault = fault
+    with pytest.raises(EngineError, match=match):
+        running.generate(batch, responder=world)
+    again = running.generate(batch, responder=ScriptedWorld())
+    assert_same(flat(again), flat(engine().generate(batch, responder=ScriptedWorld())))
+
+
+@pytest.mark.parametrize(
+    ("changes", "match"),
+    [
+        ({"turn_tokens": 0}, "request 0: turn_tokens must be at least 1, got 0"),
+        ({"history": ((3, 4), ())}, "request 0: a turn of its history has no tokens"),
+        ({"world_tokens": 250}, "request 0: .* exceed the context of 256"),
+    ],
+)
+def test_requests_of_turns_that_cannot_be_served_are_refused(changes, match):
+    with pytest.raises(EngineError, match=match):
+        engine().generate(episodes(bernoulli(0.5), **changes))
+
+
+# ---------------------------------------------------------------------------------------------------- around the engine
+
+
+def test_answers_leave_stamps_for_the_watchdog(monkeypatch):
+    stamps, steps, answered = Counter(), [], []
+    monkeypatch.setattr(torch_engine, "stamp", lambda: stamps.update(["stamp"]))
+
+    class World(ScriptedWorld):
+        def replies(self, *, wait: bool) -> list[Reply]:
+            found = super().replies(wait=wait)
+            answered.append(bool(found))
+            return found
+
+    engine().generate(episodes(bernoulli(0.5)), responder=World(), progress=steps.append)
+    assert stamps["stamp"] == sum(count > 0 for count in steps) + sum(answered)
+    assert sum(answered) > 2
+
+
+def test_two_processes_play_their_own_shares(monkeypatch):
+    """Each numbers its own turns; together they write what one process does."""
+    batch = episodes(known()["word"], count=5)
+    parts = [engine().generate(batch[rank::2], responder=ScriptedWorld()) for rank in (0, 1)]
+    for rank in (0, 1):
+        world = World(rank=rank, size=2)
+        monkeypatch.setattr(World, "new_cpu_group", lambda self: None)
+        monkeypatch.setattr(
+            World, "gather", lambda self, own, group, rank=rank: [*parts[:rank], own, *parts[rank + 1 :]]
+        )
+        spread = SpreadEngine(engine(), world)
+        responder = ScriptedWorld()
+        completions = flat(spread.generate(batch, responder=responder))
+        assert_same(completions, flat(engine().generate(batch, responder=ScriptedWorld())))
+        assert {t.number for t in responder.told} == set(range(2 * len(batch[rank::2])))
+        assert all(c.transcript is not None for c in completions)

@@ -1,0 +1,319 @@
+"""Completions of several turns on vLLM: those of the reference engine, found again in the prefix cache."""
+
+import dataclasses
+import threading
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+from pairs import (
+    LENGTHS,
+    MODES,
+    VLLM,
+    assert_equal_completions,
+    assert_sound,
+    changed,
+    flat,
+    mixed,
+    reference,
+    strategies,
+    tokens,
+)
+
+from helpers import IDS, VOCABULARY, prompts, text
+from scripted_world import ScriptedWorld, answer
+from tandemrl.rollout.engine import Completion, EngineError, Reply, Request, Sampling, Turn, check_authors
+from tandemrl.selection import Strategy, alternating_turns, turn
+from tandemrl.selection.draws import request_key
+from tandemrl.types import Transcript
+
+pytestmark = VLLM
+
+PAIR = "smaller junior"
+KINDS = strategies() | {"turn": turn(0.5), "alternating_turns": alternating_turns("junior")}
+SETTINGS = [
+    Sampling(max_tokens=60),
+    Sampling(max_tokens=60, temperature=0.7, top_p=0.9, top_k=30),
+    Sampling(max_tokens=50, repetition_penalty=1.2),
+    Sampling(max_tokens=60, presence_penalty=0.7, frequency_penalty=0.5),
+    Sampling(max_tokens=60, temperature=0.0),
+    Sampling(max_tokens=60, stop=("e",), stop_token_ids=(7,)),
+]
+
+
+def in_turns(count: int, *, seed: int = 0, lengths: Sequence[int] = LENGTHS, **options: Any) -> list[Request]:
+    """Strategies and samplings take turns. Twenty tokens a turn, unless told otherwise."""
+    kinds = list(KINDS.values())
+    return [
+        Request(
+            tuple(prompt),
+            (request_key(seed, 0, i, 0),),
+            SETTINGS[i % len(SETTINGS)],
+            kinds[i % len(kinds)],
+            **(dict(turn_tokens=20, world_tokens=17, task=i) | options),
+        )
+        for i, prompt in enumerate(prompts(count, seed=seed, lengths=lengths))
+    ]
+
+
+def plain(count: int, *, strategy: Strategy | None = None, **options: Any) -> list[Request]:
+    """Turns that end by their limit alone."""
+    batch = in_turns(count, **(dict(world_tokens=24) | options))
+    sampling = Sampling(max_tokens=60, ignore_eos=True)
+    return [dataclasses.replace(r, sampling=sampling, strategy=strategy or r.strategy) for r in batch]
+
+
+def world(**options: Any) -> ScriptedWorld:
+    """Never ends in half a character: vLLM would take the text of the prompt for that of the turn's first token."""
+    return ScriptedWorld(say=lambda tokens, index: (*answer(tokens, index), IDS["!"]), **options)
+
+
+def assert_same_turns(found: Sequence[Completion], wanted: Sequence[Completion]) -> None:
+    assert_equal_completions(found, wanted)
+    assert [c.transcript for c in found] == [c.transcript for c in wanted]
+
+
+@pytest.fixture(scope="module")
+def engine(engines) -> Any:
+    return engines(PAIR)
+
+
+# ------------------------------------------------------------------------------------------------- the reference engine
+
+
+@pytest.fixture(scope="module")
+def wanted() -> list[Completion]:
+    return flat(reference("Llama junior").generate(in_turns(60, seed=1), responder=world()))
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_the_reference_engine_writes_the_same_turns(engines, wanted, mode):
+    """Answers come at once and in any order; the workers' record has the own tokens of all turns."""
+    batch, engine, played = in_turns(60, seed=1), engines("Llama junior", mode=mode), world()
+    engine.recorded_authors()
+    found = flat(engine.generate(batch, responder=played))
+    assert_same_turns(found, wanted)
+    assert {len(c.turns) for c in found} == {2, 3}
+    assert {c.stop_reason for c in found} == {"turns", "length"}
+    assert {turn.stop_reason for turn in played.told} == {"eos", "stop", "length"}
+    record = engine.recorded_authors()
+    for request, completion in zip(batch, found, strict=True):
+        check_authors([completion], request.strategy)
+        assert record[completion.key].tolist() == completion.author[completion.author >= 0].tolist()
+    assert [turn.task for turn in played.told] == [turn.number for turn in played.told]  # one key each
+
+
+def test_slow_answers_change_nothing(engines, wanted):
+    """Neither do an engine in a process of its own, which writes on while a stop string is found, and few rows."""
+    apart = engines(PAIR, sleep=False, multiprocess=True)
+    batch = in_turns(40, seed=2)
+    found = flat(apart.generate(batch, responder=world(delay_s=0.3)))
+    assert_same_turns(found, flat(engines(PAIR, max_rows=4).generate(batch, responder=world())))
+
+
+def test_several_requests_write_what_one_with_a_responder_does(engine):
+    """The workers know nothing of the turns before but what ``history`` says."""
+    batch = in_turns(40, seed=3)
+    wanted = flat(engine.generate(batch, responder=world()))
+    requests = [Request(r.prompt, r.keys, r.sampling, r.strategy, turn_tokens=20) for r in batch]
+    for index in range(3):
+        going_on = [i for i, c in enumerate(wanted) if len(c.turns) > index]
+        written = engine.generate([requests[i] for i in going_on])
+        for i, [completion] in zip(going_on, written, strict=True):
+            check_authors([completion], batch[i].strategy, [requests[i].history])
+            own = np.diff(wanted[i].author >= 0, prepend=False).nonzero()[0][::2]  # where turns begin
+            begin = own[index]
+            here, length = slice(begin, begin + len(wanted[i].turns[index])), len(wanted[i].turns[index])
+            left = batch[i].sampling.max_tokens - sum(map(len, wanted[i].turns[:index]))
+            assert completion.tokens[:left].tolist() == wanted[i].tokens[here].tolist()
+            assert completion.author[:left].tolist() == wanted[i].author[here].tolist()
+            assert np.abs(completion.behaviour_logprobs[:length] - wanted[i].behaviour_logprobs[here]).max() < 1e-4
+            following = own[index + 1] if index + 1 < len(own) else len(wanted[i].tokens)
+            requests[i] = dataclasses.replace(
+                requests[i],
+                prompt=(*requests[i].prompt, *wanted[i].tokens[begin:following].tolist()),
+                history=(*requests[i].history, tuple(wanted[i].turns[index].tolist())),
+            )
+
+
+# ---------------------------------------------------------------------------------------------------- the prefix cache
+
+
+@pytest.mark.parametrize("kind", ["turn", "word 0.5", "solo senior"])
+def test_a_further_turn_computes_what_is_new(engines, kind):
+    """Each model, whatever it had computed in the turn before: at most a block again for every turn of a row."""
+    engine, rows, strategy = engines(PAIR, block_size=32), 12, KINDS[kind]
+    batch = plain(rows, seed=5, lengths=(200, 150), strategy=strategy)
+    before = np.array(engine.stats()["computed"])
+    written = flat(engine.generate(batch, responder=world()))
+    computed = np.array(engine.stats()["computed"]) - before
+    assert [len(c.turns) for c in written] == [3] * rows
+    texts = sum(len(r.prompt) + len(c.tokens) for r, c in zip(batch, written, strict=True))
+    assert computed[1] <= texts + 2 * rows * 32
+    assert computed[0] <= (0 if strategy.writers == "senior" else texts + 2 * rows * 32)
+    assert texts + 2 * rows * 32 < 0.6 * sum(
+        3 * len(r.prompt) + 2 * 20 + len(c.tokens) for r, c in zip(batch, written, strict=True)
+    )
+
+
+def test_rows_that_have_begun_go_on_before_others_begin(engines):
+    """Else, with more rows than fit, what was computed of them would have made room for others."""
+    played = world()
+    written = flat(engines(PAIR, max_rows=4).generate(plain(16, seed=6), responder=played))
+    assert [len(c.turns) for c in written] == [3] * 16
+    assert next(turn.number for turn in played.told if turn.index == 2) < 4
+    assert max(turn.number for turn in played.told[:12]) < 8
+
+
+# ------------------------------------------------------------------------------------------------- limits and the ends
+
+
+class Script:
+    """Says ``replies[number][index]`` after a turn. ``late``: of these rows not before nobody writes any more."""
+
+    def __init__(self, replies: Sequence[Sequence[Reply]], late: Sequence[int] = ()) -> None:
+        self.replied, self.late, self.told = replies, late, list[Turn]()
+        self.ready: list[Reply] = []
+        self.held: list[Reply] = []
+
+    def submit(self, turn: Turn) -> None:
+        self.told.append(turn)
+        reply = self.replied[turn.number][turn.index]
+        (self.held if turn.number in self.late else self.ready).append(reply)
+
+    def replies(self, *, wait: bool) -> list[Reply]:
+        if wait and not self.ready:
+            self.ready, self.held = self.held, []
+        found, self.ready = self.ready, []
+        return found
+
+    def transcript(self, number: int) -> Transcript:
+        return Transcript(())
+
+
+def test_limits_end_turns_and_completions(engine):
+    def says(number: int, *contexts: Sequence[int], reason: Any = None) -> list[Reply]:
+        return [*(Reply(number, tuple(said)) for said in contexts), Reply(number, stop_reason=reason)]
+
+    replies = [
+        says(0, [2] * 4, [3] * 5),  # over because nothing more is said: for how the last turn ended
+        says(1, [2] * 4, [3] * 5, reason="turns"),
+        says(2, [2] * 4, [3] * 7),  # 11 of 10 tokens of the world
+        says(3, [2], [3], [4], [5]),  # own tokens used up in the third turn
+        says(4, reason="stop"),
+    ]
+    batch = plain(5, seed=7, turn_tokens=20, world_tokens=10)
+    batch[3] = dataclasses.replace(batch[3], turn_tokens=25)
+    script = Script(replies)
+    found = flat(engine.generate(batch, responder=script))
+    assert [[len(t) for t in c.turns] for c in found] == [[20] * 3, [20] * 3, [20] * 2, [25, 25, 10], [20]]
+    assert [c.stop_reason for c in found] == ["length", "turns", "length", "length", "stop"]
+    assert [int((c.author == -1).sum()) for c in found] == [9, 9, 4, 2, 0]
+    assert found[0].tokens[20:24].tolist() == [2] * 4
+    assert found[0].tokens[44:49].tolist() == [3] * 5
+    assert len([told for told in script.told if told.number == 3]) == 3  # the last one is answered, too
+    assert [told.tokens.tolist() for told in script.told if told.number == 1] == [t.tolist() for t in found[1].turns]
+
+
+def test_a_row_that_waits_holds_up_no_other(engine):
+    batch = plain(6, seed=8)
+    script = Script([[Reply(i, (2, 3)), Reply(i, (4,)), Reply(i)] for i in range(6)], late=[2])
+    assert all(len(c.turns) == 3 for c in flat(engine.generate(batch, responder=script)))
+    assert [(told.number, told.index) for told in script.told][-2:] == [(2, 1), (2, 2)]
+
+
+def test_a_stop_string_belongs_to_one_turn(engine):
+    """What the world said, or half of it and half of the turn before, ends no turn."""
+    [request] = plain(1, seed=9, turn_tokens=10)
+    said = tuple(prompts(1, seed=9, lengths=(6,))[0])
+    free = flat(engine.generate([request], responder=Script([[Reply(0, said), Reply(0)]])))[0]
+    around = text(free.turns[0][-2:]) + text(said)
+    sampling = changed(request.sampling, stop=(text(said), around[:3]))
+    stopping = dataclasses.replace(request, sampling=sampling)
+    again = flat(engine.generate([stopping], responder=Script([[Reply(0, said), Reply(0)]])))[0]
+    assert again.tokens.tolist() == free.tokens.tolist()
+
+
+def test_progress_counts_own_tokens(engine):
+    told: list[int] = []
+    engine.generate(plain(8, seed=10), progress=told.append, responder=world())
+    assert sum(told) == 8 * 60
+    assert min(told) >= 0
+
+
+# ------------------------------------------------------------------------------------------------ aborts and breakages
+
+
+def test_aborts_reach_rows_that_await_an_answer(engine):
+    """Row 0 awaits one, row 1 is writing; the answer to row 0 comes too late."""
+    batch = plain(4, seed=11)
+    script = Script([[Reply(i, (2, 3)), Reply(i, (4,)), Reply(i)] for i in range(4)], late=[0])
+    written = 0
+
+    def progress(more: int) -> None:
+        nonlocal written
+        written += more
+        if written > 4 * 20 + 3 * 5:
+            engine.abort([batch[0].keys[0], batch[1].keys[0]])
+
+    found = flat(engine.generate(batch, progress=progress, responder=script))
+    assert [c.stop_reason for c in found] == ["abort", "abort", "length", "length"]
+    assert [len(t) for t in found[0].turns] == [20]
+    assert 1 < len(found[1].turns) <= 2
+    assert found[1].author[-1] >= 0
+    for request, completion in zip(batch, found, strict=True):
+        check_authors([completion], request.strategy)
+
+
+def test_an_abort_while_everybody_waits(engine):
+    """It takes effect at the next token, which takes an answer; the others are not waited for."""
+    batch = plain(3, seed=12)
+
+    class Slow(Script):
+        def replies(self, *, wait: bool) -> list[Reply]:
+            if wait:
+                thread = threading.Thread(target=engine.abort)
+                thread.start()
+                thread.join()
+                return [self.held.pop()]
+            return []
+
+    found = flat(engine.generate(batch, responder=Slow([[Reply(i, (2,))] for i in range(3)], late=range(3))))
+    assert [c.stop_reason for c in found] == ["abort"] * 3
+    assert [[len(t) for t in c.turns] for c in found] == [[20], [20], [20, 1]]
+
+
+@pytest.mark.parametrize(
+    ("reply", "match"),
+    [
+        (None, "the index is gone"),
+        (Reply(0, (2, VOCABULARY)), f"completion 0: .*outside the vocabulary of {VOCABULARY}"),
+        (Reply(3, (2,)), "completion 3"),
+    ],
+)
+def test_a_broken_world_ends_the_call_and_nothing_else(engine, reply, match):
+    batch = plain(6, seed=13, lengths=(40, 70))
+
+    class Broken(Script):
+        def replies(self, *, wait: bool) -> list[Reply]:
+            if self.told and reply is None:
+                raise EngineError("the index is gone")
+            return [reply] if self.told else []
+
+    wanted = flat(engine.generate(batch, responder=world()))
+    uneven = [dataclasses.replace(r, turn_tokens=20 + 5 * i) for i, r in enumerate(batch)]
+    with pytest.raises(EngineError, match=match):
+        engine.generate(uneven, responder=Broken([[Reply(i, (2,))] for i in range(6)], late=range(6)))
+    assert_same_turns(flat(engine.generate(batch, responder=world())), wanted)
+    short = mixed(prompts(1, seed=14), Sampling(max_tokens=4))
+    assert_sound(short, engine.generate(short))
+    assert engine.stats()["requests"] <= 1
+    assert tokens(flat(engine.generate(short))) == tokens(flat(engine.generate(short)))
+
+
+def test_a_history_that_cannot_be_is_refused(engine):
+    for history in (((2, 3), ()), ((2, VOCABULARY),)):
+        request = Request((2, 3, 4), (1,), Sampling(max_tokens=4), turn(0.5), history=history)
+        with pytest.raises(EngineError, match=r"request 0: a .* of its history"):
+            engine.generate([request])
