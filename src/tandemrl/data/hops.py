@@ -1,16 +1,13 @@
 """Generated small worlds of people, told in nine short documents each, and questions that need several of them.
 
 A question names a person and two or three relations ("Who is Bado's friend's boss?"); each hop is a fact in a document
-of its own. The other documents share a person or a relation with the chain, but never those of one hop, so that the
-right query finds the right document. Rows have the schema of MuSiQue (``extra_info``: docs, answers, n_hops). Questions
-of train and held-out worlds are disjoint: which split a question belongs to follows from a hash of it.
+of its own. The other documents are decoys: facts that go on to the relation asked for last, from a person of the chain
+by a wrong relation or from a stranger by a right one. The right query still finds the right document. Rows have the
+schema of MuSiQue (``extra_info``: docs, answers, n_hops). Questions of train and held-out worlds are disjoint: which
+split a question belongs to follows from a hash of it.
 
 In the jargon worlds every name and every relation has an alias: a search answers in the language of its query, and an
 answer may be given in either. Questions are in plain words.
-
-There is a shortcut: the documents of other facts have no chains of their own. Whoever sees all documents at once, as
-after one search for more than there are, can tell the answer of 94 % of the questions, and 42 % follow from the last
-relation alone.
 """
 
 import hashlib
@@ -118,17 +115,23 @@ def world(split: Split, rng: random.Random, *, hops: int | None = None) -> World
             break
     people, strangers = names[: hops + 1], iter(names[hops + 1 :])
     chain = tuple(map(Fact, people, relations, people[1:]))
-    others: set[Fact] = set()
-    asked = {(fact.subject, fact.relation) for fact in chain}
-    while len(asked) < DOCUMENTS:
-        # By turns another relation of somebody in the chain, and a relation of the chain of somebody else.
-        subject, relation = (
-            (rng.choice(people), rng.choice(RELATIONS)) if len(asked) % 2 else (next(strangers), rng.choice(relations))
+    told = {(fact.subject, fact.relation): fact for fact in chain}
+    astray = True
+    while len(told) < DOCUMENTS:
+        # By turns somebody of the chain by another relation, and somebody else by a relation of the chain.
+        asked = (
+            (rng.choice(people[:-1]), rng.choice(RELATIONS))
+            if astray
+            else (next(strangers), rng.choice(relations[:-1]))
         )
-        if (subject, relation) not in asked:
-            asked.add((subject, relation))
-            others.add(Fact(subject, relation, next(strangers)))
-    facts = [*chain, *sorted(others)]
+        if asked in told:
+            continue
+        met = next(strangers)
+        told[asked] = Fact(*asked, met)
+        if len(told) < DOCUMENTS:
+            told[met, relations[-1]] = Fact(met, relations[-1], next(strangers))
+        astray = not astray
+    facts = sorted(told.values())
     rng.shuffle(facts)
     return World(chain, tuple(facts), ask(people[0], relations, possessive=rng.random() < 0.5))
 

