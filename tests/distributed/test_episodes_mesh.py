@@ -23,6 +23,6 @@ def test_two_processes_play_the_episodes_of_one(agents: Path, tmp_path: Path) ->
     run(_train, 2, str(agents), str(together), "parallel.dp_shard=2")
     (metrics, samples, logprobs), (others, other_samples, other_logprobs) = map(small.record, (alone, together))
     assert samples == other_samples  # with their transcripts, rewards and counts
-    np.testing.assert_allclose(logprobs, other_logprobs, rtol=0, atol=1e-5)
+    np.testing.assert_allclose(logprobs, other_logprobs, rtol=0, atol=5e-5)
     for line, other in zip(metrics, others, strict=True):
         assert line == pytest.approx(other, rel=1e-4, abs=1e-5)

@@ -167,7 +167,8 @@ def _results(benchmark: Benchmark, entries: Sequence[Entry]) -> dict[str, Any]:
         own = [entry for entry in entries if entry.name == name]
         for other in others:
             sides = ([_folder(entry, retriever) for entry in own] for retriever in (other, first))
-            found = compare(*sides, shown=metrics.__contains__, varied=("retrieval",))
+            # The environment's signature holds its retriever, and nothing else differs.
+            found = compare(*sides, shown=metrics.__contains__, varied=("retrieval", "signature"))
             contrasts += [{"pair": name, "A": other, "B": first, **each} for each in to_json(found)]
     described = _described(benchmark)
     return {"schema": SCHEMA, "experiment": described, "rows": rows, "contrasts": contrasts, "claims": []}

@@ -1,7 +1,6 @@
 """Retrievers: what a query finds, by words, by models and by services."""
 
 import json
-import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -328,12 +327,3 @@ def test_rules(retrieval: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         check(Config(retrieval=RetrievalConfig(**retrieval)))
     check(Config(retrieval=RetrievalConfig(retriever="hybrid", url="http://x", model="m"), rollout=RolloutConfig()))
-
-
-def test_a_search_by_words_leaves_numba_alone() -> None:
-    """Where it is loaded, vLLM 0.32 starts no engine: it looks into every module, and llvmlite's fail."""
-    pytest.importorskip("bm25s")
-    code = "import sys; from tandemrl.rollout.envs.bm25 import tokenized; tokenized(['a fox']); print(*sys.modules)"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert "bm25s" in done.stdout.split()
-    assert not {"numba", "llvmlite"} & set(done.stdout.split())

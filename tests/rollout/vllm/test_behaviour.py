@@ -6,6 +6,7 @@ import subprocess
 import sys
 import threading
 import time
+import types
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -500,3 +501,23 @@ def test_an_untested_vllm_is_named(engines, monkeypatch):
     monkeypatch.setattr(vllm_engine, "VLLM_TESTED", ("0.31.7",))
     with pytest.warns(UserWarning, match=r"0\.31\.7"):
         engines.keep(start_engine(engines.folder("senior"), None, longest=CONTEXT, kv_blocks=64))
+
+
+def test_objects_that_vllm_cannot_read_are_out_of_its_sight(monkeypatch):
+    """numba brings such objects: with it loaded, vLLM 0.32 alone starts no engine on a CPU."""
+    from vllm.triton_utils.dispatcher import _rebind_kernels
+
+    from tandemrl.rollout.vllm.backend import _readable_modules
+
+    class Strange:
+        __dict__ = property(lambda self: [])
+
+    module = types.ModuleType("strange")
+    module.thing = Strange()
+    monkeypatch.setitem(sys.modules, "strange", module)
+    with pytest.raises(AttributeError, match="get"):
+        _rebind_kernels([])
+    with _readable_modules():
+        assert "strange" not in sys.modules
+        _rebind_kernels([])
+    assert sys.modules["strange"] is module

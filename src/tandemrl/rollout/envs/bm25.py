@@ -2,10 +2,8 @@
 
 import json
 import os
-import sys
 from bisect import bisect_left
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -148,25 +146,10 @@ def tokenized(texts: Sequence[str]) -> list[list[str]]:
 
 def _bm25s() -> Any:
     try:
-        with _without_numba():
-            import bm25s
+        import bm25s
     except ImportError:
         raise BrokenEnvironmentError(_MISSING.format("bm25s")) from None
     return bm25s
-
-
-@contextmanager
-def _without_numba() -> Iterator[None]:
-    """bm25s imports numba, where it is installed, for a backend that is not used here. Where numba is loaded no vLLM
-    engine starts any more: version 0.32 asks objects of all modules for their attributes, and one of numba's fails."""
-    hidden = "numba" not in sys.modules
-    if hidden:
-        sys.modules["numba"] = None  # type: ignore[assignment]  # Python's way to say that it cannot be imported
-    try:
-        yield
-    finally:
-        if hidden:
-            del sys.modules["numba"]
 
 
 def _stemmer() -> Any:

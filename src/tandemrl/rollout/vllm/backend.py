@@ -2,6 +2,7 @@
 
 import gc
 import os
+import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -91,7 +92,7 @@ class Backend:
         )
         if not on_cpu:
             args["gpu_memory_utilization"] = v.gpu_memory_utilization
-        with _startup(v.multiprocess, v.devices, unbound=on_cpu and parallel > 1):
+        with _startup(v.multiprocess, v.devices, unbound=on_cpu and parallel > 1), _readable_modules():
             llm = LLMEngine.from_engine_args(EngineArgs(**args | dict(engine_args)))
         backend = cls(
             llm,
@@ -193,3 +194,24 @@ def _startup(multiprocess: bool, devices: str | None, *, unbound: bool) -> Itera
         torch.set_num_threads = set_num_threads
         torch.set_num_threads(threads)
         torch.set_rng_state(random_state)
+
+
+@contextmanager
+def _readable_modules() -> Iterator[None]:
+    """On a CPU, vLLM 0.32 reads the attributes of every object in every module, and fails where they are no mapping (as
+    with llvmlite's functions, which numba loads). Such modules are out of its sight while it starts."""
+    hidden = {
+        name: module
+        for name, module in list(sys.modules.items())
+        if any(not isinstance(vars(value), Mapping) for value in _attributes(module) if hasattr(value, "__dict__"))
+    }
+    for name in hidden:
+        del sys.modules[name]
+    try:
+        yield
+    finally:
+        sys.modules.update(hidden)
+
+
+def _attributes(module: Any) -> list[Any]:
+    return [*(getattr(module, "__dict__", None) or {}).values()]
