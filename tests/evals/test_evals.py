@@ -12,7 +12,7 @@ from tandemrl.config import EvalConfig, JudgeConfig
 from tandemrl.data.rows import Prompt, Row
 from tandemrl.evals import PROFILES, EvalError, Profile, Sample, generate_and_grade, sampling_for
 from tandemrl.rewards.judge.rubric import JudgeError, JudgePool
-from tandemrl.rollout.engine import Completion, EngineError, Sampling
+from tandemrl.rollout.engine import Completion, EngineError, Passes, Sampling
 from tandemrl.selection import bernoulli, replay, sentence, solo
 from tandemrl.selection.boundaries import StepTables
 from tandemrl.selection.draws import request_key
@@ -32,7 +32,7 @@ class WordTokenizer:
 class CannedEngine:
     """Writes ``texts[prompt's first id]``, one after the other over its samples, by authors from the strategy."""
 
-    policy_version, vocabulary, has_junior = 0, len(WORDS), True
+    policy_version, vocabulary, has_junior, passes = 0, len(WORDS), True, Passes()
 
     def __init__(self, texts, stop_reasons=None):
         self.texts, self.stop_reasons, self.requests = texts, stop_reasons or {}, []

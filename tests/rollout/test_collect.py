@@ -17,7 +17,7 @@ from tandemrl.rewards.math.boxed import Score
 from tandemrl.rewards.rollouts import score_rollouts
 from tandemrl.rewards.scoring import Scorer
 from tandemrl.rollout.collect import CompletionBatch, generate
-from tandemrl.rollout.engine import Completion, EngineError, EngineInfo, Request, Sampling
+from tandemrl.rollout.engine import Completion, EngineError, EngineInfo, Passes, Request, Sampling
 from tandemrl.rollout.torch_engine import TorchEngine
 from tandemrl.selection import Strategy, bernoulli, replay
 from tandemrl.selection.draws import request_key
@@ -54,6 +54,7 @@ class Parrot:
     policy_version = 6
     vocabulary = 1000
     has_junior = True
+    passes = Passes()
     info = EngineInfo("parrot", "float32")
 
     def __init__(self, spoil: Callable[[list[list[Completion]]], None] | None = None) -> None:

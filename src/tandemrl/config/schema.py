@@ -28,6 +28,7 @@ class Allowed(NamedTuple):
 
 PositiveInt = Annotated[int, Allowed("at least 1", lambda n: n >= 1)]
 NonNegativeInt = Annotated[int, Allowed("0 or positive", lambda n: n >= 0)]
+DraftTokens = Annotated[int | str, Allowed("auto, 0 or positive", lambda n: n == "auto" or (type(n) is int and n >= 0))]
 PositiveFloat = Annotated[float, Allowed("positive", lambda x: x > 0)]
 NonNegativeFloat = Annotated[float, Allowed("0 or positive", lambda x: x >= 0)]
 Share = Annotated[float, Allowed("in [0, 1]", lambda x: 0 <= x <= 1)]
@@ -166,6 +167,10 @@ class RolloutConfig:
     they stay as written."""
     max_rows: PositiveInt = 256
     """Rows decoded at once."""
+    draft_tokens: DraftTokens = 0
+    """Tokens that the junior writes ahead, through changes of the author, before the senior reads them all at once and
+    draws its own again: the same tokens with fewer passes of a senior that costs more than its junior. auto: as many
+    as pay, by the size of the models, the rows and how often both draw the same; 0 = off."""
     compile: bool = False
     """The torch engine: torch.compile of the decoding step: 1.5 times as fast for tiny models, after a minute."""
     tensor_parallel: PositiveInt = 1

@@ -176,11 +176,36 @@ class EngineInfo(NamedTuple):
     """Of the weights, as torch names it; weights are compared in it."""
 
 
+class Passes(NamedTuple):
+    """What a ``generate`` cost. A forward of a model counts once for each row in it, however many tokens of the row it
+    reads; prompts, and what the world says, are left out."""
+
+    tokens: int = 0
+    """Own tokens of all completions."""
+    senior: int = 0
+    junior: int = 0
+    drafted: int = 0
+    """Tokens that the junior drafted where the senior is the author, up to the first one in a draft that the senior
+    draws otherwise."""
+    accepted: int = 0
+    """Those of them that the senior draws, too."""
+
+    @property
+    def acceptance(self) -> float | None:
+        """How often both models draw the same token where the senior writes; None where nothing was drafted."""
+        return self.accepted / self.drafted if self.drafted else None
+
+    def __add__(self, other: "Passes") -> "Passes":  # type: ignore[override]
+        return Passes(*(a + b for a, b in zip(self, other, strict=True)))
+
+
 @runtime_checkable
 class Engine(Protocol):
     """Tokens in, tokens out. Engines are synchronous: ``generate`` returns when all completions are finished."""
 
     policy_version: int
+    passes: Passes
+    """Of the last ``generate``; all 0 in an engine that does not count."""
     vocabulary: int
     """Token ids below this can be written: the smaller of the two LM heads."""
     has_junior: bool

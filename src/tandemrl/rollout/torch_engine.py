@@ -18,6 +18,7 @@ from tandemrl.rollout.engine import (
     Completion,
     EngineError,
     EngineInfo,
+    Passes,
     Reply,
     Request,
     Responder,
@@ -60,6 +61,7 @@ class TorchEngine:
         self.senior, self.junior = senior, junior
         self.max_rows, self.policy_version = max_rows, policy_version
         self.has_junior = junior is not None
+        self.passes = Passes()
         self.models = {1: senior} | ({0: junior} if junior is not None else {})
         heads = {who: model.get_output_embeddings() for who, model in self.models.items()}
         self.vocabulary = min(head.weight.shape[0] for head in heads.values())

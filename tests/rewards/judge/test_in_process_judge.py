@@ -14,7 +14,7 @@ from tandemrl.models.loading import prepare
 from tandemrl.rewards.judge.http import HttpJudge
 from tandemrl.rewards.judge.in_process import EngineJudge, make_judge
 from tandemrl.rewards.judge.rubric import JudgeError, Messages
-from tandemrl.rollout.engine import Completion, EngineInfo
+from tandemrl.rollout.engine import Completion, EngineInfo, Passes
 from tandemrl.rollout.torch_engine import TorchEngine
 
 CONFIG = JudgeConfig(max_tokens=12, temperature=0.0, retry_temperature=1.0)
@@ -25,6 +25,7 @@ class Echo:
     """An engine that is nobody's: it writes the prompt's ids backwards."""
 
     policy_version, vocabulary, has_junior = 0, 1000, False
+    passes = Passes()
     info = EngineInfo("echo", "float32")
 
     def __init__(self, stop_reason: str = "eos") -> None:

@@ -24,6 +24,7 @@ from tandemrl.rollout.engine import (
     Completion,
     EngineError,
     EngineInfo,
+    Passes,
     Request,
     Responder,
     StopReason,
@@ -64,6 +65,7 @@ class VllmEngine:
         self.backend, self.tokenizer = backend, tokenizer
         self.vocabulary, self.context, self.has_junior, self.eos = vocabulary, context, has_junior, eos
         self.policy_version = 0
+        self.passes = Passes()
         self._aborts = Aborts()
         self._row_ids = count()
 
