@@ -72,6 +72,33 @@ def test_rows_of_several_turns_are_those_of_a_replay() -> None:
         assert len(turns) > 2
 
 
+@pytest.mark.parametrize("kinds", [["word"], list(strategies())])
+def test_rows_that_go_back_go_on_as_in_a_replay(kinds) -> None:
+    """Drafts of one to four tokens, of which each row keeps some; a row that is in no draft goes its own way."""
+    random, live = np.random.default_rng(2), LiveSelection()
+    known = [strategies()[kinds[slot % len(kinds)]] for slot in range(20)]
+    first = live.admit(torch.arange(20), known, torch.arange(20))
+    tokens, authors = [[] for _ in known], [[bool(author)] for author in first]
+    for _ in range(15):
+        slots = torch.from_numpy(random.permutation(20)[: int(random.integers(1, 20))])
+        depth = int(random.integers(1, 5))
+        marks, drafted, following = [], random.integers(0, VOCABULARY, (depth, len(slots))), []
+        for j in range(depth):
+            marks.append(live.mark(slots))
+            following.append(live.step(slots, torch.from_numpy(drafted[j])).tolist())
+        kept = torch.from_numpy(random.integers(0, depth, len(slots)))
+        live.rewind(slots, marks, kept)
+        last = torch.from_numpy(random.integers(0, VOCABULARY, len(slots)))
+        then = live.step(slots, last).tolist()
+        for i, slot in enumerate(slots.tolist()):
+            tokens[slot] += [*drafted[: kept[i], i].tolist(), int(last[i])]
+            authors[slot] += [*(following[j][i] for j in range(kept[i])), then[i]]
+    for slot, strategy in enumerate(known):
+        if written := tokens[slot]:
+            each = replay(strategy, torch.tensor([slot]), torch.tensor([written]), torch.tensor([len(written)]))
+            assert each.author[0].tolist() == [int(author) for author in authors[slot][: len(written)]]
+
+
 def test_strategies_without_rows_are_dropped() -> None:
     live = LiveSelection()
     for _ in range(20):

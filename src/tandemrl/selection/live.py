@@ -9,6 +9,9 @@ from torch import Tensor
 
 from tandemrl.selection.strategies import Strategy, resumed
 
+Mark = list[tuple[int, Tensor, Any]]
+"""States of some slots: strategy, which of the slots, their states."""
+
 
 class LiveSelection:
     """Who writes next in each slot. Slots are small integers; one that is released or admitted again is forgotten."""
@@ -80,6 +83,31 @@ class LiveSelection:
             senior[mine], state = turn(_map(lambda x, at=at: x.index_select(0, at), self._states[group]))
             _map(lambda x, new, at=at: x.index_copy_(0, at, new), self._states[group], state)
         return senior
+
+    def mark(self, slots: Int64[Tensor, " b"]) -> Mark:
+        """The states of some slots as they are, for ``rewind``."""
+        kept = self._gathered
+        if kept is not None and torch.equal(kept[1], slots):
+            return [(kept[0], torch.arange(len(slots)), kept[2])]
+        self._scatter()
+        group_of = self._strategy_of[slots]
+        each = ((group, (group_of == group).nonzero().squeeze(1)) for group in group_of.unique().tolist())
+        return [
+            (group, mine, _map(lambda x, at=slots[mine]: x.index_select(0, at), self._states[group]))
+            for group, mine in each
+        ]
+
+    def rewind(self, slots: Int64[Tensor, " b"], marks: Sequence[Mark], which: Int64[Tensor, " b"]) -> None:
+        """Each slot is again where it was at ``marks[which]``, one of several marks of the same slots."""
+        self._scatter()
+        for parts in zip(*marks, strict=True):
+            group, mine, _ = parts[0]
+
+            def chosen(*states: Tensor, at: Tensor = which[mine]) -> Tensor:
+                return torch.stack(states)[at, torch.arange(len(at))]
+
+            state = _map(chosen, *(part[2] for part in parts))
+            _map(lambda x, new, at=slots[mine]: x.index_copy_(0, at, new), self._states[group], state)
 
     def _advance(self, group: int, slots: Tensor, tokens: Tensor) -> Tensor:
         kept = self._gathered
