@@ -6,17 +6,18 @@ token, and draws that token by a counter-based key. Bookkeeping lives on the hos
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
-from jaxtyping import Float, Float64, Int64
+from jaxtyping import Bool, Float, Float64, Int64
 from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from tandemrl.models.sampling import Truncation, draw, kept_tokens, penalise, race_times
-from tandemrl.rollout.engine import Aborts, Completion, EngineError, Request, StopReason
-from tandemrl.rollout.kv_cache import KVCache, Layers, column_mask, extend, prefill
+from tandemrl.rollout.engine import Aborts, Completion, EngineError, Passes, Request, StopReason
+from tandemrl.rollout.kv_cache import KVCache, Layers, chunk_hidden, column_mask, extend, prefill
 from tandemrl.selection.draws import SAMPLING, fold_in, stream
-from tandemrl.selection.live import LiveSelection
+from tandemrl.selection.live import LiveSelection, Mark
 from tandemrl.types import Transcript
 
 _WRITERS = {"both": (0, 1), "senior": (1,), "junior": (0,)}
@@ -81,12 +82,16 @@ class DecodingBatch:
     Args:
         total: completions of all requests.
         turns: rows may come back after they ended: columns for what the world says.
+        drafts: both models read all rows, whoever writes them, so that a step may go ``ahead``.
     """
 
-    def __init__(self, decoder: Decoder, requests: Sequence[Request], total: int, *, turns: bool) -> None:
+    def __init__(
+        self, decoder: Decoder, requests: Sequence[Request], total: int, *, turns: bool, drafts: bool = False
+    ) -> None:
         self.decoder, self.turns = decoder, turns
         self.rows: list[Row] = []
-        writers = {who for request in requests for who in _WRITERS[request.strategy.writers]}
+        self.passes = Passes()
+        writers = {0, 1} if drafts else {who for request in requests for who in _WRITERS[request.strategy.writers]}
         self.caches = {who: KVCache() for who in sorted(writers)}
         self.selection = LiveSelection()  # by number
         samplings = [r.sampling for r in requests]
@@ -249,47 +254,139 @@ class DecodingBatch:
             if row.key in aborts:
                 row.stop_reason, row.written, self.live[i] = "abort", int(self.written[i]), False
 
-    # -------------------------------------------------------------------------------------------------------- one token
+    # ------------------------------------------------------------------------------------------------------ next tokens
 
-    def step(self) -> tuple[int, list[Row]]:
-        """Every live row gets one token from its author; how many rows that were, and those whose turn has ended."""
-        logits = self._author_logits()
-        tokens, logprobs = self._sample(logits, self._race())
+    def step(self, ahead: int = 0) -> tuple[int, list[Row]]:
+        """Every live row gets a token from its author, or up to ``ahead`` of them by way of a draft.
+
+        Returns:
+            How many tokens that were, and the rows whose turn has ended.
+        """
+        block = self._drafted(ahead) if ahead else self._one_token()
+        live, rows = self.live, torch.arange(len(self.rows))
+        count, stops = self._count(block)
+        number = self.number
+        self.passes += self._cost(block, count)
         if self.penalised:
-            self.counts.scatter_add_(1, tokens[:, None], torch.ones_like(tokens[:, None]))
-        tokens = tokens.cpu()
-        # A row that may come back keeps its state and its columns. Of another, nobody asks what it goes on with.
-        on = self.live.nonzero().squeeze(1) if self.turns and not bool(self.live.all()) else slice(None)
-        number, written = self.number[on], self.written[on]
-        self.tokens[number, written] = tokens[on]
-        self.authors[number, written] = self.author[on].to(torch.int8)
-        self.logprobs[number, written] = logprobs.cpu()[on]
-
-        live = int(self.live.sum())
+            inside = (torch.arange(block.tokens.shape[1]) < count[:, None]).to(self.device)
+            self.counts.scatter_add_(1, block.tokens.to(self.device), inside.long())
+        last = block.tokens[rows, (count - 1).clamp(min=0)]
         # An ended row stands still until it is retired: it must not outgrow its model's context or its output row.
-        self.position, self.written = self.position + self.live, self.written + self.live
-        ended = self._finish(tokens)
-        author = self.selection.step(number, tokens[on])
-        self.author = author if isinstance(on, slice) else self.author.index_copy(0, on, author)
-        self.last = tokens
+        self.position, self.written = self.position + count, self.written + count
+        ended = self._finish(last, stops)
+        # A row that may come back keeps its state and its columns. Of another, nobody asks what it goes on with.
+        on = live.nonzero().squeeze(1) if self.turns and not bool(live.all()) else rows
+        if block.marks:
+            self.selection.rewind(number, block.marks, (count - 1).clamp(min=0))
+        self.author = self.author.index_copy(0, on, self.selection.step(number[on], last[on]))
+        self.last = last
         for i in ended:
             self._leave(i)
-        return live, [self.rows[i] for i in ended]
+        return int(count.sum()), [self.rows[i] for i in ended]
 
-    def _finish(self, tokens: Int64[Tensor, " b"]) -> list[int]:
-        """End the rows whose last token is a stop or EOS token, completes a stop string, or is the last allowed."""
-        stop = self.stops.stop[self.stop_row, tokens]
-        ended = (stop | (self.written == self.limit)) & self.live
+    def _one_token(self) -> "_Block":
+        """Both models read the last token of every row."""
+        tokens, logprobs = self._sample(self._author_logits(), self._race())
+        return _Block(tokens.cpu()[:, None], self.author[:, None], logprobs.cpu()[:, None], self.live.long())
+
+    def _drafted(self, ahead: int) -> "_Block":
+        """The junior writes ahead, whoever the author is; then the senior reads it all and draws its own tokens again.
+
+        Both draw from the same random numbers, so a token of the junior's is often the senior's, too. What follows the
+        first that is not is thrown away: the tokens are those of ``ahead`` single steps (drafter-invariant speculative
+        decoding, Daliri, Musco and Suresh, arXiv 2408.07978, here across authors).
+        """
+        counters = (self.written + self.shift)[:, None] + torch.arange(ahead)
+        races = race_times(fold_in(self.stream[:, None], counters).to(self.device), self.decoder.vocabulary).unbind(1)
+        self.races = []
+        # A token at the limit is never read; what is drafted beyond it shares its column.
+        end = self.position + (self.limit - self.written)
+        reads = [(self.last, self.position)]
+        authors, guesses, logprobs, marks = [self.author], list[Tensor](), list[Tensor](), list[Mark]()
+        counts = self.counts.clone()
+        for j, race in enumerate(races):
+            tokens, each = self._sample(self._logits_of(0, *reads[j]), race, counts=counts)
+            if self.penalised:
+                counts.scatter_add_(1, tokens[:, None], torch.ones_like(tokens[:, None]))
+            guesses.append(tokens.cpu())
+            logprobs.append(each.cpu())
+            marks.append(self.selection.mark(self.number))
+            if j + 1 < ahead:
+                authors.append(self.selection.step(self.number, guesses[j]))
+                reads.append((guesses[j], (self.position + j + 1).minimum(end)))
+        return self._verified(reads, authors, guesses, logprobs, races, marks)
+
+    def _verified(
+        self,
+        reads: Sequence[tuple[Tensor, Tensor]],
+        authors: Sequence[Tensor],
+        guesses: Sequence[Tensor],
+        logprobs: list[Tensor],
+        races: Sequence[Tensor],
+        marks: Sequence[Mark],
+    ) -> "_Block":
+        """A draft up to the first token that the senior, where it is the author, draws otherwise; that one is its."""
+        head, vocabulary = self.decoder.heads[1], self.decoder.vocabulary
+        tokens, columns = (torch.stack(each, 1).to(head.weight.device) for each in zip(*reads, strict=True))
+        hidden = chunk_hidden(self.decoder.models[1], tokens, columns, self.caches[1])
+        drawn, right = list(guesses), self.live
+        count = torch.zeros_like(self.written)
+        counts = self.counts.clone()
+        for j, race in enumerate(races):
+            count = count + right
+            mine = (right & authors[j]).nonzero().squeeze(1)
+            if len(mine):
+                at = mine.to(self.device)
+                logits = head(hidden[mine.to(hidden.device), j])[:, :vocabulary].float().to(self.device)
+                own, each = self._sample(logits, race[at], at, counts)
+                drawn[j] = drawn[j].index_copy(0, mine, own.cpu())
+                logprobs[j] = logprobs[j].index_copy(0, mine, each.cpu())
+            right = right & (drawn[j] == guesses[j])
+            if self.penalised:
+                ones = torch.ones_like(counts[:, :1])
+                counts.scatter_add_(1, drawn[j].to(self.device)[:, None], ones)
+        each_of = (torch.stack(parts, 1) for parts in (drawn, authors, logprobs))
+        return _Block(*each_of, count, marks, torch.stack([*guesses], 1))
+
+    def _count(self, block: "_Block") -> tuple[Int64[Tensor, " b"], Bool[Tensor, " b"]]:
+        """How many tokens of a block each row takes, up to its limit or a stop, and whether it stops there. They are
+        written down."""
+        column = torch.arange(block.tokens.shape[1])
+        count = block.count.minimum(self.limit - self.written)
+        stop = self.stops.stop[self.stop_row[:, None], block.tokens]
+        first = torch.where(stop, column + 1, len(column) + 1).amin(1)
+        count = count.minimum(first)
+        row, at = (column < count[:, None]).nonzero(as_tuple=True)
+        number, place = self.number[row], self.written[row] + at
+        self.tokens[number, place] = block.tokens[row, at]
+        self.authors[number, place] = block.authors[row, at].to(torch.int8)
+        self.logprobs[number, place] = block.logprobs[row, at]
+        stopped = (first == count) & self.live
         if self.stop_strings:
-            hits = [live and self._hits_stop_string(i) for i, live in enumerate(self.live.tolist())]
-            stop = stop | torch.tensor(hits)
-            ended = ended | (stop & self.live)
+            for i in self.live.nonzero().squeeze(1).tolist():
+                hit = next((n for n in range(1, int(count[i]) + 1) if self._hits_stop_string(i, n)), None)
+                if hit is not None:
+                    stopped[i], count[i] = True, hit
+        return count, stopped
+
+    def _cost(self, block: "_Block", count: Int64[Tensor, " b"]) -> Passes:
+        """Of a block of which each row takes ``count`` tokens."""
+        total, live = int(count.sum()), int(self.live.sum())
+        if block.guesses is None:
+            return Passes(total, *(live * (who in self.caches) for who in (1, 0)))
+        examined = block.authors & (torch.arange(block.tokens.shape[1]) < count[:, None])
+        accepted = examined & (block.guesses == block.tokens)
+        return Passes(total, live, live * block.tokens.shape[1], int(examined.sum()), int(accepted.sum()))
+
+    def _finish(self, last: Int64[Tensor, " b"], stopped: Bool[Tensor, " b"]) -> list[int]:
+        """End the rows that have stopped at their last token, or have no token left."""
+        ended = (stopped | (self.written == self.limit)) & self.live
         if not bool(ended.any()):
             return []
-        eos = self.stops.eos[self.stop_row, tokens]
+        eos = self.stops.eos[self.stop_row, last]
         indices = ended.nonzero().squeeze(1).tolist()
         for i in indices:
-            self.rows[i].stop_reason = "eos" if eos[i] else "stop" if stop[i] else "length"
+            self.rows[i].stop_reason = "eos" if eos[i] else "stop" if stopped[i] else "length"
             self.rows[i].written = int(self.written[i])
         self.live = self.live & ~ended
         return indices
@@ -307,15 +404,13 @@ class DecodingBatch:
         vocabulary, width = self.decoder.vocabulary, int(self.position.max()) + 1
         logits = torch.empty(0)
         masks: dict[tuple[torch.device, torch.dtype], Tensor] = {}  # the same for both models, as a rule
-        for who, cache in self.caches.items():
+        for who in self.caches:
             head = self.decoder.heads[who]
             device = head.weight.device
-            position = self.position.to(device)
             kind = (device, head.weight.dtype)
             if kind not in masks:
-                masks[kind] = column_mask(position, width, head.weight.dtype)[:, None, None]
-            cache.reserve(width)
-            hidden = self.decoder.steps[who](self.last.to(device), position, cache.layers, masks[kind])
+                masks[kind] = column_mask(self.position.to(device), width, head.weight.dtype)[:, None, None]
+            hidden = self._last_hidden(who, self.last, self.position, masks[kind])
             mine = self.author == bool(who)
             if bool(mine.all()):
                 logits = head(hidden)[:, :vocabulary].float().to(self.device)
@@ -328,6 +423,20 @@ class DecodingBatch:
                 logits[index.to(self.device)] = head(hidden[index.to(device)])[:, :vocabulary].float().to(self.device)
         return logits
 
+    def _last_hidden(self, who: int, last: Tensor, column: Tensor, mask: Tensor) -> Float[Tensor, "b h"]:
+        """Of one model, which reads a token of every row."""
+        cache = self.caches[who]
+        cache.reserve(mask.shape[-1])
+        return self.decoder.steps[who](last.to(mask.device), column.to(mask.device), cache.layers, mask)
+
+    def _logits_of(self, who: int, last: Int64[Tensor, " b"], column: Int64[Tensor, " b"]) -> Float[Tensor, "b v"]:
+        """Of one model for every row, after a token at a column."""
+        head = self.decoder.heads[who]
+        device, width = head.weight.device, int(column.max()) + 1
+        mask = column_mask(column.to(device), width, head.weight.dtype)[:, None, None]
+        hidden = self._last_hidden(who, last, column, mask)
+        return head(hidden)[:, : self.decoder.vocabulary].float().to(self.device)
+
     def _race(self) -> Float64[Tensor, "b r"]:
         """The random numbers of this step's draws. They depend on no logit: those of many steps cost hardly more."""
         if not self.races:
@@ -337,15 +446,23 @@ class DecodingBatch:
             self.races = [*times.unbind(1)][::-1]
         return self.races.pop()
 
-    def _sample(self, logits: Tensor, race: Tensor) -> tuple[Int64[Tensor, " b"], Float[Tensor, " b"]]:
+    def _sample(
+        self,
+        logits: Float[Tensor, "k v"],
+        race: Float64[Tensor, "k r"],
+        rows: Int64[Tensor, " k"] | None = None,
+        counts: Int64[Tensor, "b v"] | None = None,
+    ) -> tuple[Int64[Tensor, " k"], Float[Tensor, " k"]]:
+        """Of every row, or of some. counts: of tokens in the turn; None: ``self.counts``."""
         if not (self.penalised or self.scaled or self.greedy or self.truncated):
             return draw(logits, race)
-        temperature, top_k, top_p, min_p, repetition, presence, frequency = self.parameters.split(1, dim=1)
+        some = slice(None) if rows is None else rows
+        temperature, top_k, top_p, min_p, repetition, presence, frequency = self.parameters[some].split(1, dim=1)
         if self.penalised:
             logits = penalise(
                 logits,
-                seen_in_prompt=self.seen,
-                output_counts=self.counts,
+                seen_in_prompt=self.seen[some],
+                output_counts=(self.counts if counts is None else counts)[some],
                 repetition=repetition,
                 presence=presence,
                 frequency=frequency,
@@ -362,16 +479,32 @@ class DecodingBatch:
             logprobs = torch.where(deterministic, 0.0, logprobs)
         return tokens, logprobs
 
-    def _hits_stop_string(self, i: int) -> bool:
+    def _hits_stop_string(self, i: int, more: int) -> bool:
+        """Within the last of so many tokens more than ``self.written`` says."""
         row = self.rows[i]
         stops = row.request.sampling.stop
         if not stops:
             return False
         # A character is at most four byte tokens, and the last token completes the stop string.
-        written = int(self.written[i])
+        written = int(self.written[i]) + more
         tail = self.tokens[row.number, max(row.start, written - 4 * max(map(len, stops)) - 4) : written]
         text = self.decoder.tokenizer.decode(tail.tolist(), skip_special_tokens=False)
         return any(stop in text for stop in stops)
+
+
+class _Block(NamedTuple):
+    """The next tokens of every row, of which each takes the first ``count`` at most.
+
+    marks: the strategies' states before each token, where the rows have gone on to the end of a draft; guesses: the
+    draft.
+    """
+
+    tokens: Int64[Tensor, "b c"]
+    authors: Bool[Tensor, "b c"]
+    logprobs: Float[Tensor, "b c"]
+    count: Int64[Tensor, " b"]
+    marks: Sequence[Mark] = ()
+    guesses: Int64[Tensor, "b c"] | None = None
 
 
 class _StopTable:

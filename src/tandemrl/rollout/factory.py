@@ -43,7 +43,14 @@ def make_engine(
     """
     if config.engine == "torch":
         partner = None if junior is None else junior.load()
-        return TorchEngine(senior.load(), partner, tokenizer, max_rows=config.max_rows, compile=config.compile)
+        return TorchEngine(
+            senior.load(),
+            partner,
+            tokenizer,
+            max_rows=config.max_rows,
+            compile=config.compile,
+            draft_tokens=config.draft_tokens,
+        )
     require_vllm("rollout.engine=vllm")
     try:
         from tandemrl.rollout.vllm.backend import platform_device

@@ -87,26 +87,28 @@ def column_mask(position: Int64[Tensor, "*b"], width: int, dtype: torch.dtype) -
     return torch.where(seen, torch.zeros((), dtype=dtype, device=position.device), -torch.inf)
 
 
-# --------------------------------------------------------------------------------------------- one token of every row
+# ----------------------------------------------------------------------------------------- the next tokens of every row
 
 
 class _DecodeLayout:
-    """One query per row against its row of a KV cache. Grouped queries share their key head's row of the kernel."""
+    """Each row's next tokens against its row of a KV cache, and against each other, causally. Grouped queries share
+    their key head's row of the kernel."""
 
-    def __init__(self, layers: Layers, position: Int64[Tensor, " b"], mask: Float[Tensor, "b 1 1 w"]) -> None:
-        self.layers, self.position, self.mask = layers, position, mask
+    def __init__(self, layers: Layers, columns: Int64[Tensor, "b c"], mask: Float[Tensor, "b 1 c w"]) -> None:
+        self.layers, self.columns, self.mask = layers, columns, mask
         self.max_length = mask.shape[-1]
-        self.rows = torch.arange(len(position), device=position.device)
+        self.rows = torch.arange(len(columns), device=columns.device)[:, None]
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
-        b, h, _, d = query.shape
+        b, h, c, d = query.shape
         keys, values = self.layers[layer]
-        keys[self.rows, :, self.position] = key[:, :, 0]
-        values[self.rows, :, self.position] = value[:, :, 0]
+        keys[self.rows, :, self.columns] = key.transpose(1, 2)
+        values[self.rows, :, self.columns] = value.transpose(1, 2)
         keys, values = keys[:, :, : self.max_length], values[:, :, : self.max_length]
         grouped = query.reshape(b, keys.shape[1], -1, d)
-        out = F.scaled_dot_product_attention(grouped, keys, values, attn_mask=self.mask, scale=scaling)
-        return out.reshape(b, 1, h, out.shape[-1])
+        mask = self.mask if c == 1 else self.mask.repeat(1, 1, h // keys.shape[1], 1)
+        out = F.scaled_dot_product_attention(grouped, keys, values, attn_mask=mask, scale=scaling)
+        return out.reshape(b, h, c, out.shape[-1]).transpose(1, 2)
 
 
 def _last_hidden(
@@ -117,7 +119,8 @@ def _last_hidden(
     mask: Float[Tensor, "b 1 1 w"],
 ) -> Float[Tensor, "b h"]:
     """Hidden states of every row's last token, whose keys and values join the cache."""
-    return hidden_states(model, last[:, None], position[:, None], _DecodeLayout(layers, position, mask))[:, 0]
+    columns = position[:, None]
+    return hidden_states(model, last[:, None], columns, _DecodeLayout(layers, columns, mask))[:, 0]
 
 
 def eager_step(model: PreTrainedModel) -> Callable[..., Tensor]:
@@ -151,6 +154,19 @@ def compiled_step(model: PreTrainedModel) -> Callable[..., Tensor]:
         return compiled(last, position, layers, mask)
 
     return any_step
+
+
+def chunk_hidden(
+    model: PreTrainedModel, tokens: Int64[Tensor, "b c"], columns: Int64[Tensor, "b c"], cache: KVCache
+) -> Float[Tensor, "b c h"]:
+    """Hidden states of every row's next tokens, read at once. A column that comes twice holds the later of its tokens:
+    none before it may have to see the earlier one."""
+    width = int(columns.max()) + 1
+    cache.reserve(width)
+    dtype = next(iter(cache.layers.values()))[0].dtype
+    mask = column_mask(columns, width, dtype)[:, None]
+    with eagerly(model):
+        return hidden_states(model, tokens, columns, _DecodeLayout(cache.layers, columns, mask))
 
 
 # ----------------------------------------------------------------------------------------------- many tokens of a row

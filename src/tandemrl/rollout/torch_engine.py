@@ -5,6 +5,7 @@ whose next turn begins. A row that the world is answering is in nobody's way: it
 """
 
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -13,6 +14,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from tandemrl.distributed.watchdog import stamp
 from tandemrl.models.loading import eos_token_ids
 from tandemrl.rollout.decoding import Decoder, DecodingBatch, Row
+from tandemrl.rollout.drafting import CPU, CUDA, DraftLength, Size
 from tandemrl.rollout.engine import (
     Aborts,
     Completion,
@@ -42,6 +44,8 @@ class TorchEngine:
         max_rows: completions decoded at once; further ones join when an eighth of the rows is free. Between turns as
             many wait beside them, in the memory of the device.
         compile: ``torch.compile`` of each model's decoding step, all layers in one graph; the first steps take long.
+            What the senior reads of a draft is not compiled.
+        draft_tokens: see ``rollout.draft_tokens``; 0 without a junior.
 
     Raises:
         EngineError: the models cannot cover the tokenizer's vocabulary.
@@ -57,6 +61,7 @@ class TorchEngine:
         max_rows: int = 256,
         policy_version: int = 0,
         compile: bool = False,
+        draft_tokens: int | str = 0,
     ) -> None:
         self.senior, self.junior = senior, junior
         self.max_rows, self.policy_version = max_rows, policy_version
@@ -78,6 +83,11 @@ class TorchEngine:
             tokenizer,
         )
         self._aborts = Aborts()
+        self._draft_length = None
+        if draft_tokens and junior is not None:
+            tokens = None if draft_tokens == "auto" else int(draft_tokens)
+            costs = CPU if heads[1].weight.device.type == "cpu" else CUDA
+            self._draft_length = DraftLength(tokens, Size.of(senior), Size.of(junior), costs)
 
     @property
     def info(self) -> EngineInfo:
@@ -125,7 +135,10 @@ class TorchEngine:
         pairs = [(request, key) for request in requests for key in request.keys]
         rows = [Row(request, key, number) for number, (request, key) in enumerate(pairs)]
         waiting, steps = list(rows), 0
-        batch = DecodingBatch(self._decoder, requests, len(rows), turns=responder is not None)
+        length = self._draft_length_for(requests, len(rows))
+        batch = DecodingBatch(
+            self._decoder, requests, len(rows), turns=responder is not None, drafts=length is not None
+        )
         between = _BetweenTurns(responder, self.vocabulary)
         while waiting or batch.rows or between:
             room = 2 * self.max_rows - len(batch.rows) - len(between)
@@ -139,7 +152,8 @@ class TorchEngine:
                 batch.admit(waiting[:count])
                 del waiting[:count]
             if batch.rows:
-                written, ended = batch.step()
+                live = int(batch.live.sum())
+                written, ended = batch.step(length(live, batch.passes) if length is not None and live else 0)
                 steps += 1
                 if written:
                     stamp()
@@ -156,10 +170,20 @@ class TorchEngine:
                 waiting = [row for row in waiting if row.stop_reason is None]
             batch.retire()
         told = [None if responder is None else responder.transcript(row.number) for row in rows]
+        self.passes = batch.passes
         completions = iter(
             [batch.completion(row, self.policy_version, its) for row, its in zip(rows, told, strict=True)]
         )
         return [[next(completions) for _ in request.keys] for request in requests]
+
+    def _draft_length_for(self, requests: Sequence[Request], rows: int) -> Callable[[int, Passes], int] | None:
+        """(live rows, passes so far) -> length of the next draft; None: a call without drafts."""
+        writers = {request.strategy.writers for request in requests}
+        if self._draft_length is None or writers <= {"junior"}:
+            return None
+        length = partial(self._draft_length, solo=writers == {"senior"})
+        # Alone, the senior has no reader beside it unless that pays from the beginning.
+        return None if writers == {"senior"} and not length(min(rows, self.max_rows), Passes()) else length
 
 
 class _BetweenTurns:

@@ -1,0 +1,267 @@
+"""Drafts change nothing but the number of passes: held against the same engine without them."""
+
+import copy
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import cache
+
+import numpy as np
+import pytest
+import torch
+from test_torch_engine import abort_after, flat
+from transformers import PreTrainedModel
+
+from helpers import (
+    IDS,
+    VOCABULARY,
+    gpt2,
+    llama,
+    prepared,
+    prompts,
+    qwen3,
+    race_lag,
+    reference_distribution,
+    reference_logits,
+    requests,
+    sampling_key,
+    small_qwen3,
+    strategies,
+    tokenizer,
+)
+from scripted_world import ScriptedWorld
+from tandemrl.rollout.drafting import CPU, DraftLength, Size
+from tandemrl.rollout.engine import Completion, Passes, Request, Sampling, check_authors
+from tandemrl.rollout.torch_engine import TorchEngine
+from tandemrl.selection import alternating_turns, bernoulli, solo, turn
+from tandemrl.selection.draws import request_key
+
+SAMPLINGS = [
+    Sampling(max_tokens=24),
+    Sampling(max_tokens=17, temperature=0.0),
+    Sampling(max_tokens=24, temperature=1.5, ignore_eos=True),
+    Sampling(max_tokens=21, temperature=0.8, top_k=20, top_p=0.9),
+    Sampling(max_tokens=3, min_p=0.02),
+    Sampling(max_tokens=24, repetition_penalty=1.3, presence_penalty=0.4, frequency_penalty=0.3),
+    Sampling(max_tokens=24, temperature=0.0, frequency_penalty=0.5, stop_token_ids=(IDS["a"], IDS["b"])),
+    Sampling(max_tokens=24, stop=("a", "b c", "é")),
+]
+
+
+def alike(model: PreTrainedModel) -> PreTrainedModel:
+    """Another model that mostly writes the same."""
+    other, noise = copy.deepcopy(model), torch.Generator().manual_seed(3)
+    with torch.no_grad():
+        for parameter in other.parameters():
+            parameter.add_(0.003 * torch.randn(parameter.shape, generator=noise))
+    return other
+
+
+PAIRS = {
+    "alike": lambda: (qwen3(0), alike(qwen3(0))),
+    "smaller junior": lambda: (qwen3(0), small_qwen3()),
+    "Llama senior, GPT-2 junior": lambda: (llama(tied=True), gpt2()),
+}
+
+
+@cache
+def pair(name: str) -> tuple[PreTrainedModel, PreTrainedModel]:
+    return PAIRS[name]()
+
+
+def engine(name: str, draft_tokens: int | str = 0, *, max_rows: int = 256) -> TorchEngine:
+    return TorchEngine(*map(prepared, pair(name)), tokenizer(), max_rows=max_rows, draft_tokens=draft_tokens)
+
+
+def everything(count: int) -> list[Request]:
+    """Every sampling with every strategy, in turns; two completions of each prompt."""
+    known = list(strategies().values())
+    return [
+        Request(
+            tuple(prompt),
+            tuple(request_key(5, 0, i, s) for s in range(2)),
+            SAMPLINGS[i % len(SAMPLINGS)],
+            known[(i // len(SAMPLINGS)) % len(known)],
+        )
+        for i, prompt in enumerate(prompts(count, seed=4))
+    ]
+
+
+def assert_same(batch: Sequence[Request], found: list[Completion], wanted: list[Completion], name: str) -> None:
+    """Token for token; a difference must be a shown near-tie of the draw, and those are rare."""
+    asked, ties = [request for request in batch for _ in request.keys], 0
+    for request, one, other in zip(asked, found, wanted, strict=True):
+        check_authors([one], request.strategy)
+        if one.tokens.tolist() == other.tokens.tolist():
+            assert one.author.tolist() == other.author.tolist()
+            assert one.stop_reason == other.stop_reason
+            np.testing.assert_allclose(one.behaviour_logprobs, other.behaviour_logprobs, atol=1e-4)
+            continue
+        ties += 1
+        shortest = min(len(one.tokens), len(other.tokens))
+        first = int(np.flatnonzero(one.tokens[:shortest] != other.tokens[:shortest])[0])
+        written = one.tokens[:first].tolist()
+        model = pair(name)[0 if one.author[first] == 1 else 1]
+        logits = reference_logits(model, request.prompt, [*written, 0])[first]
+        p = reference_distribution(logits, request.sampling, request.prompt, written)
+        for each in (one, other):
+            assert race_lag(p, int(each.tokens[first]), sampling_key(each.key, first)) < 1e-4
+    assert ties <= 0.01 * len(asked)
+
+
+@cache
+def by_single_tokens(name: str) -> list[Completion]:
+    return flat(engine(name).generate(everything(64)))
+
+
+@pytest.mark.parametrize("ahead", [1, 4, 8])
+@pytest.mark.parametrize("name", PAIRS)
+def test_drafts_give_the_same_completions(name, ahead):
+    running, batch = engine(name, ahead), everything(64)
+    completions = flat(running.generate(batch))
+    assert_same(batch, completions, by_single_tokens(name), name)
+    passes = running.passes
+    assert passes.tokens == sum(len(c.tokens) for c in completions)
+    assert 0 < passes.accepted < passes.drafted
+    assert passes.junior == ahead * passes.senior
+    if name == "alike":
+        assert passes.acceptance > 0.8
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ahead", [1, 4, 8])
+def test_drafts_give_the_same_completions_of_many_prompts(ahead):
+    batch = everything(256)
+    wanted = flat(engine("alike").generate(batch))
+    assert_same(batch, flat(engine("alike", ahead, max_rows=100).generate(batch)), wanted, "alike")
+
+
+@pytest.mark.parametrize("max_rows", [1, 7])
+def test_rows_join_while_others_are_at_any_depth(max_rows):
+    batch = everything(24)
+    wanted = by_single_tokens("alike")[:48]
+    assert_same(batch, flat(engine("alike", 4, max_rows=max_rows).generate(batch)), wanted, "alike")
+
+
+def test_a_junior_that_is_the_senior_saves_all_passes_but_one_in_a_draft():
+    senior = pair("alike")[0]
+    running = TorchEngine(prepared(senior), prepared(senior), tokenizer(), draft_tokens=8)
+    exactly = Sampling(max_tokens=24, ignore_eos=True)
+    for strategy in (bernoulli(0.5), solo("senior")):
+        completions = flat(running.generate(requests(prompts(4), exactly, strategy)))
+        mine = sum(int((c.author == 1).sum()) for c in completions)
+        assert running.passes == Passes(tokens=96, senior=12, junior=96, drafted=mine, accepted=mine)
+
+
+def test_what_is_drafted_is_counted_up_to_the_first_token_that_differs():
+    """Greedy, both models are asked for the next token after every prefix of what was written."""
+    junior = pair("smaller junior")[1]
+    batch = requests(prompts(6), Sampling(max_tokens=24, temperature=0.0, ignore_eos=True), solo("senior"))
+    running = engine("smaller junior", 4)
+    completions = flat(running.generate(batch))
+    drafted = accepted = rounds = 0
+    for request, completion in zip(batch, completions, strict=True):
+        written = completion.tokens.tolist()
+        agree = reference_logits(junior, request.prompt, written)[:, :VOCABULARY].argmax(1) == completion.tokens
+        at = 0
+        while at < len(written):
+            ahead = agree[at : at + 4]
+            kept = len(ahead) if ahead.all() else int(ahead.argmin()) + 1
+            drafted, accepted, rounds, at = drafted + kept, accepted + int(ahead[:kept].sum()), rounds + 1, at + kept
+    assert running.passes == Passes(144, rounds, 4 * rounds, drafted, accepted)
+
+
+@pytest.mark.parametrize("name", ["word", "turn", "alternating_turns", "solo senior"])
+def test_turns_are_drafted_like_any_other(name):
+    strategy = (strategies() | {"turn": turn(0.5), "alternating_turns": alternating_turns("junior")})[name]
+    sampling = Sampling(max_tokens=17, stop_token_ids=(5, 6, 7, 8), ignore_eos=True, presence_penalty=0.3)
+    batch = [
+        replace(request, turn_tokens=7, world_tokens=30)
+        for request in requests(prompts(5), sampling, strategy, samples=2)
+    ]
+    found = flat(engine("alike", 4).generate(batch, responder=ScriptedWorld()))
+    wanted = flat(engine("alike").generate(batch, responder=ScriptedWorld()))
+    for one, other in zip(found, wanted, strict=True):
+        assert one.tokens.tolist() == other.tokens.tolist()
+        assert one.author.tolist() == other.author.tolist()
+        assert (one.stop_reason, one.transcript) == (other.stop_reason, other.transcript)
+        np.testing.assert_allclose(one.behaviour_logprobs, other.behaviour_logprobs, atol=1e-4)
+    assert {len(c.turns) for c in found} == {3}
+
+
+def test_a_request_with_a_history_goes_on_where_it_was():
+    past = ((3, 4, 5), (6, 7))
+    batch = [replace(r, history=past) for r in requests(prompts(6), SAMPLINGS[0], strategies()["word"])]
+    found, wanted = (flat(engine("alike", ahead).generate(batch)) for ahead in (4, 0))
+    assert [c.tokens.tolist() for c in found] == [c.tokens.tolist() for c in wanted]
+    assert [c.author.tolist() for c in found] == [c.author.tolist() for c in wanted]
+
+
+def test_a_draft_stays_within_the_context_of_the_model():
+    """Learnt positions: one beyond the last would be an error."""
+    name = "Llama senior, GPT-2 junior"
+    running = engine(name, 8)
+    batch = [
+        *requests(prompts(1, lengths=(250,)), Sampling(max_tokens=6, ignore_eos=True), bernoulli(0.5)),
+        *requests(prompts(2), Sampling(max_tokens=40, ignore_eos=True), bernoulli(0.5)),
+    ]
+    assert running.context == 256
+    assert_same(batch, flat(running.generate(batch)), flat(engine(name).generate(batch)), name)
+
+
+def test_an_abort_ends_rows_between_two_drafts():
+    batch = requests(prompts(6), Sampling(max_tokens=60, ignore_eos=True), bernoulli(0.5), samples=2)
+    aborted = [batch[0].keys[1], batch[5].keys[0]]
+    whole = flat(engine("alike").generate(batch))
+    for completion, before in zip(abort_after(engine("alike", 4), batch, 3, aborted), whole, strict=True):
+        length = len(completion.tokens)
+        assert completion.tokens.tolist() == before.tokens.tolist()[:length]
+        assert completion.author.tolist() == before.author.tolist()[:length]
+        assert (completion.stop_reason == "abort") == (completion.key in aborted) == (length < 60)
+        assert length >= 3
+
+
+def test_progress_counts_every_token_once():
+    seen: list[int] = []
+    completions = flat(engine("alike", 4).generate(everything(16), progress=seen.append))
+    assert sum(seen) == sum(len(c.tokens) for c in completions)
+
+
+def test_without_a_junior_nothing_is_drafted():
+    alone = TorchEngine(prepared(pair("alike")[0]), None, tokenizer(), draft_tokens=4)
+    batch = requests(prompts(4), SAMPLINGS[0], solo("senior"))
+    found, wanted = flat(alone.generate(batch)), flat(engine("alike").generate(batch))
+    assert [c.tokens.tolist() for c in found] == [c.tokens.tolist() for c in wanted]
+    assert alone.passes == Passes(tokens=sum(len(c.tokens) for c in found), senior=alone.passes.tokens)
+
+
+# ----------------------------------------------------------------------------------------------------- how far to draft
+
+LARGE, SMALL = Size(12, 57_000_000), Size(4, 5_000_000)
+
+
+def test_auto_drafts_where_the_junior_is_cheap_and_the_rows_are_few():
+    auto = DraftLength(None, LARGE, SMALL, CPU)
+    assert auto(1, Passes()) > 4
+    assert auto(256, Passes()) == 0
+    assert auto(1, Passes(drafted=1000, accepted=980)) > auto(1, Passes(drafted=1000, accepted=600)) > 0
+    assert auto(1, Passes(), solo=True) > 0
+    assert auto(1, Passes(drafted=1000, accepted=50), solo=True) == 0
+
+
+def test_auto_leaves_models_of_one_size_alone():
+    tiny = Size(2, 280_000)
+    assert {DraftLength(None, tiny, tiny, CPU)(rows, Passes()) for rows in (1, 8, 64, 256)} == {0}
+
+
+def test_auto_gives_the_same_completions():
+    running = engine("alike", "auto")
+    running._draft_length = DraftLength(None, LARGE, SMALL, CPU)
+    batch = everything(24)
+    assert_same(batch, flat(running.generate(batch)), by_single_tokens("alike")[:48], "alike")
+    assert running.passes.drafted > 0
+
+
+def test_sizes_are_those_of_what_a_pass_uses():
+    tied, untied = qwen3(0, tied=True), qwen3(0, tied=False)
+    assert Size.of(tied) == Size.of(untied)
+    assert Size.of(tied) == Size(tied.config.num_hidden_layers, sum(p.numel() for p in tied.parameters()))
