@@ -16,7 +16,7 @@ import json
 import os
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -108,14 +108,19 @@ def prepare(path: Path, options: argparse.Namespace) -> dict[str, Callable[[int,
     return {"transformers": transformers, "solo": ours(solo("senior")), "tandem": ours(word(0.5, 32, boundary))}
 
 
-def alternate(contestants: dict[str, Callable[[int, int], None]], rows: int, rounds: int) -> dict[str, Any]:
+def alternate(
+    contestants: dict[str, Callable[[int, int], None]],
+    rows: int,
+    rounds: int,
+    pairs: Sequence[tuple[str, str]] = PAIRS,
+) -> dict[str, Any]:
     """Time every contestant once per round, after one untimed round; medians, ratios and the load by others."""
     names = list(contestants)
     wall: dict[str, list[float]] = {name: [] for name in names}
     cpu: dict[str, list[float]] = {name: [] for name in names}
     others = []
     for number in range(-1, rounds):
-        for name in names[number % 3 :] + names[: number % 3]:  # nobody always goes first
+        for name in names[number % len(names) :] + names[: number % len(names)]:  # nobody always goes first
             (mine, busy), start = cpu_seconds(), time.perf_counter()
             contestants[name](rows, number)
             seconds = time.perf_counter() - start
@@ -127,8 +132,8 @@ def alternate(contestants: dict[str, Callable[[int, int], None]], rows: int, rou
     return {
         "median_s": {name: round(statistics.median(wall[name]), 4) for name in names},
         "median_cpu_s": {name: round(statistics.median(cpu[name]), 4) for name in names},
-        "ratios": ratios(wall, PAIRS),
-        "cpu_ratios": ratios(cpu, PAIRS),
+        "ratios": ratios(wall, pairs),
+        "cpu_ratios": ratios(cpu, pairs),
         "cores_others": round(statistics.median(others), 2),
         "load1": round(os.getloadavg()[0], 2),
     }
