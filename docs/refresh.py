@@ -178,6 +178,35 @@ def decoding() -> str:
     )
 
 
+def drafting() -> str:
+    """CPU seconds of drafts in the torch engine, relative to the senior alone and to single tokens."""
+    records = lines("drafting.jsonl")
+    shown = (
+        "tandem / solo",
+        "tandem 4 / solo",
+        "tandem 8 / solo",
+        "tandem auto / solo",
+        "tandem auto / tandem",
+        "solo 8 / solo",
+    )
+    rows = [
+        [
+            f"{line['acceptance']['tandem 8']:.2f}",
+            str(line["rows"]),
+            *(middle(line["cpu_ratios"][pair]) for pair in shown),
+            f"{line['tokens_per_senior_pass']['tandem 8']:.1f}",
+        ]
+        for line in records
+    ]
+    head = ["acceptance", "rows", *shown, "tokens per senior pass, 8"]
+    return (
+        markdown_table(head, rows)
+        + f"\nRatios of CPU seconds for {records[0]['max_tokens']} tokens per row, medians of {records[0]['rounds']} rounds "
+        f"with 90 % intervals; senior {records[0]['senior_parameters'] / 1e6:.0f}M and junior "
+        f"{records[0]['junior_parameters'] / 1e6:.0f}M parameters; {versions_of(records)}; {_file('drafting.jsonl')}.\n"
+    )
+
+
 def draw() -> str:
     """Cost of the ways to draw, and how often two models agree by them."""
     records = lines("draw.jsonl")
@@ -291,6 +320,7 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "step-time-lognormal": lambda: step_time("step_time_lognormal.json"),
     "step-time-sentence": step_time_sentence,
     "decoding": decoding,
+    "drafting": drafting,
     "draw": draw,
     "tandem-cost": tandem_cost,
     "update-and-head": update_and_head,

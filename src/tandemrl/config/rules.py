@@ -52,6 +52,7 @@ def _rules(config: Config) -> list[tuple[bool, str, str]]:
     return [
         (r.group_size >= (1 if lo.recipe == "ppo" else 2), "rollout.group_size", "at least 2: a group of one has no advantage (with ppo, at least 1)"),
         (r.tensor_parallel == 1 or r.engine == "vllm", "rollout.tensor_parallel", "1 with the torch engine"),
+        (r.draft_tokens == 0 or m.junior is not None or s.strategy != "solo", "rollout.draft_tokens", "0 without a junior (model.junior): nobody else drafts"),
         (not r.tools or r.environment != "single", "rollout.tools", "empty with rollout.environment=single, in which nobody calls any"),
         (r.environment != "tools" or len(r.tools) > 0, "rollout.tools", "at least one module:function with rollout.environment=tools"),
         (r.turn_tokens is None or r.turn_tokens <= r.max_tokens, "rollout.turn_tokens", f"null, or at most rollout.max_tokens ({r.max_tokens}), which is of all turns"),
