@@ -21,7 +21,8 @@ COMMANDS: dict[Command, str] = {
     "pass-at-k": "The senior alone: unbiased pass@k with bootstrap intervals over problems.",
     "tandem": "Senior and junior write together, by the word schedule of training.",
     "handoff": "Senior and junior take turns, one step each; with either of them first.",
-    "legibility": "How well the junior predicts what the senior writes alone: cross-entropy per token, in nats.",
+    "legibility": "How well the junior predicts what the senior writes alone: cross-entropy per token, in nats, and "
+    "acceptance, the share of tokens that it draws, too, from the same random numbers.",
     "drift": "How far what the senior writes alone is from the junior: surprisals and exact KL per token, in nats.",
     "verified": "Pass@k of correct answers whose reasoning a judge (judge.url or judge.model) accepts.",
 }
@@ -278,7 +279,7 @@ def _columns(metrics: Mapping[str, Any]) -> dict[str, Mapping[str, float]]:
 def _is_summary(phase: str, metric: str) -> bool:
     """Of every phase what it is about; what else there is to say of a text, of the solo texts only. By hops there is no
     room for single arms."""
-    about = ("pass@", "verified_pass@", "rejected_rate", "cross_entropy", "kl", "excess", "unlikely_rate")
+    about = ("pass@", "verified_pass@", "rejected_rate", "cross_entropy", "acceptance", "kl", "excess", "unlikely_rate")
     own = (*about, "maj@", "length", "truncation_rate", "turns") if phase == "pass-at-k" else about
     group, _, name = metric.rpartition("/")
     if "=" in group and "/" in group:

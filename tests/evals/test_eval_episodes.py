@@ -318,6 +318,14 @@ def test_what_the_world_says_is_read_as_context_and_does_not_count():
     assert abs(with_world - wanted["junior"]) > 1e-3  # it would count
 
 
+def test_over_turns_a_junior_that_is_the_senior_draws_what_it_drew(agents, tmp_path):
+    result = episodes(agents, tmp_path, *TOOLS, f"model.junior={agents}/senior", phases=("legibility",))["legibility"]
+    samples = evals.read_samples(tmp_path / result["samples"])
+    assert max(sample.turns for sample in samples) > 1
+    assert result["metrics"]["macro"]["acceptance"] == 1.0
+    assert all(sample.acceptance == 1.0 for sample in samples)
+
+
 def test_a_text_without_authors_cannot_be_read():
     nobody = graded_sample(0, author=None, tokens=[3, 4])
     with pytest.raises(evals.EvalError, match="a/0: it has no authors"):

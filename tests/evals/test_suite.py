@@ -42,6 +42,7 @@ from tandemrl.experiments.tiny import new_model, train_tokenizer
 from tandemrl.models.attention import ModelError
 from tandemrl.models.batching import pack_tokens
 from tandemrl.models.loading import prepare
+from tandemrl.models.sampling import DRAW
 from tandemrl.rewards.judge.rubric import JudgeError
 from tandemrl.rewards.protocol import GraderError
 from tandemrl.rollout.engine import Sampling
@@ -313,6 +314,25 @@ def test_legibility_reads_the_pass_at_k_samples_and_writes_the_same_ones_without
     assert beside["metrics"] == alone["metrics"]
     stored = evals.read_samples(Path(tmp_path / "eval" / beside["samples"]))
     assert all(sample.score is not None for sample in stored)
+
+
+def test_a_junior_that_is_the_senior_accepts_all_and_samples_of_unknown_draws_have_no_acceptance(phase, pair, tmp_path):
+    written = phase("pass-at-k")
+    copy = phase("legibility", junior=str(pair / "senior"), out=tmp_path / "copy")["metrics"]
+    assert copy["macro"]["acceptance"] == copy["macro"]["acceptance/low"] == 1.0
+    assert copy["by_set"]["synthetic/plain"]["acceptance"] == 1.0
+    drawn = phase("legibility", out=tmp_path / "drawn")
+    assert drawn["seeds"]["draw"] == written["seeds"]["draw"] == DRAW
+    assert 0 < drawn["metrics"]["macro"]["acceptance"] < 1
+
+    del written["seeds"]["draw"]  # as before there was a name for it
+    (tmp_path / "eval" / "pass-at-k.json").write_text(json.dumps(written))
+    with pytest.warns(UserWarning, match=r"legibility\.json has no acceptance: pass-at-k\.json"):
+        unknown = phase("legibility")
+    assert "draw" not in unknown["seeds"]
+    known = {name: value for name, value in drawn["metrics"]["macro"].items() if "acceptance" not in name}
+    assert unknown["metrics"]["macro"] == known
+    assert all(s.acceptance is None for s in evals.read_samples(tmp_path / "eval" / "legibility.samples.jsonl"))
 
 
 # ------------------------------------------------------------------------------------------------- all phases at once

@@ -497,6 +497,42 @@ def test_metrics_of_episodes_have_columns_curves_and_commands(tmp_path: Path) ->
     )
 
 
+def test_acceptance_stands_beside_the_junior_ce_with_their_correlation(tmp_path: Path) -> None:
+    values = {"base": (0.75, 1.0), "grpo": (0.25, 9.0), "tandem": (1.0, 0.5)}
+    for arm, (acceptance, ce) in values.items():
+        write_phase(tmp_path / "eval" / arm, "legibility", {"cross_entropy": ce, "acceptance": acceptance})
+        write_run(tmp_path / arm, steps=8)
+        file = tmp_path / arm / "metrics.jsonl"
+        steps = [json.loads(line) for line in file.read_text().splitlines()]
+        if arm != "base":
+            steps = [s | {"draft/acceptance": acceptance - (s["step"] <= 3) / 8} for s in steps]
+        file.write_text("".join(json.dumps(step) + "\n" for step in steps))
+    report = build_report(tmp_path)
+    head, _, *rows = [line for line in headlines(report).splitlines() if line.startswith("|")]
+    assert [cells(row)[cells(head).index("acceptance")][:5] for row in rows] == ["0.750", "0.250", "1.000"]
+    r = np.corrcoef([0.75, 0.25, 1.0], [1.0, 9.0, 0.5])[0, 1]
+    said = f"Acceptance and junior CE of solo texts, over arms and seeds: Pearson’s r −{-r:.3f}, n 3."
+    html = to_html(report)
+    for page in (html, to_markdown(report)):
+        assert said in page
+        assert "Acceptance of drafts (mean" not in page  # two arms are no correlation
+    assert "Drafts that the senior accepts" in html
+    assert html.index(">Legibility") < html.index("Drafts that the senior accepts") < html.index("Training reward")
+    assert not any("no acceptance" in caveat for caveat in report.caveats)
+
+    write_phase(tmp_path / "eval" / "kl", "legibility", {"cross_entropy": 3.0})
+    write_run(tmp_path / "kl")
+    for arm, acceptance in (("base", 0.75), ("kl", 0.5)):
+        lines = [{"step": step, "draft/acceptance": acceptance} for step in (1, 2)]
+        (tmp_path / arm / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    report = build_report(tmp_path)
+    r = np.corrcoef([0.75, 0.25, 1.0, 0.5], [1.0, 9.0, 0.5, 3.0])[0, 1]
+    drafts = "Acceptance of drafts (mean of the last 5 steps) and junior CE of solo texts, over arms and seeds"
+    for line in (said, f"{drafts}: Pearson’s r −{-r:.3f}, n 4."):
+        assert line in to_markdown(report)
+    assert any(caveat.startswith("kl, legibility has no acceptance") for caveat in report.caveats)
+
+
 def test_a_tokenizer_that_gives_other_texts_is_not_trusted(experiment: Path) -> None:
     report = build_report(experiment)
     assert any("does not give the texts of" in caveat for caveat in report.caveats)  # the sample with the script

@@ -28,7 +28,7 @@ from helpers import (
 from scripted_world import ScriptedWorld, played, repeating
 from tandemrl.distributed.world import World
 from tandemrl.rollout import kv_cache, torch_engine
-from tandemrl.rollout.engine import Completion, EngineError, Reply, Request, Sampling, Turn, check_authors
+from tandemrl.rollout.engine import Completion, EngineError, Passes, Reply, Request, Sampling, Turn, check_authors
 from tandemrl.rollout.spread import SpreadEngine
 from tandemrl.rollout.torch_engine import TorchEngine
 from tandemrl.selection import Strategy, alternating_turns, bernoulli, solo, turn
@@ -468,11 +468,16 @@ def test_two_processes_play_their_own_shares(monkeypatch):
         world = World(rank=rank, size=2)
         monkeypatch.setattr(World, "new_cpu_group", lambda self: None)
         monkeypatch.setattr(
-            World, "gather", lambda self, own, group, rank=rank: [*parts[:rank], own, *parts[rank + 1 :]]
+            World,
+            "gather",
+            lambda self, own, group, rank=rank: (
+                [own, Passes(tokens=7)] if isinstance(own, Passes) else [*parts[:rank], own, *parts[rank + 1 :]]
+            ),
         )
-        spread = SpreadEngine(engine(), world)
+        spread = SpreadEngine(own := engine(), world)
         responder = ScriptedWorld()
         completions = flat(spread.generate(batch, responder=responder))
+        assert spread.passes == own.passes + Passes(tokens=7)
         assert_same(completions, flat(engine().generate(batch, responder=ScriptedWorld())))
         assert {t.number for t in responder.told} == set(range(2 * len(batch[rank::2])))
         assert all(c.transcript is not None for c in completions)

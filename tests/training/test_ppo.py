@@ -20,7 +20,7 @@ from tandemrl.losses import adapt_kl_coef
 from tandemrl.models.attention import ModelError
 from tandemrl.models.critic import value_head
 from tandemrl.rollout.collect import CompletionBatch
-from tandemrl.rollout.engine import Draws
+from tandemrl.rollout.engine import Draws, Passes
 from tandemrl.training import loop as loop_module
 from tandemrl.training.build import build
 from tandemrl.training.experience import (
@@ -282,7 +282,7 @@ def resampled(monkeypatch: pytest.MonkeyPatch, good: set[int], rounds: int) -> t
 
     def generate(step: int, examples: Any, *, drawn: int) -> CompletionBatch:
         counts.append(drawn)
-        return CompletionBatch(examples, [], Draws(10, 5))
+        return CompletionBatch(examples, [], Draws(10, 5), Passes(20, 6, 9, 4, 3))
 
     def score(batch: Any, scorer: Any, tokenizer: Any) -> list[Group]:
         return [group(e, [0.0, 1.0 if e in good else 0.0], i) for i, e in enumerate(batch.prompts)]
@@ -295,7 +295,7 @@ def resampled(monkeypatch: pytest.MonkeyPatch, good: set[int], rounds: int) -> t
     nothing: Any = None
     run = Run(setup, nothing, Progress(sampler, 0.0))
     first = [group(900 + i, [1.0, 1.0] if i in (0, 2) else [0.0, 1.0], i) for i in range(4)]
-    return resample(run, generate, 1, CompletionBatch([], [], Draws(100, 50)), first), counts
+    return resample(run, generate, 1, CompletionBatch([], [], Draws(100, 50), Passes(200, 60)), first), counts
 
 
 def test_flat_groups_give_way_to_the_next_prompts(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -309,6 +309,7 @@ def test_flat_groups_give_way_to_the_next_prompts(monkeypatch: pytest.MonkeyPatc
     assert count == 4
     assert drawn == [4, 6, 7]  # prompts of the step before each round: fresh keys
     assert written.draws == Draws(130, 65)
+    assert written.passes == Passes(260, 78, 27, 12, 9)
 
 
 def test_rounds_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,7 +7,9 @@ Every phase is the same engine call with another strategy, under one sampling pr
 - ``handoff``: both write, one step each; once with the senior first and once with the junior first. Nothing caps the
   number of rounds; the whole text is graded. With turns there are three more arms: one turn each, with either of them
   first, and ``senior_then_junior``, in which the junior takes over after the first turn.
-- ``legibility``: the junior's mean cross-entropy per token on what the senior wrote alone.
+- ``legibility``: the junior's mean cross-entropy per token on what the senior wrote alone, and ``acceptance``, the
+  share of its tokens that the junior draws, too, from the same prefix, sampling and random numbers. Samples that do not
+  say how they were drawn have none.
 - ``drift``: of the same texts, the senior's own surprisal, what the junior pays in excess of it, and the exact
   KL(senior || junior) of the next token, all per token and at temperature 1.
 - ``verified``: ``pass-at-k``, and ``verified_pass@k``, which counts a correct sample only if a judge accepts its

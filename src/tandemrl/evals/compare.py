@@ -128,7 +128,7 @@ def verdict(difference: Interval) -> Verdict:
 # ------------------------------------------------------------------------------------------------------------- showing
 
 _HIGHER_IS_BETTER = (
-    *("pass@", "maj@", "verified_pass@", "score"),
+    *("pass@", "maj@", "verified_pass@", "score", "acceptance"),
     *("em", "f1", "recall", "precision", "citation", "support_f1", "format"),
 )
 _LOWER_IS_BETTER = (

@@ -15,7 +15,7 @@ MANY_ROUNDS = 150
 
 WITH_INTERVAL = (
     *("pass@", "maj@", "verified_pass@", "rejected_rate"),
-    *("cross_entropy", "surprisal", "excess", "kl", "unlikely_rate"),
+    *("cross_entropy", "acceptance", "surprisal", "excess", "kl", "unlikely_rate"),
     *("em", "f1", "recall", "precision", "citation", "support_f1", "format"),
 )
 """Rates that get a bootstrap interval, by the start of their names."""
@@ -61,6 +61,7 @@ class Sample(NamedTuple):
     What a reader makes of the text, means over its tokens in nats, None where it was not read or does not fit:
     cross_entropy (the junior's; legibility and drift), and, in drift alone, surprisal (the senior's own cross-entropy),
     kl (KL(senior || junior) of the next token) and unlikely_rate (the share of tokens that the junior finds unlikely).
+    acceptance, in legibility alone: the share of tokens that the junior draws, too, from the same random numbers.
     """
 
     problem: int
@@ -89,10 +90,11 @@ class Sample(NamedTuple):
     parts: Mapping[str, float] | None = None
     transcript: Mapping[str, Any] | None = None
     group: str | None = None
+    acceptance: float | None = None
 
     def to_json(self) -> dict[str, Any]:
         """A line of a file of samples; ``Sample(**line)`` is its inverse."""
-        later, defaults = ("turns", "parts", "transcript", "group"), self._field_defaults
+        later, defaults = ("turns", "parts", "transcript", "group", "acceptance"), self._field_defaults
         return {k: v for k, v in self._asdict().items() if k not in later or v != defaults[k]}
 
 
@@ -204,8 +206,10 @@ def accepted(problem: Sequence[Sample], k: Sequence[int]) -> tuple[Metrics, Metr
 
 
 def legible(problem: Sequence[Sample]) -> tuple[Metrics, Metrics]:
-    """The mean cross-entropy of the texts of one problem that the junior read, and how many it did not."""
-    return _read(problem, ("cross_entropy",))
+    """The mean cross-entropy of the texts of one problem that the junior read, the mean acceptance where it is known,
+    and how many texts it did not read."""
+    known = any(sample.acceptance is not None for sample in problem)
+    return _read(problem, ("cross_entropy", *(("acceptance",) if known else ())))
 
 
 def drifted(problem: Sequence[Sample]) -> tuple[Metrics, Metrics]:

@@ -1,4 +1,5 @@
-"""What the junior, and the senior itself, make of the senior's texts: cross-entropies and the KL between the two."""
+"""What the junior, and the senior itself, make of the senior's texts: cross-entropies, the KL between the two, and how
+often the junior would have drawn the senior's token."""
 
 import math
 from collections.abc import Callable, Iterator, Sequence
@@ -15,8 +16,11 @@ from tandemrl.data.rows import Prompt
 from tandemrl.evals.measures import EvalError, Sample, authors_of
 from tandemrl.models.attention import PackedLayout, share_contexts
 from tandemrl.models.batching import micro_batches, pack
-from tandemrl.models.forward import hidden_states, token_logprobs
+from tandemrl.models.forward import hidden_states
 from tandemrl.models.head import LOGITS_PER_CHUNK
+from tandemrl.models.sampling import Truncation, draw_token, kept_tokens
+from tandemrl.rollout.engine import Sampling
+from tandemrl.selection.draws import SAMPLING, fold_in, stream
 from tandemrl.types import Author, Batch, Rollout
 
 UNLIKELY = 0.01
@@ -32,27 +36,48 @@ class Divergence(NamedTuple):
     kl: Float[Tensor, " t"]
 
 
+class Legibility(NamedTuple):
+    """Per token of some texts: cross_entropy -log junior(token), nats; accepted, whether the junior draws it, too."""
+
+    cross_entropy: Float[Tensor, " t"]
+    accepted: Bool[Tensor, " t"]
+
+
 def read_legibility(
     samples: Sequence[Sample],
     prompts: Sequence[Prompt],
     junior: PreTrainedModel,
     *,
+    sampling: Sampling | None = None,
+    vocabulary: int | None = None,
     context: int | None = None,
     tokens_per_micro_batch: int = 8192,
     progress: Callable[[int], None] | None = None,
 ) -> list[Sample]:
-    """The junior's mean cross-entropy on each text, in nats per token, given the chat prefix.
+    """The junior's mean cross-entropy on each text, in nats per token, given the chat prefix; and the acceptance: the
+    share of tokens that it draws, too, given the same prefix, from the same random numbers.
 
     The EOS that ends a text is not part of it. Texts that are empty or, with their prompt, longer than ``context`` (the
     profile's) or than the junior's own context get None. ``progress(k)`` is called with the number of further texts.
+
+    Args:
+        sampling: that the texts were drawn under, by their keys; None = unknown, and no acceptance.
+        vocabulary: token ids that both models can write, of which the junior draws; None = all of its own.
+
+    Raises:
+        EvalError: ``sampling`` has penalties, or a text has no authors.
     """
+    if sampling is not None and sampling.penalised:
+        raise EvalError("acceptance under penalties is not known: what they count is not read; give sampling=None")
     read = list(samples)
     texts = readable(samples, prompts, longest(context, junior))
     for indices, batch in _batches(texts, tokens_per_micro_batch, junior):
-        with torch.no_grad():
-            logprobs, _ = token_logprobs(junior, batch, select=batch.author >= 0)
-        for i, values in zip(indices, _by_text(-logprobs, batch), strict=True):
-            read[i] = read[i]._replace(cross_entropy=_mean(values))
+        keys = None if sampling is None else _token_keys([texts[i] for i in indices])
+        tokens = legibility(junior, batch, keys=keys, sampling=sampling or Sampling(), vocabulary=vocabulary)
+        columns = (_by_text(channel, batch) for channel in tokens)
+        for i, (cross_entropy, accepted) in zip(indices, zip(*columns, strict=True), strict=True):
+            acceptance = None if keys is None else _mean(accepted)
+            read[i] = read[i]._replace(cross_entropy=_mean(cross_entropy), acceptance=acceptance)
         if progress is not None:
             progress(len(indices))
     return read
@@ -90,6 +115,36 @@ def read_drift(
 
 
 @torch.no_grad()
+def legibility(
+    junior: PreTrainedModel,
+    batch: Batch,
+    *,
+    keys: Int64[Tensor, " i"] | None,
+    sampling: Sampling,
+    vocabulary: int | None = None,
+) -> Legibility:
+    """What the junior makes of the authors' tokens of a batch; 0 at the others. Logits live in chunks only.
+
+    Args:
+        keys: of the draws of those tokens, in order (see ``draws.fold_in``); None: nothing is drawn.
+        sampling, vocabulary: see ``read_legibility``.
+    """
+    index = (batch.author >= 0).nonzero().squeeze(1)
+    (prefixes,) = _prefixes([junior], batch, index)
+    head = junior.get_output_embeddings()
+    ids = head.weight.shape[0]
+    device = batch.tokens.device
+    out = Legibility(torch.zeros(len(batch.tokens), device=device), torch.zeros_like(batch.tokens, dtype=torch.bool))
+    for rows in torch.arange(len(index), device=device).split(max(1, LOGITS_PER_CHUNK // (2 * ids))):
+        logits, tokens = _logits(prefixes[rows], head, ids), index[rows]
+        written = batch.tokens[tokens]
+        out.cross_entropy[tokens] = -logits.log_softmax(-1).gather(1, written[:, None]).squeeze(1)
+        if keys is not None:
+            out.accepted[tokens] = _drawn(logits[:, :vocabulary], keys.to(device)[rows], sampling) == written
+    return out
+
+
+@torch.no_grad()
 def divergence(
     senior: PreTrainedModel, junior: PreTrainedModel, batch: Batch, *, select: Bool[Tensor, " t"]
 ) -> Divergence:
@@ -100,19 +155,14 @@ def divergence(
     """
     index = (select & (batch.positions > 0)).nonzero().squeeze(1)
     device = batch.tokens.device
-    spans, *indices = share_contexts(batch)
-    kept, where = (torch.from_numpy(each).to(device) for each in indices)
-    layout = PackedLayout(spans, device)
-    prefixes = [  # the shift: the logits at i - 1 predict token i
-        hidden_states(model, batch.tokens[kept], batch.positions[kept], layout).index_select(0, where[index - 1])
-        for model in (senior, junior)
-    ]
+    prefixes = _prefixes([senior, junior], batch, index)
     heads = [model.get_output_embeddings() for model in (senior, junior)]
     vocabulary = min(head.weight.shape[0] for head in heads)
     out = Divergence(*torch.zeros(3, len(batch.tokens), device=device))
     for rows in torch.arange(len(index), device=device).split(max(1, LOGITS_PER_CHUNK // (2 * vocabulary))):
         tokens = index[rows]
-        own, other = (_log_softmax(p[rows], head, vocabulary) for p, head in zip(prefixes, heads, strict=True))
+        logits = (_logits(p[rows], head, vocabulary) for p, head in zip(prefixes, heads, strict=True))
+        own, other = (each.log_softmax(-1) for each in logits)
         for channel, logprobs in ((out.surprisal, own), (out.cross_entropy, other)):
             channel[tokens] = -logprobs.gather(1, batch.tokens[tokens, None]).squeeze(1)
         out.kl[tokens] = (own.exp() * (own - other)).sum(-1).clamp(min=0.0)  # below 0 by rounding only
@@ -177,6 +227,38 @@ def _mean(values: np.ndarray) -> float:
     return float(np.mean(values, dtype=np.float64))
 
 
-def _log_softmax(hidden: Float[Tensor, "c h"], head: nn.Linear, vocabulary: int) -> Float[Tensor, "c v"]:
+def _prefixes(
+    models: Sequence[PreTrainedModel], batch: Batch, index: Int64[Tensor, " i"]
+) -> list[Float[Tensor, "i h"]]:
+    """Of each model, the hidden states that predict the tokens ``index``."""
+    device = batch.tokens.device
+    spans, *indices = share_contexts(batch)
+    kept, where = (torch.from_numpy(each).to(device) for each in indices)
+    layout = PackedLayout(spans, device)
+    return [  # the shift: the logits at i - 1 predict token i
+        hidden_states(model, batch.tokens[kept], batch.positions[kept], layout).index_select(0, where[index - 1])
+        for model in models
+    ]
+
+
+def _logits(hidden: Float[Tensor, "c h"], head: nn.Linear, vocabulary: int) -> Float[Tensor, "c v"]:
     bias = None if head.bias is None else head.bias[:vocabulary]
-    return F.linear(hidden, head.weight[:vocabulary], bias).float().log_softmax(-1)
+    return F.linear(hidden, head.weight[:vocabulary], bias).float()
+
+
+def _token_keys(texts: Sequence[Rollout]) -> Int64[Tensor, " i"]:
+    """Of the draws of all own tokens, text by text. Counters go on over turns, and the world's tokens have none."""
+    own = [int((text.author >= 0).sum()) for text in texts]
+    streams = stream(torch.tensor([text.key for text in texts], dtype=torch.int64), SAMPLING)
+    return fold_in(streams.repeat_interleave(torch.tensor(own)), torch.cat([torch.arange(count) for count in own]))
+
+
+def _drawn(logits: Float[Tensor, "c v"], keys: Int64[Tensor, " c"], sampling: Sampling) -> Int64[Tensor, " c"]:
+    """What an engine draws from these logits under these keys."""
+    if sampling.temperature == 0:
+        return logits.argmax(-1)
+    logits = logits / sampling.temperature
+    if sampling.truncated:
+        kept = kept_tokens(logits, Truncation(sampling.top_k, sampling.top_p, sampling.min_p))
+        logits = logits.masked_fill(~kept, -torch.inf)
+    return draw_token(logits.log_softmax(-1), keys)

@@ -6,7 +6,7 @@ from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import AutoConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from tandemrl.config import Config, SandboxConfig
 from tandemrl.data.loading import load_rows
@@ -204,6 +204,12 @@ class Session:
         if path not in self._models:
             self._models[path] = load_model(path, dtype=self.config.model.dtype, device=self.config.model.device)
         return self._models[path]
+
+    @property
+    def vocabulary(self) -> int:
+        """Token ids that both models can write."""
+        paths = [path for path in (self.model, self.junior) if path is not None]
+        return min(AutoConfig.from_pretrained(path).get_text_config().vocab_size for path in paths)
 
     def engine(self, phase: Phase) -> Engine:
         """An engine for what the phase writes. vLLM: one for all phases, with the junior if any of them needs it."""

@@ -1,8 +1,9 @@
 """Whole phases: from model folders to result files. A finished phase is never run again; a killed run goes on."""
 
+import warnings
 from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -24,6 +25,7 @@ from tandemrl.evals.protocol import (
 from tandemrl.evals.reading import read_drift, read_legibility
 from tandemrl.evals.remote import Endpoint, play
 from tandemrl.evals.session import NEED_JUNIOR, Session
+from tandemrl.models.sampling import DRAW
 from tandemrl.processes.calls import ThreadCalls
 from tandemrl.rollout.envs.environment import Environment, check_instance
 from tandemrl.rollout.envs.episodes import make_caller
@@ -193,8 +195,9 @@ def _run_phase(phase: Phase, session: Session, out: Path, progress: Progress) ->
     counters: Metrics = {"prompts_dropped": dropped}
     if phase not in UNSCORED:
         session.check_rewards()
-    stored = _stored_samples(file.with_name("pass-at-k.json"), session.solo_identity) if phase in READ else None
-    samples = stored if stored is not None else _generate(phase, session, progress)
+    stored = _stored(file.with_name("pass-at-k.json"), session.solo_identity) if phase in READ else None
+    samples = _generate(phase, session, progress) if stored is None else read_samples(stored.samples)
+    draw = DRAW if stored is None else stored.draw
     if phase in READ:
         session.close_engine()  # nothing more to write: vLLM's memory is for the models that read
     read: dict[str, Any] = {
@@ -202,7 +205,15 @@ def _run_phase(phase: Phase, session: Session, out: Path, progress: Progress) ->
         "progress": _meter(progress, f"{phase}: texts", len(samples)),
     }
     if phase == "legibility":
-        samples = read_legibility(samples, prompts, session.load(session.junior), **read)
+        if draw != DRAW:
+            warnings.warn(
+                f"{file} has no acceptance: pass-at-k.json beside it does not say that its tokens were drawn as they "
+                "are now (seeds.draw); delete both and run the phases again to have it",
+                stacklevel=4,
+            )
+        sampling = session.profile.sampling if draw == DRAW else None
+        junior = session.load(session.junior)
+        samples = read_legibility(samples, prompts, junior, sampling=sampling, vocabulary=session.vocabulary, **read)
     elif phase == "drift":
         samples = read_drift(samples, prompts, session.load(session.model), session.load(session.junior), **read)
     else:
@@ -214,6 +225,7 @@ def _run_phase(phase: Phase, session: Session, out: Path, progress: Progress) ->
     metrics = summarise(samples, measure_of(phase, settings.k), bootstrap=settings.bootstrap, seed=settings.seed)
     metrics["macro"] |= counters
     seeds = {"sampling": settings.seed, "step": 0, "bootstrap": settings.seed}
+    seeds |= {} if draw is None else {"draw": draw}
     return write_result(file, phase, identity, EvalResult(metrics, samples), seeds=seeds)
 
 
@@ -243,7 +255,14 @@ def _generate(phase: Phase, session: Session, progress: Progress) -> list[Sample
     return samples
 
 
-def _stored_samples(file: Path, solo_identity: dict[str, Any]) -> list[Sample] | None:
+class _Stored(NamedTuple):
+    """A file of samples, and the kind of draw that they come from (``sampling.DRAW``), where it says so."""
+
+    samples: Path
+    draw: int | None
+
+
+def _stored(file: Path, solo_identity: dict[str, Any]) -> _Stored | None:
     """What the pass-at-k phase wrote, if it was run with this configuration, with or without a judge."""
     if not file.exists():
         return None
@@ -252,7 +271,7 @@ def _stored_samples(file: Path, solo_identity: dict[str, Any]) -> list[Sample] |
     config = {key: value for key, value in stored["config"].items() if key != "judge"}
     if stored["phase"] != "pass-at-k" or config != solo_identity or not samples.exists():
         return None
-    return read_samples(samples)
+    return _Stored(samples, stored["seeds"].get("draw"))
 
 
 def _meter(progress: Progress, what: str, total: int) -> Callable[[int], None]:

@@ -62,6 +62,8 @@ def penalise(
     return logits - frequency * output_counts - presence * written
 
 
+DRAW = 2
+"""The kind of draw that a seed stands for, as files name it. 1, which none names: by inverse CDF."""
 BLOCK = 64
 """Consecutive token ids that share the first half of a draw (see ``draw_token``)."""
 

@@ -44,6 +44,7 @@ CURVES = (
     Curve("env/turns", "Turns of an episode", "turns"),
     Curve("env/tool_errors", "Tool errors", "per episode"),
     Curve("env/invalid_calls", "Calls that could not be made", "per episode"),
+    Curve("draft/tokens_per_senior_pass", "What a pass of the senior brings", "tokens per row and pass"),
     Curve("entropy", "Entropy of the senior", "nats per token"),
     Curve("ref_kl", "KL to the reference", "nats per token"),
     Curve("junior_kl", "KL to the junior, on its tokens", "nats per token"),
@@ -51,12 +52,16 @@ CURVES = (
 )
 
 
+ACCEPTANCE = Curve("draft/acceptance", "Drafts that the senior accepts", "share where it is the author")
+"""Drawn beside the junior's cross-entropy: both say how well the junior can follow."""
+
+
 def all_figures(arms: Styled, prefix: str) -> list[Figure]:
     """Every plot that the arms have data for, in the order of the page."""
     makers: list[Callable[[Styled, str], Figure | None]] = [pass_at_k_plot]
     makers += [lambda a, n, c=column: handoff_plot(a, n, c) for column in (SENIOR_FIRST, JUNIOR_FIRST)]  # type: ignore[misc]
     makers += [legibility_plot]
-    makers += [lambda a, n, c=curve: curve_plot(a, n, c) for curve in CURVES]  # type: ignore[misc]
+    makers += [lambda a, n, c=curve: curve_plot(a, n, c) for curve in (ACCEPTANCE, *CURVES)]  # type: ignore[misc]
     makers += [time_plot]
     drawn = [make(arms, f"{prefix}-{number}") for number, make in enumerate(makers)]
     return [figure for figure in drawn if figure is not None]

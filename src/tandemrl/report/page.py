@@ -28,6 +28,7 @@ from tandemrl.report.tables import (
     markdown_table,
     nats,
     rate,
+    relations,
     signed_interval,
 )
 from tandemrl.types import Author
@@ -122,7 +123,7 @@ def to_markdown(report: Report, *, plots: str = "report.html") -> str:
             parts.append(f"## {setting.name or 'top level'}")
         measured = [arm for arm in setting.arms if arm.evaluations]
         if measured:
-            parts += [headline_table(measured), _interval_note(measured)]
+            parts += [headline_table(measured), _interval_note(measured), *relations(setting.arms)]
         if setting.contrasts:
             contrasts = _contrasts(setting)
             head = ["comparison", "metric", "difference [95 % interval]", "verdict"]
@@ -196,6 +197,7 @@ def _setting(number: int, setting: Setting, looks: Mapping[str, svg.Style], show
         "columns": columns,
         "table": table,
         "note": _interval_note(measured) if measured else "",
+        "relations": relations(setting.arms),
         "several_seeds": any(row["seeds"] > 1 for row in table),
         "unequal_seeds": len({row["seeds"] for row in table}) > 1,
         "contrasts": contrasts,

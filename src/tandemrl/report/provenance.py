@@ -88,6 +88,7 @@ def caveats(records: Records) -> list[str]:
         *_seeds(records),
         *_unequal(records),
         *_trouble(records),
+        *_unaccepted(records),
         *_revisions(records),
     ]
 
@@ -176,6 +177,16 @@ def _trouble(records: Records) -> Iterable[str]:
         for name, meaning in counts.items():
             if macro.get(name):
                 yield f"{_name(setting, arm)}{_of(evaluation.seed)}, {evaluation.phase}: {macro[name]:g} {meaning}."
+
+
+def _unaccepted(records: Records) -> Iterable[str]:
+    read = [each for each in _evaluations(records) if each[2].phase == "legibility"]
+    without = [each for each in read if "acceptance" not in each[2].result["metrics"]["macro"]]
+    for setting, arm, evaluation in without if len(without) < len(read) else ():
+        yield (
+            f"{_name(setting, arm)}{_of(evaluation.seed)}, legibility has no acceptance: it is older, or its samples "
+            "do not say how they were drawn."
+        )
 
 
 def _revisions(records: Records) -> Iterable[str]:

@@ -37,6 +37,7 @@ MEASURES: dict[str, tuple[Phase, str]] = {
     "handoff/junior_first_turns": ("handoff", "junior_first_turns/pass@1"),
     "handoff/senior_then_junior": ("handoff", "senior_then_junior/pass@1"),
     "junior_ce": ("legibility", "cross_entropy"),
+    "acceptance": ("legibility", "acceptance"),
     "drift/kl": ("drift", "kl"),
 }
 """What the rows of ``results.json`` call a metric of a phase; those by turns are of episodes alone. Cross-entropy and

@@ -4,9 +4,10 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from math import inf
 from pathlib import Path
+from statistics import fmean
 from typing import Any, NamedTuple
 
-from tandemrl.evals.stats import Interval, seed_interval
+from tandemrl.evals.stats import Interval, pearson, seed_interval
 from tandemrl.report.records import MEASURES, ArmRecord, Claim, EvaluationRecord, Setting
 
 MISSING = "–"
@@ -75,6 +76,7 @@ HANDOFF = Column("handoff pass@1", "handoff", "pass@1")
 SENIOR_FIRST = Column("handoff, senior first", "handoff", "senior_first/pass@1")
 JUNIOR_FIRST = Column("handoff, junior first", "handoff", "junior_first/pass@1")
 JUNIOR_CE = Column("junior CE", "legibility", "cross_entropy", "nats/token", nats, inf)
+ACCEPTANCE = Column("acceptance", "legibility", "acceptance")
 JARGON_RATE = Column("jargon rate", "", "jargon_rate")
 REPAIRS = Column("repairs per handoff text", "", "handoff/repairs", "", nats, inf)
 COLUMNS = (
@@ -89,6 +91,7 @@ COLUMNS = (
     Column("handoff by turns, junior first", "handoff", "junior_first_turns/pass@1"),
     Column("senior’s first turn, then junior", "handoff", "senior_then_junior/pass@1"),
     JUNIOR_CE,
+    ACCEPTANCE,
     Column("drift KL", "drift", "kl", "nats/token", nats, inf),
     Column("verified pass@1", "verified", "verified_pass@1"),
     Column("length", "pass-at-k", "length", "tokens", count, inf),
@@ -147,6 +150,29 @@ def over_seeds(by_seed: Mapping[str, Estimate], *, highest: float = inf) -> Esti
         return values[0]._replace(by_seed=dict(by_seed)) if values else None
     interval: Interval = seed_interval([value.mean for value in values])
     return Estimate(interval.mean, max(0.0, interval.low), min(highest, interval.high), dict(by_seed))
+
+
+def relations(arms: Sequence[ArmRecord]) -> list[str]:
+    """How acceptance goes with the junior's cross-entropy, over arms and seeds: one sentence about solo texts, one about
+    drafts at the end of training; none where fewer than three have both, or all are alike."""
+    of_texts: list[tuple[float, float]] = []
+    of_drafts: list[tuple[float, float]] = []
+    for arm in arms:
+        values = (estimate(arm, column) for column in (ACCEPTANCE, JUNIOR_CE))
+        accepted, ce = ({seed: each.mean for seed, each in v.by_seed.items()} if v else {} for v in values)
+        of_texts += [(accepted[seed], ce[seed]) for seed in ce if seed in accepted]
+        for run in arm.runs:
+            drafts = [step["draft/acceptance"] for step in run.steps if step.get("draft/acceptance") is not None]
+            if drafts and run.seed in ce:
+                of_drafts.append((fmean(drafts[-LAST:]), ce[run.seed]))
+    said = (
+        ("Acceptance and junior CE of solo texts", of_texts),
+        (f"Acceptance of drafts (mean of the last {LAST} steps) and junior CE of solo texts", of_drafts),
+    )
+    found = [(what, pearson([a for a, _ in pairs], [b for _, b in pairs]), len(pairs)) for what, pairs in said]
+    return [
+        f"{what}, over arms and seeds: Pearson’s r {signed(r, rate)}, n {n}." for what, r, n in found if r is not None
+    ]
 
 
 def cell(value: Estimate | None, shown: Callable[[float], str] = rate) -> str:

@@ -5,18 +5,19 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from tandemrl.data.rows import Prompt
-from tandemrl.rollout.engine import Completion, Draws, Engine, Request, Sampling, generate_verified
+from tandemrl.rollout.engine import Completion, Draws, Engine, Passes, Request, Sampling, generate_verified
 from tandemrl.rollout.envs.episodes import Playground
 from tandemrl.selection import Strategy
 from tandemrl.selection.draws import request_key
 
 
 class CompletionBatch(NamedTuple):
-    """Completions of some prompts, one list per prompt, and the author draws behind them all."""
+    """Completions of some prompts, one list per prompt, the author draws behind them all, and what they cost."""
 
     prompts: list[Prompt]
     completions: list[list[Completion]]
     draws: Draws
+    passes: Passes = Passes()
 
 
 def generate(
@@ -53,6 +54,7 @@ def generate(
         requests.append(request if playground is None else playground.episode(request, prompt.row))
     responder = None if playground is None else playground.episodes()
     completions, draws = generate_verified(engine, requests, strategy, progress=progress, responder=responder)
+    passes = engine.passes  # now: the engine's next call may be about anything
     if responder is not None:
         responder.check()
-    return CompletionBatch([prompt for _, prompt in prompts], completions, draws)
+    return CompletionBatch([prompt for _, prompt in prompts], completions, draws, passes)

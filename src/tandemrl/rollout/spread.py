@@ -11,7 +11,7 @@ from typing import Literal
 from torch import Tensor
 
 from tandemrl.distributed.world import World
-from tandemrl.rollout.engine import Completion, Engine, EngineInfo, Request, Responder
+from tandemrl.rollout.engine import Completion, Engine, EngineInfo, Passes, Request, Responder
 
 
 class SpreadEngine:
@@ -22,6 +22,7 @@ class SpreadEngine:
         self.own, self.world = own, world
         self.vocabulary, self.has_junior = own.vocabulary, own.has_junior
         self.policy_version = own.policy_version
+        self.passes = Passes()
         self._group = world.new_cpu_group()
 
     @property
@@ -40,7 +41,17 @@ class SpreadEngine:
         generate = partial(self.own.generate, progress=about_all)
         if responder is not None:
             generate = partial(generate, responder=responder)
-        return self.world.scatter_gather(requests, generate, self._group)
+        passes = Passes()  # where there are fewer requests than processes, the engine is not asked
+
+        def counted(share: Sequence[Request]) -> list[list[Completion]]:
+            nonlocal passes
+            completions = generate(share)
+            passes = self.own.passes
+            return completions
+
+        completions = self.world.scatter_gather(requests, counted, self._group)
+        self.passes = sum(self.world.gather(passes, self._group), Passes())
+        return completions
 
     def abort(self, keys: Iterable[int] | None = None) -> None:
         self.own.abort(keys)

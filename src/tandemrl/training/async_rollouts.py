@@ -16,7 +16,7 @@ from tandemrl.data.rows import Prompt
 from tandemrl.distributed.watchdog import WATCHDOG
 from tandemrl.messages import Transcript
 from tandemrl.rollout.collect import CompletionBatch
-from tandemrl.rollout.engine import Completion, Draws, Engine
+from tandemrl.rollout.engine import Completion, Draws, Engine, Passes
 
 
 class _Pending(NamedTuple):
@@ -78,6 +78,7 @@ class AsyncRollouts:
             "step": self._pending.step,
             "examples": self._pending.examples,
             "draws": list(batch.draws),
+            "passes": list(batch.passes),
             "completions": [[_plain(completion) for completion in group] for group in batch.completions],
         }
 
@@ -88,7 +89,8 @@ class AsyncRollouts:
         prompts = [self._prompts[i] for i in state["examples"]]
         completions = [[_completion(line) for line in group] for group in state["completions"]]
         done: Future[CompletionBatch] = Future()
-        done.set_result(CompletionBatch(prompts, completions, Draws(*state["draws"])))
+        passes = Passes(*state.get("passes", ()))  # a checkpoint from before there were any
+        done.set_result(CompletionBatch(prompts, completions, Draws(*state["draws"]), passes))
         self._pending = _Pending(state["step"], list(state["examples"]), done)
 
     def __enter__(self) -> Self:

@@ -26,7 +26,7 @@ from tandemrl.rewards.functions import RewardFunction, by_name
 from tandemrl.rewards.rollouts import score_rollouts
 from tandemrl.rollout import collect
 from tandemrl.rollout.collect import CompletionBatch
-from tandemrl.rollout.engine import Draws, Engine
+from tandemrl.rollout.engine import Draws, Engine, Passes
 from tandemrl.rollout.envs.environment import Environment
 from tandemrl.rollout.sync import sync_weights
 from tandemrl.selection import Strategy, solo
@@ -294,7 +294,8 @@ def resample(
         generate: (step, examples, drawn=prompts of the step so far) -> their completions.
 
     Returns:
-        the completions with the draws of all rounds, the groups, and how many prompts were drawn in place of others.
+        the completions with the draws and passes of all rounds, the groups, and how many prompts were drawn in place of
+        others.
     """
     setup, _, progress = run
     groups, drawn = list(groups), 0
@@ -305,7 +306,7 @@ def resample(
         more = generate(step, progress.sampler.next(len(flat)), drawn=len(groups) + drawn)
         drawn += len(flat)
         draws = Draws(*(a + b for a, b in zip(completions.draws, more.draws, strict=True)))
-        completions = completions._replace(draws=draws)
+        completions = completions._replace(draws=draws, passes=completions.passes + more.passes)
         for i, fresh in zip(flat, score_rollouts(more, setup.scorer, setup.tokenizer), strict=True):
             groups[i] = fresh._replace(rollouts=tuple(replace(r, group=i) for r in fresh.rollouts))
     return completions, groups, drawn
@@ -368,7 +369,21 @@ def rollout_metrics(completions: CompletionBatch, groups: Sequence[Group], step:
         "scoring/timeouts": float(sum("timeout" in r.reward_parts for r in rollouts)),
         "scoring/failures": float(sum("failure" in r.reward_parts for r in rollouts)),
         **episode_metrics(rollouts),
+        **pass_metrics(completions.passes),
     }
+
+
+def pass_metrics(passes: Passes) -> Metrics:
+    """What the rollouts of a step cost, and how often the junior's drafts were what the senior drew. Nothing where the
+    engine does not count; no acceptance where no token of the senior's was drafted."""
+    metrics: Metrics = {}
+    if passes.senior or passes.junior:
+        metrics |= {"passes/senior": float(passes.senior), "passes/junior": float(passes.junior)}
+    if passes.senior:
+        metrics["draft/tokens_per_senior_pass"] = passes.tokens / passes.senior
+    if passes.acceptance is not None:
+        metrics["draft/acceptance"] = passes.acceptance
+    return metrics
 
 
 def episode_metrics(rollouts: Sequence[Rollout]) -> Metrics:

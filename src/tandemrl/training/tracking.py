@@ -40,8 +40,10 @@ _SUMMARY = (
     ("loss", "loss", "{:+.3f}"),
     ("grad", "grad_norm", "{:.2f}"),
     ("senior", "tandem/senior_draw_frac", "{:.2f}"),
+    ("accepted", "draft/acceptance", "{:.2f}"),
 )
-"""What the line of a step says: label, metric, form. The senior's part is that of the draws."""
+"""What the line of a step says: label, metric, form. senior: its part of the draws. accepted: the part of the
+junior's drafts that it draws, too."""
 COLUMNS = 80
 WORLD_CHARS = 200
 """Of what the world says after a turn, so many are shown."""
