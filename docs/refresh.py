@@ -201,8 +201,8 @@ def drafting() -> str:
     head = ["acceptance", "rows", *shown, "tokens per senior pass, 8"]
     return (
         markdown_table(head, rows)
-        + f"\nRatios of CPU seconds for {records[0]['max_tokens']} tokens per row, medians of {records[0]['rounds']} rounds "
-        f"with 90 % intervals; senior {records[0]['senior_parameters'] / 1e6:.0f}M and junior "
+        + f"\nRatios of CPU seconds for {records[0]['max_tokens']} tokens per row, medians of {records[0]['rounds']} "
+        f"rounds with 90 % intervals; senior {records[0]['senior_parameters'] / 1e6:.0f}M and junior "
         f"{records[0]['junior_parameters'] / 1e6:.0f}M parameters; {versions_of(records)}; {_file('drafting.jsonl')}.\n"
     )
 
