@@ -345,14 +345,14 @@ class DecodingBatch:
             if self.penalised:
                 ones = torch.ones_like(counts[:, :1])
                 counts.scatter_add_(1, drawn[j].to(self.device)[:, None], ones)
-        each_of = (torch.stack(parts, 1) for parts in (drawn, authors, logprobs))
-        return _Block(*each_of, count, marks, torch.stack([*guesses], 1))
+        written, by, at_logprobs, drafted = (torch.stack([*each], 1) for each in (drawn, authors, logprobs, guesses))
+        return _Block(written, by, at_logprobs, count, marks, drafted)
 
     def _count(self, block: "_Block") -> tuple[Int64[Tensor, " b"], Bool[Tensor, " b"]]:
         """How many tokens of a block each row takes, up to its limit or a stop, and whether it stops there. They are
         written down."""
         column = torch.arange(block.tokens.shape[1])
-        count = block.count.minimum(self.limit - self.written)
+        count = block.most.minimum(self.limit - self.written)
         stop = self.stops.stop[self.stop_row[:, None], block.tokens]
         first = torch.where(stop, column + 1, len(column) + 1).amin(1)
         count = count.minimum(first)
@@ -493,7 +493,7 @@ class DecodingBatch:
 
 
 class _Block(NamedTuple):
-    """The next tokens of every row, of which each takes the first ``count`` at most.
+    """The next tokens of every row, of which each takes the first ``most`` at most.
 
     marks: the strategies' states before each token, where the rows have gone on to the end of a draft; guesses: the
     draft.
@@ -502,7 +502,7 @@ class _Block(NamedTuple):
     tokens: Int64[Tensor, "b c"]
     authors: Bool[Tensor, "b c"]
     logprobs: Float[Tensor, "b c"]
-    count: Int64[Tensor, " b"]
+    most: Int64[Tensor, " b"]
     marks: Sequence[Mark] = ()
     guesses: Int64[Tensor, "b c"] | None = None
 

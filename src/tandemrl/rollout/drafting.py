@@ -43,11 +43,10 @@ class Size(NamedTuple):
 
     @classmethod
     def of(cls, model: PreTrainedModel) -> "Size":
-        embedded = (
-            0 if model.config.get_text_config().tie_word_embeddings else model.get_input_embeddings().weight.numel()
-        )
+        config, embeddings = model.config.get_text_config(), model.get_input_embeddings()
+        embedded = 0 if config.tie_word_embeddings else sum(p.numel() for p in embeddings.parameters())
         parameters = sum(p.numel() for p in model.parameters()) - embedded
-        return cls(int(model.config.get_text_config().num_hidden_layers), parameters)
+        return cls(int(config.num_hidden_layers), parameters)
 
 
 @dataclass(frozen=True)
