@@ -135,6 +135,15 @@ def test_a_corpus_that_cannot_be_indexed(words: None, tmp_path: Path, lines: lis
     assert not (tmp_path / "index").exists()
 
 
+def test_an_index_that_is_not_whole(words: None, tmp_path: Path) -> None:
+    corpus = tmp_path / "corpus.jsonl"
+    corpus.write_text('{"id": "1", "title": "", "text": "a fox"}\n')
+    write_corpus(corpus, tmp_path / "index")
+    (tmp_path / "index" / "documents.order.npy").unlink()
+    with pytest.raises(BrokenEnvironmentError, match=r"documents\.order\.npy.*delete it and write one: tandemrl data"):
+        Corpus(tmp_path / "index")
+
+
 def test_an_index_that_is_not_there(words: None, tmp_path: Path) -> None:
     with pytest.raises(BrokenEnvironmentError, match=r"no index there; write one: tandemrl data index"):
         make_retriever(RetrievalConfig(index=str(tmp_path)))

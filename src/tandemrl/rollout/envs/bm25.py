@@ -46,17 +46,19 @@ class Corpus:
 
     def __init__(self, folder: Path) -> None:
         bm25s = _bm25s()
+        write = f"write one: tandemrl data index CORPUS.jsonl --out {folder}"
         if not (folder / _OFFSETS).is_file():
-            raise BrokenEnvironmentError(
-                f"retrieval.index={folder}: no index there; write one: tandemrl data index CORPUS.jsonl --out {folder}"
-            )
+            raise BrokenEnvironmentError(f"retrieval.index={folder}: no index there; {write}")
         try:
             self._index = bm25s.BM25.load(folder, mmap=True, show_progress=False)
             self._offsets = np.load(folder / _OFFSETS, mmap_mode="r")
             self._order = np.load(folder / _ORDER, mmap_mode="r")
             self._documents = (folder / _DOCUMENTS).open("rb")
         except (OSError, ValueError, KeyError) as error:
-            raise BrokenEnvironmentError(f"retrieval.index={folder}: {type(error).__name__}: {error}") from error
+            fault = f"{type(error).__name__}: {error}"
+            raise BrokenEnvironmentError(
+                f"retrieval.index={folder}: not a whole index of this version ({fault}); delete it and {write}"
+            ) from error
 
     def search(self, query: str, count: int) -> list[Document]:
         """The documents that match a query best; none that shares no word with it."""
