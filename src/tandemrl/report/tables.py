@@ -153,8 +153,8 @@ def over_seeds(by_seed: Mapping[str, Estimate], *, highest: float = inf) -> Esti
 
 
 def relations(arms: Sequence[ArmRecord]) -> list[str]:
-    """How acceptance goes with the junior's cross-entropy, over arms and seeds: a sentence about solo texts, and one
-    about drafts at the end of training; none where fewer than three have both, or all are alike."""
+    """How acceptance goes with the junior's cross-entropy, over arms and seeds: a sentence about solo texts, one about
+    drafts at the end of training; none where fewer than three have both, or all are alike."""
     of_texts: list[tuple[float, float]] = []
     of_drafts: list[tuple[float, float]] = []
     for arm in arms:
