@@ -25,6 +25,8 @@ from tandemrl.report.tables import (
     JUNIOR_FIRST,
     REPAIRS,
     SENIOR_FIRST,
+    SENIOR_THEN_JUNIOR,
+    SENIOR_TURN_FIRST,
     SOLO,
     TANDEM,
     Column,
@@ -43,11 +45,15 @@ PUBLISHED = {
     ("paper-claims", ("jargon",)): "paper_claims_jargon.json",
     ("ablations", ("jargon",)): "ablations.json",
     ("repair", ("repair",)): "repair.json",
+    ("hops", ("hops_jargon",)): "hops_jargon.json",
+    ("hops", ("hops",)): "hops.json",
 }
 """Where the results of an experiment and its pairs are committed."""
 
 CORE = (SOLO, TANDEM, SENIOR_FIRST, JUNIOR_FIRST, JUNIOR_CE)
 DIFFERENCES = (SOLO, TANDEM, HANDOFF, JUNIOR_CE)
+OF_AGENTS = (SOLO, TANDEM, SENIOR_THEN_JUNIOR, SENIOR_TURN_FIRST, JUNIOR_CE)
+BY_HOPS = (Column("solo, 2 hops", "", "solo/hops=2/pass@1"), Column("solo, 3 hops", "", "solo/hops=3/pass@1"))
 REPAIRED = Column("slips repaired by the next line", "", "handoff/repaired")
 
 
@@ -81,12 +87,14 @@ def _commits(content: Mapping[str, Any]) -> str:
     return f"commit {named[0]}" if len(named) == 1 else f"commits {' and '.join(named)}"
 
 
-def headline(name: str, *more: Column) -> str:
-    return headline_table(results(name)[1].arms, (*CORE, *more)) + "\n" + source(name)
+def headline(name: str, *more: Column, columns: Sequence[Column] = CORE) -> str:
+    return headline_table(results(name)[1].arms, (*columns, *more)) + "\n" + source(name)
 
 
-def differences(name: str) -> str:
-    return differences_table(results(name)[1], (SOLO, TANDEM, SENIOR_FIRST, JUNIOR_FIRST, HANDOFF, JUNIOR_CE))
+def differences(
+    name: str, columns: Sequence[Column] = (SOLO, TANDEM, SENIOR_FIRST, JUNIOR_FIRST, HANDOFF, JUNIOR_CE)
+) -> str:
+    return differences_table(results(name)[1], columns)
 
 
 def summary() -> str:
@@ -315,6 +323,12 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "repair": lambda: headline("repair.json", REPAIRS),
     "repair-differences": lambda: differences("repair.json"),
     "repair-seeds": lambda: seeds_table(results("repair.json")[1], (HANDOFF, REPAIRED)),
+    "hops-jargon": lambda: headline("hops_jargon.json", *BY_HOPS, JARGON_RATE, columns=OF_AGENTS),
+    "hops-jargon-differences": lambda: differences("hops_jargon.json", OF_AGENTS),
+    "hops-jargon-verdicts": lambda: claims_table(results("hops_jargon.json")[1].claims),
+    "hops": lambda: headline("hops.json", *BY_HOPS, columns=OF_AGENTS),
+    "hops-differences": lambda: differences("hops.json", OF_AGENTS),
+    "hops-verdicts": lambda: claims_table(results("hops.json")[1].claims),
     "summary": summary,
     "step-time": lambda: step_time("step_time.json"),
     "step-time-lognormal": lambda: step_time("step_time_lognormal.json"),

@@ -75,6 +75,8 @@ HANDOFF = Column("handoff pass@1", "handoff", "pass@1")
 """The mean of both orders, for which the headline table has a column each."""
 SENIOR_FIRST = Column("handoff, senior first", "handoff", "senior_first/pass@1")
 JUNIOR_FIRST = Column("handoff, junior first", "handoff", "junior_first/pass@1")
+SENIOR_TURN_FIRST = Column("handoff by turns, senior first", "handoff", "senior_first_turns/pass@1")
+SENIOR_THEN_JUNIOR = Column("senior’s first turn, then junior", "handoff", "senior_then_junior/pass@1")
 JUNIOR_CE = Column("junior CE", "legibility", "cross_entropy", "nats/token", nats, inf)
 ACCEPTANCE = Column("acceptance", "legibility", "acceptance")
 JARGON_RATE = Column("jargon rate", "", "jargon_rate")
@@ -87,9 +89,9 @@ COLUMNS = (
     TANDEM,
     SENIOR_FIRST,
     JUNIOR_FIRST,
-    Column("handoff by turns, senior first", "handoff", "senior_first_turns/pass@1"),
+    SENIOR_TURN_FIRST,
     Column("handoff by turns, junior first", "handoff", "junior_first_turns/pass@1"),
-    Column("senior’s first turn, then junior", "handoff", "senior_then_junior/pass@1"),
+    SENIOR_THEN_JUNIOR,
     JUNIOR_CE,
     ACCEPTANCE,
     Column("drift KL", "drift", "kl", "nats/token", nats, inf),
