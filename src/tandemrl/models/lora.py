@@ -1,8 +1,8 @@
 """Low-rank adapters (LoRA, arXiv 2106.09685): W + alpha / rank · B A, of which A and B alone are trained.
 
 Adapters (peft's) go into the model in place, so that it keeps its class, decoder, head and config. Everybody outside of
-the trainer (engine, checksums, exports) gets plain weights from ``merged_parameters``, but for an engine whose senior is
-adapters on the junior's weights (``adapted_alias``): that gets the adapters.
+the trainer (engine, checksums, exports) gets plain weights from ``merged_parameters``, but for an engine whose senior
+is adapters on the junior's weights (``adapted_alias``): that gets the adapters.
 """
 
 import copy
@@ -104,7 +104,7 @@ def adapted_layers(model: nn.Module) -> dict[str, Any]:
 
 
 def alias(model: PreTrainedModel) -> PreTrainedModel:
-    """A second model on the same weights, frozen and in eval mode: modules and parameters of its own, but one storage."""
+    """A second model on the same weights, frozen and in eval mode: own modules and parameters, but one storage."""
     shared = {id(p): nn.Parameter(p.detach(), requires_grad=False) for p in model.parameters()}
     return copy.deepcopy(model, shared).eval()
 
