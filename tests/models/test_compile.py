@@ -18,12 +18,13 @@ from torch._dynamo.utils import counters
 from transformers import PreTrainedModel
 
 from helpers import VOCABULARY, llama, prepared, prompts, qwen3, requests, small_qwen3, tokenizer
-from tandemrl.config import ConfigError, load
+from tandemrl.config import ConfigError, LoraConfig, load
 from tandemrl.models import compile
 from tandemrl.models.attention import ModelError
 from tandemrl.models.batching import pack_tokens
 from tandemrl.models.compile import compile_layers, use_liger
 from tandemrl.models.forward import token_logprobs
+from tandemrl.models.lora import adapted_alias, adapted_layers
 from tandemrl.rollout.engine import Completion, Sampling
 from tandemrl.rollout.torch_engine import TorchEngine
 from tandemrl.selection import alternating
@@ -89,10 +90,27 @@ def test_checkpointed_layers_can_be_compiled():
     assert_same_numbers(compile_layers(compiled, backend=FAST), model, [12, 20])
 
 
-@pytest.mark.parametrize("backend", [FAST, REAL])
-def test_a_compiled_decoding_step_writes_the_same(backend, monkeypatch):
+def adapted_pair() -> tuple[PreTrainedModel, PreTrainedModel]:
+    """A junior, and adapters that do something on its own weights."""
+    pytest.importorskip("peft", reason="needs the lora extra")
+    junior = prepared(qwen3())
+    senior = adapted_alias(junior, LoraConfig(rank=3), seed=0)
+    for layer in adapted_layers(senior).values():
+        layer.lora_B["default"].weight.data.fill_(0.01)
+    return senior, junior
+
+
+def plain_pair() -> tuple[PreTrainedModel, PreTrainedModel]:
+    return prepared(qwen3()), prepared(small_qwen3())
+
+
+@pytest.mark.parametrize(
+    ("pair", "backend"),
+    [(plain_pair, FAST), pytest.param(plain_pair, *REAL.values, marks=REAL.marks), (adapted_pair, FAST)],
+)
+def test_a_compiled_decoding_step_writes_the_same(pair, backend, monkeypatch):
     """Rows come, go and grow, and a few graphs are enough. A lone row is decoded without any."""
-    models = prepared(qwen3()), prepared(small_qwen3())
+    models = pair()
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=backend))
     eager, compiled = (TorchEngine(*models, tokenizer(), max_rows=12, compile=on) for on in (False, True))
     made = []

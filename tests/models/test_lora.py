@@ -263,25 +263,33 @@ def test_a_run_with_dropout_resumes_as_if_nothing_had_happened(tiny_pair: Path, 
 # ------------------------------------------------------------------------------------------------------------ in a run
 
 
-def test_a_run_trains_adapters_alone_and_resumes_as_if_nothing_had_happened(tiny_pair: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("pairing", "sent"),
+    [((), "sent merged"), (("model.junior=null", "rollout.draft_tokens=4"), "they alone are sent")],
+    ids=["another junior", "self-paired"],
+)
+def test_a_run_trains_adapters_alone_and_resumes_as_if_nothing_had_happened(
+    pairing: tuple[str, ...], sent: str, tiny_pair: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     lora = ("model.lora.rank=4", "loss.kl_coef=0.1", "train.lr=1e-2", "train.eval_every=0", "train.save_every=1")
-    lora += ("loss.entropy_coef=0.01",)
-    whole = train(config(tiny_pair, tmp_path / "whole", "train.steps=2", *lora), quiet=True)
-    first, second = metrics(whole)
-    assert max(first["mismatch/mean_abs"], second["mismatch/mean_abs"]) < 1e-5  # the engine has the merged weights
+    lora += ("loss.entropy_coef=0.01", *pairing)
+    whole = train(config(tiny_pair, tmp_path / "whole", "train.steps=3", *lora))
+    assert sent in capsys.readouterr().out
+    first, second, third = metrics(whole)
+    assert max(step["mismatch/mean_abs"] for step in (first, second, third)) < 1e-5  # the engine has what was learnt
     assert first["ref_kl"] == 0  # the reference is the model without adapters
     assert second["ref_kl"] > 0
 
-    base, trained = load_file(tiny_pair / "senior" / "model.safetensors"), weights(whole, 2)
+    base, trained = load_file(tiny_pair / "senior" / "model.safetensors"), weights(whole, 3)
     assert base.keys() == trained.keys()
     changed = {name for name in base if not torch.equal(base[name], trained[name])}
     assert changed == {name for name in base if name.endswith("_proj.weight")}
-    stored = FileSystemReader(whole / "checkpoints" / "step_2" / "tensors").read_metadata().state_dict_metadata
+    stored = FileSystemReader(whole / "checkpoints" / "step_3" / "tensors").read_metadata().state_dict_metadata
     assert all(".lora_" in name for name in stored)
 
     out = train(config(tiny_pair, tmp_path / "resumed", "train.steps=1", *lora), quiet=True)
-    train(config(tiny_pair, out, "train.steps=2", *lora), quiet=True)
-    assert_same_run(whole, out, step=2)
+    train(config(tiny_pair, out, "train.steps=3", *lora), quiet=True)
+    assert_same_run(whole, out, step=3)
 
 
 def test_adapters_do_not_go_onto_other_weights(tiny_pair: Path, tmp_path: Path) -> None:

@@ -32,7 +32,15 @@ from helpers import (
     text,
     tokenizer,
 )
-from tandemrl.rollout.engine import Completion, EngineError, Request, Sampling, check_authors, check_completion
+from tandemrl.rollout.engine import (
+    Completion,
+    EngineError,
+    EngineInfo,
+    Request,
+    Sampling,
+    check_authors,
+    check_completion,
+)
 from tandemrl.rollout.torch_engine import TorchEngine
 from tandemrl.selection import Strategy, alternating, bernoulli, boundaries, chunk, replay, sentence, solo
 from tandemrl.selection.draws import request_key
@@ -714,7 +722,7 @@ def test_a_refused_load_changes_nothing():
 
 
 def test_info_names_what_decodes():
-    assert engine().info == ("torch", "float32")
+    assert engine().info == EngineInfo("torch", "float32", adapters=False)
 
 
 def test_bfloat16_models_decode():

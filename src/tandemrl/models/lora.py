@@ -1,11 +1,14 @@
 """Low-rank adapters (LoRA, arXiv 2106.09685): W + alpha / rank · B A, of which A and B alone are trained.
 
 Adapters (peft's) go into the model in place, so that it keeps its class, decoder, head and config. Everybody outside of
-the trainer (engine, checksums, exports) gets plain weights from ``merged_parameters``.
+the trainer (engine, checksums, exports) gets plain weights from ``merged_parameters``, but for an engine whose senior
+is adapters on the junior's weights (``adapted_alias``): that gets the adapters.
 """
 
-from collections.abc import Iterator, Sequence
+import copy
+from collections.abc import Container, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -100,6 +103,27 @@ def adapted_layers(model: nn.Module) -> dict[str, Any]:
     return {name: module for name, module in model.named_modules() if hasattr(module, "lora_A")}
 
 
+def alias(model: PreTrainedModel) -> PreTrainedModel:
+    """A second model on the same weights, frozen and in eval mode: own modules and parameters, but one storage."""
+    shared = {id(p): nn.Parameter(p.detach(), requires_grad=False) for p in model.parameters()}
+    return copy.deepcopy(model, shared).eval()
+
+
+def adapted_alias(base: PreTrainedModel, config: LoraConfig, seed: int) -> PreTrainedModel:
+    """``base`` with adapters beside it, in its dtype, on its storage, to decode with: frozen, and without dropout. The
+    base itself goes on without.
+
+    Raises:
+        ConfigError: as ``attach``.
+    """
+    return attach(alias(base), replace(config, dropout=0.0), seed).requires_grad_(False)
+
+
+def is_adapter(name: str, layers: Container[str]) -> bool:
+    """Whether a parameter belongs to an adapter. layers: names of ``adapted_layers``."""
+    return name.partition(".lora_")[0] in layers
+
+
 def merged_parameters(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """(name, whole tensor) of every parameter as the base model names them, adapters merged, one at a time.
 
@@ -115,7 +139,7 @@ def base_parameters(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """(name, whole tensor) of every parameter but the adapters', as the base model names them."""
     layers = adapted_layers(model)
     for name, value in full_parameters(model):
-        if name.partition(".lora_")[0] not in layers:
+        if not is_adapter(name, layers):
             yield name.replace(f".{_BASE}", "."), value
 
 

@@ -174,6 +174,9 @@ class EngineInfo(NamedTuple):
     name: str
     dtype: str
     """Of the weights, as torch names it; weights are compared in it."""
+    adapters: bool = False
+    """The senior is adapters on the junior's weights: ``load_weights`` takes them alone, and its fingerprint is over
+    them and the base, under the trainer's names."""
 
 
 class Passes(NamedTuple):

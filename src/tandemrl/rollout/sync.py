@@ -6,7 +6,8 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from tandemrl.models.lora import merged_parameters
+from tandemrl.models.lora import adapted_layers, is_adapter, merged_parameters
+from tandemrl.models.sharding import full_parameters
 from tandemrl.rollout.engine import Engine, EngineError
 from tandemrl.selection.draws import mix64
 
@@ -39,7 +40,8 @@ def fingerprint(parameters: Iterable[tuple[str, Tensor]], dtype: torch.dtype | N
 
 
 def sync_weights(model: PreTrainedModel, engine: Engine, version: int) -> int:
-    """Send the trainer's parameters to the engine's senior and prove that they arrived.
+    """Send the trainer's parameters to the engine's senior and prove that they arrived: adapters alone to an engine
+    that holds their base, and of the base the proof that it is the trainer's; merged weights to any other.
 
     Returns:
         the fingerprint both sides agree on.
@@ -48,12 +50,14 @@ def sync_weights(model: PreTrainedModel, engine: Engine, version: int) -> int:
         EngineError: the engine's weights or version are not what was sent.
     """
     checksum, dtype = 0, getattr(torch, engine.info.dtype)
+    layers = adapted_layers(model)
 
     def weights() -> Iterator[tuple[str, Tensor]]:
         nonlocal checksum
-        for name, tensor in merged_parameters(model):
+        for name, tensor in full_parameters(model) if engine.info.adapters else merged_parameters(model):
             checksum ^= fingerprint([(name, tensor)], dtype)  # the whole one is the xor of its parts
-            yield name, tensor
+            if not engine.info.adapters or is_adapter(name, layers):
+                yield name, tensor
 
     engine.load_weights(weights(), version)
     arrived = engine.fingerprint("senior")

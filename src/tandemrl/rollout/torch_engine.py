@@ -13,6 +13,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from tandemrl.distributed.watchdog import stamp
 from tandemrl.models.loading import eos_token_ids
+from tandemrl.models.lora import adapted_layers, is_adapter
 from tandemrl.rollout.decoding import Decoder, DecodingBatch, Row
 from tandemrl.rollout.drafting import CPU, CUDA, DraftLength, Size
 from tandemrl.rollout.engine import (
@@ -38,7 +39,8 @@ class TorchEngine:
     """Tandem decoding with two models that share a vocabulary; see ``rollout.engine.Engine`` for the contract.
 
     Args:
-        senior: from ``load_model`` or ``prepare``; the engine owns it (``load_weights`` changes it).
+        senior: from ``load_model`` or ``prepare``; the engine owns it (``load_weights`` changes it). One with adapters
+            may share its other weights with the junior (``models.lora.adapted_alias``): only the adapters are loaded.
         junior: the frozen partner, of any size, family or device; None if only the senior ever writes.
         tokenizer: used for stop strings only.
         max_rows: completions decoded at once; further ones join when an eighth of the rows is free. Between turns as
@@ -82,6 +84,7 @@ class TorchEngine:
             eos_token_ids(senior.generation_config, tokenizer),
             tokenizer,
         )
+        self._adapted = frozenset(adapted_layers(senior))
         self._aborts = Aborts()
         self._draft_length = None
         if draft_tokens and junior is not None:
@@ -91,10 +94,15 @@ class TorchEngine:
 
     @property
     def info(self) -> EngineInfo:
-        return EngineInfo("torch", str(self._decoder.heads[1].weight.dtype).removeprefix("torch."))
+        dtype = str(self._decoder.heads[1].weight.dtype).removeprefix("torch.")
+        return EngineInfo("torch", dtype, adapters=bool(self._adapted))
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
-        own = dict(self.senior.named_parameters())
+        own = {
+            name: parameter
+            for name, parameter in self.senior.named_parameters()
+            if not self._adapted or is_adapter(name, self._adapted)
+        }
         new = dict(weights)
         if own.keys() != new.keys():
             missing = sorted(own.keys() ^ new.keys())

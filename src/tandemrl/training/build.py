@@ -3,12 +3,13 @@
 import copy
 from collections.abc import Callable, Mapping
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from tandemrl.config import Config, ConfigError
+from tandemrl.config import Config, ConfigError, ModelConfig
 from tandemrl.data.documents import hops
 from tandemrl.data.sampler import Sampler
 from tandemrl.distributed.world import World
@@ -17,7 +18,7 @@ from tandemrl.losses import RECIPES, Recipe
 from tandemrl.models.compile import compile_layers, use_liger
 from tandemrl.models.critic import load_critic, packed_values
 from tandemrl.models.loading import load_model, resolve_device
-from tandemrl.models.lora import attach
+from tandemrl.models.lora import adapted_alias, alias, attach
 from tandemrl.models.sharding import parameter_groups, shard
 from tandemrl.rewards.code.scorer import code_scorer
 from tandemrl.rewards.functions import RewardFunction
@@ -141,13 +142,16 @@ def build_models(
         """``sharded``: to score with, like the policy; else whole, to decode with."""
         name = path, dtype_name, sharded and world.size > 1
         if name not in frozen:
-            loaded = load_model(path, dtype=dtype_name, device=model.device).requires_grad_(False)
+            if model.lora.rank and world.size == 1 and (path, dtype_name) == (model.senior, "float32"):
+                loaded = alias(policy)  # whose own weights stay as they are beside the adapters
+            else:
+                loaded = load_model(path, dtype=dtype_name, device=model.device).requires_grad_(False)
             if model.compile:  # the same arithmetic as the policy's
                 compile_layers(loaded)
             frozen[name] = shard(loaded, world, dtype=dtype) if sharded else loaded
         return frozen[name]
 
-    partner = model.junior or model.senior
+    partner = model.senior if self_paired(model) else str(model.junior)
     junior = freeze(partner, model.dtype, sharded=True) if loss.junior_kl_coef > 0 else None
     writer = ModelSource(partner, partial(freeze, partner, model.dtype, sharded=False)) if tandem else None
     engine = build_engine(config, policy, writer, tokenizer)
@@ -222,11 +226,19 @@ def resolve_recipe(recipe: Recipe, config: Config) -> Recipe:
     return recipe._replace(dual_clip=None) if recipe.dual_clip == 0 else recipe
 
 
+def self_paired(model: ModelConfig) -> bool:
+    """The junior is what the senior was at first."""
+    return model.junior is None or Path(model.junior).resolve() == Path(model.senior).resolve()
+
+
 def build_engine(
     config: Config, policy: PreTrainedModel, junior: ModelSource | None, tokenizer: PreTrainedTokenizerBase
 ) -> Engine:
-    """The rollout engine, with a copy of the senior of its own, in the compute dtype. No junior: the senior writes
-    alone."""
+    """The rollout engine, in the compute dtype. No junior: the senior writes alone.
+
+    Where the torch engine's junior is the base of the senior's adapters, the senior is adapters on the junior's own
+    weights; else a copy, for merged weights.
+    """
     model = config.model
     longest = config.longest_sequence
     if config.data.eval:
@@ -236,7 +248,12 @@ def build_engine(
     def copied() -> PreTrainedModel:
         return copy.deepcopy(policy).to(getattr(torch, model.dtype)).requires_grad_(False).eval()
 
-    senior = ModelSource(model.senior, copied)
+    def on_the_junior() -> PreTrainedModel:
+        assert junior is not None
+        return adapted_alias(junior.load(), model.lora, config.train.seed)
+
+    shared = model.lora.rank and config.rollout.engine == "torch" and junior is not None and self_paired(model)
+    senior = ModelSource(model.senior, on_the_junior if shared else copied)
     return make_engine(
         config.rollout, senior, junior, tokenizer, dtype=model.dtype, device=model.device, longest=longest
     )

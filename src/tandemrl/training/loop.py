@@ -116,6 +116,13 @@ def loop(run: Run, tracker: Tracker) -> None:
         tracker.say(f"resumed after step {done}; anything later in {config.output_dir} was discarded")
     if setup.dropped:
         tracker.say(f"data.train: {setup.dropped} rows are longer than data.max_prompt_tokens and were left out")
+    if config.model.lora.rank:
+        shared = models.engine.info.adapters
+        tracker.say(
+            "model.lora: the engine's senior is adapters on the junior's weights; they alone are sent"
+            if shared
+            else "model.lora: the engine's senior has weights of its own; they are sent merged"
+        )
     sync_weights(models.policy, models.engine, version=done)
     folder, dtype = Path(config.output_dir, "profile"), getattr(torch, config.model.dtype)
     profiler = Profiler(
