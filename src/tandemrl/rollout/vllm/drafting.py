@@ -65,7 +65,12 @@ class Round:
     @property
     def senior(self) -> np.ndarray:
         """Which tokens the senior is the author of."""
-        return (self.authors == SENIOR) & (np.arange(self.depths) <= self.ahead[:, None])
+        return np.logical_and(self.authors == SENIOR, np.arange(self.depths) <= self.ahead[:, None])
+
+    @property
+    def reads(self) -> np.ndarray:
+        """In which rows that is any token."""
+        return np.asarray(self.senior.any(1))
 
     @property
     def last(self) -> np.ndarray:
@@ -75,7 +80,7 @@ class Round:
     def drafts(self) -> Iterator[tuple[str, list[int]]]:
         """What the senior reads: the tokens before its last one, of the rows that have one."""
         last = self.last
-        for row in self.senior.any(1).nonzero()[0].tolist():
+        for row in self.reads.nonzero()[0].tolist():
             yield self.ids[row], self.tokens[row, : last[row]].tolist()
 
     def draft_passes(self, depth: int) -> list[Pass]:
@@ -106,7 +111,7 @@ class Round:
 
     def catch_up_passes(self) -> list[Pass]:
         """The senior's forwards over what it has not read, where that and the draft exceed the budget."""
-        wanted = self.senior.any(1)
+        wanted = self.reads
         total = (self._length + self.last - self._computed[SENIOR])[wanted].sum()
         if total <= self.planner.budget:
             return []
@@ -116,7 +121,7 @@ class Round:
     def verify_pass(self) -> Pass | None:
         """The senior's forward up to its last token in each draft; None if it has none."""
         last = self.last
-        passes = self._passes(SENIOR, self.senior.any(1), self._length + last, self.outputs + last, wanted=True)
+        passes = self._passes(SENIOR, self.reads, self._length + last, self.outputs + last, wanted=True)
         assert len(passes) <= 1, "the scheduler's budget is that of a forward"
         return passes[0] if passes else None
 

@@ -41,7 +41,8 @@ class Ledger:
     def empty(cls, capacity: int) -> "Ledger":
         one, two = (capacity,), (2, capacity)
         integers = [np.zeros(one, np.int64) for _ in range(7)] + [np.zeros(two, np.int64) for _ in range(2)]
-        return cls(*integers, *(np.zeros(two, bool) for _ in range(5)), np.zeros(one, bool))
+        flags = [np.zeros(two, bool) for _ in range(5)] + [np.zeros(one, bool)]
+        return cls(*integers, *flags)
 
     def grown(self) -> "Ledger":
         grow = lambda x: np.concatenate([x, np.zeros_like(x)], axis=-1)  # noqa: E731

@@ -254,18 +254,18 @@ class TandemModelRunner:
                 ended = [forward.ids[i] for i in forward.ends.nonzero()[0].tolist()]
                 rows = forward.rows[forward.ends]
                 written.put_sampled(rows, depth, output, ended)
-                step.take(depth, [step.index[id] for id in ended], written.tokens[rows, depth])
+                step.take(depth, np.array([step.index[id] for id in ended]), written.tokens[rows, depth])
             step.advance(depth)
         for forward in step.catch_up_passes():
             self._launch(SENIOR, forward, {})
             senior.execute_model_state = None  # nothing of it is sampled
-        forward = step.verify_pass()
-        if forward is not None:
+        verify = step.verify_pass()
+        if verify is not None:
             for id, tokens in step.drafts():
                 _set_outputs(senior, id, int(step.outputs[step.index[id]]), tokens)
-            self._launch(SENIOR, forward, {})
+            self._launch(SENIOR, verify, {})
             with self._devices[SENIOR]:
-                for some in draws(senior, forward, step):
+                for some in draws(senior, verify, step):
                     step.correct(some.rows, some.depths, some.tokens)
                     written.put(
                         step.rows[some.rows], some.depths, some.tokens, some.logprobs, np.arange(len(some.rows))

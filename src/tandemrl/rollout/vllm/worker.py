@@ -142,7 +142,7 @@ class TandemScheduler(Scheduler):
     ) -> dict[int, Any]:
         written = [*zip(model_runner_output.req_ids, model_runner_output.sampled_token_ids, strict=True)]
         several = [self.requests.get(id) for id, tokens in written if len(tokens) > 1]
-        with_strings = {r.request_id for r in several if r is not None and r.sampling_params.stop}
+        with_strings = {r.request_id for r in several if r is not None and r.sampling_params and r.sampling_params.stop}
         outputs = super().update_from_output(scheduler_output, model_runner_output)
         for id, tokens in written:
             request = None if tokens else self.requests.get(id)
