@@ -870,6 +870,7 @@ def running(pair: Path) -> Iterator[Server]:
     port, log = free_port(), pair / "server.log"
     command = [sys.executable, "-c", "from tandemrl.cli.main import main; main()", "serve"]
     command += ["--senior", str(pair / "senior"), "--junior", str(pair / "junior"), "--max-gap-tokens", "4"]
+    command += ["--mode", "draft", "--draft-tokens", "4"]
     command += ["--host", "127.0.0.1", "--port", str(port), "--", "--served-model-name", MODEL, "--dtype", "float32"]
     command += ["--max-model-len", str(CONTEXT), "--enforce-eager"]
     command += ["--distributed-executor-backend", "uni"]
