@@ -231,14 +231,12 @@ class TandemModelRunner:
         outputs, drafting = planner.outputs, planner.drafting
         if len(drafting):
             written.count[drafting] = self._draft(written)
+        in_round = np.isin(np.arange(len(ids)), drafting)
         for who, runner in self.runners.items():
-            for row in written.count.nonzero()[0].tolist():
-                if authors[row] != who or row in drafting:
-                    tokens = written.tokens[row, : written.count[row]].tolist()
-                    _set_outputs(runner, ids[row], int(outputs[row]), tokens)
-        tokens = np.where(written.count == 1, written.tokens[:, 0], -1)
-        tokens[drafting] = -1
-        planner.postprocess(tokens)
+            for row in ((written.count > 0) & (in_round | (authors != who))).nonzero()[0].tolist():
+                tokens = written.tokens[row, : written.count[row]].tolist()
+                _set_outputs(runner, ids[row], int(outputs[row]), tokens)
+        planner.postprocess(np.where((written.count > 0) & ~in_round, written.tokens[:, 0], -1))
         return written.output(ids)
 
     def _draft(self, written: Written) -> np.ndarray:
@@ -254,7 +252,8 @@ class TandemModelRunner:
                 ended = [forward.ids[i] for i in forward.ends.nonzero()[0].tolist()]
                 rows = forward.rows[forward.ends]
                 written.put_sampled(rows, depth, output, ended)
-                step.take(depth, np.array([step.index[id] for id in ended]), written.tokens[rows, depth])
+                taken = np.array([step.index[id] for id in ended], dtype=np.int64)
+                step.take(depth, taken, written.tokens[rows, depth])
             step.advance(depth)
         for forward in step.catch_up_passes():
             self._launch(SENIOR, forward, {})
