@@ -17,7 +17,10 @@ def serve(
     max_gap_tokens: Annotated[int, typer.Option(help="Redraw after so many tokens at the latest.")] = 32,
     chunk_size: Annotated[int, typer.Option(help="Tokens per turn with --strategy chunk.")] = 16,
     first: Annotated[str, typer.Option(help="Who starts (sentence, chunk, alternating) or writes alone.")] = "senior",
-    mode: Annotated[str, typer.Option(help="lazy, majority or lockstep, as rollout.vllm.mode.")] = "lazy",
+    mode: Annotated[str, typer.Option(help="lazy, majority, lockstep or draft, as rollout.vllm.mode.")] = "lazy",
+    draft_tokens: Annotated[
+        int, typer.Option(min=1, help="Tokens that the junior writes ahead with --mode draft.")
+    ] = 8,
     junior_dtype: Annotated[str | None, typer.Option(help="Default: the senior's.")] = None,
     junior_quantization: Annotated[str | None, typer.Option(help="A quantization method of vLLM.")] = None,
     junior_device: Annotated[str | None, typer.Option(help="A CUDA device of its own, e.g. cuda:1.")] = None,
@@ -51,6 +54,7 @@ def serve(
     options = TandemOptions(
         junior=junior,
         mode=check_mode(mode),
+        draft=draft_tokens if mode == "draft" else 0,
         junior_dtype=junior_dtype,
         junior_quantization=junior_quantization,
         junior_device=junior_device,

@@ -95,16 +95,28 @@ def llama(seed: int = 2) -> PreTrainedModel:
     )  # fmt: skip
 
 
+def near_senior() -> PreTrainedModel:
+    """The senior with some noise: mostly, both draw the same token."""
+    near, generator = qwen3(0), torch.Generator().manual_seed(3)
+    for parameter in near.parameters():
+        parameter.data += 0.02 * torch.randn(parameter.shape, generator=generator)
+    return near
+
+
 _MODELS: dict[str, Callable[[], PreTrainedModel]] = {
     "senior": lambda: qwen3(0),
     "another seed": lambda: qwen3(7),
     "smaller": small_qwen3,
     "Llama": llama,
+    "near": near_senior,
 }
-JUNIORS = {"equal": "senior", "same family": "another seed", "smaller junior": "smaller", "Llama junior": "Llama"}
+JUNIORS = {
+    "equal": "senior", "same family": "another seed", "smaller junior": "smaller", "Llama junior": "Llama",
+    "near junior": "near",
+}  # fmt: skip
 """Pair -> its junior; the senior is always the same model."""
 MODES = ("lazy", "majority", "lockstep")
-UNEQUAL = [pair for pair in JUNIORS if pair != "equal"]
+UNEQUAL = [pair for pair in JUNIORS if pair not in ("equal", "near junior")]
 
 
 @cache

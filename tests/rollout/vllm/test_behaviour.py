@@ -366,7 +366,7 @@ def test_a_larger_juniors_further_logits_are_never_drawn(engines, tmp_path):
 
 
 def loadable(engines, multiprocess: bool) -> Any:
-    engine = engines(PAIR, sleep=False, multiprocess=multiprocess)  # of its own: its weights change
+    engine = engines(PAIR, sleep=False, multiprocess=multiprocess, draft_tokens=4)  # of its own: its weights change
     engine.policy_version = 3
     return engine
 
@@ -401,7 +401,7 @@ def test_an_engine_in_a_process_of_its_own_writes_the_same(engines):
     batch = mixed(prompts(36, seed=61, lengths=LENGTHS), Sampling(max_tokens=48), seed=61)
     apart = loadable(engines, True)
     assert engines.processes[id(apart)] >= 1 > engines.processes[id(engines(PAIR))]
-    for mode in MODES:
+    for mode in (*MODES, "draft"):
         apart.set_mode(mode)
         written = apart.generate(batch)
         assert_equal_completions(flat(written), flat(engines(PAIR).generate(batch)))

@@ -305,12 +305,13 @@ def test_the_workers_record_is_the_mask(engines, options, mode):
 @pytest.mark.parametrize("pair", ["Llama junior", pytest.param("equal", marks=pytest.mark.slow)])
 def test_two_tensor_parallel_ranks_write_what_one_writes(engines, pair):
     batch = mixed(ALL_PROMPTS, SAMPLED, seed=60)
-    both = engines(pair, tensor_parallel=2)
+    both = engines(pair, tensor_parallel=2, draft_tokens=4)
     assert engines.processes[id(both)] >= 2
-    for mode in MODES:
+    for mode in (*MODES, "draft"):
         both.set_mode(mode)
         written = both.generate(batch)
-        assert_equal_completions(flat(written), flat(engines(pair, mode=mode).generate(batch)))
+        alone = engines(pair, mode=mode if mode in MODES else "lazy")
+        assert_equal_completions(flat(written), flat(alone.generate(batch)))
         assert_sound(batch, written)
         record = both.recorded_authors()
         assert all(record[c.key].tolist() == c.author.tolist() for c in flat(written))

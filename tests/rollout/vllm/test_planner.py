@@ -6,6 +6,7 @@ import torch
 
 from helpers import VOCABULARY, strategies
 from tandemrl.rollout.engine import EngineError, Request, Sampling, replay_turns
+from tandemrl.rollout.vllm.drafting import Round
 from tandemrl.rollout.vllm.planner import JUNIOR, MAX_WAIT, SENIOR, Admission, Planner, check_mode
 from tandemrl.rollout.vllm.rows import Row
 from tandemrl.selection import Strategy, alternating, alternating_turns, bernoulli, chunk, solo, turn
@@ -57,6 +58,7 @@ class Simulation:
         self.request: dict[str, tuple[int, Strategy]] = {}
         self.preempted: list[str] = []
         self.waits: dict[str, int] = {}
+        self.ahead: dict[str, int] = {}
         self.done: set[str] = set()
         self.histories: dict[int, list[list[int]]] = {}  # by key: own tokens of turns that are over
 
@@ -106,10 +108,16 @@ class Simulation:
             ):  # as vLLM: a hit from now on, before it is computed
                 self.cache[tuple(self.texts[id][: (block + 1) * BLOCK])] = self.blocks[id][block]
 
+        room = self.planner.budget  # tokens of decoding rows and their drafts, as vLLM's scheduler sees to it
         for id in [id for id in self.blocks if self.random.random() < 0.9]:
             rest = len(self.texts[id]) - self.computed[id]
             amount = rest if rest == 1 else int(self.random.integers(1, rest + 1))
-            new = self.allocate(id, self.computed[id] + amount)
+            drafts = self.planner.mode == "draft" and rest == 1
+            if drafts and not room:
+                continue
+            self.ahead[id] = int(self.random.integers(min(4, room))) if drafts else 0
+            room -= drafts * (1 + self.ahead[id])
+            new = self.allocate(id, self.computed[id] + amount + self.ahead[id])
             if new is None:  # no memory: this one goes back to the queue
                 self.release(id)
                 self.preempted.append(id)
@@ -151,10 +159,14 @@ class Simulation:
                 assert sum(work.count) <= self.planner.budget
                 self.runners[who].run(work, self.texts)
                 ended[who] |= {work.ids[i] for i in work.ends.nonzero()[0]}
+        drafted = self.draft(ids)
         tokens = np.full(len(ids), -1)
         for i, (id, author) in enumerate(zip(ids, self.planner.authors, strict=True)):
             self.computed[id] = start[i] + count[i]
-            if self.computed[id] == len(self.texts[id]):
+            if id in drafted:
+                self.texts[id] += drafted[id]
+                self.computed[id] = len(self.texts[id]) - 1
+            elif self.computed[id] == len(self.texts[id]):
                 if id not in ended[author]:
                     assert self.planner.mode == "majority", "the author of the next token did not compute it"
                     self.waits[id] = self.waits.get(id, 0) + 1
@@ -175,8 +187,33 @@ class Simulation:
                 own = self.texts[id][self.prompt[id] :]
                 self.histories[self.request[id][0]] += [own] if own else []
 
+    def draft(self, ids: list[str]) -> dict[str, list[int]]:
+        """What the rows that decode write in a round; the senior draws what was drafted with probability .7."""
+        rows = [ids[i] for i in self.planner.drafting]
+        if not rows:
+            return {}
+        step = Round(self.planner, np.array([self.ahead.get(id, 0) for id in rows]))
+        texts = {id: list(self.texts[id]) for id in rows}
+        for depth in range(step.depths):
+            for work in step.draft_passes(depth):
+                self.runners[JUNIOR].run(work, texts)
+                ended = [step.index[work.ids[i]] for i in work.ends.nonzero()[0]]
+                step.take(depth, np.array(ended), self.random.integers(2, VOCABULARY, len(ended)))
+            step.advance(depth)
+            for id, row in step.index.items():
+                texts[id].append(int(step.tokens[row, depth]))
+        catch_up, verify = step.catch_up_passes(), step.verify_pass()
+        for work in [*catch_up, *([] if verify is None else [verify])]:
+            assert sum(work.count) <= self.planner.budget
+            self.runners[SENIOR].run(work, texts)
+        places = step.senior.nonzero()
+        drawn = np.where(self.random.random(len(places[0])) < 0.7, step.tokens[places], 1)
+        step.correct(*places, drawn)
+        count = step.settle()
+        return {id: step.tokens[row, : count[row]].tolist() for id, row in step.index.items()}
 
-@pytest.mark.parametrize("mode", ["lazy", "majority", "lockstep"])
+
+@pytest.mark.parametrize("mode", ["lazy", "majority", "lockstep", "draft"])
 @pytest.mark.parametrize("caching", [True, False])
 @pytest.mark.parametrize("seed", range(3))
 def test_every_position_is_computed_before_it_is_read(mode, caching, seed) -> None:
@@ -320,7 +357,7 @@ def test_a_broken_promise_is_an_error_that_names_the_request() -> None:
 
 def test_an_unknown_mode_is_refused() -> None:
     check_mode("majority")
-    with pytest.raises(EngineError, match="mode=majorty: must be one of lazy, majority, lockstep"):
+    with pytest.raises(EngineError, match="mode=majorty: must be one of lazy, majority, lockstep, draft"):
         check_mode("majorty")
 
 
@@ -334,7 +371,7 @@ def test_finished_requests_leave_nothing_behind() -> None:
         planner.finish([*ids, "unknown"])
     assert planner.slots == {}
     assert len(planner._blocks) == 8  # grown to the five that were there at once, not to all 250
-    assert len(planner._selection._strategies) <= 6
+    assert len(planner.selection._strategies) <= 6
 
 
 def test_a_turn_that_lacks_a_logprob_is_refused() -> None:

@@ -738,7 +738,7 @@ def test_a_kv_cache_that_was_asked_for_stays(flags: list[str], is_open: bool, mo
     ("options", "message"),
     [
         (["--strategy", "words"], "'words' is none of word"),
-        (["--mode", "eager"], "mode=eager: must be one of lazy, majority, lockstep"),
+        (["--mode", "eager"], "mode=eager: must be one of lazy, majority, lockstep, draft"),
         (["--prob-senior", "2"], "prob_senior must be in [0, 1]"),
         (["--junior", "./nowhere"], "nowhere"),
         (["--", "--worker-cls", "x"], "--worker-cls is set by tandemrl serve"),
@@ -819,7 +819,7 @@ def test_an_engine_with_the_servers_arguments_writes_to_the_end_in_every_mode(pa
 
     from tandemrl.rollout.vllm.backend import _RUNNING, _shut_down, _startup
 
-    options = TandemOptions(junior=str(pair / "junior"), mode="majority", selection=vars(SERVED))
+    options = TandemOptions(junior=str(pair / "junior"), mode="majority", draft=4, selection=vars(SERVED))
     flags = ["--max-model-len", str(CONTEXT), "--enforce-eager", "--kv-cache-memory-bytes", str(2**26)]
     flags += ["--dtype", "float32", "--distributed-executor-backend", "uni", "--max-num-batched-tokens", "64"]
     flags += ["--max-num-seqs", "8"]
@@ -830,7 +830,7 @@ def test_an_engine_with_the_servers_arguments_writes_to_the_end_in_every_mode(pa
     client._finalizer.detach()  # it would take down what other engines of this process share
     _RUNNING.add(id(client.engine_core))
     try:
-        for mode in ("majority", "lazy", "lockstep"):
+        for mode in ("majority", "lazy", "lockstep", "draft"):
             engine.collective_rpc("tandem_mode", args=(mode,))
             for seed in range(6):
                 params = SamplingParams(seed=seed, max_tokens=30, ignore_eos=True)
@@ -870,6 +870,7 @@ def running(pair: Path) -> Iterator[Server]:
     port, log = free_port(), pair / "server.log"
     command = [sys.executable, "-c", "from tandemrl.cli.main import main; main()", "serve"]
     command += ["--senior", str(pair / "senior"), "--junior", str(pair / "junior"), "--max-gap-tokens", "4"]
+    command += ["--mode", "draft", "--draft-tokens", "4"]
     command += ["--host", "127.0.0.1", "--port", str(port), "--", "--served-model-name", MODEL, "--dtype", "float32"]
     command += ["--max-model-len", str(CONTEXT), "--enforce-eager"]
     command += ["--distributed-executor-backend", "uni"]

@@ -32,6 +32,7 @@ from tandemrl.rollout.engine import (
 )
 from tandemrl.rollout.vllm import VLLM_TESTED
 from tandemrl.rollout.vllm.backend import Backend
+from tandemrl.rollout.vllm.drafting import AUTO_DRAFT
 from tandemrl.rollout.vllm.planner import SchedulingMode, check_mode
 from tandemrl.rollout.vllm.rows import Row, authors_of
 from tandemrl.rollout.vllm.settings import TandemOptions, history_arguments
@@ -101,7 +102,9 @@ class VllmEngine:
             )
         config = config or RolloutConfig()
         v = config.vllm
-        check_mode(v.mode)
+        draft = AUTO_DRAFT if config.draft_tokens == "auto" else int(config.draft_tokens)
+        if check_mode(v.mode) == "draft" and not draft:
+            raise EngineError("rollout.vllm.mode=draft: set rollout.draft_tokens to the tokens to draft, e.g. 8")
         if junior is not None:
             vocabulary_check(tokenizer, load_tokenizer(junior))
         paths = [str(path) for path in (senior, junior) if path is not None]
@@ -114,7 +117,8 @@ class VllmEngine:
             context = min(context, longest)
         options = TandemOptions(
             junior=None if junior is None else str(junior),
-            mode=v.mode,
+            mode="lazy" if junior is None and v.mode == "draft" else v.mode,  # nobody to draft
+            draft=0 if junior is None else draft,
             junior_dtype=v.junior_dtype,
             junior_quantization=v.junior_quantization,
             junior_device=v.junior_device,
@@ -143,6 +147,7 @@ class VllmEngine:
             check_request(i, request, vocabulary=self.vocabulary, context=self.context, has_junior=self.has_junior)
         self._aborts.clear()
         with self.backend.awake():
+            before = self.stats()
             try:
                 rows = self._rows(requests)
                 self._write(rows, progress, responder)
@@ -151,6 +156,10 @@ class VllmEngine:
                     f"the vLLM engine died ({error}); its output above says why. Start again: a run resumes from its "
                     "last checkpoint"
                 ) from error
+            after = self.stats()
+        junior, senior = (now - then for now, then in zip(after["rows"], before["rows"], strict=True))
+        drafts = {name: after[name] - before[name] for name in ("drafted", "accepted")}
+        self.passes = Passes(sum(sum(row.own) for row in rows), senior, junior, **drafts)
         done = []
         for row, authors in zip(rows, authors_of(rows), strict=True):
             transcript = None if responder is None else responder.transcript(row.number)
@@ -305,7 +314,8 @@ class VllmEngine:
     # --------------------------------------------------------------------------------------------------- looking inside
 
     def set_mode(self, mode: SchedulingMode) -> None:
-        """``lazy``, ``majority`` or ``lockstep``, from the next ``generate`` on."""
+        """``lazy``, ``majority``, ``lockstep`` or, with ``rollout.draft_tokens``, ``draft``: from the next ``generate``
+        on."""
         self.backend.call("tandem_mode", mode)
 
     def recorded_authors(self) -> dict[int, np.ndarray]:
@@ -313,7 +323,7 @@ class VllmEngine:
         return {key: np.array(authors, dtype=np.int8) for key, authors in self.backend.call("tandem_record")[0].items()}
 
     def stats(self) -> dict[str, Any]:
-        """Steps, forward passes, computed and written tokens, each as [junior, senior]; requests in the ledger."""
+        """Counts since the start, as ``planner.Stats``, [junior, senior]; requests in the ledger."""
         return self.backend.call("tandem_stats")[0]
 
     def close(self) -> None:

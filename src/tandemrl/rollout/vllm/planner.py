@@ -10,13 +10,14 @@ per model:
 - ``majority``: as lazy, but where both models are wanted in a decoding step, only the one that more rows want runs. The
   other rows wait, at most ``MAX_WAIT`` steps. Fewer passes, each with fewer rows: it pays where weights are what costs.
 - ``lockstep``: both compute every token.
+- ``draft``: as lazy, but rows that decode are left to a ``drafting.Round``, in which the junior writes ahead.
 
 A prefix-cache hit is a statement about block ids, made for no model in particular. So each block remembers which models
 have filled it, and a model starts where its own run of filled blocks ends.
 """
 
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Literal, NamedTuple, cast, get_args
 
 import numpy as np
@@ -25,11 +26,12 @@ from jaxtyping import Int64
 from torch import Tensor
 
 from tandemrl.rollout.engine import EngineError
+from tandemrl.rollout.vllm.ledger import Ledger, Stats
 from tandemrl.selection import Strategy
 from tandemrl.selection.draws import SAMPLING, fold_in, stream
 from tandemrl.selection.live import LiveSelection
 
-SchedulingMode = Literal["lazy", "majority", "lockstep"]
+SchedulingMode = Literal["lazy", "majority", "lockstep", "draft"]
 DRAWN_AHEAD = 64
 """Keys of token draws per row that are computed at once."""
 MAX_WAIT = 8
@@ -53,7 +55,7 @@ class Admission(NamedTuple):
     """A request that the scheduler starts: its prompt tokens, its key and who may write it.
 
     history: own tokens of the turns before, all of them in the prompt. row: one name for all turns of a completion;
-    None: nothing follows this one.
+    None: nothing follows this one. stops: tokens that end it. drafts: its tokens may be drafted.
     """
 
     id: str
@@ -62,6 +64,8 @@ class Admission(NamedTuple):
     strategy: Strategy
     history: Sequence[Sequence[int]] = ()
     row: int | None = None
+    stops: Collection[int] = ()
+    drafts: bool = True
 
 
 @dataclass(slots=True)
@@ -87,55 +91,6 @@ class Pass:
     """Each row's slot in the ledger."""
 
 
-@dataclass(slots=True)
-class _Ledger:
-    """What is known of each request: arrays by slot, or by (author, slot) where it is known of each model."""
-
-    prompt: np.ndarray
-    before: np.ndarray
-    """Own tokens of earlier turns, which the prompt contains."""
-    length: np.ndarray
-    author: np.ndarray
-    stream: np.ndarray
-    """The key of the token draws."""
-    waited: np.ndarray
-    """Steps since the row was last run."""
-    drawn: np.ndarray
-    """The token that the first of the row's token keys is for."""
-    computed: np.ndarray
-    """By author: tokens whose KV this model holds."""
-    sent: np.ndarray
-    """By author: block ids that its runner knows."""
-    known: np.ndarray
-    """By author: its runner knows the request."""
-    replace: np.ndarray
-    """By author: its runner has block ids from before a preemption."""
-    changed: np.ndarray
-    """By author: its runner lacks news of the request itself, or of its block ids."""
-    writers: np.ndarray
-    """By author: may write."""
-
-    @classmethod
-    def empty(cls, capacity: int) -> "_Ledger":
-        one, two = (capacity,), (2, capacity)
-        integers = [np.zeros(one, np.int64) for _ in range(7)] + [np.zeros(two, np.int64) for _ in range(2)]
-        return cls(*integers, *(np.zeros(two, bool) for _ in range(4)))
-
-    def grown(self) -> "_Ledger":
-        grow = lambda x: np.concatenate([x, np.zeros_like(x)], axis=-1)  # noqa: E731
-        return _Ledger(*(grow(getattr(self, name)) for name in self.__slots__))
-
-
-@dataclass(slots=True)
-class Stats:
-    """Since the start: engine steps, forward passes and computed tokens of (junior, senior), tokens written by each."""
-
-    steps: int = 0
-    passes: list[int] = field(default_factory=lambda: [0, 0])
-    computed: list[int] = field(default_factory=lambda: [0, 0])
-    written: list[int] = field(default_factory=lambda: [0, 0])
-
-
 class Planner:
     """The ledger. Per engine step: ``finish``, ``admit``, ``schedule``, run the passes, ``postprocess``.
 
@@ -157,15 +112,18 @@ class Planner:
         capacity: int = 256,
     ) -> None:
         self.budget, self.block_size, self.prefix_caching, self.mode = budget, block_size, prefix_caching, mode
+        self.drafting = np.empty(0, np.int64)
+        """Rows of the planned step whose tokens are to be drafted: no pass of ``schedule`` has them."""
         self.filled = np.zeros((2, num_blocks), dtype=bool)
         self.slots: dict[str, int] = {}
         self.stats = Stats()
         self.recorded: dict[int, list[int]] | None = {} if record else None
-        self._authors_of: dict[int, list[int]] = {}
+        self.authors_of: dict[int, list[int]] = {}
         self._free = list(range(capacity))[::-1]
-        self._ledger = _Ledger.empty(capacity)
+        self.ledger = Ledger.empty(capacity)
         self._blocks: list[list[int]] = [[] for _ in range(capacity)]
-        self._selection = LiveSelection()
+        self.selection = LiveSelection()
+        self.stops: dict[int, Collection[int]] = {}  # by slot
         self._row_of: dict[int, int] = {}  # by slot, of requests that another turn may follow
         self._between_turns: dict[int, int] = {}  # row -> the slot that still has its strategy's state
         self._step: tuple[list[str], np.ndarray] = ([], np.empty(0, np.int64))
@@ -202,14 +160,18 @@ class Planner:
         at, keys = np.array(slots), torch.tensor([a.key for a in admissions])
         before = np.array([sum(map(len, a.history)) for a in admissions])
         # Workers may have written on before a stop string was found in what they wrote: then they begin anew, too.
-        goes_on = np.array([slot is not None for slot in kept]) & (before > 0) & (before == self._written(at))
+        goes_on = np.array([slot is not None for slot in kept]) & (before > 0) & (before == self.written(at))
         ledger.author[at] = self._first_authors(admissions, at, keys, goes_on)
         self.slots.update((a.id, slot) for a, slot in zip(admissions, slots, strict=True))
         self._row_of.update((slot, a.row) for a, slot in zip(admissions, slots, strict=True) if a.row is not None)
         ledger.prompt[at] = ledger.length[at] = [a.prompt_length for a in admissions]
         ledger.before[at] = before
         ledger.stream[at] = stream(keys, SAMPLING).numpy()
-        ledger.writers[:, at] = np.array([_WRITERS[a.strategy.writers] for a in admissions]).T
+        ledger.writers[:, at] = ledger.reads[:, at] = np.array([_WRITERS[a.strategy.writers] for a in admissions]).T
+        ledger.drafts[at] = [a.drafts for a in admissions]
+        if self.mode == "draft":
+            ledger.reads[JUNIOR, at] |= ledger.drafts[at]
+        self.stops.update((slot, a.stops) for a, slot in zip(admissions, slots, strict=True))
         for array in (ledger.computed, ledger.sent, ledger.known, ledger.replace):
             array[:, at] = 0
         ledger.changed[:, at] = True
@@ -217,17 +179,17 @@ class Planner:
         ledger.drawn[at] = -1
         for slot in slots:
             self._blocks[slot] = []
-        self._check_writers(at, [a.id for a in admissions])
+        self.check_writers(at, ledger.author[at], [a.id for a in admissions])
         if self.recorded is not None:
             for admission, slot in zip(admissions, slots, strict=True):
-                self._authors_of[slot] = self.recorded.setdefault(admission.key, [])
+                self.authors_of[slot] = self.recorded.setdefault(admission.key, [])
 
     def token_keys(self, ids: Sequence[str], forward: Pass | None = None) -> Int64[Tensor, " b"]:
         """The keys by which the next tokens of rows of the planned step are drawn, whoever draws them."""
         same = forward is not None and ids == forward.ids  # mostly: then no looking up
         slots = forward.slots if same and forward is not None else self._slots_of(ids)
-        ledger = self._ledger
-        written = self._written(slots)
+        ledger = self.ledger
+        written = self.written(slots)
         column = written % DRAWN_AHEAD
         empty = slots[ledger.drawn[slots] != written - column]
         if len(empty):
@@ -237,7 +199,18 @@ class Planner:
     @property
     def authors(self) -> np.ndarray:
         """Who writes the next token of each request of the planned step."""
-        return self._ledger.author[self._step[1]]
+        return self.ledger.author[self._step[1]]
+
+    @property
+    def step(self) -> tuple[list[str], np.ndarray]:
+        """The requests of the planned step, and their slots."""
+        return self._step
+
+    @property
+    def outputs(self) -> np.ndarray:
+        """Tokens that each request of the planned step has written in this turn."""
+        slots = self._step[1]
+        return self.ledger.length[slots] - self.ledger.prompt[slots]
 
     # --------------------------------------------------------------------------------------------------------- one step
 
@@ -255,7 +228,7 @@ class Planner:
             ids: the scheduled requests; start, count: the scheduler's tokens computed before and scheduled now.
             blocks: newly allocated block ids per request; all of them for new requests and those in ``resumed``.
         """
-        ledger, size = self._ledger, self.block_size
+        ledger, size = self.ledger, self.block_size
         if ids != self._same[0]:  # decoding mostly goes on with the same rows
             self._same = list(ids), self._slots_of(ids)
         slots = self._same[1]
@@ -281,23 +254,29 @@ class Planner:
                 # What this step computes counts for the rows behind it: they come later in a pass, or in a later one.
                 full = self._blocks[slot][: int(end[i]) // size]
                 for who in (JUNIOR, SENIOR):
-                    if ledger.writers[who, slot]:
+                    if ledger.reads[who, slot]:
                         self.filled[who, full] = True
-        run = ledger.writers[:, slots]
+        run = ledger.reads[:, slots]
         ends = end == ledger.length[slots]
+        decoding = ends & (counts == 1) & ~first
         if self.mode != "lockstep":
-            decoding = ends & (counts == 1) & ~first
             other = 1 - ledger.author[slots]
             run[other[decoding], decoding.nonzero()[0]] = False
             if self.mode == "majority" and decoding.all():
                 self._postpone(run, slots)
+        drafted = decoding & ledger.drafts[slots] & ledger.known[JUNIOR, slots] & (self.mode == "draft")
+        self.drafting = drafted.nonzero()[0]
+        run[:, self.drafting] = False
+        for who in (JUNIOR, SENIOR):
+            self.stats.rows[who] += int(np.count_nonzero(run[who] & decoding))
         self._step = ids, slots
         self.stats.steps += 1
-        junior, senior = (self._prepare_passes(who, run[who], slots, end, ends) for who in (JUNIOR, SENIOR))
+        junior, senior = (self.prepare_passes(who, run[who], slots, end, ends) for who in (JUNIOR, SENIOR))
         return junior, senior
 
     def postprocess(self, tokens: np.ndarray) -> None:
-        """What the authors wrote in the planned step, per request in the order of ``schedule``; -1: nothing yet.
+        """What the authors wrote in the planned step, per request in the order of ``schedule``; -1: nothing yet, or a
+        round has settled it.
 
         Raises:
             EngineError: a strategy lets somebody write next who it promised would not.
@@ -308,27 +287,31 @@ class Planner:
         written = int(np.count_nonzero(sampled))
         if not written:
             return
-        ledger = self._ledger
+        ledger = self.ledger
         if written < len(ids):
             ids, slots, tokens = [ids[i] for i in sampled.nonzero()[0]], slots[sampled], tokens[sampled]
-        by_senior = int(np.count_nonzero(ledger.author[slots]))
-        self.stats.written[SENIOR] += by_senior
-        self.stats.written[JUNIOR] += written - by_senior
-        if self.recorded is not None:
-            for slot in slots.tolist():
-                self._authors_of[slot].append(int(ledger.author[slot]))
+        self.count_written(slots, ledger.author[slots])
         ledger.length[slots] += 1
-        ledger.author[slots] = self._selection.step(torch.from_numpy(slots), torch.from_numpy(tokens)).numpy()
-        self._check_writers(slots, ids)
+        ledger.author[slots] = self.selection.step(torch.from_numpy(slots), torch.from_numpy(tokens)).numpy()
+        self.check_writers(slots, ledger.author[slots], ids)
 
     # ---------------------------------------------------------------------------------------------------------- details
 
     def _slots_of(self, ids: Sequence[str]) -> np.ndarray:
         return np.fromiter(map(self.slots.__getitem__, ids), np.int64, len(ids))
 
-    def _written(self, slots: np.ndarray) -> np.ndarray:
+    def count_written(self, slots: np.ndarray, authors: np.ndarray) -> None:
+        """Tokens by their authors, those of a slot in order."""
+        by_senior = int(np.count_nonzero(authors))
+        self.stats.written[SENIOR] += by_senior
+        self.stats.written[JUNIOR] += len(authors) - by_senior
+        if self.recorded is not None:
+            for slot, author in zip(slots.tolist(), authors.tolist(), strict=True):
+                self.authors_of[slot].append(author)
+
+    def written(self, slots: np.ndarray) -> np.ndarray:
         """Own tokens of all turns so far."""
-        ledger = self._ledger
+        ledger = self.ledger
         return ledger.before[slots] + ledger.length[slots] - ledger.prompt[slots]
 
     def _first_authors(
@@ -338,33 +321,36 @@ class Planner:
         senior = np.empty(len(slots), dtype=bool)
         if goes_on.any():
             at = slots[goes_on]
-            last = torch.from_numpy(self._ledger.author[at] == SENIOR)
-            senior[goes_on] = self._selection.turn(torch.from_numpy(at), last).numpy()
+            last = torch.from_numpy(self.ledger.author[at] == SENIOR)
+            senior[goes_on] = self.selection.turn(torch.from_numpy(at), last).numpy()
         new = (~goes_on).nonzero()[0]
         if len(new):
             some = [admissions[i] for i in new.tolist()]
             histories = [a.history for a in some] if any(a.history for a in some) else None
             at, strategies = torch.from_numpy(slots[new]), [a.strategy for a in some]
-            senior[new] = self._selection.admit(at, strategies, keys[torch.from_numpy(new)], histories).numpy()
+            senior[new] = self.selection.admit(at, strategies, keys[torch.from_numpy(new)], histories).numpy()
         return senior
 
-    def _grow(self, needed: int) -> _Ledger:
+    def _grow(self, needed: int) -> Ledger:
         """The ledger, with so many free slots."""
         while len(self._free) < needed:
             capacity = len(self._blocks)
-            self._ledger = self._ledger.grown()
+            self.ledger = self.ledger.grown()
             self._blocks += [[] for _ in range(capacity)]
             self._token_keys = np.concatenate([self._token_keys, np.empty_like(self._token_keys)])
             self._free = [*range(capacity, 2 * capacity)][::-1] + self._free
-        return self._ledger
+        return self.ledger
 
     def _release(self, slots: list[int]) -> None:
         if slots:
-            self._selection.release(slots)
+            self.selection.release(slots)
             self._free += slots
 
-    def _check_writers(self, slots: np.ndarray, ids: Sequence[str]) -> None:
-        kept = self._ledger.writers[self._ledger.author[slots], slots]
+    def check_writers(self, slots: np.ndarray, authors: np.ndarray, ids: Sequence[str]) -> None:
+        """Raises:
+        EngineError: a strategy lets somebody write who it promised would not.
+        """
+        kept = self.ledger.writers[authors, slots]
         if not kept.all():
             raise EngineError(
                 f"request {ids[int(kept.argmin())]}: its strategy lets somebody write who it promised would not "
@@ -373,8 +359,8 @@ class Planner:
 
     def _refill_token_keys(self, slots: np.ndarray) -> None:
         """The next token keys of some rows, a page of them at once."""
-        ledger = self._ledger
-        written = self._written(slots)
+        ledger = self.ledger
+        written = self.written(slots)
         ledger.drawn[slots] = first = written - written % DRAWN_AHEAD
         counters = first[:, None] + np.arange(DRAWN_AHEAD)
         keys = ledger.stream[slots].repeat(DRAWN_AHEAD)
@@ -383,7 +369,7 @@ class Planner:
 
     def _reallocate(self, slot: int, hits: int) -> None:
         """A request that has been given all its blocks anew, the first ``hits`` of them from the prefix cache."""
-        ledger = self._ledger
+        ledger = self.ledger
         for who in (JUNIOR, SENIOR):
             filled = self.filled[who, self._blocks[slot][:hits]]
             run = hits if filled.all() else int(filled.argmin())
@@ -393,20 +379,32 @@ class Planner:
 
     def _postpone(self, run: np.ndarray, slots: np.ndarray) -> None:
         """Take the rows of one model out of a step that only decodes."""
-        waited = self._ledger.waited[slots]
+        waited = self.ledger.waited[slots]
         overdue = [int(waited[rows].max(initial=0)) for rows in run]
         chosen = int(np.argmax(overdue if max(overdue) >= MAX_WAIT else run.sum(1)))
         run[1 - chosen] = False
-        self._ledger.waited[slots] = np.where(run[chosen], 0, waited + 1)
+        self.ledger.waited[slots] = np.where(run[chosen], 0, waited + 1)
 
-    def _prepare_passes(
-        self, who: int, run: np.ndarray, slots: np.ndarray, end: np.ndarray, ends: np.ndarray
+    def prepare_passes(
+        self,
+        who: int,
+        run: np.ndarray,
+        slots: np.ndarray,
+        end: np.ndarray,
+        ends: np.ndarray,
+        *,
+        provisional: bool = False,
     ) -> list[Pass]:
-        """The rows of ``run`` brought to ``end`` by one model, in as few forwards as the budget allows."""
+        """The rows of ``run`` brought to ``end`` by one model, in as few forwards as the budget allows.
+
+        Args:
+            run, slots, end, ends: of every row of the step; ``ends``: its next token is wanted.
+            provisional: the tokens may change yet, so the blocks do not count as filled.
+        """
         passes, rows = [], run.nonzero()[0]
         while len(rows):
             at = slots[rows]
-            start = self._ledger.computed[who][at]
+            start = self.ledger.computed[who][at]
             count = end[rows] - start
             total = int(count.sum())
             left = rows[:0]
@@ -419,22 +417,16 @@ class Planner:
             self.stats.passes[who] += 1
             self.stats.computed[who] += total
             passes.append(self._prepare_pass(who, rows, at, start, count, ends[rows] & (start + count == end[rows])))
+            if not provisional:
+                self.mark_filled(who, at, start, start + count)
             rows = left
         return passes
 
     def _prepare_pass(
         self, who: int, rows: np.ndarray, slots: np.ndarray, start: np.ndarray, count: np.ndarray, ends: np.ndarray
     ) -> Pass:
-        ledger, ids = self._ledger, self._step[0]
-        after = ledger.computed[who][slots] = start + count
-        if self.prefix_caching:
-            full: list[int] = []
-            crossed = (after % self.block_size < count).nonzero()[0]
-            old, new = start[crossed] // self.block_size, after[crossed] // self.block_size
-            for slot, a, b in zip(slots[crossed].tolist(), old.tolist(), new.tolist(), strict=True):
-                full += self._blocks[slot][a:b]
-            if full:
-                self.filled[who, full] = True
+        ledger, ids = self.ledger, self._step[0]
+        ledger.computed[who][slots] = start + count
         forward = Pass(
             ids=ids if len(rows) == len(ids) else [ids[i] for i in rows.tolist()],
             start=start.tolist(),
@@ -452,9 +444,21 @@ class Planner:
             self._prepare_updates(who, changed, forward)
         return forward
 
+    def mark_filled(self, who: int, slots: np.ndarray, start: np.ndarray, end: np.ndarray) -> None:
+        """The blocks that a model has filled by computing tokens ``start`` to ``end`` of each slot."""
+        if not self.prefix_caching:
+            return
+        full: list[int] = []
+        old, new = start // self.block_size, end // self.block_size
+        crossed = (new > old).nonzero()[0]
+        for slot, a, b in zip(slots[crossed].tolist(), old[crossed].tolist(), new[crossed].tolist(), strict=True):
+            full += self._blocks[slot][a:b]
+        if full:
+            self.filled[who, full] = True
+
     def _prepare_updates(self, who: int, rows: np.ndarray, forward: Pass) -> None:
         """What the runner has to be told of requests that came, got blocks or were preempted since its last pass."""
-        ledger, slots = self._ledger, forward.slots[rows]
+        ledger, slots = self.ledger, forward.slots[rows]
         forward.new += rows[~ledger.known[who][slots]].tolist()
         forward.replaced |= {forward.ids[i] for i in rows[ledger.replace[who][slots]].tolist()}
         owned = [self._blocks[slot] for slot in slots.tolist()]

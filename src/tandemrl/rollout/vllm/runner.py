@@ -15,17 +15,21 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from torch import Tensor
 from vllm.config import set_current_vllm_config
 from vllm.v1.attention.backends.utils import record_kv_cache_layout
 from vllm.v1.core.kv_cache_utils import get_kv_cache_config_from_groups, get_kv_cache_groups
 from vllm.v1.core.sched.output import CachedRequestData, NewRequestData, SchedulerOutput
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheSpec
-from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT, LogprobsLists, ModelRunnerOutput
+from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT, ModelRunnerOutput
 
 from tandemrl.rollout.engine import EngineError
+from tandemrl.rollout.vllm.drafting import Round
+from tandemrl.rollout.vllm.outputs import Written
 from tandemrl.rollout.vllm.planner import JUNIOR, SENIOR, Admission, Pass, Planner
-from tandemrl.rollout.vllm.sampler import TandemSampler
+from tandemrl.rollout.vllm.sampler import TandemSampler, can_draft
 from tandemrl.rollout.vllm.settings import TandemOptions, history_of
+from tandemrl.rollout.vllm.verifying import draws
 from tandemrl.selection import Strategy
 from tandemrl.selection.draws import mix64
 
@@ -98,6 +102,8 @@ class TandemModelRunner:
         }
         self._finished: dict[int, set[str]] = {who: set() for who in self.runners}
         self._launched: dict[int, list[_Launched]] = {}
+        self._scheduled: SchedulerOutput | None = None
+        self._ahead: np.ndarray = np.empty(0, np.int64)
         self._ids: list[str] = []
 
     def __getattr__(self, name: str) -> Any:
@@ -185,10 +191,13 @@ class TandemModelRunner:
         planner.admit([self._admission(new) for new in scheduled.scheduled_new_reqs])
         cached, new = scheduled.scheduled_cached_reqs, scheduled.scheduled_new_reqs
         self._ids = [n.req_id for n in new] + cached.req_ids
+        placeholders = scheduled.scheduled_spec_decode_tokens
+        ahead = [len(placeholders.get(id, ())) for id in self._ids]
+        self._scheduled, self._ahead = scheduled, np.array(ahead)
         passes = planner.schedule(
             self._ids,
             [n.num_computed_tokens for n in new] + cached.num_computed_tokens,
-            [scheduled.num_scheduled_tokens[id] for id in self._ids],
+            [scheduled.num_scheduled_tokens[id] - slots for id, slots in zip(self._ids, ahead, strict=True)],
             [n.block_ids[0] for n in new] + [None if b is None else b[0] for b in cached.new_block_ids],
             cached.resumed_req_ids,
         )
@@ -197,8 +206,8 @@ class TandemModelRunner:
             launched = self._launched[who] = []
             for forward in passes[who]:
                 if launched:
-                    launched[-1] = self._sample(who, launched[-1])
-                self._launch(who, forward, scheduled, data)
+                    launched[-1] = self._sampled(who, launched[-1])
+                self._launch(who, forward, data)
                 launched.append(_Launched(forward, None))
         return None
 
@@ -208,32 +217,59 @@ class TandemModelRunner:
         assert planner is not None
         if grammar_output is not None:
             raise EngineError("structured outputs are not supported in tandem decoding")
-        launched = {who: [self._sample(who, one) for one in passes] for who, passes in self._launched.items()}
+        launched = {who: [self._sampled(who, one) for one in passes] for who, passes in self._launched.items()}
         self._launched = {}
         authors = planner.authors
-        tokens = np.full(len(ids), -1, dtype=np.int64)
-        sources: list[tuple[LogprobsLists | None, int]] = [(None, 0)] * len(ids)
-        guessed: dict[int, set[int]] = {who: set() for who in launched}  # rows that the other model sampled, too
+        written = Written(len(ids), 1 + int(self._ahead.max(initial=0)))
         for who, passes in launched.items():
             for forward, output in passes:
                 assert output is not None
-                for i in forward.ends.nonzero()[0].tolist():
-                    row = int(forward.rows[i])
-                    if authors[row] != who:
-                        guessed[who].add(row)
-                        continue
-                    at = output.req_id_to_index[forward.ids[i]]
-                    tokens[row] = output.sampled_token_ids[at][0]
-                    sources[row] = output.logprobs, at
+                mine = forward.ends & (authors[forward.rows] == who)
+                drawn = [forward.ids[i] for i in mine.nonzero()[0].tolist()]
+                written.put_sampled(forward.rows[mine], 0, output, drawn)
+                written.count[forward.rows[mine]] = 1
+        outputs, drafting = planner.outputs, planner.drafting
+        if len(drafting):
+            written.count[drafting] = self._draft(written)
+        in_round = np.isin(np.arange(len(ids)), drafting)
         for who, runner in self.runners.items():
-            self._append_tokens(runner, tokens, authors != who, guessed.get(who, set()))
-        planner.postprocess(tokens)
-        return ModelRunnerOutput(
-            req_ids=ids,
-            req_id_to_index={id: i for i, id in enumerate(ids)},
-            sampled_token_ids=[[] if token < 0 else [token] for token in tokens.tolist()],
-            logprobs=_merged(sources),
-        )
+            for row in ((written.count > 0) & (in_round | (authors != who))).nonzero()[0].tolist():
+                tokens = written.tokens[row, : written.count[row]].tolist()
+                _set_outputs(runner, ids[row], int(outputs[row]), tokens)
+        planner.postprocess(np.where((written.count > 0) & ~in_round, written.tokens[:, 0], -1))
+        return written.output(ids)
+
+    def _draft(self, written: Written) -> np.ndarray:
+        """One round of the rows that decode; returns how many tokens each has written."""
+        assert self.planner is not None
+        junior, senior = self.runners[JUNIOR], self.runners[SENIOR]
+        step = Round(self.planner, self._ahead[self.planner.drafting])
+        for depth in range(step.depths):
+            for forward in step.draft_passes(depth):
+                self._launch(JUNIOR, forward, {})
+                order = [step.index[id] for id in junior.input_batch.req_ids]
+                output = self._sample(JUNIOR, step.keys[order, depth])
+                ended = [forward.ids[i] for i in forward.ends.nonzero()[0].tolist()]
+                rows = forward.rows[forward.ends]
+                written.put_sampled(rows, depth, output, ended)
+                taken = np.array([step.index[id] for id in ended], dtype=np.int64)
+                step.take(depth, taken, written.tokens[rows, depth])
+            step.advance(depth)
+        for forward in step.catch_up_passes():
+            self._launch(SENIOR, forward, {})
+            senior.execute_model_state = None  # nothing of it is sampled
+        verify = step.verify_pass()
+        if verify is not None:
+            for id, tokens in step.drafts():
+                _set_outputs(senior, id, int(step.outputs[step.index[id]]), tokens)
+            self._launch(SENIOR, verify, {})
+            with self._devices[SENIOR]:
+                for some in draws(senior, verify, step):
+                    step.correct(some.rows, some.depths, some.tokens)
+                    written.put(
+                        step.rows[some.rows], some.depths, some.tokens, some.logprobs, np.arange(len(some.rows))
+                    )
+        return step.settle()
 
     def _admission(self, new: NewRequestData) -> Admission:
         sampling = new.sampling_params
@@ -264,9 +300,14 @@ class TandemModelRunner:
         if JUNIOR not in self.runners and strategy.writers != "senior":
             raise EngineError(f"request {new.req_id}: its strategy needs a junior and the engine has none")
         row, history = extra.get("tandem_row"), history_of(extra)
-        return Admission(new.req_id, len(new.prompt_token_ids), int(key), strategy, history, row)
+        stops = frozenset(sampling.stop_token_ids or ())
+        length, drafts = len(new.prompt_token_ids), can_draft(sampling)
+        return Admission(new.req_id, length, int(key), strategy, history, row, stops, drafts)
 
-    def _launch(self, who: int, forward: Pass, scheduled: SchedulerOutput, data: Mapping[str, NewRequestData]) -> None:
+    def _launch(self, who: int, forward: Pass, data: Mapping[str, NewRequestData]) -> None:
+        """Args: data: of the requests that are new to this model."""
+        scheduled = self._scheduled
+        assert scheduled is not None
         new = set(forward.new)
         cached = [i for i in range(len(forward.ids)) if i not in new] if new else range(len(forward.ids))
         own = dataclasses.replace(
@@ -288,6 +329,7 @@ class TandemModelRunner:
             ),
             num_scheduled_tokens=dict(zip(forward.ids, forward.count, strict=True)),
             total_num_scheduled_tokens=sum(forward.count),
+            scheduled_spec_decode_tokens={},
             finished_req_ids=self._finished[who],
         )
         self._finished[who] = set()
@@ -297,37 +339,36 @@ class TandemModelRunner:
             if runner.execute_model(own) is not None:
                 raise EngineError("the model runner returned before sampling; this vLLM version is not supported")
 
-    def _sample(self, who: int, launched: _Launched) -> _Launched:
+    def _sampled(self, who: int, launched: _Launched) -> _Launched:
         if launched.output is not None:
             return launched
         assert self.planner is not None
+        keys = self.planner.token_keys(self.runners[who].input_batch.req_ids, launched.forward)
+        return _Launched(launched.forward, self._sample(who, keys))
+
+    def _sample(self, who: int, keys: Tensor) -> ModelRunnerOutput:
+        """What a runner draws after a pass. ``keys``: of the rows of its batch."""
         runner = self.runners[who]
         with self._devices[who]:
-            runner.sampler.topk_topp_sampler.token_keys = self.planner.token_keys(
-                runner.input_batch.req_ids, launched.forward
-            )
-            return _Launched(launched.forward, runner.sample_tokens(None))
+            runner.sampler.topk_topp_sampler.token_keys = keys
+            return runner.sample_tokens(None)
 
-    def _append_tokens(self, runner: Any, tokens: np.ndarray, others: np.ndarray, guessed: set[int]) -> None:
-        """Give a runner the tokens that the other model wrote. A guess of its own is overwritten."""
-        batch = runner.input_batch
-        for row in (others & (tokens >= 0)).nonzero()[0].tolist():
-            id, token = self._ids[row], int(tokens[row])
-            state = runner.requests.get(id)
-            if state is None:
-                continue
-            index = batch.req_id_to_index.get(id)
-            if row in guessed:
-                state.output_token_ids[-1] = token
-                if index is not None:
-                    batch.token_ids_cpu[index, batch.num_tokens_no_spec[index] - 1] = token
-            else:
-                state.output_token_ids.append(token)
-                if index is not None:
-                    at = batch.num_tokens_no_spec[index]
-                    batch.token_ids_cpu[index, at] = token
-                    batch.is_token_ids[index, at] = True
-                    batch.num_tokens_no_spec[index] = at + 1
+
+def _set_outputs(runner: Any, id: str, before: int, tokens: Sequence[int]) -> None:
+    """Give a runner what was written after the first ``before`` tokens of a request, instead of what it drew itself."""
+    state = runner.requests.get(id)
+    if state is None:
+        return
+    del state.output_token_ids[before:]
+    state.output_token_ids.extend(tokens)
+    batch = runner.input_batch
+    index = batch.req_id_to_index.get(id)
+    if index is not None:
+        begin = batch.num_prompt_tokens[index] + before
+        end = begin + len(tokens)
+        batch.token_ids_cpu[index, begin:end] = tokens
+        batch.is_token_ids[index, begin:end] = True
+        batch.num_tokens_no_spec[index] = end
 
 
 def _unseeded(new: NewRequestData) -> NewRequestData:
@@ -366,25 +407,8 @@ def _own_kv_cache(runner: Any, shared: KVCacheConfig, block_size: int) -> KVCach
     return own
 
 
-def _merged(sources: Sequence[tuple[LogprobsLists | None, int]]) -> LogprobsLists | None:
-    """One row per request; where there is no token the id is 0 and the log-prob -inf."""
-    width = max((lists.logprobs.shape[1] for lists, _ in sources if lists is not None), default=0)
-    if not width:
-        return None
-    ids = np.zeros((len(sources), width), dtype=np.int32)
-    logprobs = np.full((len(sources), width), -np.inf, dtype=np.float32)
-    ranks = np.zeros(len(sources), dtype=np.int64)
-    for row, (lists, at) in enumerate(sources):
-        if lists is not None:
-            own = lists.logprobs.shape[1]
-            ids[row, :own], logprobs[row, :own] = lists.logprob_token_ids[at], lists.logprobs[at]
-            ranks[row] = lists.sampled_token_ranks[at]
-    return LogprobsLists(ids, logprobs, ranks)
-
-
 def _refuse_unsupported(scheduled: SchedulerOutput) -> None:
     for name in (
-        "scheduled_spec_decode_tokens",
         "scheduled_encoder_inputs",
         "kv_cache_block_copies",
         "new_block_ids_to_zero",

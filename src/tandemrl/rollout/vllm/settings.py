@@ -20,6 +20,8 @@ class TandemOptions:
     junior: str | None = None
     """Model folder or hub id; None: only the senior writes."""
     mode: SchedulingMode = "lazy"
+    draft: int = 0
+    """Tokens that the junior writes ahead in ``draft`` mode."""
     junior_dtype: str | None = None
     junior_quantization: str | None = None
     junior_device: str | None = None
@@ -27,6 +29,11 @@ class TandemOptions:
     """The strategy of requests that name none, as ``selection.*`` of a config."""
     record: bool = False
     """Keep every request's authors for ``tandem_record``."""
+
+
+def options_of(config: VllmConfig) -> TandemOptions:
+    additional = config.additional_config
+    return TandemOptions(**(additional.get("tandem", {}) if isinstance(additional, dict) else {}))
 
 
 def check_config(config: VllmConfig) -> None:

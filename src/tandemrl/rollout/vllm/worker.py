@@ -1,5 +1,6 @@
 """vLLM's workers and scheduler for two models: what ``worker_cls`` and ``scheduler_cls`` name."""
 
+import copy
 import dataclasses
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -23,7 +24,7 @@ from tandemrl.rollout.schedule import schedule_of
 from tandemrl.rollout.sync import fingerprint
 from tandemrl.rollout.vllm.planner import JUNIOR, SENIOR, SchedulingMode, check_mode
 from tandemrl.rollout.vllm.runner import TandemModelRunner
-from tandemrl.rollout.vllm.settings import TandemOptions, check_config, junior_config
+from tandemrl.rollout.vllm.settings import TandemOptions, check_config, junior_config, options_of
 from tandemrl.rollout.vllm.weights import hf_parameters, import_weights, load_checkpoint_weights, read_weights
 from tandemrl.selection import Strategy, Who
 
@@ -37,8 +38,7 @@ class _TandemWorker:
 
     def init_device(self) -> None:
         check_config(self.vllm_config)
-        additional = self.vllm_config.additional_config
-        options = TandemOptions(**(additional.get("tandem", {}) if isinstance(additional, dict) else {}))
+        options = options_of(self.vllm_config)
         super().init_device()  # type: ignore[misc]  # vLLM's worker, the other base of both classes below
         senior, junior = self.model_runner, None
         if options.junior is not None:
@@ -62,6 +62,8 @@ class _TandemWorker:
             self.model_runner.planner.forget_rows()
 
     def tandem_mode(self, mode: SchedulingMode) -> None:
+        if mode == "draft" and not self.model_runner.options.draft:
+            raise EngineError("mode=draft: this engine was started without a junior or with rollout.draft_tokens=0")
         self.model_runner.planner.mode = check_mode(mode)
 
     def tandem_record(self) -> dict[int, list[int]]:
@@ -123,17 +125,55 @@ class TandemGPUWorker(_TandemWorker, Worker):  # type: ignore[misc]  # likewise
 
 
 class TandemScheduler(Scheduler):
-    """vLLM's scheduler, where a request that waited for its author is scheduled again."""
+    """vLLM's scheduler, with KV slots for drafts; a request that waited for its author is scheduled again."""
+
+    def schedule(self, *args: Any, **kwargs: Any) -> SchedulerOutput:
+        room = self.max_num_scheduled_tokens // max(1, len(self.running)) - 1
+        ahead = min(options_of(self.vllm_config).draft, room)
+        for request in self.running if ahead > 0 else ():
+            if request.num_computed_tokens == request.num_tokens - 1:
+                # Placeholders, of which what is not written is rolled back. The last token needs no slot.
+                left = request.max_tokens - request.num_output_tokens - 1
+                request.spec_token_ids = [-1] * min(ahead, left)
+        return super().schedule(*args, **kwargs)
 
     def update_from_output(
         self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput
     ) -> dict[int, Any]:
+        written = [*zip(model_runner_output.req_ids, model_runner_output.sampled_token_ids, strict=True)]
+        several = [self.requests.get(id) for id, tokens in written if len(tokens) > 1]
+        with_strings = {r.request_id for r in several if r is not None and r.sampling_params and r.sampling_params.stop}
         outputs = super().update_from_output(scheduler_output, model_runner_output)
-        for id, tokens in zip(model_runner_output.req_ids, model_runner_output.sampled_token_ids, strict=True):
+        for id, tokens in written:
             request = None if tokens else self.requests.get(id)
             if request is not None and request.num_computed_tokens >= request.num_tokens:
                 request.num_computed_tokens = request.num_tokens - 1
+        for each in outputs.values() if with_strings else ():
+            each.outputs = [
+                one
+                for output in each.outputs
+                for one in (_one_by_one(output) if output.request_id in with_strings else [output])
+            ]
         return outputs
+
+    def make_spec_decoding_stats(self, *args: Any, **kwargs: Any) -> None:
+        """None: those are of vLLM's own drafts."""
+
+
+def _one_by_one(output: Any) -> list[Any]:
+    """Several tokens as if they had come one after the other: a stop string is looked for after each."""
+    last, logprobs = len(output.new_token_ids) - 1, output.new_logprobs
+    each = []
+    for i, token in enumerate(output.new_token_ids):
+        one = copy.copy(output)
+        one.new_token_ids = [token]
+        one.new_logprobs = None if logprobs is None else logprobs.slice_request(i, 1)
+        if i < last:
+            one.finish_reason = one.stop_reason = None
+        if i:
+            one.events = one.prefill_stats = None
+        each.append(one)
+    return each
 
 
 def tandem_arguments(options: TandemOptions) -> dict[str, Any]:

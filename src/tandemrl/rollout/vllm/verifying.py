@@ -1,0 +1,90 @@
+"""The senior's draws at its places in drafts: after one forward of its stock runner over several tokens of each row."""
+
+import dataclasses
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+from vllm.v1.outputs import LogprobsLists
+from vllm.v1.sample.logits_processor import LogitsProcessors
+from vllm.v1.sample.metadata import SamplingMetadata
+
+from tandemrl.rollout.vllm.drafting import Round
+from tandemrl.rollout.vllm.planner import Pass
+
+LOGITS_AT_ONCE = 256
+"""Places whose logits exist at the same time, beside those of each row's last place, which the forward computes."""
+
+
+class Draws(NamedTuple):
+    """Tokens and log-probs of some places: rows of the round, depths."""
+
+    rows: np.ndarray
+    depths: np.ndarray
+    tokens: np.ndarray
+    logprobs: LogprobsLists | None
+
+
+def draws(runner: Any, forward: Pass, step: Round) -> list[Draws]:
+    """What the senior draws at all its places in a round, whose ``verify_pass`` its ``runner`` has just launched.
+
+    The runner's own sampling is left out, since that knows of one place per row.
+    """
+    state, runner.execute_model_state = runner.execute_model_state, None
+    batch = runner.input_batch
+    order = np.array([step.index[id] for id in batch.req_ids])
+    counts = dict(zip(forward.ids, forward.count, strict=True))
+    ends = np.cumsum([counts[id] for id in batch.req_ids])
+    row, depth = step.senior[order].nonzero()
+    behind = step.last[order][row] - depth  # tokens of the row that were read after this place
+    final, further = np.flatnonzero(behind == 0), np.flatnonzero(behind)
+    known = step.outputs[order]
+
+    def drawn(some: np.ndarray, logits: Tensor) -> Draws:
+        rows, depths = row[some], depth[some]
+        sampler, device = runner.sampler, logits.device
+        metadata = _at_places(batch.sampling_metadata, rows, known[rows] + depths, device)
+        sampler.topk_topp_sampler.token_keys = step.keys[order[rows], depths]
+        sampler.topk_topp_sampler.min_p = _min_p(runner, rows, device)
+        output = sampler(logits=logits, sampling_metadata=metadata)
+        sampler.topk_topp_sampler.min_p = None
+        logprobs = output.logprobs_tensors
+        lists = None if logprobs is None else logprobs.tolists()
+        return Draws(order[rows], depths, output.sampled_token_ids[:, 0].cpu().numpy(), lists)
+
+    each = [drawn(final, state.logits)]  # by row of the batch, as `row` is
+    for some in np.split(further, range(LOGITS_AT_ONCE, len(further), LOGITS_AT_ONCE)):
+        if len(some):
+            places = torch.from_numpy(ends[row[some]] - 1 - behind[some]).to(state.hidden_states.device)
+            each.append(drawn(some, runner.model.compute_logits(state.hidden_states[places])))
+    return each
+
+
+def _at_places(metadata: SamplingMetadata, rows: np.ndarray, known: np.ndarray, device: Any) -> SamplingMetadata:
+    """The batch's sampling parameters for places of its rows. ``known``: tokens written before each."""
+    at = torch.from_numpy(rows).to(device)
+
+    def taken(values: Tensor | None) -> Tensor | None:
+        return None if values is None else values[at]
+
+    penalties = {}
+    if not metadata.no_penalties:
+        written = [metadata.output_token_ids[row][:n] for row, n in zip(rows.tolist(), known.tolist(), strict=True)]
+        names = ("prompt_token_ids", "frequency_penalties", "presence_penalties", "repetition_penalties")
+        penalties = {name: taken(getattr(metadata, name)) for name in names} | {"output_token_ids": written}
+    return dataclasses.replace(
+        metadata,
+        temperature=taken(metadata.temperature),
+        top_p=taken(metadata.top_p),
+        top_k=taken(metadata.top_k),
+        logitsprocs=LogitsProcessors(),  # min_p alone, which is ours here; see `can_draft`
+        **penalties,  # type: ignore[arg-type]
+    )
+
+
+def _min_p(runner: Any, rows: np.ndarray, device: Any) -> Tensor | None:
+    """Of each place, if any row has one."""
+    ids = runner.input_batch.req_ids
+    values = np.array([runner.requests[id].sampling_params.min_p for id in ids], dtype=np.float32)
+    return torch.from_numpy(values[rows]).to(device) if values.any() else None

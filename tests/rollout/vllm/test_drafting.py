@@ -1,0 +1,206 @@
+"""Drafting through handovers: the tokens are those of lazy mode and of the reference engine, in fewer passes."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+from pairs import (
+    JUNIORS,
+    LENGTHS,
+    VLLM,
+    abort_after,
+    assert_equal_completions,
+    assert_sound,
+    changed,
+    flat,
+    logprob_errors,
+    mixed,
+    models,
+    reference,
+    start_engine,
+    strategies,
+    tokens,
+    with_strategy,
+)
+
+from helpers import prompts
+from tandemrl.config import Config, ConfigError, RolloutConfig, VllmConfig
+from tandemrl.config.rules import check
+from tandemrl.rollout.engine import Completion, EngineError, Request, Sampling
+from tandemrl.selection import solo
+
+pytestmark = VLLM
+
+NEAR = "near junior"
+SETTINGS = [
+    Sampling(max_tokens=40),
+    Sampling(max_tokens=40, temperature=0.0, ignore_eos=True),
+    Sampling(max_tokens=40, temperature=1.5),
+    Sampling(max_tokens=30, top_p=0.8),
+    Sampling(max_tokens=30, min_p=0.1, ignore_eos=True),
+    Sampling(max_tokens=30, repetition_penalty=1.3, ignore_eos=True),
+    Sampling(max_tokens=30, temperature=0.0, presence_penalty=0.8, frequency_penalty=0.5, ignore_eos=True),
+    Sampling(
+        max_tokens=30, temperature=0.9, top_p=0.95, top_k=30, min_p=0.01, repetition_penalty=1.1,
+        presence_penalty=0.2, frequency_penalty=0.3,
+    ),
+    Sampling(max_tokens=40, stop=("st", "a"), stop_token_ids=(7,)),
+]  # fmt: skip
+TIGHT: dict[int, dict[str, Any]] = {
+    1: dict(max_batched_tokens=64, max_rows=48),
+    4: dict(kv_blocks=18, block_size=32, max_batched_tokens=64, max_rows=48),
+    8: {},
+}
+"""By tokens drafted: chunked prefill; preemption, too, and catch-ups longer than the budget; plenty of everything."""
+
+
+def mixture(count: int, *, seed: int = 0) -> list[Request]:
+    """Strategies, samplings and lengths take turns, in different rhythms."""
+    drawn = mixed(prompts(count, seed=seed, lengths=LENGTHS), SETTINGS[0], seed=seed)
+    settings = [SETTINGS[(i + i // len(strategies())) % len(SETTINGS)] for i in range(count)]
+    return [Request(r.prompt, r.keys, s, r.strategy) for r, s in zip(drawn, settings, strict=True)]
+
+
+def drafted(engines, pair: str = NEAR, k: int = 8, **options: Any) -> Any:
+    """An engine that drafts."""
+    return engines(pair, mode="draft", draft_tokens=k, **options)
+
+
+def in_mode(engine: Any, mode: str, batch: list[Request]) -> list[Completion]:
+    engine.set_mode(mode)
+    try:
+        return flat(engine.generate(batch))
+    finally:
+        engine.set_mode("draft")
+
+
+@pytest.fixture(scope="module")
+def engine(engines) -> Any:
+    return drafted(engines)
+
+
+@pytest.fixture(scope="module")
+def wanted() -> dict[str, list[Completion]]:
+    """By pair: what the reference engine writes."""
+    batch = mixture(28, seed=1)
+    return {pair: flat(reference(pair).generate(batch)) for pair in (NEAR, "Llama junior")}
+
+
+@pytest.mark.parametrize(("pair", "k"), [(NEAR, 1), (NEAR, 4), (NEAR, 8), ("Llama junior", 4)])
+def test_drafting_changes_no_token(engines, scheduled, wanted, pair, k):
+    """Against the reference engine, whatever the strategy and the sampling; a near-tie may fall either way."""
+    batch, engine = mixture(28, seed=1), drafted(engines, pair, k, **TIGHT[k])
+    engine.recorded_authors()
+    found = flat(engine.generate(batch))
+    assert_sound(batch, [[c] for c in found])
+    assert k != 4 or scheduled.preemptions >= 2
+    drafts = engine.passes
+    assert drafts.tokens == sum(len(c.tokens) for c in found)
+    record = engine.recorded_authors()
+    for one, other, request in zip(found, wanted[pair], batch, strict=True):
+        assert one.tokens.tolist() == other.tokens.tolist()
+        assert one.author.tolist() == other.author.tolist()
+        assert one.stop_reason == other.stop_reason
+        assert np.abs(one.behaviour_logprobs - other.behaviour_logprobs).max() < 1e-4
+        # A stop string is found in a text after the workers have written on.
+        assert record[one.key][: len(one.tokens)].tolist() == one.author.tolist()
+        assert request.sampling.stop or len(record[one.key]) == len(one.tokens)
+    if pair == NEAR:
+        assert 0.4 < drafts.acceptance < 1
+        in_mode(engine, "lazy", batch)
+        assert drafts.senior < {1: 0.8, 4: 0.6, 8: 0.5}[k] * engine.passes.senior
+
+
+def test_limits_and_stops_inside_a_draft(engine):
+    """Texts of one token to twenty, and stop strings of which one begins within another."""
+    short = [changed(SETTINGS[i % 3], max_tokens=1 + i % 20) for i in range(40)]
+    stops = [Sampling(max_tokens=30, stop=stop) for stop in (("a",), ("ab", "a", "b"), ("in ", "n"), ("th", "t"))]
+    drawn = mixed(prompts(80, seed=2, lengths=LENGTHS), SETTINGS[0], seed=2)
+    batch = [Request(r.prompt, r.keys, s, r.strategy) for r, s in zip(drawn, [*short, *stops * 10], strict=True)]
+    lazy, found = in_mode(engine, "lazy", batch), flat(engine.generate(batch))
+    assert_equal_completions(found, lazy)
+    assert {c.stop_reason for c in found[40:]} >= {"stop", "length"}
+
+
+def test_the_senior_alone_is_drafted_too(engine):
+    batch = with_strategy(mixture(18, seed=3), solo("senior"))
+    lazy, written = in_mode(engine, "lazy", batch), flat(engine.generate(batch))
+    passes = engine.passes
+    assert_equal_completions(written, lazy)
+    assert passes.senior < 0.6 * passes.tokens
+    assert all((c.author == 1).all() for c in written)
+    junior = with_strategy(batch, solo("junior"))
+    assert_equal_completions(flat(engine.generate(junior)), in_mode(engine, "lazy", junior))
+
+
+def test_a_prefix_cache_holds_what_was_settled(engines, scheduled):
+    """Second prompts are first ones with what was written, by either author, upon drafts that were thrown away."""
+    engine = drafted(engines, "Llama junior", 4, **(TIGHT[4] | dict(kv_blocks=200)))
+    first = mixed(prompts(12, seed=4, lengths=LENGTHS), Sampling(max_tokens=60, ignore_eos=True), seed=4)
+    texts = tokens(flat(engine.generate(first)))
+    before = scheduled.cached_tokens
+    longer = [[*r.prompt, *text, 9] for r, text in zip(first, texts, strict=True)][::-1]
+    for strategy in (None, solo("senior"), solo("junior")):
+        second = mixed(longer, Sampling(max_tokens=16), seed=5)
+        second = second if strategy is None else with_strategy(second, strategy)
+        written = engine.generate(second)
+        assert_sound(second, written)
+        assert logprob_errors(models("Llama junior"), second, written).max() < 1e-4
+    assert scheduled.cached_tokens - before > 1000
+
+
+def test_an_abort_cuts_a_text_off(engine):
+    batch = mixed(prompts(12, seed=6, lengths=(40, 7)), Sampling(max_tokens=100, ignore_eos=True), seed=6)
+    whole = in_mode(engine, "lazy", batch)
+    cut = abort_after(engine, batch, 12 * 30, [batch[i].keys[0] for i in range(0, 12, 2)])
+    for i, (one, other) in enumerate(zip(cut, whole, strict=True)):
+        assert one.stop_reason == ("abort" if i % 2 == 0 else "length")
+        assert 10 <= len(one.tokens) < 90 or i % 2
+        assert one.tokens.tolist() == other.tokens.tolist()[: len(one.tokens)]
+        assert np.abs(one.behaviour_logprobs - other.behaviour_logprobs[: len(one.tokens)]).max() < 1e-4
+    assert_equal_completions(flat(engine.generate(batch)), whole)
+
+
+def test_requests_that_change_logits_otherwise_are_not_drafted(engine):
+    """What a server's clients may ask for: those rows go the lazy way, beside others that are drafted."""
+    from vllm import SamplingParams
+
+    engine.backend.call("tandem_register", {"default": strategies()["bernoulli 0.5"]})
+    biased: list[dict[str, Any]] = [{}, dict(logit_bias={9: 5.0}), dict(min_tokens=10), dict(allowed_token_ids=[5, 9])]
+    written = {}
+    for mode in ("lazy", "draft"):
+        engine.set_mode(mode)
+        for i, extra in enumerate(biased * 2):
+            params = SamplingParams(max_tokens=20, seed=i, logprobs=2 * (i > 3), detokenize=False, **extra)
+            engine.backend.llm.add_request(str(i), {"prompt_token_ids": [5, 6, 7 + i]}, params)
+        done: dict[str, Any] = {}
+        while engine.backend.llm.has_unfinished_requests():
+            done |= {o.request_id: o.outputs[0] for o in engine.backend.llm.step() if o.finished}
+        written[mode] = [(done[str(i)].token_ids, [sorted(place) for place in done[str(i)].logprobs]) for i in range(8)]
+    assert written["draft"] == written["lazy"]
+    assert set(written["draft"][3][0]) <= {5, 9}
+
+
+def test_passes_are_counted_in_every_mode(engines):
+    engine = engines(NEAR)
+    batch = mixed(prompts(6, seed=7, lengths=(20, 7)), Sampling(max_tokens=12, ignore_eos=True), seed=7)
+    for mode in ("lazy", "lockstep"):
+        engine.set_mode(mode)
+        authors = np.stack([c.author for c in flat(engine.generate(batch))])
+        later = authors[:, 1:]  # the first token comes from the prompt's pass
+        counts = [66, 66] if mode == "lockstep" else [(later == 0).sum(), (later == 1).sum()]
+        assert [engine.passes.junior, engine.passes.senior] == counts
+        assert (engine.passes.tokens, engine.passes.drafted, engine.passes.acceptance) == (72, 0, None)
+
+
+def test_what_cannot_draft_says_so(engines):
+    with pytest.raises(EngineError, match="mode=draft: this engine was started without"):
+        engines(NEAR).set_mode("draft")
+    with pytest.raises(EngineError, match=r"set rollout\.draft_tokens"):
+        start_engine(engines.folder("senior"), engines.folder(JUNIORS[NEAR]), mode="draft")
+    for rollout in (
+        RolloutConfig(engine="vllm", vllm=VllmConfig(mode="draft")),
+        RolloutConfig(engine="vllm", draft_tokens=8),
+    ):
+        with pytest.raises(ConfigError, match=r"rollout\.draft_tokens=.*: must be"):
+            check(Config(rollout=rollout))
