@@ -370,6 +370,7 @@ OUTSIDE = {
     "at least 1": ("0", "-1"),
     "at least 64": ("63",),
     "0 or positive": ("-1",),
+    "auto, 0 or positive": ("-1", "many"),
     "0 or 1": ("2", "-1"),
     "0 (off) or above 1": ("1", "0.5", "-1"),
     "positive": ("0", "-1"),

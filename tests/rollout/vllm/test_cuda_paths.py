@@ -49,7 +49,13 @@ def backend(calls: Calls, **place: bool) -> Backend:
         reset_prefix_cache=calls("reset_prefix_cache", True),
         abort_request=calls("abort_request"),
     )
-    llm.collective_rpc = lambda method, args: calls(method, [7])(*args)
+
+    def call(method: str, args: tuple) -> list:
+        if method == "tandem_stats":
+            return [{"rows": [0, 0], "drafted": 0, "accepted": 0}]
+        return calls(method, [7])(*args)
+
+    llm.collective_rpc = call
     return Backend(llm, dtype="bfloat16", **place)
 
 
@@ -220,13 +226,13 @@ def test_a_junior_on_a_second_device_is_launched_before_the_senior_is_sampled(mo
         fake.sample_tokens = calls(f"{name}.sample", None)
     none = np.zeros(1, np.int64)
     work = Pass(["a"], [4], [1], [None], [1], [], set(), ends=none == 0, rows=none, slots=none)
-    scheduled = vllm_runner.SchedulerOutput.make_empty()
+    runner._scheduled = vllm_runner.SchedulerOutput.make_empty()
     runner.planner = SimpleNamespace(token_keys=lambda ids, work: torch.zeros(0, dtype=torch.int64))
     for who in runner.runners:
         runner.runners[who].requests["a"] = SimpleNamespace(prompt_token_ids=[1], output_token_ids=[2])
-        runner._launch(who, work, scheduled, {})
+        runner._launch(who, work, {})
     for who in runner.runners:
-        runner._sample(who, vllm_runner._Launched(work, None))
+        runner._sampled(who, vllm_runner._Launched(work, None))
     assert [call[0] if call[0] != "device" else call for call in calls] == [
         ("device", 0), "senior.execute", ("device", 1), "junior.execute",
         ("device", 0), "senior.sample", ("device", 1), "junior.sample",
