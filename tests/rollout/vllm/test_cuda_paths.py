@@ -22,7 +22,7 @@ from tandemrl.rollout.vllm import worker as vllm_worker
 from tandemrl.rollout.vllm.backend import Backend
 from tandemrl.rollout.vllm.engine import VllmEngine
 from tandemrl.rollout.vllm.planner import JUNIOR, SENIOR, Pass
-from tandemrl.rollout.vllm.runner import TandemModelRunner
+from tandemrl.rollout.vllm.runner import ModelRunnerOutput, TandemModelRunner
 from tandemrl.rollout.vllm.settings import TandemOptions
 from tandemrl.rollout.vllm.worker import TandemGPUWorker
 from tandemrl.selection import solo
@@ -223,7 +223,7 @@ def test_a_junior_on_a_second_device_is_launched_before_the_senior_is_sampled(mo
         fake = runner.runners[who]
         fake.requests, fake.input_batch = {}, SimpleNamespace(req_id_to_index={}, req_ids=[])
         fake.execute_model = calls(f"{name}.execute")
-        fake.sample_tokens = calls(f"{name}.sample", None)
+        fake.sample_tokens = calls(f"{name}.sample", Mock(spec=ModelRunnerOutput))
     none = np.zeros(1, np.int64)
     work = Pass(["a"], [4], [1], [None], [1], [], set(), ends=none == 0, rows=none, slots=none)
     runner._scheduled = vllm_runner.SchedulerOutput.make_empty()
