@@ -137,7 +137,10 @@ def test_what_a_late_call_has_started_ends_with_it(how: str, child: tuple[str, s
     ]
     caller.close()
     assert time.monotonic() - begun < 40
-    assert not lives(int((tmp_path / "pid").read_text()))
+    started, late = int((tmp_path / "pid").read_text()), time.monotonic() + 20
+    while lives(started) and time.monotonic() < late:  # a busy machine takes its time to end what was killed
+        time.sleep(0.05)
+    assert not lives(started)
 
 
 def lives(pid: int) -> bool:
