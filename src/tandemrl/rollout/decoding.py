@@ -345,8 +345,11 @@ class DecodingBatch:
             if self.penalised:
                 ones = torch.ones_like(counts[:, :1])
                 counts.scatter_add_(1, drawn[j].to(self.device)[:, None], ones)
-        written, by, at_logprobs, drafted = (torch.stack([*each], 1) for each in (drawn, authors, logprobs, guesses))
-        return _Block(written, by, at_logprobs, count, marks, drafted)
+
+        def by_row(each: Sequence[Tensor]) -> Tensor:
+            return torch.stack([*each], 1)
+
+        return _Block(by_row(drawn), by_row(authors), by_row(logprobs), count, marks, by_row(guesses))
 
     def _count(self, block: "_Block") -> tuple[Int64[Tensor, " b"], Bool[Tensor, " b"]]:
         """How many tokens of a block each row takes, up to its limit or a stop, and whether it stops there. They are
