@@ -2,6 +2,7 @@
 
 import copy
 import math
+import threading
 from collections.abc import Sequence
 from functools import cache
 
@@ -23,6 +24,7 @@ from transformers import (
 
 from tandemrl.models.loading import prepare
 from tandemrl.rollout.engine import Completion, Request, Sampling
+from tandemrl.rollout.torch_engine import TorchEngine
 from tandemrl.selection import Strategy, alternating, bernoulli, boundaries, chunk, sentence, solo, word, word_aligned
 from tandemrl.selection.draws import request_key
 
@@ -297,3 +299,41 @@ def chi_square_bound(counts: np.ndarray, probabilities: np.ndarray) -> tuple[flo
     # Wilson and Hilferty 1931: the cube root is nearly normal
     bound = freedom * (1 - 2 / (9 * freedom) + 4 * np.sqrt(2 / (9 * freedom))) ** 3
     return float(((seen - wanted) ** 2 / wanted).sum()), float(bound)
+
+
+def flat(written: list[list[Completion]]) -> list[Completion]:
+    return [completion for group in written for completion in group]
+
+
+def abort_after(running: TorchEngine, batch: list[Request], steps: int, keys: list[int] | None) -> list[Completion]:
+    """Abort from another thread once ``steps`` tokens per row were written, and wait until that thread is done."""
+    count = 0
+
+    def progress(_: int) -> None:
+        nonlocal count
+        count += 1
+        if count == steps:
+            thread = threading.Thread(target=running.abort, args=(keys,))
+            thread.start()
+            thread.join()
+
+    return flat(running.generate(batch, progress=progress))
+
+
+def writing(words: list[str]) -> PreTrainedModel:
+    """A GPT-2 that writes the given tokens in turn: its position decides, its attention and layers do nothing."""
+    model = gpt2(context=64)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.zero_()
+        model.transformer.ln_f.weight.fill_(1.0)
+        head = torch.nn.Linear(16, VOCABULARY, bias=False)
+        head.weight.zero_()
+        codes = torch.linalg.qr(torch.randn(16, 16, generator=torch.Generator().manual_seed(0)))[0]
+        codes = codes - codes.mean(1, keepdim=True)  # what the final norm leaves alone
+        for position in range(16):
+            model.transformer.wpe.weight[position] = codes[position]
+        for i, word in enumerate(words):
+            head.weight[IDS[word]] += 20 * codes[i]  # the prompt is one token, at position 0
+    model.lm_head = head
+    return model

@@ -23,7 +23,7 @@ from tandemrl.messages import Transcript as Transcript
 try:  # Checks at the public boundary when beartype is there; it is not needed to train.
     from beartype import beartype as typechecker
 except ImportError:  # pragma: no cover - exercised by `make test-core` without beartype
-    typechecker = None  # type: ignore[assignment]
+    typechecker = None  # type: ignore[assignment]  # jaxtyped takes None
 
 
 class Author(IntEnum):

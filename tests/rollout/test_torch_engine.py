@@ -15,8 +15,10 @@ from helpers import (
     EOS,
     IDS,
     VOCABULARY,
+    abort_after,
     author_logits,
     chi_square_bound,
+    flat,
     gpt2,
     llama,
     prepared,
@@ -31,6 +33,7 @@ from helpers import (
     strategies,
     text,
     tokenizer,
+    writing,
 )
 from tandemrl.rollout.engine import (
     Completion,
@@ -65,10 +68,6 @@ def pair(name: str) -> tuple[PreTrainedModel, PreTrainedModel]:
 def engine(name: str = "smaller junior", *, max_rows: int = 256) -> TorchEngine:
     senior, junior = pair(name)
     return TorchEngine(prepared(senior), prepared(junior), tokenizer(), max_rows=max_rows)
-
-
-def flat(written: list[list[Completion]]) -> list[Completion]:
-    return [completion for group in written for completion in group]
 
 
 def channels(completion: Completion) -> tuple[list, list, list, str]:
@@ -467,25 +466,6 @@ def test_eos_ends_a_completion_unless_ignored():
     assert (as_stop.stop_reason, len(as_stop.tokens)) == ("stop", 4)
 
 
-def writing(words: list[str]) -> PreTrainedModel:
-    """A GPT-2 that writes the given tokens in turn: its position decides, its attention and layers do nothing."""
-    model = gpt2(context=64)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.zero_()
-        model.transformer.ln_f.weight.fill_(1.0)
-        head = torch.nn.Linear(16, VOCABULARY, bias=False)
-        head.weight.zero_()
-        codes = torch.linalg.qr(torch.randn(16, 16, generator=torch.Generator().manual_seed(0)))[0]
-        codes = codes - codes.mean(1, keepdim=True)  # what the final norm leaves alone
-        for position in range(16):
-            model.transformer.wpe.weight[position] = codes[position]
-        for i, word in enumerate(words):
-            head.weight[IDS[word]] += 20 * codes[i]  # the prompt is one token, at position 0
-    model.lm_head = head
-    return model
-
-
 SPOKEN = ["Ġa", "b", "Ġ", "Ã", "©", "c", "ĊĊ", "d", "e", "f", "Ġg", "!"]
 
 
@@ -567,21 +547,6 @@ def test_policy_version_is_stamped_on_completions():
 # ------------------------------------------------------------------------------------------------------------- aborting
 
 LONG = Sampling(max_tokens=200, ignore_eos=True)
-
-
-def abort_after(running: TorchEngine, batch: list[Request], steps: int, keys: list[int] | None) -> list[Completion]:
-    """Abort from another thread once ``steps`` tokens per row were written, and wait until that thread is done."""
-    count = 0
-
-    def progress(_: int) -> None:
-        nonlocal count
-        count += 1
-        if count == steps:
-            thread = threading.Thread(target=running.abort, args=(keys,))
-            thread.start()
-            thread.join()
-
-    return flat(running.generate(batch, progress=progress))
 
 
 def test_abort_of_everything_ends_running_and_waiting_rows():

@@ -8,12 +8,12 @@ from functools import cache
 import numpy as np
 import pytest
 import torch
-from test_torch_engine import flat, writing
 from transformers import PreTrainedModel
 
 from helpers import (
     IDS,
     VOCABULARY,
+    flat,
     gpt2,
     llama,
     prepared,
@@ -24,6 +24,7 @@ from helpers import (
     strategies,
     text,
     tokenizer,
+    writing,
 )
 from scripted_world import ScriptedWorld, played, repeating
 from tandemrl.distributed.world import World

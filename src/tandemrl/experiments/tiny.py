@@ -176,7 +176,7 @@ def build_tiny_pair(
             )
         elif "junior" in recipes:
             junior = new_model(tokenizer, seed, size)
-            junior.to(device)  # type: ignore[arg-type]
+            junior.to(device)  # type: ignore[arg-type]  # transformers wraps Module.to
             warm_start(junior, tokenizer, recipes["junior"], pair=pair, seed=seed, progress=count)
         rows = generated_rows(pair, "heldout", base.eval_rows, seed)
         skill = _skill(senior, junior, tokenizer, rows, seed)
@@ -315,7 +315,7 @@ def solo_texts(
     prompts = encoded.to(model.device)
     with torch.random.fork_rng(devices=[model.device] if model.device.type == "cuda" else []):
         torch.manual_seed(seed)
-        written: Any = model.generate(**prompts, max_new_tokens=max_tokens)  # type: ignore[misc]
+        written: Any = model.generate(**prompts, max_new_tokens=max_tokens)  # type: ignore[misc]  # untyped
     return tokenizer.batch_decode(written[:, prompts["input_ids"].shape[1] :], skip_special_tokens=True)
 
 

@@ -73,7 +73,7 @@ def attention(
         raise ModelError(f"{name}: sliding window {sliding_window} is shorter than the sequences ({layout.max_length})")
     if dropout:
         raise ModelError(f"{name}: attention dropout {dropout} would make log-probs random; set it to 0")
-    return layout.attend(module.layer_idx, query, key, value, scaling), None  # type: ignore[arg-type]
+    return layout.attend(module.layer_idx, query, key, value, scaling), None  # type: ignore[arg-type]  # nn.Module has no layer_idx
 
 
 AttentionInterface.register(ATTENTION, attention)

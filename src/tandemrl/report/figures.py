@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from statistics import fmean
 from typing import Any, NamedTuple
 
@@ -59,9 +60,9 @@ ACCEPTANCE = Curve("draft/acceptance", "Drafts that the senior accepts", "share 
 def all_figures(arms: Styled, prefix: str) -> list[Figure]:
     """Every plot that the arms have data for, in the order of the page."""
     makers: list[Callable[[Styled, str], Figure | None]] = [pass_at_k_plot]
-    makers += [lambda a, n, c=column: handoff_plot(a, n, c) for column in (SENIOR_FIRST, JUNIOR_FIRST)]  # type: ignore[misc]
+    makers += [partial(handoff_plot, column=column) for column in (SENIOR_FIRST, JUNIOR_FIRST)]
     makers += [legibility_plot]
-    makers += [lambda a, n, c=curve: curve_plot(a, n, c) for curve in (ACCEPTANCE, *CURVES)]  # type: ignore[misc]
+    makers += [partial(curve_plot, curve=curve) for curve in (ACCEPTANCE, *CURVES)]
     makers += [time_plot]
     drawn = [make(arms, f"{prefix}-{number}") for number, make in enumerate(makers)]
     return [figure for figure in drawn if figure is not None]

@@ -1,7 +1,8 @@
-"""The rows being decoded by the reference engine: who is in the batch, one token for each of them, where they end.
+"""The rows being decoded by the reference engine: who is in the batch, their next tokens, where they end.
 
-Each step feeds the last token of every row to both models, picks each row's logits from the model that writes its next
-token, and draws that token by a counter-based key. Bookkeeping lives on the host; the device sees rows only.
+A step feeds the last token of every row to both models, picks each row's logits from the model that writes its next
+token, and draws that token by a counter-based key. Or it goes ahead: the junior drafts several tokens, and the senior
+reads them at once. Bookkeeping lives on the host; the device sees rows only.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -102,8 +103,8 @@ class DecodingBatch:
         self.stop_strings = any(s.stop for s in samplings)
         self.stops = _StopTable(decoder, requests)
         self.device = decoder.heads[1].weight.device
-        # What follows the prompts, one row per completion of the call. The last column takes what ended rows sample.
-        width = 1 + max((r.sampling.max_tokens + turns * r.world_tokens for r in requests), default=0)
+        # What follows the prompts, one row per completion of the call.
+        width = max((r.sampling.max_tokens + turns * r.world_tokens for r in requests), default=0)
         self.tokens = torch.empty(total, width, dtype=torch.int64)
         self.authors = torch.empty(total, width, dtype=torch.int8)
         self.logprobs = torch.empty(total, width, dtype=torch.float32)
@@ -296,16 +297,17 @@ class DecodingBatch:
         first that is not is thrown away: the tokens are those of ``ahead`` single steps (drafter-invariant speculative
         decoding, Daliri, Musco and Suresh, arXiv 2408.07978, here across authors).
         """
+        ahead = min(ahead, int((self.limit - self.written)[self.live].max()))
         counters = (self.written + self.shift)[:, None] + torch.arange(ahead)
-        races = race_times(fold_in(self.stream[:, None], counters).to(self.device), self.decoder.vocabulary).unbind(1)
+        races = race_times(fold_in(self.stream[:, None], counters).to(self.device), self.decoder.vocabulary)
         self.races = []
-        # A token at the limit is never read; what is drafted beyond it shares its column.
+        # What a row drafts beyond its limit is never kept; it shares one column of the cache.
         end = self.position + (self.limit - self.written)
-        reads = [(self.last, self.position)]
-        authors, guesses, logprobs, marks = [self.author], list[Tensor](), list[Tensor](), list[Mark]()
-        counts = self.counts.clone()
-        for j, race in enumerate(races):
-            tokens, each = self._sample(self._logits_of(0, *reads[j]), race, counts=counts)
+        columns = (self.position[:, None] + torch.arange(ahead)).minimum(end[:, None])
+        read, authors, guesses, logprobs = [self.last], [self.author], list[Tensor](), list[Tensor]()
+        marks, counts = list[Mark](), self.counts.clone()
+        for j, race in enumerate(races.unbind(1)):
+            tokens, each = self._sample(self._logits_of(0, read[j], columns[:, j]), race, counts=counts)
             if self.penalised:
                 counts.scatter_add_(1, tokens[:, None], torch.ones_like(tokens[:, None]))
             guesses.append(tokens.cpu())
@@ -313,43 +315,29 @@ class DecodingBatch:
             marks.append(self.selection.mark(self.number))
             if j + 1 < ahead:
                 authors.append(self.selection.step(self.number, guesses[j]))
-                reads.append((guesses[j], (self.position + j + 1).minimum(end)))
-        return self._verified(reads, authors, guesses, logprobs, races, marks)
+                read.append(guesses[j])
+        by_row = (torch.stack(each, 1) for each in (read, authors, guesses, logprobs))
+        return self._verified(_Draft(columns, *by_row, races, marks))
 
-    def _verified(
-        self,
-        reads: Sequence[tuple[Tensor, Tensor]],
-        authors: Sequence[Tensor],
-        guesses: Sequence[Tensor],
-        logprobs: list[Tensor],
-        races: Sequence[Tensor],
-        marks: Sequence[Mark],
-    ) -> "_Block":
+    def _verified(self, draft: "_Draft") -> "_Block":
         """A draft up to the first token that the senior, where it is the author, draws otherwise; that one is its."""
         head, vocabulary = self.decoder.heads[1], self.decoder.vocabulary
-        tokens, columns = (torch.stack(each, 1).to(head.weight.device) for each in zip(*reads, strict=True))
-        hidden = chunk_hidden(self.decoder.models[1], tokens, columns, self.caches[1])
-        drawn, right = list(guesses), self.live
-        count = torch.zeros_like(self.written)
-        counts = self.counts.clone()
-        for j, race in enumerate(races):
+        read, columns = draft.read.to(head.weight.device), draft.columns.to(head.weight.device)
+        hidden = chunk_hidden(self.decoder.models[1], read, columns, self.caches[1])
+        drawn, logprobs = draft.guesses.clone(), draft.logprobs.clone()
+        count, right, counts = torch.zeros_like(self.written), self.live, self.counts.clone()
+        for j, race in enumerate(draft.races.unbind(1)):
             count = count + right
-            mine = (right & authors[j]).nonzero().squeeze(1)
+            mine = (right & draft.authors[:, j]).nonzero().squeeze(1)
             if len(mine):
                 at = mine.to(self.device)
                 logits = head(hidden[mine.to(hidden.device), j])[:, :vocabulary].float().to(self.device)
                 own, each = self._sample(logits, race[at], at, counts)
-                drawn[j] = drawn[j].index_copy(0, mine, own.cpu())
-                logprobs[j] = logprobs[j].index_copy(0, mine, each.cpu())
-            right = right & (drawn[j] == guesses[j])
+                drawn[mine, j], logprobs[mine, j] = own.cpu(), each.cpu()
+            right = right & (drawn[:, j] == draft.guesses[:, j])
             if self.penalised:
-                ones = torch.ones_like(counts[:, :1])
-                counts.scatter_add_(1, drawn[j].to(self.device)[:, None], ones)
-
-        def by_row(each: Sequence[Tensor]) -> Tensor:
-            return torch.stack([*each], 1)
-
-        return _Block(by_row(drawn), by_row(authors), by_row(logprobs), count, marks, by_row(guesses))
+                counts.scatter_add_(1, drawn[:, j : j + 1].to(self.device), torch.ones_like(counts[:, :1]))
+        return _Block(drawn, draft.authors, logprobs, count, draft.marks, draft.guesses)
 
     def _count(self, block: "_Block") -> tuple[Int64[Tensor, " b"], Bool[Tensor, " b"]]:
         """How many tokens of a block each row takes, up to its limit or a stop, and whether it stops there. They are
@@ -493,6 +481,22 @@ class DecodingBatch:
         tail = self.tokens[row.number, max(row.start, written - 4 * max(map(len, stops)) - 4) : written]
         text = self.decoder.tokenizer.decode(tail.tolist(), skip_special_tokens=False)
         return any(stop in text for stop in stops)
+
+
+class _Draft(NamedTuple):
+    """What the junior wrote ahead for every row, position by position.
+
+    columns: of the tokens that were read. read: the last token and the draft without its own last. races: the random
+    numbers of the draws. marks: the strategies' states before each token.
+    """
+
+    columns: Int64[Tensor, "b c"]
+    read: Int64[Tensor, "b c"]
+    authors: Bool[Tensor, "b c"]
+    guesses: Int64[Tensor, "b c"]
+    logprobs: Float[Tensor, "b c"]
+    races: Float64[Tensor, "b c r"]
+    marks: Sequence[Mark]
 
 
 class _Block(NamedTuple):

@@ -198,7 +198,7 @@ class Passes(NamedTuple):
         """How often both models draw the same token where the senior writes; None where nothing was drafted."""
         return self.accepted / self.drafted if self.drafted else None
 
-    def __add__(self, other: "Passes") -> "Passes":  # type: ignore[override]
+    def __add__(self, other: "Passes") -> "Passes":  # type: ignore[override]  # not tuple + tuple
         return Passes(*(a + b for a, b in zip(self, other, strict=True)))
 
 

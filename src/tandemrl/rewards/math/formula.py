@@ -449,7 +449,7 @@ def _names(tree: Node) -> set[str]:
 
 def _repeating(content: str) -> Node:
     r"""``0.1\overline{6}`` is 1/6."""
-    plain, digits = re.fullmatch(r"([0-9.]*)\\overline\s*\{([0-9]+)\}", content).groups()  # type: ignore[union-attr]
+    plain, digits = re.fullmatch(r"([0-9.]*)\\overline\s*\{([0-9]+)\}", content).groups()  # type: ignore[union-attr]  # the caller matched
     if len(content) > 100:
         raise Unreadable
     places = len(plain.partition(".")[2])
