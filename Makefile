@@ -16,7 +16,7 @@ TEST_ENV := OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false
 # A process per core, at most four: engines are large. A file's tests stay together, as do the engines they share.
 WORKERS := --numprocesses=auto --maxprocesses=4 --dist=loadfile
 
-.PHONY: quickstart test test-core release-check check bench slow clean docs paper-claims paper-claims-plain repair ablations hops
+.PHONY: quickstart test test-core release-check dist wheel-check check bench slow clean docs paper-claims paper-claims-plain repair ablations hops
 .DELETE_ON_ERROR:
 
 quickstart: .venv/.core
@@ -30,7 +30,17 @@ test-core: .venv-core/.core
 	$(TEST_ENV) $(CORE_BIN)/python -m pytest -m "not slow and not vllm" $(WORKERS)
 
 # Before a release: what needs environments of its own, beside `make test`.
-release-check: test test-core
+release-check: test test-core wheel-check
+
+# Source distribution and wheel, in dist/.
+dist: .venv/.core
+	@$(BIN)/pip install $(PIP_FLAGS) build
+	rm -rf dist
+	$(BIN)/python -m build --outdir dist .
+
+# The wheel in an environment of its own, outside the repository: check, a tiny pair, two steps of training, a report.
+wheel-check: dist
+	$(BIN)/python .ci/wheel_check.py dist "$(TORCH)" "$(TORCH_INDEX)"
 
 # The paper's claims on generated pairs, every seed on every core; a killed run goes on. Results: runs/NAME/report.html
 paper-claims repair ablations: .venv/.core

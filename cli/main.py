@@ -27,7 +27,6 @@ app = typer.Typer(
     cls=ErrorBoundary,
     help="Tandem RL: train a senior on rollouts that it writes together with a frozen junior.",
     no_args_is_help=True,
-    add_completion=False,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
 )

@@ -11,7 +11,8 @@ if TYPE_CHECKING:
 def train(
     context: typer.Context,
     config: Annotated[
-        str | None, typer.Option("--config", "-c", help="A YAML file, or the name of a packaged config.")
+        str | None,
+        typer.Option("--config", "-c", help="A YAML file, the name of a packaged config, or a run's folder."),
     ] = None,
     overrides: Annotated[list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="e.g. train.lr=1e-5")] = None,
     dry_run: Annotated[

@@ -91,8 +91,7 @@ def test_an_unreadable_or_unknown_file_is_named(tmp_path: Path) -> None:
         ("quickstrt", r"'quickstrt' not found \(did you mean quickstart\?\); packaged configs: countdown, "),
         ("nosuch/file.yaml", r"'nosuch/file\.yaml': no such file; packaged configs: "),
         ("runs/mien/config.yaml", r"'runs/mien/config\.yaml': no such file; did you mean runs/mine/config\.yaml\?$"),
-        ("runs/mine", r"'runs/mine': a folder; expected a YAML file; did you mean runs/mine/config\.yaml\?$"),
-        ("runs", r"'runs': a folder; expected a YAML file, or a name; packaged configs: "),
+        ("runs", r"'runs': a folder without a config\.yaml, so not that of a run; packaged configs: "),
     ],
 )
 def test_a_config_that_is_not_there_comes_with_what_was_meant(
@@ -103,6 +102,11 @@ def test_a_config_that_is_not_there_comes_with_what_was_meant(
     monkeypatch.chdir(tmp_path)
     with pytest.raises(ConfigError, match=message):
         load(name)
+
+
+def test_a_runs_folder_stands_for_its_config(tmp_path: Path) -> None:
+    (tmp_path / "config.yaml").write_text("train: {steps: 7}")
+    assert load(tmp_path).train.steps == load(str(tmp_path)).train.steps == 7
 
 
 @pytest.mark.parametrize(

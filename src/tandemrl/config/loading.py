@@ -23,7 +23,8 @@ def load(path: str | Path | None = None, overrides: Sequence[str] = ()) -> Confi
     """Defaults <- YAML file <- ``key=value`` overrides, checked.
 
     Args:
-        path: a YAML file, or the name of a packaged one (``quickstart`` or ``quickstart.yaml``); None = defaults only.
+        path: a YAML file, the name of a packaged one (``quickstart`` or ``quickstart.yaml``), or a run's folder, whose
+            ``config.yaml`` is meant; None = defaults only.
         overrides: dotted assignments such as ``train.lr=1e-5``.
 
     Raises:
@@ -94,7 +95,7 @@ def warn_of_reward_function(config: Config) -> None:
 
 
 def find_config(path: str | Path) -> Path:
-    """A file that exists, else a packaged config of that name.
+    """A file that exists, else a packaged config of that name, else that of a run's folder.
 
     Raises:
         ConfigError: neither; lists the packaged names.
@@ -107,9 +108,9 @@ def find_config(path: str | Path) -> Path:
         return packaged[candidate.name.removesuffix(".yaml")]
     names = f"packaged configs: {', '.join(packaged)}"
     if candidate.is_dir():
-        inside = candidate / "config.yaml"
-        meant = f"; did you mean {inside}?" if inside.is_file() else ""
-        raise ConfigError(f"config {str(path)!r}: a folder; expected a YAML file{meant or f', or a name; {names}'}")
+        if (inside := candidate / "config.yaml").is_file():
+            return inside
+        raise ConfigError(f"config {str(path)!r}: a folder without a config.yaml, so not that of a run; {names}")
     if len(candidate.parts) > 1 or candidate.suffix:
         raise ConfigError(f"config {str(path)!r}: no such file{hint(candidate) or f'; {names}'}")
     close = difflib.get_close_matches(str(path), packaged, n=1)

@@ -1,0 +1,95 @@
+"""The pages of the site that are made from the sources (a hook of mkdocs), and links that leave the folder docs/."""
+
+import ast
+import json
+import re
+from pathlib import Path
+
+from mkdocs.config.defaults import MkDocsConfig
+from mkdocs.structure.files import File, Files
+from mkdocs.structure.pages import Page
+
+from tandemrl.config import Config, expected, explanation, leaves
+
+ROOT = Path(__file__).resolve().parents[1]
+COPIES = {"ARCHITECTURE.md": "architecture.md", "CONTRIBUTING.md": "contributing.md", "CHANGELOG.md": "changelog.md"}
+LINK = re.compile(r"(\]\()(?!https?:|#|mailto:)([^)#\s]+)(#[^)\s]*)?(\))")
+
+
+def on_files(files: Files, config: MkDocsConfig) -> Files:
+    for name, page in COPIES.items():
+        files.append(File.generated(config, page, content=_links((ROOT / name).read_text(), ROOT, config)))
+    files.append(File.generated(config, "configuration.md", content=configuration()))
+    files.append(File.generated(config, "api.md", content=api()))
+    return files
+
+
+def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
+    """Comments that frame generated tables say nothing to a reader."""
+    folder = (ROOT / "docs" / page.file.src_uri).parent
+    text = re.sub(r"<!-- (figures: [\w-]+|end) -->\n?", "", markdown)
+    return text if page.file.src_uri in COPIES.values() else _links(text, folder, config)
+
+
+def _links(text: str, folder: Path, config: MkDocsConfig) -> str:
+    """Links to files outside of docs/ lead to the repository, those to pages that are copied here to the copies."""
+
+    def moved(match: re.Match[str]) -> str:
+        opening, target, anchor, closing = match.groups()
+        path = (folder / target).resolve()
+        if not path.is_relative_to(ROOT) or not path.exists():
+            return match.group(0)  # mkdocs knows it, or warns
+        name = path.relative_to(ROOT).as_posix()
+        if name in COPIES and folder != ROOT:
+            target = "../" * len(folder.relative_to(ROOT / "docs").parts) + COPIES[name]
+        elif name in COPIES:
+            target = COPIES[name]
+        elif folder == ROOT and path.is_relative_to(ROOT / "docs"):
+            target = path.relative_to(ROOT / "docs").as_posix()
+        elif not path.is_relative_to(ROOT / "docs"):
+            target = f"{config.repo_url.rstrip('/')}/blob/main/{name}"
+        return f"{opening}{target}{anchor or ''}{closing}"
+
+    return LINK.sub(moved, text)
+
+
+def configuration() -> str:
+    """Every key with its type, default, range and meaning, a table per section."""
+    lines = [
+        "# Configuration",
+        "",
+        "Every key, as `tandemrl config` prints it. Set one on the command line (`train.lr=1e-4`), in a YAML file",
+        "(`--config mine.yaml`), or in Python (`load(\"quickstart\", [\"train.lr=1e-4\"])`).",
+    ]
+    section = None
+    for key in leaves(Config()):
+        if key.section is not section:
+            section = key.section
+            name = key.key.rpartition(".")[0] or "top level"
+            lines += ["", f"## {name}", "", " ".join((section.__doc__ or "").split()), ""]
+            lines += ["| key | type | default | range | meaning |", "|---|---|---|---|---|"]
+        default = key.value if isinstance(key.value, str) and key.value else json.dumps(key.value)
+        cells = (f"`{key.key}`", expected(key.type), f"`{default}`", key.allowed.words if key.allowed else "")
+        lines.append("| " + " | ".join(cell.replace("|", r"\|") for cell in (*cells, explanation(key))) + " |")
+    return "\n".join(lines) + "\n"
+
+
+def api() -> str:
+    """The public names, in the groups of ARCHITECTURE.md, with their docstrings."""
+    stub = ast.parse((ROOT / "src" / "tandemrl" / "__init__.pyi").read_text())
+    home = {
+        alias.asname: f"{node.module}.{alias.name}"
+        for node in stub.body
+        if isinstance(node, ast.ImportFrom)
+        for alias in node.names
+        if alias.asname
+    }
+    section = (ROOT / "ARCHITECTURE.md").read_text().partition("## Public names")[2].partition("\n## ")[0]
+    lines = ["# Python API", "", "Every name can be imported from `tandemrl`."]
+    for row in section.splitlines():
+        cells = [cell.strip() for cell in row.strip("|").split("|")]
+        names = [name for cell in cells for name in re.findall(r"`(\w+)`", cell) if name in home]
+        if row.startswith("|") and names:
+            lines += ["", f"## {re.sub('`', '', cells[0]).capitalize()}"]
+            lines += [text for name in names for text in ("", f"::: {home[name]}")]
+    return "\n".join(lines) + "\n"
