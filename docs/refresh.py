@@ -1,4 +1,4 @@
-"""Write the figures of README.md and docs/ from the committed results. `make docs`.
+"""Write the figures of README.md and docs/ from the committed results. `make figures`.
 
 Every table between `<!-- figures: NAME -->` and `<!-- end -->` is one of `BLOCKS`, made from `docs/*.json` (written by
 `tandemrl experiment`) and `benchmarks/results/` (written by the benchmarks). Nobody edits them by hand.

@@ -87,7 +87,7 @@ def of_arm(content: Mapping[str, Any], title: str, measure: str) -> list[float]:
 @pytest.mark.parametrize("page", PAGES)
 def test_the_figures_are_those_of_the_committed_results(refresh: ModuleType, page: str) -> None:
     assert ROOT / page in refresh.PAGES
-    assert refresh.refreshed(ROOT / page) == (ROOT / page).read_text(), f"{page} is out of date: run `make docs`"
+    assert refresh.refreshed(ROOT / page) == (ROOT / page).read_text(), f"{page} is out of date: run `make figures`"
 
 
 @pytest.mark.parametrize(

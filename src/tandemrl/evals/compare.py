@@ -60,11 +60,14 @@ def compare(
     """Contrasts of every phase that both sides have, and of every metric that is ``shown``.
 
     Args:
-        a, b: an evaluation folder (with ``PHASE.json``), a folder of repetitions ``seed-N``, a path with a component
+        a: an evaluation folder (with ``PHASE.json``), a folder of repetitions ``seed-N``, a path with a component
             ``seed-*`` that stands for all of them, or evaluation folders in the order of their seeds.
+        b: likewise.
         shown: by the metric's name; default: the headline metrics.
         varied: what is compared, of the settings that have to be the same otherwise (``retrieval``, ``environment``).
-        resamples, seed, level: of the intervals.
+        resamples: of the bootstrap.
+        seed: of the bootstrap.
+        level: of the intervals.
 
     Raises:
         CompareError: no evaluation, other seeds, problems or settings on the two sides, no phase that both have, or one

@@ -61,8 +61,8 @@ class Scorer:
     Example:
         >>> from tandemrl.data.rows import Row
         >>> with Scorer(RewardConfig()) as scorer:
-        ...     [score.value for score in scorer.score([(Row("a", (), "math500", "7", {}), r"\\boxed{7}")])]
-        [1.0]
+        ...     scorer.score([(Row("a", (), "math500", "7", {}), r"\\boxed{7}")])[0].value
+        1.0
     """
 
     def __init__(
