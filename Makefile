@@ -16,21 +16,21 @@ TEST_ENV := OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false
 # A process per core, at most four: engines are large. A file's tests stay together, as do the engines they share.
 WORKERS := --numprocesses=auto --maxprocesses=4 --dist=loadfile
 
-.PHONY: quickstart test test-core release-check dist wheel-check check bench slow clean docs figures paper-claims paper-claims-plain repair ablations hops
+.PHONY: quickstart test test-core release-check dist wheel-check browser-check check bench slow clean docs figures paper-claims paper-claims-plain repair ablations hops
 .DELETE_ON_ERROR:
 
 quickstart: .venv/.core
 	$(BIN)/python examples/quickstart.py
 
 test: check
-	$(TEST_ENV) $(BIN)/python -m pytest -m "not slow" $(WORKERS) --jaxtyping-packages=$(TYPED)
+	$(TEST_ENV) $(BIN)/python -m pytest -m "not slow and not browser" $(WORKERS) --jaxtyping-packages=$(TYPED)
 
 # The core alone: no vllm, and none of the optional parts (beartype, wandb).
 test-core: .venv-core/.core
-	$(TEST_ENV) $(CORE_BIN)/python -m pytest -m "not slow and not vllm" $(WORKERS)
+	$(TEST_ENV) $(CORE_BIN)/python -m pytest -m "not slow and not vllm and not browser" $(WORKERS)
 
 # Before a release: what needs environments of its own, beside `make test`.
-release-check: test test-core docs wheel-check
+release-check: test test-core docs wheel-check browser-check
 
 # Source distribution and wheel, in dist/.
 dist: .venv/.core
@@ -62,6 +62,11 @@ docs: .venv/.docs
 # make figures RUNS="runs/paper-claims runs/ablations"
 figures: .venv/.core
 	$(BIN)/python docs/refresh.py $(RUNS)
+
+# The page of `tandemrl play` in Chromium (apt-get install chromium, or CHROMIUM=path).
+browser-check: .venv/.dev
+	@$(BIN)/pip install $(PIP_FLAGS) playwright
+	$(TEST_ENV) $(BIN)/python -m pytest -m browser tests/play
 
 check: .venv/.dev
 	$(BIN)/ruff check .

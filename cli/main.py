@@ -6,7 +6,7 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperGroup
 
-from tandemrl.cli import check, compare, config, data, evaluate, experiment, model, report, score, serve, train
+from tandemrl.cli import check, compare, config, data, evaluate, experiment, model, play, report, score, serve, train
 from tandemrl.cli.errors import is_users, one_line
 
 
@@ -37,6 +37,7 @@ app.command("experiment")(experiment.experiment)
 app.add_typer(data.app, name="data")
 app.add_typer(model.app, name="model")
 app.command("serve")(serve.serve)
+app.command("play")(play.play)
 app.command("score")(score.score)
 app.command("report")(report.report)
 app.command("config")(config.config)

@@ -59,7 +59,7 @@ def configuration() -> str:
         "# Configuration",
         "",
         "Every key, as `tandemrl config` prints it. Set one on the command line (`train.lr=1e-4`), in a YAML file",
-        "(`--config mine.yaml`), or in Python (`load(\"quickstart\", [\"train.lr=1e-4\"])`).",
+        '(`--config mine.yaml`), or in Python (`load("quickstart", ["train.lr=1e-4"])`).',
     ]
     section = None
     for key in leaves(Config()):

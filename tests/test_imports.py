@@ -24,7 +24,7 @@ rewards
 evals
 training
 report
-experiments
+experiments play
 cli
 """
 """Packages, lowest floor first. Imports go down, stay within a package, or go sideways without circles."""

@@ -316,8 +316,12 @@ class DecodingBatch:
             if j + 1 < ahead:
                 authors.append(self.selection.step(self.number, guesses[j]))
                 read.append(guesses[j])
-        by_row = (torch.stack(each, 1) for each in (read, authors, guesses, logprobs))
-        return self._verified(_Draft(columns, *by_row, races, marks))
+
+        def by_row(each: Sequence[Tensor]) -> Tensor:
+            return torch.stack([*each], 1)
+
+        draft = _Draft(columns, by_row(read), by_row(authors), by_row(guesses), by_row(logprobs), races, marks)
+        return self._verified(draft)
 
     def _verified(self, draft: "_Draft") -> "_Block":
         """A draft up to the first token that the senior, where it is the author, draws otherwise; that one is its."""

@@ -1,0 +1,69 @@
+"""``tandemrl play``."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+EXAMPLE = "What is 2 + 3?"
+
+
+def play(
+    senior: Annotated[str | None, typer.Option(help="HF folder or hub id; default: a tiny pair, built once.")] = None,
+    junior: Annotated[str | None, typer.Option(help="HF folder or hub id; default: the senior itself.")] = None,
+    vllm: Annotated[bool, typer.Option("--vllm", help="Write by vLLM; default: by the torch engine.")] = False,
+    device: Annotated[str, typer.Option(help="auto, cpu, cuda, …")] = "auto",
+    dtype: Annotated[str, typer.Option(help="float32 or bfloat16.")] = "float32",
+    longest: Annotated[int, typer.Option(min=16, help="Tokens of the longest text, prompt included.")] = 2048,
+    port: Annotated[int, typer.Option(min=0, max=65535, help="Port to listen on; 0: any that is free.")] = 8765,
+) -> None:
+    """Write with senior and junior in the browser, on this machine only; take over as the junior yourself."""
+    try:
+        import uvicorn
+
+        from tandemrl.play.app import application
+    except ImportError as error:
+        from tandemrl.config import ConfigError
+
+        raise ConfigError(f"tandemrl play: {error.name} is missing; pip install 'tandemrl[play]'") from None
+    import socket
+    from dataclasses import replace
+
+    from transformers import AutoConfig
+
+    from tandemrl.cli.heartbeat import heartbeat
+    from tandemrl.config import RolloutConfig
+    from tandemrl.models.loading import load_model, load_tokenizer, resolve_device, vocabulary_check
+    from tandemrl.play.duo import Duo
+    from tandemrl.rollout.factory import ModelSource, make_engine
+
+    prompt = EXAMPLE
+    if senior is None:
+        from tandemrl.data.loading import generated_rows
+        from tandemrl.experiments.tiny import build_tiny_pair
+
+        folder = Path("runs/tiny")
+        with heartbeat(typer.echo, lambda: f"building a tiny pair in {folder}, once"):
+            build_tiny_pair(folder)
+        senior, junior = str(folder / "senior"), str(folder / "junior")
+        prompt = generated_rows("plain", "heldout", 1, 0)[0].messages[-1]["content"]
+    partner = junior or senior
+    on = str(resolve_device(device))
+    tokenizer = load_tokenizer(senior)
+    vocabulary_check(tokenizer, load_tokenizer(partner))
+    models = [AutoConfig.from_pretrained(path, trust_remote_code=False) for path in (senior, partner)]
+    longest = min(longest, *(model.get_text_config().max_position_embeddings for model in models))
+    reader = load_model(partner, dtype=dtype, device=on)
+    config = RolloutConfig(engine="vllm" if vllm else "torch")
+    if vllm:
+        config = replace(config, vllm=replace(config.vllm, multiprocess=True))
+    own = ModelSource(senior, lambda: load_model(senior, dtype=dtype, device=on))
+    engine = make_engine(
+        config, own, ModelSource(partner, lambda: reader), tokenizer, dtype=dtype, device=on, longest=longest
+    )
+    duo = Duo(engine, reader, tokenizer, longest=longest)
+    app = application(duo, about={"senior": senior, "junior": partner, "prompt": prompt})
+    server = uvicorn.Server(uvicorn.Config(app, log_level="warning", access_log=False))
+    with socket.create_server(("127.0.0.1", port)) as listening:
+        typer.echo(f"open http://127.0.0.1:{listening.getsockname()[1]} (Ctrl-C ends it)")
+        server.run(sockets=[listening])

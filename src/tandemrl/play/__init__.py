@@ -1,0 +1,1 @@
+"""Senior and junior write together before your eyes, in a browser: `tandemrl play`."""

@@ -1,0 +1,173 @@
+"""The page of `tandemrl play` and the three questions that it asks, for one person on this machine.
+
+The browser keeps the text; each question brings it along. Only requests whose Host, and Origin where there is one, are
+this machine are answered: no page from elsewhere can talk to the models.
+"""
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import asdict
+from importlib.resources import files
+from threading import Lock
+from typing import Any
+from urllib.parse import urlsplit
+
+from starlette.applications import Starlette
+from starlette.concurrency import run_in_threadpool
+from starlette.middleware import Middleware
+from starlette.middleware.trustedhost import TrustedHostMiddleware
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+
+from tandemrl.config import ConfigError, SelectionConfig, load
+from tandemrl.data.rows import DataError
+from tandemrl.play.duo import Draft, Duo, Piece
+from tandemrl.rollout.engine import EngineError
+
+HOSTS = ("127.0.0.1", "localhost", "[::1]")
+MAX_BODY = 1 << 20
+AT_ONCE = 16
+"""Tokens that one question may ask for: the page asks again and again, and can stop in between."""
+TYPES = {".html": "text/html", ".css": "text/css", ".js": "text/javascript"}
+HEADERS = {
+    "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; "
+    "img-src data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
+    "X-Content-Type-Options": "nosniff",
+    "Cache-Control": "no-store",
+}
+STRATEGIES = ("word", "word_aligned", "bernoulli", "sentence", "chunk", "alternating", "solo")
+SELECTABLE: dict[str, tuple[str, ...]] = {
+    "strategy": STRATEGIES,
+    "first": ("senior", "junior"),
+    "prob_senior": (),
+    "max_gap_tokens": (),
+    "chunk_size": (),
+}
+"""Keys of ``selection`` that the page may set, with their values; (): numbers."""
+
+
+class Refused(ValueError):
+    """A question that cannot be answered; the message says what is wrong with it."""
+
+
+def application(duo: Duo, *, about: Mapping[str, str]) -> Starlette:
+    """The web application.
+
+    Args:
+        about: what the page calls the ``senior`` and the ``junior``, and the ``prompt`` that it begins with.
+    """
+    lock = Lock()  # the models answer one question at a time
+
+    def question(answer: Callable[[Mapping[str, Any]], Any]) -> Callable[[Request], Any]:
+        async def endpoint(request: Request) -> Response:
+            def locked(body: Mapping[str, Any]) -> Any:
+                with lock:
+                    return answer(body)
+
+            try:
+                return JSONResponse(await run_in_threadpool(locked, await _body(request)), headers=HEADERS)
+            except (Refused, ValueError, ConfigError, DataError, EngineError) as error:
+                return JSONResponse({"error": str(error)}, status_code=400, headers=HEADERS)
+
+        return endpoint
+
+    def write(body: Mapping[str, Any]) -> dict[str, Any]:
+        return _shown(duo.write(draft_of(body), _whole(body, "count", 1, AT_ONCE)))
+
+    def say(body: Mapping[str, Any]) -> dict[str, Any]:
+        text = body.get("text")
+        if not isinstance(text, str) or not text:
+            raise Refused("text: expected what you typed")
+        return _shown(duo.say(draft_of(body), text))
+
+    def begin(body: Mapping[str, Any]) -> dict[str, Any]:
+        return {**about, "strategies": STRATEGIES, "defaults": asdict(SelectionConfig())}
+
+    routes = [Route(f"/{each.__name__}", question(each), methods=["POST"]) for each in (begin, write, say)]
+    pages = [Route(path, _page(name)) for path, name in {"/": "play.html", **{f"/{n}": n for n in _ASSETS}}.items()]
+    return Starlette(routes=[*pages, *routes], middleware=[Middleware(TrustedHostMiddleware, allowed_hosts=[*HOSTS])])
+
+
+_ASSETS = ("play.css", "play.js", "share.js")
+
+
+def _page(name: str) -> Callable[[Request], Any]:
+    content = (files("tandemrl.play") / "page" / name).read_bytes()
+    media_type = TYPES[name[name.rindex(".") :]]
+
+    async def endpoint(request: Request) -> Response:
+        return Response(content, media_type=media_type, headers=HEADERS)
+
+    return endpoint
+
+
+async def _body(request: Request) -> Mapping[str, Any]:
+    """The JSON object of a question from our own page.
+
+    Raises:
+        Refused: it comes from another page, or is something else.
+    """
+    origin = request.headers.get("origin")
+    if origin is not None and urlsplit(origin).netloc != request.headers["host"]:
+        raise Refused(f"requests from {origin} are not answered")
+    if request.headers.get("content-type", "").partition(";")[0] != "application/json":
+        raise Refused("expected application/json")
+    content = bytearray()
+    async for chunk in request.stream():
+        content += chunk
+        if len(content) > MAX_BODY:
+            raise Refused(f"more than {MAX_BODY} bytes")
+    body = json.loads(content or b"{}")
+    if not isinstance(body, dict):
+        raise Refused("expected a JSON object")
+    return body
+
+
+def draft_of(body: Mapping[str, Any]) -> Draft:
+    """The text that a question brings along.
+
+    Raises:
+        Refused, ConfigError: a field is of another type, or out of range; names it.
+    """
+    prompt = body.get("prompt")
+    if not isinstance(prompt, str) or not prompt.strip():
+        raise Refused("prompt: expected a text")
+    tokens, authors = (_list(body, name) for name in ("tokens", "authors"))
+    if len(tokens) != len(authors) or not set(authors) <= {0, 1}:
+        raise Refused("authors: expected 0 or 1 for each of the tokens")
+    selection = _selection(body.get("selection", {}))
+    temperature = body.get("temperature", 1.0)
+    if isinstance(temperature, bool) or not isinstance(temperature, (int, float)):
+        raise Refused("temperature: expected a number")
+    seed = _whole(body, "seed", 0, 2**53)
+    return Draft(prompt, seed, selection, float(temperature), tuple(tokens), tuple(authors))
+
+
+def _selection(given: Any) -> SelectionConfig:
+    """Who writes. Ranges are those of the configuration."""
+    if not isinstance(given, dict) or not set(given) <= set(SELECTABLE):
+        raise Refused(f"selection: expected an object with any of {', '.join(SELECTABLE)}")
+    for name, value in given.items():
+        allowed = SELECTABLE[name]
+        if isinstance(value, bool) or not (value in allowed if allowed else isinstance(value, (int, float))):
+            raise Refused(f"selection.{name}: expected {'one of ' + ', '.join(allowed) if allowed else 'a number'}")
+    return load(overrides=[f"selection.{name}={value}" for name, value in given.items()]).selection
+
+
+def _list(body: Mapping[str, Any], name: str) -> list[int]:
+    value = body.get(name, [])
+    if not isinstance(value, list) or any(isinstance(x, bool) or not isinstance(x, int) for x in value):
+        raise Refused(f"{name}: expected a list of whole numbers")
+    return value
+
+
+def _whole(body: Mapping[str, Any], name: str, low: int, high: int) -> int:
+    value = body.get(name, low)
+    if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
+        raise Refused(f"{name}: expected a whole number from {low} to {high}")
+    return value
+
+
+def _shown(piece: Piece) -> dict[str, Any]:
+    return {"tokens": [token._asdict() for token in piece.tokens], "stop": piece.stop, "next": int(piece.next)}

@@ -1,0 +1,140 @@
+"""Senior and junior, and a person in the junior's place, write a text a few tokens at a time.
+
+Nothing is remembered between two calls: a `Draft` has all that the next tokens depend on. Its own tokens go to the
+engine as ``Request.history``, so that strategy and draws go on where they were: written in pieces of any length, a text
+is the one that a single request would have written.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from typing import NamedTuple
+
+import torch
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from tandemrl.config import SelectionConfig
+from tandemrl.data.rows import chat_tokens
+from tandemrl.models.batching import pack_tokens
+from tandemrl.models.forward import token_logprobs
+from tandemrl.rollout.engine import Engine, Request, Sampling, StopReason
+from tandemrl.rollout.schedule import schedule_of
+from tandemrl.selection import Strategy, resumed
+from tandemrl.selection.draws import request_key
+from tandemrl.training.tracking import authored_spans
+from tandemrl.types import Author
+
+
+@dataclass(frozen=True)
+class Draft:
+    """A text on its way. tokens: what follows the prompt, each by the author of the same index (1 senior, 0 junior)."""
+
+    prompt: str
+    seed: int = 0
+    selection: SelectionConfig = SelectionConfig()  # noqa: RUF009  # frozen
+    temperature: float = 1.0
+    tokens: tuple[int, ...] = ()
+    authors: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        if len(self.tokens) != len(self.authors):
+            raise ValueError(f"{len(self.tokens)} tokens with {len(self.authors)} authors")
+
+
+class Token(NamedTuple):
+    """surprisal: -log junior(token), nats, at temperature 1."""
+
+    id: int
+    text: str
+    author: int
+    surprisal: float
+
+
+class Piece(NamedTuple):
+    """The next tokens. stop: why the text is over, or None. next: the author of the token after them, by the
+    strategy."""
+
+    tokens: list[Token]
+    stop: StopReason | None
+    next: Author
+
+
+class Duo:
+    """The two models behind a page.
+
+    Args:
+        junior: reads every token, for its surprisal; the engine may use the same one.
+        longest: tokens of the longest text, prompt included.
+    """
+
+    def __init__(
+        self, engine: Engine, junior: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, *, longest: int
+    ) -> None:
+        self.engine, self.junior, self.tokenizer, self.longest = engine, junior, tokenizer, longest
+        self._strategy = lru_cache(maxsize=32)(self._make_strategy)
+
+    def write(self, draft: Draft, count: int) -> Piece:
+        """The next ``count`` tokens, or fewer where the text ends.
+
+        Raises:
+            ValueError: a setting is out of range, or the prompt leaves no room; the message names it.
+        """
+        prompt = self._prompt(draft.prompt)
+        room = self.longest - len(prompt) - len(draft.tokens)
+        if room <= 0:
+            if not draft.tokens:
+                raise ValueError(f"the prompt has {len(prompt)} tokens; at most {self.longest - 1} leave room to write")
+            return Piece([], "length", Author.SENIOR)
+        sampling = Sampling(max_tokens=min(count, room), temperature=draft.temperature)
+        strategy = self._strategy(draft.selection)
+        history = (draft.tokens,) if draft.tokens else ()
+        key = request_key(draft.seed, 0, 0, 0)
+        request = Request([*prompt, *draft.tokens], (key,), sampling, strategy, history=history)
+        [[written]] = self.engine.generate([request])
+        stop = written.stop_reason if written.stop_reason != "length" or room <= count else None
+        longer = replace(
+            draft,
+            tokens=(*draft.tokens, *written.tokens.tolist()),
+            authors=(*draft.authors, *written.author.tolist()),
+        )
+        return Piece(self._read(longer, len(draft.tokens), prompt), stop, self.next_author(longer))
+
+    def say(self, draft: Draft, text: str) -> Piece:
+        """What a person types goes on as the junior's; it is encoded here, once."""
+        typed = self.tokenizer.encode(text, add_special_tokens=False, split_special_tokens=True)
+        prompt = self._prompt(draft.prompt)
+        if len(prompt) + len(draft.tokens) + len(typed) > self.longest:
+            raise ValueError(f"the text would be longer than {self.longest} tokens")
+        authors = (*draft.authors, *[int(Author.JUNIOR)] * len(typed))
+        longer = replace(draft, tokens=(*draft.tokens, *typed), authors=authors)
+        return Piece(self._read(longer, len(draft.tokens), prompt), None, self.next_author(longer))
+
+    def next_author(self, draft: Draft) -> Author:
+        """Who writes the token after the draft."""
+        keys = torch.tensor([request_key(draft.seed, 0, 0, 0)], dtype=torch.int64)
+        history = [draft.tokens] if draft.tokens else []
+        senior, _ = resumed(self._strategy(draft.selection), keys, [history])
+        return Author.SENIOR if bool(senior) else Author.JUNIOR
+
+    def _make_strategy(self, selection: SelectionConfig) -> Strategy:
+        return schedule_of(selection, self.tokenizer, self.engine.vocabulary).strategy(1)
+
+    def _prompt(self, text: str) -> list[int]:
+        return [*chat_tokens(self.tokenizer, [{"role": "user", "content": text}], "the prompt")]
+
+    @torch.no_grad()
+    def _read(self, draft: Draft, start: int, prompt: Sequence[int]) -> list[Token]:
+        """The tokens from ``start`` on, as they are shown: a character of several tokens is its last one's."""
+        if start == len(draft.tokens):
+            return []
+        batch = pack_tokens([[*prompt, *draft.tokens]], self.junior.device)
+        first = len(prompt) + start
+        select = torch.arange(len(batch.tokens), device=batch.tokens.device) >= first
+        surprisals = (-token_logprobs(self.junior, batch, select=select)[0])[first:].tolist()
+        one_by_one = [i % 2 for i in range(len(draft.tokens))]  # so that each token is a span of its own
+        texts = [text for _, text in authored_spans(draft.tokens, one_by_one, self._decode)]
+        shown = zip(draft.tokens[start:], texts[start:], draft.authors[start:], surprisals, strict=True)
+        return [Token(*each) for each in shown]
+
+    def _decode(self, tokens: list[int]) -> str:
+        return str(self.tokenizer.decode(tokens, skip_special_tokens=False, clean_up_tokenization_spaces=False))
