@@ -15,12 +15,30 @@ def report(
     tokenizer: Annotated[
         str | None, typer.Option(help="Folder or hub id of the models' tokenizer, if it is not below DIR.")
     ] = None,
+    watch: Annotated[
+        bool, typer.Option("--watch", help="Serve the page on this machine and renew it while runs go on.")
+    ] = False,
+    port: Annotated[int, typer.Option(min=0, max=65535, help="Of --watch; 0: any that is free.")] = 8766,
+    every: Annotated[float, typer.Option(min=1, help="Of --watch: seconds between two looks.")] = 10,
 ) -> None:
     """Turn the runs and evaluations below DIR into one self-contained HTML page and a Markdown page."""
     if out is not None and out.suffix != ".html":
         raise typer.BadParameter(f"{out}: the page needs a name that ends in .html", param_hint="--out")
     from tandemrl.report import build_report, write_report
 
+    if watch:
+        from contextlib import suppress
+
+        from tandemrl.report.watch import LiveReport, server
+
+        if not folder.is_dir():
+            raise typer.BadParameter(f"{folder}: no such folder", param_hint="DIR")
+        live = LiveReport(folder, lambda: build_report(folder, title=title, tokenizer=tokenizer))
+        with server(live, port=port, every_s=every) as serving:
+            typer.echo(f"open http://127.0.0.1:{serving.server_port} (Ctrl-C ends it)")
+            with suppress(KeyboardInterrupt):
+                serving.serve_forever()
+        return
     built = build_report(folder, title=title, tokenizer=tokenizer)
     page, text = write_report(built, out)
     typer.echo(f"{page} ({page.stat().st_size / 1e6:.2f} MB), {text}")

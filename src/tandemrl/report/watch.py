@@ -1,0 +1,86 @@
+"""The report of runs that are still going on, served to this machine and made anew whenever their files change."""
+
+from collections.abc import Callable
+from http import HTTPStatus
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from threading import Lock
+
+from markupsafe import escape
+
+from tandemrl.report.page import Report, to_html
+from tandemrl.report.records import ReportError
+
+HOSTS = ("127.0.0.1", "localhost")
+WATCHED = ("*.jsonl", "*.json", "config.yaml")
+HEADERS = {
+    "Content-Type": "text/html; charset=utf-8",
+    "Content-Security-Policy": "default-src 'none'; style-src 'unsafe-inline'; img-src data:",
+    "Cache-Control": "no-store",
+}
+
+
+class LiveReport:
+    """The page of a folder, made anew where a file below it has changed since. Thread-safe.
+
+    Args:
+        build: makes the report.
+    """
+
+    def __init__(self, folder: Path, build: Callable[[], Report]) -> None:
+        self.folder, self._build = folder, build
+        self._state: object = None
+        self._html = ""
+        self._lock = Lock()
+
+    def html(self) -> str:
+        """What there is to report; where there is nothing yet, a page that says so."""
+        with self._lock:
+            state = self._changes()
+            if state != self._state:
+                try:
+                    self._html = to_html(self._build())
+                except ReportError as error:  # the run has only begun, or a file is being written
+                    self._html = f"<!doctype html><title>Nothing to report yet</title><p>{escape(str(error))}</p>"
+                self._state = state
+            return self._html
+
+    def _changes(self) -> object:
+        """Names, sizes and times of the files that a report reads."""
+        found = []
+        for pattern in WATCHED:
+            for file in self.folder.rglob(pattern):
+                try:
+                    stat = file.stat()
+                except OSError:  # replaced while we look
+                    continue
+                found.append((str(file), stat.st_mtime_ns, stat.st_size))
+        return sorted(found)
+
+
+def server(live: LiveReport, *, port: int, every_s: float) -> ThreadingHTTPServer:
+    """Serves the page on 127.0.0.1; ``serve_forever`` runs it. A browser asks for it again every ``every_s`` seconds.
+
+    Raises:
+        OSError: the port is taken.
+    """
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            host = (self.headers.get("Host") or "").rpartition(":")[0] or self.headers.get("Host")
+            if host not in HOSTS:
+                self.send_error(HTTPStatus.FORBIDDEN, "only this machine is answered")
+            elif self.path != "/":
+                self.send_error(HTTPStatus.NOT_FOUND)
+            else:
+                content = live.html().encode()
+                self.send_response(HTTPStatus.OK)
+                for name, value in (HEADERS | {"Refresh": f"{every_s:g}", "Content-Length": str(len(content))}).items():
+                    self.send_header(name, value)
+                self.end_headers()
+                self.wfile.write(content)
+
+        def log_message(self, format: str, *args: object) -> None:
+            """A page that asks for itself every few seconds is no news."""
+
+    return ThreadingHTTPServer(("127.0.0.1", port), Handler)
