@@ -13,6 +13,7 @@ import pytest
 from scipy import stats
 
 import tandemrl
+from tandemrl.config import Config, leaves
 
 ROOT = Path(__file__).parents[1]
 PAGES = ("README.md", "docs/results.md", "docs/speed.md")
@@ -216,7 +217,8 @@ def test_only_what_a_commit_made_is_taken_over(
         assert (docs / "repair.json").read_bytes() == (run / "results.json").read_bytes()
 
 
-DOCUMENTS = ("README.md", "ARCHITECTURE.md", "CONTRIBUTING.md", "docs/results.md", "docs/speed.md", "docs/status.md")
+SITE = sorted(str(path.relative_to(ROOT)) for path in (ROOT / "docs").rglob("*.md"))
+DOCUMENTS = ("README.md", "ARCHITECTURE.md", "CONTRIBUTING.md", *SITE)
 HOUSE = ROOT / "src" / "tandemrl"
 
 
@@ -252,3 +254,27 @@ def test_the_architecture_lists_the_public_names() -> None:
     section = (ROOT / "ARCHITECTURE.md").read_text().partition("## Public names")[2].partition("\n## ")[0]
     names = [name for line in section.splitlines() if line.startswith("|") for name in re.findall(r"`(\w+)`", line)]
     assert sorted(names) == sorted(set(tandemrl.__all__) - {"__version__"})
+
+
+@pytest.mark.parametrize("page", DOCUMENTS)
+def test_every_key_that_a_document_names_is_one_of_the_configuration(page: str) -> None:
+    """`train.lr`, `rollout.vllm.mode=draft`; not files such as `loss.py`, nor patterns of users' own."""
+    known = {key.key for key in leaves(Config())}
+    sections = {key.rpartition(".")[0] for key in known}
+    tops = {section.partition(".")[0] for section in sections} - {""}
+    words = re.findall(rf"(?<![\w/.@-])((?:{'|'.join(tops)})(?:\.[a-z_]+)+)(?![\w(*.{{/-])", (ROOT / page).read_text())
+    files = (".yaml", ".py", ".json", ".jsonl", ".parquet", ".md", ".html")
+    named = {word for word in words if not word.endswith(files)}
+    assert {word for word in named if word not in known | sections and not word.startswith(MAPPINGS)} == set()
+
+
+MAPPINGS = ("reward.scorers.", "reward.weights.")
+
+
+def test_the_glossary_has_every_metric_of_a_step() -> None:
+    code = "".join((HOUSE / "training" / name).read_text() for name in ("loop.py", "update.py", "experience.py"))
+    keys = {key for key in re.findall(r'"([a-z]+/[a-z_]+)"', code) if not key.startswith("update/")}
+    keys |= set(re.findall(r'^            "(\w+)": ', (HOUSE / "losses" / "recipes.py").read_text(), re.MULTILINE))
+    glossary = (ROOT / "docs" / "metrics.md").read_text()
+    assert len(keys) > 25
+    assert {key for key in keys if f"`{key}`" not in glossary} == set()
