@@ -45,6 +45,7 @@ PUBLISHED = {
     ("paper-claims", ("jargon",)): "paper_claims_jargon.json",
     ("ablations", ("jargon",)): "ablations.json",
     ("repair", ("repair",)): "repair.json",
+    ("hops", ("hops",)): "hops.json",
     ("hops", ("hops_jargon",)): "hops_jargon.json",
 }
 """Where the results of an experiment and its pairs are committed."""
@@ -325,6 +326,9 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "hops-jargon": lambda: headline("hops_jargon.json", *BY_HOPS, JARGON_RATE, columns=OF_AGENTS),
     "hops-jargon-differences": lambda: differences("hops_jargon.json", OF_AGENTS),
     "hops-jargon-verdicts": lambda: claims_table(results("hops_jargon.json")[1].claims),
+    "hops": lambda: headline("hops.json", *BY_HOPS, columns=OF_AGENTS),
+    "hops-differences": lambda: differences("hops.json", OF_AGENTS),
+    "hops-verdicts": lambda: claims_table(results("hops.json")[1].claims),
     "summary": summary,
     "step-time": lambda: step_time("step_time.json"),
     "step-time-lognormal": lambda: step_time("step_time_lognormal.json"),
