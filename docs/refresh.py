@@ -303,6 +303,16 @@ def retrieval() -> str:
     )
 
 
+def turns() -> str:
+    [result] = lines("turns.jsonl")
+    return (
+        f"{result['rows']} episodes of three turns, all of one length: where every answer of the world takes "
+        f"{1e3 * result['answer_s']:.0f} ms, the rollout takes {middle(result['ratios']['slow / instant'])} times as "
+        f"long as where it comes at once ({result['median_s']['instant']:.1f} s; median of {result['rounds']} rounds "
+        f"with a 90 % interval; {versions_of([result])}; {_file('turns.jsonl')}).\n"
+    )
+
+
 def _spread(fifths: Mapping[str, float]) -> str:
     return " and ".join(f"{value:.0f}" for value in fifths.values())
 
@@ -340,6 +350,7 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "update-and-head": update_and_head,
     "scoring": scoring,
     "retrieval": retrieval,
+    "turns": turns,
 }
 BLOCK = re.compile(r"(<!-- figures: ([\w-]+) -->\n).*?(<!-- end -->\n)", re.DOTALL)
 
