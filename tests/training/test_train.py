@@ -10,6 +10,7 @@ import sys
 from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
+from typing import get_args
 
 import numpy as np
 import pytest
@@ -21,7 +22,8 @@ from helpers import tokenizer
 from runs import KILLER, SMALL, assert_same_run, config, metrics, weights
 from tandemrl.config import ConfigError, load, to_yaml
 from tandemrl.data.rows import Row
-from tandemrl.losses import RECIPES
+from tandemrl.distributed.world import World
+from tandemrl.losses import RECIPES, Reduction
 from tandemrl.models.batching import pack_tokens
 from tandemrl.rewards.protocol import GraderError
 from tandemrl.rollout.collect import generate
@@ -31,12 +33,12 @@ from tandemrl.rollout.signatures import signature
 from tandemrl.rollout.torch_engine import TorchEngine
 from tandemrl.selection import bernoulli, solo
 from tandemrl.training import build as build_module
-from tandemrl.training.build import build
+from tandemrl.training.build import build, resolve_recipe
 from tandemrl.training.checkpoint import CheckpointError, DamagedError, latest, lock
 from tandemrl.training.gates import TrainError, check_draws, check_mismatch
 from tandemrl.training.loop import train
 from tandemrl.training.resume import restore
-from tandemrl.training.update import learning_rate
+from tandemrl.training.update import learning_rate, logprob_mismatch
 
 
 @pytest.fixture(scope="module")
@@ -287,11 +289,13 @@ def test_junior_weight_changes_the_update_and_not_the_rollouts(tiny_pair: Path, 
     assert any(not torch.equal(a[name], b[name]) for name in a)
 
 
-def test_micro_batches_do_not_change_the_update(tiny_pair: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("reduction", ["null", "sequence_mean_token_mean"])
+def test_micro_batches_do_not_change_the_update(reduction: str, tiny_pair: Path, tmp_path: Path) -> None:
     """One big micro-batch and many small ones give the same weights up to float rounding."""
     runs = [
         weights(train(config(tiny_pair, tmp_path / str(n), "train.steps=1", "train.eval_every=0",
-                             f"train.tokens_per_micro_batch={n}", "train.weight_decay=0"), quiet=True), 1)
+                             f"train.tokens_per_micro_batch={n}", f"loss.reduction={reduction}",
+                             "train.weight_decay=0"), quiet=True), 1)
         for n in (8192, 192)
     ]  # fmt: skip
     base = load_file(tiny_pair / "senior" / "model.safetensors")
@@ -299,6 +303,14 @@ def test_micro_batches_do_not_change_the_update(tiny_pair: Path, tmp_path: Path)
         # AdamW's first step is ±lr wherever the gradient is not tiny; only those entries can be compared.
         moved = (runs[0][name] - base[name]).abs() > 2.9e-4
         assert torch.allclose(runs[0][name][moved], runs[1][name][moved], atol=1e-6)
+
+
+def test_the_reduction_is_the_recipe_s_unless_the_config_has_one() -> None:
+    def mode(*overrides: str) -> str:
+        return resolve_recipe(RECIPES["dr_grpo"], load(overrides=[*overrides])).mode
+
+    assert mode() == "token_sum_constant"
+    assert {mode(f"loss.reduction={name}") for name in get_args(Reduction)} == {*get_args(Reduction)}
 
 
 def test_own_recipe_and_strategy(tiny_pair: Path, tmp_path: Path) -> None:
@@ -430,6 +442,23 @@ def test_mismatch_gate_has_a_default_per_dtype() -> None:
     with pytest.raises(TrainError):
         check_mismatch(load(), float("nan"))
     check_mismatch(load(overrides=["model.dtype=bfloat16"]), 1.9e-2)
+
+
+def test_mismatch_metrics_against_numpy() -> None:
+    """An extreme token counts as exp(20); no token at all, nothing."""
+    d = np.random.default_rng(0).normal(0.05, 0.3, 500).astype(np.float32)
+    for gaps in (d, np.append(d, np.float32(31.0))):
+        w = np.exp(np.minimum(gaps.astype(np.float64), 20.0))
+        expected = {
+            "mean_abs": np.abs(gaps).mean(),
+            "max_abs": np.abs(gaps).max(),
+            "ess": 1 / (len(w) * np.square(w / w.sum()).sum()),
+            "perplexity_ratio": np.exp(-gaps.astype(np.float64)).prod() ** (1 / len(gaps)),
+        }
+        got = logprob_mismatch(World(), torch.from_numpy(gaps))
+        assert got == pytest.approx({f"mismatch/{name}": value for name, value in expected.items()})
+    assert logprob_mismatch(World(), torch.zeros(0)) == {}
+    assert logprob_mismatch(World(), torch.zeros(3))["mismatch/ess"] == 1.0
 
 
 def test_a_gradient_that_is_not_finite_stops_before_the_weights(tiny_pair: Path, tmp_path: Path) -> None:

@@ -271,6 +271,12 @@ class LossConfig:
     """Coefficient of an entropy bonus on trained tokens; 0 = off."""
     normalise_by: Literal["weight", "response"] = "weight"
     """What the loss is divided by: trained tokens by their weight, or response tokens, whoever wrote them."""
+    reduction: (
+        Literal["token_mean", "sequence_mean_token_mean", "sequence_mean_token_sum", "token_sum_constant"] | None
+    ) = None
+    """How losses of tokens become one. token_mean: their mean (DAPO); sequence_mean_token_mean: the mean over sequences
+    of each one's mean (GRPO as first published); sequence_mean_token_sum: the mean over sequences of each one's sum;
+    token_sum_constant: that sum over rollout.max_tokens (Dr. GRPO). The critic's loss follows it."""
     importance: Literal["none", "token", "sequence"] | None = None
     """Truncated importance sampling (TIS) of trainer against engine log-probs."""
     importance_cap: PositiveFloat | None = None
