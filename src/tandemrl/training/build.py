@@ -96,6 +96,7 @@ def build(
         prompts=prompts,
         dropped=dropped,
         heldout=heldout,
+        monitored=preflight.monitored,
         sampling=Sampling(
             max_tokens=rollout.max_tokens,
             temperature=rollout.temperature,

@@ -179,9 +179,9 @@ def logprob_mismatch(world: World, difference: Tensor) -> Metrics:
     Of d = trainer − engine (nats) of each of the n tokens:
 
     - ``mismatch/mean_abs``, ``mismatch/max_abs``: the mean and the largest |d|.
-    - ``mismatch/ess``: (Σw)² / (n·Σw²) of the importance weights w = exp(d), with d clamped to ±20: the effective sample
-      size (Kong 1992) as a share of the tokens. 1 = the tokens are as good as the trainer's own, 1/n = one of them is
-      all that counts.
+    - ``mismatch/ess``: (Σw)² / (n·Σw²) of the importance weights w = exp(d), with d clamped to ±20: the effective
+      sample size (Kong 1992) as a share of the tokens. 1 = the tokens are as good as the trainer's own, 1/n = one of
+      them is all that counts.
     - ``mismatch/perplexity_ratio``: exp(−Σd / n), the trainer's perplexity of these tokens over the engine's. Its
       logarithm estimates KL(engine ‖ trainer), so it is mostly above 1.
 
