@@ -241,9 +241,9 @@ class Stopwatch(Tracker):
         self.begin = (time.perf_counter(), *cpu_seconds())
         return super().rollout_progress(total_rows)
 
-    def samples(self, step: int, rollouts: Sequence[Rollout], tokenizer: Any) -> None:
+    def samples(self, step: int, rollouts: Sequence[Rollout], tokenizer: Any) -> int:
         self.end = (time.perf_counter(), *cpu_seconds())
-        super().samples(step, rollouts, tokenizer)
+        return super().samples(step, rollouts, tokenizer)
 
     def step(self, step: int, metrics: Mapping[str, float]) -> None:
         super().step(step, metrics)

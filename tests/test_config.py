@@ -194,9 +194,20 @@ def test_deepscaler_has_the_published_values(name: str) -> None:
     assert (c.train.save_every, c.train.eval_every, c.train.keep_checkpoints) == (20, 20, 1)
     assert c.train.steps == 2 * (39_309 // 16)  # two epochs
     assert c.data.eval == ("data/deepscaler/heldout.parquet",)
-    assert (c.eval.profile, c.eval.train_samples, c.eval.train_problems, c.eval.select_by) == ("paper", 4, 1000, None)
-    assert r"\boxed{42}" in c.data.prompt_suffix
-    assert r"\boxed{\frac{1}{2}}" in c.data.prompt_suffix
+    assert [Path(source).parent.name for source in c.data.monitor] == [
+        "amc23_25",
+        "aime24",
+        "aime25",
+        "aime26",
+        "minerva",
+    ]
+    assert (c.eval.temperature, c.eval.top_p, c.eval.top_k, c.eval.max_tokens) == (0.6, 0.95, 0, 3000)
+    assert (c.eval.profile, c.eval.train_samples, c.eval.train_problems, c.eval.select_by) == ("custom", 4, 1000, None)
+    assert (c.rollout.engine, c.rollout.vllm.enforce_eager) == ("vllm", True)
+    assert c.data.prompt_suffix == (
+        " Solve the following math problem step by step. Put your final answer inside \\boxed{}, like \\boxed{42} or "
+        "\\boxed{\\frac{1}{2}}."
+    )
     plan = batch_plan(c)
     assert (plan.prompts, plan.updates) == (16, 2)
 
@@ -210,7 +221,9 @@ def test_deepscaler_tandem_and_its_controls_differ_where_they_should() -> None:
     )
     assert (tandem.loss.junior_weight, tandem.loss.kl_coef, tandem.rollout.group_size) == (0.0, 0.0, 8)
     assert (grpo.selection.strategy, grpo.selection.first, grpo.loss.kl_coef) == ("solo", "senior", 0.0)
-    assert set(difference(tandem, grpo)) == {"selection.strategy", "loss.normalise_by", "output_dir"}
+    where = {f"rollout.vllm.{name}" for name in ("junior_device", "multiprocess", "gpu_memory_utilization")}
+    assert set(difference(tandem, grpo)) == {"selection.strategy", "loss.normalise_by", "output_dir", *where}
+    assert tandem.rollout.vllm.junior_device == "cuda:1"  # of one process; the others are for two
     assert set(difference(grpo, kl)) == {"loss.kl_coef", "output_dir"}
     assert kl.loss.kl_kind == "k3"
     assert difference(grpo, g16)["rollout.group_size"] == (8, 16)
@@ -230,7 +243,10 @@ def test_gsm8k_tandem_has_the_published_values() -> None:
 @pytest.mark.parametrize("name", ["rrm_train", "rrm_policy"])
 def test_rubric_reward_models_have_the_published_values(name: str) -> None:
     c = packaged(name)
-    assert (c.loss.recipe, c.loss.clip_low, c.loss.clip_high, c.loss.kl_coef) == ("grpo", 0.2, 0.2, 0.0)
+    loss = c.loss
+    assert (loss.recipe, loss.clip_low, loss.clip_high, loss.dual_clip, loss.kl_coef) == ("ppo", 0.2, 0.2, 3.0, 0.0)
+    assert (loss.gamma, loss.lam, loss.value_clip, c.train.critic_lr, c.model.critic) == (1.0, 1.0, 0.5, 9e-6, None)
+    assert (c.train.critic_warmup_steps, c.rollout.engine) == (0, "vllm")
     assert (c.selection.strategy, c.selection.first, c.model.dtype) == ("solo", "senior", "bfloat16")
     assert (c.train.lr, c.rollout.group_size, c.rollout.temperature, c.loss.entropy_coef) == (5e-7, 8, 1.0, 0.0)
     longest = c.data.max_prompt_tokens + c.rollout.max_tokens
@@ -271,7 +287,7 @@ def test_countdown_has_the_published_values() -> None:
     assert (c.train.lr, c.train.schedule, c.train.warmup_steps, c.train.grad_clip) == (1e-6, "constant", 0, 1.0)
     assert (c.train.betas, c.train.weight_decay) == ((0.9, 0.999), 0.01)  # torch's AdamW
     assert (c.loss.recipe, c.loss.clip_low, c.loss.clip_high, c.loss.dual_clip) == ("grpo", 0.2, 0.2, 0)
-    assert (c.loss.entropy_coef, c.loss.kl_coef) == (0.001, 0.0)
+    assert (c.loss.entropy_coef, c.loss.kl_coef, c.loss.reduction) == (0.001, 0.0, "sequence_mean_token_mean")
     assert (c.train.save_every, c.selection.strategy, c.reward.countdown) == (20, "solo", "cohlem")
     assert c.data.prompt_suffix == ""  # the prompts are rendered to the end
     assert c.eval.max_tokens == c.rollout.max_tokens
@@ -317,7 +333,8 @@ def test_eurus_has_the_published_values() -> None:
     assert (c.loss.kl_coef, c.loss.kl_in_reward, c.loss.entropy_coef) == (0.001, True, 0.001)
     assert (c.loss.clip_low, c.loss.clip_high) == (0.2, 0.2)
     assert (c.train.save_every, c.train.eval_every, c.train.steps) == (16, 64, 15 * 482_019 // 256)
-    assert (c.loss.recipe, c.rollout.group_size) == ("grpo", 4)  # published: PPO with a critic
+    assert (c.loss.recipe, c.rollout.group_size, c.train.critic_lr, c.model.critic) == ("ppo", 1, 1e-5, None)
+    assert (c.loss.gamma, c.loss.lam, c.loss.value_clip, c.loss.dual_clip) == (1.0, 1.0, 0.5, None)
     assert (c.eval.temperature, c.eval.train_samples, c.eval.train_problems) == (0.0, 1, 2048)
 
 

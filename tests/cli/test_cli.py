@@ -76,7 +76,7 @@ def test_dry_run_prints_the_resolved_config_and_the_plan(
     ("name", "plan"),
     [
         ("countdown", "8 prompts -> 64 rollouts -> 4 update(s) of 16 sequences, each <= 1152 tokens"),
-        ("eurus", "256 prompts -> 1024 rollouts -> 2 update(s) of 512 sequences, each <= 33792 tokens"),
+        ("eurus", "256 prompts -> 256 rollouts -> 2 update(s) of 128 sequences, each <= 33792 tokens"),
     ],
 )
 def test_dry_run_of_the_published_single_model_runs(name: str, plan: str) -> None:
@@ -301,7 +301,7 @@ def test_eval_takes_over_what_a_run_was_trained_with(tmp_path: Path, monkeypatch
     (config,) = evaluate.arguments
     assert (config.data.eval, config.model.junior) == (("data/deepscaler/heldout.parquet",), "J")
     assert r"\boxed{}" in config.data.prompt_suffix
-    assert (config.selection.prob_senior, config.eval.profile, config.eval.k) == (0.25, "paper", (1, 2))
+    assert (config.selection.prob_senior, config.eval.profile, config.eval.k) == (0.25, "custom", (1, 2))
 
 
 def test_data_show_prints_rows() -> None:

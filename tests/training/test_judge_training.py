@@ -32,6 +32,8 @@ SMALL = [
     "rollout.group_size=4",
     "data.max_prompt_tokens=256",
     "eval.bootstrap=0",
+    "rollout.engine=torch",
+    "rollout.vllm.sleep=false",
 ]
 
 

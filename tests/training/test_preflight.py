@@ -4,6 +4,7 @@ import json
 import shutil
 import warnings
 from collections import namedtuple
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -106,6 +107,7 @@ def broken(what: str, models: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPa
         "device": ["model.device=cuda:63"],
         "data": ["data.train=trian.jsonl"],
         "heldout": ["data.eval=heldotu.jsonl"],
+        "monitored": ["data.monitor=heldotu.jsonl"],
         "too few": ["train.prompts_per_step=5"],
         "scorer": ["reward.scorers={math500: nowhere:score}"],
         "judge": ["judge.url=http://127.0.0.1:9/v1", "judge.retries=0"],
@@ -126,6 +128,7 @@ def broken(what: str, models: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPa
         ("index", "rollout.environment", "retrieval.index=nowhere: no index there; write one: tandemrl data index"),
         ("data", "data.train", "trian.jsonl: no such file; did you mean train.jsonl?"),
         ("heldout", "data.eval", "heldotu.jsonl: no such file; did you mean heldout.jsonl?"),
+        ("monitored", "data.monitor", "heldotu.jsonl: no such file; did you mean heldout.jsonl?"),
         ("bad row", "data.train", "train.jsonl, line 1"),
         ("too few", "data.train", "4 usable rows"),
         (
@@ -209,6 +212,11 @@ def test_the_space_is_that_of_the_checkpoints_and_exports(
         with_free(needed - 1).space()
     with pytest.warns(UserWarning, match="with every export"):
         with_free(first).space()
+    with warnings.catch_warnings():  # one that is kept and the one that is written
+        warnings.simplefilter("error")
+        replace(
+            with_free(first + size * 4), config=replace(config, train=replace(config.train, keep_exports=1))
+        ).space()
     with pytest.raises(ValueError, match=r"checkpoints and the first export need .*train\.keep_checkpoints"):
         with_free(first - 1).space()
     for step in (3, 9):  # nearly done: one export is left

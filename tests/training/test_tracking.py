@@ -168,11 +168,20 @@ def test_the_lines_of_a_step_fit_80_columns_and_no_value_stands_apart_from_its_n
 ) -> None:
     names = ["reward/mean", "loss", "grad_norm", "tandem/senior_draw_frac", "time/step", "mismatch/mean_abs"]
     metrics = {name: scale * 12.345 for name in [*names, *(f"eval/pass@{2**k}" for k in range(9))]}
+    metrics |= {f"monitor/{name}": scale * 12.345 for name in ("pass@1000", "pass@2000", "aime/pass@1")}
     lines = summary_line(step, steps, metrics, 30.0).split("\n")
     assert max(map(len, lines)) <= 80
     assert all(re.search(r"[\dsm]( \|)?$", line) for line in lines)
     shown = " ".join(" ".join(lines).split())
-    for part in ("reward ", "loss ", "grad ", "senior ", "ETA ", *(f"pass@{2**k} " for k in range(9))):
+    for part in (
+        "reward ",
+        "loss ",
+        "grad ",
+        "senior ",
+        "ETA ",
+        *(f"pass@{2**k} " for k in range(9)),
+        "monitored pass@1000",
+    ):
         assert shown.count(f" {part}") == 1
 
 

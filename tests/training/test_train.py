@@ -1,27 +1,33 @@
 """The loop as a whole: it learns what it should, stops when it must, and resumes as if nothing had happened."""
 
 import dataclasses
+import io
 import json
 import re
 import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import pairwise
 from pathlib import Path
+from typing import get_args
 
 import numpy as np
 import pytest
 import torch
+from rich.console import Console
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from helpers import tokenizer
-from runs import KILLER, SMALL, assert_same_run, config, metrics, weights
+from runs import KILLER, SMALL, assert_same_run, config, metrics, timeless, weights
+from tandemrl import evals
 from tandemrl.config import ConfigError, load, to_yaml
 from tandemrl.data.rows import Row
-from tandemrl.losses import RECIPES
+from tandemrl.distributed.world import World
+from tandemrl.evals.files import EvalResult
+from tandemrl.losses import RECIPES, Reduction
 from tandemrl.models.batching import pack_tokens
 from tandemrl.rewards.protocol import GraderError
 from tandemrl.rollout.collect import generate
@@ -31,12 +37,14 @@ from tandemrl.rollout.signatures import signature
 from tandemrl.rollout.torch_engine import TorchEngine
 from tandemrl.selection import bernoulli, solo
 from tandemrl.training import build as build_module
-from tandemrl.training.build import build
+from tandemrl.training import loop as loop_module
+from tandemrl.training.build import build, resolve_recipe
 from tandemrl.training.checkpoint import CheckpointError, DamagedError, latest, lock
 from tandemrl.training.gates import TrainError, check_draws, check_mismatch
 from tandemrl.training.loop import train
 from tandemrl.training.resume import restore
-from tandemrl.training.update import learning_rate
+from tandemrl.training.tracking import Tracker
+from tandemrl.training.update import learning_rate, logprob_mismatch
 
 
 @pytest.fixture(scope="module")
@@ -60,6 +68,80 @@ def test_a_run_leaves_its_files(finished: Path) -> None:
     samples = [json.loads(line) for line in (finished / "samples.jsonl").read_text().splitlines()]
     assert len(samples) == 6 * 16
     assert {author for author in samples[0]["author"]} <= {-1, 0, 1}
+
+
+def test_what_is_watched_and_what_is_thrown_away_changes_nothing_else(
+    tiny_pair: Path, finished: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Monitoring, few exports and a bounded samples.jsonl, in a run that fails once and goes on."""
+    every = (finished / "samples.jsonl").read_text().splitlines(keepends=True)
+    bound = sum(map(len, every)) // 3
+    keys = ["data.monitor=synthetic:plain:heldout:16", "train.keep_exports=1", "train.keep_checkpoints=1"]
+    watched = config(tiny_pair, tmp_path, "train.steps=6", *keys, f"train.max_samples_gb={bound / 1e9!r}")
+    with monkeypatch.context() as patched:
+        patched.setattr(Tracker, "step", failing(Tracker.step, at=5))
+        with pytest.raises(RuntimeError, match="step 5"):
+            train(watched, quiet=True)
+    assert {folder.name for folder in (tmp_path / "hf").iterdir()} == {"best", "step_4"}
+    screen = io.StringIO()
+    out = train(watched, console=Console(file=screen, width=200))
+
+    assert {folder.name for folder in (out / "hf").iterdir()} == {"best", "step_6"}
+    assert "removed hf/step_4 (train.keep_exports=1)" in screen.getvalue()
+    assert "rollouts of step 5 are left out (train.max_samples_gb=" in screen.getvalue()
+    new = ("monitor/", "samples/not_written")
+    lines = timeless(out)
+    assert [{k: v for k, v in line.items() if not k.startswith(new)} for line in lines] == timeless(finished)
+    a, b = weights(finished, 6), weights(out, 6)
+    assert all(torch.equal(a[name], b[name]) for name in a)
+    evaluated = [line for line in lines if "eval/pass@1" in line]
+    assert [line["step"] for line in evaluated] == [2, 4, 6]
+    for line in evaluated:  # the same problems here, and so the same values
+        held = {name.removeprefix("eval/"): value for name, value in line.items() if name.startswith("eval/")}
+        assert {name: line[f"monitor/{name}"] for name in held} == held
+        assert line["monitor/synthetic/plain/pass@2"] == held["pass@2"]
+
+    kept: list[str] = []
+    for step in range(1, 7):
+        here = [each for each in every if json.loads(each)["step"] == step]
+        taken: list[str] = []
+        for each in sorted(here, key=lambda line: json.loads(line)["index"]):
+            if taken and sum(map(len, kept + taken)) + len(each) > bound * step / 6:
+                break
+            taken.append(each)
+        assert lines[step - 1]["samples/not_written"] == len(here) - len(taken) > 0
+        kept += [each for each in here if each in taken]
+    assert (out / "samples.jsonl").read_text() == "".join(kept)
+
+
+def failing(original: Callable[..., None], at: int) -> Callable[..., None]:
+    def step(self: Tracker, number: int, metrics: dict[str, float]) -> None:
+        if number == at:
+            raise RuntimeError(f"step {at}")
+        original(self, number, metrics)
+
+    return step
+
+
+def test_monitored_problems_do_not_choose(tiny_pair: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = build(config(tiny_pair, tmp_path, "data.monitor=synthetic:plain:train:3"))
+    run = run._replace(setup=dataclasses.replace(run.setup, monitored=run.setup.monitored[:3]))
+    score, exported = {4: 0.25, 3: 0.75}, []
+
+    def graded(*_: object, prompts: Sequence[object], **__: object) -> EvalResult:
+        values = dict.fromkeys(("pass@1", "pass@2", "length", "truncation_rate"), score[len(prompts)])
+        return EvalResult({"macro": values, "by_set": {"a set": values}}, [])
+
+    monkeypatch.setattr(evals, "generate_and_grade", graded)
+    monkeypatch.setattr(loop_module, "export", lambda run, name: exported.append(name))
+    first = loop_module.evaluate(run)
+    assert (first["eval/pass@2"], first["monitor/pass@2"], first["monitor/a set/pass@1"]) == (0.25, 0.75, 0.75)
+    score[3] = 1.0
+    loop_module.evaluate(run)
+    assert (run.progress.best, exported) == (0.25, ["best"])
+    score[4] = 0.5
+    loop_module.evaluate(run)
+    assert (run.progress.best, exported) == (0.5, ["best", "best"])
 
 
 def test_the_export_is_a_plain_hf_folder(finished: Path) -> None:
@@ -287,11 +369,13 @@ def test_junior_weight_changes_the_update_and_not_the_rollouts(tiny_pair: Path, 
     assert any(not torch.equal(a[name], b[name]) for name in a)
 
 
-def test_micro_batches_do_not_change_the_update(tiny_pair: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("reduction", ["null", "sequence_mean_token_mean"])
+def test_micro_batches_do_not_change_the_update(reduction: str, tiny_pair: Path, tmp_path: Path) -> None:
     """One big micro-batch and many small ones give the same weights up to float rounding."""
     runs = [
         weights(train(config(tiny_pair, tmp_path / str(n), "train.steps=1", "train.eval_every=0",
-                             f"train.tokens_per_micro_batch={n}", "train.weight_decay=0"), quiet=True), 1)
+                             f"train.tokens_per_micro_batch={n}", f"loss.reduction={reduction}",
+                             "train.weight_decay=0"), quiet=True), 1)
         for n in (8192, 192)
     ]  # fmt: skip
     base = load_file(tiny_pair / "senior" / "model.safetensors")
@@ -299,6 +383,14 @@ def test_micro_batches_do_not_change_the_update(tiny_pair: Path, tmp_path: Path)
         # AdamW's first step is ±lr wherever the gradient is not tiny; only those entries can be compared.
         moved = (runs[0][name] - base[name]).abs() > 2.9e-4
         assert torch.allclose(runs[0][name][moved], runs[1][name][moved], atol=1e-6)
+
+
+def test_the_reduction_is_the_recipe_s_unless_the_config_has_one() -> None:
+    def mode(*overrides: str) -> str:
+        return resolve_recipe(RECIPES["dr_grpo"], load(overrides=[*overrides])).mode
+
+    assert mode() == "token_sum_constant"
+    assert {mode(f"loss.reduction={name}") for name in get_args(Reduction)} == {*get_args(Reduction)}
 
 
 def test_own_recipe_and_strategy(tiny_pair: Path, tmp_path: Path) -> None:
@@ -430,6 +522,23 @@ def test_mismatch_gate_has_a_default_per_dtype() -> None:
     with pytest.raises(TrainError):
         check_mismatch(load(), float("nan"))
     check_mismatch(load(overrides=["model.dtype=bfloat16"]), 1.9e-2)
+
+
+def test_mismatch_metrics_against_numpy() -> None:
+    """An extreme token counts as exp(20); no token at all, nothing."""
+    d = np.random.default_rng(0).normal(0.05, 0.3, 500).astype(np.float32)
+    for gaps in (d, np.append(d, np.float32(31.0))):
+        w = np.exp(np.minimum(gaps.astype(np.float64), 20.0))
+        expected = {
+            "mean_abs": np.abs(gaps).mean(),
+            "max_abs": np.abs(gaps).max(),
+            "ess": 1 / (len(w) * np.square(w / w.sum()).sum()),
+            "perplexity_ratio": np.exp(-gaps.astype(np.float64)).prod() ** (1 / len(gaps)),
+        }
+        got = logprob_mismatch(World(), torch.from_numpy(gaps))
+        assert got == pytest.approx({f"mismatch/{name}": value for name, value in expected.items()})
+    assert logprob_mismatch(World(), torch.zeros(0)) == {}
+    assert logprob_mismatch(World(), torch.zeros(3))["mismatch/ess"] == 1.0
 
 
 def test_a_gradient_that_is_not_finite_stops_before_the_weights(tiny_pair: Path, tmp_path: Path) -> None:

@@ -51,7 +51,7 @@ def load(path: str | Path | None = None, overrides: Sequence[str] = ()) -> Confi
         if not OmegaConf.is_dict(source):
             raise ConfigError(f"{where}: expected a mapping of sections, found {type(source).__name__}")
         _refuse_unknown(OmegaConf.to_container(source), Config, where)
-        for key in ("data.train", "data.eval"):  # one source may be written without the list brackets
+        for key in ("data.train", "data.eval", "data.monitor"):  # one source may be written without the list brackets
             if isinstance(value := OmegaConf.select(source, key), str):
                 OmegaConf.update(source, key, [value])
         missing = OmegaConf.missing_keys(source)  # `???`: a value that the config leaves to the user; merge skips it

@@ -87,7 +87,10 @@ class DataConfig:
     train: Annotated[tuple[str, ...], Allowed("at least one source", bool)] = ("synthetic:plain:train",)
     """JSONL/Parquet files (verl row schema or raw GSM8K), `synthetic:PAIR:SPLIT`, or `hf:REPO:CONFIG:SPLIT`."""
     eval: tuple[str, ...] = ("synthetic:plain:heldout",)
-    """Sources of the held-out evaluation during training, written as those of `train`."""
+    """Sources of the held-out evaluation during training, written as those of `train`. They choose `hf/best`."""
+    monitor: tuple[str, ...] = ()
+    """Sources that are evaluated at the same steps and in the same way, and only recorded (`monitor/…`), such as
+    benchmarks to be reported: they never choose `hf/best`."""
     order: Literal["shuffled", "by_hops"] = "shuffled"
     """Of the training prompts in an epoch: shuffled; by_hops: questions of few hops first, each kind shuffled."""
     max_prompt_tokens: PositiveInt = 1024
@@ -271,6 +274,12 @@ class LossConfig:
     """Coefficient of an entropy bonus on trained tokens; 0 = off."""
     normalise_by: Literal["weight", "response"] = "weight"
     """What the loss is divided by: trained tokens by their weight, or response tokens, whoever wrote them."""
+    reduction: (
+        Literal["token_mean", "sequence_mean_token_mean", "sequence_mean_token_sum", "token_sum_constant"] | None
+    ) = None
+    """How losses of tokens become one. token_mean: their mean (DAPO); sequence_mean_token_mean: the mean over sequences
+    of each one's mean (GRPO as first published); sequence_mean_token_sum: the mean over sequences of each one's sum;
+    token_sum_constant: that sum over rollout.max_tokens (Dr. GRPO). The critic's loss follows it."""
     importance: Literal["none", "token", "sequence"] | None = None
     """Truncated importance sampling (TIS) of trainer against engine log-probs."""
     importance_cap: PositiveFloat | None = None
@@ -328,6 +337,8 @@ class TrainConfig:
     """Steps between checkpoints; the last step is always saved."""
     keep_checkpoints: PositiveInt = 2
     """Newest checkpoints that are kept."""
+    keep_exports: PositiveInt | None = None
+    """Newest hf/step_N that are kept, beside those whose checkpoint is; null = all. hf/best stays in any case."""
     eval_every: NonNegativeInt = 20
     """Steps between held-out evaluations; 0 = never."""
     max_logprob_mismatch: PositiveFloat | None = None
@@ -345,7 +356,10 @@ class TrainConfig:
     wandb_project: str = "tandemrl"
     """The project that they go to."""
     log_samples: NonNegativeInt = 4
-    """Samples shown per logged table; every rollout goes to samples.jsonl regardless."""
+    """Samples shown per logged table; samples.jsonl has every rollout regardless."""
+    max_samples_gb: PositiveFloat | None = None
+    """Bound of samples.jsonl; null = none. The steps share it evenly. Of a step, the first rollouts of all prompts come
+    first, then the second ones; one is always written, even beyond the bound. `samples/not_written` counts the rest."""
     threads: PositiveInt | None = None
     """torch CPU threads; null = leave torch's choice."""
 
@@ -395,9 +409,9 @@ class EvalConfig:
     select_by: str | None = None
     """Metric that chooses hf/best; null = macro pass@k at the largest k ≤ samples not above 4."""
     train_samples: PositiveInt = 4
-    """Samples per problem of the held-out evaluation during training."""
+    """Samples per problem of the evaluations during training."""
     train_problems: PositiveInt = 128
-    """Problems per source of data.eval, of the held-out evaluation during training."""
+    """Problems per source of data.eval and data.monitor, of the evaluations during training."""
     bootstrap: NonNegativeInt = 2000
     """Resamples of the bootstrap intervals over problems; 0 = no intervals."""
 

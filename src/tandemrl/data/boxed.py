@@ -17,7 +17,7 @@ from tandemrl.data.rows import DataError, messages_of
 from tandemrl.data.sources import ExpectRows, Origin, Record, expect, provenance, read
 
 BOXED_SUFFIX = (
-    " Reason through the problem step by step, and give the final answer inside \\boxed{}, for example \\boxed{42} or "
+    " Solve the following math problem step by step. Put your final answer inside \\boxed{}, like \\boxed{42} or "
     "\\boxed{\\frac{1}{2}}."
 )
 """Ends every DeepScaleR and benchmark prompt: the same in training and evaluation."""

@@ -40,6 +40,7 @@ class Curve(NamedTuple):
 CURVES = (
     Curve("reward/mean", "Training reward", "mean reward"),
     Curve("eval/pass@1", "Held-out solo pass@1", "pass@1"),
+    Curve("monitor/pass@1", "Monitored solo pass@1", "pass@1"),
     Curve("response/length", "Response length", "tokens"),
     Curve("tandem/senior_frac", "Senior's share", "share of response tokens"),
     Curve("env/turns", "Turns of an episode", "turns"),

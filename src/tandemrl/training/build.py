@@ -96,6 +96,7 @@ def build(
         prompts=prompts,
         dropped=dropped,
         heldout=heldout,
+        monitored=preflight.monitored,
         sampling=Sampling(
             max_tokens=rollout.max_tokens,
             temperature=rollout.temperature,
@@ -219,6 +220,7 @@ def resolve_recipe(recipe: Recipe, config: Config) -> Recipe:
     c = config.loss
     names = ("clip_low", "clip_high", "dual_clip", "importance", "importance_cap", "filter_zero_variance")
     overrides: dict[str, Any] = {name: getattr(c, name) for name in names}
+    overrides["mode"] = c.reduction
     overrides["overlong_share"] = None if c.overlong_buffer is None else c.overlong_buffer / config.rollout.max_tokens
     recipe = recipe._replace(**{name: value for name, value in overrides.items() if value is not None})
     if config.train.async_steps and c.importance is None and recipe.importance == "none":

@@ -404,6 +404,23 @@ def discard_after(output_dir: str | Path, step: int) -> None:
             drop(path)
 
 
+def drop_exports(output_dir: str | Path, keep: int) -> list[Path]:
+    """Remove all ``hf/step_N`` but the newest ``keep`` and those whose checkpoint is there; returns the removed ones.
+
+    Raises:
+        CheckpointError: one cannot be removed.
+    """
+    exports = _numbered(Path(output_dir, "hf"))
+    kept = {path.name for path in (*exports[-keep:], *_steps(Path(output_dir, "checkpoints")))}
+    dropped = [path for path in exports if path.name not in kept]
+    for path in dropped:
+        try:
+            drop(path)
+        except OSError as error:
+            raise CheckpointError(f"{path}: cannot be removed ({error}), as train.keep_exports={keep} asks") from error
+    return dropped
+
+
 def _steps(folder: Path) -> list[Path]:
     """Checkpoints, whole or what damage left of them, in the order of their steps."""
     return [path for path in _numbered(folder) if is_checkpoint(path)]

@@ -11,6 +11,7 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -18,6 +19,7 @@ from rich.console import Console
 
 from tandemrl import evals
 from tandemrl.config import Config, batch_plan
+from tandemrl.data.rows import Prompt
 from tandemrl.distributed.watchdog import WATCHDOG
 from tandemrl.distributed.world import init_world
 from tandemrl.losses import Recipe, adapt_kl_coef
@@ -143,7 +145,10 @@ def loop(run: Run, tracker: Tracker) -> None:
                 if stop or step == steps or step % config.train.save_every == 0:
                     with clock("save"):
                         progress.rollouts_in_flight = rollouts.state_dict()
-                        save(run)
+                        removed = save(run)
+                    if removed:
+                        names = ", ".join(f"hf/{path.name}" for path in removed)
+                        tracker.say(f"removed {names} (train.keep_exports={config.train.keep_exports})")
             if stop and step < steps:
                 checkpoint.wait()
                 tracker.say(
@@ -210,7 +215,9 @@ def train_step(
     if evaluates:
         with clock("eval"):
             metrics |= evaluate(run)
-    tracker.samples(step, [r for group in groups for r in group.rollouts], setup.tokenizer)
+    not_written = tracker.samples(step, [r for group in groups for r in group.rollouts], setup.tokenizer)
+    if train.max_samples_gb is not None:
+        metrics["samples/not_written"] = float(not_written)
     tracker.step(step, metrics | clock.metrics(metrics["tokens/response"]))
     if train.profile:
         profiler.step(step, clock, step_cost(setup, groups, experience, profiler.cost))
@@ -320,24 +327,12 @@ def resample(
 
 
 def evaluate(run: Run) -> Metrics:
-    """The senior alone on the held-out problems; the best step so far is exported to ``hf/best``."""
-    setup, models, progress = run
+    """The senior alone on the held-out problems, of which the best step so far is exported to ``hf/best``; and in the
+    same way on those of ``data.monitor``, which decide nothing."""
+    setup, _, progress = run
     settings = setup.config.eval
     ks = [k for k in settings.k if k <= settings.train_samples]
-    result = evals.generate_and_grade(
-        {"solo": solo("senior")},
-        engine=models.engine,
-        tokenizer=setup.tokenizer,
-        prompts=setup.heldout,
-        scorer=setup.scorer,
-        playground=setup.playground,
-        profile=evals.profile_of(settings),
-        samples=settings.train_samples,
-        k=ks,
-        seed=settings.seed,
-        bootstrap=settings.bootstrap,
-    )
-    macro = result.metrics["macro"]
+    macro = solo_metrics(run, setup.heldout, ks)["macro"]
     selector = settings.select_by or f"pass@{max((k for k in ks if k <= 4), default=ks[0])}"
     if macro[selector] > progress.best:
         progress.best = macro[selector]
@@ -346,10 +341,34 @@ def evaluate(run: Run) -> Metrics:
         *(f"pass@{k}" for k in ks),
         "length",
         "truncation_rate",
-        *(part for part in ("em", "f1") if part in macro),
+        *("em", "f1"),
         *(["unscored"] if setup.judge is not None else []),
     ]
-    return {f"eval/{name}": macro[name] for name in names}
+    metrics = {f"eval/{name}": macro[name] for name in names if name in macro}
+    if setup.monitored:
+        watched = solo_metrics(run, setup.monitored, ks)
+        metrics |= {f"monitor/{name}": watched["macro"][name] for name in names if name in watched["macro"]}
+        for source, values in watched["by_set"].items():
+            metrics |= {f"monitor/{source}/pass@{k}": values[f"pass@{k}"] for k in ks}
+    return metrics
+
+
+def solo_metrics(run: Run, prompts: Sequence[Prompt], ks: Sequence[int]) -> dict[str, Any]:
+    """What ``evals.summarise`` says of what the senior writes alone."""
+    setup, settings = run.setup, run.setup.config.eval
+    return evals.generate_and_grade(
+        {"solo": solo("senior")},
+        engine=run.models.engine,
+        tokenizer=setup.tokenizer,
+        prompts=prompts,
+        scorer=setup.scorer,
+        playground=setup.playground,
+        profile=evals.profile_of(settings),
+        samples=settings.train_samples,
+        k=ks,
+        seed=settings.seed,
+        bootstrap=settings.bootstrap,
+    ).metrics
 
 
 def rollout_metrics(completions: CompletionBatch, groups: Sequence[Group], step: int) -> Metrics:

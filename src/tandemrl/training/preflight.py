@@ -97,6 +97,7 @@ class Preflight:
             **({"rollout.environment": self.episodes} if acted_in else {}),
             "data.train": self.train_data,
             **({"data.eval": self.heldout_data} if config.train.eval_every else {}),
+            **({"data.monitor": self.monitored_data} if config.train.eval_every and config.data.monitor else {}),
             "rewards": self.rewards,
             **({"judge.url": self.endpoint} if config.judge.url is not None else {}),
             "output_dir": self.space,
@@ -173,7 +174,12 @@ class Preflight:
     @cached_property
     def heldout_rows(self) -> list[list[Row]]:
         """By source of ``data.eval``; none without ``train.eval_every``."""
-        return [self._rows([source]) for source in self.config.data.eval] if self.config.train.eval_every else []
+        return self._evaluated(self.config.data.eval)
+
+    @cached_property
+    def monitored_rows(self) -> list[list[Row]]:
+        """By source of ``data.monitor``; none without ``train.eval_every``."""
+        return self._evaluated(self.config.data.monitor)
 
     @cached_property
     def prompts(self) -> tuple[list[Prompt], int]:
@@ -193,9 +199,13 @@ class Preflight:
 
     @cached_property
     def heldout(self) -> list[Prompt]:
-        """The first ``eval.train_problems`` prompts of every source."""
-        most = self.config.eval.train_problems
-        return [prompt for rows in self.heldout_rows for prompt in self._encoded(rows)[0][:most]]
+        """The first ``eval.train_problems`` prompts of every source of ``data.eval``."""
+        return self._first_prompts(self.heldout_rows)
+
+    @cached_property
+    def monitored(self) -> list[Prompt]:
+        """Those of ``data.monitor``."""
+        return self._first_prompts(self.monitored_rows)
 
     # ------------------------------------------------------------------------------------------------------- the checks
 
@@ -265,15 +275,17 @@ class Preflight:
         return f"{rows} rows{left_out}; the longest prompt has {max(len(prompt.tokens) for prompt in prompts)} tokens"
 
     def heldout_data(self) -> str:
-        rows = sum(map(len, self.heldout_rows))
-        return f"{rows} rows, of which {len(self.heldout)} are used"
+        return f"{sum(map(len, self.heldout_rows))} rows, of which {len(self.heldout)} are used"
+
+    def monitored_data(self) -> str:
+        return f"{sum(map(len, self.monitored_rows))} rows, of which {len(self.monitored)} are used"
 
     def rewards(self) -> str:
         """Every row that is used has a scorer and what that needs."""
         config = self.config
-        rows = [prompt.row for prompt in [*self.prompts[0], *self.heldout]]
+        rows = [prompt.row for prompt in [*self.prompts[0], *self.heldout, *self.monitored]]
         judged = config.judge.url is not None or config.judge.model is not None
-        read = [*self.rows, *chain.from_iterable(self.heldout_rows)]
+        read = [*self.rows, *chain.from_iterable(self.heldout_rows + self.monitored_rows)]
         judging = _unused if judged else None
         with Scorer(config.reward, code=_unused, judge=judging, functions=self.rewards_by_name) as scorer:
             # Without evaluation the rows of data.eval are not read: what only they would use is no mistake.
@@ -320,7 +332,9 @@ class Preflight:
         checkpoints = min(saves, config.train.keep_checkpoints + 1) * trained * FLOAT32 * (1 + ADAM_STATE)
         export = policy * exported
         first = checkpoints + (min(saves, 1) + (1 if config.train.eval_every else 0)) * export
-        total = first + max(0, saves - 1) * export
+        keep = config.train.keep_exports
+        exports = saves if keep is None else min(saves, max(keep, config.train.keep_checkpoints) + 1)
+        total = first + max(0, exports - 1) * export
         there = f"{free / 1e9:.1f} GB free in {place}"
         if first > free:
             raise ConfigError(
@@ -329,8 +343,8 @@ class Preflight:
             )
         if total > free:
             warnings.warn(
-                f"output_dir={output}: {there}, but with every export in hf/ the run needs {total / 1e9:.0f} GB; they "
-                "are never removed: choose a larger train.save_every, or move old ones away as it goes on",
+                f"output_dir={output}: {there}, but with every export in hf/ the run needs {total / 1e9:.0f} GB: "
+                "choose a larger train.save_every or a smaller train.keep_exports, or move old ones away as it goes on",
                 stacklevel=2,
             )
         return f"{total / 1e9:.2f} GB for checkpoints and exports, {there}"
@@ -364,6 +378,13 @@ class Preflight:
         if remote := [source for source in sources if source.startswith("hf:") and not self.downloads]:
             raise NotHereError(f"{', '.join(remote)} is read from the hub")
         return load_rows(sources)
+
+    def _evaluated(self, sources: Sequence[str]) -> list[list[Row]]:
+        return [self._rows([source]) for source in sources] if self.config.train.eval_every else []
+
+    def _first_prompts(self, sources: Sequence[Sequence[Row]]) -> list[Prompt]:
+        most = self.config.eval.train_problems
+        return [prompt for rows in sources for prompt in self._encoded(rows)[0][:most]]
 
     def _encoded(self, rows: Sequence[Row]) -> tuple[list[Prompt], int]:
         data, playground = self.config.data, self.playground

@@ -29,10 +29,13 @@ from tandemrl.training.state import Run
 
 _FREE_TO_CHANGE = {
     "output_dir",
+    "data.monitor",
     "train.save_every",
     "train.eval_every",
     "train.keep_checkpoints",
+    "train.keep_exports",
     "train.log_samples",
+    "train.max_samples_gb",
     "train.wandb",
     "train.wandb_project",
     "train.async_save",
@@ -47,8 +50,12 @@ _FREE_TO_CHANGE = {
 }
 
 
-def save(run: Run) -> None:
-    """HF export first, then the checkpoint: a checkpoint that exists implies its export."""
+def save(run: Run) -> list[Path]:
+    """HF export first, then the checkpoint: a checkpoint that exists implies its export.
+
+    Returns:
+        earlier exports that were removed (``train.keep_exports``); of rank 0 only.
+    """
     setup, models, progress = run
     config, train = setup.config, setup.config.train
     export(run, f"step_{progress.step}")
@@ -73,6 +80,12 @@ def save(run: Run) -> None:
         parts=models.trained,
         world=setup.world,
         background=train.async_save,
+    )
+    keep, output = train.keep_exports, config.output_dir
+    if keep is None:
+        return []
+    return checkpoint.in_every_process(
+        lambda: checkpoint.drop_exports(output, keep) if setup.world.main else [], output, setup.world
     )
 
 

@@ -45,6 +45,9 @@ class RunSetup:
     dropped: int
     """Training rows that were too long."""
     heldout: list[Prompt]
+    """What the evaluations that choose ``hf/best`` ask."""
+    monitored: list[Prompt]
+    """What is evaluated beside them and decides nothing."""
     sampling: Sampling
     vocabulary: int
     """Number of logits that the engine samples from."""

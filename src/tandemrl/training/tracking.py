@@ -58,7 +58,7 @@ class Tracker:
 
     Args:
         output_dir: the folder of the run; files are appended to (see ``coverage`` for a resume).
-        config: read for train.{steps, wandb, wandb_project, log_samples} and rollout.max_tokens.
+        config: read for train.{steps, wandb, wandb_project, log_samples, max_samples_gb} and rollout.max_tokens.
         console: where to print; default standard output. Bars are drawn on a terminal only.
         quiet: print nothing.
         record: write the files; False in all processes of a run but one.
@@ -92,6 +92,7 @@ class Tracker:
         self._rollout_bar: TaskID | None = None
         self._started = time.perf_counter()
         self._first_step: int | None = None
+        self._bound_met = False
 
     def __enter__(self) -> Self:
         return self
@@ -117,13 +118,30 @@ class Tracker:
             self._wandb.log(values, step=step)
         self._show_step(step, values)
 
-    def samples(self, step: int, rollouts: Sequence[Rollout], tokenizer: Any) -> None:
-        """Record every rollout of a step. On the first step and every ``train.eval_every`` steps, show the first
-        ``train.log_samples`` of them, coloured by author."""
-        records = (
-            {"step": step, "text": written_text(rollout, tokenizer), **rollout.to_json()} for rollout in rollouts
-        )
-        _write(self._samples, [json.dumps(record, ensure_ascii=False) for record in records])
+    def samples(self, step: int, rollouts: Sequence[Rollout], tokenizer: Any) -> int:
+        """Record the rollouts of a step, all or what ``train.max_samples_gb`` has room for. On the first step and every
+        ``train.eval_every`` steps, show the first ``train.log_samples`` of them, coloured by author.
+
+        Returns:
+            how many were not recorded.
+        """
+
+        def line(rollout: Rollout) -> str:
+            record = {"step": step, "text": written_text(rollout, tokenizer), **rollout.to_json()}
+            return json.dumps(record, ensure_ascii=False)
+
+        left_out = 0
+        if self._samples is not None:
+            lines = self._within_bound(step, rollouts, line)
+            _write(self._samples, lines)
+            left_out = len(rollouts) - len(lines)
+        if left_out and not self._bound_met:
+            self._bound_met = True
+            bound = self._config.train.max_samples_gb
+            self.say(
+                f"samples.jsonl: {left_out} of {len(rollouts)} rollouts of step {step} are left out "
+                f"(train.max_samples_gb={bound:g}); samples/not_written counts them from here on"
+            )
         one_per_prompt = [rollout for rollout in rollouts if rollout.index == 0]
         shown = one_per_prompt[: self._config.train.log_samples] if self._is_table_step(step) else []
         if shown:
@@ -133,6 +151,23 @@ class Tracker:
 
             rows = [[r.example_id, r.reward, authored_text(r, tokenizer).plain] for r in shown]
             self._wandb.log({"samples": wandb.Table(columns=["example", "reward", "text"], data=rows)}, step=step)
+        return left_out
+
+    def _within_bound(self, step: int, rollouts: Sequence[Rollout], line: Callable[[Rollout], str]) -> list[str]:
+        """The lines that fit: what samples.jsonl holds after a step is at most the step's share of the bound, and at
+        least one line of each step."""
+        bound, train = self._config.train.max_samples_gb, self._config.train
+        if bound is None or self._samples is None:
+            return [line(rollout) for rollout in rollouts]
+        room = bound * 1e9 * step / train.steps - os.fstat(self._samples.fileno()).st_size
+        lines: dict[int, str] = {}
+        for i in sorted(range(len(rollouts)), key=lambda i: rollouts[i].index):
+            text = line(rollouts[i])
+            room -= len(text.encode()) + 1
+            if lines and room < 0:
+                break  # not to go on with shorter ones, which would be another sample of the responses
+            lines[i] = text
+        return [lines[i] for i in sorted(lines)]
 
     def rollout_progress(self, total_rows: int) -> Callable[[int], None]:
         """A callback to be called with newly written tokens; the bar's end is ``total_rows`` rows of full length."""
@@ -191,8 +226,8 @@ class Tracker:
 
 
 def summary_line(step: int, steps: int, metrics: Mapping[str, float], seconds_per_step: float) -> str:
-    """The numbers to watch of one step, seconds per step and the time left; held-out pass@k in a line of its own. No
-    line is longer than 80 columns.
+    """The numbers to watch of one step, seconds per step and the time left; held-out and monitored pass@k in lines of
+    their own. No line is longer than 80 columns.
 
     Example:
         >>> summary_line(3, 50, {"reward/mean": 0.5, "loss": 0.01, "time/step": 2.0}, 2.0)
@@ -203,9 +238,12 @@ def summary_line(step: int, steps: int, metrics: Mapping[str, float], seconds_pe
     shown = [f"{label} {form.format(metrics[key])}" for label, key, form in _SUMMARY if key in metrics]
     times = [f"{metrics['time/step']:.1f}s"] if "time/step" in metrics else []
     times += [f"ETA {f'{hours}h{minutes:02}m' if hours else f'{minutes}m{seconds:02}s'}"]
-    heldout = [f"{key.removeprefix('eval/')} {value:.3f}" for key, value in metrics.items() if "eval/pass@" in key]
     lines = _wrapped([[f"step {step}/{steps}"], shown, times], "")
-    return "\n".join([*lines, *(_wrapped([["held-out", *heldout]], "  ") if heldout else ())])
+    for label, prefix in (("held-out", "eval/"), ("monitored", "monitor/")):
+        found = {key.removeprefix(prefix): value for key, value in metrics.items() if key.startswith(f"{prefix}pass@")}
+        if found:
+            lines += _wrapped([[label, *(f"{name} {value:.3f}" for name, value in found.items())]], "  ")
+    return "\n".join(lines)
 
 
 def _wrapped(groups: Sequence[Sequence[str]], indent: str) -> list[str]:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from tandemrl.config import Config
 from tandemrl.distributed.world import World
-from tandemrl.losses import add_totals, average_metrics, policy_loss, reduce, totals, value_loss
+from tandemrl.losses import add_totals, average_metrics, log_ratio, policy_loss, reduce, totals, value_loss
 from tandemrl.models.lora import dropping
 from tandemrl.models.sharding import clip_gradients
 from tandemrl.training.experience import MiniBatches, weights_of
@@ -75,7 +75,7 @@ def update_policy(
             logprobs, entropy = setup.logprobs(models.policy, batch, select)
         plain = batch.old_logprobs if config.model.lora.dropout > 0 else logprobs.detach()
         assert plain is not None
-        difference.append((plain - batch.behaviour_logprobs)[senior].abs())
+        difference.append((plain - batch.behaviour_logprobs)[senior])
         loss, parts = policy_loss(
             setup.recipe,
             logprobs=logprobs,
@@ -173,13 +173,34 @@ def step_totals(setup: RunSetup, batches: Sequence[Batch]) -> Totals:
     return Totals(*setup.world.data_sum(counts).float())
 
 
-def logprob_mismatch(world: World, gap: Tensor) -> Metrics:
-    """Mean and largest |trainer - engine| log-prob of the senior tokens of all data ranks; none: nothing."""
+def logprob_mismatch(world: World, difference: Tensor) -> Metrics:
+    """How far the trainer's log-probs of the senior tokens of all data ranks are from the engine's; no tokens: nothing.
+
+    Of d = trainer − engine (nats) of each of the n tokens:
+
+    - ``mismatch/mean_abs``, ``mismatch/max_abs``: the mean and the largest |d|.
+    - ``mismatch/ess``: (Σw)² / (n·Σw²) of the importance weights w = exp(d), with d clamped to ±20: the effective
+      sample size (Kong 1992) as a share of the tokens. 1 = the tokens are as good as the trainer's own, 1/n = one of
+      them is all that counts.
+    - ``mismatch/perplexity_ratio``: exp(−Σd / n), the trainer's perplexity of these tokens over the engine's. Its
+      logarithm estimates KL(engine ‖ trainer), so it is mostly above 1.
+
+    Args:
+        difference: d, before any update of the step.
+    """
+    gap, ratio = difference.abs(), log_ratio(difference, torch.zeros_like(difference)).double().exp()
+    parts = (gap.sum(), difference.double().sum(), ratio.sum(), ratio.square().sum())
     largest = gap.max() if len(gap) else gap.new_zeros(())
-    total, count = world.data_sum(torch.stack([gap.sum(), gap.new_tensor(float(len(gap)))])).tolist()
+    count = gap.new_tensor(len(gap), dtype=torch.float64)
+    total, signed, weight, squared, count = world.data_sum(torch.stack([*(each.double() for each in parts), count]))
     if not count:
         return {}
-    return {"mismatch/mean_abs": total / count, "mismatch/max_abs": world.data_max(largest).item()}
+    return {
+        "mismatch/mean_abs": (total / count).item(),
+        "mismatch/max_abs": world.data_max(largest).item(),
+        "mismatch/ess": (weight.square() / (count * squared)).item(),
+        "mismatch/perplexity_ratio": (-signed / count).exp().item(),
+    }
 
 
 def set_learning_rates(config: Config, models: Models, step: int) -> None:
