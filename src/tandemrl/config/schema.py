@@ -411,8 +411,9 @@ class RewardConfig:
     workers: PositiveInt | None = None
     """Scoring processes; null = chosen from the work and the cores."""
     scorers: dict[str, str] = field(default_factory=dict)
-    """`data_source` pattern -> `module:function` of your own, or one of the library's scorers; see rewards/routing.py.
-    Looked up before the library's table. `a + b` is a weighted sum of two."""
+    """`data_source` pattern, or `ability:` and a pattern of the rows' `ability` -> `module:function` of your own (also
+    verl's `compute_score`), or one of the library's scorers; see rewards/routing.py. Looked up before the library's
+    table. `a + b` is a weighted sum of two."""
     weights: dict[str, float] = field(default_factory=dict)
     """Name of a reward -> how often it counts; 1 without an entry. `module:function` is called `function`."""
     format_score: float | None = None

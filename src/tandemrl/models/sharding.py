@@ -53,7 +53,7 @@ def shard(
         offload: keep parameters, gradients and optimiser state in host memory, and step there.
 
     Raises:
-        ModelError: the model has no plan for ``tp``, or heads that ``tp`` x ``sp`` does not divide.
+        ModelError: the model has no plan for ``tp``, or heads that cannot be dealt out (see ``check_heads``).
     """
     if world.mesh is None:
         return model
@@ -103,12 +103,16 @@ def check_heads(model: PreTrainedModel, world: World) -> None:
     assert world.mesh is not None
     config = model.config.get_text_config()
     tp, sp = world.mesh["tp"].size(), world.mesh["sp"].size()
-    for name in ("num_attention_heads", "num_key_value_heads"):
-        if (heads := getattr(config, name)) % (tp * sp):
-            raise ModelError(
-                f"{name} is {heads}: parallel.tp={tp} x parallel.sp={sp} must divide it (every process of the two "
-                "axes attends with some of the heads)"
-            )
+    if (heads := config.num_attention_heads) % (tp * sp):
+        raise ModelError(
+            f"num_attention_heads is {heads}: parallel.tp={tp} x parallel.sp={sp} must divide it (every process of the two "
+            "axes attends with some of the heads)"
+        )
+    if (heads := config.num_key_value_heads) % tp:  # sp repeats them where they do not suffice
+        raise ModelError(
+            f"num_key_value_heads is {heads}: parallel.tp={tp} must divide it (every process has some of their matrices); "
+            "parallel.sp need not"
+        )
 
 
 def _tensor_parallel(model: PreTrainedModel, mesh: DeviceMesh) -> None:

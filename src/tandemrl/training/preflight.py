@@ -278,16 +278,17 @@ class Preflight:
         with Scorer(config.reward, code=_unused, judge=judging, functions=self.rewards_by_name) as scorer:
             # Without evaluation the rows of data.eval are not read: what only they would use is no mistake.
             stated = None if config.train.eval_every or not config.data.eval else ()
-            sources = {row.data_source for row in read}
-            scorer.check(rows, episodes=self.playground is not None, sources=sources, stated=stated)
-        used = {row.data_source: row for row in rows}
+            kinds = map(routing.Kind.of, read)
+            scorer.check(rows, episodes=self.playground is not None, kinds=kinds, stated=stated)
+        used = {routing.Kind.of(row): row for row in rows}
         functions = self.rewards_by_name
         terms = [term for row in used.values() for term in routing.terms_of(row, config.reward, functions)]
+        sources = ", ".join(dict.fromkeys(kind.data_source for kind in used))
         if any(term.name == "code" for term in terms):
             with Sandbox(config.sandbox) as sandbox:
                 sandbox.run("", Stdin(""))
-            return f"{', '.join(used)}; the sandbox starts"
-        return ", ".join(used)
+            return f"{sources}; the sandbox starts"
+        return sources
 
     @cached_property
     def judge(self) -> Judge | None:
