@@ -1,5 +1,4 @@
-"""Reward functions in verl's form, ``compute_score(data_source, solution_str, ground_truth, extra_info)``, and what they
-may return."""
+"""Reward functions in verl's form, ``compute_score(data_source, solution_str, ground_truth, extra_info)``."""
 
 import functools
 import json
@@ -26,12 +25,8 @@ def scored(function: Any, row: Row = SEVEN, text: str = "7") -> Score:
 
 def test_it_is_told_what_it_asks_for_by_name() -> None:
     def whole(data_source, solution_str, ground_truth, extra_info=None, **rest):
-        assert (data_source, solution_str, ground_truth, extra_info) == (
-            "mine",
-            "7",
-            "7",
-            SEVEN.extra_info,
-        ) and not rest
+        assert (data_source, solution_str, ground_truth, extra_info) == ("mine", "7", "7", SEVEN.extra_info)
+        assert not rest
         extra_info["index"] = -1  # a copy
         return 0.5
 
@@ -72,7 +67,8 @@ def test_by_import_path_with_the_ground_truth_of_the_file(tmp_path: Path, monkey
     tmp_path.joinpath("of_verl.py").write_text(
         "def compute_score(data_source, solution_str, ground_truth, extra_info=None):\n"
         "    if isinstance(ground_truth, dict):\n"
-        "        return {'score': float(int(solution_str) == ground_truth['target']), 'of': len(ground_truth['numbers'])}\n"
+        "        right = int(solution_str) == ground_truth['target']\n"
+        "        return {'score': float(right), 'of': len(ground_truth['numbers'])}\n"
         "    return {'score': float(solution_str == ground_truth), 'of': extra_info['index']}\n"
     )
     truths = [{"target": 7, "numbers": [3, 4]}, '{"target": 7}']

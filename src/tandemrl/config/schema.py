@@ -53,6 +53,9 @@ class LoraConfig:
     dropout: Annotated[float, Allowed("in [0, 1)", lambda p: 0 <= p < 1)] = 0.0
     """Share of an adapter's inputs that is left out, anew in each forward of an update; nowhere else. Above 0 the
     gradient depends on how a step is split into micro-batches and over processes."""
+    export: bool = False
+    """Write the adapters by themselves, too, in float32: the folder `adapter` in every export in hf/, for
+    `peft.PeftModel.from_pretrained(BASE, "hf/step_N/adapter")`."""
 
 
 @dataclass(frozen=True)

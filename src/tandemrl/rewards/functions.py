@@ -6,10 +6,10 @@ that ``reward.scorers`` names as ``module:function`` runs in the killable child 
 ``train(reward=…)`` runs in the training process: it may be a closure, and it has to be quick. A plain number x stands
 for a `Score` whose ``acc`` (is the response correct?) is 1 from x = 1 on, and else 0.
 
-A reward function of verl's is known by its parameters ``solution_str`` and ``ground_truth``, and is called as verl calls
-it: by name, with those of ``data_source``, ``solution_str``, ``ground_truth`` and ``extra_info`` that it takes. The
-ground truth is what the row's file holds, also where that is no text. It returns a number, a dict with ``score``, of
-which other numbers are parts of the score and ``pred`` is the answer, or a tuple that begins with the score.
+A reward function of verl's is known by its parameters ``solution_str`` and ``ground_truth``, and is called by name with
+those of ``data_source``, ``solution_str``, ``ground_truth`` and ``extra_info`` that it takes. The ground truth is what
+the row's file holds, also where that is no text. It returns a number, a dict with ``score``, of which other numbers are
+parts of the score and ``pred`` is the answer, or a tuple that begins with the score.
 """
 
 import inspect
@@ -178,7 +178,7 @@ class Call(NamedTuple):
             signature = inspect.signature(function)
         except ValueError:  # some functions written in C do not say
             return cls(options=False, transcript="no")
-        if VERL_MARKS <= signature.parameters.keys():
+        if signature.parameters.keys() >= VERL_MARKS:
             takes_all = any(each.kind is inspect.Parameter.VAR_KEYWORD for each in signature.parameters.values())
             names = tuple(part for part in VERL if takes_all or part in signature.parameters)
             try:

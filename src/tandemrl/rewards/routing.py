@@ -2,10 +2,10 @@
 
 A reward is named by a word of `SCORERS`, by ``module:function`` of your own, or is a function given to ``train`` (see
 `functions`). ``reward.scorers`` maps patterns of data sources to one of them, or to a sum such as ``boxed +
-my.module:brevity``, in which ``reward.weights`` weighs each. A pattern that begins with ``ability:`` is one of the rows'
-``ability``, as in ``ability:math``. The first match decides. Without one come the functions given to ``train`` that it
-does not name, then suffixes (`SUFFIXES`), then `TABLE`. Patterns with a capital letter are matched as written, others
-without regard to case.
+my.module:brevity``, in which ``reward.weights`` weighs each. A pattern that begins with ``ability:`` is one of the
+rows' ``ability``, as in ``ability:math``. The first match decides. Without one come the functions given to ``train``
+that it does not name, then suffixes (`SUFFIXES`), then `TABLE`. Patterns with a capital letter are matched as written,
+others without regard to case.
 """
 
 import difflib

@@ -73,8 +73,9 @@ def train(
         recipe: overrides ``loss.recipe``: a row of ``losses.RECIPES``, or your own.
         strategy: training step (from 1) -> strategy; overrides ``selection.*``. Its draws are not held to any share.
         reward: a function ``(row, text) -> float | Score``, or one of verl's (``rewards.functions``), or several by
-            name, whose weighted sum (``reward.weights``) is the reward. They score every row for which ``reward.scorers`` has nothing else. They run in this process,
-            so an error in them stops the run, and a hang hangs it. ``reward.scorers`` can name them in a sum, too.
+            name, whose weighted sum (``reward.weights``) is the reward. They score every row for which
+            ``reward.scorers`` has nothing else. They run in this process, so an error in them stops the run, and a hang
+            hangs it. ``reward.scorers`` can name them in a sum, too.
         environment: what the authors act in, in place of ``rollout.environment``. Its ``score``, if it has one, is such
             a function.
 

@@ -29,6 +29,7 @@ from tandemrl.training.state import Run
 
 _FREE_TO_CHANGE = {
     "output_dir",
+    "model.lora.export",
     "train.save_every",
     "train.eval_every",
     "train.keep_checkpoints",
@@ -79,8 +80,9 @@ def save(run: Run) -> None:
 def export(run: Run, name: str) -> None:
     """The policy as ``hf/NAME``, in the compute dtype."""
     config = run.setup.config
-    folder = Path(config.output_dir, "hf", name)
-    export_hf(run.models.policy, run.setup.tokenizer, folder, config.model.dtype, world=run.setup.world)
+    folder, adapters_of = Path(config.output_dir, "hf", name), config.model.senior if config.model.lora.export else None
+    policy, tokenizer, world = run.models.policy, run.setup.tokenizer, run.setup.world
+    export_hf(policy, tokenizer, folder, config.model.dtype, world=world, adapters_of=adapters_of)
 
 
 def identity(run: Run) -> dict[str, str]:
