@@ -96,5 +96,8 @@ def _rules(config: Config) -> list[tuple[bool, str, str]]:
         (ret.index is None or ret.retriever in ("bm25", "lexical"), "retrieval.index", f"null with {ret.retriever}: a corpus is searched by words"),
         (ret.api_key_env is None or ret.url is not None, "retrieval.api_key_env", "null without retrieval.url"),
         (ret.url is None or patience < r.tool_timeout_s, "rollout.tool_timeout_s", f"above {patience:g}: what retrieval.timeout_s, retries and backoff_s allow a service, which would otherwise be a tool that is late"),
+        (judge.command is None or judge.url is not None, "judge.command", "null without judge.url, the address that it serves"),
+        (judge.command is None or judge.wait_s > 0, "judge.wait_s", "positive with judge.command: a server needs minutes to load a model, e.g. 1800"),
+        (judge.wait_s == 0 or judge.url is not None, "judge.wait_s", "0 without judge.url: there is nobody to wait for"),
         (judge.api_key_env is None or judge.url is not None, "judge.api_key_env", "null without judge.url"),
     ]  # fmt: skip

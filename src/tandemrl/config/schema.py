@@ -446,6 +446,12 @@ class JudgeConfig:
 
     url: Address | None = None
     """OpenAI-compatible endpoint such as http://localhost:8000/v1; null = `model` is loaded into this process."""
+    command: str | None = None
+    """What serves the judge at `url`, such as `vllm serve MODEL --port 8000`: `tandemrl train` starts it (without a
+    shell; `env NAME=VALUE vllm serve …` sets variables) and ends it with the run. Its output is in
+    output_dir/judge.log. Needs `wait_s`."""
+    wait_s: NonNegativeFloat = 0.0
+    """Give an endpoint that does not answer yet so many seconds at the start, for its server to load the model."""
     model: str | None = None
     """With `url`: the name it goes by there, null = the first one listed. Without: HF folder or hub id."""
     api_key_env: str | None = None

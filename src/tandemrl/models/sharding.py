@@ -155,7 +155,10 @@ def _tensor_parallel(model: PreTrainedModel, mesh: DeviceMesh) -> None:
     }
     name = next(name for name, module in model.named_modules() if module is embedding)
     plan[name] = RowwiseParallel(input_layouts=Replicate())
+    trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
     parallelize_module(model, mesh, plan)
+    for name, parameter in model.named_parameters():  # SequenceParallel makes new ones, which learn
+        parameter.requires_grad_(name in trained)
     if tied:
         head.weight = embedding.weight
     elif head is not None:

@@ -68,12 +68,14 @@ class Preflight:
 
     downloads: fetch tokenizers, model configurations and data from the hub where they are not on this machine; without
     it they are a ``NotHereError``. functions, environment: what was passed to ``train``.
+    check_judge: called while a judge's server is waited for; raises if it has ended.
     """
 
     config: Config
     downloads: bool = True
     functions: Mapping[str, RewardFunction] = field(default_factory=dict)
     environment: Environment | None = None
+    check_judge: Callable[[], None] = lambda: None
 
     @property
     def checks(self) -> dict[str, Callable[[], str]]:
@@ -297,9 +299,15 @@ class Preflight:
             return None
         from tandemrl.rewards.judge.http import HttpJudge
 
-        return HttpJudge(self.config.judge)
+        return HttpJudge(self.config.judge, self.check_judge)
 
     def endpoint(self) -> str:
+        judge = self.config.judge
+        if not self.downloads and (judge.command is not None or judge.wait_s > 0):
+            who = "judge.command" if judge.command is not None else "somebody"
+            raise NotHereError(
+                f"{who} will serve {judge.url}; train waits for that up to judge.wait_s={judge.wait_s:g}"
+            )
         assert self.judge is not None
         return f"{self.config.judge.url} serves {self.judge.model}"
 

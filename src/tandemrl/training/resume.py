@@ -39,6 +39,8 @@ _FREE_TO_CHANGE = {
     "train.async_save",
     "train.profile",
     "judge.url",
+    "judge.command",
+    "judge.wait_s",
     "judge.api_key_env",
     "judge.backoff_s",
     "judge.timeout_s",
