@@ -190,7 +190,7 @@ def verifier(
     ] = None,
     config: Annotated[
         str | None,
-        typer.Option(help="Take rewards and judge from this config. Default: judge.prompt=tinyv judge.mode=tinyv_only"),
+        typer.Option(help="Take rewards and judge from this config. Default: judge.prompt=tinyv."),
     ] = None,
     limit: Annotated[int | None, typer.Option(min=1, help="Use the first rows only.")] = None,
     out: Annotated[Path | None, typer.Option(help="JSON file for the counts and every verdict.")] = None,

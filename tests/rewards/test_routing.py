@@ -35,7 +35,7 @@ def name_of(source, **options):
             "prime",
             ["numina_aops_forum", "numina_synthetic_math", "numina_amc_aime", "numina_cn_k12", "numina_olympiads"],
         ),
-        ("prime", ["OLYMPIAD_BENCH", "MINERVA", "MATH", "AMC", "AIME", "big_math_prime"]),  # TinyV's names
+        ("prime", ["OLYMPIAD_BENCH", "MINERVA", "MATH", "AMC", "AIME", "big_math_prime", "polaris"]),  # TinyV's
         ("math_verify", ["polaris_mathverify"]),
         ("judge", ["polaris_tinyv", "HardVerify-Math", "zhangchenxu/HardVerify-Math", "gsm8k_tinyv"]),
         ("grade", ["grade", " Grade "]),

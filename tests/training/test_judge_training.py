@@ -17,10 +17,12 @@ from tandemrl.config import Config, ConfigError, load
 from tandemrl.data.rows import DataError
 from tandemrl.data.synthetic import Numbers, Problem
 from tandemrl.experiments import tiny
+from tandemrl.rewards.judge.in_process import make_judge
 from tandemrl.rewards.judge.rubric import JudgeError
 from tandemrl.rewards.protocol import GraderError
 from tandemrl.training.checkpoint import CheckpointError
 from tandemrl.training.loop import train
+from tandemrl.training.preflight import NotHereError, Preflight
 
 SMALL = [
     "model.device=cpu",
@@ -241,6 +243,10 @@ def test_one_command_starts_judge_and_training(tiny_pair: Path, problems: Path, 
         train(broken, quiet=True)
     with FakeJudge(lambda prompt, number: "") as judge, pytest.raises(JudgeError, match="something answers at"):
         train(policy(tiny_pair, problems, tmp_path / "taken", judge.url, *served), quiet=True)
+    with pytest.raises(NotHereError, match=r"judge\.command will serve http"):  # a dry run
+        Preflight(broken, downloads=False).endpoint()
+    with pytest.raises(JudgeError, match=r"Is it running \(.* -c x\)\?"):  # an evaluation, which does not start it
+        make_judge(broken)
     with pytest.raises(ConfigError, match=r"judge\.wait_s=0\.0: must be positive with judge\.command"):
         policy(tiny_pair, problems, tmp_path / "out", url, served[0])
 

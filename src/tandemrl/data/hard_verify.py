@@ -1,8 +1,8 @@
 """HardVerify-Math (TinyV, arXiv 2505.14625): a right answer that is hard to verify, and a wrong one. No torch.
 
 The published rows are 250: ``benchmarks/HardVerify-Math.json`` of uw-nsl/TinyV, and zhangchenxu/HardVerify-Math on the
-hub. They have ``id``, ``source``, ``question``, ``ground_truth``, ``fn_output``, which is right and was taken for wrong by
-rules (a false negative), and ``tn_output``, which is wrong (a true negative). The outputs are bare answers.
+hub. They have ``id``, ``source``, ``question``, ``ground_truth``, ``fn_output``, which is right and was taken for wrong
+by rules (a false negative), and ``tn_output``, which is wrong (a true negative). The outputs are bare answers.
 """
 
 import json

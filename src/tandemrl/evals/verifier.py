@@ -8,14 +8,20 @@ from typing import NamedTuple
 
 from tandemrl.config import Config, ConfigError
 from tandemrl.data.hard_verify import AnswerPair, load_pairs
+from tandemrl.data.rows import Row
 from tandemrl.files import write_text
-from tandemrl.rewards.protocol import Score
+from tandemrl.rewards.code.scorer import code_scorer
+from tandemrl.rewards.judge.in_process import make_judge
+from tandemrl.rewards.judge.rubric import JudgePool
+from tandemrl.rewards.protocol import GraderError
 from tandemrl.rewards.routing import terms_of
-from tandemrl.rewards.score import scorer_of
+from tandemrl.rewards.scoring import Scorer
 
 ALL = "all"
-DEFAULTS = ("judge.prompt=tinyv", "judge.mode=tinyv_only")
-"""What the protocol asks for where no config says otherwise: the judge of answers alone, without rules before it."""
+LOST = {"unscored", "timeout", "failure"}
+"""Parts of a score that is no verdict."""
+DEFAULTS = ("judge.prompt=tinyv",)
+"""What the protocol asks for where no config says otherwise."""
 
 
 class Verdicts(NamedTuple):
@@ -44,8 +50,9 @@ def bench_verifier(
 ) -> dict[str, Verdicts]:
     """The verdicts of the config's scorer for the data source ``HardVerify-Math``, by the problems' source and of all.
 
-    That scorer is the judge, unless ``reward.scorers`` names another. It reads each answer in a box, as graders expect
-    it; an answer is accepted where the score's ``acc`` is 1.
+    That scorer is the judge, unless ``reward.scorers`` names another. The judge is shown the answers as they are,
+    without rules before it, and accepts from ``judge.accept`` on. Any other reads each answer in a box, as graders
+    expect it, and accepts it where the score's ``acc`` is 1.
 
     Args:
         source: see ``load_pairs``. limit: use so many first rows.
@@ -63,12 +70,8 @@ def bench_verifier(
             f"judge.prompt={config.judge.prompt}: marks whole responses, and these are bare answers; set "
             "judge.prompt=tinyv, or name a scorer without a judge in reward.scorers"
         )
-    with scorer_of(config) as scorer:
-        scorer.check(rows, stated=stated)
-        answers = [answer for pair in pairs for answer in (pair.right, pair.wrong)]
-        both = [row for row in rows for _ in range(2)]
-        scores = scorer.score([(row, f"\\boxed{{{answer}}}") for row, answer in zip(both, answers, strict=True)])
-    verdicts = [_accepted(score) for score in scores]
+    answers = [(pair.row, answer) for pair in pairs for answer in (pair.right, pair.wrong)]
+    verdicts = _of_judge(answers, config) if judged else _of_scorer(answers, config, stated)
     rights, wrongs = verdicts[::2], verdicts[1::2]
     counts = {}
     for name in (*sorted({pair.source for pair in pairs}), ALL):
@@ -82,11 +85,24 @@ def bench_verifier(
     return counts
 
 
-def _accepted(score: Score) -> bool | None:
+def _of_judge(answers: Sequence[tuple[Row, str]], config: Config) -> list[bool | None]:
     """None: there is no verdict."""
-    if any(part in score.parts for part in ("unscored", "timeout", "failure")):
-        return None
-    return bool(score.parts["acc"])
+    judge = make_judge(config)
+    if judge is None:
+        raise GraderError(
+            "verifying HardVerify-Math needs a judge; set judge.url to an OpenAI-compatible endpoint or judge.model to "
+            "a model's folder, or name a scorer without a judge, as reward.scorers.*=prime"
+        )
+    marks = JudgePool(judge, config.judge).marks([(row, answer, answer) for row, answer in answers])
+    return [None if mark is None else mark >= config.judge.accept for mark in marks]
+
+
+def _of_scorer(answers: Sequence[tuple[Row, str]], config: Config, stated: Collection[str] | None) -> list[bool | None]:
+    """None: there is no verdict."""
+    with Scorer(config.reward, code=code_scorer(config)) as scorer:
+        scorer.check([row for row, _ in answers], stated=stated)
+        scores = scorer.score([(row, f"\\boxed{{{answer}}}") for row, answer in answers])
+    return [None if LOST & score.parts.keys() else bool(score.parts["acc"]) for score in scores]
 
 
 def _counts(rights: Sequence[bool | None], wrongs: Sequence[bool | None]) -> Verdicts:

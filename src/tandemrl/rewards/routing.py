@@ -88,6 +88,7 @@ TABLE: dict[str, str] = {
     "MATH": "prime",
     "AMC": "prime",
     "AIME": "prime",
+    "polaris*": "prime",
     "math": "boxed",
     "math500": "boxed",
     "math-500": "boxed",

@@ -58,7 +58,7 @@ def score_file(
     totals: dict[str, dict[str, float]] = {}
     begin = time.perf_counter()
     with ExitStack() as stack:
-        scorer = stack.enter_context(scorer_of(config))
+        scorer = stack.enter_context(_scorer(config))
         scorer.check(rows, episodes=True, stated=stated)  # whether there are transcripts, each line says
         file = None
         if out is not None:
@@ -85,12 +85,7 @@ def score_file(
     return Summary(means, count, time.perf_counter() - begin)
 
 
-def scorer_of(config: Config) -> Scorer:
-    """The scorer that a config asks for, with its sandbox and its judge.
-
-    Raises:
-        JudgeError, ModelError: the judge is down, or cannot be loaded.
-    """
+def _scorer(config: Config) -> Scorer:
     judge = None
     if config.judge.url is not None or config.judge.model is not None:
         from tandemrl.rewards.judge.in_process import make_judge  # loads torch

@@ -23,7 +23,7 @@ from tandemrl.distributed.world import init_world
 from tandemrl.losses import Recipe, adapt_kl_coef
 from tandemrl.models.loading import resolve_device
 from tandemrl.rewards.functions import RewardFunction, by_name
-from tandemrl.rewards.judge.server import judge_server
+from tandemrl.rewards.judge.server import LOG, judge_server
 from tandemrl.rewards.rollouts import score_rollouts
 from tandemrl.rollout import collect
 from tandemrl.rollout.collect import CompletionBatch
@@ -95,6 +95,9 @@ def train(
     world = init_world(config.parallel, resolve_device(config.model.device))
     if world.size > 1:
         faulthandler.enable()  # NCCL aborts a process whose collective timed out: say where it was
+    if config.judge.command is not None and world.main and not quiet:
+        say = (console or Console()).print
+        say(f"judge.command: starting it; its output is in {Path(config.output_dir, LOG)}", markup=False)
     with in_use(environment), judge_server(config, start=world.main) as check_judge:
         run = build(config, recipe, strategy, world, by_name(reward), environment, check_judge)
         config, silent = run.setup.config, quiet or not world.main
