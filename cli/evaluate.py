@@ -177,6 +177,47 @@ def qa(
     typer.echo(f"written to {out}" + (f", {predictions}" if predictions is not None else ""))
 
 
+@app.command()
+def verifier(
+    data: Annotated[
+        str, typer.Option(help="HardVerify-Math: its .json, .jsonl or .parquet file, or hf:REPO:CONFIG:SPLIT.")
+    ],
+    overrides: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="[KEY=VALUE]...", help="E.g. judge.url=http://localhost:8000/v1, or reward.scorers.*=prime"
+        ),
+    ] = None,
+    config: Annotated[
+        str | None,
+        typer.Option(help="Take rewards and judge from this config. Default: judge.prompt=tinyv."),
+    ] = None,
+    limit: Annotated[int | None, typer.Option(min=1, help="Use the first rows only.")] = None,
+    out: Annotated[Path | None, typer.Option(help="JSON file for the counts and every verdict.")] = None,
+) -> None:
+    """A judge or a scorer on HardVerify-Math: right answers that it accepts, wrong ones that it refuses."""
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    from tandemrl.config import load, stated_keys
+    from tandemrl.evals.verifier import DEFAULTS, Verdicts, bench_verifier
+
+    typed = overrides or ()
+    resolved = load(config, [*(DEFAULTS if config is None else ()), *typed])
+    stated = None if config is None else stated_keys(typed)
+    counts = bench_verifier(resolved, data, limit=limit, out=out, stated=stated)
+    table = Table()
+    table.add_column("problems from")
+    for name in Verdicts._fields:
+        table.add_column(name.replace("_", " "), justify="right")
+    for source, row in counts.items():
+        table.add_row(Text(source), *map(str, row))
+    Console().print(table)
+    if out is not None:
+        typer.echo(f"written to {out}")
+
+
 def _resolved(
     config: str | None,
     overrides: Sequence[str],

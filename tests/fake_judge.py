@@ -36,9 +36,9 @@ class FakeJudge:
     """
 
     def __init__(
-        self, answer: Callable[[str, int], str | Reply], *, models: tuple[str, ...] | Reply = ("fake",)
+        self, answer: Callable[[str, int], str | Reply], *, models: tuple[str, ...] | Reply = ("fake",), port: int = 0
     ) -> None:
-        self.answer, self.models = answer, models
+        self.answer, self.models, self._port = answer, models, port
         self.bodies: list[Body] = []
         self.authorizations: list[str | None] = []
         self.at: list[float] = []
@@ -101,7 +101,7 @@ class FakeJudge:
             def log_message(self, *_: Any) -> None:
                 pass
 
-        self._server = Server(("127.0.0.1", 0), Handler)
+        self._server = Server(("127.0.0.1", self._port), Handler)
         threading.Thread(target=self._server.serve_forever, args=(0.05,), daemon=True).start()
         return self
 

@@ -35,6 +35,7 @@ LEFT_TO_THE_USER = {
     "deepscaler_kl": ["loss.kl_coef=0.001"],
     "rrm_train": ["model.senior=an-sft-model", "train.steps=3"],
     "rrm_policy": ["train.steps=3"],
+    "rrm_outcome": ["train.steps=3"],
 }
 
 
@@ -267,6 +268,14 @@ def test_rubric_reward_models_have_the_published_values(name: str) -> None:
     )
     with pytest.raises(ConfigError, match=r"leaves a value to you .*train\.steps=…"):
         load(name)
+
+
+def test_the_outcome_baseline_has_the_published_values() -> None:
+    c, policy = packaged("rrm_outcome"), packaged("rrm_policy")
+    assert (c.loss.recipe, c.loss.gamma, c.loss.lam, c.loss.kl_coef, c.train.critic_lr) == ("ppo", 1.0, 1.0, 0.0, 9e-6)
+    assert (c.train.lr, c.train.prompts_per_step, c.train.mini_batch_prompts) == (5e-7, 512, 64)
+    assert (c.data, c.rollout, c.eval, c.selection) == (policy.data, policy.rollout, policy.eval, policy.selection)
+    assert (c.reward.scorers, c.judge.url) == ({"polaris*": "prime"}, None)
 
 
 def test_the_judge_of_the_rubric_policy_has_the_published_values() -> None:

@@ -22,6 +22,8 @@ from tandemrl.distributed.watchdog import WATCHDOG, stamp
 
 PASSING = {408, 409, 425, 429}
 MAX_WAIT_S = 60.0
+POLL_S = 1.0
+"""Between two looks at a service that is still starting."""
 MAX_REPLY_BYTES = 4 * 2**20
 """Of a body, unpacked: many times what a model says."""
 T = TypeVar("T")
@@ -121,6 +123,21 @@ class Client:
             if error is not None and not isinstance(error, _GivenUp):
                 raise error
         return [future.result() for future in futures]
+
+    def wait(self, seconds: float, check: Callable[[], None] = lambda: None) -> None:
+        """Return as soon as an OpenAI-compatible endpoint answers, or after ``seconds``, for the next request to find
+        out. ``check`` is called in between; what it raises ends the wait."""
+        end = time.monotonic() + seconds
+        while (left := end - time.monotonic()) > 0:
+            try:
+                _models(self._send("/models", None))
+                return
+            except Refused:
+                return
+            except Passing:
+                check()
+                stamp()
+                time.sleep(min(left, POLL_S))
 
     def model(self, name: str | None) -> str:
         """``name`` if an OpenAI-compatible endpoint lists it, or has no list; None = the first one that is listed.

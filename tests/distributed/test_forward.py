@@ -29,8 +29,8 @@ SHAPE = dict(
 )
 
 
-def qwen3(tied: bool, vocabulary: int = 72) -> PreTrainedModel:
-    return _build(Qwen3ForCausalLM, Qwen3Config(**SHAPE, **_common(vocabulary, 256, tied)), 0)
+def qwen3(tied: bool, vocabulary: int = 72, **shape: int) -> PreTrainedModel:
+    return _build(Qwen3ForCausalLM, Qwen3Config(**SHAPE | shape, **_common(vocabulary, 256, tied)), 0)
 
 
 def llama() -> PreTrainedModel:
@@ -43,6 +43,8 @@ MODELS: dict[str, Callable[[], PreTrainedModel]] = {
     "qwen3 untied": lambda: qwen3(False),
     "llama with biases": llama,
     "qwen3 of odd vocabulary": lambda: qwen3(False, 71),
+    "qwen3 of two key heads": lambda: qwen3(True, num_key_value_heads=2),
+    "qwen3 of three key heads": lambda: qwen3(True, num_attention_heads=6, num_key_value_heads=3),
 }
 
 
@@ -86,7 +88,8 @@ def cases(mesh: str) -> list[tuple[str, str]]:
     if WORLDS[mesh] == 2:
         some += [("qwen3 tied", "no entropy"), ("qwen3 tied", "truncated"), ("qwen3 untied", "plain")]
     odd = [("qwen3 of odd vocabulary", "plain"), ("qwen3 of odd vocabulary", "truncated")] if mesh == "tp 2" else []
-    return [*some, *odd]
+    repeated = {"sp 2": [("qwen3 of three key heads", "plain")], "sp 2 x tp 2": [("qwen3 of two key heads", "plain")]}
+    return [*some, *odd, *repeated.get(mesh, [])]
 
 
 def batches(empty: bool) -> list[tuple[Batch, Tensor, Tensor]]:
@@ -172,9 +175,10 @@ def on_meshes(size: int) -> dict[str, Any]:
             model = shard(prepare(MODELS["qwen3 tied"]()), world, dtype=torch.bfloat16)
             outcomes[mesh]["bfloat16"] = outcome(model, PASSES["plain"], world)
         if size == 4 and mesh == "sp 2 x tp 2":
-            few = prepare(_build(Qwen3ForCausalLM, Qwen3Config(**SHAPE | {"num_key_value_heads": 2}), 0))
-            with pytest.raises(ModelError, match=r"num_key_value_heads is 2: parallel.tp=2 x parallel.sp=2"):
-                shard(few, world, dtype=torch.float32)
+            for name, heads in (("num_key_value_heads", 1), ("num_attention_heads", 6)):
+                few = prepare(qwen3(True, **{"num_key_value_heads": 2} | {name: heads}))
+                with pytest.raises(ModelError, match=rf"{name} is {heads}: parallel.tp=2"):
+                    shard(few, world, dtype=torch.float32)
     return outcomes
 
 

@@ -9,18 +9,19 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.checkpoint import FileSystemReader
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from helpers import llama, prepared, prompts, qwen3
+from helpers import llama, prepared, prompts, qwen3, tokenizer
 from runs import assert_same_run, config, metrics, weights
 from tandemrl.config import ConfigError, LoraConfig
 from tandemrl.models.batching import pack_tokens
 from tandemrl.models.forward import token_logprobs
-from tandemrl.models.lora import adapted_layers, adapter_free, attach, dropping, merged_parameters
+from tandemrl.models.lora import AdapterDropout, adapted_layers, adapter_free, attach, dropping, merged_parameters
 from tandemrl.rollout.sync import fingerprint
 from tandemrl.training.checkpoint import CheckpointError
+from tandemrl.training.export import export_hf
 from tandemrl.training.loop import train
 
 pytest.importorskip("peft", reason="needs the lora extra")
@@ -171,6 +172,44 @@ def test_the_export_is_a_plain_hf_folder(tmp_path: Path) -> None:
     tokens = torch.tensor([prompts(1, lengths=(9,))[0]])
     by_hand = merged_by_hand(llama(), model)
     torch.testing.assert_close(exported(input_ids=tokens).logits, by_hand(input_ids=tokens).logits, atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize("targets", [("all-linear",), ("q_proj", "layers.1.mlp.up_proj")])
+def test_exported_adapters_are_read_by_peft(targets: tuple[str, ...], tmp_path: Path) -> None:
+    from peft import PeftModel
+
+    plain = prepared(llama())
+    model = adapted(plain, replace(LORA, targets=targets))
+    first, second = (
+        export_hf(model, tokenizer(), tmp_path / name, "bfloat16", adapters_of="some/base")
+        for name in ("first", "second")
+    )
+    files = ["adapter_config.json", "adapter_model.safetensors"]
+    assert sorted(file.name for file in (first / "adapter").iterdir() if file.suffix != ".md") == files
+    for name in files:
+        assert (first / "adapter" / name).read_bytes() == (second / "adapter" / name).read_bytes()
+    read = PeftModel.from_pretrained(llama(), first / "adapter")
+    assert read.peft_config["default"].base_model_name_or_path == "some/base"
+    tokens = torch.tensor([prompts(1, lengths=(9,))[0]])
+    wanted = merged_by_hand(llama(), model)(input_ids=tokens).logits
+    torch.testing.assert_close(read(input_ids=tokens).logits, wanted, atol=1e-4, rtol=0)
+    merged = read.merge_and_unload()
+    for name, weight in load_file(first / "model.safetensors").items():
+        assert weight.dtype == torch.bfloat16
+        torch.testing.assert_close(merged.get_parameter(name), weight.float(), rtol=2**-7, atol=1e-6, msg=name)
+
+
+def test_inputs_that_are_split_are_dropped_as_if_they_were_not() -> None:
+    inputs = torch.randn(3, 8, generator=torch.Generator().manual_seed(0))
+    whole, *parts = [AdapterDropout(0.5) for _ in range(3)]
+    dropped = []
+    for number, dropout in enumerate(parts):
+        dropout.part, dropout.parts = number, len(parts)
+    for dropout, mine in zip((whole, *parts), (inputs, *inputs.chunk(2, dim=-1)), strict=True):
+        with dropping(nn.Sequential(nn.Linear(1, 1), dropout), (4,)):
+            dropped.append(dropout(mine))
+    assert 0 < int((dropped[0] == 0).sum()) < inputs.numel()
+    assert torch.equal(torch.cat(dropped[1:], dim=-1), dropped[0])
 
 
 @pytest.mark.parametrize("targets", [("nothing",), ("lm_head",), ("embed_tokens",), ("all-linear", "q_proj"), ()])

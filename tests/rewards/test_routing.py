@@ -1,11 +1,13 @@
 """Which scorer a data source gets: the table of names, suffixes, a user's own, and compatibility."""
 
+from dataclasses import replace
+
 import pytest
 
 from tandemrl.config import ConfigError, RewardConfig, difference, load, stated_keys, to_dict
 from tandemrl.data.rows import DataError, Row
 from tandemrl.rewards.protocol import GraderError
-from tandemrl.rewards.routing import COMPAT, SCORERS, SUFFIXES, TABLE, check_rewards, score_text, terms_of
+from tandemrl.rewards.routing import COMPAT, SCORERS, SUFFIXES, TABLE, Kind, check_rewards, score_text, terms_of
 
 
 def row(source, gold="7"):
@@ -33,7 +35,7 @@ def name_of(source, **options):
             "prime",
             ["numina_aops_forum", "numina_synthetic_math", "numina_amc_aime", "numina_cn_k12", "numina_olympiads"],
         ),
-        ("prime", ["OLYMPIAD_BENCH", "MINERVA", "MATH", "AMC", "AIME", "big_math_prime"]),  # TinyV's names
+        ("prime", ["OLYMPIAD_BENCH", "MINERVA", "MATH", "AMC", "AIME", "big_math_prime", "polaris"]),  # TinyV's
         ("math_verify", ["polaris_mathverify"]),
         ("judge", ["polaris_tinyv", "HardVerify-Math", "zhangchenxu/HardVerify-Math", "gsm8k_tinyv"]),
         ("grade", ["grade", " Grade "]),
@@ -101,7 +103,7 @@ def test_users_scorers_are_configured_by_file_or_command_line(tmp_path):
 
 # ---- rewards of no use -----------------------------------------------------------------------------------------------
 
-SOURCES = ["synthetic/plain", "openai/gsm8k"]
+SOURCES = [Kind("synthetic/plain", "math"), Kind("openai/gsm8k", "math")]
 
 
 @pytest.mark.parametrize(
@@ -119,6 +121,40 @@ SOURCES = ["synthetic/plain", "openai/gsm8k"]
 def test_a_pattern_that_is_never_used_is_refused(scorers, message):
     with pytest.raises(ConfigError, match=message):
         check_rewards(SOURCES, RewardConfig(scorers=scorers))
+
+
+def test_an_ability_chooses_the_scorer_by_the_same_rules():
+    scorers = {"ability:code": "integer", "ability:Math*": "prime", "ability:math": "hendrycks"}
+
+    def name_of_kind(source, ability):
+        (term,) = terms_of(replace(row(source), ability=ability), RewardConfig(scorers=scorers))
+        return term.name
+
+    assert name_of_kind("synthetic/plain", "math") == "hendrycks"
+    assert name_of_kind("synthetic/plain", "Math/algebra") == "prime"
+    assert name_of_kind("synthetic/plain", "MATH") == "hendrycks"
+    assert name_of_kind("synthetic/plain", "") == "boxed"
+    assert name_of_kind("code", "code") == "integer"
+    config = load(overrides=["reward.scorers.ability:math=prime", "reward.scorers.my/data=boxed"])
+    assert config.reward.scorers == {"ability:math": "prime", "my/data": "boxed"}
+
+
+@pytest.mark.parametrize(
+    ("scorers", "message"),
+    [
+        (
+            {"ability:maths": "boxed"},
+            r"ability:maths=boxed: no row matches; the abilities are math; did you mean math\?",
+        ),
+        ({"ability:mat*": "boxed", "ability:math": "prime"}, r"'math' matches 'ability:mat\*' first"),
+        ({"synthetic/*": "boxed", "*": "boxed", "ability:math": "prime"}, r"'math' matches '\*' first"),
+    ],
+)
+def test_a_pattern_of_abilities_that_is_never_used_is_refused(scorers, message):
+    with pytest.raises(ConfigError, match=message):
+        check_rewards(SOURCES, RewardConfig(scorers=scorers))
+    with pytest.raises(ConfigError, match="no row matches: none has an ability"):
+        check_rewards([Kind("synthetic/plain")], RewardConfig(scorers={"ability:math": "boxed"}))
 
 
 def test_every_named_reward_is_imported_at_the_start():

@@ -126,7 +126,9 @@ def test_the_command(data: str, tmp_path: Path) -> None:
     assert "math500" in result.output
     broken = CliRunner().invoke(app, [*command, "reward.scorers.math500=no_such_module:score"])
     assert broken.exit_code == 2
-    assert broken.stderr.startswith("error: reward.scorers: no_such_module:score: ModuleNotFoundError")
+    assert broken.stderr.startswith(
+        "error: reward.scorers: no_such_module:score: cannot be imported: ModuleNotFoundError"
+    )
 
 
 def test_a_config_of_other_data_can_be_used_and_what_is_typed_has_to_match(data: str, tmp_path: Path) -> None:

@@ -3,6 +3,8 @@
 import itertools
 import json
 import random
+import socket
+import sys
 from pathlib import Path
 
 import pytest
@@ -11,14 +13,16 @@ from safetensors.torch import load_file
 
 from fake_judge import FakeJudge, Reply
 from runs import lines
-from tandemrl.config import Config, load
+from tandemrl.config import Config, ConfigError, load
 from tandemrl.data.rows import DataError
 from tandemrl.data.synthetic import Numbers, Problem
 from tandemrl.experiments import tiny
+from tandemrl.rewards.judge.in_process import make_judge
 from tandemrl.rewards.judge.rubric import JudgeError
 from tandemrl.rewards.protocol import GraderError
 from tandemrl.training.checkpoint import CheckpointError
 from tandemrl.training.loop import train
+from tandemrl.training.preflight import NotHereError, Preflight
 
 SMALL = [
     "model.device=cpu",
@@ -209,6 +213,44 @@ def test_a_judge_that_goes_down_stops_the_run(tiny_pair: Path, problems: Path, t
     with FakeJudge(judged) as judge, pytest.raises(JudgeError, match="HTTP 500: out of memory"):
         train(policy(tiny_pair, problems, tmp_path / "out", judge.url, "judge.mode=tinyv_only"), quiet=True)
     assert len(lines(tmp_path / "out" / "metrics.jsonl")) < 3
+
+
+SERVES = """
+import sys, time
+sys.path.insert(0, sys.argv[1])
+from fake_judge import FakeJudge
+time.sleep(0.5)
+reply = lambda prompt, number: f"Total Score: {sum(prompt.encode()) % 11}/10"
+with FakeJudge(reply, models=("rrm",), port=int(sys.argv[2])):
+    print("serving", flush=True)
+    time.sleep(600)
+"""
+
+
+def test_one_command_starts_judge_and_training(tiny_pair: Path, problems: Path, tmp_path: Path) -> None:
+    (tmp_path / "serves.py").write_text(SERVES)
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    url, tests = f"http://127.0.0.1:{port}/v1", Path(__file__).parents[1]
+    served = [f"judge.command={sys.executable} {tmp_path / 'serves.py'} {tests} {port}", "judge.wait_s=100"]
+    out = train(policy(tiny_pair, problems, tmp_path / "out", url, "train.steps=1", *served), quiet=True)
+    assert lines(out / "metrics.jsonl")[0]["reward/judge_asked"] > 0
+    assert (out / "judge.log").read_text().startswith("serving\n")
+    with pytest.raises(OSError, match="refused"):  # it is gone
+        socket.create_connection(("127.0.0.1", port))
+
+    broken = policy(tiny_pair, problems, tmp_path / "broken", url, f"judge.command={sys.executable} -c x", served[1])
+    with pytest.raises(JudgeError, match=r"(?s)the server has ended; .*judge\.log ends with: .*NameError"):
+        train(broken, quiet=True)
+    with FakeJudge(lambda prompt, number: "") as judge, pytest.raises(JudgeError, match="something answers at"):
+        train(policy(tiny_pair, problems, tmp_path / "taken", judge.url, *served), quiet=True)
+    with pytest.raises(NotHereError, match=r"judge\.command will serve http"):  # a dry run
+        Preflight(broken, downloads=False).endpoint()
+    with pytest.raises(JudgeError, match=r"Is it running \(.* -c x\)\?"):  # an evaluation, which does not start it
+        make_judge(broken)
+    with pytest.raises(ConfigError, match=r"judge\.wait_s=0\.0: must be positive with judge\.command"):
+        policy(tiny_pair, problems, tmp_path / "out", url, served[0])
 
 
 def test_a_run_without_its_judge_does_not_start(tiny_pair: Path, problems: Path, tmp_path: Path) -> None:

@@ -75,7 +75,7 @@ def _rules(config: Config) -> list[tuple[bool, str, str]]:
         (not m.compile or p.tp == 1, "model.compile", "false with parallel.tp > 1"),
         (not r.compile or r.engine == "torch", "rollout.compile", "false with rollout.engine=vllm, which has its own way"),
         *((not (on and two_threads), key, "false with train.async_steps=1 and rollout.engine=torch: two threads cannot compile") for key, on in (("model.compile", m.compile), ("rollout.compile", r.compile))),
-        (m.lora.rank == 0 or p.tp == 1, "model.lora.rank", "0 with parallel.tp > 1: adapters are not split"),
+        (not m.lora.export or m.lora.rank > 0, "model.lora.export", "false with model.lora.rank=0: there are no adapters"),
         (m.lora.dropout == 0 or m.lora.rank > 0, "model.lora.dropout", "0 with model.lora.rank=0: there are no adapters"),
         (lo.kl_target is None or (lo.kl_target > 0 and lo.kl_in_reward), "loss.kl_target", "null, or positive with loss.kl_in_reward"),
         (t.max_resamples == 0 or r.group_size >= 2, "train.max_resamples", "0 with rollout.group_size=1: the rewards of one rollout are always equal"),
@@ -96,5 +96,8 @@ def _rules(config: Config) -> list[tuple[bool, str, str]]:
         (ret.index is None or ret.retriever in ("bm25", "lexical"), "retrieval.index", f"null with {ret.retriever}: a corpus is searched by words"),
         (ret.api_key_env is None or ret.url is not None, "retrieval.api_key_env", "null without retrieval.url"),
         (ret.url is None or patience < r.tool_timeout_s, "rollout.tool_timeout_s", f"above {patience:g}: what retrieval.timeout_s, retries and backoff_s allow a service, which would otherwise be a tool that is late"),
+        (judge.command is None or judge.url is not None, "judge.command", "null without judge.url, the address that it serves"),
+        (judge.command is None or judge.wait_s > 0, "judge.wait_s", "positive with judge.command: a server needs minutes to load a model, e.g. 1800"),
+        (judge.wait_s == 0 or judge.url is not None, "judge.wait_s", "0 without judge.url: there is nobody to wait for"),
         (judge.api_key_env is None or judge.url is not None, "judge.api_key_env", "null without judge.url"),
     ]  # fmt: skip

@@ -53,6 +53,9 @@ class LoraConfig:
     dropout: Annotated[float, Allowed("in [0, 1)", lambda p: 0 <= p < 1)] = 0.0
     """Share of an adapter's inputs that is left out, anew in each forward of an update; nowhere else. Above 0 the
     gradient depends on how a step is split into micro-batches and over processes."""
+    export: bool = False
+    """Write the adapters by themselves, too, in float32: the folder `adapter` in every export in hf/, for
+    `peft.PeftModel.from_pretrained(BASE, "hf/step_N/adapter")`."""
 
 
 @dataclass(frozen=True)
@@ -425,8 +428,9 @@ class RewardConfig:
     workers: PositiveInt | None = None
     """Scoring processes; null = chosen from the work and the cores."""
     scorers: dict[str, str] = field(default_factory=dict)
-    """`data_source` pattern -> `module:function` of your own, or one of the library's scorers; see rewards/routing.py.
-    Looked up before the library's table. `a + b` is a weighted sum of two."""
+    """`data_source` pattern, or `ability:` and a pattern of the rows' `ability` -> `module:function` of your own (also
+    verl's `compute_score`), or one of the library's scorers; see rewards/routing.py. Looked up before the library's
+    table. `a + b` is a weighted sum of two."""
     weights: dict[str, float] = field(default_factory=dict)
     """Name of a reward -> how often it counts; 1 without an entry. `module:function` is called `function`."""
     format_score: float | None = None
@@ -456,6 +460,12 @@ class JudgeConfig:
 
     url: Address | None = None
     """OpenAI-compatible endpoint such as http://localhost:8000/v1; null = `model` is loaded into this process."""
+    command: str | None = None
+    """What serves the judge at `url`, such as `vllm serve MODEL --port 8000`: `tandemrl train` starts it (without a
+    shell; `env NAME=VALUE vllm serve …` sets variables) and ends it with the run. Its output is in
+    output_dir/judge.log. Needs `wait_s`."""
+    wait_s: NonNegativeFloat = 0.0
+    """Give an endpoint that does not answer yet so many seconds at the start, for its server to load the model."""
     model: str | None = None
     """With `url`: the name it goes by there, null = the first one listed. Without: HF folder or hub id."""
     api_key_env: str | None = None

@@ -176,12 +176,17 @@ def _verl_row(record: Mapping[str, Any], where: str, line: int) -> Row:
     if not isinstance(extra, Mapping):
         raise DataError(f"{where}, field 'extra_info': expected an object, found {extra!r}")
     index = line if extra.get("index") is None else extra["index"]
+    truth, ability = reward_model.get("ground_truth"), record.get("ability")
+    if not isinstance(ability, str | None):
+        raise DataError(f"{where}, field 'ability': expected a text, found {ability!r}")
     return Row(
         example_id="/".join(str(part) for part in (data_source, extra.get("split"), index) if part is not None),
         messages=messages_of(record["prompt"], where),
         data_source=data_source,
-        ground_truth=_ground_truth(reward_model.get("ground_truth"), f"{where}, field 'reward_model.ground_truth'"),
+        ground_truth=_ground_truth(truth, f"{where}, field 'reward_model.ground_truth'"),
         extra_info=dict(extra),
+        ability=ability or "",
+        raw_ground_truth=None if isinstance(truth, str) else truth,
     )
 
 

@@ -25,13 +25,18 @@ class DataError(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One problem. ``data_source`` chooses the scorer; ``ground_truth`` is what that scorer compares with."""
+    """One problem. ``data_source``, or ``ability``, chooses the scorer; ``ground_truth`` is what that compares with.
+
+    raw_ground_truth: the same as the file has it, where that is no text but a number or a structure.
+    """
 
     example_id: str
     messages: tuple[Message, ...]
     data_source: str
     ground_truth: str
     extra_info: Mapping[str, Any]
+    ability: str = ""
+    raw_ground_truth: Any = None
 
 
 class Prompt(NamedTuple):

@@ -18,6 +18,7 @@ from tandemrl.rewards.code.scorer import code_scorer
 from tandemrl.rewards.functions import with_environment
 from tandemrl.rewards.judge.in_process import make_judge
 from tandemrl.rewards.judge.rubric import JudgePool
+from tandemrl.rewards.routing import Kind
 from tandemrl.rewards.scoring import Scorer
 from tandemrl.rollout.engine import Engine
 from tandemrl.rollout.envs.environment import Environment
@@ -195,9 +196,9 @@ class Session:
             ConfigError, DataError, GraderError: see ``Scorer.check``.
         """
         with self.scorer() as scorer:
-            sources = {row.data_source for row in self.rows}
+            kinds = map(Kind.of, self.rows)
             rows = (prompt.row for prompt in self.prompts[0]) if used is None else used
-            scorer.check(rows, sources=sources, stated=self._stated, episodes=self.has_episodes)
+            scorer.check(rows, kinds=kinds, stated=self._stated, episodes=self.has_episodes)
 
     def load(self, path: str | None) -> PreTrainedModel:
         assert path is not None  # refused in evaluate

@@ -3,6 +3,7 @@
 A *layout* travels through a transformers model's keyword arguments to the attention function that is registered here.
 """
 
+import math
 from collections.abc import Iterator, Sequence
 from functools import cached_property
 from typing import Any, NamedTuple, Protocol, runtime_checkable
@@ -282,13 +283,20 @@ def share_contexts(batch: Batch) -> tuple[list[np.ndarray], np.ndarray, np.ndarr
 
 class UlyssesLayout:
     """Sequence parallelism: outside of attention each process has other tokens, inside it has other heads
-    (DeepSpeed-Ulysses, arXiv 2309.14509, section 3). Two all-to-alls per layer; ``inner`` sees whole sequences."""
+    (DeepSpeed-Ulysses, arXiv 2309.14509, section 3). Two all-to-alls per layer; ``inner`` sees whole sequences.
+
+    Key and value heads that the processes do not divide are repeated until they do, so that each process has those that
+    its query heads read; their gradients are summed.
+    """
 
     def __init__(self, inner: Layout, group: dist.ProcessGroup) -> None:
         self.inner, self.group, self.size = inner, group, group.size()
         self.max_length = inner.max_length
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
+        repeats = math.lcm(key.shape[1], self.size) // key.shape[1]
+        if repeats > 1:
+            key, value = (x.repeat_interleave(repeats, dim=1) for x in (key, value))
         q, k, v = (
             rearrange(self._exchange(rearrange(x, "1 (p h) t d -> p t h d", p=self.size)), "p t h d -> 1 h (p t) d")
             for x in (query, key, value)

@@ -31,9 +31,14 @@ class AdapterDropout(nn.Module):
     def __init__(self, share: float) -> None:
         super().__init__()
         self.share, self.active = share, False
+        self.part, self.parts = 0, 1
+        """Where processes share the inputs: which of how many equal parts of the last dimension this one has."""
 
     def forward(self, inputs: Tensor) -> Tensor:
-        return F.dropout(inputs, self.share, training=self.active)
+        if not self.active or self.parts == 1:
+            return F.dropout(inputs, self.share, training=self.active)
+        whole = inputs.new_ones(*inputs.shape[:-1], inputs.shape[-1] * self.parts)
+        return inputs * F.dropout(whole, self.share).chunk(self.parts, dim=-1)[self.part]
 
 
 @contextmanager
@@ -141,6 +146,36 @@ def base_parameters(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     for name, value in full_parameters(model):
         if not is_adapter(name, layers):
             yield name.replace(f".{_BASE}", "."), value
+
+
+def adapter_parameters(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """(name, whole tensor) of the adapters' parameters, as a peft model names them on disk: A [r, in] and B [out, r] of
+    every adapted layer. Of a sharded model, all processes have to ask for them, and in step."""
+    layers = adapted_layers(model)
+    for name, value in full_parameters(model, lambda name: is_adapter(name, layers)):
+        yield f"base_model.model.{name.replace(f'.{ADAPTER}.', '.')}", value
+
+
+def peft_config(model: nn.Module, base: str) -> Any:
+    """The ``peft.LoraConfig`` of a model's adapters, on the model that is called ``base``."""
+    from peft import LoraConfig as PeftConfig
+
+    layers = adapted_layers(model)
+    leaves = {name.rpartition(".")[2] for name in layers}
+    others = {
+        name.rpartition(".")[2]
+        for name, module in model.named_modules()
+        if isinstance(module, nn.Linear) and name.removesuffix(f".{_BASE}"[:-1]) not in layers and ".lora_" not in name
+    }
+    first = next(iter(layers.values()))
+    return PeftConfig(
+        r=first.r[ADAPTER],
+        lora_alpha=first.lora_alpha[ADAPTER],
+        target_modules=sorted(leaves if leaves.isdisjoint(others) else layers),
+        base_model_name_or_path=base,
+        task_type="CAUSAL_LM",
+        inference_mode=True,
+    )
 
 
 @torch.no_grad()

@@ -5,7 +5,7 @@ Weights, gradients and optimiser state are sharded over ``dp_shard`` and ``sp`` 
 by global totals, so that any mesh gives the gradient of one process. In a world of one there is no wrapper.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from types import MethodType
 from typing import Any
@@ -53,7 +53,7 @@ def shard(
         offload: keep parameters, gradients and optimiser state in host memory, and step there.
 
     Raises:
-        ModelError: the model has no plan for ``tp``, or heads that ``tp`` x ``sp`` does not divide.
+        ModelError: the model has no plan for ``tp``, or heads that cannot be dealt out (see ``check_heads``).
     """
     if world.mesh is None:
         return model
@@ -103,12 +103,35 @@ def check_heads(model: PreTrainedModel, world: World) -> None:
     assert world.mesh is not None
     config = model.config.get_text_config()
     tp, sp = world.mesh["tp"].size(), world.mesh["sp"].size()
-    for name in ("num_attention_heads", "num_key_value_heads"):
-        if (heads := getattr(config, name)) % (tp * sp):
-            raise ModelError(
-                f"{name} is {heads}: parallel.tp={tp} x parallel.sp={sp} must divide it (every process of the two "
-                "axes attends with some of the heads)"
-            )
+    if (heads := config.num_attention_heads) % (tp * sp):
+        raise ModelError(
+            f"num_attention_heads is {heads}: parallel.tp={tp} x parallel.sp={sp} must divide it (every process of the "
+            "two axes attends with some of the heads)"
+        )
+    if (heads := config.num_key_value_heads) % tp:  # sp repeats them where they do not suffice
+        raise ModelError(
+            f"num_key_value_heads is {heads}: parallel.tp={tp} must divide it (every process has some of their "
+            "matrices); parallel.sp need not"
+        )
+
+
+class _WithAdapters(ParallelStyle):
+    """The style of a matrix W [out, in], and of A [r, in] and B [out, r] beside it where it has adapters: split by
+    columns, W and B are; split by rows, W and A are. The third is whole on every process, and so is its gradient."""
+
+    def __init__(self, style: ParallelStyle) -> None:
+        self.style = style
+
+    def _apply(self, module: Any, device_mesh: DeviceMesh) -> nn.Module:
+        if not hasattr(module, "lora_A"):
+            return parallelize_module(module, device_mesh, self.style)
+        by_rows = isinstance(self.style, RowwiseParallel)
+        for part in (module.base_layer, *(module.lora_A if by_rows else module.lora_B).values()):
+            parallelize_module(part, device_mesh, self.style)
+        if by_rows:  # the inputs are split, too
+            for dropout in module.lora_dropout.values():
+                dropout.part, dropout.parts = device_mesh.get_local_rank(), device_mesh.size()
+        return module
 
 
 def _tensor_parallel(model: PreTrainedModel, mesh: DeviceMesh) -> None:
@@ -127,10 +150,15 @@ def _tensor_parallel(model: PreTrainedModel, mesh: DeviceMesh) -> None:
         )
     head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
     tied = head is not None and head.weight is embedding.weight
-    plan = {f"{model.base_model_prefix}.{name}": styles[style] for name, style in model_plan.items()}
+    plan: dict[str, ParallelStyle] = {
+        f"{model.base_model_prefix}.{name}": _WithAdapters(styles[style]) for name, style in model_plan.items()
+    }
     name = next(name for name, module in model.named_modules() if module is embedding)
     plan[name] = RowwiseParallel(input_layouts=Replicate())
+    trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
     parallelize_module(model, mesh, plan)
+    for name, parameter in model.named_parameters():  # SequenceParallel makes new ones, which learn
+        parameter.requires_grad_(name in trained)
     if tied:
         head.weight = embedding.weight
     elif head is not None:
@@ -142,13 +170,17 @@ def _tensor_parallel(model: PreTrainedModel, mesh: DeviceMesh) -> None:
 # ------------------------------------------------------------------------------------------------ parameters in parts
 
 
-def full_parameters(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """(name, whole tensor) of every parameter; all processes have to ask for them, and in step."""
+def full_parameters(
+    model: nn.Module, wanted: Callable[[str], bool] = lambda name: True
+) -> Iterator[tuple[str, Tensor]]:
+    """(name, whole tensor) of every parameter whose name is ``wanted``; all processes have to ask for them, and in
+    step."""
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()  # a forward without a backward leaves gathered copies, in the compute dtype
     for name, parameter in model.named_parameters():
-        yield name, full_tensor(parameter.detach())
+        if wanted(name):
+            yield name, full_tensor(parameter.detach())
 
 
 def full_tensor(tensor: Tensor) -> Tensor:

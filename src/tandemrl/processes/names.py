@@ -3,6 +3,7 @@
 import importlib
 import os
 import sys
+from collections.abc import Callable
 from typing import Any
 
 
@@ -16,3 +17,21 @@ def named(path: str) -> Any:
     if os.getcwd() not in sys.path and "" not in sys.path:
         sys.path.append(os.getcwd())
     return getattr(importlib.import_module(module), name)
+
+
+def function_named(path: str, where: str, error: type[Exception]) -> Callable[..., Any]:
+    """The function, or anything else that can be called, that ``module:name`` names.
+
+    Args:
+        where: what names it, such as the key of a config; the message begins with it.
+
+    Raises:
+        error: there is none, importing it failed, or it cannot be called.
+    """
+    try:
+        found = named(path)
+    except Exception as problem:  # a user's module may raise anything
+        raise error(f"{where}: cannot be imported: {type(problem).__name__}: {problem}") from problem
+    if not callable(found):
+        raise error(f"{where}: is a {type(found).__name__}, not a function")
+    return found

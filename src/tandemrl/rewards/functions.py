@@ -5,21 +5,26 @@ called ``transcript`` the `Transcript` of an episode of several turns, of which 
 that ``reward.scorers`` names as ``module:function`` runs in the killable child processes. One that is given to
 ``train(reward=…)`` runs in the training process: it may be a closure, and it has to be quick. A plain number x stands
 for a `Score` whose ``acc`` (is the response correct?) is 1 from x = 1 on, and else 0.
+
+A reward function of verl's is known by its parameters ``solution_str`` and ``ground_truth``, and is called by name with
+those of ``data_source``, ``solution_str``, ``ground_truth`` and ``extra_info`` that it takes. The ground truth is what
+the row's file holds, also where that is no text. It returns a number, a dict with ``score``, of which other numbers are
+parts of the score and ``pred`` is the answer, or a tuple that begins with the score.
 """
 
 import inspect
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, SupportsFloat
 
 from tandemrl.config import RewardConfig
 from tandemrl.data.rows import Row
 from tandemrl.messages import Transcript
-from tandemrl.processes.names import named
+from tandemrl.processes.names import function_named
 from tandemrl.rewards.protocol import Deferred, GraderError, Lost, Score, ScorerFunction, number
 
-RewardFunction = Callable[..., Score | float]
-"""``(row, text)`` or ``(row, text, options)``, and a parameter ``transcript`` with either."""
+RewardFunction = Callable[..., Score | float | Mapping[str, Any]]
+"""``(row, text)`` or ``(row, text, options)``, and a parameter ``transcript`` with either; or a function of verl's."""
 Grade = Callable[[Row, str, RewardConfig, Transcript | None], Score | Deferred]
 """A reward of any kind, called in one way; without an episode there is no transcript."""
 ENVIRONMENT = "environment"
@@ -28,6 +33,10 @@ METRICS = ("mean", "std")
 """``reward/mean`` and ``reward/std`` are statistics of the reward; no part of a score may take their place."""
 RESERVED = (*METRICS, "acc", "answer_present", "timeout", "failure", "unscored")
 """Parts of every score: no reward may go by their names."""
+VERL = ("data_source", "solution_str", "ground_truth", "extra_info")
+"""What verl tells a reward function, by name."""
+VERL_MARKS = {"solution_str", "ground_truth"}
+"""Parameters by which such a function is known: those of each of verl's own have them."""
 
 
 class Term(NamedTuple):
@@ -91,7 +100,7 @@ def with_environment(functions: Mapping[str, RewardFunction], environment: Any) 
     if ENVIRONMENT in functions:
         raise GraderError(f"reward {ENVIRONMENT}: so is called the score of the environment; rename the function")
 
-    def of_environment(row: Row, text: str, transcript: Transcript) -> Score | float:
+    def of_environment(row: Row, text: str, transcript: Transcript) -> Any:
         return score(row, transcript)
 
     return {ENVIRONMENT: of_environment, **functions}
@@ -121,7 +130,7 @@ def in_process(name: str, function: RewardFunction) -> Grade:
             except Exception as error:
                 raise GraderError(f"reward {name}, row {row.example_id}: {type(error).__name__}: {error}") from error
 
-        return Deferred("function", (call,), lambda result: checked(result, f"reward {name}", row))
+        return Deferred("function", (call,), lambda result: how.checked(result, f"reward {name}", row))
 
     return score
 
@@ -138,7 +147,7 @@ def in_child(path: str) -> Grade:
     def score(row: Row, text: str, options: RewardConfig, transcript: Transcript | None) -> Deferred:
         def then(result: Any) -> Score:
             if not isinstance(result, Lost):
-                return checked(result, path, row)
+                return how.checked(result, path, row)
             if result.why:
                 raise GraderError(f"{path}, row {row.example_id}: {result.why}")
             return Score(0.0, {"acc": 0.0, "answer_present": 0.0, result.how: 1.0}, None)
@@ -155,6 +164,8 @@ class Call(NamedTuple):
 
     options: bool
     transcript: Literal["no", "may", "must"]
+    verl: tuple[str, ...] = ()
+    """The parameters of a function of verl's, by which it is called; () = it is none."""
 
     @classmethod
     def of(cls, function: Callable[..., Any], name: str) -> "Call":
@@ -167,6 +178,14 @@ class Call(NamedTuple):
             signature = inspect.signature(function)
         except ValueError:  # some functions written in C do not say
             return cls(options=False, transcript="no")
+        if signature.parameters.keys() >= VERL_MARKS:
+            takes_all = any(each.kind is inspect.Parameter.VAR_KEYWORD for each in signature.parameters.values())
+            names = tuple(part for part in VERL if takes_all or part in signature.parameters)
+            try:
+                signature.bind(**dict.fromkeys(names))
+            except TypeError:
+                raise _no_reward(name, signature) from None
+            return cls(options=False, transcript="no", verl=names)
         if (transcript := signature.parameters.get("transcript")) is not None:
             options = "options" in signature.parameters
             try:
@@ -190,6 +209,10 @@ class Call(NamedTuple):
         Raises:
             GraderError: it reads transcripts, and there is none.
         """
+        if self.verl:
+            truth = row.ground_truth if row.raw_ground_truth is None else row.raw_ground_truth
+            told = (row.data_source, text, truth, dict(row.extra_info))
+            return (), {part: value for part, value in zip(VERL, told, strict=True) if part in self.verl}
         if self.transcript == "no":
             return (row, text, options) if self.options else (row, text), {}
         if self.transcript == "must" and transcript is None:
@@ -199,12 +222,40 @@ class Call(NamedTuple):
             )
         return (row, text), {"transcript": transcript, **({"options": options} if self.options else {})}
 
+    def checked(self, result: Any, name: str, row: Row) -> Score:
+        """What the function returned, as a score.
+
+        Raises:
+            GraderError: it is none.
+        """
+        return checked(_of_verl(result) if self.verl else result, name, row)
+
 
 def _no_reward(name: str, signature: inspect.Signature) -> GraderError:
     return GraderError(
         f"{name}: its parameters are {signature}; expected (row, text) or (row, text, options), and `transcript` with "
-        "either"
+        f"either, or verl's ({', '.join(VERL)})"
     )
+
+
+def _of_verl(result: Any) -> Any:
+    """What a function of verl's returned, as a number or a `Score`; what is neither stays as it is.
+
+    Source: verl's ``default_compute_score`` and its naive reward manager.
+    """
+    if isinstance(result, tuple | list):
+        of_ours = len(result) == len(Score._fields) and isinstance(result[1], Mapping)
+        return result if of_ours or not result else result[0]
+    if not isinstance(result, Mapping) or "score" not in result:
+        return result
+    rest = {str(name): x for name, x in result.items() if name not in ("score", "pred")}
+    parts = {name: x for name, x in rest.items() if isinstance(x, SupportsFloat)}
+    answer = None if result.get("pred") is None else str(result["pred"])
+    try:
+        parts.setdefault("acc", float(number(result["score"]) >= 1.0))
+    except TypeError:
+        return result
+    return Score(result["score"], parts, answer)
 
 
 def checked(result: Any, name: str, row: Row) -> Score:
@@ -254,10 +305,4 @@ def imported(path: str) -> Callable[..., Any]:
     Raises:
         GraderError: there is none, or importing it failed.
     """
-    try:
-        attribute = named(path)
-    except Exception as error:  # a user's module may raise anything
-        raise GraderError(f"reward.scorers: {path}: {type(error).__name__}: {error}") from error
-    if not callable(attribute):
-        raise GraderError(f"reward.scorers: {path} is a {type(attribute).__name__}, not a function")
-    return attribute
+    return function_named(path, f"reward.scorers: {path}", GraderError)

@@ -1,16 +1,18 @@
-"""From a row's ``data_source`` to the rewards that score it.
+"""From a row's ``data_source``, or its ``ability``, to the rewards that score it.
 
 A reward is named by a word of `SCORERS`, by ``module:function`` of your own, or is a function given to ``train`` (see
 `functions`). ``reward.scorers`` maps patterns of data sources to one of them, or to a sum such as ``boxed +
-my.module:brevity``, in which ``reward.weights`` weighs each. Its first match decides. Without one come the functions
-given to ``train`` that it does not name, then suffixes (`SUFFIXES`), then `TABLE`. Patterns with a capital letter are
-matched as written, others without regard to case.
+my.module:brevity``, in which ``reward.weights`` weighs each. A pattern that begins with ``ability:`` is one of the
+rows' ``ability``, as in ``ability:math``. The first match decides. Without one come the functions given to ``train``
+that it does not name, then suffixes (`SUFFIXES`), then `TABLE`. Patterns with a capital letter are matched as written,
+others without regard to case.
 """
 
 import difflib
 import fnmatch
 import warnings
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from typing import NamedTuple
 
 from tandemrl.config import ConfigError, RewardConfig
 from tandemrl.data.program_tests import parse_tests
@@ -86,6 +88,7 @@ TABLE: dict[str, str] = {
     "MATH": "prime",
     "AMC": "prime",
     "AIME": "prime",
+    "polaris*": "prime",
     "math": "boxed",
     "math500": "boxed",
     "math-500": "boxed",
@@ -129,6 +132,20 @@ COMPAT: dict[str, dict[str, str]] = {
 }
 """What ``reward.compat`` puts before `TABLE`."""
 
+ABILITY = "ability:"
+"""How a pattern of ``reward.scorers`` begins that is one of abilities."""
+
+
+class Kind(NamedTuple):
+    """What decides which rewards score a row."""
+
+    data_source: str
+    ability: str = ""
+
+    @classmethod
+    def of(cls, row: Row) -> "Kind":
+        return cls(row.data_source, row.ability)
+
 
 Functions = Mapping[str, RewardFunction]
 """Reward functions of this process, by name: those given to ``train``."""
@@ -142,10 +159,11 @@ def terms_of(row: Row, options: RewardConfig, functions: Functions = NO_FUNCTION
         DataError: none is known; lists the known names.
         GraderError: ``reward.scorers`` names something that cannot be imported, or a sum that does not add up.
     """
-    pattern = _match(row.data_source, options.scorers)
+    kind = Kind.of(row)
+    pattern = _match(kind, options.scorers)
     names = _names(options.scorers[pattern]) if pattern is not None else _unplaced(options, functions)
     for table in () if names else (SUFFIXES, COMPAT.get(options.compat, {}), TABLE):
-        pattern = _match(row.data_source, table)
+        pattern = _match(kind, table)
         if pattern is not None:
             names = (table[pattern],)
             break
@@ -169,17 +187,17 @@ def terms_of(row: Row, options: RewardConfig, functions: Functions = NO_FUNCTION
 
 
 def check_rewards(
-    sources: Iterable[str],
+    kinds: Iterable[Kind],
     options: RewardConfig,
     functions: Functions = NO_FUNCTIONS,
     *,
     stated: Collection[str] | None = None,
 ) -> None:
-    """Refuse rewards that would not be used: a pattern that is the first match of no data source, a function that
+    """Refuse rewards that would not be used: a pattern that is the first match of no row, a function that
     scores none, a weight of no reward. All rewards that are used are imported.
 
     Args:
-        sources: the ``data_source`` of the rows that were read.
+        kinds: those of the rows that were read.
         stated: dotted keys such as ``reward.scorers.mydata`` that have to be of use; None = all. The other patterns and
             weights come from a config that was written for other data: a pattern of no use is a warning.
 
@@ -187,27 +205,27 @@ def check_rewards(
         ConfigError: a pattern, a weight or a function is of no use; names it and what is there.
         GraderError: a reward cannot be imported, or a function goes by the name of another reward.
     """
-    sources = sorted(set(sources))
+    kinds = sorted(set(kinds))
     for name in functions:
         if name in SCORERS or name in RESERVED or not name.isidentifier():
             kind = "no name" if not name.isidentifier() else "a name of the library's"
             raise GraderError(f"reward {name!r} is {kind}; give the function one of its own: reward={{'my_reward': …}}")
 
-    matches = {source: _match(source, options.scorers) for source in sources}
+    matches = {kind: _match(kind, options.scorers) for kind in kinds}
     for pattern, rewards in options.scorers.items():
         if pattern in matches.values():
             for name in _names(rewards):
                 _scorer(name, functions)
             continue
         key = f"reward.scorers.{pattern}"
-        message = f"{key}={rewards}: {_why_unused(pattern, sources, options)}"
+        message = f"{key}={rewards}: {_why_unused(pattern, kinds, options)}"
         if stated is None or key in stated:
             raise ConfigError(message)
         warnings.warn(message, stacklevel=3)
 
     unplaced = _unplaced(options, functions)
     if unplaced and None not in matches.values():
-        raise ConfigError(f"reward {unplaced[0]}: scores no row: reward.scorers has a reward for every data_source")
+        raise ConfigError(f"reward {unplaced[0]}: scores no row: reward.scorers has a reward for each")
     known = {_short(name) for name in reward_names(options)} | set(functions)
     for name in options.weights:
         key = f"reward.weights.{name}"
@@ -284,23 +302,33 @@ def _unplaced(options: RewardConfig, functions: Functions) -> tuple[str, ...]:
     return tuple(name for name in functions if name not in placed)
 
 
-def _match(data_source: str, patterns: Iterable[str]) -> str | None:
-    """The first pattern that a data source matches."""
+def _match(kind: Kind, patterns: Iterable[str]) -> str | None:
+    """The first pattern that a kind of rows matches."""
     for pattern in patterns:
-        source = data_source.strip() if pattern != pattern.lower() else data_source.strip().lower()
-        if fnmatch.fnmatchcase(source, pattern):
+        name = _named_by(pattern, kind).strip()
+        words = pattern.removeprefix(ABILITY)
+        if fnmatch.fnmatchcase(name if words != words.lower() else name.lower(), words):
             return pattern
     return None
 
 
-def _why_unused(pattern: str, sources: Sequence[str], options: RewardConfig) -> str:
-    for source in sources:
-        if _match(source, [pattern]) is not None:
-            first = _match(source, options.scorers)
-            return f"never used: {source!r} matches {first!r} first; put the narrower pattern first"
-    close = difflib.get_close_matches(pattern, sources, n=1, cutoff=0.0)
+def _named_by(pattern: str, kind: Kind) -> str:
+    """What of a kind of rows a pattern is about."""
+    return kind.ability if pattern.startswith(ABILITY) else kind.data_source
+
+
+def _why_unused(pattern: str, kinds: Sequence[Kind], options: RewardConfig) -> str:
+    for kind in kinds:
+        if _match(kind, [pattern]) is not None:
+            first = _match(kind, options.scorers)
+            return f"never used: {_named_by(pattern, kind)!r} matches {first!r} first; put the narrower pattern first"
+    names = sorted({_named_by(pattern, kind) for kind in kinds} - {""})
+    what, field = ("abilities", "ability") if pattern.startswith(ABILITY) else ("data sources", "data_source")
+    if not names:
+        return f"no row matches: none has {'an' if field == 'ability' else 'a'} {field}"
+    close = difflib.get_close_matches(pattern.removeprefix(ABILITY), names, n=1, cutoff=0.0)
     hint = f"; did you mean {close[0]}?" if close else ""
     return (
-        f"no row matches; the data sources are {', '.join(sources)}{hint} (a pattern is the whole data_source, with * "
-        "for any characters)"
+        f"no row matches; the {what} are {', '.join(names)}{hint} (a pattern is the whole {field}, with * for any "
+        "characters)"
     )

@@ -26,7 +26,7 @@ from tandemrl.processes.child import Child
 from tandemrl.rewards.functions import RewardFunction, Term, weighted
 from tandemrl.rewards.math.boxed import require_math_verify
 from tandemrl.rewards.protocol import Deferred, GraderError, Lost, Score
-from tandemrl.rewards.routing import check_rewards, terms_of
+from tandemrl.rewards.routing import Kind, check_rewards, terms_of
 
 WORKER = (sys.executable, "-P", "-m", "tandemrl.rewards.worker")
 START_LIMIT_S = 120.0
@@ -84,7 +84,7 @@ class Scorer:
         self._code = code
         self._judge = judge
         self._processes = _Processes(reward, worker)
-        self._terms: dict[str, tuple[Term, ...]] = {}
+        self._terms: dict[Kind, tuple[Term, ...]] = {}
         self._lock = threading.Lock()
 
     def check(
@@ -92,14 +92,14 @@ class Scorer:
         rows: Iterable[Row],
         *,
         episodes: bool = False,
-        sources: Iterable[str] | None = None,
+        kinds: Iterable[Kind] | None = None,
         stated: Collection[str] | None = None,
     ) -> None:
         """Refuse rows that cannot be scored, and rewards that would score none, before anything is generated.
 
         Args:
             episodes: there will be transcripts.
-            sources: every ``data_source`` that was read; None = those of ``rows``.
+            kinds: those of every row that was read; None = of ``rows``.
             stated: see `routing.check_rewards`.
 
         Raises:
@@ -109,7 +109,7 @@ class Scorer:
                 imported.
         """
         rows, nothing = list(rows), Transcript(()) if episodes else None
-        read = [row.data_source for row in rows] if sources is None else sources
+        read = map(Kind.of, rows) if kinds is None else kinds
         check_rewards(read, self._reward, self.functions, stated=stated)
         for row in rows:
             for term in self._terms_of(row):
@@ -161,9 +161,10 @@ class Scorer:
         self.close()
 
     def _terms_of(self, row: Row) -> tuple[Term, ...]:
-        if row.data_source not in self._terms:
-            self._terms[row.data_source] = terms_of(row, self._reward, self.functions)
-        return self._terms[row.data_source]
+        kind = Kind.of(row)
+        if kind not in self._terms:
+            self._terms[kind] = terms_of(row, self._reward, self.functions)
+        return self._terms[kind]
 
     def _settle(
         self, results: list[Score | Deferred], items: Sequence[tuple[Row, str]]

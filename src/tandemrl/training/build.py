@@ -45,12 +45,14 @@ def build(
     world: World | None = None,
     reward: Mapping[str, RewardFunction] | None = None,
     environment: Environment | None = None,
+    check_judge: Callable[[], None] = lambda: None,
 ) -> Run:
     """Load models and data and start the engine; writes nothing. The run's config has a record of the functions.
 
     Args:
         reward: reward functions by name (see ``rewards.by_name``).
         environment: in place of ``rollout.environment``.
+        check_judge: called while a judge's server is waited for; raises if it has ended.
 
     Raises:
         ConfigError, DataError, ModelError: something named in the config is missing or does not fit.
@@ -69,7 +71,7 @@ def build(
             f"({config.parallel.timeout_s:g}) among several processes: one that waits for a tool would be taken for "
             "one that hangs"
         )
-    preflight = Preflight(config, functions=reward, environment=environment).require()
+    preflight = Preflight(config, functions=reward, environment=environment, check_judge=check_judge).require()
     tokenizer, heldout, playground = preflight.tokenizer, preflight.heldout, preflight.playground
     prompts, dropped = preflight.prompts
 

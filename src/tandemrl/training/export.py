@@ -1,17 +1,22 @@
-"""The policy as a plain Hugging Face folder."""
+"""The policy as a plain Hugging Face folder, and its adapters as peft reads them."""
 
+import json
 import shutil
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from tandemrl.distributed.world import World
 from tandemrl.files import NEW, write_directory
 from tandemrl.models.loading import no_progress_bars
-from tandemrl.models.lora import merged_parameters
+from tandemrl.models.lora import adapter_parameters, merged_parameters, peft_config
 from tandemrl.training.checkpoint import CheckpointError, in_every_process, size_in_bytes, write_failure
+
+ADAPTER_FOLDER = "adapter"
+"""Inside of an export: the adapters alone."""
 
 
 def export_hf(
@@ -21,24 +26,39 @@ def export_hf(
     dtype: str | None = None,
     *,
     world: World = World(),  # noqa: B008 - frozen
+    adapters_of: str | None = None,
 ) -> Path:
     """Write model (adapters merged) and tokenizer as one HF folder, in one step, in ``dtype`` (None: as it is).
 
     Every process calls it, with its part of the model; rank 0 gathers the weights in host memory and writes.
 
+    Args:
+        adapters_of: the name of the model that the adapters belong to. They are then written, too, by themselves and
+            in the dtype that they are trained in: the folder ``adapter`` inside, for ``peft.PeftModel``.
+
     Raises:
         CheckpointError: on every process, if rank 0 cannot write.
     """
     weights = _full_weights(model, None if dtype is None else getattr(torch, dtype), keep=world.main)
+    adapters = {}
+    if adapters_of is not None:
+        gathered = adapter_parameters(model)
+        adapters = {name: value.detach().cpu().contiguous() for name, value in gathered if world.main}
     folder = Path(path)
+
+    def fill(hidden: Path) -> None:
+        _save_pretrained(model, tokenizer, weights, hidden)
+        if adapters_of is not None:
+            _save_adapters(peft_config(model, adapters_of), adapters, hidden / ADAPTER_FOLDER)
 
     def write() -> None:
         try:
             if world.main:
-                write_directory(folder, lambda hidden: _save_pretrained(model, tokenizer, weights, hidden))
+                write_directory(folder, fill)
         except Exception as error:
             shutil.rmtree(folder.with_name(f"{NEW}{folder.name}"), ignore_errors=True)
-            raise CheckpointError(write_failure(error, folder, size_in_bytes(weights.values()))) from error
+            size = size_in_bytes([*weights.values(), *adapters.values()])
+            raise CheckpointError(write_failure(error, folder, size)) from error
 
     in_every_process(write, folder, world)
     return folder
@@ -70,3 +90,13 @@ def _save_pretrained(model: Any, tokenizer: Any, weights: dict[str, Tensor], fol
     finally:
         model.config.dtype = own
     tokenizer.save_pretrained(folder)
+
+
+def _save_adapters(config: Any, weights: dict[str, Tensor], folder: Path) -> None:
+    """The two files of a peft folder; equal adapters give equal bytes."""
+    config.save_pretrained(folder)
+    file = folder / "adapter_config.json"
+    settings = json.loads(file.read_text(encoding="utf-8"))
+    settings["target_modules"] = sorted(settings["target_modules"])  # peft keeps them as a set
+    file.write_text(json.dumps(settings, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+    save_file(weights, folder / "adapter_model.safetensors", metadata={"format": "pt"})

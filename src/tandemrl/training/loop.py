@@ -25,6 +25,7 @@ from tandemrl.distributed.world import init_world
 from tandemrl.losses import Recipe, adapt_kl_coef
 from tandemrl.models.loading import resolve_device
 from tandemrl.rewards.functions import RewardFunction, by_name
+from tandemrl.rewards.judge.server import LOG, judge_server
 from tandemrl.rewards.rollouts import score_rollouts
 from tandemrl.rollout import collect
 from tandemrl.rollout.collect import CompletionBatch
@@ -74,9 +75,10 @@ def train(
         resume: ``auto`` (from the newest checkpoint in ``output_dir``, if any), ``never``, or a checkpoint folder.
         recipe: overrides ``loss.recipe``: a row of ``losses.RECIPES``, or your own.
         strategy: training step (from 1) -> strategy; overrides ``selection.*``. Its draws are not held to any share.
-        reward: a function ``(row, text) -> float | Score``, or several by name, whose weighted sum (``reward.weights``)
-            is the reward. They score every row for which ``reward.scorers`` has nothing else. They run in this process,
-            so an error in them stops the run, and a hang hangs it. ``reward.scorers`` can name them in a sum, too.
+        reward: a function ``(row, text) -> float | Score``, or one of verl's (``rewards.functions``), or several by
+            name, whose weighted sum (``reward.weights``) is the reward. They score every row for which
+            ``reward.scorers`` has nothing else. They run in this process, so an error in them stops the run, and a hang
+            hangs it. ``reward.scorers`` can name them in a sum, too.
         environment: what the authors act in, in place of ``rollout.environment``. Its ``score``, if it has one, is such
             a function.
 
@@ -95,8 +97,11 @@ def train(
     world = init_world(config.parallel, resolve_device(config.model.device))
     if world.size > 1:
         faulthandler.enable()  # NCCL aborts a process whose collective timed out: say where it was
-    with in_use(environment):
-        run = build(config, recipe, strategy, world, by_name(reward), environment)
+    if config.judge.command is not None and world.main and not quiet:
+        say = (console or Console()).print
+        say(f"judge.command: starting it; its output is in {Path(config.output_dir, LOG)}", markup=False)
+    with in_use(environment), judge_server(config, start=world.main) as check_judge:
+        run = build(config, recipe, strategy, world, by_name(reward), environment, check_judge)
         config, silent = run.setup.config, quiet or not world.main
         locked = checkpoint.lock(config.output_dir) if world.main else nullcontext()
         with locked, run.setup.scorer, run.setup.playground or nullcontext():

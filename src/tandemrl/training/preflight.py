@@ -68,12 +68,14 @@ class Preflight:
 
     downloads: fetch tokenizers, model configurations and data from the hub where they are not on this machine; without
     it they are a ``NotHereError``. functions, environment: what was passed to ``train``.
+    check_judge: called while a judge's server is waited for; raises if it has ended.
     """
 
     config: Config
     downloads: bool = True
     functions: Mapping[str, RewardFunction] = field(default_factory=dict)
     environment: Environment | None = None
+    check_judge: Callable[[], None] = lambda: None
 
     @property
     def checks(self) -> dict[str, Callable[[], str]]:
@@ -290,16 +292,17 @@ class Preflight:
         with Scorer(config.reward, code=_unused, judge=judging, functions=self.rewards_by_name) as scorer:
             # Without evaluation the rows of data.eval are not read: what only they would use is no mistake.
             stated = None if config.train.eval_every or not config.data.eval else ()
-            sources = {row.data_source for row in read}
-            scorer.check(rows, episodes=self.playground is not None, sources=sources, stated=stated)
-        used = {row.data_source: row for row in rows}
+            kinds = map(routing.Kind.of, read)
+            scorer.check(rows, episodes=self.playground is not None, kinds=kinds, stated=stated)
+        used = {routing.Kind.of(row): row for row in rows}
         functions = self.rewards_by_name
         terms = [term for row in used.values() for term in routing.terms_of(row, config.reward, functions)]
+        sources = ", ".join(dict.fromkeys(kind.data_source for kind in used))
         if any(term.name == "code" for term in terms):
             with Sandbox(config.sandbox) as sandbox:
                 sandbox.run("", Stdin(""))
-            return f"{', '.join(used)}; the sandbox starts"
-        return ", ".join(used)
+            return f"{sources}; the sandbox starts"
+        return sources
 
     @cached_property
     def judge(self) -> Judge | None:
@@ -308,9 +311,15 @@ class Preflight:
             return None
         from tandemrl.rewards.judge.http import HttpJudge
 
-        return HttpJudge(self.config.judge)
+        return HttpJudge(self.config.judge, self.check_judge)
 
     def endpoint(self) -> str:
+        judge = self.config.judge
+        if not self.downloads and (judge.command is not None or judge.wait_s > 0):
+            who = "judge.command" if judge.command is not None else "somebody"
+            raise NotHereError(
+                f"{who} will serve {judge.url}; train waits for that up to judge.wait_s={judge.wait_s:g}"
+            )
         assert self.judge is not None
         return f"{self.config.judge.url} serves {self.judge.model}"
 

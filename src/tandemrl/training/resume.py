@@ -30,6 +30,7 @@ from tandemrl.training.state import Run
 _FREE_TO_CHANGE = {
     "output_dir",
     "data.monitor",
+    "model.lora.export",
     "train.save_every",
     "train.eval_every",
     "train.keep_checkpoints",
@@ -41,6 +42,8 @@ _FREE_TO_CHANGE = {
     "train.async_save",
     "train.profile",
     "judge.url",
+    "judge.command",
+    "judge.wait_s",
     "judge.api_key_env",
     "judge.backoff_s",
     "judge.timeout_s",
@@ -92,8 +95,9 @@ def save(run: Run) -> list[Path]:
 def export(run: Run, name: str) -> None:
     """The policy as ``hf/NAME``, in the compute dtype."""
     config = run.setup.config
-    folder = Path(config.output_dir, "hf", name)
-    export_hf(run.models.policy, run.setup.tokenizer, folder, config.model.dtype, world=run.setup.world)
+    folder, adapters_of = Path(config.output_dir, "hf", name), config.model.senior if config.model.lora.export else None
+    policy, tokenizer, world = run.models.policy, run.setup.tokenizer, run.setup.world
+    export_hf(policy, tokenizer, folder, config.model.dtype, world=world, adapters_of=adapters_of)
 
 
 def identity(run: Run) -> dict[str, str]:

@@ -38,7 +38,8 @@ def update(
     results: list[Metrics] = []
     for mini in filter(None, mini_batches):
         batches = [m.batch for m in mini]
-        key = (setup.config.train.seed, step, len(results), setup.world.rank)
+        here = setup.world.rank // setup.config.parallel.tp  # those that share matrices leave out the same inputs
+        key = (setup.config.train.seed, step, len(results), here)
         with clock("forward_backward"), dropping(models.policy, key) if learns else nullcontext():
             result = update_policy(setup, models, batches, clock, first=not results, learns=learns)
         if models.critic is not None:

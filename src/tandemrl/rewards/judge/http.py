@@ -1,6 +1,6 @@
 """Judges behind HTTP: any OpenAI-compatible chat endpoint, such as ``vllm serve MODEL``."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from tandemrl.config import JudgeConfig
@@ -11,7 +11,11 @@ from tandemrl.rewards.judge.rubric import JudgeError, Messages
 class HttpJudge:
     """Replies from ``judge.url``; a `rubric.Judge`. At most ``judge.concurrency`` requests are in flight.
 
-    ``model`` is the name that is asked for: ``judge.model``, or else the first one that the endpoint lists.
+    ``model`` is the name that is asked for: ``judge.model``, or else the first one that the endpoint lists. An endpoint
+    that does not answer yet is given ``judge.wait_s``.
+
+    Args:
+        check: called while that time passes; raises if there is nothing to wait for.
 
     Raises:
         JudgeError: the endpoint is down or does not serve ``judge.model``, or ``judge.api_key_env`` is not set.
@@ -22,14 +26,14 @@ class HttpJudge:
         judge.ask([[{"role": "user", "content": "Reply with one word: True or False. Is 7 prime?"}]])
     """
 
-    def __init__(self, config: JudgeConfig) -> None:
+    def __init__(self, config: JudgeConfig, check: Callable[[], None] = lambda: None) -> None:
         if config.url is None:
             raise JudgeError("judge.url is not set; give an address such as http://localhost:8000/v1")
         self.config = config
         patience = (config.timeout_s, config.retries, config.backoff_s, config.concurrency)
-        self._client = Client(
-            Service("judge", "vllm serve MODEL", JudgeError, config.url, config.api_key_env, *patience)
-        )
+        starts = config.command or "vllm serve MODEL"
+        self._client = Client(Service("judge", starts, JudgeError, config.url, config.api_key_env, *patience))
+        self._client.wait(config.wait_s, check)
         self.model = self._client.model(config.model)
 
     def ask(self, prompts: Sequence[Messages], *, attempt: int = 0) -> list[str]:

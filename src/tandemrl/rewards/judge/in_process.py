@@ -2,6 +2,7 @@
 
 import hashlib
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 
 from transformers import PreTrainedTokenizerBase
@@ -59,7 +60,8 @@ def make_judge(config: Config) -> Judge | None:
     if judge.url is not None:
         from tandemrl.rewards.judge.http import HttpJudge
 
-        return HttpJudge(judge)
+        # Only train starts judge.command; to wait for a server that nobody starts would be in vain.
+        return HttpJudge(judge if judge.command is None else replace(judge, wait_s=0.0))
     if judge.model is None:
         return None
     tokenizer = load_tokenizer(judge.model)

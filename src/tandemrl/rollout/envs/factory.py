@@ -1,11 +1,9 @@
 """The environment that ``rollout.environment`` and ``rollout.tools`` ask for. No torch: children make it, too."""
 
 import inspect
-from collections.abc import Callable
-from typing import Any
 
 from tandemrl.config import Config, ConfigError
-from tandemrl.processes.names import named
+from tandemrl.processes.names import function_named
 from tandemrl.rollout.envs.environment import Environment
 from tandemrl.rollout.envs.tools import Tool
 
@@ -35,7 +33,7 @@ def _made(name: str, config: Config) -> Environment:
     key = f"rollout.environment={name}"
     if name not in BUILT_IN and ":" not in name:
         raise ConfigError(f"{key}: must be one of single, tools, {', '.join(BUILT_IN)}, or module:factory")
-    factory = _imported(BUILT_IN.get(name, name), key)
+    factory = function_named(BUILT_IN.get(name, name), key, ConfigError)
     try:
         wants = "config" in inspect.signature(factory).parameters
         environment = factory(config=config) if wants else factory()
@@ -53,14 +51,4 @@ def _tool(path: str) -> Tool:
         raise ConfigError(
             f"rollout.tools: {path}: must be module:function, as tandemrl.rollout.envs.multihop:get_document is"
         )
-    return _imported(path, f"rollout.tools: {path}")
-
-
-def _imported(path: str, where: str) -> Callable[..., Any]:
-    try:
-        found = named(path)
-    except Exception as error:  # a user's module may raise anything
-        raise ConfigError(f"{where}: cannot be imported: {type(error).__name__}: {error}") from error
-    if not callable(found):
-        raise ConfigError(f"{where}: is a {type(found).__name__}, not a function")
-    return found
+    return function_named(path, f"rollout.tools: {path}", ConfigError)

@@ -1,0 +1,43 @@
+"""Keeps a server: starts it, and ends it, with all that it has started, once the process that wanted it is gone.
+
+Run as a script, ``keeper.py PARENT COMMAND…``, by `server.serving`, at the head of a process group of its own. It needs
+nothing but the standard library. A parent that is killed cannot say so: the keeper looks whether it is still its child.
+"""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from typing import Any
+
+GRACE_S = 10.0
+"""Between SIGTERM and SIGKILL."""
+LOOK_S = 0.2
+
+
+def keep(parent: int, command: list[str]) -> None:
+    """Does not return: the last thing it does is to kill its process group, itself included."""
+    told = []
+
+    def end(*_: Any) -> None:
+        told.append(time.monotonic())
+
+    signal.signal(signal.SIGTERM, end)  # a function: what is ignored would be ignored by the server, too
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        server = subprocess.Popen(command, stdin=subprocess.DEVNULL)
+    except OSError as error:
+        print(f"tandemrl: {command[0]}: {error}", flush=True)
+        return
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    while server.poll() is None and not (told and time.monotonic() > told[0] + GRACE_S):
+        if os.getppid() != parent and not told:
+            os.killpg(0, signal.SIGTERM)
+        time.sleep(LOOK_S)
+    print(f"tandemrl: the server ended ({server.returncode})", flush=True)
+    os.killpg(0, signal.SIGKILL)
+
+
+if __name__ == "__main__":
+    keep(int(sys.argv[1]), sys.argv[2:])

@@ -1,0 +1,59 @@
+"""The judge's server that a run starts for itself (``judge.command``)."""
+
+import socket
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from urllib.parse import urlsplit
+
+from tandemrl.config import Config
+from tandemrl.processes.server import serving
+from tandemrl.rewards.judge.rubric import JudgeError
+
+LOG = "judge.log"
+"""In ``output_dir``: what the server writes."""
+
+
+@contextmanager
+def judge_server(config: Config, *, start: bool = True) -> Iterator[Callable[[], None]]:
+    """Inside, ``judge.command`` runs, if there is one; it need not answer yet. An error of the judge names its log.
+
+    Args:
+        start: whether this process starts it, or another one on its behalf.
+
+    Yields:
+        a function that raises `JudgeError` if the server has ended.
+
+    Raises:
+        JudgeError: something else answers at ``judge.url``, or the command cannot be read.
+    """
+    command, url = config.judge.command, config.judge.url
+    if command is None or url is None:
+        yield lambda: None
+        return
+    log = Path(config.output_dir, LOG)
+    try:
+        if not start:
+            yield lambda: None
+            return
+        if _taken(url):
+            raise JudgeError(
+                f"judge.command: something answers at judge.url={url} already; leave judge.command out to use that, or "
+                "take another port in both"
+            )
+        with serving(command, log, key="judge.command", error=JudgeError) as check:
+            yield check
+    except JudgeError as error:
+        told = "" if str(log) in str(error) else f". What the server of judge.command writes is in {log}"
+        raise JudgeError(f"{error}{told}") from error
+
+
+def _taken(url: str) -> bool:
+    """Whether anybody listens at the address."""
+    address = urlsplit(url)
+    port = address.port or (443 if address.scheme == "https" else 80)
+    try:
+        socket.create_connection((address.hostname or "", port), timeout=1.0).close()
+    except OSError:
+        return False
+    return True
