@@ -8,6 +8,7 @@ TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
 
 BIN := .venv/bin
 CORE_BIN := .venv-core/bin
+LIGER_BIN := .venv-liger/bin
 PIP_FLAGS := --quiet --disable-pip-version-check
 # Array annotations are checked at run time in these packages.
 TYPED := tandemrl.selection,tandemrl.losses,tandemrl.models,tandemrl.rollout,tandemrl.rewards,tandemrl.types,beartype.beartype
@@ -16,7 +17,7 @@ TEST_ENV := OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false
 # A process per core, at most four: engines are large. A file's tests stay together, as do the engines they share.
 WORKERS := --numprocesses=auto --maxprocesses=4 --dist=loadfile
 
-.PHONY: quickstart test test-core release-check check bench slow clean docs paper-claims paper-claims-plain repair ablations hops
+.PHONY: quickstart test test-core test-liger release-check check bench slow clean docs paper-claims paper-claims-plain repair ablations hops
 .DELETE_ON_ERROR:
 
 quickstart: .venv/.core
@@ -30,7 +31,12 @@ test-core: .venv-core/.core
 	$(TEST_ENV) $(CORE_BIN)/python -m pytest -m "not slow and not vllm" $(WORKERS)
 
 # Before a release: what needs environments of its own, beside `make test`.
-release-check: test test-core
+release-check: test test-core test-liger
+
+# Liger's kernels, compiled for GPUs on a machine without one.
+test-liger: .venv-liger/.core
+	$(LIGER_BIN)/python -c "import liger_kernel, triton"
+	$(TEST_ENV) $(LIGER_BIN)/python -m pytest tests/models/test_liger_kernels.py
 
 # The paper's claims on generated pairs, every seed on every core; a killed run goes on. Results: runs/NAME/report.html
 paper-claims repair ablations: .venv/.core
@@ -62,7 +68,7 @@ slow: .venv/.dev
 
 # Environments and caches; never runs/.
 clean:
-	rm -rf .venv .venv-core build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis src/*.egg-info *.egg-info
+	rm -rf .venv .venv-core .venv-liger build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis src/*.egg-info *.egg-info
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # Installation. A stamp says which extras are in; it is renewed when pyproject.toml changes. `test` adds to what
@@ -94,4 +100,10 @@ endef
 	@echo "installing tandemrl with the dev extra …"
 	@$(CORE_BIN)/pip install $(PIP_FLAGS) -e ".[dev]"
 	@$(CORE_BIN)/pip uninstall $(PIP_FLAGS) -y beartype wandb
+	@touch $@
+
+.venv-liger/.core: pyproject.toml
+	$(call create_venv,$(LIGER_BIN))
+	@echo "installing tandemrl with the dev and liger extras …"
+	@$(LIGER_BIN)/pip install $(PIP_FLAGS) -e ".[dev,liger]"
 	@touch $@

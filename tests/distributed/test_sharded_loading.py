@@ -23,7 +23,6 @@ from tandemrl.models.lora import attach
 from tandemrl.models.sharded_loading import Adapters, load_sharded, load_sharded_critic
 from tandemrl.models.sharding import shard
 
-LOW = dict(compute=torch.bfloat16)
 PLAIN = dict(compute=torch.float32)
 ADAPTERS = Adapters(LoraConfig(rank=3, alpha=6.0), 5)
 MESHES = {
@@ -73,7 +72,7 @@ def difference(model: PreTrainedModel, expected: PreTrainedModel, world: World) 
         facts = [(p.dtype, p.shape, p.requires_grad, p.placements, p.device_mesh) for p in (parameter, other)]
         if facts[0] != facts[1] or not torch.equal(parameter.to_local(), other.to_local()):
             return name
-    if {id(p) for p in mine.values()} and len({id(p) for p in mine.values()}) != len({id(p) for p in theirs.values()}):
+    if len({id(p) for p in mine.values()}) != len({id(p) for p in theirs.values()}):
         return "ties"
     buffers, others = (dict(each.named_buffers()) for each in (model, expected))
     if buffers.keys() != others.keys():
@@ -122,3 +121,65 @@ def test_parts_are_those_of_the_whole(size: int, folders: Path) -> None:
     for seen in run(by_mesh, size, size, folders):
         assert len(seen) >= 5 * len(MESHES[size])
         assert {case: what for case, what in seen.items() if what} == {}
+
+
+def told(home: Path) -> list[str]:
+    """In every process: the warnings of models that are loaded whole after all."""
+    world = init_world(ParallelConfig(), torch.device("cpu"))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        model = load_sharded(home / "other", world, **PLAIN)
+        expected = shard(load_model(home / "other"), world, dtype=torch.float32)
+    assert difference(model, expected, world) == ""
+    assert model.lm_head.weight is not model.model.embed_tokens.weight
+    with pytest.raises(ModelError, match=r"model .* could not be loaded"):
+        load_sharded(home / "torn", world, **PLAIN)
+    return [str(warning.message) for warning in caught if "whole model" in str(warning.message)]
+
+
+def test_what_cannot_be_read_in_parts_is_loaded_whole_and_said_once(folders: Path) -> None:
+    qwen3().save_pretrained(folders / "torn")
+    file = folders / "torn" / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:1000])
+    first, second = run(told, 2, folders)
+    assert len(first) == 1
+    assert "lm_head.weight is tied to another parameter, and differs from it in its files" in first[0]
+    assert second == []
+
+
+def peak(home: Path, parts: bool) -> tuple[int, int]:
+    """In every process: bytes of memory beyond those of before, at most, and of the part that it keeps."""
+    world = init_world(ParallelConfig(), torch.device("cpu"))
+    Path("/proc/self/clear_refs").write_text("5")  # resets the peak
+    before = _status("VmRSS")
+    model = load_sharded(home, world, **PLAIN) if parts else shard(load_model(home), world, dtype=torch.float32)
+    kept = sum(p.to_local().nbytes for p in model.parameters() if isinstance(p, DTensor))
+    return _status("VmHWM") - before, kept
+
+
+def _status(name: str) -> int:
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return 1024 * int(next(line for line in lines if line.startswith(f"{name}:")).split()[1])
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="needs Linux's account of memory")
+def test_no_process_ever_holds_the_whole_model(tmp_path: Path) -> None:
+    """170 million parameters on four processes."""
+    config = LlamaConfig(
+        hidden_size=1024,
+        intermediate_size=4096,
+        num_hidden_layers=10,
+        num_attention_heads=8,
+        num_key_value_heads=4,
+        vocab_size=2048,
+        initializer_range=0.02,
+    )
+    model = LlamaForCausalLM(config).to(torch.bfloat16)
+    model.save_pretrained(tmp_path)
+    whole = 4 * sum(parameter.numel() for parameter in model.parameters())
+    del model
+    for used, kept in run(peak, 4, tmp_path, True, timeout=500):
+        assert whole / 4 <= kept < 1.01 * whole / 4
+        assert used < 0.6 * whole  # its part, a layer, and the pages of the file that were read
+    assert all(used > whole for used, _ in run(peak, 4, tmp_path, False, timeout=500))  # so this would have been seen

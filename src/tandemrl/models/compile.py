@@ -15,6 +15,8 @@ from tandemrl.models.forward import gathering, hidden_states
 
 LIGER_FAMILIES = ("llama", "qwen2", "qwen3")
 LIGER_DEVICES = ("cuda",)
+LIGER_KERNELS = dict(rope=True, rms_norm=True, swiglu=True, cross_entropy=False, fused_linear_cross_entropy=False)
+"""Log-probs come from ``head``, without Liger's losses."""
 
 
 def use_liger(model: PreTrainedModel, *, name: str = "model") -> PreTrainedModel:
@@ -42,9 +44,7 @@ def use_liger(model: PreTrainedModel, *, name: str = "model") -> PreTrainedModel
     with torch.no_grad():
         states = gathering(hidden_states, model)
         before = states(tokens, positions, layout)
-        getattr(liger, f"apply_liger_kernel_to_{family}")(
-            rope=True, rms_norm=True, swiglu=True, cross_entropy=False, fused_linear_cross_entropy=False, model=model
-        )
+        getattr(liger, f"apply_liger_kernel_to_{family}")(**LIGER_KERNELS, model=model)
         after = states(tokens, positions, layout)
     worst, scale = (after.float() - before.float()).abs().max().item(), max(1.0, before.float().abs().max().item())
     if not worst <= (1e-3 if before.dtype == torch.float32 else 0.1) * scale:
