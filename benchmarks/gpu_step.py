@@ -1,7 +1,7 @@
 """Training on a GPU: packed sequences in this library against transformers' own padded step, on Qwen3 configurations.
 
     python benchmarks/gpu_step.py                 # Qwen3-0.6B and 4B with random weights, bfloat16 compute
-    python benchmarks/gpu_step.py --pair          # also the cost of a GRPO and of a tandem step of a 63M pair
+    python benchmarks/gpu_step.py --who packed --models qwen3-0.6b --compile      # or --liger, --rectangles, …
     python benchmarks/gpu_step.py --smoke         # tiny configurations on a CPU: that the script works
 
 A step is forward, backward, clipping and AdamW on the same sequences and the same loss, the mean of −log p over the
@@ -16,8 +16,7 @@ Both take micro-batches of at most --micro-batch tokens; padding counts. Each ru
 one JSON line: tokens/s (tokens of the sequences, each prompt once per sequence), MFU (useful FLOPs, see
 `benchmarks/update.py`, over the measured matmul peak: shared prompts count once in both), peak memory.
 
-Whole training runs of a 46M pair on a GPU, GRPO against tandem, evaluated and compared:
-`tandemrl experiment paper-claims --size 46m --device cuda --seeds 0`.
+Whole training steps are `gpu_train.py`; everything for GPUs, in order: `gpu_day.py`.
 """
 
 import argparse
@@ -25,7 +24,6 @@ import json
 import statistics
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -39,12 +37,21 @@ from models import QWEN3, model
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from tandemrl.models import attention
 from tandemrl.models.batching import micro_batches, pack
+from tandemrl.models.compile import compile_layers, use_liger
 from tandemrl.models.forward import token_logprobs
 from tandemrl.models.head import ForwardOptions
 from tandemrl.models.loading import prepare
 from tandemrl.training.profiling import cost_of, matmul_peak, update_flops
 from tandemrl.types import Author, Rollout
+
+CHANGES = {
+    "compile": "model.compile",
+    "liger": "model.liger",
+    "activation_offload": "model.activation_offload",
+    "rectangles": "attention without torch's varlen kernels",
+}
 
 
 def main() -> None:
@@ -63,9 +70,7 @@ def main() -> None:
         for name in options.models
         for who in ("packed", "padded")
     ]
-    if options.pair:
-        lines += pair(options)
-    if not options.smoke:
+    if options.out and not options.smoke:
         write_lines(options.out, lines)
 
 
@@ -81,17 +86,19 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--no-checkpointing", action="store_true", help="keep activations instead of recomputing them")
     p.add_argument("--dtype", default="bfloat16", choices=["float32", "bfloat16"])
     p.add_argument("--device", default="cuda", choices=["cpu", "cuda"])
-    p.add_argument("--pair", action="store_true", help="also time a 63M pair with step_time.py, solo and tandem")
+    for name, explanation in CHANGES.items():
+        p.add_argument(f"--{name.replace('_', '-')}", action="store_true", help=f"of packed: {explanation}")
     p.add_argument("--smoke", action="store_true", help="tiny, on the CPU; writes no file")
     p.add_argument("--who", choices=["packed", "padded"], help="one measure, in this process")
-    p.add_argument("--out", type=Path, default=Path(__file__).parent / "results" / "gpu_step.jsonl")
+    p.add_argument("--out", type=Path, help="also write the lines to this file")
     return p
 
 
 def flags(options: argparse.Namespace) -> list[str]:
     names = ("lengths", "longest", "prompt", "sequences", "micro_batch", "steps", "dtype", "device")
     options_set = [f"--{name.replace('_', '-')}={getattr(options, name)}" for name in names]
-    return options_set + ["--no-checkpointing"] * options.no_checkpointing
+    switches = [name for name in ("no_checkpointing", *CHANGES) if getattr(options, name)]
+    return options_set + [f"--{name.replace('_', '-')}" for name in switches]
 
 
 def run(command: list[str]) -> dict[str, Any]:
@@ -116,6 +123,12 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
         policy.train()  # transformers recomputes in training mode only; nothing here is random
     if options.who == "packed":
         prepare(policy)
+        if options.rectangles:
+            attention.varlen_attn = None  # type: ignore[assignment]  # as on a torch that has none
+        if options.liger:
+            use_liger(policy)
+        if options.compile:
+            compile_layers(policy)
         policy.train(not options.no_checkpointing)
     optimizer = torch.optim.AdamW(policy.parameters(), lr=1e-6, weight_decay=0.0, fused=options.device == "cuda")
     rollouts = made_up(options, policy.config.vocab_size)
@@ -154,6 +167,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
         "gpu": torch.cuda.get_device_name() if options.device == "cuda" else None,
         "dtype": options.dtype,
         "checkpointing": not options.no_checkpointing,
+        "changes": [name for name in CHANGES if getattr(options, name)],
         "lengths": options.lengths,
         "sequences": len(lengths),
         "tokens": sum(lengths),
@@ -189,7 +203,8 @@ def packed(policy: PreTrainedModel, rollouts: list[Rollout], options: argparse.N
 
     def loss(rows: list[int]) -> Tensor:
         batch = pack([rollouts[i] for i in rows], torch.zeros(len(rows)), policy.device)
-        logprobs, _ = token_logprobs(policy, batch, select=batch.author >= 0, options=ForwardOptions(autocast=compute))
+        forward = ForwardOptions(autocast=compute, activation_offload=options.activation_offload)
+        logprobs, _ = token_logprobs(policy, batch, select=batch.author >= 0, options=forward)
         return -logprobs.sum()
 
     return [lambda rows=rows: loss(rows) for rows in bins]
@@ -216,21 +231,6 @@ def padded(policy: PreTrainedModel, rollouts: list[Rollout], options: argparse.N
         return F.cross_entropy(logits.float().flatten(0, 1), labels[:, 1:].flatten(), reduction="sum")
 
     return [lambda rows=rows: loss(rows) for rows in bins]
-
-
-# ---------------------------------------------------------------------------------------------------------- whole steps
-
-
-def pair(options: argparse.Namespace) -> list[dict[str, Any]]:
-    """What a step of a 63M pair (tiny in a smoke test) costs in the whole loop with the reference engine."""
-    name, tokens, steps = ("tiny", 16, 2) if options.smoke else ("mid", 512, 10)
-    script = str(Path(__file__).parent / "step_time.py")
-    with tempfile.TemporaryDirectory() as folder:
-        built = [str(Path(__file__).parent / "models.py"), "--names", name, "--out", folder]
-        subprocess.run([sys.executable, *built], stdout=subprocess.DEVNULL, check=True)
-        common = [f"--model={folder}/{name}/senior", f"--max-tokens={tokens}", f"--steps={steps}", "--warmup=1"]
-        common += [f"--device={options.device}", f"--dtype={options.dtype}"]
-        return [run([script, *common, f"--strategy={who}"]) | {"model": name} for who in ("solo", "word")]
 
 
 if __name__ == "__main__":

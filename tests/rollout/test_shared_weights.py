@@ -123,3 +123,13 @@ def test_the_base_is_shared_where_it_can_be(
     assert (senior == junior) == (one_base is not None)
     assert (junior == trained) == (one_base == "the trainer's")
     sync_weights(policy, engine, 1)
+
+
+def test_a_senior_in_bfloat16_has_the_positions_of_the_policy(tiny_pair: Path, tmp_path: Path) -> None:
+    """RoPE's frequencies in 16 bits would be wrong by whole turns after some hundred tokens."""
+    models = build(config(tiny_pair, tmp_path / "run", "model.dtype=bfloat16")).models
+    policy, engine = (dict(model.named_buffers()) for model in (models.policy, models.engine.senior))
+    assert policy.keys() == engine.keys()
+    for name, buffer in policy.items():
+        assert engine[name].dtype == torch.float32
+        assert torch.equal(engine[name], buffer)

@@ -11,10 +11,12 @@ import torch
 from transformers import PreTrainedModel
 
 from tandemrl.models.attention import ModelError, PackedLayout, UlyssesLayout
-from tandemrl.models.forward import hidden_states
+from tandemrl.models.forward import gathering, hidden_states
 
 LIGER_FAMILIES = ("llama", "qwen2", "qwen3")
 LIGER_DEVICES = ("cuda",)
+LIGER_KERNELS = dict(rope=True, rms_norm=True, swiglu=True, cross_entropy=False, fused_linear_cross_entropy=False)
+"""Log-probs come from ``head``, without Liger's losses."""
 
 
 def use_liger(model: PreTrainedModel, *, name: str = "model") -> PreTrainedModel:
@@ -40,13 +42,12 @@ def use_liger(model: PreTrainedModel, *, name: str = "model") -> PreTrainedModel
     tokens = torch.arange(7, device=device)
     positions, layout = tokens % 4, PackedLayout([np.arange(4), np.arange(4, 7)], device)
     with torch.no_grad():
-        before = hidden_states(model, tokens, positions, layout).float()
-        getattr(liger, f"apply_liger_kernel_to_{family}")(
-            rope=True, rms_norm=True, swiglu=True, cross_entropy=False, fused_linear_cross_entropy=False, model=model
-        )
-        after = hidden_states(model, tokens, positions, layout).float()
-    worst, scale = (after - before).abs().max().item(), max(1.0, before.abs().max().item())
-    if not worst <= (1e-3 if model.dtype == torch.float32 else 0.1) * scale:
+        states = gathering(hidden_states, model)
+        before = states(tokens, positions, layout)
+        getattr(liger, f"apply_liger_kernel_to_{family}")(**LIGER_KERNELS, model=model)
+        after = states(tokens, positions, layout)
+    worst, scale = (after.float() - before.float()).abs().max().item(), max(1.0, before.float().abs().max().item())
+    if not worst <= (1e-3 if before.dtype == torch.float32 else 0.1) * scale:
         raise ModelError(f"{name}: Liger kernels give other hidden states (max difference {worst:.3g})")
     return model
 

@@ -1,6 +1,5 @@
 """The critic of PPO: a transformer with one number per token, V(s), run packed like the policy."""
 
-from functools import partial
 from pathlib import Path
 
 import torch
@@ -13,7 +12,7 @@ from transformers.utils import logging as transformers_logging
 
 from tandemrl.distributed.world import WHOLE, Shards
 from tandemrl.models.attention import Layout, ModelError
-from tandemrl.models.forward import channel_of, part_of, prefix_states
+from tandemrl.models.forward import channel_of, gathering, part_of, prefix_states
 from tandemrl.models.head import PLAIN, ForwardOptions
 from tandemrl.models.loading import check_folder, no_progress_bars, prepare, refusal, resolve_device
 from tandemrl.types import Batch
@@ -42,9 +41,7 @@ def load_critic(path: str | Path, *, device: str = "cpu") -> PreTrainedModel:
     finally:
         transformers_logging.set_verbosity(level)
     model.to(resolve_device(device))
-    for module in model.modules():
-        if isinstance(module, nn.Dropout):
-            module.p = 0.0
+    without_dropout(model)
     name, head = value_head(model)
     missing = {str(key) for key in report["missing_keys"]}
     if body := sorted(key for key in missing if not key.startswith(f"{name}.")):
@@ -57,6 +54,13 @@ def load_critic(path: str | Path, *, device: str = "cpu") -> PreTrainedModel:
         if bias is not None:
             head.bias.copy_(torch.zeros_like(bias) if missing else bias)
     return model
+
+
+def without_dropout(model: nn.Module) -> None:
+    """Switch dropout off, in place: token classifiers have it before their head."""
+    for module in model.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.0
 
 
 def value_head(model: PreTrainedModel) -> tuple[str, nn.Linear]:
@@ -93,8 +97,7 @@ def token_values(
     """
     index = (select & (batch.positions > 0)).nonzero().squeeze(1)
     part = part_of(batch, index, shards.sequence)
-    packed = getattr(model, "packed_values", None) or partial(packed_values, model)  # see token_logprobs
-    values = packed(part.tokens, part.positions, part.layout, part.prefixes, options)
+    values = gathering(packed_values, model)(part.tokens, part.positions, part.layout, part.prefixes, options)
     return channel_of(values, part, batch, shards.sequence)
 
 

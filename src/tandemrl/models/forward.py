@@ -5,6 +5,7 @@ the same stock transformers module. What differs is the *layout* (``attention``)
 model's keyword arguments to the registered attention function and says how queries meet keys.
 """
 
+from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
 from typing import Any, NamedTuple
@@ -36,6 +37,20 @@ def hidden_states(
     return out if tokens.ndim == 2 else out[0]
 
 
+def packed_logits(
+    model: PreTrainedModel, head: nn.Linear, tokens: Int64[Tensor, " t"], positions: Int64[Tensor, " t"], layout: Layout
+) -> Float[Tensor, "t v"]:
+    """What a linear ``head`` of the model makes of its last hidden states; for probes of a few tokens."""
+    logits: Tensor = head(hidden_states(model, tokens, positions, layout))
+    return logits
+
+
+def gathering(function: Callable[..., Any], model: PreTrainedModel) -> Callable[..., Any]:
+    """``function`` with ``model`` as its first argument. A sharded model has it as a method of the same name, around
+    which its parameters are gathered and freed (see ``sharding.shard``)."""
+    return getattr(model, function.__name__, None) or partial(function, model)
+
+
 def token_logprobs(
     model: PreTrainedModel,
     batch: Batch,
@@ -57,9 +72,8 @@ def token_logprobs(
     """
     index = (select & (batch.positions > 0)).nonzero().squeeze(1)  # the first token of a sequence has no prefix
     part = part_of(batch, index, shards.sequence)
-    # A sharded model has it as a method, around which its parameters are gathered and freed.
-    packed = getattr(model, "packed_logprobs", None) or partial(packed_logprobs, model)
     targets = batch.tokens.index_select(0, part.predicted)
+    packed = gathering(packed_logprobs, model)
     channels = packed(part.tokens, part.positions, part.layout, part.prefixes, targets, options, shards.tensor)
     logprobs, entropy = (channel_of(values, part, batch, shards.sequence) for values in channels)
     return logprobs, entropy

@@ -26,7 +26,7 @@ from transformers.utils import logging as transformers_logging
 from tandemrl.distributed.watchdog import stamp
 from tandemrl.files import hint
 from tandemrl.models.attention import ATTENTION, ModelError, PackedLayout
-from tandemrl.models.forward import hidden_states
+from tandemrl.models.forward import gathering, packed_logits
 
 CONFIG, TOKENIZER_CONFIG = "config.json", "tokenizer_config.json"
 
@@ -66,11 +66,19 @@ def load_model(path: str | Path, *, dtype: str = "float32", device: str = "cpu")
     return prepare(model, name=str(path))
 
 
-def prepare(model: PreTrainedModel, *, name: str = "model", head: nn.Linear | None = None) -> PreTrainedModel:
-    """Wire a loaded model to the library's attention, in place, and prove on a probe that it decodes as before.
+def prepare(
+    model: PreTrainedModel,
+    *,
+    name: str = "model",
+    head: nn.Linear | None = None,
+    device: torch.device | None = None,
+) -> PreTrainedModel:
+    """Wire a loaded model to the library's attention, in place, and prove on a probe that it decodes as before. A
+    sharded model is prepared by all of its processes, in the dtype in which it computes.
 
     Args:
         head: the linear map from hidden states to ``model(...).logits``; None = the LM head.
+        device: on which the model computes; None = that of the head.
 
     Raises:
         ModelError: the architecture ignores the attention interface, carries state other than attention from token to
@@ -88,19 +96,20 @@ def prepare(model: PreTrainedModel, *, name: str = "model", head: nn.Linear | No
     if not isinstance(head, nn.Linear):
         raise ModelError(f"{name}: no linear LM head; only causal LMs are supported")
     # Two sequences: state other than attention (recurrences, convolutions) would leak from the first into the second.
-    lengths, device = [4, 3], head.weight.device
+    lengths, device = [4, 3], device or head.weight.device
     positions = torch.cat([torch.arange(length, device=device) for length in lengths])
     probe = torch.arange(sum(lengths), device=device) % model.config.get_text_config().vocab_size
     with torch.no_grad():
         alone = [model(input_ids=part[None], use_cache=False).logits[0] for part in probe.split(lengths)]
+        tolerance = 1e-3 if alone[0].dtype == torch.float32 else 0.1
         stock = torch.cat(alone).float()
         try:
             model.set_attn_implementation(ATTENTION)
             spans = [np.arange(4), np.arange(4, 7)]
-            packed = head(hidden_states(model, probe, positions, PackedLayout(spans, device))).float()
+            logits = gathering(packed_logits, model)
+            packed = logits(head, probe, positions, PackedLayout(spans, device)).float()
         except (ValueError, TypeError, AttributeError) as error:
             raise ModelError(f"{name}: {type(model).__name__} does not support custom attention: {error}") from None
-    tolerance = 1e-3 if head.weight.dtype == torch.float32 else 0.1
     if not torch.allclose(stock, packed, atol=tolerance * max(1.0, stock.abs().max().item())):
         raise ModelError(
             f"{name}: {type(model).__name__} gives other logits through the packed path (max difference "

@@ -6,7 +6,7 @@ is adapters on the junior's weights (``adapted_alias``): that gets the adapters.
 """
 
 import copy
-from collections.abc import Container, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from typing import Any
@@ -103,6 +103,35 @@ def attach(model: PreTrainedModel, config: LoraConfig, seed: int) -> PreTrainedM
     return model
 
 
+def attach_without_memory(model: PreTrainedModel, config: LoraConfig, seed: int) -> dict[str, Tensor]:
+    """``attach`` to a model on the meta device, which stays there.
+
+    Returns:
+        the adapters by name, as ``attach`` draws them on a CPU.
+
+    Raises:
+        ConfigError: as ``attach``.
+    """
+    # Adapters follow their layer's device: one stored element per parameter makes a weight on the CPU of any shape.
+    _replace_parameters(model, lambda parameter: torch.zeros((), dtype=parameter.dtype).expand(parameter.shape))
+    attach(model, config, seed)
+    layers = adapted_layers(model)
+    drawn = {name: p.detach() for name, p in model.named_parameters() if is_adapter(name, layers)}
+    _replace_parameters(model, lambda parameter: parameter.detach().to("meta"))
+    return drawn
+
+
+def _replace_parameters(model: nn.Module, make: Callable[[nn.Parameter], Tensor]) -> None:
+    """Every parameter by what ``make`` makes of it, in place; tied ones stay tied, frozen ones frozen."""
+    made: dict[int, nn.Parameter] = {}
+    kept = list(model.parameters())  # alive, so that no id is used twice
+    for parameter in kept:
+        made[id(parameter)] = nn.Parameter(make(parameter), requires_grad=parameter.requires_grad)
+    for module in model.modules():
+        for leaf, parameter in list(module.named_parameters(recurse=False, remove_duplicate=False)):
+            setattr(module, leaf, made[id(parameter)])
+
+
 def adapted_layers(model: nn.Module) -> dict[str, Any]:
     """The layers that have adapters, by the names that they have without; empty for a plain model."""
     return {name: module for name, module in model.named_modules() if hasattr(module, "lora_A")}
@@ -145,7 +174,12 @@ def base_parameters(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     layers = adapted_layers(model)
     for name, value in full_parameters(model):
         if not is_adapter(name, layers):
-            yield name.replace(f".{_BASE}", "."), value
+            yield base_name(name), value
+
+
+def base_name(name: str) -> str:
+    """What the base model calls a parameter that is no adapter's."""
+    return name.replace(f".{_BASE}", ".")
 
 
 def adapter_parameters(model: nn.Module) -> Iterator[tuple[str, Tensor]]:

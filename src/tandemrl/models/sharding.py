@@ -21,7 +21,7 @@ from torch.distributed.fsdp import (
     fully_shard,
     register_fsdp_forward_method,
 )
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_module
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     ParallelStyle,
@@ -34,7 +34,7 @@ from transformers import PreTrainedModel
 from tandemrl.distributed.watchdog import stamp
 from tandemrl.distributed.world import World
 from tandemrl.models.attention import ModelError
-from tandemrl.models.forward import packed_logprobs
+from tandemrl.models.forward import hidden_states, packed_logits, packed_logprobs
 
 # ------------------------------------------------------------------------------------------------------------- sharding
 
@@ -44,12 +44,13 @@ def shard(
 ) -> PreTrainedModel:
     """Split a model over the world, in place: matrices over ``tp``, then every parameter over ``dp_shard`` x ``sp``.
 
-    Every process must hold the same weights. Parameters become DTensors and keep their names and dtype; forwards
-    compute in ``dtype``, gradients are reduced in float32. In a world of one nothing happens.
+    Every process must hold the same weights, or none (meta tensors, see ``sharded_loading``). Parameters become
+    DTensors and keep their names and dtype; forwards compute in ``dtype``, gradients are reduced in float32. In a world
+    of one nothing happens.
 
     Args:
         forward: the function of the model that the caller runs instead of ``model.forward``; it becomes a method of
-            the same name, around which FSDP gathers the parameters outside of the layers.
+            the same name, around which FSDP gathers the parameters outside of the layers (see ``forward.gathering``).
         offload: keep parameters, gradients and optimiser state in host memory, and step there.
 
     Raises:
@@ -71,10 +72,11 @@ def shard(
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)  # gloo has no scaled sum
-    name = forward.__name__
-    setattr(model, name, MethodType(forward, model))
-    register_fsdp_forward_method(model, name)
-    setattr(model, name, MethodType(partial(_freed_without_backward, getattr(model, name)), model))
+    for function in (forward, hidden_states, packed_logits):
+        name = function.__name__
+        setattr(model, name, MethodType(function, model))
+        register_fsdp_forward_method(model, name)
+        setattr(model, name, MethodType(partial(_freed_without_backward, getattr(model, name)), model))
     return model
 
 
@@ -165,6 +167,16 @@ def _tensor_parallel(model: PreTrainedModel, mesh: DeviceMesh) -> None:
         for key, parameter in list(head.named_parameters()):
             part = torch.distributed.tensor.distribute_tensor(parameter.data, mesh, [Shard(0)])
             head.register_parameter(key, nn.Parameter(part, requires_grad=parameter.requires_grad))
+    if head is not None:  # so that it can be called, too: scoring takes its weight alone
+        distribute_module(head, mesh, input_fn=_on_every_process, output_fn=_whole_logits)
+
+
+def _on_every_process(_: nn.Module, inputs: tuple[Tensor, ...], mesh: DeviceMesh) -> tuple[Tensor, ...]:
+    return tuple(DTensor.from_local(each, mesh, [Replicate()], run_check=False) for each in inputs)
+
+
+def _whole_logits(_: nn.Module, logits: DTensor, mesh: DeviceMesh) -> Tensor:
+    return logits.redistribute(mesh, [Replicate()]).to_local()
 
 
 # ------------------------------------------------------------------------------------------------ parameters in parts

@@ -1,6 +1,5 @@
 """From a config to a run: data, models, engine and scorer."""
 
-import copy
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
@@ -16,10 +15,11 @@ from tandemrl.distributed.world import World
 from tandemrl.evals import profile_of
 from tandemrl.losses import RECIPES, Recipe
 from tandemrl.models.compile import compile_layers, use_liger
-from tandemrl.models.critic import load_critic, packed_values
+from tandemrl.models.critic import load_critic
 from tandemrl.models.loading import load_model, resolve_device
 from tandemrl.models.lora import adapted_alias, alias, attach
-from tandemrl.models.sharding import parameter_groups, shard
+from tandemrl.models.sharded_loading import Adapters, load_sharded, load_sharded_critic
+from tandemrl.models.sharding import parameter_groups
 from tandemrl.rewards.code.scorer import code_scorer
 from tandemrl.rewards.functions import RewardFunction
 from tandemrl.rewards.judge.in_process import make_judge
@@ -83,7 +83,7 @@ def build(
         functions=preflight.rewards_by_name,
     )
 
-    policy = load_model(model.senior, device=model.device)
+    policy = load_policy(config, world)
     schedule = schedule_of(config.selection, tokenizer, policy.get_output_embeddings().weight.shape[0])
     if strategy is not None:
         schedule = Schedule(strategy, lambda step: None)
@@ -119,6 +119,25 @@ def build(
     return Run(setup, models, Progress(sampler, config.loss.kl_coef))
 
 
+def load_policy(config: Config, world: World) -> PreTrainedModel:
+    """The senior to be trained, in float32: whole in a world of one, else this process's part, adapters included.
+
+    Raises:
+        ConfigError, ModelError: as ``load_model``, ``attach`` and ``load_sharded``.
+    """
+    model = config.model
+    if world.size == 1:
+        return load_model(model.senior, device=model.device)
+    return load_sharded(
+        model.senior,
+        world,
+        compute=getattr(torch, model.dtype),
+        device=model.device,
+        adapters=Adapters(model.lora, config.train.seed) if model.lora.rank else None,
+        offload=config.parallel.offload,
+    )
+
+
 def build_models(
     config: Config,
     policy: PreTrainedModel,
@@ -128,7 +147,7 @@ def build_models(
     tandem: bool,
     critic: bool,
 ) -> Models:
-    """Everything that computes, around a freshly loaded policy, which is changed in place.
+    """Everything that computes, around the policy of ``load_policy``, which is changed in place.
 
     Args:
         tandem: the junior writes, too. critic: there is one.
@@ -147,26 +166,27 @@ def build_models(
         if name not in frozen:
             if model.lora.rank and world.size == 1 and (path, dtype_name) == (model.senior, "float32"):
                 loaded = alias(policy)  # whose own weights stay as they are beside the adapters
+            elif sharded and world.size > 1:
+                loaded = load_sharded(path, world, compute=dtype, dtype=dtype_name, device=model.device, frozen=True)
             else:
                 loaded = load_model(path, dtype=dtype_name, device=model.device).requires_grad_(False)
             if model.compile:  # the same arithmetic as the policy's
                 compile_layers(loaded)
-            frozen[name] = shard(loaded, world, dtype=dtype) if sharded else loaded
+            frozen[name] = loaded
         return frozen[name]
 
     partner = model.senior if self_paired(model) else str(model.junior)
     junior = freeze(partner, model.dtype, sharded=True) if loss.junior_kl_coef > 0 else None
     writer = ModelSource(partner, partial(freeze, partner, model.dtype, sharded=False)) if tandem else None
-    engine = build_engine(config, policy, writer, tokenizer)
+    engine = build_engine(config, writer, tokenizer)
     reference = None
-    if model.lora.rank:
+    if model.lora.rank and world.size == 1:
         attach(policy, model.lora, config.train.seed)
     if loss.kl_coef > 0:
         # float32 like the policy, so that both go through the same arithmetic and the KL starts at exactly 0.
         reference = policy if model.lora.rank else freeze(model.senior, "float32", sharded=True)
     if model.compile:
         compile_layers(policy)
-    shard(policy, world, dtype=dtype, offload=config.parallel.offload)
     return Models(
         policy=policy,
         optimizer=make_optimizer(policy, config, config.train.lr),
@@ -184,13 +204,16 @@ def build_critic(config: Config, world: World) -> Trained:
         ModelError: not loadable as a critic.
     """
     model = config.model
-    critic = load_critic(model.critic or model.senior, device=model.device)
+    path = model.critic or model.senior
+    if world.size == 1:
+        critic = load_critic(path, device=model.device)
+    else:
+        dtype, offload = getattr(torch, model.dtype), config.parallel.offload
+        critic = load_sharded_critic(path, world, compute=dtype, device=model.device, offload=offload)
     if model.compile:
         compile_layers(critic)
     if model.gradient_checkpointing:
         checkpoint_gradients(critic)
-    dtype = getattr(torch, model.dtype)
-    shard(critic, world, dtype=dtype, forward=packed_values, offload=config.parallel.offload)
     return Trained(critic, make_optimizer(critic, config, config.train.critic_lr))
 
 
@@ -235,13 +258,11 @@ def self_paired(model: ModelConfig) -> bool:
     return model.junior is None or Path(model.junior).resolve() == Path(model.senior).resolve()
 
 
-def build_engine(
-    config: Config, policy: PreTrainedModel, junior: ModelSource | None, tokenizer: PreTrainedTokenizerBase
-) -> Engine:
+def build_engine(config: Config, junior: ModelSource | None, tokenizer: PreTrainedTokenizerBase) -> Engine:
     """The rollout engine, in the compute dtype. No junior: the senior writes alone.
 
     Where the torch engine's junior is the base of the senior's adapters, the senior is adapters on the junior's own
-    weights; else a copy, for merged weights.
+    weights; else a model of its own, for merged weights.
     """
     model = config.model
     longest = config.longest_sequence
@@ -249,15 +270,15 @@ def build_engine(
         world = config.response_tokens - config.rollout.max_tokens
         longest = max(longest, profile_of(config.eval).longest(config.data.max_prompt_tokens) + world)
 
-    def copied() -> PreTrainedModel:
-        return copy.deepcopy(policy).to(getattr(torch, model.dtype)).requires_grad_(False).eval()
+    def of_its_own() -> PreTrainedModel:
+        return load_model(model.senior, dtype=model.dtype, device=model.device).requires_grad_(False)
 
     def on_the_junior() -> PreTrainedModel:
         assert junior is not None
         return adapted_alias(junior.load(), model.lora, config.train.seed)
 
     shared = model.lora.rank and config.rollout.engine == "torch" and junior is not None and self_paired(model)
-    senior = ModelSource(model.senior, on_the_junior if shared else copied)
+    senior = ModelSource(model.senior, on_the_junior if shared else of_its_own)
     return make_engine(
         config.rollout, senior, junior, tokenizer, dtype=model.dtype, device=model.device, longest=longest
     )

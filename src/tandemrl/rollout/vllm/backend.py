@@ -20,6 +20,7 @@ try:
     from vllm import EngineArgs, LLMEngine
 
     from tandemrl.rollout.vllm.settings import TandemOptions
+    from tandemrl.rollout.vllm.versions import keep_running
     from tandemrl.rollout.vllm.weights import export_weights, write_weights
     from tandemrl.rollout.vllm.worker import tandem_arguments
 except ImportError as error:
@@ -104,7 +105,7 @@ class Backend:
         client: Any = llm.engine_core
         backend.close = client.shutdown
         if backend.in_process:
-            client._finalizer.detach()
+            keep_running(client)
             _RUNNING.add(id(client.engine_core))
             backend.close = weakref.finalize(backend, _shut_down, client.engine_core)
         return backend

@@ -17,7 +17,6 @@ import numpy as np
 import torch
 from torch import Tensor
 from vllm.config import set_current_vllm_config
-from vllm.v1.attention.backends.utils import record_kv_cache_layout
 from vllm.v1.core.kv_cache_utils import get_kv_cache_config_from_groups, get_kv_cache_groups
 from vllm.v1.core.sched.output import CachedRequestData, NewRequestData, SchedulerOutput
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheSpec
@@ -30,6 +29,7 @@ from tandemrl.rollout.vllm.planner import JUNIOR, SENIOR, Admission, Pass, Plann
 from tandemrl.rollout.vllm.sampler import TandemSampler, can_draft
 from tandemrl.rollout.vllm.settings import TandemOptions, history_of
 from tandemrl.rollout.vllm.verifying import draws
+from tandemrl.rollout.vllm.versions import adopt_kv_cache_layout, copy_kv_cache_facts
 from tandemrl.selection import Strategy
 from tandemrl.selection.draws import mix64
 
@@ -392,8 +392,7 @@ def _mirror_tokens(runner: Any, ids: Iterable[str]) -> None:
 def _own_kv_cache(runner: Any, shared: KVCacheConfig, block_size: int) -> KVCacheConfig:
     """One model's part of the scheduler's KV cache: its own layers, the same block ids."""
     config = runner.vllm_config
-    if shared.kv_cache_layout is not None:
-        record_kv_cache_layout(config.cache_config, shared.kv_cache_layout)
+    adopt_kv_cache_layout(config, shared)
     groups = get_kv_cache_groups(config, runner.get_kv_cache_spec())
     if len(groups) != 1 or groups[0].kv_cache_spec.block_size != block_size:
         raise EngineError(f"{config.model_config.model}: its KV cache cannot share blocks of {block_size} tokens")
@@ -401,8 +400,7 @@ def _own_kv_cache(runner: Any, shared: KVCacheConfig, block_size: int) -> KVCach
     own = get_kv_cache_config_from_groups(config, groups, shared.num_blocks * page)
     if own.num_blocks != shared.num_blocks:
         raise EngineError(f"planned {own.num_blocks} KV blocks instead of {shared.num_blocks}")
-    for name in ("kv_cache_layout", "hash_block_size", "cache_hit_alignment_tokens", "kv_tp_replicas"):
-        setattr(own, name, getattr(shared, name))
+    copy_kv_cache_facts(shared, own)
     config.cache_config.num_gpu_blocks = shared.num_blocks
     return own
 

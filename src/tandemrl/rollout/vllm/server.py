@@ -44,7 +44,8 @@ def serve(
     from vllm import AsyncEngineArgs
     from vllm.entrypoints.cli.serve import ServeSubcommand
     from vllm.entrypoints.serve.utils.api_utils import cli_env_setup
-    from vllm.logger import configure_logging_from_args
+
+    from tandemrl.rollout.vllm.versions import configure_logging
 
     assert options.junior is not None
     assert options.selection is not None
@@ -65,7 +66,7 @@ def serve(
         tool_call_parser=tool_call_parser_of(tool_call_parser, str(tokenizer.chat_template), vllm_args),
         vllm_args=vllm_args,
     )
-    configure_logging_from_args(args)
+    configure_logging(args)
     try:
         ServeSubcommand().validate(args)
         config = AsyncEngineArgs.from_cli_args(args).create_engine_config()
@@ -161,14 +162,14 @@ def server_arguments(
     Raises:
         EngineError: ``vllm_args`` sets one of the latter, or there is no such parser of tool calls.
     """
-    from vllm.entrypoints.launchers.cli_args import make_arg_parser
     from vllm.tool_parsers import ToolParserManager
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 
     from tandemrl.rollout.vllm.guard import Guard
+    from tandemrl.rollout.vllm.versions import make_arg_parser
     from tandemrl.rollout.vllm.worker import tandem_arguments
 
-    parser = make_arg_parser(FlexibleArgumentParser(prog="tandemrl serve … --"))
+    parser = make_arg_parser()(FlexibleArgumentParser(prog="tandemrl serve … --"))
     args = parser.parse_args(list(vllm_args))
     ours = {
         "model_tag": senior,

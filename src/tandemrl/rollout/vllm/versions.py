@@ -1,0 +1,50 @@
+"""What differs between the versions of vLLM that the tests run with (``VLLM_TESTED``): nothing else asks for one."""
+
+from argparse import Namespace
+from collections.abc import Callable
+from dataclasses import fields
+from typing import Any
+
+from vllm.config import VllmConfig
+from vllm.v1.kv_cache_interface import KVCacheConfig
+
+_FROM_THE_SCHEDULER = ("kv_cache_layout", "hash_block_size", "cache_hit_alignment_tokens", "kv_tp_replicas")
+"""Of a KV cache's configuration: what the engine core decides for all workers. vLLM 0.27 has none of them: each worker
+asks its attention backend for the layout."""
+
+
+def adopt_kv_cache_layout(config: VllmConfig, shared: KVCacheConfig) -> None:
+    """Have a model's KV cache laid out as the engine core has decided, if it does."""
+    if getattr(shared, "kv_cache_layout", None) is not None:
+        from vllm.v1.attention.backends.utils import record_kv_cache_layout
+
+        record_kv_cache_layout(config.cache_config, shared.kv_cache_layout)
+
+
+def copy_kv_cache_facts(shared: KVCacheConfig, own: KVCacheConfig) -> None:
+    """What the engine core has decided about KV caches, in place."""
+    for name in {field.name for field in fields(KVCacheConfig)}.intersection(_FROM_THE_SCHEDULER):
+        setattr(own, name, getattr(shared, name))
+
+
+def keep_running(client: Any) -> None:
+    """An engine in this process does not shut down with its client. That of vLLM 0.27 never does by itself."""
+    if hasattr(client, "_finalizer"):
+        client._finalizer.detach()
+
+
+def make_arg_parser() -> Callable[[Any], Any]:
+    """The function that adds the options of ``vllm serve`` to a parser."""
+    try:
+        from vllm.entrypoints.launchers.cli_args import make_arg_parser as function
+    except ModuleNotFoundError:  # vLLM 0.27
+        from vllm.entrypoints.openai.cli_args import make_arg_parser as function
+    return function  # type: ignore[no-any-return]  # vLLM is not typed
+
+
+def configure_logging(args: Namespace) -> None:
+    """As ``vllm serve`` does with its options. vLLM 0.27 has none for that, only environment variables."""
+    import vllm.logger
+
+    if hasattr(vllm.logger, "configure_logging_from_args"):
+        vllm.logger.configure_logging_from_args(args)
