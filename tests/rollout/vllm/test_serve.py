@@ -738,7 +738,8 @@ def test_a_kv_cache_that_was_asked_for_stays(flags: list[str], is_open: bool, mo
     ("options", "message"),
     [
         (["--strategy", "words"], "'words' is none of word"),
-        (["--mode", "eager"], "mode=eager: must be one of lazy, majority, lockstep, draft"),
+        (["--mode", "eager"], "mode=eager: must be one of lazy, majority, lockstep, draft, auto"),
+        (["--mode", "auto", "--draft-tokens", "none"], "must be auto or positive"),
         (["--prob-senior", "2"], "prob_senior must be in [0, 1]"),
         (["--junior", "./nowhere"], "nowhere"),
         (["--", "--worker-cls", "x"], "--worker-cls is set by tandemrl serve"),
