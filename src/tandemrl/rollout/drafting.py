@@ -29,8 +29,8 @@ class Costs(NamedTuple):
     """Seconds on a kind of device. Of a pass: for each layer; for each parameter, to fetch it; for each parameter and
     token, to use it. And of a draw for all rows.
 
-    Of what a pass costs beside that: whatever the model; for each number in the KV cache of a row, to fetch it; for each
-    of these numbers and token, to attend to it. And of a round in which every row is given tokens, beside its passes.
+    What a pass costs beside that: whatever the model; for each number in the KV cache of a row, to fetch it; for each
+    number and token, to attend to it. And of a round in which every row is given tokens, beside its passes.
     """
 
     layer: float
@@ -186,7 +186,7 @@ class Drafts:
     pair: Pair | None = None
 
     def choose(self, now: Choice, load: Load, passes: Passes, *, always: bool = False) -> Choice:
-        """What is cheapest per token, if that looks cheaper by ``MARGIN`` than what has been done for ``STEADY`` rounds.
+        """What is cheapest per token, if by ``MARGIN`` cheaper than what has been done for ``STEADY`` rounds.
 
         Args:
             passes: of the call so far. always: something is drafted in every round.

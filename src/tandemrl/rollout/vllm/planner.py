@@ -42,6 +42,7 @@ MAX_WAIT = 8
 """Steps that a row may wait for its author in ``majority`` mode."""
 MEMORY = 4096
 """Drafted tokens after which what was seen counts half, in a server's endless call."""
+NO_DRAFTS = Drafts(0)
 EVEN = 8
 """Tokens of each author that stand for what is not known of a call's shares when it begins."""
 JUNIOR, SENIOR = 0, 1
@@ -125,7 +126,7 @@ class Planner:
         num_blocks: int,
         prefix_caching: bool = True,
         mode: SchedulingMode = "lazy",
-        drafts: Drafts = Drafts(0),
+        drafts: Drafts = NO_DRAFTS,
         record: bool = False,
         capacity: int = 256,
     ) -> None:

@@ -128,8 +128,8 @@ class TandemGPUWorker(_TandemWorker, Worker):  # type: ignore[misc]  # likewise
 
 
 class TandemScheduler(Scheduler):
-    """vLLM's scheduler, with KV slots for drafts, as far as the workers say that the junior writes ahead; a request that
-    waited for its author is scheduled again."""
+    """vLLM's scheduler, with KV slots for drafts, as many as the workers ask for; a request that waited for its author
+    is scheduled again."""
 
     _ahead = 0
 
