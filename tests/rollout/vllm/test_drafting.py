@@ -146,8 +146,8 @@ class Changing(Drafts):
 def test_auto_may_change_its_mind_at_any_time(engines, scheduled, caplog):
     """With chunked prefill, preemption, and catch-ups longer than the budget."""
     engine = drafted(engines, NEAR, 4, **TIGHT[4])
-    long = mixed(prompts(16, seed=9, lengths=(129, 33, 64)), Sampling(max_tokens=60, ignore_eos=True), seed=9)
-    batch = [*mixture(20, seed=8), *long]
+    long = mixed(prompts(12, seed=9, lengths=(129, 33, 64)), Sampling(max_tokens=40, ignore_eos=True), seed=9)
+    batch = [*mixture(9, seed=8), *long]
     lazy, before = in_mode(engine, "lazy", batch), scheduled.preemptions
     engine.recorded_authors()
     engine.set_mode("auto")
@@ -174,7 +174,7 @@ def test_auto_may_change_its_mind_at_any_time(engines, scheduled, caplog):
 def test_auto_and_automatic_lengths_change_no_token(engines):
     """As it chooses by itself: drafts while the rows are several, then none."""
     engine, last = engines(NEAR, draft_tokens="auto"), Sampling(max_tokens=100, ignore_eos=True)
-    batch = [*mixture(20, seed=8), *mixed(prompts(1), last, seed=8)]
+    batch = [*mixture(9, seed=8), *mixed(prompts(1), last, seed=8)]
     found, drafts = {}, {}
     for mode in ("lazy", "auto", "draft"):
         engine.set_mode(mode)
