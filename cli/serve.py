@@ -72,6 +72,8 @@ def serve(
 
 
 def _draft_of(tokens: str) -> int | Literal["auto"]:
+    from tandemrl.config import ConfigError
+
     if tokens != "auto" and not (tokens.isascii() and tokens.isdecimal() and int(tokens) > 0):
-        raise typer.BadParameter("must be auto or positive", param_hint="--draft-tokens")
+        raise ConfigError(f"--draft-tokens: {tokens!r} is neither auto nor a positive number")
     return "auto" if tokens == "auto" else int(tokens)

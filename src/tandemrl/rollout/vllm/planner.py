@@ -329,18 +329,20 @@ class Planner:
 
         What the scheduler then gives slots for is what is done, on all ranks.
         """
+        if self.mode not in DRAFTING:
+            return Chosen(Choice(), Load(0), Passes())
         slots, ledger = self._slots_of(ids), self.ledger
         drafted, accepted, junior, senior = self._seen.tolist()
         passes = Passes(drafted=drafted, accepted=accepted)
         slots = slots[ledger.drafts[slots] & ledger.known[JUNIOR, slots]]
         load = Load(len(slots))
-        if len(slots) and self.mode in DRAFTING:
+        if len(slots):
             share = (senior + EVEN) / (junior + senior + 2 * EVEN)
             may_write = ledger.writers[:, slots]
             shares = np.where(may_write.all(0), share, may_write[SENIOR])
             load = Load(len(slots), float(ledger.length[slots].mean()), float(shares.mean()))
             self._choice = self.drafts.choose(self._choice, load, passes, always=self.mode == "draft")
-        return Chosen(self._choice if self.mode in DRAFTING else Choice(), load, passes)
+        return Chosen(self._choice, load, passes)
 
     # ---------------------------------------------------------------------------------------------------------- details
 

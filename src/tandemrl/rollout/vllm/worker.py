@@ -166,7 +166,7 @@ class TandemScheduler(Scheduler):
 
     def _follow(self, chosen: Chosen) -> None:
         ahead, (rows, context, _), passes = chosen.choice.ahead, chosen.load, chosen.passes
-        if ahead != self._ahead:
+        if ahead != self._ahead and rows:
             logger.info(
                 "%s: %d rows of %.0f tokens, acceptance %s",
                 f"the junior drafts {ahead} tokens" if ahead else "no drafts",
