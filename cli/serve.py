@@ -1,6 +1,6 @@
 """``tandemrl serve``."""
 
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
@@ -17,10 +17,10 @@ def serve(
     max_gap_tokens: Annotated[int, typer.Option(help="Redraw after so many tokens at the latest.")] = 32,
     chunk_size: Annotated[int, typer.Option(help="Tokens per turn with --strategy chunk.")] = 16,
     first: Annotated[str, typer.Option(help="Who starts (sentence, chunk, alternating) or writes alone.")] = "senior",
-    mode: Annotated[str, typer.Option(help="lazy, majority, lockstep or draft, as rollout.vllm.mode.")] = "lazy",
+    mode: Annotated[str, typer.Option(help="lazy, majority, lockstep, draft or auto, as rollout.vllm.mode.")] = "lazy",
     draft_tokens: Annotated[
-        int, typer.Option(min=1, help="Tokens that the junior writes ahead with --mode draft.")
-    ] = 8,
+        str, typer.Option(help="Tokens that the junior writes ahead with --mode draft or auto; auto: as many as pay.")
+    ] = "auto",
     junior_dtype: Annotated[str | None, typer.Option(help="Default: the senior's.")] = None,
     junior_quantization: Annotated[str | None, typer.Option(help="A quantization method of vLLM.")] = None,
     junior_device: Annotated[str | None, typer.Option(help="A CUDA device of its own, e.g. cuda:1.")] = None,
@@ -44,7 +44,7 @@ def serve(
     try:
         from tandemrl.rollout.vllm import server
         from tandemrl.rollout.vllm.authorship import selection_of
-        from tandemrl.rollout.vllm.planner import check_mode
+        from tandemrl.rollout.vllm.planner import DRAFTING, check_mode
         from tandemrl.rollout.vllm.settings import TandemOptions
     except ImportError as error:
         raise ConfigError(f"tandemrl serve: the installed vLLM is broken: {error}") from None
@@ -54,7 +54,7 @@ def serve(
     options = TandemOptions(
         junior=junior,
         mode=check_mode(mode),
-        draft=draft_tokens if mode == "draft" else 0,
+        draft=_draft_of(draft_tokens) if mode in DRAFTING else 0,
         junior_dtype=junior_dtype,
         junior_quantization=junior_quantization,
         junior_device=junior_device,
@@ -69,3 +69,11 @@ def serve(
         tool_call_parser=tool_call_parser,
         vllm_args=vllm_args or (),
     )
+
+
+def _draft_of(tokens: str) -> int | Literal["auto"]:
+    from tandemrl.config import ConfigError
+
+    if tokens != "auto" and not (tokens.isascii() and tokens.isdecimal() and int(tokens) > 0):
+        raise ConfigError(f"--draft-tokens: {tokens!r} is neither auto nor a positive number")
+    return "auto" if tokens == "auto" else int(tokens)

@@ -106,10 +106,11 @@ class DataConfig:
 class VllmConfig:
     """Rollouts by `rollout.engine: vllm`."""
 
-    mode: Literal["lazy", "majority", "lockstep", "draft"] = "lazy"
+    mode: Literal["lazy", "majority", "lockstep", "draft", "auto"] = "lazy"
     """lazy: a token is computed by its author, the other model catches up in chunks; majority: and only one of the
     models runs in a step, the rows of the other wait; lockstep: by both; draft: the junior writes
-    `rollout.draft_tokens` ahead, the senior reads them at once. The tokens are the same."""
+    `rollout.draft_tokens` ahead, the senior reads them at once; auto: lazy or draft, from step to step, whichever
+    should be cheaper. The tokens are the same."""
     multiprocess: bool = False
     """An engine in a process of its own, instead of in the trainer's."""
     devices: str | None = None
@@ -179,7 +180,7 @@ class RolloutConfig:
     """Tokens that the junior writes ahead, through changes of the author, before the senior reads them all at once and
     draws its own again: the same tokens with fewer passes of a senior that costs more than its junior. auto: as many
     as pay, by the size of the models, the rows and how often both draw the same; 0 = off. The vllm engine drafts with
-    `rollout.vllm.mode: draft`, and takes auto for 8."""
+    `rollout.vllm.mode: draft` or `auto`."""
     compile: bool = False
     """The torch engine: torch.compile of the decoding step: 1.5 times as fast for tiny models, after a minute."""
     tensor_parallel: PositiveInt = 1

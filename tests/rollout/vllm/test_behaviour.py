@@ -401,7 +401,7 @@ def test_an_engine_in_a_process_of_its_own_writes_the_same(engines):
     batch = mixed(prompts(36, seed=61, lengths=LENGTHS), Sampling(max_tokens=48), seed=61)
     apart = loadable(engines, True)
     assert engines.processes[id(apart)] >= 1 > engines.processes[id(engines(PAIR))]
-    for mode in (*MODES, "draft"):
+    for mode in (*MODES, "draft", "auto"):
         apart.set_mode(mode)
         written = apart.generate(batch)
         assert_equal_completions(flat(written), flat(engines(PAIR).generate(batch)))

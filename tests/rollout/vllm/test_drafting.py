@@ -1,5 +1,7 @@
 """Drafting through handovers: the tokens are those of lazy mode and of the reference engine, in fewer passes."""
 
+import logging
+import re
 from typing import Any
 
 import numpy as np
@@ -26,7 +28,8 @@ from pairs import (
 from helpers import prompts
 from tandemrl.config import Config, ConfigError, RolloutConfig, VllmConfig
 from tandemrl.config.rules import check
-from tandemrl.rollout.engine import Completion, EngineError, Request, Sampling
+from tandemrl.rollout.drafting import Choice, Drafts, Load
+from tandemrl.rollout.engine import Completion, EngineError, Passes, Request, Sampling
 from tandemrl.selection import solo
 
 pytestmark = VLLM
@@ -133,6 +136,57 @@ def test_the_senior_alone_is_drafted_too(engine):
     assert_equal_completions(flat(engine.generate(junior)), in_mode(engine, "lazy", junior))
 
 
+class Changing(Drafts):
+    """Another choice in every other step."""
+
+    def choose(self, now: Choice, load: Load, passes: Passes, *, always: bool = False) -> Choice:
+        return Choice((4, 0, 2, 0, 3, 1)[now.rounds // 2 % 6], now.rounds + 1)
+
+
+def test_auto_may_change_its_mind_at_any_time(engines, scheduled, caplog):
+    """With chunked prefill, preemption, and catch-ups longer than the budget."""
+    engine = drafted(engines, NEAR, 4, **TIGHT[4])
+    long = mixed(prompts(12, seed=9, lengths=(129, 33, 64)), Sampling(max_tokens=40, ignore_eos=True), seed=9)
+    batch = [*mixture(9, seed=8), *long]
+    lazy, before = in_mode(engine, "lazy", batch), scheduled.preemptions
+    engine.recorded_authors()
+    engine.set_mode("auto")
+    engine.backend.llm.collective_rpc(lambda worker: setattr(worker.model_runner.planner, "drafts", Changing(4)))
+    logger = logging.getLogger("vllm.tandemrl")
+    logger.addHandler(caplog.handler)
+    try:
+        with caplog.at_level(logging.INFO, "vllm.tandemrl"):
+            found = flat(engine.generate(batch))
+    finally:
+        logger.removeHandler(caplog.handler)
+        engine.set_mode("draft")
+    assert_sound(batch, [[c] for c in found])
+    assert_equal_completions(found, lazy)
+    record = engine.recorded_authors()
+    assert all(record[c.key][: len(c.tokens)].tolist() == c.author.tolist() for c in found)
+    assert scheduled.preemptions > before
+    assert engine.passes.drafted > 0
+    changes = [message.partition(":") for message in caplog.messages]
+    assert {what for what, _, _ in changes} == {f"the junior drafts {n} tokens" for n in (1, 2, 3, 4)} | {"no drafts"}
+    assert all(re.fullmatch(r" \d+ rows of \d+ tokens, acceptance 0\.\d\d of \d+", why) for _, _, why in changes[3:])
+
+
+def test_auto_and_automatic_lengths_change_no_token(engines):
+    """As it chooses by itself: drafts while the rows are several, then none."""
+    engine, last = engines(NEAR, draft_tokens="auto"), Sampling(max_tokens=100, ignore_eos=True)
+    batch = [*mixture(9, seed=8), *mixed(prompts(1), last, seed=8)]
+    found, drafts = {}, {}
+    for mode in ("lazy", "auto", "draft"):
+        engine.set_mode(mode)
+        found[mode], drafts[mode] = flat(engine.generate(batch)), engine.passes.drafted
+    assert_equal_completions(found["auto"], found["lazy"])
+    assert_equal_completions(found["draft"], found["lazy"])
+    assert 0 == drafts["lazy"] < drafts["auto"] < drafts["draft"]
+    again = engine.passes
+    engine.generate(batch)
+    assert engine.passes == again  # of the same requests, the same is chosen
+
+
 def test_a_prefix_cache_holds_what_was_settled(engines, scheduled):
     """Second prompts are first ones with what was written, by either author, upon drafts that were thrown away."""
     engine = drafted(engines, "Llama junior", 4, **(TIGHT[4] | dict(kv_blocks=200)))
@@ -196,10 +250,12 @@ def test_passes_are_counted_in_every_mode(engines):
 def test_what_cannot_draft_says_so(engines):
     with pytest.raises(EngineError, match="mode=draft: this engine was started without"):
         engines(NEAR).set_mode("draft")
-    with pytest.raises(EngineError, match=r"set rollout\.draft_tokens"):
-        start_engine(engines.folder("senior"), engines.folder(JUNIORS[NEAR]), mode="draft")
+    for mode in ("draft", "auto"):
+        with pytest.raises(EngineError, match=rf"mode={mode}: set rollout\.draft_tokens"):
+            start_engine(engines.folder("senior"), engines.folder(JUNIORS[NEAR]), mode=mode)
     for rollout in (
         RolloutConfig(engine="vllm", vllm=VllmConfig(mode="draft")),
+        RolloutConfig(engine="vllm", vllm=VllmConfig(mode="auto")),
         RolloutConfig(engine="vllm", draft_tokens=8),
     ):
         with pytest.raises(ConfigError, match=r"rollout\.draft_tokens=.*: must be"):

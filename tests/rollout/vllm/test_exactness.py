@@ -307,7 +307,7 @@ def test_two_tensor_parallel_ranks_write_what_one_writes(engines, pair):
     batch = mixed(ALL_PROMPTS, SAMPLED, seed=60)
     both = engines(pair, tensor_parallel=2, draft_tokens=4)
     assert engines.processes[id(both)] >= 2
-    for mode in (*MODES, "draft"):
+    for mode in (*MODES, "draft", "auto"):
         both.set_mode(mode)
         written = both.generate(batch)
         alone = engines(pair, mode=mode if mode in MODES else "lazy")

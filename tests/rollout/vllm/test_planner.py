@@ -5,9 +5,10 @@ import pytest
 import torch
 
 from helpers import VOCABULARY, strategies
+from tandemrl.rollout.drafting import VLLM_CPU, Drafts, Pair, Size
 from tandemrl.rollout.engine import EngineError, Request, Sampling, replay_turns
 from tandemrl.rollout.vllm.drafting import Round
-from tandemrl.rollout.vllm.planner import JUNIOR, MAX_WAIT, SENIOR, Admission, Planner, check_mode
+from tandemrl.rollout.vllm.planner import DRAFTING, JUNIOR, MAX_WAIT, SENIOR, Admission, Planner, check_mode
 from tandemrl.rollout.vllm.rows import Row
 from tandemrl.selection import Strategy, alternating, alternating_turns, bernoulli, chunk, solo, turn
 from tandemrl.selection.draws import SAMPLING, fold_in, mix64, stream
@@ -108,14 +109,15 @@ class Simulation:
             ):  # as vLLM: a hit from now on, before it is computed
                 self.cache[tuple(self.texts[id][: (block + 1) * BLOCK])] = self.blocks[id][block]
 
+        lazy = self.planner.mode == "auto" and self.random.random() < 0.5
         room = self.planner.budget  # tokens of decoding rows and their drafts, as vLLM's scheduler sees to it
         for id in [id for id in self.blocks if self.random.random() < 0.9]:
             rest = len(self.texts[id]) - self.computed[id]
             amount = rest if rest == 1 else int(self.random.integers(1, rest + 1))
-            drafts = self.planner.mode == "draft" and rest == 1
+            drafts = self.planner.mode in DRAFTING and rest == 1
             if drafts and not room:
                 continue
-            self.ahead[id] = int(self.random.integers(min(4, room))) if drafts else 0
+            self.ahead[id] = int(self.random.integers(min(4, room))) if drafts and not lazy else 0
             room -= drafts * (1 + self.ahead[id])
             new = self.allocate(id, self.computed[id] + amount + self.ahead[id])
             if new is None:  # no memory: this one goes back to the queue
@@ -152,7 +154,8 @@ class Simulation:
         order = sorted(range(len(ids)), key=lambda i: ids[i] not in fresh)  # as the worker: new requests first
         ids, start, count, blocks = ([x[i] for i in order] for x in (ids, start, count, blocks))
         self.planner.admit(admissions)
-        passes = self.planner.schedule(ids, start, count, blocks, resumed)
+        passes = self.planner.schedule(ids, start, count, blocks, resumed, room=not lazy)
+        assert not (lazy and len(self.planner.drafting))
         ended = {JUNIOR: set(), SENIOR: set()}
         for who, works in enumerate(passes):
             for work in works:
@@ -213,7 +216,7 @@ class Simulation:
         return {id: step.tokens[row, : count[row]].tolist() for id, row in step.index.items()}
 
 
-@pytest.mark.parametrize("mode", ["lazy", "majority", "lockstep", "draft"])
+@pytest.mark.parametrize("mode", ["lazy", "majority", "lockstep", "draft", "auto"])
 @pytest.mark.parametrize("caching", [True, False])
 @pytest.mark.parametrize("seed", range(3))
 def test_every_position_is_computed_before_it_is_read(mode, caching, seed) -> None:
@@ -221,8 +224,9 @@ def test_every_position_is_computed_before_it_is_read(mode, caching, seed) -> No
     not its own, and a row's authors go on from turn to turn."""
     blocks = 48
     planner = Planner(
-        budget=9, block_size=BLOCK, num_blocks=blocks, prefix_caching=caching, mode=mode, record=True, capacity=2
-    )
+        budget=9, block_size=BLOCK, num_blocks=blocks, prefix_caching=caching, mode=mode, record=True, capacity=2,
+        drafts=Drafts(None, Pair(Size(12, 57_000_000), Size(4, 5_000_000), VLLM_CPU)),
+    )  # fmt: skip
     simulation = Simulation(seed, planner, blocks, caching=caching)
     random, known = np.random.default_rng(seed), [*strategies().values(), turn(0.5), alternating_turns()]
     went_on: set[str] = set()
@@ -357,7 +361,7 @@ def test_a_broken_promise_is_an_error_that_names_the_request() -> None:
 
 def test_an_unknown_mode_is_refused() -> None:
     check_mode("majority")
-    with pytest.raises(EngineError, match="mode=majorty: must be one of lazy, majority, lockstep, draft"):
+    with pytest.raises(EngineError, match="mode=majorty: must be one of lazy, majority, lockstep, draft, auto"):
         check_mode("majorty")
 
 
@@ -378,3 +382,40 @@ def test_a_turn_that_lacks_a_logprob_is_refused() -> None:
     row = Row(3, 0, 0, Request((1,), (2,), Sampling(), solo("senior")), 2, "s")
     with pytest.raises(EngineError, match="row 3: 2 tokens were written, with 1 log-probs"):
         row.end_turn([5, 6], [-0.5], "eos")
+
+
+def test_drafts_are_chosen_by_what_a_call_has_shown() -> None:
+    """Rows that cannot be drafted do not count; what the senior writes alone is wrong more often than what both do; a
+    new call knows nothing."""
+    pair = Pair(Size(12, 57_000_000, 15_000), Size(4, 5_000_000, 2_000), VLLM_CPU)
+    planner = Planner(budget=4096, block_size=BLOCK, num_blocks=4096, mode="auto", drafts=Drafts(None, pair))
+    ids = [f"r{i}" for i in range(6)]
+    kinds = [bernoulli(0.5), bernoulli(0.5), bernoulli(0.5), solo("senior"), solo("junior"), bernoulli(0.5)]
+    planner.admit([Admission(id, 10 + i, i, kinds[i], drafts=i < 5) for i, id in enumerate(ids)])
+    planner.schedule(ids, [0] * 6, [10 + i for i in range(6)], [list(range(8 * i, 8 * i + 8)) for i in range(6)])
+    assert planner.ledger.reads[JUNIOR].tolist()[:6] == planner.ledger.known[JUNIOR].tolist()[:6]
+    planner.postprocess(np.full(6, 5))
+    chosen = planner.choose(ids)
+    assert chosen.load.rows == 5
+    assert chosen.load.context == 13
+    assert 0.4 < chosen.load.share < 0.6
+    assert chosen.choice.ahead > 0
+    senior_alone, junior_alone = (planner.choose([id]).load.share for id in ids[3:5])
+    assert (senior_alone, junior_alone) == (1, 0)
+    planner.count_drafted(1000, 300)
+    assert planner.choose(ids[3:4]).passes.acceptance == 0.3
+    for _ in range(20):
+        last = planner.choose(ids[3:4]).choice
+    assert last.ahead == 0
+    planner.begin_call()
+    assert planner.choose(ids[:3]).passes.acceptance is None
+    assert planner.choose(ids[:3]).choice.ahead > 0
+
+
+def test_nobody_reads_along_where_drafts_do_not_pay() -> None:
+    senior, junior = Size(4, 5_000_000, 2_000), Size(12, 57_000_000, 15_000)
+    for mode, reads in (("lazy", 0), ("draft", 1), ("auto", 0)):
+        drafts = Drafts(None, Pair(senior, junior, VLLM_CPU))
+        planner = Planner(budget=64, block_size=BLOCK, num_blocks=16, mode=mode, drafts=drafts)
+        planner.admit([Admission("a", 5, 7, solo("senior"))])
+        assert planner.ledger.reads[JUNIOR, planner.slots["a"]] == reads

@@ -738,7 +738,8 @@ def test_a_kv_cache_that_was_asked_for_stays(flags: list[str], is_open: bool, mo
     ("options", "message"),
     [
         (["--strategy", "words"], "'words' is none of word"),
-        (["--mode", "eager"], "mode=eager: must be one of lazy, majority, lockstep, draft"),
+        (["--mode", "eager"], "mode=eager: must be one of lazy, majority, lockstep, draft, auto"),
+        (["--mode", "auto", "--draft-tokens", "none"], "'none' is neither auto nor a positive number"),
         (["--prob-senior", "2"], "prob_senior must be in [0, 1]"),
         (["--junior", "./nowhere"], "nowhere"),
         (["--", "--worker-cls", "x"], "--worker-cls is set by tandemrl serve"),
@@ -830,7 +831,7 @@ def test_an_engine_with_the_servers_arguments_writes_to_the_end_in_every_mode(pa
     client._finalizer.detach()  # it would take down what other engines of this process share
     _RUNNING.add(id(client.engine_core))
     try:
-        for mode in ("majority", "lazy", "lockstep", "draft"):
+        for mode in ("majority", "lazy", "lockstep", "draft", "auto"):
             engine.collective_rpc("tandem_mode", args=(mode,))
             for seed in range(6):
                 params = SamplingParams(seed=seed, max_tokens=30, ignore_eos=True)

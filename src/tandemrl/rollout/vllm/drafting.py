@@ -19,9 +19,6 @@ from torch import Tensor
 from tandemrl.rollout.vllm.planner import JUNIOR, SENIOR, Pass, Planner
 from tandemrl.selection.draws import fold_in
 
-AUTO_DRAFT = 8
-"""``rollout.draft_tokens: auto`` in vLLM, for now."""
-
 
 class Round:
     """One engine step of the rows in ``Planner.drafting``. Arrays are by row of the round, or by (row, depth); depth 0
@@ -146,8 +143,7 @@ class Round:
                 count[row] = next((d + 1 for d, token in enumerate(written) if token in stops), count[row])
         kept = depth < count[:, None]
         guesses = senior & self._drafted & kept
-        planner.stats.drafted += int(guesses.sum())
-        planner.stats.accepted += int((guesses & ~self._corrected).sum())
+        planner.count_drafted(int(guesses.sum()), int((guesses & ~self._corrected).sum()))
         planner.count_written(slots[kept.nonzero()[0]], self.authors[kept])
         ledger.length[slots] = length = self._length + count
         for who in (JUNIOR, SENIOR):

@@ -4,7 +4,7 @@ import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import count
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import cloudpickle
 import numpy as np
@@ -32,8 +32,7 @@ from tandemrl.rollout.engine import (
 )
 from tandemrl.rollout.vllm import VLLM_TESTED
 from tandemrl.rollout.vllm.backend import Backend
-from tandemrl.rollout.vllm.drafting import AUTO_DRAFT
-from tandemrl.rollout.vllm.planner import SchedulingMode, check_mode
+from tandemrl.rollout.vllm.planner import DRAFTING, SchedulingMode, check_mode
 from tandemrl.rollout.vllm.rows import Row, authors_of
 from tandemrl.rollout.vllm.settings import TandemOptions, history_arguments
 from tandemrl.selection import Who
@@ -102,9 +101,10 @@ class VllmEngine:
             )
         config = config or RolloutConfig()
         v = config.vllm
-        draft = AUTO_DRAFT if config.draft_tokens == "auto" else int(config.draft_tokens)
-        if check_mode(v.mode) == "draft" and not draft:
-            raise EngineError("rollout.vllm.mode=draft: set rollout.draft_tokens to the tokens to draft, e.g. 8")
+        draft: int | Literal["auto"] = "auto" if config.draft_tokens == "auto" else int(config.draft_tokens)
+        drafts = check_mode(v.mode) in DRAFTING
+        if drafts and not draft:
+            raise EngineError(f"rollout.vllm.mode={v.mode}: set rollout.draft_tokens to auto, or to a number, e.g. 8")
         if junior is not None:
             vocabulary_check(tokenizer, load_tokenizer(junior))
         paths = [str(path) for path in (senior, junior) if path is not None]
@@ -117,7 +117,7 @@ class VllmEngine:
             context = min(context, longest)
         options = TandemOptions(
             junior=None if junior is None else str(junior),
-            mode="lazy" if junior is None and v.mode == "draft" else v.mode,  # nobody to draft
+            mode="lazy" if junior is None and drafts else v.mode,  # nobody to draft
             draft=0 if junior is None else draft,
             junior_dtype=v.junior_dtype,
             junior_quantization=v.junior_quantization,
@@ -314,8 +314,8 @@ class VllmEngine:
     # --------------------------------------------------------------------------------------------------- looking inside
 
     def set_mode(self, mode: SchedulingMode) -> None:
-        """``lazy``, ``majority``, ``lockstep`` or, with ``rollout.draft_tokens``, ``draft``: from the next ``generate``
-        on."""
+        """``lazy``, ``majority``, ``lockstep`` or, with ``rollout.draft_tokens``, ``draft`` or ``auto``: from the next
+        ``generate`` on."""
         self.backend.call("tandem_mode", mode)
 
     def recorded_authors(self) -> dict[int, np.ndarray]:

@@ -1,9 +1,20 @@
 """What the authors write in one engine step, as vLLM's scheduler takes it."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 from vllm.v1.outputs import LogprobsLists, ModelRunnerOutput
+
+from tandemrl.rollout.vllm.planner import Chosen
+
+
+@dataclass
+class TandemOutput(ModelRunnerOutput):
+    """What a step has written, and what the scheduler has to know for the next one."""
+
+    chosen: Chosen | None = None
+    """None: as before."""
 
 
 class Written:
@@ -41,7 +52,7 @@ class Written:
         at = [output.req_id_to_index[id] for id in ids]
         self.put(rows, depth, [output.sampled_token_ids[i][0] for i in at], output.logprobs, at)
 
-    def output(self, ids: list[str]) -> ModelRunnerOutput:
+    def output(self, ids: list[str], chosen: Chosen | None) -> TandemOutput:
         """Where a request has fewer log-probs than others, the id is 0 and the log-prob -inf."""
         kept = np.arange(self.tokens.shape[1]) < self.count[:, None]
         logprobs = None
@@ -49,11 +60,12 @@ class Written:
             begin = np.concatenate([[0], self.count.cumsum()]).tolist()
             token_ids, values, ranks, _ = self._logprobs
             logprobs = LogprobsLists(token_ids[kept], values[kept], ranks[kept], begin)
-        return ModelRunnerOutput(
+        return TandemOutput(
             req_ids=ids,
             req_id_to_index={id: i for i, id in enumerate(ids)},
             sampled_token_ids=[row[:n] for row, n in zip(self.tokens.tolist(), self.count.tolist(), strict=True)],
             logprobs=logprobs,
+            chosen=chosen,
         )
 
     def _room(self, width: int) -> LogprobsLists:

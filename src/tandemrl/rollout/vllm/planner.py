@@ -11,6 +11,7 @@ per model:
   other rows wait, at most ``MAX_WAIT`` steps. Fewer passes, each with fewer rows: it pays where weights are what costs.
 - ``lockstep``: both compute every token.
 - ``draft``: as lazy, but rows that decode are left to a ``drafting.Round``, in which the junior writes ahead.
+- ``auto``: lazy or draft, from step to step, as ``rollout.drafting`` finds cheaper.
 
 A prefix-cache hit is a statement about block ids, made for no model in particular. So each block remembers which models
 have filled it, and a model starts where its own run of filled blocks ends.
@@ -25,17 +26,25 @@ import torch
 from jaxtyping import Int64
 from torch import Tensor
 
-from tandemrl.rollout.engine import EngineError
+from tandemrl.rollout.drafting import Choice, Drafts, Load
+from tandemrl.rollout.engine import EngineError, Passes
 from tandemrl.rollout.vllm.ledger import Ledger, Stats
 from tandemrl.selection import Strategy
 from tandemrl.selection.draws import SAMPLING, fold_in, stream
 from tandemrl.selection.live import LiveSelection
 
-SchedulingMode = Literal["lazy", "majority", "lockstep", "draft"]
+SchedulingMode = Literal["lazy", "majority", "lockstep", "draft", "auto"]
+DRAFTING: tuple[SchedulingMode, ...] = ("draft", "auto")
+"""Modes in which the junior may write ahead."""
 DRAWN_AHEAD = 64
 """Keys of token draws per row that are computed at once."""
 MAX_WAIT = 8
 """Steps that a row may wait for its author in ``majority`` mode."""
+MEMORY = 4096
+"""Drafted tokens after which what was seen counts half, in a server's endless call."""
+NO_DRAFTS = Drafts(0)
+EVEN = 8
+"""Tokens of each author that stand for what is not known of a call's shares when it begins."""
 JUNIOR, SENIOR = 0, 1
 _WRITERS = {"both": (True, True), "senior": (False, True), "junior": (True, False)}  # by author
 
@@ -91,12 +100,21 @@ class Pass:
     """Each row's slot in the ledger."""
 
 
+class Chosen(NamedTuple):
+    """What is done in the next step, and what it was chosen for."""
+
+    choice: Choice
+    load: Load
+    passes: Passes
+
+
 class Planner:
-    """The ledger. Per engine step: ``finish``, ``admit``, ``schedule``, run the passes, ``postprocess``.
+    """The ledger. Per engine step: ``finish``, ``admit``, ``schedule``, run the passes, ``postprocess``; ``choose``.
 
     Args:
         budget: tokens that one forward can take; a longer catch-up is split.
         block_size, num_blocks: of the KV cache; ``prefix_caching`` False spares the account of filled blocks.
+        drafts: how far the junior writes ahead, in the modes in which it does.
         record: remember every request's authors by its key (``recorded``), for tests.
     """
 
@@ -108,10 +126,12 @@ class Planner:
         num_blocks: int,
         prefix_caching: bool = True,
         mode: SchedulingMode = "lazy",
+        drafts: Drafts = NO_DRAFTS,
         record: bool = False,
         capacity: int = 256,
     ) -> None:
         self.budget, self.block_size, self.prefix_caching, self.mode = budget, block_size, prefix_caching, mode
+        self.drafts = drafts
         self.drafting = np.empty(0, np.int64)
         """Rows of the planned step whose tokens are to be drafted: no pass of ``schedule`` has them."""
         self.filled = np.zeros((2, num_blocks), dtype=bool)
@@ -129,6 +149,7 @@ class Planner:
         self._step: tuple[list[str], np.ndarray] = ([], np.empty(0, np.int64))
         self._same = self._step  # the last rows planned, and their slots
         self._token_keys = np.empty((capacity, DRAWN_AHEAD), np.int64)  # by slot
+        self.begin_call()
 
     # ------------------------------------------------------------------------------------------------- coming and going
 
@@ -145,6 +166,11 @@ class Planner:
         """No row whose turn has ended goes on."""
         self._release([*self._between_turns.values()])
         self._between_turns = {}
+
+    def begin_call(self) -> None:
+        """What was learnt of other texts is forgotten: a call is a function of its requests."""
+        self._choice = Choice()
+        self._seen = np.zeros(4, np.int64)  # drafted, accepted; written by the junior and the senior where both may
 
     def admit(self, admissions: Sequence[Admission]) -> None:
         """Take up new requests and draw the authors of their first tokens.
@@ -169,7 +195,7 @@ class Planner:
         ledger.stream[at] = stream(keys, SAMPLING).numpy()
         ledger.writers[:, at] = ledger.reads[:, at] = np.array([_WRITERS[a.strategy.writers] for a in admissions]).T
         ledger.drafts[at] = [a.drafts for a in admissions]
-        if self.mode == "draft":
+        if self._drafts_alone(at):
             ledger.reads[JUNIOR, at] |= ledger.drafts[at]
         self.stops.update((slot, a.stops) for a, slot in zip(admissions, slots, strict=True))
         for array in (ledger.computed, ledger.sent, ledger.known, ledger.replace):
@@ -221,12 +247,15 @@ class Planner:
         count: Sequence[int],
         blocks: Sequence[list[int] | None],
         resumed: Collection[str] = (),
+        *,
+        room: bool = True,
     ) -> tuple[list[Pass], list[Pass]]:
         """The forward passes of the junior and of the senior for one scheduler step.
 
         Args:
             ids: the scheduled requests; start, count: the scheduler's tokens computed before and scheduled now.
             blocks: newly allocated block ids per request; all of them for new requests and those in ``resumed``.
+            room: the scheduler has given slots for drafts to some of them.
         """
         ledger, size = self.ledger, self.block_size
         if ids != self._same[0]:  # decoding mostly goes on with the same rows
@@ -264,7 +293,7 @@ class Planner:
             run[other[decoding], decoding.nonzero()[0]] = False
             if self.mode == "majority" and decoding.all():
                 self._postpone(run, slots)
-        drafted = decoding & ledger.drafts[slots] & ledger.known[JUNIOR, slots] & (self.mode == "draft")
+        drafted = decoding & ledger.drafts[slots] & ledger.known[JUNIOR, slots] & (room and self.mode in DRAFTING)
         self.drafting = drafted.nonzero()[0]
         run[:, self.drafting] = False
         for who in (JUNIOR, SENIOR):
@@ -295,13 +324,51 @@ class Planner:
         ledger.author[slots] = self.selection.step(torch.from_numpy(slots), torch.from_numpy(tokens)).numpy()
         self.check_writers(slots, ledger.author[slots], ids)
 
+    def choose(self, ids: Sequence[str]) -> Chosen:
+        """How far the junior writes ahead in the next step, if that goes on with these requests.
+
+        What the scheduler then gives slots for is what is done, on all ranks.
+        """
+        if self.mode not in DRAFTING:
+            return Chosen(Choice(), Load(0), Passes())
+        slots, ledger = self._slots_of(ids), self.ledger
+        drafted, accepted, junior, senior = self._seen.tolist()
+        passes = Passes(drafted=drafted, accepted=accepted)
+        slots = slots[ledger.drafts[slots] & ledger.known[JUNIOR, slots]]
+        load = Load(len(slots))
+        if len(slots):
+            share = (senior + EVEN) / (junior + senior + 2 * EVEN)
+            may_write = ledger.writers[:, slots]
+            shares = np.where(may_write.all(0), share, may_write[SENIOR])
+            load = Load(len(slots), float(ledger.length[slots].mean()), float(shares.mean()))
+            self._choice = self.drafts.choose(self._choice, load, passes, always=self.mode == "draft")
+        return Chosen(self._choice, load, passes)
+
     # ---------------------------------------------------------------------------------------------------------- details
 
     def _slots_of(self, ids: Sequence[str]) -> np.ndarray:
         return np.fromiter(map(self.slots.__getitem__, ids), np.int64, len(ids))
 
+    def _drafts_alone(self, admitted: np.ndarray) -> bool:
+        """Whether the junior reads the prompts of those rows, too, that the senior writes alone."""
+        if self.mode != "auto":
+            return self.mode == "draft"
+        load = Load(len(self.slots), float(self.ledger.length[admitted].mean()), 1.0)
+        return self.drafts.choose(Choice(), load, Passes()).ahead > 0
+
+    def count_drafted(self, drafted: int, accepted: int) -> None:
+        """Of the tokens that rows keep, those that were guesses of what the senior draws."""
+        self.stats.drafted += drafted
+        self.stats.accepted += accepted
+        self._seen[:2] += drafted, accepted
+        if self._seen[0] > MEMORY:
+            self._seen //= 2
+
     def count_written(self, slots: np.ndarray, authors: np.ndarray) -> None:
         """Tokens by their authors, those of a slot in order."""
+        if self.mode in DRAFTING:
+            both = self.ledger.writers[:, slots].all(0)
+            self._seen[2:] += np.bincount(authors[both], minlength=2)
         by_senior = int(np.count_nonzero(authors))
         self.stats.written[SENIOR] += by_senior
         self.stats.written[JUNIOR] += len(authors) - by_senior

@@ -16,16 +16,18 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from torch import Tensor
+from transformers import AutoModelForCausalLM
 from vllm.config import set_current_vllm_config
 from vllm.v1.core.kv_cache_utils import get_kv_cache_config_from_groups, get_kv_cache_groups
 from vllm.v1.core.sched.output import CachedRequestData, NewRequestData, SchedulerOutput
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheSpec
 from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT, ModelRunnerOutput
 
+from tandemrl.rollout.drafting import VLLM_CPU, VLLM_CUDA, Drafts, Pair, Size
 from tandemrl.rollout.engine import EngineError
 from tandemrl.rollout.vllm.drafting import Round
 from tandemrl.rollout.vllm.outputs import Written
-from tandemrl.rollout.vllm.planner import JUNIOR, SENIOR, Admission, Pass, Planner
+from tandemrl.rollout.vllm.planner import DRAFTING, JUNIOR, SENIOR, Admission, Pass, Planner, check_mode
 from tandemrl.rollout.vllm.sampler import TandemSampler, can_draft
 from tandemrl.rollout.vllm.settings import TandemOptions, history_of
 from tandemrl.rollout.vllm.verifying import draws
@@ -169,10 +171,28 @@ class TandemModelRunner:
             block_size=block_size,
             num_blocks=kv_cache_config.num_blocks,
             prefix_caching=config.cache_config.enable_prefix_caching,
-            mode=self.options.mode,
             record=self.options.record,
             capacity=config.scheduler_config.max_num_seqs,
         )
+        self.set_mode(self.options.mode)
+
+    def set_mode(self, mode: str) -> None:
+        """Raises:
+        EngineError: there is no such mode, or it drafts and this engine was not started for that.
+        """
+        planner, options, known = self.planner, self.options, check_mode(mode)
+        assert planner is not None
+        tokens = None if options.draft == "auto" else int(options.draft)
+        if known in DRAFTING and (tokens == 0 or JUNIOR not in self.runners):
+            raise EngineError(f"mode={mode}: this engine was started without a junior or with rollout.draft_tokens=0")
+        chooses = known == "auto" or (known == "draft" and tokens is None)
+        pair = planner.drafts.pair or (self._pair() if chooses else None)
+        planner.mode, planner.drafts = known, Drafts(tokens, pair)
+
+    def _pair(self) -> Pair:
+        """What both models should cost on this device."""
+        costs = VLLM_CPU if torch.device(self.runners[SENIOR].device).type == "cpu" else VLLM_CUDA
+        return Pair(_size(self.runners[SENIOR]), _size(self.runners[JUNIOR]), costs)
 
     # --------------------------------------------------------------------------------------------------------- stepping
 
@@ -200,6 +220,7 @@ class TandemModelRunner:
             [scheduled.num_scheduled_tokens[id] - slots for id, slots in zip(self._ids, ahead, strict=True)],
             [n.block_ids[0] for n in new] + [None if b is None else b[0] for b in cached.new_block_ids],
             cached.resumed_req_ids,
+            room=any(ahead),
         )
         data = {n.req_id: _unseeded(n) for n in new}
         for who in self.runners:
@@ -237,7 +258,8 @@ class TandemModelRunner:
                 tokens = written.tokens[row, : written.count[row]].tolist()
                 _set_outputs(runner, ids[row], int(outputs[row]), tokens)
         planner.postprocess(np.where((written.count > 0) & ~in_round, written.tokens[:, 0], -1))
-        return written.output(ids)
+        going = [ids[row] for row in np.flatnonzero(written.count).tolist()]
+        return written.output(ids, planner.choose(going) if going else None)
 
     def _draft(self, written: Written) -> np.ndarray:
         """One round of the rows that decode; returns how many tokens each has written."""
@@ -387,6 +409,22 @@ def _mirror_tokens(runner: Any, ids: Iterable[str]) -> None:
         if id not in live and type((state := runner.requests[id]).output_token_ids) is not _Tokens:
             state.prompt_token_ids = _Tokens(state.prompt_token_ids)
             state.output_token_ids = _Tokens(state.output_token_ids)
+
+
+def _size(runner: Any) -> Size:
+    """Of a rank's part of a model; counted without weights, which vLLM packs."""
+    config, parallel = runner.model_config, runner.parallel_config
+    try:
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(config.hf_text_config)
+    except ValueError as error:
+        raise EngineError(
+            f"{config.model}: transformers cannot say how large it is, which chooses drafts ({error}); set "
+            "rollout.vllm.mode=draft and rollout.draft_tokens to a number"
+        ) from None
+    heads = config.get_num_kv_heads(parallel) * config.get_head_size()
+    whole = Size.of(model, cached=2 * heads * config.get_num_layers(parallel))
+    return whole._replace(parameters=whole.parameters // parallel.tensor_parallel_size)
 
 
 def _own_kv_cache(runner: Any, shared: KVCacheConfig, block_size: int) -> KVCacheConfig:

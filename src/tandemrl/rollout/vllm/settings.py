@@ -4,7 +4,7 @@ import copy
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
-from typing import Any
+from typing import Any, Literal
 
 from vllm.config import ModelConfig, VllmConfig
 from vllm.config.utils import replace
@@ -20,8 +20,8 @@ class TandemOptions:
     junior: str | None = None
     """Model folder or hub id; None: only the senior writes."""
     mode: SchedulingMode = "lazy"
-    draft: int = 0
-    """Tokens that the junior writes ahead in ``draft`` mode."""
+    draft: int | Literal["auto"] = 0
+    """Tokens that the junior writes ahead in the modes ``draft`` and ``auto``."""
     junior_dtype: str | None = None
     junior_quantization: str | None = None
     junior_device: str | None = None

@@ -10,6 +10,7 @@ import cloudpickle
 import torch
 from torch import Tensor
 from vllm.config import VllmConfig, set_current_vllm_config
+from vllm.logger import init_logger
 from vllm.platforms import current_platform
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
@@ -22,11 +23,14 @@ from tandemrl.models.loading import load_tokenizer
 from tandemrl.rollout.engine import EngineError
 from tandemrl.rollout.schedule import schedule_of
 from tandemrl.rollout.sync import fingerprint
-from tandemrl.rollout.vllm.planner import JUNIOR, SENIOR, SchedulingMode, check_mode
+from tandemrl.rollout.vllm.outputs import TandemOutput
+from tandemrl.rollout.vllm.planner import JUNIOR, SENIOR, Chosen, SchedulingMode
 from tandemrl.rollout.vllm.runner import TandemModelRunner
 from tandemrl.rollout.vllm.settings import TandemOptions, check_config, junior_config, options_of
 from tandemrl.rollout.vllm.weights import hf_parameters, import_weights, load_checkpoint_weights, read_weights
 from tandemrl.selection import Strategy, Who
+
+logger = init_logger("vllm.tandemrl")  # printed where vLLM's own lines are
 
 
 class _TandemWorker:
@@ -60,11 +64,10 @@ class _TandemWorker:
         self.model_runner.strategies = {**kept, **named}
         with torch.inference_mode():  # as in a step, where the planner's tensors come from
             self.model_runner.planner.forget_rows()
+        self.model_runner.planner.begin_call()
 
     def tandem_mode(self, mode: SchedulingMode) -> None:
-        if mode == "draft" and not self.model_runner.options.draft:
-            raise EngineError("mode=draft: this engine was started without a junior or with rollout.draft_tokens=0")
-        self.model_runner.planner.mode = check_mode(mode)
+        self.model_runner.set_mode(mode)
 
     def tandem_record(self) -> dict[int, list[int]]:
         """Authors by request key since the last call, as the planner saw them."""
@@ -125,11 +128,14 @@ class TandemGPUWorker(_TandemWorker, Worker):  # type: ignore[misc]  # likewise
 
 
 class TandemScheduler(Scheduler):
-    """vLLM's scheduler, with KV slots for drafts; a request that waited for its author is scheduled again."""
+    """vLLM's scheduler, with KV slots for drafts, as many as the workers ask for; a request that waited for its author
+    is scheduled again."""
+
+    _ahead = 0
 
     def schedule(self, *args: Any, **kwargs: Any) -> SchedulerOutput:
         room = self.max_num_scheduled_tokens // max(1, len(self.running)) - 1
-        ahead = min(options_of(self.vllm_config).draft, room)
+        ahead = min(self._ahead, room)
         for request in self.running if ahead > 0 else ():
             if request.num_computed_tokens == request.num_tokens - 1:
                 # Placeholders, of which what is not written is rolled back. The last token needs no slot.
@@ -144,6 +150,8 @@ class TandemScheduler(Scheduler):
         several = [self.requests.get(id) for id, tokens in written if len(tokens) > 1]
         with_strings = {r.request_id for r in several if r is not None and r.sampling_params and r.sampling_params.stop}
         outputs = super().update_from_output(scheduler_output, model_runner_output)
+        if isinstance(model_runner_output, TandemOutput) and model_runner_output.chosen is not None:
+            self._follow(model_runner_output.chosen)
         for id, tokens in written:
             request = None if tokens else self.requests.get(id)
             if request is not None and request.num_computed_tokens >= request.num_tokens:
@@ -155,6 +163,18 @@ class TandemScheduler(Scheduler):
                 for one in (_one_by_one(output) if output.request_id in with_strings else [output])
             ]
         return outputs
+
+    def _follow(self, chosen: Chosen) -> None:
+        ahead, (rows, context, _), passes = chosen.choice.ahead, chosen.load, chosen.passes
+        if ahead != self._ahead and rows:
+            logger.info(
+                "%s: %d rows of %.0f tokens, acceptance %s",
+                f"the junior drafts {ahead} tokens" if ahead else "no drafts",
+                rows,
+                context,
+                "unknown" if passes.acceptance is None else f"{passes.acceptance:.2f} of {passes.drafted}",
+            )
+        self._ahead = ahead
 
     def make_spec_decoding_stats(self, *args: Any, **kwargs: Any) -> None:
         """None: those are of vLLM's own drafts."""
