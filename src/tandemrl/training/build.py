@@ -18,7 +18,7 @@ from tandemrl.losses import RECIPES, Recipe
 from tandemrl.models.compile import compile_layers, use_liger
 from tandemrl.models.critic import load_critic, packed_values
 from tandemrl.models.loading import load_model, resolve_device
-from tandemrl.models.lora import adapted_alias, alias, attach
+from tandemrl.models.lora import adapted_alias, adapter_plan, alias, attach
 from tandemrl.models.sharding import parameter_groups, shard
 from tandemrl.rewards.code.scorer import code_scorer
 from tandemrl.rewards.functions import RewardFunction
@@ -231,13 +231,20 @@ def self_paired(model: ModelConfig) -> bool:
     return model.junior is None or Path(model.junior).resolve() == Path(model.senior).resolve()
 
 
+def shares_base(config: Config) -> bool:
+    """Whether the engine's junior holds the very weights that the senior began with: same model, dtype and device."""
+    v, dtype = config.rollout.vllm, config.model.dtype
+    apart = v.junior_dtype not in (None, dtype) or v.junior_quantization is not None or v.junior_device is not None
+    return self_paired(config.model) and not (config.rollout.engine == "vllm" and apart)
+
+
 def build_engine(
     config: Config, policy: PreTrainedModel, junior: ModelSource | None, tokenizer: PreTrainedTokenizerBase
 ) -> Engine:
     """The rollout engine, in the compute dtype. No junior: the senior writes alone.
 
-    Where the torch engine's junior is the base of the senior's adapters, the senior is adapters on the junior's own
-    weights; else a copy, for merged weights.
+    Where the junior is the base of the senior's adapters, the senior is adapters on the junior's own weights; else it
+    has weights of its own, for merged ones.
     """
     model = config.model
     longest = config.longest_sequence
@@ -252,8 +259,9 @@ def build_engine(
         assert junior is not None
         return adapted_alias(junior.load(), model.lora, config.train.seed)
 
-    shared = model.lora.rank and config.rollout.engine == "torch" and junior is not None and self_paired(model)
-    senior = ModelSource(model.senior, on_the_junior if shared else copied)
+    shared = model.lora.rank > 0 and junior is not None and shares_base(config)
+    plan = adapter_plan(policy, model.lora) if shared and config.rollout.engine == "vllm" else None
+    senior = ModelSource(model.senior, on_the_junior if shared else copied, plan)
     return make_engine(
         config.rollout, senior, junior, tokenizer, dtype=model.dtype, device=model.device, longest=longest
     )
