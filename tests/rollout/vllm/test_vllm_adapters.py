@@ -193,7 +193,8 @@ def test_the_base_is_shared_where_it_can_be(settings: tuple[str, ...], one_base:
 def test_a_run_with_adapters_is_the_same_with_either_engine(tiny_pair: Path, tmp_path: Path) -> None:
     common = [
         f"model.junior={tiny_pair}/senior", "model.lora.rank=2", "model.lora.dropout=0.1", "train.lr=1e-2",
-        "model.device=cpu", "train.steps=2", "train.eval_every=0", "train.save_every=2", "rollout.vllm.kv_cache_gb=0.05",
+        "model.device=cpu", "train.steps=2", "train.eval_every=0", "train.save_every=2",
+        "rollout.vllm.kv_cache_gb=0.05",
     ]  # fmt: skip
     torch_run, vllm_run = (
         train(config(tiny_pair, tmp_path / engine, *common, f"rollout.engine={engine}"), quiet=True)
