@@ -41,8 +41,8 @@ Address = Annotated[
 
 @dataclass(frozen=True)
 class LoraConfig:
-    """Low-rank adapters (needs the `lora` extra). hf/ holds, and the engine gets, merged weights; with `rollout.engine:
-    torch` and a junior that is the senior's base, the engine gets the adapters, onto the junior's weights."""
+    """Low-rank adapters (needs the `lora` extra). hf/ holds, and the engine gets, merged weights; where the junior
+    is the senior's base, in its dtype and on its device, the engine gets the adapters, onto the junior's weights."""
 
     rank: NonNegativeInt = 0
     """0 = all weights are trained."""

@@ -9,7 +9,7 @@ import copy
 from collections.abc import Callable, Container, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -151,6 +151,36 @@ def adapted_alias(base: PreTrainedModel, config: LoraConfig, seed: int) -> PreTr
         ConfigError: as ``attach``.
     """
     return attach(alias(base), replace(config, dropout=0.0), seed).requires_grad_(False)
+
+
+class AdapterPlan(NamedTuple):
+    """Which linear layers have adapters, and what these compute: scaling · B A x."""
+
+    layers: tuple[str, ...]
+    """By the names that they have without."""
+    rank: int
+    scaling: float
+
+
+def adapter_plan(base: PreTrainedModel, config: LoraConfig) -> AdapterPlan:
+    """What ``attach`` would do to ``base``, which stays as it is.
+
+    Raises:
+        ConfigError: as ``attach``.
+    """
+    layers = adapted_layers(adapted_alias(base, config, seed=0))
+    return AdapterPlan(tuple(layers), config.rank, config.alpha / config.rank)
+
+
+def adapter_names(layer: str) -> tuple[str, str]:
+    """The names of A [rank, in] and B [out, rank] of a layer."""
+    return f"{layer}.lora_A.{ADAPTER}.weight", f"{layer}.lora_B.{ADAPTER}.weight"
+
+
+def name_with_adapters(name: str, layers: Container[str]) -> str:
+    """What a parameter of the base is called where some of its layers have adapters."""
+    owner, _, leaf = name.rpartition(".")
+    return f"{owner}.{_BASE}{leaf}" if owner in layers else name
 
 
 def is_adapter(name: str, layers: Container[str]) -> bool:

@@ -6,6 +6,7 @@ from typing import NamedTuple
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from tandemrl.config import ConfigError, RolloutConfig
+from tandemrl.models.lora import AdapterPlan
 from tandemrl.rollout.engine import Engine
 from tandemrl.rollout.torch_engine import TorchEngine
 from tandemrl.rollout.vllm import require_vllm
@@ -18,6 +19,8 @@ class ModelSource(NamedTuple):
     """Model folder or hub id, from which vLLM loads it."""
     load: Callable[[], PreTrainedModel]
     """The loaded model for the torch engine, which then owns it."""
+    adapters: AdapterPlan | None = None
+    """Of a senior that is adapters on the junior's weights in the vLLM engine; in the torch engine ``load`` says it."""
 
 
 def make_engine(
@@ -60,4 +63,6 @@ def make_engine(
     if (platform := platform_device()) != device.partition(":")[0]:
         raise ConfigError(f"model.device={device}: the installed vLLM runs on {platform}; set model.device={platform}")
     partner_path = None if junior is None else junior.path
-    return VllmEngine.start(senior.path, partner_path, tokenizer, config, dtype=dtype, longest=longest)
+    return VllmEngine.start(
+        senior.path, partner_path, tokenizer, config, dtype=dtype, longest=longest, adapters=senior.adapters
+    )

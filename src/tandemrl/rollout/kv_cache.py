@@ -33,12 +33,13 @@ class KVCache:
         """Add one row per entry of ``source``, filled from the prefilled prompts."""
         for layer, pair in prompts.items():
             old = self.layers.get(layer)
-            self.layers[layer] = tuple(  # type: ignore[assignment]
+            keys, values = (
                 self._join(
                     old[i] if old is not None else None, pair[i].index_select(0, source.to(pair[i].device)), rows
                 )
                 for i in (0, 1)
             )
+            self.layers[layer] = keys, values
 
     @staticmethod
     def _join(old: Tensor | None, new: Tensor, rows: int) -> Tensor:
@@ -54,8 +55,8 @@ class KVCache:
         """Only some rows, and only the columns that they have reached, with room to grow."""
         for layer, (keys, values) in self.layers.items():
             on_device = index.to(keys.device)
-            short = (x[:, :, : width + CACHE_STEP] for x in (keys, values))
-            self.layers[layer] = tuple(x.index_select(0, on_device) for x in short)  # type: ignore[assignment]
+            keys, values = (x[:, :, : width + CACHE_STEP].index_select(0, on_device) for x in (keys, values))
+            self.layers[layer] = keys, values
 
     def reserve(self, width: int = 0, rows: int = 0) -> None:
         """Room for so many columns, and so many rows."""

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import AutoConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from tandemrl.config import Config, ConfigError, ModelConfig
 from tandemrl.data.documents import hops
@@ -17,8 +17,8 @@ from tandemrl.losses import RECIPES, Recipe
 from tandemrl.models.compile import compile_layers, use_liger
 from tandemrl.models.critic import load_critic
 from tandemrl.models.loading import load_model, resolve_device
-from tandemrl.models.lora import adapted_alias, alias, attach
-from tandemrl.models.sharded_loading import Adapters, load_sharded, load_sharded_critic
+from tandemrl.models.lora import adapted_alias, adapter_plan, alias, attach
+from tandemrl.models.sharded_loading import Adapters, load_sharded, load_sharded_critic, meta_model
 from tandemrl.models.sharding import parameter_groups
 from tandemrl.rewards.code.scorer import code_scorer
 from tandemrl.rewards.functions import RewardFunction
@@ -258,11 +258,18 @@ def self_paired(model: ModelConfig) -> bool:
     return model.junior is None or Path(model.junior).resolve() == Path(model.senior).resolve()
 
 
+def shares_base(config: Config) -> bool:
+    """Whether the engine's junior holds the very weights that the senior began with: same model, dtype and device."""
+    v, dtype = config.rollout.vllm, config.model.dtype
+    apart = v.junior_dtype not in (None, dtype) or v.junior_quantization is not None or v.junior_device is not None
+    return self_paired(config.model) and not (config.rollout.engine == "vllm" and apart)
+
+
 def build_engine(config: Config, junior: ModelSource | None, tokenizer: PreTrainedTokenizerBase) -> Engine:
     """The rollout engine, in the compute dtype. No junior: the senior writes alone.
 
-    Where the torch engine's junior is the base of the senior's adapters, the senior is adapters on the junior's own
-    weights; else a model of its own, for merged weights.
+    Where the junior is the base of the senior's adapters, the senior is adapters on the junior's own weights; else it
+    has weights of its own, for merged ones.
     """
     model = config.model
     longest = config.longest_sequence
@@ -277,8 +284,12 @@ def build_engine(config: Config, junior: ModelSource | None, tokenizer: PreTrain
         assert junior is not None
         return adapted_alias(junior.load(), model.lora, config.train.seed)
 
-    shared = model.lora.rank and config.rollout.engine == "torch" and junior is not None and self_paired(model)
-    senior = ModelSource(model.senior, on_the_junior if shared else of_its_own)
+    shared = model.lora.rank > 0 and junior is not None and shares_base(config)
+    plan = None
+    if shared and config.rollout.engine == "vllm":
+        configuration = AutoConfig.from_pretrained(model.senior, trust_remote_code=False)
+        plan = adapter_plan(meta_model(configuration), model.lora)
+    senior = ModelSource(model.senior, on_the_junior if shared else of_its_own, plan)
     return make_engine(
         config.rollout, senior, junior, tokenizer, dtype=model.dtype, device=model.device, longest=longest
     )

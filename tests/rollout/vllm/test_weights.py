@@ -27,6 +27,8 @@ from transformers import (
 )
 
 from helpers import VOCABULARY, prompts
+from tandemrl.config import LoraConfig
+from tandemrl.models.lora import adapted_layers, adapter_plan, attach
 from tandemrl.rollout.engine import EngineError
 from tandemrl.rollout.sync import fingerprint
 
@@ -427,6 +429,71 @@ def test_shards_are_loaded_and_gathered(sharded, kind, dtype, world_size):
             assert found.keys() == wanted.keys()
             for name, value in wanted.items():
                 assert torch.equal(found[name], value), name
+
+
+@pytest.mark.parametrize(("kind", "world_size"), [("Qwen3", 4), ("Phi3", 2)])
+def test_adapters_are_split_as_their_layers_are(sharded, kind, world_size):
+    """What the ranks' adapters add up to is B A x of the whole ones, be a layer fused or split."""
+    pytest.importorskip("peft", reason="needs the lora extra")
+    from vllm.config import set_current_vllm_config
+    from vllm.model_executor.model_loader import get_model
+
+    from tandemrl.rollout.vllm.adapters import adapted_parameters, adapters_on, load_adapters
+
+    group, juniors = sharded(kind, "float32", world_size)
+    lora = LoraConfig(rank=3, alpha=6.0)
+    plan, seniors = adapter_plan(trainer(kind, 0), lora), []
+    for rank, junior in enumerate(juniors):
+        group.building, config = rank, junior.vllm_config
+        config.compilation_config.static_forward_context.clear()  # of layers by name, which the senior's have, too
+        with (
+            set_current_vllm_config(config),
+            adapters_on(junior.get_model(), plan, SimpleNamespace(vllm_config=config)),
+        ):
+            model = get_model(vllm_config=config)
+        seniors.append(SimpleNamespace(get_model=lambda model=model: model, vllm_config=config))
+    generator = torch.Generator().manual_seed(0)
+    for seed in (1, 2):
+        trained = attach(trainer(kind, 0), lora, seed)
+        for name, parameter in trained.named_parameters():
+            if ".lora_" in name:
+                parameter.data.normal_(generator=generator)
+        wanted = dict(trained.named_parameters())
+        for rank, senior in enumerate(seniors):
+            group.building = rank
+            load_adapters(senior.get_model(), [(n, p) for n, p in wanted.items() if ".lora_" in n])
+        for found in group.run(lambda rank: dict(adapted_parameters(seniors[rank], juniors[rank]))):
+            assert found.keys() == wanted.keys()
+            assert all(torch.equal(found[name], value) for name, value in wanted.items())
+
+    deltas = {name: 2.0 * layer.lora_B["default"].weight @ layer.lora_A["default"].weight
+              for name, layer in adapted_layers(trained).items()}  # fmt: skip
+    layer, replicas = "model.layers.1.", max(1, world_size // 2)
+    if kind == "Phi3":
+        query, key, value = deltas[layer + "self_attn.qkv_proj"].split([128, 64, 64])  # four heads share two
+        gate, up = deltas[layer + "mlp.gate_up_proj"].chunk(2)
+    else:
+        query, key, value = (deltas[f"{layer}self_attn.{part}_proj"] for part in "qkv")
+        gate, up = (deltas[f"{layer}mlp.{part}_proj"] for part in ("gate", "up"))
+    inputs = torch.randn(5, query.shape[1], generator=generator)
+    wide = torch.randn(5, 96, generator=generator)
+    down = torch.zeros(5, len(deltas[layer + "mlp.down_proj"]))
+    for rank, senior in enumerate(seniors):
+        here = senior.get_model().model.layers[1]
+        own = [delta.chunk(world_size)[rank] for delta in (query, gate, up)]
+        heads = [delta.chunk(world_size // replicas)[rank // replicas] for delta in (key, value)]
+        for added_to, rows in ((here.self_attn.qkv_proj, [own[0], *heads]), (here.mlp.gate_up_proj, own[1:])):
+            wanted_here = inputs @ torch.cat(rows).T
+            found_here = added(added_to, inputs, wanted_here.shape[1])
+            torch.testing.assert_close(found_here, wanted_here, rtol=1e-4, atol=1e-4)
+        down += added(here.mlp.down_proj, wide.chunk(world_size, 1)[rank], down.shape[1])
+    torch.testing.assert_close(down, wide @ deltas[layer + "mlp.down_proj"].T, rtol=1e-4, atol=1e-4)
+
+
+@torch.no_grad()
+def added(layer: Any, inputs: Tensor, outputs: int) -> Tensor:
+    """What a rank's adapters add to a layer's output."""
+    return layer.adapters(inputs, torch.zeros(len(inputs), outputs))
 
 
 def test_a_rank_whose_own_copy_is_outdated_is_noticed(sharded):

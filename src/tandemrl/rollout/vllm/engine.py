@@ -19,6 +19,7 @@ from vllm.v1.engine.exceptions import EngineDeadError
 from tandemrl.config import RolloutConfig
 from tandemrl.distributed.watchdog import stamp
 from tandemrl.models.loading import load_tokenizer, stored_eos_token_ids, vocabulary_check
+from tandemrl.models.lora import AdapterPlan
 from tandemrl.rollout.engine import (
     Aborts,
     Completion,
@@ -50,6 +51,7 @@ class VllmEngine:
     Args:
         context: tokens of the longest request, prompt and completion together.
         eos: ids that end a completion.
+        adapters: the senior is adapters on the junior's weights.
     """
 
     def __init__(
@@ -61,9 +63,11 @@ class VllmEngine:
         context: int,
         has_junior: bool,
         eos: tuple[int, ...],
+        adapters: bool = False,
     ) -> None:
         self.backend, self.tokenizer = backend, tokenizer
         self.vocabulary, self.context, self.has_junior, self.eos = vocabulary, context, has_junior, eos
+        self._adapters = adapters
         self.policy_version = 0
         self.passes = Passes()
         self._aborts = Aborts()
@@ -80,6 +84,7 @@ class VllmEngine:
         dtype: str = "float32",
         longest: int | None = None,
         record: bool = False,
+        adapters: AdapterPlan | None = None,
         engine_args: Mapping[str, Any] | None = None,
     ) -> "VllmEngine":
         """Start vLLM as ``rollout.*`` of a config says. The weights on disk are policy version 0.
@@ -88,6 +93,7 @@ class VllmEngine:
             senior, junior: model folders or hub ids. No junior: only strategies that let the senior write alone.
             longest: longest prompt plus completion; None: what both models allow.
             record: keep the workers' own record of authors (``recorded_authors``), for tests.
+            adapters: the senior is these on the junior's weights, which come from the same folder and are loaded once.
             engine_args: further ``vllm.EngineArgs``.
 
         Raises:
@@ -122,17 +128,26 @@ class VllmEngine:
             junior_dtype=v.junior_dtype,
             junior_quantization=v.junior_quantization,
             junior_device=v.junior_device,
+            adapters=adapters,
             record=record,
         )
         backend = Backend.start(
             str(senior), options, config, dtype=dtype, context=context, engine_args=engine_args or {}
         )
         eos = stored_eos_token_ids(str(senior), tokenizer)
-        return cls(backend, tokenizer, vocabulary=vocabulary, context=context, has_junior=junior is not None, eos=eos)
+        return cls(
+            backend,
+            tokenizer,
+            vocabulary=vocabulary,
+            context=context,
+            has_junior=junior is not None,
+            eos=eos,
+            adapters=adapters is not None,
+        )
 
     @property
     def info(self) -> EngineInfo:
-        return EngineInfo("vllm", self.backend.dtype)
+        return EngineInfo("vllm", self.backend.dtype, adapters=self._adapters)
 
     # ------------------------------------------------------------------------------------------------------- generating
 

@@ -25,6 +25,7 @@ from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT, ModelRunnerOutput
 
 from tandemrl.rollout.drafting import VLLM_CPU, VLLM_CUDA, Drafts, Pair, Size
 from tandemrl.rollout.engine import EngineError
+from tandemrl.rollout.vllm.adapters import adapters_on
 from tandemrl.rollout.vllm.drafting import Round
 from tandemrl.rollout.vllm.outputs import Written
 from tandemrl.rollout.vllm.planner import DRAFTING, JUNIOR, SENIOR, Admission, Pass, Planner, check_mode
@@ -79,7 +80,7 @@ class _Launched(NamedTuple):
 
 
 _FOR_EACH = (
-    *("load_model", "profile_run", "warming_up_model", "_init_kv_zero_meta", "shutdown"),
+    *("profile_run", "warming_up_model", "_init_kv_zero_meta", "shutdown"),
     *("update_max_model_len", "reset_mm_cache", "reset_encoder_cache"),
 )
 """What the worker asks of a model runner that both models' runners do, each for itself."""
@@ -128,6 +129,16 @@ class TandemModelRunner:
         return results
 
     # ------------------------------------------------------------------------------------------------------ starting up
+
+    def load_model(self, *args: Any, **kwargs: Any) -> None:
+        plan = self.options.adapters
+        if plan is None:
+            self._each("load_model", *args, **kwargs)
+            return
+        with self._acting(JUNIOR) as junior:
+            junior.load_model(*args, **kwargs)
+        with self._acting(SENIOR) as senior, adapters_on(junior.get_model(), plan, senior):
+            senior.load_model(*args, **kwargs)
 
     def _dummy_run(self, *args: Any, **kwargs: Any) -> Any:
         return self._each("_dummy_run", *args, **kwargs)[0]  # the senior's: its sampler is warmed up with it

@@ -9,6 +9,7 @@ from typing import Any, Literal
 from vllm.config import ModelConfig, VllmConfig
 from vllm.config.utils import replace
 
+from tandemrl.models.lora import AdapterPlan
 from tandemrl.rollout.engine import EngineError
 from tandemrl.rollout.vllm.planner import SchedulingMode
 
@@ -25,6 +26,8 @@ class TandemOptions:
     junior_dtype: str | None = None
     junior_quantization: str | None = None
     junior_device: str | None = None
+    adapters: AdapterPlan | None = None
+    """The senior is these on the junior's weights; they start as no change, and ``tandem_load`` takes them alone."""
     selection: Mapping[str, Any] | None = None
     """The strategy of requests that name none, as ``selection.*`` of a config."""
     record: bool = False

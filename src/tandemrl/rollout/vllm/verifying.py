@@ -68,7 +68,7 @@ def _at_places(metadata: SamplingMetadata, rows: np.ndarray, known: np.ndarray, 
     def taken(values: Tensor | None) -> Tensor | None:
         return None if values is None else values[at]
 
-    penalties = {}
+    penalties: dict[str, Any] = {}
     if not metadata.no_penalties:
         written = [metadata.output_token_ids[row][:n] for row, n in zip(rows.tolist(), known.tolist(), strict=True)]
         names = ("prompt_token_ids", "frequency_penalties", "presence_penalties", "repetition_penalties")
@@ -79,7 +79,7 @@ def _at_places(metadata: SamplingMetadata, rows: np.ndarray, known: np.ndarray, 
         top_p=taken(metadata.top_p),
         top_k=taken(metadata.top_k),
         logitsprocs=LogitsProcessors(),  # min_p alone, which is ours here; see `can_draft`
-        **penalties,  # type: ignore[arg-type]
+        **penalties,
     )
 
 

@@ -42,7 +42,7 @@ from tandemrl.rollout.engine import EngineError
 
 SHARED_MEMORY = Path("/dev/shm")
 _PROBES = 512  # rows of the identity that a packed layer is read with at once
-_LINEAR = (ReplicatedLinear, ColumnParallelLinear, MergedColumnParallelLinear, QKVParallelLinear, RowParallelLinear)
+LINEAR = (ReplicatedLinear, ColumnParallelLinear, MergedColumnParallelLinear, QKVParallelLinear, RowParallelLinear)
 _VOCABULARY = (VocabParallelEmbedding, ParallelLMHead)
 
 # ------------------------------------------------------------------------------------------------------- into the model
@@ -59,8 +59,8 @@ def load_checkpoint_weights(runner: Any, weights: Iterable[tuple[str, Tensor]]) 
         EngineError: a name or shape does not match, or a layer is quantised or of an unknown kind. Nothing has changed.
     """
     model, config = runner.get_model(), runner.vllm_config
-    shapes = _shapes(model)
-    named = _checked(weights, shapes)
+    shapes = shapes_of(part for tensor in parameters_of(model) for part in tensor.parts)
+    named = checked(weights, shapes)
     # In the model's order, so that no layer waits for its last piece; detached, because the loader annotates tensors.
     ordered = ((name, named[name].detach().to(config.model_config.dtype)) for name in shapes)
     with set_current_vllm_config(config), _quiet():
@@ -70,7 +70,12 @@ def load_checkpoint_weights(runner: Any, weights: Iterable[tuple[str, Tensor]]) 
             head.quant_method.process_weights_after_loading(head)
 
 
-def _checked(weights: Iterable[tuple[str, Tensor]], shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Tensor]:
+def checked(weights: Iterable[tuple[str, Tensor]], shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Tensor]:
+    """The tensors by name.
+
+    Raises:
+        EngineError: their names and shapes are not ``shapes``.
+    """
     named: dict[str, Tensor] = {}
     for name, tensor in weights:
         if name in named:
@@ -118,17 +123,17 @@ def hf_parameters(runner: Any) -> Iterator[tuple[str, Tensor]]:
             with other weights than its embedding (after everything is yielded).
     """
     model, dtype = runner.get_model(), runner.vllm_config.model_config.dtype
-    for tensor in list(_tensors(model)):
+    for tensor in list(parameters_of(model)):
         shards = _computed(tensor.layer, tensor.leaf).split([part.rows for part in tensor.parts])
         for name, group in groupby(zip(tensor.parts, shards, strict=True), key=lambda pair: pair[0].name):
-            pieces = [_whole(part, shard) for part, shard in group]
+            pieces = [whole(part, shard) for part, shard in group]
             yield name, (pieces[0] if len(pieces) == 1 else torch.cat(pieces)).to(dtype)
     for path, head in _tied_heads(model):
         if not torch.allclose(_computed(head, "weight"), head.weight, rtol=0.0, atol=torch.finfo(dtype).tiny):
             raise EngineError(f"{path} is tied to the embedding, but computes with another copy of it")
 
 
-class _Part(NamedTuple):
+class Part(NamedTuple):
     """A Hugging Face parameter inside of a rank's tensor, or a piece of one that is fused in both worlds."""
 
     name: str
@@ -143,10 +148,10 @@ class _Tensor(NamedTuple):
 
     layer: nn.Module
     leaf: str
-    parts: list[_Part]
+    parts: list[Part]
 
 
-def _tensors(model: nn.Module) -> Iterator[_Tensor]:
+def parameters_of(model: nn.Module) -> Iterator[_Tensor]:
     """The model's parameters, without tied LM heads."""
     tied = {path for path, _ in _tied_heads(model)}
     fused = getattr(model, "packed_modules_mapping", {})
@@ -154,21 +159,21 @@ def _tensors(model: nn.Module) -> Iterator[_Tensor]:
         for leaf, parameter in layer.named_parameters(recurse=False):
             if path in tied:
                 continue
-            if type(layer) in (*_LINEAR, *_VOCABULARY):
+            if type(layer) in (*LINEAR, *_VOCABULARY):
                 if not isinstance(layer.quant_method, UnquantizedLinearMethod | UnquantizedEmbeddingMethod):
                     kind = type(layer.quant_method).__name__
                     raise EngineError(f"{path} is quantised ({kind}): its weights cannot be replaced or read back")
                 yield _Tensor(layer, leaf, _parts(path, layer, leaf, fused))
             elif getattr(parameter, "weight_loader", default_weight_loader) is default_weight_loader and parameter.ndim:
                 shape = tuple(parameter.shape)
-                yield _Tensor(layer, leaf, [_Part(f"{path}.{leaf}", shape, shape[0], None, 1)])
+                yield _Tensor(layer, leaf, [Part(f"{path}.{leaf}", shape, shape[0], None, 1)])
             else:
                 raise EngineError(
                     f"{path}.{leaf} is of a kind ({type(layer).__name__}) whose weights cannot be replaced or read back"
                 )
 
 
-def _parts(path: str, layer: Any, leaf: str, fused: Mapping[str, Sequence[str]]) -> list[_Part]:
+def _parts(path: str, layer: Any, leaf: str, fused: Mapping[str, Sequence[str]]) -> list[Part]:
     """The parts of a linear or vocabulary layer's parameter."""
     if type(layer) is ReplicatedLinear or layer.tp_size == 1:
         split = None
@@ -191,7 +196,7 @@ def _parts(path: str, layer: Any, leaf: str, fused: Mapping[str, Sequence[str]])
     columns = (layer.input_size,) if leaf == "weight" else ()
     ranks = layer.tp_size if split == 0 else 1
     return [
-        _Part(
+        Part(
             f"{parent}{dot}{name}.{leaf}",
             (layer.org_vocab_size if type(layer) in _VOCABULARY else rows * ranks // replicas, *columns),
             rows,
@@ -202,22 +207,22 @@ def _parts(path: str, layer: Any, leaf: str, fused: Mapping[str, Sequence[str]])
     ]
 
 
-def _shapes(model: nn.Module) -> dict[str, tuple[int, ...]]:
-    """Hugging Face names and shapes, in the model's order."""
+def shapes_of(parts: Iterable[Part]) -> dict[str, tuple[int, ...]]:
+    """Hugging Face names and shapes, in the order of their first parts."""
     shapes: dict[str, tuple[int, ...]] = {}
-    for part in (part for tensor in _tensors(model) for part in tensor.parts):
+    for part in parts:
         above = shapes[part.name][0] if part.name in shapes else 0
         shapes[part.name] = (above + part.shape[0], *part.shape[1:])
     return shapes
 
 
-def _whole(part: _Part, shard: Tensor) -> Tensor:
+def whole(part: Part, shard: Tensor) -> Tensor:
     """All ranks' shards of a part, joined: a collective call if the ranks share it."""
-    whole = shard if part.split is None else tensor_model_parallel_all_gather(shard.contiguous(), part.split)
+    joined = shard if part.split is None else tensor_model_parallel_all_gather(shard.contiguous(), part.split)
     if part.replicas > 1:
         own = get_tensor_model_parallel_rank() % part.replicas
-        whole = whole.unflatten(0, (-1, part.replicas, part.rows))[:, own].flatten(0, 1)
-    return whole[: part.shape[0]]  # without the vocabulary's padding
+        joined = joined.unflatten(0, (-1, part.replicas, part.rows))[:, own].flatten(0, 1)
+    return joined[: part.shape[0]]  # without the vocabulary's padding
 
 
 def _computed(layer: Any, leaf: str) -> Tensor:

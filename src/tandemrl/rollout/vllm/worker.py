@@ -23,6 +23,7 @@ from tandemrl.models.loading import load_tokenizer
 from tandemrl.rollout.engine import EngineError
 from tandemrl.rollout.schedule import schedule_of
 from tandemrl.rollout.sync import fingerprint
+from tandemrl.rollout.vllm.adapters import adapted_parameters, load_adapters
 from tandemrl.rollout.vllm.outputs import TandemOutput
 from tandemrl.rollout.vllm.planner import JUNIOR, SENIOR, Chosen, SchedulingMode
 from tandemrl.rollout.vllm.runner import TandemModelRunner
@@ -83,13 +84,17 @@ class _TandemWorker:
         return dataclasses.asdict(planner.stats) | {"requests": len(planner.slots)}
 
     def tandem_load(self, weights: Iterable[tuple[str, Tensor]] | str | bytes) -> None:
-        """New weights for the senior, in place: named tensors, the path of a file with them, or CUDA IPC handles."""
+        """New weights for the senior, or its adapters alone, in place: named tensors, the path of a file with them, or
+        CUDA IPC handles."""
         if isinstance(weights, bytes):
             weights = list(import_weights(weights, self.device))
         elif isinstance(weights, str):
             weights = read_weights(Path(weights))
         with self.model_runner._acting(SENIOR) as runner:
-            load_checkpoint_weights(runner, weights)
+            if self.model_runner.options.adapters is None:
+                load_checkpoint_weights(runner, weights)
+            else:
+                load_adapters(runner.get_model(), weights)
         if self.device.type == "cuda":
             torch.cuda.synchronize()  # the sender may change its tensors once this returns
 
@@ -98,6 +103,8 @@ class _TandemWorker:
         if author not in self.model_runner.runners:
             raise EngineError("this engine has no junior")
         with self.model_runner._acting(author) as runner:
+            if who == "senior" and self.model_runner.options.adapters is not None:
+                return fingerprint(adapted_parameters(runner, self.model_runner.runners[JUNIOR]))
             return fingerprint(hf_parameters(runner))
 
 

@@ -1,0 +1,228 @@
+"""A senior that is low-rank adapters on the junior's own weights: loaded without weights, adapted, read back.
+
+The senior is built on the meta device and takes over the junior's processed parameters, as vLLM's loader for weights in
+another process does. An adapter goes where vLLM looks for a linear layer's arithmetic, its ``quant_method``. What vLLM
+fuses has an adapter for each of its parts; what it splits over ranks has adapters that are split in the same way, so
+that its own gathers and sums hold for them, too.
+"""
+
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from itertools import groupby
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from vllm.config import ModelConfig, VllmConfig
+from vllm.config.utils import replace
+from vllm.distributed import get_tensor_model_parallel_rank
+from vllm.model_executor.layers.linear import UnquantizedLinearMethod
+from vllm.model_executor.model_loader import register_model_loader
+from vllm.model_executor.model_loader.base_loader import BaseModelLoader
+from vllm.model_executor.model_loader.utils import initialize_model, process_weights_after_loading
+from vllm.model_executor.utils import weights_already_processed
+from vllm.utils.torch_utils import set_default_torch_dtype
+
+from tandemrl.models.lora import AdapterPlan, adapter_names, name_with_adapters
+from tandemrl.rollout.engine import EngineError
+from tandemrl.rollout.vllm.weights import LINEAR, Part, checked, hf_parameters, parameters_of, shapes_of, whole
+
+_FORMAT = "tandemrl_adapters"
+
+# -------------------------------------------------------------------------------------------------------------- loading
+
+
+@contextmanager
+def adapters_on(base: nn.Module, plan: AdapterPlan, runner: Any) -> Iterator[None]:
+    """Inside, ``runner`` loads a model that is adapters on ``base``, which has been loaded from the same folder."""
+    config = runner.vllm_config
+    stock = config.load_config
+    own = replace(stock, load_format=_FORMAT, model_loader_extra_config={"base": base, "plan": plan})
+    config.load_config = runner.load_config = own
+    try:
+        yield
+    finally:
+        config.load_config = runner.load_config = stock
+
+
+@register_model_loader(_FORMAT)
+class _AdaptersLoader(BaseModelLoader):
+    """``load_model`` with the base and the plan of ``adapters_on``."""
+
+    def download_model(self, model_config: ModelConfig) -> None:
+        """Nothing to download: the base is there."""
+
+    def load_weights(self, model: nn.Module, model_config: ModelConfig) -> None:
+        raise EngineError("a senior that is adapters gets them from the trainer")
+
+    def load_model(self, vllm_config: VllmConfig, model_config: ModelConfig, prefix: str = "") -> nn.Module:
+        extra: Any = self.load_config.model_loader_extra_config
+        base, device = extra["base"], next(extra["base"].parameters()).device
+        with set_default_torch_dtype(model_config.dtype):
+            with torch.device("meta"):
+                model = initialize_model(vllm_config=vllm_config, model_config=model_config, prefix=prefix)
+            _take_over(model, base)
+            with weights_already_processed():
+                process_weights_after_loading(model, model_config, device)
+            _take_over(model, base)  # on a CPU, the embedding was packed once more
+        for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+            if tensor.is_meta:
+                raise EngineError(f"{name} cannot be shared: the junior's model has no such tensor")
+        _adapt(model, extra["plan"], device)
+        return model.eval()
+
+
+def _take_over(model: nn.Module, base: nn.Module) -> None:
+    """The base's own parameters and buffers, and the kernels that a CPU's layers have packed theirs for."""
+    for path, layer in model.named_modules():
+        theirs = base.get_submodule(path)
+        layer._parameters.update(theirs._parameters)
+        layer._buffers.update(theirs._buffers)
+        if hasattr(theirs, "cpu_linear"):
+            layer.cpu_linear = theirs.cpu_linear
+
+
+# ------------------------------------------------------------------------------------------------------------- adapting
+
+
+class _Piece(NamedTuple):
+    """A Hugging Face tensor of an adapter, or a part of one, inside of this rank's stacked tensors."""
+
+    part: Part
+    stack: str  # "down" or "up"
+    begin: int  # its first row there
+
+
+class _Place(NamedTuple):
+    """Rows of a layer's output that an adapter adds to."""
+
+    adapter: int  # its number in the layer
+    begin: int
+    up: int  # first of the rows of ``up``
+    rows: int
+
+
+class LowRank(nn.Module):
+    """The adapters of one layer: scaling · B A x for each part of it that has one. They begin as no change.
+
+    Args:
+        parts: of the layer's weight. device: of its tensors.
+    """
+
+    def __init__(self, layer: Any, parts: Sequence[Part], plan: AdapterPlan, device: torch.device) -> None:
+        super().__init__()
+        self.rank, self.scaling = plan.rank, plan.scaling
+        self.pieces: list[_Piece] = []
+        self.places: list[_Place] = []
+        names, up, begin = list[str](), 0, 0
+        for part in parts:
+            owner = part.name.rpartition(".")[0]
+            if owner in plan.layers:
+                a, b = adapter_names(owner)
+                if owner not in names:
+                    columns = Part(a, (plan.rank, part.shape[1]), plan.rank, 1 if part.split == 1 else None, 1)
+                    self.pieces.append(_Piece(columns, "down", len(names) * plan.rank))
+                    names.append(owner)
+                rows = part._replace(name=b, shape=(part.shape[0], plan.rank), split=0 if part.split == 0 else None)
+                self.pieces.append(_Piece(rows, "up", up))
+                self.places.append(_Place(names.index(owner), begin, up, part.rows))
+                up += part.rows
+            begin += part.rows
+        columns_here = getattr(layer, "input_size_per_partition", layer.input_size)
+        like: dict[str, Any] = dict(dtype=layer.params_dtype, device=device)
+        self.down = nn.Parameter(torch.zeros(len(names) * plan.rank, columns_here, **like), requires_grad=False)
+        self.up = nn.Parameter(torch.zeros(up, plan.rank, **like), requires_grad=False)
+
+    def forward(self, inputs: Tensor, output: Tensor) -> Tensor:
+        """``inputs`` [..., in], ``output`` of the base [..., out], which is changed in place."""
+        hidden = self.scaling * F.linear(inputs, self.down)
+        for adapter, begin, up, rows in self.places:
+            mine = hidden[..., adapter * self.rank : (adapter + 1) * self.rank]
+            output[..., begin : begin + rows] += F.linear(mine, self.up[up : up + rows])
+        return output
+
+    def named(self) -> Iterator[tuple[Part, Tensor]]:
+        """Each piece with this rank's tensor of it; pieces of one tensor follow each other."""
+        for part, stack, begin in self.pieces:
+            yield part, getattr(self, stack)[begin : begin + part.rows]
+
+
+class _AdaptedLinear(UnquantizedLinearMethod):
+    """The layer's product, and its adapters'."""
+
+    def apply(self, layer: Any, x: Tensor, bias: Tensor | None = None) -> Tensor:
+        return layer.adapters(x, super().apply(layer, x, bias))
+
+
+def _adapt(model: nn.Module, plan: AdapterPlan, device: torch.device) -> None:
+    """
+    Raises:
+        EngineError: no linear layer of ``model`` is what the trainer has under a name of the plan.
+    """
+    missing = set(plan.layers)
+    for layer, leaf, parts in list(parameters_of(model)):
+        owners = {part.name.rpartition(".")[0] for part in parts} & set(plan.layers)
+        if owners and leaf == "weight" and type(layer) in LINEAR:
+            layer.adapters = LowRank(layer, parts, plan, device)
+            layer.quant_method = _AdaptedLinear()
+            missing -= owners
+    if missing:
+        raise EngineError(f"the engine's model has no linear layer {min(missing)} to adapt")
+
+
+# ----------------------------------------------------------------------------------------------------------- in and out
+
+
+@torch.no_grad()
+def load_adapters(model: nn.Module, weights: Iterable[tuple[str, Tensor]]) -> None:
+    """Replace the adapters by a trainer's, whole and under its names, in place.
+
+    Raises:
+        EngineError: a name or shape does not match. Nothing has changed.
+    """
+    pieces = list(_pieces(model))
+    new = checked(weights, shapes_of(part for part, _ in pieces))
+    for name, group in groupby(pieces, key=lambda piece: piece[0].name):
+        begin = 0
+        for part, tensor in group:
+            mine = new[name].narrow(0, begin, part.shape[0])
+            if part.split is not None:
+                size = tensor.shape[part.split]
+                mine = mine.narrow(part.split, get_tensor_model_parallel_rank() // part.replicas * size, size)
+            tensor.copy_(mine)
+            begin += part.shape[0]
+
+
+@torch.no_grad()
+def adapted_parameters(senior: Any, junior: Any) -> Iterator[tuple[str, Tensor]]:
+    """Every parameter that the senior computes with, whole, under its trainer's names: of the base what the junior's
+    kernels compute with, and the proof that they are the senior's, too; of the adapters what they hold.
+
+    Args:
+        senior, junior: model runners. Under tensor parallelism all ranks must iterate together.
+
+    Raises:
+        EngineError: the two do not share a tensor or a kernel; or as ``hf_parameters``.
+    """
+    model, base = senior.get_model(), junior.get_model()
+    adapted = set[str]()
+    for name, group in groupby(_pieces(model), key=lambda piece: piece[0].name):
+        adapted.add(name.partition(".lora_")[0])
+        yield name, torch.cat([whole(part, tensor) for part, tensor in group])
+    for path, layer in base.named_modules():
+        own = model.get_submodule(path)
+        for leaf, tensor in (*layer._parameters.items(), *layer._buffers.items()):
+            same = getattr(own, leaf)
+            if tensor is not None and (same.data_ptr(), same.shape) != (tensor.data_ptr(), tensor.shape):
+                raise EngineError(f"{path}.{leaf} of the senior is no longer the junior's")
+        if getattr(own, "cpu_linear", None) is not getattr(layer, "cpu_linear", None):
+            raise EngineError(f"{path} of the senior computes with another kernel than the junior's")
+    for name, tensor in hf_parameters(junior):
+        yield name_with_adapters(name, adapted), tensor
+
+
+def _pieces(model: nn.Module) -> Iterator[tuple[Part, Tensor]]:
+    for module in model.modules():
+        if isinstance(module, LowRank):
+            yield from module.named()
