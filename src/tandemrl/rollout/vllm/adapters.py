@@ -59,6 +59,7 @@ class _AdaptersLoader(BaseModelLoader):
     def load_model(self, vllm_config: VllmConfig, model_config: ModelConfig, prefix: str = "") -> nn.Module:
         extra: Any = self.load_config.model_loader_extra_config
         base, device = extra["base"], next(extra["base"].parameters()).device
+        assert isinstance(model_config.dtype, torch.dtype)  # a name only until vLLM has resolved it
         with set_default_torch_dtype(model_config.dtype):
             with torch.device("meta"):
                 model = initialize_model(vllm_config=vllm_config, model_config=model_config, prefix=prefix)
@@ -161,6 +162,7 @@ def _adapt(model: nn.Module, plan: AdapterPlan, device: torch.device) -> None:
         EngineError: no linear layer of ``model`` is what the trainer has under a name of the plan.
     """
     missing = set(plan.layers)
+    layer: Any
     for layer, leaf, parts in list(parameters_of(model)):
         owners = {part.name.rpartition(".")[0] for part in parts} & set(plan.layers)
         if owners and leaf == "weight" and type(layer) in LINEAR:
