@@ -61,8 +61,11 @@ def build(
     check_instance(environment)
     config = with_records(config, recipe=own_recipe, strategy=strategy, reward=reward or None, environment=environment)
     model, rollout, world = config.model, config.rollout, world or World()
-    if config.parallel.offload and (world.size == 1 or resolve_device(model.device).type != "cuda"):
-        raise ConfigError("parallel.offload=true: only sharded models on CUDA can; start several processes there")
+    if config.parallel.offload_parameters and world.size == 1:
+        raise ConfigError(
+            "parallel.offload_parameters=true: only the weights of sharded models can; start several processes, or use "
+            "parallel.offload_optimizer=true"
+        )
     if world.size > 1 and config.has_episodes and rollout.tool_timeout_s >= config.parallel.timeout_s:
         raise ConfigError(
             f"rollout.tool_timeout_s={rollout.tool_timeout_s:g}: must be below parallel.timeout_s "
@@ -163,7 +166,7 @@ def build_models(
         reference = policy if model.lora.rank else freeze(model.senior, "float32", sharded=True)
     if model.compile:
         compile_layers(policy)
-    shard(policy, world, dtype=dtype, offload=config.parallel.offload)
+    shard(policy, world, dtype=dtype, offload=config.parallel.offload_parameters)
     return Models(
         policy=policy,
         optimizer=make_optimizer(policy, config, config.train.lr),
@@ -187,7 +190,7 @@ def build_critic(config: Config, world: World) -> Trained:
     if model.gradient_checkpointing:
         checkpoint_gradients(critic)
     dtype = getattr(torch, model.dtype)
-    shard(critic, world, dtype=dtype, forward=packed_values, offload=config.parallel.offload)
+    shard(critic, world, dtype=dtype, forward=packed_values, offload=config.parallel.offload_parameters)
     return Trained(critic, make_optimizer(critic, config, config.train.critic_lr))
 
 
