@@ -363,8 +363,8 @@ class ParallelConfig:
     sp: PositiveInt = 1
     """Processes that share every sequence (Ulysses sequence parallelism)."""
     offload_parameters: bool = False
-    """Several processes: keep weights in host memory and gather them on the device layer by layer (FSDP2). Gradients and
-    the optimiser's state are then there, too, and the optimiser steps there."""
+    """Several processes: keep weights in host memory and gather them on the device layer by layer (FSDP2). Gradients
+    and the optimiser's state are then there, too, and the optimiser steps there."""
     offload_optimizer: bool = False
     """Keep the optimiser's state in host memory between its steps, which are made on the device. Gradients need no such
     place: they are freed with each step."""

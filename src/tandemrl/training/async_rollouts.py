@@ -129,8 +129,8 @@ class AsyncRollouts:
         mismatch = state.get("mismatch")
         if mismatch is None:  # likewise
             warnings.warn(
-                f"the checkpoint's rollouts of step {state['step']} were never held against the weights that wrote them, "
-                "and cannot be any more: it comes from an earlier version",
+                f"the checkpoint's rollouts of step {state['step']} were never held against the weights that wrote "
+                "them, and cannot be any more: it comes from an earlier version",
                 stacklevel=2,
             )
         self._pending = _Pending(state["step"], list(state["examples"]), done, lambda _: mismatch or {})

@@ -27,9 +27,9 @@ def remember(setup: RunSetup, policy: PreTrainedModel) -> Compare:
     """Keep a copy of the policy's weights.
 
     Returns:
-        a function of the completions that they wrote: ``mismatch/writer_mean_abs`` and ``…_max_abs``, |trainer - engine|
-        log-prob of senior tokens in nats; nothing where the sample has none. All processes call it, in step. It raises
-        a TrainError if the mean is above train.max_logprob_mismatch, or not a number.
+        a function of the completions that they wrote: ``mismatch/writer_mean_abs`` and ``mismatch/writer_max_abs``,
+        |trainer - engine| log-prob of senior tokens in nats; nothing where the sample has none. All processes call it,
+        in step. It raises a TrainError if the mean is above train.max_logprob_mismatch, or not a number.
     """
     kept = [part.to("cpu", copy=True) for part in trained_parts(policy)]
 
