@@ -83,9 +83,11 @@ def test_an_optimizers_state_goes_where_its_parameters_are() -> None:
     before = {name: value.clone() for name, value in optimizer.state[parameter].items()}
     move_state(optimizer, to_host=True)
     assert all(torch.equal(optimizer.state[parameter][name], value) for name, value in before.items())
-    parameter.data = torch.zeros(3, device="meta")
-    move_state(optimizer, to_host=False)
-    assert {(v.device.type, v.shape) for v in optimizer.state[parameter].values()} == {("meta", (3,)), ("meta", ())}
+    away = nn.Parameter(torch.zeros(3, device="meta"))
+    elsewhere = torch.optim.AdamW([away])
+    elsewhere.state[away] = optimizer.state[parameter]
+    move_state(elsewhere, to_host=False)
+    assert {(v.device.type, v.shape) for v in elsewhere.state[away].values()} == {("meta", (3,)), ("meta", ())}
 
 
 def test_one_process_has_no_parts_to_offload(tiny_pair: Path, tmp_path: Path) -> None:

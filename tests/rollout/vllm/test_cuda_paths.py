@@ -174,8 +174,9 @@ def test_the_juniors_quantization_is_the_juniors_alone(monkeypatch: pytest.Monke
     """From the config's key to the junior's own settings; the senior's stay as they are."""
     started: list[TandemOptions] = []
 
-    def start(model: str, options: TandemOptions, *_, **__) -> None:
+    def start(model: str, options: TandemOptions, *_, **__) -> Backend:
         started.append(options)
+        return backend(Calls())
 
     sizes = SimpleNamespace(vocab_size=VOCABULARY, max_position_embeddings=64)
     monkeypatch.setattr(vllm_engine, "load_tokenizer", lambda path: tokenizer())
@@ -186,14 +187,26 @@ def test_the_juniors_quantization_is_the_juniors_alone(monkeypatch: pytest.Monke
     VllmEngine.start("senior", "junior", tokenizer(), config)
     assert [options.junior_quantization for options in started] == ["fp8"]
 
-    senior = Mock(quantization=None, dtype=torch.bfloat16)
-    whole = Mock(model_config=senior, additional_config={"tandem": dataclasses.asdict(started[0])})
+    senior = SimpleNamespace(
+        quantization=None, dtype="bfloat16", trust_remote_code=False, seed=0, max_model_len=64, enforce_eager=True,
+        logprobs_mode="processed_logprobs",
+    )  # fmt: skip
+    parts = {name: SimpleNamespace(rank=0) for name in ("compilation_config", "cache_config", "parallel_config")}
+    whole = Mock(
+        spec=vllm_settings.VllmConfig,
+        model_config=senior,
+        additional_config={"tandem": dataclasses.asdict(started[0])},
+        quant_config="the senior's",
+        **parts,
+    )
     monkeypatch.setattr(vllm_settings, "ModelConfig", lambda **settings: SimpleNamespace(**settings))
-    monkeypatch.setattr(vllm_settings, "replace", lambda config, **settings: SimpleNamespace(**settings))
+    monkeypatch.setattr(
+        vllm_settings, "replace", lambda config, **settings: Mock(spec=vllm_settings.VllmConfig, **settings)
+    )
     junior = vllm_settings.junior_config(whole, vllm_settings.options_of(whole))
     assert (junior.model_config.model, junior.model_config.quantization) == ("junior", "fp8")
-    assert junior.quant_config is None  # read off the junior's, not the senior's
-    assert senior.quantization is None
+    assert junior.quant_config is None  # vLLM reads it off the junior
+    assert (senior.quantization, whole.quant_config) == (None, "the senior's")
 
 
 def test_only_cuda_tensors_are_exported() -> None:
