@@ -4,7 +4,7 @@ import importlib
 import importlib.metadata
 import platform
 import sys
-from typing import NamedTuple
+from typing import Annotated, NamedTuple
 
 import typer
 
@@ -42,13 +42,18 @@ class Line(NamedTuple):
     fatal: bool
 
 
-def check() -> None:
+def check(
+    tokenizer: Annotated[
+        str | None, typer.Option(help="A model folder or hub id: count the tokens of its vocabulary that begin a word.")
+    ] = None,
+) -> None:
     """Show the environment and what to install. Exit code 0 if training on the CPU can work, else 1."""
     from rich.console import Console
     from rich.table import Table
     from rich.text import Text
 
     lines = [_python(), *(_package(name) for name in PACKAGES), _accelerator(), _vllm(), *_sandbox(), *_strays()]
+    lines += [] if tokenizer is None else [_boundaries(tokenizer)]
     table = Table(title="tandemrl environment", title_justify="left")
     for title in ("part", "found", "what to do"):
         table.add_column(title, overflow="fold")
@@ -120,6 +125,21 @@ def _sandbox() -> list[Line]:
         Line(f"sandbox: {name}", how if holds else f"missing: {how}", "" if holds else remedy, False)
         for name, (holds, how) in protections.items()
     ]
+
+
+def _boundaries(path: str) -> Line:
+    """Where authors may change with ``selection.strategy: word``; the count is held against the published one."""
+    from tandemrl.models.attention import ModelError
+    from tandemrl.models.loading import load_tokenizer
+    from tandemrl.selection.boundaries import count_boundaries
+
+    name = f"tokenizer {path}"
+    try:
+        count, published = count_boundaries(load_tokenizer(path))
+    except (ModelError, ValueError) as error:
+        return Line(name, f"broken: {error}", "", True)
+    held = f"as published of {published.family}" if published else "nothing is published to hold this against"
+    return Line(name, f"{count:,} tokens begin a word", held, False)
 
 
 def _strays() -> list[Line]:

@@ -428,8 +428,8 @@ def test_data_index_makes_what_retrieval_takes(tmp_path: Path, monkeypatch: pyte
     with monkeypatch.context() as patched:
         patched.setitem(sys.modules, "bm25s", None)
         assert "pip install 'tandemrl[retrieval]'" in refused(run(*index))
-    pytest.importorskip("bm25s")
-    pytest.importorskip("Stemmer")
+    pytest.importorskip("bm25s", reason="needs the retrieval extra")
+    pytest.importorskip("Stemmer", reason="needs the retrieval extra")
     result = run(*index)
     assert result.exit_code == 0, result.output
     assert f"2 documents in {tmp_path / 'index'}" in result.output
@@ -503,6 +503,23 @@ def test_check_survives_a_broken_package(monkeypatch: pytest.MonkeyPatch, packag
     monkeypatch.setitem(sys.modules, "tandemrl.rollout.vllm", None)
     result = run("check")
     assert (result.exit_code, result.output.splitlines()[-1]) == (1, f"not ready: {package}"), result.output
+
+
+def test_check_holds_a_tokenizer_against_what_is_published(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from helpers import tokenizer
+    from tandemrl.selection.boundaries import PUBLISHED, Published
+
+    monkeypatch.setenv("COLUMNS", "300")
+    tokenizer().save_pretrained(tmp_path)
+    result = run("check", "--tokenizer", str(tmp_path))
+    assert result.exit_code == 0, result.output
+    assert "27 tokens begin a word" in result.output
+    assert "nothing is published to hold this against" in result.output
+    monkeypatch.setitem(PUBLISHED, tokenizer().vocab_size, Published("Letters", 28))
+    result = run("check", "--tokenizer", str(tmp_path))
+    assert (result.exit_code, result.output.splitlines()[-1]) == (1, f"not ready: tokenizer {tmp_path}")
+    assert "27 tokens begin a word; Letters" in result.output
+    assert run("check", "--tokenizer", str(tmp_path / "nowhere")).exit_code == 1
 
 
 def test_check_lists_the_layers_of_the_sandbox(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -122,7 +122,7 @@ def test_rollouts_in_a_thread_are_work_only_while_the_loop_waits_for_them(monkey
     WATCHDOG.begin(1e6, "process 0 of 2")
     try:
         WATCHDOG.stamp("update")
-        with AsyncRollouts(lambda: [0], write, [], Mock()) as rollouts:
+        with AsyncRollouts(lambda: [0], write, [], Mock(), Mock()) as rollouts:
             rollouts.start(1)
             assert stamped.wait(60)
             assert WATCHDOG.place == "update"

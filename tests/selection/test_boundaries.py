@@ -10,7 +10,14 @@ from tokenizers import AddedToken, Tokenizer, models
 from transformers import PreTrainedTokenizerFast
 
 from tandemrl.selection import Strategy, replay, sentence, word, word_aligned
-from tandemrl.selection.boundaries import step_tables, word_boundary_table, word_start_tables
+from tandemrl.selection.boundaries import (
+    PUBLISHED,
+    Published,
+    count_boundaries,
+    step_tables,
+    word_boundary_table,
+    word_start_tables,
+)
 
 TOKENIZERS = pytest.mark.parametrize("tokenizer", [byte_level(), sentencepiece()], ids=["byte-level", "sentencepiece"])
 # Words as `WordTables` defines them, in a regular expression; and a narrower, everyday notion.
@@ -31,6 +38,20 @@ def raw(tokenizer: Any, index: int) -> str:
     """The text of a token between two others, from the tokenizer's own decoder."""
     anchor = tokenizer.convert_tokens_to_ids("a")
     return decode(tokenizer, [anchor, index, anchor])[1:-1]
+
+
+def test_boundaries_are_held_against_the_published_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    tokenizer = byte_level()
+    special = {token.content for token in tokenizer.added_tokens_decoder.values() if token.special}
+    own = [surface for surface in tokenizer.get_vocab() if surface.startswith("Ġ") and surface not in special]
+    assert count_boundaries(tokenizer) == (len(own), None)
+    assert PUBLISHED[151_643].boundaries == 53_021
+    size = tokenizer.vocab_size
+    monkeypatch.setitem(PUBLISHED, size, Published("Ours", len(own)))
+    assert count_boundaries(tokenizer) == (len(own), ("Ours", len(own)))
+    monkeypatch.setitem(PUBLISHED, size, Published("Ours", len(own) + 1))
+    with pytest.raises(ValueError, match=rf"{len(own)} tokens begin a word; Ours, .* has {len(own) + 1}"):
+        count_boundaries(tokenizer)
 
 
 @TOKENIZERS

@@ -194,7 +194,7 @@ def test_wandb_missing_says_what_to_install(tmp_path: Path, monkeypatch: pytest.
 def test_wandb_online_without_a_key_records_offline_and_says_so(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    pytest.importorskip("wandb")
+    pytest.importorskip("wandb", reason="needs the wandb extra")
     monkeypatch.delenv("WANDB_API_KEY", raising=False)
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.setenv("NETRC", str(tmp_path / "none"))

@@ -676,8 +676,3 @@ def test_resume_refuses_another_recipe_and_other_frozen_weights(tiny_pair: Path,
         run.models.engine.models[0].get_input_embeddings().weight[0, 0] += 1
     with pytest.raises(CheckpointError, match="another junior"):
         restore(run, "auto")
-
-
-def test_offload_in_one_process_is_refused(tiny_pair: Path, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"parallel\.offload"):
-        build(config(tiny_pair, tmp_path, "parallel.offload=true"))

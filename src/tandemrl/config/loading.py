@@ -50,6 +50,7 @@ def load(path: str | Path | None = None, overrides: Sequence[str] = ()) -> Confi
     for where, source in sources:
         if not OmegaConf.is_dict(source):
             raise ConfigError(f"{where}: expected a mapping of sections, found {type(source).__name__}")
+        _rename(source, where)
         _refuse_unknown(OmegaConf.to_container(source), Config, where)
         for key in ("data.train", "data.eval", "data.monitor"):  # one source may be written without the list brackets
             if isinstance(value := OmegaConf.select(source, key), str):
@@ -130,6 +131,27 @@ def _parsed(where: str, parse: Callable[[Any], Any], text: str | list[str]) -> A
         return parse(text)
     except Exception as error:
         raise ConfigError(f"{where}: not readable as YAML: {' '.join(str(error).split())}") from None
+
+
+RENAMED = {"parallel.offload": "parallel.offload_parameters"}
+"""Keys of earlier versions, as runs have them in their ``config.yaml``, and what means the same now."""
+
+
+def _rename(source: Any, where: str) -> None:
+    """Read a key's earlier name as its present one; to use it is worth a warning."""
+    from omegaconf import OmegaConf
+
+    for old, new in RENAMED.items():
+        section, _, name = old.rpartition(".")
+        parent = OmegaConf.select(source, section)
+        if not OmegaConf.is_dict(parent) or name not in parent:
+            continue
+        if OmegaConf.select(source, new, default=_ABSENT) is not _ABSENT:
+            raise ConfigError(f"{where}: {old} is the earlier name of {new}; set {new} alone")
+        value = parent.pop(name)
+        if value:
+            warnings.warn(f"{where}: {old} is called {new} now", stacklevel=3)
+        OmegaConf.update(source, new, value, force_add=True)
 
 
 def _refuse_unknown(tree: Any, schema: type, where: str, prefix: str = "") -> None:

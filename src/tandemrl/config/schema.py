@@ -380,8 +380,12 @@ class ParallelConfig:
     """Processes that share every matrix (tensor parallelism)."""
     sp: PositiveInt = 1
     """Processes that share every sequence (Ulysses sequence parallelism)."""
-    offload: bool = False
-    """CUDA, several processes: keep weights, gradients and optimiser state in host memory between uses."""
+    offload_parameters: bool = False
+    """Several processes: keep weights in host memory and gather them on the device layer by layer (FSDP2). Gradients
+    and the optimiser's state are then there, too, and the optimiser steps there."""
+    offload_optimizer: bool = False
+    """Keep the optimiser's state in host memory between its steps, which are made on the device. Gradients need no such
+    place: they are freed with each step."""
     timeout_s: PositiveFloat = 1800.0
     """How long a process waits for the others before it gives up; and, if there are others, for how long it may do
     nothing that counts as work (see `watchdog`). More than the longest single thing takes, such as a checkpoint."""

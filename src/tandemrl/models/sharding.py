@@ -5,7 +5,8 @@ Weights, gradients and optimiser state are sharded over ``dp_shard`` and ``sp`` 
 by global totals, so that any mesh gives the gradient of one process. In a world of one there is no wrapper.
 """
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from types import MethodType
 from typing import Any
@@ -51,7 +52,8 @@ def shard(
     Args:
         forward: the function of the model that the caller runs instead of ``model.forward``; it becomes a method of
             the same name, around which FSDP gathers the parameters outside of the layers (see ``forward.gathering``).
-        offload: keep parameters, gradients and optimiser state in host memory, and step there.
+        offload: keep parameters, gradients and optimiser state in host memory, and step there. On a CPU they are there
+            anyway, but go the same way.
 
     Raises:
         ModelError: the model has no plan for ``tp``, or heads that cannot be dealt out (see ``check_heads``).
@@ -64,7 +66,7 @@ def shard(
     # Also over a single process, where only tp splits: FSDP is what computes in another dtype, and what offloads.
     mesh = world.mesh["dp_replicate", "fsdp"] if world.mesh["dp_replicate"].size() > 1 else world.mesh["fsdp"]
     mixed = MixedPrecisionPolicy() if dtype == torch.float32 else MixedPrecisionPolicy(dtype, torch.float32)
-    policy = CPUOffloadPolicy() if offload and mesh.device_type == "cuda" else OffloadPolicy()
+    policy = CPUOffloadPolicy(pin_memory=mesh.device_type == "cuda") if offload else OffloadPolicy()
     for layer in layers_of(model):
         fully_shard(layer, mesh=mesh, mp_policy=mixed, offload_policy=policy)
     fully_shard(model, mesh=mesh, mp_policy=mixed, offload_policy=policy)
@@ -187,12 +189,39 @@ def full_parameters(
 ) -> Iterator[tuple[str, Tensor]]:
     """(name, whole tensor) of every parameter whose name is ``wanted``; all processes have to ask for them, and in
     step."""
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            module.reshard()  # a forward without a backward leaves gathered copies, in the compute dtype
+    _reshard(model)
     for name, parameter in model.named_parameters():
         if wanted(name):
             yield name, full_tensor(parameter.detach())
+
+
+def _reshard(model: nn.Module) -> None:
+    """A forward without a backward leaves gathered copies, in the compute dtype."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
+
+
+@torch.no_grad()
+def trained_parts(model: nn.Module) -> list[Tensor]:
+    """What this process holds of each trained parameter: the storage itself, not a copy."""
+    _reshard(model)
+    trained = (parameter.detach() for parameter in model.parameters() if parameter.requires_grad)
+    return [parameter.to_local() if isinstance(parameter, DTensor) else parameter for parameter in trained]
+
+
+@contextmanager
+def exchanged(parts: Sequence[Tensor], others: Sequence[Tensor]) -> Iterator[None]:
+    """Inside, ``parts`` have the values of ``others``; afterwards their own, to the last bit."""
+    with torch.no_grad():
+        own = [part.to("cpu", copy=True) for part in parts]
+        try:
+            for part, other in zip(parts, others, strict=True):
+                part.copy_(other)
+            yield
+        finally:
+            for part, value in zip(parts, own, strict=True):
+                part.copy_(value)
 
 
 def full_tensor(tensor: Tensor) -> Tensor:

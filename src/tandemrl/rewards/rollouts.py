@@ -1,10 +1,12 @@
 """Finished completions -> scored groups."""
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
+from tandemrl.data.rows import Prompt
 from tandemrl.rewards.scoring import Scorer
 from tandemrl.rollout.collect import CompletionBatch
 from tandemrl.rollout.engine import Completion
@@ -25,26 +27,29 @@ def score_rollouts(batch: CompletionBatch, scorer: Scorer, tokenizer: PreTrained
     scores = iter(scorer.score(items, [completion.transcript for _, completion in pairs]))
     groups = []
     for g, (prompt, completions) in enumerate(zip(batch.prompts, batch.completions, strict=True)):
-        context = np.full(len(prompt.tokens), Author.CONTEXT)
         rollouts = []
         for index, completion in enumerate(completions):
             result = next(scores)
-            rollouts.append(
-                Rollout(
-                    example_id=prompt.row.example_id,
-                    group=g,
-                    index=index,
-                    key=completion.key,
-                    tokens=np.concatenate([prompt.tokens, completion.tokens]),
-                    author=np.concatenate([context, completion.author]),
-                    behaviour_logprobs=np.concatenate([np.zeros(len(context)), completion.behaviour_logprobs]),
-                    reward=result.value,
-                    reward_parts=result.parts,
-                    stop_reason=completion.stop_reason,
-                    turns=max(1, len(completion.turns)),
-                    transcript=completion.transcript,
-                    policy_version=completion.policy_version,
-                )
-            )
+            rollout = unscored(prompt, completion, group=g, index=index)
+            rollouts.append(replace(rollout, reward=result.value, reward_parts=result.parts))
         groups.append(Group(prompt.row.example_id, tuple(rollouts)))
     return groups
+
+
+def unscored(prompt: Prompt, completion: Completion, *, group: int, index: int) -> Rollout:
+    """Prompt and completion end to end, with a reward of 0."""
+    context = np.full(len(prompt.tokens), Author.CONTEXT)
+    return Rollout(
+        example_id=prompt.row.example_id,
+        group=group,
+        index=index,
+        key=completion.key,
+        tokens=np.concatenate([prompt.tokens, completion.tokens]),
+        author=np.concatenate([context, completion.author]),
+        behaviour_logprobs=np.concatenate([np.zeros(len(context)), completion.behaviour_logprobs]),
+        reward=0.0,
+        stop_reason=completion.stop_reason,
+        turns=max(1, len(completion.turns)),
+        transcript=completion.transcript,
+        policy_version=completion.policy_version,
+    )

@@ -78,6 +78,34 @@ def word_start_tables(tokenizer: Any, size: int | None = None) -> WordTables:
     return WordTables(*(_padded(table, size) for table in words))
 
 
+class Published(NamedTuple):
+    """Of whom a vocabulary is, and how many of its ids begin a word, counted elsewhere."""
+
+    family: str
+    boundaries: int
+
+
+PUBLISHED = {151_643: Published("Qwen2, Qwen2.5, Qwen3", 53_021)}
+"""By the size of the vocabulary without added tokens; the count is of Qwen's own list of byte strings, of which so many
+start with a space."""
+
+
+def count_boundaries(tokenizer: Any) -> tuple[int, Published | None]:
+    """How many ids begin a word, held against what is published of a vocabulary of this size, if anything is.
+
+    Raises:
+        ValueError: no id begins a word, or another number than is published; names the tokenizer.
+    """
+    count, published = int(word_boundary_table(tokenizer).sum()), PUBLISHED.get(tokenizer.vocab_size)
+    if published is not None and count != published.boundaries:
+        raise ValueError(
+            f"tokenizer {_name(tokenizer)}: {count:,} tokens begin a word; {published.family}, whose vocabulary has as "
+            f"many tokens ({tokenizer.vocab_size:,}), has {published.boundaries:,}. Its files are not as published, or "
+            "are read in another way: authors would change at other places"
+        )
+    return count, published
+
+
 class _Tables(NamedTuple):
     boundary: Bool[Tensor, " v"]
     steps: StepTables
@@ -168,7 +196,10 @@ def _padded(table: Bool[Tensor, " v"], size: int | None) -> Bool[Tensor, " w"]:
 
 def _check_any(table: Bool[Tensor, " v"], tokenizer: Any, what: str) -> None:
     if not table.any():
-        name = getattr(tokenizer, "name_or_path", "") or type(tokenizer).__name__
         raise ValueError(
-            f"tokenizer {name}: none of its {len(table)} tokens {what}. Choose another selection.strategy."
+            f"tokenizer {_name(tokenizer)}: none of its {len(table)} tokens {what}. Choose another selection.strategy."
         )
+
+
+def _name(tokenizer: Any) -> str:
+    return getattr(tokenizer, "name_or_path", "") or type(tokenizer).__name__

@@ -2,9 +2,11 @@
 
 Overlap costs freshness: the completions of step k + 1 are written while step k is learnt from, by the weights that step
 k began with, one update older than in the synchronous loop. ``Completion.policy_version`` says so for each of them, and
-truncated importance sampling corrects for it (``losses.importance_weights``).
+truncated importance sampling corrects for it (``losses.importance_weights``). How far trainer and engine are apart is
+asked of the weights that wrote (``writers``).
 """
 
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from types import TracebackType
@@ -17,12 +19,17 @@ from tandemrl.distributed.watchdog import WATCHDOG
 from tandemrl.messages import Transcript
 from tandemrl.rollout.collect import CompletionBatch
 from tandemrl.rollout.engine import Completion, Draws, Engine, Passes
+from tandemrl.types import Metrics
+
+Compare = Callable[[CompletionBatch], Metrics]
+"""How far the trainer, with the weights that wrote these completions, is from what the engine says of them."""
 
 
 class _Pending(NamedTuple):
     step: int
     examples: list[int]
     batch: Future[CompletionBatch]
+    compare: Compare
 
 
 class AsyncRollouts:
@@ -33,6 +40,8 @@ class AsyncRollouts:
         generate: (step, numbers of the examples) -> their completions; called in a thread after ``start``.
         prompts: by number of the example.
         engine: writes the completions; it is aborted where nobody waits for them.
+        remember: called before ``start`` lets the engine write, when trainer and engine have the same weights; returns
+            what compares the completions with these weights, once they are there.
     """
 
     def __init__(
@@ -41,8 +50,11 @@ class AsyncRollouts:
         generate: Callable[..., CompletionBatch],
         prompts: Sequence[Prompt],
         engine: Engine,
+        remember: Callable[[], Compare],
     ) -> None:
         self._draw, self.generate, self._prompts, self._engine = draw, generate, prompts, engine
+        self._remember = remember
+        self._taken: tuple[Compare, CompletionBatch] | None = None
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="rollout")
         self._pending: _Pending | None = None
 
@@ -52,17 +64,32 @@ class AsyncRollouts:
         Raises:
             EngineError, TrainError: what stopped them.
         """
+        self._taken = None
         if self._pending is None:
             return self.generate(step, self._draw())
         pending, self._pending = self._pending, None
         assert pending.step == step
-        return _result(pending)
+        batch = _result(pending)
+        self._taken = pending.compare, batch
+        return batch
+
+    def mismatch(self) -> Metrics | None:
+        """How far trainer and engine are apart on the rollouts that were taken last, by the weights that wrote them;
+        None where these are the weights that the trainer has.
+
+        Raises:
+            TrainError: too far.
+        """
+        if self._taken is None:
+            return None
+        (compare, batch), self._taken = self._taken, None
+        return compare(batch)
 
     def start(self, step: int) -> None:
         """Begin with the rollouts of ``step``. Until ``wait``, the engine must be left alone."""
         assert self._pending is None
-        examples = self._draw()
-        self._pending = _Pending(step, examples, self._thread.submit(self.generate, step, examples))
+        examples, compare = self._draw(), self._remember()
+        self._pending = _Pending(step, examples, self._thread.submit(self.generate, step, examples), compare)
 
     def wait(self) -> None:
         """Until the engine is free."""
@@ -70,15 +97,23 @@ class AsyncRollouts:
             _result(self._pending)
 
     def state_dict(self) -> dict[str, Any] | None:
-        """What is finished and not taken, as plain values; the completions come from weights that are gone."""
+        """What is finished and not taken, as plain values; the completions come from weights that no checkpoint holds,
+        so they are compared now.
+
+        Raises:
+            TrainError: trainer and engine are too far apart on them.
+        """
         if self._pending is None:
             return None
         batch = _result(self._pending)
+        mismatch = self._pending.compare(batch)
+        self._pending = self._pending._replace(compare=lambda _: mismatch)
         return {
             "step": self._pending.step,
             "examples": self._pending.examples,
             "draws": list(batch.draws),
             "passes": list(batch.passes),
+            "mismatch": mismatch,
             "completions": [[_plain(completion) for completion in group] for group in batch.completions],
         }
 
@@ -91,7 +126,14 @@ class AsyncRollouts:
         done: Future[CompletionBatch] = Future()
         passes = Passes(*state.get("passes", ()))  # a checkpoint from before there were any
         done.set_result(CompletionBatch(prompts, completions, Draws(*state["draws"]), passes))
-        self._pending = _Pending(state["step"], list(state["examples"]), done)
+        mismatch = state.get("mismatch")
+        if mismatch is None:  # likewise
+            warnings.warn(
+                f"the checkpoint's rollouts of step {state['step']} were never held against the weights that wrote "
+                "them, and cannot be any more: it comes from an earlier version",
+                stacklevel=2,
+            )
+        self._pending = _Pending(state["step"], list(state["examples"]), done, lambda _: mismatch or {})
 
     def __enter__(self) -> Self:
         return self

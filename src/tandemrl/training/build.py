@@ -63,8 +63,11 @@ def build(
     check_instance(environment)
     config = with_records(config, recipe=own_recipe, strategy=strategy, reward=reward or None, environment=environment)
     model, rollout, world = config.model, config.rollout, world or World()
-    if config.parallel.offload and (world.size == 1 or resolve_device(model.device).type != "cuda"):
-        raise ConfigError("parallel.offload=true: only sharded models on CUDA can; start several processes there")
+    if config.parallel.offload_parameters and world.size == 1:
+        raise ConfigError(
+            "parallel.offload_parameters=true: only the weights of sharded models can; start several processes, or use "
+            "parallel.offload_optimizer=true"
+        )
     if world.size > 1 and config.has_episodes and rollout.tool_timeout_s >= config.parallel.timeout_s:
         raise ConfigError(
             f"rollout.tool_timeout_s={rollout.tool_timeout_s:g}: must be below parallel.timeout_s "
@@ -134,7 +137,7 @@ def load_policy(config: Config, world: World) -> PreTrainedModel:
         compute=getattr(torch, model.dtype),
         device=model.device,
         adapters=Adapters(model.lora, config.train.seed) if model.lora.rank else None,
-        offload=config.parallel.offload,
+        offload=config.parallel.offload_parameters,
     )
 
 
@@ -208,7 +211,7 @@ def build_critic(config: Config, world: World) -> Trained:
     if world.size == 1:
         critic = load_critic(path, device=model.device)
     else:
-        dtype, offload = getattr(torch, model.dtype), config.parallel.offload
+        dtype, offload = getattr(torch, model.dtype), config.parallel.offload_parameters
         critic = load_sharded_critic(path, world, compute=dtype, device=model.device, offload=offload)
     if model.compile:
         compile_layers(critic)

@@ -95,7 +95,8 @@ LESS_MEMORY = {
     "rollout": "a smaller rollout.max_rows or rollout.max_tokens",
     "eval": "a smaller rollout.max_rows or eval.max_tokens",
     "update": "a smaller train.tokens_per_micro_batch, model.gradient_checkpointing=true, "
-    "model.activation_offload=true, model.dtype=bfloat16, or more processes with parallel.dp_shard",
+    "model.activation_offload=true, parallel.offload_optimizer=true, model.dtype=bfloat16, or more processes with "
+    "parallel.dp_shard",
 }
 """Outermost phase -> what to change when there is no memory in it."""
 

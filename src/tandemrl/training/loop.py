@@ -55,6 +55,7 @@ from tandemrl.training.resume import export, restore, save
 from tandemrl.training.state import Models, Run, RunSetup
 from tandemrl.training.tracking import Tracker
 from tandemrl.training.update import learning_rate, update
+from tandemrl.training.writers import remember
 from tandemrl.types import Author, Group, Metrics, Rollout
 
 
@@ -138,7 +139,8 @@ def loop(run: Run, tracker: Tracker) -> None:
     optimizer_steps = OptimizerSteps(part.optimizer for part in models.trained.values())
     draw = partial(progress.sampler.next, config.train.prompts_per_step)
     generate = partial(rollout, setup, models.engine, tracker, profiler)
-    with AsyncRollouts(draw, generate, setup.prompts, models.engine) as rollouts, Signals() as signals:
+    keep = partial(remember, setup, models.policy)
+    with AsyncRollouts(draw, generate, setup.prompts, models.engine, keep) as rollouts, Signals() as signals:
         rollouts.load_state_dict(progress.rollouts_in_flight)
         for step in range(done + 1, steps + 1):
             clock = profiler.clock(step)
@@ -174,6 +176,10 @@ def train_step(
 
     with clock("rollout"):
         completions = rollouts.take(step)
+    writer_mismatch: Metrics | None = None
+    if train.async_steps:
+        with clock("gate"):
+            writer_mismatch = rollouts.mismatch()
     if train.async_steps and not last:
         with clock("sync"):
             sync_if_stale(models, version=step - 1)
@@ -205,7 +211,8 @@ def train_step(
             metrics |= value_metrics
         else:
             mini_batches = add_group_advantages(setup, mini_batches, experience, progress.kl_coef)
-        metrics |= update(setup, models, mini_batches, step, clock, learns=learns)
+        metrics |= writer_mismatch or {}
+        metrics |= update(setup, models, mini_batches, step, clock, learns=learns, fresh=writer_mismatch is None)
         if loss.kl_target is not None and metrics["updates"] and learns:
             progress.kl_coef = adapt_kl_coef(progress.kl_coef, metrics["kl/per_token"], target=loss.kl_target)
         del mini_batches  # before the engine wants its memory back

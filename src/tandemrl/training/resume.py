@@ -25,6 +25,7 @@ from tandemrl.training import checkpoint, coverage
 from tandemrl.training.checkpoint import CheckpointError, DamagedError
 from tandemrl.training.coverage import Coverage
 from tandemrl.training.export import export_hf
+from tandemrl.training.sharded_state import move_state
 from tandemrl.training.state import Run
 
 _FREE_TO_CHANGE = {
@@ -188,6 +189,9 @@ def _restore_from(run: Run, path: Path) -> None:
     if changed := [name for name, value in identity(run).items() if state["identity"].get(name) != value]:
         raise CheckpointError(f"{path}: written with another {', '.join(changed)}; a resume would mix runs")
     checkpoint.load_parts(path, models.trained, world)
+    if setup.config.parallel.offload_optimizer:
+        for part in models.trained.values():
+            move_state(part.optimizer, to_host=True)
     progress.sampler.load_state_dict(state["sampler"])
     progress.best = state["best"] if (output / "hf" / "best").is_dir() else -math.inf
     progress.rollouts_in_flight = state["ahead"]

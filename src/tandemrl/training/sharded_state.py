@@ -39,6 +39,15 @@ class Trained(NamedTuple):
     optimizer: torch.optim.Optimizer
 
 
+def move_state(optimizer: torch.optim.Optimizer, *, to_host: bool) -> None:
+    """An optimiser's state, such as Adam's moments, to host memory, or back to where its parameters are; in place."""
+    for parameter, state in optimizer.state.items():
+        device = torch.device("cpu") if to_host else parameter.device
+        for name, value in state.items():
+            if isinstance(value, Tensor):
+                state[name] = value.to(device)
+
+
 def tensors_of(parts: Mapping[str, Trained]) -> dict[str, Tensor]:
     """Everything to be stored, by name: ``PART/model/PARAMETER`` and ``PART/optimizer/PARAMETER/MOMENT``. Not copies.
 

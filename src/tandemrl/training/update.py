@@ -19,17 +19,26 @@ from tandemrl.models.sharding import clip_gradients
 from tandemrl.training.experience import MiniBatches, weights_of
 from tandemrl.training.gates import check_gradient_norm, check_mismatch
 from tandemrl.training.profiling import Clock
+from tandemrl.training.sharded_state import move_state
 from tandemrl.training.state import Models, RunSetup
 from tandemrl.types import Author, Batch, Metrics, Totals
 
 
 def update(
-    setup: RunSetup, models: Models, mini_batches: MiniBatches, step: int, clock: Clock, *, learns: bool = True
+    setup: RunSetup,
+    models: Models,
+    mini_batches: MiniBatches,
+    step: int,
+    clock: Clock,
+    *,
+    learns: bool = True,
+    fresh: bool = True,
 ) -> Metrics:
     """One optimiser step per mini-batch of prompts; where there is a critic, of both models.
 
     Args:
         learns: False = the policy stays as it is.
+        fresh: the policy's weights wrote the rollouts, so its log-probs must be the engine's; else see ``writers``.
 
     Returns:
         means over the mini-batches.
@@ -41,7 +50,7 @@ def update(
         here = setup.world.rank // setup.config.parallel.tp  # those that share matrices leave out the same inputs
         key = (setup.config.train.seed, step, len(results), here)
         with clock("forward_backward"), dropping(models.policy, key) if learns else nullcontext():
-            result = update_policy(setup, models, batches, clock, first=not results, learns=learns)
+            result = update_policy(setup, models, batches, clock, first=not results, learns=learns, fresh=fresh)
         if models.critic is not None:
             with clock("critic"):
                 result |= update_critic(setup, models, batches, clock)
@@ -53,12 +62,13 @@ def update(
 
 
 def update_policy(
-    setup: RunSetup, models: Models, batches: Sequence[Batch], clock: Clock, *, first: bool, learns: bool
+    setup: RunSetup, models: Models, batches: Sequence[Batch], clock: Clock, *, first: bool, learns: bool, fresh: bool
 ) -> Metrics:
     """One optimiser step over micro-batches; the first of a training step also compares trainer and engine.
 
     Args:
         learns: False = only measure; the policy stays as it is.
+        fresh: False = the rollouts are of older weights: only measure how far they are apart.
 
     Raises:
         TrainError: log-probs do not match the engine's, or the gradient is not finite. Nothing was updated.
@@ -108,7 +118,7 @@ def update_policy(
     metrics = {name: value.item() for name, value in average_metrics(sums, global_totals).items()}
     if first:
         metrics |= logprob_mismatch(setup.world, torch.cat(difference))
-        if not config.train.async_steps:  # else the rollouts are of older weights
+        if fresh:
             check_mismatch(config, metrics.get("mismatch/mean_abs", 0.0))
     norm = optimizer_step(setup, models, "policy", loss_value, global_totals, clock) if learns else 0.0
     return {"loss": loss_value, "grad_norm": norm} | metrics
@@ -160,7 +170,11 @@ def optimizer_step(
         norm = clip_gradients(model.parameters(), setup.config.train.grad_clip)
         check_gradient_norm(part, norm, loss)
         if float(global_totals.weight) > 0:  # else weight decay alone would change the weights
+            if offload := setup.config.parallel.offload_optimizer:
+                move_state(optimizer, to_host=False)
             optimizer.step()
+            if offload:
+                move_state(optimizer, to_host=True)
         optimizer.zero_grad(set_to_none=True)
     return norm
 

@@ -33,8 +33,8 @@ def row(docs: Sequence[dict[str, object]] = DOCS) -> Row:
 @pytest.fixture
 def words() -> None:
     """What searches by words."""
-    pytest.importorskip("bm25s")
-    pytest.importorskip("Stemmer")
+    pytest.importorskip("bm25s", reason="needs the retrieval extra")
+    pytest.importorskip("Stemmer", reason="needs the retrieval extra")
 
 
 def test_an_episode_begins_with_the_rules_and_the_question() -> None:

