@@ -82,9 +82,6 @@ def test_what_cannot_fit_is_refused_with_what_helps() -> None:
     small = device._replace(memory=0.7 * needed)
     with pytest.raises(PlanError, match=r"a process needs .* what helps: .*train\.tokens_per_micro_batch=192"):
         require_fit(plan(config, 1, small), config, 1, small)
-    with pytest.raises(PlanError, match="more --ranks, a larger --device"):
-        tiny = device._replace(memory=2**20)
-        require_fit(plan(config, 1, tiny), config, 1, tiny)
 
 
 def test_a_mesh_that_does_not_multiply_is_refused() -> None:
