@@ -99,7 +99,7 @@ class Ledger(TorchDispatchMode):
         tensors = [leaf for leaf in tree_leaves(args) if isinstance(leaf, Tensor)]
         if func.namespace == "c10d":
             objects = (arg for arg in args if isinstance(arg, torch.ScriptObject))
-            [group] = [each for each in objects if each._type().name() == "ProcessGroup"]
+            [group] = [each for each in objects if each._type().name() == "ProcessGroup"]  # type: ignore[attr-defined]  # the stub lacks it
             name = dist.ProcessGroup.unbox(group).group_name
         else:
             name = args[-1]

@@ -254,7 +254,10 @@ def _engine(
         size = rows * columns * per_token + waiting * length * per_token
         prompt = min(config.data.max_prompt_tokens, length)
         prompts = max(1, min(PREFILL_TOKENS // prompt, math.ceil(rows / rollout.group_size)))
-        prefill = max(rehearse_prefill(shape, getattr(torch, model.dtype), prompts, prompt) for shape in shapes)
+        prefill = max(
+            _prefill(shape.to_json_string(use_diff=False), type(shape), model.dtype, prompts, prompt)
+            for shape in shapes
+        )
         items = [Item("always", f"engine, {who}: weights, {model.dtype}", n) for who, n in weights.items() if n]
         items += [
             Item("rollout", "engine: KV cache", size),
@@ -307,6 +310,11 @@ def kv_bytes(shape: PretrainedConfig, width: int) -> int:
     text = shape.get_text_config()
     channels = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
     return int(2 * text.num_hidden_layers * text.num_key_value_heads * channels * width)
+
+
+@cache
+def _prefill(json: str, kind: type[PretrainedConfig], dtype: str, prompts: int, length: int) -> int:
+    return rehearse_prefill(kind.from_dict(loads(json)), getattr(torch, dtype), prompts, length)
 
 
 @cache
