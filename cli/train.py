@@ -21,6 +21,18 @@ def train(
             "--dry-run", help="Print the config and the batch plan, check what the run needs, and stop; no downloads."
         ),
     ] = False,
+    ranks: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            help="With --dry-run: plan a run of so many processes, one per device, that need not be here: memory, "
+            "collectives, time. Nothing of this machine is checked.",
+        ),
+    ] = None,
+    device: Annotated[
+        str | None,
+        typer.Option(help="With --ranks: the device, e.g. h100; default: h100, or cpu with model.device=cpu."),
+    ] = None,
     resume: Annotated[
         str,
         typer.Option(help="auto (from the newest checkpoint, if any), never (output_dir must be fresh), or a folder."),
@@ -33,6 +45,12 @@ def train(
         names = ", ".join(packaged_configs())
         raise ConfigError(f"give --config: a YAML file or one of the packaged configs, which are {names}")
     resolved = load(config, overrides or ())
+    if (ranks is not None and not dry_run) or (device is not None and ranks is None):
+        raise ConfigError("--ranks needs --dry-run, and --device needs --ranks: they plan a run and start none")
+    if ranks is not None:
+        typer.echo(f"{to_yaml(resolved)}\n{batch_plan(resolved)}\n")
+        _plan(resolved, ranks, device)
+        return
     if dry_run:
         typer.echo(f"{to_yaml(resolved)}\n{batch_plan(resolved)}\n")
         _check(resolved, resume)
@@ -44,6 +62,18 @@ def train(
     output = training.train(resolved, resume=resume)
     if destroy_world():
         typer.echo(f"done: {output}")
+
+
+def _plan(config: "Config", ranks: int, device: str | None) -> None:
+    """Print what each of ``ranks`` processes needs; PlanError if it does not fit."""
+    from tandemrl.planning.accelerators import accelerator
+    from tandemrl.planning.page import described, require_fit
+    from tandemrl.planning.plan import plan
+
+    target = accelerator(device or ("cpu" if config.model.device == "cpu" else "h100"))
+    found = plan(config, ranks, target)
+    typer.echo(described(found))
+    require_fit(found, config, ranks, target)
 
 
 def _check(config: "Config", resume: str) -> None:

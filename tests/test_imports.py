@@ -23,7 +23,7 @@ rollout
 rewards
 evals
 training
-report
+report planning
 experiments play
 cli
 """

@@ -31,6 +31,18 @@ from tandemrl.training.sharded_state import Trained
 from tandemrl.types import Batch
 
 
+def forward_options(config: Config, sampling: Sampling, vocabulary: int, world: World) -> ForwardOptions:
+    """How a trainer of ``config`` scores tokens that were drawn by ``sampling`` among ``vocabulary`` ids."""
+    model = config.model
+    return ForwardOptions(
+        temperature=sampling.temperature,
+        truncation=Truncation(sampling.top_k, sampling.top_p, sampling.min_p) if sampling.truncated else None,
+        vocabulary=vocabulary,
+        autocast=torch.bfloat16 if model.dtype == "bfloat16" and world.size == 1 else None,
+        activation_offload=model.activation_offload,
+    )
+
+
 @dataclass(frozen=True, eq=False)
 class RunSetup:
     """What is fixed for a run. Every process has the same, but for its place in the ``world``."""
@@ -64,14 +76,7 @@ class RunSetup:
     @property
     def forward_options(self) -> ForwardOptions:
         """The sampling distribution of the rollouts. A sharded model is gathered in the compute dtype."""
-        s, model = self.sampling, self.config.model
-        return ForwardOptions(
-            temperature=s.temperature,
-            truncation=Truncation(s.top_k, s.top_p, s.min_p) if s.truncated else None,
-            vocabulary=self.vocabulary,
-            autocast=torch.bfloat16 if model.dtype == "bfloat16" and self.world.size == 1 else None,
-            activation_offload=model.activation_offload,
-        )
+        return forward_options(self.config, self.sampling, self.vocabulary, self.world)
 
     def logprobs(self, model: PreTrainedModel, batch: Batch, select: Tensor) -> tuple[Tensor, Tensor]:
         """Log-probs and entropy of the selected tokens under the sampling distribution of the rollouts."""

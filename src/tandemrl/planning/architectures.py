@@ -1,0 +1,59 @@
+"""The shape of a model without its weights: from its folder, from the hub's cache, or packaged.
+
+``architectures.json`` has, by hub id, what decides the shapes of the models that packaged configs name and of their
+relatives: numbers from the ``config.json`` that each model's authors publish beside the weights. ``runs/tiny`` and
+``runs/tiny-hops`` are the pairs that ``tandemrl model tiny`` makes.
+"""
+
+import json
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from transformers import AutoConfig, PretrainedConfig
+
+from tandemrl.models.attention import ModelError
+from tandemrl.models.loading import check_folder, is_local, refusal
+
+FILE = Path(__file__).with_name("architectures.json")
+
+
+@cache
+def packaged() -> dict[str, dict[str, Any]]:
+    """Hub id, or the folder that `tandemrl model tiny` writes by default -> the fields of its ``config.json``."""
+    return dict(json.loads(FILE.read_text()))
+
+
+def architecture(path: str) -> PretrainedConfig:
+    """The configuration of a model; nothing is downloaded.
+
+    Args:
+        path: a model's folder or hub id. What is on this machine comes before what is packaged.
+
+    Raises:
+        ModelError: it is not on this machine and not packaged.
+    """
+    known = packaged().get(path)
+    try:
+        if Path(path).is_dir() or known is None:
+            check_folder(path)
+            return AutoConfig.from_pretrained(path, trust_remote_code=False, local_files_only=True)
+    except (OSError, ValueError, KeyError, RuntimeError) as error:
+        if isinstance(error, ModelError):
+            raise
+        if is_local(path):
+            raise refusal("model", path, error) from None
+        raise ModelError(
+            f"{path}: its config.json is neither on this machine nor packaged; put it into a folder and name that, or "
+            f"plan with one of {', '.join(packaged())}"
+        ) from None
+    return AutoConfig.for_model(**known)
+
+
+def with_layers(configuration: PretrainedConfig, layers: int) -> PretrainedConfig:
+    """The same model with its first ``layers`` decoder layers."""
+    values = configuration.to_dict()
+    values["num_hidden_layers"] = layers
+    if values.get("layer_types"):
+        values["layer_types"] = values["layer_types"][:layers]
+    return type(configuration).from_dict(values)

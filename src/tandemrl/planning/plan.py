@@ -1,0 +1,385 @@
+"""The plan of a run on machines that are not here: memory, collectives, work and time of one process, from its config.
+
+Memory of the training pass is rehearsed (``rehearsal``); the engine's is computed from shapes. Everything is of rank 0,
+which has the most where something cannot be dealt out evenly, and of sequences that all have their full length.
+"""
+
+import math
+from functools import cache
+from json import loads
+from typing import Any, Literal, NamedTuple
+
+import torch
+from transformers import AutoModelForCausalLM, PretrainedConfig
+
+from tandemrl.config import Config, ParallelConfig
+from tandemrl.distributed.world import World, imagined_world
+from tandemrl.evals import profile_of
+from tandemrl.losses import RECIPES
+from tandemrl.planning.accelerators import PER_MACHINE, RESERVE, Accelerator
+from tandemrl.planning.architectures import architecture
+from tandemrl.planning.ledger import Collective
+from tandemrl.planning.rehearsal import (
+    Rehearsal,
+    Sent,
+    Traffic,
+    Work,
+    rehearse_critic,
+    rehearse_frozen,
+    rehearse_policy,
+    rehearse_prefill,
+)
+from tandemrl.rollout.engine import Sampling
+from tandemrl.rollout.kv_cache import CACHE_STEP, PREFILL_TOKENS
+from tandemrl.training.build import resolve_recipe, self_paired
+from tandemrl.training.profiling import cost_of, update_flops
+from tandemrl.training.state import forward_options
+
+BYTES = {"float32": 4, "bfloat16": 2}
+BLOCK = 16
+"""Tokens of a block of vLLM's KV cache."""
+LOGITS = 4
+"""Float32 copies of a decoding step's logits that are alive together."""
+
+Phase = Literal["always", "rollout", "update"]
+"""When memory is needed: all the time, while rollouts are written, while they are learnt from."""
+
+
+class Item(NamedTuple):
+    """Bytes of one process. on_host: in host memory, not on the device."""
+
+    phase: Phase
+    name: str
+    size: int
+    on_host: bool = False
+
+
+class Cache(NamedTuple):
+    """The KV cache of a process. rows of ``length`` tokens; blocks: of vLLM's, 0 without it."""
+
+    rows: int
+    length: int
+    size: int
+    blocks: int = 0
+
+
+class Plan(NamedTuple):
+    """Of one process. seconds: of a step by phase, at best and at worst, as estimated. notes: what is odd and not
+    wrong."""
+
+    ranks: int
+    mesh: dict[str, int]
+    device: Accelerator
+    items: list[Item]
+    cache: Cache
+    sent: Sent
+    flops: float
+    seconds: dict[str, tuple[float, float]]
+    micro_batches: int
+    tokens: int
+    notes: list[str]
+
+    def needed(self, phase: Phase, *, on_host: bool = False) -> int:
+        """Bytes while ``phase`` goes on."""
+        return sum(i.size for i in self.items if i.phase in ("always", phase) and i.on_host == on_host)
+
+    @property
+    def peak(self) -> int:
+        return max(self.needed("rollout"), self.needed("update"))
+
+    @property
+    def limit(self) -> float:
+        return math.inf if self.device.memory is None else self.device.memory * (1 - RESERVE)
+
+    @property
+    def fits(self) -> bool:
+        return self.peak <= self.limit and self.cache.rows >= 1
+
+
+def plan(config: Config, ranks: int, device: Accelerator) -> Plan:
+    """What ``ranks`` processes of this config need, each on a device of its own.
+
+    Raises:
+        ConfigError, ModelError: the mesh does not have ``ranks`` processes, a model is unknown here or cannot be split.
+    """
+    with imagined_world(config.parallel, ranks) as world:
+        return _plan(config, world, device)
+
+
+def _plan(config: Config, world: World, device: Accelerator) -> Plan:
+    model, train, rollout, loss = config.model, config.train, config.rollout, config.loss
+    recipe = resolve_recipe(RECIPES[loss.recipe], config)
+    senior = architecture(model.senior)
+    partner = architecture(model.senior if self_paired(model) else str(model.junior))
+    tandem = config.selection.strategy != "solo"
+    vocabulary = min(senior.get_text_config().vocab_size, (partner if tandem else senior).get_text_config().vocab_size)
+    sampling = Sampling(rollout.max_tokens, rollout.temperature, rollout.top_p, rollout.top_k, rollout.min_p)
+    options = forward_options(config, sampling, vocabulary, world)
+
+    longest, notes = config.longest_sequence, []
+    per_update = (train.mini_batch_prompts or train.prompts_per_step) * rollout.group_size
+    updates = train.prompts_per_step * rollout.group_size // per_update
+    share = math.ceil(per_update / world.data_size)
+    if per_update < world.data_size:
+        notes.append(
+            f"{per_update} sequences per update for {world.data_size} data ranks: {world.data_size - per_update} of "
+            "them learn from nothing; raise train.mini_batch_prompts, train.prompts_per_step or parallel.tp"
+        )
+    tokens = min(train.tokens_per_micro_batch, share * longest)
+    lengths = (longest,) * (tokens // longest) + ((tokens % longest,) if tokens % longest else ())
+    work = Work(lengths, config.data.max_prompt_tokens)
+    micro_batches = updates * math.ceil(share / max(1, tokens // longest))
+
+    policy = _rehearsed("policy", senior, config, world, work, options)
+    off_weights, off_rest = offloaded(config.parallel)
+    items = _trained_items("policy", policy, off_weights, off_rest)
+    passes = [(policy, "update", micro_batches)]
+    scored = micro_batches * (updates > 1 or loss.kl_in_reward or model.lora.dropout > 0)
+    scored += micro_batches * (loss.kl_coef > 0 and model.lora.rank > 0)
+    passes.append((policy, "forward", scored))
+    busiest = policy.gradients * (not off_rest) + policy.activations
+    if recipe.advantage is None:
+        critic = _rehearsed("critic", architecture(model.critic or model.senior), config, world, work, options)
+        items += _trained_items("critic", critic, off_weights, off_rest)
+        passes += [(critic, "update", micro_batches), (critic, "forward", micro_batches)]
+        busiest = max(busiest, critic.gradients * (not off_rest) + critic.activations)
+    if off_rest:
+        items.append(Item("update", "gradients", policy.gradients, on_host=True))
+    items.append(Item("update", "gradients and activations of a micro-batch", busiest))
+    for name, shape, dtype in _frozen(config, senior, partner, world):
+        frozen = _rehearsed(f"frozen {dtype}", shape, config, world, work, options)
+        items.append(Item("always", f"{name}: weights, {dtype}", frozen.weights))
+        passes.append((frozen, "forward", micro_batches))
+
+    engine, cache = _engine(config, senior, partner if tandem else None, world, device, vocabulary)
+    items += engine
+    if cache.rows < 1:
+        notes.append(f"the engine's KV cache does not hold one row of {cache.length:,} tokens")
+    sent: Sent = {}
+    for rehearsal, when, times in passes:
+        _add(sent, getattr(rehearsal, when), times)
+    _add(sent, policy.export, 1)
+
+    flops = _flops(config, senior, longest, share * updates, world, scored / micro_batches, recipe.advantage is None)
+    seconds = _seconds(config, senior, partner if tandem else None, world, device, flops, sent, cache)
+    mesh = {} if world.mesh is None else dict(zip(world.mesh.mesh_dim_names or (), world.mesh.shape, strict=True))
+    return Plan(world.size, mesh, device, items, cache, sent, flops, seconds, micro_batches, tokens, notes)
+
+
+def offloaded(parallel: ParallelConfig) -> tuple[bool, bool]:
+    """Whether host memory keeps weights, and whether it keeps gradients and optimiser state."""
+    return parallel.offload, parallel.offload
+
+
+# --------------------------------------------------------------------------------------------------------------- memory
+
+
+def _trained_items(name: str, found: Rehearsal, off_weights: bool, off_rest: bool) -> list[Item]:
+    return [
+        Item("always", f"{name}: weights, float32", found.weights, off_weights),
+        Item("always", f"{name}: optimiser", found.optimizer, off_rest),
+    ]
+
+
+def _rehearsed(role: str, shape: PretrainedConfig, config: Config, world: World, work: Work, options: Any) -> Rehearsal:
+    """Rehearsals of knobs that change nothing here are not repeated."""
+    key = (
+        role,
+        shape.to_json_string(),
+        config.parallel,
+        config.model,
+        config.loss.entropy_coef,
+        world.size,
+        work,
+        options,
+    )
+    if key not in _KNOWN:
+        if role == "policy":
+            _KNOWN[key] = rehearse_policy(shape, config, world, work, options)
+        elif role == "critic":
+            _KNOWN[key] = rehearse_critic(shape, config, world, work, options)
+        else:
+            dtype = getattr(torch, role.removeprefix("frozen "))
+            _KNOWN[key] = rehearse_frozen(shape, config, world, work, options, dtype)
+    return _KNOWN[key]
+
+
+_KNOWN: dict[Any, Rehearsal] = {}
+
+
+def _frozen(
+    config: Config, senior: PretrainedConfig, partner: PretrainedConfig, world: World
+) -> list[tuple[str, PretrainedConfig, str]]:
+    """What ``training.build.build_models`` loads to score with, but what is another model's storage."""
+    model, loss = config.model, config.loss
+    alone, found = world.size == 1, []
+    junior = loss.junior_kl_coef > 0
+    if junior and not (alone and config.selection.strategy != "solo" and config.rollout.engine == "torch"):
+        found.append(("junior", partner, model.dtype))  # else it is the engine's
+    if loss.kl_coef > 0 and not model.lora.rank and not (junior and self_paired(model) and model.dtype == "float32"):
+        found.append(("reference", senior, "float32"))
+    return found
+
+
+def _engine(
+    config: Config,
+    senior: PretrainedConfig,
+    junior: PretrainedConfig | None,
+    world: World,
+    device: Accelerator,
+    vocabulary: int,
+) -> tuple[list[Item], Cache]:
+    """The engine of this process, and the rows that its KV cache holds. junior: None where the senior writes alone."""
+    rollout, model = config.rollout, config.model
+    width = BYTES[model.dtype]
+    length = config.longest_sequence
+    requests = math.ceil(config.train.prompts_per_step * rollout.group_size / world.size)
+    if config.data.eval and config.train.eval_every:
+        spoken = config.response_tokens - rollout.max_tokens
+        length = max(length, profile_of(config.eval).longest(config.data.max_prompt_tokens) + spoken)
+        problems = config.eval.train_problems * len(config.data.eval) * config.eval.train_samples
+        requests = max(requests, math.ceil(problems / world.size))
+    rows = min(rollout.max_rows, requests)
+    shapes = [senior] if junior is None else [senior, junior]
+    weights = {"senior": parameters(senior) * width} | (
+        {} if junior is None else {"junior": parameters(junior) * width}
+    )
+    per_token = sum(kv_bytes(shape, width) for shape in shapes)
+    logits = LOGITS * rows * vocabulary * 4
+    if rollout.engine == "torch":
+        if model.lora.rank and junior is not None and self_paired(model):
+            weights["senior"] = 0  # adapters on the junior's weights
+        columns = _columns(config.data.max_prompt_tokens, length)
+        waiting = rows * config.has_episodes  # between turns, in the device's memory
+        size = rows * columns * per_token + waiting * length * per_token
+        prompt = min(config.data.max_prompt_tokens, length)
+        prompts = max(1, min(PREFILL_TOKENS // prompt, math.ceil(rows / rollout.group_size)))
+        prefill = max(
+            _prefill(shape.to_json_string(use_diff=False), type(shape), model.dtype, prompts, prompt)
+            for shape in shapes
+        )
+        items = [Item("always", f"engine, {who}: weights, {model.dtype}", n) for who, n in weights.items() if n]
+        items += [
+            Item("rollout", "engine: KV cache", size),
+            Item("rollout", "engine: a prefill or a decoding step", max(prefill, logits)),
+        ]
+        return items, Cache(rows, columns, size)
+    return _vllm(config, weights, per_token, logits, length, device)
+
+
+def _vllm(
+    config: Config, weights: dict[str, int], per_token: int, logits: int, length: int, device: Accelerator
+) -> tuple[list[Item], Cache]:
+    vllm, parallel = config.rollout.vllm, config.rollout.tensor_parallel
+    own = sum(weights.values()) // parallel
+    per_token = max(1, per_token // parallel)
+    budget = None if device.memory is None else int(vllm.gpu_memory_utilization * device.memory)
+    if vllm.kv_cache_gb is not None or budget is None:
+        size = int((vllm.kv_cache_gb or 1.0) * 2**30)
+        total = own + size + logits
+    else:
+        size, total = max(0, budget - own - logits), max(budget, own + logits)
+    blocks = size // (per_token * BLOCK)
+    rows = min(config.rollout.max_rows, blocks // math.ceil(length / BLOCK))
+    elsewhere = vllm.devices is not None or parallel > 1
+    items = (
+        []
+        if elsewhere
+        else [Item("rollout" if vllm.sleep else "always", "engine: vLLM's share, KV cache included", total)]
+    )
+    return items, Cache(rows, length, size, blocks)
+
+
+def _columns(prompt: int, longest: int) -> int:
+    """How wide a KV cache of the torch engine has grown when it holds ``longest`` tokens."""
+    columns = prompt + CACHE_STEP
+    while columns < longest:
+        columns += max(CACHE_STEP, columns // 4)
+    return columns
+
+
+def parameters(shape: PretrainedConfig) -> int:
+    """Numbers in a model's weights; tied ones count once."""
+    return sum(
+        parameter.numel() for parameter in _skeleton(shape.to_json_string(use_diff=False), type(shape)).parameters()
+    )
+
+
+def kv_bytes(shape: PretrainedConfig, width: int) -> int:
+    """Keys and values of one token, in numbers of ``width`` bytes."""
+    text = shape.get_text_config()
+    channels = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+    return int(2 * text.num_hidden_layers * text.num_key_value_heads * channels * width)
+
+
+@cache
+def _prefill(json: str, kind: type[PretrainedConfig], dtype: str, prompts: int, length: int) -> int:
+    return rehearse_prefill(kind.from_dict(loads(json)), getattr(torch, dtype), prompts, length)
+
+
+@cache
+def _skeleton(json: str, kind: type[PretrainedConfig]) -> Any:
+    with torch.device("meta"):
+        return AutoModelForCausalLM.from_config(kind.from_dict(loads(json)))
+
+
+# ------------------------------------------------------------------------------------------------------- work and time
+
+
+def _flops(
+    config: Config, senior: PretrainedConfig, longest: int, sequences: int, world: World, scored: float, critic: bool
+) -> float:
+    """FLOPs of this process's updates in a step, recomputation and scoring passes included."""
+    skeleton = _skeleton(senior.to_json_string(use_diff=False), type(senior)).requires_grad_(not config.model.lora.rank)
+    predictions = sequences * config.response_tokens
+    once = update_flops(cost_of(skeleton), [longest] * sequences, predictions=predictions)
+    passes = 1 + scored / 3 + (config.loss.kl_coef > 0) / 3 + (config.loss.junior_kl_coef > 0) / 3
+    passes += (config.model.gradient_checkpointing / 3) * (1 + critic) + critic * 4 / 3
+    return once * passes / (world.size / world.data_size)
+
+
+def _seconds(
+    config: Config,
+    senior: PretrainedConfig,
+    junior: PretrainedConfig | None,
+    world: World,
+    device: Accelerator,
+    flops: float,
+    sent: Sent,
+    cache: Cache,
+) -> dict[str, tuple[float, float]]:
+    """Best and worst, by phase. At best 60 % of the peak and collectives that hide behind the computation; at worst
+    20 % and none that does. Decoding reads all weights and half of the KV cache for each token of a row: at best at
+    70 % of the bandwidth, at worst at 10 %."""
+    compute = flops / device.peak(config.model.dtype)
+    wire = sum(_wire(collective, traffic, world, device) for collective, traffic in sent.items())
+    width = BYTES[config.model.dtype]
+    read = sum(parameters(shape) * width for shape in ([senior] if junior is None else [senior, junior]))
+    requests = math.ceil(config.train.prompts_per_step * config.rollout.group_size / world.size)
+    waves = math.ceil(requests / max(1, cache.rows))
+    decode = (
+        waves * config.rollout.max_tokens * (read / config.rollout.tensor_parallel + cache.size / 2) / device.bandwidth
+    )
+    return {
+        "update": (max(compute / 0.6, wire), compute / 0.2 + wire),
+        "rollout": (decode / 0.7, decode / 0.1),
+    }
+
+
+def _wire(collective: Collective, traffic: Traffic, world: World, device: Accelerator) -> float:
+    """Seconds of a ring over the slowest link."""
+    if world.mesh is None:
+        return 0.0
+    axes = collective.axis if collective.axis != "all" else "data"
+    group = torch.distributed.get_process_group_ranks(world.mesh[axes].get_group())
+    count = len(group)
+    speed = device.link if max(group) - min(group) < PER_MACHINE else device.network
+    rounds = 2 if collective.kind == "all-reduce" else 1
+    return rounds * traffic.sent * (count - 1) / count / speed
+
+
+def _add(total: Sent, more: Sent, times: int) -> None:
+    for collective, traffic in more.items():
+        before = total.get(collective, Traffic(0, 0))
+        if times:
+            total[collective] = Traffic(before.calls + times * traffic.calls, before.sent + times * traffic.sent)

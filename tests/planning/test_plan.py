@@ -1,0 +1,96 @@
+"""The plan of a run elsewhere: what it says adds up, and what cannot fit is refused with keys that help."""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from omegaconf import OmegaConf
+
+from tandemrl.config import ConfigError, load, packaged_configs
+from tandemrl.experiments.hops_tokenizer import hops_tokenizer
+from tandemrl.experiments.tiny import SIZES, WARM_STARTS
+from tandemrl.models.attention import ModelError
+from tandemrl.planning.accelerators import GIB, accelerator
+from tandemrl.planning.architectures import architecture, packaged
+from tandemrl.planning.page import PlanError, described, require_fit
+from tandemrl.planning.plan import kv_bytes, parameters, plan
+
+
+def _named(path: Path) -> set[str]:
+    model: Any = OmegaConf.load(path)["model"]
+    return {
+        model[key] for key in ("senior", "junior", "critic") if not OmegaConf.is_missing(model, key) and key in model
+    }
+
+
+def test_every_model_of_a_packaged_config_is_known() -> None:
+    assert set().union(*map(_named, packaged_configs().values())) <= packaged().keys()
+
+
+@pytest.mark.parametrize(
+    ("model", "count"),  # as the model cards have them
+    [
+        ("Qwen/Qwen3-0.6B", 596_049_920),
+        ("Qwen/Qwen3-4B-Instruct-2507", 4_022_468_096),
+        ("Qwen/Qwen2.5-7B-Instruct", 7_615_616_512),
+        ("deepseek-ai/DeepSeek-R1-Distill-Qwen-1.5B", 1_777_088_000),
+    ],
+)
+def test_packaged_shapes_have_the_published_numbers_of_parameters(model: str, count: int) -> None:
+    assert parameters(architecture(model)) == count
+
+
+@pytest.mark.parametrize("pair", ["tiny", "tiny-hops"])
+def test_the_tiny_pairs_are_those_that_are_made(pair: str) -> None:
+    vocabulary = WARM_STARTS["plain"]["base"].vocab_size if pair == "tiny" else len(hops_tokenizer())
+    for who in ("senior", "junior"):
+        shape = packaged()[f"runs/{pair}/{who}"]
+        assert shape["vocab_size"] == vocabulary
+        assert {name: shape[name] for name in SIZES["tiny"] if name != "initializer_range"} == {
+            name: value for name, value in SIZES["tiny"].items() if name != "initializer_range"
+        }
+
+
+def test_an_unknown_model_is_named_and_nothing_is_downloaded() -> None:
+    with pytest.raises(ModelError, match=r"nobody/has-this: its config\.json is neither"):
+        architecture("nobody/has-this")
+
+
+def test_the_plan_of_a_tiny_run_adds_up() -> None:
+    config = load("quickstart")
+    found = plan(config, 1, accelerator("h100"))
+    shape = architecture(config.model.senior)
+    count = parameters(shape)
+    sizes = {item.name: item.size for item in found.items}
+    assert sizes["policy: weights, float32"] == sizes["engine, junior: weights, float32"] == 4 * count
+    assert 0 <= sizes["policy: optimiser"] - 8 * count < 1024  # and a step counter for each parameter
+    rows, length = found.cache.rows, found.cache.length
+    assert found.cache.size == rows * length * 2 * kv_bytes(shape, 4)
+    assert (rows, length >= config.longest_sequence) == (256, True)
+    assert found.sent == {}
+    assert found.fits
+    text = described(found)
+    assert "plan of 1 process(es) on h100 (no mesh)" in text
+    assert "an estimate from data sheets" in text
+
+
+def test_what_cannot_fit_is_refused_with_what_helps() -> None:
+    config = load("quickstart")
+    device = accelerator("h100")
+    needed = plan(config, 1, device).peak
+    small = device._replace(memory=0.7 * needed)
+    with pytest.raises(PlanError, match=r"a process needs .* what helps: .*train\.tokens_per_micro_batch=192"):
+        require_fit(plan(config, 1, small), config, 1, small)
+
+
+def test_a_mesh_that_does_not_multiply_is_refused() -> None:
+    config = load("quickstart")
+    with pytest.raises(ConfigError, match="processes, but 3 run"):
+        plan(replace(config, parallel=replace(config.parallel, tp=2)), 3, accelerator("h100"))
+
+
+def test_the_table_of_devices_knows_what_it_does_not_know() -> None:
+    assert accelerator("h200").memory == 139.8 * GIB
+    with pytest.raises(ConfigError, match="--device abacus: expected one of a100-40, a100, h100"):
+        accelerator("abacus")
