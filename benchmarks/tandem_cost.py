@@ -53,7 +53,7 @@ from tandemrl.selection.draws import request_key
 
 PROB_SENIOR, MAX_GAP_TOKENS, BOUNDARY_SHARE = 0.5, 32, 0.7
 BLOCK_SIZE = 128  # vLLM's default on a CPU
-KV_CACHE_GB = 4  # an upper bound; the number of blocks decides
+KV_CACHE_GB = 2  # an upper bound; the number of blocks decides
 GROUP = 8
 """Rows that share a prompt, as the rollouts of a group do."""
 CLEARLY, NEAR = 1.15, 1.15
