@@ -2,19 +2,25 @@
 
     python benchmarks/tandem_cost.py --out benchmarks/results/tandem_cost.jsonl
     python benchmarks/tandem_cost.py --settings tiny-1,kv-1500 --rounds 3
+    python benchmarks/tandem_cost.py --settings 1:12-high-1,1:12-high-8 --rounds 3 --out again.jsonl
 
-Prints one JSON line per setting (model of `models.py`, rows, prompt tokens) and a verdict per bar on stderr:
+Prints one JSON line per setting and a verdict per bar on stderr. A setting is a pair (random weights of `models.py`, or
+a senior and a smaller junior that agree, of `distilled.py`), rows and prompt tokens. Contestants:
 
 - bare: plain `vllm.LLMEngine` with the senior and the same arguments, no tandem worker, no log-probs;
 - stock: the same engine, returning the log-prob of every token, as every contestant below does;
 - solo: our engine, the senior alone;
-- lockstep, lazy, majority: our engine's modes, strategy `word` (p 0.5, K 32), a random table of boundary tokens.
+- lockstep, lazy, majority, auto: our engine's modes, strategy `word` (p 0.5, K 32), a random table of boundary tokens;
+- draft K: mode `draft` with K tokens.
 
-Decoding only: the clock runs from the end of the first engine step, which computes all prompts and writes the first
-token of every row, until the call returns. Every row writes the same number of tokens (EOS does not stop), at
-temperature 1, without prefix caching, in float32, eagerly. Each round times every contestant once on the same prompts;
-who goes first changes from round to round; ratios are taken within a round: the median over rounds, and the 5 % and
-95 % quantiles. One round before them is not timed. Each setting has a process of its own.
+Decoding only: the clock runs from the end of the first engine step, which reads what is not cached of all prompts and
+writes the first token of every row, until the call returns. Every row writes the same number of tokens (EOS does not
+stop), at temperature 1, in float32, eagerly. Rows share prompts in groups of eight, and all rounds have the same
+prompts: an untimed round has them in the prefix cache. The random numbers differ from round to round. Each round times
+every contestant once; who goes first changes from round to round; ratios are taken within a round: the median over
+rounds, and the 5 % and 95 % quantiles. Bars hold for the ratios of CPU seconds: on one thread they leave out the time
+that other processes took. Each setting has a process of its own, and its line is written when it is done; settings that
+`--out` has already are left out, unless rounds, tokens or contestants were others.
 """
 
 import argparse
@@ -24,13 +30,15 @@ import shlex
 import statistics
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from multiprocessing import get_context
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+import distilled
 import models
 import numpy as np
 import torch
@@ -38,56 +46,98 @@ from _common import about, cpu_seconds, write_lines
 
 from tandemrl.config import RolloutConfig, VllmConfig
 from tandemrl.models.loading import load_tokenizer
-from tandemrl.rollout.engine import Completion, Request, Sampling
-from tandemrl.rollout.vllm.planner import SchedulingMode
-from tandemrl.selection import Strategy, solo, word
+from tandemrl.rollout.engine import Completion, EngineError, Passes, Request, Sampling
+from tandemrl.rollout.vllm.planner import check_mode
+from tandemrl.selection import solo, word
 from tandemrl.selection.draws import request_key
 
-MODES: tuple[SchedulingMode, ...] = ("lockstep", "lazy", "majority")
-CONTESTANTS = ("bare", "stock", "solo", *MODES)
-PAIRS = [
-    ("stock", "bare"),
-    ("solo", "stock"),
-    ("lockstep", "stock"),
-    ("lazy", "stock"),
-    ("lazy", "bare"),
-    ("lazy", "solo"),
-    ("lazy", "lockstep"),
-    ("majority", "stock"),
-    ("majority", "lazy"),
-]
 PROB_SENIOR, MAX_GAP_TOKENS, BOUNDARY_SHARE = 0.5, 32, 0.7
 BLOCK_SIZE = 128  # vLLM's default on a CPU
-KV_CACHE_GB = 4  # an upper bound; the number of blocks decides
+KV_CACHE_GB = 2  # an upper bound; the number of blocks decides
+GROUP = 8
+"""Rows that share a prompt, as the rollouts of a group do."""
+CLEARLY, NEAR = 1.15, 1.15
+"""By which ratio one of lazy and drafts is faster where auto has to take it; how near auto has to be everywhere."""
 
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """Write ``tokens`` after ``prompt`` tokens in each of ``rows`` rows. bars: the largest ratios that are accepted."""
+    """Write ``tokens`` after ``prompt`` tokens in each of ``rows`` rows, in so many ``rounds``.
+
+    model: one of ``models.SIZES``, or RATIO-LEVEL of ``distilled``. bars: the largest ratios of CPU seconds that are
+    accepted. drafts: lengths of drafts that take part. acceptance: the smallest that is accepted.
+    """
 
     model: str
     rows: int
     prompt: int
     tokens: int
-    bars: dict[str, float] = field(default_factory=dict)
+    bars: Mapping[str, float] = field(default_factory=dict)
+    rounds: int = 7
+    drafts: tuple[int, ...] = ()
+    acceptance: float | None = None
+
+    @property
+    def contestants(self) -> tuple[str, ...]:
+        if not self.drafts:
+            return ("bare", "stock", "solo", "lockstep", "lazy", "majority")
+        return ("stock", "solo", "lockstep", "lazy", *(f"draft {length}" for length in self.drafts), "auto")
+
+    @property
+    def pairs(self) -> list[tuple[str, str]]:
+        """What is related to what."""
+        if not self.drafts:
+            stock = [("stock", "bare"), ("lazy", "bare"), *((who, "stock") for who in self.contestants[2:])]
+            return [*stock, ("lazy", "solo"), ("lazy", "lockstep"), ("majority", "lazy")]
+        drafting = self.contestants[4:]
+        return [*((who, "stock") for who in self.contestants[1:]), *((who, "lazy") for who in drafting)]
 
 
 def _both(bar: float) -> dict[str, float]:
-    return {"lazy / solo": bar, "lazy / stock": bar}
+    return {"lazy / solo": bar, "lazy / stock": bar, **EVERYWHERE}
+
+
+EVERYWHERE = {"lazy / lockstep": 1.03}
+OF_DRAFTS = {1: {"draft 8 / stock": 0.55}, 8: {"draft 8 / stock": 0.85}, 32: {}}
+"""By rows, for a junior of a tenth of the senior that nearly always agrees."""
+SHAPES = {
+    (1, 32): (96, 7, (4, 8, 12)),
+    (8, 32): (64, 7, (4, 8, 12)),
+    (32, 32): (48, 5, (4, 8)),
+    (1, 1500): (96, 5, (4, 8, 12)),
+    (8, 1500): (48, 5, (4, 8)),
+    (32, 1500): (32, 3, (4, 8)),
+    (1, 4000): (64, 5, (4, 8, 12)),
+    (8, 4000): (40, 3, (4, 8)),
+    (32, 4000): (24, 3, (4, 8)),
+}
+"""By rows and prompt tokens: tokens, rounds, drafts."""
+
+
+def _drafted(model: str, rows: int, prompt: int) -> Setting:
+    tokens, rounds, drafts = SHAPES[rows, prompt]
+    high = model.endswith("high")
+    bars = OF_DRAFTS[rows] if model == "12-high" else {}
+    return Setting(model, rows, prompt, tokens, bars, rounds, drafts, acceptance=0.9 if high else None)
 
 
 SETTINGS = {
     "tiny-1": Setting("tiny", 1, 32, 256, _both(1.05)),
-    "tiny-8": Setting("tiny", 8, 32, 256),
-    "tiny-32": Setting("tiny", 32, 32, 256),
+    "tiny-8": Setting("tiny", 8, 32, 256, EVERYWHERE),
+    "tiny-32": Setting("tiny", 32, 32, 256, EVERYWHERE),
     "mid-1": Setting("mid", 1, 32, 96, _both(1.05)),
-    "mid-8": Setting("mid", 8, 32, 64),
-    "mid-32": Setting("mid", 32, 32, 48),
-    "mid-8-1000": Setting("mid", 8, 1000, 48),
+    "mid-8": Setting("mid", 8, 32, 64, EVERYWHERE),
+    "mid-32": Setting("mid", 32, 32, 48, EVERYWHERE),
+    "mid-8-1000": Setting("mid", 8, 1000, 48, EVERYWHERE),
     "kv-1500": Setting("kv", 8, 1500, 64, _both(1.40)),
     "kv-4000": Setting("kv", 8, 4000, 64, _both(1.35)),
+    **{f"12-high-{rows}-{prompt}": _drafted("12-high", rows, prompt) for rows, prompt in SHAPES},
+    **{
+        f"{model}-{rows}-32": _drafted(model, rows, 32)
+        for model in ("12-middle", "12-low", "7-high", "7-middle", "7-low")
+        for rows in (1, 8)
+    },
 }
-EVERYWHERE = {"lazy / lockstep": 1.03}
 
 
 class Clock:
@@ -114,15 +164,24 @@ class Clock:
         return seconds
 
 
-Run = Callable[[list[list[int]], int], tuple[float, float]]
-"""(prompts, round) -> wall and CPU seconds of decoding."""
+class Result(NamedTuple):
+    """Of one call: wall and CPU seconds of decoding; what was written, by how many passes (not of stock vLLM)."""
+
+    wall: float
+    cpu: float
+    written: Sequence[Completion] = ()
+    passes: Passes = Passes()
+
+
+Run = Callable[[list[list[int]], int], Result]
+"""(prompts, round) -> what it cost."""
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--settings", default=",".join(SETTINGS), help="names, separated by commas")
-    parser.add_argument("--rounds", type=int, help="default 9, with --quick 3")
-    parser.add_argument("--quick", action="store_true", help="a quarter of the tokens")
+    parser.add_argument("--rounds", type=int, help="default: the setting's own, with --quick 3")
+    parser.add_argument("--quick", action="store_true", help="a quarter of the tokens, or a half of those of drafts")
     parser.add_argument("--threads", type=int, default=1, help="OMP_NUM_THREADS of every setting's process")
     parser.add_argument("--models", type=Path, default=Path("runs/benchmark_models"), help="built if needed")
     parser.add_argument("--out", type=Path, help="also write the lines to this file")
@@ -130,7 +189,6 @@ def main() -> None:
     names = options.settings.split(",")
     if unknown := set(names) - set(SETTINGS):
         parser.error(f"unknown settings {sorted(unknown)}; there are {', '.join(SETTINGS)}")
-    rounds = options.rounds or (3 if options.quick else 9)
     os.environ |= {
         "OMP_NUM_THREADS": str(options.threads),
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
@@ -138,72 +196,166 @@ def main() -> None:
         "PYTHONWARNINGS": "ignore",
     }
 
-    lines = []
+    known = {}
+    if options.out is not None and options.out.is_file():
+        known = {line["setting"]: line for line in map(json.loads, options.out.read_text().splitlines())}
     with ProcessPoolExecutor(1, get_context("spawn"), max_tasks_per_child=1) as processes:
         for name in names:
-            line = processes.submit(measure, name, options.models, rounds, options.quick).result()
+            setting, refused = asked(SETTINGS[name], options)
+            for contestant, reason in refused.items():
+                print(f"{name}: without {contestant}: {reason}", file=sys.stderr, flush=True)
+            if name in known and all(
+                known[name].get(key) == value for key, value in identity(setting, refused).items()
+            ):
+                print(f"{name}: {options.out} has it", file=sys.stderr, flush=True)
+                continue
+            line = processes.submit(measure, name, setting, refused, options.models).result()
             line["command"] = shlex.join(["python", *sys.argv])
-            lines.append(line)
+            known[name] = line
             print(json.dumps(line), flush=True)
-            for pair, verdict in line["bars"].items():
-                print(f"{name}: {pair} {verdict}", file=sys.stderr, flush=True)
+            for what, verdict in line["bars"].items():
+                print(f"{name}: {what} {verdict}", file=sys.stderr, flush=True)
             if options.out is not None:
-                write_lines(options.out, lines)
+                write_lines(options.out, [known[each] for each in SETTINGS if each in known])
 
 
-def measure(name: str, folder: Path, rounds: int, quick: bool) -> dict[str, Any]:
+def asked(setting: Setting, options: argparse.Namespace) -> tuple[Setting, dict[str, str]]:
+    """A setting as the options change it; contestants that cannot take part, and why."""
+    if options.quick:
+        setting = replace(setting, tokens=setting.tokens // (2 if setting.drafts else 4), rounds=3)
+    if options.rounds:
+        setting = replace(setting, rounds=options.rounds)
+    refused = {}
+    for mode in {"majority", "auto"} & set(setting.contestants):
+        try:
+            check_mode(mode)
+        except EngineError as error:
+            refused[mode] = str(error)
+    return setting, refused
+
+
+def identity(setting: Setting, refused: Mapping[str, str]) -> dict[str, Any]:
+    """What a line says of its setting."""
+    taking_part = [contestant for contestant in setting.contestants if contestant not in refused]
+    kept = {key: value for key, value in asdict(setting).items() if key not in ("bars", "drafts", "acceptance")}
+    return {**kept, "contestants": taking_part}
+
+
+def measure(name: str, setting: Setting, refused: Mapping[str, str], folder: Path) -> dict[str, Any]:
     """The JSON line of one setting."""
     import vllm
 
-    setting = SETTINGS[name]
-    if quick:
-        setting = replace(setting, tokens=setting.tokens // 4)
-    senior, junior = models.build(setting.model, folder)
-    size = models.SIZES[setting.model]["vocab_size"]
-    boundary = boundary_table(size)
-    tandem, written = prepare_tandem(senior, junior, setting, boundary)
-    contestants = prepare_stock(senior, setting) | tandem
+    began = time.perf_counter()
+    senior, junior, prompts = pair_of(setting, folder)
+    boundary = boundary_table(models_vocabulary(senior))
+    names = identity(setting, refused)["contestants"]
+    contestants = prepare_tandem(senior, junior, setting, boundary, names) | prepare_stock(senior, setting)
 
-    wall: dict[str, list[float]] = {contestant: [] for contestant in CONTESTANTS}
-    cpu: dict[str, list[float]] = {contestant: [] for contestant in CONTESTANTS}
+    results: dict[str, list[Result]] = {contestant: [] for contestant in names}
     others: list[float] = []
-    for number in range(-1, rounds):
-        prompts = np.random.default_rng(number + 1).integers(2, size, (setting.rows, setting.prompt)).tolist()
-        first = number % len(CONTESTANTS)
-        for contestant in CONTESTANTS[first:] + CONTESTANTS[:first]:
+    for number in range(-1, setting.rounds):
+        first = number % len(names)
+        for contestant in names[first:] + names[:first]:
+            if number < 0:
+                contestants[contestant](prompts[::GROUP], number)  # from now on the prompts are in the prefix cache
             (mine, busy), start = cpu_seconds(), time.perf_counter()
-            wall_time, cpu_time = contestants[contestant](prompts, number)
+            result = contestants[contestant](prompts, number)
             seconds = time.perf_counter() - start
             mine, busy = (after - before for after, before in zip(cpu_seconds(), (mine, busy), strict=True))
             if number >= 0:
-                wall[contestant].append(wall_time)
-                cpu[contestant].append(cpu_time)
+                results[contestant].append(result)
                 others.append(max(0.0, busy - mine) / seconds)
-    wall_ratios = ratios(wall)
-    bars = setting.bars | EVERYWHERE
+    wall = {who: [result.wall for result in each] for who, each in results.items()}
+    cpu = {who: [result.cpu for result in each] for who, each in results.items()}
+    passes = {who: sum((result.passes for result in each), Passes()) for who, each in results.items()}
+    pairs = [(a, b) for a, b in setting.pairs if a in names and b in names]
+    of_pair = {}
+    if setting.drafts:
+        faster = min((who for who in names if who == "lazy" or who.startswith("draft")), key=partial(middle, cpu))
+        of_pair = {"pair": distilled.describe(folder, *distilled_name(setting.model)), "faster": faster}
+        pairs += [("auto", faster)] if "auto" in names and ("auto", faster) not in pairs else []
+    cpu_ratios = ratios(cpu, pairs)
+    accepted = {who: round(each.acceptance, 3) for who, each in passes.items() if each.acceptance is not None}
     return about() | {
         "vllm": vllm.__version__,
         "benchmark": "tandem_cost",
         "setting": name,
-        **{key: value for key, value in asdict(setting).items() if key != "bars"},
-        "rounds": rounds,
+        **identity(setting, refused),
+        "refused": dict(refused),
+        **of_pair,
         "dtype": "float32",
         "strategy": f"word, p {PROB_SENIOR}, K {MAX_GAP_TOKENS}, {BOUNDARY_SHARE:.0%} of the ids are boundaries",
-        "lazy_wrote": authorship(written["lazy"], boundary),
-        "ms_per_token_of_each_row": {
-            key: round(1e3 * statistics.median(s) / (setting.tokens - 1), 3) for key, s in wall.items()
+        "lazy_wrote": authorship(results["lazy"][-1].written, boundary),
+        "acceptance": accepted,
+        "tokens_per_senior_pass": {
+            who: round(each.tokens / each.senior, 2) for who, each in passes.items() if each.senior
         },
-        "ratios": wall_ratios,
-        "cpu_ratios": ratios(cpu),
-        "bars": {
-            pair: f"{wall_ratios[pair]['median']} <= {bar} {'ok' if wall_ratios[pair]['median'] <= bar else 'NOT OK'}"
-            for pair, bar in bars.items()
-        },
-        "wall_s": {key: [round(x, 4) for x in s] for key, s in wall.items()},
-        "cpu_s": {key: [round(x, 4) for x in s] for key, s in cpu.items()},
+        "ms_per_token_of_each_row": {who: round(1e3 * middle(wall, who) / (setting.tokens - 1), 3) for who in names},
+        "cpu_ms_per_token_of_each_row": {who: round(1e3 * middle(cpu, who) / (setting.tokens - 1), 3) for who in names},
+        "ratios": ratios(wall, pairs),
+        "cpu_ratios": cpu_ratios,
+        "bars": verdicts(setting, cpu, passes, cpu_ratios),
+        "wall_s": {who: [round(x, 4) for x in s] for who, s in wall.items()},
+        "cpu_s": {who: [round(x, 4) for x in s] for who, s in cpu.items()},
         "cores_others": round(statistics.median(others), 2),
         "load": [round(x, 2) for x in os.getloadavg()],
+        "seconds": round(time.perf_counter() - began),
     }
+
+
+def verdicts(
+    setting: Setting,
+    cpu: Mapping[str, list[float]],
+    passes: Mapping[str, Passes],
+    found: Mapping[str, Mapping[str, Any]],
+) -> dict[str, str]:
+    """What the issue of a setting's bars is. found: the ratios of CPU seconds."""
+
+    def verdict(value: float, bar: float, *, most: bool = True) -> str:
+        ok = value <= bar if most else value >= bar
+        return f"{value:.3f} {'<=' if most else '>='} {bar} {'ok' if ok else 'NOT OK'}"
+
+    said = {pair: verdict(found[pair]["median"], bar) for pair, bar in setting.bars.items() if pair in found}
+    if not setting.drafts:
+        return said
+    drafts = [f"draft {length}" for length in setting.drafts]
+    if setting.acceptance is not None:
+        said["acceptance"] = verdict(passes[drafts[-1]].acceptance or 0.0, setting.acceptance, most=False)
+    if "auto" in cpu:
+        draft = min(drafts, key=partial(middle, cpu))
+        slower, faster = sorted(("lazy", draft), key=partial(middle, cpu), reverse=True)
+        said[f"auto / {faster}, the faster"] = verdict(found[f"auto / {faster}"]["median"], NEAR)
+        if middle(cpu, slower) > CLEARLY * middle(cpu, faster):
+            drafted = passes["auto"].drafted > 0.5 * passes[draft].drafted
+            said["auto takes the faster"] = f"{faster} {'ok' if drafted == (faster == draft) else 'NOT OK'}"
+    return said
+
+
+def middle(seconds: Mapping[str, list[float]], who: str) -> float:
+    return statistics.median(seconds[who])
+
+
+def distilled_name(model: str) -> tuple[int, str]:
+    """``12-high`` -> 12, ``high``."""
+    ratio, level = model.split("-")
+    return int(ratio), level
+
+
+def pair_of(setting: Setting, folder: Path) -> tuple[Path, Path, list[list[int]]]:
+    """Senior, junior, and a prompt for each row: what the senior might have written, or random ids."""
+    groups = -(-setting.rows // GROUP)
+    if setting.drafts:
+        pair = distilled.build(folder, *distilled_name(setting.model))
+        senior, junior, prompts = pair.senior, pair.junior, distilled.prompts(pair, groups, setting.prompt)
+    else:
+        senior, junior = models.build(setting.model, folder)
+        size = models.SIZES[setting.model]["vocab_size"]
+        prompts = np.random.default_rng(0).integers(2, size, (groups, setting.prompt)).tolist()
+    return senior, junior, [prompts[row // GROUP] for row in range(setting.rows)]
+
+
+def models_vocabulary(senior: Path) -> int:
+    return int(json.loads((senior / "config.json").read_text())["vocab_size"])
 
 
 def boundary_table(size: int) -> torch.Tensor:
@@ -212,23 +364,24 @@ def boundary_table(size: int) -> torch.Tensor:
     return order < round(BOUNDARY_SHARE * size)
 
 
-def ratios(seconds: dict[str, list[float]]) -> dict[str, dict[str, Any]]:
+def ratios(seconds: Mapping[str, list[float]], pairs: Sequence[tuple[str, str]]) -> dict[str, dict[str, Any]]:
     """For each pair, the ratio in every round: median, and 5 % and 95 % quantiles."""
     result = {}
-    for a, b in PAIRS:
+    for a, b in pairs:
         each = np.array(seconds[a]) / np.array(seconds[b])
-        low, middle, high = np.quantile(each, [0.05, 0.5, 0.95]).round(3).tolist()
-        result[f"{a} / {b}"] = {"median": middle, "interval_90": [low, high]}
+        low, median, high = np.quantile(each, [0.05, 0.5, 0.95]).round(3).tolist()
+        result[f"{a} / {b}"] = {"median": median, "interval_90": [low, high]}
     return result
 
 
 def engine_arguments(setting: Setting) -> dict[str, Any]:
-    """All prompts fit into one step, and all rows into the KV cache."""
-    context = setting.prompt + setting.tokens
+    """All that is not cached of the prompts fits into one step, and all rows and prompts into the KV cache, twice."""
+    context, groups = setting.prompt + setting.tokens, -(-setting.rows // GROUP)
+    written = setting.rows * (setting.tokens // BLOCK_SIZE + 3)
     return {
-        "max_num_batched_tokens": max(setting.rows * setting.prompt, context),
+        "max_num_batched_tokens": max(groups * setting.prompt, setting.rows * (BLOCK_SIZE + 16), context),
         "block_size": BLOCK_SIZE,
-        "num_gpu_blocks_override": setting.rows * (context // BLOCK_SIZE + 2) + 8,
+        "num_gpu_blocks_override": 2 * (groups * (setting.prompt // BLOCK_SIZE + 1) + written) + 8,
         "use_tqdm_on_load": False,
     }
 
@@ -245,7 +398,6 @@ def prepare_stock(senior: Path, setting: Setting) -> dict[str, Run]:
             max_num_seqs=setting.rows,
             max_model_len=setting.prompt + setting.tokens,
             kv_cache_memory_bytes=KV_CACHE_GB * 2**30,
-            enable_prefix_caching=False,
             enforce_eager=True,
             logprobs_mode="processed_logprobs",
             generation_config="vllm",
@@ -265,12 +417,12 @@ def prepare_stock(senior: Path, setting: Setting) -> dict[str, Run]:
             output_kind=RequestOutputKind.FINAL_ONLY,
         )
 
-        def run(prompts: list[list[int]], number: int) -> tuple[float, float]:
+        def run(prompts: list[list[int]], number: int) -> Result:
             for i, prompt in enumerate(prompts):
                 engine.add_request(str(i), {"prompt_token_ids": prompt}, params)
             while engine.has_unfinished_requests():
                 engine.step()
-            return clock.read(setting.tokens)
+            return Result(*clock.read(setting.tokens))
 
         return run
 
@@ -278,44 +430,46 @@ def prepare_stock(senior: Path, setting: Setting) -> dict[str, Run]:
 
 
 def prepare_tandem(
-    senior: Path, junior: Path, setting: Setting, boundary: torch.Tensor
-) -> tuple[dict[str, Run], dict[str, list[Completion]]]:
-    """Our engine's contestants, and what each of them wrote last."""
+    senior: Path, junior: Path, setting: Setting, boundary: torch.Tensor, names: Sequence[str]
+) -> dict[str, Run]:
+    """Our engine's contestants: an engine of its own for each length of drafts and for auto, one for the others."""
     from tandemrl.rollout.vllm.engine import VllmEngine
 
-    engine = VllmEngine.start(
-        senior,
-        junior,
-        load_tokenizer(senior),
-        RolloutConfig(
-            max_rows=setting.rows,
-            vllm=VllmConfig(kv_cache_gb=KV_CACHE_GB, prefix_caching=False, enforce_eager=True),
-        ),
-        longest=setting.prompt + setting.tokens,
-        engine_args=engine_arguments(setting),
-    )
-    clock = Clock(engine.backend.llm)
     sampling = Sampling(max_tokens=setting.tokens, ignore_eos=True)
-    written: dict[str, list[Completion]] = {}
+    both, alone = word(PROB_SENIOR, MAX_GAP_TOKENS, boundary), solo("senior")
 
-    def contestant(name: str, mode: SchedulingMode, strategy: Strategy) -> Run:
-        def run(prompts: list[list[int]], number: int) -> tuple[float, float]:
-            engine.set_mode(mode)
-            keys = [request_key(0, number + 1, i, 0) for i in range(len(prompts))]
-            requests = [Request(p, (key,), sampling, strategy) for p, key in zip(prompts, keys, strict=True)]
-            groups = engine.generate(requests)
-            seconds = clock.read(None if mode == "majority" else setting.tokens)  # where rows wait, steps are more
-            written[name] = [completion for group in groups for completion in group]
-            return seconds
+    def engine(mode: str, draft_tokens: int | str) -> VllmEngine:
+        config = RolloutConfig(
+            engine="vllm",
+            max_rows=setting.rows,
+            draft_tokens=draft_tokens,  # type: ignore[arg-type]  # a number or auto
+            vllm=VllmConfig(mode=mode, kv_cache_gb=KV_CACHE_GB, enforce_eager=True),  # type: ignore[arg-type]
+        )
+        longest, arguments = setting.prompt + setting.tokens, engine_arguments(setting)
+        return VllmEngine.start(senior, junior, load_tokenizer(senior), config, longest=longest, engine_args=arguments)
 
-        return run
+    def run(engine: VllmEngine, clock: Clock, name: str, mode: str, prompts: list[list[int]], number: int) -> Result:
+        engine.set_mode(mode)  # type: ignore[arg-type]  # checked by `asked`
+        keys = [request_key(0, number + 1, i, 0) for i in range(len(prompts))]
+        strategy = alone if name == "solo" else both
+        groups = engine.generate([Request(p, (key,), sampling, strategy) for p, key in zip(prompts, keys, strict=True)])
+        single = name in ("solo", "lockstep", "lazy")  # in the others, steps are more or less than tokens
+        return Result(*clock.read(setting.tokens if single else None), [c for g in groups for c in g], engine.passes)
 
-    both = word(PROB_SENIOR, MAX_GAP_TOKENS, boundary)
-    alone = contestant("solo", "lazy", solo("senior"))
-    return {"solo": alone} | {mode: contestant(mode, mode, both) for mode in MODES}, written
+    plain = engine("lazy", 0)
+    plain_clock = Clock(plain.backend.llm)
+    contestants: dict[str, Run] = {}
+    for name in names:
+        if name.startswith("draft") or name == "auto":
+            mode, _, length = name.partition(" ")
+            own = engine(mode, int(length) if length else "auto")
+            contestants[name] = partial(run, own, Clock(own.backend.llm), name, mode)
+        elif name not in ("bare", "stock"):
+            contestants[name] = partial(run, plain, plain_clock, name, "lazy" if name == "solo" else name)
+    return contestants
 
 
-def authorship(completions: list[Completion], boundary: torch.Tensor) -> dict[str, float]:
+def authorship(completions: Sequence[Completion], boundary: torch.Tensor) -> dict[str, float]:
     """Shares of the tokens that are boundaries, that follow a token of the other author, that the senior wrote."""
     tokens = np.concatenate([completion.tokens for completion in completions])
     authors = np.stack([completion.author for completion in completions])

@@ -22,7 +22,7 @@ def experiment(
     arms: Annotated[str | None, typer.Option(help="Train only these of its arms, e.g. grpo,tandem.")] = None,
     problems: Annotated[int | None, typer.Option(min=2, help="Held-out problems of every evaluation.")] = None,
     samples: Annotated[int | None, typer.Option(min=1, help="Samples per problem.")] = None,
-    size: Annotated[str | None, typer.Option(help="Of the models: tiny, or 46m, which wants a GPU.")] = None,
+    size: Annotated[str | None, typer.Option(help="Of the models: tiny, 1m, 4m, or 46m, which wants a GPU.")] = None,
     device: Annotated[str | None, typer.Option(help="cpu or cuda, for everything.")] = None,
     workers: Annotated[int | None, typer.Option(min=1, help="Processes at once; default: one per core.")] = None,
     retriever: Annotated[

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from tandemrl.evals.stats import pearson
 from tandemrl.experiments.experiment import SCHEMA
 from tandemrl.files import write_text
 from tandemrl.report import read_results
@@ -207,11 +208,14 @@ def drafting() -> str:
         for line in records
     ]
     head = ["acceptance", "rows", *shown, "tokens per senior pass, 8"]
+    size = records[0].get("pair", records[0])
+    made = "distilled" if "pair" in records[0] else "random, and scaled so that both agree more or less often"
     return (
         markdown_table(head, rows)
         + f"\nRatios of CPU seconds for {records[0]['max_tokens']} tokens per row, medians of {records[0]['rounds']} "
-        f"rounds with 90 % intervals; senior {records[0]['senior_parameters'] / 1e6:.0f}M and junior "
-        f"{records[0]['junior_parameters'] / 1e6:.0f}M parameters; {versions_of(records)}; {_file('drafting.jsonl')}.\n"
+        f"rounds with 90 % intervals; senior {size['senior_parameters'] / 1e6:.0f}M and junior "
+        f"{size['junior_parameters'] / 1e6:.0f}M parameters, {made}; {versions_of(records)}; "
+        f"{_file('drafting.jsonl')}.\n"
     )
 
 
@@ -242,7 +246,7 @@ def draw() -> str:
 
 
 def tandem_cost() -> str:
-    records = lines("tandem_cost.jsonl")
+    records = [line for line in lines("tandem_cost.jsonl") if "pair" not in line]
     models = {"tiny": "0.4M", "mid": "63M", "kv": "KV-heavy 6M"}
     pairs = ("lockstep / stock", "lazy / solo", "lazy / stock", "lazy / lockstep", "majority / lazy")
     rows = []
@@ -257,6 +261,92 @@ def tandem_cost() -> str:
         markdown_table(["model, rows, context", "rounds", *pairs], rows)
         + f"\nMedians of the ratio within a round, with a 90 % interval; {versions_of(records)}; "
         f"{_file('tandem_cost.jsonl')}.\n"
+    )
+
+
+def tandem_drafts() -> str:
+    """CPU seconds of drafts in vLLM, relative to the senior alone in stock vLLM, and what that says."""
+    records = [line for line in lines("tandem_cost.jsonl") if "pair" in line]
+    if not records:
+        return "Not measured yet; [benchmarks/README.md]({root}benchmarks/README.md) has the command.\n"
+    who = ("solo", "lockstep", "lazy", "draft 4", "draft 8", "draft 12", "auto")
+    rows = []
+    for line in records:
+        found = line["cpu_ratios"]
+        lengths = [name for name in line["acceptance"] if name.startswith("draft")]
+        shown = [middle(found[f"{name} / stock"]) if f"{name} / stock" in found else "–" for name in who]
+        near = found.get(f"auto / {line['faster']}")
+        rows.append(
+            [
+                f"1:{line['pair']['senior_parameters'] / line['pair']['junior_parameters']:.0f}, "
+                f"{line['acceptance'][lengths[-1]]:.2f}",
+                f"{line['rows']}, {line['prompt']:,}",
+                *shown,
+                middle(near) if near else "–",
+            ]
+        )
+    head = [
+        "size, acceptance",
+        "rows, context",
+        *(f"{name} / stock" for name in who),
+        "auto / the faster of lazy and drafts",
+    ]
+    rounds = sorted({line["rounds"] for line in records})
+    return (
+        markdown_table(head, rows, left=2)
+        + "\nRatios of CPU seconds of decoding, medians within "
+        + (f"{rounds[0]}" if len(rounds) == 1 else f"{rounds[0]} to {rounds[-1]}")
+        + f" rounds with 90 % intervals; senior {records[0]['pair']['senior_parameters'] / 1e6:.0f}M parameters; "
+        f"{versions_of(records)}; {_file('tandem_cost.jsonl')}.\n\n{_tandem_drafts_sentence(records)}\n"
+    )
+
+
+def _tandem_drafts_sentence(records: Sequence[Mapping[str, Any]]) -> str:
+    """Of the settings in which both models agree nearly always."""
+    agreeing = [line for line in records if line["model"] == "12-high"]
+    if not agreeing:
+        return "The pair that agrees most is not measured yet."
+    parts = []
+    for line in agreeing:
+        best = "auto" if "auto" in line["contestants"] else line["faster"]
+        cost, lazy = (line["cpu_ratios"][f"{name} / stock"]["median"] for name in (best, "lazy"))
+        many = f"{line['rows']} row{'s' if line['rows'] > 1 else ''} of {line['prompt']:,} tokens"
+        parts.append(f"{cost:.2f} for {many} (lazy {lazy:.2f})")
+    return (
+        "What two models write together, where the junior is a twelfth of the senior and nearly always agrees, costs "
+        f"this much of the CPU time that stock vLLM takes for the senior alone: {'; '.join(parts)}."
+    )
+
+
+def acceptance() -> str:
+    """How often the junior draws what the senior writes, by pair, size and arm, and how that goes with junior CE."""
+    records = lines("acceptance.jsonl")
+    groups: dict[tuple[str, int, str], list[dict[str, Any]]] = {}
+    for line in records:
+        groups.setdefault((line["pair"], line["parameters"], line["arm"]), []).append(line)
+    rows = [
+        [
+            f"{pair}, {parameters / 1e6:.1f}M",
+            arm,
+            str(len(each)),
+            *(f"{sum(line[name] for line in each) / len(each):.3f}" for name in ("acceptance", "junior_ce")),
+        ]
+        for (pair, parameters, arm), each in sorted(groups.items(), key=lambda item: item[0][:2])
+    ]
+    related = []
+    for pair in dict.fromkeys(line["pair"] for line in records):
+        of_pair = [line for line in records if line["pair"] == pair]
+        r = pearson([line["acceptance"] for line in of_pair], [line["junior_ce"] for line in of_pair])
+        if r is not None:
+            related.append(f"{pair}: Pearson's r {r:.2f}, n {len(of_pair)}")
+    commits = sorted({_commit(line["versions"]) for line in records})
+    commands = dict.fromkeys(line["command"] for line in records)
+    return (
+        markdown_table(["pair, parameters", "senior", "seeds", "acceptance", "junior CE"], rows, left=2)
+        + "\nMeans over seeds, of the senior's solo texts on held-out problems"
+        + (f". Acceptance and junior CE over arms, seeds and sizes: {'; '.join(related)}" if related else "")
+        + f". {', '.join(f'`{command}`' for command in commands)} at commit {' and '.join(commits)}; "
+        f"{_file('acceptance.jsonl')}.\n"
     )
 
 
@@ -347,6 +437,8 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "drafting": drafting,
     "draw": draw,
     "tandem-cost": tandem_cost,
+    "tandem-drafts": tandem_drafts,
+    "acceptance": acceptance,
     "update-and-head": update_and_head,
     "scoring": scoring,
     "retrieval": retrieval,

@@ -141,7 +141,7 @@ def test_another_experiment_is_refused_and_more_seeds_are_not(finished: Finished
     ("change", "message"),
     [
         ({"seeds": ()}, "seeds must be one or more"),
-        ({"size": "7b"}, "unknown size '7b'; known: tiny, 46m"),
+        ({"size": "7b"}, "unknown size '7b'; known: tiny, 1m, 4m, 46m"),
         ({"seeds": (1, 1)}, "seeds must be one or more different ones"),
         ({"arms": (Arm("base", "x"),)}, "cannot be called 'base'"),
         ({"contrasts": (("tandem", "ppo"),)}, r"unknown arms \['ppo'\]"),

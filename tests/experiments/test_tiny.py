@@ -102,14 +102,15 @@ def test_a_wider_pair_learns_with_a_smaller_rate(built, tmp_path, monkeypatch):
     manifest = build_tiny_pair(tmp_path / "pair", steps=2, size="wide")
     assert manifest["recipe"]["lr"] == built[1]["recipe"]["lr"] / 2
     assert AutoModelForCausalLM.from_pretrained(tmp_path / "pair" / "senior").config.hidden_size == 192
-    with pytest.raises(DataError, match="unknown size '7b' of a pair; known: tiny, 46m, wide"):
+    with pytest.raises(DataError, match="unknown size '7b' of a pair; known: tiny, 1m, 4m, 46m, wide"):
         build_tiny_pair(tmp_path / "other", size="7b")
 
 
-def test_the_46m_size_has_46_million_parameters(tokenizer):
+@pytest.mark.parametrize(("size", "parameters", "within"), [("1m", 1e6, 0.1), ("4m", 4e6, 0.1), ("46m", 46e6, 0.02)])
+def test_a_size_has_the_parameters_of_its_name(tokenizer, size: str, parameters: float, within: float):
     with torch.device("meta"):
-        model = tiny.new_model(tokenizer, 0, "46m")
-    assert sum(p.numel() for p in model.parameters()) == pytest.approx(46e6, rel=0.02)
+        model = tiny.new_model(tokenizer, 0, size)
+    assert sum(p.numel() for p in model.parameters()) == pytest.approx(parameters, rel=within)
 
 
 def test_senior_and_junior_load_and_are_the_same_model(built, tokenizer):

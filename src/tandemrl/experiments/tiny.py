@@ -2,9 +2,10 @@
 
 Every claim of the library can be tried on it without a GPU or a download. The senior and the junior start as the same
 sloppy model (see ``data.synthetic``); the ``jargon`` senior then goes on alone. They have a real chat template,
-tokenizer and file layout, so that what runs on the pair runs on a large model. The ``46m`` size of the pair is for a
-GPU: models in which matrix products are what costs. The pairs ``hops`` and ``hops_jargon`` are agents that search in
-generated worlds (``data.hops``); the junior of ``hops`` has learnt for half as long.
+tokenizer and file layout, so that what runs on the pair runs on a large model. The sizes ``1m`` and ``4m`` are as deep,
+and two and four times as wide. The ``46m`` size of the pair is for a GPU: models in which matrix products are what
+costs. The pairs ``hops`` and ``hops_jargon`` are agents that search in generated worlds (``data.hops``); the junior of
+``hops`` has learnt for half as long.
 """
 
 import copy
@@ -58,6 +59,26 @@ SIZES: dict[str, dict[str, Any]] = {
         "head_dim": 32,  # the smallest that every vLLM attention backend accepts
         "intermediate_size": 288,
         "initializer_range": 0.04,
+    },
+    "1m": _COMMON
+    | {
+        "hidden_size": 192,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 6,
+        "num_key_value_heads": 3,
+        "head_dim": 32,
+        "intermediate_size": 576,
+        "initializer_range": 0.03,
+    },
+    "4m": _COMMON
+    | {
+        "hidden_size": 384,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 12,
+        "num_key_value_heads": 6,
+        "head_dim": 32,
+        "intermediate_size": 1152,
+        "initializer_range": 0.02,
     },
     "46m": _COMMON
     | {

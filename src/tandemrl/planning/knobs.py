@@ -64,8 +64,10 @@ def _knobs(config: Config) -> Iterator[tuple[str, Any]]:
         yield "train.tokens_per_micro_batch", config.longest_sequence
     if parallel.dp_replicate > 1:
         yield "parallel.dp_replicate", 1
-    if not parallel.offload:
-        yield "parallel.offload", True
+    if not parallel.offload_optimizer:
+        yield "parallel.offload_optimizer", True
+    if not parallel.offload_parameters:
+        yield "parallel.offload_parameters", True
     if not config.model.activation_offload:
         yield "model.activation_offload", True
     yield "parallel.tp", 2 * parallel.tp
@@ -74,7 +76,9 @@ def _knobs(config: Config) -> Iterator[tuple[str, Any]]:
 
 def _plan_of(config: Config, ranks: int, device: Accelerator) -> Plan | None:
     """None where the values do not go together, or not with this many processes."""
-    if config.parallel.offload and (ranks == 1 or device.memory is None):
+    parallel = config.parallel
+    on_host = parallel.offload_parameters or parallel.offload_optimizer
+    if (parallel.offload_parameters and ranks == 1) or (on_host and device.memory is None):
         return None
     try:
         check(config)

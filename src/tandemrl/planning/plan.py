@@ -131,19 +131,19 @@ def _plan(config: Config, world: World, device: Accelerator) -> Plan:
     micro_batches = updates * math.ceil(share / max(1, tokens // longest))
 
     policy = _rehearsed("policy", senior, config, world, work, options)
-    off_weights, off_rest = offloaded(config.parallel)
-    items = _trained_items("policy", policy, off_weights, off_rest)
+    off_weights, off_state = offloaded(config.parallel)
+    items = _trained_items("policy", policy, off_weights, off_state)
     passes = [(policy, "update", micro_batches)]
     scored = micro_batches * (updates > 1 or loss.kl_in_reward or model.lora.dropout > 0)
     scored += micro_batches * (loss.kl_coef > 0 and model.lora.rank > 0)
     passes.append((policy, "forward", scored))
-    busiest = policy.gradients * (not off_rest) + policy.activations
+    busiest = _busiest(policy, off_weights, off_state)
     if recipe.advantage is None:
         critic = _rehearsed("critic", architecture(model.critic or model.senior), config, world, work, options)
-        items += _trained_items("critic", critic, off_weights, off_rest)
+        items += _trained_items("critic", critic, off_weights, off_state)
         passes += [(critic, "update", micro_batches), (critic, "forward", micro_batches)]
-        busiest = max(busiest, critic.gradients * (not off_rest) + critic.activations)
-    if off_rest:
+        busiest = max(busiest, _busiest(critic, off_weights, off_state))
+    if off_weights:
         items.append(Item("update", "gradients", policy.gradients, on_host=True))
     items.append(Item("update", "gradients and activations of a micro-batch", busiest))
     for name, shape, dtype in _frozen(config, senior, partner, world):
@@ -167,18 +167,26 @@ def _plan(config: Config, world: World, device: Accelerator) -> Plan:
 
 
 def offloaded(parallel: ParallelConfig) -> tuple[bool, bool]:
-    """Whether host memory keeps weights, and whether it keeps gradients and optimiser state."""
-    return parallel.offload, parallel.offload
+    """Whether host memory keeps weights, gradients and the optimiser's state, and whether it keeps that state alone,
+    between steps that are made on the device."""
+    return parallel.offload_parameters, parallel.offload_optimizer and not parallel.offload_parameters
 
 
 # --------------------------------------------------------------------------------------------------------------- memory
 
 
-def _trained_items(name: str, found: Rehearsal, off_weights: bool, off_rest: bool) -> list[Item]:
+def _trained_items(name: str, found: Rehearsal, off_weights: bool, off_state: bool) -> list[Item]:
     return [
         Item("always", f"{name}: weights, float32", found.weights, off_weights),
-        Item("always", f"{name}: optimiser", found.optimizer, off_rest),
+        Item("always", f"{name}: optimiser", found.optimizer, off_weights or off_state),
     ]
+
+
+def _busiest(found: Rehearsal, off_weights: bool, off_state: bool) -> int:
+    """Bytes on the device beside what is always there: in a backward, or in an optimiser step whose state has come from
+    the host."""
+    gradients = 0 if off_weights else found.gradients
+    return gradients + max(found.activations, found.optimizer if off_state else 0)
 
 
 def _rehearsed(role: str, shape: PretrainedConfig, config: Config, world: World, work: Work, options: Any) -> Rehearsal:
