@@ -39,9 +39,8 @@ def jsonl(path, *records):
 
 def test_verl_row_from_jsonl_and_parquet_is_the_same_row(tmp_path):
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist([verl()]), tmp_path / "a.parquet")
-    expected = Row(
-        "math500/test/7", ({"role": "user", "content": "2+2?"},), "math500", "4", {"split": "test", "index": 7}
-    )
+    asked = ({"role": "user", "content": "2+2?"},)
+    expected = Row("math500/test/7", asked, "math500", "4", {"split": "test", "index": 7}, ability="math")
     assert load_rows([jsonl(tmp_path / "a.jsonl", verl())]) == [expected]
     assert load_rows([str(tmp_path / "a.parquet")]) == [expected]
 

@@ -97,6 +97,28 @@ def test_a_run_goes_on_with_another_number_of_processes(tiny_pair: Path, tmp_pat
     assert_same(out, whole, step=3)
 
 
+def test_adapters_split_by_tp_train_what_one_process_trains(tiny_pair: Path, tmp_path: Path) -> None:
+    """With dropout, and from a checkpoint of two processes to one."""
+    pytest.importorskip("peft", reason="needs the lora extra")
+    pair, out, whole = str(tiny_pair), tmp_path / "run", tmp_path / "whole"
+    lora = [
+        "model.lora.rank=2",
+        "model.lora.dropout=0.2",
+        "model.lora.export=true",
+        "train.lr=1e-2",
+        "train.eval_every=0",
+    ]
+    _train(pair, str(whole), "train.steps=2", *lora)
+    run(_train, 2, pair, str(out), "train.steps=1", "parallel.tp=2", *lora)
+    _train(pair, str(out), "train.steps=2", *lora)
+    assert samples(out) == samples(whole)
+    for name in ("adapter/adapter_model.safetensors", "model.safetensors"):
+        left, right = (load_file(each / "hf" / "step_2" / name) for each in (out, whole))
+        assert left.keys() == right.keys()
+        for key in left:
+            assert (left[key] - right[key]).abs().mean() < 1e-5, key
+
+
 def _world_of(axes: str) -> str:
     from tandemrl.config import ConfigError
     from tandemrl.distributed.world import init_world

@@ -229,7 +229,9 @@ def peft_config(model: nn.Module, base: str) -> Any:
     others = {
         name.rpartition(".")[2]
         for name, module in model.named_modules()
-        if isinstance(module, nn.Linear) and name.removesuffix(f".{_BASE}"[:-1]) not in layers and ".lora_" not in name
+        if isinstance(module, nn.Linear)
+        and name.removesuffix(f".{_BASE}".rstrip(".")) not in layers
+        and ".lora_" not in name
     }
     first = next(iter(layers.values()))
     return PeftConfig(

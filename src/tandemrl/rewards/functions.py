@@ -249,7 +249,7 @@ def _of_verl(result: Any) -> Any:
     if not isinstance(result, Mapping) or "score" not in result:
         return result
     rest = {str(name): x for name, x in result.items() if name not in ("score", "pred")}
-    parts = {name: x for name, x in rest.items() if isinstance(x, SupportsFloat)}
+    parts: dict[str, Any] = {name: x for name, x in rest.items() if isinstance(x, SupportsFloat)}
     answer = None if result.get("pred") is None else str(result["pred"])
     try:
         parts.setdefault("acc", float(number(result["score"]) >= 1.0))
