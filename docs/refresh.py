@@ -403,6 +403,25 @@ def turns() -> str:
     )
 
 
+def countdown() -> str:
+    content = json.loads((BENCHMARKS / "countdown.json").read_text())
+    arms = {"before": content["before"]} | {arm.upper(): each["after"] for arm, each in content["arms"].items()}
+    sizes = list(content["problems"])
+
+    def cell(values: Mapping[str, float], size: str) -> str:
+        mean, low, high = (values[f"countdown/{size}/pass@1{end}"] for end in ("", "/low", "/high"))
+        return f"{mean:.3f} [{low:.3f}, {high:.3f}]"
+
+    rows = [[title, *(cell(values, size) for size in sizes)] for title, values in arms.items()]
+    held = content["problems"][sizes[0]]["heldout"]
+    return (
+        markdown_table(["", *(f"{size} numbers, pass@1" for size in sizes)], rows)
+        + f"\n`{content['command']}` at commit {_commit(content['versions'])}, Python "
+        f"{content['versions']['python']}, torch {content['versions']['torch']}; one seed; {held} held-out problems of "
+        f"each size × 4 samples, 95 % intervals over problems; {_file('countdown.json')}.\n"
+    )
+
+
 def _spread(fifths: Mapping[str, float]) -> str:
     return " and ".join(f"{value:.0f}" for value in fifths.values())
 
@@ -429,6 +448,7 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "hops": lambda: headline("hops.json", *BY_HOPS, columns=OF_AGENTS),
     "hops-differences": lambda: differences("hops.json", OF_AGENTS),
     "hops-verdicts": lambda: claims_table(results("hops.json")[1].claims),
+    "countdown": countdown,
     "summary": summary,
     "step-time": lambda: step_time("step_time.json"),
     "step-time-lognormal": lambda: step_time("step_time_lognormal.json"),

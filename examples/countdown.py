@@ -5,7 +5,7 @@
 Two or three numbers up to 20 have to make a target up to 40. A model of 0.2 million parameters is first taught, for a
 few hundred steps, to write expressions in the given numbers, of which one in three is right and the others are any.
 Then both recipes go on from it, with their rewards, losses and updates per batch; batches, learning rates and lengths
-are a tiny model's. No held-out problem has numbers and target of one for training. About four minutes of one core; the
+are a tiny model's. No held-out problem has numbers and target of one for training. About two minutes of one core; the
 same command goes on where it was killed.
 """
 

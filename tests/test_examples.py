@@ -3,15 +3,18 @@
 import json
 import os
 import re
+import runpy
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
-from tandemrl.config import load
+from tandemrl.config import RewardConfig, load
 from tandemrl.data.rows import Row
 from tandemrl.data.synthetic import generate
+from tandemrl.rewards.math.countdown import countdown
 from tandemrl.rollout.envs.factory import make_environment
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
@@ -49,6 +52,30 @@ def test_the_ablation_trains_with_its_own_strategy_and_loss(tiny_pair: Path, tmp
     again = run_example("ablation.py", *overrides, cwd=tmp_path)  # another run must not pass for this one
     assert again.returncode != 0
     assert "already holds a run" in again.stderr
+
+
+def test_countdown_is_taught_trained_by_both_recipes_and_measured(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    example = SimpleNamespace(**runpy.run_path(str(EXAMPLES / "countdown.py")))
+    counts = {2: {"train": 16, "heldout": 4}, 3: {"train": 16, "heldout": 4}}
+    example.COUNTS |= counts  # in place: its functions see the same dictionary
+    rest = ["train.prompts_per_step=8", "train.mini_batch_prompts=4", "train.steps=1", "train.eval_every=1"]
+    arguments = ["--out", str(tmp_path / "runs"), "--json", str(tmp_path / "copy.json"), "--teach", "2", *rest]
+    monkeypatch.setattr(sys, "argv", ["countdown.py", *arguments])
+    example.main()
+    result = json.loads((tmp_path / "copy.json").read_text())
+    assert result == json.loads((tmp_path / "runs" / "countdown.json").read_text())
+    assert result["arms"].keys() == {"ppo", "grpo"}
+    for values in (result["before"], *(arm["after"] for arm in result["arms"].values())):
+        assert all(0 <= values[f"countdown/{size}/pass@1"] <= 1 for size in counts)
+    for each in example.split_puzzles(0)["train"]:
+        row = Row("r", (), each.data_source, json.dumps(each.ground_truth), {})
+        score = countdown(row, example.answered(str(each.solution)), RewardConfig())
+        assert score.parts["acc"] == 1
+    monkeypatch.setattr(sys, "argv", ["countdown.py", *arguments[:-5], "3"])
+    with pytest.raises(SystemExit):  # taught otherwise
+        example.main()
 
 
 def test_the_calculator_asks_again_where_a_sum_is_wrong(tiny_pair: Path, tmp_path: Path) -> None:
