@@ -1,4 +1,4 @@
-"""What differs between the versions of vLLM that the tests run with (``VLLM_TESTED``): nothing else asks for one."""
+"""What differs between vLLM 0.32 and 0.27; nothing else asks for a version."""
 
 from argparse import Namespace
 from collections.abc import Callable
