@@ -202,7 +202,7 @@ def packed(policy: PreTrainedModel, rollouts: list[Rollout], options: argparse.N
     bins = micro_batches([len(rollout.tokens) for rollout in rollouts], options.micro_batch, groups=groups)
 
     def loss(rows: list[int]) -> Tensor:
-        batch = pack([rollouts[i] for i in rows], torch.zeros(len(rows)), policy.device)
+        batch = pack([rollouts[i] for i in rows], policy.device)
         forward = ForwardOptions(autocast=compute, activation_offload=options.activation_offload)
         logprobs, _ = token_logprobs(policy, batch, select=batch.author >= 0, options=forward)
         return -logprobs.sum()

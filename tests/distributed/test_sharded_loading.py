@@ -1,5 +1,6 @@
 """Models that are loaded in parts: each process has to the last bit what it would have of the whole, and no more."""
 
+import ctypes
 import warnings
 from pathlib import Path
 from typing import Any
@@ -150,6 +151,7 @@ def test_what_cannot_be_read_in_parts_is_loaded_whole_and_said_once(folders: Pat
 def peak(home: Path, parts: bool) -> tuple[int, int]:
     """In every process: bytes of memory beyond those of before, at most, and of the part that it keeps."""
     world = init_world(ParallelConfig(), torch.device("cpu"))
+    ctypes.CDLL(None).mallopt(-3, 2**20)  # M_MMAP_THRESHOLD: freed tensors are given back, gaps are not counted
     Path("/proc/self/clear_refs").write_text("5")  # resets the peak
     before = _status("VmRSS")
     model = load_sharded(home, world, **PLAIN) if parts else shard(load_model(home), world, dtype=torch.float32)
@@ -165,11 +167,11 @@ def _status(name: str) -> int:
 @pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="needs Linux's account of memory")
 def test_no_process_ever_holds_the_whole_model(tmp_path: Path) -> None:
-    """170 million parameters on four processes."""
+    """190 million parameters on four processes."""
     config = LlamaConfig(
-        hidden_size=1024,
-        intermediate_size=4096,
-        num_hidden_layers=10,
+        hidden_size=640,
+        intermediate_size=2560,
+        num_hidden_layers=30,
         num_attention_heads=8,
         num_key_value_heads=4,
         vocab_size=2048,
@@ -181,5 +183,7 @@ def test_no_process_ever_holds_the_whole_model(tmp_path: Path) -> None:
     del model
     for used, kept in run(peak, 4, tmp_path, True, timeout=500):
         assert whole / 4 <= kept < 1.01 * whole / 4
-        assert used < 0.6 * whole  # its part, a layer, and the pages of the file that were read
+        assert (
+            used < 0.9 * whole
+        )  # its part, what the probe gathers at a time, and the pages of the file that were read
     assert all(used > whole for used, _ in run(peak, 4, tmp_path, False, timeout=500))  # so this would have been seen

@@ -151,7 +151,7 @@ def meta_model(
         ModelError: transformers has no such model.
     """
 
-    def on_meta(module: nn.Module, name: str, parameter: nn.Parameter | None) -> nn.Parameter | None:
+    def on_meta(module: nn.Module, name: str, parameter: nn.Parameter | None) -> Any:
         if parameter is None or parameter.is_meta:
             return None
         return nn.Parameter(parameter.to("meta"), requires_grad=parameter.requires_grad)
@@ -160,7 +160,7 @@ def meta_model(
     try:
         model: PreTrainedModel = kind.from_config(configuration, dtype=dtype, trust_remote_code=False)
     except (ValueError, KeyError, RuntimeError) as error:
-        raise refusal("model", configuration.name_or_path, error) from None
+        raise refusal("model", str(configuration.name_or_path), error) from None
     finally:
         hook.remove()
     return model.eval()

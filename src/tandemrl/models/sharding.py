@@ -170,7 +170,8 @@ def _tensor_parallel(model: PreTrainedModel, mesh: DeviceMesh) -> None:
             part = torch.distributed.tensor.distribute_tensor(parameter.data, mesh, [Shard(0)])
             head.register_parameter(key, nn.Parameter(part, requires_grad=parameter.requires_grad))
     if head is not None:  # so that it can be called, too: scoring takes its weight alone
-        distribute_module(head, mesh, input_fn=_on_every_process, output_fn=_whole_logits)
+        hooks: Any = {"input_fn": _on_every_process, "output_fn": _whole_logits}  # torch says None, and takes values
+        distribute_module(head, mesh, **hooks)
 
 
 def _on_every_process(_: nn.Module, inputs: tuple[Tensor, ...], mesh: DeviceMesh) -> tuple[Tensor, ...]:

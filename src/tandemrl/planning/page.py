@@ -58,8 +58,8 @@ def _lines(found: Plan) -> Iterator[str]:
             f"  {collective.kind} over {collective.axis}: {traffic.calls:,} calls, {_gib(traffic.sent)} in a step "
             "(whole tensors)"
         )
-    for phase, (best, worst) in found.seconds.items():
-        yield f"{phase}: {_seconds(best)} to {_seconds(worst)} a step (an estimate from data sheets, never measured)"
+    for part, (best, worst) in found.seconds.items():
+        yield f"{part}: {_seconds(best)} to {_seconds(worst)} a step (an estimate from data sheets, never measured)"
     for note in found.notes:
         yield f"note: {note}"
 

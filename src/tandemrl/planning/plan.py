@@ -220,7 +220,8 @@ def _frozen(
 ) -> list[tuple[str, PretrainedConfig, str]]:
     """What ``training.build.build_models`` loads to score with, but what is another model's storage."""
     model, loss = config.model, config.loss
-    alone, found = world.size == 1, []
+    alone = world.size == 1
+    found: list[tuple[str, PretrainedConfig, str]] = []
     junior = loss.junior_kl_coef > 0
     if junior and not (alone and config.selection.strategy != "solo" and config.rollout.engine == "torch"):
         found.append(("junior", partner, model.dtype))  # else it is the engine's
@@ -263,7 +264,7 @@ def _engine(
         prompt = min(config.data.max_prompt_tokens, length)
         prompts = max(1, min(PREFILL_TOKENS // prompt, math.ceil(rows / rollout.group_size)))
         prefill = max(
-            _prefill(shape.to_json_string(use_diff=False), type(shape), model.dtype, prompts, prompt)
+            _prefill(shape.to_json_string(use_diff=False), _kind(shape), model.dtype, prompts, prompt)
             for shape in shapes
         )
         items = [Item("always", f"engine, {who}: weights, {model.dtype}", n) for who, n in weights.items() if n]
@@ -309,7 +310,7 @@ def _columns(prompt: int, longest: int) -> int:
 def parameters(shape: PretrainedConfig) -> int:
     """Numbers in a model's weights; tied ones count once."""
     return sum(
-        parameter.numel() for parameter in _skeleton(shape.to_json_string(use_diff=False), type(shape)).parameters()
+        parameter.numel() for parameter in _skeleton(shape.to_json_string(use_diff=False), _kind(shape)).parameters()
     )
 
 
@@ -320,13 +321,18 @@ def kv_bytes(shape: PretrainedConfig, width: int) -> int:
     return int(2 * text.num_hidden_layers * text.num_key_value_heads * channels * width)
 
 
+def _kind(shape: PretrainedConfig) -> Any:
+    """Its class. mypy takes that for something that cannot be hashed."""
+    return type(shape)
+
+
 @cache
-def _prefill(json: str, kind: type[PretrainedConfig], dtype: str, prompts: int, length: int) -> int:
+def _prefill(json: str, kind: Any, dtype: str, prompts: int, length: int) -> int:
     return rehearse_prefill(kind.from_dict(loads(json)), getattr(torch, dtype), prompts, length)
 
 
 @cache
-def _skeleton(json: str, kind: type[PretrainedConfig]) -> Any:
+def _skeleton(json: str, kind: Any) -> Any:
     with torch.device("meta"):
         return AutoModelForCausalLM.from_config(kind.from_dict(loads(json)))
 
@@ -338,7 +344,9 @@ def _flops(
     config: Config, senior: PretrainedConfig, longest: int, sequences: int, world: World, scored: float, critic: bool
 ) -> float:
     """FLOPs of this process's updates in a step, recomputation and scoring passes included."""
-    skeleton = _skeleton(senior.to_json_string(use_diff=False), type(senior)).requires_grad_(not config.model.lora.rank)
+    skeleton = _skeleton(senior.to_json_string(use_diff=False), _kind(senior)).requires_grad_(
+        not config.model.lora.rank
+    )
     predictions = sequences * config.response_tokens
     once = update_flops(cost_of(skeleton), [longest] * sequences, predictions=predictions)
     passes = 1 + scored / 3 + (config.loss.kl_coef > 0) / 3 + (config.loss.junior_kl_coef > 0) / 3

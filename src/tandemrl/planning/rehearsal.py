@@ -7,7 +7,7 @@ differ by is what each further layer adds.
 """
 
 import copy
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from contextlib import nullcontext
 from functools import partial
 from typing import Any, NamedTuple
@@ -320,5 +320,8 @@ def _rehearsal(found: dict[Any, int]) -> Rehearsal:
         keys: Iterable[Any] = dict.fromkeys(key[1] for key in found if key[0] == when)
         return {key: Traffic(found[when, key, "calls"], found[when, key, "sent"]) for key in keys}
 
-    sizes: Sequence[int] = [found.get(name, 0) for name in ("weights", "gradients", "optimizer", "activations")]
-    return Rehearsal(*sizes, update=sent("update"), forward=sent("forward"), export=sent("export"))
+    weights, gradients, optimizer, activations = (found.get(name, 0) for name in _SIZES)
+    return Rehearsal(weights, gradients, optimizer, activations, sent("update"), sent("forward"), sent("export"))
+
+
+_SIZES = ("weights", "gradients", "optimizer", "activations")

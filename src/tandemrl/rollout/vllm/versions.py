@@ -1,4 +1,4 @@
-"""What differs between the versions of vLLM that the tests run with (``VLLM_TESTED``): nothing else asks for one."""
+"""What differs between vLLM 0.32 and 0.27; nothing else asks for a version."""
 
 from argparse import Namespace
 from collections.abc import Callable
@@ -15,10 +15,11 @@ asks its attention backend for the layout."""
 
 def adopt_kv_cache_layout(config: VllmConfig, shared: KVCacheConfig) -> None:
     """Have a model's KV cache laid out as the engine core has decided, if it does."""
-    if getattr(shared, "kv_cache_layout", None) is not None:
+    layout = getattr(shared, "kv_cache_layout", None)
+    if layout is not None:
         from vllm.v1.attention.backends.utils import record_kv_cache_layout
 
-        record_kv_cache_layout(config.cache_config, shared.kv_cache_layout)
+        record_kv_cache_layout(config.cache_config, layout)
 
 
 def copy_kv_cache_facts(shared: KVCacheConfig, own: KVCacheConfig) -> None:
@@ -38,8 +39,8 @@ def make_arg_parser() -> Callable[[Any], Any]:
     try:
         from vllm.entrypoints.launchers.cli_args import make_arg_parser as function
     except ModuleNotFoundError:  # vLLM 0.27
-        from vllm.entrypoints.openai.cli_args import make_arg_parser as function
-    return function  # type: ignore[no-any-return]  # vLLM is not typed
+        from vllm.entrypoints.openai.cli_args import make_arg_parser as function  # type: ignore[no-redef]  # the same
+    return function
 
 
 def configure_logging(args: Namespace) -> None:
