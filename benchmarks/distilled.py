@@ -9,11 +9,11 @@ kept.
 
 The senior is not trained: random weights define a language of their own. Its first layer makes a distribution over the
 next token out of the last one; what it and the other layers make of the whole context is scaled down, so that it
-colours that distribution. The head has rank ``RANK``, so that a narrow model can say the same. A junior starts with random layers
-and the senior's head, as models of a family share their words, and is distilled on one core: KL(senior || junior) of
-all next-token distributions in texts of the senior's first layer. It is stored whenever, on texts that it has not
-read, it draws the senior's token as often as a level asks (the library's draw, the same random numbers). So nothing
-that the models say means anything, but that they agree, and where they do not, has been learnt.
+colours that distribution. The head has rank ``RANK``, so that a narrow model can say the same. A junior starts with
+random layers and the senior's head, as models of a family share their words, and is distilled on one core:
+KL(senior || junior) of all next-token distributions in texts of the senior's first layer. It is stored whenever, on
+texts that it has not read, it draws the senior's token as often as a level asks (the library's draw, the same random
+numbers). So nothing that the models say means anything, but that they agree, and where they do not, has been learnt.
 """
 
 import argparse
@@ -63,8 +63,8 @@ JUNIORS: Mapping[int, Mapping[str, int]] = {
 LEVELS: Mapping[str, float] = {"low": 0.75, "middle": 0.85, "high": 0.92}
 """Share of tokens that the junior has to draw as the senior does."""
 PEAK, COLOUR, FIRST_ATTENTION = 5.0, 0.012, 0.08
-"""Standard deviation of the senior's logits; scale of what its layers beyond the first add, and of what attention in the
-first adds: at 1 the last token alone would explain 0.71 of the draws, and a junior learns little of the rest."""
+"""Standard deviation of the senior's logits; scale of what its layers beyond the first add, and of what attention in
+the first adds: at 1 the last token alone would explain 0.71 of the draws, and a junior learns little of the rest."""
 TEXTS, HELD_OUT, LENGTH = 72, 8, 128
 """Texts, those of them that no junior learns from, tokens of each."""
 BATCH, PIECE, STEPS, EVERY = 8, 64, 220, 10
