@@ -10,10 +10,11 @@ kept.
 The senior is not trained: random weights define a language of their own. Its first layer makes a distribution over the
 next token out of the last one; what it and the other layers make of the whole context is scaled down, so that it
 colours that distribution. The head has rank ``RANK``, so that a narrow model can say the same. A junior starts with
-random layers and the senior's head, as models of a family share their words, and is distilled on one core: KL(senior ||
-junior) of all next-token distributions in texts of the senior's first layer. It is stored whenever, on texts that it
-has not read, it draws the senior's token as often as a level asks (the library's draw, the same random numbers). So
-nothing that the models say means anything, but that they agree, and where they do not, has been learnt."""
+random layers and the senior's head, as models of a family share their words, and is distilled on one core:
+KL(senior || junior) of all next-token distributions in texts of the senior's first layer. It is stored whenever, on
+texts that it has not read, it draws the senior's token as often as a level asks (the library's draw, the same random
+numbers). So nothing that the models say means anything, but that they agree, and where they do not, has been learnt.
+"""
 
 import argparse
 import json
