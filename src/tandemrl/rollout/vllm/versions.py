@@ -1,5 +1,6 @@
 """What differs between vLLM 0.32 and 0.27; nothing else asks for a version."""
 
+import importlib
 from argparse import Namespace
 from collections.abc import Callable
 from dataclasses import fields
@@ -36,10 +37,11 @@ def keep_running(client: Any) -> None:
 def make_arg_parser() -> Callable[[Any], Any]:
     """The function that adds the options of ``vllm serve`` to a parser."""
     try:
-        from vllm.entrypoints.launchers.cli_args import make_arg_parser as function
+        module = importlib.import_module("vllm.entrypoints.launchers.cli_args")
     except ModuleNotFoundError:  # vLLM 0.27
-        from vllm.entrypoints.openai.cli_args import make_arg_parser as function
-    return function  # type: ignore[no-any-return]  # vLLM is not typed
+        module = importlib.import_module("vllm.entrypoints.openai.cli_args")
+    function: Callable[[Any], Any] = module.make_arg_parser
+    return function
 
 
 def configure_logging(args: Namespace) -> None:
