@@ -183,7 +183,5 @@ def test_no_process_ever_holds_the_whole_model(tmp_path: Path) -> None:
     del model
     for used, kept in run(peak, 4, tmp_path, True, timeout=500):
         assert whole / 4 <= kept < 1.01 * whole / 4
-        assert (
-            used < 0.9 * whole
-        )  # its part, what the probe gathers at a time, and the pages of the file that were read
+        assert used < 0.9 * whole  # its part, what the probe gathers, and the pages of the file that were read
     assert all(used > whole for used, _ in run(peak, 4, tmp_path, False, timeout=500))  # so this would have been seen

@@ -1,5 +1,6 @@
 """What differs between vLLM 0.32 and 0.27; nothing else asks for a version."""
 
+import importlib
 from argparse import Namespace
 from collections.abc import Callable
 from dataclasses import fields
@@ -15,11 +16,10 @@ asks its attention backend for the layout."""
 
 def adopt_kv_cache_layout(config: VllmConfig, shared: KVCacheConfig) -> None:
     """Have a model's KV cache laid out as the engine core has decided, if it does."""
-    layout = getattr(shared, "kv_cache_layout", None)
-    if layout is not None:
+    if getattr(shared, "kv_cache_layout", None) is not None:
         from vllm.v1.attention.backends.utils import record_kv_cache_layout
 
-        record_kv_cache_layout(config.cache_config, layout)
+        record_kv_cache_layout(config.cache_config, shared.kv_cache_layout)
 
 
 def copy_kv_cache_facts(shared: KVCacheConfig, own: KVCacheConfig) -> None:
@@ -37,9 +37,10 @@ def keep_running(client: Any) -> None:
 def make_arg_parser() -> Callable[[Any], Any]:
     """The function that adds the options of ``vllm serve`` to a parser."""
     try:
-        from vllm.entrypoints.launchers.cli_args import make_arg_parser as function
+        module = importlib.import_module("vllm.entrypoints.launchers.cli_args")
     except ModuleNotFoundError:  # vLLM 0.27
-        from vllm.entrypoints.openai.cli_args import make_arg_parser as function  # type: ignore[no-redef]  # the same
+        module = importlib.import_module("vllm.entrypoints.openai.cli_args")
+    function: Callable[[Any], Any] = module.make_arg_parser
     return function
 
 
