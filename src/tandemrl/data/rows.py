@@ -142,6 +142,7 @@ def gsm8k_row(question: str, answer: str, *, split: str, index: int) -> Row:
         data_source=GSM8K,
         ground_truth=marked.group(1).replace(",", ""),
         extra_info={"split": split, "index": index, "question": question, "answer": answer},
+        ability="math",
     )
 
 
