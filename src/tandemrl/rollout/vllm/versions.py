@@ -16,10 +16,11 @@ asks its attention backend for the layout."""
 
 def adopt_kv_cache_layout(config: VllmConfig, shared: KVCacheConfig) -> None:
     """Have a model's KV cache laid out as the engine core has decided, if it does."""
-    if getattr(shared, "kv_cache_layout", None) is not None:
+    layout = getattr(shared, "kv_cache_layout", None)
+    if layout is not None:
         from vllm.v1.attention.backends.utils import record_kv_cache_layout
 
-        record_kv_cache_layout(config.cache_config, shared.kv_cache_layout)
+        record_kv_cache_layout(config.cache_config, layout)
 
 
 def copy_kv_cache_facts(shared: KVCacheConfig, own: KVCacheConfig) -> None:
