@@ -4,11 +4,13 @@ python .ci/wheel_check.py dist TORCH_REQUIREMENT TORCH_INDEX
 """
 
 import os
+import re
 import subprocess
 import sys
 import tarfile
 import tempfile
 import venv
+import zipfile
 from pathlib import Path
 
 BELONGS = (
@@ -23,6 +25,10 @@ def main(folder: Path, torch: str, index: str) -> None:
         names = {name.partition("/")[2] for name in archive.getnames()}
     if missing := [name for name in BELONGS if name not in names]:
         sys.exit(f"{sdist} lacks {', '.join(missing)}: see MANIFEST.in")
+    with zipfile.ZipFile(wheel) as archive:
+        [metadata] = (archive.read(name).decode() for name in archive.namelist() if name.endswith("/METADATA"))
+    if relative := re.findall(r"\]\((?!https?:|#)[^)]+\)", metadata):
+        sys.exit(f"links that lead nowhere on PyPI: {', '.join(relative)}")
     with tempfile.TemporaryDirectory() as place:
         environment = Path(place) / "venv"
         venv.create(environment, with_pip=True)

@@ -1,4 +1,4 @@
-"""The picture of README.md: the first rollout of a run's last step, with its authors in colour.
+"""The picture of README.md: the first right rollout of a run's last step, with its authors in colour.
 
     python docs/picture.py runs/quickstart/jargon/seed-0/tandem runs/quickstart/jargon/seed-0/pair/senior
 
@@ -16,8 +16,8 @@ from tandemrl.training.tracking import authored_spans
 from tandemrl.types import Author
 
 OUT = Path(__file__).parent / "images" / "rollout.svg"
-COLUMNS, ADVANCE, LINE, MARGIN = 84, 8.43, 26, 18
-FILL = {Author.SENIOR: "#cfe3ff", Author.JUNIOR: "#ffe3c2"}
+COLUMNS, ADVANCE, LINE, MARGIN = 72, 8.43, 26, 18
+FILL = {Author.SENIOR: "#cfe3ff", Author.JUNIOR: "#ffe3c2", Author.CONTEXT: "#f1f1f1"}
 
 
 def picture(spans: list[tuple[Author, str]], caption: str) -> str:
@@ -29,10 +29,13 @@ def picture(spans: list[tuple[Author, str]], caption: str) -> str:
             if i:
                 row, column = row + 1, 0
             while line:
-                part, line = line[: COLUMNS - column], line[COLUMNS - column :]
+                fits = COLUMNS - column
+                if len(line) > fits and " " in line[:fits]:
+                    fits = line.rindex(" ", 0, fits) + 1
+                part, line = line[:fits], line[fits:]
                 boxes.append(_box(author, part, row, column))
                 column += len(part)
-                if line or column == COLUMNS:
+                if line:
                     row, column = row + 1, 0
     width, height = COLUMNS * ADVANCE + 2 * MARGIN, (row + 3) * LINE + 2 * MARGIN
     below = MARGIN + (row + 2.2) * LINE
@@ -64,12 +67,17 @@ def main() -> None:
     run, tokenizer_folder = map(Path, sys.argv[1:])
     lines = [json.loads(line) for line in (run / "samples.jsonl").read_text().splitlines()]
     last = max(line["step"] for line in lines)
-    sample = next(line for line in lines if line["step"] == last)
+    sample = next(line for line in lines if line["step"] == last and line["reward"] == 1)
     tokenizer = load_tokenizer(tokenizer_folder)
-    own = [i for i, author in enumerate(sample["author"]) if author >= 0]
-    tokens, authors = ([sample[name][i] for i in own] for name in ("tokens", "author"))
-    spans = authored_spans(tokens, authors, lambda ids: str(tokenizer.decode(ids, skip_special_tokens=True)))
-    write_text(OUT, picture(spans, f"the first rollout of step {last}; reward {sample['reward']:g}"))
+
+    def decode(tokens: list[int]) -> str:
+        return str(tokenizer.decode(tokens, skip_special_tokens=True))
+
+    spans = authored_spans(sample["tokens"], sample["author"], decode)
+    (prompt, question), *written = spans
+    asked = " ".join(question.split()).removeprefix("user ").removesuffix(" assistant")
+    shown = [(prompt, f"{asked}\n"), *((who, text.replace("\n\n", "\n")) for who, text in written)]
+    write_text(OUT, picture(shown, f"first right rollout of step {last}"))
     print(OUT)
 
 

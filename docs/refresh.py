@@ -52,7 +52,6 @@ PUBLISHED = {
 """Where the results of an experiment and its pairs are committed."""
 
 CORE = (SOLO, TANDEM, SENIOR_FIRST, JUNIOR_FIRST, JUNIOR_CE)
-DIFFERENCES = (SOLO, TANDEM, HANDOFF, JUNIOR_CE)
 OF_AGENTS = (SOLO, TANDEM, SENIOR_THEN_JUNIOR, SENIOR_TURN_FIRST, JUNIOR_CE)
 BY_HOPS = (Column("solo, 2 hops", "", "solo/hops=2/pass@1"), Column("solo, 3 hops", "", "solo/hops=3/pass@1"))
 REPAIRED = Column("slips repaired by the next line", "", "handoff/repaired")
@@ -96,16 +95,6 @@ def differences(
     name: str, columns: Sequence[Column] = (SOLO, TANDEM, SENIOR_FIRST, JUNIOR_FIRST, HANDOFF, JUNIOR_CE)
 ) -> str:
     return differences_table(results(name)[1], columns)
-
-
-def summary() -> str:
-    """The differences that README speaks of, from two experiments."""
-    tables = []
-    for name in ("paper_claims_jargon.json", "repair.json"):
-        _, setting = results(name)
-        head, rule, *rows = differences_table(setting, DIFFERENCES).splitlines()
-        tables += [f"| {setting.name} pair: {row.removeprefix('| ')}" for row in rows]
-    return "\n".join([head, rule, *tables]) + "\n\n" + source("repair.json")
 
 
 def _commit(versions: Mapping[str, Any]) -> str:
@@ -433,6 +422,7 @@ def _file(name: str) -> str:
 # --------------------------------------------------------------------------------------------------------------- pages
 
 BLOCKS: dict[str, Callable[[], str]] = {
+    "readme-claims": lambda: headline("paper_claims_jargon.json", columns=(SOLO, HANDOFF, JUNIOR_CE)),
     "paper-claims": lambda: headline("paper_claims_jargon.json", JARGON_RATE),
     "paper-claims-differences": lambda: differences("paper_claims_jargon.json"),
     "paper-claims-verdicts": lambda: claims_table(results("paper_claims_jargon.json")[1].claims),
@@ -449,7 +439,6 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "hops-differences": lambda: differences("hops.json", OF_AGENTS),
     "hops-verdicts": lambda: claims_table(results("hops.json")[1].claims),
     "countdown": countdown,
-    "summary": summary,
     "step-time": lambda: step_time("step_time.json"),
     "step-time-lognormal": lambda: step_time("step_time_lognormal.json"),
     "step-time-sentence": step_time_sentence,
