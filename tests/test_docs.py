@@ -273,7 +273,7 @@ def test_every_key_that_a_document_names_is_one_of_the_configuration(page: str) 
     sections = {key.rpartition(".")[0] for key in known}
     tops = {section.partition(".")[0] for section in sections} - {""}
     words = re.findall(rf"(?<![\w/.@-])((?:{'|'.join(tops)})(?:\.[a-z_]+)+)(?![\w(*.{{/-])", (ROOT / page).read_text())
-    files = (".yaml", ".py", ".json", ".jsonl", ".parquet", ".md", ".html")
+    files = (".yaml", ".py", ".json", ".jsonl", ".parquet", ".md", ".html", ".log")
     named = {word for word in words if not word.endswith(files)}
     assert {word for word in named if word not in known | sections and not word.startswith(MAPPINGS)} == set()
 
