@@ -288,6 +288,20 @@ def raced_token(p: np.ndarray, token_key: int) -> int:
     return 64 * block + int(np.argmin(race(p, token_key, block)[1]))
 
 
+def assert_differ_by_a_tie(
+    one: Completion, other: Completion, request: Request, models: tuple[PreTrainedModel, PreTrainedModel]
+) -> None:
+    """Two completions of a request differ first where two tokens arrive together; models: senior and junior."""
+    shortest = min(len(one.tokens), len(other.tokens))
+    first = int(np.flatnonzero(one.tokens[:shortest] != other.tokens[:shortest])[0])
+    assert np.array_equal(one.author[: first + 1], other.author[: first + 1])
+    written = one.tokens[:first].tolist()
+    logits = reference_logits(models[0 if one.author[first] == 1 else 1], request.prompt, [*written, 0])[first]
+    p = reference_distribution(logits, request.sampling, request.prompt, written)
+    for each in (one, other):
+        assert race_lag(p, int(each.tokens[first]), sampling_key(one.key, first)) < 1e-4
+
+
 def chi_square_bound(counts: np.ndarray, probabilities: np.ndarray) -> tuple[float, float]:
     """Pearson's statistic with rare categories pooled, and a bound that chance passes about once in 30 000 times."""
     expected = probabilities * counts.sum()

@@ -14,17 +14,15 @@ from helpers import (
     IDS,
     VOCABULARY,
     abort_after,
+    assert_differ_by_a_tie,
     flat,
     gpt2,
     llama,
     prepared,
     prompts,
     qwen3,
-    race_lag,
-    reference_distribution,
     reference_logits,
     requests,
-    sampling_key,
     small_qwen3,
     strategies,
     tokenizer,
@@ -98,14 +96,7 @@ def assert_same(batch: Sequence[Request], found: list[Completion], wanted: list[
             np.testing.assert_allclose(one.behaviour_logprobs, other.behaviour_logprobs, atol=1e-4)
             continue
         ties += 1
-        shortest = min(len(one.tokens), len(other.tokens))
-        first = int(np.flatnonzero(one.tokens[:shortest] != other.tokens[:shortest])[0])
-        written = one.tokens[:first].tolist()
-        model = pair(name)[0 if one.author[first] == 1 else 1]
-        logits = reference_logits(model, request.prompt, [*written, 0])[first]
-        p = reference_distribution(logits, request.sampling, request.prompt, written)
-        for each in (one, other):
-            assert race_lag(p, int(each.tokens[first]), sampling_key(each.key, first)) < 1e-4
+        assert_differ_by_a_tie(one, other, request, pair(name))
     assert ties <= 0.01 * len(asked)
 
 

@@ -70,6 +70,7 @@ def test_best_is_the_export_with_the_highest_score_also_after_a_resume(
     first, second, *_ = (evaluated(run, monkeypatch, score) for score in (0.25, 0.75, 0.5, 0.75))
     assert not torch.equal(first, second)
     assert torch.equal(best(), second)
+    assert "| best held-out score so far | `0.7500` |" in (tmp_path / "hf" / "best" / "README.md").read_text()
     run.progress.step = 1
     save(run)
 

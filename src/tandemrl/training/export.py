@@ -13,6 +13,7 @@ from tandemrl.distributed.world import World
 from tandemrl.files import NEW, write_directory
 from tandemrl.models.loading import no_progress_bars
 from tandemrl.models.lora import adapter_parameters, merged_parameters, peft_config
+from tandemrl.training.card import CARD
 from tandemrl.training.checkpoint import CheckpointError, in_every_process, size_in_bytes, write_failure
 
 ADAPTER_FOLDER = "adapter"
@@ -27,6 +28,7 @@ def export_hf(
     *,
     world: World = World(),  # noqa: B008 - frozen
     adapters_of: str | None = None,
+    card: str | None = None,
 ) -> Path:
     """Write model (adapters merged) and tokenizer as one HF folder, in one step, in ``dtype`` (None: as it is).
 
@@ -35,6 +37,7 @@ def export_hf(
     Args:
         adapters_of: the name of the model that the adapters belong to. They are then written, too, by themselves and
             in the dtype that they are trained in: the folder ``adapter`` inside, for ``peft.PeftModel``.
+        card: the text of its README.md; None = there is none.
 
     Raises:
         CheckpointError: on every process, if rank 0 cannot write.
@@ -48,6 +51,8 @@ def export_hf(
 
     def fill(hidden: Path) -> None:
         _save_pretrained(model, tokenizer, weights, hidden)
+        if card is not None:
+            (hidden / CARD).write_text(card, encoding="utf-8")
         if adapters_of is not None:
             _save_adapters(peft_config(model, adapters_of), adapters, hidden / ADAPTER_FOLDER)
 

@@ -14,7 +14,7 @@ import torch
 
 from tandemrl.config import Config, difference, to_yaml
 from tandemrl.data.rows import Row
-from tandemrl.files import write_text
+from tandemrl.files import versions, write_text
 from tandemrl.models.lora import base_parameters
 from tandemrl.models.sharding import full_parameters
 from tandemrl.rewards.functions import imported
@@ -22,6 +22,7 @@ from tandemrl.rewards.routing import reward_names
 from tandemrl.rollout.signatures import NO_PART_OF_A_SEARCH, signature
 from tandemrl.rollout.sync import fingerprint
 from tandemrl.training import checkpoint, coverage
+from tandemrl.training.card import model_card
 from tandemrl.training.checkpoint import CheckpointError, DamagedError
 from tandemrl.training.coverage import Coverage
 from tandemrl.training.export import export_hf
@@ -98,7 +99,8 @@ def export(run: Run, name: str) -> None:
     config = run.setup.config
     folder, adapters_of = Path(config.output_dir, "hf", name), config.model.senior if config.model.lora.export else None
     policy, tokenizer, world = run.models.policy, run.setup.tokenizer, run.setup.world
-    export_hf(policy, tokenizer, folder, config.model.dtype, world=world, adapters_of=adapters_of)
+    card = model_card(config, step=run.progress.step, best=run.progress.best, versions=versions())
+    export_hf(policy, tokenizer, folder, config.model.dtype, world=world, adapters_of=adapters_of, card=card)
 
 
 def identity(run: Run) -> dict[str, str]:

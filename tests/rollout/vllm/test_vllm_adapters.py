@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 import torch
-from pairs import LENGTHS, VLLM, assert_sound, flat, logprob_errors, mixed, model, start_engine, tokens
+from pairs import LENGTHS, VLLM, assert_sound, flat, logprob_errors, mixed, model, start_engine
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from helpers import prepared, prompts, tokenizer
+from helpers import assert_differ_by_a_tie, prepared, prompts, tokenizer
 from runs import config, metrics, samples
 from tandemrl.config import LoraConfig
 from tandemrl.models.lora import adapter_plan, attach, merged_parameters
@@ -80,8 +80,14 @@ def assert_writes_what_merged_weights_write(engine: Any, kind: str, trained: Pre
     exact = tuple(copy.deepcopy(each).double() for each in both)  # merged or not, float32 rounds by up to 7e-5
     assert logprob_errors(exact, given, written).max() < 1e-4
     wanted = flat(TorchEngine(*(prepared(m) for m in both), tokenizer()).generate(given))
-    assert tokens(flat(written)) == tokens(wanted)
-    assert [c.author.tolist() for c in flat(written)] == [c.author.tolist() for c in wanted]
+    asked, ties = [request for request in given for _ in request.keys], 0
+    for request, one, other in zip(asked, flat(written), wanted, strict=True):
+        if one.tokens.tolist() == other.tokens.tolist():
+            assert one.author.tolist() == other.author.tolist()
+        else:
+            assert_differ_by_a_tie(one, other, request, exact)
+            ties += 1
+    assert ties <= 1
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -1,0 +1,49 @@
+"""What an export says of itself."""
+
+import math
+
+from omegaconf import OmegaConf
+
+from tandemrl.config import load
+from tandemrl.training.card import model_card
+
+VERSIONS = {"torch": "2", "git_revision": "a" * 40, "git_dirty": False, "vllm": None}
+
+
+def front(card: str) -> dict:
+    _, header, _ = card.split("---\n", 2)
+    return dict(OmegaConf.create(header))
+
+
+def test_a_card_says_what_was_trained_and_who_wrote_the_texts() -> None:
+    config = load("deepscaler_tandem")
+    card = model_card(config, step=20, best=0.25, versions=VERSIONS)
+    assert front(card)["base_model"] == "Qwen/Qwen3-4B-Instruct-2507"
+    assert front(card)["tags"] == ["reinforcement-learning", "grpo", "tandem-rl"]
+    assert "together with a frozen *junior* (`word`, p = 0.5). It was trained on its own tokens only." in card
+    for line in (
+        "| steps | `20 of 4912` |",
+        "| best held-out score so far | `0.2500` |",
+        f"| git_revision | `{'a' * 40}` |",
+    ):
+        assert line in card
+    assert "vllm" not in card.partition("<details>")[0]
+    shown = card.partition("```yaml\n")[2].partition("```")[0]
+    assert OmegaConf.create(shown).train.lr == 1e-6
+
+
+def test_a_model_that_wrote_alone_has_no_junior() -> None:
+    config = load("quickstart", ["selection.strategy=solo", "model.junior=null"])
+    card = model_card(config, step=1, best=-math.inf, versions={})
+    assert "wrote all texts that it learnt from" in card
+    assert "tandem-rl" not in front(card)["tags"]
+    assert "| junior | `none` |" in card
+    assert "| best held-out score so far | `none` |" in card
+
+
+def test_the_juniors_weight_is_named() -> None:
+    config = load("quickstart", ["loss.junior_weight=0.5", "selection.strategy=sentence"])
+    card = model_card(config, step=1, best=0.0, versions={})
+    assert (
+        "(`sentence`). It was trained on its own tokens with weight 1, on those of the junior with weight 0.5." in card
+    )
