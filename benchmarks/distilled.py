@@ -99,7 +99,7 @@ def build(folder: Path, ratio: int, level: str) -> Pair:
     stored = _about(home / f"juniors-{ratio}.json")
     if stored.get("recipe") != _recipe(ratio) or f"junior-{ratio}-{level}" not in stored["levels"]:
         _distil(home, ratio)
-    texts: Texts = torch.load(home / "texts.pt", weights_only=False)
+    texts = Texts(*torch.load(home / "texts.pt"))
     return Pair(home / "senior", home / f"junior-{ratio}-{level}", texts.tokens)
 
 
@@ -138,7 +138,7 @@ def _senior(home: Path) -> None:
                 added.weight.mul_(COLOUR)
     texts = _texts(senior, generator)
     _save(senior, home / "senior")
-    torch.save(texts, home / "texts.pt")
+    torch.save(tuple(texts), home / "texts.pt")
     logprobs = texts.logprobs.float()
     entropy = -(logprobs.exp() * logprobs).sum(-1).mean().item()
     (home / "senior.json").write_text(json.dumps({"recipe": _recipe(None), "entropy": round(entropy, 3)}) + "\n")
@@ -163,7 +163,7 @@ def _texts(senior: Qwen3ForCausalLM, generator: torch.Generator) -> Texts:
 
 def _distil(home: Path, ratio: int) -> None:
     """Write the juniors of a size at all levels."""
-    texts: Texts = torch.load(home / "texts.pt", weights_only=False)
+    texts = Texts(*torch.load(home / "texts.pt"))
     junior = _model(JUNIORS[ratio], seed=ratio)
     with torch.no_grad():
         junior.model.embed_tokens.weight.normal_(std=0.3, generator=torch.Generator().manual_seed(ratio))

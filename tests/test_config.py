@@ -225,7 +225,11 @@ def test_deepscaler_tandem_and_its_controls_differ_where_they_should() -> None:
     where = {f"rollout.vllm.{name}" for name in ("junior_device", "multiprocess", "gpu_memory_utilization")}
     assert set(difference(tandem, grpo)) == {"selection.strategy", "loss.normalise_by", "output_dir", *where}
     assert tandem.rollout.vllm.junior_device == "cuda:1"  # of one process; the others are for two
-    assert set(difference(grpo, kl)) == {"loss.kl_coef", "output_dir"}
+    assert set(difference(grpo, kl)) == {
+        "loss.kl_coef",
+        "output_dir",
+        "rollout.vllm.gpu_memory_utilization",
+    }  # beside its reference
     assert kl.loss.kl_kind == "k3"
     assert difference(grpo, g16)["rollout.group_size"] == (8, 16)
     assert set(difference(grpo, g16)) == {"rollout.group_size", "output_dir"}

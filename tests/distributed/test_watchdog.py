@@ -217,6 +217,7 @@ def test_a_process_is_watched_before_it_meets_the_others(
     dist = parallel.dist
     monkeypatch.setattr(dist, "is_initialized", lambda: False)
     monkeypatch.setattr(dist, "get_rank", lambda: 1)
+    monkeypatch.setattr(dist, "get_world_size", lambda: 2)
     monkeypatch.setattr(dist, "init_process_group", calls.init_process_group)
     monkeypatch.setattr(dist, "destroy_process_group", calls.destroy_process_group)
     monkeypatch.setattr(dist.distributed_c10d, "_set_pg_timeout", calls.set_timeout)
