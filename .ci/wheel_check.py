@@ -14,9 +14,11 @@ import zipfile
 from pathlib import Path
 
 BELONGS = (
-    "CHANGELOG.md", "CITATION.cff", "docs/results.md", "examples/quickstart.py", "notebooks/02_loss.ipynb",
-    "tests/conftest.py", "tests/helpers.py", "tests/rollout/test_turns.py", "cli/main.py", "configs/quickstart.yaml",
+    "setup.py", "mkdocs.yml", "CHANGELOG.md", "CITATION.cff", "docs/results.md", "examples/quickstart.py",
+    "notebooks/02_loss.ipynb", "tests/conftest.py", "tests/helpers.py", "tests/rollout/test_turns.py", "cli/main.py",
+    "configs/quickstart.yaml",
 )  # fmt: skip
+PACKAGED = ("py.typed", "configs/quickstart.yaml", "play/page/play.js", "planning/architectures.json")
 
 
 def main(folder: Path, torch: str, index: str) -> None:
@@ -26,7 +28,10 @@ def main(folder: Path, torch: str, index: str) -> None:
     if missing := [name for name in BELONGS if name not in names]:
         sys.exit(f"{sdist} lacks {', '.join(missing)}: see MANIFEST.in")
     with zipfile.ZipFile(wheel) as archive:
+        packed = archive.namelist()
         [metadata] = (archive.read(name).decode() for name in archive.namelist() if name.endswith("/METADATA"))
+    if missing := [name for name in PACKAGED if f"tandemrl/{name}" not in packed]:
+        sys.exit(f"{wheel} lacks {', '.join(missing)}: see pyproject.toml")
     if relative := re.findall(r"\]\((?!https?:|#)[^)]+\)", metadata):
         sys.exit(f"links that lead nowhere on PyPI: {', '.join(relative)}")
     with tempfile.TemporaryDirectory() as place:
@@ -50,6 +55,7 @@ def main(folder: Path, torch: str, index: str) -> None:
         pair = [f"model.{who}=tiny/{who}" for who in ("senior", "junior")]
         two_steps = ["train.steps=2", "train.eval_every=0", "output_dir=run"]
         run("tandemrl", "train", "--config", "quickstart", *pair, *two_steps)
+        run("tandemrl", "train", "--config", "quickstart", "--dry-run", "--ranks", "1")
         run("tandemrl", "report", "run")
         if not (Path(place) / "run" / "report.html").stat().st_size:
             sys.exit("the report is empty")

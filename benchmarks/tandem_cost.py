@@ -46,8 +46,7 @@ from _common import about, cpu_seconds, write_lines
 
 from tandemrl.config import RolloutConfig, VllmConfig
 from tandemrl.models.loading import load_tokenizer
-from tandemrl.rollout.engine import Completion, EngineError, Passes, Request, Sampling
-from tandemrl.rollout.vllm.planner import check_mode
+from tandemrl.rollout.engine import Completion, Passes, Request, Sampling
 from tandemrl.selection import solo, word
 from tandemrl.selection.draws import request_key
 
@@ -201,15 +200,11 @@ def main() -> None:
         known = {line["setting"]: line for line in map(json.loads, options.out.read_text().splitlines())}
     with ProcessPoolExecutor(1, get_context("spawn"), max_tasks_per_child=1) as processes:
         for name in names:
-            setting, refused = asked(SETTINGS[name], options)
-            for contestant, reason in refused.items():
-                print(f"{name}: without {contestant}: {reason}", file=sys.stderr, flush=True)
-            if name in known and all(
-                known[name].get(key) == value for key, value in identity(setting, refused).items()
-            ):
+            setting = asked(SETTINGS[name], options)
+            if name in known and all(known[name].get(key) == value for key, value in identity(setting).items()):
                 print(f"{name}: {options.out} has it", file=sys.stderr, flush=True)
                 continue
-            line = processes.submit(measure, name, setting, refused, options.models).result()
+            line = processes.submit(measure, name, setting, options.models).result()
             line["command"] = shlex.join(["python", *sys.argv])
             known[name] = line
             print(json.dumps(line), flush=True)
@@ -219,36 +214,27 @@ def main() -> None:
                 write_lines(options.out, [known[each] for each in SETTINGS if each in known])
 
 
-def asked(setting: Setting, options: argparse.Namespace) -> tuple[Setting, dict[str, str]]:
-    """A setting as the options change it; contestants that cannot take part, and why."""
+def asked(setting: Setting, options: argparse.Namespace) -> Setting:
+    """A setting as the options change it."""
     if options.quick:
         setting = replace(setting, tokens=setting.tokens // (2 if setting.drafts else 4), rounds=3)
-    if options.rounds:
-        setting = replace(setting, rounds=options.rounds)
-    refused = {}
-    for mode in {"majority", "auto"} & set(setting.contestants):
-        try:
-            check_mode(mode)
-        except EngineError as error:
-            refused[mode] = str(error)
-    return setting, refused
+    return replace(setting, rounds=options.rounds) if options.rounds else setting
 
 
-def identity(setting: Setting, refused: Mapping[str, str]) -> dict[str, Any]:
+def identity(setting: Setting) -> dict[str, Any]:
     """What a line says of its setting."""
-    taking_part = [contestant for contestant in setting.contestants if contestant not in refused]
     kept = {key: value for key, value in asdict(setting).items() if key not in ("bars", "drafts", "acceptance")}
-    return {**kept, "contestants": taking_part}
+    return {**kept, "contestants": list(setting.contestants)}
 
 
-def measure(name: str, setting: Setting, refused: Mapping[str, str], folder: Path) -> dict[str, Any]:
+def measure(name: str, setting: Setting, folder: Path) -> dict[str, Any]:
     """The JSON line of one setting."""
     import vllm
 
     began = time.perf_counter()
     senior, junior, prompts = pair_of(setting, folder)
     boundary = boundary_table(models_vocabulary(senior))
-    names = identity(setting, refused)["contestants"]
+    names = identity(setting)["contestants"]
     contestants = prepare_tandem(senior, junior, setting, boundary, names) | prepare_stock(senior, setting)
 
     results: dict[str, list[Result]] = {contestant: [] for contestant in names}
@@ -280,8 +266,7 @@ def measure(name: str, setting: Setting, refused: Mapping[str, str], folder: Pat
         "vllm": vllm.__version__,
         "benchmark": "tandem_cost",
         "setting": name,
-        **identity(setting, refused),
-        "refused": dict(refused),
+        **identity(setting),
         **of_pair,
         "dtype": "float32",
         "strategy": f"word, p {PROB_SENIOR}, K {MAX_GAP_TOKENS}, {BOUNDARY_SHARE:.0%} of the ids are boundaries",

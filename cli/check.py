@@ -27,6 +27,8 @@ PACKAGES = {
     "peft": ("peft", False, "model.lora", "pip install 'tandemrl[lora]'"),
     "bm25s": ("bm25s", False, "retrieval.retriever: bm25", "pip install 'tandemrl[retrieval]'"),
     "PyStemmer": ("Stemmer", False, "retrieval.retriever: bm25", "pip install 'tandemrl[retrieval]'"),
+    "starlette": ("starlette", False, "tandemrl play", "pip install 'tandemrl[play]'"),
+    "uvicorn": ("uvicorn", False, "tandemrl play", "pip install 'tandemrl[play]'"),
     "liger-kernel": ("liger_kernel", False, "model.liger, on CUDA", "pip install 'tandemrl[liger]'"),
     "wandb": ("wandb", False, "train.wandb", "pip install 'tandemrl[wandb]'"),
     "datasets": ("datasets", False, "hf:… data sources", "pip install 'tandemrl[hub]'"),

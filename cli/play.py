@@ -1,5 +1,6 @@
 """``tandemrl play``."""
 
+import socket
 from pathlib import Path
 from typing import Annotated
 
@@ -18,15 +19,14 @@ def play(
     port: Annotated[int, typer.Option(min=0, max=65535, help="Port to listen on; 0: any that is free.")] = 8765,
 ) -> None:
     """Write with senior and junior in the browser, on this machine only; take over as the junior yourself."""
+    from tandemrl.config import ConfigError
+
     try:
         import uvicorn
 
         from tandemrl.play.app import application
     except ImportError as error:
-        from tandemrl.config import ConfigError
-
         raise ConfigError(f"tandemrl play: {error.name} is missing; pip install 'tandemrl[play]'") from None
-    import socket
     from dataclasses import replace
 
     from transformers import AutoConfig
@@ -38,6 +38,9 @@ def play(
     from tandemrl.rollout.factory import ModelSource, make_engine
 
     prompt = EXAMPLE
+    if senior is None and junior is not None:
+        raise ConfigError("--junior needs --senior: the tiny pair has a junior of its own")
+    listening = listen(port)
     if senior is None:
         from tandemrl.data.loading import generated_rows
         from tandemrl.experiments.tiny import build_tiny_pair
@@ -64,6 +67,16 @@ def play(
     duo = Duo(engine, reader, tokenizer, longest=longest)
     app = application(duo, about={"senior": senior, "junior": partner, "prompt": prompt})
     server = uvicorn.Server(uvicorn.Config(app, log_level="warning", access_log=False))
-    with socket.create_server(("127.0.0.1", port)) as listening:
+    with listening:
         typer.echo(f"open http://127.0.0.1:{listening.getsockname()[1]} (Ctrl-C ends it)")
         server.run(sockets=[listening])
+
+
+def listen(port: int) -> socket.socket:
+    """A place to listen at on this machine, found before models are loaded."""
+    from tandemrl.config import ConfigError
+
+    try:
+        return socket.create_server(("127.0.0.1", port))
+    except OSError as error:
+        raise ConfigError(f"--port {port}: {error.strerror}; take another one, or 0 for any that is free") from None

@@ -31,6 +31,8 @@ def report(
 
         from tandemrl.report.watch import LiveReport, server
 
+        if out is not None:
+            raise typer.BadParameter("--watch writes no file; leave it out", param_hint="--out")
         if not folder.is_dir():
             raise typer.BadParameter(f"{folder}: no such folder", param_hint="DIR")
         live = LiveReport(folder, lambda: build_report(folder, title=title, tokenizer=tokenizer))

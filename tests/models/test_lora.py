@@ -30,6 +30,8 @@ LORA = LoraConfig(rank=3, alpha=6.0)
 DROPPED = replace(LORA, dropout=0.25)
 MODELS = {"qwen3, tied": qwen3, "llama, biased": llama}
 
+CPU = torch.device("cpu")
+
 
 def adapted(plain: PreTrainedModel, lora: LoraConfig = LORA, *, random: bool = True) -> PreTrainedModel:
     """A copy of ``plain`` with adapters that do something."""
@@ -206,7 +208,7 @@ def test_inputs_that_are_split_are_dropped_as_if_they_were_not() -> None:
     for number, dropout in enumerate(parts):
         dropout.part, dropout.parts = number, len(parts)
     for dropout, mine in zip((whole, *parts), (inputs, *inputs.chunk(2, dim=-1)), strict=True):
-        with dropping(nn.Sequential(nn.Linear(1, 1), dropout), (4,)):
+        with dropping(nn.Sequential(nn.Linear(1, 1), dropout), (4,), CPU):
             dropped.append(dropout(mine))
     assert 0 < int((dropped[0] == 0).sum()) < inputs.numel()
     assert torch.equal(torch.cat(dropped[1:], dim=-1), dropped[0])
@@ -235,12 +237,12 @@ def test_dropout_acts_inside_of_dropping_alone_whatever_the_mode() -> None:
     model.train()
     assert torch.equal(logprobs(model), wanted)
     before = torch.get_rng_state()
-    with dropping(model, (0, 1)):
+    with dropping(model, (0, 1), CPU):
         one = logprobs(model)
         other = logprobs(model)
-    with dropping(model, (0, 1)):
+    with dropping(model, (0, 1), CPU):
         again = logprobs(model)
-    with dropping(model, (0, 2)):
+    with dropping(model, (0, 2), CPU):
         another = logprobs(model)
     assert torch.equal(torch.get_rng_state(), before)
     assert torch.equal(one, again)
@@ -257,7 +259,7 @@ def test_an_adapters_inputs_are_dropped_and_scaled() -> None:
     inputs = torch.randn(2000, layer.in_features, generator=torch.Generator().manual_seed(0))
     seen: list[Tensor] = []
     layer.lora_A["default"].register_forward_hook(lambda _, args, __: seen.append(args[0]))
-    with torch.no_grad(), dropping(model, (3,)):
+    with torch.no_grad(), dropping(model, (3,), CPU):
         found = layer(inputs)
     mask = seen[0] != 0
     assert abs(mask.float().mean().item() - 0.75) < 0.01
@@ -273,7 +275,7 @@ def test_recomputed_activations_have_the_same_dropout() -> None:
         if checkpointed:
             model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
             model.train()
-        with dropping(model, (4,)):
+        with dropping(model, (4,), CPU):
             logprobs(model).sum().backward()
         gradients.append({name: p.grad for name, p in model.named_parameters() if p.grad is not None})
         model.zero_grad()

@@ -75,6 +75,17 @@ def test_the_plan_of_a_tiny_run_adds_up() -> None:
     assert "an estimate from data sheets" in text
 
 
+@pytest.mark.parametrize("engine", ["torch", "vllm"])
+def test_adapters_on_the_junior_are_no_second_copy(engine: str) -> None:
+    keys = ["model.junior=null", "model.device=cuda", f"rollout.engine={engine}", "rollout.vllm.kv_cache_gb=1"]
+
+    def engine_bytes(rank: int) -> int:
+        found = plan(load("quickstart", [*keys, f"model.lora.rank={rank}"]), 1, accelerator("h100"))
+        return sum(item.size for item in found.items if item.name.startswith("engine"))
+
+    assert engine_bytes(0) - engine_bytes(8) == 4 * parameters(architecture("runs/tiny/senior"))
+
+
 def test_what_cannot_fit_is_refused_with_what_helps() -> None:
     config = load("quickstart")
     device = accelerator("h100")

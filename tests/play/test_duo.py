@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from helpers import CHAT_TEMPLATE, prepared, qwen3, small_qwen3, tokenizer
+from helpers import CHAT_TEMPLATE, IDS, prepared, qwen3, small_qwen3, tokenizer
 from tandemrl.config import SelectionConfig
 from tandemrl.play.duo import Draft, Duo, Piece
 from tandemrl.rollout.engine import Request, Sampling
@@ -60,6 +60,19 @@ def test_a_person_writes_as_the_junior_and_special_tokens_are_text(duo: Duo) -> 
     assert duo.tokenizer.eos_token_id not in [token.id for token in said.tokens]
     after = longer(draft, said)
     assert duo.write(after, 2).tokens == duo.write(after, 2).tokens
+
+
+def test_a_character_whose_bytes_are_two_tokens_is_shown_once(duo: Duo) -> None:
+    """Also where a piece ends between them."""
+    ids = [IDS["a"], IDS["Ã"], IDS["©"], IDS["b"]]
+    draft = Draft("a b", 1)
+    texts = []
+    for i, token in enumerate(ids):
+        draft = replace(draft, tokens=(*draft.tokens, token), authors=(*draft.authors, i % 2))
+        texts.append(duo._read(draft, i, duo._prompt("a b"))[0].text)
+    assert texts == ["a", "", "é", "b"]
+    half = replace(draft, tokens=tuple(ids[:2]), authors=(0, 1))
+    assert duo._read(half, 1, duo._prompt("a b"), over=True)[0].text == "\ufffd"
 
 
 def test_surprisals_are_the_juniors(duo: Duo) -> None:

@@ -227,7 +227,9 @@ with FakeJudge(reply, models=("rrm",), port=int(sys.argv[2])):
 """
 
 
-def test_one_command_starts_judge_and_training(tiny_pair: Path, problems: Path, tmp_path: Path) -> None:
+def test_one_command_starts_judge_and_training(
+    tiny_pair: Path, problems: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "serves.py").write_text(SERVES)
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -243,6 +245,7 @@ def test_one_command_starts_judge_and_training(tiny_pair: Path, problems: Path, 
     broken = policy(tiny_pair, problems, tmp_path / "broken", url, f"judge.command={sys.executable} -c x", served[1])
     with pytest.raises(JudgeError, match=r"(?s)the server has ended; .*judge\.log ends with: .*NameError"):
         train(broken, quiet=True)
+    monkeypatch.setattr("tandemrl.rewards.judge.server.PATIENCE_S", 0.1)
     with FakeJudge(lambda prompt, number: "") as judge, pytest.raises(JudgeError, match="something answers at"):
         train(policy(tiny_pair, problems, tmp_path / "taken", judge.url, *served), quiet=True)
     with pytest.raises(NotHereError, match=r"judge\.command will serve http"):  # a dry run

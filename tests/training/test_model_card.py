@@ -1,10 +1,11 @@
 """What an export says of itself."""
 
 import math
+from dataclasses import replace
 
 from omegaconf import OmegaConf
 
-from tandemrl.config import load
+from tandemrl.config import FunctionRecord, FunctionsConfig, load
 from tandemrl.training.card import model_card
 
 VERSIONS = {"torch": "2", "git_revision": "a" * 40, "git_dirty": False, "vllm": None}
@@ -35,7 +36,7 @@ def test_a_card_says_what_was_trained_and_who_wrote_the_texts() -> None:
 def test_a_model_that_wrote_alone_has_no_junior() -> None:
     config = load("quickstart", ["selection.strategy=solo", "model.junior=null"])
     card = model_card(config, step=1, best=-math.inf, versions={})
-    assert "wrote all texts that it learnt from" in card
+    assert "The *senior* wrote all texts that this model learnt from." in card
     assert "tandem-rl" not in front(card)["tags"]
     assert "| junior | `none` |" in card
     assert "| best held-out score so far | `none` |" in card
@@ -47,3 +48,19 @@ def test_the_juniors_weight_is_named() -> None:
     assert (
         "(`sentence`). It was trained on its own tokens with weight 1, on those of the junior with weight 0.5." in card
     )
+
+
+def test_what_was_passed_in_python_and_what_changes_over_the_run_is_said() -> None:
+    config = load("quickstart", ["selection.prob_senior_final=1.0", "selection.anneal_steps=5"])
+    assert "(`word`, p = 0.5 to 1)" in model_card(config, step=1, best=0.0, versions={})
+    functions = FunctionsConfig(strategy=FunctionRecord("mine.relay"), recipe=FunctionRecord("grpo, surrogate=half"))
+    card = model_card(replace(config, functions=functions), step=1, best=0.0, versions={})
+    assert "(the strategy `mine.relay`)" in card
+    assert "| recipe | `grpo, surrogate=half, learning rate 0.0003` |" in card
+    assert front(card)["tags"] == ["reinforcement-learning", "tandem-rl"]
+
+
+def test_no_command_line_goes_into_a_card() -> None:
+    command = "judge.command=env HF_TOKEN=hf_secret vllm serve J"
+    config = load("quickstart", [command, "judge.url=http://localhost:8000/v1", "judge.wait_s=9"])
+    assert "hf_secret" not in model_card(config, step=1, best=0.0, versions={})

@@ -134,13 +134,13 @@ def test_monitored_problems_do_not_choose(tiny_pair: Path, tmp_path: Path, monke
 
     monkeypatch.setattr(evals, "generate_and_grade", graded)
     monkeypatch.setattr(loop_module, "export", lambda run, name: exported.append(name))
-    first = loop_module.evaluate(run)
+    first = loop_module.evaluate(run, 1)
     assert (first["eval/pass@2"], first["monitor/pass@2"], first["monitor/a set/pass@1"]) == (0.25, 0.75, 0.75)
     score[3] = 1.0
-    loop_module.evaluate(run)
+    loop_module.evaluate(run, 1)
     assert (run.progress.best, exported) == (0.25, ["best"])
     score[4] = 0.5
-    loop_module.evaluate(run)
+    loop_module.evaluate(run, 1)
     assert (run.progress.best, exported) == (0.5, ["best", "best"])
 
 

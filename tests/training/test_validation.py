@@ -51,7 +51,7 @@ def evaluated(run: Run, monkeypatch: pytest.MonkeyPatch, score: float) -> torch.
     result = SimpleNamespace(metrics={"macro": macro})
     with monkeypatch.context() as patched:
         patched.setattr(loop.evals, "generate_and_grade", lambda *_, **__: result)
-        assert loop.evaluate(run)["eval/pass@2"] == score
+        assert loop.evaluate(run, 20)["eval/pass@2"] == score
     return embedding.detach().clone()
 
 
@@ -70,7 +70,9 @@ def test_best_is_the_export_with_the_highest_score_also_after_a_resume(
     first, second, *_ = (evaluated(run, monkeypatch, score) for score in (0.25, 0.75, 0.5, 0.75))
     assert not torch.equal(first, second)
     assert torch.equal(best(), second)
-    assert "| best held-out score so far | `0.7500` |" in (tmp_path / "hf" / "best" / "README.md").read_text()
+    card = (tmp_path / "hf" / "best" / "README.md").read_text()
+    assert "| best held-out score so far | `0.7500` |" in card
+    assert "| steps | `20 of " in card
     run.progress.step = 1
     save(run)
 

@@ -68,6 +68,7 @@ def _rules(config: Config) -> list[tuple[bool, str, str]]:
         (m.critic is None or lo.recipe == "ppo", "model.critic", "null unless loss.recipe=ppo"),
         (per_update >= 1 and t.prompts_per_step % per_update == 0, "train.mini_batch_prompts", f"a divisor of train.prompts_per_step ({t.prompts_per_step})"),
         (t.tokens_per_micro_batch >= longest, "train.tokens_per_micro_batch", f"at least {longest}: {parts}, the longest sequence there can be"),
+        (t.eval_every > 0 or not config.data.monitor, "data.monitor", "empty with train.eval_every=0, which evaluates nothing"),
         (t.eval_every == 0 or len(config.data.eval) > 0, "data.eval", "at least one source, or train.eval_every=0"),
         (any(k <= e.train_samples for k in e.k), "eval.train_samples", f"at least the smallest of eval.k ({min(e.k, default=1)})"),
         (e.select_by is None or e.select_by in selectors, "eval.select_by", "null or one of " + ", ".join(selectors)),

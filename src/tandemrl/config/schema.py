@@ -342,7 +342,8 @@ class TrainConfig:
     keep_checkpoints: PositiveInt = 2
     """Newest checkpoints that are kept."""
     keep_exports: PositiveInt | None = None
-    """Newest hf/step_N that are kept, beside those whose checkpoint is; null = all. hf/best stays in any case."""
+    """Newest hf/step_N that are kept, beside those whose checkpoint is; null = all. hf/best stays in any case; with
+    `async_save` one more may stay at the end."""
     eval_every: NonNegativeInt = 20
     """Steps between held-out evaluations; 0 = never."""
     max_logprob_mismatch: PositiveFloat | None = None

@@ -65,6 +65,8 @@ def bench_verifier(
     pairs = load_pairs(source)[:limit]
     rows = [pair.row for pair in pairs]
     judged = any(term.name == "judge" for term in terms_of(rows[0], config.reward))
+    if judged and len(terms_of(rows[0], config.reward)) > 1:
+        raise ConfigError("reward.scorers: a sum with a judge in it has no verdict of its own; name the judge alone")
     if judged and config.judge.prompt != "tinyv":
         raise ConfigError(
             f"judge.prompt={config.judge.prompt}: marks whole responses, and these are bare answers; set "
@@ -102,7 +104,7 @@ def _of_scorer(answers: Sequence[tuple[Row, str]], config: Config, stated: Colle
     with Scorer(config.reward, code=code_scorer(config)) as scorer:
         scorer.check([row for row, _ in answers], stated=stated)
         scores = scorer.score([(row, f"\\boxed{{{answer}}}") for row, answer in answers])
-    return [None if LOST & score.parts.keys() else bool(score.parts["acc"]) for score in scores]
+    return [None if LOST & score.parts.keys() else score.parts["acc"] == 1 for score in scores]
 
 
 def _counts(rights: Sequence[bool | None], wrongs: Sequence[bool | None]) -> Verdicts:

@@ -19,16 +19,19 @@ LIGER_KERNELS = dict(rope=True, rms_norm=True, swiglu=True, cross_entropy=False,
 """Log-probs come from ``head``, without Liger's losses."""
 
 
-def use_liger(model: PreTrainedModel, *, name: str = "model") -> PreTrainedModel:
+def use_liger(model: PreTrainedModel, *, name: str = "model", device: torch.device | None = None) -> PreTrainedModel:
     """Run a prepared model's RMSNorm, SwiGLU and RoPE by Liger's kernels (arXiv 2410.10989), in place; CUDA only.
 
     Liger changes the family's module in transformers: models of it that are loaded later use the kernels too. A probe
     proves that the model computes as before.
 
+    Args:
+        device: where it computes; None = where its weights are, which may rest in host memory.
+
     Raises:
         ModelError: not on CUDA, liger-kernel is not installed, no kernels for this family, or other hidden states.
     """
-    family, device = model.config.model_type, model.get_input_embeddings().weight.device
+    family, device = model.config.model_type, device or _weights_device(model)
     if device.type not in LIGER_DEVICES:
         raise ModelError(f"{name}: Liger kernels need a CUDA device, the model is on {device}; set model.liger=false")
     if family not in LIGER_FAMILIES:
@@ -52,17 +55,25 @@ def use_liger(model: PreTrainedModel, *, name: str = "model") -> PreTrainedModel
     return model
 
 
+def _weights_device(model: PreTrainedModel) -> torch.device:
+    return next(model.get_input_embeddings().parameters()).device
+
+
 _COMPILED = "layers_are_compiled"
 
 
-def require_compiler(model: PreTrainedModel, key: str) -> None:
-    """Make ready for ``torch.compile``. key: of the configuration, which asks for it.
+def require_compiler(model: PreTrainedModel, key: str, device: torch.device | None = None) -> None:
+    """Make ready for ``torch.compile``.
+
+    Args:
+        key: of the configuration, which asks for it. device: where the model computes; None = where its weights are.
 
     Raises:
         ModelError: on a CPU without a C++ compiler.
     """
     compiler = os.environ.get("CXX", "g++")
-    if model.get_input_embeddings().weight.device.type == "cpu" and shutil.which(compiler) is None:
+    device = device or _weights_device(model)
+    if device.type == "cpu" and shutil.which(compiler) is None:
         raise ModelError(
             f"{key}=true needs a C++ compiler and {compiler} is not there; install it, name another one in the "
             f"environment variable CXX, or set {key}=false"
@@ -71,19 +82,21 @@ def require_compiler(model: PreTrainedModel, key: str) -> None:
     torch._dynamo.config.recompile_limit = max(64, torch._dynamo.config.recompile_limit)
 
 
-def compile_layers(model: PreTrainedModel, *, backend: str = "inductor") -> PreTrainedModel:
+def compile_layers(
+    model: PreTrainedModel, *, backend: str = "inductor", device: torch.device | None = None
+) -> PreTrainedModel:
     """Compile every decoder layer of a prepared model with ``torch.compile``, in place, all but its attention.
 
     Shapes are dynamic, so packed batches of similar lengths share graphs; the first forward and backward take tens of
     seconds. Where one token per row is decoded, compiled layers would only be slower: see ``eagerly``.
 
     Args:
-        backend: of ``torch.compile``.
+        backend: of ``torch.compile``. device: where the model computes; None = where its weights are.
 
     Raises:
         ModelError: on a CPU without a C++ compiler.
     """
-    require_compiler(model, "model.compile")
+    require_compiler(model, "model.compile", device)
     _leave_attention_out()
     for layer in model.get_decoder().layers:
         layer.compile(dynamic=True, backend=backend)

@@ -42,15 +42,14 @@ class AdapterDropout(nn.Module):
 
 
 @contextmanager
-def dropping(model: nn.Module, key: Sequence[int]) -> Iterator[None]:
+def dropping(model: nn.Module, key: Sequence[int], device: torch.device) -> Iterator[None]:
     """Inside, adapters leave inputs out, by draws that follow from ``key`` alone: the global random state is left as it
     was. Backward belongs inside: recomputed activations have to be those of the forward. Without dropout it does
-    nothing."""
+    nothing. device: where the model computes, which need not be where its parameters rest."""
     dropouts = [module for module in model.modules() if isinstance(module, AdapterDropout)]
     if not dropouts:
         yield
         return
-    device = next(model.parameters()).device
     [seed] = np.random.SeedSequence(list(key)).generate_state(1, np.uint64)
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
         torch.manual_seed(int(seed) >> 1)

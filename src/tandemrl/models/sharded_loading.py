@@ -1,4 +1,5 @@
-"""Models of many processes, loaded in parts: none of them ever holds more than its own share and one layer.
+"""Models of many processes, loaded in parts: none of them ever holds more than its own share and one layer, and the
+embeddings while the model is probed.
 
 A model is made without weights (``meta_model``), split (``sharding.shard``), given memory for the parts of this process
 (``allocate``), and filled from safetensors files, of which each process reads the slices that it keeps (``fill``). The

@@ -31,7 +31,7 @@ from tandemrl.planning.rehearsal import (
 )
 from tandemrl.rollout.engine import Sampling
 from tandemrl.rollout.kv_cache import CACHE_STEP, PREFILL_TOKENS
-from tandemrl.training.build import resolve_recipe, self_paired
+from tandemrl.training.build import resolve_recipe, self_paired, shares_base
 from tandemrl.training.profiling import cost_of, update_flops
 from tandemrl.training.state import forward_options
 
@@ -255,9 +255,9 @@ def _engine(
     )
     per_token = sum(kv_bytes(shape, width) for shape in shapes)
     logits = LOGITS * rows * vocabulary * 4
+    if model.lora.rank and junior is not None and shares_base(config):
+        weights["senior"] = 0  # adapters on the junior's weights
     if rollout.engine == "torch":
-        if model.lora.rank and junior is not None and self_paired(model):
-            weights["senior"] = 0  # adapters on the junior's weights
         columns = _columns(config.data.max_prompt_tokens, length)
         waiting = rows * config.has_episodes  # between turns, in the device's memory
         size = rows * columns * per_token + waiting * length * per_token
@@ -280,6 +280,8 @@ def _vllm(
     config: Config, weights: dict[str, int], per_token: int, logits: int, length: int, device: Accelerator
 ) -> tuple[list[Item], Cache]:
     vllm, parallel = config.rollout.vllm, config.rollout.tensor_parallel
+    if vllm.junior_device is not None:
+        weights = weights | {"junior": 0}  # on a card of its own
     own = sum(weights.values()) // parallel
     per_token = max(1, per_token // parallel)
     budget = None if device.memory is None else int(vllm.gpu_memory_utilization * device.memory)

@@ -181,7 +181,7 @@ def _run(
             gradients = [p.grad for p in model.parameters() if p.grad is not None]
             ledger.disregard(gradients)
             ledger.begin()
-            with dropping(model, (0,)):
+            with dropping(model, (0,), torch.device("cpu")):
                 once().backward()
             found |= {"activations": ledger.peak} | _sent(ledger, "update")
             assert optimizer is not None

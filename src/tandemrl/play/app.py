@@ -25,7 +25,7 @@ from tandemrl.data.rows import DataError
 from tandemrl.play.duo import Draft, Duo, Piece
 from tandemrl.rollout.engine import EngineError
 
-HOSTS = ("127.0.0.1", "localhost", "[::1]")
+HOSTS = ("127.0.0.1", "localhost")
 MAX_BODY = 1 << 20
 AT_ONCE = 16
 """Tokens that one question may ask for: the page asks again and again, and can stop in between."""

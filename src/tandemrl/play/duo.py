@@ -97,7 +97,8 @@ class Duo:
             tokens=(*draft.tokens, *written.tokens.tolist()),
             authors=(*draft.authors, *written.author.tolist()),
         )
-        return Piece(self._read(longer, len(draft.tokens), prompt), stop, self.next_author(longer))
+        read = self._read(longer, len(draft.tokens), prompt, over=stop is not None)
+        return Piece(read, stop, self.next_author(longer))
 
     def say(self, draft: Draft, text: str) -> Piece:
         """What a person types goes on as the junior's; it is encoded here, once."""
@@ -123,8 +124,9 @@ class Duo:
         return [*chat_tokens(self.tokenizer, [{"role": "user", "content": text}], "the prompt")]
 
     @torch.no_grad()
-    def _read(self, draft: Draft, start: int, prompt: Sequence[int]) -> list[Token]:
-        """The tokens from ``start`` on, as they are shown: a character of several tokens is its last one's."""
+    def _read(self, draft: Draft, start: int, prompt: Sequence[int], *, over: bool = False) -> list[Token]:
+        """The tokens from ``start`` on, as they are shown: a character of several tokens is its last one's. over: no
+        further piece completes the last one."""
         if start == len(draft.tokens):
             return []
         batch = pack_tokens([[*prompt, *draft.tokens]], self.junior.device)
@@ -133,6 +135,8 @@ class Duo:
         surprisals = (-token_logprobs(self.junior, batch, select=select)[0])[first:].tolist()
         one_by_one = [i % 2 for i in range(len(draft.tokens))]  # so that each token is a span of its own
         texts = [text for _, text in authored_spans(draft.tokens, one_by_one, self._decode)]
+        if not over:
+            texts[-1] = texts[-1].rstrip("\ufffd")
         shown = zip(draft.tokens[start:], texts[start:], draft.authors[start:], surprisals, strict=True)
         return [Token(*each) for each in shown]
 

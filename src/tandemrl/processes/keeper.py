@@ -24,13 +24,11 @@ def keep(parent: int, command: list[str]) -> None:
         told.append(time.monotonic())
 
     signal.signal(signal.SIGTERM, end)  # a function: what is ignored would be ignored by the server, too
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:
         server = subprocess.Popen(command, stdin=subprocess.DEVNULL)
     except OSError as error:
         print(f"tandemrl: {command[0]}: {error}", flush=True)
         return
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
     while server.poll() is None and not (told and time.monotonic() > told[0] + GRACE_S):
         if os.getppid() != parent and not told:
             os.killpg(0, signal.SIGTERM)

@@ -1,6 +1,8 @@
 """The report of runs that are still going on, served to this machine and made anew whenever their files change."""
 
+import os
 from collections.abc import Callable
+from contextlib import suppress
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -12,7 +14,8 @@ from tandemrl.report.page import Report, to_html
 from tandemrl.report.records import ReportError
 
 HOSTS = ("127.0.0.1", "localhost")
-WATCHED = ("*.jsonl", "*.json", "config.yaml")
+UNREAD = ("checkpoints", "hf")
+"""Folders of a run in which there is nothing to report."""
 HEADERS = {
     "Content-Type": "text/html; charset=utf-8",
     "Content-Security-Policy": "default-src 'none'; style-src 'unsafe-inline'; img-src data:",
@@ -40,21 +43,21 @@ class LiveReport:
             if state != self._state:
                 try:
                     self._html = to_html(self._build())
-                except ReportError as error:  # the run has only begun, or a file is being written
+                except (ReportError, OSError) as error:  # the run has only begun, or a file is being written
                     self._html = f"<!doctype html><title>Nothing to report yet</title><p>{escape(str(error))}</p>"
                 self._state = state
             return self._html
 
     def _changes(self) -> object:
-        """Names, sizes and times of the files that a report reads."""
+        """Names, sizes and times of the files that a report reads. Checkpoints and models come and go meanwhile."""
         found = []
-        for pattern in WATCHED:
-            for file in self.folder.rglob(pattern):
-                try:
-                    stat = file.stat()
-                except OSError:  # replaced while we look
-                    continue
-                found.append((str(file), stat.st_mtime_ns, stat.st_size))
+        for here, folders, names in os.walk(self.folder):
+            folders[:] = [name for name in folders if name not in UNREAD and not name.startswith(".")]
+            for name in names:
+                if name.endswith((".json", ".jsonl")) or name == "config.yaml":
+                    with suppress(OSError):  # replaced while we look
+                        stat = os.stat(os.path.join(here, name))
+                        found.append((here, name, stat.st_mtime_ns, stat.st_size))
         return sorted(found)
 
 

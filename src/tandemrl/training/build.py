@@ -157,7 +157,7 @@ def build_models(
     """
     model, loss = config.model, config.loss
     if model.liger:
-        use_liger(policy, name=model.senior)
+        use_liger(policy, name=model.senior, device=resolve_device(model.device))
     if model.gradient_checkpointing:
         checkpoint_gradients(policy)
     dtype = getattr(torch, model.dtype)
@@ -174,7 +174,7 @@ def build_models(
             else:
                 loaded = load_model(path, dtype=dtype_name, device=model.device).requires_grad_(False)
             if model.compile:  # the same arithmetic as the policy's
-                compile_layers(loaded)
+                compile_layers(loaded, device=resolve_device(model.device))
             frozen[name] = loaded
         return frozen[name]
 
@@ -189,7 +189,7 @@ def build_models(
         # float32 like the policy, so that both go through the same arithmetic and the KL starts at exactly 0.
         reference = policy if model.lora.rank else freeze(model.senior, "float32", sharded=True)
     if model.compile:
-        compile_layers(policy)
+        compile_layers(policy, device=resolve_device(model.device))
     return Models(
         policy=policy,
         optimizer=make_optimizer(policy, config, config.train.lr),
@@ -214,7 +214,7 @@ def build_critic(config: Config, world: World) -> Trained:
         dtype, offload = getattr(torch, model.dtype), config.parallel.offload_parameters
         critic = load_sharded_critic(path, world, compute=dtype, device=model.device, offload=offload)
     if model.compile:
-        compile_layers(critic)
+        compile_layers(critic, device=resolve_device(model.device))
     if model.gradient_checkpointing:
         checkpoint_gradients(critic)
     return Trained(critic, make_optimizer(critic, config, config.train.critic_lr))

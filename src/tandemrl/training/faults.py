@@ -94,6 +94,7 @@ _LOST = re.compile(
 LESS_MEMORY = {
     "rollout": "a smaller rollout.max_rows or rollout.max_tokens",
     "eval": "a smaller rollout.max_rows or eval.max_tokens",
+    "gate": "a smaller train.tokens_per_micro_batch",
     "update": "a smaller train.tokens_per_micro_batch, model.gradient_checkpointing=true, "
     "model.activation_offload=true, parallel.offload_optimizer=true, model.dtype=bfloat16, or more processes with "
     "parallel.dp_shard",

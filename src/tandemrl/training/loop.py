@@ -226,7 +226,7 @@ def train_step(
             sync_if_stale(models, version=step)
     if evaluates:
         with clock("eval"):
-            metrics |= evaluate(run)
+            metrics |= evaluate(run, step)
     not_written = tracker.samples(step, [r for group in groups for r in group.rollouts], setup.tokenizer)
     if train.max_samples_gb is not None:
         metrics["samples/not_written"] = float(not_written)
@@ -338,7 +338,7 @@ def resample(
     return completions, groups, drawn
 
 
-def evaluate(run: Run) -> Metrics:
+def evaluate(run: Run, step: int) -> Metrics:
     """The senior alone on the held-out problems, of which the best step so far is exported to ``hf/best``; and in the
     same way on those of ``data.monitor``, which decide nothing."""
     setup, _, progress = run
@@ -348,7 +348,7 @@ def evaluate(run: Run) -> Metrics:
     selector = settings.select_by or f"pass@{max((k for k in ks if k <= 4), default=ks[0])}"
     if macro[selector] > progress.best:
         progress.best = macro[selector]
-        export(run, "best")
+        export(run, "best", step)
     names = [
         *(f"pass@{k}" for k in ks),
         "length",

@@ -63,7 +63,7 @@ def save(run: Run) -> list[Path]:
     """
     setup, models, progress = run
     config, train = setup.config, setup.config.train
-    export(run, f"step_{progress.step}")
+    export(run, f"step_{progress.step}", progress.step)
     for record in progress.records:
         record.extend(progress.step)
     state = {
@@ -94,12 +94,12 @@ def save(run: Run) -> list[Path]:
     )
 
 
-def export(run: Run, name: str) -> None:
-    """The policy as ``hf/NAME``, in the compute dtype."""
+def export(run: Run, name: str, step: int) -> None:
+    """The policy after a step as ``hf/NAME``, in the compute dtype."""
     config = run.setup.config
     folder, adapters_of = Path(config.output_dir, "hf", name), config.model.senior if config.model.lora.export else None
     policy, tokenizer, world = run.models.policy, run.setup.tokenizer, run.setup.world
-    card = model_card(config, step=run.progress.step, best=run.progress.best, versions=versions())
+    card = model_card(config, step=step, best=run.progress.best, versions=versions())
     export_hf(policy, tokenizer, folder, config.model.dtype, world=world, adapters_of=adapters_of, card=card)
 
 

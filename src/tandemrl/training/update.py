@@ -49,7 +49,7 @@ def update(
         batches = [m.batch for m in mini]
         here = setup.world.rank // setup.config.parallel.tp  # those that share matrices leave out the same inputs
         key = (setup.config.train.seed, step, len(results), here)
-        with clock("forward_backward"), dropping(models.policy, key) if learns else nullcontext():
+        with clock("forward_backward"), dropping(models.policy, key, setup.device) if learns else nullcontext():
             result = update_policy(setup, models, batches, clock, first=not results, learns=learns, fresh=fresh)
         if models.critic is not None:
             with clock("critic"):

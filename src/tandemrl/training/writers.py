@@ -27,9 +27,9 @@ def remember(setup: RunSetup, policy: PreTrainedModel) -> Compare:
     """Keep a copy of the policy's weights.
 
     Returns:
-        a function of the completions that they wrote: ``mismatch/writer_mean_abs`` and ``mismatch/writer_max_abs``,
-        |trainer - engine| log-prob of senior tokens in nats; nothing where the sample has none. All processes call it,
-        in step. It raises a TrainError if the mean is above train.max_logprob_mismatch, or not a number.
+        a function of the completions that they wrote: the metrics of ``update.logprob_mismatch`` as
+        ``mismatch/writer_…``; nothing where the sample has no token of the senior's. All processes call it, in step. It
+        raises a TrainError if the mean is above train.max_logprob_mismatch, or not a number.
     """
     kept = [part.to("cpu", copy=True) for part in trained_parts(policy)]
 
@@ -53,7 +53,7 @@ def writer_mismatch(setup: RunSetup, policy: PreTrainedModel, completions: Compl
     batch = pack([rollouts[i] for i in sample], setup.device) if sample else pack_tokens([[0]], setup.device)
     senior = batch.author == Author.SENIOR
     logprobs, _ = setup.logprobs(policy, batch, senior)
-    gaps = logprob_mismatch(world, (logprobs - batch.behaviour_logprobs)[senior].abs())
+    gaps = logprob_mismatch(world, (logprobs - batch.behaviour_logprobs)[senior])
     return {name.replace("mismatch/", "mismatch/writer_"): value for name, value in gaps.items()}
 
 

@@ -407,6 +407,10 @@ def test_drafts_are_chosen_by_what_a_call_has_shown() -> None:
     for _ in range(20):
         last = planner.choose(ids[3:4]).choice
     assert last.ahead == 0
+    both = np.full(1000, planner.slots[ids[0]])
+    for _ in range(100):  # what others write meanwhile: in a server no call ever begins anew
+        planner.count_written(both, np.arange(1000) % 2)
+    assert planner.choose(ids[3:4]).passes.acceptance is None
     planner.begin_call()
     assert planner.choose(ids[:3]).passes.acceptance is None
     assert planner.choose(ids[:3]).choice.ahead > 0

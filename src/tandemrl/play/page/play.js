@@ -153,4 +153,6 @@ ask("begin", {}).then((about) => {
   at("seed").value = new URLSearchParams(location.search).get("seed") ?? 0;
   for (const slider of ["prob_senior", "temperature"]) at(slider).dispatchEvent(new Event("input"));
   update();
+}).catch((error) => {
+  at("error").textContent = error.message;
 });

@@ -1,17 +1,21 @@
 """The judge's server that a run starts for itself (``judge.command``)."""
 
 import socket
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from urllib.parse import urlsplit
 
 from tandemrl.config import Config
+from tandemrl.processes.keeper import GRACE_S
 from tandemrl.processes.server import serving
 from tandemrl.rewards.judge.rubric import JudgeError
 
 LOG = "judge.log"
 """In ``output_dir``: what the server writes."""
+PATIENCE_S = GRACE_S + 2
+"""The server of a run that was killed may take so long to end."""
 
 
 @contextmanager
@@ -36,7 +40,10 @@ def judge_server(config: Config, *, start: bool = True) -> Iterator[Callable[[],
         if not start:
             yield lambda: None
             return
-        if _taken(url):
+        start_by = time.monotonic() + PATIENCE_S
+        while (taken := _taken(url)) and time.monotonic() < start_by:
+            time.sleep(0.2)
+        if taken:
             raise JudgeError(
                 f"judge.command: something answers at judge.url={url} already; leave judge.command out to use that, or "
                 "take another port in both"
@@ -51,7 +58,10 @@ def judge_server(config: Config, *, start: bool = True) -> Iterator[Callable[[],
 def _taken(url: str) -> bool:
     """Whether anybody listens at the address."""
     address = urlsplit(url)
-    port = address.port or (443 if address.scheme == "https" else 80)
+    try:
+        port = address.port or (443 if address.scheme == "https" else 80)
+    except ValueError as error:
+        raise JudgeError(f"judge.url={url}: {error}") from None
     try:
         socket.create_connection((address.hostname or "", port), timeout=1.0).close()
     except OSError:

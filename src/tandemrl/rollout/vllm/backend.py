@@ -108,6 +108,9 @@ class Backend:
             keep_running(client)
             _RUNNING.add(id(client.engine_core))
             backend.close = weakref.finalize(backend, _shut_down, client.engine_core)
+        if v.sleep:  # the trainer has the memory first: what it resumes from comes there
+            with backend.awake():
+                pass
         return backend
 
     def call(self, method: str, *args: Any) -> list[Any]:

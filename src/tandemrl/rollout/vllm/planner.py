@@ -361,20 +361,25 @@ class Planner:
         self.stats.drafted += drafted
         self.stats.accepted += accepted
         self._seen[:2] += drafted, accepted
-        if self._seen[0] > MEMORY:
-            self._seen //= 2
+        self._forget()
 
     def count_written(self, slots: np.ndarray, authors: np.ndarray) -> None:
         """Tokens by their authors, those of a slot in order."""
         if self.mode in DRAFTING:
             both = self.ledger.writers[:, slots].all(0)
             self._seen[2:] += np.bincount(authors[both], minlength=2)
+            self._forget()
         by_senior = int(np.count_nonzero(authors))
         self.stats.written[SENIOR] += by_senior
         self.stats.written[JUNIOR] += len(authors) - by_senior
         if self.recorded is not None:
             for slot, author in zip(slots.tolist(), authors.tolist(), strict=True):
                 self.authors_of[slot].append(author)
+
+    def _forget(self) -> None:
+        """What was seen long ago counts less, also where nothing is drafted any more."""
+        if max(self._seen[0], self._seen[2:].sum()) > MEMORY:
+            self._seen //= 2
 
     def written(self, slots: np.ndarray) -> np.ndarray:
         """Own tokens of all turns so far."""
