@@ -146,15 +146,19 @@ def step_time(name: str) -> str:
     )
 
 
-def step_time_sentence() -> str:
+def speed_sentence() -> str:
     """For README."""
     content = json.loads((BENCHMARKS / "step_time.json").read_text())
     solo, tandem = (content["ratios"][f"{who} / trl"]["median"] for who in ("solo", "tandem"))
     trl = next(line["version"] for line in content["lines"] if line["library"] == "trl")
+    agreeing = [line for line in lines("tandem_cost.jsonl") if line["model"] == "12-high" and line["prompt"] == 32]
+    few, many = (pick(agreeing, key=lambda line: line["rows"]) for pick in (min, max))
+    low, high = (line["cpu_ratios"]["auto / stock"]["median"] for line in (few, many))
     return (
-        f"A GRPO step of the tiny pair on one CPU thread takes {solo:.2f} of the time of TRL {trl}'s; a tandem step,\n"
-        f"in which two models decode, takes {tandem:.2f}. Steps, decoding, and tandem decoding inside vLLM:\n"
-        "[docs/speed.md](docs/speed.md).\n"
+        f"On one CPU thread a GRPO step takes {solo:.2f} of the time of TRL {trl}'s, a tandem step {tandem:.2f}. In "
+        "vLLM a junior that is a\ntwelfth of the senior and mostly agrees drafts for it: both together cost "
+        f"{low:.2f} ({few['rows']} row) to {high:.2f} ({many['rows']} rows) of the senior\nalone "
+        "([speed](docs/speed.md)).\n"
     )
 
 
@@ -441,7 +445,7 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "countdown": countdown,
     "step-time": lambda: step_time("step_time.json"),
     "step-time-lognormal": lambda: step_time("step_time_lognormal.json"),
-    "step-time-sentence": step_time_sentence,
+    "speed-sentence": speed_sentence,
     "decoding": decoding,
     "drafting": drafting,
     "draw": draw,

@@ -3,7 +3,8 @@ sum comes to, and asks again. Five training steps on the tiny pair.
 
     python examples/calculator.py
 
-From the command line, in this folder: `tandemrl train --config quickstart rollout.environment=calculator:Calculator`.
+From the command line, in this folder: `tandemrl train --config quickstart rollout.environment=calculator:Calculator
+rollout.max_turns=3 rollout.turn_tokens=64 rollout.max_tokens=192 rollout.world_tokens=128`.
 A model that calls tools needs no environment: `rollout.environment=tools rollout.tools=[calculator:calculate]`.
 """
 

@@ -213,10 +213,10 @@ def check_folder(path: str | Path) -> None:
         return
     export = next((f"; did you mean {each}?" for each in _exports(folder) if each.is_dir()), "")
     if not folder.exists():
-        build = (
-            f"; build it: tandemrl model tiny --out {folder.parent}" if folder.parent.name.startswith("tiny") else ""
-        )
-        raise ModelError(f"{path}: no such folder{export or hint(folder) or build}")
+        tiny, dash, pair = folder.parent.name.partition("-")
+        command = f"tandemrl model tiny{f' --pair {pair}' if dash else ''} --out {folder.parent}"
+        build = f"; build it: {command}" if tiny == "tiny" else ""
+        raise ModelError(f"{path}: no such folder{export or build or hint(folder)}")
     if not folder.is_dir():
         raise ModelError(f"{path}: a file; expected the folder of a model{export}")
     kind = "a training checkpoint, not a model" if (folder / "meta.json").is_file() else ""
