@@ -86,7 +86,7 @@ def _rules(config: Config) -> list[tuple[bool, str, str]]:
         (t.max_resamples == 0 or t.async_steps == 0, "train.max_resamples", "0 with train.async_steps=1: the engine is busy with the next step"),
         (not several or r.engine == "torch" or v.multiprocess, "rollout.vllm.multiprocess", "true with several processes: vLLM would take the trainer's process group for its own"),
         (v.max_batched_tokens is None or v.max_batched_tokens >= r.max_rows, "rollout.vllm.max_batched_tokens", f"null or at least rollout.max_rows ({r.max_rows})"),
-        (v.mode not in ("draft", "auto") or r.engine != "vllm" or r.draft_tokens != 0, "rollout.draft_tokens", f"auto, or positive (e.g. 8), with rollout.vllm.mode={v.mode}"),
+        (v.mode != "draft" or r.engine != "vllm" or r.draft_tokens != 0, "rollout.draft_tokens", "auto, or positive (e.g. 8), with rollout.vllm.mode=draft"),
         (r.draft_tokens == 0 or r.engine != "vllm" or v.mode in ("draft", "auto"), "rollout.draft_tokens", f"0 with rollout.vllm.mode={v.mode}: the vllm engine drafts with rollout.vllm.mode=draft or auto"),
         (v.devices is None or v.multiprocess, "rollout.vllm.devices", "null unless rollout.vllm.multiprocess=true: a process has one set of devices"),
         (not v.sleep or cuda, "rollout.vllm.sleep", "false unless model.device is a CUDA device"),

@@ -106,11 +106,11 @@ class DataConfig:
 class VllmConfig:
     """Rollouts by `rollout.engine: vllm`."""
 
-    mode: Literal["lazy", "majority", "lockstep", "draft", "auto"] = "lazy"
+    mode: Literal["lazy", "majority", "lockstep", "draft", "auto"] = "auto"
     """lazy: a token is computed by its author, the other model catches up in chunks; majority: and only one of the
     models runs in a step, the rows of the other wait; lockstep: by both; draft: the junior writes
     `rollout.draft_tokens` ahead, the senior reads them at once; auto: lazy or draft, from step to step, whichever
-    should be cheaper. The tokens are the same."""
+    should be cheaper; with `rollout.draft_tokens` 0, lazy. The tokens are the same."""
     multiprocess: bool = False
     """An engine in a process of its own, instead of in the trainer's."""
     devices: str | None = None

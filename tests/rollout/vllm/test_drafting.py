@@ -251,13 +251,11 @@ def test_passes_are_counted_in_every_mode(engines):
 def test_what_cannot_draft_says_so(engines):
     with pytest.raises(EngineError, match="mode=draft: this engine was started without"):
         engines(NEAR).set_mode("draft")
-    for mode in ("draft", "auto"):
-        with pytest.raises(EngineError, match=rf"mode={mode}: set rollout\.draft_tokens"):
-            start_engine(engines.folder("senior"), engines.folder(JUNIORS[NEAR]), mode=mode)
+    with pytest.raises(EngineError, match=r"mode=draft: set rollout\.draft_tokens"):
+        start_engine(engines.folder("senior"), engines.folder(JUNIORS[NEAR]), mode="draft")
     for rollout in (
         RolloutConfig(engine="vllm", vllm=VllmConfig(mode="draft")),
-        RolloutConfig(engine="vllm", vllm=VllmConfig(mode="auto")),
-        RolloutConfig(engine="vllm", draft_tokens=8),
+        RolloutConfig(engine="vllm", vllm=VllmConfig(mode="lazy"), draft_tokens=8),
     ):
         with pytest.raises(ConfigError, match=r"rollout\.draft_tokens=.*: must be"):
             check(Config(rollout=rollout))

@@ -109,8 +109,8 @@ class VllmEngine:
         v = config.vllm
         draft: int | Literal["auto"] = "auto" if config.draft_tokens == "auto" else int(config.draft_tokens)
         drafts = check_mode(v.mode) in DRAFTING
-        if drafts and not draft:
-            raise EngineError(f"rollout.vllm.mode={v.mode}: set rollout.draft_tokens to auto, or to a number, e.g. 8")
+        if v.mode == "draft" and not draft:
+            raise EngineError("rollout.vllm.mode=draft: set rollout.draft_tokens to auto, or to a number, e.g. 8")
         if junior is not None:
             vocabulary_check(tokenizer, load_tokenizer(junior))
         paths = [str(path) for path in (senior, junior) if path is not None]
@@ -123,7 +123,7 @@ class VllmEngine:
             context = min(context, longest)
         options = TandemOptions(
             junior=None if junior is None else str(junior),
-            mode="lazy" if junior is None and drafts else v.mode,  # nobody to draft
+            mode="lazy" if drafts and (junior is None or not draft) else v.mode,  # nobody to draft, or nothing
             draft=0 if junior is None else draft,
             junior_dtype=v.junior_dtype,
             junior_quantization=v.junior_quantization,
