@@ -133,7 +133,7 @@ def test_monitored_problems_do_not_choose(tiny_pair: Path, tmp_path: Path, monke
         return EvalResult({"macro": values, "by_set": {"a set": values}}, [])
 
     monkeypatch.setattr(evals, "generate_and_grade", graded)
-    monkeypatch.setattr(loop_module, "export", lambda run, name: exported.append(name))
+    monkeypatch.setattr(loop_module, "export", lambda run, name, step: exported.append(name))
     first = loop_module.evaluate(run, 1)
     assert (first["eval/pass@2"], first["monitor/pass@2"], first["monitor/a set/pass@1"]) == (0.25, 0.75, 0.75)
     score[3] = 1.0

@@ -205,7 +205,8 @@ def test_a_fork_bomb_stays_small(template):
         while not running.done():
             most = max(most, len(template.descendants()))
         assert running.result().status == "timeout"
-    assert 3 < most <= 2 + QUICK.processes  # the supervisor, the runner, and the program's
+    # The supervisor, the runner, and the program's: as many as a busy machine had time for.
+    assert 3 <= most <= 2 + QUICK.processes
 
 
 @pytest.mark.parametrize(
