@@ -509,7 +509,7 @@ def test_check_holds_a_tokenizer_against_what_is_published(tmp_path: Path, monke
     from helpers import tokenizer
     from tandemrl.selection.boundaries import PUBLISHED, Published
 
-    monkeypatch.setenv("COLUMNS", "300")
+    monkeypatch.setenv("COLUMNS", "1000")  # no cell is wrapped, whatever is missing
     tokenizer().save_pretrained(tmp_path)
     result = run("check", "--tokenizer", str(tmp_path))
     assert result.exit_code == 0, result.output
