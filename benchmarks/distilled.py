@@ -27,9 +27,9 @@ from typing import Any, NamedTuple
 
 import torch
 from jaxtyping import Float, Int64
-from models import CONTEXT, tokenizer
+from models import qwen3, tokenizer
 from torch import Tensor
-from transformers import GenerationConfig, Qwen3Config, Qwen3ForCausalLM
+from transformers import Qwen3ForCausalLM
 from transformers.utils import logging
 
 from tandemrl.models.sampling import draw_token
@@ -234,23 +234,7 @@ def _projected(head: Float[Tensor, "v d"], ratio: int) -> Float[Tensor, "v e"]:
 
 
 def _model(shape: Mapping[str, int], seed: int) -> Qwen3ForCausalLM:
-    """A new model in float32."""
-    config = Qwen3Config(
-        **shape,
-        vocab_size=VOCABULARY,
-        head_dim=64,
-        max_position_embeddings=CONTEXT,
-        tie_word_embeddings=False,
-        bos_token_id=None,
-        eos_token_id=tokenizer().eos_token_id,
-        pad_token_id=tokenizer().pad_token_id,
-        dtype="float32",
-    )
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        model = Qwen3ForCausalLM(config)
-    model.generation_config = GenerationConfig(eos_token_id=config.eos_token_id, pad_token_id=config.pad_token_id)
-    return model
+    return qwen3(seed, **shape, vocab_size=VOCABULARY, head_dim=64, tie_word_embeddings=False)
 
 
 def _parameters(shape: Mapping[str, int]) -> int:

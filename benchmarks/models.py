@@ -88,10 +88,14 @@ def build(name: str, directory: Path) -> tuple[Path, Path]:
 def model(name: str, seed: int) -> Qwen3ForCausalLM:
     """A new model in float32. The default initialisation makes nearly uniform next-token distributions."""
     published = {"vocab_size": 151936, "num_key_value_heads": 8, "head_dim": 128}
+    return qwen3(seed, tie_word_embeddings=True, **(SIZES[name] if name in SIZES else published | dict(QWEN3[name])))
+
+
+def qwen3(seed: int, **shape: Any) -> Qwen3ForCausalLM:
+    """A new model of any shape, for the tokenizer of this file."""
     config = Qwen3Config(
-        **(SIZES[name] if name in SIZES else published | dict(QWEN3[name])),
+        **shape,
         max_position_embeddings=CONTEXT,
-        tie_word_embeddings=True,
         bos_token_id=None,
         eos_token_id=tokenizer().eos_token_id,
         pad_token_id=tokenizer().pad_token_id,

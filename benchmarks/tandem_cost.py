@@ -428,13 +428,13 @@ def prepare_tandem(
             engine="vllm",
             max_rows=setting.rows,
             draft_tokens=draft_tokens,  # type: ignore[arg-type]  # a number or auto
-            vllm=VllmConfig(mode=mode, kv_cache_gb=KV_CACHE_GB, enforce_eager=True),  # type: ignore[arg-type]
+            vllm=VllmConfig(mode=mode, kv_cache_gb=KV_CACHE_GB, enforce_eager=True),  # type: ignore[arg-type]  # a mode
         )
         longest, arguments = setting.prompt + setting.tokens, engine_arguments(setting)
         return VllmEngine.start(senior, junior, load_tokenizer(senior), config, longest=longest, engine_args=arguments)
 
     def run(engine: VllmEngine, clock: Clock, name: str, mode: str, prompts: list[list[int]], number: int) -> Result:
-        engine.set_mode(mode)  # type: ignore[arg-type]  # checked by `asked`
+        engine.set_mode(mode)  # type: ignore[arg-type]  # a mode
         keys = [request_key(0, number + 1, i, 0) for i in range(len(prompts))]
         strategy = alone if name == "solo" else both
         groups = engine.generate([Request(p, (key,), sampling, strategy) for p, key in zip(prompts, keys, strict=True)])

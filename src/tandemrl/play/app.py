@@ -20,8 +20,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
-from tandemrl.config import ConfigError, SelectionConfig, load
-from tandemrl.data.rows import DataError
+from tandemrl.config import SelectionConfig, load
 from tandemrl.play.duo import Draft, Duo, Piece
 from tandemrl.rollout.engine import EngineError
 
@@ -67,7 +66,7 @@ def application(duo: Duo, *, about: Mapping[str, str]) -> Starlette:
 
             try:
                 return JSONResponse(await run_in_threadpool(locked, await _body(request)), headers=HEADERS)
-            except (Refused, ValueError, ConfigError, DataError, EngineError) as error:
+            except (ValueError, EngineError) as error:  # what is refused is a ValueError, bad keys and rows included
                 return JSONResponse({"error": str(error)}, status_code=400, headers=HEADERS)
 
         return endpoint
