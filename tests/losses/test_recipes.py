@@ -284,7 +284,7 @@ def test_first_step_is_the_reinforce_gradient(recipe, junior_weight):
         *(batch[key] for key in keys),
         num_sequences=batch["num_sequences"],
         totals=batch["totals"],
-        mode=recipe.mode,
+        reduction=recipe.reduction,
         constant=12.0,
     )
     (expected,) = torch.autograd.grad(reinforce, logprobs)
@@ -293,7 +293,7 @@ def test_first_step_is_the_reinforce_gradient(recipe, junior_weight):
     assert [means[name].item() for name in ("ratio", "clip_fraction", "approx_kl")] == pytest.approx([1, 0, 0])
 
 
-@pytest.mark.parametrize("recipe", [r for r in RECIPES.values() if r.mode == "token_mean"], ids=lambda r: r.name)
+@pytest.mark.parametrize("recipe", [r for r in RECIPES.values() if r.reduction == "token_mean"], ids=lambda r: r.name)
 def test_loss_is_linear_in_the_senior_share_only_when_normalised_by_response(recipe):
     """Halving the share of senior tokens halves the response-normalised token mean and leaves the weighted one."""
     logprobs = torch.full((8,), -1.0).double()
@@ -337,7 +337,7 @@ def test_gspo_is_ppo_s_clip_at_the_ratio_of_the_sequence():
     old = sequence_old_logprobs(*(batch[key] for key in keys), num_sequences=7)
     x = ppo_clip(batch["logprobs"], old, batch["advantages"], clip_low=3e-4, clip_high=4e-4)
     rest = [batch[key] for key in ("weights", "author", "sequence_ids")]
-    expected = reduce(x, *rest, num_sequences=7, totals=batch["totals"], mode="sequence_mean_token_mean")
+    expected = reduce(x, *rest, num_sequences=7, totals=batch["totals"], reduction="sequence_mean_token_mean")
     loss, _ = policy_loss(RECIPES["gspo"], **batch)
     assert torch.allclose(loss, expected)
 
@@ -362,7 +362,7 @@ def test_a_clip_range_that_a_surrogate_ignores_is_refused():
     ("change", "options"),
     [
         ({"ratio_level": "seq"}, {}),
-        ({"mode": "mean"}, {}),
+        ({"reduction": "mean"}, {}),
         ({"importance": "sentence"}, {}),
         ({}, {"normalise_by": "tokens"}),
         ({}, {"kl_kind": "k4"}),

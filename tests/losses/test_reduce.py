@@ -32,7 +32,7 @@ def test_add_totals():
 
 
 @pytest.mark.parametrize(
-    ("mode", "normalise_by", "expected"),
+    ("reduction", "normalise_by", "expected"),
     [
         ("token_mean", "weight", 12 / 3),
         ("token_mean", "response", 12 / 6),
@@ -42,32 +42,32 @@ def test_add_totals():
         ("token_sum_constant", "weight", 12 / (2 * 5)),
     ],
 )
-def test_hand_computed(mode, normalise_by, expected):
-    assert float(value(mode=mode, normalise_by=normalise_by, constant=5.0)) == pytest.approx(expected)
+def test_hand_computed(reduction, normalise_by, expected):
+    assert float(value(reduction=reduction, normalise_by=normalise_by, constant=5.0)) == pytest.approx(expected)
 
 
-@pytest.mark.parametrize("mode", get_args(Reduction))
-def test_global_counts_may_be_floats_or_tensors(mode):
+@pytest.mark.parametrize("reduction", get_args(Reduction))
+def test_global_counts_may_be_floats_or_tensors(reduction):
     as_tensors = Totals(torch.tensor(4.0), torch.tensor(12.0), torch.tensor(6.0))
-    doubled = value(mode=mode, constant=5.0, counts=Totals(4.0, 12.0, 6.0))
-    assert torch.equal(doubled, value(mode=mode, constant=5.0, counts=as_tensors))
-    assert doubled.item() == pytest.approx(value(mode=mode, constant=5.0).item() / 2)
+    doubled = value(reduction=reduction, constant=5.0, counts=Totals(4.0, 12.0, 6.0))
+    assert torch.equal(doubled, value(reduction=reduction, constant=5.0, counts=as_tensors))
+    assert doubled.item() == pytest.approx(value(reduction=reduction, constant=5.0).item() / 2)
 
 
-@pytest.mark.parametrize("mode", get_args(Reduction))
-def test_weight_zero_hides_even_nan(mode):
+@pytest.mark.parametrize("reduction", get_args(Reduction))
+def test_weight_zero_hides_even_nan(reduction):
     x = torch.where(WEIGHTS > 0, X, float("nan")).requires_grad_()
-    loss = value(x, mode=mode, constant=5.0)
-    assert torch.equal(loss.detach(), value(mode=mode, constant=5.0))
+    loss = value(x, reduction=reduction, constant=5.0)
+    assert torch.equal(loss.detach(), value(reduction=reduction, constant=5.0))
     loss.backward()
     assert x.grad.isfinite().all()
     assert (x.grad[WEIGHTS == 0] == 0).all()
 
 
-@pytest.mark.parametrize("mode", get_args(Reduction))
-def test_no_positive_weight_is_zero_with_zero_gradient(mode):
+@pytest.mark.parametrize("reduction", get_args(Reduction))
+def test_no_positive_weight_is_zero_with_zero_gradient(reduction):
     x = X.clone().requires_grad_()
-    loss = value(x, torch.zeros(9), mode=mode, constant=5.0)
+    loss = value(x, torch.zeros(9), reduction=reduction, constant=5.0)
     loss.backward()
     assert loss.item() == 0
     assert (x.grad == 0).all()
@@ -75,6 +75,6 @@ def test_no_positive_weight_is_zero_with_zero_gradient(mode):
 
 def test_refuses_what_it_cannot_do():
     with pytest.raises(ValueError, match="constant=None"):
-        value(mode="token_sum_constant")
+        value(reduction="token_sum_constant")
     with pytest.raises(ValueError, match=r"constant=0\.0"):
-        value(mode="token_sum_constant", constant=0.0)
+        value(reduction="token_sum_constant", constant=0.0)

@@ -91,7 +91,7 @@ def test_gspo_gradient_is_that_of_the_clipped_sequence_ratio(clips, junior_weigh
     advantages = double(1.5, -0.5)
     counts = totals(weights, AUTHOR, IDS, num_sequences=2)
     x = ppo_clip(new, sequence_old_logprobs(new, old, weights, IDS, num_sequences=2), advantages[IDS], **clips)
-    loss = reduce(x, weights, AUTHOR, IDS, num_sequences=2, totals=counts, mode="sequence_mean_token_mean")
+    loss = reduce(x, weights, AUTHOR, IDS, num_sequences=2, totals=counts, reduction="sequence_mean_token_mean")
     (gradient,) = torch.autograd.grad(loss, new)
 
     direct = double(0.0)[0]

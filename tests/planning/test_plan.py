@@ -6,7 +6,9 @@ from typing import Any
 
 import pytest
 from omegaconf import OmegaConf
+from typer.testing import CliRunner
 
+from tandemrl.cli.main import app
 from tandemrl.config import ConfigError, load, packaged_configs
 from tandemrl.experiments.hops_tokenizer import hops_tokenizer
 from tandemrl.experiments.tiny import SIZES, WARM_STARTS
@@ -93,6 +95,23 @@ def test_what_cannot_fit_is_refused_with_what_helps() -> None:
     small = device._replace(memory=0.7 * needed)
     with pytest.raises(PlanError, match=r"a process needs .* what helps: .*train\.tokens_per_micro_batch=192"):
         require_fit(plan(config, 1, small), config, 1, small)
+
+
+UNDECIDED = {
+    "deepscaler_kl": ["loss.kl_coef=0.001"],
+    "rrm_policy": ["train.steps=1"],
+    "rrm_outcome": ["train.steps=1"],
+    "rrm_train": ["model.senior=Qwen/Qwen3-4B-Instruct-2507", "train.steps=1"],
+}
+"""What packaged configs leave to the user."""
+
+
+@pytest.mark.slow  # two minutes for all of them
+@pytest.mark.parametrize("name", packaged_configs())
+def test_every_packaged_config_is_planned_for_a_thousand_processes(name: str) -> None:
+    arguments = ["--dry-run", "--ranks", "1024", "--device", "h100", *UNDECIDED.get(name, [])]
+    output = CliRunner().invoke(app, ["train", "--config", name, *arguments]).output
+    assert "plan of 1,024 process(es) on h100" in output
 
 
 def test_a_mesh_that_does_not_multiply_is_refused() -> None:

@@ -386,11 +386,11 @@ def test_micro_batches_do_not_change_the_update(reduction: str, tiny_pair: Path,
 
 
 def test_the_reduction_is_the_recipe_s_unless_the_config_has_one() -> None:
-    def mode(*overrides: str) -> str:
-        return resolve_recipe(RECIPES["dr_grpo"], load(overrides=[*overrides])).mode
+    def reduction(*overrides: str) -> str:
+        return resolve_recipe(RECIPES["dr_grpo"], load(overrides=[*overrides])).reduction
 
-    assert mode() == "token_sum_constant"
-    assert {mode(f"loss.reduction={name}") for name in get_args(Reduction)} == {*get_args(Reduction)}
+    assert reduction() == "token_sum_constant"
+    assert {reduction(f"loss.reduction={name}") for name in get_args(Reduction)} == {*get_args(Reduction)}
 
 
 def test_own_recipe_and_strategy(tiny_pair: Path, tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ update, ``sp`` splits the tokens of a sequence (Ulysses, arXiv 2309.14509), ``tp
 
 import math
 import os
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -181,6 +182,8 @@ def imagined_world(config: ParallelConfig, size: int) -> Iterator[World]:
 def _world_of(axes: dict[str, int], device_type: str, timeout_s: float) -> World:
     """This process's place in a mesh over the default process group."""
     mesh = init_device_mesh(device_type, tuple(axes.values()), mesh_dim_names=tuple(axes))
+    # Of ("dp_replicate", "fsdp"), for which FSDP has no other way yet.
+    warnings.filterwarnings("ignore", message="Slicing a flattened dim from root mesh")
     mesh["dp_replicate", "dp_shard"]._flatten("data")
     mesh["dp_shard", "sp"]._flatten("fsdp")
     data = mesh["data"]

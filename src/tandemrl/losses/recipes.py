@@ -40,7 +40,7 @@ class Recipe(NamedTuple):
     advantage: group estimator; None = per-token advantages of a critic (``gae``).
     whiten: advantages are whitened over the trained tokens of the batch.
     ratio_level: one ratio per token, or one per sequence (GSPO).
-    mode: how per-token losses become one number, see ``reduce``.
+    reduction: how per-token losses become one number, see ``reduce``.
     clip_low, clip_high, dual_clip: see ``tandemrl.losses.surrogates``; None = open.
     importance, importance_cap: truncated importance sampling against the sampler's log-probs.
     filter_zero_variance: groups whose outcomes are all equal are left out.
@@ -50,7 +50,7 @@ class Recipe(NamedTuple):
     name: str
     advantage: Advantage | None
     surrogate: Surrogate
-    mode: Reduction
+    reduction: Reduction
     clip_low: float | None = None
     clip_high: float | None = None
     dual_clip: float | None = None
@@ -64,7 +64,7 @@ class Recipe(NamedTuple):
 
 _TABLE = (
     # The tandem paper's (arXiv 2606.28166): verl's GRPO, that is DeepSeekMath's advantage (arXiv 2402.03300) with the
-    # token mean and dual clip that verl has by default. The 2402.03300 reduction is mode="sequence_mean_token_mean".
+    # token mean and dual clip that verl has by default. That of 2402.03300 is reduction="sequence_mean_token_mean".
     Recipe("grpo", group_normalised, ppo_clip, "token_mean", clip_low=0.2, clip_high=0.2, dual_clip=3.0),
     # arXiv 2503.20783: no std, no length in a denominator.
     Recipe("dr_grpo", group_centred, ppo_clip, "token_sum_constant", clip_low=0.2, clip_high=0.2),
@@ -216,7 +216,7 @@ def policy_loss(
         sequence_ids,
         num_sequences=num_sequences,
         totals=totals,
-        mode=recipe.mode,
+        reduction=recipe.reduction,
         normalise_by=normalise_by,
         constant=constant,
     )

@@ -74,7 +74,7 @@ def reduce(
     *,
     num_sequences: int,
     totals: Totals,
-    mode: Reduction,
+    reduction: Reduction,
     normalise_by: NormaliseBy = "weight",
     constant: float | None = None,
 ) -> Float[Tensor, ""]:
@@ -94,20 +94,20 @@ def reduce(
         totals: global counts of the optimiser step.
 
     Raises:
-        ValueError: unknown ``mode`` or ``normalise_by``; ``token_sum_constant`` without a positive ``constant``.
+        ValueError: unknown ``reduction`` or ``normalise_by``; ``token_sum_constant`` without a positive ``constant``.
     """
-    require_one_of("mode", mode, Reduction)
+    require_one_of("reduction", reduction, Reduction)
     require_one_of("normalise_by", normalise_by, NormaliseBy)
     weighted = torch.where(weights > 0, x, 0.0) * weights
-    if mode == "token_mean":
+    if reduction == "token_mean":
         count = totals.weight if normalise_by == "weight" else totals.response_tokens
         return weighted.sum() / divisor(count, weighted)
-    if mode == "token_sum_constant":
+    if reduction == "token_sum_constant":
         if constant is None or constant <= 0:
-            raise ValueError(f"constant={constant}: mode token_sum_constant needs the longest response in tokens")
+            raise ValueError(f"constant={constant}: reduction token_sum_constant needs the longest response in tokens")
         return weighted.sum() / (constant * divisor(totals.sequences, weighted))
     per_sequence = sequence_sum(weighted, sequence_ids, num_sequences=num_sequences)
-    if mode == "sequence_mean_token_mean":
+    if reduction == "sequence_mean_token_mean":
         counted = weights if normalise_by == "weight" else (author >= 0).to(weights.dtype)
         per_sequence = per_sequence / divisor(
             sequence_sum(counted, sequence_ids, num_sequences=num_sequences), per_sequence

@@ -113,4 +113,4 @@ def packed_values(
     hidden = prefix_states(model, tokens, positions, layout, prefixes, options)
     _, head = value_head(model)
     bias = None if head.bias is None else head.bias.float()
-    return F.linear(hidden.float(), head.weight.float(), bias).squeeze(1)
+    return F.linear(hidden.float(), head.weight.float(), bias).squeeze(1).clone()  # FSDP warns of a view

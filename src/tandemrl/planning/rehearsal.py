@@ -73,6 +73,9 @@ class Work(NamedTuple):
     context: int
 
 
+SHORT = Work((64,), 1)
+
+
 def rehearse_policy(
     configuration: PretrainedConfig, config: Config, world: World, work: Work, options: ForwardOptions
 ) -> Rehearsal:
@@ -165,19 +168,23 @@ def _run(
     critic: bool,
     trained: bool,
 ) -> dict[Any, int]:
-    """Two micro-batches and an optimiser step; the second is measured, since gradients are there from then on."""
+    """Two micro-batches and an optimiser step. The second is measured: gradients are there from then on, and the first,
+    which makes them, can be short."""
     fake = FakeTensorMode(allow_non_fake_inputs=True)
     model = make(configuration)
     give_storage(model, fake)
     optimizer = make_optimizer(model, config, config.train.lr) if trained else None
-    batch = batch_of(work, int(configuration.get_text_config().vocab_size))
-    once = partial(one_pass, model, batch, options, world, fake, critic=critic, entropy=config.loss.entropy_coef != 0)
+    short, batch = (batch_of(each, int(configuration.get_text_config().vocab_size)) for each in (SHORT, work))
+
+    def once(batch: Batch = batch) -> Tensor:
+        return one_pass(model, batch, options, world, fake, critic=critic, entropy=config.loss.entropy_coef != 0)
+
     found: dict[Any, int] = {}
     with fake, Ledger(world.mesh) as ledger:
         own = [*model.parameters(), *model.buffers()]
         ledger.disregard(own)
         if trained:
-            once().backward()
+            once(short).backward()
             gradients = [p.grad for p in model.parameters() if p.grad is not None]
             ledger.disregard(gradients)
             ledger.begin()

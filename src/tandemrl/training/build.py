@@ -246,9 +246,8 @@ def resolve_recipe(recipe: Recipe, config: Config) -> Recipe:
     """The recipe with what ``loss.*`` says otherwise; null there leaves the recipe alone. Rollouts of older weights are
     corrected for per token unless ``loss.importance`` says otherwise."""
     c = config.loss
-    names = ("clip_low", "clip_high", "dual_clip", "importance", "importance_cap", "filter_zero_variance")
+    names = ("reduction", "clip_low", "clip_high", "dual_clip", "importance", "importance_cap", "filter_zero_variance")
     overrides: dict[str, Any] = {name: getattr(c, name) for name in names}
-    overrides["mode"] = c.reduction
     overrides["overlong_share"] = None if c.overlong_buffer is None else c.overlong_buffer / config.rollout.max_tokens
     recipe = recipe._replace(**{name: value for name, value in overrides.items() if value is not None})
     if config.train.async_steps and c.importance is None and recipe.importance == "none":

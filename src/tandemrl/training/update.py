@@ -146,7 +146,7 @@ def update_critic(setup: RunSetup, models: Models, batches: Sequence[Batch], clo
             batch.sequence_ids,
             num_sequences=batch.num_sequences,
             totals=global_totals,
-            mode=setup.recipe.mode,
+            reduction=setup.recipe.reduction,
             normalise_by=loss_config.normalise_by,
             constant=float(config.rollout.max_tokens),
         )
