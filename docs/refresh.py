@@ -156,8 +156,8 @@ def speed_sentence() -> str:
     low, high = (line["cpu_ratios"]["auto / stock"]["median"] for line in (few, many))
     return (
         f"On one CPU thread a GRPO step takes {solo:.2f} of the time of TRL {trl}'s, a tandem step {tandem:.2f}. In "
-        "vLLM a junior that is a\ntwelfth of the senior and mostly agrees drafts for it: both together cost "
-        f"{low:.2f} ({few['rows']} row) to {high:.2f} ({many['rows']} rows) of the senior\nalone "
+        "vLLM a small junior\ncan draft for the senior. If it is twelve times smaller and nearly always agrees, both "
+        f"together cost {low:.2f} ({few['rows']} row) to\n{high:.2f} ({many['rows']} rows) of the senior alone "
         "([speed](docs/speed.md)).\n"
     )
 
