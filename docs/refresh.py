@@ -140,8 +140,8 @@ def step_time(name: str) -> str:
     absolute = ", ".join(f"{who} {values['median']:.2f} s" for who, values in content["s_per_step"].items())
     return (
         markdown_table(["relative to TRL's solo step", *columns], rows)
-        + f"\nRatios within a turn, medians over {content['rounds']} rounds with 90 % intervals. Median step: "
-        f"{absolute}; other processes used {content['cores_others']:.1f} cores; {versions_of(content['lines'])}; "
+        + f"\nEach ratio is taken between steps of the same turn; the table has medians over {content['rounds']} rounds "
+        f"with 90 % intervals. Median step: {absolute}; other processes used {content['cores_others']:.1f} cores; {versions_of(content['lines'])}; "
         f"{_file(name)}.\n"
     )
 
@@ -234,7 +234,7 @@ def draw() -> str:
     rows += [[name, *(f"{line[way]:.3f}" for way in (*ways, "bound"))] for name, line in agreements.items()]
     return (
         markdown_table(["", *ways.values(), "upper bound"], rows)
-        + f"\n{versions_of(records)}; {_file('draw.jsonl')}.\n"
+        + f"\nMeasured at {versions_of(records)}; {_file('draw.jsonl')}.\n"
     )
 
 
@@ -252,7 +252,8 @@ def tandem_cost() -> str:
         )
     return (
         markdown_table(["model, rows, context", "rounds", *pairs], rows)
-        + f"\nMedians of the ratio within a round, with a 90 % interval; {versions_of(records)}; "
+        + "\nRatios within a round, medians over the rounds; lazy / solo also with its 90 % interval; "
+        f"{versions_of(records)}; "
         f"{_file('tandem_cost.jsonl')}.\n"
     )
 
@@ -287,7 +288,7 @@ def tandem_drafts() -> str:
     rounds = sorted({line["rounds"] for line in records})
     return (
         markdown_table(head, rows, left=2)
-        + "\nRatios of CPU seconds of decoding, medians within "
+        + "\nRatios of CPU seconds of decoding, medians over "
         + (f"{rounds[0]}" if len(rounds) == 1 else f"{rounds[0]} to {rounds[-1]}")
         + f" rounds with 90 % intervals; senior {records[0]['pair']['senior_parameters'] / 1e6:.0f}M parameters; "
         f"{versions_of(records)}; {_file('tandem_cost.jsonl')}.\n\n{_tandem_drafts_sentence(records)}\n"
@@ -303,11 +304,12 @@ def _tandem_drafts_sentence(records: Sequence[Mapping[str, Any]]) -> str:
     for line in agreeing:
         best = "auto" if "auto" in line["contestants"] else line["faster"]
         cost, lazy = (line["cpu_ratios"][f"{name} / stock"]["median"] for name in (best, "lazy"))
-        many = f"{line['rows']} row{'s' if line['rows'] > 1 else ''} of {line['prompt']:,} tokens"
-        parts.append(f"{cost:.2f} for {many} (lazy {lazy:.2f})")
+        many = f"{line['rows']} row{'s' if line['rows'] > 1 else ''} and {line['prompt']:,} tokens"
+        parts.append(f"{cost:.2f} (`lazy` {lazy:.2f}) for {many}")
     return (
-        "What two models write together, where the junior is a twelfth of the senior and nearly always agrees, costs "
-        f"this much of the CPU time that stock vLLM takes for the senior alone: {'; '.join(parts)}."
+        "In words: the junior is a twelfth of the senior and nearly always agrees with it. Then tandem decoding with "
+        "`auto` needs the following share of the CPU time that stock vLLM needs for the senior alone. It depends on the "
+        f"rows and on the context at the start. {'; '.join(parts)}."
     )
 
 
@@ -331,13 +333,13 @@ def acceptance() -> str:
         of_pair = [line for line in records if line["pair"] == pair]
         r = pearson([line["acceptance"] for line in of_pair], [line["junior_ce"] for line in of_pair])
         if r is not None:
-            related.append(f"{pair}: Pearson's r {r:.2f}, n {len(of_pair)}")
+            related.append(f"{r:.2f} for {pair} (n {len(of_pair)})")
     commits = sorted({_commit(line["versions"]) for line in records})
     commands = dict.fromkeys(line["command"] for line in records)
     return (
         markdown_table(["pair, parameters", "senior", "seeds", "acceptance", "junior CE"], rows, left=2)
         + "\nMeans over seeds, of the senior's solo texts on held-out problems"
-        + (f". Acceptance and junior CE over arms, seeds and sizes: {'; '.join(related)}" if related else "")
+        + (f". Pearson's r of acceptance and junior CE, over arms, seeds and sizes: {', '.join(related)}" if related else "")
         + f". {', '.join(f'`{command}`' for command in commands)} at commit {' and '.join(commits)}; "
         f"{_file('acceptance.jsonl')}.\n"
     )
@@ -349,9 +351,10 @@ def update_and_head() -> str:
     return (
         f"The update of a {update['parameters'] / 1e6:.0f}M model ({update['tokens']:,} packed tokens) reaches "
         f"{update['mfu']:.0%} of the measured matmul peak ({versions_of([update])}; {_file('update.json')}).\n\n"
-        f"Log-probs and entropies of {head['tokens']:,} tokens over {head['vocabulary']:,} ids take {first:.0%} of the "
-        f"memory of their logits above inputs and weight gradient, {later:.0%} in later micro-batches of a step, where "
-        f"autograd adds two weight gradients up ({versions_of([head])}; {_file('head_memory.json')}).\n"
+        f"The log-probs and entropies of {head['tokens']:,} tokens over {head['vocabulary']:,} ids are computed without "
+        f"their logits. Beside inputs and weight gradient this needs {first:.0%} of the memory that the logits would "
+        f"take. From the second micro-batch of a step on it needs {later:.0%}, since autograd then adds two weight "
+        f"gradients ({versions_of([head])}; {_file('head_memory.json')}).\n"
     )
 
 
@@ -368,8 +371,8 @@ def scoring() -> str:
     head = ["scorer", "responses", "per second", "per second of CPU", "MiB of the process", "MiB of its children"]
     return (
         markdown_table(head, rows)
-        + f"\nMemory: second and last fifth of the run; {_file('scoring.jsonl')}, of older code "
-        "that records no commit.\n"
+        + "\nThe two numbers for memory are the peaks in the second and in the last fifth of the run; "
+        f"{_file('scoring.jsonl')}. Older code wrote this result, and recorded no commit.\n"
     )
 
 
@@ -378,20 +381,20 @@ def retrieval() -> str:
     build, search = result["build"], result["search"]
     low, high = (1e3 * seconds for seconds in search["interval_90"])
     return (
-        f"Of {result['documents']:,} documents ({result['corpus_mb']:.0f} MiB) an index of {result['index_mb']:.0f} "
-        f"MiB is built in {build['cpu_seconds']:.0f} s of CPU, with {build['peak_mb'] / 1024:.1f} GiB of memory. A "
-        f"query takes {1e3 * search['seconds_per_query']:.0f} ms (nine of ten: {low:.0f} to {high:.0f}); a process "
-        f"that searches needs {search['own_mb']:.0f} MiB for it beside the pages of the files "
-        f"({versions_of([result])}; {_file('retrieval.json')}).\n"
+        f"The index of {result['documents']:,} documents ({result['corpus_mb']:.0f} MiB of text) has "
+        f"{result['index_mb']:.0f} MiB. Building it takes {build['cpu_seconds']:.0f} s of CPU time and "
+        f"{build['peak_mb'] / 1024:.1f} GiB of memory. A query takes {1e3 * search['seconds_per_query']:.0f} ms (nine "
+        f"queries of ten: {low:.0f} to {high:.0f} ms). A process that searches needs {search['own_mb']:.0f} MiB of its "
+        f"own, beside the pages of the index files ({versions_of([result])}; {_file('retrieval.json')}).\n"
     )
 
 
 def turns() -> str:
     [result] = lines("turns.jsonl")
     return (
-        f"{result['rows']} episodes of three turns, all of one length: where every answer of the world takes "
+        f"{result['rows']} episodes of three turns, all of one length. If every answer of the environment takes "
         f"{1e3 * result['answer_s']:.0f} ms, the rollout takes {middle(result['ratios']['slow / instant'])} times as "
-        f"long as where it comes at once ({result['median_s']['instant']:.1f} s; median of {result['rounds']} rounds "
+        f"long as with immediate answers ({result['median_s']['instant']:.1f} s; median of {result['rounds']} rounds "
         f"with a 90 % interval; {versions_of([result])}; {_file('turns.jsonl')}).\n"
     )
 
