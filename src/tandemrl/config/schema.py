@@ -451,7 +451,7 @@ class RewardConfig:
     """What a program earns: the fraction of its tests that pass, or 1 for all of them and else 0."""
     musique: Literal["head", "scaled", "mean", "bonus", "readme", "agents"] = "head"
     """How the parts of a score of MuSiQue make the reward. `head`: hops / 2 times the mean of F1 and recall (1 each),
-    exact match 0.9, citations 0.6, precision 0.4 and form 0.1. The others are older: see rewards/qa/scorer.py."""
+    exact match 0.9, citations 0.6, precision 0.4 and form 0.1. The others are older: see rewards/qa/musique.py."""
     compat: Literal["none", "verl", "tinyzero", "cohlem"] = "none"
     """Reproduce another implementation where results depend on its quirks. `verl`: its routing (`math` and `aime*` by
     DAPO's grader with rewards of ±1, MATH by its string grader), and "x + 3 = 4" is 4 to DAPO's, PRIME's and MATH's.
