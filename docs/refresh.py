@@ -140,9 +140,9 @@ def step_time(name: str) -> str:
     absolute = ", ".join(f"{who} {values['median']:.2f} s" for who, values in content["s_per_step"].items())
     return (
         markdown_table(["relative to TRL's solo step", *columns], rows)
-        + f"\nEach ratio is taken between steps of the same turn; the table has medians over {content['rounds']} rounds "
-        f"with 90 % intervals. Median step: {absolute}; other processes used {content['cores_others']:.1f} cores; {versions_of(content['lines'])}; "
-        f"{_file(name)}.\n"
+        + f"\nEach ratio is between steps of the same turn; the table has medians over {content['rounds']} rounds with "
+        f"90 % intervals. Median step: {absolute}; other processes used {content['cores_others']:.1f} cores; "
+        f"{versions_of(content['lines'])}; {_file(name)}.\n"
     )
 
 
@@ -308,8 +308,8 @@ def _tandem_drafts_sentence(records: Sequence[Mapping[str, Any]]) -> str:
         parts.append(f"{cost:.2f} (`lazy` {lazy:.2f}) for {many}")
     return (
         "In words: the junior is a twelfth of the senior and nearly always agrees with it. Then tandem decoding with "
-        "`auto` needs the following share of the CPU time that stock vLLM needs for the senior alone. It depends on the "
-        f"rows and on the context at the start. {'; '.join(parts)}."
+        "`auto` needs the following share of the CPU time that stock vLLM needs for the senior alone, depending on the "
+        f"rows and on the length of the prompt: {'; '.join(parts)}."
     )
 
 
@@ -339,7 +339,11 @@ def acceptance() -> str:
     return (
         markdown_table(["pair, parameters", "senior", "seeds", "acceptance", "junior CE"], rows, left=2)
         + "\nMeans over seeds, of the senior's solo texts on held-out problems"
-        + (f". Pearson's r of acceptance and junior CE, over arms, seeds and sizes: {', '.join(related)}" if related else "")
+        + (
+            f". Pearson's r of acceptance and junior CE, over arms, seeds and sizes: {', '.join(related)}"
+            if related
+            else ""
+        )
         + f". {', '.join(f'`{command}`' for command in commands)} at commit {' and '.join(commits)}; "
         f"{_file('acceptance.jsonl')}.\n"
     )
@@ -351,8 +355,8 @@ def update_and_head() -> str:
     return (
         f"The update of a {update['parameters'] / 1e6:.0f}M model ({update['tokens']:,} packed tokens) reaches "
         f"{update['mfu']:.0%} of the measured matmul peak ({versions_of([update])}; {_file('update.json')}).\n\n"
-        f"The log-probs and entropies of {head['tokens']:,} tokens over {head['vocabulary']:,} ids are computed without "
-        f"their logits. Beside inputs and weight gradient this needs {first:.0%} of the memory that the logits would "
+        f"The log-probs and entropies of {head['tokens']:,} tokens over {head['vocabulary']:,} ids are computed in "
+        f"chunks. Beside inputs and weight gradient this needs {first:.0%} of the memory that the logits would "
         f"take. From the second micro-batch of a step on it needs {later:.0%}, since autograd then adds two weight "
         f"gradients ({versions_of([head])}; {_file('head_memory.json')}).\n"
     )
