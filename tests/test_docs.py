@@ -284,7 +284,9 @@ MAPPINGS = ("reward.scorers.", "reward.weights.")
 def test_the_glossary_has_every_metric_of_a_step() -> None:
     code = "".join((HOUSE / "training" / name).read_text() for name in ("loop.py", "update.py", "experience.py"))
     keys = {key for key in re.findall(r'"([a-z]+/[a-z_]+)"', code) if not key.startswith("update/")}
-    keys |= set(re.findall(r'^            "(\w+)": ', (HOUSE / "losses" / "recipes.py").read_text(), re.MULTILINE))
+    recipes = (HOUSE / "losses" / "recipes.py").read_text()
+    keys |= set(re.findall(r'^            "(\w+)": ', recipes, re.MULTILINE))
+    keys |= set(re.findall(r'(?:per_token|metrics)\["(\w+)"\] = ', recipes))
     glossary = (ROOT / "docs" / "metrics.md").read_text()
     assert len(keys) > 25
     assert {key for key in keys if f"`{key}`" not in glossary} == set()
