@@ -60,6 +60,11 @@ class Round:
         self._marks = [planner.selection.mark(torch.from_numpy(self.slots))]
 
     @property
+    def positions(self) -> np.ndarray:
+        """Of the token that the junior reads at each depth; from a row's last slot on, they stay there."""
+        return self._length[:, None] - 1 + np.minimum(np.arange(self.depths), self.ahead[:, None])
+
+    @property
     def senior(self) -> np.ndarray:
         """Which tokens the senior is the author of."""
         return np.logical_and(self.authors == SENIOR, np.arange(self.depths) <= self.ahead[:, None])
