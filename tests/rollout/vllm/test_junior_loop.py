@@ -1,6 +1,7 @@
 """The junior's loop writes, and leaves behind, what passes of its runner do at every depth."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -24,6 +25,7 @@ from helpers import prompts
 from tandemrl.models import sampling
 from tandemrl.rollout.drafting import Choice, Drafts, Load
 from tandemrl.rollout.engine import Completion, Passes, Request, Sampling
+from tandemrl.rollout.vllm.planner import JUNIOR
 from tandemrl.selection import chunk
 
 pytestmark = VLLM
@@ -215,6 +217,30 @@ def test_a_pass_waits_for_nothing_and_a_row_without_a_slot_writes_nowhere(engine
     assert len(without) > 10
     assert any(without)
     assert not all(without)
+
+
+def test_rows_that_fill_a_graph_up_change_nothing(engines, write, monkeypatch):
+    """As on CUDA, where a captured graph takes more rows than there are; without the graph."""
+    from vllm.config import CUDAGraphMode
+
+    engine = engines("near junior", mode="draft", draft_tokens=8)
+    batch, padded = mixture(20, seed=25), []
+    plain = write(engine, batch, loop=True)
+    junior = engine.backend.llm.collective_rpc(lambda worker: worker.model_runner.runners[JUNIOR])[0]
+    determine = junior._determine_batch_execution_and_padding
+
+    def larger(num_tokens, **arguments):
+        mode, descriptor, *rest = determine(num_tokens=num_tokens, **arguments)
+        if junior.execute_model_state is None:  # a pass of the runner
+            return mode, descriptor, *rest
+        padded.append(num_tokens + 5 - num_tokens % 5)
+        return CUDAGraphMode.FULL, replace(descriptor, num_tokens=padded[-1], num_reqs=padded[-1]), *rest
+
+    monkeypatch.setattr(junior, "_determine_batch_execution_and_padding", larger)
+    found = write(engine, batch, loop=True)
+    assert len(padded) > 10
+    assert_equal_completions(found.written, plain.written)
+    assert found.after == plain.after
 
 
 POSSIBLE: dict[str, Any] = dict(

@@ -86,9 +86,10 @@ class Round:
             yield self.ids[row], self.tokens[row, : last[row]].tolist()
 
     def draft_passes(self, depth: int) -> list[Pass]:
-        """The junior's forwards for the tokens at ``depth``; none if nobody needs them."""
-        # After its last slot a row needs a token of the junior's own, but no guess. It goes along where others do: its
-        # KV is needed in the next round, and a row that leaves the batch is expensive to add again.
+        """The junior's forwards for the tokens at ``depth``. None at the last depth if nobody needs them there."""
+        # A pass reads the token in a slot and draws one that needs none. So at its last slot a row needs a token of the
+        # junior's own, but no guess. It goes along where others do: its KV is needed in the next round, and a row that
+        # leaves the batch is expensive to add again. Beyond it needs nothing.
         needed = (self.ahead > depth) | ((self.ahead == depth) & (self.authors[:, depth] == JUNIOR))
         if not needed.any():
             return []

@@ -21,7 +21,10 @@ def sampled(output: ModelRunnerOutput, ids: Sequence[str]) -> tuple[np.ndarray, 
     """The tokens that a stock runner has sampled, one of each request, with their log-probs."""
     at = [output.req_id_to_index[id] for id in ids]
     tokens = np.array([output.sampled_token_ids[i][0] for i in at], dtype=np.int64)
-    return tokens, None if output.logprobs is None else LogprobsLists(*(part[at] for part in output.logprobs[:3]))
+    if output.logprobs is None:
+        return tokens, None
+    token_ids, logprobs, ranks, _ = output.logprobs
+    return tokens, LogprobsLists(token_ids[at], logprobs[at], ranks[at])
 
 
 class Written:
