@@ -1,10 +1,11 @@
-"""The junior's drafts without the host: pass after pass of its model on what lies on the device.
+"""The junior writes a draft without waiting for the host: forward after forward on what lies on the device.
 
 A pass of vLLM's model runner needs the host: for the scheduler's news, the batch, its inputs, and the tokens before it.
-In a draft all but the tokens is known beforehand, and only the next pass reads those. So after one pass of the runner
-the others follow as in vLLM's own proposers: tokens, positions and slots are written to where the runner has them, it
-builds its metadata again, and replays its CUDA graph for decoding, if it has one. A graph of the whole loop would spare
-the launches of the draw, but it needs one for each number of rows, length and sampling, and metadata without Python.
+In a draft all of that is known beforehand, except the tokens, and only the next pass reads those. So only the first
+pass of a draft is one of the runner. The others follow as in vLLM's own proposers: tokens, positions and slots are
+written to the runner's own buffers, it builds its metadata from them, and it replays its CUDA graph for decoding, if it
+has one. A graph of the whole loop would spare the launches of the draw. But it would take one graph for each number of
+rows, length and kind of sampling, and vLLM builds the metadata in Python.
 
 Written against the V1 model runners of vLLM 0.32 and 0.27.
 """
@@ -29,22 +30,22 @@ from tandemrl.rollout.vllm.verifying import Draws
 from tandemrl.rollout.vllm.versions import padding_mask
 
 BACKENDS = frozenset({"CPU_ATTN", "FLASH_ATTN", "TRITON_ATTN"})
-"""Attention backends that read nothing of the host's memory that the next pass would overwrite."""
+"""Attention backends whose passes read no memory of the host that the next pass overwrites."""
 
 
 def stays_on_device(runner: Any, step: Round, depth: int, forward: Pass) -> bool:
     """Whether the rest of the draft can go on in a ``JuniorLoop``, now that ``runner`` has launched ``forward``.
 
-    Every depth is a pass of the runner
+    If not, the next depth is a pass of the runner, too. That is so
 
     - at the last depth, where nothing is left to do;
-    - where rows with a slot are missing, because the junior has to read more than one pass can take (a loop may begin
-      at the next depth);
-    - where penalties count the draft so far: vLLM has that in lists on the host, as it has the tokens that some models
-      look back at;
-    - where inputs are not token ids and one position each: embeddings, multi-modal rotary positions;
+    - if a row with a slot is not in the pass, because the junior has more to read than one pass can take (a loop may
+      begin at the next depth);
+    - if penalties count the draft so far: vLLM keeps its tokens in lists on the host, as it keeps those that some
+      models look back at;
+    - if inputs are not token ids with one position each, but embeddings or multi-modal rotary positions;
     - with other attention backends than ``BACKENDS``;
-    - where layers leave out prompt tokens by sharing a KV cache, or experts move between passes.
+    - if layers skip prompt tokens by sharing a KV cache, or experts move between passes.
 
     ``settings.check_config`` refuses pipeline, data and context parallelism, vLLM's own speculation, LoRA and
     connectors. The loop never asks for cascade attention.
@@ -76,12 +77,12 @@ class _Drawn(NamedTuple):
 class JuniorLoop:
     """The rest of a draft, from the depth whose pass the junior's runner has just launched.
 
-    All depths but the last are launched at once: they take place whoever the authors are. So what the host does with a
-    depth's tokens goes on beside later passes, and it waits for the device in ``draws`` alone.
+    All depths but the last are launched at once, since they take place whoever the authors are. The host looks at the
+    tokens of a depth while the device computes later ones; only ``draws`` waits for the device.
 
-    Rows without a slot at a depth read their last place again, write to the padding slot, and are not in ``draws``. The
-    runner's account of the draft stays as it was: it is told what was written when the round is over, as of any round,
-    and fills its buffers anew for each pass of its own.
+    A row without a slot at a depth reads its last place again and writes to the padding slot; ``draws`` leaves it out.
+    The runner is not told about the draft. When the round is over it is told what was written, as after any round, and
+    it fills its buffers anew for each pass of its own.
     """
 
     def __init__(self, runner: Any, step: Round, depth: int) -> None:
