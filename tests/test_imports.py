@@ -108,7 +108,7 @@ def test_the_core_is_pure(name: str) -> None:
 
 @pytest.mark.parametrize("name", MODULES)
 def test_only_one_folder_imports_vllm(name: str) -> None:
-    modules = ("engine", "guard", "outputs", "runner", "sampler", "verifying", "versions", "worker")
+    modules = ("engine", "guard", "junior_loop", "outputs", "runner", "sampler", "verifying", "versions", "worker")
     inside = tuple(f"tandemrl.rollout.vllm.{module}" for module in modules)
     for other in imported(MODULES[name]):
         assert not other.startswith("vllm.v1") or name in inside

@@ -29,10 +29,15 @@ def kept_tokens(logits: Float[Tensor, "b v"], truncation: Truncation) -> Bool[Te
     the smallest set of best tokens that holds at least top_p of what is left, at least one token (Holtzman et al. 2020,
     arXiv 1904.09751; min_p: arXiv 2407.01082).
     """
-    device = logits.device
-    top_k = torch.as_tensor(truncation.top_k, device=device).expand(logits.shape[0], 1)
-    top_p = torch.as_tensor(truncation.top_p, device=device, dtype=logits.dtype).expand(logits.shape[0], 1)
-    min_p = torch.as_tensor(truncation.min_p, device=device, dtype=logits.dtype).expand(logits.shape[0], 1)
+
+    def column(value: int | float | Tensor, dtype: torch.dtype) -> Tensor:
+        # A scalar is written on the device: its copy there would have the host wait for all that runs before.
+        if not isinstance(value, Tensor):
+            value = torch.full((1, 1), value, dtype=dtype, device=logits.device)
+        return value.to(logits.device, dtype).expand(logits.shape[0], 1)
+
+    top_k = column(truncation.top_k, torch.int64)
+    top_p, min_p = column(truncation.top_p, logits.dtype), column(truncation.min_p, logits.dtype)
 
     ordered, _ = logits.sort(dim=-1, descending=True)
     lowest = ordered[:, :1] + min_p.log()  # min_p 0 gives -inf: everything is kept

@@ -22,13 +22,16 @@ pytestmark = [*VLLM, pytest.mark.slow]
 
 SECONDS = float(os.environ.get("TANDEMRL_SOAK_SECONDS", "600"))
 REQUESTS, WAVE = 2000, 100
+WAVES = ("draft", "auto", *MODES, "draft", "auto")
+"""Modes of the waves, in turn."""
 DRAFTS = {("Llama junior", 4), ("near junior", 1), ("near junior", 8)}
 """Pairs, and how many tokens their juniors draft."""
 
 
 def wave(number: int, generator: np.random.Generator, prefixes: list[list[int]]) -> list[Request]:
-    """Requests of random lengths, strategies and samplings; half of them share the beginning of a prompt."""
-    kinds = list(strategies().values())
+    """Requests of random lengths, strategies and samplings; half of them share the beginning of a prompt. Half of the
+    waves have penalties, with which drafts stay less on the device."""
+    kinds, penalised = list(strategies().values()), generator.random() < 0.5
     batch = []
     for i in range(WAVE):
         own = generator.integers(2, VOCABULARY, int(np.exp(generator.uniform(0, np.log(300))))).tolist()
@@ -37,7 +40,7 @@ def wave(number: int, generator: np.random.Generator, prefixes: list[list[int]])
             max_tokens=int(np.exp(generator.uniform(0, np.log(200)))),
             temperature=float(generator.choice([0.7, 1.0, 1.5])),
             top_p=float(generator.choice([1.0, 0.9])),
-            repetition_penalty=float(generator.choice([1.0, 1.2])),
+            repetition_penalty=1.2 if penalised and generator.random() < 0.5 else 1.0,
             stop=("q", "zz") if generator.random() < 0.2 else (),
             ignore_eos=bool(generator.random() < 0.5),
         )
@@ -85,7 +88,7 @@ def test_soak(engines, scheduled, capsys):
     waves, drafted, accepted = Counter[str](), 0, 0
     while number * WAVE < REQUESTS or time.monotonic() - start < SECONDS:
         pair, engine = running[generator.integers(len(running))]
-        mode = str(generator.choice(["draft", "draft", *MODES]))
+        mode = WAVES[number % len(WAVES)]
         engine.set_mode(mode)
         if number % 10 == 9:
             engine.load_weights(model("senior").named_parameters(), number)
@@ -105,7 +108,7 @@ def test_soak(engines, scheduled, capsys):
     for _, engine in running:
         engine.generate([Request((2,), (1,), Sampling(max_tokens=1), strategies()["chunk"])])
         assert engine.stats()["requests"] <= 1  # the last one: the workers hear of its end with the next
-    assert waves.keys() == {"draft", *MODES}
+    assert waves.keys() == set(WAVES)
     assert 0 < accepted < drafted
     assert {"eos", "stop", "length", "abort"} <= set(reasons)
     assert scheduled.preemptions > number

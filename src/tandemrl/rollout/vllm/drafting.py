@@ -60,6 +60,11 @@ class Round:
         self._marks = [planner.selection.mark(torch.from_numpy(self.slots))]
 
     @property
+    def positions(self) -> np.ndarray:
+        """Of the token that the junior reads at each depth; from a row's last slot on, they stay there."""
+        return self._length[:, None] - 1 + np.minimum(np.arange(self.depths), self.ahead[:, None])
+
+    @property
     def senior(self) -> np.ndarray:
         """Which tokens the senior is the author of."""
         return np.logical_and(self.authors == SENIOR, np.arange(self.depths) <= self.ahead[:, None])
@@ -81,9 +86,10 @@ class Round:
             yield self.ids[row], self.tokens[row, : last[row]].tolist()
 
     def draft_passes(self, depth: int) -> list[Pass]:
-        """The junior's forwards for the tokens at ``depth``; none if nobody needs them."""
-        # After its last slot a row needs a token of the junior's own, but no guess. It goes along where others do: its
-        # KV is needed in the next round, and a row that leaves the batch is expensive to add again.
+        """The junior's forwards for the tokens at ``depth``. None at the last depth if nobody needs them there."""
+        # A pass reads the token in a slot and draws one that needs none. So at its last slot a row needs a token of the
+        # junior's own, but no guess. It goes along where others do: its KV is needed in the next round, and a row that
+        # leaves the batch is expensive to add again. Beyond it needs nothing.
         needed = (self.ahead > depth) | ((self.ahead == depth) & (self.authors[:, depth] == JUNIOR))
         if not needed.any():
             return []

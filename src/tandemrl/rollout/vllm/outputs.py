@@ -17,6 +17,16 @@ class TandemOutput(ModelRunnerOutput):
     """None: as before."""
 
 
+def sampled(output: ModelRunnerOutput, ids: Sequence[str]) -> tuple[np.ndarray, LogprobsLists | None]:
+    """The tokens that a stock runner has sampled, one of each request, with their log-probs."""
+    at = [output.req_id_to_index[id] for id in ids]
+    tokens = np.array([output.sampled_token_ids[i][0] for i in at], dtype=np.int64)
+    if output.logprobs is None:
+        return tokens, None
+    token_ids, logprobs, ranks, _ = output.logprobs
+    return tokens, LogprobsLists(token_ids[at], logprobs[at], ranks[at])
+
+
 class Written:
     """Tokens by (row of the step, depth), with the log-probs that were asked for.
 
@@ -31,26 +41,16 @@ class Written:
         self._logprobs: LogprobsLists | None = None  # by row, depth and place
 
     def put(
-        self,
-        rows: np.ndarray,
-        depths: np.ndarray | int,
-        tokens: Sequence[int] | np.ndarray,
-        logprobs: LogprobsLists | None,
-        at: Sequence[int] | np.ndarray,
+        self, rows: np.ndarray, depths: np.ndarray | int, tokens: np.ndarray, logprobs: LogprobsLists | None
     ) -> None:
-        """Tokens of some places. ``at``: where ``logprobs`` has each of them."""
+        """Tokens of some places, with their log-probs."""
         self.tokens[rows, depths] = tokens
         if logprobs is None or not len(rows):
             return
         own = logprobs.logprobs.shape[1]
         ids, values, ranks, _ = self._logprobs = self._room(own)
-        ids[rows, depths, :own], values[rows, depths, :own] = logprobs.logprob_token_ids[at], logprobs.logprobs[at]
-        ranks[rows, depths] = logprobs.sampled_token_ranks[at]
-
-    def put_sampled(self, rows: np.ndarray, depth: int, output: ModelRunnerOutput, ids: Sequence[str]) -> None:
-        """Tokens that a stock runner has sampled, one of each request."""
-        at = [output.req_id_to_index[id] for id in ids]
-        self.put(rows, depth, [output.sampled_token_ids[i][0] for i in at], output.logprobs, at)
+        ids[rows, depths, :own], values[rows, depths, :own] = logprobs.logprob_token_ids, logprobs.logprobs
+        ranks[rows, depths] = logprobs.sampled_token_ranks
 
     def output(self, ids: list[str], chosen: Chosen | None) -> TandemOutput:
         """Where a request has fewer log-probs than others, the id is 0 and the log-prob -inf."""

@@ -27,11 +27,12 @@ from tandemrl.rollout.drafting import VLLM_CPU, VLLM_CUDA, Drafts, Pair, Size
 from tandemrl.rollout.engine import EngineError
 from tandemrl.rollout.vllm.adapters import adapters_on
 from tandemrl.rollout.vllm.drafting import Round
-from tandemrl.rollout.vllm.outputs import Written
+from tandemrl.rollout.vllm.junior_loop import JuniorLoop, stays_on_device
+from tandemrl.rollout.vllm.outputs import Written, sampled
 from tandemrl.rollout.vllm.planner import DRAFTING, JUNIOR, SENIOR, Admission, Pass, Planner, check_mode
 from tandemrl.rollout.vllm.sampler import TandemSampler, can_draft
 from tandemrl.rollout.vllm.settings import TandemOptions, history_of
-from tandemrl.rollout.vllm.verifying import draws
+from tandemrl.rollout.vllm.verifying import Draws, draws
 from tandemrl.rollout.vllm.versions import adopt_kv_cache_layout, copy_kv_cache_facts
 from tandemrl.selection import Strategy
 from tandemrl.selection.draws import mix64
@@ -258,7 +259,7 @@ class TandemModelRunner:
                 assert output is not None
                 mine = forward.ends & (authors[forward.rows] == who)
                 drawn = [forward.ids[i] for i in mine.nonzero()[0].tolist()]
-                written.put_sampled(forward.rows[mine], 0, output, drawn)
+                written.put(forward.rows[mine], 0, *sampled(output, drawn))
                 written.count[forward.rows[mine]] = 1
         outputs, drafting = planner.outputs, planner.drafting
         if len(drafting):
@@ -277,20 +278,27 @@ class TandemModelRunner:
         assert self.planner is not None
         junior, senior = self.runners[JUNIOR], self.runners[SENIOR]
         step = Round(self.planner, self._ahead[self.planner.drafting])
+        loop: JuniorLoop | None = None
         for depth in range(step.depths):
             for forward in step.draft_passes(depth):
-                self._launch(JUNIOR, forward, {})
-                order = [step.index[id] for id in junior.input_batch.req_ids]
-                output = self._sample(JUNIOR, step.keys[order, depth])
-                ended = [forward.ids[i] for i in forward.ends.nonzero()[0].tolist()]
-                rows = forward.rows[forward.ends]
-                written.put_sampled(rows, depth, output, ended)
-                taken = np.array([step.index[id] for id in ended], dtype=np.int64)
-                step.take(depth, taken, written.tokens[rows, depth])
+                if loop is None:
+                    self._launch(JUNIOR, forward, {})
+                    if stays_on_device(junior, step, depth, forward):
+                        with self._devices[JUNIOR]:
+                            loop = JuniorLoop(junior, step, depth)
+                if loop is None:
+                    some = self._sampled_draws(step, depth, forward)
+                else:
+                    with self._devices[JUNIOR]:
+                        some = loop.draws(depth)
+                step.take(depth, some.rows, some.tokens)
+                written.put(step.rows[some.rows], depth, some.tokens, some.logprobs)
             step.advance(depth)
         for forward in step.catch_up_passes():
             self._launch(SENIOR, forward, {})
             senior.execute_model_state = None  # nothing of it is sampled
+            with self._devices[SENIOR]:
+                senior._sync_device()  # its inputs come from buffers of the host that the next pass fills anew
         verify = step.verify_pass()
         if verify is not None:
             for id, tokens in step.drafts():
@@ -299,10 +307,16 @@ class TandemModelRunner:
             with self._devices[SENIOR]:
                 for some in draws(senior, verify, step):
                     step.correct(some.rows, some.depths, some.tokens)
-                    written.put(
-                        step.rows[some.rows], some.depths, some.tokens, some.logprobs, np.arange(len(some.rows))
-                    )
+                    written.put(step.rows[some.rows], some.depths, some.tokens, some.logprobs)
         return step.settle()
+
+    def _sampled_draws(self, step: Round, depth: int, forward: Pass) -> Draws:
+        """What the junior's runner samples after a pass that it has launched."""
+        order = [step.index[id] for id in self.runners[JUNIOR].input_batch.req_ids]
+        output = self._sample(JUNIOR, step.keys[order, depth])
+        ids = [forward.ids[i] for i in forward.ends.nonzero()[0].tolist()]
+        rows = np.array([step.index[id] for id in ids], dtype=np.int64)
+        return Draws(rows, np.full_like(rows, depth), *sampled(output, ids))
 
     def _admission(self, new: NewRequestData) -> Admission:
         sampling = new.sampling_params

@@ -51,3 +51,8 @@ def configure_logging(args: Namespace) -> None:
 
     if hasattr(vllm.logger, "configure_logging_from_args"):
         vllm.logger.configure_logging_from_args(args)
+
+
+def padding_mask(runner: Any, tokens: int, padded: int) -> Any:
+    """Which inputs of a pass are padding. Nobody asks the model runner of vLLM 0.27 for that."""
+    return runner._prepare_padding_mask(tokens, padded) if hasattr(runner, "_prepare_padding_mask") else None

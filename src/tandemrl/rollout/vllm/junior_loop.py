@@ -1,0 +1,194 @@
+"""The junior writes a draft without waiting for the host: forward after forward on what lies on the device.
+
+A pass of vLLM's model runner needs the host: for the scheduler's news, the batch, its inputs, and the tokens before it.
+In a draft all of that is known beforehand, except the tokens, and only the next pass reads those. So only the first
+pass of a draft is one of the runner. The others follow as in vLLM's own proposers: tokens, positions and slots are
+written to the runner's own buffers, it builds its metadata from them, and it replays its CUDA graph for decoding, if it
+has one. A graph of the whole loop would spare the launches of the draw. But it would take one graph for each number of
+rows, length and kind of sampling, and vLLM builds the metadata in Python.
+
+Written against the V1 model runners of vLLM 0.32 and 0.27.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+from vllm.config import CUDAGraphMode
+from vllm.forward_context import set_forward_context
+from vllm.utils.torch_utils import async_tensor_h2d
+from vllm.v1.attention.backends.utils import PAD_SLOT_ID
+from vllm.v1.outputs import LogprobsTensors
+
+from tandemrl.rollout.vllm.drafting import Round
+from tandemrl.rollout.vllm.planner import Pass
+from tandemrl.rollout.vllm.verifying import Draws
+from tandemrl.rollout.vllm.versions import padding_mask
+
+BACKENDS = frozenset({"CPU_ATTN", "FLASH_ATTN", "TRITON_ATTN"})
+"""Attention backends whose passes read no memory of the host that the next pass overwrites."""
+
+
+def stays_on_device(runner: Any, step: Round, depth: int, forward: Pass) -> bool:
+    """Whether the rest of the draft can go on in a ``JuniorLoop``, now that ``runner`` has launched ``forward``.
+
+    If not, the next depth is a pass of the runner, too. That is so
+
+    - at the last depth, where nothing is left to do;
+    - if a row with a slot is not in the pass, because the junior has more to read than one pass can take (a loop may
+      begin at the next depth);
+    - if penalties count the draft so far: vLLM keeps its tokens in lists on the host, as it keeps those that some
+      models look back at;
+    - if inputs are not token ids with one position each, but embeddings or multi-modal rotary positions;
+    - with other attention backends than ``BACKENDS``;
+    - if layers skip prompt tokens by sharing a KV cache, or experts move between passes.
+
+    ``settings.check_config`` refuses pipeline, data and context parallelism, vLLM's own speculation, LoRA and
+    connectors. The loop never asks for cascade attention.
+    """
+    with_slot = np.count_nonzero(step.ahead >= depth)
+    if depth + 1 == step.depths or len(forward.rows) < with_slot or not forward.ends.all():
+        return False
+    backends = {group.backend.get_name() for groups in runner.attn_groups for group in groups}
+    return bool(
+        backends <= BACKENDS
+        and runner.input_batch.sampling_metadata.no_penalties
+        and getattr(runner, "lookback_token_ids", None) is None  # vLLM 0.27 has none
+        and not runner.supports_mm_inputs
+        and not runner.enable_prompt_embeds
+        and not runner.uses_mrope
+        and not runner.cache_config.kv_sharing_fast_prefill
+        and runner.eplb_state is None
+    )
+
+
+class _Drawn(NamedTuple):
+    """By row of the batch; on the host once ``ready`` has happened (None: it is there)."""
+
+    tokens: Tensor
+    logprobs: LogprobsTensors | None
+    ready: Any | None
+
+
+class JuniorLoop:
+    """The rest of a draft, from the depth whose pass the junior's runner has just launched.
+
+    All depths but the last are launched at once, since they take place whoever the authors are. The host looks at the
+    tokens of a depth while the device computes later ones; only ``draws`` waits for the device.
+
+    A row without a slot at a depth reads its last place again and writes to the padding slot; ``draws`` leaves it out.
+    The runner is not told about the draft. When the round is over it is told what was written, as after any round, and
+    it fills its buffers anew for each pass of its own.
+    """
+
+    def __init__(self, runner: Any, step: Round, depth: int) -> None:
+        self._runner, self._first, self._drawn = runner, depth, list[_Drawn]()
+        self._rows = rows = runner.input_batch.num_reqs
+        self._order = order = np.array([step.index[id] for id in runner.input_batch.req_ids])
+        positions = step.positions[order, depth:].T  # by (pass, row), as all that follows
+        self._lengths = torch.from_numpy(positions.astype(np.int32) + 1)
+        self._going = (step.ahead[order, None] >= np.arange(depth, step.depths)).T
+        known = np.stack([step.keys.numpy()[order, depth:].T, positions, self._going])
+        self._keys, self._positions, self._with_slot = async_tensor_h2d(known, runner.device)
+        self._mode, self._descriptor, *_ = runner._determine_batch_execution_and_padding(
+            num_tokens=rows,
+            num_reqs=rows,
+            num_scheduled_tokens_np=np.ones(rows, np.int32),
+            max_num_scheduled_tokens=1,
+            use_cascade_attn=False,
+        )
+        starts = runner.query_start_loc
+        self._starts = torch.arange(len(starts.cpu), dtype=starts.cpu.dtype).clamp_(max=rows)
+        starts.gpu.copy_(torch.arange(len(starts.gpu), device=runner.device).clamp_(max=rows))
+        runner.positions[rows : self._descriptor.num_tokens].zero_()
+        state, runner.execute_model_state = runner.execute_model_state, None
+        self._draw(state.logits)
+        for _ in range(depth + 1, step.depths - 1):
+            self._draw(self._forward())
+
+    def draws(self, depth: int) -> Draws:
+        """What the junior draws at a depth; the last one's pass is launched here. Waits for it."""
+        number = depth - self._first
+        if number == len(self._drawn):
+            self._draw(self._forward())
+        tokens, logprobs, ready = self._drawn[number]
+        if ready is not None:
+            ready.synchronize()
+        going = self._going[number]
+        if logprobs is not None and not going.all():
+            logprobs = logprobs.filter(torch.from_numpy(going))
+        lists = None if logprobs is None else logprobs.tolists()
+        rows = self._order[going]
+        return Draws(rows, np.full_like(rows, depth), tokens.numpy()[going], lists)
+
+    # ---------------------------------------------------------------------------------------------------------- details
+
+    def _draw(self, logits: Tensor) -> None:
+        """Every row's token at the next depth. ``logits`` are overwritten."""
+        sampler = self._runner.sampler
+        sampler.topk_topp_sampler.token_keys = self._keys[len(self._drawn)]
+        output = sampler(logits=logits, sampling_metadata=self._runner.input_batch.sampling_metadata)
+        self._tokens = output.sampled_token_ids[:, 0]
+        tokens, logprobs, ready = self._tokens, output.logprobs_tensors, None
+        if tokens.device.type == "cuda":
+            tokens, ready = tokens.to("cpu", non_blocking=True), torch.cuda.Event()
+            logprobs = None if logprobs is None else logprobs.to_cpu_nonblocking()
+            ready.record()
+        self._drawn.append(_Drawn(tokens, logprobs, ready))
+
+    def _forward(self) -> Tensor:
+        """The logits after the tokens of the last ``_draw``."""
+        runner, rows, number = self._runner, self._rows, len(self._drawn)
+        runner.input_ids.gpu[:rows].copy_(self._tokens)
+        runner.positions[:rows].copy_(self._positions[number])
+        runner.seq_lens[:rows].copy_(self._positions[number] + 1)
+        runner.optimistic_seq_lens_cpu[:rows].copy_(self._lengths[number])
+        padded, padded_rows = self._descriptor.num_tokens, self._descriptor.num_reqs or rows
+        table = runner.input_batch.block_table
+        table.compute_slot_mapping(rows, runner.query_start_loc.gpu[: rows + 1], runner.positions[:rows])
+        if not self._going[number].all():
+            table[0].slot_mapping.gpu[:rows].masked_fill_(self._with_slot[number] == 0, PAD_SLOT_ID)
+        by_group, by_layer = runner._get_slot_mappings(
+            num_tokens_padded=padded, num_reqs_padded=padded_rows, num_tokens_unpadded=rows
+        )
+        whole = self._mode == CUDAGraphMode.FULL  # attention, too, is in the graph, with all its rows
+        with self._one_token_each():
+            metadata, _ = runner._build_attention_metadata(
+                num_tokens=rows,
+                num_reqs=rows,
+                max_query_len=1,
+                num_tokens_padded=padded if whole else None,
+                num_reqs_padded=padded_rows if whole else None,
+                slot_mappings=by_group,
+            )
+        with set_forward_context(
+            metadata,
+            runner.vllm_config,
+            num_tokens=padded,
+            cudagraph_runtime_mode=self._mode,
+            batch_descriptor=self._descriptor,
+            slot_mapping=by_layer,
+            is_padding=padding_mask(runner, rows, padded),
+        ):
+            hidden: Tensor = runner._model_forward(
+                input_ids=runner.input_ids.gpu[:padded],
+                positions=runner.positions[:padded],
+                **runner._init_model_kwargs(),
+            )
+        logits: Tensor = runner.model.compute_logits(hidden[:rows])
+        return logits
+
+    @contextmanager
+    def _one_token_each(self) -> Iterator[None]:
+        """Where each row's tokens begin, for the host. The runner's own buffer may be on its way to the device yet."""
+        runner = self._runner
+        own = runner.query_start_loc
+        runner.query_start_loc = SimpleNamespace(cpu=self._starts, gpu=own.gpu)
+        try:
+            yield
+        finally:
+            runner.query_start_loc = own

@@ -1,0 +1,281 @@
+"""The junior's loop writes, and leaves behind, what passes of its runner do at every depth."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+import torch
+from pairs import (
+    LENGTHS,
+    VLLM,
+    assert_equal_completions,
+    assert_sound,
+    changed,
+    flat,
+    mixed,
+    strategies,
+    with_strategy,
+)
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+
+from helpers import prompts
+from tandemrl.models import sampling
+from tandemrl.rollout.drafting import Choice, Drafts, Load
+from tandemrl.rollout.engine import Completion, Passes, Request, Sampling
+from tandemrl.rollout.vllm.planner import JUNIOR
+from tandemrl.selection import chunk
+
+pytestmark = VLLM
+
+SETTINGS = [
+    Sampling(max_tokens=40),
+    Sampling(max_tokens=40, temperature=0.0, ignore_eos=True),
+    Sampling(max_tokens=40, temperature=1.5),
+    Sampling(max_tokens=30, top_p=0.8),
+    Sampling(max_tokens=30, min_p=0.1, ignore_eos=True),
+    Sampling(max_tokens=30, temperature=0.9, top_p=0.95, top_k=30, min_p=0.01),
+    Sampling(max_tokens=40, stop=("st", "a"), stop_token_ids=(7, 11, 13)),
+    Sampling(max_tokens=11, ignore_eos=True),
+    Sampling(max_tokens=2),
+]
+TIGHT = dict(kv_blocks=21, block_size=32, max_batched_tokens=64, max_rows=48)
+"""Preemption, chunked prefill, and catch-ups longer than a pass."""
+
+
+def mixture(count: int, *, seed: int) -> list[Request]:
+    """Strategies, samplings and lengths take turns, in different rhythms."""
+    drawn = mixed(prompts(count, seed=seed, lengths=LENGTHS), SETTINGS[0], seed=seed)
+    settings = [SETTINGS[(i + i // len(strategies())) % len(SETTINGS)] for i in range(count)]
+    return [Request(r.prompt, r.keys, s, r.strategy) for r, s in zip(drawn, settings, strict=True)]
+
+
+class Outcome(NamedTuple):
+    """answers: of ``stays_on_device``, by depth. after: what the workers knew after every step."""
+
+    written: list[Completion]
+    passes: Passes
+    answers: list[tuple[int, bool]]
+    after: list[Any]
+
+
+Write = Callable[..., Outcome]
+
+
+@pytest.fixture
+def write(monkeypatch: pytest.MonkeyPatch) -> Write:
+    """Generate with the loop or without it, and look on."""
+    from tandemrl.rollout.vllm import runner as module
+
+    stays_on_device, sample_tokens = module.stays_on_device, module.TandemModelRunner.sample_tokens
+
+    def write(engine: Any, batch: list[Request], *, loop: bool) -> Outcome:
+        answers: list[tuple[int, bool]] = []
+        after: list[Any] = []
+
+        def answer(runner, step, depth, forward):
+            answers.append((depth, loop and stays_on_device(runner, step, depth, forward)))
+            return answers[-1][1]
+
+        def sample(self, *args, **kwargs):
+            ids = self._ids
+            output = sample_tokens(self, *args, **kwargs)
+            after.append(state(self, ids))
+            return output
+
+        monkeypatch.setattr(module, "stays_on_device", answer)
+        monkeypatch.setattr(module.TandemModelRunner, "sample_tokens", sample)
+        assert engine.backend.llm.reset_prefix_cache()
+        written = flat(engine.generate(batch))
+        return Outcome(written, engine.passes, answers, after)
+
+    return write
+
+
+def state(tandem: Any, ids: list[str]) -> list[Any]:
+    """What the next step builds upon, by request: the ledger, the filled blocks, the runners' tokens."""
+    planner = tandem.planner
+    ledger, slots = planner.ledger, [planner.slots[id] for id in ids]
+    known = [ledger.length, ledger.author, *ledger.computed, *ledger.sent, *ledger.known, *ledger.changed]
+    of_requests: list[Any] = [[int(part[slot]) for part in known] for slot in slots]
+    for own, id, slot in zip(of_requests, ids, slots, strict=True):
+        own += planner.filled[:, planner._blocks[slot]].tolist()
+        for runner in tandem.runners.values():
+            assert runner.execute_model_state is None
+            request, batch = runner.requests.get(id), runner.input_batch
+            own.append(None if request is None else list(request.output_token_ids))
+            index = batch.req_id_to_index.get(id)
+            if index is not None:
+                tokens = [*request.prompt_token_ids, *request.output_token_ids]
+                assert batch.num_tokens_no_spec[index] == len(tokens)
+                assert batch.token_ids_cpu[index, : len(tokens)].tolist() == tokens
+    return of_requests
+
+
+@pytest.mark.parametrize(("k", "options", "pair"), [(8, {}, "near junior"), (4, TIGHT, "Llama junior")])
+def test_the_loop_changes_no_token_and_no_account(engines, scheduled, write, k, options, pair):
+    engine, batch = engines(pair, mode="draft", draft_tokens=k, **options), mixture(30, seed=21)
+    loop, single = (write(engine, batch, loop=loop) for loop in (True, False))
+    preemptions = scheduled.preemptions
+    assert_sound(batch, [[c] for c in loop.written])
+    assert_equal_completions(loop.written, single.written)
+    assert loop.passes == single.passes
+    assert loop.after == single.after
+    assert sum(answer for _, answer in loop.answers) > 10
+    assert preemptions > 0 or not options
+    engine.set_mode("lazy")
+    assert_equal_completions(loop.written, write(engine, batch, loop=False).written)
+
+
+def test_penalties_take_a_pass_of_the_runner_at_every_depth(engines, write):
+    """While a row has some; then the others go on in the loop."""
+    engine = engines("near junior", mode="draft", draft_tokens=8)
+    long, short = Sampling(max_tokens=60, ignore_eos=True), Sampling(max_tokens=12, ignore_eos=True)
+    drawn = mixed(prompts(12, seed=22, lengths=LENGTHS), long, seed=22)
+    penalised = [changed(short, repetition_penalty=1.3), changed(short, presence_penalty=0.8, frequency_penalty=0.5)]
+    batch = [Request(r.prompt, r.keys, penalised[i % 2], r.strategy) if i % 3 else r for i, r in enumerate(drawn)]
+    outcome = write(engine, batch, loop=True)
+    answers = [answer for _, answer in outcome.answers]
+    first = answers.index(True)
+    assert first >= 8  # at least one round, depth by depth
+    assert not all(answers[first:])  # of short drafts' last depths
+    engine.set_mode("lazy")
+    assert_equal_completions(outcome.written, write(engine, batch, loop=False).written)
+
+
+class NowAndThen(Drafts):
+    """A dozen steps without drafts, then some with them."""
+
+    def choose(self, now: Choice, load: Load, passes: Passes, *, always: bool = False) -> Choice:
+        return Choice(4 * (now.rounds % 16 >= 12), now.rounds + 1)
+
+
+def test_a_loop_begins_one_depth_later_where_the_junior_has_much_to_read(engines, write):
+    """While nothing is drafted the senior writes more than one pass of the junior can take."""
+    engine = engines("near junior", mode="auto", draft_tokens=4, **TIGHT)
+    engine.backend.llm.collective_rpc(lambda worker: setattr(worker.model_runner.planner, "drafts", NowAndThen(4)))
+    long = Sampling(max_tokens=50, ignore_eos=True)
+    batch = with_strategy(mixed(prompts(8, seed=24, lengths=(3, 9)), long, seed=24), chunk(40, "senior"))
+    outcome = write(engine, batch, loop=True)
+    assert {depth for depth, answer in outcome.answers if answer} == {0, 1}
+    assert_sound(batch, [[c] for c in outcome.written])
+    engine.set_mode("lazy")
+    assert_equal_completions(outcome.written, write(engine, batch, loop=False).written)
+
+
+class NoWaiting(TorchDispatchMode):
+    """Refuses what would have the host wait for a device: reading a value, a size that depends on values."""
+
+    forbidden = frozenset({"_local_scalar_dense", "nonzero", "masked_select", "equal", "_unique2"})
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        name = func.overloadpacket.__name__
+        assert name not in self.forbidden
+        assert name != "index" or all(i is None or i.dtype != torch.bool for i in args[1])
+        return func(*args, **(kwargs or {}))
+
+
+class NoScalars(NoWaiting):
+    """Refuses scalars that become tensors, too: on a device they are copied."""
+
+    forbidden = NoWaiting.forbidden | {"lift_fresh"}
+
+
+@pytest.mark.parametrize("options", [{}, TIGHT], ids=["plain", "under pressure"])
+def test_a_pass_waits_for_nothing_and_a_row_without_a_slot_writes_nowhere(engines, write, monkeypatch, options):
+    from tandemrl.rollout.vllm.junior_loop import JuniorLoop
+
+    forward, draw, race_times, without = JuniorLoop._forward, JuniorLoop._draw, sampling.race_times, []
+
+    def looked_at(self):
+        with NoWaiting():
+            logits = forward(self)
+        number, runner = len(self._drawn), self._runner
+        table = runner.input_batch.block_table[0]
+        position = self._positions[number].numpy()
+        block = table.block_table.np[np.arange(len(position)), position // table.block_size]
+        expected = np.where(self._going[number], block * table.block_size + position % table.block_size, -1)
+        assert table.slot_mapping.np[: len(position)].tolist() == expected.tolist()
+        assert (block > 0).all()  # block 0 is nobody's
+        without.append(int((~self._going[number]).sum()))
+        return logits
+
+    def drawn(self, logits):
+        with NoScalars():
+            draw(self, logits)
+
+    def by_numpy(*args):
+        with _disable_current_modes():  # random numbers, which NumPy hashes on a CPU alone
+            return race_times(*args)
+
+    monkeypatch.setattr(sampling, "race_times", by_numpy)
+    monkeypatch.setattr(JuniorLoop, "_forward", looked_at)
+    monkeypatch.setattr(JuniorLoop, "_draw", drawn)
+    write(engines("near junior", mode="draft", draft_tokens=4, **options), mixture(18, seed=23), loop=True)
+    assert len(without) > 10
+    assert any(without)
+    assert not all(without)
+
+
+def test_rows_that_fill_a_graph_up_change_nothing(engines, write, monkeypatch):
+    """As on CUDA, where a captured graph takes more rows than there are; without the graph."""
+    from vllm.config import CUDAGraphMode
+
+    engine = engines("near junior", mode="draft", draft_tokens=8)
+    batch, padded = mixture(20, seed=25), []
+    plain = write(engine, batch, loop=True)
+    junior = engine.backend.llm.collective_rpc(lambda worker: worker.model_runner.runners[JUNIOR])[0]
+    determine = junior._determine_batch_execution_and_padding
+
+    def larger(num_tokens, **arguments):
+        mode, descriptor, *rest = determine(num_tokens=num_tokens, **arguments)
+        if junior.execute_model_state is None:  # a pass of the runner
+            return mode, descriptor, *rest
+        padded.append(num_tokens + 5 - num_tokens % 5)
+        return CUDAGraphMode.FULL, replace(descriptor, num_tokens=padded[-1], num_reqs=padded[-1]), *rest
+
+    monkeypatch.setattr(junior, "_determine_batch_execution_and_padding", larger)
+    found = write(engine, batch, loop=True)
+    assert len(padded) > 10
+    assert_equal_completions(found.written, plain.written)
+    assert found.after == plain.after
+
+
+POSSIBLE: dict[str, Any] = dict(
+    attn_groups=[[SimpleNamespace(backend=SimpleNamespace(get_name=lambda: "FLASH_ATTN"))]],
+    input_batch=SimpleNamespace(sampling_metadata=SimpleNamespace(no_penalties=True)),
+    cache_config=SimpleNamespace(kv_sharing_fast_prefill=False),
+    supports_mm_inputs=False,
+    enable_prompt_embeds=False,
+    uses_mrope=False,
+    eplb_state=None,
+)
+IMPOSSIBLE: list[dict[str, Any]] = [
+    dict(attn_groups=[[SimpleNamespace(backend=SimpleNamespace(get_name=lambda: "FLASHINFER"))]]),
+    dict(input_batch=SimpleNamespace(sampling_metadata=SimpleNamespace(no_penalties=False))),
+    dict(cache_config=SimpleNamespace(kv_sharing_fast_prefill=True)),
+    dict(lookback_token_ids=torch.zeros(1)),
+    dict(supports_mm_inputs=True),
+    dict(enable_prompt_embeds=True),
+    dict(uses_mrope=True),
+    dict(eplb_state=object()),
+]
+
+
+def test_what_cannot_stay_on_the_device() -> None:
+    from tandemrl.rollout.vllm.junior_loop import stays_on_device
+
+    step: Any = SimpleNamespace(depths=4, ahead=np.array([3, 1]))
+
+    def answer(depth: int = 0, ends: tuple[bool, ...] = (True, True), **runner: Any) -> bool:
+        forward: Any = SimpleNamespace(rows=np.arange(len(ends)), ends=np.array(ends))
+        return stays_on_device(SimpleNamespace(**(POSSIBLE | runner)), step, depth, forward)
+
+    assert answer()
+    assert not any(answer(**instead) for instead in IMPOSSIBLE)
+    assert not answer(ends=(True, False))
+    assert not answer(ends=(True,))
+    assert answer(depth=2, ends=(True,))
+    assert not answer(depth=3, ends=(True,))
