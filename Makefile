@@ -83,7 +83,7 @@ bench: .venv/.dev
 	for script in benchmarks/[a-z]*.py; do OMP_NUM_THREADS=1 $(BIN)/python $$script || exit 1; done
 
 slow: .venv/.dev
-	$(TEST_ENV) $(BIN)/python -m pytest -m slow --jaxtyping-packages=$(TYPED)
+	$(TEST_ENV) $(BIN)/python -m pytest -m slow $(WORKERS) --jaxtyping-packages=$(TYPED)
 
 # Environments and caches; never runs/.
 clean:
