@@ -154,7 +154,7 @@ def checksum(path: Path) -> str:
 
 
 def _below(folder: Path) -> list[Path]:
-    """The data files of a folder and of the folders in it. Hidden folders, which the hub's client uses, are left out."""
+    """The data files of a folder and of the folders in it. Hidden ones, which the hub's client uses, are left out."""
     return sorted(
         path
         for path in folder.rglob("*")
