@@ -102,8 +102,8 @@ def solution(
 
     Args:
         about_rate: the probability that a step says " about".
-        about_error, plain_error: the probability that a step is wrong, by 1 or 2, if it says " about" and if it does
-            not.
+        about_error: the probability that a step that says " about" is wrong, by 1 or 2.
+        plain_error: the probability that any other step is wrong, by 1 or 2.
     """
     value, lines = problem.numbers.start, []
     for step, delta in enumerate(problem.numbers.deltas):
@@ -147,8 +147,9 @@ def checked_solution(
     A word ends each step's line, so that a tandem by words can hand over before the line that follows.
 
     Args:
-        repair_rate, check_rate: the probability of that line after a wrong and after a right step. The line itself is
-            wrong with probability ``plain_error``.
+        repair_rate: the probability of that line after a wrong step. The line itself is wrong with probability
+            ``plain_error``.
+        check_rate: the same after a right step.
     """
     value, lines = problem.numbers.start, []
     for step, delta in enumerate(problem.numbers.deltas):

@@ -137,7 +137,8 @@ def legibility(
 
     Args:
         keys: the keys of the draws of the authors' tokens, in order (see ``draws.fold_in``). None draws nothing.
-        sampling, vocabulary: see ``read_legibility``.
+        sampling: see ``read_legibility``.
+        vocabulary: see ``read_legibility``.
     """
     index = (batch.author >= 0).nonzero().squeeze(1)
     (prefixes,) = _prefixes([junior], batch, index)

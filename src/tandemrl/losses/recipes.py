@@ -168,7 +168,9 @@ def policy_loss(
         weights: token weights, see ``token_weights``.
         sequence_ids: the sequence of each token, 0 … ``num_sequences`` − 1.
         num_sequences: how many sequences the micro-batch has.
-        totals, normalise_by, constant: see ``reduce``.
+        totals: the counts of the whole optimiser step, over all ranks and micro-batches.
+        normalise_by: see ``reduce``.
+        constant: see ``reduce``.
         entropy: entropy of the policy at each token, in nats. ``entropy_coef`` times it is subtracted.
         ref_logprobs: log-probs of the reference model. ``kl_coef`` times their KL, of kind ``kl_kind``, is added.
         junior_logprobs: log-probs of the junior, for λ_jun.

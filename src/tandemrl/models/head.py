@@ -73,7 +73,8 @@ def linear_logprobs(
 
     Args:
         hidden: the last hidden state before each target.
-        weight, bias: the rows of the LM head that this rank holds.
+        weight: the rows of the LM head that this rank holds.
+        bias: their biases, if the head has any.
         targets: token ids, over the whole vocabulary.
         settings: the size of the whole head, and how to compute.
     """

@@ -52,7 +52,7 @@ class Scorer:
     or ``failures``.
 
     Args:
-        options: the ``reward.*`` section of a config.
+        reward: the ``reward`` section of a config.
         code: scores rows whose ``data_source`` is code. It is called in threads.
         judge: scores rows that a judge has to see, a whole batch at a time.
         functions: reward functions of this process by name; see `routing` for the rows that they score.

@@ -38,7 +38,8 @@ def make_engine(
 
     Args:
         junior: the frozen partner. None means that the senior writes alone.
-        dtype, device: what the vLLM engine runs in and on. The torch engine takes its models as they are loaded.
+        dtype: the dtype of the vLLM engine. The torch engine takes its models as they are loaded.
+        device: the device of the vLLM engine. The torch engine takes its models as they are loaded.
         longest: how many tokens the longest request of the vLLM engine has, prompt and completion together. None stands
             for the context of the models.
 

@@ -31,8 +31,8 @@ def parse_turn(text: str, schemas: Mapping[str, Schema], tokenizer: Any = None, 
         prefix: what the chat template wrote in front of the turn, where a thought may begin.
 
     Returns:
-        The message: ``content``, and if there are any, ``reasoning_content``, the ``tool_calls`` that can be made, and
-        ``invalid_calls``, which tell the author why other calls cannot be made.
+        The message. It has ``content``, and if there are any, ``reasoning_content``, the ``tool_calls`` that can be
+        made, and ``invalid_calls``, which tell the author why other calls cannot be made.
     """
     if not schemas:  # nobody was told of calls: what looks like one is text
         return {"role": "assistant", "content": text.strip()}
