@@ -24,7 +24,7 @@ def write_splits(
 
     Args:
         splits: the rows of each split. Streams are read in order, with one chunk in memory at a time.
-        origin: further entries of the manifest, which are read after the splits.
+        origin: further entries of the manifest. Counts in them may still change while the splits are read.
 
     Raises:
         DataError: a split has no rows.

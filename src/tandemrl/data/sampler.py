@@ -9,7 +9,7 @@ from tandemrl.data.rows import DataError
 
 
 class Sampler:
-    """Gives row numbers in shuffled epochs. Every row comes once per epoch, and a request may span two epochs.
+    """Gives row numbers in shuffled epochs. Every row comes once per epoch, and a request may span epochs.
 
     The order of an epoch is a function of ``(seed, epoch)`` and the rows alone. So the state is three integers, and a
     resumed sampler gives the same numbers as one that never stopped.

@@ -253,8 +253,8 @@ def make_optimizer(model: PreTrainedModel, config: Config, lr: float) -> torch.o
 def resolve_recipe(recipe: Recipe, config: Config) -> Recipe:
     """The recipe with the choices that ``loss.*`` overrides; null keeps the recipe's own choice.
 
-    With ``train.async_steps``, rollouts are from older weights, so importance sampling per token is switched on unless
-    ``loss.importance`` is set.
+    With ``train.async_steps``, rollouts are from older weights. So a recipe without importance sampling then gets it
+    per token, unless ``loss.importance`` is set.
     """
     c = config.loss
     names = ("reduction", "clip_low", "clip_high", "dual_clip", "importance", "importance_cap", "filter_zero_variance")

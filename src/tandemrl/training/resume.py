@@ -276,8 +276,8 @@ def check_same_config(stored: Config, current: Config) -> None:
 def _may_change(key: str, stored: Any) -> bool:
     """Whether a key may differ when a run is resumed.
 
-    Records of functions may: they are compared by signature in ``identity``, which also covers configs that are older
-    than the records.
+    The record of a function may differ in its name, but not in its signature. A config from before there were records
+    has none, which is no difference: ``identity`` covers such functions.
     """
     if key.startswith("functions."):
         return stored is None or not key.endswith(".signature")
