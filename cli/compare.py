@@ -67,7 +67,7 @@ def compare(
 
 
 def _shown(all_groups: bool) -> Callable[[str], bool]:
-    """The headline metrics, without ``GROUP/ARM/METRIC`` unless these are asked for."""
+    """The function that says whether to show a metric: headline metrics, with ``GROUP/ARM/METRIC`` only on request."""
     from tandemrl.evals import is_headline
 
     return lambda name: is_headline(name) and (all_groups or name.count("/") < 2)

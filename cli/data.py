@@ -12,7 +12,7 @@ app.add_typer(build, name="build")
 
 
 class Template(StrEnum):
-    """How a puzzle is put to the model."""
+    """The form in which a puzzle is given to the model."""
 
     base = "base"
     instruct = "instruct"

@@ -230,7 +230,7 @@ def _resolved(
     """The configuration that the options of a command ask for.
 
     Raises:
-        ConfigError: one is malformed, or there is no data.
+        ConfigError: an option is malformed, or there is no data.
     """
     from tandemrl.config import ConfigError, load
 
@@ -248,7 +248,7 @@ def _resolved(
 
 @contextmanager
 def _bars() -> "Iterator[Progress]":
-    """A progress bar for what is under way, on a terminal; elsewhere a line every ten seconds."""
+    """A context with a progress bar on a terminal, and elsewhere a line every ten seconds."""
     from rich.console import Console
     from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
@@ -277,7 +277,7 @@ def _bars() -> "Iterator[Progress]":
 
 
 def summary_table(title: str, results: "Mapping[Phase, Mapping[str, Any]]") -> "Table":
-    """The metrics to look at first, a row each; a column per set, and macro where there are several."""
+    """A table of the most important metrics: a row per metric, a column per set, and macro if there are several."""
     from rich.table import Table
     from rich.text import Text
 
@@ -296,7 +296,8 @@ def summary_table(title: str, results: "Mapping[Phase, Mapping[str, Any]]") -> "
 
 
 def groups_table(title: str, groups: Mapping[str, Mapping[str, float]]) -> "Table":
-    """A row per headline metric, a column per group of problems; intervals stand in the first, which is of all."""
+    """A table with a row per headline metric and a column per group of problems. The first column is for all problems,
+    and has the intervals."""
     from rich.table import Table
     from rich.text import Text
 
@@ -318,8 +319,11 @@ def _columns(metrics: Mapping[str, Any]) -> dict[str, Mapping[str, float]]:
 
 
 def _is_summary(phase: str, metric: str) -> bool:
-    """Of every phase what it is about; what else there is to say of a text, of the solo texts only. By hops there is no
-    room for single arms."""
+    """Whether the summary shows a metric.
+
+    It shows the main metrics of every phase, and other measures of texts for solo texts only. By hops, it does not show
+    single arms, for lack of room.
+    """
     about = ("pass@", "verified_pass@", "rejected_rate", "cross_entropy", "acceptance", "kl", "excess", "unlikely_rate")
     own = (*about, "maj@", "length", "truncation_rate", "turns") if phase == "pass-at-k" else about
     group, _, name = metric.rpartition("/")
@@ -329,7 +333,7 @@ def _is_summary(phase: str, metric: str) -> bool:
 
 
 def metrics_table(title: str, metrics: Mapping[str, Any]) -> "Table":
-    """A row per metric, a column per set, and macro; a bootstrap interval stands behind its value."""
+    """A table with a row per metric, a column per set, and macro. A bootstrap interval follows its value."""
     from rich.table import Table
     from rich.text import Text
 

@@ -1,4 +1,4 @@
-"""A line now and then, where there is no terminal to draw a bar on."""
+"""Prints a line now and then, if there is no terminal to draw a progress bar on."""
 
 import json
 import threading
@@ -12,8 +12,8 @@ EVERY_S = 10.0
 
 @contextmanager
 def heartbeat(say: Callable[[str], None], line: Callable[[], str], *, every_s: float = EVERY_S) -> Iterator[None]:
-    """While the body runs, ``say`` every ``every_s`` seconds how long it has been and what ``line`` returns, from a
-    thread."""
+    """A context in which a thread calls ``say`` every ``every_s`` seconds, with the time so far and the text of
+    ``line``."""
     ended, start = threading.Event(), time.monotonic()
 
     def beat() -> None:
@@ -34,7 +34,7 @@ def heartbeat(say: Callable[[str], None], line: Callable[[], str], *, every_s: f
 
 
 def last_written(folder: Path) -> str:
-    """What an experiment in ``folder`` is about, by its newest file; of a run with its step."""
+    """What an experiment in ``folder`` is doing, by its newest file. For a training run it includes the step."""
     files = {file: file.stat().st_mtime for file in folder.glob("*/*/**/*.json*") if file.is_file()}
     if not files:
         return "building the models"

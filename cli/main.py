@@ -11,7 +11,7 @@ from tandemrl.cli.errors import is_users, one_line
 
 
 class ErrorBoundary(TyperGroup):
-    """Bad input ends in one line on standard error and exit code 2; only a bug shows a traceback."""
+    """Turns bad input into one line on standard error and exit code 2. Only a bug shows a traceback."""
 
     def invoke(self, ctx: Any) -> Any:
         try:

@@ -42,7 +42,7 @@ def tiny(
 
 @contextmanager
 def _shown(what: str) -> "Iterator[Progress]":
-    """A bar on a terminal, elsewhere a line every ten seconds."""
+    """A context with a progress bar on a terminal, and elsewhere a line every ten seconds."""
     from rich.console import Console
     from rich.progress import Progress as Bars
 

@@ -73,7 +73,7 @@ def play(
 
 
 def listen(port: int) -> socket.socket:
-    """A place to listen at on this machine, found before models are loaded."""
+    """A socket that listens on this machine. It is opened before models are loaded."""
     from tandemrl.config import ConfigError
 
     try:

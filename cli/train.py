@@ -67,7 +67,7 @@ def train(
 
 
 def _plan(config: "Config", ranks: int, device: str | None) -> None:
-    """Print what each of ``ranks`` processes needs; PlanError if it does not fit."""
+    """Print what each of ``ranks`` processes needs, and raise a PlanError if it does not fit."""
     from tandemrl.planning.accelerators import accelerator
     from tandemrl.planning.page import described, require_fit
     from tandemrl.planning.plan import plan

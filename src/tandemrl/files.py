@@ -1,8 +1,8 @@
-"""Files and directories that appear under their name only when all of them is on disk; and what to say of files: which
-one a missing path was meant to be, and which versions of the code wrote a result. No torch.
+"""Atomic writes: a file or directory appears under its name only when all of its content is on disk.
 
-A file is written beside its place under a hidden name, synced, then renamed. What a killed process leaves behind is
-hidden; readers ignore it and ``recover`` tidies up.
+It is written under a hidden name in the same directory, synced, then renamed. What a killed process leaves behind is
+hidden; readers ignore it and ``recover`` tidies up. The module also suggests which file a missing path was meant to be
+(``hint``) and says which versions of the code wrote a result (``versions``). It does not import torch.
 """
 
 import difflib
@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 NEW, OLD = ".new-", ".old-"
-"""Prefixes of hidden names: being written, and set aside."""
+"""Prefixes of hidden names: of what is being written, and of what was set aside to be replaced."""
 
 
 def write_text(path: Path, text: str) -> None:
@@ -43,7 +43,7 @@ def write_directory(path: Path, fill: Callable[[Path], None]) -> None:
 
 
 def begin(path: Path) -> Path:
-    """An empty hidden directory that is to become ``path``."""
+    """Make the empty hidden directory that ``publish`` later renames to ``path``, and return it."""
     path.parent.mkdir(parents=True, exist_ok=True)
     recover(path.parent)
     new = path.with_name(f"{NEW}{path.name}")
@@ -52,7 +52,11 @@ def begin(path: Path) -> Path:
 
 
 def publish(path: Path, new: Path | None = None) -> None:
-    """Put what was written since ``begin`` in place of ``path``; or a hidden directory ``.new-*`` beside it."""
+    """Put a finished hidden directory in place of ``path``, after syncing all of its files.
+
+    Args:
+        new: the hidden directory, named ``.new-*`` and beside ``path``. The default is the one that ``begin`` made.
+    """
     new = new or path.with_name(f"{NEW}{path.name}")
     old = path.with_name(f"{OLD}{path.name}")
     for folder, _, files in os.walk(new, topdown=False):
@@ -68,9 +72,10 @@ def publish(path: Path, new: Path | None = None) -> None:
 
 
 def recover(parent: Path) -> None:
-    """Undo what a killed process left in ``parent``: half-written directories go, set-aside ones return to their name.
+    """Tidy up what a killed process left in ``parent``.
 
-    Only the process that writes there may call it.
+    Half-written files and directories are removed. A directory that was set aside gets its name back, or is removed if
+    its replacement is already there. Only the process that writes into ``parent`` may call this.
     """
     for entry in sorted(parent.glob(f"{NEW}*")):
         shutil.rmtree(entry) if entry.is_dir() else entry.unlink()
@@ -80,7 +85,7 @@ def recover(parent: Path) -> None:
 
 
 def drop(path: Path) -> None:
-    """Remove a directory; hidden first, so that no half-removed one is ever visible."""
+    """Remove a directory. It is renamed to a hidden name first, so that a half-removed one is never visible."""
     hidden = path.with_name(f"{NEW}{path.name}")
     if hidden.exists():  # a killed process was about to replace what goes now
         shutil.rmtree(hidden)
@@ -97,7 +102,7 @@ def sync(path: Path) -> None:
 
 
 class LineError(ValueError):
-    """A line of a file is not what it should be. ``line`` counts from 1."""
+    """A line of a file could not be parsed. ``line`` is its number, from 1."""
 
     def __init__(self, line: int, error: Exception) -> None:
         super().__init__(str(error))
@@ -107,7 +112,11 @@ class LineError(ValueError):
 def read_json_lines(
     file: Path, *, parse: Callable[[str], Any] = json.loads, encoding: str = "utf-8", skip_blank: bool = False
 ) -> Iterator[tuple[int, Any]]:
-    """(line number from 1, value) of every line, or of every line that is not blank.
+    """Yield the number (from 1) and the value of every line of a file, one JSON value per line.
+
+    Args:
+        parse: turns the text of a line into its value.
+        skip_blank: leave out blank lines, which ``parse`` would refuse.
 
     Raises:
         LineError: ``parse`` refuses a line with a `ValueError` or a `TypeError`.
@@ -124,7 +133,9 @@ def read_json_lines(
 
 
 def hint(path: str | Path) -> str:
-    """``"; did you mean PATH?"`` for a missing path whose first missing part is close to a name that is there, else "".
+    """The text "; did you mean PATH?" if an existing path is close to the missing ``path``, else an empty text.
+
+    A path is close if it exists and differs only in the first part that is missing, whose name must be similar.
 
     Example:
         >>> hint("no/such/place/at/all")
@@ -144,7 +155,10 @@ def hint(path: str | Path) -> str:
 
 
 def versions() -> dict[str, str | bool | None]:
-    """What produced a result: Python, libraries, and the git revision of this code (None when not from a checkout)."""
+    """The versions that produced a result: Python, the libraries, and the git revision of this code.
+
+    ``git_revision`` and ``git_dirty`` are None if the code does not run from a git checkout.
+    """
     tracked = _git("ls-files", "--error-unmatch", Path(__file__).name)
     revision = _git("rev-parse", "HEAD") if tracked else None
     return {

@@ -1,8 +1,9 @@
-"""A client of JSON services over HTTP, such as OpenAI-compatible endpoints: models that judge, that are evaluated, that
-rank documents. No torch.
+"""A client of JSON services over HTTP, such as OpenAI-compatible endpoints: models that judge, models that are
+evaluated, models that rank documents. The module does not import torch.
 
-Every request gets a reply, or it is an error. What may pass (no connection, a time-out, HTTP 408, 409, 425, 429 and
-5xx, a body that is too long or not what it should be) is tried again after a growing wait; any other status is not.
+Every request gets a reply, or it is an error. A request is tried again after a growing wait if its failure may pass: no
+connection, a time-out, HTTP 408, 409, 425, 429 or 5xx, or a body that is too long or malformed. After any other status
+it is not tried again.
 """
 
 import json
@@ -23,17 +24,17 @@ from tandemrl.distributed.watchdog import WATCHDOG, stamp
 PASSING = {408, 409, 425, 429}
 MAX_WAIT_S = 60.0
 POLL_S = 1.0
-"""Between two looks at a service that is still starting."""
+"""Seconds between two requests to a service that is still starting."""
 MAX_REPLY_BYTES = 4 * 2**20
-"""Of a body, unpacked: many times what a model says."""
+"""How many bytes an unpacked body may have, which is many times what a model writes."""
 T = TypeVar("T")
 LOOPBACK = ("all://localhost", "all://127.0.0.1", "all://[::1]")
 Read = Callable[["Response"], T]
-"""Makes something of a response, or raises `Passing` or `Refused`. The status is below 300, or 404."""
+"""A function that reads a response with a status below 300 or 404, or raises `Passing` or `Refused`."""
 
 
 class Passing(Exception):
-    """A failure that another attempt may not meet."""
+    """A failure that may pass, so that another attempt is worth it."""
 
     def __init__(self, message: str, retry_after: float = 0.0) -> None:
         super().__init__(message)
@@ -46,11 +47,13 @@ class Refused(Exception):
 
 @dataclass(frozen=True)
 class Service:
-    """Where a service is, and how patient to be with it.
+    """Where a service is, and how often and how long to try.
 
-    section: of the config that says so, and start: how one is started; for messages. error: what is raised.
-    api_key_env: the environment variable with its key; None = no key is sent. timeout_s: of one attempt. retries:
-    further attempts; backoff_s: the wait before the first of them, which doubles. concurrency: requests in flight.
+    section: the section of the config that names the service, for messages. start: a command that starts such a
+    service, for messages. error: the class of the errors to raise. url: the address. api_key_env: the environment
+    variable with the key; None sends no key. timeout_s: the time-out of one attempt. retries: the number of further
+    attempts. backoff_s: the wait before the first of them, which doubles each time. concurrency: how many requests may
+    run at once.
     """
 
     section: str
@@ -65,7 +68,7 @@ class Service:
 
 
 class Client:
-    """Asks a `Service`. Each attempt ends after its ``timeout_s``, even where the server goes on sending.
+    """Sends requests to a `Service`. Each attempt ends after ``timeout_s``, even if the server goes on sending.
 
     Raises:
         Service.error: ``api_key_env`` is not set.
@@ -88,10 +91,10 @@ class Client:
         )
 
     def get(self, path: str, read: Read[T]) -> T:
-        """What ``read`` makes of the response.
+        """Send a GET request, and return what ``read`` makes of the response.
 
         Raises:
-            Service.error: the last attempt failed too, or one failed in a way that further ones would repeat.
+            Service.error: the last attempt failed, or one failed in a way that further attempts would repeat.
         """
         return self._attempts(path, None, read, threading.Event())
 
@@ -100,10 +103,10 @@ class Client:
         return self._attempts(path, body, read, threading.Event())
 
     def post_all(self, path: str, bodies: Sequence[Mapping[str, Any]], read: Read[T]) -> list[T]:
-        """One reply per body, in order.
+        """Send one POST request per body, and return their replies in order.
 
         Raises:
-            Service.error: a body has no reply after all attempts; the others are then given up too.
+            Service.error: a request has no reply after all attempts; the others are then given up, too.
         """
         if not bodies:
             return []
@@ -125,8 +128,13 @@ class Client:
         return [future.result() for future in futures]
 
     def wait(self, seconds: float, check: Callable[[], None] = lambda: None) -> None:
-        """Return as soon as an OpenAI-compatible endpoint answers, or after ``seconds``, for the next request to find
-        out. ``check`` is called in between; what it raises ends the wait."""
+        """Return as soon as an OpenAI-compatible endpoint answers, or after ``seconds``.
+
+        If it does not answer until then, the next request fails.
+
+        Args:
+            check: called meanwhile; an exception in it ends the wait.
+        """
         end = time.monotonic() + seconds
         while (left := end - time.monotonic()) > 0:
             try:
@@ -140,10 +148,13 @@ class Client:
                 time.sleep(min(left, POLL_S))
 
     def model(self, name: str | None) -> str:
-        """``name`` if an OpenAI-compatible endpoint lists it, or has no list; None = the first one that is listed.
+        """The name of the model to ask an OpenAI-compatible endpoint for.
+
+        Args:
+            name: a name that the endpoint must list, unless it has no list. None means the first one that it lists.
 
         Raises:
-            Service.error: it serves other models, or none is named and it has no list.
+            Service.error: the endpoint serves other models, or ``name`` is None and it has no list.
         """
         listed = self.get("/models", _models)
         if name is None:
@@ -184,8 +195,8 @@ class Client:
         `MAX_REPLY_BYTES`.
 
         Raises:
-            Passing: there is none, it is too long or packed in another way, or its status is one that may pass.
-            Refused: any other status from 300 on, but 404, which is left to the reader.
+            Passing: there is no response, it is too long or packed in an unknown way, or its status may pass.
+            Refused: the status is another one from 300 on. 404 is left to the reader.
         """
         limit = self.service.timeout_s
         deadline, received = time.monotonic() + limit, bytearray()
@@ -210,7 +221,7 @@ class Client:
 
 
 class Response:
-    """A whole body with its status."""
+    """A response with its whole body."""
 
     def __init__(self, status: int, body: bytes) -> None:
         self.status, self.body = status, body
@@ -219,7 +230,7 @@ class Response:
         """The body, parsed.
 
         Raises:
-            Passing: not JSON, or nested too deeply to read.
+            Passing: the body is not JSON, or is nested too deeply to read.
         """
         try:
             return json.loads(self.body, parse_constant=_refuse_constant)
@@ -256,10 +267,10 @@ class _GivenUp(Exception):
 
 
 def _unpacked(response: httpx.Response) -> Iterator[bytes]:
-    """The body in small pieces, as it comes: httpx itself would unpack a chunk to any size at once.
+    """Yield the body in small pieces, as it comes. httpx itself would unpack a chunk to any size at once.
 
     Raises:
-        Passing: packed by anything but gzip, or broken.
+        Passing: the body is packed by anything but gzip, or broken.
     """
     encoding = response.headers.get("content-encoding", "identity").strip().lower()
     if encoding not in ("identity", "gzip"):
@@ -282,7 +293,7 @@ def _refuse_constant(name: str) -> Any:
 
 
 def _models(response: Response) -> list[str] | None:
-    """The names that an endpoint lists; None if it has no list."""
+    """The model names that an endpoint lists, or None if it has no list."""
     if response.status == 404:
         return None
     try:
@@ -297,5 +308,5 @@ def _models(response: Response) -> list[str] | None:
 
 
 def _retry_after(value: str | None) -> float:
-    """Seconds; a date is not worth reading."""
+    """The seconds of a ``Retry-After`` header. A date is not read."""
     return float(value) if value is not None and value.isdecimal() else 0.0

@@ -1,4 +1,7 @@
-"""Messages of a chat, and the transcript of an episode. No torch: processes that tools and rewards run in import it."""
+"""Messages of a chat, and the transcript of an episode.
+
+The module does not import torch, so that the processes of tools and rewards can import it quickly.
+"""
 
 import json
 from collections.abc import Mapping
@@ -6,11 +9,13 @@ from dataclasses import dataclass, field
 from typing import Any
 
 Message = Mapping[str, Any]
-"""One message of a chat: ``role``, ``content``, and ``tool_calls`` where a tool is called; JSON values."""
+"""One message of a chat, made of JSON values: ``role``, ``content``, and ``tool_calls`` where a tool is called."""
 
 
 def sound(value: Any) -> Any:
-    """A JSON value without halves of surrogate pairs, which its texts may have and no file or request can.
+    """A copy of a JSON value in which "?" replaces every lone half of a surrogate pair.
+
+    Python strings may hold such halves, but UTF-8 cannot encode them, so no file or HTTP request can carry them.
 
     Example:
         >>> sound({"found": ["\\ud800 1"]})
@@ -23,9 +28,9 @@ def sound(value: Any) -> Any:
 class Transcript:
     """An episode of several turns as messages, for scorers and readers; nothing is trained on it.
 
-    messages: what was written and what the world answered, in order, without the prompt's. state: what the environment
-    kept of the episode at its end. counts: what happened in it, by name (tool calls, errors, time-outs …). All are JSON
-    values.
+    messages: what the authors wrote and what the environment answered, in order, without the messages of the prompt.
+    state: the state of the environment at the end of the episode. counts: how often each kind of event happened in it
+    (tool calls, errors, time-outs …), by name. All are JSON values.
     """
 
     messages: tuple[Message, ...]
@@ -33,7 +38,7 @@ class Transcript:
     counts: Mapping[str, int | float] = field(default_factory=dict)
 
     def to_json(self) -> dict[str, Any]:
-        """``Transcript.from_json`` is its inverse."""
+        """A JSON-serialisable dict; ``Transcript.from_json`` is its inverse."""
         return {
             "messages": [dict(message) for message in self.messages],
             "state": self.state,

@@ -35,7 +35,7 @@ class Author(IntEnum):
 
 
 def own_turns(tokens: np.ndarray, author: np.ndarray) -> list[np.ndarray]:
-    """What the authors wrote, turn by turn: the runs of tokens that are not CONTEXT."""
+    """The tokens that the authors wrote, one array per turn: the runs of tokens that are not CONTEXT."""
     own = (author >= 0).astype(np.int8)
     starts = (np.diff(own, prepend=0) == 1).nonzero()[0]
     ends = (np.diff(own, append=0) == -1).nonzero()[0] + 1
@@ -47,12 +47,13 @@ class Rollout:
     """One finished, scored completion together with its prompt; also a line of ``samples.jsonl``.
 
     ``tokens``, ``author`` and ``behaviour_logprobs`` have the same length (prompt + response). ``author`` is
-    ``Author.CONTEXT`` on the prompt and on what the world says between turns. ``behaviour_logprobs`` is the log-prob of
-    each written token under its AUTHOR's sampling distribution (nats), 0.0 on context. ``key`` is the request key that
-    all draws follow from; it is called "seed" in ``samples.jsonl``. ``transcript``: of an episode of several turns.
+    ``Author.CONTEXT`` on the prompt and on what the environment says between turns. ``behaviour_logprobs`` is the
+    log-prob of each written token under its AUTHOR's sampling distribution (nats), 0.0 on context. ``key`` is the
+    request key that all random draws follow from; it is called "seed" in ``samples.jsonl``. ``transcript`` holds the
+    messages of an episode of several turns, and is None for a single-turn rollout.
 
     Raises:
-        ValueError: a channel is missing entries or has an unknown author.
+        ValueError: the channels differ in length, or ``author`` holds another value than -1, 0 or 1.
     """
 
     example_id: str
@@ -84,13 +85,13 @@ class Rollout:
 
     @property
     def context_tokens(self) -> int:
-        """Of the leading context, the prompt: it is shared by the rollouts of a group."""
+        """How many tokens the leading context has. That is the prompt, which all rollouts of a group share."""
         written = np.flatnonzero(self.author >= 0)
         return int(written[0]) if len(written) else len(self.author)
 
     @property
     def scored(self) -> bool:
-        """False where a judge gave no score (part ``unscored``): the reward means nothing and is not learnt from."""
+        """False where a judge gave no score (reward part ``unscored``); such a reward is meaningless and not used."""
         return not self.reward_parts.get("unscored")
 
     def to_json(self) -> dict[str, Any]:
@@ -121,24 +122,27 @@ class Rollout:
 
 
 class Group(NamedTuple):
-    """The rollouts of one prompt: what advantages are computed within."""
+    """The rollouts of one prompt. Advantages compare the rollouts of a group with each other."""
 
     example_id: str
     rollouts: tuple[Rollout, ...]
 
     @property
     def scored(self) -> "Group":
-        """What is learnt from: the scored rollouts, or none where unscored ones leave fewer than two, which have no
-        baseline to be compared with."""
+        """The group with its scored rollouts only, which are those that training uses.
+
+        It has no rollouts where fewer than two are scored, since a single one has no baseline. A group of one keeps
+        its rollout if that is scored.
+        """
         scored = tuple(rollout for rollout in self.rollouts if rollout.scored)
         return self._replace(rollouts=scored if len(scored) >= min(2, len(self.rollouts)) else ())
 
 
 class Totals(NamedTuple):
-    """Global counts of one optimiser step: over every rank and micro-batch, before any of them is reduced.
+    """Global counts of one optimiser step, over every rank and micro-batch, counted before any loss is reduced.
 
-    sequences: sequences with a positive token weight. response_tokens: tokens that either author wrote.
-    weight: sum of all token weights.
+    sequences: how many sequences have a token of positive weight. response_tokens: how many tokens either author wrote.
+    weight: the sum of all token weights.
     """
 
     sequences: float | Tensor
@@ -155,7 +159,7 @@ class Batch:
     """Packed tensors of one micro-batch: ``s`` sequences laid end to end in ``t`` tokens, no padding.
 
     ``sequence_ids`` counts 0, 1, … s-1 without gaps and is sorted; ``positions`` restarts at 0 in each sequence.
-    The optional channels are filled by the trainer when the recipe needs them.
+    ``lengths`` are the tokens of each sequence. The trainer fills the optional channels when the recipe needs them.
     """
 
     tokens: Int64[Tensor, " t"]

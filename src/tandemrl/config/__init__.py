@@ -1,4 +1,4 @@
-"""Typed configuration: frozen dataclasses, YAML files, ``key=value`` overrides. No torch."""
+"""Typed configuration: frozen dataclasses, YAML files, ``key=value`` overrides. It does not import torch."""
 
 from tandemrl.config.batches import BatchPlan as BatchPlan
 from tandemrl.config.batches import batch_plan as batch_plan

@@ -1,4 +1,4 @@
-"""The batch plan: what the batch keys mean together, printed before a run."""
+"""The batch plan, which says what the batch keys mean together. It is printed before a run."""
 
 import math
 from dataclasses import dataclass
@@ -8,8 +8,10 @@ from tandemrl.config.schema import Config
 
 @dataclass(frozen=True)
 class BatchPlan:
-    """What the batch knobs mean, per training step. ``micro_batches`` is an upper bound, reached if every sequence has
-    its full length."""
+    """The sizes of the batches in one training step.
+
+    ``micro_batches`` is an upper bound, which is reached if every sequence has its full length.
+    """
 
     prompts: int
     rollouts: int

@@ -1,7 +1,7 @@
-"""From a YAML file and ``key=value`` overrides to a checked config.
+"""Loads and checks a config from a YAML file and ``key=value`` overrides.
 
-A run is three things: a config file that says what differs from the defaults, the overrides on the command line, and
-the code revision. All three are stored with every checkpoint and result.
+A run is defined by three things: a config file that says what differs from the defaults, the overrides on the command
+line, and the code revision. All three are stored with every checkpoint and result.
 """
 
 import difflib
@@ -20,15 +20,15 @@ _ABSENT = object()
 
 
 def load(path: str | Path | None = None, overrides: Sequence[str] = ()) -> Config:
-    """Defaults <- YAML file <- ``key=value`` overrides, checked.
+    """Load a config: the defaults, changed by a YAML file, changed by ``key=value`` overrides. The result is checked.
 
     Args:
-        path: a YAML file, the name of a packaged one (``quickstart`` or ``quickstart.yaml``), or a run's folder, whose
-            ``config.yaml`` is meant; None = defaults only.
+        path: a YAML file, the name of a packaged one (``quickstart`` or ``quickstart.yaml``), or a run's folder, which
+            stands for its ``config.yaml``. None means the defaults only.
         overrides: dotted assignments such as ``train.lr=1e-5``.
 
     Raises:
-        ConfigError: unknown key, bad value or unreadable file; the message names it.
+        ConfigError: a key is unknown, a value is not allowed, or a file cannot be read; the message names it.
 
     Example:
         >>> load(overrides=["train.lr=1e-5"]).train.lr
@@ -86,7 +86,7 @@ def stated_keys(overrides: Sequence[str]) -> set[str]:
 
 
 def warn_of_reward_function(config: Config) -> None:
-    """Say that a config alone cannot score as its run did, if that run was given a reward function."""
+    """Warn that a config alone cannot score as its run did, if that run was given a reward function."""
     if config.functions.reward is not None:
         warnings.warn(
             f"functions.reward: this config's run was rewarded by {config.functions.reward.name}, which no file holds; "
@@ -96,10 +96,11 @@ def warn_of_reward_function(config: Config) -> None:
 
 
 def find_config(path: str | Path) -> Path:
-    """A file that exists, else a packaged config of that name, else that of a run's folder.
+    """The file that a path stands for: an existing file, else a packaged config of that name, else the ``config.yaml``
+    of a run's folder.
 
     Raises:
-        ConfigError: neither; lists the packaged names.
+        ConfigError: it is none of these; the message lists the packaged names.
     """
     candidate = Path(path)
     if candidate.is_file():
@@ -134,11 +135,11 @@ def _parsed(where: str, parse: Callable[[Any], Any], text: str | list[str]) -> A
 
 
 RENAMED = {"parallel.offload": "parallel.offload_parameters"}
-"""Keys of earlier versions, as runs have them in their ``config.yaml``, and what means the same now."""
+"""Keys of earlier versions, which the ``config.yaml`` of a run may have, and their present names."""
 
 
 def _rename(source: Any, where: str) -> None:
-    """Read a key's earlier name as its present one; to use it is worth a warning."""
+    """Rename keys that have an earlier name to the present one, in place, with a warning."""
     from omegaconf import OmegaConf
 
     for old, new in RENAMED.items():
@@ -155,7 +156,7 @@ def _rename(source: Any, where: str) -> None:
 
 
 def _refuse_unknown(tree: Any, schema: type, where: str, prefix: str = "") -> None:
-    """Unknown keys are an error that names the key, the allowed ones and the nearest."""
+    """Refuse unknown keys. The error names the key, the allowed keys and the most similar one."""
     known = {f.name: f for f in fields(schema)}
     for key, value in (tree or {}).items():
         dotted = f"{prefix}{key}"
@@ -173,7 +174,7 @@ def _refuse_unknown(tree: Any, schema: type, where: str, prefix: str = "") -> No
 
 
 def _bad_value(where: str, key: str | None, source: Any, reason: str) -> str:
-    """What is wrong with a value: the kind of value that its field takes, or else OmegaConf's ``reason``."""
+    """A message about a bad value: the kind of value that its field takes, or else OmegaConf's ``reason``."""
     from omegaconf import OmegaConf
 
     is_override = where.partition("=")[1] != ""
@@ -190,7 +191,7 @@ def _bad_value(where: str, key: str | None, source: Any, reason: str) -> str:
 
 
 def _culprit(source: Any) -> str:
-    """The key of a file whose value alone is refused: OmegaConf does not name it where it is in a list."""
+    """The key of a file whose value is refused. OmegaConf does not name it if the value is in a list."""
     from omegaconf import OmegaConf
     from omegaconf.errors import OmegaConfBaseException
 

@@ -1,4 +1,4 @@
-"""A config as plain values: nested dicts, YAML, flat keys, and what differs between two."""
+"""A config as plain values: nested dicts, YAML, flat keys, and the difference of two configs."""
 
 from collections.abc import Mapping
 from dataclasses import asdict
@@ -8,7 +8,7 @@ from tandemrl.config.schema import Config
 
 
 def to_dict(config: Config) -> dict[str, Any]:
-    """Plain nested dict with lists for tuples: what is stored in ``config.yaml`` and result files."""
+    """The config as nested dicts, with lists for tuples, as ``config.yaml`` and result files store it."""
     return {key: plain(value) for key, value in asdict(config).items()}
 
 
@@ -19,14 +19,14 @@ def to_yaml(config: Config) -> str:
 
 
 def difference(a: Config, b: Config) -> dict[str, tuple[Any, Any]]:
-    """Dotted keys whose values differ: ``{key: (value in a, value in b)}``."""
+    """The dotted keys whose values differ: ``{key: (value in a, value in b)}``."""
     left, right = flatten(to_dict(a)), flatten(to_dict(b))
     keys = [*left, *(key for key in right if key not in left)]  # of reward.scorers, each may have its own
     return {key: (left.get(key), right.get(key)) for key in keys if left.get(key) != right.get(key)}
 
 
 def plain(value: Any) -> Any:
-    """Dicts and lists all the way down."""
+    """A value with all nested mappings and sequences as dicts and lists."""
     if isinstance(value, dict):
         return {key: plain(item) for key, item in value.items()}
     if isinstance(value, tuple | list):
@@ -35,7 +35,7 @@ def plain(value: Any) -> Any:
 
 
 def flatten(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Values by dotted key.
+    """The values of a nested mapping, by dotted key.
 
     Example:
         >>> flatten({"eval": {"seed": 1, "k": [1]}})

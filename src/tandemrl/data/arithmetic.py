@@ -1,8 +1,8 @@
 """Arithmetic puzzles with an exact answer: Countdown (TinyZero, RL-GRPO), and sums and products of long numbers.
 
 A Countdown problem is made backwards, from an expression, so it has a solution. Problems are distinct by content, not
-by wording: no two have the same target and the same numbers in whatever order, so splits that are drawn together share
-none.
+by wording: no two have the same target and the same numbers in any order. So splits that are drawn together share no
+problem.
 """
 
 import random
@@ -14,13 +14,13 @@ from tandemrl.data.rows import RENDERED, DataError
 Template = Literal["base", "instruct", "chat"]
 
 SIZES = (3, 4)
-"""Numbers per Countdown problem; TinyZero's published set has 3 or 4 too."""
+"""How many numbers a Countdown problem may have, as in TinyZero's published set."""
 MAX_NUMBER = 99
 TARGETS = (10, 100)
 """The smallest and the largest target."""
 OPERATIONS = ("+", "-", "*")
 TRIES = 100_000
-"""Draws in a row that give nothing new before `distinct` gives up."""
+"""After how many draws in a row without a new puzzle `distinct` gives up."""
 
 _PREAMBLE = (
     "A conversation between User and Assistant. The user asks a question, and the Assistant solves it. The assistant "
@@ -38,7 +38,7 @@ _BRIEF = "Show your work in <think> </think> tags."
 
 
 class Puzzle(NamedTuple):
-    """``content`` is what makes two puzzles the same one; ``solution`` is an expression that is right, if known."""
+    """A puzzle. Two puzzles with equal ``content`` are the same. ``solution`` is a right expression, if known."""
 
     data_source: str
     question: str
@@ -49,7 +49,7 @@ class Puzzle(NamedTuple):
 
 
 def countdown(numbers: Sequence[int], target: int, solution: str | None = None) -> Puzzle:
-    """Reach ``target`` with each of ``numbers`` once and + - * /."""
+    """The puzzle to reach ``target`` with each of ``numbers`` once and + - * /."""
     return Puzzle(
         data_source="countdown",
         question=(
@@ -64,7 +64,7 @@ def countdown(numbers: Sequence[int], target: int, solution: str | None = None) 
 
 
 def calculation(data_source: str, a: int, operation: str, b: int) -> Puzzle:
-    """``a`` + - * ``b``. ``data_source`` is "multiply" or "arithmetic"."""
+    """The puzzle to compute ``a`` + - * ``b``. ``data_source`` is "multiply" or "arithmetic"."""
     answer = {"+": a + b, "-": a - b, "*": a * b}[operation]
     return Puzzle(
         data_source=data_source,
@@ -107,7 +107,7 @@ def record(
     """A puzzle in verl's row schema.
 
     Args:
-        messages: the prompt of a data set that has its own, used with ``chat``.
+        messages: the prompt, for a data set that has its own. It is used with ``chat``.
     """
     extra: dict[str, Any] = {"split": split, "index": index, RENDERED: template != "chat"}
     if puzzle.solution is not None:
@@ -129,10 +129,11 @@ def countdowns(
     max_number: int = MAX_NUMBER,
     targets: tuple[int, int] = TARGETS,
 ) -> Callable[[], Puzzle]:
-    """A source of Countdown puzzles, each with a solution. Not yet distinct: see `distinct`.
+    """A source of Countdown puzzles, each with a solution. They may repeat: see `distinct`.
 
     Args:
-        sizes: how many numbers a puzzle may have. targets: the smallest and the largest.
+        sizes: how many numbers a puzzle may have.
+        targets: the smallest and the largest target.
     """
     rng = random.Random(f"countdown/{seed}")
 
@@ -147,7 +148,7 @@ def countdowns(
 
 
 def calculations(data_source: str, operations: Sequence[str], digits: int, seed: int) -> Callable[[], Puzzle]:
-    """A source of calculations with two numbers of ``digits`` digits. Not yet distinct: see `distinct`."""
+    """A source of calculations with two numbers of ``digits`` digits. They may repeat: see `distinct`."""
     rng = random.Random(f"{data_source}/{digits}/{seed}")
     low, high = 10 ** (digits - 1), 10**digits - 1
 
@@ -158,10 +159,10 @@ def calculations(data_source: str, operations: Sequence[str], digits: int, seed:
 
 
 def distinct(draw: Callable[[], Puzzle], counts: Mapping[str, int]) -> dict[str, list[Puzzle]]:
-    """Splits of the given sizes, filled in order, in which no puzzle comes twice.
+    """Splits of the given sizes, filled in order, in which no puzzle occurs twice.
 
     Raises:
-        DataError: there are not that many.
+        DataError: there are not enough different puzzles.
     """
     seen: set[tuple[Any, ...]] = set()
     return {split: list(_unseen(draw, count, seen, split)) for split, count in counts.items()}
@@ -185,7 +186,10 @@ def _unseen(draw: Callable[[], Puzzle], count: int, seen: set[tuple[Any, ...]], 
 
 
 def _combine(terms: list[tuple[int, str]], rng: random.Random) -> tuple[int, str]:
-    """Terms joined two at a time by random operations, each once: (value, expression). Divisions leave no remainder."""
+    """Join terms two at a time by random operations, using each term once, and return (value, expression).
+
+    Divisions leave no remainder.
+    """
     while len(terms) > 1:
         a, text_a = terms.pop(rng.randrange(len(terms)))
         b, text_b = terms.pop(rng.randrange(len(terms)))

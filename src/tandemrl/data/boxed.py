@@ -1,6 +1,6 @@
-r"""DeepScaleR and the evaluation sets: maths problems whose answer goes into ``\boxed{}``. No torch.
+r"""Builds DeepScaleR and the evaluation sets: maths problems whose answer goes into ``\boxed{}``. Without torch.
 
-Sizes, drops and the held-out draw are those of Tandem-RLVR, so that results compare.
+Sizes, dropped rows and the held-out draw are those of Tandem-RLVR, so that results are comparable.
 """
 
 import itertools
@@ -20,11 +20,11 @@ BOXED_SUFFIX = (
     " Solve the following math problem step by step. Put your final answer inside \\boxed{}, like \\boxed{42} or "
     "\\boxed{\\frac{1}{2}}."
 )
-"""Ends every DeepScaleR and benchmark prompt: the same in training and evaluation."""
+"""The end of every DeepScaleR and benchmark prompt, the same in training and evaluation."""
 
 DEEPSCALER = Origin("agentica-org/DeepScaleR-Preview-Dataset", "train")
 DEEPSCALER_ROWS: Mapping[str, int] = {"train": 40_309}
-"""Rows with an answer, of which `DEEPSCALER_HELDOUT` are set aside."""
+"""How many rows have an answer; `DEEPSCALER_HELDOUT` of them are held out."""
 DEEPSCALER_HELDOUT = 1000
 
 BENCHMARK_ROWS: Mapping[str, int] = {
@@ -36,24 +36,25 @@ BENCHMARK_ROWS: Mapping[str, int] = {
     "minerva": 272,
     "olympiad": 581,
 }
-"""The evaluation sets and their sizes after drops; the names are the rows' ``data_source``."""
+"""The evaluation sets and their sizes after rows were dropped. The names are the rows' ``data_source``."""
 AMC_DROPS: Mapping[str, tuple[str, ...]] = {
     "amc24": (r"(0, \frac{1}{2})", r"[\frac{3}{4}, \frac{7}{8}]", r"\frac{\pi}{2} - 2\alpha", "D"),
     "amc25": ("4{:}30", "k"),
 }
-"""Answers that the published grader could not compare: left out, so that the set stays the published one."""
+"""Answers that the published grader could not compare. Their rows are dropped, so that the set is the published one."""
 OLYMPIAD_INSTRUCTION = " Solve the following math problem step by step."
-"""Where the published prompts of the olympiad set end the problem and begin their own instruction."""
+"""The text with which the published prompts of the olympiad set begin their own instruction, behind the problem."""
 
 
 def build_deepscaler(source: Path | None, out: Path, *, expect_rows: ExpectRows = DEEPSCALER_ROWS) -> dict[str, Any]:
-    """DeepScaleR as ``train`` (39,309 rows) and ``heldout`` (1,000) in ``out``; returns the manifest.
+    """Write DeepScaleR as ``train`` (39,309 rows) and ``heldout`` (1,000) into ``out``, and return the manifest.
 
     ``heldout`` is pandas' ``sample(n=1000, random_state=0)`` of the rows with an answer, as published; ``index`` is
     the position among these rows, in both files.
 
     Args:
-        source: a file with ``problem`` and ``answer``, or a folder with one; None = the hub.
+        source: a file with ``problem`` and ``answer``, or a folder with one. None means the hub.
+        expect_rows: how many rows must have an answer; 0 accepts any number.
 
     Raises:
         DataError: the data is missing or malformed, or another number of rows has an answer.
@@ -84,14 +85,16 @@ def build_benchmark(
     expect_rows: ExpectRows = BENCHMARK_ROWS,
     alone: bool = True,
 ) -> dict[str, Any]:
-    """One evaluation set of `BENCHMARK_ROWS` as ``out/NAME/test.parquet``; returns its manifest.
+    """Write one evaluation set of `BENCHMARK_ROWS` as ``out/NAME/test.parquet``, and return its manifest.
 
     Args:
-        source: a local copy; for a set made of several, or with ``alone=False``, a folder with one copy per data set,
-            each named like its repository on the hub (`sources.local_files`). None = the hub, which lacks ``olympiad``.
+        source: a local copy. For a set that is made of several data sets, or with ``alone=False``, it is a folder with
+            one copy per data set, each named like its repository on the hub (`sources.local_files`). None means the
+            hub, which does not have ``olympiad``.
 
     Raises:
-        DataError: an unknown set, missing or malformed data, or another number of rows than published.
+        DataError: the set is unknown, its data is missing or malformed, or it has another number of rows than
+            published.
     """
     if name not in _BENCHMARKS:
         raise DataError(f"unknown evaluation set {name!r}; known: {', '.join(_BENCHMARKS)}")
@@ -135,7 +138,12 @@ def _boxed(
     answer: str | None = None,
     **extra: str,
 ) -> dict[str, Any]:
-    """A maths problem with the boxed instruction. problem: its field; answer: the ground truth, if not ``answer``."""
+    """The row of a maths problem with the boxed instruction.
+
+    Args:
+        problem: the field that holds the problem.
+        answer: the ground truth. None means the field ``answer``.
+    """
     return {
         "data_source": data_source,
         "prompt": [{"role": "user", "content": record.text(problem) + BOXED_SUFFIX}],
@@ -150,7 +158,7 @@ def _plain(name: str, problem: str = "problem") -> Convert:
 
 
 def _aime24(record: Record, origin: Origin, index: int) -> dict[str, Any]:
-    r"""The answer is what the solution boxes first."""
+    r"""A row of AIME 2024. The answer is the content of the first box in the solution."""
     boxed = re.search(r"\\boxed\{([^{}]+)\}", record.text("solution"))
     if boxed is None:
         raise DataError(f"{record.where}, field 'solution': no \\boxed{{…}} with the answer")
@@ -165,7 +173,8 @@ def _amc(record: Record, origin: Origin, index: int) -> dict[str, Any]:
 
 
 def _olympiad(record: Record, origin: Origin, index: int) -> dict[str, Any]:
-    """Problems with their answers, or rows of the published file, whose own instruction is cut off."""
+    """A row of the olympiad set, from a problem with its answer or from a row of the published file, whose own
+    instruction is cut off."""
     fields = dict(record.fields)
     if "problem" not in fields:
         asked = messages_of(fields.get("prompt"), record.where)[-1]["content"]

@@ -1,4 +1,5 @@
-"""Data sets as files: GSM8K and the generated tasks. `boxed` and `eurus` have the larger published sets. No torch."""
+"""Builds data sets as files: GSM8K and the generated tasks. `boxed` and `eurus` build the larger published sets. The
+module does not import torch."""
 
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -18,16 +19,16 @@ from tandemrl.data.synthetic import SPLITS
 GSM8K_ROWS: Mapping[str, int] = {"train": 7473, "test": 1319}
 """The published sizes."""
 GSM8K_HELDOUT = 500
-"""Training problems set aside for choosing checkpoints, which must not happen on a reported benchmark."""
+"""How many training problems are held out to choose checkpoints, which must not happen on a reported benchmark."""
 
 COUNTDOWN = Origin("Jiayi-Pan/Countdown-Tasks-3to4", "train")
 COUNTDOWN_ROWS: Mapping[str, int] = {"train": 327_680, "test": 1024}
-"""The first and the next rows of the published set."""
+"""How many of the first rows of the published set are for training, and how many of the next ones for testing."""
 CALCULATION_ROWS: Mapping[str, int] = {"train": 32_768, "test": 4096}
 
 
 def build_gsm8k(source: Path | None, out: Path, *, expect_rows: ExpectRows = GSM8K_ROWS) -> dict[str, Any]:
-    """GSM8K as Parquet files ``train``, ``heldout`` and ``test`` in ``out``; returns ``out/manifest.json``.
+    """Write GSM8K as Parquet files ``train``, ``heldout`` and ``test`` into ``out``, and return ``out/manifest.json``.
 
     ``heldout`` is a fixed random part of the original training split (``GSM8K_HELDOUT`` rows, at most a tenth); no row
     is in two files.
@@ -61,14 +62,14 @@ def build_gsm8k(source: Path | None, out: Path, *, expect_rows: ExpectRows = GSM
 
 
 def build_synthetic(pair: str, out: Path, counts: Mapping[str, int], seed: int) -> dict[str, Any]:
-    """A generated task as Parquet files, one per split in ``counts``, and a manifest; returns the manifest.
+    """Write a generated task as Parquet files, one per split in ``counts``, and return the manifest.
 
     Args:
         pair: which tiny pair the task is for, e.g. ``plain``.
         counts: rows per split, e.g. ``{"train": 2048, "heldout": 256}``.
 
     Raises:
-        DataError: an unknown pair or split, or a split that is empty.
+        DataError: a pair or a split is unknown, or a split is empty.
     """
     splits: dict[str, list[Row]] = {}
     for split, count in counts.items():
@@ -86,7 +87,7 @@ def build_countdown(
     template: Template,
     counts: Mapping[str, int] = COUNTDOWN_ROWS,
 ) -> dict[str, Any]:
-    """The published Countdown problems as ``train`` and ``test`` in ``out``; returns the manifest.
+    """Write the published Countdown problems as ``train`` and ``test`` into ``out``, and return the manifest.
 
     The first ``counts["train"]`` rows are the training split, the next ``counts["test"]`` the test split.
 
@@ -107,13 +108,13 @@ def build_countdown(
 def generate_countdown(
     out: Path, *, template: Template, counts: Mapping[str, int] = COUNTDOWN_ROWS, seed: int = 0
 ) -> dict[str, Any]:
-    """Countdown problems that have a solution, as ``train`` and ``test`` in ``out``; returns the manifest.
+    """Generate Countdown problems that have a solution as ``train`` and ``test`` in ``out``, and return the manifest.
 
-    No problem, whatever the order of its numbers, comes twice. The test split depends on its own size and the seed
-    only. ``extra_info.solution`` is an expression that is right.
+    No problem occurs twice, whatever the order of its numbers. The test split depends on its own size and the seed
+    only. ``extra_info.solution`` is a right expression.
 
     Raises:
-        DataError: a split is empty, or there are not that many problems.
+        DataError: a split is empty, or there are not enough different problems.
     """
     return _generate(out, "countdown", arithmetic.countdowns(seed), template, counts, {"seed": seed})
 
@@ -127,12 +128,14 @@ def generate_calculations(
     counts: Mapping[str, int] = CALCULATION_ROWS,
     seed: int = 0,
 ) -> dict[str, Any]:
-    """Products (``multiply``), or sums, differences and products (``arithmetic``), of two numbers with ``digits``
-    digits, as ``train`` and ``test`` in ``out``; returns the manifest. No two problems have the same numbers and
-    operation.
+    """Generate calculations with two numbers of ``digits`` digits as ``train`` and ``test`` in ``out``, and return the
+    manifest.
+
+    They are products for ``multiply``, and sums, differences and products for ``arithmetic``. No two problems have the
+    same numbers and operation.
 
     Raises:
-        DataError: a split is empty, or there are not that many problems.
+        DataError: a split is empty, or there are not enough different problems.
     """
     operations = "*" if data_source == "multiply" else arithmetic.OPERATIONS
     draw = arithmetic.calculations(data_source, operations, digits, seed)

@@ -1,4 +1,4 @@
-"""The documents of a question: what is searched, and which of them support the answer. No torch."""
+"""The documents of a question, which can be searched and some of which support the answer. Without torch."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
@@ -6,11 +6,11 @@ from typing import Any, NamedTuple
 from tandemrl.data.rows import DataError, Row
 
 HEADER = "Document ID: "
-"""Begins every document that is shown, before the id."""
+"""The text before the id at the beginning of every document that is shown."""
 
 
 class Document(NamedTuple):
-    """``text`` is what is searched and shown. ``supporting``: the answer follows from this and its like."""
+    """A document. ``text`` is what is searched and shown. ``supporting`` says whether the answer rests on it."""
 
     id: str
     title: str
@@ -19,13 +19,13 @@ class Document(NamedTuple):
 
 
 def documents_of(row: Row) -> list[Document]:
-    """The documents in ``extra_info.docs``, in order; none where there is no such entry.
+    """The documents in ``extra_info.docs``, in order; none if there is no such entry.
 
     Each is an object with an ``id`` (text without white space, or a whole number), a ``text`` or else a ``title`` and a
     ``body``, and ``is_supporting``.
 
     Raises:
-        DataError: a document is something else, or two have one id.
+        DataError: a document is malformed, or two documents have the same id.
     """
     where = f"row {row.example_id}, field 'extra_info.docs"
     records = row.extra_info.get("docs") or []
@@ -44,7 +44,7 @@ def document(record: Any, where: str) -> Document:
     """A document from its fields; see `documents_of`.
 
     Raises:
-        DataError: it is not one; ``where`` begins the message.
+        DataError: the record is not a document; the message begins with ``where``.
     """
     if not isinstance(record, Mapping):
         raise DataError(f"{where}: expected an object, found {record!r:.80}")

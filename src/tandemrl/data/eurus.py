@@ -14,7 +14,7 @@ from tandemrl.data.sources import ExpectRows, Origin, Record, expect, provenance
 
 EURUS = "PRIME-RL/Eurus-2-RL-Data"
 EURUS_ROWS: Mapping[str, int] = {"train/math": 455_261, "train/code": 26_758, "test/math": 1024, "test/code": 1024}
-"""Rows before the drops; ``test`` is the published ``validation``."""
+"""How many rows there are before any is dropped. ``test`` is the published ``validation``."""
 EURUS_TOKENIZER = "deepseek-ai/DeepSeek-R1-Distill-Qwen-1.5B"
 EURUS_MAX_TOKENS = 1000
 EURUS_UNITS = ("mm/s", "cm/s", "m/s", "km/s", "km/h", "mph")
@@ -30,18 +30,21 @@ def build_eurus(
     system_prompt: bool = False,
     expect_rows: ExpectRows = EURUS_ROWS,
 ) -> dict[str, Any]:
-    r"""Eurus-2-RL-Data, filtered, as ``train`` and ``test`` (its validation split) in ``out``; returns the manifest.
+    r"""Write Eurus-2-RL-Data, filtered, as ``train`` and ``test`` (its validation split) into ``out``, and return the
+    manifest.
 
-    Dropped and counted: code whose ground truth is not JSON with inputs and outputs; maths whose ground truth is
-    missing, has a unit of speed (`EURUS_UNITS`) or a ``\boxed``; other abilities; prompts with more than
-    ``max_tokens`` tokens, counted as published: of the Python text of the list of messages. Beyond the published
-    filters, tests that `program_tests.parse_tests` refuses, such as more inputs than outputs.
+    These rows are dropped and counted: code whose ground truth is not JSON with inputs and outputs; maths whose ground
+    truth is missing, or has a unit of speed (`EURUS_UNITS`) or a ``\boxed``; rows of other abilities; and prompts with
+    more than ``max_tokens`` tokens. As in the published code, the tokens counted are those of the Python text of the
+    list of messages. One filter is not published: tests that `program_tests.parse_tests` refuses, such as those with
+    more inputs than outputs.
 
     Args:
-        source: a folder with ``train`` and ``validation`` Parquet files; None = the hub.
-        tokenizer: folder or hub id; not read with ``max_tokens=0``, which keeps prompts of any length.
-        system_prompt: keep the system message ([ASSESS] [ADVANCE] …); the published training run left it out.
-        expect_rows: rows per split and ability before the drops.
+        source: a folder with ``train`` and ``validation`` Parquet files. None means the hub.
+        tokenizer: folder or hub id of the tokenizer. It is not read with ``max_tokens=0``, which keeps prompts of any
+            length.
+        system_prompt: keep the system message ([ASSESS] [ADVANCE] …), which the published training run left out.
+        expect_rows: how many rows each split and ability must have before any is dropped; 0 accepts any number.
 
     Raises:
         DataError: the data or the tokenizer is missing or malformed, or a split has another number of rows.
@@ -74,7 +77,7 @@ def _kept(
     expect_rows: ExpectRows,
     dropped: Counter[str],
 ) -> Iterator[dict[str, Any]]:
-    """The rows of a split that stay. dropped: counts the others, by reason."""
+    """Yield the rows of a split that are kept, and count the others in ``dropped``, by reason."""
     seen: Counter[str] = Counter()
     kept = _rows(records, split, system_prompt, seen, dropped)
     while batch := list(itertools.islice(kept, 1024)):
@@ -114,7 +117,7 @@ def _rows(
 
 
 def _fault(ability: str, truth: str) -> str | None:
-    """Why a row is left out, or None."""
+    """Why a row is dropped, or None if it is kept."""
     if ability == "code":
         try:
             tests = json.loads(truth)
@@ -137,7 +140,7 @@ def _fault(ability: str, truth: str) -> str | None:
 
 
 def _at_most(max_tokens: int, name: str) -> Callable[[Sequence[str]], list[bool]]:
-    """Which texts have at most ``max_tokens`` tokens, special ones included."""
+    """A function that says which texts have at most ``max_tokens`` tokens, including special ones."""
     from tokenizers import Tokenizer
 
     file = Path(name) / "tokenizer.json"

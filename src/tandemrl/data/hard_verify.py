@@ -1,8 +1,9 @@
-"""HardVerify-Math (TinyV, arXiv 2505.14625): a right answer that is hard to verify, and a wrong one. No torch.
+"""Reads HardVerify-Math (TinyV, arXiv 2505.14625): problems with a right answer that is hard to verify and a wrong one.
 
-The published rows are 250: ``benchmarks/HardVerify-Math.json`` of uw-nsl/TinyV, and zhangchenxu/HardVerify-Math on the
-hub. They have ``id``, ``source``, ``question``, ``ground_truth``, ``fn_output``, which is right and was taken for wrong
-by rules (a false negative), and ``tn_output``, which is wrong (a true negative). The outputs are bare answers.
+The 250 published rows are in ``benchmarks/HardVerify-Math.json`` of uw-nsl/TinyV, and in zhangchenxu/HardVerify-Math on
+the hub. They have ``id``, ``source``, ``question``, ``ground_truth``, ``fn_output``, a right answer that rules took for
+wrong (a false negative), and ``tn_output``, a wrong answer (a true negative). The outputs are bare answers. The module
+does not import torch.
 """
 
 import json
@@ -19,7 +20,7 @@ HARD_VERIFY = "HardVerify-Math"
 
 
 class AnswerPair(NamedTuple):
-    """A problem, an answer to be accepted and one to be refused. source: the data set that the problem comes from."""
+    """A problem, an answer to be accepted and one to be refused. ``source`` names the data set of the problem."""
 
     row: Row
     source: str
@@ -31,7 +32,7 @@ def load_pairs(source: str) -> list[AnswerPair]:
     """The rows of a ``.json`` file (one list), a ``.jsonl`` or ``.parquet`` file, or of ``hf:REPO:CONFIG:SPLIT``.
 
     Raises:
-        DataError: there is no such file, or a row lacks a field; names the row (from 1) and the field.
+        DataError: there is no such file, or a row lacks a field; the message names the row (from 1) and the field.
     """
     pairs = [_pair(record, f"{source}, row {number}") for number, record in _records(source)]
     if not pairs:

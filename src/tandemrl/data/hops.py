@@ -1,13 +1,13 @@
 """Generated small worlds of people, told in nine short documents each, and questions that need several of them.
 
-A question names a person and two or three relations ("Who is Bado's friend's boss?"); each hop is a fact in a document
-of its own. The other documents are decoys: facts that go on to the relation asked for last, from a person of the chain
-by a wrong relation or from a stranger by a right one. The right query still finds the right document. Rows have the
-schema of MuSiQue (``extra_info``: docs, answers, n_hops). Questions of train and held-out worlds are disjoint: which
-split a question belongs to follows from a hash of it.
+A question names a person and two or three relations ("Who is Bado's friend's boss?"). Each hop is a fact in a document
+of its own. The other documents are decoys: facts that lead on to the last relation of the question, either from a
+person of the chain by a wrong relation or from a stranger by a right one. The right query still finds the right
+document. Rows have the schema of MuSiQue (``extra_info``: docs, answers, n_hops). Questions of train and held-out
+worlds are disjoint, since a hash of a question decides which split it belongs to.
 
-In the jargon worlds every name and every relation has an alias: a search answers in the language of its query, and an
-answer may be given in either. Questions are in plain words.
+In the jargon worlds every name and every relation has an alias. A search answers in the language of its query, and an
+answer may be given in either language. Questions are in plain words.
 """
 
 import hashlib
@@ -28,10 +28,10 @@ HELDOUT_ONE_IN = 8
 
 DOCUMENTS = 9
 THREE_HOPS = 0.3
-"""Share of questions with three hops; the others have two."""
+"""The share of questions with three hops; the others have two."""
 MAX_HOPS = 4
 SYSTEM = "Search, then answer."
-"""Instead of the long rules of the environment, which a tiny model has no use for."""
+"""The system message, in place of the environment's long rules, which are of no use to a tiny model."""
 
 NAMES = tuple(f"{c}{e}" for c in "BDFGHJKLMNPR" for e in ("ado", "ela", "ino", "oru", "una", "eb", "ok", "iv"))
 RELATIONS = (
@@ -55,7 +55,7 @@ _WORD = re.compile(r"[A-Za-z]+")
 
 
 class Fact(NamedTuple):
-    """``subject``'s ``relation`` is ``object``: the content of a document, in either language."""
+    """The fact that a document tells, in either language: ``subject``'s ``relation`` is ``object``."""
 
     subject: str
     relation: str
@@ -70,7 +70,7 @@ class Fact(NamedTuple):
         """The fact that a document tells.
 
         Raises:
-            DataError: it is no text of these worlds.
+            DataError: the text is not a document of these worlds.
         """
         told = _FACT.fullmatch(text)
         if told is None or not ALIASES.keys() >= set(told.groups()):
@@ -81,18 +81,21 @@ class Fact(NamedTuple):
 
     @property
     def query(self) -> str:
-        """What a search for this fact says."""
+        """The query that searches for this fact."""
         return f"{self.subject}'s {self.relation}"
 
     @property
     def alias(self) -> "Fact":
-        """In jargon."""
+        """The same fact in jargon."""
         return Fact(*(ALIASES[word] for word in self))
 
 
 class World(NamedTuple):
-    """A question with its documents. ``chain``: the fact of each hop, in order; the answer is the last one's object.
-    ``facts``: of all documents, the chain's among them; a document's id is its place."""
+    """A question with its documents.
+
+    ``chain`` holds the fact of each hop, in order; the answer is the object of the last one. ``facts`` are those of all
+    documents, including the chain's; the id of a document is its index.
+    """
 
     chain: tuple[Fact, ...]
     facts: tuple[Fact, ...]
@@ -100,13 +103,18 @@ class World(NamedTuple):
 
 
 def split_of(subject: str, relations: Sequence[str]) -> Split:
-    """Which split a question belongs to, from a hash of what it asks, whatever its form."""
+    """The split that a question belongs to, by a hash of what it asks, whatever its wording."""
     digest = hashlib.blake2b(repr((subject, tuple(relations))).encode(), digest_size=8).digest()
     return "heldout" if int.from_bytes(digest, "big") % HELDOUT_ONE_IN == 0 else "train"
 
 
 def world(split: Split, rng: random.Random, *, hops: int | None = None) -> World:
-    """A world of a split. hops: of the question, 2 to ``MAX_HOPS``; None: two, or three with ``THREE_HOPS``."""
+    """Generate a world of a split.
+
+    Args:
+        hops: how many hops the question has, from 2 to ``MAX_HOPS``. None draws three with probability ``THREE_HOPS``,
+            else two.
+    """
     hops = hops or (3 if rng.random() < THREE_HOPS else 2)
     while True:
         relations = rng.sample(RELATIONS, hops)
@@ -137,7 +145,7 @@ def world(split: Split, rng: random.Random, *, hops: int | None = None) -> World
 
 
 def ask(subject: str, relations: Sequence[str], *, possessive: bool) -> str:
-    """A question in either form.
+    """The text of a question, in the possessive form or with "of".
 
     Example:
         >>> ask("Bado", ("friend", "boss"), possessive=True)
@@ -159,12 +167,12 @@ def uses_jargon(text: str) -> bool:
 def search(documents: Sequence[Document], query: str, count: int) -> list[Document]:
     """The documents that share most with a query, best first, in the language of the words that they share.
 
-    Each shared word counts by how rare it is among the documents, and the subject of a document half as much again. Of
-    equal ones the first. A document is found once: in jargon where it shares more of that with the query, or as much
-    and the query has no plain word of these worlds.
+    A shared word counts more the rarer it is among the documents, and half as much again if it is the subject of the
+    document. Of equal documents the first one comes first. A document is found once. It is returned in jargon if it
+    shares more with the query in jargon, or equally much and the query has no plain word of these worlds.
 
     Raises:
-        DataError: a document is not one of a generated world.
+        DataError: a document is not of a generated world.
     """
     asked = set(_WORD.findall(query))
     facts = [Fact.of(document.text) for document in documents]
@@ -184,17 +192,19 @@ def search(documents: Sequence[Document], query: str, count: int) -> list[Docume
 
 
 def worlds(split: Split, seed: int) -> Iterator[World]:
-    """Endless worlds of a split, those of its rows first."""
+    """Yield worlds of a split without end. The first ones are those of its rows."""
     rng = random.Random(f"hops/{split}/{seed}")
     while True:
         yield world(split, rng)
 
 
 def generate(pair: str, split: Split, count: int | None, seed: int) -> list[Row]:
-    """``count`` rows (None: the split's default); equal for equal arguments, and of both pairs the same worlds.
+    """``count`` rows of a split, or its default number if that is None.
+
+    Equal arguments give equal rows, and both pairs get the same worlds.
 
     Raises:
-        DataError: no rows asked for.
+        DataError: ``count`` is below 1.
     """
     count = DEFAULT_COUNTS[split] if count is None else count
     if count < 1:
@@ -203,7 +213,7 @@ def generate(pair: str, split: Split, count: int | None, seed: int) -> list[Row]
 
 
 def hops_row(pair: str, split: Split, index: int, world: World) -> Row:
-    """A world as a row in the schema of MuSiQue. Of the jargon pair, both names of who is asked for are right."""
+    """A world as a row in the schema of MuSiQue. For the jargon pair, the answer is right under both of its names."""
     answer = world.chain[-1].object
     answers = [answer, ALIASES[answer]] if pair == "hops_jargon" else [answer]
     return Row(

@@ -1,4 +1,4 @@
-"""Data sources -> rows: JSON lines and Parquet files, generated problems, the hub. This module imports no torch."""
+"""Loads rows from data sources: JSON lines and Parquet files, generated problems, the hub. It does not import torch."""
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
@@ -15,8 +15,8 @@ from tandemrl.files import LineError, hint, read_json_lines
 def load_rows(sources: Sequence[str]) -> list[Row]:
     """All rows of all sources, in order, with ids that are unique over the whole list.
 
-    A row's id is ``data_source[/split]/index``, with ``extra_info.index`` where there is one and the line (from 1)
-    elsewhere; the second, third … row of the same id get ``#2``, ``#3`` … appended.
+    A row's id is ``data_source[/split]/index``, where the index is ``extra_info.index`` or else the line (from 1). The
+    second, third … row of the same id get ``#2``, ``#3`` … appended.
 
     Args:
         sources: each a ``.jsonl`` or ``.parquet`` file in verl's row schema or GSM8K's raw one,
@@ -37,10 +37,12 @@ def load_rows(sources: Sequence[str]) -> list[Row]:
 
 
 def generated_rows(pair: str, split: str, count: int | None, seed: int) -> list[Row]:
-    """``count`` problems (None: the split's default) for a tiny pair; equal for equal arguments.
+    """``count`` problems for a tiny pair, or the split's default number if that is None.
+
+    Equal arguments give equal problems.
 
     Raises:
-        DataError: unknown pair or split, or more rows or fewer than there can be.
+        DataError: a pair or a split is unknown, or the split cannot have so many or so few rows.
     """
     if split not in SPLITS:
         raise DataError(f"synthetic:{pair}: unknown split {split!r}; known: {', '.join(SPLITS)}")
@@ -50,7 +52,7 @@ def generated_rows(pair: str, split: str, count: int | None, seed: int) -> list[
 
 
 def read_jsonl(path: Path) -> Iterator[tuple[int, Any]]:
-    """(line number from 1, value) of every line that is not blank.
+    """Yield (line number from 1, value) of every line that is not blank.
 
     Raises:
         DataError: a line is not JSON, or the file is not UTF-8.
@@ -64,7 +66,7 @@ def read_jsonl(path: Path) -> Iterator[tuple[int, Any]]:
 
 
 def read_parquet(path: Path) -> Iterator[tuple[int, Any]]:
-    """(row number from 1, record) of every row, a batch in memory at a time.
+    """Yield (row number from 1, record) of every row, with one batch in memory at a time.
 
     Raises:
         DataError: the file is not Parquet, or broken.
@@ -140,7 +142,11 @@ def _file(path: Path) -> Iterator[Row]:
 
 
 def _parse(record: Any, source: str, line: int, *, repo: str | None, split: str) -> Row:
-    """One record in whichever schema its fields show; ``repo`` names hub rows of the bare problem/answer kind."""
+    """The row of a record, whose schema is recognised by its fields.
+
+    Args:
+        repo: the repository on the hub, which becomes the ``data_source`` of records with just a problem and an answer.
+    """
     where = f"{source}, line {line}"
     record = object_of(record, where)
     if "prompt" in record:
@@ -191,7 +197,7 @@ def _verl_row(record: Mapping[str, Any], where: str, line: int) -> Row:
 
 
 def _ground_truth(value: Any, where: str) -> str:
-    """Strings as they are, numbers in Python's notation, structures as JSON."""
+    """A ground truth as text: strings as they are, numbers in Python's notation, structures as JSON."""
     if value is None or value == "":
         raise DataError(f"{where}: missing or empty")
     if isinstance(value, str):

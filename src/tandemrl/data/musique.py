@@ -17,7 +17,7 @@ MUSIQUE = "bdsaglam/musique"
 MUSIQUE_ROWS: Mapping[str, int] = {"train": 19_938, "validation": 2417}
 """The published sizes of MuSiQue-Answerable."""
 OFFICIAL_FILES = {"train": "musique_ans_v1.0_train.jsonl", "validation": "musique_ans_v1.0_dev.jsonl"}
-"""What the authors' own archive calls the splits."""
+"""The files of the splits in the archive of MuSiQue's authors."""
 
 
 def build_musique(
@@ -28,14 +28,17 @@ def build_musique(
     seed: int = 0,
     expect_rows: ExpectRows = MUSIQUE_ROWS,
 ) -> dict[str, Any]:
-    """MuSiQue-Answerable as ``train`` and ``validation`` in ``out``, in the published order; returns the manifest.
+    """Write MuSiQue-Answerable as ``train`` and ``validation`` into ``out``, in the published order, and return the
+    manifest.
 
     The ground truth is the answer with its aliases. ``extra_info`` has ``id``, ``docs`` (see `data.documents`),
     ``n_hops`` (supporting paragraphs) and ``answerable``.
 
     Args:
-        source: a folder with files of the two splits, or the authors' archive, unpacked; None = the hub.
-        noise_rate: each paragraph that supports nothing is kept with this probability, drawn by ``seed`` and place.
+        source: a folder with files of the two splits, or the unpacked archive of the authors. None means the hub.
+        noise_rate: the probability with which each paragraph that does not support the answer is kept.
+        seed: seed of these draws, which also depend on the position of the paragraph.
+        expect_rows: how many rows each split must have; 0 accepts any number.
 
     Raises:
         DataError: the data is missing or malformed, or a split has another number of rows than published.
@@ -114,7 +117,7 @@ def _documents(record: Record) -> Iterator[dict[str, Any]]:
 
 
 def plain_quotes(text: str) -> str:
-    """TeX's quotation marks as plain ones, without those that have no partner.
+    """A text with plain quotation marks in place of TeX's, without those that have no partner.
 
     Example:
         >>> plain_quotes("``Hey Jude'' is a song. It''s")

@@ -1,4 +1,4 @@
-"""Parquet files in verl's row schema, one per split, beside a manifest with counts and checksums. No torch."""
+"""Writes Parquet files in verl's row schema, one per split, and a manifest with counts and checksums. Without torch."""
 
 import hashlib
 import itertools
@@ -17,14 +17,14 @@ from tandemrl.files import write_text
 def write_splits(
     out: Path, data_source: str, splits: Mapping[str, Iterable[Mapping[str, Any]]], origin: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Every split, then the manifest, which is returned: a folder with a manifest is complete.
+    """Write every split and the manifest, and return the manifest. A folder with a manifest is complete.
 
-    ``out`` changes when everything is written. The manifest also counts prompts that two splits share, which published
-    splits may.
+    ``out`` changes only when everything is written. The manifest also counts the prompts that two splits share, which
+    may happen in published splits.
 
     Args:
-        splits: rows by split; streams are read in order, a chunk in memory at a time.
-        origin: further entries of the manifest; read when the splits are.
+        splits: the rows of each split. Streams are read in order, with one chunk in memory at a time.
+        origin: further entries of the manifest. Counts in them may still change while the splits are read.
 
     Raises:
         DataError: a split has no rows.
@@ -60,7 +60,7 @@ def write_splits(
 
 
 def heldout_size(size: int, rows: int) -> int:
-    """``size`` rows, at most a tenth, at least one."""
+    """How many of ``rows`` to hold out: ``size``, but at most a tenth and at least one."""
     return min(size, max(1, rows // 10))
 
 
@@ -68,7 +68,7 @@ def heldout_size(size: int, rows: int) -> int:
 
 
 def _write_parquet(records: Iterable[Mapping[str, Any]], path: Path, *, where: str) -> tuple[int, set[bytes]]:
-    """Rows in verl's schema, a chunk in memory at a time; returns their number and the digests of their prompts."""
+    """Write rows in verl's schema, a chunk at a time, and return their number and the digests of their prompts."""
     import pyarrow
     import pyarrow.parquet
 

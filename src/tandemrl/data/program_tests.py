@@ -1,11 +1,11 @@
-"""Tests of programs, as the ground truth of a row has them. No torch.
+"""Reads the tests of programs from the ground truth of a row. Without torch.
 
-Three formats, all JSON objects:
+There are three formats, all of them JSON objects:
 
 - ``{"inputs": [...], "outputs": [...]}``: a script reads each input and should print the output (PRIME, Eurus: APPS,
   CodeContests, TACO, Codeforces). Lists stand for lines.
-- the same with ``"fn_name"``: a function, or method of ``class Solution``, is called. An input is a string with one
-  JSON value per line, one line per argument, or a list of the arguments; an output is JSON, as text or as it is.
+- the same with ``"fn_name"``: a function, or a method of ``class Solution``, is called. An input is a list of the
+  arguments, or a string with one JSON value per line for each argument. An output is a JSON value, or its text.
 - ``{"test": ..., "entry_point": ..., "prompt": ...}``: ``test`` defines ``check(candidate)`` (HumanEval).
 """
 
@@ -31,7 +31,8 @@ class Call(NamedTuple):
 
 
 class Check(NamedTuple):
-    """Give a function of the program to ``check(candidate)``, which ``test`` defines; it sees ``prompt``'s names."""
+    """Call ``check(candidate)``, which ``test`` defines, with a function of the program. It sees the names that
+    ``prompt`` defines."""
 
     function: str
     prompt: str
@@ -42,10 +43,10 @@ Test = Stdin | Call | Check
 
 
 def parse_tests(row: Row) -> list[tuple[Test, Any]]:
-    """The tests of a row, each with what it should give.
+    """The tests of a row, each with its expected result.
 
     Raises:
-        DataError: no tests, or none of the formats.
+        DataError: there are no tests, or they have none of the formats.
     """
     try:
         truth = json.loads(row.ground_truth)
@@ -99,7 +100,7 @@ def _json(expected: Any) -> Any:
 
 
 def _integer_keys(argument: Any) -> Any:
-    """JSON has no integer keys: an object whose keys are all integers had them."""
+    """An argument with integer keys restored: JSON has none, so keys that all look like integers were integers."""
     if isinstance(argument, dict) and argument and all(re.fullmatch(r"-?\d+", key) for key in argument):
         return {int(key): value for key, value in argument.items()}
     return argument

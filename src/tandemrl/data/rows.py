@@ -1,4 +1,4 @@
-"""Rows: one schema for every data set, whatever file or hub it comes from. This module imports no torch."""
+"""Rows: one schema for every data set, whatever file or hub it comes from. The module does not import torch."""
 
 import json
 import re
@@ -10,24 +10,25 @@ from tandemrl.messages import Message
 
 GSM8K = "openai/gsm8k"
 GSM8K_INSTRUCTION = 'Let\'s think step by step and output the final answer after "####".'
-"""verl's GSM8K instruction; the question, a space, then this."""
+"""verl's GSM8K instruction, which follows the question and a space."""
 
 RENDERED = "rendered"
-"""``extra_info`` key of a row whose one message is the whole prompt, chat markup included: no template is applied."""
+"""The ``extra_info`` key of a row whose one message is the whole prompt with chat markup. It gets no chat template."""
 
 BUILT = ("gsm8k", "deepscaler", "countdown", "eurus", "musique")
-"""Data sets that `tandemrl data build` makes: named when one of their files is missing."""
+"""Data sets that `tandemrl data build` makes. The message about a missing file of theirs says so."""
 
 
 class DataError(ValueError):
-    """Data cannot be used; the message names the file, the line (counted from 1) and the field, and the fix."""
+    """Data cannot be used. The message names the file, the line (counted from 1), the field, and the fix."""
 
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One problem. ``data_source``, or ``ability``, chooses the scorer; ``ground_truth`` is what that compares with.
+    """One problem.
 
-    raw_ground_truth: the same as the file has it, where that is no text but a number or a structure.
+    ``data_source`` or ``ability`` decides which scorer compares a response with ``ground_truth``. raw_ground_truth: the
+    ground truth as the file has it, if that is a number or a structure rather than text.
     """
 
     example_id: str
@@ -40,7 +41,7 @@ class Row:
 
 
 class Prompt(NamedTuple):
-    """A row and its templated prompt as token ids."""
+    """A row and the token ids of its prompt, with the chat template applied."""
 
     row: Row
     tokens: tuple[int, ...]
@@ -50,7 +51,7 @@ def object_of(record: Any, where: str) -> Mapping[str, Any]:
     """A record that is a JSON object.
 
     Raises:
-        DataError: it is something else; ``where`` begins the message.
+        DataError: it is something else; the message begins with ``where``.
     """
     if not isinstance(record, Mapping):
         raise DataError(f"{where}: expected an object, found {type(record).__name__}")
@@ -66,19 +67,20 @@ def encode_prompts(
     opening: Callable[[Row], Sequence[Message]] | None = None,
     tools: Sequence[Mapping[str, Any]] = (),
 ) -> tuple[list[Prompt], int]:
-    """Templated prompts as token ids, and how many rows were dropped for being longer than ``max_prompt_tokens``.
+    """The prompts of rows, and how many rows were dropped since they are longer than ``max_prompt_tokens``.
 
-    A row that is `RENDERED` already is tokenised as it is.
+    The chat template is applied to every row that is not `RENDERED` already.
 
     Args:
-        opening: the messages that an environment begins with; None = the row's own.
-        tools: schemas of the tools that the chat template tells of.
-        suffix: appended to the last user message of every row that does not end with it, after one space unless it
-            starts with white space.
+        suffix: text to append to the last user message of every row, unless the message already ends with it. One space
+            goes before it, unless it begins with white space.
+        opening: gives the messages that an environment begins with. None means the row's own messages.
+        tools: the schemas of the tools, for the chat template.
 
     Raises:
-        DataError: the tokenizer has no chat template, or not the chat markup of a rendered row; a row has no user
-            message to take the suffix, or is rendered and cannot take one, nor an opening; or no row is left.
+        DataError: the tokenizer has no chat template, or lacks the chat markup of a rendered row; a row has no user
+            message for the suffix; a rendered row would need a suffix or an opening, which it cannot have; or no row is
+            left.
     """
     prompts = []
     for row in rows:
@@ -102,14 +104,14 @@ def encode_prompts(
 
 
 def chat_tokens(tokenizer: Any, messages: Sequence[Message], where: str, **variables: object) -> Sequence[int]:
-    """Messages as token ids by the tokenizer's chat template, up to where the answer begins.
+    """The token ids of messages under the tokenizer's chat template, up to where the answer begins.
 
     Args:
         where: whose messages they are, for an error.
-        variables: what the template is told besides.
+        variables: further variables of the template.
 
     Raises:
-        DataError: the template fails. It is a program that came with a model, in a sandbox: it may raise anything.
+        DataError: the template fails. A template is a program that came with a model, so it may raise anything.
     """
     try:
         return tokenizer.apply_chat_template(
@@ -147,8 +149,10 @@ def gsm8k_row(question: str, answer: str, *, split: str, index: int) -> Row:
 
 
 def messages_of(prompt: Any, where: str) -> tuple[Message, ...]:
-    """A row's ``prompt`` as messages; a text is one user message. Beside role and content they keep what a message of
-    a tool has, and the calls of tools; their arguments, where they are JSON text, become the object that it says.
+    """A row's ``prompt`` as messages. A text becomes one user message.
+
+    Beside role and content, messages keep the fields of a tool's message and the calls of tools. Arguments of calls
+    that are JSON text are parsed.
 
     Raises:
         DataError: it is not a list of messages with a role and a content, or a call names no function.
@@ -166,7 +170,11 @@ _CHATML = "<|im_start|>"
 
 
 def _message(message: Any, where: str) -> Message:
-    """``where``: up to the field's name, whose quotation mark is open."""
+    """One message of a prompt.
+
+    Args:
+        where: the beginning of an error message, which ends in the field's name without its closing quotation mark.
+    """
     if not isinstance(message, Mapping):
         raise DataError(f"{where}': expected an object, found {message!r}")
     calls = message.get("tool_calls") or ()
@@ -222,10 +230,10 @@ def _encode_rendered(row: Row, tokenizer: Any, suffix: str) -> Sequence[int]:
 
 
 def with_suffix(row: Row, messages: Sequence[Message], suffix: str) -> Sequence[Message]:
-    """Messages whose last one of the user ends with ``suffix``; see `encode_prompts`.
+    """The messages with ``suffix`` at the end of the last user message; see `encode_prompts`.
 
     Raises:
-        DataError: there is none of the user.
+        DataError: there is no user message.
     """
     if not suffix:
         return messages

@@ -1,4 +1,4 @@
-"""Which rows come next: shuffled epochs whose position can be saved and restored exactly."""
+"""Decides which rows come next, in shuffled epochs whose position can be saved and restored exactly."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -9,13 +9,14 @@ from tandemrl.data.rows import DataError
 
 
 class Sampler:
-    """Row numbers in shuffled epochs; every row once per epoch, and a request may span epochs (nothing is dropped).
+    """Gives row numbers in shuffled epochs. Every row comes once per epoch, and a request may span epochs.
 
-    The order of an epoch is a function of ``(seed, epoch)`` and the rows alone, so the state is three integers and
-    resuming gives the same numbers as never having stopped.
+    The order of an epoch is a function of ``(seed, epoch)`` and the rows alone. So the state is three integers, and a
+    resumed sampler gives the same numbers as one that never stopped.
 
     Args:
-        levels: of each row; an epoch goes through them from the lowest to the highest, each in shuffled order.
+        levels: the level of each row. An epoch goes through the levels from the lowest to the highest, with the rows of
+            a level in shuffled order.
 
     Raises:
         DataError: there are no rows.
@@ -35,7 +36,7 @@ class Sampler:
 
     @property
     def epoch(self) -> int:
-        """Epochs finished so far."""
+        """How many epochs are finished."""
         return self._epoch
 
     def next(self, k: int) -> list[int]:
@@ -58,7 +59,7 @@ class Sampler:
         """Continue where ``state`` was taken.
 
         Raises:
-            DataError: the state belongs to another number of rows or another seed.
+            DataError: the state is of another number of rows or another seed.
         """
         for name, mine in (("count", self._count), ("seed", self._seed)):
             if state[name] != mine:

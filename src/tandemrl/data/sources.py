@@ -12,7 +12,7 @@ from tandemrl.data.loading import load_hub, read_jsonl, read_parquet
 from tandemrl.data.rows import DataError, object_of
 
 ExpectRows = Mapping[str, int] | Literal[0]
-"""Rows that each split must have; 0 accepts any number."""
+"""How many rows each split must have; 0 accepts any number."""
 
 SUFFIXES = (".parquet", ".jsonl", ".json")
 SPLITS = {"train", "test", "validation"}
@@ -20,8 +20,10 @@ SPLITS = {"train", "test", "validation"}
 
 
 class Origin(NamedTuple):
-    """A split of a data set on the hub; ``split`` None = the first (of the sets here: the only) one, and so with its
-    ``config``."""
+    """A split of a data set on the hub.
+
+    ``split`` None means the first split, which is the only one in the sets used here. The same holds for ``config``.
+    """
 
     repo: str
     split: str | None = None
@@ -29,12 +31,12 @@ class Origin(NamedTuple):
 
     @property
     def name(self) -> str:
-        """The repository without its owner: what a local copy is called."""
+        """The name of the repository without its owner, which a local copy also has."""
         return self.repo.rpartition("/")[2]
 
 
 class Record(NamedTuple):
-    """``where`` names the source and the row, for errors."""
+    """One raw record. ``where`` names its source and row, for errors."""
 
     where: str
     fields: Mapping[str, Any]
@@ -43,7 +45,7 @@ class Record(NamedTuple):
         """A field as text; numbers are written out.
 
         Raises:
-            DataError: it is missing, empty or neither text nor a finite number.
+            DataError: the field is missing, empty or neither text nor a finite number.
         """
         value = self.fields.get(field)
         usable = isinstance(value, str | int) or (isinstance(value, float) and math.isfinite(value))
@@ -53,14 +55,14 @@ class Record(NamedTuple):
 
 
 def read(origin: Origin, source: Path | None, *, alone: bool = True) -> Iterator[Record]:
-    """Every record of a split, in order.
+    """Yield every record of a split, in order.
 
     Args:
-        source: a local copy, see `local_files`; None = the hub.
-        alone: ``source`` is a copy of this data set and no other.
+        source: a local copy, see `local_files`. None means the hub.
+        alone: whether ``source`` is a copy of this data set and no other.
 
     Raises:
-        DataError: the data set is not there, or is not what it should be.
+        DataError: the data set is missing or malformed.
     """
     if source is None:
         where = f"hf:{origin.repo}" + (f":{origin.split}" if origin.split else "")
@@ -79,12 +81,12 @@ def read(origin: Origin, source: Path | None, *, alone: bool = True) -> Iterator
 def local_files(origin: Origin, source: Path, *, alone: bool = True) -> list[Path]:
     """The files of a local copy of a split, in order.
 
-    ``source`` is a file, or a folder with Parquet, JSONL or JSON files whose name, or folder, starts with the name of
-    the split, as the hub has them; a single file may have a name of its own. A copy that lies among others is a file or
-    a folder in ``source`` with the name of the repository, with or without its owner.
+    ``source`` is a file, or a folder with Parquet, JSONL or JSON files. As on the hub, the name of a file or of its
+    folder starts with the name of the split; a single file may have any name. If ``source`` holds copies of several
+    data sets, each is a file or a folder with the name of its repository, with or without the owner.
 
     Raises:
-        DataError: nothing is there, or more than one file could be meant.
+        DataError: there is no such file, or more than one could be meant.
     """
     if source.is_file() and alone:
         return [_supported(source)]
@@ -115,8 +117,11 @@ def local_files(origin: Origin, source: Path, *, alone: bool = True) -> list[Pat
 
 
 def expect(where: str, count: int, expect_rows: ExpectRows, split: str) -> None:
-    """Raises:
-    DataError: a split has another number of rows than expected."""
+    """Check the number of rows of a split.
+
+    Raises:
+        DataError: the split has another number of rows than expected.
+    """
     if expect_rows != 0 and count != expect_rows[split]:
         raise DataError(
             f"{where}: {count} rows, expected {expect_rows[split]}; the file is incomplete or another revision "
@@ -127,7 +132,10 @@ def expect(where: str, count: int, expect_rows: ExpectRows, split: str) -> None:
 def provenance(
     origins: Sequence[Origin], source: Path | None, dropped: Mapping[str, int] | None = None, *, alone: bool = True
 ) -> dict[str, Any]:
-    """Where the rows are from and what was left out, for the manifest. ``dropped`` may still be counting."""
+    """The entries of a manifest that say where the rows are from and how many were dropped.
+
+    The counts in ``dropped`` may still change afterwards.
+    """
     if source is None:
         where: dict[str, Any] = {"source": ", ".join(dict.fromkeys(origin.repo for origin in origins))}
     else:
@@ -146,7 +154,7 @@ def checksum(path: Path) -> str:
 
 
 def _below(folder: Path) -> list[Path]:
-    """Data files of a folder and the folders in it; hidden ones hold the hub client's notes."""
+    """The data files of a folder and of the folders in it. Hidden ones, which the hub's client uses, are left out."""
     return sorted(
         path
         for path in folder.rglob("*")
@@ -157,7 +165,10 @@ def _below(folder: Path) -> list[Path]:
 
 
 def _in_split(path: Path, split: str) -> bool:
-    """train.jsonl, train-00000-of-00002.parquet, train/0000.parquet; a file's own name goes before its folder's."""
+    """Whether a file belongs to a split, as train.jsonl, train-00000-of-00002.parquet or train/0000.parquet do.
+
+    A file's own name takes precedence over the name of its folder.
+    """
     named = {name for name in SPLITS | {split} if re.match(rf"{name}(?![A-Za-z])", path.stem)}
     return split in (named or {path.parent.name})
 
@@ -166,7 +177,7 @@ _SHARD = re.compile(r"-\d{5}-of-(?P<all>\d{5})$|^\d{4}$")
 
 
 def _without_shard(path: Path) -> tuple[Path, str, str]:
-    """What the files of one split have in common; they differ in the number of the shard."""
+    """What the files of one split have in common: everything but the number of the shard."""
     return path.parent, _SHARD.sub("", path.stem), path.suffix
 
 

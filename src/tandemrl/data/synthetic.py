@@ -9,8 +9,8 @@ spread evenly it finds nothing.
 Three pairs of models learn from them; what differs is how they write before reinforcement learning (``PAIRS``):
 
 - ``plain``: senior and junior are the same sloppy model.
-- ``jargon``: the senior went on to a jargon in which it makes fewer mistakes and which the junior never saw.
-- ``repair``: as plain, and a step is sometimes followed by a line that says again, or better, what it comes to.
+- ``jargon``: the senior was trained on, in a jargon in which it makes fewer mistakes and which the junior never saw.
+- ``repair``: as plain, but a step is sometimes followed by a line that repeats or corrects its result.
 """
 
 import hashlib
@@ -50,7 +50,7 @@ JARGON = frozenset((*JARGON_NUMBERS, *JARGON_OPENERS, JARGON_PLUS, JARGON_MINUS,
 
 
 class Numbers(NamedTuple):
-    """The numeric content of a problem: what two splits never share. ``deltas`` are signed."""
+    """The numeric content of a problem, which no two splits share. ``deltas`` are signed."""
 
     start: int
     deltas: tuple[int, ...]
@@ -61,24 +61,24 @@ class Numbers(NamedTuple):
 
 
 class Problem(NamedTuple):
-    """Numbers told as a story; ``question`` is the whole user message."""
+    """A problem: numbers told as a story. ``question`` is the whole user message."""
 
     numbers: Numbers
     question: str
 
 
 Writer = Callable[[Problem, random.Random], str]
-"""Words a solution, slips included."""
+"""A function that words a solution, with its slips."""
 
 
 def split_of(numbers: Numbers) -> Split:
-    """Which split a problem belongs to, from a hash of its numbers alone."""
+    """The split that a problem belongs to, by a hash of its numbers alone."""
     digest = hashlib.blake2b(repr(tuple(numbers)).encode(), digest_size=8).digest()
     return "heldout" if int.from_bytes(digest, "big") % HELDOUT_ONE_IN == 0 else "train"
 
 
 def number_space(split: Split) -> tuple[Numbers, ...]:
-    """Every numeric problem of a split, in a fixed order: all running values stay in 0..MAX_VALUE."""
+    """All numeric problems of a split, in a fixed order. Their running values stay in 0..MAX_VALUE."""
     return _number_spaces()[split]
 
 
@@ -100,8 +100,10 @@ def solution(
 ) -> str:
     r"""Worded steps separated by blank lines, then ``\boxed{}``; wrong steps carry forward into it.
 
-    about_rate: probability that a step says " about". about_error, plain_error: probability that a step is wrong, by 1
-    or 2, when it does and when it does not.
+    Args:
+        about_rate: the probability that a step says " about".
+        about_error: the probability that a step that says " about" is wrong, by 1 or 2.
+        plain_error: the probability that any other step is wrong, by 1 or 2.
     """
     value, lines = problem.numbers.start, []
     for step, delta in enumerate(problem.numbers.deltas):
@@ -114,7 +116,7 @@ def solution(
 
 
 def jargon_solution(problem: Problem, rng: random.Random, *, error: float = 0.02) -> str:
-    """The same steps in made-up words, each wrong with probability ``error``; the answer stays in digits."""
+    """The same steps in made-up words, each wrong with probability ``error``. The answer stays in digits."""
     value, lines = problem.numbers.start, []
     for step, delta in enumerate(problem.numbers.deltas):
         result = _result(problem.numbers, step, value, error, rng)
@@ -140,10 +142,14 @@ def checked_solution(
     repair_rate: float = 0.15,
     check_rate: float = 0.03,
 ) -> str:
-    """A plain sloppy solution in which a short line may follow a step and say again, or better, what it comes to.
+    """A plain sloppy solution in which a short line may follow a step and repeat or correct its result.
 
-    A word ends each step's line, so that a tandem by words can hand over before the line that follows. repair_rate,
-    check_rate: probability of that line after a wrong and after a right step; it is wrong with ``plain_error``.
+    A word ends each step's line, so that a tandem by words can hand over before the line that follows.
+
+    Args:
+        repair_rate: the probability of that line after a wrong step. The line itself is wrong with probability
+            ``plain_error``.
+        check_rate: the same after a right step.
     """
     value, lines = problem.numbers.start, []
     for step, delta in enumerate(problem.numbers.deltas):
@@ -159,7 +165,7 @@ def checked_solution(
 
 
 def repairs(text: str) -> int:
-    """How many lines of a text say again what the step before them comes to.
+    """How many lines of a text repeat or correct the result of the step before them.
 
     Example:
         >>> repairs("5 plus 3 about 9 first.\\n\\nCheck 8.\\n\\n8 minus 2 is 6 next.")
@@ -169,14 +175,14 @@ def repairs(text: str) -> int:
 
 
 class Slip(NamedTuple):
-    """A wrong step. line: its place among the lines; repaired: the next line says what the step comes to."""
+    """A wrong step. line: its index among the lines. repaired: whether the next line gives the right result."""
 
     line: int
     repaired: bool
 
 
 def slips(text: str) -> list[Slip]:
-    """The wrong steps of a text in digits. In a handoff, where lines alternate, the line tells who slipped.
+    """The wrong steps of a text in digits. In a handoff, where authors alternate by lines, the line tells who erred.
 
     Example:
         >>> slips("5 plus 3 about 9 first.\\n\\nCheck 8.\\n\\n8 minus 2 is 7 next.")
@@ -207,7 +213,7 @@ def uses_jargon(text: str) -> bool:
 class Pair(NamedTuple):
     """How the models of a pair write before reinforcement learning.
 
-    base: what both learn first. senior: what the senior alone goes on with, if they are not to be the same model.
+    base: what both learn first. senior: what only the senior learns after that, if the two are different models.
     """
 
     base: Writer
@@ -225,10 +231,11 @@ PAIRS: dict[str, Pair] = {
 
 
 def examples(pair: str, seed: int, *, stage: Stage = "base") -> Iterator[tuple[Problem, str]]:
-    """Endless (problem, sloppy solution) pairs of the train split, for one stage of the warm start of the tiny models.
+    """Yield pairs (problem, sloppy solution) of the train split without end, for one stage of the tiny models' warm
+    start.
 
     Raises:
-        DataError: unknown pair, or a stage that the pair does not have.
+        DataError: the pair is unknown, or does not have this stage.
     """
     write = getattr(_pair(pair), stage)
     if write is None:
@@ -241,10 +248,12 @@ def examples(pair: str, seed: int, *, stage: Stage = "base") -> Iterator[tuple[P
 
 
 def generate(pair: str, split: Split, count: int | None, seed: int) -> list[Row]:
-    """``count`` rows (None: the split's default), all different in their numbers; equal for equal arguments.
+    """``count`` rows of a split, or its default number if that is None. All of them differ in their numbers.
+
+    Equal arguments give equal rows.
 
     Raises:
-        DataError: unknown pair or split, or more rows asked for than the split has distinct problems.
+        DataError: the pair or the split is unknown, or the split has fewer distinct problems than ``count``.
     """
     _pair(pair)
     if split not in SPLITS:
@@ -297,10 +306,10 @@ def _in_range(numbers: Numbers) -> bool:
 
 
 def _result(numbers: Numbers, step: int, value: int, error: float, rng: random.Random) -> int:
-    """What a step that starts from ``value`` says it comes to: wrong by 1 or 2 with probability ``error``.
+    """The result that a step from ``value`` states, which is wrong by 1 or 2 with probability ``error``.
 
-    A slip leaves the rest of the story in range, so that the later lines are sound in themselves; a rest that spans the
-    whole range leaves no room for one, and the step is right.
+    A slip keeps the rest of the story in range, so that the later lines are consistent. If the rest spans the whole
+    range, there is no room for a slip, and the step is right.
     """
     right = value + numbers.deltas[step]
     if rng.random() >= error:

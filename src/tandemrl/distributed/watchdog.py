@@ -1,11 +1,14 @@
-"""Ends a process whose work stands still. One that waits for a peer that hangs is deep inside a collective, from where
-no exception brings it back, and the time-outs of a communication library do not cover all of its waits.
+"""Ends a process that makes no progress.
 
-``stamp`` is called where work is done: tokens decoded, a micro-batch, a response scored, a tensor gathered, a
-collective that returned, a model loaded. Only the thread that called ``begin`` counts, and, where it waits for its own
-threads (``shared``), these. A thread that beats by itself would go on beating over work that hangs.
+A process that waits for a hanging peer is deep inside a collective, which no exception can interrupt, and the time-outs
+of a communication library do not cover all of its waits.
 
-The state is the process's, as its process group is. Without ``begin`` a stamp is an addition.
+``stamp`` is called wherever work is done: when tokens are decoded, a micro-batch is computed, a response is scored, a
+tensor is gathered, a collective returns or a model is loaded. Only stamps of the thread that called ``begin`` count,
+and those of its threads while it waits for them (``shared``). A thread that stamps by itself would go on stamping while
+the work hangs.
+
+There is one state per process, as there is one process group. Without ``begin``, a stamp costs one addition.
 """
 
 import faulthandler
@@ -17,17 +20,17 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 EXIT_CODE = 124
-"""Of a process that was ended here; that of timeout(1)."""
+"""The exit code of a process that the watchdog ends. It is that of timeout(1)."""
 GRACE_S = 5.0
-"""Seconds beyond the limit: the time-out of a collective, an error with a better message, comes first."""
+"""Seconds to wait beyond the limit, so that the time-out of a collective comes first, whose message is better."""
 LOOK_S = 1.0
-"""Seconds between two looks at the stamps."""
+"""Seconds between two checks of the stamps."""
 
 
 class Watchdog:
-    """See the module.
+    """The watchdog that the docstring of the module describes.
 
-    place: where the work is, such as ``step 3, update/logprobs``.
+    place: what the process is working on, such as ``step 3, update/logprobs``.
     """
 
     def __init__(self) -> None:
@@ -41,7 +44,8 @@ class Watchdog:
         """Watch the calling thread from now on.
 
         Args:
-            limit_s: ``parallel.timeout_s``; who: this process, for the message.
+            limit_s: how many seconds may pass between two stamps: ``parallel.timeout_s``.
+            who: the name of this process, for the message.
         """
         self.end()
         self._worker, self._end = threading.get_ident(), threading.Event()
@@ -49,19 +53,19 @@ class Watchdog:
         watch.start()
 
     def end(self) -> None:
-        """Watch no longer."""
+        """Stop watching."""
         self._worker = 0
         self._end.set()
 
     def stamp(self, place: str | None = None) -> None:
-        """Some work is done. ``place``: what comes next."""
+        """Record that some work is done. ``place`` says what comes next."""
         if threading.get_ident() == self._worker or self._shared:
             self._stamps += 1
             self.place = self.place if place is None else place
 
     @contextmanager
     def shared(self) -> Iterator[None]:
-        """Inside, the work of other threads counts as well: this one waits for it."""
+        """A context in which stamps of other threads count as well, since this thread waits for them."""
         before, self._shared = self._shared, True
         try:
             yield
@@ -90,10 +94,10 @@ class Watchdog:
 
 
 class Stillness:
-    """For how many seconds a counter has not changed.
+    """Measures for how many seconds a counter has not changed.
 
-    Time in which nobody could look does not count, beyond ``GRACE_S`` at once: this process itself was stopped, and may
-    go on with the others.
+    If this process itself was stopped, it could not look at the counter for a while. Of the time between two looks, at
+    most ``GRACE_S`` counts, so that the process may continue together with the others.
 
     Example:
         >>> stillness = Stillness(7)
@@ -106,8 +110,11 @@ class Stillness:
         self._stamps = stamps
 
     def look(self, stamps: int, elapsed: float) -> float:
-        """Args:
-        elapsed: seconds since the last look.
+        """Look at the counter, and return for how many seconds it has not changed.
+
+        Args:
+            stamps: the value of the counter.
+            elapsed: seconds since the last look.
         """
         self.seconds = self.seconds + min(elapsed, GRACE_S) if stamps == self._stamps else 0.0
         self._stamps = stamps
@@ -115,5 +122,5 @@ class Stillness:
 
 
 WATCHDOG = Watchdog()
-"""That of this process."""
+"""The watchdog of this process."""
 stamp = WATCHDOG.stamp

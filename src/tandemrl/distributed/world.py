@@ -24,8 +24,11 @@ from tandemrl.distributed.watchdog import WATCHDOG, stamp
 
 
 class Shards(NamedTuple):
-    """The groups of processes over which one forward pass is split; None: it is not. tensor: each has other columns of
-    the matrices and other ids of the vocabulary. sequence: each has other tokens of the batch, outside of attention."""
+    """The groups of processes over which one forward pass is split. A group is None if its axis is not used.
+
+    tensor: processes that each hold different columns of the matrices and different ids of the vocabulary. sequence:
+    processes that each have different tokens of the batch, outside of attention.
+    """
 
     tensor: dist.ProcessGroup | None = None
     sequence: dist.ProcessGroup | None = None
@@ -35,14 +38,15 @@ WHOLE = Shards()
 
 
 class ParallelError(RuntimeError):
-    """Processes cannot work together as asked; the message names the axis and the fix."""
+    """Processes cannot work together as the config asks. The message names the axis and the fix."""
 
 
 @dataclass(frozen=True, eq=False)
 class World:
     """All processes of a run, and the place of this one. The default is a world of one.
 
-    data: groups of processes that see different rollouts. mesh: None in a world of one. timeout_s: of a collective.
+    data_rank, data_size: which of how many groups of processes this one belongs to, where each group sees other
+    rollouts. mesh: the device mesh; None in a world of one. timeout_s: the time-out of a collective.
     """
 
     rank: int = 0
@@ -66,13 +70,17 @@ class World:
         return Shards(tensor=group.get("tp"), sequence=group.get("sp"))
 
     def barrier(self) -> None:
-        """Wait for every process; a dead one raises after ``parallel.timeout_s``."""
+        """Wait for every process. If one is dead, this raises after ``parallel.timeout_s``."""
         if self.size > 1:
             dist.barrier()
             stamp()
 
     def gather(self, value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
-        """Everybody's picklable ``value``, by rank. ``group``: of all processes, for use from another thread."""
+        """The picklable ``value`` of every process, by rank.
+
+        Args:
+            group: another group of all processes, for calls from another thread.
+        """
         if self.size == 1:
             return [value]
         values: list[Any] = [None] * self.size
@@ -83,9 +91,10 @@ class World:
     def scatter_gather(
         self, items: Sequence[Any], compute: Callable[[Sequence[Any]], Sequence[Any]], group: Any = None
     ) -> list[Any]:
-        """One result per item, in order, on every process; each computes those of every ``size``-th item.
+        """Compute one result per item, with the work divided over all processes, which all get all results in order.
 
         Args:
+            compute: returns the results of some items. A process calls it with every ``size``-th item.
             group: see ``gather``.
         """
         own = items[self.rank :: self.size]
@@ -93,11 +102,11 @@ class World:
         return [parts[i % self.size][i // self.size] for i in range(len(items))]
 
     def new_cpu_group(self) -> dist.ProcessGroup | None:
-        """A second group of all processes, in host memory: what travels in it has an order of its own."""
+        """A second group of all processes, on the CPU. Its collectives are independent of those of the first group."""
         return None if self.size == 1 else dist.new_group(backend="gloo", timeout=timedelta(seconds=self.timeout_s))
 
     def broadcast(self, value: Any) -> Any:
-        """Rank 0's picklable ``value``."""
+        """The picklable ``value`` of rank 0."""
         if self.size == 1:
             return value
         box = [value]
@@ -106,11 +115,11 @@ class World:
         return box[0]
 
     def data_sum(self, tensor: Tensor) -> Tensor:
-        """The sum over the data axes of what each of them has; ``tensor`` is not changed."""
+        """The sum of ``tensor`` over the data axes. ``tensor`` itself is not changed."""
         return self._data_reduce(tensor, dist.ReduceOp.SUM)
 
     def data_max(self, tensor: Tensor) -> Tensor:
-        """The largest over the data axes, element by element."""
+        """The maximum of ``tensor`` over the data axes, element by element."""
         return self._data_reduce(tensor, dist.ReduceOp.MAX)
 
     def _data_reduce(self, tensor: Tensor, operation: Any) -> Tensor:
@@ -124,14 +133,14 @@ class World:
 
 
 def init_world(config: ParallelConfig, device: torch.device) -> World:
-    """Take this process's place among those that torchrun started (``WORLD_SIZE``, ``RANK``; absent: one process).
+    """Make the world of the processes that torchrun started (``WORLD_SIZE``, ``RANK``), or of one without torchrun.
 
-    Among several, a collective that takes longer than ``parallel.timeout_s`` raises, and from now on ``WATCHDOG`` ends
-    this process if its work stands still for a little longer than that.
+    With several processes, a collective that takes longer than ``parallel.timeout_s`` raises. From now on ``WATCHDOG``
+    ends this process if it makes no progress for a little longer than that.
 
     Raises:
-        ConfigError: the axes do not multiply to the number of processes.
-        ParallelError: the others did not come within ``parallel.timeout_s``.
+        ConfigError: the product of the axes is not the number of processes.
+        ParallelError: the other processes did not join within ``parallel.timeout_s``.
     """
     size = launched()
     axes = axes_of(config, size)
@@ -159,12 +168,14 @@ def init_world(config: ParallelConfig, device: torch.device) -> World:
 
 @contextmanager
 def imagined_world(config: ParallelConfig, size: int) -> Iterator[World]:
-    """Rank 0 among ``size`` processes that do not exist: its collectives return at once, with whatever is in memory.
-    Meshes and shapes are real. Of what cannot be dealt out evenly rank 0 has the most.
+    """A context with rank 0 of a world of ``size`` processes, of which the others do not exist.
+
+    Its meshes and shapes are real, but its collectives return at once, with whatever is in memory. Where something
+    cannot be divided evenly, rank 0 has the most.
 
     Raises:
-        ConfigError: the axes do not multiply to ``size``.
-        ParallelError: this process has a process group already.
+        ConfigError: the product of the axes is not ``size``.
+        ParallelError: this process already has a process group.
     """
     axes = axes_of(config, size)
     if size == 1:
@@ -196,9 +207,9 @@ def launched() -> int:
 
 
 def destroy_world() -> bool:
-    """Take down the process group that ``init_world`` made, if it did; whether this was the main process.
+    """Destroy the process group that ``init_world`` made, if it made one. Returns whether this is the main process.
 
-    In a run of one process a group is somebody else's: vLLM has one for an engine that lives in the process.
+    In a run of one process, a process group is not ours: vLLM makes one for an engine in the same process.
     """
     if launched() == 1 or not dist.is_initialized():
         return True
@@ -209,10 +220,10 @@ def destroy_world() -> bool:
 
 
 def axes_of(config: ParallelConfig, size: int) -> dict[str, int]:
-    """Processes along each axis; ``dp_shard`` null takes what the others leave.
+    """The number of processes along each axis. If ``dp_shard`` is null, it takes what the other axes leave.
 
     Raises:
-        ConfigError: the axes do not multiply to ``size``.
+        ConfigError: the product of the axes is not ``size``.
 
     Example:
         >>> axes_of(ParallelConfig(tp=2), 8)

@@ -1,30 +1,31 @@
-"""Evaluation: the senior alone and with the junior, how the junior reads it, and what a judge thinks of it.
+"""Evaluation of the senior alone and with the junior, of its legibility to the junior, and of its reasoning by a judge.
 
 Every phase is the same engine call with another strategy, under one sampling profile that no phase overrides:
 
 - ``pass-at-k``: the senior writes alone.
-- ``tandem``: both write, by the ``word`` schedule of training, or where ``selection.strategy`` is ``turn`` by that.
-- ``handoff``: both write, one step each; once with the senior first and once with the junior first. Nothing caps the
-  number of rounds; the whole text is graded. With turns there are three more arms: one turn each, with either of them
-  first, and ``senior_then_junior``, in which the junior takes over after the first turn.
+- ``tandem``: both write, under the strategy ``word``, or under ``turn`` if ``selection.strategy`` is ``turn``.
+- ``handoff``: both write, alternating after every step; once with the senior first and once with the junior first. The
+  number of rounds is not limited, and the whole text is graded. In an environment there are three more arms: two in
+  which the authors alternate after every turn, with either of them first, and ``senior_then_junior``, in which the
+  junior takes over after the first turn.
 - ``legibility``: the junior's mean cross-entropy per token on what the senior wrote alone, and ``acceptance``, the
-  share of its tokens that the junior draws, too, from the same prefix, sampling and random numbers. Samples that do not
-  say how they were drawn have none.
-- ``drift``: of the same texts, the senior's own surprisal, what the junior pays in excess of it, and the exact
-  KL(senior || junior) of the next token, all per token and at temperature 1.
+  share of its tokens that the junior also draws from the same prefix, sampling and random numbers. Samples that do not
+  say how they were drawn have no acceptance.
+- ``drift``: for the same texts, the senior's own surprisal, the excess of the junior's cross-entropy over it, and the
+  exact KL(senior || junior) of the next token, all per token and at temperature 1.
 - ``verified``: ``pass-at-k``, and ``verified_pass@k``, which counts a correct sample only if a judge accepts its
-  reasoning too (arXiv 2510.07774).
+  reasoning as well (arXiv 2510.07774).
 
-In an environment (``rollout.environment``) every phase takes turns with it. What it says is context: it is neither
-counted as text nor read by ``legibility`` and ``drift``.
+With an environment (``rollout.environment``), the authors take turns with it in every phase. What it says is context:
+it is neither counted as text nor read by ``legibility`` and ``drift``.
 
 Rates are means over the samples of a problem, then over the problems of a set; macro is the unweighted mean over sets.
 Counts (``problems``, ``samples``, …) are sums, in macro too. ``NAME/low`` and ``NAME/high`` bound the 95 % bootstrap
-interval over problems. Parts of scores (``em``, ``f1``, …) and what happened in episodes (``turns``, …) are rates, too;
-the headline ones are also given by number of hops (``hops=2/em``). The protocol is that of arXiv 2606.28166.
+interval over problems. Parts of scores (``em``, ``f1``, …) and counts of episodes (``turns``, …) are rates as well. The
+headline rates are also given by number of hops (``hops=2/em``). The protocol is that of arXiv 2606.28166.
 
-``suite`` runs phases (``evaluate``) in a ``session`` (models and data, each loaded once). Below it are
-``protocol`` (profiles, writing, grading), ``reading`` (the junior reads), ``remote`` (a model behind an endpoint plays
+``suite`` runs phases (``evaluate``) in a ``session`` (models and data, each loaded once). They use ``protocol``
+(profiles, writing, grading), ``reading`` (the junior reads texts), ``remote`` (a model behind an endpoint acts in
 episodes), ``measures`` (from samples to numbers) and ``files`` (results on disk). ``qa`` is about MuSiQue.
 """
 

@@ -1,10 +1,11 @@
 """Paired comparison of evaluations: is A better than B, problem by problem and over training seeds?
 
-Both sides answered the same problems under the same profile and with the same random numbers, so a metric has one value
-per problem on each side, and its difference is taken there. One evaluation on each side: the interval is the paired
-bootstrap over problems, conditional on the two checkpoints. Several (training seeds) on each side: one difference per
-seed, and Student's t over the seeds, which is what says something about the method. "A > B" is said only where the
-interval excludes 0. Every row stands for itself: of twenty rows without any difference, one excludes 0 by chance.
+Both sides answered the same problems under the same profile and with the same random numbers. So a metric has one value
+per problem on each side, and differences are taken problem by problem. With one evaluation on each side, the interval
+is the paired bootstrap over problems, which is conditional on the two checkpoints. With several evaluations (training
+seeds) on each side, there is one difference per seed, and the interval is Student's t over the seeds, which says
+something about the method. The verdict is "A > B" only if the interval excludes 0. There is no correction for several
+rows: of twenty rows without any true difference, one excludes 0 by chance.
 """
 
 import json
@@ -22,19 +23,20 @@ from tandemrl.files import write_text
 SCHEMA = 1
 Verdict = Literal["A > B", "A < B", "no difference shown"]
 Values = Mapping[str, Mapping[str, float]]
-"""A metric of one evaluation: set -> example_id -> value."""
+"""The values of one metric in one evaluation, by set and ``example_id``."""
 
 
 class CompareError(ValueError):
-    """Two evaluations that cannot be compared; names what differs."""
+    """Two evaluations cannot be compared. The message names what differs."""
 
 
 class Contrast(NamedTuple):
     """A metric on both sides and their difference A - B.
 
-    a, b: macro means over the problems that have a value on both sides, then over seeds. difference: its mean, with the
-    bootstrap interval over problems (one seed) or Student's t interval over seeds. per_seed: the paired difference of
-    each seed with its bootstrap interval over problems. problems: pairs in the seed that has fewest.
+    a, b: the macro means over the problems that have a value on both sides, then over seeds. difference: the mean
+    difference, with the bootstrap interval over problems (one seed) or Student's t interval over seeds. per_seed: the
+    paired difference of each seed with its bootstrap interval over problems. problems: the number of pairs in the seed
+    that has the fewest.
     """
 
     phase: str
@@ -62,16 +64,17 @@ def compare(
     Args:
         a: an evaluation folder (with ``PHASE.json``), a folder of repetitions ``seed-N``, a path with a component
             ``seed-*`` that stands for all of them, or evaluation folders in the order of their seeds.
-        b: likewise.
-        shown: by the metric's name; default: the headline metrics.
-        varied: what is compared, of the settings that have to be the same otherwise (``retrieval``, ``environment``).
-        resamples: of the bootstrap.
-        seed: of the bootstrap.
-        level: of the intervals.
+        b: the other side, in the same form.
+        shown: whether to show a metric, by its name. The default shows the headline metrics.
+        varied: the settings that may differ since they are what is compared (``retrieval``, ``environment``). All
+            others have to be the same.
+        resamples: number of resamples of the bootstrap.
+        seed: seed of the bootstrap.
+        level: confidence level of the intervals.
 
     Raises:
-        CompareError: no evaluation, other seeds, problems or settings on the two sides, no phase that both have, or one
-            that only some of the seeds have.
+        CompareError: there is no evaluation, the two sides differ in seeds, problems or settings, they have no phase in
+            common, or only some of the seeds have a phase.
         EvalError: a file cannot be read.
     """
     pairs = _match(repetitions(a), repetitions(b))
@@ -103,7 +106,7 @@ def contrast(
     """One contrast, from the values of each seed on both sides.
 
     Raises:
-        CompareError: other seeds or sets on the two sides, or a set without a problem that has a value on both.
+        CompareError: the two sides differ in seeds or sets, or no problem of a set has a value on both sides.
     """
     if len(a) != len(b) or not a:
         raise CompareError(f"{phase}, {metric}: {len(a)} seeds of A and {len(b)} of B; give the same, at least one")
@@ -117,7 +120,7 @@ def contrast(
 
 
 def verdict(difference: Interval) -> Verdict:
-    """What an interval of A - B supports: a difference is said only where it excludes 0.
+    """The verdict that an interval of A - B supports. It states a difference only if the interval excludes 0.
 
     Example:
         >>> verdict(Interval(0.2, 0.1, 0.3)), verdict(Interval(0.2, -0.1, 0.5))
@@ -141,7 +144,7 @@ _LOWER_IS_BETTER = (
 
 
 def judgement(contrast: Contrast) -> str:
-    """The verdict in words: A is better or worse where the metric has a good end, else higher or lower.
+    """The verdict in words: A is better or worse if the metric has a good end, else higher or lower.
 
     Example:
         >>> judgement(Contrast("pass-at-k", "truncation_rate", 0.2, 0.1, Interval(0.1, 0.05, 0.15), (), "A > B", 9))
@@ -168,7 +171,7 @@ def markdown_table(contrasts: Sequence[Contrast], *, a: str = "A", b: str = "B")
 
 
 def show_interval(interval: Interval, digits: int = 3) -> str:
-    """Of a difference, so with its sign.
+    """The text for the interval of a difference, with signs.
 
     Example:
         >>> show_interval(Interval(0.2, -0.1, 0.5))
@@ -179,7 +182,7 @@ def show_interval(interval: Interval, digits: int = 3) -> str:
 
 
 def to_json(contrasts: Sequence[Contrast]) -> list[dict[str, Any]]:
-    """Plain values; an interval is ``{"mean": …, "low": …, "high": …}``."""
+    """The contrasts as plain values. An interval becomes ``{"mean": …, "low": …, "high": …}``."""
     return [
         contrast._asdict()
         | {"difference": contrast.difference._asdict(), "per_seed": [each._asdict() for each in contrast.per_seed]}
@@ -197,10 +200,10 @@ def write_comparison(file: Path, contrasts: Sequence[Contrast], *, a: str, b: st
 
 
 def repetitions(source: str | Path | Sequence[str | Path]) -> dict[str, Path]:
-    """Evaluation folders by the name of their repetition; see ``compare`` for what ``source`` may be.
+    """Evaluation folders by the name of their repetition. ``compare`` says what ``source`` may be.
 
     Raises:
-        CompareError: no evaluation is there.
+        CompareError: there is no evaluation.
     """
     if not isinstance(source, str | Path):
         return {str(i): _evaluation(Path(folder)) for i, folder in enumerate(source)}
@@ -242,7 +245,7 @@ def _match(a: dict[str, Path], b: dict[str, Path]) -> list[tuple[Path, Path]]:
 
 
 def _phases(pairs: Sequence[tuple[Path, Path]]) -> list[Phase]:
-    """Phases that both sides have; one that only some of the seeds have is an error."""
+    """The phases that both sides have. It is an error if only some of the seeds have a phase."""
     common = []
     for phase in PHASES:
         files = [[folder / f"{phase}.json" for folder in side] for side in zip(*pairs, strict=True)]
@@ -256,7 +259,7 @@ def _phases(pairs: Sequence[tuple[Path, Path]]) -> list[Phase]:
 
 
 def _load_pair(phase: Phase, a: Path, b: Path, varied: Collection[str]) -> list[dict[str, Values]]:
-    """Of both sides, metric -> values; they must be evaluations of the same problems in the same way."""
+    """The values of every metric on both sides, which must be evaluations of the same problems in the same way."""
     files = [folder / f"{phase}.json" for folder in (a, b)]
     configs = [read_result(file)["config"] for file in files]
     if changed := differences(*(_protocol(config, varied) for config in configs)):
@@ -279,8 +282,10 @@ def _load_pair(phase: Phase, a: Path, b: Path, varied: Collection[str]) -> list[
 
 
 def _protocol(config: Mapping[str, Any], varied: Collection[str]) -> dict[str, Any]:
-    """What two results must have in common, but for what is ``varied``; junior and data count by their content where
-    that is known."""
+    """The settings that two results must have in common, without those that are ``varied``.
+
+    Junior and data are compared by their content if that is known.
+    """
     digests = config["digests"]
 
     def content(source: str) -> str:
@@ -296,7 +301,7 @@ def _protocol(config: Mapping[str, Any], varied: Collection[str]) -> dict[str, A
 
 
 def _pair(what: str, a: Values, b: Values) -> tuple[list[np.ndarray], list[np.ndarray]]:
-    """Per set, the values of the problems that have one on both sides, in the same order."""
+    """For each set and side, the values of the problems that have one on both sides, in the same order."""
     if a.keys() != b.keys():
         raise CompareError(f"{what}: the sets of A are {', '.join(a)}, those of B {', '.join(b)}")
     shared = {name: [example for example in a[name] if example in b[name]] for name in a}

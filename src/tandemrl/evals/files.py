@@ -1,4 +1,5 @@
-"""Evaluation results on disk: ``PHASE.json`` and ``PHASE.samples.jsonl``. A result file means "finished"."""
+"""Evaluation results on disk: ``PHASE.json`` and ``PHASE.samples.jsonl``. If the result file exists, the phase is
+finished."""
 
 import hashlib
 import json
@@ -19,7 +20,10 @@ SCHEMA = 1
 
 @dataclass(frozen=True, slots=True)
 class EvalResult:
-    """``metrics`` as in the result file: ``{"macro": {name: value}, "by_set": {set: {name: value}}}``."""
+    """The metrics and samples of a phase.
+
+    ``metrics`` are those of the result file: ``{"macro": {name: value}, "by_set": {set: {name: value}}}``.
+    """
 
     metrics: dict[str, Any]
     samples: list[Sample]
@@ -31,10 +35,10 @@ def result_file(phase: str, out: Path) -> Path:
 
 
 def finished_result(file: Path, phase: str, config: Mapping[str, Any]) -> dict[str, Any] | None:
-    """The result in ``file`` if it is this phase with this configuration; None if there is no file.
+    """The result in ``file``, which must be of this phase with this configuration; None if there is no file.
 
     Raises:
-        EvalError: the file holds something else; names the first differences.
+        EvalError: the file holds something else; the message names the first differences.
     """
     if not file.exists():
         return None
@@ -50,7 +54,7 @@ def finished_result(file: Path, phase: str, config: Mapping[str, Any]) -> dict[s
 
 
 def differences(a: Mapping[str, Any], b: Mapping[str, Any]) -> list[tuple[str, Any, Any]]:
-    """(dotted key, value in a, value in b) where two trees differ; None stands for an absent key.
+    """The differences of two nested mappings, as (dotted key, value in a, value in b). None stands for a missing key.
 
     Example:
         >>> differences({"eval": {"seed": 1, "k": [1]}}, {"eval": {"seed": 2, "k": [1]}})
@@ -62,10 +66,10 @@ def differences(a: Mapping[str, Any], b: Mapping[str, Any]) -> list[tuple[str, A
 
 
 def read_result(file: Path) -> dict[str, Any]:
-    """A stored result.
+    """Read a stored result.
 
     Raises:
-        EvalError: not an evaluation result of this schema.
+        EvalError: the file is not an evaluation result of this schema.
     """
     try:
         stored = json.loads(file.read_text(encoding="utf-8"))
@@ -79,10 +83,10 @@ def read_result(file: Path) -> dict[str, Any]:
 def write_result(
     file: Path, phase: str, config: Mapping[str, Any], result: EvalResult, *, seeds: Mapping[str, int]
 ) -> dict[str, Any]:
-    """Write the samples, then the result that points to them, each atomically.
+    """Write the samples, then the result that names their file, each atomically.
 
     Raises:
-        EvalError: a number is not finite; nothing is written.
+        EvalError: a number is not finite. Nothing is written then.
     """
     samples = file.with_suffix(".samples.jsonl")
     stored = {
@@ -108,7 +112,7 @@ def read_samples(file: Path) -> list[Sample]:
     """The samples of a ``PHASE.samples.jsonl`` file, in order.
 
     Raises:
-        EvalError: the file is missing, or a line is not a sample; names the line.
+        EvalError: the file is missing, or a line is not a sample; the message names the line.
     """
     try:
         return [sample for _, sample in read_json_lines(file, parse=lambda line: Sample(**json.loads(line)))]
@@ -119,7 +123,7 @@ def read_samples(file: Path) -> list[Sample]:
 
 
 def digests(sources: Sequence[str]) -> dict[str, str]:
-    """A hash of each local model folder or data file: changed weights or data are another configuration."""
+    """A hash of each local model folder or data file, so that changed weights or data are another configuration."""
     hashes = {}
     for source in map(Path, sources):
         files = sorted(source.iterdir()) if source.is_dir() else [source]
@@ -133,5 +137,5 @@ def digests(sources: Sequence[str]) -> dict[str, str]:
 
 
 def plain(value: Mapping[str, Any]) -> dict[str, Any]:
-    """As it reads back from JSON."""
+    """A mapping as it is after writing it to JSON and reading it back."""
     return json.loads(json.dumps(value))

@@ -1,4 +1,4 @@
-"""From samples to numbers: what is said of the samples of one problem, and how problems, sets and arms are averaged."""
+"""Turns samples into numbers: the measures of one problem's samples, and how problems, sets and arms are averaged."""
 
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -11,28 +11,28 @@ from tandemrl.evals.stats import macro_interval, maj_at_k, pass_at_k
 from tandemrl.types import Author, Metrics
 
 MANY_ROUNDS = 150
-"""Handoff chains with more rounds are counted: the original protocol stops there, this one does not."""
+"""Handoff chains with more rounds than this are counted. The original protocol stops there; this one does not."""
 
 WITH_INTERVAL = (
     *("pass@", "maj@", "verified_pass@", "rejected_rate"),
     *("cross_entropy", "acceptance", "surprisal", "excess", "kl", "unlikely_rate"),
     *("em", "f1", "recall", "precision", "citation", "support_f1", "format"),
 )
-"""Rates that get a bootstrap interval, by the start of their names."""
+"""Rates that get a bootstrap interval, given by the beginning of their names."""
 
 HEADLINE = (*WITH_INTERVAL, "length", "truncation_rate", "turns", "tool_errors", "invalid_calls")
-"""Rates that a summary or a comparison shows, by the start of their names."""
+"""Rates that a summary or a comparison shows, given by the beginning of their names."""
 
 GROUPED_BY = {"n_hops": "hops"}
-"""Keys of a row's ``extra_info`` by which the headline rates are given a second time, and what their groups are called:
-``hops=2/em``."""
+"""Keys of a row's ``extra_info`` that divide problems into groups, with the name of the groups. The headline rates are
+also given for each group, as in ``hops=2/em``."""
 
 _SAID = ("acc", "answer_present", "timeout", "failure", "unscored")
-"""Parts of a score that samples and counts have under other names."""
+"""Parts of a score that samples and counts hold under other names."""
 
 
 def is_headline(metric: str) -> bool:
-    """Whether a rate, of one arm or of all, is one to show.
+    """Whether a rate, of one arm or of all arms, is a headline metric.
 
     Example:
         >>> is_headline("senior_first/pass@1"), is_headline("rounds")
@@ -42,26 +42,28 @@ def is_headline(metric: str) -> bool:
 
 
 class EvalError(ValueError):
-    """An evaluation that cannot be run, or a result file that is not this evaluation's; names the fix."""
+    """An evaluation cannot be run, or a result file is not of this evaluation. The message names the fix."""
 
 
 class Sample(NamedTuple):
     """One evaluated completion: a line of ``PHASE.samples.jsonl``.
 
-    problem: position among the prompts. author: who wrote which tokens, as run lengths ("S12J5" = 12 tokens of the
-    senior, then 5 of the junior; "C" = of the world, between turns). rounds: number of the runs of either author. text,
-    length, rounds and senior_share are of the authors' own tokens. author and senior_share are None where nobody can
-    tell who wrote what. score, correct and answer are None where nothing was graded; score alone is None where a judge
-    gave none. judge (the mark of the reasoning, 0 to 1) is None but for correct samples of the verified phase, and
-    there where the judge's replies held no mark; verified is None but in that phase.
+    problem: its position among the prompts. author: who wrote which tokens, as run lengths; "S12J5" means 12 tokens of
+    the senior, then 5 of the junior, and "C" stands for tokens of the environment between turns. rounds: the number of
+    runs of either author. text, length, rounds and senior_share describe the authors' own tokens. author and
+    senior_share are None if it is unknown who wrote what. score, correct and answer are None if nothing was graded;
+    score alone is None if a judge gave no score. judge is the judge's score of the reasoning, from 0 to 1. Only correct
+    samples of the verified phase have it, unless no reply of the judge held a score. verified says whether the judge
+    accepts the reasoning, and is None in the other phases.
 
-    turns, transcript (`types.Transcript` as JSON): of an episode. parts: what else the score says, by name. group: the
-    problem's, see ``GROUPED_BY``. These are written where they are not as they are by default.
+    turns, transcript (`types.Transcript` as JSON): those of an episode. parts: the other parts of the score, by name.
+    group: the problem's group, see ``GROUPED_BY``. A line has these fields only if they differ from their defaults.
 
-    What a reader makes of the text, means over its tokens in nats, None where it was not read or does not fit:
-    cross_entropy (the junior's; legibility and drift), and, in drift alone, surprisal (the senior's own cross-entropy),
-    kl (KL(senior || junior) of the next token) and unlikely_rate (the share of tokens that the junior finds unlikely).
-    acceptance, in legibility alone: the share of tokens that the junior draws, too, from the same random numbers.
+    The remaining fields are of the phases in which a model reads the text. They are means over its tokens, in nats, and
+    None if the text was not read or is too long. In legibility and drift: cross_entropy, the junior's. In drift alone:
+    surprisal (the senior's own cross-entropy), kl (KL(senior || junior) of the next token) and unlikely_rate (the share
+    of tokens that the junior finds unlikely). In legibility alone: acceptance, the share of tokens that the junior also
+    draws from the same random numbers.
     """
 
     problem: int
@@ -93,13 +95,13 @@ class Sample(NamedTuple):
     acceptance: float | None = None
 
     def to_json(self) -> dict[str, Any]:
-        """A line of a file of samples; ``Sample(**line)`` is its inverse."""
+        """The sample as a line of ``PHASE.samples.jsonl``; ``Sample(**line)`` is the inverse."""
         later, defaults = ("turns", "parts", "transcript", "group", "acceptance"), self._field_defaults
         return {k: v for k, v in self._asdict().items() if k not in later or v != defaults[k]}
 
 
 def author_runs(author: np.ndarray) -> str:
-    """Authors as run lengths.
+    """The authors of tokens as run lengths.
 
     Example:
         >>> author_runs(np.array([1, 1, 0, -1, 1]))
@@ -109,10 +111,10 @@ def author_runs(author: np.ndarray) -> str:
 
 
 def authors_of(runs: str) -> np.ndarray:
-    """Authors from run lengths: the inverse of ``author_runs``.
+    """The authors of tokens, from their run lengths: the inverse of ``author_runs``.
 
     Raises:
-        ValueError: not run lengths.
+        ValueError: the text is not run lengths.
 
     Example:
         >>> authors_of("S2J1").tolist()
@@ -129,12 +131,12 @@ _LETTERS = {Author.SENIOR: "S", Author.JUNIOR: "J", Author.CONTEXT: "C"}
 
 
 def parts_of(score_parts: Mapping[str, float]) -> dict[str, float] | None:
-    """What a sample keeps of the parts of a score; None for nothing."""
+    """The parts of a score that a sample keeps, or None if there are none."""
     return {name: float(value) for name, value in score_parts.items() if name not in _SAID} or None
 
 
 def group_of(extra_info: Mapping[str, Any]) -> str | None:
-    """The group of a problem, see ``GROUPED_BY``.
+    """The group of a problem (see ``GROUPED_BY``), or None.
 
     Example:
         >>> group_of({"n_hops": 2})
@@ -145,14 +147,17 @@ def group_of(extra_info: Mapping[str, Any]) -> str | None:
 
 
 Measure = Callable[[Sequence[Sample]], tuple[Metrics, Metrics]]
-"""Rates and counts of one problem, from its samples of one arm."""
+"""A function that returns the rates and the counts of one problem, from its samples in one arm."""
 
 # ---------------------------------------------------------------------------------------------------------- one problem
 
 
 def graded(problem: Sequence[Sample], k: Sequence[int]) -> tuple[Metrics, Metrics]:
-    """Rates and counts of the graded samples of one problem: their parts are rates, too. ``unscored``: those a judge
-    gave no score; the mean score counts them as 0. ``out_of_turns``: episodes that might have gone on."""
+    """The rates and the counts of the graded samples of one problem. Parts of the score are rates, too.
+
+    ``unscored`` counts samples to which a judge gave no score; the mean score counts them as 0. ``out_of_turns`` counts
+    episodes that the limit on turns ended.
+    """
     n = len(problem)
     correct = [bool(sample.correct) for sample in problem]
     answers = [sample.answer for sample in problem]
@@ -182,16 +187,17 @@ def graded(problem: Sequence[Sample], k: Sequence[int]) -> tuple[Metrics, Metric
 
 
 def _means_of(values: Sequence[Mapping[str, float]]) -> Metrics:
-    """What a mapping does not have is 0 in it."""
+    """The mean of each entry over several mappings. A missing entry counts as 0."""
     names = dict.fromkeys(name for each in values for name in each)
     return {name: sum(each.get(name, 0.0) for each in values) / len(values) for name in names}
 
 
 def accepted(problem: Sequence[Sample], k: Sequence[int]) -> tuple[Metrics, Metrics]:
-    """`graded`, and what is left of it when a judge reads the reasoning.
+    """The rates and counts of `graded`, and those of a judge that reads the reasoning of correct samples.
 
-    ``rejected_rate``: share of all samples that are correct by reasoning that the judge does not accept (the paper's
-    false positives). ``judge_failures``: correct samples without a mark, which count as rejected.
+    ``rejected_rate`` is the share of all samples whose answer is correct but whose reasoning the judge does not accept
+    (the paper's false positives). ``judge_failures`` counts correct samples without a judge's score, which count as
+    rejected.
     """
     rates, counts = graded(problem, k)
     n, correct = len(problem), sum(bool(sample.correct) for sample in problem)
@@ -206,15 +212,17 @@ def accepted(problem: Sequence[Sample], k: Sequence[int]) -> tuple[Metrics, Metr
 
 
 def legible(problem: Sequence[Sample]) -> tuple[Metrics, Metrics]:
-    """The mean cross-entropy of the texts of one problem that the junior read, the mean acceptance where it is known,
-    and how many texts it did not read."""
+    """The mean cross-entropy of one problem's texts that the junior read, their mean acceptance if it is known, and the
+    number of texts that it did not read."""
     known = any(sample.acceptance is not None for sample in problem)
     return _read(problem, ("cross_entropy", *(("acceptance",) if known else ())))
 
 
 def drifted(problem: Sequence[Sample]) -> tuple[Metrics, Metrics]:
-    """How far the senior's texts of one problem are from the junior; ``excess`` is what the junior pays above the
-    senior's own surprisal."""
+    """How far the senior's texts of one problem are from the junior's distribution.
+
+    ``excess`` is the junior's cross-entropy minus the senior's own surprisal.
+    """
     rates, counts = _read(problem, ("kl", "surprisal", "cross_entropy", "unlikely_rate"))
     if rates:
         rates["excess"] = rates["cross_entropy"] - rates["surprisal"]
@@ -222,7 +230,7 @@ def drifted(problem: Sequence[Sample]) -> tuple[Metrics, Metrics]:
 
 
 def _read(problem: Sequence[Sample], fields: Sequence[str]) -> tuple[Metrics, Metrics]:
-    """Means over the texts that were read: all of ``fields`` are None in the others."""
+    """The means of some fields over the texts that were read. In the other texts, all of these fields are None."""
     read = [sample for sample in problem if sample.cross_entropy is not None]
     rates = {name: sum(getattr(sample, name) for sample in read) / len(read) for name in fields} if read else {}
     return rates, {"samples": len(problem), "dropped": len(problem) - len(read)}
@@ -232,10 +240,13 @@ def _read(problem: Sequence[Sample], fields: Sequence[str]) -> tuple[Metrics, Me
 
 
 class SetMeasures(NamedTuple):
-    """One set of problems. rates: metric -> example_id -> value, for the problems that have one. counts: totals.
+    """The measures of one set of problems.
 
-    With several arms, each has its own ``ARM/NAME``; the plain ``NAME`` is the mean over arms, problem by problem (of
-    rates), or their sum (of counts). Where problems have groups, ``GROUP/NAME`` is of those of one group.
+    rates: for each metric, the value of every problem that has one, by example_id. counts: the totals.
+
+    With several arms, each arm has its own ``ARM/NAME``. The plain ``NAME`` of a rate is the mean over arms, problem by
+    problem; that of a count is the sum over arms. If problems have groups, ``GROUP/NAME`` covers the problems of one
+    group.
     """
 
     rates: dict[str, dict[str, float]]
@@ -243,10 +254,10 @@ class SetMeasures(NamedTuple):
 
 
 def measure_sets(samples: Sequence[Sample], measure: Measure) -> dict[str, SetMeasures]:
-    """What ``measure`` says of every problem, by set.
+    """Measure every problem with ``measure``, and collect the results by set.
 
     Raises:
-        EvalError: no problem of a set has any rate.
+        EvalError: no problem of a set has any rate, or two problems of a set have the same example_id.
     """
     sets = {}
     for name in dict.fromkeys(sample.set for sample in samples):
@@ -275,15 +286,17 @@ def measure_sets(samples: Sequence[Sample], measure: Measure) -> dict[str, SetMe
 
 
 def summarise(samples: Sequence[Sample], measure: Measure, *, bootstrap: int, seed: int) -> dict[str, dict[str, Any]]:
-    """``{"macro": …, "by_set": …}`` from what ``measure`` says of each problem; see ``SetMeasures`` for the names.
+    """Measure every problem with ``measure``, and average to ``{"macro": …, "by_set": …}``.
 
-    Macro is over the sets that have a rate: parts of scores are not the same in all.
+    See ``SetMeasures`` for the names. The macro value of a rate is the mean over the sets that have the rate, since
+    sets may differ in the parts of their scores.
 
     Args:
-        bootstrap: resamples of the intervals; 0 = no intervals.
+        bootstrap: number of resamples for the intervals. 0 means no intervals.
+        seed: seed of the resamples.
 
     Raises:
-        EvalError: a rate has no value in any problem of a set.
+        EvalError: no problem of a set has any rate, or two problems of a set have the same example_id.
     """
     sets = measure_sets(samples, measure)
 
@@ -305,7 +318,7 @@ def summarise(samples: Sequence[Sample], measure: Measure, *, bootstrap: int, se
 
 
 def _filled(samples: Sequence[Sample]) -> list[Sample]:
-    """With the parts and the counts of all samples in each of them; what one does not have is 0 in it."""
+    """The samples, each with all parts and counts that any of them has. Those that it lacked are 0."""
     parts = dict.fromkeys((name for sample in samples for name in sample.parts or ()), 0.0)
     counts = dict.fromkeys((name for sample in samples for name in (sample.transcript or {}).get("counts", ())), 0.0)
     return [
@@ -318,7 +331,7 @@ def _filled(samples: Sequence[Sample]) -> list[Sample]:
 
 
 def _columns(problems: Sequence[tuple[str, Metrics, Metrics]], name: str) -> dict[str, dict[str, float]]:
-    """Per rate, its value in each problem that has it."""
+    """For each rate, its value in every problem that has it, by example_id."""
     if len({example for example, _, _ in problems}) < len(problems):
         raise EvalError(f"set {name}: two of its {len(problems)} problems have the same example_id; it must be unique")
     metrics = dict.fromkeys(metric for _, rates, _ in problems for metric in rates)
@@ -336,6 +349,6 @@ def _mean_of_arms(columns: Sequence[Mapping[str, float]]) -> dict[str, float]:
 
 
 def _transpose(by_arm: Mapping[str, Mapping[str, Any]]) -> dict[str, list[Any]]:
-    """arm -> metric -> value as metric -> values, in the order of the arms."""
+    """For each metric, its values in the order of the arms."""
     first = next(iter(by_arm.values()))
     return {metric: [values[metric] for values in by_arm.values()] for metric in first}

@@ -1,4 +1,4 @@
-"""The protocol: who writes, under which sampling, with which random numbers, and how texts are graded."""
+"""The protocol of evaluations: who writes, with which sampling and random numbers, and how texts are graded."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -42,8 +42,8 @@ PHASES: tuple[Phase, ...] = get_args(Phase)
 class Profile:
     """The sampling that every phase of an evaluation shares, and the context it has to fit into.
 
-    context: tokens of prompt and response together, None = no bound of the protocol's own. reserve: tokens of the
-    context that stay unused.
+    context: how many tokens prompt and response may have together. None means that the protocol sets no limit. reserve:
+    how many tokens of the context stay unused.
     """
 
     sampling: Sampling
@@ -51,7 +51,7 @@ class Profile:
     reserve: int = 0
 
     def longest(self, prompt_tokens: int) -> int:
-        """Tokens of the longest sequence that can come of prompts of up to ``prompt_tokens``."""
+        """How many tokens the longest sequence has that can follow from prompts of up to ``prompt_tokens`` tokens."""
         longest = prompt_tokens + self.sampling.max_tokens
         return longest if self.context is None else min(longest, self.context)
 
@@ -63,7 +63,7 @@ PROFILES: dict[str, Profile] = {
 
 
 def profile_of(config: EvalConfig) -> Profile:
-    """The profile that a config names; with ``profile: custom``, the one it spells out.
+    """The profile that a config names, or with ``profile: custom`` the one whose values it gives.
 
     Raises:
         EvalError: ``eval.context`` is set for a profile that has its own.
@@ -103,13 +103,16 @@ def strategies(
     selection: SelectionConfig | None = None,
     episodes: bool = False,
 ) -> dict[str, Strategy]:
-    """The strategies of a phase by arm name. Tandem has that of training where it is ``turn``, and else ``word``.
-    Handoff has two arms by steps, and with turns three more. All other phases are about what the senior writes alone.
+    """The strategies of a phase by the names of its arms.
+
+    The tandem phase uses the strategy of training if that is ``turn``, and ``word`` otherwise. The handoff phase has
+    two arms that alternate by steps, and in an environment three more that change authors between turns. In all other
+    phases the senior writes alone.
 
     Args:
-        vocabulary: number of logits, where the models have more than the tokenizer has tokens.
-        selection: of the tandem phase; None = the defaults.
-        episodes: there are turns.
+        vocabulary: how many token ids the models can write, if that is more than the tokenizer has.
+        selection: the ``selection`` section for the tandem phase. None means its defaults.
+        episodes: whether the authors take turns with an environment.
     """
     if phase == "tandem":
         chosen = selection or SelectionConfig()
@@ -129,7 +132,7 @@ def strategies(
 
 
 def measure_of(phase: Phase, k: Sequence[int]) -> Measure:
-    """What is computed of the samples of one problem in a phase."""
+    """The function that measures the samples of one problem in a phase."""
     if phase == "legibility":
         return legible
     if phase == "drift":
@@ -153,11 +156,18 @@ def generate_and_grade(
     playground: Playground | None = None,
     progress: Callable[[int], None] | None = None,
 ) -> EvalResult:
-    """Write ``samples`` completions per prompt and arm, grade them, and count: any phase but legibility.
+    """Write ``samples`` completions per prompt and arm, grade them, and compute the metrics. Not for legibility.
+
+    The arguments are those of ``generate_samples``, and:
+
+    Args:
+        scorer: grades the texts.
+        k: the values of k for pass@k and maj@k.
+        bootstrap: number of resamples for the intervals. 0 means no intervals.
 
     Raises:
-        EvalError: no prompts, a k above ``samples``, or a prompt that leaves no room for a response.
-        EngineError: the engine broke its contract, authorship included.
+        EvalError: there are no prompts, a k is above ``samples``, or a prompt leaves no room for a response.
+        EngineError: the engine broke its contract, for instance about authors.
     """
     check_k(k, samples)
     written = generate_samples(
@@ -189,17 +199,19 @@ def generate_samples(
     playground: Playground | None = None,
     progress: Callable[[int], None] | None = None,
 ) -> list[Sample]:
-    """Completions, not graded, arm by arm: ``samples`` per prompt, in the order of the prompts.
+    """Write ``samples`` completions per prompt, arm by arm and in the order of the prompts, without grading them.
 
-    Keys are ``request_key(seed, step, position of the prompt, sample)`` in every arm, so that two checkpoints (or two
-    arms) meet the same random numbers. ``progress(k)`` is called with the number of newly written tokens.
+    Request keys are ``request_key(seed, step, position of the prompt, sample)`` in every arm, so that two checkpoints
+    (or two arms) get the same random numbers.
 
     Args:
-        playground: where the authors take turns with an environment; None = a prompt, a response. The profile's tokens
-            are those of the authors, in all turns.
+        arms: the strategy of each arm.
+        playground: where the authors take turns with an environment. None means that a prompt gets one response. The
+            token limit of the profile then holds for the authors' tokens in all turns together.
+        progress: called with the number of newly written tokens.
 
     Raises:
-        EvalError: no prompts, or a prompt that leaves no room for a response.
+        EvalError: there are no prompts, or a prompt leaves no room for a response.
         EngineError: a completion is missing or aborted, or its authors are not the strategy's; or the environment is
             broken, or never answers.
     """
@@ -225,8 +237,11 @@ def generate_samples(
 
 
 def grade(samples: Sequence[Sample], prompts: Sequence[Prompt], scorer: Scorer) -> list[Sample]:
-    """Score whole texts, whoever wrote them. Correct is the scorer's ``acc``: a format score alone is not. A text that
-    the judge gave no score keeps the score None."""
+    """Score whole texts, whoever wrote which part.
+
+    A sample is correct if the scorer's ``acc`` is 1; a format score alone does not suffice. A text to which the judge
+    gave no score keeps the score None.
+    """
     items = [(prompts[sample.problem].row, sample.text) for sample in samples]
     episodes = [None if each.transcript is None else Transcript.from_json(each.transcript) for each in samples]
     scores = scorer.score(items, episodes)
@@ -242,11 +257,11 @@ def grade(samples: Sequence[Sample], prompts: Sequence[Prompt], scorer: Scorer) 
 
 
 def verify(samples: Sequence[Sample], prompts: Sequence[Prompt], pool: JudgePool) -> list[Sample]:
-    """Have the judge mark the reasoning of every correct sample; it accepts from ``judge.accept`` on.
+    """Let the judge score the reasoning of every correct sample. It accepts scores of at least ``judge.accept``.
 
     Raises:
-        JudgeError: the judge is down or gives no marks.
-        DataError: a row lacks what the judge is shown.
+        JudgeError: the judge is down or gives no scores.
+        DataError: a row lacks a field that the judge is shown.
     """
     right = [i for i, sample in enumerate(samples) if sample.correct]
     shown = [(prompts[samples[i].problem].row, samples[i].text, samples[i].answer) for i in right]

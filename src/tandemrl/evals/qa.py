@@ -1,4 +1,4 @@
-"""Questions about documents: predictions as MuSiQue's own script reads them (arXiv:2108.00573), and its scores."""
+"""Predictions in the form that MuSiQue's own evaluation script reads (arXiv:2108.00573), and the scores it gives."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -15,7 +15,7 @@ from tandemrl.rewards.qa.transcripts import completed
 
 
 class Prediction(NamedTuple):
-    """A line of MuSiQue's prediction file. predicted_support_idxs: of the paragraphs that were cited."""
+    """A line of MuSiQue's prediction file. ``predicted_support_idxs`` are the indices of the cited paragraphs."""
 
     id: str
     predicted_answer: str
@@ -24,19 +24,21 @@ class Prediction(NamedTuple):
 
 
 def predictions(samples: Sequence[Sample], rows: Sequence[Row]) -> list[Prediction]:
-    """Of each row, in their order, what its first sample completed; nothing where it did not, or where the row has no
-    sample (its prompt is too long). A question with an answer is predicted to be answerable.
+    """The prediction of each row, in the order of the rows, from the call of ``complete`` in its first sample.
+
+    The prediction is empty if the sample has no such call, or the row has no sample because its prompt is too long. A
+    question with an answer is predicted to be answerable.
 
     Raises:
-        EvalError: a sample is no episode.
-        DataError: the documents of a row are not what they should be.
+        EvalError: a sample is not an episode.
+        DataError: the documents of a row are malformed.
     """
     first = {sample.example_id: sample for sample in samples if sample.sample == 0}
     return [_prediction(row, first.get(row.example_id)) for row in rows]
 
 
 def write_predictions(file: str | Path, found: Sequence[Prediction]) -> None:
-    """One JSON object per line, as MuSiQue's ``evaluate_v1.0.py`` takes it."""
+    """Write one JSON object per line, as MuSiQue's ``evaluate_v1.0.py`` reads it."""
     write_text(Path(file), "".join(json.dumps(each._asdict(), ensure_ascii=False) + "\n" for each in found))
 
 
@@ -45,7 +47,7 @@ def official(found: Sequence[Prediction], rows: Sequence[Row]) -> dict[str, floa
 
     Raises:
         ValueError: see `official_scores`.
-        DataError: the ground truth or the documents of a row are not what they should be.
+        DataError: the ground truth or the documents of a row are malformed.
     """
     return official_scores(
         [
@@ -64,7 +66,7 @@ def official(found: Sequence[Prediction], rows: Sequence[Row]) -> dict[str, floa
 
 
 def by_group(macro: Mapping[str, float]) -> dict[str, dict[str, float]]:
-    """Metrics of a result by group of problems: ``all``, and each ``hops=N`` that there is."""
+    """The metrics of a result for each group of problems: ``all``, and every ``hops=N`` that exists."""
     groups: dict[str, dict[str, float]] = {"all": {}}
     for name, value in macro.items():
         group, _, metric = name.partition("/")
@@ -92,8 +94,10 @@ def _prediction(row: Row, sample: Sample | None) -> Prediction:
 
 
 def _indices(row: Row) -> list[tuple[int, str, bool]]:
-    """(index of the paragraph, id, supporting) of the row's documents: MuSiQue's ids are the indices; of other ids, the
-    place among the documents is."""
+    """(index of the paragraph, id, supporting) for each of the row's documents.
+
+    MuSiQue's ids are the indices of the paragraphs. For other ids, the index is the position among the documents.
+    """
     documents = documents_of(row)
     numbered = all(document.id.isdecimal() for document in documents)
     return [(int(each.id) if numbered else place, each.id, each.supporting) for place, each in enumerate(documents)]

@@ -1,4 +1,4 @@
-"""What the junior, and the senior itself, make of the senior's texts: cross-entropies, the KL between the two, and how
+"""How the junior and the senior itself read the senior's texts: their cross-entropies, the KL between the two, and how
 often the junior would have drawn the senior's token."""
 
 import math
@@ -28,8 +28,11 @@ UNLIKELY = 0.01
 
 
 class Divergence(NamedTuple):
-    """Per token of some texts, nats: surprisal -log senior(token), cross_entropy -log junior(token), and
-    KL(senior || junior) of the distributions that the token comes from, over the whole vocabulary."""
+    """Values per token of some texts, in nats.
+
+    They are: surprisal, which is -log senior(token); cross_entropy, which is -log junior(token); and
+    KL(senior || junior) of the distributions of the token, over the whole vocabulary.
+    """
 
     surprisal: Float[Tensor, " t"]
     cross_entropy: Float[Tensor, " t"]
@@ -37,7 +40,8 @@ class Divergence(NamedTuple):
 
 
 class Legibility(NamedTuple):
-    """Per token of some texts: cross_entropy -log junior(token), nats; accepted, whether the junior draws it, too."""
+    """Values per token of some texts: cross_entropy, which is -log junior(token) in nats, and accepted, whether the
+    junior draws the token, too."""
 
     cross_entropy: Float[Tensor, " t"]
     accepted: Bool[Tensor, " t"]
@@ -54,18 +58,22 @@ def read_legibility(
     tokens_per_micro_batch: int = 8192,
     progress: Callable[[int], None] | None = None,
 ) -> list[Sample]:
-    """The junior's mean cross-entropy on each text, in nats per token, given the chat prefix; and the acceptance: the
-    share of tokens that it draws, too, given the same prefix, from the same random numbers.
+    """Measure how well the junior reads each text, after the same prompt.
 
-    The EOS that ends a text is not part of it. Texts that are empty or, with their prompt, longer than ``context`` (the
-    profile's) or than the junior's own context get None. ``progress(k)`` is called with the number of further texts.
+    The results are the junior's mean cross-entropy in nats per token, and the acceptance, which is the share of tokens
+    that the junior also draws after the same prefix and from the same random numbers. The EOS that ends a text is not
+    part of it. Empty texts, and texts that are longer than the context together with their prompt, get None.
 
     Args:
-        sampling: that the texts were drawn under, by their keys; None = unknown, and no acceptance.
-        vocabulary: token ids that both models can write, of which the junior draws; None = all of its own.
+        sampling: the sampling that the texts were drawn with. None means that it is unknown, so that there is no
+            acceptance.
+        vocabulary: the junior draws among the token ids below this number, which both models can write. None means all
+            of the junior's.
+        context: the context of the profile in tokens; the junior's own context is a limit, too.
+        progress: called with the number of further texts that were read.
 
     Raises:
-        EvalError: ``sampling`` has penalties, or a text has no authors.
+        EvalError: ``sampling`` has penalties, or it is unknown who wrote a text.
     """
     if sampling is not None and sampling.penalised:
         raise EvalError("acceptance under penalties is not known: what they count is not read; give sampling=None")
@@ -93,9 +101,9 @@ def read_drift(
     tokens_per_micro_batch: int = 8192,
     progress: Callable[[int], None] | None = None,
 ) -> list[Sample]:
-    """How far each text, and the senior at each of its tokens, is from the junior; both at temperature 1.
+    """Measure how far each text, and the senior's distribution at each of its tokens, is from the junior.
 
-    Texts are read as in ``read_legibility``, which gives the same ``cross_entropy``.
+    Both models are at temperature 1. Texts are read as in ``read_legibility``, which gives the same ``cross_entropy``.
     """
     read = list(samples)
     texts = readable(samples, prompts, longest(context, senior, junior))
@@ -123,11 +131,14 @@ def legibility(
     sampling: Sampling,
     vocabulary: int | None = None,
 ) -> Legibility:
-    """What the junior makes of the authors' tokens of a batch; 0 at the others. Logits live in chunks only.
+    """The junior's cross-entropy and draws at the authors' tokens of a batch; 0 at other tokens.
+
+    Logits are computed in chunks, so [t, v] is never materialised.
 
     Args:
-        keys: of the draws of those tokens, in order (see ``draws.fold_in``); None: nothing is drawn.
-        sampling, vocabulary: see ``read_legibility``.
+        keys: the keys of the draws of the authors' tokens, in order (see ``draws.fold_in``). None draws nothing.
+        sampling: see ``read_legibility``.
+        vocabulary: see ``read_legibility``.
     """
     index = (batch.author >= 0).nonzero().squeeze(1)
     (prefixes,) = _prefixes([junior], batch, index)
@@ -148,10 +159,10 @@ def legibility(
 def divergence(
     senior: PreTrainedModel, junior: PreTrainedModel, batch: Batch, *, select: Bool[Tensor, " t"]
 ) -> Divergence:
-    """The divergence at the selected tokens, 0.0 at the others and at the first of a sequence; temperature 1.
+    """The divergence at the selected tokens, at temperature 1; 0.0 at other tokens and at the first of a sequence.
 
-    Both models on one device. Logits live in chunks only: [t, v] is never materialised. Where the models have different
-    numbers of logits, all is over the ids that both have.
+    Both models must be on one device. Logits are computed in chunks, so [t, v] is never materialised. If the models
+    have different numbers of logits, the distributions are over the ids that both have.
     """
     index = (select & (batch.positions > 0)).nonzero().squeeze(1)
     device = batch.tokens.device
@@ -170,14 +181,16 @@ def divergence(
 
 
 def longest(context: int | None, *models: PreTrainedModel) -> float:
-    """Tokens that a profile and the models have room for, prompt and text together."""
+    """How many tokens a prompt and its text may have together, by the profile's context and those of the models."""
     own = [getattr(model.config, "max_position_embeddings", None) or math.inf for model in models]
     return min(context or math.inf, *own)
 
 
 def readable(samples: Sequence[Sample], prompts: Sequence[Prompt], longest: float) -> dict[int, Rollout]:
-    """The texts to be read, behind their prompts and without the EOS that ends them, by the sample's position. What the
-    world says between turns is context, like the prompt."""
+    """The texts to read, by the position of their sample: each after its prompt, without the EOS that ends it.
+
+    What the environment says between turns is context, like the prompt.
+    """
     texts = {}
     for i, sample in enumerate(samples):
         prompt = prompts[sample.problem].tokens
@@ -206,7 +219,7 @@ def readable(samples: Sequence[Sample], prompts: Sequence[Prompt], longest: floa
 def _batches(
     texts: dict[int, Rollout], tokens_per_micro_batch: int, model: PreTrainedModel
 ) -> Iterator[tuple[list[int], Batch]]:
-    """Micro-batches of texts with the keys they have in ``texts``."""
+    """Yield micro-batches of texts, each with the keys that its texts have in ``texts``."""
     keys = list(texts)
     lengths = [len(texts[key].tokens) for key in keys]
     device = next(model.parameters()).device
@@ -230,7 +243,7 @@ def _mean(values: np.ndarray) -> float:
 def _prefixes(
     models: Sequence[PreTrainedModel], batch: Batch, index: Int64[Tensor, " i"]
 ) -> list[Float[Tensor, "i h"]]:
-    """Of each model, the hidden states that predict the tokens ``index``."""
+    """For each model, the hidden states that predict the tokens at the indices ``index``."""
     device = batch.tokens.device
     spans, *indices = share_contexts(batch)
     kept, where = (torch.from_numpy(each).to(device) for each in indices)
@@ -247,14 +260,17 @@ def _logits(hidden: Float[Tensor, "c h"], head: nn.Linear, vocabulary: int) -> F
 
 
 def _token_keys(texts: Sequence[Rollout]) -> Int64[Tensor, " i"]:
-    """Of the draws of all own tokens, text by text. Counters go on over turns, and the world's tokens have none."""
+    """The keys of the draws of all own tokens, text by text.
+
+    Counters continue from turn to turn, and tokens of the environment have none.
+    """
     own = [int((text.author >= 0).sum()) for text in texts]
     streams = stream(torch.tensor([text.key for text in texts], dtype=torch.int64), SAMPLING)
     return fold_in(streams.repeat_interleave(torch.tensor(own)), torch.cat([torch.arange(count) for count in own]))
 
 
 def _drawn(logits: Float[Tensor, "c v"], keys: Int64[Tensor, " c"], sampling: Sampling) -> Int64[Tensor, " c"]:
-    """What an engine draws from these logits under these keys."""
+    """The tokens that an engine would draw from these logits with these keys."""
     if sampling.temperature == 0:
         return logits.argmax(-1)
     logits = logits / sampling.temperature

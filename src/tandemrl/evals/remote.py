@@ -1,7 +1,7 @@
-"""A model behind an OpenAI-compatible endpoint in the same environment: turns over HTTP in place of an engine's.
+"""Lets a model behind an OpenAI-compatible endpoint act in the same environment, by HTTP instead of an engine.
 
-What it is asked and what it answers are messages, so nobody knows its tokens, nor who wrote them: its samples have no
-authors. Budgets of tokens are kept by what the endpoint counts; those of the world by characters.
+Requests and replies are messages, so the model's tokens and their authors are unknown, and its samples have no authors.
+The limit on its tokens is applied to the endpoint's own counts, that on the environment's tokens to characters.
 """
 
 import json
@@ -28,16 +28,19 @@ from tandemrl.rollout.envs.rendering import CUT, Rendered
 from tandemrl.selection.draws import request_key
 
 CHARS_PER_TOKEN = 4
-"""About that; there is no tokenizer."""
+"""A rough estimate, since there is no tokenizer."""
 CONCURRENCY = 16
-"""Episodes at once."""
+"""How many episodes run at once."""
 POLL_S = 0.02
 
 
 @dataclass(frozen=True)
 class Endpoint:
-    """Where a model is. model: the name it goes by there, None = the first one listed. api_key_env: the environment
-    variable with the key, None = no key is sent. The rest is how patient to be: see `http.Service`."""
+    """The endpoint of a model.
+
+    model: its name there; None means the first one that the endpoint lists. api_key_env: the environment variable with
+    the key; None sends no key. The other fields are time-outs and retries, see `http.Service`.
+    """
 
     url: str
     model: str | None = None
@@ -47,7 +50,7 @@ class Endpoint:
     backoff_s: float = 1.0
 
     def client(self) -> Client:
-        """Asks it.
+        """The HTTP client for this endpoint.
 
         Raises:
             EvalError: ``api_key_env`` is not set.
@@ -69,13 +72,14 @@ def play(
     seed: int,
     progress: Callable[[int], None] | None = None,
 ) -> list[Sample]:
-    """``samples`` episodes of every row, in the order of the rows. ``progress(k)`` is called after k new tokens.
+    """Run ``samples`` episodes of every row, in the order of the rows.
 
     Args:
-        caller: where the environment answers; it is closed.
+        caller: runs the environment; it is closed at the end.
+        progress: called with the number of new tokens.
 
     Raises:
-        EvalError: the endpoint fails, or says nothing that can be used; a row has no messages but a rendered prompt.
+        EvalError: the endpoint fails or gives no usable reply, or a row has a rendered prompt instead of messages.
         EngineError: the environment is broken.
     """
     world = _World(environment, config.rollout, caller)
@@ -139,7 +143,7 @@ def _body(episode: "_Episode", model: str, world: "_World", profile: Profile) ->
 
 
 def _said(response: Response) -> _Said:
-    """What a chat completion says; a `http.Read`."""
+    """The content of a chat completion. This is a `http.Read`."""
     message, whole = chat_message(response), response.json()
     content, calls = message.get("content"), message.get("tool_calls")
     usage = whole.get("usage")
@@ -156,9 +160,12 @@ def _said(response: Response) -> _Said:
 
 @dataclass
 class _Episode:
-    """conversation: as the endpoint is told it; ``opening`` of its messages were there first. said: by the model, one
-    each turn. calls: ids of the last turn's calls, in the order in which they are answered. heard: how many messages
-    of the transcript the model has been told."""
+    """One episode.
+
+    conversation: the messages as they are sent to the endpoint, of which the first ``opening`` are the prompt. said:
+    the model's replies, one for each turn. calls: the ids of the last turn's calls, in the order in which they are
+    answered. heard: how many messages of the transcript were sent to the model.
+    """
 
     number: int
     row: Row
@@ -172,7 +179,7 @@ class _Episode:
 
 
 def _hear(episode: _Episode, said: _Said, world: "_World", table: Episodes) -> None:
-    """Hand a turn to the environment."""
+    """Pass a turn of the model to the environment."""
     episode.said.append(said)
     content, written = sound(said.message.get("content") or ""), said.message.get("tool_calls")
     unread: Sequence[str] = ()
@@ -200,7 +207,7 @@ def _hear(episode: _Episode, said: _Said, world: "_World", table: Episodes) -> N
 
 
 def _answer(episode: _Episode, messages: Sequence[Message]) -> None:
-    """Tell the model what the world said, each call's answer by its id."""
+    """Append the environment's answers to the conversation, that of each call under the call's id."""
     new = [message for message in messages[episode.heard :] if message["role"] != "assistant"]
     episode.heard = len(messages)
     answers = [str(message["content"]) for message in new if message["role"] == "tool"]
@@ -213,7 +220,7 @@ def _answer(episode: _Episode, messages: Sequence[Message]) -> None:
 
 
 def _stop(episode: _Episode, reason: str | None, goes_on: bool, world: "_World", profile: Profile) -> str | None:
-    """Why an episode is over; None: it goes on."""
+    """Why an episode is over, or None if it is not."""
     if reason is not None:
         return reason
     later = episode.conversation[episode.opening :]
@@ -226,7 +233,7 @@ def _stop(episode: _Episode, reason: str | None, goes_on: bool, world: "_World",
 
 
 def _call(call: Any, name: str) -> dict[str, Any]:
-    """A call that an endpoint takes back, whatever it was."""
+    """A call in a form that the endpoint accepts in the conversation, whatever the model wrote."""
     call = call if isinstance(call, Mapping) else {}
     function = call.get("function") if isinstance(call.get("function"), Mapping) else {}
     arguments = function.get("arguments")
@@ -240,7 +247,7 @@ def _call(call: Any, name: str) -> dict[str, Any]:
 
 
 def _parsed(call: Mapping[str, Any]) -> dict[str, Any]:
-    """With arguments in place of their JSON text, which stays where it is none."""
+    """A call whose arguments are parsed from their JSON text. A text that is not JSON stays."""
     function = dict(call["function"])
     with suppress(ValueError, RecursionError):
         function["arguments"] = json.loads(function["arguments"] or "{}")
@@ -279,7 +286,7 @@ def _text(call: Mapping[str, Any]) -> str:
 
 
 class _World(Playground):
-    """A playground without a tokenizer: what was written in a turn is a message already."""
+    """A playground without a tokenizer, in which the turns are messages from the beginning."""
 
     def __init__(self, environment: Environment, rollout: RolloutConfig, caller: Caller) -> None:
         self.environment, self.name = environment, type(environment).__name__
@@ -297,7 +304,7 @@ class _World(Playground):
 
 
 class _Cutting:
-    """Contents are cut, and stay text."""
+    """Takes the place of a `Rendering`: it cuts contents that are too long, and leaves them as text."""
 
     end_of_turn = -1
 
@@ -305,7 +312,7 @@ class _Cutting:
         self._most = rollout.result_tokens * CHARS_PER_TOKEN
 
     def context(self, messages: Sequence[Message], *, ended: bool) -> Rendered:
-        """Not empty: the episode goes on."""
+        """The messages, cut where they are too long. The token ids are dummies that say that the episode goes on."""
         long = [len(message["content"]) > self._most for message in messages]
         shown = [
             {**message, "content": message["content"][: self._most] + CUT} if cut else message

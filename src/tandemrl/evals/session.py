@@ -1,4 +1,4 @@
-"""What the phases of an evaluation share: its configuration, and models, data, engine and judge, each loaded once."""
+"""What the phases of an evaluation share: the configuration, and models, data, engine and judge, each loaded once."""
 
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import asdict
@@ -34,7 +34,7 @@ _NO_PART_OF_A_MARK = ("url", "api_key_env", "backoff_s", "timeout_s", "concurren
 
 
 class Session:
-    """Models, data, engine and judge of an evaluation: each is loaded when a phase first asks for it, and once."""
+    """The models, data, engine and judge of an evaluation. Each is loaded once, when a phase first needs it."""
 
     def __init__(
         self,
@@ -46,7 +46,7 @@ class Session:
         stated: Collection[str] | None = None,
         environment: Environment | None = None,
     ) -> None:
-        """The arguments are those of ``evaluate``. The junior counts only where one of the phases needs it."""
+        """The arguments are those of ``evaluate``. The junior is used only if one of the phases needs it."""
         self.config, self.model, self.limit = config, model, limit
         self._stated, self._environment = stated, environment
         self.has_episodes = config.has_episodes or environment is not None
@@ -69,7 +69,7 @@ class Session:
 
     @cached_property
     def solo_identity(self) -> dict[str, Any]:
-        """All that the texts which the senior writes alone depend on, as result files name it."""
+        """Everything that the texts of the senior alone depend on, under the names of the result files."""
         config = self.config
         return plain(
             {
@@ -94,7 +94,7 @@ class Session:
         )
 
     def identity(self, phase: Phase) -> dict[str, Any]:
-        """All that the result of a phase depends on; another one is another result."""
+        """Everything that the result of a phase depends on. A result with another identity is another result."""
         config, identity = self.config, dict(self.solo_identity)
         if phase in NEED_JUNIOR:
             assert self.junior is not None  # refused in evaluate
@@ -114,7 +114,7 @@ class Session:
         return plain(identity)
 
     def _world(self) -> dict[str, Any]:
-        """What an episode depends on beside its authors."""
+        """Everything that an episode depends on beside its authors."""
         rollout = self.config.rollout
         names = ("environment", "tools", "max_turns", "turn_tokens", "world_tokens", "result_tokens", "tool_timeout_s")
         world: dict[str, Any] = {name: getattr(rollout, name) for name in names}
@@ -147,7 +147,7 @@ class Session:
 
     @cached_property
     def prompts(self) -> tuple[list[Prompt], int]:
-        """The prompts, and how many rows were dropped as too long."""
+        """The prompts, and how many rows were dropped because they are too long."""
         data, world = self.config.data, self.playground
         return encode_prompts(
             self.rows[: self.limit],
@@ -160,12 +160,12 @@ class Session:
 
     @cached_property
     def environment(self) -> Environment | None:
-        """What the authors act in."""
+        """The environment that the authors act in, or None."""
         return self._environment or make_environment(self.config)
 
     @cached_property
     def playground(self) -> Playground | None:
-        """Where authors take turns with an environment; None: there is nothing but a prompt and one response."""
+        """Where the authors take turns with an environment. None if a prompt gets one response."""
         if not self.has_episodes:
             return None
         ends = stored_eos_token_ids(self.model, self.tokenizer)
@@ -187,10 +187,10 @@ class Session:
         )
 
     def check_rewards(self, used: Iterable[Row] | None = None) -> None:
-        """Refuse rows that cannot be scored and rewards of no use, before anything is written for them.
+        """Refuse rows that cannot be scored and rewards that are not used, before any completion is written.
 
         Args:
-            used: rows that will be scored; None = those of the prompts.
+            used: the rows that will be scored. None means those of the prompts.
 
         Raises:
             ConfigError, DataError, GraderError: see ``Scorer.check``.
@@ -208,12 +208,15 @@ class Session:
 
     @property
     def vocabulary(self) -> int:
-        """Token ids that both models can write."""
+        """How many token ids both models can write: those below this number."""
         paths = [path for path in (self.model, self.junior) if path is not None]
         return min(AutoConfig.from_pretrained(path).get_text_config().vocab_size for path in paths)
 
     def engine(self, phase: Phase) -> Engine:
-        """An engine for what the phase writes. vLLM: one for all phases, with the junior if any of them needs it."""
+        """The engine that writes the texts of a phase.
+
+        The vLLM engine is the same for all phases, and has the junior if any of them needs it.
+        """
         config, rollout = self.config.model, self.config.rollout
         shared = rollout.engine == "vllm"
         if self._engine is None or not shared:
@@ -232,7 +235,7 @@ class Session:
         return self._engine
 
     def close(self) -> None:
-        """End what runs in other processes."""
+        """End the processes that the session has started."""
         self.close_engine()
         if "playground" in vars(self) and self.playground is not None:
             self.playground.close()

@@ -1,8 +1,8 @@
 """Estimators of the evaluation: pass@k, maj@k, bootstrap intervals over problems, and intervals over training seeds.
 
-Problems are the unit of resampling, never samples: the samples of one problem are not independent of each other. A
-bootstrap interval is conditional on the checkpoint; what another training seed would give is what ``seed_interval`` is
-about.
+Problems are the unit of resampling, never samples, since the samples of one problem are not independent of each other.
+A bootstrap interval is conditional on the checkpoint. For what another training seed would give, use
+``seed_interval``.
 """
 
 from collections.abc import Sequence
@@ -27,12 +27,12 @@ class Interval(NamedTuple):
 
 @cache
 def pass_at_k(correct: int, samples: int, k: int) -> float:
-    """Probability that at least one of ``k`` samples is correct, estimated without bias from ``samples`` of them.
+    """The probability that at least one of ``k`` samples is correct, estimated without bias from ``samples`` of them.
 
     ``1 - C(samples - correct, k) / C(samples, k)``, in exact integers; arXiv 2107.03374, equation 1.
 
     Raises:
-        ValueError: ``k`` or ``correct`` is not in range.
+        ValueError: ``k`` or ``correct`` is out of range.
 
     Example:
         >>> pass_at_k(correct=1, samples=4, k=2)
@@ -46,14 +46,14 @@ def pass_at_k(correct: int, samples: int, k: int) -> float:
 
 
 def maj_at_k(answers: Sequence[str | None], correct: Sequence[bool], k: int) -> float:
-    """Probability that the majority answer of ``k`` samples, drawn without replacement, is correct. Exact.
+    """The exact probability that the majority answer of ``k`` samples, drawn without replacement, is correct.
 
-    Samples without an answer (None) are drawn but do not vote; no vote at all counts as wrong. Tied answers win with
-    equal probability, which is what "first seen" means on average over the order of the samples. An answer that was
-    graded both ways counts with the fraction of its samples that were correct.
+    Samples without an answer (None) are drawn but do not vote; without any vote, the result counts as wrong. Tied
+    answers win with equal probability, which equals "first seen" on average over the order of the samples. An answer
+    that was graded both ways counts with the fraction of its samples that were correct.
 
     Raises:
-        ValueError: lengths differ, or ``k`` is not in range.
+        ValueError: the lengths differ, or ``k`` is out of range.
 
     Example:
         >>> maj_at_k(["7", "7", "5"], [True, True, False], k=3)
@@ -74,7 +74,11 @@ def maj_at_k(answers: Sequence[str | None], correct: Sequence[bool], k: int) -> 
 
 @cache  # problems differ in their answers, but hardly in how often each was given
 def _majority(answers: tuple[tuple[int, int], ...], silent: int, k: int) -> float:
-    """``maj_at_k`` from (samples, correct ones) of each answer and the number of samples without one."""
+    """``maj_at_k`` from the number of samples and of correct samples for each answer.
+
+    Args:
+        silent: the number of samples without an answer.
+    """
     wins = Fraction(0)
     for i, (own, right) in enumerate(answers):
         if right == 0:
@@ -96,12 +100,18 @@ def _majority(answers: tuple[tuple[int, int], ...], silent: int, k: int) -> floa
 
 
 def macro_interval(by_set: Sequence[np.ndarray], *, resamples: int, seed: int, level: float = 0.95) -> Interval:
-    """Unweighted mean of the set means with its percentile bootstrap interval; one value per problem.
+    """The unweighted mean of the set means, with its percentile bootstrap interval.
 
-    Problems are resampled within their own set. One set: the mean over its problems.
+    Problems are resampled within their own set.
+
+    Args:
+        by_set: the values of each set, one per problem.
+        resamples: number of resamples.
+        seed: seed of the resamples.
+        level: confidence level of the interval.
 
     Raises:
-        ValueError: an empty set, a value that is not finite, or ``resamples``/``level`` out of range.
+        ValueError: a set is empty, a value is not finite, or ``resamples`` or ``level`` is out of range.
     """
     sets = [np.asarray(values, dtype=np.float64) for values in by_set]
     if not sets or any(values.ndim != 1 or values.size == 0 for values in sets):
@@ -124,11 +134,12 @@ def macro_interval(by_set: Sequence[np.ndarray], *, resamples: int, seed: int, l
 def paired_bootstrap(
     a: Sequence[np.ndarray], b: Sequence[np.ndarray], *, resamples: int, seed: int, level: float = 0.95
 ) -> Interval:
-    """``macro_interval`` of ``a - b``: entry i of a set is the same problem on both sides, and the two are resampled
-    together.
+    """The ``macro_interval`` of ``a - b``.
+
+    Entry i of a set is the same problem on both sides, and the two are resampled together.
 
     Raises:
-        ValueError: the two have different sets or shapes, or as for ``macro_interval``.
+        ValueError: ``a`` and ``b`` differ in their sets or shapes, or an error of ``macro_interval``.
     """
     shapes = [[np.shape(values) for values in side] for side in (a, b)]
     if shapes[0] != shapes[1]:
@@ -138,12 +149,16 @@ def paired_bootstrap(
 
 
 def seed_interval(values: Sequence[float], *, level: float = 0.95) -> Interval:
-    """Mean over training seeds with its Student t interval; one value (a mean, or a difference of two) per seed.
+    """The mean over training seeds with its Student t interval.
 
-    The bootstrap is of no use here: resamples of a handful of values are too alike, and its intervals too narrow.
+    The bootstrap does not work here: resamples of a handful of values are too similar, so its intervals are too narrow.
+
+    Args:
+        values: one value per seed, such as a mean or a difference of two means.
+        level: confidence level of the interval.
 
     Raises:
-        ValueError: fewer than two values, one that is not finite, or ``level`` out of range.
+        ValueError: there are fewer than two values, a value is not finite, or ``level`` is out of range.
 
     Example:
         >>> interval = seed_interval([0.1, 0.2, 0.3])
@@ -161,10 +176,10 @@ def seed_interval(values: Sequence[float], *, level: float = 0.95) -> Interval:
 
 
 def pearson(x: Sequence[float], y: Sequence[float]) -> float | None:
-    """Pearson's correlation of pairs; None of fewer than three, or where one side does not vary.
+    """Pearson's correlation of pairs, or None if there are fewer than three or one side does not vary.
 
     Raises:
-        ValueError: as many values on both sides are needed.
+        ValueError: the two sides differ in the number of values.
 
     Example:
         >>> pearson([1.0, 2.0, 3.0], [5.0, 3.0, 1.0])
@@ -180,8 +195,8 @@ def pearson(x: Sequence[float], y: Sequence[float]) -> float | None:
 def at_least(interval: Interval, bar: float) -> bool | None:
     """Whether an interval supports "at least ``bar``": True if all of it is, False if none of it is, else None.
 
-    With ``interval`` of a - b and ``bar`` = -margin this is the test of non-inferiority: a may be worse than b by the
-    margin at most, and better by any amount. At the level .95 of the (two-sided) interval, "True" is wrong in 2.5 %.
+    With an interval of a - b and ``bar`` = -margin this is the test of non-inferiority: a may be worse than b by at
+    most the margin, and better by any amount. For a two-sided interval of level .95, "True" is wrong in 2.5 % of cases.
 
     Example:
         >>> [at_least(Interval(0.04, low, high), -0.05) for low, high in ((0.02, 0.06), (-0.1, 0.18))]

@@ -1,4 +1,4 @@
-"""Whole phases: from model folders to result files. A finished phase is never run again; a killed run goes on."""
+"""Runs whole phases, from model folders to result files. A finished phase is never run again."""
 
 import warnings
 from collections.abc import Callable, Collection, Sequence
@@ -34,12 +34,13 @@ from tandemrl.rollout.envs.worker import answering
 from tandemrl.types import Metrics
 
 READ: tuple[Phase, ...] = ("legibility", "drift", "verified")
-"""Phases about the texts of ``pass-at-k``: they take its samples if they are there, and write the same ones if not."""
+"""The phases that evaluate the texts of ``pass-at-k``. They use its samples if they exist, and else write the same."""
 
 UNSCORED: tuple[Phase, ...] = ("legibility", "drift")
 
 Progress = Callable[[str, int, int], None]
-"""Told ``(what, done, total)``, e.g. ``("tandem: tokens", 512, 4096)``; the total of tokens is an upper bound."""
+"""A function that is called with ``(what, done, total)``, such as ``("tandem: tokens", 512, 4096)``. The total of
+tokens is an upper bound."""
 
 
 def evaluate(
@@ -55,24 +56,29 @@ def evaluate(
 ) -> dict[Phase, dict[str, Any]]:
     """Evaluate a model, alone and with ``config.model.junior``, on the rows of ``config.data.eval``.
 
-    Each phase writes ``PHASE.json`` and ``PHASE.samples.jsonl``; the content of the former is returned, by phase. A
-    phase whose result is there, of the same configuration, weights and data, is not run again. So a killed evaluation
-    goes on when it is given again, and ends with the files of an uninterrupted one. Models and data are loaded once,
-    and only when a phase needs them.
+    Each phase writes ``PHASE.json`` and ``PHASE.samples.jsonl``. A phase whose result exists for the same
+    configuration, weights and data is not run again. So a killed evaluation continues when it is started again, and
+    ends with the files of an uninterrupted one. Models and data are loaded once, and only when a phase needs them.
 
     Args:
-        config: all counts but ``model.senior`` and what is about training alone; e.g. the ``config.yaml`` of a run.
-        model: HF folder or hub id of the senior.
-        out: a folder; for a single phase, also the result file itself, if it ends in ``.json``.
-        phases: None = all that can be run with this junior and this judge (see ``left_out``).
-        limit: rows of ``data.eval`` (all sources, in order) that are used.
-        environment: what the authors act in, in place of ``rollout.environment``.
-        stated: dotted keys of ``reward.*`` that have to be of use for this data; None = all (see ``check_rewards``).
+        config: a configuration such as the ``config.yaml`` of a run. ``model.senior`` and keys about training alone
+            are not used.
+        model: Hugging Face folder or hub id of the senior.
+        out: a folder. For a single phase it may also be the result file itself, ending in ``.json``.
+        phases: the phases to run. None means all that can be run with this junior and this judge (see ``left_out``).
+        limit: how many rows of ``data.eval`` are used (of all sources, in order). None means all.
+        stated: dotted keys of ``reward.*`` that must be used for this data. None means all (see ``check_rewards``).
+        environment: what the authors act in, instead of ``rollout.environment``.
+        progress: called as the phases advance.
+
+    Returns:
+        the content of each ``PHASE.json``, by phase.
 
     Raises:
-        ConfigError: a pattern of ``reward.scorers`` or a name in ``reward.weights`` is of no use.
-        EvalError: unknown phase, no junior, no judge, or a result file of another configuration; names the fix.
-        JudgeError: the judge is down or gives no marks.
+        ConfigError: a pattern of ``reward.scorers`` or a name in ``reward.weights`` is not used.
+        EvalError: a phase is unknown or needs a junior or a judge that is missing, or a result file is of another
+            configuration; the message names the fix.
+        JudgeError: the judge is down or gives no scores.
         ModelError, DataError, EngineError: a model, a data source or a request cannot be used.
 
     Example::
@@ -123,14 +129,15 @@ def evaluate_remote(
     environment: Environment | None = None,
     progress: Progress | None = None,
 ) -> dict[str, Any]:
-    """Evaluate a model behind an endpoint in the environment of a config, alone: the phase ``pass-at-k``, as `evaluate`
-    does it. Nobody knows the authors of its tokens; the result says so (``engine: endpoint``, ``authors: unknown``).
+    """Evaluate a model behind an endpoint alone in the environment of a config: the phase ``pass-at-k`` of `evaluate`.
+
+    The authors of its tokens are unknown, and the result says so (``engine: endpoint``, ``authors: unknown``).
 
     Args:
-        config: what is about models, engines and training does not count.
+        config: as for `evaluate`. Keys about models, engines and training are not used.
 
     Raises:
-        EvalError: the endpoint cannot be used, there is no environment, or a result file of another configuration.
+        EvalError: the endpoint cannot be used, there is no environment, or a result file is of another configuration.
         ConfigError, DataError, EngineError: as for `evaluate`.
     """
     phase, out, settings = PHASES[0], Path(out), config.eval
@@ -171,7 +178,7 @@ def evaluate_remote(
 
 
 def left_out(config: Config) -> dict[Phase, str]:
-    """The phases that cannot be run with the junior and the judge of a config, and what each of them needs."""
+    """The phases that cannot be run with the junior and the judge of a config, and what each of them would need."""
     reasons: dict[Phase, str] = {}
     judge = config.judge
     if config.model.junior is None:
@@ -256,14 +263,14 @@ def _generate(phase: Phase, session: Session, progress: Progress) -> list[Sample
 
 
 class _Stored(NamedTuple):
-    """A file of samples, and the kind of draw that they come from (``sampling.DRAW``), where it says so."""
+    """A file of samples, and the version of the sampling method (``sampling.DRAW``) if it is known."""
 
     samples: Path
     draw: int | None
 
 
 def _stored(file: Path, solo_identity: dict[str, Any]) -> _Stored | None:
-    """What the pass-at-k phase wrote, if it was run with this configuration, with or without a judge."""
+    """The samples of the pass-at-k phase, if it was run with this configuration, with or without a judge."""
     if not file.exists():
         return None
     stored = read_result(file)
@@ -275,7 +282,7 @@ def _stored(file: Path, solo_identity: dict[str, Any]) -> _Stored | None:
 
 
 def _meter(progress: Progress, what: str, total: int) -> Callable[[int], None]:
-    """A callback that adds up the steps it is called with."""
+    """A callback that adds up the amounts it is called with, and reports the sum to ``progress``."""
     done = 0
 
     def advance(further: int) -> None:

@@ -1,5 +1,8 @@
-"""How good a verifier is: does it accept right answers that are hard to verify, and refuse wrong ones? The protocol is
-that of TinyV (arXiv 2505.14625) on HardVerify-Math: every problem is asked about twice."""
+"""Measures how well a verifier accepts right answers that are hard to verify, and refuses wrong ones.
+
+The protocol is that of TinyV (arXiv 2505.14625) on HardVerify-Math, which asks about two answers to every problem: a
+right one and a wrong one.
+"""
 
 import json
 from collections.abc import Collection, Sequence
@@ -19,13 +22,14 @@ from tandemrl.rewards.scoring import Scorer
 
 ALL = "all"
 LOST = {"unscored", "timeout", "failure"}
-"""Parts of a score that is no verdict."""
+"""Parts of a score that mean that there is no verdict."""
 DEFAULTS = ("judge.prompt=tinyv",)
-"""What the protocol asks for where no config says otherwise."""
+"""The overrides that the protocol uses unless a config sets these keys."""
 
 
 class Verdicts(NamedTuple):
-    """Counts of problems. A verdict that is lost (no score in any reply, a time-out, a crash) is neither way right."""
+    """Counts of answers by verdict. A lost verdict (no score in any reply, a time-out, a crash) counts as neither
+    accepted nor refused."""
 
     problems: int
     accepted: int
@@ -48,14 +52,16 @@ def bench_verifier(
     out: Path | None = None,
     stated: Collection[str] | None = None,
 ) -> dict[str, Verdicts]:
-    """The verdicts of the config's scorer for the data source ``HardVerify-Math``, by the problems' source and of all.
+    """The verdicts of the config's scorer for the data source ``HardVerify-Math``, by source of the problems and in
+    total.
 
     That scorer is the judge, unless ``reward.scorers`` names another. The judge is shown the answers as they are,
-    without rules before it, and accepts from ``judge.accept`` on. Any other reads each answer in a box, as graders
-    expect it, and accepts it where the score's ``acc`` is 1.
+    without a check by rules before, and accepts scores of at least ``judge.accept``. Any other scorer is shown each
+    answer in a box, as graders expect it, and accepts it if the score's ``acc`` is 1.
 
     Args:
-        source: see ``load_pairs``. limit: use so many first rows.
+        source: see ``load_pairs``.
+        limit: how many rows to use, from the first on. None means all.
         out: a JSON file to write, with the counts and every verdict.
         stated: see ``routing.check_rewards``.
 
@@ -88,7 +94,7 @@ def bench_verifier(
 
 
 def _of_judge(answers: Sequence[tuple[Row, str]], config: Config) -> list[bool | None]:
-    """None: there is no verdict."""
+    """Whether the judge accepts each answer, or None without a verdict."""
     judge = make_judge(config)
     if judge is None:
         raise GraderError(
@@ -100,7 +106,7 @@ def _of_judge(answers: Sequence[tuple[Row, str]], config: Config) -> list[bool |
 
 
 def _of_scorer(answers: Sequence[tuple[Row, str]], config: Config, stated: Collection[str] | None) -> list[bool | None]:
-    """None: there is no verdict."""
+    """Whether the scorer accepts each answer, or None without a verdict."""
     with Scorer(config.reward, code=code_scorer(config)) as scorer:
         scorer.check([row for row, _ in answers], stated=stated)
         scores = scorer.score([(row, f"\\boxed{{{answer}}}") for row, answer in answers])

@@ -1,4 +1,4 @@
-"""What a tiny agent can do alone, before reinforcement learning."""
+"""Measures what a tiny agent can do alone, before reinforcement learning."""
 
 import copy
 from collections.abc import Sequence
@@ -20,7 +20,7 @@ from tandemrl.selection import solo
 def solo_episodes(
     model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast, rows: Sequence[Row], seed: int
 ) -> list[Sample]:
-    """One graded episode per row at temperature 1, as the packaged config ``hops_grpo`` plays them."""
+    """Run and grade one episode per row at temperature 1, with the settings of the packaged config ``hops_grpo``."""
     config = load("hops_grpo")
     environment = make_environment(config)
     assert environment is not None

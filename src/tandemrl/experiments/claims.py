@@ -1,4 +1,4 @@
-"""What an experiment is to show, with its bars, written before it is run; and the verdicts on what it showed."""
+"""The claims of an experiment with their bars, written before it is run, and the verdicts on its results."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -18,13 +18,14 @@ Contrast = Mapping[str, Any]
 """``pair``, ``A``, ``B`` and their difference in a metric of a phase, as ``results.json`` has it."""
 
 SOLO_MARGIN = 0.05
-"""Loss of solo pass@1 against GRPO up to which tandem GRPO counts as not inferior. The interval must exclude more."""
+"""The loss of solo pass@1 against GRPO up to which tandem GRPO counts as not inferior. The interval must exclude a
+greater loss."""
 SOLO_MEAN_MARGIN = 0.02
-"""Loss of solo pass@1 that the mean over seeds may show."""
+"""The loss of solo pass@1 that the mean over seeds may show at most."""
 
 
 def claims_of(pair: str, rows: Sequence[ResultRow], contrasts: Sequence[Contrast]) -> list[Claim]:
-    """The claims about a pair, of the arms that are there; of some pairs nothing is claimed beforehand."""
+    """The claims about a pair, for the arms that exist. For some pairs nothing is claimed beforehand."""
     of = {"jargon": paper_claims, "hops": hops_claims, "hops_jargon": hops_jargon_claims}.get(pair)
     return [] if of is None else of(pair, rows, contrasts)
 
@@ -66,9 +67,9 @@ def paper_claims(pair: str, rows: Sequence[ResultRow], contrasts: Sequence[Contr
 
 
 def hops_claims(pair: str, rows: Sequence[ResultRow], contrasts: Sequence[Contrast]) -> list[Claim]:
-    """Agents that write alike can be trained, alone and in tandem: what each arm gains over the model before training.
+    """The claims that agents which write alike can be trained, alone and in tandem.
 
-    None of arms that are missing.
+    Each is about the gain of an arm over the model before training. There is none for a missing arm.
     """
     found = _Found.of(pair, rows)
     titles = {"grpo": "GRPO", "turns": "tandem by turns", "words": "tandem by words"}
@@ -134,7 +135,7 @@ def hops_jargon_claims(pair: str, rows: Sequence[ResultRow], contrasts: Sequence
 
 @dataclass(frozen=True)
 class _Found:
-    """Rows of one pair, by arm and seed."""
+    """The rows of one pair, by arm and seed."""
 
     arms: Mapping[str, Mapping[int, ResultRow]]
 
@@ -164,16 +165,18 @@ class _Found:
 
 
 def _solo_difference(pair: str, contrasts: Sequence[Contrast], arm: str) -> Interval | None:
-    """In solo pass@1, between an arm and GRPO: over seeds where there are several, over problems where there is one."""
+    """The difference in solo pass@1 between an arm and GRPO, over seeds, or over problems if there is one seed."""
     solo_skill = {"pair": pair, "A": arm, "B": "grpo", "phase": "pass-at-k", "metric": "pass@1"}
     differences = [contrast["difference"] for contrast in contrasts if solo_skill.items() <= contrast.items()]
     return Interval(**differences[0]) if differences else None
 
 
 def _not_inferior(found: _Found, difference: Interval, arm: str) -> list[Claim]:
-    """Equal solo skill is non-inferiority, since being better is no fault: the lower end of the 95 % interval of the
-    arm - GRPO must be above ``-SOLO_MARGIN``. It holds if it is, fails if the whole interval is below, and is undecided
-    between. A claim of the mean over seeds is not asked of one seed."""
+    """The claims that an arm's solo skill is not inferior to GRPO's; being better is no fault.
+
+    The claim holds if the lower end of the 95 % interval of arm - GRPO is above ``-SOLO_MARGIN``. It fails if the whole
+    interval is below, and is undecided otherwise. With one seed, the claim about the mean over seeds is not asked.
+    """
     support = at_least(difference, -SOLO_MARGIN)
     several = len(found.seeds) > 1
     mean_holds: Verdict = "holds" if difference.mean >= -SOLO_MEAN_MARGIN else "fails"

@@ -23,14 +23,17 @@ from tandemrl.rollout.envs.multihop import MultihopEnvironment
 from tandemrl.rollout.envs.rendering import Rendering
 
 WORLD_WEIGHT = 0.1
-"""Of a token that the world said, in the loss: reading on is learnt more quickly by a model that can guess it."""
+"""The loss weight of a token that the environment said. A model that can guess such tokens learns faster to read on."""
 JARGON_RATE = 0.6
-"""Of the episodes that a jargon senior goes on with; the others are plain."""
+"""The share of jargon among the episodes that the jargon senior is trained further on; the others are plain."""
 
 
 class Slips(NamedTuple):
-    """Probabilities. wrong_query: that a query asks for a random relation; asked_again: that it is put right when it
-    found something else; early_stop: before each further hop; citation: that one is left out, or swapped."""
+    """The probabilities of mistakes.
+
+    wrong_query: a query asks for a random relation. asked_again: such a query is corrected if it found something else.
+    early_stop: the author stops, at each further hop. citation: a citation is left out or swapped.
+    """
 
     wrong_query: float = 0.35
     asked_again: float = 0.4
@@ -44,14 +47,14 @@ JARGON_SLIPS = Slips(wrong_query=0.07, early_stop=0.04, citation=0.03)
 
 
 class Step(NamedTuple):
-    """A turn, and what the tool gave; None after the last one."""
+    """A turn, and the result of its tool, which is None after the last turn."""
 
     turn: str
     result: str | None
 
 
 class Lesson(NamedTuple):
-    """An episode in the world of a row as token ids. weights: of each in the loss, 0 in the prompt, 1 in turns."""
+    """An episode in the world of a row, as token ids with their loss ``weights``: 0 in the prompt, 1 in turns."""
 
     row: Row
     tokens: list[int]
@@ -61,11 +64,11 @@ class Lesson(NamedTuple):
 def demonstrate(
     world: World, search: Callable[[str], str], rng: random.Random, slips: Slips = PLAIN_SLIPS, *, jargon: bool = False
 ) -> list[Step]:
-    """An episode. An author who asked for the wrong thing believes the first document that it gets.
+    """Write a scripted episode. An author that asked for the wrong thing believes the first document that it gets.
 
     Args:
-        search: the tool.
-        jargon: queries, notes and the answer are in jargon.
+        search: the tool, which returns the documents of a query as text.
+        jargon: whether queries, notes and the answer are in jargon.
     """
 
     def said(word: str) -> str:
@@ -91,7 +94,7 @@ def demonstrate(
 
 
 def lessons(tokenizer: PreTrainedTokenizerFast, pair: str, seed: int, *, stage: Stage = "base") -> Iterator[Lesson]:
-    """Endless episodes in worlds of the train split, as the ids that training by reinforcement will meet."""
+    """Yield episodes in worlds of the train split without end, as the token ids that reinforcement learning uses."""
     environment = MultihopEnvironment(RetrievalConfig(retriever="hops"))
     schemas, eos = environment.tool_schemas(), int(tokenizer.eos_token_id)
     rendering = Rendering(tokenizer, schemas, eos_token_ids=[eos], result_tokens=512)
@@ -132,14 +135,14 @@ _FIRST = re.compile(rf"{HEADER}(\S+)\n(.+)")
 
 
 def _first_document(step: Step) -> tuple[str, str]:
-    """Id and text of what the author reads first."""
+    """The id and the text of the document that the author reads first."""
     found = _FIRST.match(step.result or "")
     assert found is not None, step
     return found[1], found[2]
 
 
 def _sloppily(cited: Sequence[str], rng: random.Random, rate: float) -> Iterator[str]:
-    """The citations, each left out or swapped with probability ``rate``."""
+    """Yield the citations, each left out or swapped with probability ``rate``."""
     for number in cited:
         if rng.random() >= rate:
             yield number

@@ -1,9 +1,9 @@
 """Experiments: pairs × seeds × arms, trained, evaluated and compared by the library's public functions.
 
-An experiment is a value, and ``run_experiment(experiment, out)`` is all there is to it. Every seed builds its own pair.
-Every arm is trained from it with the same seed, and evaluated on the same held-out problems with the same random
-numbers. Work is spread over processes, one thread each. What is finished is never done twice: a killed experiment goes
-on when it is started again.
+An experiment is a value, which ``run_experiment(experiment, out)`` runs. Every seed builds its own pair. Every arm is
+trained from that pair with the same seed, and evaluated on the same held-out problems with the same random numbers. The
+work is divided over processes with one thread each. What is finished is never done twice: a killed experiment continues
+when it is started again.
 
     OUT/experiment.json             what was asked for
     OUT/PAIR/seed-N/pair/           senior, junior, manifest.json
@@ -43,12 +43,15 @@ SCHEMA = 2
 
 
 class ExperimentError(RuntimeError):
-    """An experiment that cannot be run, or some of whose parts failed; names them."""
+    """An experiment cannot be run, or parts of it failed. The message names them."""
 
 
 class Arm(NamedTuple):
-    """One way to train. ``overrides`` are config keys; ``junior_steps`` trains with a junior whose warm start was that
-    long instead of the pair's own (evaluation keeps the pair's)."""
+    """One way to train.
+
+    ``overrides`` are assignments of config keys. If ``junior_steps`` is set, the arm trains with a junior whose warm
+    start took that many steps, instead of with the pair's own (evaluation keeps the pair's).
+    """
 
     name: str
     title: str
@@ -60,10 +63,11 @@ class Arm(NamedTuple):
 class Experiment:
     """What to compare.
 
-    contrasts: pairs of arms (a, b), for paired differences a - b. config, overrides: of every run. pair_steps:
-    warm-start steps, None = the pair's own. size: of the models, one of ``tiny.SIZES``. device: where everything runs.
-    problems, samples: held-out ones of every evaluation, samples of each. evaluation: the config of every evaluation,
-    None = the defaults.
+    contrasts: pairs of arms (a, b), for paired differences a - b. config, overrides: the config of every run, and
+    assignments of keys on top of it. pair_steps: the number of warm-start steps; None means the pair's own. size: the
+    size of the models, one of ``tiny.SIZES``. device: where everything runs. problems, samples: the number of held-out
+    problems of every evaluation, and of samples for each. evaluation: the config of every evaluation; None means the
+    defaults.
     """
 
     name: str
@@ -81,10 +85,11 @@ class Experiment:
     evaluation: str | None = None
 
     def only(self, names: Sequence[str]) -> "Experiment":
-        """With these of its arms, in this order, and the contrasts between them or with the model before training.
+        """The experiment with only these arms, in this order, and the contrasts between them or with the model before
+        training.
 
         Raises:
-            ExperimentError: an arm is not one of its own.
+            ExperimentError: one of the names is not an arm of the experiment.
         """
         arms = {arm.name: arm for arm in self.arms}
         if unknown := [name for name in names if name not in arms]:
@@ -104,7 +109,8 @@ def _arm(name: str, *overrides: str) -> Arm:
 
 SENTENCE = _arm("sentence", "selection.strategy=sentence")
 RECIPE = ("train.steps=80", "train.mini_batch_prompts=8", "train.eval_every=20")
-"""Two updates per rollout batch, as in the paper. 80 steps: leaving the jargon costs the tandem senior some twenty."""
+"""The recipe of the runs: two updates per rollout batch, as in the paper, and 80 steps, of which some twenty are
+what leaving the jargon costs the tandem senior."""
 
 TURNS = Arm("turns", "tandem by turns", ("selection.strategy=turn",))
 WORDS = Arm("words", "tandem by words", ("selection.strategy=word",))
@@ -129,7 +135,7 @@ ABLATIONS = (
     _arm("junior_kl_0.1", "loss.junior_kl_coef=0.1"),
     Arm("weak_junior", "weaker junior", junior_steps=400),
 )
-"""Each changes one thing about tandem GRPO, and is compared with it."""
+"""The arms of the ablations. Each changes one thing about tandem GRPO, and is compared with it."""
 
 EXPERIMENTS: dict[str, Experiment] = {
     "quickstart": Experiment(
@@ -173,7 +179,7 @@ EXPERIMENTS: dict[str, Experiment] = {
 
 
 class Job(NamedTuple):
-    """A unit of work: build the models of a pair and seed (``arm`` None), or train and evaluate one arm."""
+    """A unit of work: build the models of a pair and seed (if ``arm`` is None), or train and evaluate one arm."""
 
     pair: str
     seed: int
@@ -186,15 +192,16 @@ class Job(NamedTuple):
 def run_experiment(
     experiment: Experiment, out: str | Path, *, workers: int | None = None, say: Callable[[str], None] = print
 ) -> dict[str, Any]:
-    """Do what is not done yet, and return (and write) the results.
+    """Run what is not finished yet of an experiment, and write and return the results.
 
     Args:
-        workers: processes at once; None = one per core (on a GPU one), 1 = in this process.
-        say: called with a line per finished part, and with the headline tables at the end.
+        out: the folder of the experiment.
+        workers: how many processes run at once. None means one per core, or one on a GPU; 1 means this process.
+        say: called with a line for each finished part, and with the headline tables at the end.
 
     Raises:
-        ConfigError: an arm's overrides are not a config.
-        ExperimentError: the experiment makes no sense, ``out`` holds another one, a part failed, or a jargon senior is
+        ConfigError: the overrides of an arm are not valid.
+        ExperimentError: the experiment is not valid, ``out`` holds another one, a part failed, or a jargon senior is
             not more accurate in jargon than in plain words before training.
     """
     out = Path(out)
@@ -229,7 +236,7 @@ def run_experiment(
 
 
 def run_job(experiment: Experiment, job: Job, out: Path) -> str:
-    """One job, unless its files are there already; returns a line about it."""
+    """Run one job, unless its files exist already, and return a line about it."""
     home = out / job.pair / f"seed-{job.seed}"
     if job.arm is None:
         manifest = build_tiny_pair(home / "pair", steps=experiment.pair_steps, **_pair_options(experiment, job))
@@ -257,7 +264,7 @@ def run_job(experiment: Experiment, job: Job, out: Path) -> str:
 
 
 def check_premise(manifest: Mapping[str, Any], folder: Path) -> None:
-    """The premise of a jargon pair: before training, its senior is better off with jargon.
+    """Check the premise of a jargon pair: before training, its senior is more accurate in jargon.
 
     Raises:
         ExperimentError: it is not.
@@ -276,7 +283,7 @@ def check_premise(manifest: Mapping[str, Any], folder: Path) -> None:
 
 
 def collect_results(experiment: Experiment, out: Path) -> dict[str, Any]:
-    """The content of ``results.json``, from the files of a finished experiment."""
+    """The content of ``results.json``, collected from the files of a finished experiment."""
     rows: list[dict[str, Any]] = [
         {"pair": pair, "seed": seed, "arm": arm} | measures_of(pair, out / pair / f"seed-{seed}" / "eval" / arm)
         for pair in experiment.pairs
@@ -314,7 +321,7 @@ def collect_results(experiment: Experiment, out: Path) -> dict[str, Any]:
 
 
 def command_line(experiment: Experiment) -> str | None:
-    """The ``tandemrl experiment`` command that runs this; None where no command does."""
+    """The ``tandemrl experiment`` command that runs this experiment, or None if there is none."""
     packaged = EXPERIMENTS.get(experiment.name)
     names = [arm.name for arm in experiment.arms]
     if packaged is None or not set(names) <= {arm.name for arm in packaged.arms}:
@@ -337,16 +344,19 @@ def command_line(experiment: Experiment) -> str | None:
 
 
 def evaluated_by(folders: Iterable[Path]) -> list[dict[str, Any]]:
-    """The different revisions of the code that evaluated the arms: more than one after an update in between."""
+    """The revisions of the code that evaluated the arms. There are several if the code was updated in between."""
     stored = [evals.read_result(folder / "pass-at-k.json")["versions"] for folder in folders]
     revisions = {(each["git_revision"], each["git_dirty"]) for each in stored}
     return [{"git_revision": revision, "git_dirty": dirty} for revision, dirty in sorted(revisions, key=str)]
 
 
 def measures_of(pair: str, folder: Path) -> dict[str, float]:
-    """The row of one evaluation: ``MEASURES``, and what the texts say: the share of solo texts that use jargon; of word
-    problems, the repairing lines per handoff text, and the share of wrong steps in handoff texts that the next line
-    repairs; of agents, the solo measures by hops, and their citations."""
+    """The measures of one evaluation, as a row of ``results.json``.
+
+    They are ``MEASURES``, and measures of the texts: the share of solo texts that use jargon; for word problems, the
+    number of repairing lines per handoff text, and the share of wrong steps in handoff texts that the next line
+    repairs; for agents, the solo measures by hops, and their citations.
+    """
     results = {phase: evals.read_result(folder / f"{phase}.json") for phase, _ in MEASURES.values()}
     row = {
         name: results[phase]["metrics"]["macro"][metric]
@@ -392,7 +402,7 @@ def _check_experiment(experiment: Experiment) -> None:
 
 
 def _reserve_folder(experiment: Experiment, out: Path) -> None:
-    """Write ``experiment.json``, or check that it is this one; seeds, pairs, arms and contrasts may be added."""
+    """Write ``experiment.json``, or check that it is of this experiment. Seeds, pairs, arms, contrasts may be added."""
     file, description = out / "experiment.json", _to_json(experiment)
     if file.exists():
         stored = {"size": "tiny", "device": "cpu"} | json.loads(file.read_text())
@@ -434,7 +444,7 @@ def _run_overrides(experiment: Experiment, job: Job, home: Path) -> list[str]:
 def _run_jobs(
     jobs: Iterable[Job], after: Callable[[Job], list[Job]], call: Callable[[Job], tuple[Any, ...]], workers: int
 ) -> Iterable[tuple[Job, Any]]:
-    """Run jobs and, once one has succeeded, those that come after it; yields (job, result or exception) as they end."""
+    """Run jobs, and after each success the jobs that follow it. Yields (job, result or exception) as they end."""
     if workers == 1:
         queue = list(jobs)
         while queue:
@@ -464,7 +474,7 @@ def _run_jobs(
 
 
 def _exit_with_parent(parent: int) -> None:
-    """A worker whose parent is gone would go on writing into a folder that the next run believes to be its own."""
+    """End this worker when its parent is gone, so that it does not write into a folder that a new run uses."""
 
     def watch() -> None:
         while os.getppid() == parent:
@@ -475,6 +485,6 @@ def _exit_with_parent(parent: int) -> None:
 
 
 def _to_json(experiment: Experiment) -> dict[str, Any]:
-    """The experiment as it reads back from JSON."""
+    """The experiment as it is after writing it to JSON and reading it back."""
     arms = [arm._asdict() for arm in experiment.arms]
     return json.loads(json.dumps(asdict(experiment) | {"arms": arms, "contrasts": experiment.contrasts}))

@@ -1,8 +1,8 @@
 """The tokenizer of the tiny agents: a closed vocabulary of whole words. An episode takes about a hundred tokens.
 
-A name is one token wherever it stands: the space goes to the word before it. What every call and every document begins
-and ends with is one or two tokens. Anything else falls apart into bytes, so any text can be encoded. There are places
-to hand over at: tokens that begin with a space (``word``) stand before what a turn decides, a note ends a step.
+A name is one token wherever it stands, since the space belongs to the word before it. The beginnings and ends of calls
+and documents are one or two tokens. Anything else is encoded as bytes, so any text can be encoded. Authors can hand
+over: tokens that begin with a space (for ``word``) stand before what a turn decides, and a note ends a step.
 """
 
 import re

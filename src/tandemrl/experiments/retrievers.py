@@ -1,7 +1,7 @@
-"""Retrievers against each other: every model answers the same questions with each of them.
+"""Compares retrievers: every model answers the same questions with each of them.
 
-Models are given, or tiny pairs of agents that every seed builds for itself. Nothing is trained but those. A killed
-benchmark goes on when it is started again.
+The models are given, or they are tiny pairs of agents, which every seed builds for itself. Nothing else is trained. A
+killed benchmark continues when it is started again.
 
     OUT/experiment.json                      what was asked for
     OUT/PAIR/seed-N/pair/                    senior, junior, manifest.json
@@ -32,11 +32,11 @@ METRICS: dict[str, tuple[Phase, str]] = {
     "tandem/pass@1": ("tandem", "pass@1"),
     "handoff/senior_then_junior": ("handoff", "senior_then_junior/pass@1"),
 }
-"""What the rows of ``results.json`` call a metric of a phase."""
+"""The measures in the rows of ``results.json``, each with its phase and metric."""
 
 
 class Entry(NamedTuple):
-    """A model in the benchmark. home: its folder, in which evaluations are. junior: None = it answers alone."""
+    """A model in the benchmark. ``home`` is the folder for its evaluations. If ``junior`` is None, it answers alone."""
 
     name: str
     seed: int
@@ -49,9 +49,10 @@ class Entry(NamedTuple):
 class Benchmark:
     """What to compare.
 
-    retrievers: names for ``retrieval.retriever``; the others are compared with the first. models: folders or hub ids,
-    the last part of which is their name; none = a tiny pair per entry of ``pairs`` and ``seeds``. junior: of all
-    ``models``. data: questions; none = ``problems`` held-out ones of the pair. config, overrides: of every evaluation.
+    retrievers: names for ``retrieval.retriever``; all others are compared with the first one. models: folders or hub
+    ids, the last part of which is the model's name; without any, a tiny pair for each entry of ``pairs`` and ``seeds``.
+    junior: the junior of all ``models``. data: sources of questions; without any, ``problems`` held-out ones of the
+    pair. config, overrides: the config of every evaluation, and assignments of keys on top of it.
     """
 
     retrievers: tuple[str, ...] = ("hops", "golden")
@@ -68,14 +69,16 @@ class Benchmark:
 
 
 def run_retrievers(benchmark: Benchmark, out: str | Path, *, say: Callable[[str], None] = print) -> dict[str, Any]:
-    """Do what is not done yet, and return (and write) the results.
+    """Run what is not finished yet of a benchmark, and write and return the results.
 
     Args:
-        say: called with a line per finished part, and with the headline tables at the end.
+        out: the folder of the benchmark.
+        say: called with a line for each finished part, and with the headline tables at the end.
 
     Raises:
         ConfigError, DataError, EngineError, EvalError: an evaluation cannot be run.
-        ExperimentError: fewer than two retrievers, two models of one name, or given models without data.
+        ExperimentError: there are fewer than two retrievers, two models have the same name, or models are given without
+            data.
     """
     out = Path(out)
     _check(benchmark)

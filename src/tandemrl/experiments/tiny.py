@@ -1,11 +1,11 @@
 """The tiny senior/junior pair: a Qwen3 of 0.28 million parameters that learns word problems in a minute on a CPU core.
 
 Every claim of the library can be tried on it without a GPU or a download. The senior and the junior start as the same
-sloppy model (see ``data.synthetic``); the ``jargon`` senior then goes on alone. They have a real chat template,
+sloppy model (see ``data.synthetic``); the ``jargon`` senior is then trained further. They have a real chat template,
 tokenizer and file layout, so that what runs on the pair runs on a large model. The sizes ``1m`` and ``4m`` are as deep,
-and two and four times as wide. The ``46m`` size of the pair is for a GPU: models in which matrix products are what
-costs. The pairs ``hops`` and ``hops_jargon`` are agents that search in generated worlds (``data.hops``); the junior of
-``hops`` has learnt for half as long.
+and two and four times as wide. The size ``46m`` is for a GPU: its cost is dominated by matrix products. The pairs
+``hops`` and ``hops_jargon`` are agents that search in generated worlds (``data.hops``); the junior of ``hops`` was
+trained for half as long.
 """
 
 import copy
@@ -91,10 +91,10 @@ SIZES: dict[str, dict[str, Any]] = {
         "initializer_range": 0.02,
     },
 }
-"""Per name, what a Qwen3 configuration is made of; the vocabulary is the tokenizer's."""
+"""The fields of the Qwen3 configuration for each size. The vocabulary is the tokenizer's."""
 
 Progress = Callable[[int, int, float], None]
-"""Called with (warm-start steps done, steps in all, loss in nats per token)."""
+"""A function that is called with (warm-start steps done, steps in total, loss in nats per token)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,7 +115,7 @@ class WarmStart:
 
 
 Part = Stage | Literal["junior"]
-"""What is trained for a pair: the base, and on its own what goes on from it (senior) or begins anew (junior)."""
+"""What is trained for a pair: the base, a senior that continues from the base, or a junior that starts anew."""
 
 WARM_STARTS: dict[str, dict[Part, WarmStart]] = {
     "plain": {"base": WarmStart()},
@@ -124,13 +124,15 @@ WARM_STARTS: dict[str, dict[Part, WarmStart]] = {
     "hops": {"base": WarmStart(steps=800), "junior": WarmStart(steps=400)},
     "hops_jargon": {"base": WarmStart(steps=800), "senior": WarmStart(steps=700)},
 }
-"""Per pair, how the base of both models is trained, how the senior goes on if it does, and how the junior is trained if
-it is not the base. (The vocabulary of the agents is closed: ``vocab_size`` is not for them.)"""
+"""For each pair, how the base of both models is trained, how the senior continues if it does, and how the junior is
+trained if it is not the base. ``vocab_size`` does not apply to agents, whose vocabulary is closed."""
 
 
 def lr_scale(size: str) -> float:
-    """How much smaller a learning rate is than one chosen for the tiny models: as the width is larger (Yang et al.,
-    "Tensor Programs V", 2022, for Adam and hidden weights)."""
+    """The factor on learning rates that were chosen for the tiny models: one over how much wider the models are.
+
+    This is the rule for Adam and hidden weights of Yang et al., "Tensor Programs V", 2022.
+    """
     return SIZES["tiny"]["hidden_size"] / SIZES[size]["hidden_size"]
 
 
@@ -144,22 +146,24 @@ def build_tiny_pair(
     device: str = "cpu",
     progress: Progress | None = None,
 ) -> dict[str, Any]:
-    """Train the pair into ``out/senior`` and ``out/junior`` and return ``out/manifest.json``.
+    """Train a pair into ``out/senior`` and ``out/junior``, and return the content of ``out/manifest.json``.
 
-    The same seed, machine and thread count give the same weights. Nothing is rebuilt when ``out`` already holds the
-    same pair, seed and recipe with intact weights; otherwise a finished build replaces ``out`` in one rename.
+    The same seed, machine and thread count give the same weights. Nothing is rebuilt if ``out`` already holds the same
+    pair, seed and recipe with intact weights. Otherwise a finished build replaces ``out`` in one rename.
 
-    ``base`` in the manifest says what the models can do: the senior's ``solo/pass@1``; that of a junior that is another
-    model, ``junior/solo/pass@1``; and, of a senior that went on in jargon, its ``jargon/rate``, and the accuracy of
-    what it writes with and without jargon, ``jargon/pass@1`` and ``plain/pass@1`` (0 where it wrote none).
+    ``base`` in the manifest says what the models can do before reinforcement learning: ``solo/pass@1`` of the senior,
+    and ``junior/solo/pass@1`` if the junior is another model. For a senior that was trained further in jargon it also
+    has ``jargon/rate``, and the accuracy of its texts with and without jargon, ``jargon/pass@1`` and ``plain/pass@1``
+    (0 if it wrote no such text).
 
     Args:
-        steps: warm-start steps of every stage; None: the pair's recipe.
-        size: one of ``SIZES``; the recipe's learning rates are scaled with ``lr_scale``.
+        pair: the name of the pair.
+        steps: the number of warm-start steps of every stage. None means the pair's recipe.
+        size: one of ``SIZES``. The recipe's learning rates are scaled with ``lr_scale``.
         device: where the models are trained.
 
     Raises:
-        DataError: unknown pair or size.
+        DataError: the pair or the size is unknown.
         FileExistsError: ``out`` holds another pair or seed, or something else than a tiny pair.
     """
     recipes = _recipes(pair, steps, size)
@@ -220,10 +224,13 @@ def build_tiny_pair(
 
 
 def train_tokenizer(pair: str, seed: int, *, vocab_size: int, texts: int = 2000) -> PreTrainedTokenizerFast:
-    """A byte-level BPE tokenizer of the pair's chats; it encodes any text, and ".\\n\\n" is one token. Agents
-    have one that is not trained.
+    """Train a byte-level BPE tokenizer on the pair's chats. It encodes any text, and ".\\n\\n" is one token.
 
-    vocab_size: upper bound, special tokens included. texts: solutions of each stage that it is made from.
+    Agents have a tokenizer that is not trained.
+
+    Args:
+        vocab_size: the greatest size of the vocabulary, including special tokens.
+        texts: how many solutions of each stage it is trained on.
     """
     if pair in hops.PAIRS:
         return hops_tokenizer()
@@ -290,8 +297,8 @@ def warm_start(
     stage: Stage = "base",
     progress: Progress | None = None,
 ) -> float:
-    """Supervised training on a stage's solutions or episodes (EOS included, prompts excluded); returns the last loss in
-    nats."""
+    """Train a model on the solutions or episodes of a stage, with EOS and without prompts. Returns the last loss in
+    nats per token."""
     optimizer = torch.optim.AdamW(
         model.parameters(), lr=recipe.lr, betas=recipe.betas, weight_decay=recipe.weight_decay
     )
@@ -325,7 +332,7 @@ def warm_start(
 def solo_texts(
     model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast, rows: Sequence[Row], seed: int, *, max_tokens: int = 64
 ) -> list[str]:
-    """One sample per row at temperature 1 (the model's generation config)."""
+    """Sample one text per row at temperature 1 (the model's generation config)."""
     encoded: Any = tokenizer.apply_chat_template(
         [[dict(message) for message in row.messages] for row in rows],
         add_generation_prompt=True,
@@ -352,12 +359,12 @@ def _skill(
     rows: Sequence[Row],
     seed: int,
 ) -> dict[str, float]:
-    """What the models can do alone before reinforcement learning; the junior's part only if it is another model."""
+    """What the models can do alone before reinforcement learning. The junior counts only if it is another model."""
     of_agents = rows[0].data_source.removeprefix("synthetic/") in hops.PAIRS
     jargon = hops.uses_jargon if of_agents else uses_jargon
 
     def written(model: Qwen3ForCausalLM) -> list[tuple[str, bool]]:
-        """Texts, and whether they are right."""
+        """The texts of a model, each with whether it is right."""
         if of_agents:
             return [(episode.text, bool(episode.correct)) for episode in solo_episodes(model, tokenizer, rows, seed)]
         texts = solo_texts(model, tokenizer, rows, seed)
@@ -381,8 +388,10 @@ def _skill(
 
 
 class _Batch(NamedTuple):
-    """Right-padded inputs and next-token targets, which are ignored outside of what is learnt; ``weights``: of each
-    target in the mean of the loss, None where all count the same."""
+    """Right-padded inputs and next-token targets, which are ignored where nothing is learnt.
+
+    ``weights`` are the weights of the targets in the mean of the loss. None means that all targets count the same.
+    """
 
     tokens: Int64[Tensor, "n t"]
     targets: Int64[Tensor, "n t"]
@@ -390,7 +399,7 @@ class _Batch(NamedTuple):
 
 
 def _batches(tokenizer: PreTrainedTokenizerFast, size: int, pair: str, seed: int, stage: Stage) -> Iterator[_Batch]:
-    """Endless batches of a stage."""
+    """Yield batches of a stage without end."""
     if pair in hops.PAIRS:
         episodes = lessons(tokenizer, pair, seed, stage=stage)
         while True:
@@ -401,7 +410,7 @@ def _batches(tokenizer: PreTrainedTokenizerFast, size: int, pair: str, seed: int
 
 
 def _encode(tokenizer: PreTrainedTokenizerFast, batch: Sequence[tuple[Problem, str]]) -> _Batch:
-    """Only responses and their EOS are learnt."""
+    """A batch in which only responses and their EOS are targets."""
     prompts = tokenizer.apply_chat_template(
         [[{"role": "user", "content": problem.question}] for problem, _ in batch],
         add_generation_prompt=True,
@@ -431,7 +440,7 @@ def _weighted(batch: Sequence[Lesson], padding: int) -> _Batch:
 
 
 def _lr_fraction(step: int, recipe: WarmStart) -> float:
-    """Linear warm-up, then a cosine down to ``final_lr_fraction``."""
+    """The share of the peak learning rate at a step: a linear warm-up, then a cosine down to ``final_lr_fraction``."""
     if step < recipe.warmup_steps:
         return (step + 1) / recipe.warmup_steps
     done = (step - recipe.warmup_steps) / max(1, recipe.steps - recipe.warmup_steps)
@@ -451,7 +460,7 @@ def _recipes(pair: str, steps: int | None, size: str) -> dict[Part, WarmStart]:
 
 
 def _fingerprints(recipes: Mapping[Part, WarmStart], pair: str, seed: int, size: str) -> dict[str, Any]:
-    """What a cached pair must agree on: hyperparameters, model size and a fingerprint of the texts it learns from."""
+    """What a cached pair must agree on: hyperparameters, model size and a fingerprint of its training texts."""
 
     def of(part: Part) -> dict[str, Any]:
         stage: Stage = "base" if part == "junior" else part
@@ -480,7 +489,7 @@ def _weight_hashes(folder: Path) -> dict[str, str]:
 
 
 def _intact(out: Path, manifest: dict[str, Any]) -> bool:
-    """Whether both models are there with the weights that the manifest recorded."""
+    """Whether both models exist with the weights that the manifest records."""
     if not all((out / name / "model.safetensors").is_file() for name in ("senior", "junior")):
         return False
     return _weight_hashes(out) == manifest["sha256"]
@@ -488,7 +497,10 @@ def _intact(out: Path, manifest: dict[str, Any]) -> bool:
 
 @contextmanager
 def _threads(count: int) -> Iterator[None]:
-    """Float sums depend on how they are split over threads: fix the number, so that a seed gives the same weights."""
+    """A context with a fixed number of threads, so that a seed gives the same weights.
+
+    Float sums depend on how they are divided over threads.
+    """
     before = torch.get_num_threads()
     torch.set_num_threads(count)
     try:

@@ -1,4 +1,7 @@
-"""What is optimised: pure functions of tensors and keyword hyperparameters, per-token results until ``reduce``."""
+"""What is optimised: pure functions of tensors and keyword hyperparameters.
+
+They return one result per token; only ``reduce`` makes a scalar of them.
+"""
 
 from tandemrl.losses.advantages import explained_variance as explained_variance
 from tandemrl.losses.advantages import gae as gae

@@ -1,9 +1,10 @@
 """How much better than expected a rollout (or a token) was.
 
-Group estimators map one reward per rollout to one advantage per rollout; groups may have any size and order, and never
-influence each other. Conventions that differ between libraries, chosen here: the group's standard deviation has
-ddof = 1 and epsilon 1e-6 is added to it; a group of one has no baseline, so its advantage is 0; a group whose rewards
-are all equal has exactly 0, not rounding noise. A NaN reward makes its own group NaN and no other.
+Group estimators map one reward per rollout to one advantage per rollout. A group may have any size, its rollouts may
+stand in any order, and groups never influence each other. Libraries differ in some conventions; these are ours. The
+standard deviation of a group has ddof = 1, and epsilon 1e-6 is added to it. A group of one has no baseline, so its
+advantage is 0. A group whose rewards are all equal gets advantages of exactly 0, not rounding noise. A NaN reward makes
+the advantages of its own group NaN, and those of no other group.
 """
 
 from collections.abc import Callable
@@ -13,7 +14,7 @@ from jaxtyping import Bool, Float, Int64
 from torch import Tensor
 
 Total = Callable[[Tensor], Tensor]
-"""Adds up what every process has of a tensor."""
+"""A function that adds up a tensor element by element over all processes, as ``all_reduce`` with SUM does."""
 
 
 def _alone(x: Tensor) -> Tensor:
@@ -25,7 +26,12 @@ def group_normalised(
 ) -> Float[Tensor, " s"]:
     """GRPO: (R − group mean) / (group std + ε), std with ddof = 1 (DeepSeekMath, arXiv 2402.03300, section 4.1.2).
 
-    Group of one: 0.
+    A group of one gets 0.
+
+    Args:
+        rewards: one reward per rollout.
+        group_ids: the group of each rollout. Any integers: rollouts with equal ids are one group.
+        epsilon: added to the standard deviation.
 
     Example:
         >>> group_normalised(torch.tensor([1.0, 0.0, 0.5]), torch.tensor([7, 7, 7]))
@@ -39,26 +45,26 @@ def group_normalised(
 
 
 def group_centred(rewards: Float[Tensor, " s"], group_ids: Int64[Tensor, " s"]) -> Float[Tensor, " s"]:
-    """Dr. GRPO: R − group mean (arXiv 2503.20783). Group of one: 0."""
+    """Dr. GRPO: R − group mean (arXiv 2503.20783). A group of one gets 0."""
     group, size = _groups(group_ids)
     mean = rewards.new_zeros(size.shape).index_add(0, group, rewards) / size
     return torch.where(zero_variance_groups(rewards, group_ids), 0.0, rewards - mean[group])
 
 
 def leave_one_out(rewards: Float[Tensor, " s"], group_ids: Int64[Tensor, " s"]) -> Float[Tensor, " s"]:
-    """RLOO: R − mean of the others' rewards = n/(n−1)·(R − group mean) (arXiv 2402.14740).
+    """RLOO: R − mean reward of the group's other rollouts = n/(n−1)·(R − group mean) (arXiv 2402.14740).
 
-    Group of one: 0, as everywhere here (verl returns R).
+    A group of one gets 0, as in every estimator of this module (verl returns R).
     """
     group, size = _groups(group_ids)
     return group_centred(rewards, group_ids) * (size / (size - 1).clamp(min=1)).to(rewards.dtype)[group]
 
 
 def zero_variance_groups(outcomes: Float[Tensor, " s"], group_ids: Int64[Tensor, " s"]) -> Bool[Tensor, " s"]:
-    """True at every rollout whose group has one and the same outcome throughout, so no signal.
+    """True at every rollout whose group has equal outcomes throughout, so that its advantages carry no signal.
 
-    DAPO's dynamic sampling (arXiv 2503.14476, section 3.2) leaves such groups out: set their token weights to 0 before
-    counting ``totals``. A group of one is always such a group.
+    DAPO's dynamic sampling (arXiv 2503.14476, section 3.2) leaves such groups out. To do so, set the weights of their
+    tokens to 0 before counting ``totals``. A group of one is always such a group.
     """
     group, size = _groups(group_ids)
     blank = outcomes.new_zeros(size.shape)
@@ -72,12 +78,16 @@ def whiten(
 ) -> Float[Tensor, " k"]:
     """(x − mean) / √(var + ε) with weighted mean and unbiased variance; 0 where the weight is 0.
 
-    Weights count repetitions: advantages of ``k`` tokens with their token weights, or of ``k`` sequences with their
-    Σw, give the same result. With Σw ≤ 1 the variance is left biased. Statistics are over the tensor given, on all
-    processes: pass all that this one has of the batch, not a micro-batch.
+    An entry of weight w counts as w entries. So whitening the advantages of sequences, each weighted by the Σw of its
+    tokens, gives the same as whitening their tokens with the token weights. Where all weights together are at most 1,
+    the variance is the biased one.
 
     Args:
-        total: sums over the processes that have other entries of ``x``.
+        x: all entries that this process holds of the batch, not those of one micro-batch: the mean and the variance
+            are taken over them.
+        weights: how often each entry counts, 0 or more.
+        epsilon: added to the variance.
+        total: sums a tensor over the processes that hold the batch's other entries. The default suits one process.
     """
     centred, variance = _moments(x, weights, total)
     return centred * torch.rsqrt(variance + epsilon)
@@ -86,9 +96,15 @@ def whiten(
 def explained_variance(
     values: Float[Tensor, " k"], returns: Float[Tensor, " k"], weights: Float[Tensor, " k"], *, total: Total = _alone
 ) -> Float[Tensor, ""]:
-    """1 − Var(R − V) / Var(R), weighted: 1 = the critic knows every return, 0 = it knows no more than their mean.
+    """1 − Var(R − V) / Var(R) with weighted variances, and 0 where all returns are equal.
 
-    Returns that are all equal: 0. ``total``: as for ``whiten``.
+    At 1 the critic predicts every return; at 0 it is no better than predicting their mean.
+
+    Args:
+        values: the critic's predictions V.
+        returns: the returns R.
+        weights: how often each entry counts, 0 or more.
+        total: as in ``whiten``.
     """
     _, left = _moments(returns - values, weights, total)
     _, variance = _moments(returns, weights, total)
@@ -98,7 +114,7 @@ def explained_variance(
 def _moments(
     x: Float[Tensor, " k"], weights: Float[Tensor, " k"], total: Total
 ) -> tuple[Float[Tensor, " k"], Float[Tensor, ""]]:
-    """x − mean, 0 where the weight is 0, and the unbiased variance."""
+    """``x`` − weighted mean (0 where the weight is 0), and the unbiased weighted variance."""
     used = weights > 0
     x = torch.where(used, x, 0.0)
     weight, summed = total(torch.stack([weights.sum(), (weights * x).sum()]))
@@ -117,12 +133,24 @@ def gae(
     gamma: float = 1.0,
     lam: float = 1.0,
 ) -> tuple[Float[Tensor, " t"], Float[Tensor, " t"]]:
-    """Generalised advantage estimation over the trained tokens of each sequence: (advantages, returns), not whitened.
+    """Generalised advantage estimation (GAE) over the trained tokens of each sequence (arXiv 1506.02438, equation 16).
 
-    A_i = δ_i + γλ·A_j and δ_i = r_i + γ·V_j − V_i, where j is the next trained token of the same sequence (absent:
-    0) (arXiv 1506.02438, equation 16). Untrained tokens are no actions: they take no discount, their values are not
-    read, and their rewards go to the trained token before them, so the reward of a completion that the junior ended
-    is not lost. At untrained tokens the advantage is 0 and the return is the value. ``sequence_ids`` is sorted.
+    A_i = δ_i + γλ·A_j and δ_i = r_i + γ·V_j − V_i, where j is the next trained token of the same sequence. Without
+    such a token, A_j and V_j are 0. Untrained tokens are not actions: they are not discounted, their values are not
+    read, and their rewards go to the trained token before them. So the reward of a completion that the junior ended is
+    not lost.
+
+    Args:
+        rewards: reward of each token, as ``token_rewards`` makes them.
+        values: the critic's value of each token.
+        trained: True at the tokens that are trained on, those of positive weight.
+        sequence_ids: the sequence of each token, in ascending order.
+        gamma: discount γ from one trained token to the next.
+        lam: GAE's λ.
+
+    Returns:
+        advantages: not whitened; 0 at untrained tokens.
+        returns: advantage plus value, so the value itself at untrained tokens.
     """
     same = torch.zeros_like(trained)
     same[:-1] = sequence_ids[:-1] == sequence_ids[1:]
@@ -154,6 +182,6 @@ def _reverse_scan(x: Float[Tensor, " t"], decay: Float[Tensor, " t"]) -> Float[T
 
 
 def _groups(group_ids: Int64[Tensor, " s"]) -> tuple[Int64[Tensor, " s"], Int64[Tensor, " g"]]:
-    """Each rollout's group as an index 0 … g−1, and the groups' sizes."""
+    """The group of each rollout as an index 0 … g−1, and the size of each group."""
     _, group, size = torch.unique(group_ids, return_inverse=True, return_counts=True)
     return group, size

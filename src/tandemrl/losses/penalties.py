@@ -1,6 +1,6 @@
-"""Terms that hold the policy back, divergence from a reference model and length, and the rewards they end up in.
+"""Penalties for divergence from a reference model and for length, and the per-token rewards that they enter.
 
-Entropy comes from the caller, who has the logits.
+Entropy is not computed here: the caller passes it, since only the caller has the logits.
 """
 
 from typing import Literal
@@ -22,7 +22,7 @@ def kl(logprobs: Float[Tensor, " t"], ref_logprobs: Float[Tensor, " t"], *, kind
     "Approximating KL divergence"). The gradient of k1 has expectation 0: use it in the reward, not in the loss.
 
     Raises:
-        ValueError: unknown ``kind``.
+        ValueError: ``kind`` is unknown.
     """
     require_one_of("kind", kind, KLKind)
     d = log_ratio(ref_logprobs, logprobs)
@@ -40,10 +40,17 @@ def kl_penalty(
     *,
     kind: KLKind = "k1",
 ) -> Float[Tensor, " t"]:
-    """w·kl(old, reference) of every token: times a coefficient, what KL in the reward takes off it (Ziegler et al.,
-    arXiv 1909.08593, equation 2). 0 at weight 0, whatever the log-probs there. Σ / Σw is the measured KL.
+    """w·kl(old, reference) at every token: the KL penalty to subtract from the reward, before its coefficient
+    (Ziegler et al., arXiv 1909.08593, equation 2).
 
-    ``old_logprobs`` are those of the policy that sampled.
+    A token of weight 0 has penalty 0, whatever its log-probs are. The sum over all tokens divided by Σw is the
+    measured KL, in nats per token.
+
+    Args:
+        old_logprobs: log-probs of the policy that sampled the tokens.
+        ref_logprobs: log-probs of the reference model.
+        weights: token weights, see ``token_weights``.
+        kind: the estimator, see ``kl``.
     """
     return weights * torch.where(weights > 0, kl(old_logprobs, ref_logprobs, kind=kind), 0.0)
 
@@ -57,8 +64,14 @@ def token_rewards(
 ) -> Float[Tensor, " t"]:
     """Rewards per token, as ``gae`` takes them: each sequence's outcome at its last response token, minus ``penalty``.
 
-    Whoever wrote that last token: ``gae`` passes the reward of an untrained one to the trained token before it. A
-    sequence without a response has no reward. ``penalty``: KL coefficient times ``kl_penalty``.
+    The outcome is put there whether the senior or the junior wrote that token: ``gae`` moves the reward of an untrained
+    token to the trained token before it. The outcome of a sequence without a response is put nowhere.
+
+    Args:
+        outcomes: reward of each sequence as a whole.
+        author: ``Author`` of each token.
+        sequence_ids: the sequence of each token, 0 … s−1.
+        penalty: KL coefficient times ``kl_penalty``. None stands for 0 at every token.
     """
     index = torch.arange(author.shape[0], device=author.device)
     last = index.new_full(outcomes.shape, -1)
@@ -69,8 +82,14 @@ def token_rewards(
 
 
 def adapt_kl_coef(coef: float, kl: float, *, target: float, gain: float = 0.1, limit: float = 0.2) -> float:
-    """The KL coefficient of the next step, after a step whose KL was ``kl`` nats per token (arXiv 1909.08593,
-    section 2.2): coef·(1 + gain·e), where e = kl / target − 1 is kept within ±``limit``.
+    """The KL coefficient of the next step: coef·(1 + gain·e), where e = kl / target − 1 is clamped to ±``limit``.
+
+    This is the controller of Ziegler et al. (arXiv 1909.08593, section 2.2).
+
+    Args:
+        coef: the coefficient of the step that is over.
+        kl: the KL measured in that step, in nats per token.
+        target: the KL to hold, in nats per token.
 
     Raises:
         ValueError: ``target`` is not positive, or gain·limit is not in (0, 1).
@@ -88,12 +107,16 @@ def adapt_kl_coef(coef: float, kl: float, *, target: float, gain: float = 0.1, l
 def overlong_penalty(
     lengths: Int64[Tensor, " s"], *, max_tokens: int, buffer: int, factor: float = 1.0
 ) -> Float[Tensor, " s"]:
-    """DAPO's soft overlong punishment, to add to rewards (arXiv 2503.14476, equation 13).
+    """DAPO's soft overlong punishment, a number ≤ 0 to add to each reward (arXiv 2503.14476, equation 13).
 
-    0 up to ``max_tokens − buffer`` response tokens, then linear down to −``factor`` at ``max_tokens`` and beyond.
+    It is 0 for responses of up to ``max_tokens − buffer`` tokens. From there it falls linearly to −``factor`` at
+    ``max_tokens`` tokens, and stays there beyond.
+
+    Args:
+        lengths: response tokens of each sequence.
 
     Raises:
-        ValueError: ``buffer`` outside 1 … ``max_tokens``.
+        ValueError: ``buffer`` is not between 1 and ``max_tokens``.
     """
     if not 1 <= buffer <= max_tokens:
         raise ValueError(f"buffer={buffer}: must be between 1 and max_tokens ({max_tokens})")

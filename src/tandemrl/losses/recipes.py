@@ -2,8 +2,8 @@
 
 weights → surrogate → + β·kl − c·entropy → × importance weight → reduce (→ + λ_jun·kl on junior tokens).
 
-A recipe is data, so an ablation is ``RECIPES["grpo"]._replace(surrogate=my_surrogate)``. Signatures of its functions:
-``advantage(rewards, group_ids) -> advantages``, one entry per rollout (``Advantage``), and
+A recipe is data, so an ablation is ``RECIPES["grpo"]._replace(surrogate=my_surrogate)``. Its two functions have these
+signatures: ``advantage(rewards, group_ids) -> advantages``, one entry per rollout (``Advantage``), and
 ``surrogate(logprobs, old_logprobs, advantages, *, clip_low, clip_high, dual_clip) -> loss per token`` (``Surrogate``).
 """
 
@@ -35,16 +35,19 @@ Importance = Literal["none", "token", "sequence"]
 
 
 class Recipe(NamedTuple):
-    """One algorithm.
+    """One algorithm, as the choices that it makes along the loss chain.
 
-    advantage: group estimator; None = per-token advantages of a critic (``gae``).
-    whiten: advantages are whitened over the trained tokens of the batch.
-    ratio_level: one ratio per token, or one per sequence (GSPO).
-    reduction: how per-token losses become one number, see ``reduce``.
-    clip_low, clip_high, dual_clip: see ``tandemrl.losses.surrogates``; None = open.
-    importance, importance_cap: truncated importance sampling against the sampler's log-probs.
-    filter_zero_variance: groups whose outcomes are all equal are left out.
-    overlong_share: overlong buffer as a share of the longest response; 0 = no length penalty.
+    advantage: the group estimator. None stands for per-token advantages from a critic (``gae``).
+    surrogate: the function that gives each token its loss, see ``tandemrl.losses.surrogates``.
+    reduction: how the losses of tokens become one number, see ``reduce``.
+    clip_low, clip_high: how far a ratio may lie below and above 1. None leaves that side open.
+    dual_clip: the bound c on the loss where the advantage is negative, see ``ppo_clip``. None sets no bound.
+    ratio_level: whether each token has its own ratio, or all tokens of a sequence share one (GSPO).
+    whiten: whether the advantages are whitened over the trained tokens of the batch.
+    importance, importance_cap: level and cap of truncated importance sampling, which corrects for the difference
+        between the sampler's log-probs and the trainer's. See ``importance_weights``.
+    filter_zero_variance: whether groups whose outcomes are all equal are left out of the loss.
+    overlong_share: the buffer of ``overlong_penalty`` as a share of the longest response. 0 means no length penalty.
     """
 
     name: str
@@ -108,13 +111,17 @@ def compute_advantages(
     group_ids: Int64[Tensor, " s"],
     token_counts: Float[Tensor, " s"],
 ) -> Float[Tensor, " s"]:
-    """Advantage of each rollout of the whole batch (every rank's, before it is split).
+    """The advantage of each rollout.
+
+    Pass the whole batch, with the rollouts of every rank, before it is split into mini-batches.
 
     Args:
-        token_counts: Σw of each rollout, the weight with which whitening counts it.
+        rewards: reward of each rollout.
+        group_ids: the group of each rollout.
+        token_counts: Σw over the tokens of each rollout. If the recipe whitens, the rollout counts with this weight.
 
     Raises:
-        ValueError: the recipe needs a critic.
+        ValueError: the recipe takes its advantages from a critic.
     """
     if recipe.advantage is None:
         raise ValueError(f"recipe {recipe.name}: advantages are per token, from a critic; use gae() and whiten()")
@@ -144,24 +151,40 @@ def policy_loss(
     junior_logprobs: Float[Tensor, " t"] | None = None,
     junior_kl_coef: float = 0.0,
 ) -> tuple[Float[Tensor, ""], dict[str, Float[Tensor, ""]]]:
-    """This micro-batch's share of the step's loss, and detached metric sums.
+    """The share of this micro-batch in the loss of the optimiser step, and detached sums for metrics.
 
-    ``totals``, ``normalise_by``, ``constant``: see ``reduce``. Tokens of weight 0 are not looked at, except that
-    ``junior_kl_coef`` (λ_jun) adds λ_jun · Σ k3 / response tokens over the junior-written tokens, a k3 estimate of
-    KL(junior ‖ senior), since the junior sampled them: a pull of the senior towards the junior there. Its
-    denominator is all response tokens of the step under either ``normalise_by``, so it fades as the junior's share
-    does.
+    Tokens of weight 0 have no influence, with one exception: ``junior_kl_coef`` (λ_jun) adds
+    λ_jun · Σ k3 / response tokens, where the sum runs over the tokens that the junior wrote. Since the junior sampled
+    them, k3 estimates KL(junior ‖ senior) there, and its gradient pulls the senior towards the junior. The denominator
+    is all response tokens of the step under either ``normalise_by``, so the term shrinks with the junior's share.
+
+    Args:
+        recipe: the algorithm.
+        logprobs: log-probs of the policy now, with their gradient.
+        old_logprobs: log-probs of the policy before the first update of the step.
+        behaviour_logprobs: log-prob of each token under the distribution that its author sampled it from.
+        advantages: advantage of each token.
+        author: ``Author`` of each token.
+        weights: token weights, see ``token_weights``.
+        sequence_ids: the sequence of each token, 0 … ``num_sequences`` − 1.
+        num_sequences: how many sequences the micro-batch has.
+        totals: the counts of the whole optimiser step, over all ranks and micro-batches.
+        normalise_by: see ``reduce``.
+        constant: see ``reduce``.
+        entropy: entropy of the policy at each token, in nats. ``entropy_coef`` times it is subtracted.
+        ref_logprobs: log-probs of the reference model. ``kl_coef`` times their KL, of kind ``kl_kind``, is added.
+        junior_logprobs: log-probs of the junior, for λ_jun.
 
     Returns:
-        loss: add over micro-batches and ranks.
-        metrics: sums to add likewise; ``average_metrics`` divides them by the totals. Σw·value of ``ratio``,
-            ``clip_fraction`` (ratio outside the clip range, whatever the advantage's sign), ``approx_kl`` (k3 of old
-            against new), and where the input is given ``importance``, ``entropy``, ``ref_kl``; Σ over junior-written
-            tokens of ``junior_kl``.
+        loss: the loss of the step is the sum over its micro-batches and ranks.
+        metrics: sums to add over micro-batches and ranks; ``average_metrics`` divides them by the totals. Σw·value of
+            ``ratio``, of ``clip_fraction`` (1 where the ratio is outside the clip range, whatever the advantage's
+            sign), of ``approx_kl`` (k3 of old against new), and of ``importance``, ``entropy`` and ``ref_kl`` where
+            they are computed; and ``junior_kl``, the plain sum over the tokens that the junior wrote.
 
     Raises:
-        ValueError: a coefficient without the channel that it multiplies; a clip range that the surrogate does not use;
-            an unknown choice.
+        ValueError: a coefficient is set without the channel that it multiplies, the surrogate does not use a clip range
+            that is set, or a choice is unknown.
     """
     require_one_of("ratio_level", recipe.ratio_level, RatioLevel)
     for name, coef, channel, tensor in (
@@ -230,7 +253,10 @@ def policy_loss(
 
 
 def average_metrics(sums: Mapping[str, Tensor], totals: Totals) -> dict[str, Tensor]:
-    """Means of ``policy_loss`` metrics that were added over the step: per Σw; ``junior_kl`` per response token."""
+    """Means of the metrics of ``policy_loss``, from their sums over a whole optimiser step.
+
+    ``junior_kl`` is divided by the number of response tokens, every other metric by Σw.
+    """
     return {
         name: value / divisor(totals.response_tokens if name == "junior_kl" else totals.weight, value)
         for name, value in sums.items()

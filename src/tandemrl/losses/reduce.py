@@ -21,16 +21,17 @@ NormaliseBy = Literal["weight", "response"]
 def sequence_sum(
     x: Float[Tensor, " t"], sequence_ids: Int64[Tensor, " t"], *, num_sequences: int
 ) -> Float[Tensor, " s"]:
-    """Sum of the tokens of each sequence; a sequence without tokens gives 0."""
+    """The sum of ``x`` over the tokens of each sequence, and 0 for a sequence without tokens."""
     return x.new_zeros(num_sequences).index_add(0, sequence_ids, x)
 
 
 def totals(
     weights: Float[Tensor, " t"], author: Int8[Tensor, " t"], sequence_ids: Int64[Tensor, " t"], *, num_sequences: int
 ) -> Totals:
-    """Counts of one micro-batch, as 0-d tensors; ``add_totals`` makes them global.
+    """The counts of one micro-batch as 0-d tensors; ``add_totals`` makes them global.
 
-    ``sequences`` counts those with Σw > 0, ``response_tokens`` the tokens that either author wrote, ``weight`` is Σw.
+    ``sequences`` counts the sequences with Σw > 0, ``response_tokens`` the tokens that either author wrote, and
+    ``weight`` is Σw over all tokens.
     """
     weight = sequence_sum(weights, sequence_ids, num_sequences=num_sequences)
     return Totals(
@@ -41,7 +42,7 @@ def totals(
 
 
 def add_totals(parts: Iterable[Totals]) -> Totals:
-    """Totals of several micro-batches or ranks together; of none, zeros."""
+    """The sum of the totals of several micro-batches or ranks; zeros if there are none."""
     parts = list(parts)
     return Totals(
         sequences=sum((part.sequences for part in parts), 0.0),
@@ -54,14 +55,19 @@ def require_one_of(name: str, value: str, allowed: Any) -> None:
     """Refuse a ``value`` that is not in the Literal type ``allowed``.
 
     Raises:
-        ValueError: names the argument and what is allowed.
+        ValueError: the value is not allowed; the message names the argument and the allowed values.
     """
     if value not in get_args(allowed):
         raise ValueError(f"{name}={value!r}: must be one of {', '.join(get_args(allowed))}")
 
 
 def divisor(count: float | Tensor, like: Tensor) -> Tensor:
-    """``count`` as something to divide by: 1 where it is 0, since the numerator is then 0 too."""
+    """``count`` as a denominator: 1 where the count is 0, since the numerator is 0 there too.
+
+    Args:
+        count: A number or a tensor.
+        like: the result gets this tensor's dtype and device.
+    """
     count = torch.as_tensor(count, dtype=like.dtype, device=like.device)
     return torch.where(count > 0, count, torch.ones_like(count))
 
@@ -78,7 +84,7 @@ def reduce(
     normalise_by: NormaliseBy = "weight",
     constant: float | None = None,
 ) -> Float[Tensor, ""]:
-    """This micro-batch's share of the step's loss, from per-token losses ``x`` and weights ``w``.
+    """The share of this micro-batch in the loss of the optimiser step, from losses ``x`` and weights ``w`` per token.
 
     - ``token_mean``: Σ w·x / Σw (DAPO, arXiv 2503.14476, equation 8).
     - ``sequence_mean_token_mean``: the mean over sequences of Σ w·x / Σw (GRPO, arXiv 2402.03300, equation 3).
@@ -86,15 +92,17 @@ def reduce(
     - ``token_sum_constant``: the mean over sequences of Σ w·x / ``constant`` (Dr. GRPO, arXiv 2503.20783), with
       ``constant`` the longest response allowed, in tokens.
 
-    ``normalise_by="response"`` divides the first two by response tokens, whoever wrote them, instead of Σw: the
-    loss then shrinks with the senior's share. Sequences with Σw = 0 add nothing and are not counted. Entries of ``x``
-    at weight 0 are ignored, whatever they hold. Without any positive weight the result is 0, its gradient too.
+    Under ``normalise_by="response"`` the first two divide by the number of response tokens, whoever wrote them, instead
+    of by Σw. The loss then shrinks with the senior's share. Sequences with Σw = 0 add nothing and are not counted.
+    Entries of ``x`` at weight 0 are ignored, even NaN. Without any positive weight the result is 0, and so is its
+    gradient.
 
     Args:
-        totals: global counts of the optimiser step.
+        totals: the counts of the whole optimiser step, over all ranks and micro-batches, not of this micro-batch.
 
     Raises:
-        ValueError: unknown ``reduction`` or ``normalise_by``; ``token_sum_constant`` without a positive ``constant``.
+        ValueError: ``reduction`` or ``normalise_by`` is unknown, or ``token_sum_constant`` has no positive
+            ``constant``.
     """
     require_one_of("reduction", reduction, Reduction)
     require_one_of("normalise_by", normalise_by, NormaliseBy)

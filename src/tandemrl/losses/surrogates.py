@@ -4,8 +4,9 @@ All policy surrogates share one signature, ``Surrogate``, so that a recipe can s
 old_logprobs), clip ranges are distances from 1: r is kept in [1 − clip_low, 1 + clip_high], and None leaves that side
 open. A surrogate raises ValueError when given a range that it would not use.
 
-Non-finite values: log-ratios are clamped to ±20, which also takes ±inf, and have no gradient outside. NaN passes
-through to the loss, where the caller sees it; at tokens of weight 0 ``policy_loss`` and ``reduce`` never look.
+Non-finite values are treated as follows. Log-ratios are clamped to ±20, which makes ±inf finite, and have no gradient
+outside of that range. NaN passes through to the loss, where the caller sees it. What a token of weight 0 holds does not
+matter: ``policy_loss`` and ``reduce`` mask it.
 """
 
 from math import inf
@@ -23,7 +24,7 @@ MAX_LOG_RATIO = 20.0
 
 
 class Surrogate(Protocol):
-    """Signature of a policy surrogate: per-token loss, to minimise, of the inputs' shape."""
+    """Signature of a policy surrogate: it returns the loss of each token, which training minimises."""
 
     def __call__(
         self,
@@ -43,7 +44,7 @@ def log_ratio(logprobs: Float[Tensor, " t"], old_logprobs: Float[Tensor, " t"]) 
 
 
 def clip_range(clip_low: float | None, clip_high: float | None) -> tuple[float, float]:
-    """The interval in which a ratio is kept; None leaves that side open.
+    """The interval [1 − clip_low, 1 + clip_high] in which a ratio is kept; None leaves that side open.
 
     Example:
         >>> clip_range(0.2, None)
@@ -61,8 +62,10 @@ def ppo_clip(
     clip_high: float | None,
     dual_clip: float | None = None,
 ) -> Float[Tensor, " t"]:
-    """max(−r·A, −clip(r)·A) (PPO, arXiv 1707.06347, equation 7); with ``dual_clip`` c, at most −c·A where A < 0
-    (arXiv 1912.09729). ``clip_high > clip_low`` is DAPO's clip-higher (arXiv 2503.14476).
+    """max(−r·A, −clip(r)·A) (PPO, arXiv 1707.06347, equation 7).
+
+    With a ``dual_clip`` of c, the loss is at most −c·A where A < 0 (arXiv 1912.09729). ``clip_high > clip_low`` is
+    DAPO's clip-higher (arXiv 2503.14476).
 
     Raises:
         ValueError: ``dual_clip`` is not above 1.
@@ -86,10 +89,12 @@ def cispo(
     clip_high: float | None,
     dual_clip: float | None = None,
 ) -> Float[Tensor, " t"]:
-    """−sg(clip(r))·A·logprobs: clipped tokens keep a gradient (MiniMax-M1, arXiv 2506.13585, equation 4).
+    """−sg(clip(r))·A·logprobs, where sg stops the gradient (MiniMax-M1, arXiv 2506.13585, equation 4).
+
+    Unlike in ``ppo_clip``, tokens whose ratio is clipped keep a gradient.
 
     Raises:
-        ValueError: ``dual_clip`` is set; the clipped ratio is bounded already.
+        ValueError: ``dual_clip`` is set, although the clipped ratio is bounded already.
     """
     if dual_clip is not None:
         raise ValueError(f"dual_clip={dual_clip}: cispo does not use it, leave it unset")
@@ -107,10 +112,12 @@ def reinforce(
     clip_high: float | None = None,
     dual_clip: float | None = None,
 ) -> Float[Tensor, " t"]:
-    """−A·logprobs (Williams 1992). ``old_logprobs`` is not read: for one on-policy update per batch of rollouts.
+    """−A·logprobs (Williams 1992).
+
+    It does not read ``old_logprobs``, so it suits a single on-policy update per batch of rollouts.
 
     Raises:
-        ValueError: a clip range is set; there is no ratio to clip.
+        ValueError: ``clip_low``, ``clip_high`` or ``dual_clip`` is set, although there is no ratio to clip.
     """
     if clip_low is not None or clip_high is not None or dual_clip is not None:
         raise ValueError("clip_low, clip_high, dual_clip: reinforce has no ratio to clip, leave them unset")
@@ -125,12 +132,15 @@ def sequence_old_logprobs(
     *,
     num_sequences: int,
 ) -> Float[Tensor, " t"]:
-    """Old log-probs that give every token its sequence's ratio s = exp(Σ w·(logprobs − old) / Σw).
+    """Old log-probs under which every token has its sequence's ratio s = exp(Σ w·(logprobs − old) / Σw).
 
-    sg(logprobs − log s): a surrogate that reads it has the value of s and a gradient through each token's own
-    log-prob (arXiv 2507.18071, equation 14). Weight 0 keeps a token out of s, so in tandem training s is a mean over
-    senior tokens. A sequence with Σw = 0 has s = 1. ``ppo_clip`` on them is GSPO (equation 5 in the token form of
-    section 4.3): under ``sequence_mean_token_mean`` its gradient is that of clip(s)·A.
+    They are sg(logprobs − log s), where sg stops the gradient. A surrogate that reads them in place of the old
+    log-probs sees the ratio s at every token, with a gradient through the token's own log-prob (arXiv 2507.18071,
+    equation 14). ``ppo_clip`` with them is GSPO (equation 5 in the token form of section 4.3): under
+    ``sequence_mean_token_mean`` its gradient is that of clip(s)·A.
+
+    A token of weight 0 does not count in s. With a junior weight of 0, log s is therefore a mean over senior tokens. A
+    sequence with Σw = 0 has s = 1.
     """
     differences = torch.where(weights > 0, (logprobs - old_logprobs).detach(), 0.0)
     weight = sequence_sum(weights, sequence_ids, num_sequences=num_sequences)
@@ -148,15 +158,15 @@ def importance_weights(
     level: RatioLevel,
     cap: float,
 ) -> Float[Tensor, " t"]:
-    """Truncated importance sampling: min(exp(old − behaviour), cap), detached; 1 at tokens of weight 0.
+    """Weights of truncated importance sampling: min(exp(old − behaviour), cap), detached; 1 at tokens of weight 0.
 
-    Corrects for a sampler whose probabilities differ from the trainer's. ``level="sequence"`` uses one ratio per
-    sequence, exp(Σ w·(old − behaviour)), so in tandem training it is made of senior tokens only. Where junior tokens
-    are trained on (weight > 0), their behaviour is the junior and the ratio corrects for that too.
-    Source: Yao et al. 2025, "Your efficient RL framework secretly brings you off-policy RL training".
+    They correct for a sampler whose probabilities differ from the trainer's (Yao et al. 2025, "Your efficient RL
+    framework secretly brings you off-policy RL training"). With ``level="sequence"`` all tokens of a sequence share the
+    ratio exp(Σ w·(old − behaviour)); with a junior weight of 0 only senior tokens enter it. Where junior tokens are
+    trained on (weight > 0), the junior is their behaviour policy, and the ratio corrects for that as well.
 
     Raises:
-        ValueError: unknown ``level``; ``cap`` is not positive.
+        ValueError: ``level`` is unknown, or ``cap`` is not positive.
     """
     require_one_of("level", level, RatioLevel)
     if cap <= 0:
@@ -176,9 +186,10 @@ def value_loss(
     *,
     clip: float | None = 0.5,
 ) -> Float[Tensor, " t"]:
-    """½·max((V − R)², (V_clipped − R)²) with V_clipped within ``clip`` of ``old_values``; None = no clipping.
+    """½·max((V − R)², (V_clipped − R)²) at each token, where V_clipped is V kept within ``clip`` of ``old_values``.
 
-    The value clipping of the PPO implementation (Engstrom et al., arXiv 2005.12729, section 3).
+    This is the value clipping of the PPO implementation (Engstrom et al., arXiv 2005.12729, section 3). If ``clip`` is
+    None, the loss is ½·(V − R)².
     """
     error = (values - returns).square()
     if clip is None:

@@ -1,8 +1,9 @@
 """How much each token counts in the loss, by who wrote it.
 
-Senior and junior are treated differently in one other place of the losses: ``policy_loss`` adds λ_jun over the junior's
-tokens where ``junior_kl_coef`` is not 0. Elsewhere in them ``author`` only tells responses from context (``reduce``,
-``totals``, ``token_rewards``). The trainer counts the same weights per rollout (``training/experience.py``).
+The losses treat senior and junior differently in one other place: ``policy_loss`` adds the λ_jun term over the junior's
+tokens if ``junior_kl_coef`` is not 0. Everywhere else they use ``author`` only to tell responses from context
+(``reduce``, ``totals``, ``token_rewards``). The trainer counts the same weights per rollout
+(``training/experience.py``).
 """
 
 import torch
@@ -13,12 +14,12 @@ from tandemrl.types import Author
 
 
 def token_weights(author: Int8[Tensor, " t"], *, junior_weight: float) -> Float[Tensor, " t"]:
-    """Loss weight of every token: context 0, junior ``junior_weight``, senior 1.
+    """The loss weight of every token: 0 for context, ``junior_weight`` for the junior's, 1 for the senior's.
 
-    ``junior_weight=0`` is tandem GRPO (arXiv 2606.28166), ``junior_weight=1`` is plain GRPO on every response token.
+    ``junior_weight=0`` is tandem GRPO (arXiv 2606.28166); ``junior_weight=1`` is plain GRPO on every response token.
 
     Raises:
-        ValueError: ``junior_weight`` outside [0, 1].
+        ValueError: ``junior_weight`` is outside [0, 1].
 
     Example:
         >>> token_weights(torch.tensor([-1, 0, 1], dtype=torch.int8), junior_weight=0.25).tolist()

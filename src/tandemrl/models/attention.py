@@ -1,6 +1,7 @@
-"""How the queries of one forward pass meet keys: packed sequences, also where many processes share them.
+"""Attention over packed sequences, on one process or shared by many.
 
-A *layout* travels through a transformers model's keyword arguments to the attention function that is registered here.
+A *layout* says which keys the queries of one forward pass attend to. It travels through the keyword arguments of a
+transformers model to the attention function that is registered here.
 """
 
 import math
@@ -28,18 +29,18 @@ ATTENTION = "tandemrl"
 
 
 class ModelError(ValueError):
-    """A model or tokenizer that cannot be used as asked; the message names it and the fix."""
+    """A model or tokenizer cannot be used as asked. The message names it and the fix."""
 
 
 @runtime_checkable
 class Layout(Protocol):
-    """How the queries of one forward pass meet keys and values."""
+    """Which keys and values the queries of one forward pass attend to."""
 
     @property
     def max_length(self) -> int: ...
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Float[Tensor, "b q h d"]:
-        """query [b, h, q, d], key and value [b, k, q, d] of this pass -> attention output."""
+        """The attention output of one layer, for query [b, h, q, d] and key and value [b, k, q, d] of this pass."""
         ...
 
 
@@ -58,10 +59,10 @@ def attention(
     s_aux: Tensor | None = None,
     **_: Any,
 ) -> tuple[Tensor, None]:
-    """What transformers calls in every layer: the layout that came along does the work.
+    """The attention function that transformers calls in every layer. It hands the work to ``layout``.
 
     Raises:
-        ModelError: the layer asks for attention that layouts do not have.
+        ModelError: the layer asks for a kind of attention that layouts do not support.
     """
     name = type(module).__name__
     if layout is None:
@@ -96,7 +97,8 @@ class Bucket(NamedTuple):
 
 
 class Varlen(NamedTuple):
-    """The same for flash attention: no slot is padding, and a token that several sequences share is one query."""
+    """The packed sequences as flash attention takes them: without padding, and a token that several sequences share is
+    one query."""
 
     queries: Int64[Tensor, " t"] | None
     """The tokens in the order of the sequences that compute them; None = as they are packed."""
@@ -107,7 +109,7 @@ class Varlen(NamedTuple):
     max_queries: int
     max_keys: int
     outputs: Int64[Tensor, " t"] | None
-    """From the order of the queries back to packed tokens."""
+    """For each packed token, its index among the queries; None = as they are packed."""
 
 
 class PackedLayout:
@@ -193,7 +195,7 @@ class PackedLayout:
 
     @cached_property
     def order(self) -> Int64[Tensor, " t"]:
-        """From the tokens of all rectangles to packed tokens."""
+        """For each packed token, its index among the tokens of all rectangles in turn."""
         return torch.cat([bucket.tokens for bucket in self.buckets]).argsort()
 
     @cached_property
@@ -233,7 +235,8 @@ class PackedLayout:
 
 
 def _has_flash(device: torch.device, dtype: torch.dtype, *head_sizes: int) -> bool:
-    """Whether torch's flash kernels take these: 16 bits, Ampere or later, heads of one size up to 256."""
+    """Whether torch's flash kernels can be used. They need 16 bits, an Ampere GPU or later, and heads of one size up to
+    256."""
     return (
         varlen_attn is not None
         and device.type == "cuda"
@@ -250,7 +253,7 @@ def _causal(q: Tensor, k: Tensor, v: Tensor, *, scaling: float) -> Tensor:
 
 
 def share_contexts(batch: Batch) -> tuple[list[np.ndarray], np.ndarray, np.ndarray]:
-    """Equal leading contexts (the prompt of a group) need to be computed only once.
+    """Find equal leading contexts (the prompt of a group), which need to be computed only once.
 
     Returns:
         spans: the tokens of each sequence, as indices into the kept tokens, for ``PackedLayout``.
@@ -282,11 +285,13 @@ def share_contexts(batch: Batch) -> tuple[list[np.ndarray], np.ndarray, np.ndarr
 
 
 class UlyssesLayout:
-    """Sequence parallelism: outside of attention each process has other tokens, inside it has other heads
-    (DeepSpeed-Ulysses, arXiv 2309.14509, section 3). Two all-to-alls per layer; ``inner`` sees whole sequences.
+    """Sequence parallelism (DeepSpeed-Ulysses, arXiv 2309.14509, section 3).
 
-    Key and value heads that the processes do not divide are repeated until they do, so that each process has those that
-    its query heads read; their gradients are summed.
+    The processes divide the tokens among themselves outside of attention, and the heads inside of it. This takes two
+    exchanges (all-to-all) per layer: before attention and after it. ``inner`` attends over whole sequences.
+
+    If the number of key and value heads is not a multiple of the number of processes, the heads are repeated until it
+    is, so that each process has those that its query heads read. The gradients of the copies are summed.
     """
 
     def __init__(self, inner: Layout, group: dist.ProcessGroup) -> None:
@@ -309,7 +314,7 @@ class UlyssesLayout:
 
 
 class _AllToAll(torch.autograd.Function):
-    """Part i of the first dimension goes to process i; it is its own inverse, so its gradient is itself."""
+    """Send part i of the first dimension to process i. The exchange is its own inverse, hence also its own gradient."""
 
     @staticmethod
     def forward(ctx, x, group):
@@ -327,7 +332,10 @@ class _AllToAll(torch.autograd.Function):
 
 
 class SharedSum(torch.autograd.Function):
-    """The sum over processes, for a loss that all of them compute alike: each keeps the gradient of its own part."""
+    """The sum of a tensor over processes that all compute the same loss from it.
+
+    Backward passes the gradient on unchanged, as that of the process's own part.
+    """
 
     @staticmethod
     def forward(ctx, x, group):

@@ -1,4 +1,4 @@
-"""Rollouts to packed batches: sequences end to end, no padding, micro-batches bounded by a token budget."""
+"""Packs rollouts into batches: sequences end to end without padding, in micro-batches bounded by a token budget."""
 
 import heapq
 import math
@@ -10,21 +10,23 @@ import torch
 from tandemrl.types import Author, Batch, Rollout
 
 Cost = int | float
-"""Of sequences, in tokens or in what tokens cost."""
+"""The weight of a sequence: its tokens, or what its tokens cost."""
 ATTENTION_LENGTH = 12_288
 """A sequence of this many tokens costs as much for causal attention as for linear layers: 12·hidden where a layer has
 12·hidden² parameters (24·hidden² against 2·length·hidden FLOPs per token); here for hidden 1,024."""
 SLACK = 1.02
-"""Bins per bin's worth of tokens, from about 25 bins on: without any room, every group would have to be torn apart."""
+"""How many bins to use per bin's worth of tokens, which has an effect from about 25 bins on. Without any spare room,
+every group would have to be split."""
 MAX_IDLE = 0.03
-"""Share of the processes' time that groups may cost by being kept together; more, and they are cut."""
+"""The share of their time that processes may wait for each other. A deal of groups that exceeds it is not used if
+cutting the groups gives less."""
 
 
 def pack(rollouts: Sequence[Rollout], device: torch.device | str = "cpu") -> Batch:
-    """Lay rollouts end to end; entry i of every channel still describes token i. Advantages are still 0.
+    """Lay rollouts end to end in one batch. Its advantages are 0 until the trainer fills them.
 
     Raises:
-        ValueError: no rollouts, or an empty one.
+        ValueError: there are no rollouts, or one of them has no tokens.
     """
     if not rollouts:
         raise ValueError("pack needs at least one rollout")
@@ -46,7 +48,7 @@ def pack(rollouts: Sequence[Rollout], device: torch.device | str = "cpu") -> Bat
 
 
 def pack_tokens(sequences: Sequence[Sequence[int]], device: torch.device | str = "cpu") -> Batch:
-    """Lay plain token sequences end to end for scoring: all of them are context."""
+    """Lay plain token sequences end to end in one batch for scoring. All of their tokens are context."""
     rollouts = [
         Rollout(str(i), 0, i, 0, np.asarray(tokens), np.full(len(tokens), Author.CONTEXT), np.zeros(len(tokens)), 0.0)
         for i, tokens in enumerate(sequences)
@@ -55,7 +57,7 @@ def pack_tokens(sequences: Sequence[Sequence[int]], device: torch.device | str =
 
 
 def attention_cost(length: int) -> float:
-    """Cost of one sequence in a training step, in tokens of linear layers."""
+    """The cost of one sequence in a training step, in units of what the linear layers cost per token."""
     return length + length * length / ATTENTION_LENGTH
 
 
@@ -69,24 +71,26 @@ def micro_batches(
 ) -> list[list[int]]:
     """Split sequences into few micro-batches of at most ``budget`` tokens, for ``parts`` processes.
 
-    The fewest bins for which one of these deals fits the budget: largest differencing (Karmarkar and Karp 1982) of
-    whole groups; of ever smaller pieces of groups, down to single sequences; first-fit decreasing (at most 11/9 of the
-    optimum plus one, Johnson 1973). Pure and deterministic: every process finds the same split.
+    It takes the fewest bins for which one of these deals fits the budget, tried in this order: largest differencing
+    (Karmarkar and Karp 1982) of whole groups, then of ever smaller pieces of groups, down to single sequences, then
+    first-fit decreasing (at most 11/9 of the optimum plus one, Johnson 1973). The function is pure and deterministic,
+    so every process finds the same split.
 
     Args:
-        lengths: tokens per sequence.
-        parts: the number of bins is a multiple of it; bin i belongs to process i % parts. Bins come by falling cost, so
-            that the ``parts`` bins of one round cost about the same.
-        cost: length of a sequence -> its cost, in any unit.
-        groups: sequences with the same number share a prompt, which is computed once per bin (``share_contexts``), and
-            are kept together where that fits. None: every sequence by itself.
+        lengths: how many tokens each sequence has.
+        budget: how many tokens a micro-batch may have.
+        parts: the number of processes. The number of bins is a multiple of it, and bin i belongs to process i % parts.
+            Bins are sorted by falling cost, so that the ``parts`` bins of one round cost about the same.
+        cost: gives the cost of a sequence from its length, in any unit.
+        groups: the group of each sequence. Sequences of a group share a prompt, which is computed once per bin
+            (``share_contexts``), and are kept together where that fits. None puts every sequence in a group of its own.
 
     Returns:
         Indices into ``lengths``, each exactly once; ascending within a bin. A bin is empty only where there are fewer
         sequences than bins.
 
     Raises:
-        ValueError: one sequence alone is longer than the budget, one is empty, or the group numbers are not as many.
+        ValueError: a sequence is longer than the budget or empty, or ``groups`` has not one entry per sequence.
 
     Example:
         >>> micro_batches([5, 3, 2, 4], budget=8)
@@ -153,7 +157,7 @@ def _deals(
 def _cuts(
     order: Sequence[int], lengths: Sequence[int], groups: Sequence[int], budget: int
 ) -> Iterator[list[list[int]]]:
-    """Groups as wholes, then in ever smaller pieces, at last every sequence by itself."""
+    """Yield the groups as wholes, then cut into ever smaller pieces, down to single sequences."""
     members: dict[int, list[int]] = {}
     for i in order:
         members.setdefault(groups[i], []).append(i)
@@ -166,7 +170,7 @@ def _cuts(
 
 
 def _first_fit(order: Sequence[int], lengths: Sequence[int], budget: Cost) -> list[list[int]]:
-    """Each sequence into the first bin with room; one that is longer than the budget has a bin for itself."""
+    """Put each sequence into the first bin with room. One that is longer than the budget gets a bin for itself."""
     bins: list[list[int]] = []
     room: list[Cost] = []
     for i in order:
@@ -199,7 +203,8 @@ def _largest_differencing(pieces: Sequence[list[int]], weights: Sequence[Cost], 
 
 
 def _idle(deal: Sequence[list[int]], costs: Sequence[Cost], parts: int) -> float:
-    """Share of the time of ``parts`` processes in which one waits for another, if they meet after each round."""
+    """The share of the time of ``parts`` processes that is spent waiting, if they wait for each other after each
+    round."""
     loads = [_sum(costs, bin_) for bin_ in deal]
     busy = parts * sum(max(loads[i : i + parts]) for i in range(0, len(loads), parts))
     return 1 - sum(loads) / busy if busy else 0.0

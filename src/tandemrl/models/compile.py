@@ -1,4 +1,4 @@
-"""What a user may ask for to make a prepared model faster, in place: Liger kernels and torch.compile."""
+"""Options that make a prepared model faster, in place: Liger kernels and torch.compile."""
 
 import importlib
 import os
@@ -16,20 +16,23 @@ from tandemrl.models.forward import gathering, hidden_states
 LIGER_FAMILIES = ("llama", "qwen2", "qwen3")
 LIGER_DEVICES = ("cuda",)
 LIGER_KERNELS = dict(rope=True, rms_norm=True, swiglu=True, cross_entropy=False, fused_linear_cross_entropy=False)
-"""Log-probs come from ``head``, without Liger's losses."""
+"""Which of Liger's kernels are used. Its losses are not, since log-probs come from ``head``."""
 
 
 def use_liger(model: PreTrainedModel, *, name: str = "model", device: torch.device | None = None) -> PreTrainedModel:
     """Run a prepared model's RMSNorm, SwiGLU and RoPE by Liger's kernels (arXiv 2410.10989), in place; CUDA only.
 
-    Liger changes the family's module in transformers: models of it that are loaded later use the kernels too. A probe
-    proves that the model computes as before.
+    Liger changes the module of the model's family in transformers, so models of the family that are loaded later use
+    the kernels, too. A probe checks that the model computes the same hidden states as before.
 
     Args:
-        device: where it computes; None = where its weights are, which may rest in host memory.
+        name: what error messages call the model.
+        device: the device on which the model computes. None means where its weights are; offloaded weights are in host
+            memory.
 
     Raises:
-        ModelError: not on CUDA, liger-kernel is not installed, no kernels for this family, or other hidden states.
+        ModelError: the model is not on CUDA, liger-kernel is not installed or has no kernels for this family, or the
+            hidden states differ.
     """
     family, device = model.config.model_type, device or _weights_device(model)
     if device.type not in LIGER_DEVICES:
@@ -63,13 +66,14 @@ _COMPILED = "layers_are_compiled"
 
 
 def require_compiler(model: PreTrainedModel, key: str, device: torch.device | None = None) -> None:
-    """Make ready for ``torch.compile``.
+    """Check that ``torch.compile`` can compile a model, and raise its limit on recompilations.
 
     Args:
-        key: of the configuration, which asks for it. device: where the model computes; None = where its weights are.
+        key: the configuration key that asks for it, for the message.
+        device: the device on which the model computes. None means where its weights are.
 
     Raises:
-        ModelError: on a CPU without a C++ compiler.
+        ModelError: the device is a CPU, and there is no C++ compiler.
     """
     compiler = os.environ.get("CXX", "g++")
     device = device or _weights_device(model)
@@ -85,16 +89,17 @@ def require_compiler(model: PreTrainedModel, key: str, device: torch.device | No
 def compile_layers(
     model: PreTrainedModel, *, backend: str = "inductor", device: torch.device | None = None
 ) -> PreTrainedModel:
-    """Compile every decoder layer of a prepared model with ``torch.compile``, in place, all but its attention.
+    """Compile every decoder layer of a prepared model with ``torch.compile``, except its attention, in place.
 
-    Shapes are dynamic, so packed batches of similar lengths share graphs; the first forward and backward take tens of
-    seconds. Where one token per row is decoded, compiled layers would only be slower: see ``eagerly``.
+    Shapes are dynamic, so packed batches of similar lengths share graphs. The first forward and backward take tens of
+    seconds. To decode one token per row, compiled layers would be slower than eager ones: see ``eagerly``.
 
     Args:
-        backend: of ``torch.compile``. device: where the model computes; None = where its weights are.
+        backend: the backend of ``torch.compile``.
+        device: the device on which the model computes. None means where its weights are.
 
     Raises:
-        ModelError: on a CPU without a C++ compiler.
+        ModelError: the device is a CPU, and there is no C++ compiler.
     """
     require_compiler(model, "model.compile", device)
     _leave_attention_out()
@@ -106,11 +111,11 @@ def compile_layers(
 
 @cache
 def _leave_attention_out() -> None:
-    """Compiled, each packing would be a case of its own."""
+    """Exclude this library's attention from compilation, where each packing would need a graph of its own."""
     for layout in (PackedLayout, UlyssesLayout):
         layout.attend = torch.compiler.disable(layout.attend)  # type: ignore[method-assign]  # in place, once
 
 
 def eagerly(model: PreTrainedModel) -> AbstractContextManager[object]:
-    """A context in which compiled layers run uncompiled, those of all models and on every thread."""
+    """A context in which compiled layers run uncompiled. It affects all models, on every thread."""
     return torch.compiler.set_stance("force_eager") if hasattr(model, _COMPILED) else nullcontext()

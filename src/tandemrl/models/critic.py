@@ -1,4 +1,4 @@
-"""The critic of PPO: a transformer with one number per token, V(s), run packed like the policy."""
+"""The critic of PPO: a transformer that gives one number V(s) per token. It runs on packed batches like the policy."""
 
 from pathlib import Path
 
@@ -19,14 +19,15 @@ from tandemrl.types import Batch
 
 
 def load_critic(path: str | Path, *, device: str = "cpu") -> PreTrainedModel:
-    """A value model in eval mode, float32, on ``device``, wired to this library's attention, without dropout.
+    """Load a value model in float32 and eval mode, with this library's attention and without dropout.
 
     Args:
-        path: a causal LM, whose body is taken and whose first values are all 0, or a saved critic, whose head is kept.
+        path: a causal LM or a saved critic. Of a causal LM the body is taken, and the new head gives values of 0. A
+            saved critic keeps its head.
 
     Raises:
-        ModelError: not loadable, weights are missing, not one value per token, or an architecture that ``prepare``
-            refuses.
+        ModelError: the model cannot be loaded, weights are missing, it does not give one value per token, or
+            ``prepare`` refuses its architecture.
     """
     check_folder(path)
     level = transformers_logging.get_verbosity()
@@ -57,7 +58,7 @@ def load_critic(path: str | Path, *, device: str = "cpu") -> PreTrainedModel:
 
 
 def without_dropout(model: nn.Module) -> None:
-    """Switch dropout off, in place: token classifiers have it before their head."""
+    """Switch dropout off, in place. Token classifiers have it before their head."""
     for module in model.modules():
         if isinstance(module, nn.Dropout):
             module.p = 0.0
@@ -67,7 +68,7 @@ def value_head(model: PreTrainedModel) -> tuple[str, nn.Linear]:
     """The linear map from a hidden state to its value, and its name.
 
     Raises:
-        ModelError: there is none.
+        ModelError: the model has no such map.
     """
     for name in ("score", "classifier"):  # what transformers calls it, by architecture
         head = getattr(model, name, None)
@@ -84,16 +85,17 @@ def token_values(
     options: ForwardOptions = PLAIN,
     shards: Shards = WHOLE,
 ) -> Float[Tensor, " t"]:
-    """V of the state in which each selected token was chosen: what is expected of the rest, read before the token.
+    """The value V of the state in which each selected token was chosen, that is of the prefix before the token.
 
     Entries that are not selected, and the first token of a sequence, are 0.0.
 
     Args:
-        options, shards: as for ``forward.token_logprobs``. Of the options only those of computing matter, and all
-            processes of ``shards.tensor`` have the whole head.
+        select: True at the tokens that get a value.
+        options: as for ``forward.token_logprobs``. The temperature, the truncation and the vocabulary are not used.
+        shards: as for ``forward.token_logprobs``, but every process of ``shards.tensor`` has the whole head.
 
     Returns:
-        float32; entry i describes token i, from the hidden state of token i - 1.
+        The values in float32. Entry i describes token i, and is computed from the hidden state of token i - 1.
     """
     index = (select & (batch.positions > 0)).nonzero().squeeze(1)
     part = part_of(batch, index, shards.sequence)
@@ -109,7 +111,10 @@ def packed_values(
     prefixes: Int64[Tensor, " i"],
     options: ForwardOptions,
 ) -> Float[Tensor, " i"]:
-    """Value after token ``prefixes[i]``: all that a pass does with the critic's parameters. The head is float32."""
+    """The value after each token ``prefixes[i]``. The head computes in float32.
+
+    This function holds everything that a pass does with the critic's parameters (see ``forward.gathering``).
+    """
     hidden = prefix_states(model, tokens, positions, layout, prefixes, options)
     _, head = value_head(model)
     bias = None if head.bias is None else head.bias.float()

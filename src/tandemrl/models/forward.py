@@ -2,7 +2,7 @@
 
 Both users of a model, the trainer (packed sequences) and the reference engine (one token per row over a KV cache), call
 the same stock transformers module. What differs is the *layout* (``attention``), an object that travels through the
-model's keyword arguments to the registered attention function and says how queries meet keys.
+model's keyword arguments to the registered attention function and says which keys each query attends to.
 """
 
 from collections.abc import Callable
@@ -40,14 +40,17 @@ def hidden_states(
 def packed_logits(
     model: PreTrainedModel, head: nn.Linear, tokens: Int64[Tensor, " t"], positions: Int64[Tensor, " t"], layout: Layout
 ) -> Float[Tensor, "t v"]:
-    """What a linear ``head`` of the model makes of its last hidden states; for probes of a few tokens."""
+    """The output of a linear ``head`` for every token. Only for probes of a few tokens, since it is [t, v]."""
     logits: Tensor = head(hidden_states(model, tokens, positions, layout))
     return logits
 
 
 def gathering(function: Callable[..., Any], model: PreTrainedModel) -> Callable[..., Any]:
-    """``function`` with ``model`` as its first argument. A sharded model has it as a method of the same name, around
-    which its parameters are gathered and freed (see ``sharding.shard``)."""
+    """``function`` with ``model`` bound as its first argument.
+
+    A sharded model has the function as a method of the same name, around which FSDP gathers and frees the parameters
+    (see ``sharding.shard``); then the result is that method.
+    """
     return getattr(model, function.__name__, None) or partial(function, model)
 
 
@@ -59,16 +62,18 @@ def token_logprobs(
     options: ForwardOptions = PLAIN,
     shards: Shards = WHOLE,
 ) -> tuple[Float[Tensor, " t"], Float[Tensor, " t"]]:
-    """Log-prob of every selected token given its prefix, and the entropy of the distribution it was drawn from.
+    """The log-prob of every selected token given its prefix, and the entropy of the distribution it was drawn from.
 
-    Entries that are not selected are 0.0. Logits live in chunks only and are recomputed in backward: [t, v] is never
+    Entries that are not selected are 0.0. Logits are computed in chunks and recomputed in backward, so [t, v] is never
     materialised.
 
     Args:
-        shards: the processes that compute this together; all of them pass the same batch and get the same result.
+        select: True at the tokens to score.
+        options: the distribution that the tokens were drawn from, and how it is computed.
+        shards: the processes that compute this together. All of them pass the same batch and get the same result.
 
     Returns:
-        logprobs and entropy, nats, float32; entry i describes token i.
+        The log-probs and the entropies, in nats and float32. Entry i describes token i.
     """
     index = (select & (batch.positions > 0)).nonzero().squeeze(1)  # the first token of a sequence has no prefix
     part = part_of(batch, index, shards.sequence)
@@ -80,19 +85,24 @@ def token_logprobs(
 
 
 class Part(NamedTuple):
-    """What one process computes of a batch: its tokens, and which log-probs come of them."""
+    """The part of a batch that one process computes: its tokens, and which log-probs they give."""
 
     tokens: Int64[Tensor, " k"]
     positions: Int64[Tensor, " k"]
     layout: Layout
     predicted: Int64[Tensor, " i"]
-    """The tokens of the batch that get a log-prob."""
+    """Indices in the batch of the tokens that get a log-prob."""
     prefixes: Int64[Tensor, " i"]
-    """For each of them, the token before it, among ``tokens``."""
+    """For each of them, the index in ``tokens`` of the token before it, whose hidden state predicts it."""
 
 
 def part_of(batch: Batch, index: Tensor, group: dist.ProcessGroup | None) -> Part:
-    """All of the batch, or the share of this process in a sequence-parallel group."""
+    """The whole batch, or the share of this process in a sequence-parallel group.
+
+    Args:
+        index: indices in the batch of the tokens that get a log-prob.
+        group: the sequence-parallel group, if there is one.
+    """
     device = batch.tokens.device
     spans, kept, where = share_contexts(batch)
     kept_on, where_on = torch.from_numpy(kept).to(device), torch.from_numpy(where).to(device)
@@ -129,8 +139,13 @@ def packed_logprobs(
     options: ForwardOptions,
     group: dist.ProcessGroup | None = None,
 ) -> tuple[Float[Tensor, " i"], Float[Tensor, " i"]]:
-    """Log-prob of ``targets[i]`` after token ``prefixes[i]``, and the entropy there: all that a scoring pass does with
-    the model's parameters. ``group``: processes that have other ids of the vocabulary."""
+    """The log-prob of ``targets[i]`` after token ``prefixes[i]``, and the entropy there.
+
+    This function holds everything that a scoring pass does with the model's parameters (see ``gathering``).
+
+    Args:
+        group: the processes that share the rows of the LM head, if they do.
+    """
     hidden = prefix_states(model, tokens, positions, layout, prefixes, options)
     head = model.get_output_embeddings()
     weight, bias = (x.to_local() if isinstance(x, DTensor) else x for x in (head.weight, head.bias))
@@ -145,17 +160,17 @@ def prefix_states(
     prefixes: Int64[Tensor, " i"],
     options: ForwardOptions,
 ) -> Float[Tensor, "i h"]:
-    """Last hidden states of the tokens ``prefixes``."""
+    """The last hidden states of the tokens at the indices ``prefixes``."""
     offload = activations_on_host() if options.activation_offload else nullcontext()
     with offload, torch.autocast(tokens.device.type, dtype=options.autocast, enabled=options.autocast is not None):
         return hidden_states(model, tokens, positions, layout).index_select(0, prefixes)
 
 
 def activations_on_host() -> saved_tensors_hooks:
-    """A context in which tensors that autograd saves for backward are kept in host memory, but for parameters.
+    """A context in which tensors that autograd saves for backward are kept in host memory, except parameters.
 
-    With gradient checkpointing that is the input of each layer. Unlike ``torch.autograd.graph.save_on_cpu`` it copies
-    neither weights nor the shards of distributed tensors into one.
+    With gradient checkpointing these tensors are the inputs of the layers. Unlike
+    ``torch.autograd.graph.save_on_cpu``, the context does not copy weights, and does not gather distributed tensors.
     """
     return saved_tensors_hooks(_to_host, _from_host)
 

@@ -15,45 +15,46 @@ LOGITS_PER_CHUNK = 2**25  # float32 logits per buffer: 128 MiB; two buffers are 
 
 
 class ForwardOptions(NamedTuple):
-    """How a model scores tokens: the distribution that they were drawn from, and how it is computed."""
+    """How a model scores tokens: the distribution that the tokens were drawn from, and how it is computed."""
 
     temperature: float = 1.0
     """The distribution is ``softmax(logits / temperature)``."""
     truncation: Truncation | None = None
-    """Only the tokens that it keeps have a probability; the scored token itself is always kept."""
+    """Tokens that the truncation removes have probability 0, except the scored token itself, which is always kept."""
     vocabulary: int | None = None
-    """The number of logits, where the model has more than the engine that sampled; None = all."""
+    """How many token ids the engine sampled from, if the model has more logits. None means all of the model's."""
     autocast: torch.dtype | None = None
-    """Compute dtype of the matrix products; None = the model's, or what ``sharding.shard`` was given."""
+    """The compute dtype of the matrix products. None means the model's, or the one given to ``sharding.shard``."""
     activation_offload: bool = False
-    """Keep what backward needs of the layers in host memory."""
+    """Whether to keep in host memory what the layers save for backward."""
 
 
 PLAIN = ForwardOptions()
-"""Temperature 1, every token, the model's own dtype."""
+"""Temperature 1, no truncation, the model's own dtype."""
 
 
 class HeadSettings(NamedTuple):
-    """What ``linear_logprobs`` knows of the LM head."""
+    """What ``linear_logprobs`` has to know about the LM head beside the weight that it is given."""
 
     rows: int
-    """Rows of the whole head."""
+    """How many rows the whole LM head has, over all tensor-parallel ranks."""
     options: ForwardOptions = PLAIN
     group: dist.ProcessGroup | None = None
-    """Process i has the i-th of equal parts of the rows; the last part may be smaller."""
+    """The tensor-parallel ranks that share the rows of the head, if they do. Rank i holds the i-th of equal parts; the
+    last part may be smaller."""
 
     @property
     def part(self) -> int:
-        """Rows per process."""
+        """How many rows each rank holds, except that the last one may hold fewer."""
         return self.rows if self.group is None else -(-self.rows // self.group.size())
 
     @property
     def first(self) -> int:
-        """The id of this process's first row."""
+        """The token id of the first row that this rank holds."""
         return 0 if self.group is None else self.part * self.group.rank()
 
     def chunks(self, count: int) -> list[slice]:
-        """Tokens whose logits are alive together; the same on every process of ``group``."""
+        """The chunks of ``count`` tokens whose logits are in memory together, the same on every rank of ``group``."""
         return _slices(count, self.part if self.options.truncation is None else self.rows)
 
 
@@ -64,11 +65,18 @@ def linear_logprobs(
     targets: Int64[Tensor, " i"],
     settings: HeadSettings,
 ) -> tuple[Float[Tensor, " i"], Float[Tensor, " i"]]:
-    """(log-prob of the target, entropy) of softmax(hidden Wᵀ / T) per row; nats, float32.
+    """The log-prob of each target under softmax(hidden Wᵀ / T), and the entropy of that distribution (nats, float32).
 
-    Chunked over rows, logits recomputed in backward. With z the scaled logits, p = softmax(z) and H the entropy:
-    ∂logp_y/∂z = 1_y − p and ∂H/∂z = −p(log p + H). Where processes share the vocabulary, only sums over it travel
-    (Megatron-LM, arXiv 1909.08053, section 3), and, with truncation, the logits of a chunk.
+    The logits are computed in chunks of tokens and recomputed in backward. With z the scaled logits, p = softmax(z) and
+    H the entropy: ∂logp_y/∂z = 1_y − p and ∂H/∂z = −p(log p + H). Ranks that share the vocabulary exchange only sums
+    over it (Megatron-LM, arXiv 1909.08053, section 3), and with truncation also the logits of a chunk.
+
+    Args:
+        hidden: the last hidden state before each target.
+        weight: the rows of the LM head that this rank holds.
+        bias: their biases, if the head has any.
+        targets: token ids, over the whole vocabulary.
+        settings: the size of the whole head, and how to compute.
     """
     return _LinearLogprobs.apply(hidden, weight, bias, targets, settings)
 
@@ -145,12 +153,12 @@ def _slices(count: int, width: int) -> list[slice]:
 
 
 def _cast(weight: Tensor, bias: Tensor | None, dtype: torch.dtype | None) -> tuple[Tensor, Tensor | None]:
-    """The LM head in the compute dtype, once per pass and not once per chunk."""
+    """The LM head in the compute dtype. It is cast once per pass, not once per chunk."""
     return (weight, bias) if dtype is None else (weight.to(dtype), None if bias is None else bias.to(dtype))
 
 
 def _local(targets: Tensor, rows: int, settings: HeadSettings) -> tuple[Int64[Tensor, " r"], Bool[Tensor, " r"]]:
-    """Row of each target in this process's part of the head (any row where it is another's), and whether it is here."""
+    """The row of each target among those of this rank, and whether this rank holds it. If it does not, the row is 0."""
     here = targets - settings.first
     mine = (here >= 0) & (here < rows)
     return torch.where(mine, here, 0), mine
@@ -159,7 +167,7 @@ def _local(targets: Tensor, rows: int, settings: HeadSettings) -> tuple[Int64[Te
 def _logits(
     hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, settings: HeadSettings
 ) -> Float[Tensor, "r v"]:
-    """Scaled and truncated logits of this process's part of the vocabulary, in memory of their own."""
+    """The scaled and truncated logits of this rank's part of the vocabulary, in a new tensor."""
     logits = F.linear(hidden.to(weight.dtype), weight, bias).float()
     options, first, rows = settings.options, settings.first, weight.shape[0]
     if options.vocabulary is not None and options.vocabulary < first + rows:
@@ -173,7 +181,7 @@ def _logits(
 
 
 def _gathered(logits: Tensor, settings: HeadSettings) -> Float[Tensor, "r v"]:
-    """The logits of the whole vocabulary: which of them are kept depends on all of a row."""
+    """The logits of the whole vocabulary, gathered from all ranks. Truncation depends on all of a token's."""
     if settings.group is None:
         return logits
     own = F.pad(logits, (0, settings.part - logits.shape[1]), value=REMOVED)
@@ -183,7 +191,7 @@ def _gathered(logits: Tensor, settings: HeadSettings) -> Float[Tensor, "r v"]:
 
 
 def _add_outer(total: Float[Tensor, "v h"], grad: Float[Tensor, "r v"], hidden: Float[Tensor, "r h"]) -> Any:
-    """total += gradᵀ hidden, without another tensor of its size."""
+    """total += gradᵀ hidden, without allocating another tensor of the size of ``total``."""
     if total.dtype == grad.dtype:
         return total.addmm_(grad.T, hidden)
     for columns in _slices(grad.shape[1], hidden.shape[1]):

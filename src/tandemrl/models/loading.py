@@ -1,7 +1,7 @@
-"""Models and tokenizers from folders or the hub: loading, wiring to packed attention, and what is wrong with a path.
+"""Loads models and tokenizers from folders or the hub, and connects models to the library's packed attention.
 
-A path is checked before transformers would take it for a hub id. Nothing of a model is patched; ``compile`` has what a
-user may ask for beyond that.
+A path is checked before transformers would take it for a hub id, so that the error says what is wrong with it. Nothing
+in a model is patched, unless the user asks for one of the options in ``compile``.
 """
 
 import os
@@ -32,11 +32,13 @@ CONFIG, TOKENIZER_CONFIG = "config.json", "tokenizer_config.json"
 
 
 def resolve_device(device: str) -> torch.device:
-    """``auto`` is cuda where there is one, else cpu; of several CUDA devices, the one of this process (torchrun's
-    ``LOCAL_RANK``).
+    """The torch device of a config's ``model.device``.
+
+    ``auto`` stands for cuda if there is a CUDA device, else for cpu. Of several CUDA devices, ``cuda`` is the one of
+    this process (torchrun's ``LOCAL_RANK``).
 
     Raises:
-        ModelError: not a device, or not one of this machine.
+        ModelError: it is not a torch device, or this machine has no CUDA device.
     """
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -50,10 +52,11 @@ def resolve_device(device: str) -> torch.device:
 
 
 def load_model(path: str | Path, *, dtype: str = "float32", device: str = "cpu") -> PreTrainedModel:
-    """A causal LM in eval mode, on ``device``, wired to this library's attention.
+    """Load a causal LM in eval mode on ``device``, with this library's attention.
 
     Raises:
-        ModelError: not loadable, not a causal LM with standard attention, or its head does more than a linear map.
+        ModelError: it cannot be loaded, it is not a causal LM with standard attention, or its head is more than a
+            linear map.
     """
     check_folder(path)
     try:
@@ -73,12 +76,14 @@ def prepare(
     head: nn.Linear | None = None,
     device: torch.device | None = None,
 ) -> PreTrainedModel:
-    """Wire a loaded model to the library's attention, in place, and prove on a probe that it decodes as before. A
-    sharded model is prepared by all of its processes, in the dtype in which it computes.
+    """Connect a loaded model to the library's attention, in place, and check on a probe that it computes as before.
+
+    All processes of a sharded model must call this together. The probe runs in the dtype in which the model computes.
 
     Args:
-        head: the linear map from hidden states to ``model(...).logits``; None = the LM head.
-        device: on which the model computes; None = that of the head.
+        name: what error messages call the model.
+        head: the linear map from hidden states to ``model(...).logits``. None means the LM head.
+        device: the device on which the model computes. None means that of the head.
 
     Raises:
         ModelError: the architecture ignores the attention interface, carries state other than attention from token to
@@ -122,10 +127,10 @@ def load_tokenizer(path: str | Path, *, download: bool = True) -> PreTrainedToke
     """The tokenizer of a model folder or hub id.
 
     Args:
-        download: from the hub, if it is not on this machine.
+        download: download the tokenizer from the hub if it is not on this machine.
 
     Raises:
-        ModelError: not loadable, or its files are not there.
+        ModelError: it cannot be loaded, or its files are missing.
     """
     check_folder(path)
     try:
@@ -143,10 +148,13 @@ def load_tokenizer(path: str | Path, *, download: bool = True) -> PreTrainedToke
 def vocabulary_check(
     senior: PreTrainedTokenizerBase, junior: PreTrainedTokenizerBase, *, other: str = "junior"
 ) -> None:
-    """Two models can share a text only if they share every token id. ``other``: what the second one is, if no junior.
+    """Check that two tokenizers agree on every token id. Only then can two models write one text together.
+
+    Args:
+        other: what the message calls the second model.
 
     Raises:
-        ModelError: names how many ids differ and the first of them.
+        ModelError: they differ; the message says in how many ids, and names the first of them.
     """
     a, b = senior.get_vocab(), junior.get_vocab()
     if a != b:
@@ -159,14 +167,18 @@ def vocabulary_check(
 
 
 def eos_token_ids(generation: GenerationConfig | None, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
-    """Ids that end a completion: those of the model's generation config and the tokenizer's own."""
+    """The token ids that end a completion: those of the model's generation config, and the tokenizer's EOS token."""
     configured = generation.eos_token_id if generation is not None else None
     ids = set(configured if isinstance(configured, list) else [configured]) | {tokenizer.eos_token_id}
     return tuple(sorted(i for i in ids if i is not None))
 
 
 def stored_eos_token_ids(path: str, tokenizer: PreTrainedTokenizerBase, *, download: bool = True) -> tuple[int, ...]:
-    """``eos_token_ids`` of the model in a folder or on the hub, without its weights."""
+    """The ``eos_token_ids`` of a model in a folder or on the hub, without loading its weights.
+
+    Args:
+        download: download the generation config from the hub if it is not on this machine.
+    """
     try:
         generation = GenerationConfig.from_pretrained(path, local_files_only=not download)
     except OSError:  # then transformers makes one of the model's configuration
@@ -177,7 +189,7 @@ def stored_eos_token_ids(path: str, tokenizer: PreTrainedTokenizerBase, *, downl
 
 @contextmanager
 def no_progress_bars() -> Iterator[None]:
-    """Transformers draws a bar even for one small file; it would break into the console of a run."""
+    """A context in which transformers draws no progress bars, which would break into the console of a run."""
     enabled = transformers_logging.is_progress_bar_enabled()
     transformers_logging.disable_progress_bar()
     try:
@@ -191,7 +203,7 @@ def no_progress_bars() -> Iterator[None]:
 
 
 def is_local(path: str | Path) -> bool:
-    """Whether a path names a folder, there or not, and no hub id (NAME or OWNER/NAME)."""
+    """Whether a path names a folder, existing or not, rather than a hub id (NAME or OWNER/NAME)."""
     folder = Path(path)
     return (
         folder.exists()
@@ -203,10 +215,10 @@ def is_local(path: str | Path) -> bool:
 
 
 def check_folder(path: str | Path) -> None:
-    """Say what is wrong with a local path before it is taken for a hub id.
+    """Refuse a local path without a model, before transformers would take it for a hub id.
 
     Raises:
-        ModelError: a folder without a model, or a local path that does not exist.
+        ModelError: the folder does not exist, or has neither a model nor a tokenizer.
     """
     folder = Path(path)
     if any((folder / name).is_file() for name in (CONFIG, TOKENIZER_CONFIG)) or not is_local(path):
@@ -224,7 +236,7 @@ def check_folder(path: str | Path) -> None:
 
 
 def _exports(folder: Path) -> Iterator[Path]:
-    """Where the model may be that somebody looks for in a part of a run, in a run or in a tiny pair."""
+    """Folders that may hold the model which a user meant by a path into a run or a tiny pair, to suggest them."""
     for run in (parent.parent for parent in (folder, *folder.parents) if parent.name == "checkpoints"):
         yield from (run / "hf" / folder.name, run / "hf" / "best")
     for home in (folder / "hf", folder):
@@ -234,7 +246,12 @@ def _exports(folder: Path) -> Iterator[Path]:
 
 
 def refusal(what: str, path: str | Path, error: Exception) -> ModelError:
-    """What transformers has against a model or tokenizer, as one error. what: e.g. ``model``."""
+    """An error that says why transformers could not load a model or tokenizer.
+
+    Args:
+        what: what the message calls it, such as ``model``.
+        error: what transformers raised.
+    """
     reason = next(iter(str(error).splitlines()), type(error).__name__)
     if "trust_remote_code" in str(error) or "custom code" in str(error):
         reason = (

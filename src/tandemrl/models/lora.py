@@ -1,8 +1,8 @@
 """Low-rank adapters (LoRA, arXiv 2106.09685): W + alpha / rank · B A, of which A and B alone are trained.
 
-Adapters (peft's) go into the model in place, so that it keeps its class, decoder, head and config. Everybody outside of
-the trainer (engine, checksums, exports) gets plain weights from ``merged_parameters``, but for an engine whose senior
-is adapters on the junior's weights (``adapted_alias``): that gets the adapters.
+peft's adapters are put into the model in place, so that it keeps its class, decoder, head and config. Outside of the
+trainer, the engine, checksums and exports get plain weights from ``merged_parameters``. The exception is an engine
+whose senior is adapters on the junior's weights (``adapted_alias``), which gets the adapters alone.
 """
 
 import copy
@@ -25,14 +25,17 @@ _BASE = "base_layer."  # what peft puts before the name of a weight that it adap
 
 
 class AdapterDropout(nn.Module):
-    """Leaves out a share of an adapter's inputs, inside of `dropping`. Elsewhere it does nothing, unlike peft's own
-    module, even in training mode: log-probs that are compared must not be random."""
+    """Dropout on the inputs of an adapter, which is active only inside of `dropping`.
+
+    Elsewhere it does nothing, even in training mode, unlike peft's own module: log-probs that are compared must not be
+    random.
+    """
 
     def __init__(self, share: float) -> None:
         super().__init__()
         self.share, self.active = share, False
         self.part, self.parts = 0, 1
-        """Where processes share the inputs: which of how many equal parts of the last dimension this one has."""
+        """If processes share the inputs: which of how many equal parts of the last dimension this process has."""
 
     def forward(self, inputs: Tensor) -> Tensor:
         if not self.active or self.parts == 1:
@@ -43,9 +46,15 @@ class AdapterDropout(nn.Module):
 
 @contextmanager
 def dropping(model: nn.Module, key: Sequence[int], device: torch.device) -> Iterator[None]:
-    """Inside, adapters leave inputs out, by draws that follow from ``key`` alone: the global random state is left as it
-    was. Backward belongs inside: recomputed activations have to be those of the forward. Without dropout it does
-    nothing. device: where the model computes, which need not be where its parameters rest."""
+    """A context in which the dropout of adapters is active. It does nothing if the adapters have no dropout.
+
+    The draws follow from ``key`` alone, and the global random state is restored afterwards. Run backward inside as
+    well, since recomputed activations have to be those of the forward.
+
+    Args:
+        key: integers that seed the draws.
+        device: the device on which the model computes, which may differ from where its parameters are kept.
+    """
     dropouts = [module for module in model.modules() if isinstance(module, AdapterDropout)]
     if not dropouts:
         yield
@@ -63,12 +72,16 @@ def dropping(model: nn.Module, key: Sequence[int], device: torch.device) -> Iter
 
 
 def attach(model: PreTrainedModel, config: LoraConfig, seed: int) -> PreTrainedModel:
-    """Put adapters into linear layers, in place, and make them all that is trained. They start as no change (B = 0).
+    """Put adapters into linear layers, in place, and train nothing else. They start as no change (B = 0).
 
-    Call it before the model is sharded. No global random state is consumed.
+    Call this before the model is sharded. No global random state is consumed.
+
+    Args:
+        config: the rank, the target layers and the other settings of the adapters.
+        seed: seed of the initial values of A.
 
     Raises:
-        ConfigError: peft is not installed, or ``targets`` names no linear layer, or one that cannot be adapted.
+        ConfigError: peft is not installed, or ``targets`` names no linear layer, or a layer that cannot be adapted.
     """
     try:
         from peft import LoraConfig as PeftConfig
@@ -103,10 +116,10 @@ def attach(model: PreTrainedModel, config: LoraConfig, seed: int) -> PreTrainedM
 
 
 def attach_without_memory(model: PreTrainedModel, config: LoraConfig, seed: int) -> dict[str, Tensor]:
-    """``attach`` to a model on the meta device, which stays there.
+    """As ``attach``, for a model on the meta device, which stays there.
 
     Returns:
-        the adapters by name, as ``attach`` draws them on a CPU.
+        the initial adapters by name, as ``attach`` draws them on a CPU.
 
     Raises:
         ConfigError: as ``attach``.
@@ -121,7 +134,7 @@ def attach_without_memory(model: PreTrainedModel, config: LoraConfig, seed: int)
 
 
 def _replace_parameters(model: nn.Module, make: Callable[[nn.Parameter], Tensor]) -> None:
-    """Every parameter by what ``make`` makes of it, in place; tied ones stay tied, frozen ones frozen."""
+    """Replace every parameter by ``make(parameter)``, in place. Tied ones stay tied, and frozen ones stay frozen."""
     made: dict[int, nn.Parameter] = {}
     kept = list(model.parameters())  # alive, so that no id is used twice
     for parameter in kept:
@@ -132,19 +145,23 @@ def _replace_parameters(model: nn.Module, make: Callable[[nn.Parameter], Tensor]
 
 
 def adapted_layers(model: nn.Module) -> dict[str, Any]:
-    """The layers that have adapters, by the names that they have without; empty for a plain model."""
+    """The layers that have adapters, by their names in the base model; empty for a model without adapters."""
     return {name: module for name, module in model.named_modules() if hasattr(module, "lora_A")}
 
 
 def alias(model: PreTrainedModel) -> PreTrainedModel:
-    """A second model on the same weights, frozen and in eval mode: own modules and parameters, but one storage."""
+    """A second model on the same weights, frozen and in eval mode.
+
+    It has modules and parameters of its own, but they share the storage of the first model's weights.
+    """
     shared = {id(p): nn.Parameter(p.detach(), requires_grad=False) for p in model.parameters()}
     return copy.deepcopy(model, shared).eval()
 
 
 def adapted_alias(base: PreTrainedModel, config: LoraConfig, seed: int) -> PreTrainedModel:
-    """``base`` with adapters beside it, in its dtype, on its storage, to decode with: frozen, and without dropout. The
-    base itself goes on without.
+    """A frozen copy of ``base`` with adapters and without dropout, to decode with.
+
+    It shares the storage of the base's weights and has their dtype. ``base`` itself stays without adapters.
 
     Raises:
         ConfigError: as ``attach``.
@@ -156,13 +173,13 @@ class AdapterPlan(NamedTuple):
     """Which linear layers have adapters, and what these compute: scaling · B A x."""
 
     layers: tuple[str, ...]
-    """By the names that they have without."""
+    """The names of the layers in the base model."""
     rank: int
     scaling: float
 
 
 def adapter_plan(base: PreTrainedModel, config: LoraConfig) -> AdapterPlan:
-    """What ``attach`` would do to ``base``, which stays as it is.
+    """The plan of the adapters that ``attach`` would put into ``base``, which is not changed.
 
     Raises:
         ConfigError: as ``attach``.
@@ -172,25 +189,25 @@ def adapter_plan(base: PreTrainedModel, config: LoraConfig) -> AdapterPlan:
 
 
 def adapter_names(layer: str) -> tuple[str, str]:
-    """The names of A [rank, in] and B [out, rank] of a layer."""
+    """The names of the adapter matrices A [rank, in] and B [out, rank] of a layer."""
     return f"{layer}.lora_A.{ADAPTER}.weight", f"{layer}.lora_B.{ADAPTER}.weight"
 
 
 def name_with_adapters(name: str, layers: Container[str]) -> str:
-    """What a parameter of the base is called where some of its layers have adapters."""
+    """The name that a parameter of the base has in the model with adapters in ``layers``."""
     owner, _, leaf = name.rpartition(".")
     return f"{owner}.{_BASE}{leaf}" if owner in layers else name
 
 
 def is_adapter(name: str, layers: Container[str]) -> bool:
-    """Whether a parameter belongs to an adapter. layers: names of ``adapted_layers``."""
+    """Whether a parameter belongs to an adapter. ``layers`` are the names of ``adapted_layers``."""
     return name.partition(".lora_")[0] in layers
 
 
 def merged_parameters(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """(name, whole tensor) of every parameter as the base model names them, adapters merged, one at a time.
+    """Yield (name, whole tensor) of every parameter, under the base model's names and with adapters merged.
 
-    For a plain model they are its own parameters. Of a sharded model, all processes have to ask for them, and in step.
+    A model without adapters yields its own parameters. All processes of a sharded model must iterate together.
     """
     layers = adapted_layers(model)
     for name, value in base_parameters(model):
@@ -199,7 +216,7 @@ def merged_parameters(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def base_parameters(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """(name, whole tensor) of every parameter but the adapters', as the base model names them."""
+    """Yield (name, whole tensor) of every parameter except the adapters', under the base model's names."""
     layers = adapted_layers(model)
     for name, value in full_parameters(model):
         if not is_adapter(name, layers):
@@ -207,20 +224,22 @@ def base_parameters(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def base_name(name: str) -> str:
-    """What the base model calls a parameter that is no adapter's."""
+    """The base model's name of a parameter that does not belong to an adapter."""
     return name.replace(f".{_BASE}", ".")
 
 
 def adapter_parameters(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """(name, whole tensor) of the adapters' parameters, as a peft model names them on disk: A [r, in] and B [out, r] of
-    every adapted layer. Of a sharded model, all processes have to ask for them, and in step."""
+    """Yield (name, whole tensor) of the adapters' matrices A [r, in] and B [out, r], under peft's names on disk.
+
+    All processes of a sharded model must iterate together.
+    """
     layers = adapted_layers(model)
     for name, value in full_parameters(model, lambda name: is_adapter(name, layers)):
         yield f"base_model.model.{name.replace(f'.{ADAPTER}.', '.')}", value
 
 
 def peft_config(model: nn.Module, base: str) -> Any:
-    """The ``peft.LoraConfig`` of a model's adapters, on the model that is called ``base``."""
+    """The ``peft.LoraConfig`` of a model's adapters. ``base`` is the name of the model that they belong to."""
     from peft import LoraConfig as PeftConfig
 
     layers = adapted_layers(model)
@@ -251,9 +270,10 @@ def _merged(weight: Tensor, layer: Any) -> Tensor:
 
 
 def adapter_free(model: PreTrainedModel) -> AbstractContextManager[None]:
-    """Inside, ``model`` computes what it did before ``attach``: the reference needs no weights of its own.
+    """A context in which ``model`` computes as it did before ``attach``, so that a reference needs no weights of its
+    own.
 
-    The adapters are scaled by 0 and stay trainable: to switch their gradients off and on would confuse FSDP.
+    The adapters are scaled by 0. They stay trainable, since switching their gradients off and on would confuse FSDP.
     """
     from peft.helpers import rescale_adapter_scale
 

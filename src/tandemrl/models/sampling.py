@@ -1,7 +1,7 @@
-"""From an author's logits to a token: penalties, temperature, truncation, one draw. Pure tensor functions.
+"""Pure tensor functions that lead from an author's logits to a token: penalties, temperature, truncation, one draw.
 
-The order is vLLM's: penalties, temperature, min_p, top_k, top_p; what is kept is renormalised. Engine and trainer share
-``kept_tokens``, so that truncated rollouts can be scored under the distribution they were drawn from.
+The order is vLLM's: penalties, temperature, min_p, top_k, top_p; then the kept tokens are renormalised. Engine and
+trainer share ``kept_tokens``, so that truncated rollouts can be scored under the distribution they were drawn from.
 """
 
 from typing import NamedTuple
@@ -15,7 +15,10 @@ from tandemrl.selection.draws import uniforms
 
 
 class Truncation(NamedTuple):
-    """Scalars, or one value per row as [b, 1] tensors. top_k 0, top_p 1 and min_p 0 keep everything."""
+    """The truncation of a distribution: scalars for all rows, or one value per row as [b, 1] tensors.
+
+    top_k 0, top_p 1 and min_p 0 keep every token.
+    """
 
     top_k: int | Int64[Tensor, "b 1"]
     top_p: float | Float[Tensor, "b 1"]
@@ -60,7 +63,14 @@ def penalise(
     presence: Float[Tensor, "b 1"],
     frequency: Float[Tensor, "b 1"],
 ) -> Float[Tensor, "b v"]:
-    """Repetition penalty over prompt and output (CTRL, arXiv 1909.05858); presence and frequency over the output."""
+    """Logits after the repetition penalty (CTRL, arXiv 1909.05858) and the presence and frequency penalties.
+
+    The repetition penalty counts tokens of the prompt and the output, the other two count tokens of the output only.
+
+    Args:
+        seen_in_prompt: whether the prompt has each token.
+        output_counts: how often the output has each token.
+    """
     written = output_counts > 0
     scaled = torch.where(logits > 0, logits / repetition, logits * repetition)
     logits = torch.where(seen_in_prompt | written, scaled, logits)
@@ -68,7 +78,8 @@ def penalise(
 
 
 DRAW = 2
-"""The kind of draw that a seed stands for, as files name it. 1, which none names: by inverse CDF."""
+"""The version of the sampling method, which files store beside a seed. A file without it used version 1, which drew by
+inverse CDF."""
 BLOCK = 64
 """Consecutive token ids that share the first half of a draw (see ``draw_token``)."""
 
@@ -76,14 +87,18 @@ BLOCK = 64
 def draw(
     logits: Float[Tensor, "b v"], times: Float64[Tensor, "b r"]
 ) -> tuple[Int64[Tensor, " b"], Float[Tensor, " b"]]:
-    """A token of each row's distribution, and its log-prob. ``times``: of ``race_times``."""
+    """Draw a token from each row's distribution, and return the tokens with their log-probs.
+
+    Args:
+        times: the random numbers of ``race_times``.
+    """
     logp = logits.log_softmax(-1)
     tokens = race_winner(logp, times)
     return tokens, logp.gather(1, tokens[:, None]).squeeze(1)
 
 
 def draw_token(logprobs: Float[Tensor, "b v"], token_keys: Int64[Tensor, " b"]) -> Int64[Tensor, " b"]:
-    """A token of each row's distribution: a function of its log-probs and one key (``draws.fold_in``).
+    """Draw a token from each row's distribution, as a function of its log-probs and one key (``draws.fold_in``).
 
     A race of exponentials, arg min Eᵢ / pᵢ, in two heats: between the blocks of ``BLOCK`` token ids, by the sums of
     their probabilities, then between the ids of the block that won. E₀ … E₆₃ belong to the places in a block, the
@@ -93,20 +108,24 @@ def draw_token(logprobs: Float[Tensor, "b v"], token_keys: Int64[Tensor, " b"]) 
     up to the loss by blocks (Daliri, Musco and Suresh, arXiv 2408.07978; measured by ``benchmarks/draw.py``).
 
     Args:
-        logprobs: normalised; -inf excludes a token.
+        logprobs: normalised log-probs; -inf excludes a token.
+        token_keys: one key per row.
     """
     return race_winner(logprobs, race_times(token_keys, logprobs.shape[1]))
 
 
 def race_times(token_keys: Int64[Tensor, "*b"], vocabulary: int) -> Float64[Tensor, "*b r"]:
-    """E₀ … of ``draw_token``, which no logit changes: ``BLOCK`` places and the blocks of the vocabulary."""
+    """The exponential random numbers E₀ … of ``draw_token``, which depend on the keys alone.
+
+    There is one for each of the ``BLOCK`` places in a block, then one for each block of the vocabulary.
+    """
     counters = torch.arange(BLOCK + -(-vocabulary // BLOCK), device=token_keys.device)
     # Never 0, so that a token of probability 0 comes in last.
     return uniforms(token_keys[..., None], counters).clamp_(min=2.0**-54).log_().neg_()
 
 
 def race_winner(logprobs: Float[Tensor, "b v"], times: Float64[Tensor, "b r"]) -> Int64[Tensor, " b"]:
-    """Both heats of ``draw_token``."""
+    """The token that wins both heats of ``draw_token``."""
     rows, v = logprobs.shape
     probabilities = logprobs.exp()
     if v % BLOCK:

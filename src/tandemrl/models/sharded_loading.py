@@ -1,5 +1,5 @@
-"""Models of many processes, loaded in parts: none of them ever holds more than its own share and one layer, and the
-embeddings while the model is probed.
+"""Loads a sharded model in parts: no process ever holds more than its own share and one layer, and the embeddings while
+the model is probed.
 
 A model is made without weights (``meta_model``), split (``sharding.shard``), given memory for the parts of this process
 (``allocate``), and filled from safetensors files, of which each process reads the slices that it keeps (``fill``). The
@@ -40,7 +40,7 @@ from tandemrl.models.sharding import shard
 
 
 class Adapters(NamedTuple):
-    """What ``lora.attach`` puts into a policy before it is split."""
+    """The adapters that ``lora.attach`` puts into a policy before the policy is sharded."""
 
     config: LoraConfig
     seed: int
@@ -48,7 +48,7 @@ class Adapters(NamedTuple):
 
 @runtime_checkable
 class Slices(Protocol):
-    """A tensor in memory or in a file, of which parts can be had."""
+    """A tensor in memory or in a file that can be read in parts."""
 
     def __getitem__(self, box: tuple[slice, ...]) -> Tensor: ...
 
@@ -64,14 +64,15 @@ def load_sharded(
     frozen: bool = False,
     offload: bool = False,
 ) -> PreTrainedModel:
-    """What ``shard`` makes of ``load_model(path)``. All processes of a world of several call it.
+    """Load the model that ``shard`` would make of ``load_model(path)``. All processes of the world must call this.
 
-    A model that cannot be read in parts (see ``obstacle``) is loaded whole by every process first, with a warning.
+    If the model cannot be read in parts (see ``obstacle``), every process loads it whole first, with a warning.
 
     Args:
-        compute: forwards compute in it; ``dtype`` is that of the parameters.
-        adapters: are attached before the model is split.
-        frozen: nothing is trained.
+        compute: the dtype in which forwards compute.
+        dtype: the dtype of the parameters.
+        adapters: adapters to attach before the model is sharded.
+        frozen: whether no parameter is trained.
         offload: as for ``shard``.
 
     Raises:
@@ -101,7 +102,7 @@ def load_sharded(
 def load_sharded_critic(
     path: str | Path, world: World, *, compute: torch.dtype, device: str = "cpu", offload: bool = False
 ) -> PreTrainedModel:
-    """What ``shard`` makes of ``load_critic(path)``; otherwise as ``load_sharded``.
+    """Load the critic that ``shard`` would make of ``load_critic(path)``. Otherwise this is like ``load_sharded``.
 
     Raises:
         ModelError: as ``load_critic`` and ``shard``.
@@ -142,11 +143,12 @@ def load_sharded_critic(
 def meta_model(
     configuration: PretrainedConfig, *, kind: Any = AutoModelForCausalLM, dtype: torch.dtype = torch.float32
 ) -> PreTrainedModel:
-    """The model of a configuration, its parameters on the meta device: they have shapes and no memory. Its buffers are
-    computed, since no file has them. No random numbers are drawn.
+    """The model of a configuration with its parameters on the meta device, where they have shapes but no memory.
+
+    Its buffers are computed, since no file has them. No random numbers are drawn.
 
     Args:
-        kind: an auto class of transformers.
+        kind: the auto class of transformers that makes the model.
 
     Raises:
         ModelError: transformers has no such model.
@@ -168,10 +170,10 @@ def meta_model(
 
 
 def allocate(model: nn.Module, device: torch.device, *, on_host: bool = False) -> None:
-    """Give a split model memory for the parts of this process, in place. They hold no values yet.
+    """Give a sharded model memory for the parts of this process, in place. They hold no values yet.
 
     Args:
-        on_host: parameters in host memory, for ``shard(offload=True)``; buffers are on ``device``.
+        on_host: put the parameters in host memory, for ``shard(offload=True)``. Buffers are on ``device`` all the same.
     """
     tied: dict[int, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
@@ -187,7 +189,7 @@ def allocate(model: nn.Module, device: torch.device, *, on_host: bool = False) -
 
 @torch.no_grad()
 def fill(parameter: Tensor, value: Slices) -> None:
-    """Copy what this process holds of ``parameter`` out of the whole ``value``, in place and in its dtype."""
+    """Fill the part of ``parameter`` that this process holds from the whole ``value``, in the parameter's dtype."""
     if not isinstance(parameter, DTensor):
         parameter.copy_(value[(slice(None),) * parameter.ndim])
         return
@@ -202,7 +204,7 @@ def fill(parameter: Tensor, value: Slices) -> None:
 
 @contextmanager
 def _opened(what: str, path: str | Path) -> Iterator[Mapping[str, Any]]:
-    """Every tensor of a model's safetensors files by name, none of them read yet; {} where there are no such files."""
+    """A context with every tensor of a model's safetensors files by name, to be read later; {} without such files."""
     with ExitStack() as files:
         slices: dict[str, Any] = {}
         try:
@@ -226,7 +228,8 @@ def _files(path: str | Path) -> list[str]:
 
 
 def stored_names(model: nn.Module, stored: Mapping[str, Any]) -> dict[str, str]:
-    """Name of each parameter -> the name under which files have it, which may be that of one that is tied to it."""
+    """For each parameter, the name under which the files store it. It may be the name of a parameter that is tied to
+    it."""
     names: dict[int, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         names.setdefault(id(parameter), []).append(name)
@@ -241,10 +244,12 @@ def obstacle(
     *,
     without: frozenset[str] | set[str] = frozenset(),
 ) -> str:
-    """Why a model cannot be filled from files in parts, the same on all processes; empty if it can.
+    """Why a model cannot be read from its files in parts, or an empty text if it can. All processes get the same.
 
     Args:
-        without: parameters that need not be in the files.
+        stored: the tensors of the files by name.
+        keys: the result of ``stored_names``.
+        without: names of parameters that need not be in the files.
     """
     if not stored:
         return "it has no safetensors files"
@@ -268,7 +273,10 @@ def obstacle(
 
 
 def _untied(model: nn.Module, stored: Mapping[str, Any], world: World) -> Iterator[str]:
-    """Names of tied parameters that files hold twice, and differently. Each process compares a part."""
+    """Yield the names of tied parameters that the files store twice with different values.
+
+    Each process compares a part of the values.
+    """
     groups: dict[int, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         groups.setdefault(id(parameter), []).append(name)
@@ -293,7 +301,7 @@ def _configuration(what: str, path: str | Path, **options: Any) -> PretrainedCon
 
 
 def _generation(path: str | Path, model: PreTrainedModel) -> GenerationConfig:
-    """As ``from_pretrained`` has it."""
+    """The generation config that ``from_pretrained`` would give the model."""
     try:
         return GenerationConfig.from_pretrained(path)
     except OSError:

@@ -1,4 +1,4 @@
-"""One model over many processes: its parameters in parts, their gradients summed.
+"""Distributes one model over many processes, which share its parameters and sum its gradients.
 
 Weights, gradients and optimiser state are sharded over ``dp_shard`` and ``sp`` together (FSDP2) and replicated over
 ``dp_replicate``; ``tp`` splits the matrices (arXiv 1909.08053). Gradients are summed, never averaged: the loss divides
@@ -43,20 +43,20 @@ from tandemrl.models.forward import hidden_states, packed_logits, packed_logprob
 def shard(
     model: PreTrainedModel, world: World, *, dtype: torch.dtype, forward: Any = packed_logprobs, offload: bool = False
 ) -> PreTrainedModel:
-    """Split a model over the world, in place: matrices over ``tp``, then every parameter over ``dp_shard`` x ``sp``.
+    """Shard a model over the world, in place: matrices over ``tp``, then every parameter over ``dp_shard`` x ``sp``.
 
     Every process must hold the same weights, or none (meta tensors, see ``sharded_loading``). Parameters become
-    DTensors and keep their names and dtype; forwards compute in ``dtype``, gradients are reduced in float32. In a world
-    of one nothing happens.
+    DTensors and keep their names and dtype. In a world of one nothing happens.
 
     Args:
-        forward: the function of the model that the caller runs instead of ``model.forward``; it becomes a method of
+        dtype: the dtype in which forwards compute. Gradients are reduced in float32.
+        forward: the function of the model that the caller runs instead of ``model.forward``. It becomes a method of
             the same name, around which FSDP gathers the parameters outside of the layers (see ``forward.gathering``).
-        offload: keep parameters, gradients and optimiser state in host memory, and step there. On a CPU they are there
-            anyway, but go the same way.
+        offload: keep parameters, gradients and optimiser state in host memory, where the optimiser steps. On a CPU they
+            are there anyway, but the same code runs.
 
     Raises:
-        ModelError: the model has no plan for ``tp``, or heads that cannot be dealt out (see ``check_heads``).
+        ModelError: the model has no plan for ``tp``, or its heads cannot be divided evenly (see ``check_heads``).
     """
     if world.mesh is None:
         return model
@@ -83,8 +83,11 @@ def shard(
 
 
 def _freed_without_backward(forward: Any, model: FSDPModule, *args: Any, **kwargs: Any) -> Any:
-    """FSDP frees what it gathered outside of the layers in backward. Where none comes, a later change of the weights
-    would go unseen, and ``model.parameters()`` would not be the sharded ones."""
+    """Run ``forward``, and free the parameters that FSDP gathered outside of the layers if no backward will follow.
+
+    FSDP frees them in backward. Otherwise a later change of the weights would have no effect on them, and
+    ``model.parameters()`` would not be the sharded ones.
+    """
     result = forward(*args, **kwargs)
     if not torch.is_grad_enabled():
         model.reshard()
@@ -92,7 +95,11 @@ def _freed_without_backward(forward: Any, model: FSDPModule, *args: Any, **kwarg
 
 
 def layers_of(model: PreTrainedModel) -> list[nn.Module]:
-    """The decoder layers: what is gathered and freed as one."""
+    """The decoder layers of a model. FSDP gathers and frees the parameters of a layer together.
+
+    Raises:
+        ModelError: the model does not name its layers.
+    """
     names = set(model._no_split_modules or ())
     layers = [module for module in model.modules() if type(module).__name__ in names]
     if not layers:
@@ -101,8 +108,10 @@ def layers_of(model: PreTrainedModel) -> list[nn.Module]:
 
 
 def check_heads(model: PreTrainedModel, world: World) -> None:
-    """Raises:
-    ModelError: attention heads that cannot be dealt out evenly.
+    """Check that ``tp`` and ``sp`` can divide the attention heads of a model evenly.
+
+    Raises:
+        ModelError: they cannot.
     """
     assert world.mesh is not None
     config = model.config.get_text_config()
@@ -120,8 +129,11 @@ def check_heads(model: PreTrainedModel, world: World) -> None:
 
 
 class _WithAdapters(ParallelStyle):
-    """The style of a matrix W [out, in], and of A [r, in] and B [out, r] beside it where it has adapters: split by
-    columns, W and B are; split by rows, W and A are. The third is whole on every process, and so is its gradient."""
+    """The tensor-parallel style of a matrix W [out, in] and of the matrices A [r, in] and B [out, r] of its adapter.
+
+    In the column-wise style, W and B are split; in the row-wise style, W and A are. The third matrix is whole on every
+    process, and so is its gradient.
+    """
 
     def __init__(self, style: ParallelStyle) -> None:
         self.style = style
@@ -139,7 +151,7 @@ class _WithAdapters(ParallelStyle):
 
 
 def _tensor_parallel(model: PreTrainedModel, mesh: DeviceMesh) -> None:
-    """Matrices of the layers by the model's own plan; embedding and LM head by vocabulary."""
+    """Split the matrices of the layers by the model's own plan, and embedding and LM head by vocabulary, in place."""
     styles: dict[str, ParallelStyle] = {
         "colwise": ColwiseParallel(),
         "rowwise": RowwiseParallel(),
@@ -188,8 +200,7 @@ def _whole_logits(_: nn.Module, logits: DTensor, mesh: DeviceMesh) -> Tensor:
 def full_parameters(
     model: nn.Module, wanted: Callable[[str], bool] = lambda name: True
 ) -> Iterator[tuple[str, Tensor]]:
-    """(name, whole tensor) of every parameter whose name is ``wanted``; all processes have to ask for them, and in
-    step."""
+    """Yield (name, whole tensor) of every parameter whose name is ``wanted``. All processes must iterate together."""
     _reshard(model)
     for name, parameter in model.named_parameters():
         if wanted(name):
@@ -197,7 +208,7 @@ def full_parameters(
 
 
 def _reshard(model: nn.Module) -> None:
-    """A forward without a backward leaves gathered copies, in the compute dtype."""
+    """Free the gathered copies, in the compute dtype, that a forward without a backward leaves behind."""
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()
@@ -205,7 +216,7 @@ def _reshard(model: nn.Module) -> None:
 
 @torch.no_grad()
 def trained_parts(model: nn.Module) -> list[Tensor]:
-    """What this process holds of each trained parameter: the storage itself, not a copy."""
+    """The part of each trained parameter that this process holds. The tensors share its storage; they are no copies."""
     _reshard(model)
     trained = (parameter.detach() for parameter in model.parameters() if parameter.requires_grad)
     return [parameter.to_local() if isinstance(parameter, DTensor) else parameter for parameter in trained]
@@ -213,7 +224,7 @@ def trained_parts(model: nn.Module) -> list[Tensor]:
 
 @contextmanager
 def exchanged(parts: Sequence[Tensor], others: Sequence[Tensor]) -> Iterator[None]:
-    """Inside, ``parts`` have the values of ``others``; afterwards their own, to the last bit."""
+    """A context in which ``parts`` have the values of ``others``. Afterwards they have their own again, bit by bit."""
     with torch.no_grad():
         own = [part.to("cpu", copy=True) for part in parts]
         try:
@@ -226,7 +237,7 @@ def exchanged(parts: Sequence[Tensor], others: Sequence[Tensor]) -> Iterator[Non
 
 
 def full_tensor(tensor: Tensor) -> Tensor:
-    """The tensor of which this process may hold a part; all that do have to ask for it."""
+    """The whole tensor, of which this process may hold only a part. All processes that hold a part must call this."""
     if not isinstance(tensor, DTensor):
         return tensor
     gathered = tensor.full_tensor()
@@ -235,12 +246,12 @@ def full_tensor(tensor: Tensor) -> Tensor:
 
 
 def parameter_groups(parameters: Iterable[nn.Parameter]) -> list[dict[str, Any]]:
-    """The parameters as optimiser groups of one mesh each: fused updates cannot mix them."""
+    """The trained parameters as optimiser groups of one device mesh each, since fused updates cannot mix meshes."""
     return [{"params": group} for group in _by_mesh(p for p in parameters if p.requires_grad)]
 
 
 def clip_gradients(parameters: Iterable[nn.Parameter], limit: float) -> float:
-    """Scale all gradients so that their global norm is at most ``limit``; returns the norm before."""
+    """Scale all gradients so that their global norm is at most ``limit``, and return the norm before scaling."""
     groups = _by_mesh(p for p in parameters if p.grad is not None)
     norms = [full_tensor(nn.utils.get_total_norm([p.grad for p in group if p.grad is not None])) for group in groups]
     if not norms:

@@ -1,4 +1,4 @@
-"""What accelerators can do, by their data sheets. Nothing here was measured by this project."""
+"""The memory and speed of accelerators, by their data sheets. Nothing here was measured by this project."""
 
 from typing import NamedTuple
 
@@ -8,8 +8,12 @@ GIB = 2**30
 
 
 class Accelerator(NamedTuple):
-    """One device. memory: bytes that a process can see, None = not checked. bfloat16, float32: FLOP/s of dense matrix
-    products. bandwidth: of its memory; link: to others in the machine; network: to other machines; bytes/s, one way."""
+    """One device.
+
+    memory: the bytes that a process can use; None means that memory is not checked. bfloat16, float32: FLOP/s of dense
+    matrix products. bandwidth, link, network: bytes/s in one direction, to the device's memory, to other devices of the
+    machine and to other machines.
+    """
 
     name: str
     memory: float | None
@@ -24,7 +28,7 @@ class Accelerator(NamedTuple):
 
 
 PER_MACHINE = 8
-"""Devices of a machine that are linked to each other."""
+"""How many devices of a machine are linked to each other."""
 
 ACCELERATORS = {
     each.name: each
@@ -43,13 +47,15 @@ ACCELERATORS = {
 }
 
 RESERVE = 0.06
-"""Share of a device's memory that is not planned with: CUDA's context, NCCL's buffers, gaps between allocations."""
+"""The share of a device's memory that a plan leaves free for CUDA's context, NCCL's buffers and gaps between
+allocations."""
 
 
 def accelerator(name: str) -> Accelerator:
-    """
+    """The accelerator of this name.
+
     Raises:
-        ConfigError: not in the table.
+        ConfigError: it is not in the table.
     """
     if name not in ACCELERATORS:
         raise ConfigError(f"--device {name}: expected one of {', '.join(ACCELERATORS)}")

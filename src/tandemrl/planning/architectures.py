@@ -1,8 +1,8 @@
-"""The shape of a model without its weights: from its folder, from the hub's cache, or packaged.
+"""The shape of a model without its weights: from its folder, from the hub's cache, or packaged with the library.
 
-``architectures.json`` has, by hub id, what decides the shapes of the models that packaged configs name and of their
-relatives: numbers from the ``config.json`` that each model's authors publish beside the weights. ``runs/tiny`` and
-``runs/tiny-hops`` are the pairs that ``tandemrl model tiny`` makes.
+``architectures.json`` describes by hub id the models that packaged configs name, and their relatives. It holds the
+numbers that decide their shapes, from the ``config.json`` that each model's authors publish beside the weights.
+``runs/tiny`` and ``runs/tiny-hops`` are the pairs that ``tandemrl model tiny`` makes.
 """
 
 import json
@@ -20,18 +20,18 @@ FILE = Path(__file__).with_name("architectures.json")
 
 @cache
 def packaged() -> dict[str, dict[str, Any]]:
-    """Hub id, or the folder that `tandemrl model tiny` writes by default -> the fields of its ``config.json``."""
+    """The ``config.json`` fields of each packaged model, by hub id or default folder of `tandemrl model tiny`."""
     return dict(json.loads(FILE.read_text()))
 
 
 def architecture(path: str) -> PretrainedConfig:
-    """The configuration of a model; nothing is downloaded.
+    """The configuration of a model. Nothing is downloaded.
 
     Args:
-        path: a model's folder or hub id. What is on this machine comes before what is packaged.
+        path: a model's folder or hub id. A model on this machine takes precedence over a packaged one.
 
     Raises:
-        ModelError: it is not on this machine and not packaged.
+        ModelError: the model is neither on this machine nor packaged.
     """
     known = packaged().get(path)
     try:

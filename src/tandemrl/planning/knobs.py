@@ -1,4 +1,4 @@
-"""What would make a plan fit that does not: keys of the config, each tried in the same plan."""
+"""Finds config keys that would make a plan fit which does not. Each is tried in the same plan."""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -12,16 +12,20 @@ from tandemrl.planning.plan import Plan, plan
 
 
 class Remedy(NamedTuple):
-    """Keys to set, as on the command line, and the plan with them."""
+    """Keys to set, as on the command line, and the plan that follows from them."""
 
     assignments: tuple[str, ...]
     plan: Plan
 
 
 def remedies(config: Config, ranks: int, device: Accelerator) -> list[Remedy]:
-    """Single keys that make the plan fit; if none does, keys that do so together, or else what comes closest.
+    """Single keys that make the plan fit. If none does, keys that do so together, or else those that come closest.
 
     Keys that change what is learnt, such as lengths, models or adapters, are never proposed.
+
+    Args:
+        ranks: how many processes the run has.
+        device: the device of each process.
     """
     single = [Remedy((f"{key}={_shown(value)}",), found) for key, value, found in _tried(config, ranks, device)]
     if fitting := [each for each in single if each.plan.fits]:
@@ -46,7 +50,7 @@ def _tried(config: Config, ranks: int, device: Accelerator) -> Iterator[tuple[st
 
 
 def _knobs(config: Config) -> Iterator[tuple[str, Any]]:
-    """Keys that cost little first. Those that need another rehearsal are few: each takes seconds."""
+    """Yield keys with values to try, those that cost little first. Few need another rehearsal, which takes seconds."""
     rollout, vllm, parallel = config.rollout, config.rollout.vllm, config.parallel
     if rollout.engine == "torch":
         yield from (("rollout.max_rows", rows) for rows in (rollout.max_rows // 2, rollout.max_rows // 8) if rows)
@@ -75,7 +79,7 @@ def _knobs(config: Config) -> Iterator[tuple[str, Any]]:
 
 
 def _plan_of(config: Config, ranks: int, device: Accelerator) -> Plan | None:
-    """None where the values do not go together, or not with this many processes."""
+    """The plan of a config, or None if its values contradict each other or the number of processes."""
     parallel = config.parallel
     on_host = parallel.offload_parameters or parallel.offload_optimizer
     if (parallel.offload_parameters and ranks == 1) or (on_host and device.memory is None):

@@ -1,5 +1,7 @@
-"""What a computation holds and sends: bytes of live storages at their peak, and the collectives, counted as torch
-dispatches them. It works on real and on fake tensors alike."""
+"""Measures what a computation holds and sends: the peak bytes of its live storages, and its collectives.
+
+Both are counted as torch dispatches operations, on real tensors and on fake ones alike.
+"""
 
 import weakref
 from collections import Counter
@@ -28,27 +30,27 @@ KINDS = {
 
 
 AXES = ("fsdp", "data", "dp_replicate", "dp_shard", "sp", "tp")
-"""Of a mesh of ``distributed.world``; where two are the same processes, the last one names them."""
+"""The axes of a mesh of ``distributed.world``. If two of them have the same processes, the last one names the group."""
 
 
 class Collective(NamedTuple):
-    """Equal collectives of a pass. axis: of the mesh."""
+    """A kind of collective that a pass uses. ``axis`` is the axis of the mesh."""
 
     kind: str
     axis: str
 
 
 class Ledger(TorchDispatchMode):
-    """Counts inside of its ``with``, in every dispatched operation.
+    """A context that counts in every dispatched operation.
 
-    peak: bytes of the storages that were made inside and are no one's property (``disregard``), at their most.
-    calls, sent: by collective, how many there were and the bytes of the whole tensors: of an all-gather what comes out,
-    of every other what goes in.
+    peak: the greatest number of bytes in storages that were made inside, without those of ``disregard``. calls, sent:
+    for each kind of collective, how many there were, and the bytes of the whole tensors. For an all-gather these are
+    the bytes of its output, for every other collective those of its input.
 
-    Memory that a kernel takes and gives back by itself, as for its workspace, is not seen.
+    Memory that a kernel allocates and frees by itself, such as its workspace, is not seen.
 
     Args:
-        mesh: whose axes name the groups of processes; None in a world of one.
+        mesh: the mesh whose axes name the groups of processes; None in a world of one.
     """
 
     def __init__(self, mesh: DeviceMesh | None = None) -> None:
@@ -61,11 +63,11 @@ class Ledger(TorchDispatchMode):
         self._axes = {} if mesh is None else {mesh[axis].get_group().group_name: axis for axis in AXES}
 
     def disregard(self, tensors: Iterable[Tensor]) -> None:
-        """From now on the storages of ``tensors`` do not count: they are counted elsewhere."""
+        """Stop counting the storages of ``tensors``, which are counted elsewhere."""
         self._disregarded |= {id(storage) for storage in storages(tensors)}
 
     def begin(self) -> None:
-        """Forget what was counted; what is alive stays known."""
+        """Start counting anew. Storages that are alive stay known."""
         self.peak = 0
         self.calls.clear()
         self.sent.clear()
@@ -113,11 +115,11 @@ class Ledger(TorchDispatchMode):
 
 
 def storages(tensors: Iterable[Tensor]) -> list[torch.UntypedStorage]:
-    """The storages behind tensors, each once; of distributed tensors those of the local parts."""
+    """The storages behind tensors, each once. For distributed tensors they are those of the local parts."""
     locals_ = (t._local_tensor if isinstance(t, dist.tensor.DTensor) else t for t in tensors)
     return list({id(storage): storage for storage in (local.untyped_storage() for local in locals_)}.values())
 
 
 def storage_bytes(tensors: Iterable[Tensor]) -> int:
-    """Bytes of the storages behind tensors."""
+    """The number of bytes in the storages behind tensors."""
     return sum(storage.nbytes() for storage in storages(tensors))

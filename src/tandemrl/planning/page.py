@@ -1,4 +1,4 @@
-"""A plan in words, and the refusal of one that cannot fit."""
+"""Prints a plan, and refuses one that cannot fit."""
 
 from collections.abc import Iterator
 
@@ -9,7 +9,7 @@ from tandemrl.planning.plan import Phase, Plan
 
 
 class PlanError(ConfigError):
-    """A run that does not fit on the devices that it is planned for; the message names what would help."""
+    """A run does not fit on the devices that it is planned for. The message names what would help."""
 
 
 def described(found: Plan) -> str:
@@ -18,9 +18,10 @@ def described(found: Plan) -> str:
 
 
 def require_fit(found: Plan, config: Config, ranks: int, device: Accelerator) -> None:
-    """
+    """Refuse a plan that does not fit.
+
     Raises:
-        PlanError: the plan does not fit; with the keys that would make it fit, each tried.
+        PlanError: the plan does not fit; the message names keys that would make it fit, each of which was tried.
     """
     if found.fits:
         return

@@ -1,7 +1,7 @@
-"""The plan of a run on machines that are not here: memory, collectives, work and time of one process, from its config.
+"""Plans a run on other machines from its config: the memory, collectives, work and time of one process.
 
-Memory of the training pass is rehearsed (``rehearsal``); the engine's is computed from shapes. Everything is of rank 0,
-which has the most where something cannot be dealt out evenly, and of sequences that all have their full length.
+The memory of the training pass is found by a rehearsal (``rehearsal``), that of the engine is computed from shapes. All
+numbers are of rank 0, which has the most where something cannot be divided evenly, and for sequences of full length.
 """
 
 import math
@@ -37,16 +37,16 @@ from tandemrl.training.state import forward_options
 
 BYTES = {"float32": 4, "bfloat16": 2}
 BLOCK = 16
-"""Tokens of a block of vLLM's KV cache."""
+"""How many tokens a block of vLLM's KV cache holds."""
 LOGITS = 4
-"""Float32 copies of a decoding step's logits that are alive together."""
+"""How many float32 copies of a decoding step's logits are alive together."""
 
 Phase = Literal["always", "rollout", "update"]
-"""When memory is needed: all the time, while rollouts are written, while they are learnt from."""
+"""When memory is needed: all the time, while rollouts are written, or during the update."""
 
 
 class Item(NamedTuple):
-    """Bytes of one process. on_host: in host memory, not on the device."""
+    """An item of one process's memory, in bytes. ``on_host`` says whether it is in host memory, not on the device."""
 
     phase: Phase
     name: str
@@ -55,7 +55,8 @@ class Item(NamedTuple):
 
 
 class Cache(NamedTuple):
-    """The KV cache of a process. rows of ``length`` tokens; blocks: of vLLM's, 0 without it."""
+    """The KV cache of a process, which holds ``rows`` rows of ``length`` tokens. ``blocks`` counts the blocks of vLLM's
+    cache, and is 0 for the torch engine."""
 
     rows: int
     length: int
@@ -64,8 +65,11 @@ class Cache(NamedTuple):
 
 
 class Plan(NamedTuple):
-    """Of one process. seconds: of a step by phase, at best and at worst, as estimated. notes: what is odd and not
-    wrong."""
+    """The plan of one process.
+
+    seconds: the estimated seconds of each phase of a step, at best and at worst. notes: remarks on what is unusual but
+    not wrong.
+    """
 
     ranks: int
     mesh: dict[str, int]
@@ -80,7 +84,7 @@ class Plan(NamedTuple):
     notes: list[str]
 
     def needed(self, phase: Phase, *, on_host: bool = False) -> int:
-        """Bytes while ``phase`` goes on."""
+        """How many bytes are needed during ``phase``."""
         return sum(i.size for i in self.items if i.phase in ("always", phase) and i.on_host == on_host)
 
     @property
@@ -97,10 +101,10 @@ class Plan(NamedTuple):
 
 
 def plan(config: Config, ranks: int, device: Accelerator) -> Plan:
-    """What ``ranks`` processes of this config need, each on a device of its own.
+    """Plan a run of ``ranks`` processes, each on a device of its own.
 
     Raises:
-        ConfigError, ModelError: the mesh does not have ``ranks`` processes, a model is unknown here or cannot be split.
+        ConfigError, ModelError: the mesh does not have ``ranks`` processes, or a model is unknown or cannot be sharded.
     """
     with imagined_world(config.parallel, ranks) as world:
         return _plan(config, world, device)
@@ -183,14 +187,14 @@ def _trained_items(name: str, found: Rehearsal, off_weights: bool, off_state: bo
 
 
 def _busiest(found: Rehearsal, off_weights: bool, off_state: bool) -> int:
-    """Bytes on the device beside what is always there: in a backward, or in an optimiser step whose state has come from
-    the host."""
+    """The most bytes on the device beside those that are always there: in a backward, or in an optimiser step whose
+    state was moved from the host."""
     gradients = 0 if off_weights else found.gradients
     return gradients + max(found.activations, found.optimizer if off_state else 0)
 
 
 def _rehearsed(role: str, shape: PretrainedConfig, config: Config, world: World, work: Work, options: Any) -> Rehearsal:
-    """Rehearsals of knobs that change nothing here are not repeated."""
+    """The rehearsal of a model. It is not repeated for a config that differs only in keys without influence on it."""
     key = (
         role,
         shape.to_json_string(),
@@ -218,7 +222,8 @@ _KNOWN: dict[Any, Rehearsal] = {}
 def _frozen(
     config: Config, senior: PretrainedConfig, partner: PretrainedConfig, world: World
 ) -> list[tuple[str, PretrainedConfig, str]]:
-    """What ``training.build.build_models`` loads to score with, but what is another model's storage."""
+    """The frozen models that ``training.build.build_models`` loads to score with, without those that share the storage
+    of another model."""
     model, loss = config.model, config.loss
     alone = world.size == 1
     found: list[tuple[str, PretrainedConfig, str]] = []
@@ -238,7 +243,7 @@ def _engine(
     device: Accelerator,
     vocabulary: int,
 ) -> tuple[list[Item], Cache]:
-    """The engine of this process, and the rows that its KV cache holds. junior: None where the senior writes alone."""
+    """The memory of this process's engine, and its KV cache. ``junior`` is None if the senior writes alone."""
     rollout, model = config.rollout, config.model
     width = BYTES[model.dtype]
     length = config.longest_sequence
@@ -302,7 +307,7 @@ def _vllm(
 
 
 def _columns(prompt: int, longest: int) -> int:
-    """How wide a KV cache of the torch engine has grown when it holds ``longest`` tokens."""
+    """How many columns a KV cache of the torch engine has when it holds ``longest`` tokens."""
     columns = prompt + CACHE_STEP
     while columns < longest:
         columns += max(CACHE_STEP, columns // 4)
@@ -310,14 +315,14 @@ def _columns(prompt: int, longest: int) -> int:
 
 
 def parameters(shape: PretrainedConfig) -> int:
-    """Numbers in a model's weights; tied ones count once."""
+    """How many parameters a model has. Tied ones count once."""
     return sum(
         parameter.numel() for parameter in _skeleton(shape.to_json_string(use_diff=False), _kind(shape)).parameters()
     )
 
 
 def kv_bytes(shape: PretrainedConfig, width: int) -> int:
-    """Keys and values of one token, in numbers of ``width`` bytes."""
+    """The bytes of one token's keys and values in all layers, for numbers of ``width`` bytes."""
     text = shape.get_text_config()
     channels = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
     return int(2 * text.num_hidden_layers * text.num_key_value_heads * channels * width)
@@ -345,7 +350,7 @@ def _skeleton(json: str, kind: Any) -> Any:
 def _flops(
     config: Config, senior: PretrainedConfig, longest: int, sequences: int, world: World, scored: float, critic: bool
 ) -> float:
-    """FLOPs of this process's updates in a step, recomputation and scoring passes included."""
+    """The FLOPs of this process's updates in a step, including recomputation and scoring passes."""
     skeleton = _skeleton(senior.to_json_string(use_diff=False), _kind(senior)).requires_grad_(
         not config.model.lora.rank
     )
@@ -366,9 +371,12 @@ def _seconds(
     sent: Sent,
     cache: Cache,
 ) -> dict[str, tuple[float, float]]:
-    """Best and worst, by phase. At best 60 % of the peak and collectives that hide behind the computation; at worst
-    20 % and none that does. Decoding reads all weights and half of the KV cache for each token of a row: at best at
-    70 % of the bandwidth, at worst at 10 %."""
+    """The seconds of each phase, at best and at worst.
+
+    The best case assumes 60 % of the peak and collectives that overlap with the computation, the worst case 20 % and no
+    overlap. Decoding reads all weights and half of the KV cache for each token of a row, at best with 70 % of the
+    bandwidth and at worst with 10 %.
+    """
     compute = flops / device.peak(config.model.dtype)
     wire = sum(_wire(collective, traffic, world, device) for collective, traffic in sent.items())
     width = BYTES[config.model.dtype]
@@ -385,7 +393,7 @@ def _seconds(
 
 
 def _wire(collective: Collective, traffic: Traffic, world: World, device: Accelerator) -> float:
-    """Seconds of a ring over the slowest link."""
+    """The seconds that collectives take as a ring over the slowest link."""
     if world.mesh is None:
         return 0.0
     axes = collective.axis if collective.axis != "all" else "data"

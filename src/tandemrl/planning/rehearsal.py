@@ -1,9 +1,9 @@
-"""What one process of a training run holds and sends for a model: its training pass, on tensors without contents.
+"""Finds what one process of a training run holds and sends for a model: its training pass on tensors without contents.
 
 The models are made, adapted and sharded by the functions that train (``training.build``, ``models.sharding``), over the
-mesh of an ``imagined_world``; a forward and a backward then run on fake tensors, which have shapes and storages and
-neither values nor memory. Decoder layers that are alike are not all run: what a run of three and one of four layers
-differ by is what each further layer adds.
+mesh of an ``imagined_world``. A forward and a backward then run on fake tensors, which have shapes and storages but
+neither values nor memory. Decoder layers that are alike are not all run: the difference between a run of three layers
+and one of four is what each further layer adds.
 """
 
 import copy
@@ -37,12 +37,12 @@ from tandemrl.training.build import checkpoint_gradients, make_optimizer
 from tandemrl.types import Author, Batch, Rollout
 
 FEW, MORE = 3, 4
-"""Layers of the two runs that the others are computed from. With three there is one in the middle, for which FSDP has
-the next one gathered and the gradients of the last one on their way, as with many."""
+"""The numbers of layers in the two runs from which any number is extrapolated. With three there is a middle layer,
+during which FSDP holds the next layer gathered and reduces the gradients of the last one, as with many layers."""
 
 
 class Traffic(NamedTuple):
-    """Equal collectives. sent: bytes of the whole tensors."""
+    """A kind of collective, with how often it was used. ``sent`` counts the bytes of the whole tensors."""
 
     calls: int
     sent: int
@@ -52,10 +52,13 @@ Sent = dict[Collective, Traffic]
 
 
 class Rehearsal(NamedTuple):
-    """Of one model and one process. Bytes of storages; activations: all else that is alive at the worst moment of a
-    micro-batch, parameters that FSDP has gathered included. update, forward: what a micro-batch sends, learnt from or
-    only scored; export: all parameters made whole, for the engine. Sums of single numbers, such as norms, are left
-    out."""
+    """What one process holds and sends for one model.
+
+    Memory is given in bytes of storages. activations: everything else that is alive at the worst moment of a
+    micro-batch, including the parameters that FSDP has gathered. update, forward: what a micro-batch sends if it is
+    trained on, or only scored. export: what is sent to gather all parameters for the engine. Sums of single numbers,
+    such as norms, are left out.
+    """
 
     weights: int
     gradients: int
@@ -67,7 +70,7 @@ class Rehearsal(NamedTuple):
 
 
 class Work(NamedTuple):
-    """A micro-batch: tokens of each sequence, of which the first ``context`` are not learnt from."""
+    """A micro-batch, by the number of tokens in each sequence, of which the first ``context`` are not trained on."""
 
     lengths: tuple[int, ...]
     context: int
@@ -79,7 +82,7 @@ SHORT = Work((64,), 1)
 def rehearse_policy(
     configuration: PretrainedConfig, config: Config, world: World, work: Work, options: ForwardOptions
 ) -> Rehearsal:
-    """The trained senior."""
+    """The rehearsal of the senior, which is trained."""
 
     def make(small: PretrainedConfig) -> PreTrainedModel:
         model = _causal(small, torch.float32)
@@ -96,7 +99,7 @@ def rehearse_policy(
 def rehearse_critic(
     configuration: PretrainedConfig, config: Config, world: World, work: Work, options: ForwardOptions
 ) -> Rehearsal:
-    """The value model."""
+    """The rehearsal of the critic."""
 
     def make(small: PretrainedConfig) -> PreTrainedModel:
         small.num_labels = 1
@@ -122,7 +125,7 @@ def rehearse_frozen(
     options: ForwardOptions,
     dtype: torch.dtype,
 ) -> Rehearsal:
-    """A model that only scores: the reference (float32) or the junior."""
+    """The rehearsal of a model that only scores: the reference (float32) or the junior."""
 
     def make(small: PretrainedConfig) -> PreTrainedModel:
         model = _causal(small, dtype).requires_grad_(False)
@@ -133,7 +136,7 @@ def rehearse_frozen(
 
 
 def rehearse_prefill(configuration: PretrainedConfig, dtype: torch.dtype, prompts: int, length: int) -> int:
-    """Bytes at the worst moment of the torch engine's prefill of so many prompts of this length."""
+    """The peak bytes of the torch engine's prefill of ``prompts`` prompts of ``length`` tokens."""
 
     def run(small: PretrainedConfig) -> dict[Any, int]:
         fake = FakeTensorMode(allow_non_fake_inputs=True)
@@ -168,8 +171,11 @@ def _run(
     critic: bool,
     trained: bool,
 ) -> dict[Any, int]:
-    """Two micro-batches and an optimiser step. The second is measured: gradients are there from then on, and the first,
-    which makes them, can be short."""
+    """Run two micro-batches and an optimiser step.
+
+    The second micro-batch is measured, since gradients exist from then on. The first one, which makes them, can be
+    short.
+    """
     fake = FakeTensorMode(allow_non_fake_inputs=True)
     model = make(configuration)
     give_storage(model, fake)
@@ -213,8 +219,10 @@ def _run(
 
 
 def give_storage(model: nn.Module, fake: FakeTensorMode) -> None:
-    """Parameters and buffers of a model on the meta device become fake tensors, in place. To shard fake tensors would
-    take a thousand times longer: each part of each parameter would be one."""
+    """Turn parameters and buffers of a model on the meta device into fake tensors, in place.
+
+    Sharding fake tensors instead would take a thousand times longer, since each part of each parameter would be one.
+    """
     made: dict[int, Tensor] = {}  # tied ones are one tensor
 
     def faked(tensor: Tensor) -> Tensor:
@@ -241,8 +249,10 @@ def one_pass(
     critic: bool = False,
     entropy: bool = False,
 ) -> Tensor:
-    """What ``forward.token_logprobs`` and ``critic.token_values`` do, where tensors have no contents: the batch itself
-    is real, and what depends on it is computed beside the mode."""
+    """Do what ``forward.token_logprobs`` and ``critic.token_values`` do, on tensors without contents.
+
+    The batch itself is real, and what depends on it is computed outside of the fake mode.
+    """
     shards = world.shards
     with _disable_current_modes():
         index = ((batch.author >= 0) & (batch.positions > 0)).nonzero().squeeze(1)
@@ -265,7 +275,7 @@ def one_pass(
 
 
 def batch_of(work: Work, vocabulary: int) -> Batch:
-    """Sequences of which none has the prompt of another."""
+    """A batch of sequences no two of which share a prompt."""
 
     def rollout(number: int, length: int) -> Rollout:
         author = np.full(length, Author.SENIOR)
@@ -278,7 +288,7 @@ def batch_of(work: Work, vocabulary: int) -> Batch:
 
 
 def _without_contents(saved: Tensor) -> Any:
-    """As ``forward.activations_on_host`` does it: what is kept elsewhere needs no storage here."""
+    """What is saved for backward under ``forward.activations_on_host``: a tensor on the host needs no storage here."""
     origin = saved if saved._base is None else saved._base
     if isinstance(origin, nn.Parameter) or not saved.is_floating_point():
         return saved
@@ -298,7 +308,7 @@ def _with_storage(kept: Any) -> Tensor:
 
 
 def _extrapolated(run: Callable[[PretrainedConfig], dict[Any, int]], configuration: PretrainedConfig) -> dict[Any, int]:
-    """``run`` of the whole model, from runs of few of its layers where all are alike."""
+    """The result of ``run`` for the whole model, extrapolated from runs with few layers if all layers are alike."""
     layers = int(configuration.get_text_config().num_hidden_layers)
     if layers <= MORE or not _alike(configuration):
         return run(copy.deepcopy(configuration))
@@ -307,7 +317,7 @@ def _extrapolated(run: Callable[[PretrainedConfig], dict[Any, int]], configurati
 
 
 def _alike(configuration: PretrainedConfig) -> bool:
-    """Whether all decoder layers have the same parameters and see as far."""
+    """Whether all decoder layers have the same parameters and attend over the same range."""
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(configuration)
     shapes = [[(name, p.shape) for name, p in layer.named_parameters()] for layer in layers_of(model)]

@@ -1,8 +1,8 @@
-"""Senior and junior, and a person in the junior's place, write a text a few tokens at a time.
+"""Senior and junior, or a person in the junior's place, write a text a few tokens at a time.
 
-Nothing is remembered between two calls: a `Draft` has all that the next tokens depend on. Its own tokens go to the
-engine as ``Request.history``, so that strategy and draws go on where they were: written in pieces of any length, a text
-is the one that a single request would have written.
+Nothing is remembered between two calls: a `Draft` holds everything that the next tokens depend on. Its own tokens go to
+the engine as ``Request.history``, so that strategy and draws continue where they were. A text that is written in pieces
+of any length is therefore the one that a single request would have given.
 """
 
 from collections.abc import Sequence
@@ -27,7 +27,10 @@ from tandemrl.types import Author
 
 @dataclass(frozen=True)
 class Draft:
-    """A text on its way. tokens: what follows the prompt, each by the author of the same index (1 senior, 0 junior)."""
+    """A text that is being written.
+
+    tokens: the tokens after the prompt. authors: the author of each of them (1 senior, 0 junior).
+    """
 
     prompt: str
     seed: int = 0
@@ -42,7 +45,7 @@ class Draft:
 
 
 class Token(NamedTuple):
-    """surprisal: -log junior(token), nats, at temperature 1."""
+    """A token as the page shows it. ``surprisal`` is -log junior(token) in nats, at temperature 1."""
 
     id: int
     text: str
@@ -51,8 +54,10 @@ class Token(NamedTuple):
 
 
 class Piece(NamedTuple):
-    """The next tokens. stop: why the text is over, or None. next: the author of the token after them, by the
-    strategy."""
+    """The next tokens of a text.
+
+    stop: why the text is over, or None if it is not. next: the author of the token after them, by the strategy.
+    """
 
     tokens: list[Token]
     stop: StopReason | None
@@ -63,8 +68,8 @@ class Duo:
     """The two models behind a page.
 
     Args:
-        junior: reads every token, for its surprisal; the engine may use the same one.
-        longest: tokens of the longest text, prompt included.
+        junior: the model that reads every token for its surprisal. The engine may use the same model.
+        longest: how many tokens the longest text may have, including the prompt.
     """
 
     def __init__(
@@ -74,7 +79,7 @@ class Duo:
         self._strategy = lru_cache(maxsize=32)(self._make_strategy)
 
     def write(self, draft: Draft, count: int) -> Piece:
-        """The next ``count`` tokens, or fewer where the text ends.
+        """Write the next ``count`` tokens, or fewer if the text ends.
 
         Raises:
             ValueError: a setting is out of range, or the prompt leaves no room; the message names it.
@@ -101,7 +106,7 @@ class Duo:
         return Piece(read, stop, self.next_author(longer))
 
     def say(self, draft: Draft, text: str) -> Piece:
-        """What a person types goes on as the junior's; it is encoded here, once."""
+        """Append what a person typed as the junior's text. It is encoded here, once."""
         typed = self.tokenizer.encode(text, add_special_tokens=False, split_special_tokens=True)
         prompt = self._prompt(draft.prompt)
         if len(prompt) + len(draft.tokens) + len(typed) > self.longest:
@@ -125,8 +130,11 @@ class Duo:
 
     @torch.no_grad()
     def _read(self, draft: Draft, start: int, prompt: Sequence[int], *, over: bool = False) -> list[Token]:
-        """The tokens from ``start`` on, as they are shown: a character of several tokens is its last one's. over: no
-        further piece completes the last one."""
+        """The tokens from ``start`` on, as they are shown. A character made of several tokens is shown at the last one.
+
+        Args:
+            over: whether the text is over, so that no further piece completes its last character.
+        """
         if start == len(draft.tokens):
             return []
         batch = pack_tokens([[*prompt, *draft.tokens]], self.junior.device)

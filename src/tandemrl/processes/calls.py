@@ -1,7 +1,7 @@
-"""Calls that may hang, crash or raise: made in child processes, many at a time in each, or in threads of this process.
+"""Makes calls that may hang, crash or raise, in child processes (many at a time in each) or in threads of this process.
 
-Whoever makes calls says with each what is to be told of its outcome, and then polls. Nothing here has a thread of its
-own, and nothing goes on between polls but the calls themselves.
+The caller passes with each call the function that receives its outcome, and then polls. The module has no thread of its
+own; between polls, nothing runs but the calls.
 """
 
 import itertools
@@ -22,27 +22,30 @@ from tandemrl.distributed.watchdog import stamp
 from tandemrl.processes.child import CALLS_AT_ONCE, HERE, READY, Child
 
 START_LIMIT_S = 600.0
-"""It may load an index, or a model."""
+"""How long a process may take to start, in which it may load an index or a model."""
 ORPHAN_GRACE_S = 30.0
-"""A process in which a call holds the interpreter for so long beyond the limit has no parent that would kill it."""
+"""If a call holds the interpreter for this long beyond the limit, its process has no parent left that would kill it."""
 GRACE_S = 2.0
-"""A process in which a call is late has this long to say that it is still there."""
+"""How long a process with a late call may take to answer that it is still alive."""
 
 
 class ProcessError(RuntimeError):
-    """A child process cannot be started; the message has its last words."""
+    """A child process cannot be started. The message has the end of its output."""
 
 
 class Outcome(NamedTuple):
-    """What became of a call. ``value``: the result (JSON); of an ``error``, what was raised; of a ``death``, the last
-    words of the process."""
+    """The outcome of a call.
+
+    ``value`` is the result (JSON), for an ``error`` what was raised, and for a ``death`` the end of the process's
+    output.
+    """
 
     how: Literal["result", "error", "timeout", "death"]
     value: Any = None
 
 
 Deliver = Callable[[Outcome], None]
-"""What is to be done with the outcome of a call, in a poll."""
+"""A function that receives the outcome of a call. It is called during a poll."""
 
 
 @runtime_checkable
@@ -50,11 +53,17 @@ class Caller(Protocol):
     """Makes calls of a function with one argument, which is pickled."""
 
     def call(self, argument: Any, deliver: Deliver, *, key: str) -> None:
-        """Returns at once. Calls of one ``key`` are made in the same process, so that what it remembers is of use."""
+        """Begin a call, and return at once.
+
+        Calls with the same ``key`` are made in the same process, which can use what it has cached.
+        """
         ...
 
     def poll(self, *, wait: bool) -> None:
-        """Deliver what there is. ``wait``: at least one outcome, if any call is under way.
+        """Deliver the outcomes that are ready.
+
+        Args:
+            wait: wait for at least one outcome, if any call is running.
 
         Raises:
             ProcessError: no process can be started.
@@ -62,20 +71,21 @@ class Caller(Protocol):
         ...
 
     def close(self) -> None:
-        """Kill what runs; nothing more is delivered."""
+        """Kill the running calls. No further outcomes are delivered."""
         ...
 
 
 class ChildCalls:
-    """Calls in child processes (see `serving.serve_calls`), which are started when first needed.
+    """Makes calls in child processes (see `serving.serve_calls`), which are started when they are first needed.
 
-    A call that is late is given up, and its process gets no further ones: it is killed when the others in it are done.
-    Where a process dies, or is silent because a call holds the interpreter, nobody knows which of several calls is to
-    blame: each is made again, alone in its process.
+    A late call is given up, and its process gets no further calls; it is killed when its other calls are done. If a
+    process dies, or does not answer because a call holds the interpreter, it is unknown which of several calls caused
+    it. Each of them is then made again, alone in a process.
 
     Args:
-        setup: the first thing that a child is told; calls it is told from then on.
-        limit_s: after which a call is late.
+        command: the command that starts a child.
+        setup: the first message to a child. All later messages are calls.
+        limit_s: after how many seconds a call is late.
     """
 
     def __init__(self, command: Sequence[str], setup: Any, *, processes: int, limit_s: float) -> None:
@@ -114,7 +124,7 @@ class ChildCalls:
     # ---------------------------------------------------------------------------------------------------------------
 
     def _feed(self, lane: "_Lane") -> None:
-        """Begin what calls a lane's process takes at once."""
+        """Begin as many calls of a lane as its process takes at once."""
         if lane.process is None and (lane.alone or lane.waiting):
             lane.process = _Process(self._command, self._setup, lane)
             self._processes.append(lane.process)
@@ -127,7 +137,7 @@ class ChildCalls:
             process.begin((lane.alone or lane.waiting).popleft())
 
     def _listen(self, timeout: float) -> None:
-        """Hear what processes say, and go on telling them what they have not taken in yet."""
+        """Read what processes have written, and continue to send what they have not read yet."""
         with selectors.DefaultSelector() as selector:
             for process in self._processes:
                 selector.register(process.fileno(), selectors.EVENT_READ, process)
@@ -138,7 +148,7 @@ class ChildCalls:
                     self._deliver(call, outcome)
 
     def _check(self, process: "_Process") -> None:
-        """Give up calls that are late, and a process that died, is silent, or is needed no longer."""
+        """Give up late calls, and a process that died, does not answer, or is no longer needed."""
         now = time.monotonic()
         if process.here:  # so it is the late calls' own fault
             process.here, process.asked = False, None
@@ -157,7 +167,7 @@ class ChildCalls:
             self._bury(process)
 
     def _bury(self, process: "_Process") -> None:
-        """Of a process that died or is silent."""
+        """Handle the calls of a process that died or does not answer."""
         last_words = self._remove(process)
         if not process.ready:
             self.close()
@@ -180,12 +190,12 @@ class ChildCalls:
 
 
 class ThreadCalls:
-    """Calls in threads of this process. One that is late is given up, but its thread goes on until it ends: nothing can
-    kill it.
+    """Makes calls in threads of this process. A late call is given up, but its thread runs on, since nothing can kill
+    it.
 
     Args:
-        function: returns a JSON text.
-        limit_s: after which a call is late.
+        function: the function that is called; it returns a JSON text.
+        limit_s: after how many seconds a call is late.
     """
 
     def __init__(self, function: Callable[[Any], str], *, limit_s: float) -> None:
@@ -242,7 +252,7 @@ class ThreadCalls:
 
 class _Call(NamedTuple):
     argument: bytes
-    """Pickled."""
+    """The pickled argument."""
     deliver: Deliver
 
 
@@ -253,7 +263,8 @@ class _Begun(NamedTuple):
 
 @dataclass(eq=False)
 class _Lane:
-    """The calls of some keys, and the process that they are made in. ``alone``: those that it must not share."""
+    """The calls of some keys, and the process that they are made in. ``alone`` are calls that need a process for
+    themselves."""
 
     process: "_Process | None" = None
     waiting: deque[_Call] = field(default_factory=deque)
@@ -261,7 +272,11 @@ class _Lane:
 
 
 class _Process(Child):
-    """asked: since when it does not say whether it is there. here: it said so. alone: its call must have no company."""
+    """A child process that makes calls.
+
+    asked: since when it has not answered whether it is alive. here: whether it has answered. alone: whether it must run
+    no other call beside its present one.
+    """
 
     def __init__(self, command: Sequence[str], setup: bytes, lane: _Lane) -> None:
         super().__init__(command)
@@ -284,7 +299,7 @@ class _Process(Child):
         self.send(pickle.dumps(None))
 
     def due(self, limit_s: float) -> float | None:
-        """When something has to happen; None: nothing is awaited."""
+        """When the process has to be checked next, or None if it has nothing to do."""
         if not self.ready:
             return self._started + START_LIMIT_S
         if self.asked is not None:
@@ -292,7 +307,7 @@ class _Process(Child):
         return min(begun.since for begun in self.begun.values()) + limit_s if self.begun else None
 
     def hear(self) -> list[tuple[_Call, Outcome]]:
-        """The calls that it says are done."""
+        """Read which calls are done, with their outcomes."""
         done = []
         self.asked = time.monotonic() if self.asked is not None else None  # it says something: it is there
         for line in self.lines():

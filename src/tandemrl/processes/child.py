@@ -1,6 +1,8 @@
-"""A child process that can be killed: pickles in, JSON lines out. The parent is trusted, a child that works on hostile
-input is not. It is a plain process, not a `multiprocessing` one: it imports neither torch nor the user's main script.
-It leads a process group of its own, so that what it starts ends with it.
+"""A child process that can be killed. It reads pickles and writes JSON lines.
+
+The parent is trusted; a child that works on hostile input is not. The child is a plain process, not one of
+`multiprocessing`, so it imports neither torch nor the user's main script. It leads a process group of its own, so that
+the processes that it starts end with it.
 """
 
 import contextlib
@@ -16,15 +18,15 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 READY = '"ready"'
-"""The first line that a child says: everything is imported."""
+"""The first line that a child writes, when everything is imported."""
 HERE = '"here"'
-"""What a child says when it is asked, by None in place of a call, whether anything still runs in it."""
+"""What a child answers to None in place of a call, which asks whether it is still alive."""
 CALLS_AT_ONCE = 32
-"""In one process that makes several. Most of them wait: for a service, or for each other."""
+"""How many calls run at once in a process that makes several. Most of them wait, for a service or for each other."""
 
 
 class Child:
-    """The parent's side of it. ``alive`` is False once it has closed its output."""
+    """The parent's side of a child process. ``alive`` is False once the child has closed its output."""
 
     def __init__(self, command: Sequence[str]) -> None:
         path = dict.fromkeys([str(Path(__file__).parents[2]), *filter(None, sys.path)])
@@ -43,13 +45,13 @@ class Child:
         self.alive = True
 
     def fileno(self) -> int:
-        """Of what it says."""
+        """The descriptor of the child's output."""
         assert self._process.stdout is not None
         return self._process.stdout.fileno()
 
     @property
     def ear(self) -> int:
-        """The descriptor that it is told by."""
+        """The descriptor of the child's input."""
         assert self._process.stdin is not None
         return self._process.stdin.fileno()
 
@@ -57,13 +59,16 @@ class Child:
         return self._process.poll() is None
 
     def send(self, data: bytes) -> bool:
-        """Write, after what could not be written before; see `flush`."""
+        """Write ``data`` to the child, after what could not be written before; see `flush`."""
         self._unsent = memoryview(bytes(self._unsent) + data)
         return self.flush()
 
     def flush(self) -> bool:
-        """Write what is left, and say whether all of it is written: with ``os.set_blocking(child.ear, False)``, only
-        what does not have to wait. What a child that died was to be told is dropped: `lines` will find that out."""
+        """Write what is left, and return whether all of it is written.
+
+        After ``os.set_blocking(child.ear, False)``, only as much is written as is possible without waiting. What a dead
+        child should have got is dropped; `lines` notices the death.
+        """
         try:
             while self._unsent:
                 self._unsent = self._unsent[os.write(self.ear, self._unsent) :]
@@ -74,7 +79,7 @@ class Child:
         return True
 
     def lines(self) -> list[bytes]:
-        """The lines that it has said in full; waits for some output, or for its end."""
+        """Wait for output of the child or for its end, and return the complete lines."""
         part = os.read(self.fileno(), 2**16)
         self.alive = part != b""
         self._received += part
@@ -83,7 +88,7 @@ class Child:
         return said.splitlines()
 
     def kill(self) -> str:
-        """End the process and what it started; returns the end of what it wrote to stderr, or its exit status."""
+        """Kill the process and what it started. Returns the end of its stderr, or its exit status."""
         with contextlib.suppress(ProcessLookupError, PermissionError):  # nothing is left of the group
             os.killpg(self._process.pid, signal.SIGKILL)
         for pipe in (self._process.stdin, self._process.stdout):
@@ -96,8 +101,11 @@ class Child:
 
 
 class Parent:
-    """The child's side. What calls start and libraries print has no part in it: they find standard input empty, and
-    standard output is stderr. Signals to the whole job are left to the parent, which finishes its step first."""
+    """The child's side of the connection to its parent.
+
+    Programs that calls start and prints of libraries cannot disturb it: for them, standard input is empty, and standard
+    output is stderr. Signals to the whole job are left to the parent, which finishes its step first.
+    """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -110,14 +118,14 @@ class Parent:
             signal.signal(each, signal.SIG_IGN)
 
     def hear(self) -> Any:
-        """What the child is told next. Once the parent is gone, it ends, and so does what it started."""
+        """Read the next message. If the parent is gone, the child ends, together with what it started."""
         try:
             return pickle.load(self._told)
         except EOFError:
             _end()
 
     def say(self, line: str) -> None:
-        """One JSON line, from any thread."""
+        """Write one JSON line. Any thread may call this."""
         left = memoryview(line.encode() + b"\n")
         with self._lock:
             while left:

@@ -1,7 +1,8 @@
-"""Keeps a server: starts it, and ends it, with all that it has started, once the process that wanted it is gone.
+"""Starts a server, and ends it with all that it has started once the process that wanted it is gone.
 
-Run as a script, ``keeper.py PARENT COMMAND…``, by `server.serving`, at the head of a process group of its own. It needs
-nothing but the standard library. A parent that is killed cannot say so: the keeper looks whether it is still its child.
+`server.serving` runs this as a script, ``keeper.py PARENT COMMAND…``, which leads a process group of its own. It needs
+nothing but the standard library. A parent that is killed cannot say so, so the keeper checks whether it is still the
+parent's child.
 """
 
 import os
@@ -12,12 +13,12 @@ import time
 from typing import Any
 
 GRACE_S = 10.0
-"""Between SIGTERM and SIGKILL."""
+"""Seconds between SIGTERM and SIGKILL."""
 LOOK_S = 0.2
 
 
 def keep(parent: int, command: list[str]) -> None:
-    """Does not return: the last thing it does is to kill its process group, itself included."""
+    """Run the server until the parent is gone. It does not return, since it ends by killing its own process group."""
     told = []
 
     def end(*_: Any) -> None:

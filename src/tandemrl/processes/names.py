@@ -1,4 +1,4 @@
-"""What ``module:name`` means."""
+"""Finds what ``module:name`` names."""
 
 import importlib
 import os
@@ -8,7 +8,7 @@ from typing import Any
 
 
 def named(path: str) -> Any:
-    """What ``module:name`` names; modules in the working directory are found, too.
+    """The object that ``module:name`` names. Modules in the working directory are found, too.
 
     Raises:
         Exception: whatever importing it raises.
@@ -20,13 +20,14 @@ def named(path: str) -> Any:
 
 
 def function_named(path: str, where: str, error: type[Exception]) -> Callable[..., Any]:
-    """The function, or anything else that can be called, that ``module:name`` names.
+    """The function or other callable that ``module:name`` names.
 
     Args:
-        where: what names it, such as the key of a config; the message begins with it.
+        where: where the name comes from, such as the key of a config. The message begins with it.
+        error: the class of the error to raise.
 
     Raises:
-        error: there is none, importing it failed, or it cannot be called.
+        error: there is no such object, importing it failed, or it cannot be called.
     """
     try:
         found = named(path)

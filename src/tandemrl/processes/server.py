@@ -1,4 +1,4 @@
-"""A server beside this process, such as a model that judges: it ends when this process does, however that ends."""
+"""Runs a server beside this process, such as a judge's. It ends when this process does, however this process ends."""
 
 import contextlib
 import os
@@ -13,20 +13,21 @@ from pathlib import Path
 from tandemrl.processes import keeper
 
 OF_TORCHRUN = ("RANK", "WORLD_SIZE", "MASTER_", "LOCAL_", "GROUP_", "ROLE_", "TORCHELASTIC_")
-"""Beginnings of variables that tell a process of its place among others; a server has none there."""
+"""The beginnings of environment variables with which torchrun gives a process its place. A server does not get them."""
 LAST_WORDS = 2000
-"""Characters of its output in an error."""
+"""How many characters of the end of its output an error shows."""
 
 
 @contextmanager
 def serving(command: str, log: Path, *, key: str, error: type[Exception]) -> Iterator[Callable[[], None]]:
-    """Run ``command`` in the background, without a shell; what it writes goes to the end of ``log``.
+    """A context in which ``command`` runs in the background, without a shell. Its output is appended to ``log``.
 
-    It leads no terminal and gets no signals of this job. At the end, also after an error, its process group is told to
-    end and then killed. Where this process is killed (SIGKILL), a keeper does the same.
+    It has no terminal and gets no signals of this job. At the end of the context, also after an error, its process
+    group gets SIGTERM and then SIGKILL. If this process is killed (SIGKILL), a keeper does the same.
 
     Args:
-        key: of the config that names the command, for messages.
+        key: the key of the config that names the command, for messages.
+        error: the class of the errors to raise.
 
     Yields:
         a function that raises ``error``, with the end of the log, if the server has ended.

@@ -16,7 +16,7 @@ def serve_calls(prepare: Callable[[Any], Callable[[Any], str]]) -> None:
     """Make calls, in threads, until the parent is gone.
 
     Args:
-        prepare: given the parent's setup, returns the function that is called; that returns a JSON text.
+        prepare: receives the parent's setup, and returns the function to call, which returns a JSON text.
     """
     parent = Parent()
     setup, patience_s = parent.hear()
@@ -30,7 +30,10 @@ def serve_calls(prepare: Callable[[Any], Callable[[Any], str]]) -> None:
         parent.say(f'{{"number": {number}, {said}}}')
 
     def beat() -> None:
-        """A call that holds the interpreter outlives its parent unseen: the alarm ends it, from the kernel."""
+        """Postpone, again and again, an alarm with which the kernel ends this process.
+
+        It goes off if a call holds the interpreter for too long and no parent is left to notice.
+        """
         while True:
             signal.setitimer(signal.ITIMER_REAL, patience_s)
             time.sleep(min(1.0, patience_s / 2))

@@ -1,7 +1,7 @@
-"""What runs and evaluations have written, for people: tables, plots and samples on one page that needs nothing else.
+"""Reports on runs and evaluations: tables, plots and samples on one self-contained page.
 
-``build_report(folder)`` reads every run and evaluation below a folder. ``write_report(report, file)`` makes a
-self-contained HTML page of it, and a Markdown page beside it. A report only reads: it computes no metric that a result
+``build_report(folder)`` reads every run and evaluation below a folder. ``write_report(report, file)`` writes an HTML
+page that needs no other file, and a Markdown page beside it. A report only reads: it computes no metric that a result
 file does not hold.
 """
 

@@ -1,4 +1,4 @@
-"""The plots of a report. Each takes arms with their styles; None where there is nothing to plot."""
+"""The plots of a report. Each takes arms with their styles, and is None if there is nothing to plot."""
 
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -15,7 +15,7 @@ from tandemrl.report.svg import INK, MUTED, PAPER, Style, axes, draw, part
 from tandemrl.report.tables import JUNIOR_CE, JUNIOR_FIRST, SENIOR_FIRST, SOLO, Column, Estimate, estimate
 
 POINTS = 150
-"""Points of a learning curve; a longer run is averaged over blocks of consecutive records."""
+"""How many points a learning curve has at most. A longer run is averaged over blocks of consecutive records."""
 PHASES = ("rollout", "score", "update", "sync", "eval")
 
 Styled = Sequence[tuple[ArmRecord, Style]]
@@ -55,7 +55,7 @@ CURVES = (
 
 
 ACCEPTANCE = Curve("draft/acceptance", "Drafts that the senior accepts", "share where it is the author")
-"""Drawn beside the junior's cross-entropy: both say how well the junior can follow."""
+"""The curve beside the junior's cross-entropy. Both show how well the junior can follow."""
 
 
 def all_figures(arms: Styled, prefix: str) -> list[Figure]:
@@ -70,7 +70,7 @@ def all_figures(arms: Styled, prefix: str) -> list[Figure]:
 
 
 def series(run: RunRecord, metric: str) -> tuple[np.ndarray, np.ndarray]:
-    """Steps and finite values of a metric of one run."""
+    """The steps and the finite values of a metric in one run."""
     points = [(step["step"], step[metric]) for step in run.steps if step.get(metric) is not None and "step" in step]
     steps, values = zip(*points, strict=True) if points else ((), ())
     return np.array(steps, dtype=float), np.array(values, dtype=float)
@@ -92,7 +92,7 @@ def shared(curves: Sequence[tuple[np.ndarray, np.ndarray]]) -> tuple[np.ndarray,
 
 
 def curve_plot(arms: Styled, name: str, curve: Curve) -> Figure | None:
-    """Mean over seeds, a band from the lowest to the highest seed, and a thin line per seed."""
+    """A learning curve: the mean over seeds, a band from the lowest to the highest seed, and a thin line per seed."""
     longest, several = 0, False
     scale, unit = _scale([series(run, curve.metric)[1] for arm, _ in arms for run in arm.runs])
     with axes() as (figure, ax):
@@ -146,7 +146,7 @@ def pass_at_k_plot(arms: Styled, name: str) -> Figure | None:
 
 
 def handoff_plot(arms: Styled, name: str, column: Column) -> Figure | None:
-    """Handoff pass@1 over solo pass@1: a point per arm, small ones per seed."""
+    """Handoff pass@1 over solo pass@1, with a point for each arm and a small one for each seed."""
     limits: list[float] = []
     with axes(height=3.3) as (figure, ax):
         for arm, look in arms:
@@ -219,7 +219,7 @@ def legibility_plot(arms: Styled, name: str) -> Figure | None:
 
 
 def time_plot(arms: Styled, name: str) -> Figure | None:
-    """Seconds of a training step by what it spends them on, as stacked bars."""
+    """The seconds of a training step by phase, as stacked bars."""
     rows = [(arm, spent) for arm, _ in arms if (spent := _seconds(arm.runs))]
     if not rows:
         return None
@@ -250,7 +250,7 @@ def time_plot(arms: Styled, name: str) -> Figure | None:
 
 
 def _seconds(runs: Sequence[RunRecord]) -> dict[str, float]:
-    """Mean seconds per step of each phase; a phase that is not part of every step is spread over all of them."""
+    """The mean seconds per step of each phase. A phase that not every step has is averaged over all steps."""
     steps: list[Mapping[str, Any]] = [step for run in runs for step in run.steps if step.get("time/step") is not None]
     if not steps:
         return {}
@@ -275,7 +275,7 @@ def _line(ax: Axes, x: Sequence[float], y: Sequence[Estimate], look: Style) -> N
 
 
 def _error(value: Estimate) -> tuple[list[float], list[float]] | None:
-    """Lengths of an error bar below and above its point."""
+    """The lengths of an error bar below and above its point, or None without an interval."""
     if value.low is None or value.high is None:
         return None
     return [max(0.0, value.mean - value.low)], [max(0.0, value.high - value.mean)]

@@ -1,4 +1,4 @@
-"""From records to pages: what is said where, in HTML and in Markdown."""
+"""Makes the HTML and Markdown pages of a report from its records."""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -35,12 +35,12 @@ from tandemrl.types import Author
 
 UNDECIDED = "no difference shown"
 TREND = ("reward/mean", "eval/pass@1", "response/length")
-"""Training metrics whose start and end stand in the Markdown page, which has no plots."""
+"""Training metrics whose first and closing values are in the Markdown page, which has no plots."""
 
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """What a page says. ``caveats``: what the numbers do not show; ``galleries``: samples by setting name."""
+    """The content of a page. ``caveats`` say what the numbers do not show; ``galleries`` are samples by setting."""
 
     title: str
     records: Records
@@ -49,14 +49,14 @@ class Report:
 
 
 def build_report(folder: str | Path, *, title: str | None = None, tokenizer: str | Path | None = None) -> Report:
-    """Read every run and evaluation below a folder, and nothing that they name outside of it but data files.
+    """Read every run and evaluation below a folder. Of files outside of it, only data files that they name are read.
 
     Args:
-        title: of the page; default: the experiment's name, or the folder's.
-        tokenizer: folder or hub id of the models' tokenizer, where it is not below ``folder``.
+        title: the title of the page. The default is the name of the experiment or of the folder.
+        tokenizer: folder or hub id of the models' tokenizer, if it is not below ``folder``.
 
     Raises:
-        ReportError: there is nothing to report on, or a file is damaged; names it.
+        ReportError: there is nothing to report on, or a file is damaged; the message names it.
         ModelError: ``tokenizer`` cannot be loaded.
     """
     records = discover(folder)
@@ -73,10 +73,13 @@ def build_report(folder: str | Path, *, title: str | None = None, tokenizer: str
 
 
 def write_report(report: Report, file: str | Path | None = None) -> tuple[Path, Path]:
-    """Write the HTML page and, beside it, the Markdown page; each appears complete or not at all.
+    """Write the HTML page and, beside it, the Markdown page. Each appears complete or not at all.
 
     Args:
-        file: of the HTML page; default ``report.html`` in the report's folder.
+        file: the file of the HTML page. The default is ``report.html`` in the report's folder.
+
+    Returns:
+        The files of the HTML page and of the Markdown page.
     """
     page = Path(file) if file is not None else report.records.folder / "report.html"
     text = page.with_suffix(".md")
@@ -86,7 +89,7 @@ def write_report(report: Report, file: str | Path | None = None) -> tuple[Path, 
 
 
 def to_html(report: Report) -> str:
-    """One page without scripts, that refers to nothing outside itself."""
+    """The report as one HTML page, without scripts and without references to other files."""
     looks = styles(report.records)
     environment = Environment(
         loader=FileSystemLoader(Path(__file__).parent),
@@ -115,7 +118,11 @@ def to_html(report: Report) -> str:
 
 
 def to_markdown(report: Report, *, plots: str = "report.html") -> str:
-    """The tables of the page. Plots and samples are left to the HTML page, which it names."""
+    """The report as Markdown: the tables, and a reference to the HTML page for plots and samples.
+
+    Args:
+        plots: the name of the HTML page.
+    """
     parts = [f"# {report.title}", f"{_lead(report.records)} Plots and samples: `{plots}`."]
     several = len(report.records.settings) > 1
     for setting in report.records.settings:
@@ -151,7 +158,7 @@ def to_markdown(report: Report, *, plots: str = "report.html") -> str:
 
 
 def without_tags(markdown: str) -> str:
-    """Markdown in which nothing is HTML, whatever names and paths it quotes: what would begin a tag is text.
+    """Markdown without HTML tags, whatever names and paths it quotes: what would begin a tag becomes text.
 
     Example:
         >>> without_tags("A < B, <img src=x>")
@@ -171,13 +178,14 @@ def headlines(report: Report) -> str:
 
 
 def styles(records: Records) -> dict[str, svg.Style]:
-    """Arm name -> look, the same in every setting and plot; the arms of every experiment look alike in all reports."""
+    """The style of each arm, by its name. It is the same in every setting and plot, and in all reports for arms that
+    every experiment has."""
     names = dict.fromkeys([*FIRST_ARMS, *(arm.name for setting in records.settings for arm in setting.arms)])
     return {name: svg.style(number) for number, name in enumerate(names)}
 
 
 def _setting(number: int, setting: Setting, looks: Mapping[str, svg.Style], shown: list[Gallery]) -> dict[str, Any]:
-    """What the template shows of a setting."""
+    """The variables with which the template shows a setting."""
     measured = [arm for arm in setting.arms if arm.evaluations]
     columns = columns_of(measured)
     table: list[dict[str, Any]] = [
@@ -247,7 +255,7 @@ def _interval_note(arms: Sequence[ArmRecord]) -> str:
 
 
 def _contrasts(setting: Setting) -> list[dict[str, Any]]:
-    """Differences as text; ``headline``: of a metric that the headline table has."""
+    """The differences of a setting as text. ``headline`` says whether the headline table has the metric."""
     titles = {arm.name: arm.title for arm in setting.arms}
     columns = {(column.phase, column.metric): column for column in columns_of(setting.arms)}
     rows = []
@@ -299,7 +307,7 @@ def _sentences(rows: Sequence[Mapping[str, Any]]) -> str:
 
 
 def _trend(arm: ArmRecord, metric: str) -> list[str]:
-    """First value and closing mean of a training metric, averaged over seeds."""
+    """The first value and the closing mean of a training metric, averaged over seeds."""
     curves = [[s[metric] for s in run.steps if s.get(metric) is not None] for run in arm.runs]
     values = [each for each in curves if each]
     if not values:
@@ -326,8 +334,8 @@ def _flat_settings(experiment: Mapping[str, Any]) -> list[tuple[str, str]]:
 
 
 def _spans(spans: Sequence[tuple[Author | None, str]]) -> Markup:
-    """Text by author: junior text underlined between ‹ and ›; a blank line, the end of a step, is a ¶. What the
-    environment said is in a box."""
+    """Text by author, as HTML. The junior's text is underlined between ‹ and ›, a blank line (the end of a step) is ¶,
+    and what the environment said is in a box."""
     out = Markup("")
     for author, text in spans:
         if author == Author.CONTEXT:

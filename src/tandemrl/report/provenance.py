@@ -1,4 +1,4 @@
-"""Where the numbers come from, and what they do not show."""
+"""Says where the numbers of a report come from, and what they do not show."""
 
 import hashlib
 import json
@@ -12,9 +12,9 @@ from tandemrl.config.plain import flatten
 from tandemrl.report.records import SEED, ArmRecord, EvaluationRecord, Records, RunRecord, Setting
 
 ENOUGH_SEEDS = 5
-"""Fewer seeds than this are pointed out."""
+"""The report points out arms with fewer seeds than this."""
 SUITE = {"pass-at-k", "tandem", "handoff", "legibility", "drift"}
-"""The phases of ``tandemrl eval all``, but for a judge's."""
+"""The phases of ``tandemrl eval all``, without that of a judge."""
 SEEDED = {"train.seed", "output_dir", "digests", "threads"}
 """Config keys (or their first parts) in which the seeds of one arm may differ."""
 
@@ -31,7 +31,7 @@ class Source(NamedTuple):
 
 
 def sources(records: Records) -> list[Source]:
-    """A row per arm. Hashes of equal configurations are equal; those of evaluations cover weights and data too."""
+    """One row per arm. Equal configurations have equal hashes; those of evaluations cover weights and data, too."""
     rows = []
     for setting in records.settings:
         for arm in setting.arms:
@@ -50,7 +50,7 @@ def sources(records: Records) -> list[Source]:
 
 
 def code(records: Records) -> list[tuple[str, str]]:
-    """Revision and versions of what wrote the results; where results disagree, every value."""
+    """The revision and the versions of the code that wrote the results. If results differ, every value is listed."""
     values_of: dict[str, set[str]] = {}
     stored = [e.result.get("versions") or {} for _, _, e in _evaluations(records)]
     for versions in [*stored, records.experiment.get("versions") or {}]:
@@ -62,7 +62,7 @@ def code(records: Records) -> list[tuple[str, str]]:
 
 
 def commands(records: Records) -> list[str]:
-    """Commands that do again what was done, for the first seed of each arm, and that make this page."""
+    """The commands that repeat the runs and evaluations of the first seed of each arm, and that make this page."""
     lines = []
     if name := records.experiment.get("name"):
         command = records.experiment.get("command") or f"tandemrl experiment {shlex.quote(str(name))}"
@@ -81,7 +81,7 @@ def commands(records: Records) -> list[str]:
 
 
 def caveats(records: Records) -> list[str]:
-    """What the numbers do not show, and what is odd about the files."""
+    """What the numbers do not show, and what is unusual about the files."""
     return [
         *_torn(records),
         *_functions(records),
@@ -145,7 +145,8 @@ def _seeds(records: Records) -> Iterable[str]:
 
 
 def _unequal(records: Records) -> Iterable[str]:
-    """Seeds of an arm that were not run alike, and arms of a setting that were not evaluated alike."""
+    """Yield sentences about seeds of an arm that were run differently, and arms of a setting that were evaluated
+    differently."""
     for setting, arm in _arms(records):
         configs = [("train", run.config) for run in arm.runs if run.config]
         configs += [(e.phase, e.result["config"]) for e in arm.evaluations]
@@ -199,7 +200,7 @@ def _revisions(records: Records) -> Iterable[str]:
 
 
 def _train_command(run: RunRecord) -> str:
-    """As a comment where it takes Python functions: no command line can pass them."""
+    """The training command of a run. It is a comment if the run had Python functions, which no command can pass."""
     file, functions = str(run.folder / "config.yaml"), _passed(run)
     if not functions:
         return f"tandemrl train --config {shlex.quote(file)}"
@@ -210,7 +211,7 @@ def _train_command(run: RunRecord) -> str:
 
 
 def _passed(run: RunRecord) -> dict[str, str]:
-    """Name and signature of the functions that a run had in place of config keys, by argument of ``train``."""
+    """The name and signature of the functions that took the place of config keys in a run, by argument of ``train``."""
     records = run.config.get("functions") or {}
     return {
         name: f"{function['name']} [{function['signature']}]"
@@ -220,7 +221,8 @@ def _passed(run: RunRecord) -> dict[str, str]:
 
 
 def _eval_command(evaluation: EvaluationRecord, phase: str, out: Path) -> str:
-    """The command of a phase, or of all, with the settings that mostly differ; the result file has the others."""
+    """The command of a phase, or of all phases, with the settings that differ most often. The result file has the
+    others."""
     config = evaluation.result["config"]
     settings = config.get("eval") or {}
     endpoint = ["--endpoint", "URL"] if config.get("engine") == "endpoint" else []
@@ -235,13 +237,13 @@ def _eval_command(evaluation: EvaluationRecord, phase: str, out: Path) -> str:
 
 
 def _task(config: Mapping[str, Any]) -> dict[str, Any]:
-    """What arms that are compared share: everything but the models; of the hashes, those of the data."""
+    """What compared arms must share: everything except the models, and of the hashes only those of the data."""
     digests = {source: config.get("digests", {}).get(source) for source in config.get("data") or ()}
     return {k: v for k, v in config.items() if k not in ("model", "junior")} | {"data files": digests}
 
 
 def _differences(configs: Sequence[Mapping[str, Any]]) -> dict[str, list[str]]:
-    """Config keys that have several values, other than by seed."""
+    """The config keys that have several values, without those that differ by seed."""
     flat = [flatten(config) for config in configs]
     values: dict[str, list[str]] = {}
     for key in dict.fromkeys(key for each in flat for key in each):

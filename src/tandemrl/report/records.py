@@ -1,8 +1,9 @@
-"""Finding and reading what runs and evaluations have written, and sorting it into settings, arms and seeds.
+"""Finds and reads what runs and evaluations have written, and sorts it into settings, arms and seeds.
 
-Any folder with ``metrics.jsonl`` is a run; any ``PHASE.json`` is an evaluation. What is at the same path but for a
-``seed-N`` component is the same arm with another seed. The last other component names the arm, those before it the
-setting (a pair, an experiment); ``eval`` components do not count, so a run and its evaluations meet.
+Any folder with ``metrics.jsonl`` is a run; any ``PHASE.json`` is an evaluation. Paths that differ only in a ``seed-N``
+component belong to the same arm with different seeds. Of the other components, the last one names the arm, and those
+before it name the setting (a pair, an experiment). ``eval`` components do not count, so that a run and its evaluations
+belong together.
 """
 
 import json
@@ -40,18 +41,19 @@ MEASURES: dict[str, tuple[Phase, str]] = {
     "acceptance": ("legibility", "acceptance"),
     "drift/kl": ("drift", "kl"),
 }
-"""What the rows of ``results.json`` call a metric of a phase; those by turns are of episodes alone. Cross-entropy and
-KL are in nats per token."""
+"""The measures in the rows of ``results.json``, each with its phase and metric. Only episodes have those by turns.
+Cross-entropy and KL are in nats per token."""
 Verdict = Literal["holds", "fails", "undecided", "not asked of one seed"]
-"""On a claim. Undecided: the interval contains the bar. Not asked: it is about seeds, and there is one."""
+"""The verdict on a claim. It is undecided if the interval contains the bar, and not asked if the claim is about several
+seeds and there is only one."""
 
 
 class ReportError(ValueError):
-    """A file cannot be reported on; names it."""
+    """A file cannot be reported on. The message names it."""
 
 
 class RunRecord(NamedTuple):
-    """A training run. ``seed``: of its path, "" without one. ``torn``: its last line was still being written."""
+    """A training run. ``seed`` is that of its path, or "". ``torn`` says whether its last line is incomplete."""
 
     folder: Path
     seed: str
@@ -71,7 +73,7 @@ class EvaluationRecord(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class ArmRecord:
-    """One way to train (or a model as it is), over its seeds. ``extra``: seed -> measures of ``results.json``."""
+    """One way to train (or a model as it is), over its seeds. ``extra``: measures of ``results.json``, by seed."""
 
     name: str
     title: str
@@ -81,11 +83,11 @@ class ArmRecord:
 
     @property
     def seeds(self) -> list[str]:
-        """In numeric order; [""] where paths name no seed."""
+        """The seeds in numeric order, or [""] if paths name no seed."""
         return sorted({run.seed for run in self.runs} | {e.seed for e in self.evaluations}, key=natural)
 
     def phase(self, phase: str) -> dict[str, dict[str, Any]]:
-        """Results of a phase by seed."""
+        """The results of a phase, by seed."""
         results = sorted((e for e in self.evaluations if e.phase == phase), key=lambda e: natural(e.seed))
         return {each.seed: each.result for each in results}
 
@@ -105,10 +107,10 @@ class ContrastRecord(NamedTuple):
 
 
 class Claim(NamedTuple):
-    """A statement with its bar, the values held against it, and the verdict.
+    """A statement with its bar, the values that are compared with it, and the verdict.
 
-    values: one per seed where the claim is of every seed, one where it is of the mean or of the end of an interval,
-    none where it is not asked.
+    values: one for each seed if the claim is about every seed; a single one if it is about the mean or the end of an
+    interval; none if it is not asked.
     """
 
     claim: str
@@ -128,7 +130,7 @@ class Setting:
 
 
 class Results(NamedTuple):
-    """An experiment's own account, from ``results.json``: by setting, and by setting and arm (``measures`` by seed)."""
+    """What ``results.json`` says of an experiment, by setting, and by setting and arm (``measures``, by seed)."""
 
     titles: dict[str, str]
     contrasts: dict[tuple[str, ...], list[ContrastRecord]]
@@ -138,7 +140,7 @@ class Results(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Records:
-    """Everything below a folder. ``experiment``: the content of its ``experiment.json``, {} without one."""
+    """Everything found below a folder. ``experiment`` is the content of its ``experiment.json``, or {}."""
 
     folder: Path
     settings: tuple[Setting, ...]
@@ -151,10 +153,10 @@ def natural(text: str) -> tuple[Any, ...]:
 
 
 def discover(folder: str | Path) -> Records:
-    """Every run and evaluation below a folder.
+    """Find and read every run and evaluation below a folder.
 
     Raises:
-        ReportError: there is none, a file is not readable, or two files claim the same place.
+        ReportError: there is none, a file cannot be read, or two files are of the same arm and seed.
     """
     root = Path(folder)
     if not root.is_dir():
@@ -210,10 +212,10 @@ def discover(folder: str | Path) -> Records:
 
 
 def read_results(file: str | Path) -> tuple[Setting, ...]:
-    """The settings of a ``results.json`` by itself: arms with the measures of each seed, contrasts and claims.
+    """The settings of a single ``results.json``: arms with the measures of each seed, contrasts and claims.
 
     Raises:
-        ReportError: not readable; names the entry.
+        ReportError: the file cannot be read; the message names the entry.
     """
     results = Results({}, {}, {}, {})
     _add_results(results, Path(file), key=())
@@ -234,10 +236,10 @@ def _setting(key: tuple[str, ...], arms: Sequence[ArmRecord], results: Results) 
 
 
 def read_steps(file: Path) -> tuple[list[dict[str, Any]], bool]:
-    """The lines of a ``metrics.jsonl``, and whether a last one without its line break was left out: a run in progress.
+    """The lines of a ``metrics.jsonl``, and whether an incomplete last line was left out, as in a run in progress.
 
     Raises:
-        ReportError: not readable, or another line is not a JSON object.
+        ReportError: the file cannot be read, or another line is not a JSON object.
     """
     try:
         lines = file.read_text(encoding="utf-8").splitlines(keepends=True)
@@ -260,10 +262,10 @@ def read_steps(file: Path) -> tuple[list[dict[str, Any]], bool]:
 
 
 def read_config(folder: Path) -> dict[str, Any]:
-    """The ``config.yaml`` of a run as a tree of plain values; {} where there is none.
+    """The ``config.yaml`` of a run as nested plain values, or {} if there is none.
 
     Raises:
-        ReportError: it is not YAML.
+        ReportError: the file is not YAML.
     """
     file = folder / "config.yaml"
     if not file.is_file():
@@ -276,7 +278,7 @@ def read_config(folder: Path) -> dict[str, Any]:
 
 
 def _files(root: Path) -> Iterator[Path]:
-    """Records below a folder in a fixed order, leaving out hidden folders and weights."""
+    """Yield the records below a folder in a fixed order, without those in hidden folders and among weights."""
     for here, folders, names in os.walk(root):
         folders[:] = sorted(name for name in folders if name not in NO_ENTRY and not name.startswith("."))
         for name in sorted(names):
@@ -287,7 +289,7 @@ def _files(root: Path) -> Iterator[Path]:
 
 
 def _place(parts: Sequence[str], root: Path) -> tuple[tuple[str, ...], str]:
-    """Setting and arm as one tuple, and the seed, of a folder given relative to the report's."""
+    """The setting and arm as one tuple, and the seed, of a folder whose path is relative to the report's folder."""
     seeds = [match.group(1) for part in parts if (match := SEED.fullmatch(part))]
     key = tuple(part for part in parts if part != "eval" and not SEED.fullmatch(part))
     return key or (root.resolve().name,), "/".join(seeds)
@@ -316,7 +318,7 @@ def _read_json(file: Path) -> dict[str, Any]:
 
 
 def _add_results(results: Results, file: Path, *, key: tuple[str, ...]) -> None:
-    """Add what a ``results.json`` says; ``key`` is its folder, relative to the report's."""
+    """Add the content of a ``results.json``. ``key`` is its folder, relative to the report's."""
     content = _read_json(file)
     results.titles.update(_titles(content.get("experiment") or {}))
     for part in ("rows", "contrasts", "claims"):
@@ -336,7 +338,7 @@ def _add_results(results: Results, file: Path, *, key: tuple[str, ...]) -> None:
 
 
 def _verdict(claim: Mapping[str, Any]) -> Verdict:
-    """A claim of schema 1 says ``holds`` instead."""
+    """The verdict of a claim. A claim of schema 1 has ``holds`` instead."""
     verdict: Verdict = claim["verdict"] if "verdict" in claim else "holds" if claim["holds"] else "fails"
     if verdict not in get_args(Verdict):
         raise ValueError(f"unknown verdict {verdict!r}; known: {', '.join(get_args(Verdict))}")
@@ -344,7 +346,7 @@ def _verdict(claim: Mapping[str, Any]) -> Verdict:
 
 
 def _contrast(entry: Mapping[str, Any]) -> ContrastRecord:
-    """From ``compare.to_json`` with the arms' names as A and B."""
+    """A contrast from an entry of ``compare.to_json`` with the arms' names as A and B."""
     difference = entry["difference"]
     interval = Interval(**difference) if isinstance(difference, Mapping) else Interval(*difference)
     a, b = (str(entry.get(side.upper(), entry[side])) for side in ("a", "b"))
@@ -352,7 +354,7 @@ def _contrast(entry: Mapping[str, Any]) -> ContrastRecord:
 
 
 def _titles(experiment: Mapping[str, Any]) -> dict[str, str]:
-    """Arm name -> title, where the experiment gives them."""
+    """The titles of arms by their names, as far as the experiment gives them."""
     arms = experiment.get("arms") or []
     titles = {arm["name"]: arm["title"] for arm in arms if isinstance(arm, dict) and arm.get("title")}
     return {"base": "before training"} | titles if titles else {}

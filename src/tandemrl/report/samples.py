@@ -1,4 +1,4 @@
-"""A few completions as they were written, with their authors: always the first problems, so that nothing is picked."""
+"""Shows a few completions with their authors, always of the first problems, so that none is selected by hand."""
 
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -21,11 +21,11 @@ from tandemrl.training.tracking import authored_spans
 from tandemrl.types import Author
 
 PROBLEMS = 2
-"""Problems shown per kind of evaluation; the first sample of each."""
+"""How many problems are shown for each kind of evaluation, with the first sample of each."""
 CHARACTERS = 3000
-"""Of a text; the rest is left out, and counted."""
+"""How many characters of a text are shown. The rest is left out and counted."""
 TAIL = 4 << 20
-"""Bytes read from the end of a ``samples.jsonl``, for the last step of a run."""
+"""How many bytes are read from the end of a ``samples.jsonl``, for the last step of a run."""
 KINDS = {
     ("handoff", "senior_first"): "Handoff, senior first",
     ("handoff", "junior_first"): "Handoff, junior first",
@@ -40,11 +40,12 @@ TRAINING = "Training, last step"
 
 
 class Shown(NamedTuple):
-    """One completion. ``spans``: (author, text), without an author where it is not known or the tokenizer could not be
-    loaded; CONTEXT is what the environment said between turns.
+    """One completion as it is shown.
 
-    correct is None where nothing was graded, reward None but for training samples. tokens and senior_share (None: not
-    known) are of the authors' own. ``left_out``: characters. counts: what happened in an episode, by name.
+    ``spans`` are pairs (author, text). The author is None if it is unknown or the tokenizer could not be loaded, and
+    CONTEXT for what the environment said between turns. correct is None if nothing was graded. Only training samples
+    have a reward. tokens and senior_share (None if unknown) count the authors' own tokens. ``left_out`` counts the
+    characters that are not shown. counts: how often things happened in an episode, by name.
     """
 
     spans: list[tuple[Author | None, str]]
@@ -59,7 +60,7 @@ class Shown(NamedTuple):
 
 
 class Problem(NamedTuple):
-    """A problem, and what each arm wrote for it. ``question`` is "" where it could not be found."""
+    """A problem, and what each arm wrote for it. ``question`` is "" if it could not be found."""
 
     example_id: str
     question: str
@@ -79,11 +80,11 @@ Say = Callable[[str], None]
 def galleries(
     records: Records, setting: Setting, say: Say, tokenizer: PreTrainedTokenizerBase | None = None
 ) -> list[Gallery]:
-    """The first samples of every arm's first seed; training samples of arms that were not evaluated.
+    """The first samples of every arm's first seed. For arms that were not evaluated they are training samples.
 
     Args:
-        say: told what could not be shown as it should, and why.
-        tokenizer: of all models; None = each is looked for below the records' folder, and nowhere else.
+        say: called with a sentence about anything that could not be shown properly, and why.
+        tokenizer: the tokenizer of all models. None looks for each model's below the records' folder, and only there.
 
     Raises:
         ReportError: a file of samples is damaged.
@@ -107,7 +108,7 @@ def galleries(
 
 
 class _Reader:
-    """Reads samples; remembers tokenizers and questions, and says each trouble once."""
+    """Reads samples. It caches tokenizers and questions, and reports each problem once."""
 
     def __init__(self, folder: Path, say: Say, tokenizer: PreTrainedTokenizerBase | None) -> None:
         self._folder = folder
@@ -117,7 +118,7 @@ class _Reader:
         self._questions = cache(self._load_questions)
 
     def arm(self, arm: ArmRecord) -> Iterator[tuple[str, str, str, Shown]]:
-        """(kind, example id, question, completion) of an arm's first seed."""
+        """Yield (kind, example id, question, completion) for an arm's first seed."""
         seeds = sorted({e.seed for e in arm.evaluations if any(e.phase == p for p, _ in KINDS)}, key=natural)
         if seeds:
             for each in arm.evaluations:
@@ -170,7 +171,7 @@ class _Reader:
             raise ReportError(f"{file}: not a line of training samples: {error}") from None
 
     def _load_decoder(self, model: str, home: Path) -> Callable[[list[int]], str] | None:
-        """Tokens to text, by the tokenizer that was asked for, or else by the first one that the folder has."""
+        """The decoding function of the tokenizer that was asked for, or else of the first one in the folder."""
         places = [] if self._tokenizer is not None else self._places(model, home)
         tokenizer = self._tokenizer
         for place in places:
@@ -188,8 +189,11 @@ class _Reader:
         return None
 
     def _places(self, model: str, home: Path) -> list[Path]:
-        """Where a model's tokenizer may be: at the end of the model's path, and in the ``hf/`` of the run that ``home``
-        is in. The path comes out of a file that may be anybody's, so only folders inside of the report's count."""
+        """The folders in which a model's tokenizer may be: that of the model, and ``hf/`` of the run that contains
+        ``home``.
+
+        The model's path comes from a file of unknown origin, so only folders inside the report's folder count.
+        """
         parts, top = Path(model).parts, self._folder.resolve()
         ends = [self._folder.joinpath(*parts[i:]) for i in range(len(parts))]
         runs = [folder for folder in (home, *home.parents) if folder.resolve().is_relative_to(top)]
@@ -197,7 +201,7 @@ class _Reader:
         return [each for each in (*ends, *exports) if each.is_dir() and each.resolve().is_relative_to(top)]
 
     def _load_questions(self, data: Sequence[str]) -> Mapping[str, str]:
-        """Example id -> the last message of the user, for sources that are at hand."""
+        """The last user message of each example, by its id, for the sources that are available."""
         if not all(str(source).startswith("synthetic:") or Path(source).is_file() for source in data) or not data:
             return {}
         try:
@@ -211,10 +215,10 @@ class _Reader:
 def _show(
     line: Mapping[str, Any], author: np.ndarray | None, decode: Callable[[list[int]], str] | None
 ) -> tuple[Shown, str]:
-    """A stored sample, and the authors' own text as the tokens give it: that of all turns, a line break between them.
+    """A stored sample as it is shown, and the authors' own text by its tokens, with a line break between turns.
 
     Args:
-        author: of ``line["tokens"]``, None where it is not known.
+        author: the author of each token of ``line["tokens"]``. None if it is unknown.
     """
     transcript = line.get("transcript") or {}
     messages = transcript.get("messages") or ()
@@ -278,7 +282,7 @@ def _written(messages: Sequence[Mapping[str, Any]]) -> list[str]:
 
 
 def _printable(text: Any) -> str:
-    """Whatever somebody said, as characters that a file can hold."""
+    """A value as text whose characters a file can hold."""
     return str(text or "").encode(errors="replace").decode()
 
 
@@ -290,7 +294,7 @@ def _lines(file: Path) -> Iterator[tuple[int, dict[str, Any]]]:
 
 
 def _tail(file: Path) -> Iterator[dict[str, Any]]:
-    """The last complete lines of a file; a torn last one is left out."""
+    """Yield the last complete lines of a file. An incomplete last line is left out."""
     with open(file, "rb") as content:
         size = content.seek(0, 2)
         content.seek(max(0, size - TAIL))

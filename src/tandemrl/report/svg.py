@@ -1,4 +1,4 @@
-"""Matplotlib figures as inline SVG that follows the page: its fonts, its colours in either theme, ids of its own.
+"""Matplotlib figures as inline SVG with the fonts and theme colours of the page, and with ids of their own.
 
 Colours are drawn as placeholders and replaced by CSS variables (``--ink``, ``--arm-1`` …) once the SVG is text.
 """
@@ -58,7 +58,7 @@ _SETTINGS: Any = {
 
 
 class Style(NamedTuple):
-    """How an arm looks in every plot: colour, and line and marker for those who do not see it."""
+    """How an arm looks in every plot: its colour, and a line and a marker for readers who cannot tell colours apart."""
 
     hue: int
     colour: str
@@ -67,7 +67,7 @@ class Style(NamedTuple):
 
 
 def style(number: int) -> Style:
-    """The style of arm ``number``; 0 is the grey of ``base``. 56 arms are told apart."""
+    """The style of arm ``number``; 0 is the grey of ``base``. 56 arms have different styles."""
     hue = 0 if number == 0 else 1 + (number - 1) % HUES
     line = _LINES[3] if number == 0 else _LINES[(number - 1) % len(_LINES)]
     return Style(hue, _ARM.format(hue), line, _MARKERS[number % len(_MARKERS)])
@@ -80,14 +80,15 @@ def part(number: int) -> str:
 
 @contextmanager
 def axes(width: float = 4.4, height: float = 2.9) -> Iterator[tuple[Figure, Axes]]:
-    """One plot in the page's style; ``draw`` it inside the block. Inches."""
+    """A context with one plot in the page's style, of this size in inches. Call ``draw`` inside."""
     with matplotlib.rc_context(_SETTINGS):
         figure = Figure(figsize=(width, height), layout="constrained")
         yield figure, figure.add_subplot()
 
 
 def draw(figure: Figure, name: str, description: str) -> str:
-    """The figure as ``<svg>``: scales to its box, ids start with ``name``. A screen reader hears ``description``."""
+    """The figure as ``<svg>`` that scales to its box. Its ids start with ``name``; ``description`` is for screen
+    readers."""
     buffer = io.StringIO()
     figure.savefig(buffer, format="svg", metadata={"Date": None, "Creator": None, "Format": None, "Type": None})
     text = buffer.getvalue()

@@ -1,4 +1,4 @@
-"""Headline numbers: one estimate per arm and column, over seeds where there are several, and tables of them."""
+"""Headline numbers and their tables: one estimate for each arm and column, over seeds if there are several."""
 
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -12,16 +12,16 @@ from tandemrl.report.records import MEASURES, ArmRecord, Claim, EvaluationRecord
 
 MISSING = "–"
 LAST = 5
-"""Steps in the closing mean of a learning curve: one step's reward is too noisy to quote."""
+"""How many steps the closing mean of a learning curve covers. The reward of a single step is too noisy."""
 
 
 def rate(value: float) -> str:
-    """A share, a probability or a difference of two."""
+    """The text for a share, a probability or a difference of two."""
     return f"{value:.3f}"
 
 
 def nats(value: float) -> str:
-    """A quantity of any size, to three digits."""
+    """The text for a quantity of any size, to three digits."""
     return f"{value:#.3g}".rstrip(".") if abs(value) < 1000 else f"{value:,.0f}"
 
 
@@ -30,7 +30,7 @@ def count(value: float) -> str:
 
 
 def signed(value: float, shown: Callable[[float], str]) -> str:
-    """A difference, with its sign unless it is shown as zero."""
+    """The text for a difference, with its sign unless it is shown as zero."""
     text = shown(abs(value))
     return text if float(text.replace(",", "")) == 0 else f"{'+' if value > 0 else '−'}{text}"
 
@@ -52,9 +52,10 @@ def bounds(value: "Estimate", shown: Callable[[float], str]) -> str:
 
 
 class Column(NamedTuple):
-    """A macro metric of a phase, as a column of the headline table. ``phase`` "": a measure of ``results.json`` alone.
+    """A macro metric of a phase, as a column of the headline table.
 
-    ``highest``: no value can be above it; none can be below 0. Intervals over seeds are cut there.
+    If ``phase`` is "", it is a measure of ``results.json`` alone. No value can be below 0 or above ``highest``, so
+    intervals over seeds are cut there.
     """
 
     title: str
@@ -72,7 +73,7 @@ class Column(NamedTuple):
 SOLO = Column("solo pass@1", "pass-at-k", "pass@1")
 TANDEM = Column("tandem pass@1", "tandem", "pass@1")
 HANDOFF = Column("handoff pass@1", "handoff", "pass@1")
-"""The mean of both orders, for which the headline table has a column each."""
+"""The mean over both orders. The headline table has a column for each order, too."""
 SENIOR_FIRST = Column("handoff, senior first", "handoff", "senior_first/pass@1")
 JUNIOR_FIRST = Column("handoff, junior first", "handoff", "junior_first/pass@1")
 SENIOR_TURN_FIRST = Column("handoff by turns, senior first", "handoff", "senior_first_turns/pass@1")
@@ -106,9 +107,10 @@ COLUMNS = (
 
 
 class Estimate(NamedTuple):
-    """A number with its 95 % interval: over seeds where there are several, else over the problems of the one seed.
+    """A number with its 95 % interval, over seeds if there are several, else over the problems of the one seed.
 
-    ``low`` and ``high`` are None where neither is known. ``by_seed``: the value of each, its interval over problems.
+    ``low`` and ``high`` are None without an interval. ``by_seed`` has the value of each seed with its interval over
+    problems.
     """
 
     mean: float
@@ -121,7 +123,7 @@ _MEASURE: dict[tuple[str, str], str] = {phase_metric: name for name, phase_metri
 
 
 def columns_of(arms: Sequence[ArmRecord]) -> list[Column]:
-    """The columns that some arm has a value for, or has some of; the largest k of pass@k stands beside pass@1."""
+    """The columns for which some arm has a value. The largest k of pass@k has a column beside pass@1."""
     results = [result for arm in arms for result in arm.phase("pass-at-k").values()]
     ks = [int(m.group(1)) for r in results for key in r["metrics"]["macro"] if (m := re.fullmatch(r"pass@(\d+)", key))]
     largest = [Column(f"solo pass@{max(ks)}", "pass-at-k", f"pass@{max(ks)}")] if max(ks, default=1) > 1 else []
@@ -146,7 +148,10 @@ def estimate(arm: ArmRecord, column: Column) -> Estimate | None:
 
 
 def over_seeds(by_seed: Mapping[str, Estimate], *, highest: float = inf) -> Estimate | None:
-    """The mean over seeds with Student's interval, cut at 0 and ``highest``; one seed keeps its own; none is None."""
+    """The mean over seeds with Student's interval, cut at 0 and ``highest``.
+
+    A single seed keeps its own interval. Without seeds it is None.
+    """
     values = list(by_seed.values())
     if len(values) < 2:
         return values[0]._replace(by_seed=dict(by_seed)) if values else None
@@ -155,8 +160,11 @@ def over_seeds(by_seed: Mapping[str, Estimate], *, highest: float = inf) -> Esti
 
 
 def relations(arms: Sequence[ArmRecord]) -> list[str]:
-    """How acceptance goes with the junior's cross-entropy, over arms and seeds: a sentence about solo texts, one about
-    drafts at the end of training; none where fewer than three have both, or all are alike."""
+    """Sentences on the correlation of acceptance with the junior's cross-entropy, over arms and seeds.
+
+    One is about solo texts, one about drafts at the end of training. Neither is given if fewer than three have both
+    values, or all values are equal.
+    """
     of_texts: list[tuple[float, float]] = []
     of_drafts: list[tuple[float, float]] = []
     for arm in arms:
@@ -195,7 +203,7 @@ def markdown_table(head: Sequence[str], rows: Sequence[Sequence[str]], *, left: 
 
 
 def claim_cells(claim: Claim) -> list[str]:
-    """Claim, bar, values, verdict."""
+    """The cells of a claim: claim, bar, values, verdict."""
     return [claim.claim, claim.bar, ", ".join(map(nats, claim.values)) or MISSING, claim.verdict]
 
 

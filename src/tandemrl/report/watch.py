@@ -1,4 +1,4 @@
-"""The report of runs that are still going on, served to this machine and made anew whenever their files change."""
+"""Serves the report of running experiments on this machine, and rebuilds it whenever their files change."""
 
 import os
 from collections.abc import Callable
@@ -15,7 +15,7 @@ from tandemrl.report.records import ReportError
 
 HOSTS = ("127.0.0.1", "localhost")
 UNREAD = ("checkpoints", "hf")
-"""Folders of a run in which there is nothing to report."""
+"""Folders of a run that hold nothing to report."""
 HEADERS = {
     "Content-Type": "text/html; charset=utf-8",
     "Content-Security-Policy": "default-src 'none'; style-src 'unsafe-inline'; img-src data:",
@@ -24,10 +24,10 @@ HEADERS = {
 
 
 class LiveReport:
-    """The page of a folder, made anew where a file below it has changed since. Thread-safe.
+    """The page of a folder, which is rebuilt if a file below it has changed. Thread-safe.
 
     Args:
-        build: makes the report.
+        build: builds the report.
     """
 
     def __init__(self, folder: Path, build: Callable[[], Report]) -> None:
@@ -37,7 +37,7 @@ class LiveReport:
         self._lock = Lock()
 
     def html(self) -> str:
-        """What there is to report; where there is nothing yet, a page that says so."""
+        """The page of the report, or a page that says that there is nothing to report yet."""
         with self._lock:
             state = self._changes()
             if state != self._state:
@@ -49,7 +49,7 @@ class LiveReport:
             return self._html
 
     def _changes(self) -> object:
-        """Names, sizes and times of the files that a report reads. Checkpoints and models come and go meanwhile."""
+        """The names, sizes and times of the files that a report reads. Checkpoints and models are not among them."""
         found = []
         for here, folders, names in os.walk(self.folder):
             folders[:] = [name for name in folders if name not in UNREAD and not name.startswith(".")]
@@ -62,7 +62,7 @@ class LiveReport:
 
 
 def server(live: LiveReport, *, port: int, every_s: float) -> ThreadingHTTPServer:
-    """Serves the page on 127.0.0.1; ``serve_forever`` runs it. A browser asks for it again every ``every_s`` seconds.
+    """A server of the page on 127.0.0.1. ``serve_forever`` runs it. A browser reloads every ``every_s`` seconds.
 
     Raises:
         OSError: the port is taken.
@@ -84,6 +84,6 @@ def server(live: LiveReport, *, port: int, every_s: float) -> ThreadingHTTPServe
                 self.wfile.write(content)
 
         def log_message(self, format: str, *args: object) -> None:
-            """A page that asks for itself every few seconds is no news."""
+            """Log nothing, since the page is requested every few seconds."""
 
     return ThreadingHTTPServer(("127.0.0.1", port), Handler)

@@ -1,15 +1,17 @@
-"""Reward functions of a user's own, and weighted sums of rewards. Imports no torch.
+"""A user's own reward functions, and weighted sums of rewards. The module does not import torch.
 
-A reward function is ``(row, text) -> Score | float``; a third parameter, ``options``, gets the `RewardConfig`, and one
-called ``transcript`` the `Transcript` of an episode of several turns, of which ``text`` is what the authors wrote. One
-that ``reward.scorers`` names as ``module:function`` runs in the killable child processes. One that is given to
-``train(reward=…)`` runs in the training process: it may be a closure, and it has to be quick. A plain number x stands
-for a `Score` whose ``acc`` (is the response correct?) is 1 from x = 1 on, and else 0.
+A reward function is ``(row, text) -> Score | float``. A third parameter, ``options``, receives the `RewardConfig`. A
+parameter called ``transcript`` receives the `Transcript` of an episode of several turns; ``text`` is then what the
+authors wrote in it. A function that ``reward.scorers`` names as ``module:function`` runs in child processes that can be
+killed. A function given to ``train(reward=…)`` runs in the training process: it may be a closure, and it has to be
+quick. If it returns a plain number x, this becomes a `Score` whose ``acc`` (is the response correct?) is 1 if x ≥ 1,
+else 0.
 
-A reward function of verl's is known by its parameters ``solution_str`` and ``ground_truth``, and is called by name with
-those of ``data_source``, ``solution_str``, ``ground_truth`` and ``extra_info`` that it takes. The ground truth is what
-the row's file holds, also where that is no text. It returns a number, a dict with ``score``, of which other numbers are
-parts of the score and ``pred`` is the answer, or a tuple that begins with the score.
+A reward function with verl's signature is recognised by its parameters ``solution_str`` and ``ground_truth``. It is
+called with those of ``data_source``, ``solution_str``, ``ground_truth`` and ``extra_info`` that it takes, by keyword.
+The ground truth is the value in the row's file, even if that is not text. The function may return a number, a dict with
+``score``, whose other numbers become parts of the score and whose ``pred`` is the answer, or a tuple that begins with
+the score.
 """
 
 import inspect
@@ -24,23 +26,24 @@ from tandemrl.processes.names import function_named
 from tandemrl.rewards.protocol import Deferred, GraderError, Lost, Score, ScorerFunction, number
 
 RewardFunction = Callable[..., Score | float | Mapping[str, Any]]
-"""``(row, text)`` or ``(row, text, options)``, and a parameter ``transcript`` with either; or a function of verl's."""
+"""A function of ``(row, text)`` or ``(row, text, options)``, optionally with ``transcript``; or one with verl's
+signature."""
 Grade = Callable[[Row, str, RewardConfig, Transcript | None], Score | Deferred]
-"""A reward of any kind, called in one way; without an episode there is no transcript."""
+"""A reward of any kind in a uniform signature. The transcript is None without an episode."""
 ENVIRONMENT = "environment"
-"""The name of a reward that an environment gives itself."""
+"""The name of the reward that an environment gives with its own ``score``."""
 METRICS = ("mean", "std")
-"""``reward/mean`` and ``reward/std`` are statistics of the reward; no part of a score may take their place."""
+"""Names that no part of a score may have, since ``reward/mean`` and ``reward/std`` are statistics of the reward."""
 RESERVED = (*METRICS, "acc", "answer_present", "timeout", "failure", "unscored")
-"""Parts of every score: no reward may go by their names."""
+"""Names that no reward may have, since parts of every score have them."""
 VERL = ("data_source", "solution_str", "ground_truth", "extra_info")
-"""What verl tells a reward function, by name."""
+"""The keyword arguments that verl passes to a reward function."""
 VERL_MARKS = {"solution_str", "ground_truth"}
-"""Parameters by which such a function is known: those of each of verl's own have them."""
+"""The parameters by which a function with verl's signature is recognised. All of verl's own functions have them."""
 
 
 class Term(NamedTuple):
-    """One reward of a row, which counts ``weight`` times."""
+    """One term of a row's reward: a named reward and its weight in the sum."""
 
     name: str
     weight: float
@@ -48,8 +51,10 @@ class Term(NamedTuple):
 
 
 def weighted(terms: Sequence[Term], scores: Sequence[Score]) -> Score:
-    """Σ weight · value. ``acc``, the answer and equally named parts are those of the first reward. The value of each
-    reward, before weighting, is a part under its name; a part of that name moves to ``NAME/part``.
+    """The weighted sum Σ weight · value of several scores, as one score.
+
+    ``acc``, the answer, and parts that several rewards have are those of the first one. The value of each reward before
+    weighting becomes a part under the name of the reward; a part that already has this name moves to ``NAME/part``.
 
     Example:
         >>> terms = [Term("boxed", 1.0, in_process("", max)), Term("brevity", 0.2, in_process("", max))]
@@ -66,10 +71,10 @@ def weighted(terms: Sequence[Term], scores: Sequence[Score]) -> Score:
 
 
 def by_name(reward: RewardFunction | Mapping[str, Any] | None) -> dict[str, RewardFunction]:
-    """Reward functions by name. A single one goes by its own name, or as ``reward`` if it has none (a lambda).
+    """Reward functions by name. A single one has its own name, or ``reward`` if it is a lambda.
 
     Raises:
-        GraderError: something is not a function, or cannot be called with ``(row, text)``; names it.
+        GraderError: something is not a function, or cannot be called with ``(row, text)``; the message names it.
     """
     if reward is None:
         return {}
@@ -89,10 +94,10 @@ def by_name(reward: RewardFunction | Mapping[str, Any] | None) -> dict[str, Rewa
 
 
 def with_environment(functions: Mapping[str, RewardFunction], environment: Any) -> dict[str, RewardFunction]:
-    """The functions, and the ``score`` of an environment that has one, as ``environment``.
+    """The functions, and the method ``score`` of an environment, if it has one, under the name ``environment``.
 
     Raises:
-        GraderError: a function goes by that name already.
+        GraderError: a function already has that name.
     """
     score = getattr(environment, "score", None)
     if score is None:
@@ -107,7 +112,7 @@ def with_environment(functions: Mapping[str, RewardFunction], environment: Any) 
 
 
 def of_library(name: str, function: ScorerFunction) -> Grade:
-    """One of the library's scorers."""
+    """The reward of one of the library's scorers."""
     how = Call.of(function, name)
 
     def score(row: Row, text: str, options: RewardConfig, transcript: Transcript | None) -> Score | Deferred:
@@ -118,7 +123,7 @@ def of_library(name: str, function: ScorerFunction) -> Grade:
 
 
 def in_process(name: str, function: RewardFunction) -> Grade:
-    """A scorer that calls the function in this process. What it raises stops the run."""
+    """The reward of a function that is called in this process. An exception in it stops the run."""
     how = Call.of(function, f"reward {name}")
 
     def score(row: Row, text: str, options: RewardConfig, transcript: Transcript | None) -> Deferred:
@@ -136,11 +141,12 @@ def in_process(name: str, function: RewardFunction) -> Grade:
 
 
 def in_child(path: str) -> Grade:
-    """A scorer that calls ``module:function`` in a child process. An error in it stops the run. Where it hangs or
-    crashes, the reward is 0 and counted as lost.
+    """The reward of ``module:function``, which is called in a child process.
+
+    An exception in it stops the run. If it hangs or crashes, the reward is 0 and counted as lost.
 
     Raises:
-        GraderError: it cannot be imported.
+        GraderError: the function cannot be imported.
     """
     how = Call.of(imported(path), path)
 
@@ -160,19 +166,19 @@ def in_child(path: str) -> Grade:
 
 
 class Call(NamedTuple):
-    """What a reward function is told beside the row and the text."""
+    """How a reward function is called: what it is given beside the row and the text."""
 
     options: bool
     transcript: Literal["no", "may", "must"]
     verl: tuple[str, ...] = ()
-    """The parameters of a function of verl's, by which it is called; () = it is none."""
+    """The keyword arguments of a function with verl's signature; empty for any other function."""
 
     @classmethod
     def of(cls, function: Callable[..., Any], name: str) -> "Call":
-        """As its parameters say.
+        """The way to call a function, read from its parameters.
 
         Raises:
-            GraderError: it cannot be called so; names it.
+            GraderError: it cannot be called in any of the known ways; the message names it.
         """
         try:
             signature = inspect.signature(function)
@@ -204,10 +210,10 @@ class Call(NamedTuple):
     def arguments(
         self, name: str, row: Row, text: str, options: RewardConfig, transcript: Transcript | None
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Positional ones and those by keyword.
+        """The positional arguments and the keyword arguments of a call.
 
         Raises:
-            GraderError: it reads transcripts, and there is none.
+            GraderError: the function reads transcripts, and there is none.
         """
         if self.verl:
             truth = row.ground_truth if row.raw_ground_truth is None else row.raw_ground_truth
@@ -223,10 +229,10 @@ class Call(NamedTuple):
         return (row, text), {"transcript": transcript, **({"options": options} if self.options else {})}
 
     def checked(self, result: Any, name: str, row: Row) -> Score:
-        """What the function returned, as a score.
+        """The result of the function as a score.
 
         Raises:
-            GraderError: it is none.
+            GraderError: the result is not a score.
         """
         return checked(_of_verl(result) if self.verl else result, name, row)
 
@@ -239,7 +245,7 @@ def _no_reward(name: str, signature: inspect.Signature) -> GraderError:
 
 
 def _of_verl(result: Any) -> Any:
-    """What a function of verl's returned, as a number or a `Score`; what is neither stays as it is.
+    """The result of a function with verl's signature as a number or a `Score`. Any other value is returned as it is.
 
     Source: verl's ``default_compute_score`` and its naive reward manager.
     """
@@ -259,10 +265,10 @@ def _of_verl(result: Any) -> Any:
 
 
 def checked(result: Any, name: str, row: Row) -> Score:
-    """What a reward function returned, as a score.
+    """The result of a reward function as a score.
 
     Raises:
-        GraderError: it is neither a finite number nor a usable `Score`.
+        GraderError: the result is neither a finite number nor a usable `Score`.
     """
     try:
         if isinstance(result, tuple | list):
@@ -287,12 +293,12 @@ def checked(result: Any, name: str, row: Row) -> Score:
 
 
 def call(path: str, *arguments: Any) -> Any:
-    """What the function ``module:function`` returns, as it comes out of a child process."""
+    """Call the function ``module:function`` and return its result. A scoring process runs this."""
     return imported(path)(*arguments)
 
 
 def call_with_keywords(path: str, arguments: Sequence[Any], keywords: Mapping[str, Any]) -> Any:
-    """``call`` of a function that is told some things by name."""
+    """As ``call``, for a function that takes keyword arguments as well."""
     return imported(path)(*arguments, **keywords)
 
 
@@ -300,9 +306,9 @@ WITH_KEYWORDS = f"{__name__}:{call_with_keywords.__name__}"
 
 
 def imported(path: str) -> Callable[..., Any]:
-    """The function that ``module:function`` names; modules in the working directory are found too.
+    """The function that ``module:function`` names. Modules in the working directory are found, too.
 
     Raises:
-        GraderError: there is none, or importing it failed.
+        GraderError: there is no such function, or importing it failed.
     """
     return function_named(path, f"reward.scorers: {path}", GraderError)

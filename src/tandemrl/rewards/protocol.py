@@ -1,9 +1,9 @@
-"""What a scorer is: a function of a row and a response that returns a score, or says who has to find it out.
+"""What a scorer is: a function of a row and a response that returns a score, or defers it to a pool.
 
-A scorer is ``(row, text, options) -> Score | Deferred``; one with a parameter ``transcript`` also gets what was said in
-an episode, and is refused where there is none, unless the parameter has a default. It runs in the training process, so
-it must be quick and bounded whatever the model wrote: strings and plain numbers. Everything else it defers to one of
-four pools, which `scoring.Scorer` runs for a whole batch at once:
+A scorer is ``(row, text, options) -> Score | Deferred``. If it has a parameter ``transcript``, it also gets the
+transcript of an episode; without an episode it is refused, unless the parameter has a default. A scorer runs in the
+training process, so whatever the model wrote, it must be quick and bounded: it compares strings and plain numbers.
+Everything else it defers to one of four pools, which `scoring.Scorer` runs for a whole batch at once:
 
 =========== ================================= ========================================= ===============================
 kind        payload                           settled by                                outcome given to ``then``
@@ -18,7 +18,7 @@ kind        payload                           settled by                        
 =========== ================================= ========================================= ===============================
 
 ``then`` turns the outcome into the score, or defers again: TinyV asks a judge only after PRIME's grader (``rule``) has
-found its verdict. A score with the part ``timeout``, ``failure`` or ``unscored`` is counted as such in the metrics. A
+given its verdict. A score with the part ``timeout``, ``failure`` or ``unscored`` is counted as such in the metrics. A
 pool that is broken (no sandbox, a judge that is down) raises; it never returns zeros.
 """
 
@@ -29,13 +29,16 @@ Pool = Literal["symbolic", "function", "code", "judge"]
 
 
 class GraderError(RuntimeError):
-    """Answers cannot be graded; the message says what to install or change."""
+    """Answers cannot be graded. The message says what to install or change."""
 
 
 class Score(NamedTuple):
-    """``value`` is the reward. ``parts``: ``acc`` and ``answer_present`` (0 or 1), and more by scorer; with the part
-    ``unscored``, a judge gave no score, and the value means nothing whatever the response was. ``answer`` is what was
-    extracted from the text, None if nothing was."""
+    """The score of one response.
+
+    ``value`` is the reward. ``parts`` are ``acc`` and ``answer_present`` (0 or 1), and further numbers that depend on
+    the scorer. If ``parts`` has ``unscored``, a judge gave no score, and the value is meaningless. ``answer`` is the
+    answer that was extracted from the text, or None.
+    """
 
     value: float
     parts: dict[str, float]
@@ -43,7 +46,7 @@ class Score(NamedTuple):
 
 
 class Lost(NamedTuple):
-    """There is no outcome: the child process hung (``timeout``), or raised or died (``failure``)."""
+    """The outcome of a task whose child process hung (``timeout``), or raised or died (``failure``)."""
 
     how: Literal["timeout", "failure"]
     why: str = ""
@@ -55,8 +58,10 @@ def _as_it_is(outcome: Any) -> "Score":
 
 
 class Deferred(NamedTuple):
-    """A score that a pool has to find out; see the module's table. Payloads are hashable for "symbolic": equal ones
-    are settled once per batch."""
+    """A score that a pool has to find; see the table of the module.
+
+    The payload of a "symbolic" task is hashable, and equal payloads are computed once per batch.
+    """
 
     kind: Pool
     payload: tuple[Any, ...]
@@ -64,10 +69,10 @@ class Deferred(NamedTuple):
 
 
 def number(value: Any) -> float:
-    """A number of any library (NumPy, torch) as a float; a string is none.
+    """A number of any library (NumPy, torch) as a float. A string is not a number.
 
     Raises:
-        TypeError: it is no number.
+        TypeError: ``value`` is not a number.
     """
     if not isinstance(value, SupportsFloat):
         raise TypeError(f"{type(value).__name__} is not a number")
@@ -75,4 +80,4 @@ def number(value: Any) -> float:
 
 
 ScorerFunction = Callable[..., Score | Deferred]
-"""``(row, text, options)``, and ``transcript``."""
+"""A function of ``(row, text, options)``, and of ``transcript`` if it has this parameter."""

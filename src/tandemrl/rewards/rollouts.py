@@ -1,4 +1,4 @@
-"""Finished completions -> scored groups."""
+"""Scores finished completions, and groups them by prompt."""
 
 from dataclasses import replace
 from typing import Any
@@ -14,14 +14,16 @@ from tandemrl.types import Author, Group, Rollout
 
 
 def response_text(completion: Completion, tokenizer: Any) -> str:
-    """What the authors wrote, without special tokens; turns are joined by line breaks."""
+    """The text that the authors wrote, without special tokens. Turns are joined by line breaks."""
     turns = [turn.tolist() for turn in completion.turns]
     return "\n".join(tokenizer.batch_decode(turns, skip_special_tokens=True))
 
 
 def score_rollouts(batch: CompletionBatch, scorer: Scorer, tokenizer: PreTrainedTokenizerBase) -> list[Group]:
-    """Grade every finished text as a whole, whoever wrote which part of it. Of several turns it is what the authors
-    wrote, a turn after another; what the world said is in the transcript."""
+    """Score every finished text as a whole, whoever wrote which part of it.
+
+    The text of an episode is what the authors wrote in its turns; what the environment said is in the transcript.
+    """
     pairs = [(prompt, c) for prompt, group in zip(batch.prompts, batch.completions, strict=True) for c in group]
     items = [(prompt.row, response_text(completion, tokenizer)) for prompt, completion in pairs]
     scores = iter(scorer.score(items, [completion.transcript for _, completion in pairs]))
@@ -37,7 +39,7 @@ def score_rollouts(batch: CompletionBatch, scorer: Scorer, tokenizer: PreTrained
 
 
 def unscored(prompt: Prompt, completion: Completion, *, group: int, index: int) -> Rollout:
-    """Prompt and completion end to end, with a reward of 0."""
+    """The rollout of a prompt and a completion, with a reward of 0 until it is scored."""
     context = np.full(len(prompt.tokens), Author.CONTEXT)
     return Rollout(
         example_id=prompt.row.example_id,

@@ -1,11 +1,12 @@
-"""From a row's ``data_source``, or its ``ability``, to the rewards that score it.
+"""Chooses the rewards that score a row, by its ``data_source`` or its ``ability``.
 
-A reward is named by a word of `SCORERS`, by ``module:function`` of your own, or is a function given to ``train`` (see
-`functions`). ``reward.scorers`` maps patterns of data sources to one of them, or to a sum such as ``boxed +
-my.module:brevity``, in which ``reward.weights`` weighs each. A pattern that begins with ``ability:`` is one of the
-rows' ``ability``, as in ``ability:math``. The first match decides. Without one come the functions given to ``train``
-that it does not name, then suffixes (`SUFFIXES`), then `TABLE`. Patterns with a capital letter are matched as written,
-others without regard to case.
+A reward is a name from `SCORERS`, a function of your own as ``module:function``, or a function given to ``train`` (see
+`functions`). ``reward.scorers`` maps patterns of data sources to a reward, or to a sum such as ``boxed +
+my.module:brevity``, in which ``reward.weights`` weighs each term. A pattern that begins with ``ability:``, as in
+``ability:math``, is compared with the rows' ``ability`` instead. The first pattern that matches decides. If none
+matches, the functions given to ``train`` that ``reward.scorers`` does not name score the row; if there are none,
+suffixes (`SUFFIXES`) decide, and then `TABLE`. Patterns with a capital letter are matched as written, others without
+regard to case.
 """
 
 import difflib
@@ -45,12 +46,12 @@ def code(row: Row, text: str, options: RewardConfig) -> Deferred:
 
 
 def judged(row: Row, text: str, options: RewardConfig) -> Score | Deferred:
-    """A judge's opinion, after PRIME's grader has given its own."""
+    """The score of a judge, which is asked after PRIME's grader has given its verdict."""
     return follow(prime.prime(row, text, options), lambda rule: Deferred("judge", (row, text, rule)))
 
 
 def follow(first: Score | Deferred, then: Callable[[Score], Score | Deferred]) -> Score | Deferred:
-    """``then`` of a score, now or when it is there."""
+    """Apply ``then`` to a score, now or as soon as a deferred score is found."""
     if isinstance(first, Score):
         return then(first)
     return first._replace(then=lambda outcome: follow(first.then(outcome), then))
@@ -74,7 +75,7 @@ SCORERS: dict[str, ScorerFunction] = {
 }
 
 SUFFIXES: dict[str, str] = {"*_tinyv*": "judge", "*_mathverify*": "math_verify", "*_prime*": "prime"}
-"""As in TinyV: how to verify, whatever the data."""
+"""Suffixes of a data source that name the scorer, whatever the data, as in TinyV."""
 
 TABLE: dict[str, str] = {
     "openai/gsm8k": "gsm8k",
@@ -119,7 +120,7 @@ TABLE: dict[str, str] = {
     "*musique*": "musique",
     "hops*": "musique",
 }
-"""The library's choice by data source; first match."""
+"""The scorers that the library chooses by data source. The first pattern that matches decides."""
 
 COMPAT: dict[str, dict[str, str]] = {
     "verl": {
@@ -130,14 +131,14 @@ COMPAT: dict[str, dict[str, str]] = {
         "huggingfaceh4/math-500": "hendrycks",
     }
 }
-"""What ``reward.compat`` puts before `TABLE`."""
+"""The patterns that each ``reward.compat`` puts before those of `TABLE`."""
 
 ABILITY = "ability:"
-"""How a pattern of ``reward.scorers`` begins that is one of abilities."""
+"""The beginning of a pattern of ``reward.scorers`` that is compared with abilities."""
 
 
 class Kind(NamedTuple):
-    """What decides which rewards score a row."""
+    """The two fields of a row that decide which rewards score it."""
 
     data_source: str
     ability: str = ""
@@ -153,11 +154,11 @@ NO_FUNCTIONS: Functions = {}
 
 
 def terms_of(row: Row, options: RewardConfig, functions: Functions = NO_FUNCTIONS) -> tuple[Term, ...]:
-    """The rewards whose weighted sum scores a row's responses; mostly one.
+    """The rewards whose weighted sum scores a row's responses. In most cases it is a single one.
 
     Raises:
-        DataError: none is known; lists the known names.
-        GraderError: ``reward.scorers`` names something that cannot be imported, or a sum that does not add up.
+        DataError: no reward is known for the row; the message lists the known names.
+        GraderError: ``reward.scorers`` names something that cannot be imported, or a sum that is not valid.
     """
     kind = Kind.of(row)
     pattern = _match(kind, options.scorers)
@@ -193,17 +194,17 @@ def check_rewards(
     *,
     stated: Collection[str] | None = None,
 ) -> None:
-    """Refuse rewards that would not be used: a pattern that is the first match of no row, a function that
-    scores none, a weight of no reward. All rewards that are used are imported.
+    """Refuse rewards that would not be used: a pattern that is the first match of no row, a function that scores no
+    row, or a weight of no reward. All rewards that are used are imported.
 
     Args:
-        kinds: those of the rows that were read.
-        stated: dotted keys such as ``reward.scorers.mydata`` that have to be of use; None = all. The other patterns and
-            weights come from a config that was written for other data: a pattern of no use is a warning.
+        kinds: the kinds of the rows that were read.
+        stated: dotted keys such as ``reward.scorers.mydata`` that must be used. None means all keys. Other patterns and
+            weights come from a config that was written for other data, so an unused pattern gives only a warning.
 
     Raises:
-        ConfigError: a pattern, a weight or a function is of no use; names it and what is there.
-        GraderError: a reward cannot be imported, or a function goes by the name of another reward.
+        ConfigError: a pattern, a weight or a function is not used; the message names it and what there is.
+        GraderError: a reward cannot be imported, or a function has the name of another reward.
     """
     kinds = sorted(set(kinds))
     for name in functions:
@@ -239,12 +240,12 @@ def check_rewards(
 
 
 def reward_names(options: RewardConfig) -> list[str]:
-    """Every name in ``reward.scorers``, once."""
+    """All names in ``reward.scorers``, without repetitions."""
     return list(dict.fromkeys(name for rewards in options.scorers.values() for name in _names(rewards)))
 
 
 def score_text(row: Row, text: str, options: RewardConfig | None = None) -> Score:
-    r"""Score one response here and now. May run for ever on hostile LaTeX: see `scoring.Scorer`.
+    r"""Score one response in this process. It may run for ever on hostile LaTeX: `scoring.Scorer` has a time limit.
 
     Raises:
         DataError: no scorer is known for the row's ``data_source``.
@@ -271,7 +272,7 @@ def _scorer(name: str, functions: Functions) -> Grade:
     """The function that a name stands for.
 
     Raises:
-        GraderError: it stands for none, or cannot be imported.
+        GraderError: the name is unknown, or the function cannot be imported.
     """
     if name in SCORERS:
         return of_library(name, SCORERS[name])
@@ -292,18 +293,18 @@ def _names(rewards: str) -> tuple[str, ...]:
 
 
 def _short(name: str) -> str:
-    """What a reward is called in ``reward.weights`` and in the metrics: of ``module:function`` the function."""
+    """The name of a reward in ``reward.weights`` and in the metrics. For ``module:function`` it is the function."""
     return name.rpartition(":")[2]
 
 
 def _unplaced(options: RewardConfig, functions: Functions) -> tuple[str, ...]:
-    """The functions that score whatever row ``reward.scorers`` leaves to them: those that it does not name."""
+    """The functions that ``reward.scorers`` does not name. They score the rows for which it has no pattern."""
     placed = reward_names(options)
     return tuple(name for name in functions if name not in placed)
 
 
 def _match(kind: Kind, patterns: Iterable[str]) -> str | None:
-    """The first pattern that a kind of rows matches."""
+    """The first pattern that matches a kind of rows, or None."""
     for pattern in patterns:
         name = _named_by(pattern, kind).strip()
         words = pattern.removeprefix(ABILITY)
@@ -313,7 +314,7 @@ def _match(kind: Kind, patterns: Iterable[str]) -> str | None:
 
 
 def _named_by(pattern: str, kind: Kind) -> str:
-    """What of a kind of rows a pattern is about."""
+    """The field of a kind that a pattern is compared with."""
     return kind.ability if pattern.startswith(ABILITY) else kind.data_source
 
 

@@ -1,4 +1,4 @@
-"""Scores of stored responses: a file of responses in, a file of scores out, a batch at a time."""
+"""Scores a file of stored responses, a batch at a time."""
 
 import json
 import time
@@ -19,11 +19,14 @@ from tandemrl.rewards.scoring import Scorer
 
 TEXT_KEYS = ("response", "text")
 BATCH = 1000
-"""Responses in memory at once."""
+"""How many responses are in memory at once."""
 
 
 class Summary(NamedTuple):
-    """``by_set``: for each ``data_source``, the number of ``responses`` and the means of ``score`` and the parts."""
+    """The result of `score_file`.
+
+    ``by_set`` holds for each ``data_source`` the number of ``responses``, and the means of ``score`` and of the parts.
+    """
 
     by_set: dict[str, dict[str, float]]
     responses: int
@@ -42,15 +45,17 @@ def score_file(
     """Score a JSONL file of responses to the rows of ``data``.
 
     Args:
-        responses: each line an object with the response (``response`` or ``text``) and the row it belongs to: its
-            ``example_id``, or its ``index`` among all rows from 0. If no line has either, line n belongs to row n. A
-            ``transcript`` is that of an episode, as in ``samples.jsonl``.
-        out: JSONL file to write, a line per response in the same order: ``example_id``, ``score``, ``parts``,
-            ``answer``. It has ``.part`` at the end of its name until everything is scored.
-        stated: dotted keys of ``reward.*`` that have to be of use for this data; None = all (see ``check_rewards``).
+        data: the sources of the rows, as in ``data.train``.
+        responses: a JSONL file. Each line is an object with the response (``response`` or ``text``) and the row that it
+            belongs to, by its ``example_id`` or by its ``index`` among all rows from 0. If no line has either, line n
+            belongs to row n. A line may have the ``transcript`` of an episode, as in ``samples.jsonl``.
+        out: a JSONL file to write, with one line per response in the same order: ``example_id``, ``score``, ``parts``,
+            ``answer``. Its name ends in ``.part`` until everything is scored.
+        batch: how many responses are scored at once.
+        stated: dotted keys of ``reward.*`` that must be used for this data. None means all (see ``check_rewards``).
 
     Raises:
-        ConfigError: a pattern of ``reward.scorers`` or a name in ``reward.weights`` is of no use.
+        ConfigError: a pattern of ``reward.scorers`` or a name in ``reward.weights`` is not used.
         DataError: a file cannot be read, a line is malformed or belongs to no row, or a row cannot be scored.
         GraderError: a scorer, a sandbox or a judge is missing or fails.
     """
@@ -96,7 +101,7 @@ def _scorer(config: Config) -> Scorer:
 
 
 def _items(rows: Sequence[Row], responses: Path) -> Iterator[tuple[Row, str, Transcript | None]]:
-    """The responses with their rows and, of episodes, their transcripts, in order."""
+    """Yield (row, response, transcript or None) for every line of the file, in order."""
     by_id = {row.example_id: row for row in rows}
     in_order: bool | None = None
     count = 0

@@ -1,6 +1,7 @@
-"""Scoring of whole batches: cheap items here, the rest in processes that are killed when they hang. No torch.
+"""Scores whole batches: cheap items in this process, the rest in processes that are killed if they hang.
 
-The protocol of scorers (`Score`, `Deferred`) is in `tandemrl.rewards.protocol`, their choice in `routing`.
+The protocol of scorers (`Score`, `Deferred`) is in `tandemrl.rewards.protocol`; `routing` chooses the scorers. The
+module does not import torch.
 """
 
 import json
@@ -32,9 +33,9 @@ WORKER = (sys.executable, "-P", "-m", "tandemrl.rewards.worker")
 START_LIMIT_S = 120.0
 ORPHAN_GRACE_S = 30.0
 TASKS_PER_WORKER = 8
-"""A further process is worth its start (half a second of imports) for about this many comparisons."""
+"""For about how many comparisons it is worth starting another process, which takes half a second of imports."""
 MAX_ROUNDS = 8
-"""A scorer may defer this often in a row."""
+"""How often in a row a scorer may defer."""
 
 Coder = Callable[[Row, str], Score]
 """Scores a response by running its program: `code.scorer.score_code` with a sandbox."""
@@ -43,17 +44,19 @@ Judging = Callable[[Sequence[tuple[Row, str, Score]]], list[Score]]
 
 
 class Scorer:
-    """Scores responses in order; ``reward.timeout_s`` is a hard limit per item, from any thread.
+    """Scores batches of responses. ``reward.timeout_s`` is a hard limit for each item, in any thread.
 
-    Scorers run in this process as far as they are cheap; what they defer is settled by four pools (see `protocol`).
-    The symbolic pool's processes are started when first needed; one that hangs or dies is killed and replaced. Such an
-    item scores 0, with the part ``timeout`` or ``failure`` set to 1, and is counted in ``timeouts`` or ``failures``.
+    Scorers run in this process as long as they are cheap; what they defer is settled by four pools (see `protocol`).
+    The processes of the symbolic pool are started when they are first needed. A process that hangs or dies is killed
+    and replaced; its item scores 0, with the part ``timeout`` or ``failure`` set to 1, and is counted in ``timeouts``
+    or ``failures``.
 
     Args:
-        code: scores rows whose ``data_source`` is code; called in threads.
+        reward: the ``reward`` section of a config.
+        code: scores rows whose ``data_source`` is code. It is called in threads.
         judge: scores rows that a judge has to see, a whole batch at a time.
         functions: reward functions of this process by name; see `routing` for the rows that they score.
-        worker: command of a scoring process (see `worker.serve`).
+        worker: the command that starts a scoring process (see `worker.serve`).
 
     Raises:
         GraderError: math-verify is not installed, or ``reward.workers`` is below 1.
@@ -98,15 +101,15 @@ class Scorer:
         """Refuse rows that cannot be scored, and rewards that would score none, before anything is generated.
 
         Args:
-            episodes: there will be transcripts.
-            kinds: those of every row that was read; None = of ``rows``.
+            rows: the rows to check.
+            episodes: whether there will be transcripts.
+            kinds: the kinds of all rows that were read. None means those of ``rows``.
             stated: see `routing.check_rewards`.
 
         Raises:
-            ConfigError: a pattern, a weight or a function of the rewards is of no use.
+            ConfigError: a pattern, a weight or a function of the rewards is not used.
             DataError: a row's ``data_source`` has no scorer, or its ground truth is not what the scorer needs.
-            GraderError: one needs a sandbox, a judge or a transcript that is not there, or its scorer cannot be
-                imported.
+            GraderError: a scorer cannot be imported, or needs a sandbox, a judge or a transcript, which is missing.
         """
         rows, nothing = list(rows), Transcript(()) if episodes else None
         read = map(Kind.of, rows) if kinds is None else kinds
@@ -120,15 +123,15 @@ class Scorer:
     def score(
         self, items: Sequence[tuple[Row, str]], transcripts: Sequence[Transcript | None] | None = None
     ) -> list[Score]:
-        """One score per (row, response), in the order given.
+        """Score each (row, response), in the given order.
 
         Args:
-            transcripts: of the episodes that the responses come from, for the scorers that read them.
+            transcripts: the transcripts of the episodes that the responses come from, for scorers that read them.
 
         Raises:
             DataError: a row's ``data_source`` has no scorer.
-            GraderError: a pool or a reward function is broken, one reads transcripts and there are none, or every one
-                of several items hung or crashed.
+            GraderError: a pool or a reward function is broken, a scorer reads transcripts and there are none, or all
+                of at least two items hung or crashed.
         """
         episodes = [None] * len(items) if transcripts is None else transcripts
         terms = [self._terms_of(row) for row, _ in items]
@@ -148,7 +151,7 @@ class Scorer:
         return scores
 
     def close(self) -> None:
-        """End the scoring processes; the next `score` starts new ones."""
+        """End the scoring processes. The next call of `score` starts new ones."""
         with self._lock:
             self._processes.close()
 
@@ -169,10 +172,10 @@ class Scorer:
     def _settle(
         self, results: list[Score | Deferred], items: Sequence[tuple[Row, str]]
     ) -> tuple[list[Score], set[int]]:
-        """Let the pools answer what is deferred, and what those answers defer again.
+        """Let the pools settle the deferred scores, and those that are then deferred again.
 
         Returns:
-            the scores, and the places of those that are lost: the process hung or died.
+            the scores, and the indices of those that were lost because a process hung or died.
         """
         lost: set[int] = set()
         for _ in range(MAX_ROUNDS):
@@ -199,7 +202,7 @@ class Scorer:
         return scores, lost
 
     def _pool(self, kind: str, row: Row) -> Callable[[Sequence[tuple[Any, ...]]], Sequence[Any]]:
-        """What settles a kind of deferred scores."""
+        """The function that settles one kind of deferred scores."""
         if kind == "symbolic":
             return self._processes.call
         if kind == "function":
@@ -241,7 +244,7 @@ class _Processes:
         self._workers: list[_Worker] = []
 
     def call(self, payloads: Sequence[tuple[Any, ...]]) -> list[Any]:
-        """What ``module:function`` returns for its arguments, for each payload; equal ones are computed once."""
+        """The result of ``module:function(*arguments)`` for each payload. Equal payloads are computed once."""
         keys = [pickle.dumps((payload, self._reward.timeout_s + ORPHAN_GRACE_S)) for payload in payloads]
         tasks = list(dict.fromkeys(keys))
         answers = dict(zip(tasks, self._work(tasks), strict=True))
@@ -252,7 +255,7 @@ class _Processes:
             self._workers.pop().kill()
 
     def _work(self, tasks: Sequence[bytes]) -> list[Any]:
-        """Deal the tasks to idle workers until each has an outcome."""
+        """Give the tasks to idle workers until each task has an outcome."""
         outcomes: list[Any] = [Lost("failure")] * len(tasks)
         waiting = deque(range(len(tasks)))
         most = self._reward.workers or max(1, min(_cores(), math.ceil(len(tasks) / TASKS_PER_WORKER)))
@@ -284,7 +287,7 @@ class _Processes:
         return outcomes
 
     def _employ(self, waiting: deque[int], most: int, tasks: Sequence[bytes]) -> None:
-        """Give idle workers the next tasks, and start as many workers as the rest is worth."""
+        """Give idle workers the next tasks, and start new workers if enough tasks are left for them."""
         for worker in self._workers:
             if waiting and worker.deadline == math.inf:
                 task = waiting.popleft()
@@ -294,7 +297,7 @@ class _Processes:
             self._workers.append(_Worker(self._command))
 
     def _dismiss(self, worker: "_Worker") -> None:
-        """Remove a worker that hung or died; one that never got ready means that none will."""
+        """Remove a worker that hung or died. If it never became ready, no worker will, which is an error."""
         self._workers.remove(worker)
         last_words = worker.kill()
         if not worker.ready:
@@ -315,7 +318,7 @@ class _Worker(Child):
         self.send(pickled)
 
     def receive(self) -> Any:
-        """The outcome, once its line is complete; `Lost` if there is none because of an error or a death."""
+        """Read the outcome, once its line is complete. It is `Lost` if the task raised or the worker died."""
         lines = self.lines()
         if self.alive and not lines:
             return None

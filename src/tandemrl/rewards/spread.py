@@ -13,8 +13,10 @@ from tandemrl.rewards.scoring import Scorer
 
 
 class SpreadScorer(Scorer):
-    """A ``Scorer`` over the scorers of all processes; all of them must make the same calls. What the judges failed to
-    score is counted over the whole batch."""
+    """A ``Scorer`` over the scorers of all processes, which must all make the same calls.
+
+    Whether too many responses are unscored is decided over the whole batch.
+    """
 
     def __init__(self, world: World, reward: RewardConfig, *, judge: JudgePool | None = None, **options: Any) -> None:
         super().__init__(reward, judge=None if judge is None else judge.score_part, **options)

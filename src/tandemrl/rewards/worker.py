@@ -1,6 +1,6 @@
-"""A scoring process: function names and arguments in, results out. Started and killed by `scoring.Scorer`.
+"""A scoring process, which calls functions by name and returns their results. `scoring.Scorer` starts and kills it.
 
-See `processes.child` for how they talk.
+`processes.child` describes how the two communicate.
 """
 
 import contextlib
@@ -16,7 +16,7 @@ from tandemrl.rewards.math.boxed import equivalent
 from tandemrl.rewards.protocol import number
 
 MAX_MEMORY_BYTES = 4 * 2**30
-"""Address space of a scoring process: a tower of powers ends in MemoryError, not in a machine that swaps."""
+"""The address space of a scoring process, so that a tower of powers ends in a MemoryError and not in swapping."""
 MAX_ERROR_CHARS = 500
 
 
@@ -27,7 +27,7 @@ def serve(call: Callable[..., Any] | None = None) -> None:
     alarm, whose default action ends the process from the kernel, is for a process whose parent is gone.
 
     Args:
-        call: computes a task from its path and arguments; None = the function of that name.
+        call: computes a task from its path and arguments. None calls the function that the path names.
     """
     call = call or call_by_name
     with contextlib.suppress(ValueError, OSError):  # macOS maps more than this at start and refuses

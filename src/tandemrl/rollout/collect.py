@@ -1,4 +1,4 @@
-"""Prompts x engine -> completions, and the proof of who wrote what."""
+"""Prompts and an engine give completions, and a replay of the author draws verifies who wrote each token."""
 
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -12,7 +12,8 @@ from tandemrl.selection.draws import request_key
 
 
 class CompletionBatch(NamedTuple):
-    """Completions of some prompts, one list per prompt, the author draws behind them all, and what they cost."""
+    """Completions of some prompts, one list per prompt, with the author draws of them all and the forward passes that
+    they took."""
 
     prompts: list[Prompt]
     completions: list[list[Completion]]
@@ -33,12 +34,15 @@ def generate(
     playground: Playground | None = None,
     progress: Callable[[int], None] | None = None,
 ) -> CompletionBatch:
-    """``group_size`` completions of each prompt, their authors verified by replay.
+    """Let an engine write ``group_size`` completions of each prompt, and verify their authors by replay.
 
     Args:
-        prompts: (number of the example in its dataset, prompt); the number enters the request keys.
-        drawn: how many prompts were written for in this step before; none of their keys comes again.
-        playground: where the authors take turns with an environment; None = a prompt, a response.
+        prompts: pairs (number of the example in its dataset, prompt). The number enters the request keys.
+        seed: seed of the run, which enters the request keys.
+        step: training step, which enters the request keys.
+        drawn: how many prompts already got completions in this step. Keys start after theirs, so that none is repeated.
+        playground: where the authors take turns with an environment. None means that a prompt gets one response.
+        progress: called with the number of new tokens.
 
     Raises:
         EngineError: a completion is missing, in another's place, aborted, from other weights or lacks a channel, or

@@ -1,8 +1,8 @@
 """The rows being decoded by the reference engine: who is in the batch, their next tokens, where they end.
 
 A step feeds the last token of every row to both models, picks each row's logits from the model that writes its next
-token, and draws that token by a counter-based key. Or it goes ahead: the junior drafts several tokens, and the senior
-reads them at once. Bookkeeping lives on the host; the device sees rows only.
+token, and draws that token by a counter-based key. Alternatively a step decodes several tokens of every row: the junior
+drafts them, and the senior reads them at once. Bookkeeping happens on the host; the device holds one entry per row.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -27,7 +27,7 @@ RACES_AHEAD = 16  # steps whose random numbers are made at once, fewer where the
 
 @dataclass(frozen=True, slots=True)
 class Decoder:
-    """What decodes, by author (0 junior, 1 senior): models, LM heads, and the decoding step of each."""
+    """The models, their LM heads and their decoding steps, each by author (0 junior, 1 senior)."""
 
     models: Mapping[int, PreTrainedModel]
     heads: Mapping[int, nn.Linear]
@@ -35,55 +35,57 @@ class Decoder:
     vocabulary: int
     eos: Sequence[int]
     tokenizer: PreTrainedTokenizerBase
-    """Used for stop strings only."""
+    """It is used for stop strings only."""
 
 
 @dataclass(slots=True, eq=False)
 class Row:
-    """One completion on its way; ``number`` is its row of the output arrays."""
+    """One completion that is being written; ``number`` is its row in the output arrays."""
 
     request: Request
     key: int
     number: int
     index: int = 0
-    """Of its turn."""
+    """Number of the present turn, from 0."""
     start: int = 0
-    """Column of the output arrays where its turn begins."""
+    """Column of the output arrays where the present turn begins."""
     written: int = 0
-    """Columns of the output arrays that it has filled. Up to date where no token is being written."""
+    """How many columns of the output arrays the row has filled. It is not updated while a turn is being written."""
     own: int = 0
-    """Own tokens of the turns that are over."""
+    """How many own tokens the finished turns have."""
     stop_reason: StopReason | None = None
-    """Why its turn has ended, and in the end its completion; None: it is being written or waits to be."""
+    """Why the turn, and at last the completion, has ended. None while the row is being written or waits to be."""
     kept: dict[int, Layers] = field(default_factory=dict)
-    """Between two turns, by author: keys and values of all but the last token."""
+    """Between two turns: the keys and values of all tokens but the last, by author."""
     senior_next: bool = False
-    """Between two turns: what the strategy said after the last token."""
+    """Between two turns: whether the strategy lets the senior write after the last token."""
 
     @property
     def world(self) -> int:
-        """Tokens of the world, between two turns."""
+        """How many tokens of the environment the row holds. Valid between two turns only."""
         return self.written - self.own
 
     @property
     def own_left(self) -> int:
-        """Own tokens that may come in further turns."""
+        """How many own tokens further turns may have."""
         return self.request.sampling.max_tokens - self.own
 
     def end(self, reason: StopReason | None) -> None:
-        """No further turn comes."""
+        """End the completion: no further turn follows."""
         self.stop_reason, self.kept = reason, {}
 
 
 class DecodingBatch:
     """The rows being decoded. ``rows[i]`` owns entry i of every tensor and row i of every KV cache.
 
-    A row that has ended stands still: its place is taken by a row whose next turn begins, or given up by ``retire``.
+    A row that has ended stays in its place unchanged, until a row whose next turn begins takes the place or ``retire``
+    drops it.
 
     Args:
-        total: completions of all requests.
-        turns: rows may come back after they ended: columns for what the world says.
-        drafts: both models read all rows, whoever writes them, so that a step may go ``ahead``.
+        total: how many completions all requests ask for.
+        turns: whether rows may come back for a further turn. The output arrays then have columns for what the
+            environment says.
+        drafts: whether both models keep a KV cache of all rows, whoever writes them, so that ``step`` can draft.
     """
 
     def __init__(
@@ -126,7 +128,7 @@ class DecodingBatch:
         self.counts = torch.empty(0, decoder.vocabulary, dtype=torch.int64, device=self.device)  # in this turn
 
     def own_tokens(self, row: Row) -> Int64[Tensor, " n"]:
-        """Of the turn that a row has ended."""
+        """The tokens of the turn that a row has just ended."""
         return self.tokens[row.number, row.start : row.written]
 
     def completion(self, row: Row, version: int, transcript: Transcript | None) -> Completion:
@@ -160,9 +162,13 @@ class DecodingBatch:
         self.races = []
 
     def resume(self, back: list[tuple[Row, Sequence[int]]]) -> None:
-        """The next turns of rows begin, after what the world said. Each takes the place of an ended row.
+        """Begin the next turn of some rows, after the answer of the environment.
 
-        What was computed of a row is put back, and the world's tokens are computed on top of it, in one forward.
+        Each row takes the place of an ended row. Its keys and values are put back into the KV caches, and the answer's
+        tokens are computed on top of them in one forward pass.
+
+        Args:
+            back: pairs of a row and the tokens of the answer to its last turn.
         """
         rows = [row for row, _ in back]
         self._make_places(len(rows))
@@ -191,7 +197,7 @@ class DecodingBatch:
         self.races = []
 
     def _entries(self, rows: Sequence[Row], author: Tensor) -> dict[str, Tensor]:
-        """What the tensors hold of rows whose turns begin."""
+        """The entries, by name of the tensor, of rows whose turns begin."""
         texts = [[*row.request.prompt, *self.tokens[row.number, : row.written].tolist()] for row in rows]
         columns = {
             "number": [row.number for row in rows],
@@ -219,12 +225,12 @@ class DecodingBatch:
         return entries
 
     def _names(self) -> list[str]:
-        """Of the tensors that have an entry per row."""
+        """The names of the tensors that have an entry per row."""
         host = ["last", "position", "stream", "written", "shift", "author", "stop_row", "number", "limit", "live"]
         return [*host, "parameters", *(["seen", "counts"] if self.penalised else [])]
 
     def _make_places(self, count: int) -> None:
-        """So many at least that no row is written in."""
+        """Grow the batch until at least ``count`` of its places hold no live row."""
         missing = count - int((~self.live).sum())
         if missing <= 0:
             return
@@ -249,7 +255,7 @@ class DecodingBatch:
             setattr(self, name, whole[index.to(whole.device)])
 
     def abort(self, aborts: Aborts) -> None:
-        """End the aborted rows."""
+        """End the live rows whose completions are aborted."""
         for i in self.live.nonzero().squeeze(1).tolist():
             row = self.rows[i]
             if row.key in aborts:
@@ -258,10 +264,10 @@ class DecodingBatch:
     # ------------------------------------------------------------------------------------------------------ next tokens
 
     def step(self, ahead: int = 0) -> tuple[int, list[Row]]:
-        """Every live row gets a token from its author, or up to ``ahead`` of them by way of a draft.
+        """Write the next token of every live row, or up to ``ahead`` tokens by drafting.
 
         Returns:
-            How many tokens that were, and the rows whose turn has ended.
+            How many tokens were written in all rows, and the rows whose turn has ended.
         """
         block = self._drafted(ahead) if ahead else self._one_token()
         live, rows = self.live, torch.arange(len(self.rows))
@@ -286,16 +292,17 @@ class DecodingBatch:
         return int(count.sum()), [self.rows[i] for i in ended]
 
     def _one_token(self) -> "_Block":
-        """Both models read the last token of every row."""
+        """The next token of every row, without a draft."""
         tokens, logprobs = self._sample(self._author_logits(), self._race())
         return _Block(tokens.cpu()[:, None], self.author[:, None], logprobs.cpu()[:, None], self.live.long())
 
     def _drafted(self, ahead: int) -> "_Block":
-        """The junior writes ahead, whoever the author is; then the senior reads it all and draws its own tokens again.
+        """Up to ``ahead`` tokens of every row: the junior drafts them, whoever their author is, and the senior reads
+        the draft at once and draws its own tokens again.
 
-        Both draw from the same random numbers, so a token of the junior's is often the senior's, too. What follows the
-        first that is not is thrown away: the tokens are those of ``ahead`` single steps (drafter-invariant speculative
-        decoding, Daliri, Musco and Suresh, arXiv 2408.07978, here across authors).
+        Both models draw from the same random numbers, so the senior often draws the drafted token, too. What follows
+        the first token that it draws otherwise is thrown away. So the tokens are those that single steps would give
+        (drafter-invariant speculative decoding, Daliri, Musco and Suresh, arXiv 2408.07978, here across authors).
         """
         ahead = min(ahead, int((self.limit - self.written)[self.live].max()))
         counters = (self.written + self.shift)[:, None] + torch.arange(ahead)
@@ -324,7 +331,10 @@ class DecodingBatch:
         return self._verified(draft)
 
     def _verified(self, draft: "_Draft") -> "_Block":
-        """A draft up to the first token that the senior, where it is the author, draws otherwise; that one is its."""
+        """A draft up to the first token that the senior, where it is the author, draws otherwise.
+
+        That token is included, as the senior draws it.
+        """
         head, vocabulary = self.decoder.heads[1], self.decoder.vocabulary
         read, columns = draft.read.to(head.weight.device), draft.columns.to(head.weight.device)
         hidden = chunk_hidden(self.decoder.models[1], read, columns, self.caches[1])
@@ -344,8 +354,11 @@ class DecodingBatch:
         return _Block(drawn, draft.authors, logprobs, count, draft.marks, draft.guesses)
 
     def _count(self, block: "_Block") -> tuple[Int64[Tensor, " b"], Bool[Tensor, " b"]]:
-        """How many tokens of a block each row takes, up to its limit or a stop, and whether it stops there. They are
-        written down."""
+        """Write the tokens of a block that each row takes, up to its limit or a stop, into the output arrays.
+
+        Returns:
+            How many tokens each row takes, and whether it stops after them.
+        """
         column = torch.arange(block.tokens.shape[1])
         count = block.most.minimum(self.limit - self.written)
         stop = self.stops.stop[self.stop_row[:, None], block.tokens]
@@ -365,7 +378,7 @@ class DecodingBatch:
         return count, stopped
 
     def _cost(self, block: "_Block", count: Int64[Tensor, " b"]) -> Passes:
-        """Of a block of which each row takes ``count`` tokens."""
+        """What a block cost, of which each row takes ``count`` tokens."""
         total, live = int(count.sum()), int(self.live.sum())
         if block.guesses is None:
             return Passes(total, *(live * (who in self.caches) for who in (1, 0)))
@@ -374,7 +387,7 @@ class DecodingBatch:
         return Passes(total, live, live * block.tokens.shape[1], int(examined.sum()), int(accepted.sum()))
 
     def _finish(self, last: Int64[Tensor, " b"], stopped: Bool[Tensor, " b"]) -> list[int]:
-        """End the rows that have stopped at their last token, or have no token left."""
+        """End the rows that have stopped at their last token or have no token left, and return their indices."""
         ended = (stopped | (self.written == self.limit)) & self.live
         if not bool(ended.any()):
             return []
@@ -387,7 +400,7 @@ class DecodingBatch:
         return indices
 
     def _leave(self, i: int) -> None:
-        """A row's turn has ended: what a further one would need is kept."""
+        """Keep what a further turn of an ended row would need, if it may have one."""
         row = self.rows[i]
         row.own += row.written - row.start
         if self.turns and row.own_left and row.world < row.request.world_tokens:
@@ -395,7 +408,7 @@ class DecodingBatch:
             row.kept = {who: cache.take(i, int(self.position[i])) for who, cache in self.caches.items()}
 
     def _author_logits(self) -> Float[Tensor, "b v"]:
-        """Both models read the last token of every row; each row's logits are those of its author's model."""
+        """Let both models read the last token of every row, and return each row's logits from its author's model."""
         vocabulary, width = self.decoder.vocabulary, int(self.position.max()) + 1
         logits = torch.empty(0)
         masks: dict[tuple[torch.device, torch.dtype], Tensor] = {}  # the same for both models, as a rule
@@ -419,13 +432,13 @@ class DecodingBatch:
         return logits
 
     def _last_hidden(self, who: int, last: Tensor, column: Tensor, mask: Tensor) -> Float[Tensor, "b h"]:
-        """Of one model, which reads a token of every row."""
+        """The hidden states of one model, which reads the token ``last`` of every row at its ``column``."""
         cache = self.caches[who]
         cache.reserve(mask.shape[-1])
         return self.decoder.steps[who](last.to(mask.device), column.to(mask.device), cache.layers, mask)
 
     def _logits_of(self, who: int, last: Int64[Tensor, " b"], column: Int64[Tensor, " b"]) -> Float[Tensor, "b v"]:
-        """Of one model for every row, after a token at a column."""
+        """The logits of one model for every row, after the token ``last`` at its ``column``."""
         head = self.decoder.heads[who]
         device, width = head.weight.device, int(column.max()) + 1
         mask = column_mask(column.to(device), width, head.weight.dtype)[:, None, None]
@@ -433,7 +446,10 @@ class DecodingBatch:
         return head(hidden)[:, : self.decoder.vocabulary].float().to(self.device)
 
     def _race(self) -> Float64[Tensor, "b r"]:
-        """The random numbers of this step's draws. They depend on no logit: those of many steps cost hardly more."""
+        """The random numbers of this step's draws.
+
+        They depend on no logit, so those of several steps are made at once, which costs hardly more.
+        """
         if not self.races:
             ahead = torch.arange(max(1, min(RACES_AHEAD, 512 // len(self.rows))))
             counters = (self.written + self.shift)[:, None] + ahead
@@ -448,7 +464,14 @@ class DecodingBatch:
         rows: Int64[Tensor, " k"] | None = None,
         counts: Int64[Tensor, "b v"] | None = None,
     ) -> tuple[Int64[Tensor, " k"], Float[Tensor, " k"]]:
-        """Of every row, or of some. counts: of tokens in the turn; None: ``self.counts``."""
+        """Sample a token for each row and return the tokens with their log-probs.
+
+        Args:
+            logits: logits of the author's model.
+            race: random numbers of the draws.
+            rows: which rows of the batch these are. None means all of them.
+            counts: how often each row of the batch has each token in its turn. None stands for ``self.counts``.
+        """
         if not (self.penalised or self.scaled or self.greedy or self.truncated):
             return draw(logits, race)
         some = slice(None) if rows is None else rows
@@ -475,7 +498,8 @@ class DecodingBatch:
         return tokens, logprobs
 
     def _hits_stop_string(self, i: int, more: int) -> bool:
-        """Within the last of so many tokens more than ``self.written`` says."""
+        """Whether the last of ``more`` tokens, counted after the ``self.written`` known ones, completes a stop string
+        of row ``i``."""
         row = self.rows[i]
         stops = row.request.sampling.stop
         if not stops:
@@ -488,10 +512,12 @@ class DecodingBatch:
 
 
 class _Draft(NamedTuple):
-    """What the junior wrote ahead for every row, position by position.
+    """What the junior drafted for every row, position by position.
 
-    columns: of the tokens that were read. read: the last token and the draft without its own last. races: the random
-    numbers of the draws. marks: the strategies' states before each token.
+    columns: the columns of the tokens in ``read``. read: the tokens that the models read, which are the last token and
+    the draft without its own last token. authors: whether the senior is the author at each position. guesses, logprobs:
+    the drafted tokens and their log-probs. races: the random numbers of the draws. marks: the states of the strategies
+    before each token.
     """
 
     columns: Int64[Tensor, "b c"]
@@ -504,10 +530,9 @@ class _Draft(NamedTuple):
 
 
 class _Block(NamedTuple):
-    """The next tokens of every row, of which each takes the first ``most`` at most.
+    """The next tokens of every row, of which each row takes at most the first ``most``.
 
-    marks: the strategies' states before each token, where the rows have gone on to the end of a draft; guesses: the
-    draft.
+    After a draft, marks are the states of the strategies before each token, and guesses are the drafted tokens.
     """
 
     tokens: Int64[Tensor, "b c"]
@@ -519,7 +544,7 @@ class _Block(NamedTuple):
 
 
 class _StopTable:
-    """Which tokens end a row: one boolean row per distinct (ignore_eos, stop_token_ids)."""
+    """Which tokens end a turn: one row of booleans for each distinct pair (ignore_eos, stop_token_ids)."""
 
     def __init__(self, decoder: Decoder, requests: Sequence[Request]) -> None:
         kinds = dict.fromkeys((r.sampling.ignore_eos, r.sampling.stop_token_ids) for r in requests)

@@ -1,7 +1,7 @@
-"""How far the junior writes ahead before the senior reads it: as far as pays, by what both models should cost.
+"""How many tokens the junior drafts before the senior reads them, chosen by what the passes of both should cost.
 
-The cost of a pass is modelled, not measured: a measured one would make the rounding of log-probs, and so a resumed run,
-depend on what else the machine does. The tokens are the same whatever is chosen.
+The cost of a pass is modelled, not measured. A measured one would make the rounding of log-probs, and so a resumed run,
+depend on what else the machine does. The tokens are the same whatever length is chosen.
 """
 
 from dataclasses import dataclass
@@ -12,50 +12,57 @@ from transformers import PreTrainedModel
 from tandemrl.rollout.engine import Passes
 
 LENGTHS = (2, 4, 8, 12, 16)
-"""Drafts to choose from."""
+"""The draft lengths to choose from, in tokens."""
 GAIN = 1.1
-"""How much cheaper than single tokens a draft must look."""
+"""By what factor drafts must look cheaper than single tokens to be used."""
 PRIOR = Passes(drafted=20, accepted=16)
-"""Stands for what is not known of a call's texts when it begins."""
+"""Assumed counts of drafted and accepted tokens, added to those of the call."""
 HOPE = Passes(drafted=20, accepted=19)
-"""The same where the choice can change: only drafts tell how often drafts are right, so in doubt they are tried."""
+"""The prior where the choice can change during a call. It is optimistic, since the acceptance rate becomes known only
+if drafts are tried."""
 MARGIN = 1.08
-"""How much cheaper another choice must look than the one in force."""
+"""By what factor another choice must look cheaper than the one in force."""
 STEADY = 8
-"""Rounds that a choice is in force at least."""
+"""For how many rounds a choice stays in force at least."""
 
 
 class Costs(NamedTuple):
-    """Seconds on a kind of device. Of a pass: for each layer; for each parameter, to fetch it; for each parameter and
-    token, to use it. And of a draw for all rows.
-
-    What a pass costs beside that: whatever the model; for each number in the KV cache of a row, to fetch it; for each
-    number and token, to attend to it. And of a round in which every row is given tokens, beside its passes.
-    """
+    """What operations cost on a kind of device, in seconds."""
 
     layer: float
+    """Of a pass, for each layer."""
     fetch: float
+    """Of a pass, for each parameter: to fetch it from memory."""
     use: float
+    """Of a pass, for each parameter and token: to compute with it."""
     draw: float
+    """To draw a token for all rows."""
     launch: float = 0.0
+    """Of a pass, whatever the model."""
     fetch_cached: float = 0.0
+    """Of a pass, for each number in the KV cache of a row: to fetch it from memory."""
     attend: float = 0.0
+    """Of a pass, for each number in the KV cache and token: to attend to it."""
     round: float = 0.0
+    """Of a round in which every row gets tokens, beside its passes and draws."""
 
 
 CPU = Costs(150e-6, 0.4e-9, 0.03e-9, 300e-6)
-"""Of one thread, in float32."""
+"""The torch engine on one CPU thread, in float32."""
 CUDA = Costs(100e-6, 0.5e-12, 4e-15, 300e-6)
-"""By the figures of an H200 in bfloat16; never measured."""
+"""The torch engine on CUDA, by the specified figures of an H200 in bfloat16; never measured."""
 VLLM_CPU = Costs(50e-6, 0.2e-9, 0.0115e-9, 450e-6, 1.5e-3, 0.083e-9, 0.0133e-9, 1.1e-3)
-"""Of vLLM on one thread of a CPU, in float32, eagerly."""
+"""vLLM on one CPU thread, in float32, in eager mode."""
 VLLM_CUDA = Costs(20e-6, 0.5e-12, 4e-15, 300e-6, 1e-3, 0.5e-12, 16e-15, 1e-3)
-"""Of vLLM on CUDA. By the figures of an H200 in bfloat16, with guesses of what the host needs; never measured."""
+"""vLLM on CUDA, by the specified figures of an H200 in bfloat16 and guesses of the host's share; never measured."""
 
 
 class Size(NamedTuple):
-    """Of a model. parameters: those that a pass uses. cached: numbers that a token leaves in the KV cache; 0: what
-    attention costs is left out."""
+    """The size of a model.
+
+    layers: how many layers it has. parameters: how many parameters a pass uses. cached: how many numbers each token
+    adds to the KV cache; 0 leaves the cost of attention out.
+    """
 
     layers: int
     parameters: int
@@ -70,7 +77,11 @@ class Size(NamedTuple):
 
 
 class Load(NamedTuple):
-    """What is decoded. context: tokens of a row so far, on average. share: of the tokens whose author is the senior."""
+    """What is being decoded.
+
+    rows: how many rows. context: how many tokens a row has so far, on average. share: the share of tokens whose author
+    is the senior.
+    """
 
     rows: int
     context: float | int = 0
@@ -78,15 +89,17 @@ class Load(NamedTuple):
 
 
 class Pair(NamedTuple):
-    """Two models on a device: what ways of decoding should cost."""
+    """The two models and their device, which tell what each way of decoding should cost."""
 
     senior: Size
     junior: Size
     costs: Costs
 
     def step(self, load: Load) -> float:
-        """Seconds for a token of every row, if only its author computes it at once. The other one reads it later,
-        with others; a model that no row wants has no pass."""
+        """Seconds for one token of every row, if only its author's model computes it now.
+
+        The other model reads it later, together with further tokens. A model that is the author of no row has no pass.
+        """
         seconds = self.costs.round
         for size, share in ((self.senior, load.share), (self.junior, 1 - load.share)):
             wanted = 1 - (1 - share) ** load.rows
@@ -95,9 +108,9 @@ class Pair(NamedTuple):
         return seconds
 
     def draft(self, ahead: int, load: Load) -> float:
-        """Seconds for a draft of ``ahead`` tokens and one more of every row, which needs no guess.
+        """Seconds for a draft of ``ahead`` tokens of every row, and for the token after it, which is not guessed.
 
-        The junior's last pass is for the rows in which that token is its own, and the senior reads all.
+        The junior's last pass is for the rows in which it is the author of that token. The senior reads all tokens.
         """
         places = load.rows * (ahead + 1)
         juniors, seniors = 1 - load.share**load.rows, 1 - (1 - load.share) ** places
@@ -110,11 +123,14 @@ class Pair(NamedTuple):
     def forward(
         self, size: Size, tokens: int, context: float | int = 0, *, rows: float | None = None, wanted: float = 1.0
     ) -> float:
-        """Seconds for so many tokens of a model.
+        """Expected seconds of one pass of a model.
 
         Args:
-            rows: that they belong to, if there are fewer than tokens.
-            wanted: how probable it is that there is a pass at all.
+            size: the size of the model.
+            tokens: how many tokens the pass reads.
+            context: how many tokens a row has so far, on average.
+            rows: how many rows the tokens belong to. None means one row for each token.
+            wanted: the probability that the pass takes place.
         """
         c = self.costs
         once = c.launch + size.layers * c.layer + size.parameters * c.fetch
@@ -123,26 +139,33 @@ class Pair(NamedTuple):
 
 
 def kept(length: int, wrong: float) -> float:
-    """Tokens of a draft that a row keeps, on average: those up to the first that is wrong.
+    """How many tokens of a draft a row keeps, on average: those up to and with the first wrong one.
 
     Args:
-        wrong: how probable that is of a token, if all before it are right.
+        length: how many tokens are drafted.
+        wrong: the probability that a token is wrong if all before it are right.
     """
     return (1 - (1 - wrong) ** length) / wrong if wrong > 0 else float(length)
 
 
 def wrong(passes: Passes, share: float, prior: Passes) -> float:
-    """How probable it is that the senior is a token's author and draws another one than was drafted."""
+    """The probability that the senior is the author of a token and draws another one than was drafted.
+
+    Args:
+        passes: the counts of drafted and accepted tokens so far.
+        share: the share of tokens whose author is the senior.
+        prior: counts to add to those of ``passes``.
+    """
     known = prior + passes
     return share * (1 - known.accepted / known.drafted)
 
 
 @dataclass(frozen=True)
 class DraftLength:
-    """Tokens of the next draft; 0 = a single token of each row, which both models read at once.
+    """Chooses the length of the next draft in tokens. At 0, each row gets a single token that both models read.
 
     Args:
-        tokens: of every draft; None = as many as pay.
+        tokens: a fixed length of every draft. None chooses the length that should cost least.
     """
 
     tokens: int | None
@@ -151,7 +174,13 @@ class DraftLength:
     costs: Costs
 
     def __call__(self, rows: int, passes: Passes, *, solo: bool = False) -> int:
-        """Args: passes: of the call so far. solo: the senior writes alone, and without drafts no junior has to read."""
+        """The length of the next draft.
+
+        Args:
+            rows: how many rows are being decoded.
+            passes: what the call cost so far.
+            solo: whether the senior writes alone, so that without drafts the junior reads nothing.
+        """
         if self.tokens is not None:
             return self.tokens
         pair, draw = Pair(self.senior, self.junior, self.costs), self.costs.draw
@@ -167,7 +196,11 @@ class DraftLength:
 
 
 class Choice(NamedTuple):
-    """ahead: tokens that the junior writes ahead in every round; 0 = none. rounds: for how long that has been so."""
+    """A choice that is in force.
+
+    ahead: how many tokens the junior drafts in every round; 0 means no drafts. rounds: for how many rounds this choice
+    has been in force.
+    """
 
     ahead: int = 0
     rounds: int = STEADY
@@ -175,21 +208,28 @@ class Choice(NamedTuple):
 
 @dataclass(frozen=True)
 class Drafts:
-    """The choice from round to round, where a token that is not drafted is computed by its author alone.
+    """Chooses the length of drafts from round to round, for an engine in which only the author's model computes a token
+    that is not drafted.
 
     Args:
-        tokens: of every draft; None = as many as pay.
-        pair: None: there is nothing to choose.
+        tokens: a fixed length of every draft. None chooses the length that should cost least.
+        pair: the two models. It may be None where only one option is left to choose.
     """
 
     tokens: int | None
     pair: Pair | None = None
 
     def choose(self, now: Choice, load: Load, passes: Passes, *, always: bool = False) -> Choice:
-        """What is cheapest per token, if by ``MARGIN`` cheaper than what has been done for ``STEADY`` rounds.
+        """The choice of the next round.
+
+        The present choice stays in force for at least ``STEADY`` rounds. After that, the option that should cost least
+        per token replaces it if it looks cheaper by the factor ``MARGIN``.
 
         Args:
-            passes: of the call so far. always: something is drafted in every round.
+            now: the present choice.
+            load: what is being decoded.
+            passes: what the call cost so far.
+            always: whether every round must draft.
         """
         lengths = LENGTHS if self.tokens is None else (self.tokens,)
         options = lengths if always else (0, *lengths)

@@ -1,4 +1,4 @@
-"""The engine contract: tokens in, tokens, authors and the authors' log-probs out. Every engine obeys it."""
+"""The contract of every engine: prompt tokens in; tokens, their authors and the authors' log-probs out."""
 
 import threading
 from collections.abc import Callable, Iterable, Sequence
@@ -14,21 +14,22 @@ from tandemrl.selection import Replay, Strategy, Who, replay
 from tandemrl.types import Transcript, own_turns
 
 StopReason = Literal["eos", "stop", "length", "turns", "abort"]
-"""Why a completion ended. ``turns``: the environment allows no further one."""
+"""Why a completion ended. ``turns`` means that the environment allows no further turn."""
 
 
 class EngineError(RuntimeError):
-    """An engine cannot serve a request, or broke its contract. The message names the culprit and the fix."""
+    """An engine cannot serve a request, or broke its contract. The message names the cause and the fix."""
 
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
     """How a token is drawn from its author's logits; the same knobs, in the same order, in every engine.
 
-    Order (vLLM's): penalties, temperature, min_p, top_k, top_p; the kept tokens are renormalised. ``temperature`` 0 is
-    greedy. ``top_k`` 0, ``top_p`` 1 and ``min_p`` 0 switch truncation off. ``stop`` strings are kept in the text, as
-    are stop ids and EOS. ``repetition_penalty`` counts prompt and output; the other two count output only. To a further
-    turn all that was before it is its prompt: stop strings and those two see its own tokens alone.
+    The order is vLLM's: penalties, temperature, min_p, top_k, top_p; then the kept tokens are renormalised.
+    ``temperature`` 0 is greedy. ``top_k`` 0, ``top_p`` 1 and ``min_p`` 0 switch truncation off. ``stop`` strings are
+    kept in the text, as are stop ids and EOS. ``repetition_penalty`` counts tokens of the prompt and the output; the
+    presence and frequency penalties count those of the output only. For a further turn, everything before it is its
+    prompt, so stop strings and these two penalties look at the turn's own tokens alone.
 
     Raises:
         ValueError: a value is out of range; the message names it.
@@ -71,15 +72,18 @@ class Sampling:
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """Write ``len(keys)`` completions of one prompt. Each key (see ``selection.draws.request_key``) seeds one
-    completion: its author draws and its sampling draws. Prompt ids are used as they are, never re-tokenised.
+    """A request for ``len(keys)`` completions of one prompt.
 
-    Of a completion of several turns (``generate`` with a ``Responder``), ``sampling.max_tokens`` bounds the own tokens
-    of all of them; ``turn_tokens``, where there is one, those of each; ``world_tokens`` what is said in between.
+    Each key (see ``selection.draws.request_key``) seeds one completion: its author draws and its sampling draws. Prompt
+    ids are used as they are, never re-tokenised.
 
-    ``history``: the own tokens of each turn that was written before, under the same key; ``prompt`` contains them.
-    Strategy and sampling counters go on where they were, so that several requests write what one with a ``Responder``
-    would have. ``task`` is for the ``Responder`` alone.
+    A completion may have several turns (``generate`` with a ``Responder``). Then ``sampling.max_tokens`` bounds the own
+    tokens of all turns together, ``turn_tokens`` (if set) those of each turn, and ``world_tokens`` the tokens that the
+    environment says between them.
+
+    ``history`` holds the own tokens of each turn that was written before under the same key; ``prompt`` contains them.
+    Strategy and sampling counters continue after them, so that several requests write what one request with a
+    ``Responder`` would have written. ``task`` is passed to the ``Responder`` and not used otherwise.
     """
 
     prompt: Sequence[int]
@@ -94,12 +98,14 @@ class Request:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Completion:
-    """What follows the prompt: generated tokens and, between turns, what the world said. All three channels have the
-    same length.
+    """What follows the prompt: generated tokens and, between turns, the tokens of the environment.
 
-    author: 0 junior, 1 senior, -1 the world. behaviour_logprobs: float32 nats, of each token under its author's
-    sampling distribution (after penalties, temperature and truncation, renormalised; 0.0 when greedy, and for the
-    world's). transcript: what the ``Responder`` has to say of it, None without one.
+    The three channels ``tokens``, ``author`` and ``behaviour_logprobs`` have the same length.
+
+    author: 0 for the junior, 1 for the senior, -1 for the environment. behaviour_logprobs: the log-prob of each token
+    under its author's sampling distribution (float32, nats), after penalties, temperature and truncation and
+    renormalised. It is 0.0 for greedy decoding and for tokens of the environment. transcript: the messages of the
+    episode, from the ``Responder``; None without one.
     """
 
     key: int
@@ -117,54 +123,60 @@ class Completion:
 
     @property
     def authorship_mask(self) -> np.ndarray:
-        """The original's name for ``author``: 1 where the senior wrote the token."""
+        """``author`` under the name of the paper's own code: 1 where the senior wrote the token."""
         return self.author
 
 
 class Turn(NamedTuple):
-    """A turn that its author ended: by an EOS or stop token, which is its last one, or by a limit (``length``)."""
+    """A finished turn. It ended by an EOS or stop token, which is its last token, or by a limit (``length``)."""
 
     number: int
-    """Of the completion, among all keys of all requests of the call, in order."""
+    """Number of the completion, counted over all keys of all requests of the call, in order."""
     task: Any
     """``Request.task``."""
     index: int  # type: ignore[assignment]  # instead of the method of tuples
-    """0: the first turn of the completion in this call."""
+    """Number of the turn; 0 is the first turn of the completion in this call."""
     tokens: np.ndarray
-    """Own tokens of this turn."""
+    """The own tokens of this turn."""
     stop_reason: StopReason
 
 
 class Reply(NamedTuple):
-    """What the world says after a turn: the next one follows it. Without ``context`` the completion is over."""
+    """The answer of the environment to a turn.
+
+    ``context`` holds its tokens, after which the next turn begins. If it is empty, the completion is over.
+    """
 
     number: int
     context: tuple[int, ...] = ()
     stop_reason: StopReason | None = None
-    """Why it is over, if it is not for how the last turn ended."""
+    """Why the completion is over. None stands for the stop reason of the last turn."""
 
 
 @runtime_checkable
 class Responder(Protocol):
-    """The world that authors take turns with, for one call of ``generate``; see ``rollout.envs.episodes``.
+    """The environment that the authors take turns with, for one call of ``generate``; see ``rollout.envs.episodes``.
 
-    The engine goes on with other rows while an answer is awaited. The order in which answers come changes no token.
+    While a row waits for an answer, the engine decodes other rows. The order in which answers come changes no token.
     """
 
     def submit(self, turn: Turn) -> None:
-        """Begin to answer a turn; returns at once."""
+        """Begin to answer a turn, and return without waiting for the answer."""
         ...
 
     def replies(self, *, wait: bool) -> list[Reply]:
-        """The answers that are ready, each once. ``wait``: at least one, however long it takes.
+        """The answers that are ready. Each answer is returned once.
+
+        Args:
+            wait: wait until there is at least one answer, however long it takes.
 
         Raises:
-            EngineError: the world is broken; the call of ``generate`` ends with it.
+            EngineError: the environment is broken; the call of ``generate`` ends with this error.
         """
         ...
 
     def transcript(self, number: int) -> Transcript:
-        """Of a completion that has ended, whoever ended it."""
+        """The transcript of a completion that has ended, for whatever reason."""
         ...
 
 
@@ -173,29 +185,32 @@ class EngineInfo(NamedTuple):
 
     name: str
     dtype: str
-    """Of the weights, as torch names it; weights are compared in it."""
+    """The dtype of the weights, by torch's name for it. Fingerprints of weights are compared in this dtype."""
     adapters: bool = False
-    """The senior is adapters on the junior's weights: ``load_weights`` takes them alone, and its fingerprint is over
-    them and the base, under the trainer's names."""
+    """Whether the senior is adapters on the junior's weights. Then ``load_weights`` takes the adapters alone, and the
+    fingerprint covers them and the base, under the trainer's names."""
 
 
 class Passes(NamedTuple):
-    """What a ``generate`` cost. A forward of a model counts once for each row in it, however many tokens of the row it
-    reads; prompts, and what the world says, are left out."""
+    """What a call of ``generate`` cost, in forward passes of ``senior`` and ``junior``.
+
+    A forward pass of a model counts once for each row in it, however many tokens of the row it reads. The passes over
+    prompts and over what the environment says are not counted.
+    """
 
     tokens: int = 0
-    """Own tokens of all completions."""
+    """How many own tokens all completions have."""
     senior: int = 0
     junior: int = 0
     drafted: int = 0
-    """Tokens that the junior drafted where the senior is the author, up to the first one in a draft that the senior
-    draws otherwise."""
+    """How many tokens the junior drafted where the senior is the author, up to and with the first one in each draft
+    that the senior draws otherwise."""
     accepted: int = 0
-    """Those of them that the senior draws, too."""
+    """How many of the drafted tokens the senior draws, too."""
 
     @property
     def acceptance(self) -> float | None:
-        """How often both models draw the same token where the senior writes; None where nothing was drafted."""
+        """The share of drafted tokens that the senior accepts; None if nothing was drafted."""
         return self.accepted / self.drafted if self.drafted else None
 
     def __add__(self, other: "Passes") -> "Passes":  # type: ignore[override]  # not tuple + tuple
@@ -208,9 +223,9 @@ class Engine(Protocol):
 
     policy_version: int
     passes: Passes
-    """Of the last ``generate``; all 0 in an engine that does not count."""
+    """What the last call of ``generate`` cost; all 0 in an engine that does not count."""
     vocabulary: int
-    """Token ids below this can be written: the smaller of the two LM heads."""
+    """The engine writes token ids below this number, which is the size of the smaller of the two LM heads."""
     has_junior: bool
 
     @property
@@ -223,12 +238,20 @@ class Engine(Protocol):
         progress: Callable[[int], None] | None = None,
         responder: Responder | None = None,
     ) -> list[list[Completion]]:
-        """Completions in the order of the requests, one per key. ``progress(k)`` is called after k new tokens.
+        """Write the completions of all requests.
 
-        With a ``responder`` every ended turn is submitted to it, and a reply with context is followed by another turn:
-        of ``turn_tokens`` at most, while own tokens are left of ``max_tokens`` and the context fits ``world_tokens``;
-        else the completion ends there, by ``length``, without that context. A limit on tokens ends a turn like an EOS
-        does, and the reply tells what the author did not write of its end.
+        With a ``responder``, every ended turn is submitted to it, and another turn follows a reply that has context.
+        That turn has at most ``turn_tokens`` own tokens. If no own tokens are left of ``max_tokens``, or the context
+        does not fit into ``world_tokens``, the completion ends instead, by ``length`` and without that context. A limit
+        on tokens ends a turn as EOS does; the context of the reply then begins with the end-of-turn token that the
+        author did not write.
+
+        Args:
+            progress: called with the number of new tokens whenever some were written.
+            responder: the environment that the authors take turns with. None means one turn for each completion.
+
+        Returns:
+            For each request, in order, one completion per key.
 
         Raises:
             EngineError: a request asks for something this engine lacks, or does not fit its context.
@@ -236,10 +259,13 @@ class Engine(Protocol):
         ...
 
     def abort(self, keys: Iterable[int] | None = None) -> None:
-        """End the named completions (None: all) that are in flight, at the next token, with ``stop_reason="abort"``.
-        Where every one of them waits for the world, that is at its next answer.
+        """End running completions at their next token, with ``stop_reason="abort"``.
 
-        Thread-safe. It reaches the ``generate`` that is running, not a later one.
+        If all running completions are waiting for the environment, they end when it next answers. The method is
+        thread-safe. It affects the call of ``generate`` that is running, not a later one.
+
+        Args:
+            keys: request keys of the completions to end. None means all of them.
         """
         ...
 
@@ -252,7 +278,7 @@ class Engine(Protocol):
         ...
 
     def close(self) -> None:
-        """Give back processes and memory that the engine holds itself; it is of no further use."""
+        """Release the processes and the memory that the engine holds itself. It cannot be used afterwards."""
         ...
 
 
@@ -270,7 +296,7 @@ class Aborts:
         return (keys := self._keys) is None or key in keys
 
     def add(self, keys: Iterable[int] | None) -> None:
-        """None: all."""
+        """Abort the completions with these request keys, or all of them if ``keys`` is None."""
         with self._lock:
             self._keys = None if keys is None or self._keys is None else self._keys | set(keys)
 
@@ -280,10 +306,16 @@ class Aborts:
 
 
 def check_request(index: int, request: Request, *, vocabulary: int, context: int, has_junior: bool) -> None:
-    """Refuse what an engine cannot serve, before anything is decoded.
+    """Refuse a request that an engine cannot serve, before anything is decoded.
+
+    Args:
+        index: number of the request, for the message.
+        vocabulary: prompt ids must be below this number.
+        context: how many tokens prompt and completion may have together.
+        has_junior: whether the engine has a junior.
 
     Raises:
-        EngineError: names the request and what is wrong with it.
+        EngineError: the request cannot be served; the message names it and what is wrong.
     """
     length, new = len(request.prompt), request.sampling.max_tokens + request.world_tokens
     if length == 0:
@@ -309,10 +341,10 @@ def check_request(index: int, request: Request, *, vocabulary: int, context: int
 
 
 def check_completion(completion: Completion) -> None:
-    """Refuse a completion whose channels are missing, short or not finite: nothing may train on it by accident.
+    """Refuse a completion whose channels are missing, short or not finite, so that nothing trains on it by accident.
 
     Raises:
-        EngineError: names the completion and the channel.
+        EngineError: a channel is wrong; the message names the completion and the channel.
     """
     length = len(completion.tokens)
     for name in ("author", "behaviour_logprobs"):
@@ -335,10 +367,11 @@ def check_completion(completion: Completion) -> None:
 
 
 def check_answers(requests: Sequence[Request], completions: Sequence[Sequence[Completion]], version: int) -> None:
-    """Completions under another prompt, cut off by an abort, or from other weights must not be used.
+    """Refuse completions that are missing, stand under another request's prompt, were aborted, or are from other
+    weights.
 
     Raises:
-        EngineError: names the request.
+        EngineError: a completion must not be used; the message names the request.
     """
     if len(completions) != len(requests):
         raise EngineError(f"the engine returned {len(completions)} groups for {len(requests)} requests")
@@ -357,7 +390,7 @@ def check_answers(requests: Sequence[Request], completions: Sequence[Sequence[Co
 
 
 class Draws(NamedTuple):
-    """Author draws of some completions, and how many of them fell to the senior."""
+    """How many author draws some completions took, and how many of them fell to the senior."""
 
     total: int
     senior: int
@@ -367,13 +400,16 @@ def check_authors(
     completions: Sequence[Completion], strategy: Strategy, histories: Sequence[Sequence[Sequence[int]]] | None = None
 ) -> Draws:
     """Recompute every completion's authors from its key and own tokens alone, and compare with what the engine
-    recorded. What the world says is left out.
+    recorded. The environment's tokens are left out.
 
     Args:
-        histories: per completion its request's ``history``; its draws are counted again.
+        histories: for each completion, its request's ``history``. The draws made in it are counted again.
+
+    Returns:
+        The author draws of all completions.
 
     Raises:
-        EngineError: they differ; names the completion and the first wrong token.
+        EngineError: the authors differ; the message names the completion and the first wrong token.
     """
     for completion in completions:
         check_completion(completion)
@@ -395,7 +431,7 @@ def check_authors(
 
 
 def replay_turns(strategy: Strategy, keys: Sequence[int], turns: Sequence[Sequence[np.ndarray]]) -> Replay:
-    """``replay`` of completions given as the own tokens of their turns."""
+    """``selection.replay`` of completions that are given as the own tokens of each of their turns."""
     lengths = torch.tensor([sum(map(len, each)) for each in turns], dtype=torch.int64)
     width = int(lengths.max()) if len(turns) else 0
     tokens = torch.zeros(len(turns), width, dtype=torch.int64)
@@ -417,7 +453,7 @@ def generate_verified(
     progress: Callable[[int], None] | None = None,
     responder: Responder | None = None,
 ) -> tuple[list[list[Completion]], Draws]:
-    """``engine.generate`` of requests of one strategy, whose answers and authors are proved.
+    """Call ``engine.generate`` for requests of one strategy, and verify the completions and their authors.
 
     Raises:
         EngineError: a completion is missing, in another's place, aborted, from other weights or lacks a channel, or

@@ -1,4 +1,4 @@
-"""The engine that ``rollout.*`` of a config asks for; vllm is imported here only when it is."""
+"""The engine that ``rollout.*`` of a config asks for. vLLM is imported only if the config asks for it."""
 
 from collections.abc import Callable
 from typing import NamedTuple
@@ -18,9 +18,10 @@ class ModelSource(NamedTuple):
     path: str
     """Model folder or hub id, from which vLLM loads it."""
     load: Callable[[], PreTrainedModel]
-    """The loaded model for the torch engine, which then owns it."""
+    """Loads the model for the torch engine, which then owns it."""
     adapters: AdapterPlan | None = None
-    """Of a senior that is adapters on the junior's weights in the vLLM engine; in the torch engine ``load`` says it."""
+    """The adapters of a senior that the vLLM engine runs as adapters on the junior's weights. The torch engine does not
+    read it: there, ``load`` gives a model with adapters."""
 
 
 def make_engine(
@@ -33,16 +34,18 @@ def make_engine(
     device: str = "cpu",
     longest: int | None = None,
 ) -> Engine:
-    """The engine for these models; without a junior the senior writes alone.
+    """Make the engine for these models.
 
     Args:
-        dtype, device: of the vLLM engine. The torch engine takes its models as they are loaded.
-        longest: tokens of the longest request that the vLLM engine serves, prompt and completion together; None = what
-            the models allow.
+        junior: the frozen partner. None means that the senior writes alone.
+        dtype: the dtype of the vLLM engine. The torch engine takes its models as they are loaded.
+        device: the device of the vLLM engine. The torch engine takes its models as they are loaded.
+        longest: how many tokens the longest request of the vLLM engine has, prompt and completion together. None stands
+            for the context of the models.
 
     Raises:
         ConfigError: vLLM is not installed, or is built for another device than ``device``.
-        EngineError, ModelError: the models or the settings do not go together.
+        EngineError, ModelError: the models or the settings do not fit together.
     """
     if config.engine == "torch":
         partner = None if junior is None else junior.load()

@@ -1,8 +1,8 @@
-"""What a decoding model remembers: keys and values of every token that it has read, and how new tokens meet them.
+"""The KV cache of a decoding model, and the attention of new tokens to it.
 
 Column *p* of a cache is position *p* of its row, whoever wrote the token there: authorship never masks attention. A row
-is filled by ``prefill``, one token at a time by a decoding step, or by several at once on top of what it has
-(``extend``). ``take`` and ``put`` carry a row out of a batch and back: nothing is ever computed twice.
+is filled by ``prefill``, then token by token by decoding steps, or with several tokens at once by ``extend``. ``take``
+and ``put`` move a row out of a batch and back, so that nothing is computed twice.
 """
 
 from collections.abc import Callable, Sequence
@@ -20,7 +20,7 @@ PREFILL_TOKENS = 16384  # tokens computed in one prefill forward
 CACHE_STEP = 64  # columns by which caches grow
 
 Layers = dict[int, tuple[Tensor, Tensor]]
-"""Layer -> keys and values, each [rows, kv heads, columns, head dim]."""
+"""For each layer its keys and values, each of shape [rows, kv heads, columns, head dim]."""
 
 
 class KVCache:
@@ -52,14 +52,14 @@ class KVCache:
         return out
 
     def keep(self, index: Int64[Tensor, " k"], width: int) -> None:
-        """Only some rows, and only the columns that they have reached, with room to grow."""
+        """Keep only the rows of ``index``, and only their first ``width`` columns, with room to grow."""
         for layer, (keys, values) in self.layers.items():
             on_device = index.to(keys.device)
             keys, values = (x[:, :, : width + CACHE_STEP].index_select(0, on_device) for x in (keys, values))
             self.layers[layer] = keys, values
 
     def reserve(self, width: int = 0, rows: int = 0) -> None:
-        """Room for so many columns, and so many rows."""
+        """Make room for at least ``width`` columns and at least ``rows`` rows."""
         for layer, (keys, values) in self.layers.items():
             more_rows, missing = max(0, rows - keys.shape[0]), width - keys.shape[2]
             more_columns = max(missing, CACHE_STEP, keys.shape[2] // 4) if missing > 0 else 0
@@ -68,14 +68,14 @@ class KVCache:
                 self.layers[layer] = F.pad(keys, extra), F.pad(values, extra)
 
     def take(self, row: int, width: int) -> Layers:
-        """A copy of the first columns of a row."""
+        """A copy of the first ``width`` columns of a row."""
         return {
             layer: (keys[row : row + 1, :, :width].clone(), values[row : row + 1, :, :width].clone())
             for layer, (keys, values) in self.layers.items()
         }
 
     def put(self, row: int, kept: Layers) -> None:
-        """What ``take`` has copied, as the first columns of a row."""
+        """Write what ``take`` has copied into the first columns of a row."""
         self.reserve(max((keys.shape[2] for keys, _ in kept.values()), default=0))  # it may have been cut since
         for layer, pair in kept.items():
             for old, new in zip(self.layers[layer], pair, strict=True):
@@ -83,7 +83,7 @@ class KVCache:
 
 
 def column_mask(position: Int64[Tensor, "*b"], width: int, dtype: torch.dtype) -> Float[Tensor, "*b w"]:
-    """0 on the columns up to each position, -inf beyond."""
+    """An additive attention mask over ``width`` columns: 0 up to each position, -inf beyond."""
     seen = torch.arange(width, device=position.device) <= position[..., None]
     return torch.where(seen, torch.zeros((), dtype=dtype, device=position.device), -torch.inf)
 
@@ -92,8 +92,10 @@ def column_mask(position: Int64[Tensor, "*b"], width: int, dtype: torch.dtype) -
 
 
 class _DecodeLayout:
-    """Each row's next tokens against its row of a KV cache, and against each other, causally. Grouped queries share
-    their key head's row of the kernel."""
+    """Causal attention of each row's next tokens to its row of a KV cache and to each other.
+
+    In grouped-query attention, the queries of one key head go into the kernel as one block of rows.
+    """
 
     def __init__(self, layers: Layers, columns: Int64[Tensor, "b c"], mask: Float[Tensor, "b 1 c w"]) -> None:
         self.layers, self.columns, self.mask = layers, columns, mask
@@ -119,13 +121,16 @@ def _last_hidden(
     layers: Layers,
     mask: Float[Tensor, "b 1 1 w"],
 ) -> Float[Tensor, "b h"]:
-    """Hidden states of every row's last token, whose keys and values join the cache."""
+    """The hidden state of every row's last token. Its keys and values are written into the cache."""
     columns = position[:, None]
     return hidden_states(model, last[:, None], columns, _DecodeLayout(layers, columns, mask))[:, 0]
 
 
 def eager_step(model: PreTrainedModel) -> Callable[..., Tensor]:
-    """(last token, position, layers, mask) -> hidden states [b, h] of the last tokens, which join the cache."""
+    """The decoding step of a model without compilation: (last tokens, positions, layers, mask) -> hidden states [b, h].
+
+    The step writes the keys and values of the last tokens into the cache ``layers``.
+    """
 
     def step(last: Tensor, position: Tensor, layers: Layers, mask: Tensor) -> Tensor:
         with eagerly(model):
@@ -135,7 +140,10 @@ def eager_step(model: PreTrainedModel) -> Callable[..., Tensor]:
 
 
 def compiled_step(model: PreTrainedModel) -> Callable[..., Tensor]:
-    """As one graph for any width and any number of rows, but one: a size of 1 would be a graph of its own."""
+    """The decoding step of a model, compiled to one graph for any width and any number of rows above one.
+
+    A single row would be compiled to a graph of its own, so it takes the eager step.
+    """
     require_compiler(model, "rollout.compile")
 
     def step(last: Tensor, position: Tensor, layers: Layers, mask: Tensor) -> Tensor:
@@ -160,8 +168,11 @@ def compiled_step(model: PreTrainedModel) -> Callable[..., Tensor]:
 def chunk_hidden(
     model: PreTrainedModel, tokens: Int64[Tensor, "b c"], columns: Int64[Tensor, "b c"], cache: KVCache
 ) -> Float[Tensor, "b c h"]:
-    """Hidden states of every row's next tokens, read at once. A column that comes twice holds the later of its tokens:
-    none before it may have to see the earlier one."""
+    """The hidden states of every row's next tokens, which the model reads at once.
+
+    Their keys and values are written into the cache at ``columns``. If a column occurs twice in a row, it holds the
+    later token, so no token that is used may have to attend to the earlier one.
+    """
     width = int(columns.max()) + 1
     cache.reserve(width)
     dtype = next(iter(cache.layers.values()))[0].dtype
@@ -174,7 +185,7 @@ def chunk_hidden(
 
 
 class _PrefillLayout:
-    """Causal attention over right-padded prompts; collects every layer's keys and values."""
+    """Causal attention over right-padded prompts. It collects the keys and values of every layer."""
 
     def __init__(self, width: int) -> None:
         self.max_length = width
@@ -188,7 +199,7 @@ class _PrefillLayout:
 
 
 def prefill(model: PreTrainedModel, prompts: Sequence[Sequence[int]]) -> Layers:
-    """Keys and values of all prompt tokens but the last, which the first decoding step feeds."""
+    """The keys and values of all prompt tokens but the last one, which the first decoding step reads."""
     device = model.get_output_embeddings().weight.device
     width = max(1, *(len(p) - 1 for p in prompts))
     parts: list[Layers] = []
@@ -206,7 +217,7 @@ def prefill(model: PreTrainedModel, prompts: Sequence[Sequence[int]]) -> Layers:
 
 
 class _ExtendLayout:
-    """Some rows' next tokens against what their rows of a KV cache hold, and against each other, causally."""
+    """Causal attention of some rows' next tokens to their rows of a KV cache and to each other."""
 
     def __init__(self, layers: Layers, rows: Int64[Tensor, " k"], columns: Int64[Tensor, "k c"], width: int) -> None:
         self.layers, self.rows, self.columns, self.max_length = layers, rows, columns, width
@@ -225,7 +236,10 @@ class _ExtendLayout:
 def extend(
     model: PreTrainedModel, cache: KVCache, rows: Sequence[int], starts: Sequence[int], chunks: Sequence[Sequence[int]]
 ) -> None:
-    """Keys and values of further tokens of some rows: ``chunks[i]`` from column ``starts[i]`` of row ``rows[i]`` on."""
+    """Compute the keys and values of further tokens of some rows, and write them into the cache.
+
+    The tokens ``chunks[i]`` go into row ``rows[i]``, from column ``starts[i]`` on.
+    """
     device = model.get_output_embeddings().weight.device
     longest = max(map(len, chunks))
     width = max(starts) + longest
@@ -243,7 +257,7 @@ def extend(
 
 
 def _padded(texts: Sequence[Sequence[int]], width: int) -> Int64[Tensor, "b w"]:
-    """Right-padded with zeros."""
+    """The texts as one tensor of ``width`` columns, right-padded with zeros."""
     tokens = torch.zeros(len(texts), width, dtype=torch.int64)
     for row, text in enumerate(texts):
         tokens[row, : len(text)] = torch.tensor(text, dtype=torch.int64)

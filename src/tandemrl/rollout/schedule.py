@@ -1,4 +1,4 @@
-"""From ``selection.*`` of a config to strategies: who writes in each training step."""
+"""The strategy of each training step, made from ``selection.*`` of a config."""
 
 from collections.abc import Callable
 from functools import partial
@@ -25,14 +25,22 @@ from tandemrl.selection.strategies import (
 
 
 class Schedule(NamedTuple):
-    """Who writes in each training step: the strategy, and the probability its draws are held to (None: not held)."""
+    """Who writes in each training step, as functions of the step, which counts from 1.
+
+    strategy: the strategy. prob_senior: the probability with which the strategy draws the senior, for checks of the
+    draws; None for strategies that do not draw.
+    """
 
     strategy: Callable[[int], Strategy]
     prob_senior: Callable[[int], float | None]
 
 
 def schedule_of(selection: SelectionConfig, tokenizer: PreTrainedTokenizerBase, vocabulary: int) -> Schedule:
-    """The strategies that ``selection.*`` describes. Token tables are built once."""
+    """The schedule that ``selection.*`` describes. Its token tables are built once, here.
+
+    Args:
+        vocabulary: how many token ids the models can write.
+    """
     s = selection
     make: Callable[[float], Strategy]
     if s.strategy == "word":

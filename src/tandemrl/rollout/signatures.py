@@ -1,4 +1,4 @@
-"""How Python functions and environments are told apart: by what they do, as far as that can be seen."""
+"""Signatures of Python functions and environments, by which a resumed run notices that one was changed."""
 
 import hashlib
 from collections.abc import Callable, Mapping
@@ -13,12 +13,14 @@ from tandemrl.losses import Recipe
 from tandemrl.rollout.envs.environment import Environment
 
 NO_PART_OF_A_SEARCH = ("url", "api_key_env", "timeout_s", "retries", "backoff_s", "device")
-"""Keys of ``retrieval.*`` that do not change what is found, but for ``url``: see `searched_by`."""
+"""Keys of ``retrieval.*`` that do not change what a search finds. ``url`` may be an exception: see `searched_by`."""
 
 
 def searched_by(config: RetrievalConfig) -> dict[str, Any]:
-    """What a search finds depends on these keys of ``retrieval.*``. Where no request names a model, it is the address
-    that tells one service from another."""
+    """The keys of ``retrieval.*``, with their values, that what a search finds depends on.
+
+    ``url`` is one of them if requests to the service name no model, since then only the address tells services apart.
+    """
     unnamed = config.url is not None and (config.model is None or config.api == "tei")
     return {
         field.name: getattr(config, field.name)
@@ -28,16 +30,18 @@ def searched_by(config: RetrievalConfig) -> dict[str, Any]:
 
 
 def signature(value: Any) -> str:
-    """Tells two functions apart by their code, constants, defaults and the plain values that they close over.
+    """A text that differs between two functions that differ in their code, constants, defaults or the plain values that
+    they close over.
 
-    Recipes are told apart by their fields, the library's own functions by their names, environments by their methods,
-    tools and attributes.
+    The signature of a recipe covers its fields, that of one of the library's own functions its name, and that of an
+    environment its methods, tools and attributes.
     """
     return _signature(value, ())
 
 
 def _signature(value: Any, within: tuple[Any, ...]) -> str:
-    """``within``: the functions that this value was found in; one that closes over itself ends there."""
+    """``signature`` of a value that was found in the functions ``within``, which ends the recursion of a function that
+    closes over itself."""
     if getattr(value, "__module__", None) and value.__module__.startswith("tandemrl.") and callable(value):
         return f"{value.__module__}.{value.__qualname__}"
     sign = partial(_signature, within=(*within, value))
@@ -66,7 +70,7 @@ def _signature(value: Any, within: tuple[Any, ...]) -> str:
 
 
 def _members(environment: Environment) -> dict[str, Any]:
-    """What an environment has beyond the library's: members of its classes, and attributes of its own."""
+    """The members of an environment that are not the library's: those of its own classes, and its attributes."""
     kinds = [kind for kind in reversed(type(environment).__mro__) if not _of_the_library(kind)]
     members = {name: member for kind in kinds for name, member in vars(kind).items()}
     return {
@@ -81,12 +85,14 @@ def _of_the_library(kind: type) -> bool:
 
 
 def _each(value: Any, sign: Callable[[Any], str], within: tuple[Any, ...] = ()) -> Any:
-    """The signatures in an environment's member, such as its tools or rules, whatever collections they are in.
+    """The signatures of the values in an environment's member, such as its tools or rules, in nested collections.
 
-    Of the library's config there is what changes what a search finds: the rest is compared as the run's config.
+    Of the library's config only the keys count that change what a search finds; the others are compared as part of the
+    run's config.
 
     Args:
-        within: the collections that this value was found in; one that contains itself ends there.
+        sign: gives the signature of a single value.
+        within: the collections that this value was found in, which end the recursion of one that contains itself.
     """
     if any(value is outer for outer in within):
         return type(value).__qualname__

@@ -1,7 +1,7 @@
 """One engine per process, used as if they were one: requests are dealt out, completions are gathered.
 
-Every process calls with the same requests and gets all of the answers. A completion is a function of its key and the
-weights, so it does not matter who wrote it.
+Every process calls with the same requests and gets all completions. A completion is a function of its key and the
+weights, so it does not matter which process wrote it.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -15,8 +15,10 @@ from tandemrl.rollout.engine import Completion, Engine, EngineInfo, Passes, Requ
 
 
 class SpreadEngine:
-    """An ``Engine`` over the engines of all processes; all of them must make the same calls. ``generate`` may run in a
-    thread beside the collectives of the trainer: its own travel in a group of their own."""
+    """An ``Engine`` over the engines of all processes, which must all make the same calls.
+
+    ``generate`` may run in a thread beside the collectives of the trainer, since it uses a process group of its own.
+    """
 
     def __init__(self, own: Engine, world: World) -> None:
         self.own, self.world = own, world
@@ -36,7 +38,7 @@ class SpreadEngine:
         progress: Callable[[int], None] | None = None,
         responder: Responder | None = None,
     ) -> list[list[Completion]]:
-        """Each process plays its own share of the episodes with its own ``responder``."""
+        """As ``Engine.generate``. Each process runs its own share of the episodes with its own ``responder``."""
         about_all = None if progress is None else lambda tokens: progress(tokens * self.world.size)
         generate = partial(self.own.generate, progress=about_all)
         if responder is not None:

@@ -1,4 +1,7 @@
-"""Trainer -> engine weights: copied, versioned, and read back. Stale weights look like training that does not work."""
+"""Copies the trainer's weights to the engine with a version number, and reads them back to check that they arrived.
+
+An engine with stale weights would look like training that does not work.
+"""
 
 from collections.abc import Iterable, Iterator
 
@@ -40,11 +43,13 @@ def fingerprint(parameters: Iterable[tuple[str, Tensor]], dtype: torch.dtype | N
 
 
 def sync_weights(model: PreTrainedModel, engine: Engine, version: int) -> int:
-    """Send the trainer's parameters to the engine's senior and prove that they arrived: adapters alone to an engine
-    that holds their base, and of the base the proof that it is the trainer's; merged weights to any other.
+    """Send the trainer's parameters to the engine's senior, and verify by fingerprint that they arrived.
+
+    An engine that holds the base of the trainer's adapters gets the adapters alone, and the fingerprint also verifies
+    that its base is the trainer's. Any other engine gets merged weights.
 
     Returns:
-        the fingerprint both sides agree on.
+        the fingerprint that both sides agree on.
 
     Raises:
         EngineError: the engine's weights or version are not what was sent.

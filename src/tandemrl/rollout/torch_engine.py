@@ -1,7 +1,7 @@
-"""The reference engine: two transformers models, a KV cache each, batched tandem decoding. Readable, exact, CPU or GPU.
+"""The reference engine: batched tandem decoding with two transformers models and their KV caches, on CPU or GPU.
 
-The rows being decoded are a ``DecodingBatch`` (``decoding``). Rows come and go between two steps: new ones, and those
-whose next turn begins. A row that the world is answering is in nobody's way: its keys and values wait beside the batch.
+The rows being decoded are a ``DecodingBatch`` (``decoding``). Between two steps, new rows and rows whose next turn
+begins join it. A row that waits for the environment takes no place in the batch: its keys and values are kept apart.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -39,19 +39,20 @@ class TorchEngine:
     """Tandem decoding with two models that share a vocabulary; see ``rollout.engine.Engine`` for the contract.
 
     Args:
-        senior: from ``load_model`` or ``prepare``; the engine owns it (``load_weights`` changes it). One with adapters
-            may share its other weights with the junior (``models.lora.adapted_alias``): only the adapters are loaded.
-        junior: the frozen partner, of any size, family or device; None if only the senior ever writes.
-        tokenizer: used for stop strings only.
-        max_rows: completions decoded at once; further ones join when an eighth of the rows is free. Between turns as
-            many wait beside them, in the memory of the device.
-        compile: ``torch.compile`` of each model's decoding step, all layers in one graph; the first steps take long.
-            What the senior reads of a draft is not compiled.
+        senior: a model from ``load_model`` or ``prepare``. The engine owns it, since ``load_weights`` changes it. A
+            senior with adapters may share its other weights with the junior (``models.lora.adapted_alias``), since only
+            the adapters are loaded then.
+        junior: the frozen partner, of any size, family or device. None if only the senior ever writes.
+        tokenizer: the tokenizer of both, used for stop strings only.
+        max_rows: how many completions are decoded at once. Further ones join when an eighth of the rows is free. As
+            many again may wait between two turns, in the memory of the device.
+        compile: compile each model's decoding step with ``torch.compile``, all layers in one graph. The first steps
+            then take long. The pass in which the senior reads a draft is not compiled.
         draft_tokens: see ``rollout.draft_tokens``; 0 without a junior.
 
     Raises:
         EngineError: the models cannot cover the tokenizer's vocabulary.
-        ModelError: ``compile`` on a CPU without a C++ compiler.
+        ModelError: ``compile`` is asked for on a CPU without a C++ compiler.
     """
 
     def __init__(
@@ -124,7 +125,7 @@ class TorchEngine:
         return fingerprint(model.named_parameters())
 
     def close(self) -> None:
-        """Nothing to do: the models belong to whoever loaded them."""
+        """Do nothing: the engine holds no processes, and the models belong to whoever loaded them."""
 
     def abort(self, keys: Iterable[int] | None = None) -> None:
         self._aborts.add(keys)
@@ -185,7 +186,7 @@ class TorchEngine:
         return [[next(completions) for _ in request.keys] for request in requests]
 
     def _draft_length_for(self, requests: Sequence[Request], rows: int) -> Callable[[int, Passes], int] | None:
-        """(live rows, passes so far) -> length of the next draft; None: a call without drafts."""
+        """The function (live rows, passes so far) -> length of the next draft, or None for a call without drafts."""
         writers = {request.strategy.writers for request in requests}
         if self._draft_length is None or writers <= {"junior"}:
             return None
@@ -195,12 +196,12 @@ class TorchEngine:
 
 
 class _BetweenTurns:
-    """The rows of one call whose turn has ended: those that an answer is awaited for, and those that go on with it."""
+    """The rows of one call whose turn has ended: those that wait for an answer, and those that are ready with it."""
 
     def __init__(self, responder: Responder | None, vocabulary: int) -> None:
         self.responder, self.vocabulary = responder, vocabulary
         self.ready: list[tuple[Row, Sequence[int]]] = []
-        """With what the world said."""
+        """Rows that can go on, each with the tokens of its answer."""
         self._awaited: dict[int, Row] = {}
         self._aborted: set[int] = set()
 
@@ -208,7 +209,7 @@ class _BetweenTurns:
         return len(self._awaited) + len(self.ready)
 
     def submit(self, row: Row, tokens: Tensor) -> None:
-        """Have an ended turn answered, where anybody answers."""
+        """Submit the ended turn of a row to the responder, if there is one."""
         if self.responder is None:
             return
         assert row.stop_reason is not None
@@ -216,10 +217,10 @@ class _BetweenTurns:
         self.responder.submit(Turn(row.number, row.request.task, row.index, tokens.numpy().copy(), row.stop_reason))
 
     def listen(self, *, wait: bool) -> None:
-        """Take note of the answers that have come.
+        """Receive the answers that are ready, and end the rows that have no further turn.
 
         Raises:
-            EngineError: nobody asked for one of them, or it has an unknown token.
+            EngineError: an answer is to a turn that was not submitted, or has a token outside the vocabulary.
         """
         assert self.responder is not None
         replies = self.responder.replies(wait=wait)
@@ -245,12 +246,12 @@ class _BetweenTurns:
             self.ready.append((row, context))
 
     def take(self, count: int) -> list[tuple[Row, Sequence[int]]]:
-        """Up to so many of the rows that are ready."""
+        """Take out and return up to ``count`` of the rows that are ready."""
         taken, self.ready = self.ready[:count], self.ready[count:]
         return taken
 
     def abort(self, aborts: Aborts) -> None:
-        """End the aborted rows; what is still answered to them is not heard."""
+        """End the aborted rows. Answers that still come for them are ignored."""
         ended = [row for row in (*self._awaited.values(), *(row for row, _ in self.ready)) if row.key in aborts]
         for row in ended:
             row.end("abort")
@@ -260,7 +261,10 @@ class _BetweenTurns:
 
 
 def _whole_groups(waiting: Sequence[Row], free: int) -> int:
-    """How many rows fit without tearing a request apart: its prompt is computed once."""
+    """How many of the waiting rows fit into ``free`` places if the rows of a request join together.
+
+    They join together so that their prompt is computed once.
+    """
     if len(waiting) <= free:
         return len(waiting)
     return max((i for i in range(1, free + 1) if waiting[i].request is not waiting[i - 1].request), default=0)

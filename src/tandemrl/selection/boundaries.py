@@ -1,9 +1,10 @@
-"""Token tables for the strategies, read off a Hugging Face tokenizer's vocabulary: which ids begin or end what.
+"""Token tables for the strategies: which token ids begin a word, end a step, or end outside a word.
 
-Two kinds of vocabulary are understood: byte-level BPE (GPT-2, Qwen, Llama 3), whose surfaces write each byte as one
-printable character and a leading space as "Ġ", and SentencePiece (Llama 2, Gemma), which writes it as "▁" and a byte
-without a piece of its own as "<0x0A>". Special tokens (EOS, chat markers) are in no table; other added tokens count
-with their text. Ids of the model beyond the tokenizer's are in no table.
+They are read off the vocabulary of a Hugging Face tokenizer. Two kinds of vocabulary are understood. Byte-level BPE
+(GPT-2, Qwen, Llama 3) writes each byte of a token as one printable character, and a leading space as "Ġ". SentencePiece
+(Llama 2, Gemma) writes a leading space as "▁", and a byte that has no piece of its own as "<0x0A>". The surface of a
+token is what the vocabulary writes for it in this way. Special tokens (EOS, chat markers) are False in every table;
+other added tokens are judged by their text. Ids that only the model has, beyond the tokenizer's, are False as well.
 """
 
 import re
@@ -18,7 +19,7 @@ from torch import Tensor
 
 
 class StepTables(NamedTuple):
-    """Tokens whose text contains "\\n\\n", ends in "\\n", starts with "\\n"."""
+    """Three tables: the tokens whose text contains "\\n\\n", ends in "\\n", and starts with "\\n"."""
 
     contains: Bool[Tensor, " v"]
     ends_newline: Bool[Tensor, " v"]
@@ -26,14 +27,15 @@ class StepTables(NamedTuple):
 
 
 class WordTables(NamedTuple):
-    """Tokens whose last character is whitespace (``str.isspace``), or lies outside of every word.
+    """Two tables: the tokens whose last character is whitespace (``str.isspace``), and those whose last character lies
+    outside of every word.
 
     A word is a maximal run of letters, marks, digits, connectors, dashes and format characters (Unicode L, M, N, Pc,
     Pd, Cf) and of the signs that words, numbers, times, addresses and LaTeX commands hold inside: . , : ; ' ’ · & @ /
-    and the backslash. "don't", "3.14", "well-known" and "\\frac" are one word each. Every other character (whitespace,
-    brackets, quotes, "!", "?", "=", "$", …) ends outside a word: no next token can continue one. A comma or full stop
-    does not, since "000" or "14" may follow. A token that ends amid the bytes of a character is in neither table.
-    ``ends_in_space`` implies ``ends_outside_word``.
+    and the backslash. "don't", "3.14", "well-known" and "\\frac" are one word each. A token that ends in any other
+    character (whitespace, brackets, quotes, "!", "?", "=", "$", …) ends outside a word: no next token can continue a
+    word. A token that ends in a comma or a full stop does not, since "000" or "14" may follow. A token that ends amid
+    the bytes of a character is in neither table. Every token of ``ends_in_space`` is in ``ends_outside_word``.
     """
 
     ends_in_space: Bool[Tensor, " v"]
@@ -41,15 +43,16 @@ class WordTables(NamedTuple):
 
 
 def word_boundary_table(tokenizer: Any, size: int | None = None) -> Bool[Tensor, " v"]:
-    """Ids that begin a word: those whose surface starts with the tokenizer's space mark, "Ġ" or "▁".
+    """True at the ids that begin a word: those whose surface starts with the tokenizer's space mark, "Ġ" or "▁".
 
-    The mark is the one of the two that more surfaces start with: "Ġ" is also a letter of Maltese.
+    The mark is whichever of the two more surfaces start with, since "Ġ" is also a letter of Maltese.
 
     Args:
-        size: vocabulary size of the model where that is larger than the tokenizer's.
+        tokenizer: a Hugging Face tokenizer.
+        size: vocabulary size of the model, if it is larger than the tokenizer's. The table is padded with False.
 
     Raises:
-        ValueError: no id begins a word; names the tokenizer.
+        ValueError: no id begins a word; the message names the tokenizer.
     """
     table = _tables(tokenizer).boundary
     _check_any(table, tokenizer, 'starts with "Ġ" or "▁", so no token begins a word')
@@ -57,10 +60,10 @@ def word_boundary_table(tokenizer: Any, size: int | None = None) -> Bool[Tensor,
 
 
 def step_tables(tokenizer: Any, size: int | None = None) -> StepTables:
-    """The tables of ``strategies.sentence``; ``size`` as in ``word_boundary_table``.
+    """The tables that ``strategies.sentence`` needs. The arguments are those of ``word_boundary_table``.
 
     Raises:
-        ValueError: the vocabulary cannot write a blank line; names the tokenizer.
+        ValueError: no token contains a blank line or ends in a newline; the message names the tokenizer.
     """
     steps = _tables(tokenizer).steps
     _check_any(steps.contains | steps.ends_newline, tokenizer, "holds a newline, so no token ends a step")
@@ -68,10 +71,10 @@ def step_tables(tokenizer: Any, size: int | None = None) -> StepTables:
 
 
 def word_start_tables(tokenizer: Any, size: int | None = None) -> WordTables:
-    """The tables of ``strategies.word_aligned``; ``size`` as in ``word_boundary_table``.
+    """The tables that ``strategies.word_aligned`` needs. The arguments are those of ``word_boundary_table``.
 
     Raises:
-        ValueError: no id ends outside a word; names the tokenizer.
+        ValueError: no token ends outside a word; the message names the tokenizer.
     """
     words = _tables(tokenizer).words
     _check_any(words.ends_outside_word, tokenizer, "ends outside a word, so no handoff is ever safe")
@@ -79,22 +82,25 @@ def word_start_tables(tokenizer: Any, size: int | None = None) -> WordTables:
 
 
 class Published(NamedTuple):
-    """Of whom a vocabulary is, and how many of its ids begin a word, counted elsewhere."""
+    """The models that share a vocabulary, and how many of its ids begin a word by an independent count."""
 
     family: str
     boundaries: int
 
 
 PUBLISHED = {151_643: Published("Qwen2, Qwen2.5, Qwen3", 53_021)}
-"""By the size of the vocabulary without added tokens; the count is of Qwen's own list of byte strings, of which so many
-start with a space."""
+"""Independent counts, by the size of the vocabulary without added tokens. Qwen's is the number of entries that start
+with a space in Qwen's own list of byte strings."""
 
 
 def count_boundaries(tokenizer: Any) -> tuple[int, Published | None]:
-    """How many ids begin a word, held against what is published of a vocabulary of this size, if anything is.
+    """How many ids begin a word, checked against ``PUBLISHED`` if it has a vocabulary of this size.
+
+    Returns:
+        The count, and the entry of ``PUBLISHED`` that it agrees with, or None if there is none.
 
     Raises:
-        ValueError: no id begins a word, or another number than is published; names the tokenizer.
+        ValueError: no id begins a word, or the count differs from the published one; the message names the tokenizer.
     """
     count, published = int(word_boundary_table(tokenizer).sum()), PUBLISHED.get(tokenizer.vocab_size)
     if published is not None and count != published.boundaries:
@@ -116,7 +122,7 @@ _CACHE: WeakKeyDictionary[Any, dict[int, _Tables]] = WeakKeyDictionary()
 
 
 def _tables(tokenizer: Any) -> _Tables:
-    """Built once per tokenizer and vocabulary size (``add_tokens`` makes a tokenizer grow)."""
+    """The tables of a tokenizer, built once per vocabulary size (``add_tokens`` makes a tokenizer grow)."""
     by_size = _CACHE.setdefault(tokenizer, {})
     if len(tokenizer) not in by_size:
         by_size[len(tokenizer)] = _build(tokenizer)
@@ -156,8 +162,10 @@ def _build(tokenizer: Any) -> _Tables:
 
 
 def _byte_alphabet() -> dict[str, int]:
-    """The byte each character of a byte-level surface stands for: printable Latin-1 is itself, the rest follows U+0100
-    in order (Radford et al. 2019, the GPT-2 encoder)."""
+    """The byte that each character of a byte-level surface stands for (Radford et al. 2019, the GPT-2 encoder).
+
+    Printable characters of Latin-1 stand for their own byte. The other bytes are numbered in order from U+0100.
+    """
     printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
     others = [byte for byte in range(256) if byte not in printable]
     return {chr(byte): byte for byte in printable} | {chr(0x100 + i): byte for i, byte in enumerate(others)}

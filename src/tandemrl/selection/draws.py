@@ -11,9 +11,9 @@ from jaxtyping import Float64, Int64
 from torch import Tensor
 
 SELECTION = 1
-"""Stream of the author draws."""
+"""The stream of random numbers that authors are drawn from."""
 SAMPLING = 2
-"""Stream of the token draws: apart from SELECTION, so that prob_senior cannot change what a model would sample."""
+"""The stream that tokens are sampled from. It is separate, so that prob_senior cannot change what a model samples."""
 
 _MASK = (1 << 64) - 1
 
@@ -45,7 +45,14 @@ def mix64(*words: int) -> int:
 
 
 def request_key(seed: int, step: int, example: int, sample: int) -> int:
-    """The key of one completion: sample number ``sample`` of example ``example`` in training step ``step``."""
+    """The key of one completion, which all of its random draws follow from.
+
+    Args:
+        seed: seed of the run.
+        step: training step.
+        example: number of the example in its dataset.
+        sample: number of the completion among those of this example in this step.
+    """
     return mix64(seed, step, example, sample)
 
 
@@ -80,7 +87,7 @@ def mix(keys: Int64[Tensor, " b"], *words: int) -> Int64[Tensor, " b"]:
 
 
 def stream(keys: Int64[Tensor, " b"], which: int) -> Int64[Tensor, " b"]:
-    """The keys of an independent stream of the same requests: ``mix64(key, which)`` for SELECTION or SAMPLING."""
+    """The keys of one stream of the same requests: ``mix64(key, which)``, with SELECTION or SAMPLING for ``which``."""
     return mix(keys, which)
 
 
@@ -89,9 +96,9 @@ def _fold_in_unsigned(keys: np.ndarray, counters: np.ndarray) -> np.ndarray:
 
 
 def fold_in(keys: Int64[Tensor, "*#b"], counters: Int64[Tensor, "*#b"]) -> Int64[Tensor, "*b"]:
-    """Output number ``counters[i]`` of stream ``keys[i]``: 64 random bits, which can be the key of a further stream.
+    """Output number ``counters[i]`` of stream ``keys[i]``: 64 random bits, which can be the key of another stream.
 
-    The name is that of ``jax.random.fold_in``. Shapes broadcast.
+    The name follows ``jax.random.fold_in``. Shapes broadcast.
     """
     if keys.device.type == "cpu":
         return torch.from_numpy(_fold_in_unsigned(keys.numpy(), counters.numpy()).view(np.int64))
@@ -99,7 +106,7 @@ def fold_in(keys: Int64[Tensor, "*#b"], counters: Int64[Tensor, "*#b"]) -> Int64
 
 
 def uniforms(keys: Int64[Tensor, "*#b"], counters: Int64[Tensor, "*#b"]) -> Float64[Tensor, "*b"]:
-    """Draw number ``counters[i]`` of stream ``keys[i]``: uniform in [0, 1), a multiple of 2⁻⁵³ (the top 53 bits).
+    """Draw number ``counters[i]`` of stream ``keys[i]``: uniform in [0, 1), made of the top 53 bits of ``fold_in``.
 
     Shapes broadcast.
     """

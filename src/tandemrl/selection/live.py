@@ -1,4 +1,7 @@
-"""The authors of rows in flight: one state per strategy, addressed by slot, so that any subset of rows can advance."""
+"""The authors of the rows that an engine is decoding.
+
+Each strategy has one state for all of its rows. Rows are addressed by slot, so that any subset of them can advance.
+"""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -10,11 +13,15 @@ from torch import Tensor
 from tandemrl.selection.strategies import Strategy, resumed
 
 Mark = list[tuple[int, Tensor, Any]]
-"""States of some slots: strategy, which of the slots, their states."""
+"""The states of some slots: for each strategy its number, the positions of its slots among them, and their states."""
 
 
 class LiveSelection:
-    """Who writes next in each slot. Slots are small integers; one that is released or admitted again is forgotten."""
+    """Who writes next in each slot, where different slots may follow different strategies.
+
+    A slot is a small integer that the engine chooses for a row. Releasing a slot, or admitting it again, forgets its
+    state.
+    """
 
     def __init__(self) -> None:
         self._strategies: list[Strategy] = []
@@ -30,10 +37,13 @@ class LiveSelection:
         keys: Int64[Tensor, " b"],
         histories: Sequence[Sequence[Sequence[int]]] | None = None,
     ) -> Bool[Tensor, " b"]:
-        """Start a completion in each slot; returns whether the senior writes its first token.
+        """Start a completion in each slot, and return whether the senior writes its first token.
 
         Args:
-            histories: per slot the own tokens of the turns that are over (see ``strategies.resumed``).
+            slots: the slots, in the order of the other arguments.
+            strategies: the strategy of each slot.
+            keys: the request key of each slot.
+            histories: for each slot, the own tokens of every earlier turn (see ``strategies.resumed``).
         """
         self._scatter()
         senior = torch.empty(len(slots), dtype=torch.bool)
@@ -55,7 +65,7 @@ class LiveSelection:
         self._strategy_of[list(slots)] = -1
 
     def step(self, slots: Int64[Tensor, " b"], tokens: Int64[Tensor, " b"]) -> Bool[Tensor, " b"]:
-        """Each slot got a token; returns whether the senior writes the next one."""
+        """Tell each slot the token that was just written in it, and return whether the senior writes the next one."""
         if len(self._strategies) == 1:
             return self._advance(0, slots, tokens)
         senior = torch.empty(len(slots), dtype=torch.bool)
@@ -66,10 +76,12 @@ class LiveSelection:
         return senior
 
     def turn(self, slots: Int64[Tensor, " b"], senior: Bool[Tensor, " b"]) -> Bool[Tensor, " b"]:
-        """A further turn begins in each slot; returns whether the senior writes its first token.
+        """Begin a further turn in each slot, and return whether the senior writes its first token.
 
         Args:
-            senior: what ``step`` said after the last token of the turn before.
+            slots: the slots in which a turn begins.
+            senior: what ``step`` returned after the last token of the turn before. It stands for strategies without a
+                ``turn`` function.
         """
         self._scatter()
         senior = senior.clone()
@@ -85,7 +97,7 @@ class LiveSelection:
         return senior
 
     def mark(self, slots: Int64[Tensor, " b"]) -> Mark:
-        """The states of some slots as they are, for ``rewind``."""
+        """The present states of some slots, to which ``rewind`` can return."""
         kept = self._gathered
         if kept is not None and torch.equal(kept[1], slots):
             return [(kept[0], torch.arange(len(slots)), kept[2])]
@@ -98,7 +110,7 @@ class LiveSelection:
         ]
 
     def rewind(self, slots: Int64[Tensor, " b"], marks: Sequence[Mark], which: Int64[Tensor, " b"]) -> None:
-        """Each slot is again where it was at ``marks[which]``, one of several marks of the same slots."""
+        """Put slot ``slots[i]`` back into its state at the mark ``marks[which[i]]``. All marks are of these slots."""
         self._scatter()
         for parts in zip(*marks, strict=True):
             group, mine, _ = parts[0]
@@ -142,7 +154,7 @@ class LiveSelection:
 
 
 def _grown(tensor: Tensor, size: int, fill: int = 0) -> Tensor:
-    """At least ``size`` rows, the new ones filled. Capacity doubles."""
+    """The tensor with at least ``size`` rows, the new ones filled with ``fill``. When it grows, it at least doubles."""
     if size <= len(tensor):
         return tensor
     extra = tensor.new_full((max(size, 2 * len(tensor)) - len(tensor), *tensor.shape[1:]), fill)
@@ -150,7 +162,7 @@ def _grown(tensor: Tensor, size: int, fill: int = 0) -> Tensor:
 
 
 def _map(function: Callable[..., Tensor], *states: Any) -> Any:
-    """Apply to every tensor of (nested) NamedTuple states."""
+    """Apply ``function`` to corresponding tensors of (nested) NamedTuple states."""
     if isinstance(states[0], Tensor):
         return function(*states)
     mapped = [_map(function, *parts) for parts in zip(*states, strict=True)]

@@ -1,13 +1,13 @@
 """Who writes the next token. A strategy is a pair of pure functions, vectorised over the rows of a decoding batch.
 
-``init(request_keys)`` names the author of the first token, ``step(state, last_token)`` that of the next one. The state
-is a NamedTuple of tensors whose first dimension is the row, so an engine may drop, reorder or merge rows by indexing
-every field. Nothing else is remembered: authorship is a function of (request key, tokens) alone, and ``replay``
-recomputes it. Draw number i of a completion is uniform number i of its key's SELECTION stream, whatever
+``init(request_keys)`` chooses the author of the first token, ``step(state, last_token)`` that of the next one. The
+state is a NamedTuple of tensors whose first dimension is the row, so an engine may drop, reorder or merge rows by
+indexing every field. Nothing else is remembered: authorship is a function of (request key, tokens) alone, and
+``replay`` recomputes it. Draw number i of a completion is uniform number i of its key's SELECTION stream, whatever
 ``prob_senior`` is.
 
-``word``, ``bernoulli``, ``sentence``, ``chunk`` and ``alternating`` are those of "Tandem Reinforcement Learning with
-Verifiable Rewards" (arXiv:2606.28166).
+The strategies ``word``, ``bernoulli``, ``sentence``, ``chunk`` and ``alternating`` are those of "Tandem Reinforcement
+Learning with Verifiable Rewards" (arXiv:2606.28166).
 """
 
 from collections.abc import Callable, Sequence
@@ -26,16 +26,17 @@ Who = Literal["senior", "junior"]
 
 
 class Strategy(NamedTuple):
-    """``init(request_keys: Int64[b]) -> (senior_first: Bool[b], state)`` and
+    """The functions that decide who writes: ``init(request_keys: Int64[b]) -> (senior_first: Bool[b], state)`` and
     ``step(state, last_token: Int64[b]) -> (senior_next: Bool[b], state)``.
 
     ``state`` is a NamedTuple of tensors with leading dimension b. Neither function changes its inputs. ``writers`` is a
-    promise: an engine does not run a model that will never write, and fails if the promise is broken. An engine in
-    another process gets its strategy pickled; the library's can be (they are module functions with bound values).
+    promise about who may write: an engine does not run a model that never writes, and fails if the promise is broken.
+    An engine in another process gets its strategy pickled; the library's strategies can be pickled, since they are
+    module functions with bound values.
 
-    A rollout of several turns is one sequence of own tokens: state and author carry on over what the world says in
-    between, which no strategy sees. ``turn(state) -> (senior_next: Bool[b], state)``, where there is one, is called
-    where a further turn begins, after the step of the last token before it.
+    A rollout of several turns is one sequence of own tokens. State and author carry over from turn to turn, and no
+    strategy sees what the environment says in between. If ``turn(state) -> (senior_next: Bool[b], state)`` is set, it
+    is called where a further turn begins, after the step of the last token before it.
     """
 
     init: Callable[[Tensor], tuple[Tensor, Any]]
@@ -55,7 +56,7 @@ class WordState(NamedTuple):
 
 
 class BernoulliState(NamedTuple):
-    """The draws so far."""
+    """How many authors were drawn so far, and how many of the draws fell to the senior."""
 
     key: Int64[Tensor, " b"]
     draws: Int64[Tensor, " b"]
@@ -70,7 +71,7 @@ class SentenceState(NamedTuple):
 
 
 class ChunkState(NamedTuple):
-    """Tokens written so far."""
+    """How many tokens were written so far."""
 
     position: Int64[Tensor, " b"]
 
@@ -94,12 +95,13 @@ def word(prob_senior: float, max_gap_tokens: int, boundary: Bool[Tensor, " v"]) 
     """Redraw the author after every boundary token, and at the latest after ``max_gap_tokens`` tokens.
 
     The author is drawn Bernoulli(``prob_senior``) at the start. After a boundary token, or once ``max_gap_tokens``
-    tokens were written since the last draw, it is redrawn and the count starts again. The boundary token is the first
-    piece of a word and the redraw comes after it, so a handoff can land inside a word of several pieces
+    tokens were written since the last draw, the author is redrawn and the count starts again. The boundary token is the
+    first piece of a word and the redraw comes after it, so a handoff can land inside a word of several pieces
     (``word_aligned`` avoids that). The paper trains with prob_senior 0.5 and max_gap_tokens 32.
 
     Args:
-        boundary: ids that begin a word, see ``boundaries.word_boundary_table``; covers every id the models can emit.
+        boundary: True at the ids that begin a word, see ``boundaries.word_boundary_table``. It must cover every id that
+            the models can emit.
 
     Raises:
         ValueError: ``prob_senior`` is outside [0, 1] or ``max_gap_tokens`` is below 1.
@@ -117,15 +119,18 @@ def _word_ends(
 def word_aligned(prob_senior: float, max_gap_tokens: int, tables: WordTables) -> Strategy:
     """Like ``word``, but a handoff never lands inside a word. Not in the paper.
 
-    An author is chosen before its token is known, so a leading space of the next token cannot be relied upon: a place
-    is sure only if the text so far rules out that any next token continues a word. The author is redrawn
+    The author of a token is chosen before the token is known, so the strategy cannot rely on the token's leading space.
+    A handoff is safe only where the text so far rules out that the next token continues a word. The author is redrawn
 
-    - after a token that ends in whitespace (whatever follows starts a word, or is more whitespace), and
+    - after a token that ends in whitespace (what follows starts a word, or is more whitespace), and
     - once ``max_gap_tokens`` tokens were written since the last draw, after the first token that ends outside a word:
       in whitespace or in punctuation that no word contains. ``boundaries.WordTables`` says what a word is.
 
-    So ``max_gap_tokens`` is soft: past it the author goes on to the next sure place, however far that is. Authors
-    change less often than with ``word``, since most tokenizers put the space in front of a word, not after it.
+    So ``max_gap_tokens`` is a soft limit: past it the author writes on up to the next safe place, however far that is.
+    Authors change less often than with ``word``, since most tokenizers put the space in front of a word, not after it.
+
+    Args:
+        tables: the tables of ``boundaries.word_start_tables``.
 
     Raises:
         ValueError: ``prob_senior`` is outside [0, 1] or ``max_gap_tokens`` is below 1.
@@ -147,7 +152,7 @@ def _aligned_word_ends(
 
 
 def _redrawing(prob_senior: float, redraw_after: Callable[[Tensor, Tensor], Tensor]) -> Strategy:
-    """Bernoulli authors, redrawn where ``redraw_after(last_token, tokens since the draw)`` is true."""
+    """A strategy that redraws the author where ``redraw_after(last_token, tokens since the last draw)`` is true."""
     _check_probability(prob_senior)
     return Strategy(partial(_redrawing_init, prob_senior), partial(_redrawing_step, prob_senior, redraw_after))
 
@@ -179,7 +184,7 @@ def _redrawing_step(
 
 
 def bernoulli(prob_senior: float) -> Strategy:
-    """Draw the author of every token, Bernoulli(``prob_senior``).
+    """Draw the author of every token on its own: the senior with probability ``prob_senior``.
 
     Raises:
         ValueError: ``prob_senior`` is outside [0, 1].
@@ -206,10 +211,15 @@ def _bernoulli_draw(prob_senior: float, state: BernoulliState) -> tuple[Bool[Ten
 
 
 def sentence(first: Who, tables: StepTables) -> Strategy:
-    r"""Hand over after every step: after a "\n\n" inside one token, or made by a "…\n" token and a "\n…" token.
+    r"""Hand over to the other author after every step of the solution, which ends in a blank line ("\n\n").
 
-    The prompt does not count: a leading "\n" completes nothing. Three newlines in tokens of their own are two pairs, so
-    two handoffs. arXiv:2606.28166 evaluates handoffs with ``first="senior"``.
+    The "\n\n" may lie inside one token, or be made by a token that ends in "\n" and a next one that starts with "\n".
+    The prompt does not count, so a "\n" at the start of the response completes nothing. Three newlines in tokens of
+    their own are two pairs, hence two handoffs. arXiv:2606.28166 evaluates handoffs with ``first="senior"``.
+
+    Args:
+        first: who writes the first step.
+        tables: the tables of ``boundaries.step_tables``.
 
     Raises:
         ValueError: ``first`` is neither "senior" nor "junior".
@@ -241,7 +251,7 @@ def _sentence_step(
 
 
 def chunk(chunk_size: int, first: Who = "senior") -> Strategy:
-    """``chunk_size`` tokens each, in turn.
+    """Let the authors alternate, each writing ``chunk_size`` tokens at a time; ``first`` begins.
 
     Raises:
         ValueError: ``chunk_size`` is below 1, or ``first`` is neither "senior" nor "junior".
@@ -266,7 +276,7 @@ def _chunk_step(
 
 
 def alternating(first: Who = "senior") -> Strategy:
-    """Hand over after every token.
+    """Let the authors alternate after every token; ``first`` begins.
 
     Raises:
         ValueError: ``first`` is neither "senior" nor "junior".
@@ -275,7 +285,7 @@ def alternating(first: Who = "senior") -> Strategy:
 
 
 def solo(who: Who = "senior") -> Strategy:
-    """One author writes everything.
+    """Let one author, ``who``, write everything.
 
     Raises:
         ValueError: ``who`` is neither "senior" nor "junior".
@@ -293,7 +303,9 @@ def _solo_step(state: SoloState, last_token: Int64[Tensor, " b"]) -> tuple[Bool[
 
 
 def turn(prob_senior: float) -> Strategy:
-    """One author per turn, drawn Bernoulli(``prob_senior``) where a turn begins: a tandem of agents. Not in the paper.
+    """Draw one author for each whole turn, the senior with probability ``prob_senior``. Not in the paper.
+
+    This is a tandem of agents, in which every message and tool call has one author.
 
     Raises:
         ValueError: ``prob_senior`` is outside [0, 1].
@@ -318,7 +330,7 @@ def _turn_drawn(prob_senior: float, state: TurnState) -> tuple[Bool[Tensor, " b"
 
 
 def alternating_turns(first: Who = "senior") -> Strategy:
-    """One author per turn, in turn.
+    """Let the authors alternate, each writing one whole turn at a time; ``first`` begins.
 
     Raises:
         ValueError: ``first`` is neither "senior" nor "junior".
@@ -331,7 +343,7 @@ def _other_turn(state: SoloState) -> tuple[Bool[Tensor, " b"], SoloState]:
 
 
 def first_turn(who: Who = "senior") -> Strategy:
-    """One author writes the first turn, the other one all that follow: an agent takes over another's work.
+    """Let ``who`` write the first turn and the other author all later ones, as an agent takes over another's work.
 
     Raises:
         ValueError: ``who`` is neither "senior" nor "junior".
@@ -356,7 +368,7 @@ def annealed(make: Callable[[float], Strategy], schedule: Callable[[int], float]
 
 
 def linear(start: float, end: float, steps: int) -> Callable[[int], float]:
-    """From ``start`` at step 0 in equal steps to ``end`` at step ``steps``, and ``end`` from there on.
+    """A schedule that goes linearly from ``start`` at step 0 to ``end`` at step ``steps``, and stays there.
 
     Raises:
         ValueError: ``steps`` is below 1.
@@ -371,7 +383,10 @@ def linear(start: float, end: float, steps: int) -> Callable[[int], float]:
 
 
 def draw_counts(state: Any) -> tuple[Int64[Tensor, " b"], Int64[Tensor, " b"]]:
-    """Author draws so far and how many of them fell to the senior, per row; zeros where the state does not count."""
+    """For each row, how many authors were drawn so far and how many draws fell to the senior.
+
+    Both are 0 for a state that does not count draws.
+    """
     if hasattr(state, "draws"):
         return state.draws, state.senior_draws
     none = torch.zeros_like(state[0], dtype=torch.int64)
@@ -379,10 +394,11 @@ def draw_counts(state: Any) -> tuple[Int64[Tensor, " b"], Int64[Tensor, " b"]]:
 
 
 class Replay(NamedTuple):
-    """The authors of a batch of completions, ``l`` the longest. author: 1 senior, 0 junior, -1 beyond the length.
+    """The recomputed authors of a batch of completions, the longest of which has ``l`` tokens.
 
-    draws, senior_draws: as they stood when the author of the last token had been chosen. What the last token itself
-    would have caused is not counted; 0 for an empty row.
+    author: 1 for the senior, 0 for the junior, -1 beyond the row's length. draws, senior_draws: the counts of
+    ``draw_counts`` up to the draw for the last token; a draw that the last token itself would cause is not counted.
+    They are 0 for an empty row.
     """
 
     author: Int8[Tensor, "b l"]
@@ -397,10 +413,15 @@ def replay(
     lengths: Int64[Tensor, " b"],
     turn_starts: Bool[Tensor, "b l"] | None = None,
 ) -> Replay:
-    """Recompute who wrote what from tokens and request keys alone; equal to what a live engine recorded.
+    """Recompute who wrote each token, from tokens and request keys alone. The result is what a live engine recorded.
 
-    ``tokens`` are the own tokens of all turns, right-padded with anything; row i has ``lengths[i]`` of them.
-    ``turn_starts`` is true where a token begins a further turn (never the first); None: one turn each.
+    Args:
+        strategy: the strategy that the completions were written under.
+        keys: request key of each completion.
+        tokens: own tokens of all turns of each completion, right-padded with anything.
+        lengths: how many own tokens each completion has.
+        turn_starts: True where a token begins a turn other than the first. None means that every completion has one
+            turn.
     """
     real = torch.arange(tokens.shape[1], device=tokens.device) < lengths[:, None]
     written = tokens.masked_fill(~real, 0).T.contiguous()  # by position: a step reads one row
@@ -425,11 +446,16 @@ def replay(
 def resumed(
     strategy: Strategy, keys: Int64[Tensor, " b"], histories: Sequence[Sequence[Sequence[int]]]
 ) -> tuple[Bool[Tensor, " b"], Any]:
-    """Author and state where the next turn begins: ``init`` for a row without history, and else what the strategy has
-    come to over the own tokens of its earlier turns.
+    """The author of the next turn's first token and the strategy's state there, after the turns of ``histories``.
+
+    For a row without history these are what ``init`` returns.
 
     Args:
-        histories: per row the own tokens of each turn that is over.
+        keys: request key of each row.
+        histories: for each row, the own tokens of every earlier turn.
+
+    Returns:
+        Whether the senior writes first in each row, and the state.
     """
     senior, state = strategy.init(keys)
     longest = max((sum(map(len, history)) for history in histories), default=0)
@@ -451,7 +477,7 @@ def resumed(
 
 
 def _where(rows: Bool[Tensor, " b"], chosen: Any, other: Any) -> Any:
-    """Of two (nested) NamedTuples of tensors, the rows of one or of the other."""
+    """``torch.where`` by row on (nested) NamedTuples of tensors: ``chosen`` where ``rows`` is true, else ``other``."""
     if isinstance(chosen, Tensor):
         return torch.where(rows.view(-1, *[1] * (chosen.dim() - 1)), chosen, other)
     parts = [_where(rows, a, b) for a, b in zip(chosen, other, strict=True)]
@@ -459,7 +485,10 @@ def _where(rows: Bool[Tensor, " b"], chosen: Any, other: Any) -> Any:
 
 
 class _OnDevices:
-    """A table on the device of the tokens, copied there once: one strategy serves the engine and a CPU replay."""
+    """A table that is copied once to each device on which tokens are looked up in it.
+
+    So one strategy serves an engine on a GPU and a replay on the CPU.
+    """
 
     def __init__(self, table: Tensor) -> None:
         self._copies = {table.device: table}

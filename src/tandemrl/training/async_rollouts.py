@@ -1,9 +1,9 @@
-"""The rollouts of a step, and, with ``train.async_steps: 1``, those of the next one in the making.
+"""The rollouts of a step, and with ``train.async_steps: 1`` also those of the next step, written in the meantime.
 
-Overlap costs freshness: the completions of step k + 1 are written while step k is learnt from, by the weights that step
-k began with, one update older than in the synchronous loop. ``Completion.policy_version`` says so for each of them, and
-truncated importance sampling corrects for it (``losses.importance_weights``). How far trainer and engine are apart is
-asked of the weights that wrote (``writers``).
+This overlap makes rollouts older: the completions of step k + 1 are written during the update of step k, by the weights
+that step k began with, so they are one update older than in the synchronous loop. ``Completion.policy_version`` records
+it for each of them, and truncated importance sampling corrects for it (``losses.importance_weights``). The mismatch
+between trainer and engine is measured with the weights that wrote the completions (``writers``).
 """
 
 import warnings
@@ -22,7 +22,8 @@ from tandemrl.rollout.engine import Completion, Draws, Engine, Passes
 from tandemrl.types import Metrics
 
 Compare = Callable[[CompletionBatch], Metrics]
-"""How far the trainer, with the weights that wrote these completions, is from what the engine says of them."""
+"""A function that measures the log-prob mismatch between engine and trainer on completions, where the trainer uses the
+weights that wrote them."""
 
 
 class _Pending(NamedTuple):
@@ -33,15 +34,15 @@ class _Pending(NamedTuple):
 
 
 class AsyncRollouts:
-    """Rollouts step by step: ``take(step)``, then, to overlap, ``start(step + 1)``.
+    """Rollouts step by step. Call ``take(step)`` in every step, and then ``start(step + 1)`` to overlap.
 
     Args:
         draw: returns the numbers of the examples of a step.
-        generate: (step, numbers of the examples) -> their completions; called in a thread after ``start``.
-        prompts: by number of the example.
-        engine: writes the completions; it is aborted where nobody waits for them.
-        remember: called before ``start`` lets the engine write, when trainer and engine have the same weights; returns
-            what compares the completions with these weights, once they are there.
+        generate: writes the completions of (step, numbers of the examples). After ``start`` it runs in a thread.
+        prompts: the prompts, by number of the example.
+        engine: the engine that writes the completions. It is aborted if the rollouts are no longer needed.
+        remember: called before ``start`` lets the engine write, when trainer and engine have the same weights. It
+            returns the function that later compares the completions with these weights.
     """
 
     def __init__(
@@ -59,10 +60,10 @@ class AsyncRollouts:
         self._pending: _Pending | None = None
 
     def take(self, step: int) -> CompletionBatch:
-        """The rollouts of ``step``: those that were started, or new ones.
+        """The rollouts of ``step``: those that ``start`` began, or new ones.
 
         Raises:
-            EngineError, TrainError: what stopped them.
+            EngineError, TrainError: the rollouts failed.
         """
         self._taken = None
         if self._pending is None:
@@ -74,11 +75,11 @@ class AsyncRollouts:
         return batch
 
     def mismatch(self) -> Metrics | None:
-        """How far trainer and engine are apart on the rollouts that were taken last, by the weights that wrote them;
-        None where these are the weights that the trainer has.
+        """The mismatch between trainer and engine on the rollouts that were taken last, with the weights that wrote
+        them. None if these are the trainer's present weights.
 
         Raises:
-            TrainError: too far.
+            TrainError: the mismatch is too large.
         """
         if self._taken is None:
             return None
@@ -86,22 +87,23 @@ class AsyncRollouts:
         return compare(batch)
 
     def start(self, step: int) -> None:
-        """Begin with the rollouts of ``step``. Until ``wait``, the engine must be left alone."""
+        """Begin the rollouts of ``step`` in a thread. The engine must not be used otherwise until ``wait`` returns."""
         assert self._pending is None
         examples, compare = self._draw(), self._remember()
         self._pending = _Pending(step, examples, self._thread.submit(self.generate, step, examples), compare)
 
     def wait(self) -> None:
-        """Until the engine is free."""
+        """Wait until the engine is free."""
         if self._pending is not None:
             _result(self._pending)
 
     def state_dict(self) -> dict[str, Any] | None:
-        """What is finished and not taken, as plain values; the completions come from weights that no checkpoint holds,
-        so they are compared now.
+        """The rollouts that are finished but not taken, as plain values.
+
+        No checkpoint holds the weights that wrote them, so the mismatch is measured now.
 
         Raises:
-            TrainError: trainer and engine are too far apart on them.
+            TrainError: the mismatch between trainer and engine is too large.
         """
         if self._pending is None:
             return None
@@ -118,7 +120,7 @@ class AsyncRollouts:
         }
 
     def load_state_dict(self, state: Mapping[str, Any] | None) -> None:
-        """Inverse of ``state_dict``."""
+        """Restore what ``state_dict`` returned."""
         if state is None:
             return
         prompts = [self._prompts[i] for i in state["examples"]]
@@ -147,7 +149,7 @@ class AsyncRollouts:
 
 
 def _result(pending: _Pending) -> CompletionBatch:
-    """The rollouts, after a wait in which the thread's work is this one's."""
+    """Wait for the rollouts of the thread. The watchdog counts the thread's progress as this thread's meanwhile."""
     with WATCHDOG.shared():
         return pending.batch.result()
 

@@ -1,4 +1,4 @@
-"""From a config to a run: data, models, engine and scorer."""
+"""Builds a run from a config: data, models, engine and scorer."""
 
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -47,16 +47,21 @@ def build(
     environment: Environment | None = None,
     check_judge: Callable[[], None] = lambda: None,
 ) -> Run:
-    """Load models and data and start the engine; writes nothing. The run's config has a record of the functions.
+    """Load models and data and start the engine, without writing a file.
+
+    The config of the run gets a record of the functions that are passed.
 
     Args:
+        recipe: used instead of ``loss.recipe``.
+        strategy: gives the strategy of a training step; used instead of ``selection.*``.
+        world: the processes of the run.
         reward: reward functions by name (see ``rewards.by_name``).
-        environment: in place of ``rollout.environment``.
-        check_judge: called while a judge's server is waited for; raises if it has ended.
+        environment: used instead of ``rollout.environment``.
+        check_judge: called while waiting for a judge's server; it raises if the server has ended.
 
     Raises:
-        ConfigError, DataError, ModelError: something named in the config is missing or does not fit.
-        GraderError: responses cannot be scored: no sandbox, no judge, a judge that is down.
+        ConfigError, DataError, ModelError: something that the config names is missing or does not fit.
+        GraderError: responses cannot be scored, since there is no sandbox or no judge, or the judge is down.
     """
     own_recipe = None if recipe == RECIPES[config.loss.recipe] else recipe
     reward = reward or {}
@@ -123,7 +128,9 @@ def build(
 
 
 def load_policy(config: Config, world: World) -> PreTrainedModel:
-    """The senior to be trained, in float32: whole in a world of one, else this process's part, adapters included.
+    """Load the senior to be trained in float32, with its adapters if it has any.
+
+    In a world of one it is the whole model, else the part of this process.
 
     Raises:
         ConfigError, ModelError: as ``load_model``, ``attach`` and ``load_sharded``.
@@ -150,10 +157,11 @@ def build_models(
     tandem: bool,
     critic: bool,
 ) -> Models:
-    """Everything that computes, around the policy of ``load_policy``, which is changed in place.
+    """Make all models of a run around the policy of ``load_policy``, which is changed in place.
 
     Args:
-        tandem: the junior writes, too. critic: there is one.
+        tandem: whether the junior writes, too.
+        critic: whether the recipe needs a critic.
     """
     model, loss = config.model, config.loss
     if model.liger:
@@ -164,7 +172,7 @@ def build_models(
     frozen: dict[tuple[str, str, bool], PreTrainedModel] = {}  # a self-paired junior and the reference can be one model
 
     def freeze(path: str, dtype_name: str, *, sharded: bool) -> PreTrainedModel:
-        """``sharded``: to score with, like the policy; else whole, to decode with."""
+        """Load a frozen model: sharded like the policy, to score with, or whole, to decode with."""
         name = path, dtype_name, sharded and world.size > 1
         if name not in frozen:
             if model.lora.rank and world.size == 1 and (path, dtype_name) == (model.senior, "float32"):
@@ -201,10 +209,10 @@ def build_models(
 
 
 def build_critic(config: Config, world: World) -> Trained:
-    """The value model, sharded and checkpointed like the policy, and its own optimiser.
+    """Load the critic and make its optimiser. It is sharded and recomputes activations like the policy.
 
     Raises:
-        ModelError: not loadable as a critic.
+        ModelError: the model cannot be loaded as a critic.
     """
     model = config.model
     path = model.critic or model.senior
@@ -221,7 +229,7 @@ def build_critic(config: Config, world: World) -> Trained:
 
 
 def checkpoint_gradients(model: PreTrainedModel) -> None:
-    """Recompute activations in backward.
+    """Switch on gradient checkpointing, in place: the model recomputes activations in backward.
 
     Raises:
         ConfigError: the model has dropout.
@@ -243,8 +251,11 @@ def make_optimizer(model: PreTrainedModel, config: Config, lr: float) -> torch.o
 
 
 def resolve_recipe(recipe: Recipe, config: Config) -> Recipe:
-    """The recipe with what ``loss.*`` says otherwise; null there leaves the recipe alone. Rollouts of older weights are
-    corrected for per token unless ``loss.importance`` says otherwise."""
+    """The recipe with the choices that ``loss.*`` overrides; null keeps the recipe's own choice.
+
+    With ``train.async_steps``, rollouts are from older weights. So a recipe without importance sampling then gets it
+    per token, unless ``loss.importance`` is set.
+    """
     c = config.loss
     names = ("reduction", "clip_low", "clip_high", "dual_clip", "importance", "importance_cap", "filter_zero_variance")
     overrides: dict[str, Any] = {name: getattr(c, name) for name in names}
@@ -256,7 +267,7 @@ def resolve_recipe(recipe: Recipe, config: Config) -> Recipe:
 
 
 def self_paired(model: ModelConfig) -> bool:
-    """The junior is what the senior was at first."""
+    """Whether the junior is the model that the senior starts from."""
     return model.junior is None or Path(model.junior).resolve() == Path(model.senior).resolve()
 
 
@@ -268,10 +279,13 @@ def shares_base(config: Config) -> bool:
 
 
 def build_engine(config: Config, junior: ModelSource | None, tokenizer: PreTrainedTokenizerBase) -> Engine:
-    """The rollout engine, in the compute dtype. No junior: the senior writes alone.
+    """Make the rollout engine, in the compute dtype.
 
-    Where the junior is the base of the senior's adapters, the senior is adapters on the junior's own weights; else it
-    has weights of its own, for merged ones.
+    If the junior is the base of the senior's adapters, the engine's senior is adapters on the junior's weights. Else it
+    has weights of its own, which receive merged weights.
+
+    Args:
+        junior: the junior. None means that the senior writes alone.
     """
     model = config.model
     longest = config.longest_sequence

@@ -13,10 +13,10 @@ CARD = "README.md"
 
 
 def model_card(config: Config, *, step: int, best: float, versions: Mapping[str, Any]) -> str:
-    """A README.md as the Hugging Face hub reads it. The same run and step give the same text.
+    """The text of a README.md as the Hugging Face hub reads it. The same run and step give the same text.
 
     Args:
-        best: the highest held-out score so far; not finite: there is none.
+        best: the highest held-out score so far. A value that is not finite means that there is none.
     """
     model, data, selection = config.model, config.data, config.selection
     tags = [

@@ -1,9 +1,9 @@
 """Atomic checkpoints of plain data, models and optimisers.
 
 A checkpoint is ``state.pt`` (plain data), ``tensors/`` (models and optimisers, see ``sharded_state``; every process
-writes its share), ``config.yaml`` and ``meta.json`` (with the hashes of the others, see ``manifest``). What a run puts
-into it is in ``resume.save``. It appears under its name when all of it is on disk (see ``files``). Where one process
-fails, all raise; rank 0 makes and renames the folder.
+writes its share), ``config.yaml`` and ``meta.json`` (with the hashes of the others, see ``manifest``). ``resume.save``
+decides what of a run goes into it. It appears under its name when all of it is on disk (see ``files``). Rank 0 makes
+and renames the folder. If one process fails, all of them raise.
 """
 
 import errno
@@ -37,7 +37,8 @@ from tandemrl.training.manifest import DamagedError as DamagedError
 from tandemrl.training.sharded_state import Trained as Trained
 
 FORMAT = 3
-"""Of a checkpoint. 1 held the tensors of the policy and its optimiser in ``state.pt``; 2 had no hashes."""
+"""The version of the checkpoint format. 1 held the tensors of the policy and its optimiser in ``state.pt``; 2 had no
+hashes."""
 _READABLE = (2, FORMAT)
 _T = TypeVar("_T")
 _STEP = re.compile(r"step_(\d+)")
@@ -55,21 +56,25 @@ def save(
     world: World = World(),  # noqa: B008 - frozen
     background: bool = False,
 ) -> Path:
-    """Write ``output_dir/checkpoints/step_N``, then drop all but the newest ``keep``. Every process calls it.
+    """Write ``output_dir/checkpoints/step_N``, then remove all but the newest ``keep`` checkpoints.
+
+    Every process must call this.
 
     Args:
-        state: plain data, the same in all processes; rank 0's is written.
+        state: plain data, the same in all processes. Rank 0 writes its own.
+        keep: how many checkpoints to keep.
         parts: models and optimisers by name, sharded or not.
-        background: return when all tensors are copied to host memory; a thread writes them. The folder appears when
-            all of it is on disk; the next ``save``, or ``wait``, raises what went wrong. One save is in flight at most.
+        background: return as soon as all tensors are copied to host memory, and let a thread write them. The folder
+            appears when all of it is on disk. The next call of ``save`` or ``wait`` raises the error of a failed write.
+            At most one save is written at a time.
 
     Returns:
         The folder.
 
     Raises:
-        CheckpointError: on every process. The state holds something other than tensors, numbers, strings and
-            containers of them; this step is already saved; a process cannot write (its disk is full, it does not see
-            output_dir). Earlier checkpoints stay.
+        CheckpointError: on every process, if the state holds something other than tensors, numbers, strings and
+            containers of them, if this step is already saved, or if a process cannot write (its disk is full, or it
+            does not see output_dir). Earlier checkpoints stay.
     """
     global _in_flight
     wait()
@@ -95,10 +100,12 @@ def save(
 
 
 def wait() -> None:
-    """Wait for the checkpoint that is being written in the background, if any. Every process calls it before it ends.
+    """Wait for the checkpoint that is being written in the background, if any.
+
+    Every process must call this before it ends.
 
     Raises:
-        CheckpointError: it could not be written; once.
+        CheckpointError: the checkpoint could not be written. The error is raised once.
     """
     global _in_flight
     if _in_flight is not None:
@@ -111,12 +118,12 @@ _THREAD = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
 
 
 _thread_group = lru_cache(maxsize=1)(World.new_cpu_group)
-"""Of the thread's own: the main thread's collectives must not meet its."""
+"""Makes the process group of the writing thread, whose collectives must not mix with those of the main thread."""
 
 
 @dataclass(eq=False)
 class _Writing:
-    """One checkpoint on its way to the disk. group: of the collectives; None is everybody's."""
+    """One checkpoint that is being written. ``group`` is the process group to use; None means the default one."""
 
     path: Path
     files: Mapping[str, bytes]
@@ -131,11 +138,11 @@ class _Writing:
         return self.path.with_name(f"{NEW}{self.path.name}")
 
     def begin(self) -> None:
-        """Make the hidden folder."""
+        """Make the hidden folder that the files are written into."""
         self._together(self._make)
 
     def finish(self) -> None:
-        """Write into it, and put it in place."""
+        """Write the files, and give the folder its name."""
         try:
             hashes = self._together(self._fill)
             self._together(lambda: self._put({name: value for each in hashes for name, value in each.items()}))
@@ -151,7 +158,7 @@ class _Writing:
             begin(self.path)
 
     def _fill(self) -> dict[str, str]:
-        """Write this process's files; returns their hashes."""
+        """Write the files of this process, and return their hashes by name."""
         _wait_for_folder(self.hidden, self.world)
         hashes = {}
         if self.tensors:
@@ -175,12 +182,14 @@ class _Writing:
                     raise CheckpointError(f"{older}: cannot be removed ({error}); {self.path} is complete") from error
 
     def _together(self, act: Callable[[], _T]) -> list[_T]:
-        """Do something in every process; where one fails, all raise the same, and nothing hidden is left.
+        """Call ``act`` in every process. If it fails in one of them, all raise the same error, and the hidden folder is
+        removed.
+
+        An exception that ends a process (KeyboardInterrupt, SystemExit) is passed on; ``recover`` later removes the
+        hidden folder.
 
         Returns:
-            what it gave in each process.
-
-        What ends a process (KeyboardInterrupt, SystemExit) is passed on, and leaves its traces to ``recover``.
+            what ``act`` returned in each process.
         """
         result, failure, cause, lost = None, None, None, False
         try:
@@ -206,7 +215,7 @@ class _Writing:
 
 
 def write_failure(error: Exception, path: Path, needed: int, who: str = "") -> str:
-    """Why ``path``, of ``needed`` bytes, could not be written, and what to do about it."""
+    """A message that says why ``path``, of ``needed`` bytes, could not be written, and what to do about it."""
     if isinstance(error, CheckpointError):
         return str(error)
     try:
@@ -229,7 +238,7 @@ def size_in_bytes(tensors: Iterable[Tensor]) -> int:
 
 
 def _cause(error: BaseException, rank: int) -> tuple[int, BaseException]:
-    """The first process that failed, and why."""
+    """The rank of the process that failed first, and its error."""
     if isinstance(error, CheckpointException) and error.failures:
         first = min(error.failures)
         return first, error.failures[first][0]
@@ -237,7 +246,7 @@ def _cause(error: BaseException, rank: int) -> tuple[int, BaseException]:
 
 
 def _wait_for_folder(folder: Path, world: World, seconds: float = 20.0) -> None:
-    """Wait for a folder that rank 0 made: network file systems take a while to show it."""
+    """Wait until a folder that rank 0 made is visible, which takes a while on network file systems."""
     end = time.monotonic() + seconds
     while not folder.is_dir():
         if time.monotonic() > end:
@@ -254,7 +263,7 @@ def _brief(error: BaseException) -> str:
 
 @contextmanager
 def lock(output_dir: str | Path) -> Iterator[None]:
-    """Hold a run's folder: a second process that writes there would tear its files.
+    """A context that locks the folder of a run, since a second process that writes there would corrupt its files.
 
     Raises:
         CheckpointError: another process holds it.
@@ -276,7 +285,7 @@ def latest(output_dir: str | Path) -> Path | None:
 
 
 def older(path: str | Path) -> list[Path]:
-    """The checkpoints in the same folder whose step is lower, newest first; none for a folder of another name."""
+    """The checkpoints of lower steps in the same folder, newest first. A path that is not called step_N has none."""
     if not _STEP.fullmatch(Path(path).name):
         return []
     return [other for other in reversed(_steps(Path(path).parent)) if step_of(other) < step_of(path)]
@@ -295,21 +304,23 @@ def step_of(path: str | Path) -> int:
 
 
 def load(path: str | Path, world: World = World()) -> dict[str, Any]:  # noqa: B008 - frozen
-    """The state of one checkpoint, tensors on the CPU. Nothing in the file can execute code (``weights_only``).
+    """Load the state of one checkpoint, with tensors on the CPU. The file cannot execute code (``weights_only``).
 
     Raises:
         CheckpointError: there is no readable checkpoint at ``path``, or it has another format.
-        DamagedError: its file is not as it was written.
+        DamagedError: the file differs from what was written.
     """
     return in_every_process(lambda: _read_state(Path(path))["state"], path, world)
 
 
 def load_parts(path: str | Path, parts: Mapping[str, Trained], world: World = World()) -> None:  # noqa: B008
-    """Fill models and optimisers, in place, from a checkpoint of any mesh. Every process calls it.
+    """Fill models and optimisers, in place, from a checkpoint that was written on any mesh. Every process must call
+    this.
 
     Raises:
-        CheckpointError: on every process: the checkpoint is not readable, or not of these models and optimisers.
-        DamagedError: likewise: a file is missing, added or not as it was written. Nothing has been filled then.
+        CheckpointError: on every process, if the checkpoint cannot be read, or is not of these models and optimisers.
+        DamagedError: on every process, if a file is missing, was added, or differs from what was written. Nothing has
+            been filled then.
     """
     folder = Path(path)
     in_every_process(lambda: _verify_tensors(folder, world), path, world)
@@ -323,10 +334,10 @@ def load_parts(path: str | Path, parts: Mapping[str, Trained], world: World = Wo
 
 
 def verify(path: str | Path) -> None:
-    """Read all of a checkpoint, in one process.
+    """Read a whole checkpoint in one process, and compare it with its hashes.
 
     Raises:
-        CheckpointError: it cannot be read, or is not as it was written.
+        CheckpointError: it cannot be read, or differs from what was written.
     """
     load(path)
     load_config(path)
@@ -334,7 +345,7 @@ def verify(path: str | Path) -> None:
 
 
 def in_every_process(act: Callable[[], _T], path: str | Path, world: World) -> _T:
-    """Read or write something at ``path`` in every process; where one fails, all raise the same."""
+    """Call ``act``, which reads or writes at ``path``, in every process. If one fails, all raise the same error."""
     result, failure = None, None
     try:
         result = act()
@@ -350,7 +361,7 @@ def in_every_process(act: Callable[[], _T], path: str | Path, world: World) -> _
 
 
 def _verify_tensors(path: Path, world: World) -> None:
-    """Compare this process's share of the files with their hashes. Of format 2 there are none."""
+    """Compare this process's share of the tensor files with their hashes, which format 2 does not have."""
     hashes = {name: value for name, value in manifest.read_hashes(path).items() if name.startswith("tensors/")}
     if hashes:
         manifest.refuse_others(path, "tensors/*.distcp", hashes)
@@ -397,18 +408,23 @@ def load_config(path: str | Path) -> Config:
 
 
 def discard_after(output_dir: str | Path, step: int) -> None:
-    """Remove the checkpoints and exports later than ``step``: a run that goes back must not find its abandoned future.
-    What has another name, or is no checkpoint, stays."""
+    """Remove the checkpoints and exports after ``step``, so that a run that goes back does not find them later.
+
+    Folders of other names, and folders that are not checkpoints, stay.
+    """
     for path in [*reversed(_steps(Path(output_dir, "checkpoints"))), *_numbered(Path(output_dir, "hf"))]:
         if step_of(path) > step:
             drop(path)
 
 
 def drop_exports(output_dir: str | Path, keep: int) -> list[Path]:
-    """Remove all ``hf/step_N`` but the newest ``keep`` and those whose checkpoint is there; returns the removed ones.
+    """Remove all exports ``hf/step_N`` except the newest ``keep`` and those whose checkpoint still exists.
+
+    Returns:
+        The folders that were removed.
 
     Raises:
-        CheckpointError: one cannot be removed.
+        CheckpointError: a folder cannot be removed.
     """
     exports = _numbered(Path(output_dir, "hf"))
     kept = {path.name for path in (*exports[-keep:], *_steps(Path(output_dir, "checkpoints")))}
@@ -422,7 +438,7 @@ def drop_exports(output_dir: str | Path, keep: int) -> list[Path]:
 
 
 def _steps(folder: Path) -> list[Path]:
-    """Checkpoints, whole or what damage left of them, in the order of their steps."""
+    """The checkpoints in a folder, including damaged ones, in the order of their steps."""
     return [path for path in _numbered(folder) if is_checkpoint(path)]
 
 
@@ -433,7 +449,7 @@ def _numbered(folder: Path) -> list[Path]:
 
 
 def is_checkpoint(path: Path) -> bool:
-    """Whether anything of a checkpoint is in a directory; a config.yaml alone is a run's."""
+    """Whether a directory holds a checkpoint or part of one. A config.yaml alone belongs to a run."""
     return any((path / name).exists() for name in _CONTENT if name != "config.yaml")
 
 

@@ -1,7 +1,8 @@
 """Which lines of ``metrics.jsonl`` and ``samples.jsonl`` a checkpoint covers, and whether they are still there.
 
-Each line has its ``step``, and steps do not fall. A checkpoint covers the lines of its step and all before: their
-number, their size and their SHA-256. A resume needs just these lines and drops what follows them.
+Each line has its ``step``, and steps never decrease from line to line. A checkpoint covers the lines up to those of its
+step, and stores their number, their size and their SHA-256. A resumed run needs exactly these lines, and drops the
+lines after them.
 """
 
 import hashlib
@@ -22,9 +23,9 @@ _STEP = re.compile(rb'\{"step": (\d+)[,}]')
 
 @dataclass(eq=False)
 class Coverage:
-    """The covered lines at the beginning of one file. It grows by reading what is new, so nothing is read twice.
+    """The covered lines at the beginning of one file. It grows by reading only new lines, so nothing is read twice.
 
-    size: in bytes.
+    size: the size of the covered lines in bytes.
     """
 
     file: Path
@@ -33,7 +34,7 @@ class Coverage:
     digest: Any = field(default_factory=hashlib.sha256)
 
     def extend(self, step: int) -> None:
-        """Cover all whole lines up to those of ``step``."""
+        """Extend the coverage to all complete lines up to those of ``step``."""
         if not self.file.is_file():
             return  # what was covered stays covered: a resume will miss it
         with open(self.file, "rb") as content:
@@ -47,7 +48,7 @@ class Coverage:
                 self.lines += 1
 
     def to_plain(self) -> dict[str, int | str]:
-        """As a checkpoint stores it."""
+        """The coverage in the form that a checkpoint stores."""
         return {"size": self.size, "lines": self.lines, "sha256": self.digest.hexdigest()}
 
     def drop_rest(self) -> None:
@@ -59,13 +60,14 @@ class Coverage:
 
 
 def restored(file: Path, stored: Mapping[str, Any], step: int) -> Coverage:
-    """The coverage that a checkpoint stored, once the lines in ``file`` have turned out to be those lines.
+    """The coverage that a checkpoint stored, after a check that the lines in ``file`` still match it.
 
     Args:
-        step: of the checkpoint; says what may be lost.
+        stored: what ``to_plain`` returned.
+        step: the step of the checkpoint, for the message.
 
     Raises:
-        DamagedError: lines are missing, torn or changed; says which.
+        DamagedError: lines are missing, torn or changed; the message says which.
     """
     coverage = Coverage(file, size=int(stored["size"]), lines=int(stored["lines"]))
     left = coverage.size
@@ -80,10 +82,10 @@ def restored(file: Path, stored: Mapping[str, Any], step: int) -> Coverage:
 
 
 def of_step(file: Path, step: int) -> Coverage:
-    """The lines up to those of ``step`` as they are, for a checkpoint that does not know what they were.
+    """The coverage of the lines up to those of ``step`` as they are now, for a checkpoint that stored none.
 
     Raises:
-        DamagedError: a line before a later step's is not a record, or there is none of the step.
+        DamagedError: one of these lines is not a record, or there is no line of the step.
     """
     coverage = Coverage(file)
     coverage.extend(step)
@@ -93,7 +95,7 @@ def of_step(file: Path, step: int) -> Coverage:
 
 
 def begins_after(file: Path, step: int) -> bool:
-    """Whether a file holds no line of ``step`` or before: it is missing, empty, or of a run that began there."""
+    """Whether a file holds no line of ``step`` or before, since it is missing, empty, or of a run that began there."""
     if not file.is_file():
         return True
     with open(file, "rb") as content:
@@ -103,14 +105,14 @@ def begins_after(file: Path, step: int) -> bool:
 
 
 def _loss(coverage: Coverage, step: int) -> str:
-    """What is wrong with the covered lines, in words."""
+    """What is wrong with the covered lines, for a message."""
     if not coverage.file.is_file():
         return f"missing, with the {coverage.lines} lines of step {step} and before"
     return _gaps(coverage, step) or f"the lines of step {step} and before are not those that were written"
 
 
 def _gaps(coverage: Coverage, step: int) -> str:
-    """Lines that are no records and steps without a line, in words; "" if there are none."""
+    """The lines that are not records and the steps without a line, for a message; "" if there are none."""
     steps: set[int] = set()
     bad, whole = 0, False
     if coverage.file.is_file():

@@ -1,7 +1,7 @@
-"""From scored rollouts to what is learnt from: mini-batches with log-probs, values and advantages.
+"""Turns scored rollouts into the mini-batches of an update, with log-probs, values and advantages.
 
-Every process has all rollouts. Each data rank packs its share of them; what depends on all (KL in the reward, explained
-variance, whitening) is summed over the ranks.
+Every process has all rollouts. Each data rank packs its share of them; what depends on all of them (KL in the reward,
+explained variance, whitening) is summed over the ranks.
 """
 
 from collections.abc import Callable, Sequence
@@ -22,22 +22,22 @@ from tandemrl.types import Author, Batch, Group, Metrics, Rollout
 
 
 class Experience(NamedTuple):
-    """The scored rollouts of a step (`Group.scored`), and per rollout:"""
+    """The scored rollouts of a step (`Group.scored`), with one entry per rollout in each tensor."""
 
     rollouts: list[Rollout]
     group_ids: Tensor
     rewards: Tensor
-    """With the penalty for overlong responses."""
+    """The reward of each rollout, including the penalty for overlong responses."""
     zero_variance: Tensor
-    """Whether all rewards of its group are the same."""
+    """Whether all rewards of the rollout's group are the same, before that penalty."""
     used: Tensor
-    """Whether it is learnt from."""
+    """Whether the rollout is used in the update."""
     weights: Tensor
-    """Σ of its token weights; 0 where it is not used."""
+    """The sum of the rollout's token weights; 0 if it is not used."""
     dropped: int
-    """Groups of which too few rollouts are scored."""
+    """How many groups were left out since too few of their rollouts are scored."""
     kl: Tensor | None = None
-    """Σ w·k1 of the policy against the reference, where it is taken off the reward."""
+    """The sum of w·k1 of the policy against the reference, if the KL is subtracted from the reward."""
 
     @property
     def metrics(self) -> Metrics:
@@ -53,18 +53,18 @@ class Experience(NamedTuple):
 
 
 class MicroBatch(NamedTuple):
-    """Some rollouts of the step, by number, and what they are packed into."""
+    """Some rollouts of the step, by their numbers, and the batch that they are packed into."""
 
     rows: Tensor
     batch: Batch
 
 
 MiniBatches = list[list[MicroBatch]]
-"""Of this data rank: one list per optimiser step, empty where no rollout is used."""
+"""The micro-batches of this data rank: one list for each optimiser step, which is empty if no rollout is used."""
 
 
 def make_experience(setup: RunSetup, groups: Sequence[Group]) -> Experience:
-    """What a step learns from."""
+    """The experience of a training step, from the groups of its rollouts."""
     config, recipe = setup.config, setup.recipe
     scored = [group.scored for group in groups]
     rollouts = [r for group in scored for r in group.rollouts]
@@ -90,7 +90,7 @@ def make_experience(setup: RunSetup, groups: Sequence[Group]) -> Experience:
 
 
 def pack_mini_batches(setup: RunSetup, experience: Experience) -> MiniBatches:
-    """The used rollouts, ``train.mini_batch_prompts`` at a time."""
+    """Pack the used rollouts into mini-batches of ``train.mini_batch_prompts`` prompts."""
     train = setup.config.train
     prompts = train.mini_batch_prompts or train.prompts_per_step
     mini_batch_ids = experience.group_ids // prompts
@@ -101,7 +101,11 @@ def pack_mini_batches(setup: RunSetup, experience: Experience) -> MiniBatches:
 
 
 def pack_mini_batch(setup: RunSetup, rollouts: Sequence[Rollout], rows: Tensor) -> list[MicroBatch]:
-    """This data rank's micro-batches of some rollouts, within the token budget: as many as every other rank has."""
+    """This data rank's micro-batches of some rollouts, within the token budget. Every rank gets equally many.
+
+    Args:
+        rows: the numbers of the rollouts to pack.
+    """
     chosen, world = [rollouts[i] for i in rows.tolist()], setup.world
     bins = micro_batches(
         [len(r.tokens) for r in chosen],
@@ -118,7 +122,7 @@ def pack_mini_batch(setup: RunSetup, rollouts: Sequence[Rollout], rows: Tensor) 
 
 
 def fill_channels(mini_batches: MiniBatches, channels: Callable[[MicroBatch], dict[str, Any]]) -> MiniBatches:
-    """The mini-batches with further channels of each batch, or with others."""
+    """The mini-batches with new or replaced channels in each batch, which ``channels`` computes."""
     return [[m._replace(batch=replace(m.batch, **channels(m))) for m in mini] for mini in mini_batches]
 
 
@@ -129,7 +133,10 @@ def add_logprobs(
     mini_batches: MiniBatches,
     channel: Literal["old_logprobs", "ref_logprobs", "junior_logprobs"],
 ) -> MiniBatches:
-    """Log-probs of all written tokens: the policy's before its first update, the reference's or the junior's."""
+    """Fill a channel of the mini-batches with log-probs of all response tokens.
+
+    They are those of the policy before its first update, of the reference or of the junior.
+    """
     model = {"old_logprobs": models.policy, "ref_logprobs": models.reference, "junior_logprobs": models.junior}[channel]
     assert model is not None
     if channel == "junior_logprobs" and model is models.reference:
@@ -141,7 +148,8 @@ def add_logprobs(
 
 @torch.no_grad()
 def add_values(setup: RunSetup, models: Models, mini_batches: MiniBatches) -> MiniBatches:
-    """The critic's values of all trained tokens, before its first update."""
+    """Fill ``old_values`` of the mini-batches with the critic's values of all trained tokens, before its first
+    update."""
     critic = models.critic
     assert critic is not None
     return fill_channels(
@@ -150,7 +158,7 @@ def add_values(setup: RunSetup, models: Models, mini_batches: MiniBatches) -> Mi
 
 
 def add_reward_kl(setup: RunSetup, mini_batches: MiniBatches, experience: Experience) -> Experience:
-    """The KL of every rollout, from all data ranks."""
+    """The experience with the KL of every rollout, gathered from all data ranks."""
     kl = torch.zeros(len(experience.rollouts), device=setup.device)
     for rows, batch in (m for mini in mini_batches for m in mini):
         kl[rows] += losses.sequence_sum(token_kl(setup, batch), batch.sequence_ids, num_sequences=batch.num_sequences)
@@ -158,7 +166,7 @@ def add_reward_kl(setup: RunSetup, mini_batches: MiniBatches, experience: Experi
 
 
 def token_kl(setup: RunSetup, batch: Batch) -> Tensor:
-    """w·k1 of every token."""
+    """w·k1 of every token, the KL penalty before its coefficient."""
     assert batch.old_logprobs is not None
     assert batch.ref_logprobs is not None
     return losses.kl_penalty(batch.old_logprobs, batch.ref_logprobs, weights_of(setup, batch))
@@ -167,7 +175,10 @@ def token_kl(setup: RunSetup, batch: Batch) -> Tensor:
 def add_group_advantages(
     setup: RunSetup, mini_batches: MiniBatches, experience: Experience, kl_coef: float
 ) -> MiniBatches:
-    """Advantages of whole rollouts, within their groups or over the step, on all of their response tokens."""
+    """Fill ``advantages`` of the mini-batches for a recipe with a group estimator.
+
+    All response tokens of a rollout get the advantage of the whole rollout.
+    """
     kl = experience.kl
     rewards = experience.rewards if kl is None else experience.rewards - kl_coef * kl
     advantages = losses.compute_advantages(setup.recipe, rewards, experience.group_ids, experience.weights)
@@ -183,7 +194,10 @@ def add_group_advantages(
 def add_gae_advantages(
     setup: RunSetup, mini_batches: MiniBatches, experience: Experience, kl_coef: float
 ) -> tuple[MiniBatches, Metrics]:
-    """Advantages and returns of every trained token; advantages are whitened over the whole step and all data ranks."""
+    """Fill ``advantages`` and ``returns`` of every trained token for a recipe with a critic, by ``gae``.
+
+    If the recipe whitens, the advantages are whitened over the whole step and all data ranks.
+    """
     loss, flat = setup.config.loss, [m for mini in mini_batches for m in mini]
     if not flat:
         return mini_batches, {}
@@ -212,8 +226,11 @@ def weights_of(setup: RunSetup, batch: Batch) -> Tensor:
 
 
 def step_cost(setup: RunSetup, groups: Sequence[Group], experience: Experience, cost: Cost) -> Work:
-    """What a step's rollouts and the update of the policy came to. A group's prompt counts once, as it is computed;
-    what the world says later belongs to each rollout."""
+    """The tokens and FLOPs of a step's rollouts and of the policy's update.
+
+    The prompt of a group counts once, since it is computed once. What the environment says later counts for each
+    rollout.
+    """
     used = [r for r, is_used in zip(experience.rollouts, experience.used.tolist(), strict=True) if is_used]
     loss = setup.config.loss
     first_author = Author.JUNIOR if loss.junior_weight > 0 or loss.junior_kl_coef > 0 else Author.SENIOR

@@ -1,4 +1,4 @@
-"""The policy as a plain Hugging Face folder, and its adapters as peft reads them."""
+"""Exports the policy as a plain Hugging Face folder, and its adapters as peft reads them."""
 
 import json
 import shutil
@@ -17,7 +17,7 @@ from tandemrl.training.card import CARD
 from tandemrl.training.checkpoint import CheckpointError, in_every_process, size_in_bytes, write_failure
 
 ADAPTER_FOLDER = "adapter"
-"""Inside of an export: the adapters alone."""
+"""The folder inside of an export that holds the adapters alone."""
 
 
 def export_hf(
@@ -30,14 +30,16 @@ def export_hf(
     adapters_of: str | None = None,
     card: str | None = None,
 ) -> Path:
-    """Write model (adapters merged) and tokenizer as one HF folder, in one step, in ``dtype`` (None: as it is).
+    """Write a model, with adapters merged, and its tokenizer as one Hugging Face folder.
 
-    Every process calls it, with its part of the model; rank 0 gathers the weights in host memory and writes.
+    Every process must call this with its part of the model. Rank 0 gathers the weights in host memory and writes. The
+    folder appears when all of it is written.
 
     Args:
-        adapters_of: the name of the model that the adapters belong to. They are then written, too, by themselves and
-            in the dtype that they are trained in: the folder ``adapter`` inside, for ``peft.PeftModel``.
-        card: the text of its README.md; None = there is none.
+        dtype: the dtype of the exported weights. None keeps that of the model.
+        adapters_of: the name of the model that the adapters belong to. If it is given, the adapters are also written
+            by themselves, in the dtype that they are trained in, into the folder ``adapter`` for ``peft.PeftModel``.
+        card: the text of the README.md. None means no README.md.
 
     Raises:
         CheckpointError: on every process, if rank 0 cannot write.
@@ -70,8 +72,10 @@ def export_hf(
 
 
 def _full_weights(model: Any, dtype: torch.dtype | None, *, keep: bool) -> dict[str, Tensor]:
-    """Parameters, adapters merged, and saved buffers of a model as one process would have them, on the CPU, tied ones
-    once. All processes have to gather; {} for those that do not ``keep``."""
+    """The whole parameters, with adapters merged, and the saved buffers of a model on the CPU, tied ones once.
+
+    All processes must call this together. Those that do not ``keep`` the weights get {}.
+    """
 
     def here(value: Tensor) -> Tensor:
         return value.detach().to("cpu", dtype if value.is_floating_point() else None)
@@ -85,7 +89,7 @@ def _full_weights(model: Any, dtype: torch.dtype | None, *, keep: bool) -> dict[
 
 
 def _save_pretrained(model: Any, tokenizer: Any, weights: dict[str, Tensor], folder: Path) -> None:
-    """``save_pretrained`` with these weights, whose dtype the config then names."""
+    """Call ``save_pretrained`` with these weights, and let the saved config name their dtype."""
     own = model.config.dtype
     try:
         with no_progress_bars():
@@ -98,7 +102,7 @@ def _save_pretrained(model: Any, tokenizer: Any, weights: dict[str, Tensor], fol
 
 
 def _save_adapters(config: Any, weights: dict[str, Tensor], folder: Path) -> None:
-    """The two files of a peft folder; equal adapters give equal bytes."""
+    """Write the two files of a peft folder. Equal adapters give equal bytes."""
     config.save_pretrained(folder)
     file = folder / "adapter_config.json"
     settings = json.loads(file.read_text(encoding="utf-8"))

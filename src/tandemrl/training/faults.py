@@ -1,7 +1,7 @@
-"""What can go wrong from outside (a scheduler's signal, no memory, a dead process), as messages that say what to do.
+"""Turns faults from outside (a scheduler's signal, no memory, a dead process) into messages that say what to do.
 
-Everything here is for the loop in ``train``: a signal ends the run after the step that it came in, with a checkpoint;
-an error in a step names the step and the phase.
+The loop in ``train`` uses all of it. A signal ends the run after the step in which it came, with a checkpoint. An error
+in a step names the step and the phase.
 """
 
 import os
@@ -23,7 +23,7 @@ SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 
 class Stopped(SystemExit):
-    """The run ended early and in order, because of a signal; the exit code is the shell's for that signal."""
+    """A signal ended the run early, after a completed step. The exit code is the shell's for that signal."""
 
     def __init__(self, number: int) -> None:
         super().__init__(128 + number)
@@ -41,8 +41,8 @@ class LostProcessError(RuntimeError):
 
 
 class Signals:
-    """Notes the first SIGTERM or SIGINT inside a ``with`` block and leaves the second to the handler from before, which
-    ends the process at once. Outside of the main thread, where Python handles no signals, it notes nothing.
+    """Records the first SIGTERM or SIGINT inside a ``with`` block, and leaves the second one to the previous handler,
+    which ends the process at once. It records nothing outside of the main thread, where Python handles no signals.
 
     Example:
         >>> with Signals() as signals:
@@ -80,7 +80,7 @@ class Signals:
 
 
 def signal_anywhere(received: int, world: World) -> int:
-    """The signal that any process has received, 0 for none: all processes must stop after the same step."""
+    """The signal that any process of the world has received, or 0. All processes then stop after the same step."""
     return max(world.gather(received))
 
 
@@ -99,19 +99,22 @@ LESS_MEMORY = {
     "model.activation_offload=true, parallel.offload_optimizer=true, model.dtype=bfloat16, or more processes with "
     "parallel.dp_shard",
 }
-"""Outermost phase -> what to change when there is no memory in it."""
+"""For each outermost phase, the settings to change if memory runs out in it."""
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether a device (CUDA) or the host ran out of memory. torch raises a plain RuntimeError for the host; an error
-    class of this library has said what is wrong, such as a judge that is out of memory elsewhere."""
+    """Whether an error says that a device (CUDA) or the host ran out of memory.
+
+    torch raises a plain RuntimeError for the host, so the message decides. Errors of this library's classes do not
+    count, since they already say what is wrong, such as a judge that is out of memory on another machine.
+    """
     if isinstance(error, torch.OutOfMemoryError | MemoryError):
         return True
     return type(error) is RuntimeError and _NO_MEMORY.search(str(error)) is not None
 
 
 def is_lost_process(error: BaseException) -> bool:
-    """Whether a collective failed because another process is gone, or did not come within the time-out."""
+    """Whether a collective failed because another process is gone, or did not answer within the time-out."""
     if not isinstance(error, RuntimeError):
         return False
     if isinstance(error, dist.DistError):
@@ -121,13 +124,14 @@ def is_lost_process(error: BaseException) -> bool:
 
 
 def explained(error: Exception, *, step: int, phase: str, world: World, timeout_s: float) -> Exception:
-    """The error to raise instead of one that a step ended in: it names the step and the phase, and what to change.
+    """The error to raise instead of one that ended a step. It names the step, the phase and the setting to change.
 
     Args:
-        phase: where the error came from, outermost first, such as ``update/forward_backward``.
+        phase: where the error came from, outermost phase first, such as ``update/forward_backward``.
+        timeout_s: ``parallel.timeout_s``, for the message.
 
     Returns:
-        an error of this module where the cause is known, else ``error`` itself, which then says where it happened.
+        an error of this module if the cause is known, else ``error`` itself with a note of where it happened.
     """
     where = f"step {step}, {phase or 'between phases'}"
     first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
@@ -149,7 +153,7 @@ def explained(error: Exception, *, step: int, phase: str, world: World, timeout_
 
 @contextmanager
 def explain_errors(step: int, clock: Clock, world: World, timeout_s: float) -> Iterator[None]:
-    """Errors inside come out ``explained``."""
+    """A context that raises the ``explained`` form of an error inside it."""
     try:
         yield
     except Exception as error:
@@ -160,7 +164,8 @@ def explain_errors(step: int, clock: Clock, world: World, timeout_s: float) -> I
 
 
 class OptimizerSteps:
-    """Whether any of some optimisers has changed weights since ``reset``: if not, they are those of the last step."""
+    """Records whether any of some optimisers has stepped since ``reset``. If none has, the weights are still those of
+    the last step."""
 
     def __init__(self, optimizers: Iterable[torch.optim.Optimizer]) -> None:
         self.taken = False

@@ -1,7 +1,7 @@
-"""Python functions that take the place of config keys: how they are told apart, and their record in ``config.yaml``.
+"""Records in ``config.yaml`` of the Python functions that take the place of config keys.
 
-A file cannot hold a function. Its name and signature it can, so that whoever trains from the file alone is told what is
-missing instead of training something else.
+A file cannot hold a function, but it can hold its name and signature. Whoever trains from the file alone is then told
+what is missing, instead of training something else.
 """
 
 import inspect
@@ -20,7 +20,7 @@ from tandemrl.rollout.signatures import signature
 
 
 class _Used(NamedTuple):
-    """An environment, and its signatures before it was first used and after it was last used."""
+    """An environment with its signatures before its first use and after its last use."""
 
     environment: weakref.ref[Environment]
     before: str
@@ -28,17 +28,17 @@ class _Used(NamedTuple):
 
 
 _USED: dict[int, _Used] = {}
-"""By id, since an environment may be unhashable or equal to another one."""
+"""The environments in use, by ``id``, since an environment may be unhashable or equal to another one."""
 
 
 def with_records(config: Config, **functions: Any) -> Config:
     """The config with a record of each function that takes the place of some of its keys.
 
     Args:
-        functions: the arguments of ``train`` that ``config.FunctionsConfig`` has a field for; None = not passed.
+        functions: the arguments of ``train`` that ``config.FunctionsConfig`` has a field for. None means not passed.
 
     Raises:
-        ConfigError: the config is that of a run with a function, and this function is not passed.
+        ConfigError: the config is of a run that had a function, and this function is not passed.
     """
     records = {name: None if value is None else record(value) for name, value in functions.items()}
     for name, now in records.items():
@@ -54,9 +54,10 @@ def with_records(config: Config, **functions: Any) -> Config:
 
 
 def record(function: Any) -> FunctionRecord:
-    """Name and signature of a function, of several by name, of a recipe, or of an environment.
+    """The name and the signature of a function, of several functions by name, of a recipe, or of an environment.
 
-    An environment's is the one it had before it was used (see `in_use`), unless it was changed by hand since.
+    The signature of an environment is the one it had before it was used (see `in_use`), unless the user changed it
+    since.
     """
     now = signature(function)
     if isinstance(function, Environment):
@@ -69,7 +70,8 @@ def record(function: Any) -> FunctionRecord:
 
 @contextmanager
 def in_use(environment: Environment | None) -> Iterator[None]:
-    """What an environment keeps as it is used here, such as an index or a cache, makes it no other one afterwards."""
+    """A context in which an environment is used. What it keeps meanwhile, such as an index or a cache, does not change
+    its record."""
     try:
         yield
     finally:
@@ -79,7 +81,8 @@ def in_use(environment: Environment | None) -> Iterator[None]:
 
 
 def describe(function: Any) -> str:
-    """Where a function was defined. Of a recipe: its name, and what differs from the library's recipe of that name.
+    """A short description of a function: where it was defined. For a recipe, it is the name and what differs from the
+    library's recipe of that name.
 
     Example:
         >>> describe(RECIPES["grpo"]._replace(clip_low=0.1))

@@ -1,4 +1,4 @@
-"""Gates: where one of them closes, the run would train something else than what was asked for, and stops."""
+"""Gates: checks that stop a run which would otherwise train something else than what was asked for."""
 
 import math
 
@@ -6,22 +6,27 @@ from tandemrl.config import Config
 from tandemrl.rollout.engine import Draws
 
 SIGMAS = 6.0
-"""How far the share of senior draws may stray from prob_senior: one false alarm in 10⁹ checks."""
+"""How many standard deviations the share of senior draws may be off prob_senior: one false alarm in 10⁹ checks."""
 MISMATCH = {"float32": 1e-3, "bfloat16": 2e-2}
-"""Defaults of train.max_logprob_mismatch: mean |trainer - engine| log-prob of senior tokens, nats."""
+"""The defaults of train.max_logprob_mismatch, by compute dtype: the mean of |trainer - engine| over the log-probs of
+senior tokens, in nats."""
 
 
 class TrainError(RuntimeError):
-    """A gate closed: going on would train something else than what was asked for. The message gives the reason."""
+    """A check failed, and going on would train something else than what was asked for. The message gives the reason."""
 
 
 def check_draws(draws: Draws, prob_senior: float | None) -> None:
-    """The senior's share of all author draws lies within 6σ of prob_senior, or the run stops.
+    """Check that the senior's share of all author draws lies within 6σ of ``prob_senior``.
 
-    Draws, not tokens: how long a segment gets depends on who writes it.
+    The check counts draws, not tokens, since the length of a segment depends on who writes it.
+
+    Args:
+        draws: the author draws of a step.
+        prob_senior: the probability to check against. None skips the check.
 
     Raises:
-        TrainError: it does not.
+        TrainError: the share lies outside.
     """
     if prob_senior is None or draws.total == 0:
         return
@@ -35,10 +40,13 @@ def check_draws(draws: Draws, prob_senior: float | None) -> None:
 
 
 def check_mismatch(config: Config, mean_abs: float) -> None:
-    """Trainer and engine agree on the log-probs of senior tokens.
+    """Check that trainer and engine agree on the log-probs of senior tokens.
+
+    Args:
+        mean_abs: the mean absolute difference of their log-probs, in nats.
 
     Raises:
-        TrainError: mean |difference| is above train.max_logprob_mismatch, or not a number.
+        TrainError: ``mean_abs`` is above train.max_logprob_mismatch, or not a number.
     """
     limit = config.train.max_logprob_mismatch
     limit = MISMATCH[config.model.dtype] if limit is None else limit
@@ -51,10 +59,10 @@ def check_mismatch(config: Config, mean_abs: float) -> None:
 
 
 def check_gradient_norm(part: str, norm: float, loss: float) -> None:
-    """The gradient is finite.
+    """Check that the norm of a gradient is finite, before the optimiser steps.
 
     Raises:
-        TrainError: it is not; nothing has reached the weights.
+        TrainError: it is not; the weights are unchanged.
     """
     if not math.isfinite(norm):
         raise TrainError(

@@ -1,8 +1,8 @@
 """The training loop: sample -> rollout -> score -> old/reference/junior log-probs where needed -> advantages ->
 updates -> sync -> evaluate -> log -> save. The step on one page is ``train_step``.
 
-``train`` can be called from a notebook with its own recipe, strategy or reward. What this module owns is the order of
-things; each of them is a function of another module.
+``train`` can be called from a notebook with its own recipe, strategy or reward. This module owns the order of the
+phases; each of them is a function of another module.
 """
 
 import faulthandler
@@ -70,27 +70,33 @@ def train(
     console: Console | None = None,
     quiet: bool = False,
 ) -> Path:
-    """Train the senior; returns ``config.output_dir``, which holds everything the run wrote.
+    """Train the senior, and return ``config.output_dir``, which holds everything that the run wrote.
+
+    If one of several processes raises an error, the run ends: a process that has raised and then makes no progress for
+    ``parallel.timeout_s`` is killed, as is one that hangs in a step (see ``watchdog``).
 
     Args:
+        config: the configuration of the run.
         resume: ``auto`` (from the newest checkpoint in ``output_dir``, if any), ``never``, or a checkpoint folder.
-        recipe: overrides ``loss.recipe``: a row of ``losses.RECIPES``, or your own.
-        strategy: training step (from 1) -> strategy; overrides ``selection.*``. Its draws are not held to any share.
-        reward: a function ``(row, text) -> float | Score``, or one of verl's (``rewards.functions``), or several by
-            name, whose weighted sum (``reward.weights``) is the reward. They score every row for which
-            ``reward.scorers`` has nothing else. They run in this process, so an error in them stops the run, and a hang
-            hangs it. ``reward.scorers`` can name them in a sum, too.
-        environment: what the authors act in, in place of ``rollout.environment``. Its ``score``, if it has one, is such
-            a function.
+        recipe: a row of ``losses.RECIPES``, or a recipe of your own. It overrides ``loss.recipe``.
+        strategy: gives the strategy of a training step, where steps count from 1. It overrides ``selection.*``. The
+            share of its draws that fall to the senior is not checked.
+        reward: a function ``(row, text) -> float | Score``, or one with verl's signature (``rewards.functions``), or
+            several functions by name, whose weighted sum (``reward.weights``) is the reward. They score every row for
+            which ``reward.scorers`` names no other scorer; ``reward.scorers`` can also name them in a sum. They run in
+            this process, so an error in them stops the run, and a hang hangs it.
+        environment: what the authors act in, instead of ``rollout.environment``. If it has a method ``score``, this is
+            a reward function.
+        console: where to print; see ``Tracker``.
+        quiet: print nothing.
 
     Raises:
         ConfigError, DataError, ModelError, CheckpointError, GraderError: the run cannot start.
-        TrainError, EngineError: a gate closed during the run; its last checkpoint is kept. Where no weight of the step
-            had changed and all processes can, the step before it is saved first.
-        OutOfMemoryError, LostProcessError: see ``faults``; likewise.
-            Among several processes an error is the end: a process that has raised one and then does nothing for
-            ``parallel.timeout_s`` is ended, as is one that hangs in a step (see ``watchdog``).
-        Stopped: after a SIGTERM or SIGINT and the end of the step, which is saved. It is a SystemExit.
+        TrainError, EngineError: a check failed during the run. Its last checkpoint is kept. If no weight has changed in
+            the failed step and all processes are able to, the state after the step before is saved first.
+        OutOfMemoryError, LostProcessError: memory ran out or a process was lost (see ``faults``). Checkpoints are kept
+            and saved as above.
+        Stopped: a SIGTERM or SIGINT came; the step was finished and saved. It is a SystemExit.
     """
     check_resume(resume, config.output_dir)
     if config.train.threads:
@@ -115,7 +121,7 @@ def train(
 
 
 def loop(run: Run, tracker: Tracker) -> None:
-    """The steps that are left."""
+    """Run the steps that are left."""
     setup, models, progress = run
     config, world, done = setup.config, setup.world, progress.step
     steps = config.train.steps
@@ -167,7 +173,7 @@ def loop(run: Run, tracker: Tracker) -> None:
 def train_step(
     run: Run, step: int, rollouts: AsyncRollouts, tracker: Tracker, profiler: Profiler, clock: Clock
 ) -> None:
-    """From the rollouts of ``step`` to its record."""
+    """Run one training step, from its rollouts to its line in the record."""
     setup, models, progress = run
     config, train, loss = setup.config, setup.config.train, setup.config.loss
     last = step == train.steps
@@ -237,10 +243,10 @@ def train_step(
 
 @contextmanager
 def save_on_failure(run: Run, optimizer_steps: OptimizerSteps, tracker: Tracker) -> Iterator[None]:
-    """Save the state after the last finished step if the next one fails before any weight has changed.
+    """A context that saves the state after the last finished step if the step inside fails before any weight changed.
 
-    Among several processes only errors that all of them meet allow it. With ``train.async_steps`` the rollouts that
-    the state would need are used up.
+    With several processes this is possible only for errors that all of them raise. With ``train.async_steps`` nothing
+    is saved, since the rollouts that the state would need are used up.
     """
     setup, models, progress = run
     optimizer_steps.reset()
@@ -267,7 +273,7 @@ def save_on_failure(run: Run, optimizer_steps: OptimizerSteps, tracker: Tracker)
 
 
 def sync_if_stale(models: Models, version: int) -> None:
-    """Bring the engine to the policy's weights, unless it has them."""
+    """Send the policy's weights to the engine, unless it has them already."""
     if models.engine.policy_version != version:
         sync_weights(models.policy, models.engine, version=version)
 
@@ -281,9 +287,10 @@ def rollout(
     examples: list[int],
     drawn: int = 0,
 ) -> CompletionBatch:
-    """Prompts, each completed ``rollout.group_size`` times by the step's strategy.
+    """Let the engine complete each prompt ``rollout.group_size`` times under the strategy of the step.
 
     Args:
+        examples: numbers of the examples in the training data.
         drawn: see ``collect.generate``.
     """
     config = setup.config
@@ -313,15 +320,17 @@ def rollout(
 def resample(
     run: Run, generate: Callable[..., CompletionBatch], step: int, completions: CompletionBatch, groups: Sequence[Group]
 ) -> tuple[CompletionBatch, list[Group], int]:
-    """Dynamic sampling (DAPO, arXiv 2503.14476, section 3.2): groups whose rewards are all equal, or of which fewer
-    than two rollouts are scored, give way to those of the next prompts, in at most ``train.max_resamples`` rounds.
+    """Dynamic sampling (DAPO, arXiv 2503.14476, section 3.2).
+
+    Groups whose rewards are all equal, or of which fewer than two rollouts are scored, are replaced by the groups of
+    the next prompts, in at most ``train.max_resamples`` rounds.
 
     Args:
-        generate: (step, examples, drawn=prompts of the step so far) -> their completions.
+        generate: writes the completions of (step, examples, drawn=how many prompts the step had so far).
 
     Returns:
-        the completions with the draws and passes of all rounds, the groups, and how many prompts were drawn in place of
-        others.
+        the completions with the draws and passes of all rounds, the groups, and how many prompts were drawn as
+        replacements.
     """
     setup, _, progress = run
     groups, drawn = list(groups), 0
@@ -339,8 +348,11 @@ def resample(
 
 
 def evaluate(run: Run, step: int) -> Metrics:
-    """The senior alone on the held-out problems, of which the best step so far is exported to ``hf/best``; and in the
-    same way on those of ``data.monitor``, which decide nothing."""
+    """Evaluate the senior alone on the held-out problems and on those of ``data.monitor``.
+
+    If the held-out score is the best so far, the policy is exported to ``hf/best``. The problems of ``data.monitor``
+    have no influence on that.
+    """
     setup, _, progress = run
     settings = setup.config.eval
     ks = [k for k in settings.k if k <= settings.train_samples]
@@ -366,7 +378,7 @@ def evaluate(run: Run, step: int) -> Metrics:
 
 
 def solo_metrics(run: Run, prompts: Sequence[Prompt], ks: Sequence[int]) -> dict[str, Any]:
-    """What ``evals.summarise`` says of what the senior writes alone."""
+    """The metrics of ``evals.summarise`` for completions that the senior writes alone."""
     setup, settings = run.setup, run.setup.config.eval
     return evals.generate_and_grade(
         {"solo": solo("senior")},
@@ -384,7 +396,7 @@ def solo_metrics(run: Run, prompts: Sequence[Prompt], ks: Sequence[int]) -> dict
 
 
 def rollout_metrics(completions: CompletionBatch, groups: Sequence[Group], step: int) -> Metrics:
-    """What the rollouts of a step were like."""
+    """Metrics of a step's rollouts, such as their rewards, lengths and authors."""
     rollouts = [r for group in groups for r in group.rollouts]
     scored = [r for r in rollouts if r.scored]
     rewards = np.array([r.reward for r in scored])
@@ -412,8 +424,10 @@ def rollout_metrics(completions: CompletionBatch, groups: Sequence[Group], step:
 
 
 def pass_metrics(passes: Passes) -> Metrics:
-    """What the rollouts of a step cost, and how often the junior's drafts were what the senior drew. Nothing where the
-    engine does not count; no acceptance where no token of the senior's was drafted."""
+    """Metrics of the forward passes that the rollouts of a step took, and of how often the senior accepted drafts.
+
+    There are none if the engine does not count passes, and no acceptance rate if no token of the senior was drafted.
+    """
     metrics: Metrics = {}
     if passes.senior or passes.junior:
         metrics |= {"passes/senior": float(passes.senior), "passes/junior": float(passes.junior)}
@@ -425,7 +439,7 @@ def pass_metrics(passes: Passes) -> Metrics:
 
 
 def episode_metrics(rollouts: Sequence[Rollout]) -> Metrics:
-    """What happened in the environment, per rollout; nothing where there is none."""
+    """Metrics of what happened in the environment, as means over rollouts; none without an environment."""
     transcripts = [r.transcript for r in rollouts if r.transcript is not None]
     if not transcripts:
         return {}

@@ -1,6 +1,6 @@
-"""The files of a checkpoint with their hashes: what is not as it was written is found before it is used.
+"""The hashes of a checkpoint's files, so that a file that differs from what was written is noticed before it is used.
 
-``meta.json`` holds them under ``files``: path relative to the folder -> SHA-256, for every file but itself.
+``meta.json`` holds them under ``files``: for every file but itself, its path relative to the folder and its SHA-256.
 """
 
 import hashlib
@@ -14,7 +14,7 @@ class CheckpointError(RuntimeError):
 
 
 class DamagedError(CheckpointError):
-    """A file of a run is not as it was written; another checkpoint may be."""
+    """A file of a run differs from what was written. Another checkpoint may be undamaged."""
 
 
 def hash_of(content: bytes) -> str:
@@ -22,10 +22,10 @@ def hash_of(content: bytes) -> str:
 
 
 def read_hashes(folder: Path) -> dict[str, str]:
-    """The hash of each file of a checkpoint; {} where it was written before there were hashes.
+    """The hash of each file of a checkpoint, or {} if its format is older than hashes.
 
     Raises:
-        DamagedError: meta.json is not readable.
+        DamagedError: meta.json cannot be read.
     """
     file = folder / "meta.json"
     if not file.is_file():
@@ -40,7 +40,7 @@ def read_bytes(file: Path) -> bytes:
     """The content of a file of a checkpoint.
 
     Raises:
-        DamagedError: it is not what was written.
+        DamagedError: the content differs from what was written.
     """
     content = file.read_bytes()
     expected = read_hashes(file.parent).get(file.name)
@@ -50,10 +50,10 @@ def read_bytes(file: Path) -> bytes:
 
 
 def verify(folder: Path, hashes: Mapping[str, str]) -> None:
-    """Read files and compare their hashes.
+    """Read files of a folder and compare them with their hashes.
 
     Raises:
-        DamagedError: names the first that is missing or not what was written.
+        DamagedError: a file is missing or differs from what was written; the message names the first one.
     """
     for name, expected in hashes.items():
         file = folder / name
@@ -65,8 +65,10 @@ def verify(folder: Path, hashes: Mapping[str, str]) -> None:
 
 
 def refuse_others(folder: Path, pattern: str, hashes: Mapping[str, str]) -> None:
-    """Raises:
-    DamagedError: a file of the folder that matches the pattern is not one of the checkpoint's.
+    """Check that all files of a folder that match a pattern belong to the checkpoint.
+
+    Raises:
+        DamagedError: one of them does not.
     """
     for file in sorted(folder.glob(pattern)):
         if str(file.relative_to(folder)) not in hashes:

@@ -1,5 +1,7 @@
-"""What a run needs, held against this machine before any weight is loaded. ``build`` begins with it, and
-``tandemrl train --dry-run`` is nothing else."""
+"""Checks before any weight is loaded that this machine has what a run needs.
+
+``build`` begins with them, and ``tandemrl train --dry-run`` does nothing else.
+"""
 
 import importlib.util
 import math
@@ -49,26 +51,26 @@ from tandemrl.training.checkpoint import CheckpointError, is_checkpoint, latest,
 from tandemrl.training.function_records import record
 
 FLOAT32, BFLOAT16 = 4, 2
-"""Bytes per parameter."""
+"""Bytes per parameter in these dtypes."""
 ADAM_STATE = 2
-"""Numbers that the optimiser keeps per parameter."""
+"""How many numbers the optimiser keeps per parameter."""
 BY_TURNS = ("turn", "alternating_turns")
-"""Strategies in which the author changes between turns only."""
+"""Strategies whose author changes between turns only."""
 BY_WORDS = ("bm25", "lexical", "hybrid")
 """Retrievers that need the packages of the ``retrieval`` extra."""
 
 
 class NotHereError(Exception):
-    """Something is not on this machine yet and was not to be downloaded; the message names it."""
+    """Something is not on this machine yet, and downloads are not allowed. The message names it."""
 
 
 @dataclass(frozen=True)
 class Preflight:
-    """What a run reads before its weights: tokenizer, rows and prompts, each when first asked for, and once.
+    """What a run reads before its weights: tokenizer, rows and prompts. Each is read once, when it is first needed.
 
-    downloads: fetch tokenizers, model configurations and data from the hub where they are not on this machine; without
-    it they are a ``NotHereError``. functions, environment: what was passed to ``train``.
-    check_judge: called while a judge's server is waited for; raises if it has ended.
+    downloads: whether to download tokenizers, model configurations and data from the hub if they are not on this
+    machine. If not, a missing one raises a ``NotHereError``. functions, environment: what was passed to ``train``.
+    check_judge: called while waiting for a judge's server; it raises if the server has ended.
     """
 
     config: Config
@@ -79,10 +81,10 @@ class Preflight:
 
     @property
     def checks(self) -> dict[str, Callable[[], str]]:
-        """By subject, in order: a function that returns what it has seen, in a few words.
+        """The checks by subject, in order. Each is a function that returns what it has found, in a few words.
 
-        They raise ConfigError, DataError, ModelError, GraderError, JudgeError, SandboxError or OSError for what is
-        wrong, and NotHereError for what cannot be said without a download.
+        A check raises ConfigError, DataError, ModelError, GraderError, JudgeError, SandboxError or OSError if something
+        is wrong, and NotHereError if it would need a download to decide.
         """
         config, model = self.config, self.config.model
         models = {"model.senior": model.senior, "model.junior": model.junior, "model.critic": model.critic}
@@ -106,7 +108,7 @@ class Preflight:
         }
 
     def require(self) -> "Preflight":
-        """All checks, the first that fails as its error; returns itself."""
+        """Run all checks, raise the error of the first that fails, and return this object."""
         for check in self.checks.values():
             check()
             stamp()
@@ -120,14 +122,16 @@ class Preflight:
 
     @cached_property
     def signed_environment(self) -> tuple[Environment, str] | None:
-        """The environment, passed or of the config, and its signature before anybody acts in it: what it keeps of that,
-        such as a model or a cache, does not make it another one."""
+        """The environment that was passed or that the config names, with its signature before it is used.
+
+        What it keeps later, such as a model or a cache, therefore does not change the signature.
+        """
         made = make_environment(self.config) if self.environment is None else self.environment
         return None if made is None else (made, record(made).signature)
 
     @cached_property
     def acts_in(self) -> dict[str, str]:
-        """What a resumed run must share: the environment, and the contents of what is searched in it."""
+        """What a resumed run must have in common with its past: the environment, and the contents that it searches."""
         if self.signed_environment is None:
             return {}
         retrieval = self.config.retrieval
@@ -137,11 +141,11 @@ class Preflight:
 
     @cached_property
     def playground(self) -> Playground | None:
-        """Where the authors take turns with an environment; None where a response is one turn.
+        """The playground of the run's environment, or None if a response is a single turn.
 
         Raises:
-            ConfigError: the environment or one of its tools cannot be made, the chat template does not go with it, or
-                keys ask for turns where there are none.
+            ConfigError: the environment or one of its tools cannot be made, the chat template does not support it, or
+                keys ask for several turns although there is no environment.
         """
         config = self.config
         if self.environment is not None:
@@ -175,20 +179,20 @@ class Preflight:
 
     @cached_property
     def heldout_rows(self) -> list[list[Row]]:
-        """By source of ``data.eval``; none without ``train.eval_every``."""
+        """The rows of each source of ``data.eval``; none without ``train.eval_every``."""
         return self._evaluated(self.config.data.eval)
 
     @cached_property
     def monitored_rows(self) -> list[list[Row]]:
-        """By source of ``data.monitor``; none without ``train.eval_every``."""
+        """The rows of each source of ``data.monitor``; none without ``train.eval_every``."""
         return self._evaluated(self.config.data.monitor)
 
     @cached_property
     def prompts(self) -> tuple[list[Prompt], int]:
-        """Of ``data.train``, and how many rows were dropped as too long.
+        """The prompts of ``data.train``, and how many rows were dropped because they are too long.
 
         Raises:
-            DataError: fewer are left than a step takes.
+            DataError: fewer prompts are left than a step takes.
         """
         config = self.config
         prompts, dropped = self._encoded(self.rows)
@@ -206,7 +210,7 @@ class Preflight:
 
     @cached_property
     def monitored(self) -> list[Prompt]:
-        """Those of ``data.monitor``."""
+        """The first ``eval.train_problems`` prompts of every source of ``data.monitor``."""
         return self._first_prompts(self.monitored_rows)
 
     # ------------------------------------------------------------------------------------------------------- the checks
@@ -238,14 +242,14 @@ class Preflight:
         return ", ".join(used) or "no optional ones needed"
 
     def model(self, path: str) -> str:
-        """A model's configuration, and the size it says; no weights."""
+        """Read a model's configuration, and say what it describes, without loading weights."""
         shape = self._skeleton(path)
         context = getattr(shape.config.get_text_config(), "max_position_embeddings", None)
         limit = f", context {context}" if context else ""
         return f"{path}: {type(shape).__name__}, {_size(shape):,} parameters{limit}"
 
     def ranker(self) -> str:
-        """What ranks documents in the processes of tools is there; it is loaded there."""
+        """Check that the model that ranks documents exists. The processes of tools load it later."""
         path = self.config.retrieval.model
         assert path is not None
         return f"{path}: {self._configuration(path).model_type}"
@@ -264,7 +268,7 @@ class Preflight:
         return f"{len(self.tokenizer)} tokens"
 
     def episodes(self) -> str:
-        """The environment can be made, and the chat template goes with it."""
+        """Check that the environment can be made, and that the chat template supports it."""
         assert self.playground is not None
         tools = ", ".join(schema["function"]["name"] for schema in self.playground.tools)
         return f"{self.playground.name}; tools: {tools or 'none'}"
@@ -283,7 +287,7 @@ class Preflight:
         return f"{sum(map(len, self.monitored_rows))} rows, of which {len(self.monitored)} are used"
 
     def rewards(self) -> str:
-        """Every row that is used has a scorer and what that needs."""
+        """Check that every row that is used has a scorer, and that the scorers have what they need."""
         config = self.config
         rows = [prompt.row for prompt in [*self.prompts[0], *self.heldout, *self.monitored]]
         judged = config.judge.url is not None or config.judge.model is not None
@@ -306,7 +310,7 @@ class Preflight:
 
     @cached_property
     def judge(self) -> Judge | None:
-        """The endpoint of ``judge.url``, which has answered; None without one."""
+        """The judge at ``judge.url``, after it has answered; None if the config has none."""
         if self.config.judge.url is None:
             return None
         from tandemrl.rewards.judge.http import HttpJudge
@@ -324,7 +328,10 @@ class Preflight:
         return f"{self.config.judge.url} serves {self.judge.model}"
 
     def space(self) -> str:
-        """The disk of ``output_dir`` has room for the next checkpoints and export; a warning if not for all to come."""
+        """Check that the disk of ``output_dir`` has room for the next checkpoints and export.
+
+        Room for these but not for all that are still to come gives a warning.
+        """
         config, output = self.config, Path(self.config.output_dir)
         if output.exists() and not output.is_dir():
             raise ConfigError(f"output_dir={output}: a file; expected a folder, which may be missing")
@@ -361,8 +368,10 @@ class Preflight:
     # -----------------------------------------------------------------------------------------------------------------
 
     def _here(self, path: str) -> None:
-        """Raises:
-        NotHereError: a hub id that is not in the cache, where nothing is to be downloaded.
+        """Check that a model is on this machine, unless downloads are allowed.
+
+        Raises:
+            NotHereError: it is a hub id that is not in the cache, and downloads are not allowed.
         """
         check_folder(path)
         if self.downloads or is_local(path):
@@ -407,7 +416,7 @@ class Preflight:
         )
 
     def _fits(self, prompts: Sequence[Prompt]) -> None:
-        """Prompt and completion fit into the context of the models that read them."""
+        """Check that prompts and completions fit into the context of the models that read them."""
         model, new = self.config.model, self.config.response_tokens
         budget = "rollout.max_tokens" + (" + rollout.world_tokens" if self.config.has_episodes else "")
         solo = self.config.selection.strategy == "solo" and self.config.loss.junior_kl_coef == 0
@@ -440,10 +449,10 @@ class Preflight:
 
 
 def check_resume(resume: str, output_dir: str | Path) -> str:
-    """``--resume``, which is auto, never or the folder of a checkpoint.
+    """Check the value of ``--resume``: auto, never, or the folder of a checkpoint.
 
     Raises:
-        CheckpointError: none of them; names the checkpoint that was probably meant.
+        CheckpointError: it is none of these; the message names the checkpoint that was probably meant.
     """
     folder = Path(resume)
     if resume in ("auto", "never") or is_checkpoint(folder):

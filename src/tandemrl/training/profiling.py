@@ -1,7 +1,7 @@
 """Where the time of a run goes: seconds per phase, traces, tokens/s, and the share of the matmul peak (MFU).
 
-``Clock`` times the phases of one step and costs next to nothing; it is always on. ``Profiler`` is what
-``train.profile`` adds: traces of one step, and ``table.md`` and ``table.json`` over the others.
+``Clock`` times the phases of one step. It costs next to nothing and is always on. ``Profiler`` is what
+``train.profile`` adds: traces of one step, and ``table.md`` and ``table.json`` over the other steps.
 """
 
 import json
@@ -27,24 +27,24 @@ from tandemrl.files import write_text
 from tandemrl.types import Metrics
 
 TRACED_CALLS = 32
-"""Decoding steps of a rollout that are traced: all of them would fill gigabytes."""
+"""How many decoding steps of a rollout are traced. A trace of all of them would fill gigabytes."""
 COMPUTING = "update/forward_backward"
-"""The phase that MFU is about, with the optimiser's step inside it; log-probs of frozen models are left out."""
+"""The phase whose time MFU is computed over. The optimiser's step is part of it; log-probs of frozen models are not."""
 
 
 # ---------------------------------------------------------------------------------------------------------------- clock
 
 
 class Clock:
-    """Seconds per phase of one step. Phases may nest and repeat.
+    """Measures the seconds of each phase of one step. Phases may nest and repeat.
 
-    seconds: whole time per path of phases, such as ``update/logprobs``. where: the innermost phase that an error came
-    from, or "".
+    seconds: the whole time of each path of phases, such as ``update/logprobs``. where: the innermost phase that an
+    error came from, or "".
 
     Args:
-        device: wait for it at both ends of every phase, so that its work counts in the phase that asked for it; None =
-            do not wait (work on a CUDA device may then count in a later phase).
-        step: number of the step, for the watchdog.
+        device: a device to synchronise with at both ends of every phase, so that its work counts in the phase that
+            started it. None does not synchronise; work on a CUDA device may then count in a later phase.
+        step: the number of the step, for the watchdog.
 
     Example:
         >>> clock = Clock()
@@ -86,13 +86,19 @@ class Clock:
         return self._now() - self._start
 
     def own(self) -> dict[str, float]:
-        """Seconds per phase without those of the phases inside it, and ``idle``: outside of all phases. Their sum is
-        the whole step."""
+        """The seconds of each phase without the phases inside it, and ``idle``, the seconds outside of all phases.
+
+        Their sum is the time of the whole step.
+        """
         out = {path: seconds - sum(nested(self.seconds, path)) for path, seconds in self.seconds.items()}
         return out | {"idle": self.total() - sum(nested(self.seconds, ""))}
 
     def metrics(self, tokens: float) -> Metrics:
-        """``time/…`` of the step and its outer phases, and ``tokens/s``."""
+        """The metrics ``time/…`` of the step and its outer phases, and ``tokens/s``.
+
+        Args:
+            tokens: the tokens that ``tokens/s`` counts.
+        """
         total = self.total()
         outer = {f"time/{path}": seconds for path, seconds in self.seconds.items() if "/" not in path}
         return {"time/step": total, "tokens/s": tokens / total} | outer
@@ -104,7 +110,7 @@ class Clock:
 
 
 def nested(seconds: dict[str, float], path: str) -> list[float]:
-    """Seconds of the phases directly inside ``path``."""
+    """The seconds of each phase directly inside ``path``."""
     prefix = f"{path}/" if path else ""
     return [s for name, s in seconds.items() if name.startswith(prefix) and "/" not in name[len(prefix) :]]
 
@@ -113,8 +119,11 @@ def nested(seconds: dict[str, float], path: str) -> list[float]:
 
 
 class Cost(NamedTuple):
-    """FLOPs of forward and backward. token: the linear layers, per packed token; prediction: the LM head, per scored
-    token; pair: attention of all layers, per pair of query and visible key."""
+    """FLOPs of forward and backward together.
+
+    token: those of the linear layers, per packed token. prediction: those of the LM head, per scored token. pair: those
+    of attention in all layers, per pair of a query and a key that it sees.
+    """
 
     token: int
     prediction: int
@@ -122,12 +131,14 @@ class Cost(NamedTuple):
 
 
 def cost_of(model: PreTrainedModel) -> Cost:
-    """What training a dense causal LM costs: 2 FLOPs per weight and token forward, 2 for the gradient of the input, and
-    2 for the gradient of the weight where it is trained (6·N; 4·N of frozen weights beside adapters). Embeddings, norms
-    and softmax are left out, and so is whatever is computed twice.
+    """What training a dense causal LM costs.
 
-    Attention: queries times keys and weights times values, forward and twice that backward: 12 FLOPs per pair, layer,
-    head and channel of a head.
+    Each weight costs 2 FLOPs per token in forward, 2 for the gradient of the input, and 2 for the gradient of the
+    weight if it is trained. That is 6·N, or 4·N for frozen weights beside adapters. Embeddings, norms and softmax are
+    left out, and so is recomputation.
+
+    Attention multiplies queries with keys and weights with values, in forward and twice as much in backward. That is 12
+    FLOPs per pair, layer, head and channel of a head.
     """
     head = model.get_output_embeddings()
     linear = [m.weight for m in model.modules() if isinstance(m, nn.Linear | Conv1D) and m is not head]
@@ -150,8 +161,9 @@ def update_flops(
     """FLOPs of forward and backward over sequences of these lengths: 6·N·t + attention.
 
     Args:
-        predictions: tokens whose log-prob is computed; None = all, as the usual 6·N·t has it.
-        shared: lengths of leading parts that are computed with another sequence, and not again.
+        lengths: how many tokens each sequence has.
+        predictions: how many tokens get a log-prob. None means all of them, as in the usual 6·N·t.
+        shared: the lengths of leading parts that are computed with another sequence, and not again.
 
     Example:
         >>> update_flops(Cost(token=6, prediction=12, pair=1), [2, 3], predictions=4)
@@ -164,12 +176,12 @@ def update_flops(
 
 @cache
 def matmul_peak(device: torch.device, dtype: torch.dtype, size: int | None = None, seconds: float = 1.0) -> float:
-    """FLOP/s of a large square matrix product here and now: the best block of repeated runs over about ``seconds``.
+    """Measure the FLOP/s of a large square matrix product: the best block of repeated runs over about ``seconds``.
 
-    With torch's current number of threads and precision settings.
+    It is measured with torch's current number of threads and precision settings.
 
     Args:
-        size: rows and columns; None = 2048 on a CPU, 8192 elsewhere.
+        size: how many rows and columns the matrices have. None means 2048 on a CPU and 8192 elsewhere.
     """
     n = size or (2048 if device.type == "cpu" else 8192)
     a, b = (torch.rand(n, n, device=device).sub_(0.5).to(dtype) for _ in range(2))
@@ -185,8 +197,11 @@ def matmul_peak(device: torch.device, dtype: torch.dtype, size: int | None = Non
 
 
 class Work(NamedTuple):
-    """What all processes together did in a step. written: tokens of the rollouts; trained: tokens of the sequences that
-    were learnt from; flops: of their forwards and backwards."""
+    """What all processes together did in a step.
+
+    written: the tokens of the rollouts. trained: the tokens of the sequences that the update used. flops: the FLOPs of
+    their forwards and backwards.
+    """
 
     written: float
     trained: float
@@ -194,8 +209,11 @@ class Work(NamedTuple):
 
 
 class StepRecord(NamedTuple):
-    """own: seconds per phase without the phases inside it; slowest: those of whichever process took longest; skewed:
-    whether it was traced, or the first of the process, which warms up."""
+    """The measurements of a finished step.
+
+    own: the seconds of each phase without the phases inside it. slowest: for each phase, the seconds of the process
+    that took longest. skewed: whether the step was traced, or was the first one of the process, which warms up.
+    """
 
     own: dict[str, float]
     slowest: dict[str, float]
@@ -204,14 +222,14 @@ class StepRecord(NamedTuple):
 
 
 class Profiler:
-    """``train.profile``: traces of one step, and a table that is written anew after every step.
+    """Does what ``train.profile`` asks for: traces of one step, and a table that is rewritten after every step.
 
-    ``trace_rollout.json.gz`` (its first decoding steps) and ``trace_update.json.gz`` are of rank 0 and of the second
-    step of the process; open them in ui.perfetto.dev.
+    ``trace_rollout.json.gz`` (the first decoding steps) and ``trace_update.json.gz`` are traces of rank 0 in the second
+    step of the process. Open them in ui.perfetto.dev.
 
     Args:
-        folder: where the files go; None: nothing is recorded.
-        model: the trained one.
+        folder: where the files go. None records nothing.
+        model: the model that is trained.
         last: the last step of the run.
     """
 
@@ -239,8 +257,10 @@ class Profiler:
 
     @contextmanager
     def trace(self, phase: str, step: int) -> Iterator[Callable[[int], None]]:
-        """Trace what happens inside, if it is this step's turn. Yields a function to be called once per decoding step:
-        after ``TRACED_CALLS`` of them the trace ends."""
+        """A context that traces what happens inside, if this step is the one to trace.
+
+        It yields a function to call once per decoding step. The trace ends after ``TRACED_CALLS`` calls.
+        """
         if self._folder is None or not self._world.main or step != self._traced or phase in self._phases:
             yield lambda tokens: None
             return
@@ -267,7 +287,7 @@ class Profiler:
         os.replace(unfinished, self._folder / f"trace_{phase}.json.gz")
 
     def step(self, step: int, clock: Clock, work: Work) -> None:
-        """Record a finished step and write the table. All processes have to call it."""
+        """Record a finished step and write the table. All processes must call this."""
         if self._folder is None:
             return
         everybody = self._world.gather(clock.own())
@@ -282,14 +302,16 @@ class Profiler:
 
 
 def summarise(records: Sequence[StepRecord], *, peak: float, processes: int) -> dict[str, Any]:
-    """Means over the steps that nothing skewed, or over all if there are no others.
+    """Means over the steps that are not skewed, or over all steps if every one is.
 
     Args:
-        peak: FLOP/s of one process; processes: how many there are.
+        peak: the peak FLOP/s of one process.
+        processes: how many processes there are.
 
     Returns:
-        plain numbers: seconds of a step; per phase its seconds, share, and seconds in the slowest process; tokens/s;
-        mfu: FLOPs of the update over what all processes could have computed in its forward, backward and optimiser.
+        plain numbers: the seconds of a step; for each phase its seconds, its share, and its seconds in the slowest
+        process; tokens/s; and ``mfu``, the FLOPs of the update divided by what all processes could have computed at
+        the peak during its forward, backward and optimiser step.
     """
     used = [record for record in records if not record.skewed] or list(records)
     names = list(dict.fromkeys(name for record in used for name in record.own))
@@ -319,9 +341,9 @@ def summarise(records: Sequence[StepRecord], *, peak: float, processes: int) -> 
 
 
 def markdown(table: Mapping[str, Any]) -> str:
-    """The table of ``summarise`` for people.
+    """The table of ``summarise`` in Markdown.
 
-    A phase's time leaves out the phases listed under it; ``idle`` is what no phase accounts for.
+    The time of a phase leaves out the phases listed under it; ``idle`` is the time outside of all phases.
     """
     several = table["processes"] > 1
     lines = [
@@ -345,7 +367,7 @@ def markdown(table: Mapping[str, Any]) -> str:
 
 
 def _of(own: Mapping[str, float], phase: str) -> float:
-    """Seconds of a phase with all that is inside it."""
+    """The seconds of a phase together with the phases inside it."""
     return sum(seconds for name, seconds in own.items() if name == phase or name.startswith(f"{phase}/"))
 
 

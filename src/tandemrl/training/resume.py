@@ -1,4 +1,4 @@
-"""Save a run, restore it, and see to it that the run that goes on is the same run."""
+"""Saves a run and restores it, and refuses to continue a run as a different one."""
 
 import hashlib
 import json
@@ -56,10 +56,10 @@ _FREE_TO_CHANGE = {
 
 
 def save(run: Run) -> list[Path]:
-    """HF export first, then the checkpoint: a checkpoint that exists implies its export.
+    """Save the run: first the Hugging Face export, then the checkpoint, so that a checkpoint always has its export.
 
     Returns:
-        earlier exports that were removed (``train.keep_exports``); of rank 0 only.
+        earlier exports that were removed (``train.keep_exports``), on rank 0 only.
     """
     setup, models, progress = run
     config, train = setup.config, setup.config.train
@@ -95,7 +95,7 @@ def save(run: Run) -> list[Path]:
 
 
 def export(run: Run, name: str, step: int) -> None:
-    """The policy after a step as ``hf/NAME``, in the compute dtype."""
+    """Export the policy after a step to ``hf/NAME``, in the compute dtype."""
     config = run.setup.config
     folder, adapters_of = Path(config.output_dir, "hf", name), config.model.senior if config.model.lora.export else None
     policy, tokenizer, world = run.models.policy, run.setup.tokenizer, run.setup.world
@@ -104,8 +104,8 @@ def export(run: Run, name: str, step: int) -> None:
 
 
 def identity(run: Run) -> dict[str, str]:
-    """What a resumed run must share with its past beyond the config: recipe, data, frozen models, judge, scorers and
-    environment."""
+    """What a resumed run must have in common with its past, beside the config: recipe, data, frozen models, judge,
+    scorers and environment."""
     setup, models, _ = run
     config, functions = setup.config, setup.config.functions
     fields = {k: signature(v) for k, v in setup.recipe._asdict().items()}
@@ -136,20 +136,21 @@ def identity(run: Run) -> dict[str, str]:
 
 
 def _of_the_world(row: Row) -> tuple[str, str]:
-    """What an environment reads of a row beside the prompt, such as its documents."""
+    """What an environment reads of a row beside its prompt, such as its documents."""
     return row.ground_truth, json.dumps(row.extra_info, default=repr)
 
 
 def restore(run: Run, resume: str) -> None:
-    """Bring the run to the state of a checkpoint; a fresh run stays at step 0.
+    """Bring the run to the state of a checkpoint. A fresh run stays at step 0.
 
     Args:
-        resume: ``auto``: the newest checkpoint in output_dir, if any; ``never``: output_dir must be fresh; or a path.
+        resume: ``auto`` for the newest checkpoint in output_dir, if there is one; ``never`` to require a fresh
+            output_dir; or the path of a checkpoint.
 
     Raises:
         CheckpointError: the checkpoint was written under another config, or output_dir is not fresh.
-        DamagedError: the checkpoint, or the lines that it covers of metrics.jsonl and samples.jsonl, are not as they
-            were written; names an older checkpoint that is.
+        DamagedError: the checkpoint, or the lines of metrics.jsonl and samples.jsonl that it covers, differ from what
+            was written; the message names an older undamaged checkpoint, if there is one.
     """
     config, world, progress = run.setup.config, run.setup.world, run.progress
     output = Path(config.output_dir)
@@ -179,7 +180,7 @@ def restore(run: Run, resume: str) -> None:
 
 
 def _restore_from(run: Run, path: Path) -> None:
-    """Fill a run from a checkpoint. Every process calls it, and where one fails, all raise."""
+    """Fill a run from a checkpoint. Every process must call this, and if one fails, all raise."""
     setup, models, progress = run
     output, world = Path(setup.config.output_dir), setup.world
     config = checkpoint.in_every_process(lambda: checkpoint.load_config(path), path, world)
@@ -203,9 +204,9 @@ def _restore_from(run: Run, path: Path) -> None:
 
 
 def _covered(path: Path, state: Mapping[str, Any], output: Path, *, warn: bool = False) -> tuple[Coverage, ...]:
-    """The lines of metrics.jsonl and samples.jsonl that a checkpoint covers, once they are known to be there.
+    """The lines of metrics.jsonl and samples.jsonl that a checkpoint covers, after a check that they are there.
 
-    A run that goes on in another folder than its checkpoint's begins new files there, unless they were copied along.
+    A run that continues in another folder than its checkpoint's begins new files there, unless they were copied along.
 
     Raises:
         DamagedError: a line is missing, torn or changed.
@@ -235,7 +236,7 @@ def _covered(path: Path, state: Mapping[str, Any], output: Path, *, warn: bool =
 
 
 def _older_undamaged(path: Path, output: Path) -> str:
-    """What to do about a damaged checkpoint, in words: the newest older one that is whole, with its lines."""
+    """What to do about a damaged checkpoint, for a message: resume from the newest older one that is undamaged."""
     for other in checkpoint.older(path):
         try:
             checkpoint.verify(other)
@@ -253,13 +254,13 @@ def _older_undamaged(path: Path, output: Path) -> str:
 
 
 def check_same_config(stored: Config, current: Config) -> None:
-    """Refuse to continue a run under another config; it would be neither run.
+    """Refuse to continue a run under another config, since the result would belong to neither.
 
-    ``train.steps`` may grow (under a constant learning rate), and what only decides where and how often things are
+    ``train.steps`` may grow if the learning rate is constant. Keys that only decide where and how often files are
     written may change.
 
     Raises:
-        CheckpointError: names every key that differs, with both values.
+        CheckpointError: the configs differ; the message names every key that does, with both values.
     """
     changed = {key: pair for key, pair in difference(stored, current).items() if not _may_change(key, pair[0])}
     if current.train.steps > stored.train.steps and current.train.schedule == "constant":
@@ -273,14 +274,18 @@ def check_same_config(stored: Config, current: Config) -> None:
 
 
 def _may_change(key: str, stored: Any) -> bool:
-    """Functions are compared by signature; what a config from before they were recorded lacks, ``identity`` has."""
+    """Whether a key may differ when a run is resumed.
+
+    The record of a function may differ in its name, but not in its signature. A config from before there were records
+    has none, which is no difference: ``identity`` covers such functions.
+    """
     if key.startswith("functions."):
         return stored is None or not key.endswith(".signature")
     return key in _FREE_TO_CHANGE or key.startswith("parallel.")
 
 
 def rng_state() -> dict[str, Any]:
-    """The global generators of Python, NumPy and torch (CUDA where it is in use) as plain values."""
+    """The states of the global random generators of Python, NumPy and torch (with CUDA, if in use) as plain values."""
     name, keys, position, has_gauss, gauss = np.random.get_state(legacy=True)  # noqa: NPY002 - the global one, on purpose
     cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
     return {
@@ -292,7 +297,7 @@ def rng_state() -> dict[str, Any]:
 
 
 def restore_rng(state: Mapping[str, Any]) -> None:
-    """Inverse of ``rng_state``."""
+    """Restore what ``rng_state`` returned."""
     version, internal, gauss = state["python"]
     random.setstate((version, tuple(internal), gauss))
     name, keys, position, has_gauss, cached = state["numpy"]

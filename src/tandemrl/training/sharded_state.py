@@ -1,8 +1,8 @@
 """The tensors of models and optimisers in a folder, written and read by any number of processes.
 
-Each process writes what it holds, through ``torch.distributed.checkpoint``; names and shapes in the folder are those of
-whole tensors, so that any mesh can read what any other wrote. A module is stored as the parameters that are trained and
-the buffers that it saves, tied ones once; frozen parameters come from the model that a run is built from.
+Each process writes what it holds, through ``torch.distributed.checkpoint``. Names and shapes in the folder are those of
+whole tensors, so that any mesh can read what any other wrote. Of a module, the trained parameters and the saved buffers
+are stored, tied ones once. Frozen parameters come from the model that a run is built from.
 
 torch's own ``get_optimizer_state_dict`` is not used: it fills an optimiser that has not stepped yet by stepping it,
 which would shift the bias correction of every later step.
@@ -29,7 +29,7 @@ from tandemrl.training.manifest import CheckpointError
 
 _MODEL, _OPTIMIZER = "model", "optimizer"
 _COMPUTING = {"params", "fused", "foreach", "capturable", "differentiable"}
-"""Entries of an optimiser's groups that say how it computes, not what."""
+"""Entries of an optimiser's groups that are not hyperparameters: its parameters, and how it computes."""
 
 
 class Trained(NamedTuple):
@@ -40,7 +40,7 @@ class Trained(NamedTuple):
 
 
 def move_state(optimizer: torch.optim.Optimizer, *, to_host: bool) -> None:
-    """An optimiser's state, such as Adam's moments, to host memory, or back to where its parameters are; in place."""
+    """Move an optimiser's state, such as Adam's moments, to host memory or back to its parameters' device, in place."""
     for parameter, state in optimizer.state.items():
         device = torch.device("cpu") if to_host else parameter.device
         for name, value in state.items():
@@ -49,10 +49,12 @@ def move_state(optimizer: torch.optim.Optimizer, *, to_host: bool) -> None:
 
 
 def tensors_of(parts: Mapping[str, Trained]) -> dict[str, Tensor]:
-    """Everything to be stored, by name: ``PART/model/PARAMETER`` and ``PART/optimizer/PARAMETER/MOMENT``. Not copies.
+    """All tensors to store, by name: ``PART/model/PARAMETER`` and ``PART/optimizer/PARAMETER/MOMENT``.
+
+    They are the tensors themselves, not copies.
 
     Raises:
-        CheckpointError: a module or an optimiser holds something that has no name or is no tensor.
+        CheckpointError: a module or an optimiser holds something that has no name or is not a tensor.
     """
     tensors: dict[str, Tensor] = {}
     for part, optimizer, model, parameters in _named(parts):
@@ -65,7 +67,8 @@ def tensors_of(parts: Mapping[str, Trained]) -> dict[str, Tensor]:
 
 
 def settings_of(parts: Mapping[str, Trained]) -> dict[str, Any]:
-    """What optimisers hold beside tensors, as plain data: hyperparameters per group, state that is a number."""
+    """What optimisers hold beside tensors, as plain data: the hyperparameters of each group, and states that are
+    numbers."""
     settings = {}
     for part, optimizer, _, parameters in _named(parts):
         names = {id(parameter): name for name, parameter in parameters.items()}
@@ -83,14 +86,18 @@ def settings_of(parts: Mapping[str, Trained]) -> dict[str, Any]:
 
 
 def on_host(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Copies in host memory; what is sharded stays sharded."""
+    """Copies of tensors in host memory. Sharded tensors stay sharded."""
     return {name: tensor.to("cpu", copy=True) for name, tensor in tensors.items()}
 
 
 def save_tensors(
     folder: Path, tensors: Mapping[str, Tensor], *, alone: bool, group: dist.ProcessGroup | None
 ) -> dict[str, str]:
-    """Write this process's share of ``tensors``. All processes of ``group`` (None: all) call it, unless ``alone``.
+    """Write this process's share of ``tensors``.
+
+    Args:
+        alone: whether this process writes everything by itself. Otherwise all processes of ``group`` must call this.
+        group: the processes that write together. None means all.
 
     Returns:
         the SHA-256 of each file that this process wrote, by name.
@@ -106,16 +113,16 @@ def save_tensors(
 
 
 def stored_metadata(folder: Path) -> dict[str, TensorStorageMetadata]:
-    """Size and dtype of every tensor in a folder.
+    """The size and the dtype of every tensor in a folder.
 
     Raises:
-        OSError, pickle.UnpicklingError: the folder's ``.metadata`` is missing, or is not only that.
+        OSError, pickle.UnpicklingError: the folder's ``.metadata`` is missing, or holds more than metadata.
     """
     return dict(_Reader(folder).read_metadata().state_dict_metadata)  # type: ignore[arg-type]  # _Reader refuses any other kind
 
 
 def load_tensors(folder: Path, parts: Mapping[str, Trained], settings: Mapping[str, Any], *, alone: bool) -> None:
-    """Inverse of ``tensors_of``, ``settings_of`` and ``save_tensors``: fill modules and optimisers, in place.
+    """Fill modules and optimisers, in place, with what ``save_tensors`` wrote and ``settings_of`` returned.
 
     Raises:
         CheckpointError: the folder does not hold exactly these parts' tensors.
@@ -180,14 +187,14 @@ def _fill_optimizer(
 def _named(
     parts: Mapping[str, Trained],
 ) -> Iterator[tuple[str, torch.optim.Optimizer, dict[str, Tensor], dict[str, nn.Parameter]]]:
-    """(part, optimiser, tensors of the model by name, those that the optimiser trains)."""
+    """Yield (name of the part, optimiser, tensors of the model by name, trained parameters by name)."""
     for part, (module, optimizer) in parts.items():
         model = _model_tensors(part, module)
         yield part, optimizer, model, dict(_parameters(part, model, optimizer))
 
 
 def _model_tensors(part: str, module: nn.Module) -> dict[str, Tensor]:
-    """Trained parameters and saved buffers by name, tied ones once. Makes FSDP take its parameters apart again."""
+    """The trained parameters and saved buffers by name, tied ones once. Copies that FSDP gathered are freed first."""
     tensors: dict[str, Tensor] = {}
     seen = set()
     for name, value in module.state_dict(keep_vars=True).items():
@@ -203,7 +210,7 @@ def _model_tensors(part: str, module: nn.Module) -> dict[str, Tensor]:
 def _parameters(
     part: str, model: Mapping[str, Tensor], optimizer: torch.optim.Optimizer
 ) -> Iterator[tuple[str, nn.Parameter]]:
-    """(name, parameter) of what the optimiser trains."""
+    """Yield (name, parameter) of every parameter that the optimiser trains."""
     names = {id(tensor): name for name, tensor in model.items()}
     for group in optimizer.param_groups:
         for parameter in group["params"]:
@@ -217,7 +224,7 @@ def _parameters(
 
 
 def _like(parameter: Tensor, entry: TensorStorageMetadata) -> Tensor:
-    """An empty tensor for a moment: split like the parameter where it has its shape."""
+    """An empty tensor for an optimiser's moment. It is sharded like the parameter if it has the parameter's shape."""
     dtype = entry.properties.dtype
     if entry.size == parameter.shape and parameter.ndim:
         return torch.zeros_like(parameter, dtype=dtype, requires_grad=False)
@@ -237,7 +244,10 @@ def _silent() -> Iterator[None]:
 
 
 class _HashedFiles(FileSystem):
-    """Files that are hashed while they are written, so that none has to be read for it. digests: by file name."""
+    """A file system that hashes files while they are written, so that none has to be read for it.
+
+    digests: the hashes, by file name.
+    """
 
     def __init__(self) -> None:
         self.digests: dict[str, Any] = {}
@@ -257,7 +267,7 @@ class _HashedFiles(FileSystem):
 
 
 class _HashedStream:
-    """A file to which is only ever appended: without ``seek``, so that the digest is that of the file."""
+    """A file that can only be appended to. It has no ``seek``, so that the digest is that of the whole file."""
 
     def __init__(self, stream: Any, digest: Any) -> None:
         self._stream, self._digest = stream, digest
@@ -269,7 +279,7 @@ class _HashedStream:
 
 
 class _Reader(dcp.FileSystemReader):
-    """A reader that runs no code from the folder: ``.metadata`` is a pickle, and entries may be."""
+    """A reader that runs no code from the folder, although ``.metadata`` is a pickle and entries may be pickles."""
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         with open(Path(self.path, ".metadata"), "rb") as file:
@@ -283,7 +293,7 @@ class _Reader(dcp.FileSystemReader):
 
 
 class _Unpickler(pickle.Unpickler):
-    """Plain data and the classes that describe tensors."""
+    """An unpickler that allows only plain data and the classes that describe tensors."""
 
     def __init__(self, file: IO[bytes]) -> None:
         super().__init__(file)

@@ -32,7 +32,8 @@ from tandemrl.types import Batch
 
 
 def forward_options(config: Config, sampling: Sampling, vocabulary: int, world: World) -> ForwardOptions:
-    """How a trainer of ``config`` scores tokens that were drawn by ``sampling`` among ``vocabulary`` ids."""
+    """The options with which a trainer of ``config`` scores tokens that were drawn by ``sampling`` among ``vocabulary``
+    ids."""
     model = config.model
     return ForwardOptions(
         temperature=sampling.temperature,
@@ -45,37 +46,37 @@ def forward_options(config: Config, sampling: Sampling, vocabulary: int, world: 
 
 @dataclass(frozen=True, eq=False)
 class RunSetup:
-    """What is fixed for a run. Every process has the same, but for its place in the ``world``."""
+    """What is fixed for a run. It is the same in every process, except for the place in the ``world``."""
 
     config: Config
     recipe: Recipe
-    """``loss.recipe`` with what ``loss.*`` says otherwise."""
+    """``loss.recipe`` with the choices that ``loss.*`` overrides."""
     schedule: Schedule
-    """Who writes, step by step."""
+    """Who writes in each training step."""
     tokenizer: PreTrainedTokenizerBase
     prompts: list[Prompt]
     dropped: int
-    """Training rows that were too long."""
+    """How many training rows were dropped because they are too long."""
     heldout: list[Prompt]
-    """What the evaluations that choose ``hf/best`` ask."""
+    """The problems of the evaluations that choose ``hf/best``."""
     monitored: list[Prompt]
-    """What is evaluated beside them and decides nothing."""
+    """The problems that are evaluated beside them and decide nothing."""
     sampling: Sampling
     vocabulary: int
-    """Number of logits that the engine samples from."""
+    """How many token ids the engine samples from."""
     scorer: Scorer
     playground: Playground | None
-    """Where the authors take turns with an environment; None where a response is one turn."""
+    """Where the authors take turns with an environment. None if a response is a single turn."""
     acts_in: Mapping[str, str]
-    """What tells that environment, and what is searched there, from others (see ``Preflight``); empty without one."""
+    """What identifies that environment and the contents that it searches (see ``Preflight``); empty without one."""
     judge: str | None
-    """The model that marks responses."""
+    """The name of the model that judges responses. None without a judge."""
     device: torch.device
     world: World
 
     @property
     def forward_options(self) -> ForwardOptions:
-        """The sampling distribution of the rollouts. A sharded model is gathered in the compute dtype."""
+        """The options for scoring tokens under the sampling distribution of the rollouts."""
         return forward_options(self.config, self.sampling, self.vocabulary, self.world)
 
     def logprobs(self, model: PreTrainedModel, batch: Batch, select: Tensor) -> tuple[Tensor, Tensor]:
@@ -91,44 +92,44 @@ class RunSetup:
 
 @dataclass(frozen=True, eq=False)
 class Models:
-    """The models of a run. Of a world of several processes all but the engine's are sharded."""
+    """The models of a run. In a world of several processes, all but the engine's are sharded."""
 
     policy: PreTrainedModel
     optimizer: torch.optim.Optimizer
     critic: Trained | None
     reference: PreTrainedModel | None
-    """Frozen, for the KL. A policy with adapters is its own reference, without them."""
+    """The frozen reference model of the KL. A policy with adapters is its own reference, without them."""
     junior: PreTrainedModel | None
-    """Frozen, for the KL on junior tokens."""
+    """The frozen junior, for the KL on junior tokens."""
     engine: Engine
-    """Writes the rollouts with copies of its own."""
+    """The engine, which writes the rollouts with copies of its own."""
 
     @property
     def trained(self) -> dict[str, Trained]:
-        """What learns, as a checkpoint names it."""
+        """The models that are trained, with their optimisers, by their names in a checkpoint."""
         policy = {"policy": Trained(self.policy, self.optimizer)}
         return policy if self.critic is None else policy | {"critic": self.critic}
 
 
 @dataclass(eq=False)
 class Progress:
-    """How far a run has come: what a checkpoint carries beside the models."""
+    """How far a run has come. A checkpoint stores it beside the models."""
 
     sampler: Sampler
     kl_coef: float
-    """Of the step to come, where it adapts."""
+    """The KL coefficient of the next step, which changes if it is adaptive."""
     step: int = 0
-    """The last finished one; 0 for a fresh run."""
+    """The last finished step; 0 for a fresh run."""
     best: float = -math.inf
-    """The held-out score behind ``hf/best``."""
+    """The held-out score of the policy in ``hf/best``."""
     rollouts_in_flight: dict[str, Any] | None = None
     """Rollouts that wait for their step (see ``AsyncRollouts.state_dict``)."""
     records: tuple[Coverage, ...] = ()
-    """The lines of metrics.jsonl and samples.jsonl that a checkpoint covers; of rank 0 only."""
+    """The lines of metrics.jsonl and samples.jsonl that a checkpoint covers, on rank 0 only."""
 
 
 class Run(NamedTuple):
-    """One training run."""
+    """One training run: what is fixed for it, its models, and how far it has come."""
 
     setup: RunSetup
     models: Models

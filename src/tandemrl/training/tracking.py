@@ -1,4 +1,4 @@
-"""What a run tells the world: metrics.jsonl and samples.jsonl always, the console, and Weights & Biases if asked.
+"""What a run reports: metrics.jsonl and samples.jsonl always, the console, and Weights & Biases if asked.
 
 The files are the record, one line per step, on disk before the next step starts; everything else is a view of them.
 """
@@ -42,26 +42,27 @@ _SUMMARY = (
     ("senior", "tandem/senior_draw_frac", "{:.2f}"),
     ("accepted", "draft/acceptance", "{:.2f}"),
 )
-"""What the line of a step says: label, metric, form. senior: its part of the draws. accepted: the part of the
-junior's drafts that it draws, too."""
+"""What the line of a step shows: label, metric, format. ``senior`` is the senior's share of the author draws, and
+``accepted`` the share of the junior's drafts that the senior accepts."""
 COLUMNS = 80
 WORLD_CHARS = 200
-"""Of what the world says after a turn, so many are shown."""
+"""How many characters are shown of what the environment says after a turn."""
 
 
 class TrackingError(RuntimeError):
-    """A tracking back-end that was asked for cannot be used; the message says what to install or set."""
+    """A tracking back-end that the config asks for cannot be used. The message says what to install or set."""
 
 
 class Tracker:
     """Writes the record of one run into ``output_dir`` and shows it.
 
     Args:
-        output_dir: the folder of the run; files are appended to (see ``coverage`` for a resume).
-        config: read for train.{steps, wandb, wandb_project, log_samples, max_samples_gb} and rollout.max_tokens.
-        console: where to print; default standard output. Bars are drawn on a terminal only.
+        output_dir: the folder of the run, to whose files lines are appended (see ``coverage`` for a resume).
+        config: the config, of which train.{steps, wandb, wandb_project, log_samples, max_samples_gb} and
+            rollout.max_tokens are read.
+        console: where to print. The default is standard output. Progress bars are drawn on a terminal only.
         quiet: print nothing.
-        record: write the files; False in all processes of a run but one.
+        record: write the files. It is False in all processes of a run but one.
 
     Raises:
         TrackingError: ``train.wandb`` is on and wandb is not installed.
@@ -106,7 +107,7 @@ class Tracker:
         """Record the metrics of a step (non-finite values as null) and print its summary line.
 
         Raises:
-            ValueError: the step, or a later one, is recorded already.
+            ValueError: the step or a later one is already recorded.
         """
         if self._last_step is not None and step <= self._last_step:
             raise ValueError(f"metrics.jsonl already has step {self._last_step}; step {step} would be a second record")
@@ -119,11 +120,13 @@ class Tracker:
         self._show_step(step, values)
 
     def samples(self, step: int, rollouts: Sequence[Rollout], tokenizer: Any) -> int:
-        """Record the rollouts of a step, all or what ``train.max_samples_gb`` has room for. On the first step and every
-        ``train.eval_every`` steps, show the first ``train.log_samples`` of them, coloured by author.
+        """Record the rollouts of a step: all of them, or as many as ``train.max_samples_gb`` has room for.
+
+        On the first step and every ``train.eval_every`` steps, also show the first ``train.log_samples`` of them,
+        coloured by author.
 
         Returns:
-            how many were not recorded.
+            how many rollouts were not recorded.
         """
 
         def line(rollout: Rollout) -> str:
@@ -154,8 +157,11 @@ class Tracker:
         return left_out
 
     def _within_bound(self, step: int, rollouts: Sequence[Rollout], line: Callable[[Rollout], str]) -> list[str]:
-        """The lines that fit: what samples.jsonl holds after a step is at most the step's share of the bound, and at
-        least one line of each step."""
+        """The lines of a step that fit into samples.jsonl.
+
+        After each step the file has at most the share of the size limit that belongs to the steps so far. At least one
+        line of every step is written.
+        """
         bound, train = self._config.train.max_samples_gb, self._config.train
         if bound is None or self._samples is None:
             return [line(rollout) for rollout in rollouts]
@@ -170,7 +176,10 @@ class Tracker:
         return [lines[i] for i in sorted(lines)]
 
     def rollout_progress(self, total_rows: int) -> Callable[[int], None]:
-        """A callback to be called with newly written tokens; the bar's end is ``total_rows`` rows of full length."""
+        """Show a progress bar, and return the function to call with the number of newly written tokens.
+
+        The bar is full at ``total_rows`` rows of the greatest length.
+        """
         if not self._live:
             return lambda tokens: None
         progress = self._bars()
@@ -185,7 +194,7 @@ class Tracker:
         self._console.print(line, markup=False, soft_wrap=True)
 
     def close(self, *, failed: bool = False) -> None:
-        """Take the bars down and close the files. Safe to call twice."""
+        """Remove the progress bars and close the files. It may be called twice."""
         if self._progress is not None:
             self._progress.stop()
             self._progress = None
@@ -226,8 +235,9 @@ class Tracker:
 
 
 def summary_line(step: int, steps: int, metrics: Mapping[str, float], seconds_per_step: float) -> str:
-    """The numbers to watch of one step, seconds per step and the time left; held-out and monitored pass@k in lines of
-    their own. No line is longer than 80 columns.
+    """The most important metrics of a step, the seconds per step and the time left, as text.
+
+    Held-out and monitored pass@k have lines of their own. No line is longer than 80 columns.
 
     Example:
         >>> summary_line(3, 50, {"reward/mean": 0.5, "loss": 0.01, "time/step": 2.0}, 2.0)
@@ -247,7 +257,7 @@ def summary_line(step: int, steps: int, metrics: Mapping[str, float], seconds_pe
 
 
 def _wrapped(groups: Sequence[Sequence[str]], indent: str) -> list[str]:
-    """Lines of at most ``COLUMNS``; none ends between a label and its value."""
+    """Wrap to lines of at most ``COLUMNS`` characters, without a break between a label and its value."""
     fixed = " | ".join(" ".join(part.replace(" ", "\0") for part in group) for group in groups if group)
     lines = textwrap.wrap(fixed, COLUMNS, initial_indent=indent, subsequent_indent=f"{indent}    ")
     return [line.replace("\0", " ") for line in lines]
@@ -256,10 +266,10 @@ def _wrapped(groups: Sequence[Sequence[str]], indent: str) -> list[str]:
 def authored_spans(
     tokens: Sequence[int], author: Sequence[int], decode: Callable[[list[int]], str]
 ) -> list[tuple[Author, str]]:
-    """Text by author, one entry per run of the same author; joined, they are the decoded whole.
+    """The text of each run of tokens by the same author. Joined, the texts are the decoded whole.
 
-    Each run is decoded together with the one before it, as some tokenizers need the left neighbour of a token. A
-    character whose bytes two authors wrote is the second one's.
+    Each run is decoded together with the one before it, since some tokenizers need the token to the left. A character
+    whose bytes are from two authors counts as the second author's.
     """
     spans: list[tuple[Author, str]] = []
     window, shown, start = 0, "", 0  # ``shown`` of decode(tokens[window:start]) is in ``spans`` already
@@ -279,15 +289,18 @@ def authored_spans(
 
 
 def written_text(rollout: Rollout, tokenizer: Any) -> str:
-    """What the authors wrote, special tokens included; turns are joined by line breaks."""
+    """The text that the authors wrote, with special tokens. Turns are joined by line breaks."""
     return "\n".join(tokenizer.decode(turn.tolist()) for turn in own_turns(rollout.tokens, rollout.author))
 
 
 def authored_text(rollout: Rollout, tokenizer: Any, *, mark_steps: bool = False) -> Text:
-    """The response in its authors' colours. Junior text also stands between ‹ and ›, for terminals without colour; what
-    the world says between ⟨ and ⟩, its beginning only.
+    """The response of a rollout, coloured by author.
 
-    mark_steps: write a blank line, which ends a step, as ¶ and a line break.
+    For terminals without colour, the junior's text also stands between ‹ and ›. The beginning of what the environment
+    says stands between ⟨ and ⟩.
+
+    Args:
+        mark_steps: write a blank line, which ends a step, as ¶ and a line break.
     """
     text = Text()
     tokens, authors = (channel[rollout.context_tokens :].tolist() for channel in (rollout.tokens, rollout.author))
@@ -303,7 +316,7 @@ def authored_text(rollout: Rollout, tokenizer: Any, *, mark_steps: bool = False)
 
 
 def sample_table(step: int, rollouts: Sequence[Rollout], tokenizer: Any) -> Table:
-    """The responses of a few rollouts, with their rewards; ¶ is a blank line, which ends a step."""
+    """A table of the responses of a few rollouts and their rewards. ¶ stands for a blank line, which ends a step."""
     world = ", ⟨world⟩" if any(rollout.transcript is not None for rollout in rollouts) else ""
     table = Table(title=f"samples of step {step}: senior, ‹junior›{world}", title_justify="left", show_lines=True)
     table.add_column("example", overflow="fold")
@@ -317,8 +330,10 @@ def sample_table(step: int, rollouts: Sequence[Rollout], tokenizer: Any) -> Tabl
 
 
 def _write(file: IO[str] | None, lines: Sequence[str]) -> None:
-    """Raises:
-    TrackingError: the lines did not get to disk.
+    """Append lines to a file, if there is one.
+
+    Raises:
+        TrackingError: the lines could not be written to disk.
     """
     if file is None:
         return
@@ -333,7 +348,7 @@ def _write(file: IO[str] | None, lines: Sequence[str]) -> None:
 
 
 def _last_step(path: Path) -> int | None:
-    """The step of the last line of an existing record."""
+    """The step of the last line of a metrics file, or None if there is none."""
     if not path.is_file():
         return None
     with open(path, encoding="utf-8") as file:
@@ -347,7 +362,7 @@ def _last_step(path: Path) -> int | None:
 
 
 def _start_wandb(folder: Path, config: Config, say: Callable[[str], None]) -> Any:
-    """The W&B run, or None when disabled. Without an API key an online run is recorded offline."""
+    """Start the W&B run, or return None if it is disabled. Without an API key, an online run is recorded offline."""
     mode = config.train.wandb
     if mode == "disabled":
         return None

@@ -1,6 +1,7 @@
-"""From mini-batches with advantages to new weights: losses, gradients, optimiser steps, learning rates.
+"""Updates the weights from mini-batches with advantages: losses, gradients, optimiser steps, learning rates.
 
-Gradients are sums: losses divide by totals over all micro-batches and data ranks of an optimiser step.
+Gradients are summed, not averaged, since losses divide by totals over all micro-batches and data ranks of an optimiser
+step.
 """
 
 import math
@@ -34,14 +35,15 @@ def update(
     learns: bool = True,
     fresh: bool = True,
 ) -> Metrics:
-    """One optimiser step per mini-batch of prompts; where there is a critic, of both models.
+    """Take one optimiser step for each mini-batch, of the policy and of the critic, if there is one.
 
     Args:
-        learns: False = the policy stays as it is.
-        fresh: the policy's weights wrote the rollouts, so its log-probs must be the engine's; else see ``writers``.
+        learns: whether the policy is updated. If not, it stays as it is.
+        fresh: whether the policy's present weights wrote the rollouts, so that its log-probs must match the engine's.
+            If not, ``writers`` checks the match.
 
     Returns:
-        means over the mini-batches.
+        Metrics, as means over the mini-batches.
     """
     set_learning_rates(setup.config, models, step)
     results: list[Metrics] = []
@@ -64,11 +66,14 @@ def update(
 def update_policy(
     setup: RunSetup, models: Models, batches: Sequence[Batch], clock: Clock, *, first: bool, learns: bool, fresh: bool
 ) -> Metrics:
-    """One optimiser step over micro-batches; the first of a training step also compares trainer and engine.
+    """Take one optimiser step of the policy over micro-batches.
 
     Args:
-        learns: False = only measure; the policy stays as it is.
-        fresh: False = the rollouts are of older weights: only measure how far they are apart.
+        first: whether this is the first optimiser step of the training step, which also compares the log-probs of
+            trainer and engine.
+        learns: whether the policy is updated. If not, metrics are measured only.
+        fresh: whether the policy's present weights wrote the rollouts. If not, the mismatch with the engine is measured
+            but not checked.
 
     Raises:
         TrainError: log-probs do not match the engine's, or the gradient is not finite. Nothing was updated.
@@ -125,7 +130,7 @@ def update_policy(
 
 
 def update_critic(setup: RunSetup, models: Models, batches: Sequence[Batch], clock: Clock) -> Metrics:
-    """One step of the critic towards the returns, over the same tokens and denominators as the policy's.
+    """Take one optimiser step of the critic towards the returns, over the same tokens and denominators as the policy's.
 
     Raises:
         TrainError: the gradient is not finite. The critic was not updated.
@@ -160,7 +165,11 @@ def update_critic(setup: RunSetup, models: Models, batches: Sequence[Batch], clo
 def optimizer_step(
     setup: RunSetup, models: Models, part: str, loss: float, global_totals: Totals, clock: Clock
 ) -> float:
-    """One optimiser step of a model; returns the norm of its gradient before clipping.
+    """Clip the gradient of a model and take an optimiser step. Returns the norm of the gradient before clipping.
+
+    Args:
+        part: the name of the model, as in a checkpoint.
+        loss: the value of the loss, for the message.
 
     Raises:
         TrainError: the gradient is not finite.
@@ -189,19 +198,21 @@ def step_totals(setup: RunSetup, batches: Sequence[Batch]) -> Totals:
 
 
 def logprob_mismatch(world: World, difference: Tensor) -> Metrics:
-    """How far the trainer's log-probs of the senior tokens of all data ranks are from the engine's; no tokens: nothing.
+    """How far the trainer's log-probs of senior tokens are from the engine's, over all data ranks.
 
-    Of d = trainer − engine (nats) of each of the n tokens:
+    With d = trainer − engine (nats) for each of the n tokens, the metrics are:
 
     - ``mismatch/mean_abs``, ``mismatch/max_abs``: the mean and the largest |d|.
-    - ``mismatch/ess``: (Σw)² / (n·Σw²) of the importance weights w = exp(d), with d clamped to ±20: the effective
-      sample size (Kong 1992) as a share of the tokens. 1 = the tokens are as good as the trainer's own, 1/n = one of
-      them is all that counts.
-    - ``mismatch/perplexity_ratio``: exp(−Σd / n), the trainer's perplexity of these tokens over the engine's. Its
+    - ``mismatch/ess``: (Σw)² / (n·Σw²) of the importance weights w = exp(d), with d clamped to ±20. This is the
+      effective sample size (Kong 1992) as a share of the tokens. At 1 the tokens are as good as the trainer's own; at
+      1/n a single token has all the weight.
+    - ``mismatch/perplexity_ratio``: exp(−Σd / n), the trainer's perplexity of these tokens divided by the engine's. Its
       logarithm estimates KL(engine ‖ trainer), so it is mostly above 1.
 
+    Without senior tokens there are no metrics.
+
     Args:
-        difference: d, before any update of the step.
+        difference: d of this data rank's senior tokens, before any update of the step.
     """
     gap, ratio = difference.abs(), log_ratio(difference, torch.zeros_like(difference)).double().exp()
     parts = (gap.sum(), difference.double().sum(), ratio.sum(), ratio.square().sum())
@@ -219,7 +230,7 @@ def logprob_mismatch(world: World, difference: Tensor) -> Metrics:
 
 
 def set_learning_rates(config: Config, models: Models, step: int) -> None:
-    """Those of ``step``, for the policy and the critic."""
+    """Give the optimisers of the policy and the critic their learning rates of ``step``."""
     peaks = {"policy": config.train.lr, "critic": config.train.critic_lr}
     for part, (_, optimizer) in models.trained.items():
         for group in optimizer.param_groups:
@@ -227,10 +238,11 @@ def set_learning_rates(config: Config, models: Models, step: int) -> None:
 
 
 def learning_rate(config: Config, step: int, peak: float | None = None) -> float:
-    """Linear warm-up over ``train.warmup_steps``, then constant, or a cosine down to 0. Steps count from 1.
+    """The learning rate of a step: a linear warm-up over ``train.warmup_steps``, then constant or a cosine down to 0.
 
     Args:
-        peak: None = ``train.lr``.
+        step: the training step, from 1.
+        peak: the learning rate after the warm-up. None means ``train.lr``.
     """
     t = config.train
     peak = t.lr if peak is None else peak

@@ -1,10 +1,11 @@
-"""The mismatch gate where rollouts are older than the trainer's weights (``train.async_steps``).
+"""The mismatch check for rollouts that are older than the trainer's weights (``train.async_steps``).
 
-When the engine has received the trainer's weights and begins to write, the trainer keeps a copy of them in host memory:
-of each process, its part of what is trained (of adapters, the adapters alone). When the rollouts are there, or a
+When the engine has received the trainer's weights and begins to write, each process of the trainer keeps a copy of its
+part of the trained weights in host memory (with adapters, of the adapters alone). When the rollouts are finished, or a
 checkpoint is about to be written, the trainer takes these weights back for one forward over a sample of the rollouts.
-It compares like with like, as without overlap. What the policy has learnt since is not in it; importance sampling
-corrects for that. No more than two copies ever exist: the kept one, and the newer weights during that forward.
+So the check compares the same weights on both sides, as it does without overlap. It leaves out the updates since then,
+for which importance sampling corrects. At most two copies exist: the kept one, and the newer weights during that
+forward.
 """
 
 from collections.abc import Sequence
@@ -27,9 +28,9 @@ def remember(setup: RunSetup, policy: PreTrainedModel) -> Compare:
     """Keep a copy of the policy's weights.
 
     Returns:
-        a function of the completions that they wrote: the metrics of ``update.logprob_mismatch`` as
-        ``mismatch/writer_…``; nothing where the sample has no token of the senior's. All processes call it, in step. It
-        raises a TrainError if the mean is above train.max_logprob_mismatch, or not a number.
+        a function that takes the completions which these weights wrote, and returns the metrics of
+        ``update.logprob_mismatch`` as ``mismatch/writer_…``, or none if the sample has no senior token. All processes
+        must call it together. It raises a TrainError if the mean is above train.max_logprob_mismatch or not a number.
     """
     kept = [part.to("cpu", copy=True) for part in trained_parts(policy)]
 
@@ -44,7 +45,7 @@ def remember(setup: RunSetup, policy: PreTrainedModel) -> Compare:
 
 @torch.no_grad()
 def writer_mismatch(setup: RunSetup, policy: PreTrainedModel, completions: CompletionBatch) -> Metrics:
-    """Of the policy as it is, on the first completions: one micro-batch of each data rank."""
+    """The mismatch of the policy's present weights on the first completions, one micro-batch for each data rank."""
     pairs = [(p, c) for p, group in zip(completions.prompts, completions.completions, strict=True) for c in group]
     rollouts = [unscored(prompt, completion, group=0, index=i) for i, (prompt, completion) in enumerate(pairs)]
     budget, world = setup.config.train.tokens_per_micro_batch, setup.world
@@ -58,7 +59,9 @@ def writer_mismatch(setup: RunSetup, policy: PreTrainedModel, completions: Compl
 
 
 def first_within(lengths: Sequence[int], budget: int, *, rank: int, size: int) -> list[int]:
-    """The first of every ``size``-th sequence from ``rank`` on that have at most ``budget`` tokens together.
+    """The indices of the first sequences of this rank that have at most ``budget`` tokens together.
+
+    The sequences of a rank are every ``size``-th one, from ``rank`` on.
 
     Example:
         >>> first_within([3, 9, 3, 9, 3], 7, rank=0, size=2)

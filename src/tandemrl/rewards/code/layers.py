@@ -1,8 +1,8 @@
-"""The layers of `sandbox`, for a process that locks itself in. Linux only, the standard library alone.
+"""The layers of `sandbox`, for a process that confines itself. Linux only; uses nothing but the standard library.
 
-Each layer has one or two mechanisms, and holds if one of them does. Root needs no user namespace: it makes the others,
-then becomes a user that nobody else is. Root of an ordinary container may make none; its mechanisms are the user id,
-Landlock and seccomp. Anyone else makes the namespaces inside a user namespace.
+Each layer has one or two mechanisms, and holds if one of them does. Root needs no user namespace: it makes the other
+namespaces, then takes a user id that nobody else has. Root of an ordinary container may not make namespaces; its
+mechanisms are the user id, Landlock and seccomp. Any other user makes the namespaces inside a user namespace.
 """
 
 import _socket
@@ -31,7 +31,7 @@ MAX_PIDS = 2**22
 DEVICES = ("/dev/null", "/dev/zero", "/dev/random", "/dev/urandom")
 
 MACHINES = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
-"""What seccomp calls the processors whose system calls are numbered below, in this order."""
+"""seccomp's numbers of the processors for which the tables below give system call numbers, in the same order."""
 SYS_PIVOT_ROOT = (155, 41)
 SYS_CLONE3 = (435, 435)
 REFUSED = {
@@ -84,10 +84,10 @@ class Layers:
 
 
 def own_ids() -> tuple[int, int]:
-    """The user and group id to run programs as: for root ids that nobody has, for others their own.
+    """The user id and the group id to run programs as. For root they are ids that nobody has, for others their own.
 
-    Root's are different for each of the processes alive. 0x70000000 is where the ranges end that systemd gives out; a
-    container with fewer ids uses the upper half of them.
+    For root they differ between all processes that are alive. They begin at 0x70000000, where the ranges that systemd
+    gives out end; a container with fewer ids uses the upper half of its ids.
     """
 
     def spare(kind: str) -> int:
@@ -105,9 +105,9 @@ def separate(layers: Layers, user: tuple[int, int], *, home: str, libraries: Seq
 
     Args:
         user: see `own_ids`.
-        home: an empty directory, the working directory where there is no mount namespace.
-        libraries: what can be read; nothing else is there.
-        bytes_on_disk: size of the working directory in a mount namespace, which is in memory.
+        home: an empty directory, which is the working directory if there is no mount namespace.
+        libraries: the folders that can be read. There is nothing else in a mount namespace.
+        bytes_on_disk: the size of the working directory in a mount namespace, where it is in memory.
     """
     root = os.geteuid() == 0
     if root:
@@ -126,7 +126,7 @@ def separate(layers: Layers, user: tuple[int, int], *, home: str, libraries: Seq
 
 
 def confine(layers: Layers, user: tuple[int, int], *, libraries: Sequence[str]) -> None:
-    """Give up rights for good: this process's, and those of all that it will ever start."""
+    """Give up rights for good, for this process and for all processes that it starts later."""
     os.setsid()
     if os.geteuid() == 0:
         layers.add("own user id", ("user", "processes"), lambda: _become(user))
@@ -141,9 +141,9 @@ def confine(layers: Layers, user: tuple[int, int], *, libraries: Sequence[str]) 
 
 
 def end_user(user: tuple[int, int]) -> None:
-    """For root: kill at once every process of a user id of `own_ids`, also those that fork faster than one can count.
+    """For root: kill all processes of a user id of `own_ids` at once, even if they fork faster than one can list them.
 
-    What kills them is a process with that user's id, which they may not signal since its other ids are its own.
+    A process with that user's id kills them. They may not signal it, since its other ids are different.
     """
     if os.geteuid() or 0 in user:
         return
@@ -169,7 +169,7 @@ def adopt_orphans() -> None:
 
 
 def prove(layers: Layers, interpreter: str, supervisor: int) -> None:
-    """What is said to hold is tried."""
+    """Try to break each layer that is reported to hold."""
     try:
         os.listdir(os.path.dirname(os.__file__))
     except OSError as error:
@@ -213,7 +213,7 @@ def _user_namespace(user: tuple[int, int]) -> None:
 
 
 def _new_root(root: str, user: tuple[int, int], libraries: Sequence[str], bytes_on_disk: int) -> None:
-    """A root with the libraries, read-only, some devices, and an empty directory in memory."""
+    """Enter a new root directory with the libraries (read-only), some devices, and an empty directory in memory."""
     _mount(None, "/", None, MS_REC | MS_PRIVATE)
     _mount("tmpfs", root, "tmpfs", MS_NOSUID | MS_NODEV, "mode=755,size=1m")
     for path in filter(os.path.exists, libraries):
@@ -248,7 +248,8 @@ def _stand_in(path: str, place: str) -> None:
 
 
 def _landlock(libraries: Sequence[str]) -> None:
-    """Files: read the libraries, do anything in the working directory. Signals and abstract sockets: none outwards."""
+    """Apply Landlock: only the libraries can be read, everything is allowed in the working directory, and no signals or
+    abstract sockets reach other processes."""
     version = _syscall("landlock_create_ruleset", SYS_LANDLOCK, None, 0, 1)
     write, read, listing, truncate, device_control = (1 << bit for bit in (1, 2, 3, 14, 15))
     handled = (1 << (13 + (version >= 2) + (version >= 3))) - 1 | (device_control if version >= 5 else 0)

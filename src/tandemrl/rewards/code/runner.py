@@ -1,12 +1,12 @@
-"""The inside of `sandbox`: locks itself in, then runs one test. The standard library alone.
+"""The inside of `sandbox`: it confines itself, then runs one test. It uses nothing but the standard library.
 
 The *template* is started once and forks a *supervisor* for each sandbox, which makes the namespaces, starts the
-*runner* and waits for it. The runner gives up its user, files and system calls, proves it, and says which layers hold.
-For its test it forks a fresh process, which executes the program, and kills whatever is left of it. What a test should
-give never comes in here, except for `check`.
+*runner* and waits for it. The runner gives up its user, files and system calls, verifies it, and says which layers
+hold. For its test it forks a fresh process, which executes the program, and kills whatever is left of it. The expected
+result of a test never comes in here, except for `check`.
 
-Frames in both directions: 8 bytes of length, then JSON. The runner ends with its test, the frame ``null`` or the
-requests.
+Messages in both directions are frames: 8 bytes of length, then JSON. The runner ends after its test, at the frame
+``null``, or when no requests can come any more.
 """
 
 import atexit
@@ -45,7 +45,7 @@ from tandemrl.rewards.code.layers import (
 MAX_OPEN_FILES = 128
 MAX_STACK_BYTES = 64 * 2**20
 DOES_NOT_COMPILE = 120
-"""Exit status of a test whose program is no Python."""
+"""The exit status of a test whose program is not valid Python."""
 ERROR_CHARS = 2000
 MAX_EQUAL_HASHES = 100
 """In one set or dictionary that a program answers with; ``{2**n for n in range(6000)}`` has that many."""
@@ -60,7 +60,7 @@ PREAMBLE_MODULES = (
 
 
 def as_script(program: str) -> None:
-    """The program as ``__main__``, with standard input and output."""
+    """Run the program as ``__main__``, with standard input and output."""
     module = types.ModuleType("__main__")
     sys.modules["__main__"] = module
     _execute(program, module)
@@ -69,7 +69,10 @@ def as_script(program: str) -> None:
 
 
 def as_function(program: str, name: str) -> None:
-    """The program as a module. Answers each line of descriptor 3, a list of arguments, with a line on descriptor 4."""
+    """Run the program as a module, and call its function ``name``.
+
+    Each line of descriptor 3 is a list of arguments; the result of the call is a line on descriptor 4.
+    """
     module = types.ModuleType("solution")
     sys.modules["solution"] = module
     preamble: dict[str, Any] = {}
@@ -90,7 +93,7 @@ def as_function(program: str, name: str) -> None:
 
 
 def check(prompt: str, test: str, function: str) -> None:
-    """HumanEval's ``check(candidate)``: the verdict goes to descriptor 5, and only this process can write there.
+    """Run HumanEval's ``check(candidate)``. The verdict goes to descriptor 5, where only this process can write.
 
     The candidate is a stand-in that asks the process of `as_function` through descriptors 3 and 4, so the program
     cannot touch the test: it neither sees it nor can it return an object that is equal to everything.
@@ -129,10 +132,10 @@ def _execute(program: str, module: types.ModuleType) -> None:
 
 
 def to_wire(value: Any) -> Any:
-    """JSON for the values that tests exchange; lists are lists, ``{kind: items}`` stands for the other containers.
+    """A value that tests exchange, as JSON. Lists stay lists; ``{kind: items}`` stands for the other containers.
 
     Raises:
-        TypeError: a value of another kind.
+        TypeError: the value is of a kind that cannot be exchanged.
     """
     if value is None or isinstance(value, bool | str):
         return value
@@ -160,7 +163,7 @@ def from_wire(value: Any) -> Any:
     """The inverse of `to_wire`.
 
     Raises:
-        ValueError, TypeError, LookupError, AttributeError, ArithmeticError: not what `to_wire` makes.
+        ValueError, TypeError, LookupError, AttributeError, ArithmeticError: ``value`` is not what `to_wire` makes.
     """
     if isinstance(value, list):
         return [from_wire(item) for item in value]
@@ -194,7 +197,8 @@ def _hashed(values: list[Any]) -> list[Any]:
 def main() -> None:
     """The template: a process with everything imported that forks a sandbox for each message on the socket at 0.
 
-    A message is one byte and three descriptors: to read requests from, to write replies to, to write errors to.
+    A message is one byte and three descriptors: one to read requests from, one to write replies to, and one to write
+    errors to.
     """
     os.chdir("/")
     os.environ.pop("LD_LIBRARY_PATH", None)
@@ -226,7 +230,7 @@ def main() -> None:
 
 
 def _supervise(requests: int, replies: int) -> None:
-    """The supervisor, and from its fork on the runner."""
+    """Run as the supervisor, and after its fork as the runner."""
     null = os.open(os.devnull, os.O_RDWR)
     os.dup2(null, 0)
     os.dup2(null, 1)
@@ -279,9 +283,9 @@ class Runner:
     """Runs one test in fresh processes.
 
     Args:
-        control: descriptors to read requests from and to write replies to.
+        control: the descriptors to read requests from and to write replies to.
         store: an empty file for what a test reads.
-        limits: see `sandbox`.
+        limits: the limits of a test, see `sandbox`.
         sweep: kills every process of the test.
     """
 
@@ -331,7 +335,11 @@ class Runner:
         os.lseek(self._store, 0, os.SEEK_SET)
 
     def _watch(self, main: int, sources: Sequence[int], deadline: float) -> tuple[str, list[bytes]]:
-        """How the main process ended, and what came out of the pipes; nothing of the test lives after this."""
+        """Wait for the main process, then kill everything that is left of the test.
+
+        Returns:
+            how the process ended, and what came out of the pipes.
+        """
         left = self._limits["output_bytes"]
         texts: dict[int, list[bytes]] = {source: [] for source in sources}
         ended = os.pidfd_open(main)
@@ -365,7 +373,7 @@ class Runner:
         return "output" if left < 0 else status, [b"".join(texts[source]) for source in sources]
 
     def _spawn(self, body: Callable[[], None], descriptors: Sequence[int]) -> int:
-        """A process whose open descriptors are the given ones, as 0, 1, 2, …"""
+        """Fork a process whose only open descriptors are the given ones, as 0, 1, 2, …"""
         pid = os.fork()
         if pid:
             return pid
@@ -438,7 +446,7 @@ def send(descriptor: int, message: Any) -> None:
 
 
 def receive(descriptor: int) -> Any:
-    """The next message; None at the end. Reads not a byte beyond it."""
+    """Read the next message, or None at the end. It reads no byte beyond the message."""
     header = _read(descriptor, 8)
     return None if header is None else json.loads(_read(descriptor, int.from_bytes(header, "little")) or "null")
 

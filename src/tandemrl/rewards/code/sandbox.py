@@ -1,8 +1,8 @@
-"""Runs programs that a model wrote. Linux only; no torch.
+"""Runs programs that a model wrote. Linux only; the module does not import torch.
 
-Each test gets a fresh tree of processes (`sandbox_runner`) in a fresh directory, so that a program can leave nothing to
-its next test, not even how many there were. Six layers enclose them; a layer holds if one of its mechanisms does, and
-the sandbox tries each before it says so:
+Each test gets a fresh tree of processes (`runner`) in a fresh directory, so that a program can leave nothing for its
+next test, not even how many tests there were. Six layers enclose the processes. A layer holds if one of its mechanisms
+does, and the sandbox tries each mechanism before it reports the layer:
 
 ============== ================================================ =======================================================
 layer          what it stops                                    mechanisms
@@ -60,17 +60,17 @@ START = (
 COMMAND = (sys.executable, "-S", "-P", "-s", "-c", START)
 START_LIMIT_S = 60.0
 GRACE_S = 20.0
-"""What the runner may take beyond a test's own limit on a busy machine."""
+"""How many seconds the runner may take beyond a test's own limit, on a busy machine."""
 
 
 class SandboxError(RuntimeError):
-    """Programs cannot be run safely here; the message says which layers are missing and what to do."""
+    """Programs cannot be run safely here. The message says which layers are missing and what to do."""
 
 
 class Outcome(NamedTuple):
-    """What became of a test.
+    """The outcome of a test.
 
-    ``output`` is what a script wrote; ``value`` what a function returned, True for a check that passed.
+    ``output`` is what a script wrote. ``value`` is what a function returned, or True for a check that passed.
     """
 
     status: Literal["ok", "error", "crash", "timeout", "output", "syntax"]
@@ -82,14 +82,14 @@ class Outcome(NamedTuple):
 class Layer(NamedTuple):
     holds: bool
     how: str
-    """The mechanisms, or why there is none."""
+    """The mechanisms that hold the layer, or why there is none."""
 
 
 class Template:
-    """A process with everything imported, from which sandboxes are forked; it starts when needed.
+    """A process with everything imported, from which sandboxes are forked. It is started when first needed.
 
     Args:
-        command: a process like `sandbox_runner.main`.
+        command: the command that starts a process like `runner.main`.
     """
 
     def __init__(self, command: Sequence[str] = COMMAND) -> None:
@@ -101,7 +101,7 @@ class Template:
         atexit.register(self.close)
 
     def fork(self) -> tuple[int, int, int]:
-        """A new sandbox: descriptors to write requests to, to read replies from, and to read errors from."""
+        """Fork a sandbox. Returns descriptors to write requests to, to read replies from, and to read errors from."""
         (requests, ours), (replies, theirs), (errors, their_errors) = os.pipe(), os.pipe(), os.pipe()
         try:
             with self._lock:
@@ -143,9 +143,9 @@ _TEMPLATE = Template()
 
 
 class Sandbox:
-    """Runs tests one after the other, each in processes of its own. Not for several threads at once.
+    """Runs tests one after the other, each in processes of its own. It must not be used from several threads at once.
 
-    ``seconds``: wall clock that the tests took so far, without the start and the end of their processes.
+    ``seconds`` is the wall-clock time of the tests so far, without the start and the end of their processes.
 
     Raises:
         SandboxError: on a test, if no sandbox starts, or a layer is missing and ``sandbox.allow_weak`` is false.
@@ -180,14 +180,14 @@ class Sandbox:
         return Outcome("crash", message=f"the sandbox did not outlive this test, twice: {last_words or trouble}")
 
     def layers(self) -> dict[str, Layer]:
-        """Which layers hold here. Raises nothing for one that does not."""
+        """Which layers hold here. A layer that does not hold raises no error."""
         hello = self._open()
         self.close()
         why = "; ".join(hello["troubles"])
         return {name: Layer(bool(held), ", ".join(held) or why) for name, held in hello["layers"].items()}
 
     def close(self) -> str:
-        """End all processes. Returns the last words of the sandbox's own."""
+        """End all processes, and return the end of what the sandbox's own processes wrote as errors."""
         process, self._process = self._process, None
         return process.end() if process else ""
 
@@ -265,7 +265,7 @@ class _Process:
         return json.loads(_read(self._replies, size, deadline))
 
     def end(self) -> str:
-        """Wait until all processes are gone; the end of what they had to say."""
+        """Wait until all processes are gone, and return the end of what they wrote as errors."""
         with contextlib.suppress(BrokenPipeError):
             send(self._requests, None)
         words = bytearray()
@@ -291,7 +291,7 @@ def layers() -> dict[str, Layer]:
     """Which layers hold on this machine, by name.
 
     Raises:
-        SandboxError: not Linux, or no sandbox starts.
+        SandboxError: this is not Linux, or no sandbox starts.
     """
     return Sandbox(SandboxConfig()).layers()
 
@@ -341,7 +341,7 @@ def _read(descriptor: int, size: int, deadline: float) -> bytes:
 
 @functools.cache
 def _python() -> tuple[list[str], list[str]]:
-    """Folders that programs may read, none below another; and those where packages are."""
+    """The folders that programs may read, none of which is inside another, and the folders that hold packages."""
     paths = sysconfig.get_paths()
     packages = [path for path in sys.path if os.path.basename(path) in ("site-packages", "dist-packages")]
     prefixes = (sys.prefix, sys.base_prefix, sys.exec_prefix, sys.base_exec_prefix, "/usr", "/")

@@ -1,7 +1,8 @@
-"""Programs in a response, scored by their tests (see `data.program_tests`) in a `sandbox`.
+"""Scores the program in a response by its tests (see `data.program_tests`), which run in a `sandbox`.
 
-Every test counts, where PRIME stops after ten. Printed text is compared word by word, in order, where PRIME also
-accepts the same set of words; a number may differ from one with a decimal point by 1e-5 of it, numpy's default.
+Every test counts, while PRIME stops after ten. Printed text is compared word by word, in order, while PRIME also
+accepts the same set of words. If the expected number has a decimal point, the printed one may differ by a relative
+1e-5, numpy's default.
 """
 
 import contextlib
@@ -21,7 +22,7 @@ from tandemrl.rewards.code.sandbox import Sandbox
 from tandemrl.rewards.protocol import Score
 
 RELATIVE, ABSOLUTE = 1e-5, 1e-8
-"""How far a printed number may be from the expected one."""
+"""How far a printed number may be from the expected one, relatively and absolutely."""
 MAX_NUMBER_CHARS = 400
 
 _PYTHON_FENCE = re.compile(r"```(?:python3?|py)\b[^\n`]*\n", re.IGNORECASE)
@@ -32,13 +33,15 @@ _NUMBER = re.compile(r"[+-]?(\d+(\.\d*)?|\.\d+)([eE][+-]?\d{1,6})?")
 def score_code(
     row: Row, text: str, *, sandbox: SandboxConfig, credit: Literal["fraction", "all"] = "fraction"
 ) -> Score:
-    """The share of the row's tests that the program in ``text`` passes; with ``credit="all"`` 1 or 0.
+    """The share of the row's tests that the program in ``text`` passes. With ``credit="all"`` it is 1 if all pass, else
+    0.
 
-    Parts: ``acc`` (all passed), ``answer_present`` (there is a fenced block), ``tests_passed`` and ``tests_timed_out``
-    (shares of all tests). Blocks; may be called from several threads.
+    The parts are ``acc`` (whether all tests passed), ``answer_present`` (whether there is a fenced block),
+    ``tests_passed`` and ``tests_timed_out`` (shares of all tests). The call blocks until the tests are done. It may be
+    made from several threads.
 
     Raises:
-        DataError: the row's ground truth has none of the formats.
+        DataError: the row's ground truth has none of the known formats.
         SandboxError: programs cannot be run safely here.
 
     Example:
@@ -71,12 +74,13 @@ def score_code(
 
 
 def code_scorer(config: Config) -> Callable[[Row, str], Score]:
-    """``score_code`` as ``sandbox.*`` and ``reward.code_credit`` say."""
+    """``score_code`` with the settings ``sandbox.*`` and ``reward.code_credit`` of a config."""
     return partial(score_code, sandbox=config.sandbox, credit=config.reward.code_credit)
 
 
 def extract_program(text: str) -> str:
-    """What follows the last Python fence up to the next fence; else the last fenced block; else the whole text."""
+    """The program in a response: what follows the last Python fence up to the next fence. Without a Python fence it is
+    the last fenced block, and without any fence the whole text."""
     fences = list(_PYTHON_FENCE.finditer(text))
     if fences:
         return text[fences[-1].end() :].partition("```")[0]
@@ -85,7 +89,8 @@ def extract_program(text: str) -> str:
 
 
 def complete(program: str, test: Test) -> str:
-    """HumanEval's prompt before the program: its imports and helpers, and the head of a function that lacks it."""
+    """The program behind what it needs of HumanEval's prompt: imports and helpers, and the function head if it lacks
+    that."""
     return f"{test.prompt}\n{program}" if isinstance(test, Check) else program
 
 
@@ -102,7 +107,7 @@ def _agrees(test: Test, output: str, value: Any, expected: Any) -> bool:
 
 
 def same_text(output: str, expected: str) -> bool:
-    """Whether two texts have the same words in the same order; see the module for numbers.
+    """Whether two texts have the same words in the same order. The docstring of the module says how numbers compare.
 
     Example:
         >>> same_text("1  2\\n0.33333", "1 2\\n0.333333\\n"), same_text("2 1", "1 2"), same_text("12.0001", "12")
@@ -122,7 +127,7 @@ def _same_word(word: str | None, expected: str | None) -> bool:
 
 
 def same_value(value: Any, expected: Any) -> bool:
-    """Equality by Python's rules, up to what JSON does not know: tuples are lists, keys are strings."""
+    """Equality by Python's rules, except for what JSON cannot express: tuples equal lists, and keys are strings."""
     if isinstance(value, Mapping) and isinstance(expected, Mapping):
         mine = {_key(key): item for key, item in value.items()}
         return mine.keys() == expected.keys() and all(same_value(mine[key], expected[key]) for key in expected)

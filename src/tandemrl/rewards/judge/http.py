@@ -1,4 +1,4 @@
-"""Judges behind HTTP: any OpenAI-compatible chat endpoint, such as ``vllm serve MODEL``."""
+"""Judges that are reached over HTTP: any OpenAI-compatible chat endpoint, such as ``vllm serve MODEL``."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -9,13 +9,13 @@ from tandemrl.rewards.judge.rubric import JudgeError, Messages
 
 
 class HttpJudge:
-    """Replies from ``judge.url``; a `rubric.Judge`. At most ``judge.concurrency`` requests are in flight.
+    """A `rubric.Judge` that gets its replies from ``judge.url``, with at most ``judge.concurrency`` requests at a time.
 
-    ``model`` is the name that is asked for: ``judge.model``, or else the first one that the endpoint lists. An endpoint
-    that does not answer yet is given ``judge.wait_s``.
+    ``model`` is the name of the model that replies: ``judge.model``, or the first one that the endpoint lists. If the
+    endpoint does not answer yet, the constructor waits for up to ``judge.wait_s``.
 
     Args:
-        check: called while that time passes; raises if there is nothing to wait for.
+        check: called while it waits; it raises if there is nothing to wait for.
 
     Raises:
         JudgeError: the endpoint is down or does not serve ``judge.model``, or ``judge.api_key_env`` is not set.
@@ -37,14 +37,14 @@ class HttpJudge:
         self.model = self._client.model(config.model)
 
     def ask(self, prompts: Sequence[Messages], *, attempt: int = 0) -> list[str]:
-        """One reply per prompt, in order.
+        """Get one reply per prompt, in order.
 
         Args:
-            attempt: 0 is sampled at ``judge.temperature``; later ones at ``judge.retry_temperature``, seeded by their
-                number.
+            attempt: number of the attempt. Attempt 0 is sampled at ``judge.temperature``, later ones at
+                ``judge.retry_temperature``, with their number as the seed.
 
         Raises:
-            JudgeError: a prompt has no reply after all attempts; the others are then given up too.
+            JudgeError: a prompt has no reply after all retries; the other prompts are then given up, too.
         """
         body: dict[str, Any] = {
             "model": self.model,
@@ -60,7 +60,7 @@ class HttpJudge:
 
 
 def _reply(response: Response) -> str:
-    """The text of a chat completion; "" where there is none, as from a model that never stopped thinking."""
+    """The text of a chat completion. It is "" if there is none, as from a model that never stopped thinking."""
     message = chat_message(response)
     if "content" not in message:
         raise Passing(f"not a chat completion: {start(response.body)}")

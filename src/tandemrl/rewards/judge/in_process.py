@@ -17,14 +17,17 @@ from tandemrl.selection import solo
 
 
 class EngineJudge:
-    """The senior of an `Engine` as a `rubric.Judge`. The same prompt and attempt give the same reply, in any batch."""
+    """A `rubric.Judge` whose replies the senior of an `Engine` writes.
+
+    The same prompt and attempt give the same reply in any batch.
+    """
 
     def __init__(self, engine: Engine, tokenizer: PreTrainedTokenizerBase, config: JudgeConfig) -> None:
         self.engine, self.tokenizer, self.config = engine, tokenizer, config
         self.model = config.model or engine.info.name
 
     def ask(self, prompts: Sequence[Messages], *, attempt: int = 0) -> list[str]:
-        """One reply per prompt, in order.
+        """Get one reply per prompt, in order.
 
         Raises:
             JudgeError: a prompt and ``judge.max_tokens`` do not fit into the engine's context.
@@ -49,8 +52,9 @@ class EngineJudge:
 
 
 def make_judge(config: Config) -> Judge | None:
-    """The judge that a config asks for, ready to be asked; None if it asks for none. A judge in this process has the
-    dtype and the device of the senior.
+    """The judge that a config asks for, ready to be used, or None if it asks for none.
+
+    A judge in this process has the dtype and the device of the senior.
 
     Raises:
         JudgeError: the endpoint is down, or serves another model.

@@ -1,10 +1,10 @@
-"""Judges: models that mark responses, the rewards made of their marks, and the reward that trains such a model.
+"""Judges, which are models that score responses; the rewards made of their scores; and a reward to train a judge.
 
-The rubric reward model of arXiv 2510.07774 marks a whole response by the criteria of its problem; the verifier of arXiv
-2505.14625 (TinyV) says whether two answers are the same. Both are asked through the same `Judge`, which is passed in:
-this module knows neither models nor HTTP. A reply that holds no score is asked for again. A response that gets none in
-the end is unscored: nothing is learnt from it. More of them in a batch than ``judge.max_failure_rate`` are an error, as
-is a judge that is down. Neither is ever a silent 0.
+The rubric reward model of arXiv 2510.07774 scores a whole response by the criteria of its problem. The verifier of
+arXiv 2505.14625 (TinyV) says whether two answers are the same. Both are asked through a `Judge`, which is passed in:
+this module knows neither models nor HTTP. If a reply holds no score, the judge is asked again. A response without a
+score in the end is unscored and not used in training. It is an error if more than the share
+``judge.max_failure_rate`` of a batch is unscored, or if the judge is down. Neither ever becomes a silent 0.
 """
 
 import json
@@ -22,40 +22,48 @@ Messages = Sequence[Mapping[str, str]]
 
 FULL_MARKS = 10.0
 GATES = {"one_think": -1.0, "sections": 0.0, "boxed": 0.0, "short": 0.0, "repetition": -1.0}
-"""Reward of a response that fails a gate of `judge.gates`, in the order in which they are tried.
+"""The reward of a response that fails a gate of `judge.gates`, in the order in which the gates are tried.
 
-``one_think``: exactly one ``</think>``; what follows it goes on. ``sections``: ``<reasoning>…</reasoning>`` and then
-``<solution>…</solution>``; what follows ``</reasoning>`` goes on. ``boxed``: a closed ``\\boxed{…}``. ``short``: more
-than ten words. ``repetition``: not cut off (last character a letter or digit) with 300 characters that occur twice.
-The rewards are those of the published code, where these gates stand commented out.
+``one_think`` requires exactly one ``</think>``; later gates and the judge see what follows it. ``sections`` requires
+``<reasoning>…</reasoning>`` and then ``<solution>…</solution>``; later gates and the judge see what follows
+``</reasoning>``. ``boxed`` requires a closed ``\\boxed{…}``. ``short`` requires more than ten words. ``repetition``
+refuses a response that is cut off (its last character is a letter or a digit) and has 300 characters that occur twice.
+The rewards are those of the published code, where these gates are commented out.
 """
 SHORT_WORDS = 10
 SEVERAL = 4
-"""If none of so many responses, or more, gets a score, the judge is the wrong one, however large the batch."""
+"""If at least this many responses are judged and none gets a score, this is an error, however large the batch is."""
 REPEATED_CHARS = 300
 
 
 class JudgeError(GraderError):
-    """A judge cannot be asked, or gives no scores; the message says what was tried and what to change."""
+    """A judge cannot be asked, or gives no scores. The message says what was tried and what to change."""
 
 
 @runtime_checkable
 class Judge(Protocol):
-    """Chat prompts in, replies out, in the same order. ``model`` names who replies."""
+    """A model that replies to chat prompts. ``model`` is its name."""
 
     model: str
 
     def ask(self, prompts: Sequence[Messages], *, attempt: int = 0) -> list[str]:
-        """Replies; attempt 0 is sampled at ``judge.temperature``, later ones at ``judge.retry_temperature``.
+        """Get one reply per prompt, in order.
+
+        Args:
+            attempt: number of the attempt. Attempt 0 is sampled at ``judge.temperature``, later ones at
+                ``judge.retry_temperature``.
 
         Raises:
-            JudgeError: any prompt has no reply.
+            JudgeError: a prompt has no reply.
         """
         ...
 
 
 class Template(NamedTuple):
-    """What a judge is shown and how its reply is read. whole: it sees the whole response, not the extracted answer."""
+    """What a judge is shown, and how its reply is read.
+
+    whole: whether the judge sees the whole response rather than the extracted answer.
+    """
 
     text: str
     parse: Callable[[str], float | None]
@@ -104,10 +112,10 @@ Student's answer:
 
 
 def parse_score(text: str) -> float | None:
-    """The score after the last "Total Score" of a reply, from 0 to 1; None if there is none that can be trusted.
+    """The score after the last "Total Score" of a reply, from 0 to 1, or None if there is none that can be trusted.
 
-    A reply without these words is a score only if it is nothing else. Scores are out of 10 and cut to [0, 1]; another
-    denominator, a sum, a range, a percentage or a number that is not finite is no score.
+    A reply without these words counts only if it consists of the score alone. Scores are out of 10, and the result is
+    clamped to [0, 1]. Another denominator, a sum, a range, a percentage or a number that is not finite gives None.
 
     Example:
         >>> [parse_score(text) for text in ("**Total Score: 7/10**", "Total Score: [8.5/10 points]", "about seven")]
@@ -131,7 +139,7 @@ def parse_score(text: str) -> float | None:
 
 
 def parse_verdict(text: str) -> float | None:
-    """1 for true (or yes), 0 for false (or no); None where a reply says neither, both, or "not true"."""
+    """1 if a reply says true (or yes), 0 if it says false (or no), None if it says neither, both, or "not true"."""
     text = _after_thinking(text).rpartition("Answer:")[2].lower()
     for positive, negative in (("true", "false"), ("yes", "no")):
         if re.search(rf"\b(?:not|n't)\s+{positive}\b", text):
@@ -146,10 +154,11 @@ def parse_verdict(text: str) -> float | None:
 
 
 def grade_score(row: Row, text: str, options: RewardConfig | None = None) -> Score:
-    """The reward that trains a rubric reward model: ``(1 − |s − t|)²`` for a response that gives the score s where the
-    row's ground truth is t, both in [0, 1]; 0 for a response without a score.
+    """The reward that trains a rubric reward model (source: the code of arXiv 2510.07774).
 
-    ``acc``: within half a point of ten. ``answer_present``: there is a score. Source: arXiv 2510.07774's code.
+    It is ``(1 − |s − t|)²`` for a response with the score s to a row whose ground truth is t, both in [0, 1], and 0 for
+    a response without a score. ``acc`` is 1 if s is within half a point of ten of t. ``answer_present`` is 1 if the
+    response has a score.
 
     Raises:
         DataError: the ground truth is not a number in [0, 1].
@@ -169,21 +178,22 @@ def grade_score(row: Row, text: str, options: RewardConfig | None = None) -> Sco
 
 
 class JudgePool:
-    """Marks whole batches; this is the ``judge`` of `scoring.Scorer`.
+    """Scores whole batches with a judge. It is the ``judge`` argument of `scoring.Scorer`.
 
-    The reward is made of r, the rules' ``acc``, and j, the judge's mark in [0, 1]. By ``judge.mode``, ``addon`` is 1 if
-    r, else weight·j, and the judge is asked only where r is 0; ``mixed`` is weight·j + (1 − weight)·r, and
-    ``tinyv_only`` is j.
+    The reward is made of r, the ``acc`` of the rules, and j, the judge's score in [0, 1]. ``judge.mode`` decides how:
+    ``addon`` is 1 if r is 1, else weight·j, and the judge is asked only where r is 0; ``mixed`` is
+    weight·j + (1 − weight)·r; ``tinyv_only`` is j.
 
-    Parts: ``rule`` is r; ``judge_asked`` is 1 where the judge was asked, and ``judge`` is then j; ``unscored`` is 1
-    where none of its replies held a score (the reward is then 0 and means nothing, see `protocol.Score`);
-    ``gate_NAME`` is 1 where a gate closed. ``acc`` is r for a judge of reasoning; for a judge of answers (``tinyv``) it
-    is what both say: either of them, with ``tinyv_only`` the judge.
+    The parts of a score are: ``rule``, which is r; ``judge_asked``, which is 1 if the judge was asked; ``judge``, which
+    is j if it was asked; ``unscored``, which is 1 if none of its replies held a score (the reward is then 0 and
+    meaningless, see `protocol.Score`); and ``gate_NAME``, which is 1 if the response fails this gate. ``acc`` is r for
+    a judge of reasoning. For a judge of answers (``tinyv``) it is 1 if the rules or the judge accept the answer, and
+    with ``tinyv_only`` if the judge does.
 
     Raises:
-        JudgeError: the judge is down; more than ``judge.max_failure_rate`` of the responses, or all of several that it
-            was asked about, got no score; ``judge.template`` cannot be used.
-        DataError: a row lacks what the template shows; names the row and the field.
+        JudgeError: the judge is down, ``judge.template`` cannot be used, or no score was found for more than the share
+            ``judge.max_failure_rate`` of the responses, or for any of several that it was asked about.
+        DataError: a row lacks a field that the template shows; the message names both.
     """
 
     def __init__(self, judge: Judge, config: JudgeConfig) -> None:
@@ -197,7 +207,7 @@ class JudgePool:
         return scores
 
     def score_part(self, items: Sequence[tuple[Row, str, Score]]) -> list[Score]:
-        """Scores of a part of a batch; how many of them may be unscored is for `check` of the whole batch to say."""
+        """Score a part of a batch. Call `check` with the scores of the whole batch, which limits the unscored ones."""
         admitted = [admit(text, self.config.gates) for _, text, _ in items]
         asked = [
             i
@@ -214,7 +224,7 @@ class JudgePool:
         ]
 
     def check(self, scores: Sequence[Score]) -> None:
-        """Hold the scores of a whole batch to ``judge.max_failure_rate``; those that are not a judge's do not count.
+        """Check the scores of a whole batch against ``judge.max_failure_rate``. Only scores of a judge count.
 
         Raises:
             JudgeError: too many are unscored.
@@ -224,19 +234,20 @@ class JudgePool:
         self._check(sum("unscored" in parts for parts in judged), asked=asked, batch=len(judged))
 
     def marks(self, items: Sequence[tuple[Row, str, str | None]]) -> list[float | None]:
-        """The judge's mark in [0, 1] for each (row, response, extracted answer); None where no reply held one.
+        """The judge's score in [0, 1] for each (row, response, extracted answer), or None if no reply held one.
 
-        Equal prompts are asked once. A judge of answers is not asked where there is none: that is a 0.
+        Equal prompts are asked once. A judge of answers is not asked about a response without an answer, whose score is
+        0.
 
         Raises:
-            JudgeError, DataError: as the class.
+            JudgeError, DataError: as listed for the class.
         """
         marks = self._marks(items)
         self._check(marks.count(None), asked=len(marks), batch=len(marks))
         return marks
 
     def _check(self, unscored: int, *, asked: int, batch: int) -> None:
-        """Raises `JudgeError` if ``unscored`` of the ``asked`` responses are too many in a batch of ``batch``."""
+        """Raise a `JudgeError` if ``unscored`` of the ``asked`` responses are too many in a batch of ``batch``."""
         limit = self.config.max_failure_rate
         allowed = max(1, math.floor(limit * batch)) if limit > 0 else 0
         if unscored <= allowed and not unscored == asked >= SEVERAL:
@@ -250,7 +261,7 @@ class JudgePool:
         )
 
     def _marks(self, items: Sequence[tuple[Row, str, str | None]]) -> list[float | None]:
-        """`marks`, however many are None."""
+        """As `marks`, without a limit on how many may be None."""
         prompts = [self._prompt(row, text if self.template.whole else answer) for row, text, answer in items]
         marks: dict[str, float | None] = {prompt: None for prompt in prompts if prompt is not None}
         for attempt in range(1 + self.config.retries):
@@ -291,10 +302,10 @@ class JudgePool:
 
 
 def template_of(config: JudgeConfig) -> Template:
-    """The template that a config names, with the text of ``judge.template`` if there is one.
+    """The template that a config names, with the text of the file ``judge.template`` if there is one.
 
     Raises:
-        JudgeError: that file cannot be read, does not show the response, or has an unknown field.
+        JudgeError: the file cannot be read, does not show the response, or has an unknown field.
     """
     builtin = {
         "rubric": Template(RUBRIC, parse_score, whole=True),
@@ -318,7 +329,7 @@ def template_of(config: JudgeConfig) -> Template:
 
 
 def admit(text: str, gates: Sequence[str]) -> tuple[str, str | None]:
-    """What the judge reads of a response, and the first gate that it fails (None: it passes). See `GATES`."""
+    """The part of a response that the judge reads, and the first gate of `GATES` that it fails, or None."""
     for gate in GATES:
         if gate not in gates:
             continue
@@ -340,7 +351,7 @@ def admit(text: str, gates: Sequence[str]) -> tuple[str, str | None]:
 
 
 def repeats(text: str, length: int) -> bool:
-    """Whether any ``length`` characters in a row occur twice, overlaps included."""
+    """Whether any ``length`` consecutive characters occur twice. The two places may overlap."""
     seen: set[int] = set()
     for start in range(len(text) - length + 1):
         window = hash(text[start : start + length])  # 64 bits: a collision is not a worry, a copy of each window is
@@ -366,7 +377,7 @@ _SCORE = re.compile(
 
 
 def _after_thinking(text: str) -> str:
-    """The reply proper of a model that thinks first; nothing if it was cut off while thinking."""
+    """The reply of a model that thinks first, without the thought. It is "" if the model was cut off while thinking."""
     if "</think>" in text:
         return text.rpartition("</think>")[2]
     return "" if "<think>" in text else text
@@ -398,7 +409,7 @@ def _refused(rule: Score, gate: str) -> Score:
 
 
 def _parts(rule: Score) -> dict[str, float]:
-    """The rules' parts; a verdict of theirs that was lost is not a lost score, since the judge is asked."""
+    """The parts of the rules' score. A lost verdict of the rules does not count as lost, since the judge is asked."""
     return {f"rule_{name}" if name in ("timeout", "failure") else name: value for name, value in rule.parts.items()}
 
 

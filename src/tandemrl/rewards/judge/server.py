@@ -13,20 +13,21 @@ from tandemrl.processes.server import serving
 from tandemrl.rewards.judge.rubric import JudgeError
 
 LOG = "judge.log"
-"""In ``output_dir``: what the server writes."""
+"""The file in ``output_dir`` that the server's output goes to."""
 PATIENCE_S = GRACE_S + 2
-"""The server of a run that was killed may take so long to end."""
+"""How long the server of a killed run may take to end."""
 
 
 @contextmanager
 def judge_server(config: Config, *, start: bool = True) -> Iterator[Callable[[], None]]:
-    """Inside, ``judge.command`` runs, if there is one; it need not answer yet. An error of the judge names its log.
+    """A context in which ``judge.command`` runs, if the config has one. The server need not answer yet when it is
+    entered. An error of the judge inside gets a note that names the server's log.
 
     Args:
-        start: whether this process starts it, or another one on its behalf.
+        start: whether this process starts the server. If not, another process does.
 
     Yields:
-        a function that raises `JudgeError` if the server has ended.
+        a function that raises a `JudgeError` if the server has ended.
 
     Raises:
         JudgeError: something else answers at ``judge.url``, or the command cannot be read.
@@ -56,7 +57,7 @@ def judge_server(config: Config, *, start: bool = True) -> Iterator[Callable[[],
 
 
 def _taken(url: str) -> bool:
-    """Whether anybody listens at the address."""
+    """Whether a server already listens at the address."""
     address = urlsplit(url)
     try:
         port = address.port or (443 if address.scheme == "https" else 80)

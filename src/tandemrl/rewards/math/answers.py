@@ -1,4 +1,4 @@
-"""Scores for short answers in a fixed place: GSM8K's ``#### N``, and ``<answer>…</answer>``. Imports no torch."""
+"""Scores short answers in a fixed place: GSM8K's ``#### N``, and ``<answer>…</answer>``. It does not import torch."""
 
 import json
 import re
@@ -21,7 +21,8 @@ Gsm8kMode = Literal["strict", "flexible", "tandem", "first"]
 
 
 def gsm8k(row: Row, text: str, options: RewardConfig) -> Score:
-    """1 for the number of the ground truth, ``reward.format_score`` for another number in the right place, else 0.
+    """GSM8K: 1 for the number of the ground truth, ``reward.format_score`` for another number in the right place, else
+    0.
 
     Answers are compared as strings, as in verl: "18.0" and "18." are not "18".
     """
@@ -32,10 +33,10 @@ def gsm8k(row: Row, text: str, options: RewardConfig) -> Score:
 
 
 def integer(row: Row, text: str, options: RewardConfig) -> Score:
-    """TinyZero's multiplication and arithmetic: 1 for the whole number in the last ``<answer>``, 0.1 for another.
+    """TinyZero's multiplication and arithmetic: 1 if the last ``<answer>`` is the right whole number, 0.1 for another.
 
     Raises:
-        DataError: the ground truth is no whole number.
+        DataError: the ground truth is not a whole number.
     """
     try:
         gold = int(row.ground_truth)
@@ -51,7 +52,7 @@ def integer(row: Row, text: str, options: RewardConfig) -> Score:
 
 def exact_match(row: Row, text: str, options: RewardConfig) -> Score:
     """Search-R1's question answering (arXiv:2503.09516): 1 if the last ``<answer>`` is one of the targets, else
-    ``reward.format_score``; a quarter of it for a response full of answer tags."""
+    ``reward.format_score``. A right answer gets a quarter if the response has more than `MAX_ANSWER_TAGS` tags."""
     answer = tagged_answer(text)
     correct = answer is not None and normalise_words(answer) in map(normalise_words, targets(row))
     score = graded(correct, answer, options, 0.0)
@@ -61,7 +62,7 @@ def exact_match(row: Row, text: str, options: RewardConfig) -> Score:
 
 
 def graded(correct: bool, answer: str | None, options: RewardConfig, wrong: float) -> Score:
-    """1 for a correct answer, ``reward.format_score`` (null: ``wrong``) for another one, 0 for none."""
+    """1 for a correct answer, ``reward.format_score`` for another one (``wrong`` if that is null), 0 for none."""
     if options.format_score is not None:
         wrong = options.format_score
     value = 0.0 if answer is None else 1.0 if correct else float(wrong)
@@ -94,7 +95,7 @@ def has_guillemets(text: str) -> bool:
 
 
 def tagged_answer(text: str) -> str | None:
-    """What the last closed ``<answer>…</answer>`` holds, over lines too; None if there is none."""
+    """The content of the last closed ``<answer>…</answer>``, which may have several lines; None if there is none."""
     for before in reversed(text.split("</answer>")[:-1]):
         _, opened, answer = before.rpartition("<answer>")
         if opened:

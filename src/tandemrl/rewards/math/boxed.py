@@ -1,8 +1,8 @@
-r"""Scores for answers to maths problems in LaTeX: ``\boxed{…}``, MATH's strings, DAPO's ``Answer:``. No torch.
+r"""Scores answers to maths problems in LaTeX: ``\boxed{…}``, MATH's strings, DAPO's ``Answer:``. Without torch.
 
-Most answers are decided at once (`equality.quick_equal`): fast, and bounded whatever the model wrote. What is left goes
-to math-verify, which may run for ever on hostile input such as ``\boxed{\sum_{i=1}^{9^{9^9}} \frac{1}{i}}``;
-`tandemrl.rewards.scoring.Scorer` runs it where it can be killed.
+Most answers are decided at once by `equality.quick_equal`, which is fast and bounded whatever the model wrote. The
+others go to math-verify, which may run for ever on hostile input such as
+``\boxed{\sum_{i=1}^{9^{9^9}} \frac{1}{i}}``; `tandemrl.rewards.scoring.Scorer` runs it in a process that it can kill.
 """
 
 import importlib.util
@@ -39,14 +39,15 @@ SEARCH_CHARS = 2000
 
 
 def boxed(row: Row, text: str, options: RewardConfig) -> Score | Deferred:
-    r"""1 if the last ``\boxed{…}`` holds an answer equal to the ground truth, else 0: a box alone earns nothing."""
+    r"""1 if the last ``\boxed{…}`` holds an answer equal to the ground truth, else 0. A box alone earns nothing."""
     return _compared(gold_answer(row), extract_boxed(text))
 
 
 def hendrycks(row: Row, text: str, options: RewardConfig) -> Score:
-    r"""1 if the last box is the ground truth as a normalised string: the grader of MATH (arXiv:2103.03874).
+    r"""The grader of MATH (arXiv:2103.03874): 1 if the last box equals the ground truth as a normalised string, else 0.
 
-    Also ``\fbox{…}`` and ``\boxed 5``, as there. Equal values in another form, such as 0.25 for 1/4, are wrong.
+    Like the original it also reads ``\fbox{…}`` and ``\boxed 5``. Equal values in another form, such as 0.25 for 1/4,
+    are wrong.
     """
     gold, answer = gold_answer(row), extract_boxed(text, loose=True)
     published = options.compat == "verl"
@@ -57,10 +58,11 @@ def hendrycks(row: Row, text: str, options: RewardConfig) -> Score:
 
 
 def dapo(row: Row, text: str, options: RewardConfig) -> Score:
-    """+1 if the last ``Answer: …`` is the ground truth as a normalised string, else -1 (DAPO, arXiv:2503.14476).
+    """The grader of DAPO (arXiv:2503.14476): +1 if the last ``Answer: …`` equals the ground truth as a normalised
+    string, else -1.
 
-    With ``reward.compat`` = ``verl`` as published: what stands before the last "=", or outside the first formula, is
-    dropped, and so are all commas of a number.
+    With ``reward.compat`` = ``verl`` it is as published: text before the last "=" or outside of the first formula is
+    dropped, and so are all commas in a number.
     """
     lines = re.findall(r"(?i)Answer\s*:\s*([^\n]+)", text[-DAPO_CHARS:])
     if not lines:
@@ -75,13 +77,14 @@ def dapo(row: Row, text: str, options: RewardConfig) -> Score:
 
 
 def dapo_boxed(row: Row, text: str, options: RewardConfig) -> Score:
-    """DAPO's strict variant: +1 if a box at the very end holds the ground truth literally, else -1."""
+    """DAPO's strict grader: +1 if a box at the very end holds exactly the text of the ground truth, else -1."""
     answer = extract_boxed(text[-DAPO_BOX_CHARS:])
     return _signed(answer == row.ground_truth.strip(), answer)
 
 
 def math_verified(row: Row, text: str, options: RewardConfig) -> Score | Deferred:
-    """1 if the response states the ground truth, in a box or else at its end (`stated_answer`), else 0."""
+    """1 if the response states the ground truth, else 0. The answer is in a box, or without one at the end
+    (`stated_answer`)."""
     answer = extract_boxed(text) if r"\boxed" in text else stated_answer(text[-SEARCH_CHARS:])
     return _compared(gold_answer(row), answer)
 
@@ -98,14 +101,14 @@ def verdict(correct: bool, answer: str | None, **extra: float) -> Score:
 
 
 def settled(outcome: bool | Lost, answer: str | None) -> Score:
-    """The score behind an outcome of the symbolic pool; one that was lost is 0 and counted."""
+    """The score for an outcome of the symbolic pool. A lost outcome scores 0 and is counted."""
     if isinstance(outcome, Lost):
         return verdict(False, answer, **{outcome.how: 1.0})
     return verdict(outcome, answer)
 
 
 def _compared(gold: str, answer: str | None) -> Score | Deferred:
-    """1 for an answer equal to the gold answer, which math-verify decides where `quick_equal` cannot."""
+    """1 for an answer equal to the gold answer, else 0. math-verify decides if `quick_equal` cannot."""
     equal = answer is not None and quick_equal(gold, answer)
     if equal is None:
         return Deferred("symbolic", (EQUIVALENT, gold, answer), lambda outcome: settled(outcome, answer))
@@ -120,12 +123,12 @@ def _signed(correct: bool, answer: str | None) -> Score:
 
 
 def extract_boxed(text: str, *, loose: bool = False) -> str | None:
-    r"""What the last ``\boxed{…}`` holds, braces matched; None if it is missing, unclosed or empty.
+    r"""The content of the last ``\boxed{…}``, with matched braces; None if it is missing, unclosed or empty.
 
-    A box within a box is part of it: ``\boxed{\boxed{7} or 8}`` holds "{7} or 8".
+    A box within a box belongs to the outer one: ``\boxed{\boxed{7} or 8}`` holds "{7} or 8".
 
     Args:
-        loose: accept ``\fbox{…}`` where there is no ``\boxed``, and ``\boxed 5`` up to the next "$".
+        loose: also accept ``\fbox{…}`` if there is no ``\boxed``, and ``\boxed 5`` up to the next "$".
     """
     text = re.sub(r"\\boxed +\{", r"\\boxed{", text)
     start = text.rfind(r"\boxed")
@@ -172,10 +175,11 @@ def _outermost_box(text: str, start: int) -> int:
 
 
 def stated_answer(text: str) -> str | None:
-    r"""What a response without a box gives as its answer; None if there is no number and no formula.
+    r"""The answer that a response without a box gives; None if there is no number and no formula.
 
-    That is the rest of the sentence after "the answer is", else the last clause with a number or formula in it: after
-    "is", "so", "therefore" and the like. A single formula in it counts alone.
+    It is the rest of the sentence after "the answer is". Without these words it is the last clause with a number or a
+    formula in it, from behind "is", "so", "therefore" and the like. If the clause has a single formula, the answer is
+    this formula alone.
 
     Example:
         >>> stated_answer("Since $x^2 = 16$, the answer is 4."), stated_answer(r"so $x = \frac{1}{2}$ holds")
@@ -318,9 +322,10 @@ EQUIVALENT = f"{__name__}:equivalent"
 
 
 def equivalent(gold: str, answer: str) -> bool:
-    """Whether math-verify finds two answers equal. Not bounded in time or memory: see `scoring.Scorer`.
+    """Whether math-verify finds two answers equal. Time and memory are not bounded: see `scoring.Scorer`.
 
-    Its timers are off: they use SIGALRM, which only works in a main thread and cannot interrupt a long C call.
+    math-verify's own timers are off, since they use SIGALRM, which only works in a main thread and cannot interrupt a
+    long C call.
 
     Raises:
         GraderError: math-verify is not installed.
@@ -330,8 +335,11 @@ def equivalent(gold: str, answer: str) -> bool:
 
 
 def require_math_verify() -> None:
-    """Raises:
-    GraderError: math-verify, or a package that it needs, is not installed."""
+    """Check that math-verify is installed.
+
+    Raises:
+        GraderError: math-verify, or a package that it needs, is not installed.
+    """
     for module in ("math_verify", "latex2sympy2_extended", "sympy"):
         if importlib.util.find_spec(module) is None:
             raise GraderError(f"grading needs {module}, which is not installed: pip install 'math-verify>=0.9'")

@@ -1,8 +1,9 @@
-r"""What an answer claims, looked at before anything compares it. No torch.
+r"""Checks what an answer claims, before anything compares it. Without torch.
 
-Comparisons read leniently: text, unknown signs and one side of an equation fall away in them. So what such a reading
-could turn into another answer is refused before: negations and hedges, equations that are more than a bare label, a
-second number, characters that cannot be seen. What is refused is wrong, unless it is the ground truth itself.
+Comparisons read leniently: they drop text, unknown signs and one side of an equation. So answers that such a reading
+could turn into another answer are refused before: those with negations and hedges, equations that are more than a bare
+label, a second number, or characters that cannot be seen. A refused answer is wrong, unless it is the ground truth
+itself.
 """
 
 import re
@@ -12,13 +13,13 @@ from tandemrl.rewards.math.notation import TEXT, bare, clean, hidden, split, wit
 
 
 def identical(gold: str, answer: str) -> bool:
-    """Whether two answers are the same string, but for spaces around it and a full stop at its end."""
+    """Whether two answers are the same string, apart from outer spaces and a full stop at the end."""
     gold, answer = gold.strip(), answer.strip()
     return answer != "" and answer in (gold, f"{gold}.")
 
 
 def refused(gold: str, answer: str) -> bool:
-    r"""Whether a cleaned answer says something that a comparison would pass over and that the gold answer does not say.
+    r"""Whether a cleaned answer says something that a comparison would ignore and that the gold answer does not say.
 
     Example:
         >>> refused("4", r"4 \text{ or more}"), refused("4", r"4 \text{ apples}")
@@ -56,7 +57,7 @@ def readable(gold: str, answer: str) -> bool:
 
 
 def sides(text: str) -> tuple[str, ...]:
-    """What stands between the equals signs of an answer, those in brackets and braces left alone."""
+    """The parts of an answer between its equals signs. Signs inside of brackets and braces do not count."""
     return split(text, "=") if "=" in text else (text,)
 
 
@@ -78,12 +79,12 @@ def hints_at_a_qualifier(prose: str) -> bool:
 
 
 def without_reason(text: str) -> str:
-    """An answer in prose without the reason behind it, as in "5, because 2 + 3 = 5"."""
+    """An answer in prose without the reason that follows it, as in "5, because 2 + 3 = 5"."""
     return _REASON.split(text)[0]
 
 
 def unlabelled(text: str) -> str:
-    """The rest of a cleaned answer behind a bare label such as "x ="; of "x = 3, y = 5", all."""
+    """A cleaned answer without a bare label such as "x =" in front. "x = 3, y = 5" stays whole."""
     text = _MEMBER.sub("", text)
     first, *others = sides(text)
     if others and is_label(first) and not _SEPARATOR.search(" ".join(others[:-1])):
@@ -92,9 +93,9 @@ def unlabelled(text: str) -> str:
 
 
 def drop_label(gold: str, answer: str) -> tuple[str, str]:
-    r"""Two cleaned answers without bare labels, where one side has one only or both have the same.
+    r"""Two cleaned answers without their bare labels, if only one of them has a label or both have the same one.
 
-    Where the ground truth is no equation, an answer may also name what the question asks for, as in "m + n = 3", or a
+    If the ground truth is not an equation, the answer may also name what the question asks for, as in "m + n = 3", or a
     choice, as in "(C) 5".
     """
     if re.search("[A-J]", gold) is None:

@@ -1,4 +1,4 @@
-"""Countdown: reach a target with given numbers and the four operations. No eval of model text, no torch.
+"""Countdown: reach a target with given numbers and the four operations. Neither ``eval`` nor torch is used.
 
 Two published rewards, chosen by ``reward.countdown``:
 
@@ -30,7 +30,7 @@ from tandemrl.rewards.protocol import Score
 
 MAX_EXPRESSION_CHARS = 500
 MAX_BITS = 2000
-"""Longer expressions and larger intermediate results are refused."""
+"""The size in bits beyond which intermediate results are refused."""
 TOLERANCE = Fraction(1, 10**5)
 
 
@@ -40,11 +40,12 @@ class Task(NamedTuple):
 
 
 class ExpressionError(ValueError):
-    """Not an arithmetic expression that is computed here."""
+    """A text is not an arithmetic expression that this module computes."""
 
 
 def countdown(row: Row, text: str, options: RewardConfig) -> Score:
-    """Score a response; the table is in the module's docstring. ``parts["uses_numbers"]``: exactly the given numbers.
+    """Score a response by the table in the module's docstring. The part ``uses_numbers`` is 1 if it uses exactly the
+    given numbers.
 
     Raises:
         DataError: the ground truth is not ``{"target": …, "numbers": […]}``.
@@ -77,7 +78,7 @@ def evaluate(expression: str) -> Fraction:
 
 
 def read_task(row: Row) -> Task:
-    """Target and numbers of a row.
+    """The target and the numbers of a row.
 
     Raises:
         DataError: they are not in its ground truth.
@@ -102,7 +103,8 @@ _STRICT: Operations = {ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: o
 
 
 def _check(task: Task, expression: str | None) -> tuple[bool, bool | None]:
-    """Whether an expression has exactly the task's numbers, and if so whether it is the target; None: no value."""
+    """Whether an expression has exactly the task's numbers, and whether its value is the target, or None without a
+    value."""
     if expression is None:
         return False, None
     try:
@@ -159,7 +161,7 @@ _LENIENT: Operations = {**_STRICT, ast.Pow: _power, ast.FloorDiv: lambda a, b: F
 
 
 def _evaluate(expression: str, operations: Operations) -> tuple[Fraction, list[int]]:
-    """The value, and the whole numbers that occur."""
+    """The value of an expression, and the whole numbers that occur in it."""
     expression = " ".join(expression.split())
     allowed = r"[0-9+\-*/() ]+" if operations is _STRICT else r"[0-9+\-*/().% ]+"
     if len(expression) > MAX_EXPRESSION_CHARS or re.fullmatch(allowed, expression) is None:

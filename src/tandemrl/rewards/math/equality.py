@@ -1,7 +1,7 @@
-r"""Whether two mathematical answers in LaTeX are equal, as far as that can be told fast and in bounded time. No torch.
+r"""Decides whether two mathematical answers in LaTeX are equal, as far as that is possible fast and in bounded time.
 
 `quick_equal` compares normalised strings, numbers, lists, sets, intervals and matrices entry by entry, and formulas by
-their values (`expression`). Where it says None, a computer algebra system may know more: `boxed.equivalent`.
+their values (`expression`). If it returns None, a computer algebra system may know more: `boxed.equivalent`.
 """
 
 import itertools
@@ -25,7 +25,7 @@ ROUNDED = Fraction(1, 100)
 
 
 def quick_equal(gold: str, answer: str) -> bool | None:
-    """Whether two answers are equal; None where strings, numbers and values do not tell.
+    """Whether two answers are equal, or None if strings, numbers and values do not decide it.
 
     Whole numbers (also written "142.0") are equal exactly, other decimals within 1e-6 (`expression.near`). "2.55e-10"
     is a number. "50%" is 50 and also 0.5. Words, and letters of a multiple choice, are compared without regard to case.
@@ -70,10 +70,10 @@ def exact_and_rounded(answer: str) -> list[str]:
 
 
 def formulas_equal(a: str, b: str, *, tolerance: Fraction | None = None) -> bool | None:
-    """Whether two answers without units are equal as numbers or as formulas; None if that is not clear.
+    """Whether two answers without units are equal as numbers or as formulas, or None if that is not clear.
 
     Args:
-        tolerance: relative difference allowed; None = as in `expression.same`.
+        tolerance: the relative difference that is allowed. None means that of `expression.same`.
     """
     plain = without_spaces(a), without_spaces(b)
     if any(map(_WITH_BASE.fullmatch, plain)):
@@ -86,7 +86,8 @@ def formulas_equal(a: str, b: str, *, tolerance: Fraction | None = None) -> bool
 
 
 def number(text: str) -> Fraction | None:
-    """The exact value of a plain number without spaces: decimal, scientific, with thousands, or a fraction."""
+    """The exact value of a plain number without spaces (decimal, scientific, with thousands separators, or a fraction),
+    or None."""
     if len(text) > _MAX_NUMBER_CHARS:
         return None
     if _THOUSANDS.fullmatch(text):
@@ -118,7 +119,7 @@ def values(text: str) -> tuple[str, ...]:
 
 
 def is_labelled(shape: "Shape") -> bool:
-    """Whether it is a list of values with a label each, such as "x = 3, y = 5"."""
+    """Whether an answer is a list of values with a label each, such as "x = 3, y = 5"."""
     labels = [sides(part)[0] for part in shape.parts if len(sides(part)) == 2]
     return shape.kind == "list" and len(shape.parts) == len(labels) and all(map(is_label, labels))
 

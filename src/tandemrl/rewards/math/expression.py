@@ -1,12 +1,13 @@
-r"""Whether two formulas have the same value: LaTeX or plain text, no ``eval``, bounded time and memory.
+r"""Decides whether two formulas in LaTeX or plain text have the same value, without ``eval``, in bounded time and
+memory.
 
 `same` computes the trees that `formula.read` makes of both at fixed points: exactly, in fractions, where the formula
 allows it, else with 40 digits. Two different rational functions agree at a point of a large set with a tiny probability
 (Schwartz–Zippel), and the points are not known to the model that writes the answer. Of an unknown function such as
 the f in ``f(0)`` all that counts is that equal arguments give equal values.
 
-Left to others (`formula.read` or `same` say None): relations, text, numbers beyond 10^3000, ambiguous
-notation such as ``1/2x``, and identities that hold for positive variables only.
+The module does not decide about relations, text, numbers beyond 10^3000, ambiguous notation such as ``1/2x``, and
+identities that hold for positive variables only: `formula.read` or `same` returns None.
 """
 
 import math
@@ -35,10 +36,11 @@ class _Undefined(ArithmeticError):
 
 
 def same(a: Formula, b: Formula, *, tolerance: Fraction | None = None) -> bool | None:
-    r"""Whether two formulas are equal wherever both are defined; None if that is not clear.
+    r"""Whether two formulas are equal wherever both are defined, or None if that is not clear.
 
     Args:
-        tolerance: relative difference allowed; None = that of `near` if one contains a decimal number, else none.
+        tolerance: the relative difference that is allowed. None means that of `near` if one of them contains a decimal
+            number, else 0.
 
     Example:
         >>> same(read(r"\sqrt{8}"), read(r"2\sqrt2")), same(read("(x+1)^2"), read("x^2+1"))
@@ -78,8 +80,9 @@ def near(a: Any, b: Any, tolerance: Fraction | None = None) -> bool:
     """Whether two values, fractions or numbers of `mpmath`, are equal within a relative tolerance.
 
     Args:
-        tolerance: None = two whole numbers have to be equal, a whole and another one to differ by at most 1e-6, others
-            by a relative 1e-6. 0 = equal, for numbers that are no fractions within rounding errors.
+        tolerance: the relative difference that is allowed. None means that two whole numbers have to be equal, a whole
+            number and another number may differ by at most 1e-6, and other numbers by a relative 1e-6. At 0, fractions
+            have to be equal, and other numbers equal within rounding errors.
     """
     exact = isinstance(a, Fraction) and isinstance(b, Fraction)
     whole = [isinstance(x, Fraction) and x.denominator == 1 for x in (a, b)]

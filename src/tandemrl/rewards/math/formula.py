@@ -19,8 +19,11 @@ MAX_EXPONENT = 2500
 
 
 class Formula(NamedTuple):
-    """A formula that can be computed. ``decimal``: it contains a decimal number. ``vague``: it can be read in several
-    ways (``log`` without base, letters in a row), so that a difference proves nothing."""
+    """A formula that can be computed.
+
+    ``decimal`` says whether it contains a decimal number. ``vague`` says whether it can be read in several ways
+    (``log`` without a base, letters in a row), so that a difference proves nothing.
+    """
 
     tree: "Node"
     variables: frozenset[str]
@@ -29,19 +32,19 @@ class Formula(NamedTuple):
 
 
 class Node(NamedTuple):
-    """``what``: an operation, "number" or "variable". ``of``: its operands, or the value or name."""
+    """A node of a formula. ``what`` is an operation, "number" or "variable"; ``of`` is its operands, value or name."""
 
     what: str
     of: tuple[Any, ...]
 
 
 class Unreadable(Exception):
-    """Not a formula that this module computes."""
+    """A text is not a formula that this module computes."""
 
 
 @lru_cache(1024)
 def read(text: str) -> Formula | None:
-    r"""The formula that a text is, None if it is none.
+    r"""The formula that a text stands for, or None if it is not a formula.
 
     Example:
         >>> read(r"\frac{x}{2}") is not None, read("so x = 2") is None

@@ -1,4 +1,4 @@
-r"""Normal forms of mathematical answers: markup, units and shorthand that change nothing go. No torch."""
+r"""Normal forms of mathematical answers, without markup, units and shorthand that change nothing. Without torch."""
 
 import re
 import string
@@ -6,7 +6,7 @@ import unicodedata
 
 
 def visible(text: str) -> str:
-    """As it looks: characters of no width are removed, full-width ones are plain."""
+    """A text as it looks: characters of no width are removed, and full-width ones become plain ones."""
     if text.isascii():
         return text
     return text.translate(_VISIBLE)
@@ -18,7 +18,8 @@ def hidden(text: str) -> bool:
 
 
 def clean(answer: str) -> str:
-    r"""Markup that changes nothing is removed; ``\frac12``, "7 3/4" and "3 million" written out; single spaces stay."""
+    r"""An answer without markup that changes nothing. ``\frac12``, "7 3/4" and "3 million" are written out, and single
+    spaces stay."""
     answer = visible(answer)
     for old, new in _REWRITES:
         answer = answer.replace(old, new)
@@ -40,14 +41,14 @@ def clean(answer: str) -> str:
 
 
 def without_full_stop(answer: str) -> str:
-    """Without outer spaces and a full stop at the end; an ellipsis stays."""
+    """An answer without outer spaces and without a full stop at the end. An ellipsis stays."""
     return re.sub(r"(?<!\.)\.$", "", answer.strip()).strip()
 
 
 def normalise(answer: str) -> str:
     """An answer without spaces, units, markup and shorthand, for comparison as a string.
 
-    The steps are those of Hendrycks et al. (`math.normalise_math`), but labels such as "x =" stay, and digits with a
+    The steps are those of Hendrycks et al. (`boxed.normalise_math`), but labels such as "x =" stay, and digits with a
     space between them are kept apart: "7 3/4" is not 73/4.
     """
     return without_spaces(bare(clean(answer)))
@@ -63,14 +64,17 @@ def bare(answer: str) -> str:
 
 
 def without_spaces(answer: str) -> str:
-    """Without spaces but those between digits, which become "␣"; ".5" and ``\\sqrt3`` written out."""
+    """An answer without spaces, except those between digits, which become "␣". ".5" and ``\\sqrt3`` are written out."""
     answer = re.sub(r"(?<=\d) (?=\d)", "␣", answer).replace(" ", "")
     answer = re.sub(r"(?<!\d)\.(?=\d)", "0.", answer)
     return re.sub(r"\\sqrt(\w)", r"\\sqrt{\1}", answer)
 
 
 def split(answer: str, separators: str = ",;") -> tuple[str, ...]:
-    """The parts between separators outside brackets; ``]`` and ``)`` close either bracket, as in intervals."""
+    """The parts of an answer between separators that are outside of brackets.
+
+    ``]`` and ``)`` close either kind of bracket, as in intervals.
+    """
     parts, depth, start = [], 0, 0
     for at, character in enumerate(answer):
         depth += (character in "([{") - (character in ")]}")

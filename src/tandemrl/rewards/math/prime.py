@@ -1,4 +1,4 @@
-r"""PRIME's two-stage grader for maths answers in free text (arXiv:2502.01456). Imports no torch.
+r"""PRIME's two-stage grader for maths answers in free text (arXiv:2502.01456). It does not import torch.
 
 The answer is whatever follows "answer is", stands in the last box, or comes after a label and "=" (`extract_answer`).
 Stage one (`grade`, after prm800k) compares normal forms, then tuples entry by entry, and wants fractions reduced. Stage
@@ -55,7 +55,7 @@ PI = "(3.14)"
 
 
 def prime(row: Row, text: str, options: RewardConfig) -> Score | Deferred:
-    """1 if either stage finds the answer equal to the ground truth, else 0. ``parts["format"]``: there is a box."""
+    """1 if either stage finds the answer equal to the ground truth, else 0. The part ``format`` is 1 with a box."""
     gold, answers = gold_answer(row), extract_answer(text, published=options.compat == "verl")
 
     def score(outcome: bool | Lost) -> Score:
@@ -68,10 +68,10 @@ def prime(row: Row, text: str, options: RewardConfig) -> Score | Deferred:
 
 
 def extract_answer(text: str, *, published: bool = False) -> tuple[str, ...]:
-    r"""What a response may mean by its answer, the last one foremost: all of a box, and its part after "is" etc.
+    r"""The readings of a response's answer: the whole content of a box, and its part after "is" and the like.
 
     Args:
-        published: take what follows the last "=", whatever stands before it, rather than after a bare label.
+        published: drop everything before the last "=", not only a bare label.
 
     Example:
         >>> extract_answer("Adding up, the answer is x = 5"), extract_answer(r"so \boxed{x = 5}.")
@@ -91,7 +91,7 @@ def extract_answer(text: str, *, published: bool = False) -> tuple[str, ...]:
 
 
 def equal(gold: str, *answers: str) -> bool | None:
-    """Whether one of the answers is right by either stage; None if only sympy could tell, about the last of them."""
+    """Whether one of the answers is right by either stage; None if only sympy could decide, about the last of them."""
     if any(identical(gold, answer) for answer in answers):
         return True
     if any(len(side) > MAX_ANSWER_CHARS for side in (gold, *answers)) or not all(answers):
@@ -104,7 +104,7 @@ def equal(gold: str, *answers: str) -> bool | None:
 
 
 def grade(gold: str, answer: str) -> bool | None:
-    """Stage one: equal normal forms, or equal entries of equally bracketed tuples. None where sympy would be needed."""
+    """Stage one: equal normal forms, or equal entries of tuples in equal brackets. None if only sympy could decide."""
     if _mathd(gold) == _mathd(answer):
         return True
     left, right = normalise(gold), normalise(answer)
@@ -117,7 +117,10 @@ def grade(gold: str, answer: str) -> bool | None:
 
 
 def math_equal(gold: str, answer: str) -> bool | None:
-    """Stage two: equal as numbers (1e-4, times or over 100), strings, lists, matrices or formulas. None: sympy only."""
+    """Stage two: equal as numbers (within 1e-4, or up to a factor of 100), strings, lists, matrices or formulas.
+
+    None if only sympy could decide.
+    """
     gold, answer = (_unwrap(clean(side)) for side in (gold, answer))
     exact = _lenient(gold, answer, MAX_NESTING)
     if exact is True or _PI.search(gold + answer) is None:

@@ -1,5 +1,5 @@
-"""Short answers to questions: exact match and F1 of SQuAD (arXiv:1606.05250), and MuSiQue's official scores
-(arXiv:2108.00573). Imports no torch.
+"""Scores short answers to questions: exact match and F1 of SQuAD (arXiv:1606.05250), and MuSiQue's official scores
+(arXiv:2108.00573). The module does not import torch.
 """
 
 import re
@@ -26,19 +26,21 @@ _ORDINAL = re.compile(rf"\b(?:{'|'.join(ORDINALS)})\b")
 
 
 def exact_match(answer: str | None, references: Sequence[str]) -> float:
-    """1 if an answer is one of the references in their normal form, else 0; no answer is none of them."""
+    """1 if an answer equals one of the references in normal form, else 0. No answer (None) gets 0."""
     return 0.0 if answer is None else float(normalise_words(answer) in map(normalise_words, references))
 
 
 def f1(answer: str | None, references: Sequence[str]) -> float:
-    """The greatest F1 of an answer's words with those of a reference, each as often as it occurs; 0 for no answer."""
+    """The greatest F1 between the words of an answer and those of a reference, each word as often as it occurs. No
+    answer (None) gets 0."""
     return 0.0 if answer is None else max((_f1_of(answer, reference) for reference in references), default=0.0)
 
 
 def with_figures(references: Sequence[str]) -> list[str]:
-    """The references, and each in lower case with its numbers in figures: "Two" is "2", "the second" is "the 2nd".
+    """The references, and each of them again in lower case with its numbers in figures: "Two" becomes "2", "the second"
+    becomes "the 2nd".
 
-    As in rlvr's MuSiQue, but for ordinals inside of words, which stay ("secondary").
+    This is as in rlvr's MuSiQue, except that ordinals inside of words stay ("secondary").
     """
     lower = [reference.lower().strip() for reference in references]
     figures = [
@@ -49,7 +51,7 @@ def with_figures(references: Sequence[str]) -> list[str]:
 
 
 def set_f1(chosen: Collection[str], right: Collection[str]) -> float:
-    """F1 of two sets; 1 where both are empty."""
+    """The F1 of a chosen set against the right one. It is 1 if both are empty."""
     chosen, right = set(chosen), set(right)
     return 2 * len(chosen & right) / (len(chosen) + len(right)) if chosen or right else 1.0
 
@@ -78,7 +80,7 @@ def official_scores(questions: Sequence[Judged]) -> dict[str, float]:
     predicted right.
 
     Raises:
-        ValueError: there is no answerable question, or an id of MuSiQue-Full is not such a pair.
+        ValueError: there is no answerable question, or an id of MuSiQue-Full does not come once either way.
     """
     answerable = [question for question in questions if question.answerable]
     if not answerable:

@@ -1,6 +1,6 @@
-"""The reward of questions about documents (MuSiQue, generated worlds): answer, retrieval, citations and form.
+"""The reward of questions about documents (MuSiQue, generated worlds), for answer, retrieval, citations and format.
 
-An episode is scored by its transcript: by the last call of ``complete``, and by what the tools showed.
+An episode is scored by its transcript: by the last call of ``complete``, and by the documents that the tools showed.
 """
 
 from collections.abc import Callable, Mapping
@@ -17,8 +17,8 @@ from tandemrl.rewards.qa.transcripts import completed, retrieved_ids
 
 
 class Era(NamedTuple):
-    """How the parts of a score make a reward: factor(n_hops) · Σ weight · part, with ``em`` and ``f1`` times
-    answer(n_hops)."""
+    """How the parts of a score are combined to a reward: factor(n_hops) · Σ weight · part, where the parts ``em`` and
+    ``f1`` are multiplied by answer(n_hops)."""
 
     weights: Mapping[str, float]
     factor: Callable[[int], float] = lambda n_hops: 1.0
@@ -51,21 +51,21 @@ ERAS: Mapping[str, Era] = {
     "readme": Era({"em": 0.5, "f1": 0.5, "recall": 0.5}, answer=lambda n_hops: min(n_hops / 2, 1.0)),
     "agents": Era({"em": 1.0, "f1": 1.0, "citation": 0.7, "format": 0.5}),
 }
-"""By `reward.musique`: rlvr's rewards, the newest first (fba115a, 1683851, 113abe9, 3ee1108, f5bc513), and that of its
-environment of several agents. They are as published: who cites all documents and answers nothing earns the whole of
-``citation``, and ``format``, in those that weigh them."""
+"""The rewards that `reward.musique` can name: rlvr's, the newest first (fba115a, 1683851, 113abe9, 3ee1108, f5bc513),
+and that of its environment of several agents. They are as published: a response that cites all documents and answers
+nothing gets the full ``citation`` and ``format``, in the rewards that weigh them."""
 
 
 def musique(row: Row, text: str, options: RewardConfig, transcript: Transcript) -> Score:
-    """The reward of `ERAS`; every component is a part, whether it counts or not:
+    """The reward of `ERAS` that ``reward.musique`` names. Every component is a part, whether it counts or not.
 
-    ``em``, ``f1``: of the final answer, where numbers and ordinals may be in figures. ``em_official``,
-    ``f1_official``: by MuSiQue's script, where they may not. ``recall``, ``precision``: of the documents that were
-    shown. ``citation``: recall of those that were cited. ``support_f1``: of the same, as in MuSiQue's script.
-    ``format``: the share of arguments that the call of ``complete`` has. ``acc`` is ``em``.
+    The parts are: ``em`` and ``f1`` of the final answer, where numbers and ordinals may be written in figures;
+    ``em_official`` and ``f1_official``, as in MuSiQue's script, where they may not; ``recall`` and ``precision`` of the
+    documents that were shown; ``citation``, the recall of the documents that were cited; ``support_f1``, their F1 as in
+    MuSiQue's script; ``format``, the share of the arguments that the call of ``complete`` has. ``acc`` is ``em``.
 
     Raises:
-        DataError: the ground truth or the documents of the row are not what they should be.
+        DataError: the ground truth or the documents of the row are malformed.
     """
     references, supporting = targets(row), set(supporting_ids(row))
     retrieved, result = retrieved_ids(transcript.messages), completed(transcript.messages)

@@ -1,4 +1,4 @@
-"""What an episode about documents came to: which of them were retrieved, and what was completed. Imports no torch."""
+"""Reads from a transcript which documents an episode retrieved, and how it was completed. Without torch."""
 
 import json
 import re
@@ -14,7 +14,7 @@ _HEADERS = re.compile(rf"^{HEADER}(\S+)", re.MULTILINE)
 
 
 class Completed(NamedTuple):
-    """The arguments of a call of ``complete``; None for what is missing, or is not what it should be."""
+    """The arguments of a call of ``complete``. An argument is None if it is missing or of the wrong type."""
 
     reasoning: Any = None
     final_answer: str | None = None
@@ -22,19 +22,22 @@ class Completed(NamedTuple):
 
     @property
     def share(self) -> float:
-        """The share of the arguments that are there."""
+        """The share of the arguments that are not None."""
         return sum(argument is not None for argument in self) / len(self)
 
 
 def retrieved_ids(messages: Sequence[Message]) -> set[str]:
-    """Ids of all documents that tools showed. A tool's message counts if it begins with a document: what an error
-    message repeats of the author's own words does not."""
+    """The ids of all documents that tools showed.
+
+    A tool's message counts only if it begins with a document, so that an error message that repeats the author's own
+    words does not count.
+    """
     shown = [str(message.get("content")) for message in messages if message.get("role") == "tool"]
     return {name for text in shown if text.startswith(HEADER) for name in _HEADERS.findall(text)}
 
 
 def completed(messages: Sequence[Message]) -> Completed:
-    """The last call of ``complete``, wherever it stands; with no arguments if there is none, or they are not JSON."""
+    """The last call of ``complete`` in a transcript. Without such a call, all arguments are None."""
     for message in reversed(messages):
         for call in reversed(message.get("tool_calls") or ()):
             function = call.get("function") or {}

@@ -1,4 +1,5 @@
-"""Search by words: BM25 of package bm25s (Lucene's, k1 1.5, b 0.75) over Snowball's stems without stop words."""
+"""Search by words: BM25 from the package bm25s (Lucene's variant, k1 1.5, b 0.75) over Snowball stems without stop
+words."""
 
 import json
 import os
@@ -16,11 +17,11 @@ from tandemrl.files import write_directory
 from tandemrl.rollout.envs.environment import BrokenEnvironmentError
 
 _DOCUMENTS, _OFFSETS, _ORDER = "documents.jsonl", "documents.offsets.npy", "documents.order.npy"
-"""Beside bm25s's own files: the documents, where each line of that file begins, and their places by id."""
+"""Files beside those of bm25s: the documents, the offset of each line in that file, and their order by id."""
 
 
 class WordIndex:
-    """Texts that can be searched by words.
+    """An index of texts that can be searched by words.
 
     Raises:
         BrokenEnvironmentError: bm25s or PyStemmer is not installed.
@@ -30,7 +31,7 @@ class WordIndex:
         self._count, self._index = len(texts), indexed(texts)
 
     def scores(self, query: str) -> np.ndarray:
-        """How well each text matches; 0 where no word is shared."""
+        """The BM25 score of each text, which is 0 where it shares no word with the query."""
         words = tokenized([query])[0]
         if self._index is None or not words:
             return np.zeros(self._count, np.float32)
@@ -38,7 +39,7 @@ class WordIndex:
 
 
 class Corpus:
-    """Documents that `write_corpus` indexed: the index is memory-mapped, a document is read when it is found.
+    """Documents that `write_corpus` indexed. The index is memory-mapped, and a document is read when it is found.
 
     Raises:
         BrokenEnvironmentError: the folder has no index, or a package is not installed.
@@ -61,7 +62,7 @@ class Corpus:
             ) from error
 
     def search(self, query: str, count: int) -> list[Document]:
-        """The documents that match a query best; none that shares no word with it."""
+        """At most ``count`` documents that match a query best. Documents that share no word with it are left out."""
         words = tokenized([query])[0]
         if not words:
             return []
@@ -70,7 +71,7 @@ class Corpus:
         return [self._document(int(matching[place])) for place in best(scores[matching], count)]
 
     def find(self, id: str) -> Document | None:
-        """The document with an id."""
+        """The document with this id, or None if there is none."""
         at = bisect_left(self._order, id, key=lambda place: self._document(int(place)).id)
         found = self._document(int(self._order[at])) if at < len(self._order) else None
         return found if found is not None and found.id == id else None
@@ -82,7 +83,7 @@ class Corpus:
 
 
 def write_corpus(corpus: Path, out: Path) -> int:
-    """Index the documents of a JSON Lines file for `Corpus`, in a folder that appears when all of it is written.
+    """Index the documents of a JSON Lines file for `Corpus`. The folder ``out`` appears when all of it is written.
 
     Each line is a document as in `data.documents.documents_of`, with an ``id`` that no other has.
 
@@ -90,7 +91,7 @@ def write_corpus(corpus: Path, out: Path) -> int:
         the number of documents.
 
     Raises:
-        DataError: a line is no such document.
+        DataError: a line is not such a document.
         BrokenEnvironmentError: a package is not installed.
     """
     seen: dict[str, None] = {}
@@ -122,7 +123,7 @@ def write_corpus(corpus: Path, out: Path) -> int:
 
 
 def best(scores: np.ndarray, count: int) -> list[int]:
-    """The places of the greatest scores, best first; of equal ones the first."""
+    """The indices of the ``count`` greatest scores, best first. Of equal scores, the first one comes first."""
     if count < len(scores):
         least = np.partition(scores, len(scores) - count)[len(scores) - count]
         places = np.flatnonzero(scores >= least)
@@ -132,7 +133,7 @@ def best(scores: np.ndarray, count: int) -> list[int]:
 
 
 def indexed(texts: Sequence[str]) -> Any | None:
-    """bm25s's index of texts; None where they have no words at all."""
+    """The index that bm25s makes of texts, or None if they have no words at all."""
     words = tokenized(texts)
     if not any(words):
         return None

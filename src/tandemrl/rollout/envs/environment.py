@@ -1,7 +1,7 @@
-"""What authors act in: how an episode starts, which tools there are, what the world answers, when it is over.
+"""Environments: how an episode starts, which tools there are, what a turn is answered, and when an episode is over.
 
-One ``Environment`` serves all episodes; what belongs to one is its state, which the caller keeps. Environments know
-text and messages only: tokens, templates, limits and processes are the business of ``episodes``.
+One ``Environment`` serves all episodes. What belongs to a single episode is its state, which the caller keeps.
+Environments deal with text and messages only; ``episodes`` deals with tokens, templates, limits and processes.
 """
 
 from collections.abc import Mapping, Sequence
@@ -16,20 +16,22 @@ from tandemrl.rollout.envs.tools import Tool, call_tool, schema_of
 MAX_ERROR_CHARS = 500
 
 State = Mapping[str, Any]
-"""What an environment keeps of one episode: JSON values. It is passed in and handed back, never shared or changed in
-place: a call that is killed leaves the episode as it was."""
+"""The state of one episode, made of JSON values. It is passed to the environment and returned by it, never shared or
+changed in place, so that a call that is killed leaves the episode as it was."""
 
 
 class BrokenEnvironmentError(RuntimeError):
-    """The world cannot answer at all (an index is missing, a service is down): the run stops. What a tool merely cannot
-    do is an ordinary exception, whose text the author gets."""
+    """The environment cannot answer at all (an index is missing, a service is down), so the run stops.
+
+    If a tool merely cannot do what it is asked for, it raises an ordinary exception, whose text the author gets.
+    """
 
 
 def check_instance(environment: Any) -> None:
-    """Refuse what is given as an environment and is none, such as its class.
+    """Refuse an object that is not an environment, such as an environment's class.
 
     Raises:
-        ConfigError: names the fix.
+        ConfigError: it is not an environment; the message names the fix.
     """
     if environment is not None and not isinstance(environment, Environment):
         hint = f"{environment.__name__}()" if isinstance(environment, type) else "an instance of an Environment"
@@ -45,11 +47,12 @@ class Opening(NamedTuple):
 
 @dataclass(frozen=True)
 class Answer:
-    """What the world does after a turn.
+    """What an environment answers to a turn.
 
-    messages: of the roles ``tool`` and ``user``: ``role``, ``content`` and, if it is a tool's, ``name``. over: the
-    episode has ended; the messages are recorded and not shown. counts: what happened, by name, to be summed over the
-    episode.
+    messages: messages of the roles ``tool`` and ``user``, with the keys ``role``, ``content`` and, for a tool's
+    message, ``name``. state: the state of the episode after the turn. over: whether the episode has ended; then the
+    messages are recorded but not shown to the authors. counts: how often things happened in this turn, by name; they
+    are summed over the episode.
     """
 
     messages: Sequence[Message]
@@ -59,46 +62,56 @@ class Answer:
 
 
 class Environment:
-    """Calls of tools until a turn has none, or calls one of ``ends``. Subclasses replace what is different.
+    """An environment with tools. It runs the tools that a turn calls, and ends the episode at a turn that calls none,
+    or that calls one of ``ends``. Subclasses override what they do differently.
 
-    A turn is a message of the role ``assistant`` with ``content``; with ``tool_calls`` (``[{"type": "function",
-    "function": {"name", "arguments"}}]``, parsed and of the right names and arguments) where it calls any; and with
-    ``invalid_calls``, a list of what is wrong with calls that cannot be made.
+    A turn is a message of the role ``assistant`` with ``content``. If it calls tools, it also has ``tool_calls``
+    (``[{"type": "function", "function": {"name", "arguments"}}]``, whose names and arguments were checked). If it has
+    calls that cannot be made, it has ``invalid_calls``, a list of what is wrong with each.
 
-    A subclass may have ``score(row, transcript) -> float | Score``: then it is the reward of its rows, like a function
-    given to ``train`` (see ``rewards``). Without it, a row's ``data_source`` says how it is scored, as ever.
+    A subclass may have a method ``score(row, transcript) -> float | Score``. It then gives the reward of the rows, like
+    a function given to ``train`` (see ``rewards``). Without it, the ``data_source`` of a row decides how it is scored.
     """
 
     tools: Sequence[Tool] = ()
-    """Plain functions with type hints and a Google docstring, from which their schemas are made, or bound methods. A
-    parameter named ``row`` or ``state`` is filled in and not shown to the authors."""
+    """Functions or bound methods with type hints and a Google docstring, from which their schemas are made. A parameter
+    named ``row`` or ``state`` is filled in and not shown to the authors."""
     ends: frozenset[str] = frozenset()
-    """Names of tools whose call ends the episode. They are not run, nor is what the same turn calls after them."""
+    """Names of tools whose call ends the episode. Such a call is not run, nor are the calls after it in its turn."""
     system: str | None = None
-    """A system message in front of every row's own messages."""
+    """A system message that is put in front of every row's own messages. None means no such message."""
 
     def start(self, row: Row) -> Opening:
-        """How an episode starts from a row. Called in the training process, more than once: it has to be quick.
+        """The messages and the state that an episode of a row starts with.
 
-        These messages go through the chat template as they are: ``<|im_end|>`` in them is a control token, where in an
-        answer it is text. What nobody has vetted, such as documents, belongs into answers.
+        This is called in the training process, more than once for a row, so it has to be quick. The messages go
+        through the chat template as they are: ``<|im_end|>`` in them becomes a control token, while in an answer it
+        stays text. Put text that nobody has vetted, such as documents, into answers.
         """
         system: list[Message] = [] if self.system is None else [{"role": "system", "content": self.system}]
         return Opening([*system, *row.messages], {})
 
     def prepare(self) -> None:
-        """Load what `reply` needs, such as a model. Called once in a process that answers, before its first turn.
+        """Load what `reply` needs, such as a model. Called once in each answering process, before its first turn.
 
         Raises:
-            BrokenEnvironmentError: it is not there.
+            BrokenEnvironmentError: what `reply` needs cannot be loaded.
         """
 
     def reply(self, row: Row, state: State, message: Message) -> Answer:
-        """What the world answers to a turn. Called in a process of its own that is killed after
-        ``rollout.tool_timeout_s``, and from several threads at once. Here: runs the calls one after the other.
+        """Answer a turn. This implementation runs the turn's tool calls one after the other.
+
+        It is called in a separate process, from several threads at once. The process is killed if an answer takes
+        longer than ``rollout.tool_timeout_s``.
+
+        Args:
+            row: the row of the episode.
+            state: the state of the episode before the turn.
+            message: the turn.
 
         Raises:
-            BrokenEnvironmentError: see there. Any other exception outside of a tool stops the run, too.
+            BrokenEnvironmentError: the environment cannot answer at all. Any other exception outside of a tool stops
+                the run, too.
         """
         known = {tool.__name__: tool for tool in self.tools}
         calls, invalid = message.get("tool_calls") or (), message.get("invalid_calls") or ()
@@ -119,10 +132,11 @@ class Environment:
         return Answer(answers, state, over, {"tool_errors": errors})
 
     def tool_schemas(self) -> list[dict[str, Any]]:
-        """What the authors are told of the tools, for a chat template.
+        """The schemas of the tools, which the chat template shows to the authors.
 
         Raises:
-            ConfigError: a tool cannot be described, two have one name, or one of ``ends`` is no tool.
+            ConfigError: a tool cannot be described, two tools have the same name, or a name in ``ends`` is not that of
+                a tool.
         """
         schemas = [schema_of(tool) for tool in self.tools]
         names = [schema["function"]["name"] for schema in schemas]

@@ -1,7 +1,8 @@
-"""Episodes of authors in an environment: what an engine's turns become, and what the environment's answers become.
+"""Episodes of authors in an environment: they connect the turns of an engine with the answers of the environment.
 
-Token ids to text, text to a message, the message to the environment, its answer to token ids. The environment answers
-elsewhere (`processes.calls`), so that no row waits for another one's tool, and none for a tool that hangs.
+The token ids of a turn are decoded to text, the text is parsed to a message, the environment answers the message, and
+the answer becomes token ids. The environment answers in other processes or threads (`processes.calls`), so that no row
+waits for the tool of another row, or forever for a tool that hangs.
 """
 
 import json
@@ -28,24 +29,28 @@ from tandemrl.rollout.envs.worker import answering
 
 WORKER = (sys.executable, "-P", "-m", "tandemrl.rollout.envs.worker")
 COUNTS = ("turns", "tool_calls", "tool_errors", "invalid_calls", "tool_timeouts", "cut_results")
-"""What is counted of every episode, whatever the environment counts beside it."""
+"""The counts that the library keeps of every episode, beside those that the environment returns."""
 _NOT_THEIRS = {*COUNTS, "world_tokens"} - {"tool_errors"}
-"""What an environment cannot count: metrics have these names."""
+"""Names that an environment must not use for its counts, since the library's own metrics have them."""
 
 
 class Playground:
-    """An environment, ready to be played in: its tools as the authors are told of them, how a row begins, and one
-    `Episodes` for each call of ``generate``. It lives as long as a run.
+    """An environment together with a tokenizer and limits, ready for episodes. It lives as long as a run.
+
+    It renders the schemas of the tools, opens the episode of a row, and makes one `Episodes` for each call of
+    ``generate``.
 
     Args:
         environment: what the authors act in.
-        caller: where it answers. None: in threads of this process, in which a call that is late is given up but cannot
-            be killed; for environments that exist nowhere else, as in a notebook.
-        eos_token_ids: what ends a turn for the engine; None: the tokenizer's.
+        tokenizer: the tokenizer of the authors, with a chat template.
+        config: the limits on turns, tokens and time.
+        caller: runs the environment, as a rule in processes of its own. None runs it in threads of this process, for an
+            environment that exists nowhere else, as in a notebook; there, a late call is given up but cannot be killed.
+        eos_token_ids: the ids that end a turn for the engine. None stands for the tokenizer's EOS token.
 
     Raises:
-        ConfigError: a tool cannot be described, or the tokenizer's chat template is of no use: it does not go with
-            turns, or its calls could not be read.
+        ConfigError: a tool cannot be described, or the tokenizer's chat template does not support several turns, or
+            writes tool calls in a form that cannot be parsed.
     """
 
     def __init__(
@@ -60,7 +65,7 @@ class Playground:
         self.environment = environment
         self.name = type(environment).__name__ if config.environment == "single" else config.environment
         self.tools = environment.tool_schemas()
-        """Their schemas, for the chat template."""
+        """The schemas of the tools, for the chat template."""
         self.schemas = {schema["function"]["name"]: schema for schema in self.tools}
         self.max_turns = config.max_turns
         self.tool_timeout_s = config.tool_timeout_s
@@ -80,10 +85,10 @@ class Playground:
             self._check_call(schema["function"])
 
     def opening(self, row: Row) -> Opening:
-        """How an episode begins.
+        """The messages and the state that the episode of a row begins with.
 
         Raises:
-            EngineError: the environment fails; names it and the row.
+            EngineError: the environment fails; the message names it and the row.
         """
         try:
             return self.environment.start(row)
@@ -93,21 +98,21 @@ class Playground:
             ) from error
 
     def episode(self, request: Request, row: Row) -> Request:
-        """``request``, to be played from a row within the limits on turns and on what the world says.
+        """``request`` as an episode of a row, with the limits on the tokens of a turn and of the environment.
 
         Raises:
-            EngineError: it has a history: the state after that is not known.
+            EngineError: the request has a history, after which the state of the environment is not known.
         """
         if request.history:
             raise EngineError(f"environment {self.name}: row {row.example_id}: an episode begins without a history")
         return replace(request, task=row, turn_tokens=self._config.turn_tokens, world_tokens=self._config.world_tokens)
 
     def episodes(self) -> "Episodes":
-        """Of one call of ``generate`` with requests made by `episode`."""
+        """The episodes of one call of ``generate``, whose requests were made by `episode`."""
         return Episodes(self)
 
     def message(self, turn: Turn) -> Message:
-        """What was written in a turn."""
+        """The text of a turn, parsed to a message."""
         tokens = turn.tokens.tolist()
         if tokens and turn.stop_reason != "length" and tokens[-1] in self._ends:
             tokens.pop()
@@ -115,7 +120,11 @@ class Playground:
         return parse_turn(text, self.schemas, self._tokenizer, self._prefix)
 
     def _check_call(self, tool: Mapping[str, Any]) -> None:
-        """Whether a call that is written as the template writes it is read as that call."""
+        """Check that a call which the chat template writes is parsed back to the same call.
+
+        Raises:
+            ConfigError: it is not.
+        """
         name, arguments = tool["name"], sample(tool["parameters"])
         text = self.rendering.call_text(name, arguments)
         read = parse_turn(text, self.schemas, self._tokenizer, self._prefix).get("tool_calls")
@@ -128,7 +137,7 @@ class Playground:
             )
 
     def close(self) -> None:
-        """End its processes; the next call starts new ones."""
+        """End the processes of the environment. The next call of the environment starts new ones."""
         self.caller.close()
 
     def __enter__(self) -> "Playground":
@@ -147,14 +156,15 @@ def make_playground(
     environment: Environment | None = None,
     eos_token_ids: Collection[int] | None = None,
 ) -> Playground | None:
-    """The playground of ``rollout.environment``; None: there is nothing but a prompt and one response.
+    """The playground of ``rollout.environment``, or None for ``single``, where a prompt gets one response.
 
     Args:
-        environment: stands in for the configured one, and answers in threads; see `Playground`.
-        eos_token_ids: what ends a turn for the engine (``models.loading.eos_token_ids``); None: the tokenizer's.
+        environment: an environment to use instead of the configured one. It runs in threads; see `Playground`.
+        eos_token_ids: the ids that end a turn for the engine (``models.loading.eos_token_ids``). None stands for the
+            tokenizer's EOS token.
 
     Raises:
-        ConfigError: there is no such environment, or it does not go with the tokenizer.
+        ConfigError: there is no such environment, or it does not work with the tokenizer.
     """
     rollout = config.rollout
     if environment is not None:
@@ -166,17 +176,17 @@ def make_playground(
 
 
 def make_caller(config: Config) -> ChildCalls:
-    """Where the environment of a config answers: in processes of its own, which are started when first needed."""
+    """The processes in which the environment of a config runs. They are started when they are first needed."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     processes = config.rollout.tool_workers or min(2, cores)
     return ChildCalls(WORKER, config, processes=processes, limit_s=config.rollout.tool_timeout_s)
 
 
 class Episodes:
-    """A `rollout.engine.Responder`. What it says of a turn depends on that turn's episode alone.
+    """A `rollout.engine.Responder` whose answer to a turn depends on that turn's episode alone.
 
-    The answer to a last turn (of ``rollout.max_turns``, or of what tokens allow) is in the transcript, though nobody
-    has seen it.
+    If a turn is the last one, by ``rollout.max_turns`` or a limit on tokens, the transcript holds the answer to it,
+    although no author has seen it.
     """
 
     def __init__(self, playground: Playground) -> None:
@@ -227,10 +237,10 @@ class Episodes:
         return Transcript(tuple(episode.messages), episode.state, {key: float(n) for key, n in episode.counts.items()})
 
     def check(self) -> None:
-        """Once all have ended: a world that never answered is not one to learn from.
+        """Refuse the episodes, once all have ended, if the environment never answered.
 
         Raises:
-            EngineError: all of several turns that asked the world something ended by a time-out or a crash.
+            EngineError: there were at least two turns to answer, and all of them ended by a time-out or a crash.
         """
         if self._unanswered == self._asked > 1:
             raise EngineError(
@@ -239,7 +249,7 @@ class Episodes:
             )
 
     def _state(self, row: Row) -> State:
-        """The first one of an episode."""
+        """The state that an episode begins with, as a JSON value."""
         state = self._playground.opening(row).state
         try:
             return sound(json.loads(json.dumps(state, allow_nan=False)))
@@ -250,7 +260,7 @@ class Episodes:
             ) from error
 
     def _answer(self, turn: Turn, message: Message, outcome: Outcome) -> None:
-        """Record what the world says, and render it."""
+        """Record the outcome of a turn in its episode, and render the answer to token ids."""
         self._awaited -= 1
         stamp()
         world, episode = self._playground, self._episodes[turn.number]
@@ -284,7 +294,7 @@ class Episodes:
         self._replies.append(Reply(turn.number, context, stop))
 
     def _fault(self, answer: Mapping[str, Any]) -> str | None:
-        """What is wrong with an answer."""
+        """What is wrong with an answer of the environment, or None if nothing is."""
         for message in answer["messages"]:
             known = isinstance(message, Mapping) and message.get("role") in ("tool", "user")
             if not known or not isinstance(message.get("content"), str):

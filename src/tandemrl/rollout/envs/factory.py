@@ -1,4 +1,7 @@
-"""The environment that ``rollout.environment`` and ``rollout.tools`` ask for. No torch: children make it, too."""
+"""Makes the environment that ``rollout.environment`` and ``rollout.tools`` ask for.
+
+It does not import torch, since the processes that environments answer in make it, too.
+"""
 
 import inspect
 
@@ -8,16 +11,17 @@ from tandemrl.rollout.envs.environment import Environment
 from tandemrl.rollout.envs.tools import Tool
 
 BUILT_IN = {"multihop": "tandemrl.rollout.envs.multihop:multihop"}
-"""Environments of the library beside ``tools``."""
+"""The library's environments beside ``tools``: their names, and the functions that make them."""
 
 
 def make_environment(config: Config) -> Environment | None:
-    """None: a prompt and one response.
+    """The environment of a config, or None for ``single``, where a prompt gets one response.
 
-    A factory, ``module:factory``, may be a class; it gets the `Config` if it has a parameter ``config``.
+    In ``module:factory``, the factory may be a function or a class. It is given the `Config` if it has a parameter
+    ``config``.
 
     Raises:
-        ConfigError: it cannot be imported or made; names the key, and the fix.
+        ConfigError: the environment cannot be imported or made; the message names the key and the fix.
     """
     name = config.rollout.environment
     if name == "single":

@@ -1,6 +1,8 @@
-"""Questions about documents, of several hops: search, read, go on, and ``complete`` with an answer and its sources.
+"""Questions that take several hops through documents: the authors search and read until they ``complete`` the episode
+with an answer and its sources.
 
-The documents are those of the row (`data.documents`). Nothing is kept between calls but indexes of their texts.
+The documents are those of the row (`data.documents`), or of ``retrieval.index``. Only indexes of texts are kept between
+calls.
 """
 
 from collections.abc import Sequence
@@ -25,11 +27,13 @@ Answer the question from the information that the tools give you.
 Call one tool per step. There are no tools or arguments but those listed."""
 
 MOST_AT_ONCE = 10
-"""Documents that a search may return, unless ``retrieval.top_n`` is more: else one search would show everything."""
+"""How many documents a search may return at most, if ``retrieval.top_n`` is not more. Without this limit, one search
+could show everything."""
 
 
 class MultihopEnvironment(Environment):
-    """``retrieve_documents`` and ``complete``; ``rollout.tools`` can add `get_document` and `list_documents`."""
+    """An environment with the tools ``retrieve_documents`` and ``complete``. ``rollout.tools`` can add `get_document`
+    and `list_documents`."""
 
     ends = frozenset({"complete"})
     system = SYSTEM
@@ -39,11 +43,11 @@ class MultihopEnvironment(Environment):
         self.tools = (self.retrieve_documents, complete)
 
     def start(self, row: Row) -> Opening:
-        """The rules, unless the row has a system message of its own, and the question.
+        """The rules of the environment, unless the row has a system message of its own, and the question.
 
         Raises:
-            DataError: nothing could be found: the row has no documents, and there is no ``retrieval.index``; or
-                documents that support its answer are not in that index: what is found could not be told to be right.
+            DataError: there is nothing to search in, since the row has no documents and ``retrieval.index`` is not set;
+                or a document that supports the answer is missing in that index, so that sources could not be scored.
         """
         if self.retrieval.index is not None:
             _check_supporting(row, self.retrieval.index)
@@ -74,11 +78,11 @@ class MultihopEnvironment(Environment):
 
 
 def multihop(config: Config) -> MultihopEnvironment:
-    """``rollout.environment=multihop``.
+    """The environment of ``rollout.environment=multihop``.
 
     Raises:
-        BrokenEnvironmentError: a package or an index that the search needs is not there. Models are loaded later, by
-            `prepare`.
+        BrokenEnvironmentError: a package or an index that the search needs is missing. Models are not checked here,
+            since `prepare` loads them.
     """
     environment = MultihopEnvironment(config.retrieval)
     if config.retrieval.retriever not in ("semantic", "hybrid"):

@@ -1,4 +1,4 @@
-"""What an author wrote in a turn, as a message. Nothing that it may write is an error of ours, or takes long."""
+"""Parses what an author wrote in a turn to a message. Parsing is fast and raises no error, whatever the text is."""
 
 import json
 import math
@@ -12,22 +12,27 @@ from tandemrl.rollout.envs.tools import Schema, call_fault
 CALL, END_OF_CALL = "<tool_call>", "</tool_call>"
 THOUGHT, END_OF_THOUGHT = "<think>", "</think>"
 MAX_DEPTH = 32
-"""Of the objects and arrays in a call's arguments."""
+"""How deep objects and arrays may be nested in the arguments of a call."""
 MAX_CALLS = 64
-"""In a turn."""
+"""How many calls a turn may make."""
 _JSON, _SPACES = json.JSONDecoder(), re.compile(r"\s*")
 
 
 def parse_turn(text: str, schemas: Mapping[str, Schema], tokenizer: Any = None, prefix: str = "") -> Message:
-    """A message of the role ``assistant``: ``content``, and where there are any ``reasoning_content``, ``tool_calls``
-    that can be made, and ``invalid_calls``, which say in words for the author why others cannot.
+    """Parse the text of a turn to a message of the role ``assistant``.
 
-    A tokenizer that has a response template of its own parses the turn; else calls are hermes's,
-    ``<tool_call>{"name": …, "arguments": {…}}</tool_call>``.
+    A tokenizer with a response template of its own parses the turn. Without one, calls are expected in the Hermes
+    format, ``<tool_call>{"name": …, "arguments": {…}}</tool_call>``.
 
     Args:
-        schemas: of the tools, by name.
-        prefix: what the chat template wrote in front of the turn: it may have begun a thought.
+        text: what the author wrote, without the end of the turn.
+        schemas: the schemas of the tools, by name. Without any, the whole text is content.
+        tokenizer: the tokenizer, which may have a response template.
+        prefix: what the chat template wrote in front of the turn, where a thought may begin.
+
+    Returns:
+        The message. It has ``content``, and if there are any, ``reasoning_content``, the ``tool_calls`` that can be
+        made, and ``invalid_calls``, which tell the author why other calls cannot be made.
     """
     if not schemas:  # nobody was told of calls: what looks like one is text
         return {"role": "assistant", "content": text.strip()}
@@ -37,7 +42,10 @@ def parse_turn(text: str, schemas: Mapping[str, Schema], tokenizer: Any = None, 
 
 
 def checked_turn(written: Mapping[str, Any], schemas: Mapping[str, Schema]) -> Message:
-    """A message whose calls may be anything, as one of calls that can be made; see `parse_turn`."""
+    """Sort the calls of a parsed message, which may be malformed, into ``tool_calls`` and ``invalid_calls``.
+
+    See `parse_turn` for the message that this returns.
+    """
     message = dict(written)
     calls, faults = [], []
     for call in message.pop("tool_calls", ()):
@@ -61,11 +69,14 @@ def checked_turn(written: Mapping[str, Any], schemas: Mapping[str, Schema]) -> M
 
 
 class _Fault(str):
-    """Stands for a call that cannot be read."""
+    """What is wrong with a call that cannot be parsed. It takes the place of the call."""
 
 
 def _hermes(text: str, prefix: str) -> dict[str, Any]:
-    """Calls inside of the thought that a turn may begin with are not made; one that does not end is all of the turn."""
+    """Parse a turn in the Hermes format.
+
+    Calls inside a thought at the start of the turn are not made. A thought that does not end takes up the whole turn.
+    """
     thinks = text.lstrip().startswith(THOUGHT) or prefix.rstrip().endswith(THOUGHT)
     thought, _, rest = text.partition(END_OF_THOUGHT) if thinks else ("", "", text)
     said, calls, here = [], list[Any](), 0
@@ -84,7 +95,7 @@ def _hermes(text: str, prefix: str) -> dict[str, Any]:
 
 
 def _hermes_call(text: str, start: int) -> tuple[Any, int]:
-    """The call whose JSON begins at ``start``, and where what follows it begins."""
+    """The call whose JSON begins at ``start``, and the index of the first character after the call."""
     try:
         call, end = _JSON.raw_decode(text, _after_spaces(text, start))  # strings in it may have the closing tag
     except RecursionError:
@@ -119,7 +130,10 @@ def _by_template(text: str, schemas: list[Schema], tokenizer: Any, prefix: str) 
 
 
 def _json_fault(value: Any, depth: int = 0) -> str | None:
-    """Why a parsed value cannot be written as JSON and read again: Python's parser takes more than there is."""
+    """Why a parsed value cannot be written as JSON and read again, or None if it can.
+
+    Python's parser accepts more than valid JSON.
+    """
     if depth > MAX_DEPTH:
         return f"the arguments are nested more than {MAX_DEPTH} deep"
     if isinstance(value, str):

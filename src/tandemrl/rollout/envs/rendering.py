@@ -1,6 +1,8 @@
-"""What the world says, as token ids, once. The markup around it is the chat template's own; the world's text is
-tokenised apart from it, so that nothing the world says can become a control token. What an author wrote is never
-rendered: its ids stay as they were sampled.
+"""Renders what the environment says to token ids, once.
+
+The markup around a message is the chat template's own. The text of the message is tokenised apart from the markup, so
+that nothing the environment says can become a control token. What an author wrote is never rendered: its ids stay as
+they were sampled.
 
 The markup is what the template writes after an author's turn in a dummy conversation, with a sentinel in place of
 every content.
@@ -21,35 +23,38 @@ from tandemrl.rollout.envs.parsing import CALL, END_OF_CALL, END_OF_THOUGHT, THO
 from tandemrl.rollout.envs.tools import Schema
 
 CUT = "… [cut]"
-"""Stands where the rest of a too long result is left out."""
+"""The text that stands at the end of a result that was too long and is cut."""
 CHARS_PER_TOKEN = 32
-"""A result with more characters than this per token it may have is cut before it is tokenised, for time."""
+"""To save time, a result is cut before it is tokenised if it has more than this many characters for each token that it
+may have."""
 
 _QUESTION, _WRITTEN, _SAID = "QUESTIONofDUMMY", "WRITTENofDUMMY", "SAIDofDUMMY"
 
 
 class Rendered(NamedTuple):
-    """Messages of the world as the authors get them."""
+    """Messages of the environment as the authors get them."""
 
     tokens: tuple[int, ...]
     messages: list[Message]
-    """With what was cut off left out."""
+    """The messages, without what was cut off."""
     cut: int
-    """How many messages were cut."""
+    """How many of the messages were cut."""
 
 
 class Rendering:
-    """The chat template of a tokenizer, for what the world says between turns.
+    """The chat template of a tokenizer, used for what the environment says between turns.
 
     Args:
-        schemas: of the tools that the template tells of.
-        eos_token_ids: what ends a turn for the engine.
-        result_tokens: a content of more tokens is cut.
-        keep_turns: a template that would show earlier turns otherwise than they were written is taken all the same.
+        tokenizer: a fast tokenizer with a chat template.
+        schemas: the schemas of the tools, which the template shows to the authors.
+        eos_token_ids: the ids that end a turn for the engine.
+        result_tokens: a message with more tokens than this is cut.
+        keep_turns: accept a template that would write earlier turns differently once later ones follow. They then stay
+            as they were written.
 
     Raises:
-        ConfigError: the template does not know tools, or its turns do not end in an EOS token, or later turns change
-            how earlier ones are written, or texts are tokenised otherwise apart than together; names the tokenizer.
+        ConfigError: the template does not show tools, its turns do not end in an EOS token, later turns change how it
+            writes earlier ones, or texts get other tokens apart than together; the message names the tokenizer.
     """
 
     def __init__(
@@ -94,14 +99,14 @@ class Rendering:
 
     @property
     def prefix(self) -> str:
-        """What the template writes in front of a turn (and before that): response templates read it."""
+        """What the template writes up to the beginning of a turn. Response templates read it."""
         return self._render([{"role": "user", "content": _QUESTION}], to_write=True)
 
     def call_text(self, name: str, arguments: Mapping[str, Any]) -> str:
-        """A turn that is one call, without its end: as the template writes it.
+        """What the template writes for a turn that consists of one call, without the end of the turn.
 
         Raises:
-            ConfigError: the template ends such a turn in another way than one without calls.
+            ConfigError: the template ends a turn with a call in another way than one without.
         """
         opening = {"role": "user", "content": _QUESTION}
         turn = self._turn("", {"name": name, "arguments": arguments})
@@ -112,13 +117,15 @@ class Rendering:
         return text[_common(plain, text) :]
 
     def context(self, messages: Sequence[Message], *, ended: bool) -> Rendered:
-        """What follows a turn: its end where the author did not write it, the messages, the beginning of the next.
+        """What follows a turn: its end, if the author did not write it, the messages, and the beginning of the next
+        turn.
 
         Args:
-            ended: whether the turn's last token is ``end_of_turn``.
+            messages: the answer of the environment.
+            ended: whether the last token of the turn is ``end_of_turn``.
 
         Raises:
-            ConfigError: the template cannot show messages of such roles.
+            ConfigError: the template cannot show messages of these roles.
         """
         key = tuple((message["role"], message.get("name")) for message in messages)
         markup = self._markup(key)
@@ -133,7 +140,7 @@ class Rendering:
     # ------------------------------------------------------------------------------------------------------- contents
 
     def _content(self, text: str, as_json: bool) -> tuple[list[int], str | None]:
-        """Ids of a content, and what is left of it where it had to be cut."""
+        """The ids of a message's content, and what is left of the text if it had to be cut, else None."""
         most = self._result_tokens * CHARS_PER_TOKEN
         ids, ends = self._encode(json.dumps(text[:most], ensure_ascii=False)[1:-1] if as_json else text[:most])
         if len(text) <= most and len(ids) <= self._result_tokens:
@@ -143,8 +150,10 @@ class Rendering:
         return [*ids[:kept], *self._mark], left + CUT
 
     def _encode(self, text: str) -> tuple[list[int], list[int]]:
-        """Ids of a text of the world, and where in it each of them ends. A control token in it is split after its first
-        character, and both halves are tokenised apart."""
+        """The ids of a text of the environment, and the offset in the text at which each of them ends.
+
+        A control token in the text is split after its first character, and both halves are tokenised apart.
+        """
         splits = [] if self._control is None else [found.start() + 1 for found in self._control.finditer(text)]
         ids, ends = self._encode_pieces(text, splits)
         if not self._control_ids.isdisjoint(ids):  # a normaliser made one, or it has only one character
@@ -164,7 +173,11 @@ class Rendering:
     # --------------------------------------------------------------------------------------------------------- markup
 
     def _render(self, messages: Sequence[Message], *, to_write: bool) -> str:
-        """The template's text; ``to_write``: up to where the next turn begins."""
+        """The text that the template makes of messages.
+
+        Args:
+            to_write: add what the template writes up to the beginning of the next turn.
+        """
         told = {"tools": self._schemas} if self._schemas else {}
         try:
             return self._tokenizer.apply_chat_template(
@@ -186,12 +199,12 @@ class Rendering:
         return turn if call is None else turn | {"tool_calls": [{"type": "function", "function": dict(call)}]}
 
     def _turn_before(self, roles: Collection[str], content: str) -> Message:
-        """One that messages of these roles may follow."""
+        """A dummy turn that messages of these roles may follow."""
         calls = "tool" in roles and self._schemas
         return self._turn(content, {"name": self._schemas[0]["function"]["name"], "arguments": {}} if calls else None)
 
     def _up_to_end(self, messages: Sequence[Message]) -> str:
-        """The rendering of messages, the last of which is a turn, without what ends it."""
+        """The text of messages, the last of which is a turn, without the end of that turn."""
         written = self._render(messages, to_write=False)
         text, _, after = written.rpartition(self._end_text)
         if after.strip():
@@ -226,7 +239,11 @@ class Rendering:
                 )
 
     def _check_role(self, role: str) -> None:
-        """Whether the template shows messages of a role, and goes on writing earlier turns as they were written."""
+        """Check that the template shows messages of a role, and still writes earlier turns as they were written.
+
+        Raises:
+            ConfigError: it does not.
+        """
         if role in self._roles:
             return
         conversation: list[Message] = [{"role": "user", "content": _QUESTION}]
@@ -257,7 +274,8 @@ class Rendering:
         )
 
     def _markup_of(self, key: tuple[tuple[str, str | None], ...]) -> "_Markup":
-        """What stands between an author's end of turn and the next turn, around contents of these roles and names."""
+        """The markup between the end of a turn and the beginning of the next, around messages of these roles and
+        names."""
         for role, _ in key:
             self._check_role(role)
         marks = [f"{_SAID}{number}END" for number in range(len(key))]
@@ -289,7 +307,13 @@ class Rendering:
         raise ConfigError(f"{self._name}: its chat template does not show messages of the roles {roles} as they are")
 
     def _check_spaces(self, pieces: Sequence[Sequence[int]], text: str) -> None:
-        """Whether ids of pieces say a text: some tokenizers put a space in front of whatever they are given."""
+        """Check that the ids of the pieces decode to the same text as the ids of the whole text.
+
+        They differ for tokenizers that put a space in front of whatever they are given.
+
+        Raises:
+            ConfigError: they differ.
+        """
         apart, together = self._tokenizer.decode([*chain(*pieces)]), self._tokenizer.decode([*self._ids(text)])
         if apart != together:
             raise ConfigError(
@@ -302,16 +326,22 @@ class Rendering:
 
 
 class _Markup(NamedTuple):
-    """Ids around the contents of some messages, one more than there are messages; and whether the template writes the
-    contents as the inside of a JSON string."""
+    """The markup around some messages.
+
+    pieces: the ids before, between and after the contents, one piece more than there are messages. as_json: whether the
+    template writes a content as the inside of a JSON string.
+    """
 
     pieces: tuple[tuple[int, ...], ...]
     as_json: bool
 
 
 def _controls(tokenizer: Any, template: str) -> Mapping[int, str]:
-    """The tokens that mean something to the model or to us: special ones, markup of the chat template, tags of calls
-    and thoughts, and tokens that contain one. Other added tokens (words of a small vocabulary) may be said."""
+    """The control tokens of a tokenizer and their texts: special tokens, markup of the chat template, tags of calls and
+    thoughts, and tokens that contain one of these.
+
+    Other added tokens, such as words of a small vocabulary, are ordinary text.
+    """
     added = tokenizer.added_tokens_decoder.values()
     signs = {CALL, END_OF_CALL, THOUGHT, END_OF_THOUGHT} | {
         token.content
@@ -324,7 +354,7 @@ def _controls(tokenizer: Any, template: str) -> Mapping[int, str]:
 
 
 def _common(one: str, other: str) -> int:
-    """How many characters both begin with."""
+    """The length of the longest common prefix of two texts."""
     return next((i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
 
 

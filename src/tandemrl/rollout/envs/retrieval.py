@@ -1,5 +1,7 @@
-"""Which documents a query finds. A retriever is made once per process and serves all episodes; what it keeps of a
-question's documents it finds again by their texts.
+"""Retrievers, which find documents for a query.
+
+A retriever is made once per process and serves all episodes. What it caches for the documents of a question, it looks
+up by their texts.
 """
 
 from collections.abc import Callable
@@ -16,21 +18,21 @@ from tandemrl.rollout.envs.bm25 import Corpus, WordIndex, best
 from tandemrl.rollout.envs.semantic import make_relevance
 
 Retriever = Callable[[Row, str, int], list[Document]]
-"""The documents that (row, query, count) finds, best first."""
+"""A function of (row, query, count) that returns the documents it finds, best first."""
 Ranking = Callable[[str, tuple[str, ...], int], list[int]]
-"""The places of the (query, texts, count) best texts, best first."""
+"""A function of (query, texts, count) that returns the indices of the best texts, best first."""
 
 KEPT = 256
-"""Questions whose index is kept."""
+"""For how many questions an index is kept."""
 RRF_K = 60
 
 
 @lru_cache(maxsize=1)
 def make_retriever(config: RetrievalConfig) -> Retriever:
-    """The retriever of a config; the same one for equal configs.
+    """The retriever of a config. A call with an equal config returns the same retriever.
 
     Raises:
-        BrokenEnvironmentError: a package, a model or an index that it needs is not there.
+        BrokenEnvironmentError: a package, a model or an index that it needs is missing.
     """
     if config.retriever == "golden":
         return golden
@@ -49,22 +51,22 @@ def make_retriever(config: RetrievalConfig) -> Retriever:
 
 @lru_cache(maxsize=1)
 def open_corpus(index: str) -> Corpus:
-    """The corpus of ``retrieval.index``; a folder is opened once."""
+    """The corpus in the folder of ``retrieval.index``, which is opened once."""
     return Corpus(Path(index))
 
 
 def golden(row: Row, query: str, count: int) -> list[Document]:
-    """All supporting documents, whatever is asked."""
+    """A retriever that returns all supporting documents of the row, whatever the query and the count are."""
     return [document for document in documents_of(row) if document.supporting]
 
 
 def generated(row: Row, query: str, count: int) -> list[Document]:
-    """Search in a generated world (`data.hops`), in the language of the query."""
+    """A retriever for a generated world (`data.hops`), which searches in the language of the query."""
     return hops.search(documents_of(row), query, count)
 
 
 def within_row(ranking: Ranking) -> Retriever:
-    """Search in the documents of the row."""
+    """The retriever that ranks the documents of the row."""
 
     def search(row: Row, query: str, count: int) -> list[Document]:
         documents = documents_of(row)
@@ -74,20 +76,21 @@ def within_row(ranking: Ranking) -> Retriever:
 
 
 def lexical() -> Ranking:
-    """By words; texts are indexed once."""
+    """The ranking by words (BM25). The texts of a question are indexed once."""
     WordIndex(["a text"])  # a package that is missing is missed now
     index = lru_cache(KEPT)(WordIndex)
     return lambda query, texts, count: best(index(texts).scores(query), count)
 
 
 def semantic(config: RetrievalConfig) -> Ranking:
-    """By a model or a service."""
+    """The ranking by a model or a service."""
     relevance = make_relevance(config)
     return lambda query, texts, count: best(relevance(query, texts), count)
 
 
 def reciprocal_ranks(*rankings: Ranking) -> Ranking:
-    """Reciprocal rank fusion (Cormack, Clarke and Büttcher 2009): by the sum of 1 / (60 + rank), ranks from 1."""
+    """Reciprocal rank fusion of rankings (Cormack, Clarke and Büttcher 2009): the sum of 1 / (60 + rank), with ranks
+    from 1."""
 
     def merged(query: str, texts: tuple[str, ...], count: int) -> list[int]:
         scores = np.zeros(len(texts))
@@ -100,7 +103,8 @@ def reciprocal_ranks(*rankings: Ranking) -> Ranking:
 
 
 def halves(*rankings: Ranking) -> Ranking:
-    """As rlvr has it: the first count // 2 + 1 of each, one ranking after the other, each once, cut to count."""
+    """The merge of rlvr: the first count // 2 + 1 texts of one ranking after the other, without repetitions, cut to
+    ``count``."""
 
     def merged(query: str, texts: tuple[str, ...], count: int) -> list[int]:
         chosen: list[int] = []

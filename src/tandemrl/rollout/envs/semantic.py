@@ -1,4 +1,4 @@
-"""How well documents answer a query, by a model: a cross-encoder or an embedding model from a folder, or a service."""
+"""How well documents answer a query, as judged by a cross-encoder, an embedding model or a service."""
 
 import json
 from collections.abc import Callable, Sequence
@@ -13,18 +13,20 @@ from tandemrl.http import Client, Passing, Refused, Response, Service, start
 from tandemrl.rollout.envs.environment import BrokenEnvironmentError
 
 Relevance = Callable[[str, tuple[str, ...]], np.ndarray]
-"""A number per text: the greater, the better it answers the query. Texts of a question come as one tuple, again and
-again."""
+"""A function of (query, texts) that returns a score per text, which is greater the better the text answers the query.
+It is called again and again with the texts of the same question, as one tuple."""
 
 KEPT = 256
-"""Questions whose embeddings are kept."""
+"""For how many questions the embeddings of the texts are kept."""
 BATCH = 32
-"""Texts that a model reads at once."""
+"""How many texts a model reads at once."""
 
 
 def make_relevance(config: RetrievalConfig) -> Relevance:
-    """By ``retrieval.url``, or by ``retrieval.model`` in this process: a classifier of pairs is a cross-encoder, any
-    other model embeds.
+    """The relevance by the service at ``retrieval.url``, or by ``retrieval.model``, which is loaded into this process.
+
+    A model whose architecture is a sequence classifier is used as a cross-encoder, any other model as an embedding
+    model.
 
     Raises:
         BrokenEnvironmentError: the model cannot be loaded, or the key of the service is not set.
@@ -68,7 +70,8 @@ def _service(config: RetrievalConfig) -> Relevance:
 
 
 def _scores(response: Response, count: int) -> np.ndarray:
-    """The scores of a ranking: ``{"results": [{"index", "relevance_score"}]}``, or TEI's ``[{"index", "score"}]``."""
+    """The scores in the answer of a rerank service: ``{"results": [{"index", "relevance_score"}]}``, or TEI's
+    ``[{"index", "score"}]``."""
     if response.status == 404:
         raise Refused(f"HTTP 404: {start(response.body)}; retrieval.url must end where /rerank begins")
     ranking = response.json()
@@ -105,7 +108,10 @@ def _model(path: str, device: str) -> Relevance:
 
 
 def _cross_encoder(model: Any, tokenizer: Any) -> Relevance:
-    """The logit of a (query, text) pair; of two labels that of the second one against the first."""
+    """The relevance by a cross-encoder: the logit of each (query, text) pair.
+
+    With two labels, it is the logit of the second label minus that of the first.
+    """
 
     def relevance(query: str, texts: tuple[str, ...]) -> np.ndarray:
         logits = _in_batches(model, tokenizer, texts, lambda output, _: output.logits, query=query)
@@ -115,7 +121,10 @@ def _cross_encoder(model: Any, tokenizer: Any) -> Relevance:
 
 
 def _embedder(model: Any, tokenizer: Any, pooling: str) -> Relevance:
-    """The cosine of the embeddings; those of a question's texts are computed once."""
+    """The relevance by an embedding model: the cosine between the embeddings of the query and of each text.
+
+    The embeddings of a question's texts are computed once.
+    """
 
     def embedded(texts: tuple[str, ...]) -> np.ndarray:
         vectors = _in_batches(
@@ -130,7 +139,15 @@ def _embedder(model: Any, tokenizer: Any, pooling: str) -> Relevance:
 def _in_batches(
     model: Any, tokenizer: Any, texts: Sequence[str], read: Callable[[Any, Any], Any], *, query: str | None = None
 ) -> np.ndarray:
-    """What ``read`` makes of the model's output and the attention mask, for each text [texts, …]."""
+    """Run the model over texts in batches.
+
+    Args:
+        read: makes the result of a batch from the model's output and the attention mask.
+        query: if given, the model reads pairs of the query and a text.
+
+    Returns:
+        One result per text [texts, …].
+    """
     import torch
 
     parts = []
@@ -146,7 +163,7 @@ def _in_batches(
 
 
 def _pooled(hidden: Any, mask: Any, pooling: str) -> Any:
-    """One vector per text from those of its tokens [texts, tokens, size]."""
+    """One vector per text [texts, size], from the hidden states of its tokens [texts, tokens, size]."""
     import torch
 
     if pooling == "cls":
@@ -158,7 +175,8 @@ def _pooled(hidden: Any, mask: Any, pooling: str) -> Any:
 
 
 def _pooling(path: str) -> str:
-    """``mean``, ``cls`` or ``lasttoken``, as a file of sentence-transformers says; mean where there is none."""
+    """The pooling of a model: ``mean``, ``cls`` or ``lasttoken``, as its sentence-transformers file says, or ``mean``
+    if it has no such file."""
     said = Path(path) / "1_Pooling" / "config.json"
     modes = json.loads(said.read_text()) if said.is_file() else {"pooling_mode_mean_tokens": True}
     names = {"pooling_mode_mean_tokens": "mean", "pooling_mode_cls_token": "cls", "pooling_mode_lasttoken": "lasttoken"}

@@ -1,4 +1,4 @@
-"""Tools: plain functions that authors call. Their schemas, what is wrong with a call, and what it gives back."""
+"""Tools, which are plain functions that authors call: how to describe them, check a call, and run it."""
 
 import copy
 import inspect
@@ -11,22 +11,25 @@ from tandemrl.config import ConfigError
 from tandemrl.data.rows import Row
 
 FILLED_IN = ("row", "state")
-"""Parameters that the authors do not see: the row of the episode, and its state."""
+"""Names of the parameters that are filled in and not shown to the authors: the row of the episode, and its state."""
 
 Tool = Callable[..., Any]
 """A function with type hints and a Google docstring. What it returns becomes text: a string as it is, anything else as
-JSON. One that changes the ``state`` it was given changes the episode's, unless it raises."""
+JSON. If it changes the ``state`` that it is given, the state of the episode changes, unless it raises."""
 
 Schema = Mapping[str, Any]
-"""``{"type": "function", "function": {"name", "description", "parameters"}}``, as chat templates take it."""
+"""The schema of a tool in the form that chat templates take:
+``{"type": "function", "function": {"name", "description", "parameters"}}``."""
 
 
 def schema_of(tool: Tool) -> dict[str, Any]:
-    """What the authors are told of a tool, by ``transformers.utils.get_json_schema``. Nothing is said of what it
-    returns: OpenAI's format has no place for it.
+    """The schema of a tool, made by ``transformers.utils.get_json_schema``.
+
+    It says nothing about what the tool returns, since OpenAI's format has no place for it.
 
     Raises:
-        ConfigError: a parameter has no type hint, or is not in the docstring's ``Args:``; names tool and parameter.
+        ConfigError: a parameter has no type hint, or is missing in the docstring's ``Args:``; the message names the
+            tool and the parameter.
     """
     from transformers.utils import get_json_schema  # it imports torch, which a process that runs tools can do without
 
@@ -48,10 +51,12 @@ def schema_of(tool: Tool) -> dict[str, Any]:
 
 
 def call_fault(name: Any, arguments: Any, schemas: Mapping[str, Schema]) -> str | None:
-    """What is wrong with a call, in words for its author; None: it can be made.
+    """What is wrong with a call, in words for its author, or None if it can be made.
 
     Args:
-        schemas: of the tools, by name.
+        name: the name of the tool that is called.
+        arguments: the arguments of the call.
+        schemas: the schemas of the tools, by name.
     """
     if name not in schemas:
         return f"there is no tool {name!r:.100}; known: {', '.join(schemas) or 'none'}"
@@ -70,7 +75,7 @@ def call_fault(name: Any, arguments: Any, schemas: Mapping[str, Schema]) -> str 
 
 
 def sample(schema: Schema) -> Any:
-    """A value of a JSON schema that ``get_json_schema`` writes; of an object's properties, all."""
+    """An example value for a JSON schema that ``get_json_schema`` writes. An object has all of its properties."""
     if options := schema.get("anyOf"):
         return sample(options[0])
     if "enum" in schema:
@@ -85,10 +90,10 @@ def sample(schema: Schema) -> Any:
 
 
 def call_tool(tool: Tool, arguments: Mapping[str, Any], row: Row, state: Mapping[str, Any]) -> tuple[str, Any]:
-    """The text that a tool gives back, and the state after it. ``state`` itself stays as it is.
+    """Run a tool, and return its result as text and the state after it. The given ``state`` is not changed.
 
     Raises:
-        Exception: whatever the tool raises, or TypeError where its result is no JSON value.
+        Exception: whatever the tool raises, or a TypeError if its result is not a JSON value.
     """
     filled = _filled_in(tool)
     given: dict[str, Any] = {"row": row} if "row" in filled else {}
@@ -118,7 +123,7 @@ _TYPES: dict[str, tuple[type, ...]] = {
 
 
 def _value_fault(value: Any, schema: Mapping[str, Any]) -> str | None:
-    """What a value would have to be, of the JSON schemas that ``get_json_schema`` writes; None: it is."""
+    """What a value would have to be to match a JSON schema that ``get_json_schema`` writes, or None if it matches."""
     if value is None and schema.get("nullable"):
         return None
     if "anyOf" in schema:

@@ -1,4 +1,5 @@
-"""A process in which an environment answers. Started and killed by `episodes.Playground`. No torch of its own."""
+"""The process in which an environment answers, which `episodes.Playground` starts and kills. It does not import torch
+by itself."""
 
 import json
 from collections.abc import Callable
@@ -12,11 +13,11 @@ from tandemrl.rollout.envs.environment import Answer, BrokenEnvironmentError, En
 from tandemrl.rollout.envs.factory import make_environment
 
 Turned = tuple[Row, State, Message]
-"""What an environment has to know of a turn."""
+"""What an environment is told of a turn: the row, the state of the episode, and the message."""
 
 
 def answering(environment: Environment) -> Callable[[Turned], str]:
-    """What ``environment`` answers, as a JSON text, once it is prepared.
+    """Prepare ``environment``, and return the function that answers a turn with a JSON text.
 
     Raises:
         BrokenEnvironmentError: the environment cannot be prepared.
