@@ -4,8 +4,8 @@ import importlib.util
 
 from tandemrl.config import ConfigError
 
-VLLM_TESTED = ("0.32.0",)
-"""vLLM versions that the tests have run with; ``versions`` has what differs in others."""
+VLLM_TESTED = ("0.32.0", "0.27.1")
+"""vLLM versions that the tests have run with; ``versions`` has what differs between them."""
 
 
 def require_vllm(what: str) -> None:

@@ -21,11 +21,11 @@ from vllm.model_executor.layers.linear import UnquantizedLinearMethod
 from vllm.model_executor.model_loader import register_model_loader
 from vllm.model_executor.model_loader.base_loader import BaseModelLoader
 from vllm.model_executor.model_loader.utils import initialize_model, process_weights_after_loading
-from vllm.model_executor.utils import weights_already_processed
 from vllm.utils.torch_utils import set_default_torch_dtype
 
 from tandemrl.models.lora import AdapterPlan, adapter_names, name_with_adapters
 from tandemrl.rollout.engine import EngineError
+from tandemrl.rollout.vllm.versions import weights_already_processed
 from tandemrl.rollout.vllm.weights import LINEAR, Part, checked, hf_parameters, parameters_of, shapes_of, whole
 
 _FORMAT = "tandemrl_adapters"
@@ -64,7 +64,7 @@ class _AdaptersLoader(BaseModelLoader):
             with torch.device("meta"):
                 model = initialize_model(vllm_config=vllm_config, model_config=model_config, prefix=prefix)
             _take_over(model, base)
-            with weights_already_processed():
+            with weights_already_processed(model):
                 process_weights_after_loading(model, model_config, device)
             _take_over(model, base)  # on a CPU, the embedding was packed once more
         for name, tensor in (*model.named_parameters(), *model.named_buffers()):

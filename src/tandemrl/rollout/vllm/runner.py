@@ -32,7 +32,7 @@ from tandemrl.rollout.vllm.planner import DRAFTING, JUNIOR, SENIOR, Admission, P
 from tandemrl.rollout.vllm.sampler import TandemSampler, can_draft
 from tandemrl.rollout.vllm.settings import TandemOptions, history_of
 from tandemrl.rollout.vllm.verifying import draws
-from tandemrl.rollout.vllm.versions import adopt_kv_cache_layout, copy_kv_cache_facts
+from tandemrl.rollout.vllm.versions import adopt_kv_cache_layout, copy_kv_cache_facts, misdone
 from tandemrl.selection import Strategy
 from tandemrl.selection.draws import mix64
 
@@ -313,6 +313,7 @@ class TandemModelRunner:
             "LoRA": new.lora_request is not None,
             "prompt_logprobs": sampling is not None and sampling.prompt_logprobs is not None,
             "structured outputs": sampling is not None and sampling.structured_outputs is not None,
+            **({} if sampling is None else misdone(sampling)),
         }
         for name, present in problems.items():
             if present:

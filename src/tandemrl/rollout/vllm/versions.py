@@ -2,16 +2,25 @@
 
 import importlib
 from argparse import Namespace
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import fields
 from typing import Any
 
+import vllm
+import vllm.model_executor.utils
+from torch import nn
+from vllm import SamplingParams
 from vllm.config import VllmConfig
 from vllm.v1.kv_cache_interface import KVCacheConfig
 
 _FROM_THE_SCHEDULER = ("kv_cache_layout", "hash_block_size", "cache_hit_alignment_tokens", "kv_tp_replicas")
 """Of a KV cache's configuration: what the engine core decides for all workers. vLLM 0.27 has none of them: each worker
 asks its attention backend for the layout."""
+
+
+RELOAD_LOGGERS = ("vllm.model_executor.model_loader.reload", "vllm.v1.worker.gpu_model_runner")
+"""Those that tell of reloaded weights; in vLLM 0.32 it is the first alone."""
 
 
 def adopt_kv_cache_layout(config: VllmConfig, shared: KVCacheConfig) -> None:
@@ -33,6 +42,32 @@ def keep_running(client: Any) -> None:
     """An engine in this process does not shut down with its client. That of vLLM 0.27 never does by itself."""
     if hasattr(client, "_finalizer"):
         client._finalizer.detach()
+
+
+@contextmanager
+def weights_already_processed(model: nn.Module) -> Iterator[None]:
+    """Inside, vLLM finishes loading ``model`` without changing its weights, which another model of it has processed.
+    vLLM 0.27 cannot be told; what its layers do about their weights is out of its sight."""
+    mark = getattr(vllm.model_executor.utils, "weights_already_processed", None)
+    if mark is not None:
+        with mark():
+            yield
+        return
+    methods = [(layer, layer.quant_method) for layer in model.modules() if hasattr(layer, "quant_method")]
+    for layer, _ in methods:
+        layer.quant_method = None  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        for layer, method in methods:
+            layer.quant_method = method
+
+
+def misdone(params: SamplingParams) -> dict[str, bool]:
+    """What a request cannot ask of this version, by name, and whether ``params`` do. vLLM 0.27 leaves the mask of
+    ``allowed_token_ids`` where it was when rows of the batch move, so that it holds for other requests."""
+    name = f"allowed_token_ids (vLLM {vllm.__version__} confines other requests by them, too; 0.32 does not)"
+    return {name: bool(params.allowed_token_ids) and vllm.__version_tuple__ < (0, 32)}
 
 
 def make_arg_parser() -> Callable[[Any], Any]:
