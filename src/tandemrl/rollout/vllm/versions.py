@@ -19,6 +19,10 @@ _FROM_THE_SCHEDULER = ("kv_cache_layout", "hash_block_size", "cache_hit_alignmen
 asks its attention backend for the layout."""
 
 
+STARTING = {"TORCHELASTIC_USE_AGENT_STORE": "False"}
+"""Environment of an engine that starts. Under torchrun the processes of a vLLM 0.27 engine would look for the store at
+which they meet among torchrun's, where it never comes up."""
+
 RELOAD_LOGGERS = ("vllm.model_executor.model_loader.reload", "vllm.v1.worker.gpu_model_runner")
 """Those that tell of reloaded weights; in vLLM 0.32 it is the first alone."""
 
