@@ -799,9 +799,9 @@ def test_allowed_tokens_are_refused_where_vllm_confines_other_requests_by_them(m
     from tandemrl.rollout.vllm.guard import Guard
 
     confined = vllm.SamplingParams(seed=0, allowed_token_ids=[5])
-    monkeypatch.setattr(vllm, "__version_tuple__", (0, 32, 0))
+    monkeypatch.setattr(vllm, "__version_tuple__", (0, 31, 0))
     Guard.validate_params(confined)
-    monkeypatch.setattr(vllm, "__version_tuple__", (0, 27, 1))
+    monkeypatch.setattr(vllm, "__version_tuple__", (0, 30, 1))
     Guard.validate_params(vllm.SamplingParams(seed=0))
     with pytest.raises(ValueError, match=r"allowed_token_ids \(vLLM .* confines other requests"):
         Guard.validate_params(confined)

@@ -400,7 +400,7 @@ def sharded(stock, monkeypatch, tmp_path) -> Any:
             with set_current_vllm_config(config):
                 model = get_model(vllm_config=config)
 
-            runner = Mock(spec=GPUModelRunner, vllm_config=config, model_config=config.model_config)
+            runner = Mock(spec=GPUModelRunner, vllm_config=config, model_config=config.model_config, lora_config=None)
             runner.get_model = lambda model=model: model
             runner.reload_weights = partial(GPUModelRunner.reload_weights, runner)
             runners.append(runner)

@@ -2,14 +2,11 @@
 
 import importlib
 from argparse import Namespace
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import fields
 from typing import Any
 
 import vllm
-import vllm.model_executor.utils
-from torch import nn
 from vllm import SamplingParams
 from vllm.config import VllmConfig
 from vllm.v1.kv_cache_interface import KVCacheConfig
@@ -48,30 +45,11 @@ def keep_running(client: Any) -> None:
         client._finalizer.detach()
 
 
-@contextmanager
-def weights_already_processed(model: nn.Module) -> Iterator[None]:
-    """Inside, vLLM finishes loading ``model`` without changing its weights, which another model of it has processed.
-    vLLM 0.27 cannot be told; what its layers do about their weights is out of its sight."""
-    mark = getattr(vllm.model_executor.utils, "weights_already_processed", None)
-    if mark is not None:
-        with mark():
-            yield
-        return
-    methods = [(layer, layer.quant_method) for layer in model.modules() if hasattr(layer, "quant_method")]
-    for layer, _ in methods:
-        layer.quant_method = None  # type: ignore[assignment]
-    try:
-        yield
-    finally:
-        for layer, method in methods:
-            layer.quant_method = method
-
-
 def misdone(params: SamplingParams) -> dict[str, bool]:
-    """What a request cannot ask of this version, by name, and whether ``params`` do. vLLM 0.27 leaves the mask of
-    ``allowed_token_ids`` where it was when rows of the batch move, so that it holds for other requests."""
-    name = f"allowed_token_ids (vLLM {vllm.__version__} confines other requests by them, too; 0.32 does not)"
-    return {name: bool(params.allowed_token_ids) and vllm.__version_tuple__ < (0, 32)}
+    """What a request cannot ask of this version, by name, and whether ``params`` do. Before vLLM 0.31, the mask of
+    ``allowed_token_ids`` stays behind when rows of the batch move, and holds for other requests."""
+    name = f"allowed_token_ids (vLLM {vllm.__version__} confines other requests by them, too; 0.31 does not)"
+    return {name: bool(params.allowed_token_ids) and vllm.__version_tuple__ < (0, 31)}
 
 
 def make_arg_parser() -> Callable[[Any], Any]:
