@@ -37,8 +37,8 @@ def serve(
     """vLLM's OpenAI-compatible server, written by both models, with authors in the responses."""
     from dataclasses import asdict
 
-    from tandemrl.config import ConfigError, SelectionConfig
-    from tandemrl.rollout.vllm import require_vllm
+    from tandemrl.config import SelectionConfig
+    from tandemrl.rollout.vllm import cannot_import, require_vllm
 
     require_vllm("tandemrl serve")
     try:
@@ -47,7 +47,7 @@ def serve(
         from tandemrl.rollout.vllm.planner import DRAFTING, check_mode
         from tandemrl.rollout.vllm.settings import TandemOptions
     except ImportError as error:
-        raise ConfigError(f"tandemrl serve: the installed vLLM is broken: {error}") from None
+        raise cannot_import("tandemrl serve", error) from None
 
     selection = {"strategy": strategy, "prob_senior": prob_senior, "max_gap_tokens": max_gap_tokens}
     selected = selection_of(selection | {"chunk_size": chunk_size, "first": first}, SelectionConfig())

@@ -505,6 +505,19 @@ def test_check_survives_a_broken_package(monkeypatch: pytest.MonkeyPatch, packag
     assert (result.exit_code, result.output.splitlines()[-1]) == (1, f"not ready: {package}"), result.output
 
 
+@pytest.mark.parametrize(
+    ("version", "tested"), [("0.32.0", True), ("0.27.1", True), ("0.27.1+cu130", True), ("0.31.0", False)]
+)
+def test_check_names_the_tested_versions_of_vllm_beside_another_one(
+    monkeypatch: pytest.MonkeyPatch, version: str, tested: bool
+) -> None:
+    from tandemrl.cli import check
+
+    monkeypatch.setattr(check, "_version", {"vllm": version}.get)
+    monkeypatch.setattr(check, "_import_error", lambda module: None)
+    assert ("tested with 0.32.0, 0.27.1: pip install" in check._vllm().remedy) == (not tested)
+
+
 def test_check_holds_a_tokenizer_against_what_is_published(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from helpers import tokenizer
     from tandemrl.selection.boundaries import PUBLISHED, Published

@@ -1,6 +1,7 @@
 """The engine that a config asks for."""
 
 import importlib.util
+import re
 import sys
 
 import pytest
@@ -25,4 +26,21 @@ def test_missing_vllm_is_missing_vllm_and_not_one_of_its_parts(command: str, mon
         assert (result.exit_code, result.stderr.startswith("error: tandemrl serve needs vLLM, which")) == (2, True)
     else:
         with pytest.raises(ConfigError, match=rf"^rollout\.engine=vllm {expected}"):
+            make_engine(RolloutConfig(engine="vllm"), ModelSource("s", pytest.fail), None, tokenizer(), longest=9)
+
+
+@pytest.mark.parametrize("command", ["train", "serve"])
+def test_a_vllm_that_cannot_be_imported_is_told_which_ones_work(command: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *rest: True if name == "vllm" else found(name, *rest))
+    for module in [name for name in sys.modules if name.startswith("tandemrl.rollout.vllm.")]:
+        monkeypatch.delitem(sys.modules, module)
+    for module in ("vllm", "vllm.config"):
+        monkeypatch.setitem(sys.modules, module, None)
+    expected = "the installed vLLM is broken, or too old or new (tested with 0.32.0, 0.27.1): "
+    if command == "serve":
+        result = CliRunner().invoke(app, ["serve", "--senior", "s", "--junior", "j"])
+        assert (result.exit_code, result.stderr.startswith(f"error: tandemrl serve: {expected}")) == (2, True)
+    else:
+        with pytest.raises(ConfigError, match=re.escape(f"rollout.engine=vllm: {expected}")):
             make_engine(RolloutConfig(engine="vllm"), ModelSource("s", pytest.fail), None, tokenizer(), longest=9)

@@ -9,7 +9,7 @@ from tandemrl.config import ConfigError, RolloutConfig
 from tandemrl.models.lora import AdapterPlan
 from tandemrl.rollout.engine import Engine
 from tandemrl.rollout.torch_engine import TorchEngine
-from tandemrl.rollout.vllm import require_vllm
+from tandemrl.rollout.vllm import cannot_import, require_vllm
 
 
 class ModelSource(NamedTuple):
@@ -62,7 +62,7 @@ def make_engine(
         from tandemrl.rollout.vllm.backend import platform_device
         from tandemrl.rollout.vllm.engine import VllmEngine
     except ImportError as error:
-        raise ConfigError(f"rollout.engine=vllm: the installed vLLM is broken: {error}") from None
+        raise cannot_import("rollout.engine=vllm", error) from None
     if (platform := platform_device()) != device.partition(":")[0]:
         raise ConfigError(f"model.device={device}: the installed vLLM runs on {platform}; set model.device={platform}")
     partner_path = None if junior is None else junior.path

@@ -140,27 +140,31 @@ def test_handles_name_the_gpu_and_are_opened_under_the_receivers_number(monkeypa
 def test_an_engine_with_devices_of_its_own_sees_them_alone_and_gets_weights_by_file(
     devices: str | None, monkeypatch: pytest.MonkeyPatch, tmp_path
 ) -> None:
-    """The process that vLLM starts inherits the variable; the trainer has its own back afterwards."""
-    seen: list[str | None] = []
+    """The process that vLLM starts inherits the variables; the trainer has its own back afterwards."""
+    seen: list[tuple[str | None, str | None]] = []
     calls = Calls()
     llm = SimpleNamespace(
         engine_core=SimpleNamespace(shutdown=lambda: None), reset_prefix_cache=lambda: True,
         collective_rpc=lambda method, args: calls(method, [0])(*args),
     )  # fmt: skip
 
+    def environment() -> tuple[str | None, str | None]:
+        return os.environ.get("CUDA_VISIBLE_DEVICES"), os.environ.get("TORCHELASTIC_USE_AGENT_STORE")
+
     def started(args) -> SimpleNamespace:
-        seen.append(os.environ.get("CUDA_VISIBLE_DEVICES"))
+        seen.append(environment())
         return llm
 
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
+    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")  # under torchrun
     monkeypatch.setattr(vllm_backend, "platform_device", lambda: "cuda")
     monkeypatch.setattr(vllm_backend, "EngineArgs", lambda **args: args)
     monkeypatch.setattr(vllm_backend.LLMEngine, "from_engine_args", started)
     overrides = ["rollout.engine=vllm", "rollout.vllm.multiprocess=true", "model.device=cuda"]
     config = load(None, [*overrides, *([f"rollout.vllm.devices='{devices}'"] if devices else [])]).rollout
     started_engine = Backend.start("senior", TandemOptions(), config, dtype="bfloat16", context=64, engine_args={})
-    assert seen == [devices or "0"]
-    assert os.environ["CUDA_VISIBLE_DEVICES"] == "0"
+    assert seen == [(devices or "0", "False")]
+    assert environment() == ("0", "True")
 
     monkeypatch.setattr(vllm_backend, "export_weights", lambda named: (["handle"], None))
     monkeypatch.setattr(vllm_backend, "write_weights", lambda named, dtype: tmp_path / "weights")
@@ -223,7 +227,7 @@ class FakeRunner:
         self.model = nn.Module()
         self.model.register_buffer("table", torch.arange(3.0))
         self.get_model = lambda: self.model
-        for method in ("profile_run", "_dummy_run", "update_max_model_len", "reload_weights", "shutdown"):
+        for method in ("profile_run", "_dummy_run", "post_kv_cache_wake_up", "reload_weights", "shutdown"):
             setattr(self, method, calls(f"{name}.{method}"))
         for method in ("profile_cudagraph_memory", "capture_model"):
             setattr(self, method, calls(f"{name}.{method}", 3))
@@ -250,7 +254,8 @@ def test_both_models_are_profiled_captured_and_counted_each_under_its_config(fac
     assert runner.capture_model() == 6
     assert runner.model_memory_usage == 200
     assert runner.only_the_senior_has_this == "senior"
-    steps = ["profile_run", "profile_cudagraph_memory", "capture_model"]
+    runner.post_kv_cache_wake_up()  # vLLM 0.27
+    steps = ["profile_run", "profile_cudagraph_memory", "capture_model", "post_kv_cache_wake_up"]
     expected = [x for step in steps for who in ("senior", "junior") for x in (("config", who), (f"{who}.{step}",))]
     assert calls == expected
 

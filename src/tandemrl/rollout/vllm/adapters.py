@@ -21,7 +21,6 @@ from vllm.model_executor.layers.linear import UnquantizedLinearMethod
 from vllm.model_executor.model_loader import register_model_loader
 from vllm.model_executor.model_loader.base_loader import BaseModelLoader
 from vllm.model_executor.model_loader.utils import initialize_model, process_weights_after_loading
-from vllm.model_executor.utils import weights_already_processed
 from vllm.utils.torch_utils import set_default_torch_dtype
 
 from tandemrl.models.lora import AdapterPlan, adapter_names, name_with_adapters
@@ -64,9 +63,8 @@ class _AdaptersLoader(BaseModelLoader):
             with torch.device("meta"):
                 model = initialize_model(vllm_config=vllm_config, model_config=model_config, prefix=prefix)
             _take_over(model, base)
-            with weights_already_processed():
+            with _weights_as_they_are(model):
                 process_weights_after_loading(model, model_config, device)
-            _take_over(model, base)  # on a CPU, the embedding was packed once more
         for name, tensor in (*model.named_parameters(), *model.named_buffers()):
             if tensor.is_meta:
                 raise EngineError(f"{name} cannot be shared: the junior's model has no such tensor")
@@ -82,6 +80,19 @@ def _take_over(model: nn.Module, base: nn.Module) -> None:
         layer._buffers.update(theirs._buffers)
         if hasattr(theirs, "cpu_linear"):
             layer.cpu_linear = theirs.cpu_linear
+
+
+@contextmanager
+def _weights_as_they_are(model: Any) -> Iterator[None]:
+    """Inside, no layer packs or converts its weights: they are the base's, which are packed and converted already."""
+    methods = [(layer, layer.quant_method) for layer in model.modules() if hasattr(layer, "quant_method")]
+    for layer, _ in methods:
+        layer.quant_method = None
+    try:
+        yield
+    finally:
+        for layer, method in methods:
+            layer.quant_method = method
 
 
 # ------------------------------------------------------------------------------------------------------------- adapting

@@ -20,7 +20,7 @@ try:
     from vllm import EngineArgs, LLMEngine
 
     from tandemrl.rollout.vllm.settings import TandemOptions
-    from tandemrl.rollout.vllm.versions import keep_running
+    from tandemrl.rollout.vllm.versions import STARTING, keep_running
     from tandemrl.rollout.vllm.weights import export_weights, write_weights
     from tandemrl.rollout.vllm.worker import tandem_arguments
 except ImportError as error:
@@ -178,7 +178,7 @@ def _shut_down(core: Any) -> None:
 @contextmanager
 def _startup(multiprocess: bool, devices: str | None, *, unbound: bool) -> Iterator[None]:
     """vLLM reads some choices from the environment only, and changes torch globals that the trainer needs."""
-    environment = {"VLLM_ENABLE_V1_MULTIPROCESSING": str(int(multiprocess)), "VLLM_USE_V2_MODEL_RUNNER": "0"}
+    environment = {"VLLM_ENABLE_V1_MULTIPROCESSING": str(int(multiprocess)), "VLLM_USE_V2_MODEL_RUNNER": "0"} | STARTING
     if devices is not None:
         environment["CUDA_VISIBLE_DEVICES"] = devices
     if unbound and "VLLM_CPU_OMP_THREADS_BIND" not in os.environ:  # else ranks want a NUMA node each

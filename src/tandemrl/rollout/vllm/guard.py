@@ -6,6 +6,8 @@ from torch import Tensor
 from vllm import SamplingParams
 from vllm.v1.sample.logits_processor import LogitsProcessor
 
+from tandemrl.rollout.vllm.versions import misdone
+
 
 class Guard(LogitsProcessor):
     """A logits processor, since vLLM asks these about every request of every endpoint; it changes no logits."""
@@ -21,6 +23,7 @@ class Guard(LogitsProcessor):
             "structured outputs (a response format, a forced or strict tool call)": (
                 sampling_params.structured_outputs is not None
             ),
+            **misdone(sampling_params),
         }
         for name, present in problems.items():
             if present:

@@ -33,7 +33,7 @@ from tandemrl.rollout.vllm.planner import DRAFTING, JUNIOR, SENIOR, Admission, P
 from tandemrl.rollout.vllm.sampler import TandemSampler, can_draft
 from tandemrl.rollout.vllm.settings import TandemOptions, history_of
 from tandemrl.rollout.vllm.verifying import Draws, draws
-from tandemrl.rollout.vllm.versions import adopt_kv_cache_layout, copy_kv_cache_facts
+from tandemrl.rollout.vllm.versions import adopt_kv_cache_layout, copy_kv_cache_facts, misdone
 from tandemrl.selection import Strategy
 from tandemrl.selection.draws import mix64
 
@@ -82,7 +82,7 @@ class _Launched(NamedTuple):
 
 _FOR_EACH = (
     *("profile_run", "warming_up_model", "_init_kv_zero_meta", "shutdown"),
-    *("update_max_model_len", "reset_mm_cache", "reset_encoder_cache"),
+    *("update_max_model_len", "reset_mm_cache", "reset_encoder_cache", "post_kv_cache_wake_up"),
 )
 """What the worker asks of a model runner that both models' runners do, each for itself."""
 
@@ -327,6 +327,7 @@ class TandemModelRunner:
             "LoRA": new.lora_request is not None,
             "prompt_logprobs": sampling is not None and sampling.prompt_logprobs is not None,
             "structured outputs": sampling is not None and sampling.structured_outputs is not None,
+            **({} if sampling is None else misdone(sampling)),
         }
         for name, present in problems.items():
             if present:

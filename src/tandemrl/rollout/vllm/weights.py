@@ -39,6 +39,7 @@ from vllm.model_executor.layers.vocab_parallel_embedding import (
 from vllm.model_executor.model_loader.weight_utils import default_weight_loader
 
 from tandemrl.rollout.engine import EngineError
+from tandemrl.rollout.vllm.versions import RELOAD_LOGGERS
 
 SHARED_MEMORY = Path("/dev/shm")
 _PROBES = 512  # rows of the identity that a packed layer is read with at once
@@ -96,13 +97,14 @@ def checked(weights: Iterable[tuple[str, Tensor]], shapes: Mapping[str, tuple[in
 @contextmanager
 def _quiet() -> Iterator[None]:
     """Hold back what vLLM warns of in every reload: rotary tables and tied heads, which no checkpoint holds."""
-    logger = logging.getLogger("vllm.model_executor.model_loader.reload")
-    level = logger.level
-    logger.setLevel(logging.ERROR)
+    levels = {logger: logger.level for logger in map(logging.getLogger, RELOAD_LOGGERS)}
+    for logger in levels:
+        logger.setLevel(logging.ERROR)
     try:
         yield
     finally:
-        logger.setLevel(level)
+        for logger, level in levels.items():
+            logger.setLevel(level)
 
 
 # ----------------------------------------------------------------------------------------------------- out of the model
@@ -129,7 +131,7 @@ def hf_parameters(runner: Any) -> Iterator[tuple[str, Tensor]]:
             pieces = [whole(part, shard) for part, shard in group]
             yield name, (pieces[0] if len(pieces) == 1 else torch.cat(pieces)).to(dtype)
     for path, head in _tied_heads(model):
-        if not torch.allclose(_computed(head, "weight"), head.weight, rtol=0.0, atol=torch.finfo(dtype).tiny):
+        if not torch.allclose(_multiplied(head), head.weight, rtol=0.0, atol=torch.finfo(dtype).tiny):
             raise EngineError(f"{path} is tied to the embedding, but computes with another copy of it")
 
 
@@ -193,7 +195,7 @@ def _parts(path: str, layer: Any, leaf: str, fused: Mapping[str, Sequence[str]])
     parent, dot, own = path.rpartition(".")
     names = fused.get(own, [own])
     names = list(names) * len(sizes) if len(names) == 1 else names
-    columns = (layer.input_size,) if leaf == "weight" else ()
+    columns = (layer.embedding_dim if type(layer) in _VOCABULARY else layer.input_size,) if leaf == "weight" else ()
     ranks = layer.tp_size if split == 0 else 1
     return [
         Part(
@@ -227,22 +229,31 @@ def whole(part: Part, shard: Tensor) -> Tensor:
 
 def _computed(layer: Any, leaf: str) -> Tensor:
     """This rank's parameter as the layer's forward uses it."""
-    if leaf != "weight" or not hasattr(layer, "cpu_linear") or type(layer) is VocabParallelEmbedding:
-        return getattr(layer, leaf)
-    columns = getattr(layer, "input_size_per_partition", layer.input_size)
+    return getattr(layer, leaf) if leaf != "weight" or type(layer) is VocabParallelEmbedding else _multiplied(layer)
+
+
+def _multiplied(layer: Any) -> Tensor:
+    """This rank's weight as the layer's matrix product uses it."""
+    if not hasattr(layer, "cpu_linear"):
+        return layer.weight
+    if type(layer) in _VOCABULARY:
+        columns = layer.embedding_dim
+    else:
+        columns = getattr(layer, "input_size_per_partition", layer.input_size)
     rows = []
     for start in range(0, columns, _PROBES):
-        identity = torch.zeros(min(_PROBES, columns - start), columns, dtype=layer.weight.dtype)
+        identity = torch.zeros(min(_PROBES, columns - start), columns, dtype=layer.params_dtype)
         identity.diagonal(start).fill_(1)
         rows.append(layer.quant_method.apply(layer, identity, None))
     return torch.cat(rows).T
 
 
 def _tied_heads(model: nn.Module) -> list[tuple[str, Any]]:
-    """LM heads that share the embedding's table, by path."""
-    layers = [(path, layer) for path, layer in model.named_modules() if type(layer) in _VOCABULARY]
-    tables = {id(layer.weight) for _, layer in layers if type(layer) is VocabParallelEmbedding}
-    return [(path, layer) for path, layer in layers if type(layer) is ParallelLMHead and id(layer.weight) in tables]
+    """LM heads that share the embedding's table, by path. In vLLM 0.27 such a head may be the embedding itself."""
+    named = model.named_modules(remove_duplicate=False)
+    layers = [(path, layer) for path, layer in named if type(layer) in _VOCABULARY]
+    tables = {id(layer.weight): path for path, layer in reversed(layers) if type(layer) is VocabParallelEmbedding}
+    return [(path, layer) for path, layer in layers if tables.get(id(layer.weight), path) != path]
 
 
 # ----------------------------------------------------------------------------------------------- to the model's process
