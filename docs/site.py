@@ -13,6 +13,8 @@ from tandemrl.config import Config, expected, explanation, leaves
 
 ROOT = Path(__file__).resolve().parents[1]
 COPIES = {"ARCHITECTURE.md": "architecture.md", "CONTRIBUTING.md": "contributing.md", "CHANGELOG.md": "changelog.md"}
+ONE_PIECE = re.compile(r"\[[−+-]?[\d.,]+, [−+-]?[\d.,]+\]|&[lg]t;= -?[\d.]+")
+"""An interval or a bar in a table."""
 LINK = re.compile(r"(\]\()(?!https?:|#|mailto:)([^)#\s]+)(#[^)\s]*)?(\))")
 
 
@@ -29,6 +31,29 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
     folder = (ROOT / "docs" / page.file.src_uri).parent
     text = re.sub(r"<!-- (figures: [\w-]+|end) -->\n?", "", markdown)
     return text if page.file.src_uri in COPIES.values() else _links(text, folder, config)
+
+
+def on_page_content(html: str, page: Page, config: MkDocsConfig, files: Files) -> str:
+    """Tables that read well in narrow columns: an interval stays in one piece, and a name breaks after a dot."""
+
+    def cell(match: re.Match[str]) -> str:
+        text = ONE_PIECE.sub(r'<span class="one-piece">\g<0></span>', match[0])
+        return re.sub(r"(?<=<code>)[^<]*", lambda code: re.sub(r"([._/,])(?=\w)", r"\1<wbr>", code[0]), text)
+
+    return re.sub(r"<table>.*?</table>", _of_keys, re.sub(r"<td.*?</td>", cell, html, flags=re.DOTALL), flags=re.DOTALL)
+
+
+def _of_keys(match: re.Match[str]) -> str:
+    """A table of keys is marked as one, and its cells with their columns: site.css shows it without columns on a phone."""
+    heads = re.findall(r"<th[^>]*>(.*?)</th>", match[0])
+    if heads[0] != "key":
+        return match[0]
+
+    def row(cells: re.Match[str]) -> str:
+        names = iter("" if head in ("key", "meaning") else f' data-name="{head}"' for head in heads)
+        return re.sub("<td", lambda _: f"<td{next(names)}", cells[0])
+
+    return f'<div class="keys">{re.sub(r"<tr>.*?</tr>", row, match[0], flags=re.DOTALL)}</div>'
 
 
 def _links(text: str, folder: Path, config: MkDocsConfig) -> str:
