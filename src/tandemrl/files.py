@@ -126,7 +126,7 @@ def read_json_lines(
 def hint(path: str | Path) -> str:
     """``"; did you mean PATH?"`` for a missing path whose first missing part is close to a name that is there, else "".
 
-    Example:
+    Examples:
         >>> hint("no/such/place/at/all")
         ''
     """

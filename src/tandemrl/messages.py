@@ -12,7 +12,7 @@ Message = Mapping[str, Any]
 def sound(value: Any) -> Any:
     """A JSON value without halves of surrogate pairs, which its texts may have and no file or request can.
 
-    Example:
+    Examples:
         >>> sound({"found": ["\\ud800 1"]})
         {'found': ['? 1']}
     """

@@ -29,7 +29,7 @@ class BatchPlan:
 def batch_plan(config: Config) -> BatchPlan:
     """The batch plan of one training step.
 
-    Example:
+    Examples:
         >>> plan = batch_plan(load(overrides=["train.prompts_per_step=16", "train.mini_batch_prompts=8"]))
         >>> plan.rollouts, plan.updates, plan.sequences_per_update
         (128, 2, 64)

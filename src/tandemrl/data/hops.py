@@ -139,7 +139,7 @@ def world(split: Split, rng: random.Random, *, hops: int | None = None) -> World
 def ask(subject: str, relations: Sequence[str], *, possessive: bool) -> str:
     """A question in either form.
 
-    Example:
+    Examples:
         >>> ask("Bado", ("friend", "boss"), possessive=True)
         "Who is Bado's friend's boss?"
         >>> ask("Bado", ("friend", "boss"), possessive=False)

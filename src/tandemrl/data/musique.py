@@ -116,7 +116,7 @@ def _documents(record: Record) -> Iterator[dict[str, Any]]:
 def plain_quotes(text: str) -> str:
     """TeX's quotation marks as plain ones, without those that have no partner.
 
-    Example:
+    Examples:
         >>> plain_quotes("``Hey Jude'' is a song. It''s")
         '"Hey Jude" is a song. Its'
     """

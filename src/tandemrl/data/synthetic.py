@@ -161,7 +161,7 @@ def checked_solution(
 def repairs(text: str) -> int:
     """How many lines of a text say again what the step before them comes to.
 
-    Example:
+    Examples:
         >>> repairs("5 plus 3 about 9 first.\\n\\nCheck 8.\\n\\n8 minus 2 is 6 next.")
         1
     """
@@ -178,7 +178,7 @@ class Slip(NamedTuple):
 def slips(text: str) -> list[Slip]:
     """The wrong steps of a text in digits. In a handoff, where lines alternate, the line tells who slipped.
 
-    Example:
+    Examples:
         >>> slips("5 plus 3 about 9 first.\\n\\nCheck 8.\\n\\n8 minus 2 is 7 next.")
         [Slip(line=0, repaired=True), Slip(line=2, repaired=False)]
     """
@@ -195,7 +195,7 @@ def slips(text: str) -> list[Slip]:
 def uses_jargon(text: str) -> bool:
     """Whether any word of the jargon occurs in a text.
 
-    Example:
+    Examples:
         >>> uses_jargon("Blorp vam yab ble rho sni.")
         True
         >>> uses_jargon("First 6 plus 3 is 9.")

@@ -95,7 +95,7 @@ class Stillness:
     Time in which nobody could look does not count, beyond ``GRACE_S`` at once: this process itself was stopped, and may
     go on with the others.
 
-    Example:
+    Examples:
         >>> stillness = Stillness(7)
         >>> [stillness.look(stamps, 1.0) for stamps in (7, 7, 8, 8)]
         [1.0, 2.0, 0.0, 1.0]

@@ -211,7 +211,7 @@ def axes_of(config: ParallelConfig, size: int) -> dict[str, int]:
     Raises:
         ConfigError: the axes do not multiply to ``size``.
 
-    Example:
+    Examples:
         >>> axes_of(ParallelConfig(tp=2), 8)
         {'dp_replicate': 1, 'dp_shard': 4, 'sp': 1, 'tp': 2}
     """

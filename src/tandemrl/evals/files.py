@@ -52,7 +52,7 @@ def finished_result(file: Path, phase: str, config: Mapping[str, Any]) -> dict[s
 def differences(a: Mapping[str, Any], b: Mapping[str, Any]) -> list[tuple[str, Any, Any]]:
     """(dotted key, value in a, value in b) where two trees differ; None stands for an absent key.
 
-    Example:
+    Examples:
         >>> differences({"eval": {"seed": 1, "k": [1]}}, {"eval": {"seed": 2, "k": [1]}})
         [('eval.seed', 1, 2)]
     """

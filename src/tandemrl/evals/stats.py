@@ -34,7 +34,7 @@ def pass_at_k(correct: int, samples: int, k: int) -> float:
     Raises:
         ValueError: ``k`` or ``correct`` is not in range.
 
-    Example:
+    Examples:
         >>> pass_at_k(correct=1, samples=4, k=2)
         0.5
     """
@@ -55,7 +55,7 @@ def maj_at_k(answers: Sequence[str | None], correct: Sequence[bool], k: int) -> 
     Raises:
         ValueError: lengths differ, or ``k`` is not in range.
 
-    Example:
+    Examples:
         >>> maj_at_k(["7", "7", "5"], [True, True, False], k=3)
         1.0
     """
@@ -145,7 +145,7 @@ def seed_interval(values: Sequence[float], *, level: float = 0.95) -> Interval:
     Raises:
         ValueError: fewer than two values, one that is not finite, or ``level`` out of range.
 
-    Example:
+    Examples:
         >>> interval = seed_interval([0.1, 0.2, 0.3])
         >>> [round(bound, 3) for bound in interval]
         [0.2, -0.048, 0.448]
@@ -166,7 +166,7 @@ def pearson(x: Sequence[float], y: Sequence[float]) -> float | None:
     Raises:
         ValueError: as many values on both sides are needed.
 
-    Example:
+    Examples:
         >>> pearson([1.0, 2.0, 3.0], [5.0, 3.0, 1.0])
         -1.0
     """
@@ -183,7 +183,7 @@ def at_least(interval: Interval, bar: float) -> bool | None:
     With ``interval`` of a - b and ``bar`` = -margin this is the test of non-inferiority: a may be worse than b by the
     margin at most, and better by any amount. At the level .95 of the (two-sided) interval, "True" is wrong in 2.5 %.
 
-    Example:
+    Examples:
         >>> [at_least(Interval(0.04, low, high), -0.05) for low, high in ((0.02, 0.06), (-0.1, 0.18))]
         [True, None]
     """

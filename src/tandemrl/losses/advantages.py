@@ -27,7 +27,7 @@ def group_normalised(
 
     Group of one: 0.
 
-    Example:
+    Examples:
         >>> group_normalised(torch.tensor([1.0, 0.0, 0.5]), torch.tensor([7, 7, 7]))
         tensor([ 1.0000, -1.0000,  0.0000])
     """

@@ -88,7 +88,7 @@ def micro_batches(
     Raises:
         ValueError: one sequence alone is longer than the budget, one is empty, or the group numbers are not as many.
 
-    Example:
+    Examples:
         >>> micro_batches([5, 3, 2, 4], budget=8)
         [[0, 2], [1, 3]]
         >>> micro_batches([2, 2, 2, 2], budget=4, parts=2, groups=[0, 1, 0, 1])

@@ -153,7 +153,7 @@ def to_markdown(report: Report, *, plots: str = "report.html") -> str:
 def without_tags(markdown: str) -> str:
     """Markdown in which nothing is HTML, whatever names and paths it quotes: what would begin a tag is text.
 
-    Example:
+    Examples:
         >>> without_tags("A < B, <img src=x>")
         'A < B, &lt;img src=x>'
     """

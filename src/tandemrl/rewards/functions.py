@@ -51,7 +51,7 @@ def weighted(terms: Sequence[Term], scores: Sequence[Score]) -> Score:
     """Σ weight · value. ``acc``, the answer and equally named parts are those of the first reward. The value of each
     reward, before weighting, is a part under its name; a part of that name moves to ``NAME/part``.
 
-    Example:
+    Examples:
         >>> terms = [Term("boxed", 1.0, in_process("", max)), Term("brevity", 0.2, in_process("", max))]
         >>> weighted(terms, [Score(1.0, {"acc": 1.0}, "7"), Score(0.5, {"acc": 0.0}, None)])
         Score(value=1.1, parts={'acc': 1.0, 'boxed': 1.0, 'brevity': 0.5}, answer='7')

@@ -44,7 +44,7 @@ class Signals:
     """Notes the first SIGTERM or SIGINT inside a ``with`` block and leaves the second to the handler from before, which
     ends the process at once. Outside of the main thread, where Python handles no signals, it notes nothing.
 
-    Example:
+    Examples:
         >>> with Signals() as signals:
         ...     signal.raise_signal(signal.SIGTERM)
         ...     signals.received

@@ -81,7 +81,7 @@ def in_use(environment: Environment | None) -> Iterator[None]:
 def describe(function: Any) -> str:
     """Where a function was defined. Of a recipe: its name, and what differs from the library's recipe of that name.
 
-    Example:
+    Examples:
         >>> describe(RECIPES["grpo"]._replace(clip_low=0.1))
         'recipe grpo with clip_low=0.1'
     """

@@ -46,7 +46,7 @@ class Clock:
             do not wait (work on a CUDA device may then count in a later phase).
         step: number of the step, for the watchdog.
 
-    Example:
+    Examples:
         >>> clock = Clock()
         >>> with clock("update"):
         ...     with clock("logprobs"):
@@ -153,7 +153,7 @@ def update_flops(
         predictions: tokens whose log-prob is computed; None = all, as the usual 6·N·t has it.
         shared: lengths of leading parts that are computed with another sequence, and not again.
 
-    Example:
+    Examples:
         >>> update_flops(Cost(token=6, prediction=12, pair=1), [2, 3], predictions=4)
         87
     """

@@ -229,7 +229,7 @@ def summary_line(step: int, steps: int, metrics: Mapping[str, float], seconds_pe
     """The numbers to watch of one step, seconds per step and the time left; held-out and monitored pass@k in lines of
     their own. No line is longer than 80 columns.
 
-    Example:
+    Examples:
         >>> summary_line(3, 50, {"reward/mean": 0.5, "loss": 0.01, "time/step": 2.0}, 2.0)
         'step 3/50 | reward 0.500 loss +0.010 | 2.0s ETA 1m34s'
     """

@@ -60,7 +60,7 @@ def writer_mismatch(setup: RunSetup, policy: PreTrainedModel, completions: Compl
 def first_within(lengths: Sequence[int], budget: int, *, rank: int, size: int) -> list[int]:
     """The first of every ``size``-th sequence from ``rank`` on that have at most ``budget`` tokens together.
 
-    Example:
+    Examples:
         >>> first_within([3, 9, 3, 9, 3], 7, rank=0, size=2)
         [0, 2]
     """

@@ -109,7 +109,7 @@ def parse_score(text: str) -> float | None:
     A reply without these words is a score only if it is nothing else. Scores are out of 10 and cut to [0, 1]; another
     denominator, a sum, a range, a percentage or a number that is not finite is no score.
 
-    Example:
+    Examples:
         >>> [parse_score(text) for text in ("**Total Score: 7/10**", "Total Score: [8.5/10 points]", "about seven")]
         [0.7, 0.85, None]
     """

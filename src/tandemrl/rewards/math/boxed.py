@@ -177,7 +177,7 @@ def stated_answer(text: str) -> str | None:
     That is the rest of the sentence after "the answer is", else the last clause with a number or formula in it: after
     "is", "so", "therefore" and the like. A single formula in it counts alone.
 
-    Example:
+    Examples:
         >>> stated_answer("Since $x^2 = 16$, the answer is 4."), stated_answer(r"so $x = \frac{1}{2}$ holds")
         ('4', 'x = \\frac{1}{2}')
     """

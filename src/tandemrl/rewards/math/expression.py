@@ -40,7 +40,7 @@ def same(a: Formula, b: Formula, *, tolerance: Fraction | None = None) -> bool |
     Args:
         tolerance: relative difference allowed; None = that of `near` if one contains a decimal number, else none.
 
-    Example:
+    Examples:
         >>> same(read(r"\sqrt{8}"), read(r"2\sqrt2")), same(read("(x+1)^2"), read("x^2+1"))
         (True, False)
     """

@@ -43,7 +43,7 @@ class Unreadable(Exception):
 def read(text: str) -> Formula | None:
     r"""The formula that a text is, None if it is none.
 
-    Example:
+    Examples:
         >>> read(r"\frac{x}{2}") is not None, read("so x = 2") is None
         (True, True)
     """
