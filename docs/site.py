@@ -44,7 +44,7 @@ def on_page_content(html: str, page: Page, config: MkDocsConfig, files: Files) -
 
 
 def _of_keys(match: re.Match[str]) -> str:
-    """A table of keys is marked as one, and its cells with their columns: site.css shows it without columns on a phone."""
+    """A table of keys is marked as one, and its cells with their columns, for phones: site.css."""
     heads = re.findall(r"<th[^>]*>(.*?)</th>", match[0])
     if heads[0] != "key":
         return match[0]
