@@ -20,9 +20,9 @@ class BatchPlan:
 
     def __str__(self) -> str:
         return (
-            f"batch plan per step: {self.prompts} prompts -> {self.rollouts} rollouts -> {self.updates} update(s) of "
-            f"{self.sequences_per_update} sequences, each <= {self.max_tokens_per_sequence} tokens, in at most "
-            f"{self.micro_batches} micro-batch(es) per update"
+            f"batch plan per step: {self.prompts} prompts -> {self.rollouts} rollouts -> {self.updates} update(s)\n"
+            f"    an update: {self.sequences_per_update} sequences, each <= {self.max_tokens_per_sequence} tokens, "
+            f"in <= {self.micro_batches} micro-batch(es)"
         )
 
 

@@ -1,7 +1,7 @@
 """From records to pages: what is said where, in HTML and in Markdown."""
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
@@ -160,13 +160,17 @@ def without_tags(markdown: str) -> str:
     return re.sub(r"<(?=[A-Za-z/!?])", "&lt;", markdown)
 
 
-def headlines(report: Report) -> str:
-    """The headline tables alone, in Markdown, each with a line that says what its intervals are."""
+def headlines(report: Report, table: Callable[[Sequence[ArmRecord]], str] = headline_table) -> str:
+    """The headline tables alone, in Markdown, each with a line that says what its intervals are.
+
+    Args:
+        table: ``headline_lines`` for a terminal.
+    """
     parts = []
     for setting in report.records.settings:
         measured = [arm for arm in setting.arms if arm.evaluations]
         if measured:
-            parts += [f"{setting.name}:" if setting.name else "", headline_table(measured), _interval_note(measured)]
+            parts += [f"{setting.name}:" if setting.name else "", table(measured), _interval_note(measured)]
     return "\n\n".join(part.strip() for part in parts if part)
 
 
