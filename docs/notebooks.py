@@ -3,7 +3,7 @@
     python docs/notebooks.py                    # all of them, a quarter of an hour on two cores
     python docs/notebooks.py 04_paper_claims    # one
 
-A cell that fails ends it, and leaves that notebook as it was. The cells train in runs/notebooks/.
+A cell that fails ends it, and leaves every notebook as it was. The cells train in runs/notebooks/.
 """
 
 import hashlib
@@ -56,11 +56,13 @@ def fingerprint(notebook: NotebookNode) -> str:
 def main() -> None:
     os.environ.update(SETTINGS)
     names = sys.argv[1:] or sorted(file.stem for file in NOTEBOOKS.glob("*.ipynb"))
+    texts: dict[Path, str] = {}
     for name in names:
         file = NOTEBOOKS / f"{name}.ipynb"
-        text = nbformat.writes(executed(file)) + "\n"
+        texts[file] = nbformat.writes(executed(file)) + "\n"
+        print(f"{file.relative_to(NOTEBOOKS.parent)}: executed, {len(texts[file]) / 1000:.0f} kB", flush=True)
+    for file, text in texts.items():  # at the end: a changed file would be an uncommitted change, which reports name
         write_text(file, text)
-        print(f"{file.relative_to(NOTEBOOKS.parent)}: executed, {len(text) / 1000:.0f} kB", flush=True)
 
 
 if __name__ == "__main__":
