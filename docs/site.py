@@ -1,9 +1,11 @@
 """The pages of the site that are made from the sources (a hook of mkdocs), and links that leave the folder docs/."""
 
 import ast
+import base64
 import json
 import re
 from pathlib import Path
+from typing import Any
 
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
@@ -13,6 +15,7 @@ from tandemrl.config import Config, expected, explanation, leaves
 
 ROOT = Path(__file__).resolve().parents[1]
 COPIES = {"ARCHITECTURE.md": "architecture.md", "CONTRIBUTING.md": "contributing.md", "CHANGELOG.md": "changelog.md"}
+NOTEBOOKS = {f"notebooks/{path.name}": f"notebooks/{path.stem}.md" for path in (ROOT / "notebooks").glob("*.ipynb")}
 ONE_PIECE = re.compile(r"\[[−+-]?[\d.,]+, [−+-]?[\d.,]+\]|&[lg]t;= -?[\d.]+")
 """An interval or a bar in a table."""
 LINK = re.compile(r"(\]\()(?!https?:|#|mailto:)([^)#\s]+)(#[^)\s]*)?(\))")
@@ -23,6 +26,11 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
         files.append(File.generated(config, page, content=_links((ROOT / name).read_text(), ROOT, config)))
     files.append(File.generated(config, "configuration.md", content=configuration()))
     files.append(File.generated(config, "api.md", content=api()))
+    for source, page in NOTEBOOKS.items():
+        text, pictures = notebook(ROOT / source, config)
+        files.append(File.generated(config, page, content=text))
+        for name, png in pictures.items():
+            files.append(File.generated(config, f"notebooks/{name}", content=png))
     return files
 
 
@@ -57,7 +65,7 @@ def _of_keys(match: re.Match[str]) -> str:
 
 
 def _links(text: str, folder: Path, config: MkDocsConfig) -> str:
-    """Links to files outside of docs/ lead to the repository, those to pages that are copied here to the copies."""
+    """Links to files outside of docs/ lead to the repository, those to pages that are made here to these."""
 
     def moved(match: re.Match[str]) -> str:
         opening, target, anchor, closing = match.groups()
@@ -65,10 +73,8 @@ def _links(text: str, folder: Path, config: MkDocsConfig) -> str:
         if not path.is_relative_to(ROOT) or not path.exists():
             return match.group(0)  # mkdocs knows it, or warns
         name = path.relative_to(ROOT).as_posix()
-        if name in COPIES and folder != ROOT:
-            target = "../" * len(folder.relative_to(ROOT / "docs").parts) + COPIES[name]
-        elif name in COPIES:
-            target = COPIES[name]
+        if page := (COPIES | NOTEBOOKS).get(name):
+            target = "../" * len(folder.relative_to(ROOT / "docs").parts) + page if folder != ROOT else page
         elif folder == ROOT and path.is_relative_to(ROOT / "docs"):
             target = path.relative_to(ROOT / "docs").as_posix()
         elif not path.is_relative_to(ROOT / "docs"):
@@ -97,6 +103,35 @@ def configuration() -> str:
         cells = (f"`{key.key}`", expected(key.type), f"`{default}`", key.allowed.words if key.allowed else "")
         lines.append("| " + " | ".join(cell.replace("|", r"\|") for cell in (*cells, explanation(key))) + " |")
     return "\n".join(lines) + "\n"
+
+
+def notebook(source: Path, config: MkDocsConfig) -> tuple[str, dict[str, bytes]]:
+    """A notebook with its committed outputs as a page, and its pictures by their file names."""
+    parts: list[str] = []
+    pictures: dict[str, bytes] = {}
+    for cell in json.loads(source.read_text())["cells"]:
+        text = "".join(cell["source"])
+        parts.append(text if cell["cell_type"] == "markdown" else f"```python\n{text}\n```")
+        for output in cell.get("outputs", []):
+            shown, png = _output(output, f"{source.stem}-{cell['id']}.png")
+            parts.append(shown)
+            pictures |= png
+    where = f"{config.repo_url.rstrip('/')}/blob/main/notebooks/{source.name}"
+    title, first, *rest = parts[0].split("\n\n")
+    parts[0] = "\n\n".join((title, first, f"This page is a notebook: [{source.name}]({where}).", *rest))
+    return "\n\n".join(parts) + "\n", pictures
+
+
+def _output(output: dict[str, Any], picture: str) -> tuple[str, dict[str, bytes]]:
+    """What a cell put out, as Markdown: its picture, else its richest text."""
+    if output["output_type"] == "stream":
+        return f"```text\n{''.join(output['text']).rstrip()}\n```", {}
+    data = {kind: "".join(text) for kind, text in output["data"].items()}
+    if "image/png" in data:
+        return f'<div class="plot" markdown>![plot]({picture})</div>', {picture: base64.b64decode(data["image/png"])}
+    if "text/html" in data:
+        return f'<div class="output">{data["text/html"]}</div>', {}
+    return data.get("text/markdown") or f"```text\n{data['text/plain']}\n```", {}
 
 
 def api() -> str:
