@@ -17,7 +17,7 @@ TEST_ENV := OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false
 # A process per core, at most four: engines are large. A file's tests stay together, as do the engines they share.
 WORKERS := --numprocesses=auto --maxprocesses=4 --dist=loadfile
 
-.PHONY: quickstart test test-core test-liger release-check dist wheel-check browser-check check bench slow clean docs figures paper-claims paper-claims-plain repair ablations hops
+.PHONY: quickstart test test-core test-liger release-check dist wheel-check browser-check check bench slow clean docs figures notebooks paper-claims paper-claims-plain repair ablations hops
 .DELETE_ON_ERROR:
 
 quickstart: .venv/.core
@@ -68,6 +68,10 @@ docs: .venv/.docs
 # make figures RUNS="runs/paper-claims runs/ablations"
 figures: .venv/.core
 	$(BIN)/python docs/refresh.py $(RUNS)
+
+# The outputs of the notebooks, by executing them: a quarter of an hour on two cores.
+notebooks: .venv/.dev
+	$(BIN)/python docs/notebooks.py
 
 # The page of `tandemrl play` in Chromium (apt-get install chromium, or CHROMIUM=path).
 browser-check: .venv/.dev

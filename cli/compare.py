@@ -27,7 +27,7 @@ def compare(
     level: Annotated[float, typer.Option(help="Of the intervals.")] = 0.95,
     out: Annotated[Path | None, typer.Option(help="Also write the contrasts to this JSON file.")] = None,
 ) -> None:
-    """Say how A differs from B, metric by metric; "A > B" only where the interval of A - B excludes 0.
+    """Say how A differs from B, metric by metric. "A > B" only where the interval of A - B excludes 0.
 
     One evaluation on each side: bootstrap interval over problems. Seeds on each side: t interval over the seeds.
     """
@@ -36,7 +36,7 @@ def compare(
     from rich.table import Table
     from rich.text import Text
 
-    from tandemrl.evals.compare import CompareError, judgement, show_interval, write_comparison
+    from tandemrl.evals.compare import CompareError, Contrast, judgement, show_interval, write_comparison
     from tandemrl.evals.compare import compare as contrasts_of
 
     if not 0 < level < 1:
@@ -53,13 +53,17 @@ def compare(
     for title in ("A", "B", "A - B"):
         table.add_column(Text(title), justify="right", no_wrap=True)
     table.add_column("", overflow="fold")
-    for phase in dict.fromkeys(each.phase for each in contrasts):
-        table.add_row(Text(phase, "bold"))
-        for each in (each for each in contrasts if each.phase == phase):
+    groups: dict[str, list[Contrast]] = {}  # a group in a heading, and not in front of every metric: 80 columns
+    for each in contrasts:
+        group = each.metric.rpartition("/")[0]
+        groups.setdefault(f"{each.phase}: {group}" if group else each.phase, []).append(each)
+    for group, members in groups.items():
+        table.add_row(Text(group, "bold"))
+        for each in members:
             digits = 3 if max(map(abs, (each.a, each.b, *each.difference))) < 10 else 1
             figures = (f"{each.a:.{digits}f}", f"{each.b:.{digits}f}", show_interval(each.difference, digits=digits))
             style = "dim" if each.verdict.startswith("no") else "bold"
-            table.add_row(*map(Text, (f"  {each.metric}", *figures)), Text(judgement(each), style))
+            table.add_row(*map(Text, (f"  {each.metric.rpartition('/')[2]}", *figures)), Text(judgement(each), style))
     Console().print(table)
     if out is not None:
         write_comparison(out, contrasts, a=str(a), b=str(b), level=level)

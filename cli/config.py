@@ -11,7 +11,7 @@ def config(
     ] = None,
     markdown: Annotated[bool, typer.Option("--markdown", help="As a Markdown table.")] = False,
 ) -> None:
-    """Every key of the configuration: what it takes, its default, its range, and what it means."""
+    """Every key of the configuration: type, default, range, meaning."""
     import json
     import textwrap
 

@@ -76,7 +76,7 @@ def gsm8k(
     ] = None,
     expect_rows: AnyRows = None,
 ) -> None:
-    """GSM8K: 6,973 training, 500 held-out (from the original training split) and 1,319 test problems."""
+    """GSM8K: 6,973 training, 500 held-out and 1,319 test problems. The held-out ones are of its training split."""
     from tandemrl.data.builders import GSM8K_ROWS, build_gsm8k
 
     _report(out, build_gsm8k(source, out, expect_rows=GSM8K_ROWS if expect_rows is None else 0))
@@ -90,7 +90,7 @@ def synthetic(
     heldout: Annotated[int, typer.Option(min=1, help="Held-out rows.")] = 512,
     seed: Seed = 0,
 ) -> None:
-    """Generated word problems; training and held-out problems are disjoint."""
+    """Generated word problems. Training and held-out problems are disjoint."""
     from tandemrl.data.builders import build_synthetic
 
     _report(out, build_synthetic(pair, out, {"train": train, "heldout": heldout}, seed))
@@ -116,7 +116,7 @@ def countdown(
     test: Test = 1024,
     seed: Seed = 0,
 ) -> None:
-    """Countdown with 3 or 4 numbers: TinyZero's published problems, or generated ones."""
+    """Countdown with 3 or 4 numbers. TinyZero's published problems, or generated ones."""
     from tandemrl.data.builders import build_countdown, generate_countdown
     from tandemrl.data.rows import DataError
 
@@ -151,7 +151,7 @@ def calculations(
     test: Test = 4096,
     seed: Seed = 0,
 ) -> None:
-    """Generated sums, differences and products of two numbers, as in TinyZero."""
+    """Generated sums, differences and products, as in TinyZero."""
     _calculations("arithmetic", out, template, digits, train, test, seed)
 
 
@@ -170,7 +170,7 @@ def eurus(
     ] = False,
     expect_rows: AnyRows = None,
 ) -> None:
-    """Eurus-2-RL-Data: maths, and code with tests, without the rows that cannot be graded."""
+    """Eurus-2-RL-Data: maths, and code with tests. Without the rows that cannot be graded."""
     from tandemrl.data.eurus import EURUS_ROWS, build_eurus
 
     manifest = build_eurus(
@@ -197,7 +197,7 @@ def musique(
     seed: Annotated[int, typer.Option(help="Seed of what is kept.")] = 0,
     expect_rows: AnyRows = None,
 ) -> None:
-    """MuSiQue: 19,938 training and 2,417 validation questions of 2 to 4 hops, with their paragraphs."""
+    """MuSiQue: 19,938 training and 2,417 validation questions. Of 2 to 4 hops, with their paragraphs."""
     from tandemrl.data.musique import MUSIQUE_ROWS, build_musique
 
     manifest = build_musique(
@@ -214,7 +214,7 @@ def math500(out: OutAbove, source: Source = None, expect_rows: AnyRows = None) -
 
 @build.command()
 def aime(out: OutAbove, source: Copies = None, expect_rows: AnyRows = None) -> None:
-    """AIME 2024, 2025 and 2026: aime24, aime25 and aime26, 30 problems each. Copies: aime24, aime25, aime_2026."""
+    """AIME 2024, 2025 and 2026, 30 problems each. Copies: aime24, aime25, aime_2026."""
     _benchmarks(["aime24", "aime25", "aime26"], source, out, expect_rows)
 
 

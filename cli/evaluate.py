@@ -17,14 +17,15 @@ if TYPE_CHECKING:
 
 Command = Literal["all", "pass-at-k", "tandem", "handoff", "legibility", "drift", "verified"]
 COMMANDS: dict[Command, str] = {
-    "all": "All phases that the junior and the judge allow, one file each; what a killed run has finished is kept.",
-    "pass-at-k": "The senior alone: unbiased pass@k with bootstrap intervals over problems.",
-    "tandem": "Senior and junior write together, by the word schedule of training.",
-    "handoff": "Senior and junior take turns, one step each; with either of them first.",
-    "legibility": "How well the junior predicts what the senior writes alone: cross-entropy per token, in nats, and "
-    "acceptance, the share of tokens that it draws, too, from the same random numbers.",
-    "drift": "How far what the senior writes alone is from the junior: surprisals and exact KL per token, in nats.",
-    "verified": "Pass@k of correct answers whose reasoning a judge (judge.url or judge.model) accepts.",
+    "all": "All phases that the junior and the judge allow. One file each; what a killed run has finished is kept.",
+    "pass-at-k": "The senior alone: unbiased pass@k. With bootstrap intervals over problems.",
+    "tandem": "Senior and junior write together, by words as in training.",
+    "handoff": "Senior and junior take turns, one step each. With either of them first.",
+    "legibility": "How well the junior predicts what the senior writes. Of solo texts: cross-entropy per token, in "
+    "nats, and acceptance, the share of tokens that it draws, too, from the same random numbers.",
+    "drift": "How far what the senior writes is from the junior. Of solo texts: surprisals and exact KL per token, in "
+    "nats.",
+    "verified": "Pass@k of answers whose reasoning a judge accepts, too. The judge: judge.url or judge.model.",
 }
 
 _BOUNDS = ("/low", "/high")
@@ -132,7 +133,7 @@ def qa(
     device: Annotated[str | None, typer.Option(help="cpu, cuda, …")] = None,
     dtype: Annotated[str | None, typer.Option(help="float32 or bfloat16.")] = None,
 ) -> None:
-    """Questions about documents (MuSiQue): one model searches and answers; EM, F1, citations … by number of hops.
+    """Questions about documents (MuSiQue). One model searches and answers; EM, F1, citations … by number of hops.
 
     The environment is rollout.environment, or multihop. What is written is the phase pass-at-k.
     """
@@ -195,7 +196,7 @@ def verifier(
     limit: Annotated[int | None, typer.Option(min=1, help="Use the first rows only.")] = None,
     out: Annotated[Path | None, typer.Option(help="JSON file for the counts and every verdict.")] = None,
 ) -> None:
-    """A judge or a scorer on HardVerify-Math: right answers that it accepts, wrong ones that it refuses."""
+    """A judge or a scorer on HardVerify-Math. Right answers that it accepts, wrong ones that it refuses."""
     from rich.console import Console
     from rich.table import Table
     from rich.text import Text

@@ -36,13 +36,14 @@ def experiment(
     data: Annotated[list[str] | None, typer.Option(help="Of retrievers: questions for every --model.")] = None,
     config: Annotated[str | None, typer.Option(help="Of retrievers: the config of every evaluation.")] = None,
 ) -> None:
-    """Train and evaluate every arm on every seed of a pair, and say what the intervals support.
+    """Train and evaluate every arm on every seed of a pair. Say what the intervals support.
 
     retrievers: nothing is trained; every model answers the same questions with each retriever.
     """
     from dataclasses import replace
 
     from tandemrl.cli.heartbeat import heartbeat, last_written
+    from tandemrl.cli.lines import echo
     from tandemrl.config import ConfigError
     from tandemrl.experiments.experiment import EXPERIMENTS, run_experiment
     from tandemrl.experiments.retrievers import Benchmark, run_retrievers
@@ -67,7 +68,7 @@ def experiment(
         }
         given: dict[str, Any] = {key: tuple(v) if isinstance(v, list) else v for key, v in asked.items() if v}
         with heartbeat(typer.echo, lambda: last_written(folder)):
-            run_retrievers(Benchmark(**given), folder, say=typer.echo)
+            run_retrievers(Benchmark(**given), folder, say=echo)
         typer.echo(f"report: {folder}/report.html, {folder}/report.md")
         return
     if stray := [option for option, value in of_retrievers.items() if value is not None]:
@@ -86,9 +87,9 @@ def experiment(
     }
     chosen = replace(chosen, **{key: value for key, value in changes.items() if value})
     with heartbeat(typer.echo, lambda: last_written(folder)):
-        results = run_experiment(chosen, folder, workers=workers, say=typer.echo)
+        results = run_experiment(chosen, folder, workers=workers, say=echo)
     for claim in results["claims"]:
         values = ", ".join(f"{value:.3f}" for value in claim["values"])
         verdict = claim["verdict"].replace("fails", "DOES NOT HOLD")
-        typer.echo(f"{claim['pair']}: {claim['claim']} {claim['bar']}: {verdict}" + (f" ({values})" if values else ""))
+        echo(f"{claim['pair']}: {claim['claim']} {claim['bar']}: {verdict}" + (f" ({values})" if values else ""))
     typer.echo(f"report: {folder}/report.html, {folder}/report.md")

@@ -29,7 +29,7 @@ def tiny(
     pair: Annotated[str, typer.Option(help="Which pair: plain, jargon, repair, hops or hops_jargon.")] = "plain",
     seed: Annotated[int, typer.Option(help="Seed of data, weights and order.")] = 0,
 ) -> None:
-    """Build the tiny senior/junior pair, one to four minutes on a CPU; a finished one is kept."""
+    """Build the tiny senior/junior pair. One to four minutes on a CPU; a finished one is kept."""
     from tandemrl.data import hops
     from tandemrl.experiments.tiny import build_tiny_pair
 

@@ -18,7 +18,7 @@ def play(
     longest: Annotated[int, typer.Option(min=16, help="Tokens of the longest text, prompt included.")] = 2048,
     port: Annotated[int, typer.Option(min=0, max=65535, help="Port to listen on; 0: any that is free.")] = 8765,
 ) -> None:
-    """Write with senior and junior in the browser, on this machine only; take over as the junior yourself."""
+    """Write with senior and junior in the browser. On this machine only; take over as the junior yourself."""
     from tandemrl.config import ConfigError
 
     try:

@@ -21,9 +21,10 @@ def report(
     port: Annotated[int, typer.Option(min=0, max=65535, help="Of --watch; 0: any that is free.")] = 8766,
     every: Annotated[float, typer.Option(min=1, help="Of --watch: seconds between two looks.")] = 10,
 ) -> None:
-    """Turn the runs and evaluations below DIR into one self-contained HTML page and a Markdown page."""
+    """Turn the runs and evaluations below DIR into one HTML page. A Markdown page is beside it."""
     if out is not None and out.suffix != ".html":
         raise typer.BadParameter(f"{out}: the page needs a name that ends in .html", param_hint="--out")
+    from tandemrl.cli.lines import echo
     from tandemrl.report import build_report, write_report
 
     if watch:
@@ -45,4 +46,4 @@ def report(
     page, text = write_report(built, out)
     typer.echo(f"{page} ({page.stat().st_size / 1e6:.2f} MB), {text}")
     for caveat in built.caveats:
-        typer.echo(f"note: {caveat}", err=True)
+        echo(f"note: {caveat}", err=True)

@@ -22,7 +22,7 @@ def score(
     ] = None,
     out: Annotated[Path | None, typer.Option(help="JSONL file for the scores, a line per response.")] = None,
 ) -> None:
-    """Score stored responses as training would; prints the means by data source."""
+    """Score stored responses as training would. Prints the means by data source."""
     from tandemrl.config import load, stated_keys, warn_of_reward_function
     from tandemrl.rewards.score import score_file
 

@@ -34,7 +34,7 @@ def serve(
         str | None, typer.Option(help="Key that clients have to send; better in VLLM_API_KEY, which nobody can list.")
     ] = None,
 ) -> None:
-    """vLLM's OpenAI-compatible server, written by both models, with authors in the responses."""
+    """vLLM's OpenAI-compatible server, written by both models. Responses name the author of each token."""
     from dataclasses import asdict
 
     from tandemrl.config import SelectionConfig

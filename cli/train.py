@@ -38,7 +38,7 @@ def train(
         typer.Option(help="auto (from the newest checkpoint, if any), never (output_dir must be fresh), or a folder."),
     ] = "auto",
 ) -> None:
-    """Train a senior as a config says; KEY=VALUE arguments override the file."""
+    """Train a senior as a config says. KEY=VALUE arguments override the file."""
     from tandemrl.config import ConfigError, batch_plan, load, packaged_configs, to_yaml
 
     if config is None:
@@ -68,13 +68,14 @@ def train(
 
 def _plan(config: "Config", ranks: int, device: str | None) -> None:
     """Print what each of ``ranks`` processes needs, and raise a PlanError if it does not fit."""
+    from tandemrl.cli.lines import echo
     from tandemrl.planning.accelerators import accelerator
     from tandemrl.planning.page import described, require_fit
     from tandemrl.planning.plan import plan
 
     target = accelerator(device or ("cpu" if config.model.device == "cpu" else "h100"))
     found = plan(config, ranks, target)
-    typer.echo(described(found))
+    echo(described(found), indent=8)
     require_fit(found, config, ranks, target)
 
 
@@ -83,6 +84,7 @@ def _check(config: "Config", resume: str) -> None:
     from dataclasses import fields
 
     from tandemrl.cli.errors import is_users, one_line
+    from tandemrl.cli.lines import echo
     from tandemrl.training.function_records import with_records
     from tandemrl.training.preflight import NotHereError, Preflight, check_resume
 
@@ -98,15 +100,15 @@ def _check(config: "Config", resume: str) -> None:
     }
     for subject, check in checks.items():
         try:
-            typer.echo(f"ok           {subject}: {check()}")
+            echo(f"ok           {subject}: {check()}", indent=13)
         except NotHereError as error:
-            typer.echo(f"not checked  {subject}: {error}")
+            echo(f"not checked  {subject}: {error}", indent=13)
         except Exception as error:
             if not is_users(error):
                 raise
             reason = one_line(error)
             same = problems.setdefault(reason, subject)
-            typer.echo(f"PROBLEM      {subject}: {reason if same == subject else f'see {same}'}")
+            echo(f"PROBLEM      {subject}: {reason if same == subject else f'see {same}'}", indent=13)
     if problems:
         typer.echo(f"error: {len(problems)} of the checks failed: {', '.join(problems.values())}", err=True)
         raise typer.Exit(2)

@@ -376,7 +376,10 @@ def test_the_batch_plan_counts_by_hand() -> None:
     plan = batch_plan(load(overrides=[*overrides, "train.tokens_per_micro_batch=1000"]))
     # 16 x 8 rollouts; 4 updates of 4 x 8 sequences of at most 24 + 76 tokens, 10 of which fit into 1,000 tokens
     assert dataclasses.astuple(plan) == (16, 128, 4, 32, 100, 4)
-    assert "16 prompts -> 128 rollouts -> 4 update(s) of 32 sequences" in str(plan)
+    assert str(plan).splitlines() == [
+        "batch plan per step: 16 prompts -> 128 rollouts -> 4 update(s)",
+        "    an update: 32 sequences, each <= 100 tokens, in <= 4 micro-batch(es)",
+    ]
 
 
 def test_to_dict_is_plain() -> None:

@@ -1,16 +1,17 @@
-"""The notebooks: executed from top to bottom in their short form, and kept free of what does not belong in a commit."""
+"""The notebooks: executed in their short form, held against what is committed; and what may be committed."""
 
+import importlib.util
 import json
 import re
 import shutil
 import subprocess
 import sys
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import nbformat
 import pytest
-from nbclient import NotebookClient
 
 from runs import metrics
 
@@ -18,8 +19,38 @@ NOTEBOOKS = Path(__file__).parents[1] / "notebooks"
 NAMES = ("01_selection_strategy", "02_loss", "03_read_a_run", "04_paper_claims", "05_reward", "06_environment")
 
 
+ABSOLUTE_PATH = re.compile(r"(^|[\s\"'=(])(~/|/[a-z]+/|[A-Z]:\\)")
+UNSUITABLE = re.compile("/(home|root|Users|tmp)/|0x[0-9a-f]{6}|Traceback|Warning")
+"""In outputs: paths of a machine, addresses in memory, failures."""
+PICTURE, TEXTS = "image/png", ("text/plain", "text/markdown", "text/html")
+
+
 def load(name: str) -> Any:
     return nbformat.read(NOTEBOOKS / f"{name}.ipynb", as_version=4)
+
+
+def load_script() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("notebooks", NOTEBOOKS.parent / "docs" / "notebooks.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def kinds(notebook: Any) -> dict[str, list[list[str]]]:
+    """What each code cell puts out: streams by name, everything else by its MIME types."""
+    return {
+        cell.id: [[o.name] if o.output_type == "stream" else sorted(o.get("data", {})) for o in cell.outputs]
+        for cell in notebook.cells
+        if cell.cell_type == "code"
+    }
+
+
+def texts(output: Any) -> list[str]:
+    if output.output_type == "stream":
+        return [output.text]
+    return [output.data[kind] for kind in TEXTS if kind in output.get("data", {})]
 
 
 @pytest.fixture(scope="module")
@@ -34,28 +65,27 @@ def runs(tiny_pair: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 def execute(name: str, runs: Path, patch: pytest.MonkeyPatch) -> dict[str, str]:
     """Run all cells in a kernel of their own; returns the text that each of them put out, by cell id.
 
+    What they put out is of the same kind as what is committed: texts, tables, pictures.
+
     Raises:
         CellExecutionError: a cell failed; the message is its traceback.
     """
     settings = {
         "TANDEMRL_NOTEBOOKS": "short",
         "TANDEMRL_NOTEBOOKS_RUNS": str(runs),
-        "OMP_NUM_THREADS": "1",
         "IPYTHONDIR": str(runs / ".ipython"),  # nothing is written to the user's home
         "JUPYTER_RUNTIME_DIR": str(runs / ".jupyter"),
-        "JUPYTER_PREFER_ENV_PATH": "1",  # the kernel of this Python
     }
-    for variable, value in settings.items():
+    script = load_script()
+    for variable, value in (script.SETTINGS | settings).items():
         patch.setenv(variable, value)
-    notebook = load(name)
-    NotebookClient(notebook, timeout=600, kernel_name="python3", resources={"metadata": {"path": str(runs)}}).execute()
+    notebook = script.executed(NOTEBOOKS / f"{name}.ipynb")
+    assert kinds(notebook) == kinds(load(name)), "the committed outputs are of another kind: run `make notebooks`"
     said = {}
     for cell in notebook.cells:
         outputs = cell.get("outputs", [])
-        texts = [o.text if o.output_type == "stream" else o.data.get("text/markdown", "") for o in outputs]
-        images = ["<image>" for o in outputs if "image/png" in o.get("data", {})]
-        markup = [o.data["text/html"] for o in outputs if "text/html" in o.get("data", {})]
-        said[cell.id] = "".join([*texts, *markup, *images])
+        shown = [text for output in outputs for text in texts(output)]
+        said[cell.id] = "".join([*shown, *("<image>" for output in outputs if PICTURE in output.get("data", {}))])
     return said
 
 
@@ -120,22 +150,27 @@ def test_a_run_is_read(runs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert "| handoff | senior_first/pass@1 |" in said["compare"]
     assert "One seed" in said["report"]
     assert "</html>" in (runs / "read" / "report.html").read_text()
-    assert all("<image>" in said[cell] for cell in ("metrics", "evaluation"))
+    assert all("<image>" in said[cell] for cell in ("metrics", "evaluation", "compare"))
 
 
-def test_the_claims_are_measured(runs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_claims_are_shown_and_a_small_run_is_measured(runs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     said = execute(NAMES[3], runs, monkeypatch)
     assert "Blorp" in said["languages"]
-    results = json.loads((runs / "paper-claims" / "results.json").read_text())
-    arms = ["base", "grpo", "kl", "tandem"]
-    assert [row["arm"] for row in results["rows"]] == arms
-    solo = {row["arm"]: f"{row['solo/pass@1']:.3f}" for row in results["rows"]}
+    full = json.loads((NOTEBOOKS.parent / "docs" / "paper_claims_jargon.json").read_text())
     titles = {"grpo": "GRPO", "kl": "KL-regularised GRPO", "tandem": "tandem GRPO", "base": "before training"}
-    for arm in arms:
-        assert f"| {titles[arm]} | {solo[arm]} [" in said["table"]
-    assert results["claims"] == []  # on the plain pair nothing is claimed
-    assert said["claims"].startswith("0 claims")
-    assert "| legibility | cross_entropy |" in said["contrasts"]
+    for arm, title in titles.items():
+        values = [row["solo/pass@1"] for row in full["rows"] if row["arm"] == arm]
+        assert len(values) == 5
+        assert f"| {title} | {sum(values) / 5:.3f} [" in said["table"]
+    assert f"at commit {full['evaluated_by'][0]['git_revision'][:7]}, seeds [0, 1, 2, 3, 4]" in said["table"]
+    assert said["claims"].startswith(f"{len(full['claims'])} claims")
+    assert said["claims"].count("| holds |") == [claim["verdict"] for claim in full["claims"]].count("holds") > 0
+
+    small = json.loads((runs / "paper-claims" / "results.json").read_text())
+    arms = ["base", "grpo", "tandem"]
+    assert [row["arm"] for row in small["rows"]] == arms
+    for row in small["rows"]:
+        assert f"| {titles[row['arm']]} | {row['solo/pass@1']:.3f} [" in said["run"]
     assert all(f"<b>{arm}</b>" in said["texts"] for arm in arms)
     assert "<image>" in said["plots"]
 
@@ -193,21 +228,39 @@ def test_these_are_all_notebooks() -> None:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_a_committed_notebook_holds_only_its_cells(name: str) -> None:
+def test_the_cells_of_a_notebook(name: str) -> None:
     notebook = load(name)
     nbformat.validate(notebook)
     assert notebook.metadata.kernelspec.name == "python3"
-    assert set(notebook.metadata) == {"kernelspec", "language_info"}
+    assert set(notebook.metadata) == {"kernelspec", "language_info", "executed"}
     assert set(notebook.metadata.language_info) == {"name"}  # a version would change with every editor
     assert 8 <= len(notebook.cells) <= 15
     for cell in notebook.cells:
         assert not cell.metadata
-        assert not re.search(r"(^|[\s\"'=(])(~/|/[a-z]+/|[A-Z]:\\)", cell.source), f"{cell.id}: an absolute path"
-        if cell.cell_type == "code":
-            assert cell.outputs == [], f"{cell.id}: outputs; clear them before a commit"
-            assert cell.execution_count is None
+        assert not ABSOLUTE_PATH.search(cell.source), f"{cell.id}: an absolute path"
+    first = notebook.cells[0]
+    assert first.cell_type == "markdown"
+    assert re.match(r"# \d\. .*\n\nYou will see ", first.source), "the first sentence says what there is to see"
     settings = [cell.id for cell in notebook.cells if "os.environ" in cell.source]
     assert settings == ["settings"] == [cell.id for cell in notebook.cells if cell.cell_type == "code"][:1]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_outputs_of_a_notebook_are_those_of_its_cells_and_can_be_shown(name: str) -> None:
+    notebook = load(name)
+    code = [cell for cell in notebook.cells if cell.cell_type == "code"]
+    assert notebook.metadata.executed == load_script().fingerprint(notebook), "the code is newer: run `make notebooks`"
+    assert [cell.execution_count for cell in code] == list(range(1, len(code) + 1))
+    for cell in code:
+        for output in cell.outputs:
+            assert output.output_type != "error", f"{cell.id}: failed"
+            assert output.get("name") != "stderr", f"{cell.id}: {output.text}"
+            for text in texts(output):
+                assert not ABSOLUTE_PATH.search(text), f"{cell.id}: an absolute path"
+                assert not UNSUITABLE.search(text), f"{cell.id}: {text}"
+            assert len(output.get("data", {}).get(PICTURE, "")) < 150_000, f"{cell.id}: a large picture"
+    assert any(PICTURE in output.get("data", {}) for output in code[-1].outputs), "it ends with a picture"
+    assert (NOTEBOOKS / f"{name}.ipynb").stat().st_size < 400_000
 
 
 @pytest.mark.parametrize("command", ["check", "format --check"])

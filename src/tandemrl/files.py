@@ -137,7 +137,7 @@ def hint(path: str | Path) -> str:
 
     A path is close if it exists and differs only in the first part that is missing, whose name must be similar.
 
-    Example:
+    Examples:
         >>> hint("no/such/place/at/all")
         ''
     """

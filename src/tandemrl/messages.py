@@ -17,7 +17,7 @@ def sound(value: Any) -> Any:
 
     Python strings may hold such halves, but UTF-8 cannot encode them, so no file or HTTP request can carry them.
 
-    Example:
+    Examples:
         >>> sound({"found": ["\\ud800 1"]})
         {'found': ['? 1']}
     """

@@ -56,6 +56,23 @@ def test_help_lists_the_commands() -> None:
     assert run("--version").output.startswith("tandemrl 0.")
 
 
+@pytest.mark.parametrize("group", [(), ("eval",), ("data",), ("data", "build"), ("model",)])
+def test_help_says_of_every_command_a_whole_sentence_in_80_columns(group: tuple[str, ...]) -> None:
+    lines = CliRunner().invoke(app, [*group, "--help"], terminal_width=80).output.splitlines()
+    commands = lines[lines.index("Commands:") + 1 :]
+    assert commands
+    assert [line for line in commands if line.endswith("...") or len(line) > 80] == []
+
+
+def test_what_a_dry_run_says_fits_80_columns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    _, plan = run("train", "--config", "gsm8k_tandem", "--dry-run").stdout.split("\nbatch plan per step: ")
+    lines = plan.splitlines()
+    assert any(line.startswith("PROBLEM      data.train: ") for line in lines)
+    assert any(line.startswith(" " * 13) for line in lines)  # a check that takes more than a line
+    assert [line for line in lines if len(line) > 80 and " " in line.strip()] == []
+
+
 @pytest.mark.parametrize("name", ["quickstart", "gsm8k_tandem", "deepscaler_tandem", "deepscaler_grpo_g16"])
 def test_dry_run_prints_the_resolved_config_and_the_plan(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -75,8 +92,8 @@ def test_dry_run_prints_the_resolved_config_and_the_plan(
 @pytest.mark.parametrize(
     ("name", "plan"),
     [
-        ("countdown", "8 prompts -> 64 rollouts -> 4 update(s) of 16 sequences, each <= 1152 tokens"),
-        ("eurus", "256 prompts -> 256 rollouts -> 2 update(s) of 128 sequences, each <= 33792 tokens"),
+        ("countdown", "8 prompts -> 64 rollouts -> 4 update(s)\n    an update: 16 sequences, each <= 1152 tokens"),
+        ("eurus", "256 prompts -> 256 rollouts -> 2 update(s)\n    an update: 128 sequences, each <= 33792 tokens"),
     ],
 )
 def test_dry_run_of_the_published_single_model_runs(name: str, plan: str) -> None:
@@ -87,8 +104,8 @@ def test_dry_run_of_the_published_single_model_runs(name: str, plan: str) -> Non
 @pytest.mark.parametrize(
     ("name", "plan"),
     [
-        ("rrm_train", "128 prompts -> 1024 rollouts -> 1 update(s) of 1024 sequences, each <= 12048 tokens"),
-        ("rrm_policy", "512 prompts -> 4096 rollouts -> 8 update(s) of 512 sequences, each <= 5120 tokens"),
+        ("rrm_train", "128 prompts -> 1024 rollouts -> 1 update(s)\n    an update: 1024 sequences, each <= 12048"),
+        ("rrm_policy", "512 prompts -> 4096 rollouts -> 8 update(s)\n    an update: 512 sequences, each <= 5120"),
     ],
 )
 def test_dry_run_of_the_rubric_configs(name: str, plan: str) -> None:

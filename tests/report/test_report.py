@@ -16,7 +16,15 @@ from typer.testing import CliRunner
 from tandemrl.cli.main import app
 from tandemrl.evals import authors_of
 from tandemrl.experiments.tiny import train_tokenizer
-from tandemrl.report import ReportError, build_report, headlines, read_results, summary_table, write_report
+from tandemrl.report import (
+    ReportError,
+    build_report,
+    headline_lines,
+    headlines,
+    read_results,
+    summary_table,
+    write_report,
+)
 from tandemrl.report.figures import shared, thin
 from tandemrl.report.page import styles, to_html, to_markdown, without_tags
 from tandemrl.report.provenance import caveats, commands
@@ -224,6 +232,15 @@ def test_headlines_are_the_tables_of_the_markdown_page(experiment: Path) -> None
     assert [line.split(" ")[1] for line in shown.splitlines() if line.startswith("| ")][1:] != []
     assert all(without_tags(line) in to_markdown(report) for line in shown.splitlines() if line.startswith("|"))
     assert shown.startswith("jargon:")
+
+
+def test_headlines_for_a_terminal_fit_80_columns(experiment: Path) -> None:
+    report = build_report(experiment)
+    lines = [line for line in headlines(report, headline_lines).splitlines() if line.startswith("  ")]
+    assert max(map(len, lines)) <= 80
+    cells = [cell.strip() for line in headlines(report).splitlines() for cell in line.split("|") if "[" in cell]
+    assert cells
+    assert sorted(line.rsplit("  ", 1)[1] for line in lines if "[" in line) == sorted(cells)  # the same numbers
 
 
 # ------------------------------------------------------------------------------------------------------------- records

@@ -22,16 +22,16 @@ class BatchPlan:
 
     def __str__(self) -> str:
         return (
-            f"batch plan per step: {self.prompts} prompts -> {self.rollouts} rollouts -> {self.updates} update(s) of "
-            f"{self.sequences_per_update} sequences, each <= {self.max_tokens_per_sequence} tokens, in at most "
-            f"{self.micro_batches} micro-batch(es) per update"
+            f"batch plan per step: {self.prompts} prompts -> {self.rollouts} rollouts -> {self.updates} update(s)\n"
+            f"    an update: {self.sequences_per_update} sequences, each <= {self.max_tokens_per_sequence} tokens, "
+            f"in <= {self.micro_batches} micro-batch(es)"
         )
 
 
 def batch_plan(config: Config) -> BatchPlan:
     """The batch plan of one training step.
 
-    Example:
+    Examples:
         >>> plan = batch_plan(load(overrides=["train.prompts_per_step=16", "train.mini_batch_prompts=8"]))
         >>> plan.rollouts, plan.updates, plan.sequences_per_update
         (128, 2, 64)

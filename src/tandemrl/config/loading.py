@@ -30,7 +30,7 @@ def load(path: str | Path | None = None, overrides: Sequence[str] = ()) -> Confi
     Raises:
         ConfigError: a key is unknown, a value is not allowed, or a file cannot be read; the message names it.
 
-    Example:
+    Examples:
         >>> load(overrides=["train.lr=1e-5"]).train.lr
         1e-05
     """
@@ -76,7 +76,7 @@ def load(path: str | Path | None = None, overrides: Sequence[str] = ()) -> Confi
 def stated_keys(overrides: Sequence[str]) -> set[str]:
     """The dotted keys that ``key=value`` overrides set.
 
-    Example:
+    Examples:
         >>> sorted(stated_keys(["train.lr=1e-5", "reward={scorers: {mydata: boxed}}"]))
         ['reward.scorers.mydata', 'train.lr']
     """

@@ -37,7 +37,7 @@ def plain(value: Any) -> Any:
 def flatten(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     """The values of a nested mapping, by dotted key.
 
-    Example:
+    Examples:
         >>> flatten({"eval": {"seed": 1, "k": [1]}})
         {'eval.seed': 1, 'eval.k': [1]}
     """

@@ -147,7 +147,7 @@ def world(split: Split, rng: random.Random, *, hops: int | None = None) -> World
 def ask(subject: str, relations: Sequence[str], *, possessive: bool) -> str:
     """The text of a question, in the possessive form or with "of".
 
-    Example:
+    Examples:
         >>> ask("Bado", ("friend", "boss"), possessive=True)
         "Who is Bado's friend's boss?"
         >>> ask("Bado", ("friend", "boss"), possessive=False)

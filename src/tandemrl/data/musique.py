@@ -119,7 +119,7 @@ def _documents(record: Record) -> Iterator[dict[str, Any]]:
 def plain_quotes(text: str) -> str:
     """A text with plain quotation marks in place of TeX's, without those that have no partner.
 
-    Example:
+    Examples:
         >>> plain_quotes("``Hey Jude'' is a song. It''s")
         '"Hey Jude" is a song. Its'
     """

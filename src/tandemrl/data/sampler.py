@@ -21,7 +21,7 @@ class Sampler:
     Raises:
         DataError: there are no rows.
 
-    Example:
+    Examples:
         >>> sampler = Sampler(3, seed=0)
         >>> sorted(sampler.next(3)), len(sampler.next(5))
         ([0, 1, 2], 5)

@@ -167,7 +167,7 @@ def checked_solution(
 def repairs(text: str) -> int:
     """How many lines of a text repeat or correct the result of the step before them.
 
-    Example:
+    Examples:
         >>> repairs("5 plus 3 about 9 first.\\n\\nCheck 8.\\n\\n8 minus 2 is 6 next.")
         1
     """
@@ -184,7 +184,7 @@ class Slip(NamedTuple):
 def slips(text: str) -> list[Slip]:
     """The wrong steps of a text in digits. In a handoff, where authors alternate by lines, the line tells who erred.
 
-    Example:
+    Examples:
         >>> slips("5 plus 3 about 9 first.\\n\\nCheck 8.\\n\\n8 minus 2 is 7 next.")
         [Slip(line=0, repaired=True), Slip(line=2, repaired=False)]
     """
@@ -201,7 +201,7 @@ def slips(text: str) -> list[Slip]:
 def uses_jargon(text: str) -> bool:
     """Whether any word of the jargon occurs in a text.
 
-    Example:
+    Examples:
         >>> uses_jargon("Blorp vam yab ble rho sni.")
         True
         >>> uses_jargon("First 6 plus 3 is 9.")

@@ -99,7 +99,7 @@ class Stillness:
     If this process itself was stopped, it could not look at the counter for a while. Of the time between two looks, at
     most ``GRACE_S`` counts, so that the process may continue together with the others.
 
-    Example:
+    Examples:
         >>> stillness = Stillness(7)
         >>> [stillness.look(stamps, 1.0) for stamps in (7, 7, 8, 8)]
         [1.0, 2.0, 0.0, 1.0]

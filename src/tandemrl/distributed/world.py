@@ -225,7 +225,7 @@ def axes_of(config: ParallelConfig, size: int) -> dict[str, int]:
     Raises:
         ConfigError: the product of the axes is not ``size``.
 
-    Example:
+    Examples:
         >>> axes_of(ParallelConfig(tp=2), 8)
         {'dp_replicate': 1, 'dp_shard': 4, 'sp': 1, 'tp': 2}
     """

@@ -122,7 +122,7 @@ def contrast(
 def verdict(difference: Interval) -> Verdict:
     """The verdict that an interval of A - B supports. It states a difference only if the interval excludes 0.
 
-    Example:
+    Examples:
         >>> verdict(Interval(0.2, 0.1, 0.3)), verdict(Interval(0.2, -0.1, 0.5))
         ('A > B', 'no difference shown')
     """
@@ -146,7 +146,7 @@ _LOWER_IS_BETTER = (
 def judgement(contrast: Contrast) -> str:
     """The verdict in words: A is better or worse if the metric has a good end, else higher or lower.
 
-    Example:
+    Examples:
         >>> judgement(Contrast("pass-at-k", "truncation_rate", 0.2, 0.1, Interval(0.1, 0.05, 0.15), (), "A > B", 9))
         'A > B: worse'
     """
@@ -173,7 +173,7 @@ def markdown_table(contrasts: Sequence[Contrast], *, a: str = "A", b: str = "B")
 def show_interval(interval: Interval, digits: int = 3) -> str:
     """The text for the interval of a difference, with signs.
 
-    Example:
+    Examples:
         >>> show_interval(Interval(0.2, -0.1, 0.5))
         '+0.200 [-0.100, +0.500]'
     """

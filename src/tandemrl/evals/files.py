@@ -56,7 +56,7 @@ def finished_result(file: Path, phase: str, config: Mapping[str, Any]) -> dict[s
 def differences(a: Mapping[str, Any], b: Mapping[str, Any]) -> list[tuple[str, Any, Any]]:
     """The differences of two nested mappings, as (dotted key, value in a, value in b). None stands for a missing key.
 
-    Example:
+    Examples:
         >>> differences({"eval": {"seed": 1, "k": [1]}}, {"eval": {"seed": 2, "k": [1]}})
         [('eval.seed', 1, 2)]
     """

@@ -34,7 +34,7 @@ _SAID = ("acc", "answer_present", "timeout", "failure", "unscored")
 def is_headline(metric: str) -> bool:
     """Whether a rate, of one arm or of all arms, is a headline metric.
 
-    Example:
+    Examples:
         >>> is_headline("senior_first/pass@1"), is_headline("rounds")
         (True, False)
     """
@@ -103,7 +103,7 @@ class Sample(NamedTuple):
 def author_runs(author: np.ndarray) -> str:
     """The authors of tokens as run lengths.
 
-    Example:
+    Examples:
         >>> author_runs(np.array([1, 1, 0, -1, 1]))
         'S2J1C1S1'
     """
@@ -116,7 +116,7 @@ def authors_of(runs: str) -> np.ndarray:
     Raises:
         ValueError: the text is not run lengths.
 
-    Example:
+    Examples:
         >>> authors_of("S2J1").tolist()
         [1, 1, 0]
     """
@@ -138,7 +138,7 @@ def parts_of(score_parts: Mapping[str, float]) -> dict[str, float] | None:
 def group_of(extra_info: Mapping[str, Any]) -> str | None:
     """The group of a problem (see ``GROUPED_BY``), or None.
 
-    Example:
+    Examples:
         >>> group_of({"n_hops": 2})
         'hops=2'
     """

@@ -34,7 +34,7 @@ def pass_at_k(correct: int, samples: int, k: int) -> float:
     Raises:
         ValueError: ``k`` or ``correct`` is out of range.
 
-    Example:
+    Examples:
         >>> pass_at_k(correct=1, samples=4, k=2)
         0.5
     """
@@ -55,7 +55,7 @@ def maj_at_k(answers: Sequence[str | None], correct: Sequence[bool], k: int) -> 
     Raises:
         ValueError: the lengths differ, or ``k`` is out of range.
 
-    Example:
+    Examples:
         >>> maj_at_k(["7", "7", "5"], [True, True, False], k=3)
         1.0
     """
@@ -160,7 +160,7 @@ def seed_interval(values: Sequence[float], *, level: float = 0.95) -> Interval:
     Raises:
         ValueError: there are fewer than two values, a value is not finite, or ``level`` is out of range.
 
-    Example:
+    Examples:
         >>> interval = seed_interval([0.1, 0.2, 0.3])
         >>> [round(bound, 3) for bound in interval]
         [0.2, -0.048, 0.448]
@@ -181,7 +181,7 @@ def pearson(x: Sequence[float], y: Sequence[float]) -> float | None:
     Raises:
         ValueError: the two sides differ in the number of values.
 
-    Example:
+    Examples:
         >>> pearson([1.0, 2.0, 3.0], [5.0, 3.0, 1.0])
         -1.0
     """
@@ -198,7 +198,7 @@ def at_least(interval: Interval, bar: float) -> bool | None:
     With an interval of a - b and ``bar`` = -margin this is the test of non-inferiority: a may be worse than b by at
     most the margin, and better by any amount. For a two-sided interval of level .95, "True" is wrong in 2.5 % of cases.
 
-    Example:
+    Examples:
         >>> [at_least(Interval(0.04, low, high), -0.05) for low, high in ((0.02, 0.06), (-0.1, 0.18))]
         [True, None]
     """

@@ -231,7 +231,7 @@ def run_experiment(
     write_text(out / "results.json", json.dumps(results, indent=2, allow_nan=False) + "\n")
     page = report.build_report(out)
     report.write_report(page)
-    say(report.headlines(page))
+    say(report.headlines(page, report.headline_lines))
     return results
 
 

@@ -33,7 +33,7 @@ def group_normalised(
         group_ids: the group of each rollout. Any integers: rollouts with equal ids are one group.
         epsilon: added to the standard deviation.
 
-    Example:
+    Examples:
         >>> group_normalised(torch.tensor([1.0, 0.0, 0.5]), torch.tensor([7, 7, 7]))
         tensor([ 1.0000, -1.0000,  0.0000])
     """

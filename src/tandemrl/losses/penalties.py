@@ -94,7 +94,7 @@ def adapt_kl_coef(coef: float, kl: float, *, target: float, gain: float = 0.1, l
     Raises:
         ValueError: ``target`` is not positive, or gain·limit is not in (0, 1).
 
-    Example:
+    Examples:
         >>> [round(adapt_kl_coef(0.1, kl, target=0.05), 4) for kl in (0.0, 0.05, 0.055, 1.0)]
         [0.098, 0.1, 0.101, 0.102]
     """

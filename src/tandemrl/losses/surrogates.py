@@ -46,7 +46,7 @@ def log_ratio(logprobs: Float[Tensor, " t"], old_logprobs: Float[Tensor, " t"]) 
 def clip_range(clip_low: float | None, clip_high: float | None) -> tuple[float, float]:
     """The interval [1 − clip_low, 1 + clip_high] in which a ratio is kept; None leaves that side open.
 
-    Example:
+    Examples:
         >>> clip_range(0.2, None)
         (0.8, inf)
     """

@@ -21,7 +21,7 @@ def token_weights(author: Int8[Tensor, " t"], *, junior_weight: float) -> Float[
     Raises:
         ValueError: ``junior_weight`` is outside [0, 1].
 
-    Example:
+    Examples:
         >>> token_weights(torch.tensor([-1, 0, 1], dtype=torch.int8), junior_weight=0.25).tolist()
         [0.0, 0.25, 1.0]
     """

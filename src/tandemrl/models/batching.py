@@ -92,7 +92,7 @@ def micro_batches(
     Raises:
         ValueError: a sequence is longer than the budget or empty, or ``groups`` has not one entry per sequence.
 
-    Example:
+    Examples:
         >>> micro_batches([5, 3, 2, 4], budget=8)
         [[0, 2], [1, 3]]
         >>> micro_batches([2, 2, 2, 2], budget=4, parts=2, groups=[0, 1, 0, 1])

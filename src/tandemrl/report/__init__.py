@@ -11,4 +11,5 @@ from tandemrl.report.page import headlines as headlines
 from tandemrl.report.page import write_report as write_report
 from tandemrl.report.records import ReportError as ReportError
 from tandemrl.report.records import read_results as read_results
+from tandemrl.report.tables import headline_lines as headline_lines
 from tandemrl.report.tables import summary_table as summary_table

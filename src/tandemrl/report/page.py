@@ -1,7 +1,7 @@
 """Makes the HTML and Markdown pages of a report from its records."""
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
@@ -160,20 +160,24 @@ def to_markdown(report: Report, *, plots: str = "report.html") -> str:
 def without_tags(markdown: str) -> str:
     """Markdown without HTML tags, whatever names and paths it quotes: what would begin a tag becomes text.
 
-    Example:
+    Examples:
         >>> without_tags("A < B, <img src=x>")
         'A < B, &lt;img src=x>'
     """
     return re.sub(r"<(?=[A-Za-z/!?])", "&lt;", markdown)
 
 
-def headlines(report: Report) -> str:
-    """The headline tables alone, in Markdown, each with a line that says what its intervals are."""
+def headlines(report: Report, table: Callable[[Sequence[ArmRecord]], str] = headline_table) -> str:
+    """The headline tables alone, in Markdown, each with a line that says what its intervals are.
+
+    Args:
+        table: ``headline_lines`` for a terminal.
+    """
     parts = []
     for setting in report.records.settings:
         measured = [arm for arm in setting.arms if arm.evaluations]
         if measured:
-            parts += [f"{setting.name}:" if setting.name else "", headline_table(measured), _interval_note(measured)]
+            parts += [f"{setting.name}:" if setting.name else "", table(measured), _interval_note(measured)]
     return "\n\n".join(part.strip() for part in parts if part)
 
 

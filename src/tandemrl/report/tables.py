@@ -246,6 +246,17 @@ def headline_table(arms: Sequence[ArmRecord], columns: Sequence[Column] = ()) ->
     return markdown_table(["", *(column.heading for column in columns)], rows)
 
 
+def headline_lines(arms: Sequence[ArmRecord], columns: Sequence[Column] = ()) -> str:
+    """The numbers of ``headline_table`` for a terminal: a block per column, a line per arm."""
+    columns = columns or columns_of(arms)
+    width = max(len(arm.title) for arm in arms)
+    blocks = [
+        [column.heading, *(f"  {arm.title:<{width}}  {cell(estimate(arm, column), column.shown)}" for arm in arms)]
+        for column in columns
+    ]
+    return "\n".join(line for block in blocks for line in block)
+
+
 def summary_table(results: Mapping[str, Mapping[str, Mapping[str, Any]]]) -> str:
     """``headline_table`` of single results, with intervals over problems.
 

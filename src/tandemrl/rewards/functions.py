@@ -56,7 +56,7 @@ def weighted(terms: Sequence[Term], scores: Sequence[Score]) -> Score:
     ``acc``, the answer, and parts that several rewards have are those of the first one. The value of each reward before
     weighting becomes a part under the name of the reward; a part that already has this name moves to ``NAME/part``.
 
-    Example:
+    Examples:
         >>> terms = [Term("boxed", 1.0, in_process("", max)), Term("brevity", 0.2, in_process("", max))]
         >>> weighted(terms, [Score(1.0, {"acc": 1.0}, "7"), Score(0.5, {"acc": 0.0}, None)])
         Score(value=1.1, parts={'acc': 1.0, 'boxed': 1.0, 'brevity': 0.5}, answer='7')

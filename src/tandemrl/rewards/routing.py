@@ -251,7 +251,7 @@ def score_text(row: Row, text: str, options: RewardConfig | None = None) -> Scor
         DataError: no scorer is known for the row's ``data_source``.
         GraderError: math-verify is needed and not installed, or the row needs a sandbox or a judge.
 
-    Example:
+    Examples:
         >>> score_text(Row("a", (), "math500", r"\frac{1}{2}", {}), r"So it is \boxed{0.5}.").value
         1.0
     """

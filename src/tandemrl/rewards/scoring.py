@@ -61,7 +61,7 @@ class Scorer:
     Raises:
         GraderError: math-verify is not installed, or ``reward.workers`` is below 1.
 
-    Example:
+    Examples:
         >>> from tandemrl.data.rows import Row
         >>> with Scorer(RewardConfig()) as scorer:
         ...     scorer.score([(Row("a", (), "math500", "7", {}), r"\\boxed{7}")])[0].value

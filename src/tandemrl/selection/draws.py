@@ -31,7 +31,7 @@ _MULTIPLIER_2 = _signed(0x94D049BB133111EB)
 def mix64(*words: int) -> int:
     """Hash integers (each taken modulo 2⁶⁴) into one int64; the order and the number of words matter.
 
-    Example:
+    Examples:
         >>> mix64(0, 1) == mix64(1, 0)
         False
     """

@@ -360,7 +360,7 @@ def _turn_of(senior_writes: bool, state: SoloState) -> tuple[Bool[Tensor, " b"],
 def annealed(make: Callable[[float], Strategy], schedule: Callable[[int], float]) -> Callable[[int], Strategy]:
     """A strategy per training step: ``make(schedule(step))``.
 
-    Example:
+    Examples:
         >>> strategy_at = annealed(bernoulli, linear(1.0, 0.5, steps=100))
         >>> strategy = strategy_at(20)  # prob_senior 0.9
     """

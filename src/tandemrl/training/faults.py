@@ -44,7 +44,7 @@ class Signals:
     """Records the first SIGTERM or SIGINT inside a ``with`` block, and leaves the second one to the previous handler,
     which ends the process at once. It records nothing outside of the main thread, where Python handles no signals.
 
-    Example:
+    Examples:
         >>> with Signals() as signals:
         ...     signal.raise_signal(signal.SIGTERM)
         ...     signals.received

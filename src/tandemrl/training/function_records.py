@@ -84,7 +84,7 @@ def describe(function: Any) -> str:
     """A short description of a function: where it was defined. For a recipe, it is the name and what differs from the
     library's recipe of that name.
 
-    Example:
+    Examples:
         >>> describe(RECIPES["grpo"]._replace(clip_low=0.1))
         'recipe grpo with clip_low=0.1'
     """

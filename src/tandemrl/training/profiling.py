@@ -46,7 +46,7 @@ class Clock:
             started it. None does not synchronise; work on a CUDA device may then count in a later phase.
         step: the number of the step, for the watchdog.
 
-    Example:
+    Examples:
         >>> clock = Clock()
         >>> with clock("update"):
         ...     with clock("logprobs"):
@@ -165,7 +165,7 @@ def update_flops(
         predictions: how many tokens get a log-prob. None means all of them, as in the usual 6·N·t.
         shared: the lengths of leading parts that are computed with another sequence, and not again.
 
-    Example:
+    Examples:
         >>> update_flops(Cost(token=6, prediction=12, pair=1), [2, 3], predictions=4)
         87
     """

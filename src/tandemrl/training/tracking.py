@@ -239,7 +239,7 @@ def summary_line(step: int, steps: int, metrics: Mapping[str, float], seconds_pe
 
     Held-out and monitored pass@k have lines of their own. No line is longer than 80 columns.
 
-    Example:
+    Examples:
         >>> summary_line(3, 50, {"reward/mean": 0.5, "loss": 0.01, "time/step": 2.0}, 2.0)
         'step 3/50 | reward 0.500 loss +0.010 | 2.0s ETA 1m34s'
     """

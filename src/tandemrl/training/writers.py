@@ -63,7 +63,7 @@ def first_within(lengths: Sequence[int], budget: int, *, rank: int, size: int) -
 
     The sequences of a rank are every ``size``-th one, from ``rank`` on.
 
-    Example:
+    Examples:
         >>> first_within([3, 9, 3, 9, 3], 7, rank=0, size=2)
         [0, 2]
     """

@@ -150,7 +150,7 @@ class Sandbox:
     Raises:
         SandboxError: on a test, if no sandbox starts, or a layer is missing and ``sandbox.allow_weak`` is false.
 
-    Example:
+    Examples:
         >>> with Sandbox(SandboxConfig()) as sandbox:
         ...     sandbox.run("print(int(input()) + 1)", Stdin("41")).output
         '42\\n'

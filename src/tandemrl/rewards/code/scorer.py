@@ -44,7 +44,7 @@ def score_code(
         DataError: the row's ground truth has none of the known formats.
         SandboxError: programs cannot be run safely here.
 
-    Example:
+    Examples:
         >>> row = Row("a", (), "apps", '{"inputs": ["1 2", "3 4"], "outputs": ["3", "7"]}', {})
         >>> reply = "```python\nprint(sum(map(int, input().split())))\n```"
         >>> score_code(row, reply, sandbox=SandboxConfig()).value
@@ -109,7 +109,7 @@ def _agrees(test: Test, output: str, value: Any, expected: Any) -> bool:
 def same_text(output: str, expected: str) -> bool:
     """Whether two texts have the same words in the same order. The docstring of the module says how numbers compare.
 
-    Example:
+    Examples:
         >>> same_text("1  2\\n0.33333", "1 2\\n0.333333\\n"), same_text("2 1", "1 2"), same_text("12.0001", "12")
         (True, False, False)
     """

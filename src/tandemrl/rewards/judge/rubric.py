@@ -117,7 +117,7 @@ def parse_score(text: str) -> float | None:
     A reply without these words counts only if it consists of the score alone. Scores are out of 10, and the result is
     clamped to [0, 1]. Another denominator, a sum, a range, a percentage or a number that is not finite gives None.
 
-    Example:
+    Examples:
         >>> [parse_score(text) for text in ("**Total Score: 7/10**", "Total Score: [8.5/10 points]", "about seven")]
         [0.7, 0.85, None]
     """

@@ -181,7 +181,7 @@ def stated_answer(text: str) -> str | None:
     formula in it, from behind "is", "so", "therefore" and the like. If the clause has a single formula, the answer is
     this formula alone.
 
-    Example:
+    Examples:
         >>> stated_answer("Since $x^2 = 16$, the answer is 4."), stated_answer(r"so $x = \frac{1}{2}$ holds")
         ('4', 'x = \\frac{1}{2}')
     """

@@ -21,7 +21,7 @@ def identical(gold: str, answer: str) -> bool:
 def refused(gold: str, answer: str) -> bool:
     r"""Whether a cleaned answer says something that a comparison would ignore and that the gold answer does not say.
 
-    Example:
+    Examples:
         >>> refused("4", r"4 \text{ or more}"), refused("4", r"4 \text{ apples}")
         (True, False)
     """

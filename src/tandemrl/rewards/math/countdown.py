@@ -70,7 +70,7 @@ def evaluate(expression: str) -> Fraction:
     Raises:
         ExpressionError: it is anything else, too long, too large, or divides by zero.
 
-    Example:
+    Examples:
         >>> evaluate("(1 + 2) / 3 * 7")
         Fraction(7, 1)
     """

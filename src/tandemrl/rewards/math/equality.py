@@ -49,7 +49,7 @@ def exact_and_rounded(answer: str) -> list[str]:
     Several guesses are not an answer: what stands between the first and the last side never counts, and a whole number
     is no rounding of another one. Sides that differ are no answer at all.
 
-    Example:
+    Examples:
         >>> exact_and_rounded(r"\frac{2}{3} \approx 0.67"), exact_and_rounded(r"600^1 \approx 605")
         (['\\frac{2}{3}', '0.67'], ['600^1'])
     """
@@ -107,7 +107,7 @@ def values(text: str) -> tuple[str, ...]:
     r"""The value of a cleaned answer in its forms: the sides of a true calculation such as "2 + 3 = 5", none of another
     equation, the text itself if it is none.
 
-    Example:
+    Examples:
         >>> values("2 + 3 = 5"), values("x + 3 = 5"), values("x = 3, y = 5")
         (('2 + 3', '5'), (), ('x = 3, y = 5',))
     """

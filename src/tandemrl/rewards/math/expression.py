@@ -42,7 +42,7 @@ def same(a: Formula, b: Formula, *, tolerance: Fraction | None = None) -> bool |
         tolerance: the relative difference that is allowed. None means that of `near` if one of them contains a decimal
             number, else 0.
 
-    Example:
+    Examples:
         >>> same(read(r"\sqrt{8}"), read(r"2\sqrt2")), same(read("(x+1)^2"), read("x^2+1"))
         (True, False)
     """

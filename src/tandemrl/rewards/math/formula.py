@@ -46,7 +46,7 @@ class Unreadable(Exception):
 def read(text: str) -> Formula | None:
     r"""The formula that a text stands for, or None if it is not a formula.
 
-    Example:
+    Examples:
         >>> read(r"\frac{x}{2}") is not None, read("so x = 2") is None
         (True, True)
     """

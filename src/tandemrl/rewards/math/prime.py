@@ -73,7 +73,7 @@ def extract_answer(text: str, *, published: bool = False) -> tuple[str, ...]:
     Args:
         published: drop everything before the last "=", not only a bare label.
 
-    Example:
+    Examples:
         >>> extract_answer("Adding up, the answer is x = 5"), extract_answer(r"so \boxed{x = 5}.")
         (('5',), ('x = 5', '5'))
     """
