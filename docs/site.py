@@ -78,7 +78,7 @@ def _links(text: str, folder: Path, config: MkDocsConfig) -> str:
         elif folder == ROOT and path.is_relative_to(ROOT / "docs"):
             target = path.relative_to(ROOT / "docs").as_posix()
         elif not path.is_relative_to(ROOT / "docs"):
-            target = f"{config.repo_url.rstrip('/')}/blob/main/{name}"
+            target = f"{config.extra['repository']}/blob/main/{name}"
         return f"{opening}{target}{anchor or ''}{closing}"
 
     return LINK.sub(moved, text)
@@ -116,7 +116,7 @@ def notebook(source: Path, config: MkDocsConfig) -> tuple[str, dict[str, bytes]]
             shown, png = _output(output, f"{source.stem}-{cell['id']}.png")
             parts.append(shown)
             pictures |= png
-    where = f"{config.repo_url.rstrip('/')}/blob/main/notebooks/{source.name}"
+    where = f"{config.extra['repository']}/blob/main/notebooks/{source.name}"
     title, first, *rest = parts[0].split("\n\n")
     parts[0] = "\n\n".join((title, first, f"This page is a notebook: [{source.name}]({where}).", *rest))
     return "\n\n".join(parts) + "\n", pictures
