@@ -81,11 +81,10 @@ def evaluate(
         JudgeError: the judge is down or gives no scores.
         ModelError, DataError, EngineError: a model, a data source or a request cannot be used.
 
-    Example::
-
-        config = load("runs/mine/config.yaml")
-        results = evaluate(config, model="runs/mine/hf/best", out="runs/mine/eval")
-        results["pass-at-k"]["metrics"]["macro"]["pass@1"]
+    Examples:
+        >>> config = load("runs/mine/config.yaml")
+        >>> results = evaluate(config, model="runs/mine/hf/best", out="runs/mine/eval")
+        >>> results["pass-at-k"]["metrics"]["macro"]["pass@1"]
     """
     warn_of_reward_function(config)
     _refuse_unknown_environment(config, environment)

@@ -20,10 +20,9 @@ class HttpJudge:
     Raises:
         JudgeError: the endpoint is down or does not serve ``judge.model``, or ``judge.api_key_env`` is not set.
 
-    Example::
-
-        judge = HttpJudge(JudgeConfig(url="http://localhost:8000/v1"))
-        judge.ask([[{"role": "user", "content": "Reply with one word: True or False. Is 7 prime?"}]])
+    Examples:
+        >>> judge = HttpJudge(JudgeConfig(url="http://localhost:8000/v1"))
+        >>> judge.ask([[{"role": "user", "content": "Reply with one word: True or False. Is 7 prime?"}]])
     """
 
     def __init__(self, config: JudgeConfig, check: Callable[[], None] = lambda: None) -> None:
