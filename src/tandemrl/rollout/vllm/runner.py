@@ -127,7 +127,7 @@ class TandemModelRunner:
 
     @contextmanager
     def _acting(self, who: int) -> Iterator[Any]:
-        """A context with the runner of one model, under its own config and on its device. It is not for engine steps."""
+        """A context with the runner of one model, under its own config and on its device, for start-up only."""
         runner = self.runners[who]
         with set_current_vllm_config(runner.vllm_config), self._devices[who]:
             yield runner

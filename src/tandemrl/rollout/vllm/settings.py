@@ -36,6 +36,7 @@ class TandemOptions:
 
 
 def options_of(config: VllmConfig) -> TandemOptions:
+    """The options of tandem decoding in a config of vLLM; the defaults if it has none."""
     additional = config.additional_config
     return TandemOptions(**(additional.get("tandem", {}) if isinstance(additional, dict) else {}))
 

@@ -168,6 +168,7 @@ class TandemScheduler(Scheduler):
     _ahead = 0
 
     def schedule(self, *args: Any, **kwargs: Any) -> SchedulerOutput:
+        """Schedule a step as vLLM does, with KV slots for drafts in the requests that decode."""
         room = self.max_num_scheduled_tokens // max(1, len(self.running)) - 1
         ahead = min(self._ahead, room)
         for request in self.running if ahead > 0 else ():
@@ -180,6 +181,7 @@ class TandemScheduler(Scheduler):
     def update_from_output(
         self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput
     ) -> dict[int, Any]:
+        """Take up the output of a step as vLLM does, and prepare waiting requests and drafts for the next step."""
         written = [*zip(model_runner_output.req_ids, model_runner_output.sampled_token_ids, strict=True)]
         several = [self.requests.get(id) for id, tokens in written if len(tokens) > 1]
         with_strings = {r.request_id for r in several if r is not None and r.sampling_params and r.sampling_params.stop}
@@ -199,6 +201,7 @@ class TandemScheduler(Scheduler):
         return outputs
 
     def _follow(self, chosen: Chosen) -> None:
+        """Give as many slots for drafts from now on as the planner has chosen, and log a change."""
         ahead, (rows, context, _), passes = chosen.choice.ahead, chosen.load, chosen.passes
         if ahead != self._ahead and rows:
             logger.info(
