@@ -44,10 +44,10 @@ def quick_equal(gold: str, answer: str) -> bool | None:
 
 
 def exact_and_rounded(answer: str) -> list[str]:
-    r"""The sides of ``a \approx b`` that count: both where b is a rounded, else b after a name, else a alone.
+    r"""The sides of ``a \approx b`` that count: both if b is the rounded a, only b if a is a name, and else only a.
 
-    Several guesses are not an answer: what stands between the first and the last side never counts, and a whole number
-    is no rounding of another one. Sides that differ are no answer at all.
+    Several guesses are not an answer. So what stands between the first and the last side never counts, and a whole
+    number is no rounding of another one. Sides that differ are no answer at all.
 
     Examples:
         >>> exact_and_rounded(r"\frac{2}{3} \approx 0.67"), exact_and_rounded(r"600^1 \approx 605")
@@ -86,8 +86,10 @@ def formulas_equal(a: str, b: str, *, tolerance: Fraction | None = None) -> bool
 
 
 def number(text: str) -> Fraction | None:
-    """The exact value of a plain number without spaces (decimal, scientific, with thousands separators, or a fraction),
-    or None."""
+    """The exact value of a plain number without spaces, or None if the text is no such number.
+
+    It may be decimal, scientific, with thousands separators, or a fraction.
+    """
     if len(text) > _MAX_NUMBER_CHARS:
         return None
     if _THOUSANDS.fullmatch(text):
@@ -104,8 +106,10 @@ def number(text: str) -> Fraction | None:
 
 
 def values(text: str) -> tuple[str, ...]:
-    r"""The value of a cleaned answer in its forms: the sides of a true calculation such as "2 + 3 = 5", none of another
-    equation, the text itself if it is none.
+    r"""The forms in which a cleaned answer gives its value.
+
+    They are the sides of a true calculation such as "2 + 3 = 5". Any other equation has none. Of a text that is no
+    equation, it is the text itself.
 
     Examples:
         >>> values("2 + 3 = 5"), values("x + 3 = 5"), values("x = 3, y = 5")
@@ -167,14 +171,14 @@ class Shape(NamedTuple):
 
     @classmethod
     def order(cls, chain: Sequence[str], signs: Sequence[str]) -> "Shape":
-        """``3 > x`` is ``x < 3``."""
+        """The shape of an inequality, with the sides in rising order: ``3 > x`` becomes ``x < 3``."""
         if all(sign in _FALLING for sign in signs):
             chain, signs = chain[::-1], [_FALLING[sign] for sign in reversed(signs)]
         signs = [_RISING.get(sign, sign) for sign in signs]
         return cls(f"order {''.join(signs)}", tuple(side.strip() for side in chain))
 
     def as_interval(self) -> "Shape":
-        """``x > 3`` as ``(3, infinity)`` and ``1 < x ≤ 3`` as ``(1, 3]``, for a single letter x."""
+        """An inequality for a single letter as an interval: ``x > 3`` as ``(3, infinity)``, and others as they are."""
         if not self.kind.startswith("order"):
             return self
         opening, closing = ("[" if "≤" in end else "(" for end in (self.kind[6:7], self.kind[-1:]))
@@ -189,13 +193,13 @@ class Shape(NamedTuple):
         return self
 
     def clashes(self, other: "Shape") -> bool:
-        """Whether they are intervals or tuples in different brackets, or matrices of different shapes."""
+        """Whether the two are intervals or tuples in different brackets, or matrices of different shapes."""
         kinds = {self.kind, other.kind}
         return len(kinds) == 2 and (kinds <= BRACKETS or all(kind.startswith("matrix") for kind in kinds))
 
 
 def one_for_several(left: Shape, right: Shape) -> bool:
-    """Whether one of them is a single value, and the other a collection of several."""
+    """Whether one of the two shapes is a single value, and the other a collection of several values."""
     one, other = (left, right) if left.kind == "value" else (right, left)
     return one.kind == "value" and len(other.parts) > 1 and _SYMBOLIC_SET.search(one.parts[0]) is None
 
@@ -204,13 +208,13 @@ BRACKETS = {"()", "[]", "[)", "(]"}
 
 
 def all_true(verdicts: Iterable[bool | None]) -> bool | None:
-    """False if one is, else None if one is, else True."""
+    """False if any verdict is False, else None if any is None, else True."""
     outcomes = set(verdicts)
     return False if False in outcomes else None if None in outcomes else True
 
 
 def any_true(verdicts: Iterable[bool | None]) -> bool | None:
-    """True if one is, else None if one is, else False; stops at the first True."""
+    """True if any verdict is True, else None if any is None, else False. Stops at the first True."""
     doubt = False
     for verdict in verdicts:
         if verdict:
@@ -291,7 +295,10 @@ def _equal(gold: str, answer: str, depth: int) -> bool | None:
 
 
 def _equal_across(gold: Shape, answer: Shape, depth: int) -> bool | None:
-    """Equality of different kinds: a list may be meant as a tuple, and is one with labels in order: "x = 3, y = 4"."""
+    """Whether answers of different kinds are equal, or None if that is not clear.
+
+    A list may be meant as a tuple. It counts as one if it has labels in alphabetical order, as in "x = 3, y = 4".
+    """
     if {gold.kind, answer.kind} == {"list", "()"}:
         in_order = len(gold.parts) == len(answer.parts) and all_true(
             _equal(x, y, depth - 1) for x, y in zip(gold.parts, answer.parts, strict=True)
@@ -320,7 +327,7 @@ def _equal_in_any_order(gold: Sequence[str], answer: Sequence[str], depth: int) 
 
 
 def _units(answer: str) -> set[str]:
-    """The names of known units at the end, and the power of an area or volume."""
+    """The names of the known units at the end of an answer, and the power of an area or a volume."""
     answer = answer.strip(" .").replace("°", r"^\circ")
     if answer.endswith((r"^\circ", r"^{\circ}")):
         return {"degree"}
@@ -337,9 +344,10 @@ def _units(answer: str) -> set[str]:
 
 
 def _is_result(formula: str, result: str) -> bool:
-    """Whether a result follows an equals sign with right: an equal formula, or a decimal off by rounding only.
+    """Whether "formula = result" is right: the result is an equal formula, or a decimal that differs by rounding only.
 
-    A decimal has no other decimal as its result, nor has anything a rounded whole number: "5.04 = 5.0" is wrong.
+    A decimal must not be rounded to another decimal, and nothing may be rounded to a whole number: "5.04 = 5.0" is
+    wrong.
     """
     if formulas_equal(formula, result):
         return True
@@ -350,7 +358,11 @@ def _is_result(formula: str, result: str) -> bool:
 
 
 def _is_rounding(formula: str, result: str) -> bool:
-    """Whether a decimal is within half a unit of its last place, or a whole number of its last digit but zeros."""
+    """Whether ``result`` is the rounded formula.
+
+    It may be off by half a unit of its last decimal place, or, if it is a whole number, of its last digit before zeros
+    at the end. It is never off by more than ``ROUNDED``.
+    """
     result = result.strip()
     value = number(without_spaces(result))
     if value is None or value == 0 or not _DECIMAL.fullmatch(result) or "e" in result.lower():
@@ -362,7 +374,7 @@ def _is_rounding(formula: str, result: str) -> bool:
 
 
 def _with_base(text: str) -> tuple[int, int] | None:
-    """Value and base of a number such as ``4210_7``."""
+    """Value and base of a number such as ``4210_7``, or None for another text."""
     match = _WITH_BASE.fullmatch(text)
     try:
         return (int(match[1], int(match[2])), int(match[2])) if match else None
@@ -371,7 +383,10 @@ def _with_base(text: str) -> tuple[int, int] | None:
 
 
 def _equal_in_base(gold: str, answer: str) -> bool | None:
-    """An answer may leave out the base, which the question asks for."""
+    """Whether two answers, of which at least one has a base, are equal; None if that is not clear.
+
+    The other may leave out the base, for which the question asks.
+    """
     left, right = _with_base(gold), _with_base(answer)
     if left and right:
         return left == right
@@ -392,7 +407,7 @@ def _is_one_bracket(answer: str) -> bool:
 
 
 def _both_signs(part: str) -> tuple[str, ...]:
-    r"""``1 \pm x`` is two answers."""
+    r"""The two answers that ``1 \pm x`` stands for; another text as it is."""
     if part.count(r"\pm") + part.count("±") != 1:
         return (part,)
     return tuple(part.replace(r"\pm", sign).replace("±", sign) for sign in "+-")

@@ -243,7 +243,7 @@ class _Reader:
                 return tree
 
     def _tower(self) -> Node:
-        """An exponent; in ``2^3^4``, which LaTeX does not allow, all that follows."""
+        """An exponent. In ``2^3^4``, which LaTeX does not allow, it is all that follows the first ``^``."""
         exponent = self._exponent()
         if self._take("^"):
             self._vague = True
@@ -251,7 +251,7 @@ class _Reader:
         return exponent
 
     def _degrees(self) -> bool:
-        """Whether ``\\circ`` or ``{\\circ}`` follows, which is then taken."""
+        """Take ``\\circ`` or ``{\\circ}`` if it follows, and return whether it did."""
         for pattern in ([("command", "circ")], [("sign", "{"), ("command", "circ"), ("sign", "}")]):
             if self._tokens[self._at : self._at + len(pattern)] == pattern:
                 self._at += len(pattern)
@@ -428,7 +428,7 @@ class _Reader:
         return tree if power is None else Node("^", (tree, power))
 
     def _begins_factor(self) -> bool:
-        """Whether an argument without brackets goes on: numbers, letters, constants and fractions, no function."""
+        """Whether a letter, constant or fraction follows, which continues an argument without brackets."""
         kind, content = self._peek()
         if kind == "command":
             return content in GREEK or content in ("pi", "frac")
@@ -436,7 +436,7 @@ class _Reader:
 
 
 def _is_argument(tree: Node, name: str) -> bool:
-    """Whether brackets with this in them behind a letter hold its argument, rather than another factor."""
+    """Whether ``tree``, in brackets after the letter ``name``, is its argument rather than another factor."""
     inside = tree.of[0] if tree.what == "-" and len(tree.of) == 1 else tree
     if name[0] == "f" or inside.what in ("+", "-"):
         return name[0] == "f"
@@ -451,7 +451,7 @@ def _names(tree: Node) -> set[str]:
 
 
 def _repeating(content: str) -> Node:
-    r"""``0.1\overline{6}`` is 1/6."""
+    r"""The number that a repeating decimal stands for: ``0.1\overline{6}`` is 1/6."""
     plain, digits = re.fullmatch(r"([0-9.]*)\\overline\s*\{([0-9]+)\}", content).groups()  # type: ignore[union-attr]  # the caller matched
     if len(content) > 100:
         raise Unreadable

@@ -91,7 +91,7 @@ def extract_answer(text: str, *, published: bool = False) -> tuple[str, ...]:
 
 
 def equal(gold: str, *answers: str) -> bool | None:
-    """Whether one of the answers is right by either stage; None if only sympy could decide, about the last of them."""
+    """Whether one of the answers is right by either stage; None if only sympy could decide whether the last one is."""
     if any(identical(gold, answer) for answer in answers):
         return True
     if any(len(side) > MAX_ANSWER_CHARS for side in (gold, *answers)) or not all(answers):
@@ -175,12 +175,12 @@ def _after_last(text: str, markers: Iterable[str]) -> str:
 
 
 def _lower(text: str) -> str:
-    """Without changing the length, as `str.lower` may."""
+    """The text in lower case, in the same length, which ``str.lower`` may change."""
     return text.lower() if text.isascii() else re.sub("[A-Z]+", lambda letters: letters[0].lower(), text)
 
 
 def _led_to(text: str, published: bool) -> str:
-    """What the last lead such as "is" leads to, without a label."""
+    """The text that follows the last lead such as "is", without a label."""
     if published:
         return _after_last(text, _LEADS)
     text = _after_last(text, [lead for lead in _LEADS if lead != "="])
@@ -194,7 +194,7 @@ def _led_to(text: str, published: bool) -> str:
 
 
 def _decided(gold: str, answer: str) -> bool | None:
-    """Either stage about the values of two answers; None if only sympy could tell, and reads both."""
+    """Whether two answers are equal by either stage; None if only sympy could decide, and it reads both answers."""
     gold, answer = visible(gold).strip(), visible(answer).strip()
     gold, answer = drop_label(gold, answer)
     if units_differ(clean(gold), clean(answer)):
@@ -241,7 +241,7 @@ def _entries(answer: str) -> list[str]:
 
 
 def _entries_equal(gold: str, answer: str) -> bool | None:
-    """A whole number is equal to nothing that is not written as one."""
+    """Whether two entries of tuples are equal in stage one. A whole number is equal only to another whole number."""
     values = [_decimal(gold), _decimal(answer)]
     whole = {value is not None and value.denominator == 1 for value in values}
     return False if len(whole) == 2 else formulas_equal(gold, answer, tolerance=Fraction(0))
@@ -276,7 +276,7 @@ def _lenient(gold: str, answer: str, depth: int) -> bool | None:
 
 
 def _list(answer: str) -> Shape:
-    """What an answer consists of; sympy's ``Interval.open(0, 1)``, ``Point(1, 2)`` and ``Matrix([…])`` too."""
+    """The shape of an answer, also if it is sympy's ``Interval.open(0, 1)``, ``Point(1, 2)`` or ``Matrix([…])``."""
     interval = re.fullmatch(r"Interval(\.open|\.Lopen|\.Ropen)?\((.*)\)", answer)
     if interval is None:
         return Shape.of(re.sub(r"^(?:Point|Matrix)(?=\()", "", answer))
@@ -286,7 +286,10 @@ def _list(answer: str) -> Shape:
 
 
 def _as_matrix(shape: Shape) -> Shape:
-    """``[[1, 2], [3, 4]]``, the same in round brackets, and ``[1, 2]`` for a column; other shapes as they are."""
+    """A matrix from lists such as ``[[1, 2], [3, 4]]``, in square or round brackets. ``[1, 2]`` is a column.
+
+    Other shapes are returned as they are.
+    """
     if shape.kind == "value":
         inner = Shape.of(shape.parts[0][1:-1])
         return _as_matrix(inner) if shape.parts[0][:1] in ("(", "[") and inner.kind in BRACKETS | {"list"} else shape
@@ -299,13 +302,13 @@ def _as_matrix(shape: Shape) -> Shape:
 
 
 def _unwrap(answer: str) -> str:
-    """Without a dollar sign in front of a number and a percent sign behind it."""
+    """An answer without a dollar sign before a number, and without a percent sign after it."""
     answer = re.sub(r"^\\?\$(?=[0-9])", "", answer.strip())
     return re.sub(r"(?<=[0-9]) ?\\?%$", "", answer)
 
 
 def _plain(answer: str) -> str:
-    r"""LaTeX as text where that is unambiguous: ``\frac{1}{2}`` is 1/2; other macros stay."""
+    r"""LaTeX as plain text where that is unambiguous: ``\frac{1}{2}`` becomes 1/2. Other macros stay."""
     answer = _MACRO.sub(lambda macro: _PLAIN[macro.group()], answer)
     answer = re.sub(r"\\frac *\{ *(-?[0-9]+) *\} *\{ *([0-9]+) *\}|\\frac *([0-9])([0-9])", _slash, answer)
     return re.sub(r"\\text *\{([^{}]*)\}", r"\1", answer).strip()

@@ -5,14 +5,17 @@ import importlib.util
 from tandemrl.config import ConfigError
 
 VLLM_TESTED = ("0.32.0", "0.27.1")
-"""vLLM versions that the tests have run with; ``versions`` has what differs between them."""
+"""The vLLM versions that the tests have run with. The module ``versions`` handles their differences."""
 
 
 def require_vllm(what: str) -> None:
-    """What needs vLLM (``what``, e.g. ``rollout.engine=vllm``) may go on.
+    """Check that vLLM is installed.
+
+    Args:
+        what: what needs vLLM, for the message, such as ``rollout.engine=vllm``.
 
     Raises:
-        ConfigError: vLLM is not installed; says how to install it.
+        ConfigError: vLLM is not installed. The message says how to install it.
     """
     if importlib.util.find_spec("vllm") is None:
         raise ConfigError(
@@ -21,6 +24,11 @@ def require_vllm(what: str) -> None:
 
 
 def cannot_import(what: str, error: ImportError) -> ConfigError:
-    """What to raise where vLLM is installed and cannot be imported, or lacks what tandem decoding takes from it."""
+    """The error to raise where vLLM is installed, but cannot be imported or lacks something that tandem decoding needs.
+
+    Args:
+        what: what needs vLLM, for the message.
+        error: the error of the import.
+    """
     tested = ", ".join(VLLM_TESTED)
     return ConfigError(f"{what}: the installed vLLM is broken, or too old or new (tested with {tested}): {error}")

@@ -1,9 +1,9 @@
-"""A senior that is low-rank adapters on the junior's own weights: loaded without weights, adapted, read back.
+"""A senior that is low-rank adapters on the junior's own weights: how it is built, gets its adapters and is read back.
 
 The senior is built on the meta device and takes over the junior's processed parameters, as vLLM's loader for weights in
-another process does. An adapter goes where vLLM looks for a linear layer's arithmetic, its ``quant_method``. What vLLM
-fuses has an adapter for each of its parts; what it splits over ranks has adapters that are split in the same way, so
-that its own gathers and sums hold for them, too.
+another process does. An adapter replaces the ``quant_method`` of a linear layer, by which vLLM computes it. A layer
+that vLLM fuses has an adapter for each of its parts. A layer that vLLM splits over ranks has adapters that are split in
+the same way, so that vLLM's own gathers and sums are right for them, too.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -34,7 +34,13 @@ _FORMAT = "tandemrl_adapters"
 
 @contextmanager
 def adapters_on(base: nn.Module, plan: AdapterPlan, runner: Any) -> Iterator[None]:
-    """Inside, ``runner`` loads a model that is adapters on ``base``, which has been loaded from the same folder."""
+    """A context in which a model runner loads a model that is adapters on another model.
+
+    Args:
+        base: the other model, which was loaded from the same folder.
+        plan: the adapters.
+        runner: the model runner.
+    """
     config = runner.vllm_config
     stock = config.load_config
     own = replace(stock, load_format=_FORMAT, model_loader_extra_config={"base": base, "plan": plan})
@@ -47,10 +53,10 @@ def adapters_on(base: nn.Module, plan: AdapterPlan, runner: Any) -> Iterator[Non
 
 @register_model_loader(_FORMAT)
 class _AdaptersLoader(BaseModelLoader):
-    """``load_model`` with the base and the plan of ``adapters_on``."""
+    """The model loader of vLLM that uses the base and the plan given to ``adapters_on``."""
 
     def download_model(self, model_config: ModelConfig) -> None:
-        """Nothing to download: the base is there."""
+        """Do nothing, since the base is already loaded."""
 
     def load_weights(self, model: nn.Module, model_config: ModelConfig) -> None:
         raise EngineError("a senior that is adapters gets them from the trainer")
@@ -73,7 +79,7 @@ class _AdaptersLoader(BaseModelLoader):
 
 
 def _take_over(model: nn.Module, base: nn.Module) -> None:
-    """The base's own parameters and buffers, and the kernels that a CPU's layers have packed theirs for."""
+    """Let ``model`` share the parameters and buffers of ``base``, and on a CPU its kernels with packed weights."""
     for path, layer in model.named_modules():
         theirs = base.get_submodule(path)
         layer._parameters.update(theirs._parameters)
@@ -84,7 +90,7 @@ def _take_over(model: nn.Module, base: nn.Module) -> None:
 
 @contextmanager
 def _weights_as_they_are(model: Any) -> Iterator[None]:
-    """Inside, no layer packs or converts its weights: they are the base's, which are packed and converted already."""
+    """A context in which no layer packs or converts its weights. Those of the base are packed and converted already."""
     methods = [(layer, layer.quant_method) for layer in model.modules() if hasattr(layer, "quant_method")]
     for layer, _ in methods:
         layer.quant_method = None
@@ -99,27 +105,30 @@ def _weights_as_they_are(model: Any) -> Iterator[None]:
 
 
 class _Piece(NamedTuple):
-    """A Hugging Face tensor of an adapter, or a part of one, inside of this rank's stacked tensors."""
+    """A Hugging Face tensor of an adapter, or a part of one, inside the stacked tensors of this rank."""
 
     part: Part
     stack: str  # "down" or "up"
-    begin: int  # its first row there
+    begin: int  # its first row in that stack
 
 
 class _Place(NamedTuple):
-    """Rows of a layer's output that an adapter adds to."""
+    """The features of a layer's output that an adapter adds to."""
 
     adapter: int  # its number in the layer
-    begin: int
-    up: int  # first of the rows of ``up``
-    rows: int
+    begin: int  # the first feature
+    up: int  # the first row of ``up`` for them
+    rows: int  # how many features
 
 
 class LowRank(nn.Module):
-    """The adapters of one layer: scaling · B A x for each part of it that has one. They begin as no change.
+    """The adapters of one layer, which add scaling · B A x for each part of it that has one. They start as zero.
 
     Args:
-        parts: of the layer's weight. device: of its tensors.
+        layer: vLLM's linear layer.
+        parts: the parts of the layer's weight.
+        plan: the adapters.
+        device: the device of the adapters' tensors.
     """
 
     def __init__(self, layer: Any, parts: Sequence[Part], plan: AdapterPlan, device: torch.device) -> None:
@@ -147,7 +156,15 @@ class LowRank(nn.Module):
         self.up = nn.Parameter(torch.zeros(up, plan.rank, **like), requires_grad=False)
 
     def forward(self, inputs: Tensor, output: Tensor) -> Tensor:
-        """``inputs`` [..., in], ``output`` of the base [..., out], which is changed in place."""
+        """Add what the adapters compute to the output of the base.
+
+        Args:
+            inputs: the inputs of the layer (..., in).
+            output: the output of the base (..., out), which is changed in place.
+
+        Returns:
+            ``output``.
+        """
         hidden = self.scaling * F.linear(inputs, self.down)
         for adapter, begin, up, rows in self.places:
             mine = hidden[..., adapter * self.rank : (adapter + 1) * self.rank]
@@ -155,22 +172,28 @@ class LowRank(nn.Module):
         return output
 
     def named(self) -> Iterator[tuple[Part, Tensor]]:
-        """Each piece with this rank's tensor of it; pieces of one tensor follow each other."""
+        """Each piece with this rank's tensor of it. Pieces of the same Hugging Face tensor follow each other."""
         for part, stack, begin in self.pieces:
             yield part, getattr(self, stack)[begin : begin + part.rows]
 
 
 class _AdaptedLinear(UnquantizedLinearMethod):
-    """The layer's product, and its adapters'."""
+    """The ``quant_method`` of a layer with adapters: it computes the layer's product and adds that of the adapters."""
 
     def apply(self, layer: Any, x: Tensor, bias: Tensor | None = None) -> Tensor:
         return layer.adapters(x, super().apply(layer, x, bias))
 
 
 def _adapt(model: nn.Module, plan: AdapterPlan, device: torch.device) -> None:
-    """
+    """Put the adapters of the plan on the linear layers of a model.
+
+    Args:
+        model: the model.
+        plan: the adapters, with the trainer's names of the layers.
+        device: the device of the adapters' tensors.
+
     Raises:
-        EngineError: no linear layer of ``model`` is what the trainer has under a name of the plan.
+        EngineError: the model has no linear layer for one of the names in the plan.
     """
     missing = set(plan.layers)
     layer: Any
@@ -189,10 +212,14 @@ def _adapt(model: nn.Module, plan: AdapterPlan, device: torch.device) -> None:
 
 @torch.no_grad()
 def load_adapters(model: nn.Module, weights: Iterable[tuple[str, Tensor]]) -> None:
-    """Replace the adapters by a trainer's, whole and under its names, in place.
+    """Replace the adapters of a model in place by a trainer's.
+
+    Args:
+        model: the model with adapters.
+        weights: the trainer's adapters, whole and under its names.
 
     Raises:
-        EngineError: a name or shape does not match. Nothing has changed.
+        EngineError: a name or shape does not match. No adapter has changed.
     """
     pieces = list(_pieces(model))
     new = checked(weights, shapes_of(part for part, _ in pieces))
@@ -209,14 +236,17 @@ def load_adapters(model: nn.Module, weights: Iterable[tuple[str, Tensor]]) -> No
 
 @torch.no_grad()
 def adapted_parameters(senior: Any, junior: Any) -> Iterator[tuple[str, Tensor]]:
-    """Every parameter that the senior computes with, whole, under its trainer's names: of the base what the junior's
-    kernels compute with, and the proof that they are the senior's, too; of the adapters what they hold.
+    """Every parameter that a senior with adapters computes with, whole, under the trainer's names.
+
+    First come the adapters as they are. Then comes the base, as the junior's kernels compute with it, after a check
+    that the senior uses the same tensors and kernels. Under tensor parallelism all ranks must iterate together.
 
     Args:
-        senior, junior: model runners. Under tensor parallelism all ranks must iterate together.
+        senior: the senior's model runner.
+        junior: the junior's model runner.
 
     Raises:
-        EngineError: the two do not share a tensor or a kernel; or as ``hf_parameters``.
+        EngineError: the two models do not share a tensor or a kernel, or for a reason that ``hf_parameters`` gives.
     """
     model, base = senior.get_model(), junior.get_model()
     adapted = set[str]()

@@ -1,14 +1,16 @@
-"""The authors of every token in the responses of vLLM's OpenAI-compatible server: an ASGI middleware.
+"""An ASGI middleware that adds the author of every token to the responses of vLLM's OpenAI-compatible server.
 
-``Authorship`` gives every request a seed, from which the worker derives its keys, and recomputes the authors of the
+``Authorship`` gives every request a seed, from which the worker derives its keys. It recomputes the authors of the
 response from keys and tokens.
 
-A request may hold ``"tandem": {...}``: ``{"solo": "senior"}`` or ``{"solo": "junior"}``, or any of ``strategy``,
-``prob_senior``, ``max_gap_tokens``, ``chunk_size`` and ``first`` in place of the server's; beside these a chat may have
-a ``conversation``, by which it goes on from request to request (``conversations``). Every choice of a response,
-streamed or not, has ``authorship``, one entry per ``token_ids``: 1 senior, 0 junior. The response (a stream: each chunk
-that ends a choice) has ``tandem``: the senior's share, the seed that repeats the request, the strategy, our version and
-the conversation, if it is one.
+A request may have a field ``"tandem": {...}``. It holds ``{"solo": "senior"}`` or ``{"solo": "junior"}``, or any of
+``strategy``, ``prob_senior``, ``max_gap_tokens``, ``chunk_size`` and ``first``, which then replace the server's values.
+For a chat it may also hold ``conversation``, which continues a chat from request to request (see ``conversations``).
+
+Every choice of a response, streamed or not, has ``authorship``, with one entry for each of its ``token_ids``: 1 for the
+senior, 0 for the junior. The response has ``tandem``; in a stream, each chunk that ends a choice has it. It holds the
+senior's share of the tokens, the seed that repeats the request, the strategy, our version and the id of the
+conversation, if there is one.
 """
 
 import asyncio
@@ -50,30 +52,34 @@ Send = Callable[[Message], Awaitable[None]]
 CHAT = "/v1/chat/completions"
 PATHS = ("/v1/completions", CHAT)
 GENERATING = ("/v1/", "/v2/", "/inference/", "/cohere/", "/invocations", "/generative_scoring")
-"""Where vLLM's POST paths begin that start a generation; only ``PATHS`` have a place for seeds and authors."""
+"""The beginnings of vLLM's POST paths that start a generation. Only ``PATHS`` have a place for seeds and authors."""
 MAX_WHOLE = 2**31
-"""The largest whole number of a request, but for seeds."""
-SEED_BITS = 53  # of a seed that we choose: JSON readers that know doubles only keep it
+"""The largest whole number that a request may contain, except for seeds."""
+SEED_BITS = 53  # of a seed that we choose, so that JSON readers with doubles only can keep it
 VERSION = importlib.metadata.version("tandemrl")
 
 
 class ParsedRequest(NamedTuple):
-    """What a request asked for, as far as its response depends on it."""
+    """The part of a request that its response depends on.
+
+    selection: who writes. seed: the seed of its first sample. samples: how many completions each prompt gets (``n``).
+    show_prompt: whether the client wants the prompt's token ids.
+    """
 
     selection: SelectionConfig
     seed: int
     samples: int
     show_prompt: bool
     conversation: Conversation | None = None
-    """As it was before the request."""
+    """The conversation before the request, or a new one; None if the request is not part of a conversation."""
 
     @property
     def history(self) -> tuple[tuple[int, ...], ...]:
-        """Own tokens of each turn before."""
+        """The own tokens of each earlier turn."""
         return () if self.conversation is None else self.conversation.turns
 
     def key(self, index: int) -> int:
-        """The key of a choice: vLLM gives sample i of every prompt the seed ``seed + i``."""
+        """The key of the choice ``index``. vLLM gives sample i of every prompt the seed ``seed + i``."""
         return mix64(self.seed + index % self.samples)
 
 
@@ -83,13 +89,19 @@ class ParsedRequest(NamedTuple):
 def prepare(
     body: Mapping[str, Any], default: SelectionConfig, known: Conversation | None = None
 ) -> tuple[dict[str, Any], ParsedRequest]:
-    """The body for vLLM, with a seed and a wish for token ids, and what its response depends on.
+    """Check a request and prepare it for vLLM.
 
     Args:
-        known: the conversation that the request goes on with.
+        body: the JSON body of the request.
+        default: the server's selection.
+        known: the conversation that the request continues.
+
+    Returns:
+        The body for vLLM, which has a seed and asks for token ids, and the part of the request that its response
+        depends on.
 
     Raises:
-        Refused: names the field and what it should be.
+        Refused: a field is not possible in tandem decoding. The message names it and what it should be.
     """
     field = body.get
     rules: list[tuple[bool, str]] = [
@@ -155,10 +167,16 @@ _FIELDS: dict[str, tuple[type, ...]] = {
 
 
 def selection_of(overrides: Any, default: SelectionConfig) -> SelectionConfig:
-    """The server's selection with what a request says otherwise. Ranges are the strategies' own business.
+    """The selection of a request: the server's, with the values that the request gives.
+
+    The strategies themselves check whether values are in range.
+
+    Args:
+        overrides: the field ``tandem`` of the request.
+        default: the server's selection.
 
     Raises:
-        Refused: unknown field, wrong type or unknown strategy.
+        Refused: a field is unknown, has the wrong type, or names an unknown strategy or author.
     """
     if not isinstance(overrides, dict):
         raise Refused(f"tandem: expected an object with any of {', '.join(_FIELDS)}")
@@ -181,14 +199,27 @@ def selection_of(overrides: Any, default: SelectionConfig) -> SelectionConfig:
 
 
 def conversation_of(body: Mapping[str, Any]) -> str | None:
-    """``NEW`` or the id that a request names."""
+    """``NEW`` or the id of the conversation that a request names; None if it names none."""
     tandem = body.get("tandem")
     id = tandem.get("conversation") if isinstance(tandem, dict) else None
     return id if isinstance(id, str) else None
 
 
 def _whole(body: Mapping[str, Any], name: str, default: Any, low: int, high: int) -> Any:
-    """A whole number as JSON has it: vLLM also reads "3" and true, but which one would decide over the authors."""
+    """A whole number of a request, or ``default`` if it has none.
+
+    vLLM also reads "3" and true as numbers. These are refused, since the authors depend on the exact number.
+
+    Args:
+        body: the JSON body of the request.
+        name: the field.
+        default: the value if the field is missing or null.
+        low: the smallest possible number.
+        high: the largest possible number.
+
+    Raises:
+        Refused: the value is not a whole number from ``low`` to ``high``.
+    """
     value = body.get(name)
     if value is None:
         return default
@@ -198,12 +229,12 @@ def _whole(body: Mapping[str, Any], name: str, default: Any, low: int, high: int
 
 
 def _object(value: Any) -> dict[str, Any]:
-    """A JSON object; what is none is left for vLLM to complain about."""
+    """``value`` if it is a JSON object, else an empty one. vLLM itself refuses other values."""
     return value if isinstance(value, dict) else {}
 
 
 def _prompts(prompt: Any) -> int:
-    """How many prompts a completion request has; a list of numbers is one tokenised prompt."""
+    """How many prompts a completion request has. A list of numbers is one tokenised prompt."""
     return len(prompt) if isinstance(prompt, list) and not all(isinstance(token, int) for token in prompt) else 1
 
 
@@ -211,10 +242,15 @@ def _prompts(prompt: Any) -> int:
 
 
 def annotated(response: dict[str, Any], parsed: ParsedRequest, strategy: Strategy) -> dict[str, Any]:
-    """A whole response with its authors.
+    """A whole response with its authors and the summary ``tandem``.
+
+    Args:
+        response: vLLM's response, whose choices are changed.
+        parsed: the request.
+        strategy: the strategy of the request's selection.
 
     Raises:
-        EngineError: vLLM left token ids out.
+        EngineError: vLLM returned a choice without token ids.
     """
     choices = response["choices"]
     if any(choice.get("token_ids") is None for choice in choices):
@@ -230,7 +266,12 @@ def annotated(response: dict[str, Any], parsed: ParsedRequest, strategy: Strateg
 
 
 class StreamAuthors:
-    """The authors of a streamed response, chunk by chunk."""
+    """Adds the authors to a streamed response, chunk by chunk.
+
+    Args:
+        parsed: the request.
+        strategy: the strategy of the request's selection.
+    """
 
     def __init__(self, parsed: ParsedRequest, strategy: Strategy) -> None:
         self._parsed, self._strategy = parsed, strategy
@@ -240,10 +281,15 @@ class StreamAuthors:
         self._senior = self._total = 0
         self._rest = b""
         self.written = StreamedTurn()
-        """Kept of a conversation only."""
+        """What was written so far. It stays empty if the request is not part of a conversation."""
 
     def events(self, data: bytes, *, last: bool = False) -> bytes:
-        """Server-sent events, those that are complete; the beginning of another one waits for its end."""
+        """The complete server-sent events so far, with authors. An incomplete event is kept until the rest of it comes.
+
+        Args:
+            data: the next bytes of the stream.
+            last: whether the stream ends here. Then an incomplete event is returned as it is.
+        """
         *complete, self._rest = (self._rest + data).split(b"\n\n")
         out = b"".join(self._event(event) + b"\n\n" for event in complete)
         return out + self._rest if last else out
@@ -280,6 +326,7 @@ class StreamAuthors:
 
 
 def _summary(parsed: ParsedRequest, senior: int, total: int) -> dict[str, Any]:
+    """The field ``tandem`` of a response with ``total`` tokens, of which the senior wrote ``senior``."""
     return {
         "senior_frac": senior / total if total else None,
         "seed": parsed.seed,
@@ -289,7 +336,7 @@ def _summary(parsed: ParsedRequest, senior: int, total: int) -> dict[str, Any]:
 
 
 def _hide_prompts(response: dict[str, Any], parsed: ParsedRequest) -> None:
-    """Prompt ids come with token ids; a client that asked for neither is spared their bulk."""
+    """Remove the prompt's token ids if the client did not ask for them. vLLM sends them with the token ids."""
     if not parsed.show_prompt:
         for place in (response, *(response.get("choices") or ())):
             place.pop("prompt_token_ids", None)
@@ -303,10 +350,15 @@ def _dumps(value: Any) -> bytes:
 
 
 class Authorship:
-    """ASGI middleware around vLLM's server; the module says what it adds.
+    """The ASGI middleware around vLLM's server. The docstring of the module says what it adds.
 
-    It rewrites the body when the application reads it, hence after authentication, and a refusal is an HTTPException
-    there: vLLM renders it like its own errors. These, and everything that is no completion, pass as they are.
+    It rewrites the body of a request when the application reads it, so after authentication. A refusal is an
+    ``HTTPException`` at that point, which vLLM renders like its own errors. Responses with an error status pass
+    unchanged, as do requests on paths that start no generation. Paths that start one and are not in ``PATHS`` are
+    refused.
+
+    Args:
+        app: vLLM's ASGI application.
     """
 
     def __init__(self, app: Callable[..., Awaitable[None]]) -> None:
@@ -336,7 +388,7 @@ class Authorship:
 
 
 _RENDERED = ("model", "tools", "chat_template", "chat_template_kwargs")
-"""What of a request, beside its messages, says how they are rendered."""
+"""The fields of a request that determine how its messages are rendered."""
 
 
 class _Exchange:
@@ -350,12 +402,13 @@ class _Exchange:
         self._parsed: ParsedRequest | None = None
         self._messages: list[Any] = []
         self._conversation: Conversation | None = None
-        """As it is to be given back."""
+        """The conversation as it will be given back."""
         self._start: Message | None = None  # of a whole response, until its body is there
         self._body = b""
         self._stream: StreamAuthors | None = None
 
     async def receive(self) -> Message:
+        """The request for the application, with the body that is prepared for vLLM."""
         if self._read:
             return await self._receive()
         self._read, body, more = True, b"", True
@@ -378,7 +431,11 @@ class _Exchange:
         return {"type": "http.request", "body": body, "more_body": False}
 
     async def _prepared(self, request: Mapping[str, Any]) -> dict[str, Any]:
-        """The body for vLLM."""
+        """The body for vLLM, with the prompt of the conversation, if there is one, and the name of the strategy.
+
+        Raises:
+            Refused: the request asks for something that tandem decoding cannot do.
+        """
         id = conversation_of(request)
         if id is not None and not self._scope["path"].endswith(CHAT):
             raise Refused(f"tandem.conversation: only {CHAT} has messages to go on from")
@@ -398,7 +455,19 @@ class _Exchange:
         return body
 
     async def _render(self, request: Mapping[str, Any], messages: Sequence[Any], to_write: bool) -> list[int]:
-        """Ids of other messages in place of a request's, by vLLM's own route for that."""
+        """Render messages with vLLM's route ``/tokenize``.
+
+        Args:
+            request: the body of the request, of which the fields in ``_RENDERED`` are used.
+            messages: the messages to render.
+            to_write: whether the prompt of a turn of the assistant follows them.
+
+        Returns:
+            The token ids.
+
+        Raises:
+            Refused: vLLM cannot render the messages.
+        """
         asked = {name: request[name] for name in _RENDERED if name in request}
         asked |= {"messages": messages, "add_generation_prompt": to_write}
         status, answer = await post(self._server.app, self._scope, "/tokenize", asked)
@@ -407,13 +476,14 @@ class _Exchange:
         return answer["tokens"]
 
     def close(self) -> None:
-        """The request has ended, however it did."""
+        """Release the strategy and the conversation, since the request has ended in whatever way."""
         if self._parsed is not None:
             self._strategies.release(self._parsed.selection)
         if self._conversation is not None:
             self._server.conversations.give_back(self._conversation)
 
     async def send(self, message: Message) -> None:
+        """Send a part of the response to the client, with authors. Without streaming, wait until it is complete."""
         if message["type"] == "http.response.start" and message["status"] == 200 and self._parsed is not None:
             kind = Headers(raw=message["headers"]).get("content-type", "")
             if kind.startswith("text/event-stream"):
@@ -451,6 +521,12 @@ class _Exchange:
         return _dumps(whole)
 
     def _go_on(self, message: Mapping[str, Any], prompt: Sequence[int], turn: Sequence[int]) -> None:
-        """The conversation has another turn, of which the client knows the message."""
+        """Add a turn to the conversation, if there is one and the turn is not empty.
+
+        Args:
+            message: the message of the turn, as the client knows it.
+            prompt: the token ids of the turn's prompt.
+            turn: the own tokens of the turn.
+        """
         if self._conversation is not None and turn:
             self._conversation = self._conversation.after([*self._messages, message], prompt, turn)

@@ -1,4 +1,4 @@
-"""A running vLLM: how it is started, its workers' methods, its memory, and the way of new weights into it."""
+"""A running vLLM engine: its start, calls of its workers, its memory and the transfer of new weights into it."""
 
 import gc
 import os
@@ -36,13 +36,15 @@ def platform_device() -> str:
 
 
 class Backend:
-    """A vLLM engine with tandem workers, and what its place asks for: in which process, on which GPU, asleep or not.
+    """A vLLM engine with tandem workers. It handles in which process and on which GPU the engine is, and its sleep.
 
     Args:
         llm: a ``vllm.LLMEngine``.
-        in_process: the engine and its worker live in this process; weights are handed over as they are.
-        shares_gpu: the engine's process is on this process's GPU; CUDA weights travel by handle, others in a file.
-        sleeps: give the engine's memory back after every ``awake`` and take it for the next.
+        dtype: the dtype of the engine's weights, by torch's name for it.
+        in_process: whether the engine and its worker live in this process. Then weights are handed over as they are.
+        shares_gpu: whether the engine's process is on the GPU of this process. Then CUDA weights are handed over by
+            CUDA IPC handles. All other weights go through a file.
+        sleeps: whether the engine gives its memory back after every ``awake`` and takes it again for the next.
     """
 
     def __init__(
@@ -52,7 +54,7 @@ class Backend:
         self.in_process, self._shares_gpu, self._sleeps = in_process, shares_gpu, sleeps
         self._asleep = set[str]()
         self.close: Callable[[], object] = lambda: None
-        """Stop the engine and its workers; the object is of no further use."""
+        """Stop the engine and its workers. The object cannot be used afterwards."""
 
     @classmethod
     def start(
@@ -68,7 +70,12 @@ class Backend:
         """Start vLLM for the senior ``model`` and the junior of ``options``.
 
         Args:
-            context: tokens of the longest request. engine_args: further ``vllm.EngineArgs``.
+            model: model folder or hub id of the senior.
+            options: the options of tandem decoding.
+            config: ``rollout.*`` of a config.
+            dtype: the dtype of the engine's weights, by torch's name for it.
+            context: how many tokens the longest request can have, prompt and completion together.
+            engine_args: further ``vllm.EngineArgs``.
         """
         v, parallel, on_cpu = config.vllm, config.tensor_parallel, platform_device() == "cpu"
         kv_cache_gb = 1.0 if on_cpu and v.kv_cache_gb is None else v.kv_cache_gb
@@ -114,7 +121,14 @@ class Backend:
         return backend
 
     def call(self, method: str, *args: Any) -> list[Any]:
-        """A method of every worker; errors there name their cause, whichever process they come from."""
+        """Call a method of every worker.
+
+        Returns:
+            One result per worker.
+
+        Raises:
+            EngineError: the call failed. The message is that of the worker's error.
+        """
         try:
             return self.llm.collective_rpc(method, args=args)
         except EngineError:
@@ -124,7 +138,7 @@ class Backend:
 
     @contextmanager
     def awake(self) -> Iterator[None]:
-        """Inside, the engine has its memory; afterwards the trainer has it, if this engine sleeps."""
+        """A context in which the engine has its memory. Afterwards an engine that sleeps gives it to the trainer."""
         self.wake("weights", "kv_cache")
         try:
             yield
@@ -134,13 +148,17 @@ class Backend:
                 self._asleep = {"weights", "kv_cache"}
 
     def wake(self, *tags: str) -> None:
-        """Take back memory that was handed to the trainer."""
+        """Take back memory that was given to the trainer. ``tags`` are vLLM's names of its parts: weights, kv_cache."""
         if asleep := [tag for tag in tags if tag in self._asleep]:
             self.llm.wake_up(tags=asleep)
             self._asleep -= set(asleep)
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
-        """In place; what the prefix cache holds of the old weights is dropped."""
+        """Replace the senior's weights in place, and drop the prefix cache, which holds KV of the old weights.
+
+        Raises:
+            EngineError: the weights do not match the engine's model, or requests are still running.
+        """
         self.wake("weights")
         named = list(weights)
         if self.in_process:
@@ -161,7 +179,8 @@ class Backend:
 
 
 _RUNNING: set[int] = set()
-"""Engine cores in this process. They share torch.distributed and other globals, which the last one takes down."""
+"""The ids of the engine cores that run in this process. They share torch.distributed and other globals, which the last
+one shuts down."""
 
 
 def _shut_down(core: Any) -> None:
@@ -177,7 +196,15 @@ def _shut_down(core: Any) -> None:
 
 @contextmanager
 def _startup(multiprocess: bool, devices: str | None, *, unbound: bool) -> Iterator[None]:
-    """vLLM reads some choices from the environment only, and changes torch globals that the trainer needs."""
+    """A context for the start of vLLM, after which environment variables and torch's globals are as before.
+
+    vLLM reads some settings from environment variables only, and changes globals of torch that the trainer needs.
+
+    Args:
+        multiprocess: whether the engine gets a process of its own.
+        devices: ``CUDA_VISIBLE_DEVICES`` of the engine; None leaves it as it is.
+        unbound: whether the ranks are not bound to CPU cores.
+    """
     environment = {"VLLM_ENABLE_V1_MULTIPROCESSING": str(int(multiprocess)), "VLLM_USE_V2_MODEL_RUNNER": "0"} | STARTING
     if devices is not None:
         environment["CUDA_VISIBLE_DEVICES"] = devices
@@ -202,8 +229,11 @@ def _startup(multiprocess: bool, devices: str | None, *, unbound: bool) -> Itera
 
 @contextmanager
 def _readable_modules() -> Iterator[None]:
-    """On a CPU, vLLM 0.32 reads the attributes of every object in every module, and fails where they are no mapping (as
-    with llvmlite's functions, which numba loads). Such modules are out of its sight while it starts."""
+    """A context in which vLLM does not see modules that it cannot read.
+
+    On a CPU, vLLM 0.32 reads the attributes of every object in every module when it starts. It fails if they are not a
+    mapping, as with the functions of llvmlite, which numba loads.
+    """
     hidden = {
         name: module
         for name, module in list(sys.modules.items())

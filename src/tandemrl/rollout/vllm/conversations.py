@@ -1,10 +1,10 @@
-"""Chats that go on from request to request: what a tandem server remembers of each, token by token.
+"""Conversations: chats that continue from request to request. A tandem server remembers each of them by its tokens.
 
-A chat that begins with ``"tandem": {"conversation": "new"}`` gets an id in its response. A request that sends the id,
-the messages so far as they were, and further ones behind them goes on where the turn before ended: the same seed, the
-strategy's state, the counters of the draws. The prompt is the stored ids, with the further messages' behind them: what
-was written is never rendered again. vLLM renders the further messages, behind a dummy turn, and what stands behind the
-end of that turn is what they come to.
+A chat that begins with ``"tandem": {"conversation": "new"}`` gets an id in its response. A later request sends the id,
+the messages so far as they were, and further messages after them. It continues where the turn before ended, with the
+same seed, the same state of the strategy and the same counters of the draws. Its prompt is the stored token ids,
+followed by those of the further messages, so what was written is never rendered again. To get the ids of the further
+messages, vLLM renders them after a dummy turn, and what precedes the end of that turn is cut off.
 """
 
 import asyncio
@@ -21,22 +21,27 @@ from tandemrl.models.loading import load_tokenizer
 
 Message = Mapping[str, Any]
 Render = Callable[[list[Message], bool], Awaitable[list[int]]]
-"""Messages, and whether a turn is to follow -> their ids in vLLM's chat template."""
+"""A function that renders messages with vLLM's chat template to token ids. The bool says whether the prompt of a turn
+of the assistant follows them."""
 
 NEW = "new"
 MAX_CONVERSATIONS = 256
-"""Conversations that a server remembers; the one that was used least recently makes room for a new one."""
+"""How many conversations a server remembers. A new one replaces the one that was used least recently."""
 WRITER = "assistant"
 
 
 class Refused(ValueError):
-    """A request asks for what tandem decoding cannot do; the message is the client's."""
+    """A request asks for something that tandem decoding cannot do. The client gets the message."""
 
 
 @dataclass(frozen=True, eq=False)
 class Conversation:
-    """What a chat has come to. messages: what a client has to send again, as `_essence` has it; tools: those of its
-    first request; tokens: the prompt and everything since; turns: the own tokens of each turn."""
+    """The state of a conversation.
+
+    seed: the seed of all its requests. selection: the selection of all its requests. tools: the tools of its first
+    request. messages: what a client has to send again, in the form of ``_essence``. tokens: the ids of the last prompt
+    and of the last turn, which together are the whole chat. turns: the own tokens of each turn.
+    """
 
     id: str
     seed: int
@@ -48,14 +53,15 @@ class Conversation:
 
     @classmethod
     def begin(cls, seed: int, selection: SelectionConfig, body: Mapping[str, Any]) -> "Conversation":
-        """A new one, of a first request."""
+        """A new conversation, with a new id. ``body`` is its first request."""
         return cls(f"conv-{secrets.token_hex(12)}", seed, selection, body.get("tools") or None)
 
     def further(self, body: Mapping[str, Any]) -> list[Message]:
-        """The messages of a request that this conversation does not have yet.
+        """The messages of the request ``body`` that this conversation does not have yet.
 
         Raises:
-            Refused: its messages are not those of the conversation and further ones, or its tools are others.
+            Refused: the request changes or leaves out messages of the conversation, adds none or one of the assistant,
+                or has other tools.
         """
         messages = body.get("messages")
         if not isinstance(messages, list) or not all(isinstance(message, dict) for message in messages):
@@ -77,13 +83,22 @@ class Conversation:
         return further
 
     def after(self, messages: Sequence[Message], prompt: Sequence[int], turn: Sequence[int]) -> "Conversation":
-        """With another turn: all messages up to it, its own included, and the ids of its prompt and its own."""
+        """This conversation after another turn.
+
+        Args:
+            messages: all messages up to the turn, with the message of the turn itself.
+            prompt: the token ids of the turn's prompt.
+            turn: the own tokens of the turn.
+        """
         tokens = np.array([*prompt, *turn], dtype=np.int32)
         return replace(self, messages=tuple(map(_essence, messages)), tokens=tokens, turns=(*self.turns, tuple(turn)))
 
 
 def _essence(message: Message) -> dict[str, Any]:
-    """A message as the model saw it: clients add fields of their own, and null or leave out what is empty."""
+    """The parts of a message that the model saw.
+
+    Clients may add fields of their own, and may send an empty field as null or leave it out.
+    """
     kept = {name: message.get(name) for name in ("role", "content", "name", "tool_call_id", "tool_calls")}
     if isinstance(calls := kept["tool_calls"], list) and all(isinstance(call, dict) for call in calls):
         kept["tool_calls"] = [{"id": call.get("id"), "function": call.get("function")} for call in calls]
@@ -91,17 +106,17 @@ def _essence(message: Message) -> dict[str, Any]:
 
 
 class Conversations:
-    """Those that a server remembers. One is written by one request at a time."""
+    """The conversations that a server remembers. Only one request at a time can continue a conversation."""
 
     def __init__(self) -> None:
         self._known: dict[str, Conversation] = {}  # the least recently used first
         self._busy: set[str] = set()
 
     def take(self, id: str) -> Conversation:
-        """The conversation that a request goes on with, until it is given back.
+        """Reserve the conversation with this id for a request, until ``give_back``, and return it.
 
         Raises:
-            Refused: nothing is known of it, or another request goes on with it.
+            Refused: the conversation is not known, or another request continues it at the moment.
         """
         if id not in self._known:
             raise Refused(
@@ -114,7 +129,7 @@ class Conversations:
         return self._known[id]
 
     def give_back(self, conversation: Conversation) -> None:
-        """As it is now; one in which nothing was written is as it was."""
+        """Release a conversation and remember its new state. One without any turn is not remembered."""
         self._busy.discard(conversation.id)
         if conversation.turns:
             self._known.pop(conversation.id, None)
@@ -127,13 +142,16 @@ class Conversations:
 async def prompt_of(
     conversation: Conversation, further: Sequence[Message], render: Render, ends: Collection[int]
 ) -> list[int]:
-    """The ids of a conversation's next prompt: those it has, and those of further messages.
+    """The token ids of a conversation's next prompt: those it has, followed by those of further messages.
 
     Args:
-        ends: EOS ids; the chat template ends a turn with one of them.
+        conversation: the conversation, with at least one turn.
+        further: the further messages.
+        render: renders messages to token ids.
+        ends: the EOS ids, with one of which the chat template must end a turn.
 
     Raises:
-        Refused: the template does not, or vLLM cannot render the messages.
+        Refused: the chat template does not end each turn with one EOS token, or vLLM cannot render the messages.
     """
     opening: Message = {"role": "user", "content": "."}
     turn: dict[str, Any] = {"role": WRITER, "content": "."}
@@ -155,7 +173,7 @@ async def prompt_of(
 
 
 class StreamedTurn:
-    """A turn of a conversation, put together from the chunks of its response as a client does it."""
+    """A turn of a conversation, put together from the chunks of a streamed response as a client does it."""
 
     def __init__(self) -> None:
         self.prompt: list[int] = []
@@ -165,6 +183,7 @@ class StreamedTurn:
         self._calls: dict[int, dict[str, Any]] = {}
 
     def add(self, chunk: Mapping[str, Any]) -> None:
+        """Add a chunk of the response."""
         self.prompt = chunk.get("prompt_token_ids") or self.prompt
         for choice in chunk.get("choices") or ():
             self.tokens += choice.get("token_ids") or ()
@@ -179,6 +198,7 @@ class StreamedTurn:
 
     @property
     def message(self) -> Message:
+        """The message of the turn, as the client knows it."""
         calls = [{"type": "function", **call} for _, call in sorted(self._calls.items())]
         return {"role": WRITER, "content": self._content, "tool_calls": calls}
 
@@ -186,10 +206,16 @@ class StreamedTurn:
 async def post(
     app: Callable[..., Awaitable[None]], scope: Mapping[str, Any], path: str, body: Mapping[str, Any]
 ) -> tuple[int, Any]:
-    """Status and answer of another route of the application, in the name of the client of a request.
+    """Call another route of the application with the headers of a client's request.
 
     Args:
-        scope: of the request, as the application got it.
+        app: the ASGI application.
+        scope: the ASGI scope of the client's request, as the application got it.
+        path: the path of the other route.
+        body: the JSON body of the call.
+
+    Returns:
+        The HTTP status and the decoded JSON answer.
     """
     content = json.dumps(body).encode()
     status, answer, read = 0, b"", False
@@ -213,7 +239,7 @@ async def post(
 
 
 def eos_of(model_config: Any) -> frozenset[int]:
-    """Ids that end a turn in a vLLM server: the tokenizer's, and those of the model's generation config."""
+    """The token ids that end a turn in a vLLM server: the tokenizer's, and those of the model's generation config."""
     configured = model_config.try_get_generation_config().get("eos_token_id")
     ids = configured if isinstance(configured, list) else [configured]
     return frozenset({*ids, load_tokenizer(model_config.tokenizer).eos_token_id} - {None})

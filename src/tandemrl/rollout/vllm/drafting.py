@@ -1,12 +1,13 @@
-"""Drafting through handovers: the junior writes ahead, through changes of the author; the senior reads once. No vllm
-import.
+"""Drafting across handovers: the junior drafts through changes of the author, and the senior reads the draft once.
 
-A token is drawn by its author's logits and a key that follows from the request and the position. So the junior can go
-on where the senior is the author: with the senior's key, its own token is a guess of what the senior will draw. One
-forward of the senior over the draft draws at the senior's positions by the same keys. The first guess that it draws
-otherwise is corrected, and what was built upon it is thrown away. The junior's own tokens are final as far as that. So
-the tokens are those of ``lazy``, with fewer forwards of the senior (drafter-invariant speculative decoding, Daliri,
-Musco and Suresh, arXiv 2408.07978, across authors).
+This module does not import vllm.
+
+A token is drawn from its author's logits with a key that depends on the request and the position alone. So the junior
+can go on where the senior is the author: it draws with the same key, and its token is a guess of what the senior will
+draw. One forward pass of the senior over the draft then draws at the senior's positions, with the same keys. The first
+guess that the senior draws otherwise is corrected, and what follows it is discarded. The junior's own tokens before it
+are final. So the tokens are those of ``lazy``, with fewer forward passes of the senior. This is drafter-invariant
+speculative decoding (Daliri, Musco and Suresh, arXiv 2408.07978), applied across authors.
 """
 
 from collections.abc import Iterator
@@ -21,15 +22,18 @@ from tandemrl.selection.draws import fold_in
 
 
 class Round:
-    """One engine step of the rows in ``Planner.drafting``. Arrays are by row of the round, or by (row, depth); depth 0
-    is the next token.
+    """One engine step of the rows in ``Planner.drafting``.
 
-    In order: for each ``depth`` of ``depths`` run ``draft_passes``, ``take`` what the junior drew and ``advance``;
-    run ``catch_up_passes``, then ``verify_pass``, give its draws to ``correct``; ``settle``.
+    Arrays are by row of the round, or by (row, depth). Depth 0 is the next token.
+
+    Use it in this order. For each depth below ``depths``, run the ``draft_passes``, give the junior's draws to ``take``
+    and call ``advance``. Then run the ``catch_up_passes`` and the ``verify_pass``, and give the senior's draws to
+    ``correct``. Finally call ``settle``.
 
     Args:
-        ahead: KV slots that each row has been given beyond those of its known tokens. A row writes at most one token
-            more: the last one needs no slot.
+        planner: the planner, which has just planned the step.
+        ahead: how many KV slots each row has been given beyond those of its known tokens. A row writes at most one
+            token more than that, since its last token needs no slot.
     """
 
     def __init__(self, planner: Planner, ahead: np.ndarray) -> None:
@@ -44,13 +48,13 @@ class Round:
         ledger = planner.ledger
         self._length = ledger.length[self.slots]
         self.outputs = planner.outputs[self.rows]
-        """Tokens written before, in this turn."""
+        """How many tokens each row had written in this turn before the round."""
         self._computed = ledger.computed[:, self.slots]
         counters = planner.written(self.slots)[:, None] + np.arange(self.depths)
         self.keys: Int64[Tensor, "b d"] = fold_in(
             torch.from_numpy(ledger.stream[self.slots])[:, None], torch.from_numpy(counters)
         )
-        """By which each token is drawn, whoever draws it."""
+        """The key that the token at each (row, depth) is drawn with, whichever model draws it."""
         shape = len(self.slots), self.depths
         self.tokens = np.zeros(shape, np.int64)
         self.authors = np.zeros(shape, np.int64)
@@ -61,35 +65,36 @@ class Round:
 
     @property
     def positions(self) -> np.ndarray:
-        """Of the token that the junior reads at each depth; from a row's last slot on, they stay there."""
+        """The position of the token that the junior reads at each (row, depth). It stops at the row's last slot."""
         return self._length[:, None] - 1 + np.minimum(np.arange(self.depths), self.ahead[:, None])
 
     @property
     def senior(self) -> np.ndarray:
-        """Which tokens the senior is the author of."""
+        """Whether the senior is the author at each (row, depth)."""
         return np.logical_and(self.authors == SENIOR, np.arange(self.depths) <= self.ahead[:, None])
 
     @property
     def reads(self) -> np.ndarray:
-        """In which rows that is any token."""
+        """For each row, whether the senior is the author of any of its tokens, so that it has to read the row."""
         return np.asarray(self.senior.any(1))
 
     @property
     def last(self) -> np.ndarray:
-        """The depth of each row's last token of the senior's; 0 if it has none."""
+        """For each row, the depth of the last token whose author is the senior; 0 if there is none."""
         return np.where(self.senior, np.arange(self.depths), 0).max(1)
 
     def drafts(self) -> Iterator[tuple[str, list[int]]]:
-        """What the senior reads: the tokens before its last one, of the rows that have one."""
+        """What the senior reads: for each row in ``reads``, the request and its tokens before the senior's last one."""
         last = self.last
         for row in self.reads.nonzero()[0].tolist():
             yield self.ids[row], self.tokens[row, : last[row]].tolist()
 
     def draft_passes(self, depth: int) -> list[Pass]:
-        """The junior's forwards for the tokens at ``depth``. None at the last depth if nobody needs them there."""
-        # A pass reads the token in a slot and draws one that needs none. So at its last slot a row needs a token of the
-        # junior's own, but no guess. It goes along where others do: its KV is needed in the next round, and a row that
-        # leaves the batch is expensive to add again. Beyond it needs nothing.
+        """The junior's forward passes for the tokens at ``depth``. The last depth may need none."""
+        # A pass reads the token in a slot and draws the next one, which needs no slot. So at its last slot a row needs
+        # a token only if the junior is the author, but no guess. It takes part anyway where other rows do, since its KV
+        # is needed in the next round, and a row that leaves the batch is expensive to add again. Beyond its last slot a
+        # row needs nothing.
         needed = (self.ahead > depth) | ((self.ahead == depth) & (self.authors[:, depth] == JUNIOR))
         if not needed.any():
             return []
@@ -98,11 +103,15 @@ class Round:
         return self._passes(JUNIOR, self._drafted[:, depth], self._length + depth, outputs, wanted=True)
 
     def take(self, depth: int, rows: np.ndarray, tokens: np.ndarray) -> None:
-        """What the junior drew for some rows."""
+        """Record the tokens that the junior drew at ``depth`` for some rows."""
         self.tokens[rows, depth] = tokens
 
     def advance(self, depth: int) -> None:
-        """Every row's author at the next depth, if its token at ``depth`` stays."""
+        """Draw the author of every row at the next depth, on the assumption that its token at ``depth`` is kept.
+
+        Raises:
+            EngineError: a strategy chose an author that its ``writers`` exclude.
+        """
         if depth + 1 == self.depths:
             return
         planner, slots = self.planner, torch.from_numpy(self.slots)
@@ -113,7 +122,10 @@ class Round:
         planner.check_writers(self.slots[going], self.authors[going, depth + 1], [self.ids[i] for i in going.tolist()])
 
     def catch_up_passes(self) -> list[Pass]:
-        """The senior's forwards over what it has not read, where that and the draft exceed the budget."""
+        """The senior's forward passes over tokens before the drafts that it has not read.
+
+        There are none if these tokens and the drafts fit into one pass together.
+        """
         wanted = self.reads
         total = (self._length + self.last - self._computed[SENIOR])[wanted].sum()
         if total <= self.planner.budget:
@@ -122,22 +134,32 @@ class Round:
         return self._passes(SENIOR, wanted & (self._computed[SENIOR] < before), before, self.outputs, wanted=False)
 
     def verify_pass(self) -> Pass | None:
-        """The senior's forward up to its last token in each draft; None if it has none."""
+        """The senior's forward pass over each draft up to its own last token; None if it is the author of no token."""
         last = self.last
         passes = self._passes(SENIOR, self.reads, self._length + last, self.outputs + last, wanted=True)
         assert len(passes) <= 1, "the scheduler's budget is that of a forward"
         return passes[0] if passes else None
 
     def correct(self, rows: np.ndarray, depths: np.ndarray, tokens: np.ndarray) -> None:
-        """What the senior drew at all places that ``senior`` names."""
+        """Record the tokens that the senior drew.
+
+        Over all calls, they must cover every place where ``senior`` is true.
+
+        Args:
+            rows: the row of each token.
+            depths: the depth of each token.
+            tokens: the tokens.
+        """
         self._corrected[rows, depths] = self.tokens[rows, depths] != tokens
         self.tokens[rows, depths] = tokens
 
     def settle(self) -> np.ndarray:
-        """Tokens that each row has written in the end. The ledger stands as if they had been written one by one.
+        """Discard what follows corrections and stops, and return how many tokens each row has written in the round.
+
+        The ledger is then as if these tokens had been written one by one.
 
         Raises:
-            EngineError: a strategy lets somebody write next who it promised would not.
+            EngineError: a strategy chose an author that its ``writers`` exclude.
         """
         planner, ledger, slots = self.planner, self.planner.ledger, self.slots
         senior, depth = self.senior, np.arange(self.depths)
@@ -165,7 +187,15 @@ class Round:
     # ---------------------------------------------------------------------------------------------------------- details
 
     def _passes(self, who: int, run: np.ndarray, end: np.ndarray, outputs: np.ndarray, *, wanted: bool) -> list[Pass]:
-        """Rows of the round brought to ``end``. ``outputs``: the tokens that the runner knows of as written."""
+        """The passes in which one model computes rows of the round up to ``end``.
+
+        Args:
+            who: the model, ``JUNIOR`` or ``SENIOR``.
+            run: for each row, whether the model computes it.
+            end: for each row, up to how many computed tokens it is brought.
+            outputs: for each row, how many tokens the runner takes to be written in this turn.
+            wanted: whether the next token of each row is wanted.
+        """
         size, planner = len(self._all_slots), self.planner
         runs, ends, wants = np.zeros(size, bool), np.zeros(size, np.int64), np.zeros(size, bool)
         runs[self.rows], ends[self.rows], wants[self.rows] = run, end, run & wanted

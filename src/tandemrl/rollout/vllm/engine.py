@@ -1,4 +1,4 @@
-"""Tandem rollouts on vLLM: the ``Engine`` contract over a stock installation, extended by ``worker_cls`` only."""
+"""Tandem rollouts on vLLM: an ``Engine`` on a stock installation, which is extended by vLLM's own options only."""
 
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -42,16 +42,20 @@ _SHARED = (
     *("temperature", "top_p", "top_k", "min_p"),
     *("repetition_penalty", "presence_penalty", "frequency_penalty"),
 )
-"""What ``Sampling`` and vLLM's ``SamplingParams`` call by the same name."""
+"""The fields that ``Sampling`` and vLLM's ``SamplingParams`` call by the same name."""
 
 
 class VllmEngine:
     """Tandem decoding inside vLLM; see ``rollout.engine.Engine`` for the contract and ``planner`` for the idea.
 
     Args:
-        context: tokens of the longest request, prompt and completion together.
-        eos: ids that end a completion.
-        adapters: the senior is adapters on the junior's weights.
+        backend: the running vLLM engine.
+        tokenizer: the tokenizer of both models.
+        vocabulary: the size of the smaller of the two LM heads. Token ids are below it.
+        context: how many tokens the longest request can have, prompt and completion together.
+        has_junior: whether there is a junior.
+        eos: the token ids that end a completion.
+        adapters: whether the senior is adapters on the junior's weights.
     """
 
     def __init__(
@@ -90,14 +94,20 @@ class VllmEngine:
         """Start vLLM as ``rollout.*`` of a config says. The weights on disk are policy version 0.
 
         Args:
-            senior, junior: model folders or hub ids. No junior: only strategies that let the senior write alone.
-            longest: longest prompt plus completion; None: what both models allow.
-            record: keep the workers' own record of authors (``recorded_authors``), for tests.
-            adapters: the senior is these on the junior's weights, which come from the same folder and are loaded once.
+            senior: model folder or hub id of the senior.
+            junior: model folder or hub id of the junior. None allows only strategies by which the senior writes alone.
+            tokenizer: the tokenizer of the senior.
+            config: ``rollout.*`` of a config; None stands for the defaults.
+            dtype: the dtype of the engine's weights, by torch's name for it.
+            longest: how many tokens prompt and completion may have together. None means as many as both models allow.
+            record: whether the workers keep their own record of authors (``recorded_authors``), for tests.
+            adapters: if given, the senior is these adapters on the junior's weights. Both are then loaded from the same
+                folder, and the weights only once.
             engine_args: further ``vllm.EngineArgs``.
 
         Raises:
-            EngineError, ModelError: the models do not share a vocabulary, or a setting is not supported.
+            EngineError: a setting is not supported, or a model has too few logits for the tokenizer.
+            ModelError: the models do not share a vocabulary.
         """
         if vllm.__version__.partition("+")[0] not in VLLM_TESTED:
             warnings.warn(
@@ -183,7 +193,7 @@ class VllmEngine:
         return [[next(completions) for _ in request.keys] for request in requests]
 
     def _rows(self, requests: Sequence[Request]) -> list[Row]:
-        """One for each completion. The workers get to know the strategies."""
+        """Make one row for each completion, and tell the workers the strategies of the requests."""
         strategies = {id(request.strategy): request.strategy for request in requests}
         names = {known: str(i) for i, known in enumerate(strategies)}
         named = {names[known]: strategy for known, strategy in strategies.items()}
@@ -195,7 +205,13 @@ class VllmEngine:
         ]
 
     def _write(self, rows: Sequence[Row], progress: Callable[[int], None] | None, responder: Responder | None) -> None:
-        """Bring every row to its end, each at its own pace: a row that waits for an answer holds up no other."""
+        """Write every row to its end. A row that waits for an answer of the environment does not hold up the others.
+
+        Args:
+            rows: the rows, which are changed.
+            progress: see ``Engine.generate``.
+            responder: see ``Engine.generate``.
+        """
         llm = self.backend.llm
         flying: dict[int, str] = {}  # number of the row -> vLLM's name of its turn
         try:
@@ -243,12 +259,22 @@ class VllmEngine:
             raise
 
     def _begin_turn(self, row: Row) -> str:
-        """Returns vLLM's name of it. Rows come first that began first: what was computed of them is still there."""
+        """Start the next turn of a row in vLLM, and return vLLM's name of the turn.
+
+        Rows with lower numbers have priority, since the prefix cache may still hold what was computed of them.
+        """
         prompt, params = {"prompt_token_ids": row.prompt}, self._params(row)
         return self.backend.llm.add_request(str(row.number), prompt, params, priority=row.number)
 
     def _end_turn(self, row: Row, tokens: Sequence[int], logprobs: Any, reason: StopReason) -> None:
-        """Args: logprobs: vLLM's flat ones, None if there is no token."""
+        """Record a turn that has ended. Log-probs of greedy decoding are 0.0.
+
+        Args:
+            row: the row of the turn.
+            tokens: the own tokens of the turn.
+            logprobs: vLLM's flat log-probs of them; None if there is no token.
+            reason: why the turn ended.
+        """
         greedy = logprobs is None or row.request.sampling.temperature == 0
         row.end_turn(tokens, [0.0] * len(tokens) if greedy else logprobs.logprobs, reason)
 
@@ -256,7 +282,11 @@ class VllmEngine:
         self._aborts.add(keys)
 
     def _params(self, row: Row) -> SamplingParams:
-        """Of the row's next turn."""
+        """vLLM's sampling parameters of the row's next turn.
+
+        Raises:
+            EngineError: vLLM cannot sample like this.
+        """
         s = row.request.sampling
         try:
             params = SamplingParams(
@@ -297,7 +327,13 @@ class VllmEngine:
         raise EngineError(f"vLLM ended a completion with {output.finish_reason!r}")
 
     def _end_aborted(self, rows: Sequence[Row], flying: dict[int, str], waiting: set[int]) -> int:
-        """End aborted completions with what they have written so far; returns the tokens of turns that this ended."""
+        """End aborted completions with what they have written so far, and return how many tokens the ended turns have.
+
+        Args:
+            rows: all rows of the call.
+            flying: vLLM's name of the running turn, by number of the row. Ended rows are removed.
+            waiting: the numbers of the rows that wait for an answer. Ended rows are removed.
+        """
         ended = 0
         for number in [n for n in (*flying, *waiting) if rows[n].key in self._aborts]:
             if number in waiting:
@@ -329,16 +365,27 @@ class VllmEngine:
     # --------------------------------------------------------------------------------------------------- looking inside
 
     def set_mode(self, mode: SchedulingMode) -> None:
-        """``lazy``, ``majority``, ``lockstep`` or, with ``rollout.draft_tokens``, ``draft`` or ``auto``: from the next
-        ``generate`` on."""
+        """Set the scheduling mode from the next ``generate`` on.
+
+        Args:
+            mode: ``lazy``, ``majority`` or ``lockstep``. An engine with a junior and ``rollout.draft_tokens`` not 0
+                also has ``draft`` and ``auto``.
+
+        Raises:
+            EngineError: there is no such mode, or it drafts and this engine was not started for drafts.
+        """
         self.backend.call("tandem_mode", mode)
 
     def recorded_authors(self) -> dict[int, np.ndarray]:
-        """Key -> authors as the workers recorded them, since the last call. The engine must have ``record=True``."""
+        """The authors of each own token since the last call, by request key, as the workers recorded them.
+
+        Raises:
+            EngineError: the engine was started without ``record=True``.
+        """
         return {key: np.array(authors, dtype=np.int8) for key, authors in self.backend.call("tandem_record")[0].items()}
 
     def stats(self) -> dict[str, Any]:
-        """Counts since the start, as ``planner.Stats``, [junior, senior]; requests in the ledger."""
+        """The counts of ``ledger.Stats``, and as ``requests`` the number of requests in the ledger."""
         return self.backend.call("tandem_stats")[0]
 
     def close(self) -> None:

@@ -1,4 +1,4 @@
-"""Refuses a request of vLLM's server in its front end, with status 400, where the worker could only end the engine."""
+"""Refuses requests in the front end of vLLM's server, with status 400. A refusal in the worker would end the engine."""
 
 from typing import Any
 
@@ -10,12 +10,14 @@ from tandemrl.rollout.vllm.versions import misdone
 
 
 class Guard(LogitsProcessor):
-    """A logits processor, since vLLM asks these about every request of every endpoint; it changes no logits."""
+    """A logits processor that changes no logits. vLLM asks such processors about every request of every endpoint."""
 
     @classmethod
     def validate_params(cls, sampling_params: SamplingParams) -> None:
-        """Raises:
-        ValueError: names what tandem decoding cannot do.
+        """Refuse sampling parameters that tandem decoding does not support.
+
+        Raises:
+            ValueError: a parameter is not supported. The message names it.
         """
         problems = {
             "a request without a seed": sampling_params.seed is None,

@@ -1,11 +1,11 @@
-"""The junior writes a draft without waiting for the host: forward after forward on what lies on the device.
+"""The junior drafts without waiting for the host, in one forward pass after the other on the device.
 
-A pass of vLLM's model runner needs the host: for the scheduler's news, the batch, its inputs, and the tokens before it.
-In a draft all of that is known beforehand, except the tokens, and only the next pass reads those. So only the first
-pass of a draft is one of the runner. The others follow as in vLLM's own proposers: tokens, positions and slots are
-written to the runner's own buffers, it builds its metadata from them, and it replays its CUDA graph for decoding, if it
-has one. A graph of the whole loop would spare the launches of the draw. But it would take one graph for each number of
-rows, length and kind of sampling, and vLLM builds the metadata in Python.
+A pass of vLLM's model runner needs the host: for the scheduler's updates, the batch, its inputs and the tokens before
+it. In a draft all of that is known beforehand, except for the tokens, and only the next pass reads those. So only the
+first pass of a draft is a pass of the runner. The others work as in vLLM's own proposers. Tokens, positions and slots
+are written to the runner's own buffers. The runner builds its metadata from them, and replays its CUDA graph for
+decoding, if it has one. A CUDA graph of the whole loop would save the kernel launches of the draw. But it would take
+one graph for each number of rows, draft length and kind of sampling, and vLLM builds the metadata in Python.
 
 Written against the V1 model runners of vLLM 0.32 and 0.27.
 """
@@ -30,25 +30,31 @@ from tandemrl.rollout.vllm.verifying import Draws
 from tandemrl.rollout.vllm.versions import padding_mask
 
 BACKENDS = frozenset({"CPU_ATTN", "FLASH_ATTN", "TRITON_ATTN"})
-"""Attention backends whose passes read no memory of the host that the next pass overwrites."""
+"""Attention backends whose passes read no memory on the host that the next pass overwrites."""
 
 
 def stays_on_device(runner: Any, step: Round, depth: int, forward: Pass) -> bool:
-    """Whether the rest of the draft can go on in a ``JuniorLoop``, now that ``runner`` has launched ``forward``.
+    """Whether the rest of the draft can be written by a ``JuniorLoop``.
 
     If not, the next depth is a pass of the runner, too. That is so
 
-    - at the last depth, where nothing is left to do;
+    - at the last depth, after which there is nothing left to do;
     - if a row with a slot is not in the pass, because the junior has more to read than one pass can take (a loop may
       begin at the next depth);
-    - if penalties count the draft so far: vLLM keeps its tokens in lists on the host, as it keeps those that some
-      models look back at;
+    - if penalties count the tokens of the draft, which vLLM keeps in lists on the host, or if the model looks back at
+      tokens, which vLLM keeps there as well;
     - if inputs are not token ids with one position each, but embeddings or multi-modal rotary positions;
-    - with other attention backends than ``BACKENDS``;
-    - if layers skip prompt tokens by sharing a KV cache, or experts move between passes.
+    - with attention backends other than ``BACKENDS``;
+    - if layers skip prompt tokens by sharing a KV cache, or if experts move between passes.
 
     ``settings.check_config`` refuses pipeline, data and context parallelism, vLLM's own speculation, LoRA and
     connectors. The loop never asks for cascade attention.
+
+    Args:
+        runner: the junior's model runner, which has just launched ``forward``.
+        step: the round.
+        depth: the depth of ``forward``.
+        forward: the pass.
     """
     with_slot = np.count_nonzero(step.ahead >= depth)
     if depth + 1 == step.depths or len(forward.rows) < with_slot or not forward.ends.all():
@@ -67,7 +73,10 @@ def stays_on_device(runner: Any, step: Round, depth: int, forward: Pass) -> bool
 
 
 class _Drawn(NamedTuple):
-    """By row of the batch; on the host once ``ready`` has happened (None: it is there)."""
+    """What was drawn at one depth, by row of the batch.
+
+    The tensors are on the host once the event ``ready`` has happened, or already if it is None.
+    """
 
     tokens: Tensor
     logprobs: LogprobsTensors | None
@@ -75,14 +84,19 @@ class _Drawn(NamedTuple):
 
 
 class JuniorLoop:
-    """The rest of a draft, from the depth whose pass the junior's runner has just launched.
+    """Writes the rest of a draft, from the depth whose pass the junior's runner has just launched.
 
-    All depths but the last are launched at once, since they take place whoever the authors are. The host looks at the
-    tokens of a depth while the device computes later ones; only ``draws`` waits for the device.
+    All depths but the last are launched at once, since they are needed whoever the authors are. The host looks at the
+    tokens of a depth while the device computes later ones. Only ``draws`` waits for the device.
 
-    A row without a slot at a depth reads its last place again and writes to the padding slot; ``draws`` leaves it out.
-    The runner is not told about the draft. When the round is over it is told what was written, as after any round, and
-    it fills its buffers anew for each pass of its own.
+    A row without a slot at a depth reads its last position again and writes its KV to the padding slot, and ``draws``
+    leaves it out. The runner is not told about the draft. When the round is over it is told what was written, as after
+    any round, and it fills its buffers anew for each pass of its own.
+
+    Args:
+        runner: the junior's model runner.
+        step: the round.
+        depth: the depth of the pass that was just launched.
     """
 
     def __init__(self, runner: Any, step: Round, depth: int) -> None:
@@ -111,7 +125,7 @@ class JuniorLoop:
             self._draw(self._forward())
 
     def draws(self, depth: int) -> Draws:
-        """What the junior draws at a depth; the last one's pass is launched here. Waits for it."""
+        """Wait for what the junior draws at a depth, and return it. At the last depth, this also launches the pass."""
         number = depth - self._first
         if number == len(self._drawn):
             self._draw(self._forward())
@@ -128,7 +142,7 @@ class JuniorLoop:
     # ---------------------------------------------------------------------------------------------------------- details
 
     def _draw(self, logits: Tensor) -> None:
-        """Every row's token at the next depth. ``logits`` are overwritten."""
+        """Draw the token of every row at the next depth. ``logits`` (row of the batch, v) are overwritten."""
         sampler = self._runner.sampler
         sampler.topk_topp_sampler.token_keys = self._keys[len(self._drawn)]
         output = sampler(logits=logits, sampling_metadata=self._runner.input_batch.sampling_metadata)
@@ -141,7 +155,7 @@ class JuniorLoop:
         self._drawn.append(_Drawn(tokens, logprobs, ready))
 
     def _forward(self) -> Tensor:
-        """The logits after the tokens of the last ``_draw``."""
+        """Run the pass that reads the tokens of the last ``_draw``, and return its logits, by row of the batch."""
         runner, rows, number = self._runner, self._rows, len(self._drawn)
         runner.input_ids.gpu[:rows].copy_(self._tokens)
         runner.positions[:rows].copy_(self._positions[number])
@@ -184,7 +198,10 @@ class JuniorLoop:
 
     @contextmanager
     def _one_token_each(self) -> Iterator[None]:
-        """Where each row's tokens begin, for the host. The runner's own buffer may be on its way to the device yet."""
+        """A context in which the runner sees one token per row in ``query_start_loc`` on the host.
+
+        The runner's own host buffer is not touched, since its copy to the device may still be under way.
+        """
         runner = self._runner
         own = runner.query_start_loc
         runner.query_start_loc = SimpleNamespace(cpu=self._starts, gpu=own.gpu)

@@ -1,4 +1,4 @@
-"""What the authors write in one engine step, as vLLM's scheduler takes it."""
+"""The tokens that the authors write in one engine step, in the form that vLLM's scheduler expects."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -11,14 +11,22 @@ from tandemrl.rollout.vllm.planner import Chosen
 
 @dataclass
 class TandemOutput(ModelRunnerOutput):
-    """What a step has written, and what the scheduler has to know for the next one."""
+    """The output of a step, with what the scheduler has to know for the next step."""
 
     chosen: Chosen | None = None
-    """None: as before."""
+    """How far the junior drafts in the next step. None means as far as before."""
 
 
 def sampled(output: ModelRunnerOutput, ids: Sequence[str]) -> tuple[np.ndarray, LogprobsLists | None]:
-    """The tokens that a stock runner has sampled, one of each request, with their log-probs."""
+    """The tokens that a stock model runner has sampled for some requests, with their log-probs.
+
+    Args:
+        output: the output of the runner, with exactly one token for each of the requests.
+        ids: the requests.
+
+    Returns:
+        One token per request, in the order of ``ids``, and their log-probs, or None if none were asked for.
+    """
     at = [output.req_id_to_index[id] for id in ids]
     tokens = np.array([output.sampled_token_ids[i][0] for i in at], dtype=np.int64)
     if output.logprobs is None:
@@ -28,22 +36,32 @@ def sampled(output: ModelRunnerOutput, ids: Sequence[str]) -> tuple[np.ndarray, 
 
 
 class Written:
-    """Tokens by (row of the step, depth), with the log-probs that were asked for.
+    """The tokens that are written in a step, by (row of the step, depth), with the log-probs that were asked for.
+
+    Depth 0 is the first token that a row writes in the step.
 
     Args:
-        depths: tokens that a row can write in the step.
+        rows: how many rows the step has.
+        depths: how many tokens a row can write in the step.
     """
 
     def __init__(self, rows: int, depths: int) -> None:
         self.tokens = np.zeros((rows, depths), np.int64)
         self.count = np.zeros(rows, np.int64)
-        """Tokens that each row has written: those at the first depths."""
+        """How many tokens each row has written. They are those at its first depths."""
         self._logprobs: LogprobsLists | None = None  # by row, depth and place
 
     def put(
         self, rows: np.ndarray, depths: np.ndarray | int, tokens: np.ndarray, logprobs: LogprobsLists | None
     ) -> None:
-        """Tokens of some places, with their log-probs."""
+        """Store one token, with its log-probs, at each of some places.
+
+        Args:
+            rows: the row of each place.
+            depths: the depth of each place, or one depth for all of them.
+            tokens: the token at each place.
+            logprobs: the log-probs at each place, or None if none were asked for.
+        """
         self.tokens[rows, depths] = tokens
         if logprobs is None or not len(rows):
             return
@@ -53,7 +71,12 @@ class Written:
         ranks[rows, depths] = logprobs.sampled_token_ranks
 
     def output(self, ids: list[str], chosen: Chosen | None) -> TandemOutput:
-        """Where a request has fewer log-probs than others, the id is 0 and the log-prob -inf."""
+        """The output of the step. A request with fewer log-probs than others is filled up with ids of 0 and -inf.
+
+        Args:
+            ids: the request of each row.
+            chosen: how far the junior drafts in the next step; None means as far as before.
+        """
         kept = np.arange(self.tokens.shape[1]) < self.count[:, None]
         logprobs = None
         if self._logprobs is not None:
@@ -69,7 +92,7 @@ class Written:
         )
 
     def _room(self, width: int) -> LogprobsLists:
-        """The log-probs so far, with room for so many at a place."""
+        """The log-probs so far, in arrays with room for ``width`` log-probs at each place."""
         had = 0 if self._logprobs is None else self._logprobs.logprobs.shape[2]
         if self._logprobs is not None and had >= width:
             return self._logprobs

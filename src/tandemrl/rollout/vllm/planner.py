@@ -1,20 +1,22 @@
-"""Which model computes which tokens in one engine step: the ledger behind tandem decoding on vLLM. No vllm import.
+"""Plans which model computes which tokens in one engine step of vLLM. This module does not import vllm.
 
-vLLM's scheduler knows one model: each step it wants some requests brought from ``start`` to ``start + count`` computed
-tokens, in KV blocks that it allocates. Two models share these block ids, each with KV tensors of its own, and each may
-lag behind. The planner keeps the account of what each model has computed and turns a scheduler step into forward passes
-per model:
+vLLM's scheduler knows only one model. In each step it wants some requests brought from ``start`` to ``start + count``
+computed tokens, in KV blocks that it allocates. Here two models share these block ids. Each has KV tensors of its own,
+and each may lag behind. The planner keeps track of what each model has computed, and turns a step of the scheduler into
+forward passes of each model. How it does that depends on the mode:
 
-- ``lazy``: a decoding request is computed only by the author of its next token, from wherever that model stopped. The
-  other one catches up in one chunk when its turn comes. Prompts are computed by both, or by the only one that writes.
-- ``majority``: as lazy, but where both models are wanted in a decoding step, only the one that more rows want runs. The
-  other rows wait, at most ``MAX_WAIT`` steps. Fewer passes, each with fewer rows: it pays where weights are what costs.
-- ``lockstep``: both compute every token.
-- ``draft``: as lazy, but rows that decode are left to a ``drafting.Round``, in which the junior writes ahead.
-- ``auto``: lazy or draft, from step to step, as ``rollout.drafting`` finds cheaper.
+- ``lazy``: a decoding request is computed only by the author of its next token, from where that model stopped. The
+  other model catches up in one chunk when its turn comes. Prompts are computed by both models, or by the only one that
+  writes.
+- ``majority``: as lazy, but if both models are wanted in a decoding step, only the one that more rows want runs. The
+  other rows wait, for at most ``MAX_WAIT`` steps. A step then has fewer passes and fewer rows. It pays where a pass
+  costs mostly the reading of the weights.
+- ``lockstep``: both models compute every token.
+- ``draft``: as lazy, but rows that decode are left to a ``drafting.Round``, in which the junior drafts.
+- ``auto``: lazy or draft, whichever ``rollout.drafting`` expects to be cheaper, from step to step.
 
-A prefix-cache hit is a statement about block ids, made for no model in particular. So each block remembers which models
-have filled it, and a model starts where its own run of filled blocks ends.
+A prefix-cache hit is about block ids and does not say which model filled them. So the planner remembers for each block
+which models have filled it. A model starts after the leading blocks of a request that it has filled itself.
 """
 
 from collections.abc import Collection, Sequence
@@ -35,22 +37,23 @@ from tandemrl.selection.live import LiveSelection
 
 SchedulingMode = Literal["lazy", "majority", "lockstep", "draft", "auto"]
 DRAFTING: tuple[SchedulingMode, ...] = ("draft", "auto")
-"""Modes in which the junior may write ahead."""
+"""The modes in which the junior may draft."""
 DRAWN_AHEAD = 64
-"""Keys of token draws per row that are computed at once."""
+"""How many keys of token draws are computed at once for a row."""
 MAX_WAIT = 8
-"""Steps that a row may wait for its author in ``majority`` mode."""
+"""How many steps a row may wait for its author in ``majority`` mode."""
 MEMORY = 4096
-"""Drafted tokens after which what was seen counts half, in a server's endless call."""
+"""If more tokens than this have been drafted, or written where both may write, the counts of both are halved. A server
+has one endless call, in which old counts would otherwise outweigh new ones."""
 NO_DRAFTS = Drafts(0)
 EVEN = 8
-"""Tokens of each author that stand for what is not known of a call's shares when it begins."""
+"""How many tokens of each author are added to those seen, so that the assumed shares of the authors begin equal."""
 JUNIOR, SENIOR = 0, 1
 _WRITERS = {"both": (True, True), "senior": (False, True), "junior": (True, False)}  # by author
 
 
 def check_mode(mode: str) -> SchedulingMode:
-    """``mode``, known to be one.
+    """Check that ``mode`` is a scheduling mode, and return it.
 
     Raises:
         EngineError: there is no such mode.
@@ -61,10 +64,11 @@ def check_mode(mode: str) -> SchedulingMode:
 
 
 class Admission(NamedTuple):
-    """A request that the scheduler starts: its prompt tokens, its key and who may write it.
+    """A request that the scheduler starts.
 
-    history: own tokens of the turns before, all of them in the prompt. row: one name for all turns of a completion;
-    None: nothing follows this one. stops: tokens that end it. drafts: its tokens may be drafted.
+    prompt_length: how many tokens its prompt has. key: its request key. history: the own tokens of each earlier turn,
+    all of which the prompt contains. row: a number that all turns of a completion share; None means that no turn
+    follows this one. stops: token ids that end the request. drafts: whether its tokens may be drafted.
     """
 
     id: str
@@ -79,21 +83,21 @@ class Admission(NamedTuple):
 
 @dataclass(slots=True)
 class Pass:
-    """One forward of one model. Row i is request ``ids[i]``: ``count[i]`` tokens from position ``start[i]`` on."""
+    """One forward pass of one model. Row i computes ``count[i]`` tokens of ``ids[i]`` from position ``start[i]`` on."""
 
     ids: list[str]
     start: list[int]
     count: list[int]
     blocks: list[list[int] | None]
-    """All block ids of new and replaced rows, the further ones of others, or None."""
+    """For each row, the block ids that its runner does not know: all those of a new or replaced row; None if none."""
     outputs: list[int]
-    """Tokens written so far."""
+    """For each row, how many tokens it has written in this turn."""
     new: list[int]
-    """Rows that this model has never seen."""
+    """The rows that this model has never seen."""
     replaced: set[str]
-    """Requests that came back from preemption: their block ids are replaced, not extended."""
+    """The requests that came back from preemption. Their block ids are replaced, not extended."""
     ends: np.ndarray
-    """Rows whose next token this pass predicts."""
+    """For each row, whether this pass predicts its next token (bool)."""
     rows: np.ndarray
     """Each row's index in the step."""
     slots: np.ndarray
@@ -101,7 +105,7 @@ class Pass:
 
 
 class Chosen(NamedTuple):
-    """What is done in the next step, and what it was chosen for."""
+    """How far the junior drafts in the next step, with the load and the counts by which it was chosen."""
 
     choice: Choice
     load: Load
@@ -109,13 +113,20 @@ class Chosen(NamedTuple):
 
 
 class Planner:
-    """The ledger. Per engine step: ``finish``, ``admit``, ``schedule``, run the passes, ``postprocess``; ``choose``.
+    """Keeps track of what each model has computed, and plans the forward passes of each engine step.
+
+    In each engine step call ``finish``, ``admit`` and ``schedule``, run the passes, then call ``postprocess`` and
+    ``choose``.
 
     Args:
-        budget: tokens that one forward can take; a longer catch-up is split.
-        block_size, num_blocks: of the KV cache; ``prefix_caching`` False spares the account of filled blocks.
-        drafts: how far the junior writes ahead, in the modes in which it does.
-        record: remember every request's authors by its key (``recorded``), for tests.
+        budget: how many tokens one forward pass can take. A longer catch-up is split.
+        block_size: tokens in a block of the KV cache.
+        num_blocks: blocks in the KV cache.
+        prefix_caching: whether vLLM caches prefixes. If not, the planner need not remember which blocks are filled.
+        mode: which model computes which tokens (see the module).
+        drafts: chooses how far the junior drafts, in the modes in which it drafts.
+        record: whether to record the authors of every request by its key (``recorded``), for tests.
+        capacity: for how many requests there is room at first. The room grows as needed.
     """
 
     def __init__(
@@ -133,7 +144,7 @@ class Planner:
         self.budget, self.block_size, self.prefix_caching, self.mode = budget, block_size, prefix_caching, mode
         self.drafts = drafts
         self.drafting = np.empty(0, np.int64)
-        """Rows of the planned step whose tokens are to be drafted: no pass of ``schedule`` has them."""
+        """The rows of the planned step whose tokens are to be drafted. No pass of ``schedule`` contains them."""
         self.filled = np.zeros((2, num_blocks), dtype=bool)
         self.slots: dict[str, int] = {}
         self.stats = Stats()
@@ -154,7 +165,7 @@ class Planner:
     # ------------------------------------------------------------------------------------------------- coming and going
 
     def finish(self, ids: Collection[str]) -> None:
-        """Forget requests; unknown ids are ignored. Of a row that may go on, the strategy's state is kept."""
+        """Forget requests. If another turn may follow, the state of the strategy is kept. Unknown ids are ignored."""
         slots = [self.slots.pop(id) for id in ids if id in self.slots]
         if slots:
             self._same = [], self._same[1][:0]
@@ -163,12 +174,12 @@ class Planner:
             self._release([slot for row, slot in zip(rows, slots, strict=True) if row is None])
 
     def forget_rows(self) -> None:
-        """No row whose turn has ended goes on."""
+        """Forget the strategies' states that were kept for further turns."""
         self._release([*self._between_turns.values()])
         self._between_turns = {}
 
     def begin_call(self) -> None:
-        """What was learnt of other texts is forgotten: a call is a function of its requests."""
+        """Forget the counts by which drafts are chosen, so that a call depends on its own requests only."""
         self._choice = Choice()
         self._seen = np.zeros(4, np.int64)  # drafted, accepted; written by the junior and the senior where both may
 
@@ -176,7 +187,7 @@ class Planner:
         """Take up new requests and draw the authors of their first tokens.
 
         Raises:
-            EngineError: a strategy lets somebody write who it promised would not.
+            EngineError: a strategy chose an author that its ``writers`` exclude.
         """
         if not admissions:
             return
@@ -211,7 +222,12 @@ class Planner:
                 self.authors_of[slot] = self.recorded.setdefault(admission.key, [])
 
     def token_keys(self, ids: Sequence[str], forward: Pass | None = None) -> Int64[Tensor, " b"]:
-        """The keys by which the next tokens of rows of the planned step are drawn, whoever draws them."""
+        """The keys that the next tokens of some requests are drawn with. They are the same whichever model draws.
+
+        Args:
+            ids: requests of the planned step.
+            forward: the pass that draws them, which spares a look-up if its rows are ``ids``.
+        """
         same = forward is not None and ids == forward.ids  # mostly: then no looking up
         slots = forward.slots if same and forward is not None else self._slots_of(ids)
         ledger = self.ledger
@@ -224,7 +240,7 @@ class Planner:
 
     @property
     def authors(self) -> np.ndarray:
-        """Who writes the next token of each request of the planned step."""
+        """The author of the next token of each request of the planned step, ``JUNIOR`` or ``SENIOR``."""
         return self.ledger.author[self._step[1]]
 
     @property
@@ -234,7 +250,7 @@ class Planner:
 
     @property
     def outputs(self) -> np.ndarray:
-        """Tokens that each request of the planned step has written in this turn."""
+        """How many tokens each request of the planned step has written in this turn."""
         slots = self._step[1]
         return self.ledger.length[slots] - self.ledger.prompt[slots]
 
@@ -253,9 +269,13 @@ class Planner:
         """The forward passes of the junior and of the senior for one scheduler step.
 
         Args:
-            ids: the scheduled requests; start, count: the scheduler's tokens computed before and scheduled now.
-            blocks: newly allocated block ids per request; all of them for new requests and those in ``resumed``.
-            room: the scheduler has given slots for drafts to some of them.
+            ids: the scheduled requests.
+            start: for each request, how many of its tokens are computed according to the scheduler.
+            count: for each request, how many further tokens are scheduled, slots for drafts excluded.
+            blocks: for each request, its newly allocated block ids, or None. New requests and those in ``resumed``
+                have all their block ids here.
+            resumed: the requests that come back from preemption.
+            room: whether the scheduler has given slots for drafts to some of the requests.
         """
         ledger, size = self.ledger, self.block_size
         if ids != self._same[0]:  # decoding mostly goes on with the same rows
@@ -304,11 +324,14 @@ class Planner:
         return junior, senior
 
     def postprocess(self, tokens: np.ndarray) -> None:
-        """What the authors wrote in the planned step, per request in the order of ``schedule``; -1: nothing yet, or a
-        round has settled it.
+        """Record what the authors wrote in the planned step, and draw the next authors.
+
+        Args:
+            tokens: the token of each request, in the order of ``schedule``; -1 for a request that has written nothing
+                yet, or that was part of a round of drafts, which keeps its own record.
 
         Raises:
-            EngineError: a strategy lets somebody write next who it promised would not.
+            EngineError: a strategy chose an author that its ``writers`` exclude.
         """
         ids, slots = self._step
         self._step = ([], slots[:0])
@@ -325,9 +348,9 @@ class Planner:
         self.check_writers(slots, ledger.author[slots], ids)
 
     def choose(self, ids: Sequence[str]) -> Chosen:
-        """How far the junior writes ahead in the next step, if that goes on with these requests.
+        """Choose how far the junior drafts in the next step, provided that the step continues these requests.
 
-        What the scheduler then gives slots for is what is done, on all ranks.
+        The drafts are then as long as the slots that the scheduler gives them, on all ranks.
         """
         if self.mode not in DRAFTING:
             return Chosen(Choice(), Load(0), Passes())
@@ -350,21 +373,30 @@ class Planner:
         return np.fromiter(map(self.slots.__getitem__, ids), np.int64, len(ids))
 
     def _drafts_alone(self, admitted: np.ndarray) -> bool:
-        """Whether the junior reads the prompts of those rows, too, that the senior writes alone."""
+        """Whether the junior also reads prompts of rows that the senior writes alone, so that it can draft for them.
+
+        Args:
+            admitted: the slots of the rows.
+        """
         if self.mode != "auto":
             return self.mode == "draft"
         load = Load(len(self.slots), float(self.ledger.length[admitted].mean()), 1.0)
         return self.drafts.choose(Choice(), load, Passes()).ahead > 0
 
     def count_drafted(self, drafted: int, accepted: int) -> None:
-        """Of the tokens that rows keep, those that were guesses of what the senior draws."""
+        """Count the drafts of a round, of the tokens that its rows keep.
+
+        Args:
+            drafted: how many tokens were guesses of what the senior draws, corrected ones included.
+            accepted: how many of them the senior drew, too.
+        """
         self.stats.drafted += drafted
         self.stats.accepted += accepted
         self._seen[:2] += drafted, accepted
         self._forget()
 
     def count_written(self, slots: np.ndarray, authors: np.ndarray) -> None:
-        """Tokens by their authors, those of a slot in order."""
+        """Count written tokens by their authors. Tokens of the same slot must be in order."""
         if self.mode in DRAFTING:
             both = self.ledger.writers[:, slots].all(0)
             self._seen[2:] += np.bincount(authors[both], minlength=2)
@@ -377,19 +409,26 @@ class Planner:
                 self.authors_of[slot].append(author)
 
     def _forget(self) -> None:
-        """What was seen long ago counts less, also where nothing is drafted any more."""
+        """Halve the counts once they are large, so that old ones weigh less, also if nothing is drafted any more."""
         if max(self._seen[0], self._seen[2:].sum()) > MEMORY:
             self._seen //= 2
 
     def written(self, slots: np.ndarray) -> np.ndarray:
-        """Own tokens of all turns so far."""
+        """How many own tokens each slot has, over all turns."""
         ledger = self.ledger
         return ledger.before[slots] + ledger.length[slots] - ledger.prompt[slots]
 
     def _first_authors(
         self, admissions: Sequence[Admission], slots: np.ndarray, keys: Tensor, goes_on: np.ndarray
     ) -> np.ndarray:
-        """Whether the senior writes the first token of each request; ``goes_on``: its slot has the state of its row."""
+        """Draw whether the senior writes the first token of each request.
+
+        Args:
+            admissions: the requests.
+            slots: the slot of each request.
+            keys: the key of each request.
+            goes_on: for each request, whether its slot still has the strategy's state from the turn before.
+        """
         senior = np.empty(len(slots), dtype=bool)
         if goes_on.any():
             at = slots[goes_on]
@@ -404,7 +443,7 @@ class Planner:
         return senior
 
     def _grow(self, needed: int) -> Ledger:
-        """The ledger, with so many free slots."""
+        """Grow the ledger until at least ``needed`` slots are free, and return it."""
         while len(self._free) < needed:
             capacity = len(self._blocks)
             self.ledger = self.ledger.grown()
@@ -419,8 +458,10 @@ class Planner:
             self._free += slots
 
     def check_writers(self, slots: np.ndarray, authors: np.ndarray, ids: Sequence[str]) -> None:
-        """Raises:
-        EngineError: a strategy lets somebody write who it promised would not.
+        """Check the authors of some slots against what their strategies promise.
+
+        Raises:
+            EngineError: a strategy chose an author that its ``writers`` exclude.
         """
         kept = self.ledger.writers[authors, slots]
         if not kept.all():
@@ -430,7 +471,7 @@ class Planner:
             )
 
     def _refill_token_keys(self, slots: np.ndarray) -> None:
-        """The next token keys of some rows, a page of them at once."""
+        """Compute the next ``DRAWN_AHEAD`` token keys of some slots."""
         ledger = self.ledger
         written = self.written(slots)
         ledger.drawn[slots] = first = written - written % DRAWN_AHEAD
@@ -440,7 +481,7 @@ class Planner:
         self._token_keys[slots] = page.numpy().reshape(counters.shape)
 
     def _reallocate(self, slot: int, hits: int) -> None:
-        """A request that has been given all its blocks anew, the first ``hits`` of them from the prefix cache."""
+        """Account for a request whose blocks are all newly given, the first ``hits`` of them from the prefix cache."""
         ledger = self.ledger
         for who in (JUNIOR, SENIOR):
             filled = self.filled[who, self._blocks[slot][:hits]]
@@ -450,7 +491,14 @@ class Planner:
         ledger.replace[:, slot] = ledger.known[:, slot]
 
     def _postpone(self, run: np.ndarray, slots: np.ndarray) -> None:
-        """Take the rows of one model out of a step that only decodes."""
+        """Take the rows of one model out of a decoding step.
+
+        It is the model with fewer rows, unless one of them has waited too long.
+
+        Args:
+            run: whether each model computes each row, by (author, row). It is changed in place.
+            slots: the slot of each row.
+        """
         waited = self.ledger.waited[slots]
         overdue = [int(waited[rows].max(initial=0)) for rows in run]
         chosen = int(np.argmax(overdue if max(overdue) >= MAX_WAIT else run.sum(1)))
@@ -467,11 +515,15 @@ class Planner:
         *,
         provisional: bool = False,
     ) -> list[Pass]:
-        """The rows of ``run`` brought to ``end`` by one model, in as few forwards as the budget allows.
+        """The passes in which one model computes rows up to ``end``, as few as the budget allows.
 
         Args:
-            run, slots, end, ends: of every row of the step; ``ends``: its next token is wanted.
-            provisional: the tokens may change yet, so the blocks do not count as filled.
+            who: the model, ``JUNIOR`` or ``SENIOR``.
+            run: for each row of the step, whether the model computes it.
+            slots: for each row, its slot.
+            end: for each row, up to how many computed tokens it is brought.
+            ends: for each row, whether its next token is wanted.
+            provisional: whether the tokens may still change, so that the blocks do not count as filled.
         """
         passes, rows = [], run.nonzero()[0]
         while len(rows):
@@ -517,7 +569,7 @@ class Planner:
         return forward
 
     def mark_filled(self, who: int, slots: np.ndarray, start: np.ndarray, end: np.ndarray) -> None:
-        """The blocks that a model has filled by computing tokens ``start`` to ``end`` of each slot."""
+        """Remember which blocks a model has filled by computing the tokens from ``start`` to ``end`` of each slot."""
         if not self.prefix_caching:
             return
         full: list[int] = []
@@ -529,7 +581,13 @@ class Planner:
             self.filled[who, full] = True
 
     def _prepare_updates(self, who: int, rows: np.ndarray, forward: Pass) -> None:
-        """What the runner has to be told of requests that came, got blocks or were preempted since its last pass."""
+        """Add to a pass what its runner has to be told of requests that are new, got blocks or were preempted.
+
+        Args:
+            who: the model.
+            rows: the rows of the pass that have changed since the model last computed them.
+            forward: the pass.
+        """
         ledger, slots = self.ledger, forward.slots[rows]
         forward.new += rows[~ledger.known[who][slots]].tolist()
         forward.replaced |= {forward.ids[i] for i in rows[ledger.replace[who][slots]].tolist()}

@@ -1,4 +1,4 @@
-"""The strategies of a tandem server, by what requests ask for. The workers know each of them under a name."""
+"""The strategies of a tandem server. Requests ask for a selection, and the workers know its strategy by a name."""
 
 import asyncio
 from collections import Counter
@@ -15,12 +15,20 @@ from tandemrl.rollout.vllm.conversations import Refused
 from tandemrl.selection import Strategy
 
 MAX_SELECTIONS = 32
-"""Selections a server knows at once, its own included: the workers keep token tables for each."""
+"""How many selections a server knows at once, its default included. The workers keep token tables for each of them."""
 
 
 class Strategies:
-    """The strategies of a server, by selection. The workers know each under a name before a request uses it; the least
-    recently used one that no request uses makes room for a new one."""
+    """The strategies of a server, by selection.
+
+    The workers get to know a strategy by a name before a request uses it. If there are ``MAX_SELECTIONS``, a new one
+    replaces the least recently used one that no request uses; the default always stays.
+
+    Args:
+        default: the selection of requests that ask for none.
+        build: makes the strategy of a selection, or raises ``ValueError``.
+        register: tells the workers all strategies by name.
+    """
 
     def __init__(
         self,
@@ -37,7 +45,11 @@ class Strategies:
 
     @classmethod
     def of(cls, state: Any) -> "Strategies":
-        """Those of a vLLM server, from its application's state: the worker builds the default from the same options."""
+        """The strategies of a vLLM server. The worker builds the default strategy from the same options.
+
+        Args:
+            state: the state of the server's application.
+        """
         config, client = state.vllm_config, state.engine_client
         tokenizer = load_tokenizer(config.model_config.tokenizer)
         vocabulary = config.model_config.get_vocab_size()
@@ -54,7 +66,9 @@ class Strategies:
         return self._known[selection]
 
     async def acquire(self, selection: SelectionConfig) -> str:
-        """What the workers call it; a new one is announced to them first. It is kept until as many `release`.
+        """Reserve a selection for a request, and return the name by which the workers know its strategy.
+
+        The workers are told of a new selection first. It is kept until ``release`` has been called as often as this.
 
         Raises:
             Refused: a value is out of range, or too many other selections are in use.
@@ -82,7 +96,7 @@ class Strategies:
             return names[selection]
 
     def release(self, selection: SelectionConfig) -> None:
-        """A request that used it has ended."""
+        """Release what ``acquire`` has reserved, once the request has ended."""
         self._users[selection] -= 1
         if not self._users[selection]:
             del self._users[selection]

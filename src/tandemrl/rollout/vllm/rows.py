@@ -1,4 +1,4 @@
-"""Completions in the making, turn by turn. No vllm import."""
+"""Completions while they are being written, turn by turn. This module does not import vllm."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -11,8 +11,16 @@ from tandemrl.types import Transcript
 
 @dataclass(slots=True, eq=False)
 class Row:
-    """One completion. number: among those of its call; id: among all that its engine ever wrote; index: its request's;
-    strategy: what the workers call the request's."""
+    """One completion while it is being written.
+
+    number: its number among the completions of the call. id: its number among all completions that the engine ever
+    wrote. index: the number of its request. key: its request key. strategy: the name by which the workers know the
+    strategy of the request.
+
+    tokens: everything after the prompt: its own tokens and, between turns, those of the environment. own: for each of
+    these tokens, whether an author wrote it. logprobs: the log-prob of each of them, in nats; 0.0 for tokens of the
+    environment.
+    """
 
     number: int
     id: int
@@ -21,36 +29,44 @@ class Row:
     key: int
     strategy: str
     reason: StopReason = "abort"
-    """Why its last turn ended, and, once it is over, why it is."""
+    """Why its last turn ended. Once the completion is over, why it is over."""
     turns: list[np.ndarray] = field(default_factory=list)
-    """Own tokens."""
+    """The own tokens of each turn that has ended."""
     tokens: list[int] = field(default_factory=list)
     own: list[bool] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
 
     @property
     def prompt(self) -> list[int]:
-        """Of the next turn."""
+        """The prompt of the next turn: that of the request, and all tokens since."""
         return [*self.request.prompt, *self.tokens]
 
     @property
     def history(self) -> list[Sequence[int]]:
+        """The own tokens of each earlier turn, those before this call included."""
         return [*self.request.history, *(turn.tolist() for turn in self.turns)]
 
     @property
     def left(self) -> int:
-        """Tokens that the next turn may have."""
+        """How many tokens the next turn may have."""
         rest = self.request.sampling.max_tokens - sum(self.own)
         return rest if self.request.turn_tokens is None else min(rest, self.request.turn_tokens)
 
     @property
     def turn(self) -> Turn:
-        """The last one."""
+        """The last turn, as the ``Responder`` gets it."""
         return Turn(self.number, self.request.task, len(self.turns) - 1, self.turns[-1], self.reason)
 
     def end_turn(self, tokens: Sequence[int], logprobs: Sequence[float], reason: StopReason) -> None:
-        """Raises:
-        EngineError: there is not one log-prob per token.
+        """Append the own tokens of a turn that has ended.
+
+        Args:
+            tokens: the own tokens of the turn.
+            logprobs: their log-probs, in nats.
+            reason: why the turn ended.
+
+        Raises:
+            EngineError: the number of log-probs is not the number of tokens.
         """
         if len(tokens) != len(logprobs):
             raise EngineError(f"row {self.number}: {len(tokens)} tokens were written, with {len(logprobs)} log-probs")
@@ -62,7 +78,11 @@ class Row:
             self.logprobs += logprobs
 
     def hear(self, reply: Reply) -> bool:
-        """What the world answers; whether another turn follows, which takes tokens left for it and for the answer."""
+        """Append the environment's answer to the last turn, and return whether another turn follows.
+
+        Another turn follows an answer with context, if tokens are left for the turn and the context fits into
+        ``world_tokens``. Otherwise the completion is over, and ``reason`` says why.
+        """
         if not reply.context:
             self.reason = reply.stop_reason or self.reason
             return False
@@ -76,10 +96,12 @@ class Row:
         return True
 
     def completion(self, authors: np.ndarray, version: int, transcript: Transcript | None) -> Completion:
-        """What it has come to. An answer upon which nothing was written any more is left out.
+        """The finished completion. An answer of the environment after which nothing was written is left out.
 
         Args:
-            authors: of its own tokens.
+            authors: the author of each own token, 0 for the junior and 1 for the senior.
+            version: the policy version of the senior that wrote it.
+            transcript: the messages of the episode, if there is one.
         """
         own = np.array(self.own, dtype=bool)
         end = int(own.nonzero()[0][-1]) + 1 if own.any() else 0
@@ -91,7 +113,10 @@ class Row:
 
 
 def authors_of(rows: Sequence[Row]) -> list[np.ndarray]:
-    """The authors of each row's own tokens, recomputed from keys and tokens, all rows of a strategy at once."""
+    """The author of each own token of each row, replayed from keys and tokens for all rows of a strategy at once.
+
+    Tokens that were written before this call are left out.
+    """
     authors: dict[int, np.ndarray] = {}
     for strategy in {id(row.request.strategy): row.request.strategy for row in rows}.values():
         mine = [row for row in rows if row.request.strategy is strategy]

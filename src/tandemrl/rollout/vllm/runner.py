@@ -1,9 +1,9 @@
-"""Two stock vLLM model runners behind the face of one: tandem decoding without a fork.
+"""Two stock vLLM model runners behind the interface of one: tandem decoding without a fork.
 
 The engine, its scheduler and its KV block pool are vLLM's and see a single model. The worker holds two runners, each
 with a model, a persistent batch and KV tensors of its own, that share the scheduler's block ids. ``TandemModelRunner``
-splits each scheduler step as the planner says, lets every row be sampled by its author's runner, and gives the other
-runner what was written. Written against the V1 model runner of vLLM 0.32; nothing of vLLM is patched or copied.
+splits each step of the scheduler as the planner says, has every row sampled by its author's runner, and tells the other
+runner what was written. It is written against the V1 model runner of vLLM 0.32. No code of vLLM is patched or copied.
 """
 
 import copy
@@ -41,8 +41,11 @@ PREFIX = "junior."  # of the junior's layers, where both models' layers are name
 
 
 class _Tokens(list[int]):
-    """A token list that numpy copies from an array. vLLM copies a row's whole history whenever the row comes back into
-    its batch; from a Python list of 8k tokens that takes 230 µs, from the array 2 µs."""
+    """A list of tokens that numpy can copy from an array.
+
+    vLLM copies the whole history of a row whenever the row comes back into its batch. For 8k tokens that takes 230 µs
+    from a Python list, and 2 µs from the array.
+    """
 
     def __init__(self, tokens: Sequence[int]) -> None:
         super().__init__(tokens)
@@ -74,7 +77,7 @@ class _Tokens(list[int]):
 
 
 class _Launched(NamedTuple):
-    """A pass that has run; ``output`` is None until it is sampled."""
+    """A pass that was launched. ``output`` is None until its tokens are sampled."""
 
     forward: Pass
     output: ModelRunnerOutput | None
@@ -84,12 +87,19 @@ _FOR_EACH = (
     *("profile_run", "warming_up_model", "_init_kv_zero_meta", "shutdown"),
     *("update_max_model_len", "reset_mm_cache", "reset_encoder_cache", "post_kv_cache_wake_up"),
 )
-"""What the worker asks of a model runner that both models' runners do, each for itself."""
+"""The methods of a model runner that, when the worker calls them, the runners of both models perform."""
 
 
 class TandemModelRunner:
-    """What the worker takes for its model runner: ``_FOR_EACH`` and what is defined here is for both models. Anything
-    else falls through to the senior's runner."""
+    """The object that the worker takes for its model runner.
+
+    The methods in ``_FOR_EACH`` and those defined here act on both models. Anything else goes to the senior's runner.
+
+    Args:
+        senior: vLLM's model runner of the senior.
+        junior: vLLM's model runner of the junior, or None.
+        options: the options of tandem decoding.
+    """
 
     def __init__(self, senior: Any, junior: Any | None, options: TandemOptions) -> None:
         self.runners: dict[int, Any] = {SENIOR: senior} | ({} if junior is None else {JUNIOR: junior})
@@ -117,7 +127,7 @@ class TandemModelRunner:
 
     @contextmanager
     def _acting(self, who: int) -> Iterator[Any]:
-        """The runner of one model, under its own config and on its own device. For starting up, not for steps."""
+        """A context with the runner of one model, under its own config and on its device, for start-up only."""
         runner = self.runners[who]
         with set_current_vllm_config(runner.vllm_config), self._devices[who]:
             yield runner
@@ -155,7 +165,13 @@ class TandemModelRunner:
         return sum(runner.model_memory_usage for runner in self.runners.values())
 
     def get_kv_cache_spec(self) -> dict[str, KVCacheSpec]:
-        """The layers of both models, so that a block id stands for memory in both."""
+        """The layers of both models, so that a block id stands for memory in both.
+
+        The junior's layers have the prefix ``PREFIX``. If the junior has a device of its own, they are left out.
+
+        Raises:
+            EngineError: a layer has another kind of attention than full attention.
+        """
         specs: dict[str, KVCacheSpec] = {}
         for who, runner in self.runners.items():
             own = runner.get_kv_cache_spec()
@@ -170,7 +186,11 @@ class TandemModelRunner:
         return specs
 
     def initialize_kv_cache(self, kv_cache_config: KVCacheConfig, *args: Any, **kwargs: Any) -> None:
-        """KV tensors for both models, each with the scheduler's number of blocks."""
+        """Make KV tensors for both models, each with the scheduler's number of blocks, and the planner.
+
+        Raises:
+            EngineError: there is more than one KV cache group, or a model cannot share its blocks.
+        """
         if len(kv_cache_config.kv_cache_groups) != 1:
             raise EngineError(f"tandem decoding needs one KV cache group, found {len(kv_cache_config.kv_cache_groups)}")
         block_size = kv_cache_config.kv_cache_groups[0].kv_cache_spec.block_size
@@ -189,8 +209,10 @@ class TandemModelRunner:
         self.set_mode(self.options.mode)
 
     def set_mode(self, mode: str) -> None:
-        """Raises:
-        EngineError: there is no such mode, or it drafts and this engine was not started for that.
+        """Set the scheduling mode.
+
+        Raises:
+            EngineError: there is no such mode, or it drafts and this engine was not started for drafts.
         """
         planner, options, known = self.planner, self.options, check_mode(mode)
         assert planner is not None
@@ -202,14 +224,26 @@ class TandemModelRunner:
         planner.mode, planner.drafts = known, Drafts(tokens, pair)
 
     def _pair(self) -> Pair:
-        """What both models should cost on this device."""
+        """What both models should cost on this device, by which the length of drafts is chosen."""
         costs = VLLM_CPU if torch.device(self.runners[SENIOR].device).type == "cpu" else VLLM_CUDA
         return Pair(_size(self.runners[SENIOR]), _size(self.runners[JUNIOR]), costs)
 
     # --------------------------------------------------------------------------------------------------------- stepping
 
     def execute_model(self, scheduled: SchedulerOutput, intermediate_tensors: Any = None) -> ModelRunnerOutput | None:
-        """Launch the forward passes of one engine step; ``sample_tokens`` completes it."""
+        """Launch the forward passes of one engine step, which ``sample_tokens`` completes.
+
+        Args:
+            scheduled: the step as vLLM's scheduler planned it.
+            intermediate_tensors: not used; it is for pipeline parallelism.
+
+        Returns:
+            None, or an empty output if there is nothing to compute.
+
+        Raises:
+            EngineError: the step asks for something that tandem decoding does not support, or the step before was not
+                sampled.
+        """
         planner = self.planner
         assert planner is not None
         if self._launched:
@@ -245,7 +279,10 @@ class TandemModelRunner:
         return None
 
     def sample_tokens(self, grammar_output: Any = None) -> ModelRunnerOutput:
-        """Every row's next token from its author's runner; both runners know it afterwards."""
+        """Complete the step: sample every row's next token with its author's runner, or several tokens with drafts.
+
+        Afterwards both runners know what was written.
+        """
         planner, ids = self.planner, self._ids
         assert planner is not None
         if grammar_output is not None:
@@ -274,7 +311,11 @@ class TandemModelRunner:
         return written.output(ids, planner.choose(going) if going else None)
 
     def _draft(self, written: Written) -> np.ndarray:
-        """One round of the rows that decode; returns how many tokens each has written."""
+        """Run a round of drafts for the rows in ``planner.drafting``, and return how many tokens each has written.
+
+        Args:
+            written: receives the tokens.
+        """
         assert self.planner is not None
         junior, senior = self.runners[JUNIOR], self.runners[SENIOR]
         step = Round(self.planner, self._ahead[self.planner.drafting])
@@ -311,7 +352,7 @@ class TandemModelRunner:
         return step.settle()
 
     def _sampled_draws(self, step: Round, depth: int, forward: Pass) -> Draws:
-        """What the junior's runner samples after a pass that it has launched."""
+        """Sample the junior's tokens at ``depth`` with its runner, which has launched ``forward``."""
         order = [step.index[id] for id in self.runners[JUNIOR].input_batch.req_ids]
         output = self._sample(JUNIOR, step.keys[order, depth])
         ids = [forward.ids[i] for i in forward.ends.nonzero()[0].tolist()]
@@ -319,6 +360,11 @@ class TandemModelRunner:
         return Draws(rows, np.full_like(rows, depth), *sampled(output, ids))
 
     def _admission(self, new: NewRequestData) -> Admission:
+        """What the planner has to know of a new request.
+
+        Raises:
+            EngineError: the request asks for something that tandem decoding does not support.
+        """
         sampling = new.sampling_params
         problems = {
             "pooling": sampling is None,
@@ -353,7 +399,13 @@ class TandemModelRunner:
         return Admission(new.req_id, length, int(key), strategy, history, row, stops, drafts)
 
     def _launch(self, who: int, forward: Pass, data: Mapping[str, NewRequestData]) -> None:
-        """Args: data: of the requests that are new to this model."""
+        """Launch a pass on the runner of one model.
+
+        Args:
+            who: the model, ``JUNIOR`` or ``SENIOR``.
+            forward: the pass.
+            data: vLLM's data of the requests that are new to this model, by request id.
+        """
         scheduled = self._scheduled
         assert scheduled is not None
         new = set(forward.new)
@@ -395,7 +447,7 @@ class TandemModelRunner:
         return _Launched(launched.forward, self._sample(who, keys))
 
     def _sample(self, who: int, keys: Tensor) -> ModelRunnerOutput:
-        """What a runner draws after a pass. ``keys``: of the rows of its batch."""
+        """Sample with the runner of one model after a pass. ``keys`` holds the token key of each row of its batch."""
         runner = self.runners[who]
         with self._devices[who]:
             runner.sampler.topk_topp_sampler.token_keys = keys
@@ -403,7 +455,14 @@ class TandemModelRunner:
 
 
 def _set_outputs(runner: Any, id: str, before: int, tokens: Sequence[int]) -> None:
-    """Give a runner what was written after the first ``before`` tokens of a request, instead of what it drew itself."""
+    """Tell a runner what was written in a request, in place of what it drew itself.
+
+    Args:
+        runner: the model runner.
+        id: the request.
+        before: how many written tokens of the request stay as they are.
+        tokens: the tokens that follow them.
+    """
     state = runner.requests.get(id)
     if state is None:
         return
@@ -420,7 +479,10 @@ def _set_outputs(runner: Any, id: str, before: int, tokens: Sequence[int]) -> No
 
 
 def _unseeded(new: NewRequestData) -> NewRequestData:
-    """As a runner gets it. ``_Draw`` needs no generator, and vLLM fails to rewind a CPU's after a chunk of a prompt."""
+    """A request without its seed, so that the runner makes no random generator for it.
+
+    ``_Draw`` needs none, and vLLM fails to rewind a generator on the CPU after a chunk of a prompt.
+    """
     if new.sampling_params is None or new.sampling_params.seed is None:
         return new
     params = copy.copy(new.sampling_params)
@@ -429,7 +491,7 @@ def _unseeded(new: NewRequestData) -> NewRequestData:
 
 
 def _mirror_tokens(runner: Any, ids: Iterable[str]) -> None:
-    """Give rows that come back into the batch token lists that are quick to copy."""
+    """Give the rows that come back into the batch token lists that are quick to copy (``_Tokens``)."""
     live = runner.input_batch.req_id_to_index
     for id in ids:
         if id not in live and type((state := runner.requests[id]).output_token_ids) is not _Tokens:
@@ -438,7 +500,13 @@ def _mirror_tokens(runner: Any, ids: Iterable[str]) -> None:
 
 
 def _size(runner: Any) -> Size:
-    """Of a rank's part of a model; counted without weights, which vLLM packs."""
+    """The size of this rank's part of a model.
+
+    It is counted on a model without weights, since vLLM packs the weights.
+
+    Raises:
+        EngineError: transformers does not know the architecture.
+    """
     config, parallel = runner.model_config, runner.parallel_config
     try:
         with torch.device("meta"):
@@ -454,7 +522,16 @@ def _size(runner: Any) -> Size:
 
 
 def _own_kv_cache(runner: Any, shared: KVCacheConfig, block_size: int) -> KVCacheConfig:
-    """One model's part of the scheduler's KV cache: its own layers, the same block ids."""
+    """The KV cache config of one model: its own layers, with the block ids of the scheduler.
+
+    Args:
+        runner: the model runner.
+        shared: the scheduler's KV cache config.
+        block_size: tokens in a block.
+
+    Raises:
+        EngineError: the model cannot have blocks of this size, or not as many.
+    """
     config = runner.vllm_config
     adopt_kv_cache_layout(config, shared)
     groups = get_kv_cache_groups(config, runner.get_kv_cache_spec())

@@ -1,4 +1,4 @@
-"""How a row's next token is drawn inside vLLM: by its key, as the reference engine draws it."""
+"""Draws each row's next token inside vLLM with the row's key, as the reference engine does."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -13,16 +13,28 @@ from tandemrl.models.sampling import Truncation, draw_token, kept_tokens
 
 
 class _Draw(torch.nn.Module):
-    """Stands where vLLM draws: a counter-based key per row, so that batch, chunking, preemption and ranks cannot
-    change a token, and truncation and drawing are the reference engine's."""
+    """Replaces the module with which vLLM truncates and draws.
+
+    Each row has a counter-based key, so that batching, chunking, preemption and the number of ranks cannot change a
+    token. Truncation and drawing are those of the reference engine.
+    """
 
     token_keys: Tensor | None = None
+    """The key of each row. None stands for keys of 0."""
     min_p: Tensor | None = None
-    """By row, where vLLM has not applied it."""
+    """The ``min_p`` of each row, if vLLM has not applied it already."""
 
     def forward(
         self, logits: Tensor, generators: Mapping[int, torch.Generator], k: Tensor | None, p: Tensor | None
     ) -> tuple[Tensor, Tensor]:
+        """The token of each row, and the log-probs of all tokens after truncation.
+
+        Args:
+            logits: the logits (b, v), after penalties and temperature.
+            generators: not used; they are vLLM's source of randomness.
+            k: ``top_k`` of each row, or None.
+            p: ``top_p`` of each row, or None.
+        """
         least = self.min_p
         if k is not None or p is not None or least is not None:
             truncation = Truncation(
@@ -37,7 +49,12 @@ class _Draw(torch.nn.Module):
 
 
 class TandemSampler(Sampler):
-    """vLLM's sampler over the shared vocabulary, with our draw. A larger head's further ids are never drawn."""
+    """vLLM's sampler, with our draw and limited to the shared vocabulary.
+
+    Args:
+        logprobs_mode: vLLM's setting of that name.
+        vocabulary: the size of the smaller of the two LM heads. Ids from there on are never drawn.
+    """
 
     def __init__(self, logprobs_mode: Any, vocabulary: int) -> None:
         super().__init__(logprobs_mode)
@@ -59,7 +76,7 @@ class TandemSampler(Sampler):
 
 
 def can_draft(params: SamplingParams) -> bool:
-    """Whether ``verifying`` knows all that these parameters do to logits."""
+    """Whether ``verifying`` can apply everything that these sampling parameters do to logits."""
     return not (
         params.logit_bias
         or params.min_tokens

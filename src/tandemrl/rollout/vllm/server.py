@@ -1,4 +1,4 @@
-"""vLLM's OpenAI-compatible server with a junior beside the senior: what is checked and set before it starts."""
+"""Starts vLLM's OpenAI-compatible server with a junior beside the senior, after checking and setting its options."""
 
 import errno
 import os
@@ -16,7 +16,7 @@ from tandemrl.rollout.vllm.authorship import Authorship
 from tandemrl.rollout.vllm.settings import TandemOptions, check_config, junior_config
 
 DEFAULT_SEQUENCES = 8
-"""On a CPU, sequences of full length that the KV cache has room for, unless an option says how large it is."""
+"""For how many sequences of full length the KV cache has room on a CPU, unless an option says how large it is."""
 
 
 def serve(
@@ -32,14 +32,21 @@ def serve(
     """Run vLLM's server until it is interrupted.
 
     Args:
-        options: the junior, and who writes unless a request says otherwise; nothing is annealed.
-        api_key: what a client has to send; None: vLLM's choice, which is its VLLM_API_KEY or nothing.
-        tool_call_parser: vLLM's name of it; None: ``hermes`` where the chat template knows tools.
+        senior: model folder or hub id of the senior.
+        options: the options of tandem decoding: the junior, and the selection for requests that name none, without
+            annealing.
+        host: the host name or address to listen at.
+        port: the port to listen at.
+        api_key: the key that clients have to send. None leaves it to vLLM, which takes its VLLM_API_KEY or asks for
+            none.
+        tool_call_parser: vLLM's name of the parser of tool calls. None means ``hermes`` if the chat template knows
+            tools and ``vllm_args`` names no parser.
         vllm_args: further options of ``vllm serve``, as on its command line.
 
     Raises:
-        EngineError, ModelError: the models do not share a vocabulary, an option is not possible in tandem decoding, the
-            port is in use, or there is no memory for the KV cache.
+        EngineError: an option is not possible in tandem decoding, the port is in use, or there is not enough memory for
+            the KV cache.
+        ModelError: the models do not share a vocabulary.
     """
     from vllm import AsyncEngineArgs
     from vllm.entrypoints.cli.serve import ServeSubcommand
@@ -86,14 +93,24 @@ def serve(
 
 
 def tool_call_parser_of(chosen: str | None, chat_template: str, vllm_args: Sequence[str]) -> str | None:
-    """The parser that `serve` asks vLLM for; None: none, or the one of ``vllm_args``."""
+    """The parser of tool calls that ``serve`` asks vLLM for. None leaves it to ``vllm_args``.
+
+    Args:
+        chosen: the parser that the user chose, or None.
+        chat_template: the chat template of the senior.
+        vllm_args: the options of ``vllm serve``.
+    """
     told = any(arg.startswith("--tool-call-parser") for arg in vllm_args)
     knows_tools = re.search(r"\btools\b", chat_template) is not None
     return chosen or ("hermes" if knows_tools and not told else None)
 
 
 def check_port(host: str, port: int) -> None:
-    """Raises `EngineError` if nothing can listen there: models are loaded only for a server that can start."""
+    """Check that a server can listen at a port, before any model is loaded for it.
+
+    Raises:
+        EngineError: nothing can listen there, for example because the port is in use.
+    """
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         with socket.socket(family, kind, protocol) as trial:
@@ -106,7 +123,10 @@ def check_port(host: str, port: int) -> None:
 
 
 def kv_cache_is_open(args: Namespace) -> bool:
-    """Whether nobody said how large the KV cache is, on a CPU: vLLM would claim 92 % of the machine's memory."""
+    """Whether we are on a CPU and nobody has set the size of the KV cache.
+
+    vLLM would then claim 92 % of the machine's memory.
+    """
     from vllm import AsyncEngineArgs
     from vllm.platforms import current_platform
 
@@ -116,13 +136,16 @@ def kv_cache_is_open(args: Namespace) -> bool:
 
 
 def kv_cache_bytes(configs: Sequence[Any], *, free: int) -> int:
-    """Room for `DEFAULT_SEQUENCES` sequences of full length in all models, within half of the ``free`` bytes.
+    """The size of the KV cache in bytes: room for ``DEFAULT_SEQUENCES`` sequences of full length in all models.
+
+    It takes at most half of the free memory, unless a single sequence needs more.
 
     Args:
         configs: a ``VllmConfig`` for each model.
+        free: free memory in bytes.
 
     Raises:
-        EngineError: there is no room for a single one.
+        EngineError: not even a single sequence fits into the free memory.
     """
     length = max(config.model_config.max_model_len for config in configs)
     token = 0
@@ -141,7 +164,7 @@ def kv_cache_bytes(configs: Sequence[Any], *, free: int) -> int:
 
 
 def free_memory() -> int:
-    """Bytes that vLLM may take on this CPU."""
+    """How many bytes of memory vLLM may take on this CPU."""
     from vllm.utils.cpu_resource_utils import get_allowed_cpu_list, get_memory_node_info
 
     return get_memory_node_info(get_allowed_cpu_list()[0].numa_node).available_memory
@@ -157,10 +180,13 @@ def server_arguments(
     tool_call_parser: str | None = None,
     vllm_args: Sequence[str],
 ) -> Namespace:
-    """What vLLM's own parser makes of ``vllm_args``, and what a tandem server needs on top of it.
+    """The arguments of ``vllm serve``: those in ``vllm_args``, and those that a tandem server sets itself.
+
+    See ``serve`` for the arguments of this function. Here ``tool_call_parser`` None means none of ours.
 
     Raises:
-        EngineError: ``vllm_args`` sets one of the latter, or there is no such parser of tool calls.
+        EngineError: ``vllm_args`` sets an argument that a tandem server sets itself or cannot have, or vLLM does not
+            know the parser of tool calls.
     """
     from vllm.tool_parsers import ToolParserManager
     from vllm.utils.argparse_utils import FlexibleArgumentParser

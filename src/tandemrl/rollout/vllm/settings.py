@@ -1,4 +1,4 @@
-"""What tandem decoding asks of a vLLM engine: the options of its workers, the refusals, the junior's configuration."""
+"""The settings of tandem decoding in vLLM: the options of the workers, what is refused, and the junior's config."""
 
 import copy
 from collections.abc import Mapping, Sequence
@@ -16,34 +16,36 @@ from tandemrl.rollout.vllm.planner import SchedulingMode
 
 @dataclass(frozen=True)
 class TandemOptions:
-    """What a worker is told beyond vLLM's own settings: ``additional_config={"tandem": {...}}``."""
+    """The options of a worker beyond vLLM's own settings. They come in ``additional_config={"tandem": {...}}``."""
 
     junior: str | None = None
-    """Model folder or hub id; None: only the senior writes."""
+    """Model folder or hub id. None means that only the senior writes."""
     mode: SchedulingMode = "lazy"
     draft: int | Literal["auto"] = 0
-    """Tokens that the junior writes ahead in the modes ``draft`` and ``auto``."""
+    """How many tokens the junior drafts in the modes ``draft`` and ``auto``. "auto" chooses it from step to step."""
     junior_dtype: str | None = None
     junior_quantization: str | None = None
     junior_device: str | None = None
     adapters: AdapterPlan | None = None
-    """The senior is these on the junior's weights; they start as no change, and ``tandem_load`` takes them alone."""
+    """If given, the senior is these adapters on the junior's weights. They start as zero, and ``tandem_load`` takes
+    only them."""
     selection: Mapping[str, Any] | None = None
-    """The strategy of requests that name none, as ``selection.*`` of a config."""
+    """The strategy of requests that name none, with the fields of ``selection.*`` in a config."""
     record: bool = False
-    """Keep every request's authors for ``tandem_record``."""
+    """Whether to record the authors of every request, for ``tandem_record``."""
 
 
 def options_of(config: VllmConfig) -> TandemOptions:
+    """The options of tandem decoding in a config of vLLM; the defaults if it has none."""
     additional = config.additional_config
     return TandemOptions(**(additional.get("tandem", {}) if isinstance(additional, dict) else {}))
 
 
 def check_config(config: VllmConfig) -> None:
-    """Refuse what tandem decoding cannot do, with the reason.
+    """Refuse settings of vLLM that tandem decoding does not support.
 
     Raises:
-        EngineError: names the setting and the value it needs.
+        EngineError: a setting is not supported. The message names it and the value it needs.
     """
     parallel, scheduler = config.parallel_config, config.scheduler_config
     rules = [
@@ -65,7 +67,7 @@ def check_config(config: VllmConfig) -> None:
 
 
 def junior_config(config: VllmConfig, options: TandemOptions) -> VllmConfig:
-    """The senior's engine settings around another model."""
+    """The config of the junior: the senior's config ``config`` with the junior's model in it."""
     assert options.junior is not None
     model = config.model_config
     junior = ModelConfig(
@@ -96,13 +98,13 @@ def junior_config(config: VllmConfig, options: TandemOptions) -> VllmConfig:
 
 
 def history_arguments(history: Sequence[Sequence[int]]) -> dict[str, list[int]]:
-    """The own tokens of earlier turns as ``SamplingParams.extra_args``, which over HTTP hold flat lists only."""
+    """The own tokens of each earlier turn as ``SamplingParams.extra_args``. Over HTTP these hold flat lists only."""
     if not history:
         return {}
     return {"tandem_history": [token for turn in history for token in turn], "tandem_turns": [*map(len, history)]}
 
 
 def history_of(extra: Mapping[str, Any]) -> tuple[tuple[int, ...], ...]:
-    """``history_arguments`` is its inverse."""
+    """The own tokens of each earlier turn, from extra arguments that ``history_arguments`` made."""
     tokens = iter(extra.get("tandem_history", ()))
     return tuple(tuple(islice(tokens, length)) for length in extra.get("tandem_turns", ()))

@@ -1,4 +1,7 @@
-"""The senior's draws at its places in drafts: after one forward of its stock runner over several tokens of each row."""
+"""Draws the senior's tokens in drafts, after one forward pass of its stock runner over several tokens of each row.
+
+A place is a (row, depth) of a round of drafts.
+"""
 
 import dataclasses
 from typing import Any, NamedTuple
@@ -14,11 +17,14 @@ from tandemrl.rollout.vllm.drafting import Round
 from tandemrl.rollout.vllm.planner import Pass
 
 LOGITS_AT_ONCE = 256
-"""Places whose logits exist at the same time, beside those of each row's last place, which the forward computes."""
+"""How many places have their logits in memory at once, besides the last place of each row, which the runner has."""
 
 
 class Draws(NamedTuple):
-    """Tokens and log-probs of some places: rows of the round, depths."""
+    """The tokens drawn at some places, with their log-probs.
+
+    rows: the row of each place in the round. depths: the depth of each place. logprobs: None if none were asked for.
+    """
 
     rows: np.ndarray
     depths: np.ndarray
@@ -27,9 +33,14 @@ class Draws(NamedTuple):
 
 
 def draws(runner: Any, forward: Pass, step: Round) -> list[Draws]:
-    """What the senior draws at all its places in a round, whose ``verify_pass`` its ``runner`` has just launched.
+    """Draw the senior's tokens at all its places in a round.
 
-    The runner's own sampling is left out, since that knows of one place per row.
+    The runner's own sampling is skipped, since it draws at one place per row only.
+
+    Args:
+        runner: the senior's model runner, which has just launched ``forward``.
+        forward: the ``verify_pass`` of the round.
+        step: the round.
     """
     state, runner.execute_model_state = runner.execute_model_state, None
     batch = runner.input_batch
@@ -62,7 +73,14 @@ def draws(runner: Any, forward: Pass, step: Round) -> list[Draws]:
 
 
 def _at_places(metadata: SamplingMetadata, rows: np.ndarray, known: np.ndarray, device: Any) -> SamplingMetadata:
-    """The batch's sampling parameters for places of its rows. ``known``: tokens written before each."""
+    """The sampling parameters of some places.
+
+    Args:
+        metadata: the sampling parameters of the batch.
+        rows: the row of each place in the batch.
+        known: how many tokens the row has written before each place.
+        device: where the parameters are needed.
+    """
     at = torch.from_numpy(rows).to(device)
 
     def taken(values: Tensor | None) -> Tensor | None:
@@ -84,7 +102,7 @@ def _at_places(metadata: SamplingMetadata, rows: np.ndarray, known: np.ndarray, 
 
 
 def _min_p(runner: Any, rows: np.ndarray, device: Any) -> Tensor | None:
-    """Of each place, if any row has one."""
+    """The ``min_p`` of each place, given its row in the batch; None if no row of the batch has one."""
     ids = runner.input_batch.req_ids
     values = np.array([runner.requests[id].sampling_params.min_p for id in ids], dtype=np.float32)
     return torch.from_numpy(values[rows]).to(device) if values.any() else None

@@ -1,4 +1,4 @@
-"""What differs between vLLM 0.32 and 0.27; nothing else asks for a version."""
+"""Handles the differences between vLLM 0.32 and 0.27 that need more than a line where they matter."""
 
 import importlib
 from argparse import Namespace
@@ -12,20 +12,25 @@ from vllm.config import VllmConfig
 from vllm.v1.kv_cache_interface import KVCacheConfig
 
 _FROM_THE_SCHEDULER = ("kv_cache_layout", "hash_block_size", "cache_hit_alignment_tokens", "kv_tp_replicas")
-"""Of a KV cache's configuration: what the engine core decides for all workers. vLLM 0.27 has none of them: each worker
-asks its attention backend for the layout."""
+"""The fields of a KV cache's config that the engine core decides for all workers. vLLM 0.27 has none of them: there,
+each worker asks its attention backend for the layout."""
 
 
 STARTING = {"TORCHELASTIC_USE_AGENT_STORE": "False"}
-"""Environment of an engine that starts. Under torchrun the processes of a vLLM 0.27 engine would look for the store at
-which they meet among torchrun's, where it never comes up."""
+"""Environment variables for the start of an engine. Without them, the processes of a vLLM 0.27 engine under torchrun
+would look for their rendezvous store in torchrun's agent, where it never appears."""
 
 RELOAD_LOGGERS = ("vllm.model_executor.model_loader.reload", "vllm.v1.worker.gpu_model_runner")
-"""Those that tell of reloaded weights; in vLLM 0.32 it is the first alone."""
+"""The loggers that report reloaded weights. In vLLM 0.32 it is only the first one."""
 
 
 def adopt_kv_cache_layout(config: VllmConfig, shared: KVCacheConfig) -> None:
-    """Have a model's KV cache laid out as the engine core has decided, if it does."""
+    """Use the KV cache layout that the engine core has decided on, if it decides on one.
+
+    Args:
+        config: the config of the model, which is changed.
+        shared: the KV cache config of the engine core.
+    """
     layout = getattr(shared, "kv_cache_layout", None)
     if layout is not None:
         from vllm.v1.attention.backends.utils import record_kv_cache_layout
@@ -34,20 +39,23 @@ def adopt_kv_cache_layout(config: VllmConfig, shared: KVCacheConfig) -> None:
 
 
 def copy_kv_cache_facts(shared: KVCacheConfig, own: KVCacheConfig) -> None:
-    """What the engine core has decided about KV caches, in place."""
+    """Copy what the engine core has decided about KV caches from its config ``shared`` into ``own``."""
     for name in {field.name for field in fields(KVCacheConfig)}.intersection(_FROM_THE_SCHEDULER):
         setattr(own, name, getattr(shared, name))
 
 
 def keep_running(client: Any) -> None:
-    """An engine in this process does not shut down with its client. That of vLLM 0.27 never does by itself."""
+    """Let an engine in this process outlive its ``client`` when that is garbage-collected, as in vLLM 0.27."""
     if hasattr(client, "_finalizer"):
         client._finalizer.detach()
 
 
 def misdone(params: SamplingParams) -> dict[str, bool]:
-    """What a request cannot ask of this version, by name, and whether ``params`` do. Before vLLM 0.31, the mask of
-    ``allowed_token_ids`` stays behind when rows of the batch move, and holds for other requests."""
+    """What this version of vLLM does wrong, by name, each with whether ``params`` ask for it.
+
+    Before vLLM 0.31, the mask of ``allowed_token_ids`` stays where it is when rows of the batch move, so that it
+    applies to other requests.
+    """
     name = f"allowed_token_ids (vLLM {vllm.__version__} confines other requests by them, too; 0.31 does not)"
     return {name: bool(params.allowed_token_ids) and vllm.__version_tuple__ < (0, 31)}
 
@@ -63,7 +71,7 @@ def make_arg_parser() -> Callable[[Any], Any]:
 
 
 def configure_logging(args: Namespace) -> None:
-    """As ``vllm serve`` does with its options. vLLM 0.27 has none for that, only environment variables."""
+    """Configure logging by the options of ``vllm serve``. vLLM 0.27 has environment variables instead."""
     import vllm.logger
 
     if hasattr(vllm.logger, "configure_logging_from_args"):
@@ -71,5 +79,11 @@ def configure_logging(args: Namespace) -> None:
 
 
 def padding_mask(runner: Any, tokens: int, padded: int) -> Any:
-    """Which inputs of a pass are padding. Nobody asks the model runner of vLLM 0.27 for that."""
+    """The mask of the inputs of a pass that are padding. It is None in vLLM 0.27, which does not need it.
+
+    Args:
+        runner: the model runner.
+        tokens: how many tokens the pass has.
+        padded: how many it has with padding.
+    """
     return runner._prepare_padding_mask(tokens, padded) if hasattr(runner, "_prepare_padding_mask") else None

@@ -1,8 +1,9 @@
-"""Weights of a model that vLLM has loaded, under their Hugging Face names: put in, read back, shipped to its process.
+"""Replaces and reads back the weights of a model in vLLM, under Hugging Face names, and sends them to its process.
 
-``load_checkpoint_weights`` and ``hf_parameters`` run inside a worker, on a stock model runner; under tensor parallelism
-on every rank at the same time. What vLLM fuses, splits over ranks, pads or packs for the CPU is undone by the layers'
-own sizes; an architecture or a quantisation that this cannot undo is refused by the name of the layer.
+``load_checkpoint_weights`` and ``hf_parameters`` run inside a worker, on a stock model runner. Under tensor parallelism
+they run on every rank at the same time. vLLM fuses weights, splits them over ranks, pads them and packs them for the
+CPU. This is undone by the sizes that the layers themselves give. If that is not possible for an architecture or a
+quantisation, it is refused, and the error names the layer.
 """
 
 import logging
@@ -42,7 +43,7 @@ from tandemrl.rollout.engine import EngineError
 from tandemrl.rollout.vllm.versions import RELOAD_LOGGERS
 
 SHARED_MEMORY = Path("/dev/shm")
-_PROBES = 512  # rows of the identity that a packed layer is read with at once
+_PROBES = 512  # how many rows of the identity matrix a packed layer is read with at once
 LINEAR = (ReplicatedLinear, ColumnParallelLinear, MergedColumnParallelLinear, QKVParallelLinear, RowParallelLinear)
 _VOCABULARY = (VocabParallelEmbedding, ParallelLMHead)
 
@@ -51,13 +52,18 @@ _VOCABULARY = (VocabParallelEmbedding, ParallelLMHead)
 
 @torch.no_grad()
 def load_checkpoint_weights(runner: Any, weights: Iterable[tuple[str, Tensor]]) -> None:
-    """Replace the weights of ``runner``'s model in place by a trainer's, cast to the engine's dtype.
+    """Replace the weights of a model in place by a trainer's, cast to the engine's dtype.
 
-    Names and shapes are those of ``PreTrainedModel.named_parameters``, whole, in any order and on any device. KV
-    computed with the old weights stays where it is: resetting the prefix cache is the caller's job.
+    KV computed with the old weights is not dropped. The caller must reset the prefix cache.
+
+    Args:
+        runner: the model runner of the model.
+        weights: the trainer's weights, with the names and the whole shapes of ``PreTrainedModel.named_parameters``, in
+            any order and on any device.
 
     Raises:
-        EngineError: a name or shape does not match, or a layer is quantised or of an unknown kind. Nothing has changed.
+        EngineError: a name or shape does not match, or a layer is quantised or of an unknown kind. No weight has
+            changed.
     """
     model, config = runner.get_model(), runner.vllm_config
     shapes = shapes_of(part for tensor in parameters_of(model) for part in tensor.parts)
@@ -72,10 +78,10 @@ def load_checkpoint_weights(runner: Any, weights: Iterable[tuple[str, Tensor]]) 
 
 
 def checked(weights: Iterable[tuple[str, Tensor]], shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Tensor]:
-    """The tensors by name.
+    """The tensors by name, after a check of their names and shapes.
 
     Raises:
-        EngineError: their names and shapes are not ``shapes``.
+        EngineError: their names and shapes are not those of ``shapes``, or a name comes twice.
     """
     named: dict[str, Tensor] = {}
     for name, tensor in weights:
@@ -96,7 +102,10 @@ def checked(weights: Iterable[tuple[str, Tensor]], shapes: Mapping[str, tuple[in
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Hold back what vLLM warns of in every reload: rotary tables and tied heads, which no checkpoint holds."""
+    """A context without vLLM's warnings about rotary tables and tied heads, which no checkpoint holds.
+
+    They would come with every reload.
+    """
     levels = {logger: logger.level for logger in map(logging.getLogger, RELOAD_LOGGERS)}
     for logger in levels:
         logger.setLevel(logging.ERROR)
@@ -114,11 +123,14 @@ def _quiet() -> Iterator[None]:
 def hf_parameters(runner: Any) -> Iterator[tuple[str, Tensor]]:
     """Every parameter that the model's kernels compute with, whole, under its Hugging Face name, in the engine's dtype.
 
-    Under tensor parallelism all ranks must iterate together: each gathers the others' shards, and keeps its own copy of
-    what is replicated. So the model is right if the tensors are right on every rank.
+    Under tensor parallelism all ranks must iterate together. Each rank gathers the shards of the others, and yields its
+    own copy of what is replicated. So the model is right if the tensors are right on every rank.
 
-    A layer that the CPU backend has packed is read by sending the identity through its kernel. That is exact for finite
-    weights, but for the sign of zero and for subnormal bfloat16 numbers, which come out as 0.0.
+    A layer that the CPU backend has packed is read by sending the identity matrix through its kernel. That is exact for
+    finite weights, except for the sign of zero and for subnormal bfloat16 numbers, which come out as 0.0.
+
+    Args:
+        runner: the model runner of the model.
 
     Raises:
         EngineError: a layer is quantised or of an unknown kind (before anything is yielded), or a tied LM head computes
@@ -136,17 +148,17 @@ def hf_parameters(runner: Any) -> Iterator[tuple[str, Tensor]]:
 
 
 class Part(NamedTuple):
-    """A Hugging Face parameter inside of a rank's tensor, or a piece of one that is fused in both worlds."""
+    """A Hugging Face parameter inside a tensor of this rank, or a piece of one that Hugging Face fuses, too."""
 
     name: str
-    shape: tuple[int, ...]  # over all ranks
-    rows: int  # in this rank's tensor
-    split: int | None  # the dimension that the ranks share; None: every rank has all of it
-    replicas: int  # neighbouring ranks with the same rows: key and value heads, when there are more ranks than heads
+    shape: tuple[int, ...]  # the whole shape, over all ranks
+    rows: int  # how many rows it has in this rank's tensor
+    split: int | None  # the dimension that is split over the ranks; None: every rank has all of it
+    replicas: int  # how many neighbouring ranks have the same rows; above 1 for key and value heads on more ranks
 
 
 class _Tensor(NamedTuple):
-    """One parameter of a layer on this rank: its parts, one below the other."""
+    """One parameter of a layer on this rank, named ``leaf`` there. Its ``parts`` are stacked along the rows."""
 
     layer: nn.Module
     leaf: str
@@ -154,7 +166,11 @@ class _Tensor(NamedTuple):
 
 
 def parameters_of(model: nn.Module) -> Iterator[_Tensor]:
-    """The model's parameters, without tied LM heads."""
+    """The model's parameters on this rank, without tied LM heads.
+
+    Raises:
+        EngineError: a layer is quantised or of an unknown kind.
+    """
     tied = {path for path, _ in _tied_heads(model)}
     fused = getattr(model, "packed_modules_mapping", {})
     for path, layer in model.named_modules():
@@ -176,7 +192,14 @@ def parameters_of(model: nn.Module) -> Iterator[_Tensor]:
 
 
 def _parts(path: str, layer: Any, leaf: str, fused: Mapping[str, Sequence[str]]) -> list[Part]:
-    """The parts of a linear or vocabulary layer's parameter."""
+    """The parts of a parameter of a linear layer, an embedding or an LM head.
+
+    Args:
+        path: the path of the layer in the model.
+        layer: the layer.
+        leaf: the name of the parameter in the layer.
+        fused: vLLM's mapping from names of fused layers to the Hugging Face names of their parts.
+    """
     if type(layer) is ReplicatedLinear or layer.tp_size == 1:
         split = None
     elif type(layer) is RowParallelLinear:
@@ -210,7 +233,7 @@ def _parts(path: str, layer: Any, leaf: str, fused: Mapping[str, Sequence[str]])
 
 
 def shapes_of(parts: Iterable[Part]) -> dict[str, tuple[int, ...]]:
-    """Hugging Face names and shapes, in the order of their first parts."""
+    """The whole shape of each Hugging Face parameter by its name, in the order of their first parts."""
     shapes: dict[str, tuple[int, ...]] = {}
     for part in parts:
         above = shapes[part.name][0] if part.name in shapes else 0
@@ -219,7 +242,12 @@ def shapes_of(parts: Iterable[Part]) -> dict[str, tuple[int, ...]]:
 
 
 def whole(part: Part, shard: Tensor) -> Tensor:
-    """All ranks' shards of a part, joined: a collective call if the ranks share it."""
+    """The whole part, joined from the shards of all ranks. This is a collective call if the part is split.
+
+    Args:
+        part: the part.
+        shard: this rank's shard of it.
+    """
     joined = shard if part.split is None else tensor_model_parallel_all_gather(shard.contiguous(), part.split)
     if part.replicas > 1:
         own = get_tensor_model_parallel_rank() % part.replicas
@@ -228,7 +256,7 @@ def whole(part: Part, shard: Tensor) -> Tensor:
 
 
 def _computed(layer: Any, leaf: str) -> Tensor:
-    """This rank's parameter as the layer's forward uses it."""
+    """This rank's parameter ``leaf`` as the layer's forward uses it."""
     return getattr(layer, leaf) if leaf != "weight" or type(layer) is VocabParallelEmbedding else _multiplied(layer)
 
 
@@ -249,7 +277,7 @@ def _multiplied(layer: Any) -> Tensor:
 
 
 def _tied_heads(model: nn.Module) -> list[tuple[str, Any]]:
-    """LM heads that share the embedding's table, by path. In vLLM 0.27 such a head may be the embedding itself."""
+    """The paths and layers of LM heads that share the embedding's table. In vLLM 0.27 one can be the embedding."""
     named = model.named_modules(remove_duplicate=False)
     layers = [(path, layer) for path, layer in named if type(layer) in _VOCABULARY]
     tables = {id(layer.weight): path for path, layer in reversed(layers) if type(layer) is VocabParallelEmbedding}
@@ -264,8 +292,16 @@ def write_weights(
 ) -> Path:
     """Write tensors to a new safetensors file, for ``read_weights`` in other processes of this machine.
 
-    directory: None is shared memory if it exists and has room, else the temporary directory. dtype: cast to it, which
-    halves the file of a bfloat16 engine. The file is the caller's to delete, also when the other process fails.
+    The caller must delete the file, also if the other process fails.
+
+    Args:
+        weights: the tensors with their names.
+        directory: where to write the file. None means shared memory if it exists and has room, else the temporary
+            directory.
+        dtype: the dtype to cast the tensors to, which halves the file for a bfloat16 engine. None keeps their dtypes.
+
+    Returns:
+        The path of the file.
     """
     tensors = {name: tensor.detach().to("cpu", dtype).contiguous() for name, tensor in weights}
     if directory is None:
@@ -284,7 +320,7 @@ def write_weights(
 
 
 def read_weights(path: str | Path) -> Iterator[tuple[str, Tensor]]:
-    """The tensors of a file, mapped into memory: they are read where they are used, and outlive the file's name."""
+    """The tensors of a file, mapped into memory. They are read when used, and survive the deletion of the file."""
     with safe_open(path, framework="pt") as file:
         for name in file.keys():  # noqa: SIM118
             yield name, file.get_tensor(name)
@@ -294,9 +330,11 @@ def read_weights(path: str | Path) -> Iterator[tuple[str, Tensor]]:
 
 
 def export_weights(weights: Iterable[tuple[str, Tensor]]) -> tuple[bytes, list[Tensor]]:
-    """Handles by which other processes map CUDA tensors in place (CUDA IPC), and the tensors that must outlive them.
+    """Make handles with which other processes can map CUDA tensors in place (CUDA IPC).
 
-    Keep the tensors until every receiver has returned, and change none of them before.
+    Returns:
+        The pickled handles, and the tensors behind them. Keep the tensors until every receiver has returned, and do not
+        change them before.
 
     Raises:
         EngineError: a tensor is not on a CUDA device.
@@ -313,10 +351,14 @@ def export_weights(weights: Iterable[tuple[str, Tensor]]) -> tuple[bytes, list[T
 
 
 def import_weights(payload: bytes, device: torch.device) -> Iterator[tuple[str, Tensor]]:
-    """The tensors behind ``export_weights``' handles, on this process' ``device``.
+    """The tensors behind the handles of ``export_weights``.
+
+    Args:
+        payload: the pickled handles.
+        device: the engine's GPU, by its number in this process.
 
     Raises:
-        EngineError: they were exported from another GPU.
+        EngineError: the tensors are on another GPU.
     """
     own = _device_uuid(device)
     for name, handles in pickle.loads(payload):

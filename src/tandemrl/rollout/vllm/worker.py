@@ -1,4 +1,4 @@
-"""vLLM's workers and scheduler for two models: what ``worker_cls`` and ``scheduler_cls`` name."""
+"""The workers and the scheduler of tandem decoding, which vLLM's ``worker_cls`` and ``scheduler_cls`` name."""
 
 import copy
 import dataclasses
@@ -35,7 +35,7 @@ logger = init_logger("vllm.tandemrl")  # printed where vLLM's own lines are
 
 
 class _TandemWorker:
-    """What both workers add to vLLM's. The methods named ``tandem_*`` are called by ``LLMEngine.collective_rpc``."""
+    """What the workers below add to vLLM's. ``LLMEngine.collective_rpc`` calls the methods named ``tandem_*``."""
 
     model_runner: Any
     vllm_config: VllmConfig
@@ -58,8 +58,13 @@ class _TandemWorker:
             self.model_runner.strategies["default"] = schedule.strategy(1)
 
     def tandem_register(self, strategies: Mapping[str, Strategy] | bytes) -> None:
-        """The strategies that requests name, pickled if they come from another process; the server's default stays.
-        A call of ``generate`` begins with it, so no row of an earlier one goes on."""
+        """Replace the strategies that requests can name. The server's default strategy stays.
+
+        Every call of ``generate`` begins with this, so the rows of earlier calls are forgotten.
+
+        Args:
+            strategies: the strategies by name, pickled if they come from another process.
+        """
         named = cloudpickle.loads(strategies) if isinstance(strategies, bytes) else strategies
         kept = {name: s for name, s in self.model_runner.strategies.items() if name == "default"}
         self.model_runner.strategies = {**kept, **named}
@@ -68,10 +73,15 @@ class _TandemWorker:
         self.model_runner.planner.begin_call()
 
     def tandem_mode(self, mode: SchedulingMode) -> None:
+        """Set the scheduling mode."""
         self.model_runner.set_mode(mode)
 
     def tandem_record(self) -> dict[int, list[int]]:
-        """Authors by request key since the last call, as the planner saw them."""
+        """The authors of each own token since the last call, by request key, as the planner recorded them.
+
+        Raises:
+            EngineError: the engine was started without ``record``.
+        """
         planner = self.model_runner.planner
         if planner.recorded is None:
             raise EngineError("start the engine with record=True")
@@ -79,13 +89,17 @@ class _TandemWorker:
         return recorded
 
     def tandem_stats(self) -> dict[str, Any]:
-        """Counts since the start, each as [junior, senior], and the requests in the ledger."""
+        """The counts of ``ledger.Stats``, and as ``requests`` the number of requests in the ledger."""
         planner = self.model_runner.planner
         return dataclasses.asdict(planner.stats) | {"requests": len(planner.slots)}
 
     def tandem_load(self, weights: Iterable[tuple[str, Tensor]] | str | bytes) -> None:
-        """New weights for the senior, or its adapters alone, in place: named tensors, the path of a file with them, or
-        CUDA IPC handles."""
+        """Replace the senior's weights in place, or only its adapters if it is adapters.
+
+        Args:
+            weights: named tensors, the path of a file with them (``write_weights``), or CUDA IPC handles of them
+                (``export_weights``).
+        """
         if isinstance(weights, bytes):
             weights = list(import_weights(weights, self.device))
         elif isinstance(weights, str):
@@ -99,6 +113,11 @@ class _TandemWorker:
             torch.cuda.synchronize()  # the sender may change its tensors once this returns
 
     def tandem_fingerprint(self, who: Who) -> int:
+        """The checksum of the weights that a model computes with (see ``rollout.sync.fingerprint``).
+
+        Raises:
+            EngineError: the engine has no junior, or its weights cannot be read back.
+        """
         author = SENIOR if who == "senior" else JUNIOR
         if author not in self.model_runner.runners:
             raise EngineError("this engine has no junior")
@@ -109,22 +128,26 @@ class _TandemWorker:
 
 
 class TandemCPUWorker(_TandemWorker, CPUWorker):  # type: ignore[misc]  # mixin and vLLM declare one attribute twice
-    """``worker_cls`` on CPUs."""
+    """The ``worker_cls`` on CPUs."""
 
 
 class TandemGPUWorker(_TandemWorker, Worker):  # type: ignore[misc]  # likewise
-    """``worker_cls`` on CUDA devices."""
+    """The ``worker_cls`` on CUDA devices."""
 
     _slept: Mapping[str, Tensor] | None = None  # the junior's buffers while level 2 has dropped its weights
 
     def sleep(self, level: int = 1) -> None:
+        """Give memory back as vLLM does, and keep the junior's buffers if level 2 drops its weights."""
         if level == 2 and JUNIOR in self.model_runner.runners:
             junior = self.model_runner.runners[JUNIOR].get_model()
             self._slept = {name: buffer.cpu().clone() for name, buffer in junior.named_buffers()}
         super().sleep(level)
 
     def wake_up(self, tags: list[str] | None = None) -> None:
-        """Level 2 dropped the weights of both models: the junior's come from disk, the senior's from the trainer."""
+        """Take memory back as vLLM does. If level 2 dropped the weights, the junior's are read from disk again.
+
+        The senior's weights come from the trainer.
+        """
         super().wake_up(tags)
         if self._slept is not None and (tags is None or "weights" in tags):
             with self.model_runner._acting(JUNIOR) as runner:
@@ -135,12 +158,17 @@ class TandemGPUWorker(_TandemWorker, Worker):  # type: ignore[misc]  # likewise
 
 
 class TandemScheduler(Scheduler):
-    """vLLM's scheduler, with KV slots for drafts, as many as the workers ask for; a request that waited for its author
-    is scheduled again."""
+    """vLLM's scheduler with three additions.
+
+    It gives requests KV slots for drafts, as many as the workers ask for and its budget allows. It schedules a token
+    again if the request had to wait for its author. And it splits outputs with several tokens, if the request has stop
+    strings.
+    """
 
     _ahead = 0
 
     def schedule(self, *args: Any, **kwargs: Any) -> SchedulerOutput:
+        """Schedule a step as vLLM does, with KV slots for drafts in the requests that decode."""
         room = self.max_num_scheduled_tokens // max(1, len(self.running)) - 1
         ahead = min(self._ahead, room)
         for request in self.running if ahead > 0 else ():
@@ -153,6 +181,7 @@ class TandemScheduler(Scheduler):
     def update_from_output(
         self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput
     ) -> dict[int, Any]:
+        """Take up the output of a step as vLLM does, and prepare waiting requests and drafts for the next step."""
         written = [*zip(model_runner_output.req_ids, model_runner_output.sampled_token_ids, strict=True)]
         several = [self.requests.get(id) for id, tokens in written if len(tokens) > 1]
         with_strings = {r.request_id for r in several if r is not None and r.sampling_params and r.sampling_params.stop}
@@ -172,6 +201,7 @@ class TandemScheduler(Scheduler):
         return outputs
 
     def _follow(self, chosen: Chosen) -> None:
+        """Give as many slots for drafts from now on as the planner has chosen, and log a change."""
         ahead, (rows, context, _), passes = chosen.choice.ahead, chosen.load, chosen.passes
         if ahead != self._ahead and rows:
             logger.info(
@@ -184,11 +214,11 @@ class TandemScheduler(Scheduler):
         self._ahead = ahead
 
     def make_spec_decoding_stats(self, *args: Any, **kwargs: Any) -> None:
-        """None: those are of vLLM's own drafts."""
+        """Return None, since these statistics are about vLLM's own speculative decoding."""
 
 
 def _one_by_one(output: Any) -> list[Any]:
-    """Several tokens as if they had come one after the other: a stop string is looked for after each."""
+    """Split an output with several tokens into one output per token, so that vLLM looks for stop strings after each."""
     last, logprobs = len(output.new_token_ids) - 1, output.new_logprobs
     each = []
     for i, token in enumerate(output.new_token_ids):
@@ -204,7 +234,7 @@ def _one_by_one(output: Any) -> list[Any]:
 
 
 def tandem_arguments(options: TandemOptions) -> dict[str, Any]:
-    """The engine arguments by which stock vLLM decodes in tandem."""
+    """The engine arguments that make stock vLLM decode in tandem."""
     worker = TandemCPUWorker if current_platform.is_cpu() else TandemGPUWorker
     return {
         "worker_cls": f"{worker.__module__}.{worker.__qualname__}",
