@@ -3,7 +3,8 @@
 The engine, its scheduler and its KV block pool are vLLM's and see a single model. The worker holds two runners, each
 with a model, a persistent batch and KV tensors of its own, that share the scheduler's block ids. ``TandemModelRunner``
 splits each step of the scheduler as the planner says, has every row sampled by its author's runner, and tells the other
-runner what was written. It is written against the V1 model runner of vLLM 0.32. No code of vLLM is patched or copied.
+runner what was written. It is written against the V1 model runners of vLLM 0.32 and 0.27. No code of vLLM is patched or
+copied.
 """
 
 import copy
