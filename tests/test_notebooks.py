@@ -39,9 +39,14 @@ def load_script() -> ModuleType:
 
 
 def kinds(notebook: Any) -> dict[str, list[list[str]]]:
-    """What each code cell puts out: streams by name, everything else by its MIME types."""
+    """What each code cell puts out: streams by name, everything else by its MIME types. Without stderr:
+    libraries warn there of what an environment lacks."""
     return {
-        cell.id: [[o.name] if o.output_type == "stream" else sorted(o.get("data", {})) for o in cell.outputs]
+        cell.id: [
+            [o.name] if o.output_type == "stream" else sorted(o.get("data", {}))
+            for o in cell.outputs
+            if o.get("name") != "stderr"
+        ]
         for cell in notebook.cells
         if cell.cell_type == "code"
     }

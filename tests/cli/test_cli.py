@@ -1,5 +1,6 @@
 """The command line: what it hands on, what it prints, and that bad input is one line and exit code 2."""
 
+import contextlib
 import json
 import re
 import subprocess
@@ -64,13 +65,20 @@ def test_help_says_of_every_command_a_whole_sentence_in_80_columns(group: tuple[
     assert [line for line in commands if line.endswith("...") or len(line) > 80] == []
 
 
-def test_what_a_dry_run_says_fits_80_columns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("terminal", [True, False])
+def test_what_a_dry_run_says_fits_a_terminal_and_stays_whole_elsewhere(
+    terminal: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.chdir(tmp_path)
-    _, plan = run("train", "--config", "gsm8k_tandem", "--dry-run").stdout.split("\nbatch plan per step: ")
+    monkeypatch.setenv("COLUMNS", "80")
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: terminal)
+    with contextlib.suppress(SystemExit):
+        app(["train", "--config", "gsm8k_tandem", "--dry-run"])
+    _, plan = capsys.readouterr().out.split("\nbatch plan per step: ")
     lines = plan.splitlines()
     assert any(line.startswith("PROBLEM      data.train: ") for line in lines)
-    assert any(line.startswith(" " * 13) for line in lines)  # a check that takes more than a line
-    assert [line for line in lines if len(line) > 80 and " " in line.strip()] == []
+    assert any(line.startswith(" " * 13) for line in lines) == terminal  # a check that takes more than a line
+    assert all(len(line) <= 80 or " " not in line.strip() for line in lines) == terminal
 
 
 @pytest.mark.parametrize("name", ["quickstart", "gsm8k_tandem", "deepscaler_tandem", "deepscaler_grpo_g16"])
