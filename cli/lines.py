@@ -8,8 +8,8 @@ import typer
 
 
 def echo(text: str, *, indent: int = 4, err: bool = False) -> None:
-    """Print text. On a terminal, lines break between words, and what continues a line is indented. A word that is longer
-    than a line, such as a path, stays whole. In a pipe or a file, every line stays as it is."""
+    """Print text. On a terminal, lines break between words, and what continues a line is indented. A word that is
+    longer than a line, such as a path, stays whole. In a pipe or a file, every line stays as it is."""
     if (sys.stderr if err else sys.stdout).isatty():
         text = wrapped(text, shutil.get_terminal_size().columns, indent)
     typer.echo(text, err=err)
