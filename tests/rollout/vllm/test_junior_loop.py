@@ -4,6 +4,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any, NamedTuple
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -25,7 +26,8 @@ from helpers import prompts
 from tandemrl.models import sampling
 from tandemrl.rollout.drafting import Choice, Drafts, Load
 from tandemrl.rollout.engine import Completion, Passes, Request, Sampling
-from tandemrl.rollout.vllm.planner import JUNIOR
+from tandemrl.rollout.vllm.drafting import Round
+from tandemrl.rollout.vllm.planner import JUNIOR, Pass
 from tandemrl.selection import chunk
 
 pytestmark = VLLM
@@ -267,10 +269,10 @@ IMPOSSIBLE: list[dict[str, Any]] = [
 def test_what_cannot_stay_on_the_device() -> None:
     from tandemrl.rollout.vllm.junior_loop import stays_on_device
 
-    step: Any = SimpleNamespace(depths=4, ahead=np.array([3, 1]))
+    step = Mock(Round, depths=4, ahead=np.array([3, 1]))
 
     def answer(depth: int = 0, ends: tuple[bool, ...] = (True, True), **runner: Any) -> bool:
-        forward: Any = SimpleNamespace(rows=np.arange(len(ends)), ends=np.array(ends))
+        forward = Mock(Pass, rows=np.arange(len(ends)), ends=np.array(ends))
         return stays_on_device(SimpleNamespace(**(POSSIBLE | runner)), step, depth, forward)
 
     assert answer()
