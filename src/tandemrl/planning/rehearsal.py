@@ -77,6 +77,7 @@ class Work(NamedTuple):
 
 
 SHORT = Work((64,), 1)
+"""One short row: its backward pass makes the gradients before anything is measured."""
 
 
 def rehearse_policy(

@@ -24,7 +24,7 @@ from transformers import (
 )
 
 from helpers import EOS as EOS_SURFACE
-from helpers import IDS, PAD, VOCABULARY, prepared, reference_distribution, tokenizer
+from helpers import IDS, PAD, VOCABULARY, prepared, prompts, reference_distribution, tokenizer
 from helpers import strategies as half_and_half
 from tandemrl.config import RolloutConfig, VllmConfig
 from tandemrl.rollout.engine import Completion, Request, Sampling, check_authors
@@ -260,6 +260,24 @@ def mixed(given: Sequence[Sequence[int]], sampling: Sampling, *, seed: int = 0) 
         Request(tuple(prompt), (request_key(seed, 0, i, 0),), sampling, kinds[i % len(kinds)])
         for i, prompt in enumerate(given)
     ]
+
+
+UNPENALISED = [
+    Sampling(max_tokens=40),
+    Sampling(max_tokens=40, temperature=0.0, ignore_eos=True),
+    Sampling(max_tokens=40, temperature=1.5),
+    Sampling(max_tokens=30, top_p=0.8),
+    Sampling(max_tokens=30, min_p=0.1, ignore_eos=True),
+]
+TIGHT = dict(kv_blocks=21, block_size=32, max_batched_tokens=64, max_rows=48)
+"""Options of an engine: preemption, chunked prefill, and catch-ups longer than a pass."""
+
+
+def mixture(count: int, settings: Sequence[Sampling], *, seed: int = 0) -> list[Request]:
+    """Strategies, samplings and lengths take turns, in different rhythms."""
+    drawn = mixed(prompts(count, seed=seed, lengths=LENGTHS), settings[0], seed=seed)
+    turns = [settings[(i + i // len(strategies())) % len(settings)] for i in range(count)]
+    return [Request(r.prompt, r.keys, s, r.strategy) for r, s in zip(drawn, turns, strict=True)]
 
 
 def with_strategy(batch: Sequence[Request], strategy: Strategy) -> list[Request]:

@@ -9,6 +9,8 @@ import pytest
 from pairs import (
     JUNIORS,
     LENGTHS,
+    TIGHT,
+    UNPENALISED,
     VLLM,
     abort_after,
     assert_equal_completions,
@@ -17,6 +19,7 @@ from pairs import (
     flat,
     logprob_errors,
     mixed,
+    mixture,
     models,
     reference,
     start_engine,
@@ -36,11 +39,7 @@ pytestmark = VLLM
 
 NEAR = "near junior"
 SETTINGS = [
-    Sampling(max_tokens=40),
-    Sampling(max_tokens=40, temperature=0.0, ignore_eos=True),
-    Sampling(max_tokens=40, temperature=1.5),
-    Sampling(max_tokens=30, top_p=0.8),
-    Sampling(max_tokens=30, min_p=0.1, ignore_eos=True),
+    *UNPENALISED,
     Sampling(max_tokens=30, repetition_penalty=1.3, ignore_eos=True),
     Sampling(max_tokens=30, temperature=0.0, presence_penalty=0.8, frequency_penalty=0.5, ignore_eos=True),
     Sampling(
@@ -49,19 +48,8 @@ SETTINGS = [
     ),
     Sampling(max_tokens=40, stop=("st", "a"), stop_token_ids=(7,)),
 ]  # fmt: skip
-TIGHT: dict[int, dict[str, Any]] = {
-    1: dict(max_batched_tokens=64, max_rows=48),
-    4: dict(kv_blocks=21, block_size=32, max_batched_tokens=64, max_rows=48),
-    8: {},
-}
-"""By tokens drafted: chunked prefill; preemption, too, and catch-ups longer than the budget; plenty of everything."""
-
-
-def mixture(count: int, *, seed: int = 0) -> list[Request]:
-    """Strategies, samplings and lengths take turns, in different rhythms."""
-    drawn = mixed(prompts(count, seed=seed, lengths=LENGTHS), SETTINGS[0], seed=seed)
-    settings = [SETTINGS[(i + i // len(strategies())) % len(SETTINGS)] for i in range(count)]
-    return [Request(r.prompt, r.keys, s, r.strategy) for r, s in zip(drawn, settings, strict=True)]
+BY_TOKENS: dict[int, dict[str, Any]] = {1: dict(max_batched_tokens=64, max_rows=48), 4: TIGHT, 8: {}}
+"""Options of an engine by the tokens it drafts: chunked prefill; tight; plenty of everything."""
 
 
 def drafted(engines, pair: str = NEAR, k: int = 8, **options: Any) -> Any:
@@ -85,14 +73,14 @@ def engine(engines) -> Any:
 @pytest.fixture(scope="module")
 def wanted() -> dict[str, list[Completion]]:
     """By pair: what the reference engine writes."""
-    batch = mixture(28, seed=1)
+    batch = mixture(28, SETTINGS, seed=1)
     return {pair: flat(reference(pair).generate(batch)) for pair in (NEAR, "Llama junior")}
 
 
 @pytest.mark.parametrize(("pair", "k"), [(NEAR, 1), (NEAR, 4), (NEAR, 8), ("Llama junior", 4)])
 def test_drafting_changes_no_token(engines, scheduled, wanted, pair, k):
     """Against the reference engine, whatever the strategy and the sampling; a near-tie may fall either way."""
-    batch, engine = mixture(28, seed=1), drafted(engines, pair, k, **TIGHT[k])
+    batch, engine = mixture(28, SETTINGS, seed=1), drafted(engines, pair, k, **BY_TOKENS[k])
     engine.recorded_authors()
     found = flat(engine.generate(batch))
     assert_sound(batch, [[c] for c in found])
@@ -126,7 +114,7 @@ def test_limits_and_stops_inside_a_draft(engine):
 
 
 def test_the_senior_alone_is_drafted_too(engine):
-    batch = with_strategy(mixture(18, seed=3), solo("senior"))
+    batch = with_strategy(mixture(18, SETTINGS, seed=3), solo("senior"))
     lazy, written = in_mode(engine, "lazy", batch), flat(engine.generate(batch))
     passes = engine.passes
     assert_equal_completions(written, lazy)
@@ -145,9 +133,9 @@ class Changing(Drafts):
 
 def test_auto_may_change_its_mind_at_any_time(engines, scheduled, caplog):
     """With chunked prefill, preemption, and catch-ups longer than the budget."""
-    engine = drafted(engines, NEAR, 4, **TIGHT[4])
+    engine = drafted(engines, NEAR, 4, **TIGHT)
     long = mixed(prompts(12, seed=9, lengths=(129, 33, 64)), Sampling(max_tokens=40, ignore_eos=True), seed=9)
-    batch = [*mixture(9, seed=8), *long]
+    batch = [*mixture(9, SETTINGS, seed=8), *long]
     lazy, before = in_mode(engine, "lazy", batch), scheduled.preemptions
     engine.recorded_authors()
     engine.set_mode("auto")
@@ -174,7 +162,7 @@ def test_auto_may_change_its_mind_at_any_time(engines, scheduled, caplog):
 def test_auto_and_automatic_lengths_change_no_token(engines):
     """As it chooses by itself."""
     engine, last = engines(NEAR, draft_tokens="auto"), Sampling(max_tokens=100, ignore_eos=True)
-    batch = [*mixture(9, seed=8), *mixed(prompts(1), last, seed=8)]
+    batch = [*mixture(9, SETTINGS, seed=8), *mixed(prompts(1), last, seed=8)]
     found, drafts = {}, {}
     for mode in ("lazy", "auto", "draft"):
         engine.set_mode(mode)
@@ -190,7 +178,7 @@ def test_auto_and_automatic_lengths_change_no_token(engines):
 
 def test_a_prefix_cache_holds_what_was_settled(engines, scheduled):
     """Second prompts are first ones with what was written, by either author, upon drafts that were thrown away."""
-    engine = drafted(engines, "Llama junior", 4, **(TIGHT[4] | dict(kv_blocks=200)))
+    engine = drafted(engines, "Llama junior", 4, **(TIGHT | dict(kv_blocks=200)))
     first = mixed(prompts(12, seed=4, lengths=LENGTHS), Sampling(max_tokens=60, ignore_eos=True), seed=4)
     texts = tokens(flat(engine.generate(first)))
     before = scheduled.cached_tokens

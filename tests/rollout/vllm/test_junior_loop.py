@@ -11,13 +11,15 @@ import pytest
 import torch
 from pairs import (
     LENGTHS,
+    TIGHT,
+    UNPENALISED,
     VLLM,
     assert_equal_completions,
     assert_sound,
     changed,
     flat,
     mixed,
-    strategies,
+    mixture,
     with_strategy,
 )
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
@@ -33,25 +35,12 @@ from tandemrl.selection import chunk
 pytestmark = VLLM
 
 SETTINGS = [
-    Sampling(max_tokens=40),
-    Sampling(max_tokens=40, temperature=0.0, ignore_eos=True),
-    Sampling(max_tokens=40, temperature=1.5),
-    Sampling(max_tokens=30, top_p=0.8),
-    Sampling(max_tokens=30, min_p=0.1, ignore_eos=True),
+    *UNPENALISED,
     Sampling(max_tokens=30, temperature=0.9, top_p=0.95, top_k=30, min_p=0.01),
     Sampling(max_tokens=40, stop=("st", "a"), stop_token_ids=(7, 11, 13)),
     Sampling(max_tokens=11, ignore_eos=True),
     Sampling(max_tokens=2),
 ]
-TIGHT = dict(kv_blocks=21, block_size=32, max_batched_tokens=64, max_rows=48)
-"""Preemption, chunked prefill, and catch-ups longer than a pass."""
-
-
-def mixture(count: int, *, seed: int) -> list[Request]:
-    """Strategies, samplings and lengths take turns, in different rhythms."""
-    drawn = mixed(prompts(count, seed=seed, lengths=LENGTHS), SETTINGS[0], seed=seed)
-    settings = [SETTINGS[(i + i // len(strategies())) % len(SETTINGS)] for i in range(count)]
-    return [Request(r.prompt, r.keys, s, r.strategy) for r, s in zip(drawn, settings, strict=True)]
 
 
 class Outcome(NamedTuple):
@@ -118,7 +107,7 @@ def state(tandem: Any, ids: list[str]) -> list[Any]:
 
 @pytest.mark.parametrize(("k", "options", "pair"), [(8, {}, "near junior"), (4, TIGHT, "Llama junior")])
 def test_the_loop_changes_no_token_and_no_account(engines, scheduled, write, k, options, pair):
-    engine, batch = engines(pair, mode="draft", draft_tokens=k, **options), mixture(30, seed=21)
+    engine, batch = engines(pair, mode="draft", draft_tokens=k, **options), mixture(30, SETTINGS, seed=21)
     loop, single = (write(engine, batch, loop=loop) for loop in (True, False))
     preemptions = scheduled.preemptions
     assert_sound(batch, [[c] for c in loop.written])
@@ -215,7 +204,7 @@ def test_a_pass_waits_for_nothing_and_a_row_without_a_slot_writes_nowhere(engine
     monkeypatch.setattr(sampling, "race_times", by_numpy)
     monkeypatch.setattr(JuniorLoop, "_forward", looked_at)
     monkeypatch.setattr(JuniorLoop, "_draw", drawn)
-    write(engines("near junior", mode="draft", draft_tokens=4, **options), mixture(18, seed=23), loop=True)
+    write(engines("near junior", mode="draft", draft_tokens=4, **options), mixture(18, SETTINGS, seed=23), loop=True)
     assert len(without) > 10
     assert any(without)
     assert not all(without)
@@ -226,7 +215,7 @@ def test_rows_that_fill_a_graph_up_change_nothing(engines, write, monkeypatch):
     from vllm.config import CUDAGraphMode
 
     engine = engines("near junior", mode="draft", draft_tokens=8)
-    batch, padded = mixture(20, seed=25), []
+    batch, padded = mixture(20, SETTINGS, seed=25), []
     plain = write(engine, batch, loop=True)
     junior = engine.backend.llm.collective_rpc(lambda worker: worker.model_runner.runners[JUNIOR])[0]
     determine = junior._determine_batch_execution_and_padding
