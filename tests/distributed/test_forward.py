@@ -1,7 +1,9 @@
 """Log-probs, entropies and every gradient on meshes of 2 and of 4 processes are those of a single process."""
 
+import logging
 from collections.abc import Callable
 from functools import cache
+from logging.handlers import BufferingHandler
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -158,19 +160,27 @@ def single(model: str, how: str) -> Outcome:
     return outcome(prepare(MODELS[model]()), PASSES[how], World())
 
 
+def gathered(world: World) -> dict[str, list[str]]:
+    """whole: the parameters that come back as they were. warned: what torch said about it."""
+    model = prepare(MODELS["llama with biases"]())
+    parameters = {name: p.detach().clone() for name, p in model.named_parameters()}
+    shard(model, world, dtype=torch.float32)
+    logger, handler = logging.getLogger("torch.distributed.tensor"), BufferingHandler(1000)
+    logger.addHandler(handler)  # torch says each thing once: before anything else is gathered on this mesh
+    whole = [name for name, p in full_parameters(model) if torch.equal(p, parameters[name])]
+    logger.removeHandler(handler)
+    return dict(whole=whole, warned=[record.getMessage() for record in handler.buffer])
+
+
 def on_meshes(size: int) -> dict[str, Any]:
     """Runs in every process: all cases of all meshes of this size."""
     outcomes: dict[str, Any] = {}
     for mesh, config in MESHES[size].items():
         world = init_world(config, torch.device("cpu"))
-        outcomes[mesh] = dict(data_rank=world.data_rank)
+        outcomes[mesh] = dict(data_rank=world.data_rank) | gathered(world)
         for case in cases(mesh):
             model = shard(prepare(MODELS[case[0]]()), world, dtype=torch.float32)
             outcomes[mesh][case] = outcome(model, PASSES[case[1]], world)
-        model = prepare(MODELS["llama with biases"]())
-        parameters = {name: p.detach().clone() for name, p in model.named_parameters()}
-        shard(model, world, dtype=torch.float32)
-        outcomes[mesh]["whole"] = [name for name, p in full_parameters(model) if torch.equal(p, parameters[name])]
         if size == 2:
             model = shard(prepare(MODELS["qwen3 tied"]()), world, dtype=torch.bfloat16)
             outcomes[mesh]["bfloat16"] = outcome(model, PASSES["plain"], world)
@@ -213,6 +223,7 @@ def test_parameters_are_sharded_and_can_be_made_whole(mesh, outcomes):
     names = {name for name, _ in MODELS["llama with biases"]().named_parameters()}
     for answers in outcomes(WORLDS[mesh]):
         assert set(answers[mesh]["whole"]) == names
+        assert answers[mesh]["warned"] == []
         assert answers[mesh]["qwen3 tied", "plain"].sharded  # also after a pass without gradients
 
 

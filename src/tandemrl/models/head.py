@@ -195,5 +195,5 @@ def _add_outer(total: Float[Tensor, "v h"], grad: Float[Tensor, "r v"], hidden: 
     if total.dtype == grad.dtype:
         return total.addmm_(grad.T, hidden)
     for columns in _slices(grad.shape[1], hidden.shape[1]):
-        total[columns] += grad[:, columns].T @ hidden
+        total[columns].add_(grad[:, columns].T @ hidden)  # += would copy the columns onto themselves
     return total

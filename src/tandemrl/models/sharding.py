@@ -240,6 +240,11 @@ def full_tensor(tensor: Tensor) -> Tensor:
     """The whole tensor, of which this process may hold only a part. All processes that hold a part must call this."""
     if not isinstance(tensor, DTensor):
         return tensor
+    placements = list(tensor.placements)
+    parted = [axis for axis, each in enumerate(placements) if not (each.is_replicate() or each.is_partial())]
+    for axis in parted[:-1]:  # FSDP has parted what TP had parted; torch warns if it finds the order by itself
+        placements[axis] = Replicate()
+        tensor = tensor.redistribute(placements=placements)
     gathered = tensor.full_tensor()
     stamp()
     return gathered

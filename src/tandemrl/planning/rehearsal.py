@@ -196,7 +196,9 @@ def _run(
             ledger.disregard(gradients)
             ledger.begin()
             with dropping(model, (0,), torch.device("cpu")):
-                once().backward()
+                loss = once()
+                found |= _sent(ledger, "forward")
+                loss.backward()
             found |= {"activations": ledger.peak} | _sent(ledger, "update")
             assert optimizer is not None
             optimizer.step()
@@ -204,12 +206,11 @@ def _run(
             state = [v for values in optimizer.state.values() for v in values.values() if isinstance(v, Tensor)]
             found["optimizer"] = storage_bytes(state)
             optimizer.zero_grad(set_to_none=True)
-        ledger.begin()
-        with torch.no_grad():
-            once()
-        found |= _sent(ledger, "forward")
-        if not trained:
-            found["activations"] = ledger.peak
+        else:
+            ledger.begin()
+            with torch.no_grad():
+                once()
+            found |= {"activations": ledger.peak} | _sent(ledger, "forward")
         found["weights"] = storage_bytes(model.parameters())
         if trained and not critic:
             ledger.begin()
