@@ -75,7 +75,7 @@ def test_imports_go_down_or_sideways(name: str) -> None:
 def test_what_is_installed_and_checked_follows_the_folders() -> None:
     settings = tomllib.loads((ROOT / "pyproject.toml").read_text())
     folders = {name for name, path in MODULES.items() if path.name == "__init__.py"}
-    assert set(settings["tool"]["setuptools"]["packages"]) == folders | {"tandemrl.configs"}
+    assert set(settings["tool"]["setuptools"]["packages"]) == folders | {"tandemrl.configs", "tandemrl.play.page"}
     [strict] = settings["tool"]["mypy"]["overrides"]
     [typed] = re.findall(r"^TYPED := (.*)$", (ROOT / "Makefile").read_text(), re.MULTILINE)
     for name in [*strict["module"], *typed.split(",")]:
