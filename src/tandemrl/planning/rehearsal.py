@@ -175,7 +175,7 @@ def _run(
     """Run two micro-batches and an optimiser step.
 
     The second micro-batch is measured, since gradients exist from then on. The first one, which makes them, can be
-    short.
+    short. A pass that only scores sends what the forward part of training sends.
     """
     fake = FakeTensorMode(allow_non_fake_inputs=True)
     model = make(configuration)
