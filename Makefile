@@ -86,7 +86,7 @@ check: .venv/.dev
 bench: .venv/.dev
 	for script in benchmarks/[a-z]*.py; do OMP_NUM_THREADS=1 $(BIN)/python $$script || exit 1; done
 
-# Annotations are not checked here: it would take five times as long as the graders that are timed.
+# Without the run-time check of annotations, which `make test` makes: the graders are timed here, not the check.
 slow: .venv/.dev
 	$(TEST_ENV) $(BIN)/python -m pytest -m slow $(WORKERS)
 

@@ -205,9 +205,7 @@ def _run(
             found["gradients"] = storage_bytes(gradients)
             state = [v for values in optimizer.state.values() for v in values.values() if isinstance(v, Tensor)]
             found["optimizer"] = storage_bytes(state)
-            optimizer.zero_grad(set_to_none=True)
         else:
-            ledger.begin()
             with torch.no_grad():
                 once()
             found |= {"activations": ledger.peak} | _sent(ledger, "forward")

@@ -264,7 +264,7 @@ def nearer_misses() -> list[str]:
 
 @pytest.fixture(autouse=True)
 def _only_own_garbage() -> Iterator[None]:
-    """Python does not look through what earlier tests left while a grader is timed: that takes up to a second."""
+    """While a grader is timed, Python's collector does not look through what earlier tests left."""
     gc.collect()
     gc.freeze()
     yield

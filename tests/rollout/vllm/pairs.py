@@ -269,6 +269,7 @@ UNPENALISED = [
     Sampling(max_tokens=30, top_p=0.8),
     Sampling(max_tokens=30, min_p=0.1, ignore_eos=True),
 ]
+"""What the junior's loop takes as well as the passes that it replaces; the first one is plain."""
 TIGHT = dict(kv_blocks=21, block_size=32, max_batched_tokens=64, max_rows=48)
 """Options of an engine: preemption, chunked prefill, and catch-ups longer than a pass."""
 

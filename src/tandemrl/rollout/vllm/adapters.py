@@ -168,7 +168,7 @@ class LowRank(nn.Module):
         hidden = self.scaling * F.linear(inputs, self.down)
         for adapter, begin, up, rows in self.places:
             mine = hidden[..., adapter * self.rank : (adapter + 1) * self.rank]
-            output[..., begin : begin + rows] += F.linear(mine, self.up[up : up + rows])
+            output[..., begin : begin + rows].add_(F.linear(mine, self.up[up : up + rows]))
         return output
 
     def named(self) -> Iterator[tuple[Part, Tensor]]:
