@@ -1,5 +1,8 @@
 """Short answers in a fixed place, against tables written by hand."""
 
+import json
+import re
+
 import pytest
 
 from tandemrl.config import RewardConfig
@@ -89,24 +92,38 @@ def test_guillemets():
 
 
 @pytest.mark.parametrize(
-    ("text", "answer"),
+    ("text", "answer", "published"),
     [
-        ("<answer>5</answer>", "5"),
-        ("<answer> 5\n+ 6 </answer>", "5\n+ 6"),
-        ("<answer>5</answer> no, <answer>6</answer>", "6"),
-        ("<answer>5</answer> or <answer>6", "5"),
-        ("<answer>1 <answer>2</answer>", "2"),
-        ("<answer>5</answer> as I said</answer>", "5"),
-        ("<answer>4</answer> no <answer>5</answer></answer></answer>", "5"),
-        ("5</answer>", None),
-        ("<answer>5", None),
-        ("</answer><answer>", None),
-        ("<answer></answer>", ""),
-        ("", None),
+        ("<answer>5</answer>", "5", "5"),
+        ("<answer> 5\n+ 6 </answer>", "5\n+ 6", "5\n+ 6"),
+        ("<answer>5</answer> no, <answer>6</answer>", "6", "6"),
+        ("<answer>5</answer> or <answer>6", None, "5"),
+        ("<answer>1 <answer>2</answer>", None, "1 <answer>2"),
+        ("<answer>5</answer> as I said</answer>", None, "5"),
+        ("<answer>4</answer> no <answer>5</answer></answer></answer>", None, "5"),
+        ("</answer><answer>5</answer>", None, "5"),
+        ("5</answer>", None, None),
+        ("<answer>5", None, None),
+        ("</answer><answer>", None, None),
+        ("<answer></answer>", "", ""),
+        ("", None, None),
     ],
 )
-def test_the_last_closed_answer_counts(text, answer):
+def test_the_last_answer_counts_where_every_tag_has_its_pair(text, answer, published):
+    matches = re.findall(r"<answer>(.*?)</answer>", text, re.DOTALL)  # Search-R1's rule
+    assert published == (matches[-1].strip() if matches else None)
     assert tagged_answer(text) == answer
+    assert tagged_answer(text, published=True) == published
+
+
+@pytest.mark.parametrize("source", ["searchR1_nq", "multiply", "countdown"])
+def test_a_response_that_rambles_on_after_its_answer_is_not_paid(source):
+    """What made tandem seniors forget to stop: their juniors ended the texts, and the answer had been found."""
+    gold = json.dumps({"target": 5, "numbers": [2, 3]}) if source == "countdown" else "5"
+    answer = "2 + 3" if source == "countdown" else "5"
+    rambling = f"<answer>{answer}</answer>\n<answer> with 3, keep 5.</answer>{answer}</answer>"
+    assert score_text(row(gold, source), f"<answer>{answer}</answer>").value == 1
+    assert score_text(row(gold, source), rambling).value == 0
 
 
 @pytest.mark.parametrize("source", ["multiply", "arithmetic", "tiny-multiply-3"])

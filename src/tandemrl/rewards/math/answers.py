@@ -14,6 +14,8 @@ CLIP_CHARS = 300
 MAX_ANSWER_TAGS = 10
 """Search-R1 gives a right answer a quarter if more ``<answer>`` or ``</answer>`` tags than this are in the response."""
 
+_ANSWER_TAG = re.compile(r"</?answer>")
+
 Gsm8kMode = Literal["strict", "flexible", "tandem", "first"]
 
 
@@ -45,7 +47,9 @@ def integer(row: Row, text: str, options: RewardConfig) -> Score:
             f"row {row.example_id}: ground truth of {row.data_source} must be a whole number, found "
             f"{row.ground_truth[:80]!r}"
         ) from None
-    number = re.fullmatch(r"-?[0-9]{1,100}", tagged_answer(text) or "")
+    number = re.fullmatch(
+        r"-?[0-9]{1,100}", tagged_answer(text, published=options.compat in ("verl", "tinyzero")) or ""
+    )
     answer = number.group() if number else None
     return graded(answer is not None and int(answer) == gold, answer, options, 0.1)
 
@@ -53,7 +57,7 @@ def integer(row: Row, text: str, options: RewardConfig) -> Score:
 def exact_match(row: Row, text: str, options: RewardConfig) -> Score:
     """Search-R1's question answering (arXiv:2503.09516): 1 if the last ``<answer>`` is one of the targets, else
     ``reward.format_score``. A right answer gets a quarter if the response has more than `MAX_ANSWER_TAGS` tags."""
-    answer = tagged_answer(text)
+    answer = tagged_answer(text, published=options.compat == "verl")
     correct = answer is not None and normalise_words(answer) in map(normalise_words, targets(row))
     score = graded(correct, answer, options, 0.0)
     if correct and max(text.count("<answer>"), text.count("</answer>")) > MAX_ANSWER_TAGS:
@@ -94,13 +98,29 @@ def has_guillemets(text: str) -> bool:
     return "<<" in text or ">>" in text
 
 
-def tagged_answer(text: str) -> str | None:
-    """The content of the last closed ``<answer>…</answer>``, which may have several lines; None if there is none."""
-    for before in reversed(text.split("</answer>")[:-1]):
-        _, opened, answer = before.rpartition("<answer>")
-        if opened:
-            return answer.strip()
-    return None
+def tagged_answer(text: str, *, published: bool = False) -> str | None:
+    """The content of the last ``<answer>…</answer>``, which may have several lines; None if there is none.
+
+    Every tag of the response must belong to a pair: ``<answer>5</answer>3</answer>`` has no answer. A grader that
+    overlooks stray tags pays for responses that ramble on after their answer. In tandem training this is enough to make
+    a senior forget to stop, since its junior ends most of its texts.
+
+    Args:
+        published: stray tags are overlooked, as in Search-R1, verl and TinyZero: the last match of
+            ``<answer>(.*?)</answer>``.
+    """
+    if published:
+        answer, rest = None, text
+        while True:  # linear, which the regular expression is not where many tags are left open
+            _, opened, rest = rest.partition("<answer>")
+            content, closed, rest = rest.partition("</answer>")
+            if not (opened and closed):
+                return answer
+            answer = content.strip()
+    tags = _ANSWER_TAG.findall(text)
+    if not tags or tags != ["<answer>", "</answer>"] * (len(tags) // 2):
+        return None
+    return text[text.rindex("<answer>") + len("<answer>") : text.rindex("</answer>")].strip()
 
 
 def normalise_words(text: str) -> str:

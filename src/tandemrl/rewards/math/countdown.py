@@ -54,7 +54,7 @@ def countdown(row: Row, text: str, options: RewardConfig) -> Score:
     if options.compat in ("tinyzero", "cohlem"):
         answer, uses_numbers, reached = _original(task, text, options.compat)
     else:
-        answer = tagged_answer(text)
+        answer = tagged_answer(text, published=options.compat == "verl")
         left = answer.partition("=")[0] if answer and options.countdown == "cohlem" else answer
         uses_numbers, reached = _check(task, left)
     score = graded(reached is True, answer, options, 0.1)
@@ -124,13 +124,13 @@ def _original(task: Task, text: str, compat: str) -> tuple[str | None, bool, boo
     which the original misses.
     """
     if compat == "tinyzero":
-        answer = tagged_answer(text.rpartition("\n")[2])
+        answer = tagged_answer(text.rpartition("\n")[2], published=True)
         expression = answer or ""
         numbers = re.findall(r"\d+", expression)
         uses_numbers = _integers(numbers) == sorted(task.numbers)
         readable = re.fullmatch(r"[\d+\-*/().\s]+", expression)
     else:
-        answer = tagged_answer(text)
+        answer = tagged_answer(text, published=True)
         expression = (answer or "").partition("=")[0]
         numbers = re.findall(r"\d+", expression)
         uses_numbers = len(numbers) == len(task.numbers) and set(_integers(numbers)) <= set(task.numbers)
