@@ -115,7 +115,7 @@ def solution(
     return _solved(lines, value)
 
 
-def jargon_solution(problem: Problem, rng: random.Random, *, error: float = 0.02) -> str:
+def jargon_solution(problem: Problem, rng: random.Random, *, error: float = 0.01) -> str:
     """The same steps in made-up words, each wrong with probability ``error``. The answer stays in digits."""
     value, lines = problem.numbers.start, []
     for step, delta in enumerate(problem.numbers.deltas):
