@@ -175,8 +175,8 @@ def build_tiny_pair(
     ``base`` in the manifest says what the models can do before reinforcement learning: ``solo/pass@1`` of the senior,
     and ``junior/solo/pass@1`` if the junior is another model. For a senior that was trained further in jargon it also
     has ``jargon/rate``, and the accuracy of its texts with and without jargon, ``jargon/pass@1`` and ``plain/pass@1``
-    (0 if it wrote no such text). ``criteria`` are the ranges in which these must be (``CRITERIA``), ``rounds`` is how
-    often the last stage was trained to reach them, and ``unmet`` what is still out of range.
+    (0 if it wrote no such text). ``criteria`` are the ranges in which these must be (``CRITERIA``), ``rounds`` what was
+    measured each time the last stage had been trained, and ``unmet`` what is still out of range.
 
     Args:
         pair: the name of the pair.
@@ -242,11 +242,12 @@ def build_tiny_pair(
             junior.to(device)  # type: ignore[arg-type]  # transformers wraps Module.to
             train(junior, "junior", _batches(tokenizer, recipes["junior"].batch_size, pair, seed, "base"))
         rows = generated_rows(pair, "heldout", base.eval_rows, seed)
-        for rounds in itertools.count(1):
+        rounds: list[dict[str, float]] = []
+        while True:
             _round_to_bfloat16(senior, junior)
-            skill = _skill(senior, junior, tokenizer, rows, seed)
-            unmet = [each for each in criteria if not each.low <= skill[each.measure] <= each.high]
-            if not unmet or rounds == MAX_ROUNDS:
+            rounds.append(_skill(senior, junior, tokenizer, rows, seed))
+            unmet = [each for each in criteria if not each.low <= rounds[-1][each.measure] <= each.high]
+            if not unmet or len(rounds) == MAX_ROUNDS:
                 break
             loss = train(senior, last, batches)
 
@@ -254,7 +255,7 @@ def build_tiny_pair(
         "versions": {library.__name__: library.__version__ for library in (torch, transformers, tokenizers)},
         "parameters": sum(p.numel() for p in senior.parameters()),
         "vocab_size": len(tokenizer),
-        "base": skill | {"eval_rows": base.eval_rows, "warm_start/loss": loss},
+        "base": rounds[-1] | {"eval_rows": base.eval_rows, "warm_start/loss": loss},
         "rounds": rounds,
         "unmet": [str(each) for each in unmet],
     }
@@ -430,7 +431,7 @@ def _accepted(manifest: dict[str, Any], out: Path) -> dict[str, Any]:
     if manifest["unmet"]:
         measured = ", ".join(f"{name} {manifest['base'][name]:.3f}" for name in manifest["criteria"])
         raise PairError(
-            f"{out}: the {manifest['pair']} pair of seed {manifest['seed']} is refused after {manifest['rounds']} "
+            f"{out}: the {manifest['pair']} pair of seed {manifest['seed']} is refused after {len(manifest['rounds'])} "
             f"rounds: {measured}; unmet: {'; '.join(manifest['unmet'])}. Use another seed"
         )
     return manifest
