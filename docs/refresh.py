@@ -50,6 +50,9 @@ PUBLISHED = {
     ("hops", ("hops_jargon",)): "hops_jargon.json",
 }
 """Where the results of an experiment and its pairs are committed."""
+ENVIRONMENTS = DOCS / "environments"
+"""Results of the headline, GRPO and tandem GRPO alone, under other CPUs, instruction sets and libraries' settings."""
+HEADLINE = ("paper-claims", ("jargon",))
 
 CORE = (SOLO, TANDEM, SENIOR_FIRST, JUNIOR_FIRST, JUNIOR_CE)
 OF_AGENTS = (SOLO, TANDEM, SENIOR_THEN_JUNIOR, SENIOR_TURN_FIRST, JUNIOR_CE)
@@ -95,6 +98,57 @@ def differences(
     name: str, columns: Sequence[Column] = (SOLO, TANDEM, SENIOR_FIRST, JUNIOR_FIRST, HANDOFF, JUNIOR_CE)
 ) -> str:
     return differences_table(results(name)[1], columns)
+
+
+def environments() -> str:
+    """The headline on every numeric environment: a row for each, with the worst and the best seed."""
+    rows = []
+    for file in sorted(ENVIRONMENTS.glob("*.json")):
+        content = json.loads(file.read_text())
+        arms = {(row["arm"], row["seed"]): row for row in content["rows"]}
+        seeds = sorted({seed for _, seed in arms})
+        built = len(seeds) + len(content["refused"])
+        verdicts = [claim["verdict"] for claim in content["claims"]]
+
+        def spread(values: Iterable[float]) -> str:
+            ordered = sorted(values)
+            return " to ".join(f"{value:.3f}" for value in dict.fromkeys((ordered[0], ordered[-1])))
+
+        def each(arm: str, measure: str, minus: str | None = None, arms: Any = arms, seeds: Any = seeds) -> str:
+            return spread(arms[arm, n][measure] - (arms[minus, n][measure] if minus else 0) for n in seeds)
+
+        numerics = content["numerics"]
+        settings = [value for name, value in numerics.items() if name not in ("cpu", "capability")]
+        failing = [claim["claim"] for claim in content["claims"] if claim["verdict"] == "fails"]
+        rows.append(
+            [
+                ", ".join([numerics["cpu"], numerics["capability"], *settings]),
+                f"{', '.join(map(str, seeds))} ({len(content['refused'])} of {built} refused)",
+                each("grpo", "jargon_rate"),
+                each("tandem", "jargon_rate"),
+                each("tandem", "handoff/pass@1", "grpo"),
+                each("tandem", "solo/pass@1", "grpo"),
+                f"{sum(verdict == 'holds' for verdict in verdicts)} of {len(verdicts)}"
+                + (f"; fails: {'; '.join(failing)}" if failing else ""),
+            ]
+        )
+    if not rows:
+        return "Not measured yet.\n"
+    head = [
+        "CPU, instructions, settings",
+        "seeds",
+        "jargon rate, GRPO",
+        "jargon rate, tandem",
+        "handoff pass@1, tandem − GRPO",
+        "solo pass@1, tandem − GRPO",
+        "claims that hold",
+    ]
+    commits = sorted({_commits(json.loads(file.read_text())) for file in ENVIRONMENTS.glob("*.json")})
+    return (
+        markdown_table(head, rows, left=2)
+        + "\nLowest and highest seed; `tandemrl experiment paper-claims --arms grpo,tandem` with the settings as "
+        f"environment variables, at {' and '.join(commits)}: [environments]({{docs}}environments).\n"
+    )
 
 
 def _commit(versions: Mapping[str, Any]) -> str:
@@ -437,6 +491,7 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "paper-claims": lambda: headline("paper_claims_jargon.json", JARGON_RATE),
     "paper-claims-differences": lambda: differences("paper_claims_jargon.json"),
     "paper-claims-verdicts": lambda: claims_table(results("paper_claims_jargon.json")[1].claims),
+    "environments": environments,
     "ablations": lambda: headline("ablations.json", JARGON_RATE),
     "ablations-differences": lambda: differences("ablations.json"),
     "ablations-seeds": lambda: seeds_table(results("ablations.json")[1], (SOLO,)),
@@ -495,6 +550,11 @@ def take_over(folders: Iterable[Path]) -> None:
         text = (folder / "results.json").read_text()
         content = json.loads(text)
         key = content["experiment"]["name"], tuple(content["experiment"]["pairs"])
+        file = DOCS / PUBLISHED.get(key, "")
+        if key == HEADLINE and [arm["name"] for arm in content["experiment"]["arms"]] == ["grpo", "tandem"]:
+            numerics = content["numerics"]
+            parts = [str(value) for name, value in numerics.items() if name != "cpu"]
+            file = ENVIRONMENTS / f"{'-'.join([numerics['cpu'], *parts]).lower().replace(' ', '-')}.json"
         if key not in PUBLISHED:
             raise ValueError(f"{folder}: {key} is not published; known: {', '.join(map(str, PUBLISHED))}")
         if content["schema"] != SCHEMA:
@@ -504,7 +564,7 @@ def take_over(folders: Iterable[Path]) -> None:
         made_by = [content["versions"], *content["evaluated_by"]]
         if content["command"] is None or any(each["git_revision"] is None or each["git_dirty"] for each in made_by):
             raise ValueError(f"{folder}: made by no commit, or by no command; run it from a clean checkout")
-        write_text(DOCS / PUBLISHED[key], text)
+        write_text(file, text)
 
 
 def main() -> None:
