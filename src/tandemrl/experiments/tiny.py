@@ -105,8 +105,8 @@ _MUON = WarmStart(steps=600, optimizer="muon")
 WARM_STARTS: dict[str, dict[Part, WarmStart]] = {
     "plain": {"base": WarmStart()},
     "jargon": {
-        "base": replace(_MUON, vocab_size=480, eval_rows=1024),
-        "senior": replace(_MUON, lr=4e-3, vocab_size=480),
+        "base": replace(_MUON, steps=500, vocab_size=480, eval_rows=1024),
+        "senior": replace(_MUON, steps=500, lr=4e-3, vocab_size=480),
     },
     "repair": {"base": replace(_MUON, eval_rows=1024)},
     "hops": {"base": WarmStart(steps=800), "junior": WarmStart(steps=400)},
