@@ -131,7 +131,7 @@ CRITERIA: dict[str, tuple[Criterion, ...]] = {
     "jargon": (
         Criterion("jargon/pass@1", 0.88, 1.0),
         Criterion("plain/pass@1", 0.3, 0.55),
-        Criterion("jargon/rate", 0.5, 0.7),
+        Criterion("jargon/rate", 0.45, 0.75),
     ),
     "repair": (Criterion("solo/pass@1", 0.4, 0.58), Criterion("slips/repaired", 0.07, 0.25)),
 }
