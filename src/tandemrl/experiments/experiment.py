@@ -457,7 +457,7 @@ def _reserve_folder(experiment: Experiment, out: Path) -> None:
     """Write ``experiment.json``, or check that it is of this experiment. Seeds, pairs, arms, contrasts may be added."""
     file, description = out / "experiment.json", _to_json(experiment)
     if file.exists():
-        stored = {"size": "tiny", "device": "cpu"} | json.loads(file.read_text())
+        stored = {"size": "tiny", "device": "cpu", "packaged_pairs": False} | json.loads(file.read_text())
         fixed = [key for key in description if key not in ("seeds", "pairs", "arms", "contrasts")]
         changed = [key for key in fixed if stored.get(key) != description[key]]
         arms = {arm["name"]: arm for arm in stored["arms"]}
