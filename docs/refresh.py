@@ -151,7 +151,8 @@ def environments() -> str:
 
 def environments_sentence() -> str:
     """For README."""
-    every = _environments()
+    if not (every := _environments()):
+        return "Not measured yet.\n"
     seeds = sum(len({row["seed"] for row in content["rows"]}) for content in every)
     refused = sum(len(content["refused"]) for content in every)
 

@@ -48,7 +48,9 @@ def pack(built: Path, pairs: Path = PAIRS) -> Path:
     folder.mkdir(parents=True)
     for name in ("senior", "junior"):
         weights = load_file(built / name / "model.safetensors")
-        save_file({key: tensor.bfloat16() for key, tensor in weights.items()}, folder / f"{name}.safetensors")
+        file = folder / f"{name}.safetensors"
+        save_file({key: tensor.bfloat16() for key, tensor in weights.items()}, file)
+        file.chmod(0o644)  # safetensors makes files that only their owner may read
     PreTrainedTokenizerFast.from_pretrained(built / "senior").save_pretrained(folder / "tokenizer")
     (folder / "manifest.json").write_text(json.dumps(manifest, indent=2) + "\n")
     return folder
