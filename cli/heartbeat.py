@@ -34,11 +34,14 @@ def heartbeat(say: Callable[[str], None], line: Callable[[], str], *, every_s: f
 
 
 def last_written(folder: Path) -> str:
-    """What an experiment in ``folder`` is doing, by its newest file. For a training run it includes the step."""
+    """What an experiment in ``folder`` is doing, by its newest file. For a warm start or a training run it includes the
+    step."""
     files = {file: file.stat().st_mtime for file in folder.glob("*/*/**/*.json*") if file.is_file()}
     if not files:
         return "building the models"
     newest = max(files, key=lambda file: files[file])
+    if newest.name == "pair.progress.json":
+        return json.loads(newest.read_text(encoding="utf-8"))["says"]
     shown = f"last written: {newest.relative_to(folder)}"
     if newest.name != "metrics.jsonl":
         return shown

@@ -50,6 +50,9 @@ PUBLISHED = {
     ("hops", ("hops_jargon",)): "hops_jargon.json",
 }
 """Where the results of an experiment and its pairs are committed."""
+ENVIRONMENTS = DOCS / "environments"
+"""Results of the headline, GRPO and tandem GRPO alone, under other CPUs, instruction sets and libraries' settings."""
+HEADLINE = ("paper-claims", ("jargon",))
 
 CORE = (SOLO, TANDEM, SENIOR_FIRST, JUNIOR_FIRST, JUNIOR_CE)
 OF_AGENTS = (SOLO, TANDEM, SENIOR_THEN_JUNIOR, SENIOR_TURN_FIRST, JUNIOR_CE)
@@ -95,6 +98,74 @@ def differences(
     name: str, columns: Sequence[Column] = (SOLO, TANDEM, SENIOR_FIRST, JUNIOR_FIRST, HANDOFF, JUNIOR_CE)
 ) -> str:
     return differences_table(results(name)[1], columns)
+
+
+def _environments() -> list[dict[str, Any]]:
+    """The results of the headline on each numeric environment, that of the main table first."""
+    every = [DOCS / PUBLISHED[HEADLINE], *sorted(ENVIRONMENTS.glob("*.json"))]
+    return [content for file in every if "numerics" in (content := json.loads(file.read_text()))]
+
+
+def _spread(content: Mapping[str, Any], arm: str, measure: str, minus: str | None = None) -> tuple[float, float]:
+    """The lowest and the highest seed of an arm in a measure, or of its difference to another arm."""
+    of = {(row["arm"], row["seed"]): row[measure] for row in content["rows"]}
+    values = [value - (of[minus, seed] if minus else 0.0) for (name, seed), value in of.items() if name == arm]
+    return min(values), max(values)
+
+
+SPREADS = {
+    "jargon rate, GRPO": ("grpo", "jargon_rate"),
+    "jargon rate, tandem": ("tandem", "jargon_rate"),
+    "handoff pass@1, tandem − GRPO": ("tandem", "handoff/pass@1", "grpo"),
+    "solo pass@1, tandem − GRPO": ("tandem", "solo/pass@1", "grpo"),
+}
+
+
+def environments() -> str:
+    """The headline on every numeric environment: a row for each, with its lowest and its highest seed."""
+    rows = []
+    for content in _environments():
+        seeds = sorted({row["seed"] for row in content["rows"]})
+        verdicts = [claim["verdict"] for claim in content["claims"]]
+        failing = [claim["claim"] for claim in content["claims"] if claim["verdict"] == "fails"]
+        rows.append(
+            [
+                ", ".join(map(str, content["numerics"].values())),
+                ", ".join(map(str, seeds)),
+                f"{len(content['refused'])} of {len(seeds) + len(content['refused'])}",
+                *(" to ".join(f"{end:.3f}" for end in _spread(content, *what)) for what in SPREADS.values()),
+                f"{verdicts.count('holds')} of {len(verdicts) - verdicts.count('not asked of one seed')}"
+                + (f"; fails: {'; '.join(failing)}" if failing else ""),
+            ]
+        )
+    if not rows:
+        return "Not measured yet.\n"
+    head = ["CPU, instructions, settings", "seeds", "pairs refused", *SPREADS, "claims that hold"]
+    commits = sorted({_commits(content) for content in _environments()})
+    return (
+        markdown_table(head, rows, left=2)
+        + "\nLowest and highest seed. `tandemrl experiment paper-claims`, with the settings as environment variables, "
+        f"at {' and '.join(commits)}: [environments]({{root}}docs/environments).\n"
+    )
+
+
+def environments_sentence() -> str:
+    """For README."""
+    if not (every := _environments()):
+        return "Not measured yet.\n"
+    seeds = sum(len({row["seed"] for row in content["rows"]}) for content in every)
+    refused = sum(len(content["refused"]) for content in every)
+
+    def over_all(title: str) -> str:
+        ends = [_spread(content, *SPREADS[title]) for content in every]
+        return f"{min(low for low, _ in ends):.2f} to {max(high for _, high in ends):.2f}"
+
+    return (
+        f"Over {len(every)} kinds of CPU arithmetic, {seeds} pairs in all: after GRPO the senior uses the words in "
+        f"{over_all('jargon rate, GRPO')} of its\ntexts, after tandem GRPO in {over_all('jargon rate, tandem')}; in "
+        f"handoff, tandem GRPO is better by {over_all('handoff pass@1, tandem − GRPO')}; {refused} pairs were "
+        "refused\n([results](docs/results.md#on-other-cpus)).\n"
+    )
 
 
 def _commit(versions: Mapping[str, Any]) -> str:
@@ -368,7 +439,7 @@ def scoring() -> str:
             line["benchmark"].removeprefix("scoring/"),
             f"{line['responses']:,}",
             *(f"{line[rate]:,.0f}" for rate in ("per_second", "per_cpu_second")),
-            *(f"{_spread(line[peak])}" for peak in ("peak_mib", "peak_mib_children")),
+            *(f"{_by_fifths(line[peak])}" for peak in ("peak_mib", "peak_mib_children")),
         ]
         for line in lines("scoring.jsonl")
     ]
@@ -422,7 +493,7 @@ def countdown() -> str:
     )
 
 
-def _spread(fifths: Mapping[str, float]) -> str:
+def _by_fifths(fifths: Mapping[str, float]) -> str:
     return " and ".join(f"{value:.0f}" for value in fifths.values())
 
 
@@ -437,6 +508,8 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "paper-claims": lambda: headline("paper_claims_jargon.json", JARGON_RATE),
     "paper-claims-differences": lambda: differences("paper_claims_jargon.json"),
     "paper-claims-verdicts": lambda: claims_table(results("paper_claims_jargon.json")[1].claims),
+    "environments": environments,
+    "readme-environments": environments_sentence,
     "ablations": lambda: headline("ablations.json", JARGON_RATE),
     "ablations-differences": lambda: differences("ablations.json"),
     "ablations-seeds": lambda: seeds_table(results("ablations.json")[1], (SOLO,)),
@@ -495,6 +568,11 @@ def take_over(folders: Iterable[Path]) -> None:
         text = (folder / "results.json").read_text()
         content = json.loads(text)
         key = content["experiment"]["name"], tuple(content["experiment"]["pairs"])
+        file = DOCS / PUBLISHED.get(key, "")
+        if key == HEADLINE and "kl" not in {arm["name"] for arm in content["experiment"]["arms"]}:
+            numerics = content["numerics"]
+            parts = [str(value) for name, value in numerics.items() if name != "cpu"]
+            file = ENVIRONMENTS / f"{'-'.join([numerics['cpu'], *parts]).lower().replace(' ', '-')}.json"
         if key not in PUBLISHED:
             raise ValueError(f"{folder}: {key} is not published; known: {', '.join(map(str, PUBLISHED))}")
         if content["schema"] != SCHEMA:
@@ -504,7 +582,7 @@ def take_over(folders: Iterable[Path]) -> None:
         made_by = [content["versions"], *content["evaluated_by"]]
         if content["command"] is None or any(each["git_revision"] is None or each["git_dirty"] for each in made_by):
             raise ValueError(f"{folder}: made by no commit, or by no command; run it from a clean checkout")
-        write_text(DOCS / PUBLISHED[key], text)
+        write_text(file, text)
 
 
 def main() -> None:

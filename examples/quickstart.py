@@ -1,8 +1,9 @@
 """Train a tiny senior with a frozen junior, beside a plain-GRPO control, and see both in numbers. `make quickstart`.
 
-Builds the jargon pair: a senior that answers better in made-up words than in plain ones, and a junior that has never
-seen them. Trains two copies of the senior for the same number of steps, one alone and one in tandem, and evaluates both
-and the model before training on the same held-out problems. A killed run goes on; what is finished is kept.
+Takes the jargon pair that comes with the library, or builds one: a senior that answers better in made-up words than in
+plain ones, and a junior that has never seen them. Trains two copies of the senior for the same number of steps, one
+alone and one in tandem, and evaluates both and the model before training on the same held-out problems. A killed run
+goes on; what is finished is kept.
 """
 
 import argparse
@@ -20,6 +21,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0, help="of the pair and of both training runs")
     parser.add_argument("--problems", type=int, default=512, help="held-out problems to evaluate on")
     parser.add_argument("--samples", type=int, default=4, help="samples per problem")
+    parser.add_argument("--build-pair", action="store_true", help="build the pair here, even if the library brings it")
     args = parser.parse_args()
     quickstart = EXPERIMENTS["quickstart"]
     experiment = replace(
@@ -28,6 +30,7 @@ def main() -> None:
         overrides=(*quickstart.overrides, *args.overrides),
         problems=args.problems,
         samples=args.samples,
+        packaged_pairs=not args.build_pair,
     )
     with heartbeat(lambda line: print(line, flush=True), lambda: last_written(args.out)):
         run_experiment(experiment, args.out)

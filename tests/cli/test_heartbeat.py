@@ -1,5 +1,6 @@
 """Lines where there is no bar."""
 
+import re
 import threading
 from pathlib import Path
 
@@ -53,3 +54,19 @@ def test_the_newest_file_says_where_an_experiment_is(tmp_path: Path) -> None:
         os.utime(file, (age, age))
         step = ", step 4" if age == 0 else ""
         assert last_written(tmp_path) == f"last written: {name}{step}"
+
+
+def test_a_warm_start_says_what_is_built_how_far_it_is_and_how_long_it_takes(tmp_path: Path) -> None:
+    from tandemrl.experiments.experiment import Job, _building
+
+    home = tmp_path / "jargon" / "seed-3"
+    with _building(home, Job("jargon", 3)) as progress:
+        progress(1, 100, 5.0)
+        assert re.fullmatch(
+            r"building the jargon pair of seed 3: step 1 of 100, loss 5\.000, about \d+ s left", last_written(tmp_path)
+        )
+        progress(2, 100, 4.0)  # at most once a second
+        assert "step 1 of 100" in last_written(tmp_path)
+        progress(100, 100, 1.0)
+        assert last_written(tmp_path).endswith("step 100 of 100, loss 1.000, measuring what it can do")
+    assert last_written(tmp_path) == "building the models"

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
+import torch
 from typer.testing import CliRunner
 
 from tandemrl import report
@@ -29,9 +30,9 @@ from tandemrl.experiments.experiment import (
     Experiment,
     ExperimentError,
     Job,
-    check_premise,
     run_experiment,
 )
+from tandemrl.experiments.tiny import PairError
 
 SHORT = (
     "train.steps=2",
@@ -238,12 +239,42 @@ def int_or_text(seed: int, text: str) -> str:
     return text
 
 
-def test_a_jargon_senior_that_is_better_in_plain_words_is_refused() -> None:
-    manifest = {"pair": "jargon", "base": {"jargon/pass@1": 0.5, "plain/pass@1": 0.6}}
-    with pytest.raises(ExperimentError, match=r"right in 0.500 of its jargon and 0.600 of its plain"):
-        check_premise(manifest, Path("runs/pair"))
-    check_premise(manifest | {"base": {"jargon/pass@1": 0.9, "plain/pass@1": 0.6}}, Path("runs/pair"))
-    check_premise({"pair": "plain", "base": {"solo/pass@1": 0.5}}, Path("runs/pair"))
+def test_a_refused_pair_is_counted_and_the_others_are_compared(
+    finished: Finished, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And if all are refused there is nothing to compare."""
+    small, out, results, _ = finished
+
+    def build(folder: Path, *, seed: int, **recipe: Any) -> dict[str, Any]:
+        if seed in refused:
+            raise PairError(f"{folder}: refused")
+        return json.loads((folder / "manifest.json").read_text())
+
+    refused = {1}
+    monkeypatch.setattr(experiments, "build_tiny_pair", build)
+    found = run_experiment(small, out, workers=1, say=lambda line: None)
+    assert [row["seed"] for row in found["rows"]] == [0, 0, 0]
+    assert found["refused"] == [{"pair": "plain", "seed": 1, "reason": f"{out}/plain/seed-1/pair: refused"}]
+    assert [(claim["bar"], claim["values"], claim["verdict"]) for claim in found["claims"]] == [("<= 0", [1], "fails")]
+    assert "refused" in (out / "report.md").read_text()
+    refused = {0, 1}
+    with pytest.raises(ExperimentError, match=r"every pair was refused: .*seed-0.*seed-1"):
+        run_experiment(small, out, workers=1, say=lambda line: None)
+    monkeypatch.undo()
+    assert results["refused"] == []
+
+
+def test_results_name_the_cpu_and_what_was_set_by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in experiments.NUMERIC_VARIABLES:
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("MKL_CBWR", "COMPATIBLE")
+    found = experiments.numerics()
+    assert set(found) == {"cpu", "capability", "MKL_CBWR"}
+    assert found["capability"] == torch.backends.cpu.get_cpu_capability()
+
+
+def test_only_the_quickstart_takes_the_packaged_pair() -> None:
+    assert [name for name, each in EXPERIMENTS.items() if each.packaged_pairs] == ["quickstart"]
 
 
 def _rows(tandem: dict[str, list[float]]) -> list[dict[str, Any]]:

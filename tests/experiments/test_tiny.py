@@ -13,7 +13,9 @@ from tandemrl.data.rows import DataError
 from tandemrl.data.synthetic import PAIRS, examples, generate
 from tandemrl.experiments import tiny
 from tandemrl.experiments.demonstrations import lessons
-from tandemrl.experiments.tiny import WarmStart, build_tiny_pair, train_tokenizer
+from tandemrl.experiments.packaged import pack
+from tandemrl.experiments.tiny import Criterion, PairError, build_tiny_pair, train_tokenizer
+from tandemrl.experiments.warm_start import Muon, WarmStart, orthogonal
 
 STEPS = 12
 
@@ -135,6 +137,7 @@ def jargon(tmp_path_factory):
     seen = []
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(tiny.WARM_STARTS, "jargon", {"base": recipe, "senior": recipe})
+        patch.setitem(tiny.CRITERIA, "jargon", ())
         manifest = build_tiny_pair(out, pair="jargon", progress=lambda *event: seen.append(event))
         yield out, manifest, seen
 
@@ -147,7 +150,8 @@ def test_the_jargon_senior_goes_on_from_the_base_alone(jargon):
     tokenizer = train_tokenizer("jargon", 0, vocab_size=480)
     with tiny._threads(1):
         base = tiny.new_model(tokenizer, 0)
-        tiny.warm_start(base, tokenizer, WarmStart(steps=3, batch_size=4), pair="jargon", seed=0)
+        tiny.warm_start(base, tiny._batches(tokenizer, 4, "jargon", 0, "base"), WarmStart(steps=3, batch_size=4))
+        tiny._round_to_bfloat16(base)
     junior = AutoModelForCausalLM.from_pretrained(out / "junior").state_dict()
     assert all(torch.equal(tensor, junior[name]) for name, tensor in base.state_dict().items())
 
@@ -189,10 +193,19 @@ def test_skill_splits_the_senior_by_jargon(monkeypatch):
     assert tiny._skill(one_model, one_model, None, rows, 0) == {"solo/pass@1": 0.25}
 
 
-def test_the_plain_recipe_is_that_of_cached_pairs(built):
-    """A key more or less in it would make every plain pair that was ever built stale."""
+def test_the_recipe_says_all_that_a_cached_pair_depends_on(built):
     assert set(built[1]["recipe"]) == {
-        *("steps", "batch_size", "lr", "final_lr_fraction", "warmup_steps", "betas", "weight_decay", "max_grad_norm"),
+        *(
+            "steps",
+            "batch_size",
+            "optimizer",
+            "lr",
+            "final_lr_fraction",
+            "warmup_steps",
+            "betas",
+            "weight_decay",
+            "max_grad_norm",
+        ),
         *("vocab_size", "threads", "eval_rows", "model", "text_sha256"),
     }
     assert set(built[1]["base"]) == {"solo/pass@1", "eval_rows", "warm_start/loss"}
@@ -280,3 +293,109 @@ def test_agents_learn_their_episodes_and_a_junior_of_its_own_fewer(tmp_path, mon
             total -= lesson.weights[place] * logprobs[place - 1, lesson.tokens[place]].item()
             weight += lesson.weights[place]
     assert seen[0][2] == pytest.approx(total / weight, rel=1e-4)
+
+
+# ------------------------------------------------------------------------------------------------------------ criteria
+
+
+@pytest.fixture
+def measured(monkeypatch):
+    """A jargon pair of two steps a stage, whose senior is as good after each round as a test says."""
+    recipe = WarmStart(steps=2, batch_size=2, vocab_size=480, eval_rows=4)
+    monkeypatch.setitem(tiny.WARM_STARTS, "jargon", {"base": recipe, "senior": recipe})
+    monkeypatch.setitem(tiny.CRITERIA, "jargon", (Criterion("jargon/pass@1", 0.88, 1.0),))
+
+    def skills(*values: float) -> None:
+        found = iter(values)
+        monkeypatch.setattr(tiny, "_skill", lambda *args: {"jargon/pass@1": next(found)})
+
+    return skills
+
+
+def test_the_senior_is_trained_until_its_criteria_hold(measured, tmp_path):
+    seen = []
+    measured(0.88)
+    once = build_tiny_pair(tmp_path / "once", pair="jargon")
+    measured(0.87, 0.9)
+    twice = build_tiny_pair(tmp_path / "twice", pair="jargon", progress=lambda *event: seen.append(event[:2]))
+    assert [[each["jargon/pass@1"] for each in built["rounds"]] for built in (once, twice)] == [[0.88], [0.87, 0.9]]
+    assert seen == [(1, 4), (2, 4), (3, 4), (4, 4), (5, 6), (6, 6)]
+    assert once["sha256"]["junior"] == twice["sha256"]["junior"]
+    assert once["sha256"]["senior"] != twice["sha256"]["senior"]
+    assert twice["criteria"] == {"jargon/pass@1": [0.88, 1.0]}
+    assert twice["unmet"] == []
+
+
+def test_a_pair_that_never_meets_its_criteria_is_refused_and_stays_so(measured, tmp_path, monkeypatch):
+    measured(0.5, 0.6, 0.875)
+    refused = r"refused after 3 rounds: jargon/pass@1 0\.875; unmet: 0\.88 <= jargon/pass@1 <= 1\. Use another seed"
+    with pytest.raises(PairError, match=refused):
+        build_tiny_pair(tmp_path / "pair", pair="jargon")
+    with pytest.raises(PairError, match=refused):
+        build_tiny_pair(tmp_path / "pair", pair="jargon", progress=pytest.fail)
+    monkeypatch.setitem(tiny.CRITERIA, "jargon", (Criterion("jargon/pass@1", 0.8, 1.0),))
+    measured(0.81)
+    assert len(build_tiny_pair(tmp_path / "pair", pair="jargon")["rounds"]) == 1  # other criteria: another pair
+
+
+def test_steps_given_by_hand_are_taken_once_without_criteria(measured, tmp_path):
+    measured(0.1)
+    assert build_tiny_pair(tmp_path / "pair", pair="jargon", steps=1)["criteria"] == {}
+
+
+def test_weights_are_exact_in_half_of_the_bytes(built):
+    weights = AutoModelForCausalLM.from_pretrained(built[0] / "senior").state_dict()
+    assert all(torch.equal(tensor, tensor.bfloat16().float()) for tensor in weights.values())
+
+
+def test_repair_pairs_are_asked_how_many_slips_are_repaired(monkeypatch):
+    rows = generate("repair", "heldout", 2, 0)
+    text = "5 plus 3 about 9 first.\n\nCheck 8.\n\n8 minus 2 is 7 next.\n\n\\boxed{7}"
+    monkeypatch.setattr(tiny, "solo_texts", lambda *_: [text, text])
+    assert tiny._skill("one", "one", None, rows, 0)["slips/repaired"] == 0.5
+
+
+@pytest.mark.parametrize("shape", [(7, 4), (4, 7), (5, 5)])
+def test_orthogonal_moves_singular_values_to_one(shape):
+    """Held against the singular value decomposition."""
+    matrices = torch.randn(3, *shape, generator=torch.Generator().manual_seed(0))
+    found = orthogonal(matrices)
+    u, _, vh = torch.linalg.svd(matrices, full_matrices=False)
+    values = torch.einsum("mri,mrc,mic->mi", u, found, vh)
+    assert ((values > 0.6) & (values < 1.3)).all()
+    assert torch.allclose(found, u @ torch.diag_embed(values) @ vh, atol=1e-4)
+
+
+def test_muon_moves_a_matrix_by_its_orthogonal_momentum():
+    """Two steps, held against the update rule in plain NumPy, with weight decay."""
+    weight = torch.nn.Parameter(torch.randn(4, 6, generator=torch.Generator().manual_seed(1)))
+    expected, average = weight.detach().double().numpy().copy(), 0.0
+    optimizer = Muon([weight], lr=0.1, weight_decay=0.5)
+    for step in range(2):
+        gradient = torch.randn(4, 6, generator=torch.Generator().manual_seed(2 + step))
+        weight.grad = gradient
+        optimizer.step()
+        average = 0.95 * average + 0.05 * gradient.double().numpy()
+        x = 0.05 * gradient.double().numpy() + 0.95 * average
+        x /= (x**2).sum() ** 0.5
+        for _ in range(5):
+            square = x @ x.T
+            x = 3.4445 * x - 4.7750 * square @ x + 2.0315 * square @ square @ x
+        expected = expected * (1 - 0.1 * 0.5) - 0.1 * 0.2 * 6**0.5 * x
+    assert weight.detach().numpy() == pytest.approx(expected, abs=1e-5)
+
+
+# ------------------------------------------------------------------------------------------------------------ packaged
+
+
+def test_packing_and_unpacking_keeps_every_weight(jargon, tmp_path, monkeypatch):
+    out, manifest, _ = jargon
+    pack(out, tmp_path / "pairs")
+    monkeypatch.setattr("tandemrl.experiments.packaged.PAIRS", tmp_path / "pairs")
+    monkeypatch.setattr(tiny, "warm_start", lambda *args, **more: pytest.fail("trained"))
+    unpacked = build_tiny_pair(tmp_path / "pair", pair="jargon", packaged=True)
+    assert unpacked == manifest
+    for name in ("senior", "junior"):
+        assert (tmp_path / "pair" / name / "tokenizer.json").read_text() == (out / name / "tokenizer.json").read_text()
+    with pytest.raises(pytest.fail.Exception, match="trained"):
+        build_tiny_pair(tmp_path / "other", pair="jargon", seed=1, packaged=True)

@@ -24,10 +24,20 @@ SOLO_MEAN_MARGIN = 0.02
 """The loss of solo pass@1 that the mean over seeds may show at most."""
 
 
-def claims_of(pair: str, rows: Sequence[ResultRow], contrasts: Sequence[Contrast]) -> list[Claim]:
-    """The claims about a pair, for the arms that exist. For some pairs nothing is claimed beforehand."""
+def claims_of(pair: str, rows: Sequence[ResultRow], contrasts: Sequence[Contrast], *, refused: int = 0) -> list[Claim]:
+    """The claims about a pair, for the arms that exist. For some pairs nothing is claimed beforehand.
+
+    Args:
+        refused: how many pairs did not meet their criteria, and so have no rows. If there are any, the first claim
+            counts them.
+    """
     of = {"jargon": paper_claims, "hops": hops_claims, "hops_jargon": hops_jargon_claims}.get(pair)
-    return [] if of is None else of(pair, rows, contrasts)
+    claims = [] if of is None else of(pair, rows, contrasts)
+    if refused:
+        claims.insert(
+            0, Claim("pairs refused, because they missed the criteria before training", "<= 0", (refused,), "fails")
+        )
+    return claims
 
 
 def paper_claims(pair: str, rows: Sequence[ResultRow], contrasts: Sequence[Contrast]) -> list[Claim]:

@@ -17,16 +17,20 @@ when it is started again.
 import json
 import multiprocessing
 import os
+import platform
 import shlex
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from statistics import fmean
 from typing import Any, NamedTuple
+
+import torch
 
 from tandemrl import evals, report
 from tandemrl.config import load
@@ -34,12 +38,14 @@ from tandemrl.data import hops
 from tandemrl.data.synthetic import repairs, slips, uses_jargon
 from tandemrl.evals.compare import compare, to_json
 from tandemrl.experiments.claims import BASE, claims_of
-from tandemrl.experiments.tiny import SIZES, WARM_STARTS, build_tiny_pair, lr_scale
+from tandemrl.experiments.tiny import SIZES, WARM_STARTS, PairError, build_tiny_pair, lr_scale
+from tandemrl.experiments.warm_start import Progress
 from tandemrl.files import versions, write_text
 from tandemrl.report.records import MEASURES
 from tandemrl.training.loop import train
 
 SCHEMA = 2
+NUMERIC_VARIABLES = ("ATEN_CPU_CAPABILITY", "MKL_CBWR", "MKL_ENABLE_INSTRUCTIONS", "ONEDNN_MAX_CPU_ISA")
 
 
 class ExperimentError(RuntimeError):
@@ -67,7 +73,7 @@ class Experiment:
     assignments of keys on top of it. pair_steps: the number of warm-start steps; None means the pair's own. size: the
     size of the models, one of ``tiny.SIZES``. device: where everything runs. problems, samples: the number of held-out
     problems of every evaluation, and of samples for each. evaluation: the config of every evaluation; None means the
-    defaults.
+    defaults. packaged_pairs: a pair that comes with the library is copied instead of built.
     """
 
     name: str
@@ -83,6 +89,7 @@ class Experiment:
     problems: int = 512
     samples: int = 4
     evaluation: str | None = None
+    packaged_pairs: bool = False
 
     def only(self, names: Sequence[str]) -> "Experiment":
         """The experiment with only these arms, in this order, and the contrasts between them or with the model before
@@ -108,9 +115,10 @@ def _arm(name: str, *overrides: str) -> Arm:
 
 
 SENTENCE = _arm("sentence", "selection.strategy=sentence")
-RECIPE = ("train.steps=80", "train.mini_batch_prompts=8", "train.eval_every=20")
-"""The recipe of the runs: two updates per rollout batch, as in the paper, and 80 steps, of which some twenty are
-what leaving the jargon costs the tandem senior."""
+RECIPE = ("train.mini_batch_prompts=8",)
+"""Two updates per rollout batch, as in the paper. The quickstart config has 50 steps."""
+LONGER = (*RECIPE, "train.steps=80", "train.eval_every=20")
+"""For arms that learn more slowly, or that learn to repair."""
 
 TURNS = Arm("turns", "tandem by turns", ("selection.strategy=turn",))
 WORDS = Arm("words", "tandem by words", ("selection.strategy=word",))
@@ -133,13 +141,18 @@ ABLATIONS = (
     _arm("junior_weight_0.5", "loss.junior_weight=0.5"),
     _arm("junior_weight_1", "loss.junior_weight=1.0"),
     _arm("junior_kl_0.1", "loss.junior_kl_coef=0.1"),
-    Arm("weak_junior", "weaker junior", junior_steps=400),
+    Arm("weak_junior", "weaker junior", junior_steps=250),
 )
 """The arms of the ablations. Each changes one thing about tandem GRPO, and is compared with it."""
 
 EXPERIMENTS: dict[str, Experiment] = {
     "quickstart": Experiment(
-        "quickstart", (GRPO, TANDEM), contrasts=(("tandem", "grpo"),), seeds=(0,), overrides=RECIPE
+        "quickstart",
+        (GRPO, TANDEM),
+        contrasts=(("tandem", "grpo"),),
+        seeds=(0,),
+        overrides=RECIPE,
+        packaged_pairs=True,
     ),
     "paper-claims": Experiment(
         "paper-claims",
@@ -152,14 +165,14 @@ EXPERIMENTS: dict[str, Experiment] = {
         (GRPO, TANDEM, SENTENCE),
         pairs=("repair",),
         contrasts=(("tandem", "grpo"), ("sentence", "grpo")),
-        overrides=RECIPE,
+        overrides=LONGER,
     ),
     "ablations": Experiment(
         "ablations",
         (GRPO, TANDEM, *ABLATIONS),
         contrasts=(("tandem", "grpo"), *((arm.name, "tandem") for arm in ABLATIONS)),
         seeds=(0, 1, 2),
-        overrides=RECIPE,
+        overrides=LONGER,
     ),
     "hops": Experiment(
         "hops",
@@ -201,8 +214,8 @@ def run_experiment(
 
     Raises:
         ConfigError: the overrides of an arm are not valid.
-        ExperimentError: the experiment is not valid, ``out`` holds another one, a part failed, or a jargon senior is
-            not more accurate in jargon than in plain words before training.
+        ExperimentError: the experiment is not valid, ``out`` holds another one, a part failed, or every pair was
+            refused. (Some refused pairs are recorded in the results, and the rest is compared.)
     """
     out = Path(out)
     _check_experiment(experiment)
@@ -216,9 +229,12 @@ def run_experiment(
         return [] if job.arm else [job._replace(arm=arm) for arm in (*experiment.arms, Arm(BASE, "before training"))]
 
     failed: dict[str, BaseException] = {}
+    refused: dict[Job, str] = {}
     ended = _run_jobs(jobs, after, lambda job: (run_job, experiment, job, out), workers)
     for finished, (job, outcome) in enumerate(ended, 1):
-        if isinstance(outcome, BaseException):
+        if isinstance(outcome, PairError):
+            refused[job] = str(outcome)
+        elif isinstance(outcome, BaseException):
             failed[str(job)] = outcome
         shown = f"{type(outcome).__name__}: {outcome}" if isinstance(outcome, BaseException) else outcome
         say(f"[{finished}/{total}, {time.perf_counter() - started:.0f} s] {job}: {shown}")
@@ -227,7 +243,9 @@ def run_experiment(
         raise ExperimentError(
             f"{len(failed)} of {total} parts failed ({listed}); what is finished is kept: fix it and run again"
         ) from next(iter(failed.values()))
-    results = collect_results(experiment, out)
+    if len(refused) == len(jobs):
+        raise ExperimentError(f"every pair was refused: {'; '.join(refused.values())}")
+    results = collect_results(experiment, out, refused=refused)
     write_text(out / "results.json", json.dumps(results, indent=2, allow_nan=False) + "\n")
     page = report.build_report(out)
     report.write_report(page)
@@ -239,8 +257,14 @@ def run_job(experiment: Experiment, job: Job, out: Path) -> str:
     """Run one job, unless its files exist already, and return a line about it."""
     home = out / job.pair / f"seed-{job.seed}"
     if job.arm is None:
-        manifest = build_tiny_pair(home / "pair", steps=experiment.pair_steps, **_pair_options(experiment, job))
-        check_premise(manifest, home / "pair")
+        with _building(home, job) as progress:
+            manifest = build_tiny_pair(
+                home / "pair",
+                steps=experiment.pair_steps,
+                packaged=experiment.packaged_pairs,
+                progress=progress,
+                **_pair_options(experiment, job),
+            )
         return ", ".join(f"{name} {value:.3g}" for name, value in manifest["base"].items())
     model = home / "pair" / "senior"
     if job.arm.name != BASE:
@@ -263,41 +287,55 @@ def run_job(experiment: Experiment, job: Job, out: Path) -> str:
     return f"solo pass@1 {phases['pass-at-k']['metrics']['macro']['pass@1']:.3f}"
 
 
-def check_premise(manifest: Mapping[str, Any], folder: Path) -> None:
-    """Check the premise of a jargon pair: before training, its senior is more accurate in jargon.
+@contextmanager
+def _building(home: Path, job: Job) -> Iterator[Progress]:
+    """A context in which a warm start writes its progress to a file, at most once a second. ``heartbeat`` reads it."""
+    file, started, written = home / "pair.progress.json", time.monotonic(), 0.0
 
-    Raises:
-        ExperimentError: it is not.
-    """
-    if not manifest["pair"].endswith("jargon"):
-        return
-    jargon, plain = manifest["base"]["jargon/pass@1"], manifest["base"]["plain/pass@1"]
-    if jargon <= plain:
-        raise ExperimentError(
-            f"{folder}: before training, the senior is right in {jargon:.3f} of its jargon and {plain:.3f} of its "
-            "plain texts; jargon must be the more accurate one, or training drops it for that reason alone"
-        )
+    def note(step: int, steps: int, loss: float) -> None:
+        nonlocal written
+        now = time.monotonic()
+        if now - written >= 1 or step == steps:
+            written = now
+            left = (now - started) / step * (steps - step)
+            says = f"building the {job.pair} pair of seed {job.seed}: step {step} of {steps}, loss {loss:.3f}, "
+            says += f"about {left:.0f} s left" if step < steps else "measuring what it can do"
+            write_text(file, json.dumps({"says": says}) + "\n")
+
+    try:
+        yield note
+    finally:
+        file.unlink(missing_ok=True)
 
 
 # ------------------------------------------------------------------------------------------------------------- results
 
 
-def collect_results(experiment: Experiment, out: Path) -> dict[str, Any]:
-    """The content of ``results.json``, collected from the files of a finished experiment."""
+def collect_results(experiment: Experiment, out: Path, *, refused: Mapping[Job, str] | None = None) -> dict[str, Any]:
+    """The content of ``results.json``, collected from the files of a finished experiment.
+
+    Args:
+        refused: the pairs that did not meet their criteria, with the reason. Nothing else is known of them.
+    """
+    refused = refused or {}
+    accepted = {
+        pair: [seed for seed in experiment.seeds if Job(pair, seed) not in refused] for pair in experiment.pairs
+    }
     rows: list[dict[str, Any]] = [
         {"pair": pair, "seed": seed, "arm": arm} | measures_of(pair, out / pair / f"seed-{seed}" / "eval" / arm)
         for pair in experiment.pairs
         for arm in (BASE, *(arm.name for arm in experiment.arms))
-        for seed in experiment.seeds
+        for seed in accepted[pair]
     ]
     metrics = {metric for _, metric in MEASURES.values()}
     contrasts = [
         {"pair": pair, "A": a, "B": b, **contrast}
         for pair in experiment.pairs
+        if accepted[pair]
         for a, b in experiment.contrasts
         for contrast in to_json(
             compare(
-                *([out / pair / f"seed-{n}" / "eval" / arm for n in experiment.seeds] for arm in (a, b)),
+                *([out / pair / f"seed-{n}" / "eval" / arm for n in accepted[pair]] for arm in (a, b)),
                 shown=metrics.__contains__,
             )
         )
@@ -305,7 +343,7 @@ def collect_results(experiment: Experiment, out: Path) -> dict[str, Any]:
     claims = [
         {"pair": pair} | claim._asdict() | {"values": list(claim.values)}
         for pair in experiment.pairs
-        for claim in claims_of(pair, rows, contrasts)
+        for claim in claims_of(pair, rows, contrasts, refused=len(experiment.seeds) - len(accepted[pair]))
     ]
     return {
         "schema": SCHEMA,
@@ -313,6 +351,8 @@ def collect_results(experiment: Experiment, out: Path) -> dict[str, Any]:
         "command": command_line(experiment),
         "date": datetime.now(UTC).date().isoformat(),
         "versions": versions(),
+        "numerics": numerics(),
+        "refused": [{"pair": job.pair, "seed": job.seed, "reason": reason} for job, reason in refused.items()],
         "evaluated_by": evaluated_by(out / row["pair"] / f"seed-{row['seed']}" / "eval" / row["arm"] for row in rows),
         "rows": rows,
         "contrasts": contrasts,
@@ -341,6 +381,18 @@ def command_line(experiment: Experiment) -> str | None:
     changed = {option: values for option, values in options(experiment).items() if values != default[option]}
     words = ["tandemrl", "experiment", experiment.name, *experiment.overrides[len(common) :]]
     return shlex.join(words + [word for option in changed for value in changed[option] for word in (option, value)])
+
+
+def numerics() -> dict[str, str | int]:
+    """What the last bits of a result depend on: the CPU, the instructions that torch uses, and what was set by hand."""
+    info = Path("/proc/cpuinfo")
+    names = [line for line in info.read_text().splitlines() if line.startswith("model name")] if info.is_file() else []
+    chosen = {name: os.environ[name] for name in NUMERIC_VARIABLES if name in os.environ}
+    return {
+        "cpu": names[0].partition(":")[2].strip() if names else platform.processor(),
+        "capability": torch.backends.cpu.get_cpu_capability(),
+        **chosen,
+    }
 
 
 def evaluated_by(folders: Iterable[Path]) -> list[dict[str, Any]]:
@@ -405,7 +457,7 @@ def _reserve_folder(experiment: Experiment, out: Path) -> None:
     """Write ``experiment.json``, or check that it is of this experiment. Seeds, pairs, arms, contrasts may be added."""
     file, description = out / "experiment.json", _to_json(experiment)
     if file.exists():
-        stored = {"size": "tiny", "device": "cpu"} | json.loads(file.read_text())
+        stored = {"size": "tiny", "device": "cpu", "packaged_pairs": False} | json.loads(file.read_text())
         fixed = [key for key in description if key not in ("seeds", "pairs", "arms", "contrasts")]
         changed = [key for key in fixed if stored.get(key) != description[key]]
         arms = {arm["name"]: arm for arm in stored["arms"]}

@@ -12,30 +12,35 @@ import copy
 import hashlib
 import itertools
 import json
-import math
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 import tokenizers
 import torch
 import transformers
-from jaxtyping import Float, Int64
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
-from torch import Tensor
-from torch.nn.functional import cross_entropy
 from transformers import GenerationConfig, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
 from tandemrl.data import hops
 from tandemrl.data.loading import generated_rows
 from tandemrl.data.rows import DataError, Row
-from tandemrl.data.synthetic import Problem, Stage, examples, uses_jargon
+from tandemrl.data.synthetic import Stage, examples, slips, uses_jargon
 from tandemrl.experiments.agents import solo_episodes
-from tandemrl.experiments.demonstrations import Lesson, lessons
+from tandemrl.experiments.demonstrations import lessons
 from tandemrl.experiments.hops_tokenizer import EOS, PAD, START, hops_tokenizer
+from tandemrl.experiments.packaged import find_packaged
+from tandemrl.experiments.warm_start import (
+    Progress,
+    WarmStart,
+    WarmStartBatch,
+    lesson_batch,
+    solution_batch,
+    warm_start,
+)
 from tandemrl.files import NEW, publish
 from tandemrl.models.loading import no_progress_bars
 
@@ -93,39 +98,53 @@ SIZES: dict[str, dict[str, Any]] = {
 }
 """The fields of the Qwen3 configuration for each size. The vocabulary is the tokenizer's."""
 
-Progress = Callable[[int, int, float], None]
-"""A function that is called with (warm-start steps done, steps in total, loss in nats per token)."""
-
-
-@dataclass(frozen=True, slots=True)
-class WarmStart:
-    """How a model is trained, on solutions only, before any reinforcement learning."""
-
-    steps: int = 850
-    batch_size: int = 16
-    lr: float = 3e-3
-    final_lr_fraction: float = 0.05
-    warmup_steps: int = 20
-    betas: tuple[float, float] = (0.9, 0.98)
-    weight_decay: float = 0.01
-    max_grad_norm: float = 1.0
-    vocab_size: int = 400
-    threads: int = 1
-    eval_rows: int = 512
-
-
 Part = Stage | Literal["junior"]
 """What is trained for a pair: the base, a senior that continues from the base, or a junior that starts anew."""
 
+_MUON = WarmStart(steps=600, optimizer="muon")
 WARM_STARTS: dict[str, dict[Part, WarmStart]] = {
     "plain": {"base": WarmStart()},
-    "jargon": {"base": WarmStart(steps=1600, vocab_size=480), "senior": WarmStart(steps=1200, lr=4e-3, vocab_size=480)},
-    "repair": {"base": WarmStart(steps=1600)},
+    "jargon": {
+        "base": replace(_MUON, steps=500, vocab_size=480, eval_rows=1024),
+        "senior": replace(_MUON, steps=500, lr=4e-3, vocab_size=480),
+    },
+    "repair": {"base": replace(_MUON, eval_rows=1024)},
     "hops": {"base": WarmStart(steps=800), "junior": WarmStart(steps=400)},
     "hops_jargon": {"base": WarmStart(steps=800), "senior": WarmStart(steps=700)},
 }
 """For each pair, how the base of both models is trained, how the senior continues if it does, and how the junior is
 trained if it is not the base. ``vocab_size`` does not apply to agents, whose vocabulary is closed."""
+
+
+class Criterion(NamedTuple):
+    """A measure of what the models can do before reinforcement learning, and the range in which it must be."""
+
+    measure: str
+    low: float
+    high: float
+
+    def __str__(self) -> str:
+        return f"{self.low:g} <= {self.measure} <= {self.high:g}"
+
+
+CRITERIA: dict[str, tuple[Criterion, ...]] = {
+    "jargon": (
+        Criterion("jargon/pass@1", 0.88, 1.0),
+        Criterion("plain/pass@1", 0.3, 0.55),
+        Criterion("jargon/rate", 0.45, 0.75),
+    ),
+    "repair": (Criterion("solo/pass@1", 0.4, 0.58), Criterion("slips/repaired", 0.07, 0.25)),
+}
+"""What makes a pair fit for its experiment, measured on held-out problems. The last stage of the warm start is repeated
+until all of it holds. A jargon senior must be so much better in jargon than in plain words that plain GRPO has a reason
+to keep it; where it is hardly better, training drops the jargon on some seeds and machines, and nothing is compared."""
+
+MAX_ROUNDS = 3
+"""How often the last stage of a warm start is trained before a pair is refused."""
+
+
+class PairError(RuntimeError):
+    """A pair does not meet its criteria after ``MAX_ROUNDS`` rounds. The message says what was measured."""
 
 
 def lr_scale(size: str) -> float:
@@ -144,34 +163,40 @@ def build_tiny_pair(
     steps: int | None = None,
     size: str = "tiny",
     device: str = "cpu",
+    packaged: bool = False,
     progress: Progress | None = None,
 ) -> dict[str, Any]:
     """Train a pair into ``out/senior`` and ``out/junior``, and return the content of ``out/manifest.json``.
 
-    The same seed, machine and thread count give the same weights. Nothing is rebuilt if ``out`` already holds the same
-    pair, seed and recipe with intact weights. Otherwise a finished build replaces ``out`` in one rename.
+    The same seed, machine and thread count give the same weights, which are rounded to bfloat16 and stored in float32.
+    Nothing is rebuilt if ``out`` already holds the same pair, seed and recipe with intact weights. Otherwise a finished
+    build replaces ``out`` in one rename.
 
     ``base`` in the manifest says what the models can do before reinforcement learning: ``solo/pass@1`` of the senior,
     and ``junior/solo/pass@1`` if the junior is another model. For a senior that was trained further in jargon it also
     has ``jargon/rate``, and the accuracy of its texts with and without jargon, ``jargon/pass@1`` and ``plain/pass@1``
-    (0 if it wrote no such text).
+    (0 if it wrote no such text). ``criteria`` are the ranges in which these must be (``CRITERIA``), ``rounds`` what was
+    measured each time the last stage had been trained, and ``unmet`` what is still out of range.
 
     Args:
         pair: the name of the pair.
-        steps: the number of warm-start steps of every stage. None means the pair's recipe.
+        steps: the number of warm-start steps of every stage, once, without criteria. None means the pair's recipe.
         size: one of ``SIZES``. The recipe's learning rates are scaled with ``lr_scale``.
         device: where the models are trained.
+        packaged: take the pair that comes with the library (``packaged.py``) if it is this one.
 
     Raises:
         DataError: the pair or the size is unknown.
         FileExistsError: ``out`` holds another pair or seed, or something else than a tiny pair.
+        PairError: the criteria are not met. The manifest and the models are kept, so the same call raises it at once.
     """
     recipes = _recipes(pair, steps, size)
     base = recipes["base"]
-    identity = {"schema": 1, "pair": pair, "seed": seed, "recipe": _fingerprints(recipes, pair, seed, size)}
-    stored = _manifest(out)
+    criteria = CRITERIA.get(pair, ()) if steps is None else ()
+    identity = _identity(recipes, criteria, pair, seed, size)
+    stored = read_manifest(out)
     if stored is not None and all(stored.get(key) == value for key, value in identity.items()) and _intact(out, stored):
-        return stored
+        return _accepted(stored, out)
     if stored is not None and (stored.get("pair"), stored.get("seed")) != (pair, seed):
         raise FileExistsError(
             f"{out} holds the {stored.get('pair')} pair of seed {stored.get('seed')}, which runs may rely on: choose "
@@ -179,48 +204,68 @@ def build_tiny_pair(
         )
     if stored is None and out.exists() and any(out.iterdir()):
         raise FileExistsError(f"{out} is not empty and has no tiny-pair manifest.json: choose another folder")
+    if packaged and (found := find_packaged(identity)) is not None:
+        models = {name: new_model(found.tokenizer, seed, size) for name in found.weights}
+        for name, model in models.items():
+            model.load_state_dict(found.weights[name], strict=False)  # the head is the embedding
+        return _store(out, models, found.tokenizer, found.manifest)
 
     total = sum(recipe.steps for recipe in recipes.values())
     done = 0
 
-    def count(step: int, steps: int, loss: float) -> None:
-        if progress is not None:
-            progress(done + step, total, loss)
+    def train(model: Qwen3ForCausalLM, part: Part, batches: Iterator[WarmStartBatch]) -> float:
+        nonlocal done
+        start = done
+        done += recipes[part].steps
+
+        def count(step: int, steps: int, loss: float) -> None:
+            if progress is not None:
+                progress(start + step, max(total, done), loss)
+
+        return warm_start(model, batches, recipes[part], progress=count)
 
     with _threads(base.threads):
         tokenizer = train_tokenizer(pair, seed, vocab_size=base.vocab_size)
         senior = new_model(tokenizer, seed, size)
         senior.to(device)  # type: ignore[arg-type]  # transformers' annotation of `to` lacks its arguments
-        loss = warm_start(senior, tokenizer, base, pair=pair, seed=seed, progress=count)
         junior = senior
-        done = base.steps
+        batches = _batches(tokenizer, base.batch_size, pair, seed, "base")
+        loss = train(senior, "base", batches)
+        last: Part = "base"
         if "senior" in recipes:
+            last = "senior"
             junior = copy.deepcopy(senior)
-            loss = warm_start(
-                senior, tokenizer, recipes["senior"], pair=pair, seed=seed, stage="senior", progress=count
-            )
+            batches = _batches(tokenizer, recipes[last].batch_size, pair, seed, last)
+            loss = train(senior, last, batches)
         elif "junior" in recipes:
             junior = new_model(tokenizer, seed, size)
             junior.to(device)  # type: ignore[arg-type]  # transformers wraps Module.to
-            warm_start(junior, tokenizer, recipes["junior"], pair=pair, seed=seed, progress=count)
+            train(junior, "junior", _batches(tokenizer, recipes["junior"].batch_size, pair, seed, "base"))
         rows = generated_rows(pair, "heldout", base.eval_rows, seed)
-        skill = _skill(senior, junior, tokenizer, rows, seed)
+        rounds: list[dict[str, float]] = []
+        while True:
+            _round_to_bfloat16(senior, junior)
+            rounds.append(_skill(senior, junior, tokenizer, rows, seed))
+            unmet = [each for each in criteria if not each.low <= rounds[-1][each.measure] <= each.high]
+            if not unmet or len(rounds) == MAX_ROUNDS:
+                break
+            loss = train(senior, last, batches)
 
-    building = out.with_name(f"{NEW}{out.name}-{os.getpid()}")
-    for name, model in (("senior", senior), ("junior", junior)):
-        with no_progress_bars():
-            model.save_pretrained(building / name)
-        tokenizer.save_pretrained(building / name)
     manifest = identity | {
         "versions": {library.__name__: library.__version__ for library in (torch, transformers, tokenizers)},
         "parameters": sum(p.numel() for p in senior.parameters()),
         "vocab_size": len(tokenizer),
-        "base": skill | {"eval_rows": base.eval_rows, "warm_start/loss": loss},
-        "sha256": _weight_hashes(building),
+        "base": rounds[-1] | {"eval_rows": base.eval_rows, "warm_start/loss": loss},
+        "rounds": rounds,
+        "unmet": [str(each) for each in unmet],
     }
-    (building / "manifest.json").write_text(json.dumps(manifest, indent=2) + "\n")
-    publish(out, building)
-    return json.loads(json.dumps(manifest))
+    return _accepted(_store(out, {"senior": senior, "junior": junior}, tokenizer, manifest), out)
+
+
+def read_manifest(folder: Path) -> dict[str, Any] | None:
+    """The content of a pair's ``manifest.json``, or None if there is none."""
+    path = folder / "manifest.json"
+    return json.loads(path.read_text()) if path.is_file() else None
 
 
 def train_tokenizer(pair: str, seed: int, *, vocab_size: int, texts: int = 2000) -> PreTrainedTokenizerFast:
@@ -287,47 +332,6 @@ def new_model(tokenizer: PreTrainedTokenizerFast, seed: int, size: str = "tiny")
     return model
 
 
-def warm_start(
-    model: Qwen3ForCausalLM,
-    tokenizer: PreTrainedTokenizerFast,
-    recipe: WarmStart,
-    *,
-    pair: str,
-    seed: int,
-    stage: Stage = "base",
-    progress: Progress | None = None,
-) -> float:
-    """Train a model on the solutions or episodes of a stage, with EOS and without prompts. Returns the last loss in
-    nats per token."""
-    optimizer = torch.optim.AdamW(
-        model.parameters(), lr=recipe.lr, betas=recipe.betas, weight_decay=recipe.weight_decay
-    )
-    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: _lr_fraction(step, recipe))
-    batches = _batches(tokenizer, recipe.batch_size, pair, seed, stage)
-    value = float("nan")
-    model.train()
-    for step, batch in zip(range(recipe.steps), batches, strict=False):
-        # Padding is on the right and attention is causal, so no real token sees it and no mask is needed.
-        tokens, targets = batch.tokens.to(model.device), batch.targets.to(model.device)
-        logits = model(input_ids=tokens, use_cache=False).logits
-        if batch.weights is None:
-            loss = cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=_IGNORE)
-        else:
-            weights = batch.weights.to(model.device)
-            each = cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="none", ignore_index=_IGNORE)
-            loss = (each * weights.flatten()).sum() / weights.sum()
-        optimizer.zero_grad()
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), recipe.max_grad_norm)
-        optimizer.step()
-        schedule.step()
-        value = loss.item()
-        if progress is not None:
-            progress(step + 1, recipe.steps, value)
-    model.eval()
-    return value
-
-
 @torch.no_grad()
 def solo_texts(
     model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast, rows: Sequence[Row], seed: int, *, max_tokens: int = 64
@@ -348,8 +352,6 @@ def solo_texts(
 
 
 # --------------------------------------------------------------------------------------------------------------------
-
-_IGNORE = -100
 
 
 def _skill(
@@ -384,68 +386,55 @@ def _skill(
             "jargon/pass@1": accuracy(found, jargon),
             "plain/pass@1": accuracy(found, lambda text: not jargon(text)),
         }
+    if wrong := [slip for text, _ in found for slip in slips(text)] if rows[0].data_source.endswith("repair") else []:
+        skill["slips/repaired"] = sum(slip.repaired for slip in wrong) / len(wrong)
     return skill
 
 
-class _Batch(NamedTuple):
-    """Right-padded inputs and next-token targets, which are ignored where nothing is learnt.
-
-    ``weights`` are the weights of the targets in the mean of the loss. None means that all targets count the same.
-    """
-
-    tokens: Int64[Tensor, "n t"]
-    targets: Int64[Tensor, "n t"]
-    weights: Float[Tensor, "n t"] | None = None
-
-
-def _batches(tokenizer: PreTrainedTokenizerFast, size: int, pair: str, seed: int, stage: Stage) -> Iterator[_Batch]:
+def _batches(
+    tokenizer: PreTrainedTokenizerFast, size: int, pair: str, seed: int, stage: Stage
+) -> Iterator[WarmStartBatch]:
     """Yield batches of a stage without end."""
     if pair in hops.PAIRS:
         episodes = lessons(tokenizer, pair, seed, stage=stage)
         while True:
-            yield _weighted(list(itertools.islice(episodes, size)), tokenizer.pad_token_id)
+            yield lesson_batch(list(itertools.islice(episodes, size)), int(tokenizer.pad_token_id))
     solutions = examples(pair, seed, stage=stage)
     while True:
-        yield _encode(tokenizer, list(itertools.islice(solutions, size)))
+        yield solution_batch(tokenizer, list(itertools.islice(solutions, size)))
 
 
-def _encode(tokenizer: PreTrainedTokenizerFast, batch: Sequence[tuple[Problem, str]]) -> _Batch:
-    """A batch in which only responses and their EOS are targets."""
-    prompts = tokenizer.apply_chat_template(
-        [[{"role": "user", "content": problem.question}] for problem, _ in batch],
-        add_generation_prompt=True,
-        return_dict=False,
-    )
-    responses = [[*ids, tokenizer.eos_token_id] for ids in tokenizer([text for _, text in batch])["input_ids"]]
-    width = max(len(p) + len(r) for p, r in zip(prompts, responses, strict=True)) - 1
-    tokens = torch.full((len(batch), width), tokenizer.pad_token_id)
-    targets = torch.full((len(batch), width), _IGNORE)
-    for i, (prompt, response) in enumerate(zip(prompts, responses, strict=True)):
-        whole = torch.tensor(prompt + response)
-        tokens[i, : len(whole) - 1] = whole[:-1]
-        targets[i, len(prompt) - 1 : len(whole) - 1] = whole[len(prompt) :]
-    return _Batch(tokens, targets)
+def _store(
+    out: Path, models: Mapping[str, Qwen3ForCausalLM], tokenizer: PreTrainedTokenizerFast, manifest: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Write a pair into ``out`` in one rename, and return its manifest, with the hashes of the weights."""
+    building = out.with_name(f"{NEW}{out.name}-{os.getpid()}")
+    for name, model in models.items():
+        with no_progress_bars():
+            model.save_pretrained(building / name)
+        tokenizer.save_pretrained(building / name)
+    stored = json.loads(json.dumps({**manifest, "sha256": _weight_hashes(building)}))
+    (building / "manifest.json").write_text(json.dumps(stored, indent=2) + "\n")
+    publish(out, building)
+    return stored
 
 
-def _weighted(batch: Sequence[Lesson], padding: int) -> _Batch:
-    width = max(len(lesson.tokens) for lesson in batch) - 1
-    tokens = torch.full((len(batch), width), padding)
-    targets = torch.full((len(batch), width), _IGNORE)
-    weights = torch.zeros(len(batch), width)
-    for i, lesson in enumerate(batch):
-        whole, length = torch.tensor(lesson.tokens), len(lesson.tokens) - 1
-        tokens[i, :length], targets[i, :length] = whole[:-1], whole[1:]
-        weights[i, :length] = torch.tensor(lesson.weights[1:])
-    return _Batch(tokens, targets, weights)
+@torch.no_grad()
+def _round_to_bfloat16(*models: Qwen3ForCausalLM) -> None:
+    """So that a pair can be stored in half of the bytes without another model coming out."""
+    for model in models:
+        for parameter in model.parameters():
+            parameter.copy_(parameter.bfloat16())
 
 
-def _lr_fraction(step: int, recipe: WarmStart) -> float:
-    """The share of the peak learning rate at a step: a linear warm-up, then a cosine down to ``final_lr_fraction``."""
-    if step < recipe.warmup_steps:
-        return (step + 1) / recipe.warmup_steps
-    done = (step - recipe.warmup_steps) / max(1, recipe.steps - recipe.warmup_steps)
-    floor = recipe.final_lr_fraction
-    return floor + (1.0 - floor) * 0.5 * (1.0 + math.cos(math.pi * done))
+def _accepted(manifest: dict[str, Any], out: Path) -> dict[str, Any]:
+    if manifest["unmet"]:
+        measured = ", ".join(f"{name} {manifest['base'][name]:.3f}" for name in manifest["criteria"])
+        raise PairError(
+            f"{out}: the {manifest['pair']} pair of seed {manifest['seed']} is refused after {len(manifest['rounds'])} "
+            f"rounds: {measured}; unmet: {'; '.join(manifest['unmet'])}. Use another seed"
+        )
+    return manifest
 
 
 def _recipes(pair: str, steps: int | None, size: str) -> dict[Part, WarmStart]:
@@ -456,6 +445,19 @@ def _recipes(pair: str, steps: int | None, size: str) -> dict[Part, WarmStart]:
     return {
         stage: replace(recipe, steps=recipe.steps if steps is None else steps, lr=recipe.lr * lr_scale(size))
         for stage, recipe in WARM_STARTS[pair].items()
+    }
+
+
+def _identity(
+    recipes: Mapping[Part, WarmStart], criteria: Sequence[Criterion], pair: str, seed: int, size: str
+) -> dict[str, Any]:
+    """What a manifest says of how a pair is to be built."""
+    return {
+        "schema": 2,
+        "pair": pair,
+        "seed": seed,
+        "recipe": _fingerprints(recipes, pair, seed, size),
+        "criteria": {each.measure: [each.low, each.high] for each in criteria},
     }
 
 
@@ -474,11 +476,6 @@ def _fingerprints(recipes: Mapping[Part, WarmStart], pair: str, seed: int, size:
 
     later = {part: of(part) for part in recipes if part != "base"}
     return json.loads(json.dumps(of("base") | {"model": SIZES[size]} | later))
-
-
-def _manifest(out: Path) -> dict[str, Any] | None:
-    path = out / "manifest.json"
-    return json.loads(path.read_text()) if path.is_file() else None
 
 
 def _weight_hashes(folder: Path) -> dict[str, str]:
