@@ -34,6 +34,7 @@ from tandemrl.rollout.envs.environment import Environment
 from tandemrl.rollout.sync import sync_weights
 from tandemrl.selection import Strategy, solo
 from tandemrl.training import checkpoint
+from tandemrl.training.arguments import StrategyFunction, require_config
 from tandemrl.training.async_rollouts import AsyncRollouts
 from tandemrl.training.build import build
 from tandemrl.training.experience import (
@@ -63,8 +64,8 @@ def train(
     config: Config,
     *,
     resume: str = "auto",
-    recipe: Recipe | None = None,
-    strategy: Callable[[int], Strategy] | None = None,
+    recipe: Recipe | str | None = None,
+    strategy: StrategyFunction | Strategy | str | None = None,
     reward: RewardFunction | Mapping[str, RewardFunction] | None = None,
     environment: Environment | None = None,
     console: Console | None = None,
@@ -78,9 +79,11 @@ def train(
     Args:
         config: the configuration of the run.
         resume: ``auto`` (from the newest checkpoint in ``output_dir``, if any), ``never``, or a checkpoint folder.
-        recipe: a row of ``losses.RECIPES``, or a recipe of your own. It overrides ``loss.recipe``.
-        strategy: gives the strategy of a training step, where steps count from 1. It overrides ``selection.*``. The
-            share of its draws that fall to the senior is not checked.
+        recipe: a row of ``losses.RECIPES``, or a recipe of your own. It overrides ``loss.recipe``. A name stands for
+            ``loss.recipe=NAME``.
+        strategy: a function that gives the strategy of a training step, where steps count from 1, or one strategy for
+            all steps. It overrides ``selection.*``. The share of its draws that fall to the senior is not checked. A
+            name stands for ``selection.strategy=NAME``.
         reward: a function ``(row, text) -> float | Score``, or one with verl's signature (``rewards.functions``), or
             several functions by name, whose weighted sum (``reward.weights``) is the reward. They score every row for
             which ``reward.scorers`` names no other scorer; ``reward.scorers`` can also name them in a sum. They run in
@@ -98,7 +101,7 @@ def train(
             and saved as above.
         Stopped: a SIGTERM or SIGINT came; the step was finished and saved. It is a SystemExit.
     """
-    check_resume(resume, config.output_dir)
+    check_resume(resume, require_config(config).output_dir)
     if config.train.threads:
         torch.set_num_threads(config.train.threads)
     world = init_world(config.parallel, resolve_device(config.model.device))
