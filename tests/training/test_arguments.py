@@ -201,7 +201,7 @@ def test_strategies_that_cannot_work_are_refused_before_any_weight(
 
 
 def test_the_strategy_of_a_later_step_is_tried_too_as_long_as_there_is_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(ConfigError, match="at_five .*at step 5: the same keys"):
+    with pytest.raises(ConfigError, match=r"at_five .*at step 5: the same keys"):
         try_strategies(at_five, 9, 100)
     monkeypatch.setattr("tandemrl.training.arguments.TRIAL_S", -1.0)
     assert try_strategies(at_five, 9, 100) == 2

@@ -84,10 +84,11 @@ def train(
         strategy: a function that gives the strategy of a training step, where steps count from 1, or one strategy for
             all steps. It overrides ``selection.*``. The share of its draws that fall to the senior is not checked. A
             name stands for ``selection.strategy=NAME``.
-        reward: a function ``(row, text) -> float | Score``, or one with verl's signature (``rewards.functions``), or
-            several functions by name, whose weighted sum (``reward.weights``) is the reward. They score every row for
-            which ``reward.scorers`` names no other scorer; ``reward.scorers`` can also name them in a sum. They run in
-            this process, so an error in them stops the run, and a hang hangs it.
+        reward: a function ``(row, text) -> float | Score``, or one written for verl, TRL or verifiers
+            (``rewards.calls``), or several functions by name, whose weighted sum (``reward.weights``) is the reward.
+            They score every row for which ``reward.scorers`` names no other scorer; ``reward.scorers`` can also name
+            them in a sum. They run in this process, so an error in them stops the run, and a hang hangs it. Each is
+            called once with a made-up text before the run.
         environment: what the authors act in, instead of ``rollout.environment``. If it has a method ``score``, this is
             a reward function.
         console: where to print; see ``Tracker``.

@@ -310,7 +310,10 @@ class Preflight:
         return f"{sum(map(len, self.monitored_rows))} rows, of which {len(self.monitored)} are used"
 
     def rewards(self) -> str:
-        """Check that every row that is used has a scorer, and that the scorers have what they need."""
+        """Check that every row that is used has a scorer, and that the scorers have what they need.
+
+        The user's own functions are called once for each kind of rows, with the ground truth of a row as the text.
+        """
         config = self.config
         rows = [prompt.row for prompt in [*self.prompts[0], *self.heldout, *self.monitored]]
         judged = config.judge.url is not None or config.judge.model is not None
@@ -321,15 +324,16 @@ class Preflight:
             stated = None if config.train.eval_every or not config.data.eval else ()
             kinds = map(routing.Kind.of, read)
             scorer.check(rows, episodes=self.playground is not None, kinds=kinds, stated=stated)
-        used = {routing.Kind.of(row): row for row in rows}
+            used = {routing.Kind.of(row): row for row in reversed(rows)}
+            tried = "".join(_tried(scorer, row) for row in reversed(used.values()))
         functions = self.rewards_by_name
         terms = [term for row in used.values() for term in routing.terms_of(row, config.reward, functions)]
         sources = ", ".join(dict.fromkeys(kind.data_source for kind in used))
         if any(term.name == "code" for term in terms):
             with Sandbox(config.sandbox) as sandbox:
                 sandbox.run("", Stdin(""))
-            return f"{sources}; the sandbox starts"
-        return sources
+            return f"{sources}; the sandbox starts{tried}"
+        return f"{sources}{tried}"
 
     @cached_property
     def judge(self) -> Judge | None:
@@ -490,6 +494,15 @@ def check_resume(resume: str, output_dir: str | Path) -> str:
 
 def _size(model: Any) -> int:
     return sum(parameter.numel() for parameter in model.parameters())
+
+
+def _tried(scorer: Scorer, row: Row) -> str:
+    """What the user's own functions give the ground truth of a row, taken as a response, in words."""
+    text = row.ground_truth
+    scores = scorer.tried(row, text)
+    shown = text if len(text) <= 40 else f"{text[:40]}…"
+    given = " and ".join(f"{name} gives {score.value:g}" for name, score in scores.items())
+    return f"; tried on the text {shown!r}, the ground truth of row {row.example_id}: {given}" if scores else ""
 
 
 def _unused(*_: Any) -> Any:
