@@ -33,7 +33,7 @@ from tandemrl.rollout.engine import Draws, Engine, Passes
 from tandemrl.rollout.envs.environment import Environment
 from tandemrl.rollout.sync import sync_weights
 from tandemrl.selection import Strategy, solo
-from tandemrl.training import checkpoint
+from tandemrl.training import checkpoint, lessons
 from tandemrl.training.arguments import StrategyFunction, require_config
 from tandemrl.training.async_rollouts import AsyncRollouts
 from tandemrl.training.build import build
@@ -150,15 +150,18 @@ def loop(run: Run, tracker: Tracker) -> None:
     draw = partial(progress.sampler.next, config.train.prompts_per_step)
     generate = partial(rollout, setup, models.engine, tracker, profiler)
     keep = partial(remember, setup, models.policy)
+    warning_of = lessons.warner(config, setup.recipe)
     with AsyncRollouts(draw, generate, setup.prompts, models.engine, keep) as rollouts, Signals() as signals:
         rollouts.load_state_dict(progress.rollouts_in_flight)
         for step in range(done + 1, steps + 1):
             clock = profiler.clock(step)
             with explain_errors(step, clock, world, config.parallel.timeout_s):
                 with save_on_failure(run, optimizer_steps, tracker):
-                    train_step(run, step, rollouts, tracker, profiler, clock)
+                    metrics = train_step(run, step, rollouts, tracker, profiler, clock)
                     stop = signal_anywhere(signals.received, world)
                 progress.step = step
+                if warning := warning_of(metrics):
+                    tracker.say(warning)
                 if stop or step == steps or step % config.train.save_every == 0:
                     with clock("save"):
                         progress.rollouts_in_flight = rollouts.state_dict()
@@ -172,12 +175,14 @@ def loop(run: Run, tracker: Tracker) -> None:
                     f"stopped by a signal after step {step}, which is saved; the same command goes on from there"
                 )
                 raise Stopped(stop)
+    if verdict := lessons.verdict(config, setup.recipe):
+        tracker.say(verdict[1])
 
 
 def train_step(
     run: Run, step: int, rollouts: AsyncRollouts, tracker: Tracker, profiler: Profiler, clock: Clock
-) -> None:
-    """Run one training step, from its rollouts to its line in the record."""
+) -> Metrics:
+    """Run one training step, from its rollouts to its line in the record. Returns its metrics."""
     setup, models, progress = run
     config, train, loss = setup.config, setup.config.train, setup.config.loss
     last = step == train.steps
@@ -243,6 +248,7 @@ def train_step(
     tracker.step(step, metrics | clock.metrics(metrics["tokens/response"]))
     if train.profile:
         profiler.step(step, clock, step_cost(setup, groups, experience, profiler.cost))
+    return metrics
 
 
 @contextmanager
