@@ -260,7 +260,7 @@ def test_without_evaluation_a_reward_for_the_evaluation_s_rows_is_no_mistake(arg
         Preflight(load("quickstart", [*arguments, pattern, "train.eval_every=0"])).rewards()
 
 
-# ---------------------------------------------------------------------------------------- a reward is tried at the start
+# -------------------------------------------------------------------------------------- a reward is tried at the start
 
 REWARDS = """
 import time
