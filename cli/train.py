@@ -59,11 +59,13 @@ def train(
         return
     from tandemrl.distributed.world import destroy_world
     from tandemrl.training import loop as training
+    from tandemrl.training.lessons import verdict
 
     context.find_root().call_on_close(destroy_world)  # after an error, once it is printed; not as the interpreter ends
     output = training.train(resolved, resume=resume)
     if destroy_world():
-        typer.echo(f"done: {output}")
+        little = verdict(resolved)
+        typer.echo(f"done: {output}" + (f", but its rewards taught it {little[0]}: see above" if little else ""))
 
 
 def _plan(config: "Config", ranks: int, device: str | None) -> None:

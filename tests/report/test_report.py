@@ -356,6 +356,17 @@ def test_a_torn_last_line_is_left_out_and_said(tmp_path: Path) -> None:
     assert any(caveat == "run stands at step 4 of 9." for caveat in report.caveats)
 
 
+def test_a_run_that_failed_says_at_which_step_and_why(tmp_path: Path) -> None:
+    mine = {"name": "mine.relay", "signature": "relay:0"}
+    write_run(tmp_path / "run", train={"steps": 9}, functions={"strategy": mine})
+    (tmp_path / "run" / "stopped.json").write_text('{"step": 4, "reason": "GraderError: step 5, score: no judge"}')
+    said = caveats(discover(tmp_path))
+    assert "run stopped at step 4 of 9: GraderError: step 5, score: no judge" in said
+    assert any(each.startswith("run was trained (as far as step 4 of 9) with a Python function") for each in said)
+    (tmp_path / "run" / "metrics.jsonl").write_text("")
+    assert "run stopped at step 0 of 9: GraderError: step 5, score: no judge" in caveats(discover(tmp_path))
+
+
 # ---------------------------------------------------------------------------------------------------------------- page
 
 

@@ -16,7 +16,8 @@ from tandemrl.rollout import collect
 from tandemrl.rollout.sync import sync_weights
 from tandemrl.rollout.torch_engine import TorchEngine
 from tandemrl.training import checkpoint
-from tandemrl.training.build import build, resolve_recipe
+from tandemrl.training.arguments import resolve_recipe
+from tandemrl.training.build import build
 from tandemrl.training.gates import TrainError
 from tandemrl.training.loop import train
 from tandemrl.training.writers import first_within, remember, writer_mismatch

@@ -16,6 +16,7 @@ import tandemrl.training.build
 from tandemrl.cli.errors import is_users
 from tandemrl.cli.main import app
 from tandemrl.config import Config, load
+from tandemrl.rewards.protocol import GraderError
 from tandemrl.training.preflight import NotHereError, Preflight, check_resume
 
 Disk = namedtuple("Disk", "total used free")
@@ -64,7 +65,7 @@ def test_a_dry_run_says_what_it_checked_and_loads_no_weights(
     subjects = [line.split()[1].rstrip(":") for line in result.stdout.splitlines() if line.startswith("ok  ")]
     assert subjects == [
         "--resume", "functions", "model.device", "packages", "model.senior", "model.junior", "vocabularies",
-        "data.train", "data.eval", "rewards", "output_dir",
+        "loss.recipe", "data.train", "data.eval", "rewards", "output_dir",
     ]  # fmt: skip
     parameters = qwen3().num_parameters()
     assert f"Qwen3ForCausalLM, {parameters:,} parameters, context 256" in result.stdout
@@ -257,3 +258,67 @@ def test_without_evaluation_a_reward_for_the_evaluation_s_rows_is_no_mistake(arg
         Preflight(load("quickstart", [*arguments, pattern])).rewards()
     with pytest.warns(UserWarning, match=r"reward\.scorers\.elsewhere"):
         Preflight(load("quickstart", [*arguments, pattern, "train.eval_every=0"])).rewards()
+
+
+# -------------------------------------------------------------------------------------- a reward is tried at the start
+
+REWARDS = """
+import time
+
+def right(row, text):
+    return float(text == row.ground_truth)
+
+def of_trl(completions, ground_truth, **kwargs):
+    return [0.5 for completion in completions]
+
+def boxed_only(row, text):
+    return float(text.split("boxed{")[1] == row.ground_truth)
+
+def text(row, text):
+    return "1.0"
+
+def slow(row, text):
+    time.sleep(60)
+
+def two_rows(row):
+    return 1.0
+"""
+
+
+def test_a_dry_run_calls_a_reward_once_and_says_on_which_text(arguments: list[str], tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(REWARDS)
+    result = dry_run(*arguments, "reward.scorers.math500=boxed + mine:right + mine:of_trl")
+    assert result.exit_code == 0, result.output
+    (line,) = [" ".join(part.split()) for part in result.stdout.split("ok  ") if part.strip().startswith("rewards:")]
+    assert line.startswith(
+        "rewards: math500; tried on the text '1', the ground truth of row math500/1: right gives 1 and of_trl gives 0.5"
+    )
+
+
+@pytest.mark.parametrize(
+    ("function", "reason"),
+    [
+        ("boxed_only", "mine:boxed_only, row math500/1: IndexError: list index out of range"),
+        ("text", "found '1.0', which is a str"),
+        ("slow", "slow, row math500/1: took longer than reward.timeout_s=1 on the text '1'"),
+        ("two_rows", "mine:two_rows: its parameters are (row); expected (row, text)"),
+    ],
+)
+def test_a_reward_that_fails_is_found_by_a_dry_run_in_a_line(
+    arguments: list[str], tmp_path: Path, function: str, reason: str
+) -> None:
+    (tmp_path / "mine.py").write_text(REWARDS)
+    result = dry_run(*arguments, f"reward.scorers.math500=mine:{function}", "reward.timeout_s=1")
+    assert result.exit_code == 2
+    assert reason in " ".join(result.stdout.split())
+    assert "Traceback" not in result.output
+
+
+def test_a_reward_that_is_passed_is_tried_before_any_weight(
+    arguments: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from tandemrl.training.loop import train
+
+    monkeypatch.setattr(tandemrl.training.build, "load_policy", lambda *a, **k: pytest.fail("weights were loaded"))
+    with pytest.raises(GraderError, match=r"^reward reward, row math500/1: ZeroDivisionError"):
+        train(load("quickstart", arguments), reward=lambda row, text: 1 / 0, quiet=True)

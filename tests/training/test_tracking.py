@@ -1,6 +1,7 @@
 """The record of a run: complete, one line per step, readable without a terminal; and what the console shows."""
 
 import io
+import json
 import re
 import sys
 from pathlib import Path
@@ -205,3 +206,16 @@ def test_wandb_online_without_a_key_records_offline_and_says_so(
     assert "recording offline" in text.getvalue()
     identity = (tmp_path / "run" / "wandb" / "run_id").read_text()
     assert len(list((tmp_path / "run" / "wandb").glob(f"offline-run-*-{identity}/run-{identity}.wandb"))) == 1
+
+
+def test_a_run_that_fails_leaves_the_reason_until_it_goes_on(tmp_path: Path) -> None:
+    tracker = Tracker(tmp_path, load(), quiet=True)
+    tracker.step(1, {"loss": 0.0})
+    with pytest.raises(ValueError, match="no"), tracker:
+        raise ValueError("no\nmore")
+    assert json.loads((tmp_path / "stopped.json").read_text()) == {"step": 1, "reason": "ValueError: no more"}
+    with Tracker(tmp_path, load(), quiet=True, record=False):
+        assert (tmp_path / "stopped.json").exists()
+    with Tracker(tmp_path, load(), quiet=True):
+        assert not (tmp_path / "stopped.json").exists()
+    assert not (tmp_path / "stopped.json").exists()

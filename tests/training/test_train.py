@@ -38,7 +38,8 @@ from tandemrl.rollout.torch_engine import TorchEngine
 from tandemrl.selection import bernoulli, solo
 from tandemrl.training import build as build_module
 from tandemrl.training import loop as loop_module
-from tandemrl.training.build import build, resolve_recipe
+from tandemrl.training.arguments import resolve_recipe
+from tandemrl.training.build import build
 from tandemrl.training.checkpoint import CheckpointError, DamagedError, latest, lock
 from tandemrl.training.gates import TrainError, check_draws, check_mismatch
 from tandemrl.training.loop import train

@@ -38,4 +38,5 @@ from tandemrl.losses.surrogates import ppo_clip as ppo_clip
 from tandemrl.losses.surrogates import reinforce as reinforce
 from tandemrl.losses.surrogates import sequence_old_logprobs as sequence_old_logprobs
 from tandemrl.losses.surrogates import value_loss as value_loss
+from tandemrl.losses.trial import try_recipe as try_recipe
 from tandemrl.losses.weights import token_weights as token_weights

@@ -8,7 +8,7 @@ signatures: ``advantage(rewards, group_ids) -> advantages``, one entry per rollo
 """
 
 from collections.abc import Callable, Mapping
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from jaxtyping import Float, Int8, Int64
@@ -121,11 +121,16 @@ def compute_advantages(
         token_counts: Σw over the tokens of each rollout. If the recipe whitens, the rollout counts with this weight.
 
     Raises:
-        ValueError: the recipe takes its advantages from a critic.
+        ValueError: the recipe takes its advantages from a critic, or its function did not return one for each rollout.
     """
     if recipe.advantage is None:
         raise ValueError(f"recipe {recipe.name}: advantages are per token, from a critic; use gae() and whiten()")
     advantages = recipe.advantage(rewards, group_ids)
+    if not (isinstance(advantages, Tensor) and advantages.is_floating_point() and advantages.shape == rewards.shape):
+        raise ValueError(
+            f"the advantage function returned {_kind(advantages)}; expected a float for each rollout, shape "
+            f"{list(rewards.shape)}"
+        )
     return whiten(advantages, token_counts) if recipe.whiten else advantages
 
 
@@ -184,7 +189,7 @@ def policy_loss(
 
     Raises:
         ValueError: a coefficient is set without the channel that it multiplies, the surrogate does not use a clip range
-            that is set, or a choice is unknown.
+            that is set or does not return a loss for each token, or a choice is unknown.
     """
     require_one_of("ratio_level", recipe.ratio_level, RatioLevel)
     for name, coef, channel, tensor in (
@@ -206,6 +211,7 @@ def policy_loss(
 
     advantages = torch.where(trained, advantages, 0.0)
     x = recipe.surrogate(new, ratio_old, advantages, clip_low=clip_low, clip_high=clip_high, dual_clip=recipe.dual_clip)
+    require_per_token(x, new)
 
     with torch.no_grad():
         ratio = log_ratio(new, ratio_old).exp()
@@ -261,3 +267,30 @@ def average_metrics(sums: Mapping[str, Tensor], totals: Totals) -> dict[str, Ten
         name: value / divisor(totals.response_tokens if name == "junior_kl" else totals.weight, value)
         for name, value in sums.items()
     }
+
+
+def require_per_token(x: Any, logprobs: Float[Tensor, " t"]) -> None:
+    """Refuse what a surrogate returned if it is not a loss for each token.
+
+    A mean would otherwise be broadcast to all tokens, and train with other gradients than its author meant.
+
+    Args:
+        x: what the surrogate returned.
+        logprobs: what it was given.
+
+    Raises:
+        ValueError: the shape or the type is wrong, or there is no gradient although ``logprobs`` has one.
+    """
+    if not (isinstance(x, Tensor) and x.is_floating_point() and x.shape == logprobs.shape):
+        raise ValueError(
+            f"the surrogate returned {_kind(x)}; expected a loss for each token, a float tensor of shape "
+            f"{list(logprobs.shape)}: leave .mean() and .sum() to the recipe's reduction"
+        )
+    if logprobs.requires_grad and not x.requires_grad:
+        raise ValueError("the surrogate returned a loss without a gradient: it must depend on logprobs undetached")
+
+
+def _kind(value: Any) -> str:
+    if isinstance(value, Tensor):
+        return f"a {str(value.dtype).removeprefix('torch.')} tensor of shape {list(value.shape)}"
+    return f"{value!r:.60}, a {type(value).__name__}"

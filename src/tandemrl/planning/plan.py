@@ -31,7 +31,8 @@ from tandemrl.planning.rehearsal import (
 )
 from tandemrl.rollout.engine import Sampling
 from tandemrl.rollout.kv_cache import CACHE_STEP, PREFILL_TOKENS
-from tandemrl.training.build import resolve_recipe, self_paired, shares_base
+from tandemrl.training.arguments import resolve_recipe
+from tandemrl.training.build import self_paired, shares_base
 from tandemrl.training.profiling import cost_of, update_flops
 from tandemrl.training.state import forward_options
 

@@ -101,19 +101,21 @@ def _torn(records: Records) -> Iterable[str]:
                 yield f"{file}: the last line is incomplete and was left out; the run is in progress."
             elif not run.steps:
                 yield f"{run.folder / 'metrics.jsonl'} is empty: no step is finished."
-            steps = (run.config.get("train") or {}).get("steps")
-            done = run.steps[-1].get("step", 0) if run.steps else 0
-            if run.steps and isinstance(steps, int) and done < steps:
-                yield f"{_name(setting, arm)}{_of(run.seed)} stands at step {done} of {steps}."
+            where = run.unfinished
+            if where and run.stopped:
+                yield f"{_name(setting, arm)}{_of(run.seed)} stopped at {where}: {run.stopped}"
+            elif where and run.steps:
+                yield f"{_name(setting, arm)}{_of(run.seed)} stands at {where}."
 
 
 def _functions(records: Records) -> Iterable[str]:
     for setting, arm in _arms(records):
         for run in arm.runs:
+            trained = "was trained" + (f" (as far as {run.unfinished})" if run.unfinished else "")
             for name, function in _passed(run).items():
                 yield (
-                    f"{_name(setting, arm)}{_of(run.seed)} was trained with a Python function as {name}: {function}. "
-                    "Its config.yaml alone cannot repeat it."
+                    f"{_name(setting, arm)}{_of(run.seed)} {trained} with a Python function as {name}: {function}. Its "
+                    "config.yaml alone cannot repeat it."
                 )
 
 

@@ -20,6 +20,7 @@ from yaml import YAMLError
 
 from tandemrl.evals import PHASES, EvalError, Phase, read_result
 from tandemrl.evals.stats import Interval
+from tandemrl.training.tracking import STOPPED
 
 SEED = re.compile(r"seed-(\w+)")
 NO_ENTRY = {"hf", "checkpoints", "wandb"}
@@ -53,13 +54,24 @@ class ReportError(ValueError):
 
 
 class RunRecord(NamedTuple):
-    """A training run. ``seed`` is that of its path, or "". ``torn`` says whether its last line is incomplete."""
+    """A training run. ``seed`` is that of its path, or "". ``torn`` says whether its last line is incomplete.
+
+    ``stopped`` is the reason why it ended early, or "" if it did not, or was killed, or goes on.
+    """
 
     folder: Path
     seed: str
     steps: list[dict[str, Any]]
     config: dict[str, Any]
     torn: bool
+    stopped: str = ""
+
+    @property
+    def unfinished(self) -> str:
+        """How far a run has come that has not reached its last step, as "step 3 of 20"; "" if it has."""
+        steps = (self.config.get("train") or {}).get("steps")
+        done = self.steps[-1].get("step", 0) if self.steps else 0
+        return f"step {done} of {steps}" if isinstance(steps, int) and done < steps else ""
 
 
 class EvaluationRecord(NamedTuple):
@@ -168,7 +180,8 @@ def discover(folder: str | Path) -> Records:
         key, seed = _place(path.parent.relative_to(root).parts, root)
         if path.name == "metrics.jsonl":
             steps, torn = read_steps(path)
-            runs.setdefault(key, []).append(RunRecord(path.parent, seed, steps, read_config(path.parent), torn))
+            run = RunRecord(path.parent, seed, steps, read_config(path.parent), torn, read_reason(path.parent))
+            runs.setdefault(key, []).append(run)
         elif path.name == "results.json":
             _add_results(results, path, key=path.parent.relative_to(root).parts)
         else:
@@ -275,6 +288,16 @@ def read_config(folder: Path) -> dict[str, Any]:
     except (OSError, YAMLError, OmegaConfBaseException) as error:
         raise ReportError(f"{file}: not readable as YAML: {' '.join(str(error).split())}") from None
     return {str(key): value for key, value in content.items()} if isinstance(content, dict) else {}
+
+
+def read_reason(folder: Path) -> str:
+    """Why a run ended early, from its stopped.json; "" if there is none.
+
+    Raises:
+        ReportError: the file is not readable.
+    """
+    file = folder / STOPPED
+    return str(_read_json(file).get("reason", "")) if file.is_file() else ""
 
 
 def _files(root: Path) -> Iterator[Path]:

@@ -18,12 +18,14 @@ from typing import NamedTuple
 from tandemrl.config import ConfigError, RewardConfig
 from tandemrl.data.program_tests import parse_tests
 from tandemrl.data.rows import DataError, Row
+from tandemrl.rewards.calls import Call
 from tandemrl.rewards.functions import (
     RESERVED,
     Grade,
     RewardFunction,
     Term,
     call,
+    imported,
     in_child,
     in_process,
     of_library,
@@ -182,7 +184,7 @@ def terms_of(row: Row, options: RewardConfig, functions: Functions = NO_FUNCTION
         if taken := next((name for name in short if name in RESERVED), None):
             raise GraderError(f"{total}: {taken} is a part of every score; rename the function")
     return tuple(
-        Term(name, options.weights.get(name, 1.0), _scorer(path, functions))
+        Term(name, options.weights.get(name, 1.0), _scorer(path, functions), *_kind(path, functions))
         for name, path in zip(short, names, strict=True)
     )
 
@@ -285,6 +287,14 @@ def _scorer(name: str, functions: Functions) -> Grade:
         f"reward.scorers: {name!r} is neither module:function nor one of the library's scorers, which are "
         f"{', '.join(SCORERS)}{mine}"
     )
+
+
+def _kind(name: str, functions: Functions) -> tuple[bool, bool]:
+    """Whether a name stands for a function of the user's, and whether that reads transcripts."""
+    if name in SCORERS:
+        return False, False
+    function = functions[name] if name in functions else imported(name)
+    return True, Call.of(function, name).transcript != "no"
 
 
 def _names(rewards: str) -> tuple[str, ...]:

@@ -150,6 +150,26 @@ class Scorer:
             self.failures += sum("failure" in score.parts for score in scores)
         return scores
 
+    def tried(self, row: Row, text: str) -> dict[str, Score]:
+        """The scores that the user's own functions give one response, by name, before they are weighted.
+
+        They are called as in training, with the same limits. A function that reads transcripts is left out.
+
+        Raises:
+            GraderError: a function fails, returns no score, hangs or crashes; the message names it.
+        """
+        terms = [term for term in self._terms_of(row) if term.own and not term.reads_transcripts]
+        results = [term.score(row, text, self._reward, None) for term in terms]
+        with self._lock:
+            scores, lost = self._settle(results, [(row, text)] * len(terms))
+        for i in lost:
+            limit = self._reward.timeout_s
+            how = (
+                f"took longer than reward.timeout_s={limit:g}" if "timeout" in scores[i].parts else "ended its process"
+            )
+            raise GraderError(f"{terms[i].name}, row {row.example_id}: {how} on the text {text[:80]!r}")
+        return {term.name: score for term, score in zip(terms, scores, strict=True)}
+
     def close(self) -> None:
         """End the scoring processes. The next call of `score` starts new ones."""
         with self._lock:

@@ -11,6 +11,7 @@ from typing import Any
 from tandemrl.config import Config, RetrievalConfig
 from tandemrl.losses import Recipe
 from tandemrl.rollout.envs.environment import Environment
+from tandemrl.selection import Strategy
 
 NO_PART_OF_A_SEARCH = ("url", "api_key_env", "timeout_s", "retries", "backoff_s", "device")
 """Keys of ``retrieval.*`` that do not change what a search finds. ``url`` may be an exception: see `searched_by`."""
@@ -33,8 +34,8 @@ def signature(value: Any) -> str:
     """A text that differs between two functions that differ in their code, constants, defaults or the plain values that
     they close over.
 
-    The signature of a recipe covers its fields, that of one of the library's own functions its name, and that of an
-    environment its methods, tools and attributes.
+    The signature of a recipe or a strategy covers its fields, that of one of the library's own functions its name and
+    what it closes over, and that of an environment its methods, tools and attributes.
     """
     return _signature(value, ())
 
@@ -42,11 +43,16 @@ def signature(value: Any) -> str:
 def _signature(value: Any, within: tuple[Any, ...]) -> str:
     """``signature`` of a value that was found in the functions ``within``, which ends the recursion of a function that
     closes over itself."""
-    if getattr(value, "__module__", None) and value.__module__.startswith("tandemrl.") and callable(value):
-        return f"{value.__module__}.{value.__qualname__}"
     sign = partial(_signature, within=(*within, value))
+    if getattr(value, "__module__", None) and value.__module__.startswith("tandemrl.") and callable(value):
+        name = f"{value.__module__}.{value.__qualname__}"
+        if "<locals>" not in name or any(value is outer for outer in within):
+            return name
+        return f"{name}:{_hash([sign(cell.cell_contents) for cell in value.__closure__ or ()])}"
     if isinstance(value, Recipe):
         return f"{value.name}:{_hash({key: sign(field) for key, field in value._asdict().items()})}"
+    if isinstance(value, Strategy):
+        return f"strategy:{_hash({key: sign(field) for key, field in value._asdict().items()})}"
     if isinstance(value, Environment):
         if any(value is outer for outer in within):
             return type(value).__qualname__

@@ -20,3 +20,4 @@ from tandemrl.selection.strategies import solo as solo
 from tandemrl.selection.strategies import turn as turn
 from tandemrl.selection.strategies import word as word
 from tandemrl.selection.strategies import word_aligned as word_aligned
+from tandemrl.selection.trial import try_strategy as try_strategy

@@ -3,7 +3,6 @@
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 from transformers import AutoConfig, PreTrainedModel, PreTrainedTokenizerBase
@@ -32,6 +31,7 @@ from tandemrl.rollout.factory import ModelSource, make_engine
 from tandemrl.rollout.schedule import Schedule, schedule_of
 from tandemrl.rollout.spread import SpreadEngine
 from tandemrl.selection import Strategy
+from tandemrl.training.arguments import StrategyFunction, accept, strategy_at
 from tandemrl.training.function_records import with_records
 from tandemrl.training.preflight import Preflight
 from tandemrl.training.sharded_state import Trained
@@ -40,8 +40,8 @@ from tandemrl.training.state import Models, Progress, Run, RunSetup
 
 def build(
     config: Config,
-    recipe: Recipe | None = None,
-    strategy: Callable[[int], Strategy] | None = None,
+    recipe: Recipe | str | None = None,
+    strategy: StrategyFunction | Strategy | str | None = None,
     world: World | None = None,
     reward: Mapping[str, RewardFunction] | None = None,
     environment: Environment | None = None,
@@ -52,8 +52,9 @@ def build(
     The config of the run gets a record of the functions that are passed.
 
     Args:
-        recipe: used instead of ``loss.recipe``.
-        strategy: gives the strategy of a training step; used instead of ``selection.*``.
+        recipe: used instead of ``loss.recipe``; or its name.
+        strategy: gives the strategy of a training step; used instead of ``selection.*``. A strategy is that of every
+            step, and a name is set in the config.
         world: the processes of the run.
         reward: reward functions by name (see ``rewards.by_name``).
         environment: used instead of ``rollout.environment``.
@@ -63,6 +64,7 @@ def build(
         ConfigError, DataError, ModelError: something that the config names is missing or does not fit.
         GraderError: responses cannot be scored, since there is no sandbox or no judge, or the judge is down.
     """
+    config, recipe, strategy = accept(config, recipe, strategy)
     own_recipe = None if recipe == RECIPES[config.loss.recipe] else recipe
     reward = reward or {}
     check_instance(environment)
@@ -79,7 +81,14 @@ def build(
             f"({config.parallel.timeout_s:g}) among several processes: one that waits for a tool would be taken for "
             "one that hangs"
         )
-    preflight = Preflight(config, functions=reward, environment=environment, check_judge=check_judge).require()
+    preflight = Preflight(
+        config,
+        functions=reward,
+        environment=environment,
+        own_recipe=own_recipe,
+        strategy=strategy,
+        check_judge=check_judge,
+    ).require()
     tokenizer, heldout, playground = preflight.tokenizer, preflight.heldout, preflight.playground
     prompts, dropped = preflight.prompts
 
@@ -94,8 +103,8 @@ def build(
     policy = load_policy(config, world)
     schedule = schedule_of(config.selection, tokenizer, policy.get_output_embeddings().weight.shape[0])
     if strategy is not None:
-        schedule = Schedule(strategy, lambda step: None)
-    recipe = resolve_recipe(recipe or RECIPES[config.loss.recipe], config)
+        schedule = Schedule(partial(strategy_at, strategy), lambda step: None)
+    recipe = preflight.recipe
     tandem = strategy is not None or schedule.strategy(1).writers != "senior"
     models = build_models(config, policy, tokenizer, world, tandem=tandem, critic=recipe.advantage is None)
     setup = RunSetup(
@@ -248,22 +257,6 @@ def make_optimizer(model: PreTrainedModel, config: Config, lr: float) -> torch.o
         weight_decay=config.train.weight_decay,
         fused=True,
     )
-
-
-def resolve_recipe(recipe: Recipe, config: Config) -> Recipe:
-    """The recipe with the choices that ``loss.*`` overrides; null keeps the recipe's own choice.
-
-    With ``train.async_steps``, rollouts are from older weights. So a recipe without importance sampling then gets it
-    per token, unless ``loss.importance`` is set.
-    """
-    c = config.loss
-    names = ("reduction", "clip_low", "clip_high", "dual_clip", "importance", "importance_cap", "filter_zero_variance")
-    overrides: dict[str, Any] = {name: getattr(c, name) for name in names}
-    overrides["overlong_share"] = None if c.overlong_buffer is None else c.overlong_buffer / config.rollout.max_tokens
-    recipe = recipe._replace(**{name: value for name, value in overrides.items() if value is not None})
-    if config.train.async_steps and c.importance is None and recipe.importance == "none":
-        recipe = recipe._replace(importance="token")
-    return recipe._replace(dual_clip=None) if recipe.dual_clip == 0 else recipe
 
 
 def self_paired(model: ModelConfig) -> bool:

@@ -33,7 +33,8 @@ from tandemrl.rollout.engine import Draws, Engine, Passes
 from tandemrl.rollout.envs.environment import Environment
 from tandemrl.rollout.sync import sync_weights
 from tandemrl.selection import Strategy, solo
-from tandemrl.training import checkpoint
+from tandemrl.training import checkpoint, lessons
+from tandemrl.training.arguments import StrategyFunction, require_config
 from tandemrl.training.async_rollouts import AsyncRollouts
 from tandemrl.training.build import build
 from tandemrl.training.experience import (
@@ -63,8 +64,8 @@ def train(
     config: Config,
     *,
     resume: str = "auto",
-    recipe: Recipe | None = None,
-    strategy: Callable[[int], Strategy] | None = None,
+    recipe: Recipe | str | None = None,
+    strategy: StrategyFunction | Strategy | str | None = None,
     reward: RewardFunction | Mapping[str, RewardFunction] | None = None,
     environment: Environment | None = None,
     console: Console | None = None,
@@ -78,13 +79,16 @@ def train(
     Args:
         config: the configuration of the run.
         resume: ``auto`` (from the newest checkpoint in ``output_dir``, if any), ``never``, or a checkpoint folder.
-        recipe: a row of ``losses.RECIPES``, or a recipe of your own. It overrides ``loss.recipe``.
-        strategy: gives the strategy of a training step, where steps count from 1. It overrides ``selection.*``. The
-            share of its draws that fall to the senior is not checked.
-        reward: a function ``(row, text) -> float | Score``, or one with verl's signature (``rewards.functions``), or
-            several functions by name, whose weighted sum (``reward.weights``) is the reward. They score every row for
-            which ``reward.scorers`` names no other scorer; ``reward.scorers`` can also name them in a sum. They run in
-            this process, so an error in them stops the run, and a hang hangs it.
+        recipe: a row of ``losses.RECIPES``, or a recipe of your own. It overrides ``loss.recipe``. A name stands for
+            ``loss.recipe=NAME``.
+        strategy: a function that gives the strategy of a training step, where steps count from 1, or one strategy for
+            all steps. It overrides ``selection.*``. The share of its draws that fall to the senior is not checked. A
+            name stands for ``selection.strategy=NAME``.
+        reward: a function ``(row, text) -> float | Score``, or one written for verl, TRL or verifiers
+            (``rewards.calls``), or several functions by name, whose weighted sum (``reward.weights``) is the reward.
+            They score every row for which ``reward.scorers`` names no other scorer; ``reward.scorers`` can also name
+            them in a sum. They run in this process, so an error in them stops the run, and a hang hangs it. Each is
+            called once with a made-up text before the run.
         environment: what the authors act in, instead of ``rollout.environment``. If it has a method ``score``, this is
             a reward function.
         console: where to print; see ``Tracker``.
@@ -98,7 +102,7 @@ def train(
             and saved as above.
         Stopped: a SIGTERM or SIGINT came; the step was finished and saved. It is a SystemExit.
     """
-    check_resume(resume, config.output_dir)
+    check_resume(resume, require_config(config).output_dir)
     if config.train.threads:
         torch.set_num_threads(config.train.threads)
     world = init_world(config.parallel, resolve_device(config.model.device))
@@ -146,15 +150,18 @@ def loop(run: Run, tracker: Tracker) -> None:
     draw = partial(progress.sampler.next, config.train.prompts_per_step)
     generate = partial(rollout, setup, models.engine, tracker, profiler)
     keep = partial(remember, setup, models.policy)
+    warning_of = lessons.warner(config, setup.recipe)
     with AsyncRollouts(draw, generate, setup.prompts, models.engine, keep) as rollouts, Signals() as signals:
         rollouts.load_state_dict(progress.rollouts_in_flight)
         for step in range(done + 1, steps + 1):
             clock = profiler.clock(step)
             with explain_errors(step, clock, world, config.parallel.timeout_s):
                 with save_on_failure(run, optimizer_steps, tracker):
-                    train_step(run, step, rollouts, tracker, profiler, clock)
+                    metrics = train_step(run, step, rollouts, tracker, profiler, clock)
                     stop = signal_anywhere(signals.received, world)
                 progress.step = step
+                if warning := warning_of(metrics):
+                    tracker.say(warning)
                 if stop or step == steps or step % config.train.save_every == 0:
                     with clock("save"):
                         progress.rollouts_in_flight = rollouts.state_dict()
@@ -168,12 +175,14 @@ def loop(run: Run, tracker: Tracker) -> None:
                     f"stopped by a signal after step {step}, which is saved; the same command goes on from there"
                 )
                 raise Stopped(stop)
+    if verdict := lessons.verdict(config, setup.recipe):
+        tracker.say(verdict[1])
 
 
 def train_step(
     run: Run, step: int, rollouts: AsyncRollouts, tracker: Tracker, profiler: Profiler, clock: Clock
-) -> None:
-    """Run one training step, from its rollouts to its line in the record."""
+) -> Metrics:
+    """Run one training step, from its rollouts to its line in the record. Returns its metrics."""
     setup, models, progress = run
     config, train, loss = setup.config, setup.config.train, setup.config.loss
     last = step == train.steps
@@ -239,6 +248,7 @@ def train_step(
     tracker.step(step, metrics | clock.metrics(metrics["tokens/response"]))
     if train.profile:
         profiler.step(step, clock, step_cost(setup, groups, experience, profiler.cost))
+    return metrics
 
 
 @contextmanager

@@ -27,6 +27,7 @@ from tandemrl.data.rows import DataError, Prompt, Row, encode_prompts
 from tandemrl.distributed.watchdog import stamp
 from tandemrl.evals.files import digests
 from tandemrl.files import hint
+from tandemrl.losses import Recipe
 from tandemrl.models.attention import ModelError
 from tandemrl.models.loading import (
     CONFIG,
@@ -47,6 +48,7 @@ from tandemrl.rollout.envs.environment import Environment
 from tandemrl.rollout.envs.episodes import Playground, make_caller
 from tandemrl.rollout.envs.factory import make_environment
 from tandemrl.rollout.vllm import require_vllm
+from tandemrl.training.arguments import StrategyFunction, tried_recipe, try_strategies
 from tandemrl.training.checkpoint import CheckpointError, is_checkpoint, latest, step_of
 from tandemrl.training.function_records import record
 
@@ -69,14 +71,16 @@ class Preflight:
     """What a run reads before its weights: tokenizer, rows and prompts. Each is read once, when it is first needed.
 
     downloads: whether to download tokenizers, model configurations and data from the hub if they are not on this
-    machine. If not, a missing one raises a ``NotHereError``. functions, environment: what was passed to ``train``.
-    check_judge: called while waiting for a judge's server; it raises if the server has ended.
+    machine. If not, a missing one raises a ``NotHereError``. functions, environment, own_recipe, strategy: what was
+    passed to ``train``. check_judge: called while waiting for a judge's server; it raises if the server has ended.
     """
 
     config: Config
     downloads: bool = True
     functions: Mapping[str, RewardFunction] = field(default_factory=dict)
     environment: Environment | None = None
+    own_recipe: Recipe | None = None
+    strategy: StrategyFunction | None = None
     check_judge: Callable[[], None] = lambda: None
 
     @property
@@ -97,6 +101,8 @@ class Preflight:
             "packages": self.packages,
             **{key: lambda path=path: self.model(path) for key, path in named.items()},  # type: ignore[misc]  # a default
             "vocabularies": self.vocabularies,
+            "loss.recipe": self.algorithm,
+            **({"strategy": self.strategies} if self.strategy is not None else {}),
             **({"retrieval.model": self.ranker} if self._ranks_here else {}),
             **({"rollout.environment": self.episodes} if acted_in else {}),
             "data.train": self.train_data,
@@ -119,6 +125,11 @@ class Preflight:
     @cached_property
     def tokenizer(self) -> PreTrainedTokenizerBase:
         return self._tokenizer(self.config.model.senior)
+
+    @cached_property
+    def recipe(self) -> Recipe:
+        """The recipe of the run, after a trial."""
+        return tried_recipe(self.own_recipe, self.config)
 
     @cached_property
     def signed_environment(self) -> tuple[Environment, str] | None:
@@ -267,6 +278,18 @@ class Preflight:
                 vocabulary_check(self.tokenizer, self._tokenizer(path), other=other)
         return f"{len(self.tokenizer)} tokens"
 
+    def algorithm(self) -> str:
+        """Try the recipe's functions on a few made-up tokens."""
+        return self.recipe.name
+
+    def strategies(self) -> str:
+        """Try the strategies that were passed on a few made-up rows."""
+        assert self.strategy is not None
+        paths = {self.config.model.senior, self.config.model.junior or self.config.model.senior}
+        vocabulary = min(self._skeleton(path).get_output_embeddings().weight.shape[0] for path in paths)
+        steps = self.config.train.steps
+        return f"tried {try_strategies(self.strategy, steps, vocabulary)} of {steps} steps"
+
     def episodes(self) -> str:
         """Check that the environment can be made, and that the chat template supports it."""
         assert self.playground is not None
@@ -287,7 +310,10 @@ class Preflight:
         return f"{sum(map(len, self.monitored_rows))} rows, of which {len(self.monitored)} are used"
 
     def rewards(self) -> str:
-        """Check that every row that is used has a scorer, and that the scorers have what they need."""
+        """Check that every row that is used has a scorer, and that the scorers have what they need.
+
+        The user's own functions are called once for each kind of rows, with the ground truth of a row as the text.
+        """
         config = self.config
         rows = [prompt.row for prompt in [*self.prompts[0], *self.heldout, *self.monitored]]
         judged = config.judge.url is not None or config.judge.model is not None
@@ -298,15 +324,16 @@ class Preflight:
             stated = None if config.train.eval_every or not config.data.eval else ()
             kinds = map(routing.Kind.of, read)
             scorer.check(rows, episodes=self.playground is not None, kinds=kinds, stated=stated)
-        used = {routing.Kind.of(row): row for row in rows}
+            used = {routing.Kind.of(row): row for row in reversed(rows)}
+            tried = "".join(_tried(scorer, row) for row in reversed(used.values()))
         functions = self.rewards_by_name
         terms = [term for row in used.values() for term in routing.terms_of(row, config.reward, functions)]
         sources = ", ".join(dict.fromkeys(kind.data_source for kind in used))
         if any(term.name == "code" for term in terms):
             with Sandbox(config.sandbox) as sandbox:
                 sandbox.run("", Stdin(""))
-            return f"{sources}; the sandbox starts"
-        return sources
+            return f"{sources}; the sandbox starts{tried}"
+        return f"{sources}{tried}"
 
     @cached_property
     def judge(self) -> Judge | None:
@@ -467,6 +494,15 @@ def check_resume(resume: str, output_dir: str | Path) -> str:
 
 def _size(model: Any) -> int:
     return sum(parameter.numel() for parameter in model.parameters())
+
+
+def _tried(scorer: Scorer, row: Row) -> str:
+    """What the user's own functions give the ground truth of a row, taken as a response, in words."""
+    text = row.ground_truth
+    scores = scorer.tried(row, text)
+    shown = text if len(text) <= 40 else f"{text[:40]}…"
+    given = " and ".join(f"{name} gives {score.value:g}" for name, score in scores.items())
+    return f"; tried on the text {shown!r}, the ground truth of row {row.example_id}: {given}" if scores else ""
 
 
 def _unused(*_: Any) -> Any:

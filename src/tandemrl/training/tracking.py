@@ -11,6 +11,7 @@ import textwrap
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from itertools import groupby
 from pathlib import Path
 from types import TracebackType
@@ -31,6 +32,7 @@ from rich.table import Table
 from rich.text import Text
 
 from tandemrl.config import Config, to_dict
+from tandemrl.files import write_text
 from tandemrl.types import Author, Rollout, own_turns
 
 STYLES = {Author.SENIOR: "cyan", Author.JUNIOR: "yellow", Author.CONTEXT: "dim"}
@@ -44,6 +46,9 @@ _SUMMARY = (
 )
 """What the line of a step shows: label, metric, format. ``senior`` is the senior's share of the author draws, and
 ``accepted`` the share of the junior's drafts that the senior accepts."""
+STOPPED = "stopped.json"
+"""The file that says of a run which ended before its last step where and why. It is there until the run goes on."""
+MAX_REASON_CHARS = 500
 COLUMNS = 80
 WORLD_CHARS = 200
 """How many characters are shown of what the environment says after a turn."""
@@ -54,7 +59,7 @@ class TrackingError(RuntimeError):
 
 
 class Tracker:
-    """Writes the record of one run into ``output_dir`` and shows it.
+    """Writes the record of one run into ``output_dir`` and shows it. If the run ends early, the record says why.
 
     Args:
         output_dir: the folder of the run, to whose files lines are appended (see ``coverage`` for a resume).
@@ -82,6 +87,9 @@ class Tracker:
         self._live = self._console.is_terminal and not quiet
         folder = Path(output_dir)
         folder.mkdir(parents=True, exist_ok=True)
+        self._ending = folder / STOPPED if record else None
+        if self._ending is not None:
+            self._ending.unlink(missing_ok=True)
         self._wandb = _start_wandb(folder, config, self.say) if record else None
         self._last_step = _last_step(folder / "metrics.jsonl") if record else None
         self._metrics, self._samples = (
@@ -102,6 +110,10 @@ class Tracker:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close(failed=kind is not None)
+        if error is not None and self._ending is not None:
+            reason = " ".join(f"{type(error).__name__}: {error}".split())[:MAX_REASON_CHARS]
+            with suppress(OSError):  # the error itself is what matters
+                write_text(self._ending, json.dumps({"step": self._last_step or 0, "reason": reason}) + "\n")
 
     def step(self, step: int, metrics: Mapping[str, float]) -> None:
         """Record the metrics of a step (non-finite values as null) and print its summary line.

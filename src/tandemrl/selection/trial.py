@@ -1,0 +1,124 @@
+"""Tries a strategy on a few made-up rows, before a run relies on it."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tandemrl.selection.strategies import Strategy
+
+ROWS, LENGTH = 4, 6
+KEPT = (2, 0)
+"""The rows with which the trial goes on alone, in this order, as an engine does when others have ended."""
+
+
+@torch.no_grad()
+def try_strategy(strategy: Strategy, vocabulary: int) -> None:
+    """Call the functions of a strategy on a few made-up rows, and check what an engine and ``replay`` rely on.
+
+    Authors and states must have the right shapes and types, inputs must stay as they are, and the authors of a row must
+    be a function of its key and tokens alone.
+
+    Args:
+        vocabulary: how many token ids the models can write. The first and the last of them are among the made-up ones.
+
+    Raises:
+        ValueError: the message says which function is at fault, and what it has to do.
+    """
+    keys = torch.arange(1, ROWS + 1) * 0x9E3779B97F4A7C1
+    tokens = torch.linspace(0, vocabulary - 1, ROWS * LENGTH).long().view(LENGTH, ROWS)
+    authors, middle = _written(strategy, keys, tokens)
+    again, _ = _written(strategy, keys, tokens)
+    if not torch.equal(authors, again):
+        raise ValueError(
+            "the same keys and tokens gave other authors the second time; take random numbers from "
+            "tandemrl.selection.draws, which depend on a row's key and a counter only"
+        )
+    at, half = torch.tensor(KEPT), LENGTH // 2
+    alone, _ = _written(strategy, keys[at], tokens[:, at])
+    resumed = _later(strategy, _map(lambda x: x[at], middle), tokens[half:, at])
+    if not (torch.equal(alone, authors[:, at]) and torch.equal(resumed, authors[half + 1 :, at])):
+        raise ValueError(
+            "the authors of a row change with the rows beside it; they must depend on its own key, tokens and state "
+            "only, since rows end at different times"
+        )
+    if strategy.writers != "both" and bool((authors != (strategy.writers == "senior")).any()):
+        raise ValueError(f"writers={strategy.writers!r} promises that nobody else writes, but somebody else does")
+    if strategy.turn is not None:
+        _checked("turn", strategy.turn, (middle,), ROWS, middle)
+
+
+def _written(strategy: Strategy, keys: Tensor, tokens: Tensor) -> tuple[Tensor, Any]:
+    """The authors of all tokens and of the one after them, and the state after half of the tokens."""
+    half = LENGTH // 2
+    senior, state = _checked("init", strategy.init, (keys,), len(keys))
+    first = _later(strategy, state, tokens[:half])
+    for i in range(half):
+        _, state = _checked("step", strategy.step, (state, tokens[i]), len(keys), state)
+    return torch.cat([senior[None], first, _later(strategy, state, tokens[half:])]), state
+
+
+def _later(strategy: Strategy, state: Any, tokens: Tensor) -> Tensor:
+    """The authors after each of the tokens."""
+    authors = []
+    for token in tokens:
+        senior, state = _checked("step", strategy.step, (state, token), len(token), state)
+        authors.append(senior)
+    return torch.stack(authors)
+
+
+def _checked(
+    name: str, function: Callable[..., Any], arguments: tuple[Any, ...], rows: int, like: Any = None
+) -> tuple[Tensor, Any]:
+    """What a function of a strategy returns, if it is what it should be and the arguments are still what they were.
+
+    Args:
+        like: a state that the new one must resemble. None means that there is none yet.
+    """
+    before = [x.clone() for x in _tensors(arguments)]
+    try:
+        result = function(*arguments)
+    except Exception as error:
+        raise ValueError(f"{name} failed on {rows} rows: {type(error).__name__}: {error}") from error
+    if not (isinstance(result, tuple | list) and len(result) == 2):
+        raise ValueError(f"{name} returned {_kind(result)}; expected a pair: whether the senior writes, and the state")
+    senior, state = result
+    if not (isinstance(senior, Tensor) and senior.dtype == torch.bool and senior.shape == (rows,)):
+        raise ValueError(
+            f"{name} returned {_kind(senior)} as the authors of {rows} rows; expected a bool tensor of shape [{rows}], "
+            "True where the senior writes"
+        )
+    parts = _tensors(state)
+    if not parts or any(not isinstance(x, Tensor) or x.shape[:1] != (rows,) for x in parts):
+        wrong = next((x for x in parts if not isinstance(x, Tensor) or x.shape[:1] != (rows,)), state)
+        raise ValueError(
+            f"{name} returned a state with {_kind(wrong)}; expected a NamedTuple of tensors whose first dimension is "
+            f"the row ({rows} here), so that rows can be dropped and reordered"
+        )
+    if like is not None and [(x.dtype, x.shape[1:]) for x in parts] != [(x.dtype, x.shape[1:]) for x in _tensors(like)]:
+        raise ValueError(
+            f"{name} returned a state of {', '.join(map(_kind, parts))} after one of "
+            f"{', '.join(map(_kind, _tensors(like)))}; shapes and types must stay the same"
+        )
+    if any(not torch.equal(x, old) for x, old in zip(_tensors(arguments), before, strict=True)):
+        raise ValueError(f"{name} changed its arguments in place; return new tensors (x + 1, not x += 1)")
+    return senior, state
+
+
+def _tensors(state: Any) -> list[Any]:
+    """The tensors in a (nested) NamedTuple, and whatever else is in it."""
+    return [x for part in state for x in _tensors(part)] if isinstance(state, tuple | list) else [state]
+
+
+def _map(function: Callable[[Tensor], Tensor], state: Any) -> Any:
+    if isinstance(state, Tensor):
+        return function(state)
+    parts = [_map(function, part) for part in state]
+    return type(state)(*parts) if hasattr(state, "_fields") else tuple(parts)
+
+
+def _kind(value: Any) -> str:
+    if isinstance(value, Tensor):
+        return f"a {str(value.dtype).removeprefix('torch.')} tensor of shape {list(value.shape)}"
+    return "None" if value is None else f"a {type(value).__name__}"

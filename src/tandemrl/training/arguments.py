@@ -1,0 +1,166 @@
+"""What may be passed to ``train`` in Python, accepted in its short forms and refused with a line if it cannot work."""
+
+import difflib
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from typing import Any, get_args
+
+from tandemrl.config import Config, ConfigError, RecipeName, StrategyName
+from tandemrl.config.rules import check as check_rules
+from tandemrl.losses import RECIPES, Recipe, try_recipe
+from tandemrl.selection import Strategy, try_strategy
+from tandemrl.training.function_records import describe
+
+StrategyFunction = Callable[[int], Strategy]
+TRIAL_S = 2.0
+"""How long the strategies of later steps may be tried before a run."""
+
+
+def require_config(config: Any) -> Config:
+    """The config, if it is one.
+
+    Raises:
+        ConfigError: it is something else, such as the name of a config.
+    """
+    if not isinstance(config, Config):
+        hint = f"load({str(config)!r})" if isinstance(config, str) or hasattr(config, "__fspath__") else "load(NAME)"
+        raise ConfigError(f"config={config!r:.100} is a {type(config).__name__}; pass {hint}")
+    return config
+
+
+def accept(
+    config: Config, recipe: Recipe | str | None, strategy: StrategyFunction | Strategy | str | None
+) -> tuple[Config, Recipe | None, StrategyFunction | None]:
+    """The config, recipe and strategy function that some arguments of ``train`` stand for.
+
+    A name is set in the config. A bare strategy becomes the strategy of every step.
+
+    Raises:
+        ConfigError: an argument is of another kind, or its name is not known.
+    """
+    if isinstance(recipe, str):
+        _require_name("recipe", recipe, get_args(RecipeName))
+        config, recipe = replace(config, loss=replace(config.loss, recipe=recipe)), None  # type: ignore[arg-type]  # it is one of them
+        check_rules(config)
+    if isinstance(strategy, str):
+        _require_name("strategy", strategy, get_args(StrategyName))
+        config, strategy = replace(config, selection=replace(config.selection, strategy=strategy)), None  # type: ignore[arg-type]  # it is one of them
+        check_rules(config)
+    if not isinstance(recipe, Recipe | None):
+        field = "advantage or surrogate" if callable(recipe) else "field"
+        raise ConfigError(
+            f"recipe={describe(recipe):.100} is a {type(recipe).__name__}; expected a Recipe or the name of one. An "
+            f"own {field} goes into one: recipe=RECIPES['grpo']._replace(surrogate=FUNCTION)"
+        )
+    if isinstance(strategy, Strategy):
+        strategy = partial(every_step, strategy)
+    if strategy is not None and not callable(strategy):
+        raise ConfigError(
+            f"strategy={strategy!r:.100} is a {type(strategy).__name__}; expected a Strategy, the name of one, or a "
+            "function that takes the training step and returns a Strategy, such as lambda step: bernoulli(0.5)"
+        )
+    return config, recipe, strategy
+
+
+def resolve_recipe(recipe: Recipe, config: Config) -> Recipe:
+    """The recipe with the choices that ``loss.*`` overrides; null keeps the recipe's own choice.
+
+    With ``train.async_steps``, rollouts are from older weights. So a recipe without importance sampling then gets it
+    per token, unless ``loss.importance`` is set.
+    """
+    c = config.loss
+    names = ("reduction", "clip_low", "clip_high", "dual_clip", "importance", "importance_cap", "filter_zero_variance")
+    overrides: dict[str, Any] = {name: getattr(c, name) for name in names}
+    overrides["overlong_share"] = None if c.overlong_buffer is None else c.overlong_buffer / config.rollout.max_tokens
+    recipe = recipe._replace(**{name: value for name, value in overrides.items() if value is not None})
+    if config.train.async_steps and c.importance is None and recipe.importance == "none":
+        recipe = recipe._replace(importance="token")
+    return recipe._replace(dual_clip=None) if recipe.dual_clip == 0 else recipe
+
+
+def tried_recipe(recipe: Recipe | None, config: Config) -> Recipe:
+    """The recipe that a run trains with, after a trial.
+
+    Args:
+        recipe: the recipe that was passed. None means ``loss.recipe``.
+
+    Raises:
+        ConfigError: it cannot be trained with.
+    """
+    resolved = resolve_recipe(recipe or RECIPES[config.loss.recipe], config)
+    try:
+        try_recipe(resolved)
+    except ValueError as error:
+        raise ConfigError(f"recipe {resolved.name}: {error}") from error
+    return resolved
+
+
+def strategy_at(strategy: StrategyFunction, step: int) -> Strategy:
+    """The strategy of a step, from the function that was passed.
+
+    Raises:
+        ConfigError: the function fails, or returns something else.
+    """
+    where = _named(strategy, step)
+    try:
+        chosen = strategy(step)
+    except Exception as error:
+        raise ConfigError(
+            f"{where}: {type(error).__name__}: {error}; it is called with the step, from 1, and returns a Strategy"
+        ) from error
+    if not isinstance(chosen, Strategy):
+        raise ConfigError(
+            f"{where}: returned {chosen!r:.60}, a {type(chosen).__name__}; expected a Strategy, such as bernoulli(0.5)"
+        )
+    return chosen
+
+
+def try_strategies(strategy: StrategyFunction, steps: int, vocabulary: int) -> int:
+    """Try the strategies of the first and the last step, then those between them for at most ``TRIAL_S`` seconds.
+
+    Args:
+        vocabulary: how many token ids the models can write.
+
+    Returns:
+        how many steps were tried.
+
+    Raises:
+        ConfigError: the function or one of its strategies cannot be used; the message names the step.
+    """
+    began = time.monotonic()
+    tried = 0
+    known: set[int] = set()
+    kept = []  # else a new strategy could have the id of an earlier one
+    for step in dict.fromkeys((1, steps, *range(2, steps))):
+        if tried >= 2 and time.monotonic() - began > TRIAL_S:
+            break
+        chosen = strategy_at(strategy, step)
+        if id(chosen) not in known:
+            try:
+                try_strategy(chosen, vocabulary)
+            except ValueError as error:
+                raise ConfigError(f"{_named(strategy, step)}: {error}") from error
+            known.add(id(chosen))
+            kept.append(chosen)
+        tried += 1
+    return tried
+
+
+def every_step(strategy: Strategy, step: int) -> Strategy:
+    """The same strategy at every step."""
+    return strategy
+
+
+def _named(strategy: StrategyFunction, step: int) -> str:
+    """The beginning of a message about the strategy of a step."""
+    bare = isinstance(strategy, partial) and strategy.func is every_step
+    return "strategy" if bare else f"strategy: {describe(strategy)} at step {step}"
+
+
+def _require_name(argument: str, name: str, known: tuple[str, ...]) -> None:
+    if name not in known:
+        close = difflib.get_close_matches(name, known, n=1)
+        hint = f"did you mean {close[0]!r}? " if close else ""
+        raise ConfigError(f"{argument}={name!r}: no such name; {hint}Known: {', '.join(known)}")

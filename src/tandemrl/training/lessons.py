@@ -1,0 +1,105 @@
+"""Notices a run that cannot learn, because its rewards do not differ where they are compared."""
+
+import json
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+from tandemrl.config import Config
+from tandemrl.losses import RECIPES, Recipe, group_centred, group_normalised, leave_one_out
+from tandemrl.types import Metrics
+
+AFTER = 3
+"""After how many steps in a row with hardly a lesson a run warns; then after twice as many, and so on."""
+LITTLE = 0.1
+"""A step has hardly a lesson if less than this share of its rollouts can teach anything."""
+HARDLY = 0.05
+"""A finished run had hardly anything to learn if its steps had fewer lessons than this on average."""
+
+
+def compares_groups(recipe: Recipe) -> bool:
+    """Whether all advantages of a group are 0 if its rewards are equal. Of an own function nobody knows."""
+    return recipe.advantage in (group_normalised, group_centred, leave_one_out)
+
+
+def lessons(metrics: Mapping[str, Any], recipe: Recipe) -> float:
+    """The share of a step's rollouts that can teach anything, as far as rewards tell.
+
+    It is 0 if all rewards are equal. A recipe that compares the rollouts of a group can learn only from groups in which
+    rewards differ.
+    """
+    if metrics.get("reward/unscored") == 1 or metrics.get("reward/std") == 0:
+        return 0.0
+    flat = metrics.get("groups/zero_variance")
+    return 1.0 - flat if compares_groups(recipe) and flat is not None else 1.0
+
+
+def warner(config: Config, recipe: Recipe) -> Callable[[Metrics], str | None]:
+    """A function to call with the metrics of each step, which returns a warning where one is due."""
+    shares: list[float] = []
+
+    def warning(metrics: Metrics) -> str | None:
+        share = lessons(metrics, recipe)
+        if share >= LITTLE:
+            shares.clear()
+            return None
+        shares.append(share)
+        times = len(shares) // AFTER
+        if len(shares) % AFTER or times & (times - 1):
+            return None
+        amount = "hardly anything" if any(shares) else "nothing"
+        return f"  {amount} to learn from the rewards of the last {len(shares)} steps: {cause(metrics, config, recipe)}"
+
+    return warning
+
+
+def verdict(config: Config, recipe: Recipe | None = None) -> tuple[str, str] | None:
+    """How little a finished run could learn from its rewards, in two words and in a sentence; None if it was enough.
+
+    Args:
+        config: that of the run, whose metrics.jsonl is read.
+        recipe: what it was trained with. None means ``loss.recipe``.
+    """
+    recipe = recipe or RECIPES[config.loss.recipe]
+    record = Path(config.output_dir, "metrics.jsonl")
+    lines = [json.loads(line) for line in record.read_text(encoding="utf-8").splitlines()] if record.is_file() else []
+    shares = [lessons(line, recipe) for line in lines]
+    if not shares or fmean(shares) >= HARDLY:
+        return None
+    amount = "hardly anything" if any(shares) else "nothing"
+    steps = sum(map(bool, shares))
+    return amount, (
+        f"{amount} to learn: {steps} of {len(lines)} steps had rewards that differ where they are compared. In the "
+        f"last step {cause(lines[-1], config, recipe)}"
+    )
+
+
+def cause(metrics: Mapping[str, Any], config: Config, recipe: Recipe) -> str:
+    """Why the rewards of a step teach nothing, and what to do about it, as far as its metrics tell."""
+    if metrics.get("reward/unscored") == 1:
+        return "the judge scored no text: see its output"
+    if config.rollout.group_size == 1 and compares_groups(recipe):
+        return "rollout.group_size=1: a group of one has nothing to compare with; use 2 or more, or loss.recipe=ppo"
+    mean, right = metrics.get("reward/mean") or 0.0, metrics.get("reward/acc") or 0.0
+    found, cut = metrics.get("reward/answer_present"), metrics.get("response/truncated") or 0.0
+    rewards = f"every reward is {mean:g}" if metrics.get("reward/std") == 0 else f"the mean reward is {mean:.3f}"
+    look = f"look at {config.output_dir}/samples.jsonl"
+    if right > 1 - LITTLE:
+        return f"{rewards}: the problems are too easy for this model, or the scorer accepts anything; {look}"
+    if cut > 1 - LITTLE:
+        return f"{rewards}, and {cut:.0%} of the texts are cut off at rollout.max_tokens={config.rollout.max_tokens}"
+    if found is not None and found < LITTLE:
+        return (
+            f"{rewards}: the scorer finds an answer in {found:.0%} of the texts. The prompt must ask for the form that "
+            f"it reads (data.prompt_suffix), and the model must be able to write it; {look}"
+        )
+    if right < LITTLE:
+        return (
+            f"{rewards}: hardly an answer is right. The problems are too hard for this model, or the scorer reads "
+            f"another form of answer (try it: tandemrl score); {look}"
+        )
+    return (
+        f"{rewards}, and nearly all rollouts of a prompt have the same one: raise rollout.group_size, or take problems "
+        "that the model solves now and then"
+    )

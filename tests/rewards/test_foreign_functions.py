@@ -1,0 +1,185 @@
+"""Reward functions in the forms of TRL and verifiers, ``async`` ones, and what a function may return."""
+
+import functools
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from tandemrl.config import RewardConfig
+from tandemrl.data.rows import Row
+from tandemrl.messages import Transcript
+from tandemrl.rewards.functions import by_name
+from tandemrl.rewards.protocol import GraderError, Score
+from tandemrl.rewards.scoring import Scorer
+
+ASKED = ({"role": "system", "content": "Be brief."}, {"role": "user", "content": "3 + 4?"})
+SEVEN = Row("r", ASKED, "mine", "7", {"index": 3, "level": "easy"}, ability="math")
+
+
+def scored(function: Any, text: str = "7", row: Row = SEVEN, transcript: Transcript | None = None) -> Score:
+    with Scorer(RewardConfig(), functions=by_name({"mine_own": function})) as scorer:
+        [score] = scorer.score([(row, text)], [transcript])
+    return score
+
+
+# ----------------------------------------------------------------------------------------- TRL: as in its documentation
+
+
+def reward_func(completions, ground_truth, **kwargs):
+    return [1.0 if content == gt else 0.0 for content, gt in zip(completions, ground_truth, strict=True)]
+
+
+def format_reward(completions, **kwargs):
+    """As in TRL's documentation, for conversations."""
+    contents = [completion[0]["content"] for completion in completions]
+    return [1.0 if content.isdigit() else 0.0 for content in contents]
+
+
+def whole(prompts, completions, level, **kwargs):
+    assert (prompts, completions, level) == (["Be brief.\n\n3 + 4?"], ["7"], ["easy"])
+    assert kwargs == {
+        "data_source": ["mine"], "ability": ["math"], "ground_truth": ["7"], "answer": ["7"], "solution": ["7"],
+        "index": [3],
+    }  # fmt: skip
+    return [0.5]
+
+
+def of_messages(prompts: list[list[dict[str, str]]], completions: list[list[dict[str, str]]]) -> list[float]:
+    assert prompts == [list(ASKED)]
+    return [float([*completion] == [{"role": "assistant", "content": "7"}]) for completion in completions]
+
+
+async def later(completions, solution, strict=True, **kwargs):
+    return [float(a == b) for a, b in zip(completions, solution, strict=strict)]
+
+
+@pytest.mark.parametrize("function", [reward_func, format_reward, of_messages, later])
+def test_a_function_of_trl_s_works_as_it_is(function: Any) -> None:
+    assert scored(function) == Score(1.0, {"acc": 1.0}, None)
+
+
+def test_a_function_of_trl_s_gets_the_fields_of_the_row_as_lists_of_one() -> None:
+    assert scored(whole).value == 0.5
+    with pytest.raises(
+        GraderError, match=r"row r: it takes difficulty, which is no field of the row; .* level, prompts"
+    ):
+        scored(lambda completions, difficulty: [1.0])
+    assert scored(lambda completions, difficulty=1.0: [difficulty]).value == 1.0
+    with pytest.raises(GraderError, match=r"found \[1\.0, 0\.0\]$"):
+        scored(lambda completions, **kwargs: [1.0, 0.0])
+
+
+def test_a_function_that_takes_neither_texts_nor_messages_gets_both_errors_in_a_line() -> None:
+    with pytest.raises(
+        GraderError, match=r"TypeError: on texts: TypeError: .*; on lists of messages: KeyError: 'text'"
+    ):
+        scored(lambda completions, **kwargs: [c[0]["text"] for c in completions])
+
+
+# ------------------------------------------------------------------------------------------------------------ verifiers
+
+
+def exact(completion, answer):
+    return 1.0 if completion == answer else 0.0
+
+
+async def chat(prompt, completion, answer, state, info, **kwargs) -> float:
+    right = completion[-1]["content"] == answer
+    assert (prompt, info, kwargs) == ([*ASKED], {"index": 3, "level": "easy"}, {"task": "mine"})
+    assert state["answer"] == answer == "7"
+    return 1.0 if right else 0.0
+
+
+@pytest.mark.parametrize("function", [exact, chat, functools.partial(exact, answer="7")])
+def test_a_function_of_verifiers_works_as_it_is(function: Any) -> None:
+    assert scored(function) == Score(1.0, {"acc": 1.0}, None)
+    assert scored(function, "8").value == 0.0
+
+
+def test_a_function_of_verifiers_reads_the_messages_and_the_state_of_an_episode() -> None:
+    said = ({"role": "assistant", "content": "?"}, {"role": "tool", "content": "7"})
+
+    def calls(completion, state):
+        return sum(message["role"] == "tool" for message in completion) * state["used"]
+
+    assert scored(calls, transcript=Transcript(said, {"used": 2})).value == 2.0
+
+
+def test_what_only_a_rubric_has_is_named_with_the_way_out() -> None:
+    with pytest.raises(GraderError, match=r"\(parser, completion\); expected .*functools\.partial"):
+        by_name({"mine_own": lambda parser, completion: 1.0})
+    with pytest.raises(GraderError, match=r"\(completion, parser, judge\).* bind others with functools\.partial"):
+        by_name({"mine_own": lambda completion, parser, judge: 1.0})
+
+
+# ----------------------------------------------------------------------------------------------------------------- ours
+
+
+async def awaited(row: Row, text: str) -> float:
+    return float(text == row.ground_truth)
+
+
+def second_is_called_completion(row, completion):
+    return row.example_id == "r" and completion == "7"
+
+
+@pytest.mark.parametrize(
+    "function", [awaited, second_is_called_completion, lambda problem, completion: completion == "7"]
+)
+def test_functions_of_ours_stay_ours(function: Any) -> None:
+    assert scored(function) == Score(1.0, {"acc": 1.0}, None)
+
+
+def test_an_async_function_works_where_an_event_loop_runs_already() -> None:
+    import asyncio
+
+    async def notebook() -> Score:
+        return scored(awaited)
+
+    assert asyncio.run(notebook()).value == 1.0
+
+
+@pytest.mark.parametrize("one", [True, np.float32(1), np.int64(1), np.bool_(True), torch.tensor(1.0), torch.ones(1)])
+def test_numbers_of_any_library_are_numbers(one: Any) -> None:
+    assert scored(lambda row, text: one) == Score(1.0, {"acc": 1.0}, None)
+
+
+@pytest.mark.parametrize(
+    ("returned", "shown"),
+    [
+        ("1.0", "found '1.0', which is a str"),
+        (b"1", "found b'1', which is a bytes"),
+        (None, r"found None; does every branch of the function return something\?"),
+        (float("nan"), "found nan"),
+        (float("-inf"), "found -inf"),
+        ([1.0], r"found \[1\.0\]"),
+        ({"score": 1.0}, r"found \{'score': 1\.0\}"),
+        (torch.zeros(2), r"found tensor\(\[0\., 0\.\]\), which is a Tensor"),
+        (1j, "found 1j, which is a complex"),
+    ],
+)
+def test_what_is_no_number_is_shown_with_its_type(returned: Any, shown: str) -> None:
+    with pytest.raises(GraderError, match=f"reward mine_own, row r: expected a finite number.*{shown}$"):
+        scored(lambda row, text: returned)
+
+
+def test_by_import_path_in_a_process_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tmp_path.joinpath("of_others.py").write_text(
+        "def trl(completions, ground_truth, **kwargs):\n"
+        "    return [float(c[0]['content'] == t) for c, t in zip(completions, ground_truth)]\n"
+        "async def verifiers(completion, answer):\n"
+        "    return float(completion == answer)\n"
+        "def text(row, text):\n"
+        "    return '1.0'\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    both = "of_others:trl + of_others:verifiers"
+    with Scorer(RewardConfig(scorers={"mine": both}, weights={"verifiers": 0.5})) as scorer:
+        assert [score.value for score in scorer.score([(SEVEN, "7"), (SEVEN, "8")])] == [1.5, 0.0]
+    shown = r"of_others:text, row r: .*found '1\.0', which is a str"
+    text = Scorer(RewardConfig(scorers={"mine": "of_others:text"}))
+    with text as scorer, pytest.raises(GraderError, match=shown):
+        scorer.score([(SEVEN, "7")])

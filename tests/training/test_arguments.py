@@ -1,0 +1,246 @@
+"""What is passed to ``train`` in Python: its short forms work, and what cannot work is refused before any weight."""
+
+import re
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from tests.runs import config, metrics
+from torch import Tensor
+
+import tandemrl.training.build as build_module
+from tandemrl.cli.errors import one_line
+from tandemrl.config import ConfigError, load
+from tandemrl.losses import RECIPES, Recipe, policy_loss, ppo_clip, totals
+from tandemrl.rollout.signatures import signature
+from tandemrl.selection import Strategy, annealed, bernoulli, chunk, linear, solo, try_strategy
+from tandemrl.selection.strategies import turn
+from tandemrl.training.arguments import accept, try_strategies
+from tandemrl.training.loop import train
+
+
+def mean_clip(*tensors: Tensor, **clips: Any) -> Tensor:
+    return ppo_clip(*tensors, **clips).mean()
+
+
+def column(*tensors: Tensor, **clips: Any) -> Tensor:
+    return ppo_clip(*tensors, **clips)[:, None]
+
+
+def detached(*tensors: Tensor, **clips: Any) -> Tensor:
+    return ppo_clip(*tensors, **clips).detach()
+
+
+def of_the_old(logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, **clips: Any) -> Tensor:
+    return ppo_clip(old_logprobs, old_logprobs, advantages, **clips) + 0 * logprobs
+
+
+def divided(logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, **clips: Any) -> Tensor:
+    return logprobs / advantages
+
+
+def no_keywords(logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor) -> Tensor:
+    return -advantages * logprobs
+
+
+def spread(rewards: Tensor, group_ids: Tensor) -> Tensor:
+    return rewards.std()
+
+
+def whole(rewards: Tensor, group_ids: Tensor) -> Tensor:
+    return rewards.round().long()
+
+
+def without_epsilon(rewards: Tensor, group_ids: Tensor) -> Tensor:
+    return torch.stack([(rewards[i] - 0.5) / rewards[group_ids == g].std() for i, g in enumerate(group_ids)])
+
+
+GRPO = RECIPES["grpo"]
+
+
+@pytest.mark.parametrize(
+    ("recipe", "message"),
+    [
+        (ppo_clip, r"recipe=.*ppo_clip.* is a function; expected a Recipe .*_replace\(surrogate=FUNCTION\)"),
+        ({"name": "grpo"}, "is a dict; expected a Recipe or the name of one"),
+        ("gropo", "recipe='gropo': no such name; did you mean 'grpo'\\? Known: grpo, dr_grpo"),
+        (GRPO._replace(surrogate=mean_clip), r"the surrogate returned a float32 tensor of shape \[\]; .*\.mean\(\)"),
+        (GRPO._replace(surrogate=column), r"the surrogate returned a float32 tensor of shape \[7, 1\]; .* \[7\]"),
+        (GRPO._replace(surrogate=detached), "a loss without a gradient"),
+        (GRPO._replace(surrogate=of_the_old), "gradient of the surrogate .* is 0"),
+        (GRPO._replace(surrogate=divided), "the surrogate or its gradient is not finite at advantages"),
+        (GRPO._replace(surrogate=no_keywords), "the surrogate function failed: TypeError: .*clip_low.*called as"),
+        (GRPO._replace(surrogate="ppo_clip"), "surrogate='ppo_clip': must be a function"),
+        (GRPO._replace(surrogate=lambda *a, **k: None), "the surrogate returned None, a NoneType"),
+        (GRPO._replace(advantage=spread), r"the advantage function returned a float32 tensor of shape \[\]; .*\[6\]"),
+        (GRPO._replace(advantage=whole), "the advantage function returned a int64 tensor"),
+        (GRPO._replace(advantage=without_epsilon), "expected finite numbers, also for a group with equal rewards"),
+        (GRPO._replace(advantage=lambda rewards: rewards), "the advantage function failed: TypeError: .*called as"),
+        (GRPO._replace(reduction="mean"), "reduction='mean': must be one of token_mean"),
+        (GRPO._replace(clip_low="0.2"), "clip_low='0.2': must be a number or None"),
+        (GRPO._replace(dual_clip=0.5), "dual_clip=0.5: must be above 1"),
+    ],
+)
+def test_a_recipe_that_cannot_train_is_refused_before_any_weight(
+    recipe: Any, message: str, tiny_pair: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(build_module, "load_policy", lambda *a, **k: pytest.fail("weights were loaded"))
+    with pytest.raises(ConfigError, match=message):
+        train(config(tiny_pair, tmp_path), recipe=recipe, quiet=True)
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_every_recipe_of_the_library_passes_its_trial(name: str) -> None:
+    from tandemrl.training.arguments import tried_recipe
+
+    assert tried_recipe(None, load(overrides=[f"loss.recipe={name}"])).name == name
+    assert tried_recipe(RECIPES[name], load()).name == name
+
+
+def test_a_scalar_loss_is_refused_by_the_loss_itself() -> None:
+    tokens = torch.zeros(4, dtype=torch.int64)
+    author, ones = torch.ones(4, dtype=torch.int8), torch.ones(4)
+    with pytest.raises(ValueError, match=r"the surrogate returned a float32 tensor of shape \[\]"):
+        policy_loss(
+            GRPO._replace(surrogate=mean_clip),
+            logprobs=torch.zeros(4, requires_grad=True), old_logprobs=torch.zeros(4),
+            behaviour_logprobs=torch.zeros(4), advantages=ones, author=author, weights=ones, sequence_ids=tokens,
+            num_sequences=1, totals=totals(ones, author, tokens, num_sequences=1),
+        )  # fmt: skip
+
+
+# ---------------------------------------------------------------------------------------------------------- strategies
+
+
+class Count(NamedTuple):
+    count: Tensor
+
+
+def parity(keys: Tensor) -> tuple[Tensor, Count]:
+    return keys % 2 == 0, Count(keys)
+
+
+def step(state: Count, token: Tensor) -> tuple[Tensor, Count]:
+    return (state.count + token) % 2 == 0, Count(state.count + token)
+
+
+def in_place(state: Count, token: Tensor) -> tuple[Tensor, Count]:
+    state.count.add_(token)
+    return state.count % 2 == 0, state
+
+
+def random(state: Count, token: Tensor) -> tuple[Tensor, Count]:
+    return torch.rand(len(token)) < 0.5, state
+
+
+def of_the_batch(state: Count, token: Tensor) -> tuple[Tensor, Count]:
+    return token == token.max(), state
+
+
+GOOD = Strategy(parity, step)
+TABLE = torch.zeros(50, dtype=torch.bool)
+
+
+def test_the_library_s_strategies_and_a_good_one_pass_their_trial() -> None:
+    for strategy in (GOOD, bernoulli(0.5), chunk(3), solo(), solo("junior"), turn(0.5)):
+        try_strategy(strategy, 100)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "message"),
+    [
+        (Strategy(lambda: None, step), "init failed on 4 rows: TypeError"),  # type: ignore[arg-type, misc]
+        (Strategy(lambda keys: keys > 0, step), "init returned a bool tensor .*; expected a pair"),  # type: ignore[arg-type, return-value]
+        (Strategy(lambda keys: (keys, Count(keys)), step), r"init returned a int64 tensor .* expected a bool tensor"),
+        (Strategy(lambda keys: (keys[:1] > 0, Count(keys)), step), r"a bool tensor of shape \[1\] as the authors of 4"),
+        (Strategy(lambda keys: (keys > 0, {"count": keys}), step), "a state with a dict; expected a NamedTuple"),
+        (Strategy(lambda keys: (keys > 0, None), step), "a state with None; expected a NamedTuple of tensors"),
+        (Strategy(lambda keys: (keys > 0, Count(keys.sum())), step), r"a state with a int64 tensor of shape \[\]"),
+        (Strategy(parity, lambda s, t: (t > 0, Count(s.count.float()))), "shapes and types must stay the same"),
+        (Strategy(parity, in_place), "step changed its arguments in place"),
+        (Strategy(parity, random), "gave other authors the second time; take random numbers from tandemrl.selection"),
+        (Strategy(parity, of_the_batch), "the authors of a row change with the rows beside it"),
+        (Strategy(parity, lambda s, t: (TABLE[t], s)), "step failed on 4 rows: IndexError"),
+        (Strategy(parity, step, writers="senior"), "writers='senior' promises that nobody else writes"),
+        (Strategy(parity, step, turn=lambda state: state.count > 0), "turn returned"),  # type: ignore[arg-type, return-value]
+    ],
+)
+def test_a_strategy_that_breaks_its_contract_is_named(strategy: Strategy, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        try_strategy(strategy, 100)
+
+
+def at_five(step: int) -> Strategy:
+    return bernoulli(0.5) if step != 5 else GOOD._replace(step=random)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "message"),
+    [
+        (lambda: bernoulli(0.5), "at step 1: TypeError: .*takes 0 positional arguments.* called with the step, from 1"),
+        (lambda step: 0.5, "at step 1: returned 0.5, a float; expected a Strategy"),
+        (bernoulli, r"bernoulli .*at step 3: ValueError: prob_senior must be in \[0, 1\], got 3"),
+        (lambda step: None if step > 1 else bernoulli(0.5), "at step 3: returned None, a NoneType"),
+        (annealed(bernoulli, linear(1.0, -0.5, steps=2)), "ValueError: prob_senior must be in"),
+        (GOOD._replace(step=random), "^strategy: the same keys and tokens gave other authors"),
+        (0.5, "strategy=0.5 is a float; expected a Strategy, the name of one, or a function"),
+        ("wrod", "strategy='wrod': no such name; did you mean 'word'"),
+        (("init", "step"), "is a tuple; expected a Strategy"),
+    ],
+)
+def test_strategies_that_cannot_work_are_refused_before_any_weight(
+    strategy: Any, message: str, tiny_pair: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(build_module, "load_policy", lambda *a, **k: pytest.fail("weights were loaded"))
+    with pytest.raises(ConfigError, match=message) as raised:
+        train(config(tiny_pair, tmp_path), strategy=strategy, quiet=True)
+    assert "\n" not in str(raised.value)
+
+
+def test_the_strategy_of_a_later_step_is_tried_too_as_long_as_there_is_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ConfigError, match=r"at_five .*at step 5: the same keys"):
+        try_strategies(at_five, 9, 100)
+    monkeypatch.setattr("tandemrl.training.arguments.TRIAL_S", -1.0)
+    assert try_strategies(at_five, 9, 100) == 2
+
+
+def test_names_and_a_bare_strategy_are_accepted() -> None:
+    named, recipe, strategy = accept(load(), "rloo", "sentence")
+    assert (named.loss.recipe, named.selection.strategy, recipe, strategy) == ("rloo", "sentence", None, None)
+    _, _, every = accept(load(), None, GOOD)
+    assert every is not None
+    assert every(7) is GOOD
+    same: Callable[[float], Any] = lambda p: accept(load(), None, bernoulli(p))[2]  # noqa: E731
+    assert signature(same(0.5)) == signature(same(0.5)) != signature(same(0.4))
+    with pytest.raises(ConfigError, match=r"loss\.clip_low=0\.1: must be null with rloo"):
+        accept(load(overrides=["loss.clip_low=0.1"]), "rloo", None)
+    with pytest.raises(ConfigError, match=re.escape("config='quickstart' is a str; pass load('quickstart')")):
+        train("quickstart")  # type: ignore[arg-type]
+
+
+def test_functions_that_close_over_strategies_are_told_apart() -> None:
+    def fixed(strategy: Strategy) -> Callable[[int], Strategy]:
+        return lambda step: strategy
+
+    for make in (fixed, lambda s: annealed(partial(bernoulli), linear(1.0, 0.5 if s.init is GOOD.init else 0.4, 9))):
+        assert signature(make(GOOD)) == signature(make(GOOD)) != signature(make(bernoulli(0.5)))
+
+
+def test_a_run_with_a_bare_strategy_and_a_recipe_s_name(tiny_pair: Path, tmp_path: Path) -> None:
+    settings = config(tiny_pair, tmp_path, "train.steps=1", "train.eval_every=0", "train.save_every=1")
+    out = train(settings, recipe="dr_grpo", strategy=bernoulli(0.9), quiet=True)
+    stored = load(out / "config.yaml")
+    assert stored.loss.recipe == "dr_grpo"
+    assert "every_step" in stored.functions.strategy.name  # type: ignore[union-attr]
+    assert metrics(out)[0]["tandem/senior_draw_frac"] > 0.8
+    assert train(stored, strategy=bernoulli(0.9), quiet=True) == out
+    with pytest.raises(ConfigError, match=r"functions\.strategy") as raised:
+        train(stored, strategy=bernoulli(0.1), quiet=True)
+    assert one_line(raised.value)
+
+
+def test_a_recipe_is_a_recipe() -> None:
+    assert isinstance(accept(load(), GRPO, None)[1], Recipe)
