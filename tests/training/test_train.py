@@ -40,7 +40,7 @@ from tandemrl.training import build as build_module
 from tandemrl.training import loop as loop_module
 from tandemrl.training.build import build, resolve_recipe
 from tandemrl.training.checkpoint import CheckpointError, DamagedError, latest, lock
-from tandemrl.training.gates import TrainError, check_draws, check_mismatch
+from tandemrl.training.gates import TrainError, check_draws, check_mismatch, mismatch_limit
 from tandemrl.training.loop import train
 from tandemrl.training.resume import restore
 from tandemrl.training.tracking import Tracker
@@ -515,13 +515,64 @@ def test_draw_gate() -> None:
         check_draws(Draws(100, 99), 1.0)
 
 
-def test_mismatch_gate_has_a_default_per_dtype() -> None:
-    check_mismatch(load(), 9e-4)
-    with pytest.raises(TrainError, match=r"train\.max_logprob_mismatch"):
-        check_mismatch(load(), 1.1e-3)
+def test_the_mismatch_limit_is_a_default_per_dtype_or_the_number_given() -> None:
+    def never() -> float:
+        raise AssertionError("the limit does not depend on it")
+
+    bfloat16 = ["model.dtype=bfloat16"]
+    assert mismatch_limit(load(), never) == 1e-3
+    assert mismatch_limit(load(overrides=[*bfloat16, "train.max_logprob_mismatch=0.01"]), never) == 0.01
+    assert mismatch_limit(load(overrides=bfloat16), lambda: 0.004) == 2e-2
+    assert mismatch_limit(load(overrides=bfloat16), lambda: 0.03) == pytest.approx(0.12)
+
+
+def test_the_mismatch_gate_names_difference_and_limit() -> None:
+    check_mismatch(1e-3, 9e-4)
+    with pytest.raises(TrainError, match=r"differ by 0\.0011 .* \(limit 0\.001\).*train\.max_logprob_mismatch"):
+        check_mismatch(1e-3, 1.1e-3)
     with pytest.raises(TrainError):
-        check_mismatch(load(), float("nan"))
-    check_mismatch(load(overrides=["model.dtype=bfloat16"]), 1.9e-2)
+        check_mismatch(1e-3, float("nan"))
+
+
+@pytest.fixture(scope="module")
+def coarse_pair(tiny_pair: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The tiny pair with a number added to all logits of a place: the same model, but in bfloat16 its logits are
+    coarse, as those of large models are."""
+    folder = tmp_path_factory.mktemp("coarse")
+    shutil.copytree(tiny_pair, folder, dirs_exist_ok=True)
+    for name in ("senior", "junior"):
+        model = AutoModelForCausalLM.from_pretrained(folder / name)
+        model.config.tie_word_embeddings = False
+        model.lm_head.weight = torch.nn.Parameter(model.lm_head.weight.detach().clone())
+        model.lm_head.weight.data[:, 0] += 200.0
+        model.save_pretrained(folder / name)
+    return folder
+
+
+def test_in_bfloat16_the_mismatch_gate_knows_how_the_model_rounds(
+    coarse_pair: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What stopped such a run was its own rounding; a wrong weight in the engine still stops it."""
+    low = ["model.dtype=bfloat16"]
+    setup = build(config(coarse_pair, tmp_path / "built", *low)).setup
+    out = train(config(coarse_pair, tmp_path / "right", *low), quiet=True)
+    for line in metrics(out):
+        assert 2e-2 < line["mismatch/mean_abs"] < setup.mismatch_limit
+    again = build(config(coarse_pair, tmp_path / "right", *low)).setup  # from there a resumed run goes on
+    assert again.mismatch_limit == setup.mismatch_limit
+
+    generate = TorchEngine.generate
+
+    def with_a_wrong_weight(self, requests, **options):
+        weight = self.senior.model.layers[0].mlp.down_proj.weight
+        weight.data.neg_()
+        completions = generate(self, requests, **options)
+        weight.data.neg_()
+        return completions
+
+    monkeypatch.setattr(TorchEngine, "generate", with_a_wrong_weight)
+    with pytest.raises(TrainError, match="stale or wrong weights"):
+        train(config(coarse_pair, tmp_path / "wrong", *low), quiet=True)
 
 
 def test_mismatch_metrics_against_numpy() -> None:
