@@ -1,14 +1,17 @@
 """What a run needs: everything that can be wrong is found before a weight is loaded, by `train` and by --dry-run."""
 
 import json
+import os
 import shutil
 import warnings
 from collections import namedtuple
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+from safetensors.torch import load_file, save_file
 from tests.helpers import qwen3, small_qwen3, tokenizer
 from typer.testing import CliRunner, Result
 
@@ -75,6 +78,55 @@ def test_a_dry_run_says_what_it_checked_and_loads_no_weights(
 MULTIHOP = ["rollout.environment=multihop", "rollout.world_tokens=32"]
 
 
+def edit(file: Path, **changes: Any) -> None:
+    file.write_text(json.dumps(json.loads(file.read_text()) | changes))
+
+
+def without_a_shard(folder: Path) -> None:
+    (folder / "model.safetensors").unlink()
+    qwen3().save_pretrained(folder, max_shard_size="50KB")
+    sorted(folder.glob("model-*.safetensors"))[1].unlink()
+
+
+def without_a_weight(folder: Path) -> None:
+    file = folder / "model.safetensors"
+    save_file({name: value for name, value in load_file(file).items() if "layers.1.mlp.up" not in name}, file)
+
+
+def without_eos(folder: Path) -> None:
+    for name in ("config.json", "generation_config.json"):
+        edit(folder / name, eos_token_id=None)
+    edit(folder / "tokenizer_config.json", eos_token=None)
+
+
+DAMAGES: dict[str, Callable[[Path], Any]] = {
+    "window": lambda folder: edit(
+        folder / "config.json", layer_types=["full_attention", "sliding_attention"], use_sliding_window=True,
+        sliding_window=66,
+    ),
+    "chunks": lambda folder: edit(
+        folder / "config.json", layer_types=["full_attention", "chunked_attention"], attention_chunk_size=20
+    ),
+    "rope": lambda folder: edit(
+        folder / "config.json", rope_parameters={"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}
+    ),
+    "shard": without_a_shard,
+    "cut off": lambda folder: os.truncate(folder / "model.safetensors", 20_000),
+    "header cut off": lambda folder: os.truncate(folder / "model.safetensors", 100),
+    "pointer": lambda folder: (folder / "model.safetensors").write_text(POINTER),
+    "pointer of a tokenizer": lambda folder: (folder / "tokenizer.json").write_text(POINTER),
+    "no weights": lambda folder: (folder / "model.safetensors").unlink(),
+    "weight": without_a_weight,
+    "shape": lambda folder: edit(folder / "config.json", intermediate_size=40),
+    "no eos": without_eos,
+    "eos": lambda folder: [
+        without_eos(folder), edit(folder / "generation_config.json", eos_token_id=[50256])
+    ],
+}  # fmt: skip
+"""What may be wrong with the files of a model."""
+POINTER = "version https://git-lfs.github.com/spec/v1\noid sha256:4d7a2146\nsize 538090408\n"
+
+
 def broken(what: str, models: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Take one thing away from a run; overrides that go with it."""
     if what == "space":
@@ -97,6 +149,10 @@ def broken(what: str, models: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPa
         tests = json.dumps({"inputs": ["1"], "outputs": ["1"]})
         (tmp_path / "train.jsonl").write_text((json.dumps(row(source="apps", truth=tests)) + "\n") * 4)
         monkeypatch.setattr("tandemrl.rewards.code.sandbox.sys.platform", "win32")
+    if what in DAMAGES:
+        shutil.copytree(models / "senior", tmp_path / "damaged")
+        DAMAGES[what](tmp_path / "damaged")
+        return ["model.senior=damaged"]
     return {
         "packages": ["model.lora.rank=4"],
         "words": [*MULTIHOP, "retrieval.retriever=hybrid", f"retrieval.model={models}/senior"],
@@ -141,6 +197,19 @@ def broken(what: str, models: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPa
         ("no sandbox", "rewards", "programs can only be run on Linux"),
         ("judge", "judge.url", "http://127.0.0.1:9/v1"),
         ("output", "output_dir", "output_dir=train.jsonl: a file"),
+        ("window", "data.train", "rollout.max_tokens=64 exceed the attention window of model.senior, 66 tokens"),
+        ("chunks", "data.train", "rollout.max_tokens=64 exceed the attention window of model.senior, 20 tokens"),
+        ("rope", "model.senior", "model.senior=damaged: rope_type dynamic"),
+        ("shard", "model.senior", "damaged/model-00002-of-0000"),
+        ("cut off", "model.senior", "damaged/model.safetensors: 20,000 bytes, but by its header it has "),
+        ("header cut off", "model.senior", "damaged/model.safetensors: 100 bytes, which are no safetensors file"),
+        ("pointer", "model.senior", "damaged/model.safetensors: a pointer of Git LFS, not the file itself"),
+        ("pointer of a tokenizer", "model.senior", "damaged/tokenizer.json: a pointer of Git LFS"),
+        ("no weights", "model.senior", "damaged: no weights are there; expected model.safetensors"),
+        ("weight", "model.senior", "the first: model.layers.1.mlp.up_proj.weight is missing"),
+        ("shape", "model.senior", "is [48, 32] there, [40, 32] by its config.json"),
+        ("no eos", "vocabularies", "model.senior=damaged: no token ends a text (none is named)"),
+        ("eos", "vocabularies", "model.senior=damaged: no token ends a text ((50256,))"),
         ("space", "output_dir", "GB free in"),
     ],
 )
