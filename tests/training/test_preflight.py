@@ -11,14 +11,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from safetensors.torch import load_file, save_file
 from tests.helpers import qwen3, small_qwen3, tokenizer
+from transformers import AutoModelForTokenClassification
 from typer.testing import CliRunner, Result
 
 import tandemrl.training.build
 from tandemrl.cli.errors import is_users
 from tandemrl.cli.main import app
-from tandemrl.config import Config, load
+from tandemrl.config import Config, ConfigError, load
+from tandemrl.models.loading import load_model
 from tandemrl.training.preflight import NotHereError, Preflight, check_resume
 
 Disk = namedtuple("Disk", "total used free")
@@ -233,6 +236,38 @@ def test_what_is_missing_is_found_by_a_dry_run_and_by_train_before_any_weight(
         tandemrl.training.build.build(load("quickstart", overrides))
     assert is_users(refused.value)
     assert reason in " ".join(str(refused.value).split())
+
+
+def test_an_evaluation_must_fit_too(arguments: list[str], models: Path) -> None:
+    """It is the first evaluation that would stop the run, after hours of training."""
+    beyond = ["eval.profile=custom", "eval.max_tokens=300", "train.eval_every=5"]
+    result = dry_run(*arguments, *beyond)
+    assert "3 tokens and the 300 of a response (eval.profile=custom) exceed the context" in result.stdout
+    assert dry_run(*arguments, *beyond, "train.eval_every=0").exit_code == 0
+
+
+def test_vllm_has_no_windows_and_a_critic_needs_no_lm_head(arguments: list[str], models: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "critic"
+    shutil.copytree(models / "senior", folder)
+    AutoModelForTokenClassification.from_pretrained(folder, num_labels=1).save_pretrained(folder)
+    assert dry_run(*arguments, "loss.recipe=ppo", "model.critic=critic").exit_code == 0
+    shutil.copytree(models / "senior", tmp_path / "damaged")
+    DAMAGES["window"](tmp_path / "damaged")
+    preflight = Preflight(load("quickstart", [*arguments, "rollout.engine=vllm"]))
+    with pytest.raises(ConfigError, match=r"66 tokens only, and rollout\.engine=vllm needs full attention"):
+        preflight.model("model.junior", "damaged")
+
+
+def test_a_body_and_pickled_weights_are_models_too(arguments: list[str], models: Path, tmp_path: Path) -> None:
+    """transformers adds the prefix of the body, and reads files that have no header."""
+    for name, save in (("body", save_file), ("pickled", torch.save)):
+        shutil.copytree(models / "senior", tmp_path / name)
+        file = tmp_path / name / "model.safetensors"
+        tensors = {key.removeprefix("model."): value for key, value in load_file(file).items()}
+        file.unlink()
+        save(tensors, file if name == "body" else tmp_path / name / "pytorch_model.bin")
+        assert dry_run(*arguments, f"model.senior={name}").exit_code == 0
+        assert torch.equal(load_model(name).lm_head.weight, load_model(models / "senior").lm_head.weight)
 
 
 def test_a_dry_run_lists_every_problem_once(arguments: list[str]) -> None:

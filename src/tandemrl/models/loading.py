@@ -278,8 +278,8 @@ def check_folder(path: str | Path) -> None:
         command = f"tandemrl model tiny{f' --pair {pair}' if dash else ''} --out {folder.parent}"
         build = f"; build it: {command}" if tiny == "tiny" else ""
         near = hint(folder)
-        typed = near if folder.parent.is_dir() else ""  # a pair that is built already, or nearly so
-        raise ModelError(f"{path}: no such folder{export or typed or build or near}")
+        mistyped = near if folder.parent.is_dir() and folder.name not in ("senior", "junior") else ""
+        raise ModelError(f"{path}: no such folder{export or mistyped or build or near}")
     if not folder.is_dir():
         raise ModelError(f"{path}: a file; expected the folder of a model{export}")
     kind = "a training checkpoint, not a model" if (folder / "meta.json").is_file() else ""
