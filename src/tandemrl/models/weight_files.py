@@ -49,7 +49,7 @@ def stored_shapes(path: str | Path) -> Shapes | None:
     index = find(SAFE_WEIGHTS_INDEX_NAME)
     if index is None:
         pickled = find(WEIGHTS_NAME) or find(WEIGHTS_INDEX_NAME)
-        if pickled is None and folder.is_dir():
+        if pickled is None and (folder / CONFIG_NAME).is_file():
             expected = f"{SAFE_WEIGHTS_NAME}, {SAFE_WEIGHTS_INDEX_NAME} or {WEIGHTS_NAME}"
             raise ModelError(f"{path}: no weights are there; expected {expected}")
         if pickled is not None and pickled.name == WEIGHTS_INDEX_NAME and folder.is_dir():
