@@ -47,8 +47,8 @@ def arguments(model: Path, out: Path, engine: str, dtype: str, steps: int) -> di
     data.write_text("".join(json.dumps(row) + "\n" for row in rows))
     values = {"model.senior": model, "model.junior": model, "model.device": "cpu", "model.dtype": dtype}
     values |= {"rollout.engine": engine, "rollout.vllm.kv_cache_gb": 0.2}
-    values |= {"rollout.group_size": 2, "rollout.max_tokens": 16, "data.train": data, "data.max_prompt_tokens": 100}
-    values |= {"train.prompts_per_step": 2, "train.tokens_per_micro_batch": 512, "train.steps": steps}
+    values |= {"rollout.group_size": 2, "rollout.max_tokens": 24, "data.train": data, "data.max_prompt_tokens": 100}
+    values |= {"train.prompts_per_step": 1, "train.tokens_per_micro_batch": 512, "train.steps": steps}
     values |= {"train.eval_every": 0, "train.threads": 1, "output_dir": out}
     config = load(None, [f"{key}={value}" for key, value in values.items()])
     return dict(config=config, reward=lambda row, text: float(len(text)), quiet=True)

@@ -15,6 +15,7 @@ from tandemrl.models.attention import PackedLayout
 from tandemrl.models.batching import pack_tokens
 from tandemrl.models.forward import gathering, packed_logits
 from tandemrl.models.head import ForwardOptions
+from tandemrl.models.sampling import kept_tokens
 from tandemrl.rollout.engine import Draws
 
 SIGMAS = 6.0
@@ -87,7 +88,7 @@ def self_difference(
     together, and all get the same result.
 
     Args:
-        options: the distribution that tokens are drawn from; its truncation is left out.
+        options: the distribution that tokens are drawn from.
         dtype, device: in which and on which the model computes.
     """
     rows = _shortest([prompt.tokens for prompt in prompts], SELF_TOKENS)
@@ -96,12 +97,16 @@ def self_difference(
     spans = np.split(np.arange(len(batch.tokens)), batch.lengths.cumsum(0)[:-1].tolist())
     logits, head = gathering(packed_logits, policy), policy.get_output_embeddings()
 
-    def logprobs() -> Tensor:
+    def logprobs() -> tuple[Tensor, Tensor]:
+        """Those of all tokens, and which of them can be drawn."""
         with torch.autocast(device.type, dtype=options.autocast, enabled=options.autocast is not None):
             z = logits(head, batch.tokens, batch.positions, PackedLayout(spans, device))
-        return (z[places, : options.vocabulary].float() / options.temperature).log_softmax(-1)
+        z = z[places, : options.vocabulary].float() / options.temperature
+        cut = options.truncation
+        kept = torch.ones_like(z, dtype=torch.bool) if cut is None else kept_tokens(z, cut)
+        return z - z.masked_fill(~kept, -torch.inf).logsumexp(-1, keepdim=True), kept
 
-    plain = logprobs()
+    plain, drawn = logprobs()
     generator = torch.Generator().manual_seed(0)  # on the CPU: every process of a mesh draws the same
     width = torch.finfo(dtype).eps / 2
 
@@ -111,10 +116,10 @@ def self_difference(
 
     hook = policy.get_input_embeddings().register_forward_hook(round_otherwise)
     try:
-        moved = logprobs()
+        moved, _ = logprobs()
     finally:
         hook.remove()
-    expected = (plain.exp() * (moved - plain).abs()).sum(-1).mean().item()
+    expected = (drawn * plain.exp() * (moved - plain).abs()).sum(-1).mean().item()
     return max(world.gather(expected))
 
 
