@@ -20,15 +20,17 @@ from rich.console import Console
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from helpers import tokenizer
+from helpers import prepared, qwen3, tokenizer
 from runs import KILLER, SMALL, assert_same_run, config, metrics, timeless, weights
 from tandemrl import evals
 from tandemrl.config import ConfigError, load, to_yaml
-from tandemrl.data.rows import Row
+from tandemrl.data.rows import Prompt, Row
 from tandemrl.distributed.world import World
 from tandemrl.evals.files import EvalResult
 from tandemrl.losses import RECIPES, Reduction
 from tandemrl.models.batching import pack_tokens
+from tandemrl.models.head import ForwardOptions
+from tandemrl.models.sampling import Truncation
 from tandemrl.rewards.protocol import GraderError
 from tandemrl.rollout.collect import generate
 from tandemrl.rollout.engine import Completion, Draws, EngineError
@@ -40,7 +42,7 @@ from tandemrl.training import build as build_module
 from tandemrl.training import loop as loop_module
 from tandemrl.training.build import build, resolve_recipe
 from tandemrl.training.checkpoint import CheckpointError, DamagedError, latest, lock
-from tandemrl.training.gates import TrainError, check_draws, check_mismatch, mismatch_limit
+from tandemrl.training.gates import TrainError, check_draws, check_mismatch, mismatch_limit, self_difference
 from tandemrl.training.loop import train
 from tandemrl.training.resume import restore
 from tandemrl.training.tracking import Tracker
@@ -524,6 +526,31 @@ def test_the_mismatch_limit_is_a_default_per_dtype_or_the_number_given() -> None
     assert mismatch_limit(load(overrides=[*bfloat16, "train.max_logprob_mismatch=0.01"]), never) == 0.01
     assert mismatch_limit(load(overrides=bfloat16), lambda: 0.004) == 2e-2
     assert mismatch_limit(load(overrides=bfloat16), lambda: 0.03) == pytest.approx(0.12)
+
+
+@pytest.mark.parametrize("top_k", [0, 5])
+def test_the_self_difference_is_that_of_the_stock_model_with_other_embeddings(top_k: int) -> None:
+    """The expected |difference| of a drawn token, over the last 64 places of each of the shortest prompts."""
+    stock = qwen3()
+    rows = np.random.default_rng(0).integers(0, 30, (4, 70)).tolist()
+    given = [Prompt(Row("", (), "", "", {}), tuple(row)) for row in [*rows[:2], rows[2] * 2, rows[3] * 3]]
+    options = ForwardOptions(temperature=0.7, truncation=Truncation(top_k, 1.0, 0.0) if top_k else None)
+    noise = 2 * torch.rand((1, 140, 32), generator=torch.Generator().manual_seed(0)) - 1
+
+    def logprobs(scale: torch.Tensor) -> tuple[np.ndarray, np.ndarray]:
+        """Of the tokens, after renormalising over those that can be drawn; and which those are."""
+        embedded = stock.get_input_embeddings()(torch.tensor(rows[:2])) * scale.reshape(2, 70, 32)
+        z = stock(inputs_embeds=embedded).logits[:, 6:].double().detach().numpy() / 0.7
+        drawn = z >= np.sort(z, axis=-1)[..., [-top_k]] if top_k else np.ones_like(z, dtype=bool)
+        return z - np.log((np.exp(z) * drawn).sum(-1, keepdims=True)), drawn
+
+    (plain, drawn), (moved, _) = logprobs(torch.ones_like(noise)), logprobs(1 + noise / 256)
+    expected = (np.exp(plain) * np.abs(moved - plain) * drawn).sum(-1).mean()
+    got = self_difference(
+        prepared(stock), given, options=options, dtype=torch.bfloat16, world=World(), device=torch.device("cpu")
+    )
+    assert got == pytest.approx(expected, rel=1e-3)
+    assert got > 1e-4
 
 
 def test_the_mismatch_gate_names_difference_and_limit() -> None:
