@@ -71,8 +71,8 @@ def measure(run: Run, options: argparse.Namespace) -> dict[str, Any]:
     """The result line: medians over rounds, after one that is not counted."""
     # Made-up behaviour log-probs are far from the policy's.
     setup, models, _ = run
-    train = replace(setup.config.train, tokens_per_micro_batch=options.micro_batch, max_logprob_mismatch=1e9)
-    setup = replace(setup, config=replace(setup.config, train=train))
+    train = replace(setup.config.train, tokens_per_micro_batch=options.micro_batch)
+    setup = replace(setup, config=replace(setup.config, train=train), mismatch_limit=1e9)
     groups = made_up(models.policy.get_output_embeddings().out_features, options)
     rollouts = [rollout for group in groups for rollout in group.rollouts]
     lengths = [len(rollout.tokens) for rollout in rollouts]

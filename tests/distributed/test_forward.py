@@ -16,6 +16,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, Qwen3Co
 from helpers import _build, _common, with_head_bias
 from processes import run
 from tandemrl.config import ParallelConfig
+from tandemrl.data.rows import Prompt, Row
 from tandemrl.distributed.world import World, init_world
 from tandemrl.models.attention import ModelError
 from tandemrl.models.batching import pack
@@ -24,6 +25,7 @@ from tandemrl.models.head import PLAIN, ForwardOptions
 from tandemrl.models.loading import prepare
 from tandemrl.models.sampling import Truncation
 from tandemrl.models.sharding import clip_gradients, full_parameters, shard
+from tandemrl.training.gates import self_difference
 from tandemrl.types import Batch, Rollout
 
 SHAPE = dict(
@@ -172,6 +174,13 @@ def gathered(world: World) -> dict[str, list[str]]:
     return dict(whole=whole, warned=[record.getMessage() for record in handler.buffer])
 
 
+def own_difference(model: PreTrainedModel, world: World, options: ForwardOptions = PLAIN) -> float:
+    rows = np.random.default_rng(0).integers(0, 60, (6, 12)).tolist()
+    prompts = [Prompt(row=Row("", (), "", "", {}), tokens=tuple(r)) for r in rows]
+    low = torch.bfloat16
+    return self_difference(model, prompts, options=options, dtype=low, world=world, device=torch.device("cpu"))
+
+
 def on_meshes(size: int) -> dict[str, Any]:
     """Runs in every process: all cases of all meshes of this size."""
     outcomes: dict[str, Any] = {}
@@ -184,6 +193,7 @@ def on_meshes(size: int) -> dict[str, Any]:
         if size == 2:
             model = shard(prepare(MODELS["qwen3 tied"]()), world, dtype=torch.bfloat16)
             outcomes[mesh]["bfloat16"] = outcome(model, PASSES["plain"], world)
+            outcomes[mesh]["self_difference"] = own_difference(model, world)
         if size == 4 and mesh == "sp 2 x tp 2":
             for name, heads in (("num_key_value_heads", 1), ("num_attention_heads", 6)):
                 few = prepare(qwen3(True, **{"num_key_value_heads": 2} | {name: heads}))
@@ -243,3 +253,13 @@ def test_bfloat16_computes_low_and_reduces_gradients_in_float32(mesh, outcomes):
         for name, gradient in exact.gradients.items():
             assert got.gradients[name].dtype == torch.float32
             assert torch.cosine_similarity(got.gradients[name].flatten(), gradient.flatten(), dim=0) > 0.97, name
+
+
+@pytest.mark.parametrize("mesh", MESHES[2])
+def test_all_processes_measure_the_same_self_difference_as_one(mesh, outcomes):
+    """In a world of one the weights are float32 and the matrix products bfloat16; among several both are bfloat16."""
+    model = prepare(MODELS["qwen3 tied"]())
+    alone = own_difference(model, World(), ForwardOptions(autocast=torch.bfloat16))
+    assert own_difference(model, World()) < 2 * alone  # float32: what the embeddings alone do
+    first, second = (answers[mesh]["self_difference"] for answers in outcomes(2))
+    assert first == second == pytest.approx(alone, rel=0.5)

@@ -11,6 +11,7 @@ import pytest
 import torch
 import transformers
 from packing import dense, scored, sequences
+from safetensors.torch import load_file, save_file
 from tokenizers import AddedToken
 from transformers import PreTrainedModel
 
@@ -18,7 +19,16 @@ from helpers import EOS, IDS, PAD, VOCABULARY, llama, prepared, qwen3, small_qwe
 from tandemrl.files import hint
 from tandemrl.models.attention import ModelError
 from tandemrl.models.critic import load_critic
-from tandemrl.models.loading import check_folder, eos_token_ids, load_model, load_tokenizer, prepare, vocabulary_check
+from tandemrl.models.loading import (
+    attention_window,
+    check_folder,
+    check_positions,
+    eos_token_ids,
+    load_model,
+    load_tokenizer,
+    prepare,
+    vocabulary_check,
+)
 
 # ---------------------------------------------------------------------------------------------------------------- paths
 
@@ -146,8 +156,43 @@ def test_models_and_tokenizers_that_are_not_there_are_named(tmp_path):
     torn = tmp_path / "torn"
     small_qwen3().save_pretrained(torn)
     (torn / "model.safetensors").write_bytes(b"torn")
-    with pytest.raises(ModelError, match="could not be loaded"):
+    with pytest.raises(ModelError, match=r"torn/model\.safetensors: 4 bytes, which are no safetensors file"):
         load_model(torn)
+
+
+def test_a_typo_in_a_pair_that_is_there_is_no_reason_to_build_one(tmp_path: Path) -> None:
+    for name in ("senior", "junior"):
+        (tmp_path / "tiny" / name).mkdir(parents=True)
+    with pytest.raises(ModelError, match=r"tiny/seniro: no such folder; did you mean .*tiny/senior\?$"):
+        check_folder(tmp_path / "tiny" / "seniro")
+    (tmp_path / "tiny" / "senior").rmdir()
+    with pytest.raises(ModelError, match=r"tiny/senior: no such folder; build it: tandemrl model tiny --out"):
+        check_folder(tmp_path / "tiny" / "senior")
+
+
+def test_weights_that_are_missing_are_not_drawn_at_random(folder: Path, tmp_path: Path) -> None:
+    model = copied(folder, tmp_path / "model")
+    kept = load_file(model / "model.safetensors")
+    del kept["model.layers.0.mlp.up_proj.weight"]
+    save_file(kept, model / "model.safetensors")
+    with pytest.raises(ModelError, match=r"1 weights are missing there, the first is model\.layers\.0\.mlp\.up_proj"):
+        load_model(model)
+
+
+def test_weights_that_are_not_finite_are_named(tmp_path: Path) -> None:
+    """Not the attention, as long as the packed path was compared with NaN."""
+    model = llama()
+    model.model.layers[1].mlp.down_proj.weight.data[0, :3] = torch.nan
+    model.lm_head.weight.data[0, 0] = torch.inf
+    model.save_pretrained(tmp_path)
+    named = r"its logits are NaN or infinite: the weight model\.layers\.1\.mlp\.down_proj\.weight is, in 3 of 960 "
+    with pytest.raises(ModelError, match=named):
+        load_model(tmp_path)
+    large = llama()
+    large.lm_head.weight.data.mul_(1e38)
+    large.model.norm.weight.data.mul_(1e3)
+    with pytest.raises(ModelError, match=r"its logits are NaN or infinite: it overflows in torch\.float32"):
+        prepare(large)
 
 
 def test_load_tokenizer_reads_what_was_saved(tmp_path):
@@ -232,6 +277,33 @@ def test_models_that_would_be_computed_wrongly_are_refused(case):
 def test_models_without_a_head_are_refused():
     with pytest.raises(ModelError, match="no linear LM head; only causal LMs"):
         prepare(qwen3().model)
+
+
+@pytest.mark.parametrize(
+    ("family", "changes", "window"),
+    [
+        ("Mistral", dict(sliding_window=8), 8),
+        ("Mistral", dict(sliding_window=None), None),
+        ("Qwen2", dict(sliding_window=8), None),  # use_sliding_window is false
+        ("Qwen2", dict(sliding_window=8, use_sliding_window=True, max_window_layers=1), 8),
+        ("Gemma3Text", dict(sliding_window=8, layer_types=["sliding_attention", "full_attention"]), 8),
+        ("Gemma3Text", dict(sliding_window=8, layer_types=["full_attention"] * 2), None),
+        ("Llama4Text", dict(attention_chunk_size=6, num_local_experts=1), 6),
+        ("Llama", {}, None),
+    ],
+)
+def test_the_window_is_that_of_the_layers_that_have_one(family: str, changes: dict, window: int | None) -> None:
+    assert attention_window(getattr(transformers, f"{family}Config")(**(TINY | changes))) == window
+
+
+def test_rotary_frequencies_that_depend_on_the_length_are_refused_for_any_type_of_layer() -> None:
+    fixed = {"rope_type": "default", "rope_theta": 1e4}
+    config = transformers.Gemma3TextConfig(**TINY)
+    config.rope_parameters = {"full_attention": fixed, "sliding_attention": fixed}
+    check_positions(config, name="it")
+    config.rope_parameters = {"full_attention": fixed | {"rope_type": "longrope"}, "sliding_attention": fixed}
+    with pytest.raises(ModelError, match="it: rope_type longrope"):
+        check_positions(config, name="it")
 
 
 def test_mixtures_of_experts_are_packed_too():

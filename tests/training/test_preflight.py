@@ -1,21 +1,27 @@
 """What a run needs: everything that can be wrong is found before a weight is loaded, by `train` and by --dry-run."""
 
 import json
+import os
 import shutil
 import warnings
 from collections import namedtuple
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import load_file, save_file
 from tests.helpers import qwen3, small_qwen3, tokenizer
+from transformers import AutoModelForTokenClassification
 from typer.testing import CliRunner, Result
 
 import tandemrl.training.build
 from tandemrl.cli.errors import is_users
 from tandemrl.cli.main import app
-from tandemrl.config import Config, load
+from tandemrl.config import Config, ConfigError, load
+from tandemrl.models.loading import load_model
 from tandemrl.rewards.protocol import GraderError
 from tandemrl.training.preflight import NotHereError, Preflight, check_resume
 
@@ -76,6 +82,55 @@ def test_a_dry_run_says_what_it_checked_and_loads_no_weights(
 MULTIHOP = ["rollout.environment=multihop", "rollout.world_tokens=32"]
 
 
+def edit(file: Path, **changes: Any) -> None:
+    file.write_text(json.dumps(json.loads(file.read_text()) | changes))
+
+
+def without_a_shard(folder: Path) -> None:
+    (folder / "model.safetensors").unlink()
+    qwen3().save_pretrained(folder, max_shard_size="50KB")
+    sorted(folder.glob("model-*.safetensors"))[1].unlink()
+
+
+def without_a_weight(folder: Path) -> None:
+    file = folder / "model.safetensors"
+    save_file({name: value for name, value in load_file(file).items() if "layers.1.mlp.up" not in name}, file)
+
+
+def without_eos(folder: Path) -> None:
+    for name in ("config.json", "generation_config.json"):
+        edit(folder / name, eos_token_id=None)
+    edit(folder / "tokenizer_config.json", eos_token=None)
+
+
+DAMAGES: dict[str, Callable[[Path], Any]] = {
+    "window": lambda folder: edit(
+        folder / "config.json", layer_types=["full_attention", "sliding_attention"], use_sliding_window=True,
+        sliding_window=66,
+    ),
+    "chunks": lambda folder: edit(
+        folder / "config.json", layer_types=["full_attention", "chunked_attention"], attention_chunk_size=20
+    ),
+    "rope": lambda folder: edit(
+        folder / "config.json", rope_parameters={"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}
+    ),
+    "shard": without_a_shard,
+    "cut off": lambda folder: os.truncate(folder / "model.safetensors", 20_000),
+    "header cut off": lambda folder: os.truncate(folder / "model.safetensors", 100),
+    "pointer": lambda folder: (folder / "model.safetensors").write_text(POINTER),
+    "pointer of a tokenizer": lambda folder: (folder / "tokenizer.json").write_text(POINTER),
+    "no weights": lambda folder: (folder / "model.safetensors").unlink(),
+    "weight": without_a_weight,
+    "shape": lambda folder: edit(folder / "config.json", intermediate_size=40),
+    "no eos": without_eos,
+    "eos": lambda folder: [
+        without_eos(folder), edit(folder / "generation_config.json", eos_token_id=[50256])
+    ],
+}  # fmt: skip
+"""What may be wrong with the files of a model."""
+POINTER = "version https://git-lfs.github.com/spec/v1\noid sha256:4d7a2146\nsize 538090408\n"
+
+
 def broken(what: str, models: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Take one thing away from a run; overrides that go with it."""
     if what == "space":
@@ -98,6 +153,10 @@ def broken(what: str, models: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPa
         tests = json.dumps({"inputs": ["1"], "outputs": ["1"]})
         (tmp_path / "train.jsonl").write_text((json.dumps(row(source="apps", truth=tests)) + "\n") * 4)
         monkeypatch.setattr("tandemrl.rewards.code.sandbox.sys.platform", "win32")
+    if what in DAMAGES:
+        shutil.copytree(models / "senior", tmp_path / "damaged")
+        DAMAGES[what](tmp_path / "damaged")
+        return ["model.senior=damaged"]
     return {
         "packages": ["model.lora.rank=4"],
         "words": [*MULTIHOP, "retrieval.retriever=hybrid", f"retrieval.model={models}/senior"],
@@ -142,6 +201,19 @@ def broken(what: str, models: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPa
         ("no sandbox", "rewards", "programs can only be run on Linux"),
         ("judge", "judge.url", "http://127.0.0.1:9/v1"),
         ("output", "output_dir", "output_dir=train.jsonl: a file"),
+        ("window", "data.train", "rollout.max_tokens=64 exceed the attention window of model.senior, 66 tokens"),
+        ("chunks", "data.train", "rollout.max_tokens=64 exceed the attention window of model.senior, 20 tokens"),
+        ("rope", "model.senior", "model.senior=damaged: rope_type dynamic"),
+        ("shard", "model.senior", "damaged/model-00002-of-0000"),
+        ("cut off", "model.senior", "damaged/model.safetensors: 20,000 bytes, but by its header it has "),
+        ("header cut off", "model.senior", "damaged/model.safetensors: 100 bytes, which are no safetensors file"),
+        ("pointer", "model.senior", "damaged/model.safetensors: a pointer of Git LFS, not the file itself"),
+        ("pointer of a tokenizer", "model.senior", "damaged/tokenizer.json: a pointer of Git LFS"),
+        ("no weights", "model.senior", "damaged: no weights are there; expected model.safetensors"),
+        ("weight", "model.senior", "the first: model.layers.1.mlp.up_proj.weight is missing"),
+        ("shape", "model.senior", "is [48, 32] there, [40, 32] by its config.json"),
+        ("no eos", "vocabularies", "model.senior=damaged: no token ends a text (none is named)"),
+        ("eos", "vocabularies", "model.senior=damaged: no token ends a text ((50256,))"),
         ("space", "output_dir", "GB free in"),
     ],
 )
@@ -165,6 +237,38 @@ def test_what_is_missing_is_found_by_a_dry_run_and_by_train_before_any_weight(
         tandemrl.training.build.build(load("quickstart", overrides))
     assert is_users(refused.value)
     assert reason in " ".join(str(refused.value).split())
+
+
+def test_an_evaluation_must_fit_too(arguments: list[str], models: Path) -> None:
+    """It is the first evaluation that would stop the run, after hours of training."""
+    beyond = ["eval.profile=custom", "eval.max_tokens=300", "train.eval_every=5"]
+    result = dry_run(*arguments, *beyond)
+    assert "3 tokens and the 300 of a response (eval.profile=custom) exceed the context" in result.stdout
+    assert dry_run(*arguments, *beyond, "train.eval_every=0").exit_code == 0
+
+
+def test_vllm_has_no_windows_and_a_critic_needs_no_lm_head(arguments: list[str], models: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "critic"
+    shutil.copytree(models / "senior", folder)
+    AutoModelForTokenClassification.from_pretrained(folder, num_labels=1).save_pretrained(folder)
+    assert dry_run(*arguments, "loss.recipe=ppo", "model.critic=critic").exit_code == 0
+    shutil.copytree(models / "senior", tmp_path / "damaged")
+    DAMAGES["window"](tmp_path / "damaged")
+    preflight = Preflight(load("quickstart", [*arguments, "rollout.engine=vllm"]))
+    with pytest.raises(ConfigError, match=r"66 tokens only, and rollout\.engine=vllm needs full attention"):
+        preflight.model("model.junior", "damaged")
+
+
+def test_a_body_and_pickled_weights_are_models_too(arguments: list[str], models: Path, tmp_path: Path) -> None:
+    """transformers adds the prefix of the body, and reads files that have no header."""
+    for name, save in (("body", save_file), ("pickled", torch.save)):
+        shutil.copytree(models / "senior", tmp_path / name)
+        file = tmp_path / name / "model.safetensors"
+        tensors = {key.removeprefix("model."): value for key, value in load_file(file).items()}
+        file.unlink()
+        save(tensors, file if name == "body" else tmp_path / name / "pytorch_model.bin")
+        assert dry_run(*arguments, f"model.senior={name}").exit_code == 0
+        assert torch.equal(load_model(name).lm_head.weight, load_model(models / "senior").lm_head.weight)
 
 
 def test_a_dry_run_lists_every_problem_once(arguments: list[str]) -> None:

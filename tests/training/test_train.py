@@ -20,15 +20,17 @@ from rich.console import Console
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from helpers import tokenizer
+from helpers import prepared, qwen3, tokenizer
 from runs import KILLER, SMALL, assert_same_run, config, metrics, timeless, weights
 from tandemrl import evals
 from tandemrl.config import ConfigError, load, to_yaml
-from tandemrl.data.rows import Row
+from tandemrl.data.rows import Prompt, Row
 from tandemrl.distributed.world import World
 from tandemrl.evals.files import EvalResult
 from tandemrl.losses import RECIPES, Reduction
 from tandemrl.models.batching import pack_tokens
+from tandemrl.models.head import ForwardOptions
+from tandemrl.models.sampling import Truncation
 from tandemrl.rewards.protocol import GraderError
 from tandemrl.rollout.collect import generate
 from tandemrl.rollout.engine import Completion, Draws, EngineError
@@ -41,7 +43,7 @@ from tandemrl.training import loop as loop_module
 from tandemrl.training.arguments import resolve_recipe
 from tandemrl.training.build import build
 from tandemrl.training.checkpoint import CheckpointError, DamagedError, latest, lock
-from tandemrl.training.gates import TrainError, check_draws, check_mismatch
+from tandemrl.training.gates import TrainError, check_draws, check_mismatch, mismatch_limit, self_difference
 from tandemrl.training.loop import train
 from tandemrl.training.resume import restore
 from tandemrl.training.tracking import Tracker
@@ -516,13 +518,89 @@ def test_draw_gate() -> None:
         check_draws(Draws(100, 99), 1.0)
 
 
-def test_mismatch_gate_has_a_default_per_dtype() -> None:
-    check_mismatch(load(), 9e-4)
-    with pytest.raises(TrainError, match=r"train\.max_logprob_mismatch"):
-        check_mismatch(load(), 1.1e-3)
+def test_the_mismatch_limit_is_a_default_per_dtype_or_the_number_given() -> None:
+    def never() -> float:
+        raise AssertionError("the limit does not depend on it")
+
+    bfloat16 = ["model.dtype=bfloat16"]
+    assert mismatch_limit(load(), never) == 1e-3
+    assert mismatch_limit(load(overrides=[*bfloat16, "train.max_logprob_mismatch=0.01"]), never) == 0.01
+    assert mismatch_limit(load(overrides=bfloat16), lambda: 0.004) == 2e-2
+    assert mismatch_limit(load(overrides=bfloat16), lambda: 0.03) == pytest.approx(0.12)
+
+
+@pytest.mark.parametrize("top_k", [0, 5])
+def test_the_self_difference_is_that_of_the_stock_model_with_other_embeddings(top_k: int) -> None:
+    """The expected |difference| of a drawn token, over the last 64 places of each of the shortest prompts."""
+    stock = qwen3()
+    rows = np.random.default_rng(0).integers(0, 30, (4, 70)).tolist()
+    given = [Prompt(Row("", (), "", "", {}), tuple(row)) for row in [*rows[:2], rows[2] * 2, rows[3] * 3]]
+    options = ForwardOptions(temperature=0.7, truncation=Truncation(top_k, 1.0, 0.0) if top_k else None)
+    noise = 2 * torch.rand((1, 140, 32), generator=torch.Generator().manual_seed(0)) - 1
+
+    def logprobs(scale: torch.Tensor) -> tuple[np.ndarray, np.ndarray]:
+        """Of the tokens, after renormalising over those that can be drawn; and which those are."""
+        embedded = stock.get_input_embeddings()(torch.tensor(rows[:2])) * scale.reshape(2, 70, 32)
+        z = stock(inputs_embeds=embedded).logits[:, 6:].double().detach().numpy() / 0.7
+        drawn = z >= np.sort(z, axis=-1)[..., [-top_k]] if top_k else np.ones_like(z, dtype=bool)
+        return z - np.log((np.exp(z) * drawn).sum(-1, keepdims=True)), drawn
+
+    (plain, drawn), (moved, _) = logprobs(torch.ones_like(noise)), logprobs(1 + noise / 256)
+    expected = (np.exp(plain) * np.abs(moved - plain) * drawn).sum(-1).mean()
+    got = self_difference(
+        prepared(stock), given, options=options, dtype=torch.bfloat16, world=World(), device=torch.device("cpu")
+    )
+    assert got == pytest.approx(expected, rel=1e-3)
+    assert got > 1e-4
+
+
+def test_the_mismatch_gate_names_difference_and_limit() -> None:
+    check_mismatch(1e-3, 9e-4)
+    with pytest.raises(TrainError, match=r"differ by 0\.0011 .* \(limit 0\.001\).*train\.max_logprob_mismatch"):
+        check_mismatch(1e-3, 1.1e-3)
     with pytest.raises(TrainError):
-        check_mismatch(load(), float("nan"))
-    check_mismatch(load(overrides=["model.dtype=bfloat16"]), 1.9e-2)
+        check_mismatch(1e-3, float("nan"))
+
+
+@pytest.fixture(scope="module")
+def coarse_pair(tiny_pair: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The tiny pair with a number added to all logits of a place: the same model, but in bfloat16 its logits are
+    coarse, as those of large models are."""
+    folder = tmp_path_factory.mktemp("coarse")
+    shutil.copytree(tiny_pair, folder, dirs_exist_ok=True)
+    for name in ("senior", "junior"):
+        model = AutoModelForCausalLM.from_pretrained(folder / name)
+        model.config.tie_word_embeddings = False
+        model.lm_head.weight = torch.nn.Parameter(model.lm_head.weight.detach().clone())
+        model.lm_head.weight.data[:, 0] += 200.0
+        model.save_pretrained(folder / name)
+    return folder
+
+
+def test_in_bfloat16_the_mismatch_gate_knows_how_the_model_rounds(
+    coarse_pair: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What stopped such a run was its own rounding; a wrong weight in the engine still stops it."""
+    low = ["model.dtype=bfloat16"]
+    setup = build(config(coarse_pair, tmp_path / "built", *low)).setup
+    out = train(config(coarse_pair, tmp_path / "right", *low), quiet=True)
+    for line in metrics(out):
+        assert 2e-2 < line["mismatch/mean_abs"] < setup.mismatch_limit
+    again = build(config(coarse_pair, tmp_path / "right", *low)).setup  # from there a resumed run goes on
+    assert again.mismatch_limit == setup.mismatch_limit
+
+    generate = TorchEngine.generate
+
+    def with_a_wrong_weight(self, requests, **options):
+        weight = self.senior.model.layers[0].mlp.down_proj.weight
+        weight.data.neg_()
+        completions = generate(self, requests, **options)
+        weight.data.neg_()
+        return completions
+
+    monkeypatch.setattr(TorchEngine, "generate", with_a_wrong_weight)
+    with pytest.raises(TrainError, match="stale or wrong weights"):
+        train(config(coarse_pair, tmp_path / "wrong", *low), quiet=True)
 
 
 def test_mismatch_metrics_against_numpy() -> None:

@@ -354,7 +354,8 @@ class TrainConfig:
     eval_every: NonNegativeInt = 20
     """Steps between held-out evaluations; 0 = never."""
     max_logprob_mismatch: PositiveFloat | None = None
-    """Stop above this mean |trainer - engine| log-prob on senior tokens; null = 1e-3 (float32), 2e-2 (bfloat16)."""
+    """Stop above this mean |trainer - engine| log-prob on senior tokens, in nats. null = 1e-3 in float32; in bfloat16
+    four times as far as rounding moves the senior's log-probs (measured at the start), and at least 2e-2."""
     async_steps: Annotated[
         int, Allowed("0 or 1: rollouts of weights older than one step are not learnt from", lambda n: n in (0, 1))
     ] = 0

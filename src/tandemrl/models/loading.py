@@ -8,16 +8,19 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 from safetensors import SafetensorError
 from torch import nn
+from torch.distributed.tensor import DTensor
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
     AutoTokenizer,
     GenerationConfig,
+    PretrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
@@ -27,6 +30,7 @@ from tandemrl.distributed.watchdog import stamp
 from tandemrl.files import hint
 from tandemrl.models.attention import ATTENTION, ModelError, PackedLayout
 from tandemrl.models.forward import gathering, packed_logits
+from tandemrl.models.weight_files import refuse_pointers, stored_shapes
 
 CONFIG, TOKENIZER_CONFIG = "config.json", "tokenizer_config.json"
 
@@ -55,16 +59,22 @@ def load_model(path: str | Path, *, dtype: str = "float32", device: str = "cpu")
     """Load a causal LM in eval mode on ``device``, with this library's attention.
 
     Raises:
-        ModelError: it cannot be loaded, it is not a causal LM with standard attention, or its head is more than a
-            linear map.
+        ModelError: it cannot be loaded, weights are missing, it is not a causal LM with standard attention, or its head
+            is more than a linear map.
     """
     check_folder(path)
+    stored_shapes(path)  # names the file that is not whole
     try:
         with no_progress_bars():
-            model = AutoModelForCausalLM.from_pretrained(path, dtype=getattr(torch, dtype), trust_remote_code=False)
+            loaded: Any = AutoModelForCausalLM.from_pretrained(
+                path, dtype=getattr(torch, dtype), output_loading_info=True, trust_remote_code=False
+            )
     except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
         raise refusal("model", path, error) from None
-    model.to(resolve_device(device))  # type: ignore[arg-type]  # transformers' annotation of `to` lacks its arguments
+    model, report = loaded
+    if missing := sorted(map(str, report["missing_keys"])):  # transformers has drawn them at random
+        raise ModelError(f"model {str(path)!r}: {len(missing)} weights are missing there, the first is {missing[0]}")
+    model.to(resolve_device(device))
     stamp()
     return prepare(model, name=str(path))
 
@@ -87,16 +97,12 @@ def prepare(
 
     Raises:
         ModelError: the architecture ignores the attention interface, carries state other than attention from token to
-            token, or transforms its logits after the LM head.
+            token, or transforms its logits after the LM head. Or weights are NaN or infinite.
     """
     model.eval()
     if model.config._attn_implementation == ATTENTION:
         return model
-    rope = (getattr(model.config.get_text_config(), "rope_parameters", None) or {}).get("rope_type")
-    if rope in ("dynamic", "longrope"):
-        raise ModelError(
-            f"{name}: rope_type {rope} makes a text depend on its neighbours in a batch; it is unsupported"
-        )
+    check_positions(model.config, name=name)
     head = model.get_output_embeddings() if head is None else head
     if not isinstance(head, nn.Linear):
         raise ModelError(f"{name}: no linear LM head; only causal LMs are supported")
@@ -108,6 +114,8 @@ def prepare(
         alone = [model(input_ids=part[None], use_cache=False).logits[0] for part in probe.split(lengths)]
         tolerance = 1e-3 if alone[0].dtype == torch.float32 else 0.1
         stock = torch.cat(alone).float()
+        if not stock.isfinite().all():
+            raise ModelError(f"{name}: its logits are NaN or infinite: {_not_finite(model)}")
         try:
             model.set_attn_implementation(ATTENTION)
             spans = [np.arange(4), np.arange(4, 7)]
@@ -121,6 +129,43 @@ def prepare(
             f"{(stock - packed).abs().max().item():.3g}): its attention or its LM head is not a standard one"
         )
     return model
+
+
+def _not_finite(model: PreTrainedModel) -> str:
+    """Why the logits of a model are not finite."""
+    for name, parameter in model.named_parameters():
+        value = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+        if count := int((~value.isfinite()).sum()):
+            return (
+                f"the weight {name} is, in {count} of {value.numel()} numbers (the first such weight). The files are "
+                "damaged, or training had diverged before they were written"
+            )
+    return f"it overflows in {model.dtype}"
+
+
+def check_positions(config: PretrainedConfig, *, name: str) -> None:
+    """Check that the rotary frequencies of a model do not depend on the length of the text.
+
+    Raises:
+        ModelError: they do.
+    """
+    found = getattr(config.get_text_config(), "rope_parameters", None) or {}
+    for each in (found, *(value for value in found.values() if isinstance(value, dict))):  # or by type of layer
+        if (rope := each.get("rope_type")) in ("dynamic", "longrope"):
+            raise ModelError(
+                f"{name}: rope_type {rope} makes a text depend on its neighbours in a batch; it is unsupported"
+            )
+
+
+def attention_window(config: PretrainedConfig) -> int | None:
+    """How many tokens the layer with the shortest sight attends to. None means that all layers see the whole text."""
+    text = config.get_text_config()
+    kinds = getattr(text, "layer_types", None) or ["sliding_attention"]
+    windows = {"sliding_attention": "sliding_window", "chunked_attention": "attention_chunk_size"}
+    if getattr(text, "use_sliding_window", True) is False:
+        del windows["sliding_attention"]
+    found = [getattr(text, windows[kind], None) for kind in set(kinds) & windows.keys()]
+    return min((window for window in found if window), default=None)
 
 
 def load_tokenizer(path: str | Path, *, download: bool = True) -> PreTrainedTokenizerBase:
@@ -218,17 +263,23 @@ def check_folder(path: str | Path) -> None:
     """Refuse a local path without a model, before transformers would take it for a hub id.
 
     Raises:
-        ModelError: the folder does not exist, or has neither a model nor a tokenizer.
+        ModelError: the folder does not exist, has neither a model nor a tokenizer, or has a pointer of Git LFS in place
+            of a file.
     """
     folder = Path(path)
-    if any((folder / name).is_file() for name in (CONFIG, TOKENIZER_CONFIG)) or not is_local(path):
+    if any((folder / name).is_file() for name in (CONFIG, TOKENIZER_CONFIG)):
+        refuse_pointers(folder)
+        return
+    if not is_local(path):
         return
     export = next((f"; did you mean {each}?" for each in _exports(folder) if each.is_dir()), "")
     if not folder.exists():
         tiny, dash, pair = folder.parent.name.partition("-")
         command = f"tandemrl model tiny{f' --pair {pair}' if dash else ''} --out {folder.parent}"
         build = f"; build it: {command}" if tiny == "tiny" else ""
-        raise ModelError(f"{path}: no such folder{export or build or hint(folder)}")
+        near = hint(folder)
+        mistyped = near if folder.parent.is_dir() and folder.name not in ("senior", "junior") else ""
+        raise ModelError(f"{path}: no such folder{export or mistyped or build or near}")
     if not folder.is_dir():
         raise ModelError(f"{path}: a file; expected the folder of a model{export}")
     kind = "a training checkpoint, not a model" if (folder / "meta.json").is_file() else ""

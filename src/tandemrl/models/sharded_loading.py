@@ -26,7 +26,6 @@ from transformers import (
     PretrainedConfig,
     PreTrainedModel,
 )
-from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, cached_file
 from transformers.utils.hub import get_checkpoint_shard_files
 
@@ -37,6 +36,7 @@ from tandemrl.models.critic import load_critic, packed_values, value_head, witho
 from tandemrl.models.loading import check_folder, load_model, no_progress_bars, prepare, refusal, resolve_device
 from tandemrl.models.lora import attach, attach_without_memory, base_name
 from tandemrl.models.sharding import shard
+from tandemrl.models.weight_files import is_converted, stored_names
 
 
 class Adapters(NamedTuple):
@@ -227,15 +227,6 @@ def _files(path: str | Path) -> list[str]:
     return [] if index is None else list(get_checkpoint_shard_files(path, index)[0])
 
 
-def stored_names(model: nn.Module, stored: Mapping[str, Any]) -> dict[str, str]:
-    """For each parameter, the name under which the files store it. It may be the name of a parameter that is tied to
-    it."""
-    names: dict[int, list[str]] = {}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        names.setdefault(id(parameter), []).append(name)
-    return {first: next((n for n in (first, *rest) if n in stored), first) for first, *rest in names.values()}
-
-
 def obstacle(
     model: PreTrainedModel,
     stored: Mapping[str, Any],
@@ -253,7 +244,7 @@ def obstacle(
     """
     if not stored:
         return "it has no safetensors files"
-    if get_checkpoint_conversion_mapping(model.config.model_type) or hasattr(model.config, "quantization_config"):
+    if is_converted(model):
         return "its files hold other tensors than its parameters"
     if model._keep_in_fp32_modules_strict and model.dtype != torch.float32:
         return "some of its parameters have a dtype of their own"

@@ -33,9 +33,10 @@ from tandemrl.rollout.spread import SpreadEngine
 from tandemrl.selection import Strategy
 from tandemrl.training.arguments import StrategyFunction, accept, strategy_at
 from tandemrl.training.function_records import with_records
+from tandemrl.training.gates import mismatch_limit, self_difference
 from tandemrl.training.preflight import Preflight
 from tandemrl.training.sharded_state import Trained
-from tandemrl.training.state import Models, Progress, Run, RunSetup
+from tandemrl.training.state import Models, Progress, Run, RunSetup, forward_options
 
 
 def build(
@@ -107,6 +108,24 @@ def build(
     recipe = preflight.recipe
     tandem = strategy is not None or schedule.strategy(1).writers != "senior"
     models = build_models(config, policy, tokenizer, world, tandem=tandem, critic=recipe.advantage is None)
+    sampling = Sampling(
+        max_tokens=rollout.max_tokens,
+        temperature=rollout.temperature,
+        top_p=rollout.top_p,
+        top_k=rollout.top_k,
+        min_p=rollout.min_p,
+    )
+    device, vocabulary = resolve_device(model.device), models.engine.vocabulary
+    # On the weights of model.senior, also if a checkpoint follows: a resumed run has the limit of its past.
+    measure = partial(
+        self_difference,
+        models.policy,
+        prompts,
+        options=forward_options(config, sampling, vocabulary, world),
+        dtype=getattr(torch, model.dtype),
+        world=world,
+        device=device,
+    )
     setup = RunSetup(
         config=config,
         recipe=recipe,
@@ -116,19 +135,14 @@ def build(
         dropped=dropped,
         heldout=heldout,
         monitored=preflight.monitored,
-        sampling=Sampling(
-            max_tokens=rollout.max_tokens,
-            temperature=rollout.temperature,
-            top_p=rollout.top_p,
-            top_k=rollout.top_k,
-            min_p=rollout.min_p,
-        ),
-        vocabulary=models.engine.vocabulary,
+        sampling=sampling,
+        vocabulary=vocabulary,
         scorer=scorer,
         playground=playground,
         acts_in=preflight.acts_in,
         judge=None if judge is None else judge.model,
-        device=resolve_device(model.device),
+        mismatch_limit=mismatch_limit(config, measure),
+        device=device,
         world=world,
     )
     levels = [hops(prompt.row) for prompt in prompts] if config.data.order == "by_hops" else None

@@ -1,15 +1,34 @@
 """Gates: checks that stop a run which would otherwise train something else than what was asked for."""
 
 import math
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
 
 from tandemrl.config import Config
+from tandemrl.data.rows import Prompt
+from tandemrl.distributed.world import World
+from tandemrl.models.attention import PackedLayout
+from tandemrl.models.batching import pack_tokens
+from tandemrl.models.forward import gathering, packed_logits
+from tandemrl.models.head import ForwardOptions
+from tandemrl.models.sampling import kept_tokens
 from tandemrl.rollout.engine import Draws
 
 SIGMAS = 6.0
 """How many standard deviations the share of senior draws may be off prob_senior: one false alarm in 10⁹ checks."""
 MISMATCH = {"float32": 1e-3, "bfloat16": 2e-2}
-"""The defaults of train.max_logprob_mismatch, by compute dtype: the mean of |trainer - engine| over the log-probs of
-senior tokens, in nats."""
+"""The least defaults of train.max_logprob_mismatch, by compute dtype: the mean of |trainer - engine| over the log-probs
+of senior tokens, in nats."""
+ROUNDINGS = 4.0
+"""In 16 bits, the default is at least this many times the senior's ``self_difference``. A correct engine stays at about
+one; wrong weights are far beyond."""
+SELF_TOKENS, SELF_TAIL = 128, 64
+"""``self_difference`` reads at least two prompts, and further ones up to this many tokens together. It looks at so many
+places at the end of each, since many prompts begin with the same fixed words."""
 
 
 class TrainError(RuntimeError):
@@ -39,22 +58,97 @@ def check_draws(draws: Draws, prob_senior: float | None) -> None:
         )
 
 
-def check_mismatch(config: Config, mean_abs: float) -> None:
+def mismatch_limit(config: Config, measure: Callable[[], float]) -> float:
+    """The limit of ``check_mismatch`` for a run, in nats: train.max_logprob_mismatch, or its default.
+
+    Args:
+        measure: returns the ``self_difference`` of the senior. It is called only if the limit depends on it.
+    """
+    limit, dtype = config.train.max_logprob_mismatch, config.model.dtype
+    if limit is not None:
+        return limit
+    return MISMATCH[dtype] if dtype == "float32" else max(MISMATCH[dtype], ROUNDINGS * measure())
+
+
+@torch.no_grad()
+def self_difference(
+    policy: PreTrainedModel,
+    prompts: Sequence[Prompt],
+    *,
+    options: ForwardOptions,
+    dtype: torch.dtype,
+    world: World,
+    device: torch.device,
+) -> float:
+    """How far a model's log-probs move, on average in nats, if its embeddings are rounded otherwise.
+
+    Every later rounding then falls otherwise, too. So this is how far two correct computations of the same weights are
+    apart, such as a pass over a whole text and cached decoding. It is Σ p·|Δ log p| over the vocabulary, the expected
+    difference for a token that the model draws, averaged over places in a few prompts. All processes must call this
+    together, and all get the same result.
+
+    Args:
+        options: the distribution that tokens are drawn from.
+        dtype, device: in which and on which the model computes.
+    """
+    rows = _shortest([prompt.tokens for prompt in prompts], SELF_TOKENS)
+    batch = pack_tokens(rows, device)
+    places = batch.lengths[batch.sequence_ids] - batch.positions <= SELF_TAIL
+    spans = np.split(np.arange(len(batch.tokens)), batch.lengths.cumsum(0)[:-1].tolist())
+    logits, head = gathering(packed_logits, policy), policy.get_output_embeddings()
+
+    def logprobs() -> tuple[Tensor, Tensor]:
+        """Those of all tokens, and which of them can be drawn."""
+        with torch.autocast(device.type, dtype=options.autocast, enabled=options.autocast is not None):
+            z = logits(head, batch.tokens, batch.positions, PackedLayout(spans, device))
+        z = z[places, : options.vocabulary].float() / options.temperature
+        cut = options.truncation
+        kept = torch.ones_like(z, dtype=torch.bool) if cut is None else kept_tokens(z, cut)
+        return z - z.masked_fill(~kept, -torch.inf).logsumexp(-1, keepdim=True), kept
+
+    plain, drawn = logprobs()
+    generator = torch.Generator().manual_seed(0)  # on the CPU: every process of a mesh draws the same
+    width = torch.finfo(dtype).eps / 2
+
+    def round_otherwise(_: nn.Module, __: tuple[Tensor, ...], output: Tensor) -> Tensor:
+        noise = 2 * torch.rand(output.shape, generator=generator) - 1
+        return output.float().mul_(1 + width * noise.to(output.device)).to(output.dtype)
+
+    hook = policy.get_input_embeddings().register_forward_hook(round_otherwise)
+    try:
+        moved, _ = logprobs()
+    finally:
+        hook.remove()
+    expected = (drawn * plain.exp() * (moved - plain).abs()).sum(-1).mean().item()
+    return max(world.gather(expected))
+
+
+def _shortest(rows: Sequence[Sequence[int]], budget: int) -> list[Sequence[int]]:
+    """The shortest of some token sequences, at least two, that have at most ``budget`` tokens together."""
+    chosen = sorted(rows, key=len)
+    total = 0
+    for count, row in enumerate(chosen):
+        total += len(row)
+        if count >= 2 and total > budget:
+            return chosen[:count]
+    return chosen
+
+
+def check_mismatch(limit: float, mean_abs: float) -> None:
     """Check that trainer and engine agree on the log-probs of senior tokens.
 
     Args:
+        limit: see ``mismatch_limit``.
         mean_abs: the mean absolute difference of their log-probs, in nats.
 
     Raises:
-        TrainError: ``mean_abs`` is above train.max_logprob_mismatch, or not a number.
+        TrainError: ``mean_abs`` is above the limit, or not a number.
     """
-    limit = config.train.max_logprob_mismatch
-    limit = MISMATCH[config.model.dtype] if limit is None else limit
     if not mean_abs <= limit:
         raise TrainError(
-            f"trainer and engine differ by {mean_abs:.3g} nats per senior token on average (limit {limit:g}): stale "
-            "weights, another temperature or truncation, or a numerical fault. Raise train.max_logprob_mismatch only "
-            "if the difference is understood."
+            f"trainer and engine differ by {mean_abs:.3g} nats per senior token on average (limit {limit:.3g}): stale "
+            "or wrong weights, another temperature or truncation, or a numerical fault. Raise "
+            "train.max_logprob_mismatch only if the difference is understood."
         )
 
 

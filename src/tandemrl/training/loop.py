@@ -141,6 +141,11 @@ def loop(run: Run, tracker: Tracker) -> None:
             if shared
             else "model.lora: the engine's senior has weights of its own; they are sent merged"
         )
+    if config.model.dtype != "float32" and config.train.max_logprob_mismatch is None:
+        tracker.say(
+            f"train.max_logprob_mismatch: {setup.mismatch_limit:.2g} nats, from how far rounding in "
+            f"{config.model.dtype} moves the senior's log-probs"
+        )
     sync_weights(models.policy, models.engine, version=done)
     folder, dtype = Path(config.output_dir, "profile"), getattr(torch, config.model.dtype)
     profiler = Profiler(

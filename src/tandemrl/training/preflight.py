@@ -9,7 +9,7 @@ import shutil
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -25,13 +25,16 @@ from tandemrl.data.loading import load_rows
 from tandemrl.data.program_tests import Stdin
 from tandemrl.data.rows import DataError, Prompt, Row, encode_prompts
 from tandemrl.distributed.watchdog import stamp
+from tandemrl.evals import profile_of
 from tandemrl.evals.files import digests
 from tandemrl.files import hint
 from tandemrl.losses import Recipe
 from tandemrl.models.attention import ModelError
 from tandemrl.models.loading import (
     CONFIG,
+    attention_window,
     check_folder,
+    check_positions,
     is_local,
     load_tokenizer,
     refusal,
@@ -39,6 +42,7 @@ from tandemrl.models.loading import (
     stored_eos_token_ids,
     vocabulary_check,
 )
+from tandemrl.models.weight_files import check_weights
 from tandemrl.rewards import routing
 from tandemrl.rewards.code.sandbox import Sandbox
 from tandemrl.rewards.functions import RewardFunction, with_environment
@@ -99,7 +103,7 @@ class Preflight:
         return {
             "model.device": self.devices,
             "packages": self.packages,
-            **{key: lambda path=path: self.model(path) for key, path in named.items()},  # type: ignore[misc]  # a default
+            **{key: partial(self.model, key, path) for key, path in named.items()},
             "vocabularies": self.vocabularies,
             "loss.recipe": self.algorithm,
             **({"strategy": self.strategies} if self.strategy is not None else {}),
@@ -252,11 +256,26 @@ class Preflight:
         used += [package for (_, package, _), is_needed in needed.items() if is_needed]
         return ", ".join(used) or "no optional ones needed"
 
-    def model(self, path: str) -> str:
-        """Read a model's configuration, and say what it describes, without loading weights."""
+    def model(self, key: str, path: str) -> str:
+        """Read a model's configuration and the headers of its weight files, and say what it describes.
+
+        Args:
+            key: the config key that names the model.
+        """
         shape = self._skeleton(path)
-        context = getattr(shape.config.get_text_config(), "max_position_embeddings", None)
-        limit = f", context {context}" if context else ""
+        config = shape.config
+        check_positions(config, name=f"{key}={path}")
+        window = attention_window(config)
+        if window and self.config.rollout.engine == "vllm" and key in self._read_by_the_engine:
+            raise ConfigError(
+                f"{key}={path}: some of its layers attend to {window} tokens only, and rollout.engine=vllm needs full "
+                "attention; use rollout.engine=torch, which can as long as texts are no longer than that"
+            )
+        # A critic may have a head of its own instead.
+        head = next((name for name, module in shape.named_modules() if module is shape.get_output_embeddings()), None)
+        check_weights(path, shape, without=head if key == "model.critic" else None)
+        context = getattr(config.get_text_config(), "max_position_embeddings", None)
+        limit = (f", context {context}" if context else "") + (f", attention window {window}" if window else "")
         return f"{path}: {type(shape).__name__}, {_size(shape):,} parameters{limit}"
 
     def ranker(self) -> str:
@@ -272,10 +291,19 @@ class Preflight:
         return semantic and retrieval.url is None
 
     def vocabularies(self) -> str:
+        """Check that the models have one vocabulary, and that a text of theirs can end."""
         model = self.config.model
         for other, path in (("junior", model.junior), ("critic", model.critic)):
             if path is not None:
                 vocabulary_check(self.tokenizer, self._tokenizer(path), other=other)
+        logits = self._configuration(model.senior).get_text_config().vocab_size
+        ends = stored_eos_token_ids(model.senior, self.tokenizer, download=self.downloads)
+        if not any(0 <= token < logits for token in ends):
+            raise ModelError(
+                f"model.senior={model.senior}: no token ends a text ({ends or 'none is named'}), so that "
+                "every text would be cut off; set eos_token_id in its generation_config.json, or eos_token in its "
+                "tokenizer_config.json"
+            )
         return f"{len(self.tokenizer)} tokens"
 
     def algorithm(self) -> str:
@@ -304,9 +332,11 @@ class Preflight:
         return f"{rows} rows{left_out}; the longest prompt has {max(len(prompt.tokens) for prompt in prompts)} tokens"
 
     def heldout_data(self) -> str:
+        self._fits_evaluated(self.heldout)
         return f"{sum(map(len, self.heldout_rows))} rows, of which {len(self.heldout)} are used"
 
     def monitored_data(self) -> str:
+        self._fits_evaluated(self.monitored)
         return f"{sum(map(len, self.monitored_rows))} rows, of which {len(self.monitored)} are used"
 
     def rewards(self) -> str:
@@ -442,20 +472,46 @@ class Preflight:
             tools=() if playground is None else playground.tools,
         )
 
+    @property
+    def _read_by_the_engine(self) -> dict[str, str]:
+        """The models that read the texts of training, by their config keys."""
+        config, model = self.config, self.config.model
+        solo = config.selection.strategy == "solo" and config.loss.junior_kl_coef == 0
+        return {"model.senior": model.senior} | ({} if solo or model.junior is None else {"model.junior": model.junior})
+
     def _fits(self, prompts: Sequence[Prompt]) -> None:
-        """Check that prompts and completions fit into the context of the models that read them."""
-        model, new = self.config.model, self.config.response_tokens
+        """Check that prompts and completions fit into what the models that read them can see."""
         budget = "rollout.max_tokens" + (" + rollout.world_tokens" if self.config.has_episodes else "")
-        solo = self.config.selection.strategy == "solo" and self.config.loss.junior_kl_coef == 0
         longest = max(prompts, key=lambda prompt: len(prompt.tokens))
-        for key, path in (("model.senior", model.senior), ("model.junior", None if solo else model.junior)):
-            shape = None if path is None else self._configuration(path).get_text_config()
-            context = getattr(shape, "max_position_embeddings", None) or math.inf
-            if len(longest.tokens) + new > context:
+        new = self.config.response_tokens
+        fix = f"lower data.max_prompt_tokens, which drops such rows, or {budget.replace(' + ', ' or ')}"
+        critic = self.config.model.critic
+        for key, path in (self._read_by_the_engine | ({"model.critic": critic} if critic else {})).items():
+            self._sees(key, path, longest, new, f"{budget}={new}", fix)
+
+    def _fits_evaluated(self, prompts: Sequence[Prompt]) -> None:
+        """Check that prompts and the senior's responses to them fit into what the senior can see."""
+        if not prompts:
+            return
+        config, profile = self.config, profile_of(self.config.eval)
+        longest = max(prompts, key=lambda prompt: len(prompt.tokens))
+        world = config.response_tokens - config.rollout.max_tokens
+        new = profile.longest(len(longest.tokens)) + world - len(longest.tokens)
+        named = f"the {new} of a response (eval.profile={config.eval.profile})"
+        fix = "lower data.max_prompt_tokens, or use eval.profile=custom with a smaller eval.max_tokens"
+        self._sees("model.senior", config.model.senior, longest, new, named, fix)
+
+    def _sees(self, key: str, path: str, prompt: Prompt, new: int, budget: str, fix: str) -> None:
+        shape = self._configuration(path).get_text_config()
+        limits = {
+            "context": getattr(shape, "max_position_embeddings", None),
+            "attention window": attention_window(shape),
+        }
+        for what, limit in limits.items():
+            if limit and len(prompt.tokens) + new > limit:
                 raise ConfigError(
-                    f"row {longest.row.example_id}: its {len(longest.tokens)} tokens and {budget}={new} exceed the "
-                    f"context of {key}, {context} tokens; lower data.max_prompt_tokens, which drops such rows, or "
-                    f"{budget.replace(' + ', ' or ')}"
+                    f"row {prompt.row.example_id}: its {len(prompt.tokens)} tokens and {budget} exceed the {what} of "
+                    f"{key}, {limit} tokens; {fix}"
                 )
 
     def _configuration(self, path: str) -> PretrainedConfig:

@@ -71,6 +71,8 @@ class RunSetup:
     """What identifies that environment and the contents that it searches (see ``Preflight``); empty without one."""
     judge: str | None
     """The name of the model that judges responses. None without a judge."""
+    mismatch_limit: float
+    """Above this mean difference of trainer and engine, in nats per senior token, the run stops (see ``gates``)."""
     device: torch.device
     world: World
 

@@ -124,7 +124,7 @@ def update_policy(
     if first:
         metrics |= logprob_mismatch(setup.world, torch.cat(difference))
         if fresh:
-            check_mismatch(config, metrics.get("mismatch/mean_abs", 0.0))
+            check_mismatch(setup.mismatch_limit, metrics.get("mismatch/mean_abs", 0.0))
     norm = optimizer_step(setup, models, "policy", loss_value, global_totals, clock) if learns else 0.0
     return {"loss": loss_value, "grad_norm": norm} | metrics
 

@@ -30,14 +30,14 @@ def remember(setup: RunSetup, policy: PreTrainedModel) -> Compare:
     Returns:
         a function that takes the completions which these weights wrote, and returns the metrics of
         ``update.logprob_mismatch`` as ``mismatch/writer_…``, or none if the sample has no senior token. All processes
-        must call it together. It raises a TrainError if the mean is above train.max_logprob_mismatch or not a number.
+        must call it together. It raises a TrainError if the mean is above ``setup.mismatch_limit`` or not a number.
     """
     kept = [part.to("cpu", copy=True) for part in trained_parts(policy)]
 
     def compare(completions: CompletionBatch) -> Metrics:
         with exchanged(trained_parts(policy), kept):
             metrics = writer_mismatch(setup, policy, completions)
-        check_mismatch(setup.config, metrics.get("mismatch/writer_mean_abs", 0.0))
+        check_mismatch(setup.mismatch_limit, metrics.get("mismatch/writer_mean_abs", 0.0))
         return metrics
 
     return compare
