@@ -132,6 +132,16 @@ def read_json_lines(
                 yield number, value
 
 
+def is_unicode(text: str) -> bool:
+    """Whether a text can be written as UTF-8. JSON may hold halves of characters (lone surrogates such as
+    ``"\\ud800"``), which no file and no tokenizer takes."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
 def hint(path: str | Path) -> str:
     """The text "; did you mean PATH?" if an existing path is close to the missing ``path``, else an empty text.
 
