@@ -33,7 +33,7 @@ from tandemrl.rollout.engine import Draws, Engine, Passes
 from tandemrl.rollout.envs.environment import Environment
 from tandemrl.rollout.sync import sync_weights
 from tandemrl.selection import Strategy, solo
-from tandemrl.training import checkpoint
+from tandemrl.training import checkpoint, stopping
 from tandemrl.training.async_rollouts import AsyncRollouts
 from tandemrl.training.build import build
 from tandemrl.training.experience import (
@@ -223,6 +223,7 @@ def train_step(
             progress.kl_coef = adapt_kl_coef(progress.kl_coef, metrics["kl/per_token"], target=loss.kl_target)
         del mini_batches  # before the engine wants its memory back
 
+    written = [r for group in groups for r in group.rollouts]
     metrics |= rollout_metrics(completions, groups, step)
     if train.max_resamples:
         metrics["groups/resampled"] = float(resampled)
@@ -233,10 +234,16 @@ def train_step(
     if evaluates:
         with clock("eval"):
             metrics |= evaluate(run, step)
-    not_written = tracker.samples(step, [r for group in groups for r in group.rollouts], setup.tokenizer)
+            limit = evals.profile_of(config.eval).sampling.max_tokens
+            metrics["response/truncated_at_eval"] = stopping.unfinished(written, limit)
+    not_written = tracker.samples(step, written, setup.tokenizer)
     if train.max_samples_gb is not None:
         metrics["samples/not_written"] = float(not_written)
     tracker.step(step, metrics | clock.metrics(metrics["tokens/response"]))
+    if evaluates:
+        solo_texts = len(setup.heldout) * config.eval.train_samples
+        if warning := stopping.warning(metrics, solo_texts=solo_texts, rollout_texts=len(written)):
+            tracker.warn("stopping", warning)
     if train.profile:
         profiler.step(step, clock, step_cost(setup, groups, experience, profiler.cost))
 

@@ -94,6 +94,7 @@ class Tracker:
         self._started = time.perf_counter()
         self._first_step: int | None = None
         self._bound_met = False
+        self._warned: set[str] = set()
 
     def __enter__(self) -> Self:
         return self
@@ -193,6 +194,12 @@ class Tracker:
         """Print one plain line."""
         self._console.print(line, markup=False, soft_wrap=True)
 
+    def warn(self, topic: str, line: str) -> None:
+        """Print a line, once per topic."""
+        if topic not in self._warned:
+            self._warned.add(topic)
+            self.say(line)
+
     def close(self, *, failed: bool = False) -> None:
         """Remove the progress bars and close the files. It may be called twice."""
         if self._progress is not None:
@@ -237,7 +244,8 @@ class Tracker:
 def summary_line(step: int, steps: int, metrics: Mapping[str, float], seconds_per_step: float) -> str:
     """The most important metrics of a step, the seconds per step and the time left, as text.
 
-    Held-out and monitored pass@k have lines of their own. No line is longer than 80 columns.
+    Held-out and monitored pass@k have lines of their own, with the share of texts that the limit of tokens cut off. No
+    line is longer than 80 columns.
 
     Examples:
         >>> summary_line(3, 50, {"reward/mean": 0.5, "loss": 0.01, "time/step": 2.0}, 2.0)
@@ -251,8 +259,11 @@ def summary_line(step: int, steps: int, metrics: Mapping[str, float], seconds_pe
     lines = _wrapped([[f"step {step}/{steps}"], shown, times], "")
     for label, prefix in (("held-out", "eval/"), ("monitored", "monitor/")):
         found = {key.removeprefix(prefix): value for key, value in metrics.items() if key.startswith(f"{prefix}pass@")}
+        cut = [f"cut off {metrics[key]:.3f}"] if (key := f"{prefix}truncation_rate") in metrics else []
+        if cut and prefix == "eval/" and (key := "response/truncated_at_eval") in metrics:
+            cut += [f"(rollouts {metrics[key]:.3f})"]
         if found:
-            lines += _wrapped([[label, *(f"{name} {value:.3f}" for name, value in found.items())]], "  ")
+            lines += _wrapped([[label, *(f"{name} {value:.3f}" for name, value in found.items()), *cut]], "  ")
     return "\n".join(lines)
 
 
