@@ -75,7 +75,7 @@ def read_result(file: Path) -> dict[str, Any]:
         stored = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise EvalError(f"{file}: not readable as an evaluation result ({error}); delete it and run again") from None
-    if not isinstance(stored, dict) or stored.get("schema") != SCHEMA:
+    if not isinstance(stored, dict) or stored.get("schema") != SCHEMA or "phase" not in stored:
         raise EvalError(f"{file}: not an evaluation result of schema {SCHEMA}; choose another --out")
     return dict(stored)
 

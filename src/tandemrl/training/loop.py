@@ -155,6 +155,8 @@ def loop(run: Run, tracker: Tracker) -> None:
                     train_step(run, step, rollouts, tracker, profiler, clock)
                     stop = signal_anywhere(signals.received, world)
                 progress.step = step
+                for record in progress.records:
+                    record.written = tracker.written(record.file.name)
                 if stop or step == steps or step % config.train.save_every == 0:
                     with clock("save"):
                         progress.rollouts_in_flight = rollouts.state_dict()
@@ -168,6 +170,7 @@ def loop(run: Run, tracker: Tracker) -> None:
                     f"stopped by a signal after step {step}, which is saved; the same command goes on from there"
                 )
                 raise Stopped(stop)
+    tracker.check_files()
 
 
 def train_step(
@@ -180,6 +183,7 @@ def train_step(
     evaluates = bool(setup.heldout) and (last or step % train.eval_every == 0)
     learns = models.critic is None or step > train.critic_warmup_steps  # else the critic alone
 
+    tracker.check_files()  # before any weight changes: the state after the last step can then be saved
     with clock("rollout"):
         completions = rollouts.take(step)
     writer_mismatch: Metrics | None = None

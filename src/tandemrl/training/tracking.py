@@ -176,6 +176,22 @@ class Tracker:
             lines[i] = text
         return [lines[i] for i in sorted(lines)]
 
+    def check_files(self) -> None:
+        """Check that the files of the record are those that are written to, with every line that was written.
+
+        Raises:
+            TrackingError: a file was deleted, cut or replaced; names it.
+        """
+        for file in (self._metrics, self._samples):
+            if file is not None:
+                _check_written(file)
+
+    def written(self, name: str) -> int:
+        """How many bytes a file of the record has, if nothing is lost: ``metrics.jsonl`` or ``samples.jsonl``."""
+        file = self._metrics if name == "metrics.jsonl" else self._samples
+        assert file is not None
+        return file.tell()
+
     def rollout_progress(self, total_rows: int) -> Callable[[int], None]:
         """Show a progress bar, and return the function to call with the number of newly written tokens.
 
@@ -356,6 +372,25 @@ def _write(file: IO[str] | None, lines: Sequence[str]) -> None:
         raise TrackingError(
             f"{file.name}: {error.strerror}; free the disk and resume from the last checkpoint"
         ) from None
+
+
+def _check_written(file: IO[str]) -> None:
+    """See `Tracker.check_files`. Sizes are compared, since not every file system has lasting numbers for its files."""
+    written = file.tell()
+    try:
+        size = os.stat(file.name).st_size
+    except OSError:
+        what = f"gone, with the {written} bytes that the run has written"
+    else:
+        if size == written:
+            return
+        what = (
+            f"of {size} bytes, though the run has written {written}: it was cut, replaced or written by something else"
+        )
+    raise TrackingError(
+        f"{file.name} is {what}. Put it back from a copy and resume, or go on without it in another folder "
+        "(output_dir=OTHER --resume CHECKPOINT)"
+    )
 
 
 def _last_step(path: Path) -> int | None:
