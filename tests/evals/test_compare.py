@@ -10,7 +10,7 @@ from scipy.stats import ttest_1samp
 from typer.testing import CliRunner
 
 from tandemrl.cli.main import app
-from tandemrl.evals import EvalError, EvalResult, Sample, graded, legible, summarise, write_result
+from tandemrl.evals import EvalError, EvalResult, Sample, graded, legible, read_samples, summarise, write_result
 from tandemrl.evals.compare import (
     CompareError,
     Contrast,
@@ -251,6 +251,12 @@ def test_other_problems_or_seeds_are_refused(tmp_path):
     for nothing in (tmp_path, tmp_path / "nowhere", tmp_path / "a" / "seed-*"):
         with pytest.raises(CompareError, match=r"no evaluation is there|no folder seed-N is there"):
             compare(nothing, tmp_path / "a")
+
+
+def test_half_of_a_character_in_an_answer_does_not_lose_an_evaluation(tmp_path):
+    """A reward function may give any text as the answer."""
+    store(tmp_path, [each._replace(answer="4\ud800") for each in rates(1, 2)])
+    assert {each.answer for each in read_samples(tmp_path / "pass-at-k.samples.jsonl")} == {"4?"}
 
 
 def test_contrast_of_values_that_no_phase_has():

@@ -101,6 +101,7 @@ def write_result(
     try:
         text = json.dumps(stored, indent=2, ensure_ascii=False, allow_nan=False) + "\n"
         lines = [json.dumps(sample.to_json(), ensure_ascii=False, allow_nan=False) + "\n" for sample in result.samples]
+        lines = [line.encode(errors="replace").decode() for line in lines]  # a reward function's answer may be anything
     except ValueError as error:
         raise EvalError(f"{file}: a result is not finite ({error}); nothing was written") from None
     write_text(samples, "".join(lines))

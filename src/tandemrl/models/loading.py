@@ -8,6 +8,7 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from pickle import UnpicklingError
 
 import numpy as np
 import torch
@@ -29,6 +30,8 @@ from tandemrl.models.attention import ATTENTION, ModelError, PackedLayout
 from tandemrl.models.forward import gathering, packed_logits
 
 CONFIG, TOKENIZER_CONFIG = "config.json", "tokenizer_config.json"
+UNREADABLE = (OSError, ValueError, KeyError, RuntimeError, EOFError, UnpicklingError, SafetensorError)
+"""What transformers raises for a folder that holds no model it can load; `refusal` says it in words."""
 
 
 def resolve_device(device: str) -> torch.device:
@@ -62,7 +65,7 @@ def load_model(path: str | Path, *, dtype: str = "float32", device: str = "cpu")
     try:
         with no_progress_bars():
             model = AutoModelForCausalLM.from_pretrained(path, dtype=getattr(torch, dtype), trust_remote_code=False)
-    except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
+    except UNREADABLE as error:
         raise refusal("model", path, error) from None
     model.to(resolve_device(device))  # type: ignore[arg-type]  # transformers' annotation of `to` lacks its arguments
     stamp()
@@ -257,6 +260,11 @@ def refusal(what: str, path: str | Path, error: Exception) -> ModelError:
         reason = (
             "it comes with Python code of its own, which is never run (trust_remote_code=False); use a model of an "
             "architecture that transformers has"
+        )
+    elif isinstance(error, UnpicklingError | EOFError):
+        reason = (
+            "its weights (.bin) are a pickle that is damaged or holds more than tensors. A pickle is a program, and is "
+            "not run; take the model's safetensors files, or convert it (save_pretrained) where you trust it"
         )
     elif not is_local(path):
         reason = f"there is no such folder, and from the hub: {reason}"
