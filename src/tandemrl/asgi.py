@@ -1,11 +1,9 @@
-"""What the web applications of ``tandemrl play`` and ``tandemrl serve`` refuse before they read it: requests to a Host
-that is not this machine, and bodies without end. The module does not import torch."""
+"""What our web servers (``tandemrl play``, ``serve`` and ``report --watch``) refuse before they read it: requests to a
+Host that is not this machine, and bodies without end. The module imports nothing but the standard library."""
 
 import ipaddress
 from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, MutableMapping
 from typing import Any
-
-from starlette.exceptions import HTTPException
 
 Message = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[Message]]
@@ -14,29 +12,44 @@ Send = Callable[[Message], Awaitable[None]]
 LOOPBACK = ("localhost", "127.0.0.1", "::1")
 
 
-def refused_host(scope: Mapping[str, Any], names: Collection[str]) -> str | None:
-    """The Host of a request if it is not one of ours, else None.
+def is_ours(host: str, names: Collection[str]) -> bool:
+    """Whether the Host of a request is this machine.
 
     A page from elsewhere can make the browser of its visitor take this machine for the page's own server, since the
     page's owner says which address its name has (DNS rebinding). Such requests have that name as their Host. An address
     cannot be rebound, so every address is ours.
 
     Args:
+        host: the header, with or without a port.
+        names: the names of this machine, in any case.
+
+    Examples:
+        >>> is_ours("localhost:8000", LOOPBACK), is_ours("evil.example:8000", LOOPBACK)
+        (True, False)
+    """
+    name = host[1:].partition("]")[0] if host.startswith("[") else host.partition(":")[0]  # [::1]:8000
+    try:
+        ipaddress.ip_address(name)
+    except ValueError:
+        return name.lower().removesuffix(".") in {each.lower() for each in names}
+    return True
+
+
+def refused_host(scope: Mapping[str, Any], names: Collection[str]) -> str | None:
+    """The Host of a request if it is not one that `is_ours`, else None.
+
+    Args:
         scope: the ASGI scope of the request.
-        names: the names of this server, in any case.
     """
     hosts = [value.decode("latin-1") for name, value in scope["headers"] if name == b"host"]
-    host = hosts[0] if len(hosts) == 1 else ", ".join(hosts)
-    name = _without_port(host)
-    ours = {each.lower() for each in names}
-    return None if _is_address(name) or name.lower().removesuffix(".") in ours else host
+    return None if len(hosts) == 1 and is_ours(hosts[0], names) else ", ".join(hosts)
 
 
 def limited(
     receive: Receive,
     headers: Iterable[tuple[bytes, bytes]],
     limit: int,
-    error: Callable[[int, str], Exception] = HTTPException,
+    error: Callable[[int, str], Exception],
 ) -> Receive:
     """``receive``, with the whole body in its first message, in linear time.
 
@@ -49,7 +62,7 @@ def limited(
         error: makes the exception of a status and a message that the application turns into a response.
 
     Raises:
-        HTTPException: the body is longer (status 413); at the time when the application asks for it.
+        error: the body is longer (status 413); at the time when the application asks for it.
     """
     announced = next((value for name, value in headers if name == b"content-length"), b"")
     read = False
@@ -74,18 +87,3 @@ def limited(
         return {"type": "http.request", "body": bytes(body), "more_body": False}
 
     return whole
-
-
-def _without_port(host: str) -> str:
-    """The name or address of a Host header. An IPv6 address stands in brackets."""
-    if host.startswith("["):
-        return host[1:].partition("]")[0]
-    return host.partition(":")[0]
-
-
-def _is_address(name: str) -> bool:
-    try:
-        ipaddress.ip_address(name)
-    except ValueError:
-        return False
-    return True

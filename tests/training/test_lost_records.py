@@ -10,9 +10,10 @@ from rich.console import Console
 
 from runs import assert_same_run, config
 from tandemrl.training.checkpoint import latest
+from tandemrl.training.gates import TrainError
 from tandemrl.training.loop import train
 from tandemrl.training.manifest import DamagedError
-from tandemrl.training.tracking import Tracker, TrackingError
+from tandemrl.training.tracking import Tracker
 
 
 def cut(file: Path) -> None:
@@ -66,7 +67,7 @@ def test_a_run_stops_and_a_resume_says_what_is_missing(
     with monkeypatch.context() as patch:
         patch.setattr(Tracker, "step", step)
         screen = io.StringIO()
-        with pytest.raises(TrackingError, match=said) as error:
+        with pytest.raises(TrainError, match=said) as error:
             train(config(tiny_pair, tmp_path, "train.save_every=3"), console=Console(file=screen, width=200))
     saved = tmp_path / "checkpoints" / f"step_{stops - 1}"
     assert latest(tmp_path) == saved

@@ -116,6 +116,7 @@ def train(
             with Tracker(config.output_dir, config, console=console, quiet=silent, record=world.main) as tracker:
                 loop(run, tracker)
                 checkpoint.wait()
+                check_record(run, tracker)
     WATCHDOG.end()  # not after an error: what is left of the group can hang the end of the process, too
     return Path(config.output_dir)
 
@@ -170,7 +171,6 @@ def loop(run: Run, tracker: Tracker) -> None:
                     f"stopped by a signal after step {step}, which is saved; the same command goes on from there"
                 )
                 raise Stopped(stop)
-    tracker.check_files()
 
 
 def train_step(
@@ -183,7 +183,7 @@ def train_step(
     evaluates = bool(setup.heldout) and (last or step % train.eval_every == 0)
     learns = models.critic is None or step > train.critic_warmup_steps  # else the critic alone
 
-    tracker.check_files()  # before any weight changes: the state after the last step can then be saved
+    check_record(run, tracker)  # before any weight changes: the state after the last step can then be saved
     with clock("rollout"):
         completions = rollouts.take(step)
     writer_mismatch: Metrics | None = None
@@ -281,6 +281,16 @@ def save_on_failure(run: Run, optimizer_steps: OptimizerSteps, tracker: Tracker)
             except Exception as failure:
                 tracker.say(f"step {step + 1} failed, and the state after step {step} could not be saved: {failure}")
         raise
+
+
+def check_record(run: Run, tracker: Tracker) -> None:
+    """Check, in all processes together, that metrics.jsonl and samples.jsonl are still those that are written to.
+
+    Raises:
+        TrainError: a file was deleted, cut or replaced; names it.
+    """
+    if lost := run.setup.world.broadcast(tracker.lost()):
+        raise TrainError(lost)
 
 
 def sync_if_stale(models: Models, version: int) -> None:

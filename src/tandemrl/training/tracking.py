@@ -176,15 +176,10 @@ class Tracker:
             lines[i] = text
         return [lines[i] for i in sorted(lines)]
 
-    def check_files(self) -> None:
-        """Check that the files of the record are those that are written to, with every line that was written.
-
-        Raises:
-            TrackingError: a file was deleted, cut or replaced; names it.
-        """
-        for file in (self._metrics, self._samples):
-            if file is not None:
-                _check_written(file)
+    def lost(self) -> str:
+        """Which file of the record was deleted, cut or replaced since it was last written to, and what to do; or ""."""
+        faults = (_fault(file) for file in (self._metrics, self._samples) if file is not None)
+        return next((fault for fault in faults if fault), "")
 
     def written(self, name: str) -> int:
         """How many bytes a file of the record has, if nothing is lost: ``metrics.jsonl`` or ``samples.jsonl``."""
@@ -374,8 +369,8 @@ def _write(file: IO[str] | None, lines: Sequence[str]) -> None:
         ) from None
 
 
-def _check_written(file: IO[str]) -> None:
-    """See `Tracker.check_files`. Sizes are compared, since not every file system has lasting numbers for its files."""
+def _fault(file: IO[str]) -> str:
+    """See `Tracker.lost`. Sizes are compared, since not every file system has lasting numbers for its files."""
     written = file.tell()
     try:
         size = os.stat(file.name).st_size
@@ -383,11 +378,11 @@ def _check_written(file: IO[str]) -> None:
         what = f"gone, with the {written} bytes that the run has written"
     else:
         if size == written:
-            return
+            return ""
         what = (
             f"of {size} bytes, though the run has written {written}: it was cut, replaced or written by something else"
         )
-    raise TrackingError(
+    return (
         f"{file.name} is {what}. Put it back from a copy and resume, or go on without it in another folder "
         "(output_dir=OTHER --resume CHECKPOINT)"
     )

@@ -293,7 +293,7 @@ def test_a_body_is_read_until_it_is_too_long_and_not_at_all_if_it_says_so() -> N
             return {"type": "http.request", "body": b"12345", "more_body": next(left) < pieces - 1}
 
         try:
-            got: Any = (await limited(receive, headers, 20)())["body"]
+            got: Any = (await limited(receive, headers, 20, HTTPException)())["body"]
         except HTTPException as error:
             got = error.status_code
         return got, len(list(left))
@@ -695,7 +695,7 @@ def test_a_disconnect_reaches_the_application() -> None:
 
         server = authorship.Authorship(nothing)
         server.strategies = registry.Strategies(DEFAULT, strategy_of, nothing)
-        exchange = authorship._Exchange(server, {"path": COMPLETIONS}, limited(receive, [], 10), nothing)
+        exchange = authorship._Exchange(server, {"path": COMPLETIONS}, limited(receive, [], 10, HTTPException), nothing)
         return [await exchange.receive() for _ in range(calls)]
 
     gone = {"type": "http.disconnect"}
