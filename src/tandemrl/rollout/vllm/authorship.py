@@ -401,7 +401,7 @@ def hosts_of(args: Any) -> Collection[str]:
     Args:
         args: the arguments of ``server.server_arguments``.
     """
-    return {*LOOPBACK, socket.gethostname(), args.host, *args.allowed_hosts}
+    return {*LOOPBACK, socket.gethostname(), socket.getfqdn(), args.host, *args.allowed_hosts}
 
 
 def _refusal(reason: str) -> JSONResponse:
