@@ -11,7 +11,8 @@ def compare(
     a: Annotated[
         Path,
         typer.Argument(
-            help="An evaluation folder, a folder of repetitions seed-N, or a path with 'seed-*' (quoted) for all seeds."
+            help="An evaluation folder or result file, a folder of repetitions seed-N, or a path with 'seed-*' "
+            "(quoted) for all seeds."
         ),
     ],
     b: Annotated[Path, typer.Argument(help="The same for the other side, on the same problems.")],

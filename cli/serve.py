@@ -30,6 +30,10 @@ def serve(
     ] = None,
     host: Annotated[str, typer.Option(help="Address to listen on; 0.0.0.0: every one of this machine.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(help="Port to listen on.")] = 8000,
+    allowed_host: Annotated[
+        list[str] | None,
+        typer.Option(metavar="NAME", help="Name under which clients know this machine, if it is another; repeatable."),
+    ] = None,
     api_key: Annotated[
         str | None, typer.Option(help="Key that clients have to send; better in VLLM_API_KEY, which nobody can list.")
     ] = None,
@@ -65,6 +69,7 @@ def serve(
         options,
         host=host,
         port=port,
+        allowed_hosts=allowed_host or (),
         api_key=api_key,
         tool_call_parser=tool_call_parser,
         vllm_args=vllm_args or (),

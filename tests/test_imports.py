@@ -17,7 +17,7 @@ ROOT = Path(__file__).parents[1]
 FLOORS = """
 messages types files config
 selection losses
-distributed http processes
+distributed http asgi processes
 models data
 rollout
 rewards

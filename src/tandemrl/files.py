@@ -105,8 +105,37 @@ class LineError(ValueError):
     """A line of a file could not be parsed. ``line`` is its number, from 1."""
 
     def __init__(self, line: int, error: Exception) -> None:
-        super().__init__(str(error))
+        super().__init__(f"its bytes are not UTF-8: {error}" if isinstance(error, UnicodeDecodeError) else str(error))
         self.line = line
+
+
+def parse_json(text: str) -> Any:
+    """The value of a JSON text that anybody's parser would read in the same way.
+
+    Raises:
+        ValueError: it is not JSON, is nested too deeply to read, has a key twice in one object, or holds half of a
+            character (see `is_unicode`).
+    """
+    try:
+        value = json.loads(text, object_pairs_hook=_object)
+    except RecursionError:
+        raise ValueError("nested too deeply to read") from None
+    if "\\ud" in text.lower() and not is_unicode(json.dumps(value, ensure_ascii=False)):
+        raise ValueError(
+            "a text has half of a character (a lone surrogate \\ud800 to \\udfff), as where a text was cut inside an "
+            "emoji; cut it elsewhere, or write another character there"
+        )
+    return value
+
+
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    value = dict(pairs)
+    if len(value) < len(pairs):
+        names = [name for name, _ in pairs]
+        raise ValueError(
+            f"the key {next(name for name in names if names.count(name) > 1)!r} stands twice in one object"
+        )
+    return value
 
 
 def read_json_lines(
@@ -119,17 +148,30 @@ def read_json_lines(
         skip_blank: leave out blank lines, which ``parse`` would refuse.
 
     Raises:
-        LineError: ``parse`` refuses a line with a `ValueError` or a `TypeError`.
-        OSError, UnicodeDecodeError: the file cannot be read.
+        LineError: a line is not text in this encoding, or ``parse`` refuses it with a `ValueError`, a `TypeError` or a
+            `RecursionError`.
+        OSError: the file cannot be read.
     """
-    with open(file, encoding=encoding) as lines:
-        for number, text in enumerate(lines, 1):
-            if text.strip() or not skip_blank:
-                try:
-                    value = parse(text)
-                except (ValueError, TypeError) as error:
-                    raise LineError(number, error) from None
-                yield number, value
+    with open(file, "rb") as lines:
+        for number, line in enumerate(lines, 1):
+            try:
+                text = line.decode(encoding)
+                if skip_blank and not text.strip():
+                    continue
+                value = parse(text)
+            except (ValueError, TypeError, RecursionError) as error:
+                raise LineError(number, error) from None
+            yield number, value
+
+
+def is_unicode(text: str) -> bool:
+    """Whether a text can be written as UTF-8. JSON may hold halves of characters (lone surrogates such as
+    ``"\\ud800"``), which no file and no tokenizer takes."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def hint(path: str | Path) -> str:

@@ -122,6 +122,52 @@ def test_unreadable_files_are_named(tmp_path):
         assert name in str(error.value)
 
 
+DEEP_CALL = {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "[" * 100_000}}]}
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"[" * 100_000, r"line 2: not JSON: nested too deeply to read"),
+        (b'{"prompt": "a\\ud83d b"}', r"line 2: not JSON: a text has half of a character"),
+        (b'{"prompt": "a", "prompt": "b"}', r"line 2: not JSON: the key 'prompt' stands twice"),
+        (b'{"prompt": "\xff"}', r"line 2: not JSON: its bytes are not UTF-8"),
+        (b'{"prompt": ' + b"1" * 5000 + b"}", r"line 2: not JSON: Exceeds the limit"),
+        (bytes(10), r"line 2: not JSON"),
+        (
+            json.dumps(verl(reward_model={"ground_truth": float("nan")})).encode(),
+            r"line 2, field 'reward_model\.gr.*mis",
+        ),
+        (
+            json.dumps(verl(prompt=[DEEP_CALL])).encode(),
+            r"line 2, field 'prompt\[0\]\.tool_calls\[0\]': expected .{1,400}$",
+        ),
+    ],
+)
+def test_a_line_that_cannot_be_read_in_one_way_is_named(tmp_path, content, message):
+    path = tmp_path / "a.jsonl"
+    path.write_bytes(json.dumps(verl()).encode() + b"\n" + content + b"\n")
+    with pytest.raises(DataError, match=message):
+        load_rows([str(path)])
+
+
+def test_a_byte_order_mark_and_whole_pairs_of_surrogates_are_text(tmp_path):
+    path = tmp_path / "a.jsonl"
+    path.write_bytes(b"\xef\xbb\xbf" + json.dumps(verl(prompt="\U0001f600 \\ud83d")).encode() + b"\r\n")
+    [row] = load_rows([str(path)])
+    assert row.messages[0]["content"] == "\U0001f600 \\ud83d"
+
+
+def test_a_folder_and_bytes_that_are_no_text_in_parquet_are_named(tmp_path):
+    texts = pyarrow.array([b"a", b"\xff\xfe"])
+    column = pyarrow.Array.from_buffers(pyarrow.string(), 2, texts.buffers())
+    pyarrow.parquet.write_table(pyarrow.table({"question": column, "answer": ["#### 1"] * 2}), tmp_path / "a.parquet")
+    with pytest.raises(DataError, match=r"a\.parquet: not readable as Parquet: 'utf-8' codec"):
+        load_rows([str(tmp_path / "a.parquet")])
+    with pytest.raises(DataError, match="a folder; name the files in it"):
+        load_rows([str(tmp_path)])
+
+
 def test_ids_are_unique_over_all_sources(tmp_path):
     a = jsonl(tmp_path / "a.jsonl", verl(), verl(), verl(extra_info=...))
     b = jsonl(tmp_path / "b.jsonl", verl(), verl(data_source="aime24"))

@@ -10,7 +10,7 @@ from scipy.stats import ttest_1samp
 from typer.testing import CliRunner
 
 from tandemrl.cli.main import app
-from tandemrl.evals import EvalResult, Sample, graded, legible, summarise, write_result
+from tandemrl.evals import EvalError, EvalResult, Sample, graded, legible, read_samples, summarise, write_result
 from tandemrl.evals.compare import (
     CompareError,
     Contrast,
@@ -182,6 +182,33 @@ def test_only_phases_that_both_have_are_compared(tmp_path):
         compare(tmp_path / "d", tmp_path / "d")
 
 
+def test_a_result_file_counts_as_an_evaluation_of_its_phase(tmp_path):
+    """What `tandemrl eval PHASE --out FILE.json` wrote, under any name, against a file or a folder."""
+    sides = {"a": rates(2, 2, 1), "b": rates(1, 0, 0)}
+    for side, samples in sides.items():
+        store(tmp_path / side, samples)
+        store(tmp_path / side, samples, "tandem", junior="j")
+        for seed in (0, 1):
+            store(tmp_path / "seeds" / f"seed-{seed}" / side, samples)
+        for end in (".json", ".samples.jsonl"):
+            text = (tmp_path / side / f"pass-at-k{end}").read_text()
+            (tmp_path / f"{side}{end}").write_text(text)
+            for seed in (0, 1):
+                (tmp_path / "seeds" / f"seed-{seed}" / f"{side}{end}").write_text(text)
+    folders = [each for each in compare(tmp_path / "a", tmp_path / "b") if each.phase == "pass-at-k"]
+    for a, b in (("a.json", "b.json"), ("a.json", "b"), ("a", "b.json"), ("a/pass-at-k.json", "b")):
+        assert compare(tmp_path / a, tmp_path / b) == folders
+    every = tmp_path / "seeds" / "seed-*"
+    assert compare(every / "a.json", every / "b.json") == compare(every / "a", every / "b")
+    with pytest.raises(CompareError, match=r"have no phase in common \(pass-at-k and tandem\)"):
+        compare(tmp_path / "a.json", tmp_path / "b" / "tandem.json")
+    write_comparison(tmp_path / "c.json", folders, a="a", b="b")
+    with pytest.raises(EvalError, match=r"c\.json: not an evaluation result"):
+        compare(tmp_path / "a.json", tmp_path / "c.json")
+    with pytest.raises(CompareError, match=r"a\.jso: no evaluation is there .* did you mean .*a\.json"):
+        compare(tmp_path / "a.jso", tmp_path / "b")
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
@@ -224,6 +251,12 @@ def test_other_problems_or_seeds_are_refused(tmp_path):
     for nothing in (tmp_path, tmp_path / "nowhere", tmp_path / "a" / "seed-*"):
         with pytest.raises(CompareError, match=r"no evaluation is there|no folder seed-N is there"):
             compare(nothing, tmp_path / "a")
+
+
+def test_half_of_a_character_in_an_answer_does_not_lose_an_evaluation(tmp_path):
+    """A reward function may give any text as the answer."""
+    store(tmp_path, [each._replace(answer="4\ud800") for each in rates(1, 2)])
+    assert {each.answer for each in read_samples(tmp_path / "pass-at-k.samples.jsonl")} == {"4?"}
 
 
 def test_contrast_of_values_that_no_phase_has():

@@ -3,6 +3,7 @@
 import builtins
 import copy
 import json
+import pickle
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -54,6 +55,31 @@ def test_a_model_without_tokenizer_files_is_said_to_have_none(folder: Path, tmp_
     assert load_model(bare) is not None
     with pytest.raises(ModelError, match=rf"{bare}: no tokenizer is there, only a model; copy its files"):
         load_tokenizer(bare)
+
+
+class Program:
+    """Pickled, it is a program that makes a file."""
+
+    def __init__(self, file: Path) -> None:
+        self.file = file
+
+    def __reduce__(self) -> tuple[object, tuple[Path]]:
+        return Path.touch, (self.file,)
+
+
+@pytest.mark.parametrize("load", [load_model, load_critic])
+@pytest.mark.parametrize("damage", ["program", "cut", "no pickle"])
+def test_weights_that_are_a_program_are_not_run(
+    load: Callable[[Path], object], damage: str, folder: Path, tmp_path: Path
+) -> None:
+    model, ran = copied(folder, tmp_path / "model", without="*.safetensors"), tmp_path / "ran"
+    weights = model / "pytorch_model.bin"
+    weights.write_bytes(pickle.dumps({"model.norm.weight": Program(ran)}))
+    if damage != "program":
+        weights.write_bytes(weights.read_bytes()[:10] if damage == "cut" else b"")
+    with pytest.raises(ModelError, match=r"could not be loaded: its weights \(\.bin\) are a pickle that is damaged or"):
+        load(model)
+    assert not ran.exists()
 
 
 @pytest.mark.parametrize("load", [load_model, load_tokenizer, load_critic])

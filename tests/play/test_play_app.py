@@ -1,5 +1,6 @@
 """The page of `tandemrl play` as a client without a browser sees it."""
 
+import json
 from typing import Any
 
 import pytest
@@ -57,6 +58,10 @@ def test_a_text_is_written_and_said(client: TestClient) -> None:
         ({"tokens": [1]}, "authors: expected 0 or 1 for each"),
         ({"tokens": [1], "authors": [2]}, "authors: expected 0 or 1 for each"),
         ({"tokens": [999], "authors": [1]}, "outside the vocabulary"),
+        ({"tokens": [2**70], "authors": [1]}, "outside the vocabulary"),
+        ({"prompt": "\ud800"}, "prompt: expected a text"),
+        ({"temperature": float("nan")}, "sampling.temperature must be"),
+        ({"selection": {"prob_senior": float("nan")}}, "selection.prob_senior"),
         ({"selection": {"strategy": "turn"}}, "selection.strategy: expected one of word, "),
         ({"selection": {"strategy": "${oc.env:HOME}"}}, "selection.strategy: expected one of word, "),
         ({"selection": {"prob_senior": "1"}}, "selection.prob_senior: expected a number"),
@@ -67,7 +72,8 @@ def test_a_text_is_written_and_said(client: TestClient) -> None:
     ],
 )
 def test_what_cannot_be_answered_is_refused_by_name(client: TestClient, change: dict[str, Any], message: str) -> None:
-    answer = client.post("/write", json={"prompt": "a", "count": 1} | change)
+    body = json.dumps({"prompt": "a", "count": 1} | change)
+    answer = client.post("/write", content=body, headers={"Content-Type": "application/json"})
     assert answer.status_code == 400
     assert message in answer.json()["error"]
 
@@ -91,5 +97,14 @@ def test_only_this_machine_is_answered(client: TestClient, headers: dict[str, st
 
 
 def test_a_body_without_end_is_refused(client: TestClient) -> None:
-    answer = client.post("/begin", content=b" " * (2 << 20), headers={"Content-Type": "application/json"})
-    assert (answer.status_code, answer.json()["error"]) == (400, "more than 1048576 bytes")
+    for content in (b" " * (2 << 20), iter([b" " * (1 << 18)] * 8)):
+        answer = client.post("/begin", content=content, headers={"Content-Type": "application/json"})
+        assert (answer.status_code, answer.json()["error"]) == (
+            413,
+            "the body of a request may have at most 1048576 bytes",
+        )
+
+
+def test_a_body_nested_without_end_is_refused(client: TestClient) -> None:
+    answer = client.post("/begin", content=b"[" * 100_000, headers={"Content-Type": "application/json"})
+    assert (answer.status_code, answer.json()["error"]) == (400, "nested too deeply")

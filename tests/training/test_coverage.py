@@ -27,7 +27,8 @@ def file(tmp_path: Path) -> Path:
 
 def expected(lines: list[str]) -> dict[str, object]:
     content = "".join(lines).encode()
-    return {"size": len(content), "lines": len(lines), "sha256": hashlib.sha256(content).hexdigest()}
+    written = len(content)
+    return {"size": written, "lines": len(lines), "written": written, "sha256": hashlib.sha256(content).hexdigest()}
 
 
 @pytest.mark.parametrize("rest", ["", line(5), line(5) + '{"step": 5, "x"', '{"st', "4"])
@@ -70,6 +71,22 @@ DAMAGE: dict[str, tuple[Callable[[bytes], bytes | None], str]] = {
     "empty": (lambda b: b"", r"no readable line of step 1, 2, 3, 4"),
     "missing": (lambda b: None, r"missing, with the 5 lines of step 4 and before"),
 }
+
+
+def test_lines_that_had_gone_before_the_checkpoint_are_missed_unless_they_are_back(file: Path) -> None:
+    content = file.read_bytes()
+    for start in (b"", "".join(LINES[:2]).encode()):
+        coverage = Coverage(file, written=len(content))
+        file.write_bytes(start)
+        coverage.extend(4)
+        stored = coverage.to_plain()
+        assert (stored["size"], stored["written"]) == (len(start), len(content))
+        for left in (start, content[: -len(LINES[-1])]):
+            file.write_bytes(left)
+            with pytest.raises(DamagedError, match=r"samples\.jsonl: no readable line of step"):
+                restored(file, stored, 4)
+        file.write_bytes(content + line(5).encode())
+        assert restored(file, stored, 4).to_plain() == expected(LINES)
 
 
 @pytest.mark.parametrize("name", DAMAGE)

@@ -73,6 +73,23 @@ def test_the_second_signal_ends_the_process_at_once(capfd: pytest.CaptureFixture
     assert err.startswith("SIGTERM: the run stops after this step")
 
 
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_the_second_signal_ends_a_process_that_was_started_in_the_background(number: signal.Signals) -> None:
+    """A shell without job control lets its background jobs ignore SIGINT; a child inherits what is ignored."""
+    work = (
+        "import signal, sys, time; from tandemrl.training.faults import Signals\n"
+        f"n, before = {number:d}, signal.getsignal({number:d})\n"
+        "with Signals() as signals: pass\n"
+        "print('ignored' if before == signal.getsignal(n) == signal.SIG_IGN else before, flush=True)\n"
+        "with Signals() as signals:\n"
+        "    for _ in range(2): signal.raise_signal(n); print('noted', signals.received, flush=True)\n"
+    )
+    command = ["sh", "-c", f'trap "" {number:d}; exec "$0" -c "$1"', sys.executable, work]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert done.stdout == f"ignored\nnoted {number:d}\n"
+    assert done.returncode == -number, done.stderr
+
+
 def test_a_fork_has_nothing_to_finish() -> None:
     with Signals() as signals:
         assert _exit_code(lambda: signal.raise_signal(signal.SIGTERM)) == -signal.SIGTERM

@@ -13,11 +13,11 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from tests.helpers import qwen3, small_qwen3, tokenizer
 from transformers import AutoModelForTokenClassification
 from typer.testing import CliRunner, Result
 
 import tandemrl.training.build
+from helpers import qwen3, small_qwen3, tokenizer
 from tandemrl.cli.errors import is_users
 from tandemrl.cli.main import app
 from tandemrl.config import Config, ConfigError, load

@@ -162,6 +162,14 @@ def test_summary_line_counts_hours() -> None:
     assert summary_line(1, 101, {}, 90.0) == "step 1/101 | ETA 2h30m"
 
 
+def test_an_evaluation_shows_how_many_texts_were_cut_off_beside_the_rollouts() -> None:
+    metrics = {"eval/pass@1": 0.5, "eval/truncation_rate": 0.25, "response/truncated_at_eval": 0.0}
+    metrics |= {"monitor/pass@1": 0.5, "monitor/truncation_rate": 0.125}
+    held, watched = summary_line(1, 1, metrics, 1.0).split("\n")[1:]
+    assert held == "  held-out pass@1 0.500 cut off 0.250 (rollouts 0.000)"
+    assert watched == "  monitored pass@1 0.500 cut off 0.125"
+
+
 @pytest.mark.parametrize("scale", [1, -1000])
 @pytest.mark.parametrize(("step", "steps"), [(9, 50), (999, 999), (123456, 1234567)])
 def test_the_lines_of_a_step_fit_80_columns_and_no_value_stands_apart_from_its_name(

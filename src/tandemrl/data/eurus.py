@@ -121,7 +121,7 @@ def _fault(ability: str, truth: str) -> str | None:
     if ability == "code":
         try:
             tests = json.loads(truth)
-        except ValueError:
+        except (ValueError, RecursionError):
             return "code without valid JSON"
         if not (isinstance(tests, Mapping) and tests.get("inputs") and tests.get("outputs")):
             return "code without tests"

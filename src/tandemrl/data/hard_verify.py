@@ -6,12 +6,11 @@ wrong (a false negative), and ``tn_output``, a wrong answer (a true negative). T
 does not import torch.
 """
 
-import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from tandemrl.data.loading import load_hub, read_jsonl, read_parquet
+from tandemrl.data.loading import load_hub, read_jsonl, read_list, read_parquet
 from tandemrl.data.rows import DataError, Row, object_of
 from tandemrl.files import hint
 
@@ -58,13 +57,7 @@ def _records(source: str) -> Iterator[tuple[int, Any]]:
         return read_parquet(path)
     if path.suffix != ".json":
         raise DataError(f"{source}: expected a .json, .jsonl or .parquet file, or hf:REPO:CONFIG:SPLIT")
-    try:
-        records = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise DataError(f"{source}: not JSON: {error}") from None
-    if not isinstance(records, list):
-        raise DataError(f"{source}: expected a list of rows, found {type(records).__name__}")
-    return iter(enumerate(records, 1))
+    return read_list(path)
 
 
 def _pair(record: Any, where: str) -> AnswerPair:

@@ -1,6 +1,7 @@
 """Loads rows from data sources: JSON lines and Parquet files, generated problems, the hub. It does not import torch."""
 
 import json
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -9,7 +10,7 @@ from typing import Any
 from tandemrl.data import hops
 from tandemrl.data.rows import BUILT, GSM8K, DataError, Row, gsm8k_row, messages_of, object_of
 from tandemrl.data.synthetic import PAIRS, SPLITS, generate
-from tandemrl.files import LineError, hint, read_json_lines
+from tandemrl.files import LineError, hint, parse_json, read_json_lines
 
 
 def load_rows(sources: Sequence[str]) -> list[Row]:
@@ -55,21 +56,34 @@ def read_jsonl(path: Path) -> Iterator[tuple[int, Any]]:
     """Yield (line number from 1, value) of every line that is not blank.
 
     Raises:
-        DataError: a line is not JSON, or the file is not UTF-8.
+        DataError: a line is not JSON in UTF-8, or cannot be read in one way only (see `parse_json`).
     """
     try:
-        yield from read_json_lines(path, encoding="utf-8-sig", skip_blank=True)
+        yield from read_json_lines(path, parse=parse_json, encoding="utf-8-sig", skip_blank=True)
     except LineError as error:
         raise DataError(f"{path}, line {error.line}: not JSON: {error}") from None
-    except UnicodeDecodeError as error:
-        raise DataError(f"{path}: not a UTF-8 text file: {error}") from None
+
+
+def read_list(path: Path) -> Iterator[tuple[int, Any]]:
+    """Yield (number from 1, value) of every value of a JSON file that is one list.
+
+    Raises:
+        DataError: it is something else; see `read_jsonl`.
+    """
+    try:
+        values = parse_json(path.read_text(encoding="utf-8-sig"))
+    except ValueError as error:
+        raise DataError(f"{path}: not JSON: {error}") from None
+    if not isinstance(values, list):
+        raise DataError(f"{path}: expected a list of rows, found {type(values).__name__}")
+    yield from enumerate(values, 1)
 
 
 def read_parquet(path: Path) -> Iterator[tuple[int, Any]]:
     """Yield (row number from 1, record) of every row, with one batch in memory at a time.
 
     Raises:
-        DataError: the file is not Parquet, or broken.
+        DataError: the file is not Parquet, or broken, or a text in it is not UTF-8.
     """
     import pyarrow
     import pyarrow.parquet
@@ -78,7 +92,7 @@ def read_parquet(path: Path) -> Iterator[tuple[int, Any]]:
         with pyarrow.parquet.ParquetFile(path) as file:
             records = (record for batch in file.iter_batches(batch_size=512) for record in batch.to_pylist())
             yield from enumerate(records, 1)
-    except pyarrow.ArrowException as error:
+    except (pyarrow.ArrowException, UnicodeDecodeError, RecursionError) as error:
         raise DataError(f"{path}: not readable as Parquet: {error}") from None
 
 
@@ -129,7 +143,8 @@ def _file(path: Path) -> Iterator[Row]:
     if not path.is_file():
         known = next((name for name in BUILT if name in str(path).lower()), None)
         build = f"; build it with `tandemrl data build {known}`" if known else ""
-        raise DataError(f"{path}: no such file{hint(path) or build}")
+        what = "a folder; name the files in it" if path.is_dir() else "no such file"
+        raise DataError(f"{path}: {what}{hint(path) or build}")
     if path.suffix == ".jsonl":
         records = read_jsonl(path)
     elif path.suffix == ".parquet":
@@ -198,8 +213,8 @@ def _verl_row(record: Mapping[str, Any], where: str, line: int) -> Row:
 
 def _ground_truth(value: Any, where: str) -> str:
     """A ground truth as text: strings as they are, numbers in Python's notation, structures as JSON."""
-    if value is None or value == "":
-        raise DataError(f"{where}: missing or empty")
+    if value is None or value == "" or (isinstance(value, float) and not math.isfinite(value)):
+        raise DataError(f"{where}: missing, empty or not a number")
     if isinstance(value, str):
         return value
     if isinstance(value, int | float):

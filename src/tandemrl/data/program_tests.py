@@ -50,7 +50,7 @@ def parse_tests(row: Row) -> list[tuple[Test, Any]]:
     """
     try:
         truth = json.loads(row.ground_truth)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise _unusable(row, f"not JSON: {error}") from None
     if not isinstance(truth, Mapping):
         raise _unusable(row, f"expected a JSON object, found {type(truth).__name__}")
@@ -67,7 +67,7 @@ def parse_tests(row: Row) -> list[tuple[Test, Any]]:
             (Call(str(name), tuple(map(_integer_keys, _arguments(arguments)))), _json(expected))
             for arguments, expected in zip(inputs, outputs, strict=True)
         ]
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise _unusable(row, f"an argument or a result of {name} is not JSON: {error}") from None
 
 

@@ -193,11 +193,12 @@ def _call(call: Any, where: str) -> dict[str, Any]:
     arguments = function.get("arguments") if isinstance(function, Mapping) else None
     try:
         arguments = json.loads(arguments) if isinstance(arguments, str) else arguments
-    except ValueError:
+    except (ValueError, RecursionError):
         arguments = None
     if not (isinstance(function, Mapping) and isinstance(function.get("name"), str) and isinstance(arguments, Mapping)):
         raise DataError(
-            f'{where}: expected {{"type": "function", "function": {{"name": …, "arguments": {{…}}}}}}, found {call!r}'
+            f'{where}: expected {{"type": "function", "function": {{"name": …, "arguments": {{…}}}}}}, '
+            f"found {repr(call)[:200]}"
         )
     identity = {"id": call["id"]} if call.get("id") is not None else {}
     return {"type": "function", **identity, "function": {"name": function["name"], "arguments": dict(arguments)}}

@@ -1,14 +1,13 @@
 """Raw records of published data sets, one at a time: from the hub, or from a local copy. No torch."""
 
 import hashlib
-import json
 import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-from tandemrl.data.loading import load_hub, read_jsonl, read_parquet
+from tandemrl.data.loading import load_hub, read_jsonl, read_list, read_parquet
 from tandemrl.data.rows import DataError, object_of
 
 ExpectRows = Mapping[str, int] | Literal[0]
@@ -192,12 +191,4 @@ def _records(path: Path) -> Iterator[tuple[int, Any]]:
         return read_parquet(path)
     with path.open(encoding="utf-8-sig", errors="replace") as file:
         whole = path.suffix == ".json" and file.read(64).lstrip().startswith("[")
-    return _read_list(path) if whole else read_jsonl(path)
-
-
-def _read_list(path: Path) -> Iterator[tuple[int, Any]]:
-    try:
-        values = json.loads(path.read_text(encoding="utf-8-sig"))
-    except ValueError as error:
-        raise DataError(f"{path}: not JSON: {error}") from None
-    return enumerate(values, 1)
+    return read_list(path) if whole else read_jsonl(path)

@@ -18,7 +18,7 @@ import numpy as np
 
 from tandemrl.evals import PHASES, Phase, differences, is_headline, measure_of, measure_sets, read_result, read_samples
 from tandemrl.evals.stats import Interval, paired_bootstrap, seed_interval
-from tandemrl.files import write_text
+from tandemrl.files import hint, write_text
 
 SCHEMA = 1
 Verdict = Literal["A > B", "A < B", "no difference shown"]
@@ -62,8 +62,8 @@ def compare(
     """Contrasts of every phase that both sides have, and of every metric that is ``shown``.
 
     Args:
-        a: an evaluation folder (with ``PHASE.json``), a folder of repetitions ``seed-N``, a path with a component
-            ``seed-*`` that stands for all of them, or evaluation folders in the order of their seeds.
+        a: an evaluation folder (with ``PHASE.json``), a result file (of one phase), a folder of repetitions ``seed-N``,
+            a path with a component ``seed-*`` that stands for all of them, or evaluations in the order of their seeds.
         b: the other side, in the same form.
         shown: whether to show a metric, by its name. The default shows the headline metrics.
         varied: the settings that may differ since they are what is compared (``retrieval``, ``environment``). All
@@ -80,7 +80,8 @@ def compare(
     pairs = _match(repetitions(a), repetitions(b))
     phases = _phases(pairs)
     if not phases:
-        raise CompareError(f"{a} and {b} have no phase in common")
+        had = (", ".join(dict.fromkeys(phase for pair in pairs for phase in pair[i])) for i in (0, 1))
+        raise CompareError(f"{a} and {b} have no phase in common ({{}} and {{}})".format(*had))
     contrasts = []
     for phase in phases:
         loaded = [_load_pair(phase, *pair, varied) for pair in pairs]
@@ -199,22 +200,27 @@ def write_comparison(file: Path, contrasts: Sequence[Contrast], *, a: str, b: st
 # --------------------------------------------------------------------------------------------------------------- files
 
 
-def repetitions(source: str | Path | Sequence[str | Path]) -> dict[str, Path]:
-    """Evaluation folders by the name of their repetition. ``compare`` says what ``source`` may be.
+Evaluation = Mapping[str, Path]
+"""The result files of an evaluation, by phase."""
+
+
+def repetitions(source: str | Path | Sequence[str | Path]) -> dict[str, Evaluation]:
+    """Evaluations by the name of their repetition. ``compare`` says what ``source`` may be.
 
     Raises:
         CompareError: there is no evaluation.
+        EvalError: a file is not the result of an evaluation.
     """
     if not isinstance(source, str | Path):
-        return {str(i): _evaluation(Path(folder)) for i, folder in enumerate(source)}
-    folder = Path(source)
-    if "seed-*" in folder.parts:
-        at = folder.parts.index("seed-*")
-        before, after = Path(*folder.parts[:at]), Path(*folder.parts[at + 1 :])
+        return {str(i): _evaluation(Path(place)) for i, place in enumerate(source)}
+    place = Path(source)
+    if "seed-*" in place.parts:
+        at = place.parts.index("seed-*")
+        before, after = Path(*place.parts[:at]), Path(*place.parts[at + 1 :])
         return {seed: _evaluation(before / seed / after) for seed in _seeds(before)}
-    if not _has_results(folder) and (seeds := _seeds(folder, or_none=True)):
-        return {seed: _evaluation(folder / seed) for seed in seeds}
-    return {"": _evaluation(folder)}
+    if not _results(place) and (seeds := _seeds(place, or_none=True)):
+        return {seed: _evaluation(place / seed) for seed in seeds}
+    return {"": _evaluation(place)}
 
 
 def _seeds(folder: Path, *, or_none: bool = False) -> list[str]:
@@ -224,43 +230,45 @@ def _seeds(folder: Path, *, or_none: bool = False) -> list[str]:
     return sorted(names, key=lambda name: int(name.removeprefix("seed-")))
 
 
-def _has_results(folder: Path) -> bool:
-    return any((folder / f"{phase}.json").exists() for phase in PHASES)
+def _results(place: Path) -> Evaluation:
+    """The results in a folder, or the one in a file, which says its phase; empty if there are none."""
+    if place.is_file():
+        return {read_result(place)["phase"]: place}
+    return {phase: file for phase in PHASES if (file := place / f"{phase}.json").exists()}
 
 
-def _evaluation(folder: Path) -> Path:
-    if not _has_results(folder):
-        raise CompareError(
-            f"{folder}: no evaluation is there (no PHASE.json such as pass-at-k.json, no seed-N with one); make one: "
-            "tandemrl eval all"
-        )
-    return folder
+def _evaluation(place: Path) -> Evaluation:
+    if results := _results(place):
+        return results
+    raise CompareError(
+        f"{place}: no evaluation is there (no result file, no PHASE.json such as pass-at-k.json, no seed-N with one)"
+        f"{hint(place) or '; make one: tandemrl eval all'}"
+    )
 
 
-def _match(a: dict[str, Path], b: dict[str, Path]) -> list[tuple[Path, Path]]:
+def _match(a: dict[str, Evaluation], b: dict[str, Evaluation]) -> list[tuple[Evaluation, Evaluation]]:
     if a.keys() != b.keys():
         listed = (", ".join(side) or "one evaluation without seeds" for side in (a, b))
         raise CompareError("other repetitions on the two sides: {} and {}".format(*listed))
     return [(a[seed], b[seed]) for seed in a]
 
 
-def _phases(pairs: Sequence[tuple[Path, Path]]) -> list[Phase]:
+def _phases(pairs: Sequence[tuple[Evaluation, Evaluation]]) -> list[Phase]:
     """The phases that both sides have. It is an error if only some of the seeds have a phase."""
     common = []
     for phase in PHASES:
-        files = [[folder / f"{phase}.json" for folder in side] for side in zip(*pairs, strict=True)]
-        if all(any(file.exists() for file in side) for side in files):
-            if missing := [file for side in files for file in side if not file.exists()]:
-                raise CompareError(
-                    f"{missing[0]} is missing, other seeds have it; run the phase: tandemrl eval {phase}"
-                )
+        sides = list(zip(*pairs, strict=True))
+        if all(any(phase in each for each in side) for side in sides):
+            if missing := [each for side in sides for each in side if phase not in each]:
+                place = next(iter(missing[0].values())).parent / f"{phase}.json"
+                raise CompareError(f"{place} is missing, other seeds have it; run the phase: tandemrl eval {phase}")
             common.append(phase)
     return common
 
 
-def _load_pair(phase: Phase, a: Path, b: Path, varied: Collection[str]) -> list[dict[str, Values]]:
+def _load_pair(phase: Phase, a: Evaluation, b: Evaluation, varied: Collection[str]) -> list[dict[str, Values]]:
     """The values of every metric on both sides, which must be evaluations of the same problems in the same way."""
-    files = [folder / f"{phase}.json" for folder in (a, b)]
+    files = [a[phase], b[phase]]
     configs = [read_result(file)["config"] for file in files]
     if changed := differences(*(_protocol(config, varied) for config in configs)):
         listed = "; ".join(f"{key}: {x!r} and {y!r}" for key, x, y in changed[:3])

@@ -75,7 +75,7 @@ def read_result(file: Path) -> dict[str, Any]:
         stored = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise EvalError(f"{file}: not readable as an evaluation result ({error}); delete it and run again") from None
-    if not isinstance(stored, dict) or stored.get("schema") != SCHEMA:
+    if not isinstance(stored, dict) or stored.get("schema") != SCHEMA or "phase" not in stored:
         raise EvalError(f"{file}: not an evaluation result of schema {SCHEMA}; choose another --out")
     return dict(stored)
 
@@ -101,6 +101,7 @@ def write_result(
     try:
         text = json.dumps(stored, indent=2, ensure_ascii=False, allow_nan=False) + "\n"
         lines = [json.dumps(sample.to_json(), ensure_ascii=False, allow_nan=False) + "\n" for sample in result.samples]
+        lines = [line.encode(errors="replace").decode() for line in lines]  # a reward function's answer may be anything
     except ValueError as error:
         raise EvalError(f"{file}: a result is not finite ({error}); nothing was written") from None
     write_text(samples, "".join(lines))

@@ -5,7 +5,6 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F
 from jaxtyping import Bool, Float, Int64
-from safetensors import SafetensorError
 from torch import Tensor, nn
 from transformers import AutoModelForTokenClassification, PreTrainedModel
 from transformers.utils import logging as transformers_logging
@@ -14,7 +13,7 @@ from tandemrl.distributed.world import WHOLE, Shards
 from tandemrl.models.attention import Layout, ModelError
 from tandemrl.models.forward import channel_of, gathering, part_of, prefix_states
 from tandemrl.models.head import PLAIN, ForwardOptions
-from tandemrl.models.loading import check_folder, no_progress_bars, prepare, refusal, resolve_device
+from tandemrl.models.loading import UNREADABLE, check_folder, no_progress_bars, prepare, refusal, resolve_device
 from tandemrl.types import Batch
 
 
@@ -37,7 +36,7 @@ def load_critic(path: str | Path, *, device: str = "cpu") -> PreTrainedModel:
             model, report = AutoModelForTokenClassification.from_pretrained(
                 path, dtype=torch.float32, num_labels=1, output_loading_info=True, trust_remote_code=False
             )
-    except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
+    except UNREADABLE as error:
         raise refusal("critic", path, error) from None
     finally:
         transformers_logging.set_verbosity(level)

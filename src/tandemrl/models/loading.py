@@ -8,6 +8,7 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from pickle import UnpicklingError
 from typing import Any
 
 import numpy as np
@@ -33,6 +34,8 @@ from tandemrl.models.forward import gathering, packed_logits
 from tandemrl.models.weight_files import refuse_pointers, stored_shapes
 
 CONFIG, TOKENIZER_CONFIG = "config.json", "tokenizer_config.json"
+UNREADABLE = (OSError, ValueError, KeyError, RuntimeError, EOFError, UnpicklingError, SafetensorError)
+"""What transformers raises for a folder that holds no model it can load; `refusal` says it in words."""
 
 
 def resolve_device(device: str) -> torch.device:
@@ -69,7 +72,7 @@ def load_model(path: str | Path, *, dtype: str = "float32", device: str = "cpu")
             loaded: Any = AutoModelForCausalLM.from_pretrained(
                 path, dtype=getattr(torch, dtype), output_loading_info=True, trust_remote_code=False
             )
-    except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
+    except UNREADABLE as error:
         raise refusal("model", path, error) from None
     model, report = loaded
     if missing := sorted(map(str, report["missing_keys"])):  # transformers has drawn them at random
@@ -308,6 +311,11 @@ def refusal(what: str, path: str | Path, error: Exception) -> ModelError:
         reason = (
             "it comes with Python code of its own, which is never run (trust_remote_code=False); use a model of an "
             "architecture that transformers has"
+        )
+    elif isinstance(error, UnpicklingError | EOFError):
+        reason = (
+            "its weights (.bin) are a pickle that is damaged or holds more than tensors. A pickle is a program, and is "
+            "not run; take the model's safetensors files, or convert it (save_pretrained) where you trust it"
         )
     elif not is_local(path):
         reason = f"there is no such folder, and from the hub: {reason}"

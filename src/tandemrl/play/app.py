@@ -14,17 +14,19 @@ from urllib.parse import urlsplit
 
 from starlette.applications import Starlette
 from starlette.concurrency import run_in_threadpool
+from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
-from starlette.middleware.trustedhost import TrustedHostMiddleware
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
+from starlette.types import ASGIApp, Receive, Scope, Send
 
+from tandemrl.asgi import LOOPBACK, limited, refused_host
 from tandemrl.config import SelectionConfig, load
+from tandemrl.files import is_unicode
 from tandemrl.play.duo import Draft, Duo, Piece
 from tandemrl.rollout.engine import EngineError
 
-HOSTS = ("127.0.0.1", "localhost")
 MAX_BODY = 1 << 20
 AT_ONCE = 16
 """Tokens that one question may ask for: the page asks again and again, and can stop in between."""
@@ -66,8 +68,10 @@ def application(duo: Duo, *, about: Mapping[str, str]) -> Starlette:
 
             try:
                 return JSONResponse(await run_in_threadpool(locked, await _body(request)), headers=HEADERS)
+            except HTTPException as error:
+                return _error(error.status_code, error.detail)
             except (ValueError, EngineError) as error:  # what is refused is a ValueError, bad keys and rows included
-                return JSONResponse({"error": str(error)}, status_code=400, headers=HEADERS)
+                return _error(400, str(error))
 
         return endpoint
 
@@ -76,7 +80,7 @@ def application(duo: Duo, *, about: Mapping[str, str]) -> Starlette:
 
     def say(body: Mapping[str, Any]) -> dict[str, Any]:
         text = body.get("text")
-        if not isinstance(text, str) or not text:
+        if not isinstance(text, str) or not text or not is_unicode(text):
             raise Refused("text: expected what you typed")
         return _shown(duo.say(draft_of(body), text))
 
@@ -85,10 +89,29 @@ def application(duo: Duo, *, about: Mapping[str, str]) -> Starlette:
 
     routes = [Route(f"/{each.__name__}", question(each), methods=["POST"]) for each in (begin, write, say)]
     pages = [Route(path, _page(name)) for path, name in {"/": "play.html", **{f"/{n}": n for n in _ASSETS}}.items()]
-    return Starlette(routes=[*pages, *routes], middleware=[Middleware(TrustedHostMiddleware, allowed_hosts=[*HOSTS])])
+    return Starlette(routes=[*pages, *routes], middleware=[Middleware(_Door)])
 
 
 _ASSETS = ("play.css", "play.js", "share.js")
+
+
+class _Door:
+    """The middleware that refuses requests to other hosts, and bodies of more than `MAX_BODY` bytes."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self.app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "lifespan":
+            await self.app(scope, receive, send)
+        elif (host := refused_host(scope, LOOPBACK)) is not None:
+            await _error(400, f"requests to {host!r} are not answered; open http://127.0.0.1")(scope, receive, send)
+        else:
+            await self.app(scope, limited(receive, scope["headers"], MAX_BODY, HTTPException), send)
+
+
+def _error(status: int, message: str) -> JSONResponse:
+    return JSONResponse({"error": message}, status_code=status, headers=HEADERS)
 
 
 def _page(name: str) -> Callable[[Request], Any]:
@@ -106,18 +129,17 @@ async def _body(request: Request) -> Mapping[str, Any]:
 
     Raises:
         Refused: it comes from another page, or is something else.
+        HTTPException: it is too long.
     """
     origin = request.headers.get("origin")
     if origin is not None and urlsplit(origin).netloc != request.headers["host"]:
         raise Refused(f"requests from {origin} are not answered")
     if request.headers.get("content-type", "").partition(";")[0] != "application/json":
         raise Refused("expected application/json")
-    content = bytearray()
-    async for chunk in request.stream():
-        content += chunk
-        if len(content) > MAX_BODY:
-            raise Refused(f"more than {MAX_BODY} bytes")
-    body = json.loads(content or b"{}")
+    try:
+        body = json.loads(await request.body() or b"{}")
+    except RecursionError:
+        raise Refused("nested too deeply") from None
     if not isinstance(body, dict):
         raise Refused("expected a JSON object")
     return body
@@ -130,7 +152,7 @@ def draft_of(body: Mapping[str, Any]) -> Draft:
         Refused, ConfigError: a field is of another type, or out of range; names it.
     """
     prompt = body.get("prompt")
-    if not isinstance(prompt, str) or not prompt.strip():
+    if not isinstance(prompt, str) or not prompt.strip() or not is_unicode(prompt):
         raise Refused("prompt: expected a text")
     tokens, authors = (_list(body, name) for name in ("tokens", "authors"))
     if len(tokens) != len(authors) or not set(authors) <= {0, 1}:

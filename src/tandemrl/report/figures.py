@@ -42,6 +42,8 @@ CURVES = (
     Curve("eval/pass@1", "Held-out solo pass@1", "pass@1"),
     Curve("monitor/pass@1", "Monitored solo pass@1", "pass@1"),
     Curve("response/length", "Response length", "tokens"),
+    Curve("response/truncated", "Rollouts that the limit of tokens cut off", "share"),
+    Curve("eval/truncation_rate", "Held-out solo texts that the limit of tokens cut off", "share"),
     Curve("tandem/senior_frac", "Senior's share", "share of response tokens"),
     Curve("env/turns", "Turns of an episode", "turns"),
     Curve("env/tool_errors", "Tool errors", "per episode"),

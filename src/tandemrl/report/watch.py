@@ -10,10 +10,10 @@ from threading import Lock
 
 from markupsafe import escape
 
+from tandemrl.asgi import LOOPBACK, is_ours
 from tandemrl.report.page import Report, to_html
 from tandemrl.report.records import ReportError
 
-HOSTS = ("127.0.0.1", "localhost")
 UNREAD = ("checkpoints", "hf")
 """Folders of a run that hold nothing to report."""
 HEADERS = {
@@ -70,8 +70,7 @@ def server(live: LiveReport, *, port: int, every_s: float) -> ThreadingHTTPServe
 
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
-            host = (self.headers.get("Host") or "").rpartition(":")[0] or self.headers.get("Host")
-            if host not in HOSTS:
+            if not is_ours(self.headers.get("Host", ""), LOOPBACK):
                 self.send_error(HTTPStatus.FORBIDDEN, "only this machine is answered")
             elif self.path != "/":
                 self.send_error(HTTPStatus.NOT_FOUND)

@@ -2,7 +2,7 @@
 
 Each line has its ``step``, and steps never decrease from line to line. A checkpoint covers the lines up to those of its
 step, and stores their number, their size and their SHA-256. A resumed run needs exactly these lines, and drops the
-lines after them.
+lines after them. If lines that were written had gone when the checkpoint was saved, it says how much was written.
 """
 
 import hashlib
@@ -25,18 +25,20 @@ _STEP = re.compile(rb'\{"step": (\d+)[,}]')
 class Coverage:
     """The covered lines at the beginning of one file. It grows by reading only new lines, so nothing is read twice.
 
-    size: the size of the covered lines in bytes.
+    size: the size of the covered lines in bytes. written: how large they were when they were written; more than
+    ``size`` if the file has lost lines since.
     """
 
     file: Path
     size: int = 0
     lines: int = 0
+    written: int = 0
     digest: Any = field(default_factory=hashlib.sha256)
 
     def extend(self, step: int) -> None:
         """Extend the coverage to all complete lines up to those of ``step``."""
         if not self.file.is_file():
-            return  # what was covered stays covered: a resume will miss it
+            return  # a resume will miss what was covered, and what was not
         with open(self.file, "rb") as content:
             content.seek(self.size)
             for line in content:
@@ -49,7 +51,8 @@ class Coverage:
 
     def to_plain(self) -> dict[str, int | str]:
         """The coverage in the form that a checkpoint stores."""
-        return {"size": self.size, "lines": self.lines, "sha256": self.digest.hexdigest()}
+        written = max(self.size, self.written)
+        return {"size": self.size, "lines": self.lines, "written": written, "sha256": self.digest.hexdigest()}
 
     def drop_rest(self) -> None:
         """Cut the file after the covered lines."""
@@ -69,7 +72,9 @@ def restored(file: Path, stored: Mapping[str, Any], step: int) -> Coverage:
     Raises:
         DamagedError: lines are missing, torn or changed; the message says which.
     """
-    coverage = Coverage(file, size=int(stored["size"]), lines=int(stored["lines"]))
+    coverage = Coverage(
+        file, size=int(stored["size"]), lines=int(stored["lines"]), written=int(stored.get("written", 0))
+    )
     left = coverage.size
     if file.is_file():
         with open(file, "rb") as content:
@@ -78,6 +83,10 @@ def restored(file: Path, stored: Mapping[str, Any], step: int) -> Coverage:
                 left -= len(chunk)
     if left or coverage.digest.hexdigest() != stored["sha256"]:
         raise DamagedError(f"{file}: {_loss(coverage, step)}")
+    if coverage.size < coverage.written:  # lines were missing when the checkpoint was saved; they may be back
+        coverage.extend(step)
+        if coverage.size != coverage.written:
+            raise DamagedError(f"{file}: {_loss(coverage, step)}")
     return coverage
 
 

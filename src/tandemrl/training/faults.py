@@ -19,7 +19,8 @@ import torch.distributed as dist
 from tandemrl.distributed.world import World
 from tandemrl.training.profiling import Clock
 
-SIGNALS = (signal.SIGTERM, signal.SIGINT)
+ENDING: dict[signal.Signals, Any] = {signal.SIGTERM: signal.SIG_DFL, signal.SIGINT: signal.default_int_handler}
+"""The signals that end a run, and the handler that ends the process at once."""
 
 
 class Stopped(SystemExit):
@@ -42,7 +43,10 @@ class LostProcessError(RuntimeError):
 
 class Signals:
     """Records the first SIGTERM or SIGINT inside a ``with`` block, and leaves the second one to the previous handler,
-    which ends the process at once. It records nothing outside of the main thread, where Python handles no signals.
+    which ends the process at once. If there was none, as in a job that a script has started in the background, where
+    SIGINT is ignored, the second one ends the process all the same.
+
+    It records nothing outside of the main thread, where Python handles no signals.
 
     Examples:
         >>> with Signals() as signals:
@@ -58,25 +62,28 @@ class Signals:
 
     def __enter__(self) -> Self:
         if threading.current_thread() is threading.main_thread():
-            self._before = {number: signal.signal(number, self._note) for number in SIGNALS}
+            self._before = {number: signal.signal(number, self._note) for number in ENDING}
         return self
 
     def __exit__(self, *_: object) -> None:
         self._restore()
+        self._before = {}
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         self._restore()
         if os.getpid() != self._owner:  # a fork has no step to finish
             signal.raise_signal(number)
             return
+        for each, handler in self._before.items():
+            if handler in (signal.SIG_IGN, None):
+                signal.signal(each, ENDING[each])
         self.received = number
         line = f"{signal.Signals(number).name}: the run stops after this step and saves it; again: at once\n"
         os.write(2, line.encode())  # print() could meet itself here
 
     def _restore(self) -> None:
         for number, handler in self._before.items():
-            signal.signal(number, handler)
-        self._before = {}
+            signal.signal(number, signal.SIG_DFL if handler is None else handler)  # None: not from Python
 
 
 def signal_anywhere(received: int, world: World) -> int:

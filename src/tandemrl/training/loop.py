@@ -33,7 +33,7 @@ from tandemrl.rollout.engine import Draws, Engine, Passes
 from tandemrl.rollout.envs.environment import Environment
 from tandemrl.rollout.sync import sync_weights
 from tandemrl.selection import Strategy, solo
-from tandemrl.training import checkpoint, lessons
+from tandemrl.training import checkpoint, lessons, stopping
 from tandemrl.training.arguments import StrategyFunction, require_config
 from tandemrl.training.async_rollouts import AsyncRollouts
 from tandemrl.training.build import build
@@ -120,6 +120,7 @@ def train(
             with Tracker(config.output_dir, config, console=console, quiet=silent, record=world.main) as tracker:
                 loop(run, tracker)
                 checkpoint.wait()
+                check_record(run, tracker)
     WATCHDOG.end()  # not after an error: what is left of the group can hang the end of the process, too
     return Path(config.output_dir)
 
@@ -167,6 +168,8 @@ def loop(run: Run, tracker: Tracker) -> None:
                 progress.step = step
                 if warning := warning_of(metrics):
                     tracker.say(warning)
+                for record in progress.records:
+                    record.written = tracker.written(record.file.name)
                 if stop or step == steps or step % config.train.save_every == 0:
                     with clock("save"):
                         progress.rollouts_in_flight = rollouts.state_dict()
@@ -194,6 +197,7 @@ def train_step(
     evaluates = bool(setup.heldout) and (last or step % train.eval_every == 0)
     learns = models.critic is None or step > train.critic_warmup_steps  # else the critic alone
 
+    check_record(run, tracker)  # before any weight changes: the state after the last step can then be saved
     with clock("rollout"):
         completions = rollouts.take(step)
     writer_mismatch: Metrics | None = None
@@ -237,6 +241,7 @@ def train_step(
             progress.kl_coef = adapt_kl_coef(progress.kl_coef, metrics["kl/per_token"], target=loss.kl_target)
         del mini_batches  # before the engine wants its memory back
 
+    written = [r for group in groups for r in group.rollouts]
     metrics |= rollout_metrics(completions, groups, step)
     if train.max_resamples:
         metrics["groups/resampled"] = float(resampled)
@@ -247,10 +252,16 @@ def train_step(
     if evaluates:
         with clock("eval"):
             metrics |= evaluate(run, step)
-    not_written = tracker.samples(step, [r for group in groups for r in group.rollouts], setup.tokenizer)
+            limit = evals.profile_of(config.eval).sampling.max_tokens
+            metrics["response/truncated_at_eval"] = stopping.unfinished(written, limit)
+    not_written = tracker.samples(step, written, setup.tokenizer)
     if train.max_samples_gb is not None:
         metrics["samples/not_written"] = float(not_written)
     tracker.step(step, metrics | clock.metrics(metrics["tokens/response"]))
+    if evaluates:
+        solo_texts = len(setup.heldout) * config.eval.train_samples
+        if warning := stopping.warning(metrics, solo_texts=solo_texts, rollout_texts=len(written)):
+            tracker.warn("stopping", warning)
     if train.profile:
         profiler.step(step, clock, step_cost(setup, groups, experience, profiler.cost))
     return metrics
@@ -285,6 +296,16 @@ def save_on_failure(run: Run, optimizer_steps: OptimizerSteps, tracker: Tracker)
             except Exception as failure:
                 tracker.say(f"step {step + 1} failed, and the state after step {step} could not be saved: {failure}")
         raise
+
+
+def check_record(run: Run, tracker: Tracker) -> None:
+    """Check, in all processes together, that metrics.jsonl and samples.jsonl are still those that are written to.
+
+    Raises:
+        TrainError: a file was deleted, cut or replaced; names it.
+    """
+    if lost := run.setup.world.broadcast(tracker.lost()):
+        raise TrainError(lost)
 
 
 def sync_if_stale(models: Models, version: int) -> None:

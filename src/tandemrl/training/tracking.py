@@ -102,6 +102,7 @@ class Tracker:
         self._started = time.perf_counter()
         self._first_step: int | None = None
         self._bound_met = False
+        self._warned: set[str] = set()
 
     def __enter__(self) -> Self:
         return self
@@ -187,6 +188,17 @@ class Tracker:
             lines[i] = text
         return [lines[i] for i in sorted(lines)]
 
+    def lost(self) -> str:
+        """Which file of the record was deleted, cut or replaced since it was last written to, and what to do; or ""."""
+        faults = (_fault(file) for file in (self._metrics, self._samples) if file is not None)
+        return next((fault for fault in faults if fault), "")
+
+    def written(self, name: str) -> int:
+        """How many bytes a file of the record has, if nothing is lost: ``metrics.jsonl`` or ``samples.jsonl``."""
+        file = self._metrics if name == "metrics.jsonl" else self._samples
+        assert file is not None
+        return file.tell()
+
     def rollout_progress(self, total_rows: int) -> Callable[[int], None]:
         """Show a progress bar, and return the function to call with the number of newly written tokens.
 
@@ -204,6 +216,12 @@ class Tracker:
     def say(self, line: str) -> None:
         """Print one plain line."""
         self._console.print(line, markup=False, soft_wrap=True)
+
+    def warn(self, topic: str, line: str) -> None:
+        """Print a line, once per topic."""
+        if topic not in self._warned:
+            self._warned.add(topic)
+            self.say(line)
 
     def close(self, *, failed: bool = False) -> None:
         """Remove the progress bars and close the files. It may be called twice."""
@@ -249,7 +267,8 @@ class Tracker:
 def summary_line(step: int, steps: int, metrics: Mapping[str, float], seconds_per_step: float) -> str:
     """The most important metrics of a step, the seconds per step and the time left, as text.
 
-    Held-out and monitored pass@k have lines of their own. No line is longer than 80 columns.
+    Held-out and monitored pass@k have lines of their own, with the share of texts that the limit of tokens cut off. No
+    line is longer than 80 columns.
 
     Examples:
         >>> summary_line(3, 50, {"reward/mean": 0.5, "loss": 0.01, "time/step": 2.0}, 2.0)
@@ -263,8 +282,11 @@ def summary_line(step: int, steps: int, metrics: Mapping[str, float], seconds_pe
     lines = _wrapped([[f"step {step}/{steps}"], shown, times], "")
     for label, prefix in (("held-out", "eval/"), ("monitored", "monitor/")):
         found = {key.removeprefix(prefix): value for key, value in metrics.items() if key.startswith(f"{prefix}pass@")}
+        cut = [f"cut off {metrics[key]:.3f}"] if (key := f"{prefix}truncation_rate") in metrics else []
+        if cut and prefix == "eval/" and (key := "response/truncated_at_eval") in metrics:
+            cut += [f"(rollouts {metrics[key]:.3f})"]
         if found:
-            lines += _wrapped([[label, *(f"{name} {value:.3f}" for name, value in found.items())]], "  ")
+            lines += _wrapped([[label, *(f"{name} {value:.3f}" for name, value in found.items()), *cut]], "  ")
     return "\n".join(lines)
 
 
@@ -357,6 +379,25 @@ def _write(file: IO[str] | None, lines: Sequence[str]) -> None:
         raise TrackingError(
             f"{file.name}: {error.strerror}; free the disk and resume from the last checkpoint"
         ) from None
+
+
+def _fault(file: IO[str]) -> str:
+    """See `Tracker.lost`. Sizes are compared, since not every file system has lasting numbers for its files."""
+    written = file.tell()
+    try:
+        size = os.stat(file.name).st_size
+    except OSError:
+        what = f"gone, with the {written} bytes that the run has written"
+    else:
+        if size == written:
+            return ""
+        what = (
+            f"of {size} bytes, though the run has written {written}: it was cut, replaced or written by something else"
+        )
+    return (
+        f"{file.name} is {what}. Put it back from a copy and resume, or go on without it in another folder "
+        "(output_dir=OTHER --resume CHECKPOINT)"
+    )
 
 
 def _last_step(path: Path) -> int | None:

@@ -35,6 +35,9 @@ from tandemrl.selection.draws import mix64
 
 pytest.importorskip("tandemrl.rollout.vllm.server", reason="vllm brings fastapi")
 
+from starlette.exceptions import HTTPException
+
+from tandemrl.asgi import limited
 from tandemrl.rollout.vllm import authorship, conversations, registry, server
 from tandemrl.rollout.vllm.settings import TandemOptions
 
@@ -120,7 +123,8 @@ def fake(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Fake]:
         additional_config={"tandem": {"selection": vars(DEFAULT)}},
     )
     app.state.engine_client = SimpleNamespace(collective_rpc=collective_rpc)
-    with TestClient(app) as client:
+    app.state.args = SimpleNamespace(host="gpu-7.example", allowed_hosts=["pair"])
+    with TestClient(app, base_url="http://127.0.0.1:8000") as client:
         yield Fake(client, seen, registered, answer)
 
 
@@ -235,6 +239,74 @@ def test_other_generating_routes_are_refused_and_the_rest_passes(fake: Fake) -> 
     for path in ("/v1/models", "/health", "/v1/responses"):
         assert fake.client.get(path).json() == {"heard": ""}
     assert fake.client.post("/detokenize", content=b"x").json() == {"heard": "x"}
+
+
+@pytest.mark.parametrize(
+    ("host", "is_ours"),
+    [
+        ("127.0.0.1:8000", True),
+        ("localhost:8000", True),
+        ("LOCALHOST.", True),
+        ("[::1]:8000", True),
+        ("192.0.2.7:8000", True),
+        ("gpu-7.example:8000", True),
+        ("pair", True),
+        (f"{socket.gethostname()}:8000", True),
+        ("evil.example:8000", False),
+        ("localhost.evil.example", False),
+        ("127.0.0.1.evil.example", False),
+        ("[evil.example]:8000", False),
+        ("", False),
+    ],
+)
+def test_a_page_whose_name_was_bound_to_this_machine_is_not_answered(fake: Fake, host: str, is_ours: bool) -> None:
+    """DNS rebinding: the Host is the name of the page."""
+    for path in (COMPLETIONS, "/detokenize"):
+        headers = {"content-type": "application/json", "host": host}
+        response = fake.client.post(path, content=b'{"prompt": "a"}', headers=headers)
+        assert response.status_code == (200 if is_ours else 400)
+        if not is_ours:
+            assert response.json()["error"]["message"].startswith(f"Host {host!r} is not answered; name it at the st")
+    assert len(fake.seen) == is_ours
+
+
+@pytest.mark.parametrize("path", [COMPLETIONS, CHAT, "/detokenize"])
+@pytest.mark.parametrize("announced", [True, False])
+def test_a_body_without_end_is_refused_when_it_is_too_long(
+    fake: Fake, path: str, announced: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(authorship, "MAX_BODY", 1000)
+    body = json.dumps({"prompt": "a" * 2000}).encode()
+    for content, status in ((body, 413), (json.dumps({"prompt": "a"}).encode(), 200)):
+        pieces = content if announced else (content[i : i + 100] for i in range(0, len(content), 100))
+        response = fake.client.post(path, content=pieces, headers={"content-type": "application/json"})
+        assert response.status_code == status
+        assert status == 200 or response.json()["detail"] == "the body of a request may have at most 1000 bytes"
+    assert len(fake.seen) == (path != "/detokenize")
+
+
+def test_a_body_is_read_until_it_is_too_long_and_not_at_all_if_it_says_so() -> None:
+    async def sent(headers: list[tuple[bytes, bytes]], pieces: int) -> tuple[Any, int]:
+        left = iter(range(pieces))
+
+        async def receive() -> dict[str, Any]:
+            return {"type": "http.request", "body": b"12345", "more_body": next(left) < pieces - 1}
+
+        try:
+            got: Any = (await limited(receive, headers, 20, HTTPException)())["body"]
+        except HTTPException as error:
+            got = error.status_code
+        return got, len(list(left))
+
+    assert asyncio.run(sent([], 4)) == (b"12345" * 4, 0)
+    assert asyncio.run(sent([], 100)) == (413, 95)
+    assert asyncio.run(sent([(b"content-length", b"21")], 5)) == (413, 5)
+
+
+def test_a_body_nested_without_end_is_left_to_vllm(fake: Fake) -> None:
+    body = b'{"prompt": ' + b"[" * 100_000 + b"]" * 100_000 + b"}"
+    response = fake.client.post(COMPLETIONS, content=body, headers={"content-type": "application/json"})
+    assert (response.status_code, fake.seen) == (400, [])
 
 
 # ----------------------------------------------------------------------------------------------------------- selections
@@ -623,7 +695,7 @@ def test_a_disconnect_reaches_the_application() -> None:
 
         server = authorship.Authorship(nothing)
         server.strategies = registry.Strategies(DEFAULT, strategy_of, nothing)
-        exchange = authorship._Exchange(server, {"path": COMPLETIONS}, receive, nothing)
+        exchange = authorship._Exchange(server, {"path": COMPLETIONS}, limited(receive, [], 10, HTTPException), nothing)
         return [await exchange.receive() for _ in range(calls)]
 
     gone = {"type": "http.disconnect"}
@@ -642,13 +714,14 @@ def test_the_command_hands_on_its_options(monkeypatch: pytest.MonkeyPatch) -> No
     calls: list[tuple[Any, ...]] = []
     monkeypatch.setattr(server, "serve", lambda *arguments, **keywords: calls.append((*arguments, keywords)))
     options = ["serve", "--senior", "S", "--junior", "J", "--strategy", "chunk", "--chunk-size", "3", "--port", "1"]
+    options += ["--allowed-host", "pair"]
     result = CliRunner().invoke(app, [*options, "--mode", "lockstep", "--", "--max-model-len", "64"])
     assert result.exit_code == 0, result.output
     [(senior, tandem, keywords)] = calls
     selection = vars(SelectionConfig(strategy="chunk", chunk_size=3))
     assert (senior, tandem) == ("S", TandemOptions(junior="J", mode="lockstep", selection=selection))
     assert keywords["vllm_args"] == ["--max-model-len", "64"]
-    assert keywords["tool_call_parser"] is None
+    assert (keywords["tool_call_parser"], keywords["allowed_hosts"]) == (None, ["pair"])
     assert keywords["port"] == 1
     assert (keywords["host"], keywords["api_key"]) == ("127.0.0.1", None)
 
@@ -658,6 +731,7 @@ def test_a_server_is_open_to_this_machine_alone_unless_told_otherwise() -> None:
     defaults = inspect.signature(server.serve).parameters
     assert defaults["host"].default == "127.0.0.1"
     args = server.server_arguments("S", options, host="0.0.0.0", port=1, api_key="s3cret", vllm_args=())
+    assert (args.allowed_origins, args.allowed_hosts) == ([], [])  # no web page but ours, of which there is none
     assert (args.host, args.api_key) == ("0.0.0.0", ["s3cret"])
     args = server.server_arguments("S", options, host="127.0.0.1", port=1, vllm_args=["--api-key", "a", "b"])
     assert (args.host, args.api_key) == ("127.0.0.1", ["a", "b"])
@@ -1042,7 +1116,7 @@ def test_a_stream_tells_what_the_whole_response_tells(client: Any, chat: bool) -
 
 
 def test_refusals_are_errors_of_the_client_and_leave_the_server_alive(client: Any) -> None:
-    from openai import BadRequestError, NotFoundError
+    from openai import APIStatusError, BadRequestError, NotFoundError
 
     with pytest.raises(BadRequestError, match="use_beam_search"):
         complete(client, extra={"use_beam_search": True})
@@ -1056,6 +1130,11 @@ def test_refusals_are_errors_of_the_client_and_leave_the_server_alive(client: An
     tools = [{"type": "function", "function": strict}]
     with pytest.raises(BadRequestError, match="structured outputs"):
         client.chat.completions.create(model=MODEL, messages=[{"role": "user", "content": "a"}], tools=tools)
+    with pytest.raises(APIStatusError, match="the body of a request may have at most") as refused:
+        complete(client, "a" * authorship.MAX_BODY)
+    assert refused.value.status_code == 413
+    with pytest.raises(BadRequestError, match=r"Host 'evil\.example' is not answered"):
+        complete(client, extra_headers={"Host": "evil.example"})
     assert [model.id for model in client.models.list()] == [MODEL]
     assert complete(client, max_tokens=2).choices[0].authorship
 

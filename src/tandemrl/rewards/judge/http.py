@@ -5,6 +5,7 @@ from typing import Any
 
 from tandemrl.config import JudgeConfig
 from tandemrl.http import Client, Passing, Response, Service, chat_message, start
+from tandemrl.messages import sound
 from tandemrl.rewards.judge.rubric import JudgeError, Messages
 
 
@@ -66,4 +67,4 @@ def _reply(response: Response) -> str:
     content = message["content"]
     if content is not None and not isinstance(content, str):
         raise Passing(f"not a text: {start(response.body)}")
-    return content or ""
+    return sound(content or "")

@@ -137,7 +137,7 @@ def targets(row: Row) -> list[str]:
     """
     try:
         gold = json.loads(row.ground_truth)
-    except ValueError:
+    except (ValueError, RecursionError):
         gold = row.ground_truth
     if isinstance(gold, dict):
         gold = gold.get("target")

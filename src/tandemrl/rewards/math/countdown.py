@@ -88,7 +88,7 @@ def read_task(row: Row) -> Task:
         numbers = [Fraction(str(number)) for number in (gold["numbers"] if "numbers" in gold else gold["nums"])]
         if all(number.denominator == 1 for number in numbers):
             return Task(Fraction(str(gold["target"])), tuple(map(int, numbers)))
-    except (ValueError, TypeError, KeyError, ZeroDivisionError):
+    except (ValueError, TypeError, KeyError, ZeroDivisionError, RecursionError):
         pass
     raise DataError(
         f'row {row.example_id}: ground truth of {row.data_source} must be {{"target": …, "numbers": […]}} with whole '

@@ -17,7 +17,8 @@ import asyncio
 import importlib.metadata
 import json
 import secrets
-from collections.abc import Awaitable, Callable, Iterable, Mapping, MutableMapping, Sequence
+import socket
+from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple, get_args
@@ -28,6 +29,7 @@ from fastapi import HTTPException
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.responses import JSONResponse
 
+from tandemrl.asgi import LOOPBACK, Message, Receive, Send, limited, refused_host
 from tandemrl.config import SelectionConfig, StrategyName
 from tandemrl.rollout.engine import EngineError, replay_turns
 from tandemrl.rollout.vllm.conversations import (
@@ -45,16 +47,14 @@ from tandemrl.rollout.vllm.settings import history_arguments
 from tandemrl.selection import Strategy, Who, resumed
 from tandemrl.selection.draws import mix64
 
-Message = MutableMapping[str, Any]
-Receive = Callable[[], Awaitable[Message]]
-Send = Callable[[Message], Awaitable[None]]
-
 CHAT = "/v1/chat/completions"
 PATHS = ("/v1/completions", CHAT)
 GENERATING = ("/v1/", "/v2/", "/inference/", "/cohere/", "/invocations", "/generative_scoring")
 """The beginnings of vLLM's POST paths that start a generation. Only ``PATHS`` have a place for seeds and authors."""
 MAX_WHOLE = 2**31
 """The largest whole number that a request may contain, except for seeds."""
+MAX_BODY = 1 << 24
+"""The length in bytes of the longest request: a million tokens, and more."""
 SEED_BITS = 53  # of a seed that we choose, so that JSON readers with doubles only can keep it
 VERSION = importlib.metadata.version("tandemrl")
 
@@ -355,7 +355,7 @@ class Authorship:
     It rewrites the body of a request when the application reads it, so after authentication. A refusal is an
     ``HTTPException`` at that point, which vLLM renders like its own errors. Responses with an error status pass
     unchanged, as do requests on paths that start no generation. Paths that start one and are not in ``PATHS`` are
-    refused.
+    refused, and so are requests to other hosts (see ``hosts_of``) and bodies of more than ``MAX_BODY`` bytes.
 
     Args:
         app: vLLM's ASGI application.
@@ -363,6 +363,7 @@ class Authorship:
 
     def __init__(self, app: Callable[..., Awaitable[None]]) -> None:
         self.app = app
+        self.hosts: Collection[str] = LOOPBACK
         self.strategies: Strategies | None = None
         self.conversations = Conversations()
         self.ends = frozenset[int]()
@@ -371,6 +372,15 @@ class Authorship:
         if scope["type"] == "lifespan":
             state = scope["app"].state
             self.strategies, self.ends = Strategies.of(state), eos_of(state.vllm_config.model_config)
+            self.hosts = hosts_of(state.args)
+            await self.app(scope, receive, send)
+            return
+        if (host := refused_host(scope, self.hosts)) is not None:
+            reason = f"Host {host!r} is not answered; name it at the start of the server: --allowed-host NAME"
+            await _refusal(reason)(scope, receive, send)
+            return
+        if scope["type"] == "http":
+            receive = limited(receive, scope["headers"], MAX_BODY, HTTPException)
         path = scope.get("path", "").removeprefix(scope.get("root_path", ""))
         if scope["type"] != "http" or scope["method"] != "POST" or not path.startswith(GENERATING):
             await self.app(scope, receive, send)
@@ -382,9 +392,20 @@ class Authorship:
             finally:
                 exchange.close()
         else:
-            reason = f"{path}: a tandem server answers {' and '.join(PATHS)} only"
-            error = {"message": reason, "type": "Bad Request", "param": None, "code": 400}
-            await JSONResponse({"error": error}, 400)(scope, receive, send)
+            await _refusal(f"{path}: a tandem server answers {' and '.join(PATHS)} only")(scope, receive, send)
+
+
+def hosts_of(args: Any) -> Collection[str]:
+    """The names under which a server is asked: this machine's, that which it listens at, and those that it was given.
+
+    Args:
+        args: the arguments of ``server.server_arguments``.
+    """
+    return {*LOOPBACK, socket.gethostname(), socket.getfqdn(), args.host, *args.allowed_hosts}
+
+
+def _refusal(reason: str) -> JSONResponse:
+    return JSONResponse({"error": {"message": reason, "type": "Bad Request", "param": None, "code": 400}}, 400)
 
 
 _RENDERED = ("model", "tools", "chat_template", "chat_template_kwargs")
@@ -411,24 +432,21 @@ class _Exchange:
         """The request for the application, with the body that is prepared for vLLM."""
         if self._read:
             return await self._receive()
-        self._read, body, more = True, b"", True
-        while more:
-            message = await self._receive()
-            if message["type"] != "http.request":
-                return message
-            body += message.get("body", b"")
-            more = message.get("more_body", False)
+        self._read = True
+        message = await self._receive()  # the whole body: see `limited`
+        if message["type"] != "http.request":
+            return message
         try:
-            request = json.loads(body)
-        except ValueError:
-            request = None
+            request = json.loads(message["body"])
+        except (ValueError, RecursionError):  # vLLM says what is wrong
+            return message
         if isinstance(request, dict):
             try:
                 request = await self._prepared(request)
             except Refused as error:
                 raise HTTPException(400, str(error)) from None
-            body = _dumps(request)
-        return {"type": "http.request", "body": body, "more_body": False}
+            message = {**message, "body": _dumps(request)}
+        return message
 
     async def _prepared(self, request: Mapping[str, Any]) -> dict[str, Any]:
         """The body for vLLM, with the prompt of the conversation, if there is one, and the name of the strategy.

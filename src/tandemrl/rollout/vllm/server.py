@@ -25,6 +25,7 @@ def serve(
     *,
     host: str = "127.0.0.1",
     port: int = 8000,
+    allowed_hosts: Sequence[str] = (),
     api_key: str | None = None,
     tool_call_parser: str | None = None,
     vllm_args: Sequence[str] = (),
@@ -37,6 +38,7 @@ def serve(
             annealing.
         host: the host name or address to listen at.
         port: the port to listen at.
+        allowed_hosts: further names under which clients know this machine (see ``authorship.hosts_of``).
         api_key: the key that clients have to send. None leaves it to vLLM, which takes its VLLM_API_KEY or asks for
             none.
         tool_call_parser: vLLM's name of the parser of tool calls. None means ``hermes`` if the chat template knows
@@ -69,6 +71,7 @@ def serve(
         options,
         host=host,
         port=port,
+        allowed_hosts=allowed_hosts,
         api_key=api_key,
         tool_call_parser=tool_call_parser_of(tool_call_parser, str(tokenizer.chat_template), vllm_args),
         vllm_args=vllm_args,
@@ -176,6 +179,7 @@ def server_arguments(
     *,
     host: str,
     port: int,
+    allowed_hosts: Sequence[str] = (),
     api_key: str | None = None,
     tool_call_parser: str | None = None,
     vllm_args: Sequence[str],
@@ -196,6 +200,7 @@ def server_arguments(
     from tandemrl.rollout.vllm.worker import tandem_arguments
 
     parser = make_arg_parser()(FlexibleArgumentParser(prog="tandemrl serve … --"))
+    parser.set_defaults(allowed_origins=[])  # older versions answer the pages of every web site
     args = parser.parse_args(list(vllm_args))
     ours = {
         "model_tag": senior,
@@ -221,5 +226,6 @@ def server_arguments(
     if args.logits_processors:
         raise EngineError("--logits-processors would act on the senior's tokens only; leave it out")
     args.middleware = [*args.middleware, f"{Authorship.__module__}.{Authorship.__qualname__}"]
+    args.allowed_hosts = [*allowed_hosts]
     args.logits_processors = [f"{Guard.__module__}:{Guard.__qualname__}"]
     return args

@@ -1,0 +1,89 @@
+"""What our web servers (``tandemrl play``, ``serve`` and ``report --watch``) refuse before they read it: requests to a
+Host that is not this machine, and bodies without end. The module imports nothing but the standard library."""
+
+import ipaddress
+from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, MutableMapping
+from typing import Any
+
+Message = MutableMapping[str, Any]
+Receive = Callable[[], Awaitable[Message]]
+Send = Callable[[Message], Awaitable[None]]
+
+LOOPBACK = ("localhost", "127.0.0.1", "::1")
+
+
+def is_ours(host: str, names: Collection[str]) -> bool:
+    """Whether the Host of a request is this machine.
+
+    A page from elsewhere can make the browser of its visitor take this machine for the page's own server, since the
+    page's owner says which address its name has (DNS rebinding). Such requests have that name as their Host. An address
+    cannot be rebound, so every address is ours.
+
+    Args:
+        host: the header, with or without a port.
+        names: the names of this machine, in any case.
+
+    Examples:
+        >>> is_ours("localhost:8000", LOOPBACK), is_ours("evil.example:8000", LOOPBACK)
+        (True, False)
+    """
+    name = host[1:].partition("]")[0] if host.startswith("[") else host.partition(":")[0]  # [::1]:8000
+    try:
+        ipaddress.ip_address(name)
+    except ValueError:
+        return name.lower().removesuffix(".") in {each.lower() for each in names}
+    return True
+
+
+def refused_host(scope: Mapping[str, Any], names: Collection[str]) -> str | None:
+    """The Host of a request if it is not one that `is_ours`, else None.
+
+    Args:
+        scope: the ASGI scope of the request.
+    """
+    hosts = [value.decode("latin-1") for name, value in scope["headers"] if name == b"host"]
+    return None if len(hosts) == 1 and is_ours(hosts[0], names) else ", ".join(hosts)
+
+
+def limited(
+    receive: Receive,
+    headers: Iterable[tuple[bytes, bytes]],
+    limit: int,
+    error: Callable[[int, str], Exception],
+) -> Receive:
+    """``receive``, with the whole body in its first message, in linear time.
+
+    The messages after it are passed on, and so is the message of a client that leaves while it sends.
+
+    Args:
+        receive: the function of the ASGI server.
+        headers: the headers of the request. If they announce too long a body, nothing of it is read.
+        limit: how many bytes the body may have.
+        error: makes the exception of a status and a message that the application turns into a response.
+
+    Raises:
+        error: the body is longer (status 413); at the time when the application asks for it.
+    """
+    announced = next((value for name, value in headers if name == b"content-length"), b"")
+    read = False
+
+    def check(size: int) -> None:
+        if size > limit:
+            raise error(413, f"the body of a request may have at most {limit} bytes")
+
+    async def whole() -> Message:
+        nonlocal read
+        if read:
+            return await receive()
+        read, more, body = True, True, bytearray()
+        check(int(announced) if announced.isdigit() else 0)
+        while more:
+            message = await receive()
+            if message["type"] != "http.request":
+                return message
+            body += message.get("body", b"")
+            check(len(body))
+            more = message.get("more_body", False)
+        return {"type": "http.request", "body": bytes(body), "more_body": False}
+
+    return whole

@@ -1,0 +1,70 @@
+"""When a run says that the senior has not learned to stop."""
+
+import io
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from rich.console import Console
+
+from runs import config, metrics, samples
+from tandemrl.training import loop
+from tandemrl.training.stopping import part, unfinished, warning
+from tandemrl.types import Author, Rollout
+
+
+def rollout(tokens: int, stop: str) -> Rollout:
+    channels = np.zeros(1 + tokens), [Author.CONTEXT, *[Author.SENIOR] * tokens], np.zeros(1 + tokens)
+    return Rollout("x", 0, 0, 0, *map(np.asarray, channels), reward=0.0, stop_reason=stop)
+
+
+def test_a_rollout_is_unfinished_at_the_limit_of_the_evaluation_or_its_own() -> None:
+    rollouts = [rollout(5, "eos"), rollout(6, "eos"), rollout(3, "length"), rollout(9, "length")]
+    assert unfinished(rollouts, 5) == 0.75
+    assert unfinished(rollouts, 6) == 0.5
+
+
+@pytest.mark.parametrize(
+    ("solo", "rollouts", "counts", "parts"),
+    [
+        (0.35, 0.01, (512, 256), True),
+        (0.12, 0.01, (512, 256), True),
+        (0.09, 0.0, (512, 256), False),  # within the margin
+        (0.35, 0.30, (512, 256), False),
+        (0.01, 0.35, (512, 256), False),  # the other way round
+        (0.25, 0.0, (8, 16), False),  # 2 of 8: chance
+        (0.875, 0.0, (8, 16), True),
+        (0.0, 0.0, (1, 1), False),
+        (1.0, 0.0, (1, 1), False),
+    ],
+)
+def test_the_shares_part_beyond_the_margin_and_beyond_chance(
+    solo: float, rollouts: float, counts: tuple[int, int], parts: bool
+) -> None:
+    assert part(solo, rollouts, solo_texts=counts[0], rollout_texts=counts[1]) == parts
+    values = {"eval/truncation_rate": solo, "response/truncated_at_eval": rollouts, "tandem/senior_frac": 0.5}
+    said = warning(values, solo_texts=counts[0], rollout_texts=counts[1])
+    assert (said is not None) == parts
+    assert warning(values | {"tandem/senior_frac": 1.0}, solo_texts=counts[0], rollout_texts=counts[1]) is None
+
+
+def test_a_run_whose_senior_alone_does_not_stop_says_so_once(
+    tiny_pair: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    original = loop.solo_metrics
+
+    def never_ending(*arguments: Any) -> dict[str, Any]:
+        found = original(*arguments)
+        return found | {"macro": found["macro"] | {"truncation_rate": 1.0}}
+
+    monkeypatch.setattr(loop, "solo_metrics", never_ending)
+    screen = io.StringIO()
+    settings = ["eval.train_samples=8", "eval.train_problems=16", "train.eval_every=1", "train.steps=2"]
+    loop.train(config(tiny_pair, tmp_path, *settings), console=Console(file=screen, width=200))
+    assert screen.getvalue().count("warning: the limit of tokens cuts off 100% of the held-out texts") == 1
+    for line in metrics(tmp_path):
+        written = [one for one in samples(tmp_path) if one["step"] == line["step"]]
+        lengths = [sum(author >= 0 for author in one["author"]) for one in written]
+        cut = [one["stop_reason"] == "length" or n > 64 for one, n in zip(written, lengths, strict=True)]
+        assert line["response/truncated_at_eval"] == sum(cut) / len(cut) < 0.9
