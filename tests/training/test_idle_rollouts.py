@@ -30,14 +30,14 @@ def groups_of(run: Run, rewards: Sequence[Sequence[float]]) -> list[Group]:
     rng = np.random.default_rng(0)
     groups = []
     for number, row in enumerate(rewards):
-        prompt, rollouts = rng.integers(3, 60, 6), []
+        prompt, rollouts = rng.integers(3, 60, 40), []
         for index, reward in enumerate(row):
             size = int(rng.integers(4, 12))
             tokens = np.concatenate([prompt, rng.integers(3, 60, size)])
             with torch.no_grad():
                 logits = logits_of(run.models.policy, tokens)
             own = logits.log_softmax(-1)[np.arange(len(tokens) - 1), tokens[1:]].numpy()
-            author = np.concatenate([np.full(6, Author.CONTEXT), rng.integers(0, 2, size)])
+            author = np.concatenate([np.full(40, Author.CONTEXT), [1], rng.integers(0, 2, size - 1)])
             behaviour = np.where(author >= 0, np.concatenate([[0.0], own]), 0.0)
             rollouts.append(Rollout(str(number), number, index, index, tokens, author, behaviour, reward))
         groups.append(Group(str(number), tuple(rollouts)))
@@ -94,7 +94,7 @@ def same_gradients(one: Sequence[dict[str, Any]], other: Sequence[dict[str, Any]
         ([], [3, 4, 5, 10, 11]),  # advantages are 0 where a group's rewards are equal, and at the mean
         (["loss.importance=sequence", "loss.junior_weight=0.5"], [3, 4, 5, 10, 11]),
         (["loss.recipe=gspo", "loss.normalise_by=response"], [3, 4, 5, 10, 11]),
-        (["loss.recipe=dr_grpo", "train.tokens_per_micro_batch=48"], [3, 4, 5, 10, 11]),
+        (["loss.recipe=dr_grpo", "train.tokens_per_micro_batch=144"], [3, 4, 5, 10, 11]),
         (["loss.recipe=reinforce_pp"], [*range(12)]),  # whitened: no advantage is 0
         (["loss.entropy_coef=0.01"], [*range(12)]),
         (["train.mini_batch_prompts=1"], [0, 1, 2, 3, 4, 5, 6, 7, 8, 10, 11]),  # a whole group where nothing is left
