@@ -183,7 +183,9 @@ class _Kept(NamedTuple):
 
     checksum: int
     kernel: Any
+    """The function that was made when the weight was packed."""
     answer: Tensor
+    """What it made of the probe."""
 
     @classmethod
     def of(cls, layer: Any, checksum: int) -> "_Kept":
@@ -211,7 +213,10 @@ def _is_packed(tensor: "_Tensor") -> bool:
 
 @contextmanager
 def _summed_before_packing(model: nn.Module, dtype: torch.dtype) -> Iterator[None]:
-    """A context in which layers keep the checksum of the weight that they pack, if the kernel multiplies by it."""
+    """A context in which layers keep the checksum of the weight that they pack, if the kernel then multiplies by it.
+
+    The checksum is of the very tensor that is packed, so of what vLLM's loaders have put there.
+    """
     packed = {id(tensor.layer): tensor for tensor in parameters_of(model) if _is_packed(tensor)}
     tied = {id(head) for _, head in _tied_heads(model) if hasattr(head, "cpu_linear")}
     methods: dict[int, Any] = {id(m.quant_method): m.quant_method for m in model.modules() if id(m) in {*packed, *tied}}
@@ -226,6 +231,7 @@ def _summed_before_packing(model: nn.Module, dtype: torch.dtype) -> Iterator[Non
         if id(layer) in packed or id(layer) in tied:
             kept = _Kept.of(layer, checksum)
             expected = torch.nn.functional.linear(_probe(layer).float(), weight.detach().float())
+            # A fault in packing is far larger; what was packed is known exactly.
             close = 4 * torch.finfo(dtype).eps * weight.detach().float().abs().sum(1).max()
             right = bool(((kept.answer.float() - expected).abs() <= close).all())
             setattr(layer, _KEPT, kept if right else None)  # None: it is read
