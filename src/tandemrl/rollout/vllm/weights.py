@@ -222,19 +222,20 @@ def _summed_before_packing(model: nn.Module, dtype: torch.dtype) -> Iterator[Non
     methods: dict[int, Any] = {id(m.quant_method): m.quant_method for m in model.modules() if id(m) in {*packed, *tied}}
 
     def keeping(pack: Any, layer: Any) -> None:
-        weight = layer.weight
-        if id(layer) in packed:
-            checksum = fingerprint(_named(packed[id(layer)], weight), dtype)
-        elif id(layer) in tied:
-            checksum = fingerprint([("", weight)], dtype)
+        if id(layer) not in packed and id(layer) not in tied:
+            return pack(layer)
+        weight = layer.weight.detach()
+        parts = _named(packed[id(layer)], weight) if id(layer) in packed else [("", weight)]
+        checksum, expected = (
+            fingerprint(parts, dtype),
+            torch.nn.functional.linear(_probe(layer).float(), weight.float()),
+        )
+        # A fault in packing is far larger; what was packed is known exactly.
+        close = 4 * torch.finfo(dtype).eps * weight.float().abs().sum(1).max()
         pack(layer)
-        if id(layer) in packed or id(layer) in tied:
-            kept = _Kept.of(layer, checksum)
-            expected = torch.nn.functional.linear(_probe(layer).float(), weight.detach().float())
-            # A fault in packing is far larger; what was packed is known exactly.
-            close = 4 * torch.finfo(dtype).eps * weight.detach().float().abs().sum(1).max()
-            right = bool(((kept.answer.float() - expected).abs() <= close).all())
-            setattr(layer, _KEPT, kept if right else None)  # None: it is read
+        kept = _Kept.of(layer, checksum)
+        right = bool(((kept.answer.float() - expected).abs() <= close).all())
+        setattr(layer, _KEPT, kept if right else None)  # None: it is read
 
     for method in methods.values():
         method.process_weights_after_loading = partial(keeping, method.process_weights_after_loading)
