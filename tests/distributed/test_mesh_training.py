@@ -94,6 +94,7 @@ def test_a_run_goes_on_with_another_number_of_processes(tiny_pair: Path, tmp_pat
     _train(pair, str(out), "train.steps=2", *every)
     run(_train, 2, pair, str(out), "train.steps=3", "parallel.tp=2", *every)
     assert [line["step"] for line in metrics(out)] == [1, 2, 3]
+    assert any(0 < line["groups/skipped"] < 1 for line in metrics(out))  # what is left is dealt anew to the processes
     assert_same(out, whole, step=3)
 
 

@@ -15,6 +15,7 @@ from tandemrl.losses import (
     average_metrics,
     compute_advantages,
     gae,
+    idle,
     policy_loss,
     ppo_clip,
     reduce,
@@ -423,3 +424,32 @@ def test_a_coefficient_without_its_channel_is_refused(coefficient, channel):
     batch[channel] = None
     with pytest.raises(ValueError, match=channel):
         policy_loss(RECIPES["grpo"], **batch, **{coefficient: 0.1})
+
+
+@every_recipe
+@every_normaliser
+def test_an_idle_rollout_has_no_part_in_loss_or_gradient(recipe, normalise_by):
+    """Whatever its ratios are: only its counts stay, in the totals. Sequence 2 has no weight."""
+    batch = weighted(random_batch(), junior_weight=0.0)
+    ids, count = batch["sequence_ids"], batch["num_sequences"]
+    advantages = torch.linspace(-1.0, 1.0, count, dtype=torch.float64)
+    advantages[3:5] = 0.0
+    counts = torch.bincount(ids, batch["weights"].double(), minlength=count)
+    found = idle(recipe, advantages, counts)
+    if recipe.advantage is None:  # a critic's are per token
+        assert not found.any()
+        return
+    assert found.nonzero().squeeze(1).tolist() == [2, 3, 4]
+    assert idle(recipe, advantages * torch.nan, counts).nonzero().squeeze(1).tolist() == [2]  # a fault must be seen
+    assert not idle(recipe._replace(surrogate=lambda *a, **k: a[0]), advantages, counts).any()
+    for term in NO_PENALTIES:
+        assert not idle(recipe, advantages, counts, **{term: 0.01}).any()
+    batch |= {"advantages": advantages[ids]}
+    part, inside = micro_batch(batch, (~found).nonzero().squeeze(1))
+    for importance in ("none", "token", "sequence"):
+        options = {"importance": importance, "normalise_by": normalise_by, **NO_PENALTIES}
+        loss, gradient, _ = loss_and_gradient(recipe, batch, **options)
+        left, rest, _ = loss_and_gradient(recipe, part, **options)
+        assert close(loss, left)
+        assert close(gradient[inside], rest)
+        assert not gradient[~inside].any()

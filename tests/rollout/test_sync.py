@@ -3,6 +3,7 @@
 import copy
 from collections.abc import Iterable
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -16,6 +17,7 @@ from tandemrl.rollout.engine import EngineError, Sampling
 from tandemrl.rollout.sync import fingerprint, sync_weights
 from tandemrl.rollout.torch_engine import TorchEngine
 from tandemrl.selection import solo
+from tandemrl.selection.draws import mix64
 
 
 def tandem(kind: type[TorchEngine] = TorchEngine, *, dtype: torch.dtype = torch.float32) -> TorchEngine:
@@ -51,7 +53,8 @@ def test_any_changed_element_changes_the_fingerprint(dtype):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_signs_of_zero_and_subnormal_numbers_do_not_count(dtype):
     tiny = torch.finfo(dtype).tiny
-    values = torch.tensor([0.0, -0.0, tiny / 2, -tiny / 2, tiny, -1.0], dtype=dtype)
+    largest = torch.nextafter(torch.tensor(tiny, dtype=dtype), torch.tensor(0.0, dtype=dtype)).item()  # subnormal
+    values = torch.tensor([0.0, -0.0, largest, -tiny / 2, tiny, -1.0], dtype=dtype)
     flushed = torch.tensor([0.0, 0.0, 0.0, 0.0, tiny, -1.0], dtype=dtype)
     assert fingerprint([("a", values)]) == fingerprint([("a", flushed)])
     assert fingerprint([("a", values)]) != fingerprint([("a", torch.tensor([*flushed[:4], 0.0, -1.0], dtype=dtype))])
@@ -65,6 +68,26 @@ def test_moved_numbers_and_swapped_names_change_the_fingerprint():
     assert fingerprint([("a", given["b"]), ("b", given["a"]), ("c", given["c"])]) != original
     assert fingerprint(list(given.items())[:-1]) != original  # even a tensor of zeros is missed
     assert fingerprint([]) == 0
+
+
+def test_a_tensor_in_the_middle_of_another_one_has_the_fingerprint_of_its_copy():
+    """Also where it does not begin or end at a whole word."""
+    for dtype in (torch.float32, torch.bfloat16, torch.int32, torch.uint8):
+        whole = torch.arange(40).to(dtype)
+        for first in range(9):
+            for last in range(30, 39):
+                part = whole[first:last]
+                assert fingerprint([("a", part)]) == fingerprint([("a", part.clone())]), (dtype, first, last)
+
+
+def test_the_fingerprint_is_the_weighted_sum_of_the_words():
+    """Against NumPy, in parts and at once."""
+    values = torch.randn(2 * sync._PART + 5, generator=torch.Generator().manual_seed(0))
+    words = np.append(values.numpy(), np.float32(0)).view(np.uint64)
+    with np.errstate(over="ignore"):
+        expected = int((words * (2 * np.arange(len(words), dtype=np.uint64) + 1)).sum(dtype=np.uint64))
+    signed = expected - 2**64 if expected >= 2**63 else expected
+    assert fingerprint([("a", values)]) == mix64(signed, *b"a")
 
 
 def test_numbers_that_moved_between_the_parts_of_a_big_tensor_are_noticed(monkeypatch):

@@ -124,7 +124,7 @@ def test_advantages_and_returns_are_those_of_a_loop_over_sequences(
     on = w > 0
     mean = (w * np.concatenate(expected_advantages)).sum() / w.sum()
     variance = (w * (np.concatenate(expected_advantages) - mean) ** 2).sum() / (w.sum() - 1)
-    for i, batch in enumerate(m.batch for mini in filled for m in mini):
+    for i, batch in enumerate(m.batch for mini in filled for m in mini.micro):
         pair = slice(2 * i, 2 * i + 2)
         trained = np.concatenate(counts[pair]) > 0
         white = (np.concatenate(expected_advantages[pair]) - mean) / np.sqrt(variance + 1e-8)

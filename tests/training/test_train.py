@@ -294,22 +294,24 @@ def test_a_run_may_leave_its_damaged_record_behind(tiny_pair: Path, finished: Pa
         restore(new, checkpoint)
 
 
-def test_a_checkpoint_of_an_earlier_version_resumes_with_one_warning(
+def test_a_checkpoint_of_an_earlier_version_resumes_with_a_warning(
     tiny_pair: Path, finished: Path, tmp_path: Path
 ) -> None:
     out = shutil.copytree(finished, tmp_path / "run")
     folder = out / "checkpoints" / "step_6"
     content = torch.load(folder / "state.pt", weights_only=True)
     del content["state"]["records"]
+    content["state"]["identity"]["junior"] = "0x12"
     torch.save(content | {"format": 2}, folder / "state.pt")
     meta = json.loads((folder / "meta.json").read_text())
     del meta["files"]
     (folder / "meta.json").write_text(json.dumps(meta))
     run = build(config(tiny_pair, out, "train.steps=6"))
-    with pytest.warns(UserWarning, match=r"step_6 was written by an earlier version") as warned:
+    with pytest.warns(UserWarning, match=r"step_6 was written by an earlier version: damage") as warned:
         restore(run, "auto")
     assert run.progress.step == 6
-    assert len(warned) == 1
+    assert len(warned) == 2
+    assert "whether its junior had the weights of now cannot be told" in str(warned[1].message)
     without(out / "metrics.jsonl", 3)
     with (
         pytest.warns(match="earlier version"),

@@ -237,7 +237,7 @@ def test_only_the_prompt_is_computed_once_for_a_group() -> None:
     rollouts = [rollout(0, -1, -1, 1, 0, -1, -1, -1, 1), rollout(1, -1, -1, 0, -1, 1)]
     loss = load().loss
     setup: Any = SimpleNamespace(config=SimpleNamespace(loss=loss))
-    experience: Any = SimpleNamespace(rollouts=rollouts, used=torch.ones(2, dtype=torch.bool))
+    experience: Any = SimpleNamespace(rollouts=rollouts, computed=torch.ones(2, dtype=torch.bool))
     cost = Cost(token=100, prediction=10_000, pair=1)
     work = step_cost(setup, [Group("x", tuple(rollouts))], experience, cost)
     computed = [*range(8), *range(2, 5)]  # places; the second prompt is the first one's

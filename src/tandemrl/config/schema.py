@@ -348,9 +348,10 @@ class TrainConfig:
     """Steps between checkpoints; the last step is always saved."""
     keep_checkpoints: PositiveInt = 2
     """How many of the newest checkpoints are kept."""
-    keep_exports: PositiveInt | None = None
+    keep_exports: PositiveInt | None = 5
     """How many of the newest hf/step_N are kept, beside those whose checkpoint is kept; null = all. hf/best always
-    stays. With `async_save` one more may stay at the end."""
+    stays. With `async_save` one more may stay at the end. Each export takes two bytes per parameter in bfloat16, four
+    in float32; `--dry-run` prints the sum."""
     eval_every: NonNegativeInt = 20
     """Steps between held-out evaluations; 0 = never."""
     max_logprob_mismatch: PositiveFloat | None = None

@@ -23,6 +23,9 @@ from tandemrl.rollout.engine import Sampling
 from tandemrl.selection.draws import SAMPLING, fold_in, stream
 from tandemrl.types import Author, Batch, Rollout
 
+LOGITS_ON_CPU = 2**22
+"""How many logits a CPU computes at once: larger tensors are new memory for every operation, which costs more than the
+operation."""
 UNLIKELY = 0.01
 """A token to which the junior gives less than this probability counts as unlikely."""
 
@@ -146,12 +149,15 @@ def legibility(
     ids = head.weight.shape[0]
     device = batch.tokens.device
     out = Legibility(torch.zeros(len(batch.tokens), device=device), torch.zeros_like(batch.tokens, dtype=torch.bool))
-    for rows in torch.arange(len(index), device=device).split(max(1, LOGITS_PER_CHUNK // (2 * ids))):
+    plain = sampling.temperature == 1 and not sampling.truncated and (vocabulary is None or vocabulary >= ids)
+    for rows in _chunks(len(index), ids, device):
         logits, tokens = _logits(prefixes[rows], head, ids), index[rows]
-        written = batch.tokens[tokens]
-        out.cross_entropy[tokens] = -logits.log_softmax(-1).gather(1, written[:, None]).squeeze(1)
+        written, logprobs = batch.tokens[tokens], logits.log_softmax(-1)
+        out.cross_entropy[tokens] = -logprobs.gather(1, written[:, None]).squeeze(1)
         if keys is not None:
-            out.accepted[tokens] = _drawn(logits[:, :vocabulary], keys.to(device)[rows], sampling) == written
+            key = keys.to(device)[rows]
+            drawn = draw_token(logprobs, key) if plain else _drawn(logits[:, :vocabulary], key, sampling)
+            out.accepted[tokens] = drawn == written
     return out
 
 
@@ -170,7 +176,7 @@ def divergence(
     heads = [model.get_output_embeddings() for model in (senior, junior)]
     vocabulary = min(head.weight.shape[0] for head in heads)
     out = Divergence(*torch.zeros(3, len(batch.tokens), device=device))
-    for rows in torch.arange(len(index), device=device).split(max(1, LOGITS_PER_CHUNK // (2 * vocabulary))):
+    for rows in _chunks(len(index), vocabulary, device):
         tokens = index[rows]
         logits = (_logits(p[rows], head, vocabulary) for p, head in zip(prefixes, heads, strict=True))
         own, other = (each.log_softmax(-1) for each in logits)
@@ -219,11 +225,15 @@ def readable(samples: Sequence[Sample], prompts: Sequence[Prompt], longest: floa
 def _batches(
     texts: dict[int, Rollout], tokens_per_micro_batch: int, model: PreTrainedModel
 ) -> Iterator[tuple[list[int], Batch]]:
-    """Yield micro-batches of texts, each with the keys that its texts have in ``texts``."""
+    """Yield micro-batches of texts, each with the keys that its texts have in ``texts``.
+
+    The texts of a problem stay together where they fit, since their prompt is computed once in a micro-batch.
+    """
     keys = list(texts)
     lengths = [len(texts[key].tokens) for key in keys]
     device = next(model.parameters()).device
-    for rows in micro_batches(lengths, max(tokens_per_micro_batch, *lengths, 1)):
+    problems = [texts[key].group for key in keys]
+    for rows in micro_batches(lengths, max(tokens_per_micro_batch, *lengths, 1), groups=problems):
         indices = [keys[row] for row in rows]
         yield indices, pack([texts[i] for i in indices], device)
 
@@ -252,6 +262,12 @@ def _prefixes(
         hidden_states(model, batch.tokens[kept], batch.positions[kept], layout).index_select(0, where[index - 1])
         for model in models
     ]
+
+
+def _chunks(count: int, vocabulary: int, device: torch.device) -> Iterator[Int64[Tensor, " c"]]:
+    """The numbers 0 … ``count`` − 1 in chunks whose logits are in memory together, with some tensors of their size."""
+    logits = LOGITS_ON_CPU if device.type == "cpu" else LOGITS_PER_CHUNK // 2
+    yield from torch.arange(count, device=device).split(max(1, logits // vocabulary))
 
 
 def _logits(hidden: Float[Tensor, "c h"], head: nn.Linear, vocabulary: int) -> Float[Tensor, "c v"]:

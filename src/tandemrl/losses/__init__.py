@@ -22,6 +22,7 @@ from tandemrl.losses.recipes import Importance as Importance
 from tandemrl.losses.recipes import Recipe as Recipe
 from tandemrl.losses.recipes import average_metrics as average_metrics
 from tandemrl.losses.recipes import compute_advantages as compute_advantages
+from tandemrl.losses.recipes import idle as idle
 from tandemrl.losses.recipes import policy_loss as policy_loss
 from tandemrl.losses.reduce import NormaliseBy as NormaliseBy
 from tandemrl.losses.reduce import Reduction as Reduction

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, Literal, NamedTuple
 
 import torch
-from jaxtyping import Float, Int8, Int64
+from jaxtyping import Bool, Float, Int8, Int64
 from torch import Tensor
 
 from tandemrl.losses.advantages import group_centred, group_normalised, leave_one_out, whiten
@@ -258,10 +258,43 @@ def policy_loss(
     return loss, metrics
 
 
+LINEAR: tuple[Surrogate, ...] = (ppo_clip, cispo, reinforce)
+"""The surrogates whose loss is 0, and has gradient 0, at every token whose advantage is 0."""
+
+
+def idle(
+    recipe: Recipe,
+    advantages: Float[Tensor, " s"],
+    token_counts: Float[Tensor, " s"],
+    *,
+    kl_coef: float = 0.0,
+    entropy_coef: float = 0.0,
+    junior_kl_coef: float = 0.0,
+) -> Bool[Tensor, " s"]:
+    """Which rollouts add exactly 0 to the loss and to its gradient, so that no model needs to read them.
+
+    These are the rollouts whose advantage is exactly 0, or none of whose tokens has a weight, if every term of the loss
+    is multiplied by the advantage. With a KL or entropy term, with advantages per token from a critic, and with a
+    surrogate that is not one of ``LINEAR`` (what it does at 0 is not known), no rollout is idle.
+
+    Args:
+        recipe: the algorithm.
+        advantages: the advantage of each rollout, see ``compute_advantages``.
+        token_counts: Σw over the tokens of each rollout.
+        kl_coef: coefficient of the KL to the reference, in the loss or in the reward.
+        entropy_coef, junior_kl_coef: see ``policy_loss``.
+    """
+    by_advantage = recipe.advantage is not None and recipe.surrogate in LINEAR
+    if not by_advantage or kl_coef or entropy_coef or junior_kl_coef:
+        return torch.zeros_like(advantages, dtype=torch.bool)
+    return (advantages == 0) | (token_counts == 0)
+
+
 def average_metrics(sums: Mapping[str, Tensor], totals: Totals) -> dict[str, Tensor]:
     """Means of the metrics of ``policy_loss``, from their sums over a whole optimiser step.
 
-    ``junior_kl`` is divided by the number of response tokens, every other metric by Σw.
+    ``junior_kl`` is divided by the number of response tokens, every other metric by Σw. ``totals`` are those of the
+    rollouts that were summed over, so without ``idle`` ones.
     """
     return {
         name: value / divisor(totals.response_tokens if name == "junior_kl" else totals.weight, value)

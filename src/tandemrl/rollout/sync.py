@@ -14,32 +14,44 @@ from tandemrl.models.sharding import full_parameters
 from tandemrl.rollout.engine import Engine, EngineError
 from tandemrl.selection.draws import mix64
 
-_PART = 2**24  # elements hashed at once: 0.4 GB of integers
-_SMALLEST = {dtype: torch.finfo(dtype).tiny for dtype in (torch.float32, torch.bfloat16)}
-_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_PART = 2**18  # elements hashed at once: a CPU keeps 1 MB in its cache
+_PART_ON_DEVICE = 2**24  # likewise on an accelerator, where many small kernels would cost more
+_WORD = 8  # bytes
+_FLUSHED = {  # the largest subnormal numbers
+    dtype: torch.finfo(dtype).tiny * (1 - torch.finfo(dtype).eps) for dtype in (torch.float32, torch.bfloat16)
+}
 
 
 def fingerprint(parameters: Iterable[tuple[str, Tensor]], dtype: torch.dtype | None = None) -> int:
     """A checksum of named tensors: equal if and only if (up to chance) every tensor has the same bits.
 
-    Each tensor contributes the wrap-around sum of its bit patterns weighted by position, mixed with its name. In
-    float32 and bfloat16, -0.0 and subnormal numbers count as 0.0: matrix units flush them, and an engine whose weights
-    are packed for one cannot read them back.
+    Each tensor contributes the wrap-around sum of its bits, in words of 64 bits, weighted by position, mixed with its
+    name. In float32 and bfloat16, -0.0 and subnormal numbers count as 0.0: matrix units flush them, and an engine whose
+    weights are packed for one cannot read them back.
     """
     total = 0
     for name, tensor in parameters:
-        value = tensor.detach()
-        sums = []
-        for number, part in enumerate(value.flatten().split(_PART)):
-            bits = part.to(dtype if dtype is not None else value.dtype).contiguous()
-            if bits.dtype in _SMALLEST:
-                bits = bits.masked_fill(bits.abs() < _SMALLEST[bits.dtype], 0.0)
-            words = bits.view(_BITS[bits.element_size()]).to(torch.int64)
-            first = number * _PART
-            weights = torch.arange(first, first + len(words), device=words.device).mul_(2).add_(1)
-            sums.append((words * weights).sum())
+        value = tensor.detach().flatten()
+        parts = value.split(_PART if value.device.type == "cpu" else _PART_ON_DEVICE)
+        sums, first, weights = [], 0, torch.empty(0)
+        for part in parts:
+            words = _words(part.to(dtype if dtype is not None else value.dtype))
+            if len(weights) < len(words):  # the odd numbers, of which the first part is the longest
+                weights = torch.arange(len(words), device=words.device).mul_(2).add_(1)
+            sums.append((words * weights[: len(words)]).sum() + 2 * first * words.sum())
+            first += len(words)
         total ^= mix64(int(torch.stack(sums).sum()), *name.encode())
     return total
+
+
+def _words(values: Tensor) -> Tensor:
+    """The bits of a 1-d tensor as int64 numbers, filled up with zeros."""
+    if values.dtype in _FLUSHED:
+        values = torch.nn.functional.hardshrink(values, _FLUSHED[values.dtype])  # in one pass; NaN stays
+    tail = values.numel() * values.element_size() % _WORD
+    if tail or values.storage_offset() * values.element_size() % _WORD:
+        values = torch.nn.functional.pad(values.view(torch.uint8), (0, -tail % _WORD))
+    return values.view(torch.int64)
 
 
 def sync_weights(model: PreTrainedModel, engine: Engine, version: int) -> int:

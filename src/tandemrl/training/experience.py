@@ -14,11 +14,12 @@ import torch
 from torch import Tensor
 
 from tandemrl import losses
+from tandemrl.config import Config
 from tandemrl.models.batching import micro_batches, pack, pack_tokens
 from tandemrl.models.lora import adapter_free
 from tandemrl.training.profiling import Cost, Work, update_flops
 from tandemrl.training.state import Models, RunSetup
-from tandemrl.types import Author, Batch, Group, Metrics, Rollout
+from tandemrl.types import Author, Batch, Group, Metrics, Rollout, Totals
 
 
 class Experience(NamedTuple):
@@ -32,8 +33,12 @@ class Experience(NamedTuple):
     """Whether all rewards of the rollout's group are the same, before that penalty."""
     used: Tensor
     """Whether the rollout is used in the update."""
+    computed: Tensor
+    """Whether the models read the rollout: it is used, and can change the loss (``losses.idle``)."""
     weights: Tensor
     """The sum of the rollout's token weights; 0 if it is not used."""
+    response_tokens: Tensor
+    """How many tokens the authors wrote."""
     dropped: int
     """How many groups were left out since too few of their rollouts are scored."""
     kl: Tensor | None = None
@@ -43,6 +48,7 @@ class Experience(NamedTuple):
     def metrics(self) -> Metrics:
         return {
             "groups/zero_variance": self.zero_variance.float().mean().item() if self.rollouts else 0.0,
+            "groups/skipped": (self.used & ~self.computed).float().mean().item() if self.rollouts else 0.0,
             "groups/dropped": float(self.dropped),
         }
 
@@ -59,8 +65,18 @@ class MicroBatch(NamedTuple):
     batch: Batch
 
 
-MiniBatches = list[list[MicroBatch]]
-"""The micro-batches of this data rank: one list for each optimiser step, which is empty if no rollout is used."""
+class MiniBatch(NamedTuple):
+    """What one optimiser step reads."""
+
+    micro: list[MicroBatch]
+    """The micro-batches of this data rank; empty if no rollout is used."""
+    totals: Totals
+    """The denominators of the loss: of all used rollouts of the optimiser step, over all data ranks."""
+    computed: Totals
+    """The denominators of metrics: of those that are computed."""
+
+
+MiniBatches = list[MiniBatch]
 
 
 def make_experience(setup: RunSetup, groups: Sequence[Group]) -> Experience:
@@ -78,26 +94,67 @@ def make_experience(setup: RunSetup, groups: Sequence[Group]) -> Experience:
     senior, junior = (
         torch.tensor([float((r.author == who).sum()) for r in rollouts]) for who in (Author.SENIOR, Author.JUNIOR)
     )
+    weights = (senior + config.loss.junior_weight * junior) * used
+    idle = torch.zeros_like(used)
+    if recipe.advantage is not None and rollouts:
+        idle = losses.idle(
+            recipe,
+            losses.compute_advantages(recipe, rewards, group_ids, weights),
+            weights,
+            kl_coef=config.loss.kl_coef,
+            entropy_coef=config.loss.entropy_coef,
+            junior_kl_coef=config.loss.junior_kl_coef,
+        )
     return Experience(
         rollouts=rollouts,
         group_ids=group_ids,
         rewards=rewards,
         zero_variance=flat,
         used=used,
-        weights=(senior + config.loss.junior_weight * junior) * used,
+        computed=used & ~idle | _samples(config, group_ids, used, used & ~idle, weights),
+        weights=weights,
+        response_tokens=senior + junior,
         dropped=sum(not group.rollouts for group in scored),
     )
 
 
+def _samples(config: Config, group_ids: Tensor, used: Tensor, computed: Tensor, weights: Tensor) -> Tensor:
+    """One group of each mini-batch of which nothing would be computed although some of it is used.
+
+    So the log-probs of trainer and engine are compared in every step, and the optimiser gets a gradient of 0 as if
+    everything had been computed, not none.
+    """
+    mini_batch_ids = group_ids // _prompts(config)
+    sample = torch.zeros_like(used)
+    for i in mini_batch_ids.unique():
+        here = used & (mini_batch_ids == i)
+        if here.any() and not (here & computed).any():
+            trained = here & (weights > 0)
+            sample |= here & (group_ids == group_ids[trained if trained.any() else here][0])
+    return sample
+
+
+def _prompts(config: Config) -> int:
+    return config.train.mini_batch_prompts or config.train.prompts_per_step
+
+
 def pack_mini_batches(setup: RunSetup, experience: Experience) -> MiniBatches:
-    """Pack the used rollouts into mini-batches of ``train.mini_batch_prompts`` prompts."""
-    train = setup.config.train
-    prompts = train.mini_batch_prompts or train.prompts_per_step
-    mini_batch_ids = experience.group_ids // prompts
-    return [
-        pack_mini_batch(setup, experience.rollouts, (experience.used & (mini_batch_ids == i)).nonzero().squeeze(1))
-        for i in range(train.prompts_per_step // prompts)
-    ]
+    """Pack the rollouts to compute into mini-batches of ``train.mini_batch_prompts`` prompts."""
+    prompts = _prompts(setup.config)
+    mini_batches = []
+    for i in range(setup.config.train.prompts_per_step // prompts):
+        here = experience.group_ids // prompts == i
+        computed = experience.computed & here
+        micro = pack_mini_batch(setup, experience.rollouts, computed.nonzero().squeeze(1))
+        counts = (_totals(experience, rows) for rows in (experience.used & here, computed))
+        mini_batches.append(MiniBatch(micro, *counts))
+    return mini_batches
+
+
+def _totals(experience: Experience, rows: Tensor) -> Totals:
+    """The totals of some rollouts. Every process has all rollouts, so that nothing needs to be added up over them."""
+    weights, response = experience.weights[rows].double(), experience.response_tokens[rows].double()
+    return Totals(float((weights > 0).sum()), float(response.sum()), float(weights.sum()))
 
 
 def pack_mini_batch(setup: RunSetup, rollouts: Sequence[Rollout], rows: Tensor) -> list[MicroBatch]:
@@ -123,7 +180,10 @@ def pack_mini_batch(setup: RunSetup, rollouts: Sequence[Rollout], rows: Tensor) 
 
 def fill_channels(mini_batches: MiniBatches, channels: Callable[[MicroBatch], dict[str, Any]]) -> MiniBatches:
     """The mini-batches with new or replaced channels in each batch, which ``channels`` computes."""
-    return [[m._replace(batch=replace(m.batch, **channels(m))) for m in mini] for mini in mini_batches]
+    return [
+        mini._replace(micro=[m._replace(batch=replace(m.batch, **channels(m))) for m in mini.micro])
+        for mini in mini_batches
+    ]
 
 
 @torch.no_grad()
@@ -160,7 +220,7 @@ def add_values(setup: RunSetup, models: Models, mini_batches: MiniBatches) -> Mi
 def add_reward_kl(setup: RunSetup, mini_batches: MiniBatches, experience: Experience) -> Experience:
     """The experience with the KL of every rollout, gathered from all data ranks."""
     kl = torch.zeros(len(experience.rollouts), device=setup.device)
-    for rows, batch in (m for mini in mini_batches for m in mini):
+    for rows, batch in (m for mini in mini_batches for m in mini.micro):
         kl[rows] += losses.sequence_sum(token_kl(setup, batch), batch.sequence_ids, num_sequences=batch.num_sequences)
     return experience._replace(kl=setup.world.data_sum(kl).cpu())
 
@@ -198,7 +258,7 @@ def add_gae_advantages(
 
     If the recipe whitens, the advantages are whitened over the whole step and all data ranks.
     """
-    loss, flat = setup.config.loss, [m for mini in mini_batches for m in mini]
+    loss, flat = setup.config.loss, [m for mini in mini_batches for m in mini.micro]
     if not flat:
         return mini_batches, {}
     parts = []
@@ -231,7 +291,7 @@ def step_cost(setup: RunSetup, groups: Sequence[Group], experience: Experience, 
     The prompt of a group counts once, since it is computed once. What the environment says later counts for each
     rollout.
     """
-    used = [r for r, is_used in zip(experience.rollouts, experience.used.tolist(), strict=True) if is_used]
+    used = [r for r, is_used in zip(experience.rollouts, experience.computed.tolist(), strict=True) if is_used]
     loss = setup.config.loss
     first_author = Author.JUNIOR if loss.junior_weight > 0 or loss.junior_kl_coef > 0 else Author.SENIOR
     repeated = [r for before, r in pairwise(used) if before.group == r.group]

@@ -408,6 +408,8 @@ class Preflight:
         keep = config.train.keep_exports
         exports = saves if keep is None else min(saves, max(keep, config.train.keep_checkpoints) + 1)
         total = first + max(0, exports - 1) * export
+        kept = "all are kept" if keep is None else "the newest are kept"
+        plan = f"{exports} exports in hf/ of {export / 1e9:.2f} GB each ({kept}: train.keep_exports={keep or 'null'})"
         there = f"{free / 1e9:.1f} GB free in {place}"
         if first > free:
             raise ConfigError(
@@ -416,11 +418,12 @@ class Preflight:
             )
         if total > free:
             warnings.warn(
-                f"output_dir={output}: {there}, but with every export in hf/ the run needs {total / 1e9:.0f} GB: "
-                "choose a larger train.save_every or a smaller train.keep_exports, or move old ones away as it goes on",
+                f"output_dir={output}: {there}, but with {plan} the run needs {total / 1e9:.2f} GB: choose a larger "
+                "train.save_every or a smaller train.keep_exports, or move old ones away as it goes on",
                 stacklevel=2,
             )
-        return f"{total / 1e9:.2f} GB for checkpoints and exports, {there}"
+        best = ", hf/best" if config.train.eval_every else ""
+        return f"{total / 1e9:.2f} GB for checkpoints ({checkpoints / 1e9:.2f} GB){best} and {plan}; {there}"
 
     # -----------------------------------------------------------------------------------------------------------------
 

@@ -112,13 +112,13 @@ def identity(run: Run) -> dict[str, str]:
     read = [p.tokens if setup.playground is None else (p.tokens, _of_the_world(p.row)) for p in setup.prompts]
     prompts = hashlib.sha256(repr(read).encode()).hexdigest()
     frozen = {
-        name: "none" if model is None else f"{fingerprint(full_parameters(model)):#x}"
+        name: "none" if model is None else _checksum(fingerprint(full_parameters(model)))
         for name, model in (("junior", models.junior), ("reference", models.reference))
     }
     if config.model.lora.rank:  # of what the adapters, and without them the reference, stand on
-        frozen["reference"] = f"{fingerprint(base_parameters(models.policy)):#x}"
+        frozen["reference"] = _checksum(fingerprint(base_parameters(models.policy)))
     if models.junior is None and models.engine.has_junior:
-        frozen["junior"] = f"{models.engine.fingerprint('junior'):#x}"
+        frozen["junior"] = _checksum(models.engine.fingerprint("junior"))
     strategy = "none" if functions.strategy is None else functions.strategy.signature
     judge = {} if setup.judge is None else {"judge": setup.judge}
     scorers = {name: signature(imported(name)) for name in reward_names(config.reward) if ":" in name}
@@ -133,6 +133,11 @@ def identity(run: Run) -> dict[str, str]:
         **reward,
         **setup.acts_in,
     }
+
+
+def _checksum(fingerprint: int) -> str:
+    """A fingerprint with its version. Version 1, which had no prefix, summed other words."""
+    return f"2:{fingerprint:#x}"
 
 
 def _of_the_world(row: Row) -> tuple[str, str]:
@@ -189,7 +194,16 @@ def _restore_from(run: Run, path: Path) -> None:
     progress.records = checkpoint.in_every_process(
         lambda: _covered(path, state, output, warn=True) if world.main else (), path, world
     )
-    if changed := [name for name, value in identity(run).items() if state["identity"].get(name) != value]:
+    before = state["identity"]
+    changed = [name for name, value in identity(run).items() if before.get(name) != value]
+    unknown = [name for name in changed if before.get(name, "").startswith("0x")]  # version 1, see _checksum
+    if unknown and world.main:
+        warnings.warn(
+            f"{path} was written by an earlier version: whether its {' and '.join(unknown)} had the weights of now "
+            "cannot be told",
+            stacklevel=2,
+        )
+    if changed := [name for name in changed if name not in unknown]:
         raise CheckpointError(f"{path}: written with another {', '.join(changed)}; a resume would mix runs")
     checkpoint.load_parts(path, models.trained, world)
     if setup.config.parallel.offload_optimizer:

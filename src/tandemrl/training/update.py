@@ -5,7 +5,6 @@ step.
 """
 
 import math
-from collections.abc import Sequence
 from contextlib import nullcontext
 from statistics import fmean
 
@@ -14,15 +13,15 @@ from torch import Tensor
 
 from tandemrl.config import Config
 from tandemrl.distributed.world import World
-from tandemrl.losses import add_totals, average_metrics, log_ratio, policy_loss, reduce, totals, value_loss
+from tandemrl.losses import average_metrics, log_ratio, policy_loss, reduce, value_loss
 from tandemrl.models.lora import dropping
 from tandemrl.models.sharding import clip_gradients
-from tandemrl.training.experience import MiniBatches, weights_of
+from tandemrl.training.experience import MiniBatch, MiniBatches, weights_of
 from tandemrl.training.gates import check_gradient_norm, check_mismatch
 from tandemrl.training.profiling import Clock
 from tandemrl.training.sharded_state import move_state
 from tandemrl.training.state import Models, RunSetup
-from tandemrl.types import Author, Batch, Metrics, Totals
+from tandemrl.types import Author, Metrics, Totals
 
 
 def update(
@@ -47,15 +46,14 @@ def update(
     """
     set_learning_rates(setup.config, models, step)
     results: list[Metrics] = []
-    for mini in filter(None, mini_batches):
-        batches = [m.batch for m in mini]
+    for mini in (mini for mini in mini_batches if mini.micro):
         here = setup.world.rank // setup.config.parallel.tp  # those that share matrices leave out the same inputs
         key = (setup.config.train.seed, step, len(results), here)
         with clock("forward_backward"), dropping(models.policy, key, setup.device) if learns else nullcontext():
-            result = update_policy(setup, models, batches, clock, first=not results, learns=learns, fresh=fresh)
+            result = update_policy(setup, models, mini, clock, first=not results, learns=learns, fresh=fresh)
         if models.critic is not None:
             with clock("critic"):
-                result |= update_critic(setup, models, batches, clock)
+                result |= update_critic(setup, models, mini, clock)
         results.append(result)
     updates = {"updates": float(len(results))}
     results = results or [{"loss": 0.0, "grad_norm": 0.0}]  # a step without any usable group
@@ -64,9 +62,9 @@ def update(
 
 
 def update_policy(
-    setup: RunSetup, models: Models, batches: Sequence[Batch], clock: Clock, *, first: bool, learns: bool, fresh: bool
+    setup: RunSetup, models: Models, mini: MiniBatch, clock: Clock, *, first: bool, learns: bool, fresh: bool
 ) -> Metrics:
-    """Take one optimiser step of the policy over micro-batches.
+    """Take one optimiser step of the policy over the micro-batches of a mini-batch.
 
     Args:
         first: whether this is the first optimiser step of the training step, which also compares the log-probs of
@@ -79,12 +77,11 @@ def update_policy(
         TrainError: log-probs do not match the engine's, or the gradient is not finite. Nothing was updated.
     """
     config, loss_config = setup.config, setup.config.loss
-    weights = [weights_of(setup, b) for b in batches]
-    global_totals = step_totals(setup, batches)
     difference: list[Tensor] = []
     loss_sum = torch.zeros((), device=setup.device)
     sums: dict[str, Tensor] = {}
-    for batch, weight in zip(batches, weights, strict=True):
+    for _, batch in mini.micro:
+        weight = weights_of(setup, batch)
         senior = batch.author == Author.SENIOR
         select = (weight > 0) | senior | ((batch.author >= 0) & (loss_config.junior_kl_coef > 0))
         with torch.set_grad_enabled(learns):
@@ -102,7 +99,7 @@ def update_policy(
             weights=weight,
             sequence_ids=batch.sequence_ids,
             num_sequences=batch.num_sequences,
-            totals=global_totals,
+            totals=mini.totals,
             normalise_by=loss_config.normalise_by,
             constant=float(config.rollout.max_tokens),
             entropy=entropy if loss_config.entropy_coef else entropy.detach(),
@@ -120,16 +117,16 @@ def update_policy(
             sums[name] = sums[name] + value if name in sums else value
     sums = {name: setup.world.data_sum(value) for name, value in sums.items()}
     loss_value = setup.world.data_sum(loss_sum).item()
-    metrics = {name: value.item() for name, value in average_metrics(sums, global_totals).items()}
+    metrics = {name: value.item() for name, value in average_metrics(sums, mini.computed).items()}
     if first:
         metrics |= logprob_mismatch(setup.world, torch.cat(difference))
         if fresh:
             check_mismatch(setup.mismatch_limit, metrics.get("mismatch/mean_abs", 0.0))
-    norm = optimizer_step(setup, models, "policy", loss_value, global_totals, clock) if learns else 0.0
+    norm = optimizer_step(setup, models, "policy", loss_value, mini.totals, clock) if learns else 0.0
     return {"loss": loss_value, "grad_norm": norm} | metrics
 
 
-def update_critic(setup: RunSetup, models: Models, batches: Sequence[Batch], clock: Clock) -> Metrics:
+def update_critic(setup: RunSetup, models: Models, mini: MiniBatch, clock: Clock) -> Metrics:
     """Take one optimiser step of the critic towards the returns, over the same tokens and denominators as the policy's.
 
     Raises:
@@ -137,9 +134,8 @@ def update_critic(setup: RunSetup, models: Models, batches: Sequence[Batch], clo
     """
     critic, config, loss_config = models.critic, setup.config, setup.config.loss
     assert critic is not None
-    global_totals = step_totals(setup, batches)
     loss_sum = torch.zeros((), device=setup.device)
-    for batch in batches:
+    for _, batch in mini.micro:
         assert batch.old_values is not None
         assert batch.returns is not None
         weight = weights_of(setup, batch)
@@ -150,7 +146,7 @@ def update_critic(setup: RunSetup, models: Models, batches: Sequence[Batch], clo
             batch.author,
             batch.sequence_ids,
             num_sequences=batch.num_sequences,
-            totals=global_totals,
+            totals=mini.totals,
             reduction=setup.recipe.reduction,
             normalise_by=loss_config.normalise_by,
             constant=float(config.rollout.max_tokens),
@@ -158,13 +154,11 @@ def update_critic(setup: RunSetup, models: Models, batches: Sequence[Batch], clo
         loss.backward()
         loss_sum = loss_sum + loss.detach()
     loss_value = setup.world.data_sum(loss_sum).item()
-    norm = optimizer_step(setup, models, "critic", loss_value, global_totals, clock)
+    norm = optimizer_step(setup, models, "critic", loss_value, mini.totals, clock)
     return {"value/loss": loss_value, "value/grad_norm": norm}
 
 
-def optimizer_step(
-    setup: RunSetup, models: Models, part: str, loss: float, global_totals: Totals, clock: Clock
-) -> float:
+def optimizer_step(setup: RunSetup, models: Models, part: str, loss: float, totals: Totals, clock: Clock) -> float:
     """Clip the gradient of a model and take an optimiser step. Returns the norm of the gradient before clipping.
 
     Args:
@@ -178,7 +172,7 @@ def optimizer_step(
     with clock("optimizer"):
         norm = clip_gradients(model.parameters(), setup.config.train.grad_clip)
         check_gradient_norm(part, norm, loss)
-        if float(global_totals.weight) > 0:  # else weight decay alone would change the weights
+        if float(totals.weight) > 0:  # else weight decay alone would change the weights
             if offload := setup.config.parallel.offload_optimizer:
                 move_state(optimizer, to_host=False)
             optimizer.step()
@@ -186,15 +180,6 @@ def optimizer_step(
                 move_state(optimizer, to_host=True)
         optimizer.zero_grad(set_to_none=True)
     return norm
-
-
-def step_totals(setup: RunSetup, batches: Sequence[Batch]) -> Totals:
-    """The totals of an optimiser step, over its micro-batches of all data ranks."""
-    own = add_totals(
-        totals(weights_of(setup, b), b.author, b.sequence_ids, num_sequences=b.num_sequences) for b in batches
-    )
-    counts = torch.stack([torch.as_tensor(x, dtype=torch.float64, device=setup.device) for x in own])
-    return Totals(*setup.world.data_sum(counts).float())
 
 
 def logprob_mismatch(world: World, difference: Tensor) -> Metrics:

@@ -293,6 +293,63 @@ def test_a_tied_head_with_an_outdated_copy_of_the_embedding_is_noticed(stock):
     assert running.fingerprint() == running.sent(model)
 
 
+@pytest.mark.parametrize(("kind", "dtype"), ENGINES)
+def test_the_checksum_of_a_sync_reads_no_packed_layer_twice_and_sees_what_reading_sees(
+    stock, kind, dtype, monkeypatch
+) -> None:
+    from tandemrl.rollout.vllm import weights
+    from tandemrl.rollout.vllm.weights import engine_fingerprint
+
+    running, model = stock(kind, dtype), trainer(kind, 5)
+    layers = running.runner.get_model().model.layers
+    if not hasattr(layers[0].mlp.down_proj, "cpu_linear"):
+        pytest.skip("this platform packs no weights")
+    read: list[Any] = []
+    original = weights._multiplied
+
+    def noting(layer: Any) -> Tensor:
+        read.extend([layer] * hasattr(layer, "cpu_linear"))
+        return original(layer)
+
+    monkeypatch.setattr(weights, "_multiplied", noting)
+    for seed in (5, 6):  # each load is summed anew
+        model = trainer(kind, seed)
+        running.load(model)
+        assert engine_fingerprint(running.runner) == running.sent(model)
+    assert not read
+    first, second = (layer.mlp.down_proj for layer in layers)
+    kernels = first.cpu_linear, second.cpu_linear
+    second.cpu_linear = kernels[0]  # another weight than the one that was summed
+    assert engine_fingerprint(running.runner) == running.fingerprint() != running.sent(model)
+    second.cpu_linear = lambda *given: 1.001 * kernels[1](*given)
+    assert engine_fingerprint(running.runner) == running.fingerprint() != running.sent(model)
+    second.cpu_linear = kernels[1]
+    assert engine_fingerprint(running.runner) == running.sent(model)
+    read.clear()
+    engine_fingerprint(running.runner)
+    assert not read
+
+
+def test_a_layer_that_packs_another_weight_than_it_was_given_is_read(stock, monkeypatch) -> None:
+    from tandemrl.rollout.vllm.weights import engine_fingerprint
+
+    running, model = stock("Llama", "float32"), trainer("Llama", 7)
+    method = running.runner.get_model().model.layers[1].mlp.down_proj.quant_method
+    pack = type(method).process_weights_after_loading
+
+    def wrong(self: Any, layer: Any) -> None:
+        if self is method:
+            layer.weight.data = 1.5 * layer.weight.data
+        pack(self, layer)
+
+    monkeypatch.setattr(type(method), "process_weights_after_loading", wrong)
+    running.load(model)
+    assert engine_fingerprint(running.runner) != running.sent(model)
+    monkeypatch.undo()
+    running.load(model)
+    assert engine_fingerprint(running.runner) == running.sent(model)
+
+
 # --------------------------------------------------------------------------------------------------- to other processes
 
 

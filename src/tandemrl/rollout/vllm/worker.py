@@ -28,7 +28,7 @@ from tandemrl.rollout.vllm.outputs import TandemOutput
 from tandemrl.rollout.vllm.planner import JUNIOR, SENIOR, Chosen, SchedulingMode
 from tandemrl.rollout.vllm.runner import TandemModelRunner
 from tandemrl.rollout.vllm.settings import TandemOptions, check_config, junior_config, options_of
-from tandemrl.rollout.vllm.weights import hf_parameters, import_weights, load_checkpoint_weights, read_weights
+from tandemrl.rollout.vllm.weights import engine_fingerprint, import_weights, load_checkpoint_weights, read_weights
 from tandemrl.selection import Strategy, Who
 
 logger = init_logger("vllm.tandemrl")  # printed where vLLM's own lines are
@@ -124,7 +124,7 @@ class _TandemWorker:
         with self.model_runner._acting(author) as runner:
             if who == "senior" and self.model_runner.options.adapters is not None:
                 return fingerprint(adapted_parameters(runner, self.model_runner.runners[JUNIOR]))
-            return fingerprint(hf_parameters(runner))
+            return engine_fingerprint(runner)
 
 
 class TandemCPUWorker(_TandemWorker, CPUWorker):  # type: ignore[misc]  # mixin and vLLM declare one attribute twice
