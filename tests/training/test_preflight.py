@@ -53,6 +53,12 @@ def dry_run(*arguments: str) -> Result:
     return CliRunner().invoke(app, ["train", "--config", "quickstart", *arguments, "--dry-run"])
 
 
+def test_a_template_argument_that_the_template_does_not_read_is_refused(arguments: list[str]) -> None:
+    result = dry_run(*arguments, "data.template_arguments={enable_thinking: true}")
+    assert result.exit_code == 2
+    assert "data.template_arguments.enable_thinking: the chat template of tokenizer" in " ".join(result.output.split())
+
+
 def test_a_dry_run_says_what_it_checked_and_loads_no_weights(
     arguments: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

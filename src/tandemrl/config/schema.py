@@ -103,6 +103,10 @@ class DataConfig:
     """Rows whose templated prompt is longer are dropped and counted."""
     prompt_suffix: str = ""
     """Text that is appended to the last user message of every row, in training and evaluation alike."""
+    template_arguments: dict[str, Any] = field(default_factory=lambda: {"enable_thinking": False})
+    """Variables of the senior's chat template, beside the messages and the tools (chat_template_kwargs elsewhere), in
+    training and evaluation alike, e.g. {enable_thinking: true}; null = it does not get this one. One that the template
+    does not read is refused. Rendered prompts have no template."""
 
 
 @dataclass(frozen=True)
@@ -638,6 +642,7 @@ _KINDS: dict[Any, str] = {
     NoneType: "null",
     dict[str, str]: "a mapping such as {a: b}",
     dict[str, float]: "a mapping such as {a: 1}",
+    dict[str, Any]: "a mapping such as {a: true}",
     FunctionRecord: "what train wrote",
 }
 

@@ -165,7 +165,14 @@ class Preflight:
         ends = stored_eos_token_ids(config.model.senior, self.tokenizer, download=self.downloads)
         caller = make_caller(config) if self.environment is None else None
         made, _ = self.signed_environment
-        return Playground(made, self.tokenizer, config.rollout, caller=caller, eos_token_ids=ends)
+        return Playground(
+            made,
+            self.tokenizer,
+            config.rollout,
+            caller=caller,
+            eos_token_ids=ends,
+            template_arguments=config.data.template_arguments,
+        )
 
     @cached_property
     def rewards_by_name(self) -> dict[str, RewardFunction]:
@@ -413,6 +420,7 @@ class Preflight:
             suffix=data.prompt_suffix,
             opening=None if playground is None else lambda row: playground.opening(row).messages,
             tools=() if playground is None else playground.tools,
+            template_arguments=data.template_arguments,
         )
 
     def _fits(self, prompts: Sequence[Prompt]) -> None:

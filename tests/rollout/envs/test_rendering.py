@@ -16,6 +16,7 @@ from worlds import (
     HERMES,
     JSON_RESULTS,
     LLAMA,
+    MAY_THINK,
     NO_TOOLS,
     SKELETON,
     SPECIAL,
@@ -246,6 +247,15 @@ def test_templates_that_are_of_no_use(template: str, options: dict[str, Any], fa
 def test_turns_that_a_template_would_rewrite_can_be_kept() -> None:
     kept = rendering(tokenizer(DROPS_THOUGHTS), keep_turns=True).context([tool("3")], ended=True)
     assert kept.tokens == rendering().context([tool("3")], ended=True).tokens
+
+
+def test_the_template_gets_the_arguments_of_the_config() -> None:
+    words = tokenizer(MAY_THINK)
+    told = rendering(words, keep_turns=True), rendering(words, template_arguments={"enable_thinking": True})
+    begun = [text(world.context([tool("3")], ended=True).tokens).rpartition("assistant\n")[2] for world in told]
+    assert begun == ["<think>\n\n</think>\n\n", ""]
+    with pytest.raises(ConfigError, match=r"data\.template_arguments\.think: .* it reads enable_thinking"):
+        rendering(words, template_arguments={"think": True})
 
 
 def test_another_role_is_checked_when_it_is_first_met() -> None:

@@ -68,6 +68,11 @@ OTHER_END = HERMES.replace(CALLS + "<|im_end|>", CALLS + "{{ '<|endoftext|>' if 
 """A turn with calls ends in a token of its own, as Llama 3.1's ``<|eom_id|>``."""
 EMPTY_THOUGHT = HERMES.replace("assistant\n{% endif %}", "assistant\n<think>\n\n</think>\n\n{% endif %}")
 """As Qwen3 without thinking: in front of a turn stands a thought that is left out of the turns before it."""
+MAY_THINK = HERMES.replace(
+    "assistant\n{% endif %}",
+    "assistant\n{% if enable_thinking is false %}<think>\n\n</think>\n\n{% endif %}{% endif %}",
+)
+"""As Qwen3: that thought is written if the model is told not to think."""
 STERN = HERMES.replace("{% if m.role == 'tool' %}", "{% if m.role == 'tool' %}{{ raise_exception('no tools here') }}")
 
 

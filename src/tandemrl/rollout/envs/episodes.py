@@ -11,11 +11,13 @@ import sys
 from collections import Counter, deque
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial
 from types import TracebackType
 from typing import Any
 
 from tandemrl.config import Config, ConfigError, RolloutConfig
 from tandemrl.data.rows import Row
+from tandemrl.data.templates import DEFAULT_ARGUMENTS
 from tandemrl.distributed.watchdog import stamp
 from tandemrl.messages import Message, Transcript, sound
 from tandemrl.processes.calls import Caller, ChildCalls, Outcome, ProcessError, ThreadCalls
@@ -47,6 +49,7 @@ class Playground:
         caller: runs the environment, as a rule in processes of its own. None runs it in threads of this process, for an
             environment that exists nowhere else, as in a notebook; there, a late call is given up but cannot be killed.
         eos_token_ids: the ids that end a turn for the engine. None stands for the tokenizer's EOS token.
+        template_arguments: further variables of the chat template (``data.template_arguments``).
 
     Raises:
         ConfigError: a tool cannot be described, or the tokenizer's chat template does not support several turns, or
@@ -61,6 +64,7 @@ class Playground:
         *,
         caller: Caller | None = None,
         eos_token_ids: Collection[int] | None = None,
+        template_arguments: Mapping[str, Any] = DEFAULT_ARGUMENTS,
     ) -> None:
         self.environment = environment
         self.name = type(environment).__name__ if config.environment == "single" else config.environment
@@ -78,6 +82,7 @@ class Playground:
             eos_token_ids=self._ends,
             result_tokens=config.result_tokens,
             keep_turns=config.keep_turns,
+            template_arguments=template_arguments,
         )
         self._tokenizer = tokenizer
         self._prefix = self.rendering.prefix
@@ -166,13 +171,18 @@ def make_playground(
     Raises:
         ConfigError: there is no such environment, or it does not work with the tokenizer.
     """
-    rollout = config.rollout
+    made = partial(
+        Playground,
+        tokenizer=tokenizer,
+        config=config.rollout,
+        eos_token_ids=eos_token_ids,
+        template_arguments=config.data.template_arguments,
+    )
     if environment is not None:
-        return Playground(environment, tokenizer, rollout, eos_token_ids=eos_token_ids)
+        return made(environment)
     if (configured := make_environment(config)) is None:
         return None
-    caller = make_caller(config)
-    return Playground(configured, tokenizer, rollout, caller=caller, eos_token_ids=eos_token_ids)
+    return made(configured, caller=make_caller(config))
 
 
 def make_caller(config: Config) -> ChildCalls:

@@ -5,10 +5,11 @@ import os
 import re
 import socket
 from argparse import Namespace
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from tandemrl.config import SelectionConfig
+from tandemrl.data.templates import DEFAULT_ARGUMENTS, template_variables
 from tandemrl.models.loading import load_tokenizer, vocabulary_check
 from tandemrl.rollout.engine import EngineError
 from tandemrl.rollout.schedule import schedule_of
@@ -27,6 +28,7 @@ def serve(
     port: int = 8000,
     api_key: str | None = None,
     tool_call_parser: str | None = None,
+    template_arguments: Mapping[str, Any] = DEFAULT_ARGUMENTS,
     vllm_args: Sequence[str] = (),
 ) -> None:
     """Run vLLM's server until it is interrupted.
@@ -41,11 +43,14 @@ def serve(
             none.
         tool_call_parser: vLLM's name of the parser of tool calls. None means ``hermes`` if the chat template knows
             tools and ``vllm_args`` names no parser.
+        template_arguments: further variables of the chat template (``data.template_arguments``), for requests that do
+            not send others as ``chat_template_kwargs``.
         vllm_args: further options of ``vllm serve``, as on its command line.
 
     Raises:
         EngineError: an option is not possible in tandem decoding, the port is in use, or there is not enough memory for
             the KV cache.
+        ConfigError: the chat template does not read one of the template arguments.
         ModelError: the models do not share a vocabulary.
     """
     from vllm import AsyncEngineArgs
@@ -58,6 +63,7 @@ def serve(
     assert options.selection is not None
     tokenizer = load_tokenizer(senior)
     vocabulary_check(tokenizer, load_tokenizer(options.junior))
+    variables = template_variables(tokenizer, template_arguments)
     try:
         schedule_of(SelectionConfig(**options.selection), tokenizer, len(tokenizer))
     except ValueError as error:
@@ -71,6 +77,7 @@ def serve(
         port=port,
         api_key=api_key,
         tool_call_parser=tool_call_parser_of(tool_call_parser, str(tokenizer.chat_template), vllm_args),
+        template_arguments=variables,
         vllm_args=vllm_args,
     )
     configure_logging(args)
@@ -178,11 +185,13 @@ def server_arguments(
     port: int,
     api_key: str | None = None,
     tool_call_parser: str | None = None,
+    template_arguments: Mapping[str, Any] | None = None,
     vllm_args: Sequence[str],
 ) -> Namespace:
     """The arguments of ``vllm serve``: those in ``vllm_args``, and those that a tandem server sets itself.
 
     See ``serve`` for the arguments of this function. Here ``tool_call_parser`` None means none of ours.
+    template_arguments: those that are not None.
 
     Raises:
         EngineError: ``vllm_args`` sets an argument that a tandem server sets itself or cannot have, or vLLM does not
@@ -205,12 +214,14 @@ def server_arguments(
         "api_server_count": 1,
         **tandem_arguments(options),
         **({} if api_key is None else {"api_key": [api_key]}),
+        **({} if not template_arguments else {"default_chat_template_kwargs": dict(template_arguments)}),
         **({} if not tool_call_parser else {"tool_call_parser": tool_call_parser, "enable_auto_tool_choice": True}),
     }
     for name, value in ours.items():
         if getattr(args, name) not in (parser.get_default(name), value):
             flag = "the model" if name == "model_tag" else f"--{name.replace('_', '-')}"
-            raise EngineError(f"{flag} is set by tandemrl serve; leave it out after `--`")
+            before = "; give --template-arguments before it" if name == "default_chat_template_kwargs" else ""
+            raise EngineError(f"{flag} is set by tandemrl serve; leave it out after `--`{before}")
         setattr(args, name, value)
     parsers = ToolParserManager.list_registered()
     if args.tool_call_parser not in (None, *parsers) and not args.tool_parser_plugin:
