@@ -26,7 +26,9 @@ def serve(
     junior_device: Annotated[str | None, typer.Option(help="A CUDA device of its own, e.g. cuda:1.")] = None,
     tool_call_parser: Annotated[
         str | None,
-        typer.Option(help="How vLLM reads tool calls. Default: hermes, where the chat template knows tools."),
+        typer.Option(
+            help="How vLLM reads tool calls. Default: hermes or llama3_json, as the chat template writes them."
+        ),
     ] = None,
     template_arguments: Annotated[
         str | None,

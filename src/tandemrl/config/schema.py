@@ -181,8 +181,8 @@ class RolloutConfig:
     tool_workers: PositiveInt | None = None
     """Processes that tools run in; null = one per core, but at most two."""
     keep_turns: bool = False
-    """Permit a chat template that would write earlier turns differently later on (Qwen3's drops thoughts). The turns
-    then stay as they were written."""
+    """Permit a chat template that rewrites earlier turns once later ones follow, as Qwen3's leaves out their thoughts.
+    All turns then stay as they were written, so that the models read some tokens more than the template would show."""
     max_rows: PositiveInt = 256
     """Most rows that are decoded at once."""
     draft_tokens: DraftTokens = 0

@@ -674,6 +674,8 @@ def test_a_server_is_open_to_this_machine_alone_unless_told_otherwise() -> None:
         ("{{ tools | length }}", None, [], "hermes"),
         ("{{ messages }} {{ stools }}", None, [], None),
         ("{{ tools | length }}", "mistral", [], "mistral"),
+        ("{{ tools }} {{- '\"parameters\": ' }}", None, [], "llama3_json"),
+        ("{{ tools }} {{ '\"parameters\": ' }}<tool_call>", None, [], "hermes"),
         ("", "mistral", [], "mistral"),
         ("{{ tools }}", None, ["--enable-auto-tool-choice", "--tool-call-parser", "llama3_json"], "llama3_json"),
     ],

@@ -24,7 +24,7 @@ from tandemrl.processes.calls import Caller, ChildCalls, Outcome, ProcessError, 
 from tandemrl.rollout.engine import EngineError, Reply, Request, StopReason, Turn
 from tandemrl.rollout.envs.environment import Environment, Opening, State
 from tandemrl.rollout.envs.factory import make_environment
-from tandemrl.rollout.envs.parsing import parse_turn
+from tandemrl.rollout.envs.parsing import CALL_FORMATS, CallFormat, parse_turn
 from tandemrl.rollout.envs.rendering import Rendering
 from tandemrl.rollout.envs.tools import sample
 from tandemrl.rollout.envs.worker import answering
@@ -86,8 +86,7 @@ class Playground:
         )
         self._tokenizer = tokenizer
         self._prefix = self.rendering.prefix
-        for schema in self.tools:
-            self._check_call(schema["function"])
+        self._calls: CallFormat = self._call_format()
 
     def opening(self, row: Row) -> Opening:
         """The messages and the state that the episode of a row begins with.
@@ -122,24 +121,34 @@ class Playground:
         if tokens and turn.stop_reason != "length" and tokens[-1] in self._ends:
             tokens.pop()
         text = self._tokenizer.decode(tokens, skip_special_tokens=False)
-        return parse_turn(text, self.schemas, self._tokenizer, self._prefix)
+        return parse_turn(text, self.schemas, self._tokenizer, self._prefix, self._calls)
 
-    def _check_call(self, tool: Mapping[str, Any]) -> None:
-        """Check that a call which the chat template writes is parsed back to the same call.
+    def _call_format(self) -> CallFormat:
+        """The format in which the chat template writes calls: that in which a call of every tool is read back.
 
         Raises:
-            ConfigError: it is not.
+            ConfigError: there is none.
         """
-        name, arguments = tool["name"], sample(tool["parameters"])
-        text = self.rendering.call_text(name, arguments)
-        read = parse_turn(text, self.schemas, self._tokenizer, self._prefix).get("tool_calls")
-        if read != [{"type": "function", "function": {"name": name, "arguments": arguments}}]:
-            raise ConfigError(
-                f"tokenizer {self._tokenizer.name_or_path!r}: its chat template writes a call of {name} as "
-                f"{text[:200]!r}, which is not read as one with the arguments {json.dumps(arguments)}. Use a tokenizer "
-                "with a response template that reads its calls (response_template in tokenizer_config.json), or a chat "
-                'template that writes <tool_call>{"name": …, "arguments": {…}}</tool_call>'
-            )
+        asked = [(tool["function"]["name"], sample(tool["function"]["parameters"])) for tool in self.tools]
+        written = [self.rendering.call_text(name, arguments) for name, arguments in asked]
+
+        def read_back(number: int, calls: CallFormat) -> bool:
+            name, arguments = asked[number]
+            read = parse_turn(written[number], self.schemas, self._tokenizer, self._prefix, calls).get("tool_calls")
+            return read == [{"type": "function", "function": {"name": name, "arguments": arguments}}]
+
+        fits = {calls: [read_back(number, calls) for number in range(len(asked))] for calls in CALL_FORMATS}
+        if (found := next((calls for calls, each in fits.items() if all(each)), None)) is not None:
+            return found
+        worst = min(each.index(False) for each in fits.values())
+        name, arguments = asked[worst]
+        raise ConfigError(
+            f"tokenizer {self._tokenizer.name_or_path!r}: its chat template writes a call of {name} as "
+            f"{written[worst][:200]!r}, which is not read as one with the arguments {json.dumps(arguments)}. Use a "
+            "tokenizer with a response template that reads its calls (response_template in tokenizer_config.json), or "
+            'a chat template that writes <tool_call>{"name": …, "arguments": {…}}</tool_call> or {"name": …, '
+            '"parameters": {…}}'
+        )
 
     def close(self) -> None:
         """End the processes of the environment. The next call of the environment starts new ones."""

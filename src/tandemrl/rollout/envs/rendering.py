@@ -268,10 +268,11 @@ class Rendering:
             return
         same = _common(before, after)
         raise ConfigError(
-            f"{self._name}: its chat template writes a turn otherwise once a message of the role {role!r} or another "
-            f"turn follows: {before[same : same + 40]!r} becomes {after[same : same + 40]!r}. An author would have "
-            "read something else than the model is trained on. Use a template that leaves earlier turns as they were, "
-            "or set rollout.keep_turns=true: then they stay as they were written"
+            f"{self._name}: its chat template rewrites a turn once a message of the role {role!r} or another turn "
+            f"follows: {before[same : same + 40]!r} becomes {after[same : same + 40]!r}. Later turns would be written "
+            "after another text than the one that is trained on. Set rollout.keep_turns=true: earlier turns stay as "
+            "they were written, with their thoughts, also empty ones, which the template would leave out (Qwen3). Or "
+            "use a template that leaves earlier turns as they were"
         )
 
     def _markup_of(self, key: tuple[tuple[str, str | None], ...]) -> "_Markup":

@@ -41,8 +41,8 @@ def serve(
         port: the port to listen at.
         api_key: the key that clients have to send. None leaves it to vLLM, which takes its VLLM_API_KEY or asks for
             none.
-        tool_call_parser: vLLM's name of the parser of tool calls. None means ``hermes`` if the chat template knows
-            tools and ``vllm_args`` names no parser.
+        tool_call_parser: vLLM's name of the parser of tool calls. None means the one of the chat template
+            (`tool_call_parser_of`) if ``vllm_args`` names no parser.
         template_arguments: further variables of the chat template (``data.template_arguments``), for requests that do
             not send others as ``chat_template_kwargs``.
         vllm_args: further options of ``vllm serve``, as on its command line.
@@ -102,6 +102,9 @@ def serve(
 def tool_call_parser_of(chosen: str | None, chat_template: str, vllm_args: Sequence[str]) -> str | None:
     """The parser of tool calls that ``serve`` asks vLLM for. None leaves it to ``vllm_args``.
 
+    If nobody chose one, it is ``hermes`` if the chat template knows tools, and ``llama3_json`` if it writes bare calls
+    with parameters, as Llama's.
+
     Args:
         chosen: the parser that the user chose, or None.
         chat_template: the chat template of the senior.
@@ -109,7 +112,8 @@ def tool_call_parser_of(chosen: str | None, chat_template: str, vllm_args: Seque
     """
     told = any(arg.startswith("--tool-call-parser") for arg in vllm_args)
     knows_tools = re.search(r"\btools\b", chat_template) is not None
-    return chosen or ("hermes" if knows_tools and not told else None)
+    bare = '"parameters": ' in chat_template and "<tool_call>" not in chat_template
+    return chosen or (("llama3_json" if bare else "hermes") if knows_tools and not told else None)
 
 
 def check_port(host: str, port: int) -> None:
