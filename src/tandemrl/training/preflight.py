@@ -43,9 +43,10 @@ from tandemrl.rewards.code.sandbox import Sandbox
 from tandemrl.rewards.functions import RewardFunction, with_environment
 from tandemrl.rewards.judge.rubric import Judge
 from tandemrl.rewards.scoring import Scorer
-from tandemrl.rollout.envs.environment import Environment
+from tandemrl.rollout.envs.environment import BrokenEnvironmentError, Environment
 from tandemrl.rollout.envs.episodes import Playground, make_caller
 from tandemrl.rollout.envs.factory import make_environment
+from tandemrl.rollout.envs.semantic import is_cross_encoder, reading_of
 from tandemrl.rollout.vllm import require_vllm
 from tandemrl.training.checkpoint import CheckpointError, is_checkpoint, latest, step_of
 from tandemrl.training.function_records import record
@@ -256,10 +257,19 @@ class Preflight:
         return f"{path}: {type(shape).__name__}, {_size(shape):,} parameters{limit}"
 
     def ranker(self) -> str:
-        """Check that the model that ranks documents exists. The processes of tools load it later."""
+        """Check that the model that ranks documents exists, and say how it reads them. The processes of tools load it
+        later."""
         path = self.config.retrieval.model
         assert path is not None
-        return f"{path}: {self._configuration(path).model_type}"
+        configuration = self._configuration(path)
+        if is_cross_encoder(configuration):
+            return f"{path}: {configuration.model_type}, a cross-encoder"
+        try:
+            reading = reading_of(path, download=self.downloads)
+        except BrokenEnvironmentError as error:
+            raise ConfigError(str(error)) from None
+        reading.warn(path)
+        return f"{path}: {configuration.model_type}, {reading.words()}"
 
     @property
     def _ranks_here(self) -> bool:
