@@ -1,6 +1,6 @@
 """Builds a run from a config: data, models, engine and scorer."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -46,6 +46,7 @@ def build(
     reward: Mapping[str, RewardFunction] | None = None,
     environment: Environment | None = None,
     check_judge: Callable[[], None] = lambda: None,
+    stated: Collection[str] = (),
 ) -> Run:
     """Load models and data and start the engine, without writing a file.
 
@@ -58,6 +59,7 @@ def build(
         reward: reward functions by name (see ``rewards.by_name``).
         environment: used instead of ``rollout.environment``.
         check_judge: called while waiting for a judge's server; it raises if the server has ended.
+        stated: see ``Preflight``.
 
     Raises:
         ConfigError, DataError, ModelError: something that the config names is missing or does not fit.
@@ -79,7 +81,9 @@ def build(
             f"({config.parallel.timeout_s:g}) among several processes: one that waits for a tool would be taken for "
             "one that hangs"
         )
-    preflight = Preflight(config, functions=reward, environment=environment, check_judge=check_judge).require()
+    preflight = Preflight(
+        config, functions=reward, environment=environment, check_judge=check_judge, stated=stated
+    ).require()
     tokenizer, heldout, playground = preflight.tokenizer, preflight.heldout, preflight.playground
     prompts, dropped = preflight.prompts
 

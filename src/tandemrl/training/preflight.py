@@ -7,7 +7,7 @@ import importlib.util
 import math
 import shutil
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import chain
@@ -71,7 +71,8 @@ class Preflight:
 
     downloads: whether to download tokenizers, model configurations and data from the hub if they are not on this
     machine. If not, a missing one raises a ``NotHereError``. functions, environment: what was passed to ``train``.
-    check_judge: called while waiting for a judge's server; it raises if the server has ended.
+    check_judge: called while waiting for a judge's server; it raises if the server has ended. stated: dotted keys of
+    ``reward.*`` that the user typed, so that they must be used, even without evaluation.
     """
 
     config: Config
@@ -79,6 +80,7 @@ class Preflight:
     functions: Mapping[str, RewardFunction] = field(default_factory=dict)
     environment: Environment | None = None
     check_judge: Callable[[], None] = lambda: None
+    stated: Collection[str] = ()
 
     @property
     def checks(self) -> dict[str, Callable[[], str]]:
@@ -311,8 +313,8 @@ class Preflight:
         read = [*self.rows, *chain.from_iterable(self.heldout_rows + self.monitored_rows)]
         judging = _unused if judged else None
         with Scorer(config.reward, code=_unused, judge=judging, functions=self.rewards_by_name) as scorer:
-            # Without evaluation the rows of data.eval are not read: what only they would use is no mistake.
-            stated = None if config.train.eval_every or not config.data.eval else ()
+            # Without evaluation the rows of data.eval are not read: what only they would use is no mistake in a file.
+            stated = None if config.train.eval_every or not config.data.eval else self.stated
             kinds = map(routing.Kind.of, read)
             scorer.check(rows, episodes=self.playground is not None, kinds=kinds, stated=stated)
         used = {routing.Kind.of(row): row for row in rows}
