@@ -282,6 +282,8 @@ def summary_table(title: str, results: "Mapping[Phase, Mapping[str, Any]]") -> "
     from rich.table import Table
     from rich.text import Text
 
+    from tandemrl.evals import with_majorities
+
     table = Table(title=title, title_justify="left")
     table.add_column("phase")
     table.add_column("metric", no_wrap=True)
@@ -289,7 +291,7 @@ def summary_table(title: str, results: "Mapping[Phase, Mapping[str, Any]]") -> "
         table.add_column(Text(name), justify="right", no_wrap=True)
     for phase, result in results.items():
         columns = _columns(result["metrics"])
-        shown = [name for name in result["metrics"]["macro"] if _is_summary(phase, name)]
+        shown = [name for name in with_majorities(result["metrics"]["macro"]) if _is_summary(phase, name)]
         for name in shown:
             cells = [Text(_cell(values, name)) for values in columns.values()]
             table.add_row(Text(phase), Text(name), *cells, end_section=name == shown[-1])
@@ -302,13 +304,13 @@ def groups_table(title: str, groups: Mapping[str, Mapping[str, float]]) -> "Tabl
     from rich.table import Table
     from rich.text import Text
 
-    from tandemrl.evals import is_headline
+    from tandemrl.evals import is_headline, with_majorities
 
     table = Table(title=title, title_justify="left")
     table.add_column("metric", no_wrap=True)
     for name in groups:
         table.add_column(Text(name.replace("=", " ")), justify="right", no_wrap=True)
-    names = [name for name in groups["all"] if is_headline(name) and not name.endswith(_BOUNDS)]
+    names = [name for name in with_majorities(groups["all"]) if is_headline(name) and not name.endswith(_BOUNDS)]
     for metric in ("problems", *names):
         cells = [_cell(values, metric) for values in groups.values()]
         table.add_row(Text(metric), Text(cells[0]), *(Text(cell.partition(" [")[0]) for cell in cells[1:]))
@@ -338,12 +340,14 @@ def metrics_table(title: str, metrics: Mapping[str, Any]) -> "Table":
     from rich.table import Table
     from rich.text import Text
 
+    from tandemrl.evals import with_majorities
+
     columns = {**metrics["by_set"], "macro": metrics["macro"]}
     table = Table(title=title, title_justify="left")
     table.add_column("metric")
     for name in columns:
         table.add_column(Text(name), justify="right")
-    for metric in metrics["macro"]:
+    for metric in with_majorities(metrics["macro"]):
         if not metric.endswith(_BOUNDS):
             table.add_row(Text(metric), *(Text(_cell(values, metric)) for values in columns.values()))
     return table
@@ -352,6 +356,6 @@ def metrics_table(title: str, metrics: Mapping[str, Any]) -> "Table":
 def _cell(values: Mapping[str, float], metric: str) -> str:
     value, low, high = (values.get(f"{metric}{end}") for end in ("", "/low", "/high"))
     if value is None:
-        return ""
+        return "—"
     shown = f"{value:.4f}" if isinstance(value, float) else str(value)
     return shown if low is None or high is None else f"{shown} [{low:.3f}, {high:.3f}]"

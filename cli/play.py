@@ -16,6 +16,12 @@ def play(
     device: Annotated[str, typer.Option(help="auto, cpu, cuda, …")] = "auto",
     dtype: Annotated[str, typer.Option(help="float32 or bfloat16.")] = "float32",
     longest: Annotated[int, typer.Option(min=16, help="Tokens of the longest text, prompt included.")] = 2048,
+    template_arguments: Annotated[
+        str | None,
+        typer.Option(
+            metavar="MAPPING", help="As data.template_arguments, e.g. '{enable_thinking: true}'; default: the key's."
+        ),
+    ] = None,
     port: Annotated[int, typer.Option(min=0, max=65535, help="Port to listen on; 0: any that is free.")] = 8765,
 ) -> None:
     """Write with senior and junior in the browser. On this machine only; take over as the junior yourself."""
@@ -33,11 +39,12 @@ def play(
 
     from tandemrl.cli.heartbeat import heartbeat
     from tandemrl.config import RolloutConfig
+    from tandemrl.data.templates import arguments_of, template_variables
     from tandemrl.models.loading import load_model, load_tokenizer, resolve_device, vocabulary_check
     from tandemrl.play.duo import Duo
     from tandemrl.rollout.factory import ModelSource, make_engine
 
-    prompt = EXAMPLE
+    prompt, arguments = EXAMPLE, arguments_of(template_arguments)
     if senior is None and junior is not None:
         raise ConfigError("--junior needs --senior: the tiny pair has a junior of its own")
     listening = listen(port)
@@ -54,6 +61,7 @@ def play(
     on = str(resolve_device(device))
     tokenizer = load_tokenizer(senior)
     vocabulary_check(tokenizer, load_tokenizer(partner))
+    template_variables(tokenizer, arguments)  # refuses what the chat template does not read
     models = [AutoConfig.from_pretrained(path, trust_remote_code=False) for path in (senior, partner)]
     longest = min(longest, *(model.get_text_config().max_position_embeddings for model in models))
     reader = load_model(partner, dtype=dtype, device=on)
@@ -64,7 +72,7 @@ def play(
     engine = make_engine(
         config, own, ModelSource(partner, lambda: reader), tokenizer, dtype=dtype, device=on, longest=longest
     )
-    duo = Duo(engine, reader, tokenizer, longest=longest)
+    duo = Duo(engine, reader, tokenizer, longest=longest, template_arguments=arguments)
     app = application(duo, about={"senior": senior, "junior": partner, "prompt": prompt})
     server = uvicorn.Server(uvicorn.Config(app, log_level="warning", access_log=False))
     with listening:

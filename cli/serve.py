@@ -26,7 +26,15 @@ def serve(
     junior_device: Annotated[str | None, typer.Option(help="A CUDA device of its own, e.g. cuda:1.")] = None,
     tool_call_parser: Annotated[
         str | None,
-        typer.Option(help="How vLLM reads tool calls. Default: hermes, where the chat template knows tools."),
+        typer.Option(
+            help="How vLLM reads tool calls. Default: hermes or llama3_json, as the chat template writes them."
+        ),
+    ] = None,
+    template_arguments: Annotated[
+        str | None,
+        typer.Option(
+            metavar="MAPPING", help="As data.template_arguments, e.g. '{enable_thinking: true}'; default: the key's."
+        ),
     ] = None,
     host: Annotated[str, typer.Option(help="Address to listen on; 0.0.0.0: every one of this machine.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(help="Port to listen on.")] = 8000,
@@ -42,6 +50,7 @@ def serve(
     from dataclasses import asdict
 
     from tandemrl.config import SelectionConfig
+    from tandemrl.data.templates import arguments_of
     from tandemrl.rollout.vllm import cannot_import, require_vllm
 
     require_vllm("tandemrl serve")
@@ -72,6 +81,7 @@ def serve(
         allowed_hosts=allowed_host or (),
         api_key=api_key,
         tool_call_parser=tool_call_parser,
+        template_arguments=arguments_of(template_arguments),
         vllm_args=vllm_args or (),
     )
 

@@ -1,5 +1,6 @@
 """``tandemrl train``."""
 
+from collections.abc import Collection
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -39,7 +40,7 @@ def train(
     ] = "auto",
 ) -> None:
     """Train a senior as a config says. KEY=VALUE arguments override the file."""
-    from tandemrl.config import ConfigError, batch_plan, load, packaged_configs, to_yaml
+    from tandemrl.config import ConfigError, batch_plan, load, packaged_configs, stated_keys, to_yaml
 
     if config is None:
         names = ", ".join(packaged_configs())
@@ -55,14 +56,14 @@ def train(
         return
     if dry_run:
         typer.echo(f"{to_yaml(resolved)}\n{batch_plan(resolved)}\n")
-        _check(resolved, resume)
+        _check(resolved, resume, stated_keys(overrides or ()))
         return
     from tandemrl.distributed.world import destroy_world
     from tandemrl.training import loop as training
     from tandemrl.training.lessons import verdict
 
     context.find_root().call_on_close(destroy_world)  # after an error, once it is printed; not as the interpreter ends
-    output = training.train(resolved, resume=resume)
+    output = training.train(resolved, resume=resume, stated=stated_keys(overrides or ()))
     if destroy_world():
         little = verdict(resolved)
         typer.echo(f"done: {output}" + (f", but its rewards taught it {little[0]}: see above" if little else ""))
@@ -81,8 +82,12 @@ def _plan(config: "Config", ranks: int, device: str | None) -> None:
     require_fit(found, config, ranks, target)
 
 
-def _check(config: "Config", resume: str) -> None:
-    """Print what the run needs and whether it is there; exit code 2 if something is wrong."""
+def _check(config: "Config", resume: str, stated: Collection[str]) -> None:
+    """Print what the run needs and whether it is there; exit code 2 if something is wrong.
+
+    Args:
+        stated: the keys that the user typed; see ``Preflight``.
+    """
     from dataclasses import fields
 
     from tandemrl.cli.errors import is_users, one_line
@@ -98,7 +103,7 @@ def _check(config: "Config", resume: str) -> None:
     checks = {
         "--resume": lambda: check_resume(resume, config.output_dir),
         "functions": functions,
-        **Preflight(config, downloads=False).checks,
+        **Preflight(config, downloads=False, stated=stated).checks,
     }
     for subject, check in checks.items():
         try:

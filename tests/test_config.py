@@ -254,6 +254,7 @@ def test_rubric_reward_models_have_the_published_values(name: str) -> None:
     assert (c.train.critic_warmup_steps, c.rollout.engine) == (0, "vllm")
     assert (c.selection.strategy, c.selection.first, c.model.dtype) == ("solo", "senior", "bfloat16")
     assert (c.train.lr, c.rollout.group_size, c.rollout.temperature, c.loss.entropy_coef) == (5e-7, 8, 1.0, 0.0)
+    assert c.data.template_arguments == {"enable_thinking": None}  # verl passes none
     longest = c.data.max_prompt_tokens + c.rollout.max_tokens
     assert c.train.tokens_per_micro_batch == 3 * longest
     assert (c.eval.profile, c.eval.temperature, c.eval.samples, c.eval.train_samples) == ("custom", 0.0, 1, 1)
@@ -396,9 +397,12 @@ def test_every_key_is_explained() -> None:
 
 
 def test_the_keys_are_those_of_a_stored_config() -> None:
+    mappings = ("data.template_arguments", "reward.scorers", "reward.weights")
+
     def dotted(tree: dict[str, Any], prefix: str = "") -> Iterator[str]:
         for key, value in tree.items():
-            yield from dotted(value, f"{prefix}{key}.") if isinstance(value, dict) and value else (f"{prefix}{key}",)
+            section = isinstance(value, dict) and f"{prefix}{key}" not in mappings
+            yield from dotted(value, f"{prefix}{key}.") if section else (f"{prefix}{key}",)
 
     assert [key.key for key in leaves(load())] == list(dotted(to_dict(load())))
 

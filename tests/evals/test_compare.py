@@ -82,6 +82,25 @@ def test_one_evaluation_each_is_a_paired_bootstrap_over_problems(tmp_path):
     assert list(by_metric(compare(a, b, shown=lambda name: name == "score"))) == ["score"]
 
 
+def test_sets_without_answers_on_both_sides_have_no_majorities(tmp_path):
+    """A set in which one side alone is silent keeps them: both sides need the same metrics."""
+    counts = (2, 1, 0, 2), (1, 1, 0, 2)
+    a, b = (rates(*each, sets=("a", "b")) for each in counts)
+
+    def mute(samples, sets):
+        return [each._replace(answer=None) if each.set in sets else each for each in samples]
+
+    def majorities(mute_a, mute_b, name):
+        pair = store(tmp_path / f"{name}a", mute(a, mute_a)), store(tmp_path / f"{name}b", mute(b, mute_b))
+        found = by_metric(compare(*pair, resamples=20))
+        return [(metric, found[metric].problems) for metric in found if "maj" in metric]
+
+    assert majorities("", "", "none") == [("maj@2", 4)]
+    assert majorities("b", "b", "both") == [("maj@2", 2)]
+    assert majorities("b", "", "one") == [("maj@2", 4)]
+    assert majorities("ab", "ab", "all") == []
+
+
 def test_problems_are_paired_by_id_and_not_by_position(tmp_path):
     a, b = rates(2, 0, 1), rates(2, 0, 1)
     store(tmp_path / "a", a)

@@ -189,6 +189,17 @@ def test_a_model_behind_an_endpoint_plays_the_same_episodes(tmp_path):
     assert (result["config"]["engine"], result["config"]["authors"]) == ("endpoint", "unknown")
 
 
+@pytest.mark.parametrize(
+    ("given", "sent"), [("{}", None), ("{enable_thinking: null}", None), ("{x: 1}", {"enable_thinking": False, "x": 1})]
+)
+def test_an_endpoint_gets_the_template_arguments_that_are_not_the_defaults(tmp_path, given, sent):
+    extra = f"data.template_arguments={given}"
+    result, _, (body,) = remote(tmp_path, ROWS[:1], lambda turn, body: said("3"), extra)
+    assert body.get("chat_template_kwargs") == sent
+    recorded = {"{}": None, "{enable_thinking: null}": {"enable_thinking": None}}.get(given, sent)
+    assert result["config"].get("template_arguments") == recorded
+
+
 def test_an_endpoint_without_a_parser_of_calls_has_them_in_the_text(tmp_path):
     """One call is told as such, and answered by an id; where another one cannot be read, both are in words."""
     call = '<tool_call>{"name": "add", "arguments": {"a": 1, "b": 2}}</tool_call>'

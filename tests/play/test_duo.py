@@ -1,5 +1,6 @@
 """A text that is written in pieces, and by a person."""
 
+import copy
 from dataclasses import replace
 
 import numpy as np
@@ -50,6 +51,14 @@ def test_pieces_of_any_length_make_the_text_of_one_request(duo: Duo, strategy: s
         draft, stop = longer(draft, piece), piece.stop
     assert list(draft.tokens) == expected.tokens.tolist()
     assert list(draft.authors) == expected.author.tolist()
+
+
+def test_the_template_gets_its_arguments(duo: Duo) -> None:
+    chat = copy.deepcopy(duo.tokenizer)
+    chat.chat_template = "{{ messages[0].content }}{{ '!' if enable_thinking else '.' }}"  # that of `duo`: always !
+    told = Duo(duo.engine, duo.junior, chat, longest=48, template_arguments={"enable_thinking": True})
+    untold = Duo(duo.engine, duo.junior, chat, longest=48)
+    assert told.write(Draft("a b", 1), 6) == duo.write(Draft("a b", 1), 6) != untold.write(Draft("a b", 1), 6)
 
 
 def test_a_person_writes_as_the_junior_and_special_tokens_are_text(duo: Duo) -> None:

@@ -775,6 +775,11 @@ def test_a_resume_may_change_what_does_not_change_the_run(allowed: str) -> None:
         (["train.steps=40"], r"train\.steps \(checkpoint 50, now 40\)"),
         (["train.steps=60", "train.schedule=cosine"], r"train\.steps .*train\.schedule"),
         (["selection.prob_senior=0.4", "train.seed=1"], r"selection\.prob_senior .*train\.seed"),
+        (["data.template_arguments={enable_thinking: true}"], r"data\.template_arguments\.enable_thinking \(ch.*False"),
+        (
+            ["data.template_arguments={date_string: x}"],
+            r"data\.template_arguments\.date_string \(checkpoint None, now 'x'",
+        ),
     ],
 )
 def test_a_resume_under_another_config_is_refused_by_key(overrides: list[str], message: str) -> None:

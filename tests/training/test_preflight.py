@@ -60,6 +60,12 @@ def dry_run(*arguments: str) -> Result:
     return CliRunner().invoke(app, ["train", "--config", "quickstart", *arguments, "--dry-run"])
 
 
+def test_a_template_argument_that_the_template_does_not_read_is_refused(arguments: list[str]) -> None:
+    result = dry_run(*arguments, "data.template_arguments={enable_thinking: true}")
+    assert result.exit_code == 2
+    assert "data.template_arguments.enable_thinking: the chat template of tokenizer" in " ".join(result.output.split())
+
+
 def test_a_dry_run_says_what_it_checked_and_loads_no_weights(
     arguments: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -363,6 +369,17 @@ def test_without_evaluation_a_reward_for_the_evaluation_s_rows_is_no_mistake(arg
         Preflight(load("quickstart", [*arguments, pattern])).rewards()
     with pytest.warns(UserWarning, match=r"reward\.scorers\.elsewhere"):
         Preflight(load("quickstart", [*arguments, pattern, "train.eval_every=0"])).rewards()
+
+
+def test_without_evaluation_a_typed_reward_that_no_row_uses_is_refused(
+    arguments: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tandemrl.training.build, "load_model", None)
+    (tmp_path / "mine.yaml").write_text("train: {eval_every: 0}\n")
+    for typed, mode in (("reward.scorers.here=boxed", []), ("reward={scorers: {here: boxed}}", ["--dry-run"])):
+        result = CliRunner().invoke(app, ["train", "--config", "mine.yaml", *arguments, typed, *mode])
+        assert "reward.scorers.here=boxed: no row matches" in " ".join(f"{result.output} {result.exception}".split())
+        assert result.exit_code != 0
 
 
 # -------------------------------------------------------------------------------------- a reward is tried at the start

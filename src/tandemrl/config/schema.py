@@ -103,6 +103,10 @@ class DataConfig:
     """Rows whose templated prompt is longer are dropped and counted."""
     prompt_suffix: str = ""
     """Text that is appended to the last user message of every row, in training and evaluation alike."""
+    template_arguments: dict[str, Any] = field(default_factory=lambda: {"enable_thinking": False})
+    """Variables of the senior's chat template, beside the messages and the tools (chat_template_kwargs elsewhere), in
+    training and evaluation alike, e.g. {enable_thinking: true}; null = it does not get this one. One that the template
+    does not read is refused. Rendered prompts have no template."""
 
 
 @dataclass(frozen=True)
@@ -177,8 +181,8 @@ class RolloutConfig:
     tool_workers: PositiveInt | None = None
     """Processes that tools run in; null = one per core, but at most two."""
     keep_turns: bool = False
-    """Permit a chat template that would write earlier turns differently later on (Qwen3's drops thoughts). The turns
-    then stay as they were written."""
+    """Permit a chat template that rewrites earlier turns once later ones follow, as Qwen3's leaves out their thoughts.
+    All turns then stay as they were written, so that the models read some tokens more than the template would show."""
     max_rows: PositiveInt = 256
     """Most rows that are decoded at once."""
     draft_tokens: DraftTokens = 0
@@ -213,7 +217,8 @@ class RetrievalConfig:
     top_n / 2 + 1 documents of each ranking, semantic ones first, so up to top_n 2 only these."""
     model: str | None = None
     """With semantic and hybrid: HF folder or hub id of a cross-encoder or an embedding model, which is loaded into each
-    process that tools run in; with `url`, its name there."""
+    process that tools run in; with `url`, its name there. An embedding model reads as its sentence-transformers files
+    say (1_Pooling/config.json, max_seq_length); without them, its embedding is the mean of all tokens."""
     device: str = "cpu"
     """The torch device of `model`."""
     url: Address | None = None
@@ -640,6 +645,7 @@ _KINDS: dict[Any, str] = {
     NoneType: "null",
     dict[str, str]: "a mapping such as {a: b}",
     dict[str, float]: "a mapping such as {a: 1}",
+    dict[str, Any]: "a mapping such as {a: true}",
     FunctionRecord: "what train wrote",
 }
 

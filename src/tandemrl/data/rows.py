@@ -6,6 +6,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+from tandemrl.config import ConfigError
+from tandemrl.data.templates import DEFAULT_ARGUMENTS, template_variables
 from tandemrl.messages import Message
 
 GSM8K = "openai/gsm8k"
@@ -66,6 +68,7 @@ def encode_prompts(
     suffix: str = "",
     opening: Callable[[Row], Sequence[Message]] | None = None,
     tools: Sequence[Mapping[str, Any]] = (),
+    template_arguments: Mapping[str, Any] = DEFAULT_ARGUMENTS,
 ) -> tuple[list[Prompt], int]:
     """The prompts of rows, and how many rows were dropped since they are longer than ``max_prompt_tokens``.
 
@@ -76,8 +79,10 @@ def encode_prompts(
             goes before it, unless it begins with white space.
         opening: gives the messages that an environment begins with. None means the row's own messages.
         tools: the schemas of the tools, for the chat template.
+        template_arguments: further variables of the chat template (``data.template_arguments``).
 
     Raises:
+        ConfigError: the chat template does not read one of these variables.
         DataError: the tokenizer has no chat template, or lacks the chat markup of a rendered row; a row has no user
             message for the suffix; a rendered row would need a suffix or an opening, which it cannot have; or no row is
             left.
@@ -93,7 +98,8 @@ def encode_prompts(
             tokens = _encode_rendered(row, tokenizer, suffix)
         else:
             messages = row.messages if opening is None else opening(row)
-            tokens = _encode_messages(row, with_suffix(row, messages, suffix), tokenizer, tools)
+            asked = with_suffix(row, messages, suffix)
+            tokens = chat_tokens(tokenizer, asked, f"row {row.example_id}", template_arguments, tools)
         if len(tokens) <= max_prompt_tokens:
             prompts.append(Prompt(row, tuple(tokens)))
     if rows and not prompts:
@@ -103,16 +109,31 @@ def encode_prompts(
     return prompts, len(rows) - len(prompts)
 
 
-def chat_tokens(tokenizer: Any, messages: Sequence[Message], where: str, **variables: object) -> Sequence[int]:
+def chat_tokens(
+    tokenizer: Any,
+    messages: Sequence[Message],
+    where: str,
+    arguments: Mapping[str, Any],
+    tools: Sequence[Mapping[str, Any]] = (),
+) -> Sequence[int]:
     """The token ids of messages under the tokenizer's chat template, up to where the answer begins.
 
     Args:
         where: whose messages they are, for an error.
-        variables: further variables of the template.
+        arguments: further variables of the template; see `template_variables`.
+        tools: the schemas of the tools.
 
     Raises:
-        DataError: the template fails. A template is a program that came with a model, so it may raise anything.
+        ConfigError: the template does not read one of the arguments.
+        DataError: there is no template, or it fails. A template is a program that came with a model, so it may raise
+            anything.
     """
+    if not getattr(tokenizer, "chat_template", None):
+        raise DataError(
+            f"tokenizer {getattr(tokenizer, 'name_or_path', '')!r} has no chat template; use an instruction-tuned "
+            "model's folder, or set `chat_template` in its tokenizer_config.json"
+        )
+    told = {"tools": list(tools)} if tools else {}
     try:
         return tokenizer.apply_chat_template(
             [dict(message) for message in messages],
@@ -120,8 +141,11 @@ def chat_tokens(tokenizer: Any, messages: Sequence[Message], where: str, **varia
             tokenize=True,
             return_dict=False,
             tokenizer_kwargs={"verbose": False},  # too long a prompt is ours to report
-            **variables,
+            **template_variables(tokenizer, arguments, tools),
+            **told,
         )
+    except ConfigError:
+        raise
     except Exception as error:
         raise DataError(
             f"{where}: the chat template of tokenizer {getattr(tokenizer, 'name_or_path', '')!r} failed: "
@@ -202,18 +226,6 @@ def _call(call: Any, where: str) -> dict[str, Any]:
         )
     identity = {"id": call["id"]} if call.get("id") is not None else {}
     return {"type": "function", **identity, "function": {"name": function["name"], "arguments": dict(arguments)}}
-
-
-def _encode_messages(
-    row: Row, messages: Sequence[Message], tokenizer: Any, tools: Sequence[Mapping[str, Any]]
-) -> Sequence[int]:
-    if not getattr(tokenizer, "chat_template", None):
-        raise DataError(
-            f"tokenizer {getattr(tokenizer, 'name_or_path', '')!r} has no chat template; use an instruction-tuned "
-            "model's folder, or set `chat_template` in its tokenizer_config.json"
-        )
-    told = {"tools": list(tools)} if tools else {}
-    return chat_tokens(tokenizer, messages, f"row {row.example_id}", enable_thinking=False, **told)
 
 
 def _encode_rendered(row: Row, tokenizer: Any, suffix: str) -> Sequence[int]:

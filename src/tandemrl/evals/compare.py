@@ -16,7 +16,17 @@ from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
-from tandemrl.evals import PHASES, Phase, differences, is_headline, measure_of, measure_sets, read_result, read_samples
+from tandemrl.evals import (
+    PHASES,
+    Phase,
+    differences,
+    is_headline,
+    measure_of,
+    measure_sets,
+    read_result,
+    read_samples,
+    silent_sets,
+)
 from tandemrl.evals.stats import Interval, paired_bootstrap, seed_interval
 from tandemrl.files import hint, write_text
 
@@ -279,7 +289,8 @@ def _load_pair(phase: Phase, a: Evaluation, b: Evaluation, varied: Collection[st
     for own, other, file in ((ids[0], ids[1], files[1]), (ids[1], ids[0], files[0])):
         if missing := sorted(own - other):
             raise CompareError(f"{file}: {len(missing)} problems of the other side are not there, e.g. {missing[0][1]}")
-    measured = [measure_sets(side, measure_of(phase, k)) for side in samples]
+    silent = silent_sets([sample for side in samples for sample in side])  # of both sides, which need the same metrics
+    measured = [measure_sets(side, measure_of(phase, k), silent=silent) for side in samples]
     return [
         {
             metric: {name: each.rates[metric] for name, each in sets.items() if metric in each.rates}

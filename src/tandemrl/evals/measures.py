@@ -1,7 +1,7 @@
 """Turns samples into numbers: the measures of one problem's samples, and how problems, sets and arms are averaged."""
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from itertools import chain, groupby
 from typing import Any, NamedTuple
 
@@ -253,13 +253,39 @@ class SetMeasures(NamedTuple):
     counts: Metrics
 
 
-def measure_sets(samples: Sequence[Sample], measure: Measure) -> dict[str, SetMeasures]:
+def silent_sets(samples: Sequence[Sample]) -> set[str]:
+    """The sets in which no sample has an answer, as with a scorer that extracts none. There is no majority there."""
+    return {sample.set for sample in samples} - {sample.set for sample in samples if sample.answer is not None}
+
+
+def with_majorities(metrics: Mapping[str, Any]) -> list[str]:
+    """The names of metrics, with those ``maj@K`` that are missing where a scorer gives no answers.
+
+    Examples:
+        >>> with_majorities({"pass@1": 0.5, "pass@2": 1.0, "score": 0.5})
+        ['pass@1', 'pass@2', 'maj@2', 'score']
+    """
+    names = []
+    for name in metrics:
+        of, passes, k = name.rpartition("pass@")
+        majority = f"{of}maj@{k}"
+        missing = passes and of in ("", f"{of[:-1]}/") and k.isdigit() and int(k) > 1 and majority not in metrics
+        names += [name, majority] if missing else [name]
+    return names
+
+
+def measure_sets(
+    samples: Sequence[Sample], measure: Measure, *, silent: Collection[str] | None = None
+) -> dict[str, SetMeasures]:
     """Measure every problem with ``measure``, and collect the results by set.
+
+    Args:
+        silent: the sets that have no ``maj@K``. None means those in which no sample has an answer (`silent_sets`).
 
     Raises:
         EvalError: no problem of a set has any rate, or two problems of a set have the same example_id.
     """
-    sets = {}
+    sets, silent = {}, silent_sets(samples) if silent is None else silent
     for name in dict.fromkeys(sample.set for sample in samples):
         members = _filled([sample for sample in samples if sample.set == name])
         arms: dict[str, list[tuple[str, Metrics, Metrics]]] = {}
@@ -267,6 +293,11 @@ def measure_sets(samples: Sequence[Sample], measure: Measure) -> dict[str, SetMe
             problem = list(answers)
             arms.setdefault(arm, []).append((problem[0].example_id, *measure(problem)))
         by_arm = {arm: _columns(problems, name) for arm, problems in arms.items()}
+        if name in silent:
+            by_arm = {
+                arm: {metric: column for metric, column in columns.items() if not metric.startswith("maj@")}
+                for arm, columns in by_arm.items()
+            }
         totals = {arm: _totals([counts for _, _, counts in problems]) for arm, problems in arms.items()}
         rates = {metric: _mean_of_arms(columns) for metric, columns in _transpose(by_arm).items()}
         counts = {metric: sum(values) for metric, values in _transpose(totals).items()}
@@ -289,7 +320,7 @@ def summarise(samples: Sequence[Sample], measure: Measure, *, bootstrap: int, se
     """Measure every problem with ``measure``, and average to ``{"macro": …, "by_set": …}``.
 
     See ``SetMeasures`` for the names. The macro value of a rate is the mean over the sets that have the rate, since
-    sets may differ in the parts of their scores.
+    sets may differ in the parts of their scores, and those without any answer have no ``maj@K``.
 
     Args:
         bootstrap: number of resamples for the intervals. 0 means no intervals.

@@ -15,6 +15,7 @@ import numpy as np
 
 from tandemrl.config import Config, RolloutConfig
 from tandemrl.data.rows import RENDERED, Row, with_suffix
+from tandemrl.data.templates import DEFAULT_ARGUMENTS
 from tandemrl.evals.measures import EvalError, Sample, group_of
 from tandemrl.evals.protocol import Profile
 from tandemrl.http import Client, Passing, Response, Service, chat_message, start
@@ -95,7 +96,7 @@ def play(
     with ThreadPoolExecutor(CONCURRENCY) as pool, world:
 
         def ask(episode: _Episode) -> None:
-            body = _body(episode, model, world, profile)
+            body = _body(episode, model, world, profile, config.data.template_arguments)
             asked[pool.submit(client.post, "/chat/completions", body, _said)] = episode
 
         try:
@@ -127,13 +128,17 @@ class _Said(NamedTuple):
     tokens: int
 
 
-def _body(episode: "_Episode", model: str, world: "_World", profile: Profile) -> dict[str, Any]:
+def _body(
+    episode: "_Episode", model: str, world: "_World", profile: Profile, arguments: Mapping[str, Any]
+) -> dict[str, Any]:
     sampling = profile.sampling
+    own = {name: value for name, value in arguments.items() if value is not None}
     left = sampling.max_tokens - sum(said.tokens for said in episode.said)
     return {
         "model": model,
         "messages": episode.conversation,
         **({"tools": world.tools} if world.tools else {}),
+        **({} if arguments == DEFAULT_ARGUMENTS or not own else {"chat_template_kwargs": own}),
         "max_completion_tokens": min(left, world.turn_tokens or left),
         "temperature": sampling.temperature,
         "top_p": sampling.top_p,

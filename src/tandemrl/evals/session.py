@@ -11,6 +11,7 @@ from transformers import AutoConfig, PreTrainedModel, PreTrainedTokenizerBase
 from tandemrl.config import Config, SandboxConfig
 from tandemrl.data.loading import load_rows
 from tandemrl.data.rows import Prompt, Row, encode_prompts
+from tandemrl.data.templates import DEFAULT_ARGUMENTS
 from tandemrl.evals.files import digests, plain
 from tandemrl.evals.protocol import Phase, Profile, profile_of
 from tandemrl.models.loading import load_model, load_tokenizer, stored_eos_token_ids, vocabulary_check
@@ -71,6 +72,7 @@ class Session:
     def solo_identity(self) -> dict[str, Any]:
         """Everything that the texts of the senior alone depend on, under the names of the result files."""
         config = self.config
+        arguments = config.data.template_arguments
         return plain(
             {
                 "model": self.model,
@@ -87,6 +89,7 @@ class Session:
                 "device": config.model.device,
                 "prompt_suffix": config.data.prompt_suffix,
                 "max_prompt_tokens": config.data.max_prompt_tokens,
+                **({} if arguments == DEFAULT_ARGUMENTS else {"template_arguments": arguments}),
                 "limit": self.limit,
                 "engine": config.rollout.engine,
                 "digests": self._digests_of(self.model, *config.data.eval),
@@ -156,6 +159,7 @@ class Session:
             suffix=data.prompt_suffix,
             opening=None if world is None else lambda row: world.opening(row).messages,
             tools=() if world is None else world.tools,
+            template_arguments=data.template_arguments,
         )
 
     @cached_property

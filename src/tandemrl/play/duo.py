@@ -5,16 +5,17 @@ the engine as ``Request.history``, so that strategy and draws continue where the
 of any length is therefore the one that a single request would have given.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from tandemrl.config import SelectionConfig
 from tandemrl.data.rows import chat_tokens
+from tandemrl.data.templates import DEFAULT_ARGUMENTS
 from tandemrl.models.batching import pack_tokens
 from tandemrl.models.forward import token_logprobs
 from tandemrl.rollout.engine import Engine, Request, Sampling, StopReason
@@ -70,12 +71,20 @@ class Duo:
     Args:
         junior: the model that reads every token for its surprisal. The engine may use the same model.
         longest: how many tokens the longest text may have, including the prompt.
+        template_arguments: further variables of the chat template (``data.template_arguments``).
     """
 
     def __init__(
-        self, engine: Engine, junior: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, *, longest: int
+        self,
+        engine: Engine,
+        junior: PreTrainedModel,
+        tokenizer: PreTrainedTokenizerBase,
+        *,
+        longest: int,
+        template_arguments: Mapping[str, Any] = DEFAULT_ARGUMENTS,
     ) -> None:
         self.engine, self.junior, self.tokenizer, self.longest = engine, junior, tokenizer, longest
+        self._template_arguments = template_arguments
         self._strategy = lru_cache(maxsize=32)(self._make_strategy)
 
     def write(self, draft: Draft, count: int) -> Piece:
@@ -126,7 +135,8 @@ class Duo:
         return schedule_of(selection, self.tokenizer, self.engine.vocabulary).strategy(1)
 
     def _prompt(self, text: str) -> list[int]:
-        return [*chat_tokens(self.tokenizer, [{"role": "user", "content": text}], "the prompt")]
+        asked = [{"role": "user", "content": text}]
+        return [*chat_tokens(self.tokenizer, asked, "the prompt", self._template_arguments)]
 
     @torch.no_grad()
     def _read(self, draft: Draft, start: int, prompt: Sequence[int], *, over: bool = False) -> list[Token]:

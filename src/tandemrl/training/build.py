@@ -1,6 +1,6 @@
 """Builds a run from a config: data, models, engine and scorer."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from functools import partial
 from pathlib import Path
 
@@ -47,6 +47,7 @@ def build(
     reward: Mapping[str, RewardFunction] | None = None,
     environment: Environment | None = None,
     check_judge: Callable[[], None] = lambda: None,
+    stated: Collection[str] = (),
 ) -> Run:
     """Load models and data and start the engine, without writing a file.
 
@@ -60,6 +61,7 @@ def build(
         reward: reward functions by name (see ``rewards.by_name``).
         environment: used instead of ``rollout.environment``.
         check_judge: called while waiting for a judge's server; it raises if the server has ended.
+        stated: see ``Preflight``.
 
     Raises:
         ConfigError, DataError, ModelError: something that the config names is missing or does not fit.
@@ -89,6 +91,7 @@ def build(
         own_recipe=own_recipe,
         strategy=strategy,
         check_judge=check_judge,
+        stated=stated,
     ).require()
     tokenizer, heldout, playground = preflight.tokenizer, preflight.heldout, preflight.playground
     prompts, dropped = preflight.prompts

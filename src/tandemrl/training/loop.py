@@ -6,7 +6,7 @@ phases; each of them is a function of another module.
 """
 
 import faulthandler
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
@@ -68,6 +68,7 @@ def train(
     strategy: StrategyFunction | Strategy | str | None = None,
     reward: RewardFunction | Mapping[str, RewardFunction] | None = None,
     environment: Environment | None = None,
+    stated: Collection[str] = (),
     console: Console | None = None,
     quiet: bool = False,
 ) -> Path:
@@ -91,6 +92,8 @@ def train(
             called once with a made-up text before the run.
         environment: what the authors act in, instead of ``rollout.environment``. If it has a method ``score``, this is
             a reward function.
+        stated: dotted keys of ``reward.*`` that must be used, also without evaluation (``train.eval_every: 0``). Then a
+            reward that no training row uses could be one for the rows of ``data.eval``, so others give only a warning.
         console: where to print; see ``Tracker``.
         quiet: print nothing.
 
@@ -112,7 +115,7 @@ def train(
         say = (console or Console()).print
         say(f"judge.command: starting it; its output is in {Path(config.output_dir, LOG)}", markup=False)
     with in_use(environment), judge_server(config, start=world.main) as check_judge:
-        run = build(config, recipe, strategy, world, by_name(reward), environment, check_judge)
+        run = build(config, recipe, strategy, world, by_name(reward), environment, check_judge, stated)
         config, silent = run.setup.config, quiet or not world.main
         locked = checkpoint.lock(config.output_dir) if world.main else nullcontext()
         with locked, run.setup.scorer, run.setup.playground or nullcontext():

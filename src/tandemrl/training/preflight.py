@@ -7,7 +7,7 @@ import importlib.util
 import math
 import shutil
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from itertools import chain
@@ -48,9 +48,10 @@ from tandemrl.rewards.code.sandbox import Sandbox
 from tandemrl.rewards.functions import RewardFunction, with_environment
 from tandemrl.rewards.judge.rubric import Judge
 from tandemrl.rewards.scoring import Scorer
-from tandemrl.rollout.envs.environment import Environment
+from tandemrl.rollout.envs.environment import BrokenEnvironmentError, Environment
 from tandemrl.rollout.envs.episodes import Playground, make_caller
 from tandemrl.rollout.envs.factory import make_environment
+from tandemrl.rollout.envs.semantic import is_cross_encoder, reading_of
 from tandemrl.rollout.vllm import require_vllm
 from tandemrl.training.arguments import StrategyFunction, tried_recipe, try_strategies
 from tandemrl.training.checkpoint import CheckpointError, is_checkpoint, latest, step_of
@@ -77,6 +78,7 @@ class Preflight:
     downloads: whether to download tokenizers, model configurations and data from the hub if they are not on this
     machine. If not, a missing one raises a ``NotHereError``. functions, environment, own_recipe, strategy: what was
     passed to ``train``. check_judge: called while waiting for a judge's server; it raises if the server has ended.
+    stated: dotted keys of ``reward.*`` that the user typed, so that they must be used, even without evaluation.
     """
 
     config: Config
@@ -86,6 +88,7 @@ class Preflight:
     own_recipe: Recipe | None = None
     strategy: StrategyFunction | None = None
     check_judge: Callable[[], None] = lambda: None
+    stated: Collection[str] = ()
 
     @property
     def checks(self) -> dict[str, Callable[[], str]]:
@@ -180,7 +183,14 @@ class Preflight:
         ends = stored_eos_token_ids(config.model.senior, self.tokenizer, download=self.downloads)
         caller = make_caller(config) if self.environment is None else None
         made, _ = self.signed_environment
-        return Playground(made, self.tokenizer, config.rollout, caller=caller, eos_token_ids=ends)
+        return Playground(
+            made,
+            self.tokenizer,
+            config.rollout,
+            caller=caller,
+            eos_token_ids=ends,
+            template_arguments=config.data.template_arguments,
+        )
 
     @cached_property
     def rewards_by_name(self) -> dict[str, RewardFunction]:
@@ -279,10 +289,19 @@ class Preflight:
         return f"{path}: {type(shape).__name__}, {_size(shape):,} parameters{limit}"
 
     def ranker(self) -> str:
-        """Check that the model that ranks documents exists. The processes of tools load it later."""
+        """Check that the model that ranks documents exists, and say how it reads them. The processes of tools load it
+        later."""
         path = self.config.retrieval.model
         assert path is not None
-        return f"{path}: {self._configuration(path).model_type}"
+        configuration = self._configuration(path)
+        if is_cross_encoder(configuration):
+            return f"{path}: {configuration.model_type}, a cross-encoder"
+        try:
+            reading = reading_of(path, download=self.downloads)
+        except BrokenEnvironmentError as error:
+            raise ConfigError(str(error)) from None
+        reading.warn(path)
+        return f"{path}: {configuration.model_type}, {reading.words()}"
 
     @property
     def _ranks_here(self) -> bool:
@@ -350,8 +369,8 @@ class Preflight:
         read = [*self.rows, *chain.from_iterable(self.heldout_rows + self.monitored_rows)]
         judging = _unused if judged else None
         with Scorer(config.reward, code=_unused, judge=judging, functions=self.rewards_by_name) as scorer:
-            # Without evaluation the rows of data.eval are not read: what only they would use is no mistake.
-            stated = None if config.train.eval_every or not config.data.eval else ()
+            # Without evaluation the rows of data.eval are not read: what only they would use is no mistake in a file.
+            stated = None if config.train.eval_every or not config.data.eval else self.stated
             kinds = map(routing.Kind.of, read)
             scorer.check(rows, episodes=self.playground is not None, kinds=kinds, stated=stated)
             used = {routing.Kind.of(row): row for row in reversed(rows)}
@@ -473,6 +492,7 @@ class Preflight:
             suffix=data.prompt_suffix,
             opening=None if playground is None else lambda row: playground.opening(row).messages,
             tools=() if playground is None else playground.tools,
+            template_arguments=data.template_arguments,
         )
 
     @property

@@ -11,7 +11,18 @@ import numpy as np
 import pytest
 import tempers
 from tempers import call, row
-from worlds import EMPTY_THOUGHT, LLAMA, OTHER_END, SPECIAL, TAGS, XML_CALLS, ScriptedEngine, tokenizer
+from worlds import (
+    EMPTY_THOUGHT,
+    LLAMA,
+    LLAMA_31,
+    OTHER_END,
+    SPECIAL,
+    TAGS,
+    XML_CALLS,
+    ScriptedEngine,
+    llama,
+    tokenizer,
+)
 
 from helpers import agent_tokenizer
 from tandemrl.config import Config, ConfigError, load
@@ -290,7 +301,7 @@ def on(
     return Playground(environment or tempers.World(), words, load(None, overrides).rollout, **options)
 
 
-@pytest.mark.parametrize("template", [LLAMA, XML_CALLS])
+@pytest.mark.parametrize("template", [LLAMA.replace("parameters", "args"), XML_CALLS])
 def test_a_template_whose_calls_cannot_be_read_is_refused(template: str) -> None:
     words = copy.copy(tokenizer(template))
     words.name_or_path = "models/mine"
@@ -322,6 +333,29 @@ def test_a_response_template_that_reads_its_calls_will_do() -> None:
         written = '{"name": "add", "parameters": {"a": 1}}<|im_end|>'
         message = playground.message(Turn(0, row(), 0, np.array(words.encode(written)), "eos"))
         assert message["tool_calls"][0]["function"] == {"name": "add", "arguments": {"a": 1}}
+
+
+@pytest.mark.parametrize("output", ["m.content", '{"output": m.content}'])
+def test_bare_calls_of_llama_are_made_and_answered(output: str) -> None:
+    """Also with the template that vLLM ships, where a result is an object."""
+    words = llama(LLAMA_31.replace("m.content | tojson if", f"{output} | tojson if"))
+    script = [
+        '{"name": "add", "parameters": {"a": 1, "b": 4}}',
+        '{"name": "add", "parameters": {"a": "x"}}',
+        "It is 5.",
+    ]
+    with on(words) as playground:
+        (done,) = ScriptedEngine(words).play([script], [row()], playground.episodes())
+    said = words.decode(done.tokens[done.author < 0])
+    result = '"5"' if output == "m.content" else '{"output": "5"}'
+    heard = "<|start_header_id|>ipython<|end_header_id|>\n\n"
+    turn = "<|eot_id|><|start_header_id|>assistant<|end_header_id|>\n\n"
+    assert said.startswith(f"{heard}{result}{turn}{heard}")
+    assert "argument 'a' of add must be integer" in said
+    assert said.endswith(turn)
+    assert done.stop_reason == "eos"
+    assert done.transcript.messages[-1] == {"role": "assistant", "content": "It is 5."}
+    assert (done.transcript.counts["tool_calls"], done.transcript.counts["invalid_calls"]) == (1, 1)
 
 
 def test_every_template_that_writes_calls_as_hermes_will_do() -> None:

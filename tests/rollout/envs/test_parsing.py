@@ -112,6 +112,61 @@ def test_calls_that_cannot_be_made(text: str, fault: str) -> None:
     json.dumps(message, allow_nan=False, ensure_ascii=False).encode()
 
 
+def bare(text: str) -> dict[str, Any]:
+    return parse_turn(text, SCHEMAS, calls="json")
+
+
+ADD = '{"name": "add", "parameters": {"a": 1}}'
+WHO = '{"name": "who", "parameters": {}}'
+
+
+@pytest.mark.parametrize(
+    ("text", "calls", "content"),
+    [
+        (ADD, [made("add", a=1)], ""),
+        (f"\n<|python_tag|>{ADD}\n", [made("add", a=1)], ""),
+        ('{ "type" : "function", "name": "add", "parameters": {"a": 1}}', [made("add", a=1)], ""),
+        ('{"name": "add", "arguments": {"a": 1}}', [made("add", a=1)], ""),
+        (f"{ADD}; {WHO}", [made("add", a=1), made("who")], ""),
+        (f"{ADD};\n", [made("add", a=1)], ""),
+        (f"I add.\n{ADD}\nDone.", [made("add", a=1)], "I add.\nDone."),
+        ('{"name": "echo", "parameters": {"text": "{\\"name\\": 1}; é"}}', [made("echo", text='{"name": 1}; é')], ""),
+        ("It is {1, 2}.", [], "It is {1, 2}."),
+        ('{"name": "Ann", "age": 3}', [], '{"name": "Ann", "age": 3}'),
+        (call("add", a=1).replace("name", "nam"), [], call("add", a=1).replace("name", "nam")),
+        (f"<think>\n{ADD}\n</think>\n{WHO}", [made("who")], ""),
+    ],
+)
+def test_bare_calls(text: str, calls: list[dict[str, Any]], content: str) -> None:
+    message = bare(text)
+    assert (message.get("tool_calls", []), message["content"]) == (calls, content)
+    assert "invalid_calls" not in message
+
+
+@pytest.mark.parametrize(
+    ("text", "fault"),
+    [
+        ('{"name": "add", "parameters": {"a": 1}', "not valid JSON"),
+        ('{"name": add, "parameters": {"a": 1}}', "not valid JSON"),
+        ('{"name": ["add"], "parameters": {"a": 1}}', 'a call is {"name": the tool, "parameters"'),
+        ('{"name": "add", "parameters": 1}', "the arguments of add must be an object"),
+        ('{"name": "sub", "parameters": {}}', "there is no tool 'sub'"),
+        (f'{{"name": "add", "parameters": {"[" * 99_999}', "nested more than 32 deep"),
+        ("; ".join([WHO] * 65), "no more than 64 calls can be made in a turn"),
+    ],
+)
+def test_bare_calls_that_cannot_be_made(text: str, fault: str) -> None:
+    (found,) = bare(text)["invalid_calls"]
+    assert fault in found
+
+
+@pytest.mark.parametrize("unit", [ADD, '{"name":', '{ "name": 1}', "{ ", "<|python_tag|> ", '{"name": "a" ;'])
+def test_hostile_bare_calls_take_no_time(unit: str) -> None:
+    start = time.process_time()
+    bare(unit * 50_000)
+    assert time.process_time() - start < 5
+
+
 def test_good_calls_beside_bad_ones_are_made() -> None:
     message = parsed(f"{call('add', a=1)}<tool_call>oops</tool_call>{call('who', x=1)}{call('echo', text='</think')}")
     assert message["tool_calls"] == [made("add", a=1), made("echo", text="</think")]

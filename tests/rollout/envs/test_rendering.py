@@ -16,12 +16,14 @@ from worlds import (
     HERMES,
     JSON_RESULTS,
     LLAMA,
+    MAY_THINK,
     NO_TOOLS,
     SKELETON,
     SPECIAL,
     STERN,
     TAGS,
     WORDS,
+    llama,
     tokenizer,
 )
 
@@ -64,6 +66,20 @@ def test_three_turns_are_what_the_template_would_write(template: str) -> None:
         so_far += text(world.context(answers, ended=True).tokens, words)
         messages += [{"role": "assistant", "content": f"Turn {number}", "tool_calls": [call]}, *answers]
         assert so_far == words.apply_chat_template(messages, tools=SCHEMAS, add_generation_prompt=True, tokenize=False)
+
+
+def test_turns_of_llama_are_what_its_template_would_write() -> None:
+    words = llama()
+    world = rendering(words)
+    messages: list[dict[str, Any]] = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "?"}]
+    so_far = words.apply_chat_template(messages, tools=SCHEMAS, add_generation_prompt=True, tokenize=False)
+    for number, result in enumerate(("3", 'say "7"\n\\ é', "<|eot_id|>")):
+        call = {"type": "function", "function": {"name": "add", "arguments": {"a": number}}}
+        so_far += f'{{"name": "add", "parameters": {{"a": {number}}}}}<|eot_id|>'
+        so_far += text(world.context([tool(result)], ended=True).tokens, words)
+        messages += [{"role": "assistant", "content": "", "tool_calls": [call]}, tool(result)]
+        assert so_far == words.apply_chat_template(messages, tools=SCHEMAS, add_generation_prompt=True, tokenize=False)
+    assert list(world.context([tool("<|eot_id|>")], ended=True).tokens).count(words.eos_token_id) == 1
 
 
 def test_an_answer_has_nothing_of_the_turn_before_it_even_if_a_template_leaves_its_content_out() -> None:
@@ -232,7 +248,7 @@ def test_a_cut_inside_of_a_character_or_a_control_token() -> None:
         (HERMES.replace("{{ m.content }}\n</tool", "\n</tool"), {}, "does not show messages of the role 'tool'"),
         (HERMES.replace("{{ m.content }}\n</tool", "{{ m.content | upper }}\n</tool"), {}, "does not show messages"),
         (HERMES, {"eos_token_ids": [256]}, r"but EOS tokens of the model are '<\|endoftext\|>'"),
-        (DROPS_THOUGHTS, {}, "writes a turn otherwise once .*THOUGHTofDUMMY.*set rollout.keep_turns=true"),
+        (DROPS_THOUGHTS, {}, "rewrites a turn once .*THOUGHTofDUMMY.*Set rollout.keep_turns=true"),
         ("", {}, "has no chat template"),
     ],
 )
@@ -246,6 +262,15 @@ def test_templates_that_are_of_no_use(template: str, options: dict[str, Any], fa
 def test_turns_that_a_template_would_rewrite_can_be_kept() -> None:
     kept = rendering(tokenizer(DROPS_THOUGHTS), keep_turns=True).context([tool("3")], ended=True)
     assert kept.tokens == rendering().context([tool("3")], ended=True).tokens
+
+
+def test_the_template_gets_the_arguments_of_the_config() -> None:
+    words = tokenizer(MAY_THINK)
+    told = rendering(words, keep_turns=True), rendering(words, template_arguments={"enable_thinking": True})
+    begun = [text(world.context([tool("3")], ended=True).tokens).rpartition("assistant\n")[2] for world in told]
+    assert begun == ["<think>\n\n</think>\n\n", ""]
+    with pytest.raises(ConfigError, match=r"data\.template_arguments\.think: .* it reads enable_thinking"):
+        rendering(words, template_arguments={"think": True})
 
 
 def test_another_role_is_checked_when_it_is_first_met() -> None:

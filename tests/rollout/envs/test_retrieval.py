@@ -1,6 +1,8 @@
 """Retrievers: what a query finds, by words, by models and by services."""
 
 import json
+import os
+import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -231,6 +233,77 @@ def test_an_embedding_model(tmp_path: Path, pooling: str, monkeypatch: pytest.Mo
         expected = [float(embedded(text) @ embedded(query)) for text in TEXTS]
         assert relevance(query, TEXTS) == pytest.approx(expected, abs=1e-5)
     assert sorted(read) == [1, 1, len(TEXTS)]
+
+
+def hub_cache(home: Path, name: str) -> Path:
+    """A snapshot of an embedding model of the hub, as downloads leave it; it reads three tokens, of which the first."""
+    repository = home / "hub" / f"models--{name.replace('/', '--')}"
+    snapshot = repository / "snapshots" / ("0" * 40)
+    save_model(snapshot, BertModel)
+    (repository / "refs").mkdir()
+    (repository / "refs" / "main").write_text("0" * 40)
+    (snapshot / "1_Pooling").mkdir()
+    (snapshot / "1_Pooling" / "config.json").write_text('{"pooling_mode_cls_token": true}')
+    (snapshot / "sentence_bert_config.json").write_text('{"max_seq_length": 3, "do_lower_case": false}')
+    modules = [("", "Transformer"), ("1_Pooling", "Pooling"), ("2_Normalize", "Normalize")]
+    listed = [{"path": path, "type": f"sentence_transformers.models.{kind}"} for path, kind in modules]
+    (snapshot / "modules.json").write_text(json.dumps(listed))
+    return snapshot
+
+
+RANK = """
+import sys
+from tandemrl.config import RetrievalConfig
+from tandemrl.rollout.envs.semantic import make_relevance, reading_of
+print(*reading_of(sys.argv[1]), *make_relevance(RetrievalConfig(retriever="semantic", model=sys.argv[1]))("fox", TEXTS))
+"""
+
+
+def test_a_model_of_the_hub_reads_as_its_folder_does(tmp_path: Path) -> None:
+    """Without a network, in a process that has read no other settings of the hub."""
+    snapshot = hub_cache(tmp_path, "someone/embedder")
+    model, tokenizer = BertModel.from_pretrained(snapshot).eval(), PreTrainedTokenizerFast.from_pretrained(snapshot)
+
+    def embedded(text: str) -> np.ndarray:
+        first = tokenizer(text)["input_ids"]
+        cut = first if len(first) <= 3 else [*first[:2], first[-1]]  # its first word
+        with torch.no_grad():
+            vector = model(torch.tensor([cut])).last_hidden_state[0, 0].numpy()
+        return vector / np.sqrt((vector**2).sum())
+
+    expected = [float(embedded(text) @ embedded("fox")) for text in TEXTS]
+    environment = {**os.environ, "HF_HOME": str(tmp_path), "HF_HUB_OFFLINE": "1"}
+    environment.pop("HF_HUB_CACHE", None)
+    for name in ("someone/embedder", str(snapshot)):
+        command = [sys.executable, "-c", RANK.replace("TEXTS", repr(TEXTS)), name]
+        said = subprocess.run(command, env=environment, capture_output=True, text=True, check=True).stdout.split()
+        assert said[:3] == ["cls", "3", "()"]
+        assert [float(each) for each in said[3:]] == pytest.approx(expected, abs=1e-5)
+
+
+def test_a_model_without_sentence_transformers_files_is_read_by_default_and_says_so(tmp_path: Path) -> None:
+    path = save_model(tmp_path, BertModel)
+    reading = semantic.reading_of(path)
+    assert reading == ("mean", None, ("1_Pooling/config.json",))
+    with pytest.warns(UserWarning, match=r"mean pooling, by default: there is no 1_Pooling/config\.json"):
+        reading.warn(path)
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "fault"),
+    [
+        ("modules.json", '[{"path": "2_Dense", "type": "sentence_transformers.models.Dense"}]', "it has a layer Dense"),
+        ("modules.json", "{}", "expected a JSON list"),
+        ("modules.json", "[", r"modules\.json: Expecting value"),
+        ("sentence_bert_config.json", '{"max_seq_length": "long"}', "max_seq_length='long' is no length"),
+    ],
+)
+def test_a_model_that_would_be_read_otherwise_than_it_was_trained_is_refused(
+    tmp_path: Path, name: str, content: str, fault: str
+) -> None:
+    (tmp_path / name).write_text(content)
+    with pytest.raises(BrokenEnvironmentError, match=fault):
+        semantic.reading_of(str(tmp_path))
 
 
 def test_a_model_that_cannot_be_used(tmp_path: Path) -> None:

@@ -1,5 +1,6 @@
 """Tokenizers with chat templates, and an engine that writes what it is told to."""
 
+import copy
 from collections.abc import Sequence
 from functools import cache
 
@@ -57,6 +58,31 @@ LLAMA = (
     "{{ m.content }}{% endif %}<|im_end|>{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
 """As Llama 3.1: a call is bare JSON, with which no content is shown."""
+LLAMA_SPECIAL = ("<|begin_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>", "<|python_tag|>")
+LLAMA_31 = (
+    "{{ bos_token }}{% if not tools is defined %}{% set tools = none %}{% endif %}"
+    "{% if not tools_in_user_message is defined %}{% set tools_in_user_message = true %}{% endif %}"
+    "{% if not date_string is defined %}{% set date_string = '26 Jul 2024' %}{% endif %}"
+    "{% if messages[0].role == 'system' %}{% set system = messages[0].content | trim %}"
+    "{% set messages = messages[1:] %}{% else %}{% set system = '' %}{% endif %}"
+    "<|start_header_id|>system<|end_header_id|>\n\n{% if tools is not none %}{{ 'Environment: ipython\n' }}{% endif %}"
+    "Today Date: {{ date_string + '\n\n' + system }}<|eot_id|>"
+    "{% if tools_in_user_message and tools is not none %}{% if messages | length == 0 %}"
+    "{{ raise_exception('no first user message') }}{% endif %}{% set first = messages[0].content | trim %}"
+    "{% set messages = messages[1:] %}<|start_header_id|>user<|end_header_id|>\n\n"
+    'Answer {"name": function name, "parameters": dictionary of argument name and its value}.\n\n'
+    "{% for t in tools %}{{ t | tojson(indent=4) + '\n\n' }}{% endfor %}{{ first }}<|eot_id|>{% endif %}"
+    "{% for m in messages %}{% if m.role in ('ipython', 'tool') %}"
+    "<|start_header_id|>ipython<|end_header_id|>\n\n"
+    "{{ m.content | tojson if m.content is iterable else m.content }}<|eot_id|>"
+    "{% elif 'tool_calls' in m %}"
+    "{% if m.tool_calls | length != 1 %}{{ raise_exception('one call at once') }}{% endif %}"
+    "{% set call = m.tool_calls[0].function %}<|start_header_id|>assistant<|end_header_id|>\n\n"
+    """{{ '{"name": "' + call.name + '", "parameters": ' }}{{ call.arguments | tojson }}{{ '}' }}<|eot_id|>"""
+    "{% else %}<|start_header_id|>{{ m.role }}<|end_header_id|>\n\n{{ m.content | trim }}<|eot_id|>{% endif %}"
+    "{% endfor %}{% if add_generation_prompt %}<|start_header_id|>assistant<|end_header_id|>\n\n{% endif %}"
+)
+"""As Llama 3.1's own: tools in the first message, one bare call in a turn, results of the role ``ipython`` as JSON."""
 XML_CALLS = HERMES.replace(
     CALLS,
     "{% for call in m.tool_calls or [] %}\n<tool_call>\n<function={{ call.function.name }}>"
@@ -68,6 +94,11 @@ OTHER_END = HERMES.replace(CALLS + "<|im_end|>", CALLS + "{{ '<|endoftext|>' if 
 """A turn with calls ends in a token of its own, as Llama 3.1's ``<|eom_id|>``."""
 EMPTY_THOUGHT = HERMES.replace("assistant\n{% endif %}", "assistant\n<think>\n\n</think>\n\n{% endif %}")
 """As Qwen3 without thinking: in front of a turn stands a thought that is left out of the turns before it."""
+MAY_THINK = HERMES.replace(
+    "assistant\n{% endif %}",
+    "assistant\n{% if enable_thinking is false %}<think>\n\n</think>\n\n{% endif %}{% endif %}",
+)
+"""As Qwen3: that thought is written if the model is told not to think."""
 STERN = HERMES.replace("{% if m.role == 'tool' %}", "{% if m.role == 'tool' %}{{ raise_exception('no tools here') }}")
 
 
@@ -83,6 +114,15 @@ def tokenizer(template: str = HERMES) -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(
         tokenizer_object=bpe, eos_token="<|im_end|>", pad_token="<|endoftext|>", chat_template=template
     )
+
+
+@cache
+def llama(template: str = LLAMA_31) -> PreTrainedTokenizerFast:
+    """Every byte is a token, beside Llama's control tokens."""
+    words = copy.deepcopy(tokenizer(template))
+    words.add_special_tokens({"additional_special_tokens": [*LLAMA_SPECIAL]})
+    words.bos_token, words.eos_token = "<|begin_of_text|>", "<|eot_id|>"
+    return words
 
 
 # --------------------------------------------------------------------------------------------------------------- engine

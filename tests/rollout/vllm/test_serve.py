@@ -15,6 +15,7 @@ import urllib.error
 import urllib.request
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import groupby
 from pathlib import Path
 from types import SimpleNamespace
@@ -715,13 +716,15 @@ def test_the_command_hands_on_its_options(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(server, "serve", lambda *arguments, **keywords: calls.append((*arguments, keywords)))
     options = ["serve", "--senior", "S", "--junior", "J", "--strategy", "chunk", "--chunk-size", "3", "--port", "1"]
     options += ["--allowed-host", "pair"]
-    result = CliRunner().invoke(app, [*options, "--mode", "lockstep", "--", "--max-model-len", "64"])
+    options += ["--mode", "lockstep", "--template-arguments", "{enable_thinking: true, n: 1}"]
+    result = CliRunner().invoke(app, [*options, "--", "--max-model-len", "64"])
     assert result.exit_code == 0, result.output
     [(senior, tandem, keywords)] = calls
     selection = vars(SelectionConfig(strategy="chunk", chunk_size=3))
     assert (senior, tandem) == ("S", TandemOptions(junior="J", mode="lockstep", selection=selection))
     assert keywords["vllm_args"] == ["--max-model-len", "64"]
     assert (keywords["tool_call_parser"], keywords["allowed_hosts"]) == (None, ["pair"])
+    assert keywords["template_arguments"] == {"enable_thinking": True, "n": 1}
     assert keywords["port"] == 1
     assert (keywords["host"], keywords["api_key"]) == ("127.0.0.1", None)
 
@@ -745,6 +748,8 @@ def test_a_server_is_open_to_this_machine_alone_unless_told_otherwise() -> None:
         ("{{ tools | length }}", None, [], "hermes"),
         ("{{ messages }} {{ stools }}", None, [], None),
         ("{{ tools | length }}", "mistral", [], "mistral"),
+        ("{{ tools }} {{- '\"parameters\": ' }}", None, [], "llama3_json"),
+        ("{{ tools }} {{ '\"parameters\": ' }}<tool_call>", None, [], "hermes"),
         ("", "mistral", [], "mistral"),
         ("{{ tools }}", None, ["--enable-auto-tool-choice", "--tool-call-parser", "llama3_json"], "llama3_json"),
     ],
@@ -754,6 +759,16 @@ def test_tool_calls_are_read_where_a_template_knows_tools(template, option, flag
     chosen = server.tool_call_parser_of(option, template, flags)
     args = server.server_arguments("S", options, host="x", port=1, tool_call_parser=chosen, vllm_args=flags)
     assert (args.tool_call_parser, args.enable_auto_tool_choice) == (parser, parser is not None)
+
+
+def test_the_chat_template_gets_the_arguments_of_training() -> None:
+    make = partial(server.server_arguments, "S", TandemOptions(junior="J", selection=vars(DEFAULT)), host="x", port=1)
+    assert make(vllm_args=()).default_chat_template_kwargs is None
+    quiet = {"enable_thinking": False}
+    assert make(template_arguments=quiet, vllm_args=()).default_chat_template_kwargs == quiet
+    theirs = ["--default-chat-template-kwargs", '{"enable_thinking": true}']
+    with pytest.raises(EngineError, match="leave it out after `--`; give --template-arguments before it"):
+        make(template_arguments=quiet, vllm_args=theirs)
 
 
 def test_a_port_in_use_is_named() -> None:

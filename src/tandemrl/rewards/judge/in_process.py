@@ -37,7 +37,7 @@ class EngineJudge:
         sampling = Sampling(max_tokens=self.config.max_tokens, temperature=temperature)
         requests = []
         for messages in prompts:
-            tokens = tuple(chat_tokens(self.tokenizer, messages, "judge"))
+            tokens = tuple(chat_tokens(self.tokenizer, messages, "judge", {}))
             requests.append(Request(tokens, (_key(tokens, attempt),), sampling, solo("senior")))
         try:
             completions = self.engine.generate(requests)

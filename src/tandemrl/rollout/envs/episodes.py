@@ -11,18 +11,20 @@ import sys
 from collections import Counter, deque
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial
 from types import TracebackType
 from typing import Any
 
 from tandemrl.config import Config, ConfigError, RolloutConfig
 from tandemrl.data.rows import Row
+from tandemrl.data.templates import DEFAULT_ARGUMENTS
 from tandemrl.distributed.watchdog import stamp
 from tandemrl.messages import Message, Transcript, sound
 from tandemrl.processes.calls import Caller, ChildCalls, Outcome, ProcessError, ThreadCalls
 from tandemrl.rollout.engine import EngineError, Reply, Request, StopReason, Turn
 from tandemrl.rollout.envs.environment import Environment, Opening, State
 from tandemrl.rollout.envs.factory import make_environment
-from tandemrl.rollout.envs.parsing import parse_turn
+from tandemrl.rollout.envs.parsing import CALL_FORMATS, CallFormat, parse_turn
 from tandemrl.rollout.envs.rendering import Rendering
 from tandemrl.rollout.envs.tools import sample
 from tandemrl.rollout.envs.worker import answering
@@ -47,6 +49,7 @@ class Playground:
         caller: runs the environment, as a rule in processes of its own. None runs it in threads of this process, for an
             environment that exists nowhere else, as in a notebook; there, a late call is given up but cannot be killed.
         eos_token_ids: the ids that end a turn for the engine. None stands for the tokenizer's EOS token.
+        template_arguments: further variables of the chat template (``data.template_arguments``).
 
     Raises:
         ConfigError: a tool cannot be described, or the tokenizer's chat template does not support several turns, or
@@ -61,6 +64,7 @@ class Playground:
         *,
         caller: Caller | None = None,
         eos_token_ids: Collection[int] | None = None,
+        template_arguments: Mapping[str, Any] = DEFAULT_ARGUMENTS,
     ) -> None:
         self.environment = environment
         self.name = type(environment).__name__ if config.environment == "single" else config.environment
@@ -78,11 +82,11 @@ class Playground:
             eos_token_ids=self._ends,
             result_tokens=config.result_tokens,
             keep_turns=config.keep_turns,
+            template_arguments=template_arguments,
         )
         self._tokenizer = tokenizer
         self._prefix = self.rendering.prefix
-        for schema in self.tools:
-            self._check_call(schema["function"])
+        self._calls: CallFormat = self._call_format()
 
     def opening(self, row: Row) -> Opening:
         """The messages and the state that the episode of a row begins with.
@@ -117,24 +121,34 @@ class Playground:
         if tokens and turn.stop_reason != "length" and tokens[-1] in self._ends:
             tokens.pop()
         text = self._tokenizer.decode(tokens, skip_special_tokens=False)
-        return parse_turn(text, self.schemas, self._tokenizer, self._prefix)
+        return parse_turn(text, self.schemas, self._tokenizer, self._prefix, self._calls)
 
-    def _check_call(self, tool: Mapping[str, Any]) -> None:
-        """Check that a call which the chat template writes is parsed back to the same call.
+    def _call_format(self) -> CallFormat:
+        """The format in which the chat template writes calls: that in which a call of every tool is read back.
 
         Raises:
-            ConfigError: it is not.
+            ConfigError: there is none.
         """
-        name, arguments = tool["name"], sample(tool["parameters"])
-        text = self.rendering.call_text(name, arguments)
-        read = parse_turn(text, self.schemas, self._tokenizer, self._prefix).get("tool_calls")
-        if read != [{"type": "function", "function": {"name": name, "arguments": arguments}}]:
-            raise ConfigError(
-                f"tokenizer {self._tokenizer.name_or_path!r}: its chat template writes a call of {name} as "
-                f"{text[:200]!r}, which is not read as one with the arguments {json.dumps(arguments)}. Use a tokenizer "
-                "with a response template that reads its calls (response_template in tokenizer_config.json), or a chat "
-                'template that writes <tool_call>{"name": …, "arguments": {…}}</tool_call>'
-            )
+        asked = [(tool["function"]["name"], sample(tool["function"]["parameters"])) for tool in self.tools]
+        written = [self.rendering.call_text(name, arguments) for name, arguments in asked]
+
+        def read_back(number: int, calls: CallFormat) -> bool:
+            name, arguments = asked[number]
+            read = parse_turn(written[number], self.schemas, self._tokenizer, self._prefix, calls).get("tool_calls")
+            return read == [{"type": "function", "function": {"name": name, "arguments": arguments}}]
+
+        fits = {calls: [read_back(number, calls) for number in range(len(asked))] for calls in CALL_FORMATS}
+        if (found := next((calls for calls, each in fits.items() if all(each)), None)) is not None:
+            return found
+        worst = min(each.index(False) for each in fits.values())
+        name, arguments = asked[worst]
+        raise ConfigError(
+            f"tokenizer {self._tokenizer.name_or_path!r}: its chat template writes a call of {name} as "
+            f"{written[worst][:200]!r}, which is not read as one with the arguments {json.dumps(arguments)}. Use a "
+            "tokenizer with a response template that reads its calls (response_template in tokenizer_config.json), or "
+            'a chat template that writes <tool_call>{"name": …, "arguments": {…}}</tool_call> or {"name": …, '
+            '"parameters": {…}}'
+        )
 
     def close(self) -> None:
         """End the processes of the environment. The next call of the environment starts new ones."""
@@ -166,13 +180,18 @@ def make_playground(
     Raises:
         ConfigError: there is no such environment, or it does not work with the tokenizer.
     """
-    rollout = config.rollout
+    made = partial(
+        Playground,
+        tokenizer=tokenizer,
+        config=config.rollout,
+        eos_token_ids=eos_token_ids,
+        template_arguments=config.data.template_arguments,
+    )
     if environment is not None:
-        return Playground(environment, tokenizer, rollout, eos_token_ids=eos_token_ids)
+        return made(environment)
     if (configured := make_environment(config)) is None:
         return None
-    caller = make_caller(config)
-    return Playground(configured, tokenizer, rollout, caller=caller, eos_token_ids=eos_token_ids)
+    return made(configured, caller=make_caller(config))
 
 
 def make_caller(config: Config) -> ChildCalls:

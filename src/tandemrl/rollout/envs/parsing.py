@@ -4,7 +4,7 @@ import json
 import math
 import re
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Literal, get_args
 
 from tandemrl.messages import Message
 from tandemrl.rollout.envs.tools import Schema, call_fault
@@ -15,14 +15,29 @@ MAX_DEPTH = 32
 """How deep objects and arrays may be nested in the arguments of a call."""
 MAX_CALLS = 64
 """How many calls a turn may make."""
-_JSON, _SPACES = json.JSONDecoder(), re.compile(r"\s*")
+CallFormat = Literal["hermes", "json"]
+"""How calls are written.
+
+hermes: ``<tool_call>{"name": …, "arguments": {…}}</tool_call>``, as Qwen's templates write them. json: the bare object
+``{"name": …, "parameters": {…}}``, as Llama's do.
+"""
+CALL_FORMATS: tuple[CallFormat, ...] = get_args(CallFormat)
+_JSON, _SPACES, _BETWEEN = json.JSONDecoder(), re.compile(r"\s*"), re.compile(r"\s*;?\s*")
+_BARE = re.compile(r'(?:<\|python_tag\|>\s*)?(?P<call>{\s*(?:"type"\s*:\s*"function"\s*,\s*)?"name"\s*:)')
+"""Where a bare call begins. Llama's models may write their tag of tools in front, and a type that nobody asked for."""
 
 
-def parse_turn(text: str, schemas: Mapping[str, Schema], tokenizer: Any = None, prefix: str = "") -> Message:
+def parse_turn(
+    text: str,
+    schemas: Mapping[str, Schema],
+    tokenizer: Any = None,
+    prefix: str = "",
+    calls: CallFormat = "hermes",
+) -> Message:
     """Parse the text of a turn to a message of the role ``assistant``.
 
-    A tokenizer with a response template of its own parses the turn. Without one, calls are expected in the Hermes
-    format, ``<tool_call>{"name": …, "arguments": {…}}</tool_call>``.
+    A tokenizer with a response template of its own parses the turn. Without one, calls are expected in the format
+    ``calls``.
 
     Args:
         text: what the author wrote, without the end of the turn.
@@ -38,7 +53,7 @@ def parse_turn(text: str, schemas: Mapping[str, Schema], tokenizer: Any = None, 
         return {"role": "assistant", "content": text.strip()}
     if getattr(tokenizer, "response_template", None) is not None:
         return checked_turn(_by_template(text, list(schemas.values()), tokenizer, prefix), schemas)
-    return checked_turn(_hermes(text, prefix), schemas)
+    return checked_turn((_hermes if calls == "hermes" else _bare)(text, prefix), schemas)
 
 
 def checked_turn(written: Mapping[str, Any], schemas: Mapping[str, Schema]) -> Message:
@@ -77,8 +92,7 @@ def _hermes(text: str, prefix: str) -> dict[str, Any]:
 
     Calls inside a thought at the start of the turn are not made. A thought that does not end takes up the whole turn.
     """
-    thinks = text.lstrip().startswith(THOUGHT) or prefix.rstrip().endswith(THOUGHT)
-    thought, _, rest = text.partition(END_OF_THOUGHT) if thinks else ("", "", text)
+    thought, rest = _after_thought(text, prefix)
     said, calls, here = [], list[Any](), 0
     while (start := rest.find(CALL, here)) >= 0:
         said.append(rest[here:start])
@@ -88,10 +102,51 @@ def _hermes(text: str, prefix: str) -> dict[str, Any]:
             break
         call, here = _hermes_call(rest, start + len(CALL))
         calls.append(call)
-    message: dict[str, Any] = {"role": "assistant", "content": "".join([*said, rest[here:]]).strip()}
-    if thought := thought.strip().removeprefix(THOUGHT).strip():
-        message["reasoning_content"] = thought
-    return message | {"tool_calls": calls}
+    return thought | {"content": "".join([*said, rest[here:]]).strip(), "tool_calls": calls}
+
+
+def _bare(text: str, prefix: str) -> dict[str, Any]:
+    """Parse a turn whose calls are bare JSON objects, one or several with ``;`` between them.
+
+    An object with a name but without parameters is no call, but part of the content. What cannot be read takes up the
+    rest of the turn. Thoughts are as in `_hermes`.
+    """
+    thought, rest = _after_thought(text, prefix)
+    said, calls, here, seen = [], list[Any](), 0, 0
+    while found := _BARE.search(rest, seen):
+        if len(calls) == MAX_CALLS:
+            call, seen = _Fault(f"no more than {MAX_CALLS} calls can be made in a turn"), len(rest)
+        else:
+            call, seen = _bare_call(rest, found.start("call"))
+        if call is not None:
+            said.append(rest[here : found.start()])
+            calls.append(call)
+            here = seen = _after_spaces(rest, seen, _BETWEEN)
+    return thought | {"content": "".join([*said, rest[here:]]).strip(), "tool_calls": calls}
+
+
+def _bare_call(text: str, start: int) -> tuple[Any, int]:
+    """The call whose JSON begins at ``start``, or None if it is none, and the index of the first character after it."""
+    try:
+        written, end = _JSON.raw_decode(text, start)
+    except RecursionError:
+        return _Fault(f"the arguments are nested more than {MAX_DEPTH} deep"), len(text)
+    except ValueError as error:
+        return _Fault(f"a call is not valid JSON: {error}"), len(text)
+    keys = [key for key in ("parameters", "arguments") if key in written]
+    if not keys:
+        return None, end
+    if not isinstance(written["name"], str):
+        return _Fault('a call is {"name": the tool, "parameters": {…}}'), end
+    return {"type": "function", "function": {"name": written["name"], "arguments": written[keys[0]]}}, end
+
+
+def _after_thought(text: str, prefix: str) -> tuple[dict[str, Any], str]:
+    """A message with the thought that a turn begins with, if there is one, and the text after it."""
+    thinks = text.lstrip().startswith(THOUGHT) or prefix.rstrip().endswith(THOUGHT)
+    thought, _, rest = text.partition(END_OF_THOUGHT) if thinks else ("", "", text)
+    thought = thought.strip().removeprefix(THOUGHT).strip()
+    return {"role": "assistant", "content": ""} | ({"reasoning_content": thought} if thought else {}), rest
 
 
 def _hermes_call(text: str, start: int) -> tuple[Any, int]:
@@ -112,8 +167,8 @@ def _hermes_call(text: str, start: int) -> tuple[Any, int]:
     return _Fault(fault), closed + len(END_OF_CALL)
 
 
-def _after_spaces(text: str, start: int) -> int:
-    found = _SPACES.match(text, start)
+def _after_spaces(text: str, start: int, spaces: re.Pattern[str] = _SPACES) -> int:
+    found = spaces.match(text, start)
     assert found is not None
     return found.end()
 

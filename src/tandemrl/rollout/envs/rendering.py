@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 from tokenizers import Tokenizer
 
 from tandemrl.config import ConfigError
+from tandemrl.data.templates import DEFAULT_ARGUMENTS, template_of, template_variables
 from tandemrl.messages import Message
 from tandemrl.rollout.envs.parsing import CALL, END_OF_CALL, END_OF_THOUGHT, THOUGHT
 from tandemrl.rollout.envs.tools import Schema
@@ -51,10 +52,12 @@ class Rendering:
         result_tokens: a message with more tokens than this is cut.
         keep_turns: accept a template that would write earlier turns differently once later ones follow. They then stay
             as they were written.
+        template_arguments: further variables of the chat template (``data.template_arguments``).
 
     Raises:
-        ConfigError: the template does not show tools, its turns do not end in an EOS token, later turns change how it
-            writes earlier ones, or texts get other tokens apart than together; the message names the tokenizer.
+        ConfigError: the template does not read one of these variables, it does not show tools, its turns do not end in
+            an EOS token, later turns change how it writes earlier ones, or texts get other tokens apart than together;
+            the message names the tokenizer.
     """
 
     def __init__(
@@ -65,6 +68,7 @@ class Rendering:
         eos_token_ids: Collection[int],
         result_tokens: int,
         keep_turns: bool = False,
+        template_arguments: Mapping[str, Any] = DEFAULT_ARGUMENTS,
     ) -> None:
         self._tokenizer = tokenizer
         self._name = f"tokenizer {getattr(tokenizer, 'name_or_path', '')!r}"
@@ -77,10 +81,9 @@ class Rendering:
             )
         if getattr(tokenizer, "backend_tokenizer", None) is None:
             raise ConfigError(f"{self._name} is not a fast tokenizer; environments need one")
-        try:
-            self._template = tokenizer.get_chat_template(tools=self._schemas or None)  # of several with names
-        except ValueError as error:
-            raise ConfigError(f"{self._name}: {error}") from error
+        self._template = template_of(tokenizer, self._schemas)
+        told = {"tools": self._schemas} if self._schemas else {}
+        self._variables = template_variables(tokenizer, template_arguments, self._schemas) | told
         # A copy: padding and truncation of the original change with every call, also from other threads.
         self._encoder = Tokenizer.from_str(tokenizer.backend_tokenizer.to_str())
         self._encoder.no_padding()
@@ -178,14 +181,12 @@ class Rendering:
         Args:
             to_write: add what the template writes up to the beginning of the next turn.
         """
-        told = {"tools": self._schemas} if self._schemas else {}
         try:
             return self._tokenizer.apply_chat_template(
                 [dict(each) for each in messages],
                 add_generation_prompt=to_write,
                 tokenize=False,
-                enable_thinking=False,
-                **told,
+                **self._variables,
             )
         except Exception as error:  # a program that came with a model may raise anything
             roles = ", ".join(dict.fromkeys(each["role"] for each in messages))
@@ -267,10 +268,11 @@ class Rendering:
             return
         same = _common(before, after)
         raise ConfigError(
-            f"{self._name}: its chat template writes a turn otherwise once a message of the role {role!r} or another "
-            f"turn follows: {before[same : same + 40]!r} becomes {after[same : same + 40]!r}. An author would have "
-            "read something else than the model is trained on. Use a template that leaves earlier turns as they were, "
-            "or set rollout.keep_turns=true: then they stay as they were written"
+            f"{self._name}: its chat template rewrites a turn once a message of the role {role!r} or another turn "
+            f"follows: {before[same : same + 40]!r} becomes {after[same : same + 40]!r}. Later turns would be written "
+            "after another text than the one that is trained on. Set rollout.keep_turns=true: earlier turns stay as "
+            "they were written, with their thoughts, also empty ones, which the template would leave out (Qwen3). Or "
+            "use a template that leaves earlier turns as they were"
         )
 
     def _markup_of(self, key: tuple[tuple[str, str | None], ...]) -> "_Markup":

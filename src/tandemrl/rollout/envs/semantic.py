@@ -1,10 +1,12 @@
 """How well documents answer a query, as judged by a cross-encoder, an embedding model or a service."""
 
 import json
+import math
+import warnings
 from collections.abc import Callable, Sequence
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
@@ -21,12 +23,42 @@ KEPT = 256
 BATCH = 32
 """How many texts a model reads at once."""
 
+_Json = TypeVar("_Json", list[Any], dict[str, Any])
+_POOLINGS = {
+    "pooling_mode_mean_tokens": "mean",
+    "pooling_mode_cls_token": "cls",
+    "pooling_mode_lasttoken": "lasttoken",
+}
+
+
+class Reading(NamedTuple):
+    """How an embedding model reads a text.
+
+    pooling: what of the hidden states is the embedding, ``mean``, ``cls`` or ``lasttoken``. max_tokens: how many tokens
+    of a text it reads; None means as many as the model and its tokenizer take. missing: the files that a
+    sentence-transformers model has and this one has not, so that the pooling is the default, ``mean``.
+    """
+
+    pooling: str
+    max_tokens: int | None
+    missing: tuple[str, ...]
+
+    def warn(self, path: str) -> None:
+        """Warn if the model at ``path`` is read by default."""
+        if self.missing:
+            warnings.warn(f"retrieval.model={path}: {self.words()}; is it an embedding model?", stacklevel=3)
+
+    def words(self) -> str:
+        """The reading in a few words."""
+        why = "".join(f", by default: there is no {name}" for name in self.missing)
+        return f"{self.pooling} pooling{why}" + (f", {self.max_tokens} tokens of a text" if self.max_tokens else "")
+
 
 def make_relevance(config: RetrievalConfig) -> Relevance:
     """The relevance by the service at ``retrieval.url``, or by ``retrieval.model``, which is loaded into this process.
 
     A model whose architecture is a sequence classifier is used as a cross-encoder, any other model as an embedding
-    model.
+    model; see `reading_of`.
 
     Raises:
         BrokenEnvironmentError: the model cannot be loaded, or the key of the service is not set.
@@ -94,8 +126,7 @@ def _model(path: str, device: str) -> Relevance:
 
     try:
         tokenizer = load_tokenizer(path)
-        names = AutoConfig.from_pretrained(path).architectures or []
-        crossing = any(name.endswith("ForSequenceClassification") for name in names)
+        crossing = is_cross_encoder(AutoConfig.from_pretrained(path))
         loader = AutoModelForSequenceClassification if crossing else AutoModel
         with no_progress_bars():
             model = loader.from_pretrained(path, trust_remote_code=False).to(resolve_device(device)).eval()
@@ -104,7 +135,12 @@ def _model(path: str, device: str) -> Relevance:
     if tokenizer.pad_token is None:
         tokenizer.pad_token = tokenizer.eos_token
         model.config.pad_token_id = tokenizer.eos_token_id
-    return _cross_encoder(model, tokenizer) if crossing else _embedder(model, tokenizer, _pooling(path))
+    return _cross_encoder(model, tokenizer) if crossing else _embedder(model, tokenizer, reading_of(path))
+
+
+def is_cross_encoder(config: Any) -> bool:
+    """Whether the model of a transformers configuration is used as a cross-encoder, and not as an embedding model."""
+    return any(name.endswith("ForSequenceClassification") for name in config.architectures or [])
 
 
 def _cross_encoder(model: Any, tokenizer: Any) -> Relevance:
@@ -120,7 +156,7 @@ def _cross_encoder(model: Any, tokenizer: Any) -> Relevance:
     return relevance
 
 
-def _embedder(model: Any, tokenizer: Any, pooling: str) -> Relevance:
+def _embedder(model: Any, tokenizer: Any, reading: Reading) -> Relevance:
     """The relevance by an embedding model: the cosine between the embeddings of the query and of each text.
 
     The embeddings of a question's texts are computed once.
@@ -128,7 +164,11 @@ def _embedder(model: Any, tokenizer: Any, pooling: str) -> Relevance:
 
     def embedded(texts: tuple[str, ...]) -> np.ndarray:
         vectors = _in_batches(
-            model, tokenizer, texts, lambda output, mask: _pooled(output.last_hidden_state, mask, pooling)
+            model,
+            tokenizer,
+            texts,
+            lambda output, mask: _pooled(output.last_hidden_state, mask, reading.pooling),
+            most=reading.max_tokens,
         )
         return vectors / np.maximum(np.linalg.norm(vectors, axis=1, keepdims=True), 1e-12)
 
@@ -137,13 +177,20 @@ def _embedder(model: Any, tokenizer: Any, pooling: str) -> Relevance:
 
 
 def _in_batches(
-    model: Any, tokenizer: Any, texts: Sequence[str], read: Callable[[Any, Any], Any], *, query: str | None = None
+    model: Any,
+    tokenizer: Any,
+    texts: Sequence[str],
+    read: Callable[[Any, Any], Any],
+    *,
+    query: str | None = None,
+    most: int | None = None,
 ) -> np.ndarray:
     """Run the model over texts in batches.
 
     Args:
         read: makes the result of a batch from the model's output and the attention mask.
         query: if given, the model reads pairs of the query and a text.
+        most: how many tokens of a text are read. None means as many as the model and its tokenizer take.
 
     Returns:
         One result per text [texts, …].
@@ -155,7 +202,7 @@ def _in_batches(
         for begin in range(0, len(texts), BATCH):
             batch = list(texts[begin : begin + BATCH])
             pairs = (batch,) if query is None else ([query] * len(batch), batch)
-            longest = min(tokenizer.model_max_length, model.config.max_position_embeddings)
+            longest = min(tokenizer.model_max_length, model.config.max_position_embeddings, most or math.inf)
             inputs = tokenizer(*pairs, padding=True, truncation=True, max_length=longest, return_tensors="pt")
             inputs = inputs.to(model.device)
             parts.append(read(model(**inputs), inputs["attention_mask"]).float().cpu().numpy())
@@ -174,13 +221,49 @@ def _pooled(hidden: Any, mask: Any, pooling: str) -> Any:
     return (hidden * mask[:, :, None]).sum(dim=1) / mask.sum(dim=1, keepdim=True)
 
 
-def _pooling(path: str) -> str:
-    """The pooling of a model: ``mean``, ``cls`` or ``lasttoken``, as its sentence-transformers file says, or ``mean``
-    if it has no such file."""
-    said = Path(path) / "1_Pooling" / "config.json"
-    modes = json.loads(said.read_text()) if said.is_file() else {"pooling_mode_mean_tokens": True}
-    names = {"pooling_mode_mean_tokens": "mean", "pooling_mode_cls_token": "cls", "pooling_mode_lasttoken": "lasttoken"}
-    chosen = [name for key, name in names.items() if modes.get(key)]
+def reading_of(path: str, *, download: bool = True) -> Reading:
+    """How an embedding model reads texts, as its sentence-transformers files say, in a folder or on the hub.
+
+    Args:
+        path: model folder or hub id.
+        download: download the files from the hub if they are not on this machine.
+
+    Raises:
+        BrokenEnvironmentError: a file cannot be read, or asks for another pooling or further layers.
+    """
+    modules = _said(path, "modules.json", list, download) or []
+    kinds = [(str(module.get("type", "")).rpartition(".")[2], str(module.get("path", ""))) for module in modules]
+    if others := [kind for kind, _ in kinds if kind not in ("Transformer", "Pooling", "Normalize")]:
+        raise BrokenEnvironmentError(f"{path}, modules.json: it has a layer {others[0]}; use another model")
+    named = dict(kinds)
+    pooling_file = f"{named.get('Pooling') or '1_Pooling'}/config.json"
+    text_file = "/".join(filter(None, (named.get("Transformer"), "sentence_bert_config.json")))
+    pooling, text = (_said(path, name, dict, download) for name in (pooling_file, text_file))
+    chosen = ["mean"] if pooling is None else [name for key, name in _POOLINGS.items() if pooling.get(key)]
     if len(chosen) != 1:
-        raise BrokenEnvironmentError(f"{said}: its pooling is none of {', '.join(names.values())}; use another model")
-    return chosen[0]
+        names = ", ".join(_POOLINGS.values())
+        raise BrokenEnvironmentError(f"{path}, {pooling_file}: its pooling is none of {names}; use another model")
+    most = (text or {}).get("max_seq_length")
+    if not (most is None or (isinstance(most, int) and most > 0)):
+        raise BrokenEnvironmentError(f"{path}, {text_file}: max_seq_length={most!r} is no length")
+    missing = () if pooling is not None else (pooling_file,)
+    return Reading(chosen[0], most, missing)
+
+
+def _said(path: str, name: str, kind: type[_Json], download: bool) -> _Json | None:
+    """What a file of a model says, or None if the model has no such file."""
+    from huggingface_hub import hf_hub_download
+    from huggingface_hub.errors import EntryNotFoundError
+
+    from tandemrl.models.loading import is_local
+
+    try:
+        file = Path(path, name) if is_local(path) else Path(hf_hub_download(path, name, local_files_only=not download))
+        content = json.loads(file.read_text(encoding="utf-8"))
+    except (EntryNotFoundError, FileNotFoundError):
+        return None
+    except (OSError, ValueError) as error:
+        raise BrokenEnvironmentError(f"retrieval.model: {path}, {name}: {error}") from error
+    if not isinstance(content, kind):
+        raise BrokenEnvironmentError(f"retrieval.model: {path}, {name}: expected a JSON {kind.__name__}")
+    return content

@@ -5,10 +5,11 @@ import os
 import re
 import socket
 from argparse import Namespace
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from tandemrl.config import SelectionConfig
+from tandemrl.data.templates import DEFAULT_ARGUMENTS, template_variables
 from tandemrl.models.loading import load_tokenizer, vocabulary_check
 from tandemrl.rollout.engine import EngineError
 from tandemrl.rollout.schedule import schedule_of
@@ -28,6 +29,7 @@ def serve(
     allowed_hosts: Sequence[str] = (),
     api_key: str | None = None,
     tool_call_parser: str | None = None,
+    template_arguments: Mapping[str, Any] = DEFAULT_ARGUMENTS,
     vllm_args: Sequence[str] = (),
 ) -> None:
     """Run vLLM's server until it is interrupted.
@@ -41,13 +43,16 @@ def serve(
         allowed_hosts: further names under which clients know this machine (see ``authorship.hosts_of``).
         api_key: the key that clients have to send. None leaves it to vLLM, which takes its VLLM_API_KEY or asks for
             none.
-        tool_call_parser: vLLM's name of the parser of tool calls. None means ``hermes`` if the chat template knows
-            tools and ``vllm_args`` names no parser.
+        tool_call_parser: vLLM's name of the parser of tool calls. None means the one of the chat template
+            (`tool_call_parser_of`) if ``vllm_args`` names no parser.
+        template_arguments: further variables of the chat template (``data.template_arguments``), for requests that do
+            not send others as ``chat_template_kwargs``.
         vllm_args: further options of ``vllm serve``, as on its command line.
 
     Raises:
         EngineError: an option is not possible in tandem decoding, the port is in use, or there is not enough memory for
             the KV cache.
+        ConfigError: the chat template does not read one of the template arguments.
         ModelError: the models do not share a vocabulary.
     """
     from vllm import AsyncEngineArgs
@@ -60,6 +65,7 @@ def serve(
     assert options.selection is not None
     tokenizer = load_tokenizer(senior)
     vocabulary_check(tokenizer, load_tokenizer(options.junior))
+    variables = template_variables(tokenizer, template_arguments)
     try:
         schedule_of(SelectionConfig(**options.selection), tokenizer, len(tokenizer))
     except ValueError as error:
@@ -74,6 +80,7 @@ def serve(
         allowed_hosts=allowed_hosts,
         api_key=api_key,
         tool_call_parser=tool_call_parser_of(tool_call_parser, str(tokenizer.chat_template), vllm_args),
+        template_arguments=variables,
         vllm_args=vllm_args,
     )
     configure_logging(args)
@@ -98,6 +105,9 @@ def serve(
 def tool_call_parser_of(chosen: str | None, chat_template: str, vllm_args: Sequence[str]) -> str | None:
     """The parser of tool calls that ``serve`` asks vLLM for. None leaves it to ``vllm_args``.
 
+    If nobody chose one, it is ``hermes`` if the chat template knows tools, and ``llama3_json`` if it writes bare calls
+    with parameters, as Llama's.
+
     Args:
         chosen: the parser that the user chose, or None.
         chat_template: the chat template of the senior.
@@ -105,7 +115,8 @@ def tool_call_parser_of(chosen: str | None, chat_template: str, vllm_args: Seque
     """
     told = any(arg.startswith("--tool-call-parser") for arg in vllm_args)
     knows_tools = re.search(r"\btools\b", chat_template) is not None
-    return chosen or ("hermes" if knows_tools and not told else None)
+    bare = '"parameters": ' in chat_template and "<tool_call>" not in chat_template
+    return chosen or (("llama3_json" if bare else "hermes") if knows_tools and not told else None)
 
 
 def check_port(host: str, port: int) -> None:
@@ -182,11 +193,13 @@ def server_arguments(
     allowed_hosts: Sequence[str] = (),
     api_key: str | None = None,
     tool_call_parser: str | None = None,
+    template_arguments: Mapping[str, Any] | None = None,
     vllm_args: Sequence[str],
 ) -> Namespace:
     """The arguments of ``vllm serve``: those in ``vllm_args``, and those that a tandem server sets itself.
 
     See ``serve`` for the arguments of this function. Here ``tool_call_parser`` None means none of ours.
+    template_arguments: those that are not None.
 
     Raises:
         EngineError: ``vllm_args`` sets an argument that a tandem server sets itself or cannot have, or vLLM does not
@@ -210,12 +223,14 @@ def server_arguments(
         "api_server_count": 1,
         **tandem_arguments(options),
         **({} if api_key is None else {"api_key": [api_key]}),
+        **({} if not template_arguments else {"default_chat_template_kwargs": dict(template_arguments)}),
         **({} if not tool_call_parser else {"tool_call_parser": tool_call_parser, "enable_auto_tool_choice": True}),
     }
     for name, value in ours.items():
         if getattr(args, name) not in (parser.get_default(name), value):
             flag = "the model" if name == "model_tag" else f"--{name.replace('_', '-')}"
-            raise EngineError(f"{flag} is set by tandemrl serve; leave it out after `--`")
+            before = "; give --template-arguments before it" if name == "default_chat_template_kwargs" else ""
+            raise EngineError(f"{flag} is set by tandemrl serve; leave it out after `--`{before}")
         setattr(args, name, value)
     parsers = ToolParserManager.list_registered()
     if args.tool_call_parser not in (None, *parsers) and not args.tool_parser_plugin:

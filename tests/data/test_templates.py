@@ -1,0 +1,88 @@
+"""The variables of chat templates: `data.template_arguments` on its way to a prompt."""
+
+import copy
+from typing import Any
+
+import pytest
+from transformers import PreTrainedTokenizerFast
+
+from helpers import IDS, tokenizer
+from tandemrl.config import ConfigError, load
+from tandemrl.data.rows import DataError, Row, encode_prompts
+from tandemrl.data.templates import template_variables
+
+BEGUN = "{% if enable_thinking is defined and enable_thinking is false %}.{% endif %}"
+"""As Qwen3: an empty thought, here a full stop, if the model is not to think, and nothing if nobody says so."""
+THINKING = "{% for m in messages %}{{ m.content }}{% endfor %}!" + BEGUN
+
+
+def words(template: Any = THINKING) -> PreTrainedTokenizerFast:
+    chat = copy.deepcopy(tokenizer())
+    chat.chat_template = template
+    return chat
+
+
+def prompt(chat: PreTrainedTokenizerFast, *overrides: str, tools: Any = ()) -> list[int]:
+    arguments = load(overrides=list(overrides)).data.template_arguments
+    asked = Row("r", ({"role": "user", "content": "a"},), "math500", "1", {})
+    ((_, tokens),), _ = encode_prompts([asked], chat, max_prompt_tokens=9, tools=tools, template_arguments=arguments)
+    return list(tokens)
+
+
+@pytest.mark.parametrize(
+    ("override", "begun"),
+    [
+        ("", ["."]),  # a config that says nothing
+        ("{enable_thinking: false}", ["."]),
+        ("{enable_thinking: true}", []),
+        ("{enable_thinking: null}", []),
+        ("{}", ["."]),
+    ],
+)
+def test_the_template_gets_the_arguments_of_the_config(override: str, begun: list[str]) -> None:
+    tokens = prompt(words(), *([f"data.template_arguments={override}"] if override else []))
+    assert tokens == [IDS[each] for each in ["a", "!", *begun]]
+
+
+def test_arguments_may_be_of_any_kind() -> None:
+    chat = words("{% for x in shown %}{{ x }}{% endfor %}{{ n + 1 }}")
+    assert prompt(chat, "data.template_arguments={shown: [b, c], n: 2}") == [IDS[each] for each in "bc3"]
+
+
+@pytest.mark.parametrize(
+    ("template", "override", "reason"),
+    [
+        (
+            THINKING,
+            "{enable_thinkin: true}",
+            r"\.enable_thinkin: .*reads no such variable.* it reads enable_thinking\.",
+        ),
+        ("{{ messages }}", "{enable_thinking: true}", r"\.enable_thinking: .* it reads none\."),
+        (THINKING, "{tools: [a]}", r"\.tools: set by the library"),
+        ({"default": THINKING, "tool_use": "{{ tools }}"}, "{enable_thinking: true}", r"\..*it reads none\."),
+    ],
+)
+def test_an_argument_that_changes_nothing_is_refused_by_name(template: Any, override: str, reason: str) -> None:
+    tools = [{"type": "function", "function": {"name": "f"}}] if isinstance(template, dict) else []
+    with pytest.raises(ConfigError, match=f"data.template_arguments{reason}"):
+        prompt(words(template), f"data.template_arguments={override}", tools=tools)
+
+
+def test_a_template_that_cannot_think_needs_no_default_changed() -> None:
+    assert prompt(words("{{ messages[0].content }}")) == [IDS["a"]]
+
+
+def test_templates_with_the_statements_of_transformers_are_read() -> None:
+    marked = words("{%- for m in messages %}{% generation %}{{ m.content }}{%- endgeneration %}{% endfor %}" + BEGUN)
+    assert prompt(marked, "data.template_arguments={enable_thinking: true}") == [IDS["a"]]
+
+
+def test_a_malformed_template_is_named_when_it_is_applied() -> None:
+    with pytest.raises(DataError, match=r"row r: the chat template of .* failed: TemplateSyntaxError"):
+        prompt(words("{% for m in messages %}"), "data.template_arguments={enable_thinking: true}")
+
+
+def test_what_is_not_a_mapping_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"data\.template_arguments=3: expected a mapping such as"):
+        load(overrides=["data.template_arguments=3"])
+    assert template_variables(words(), {"enable_thinking": None}) == {}
