@@ -76,7 +76,7 @@ def dapo(row: Row, text: str, options: RewardConfig) -> Score:
         return _signed(False, None)
     gold, published, line = row.ground_truth, options.compat == "verl", lines[-1]
     if not published and not identical(gold, line):
-        line = without_reason(line.strip("* "))
+        line = _STOP_IN_FORMULA.sub("", without_reason(line.strip("* ")))
     answer = normalise_dapo(line, published)
     equal = bool(answer) and answer == normalise_dapo(gold, published)
     if not published and not equal and "=" in line:
@@ -277,7 +277,7 @@ def normalise_dapo(answer: str, published: bool = False) -> str:
         answer = answer.rpartition("=")[2]
     else:
         answer = without_full_stop(one_text_macro(answer))
-        answer = without_full_stop((_only_formula(answer) or answer).strip("$ "))
+        answer = (_only_formula(answer) or answer).strip("$ ")
         answer = unlabelled(without_thousands(without_braced_commas(answer.replace(r"\!", ""))))
     for old, new in _DAPO_REWRITES:
         answer = answer.replace(old, new)
@@ -305,6 +305,8 @@ _MATH_REWRITES = (
 _ANSWER_IS = re.compile(r"(?i)\banswers?(?: is| are|:)[: ]")
 _SENTENCE_END = re.compile(r"\.\s|\.$|\n")
 _FORMULA = re.compile(r"\$\$?[^$]+\$\$?|\\\((?:[^\\]|\\(?!\)))+\\\)|\\\[(?:[^\\]|\\(?!\]))+\\\]")
+
+_STOP_IN_FORMULA = re.compile(r"(?<!\.)\.(?=\s*(?:\$|\\[)\]]))")
 _DISPLAY = re.compile(r"\$\$[^$]+\$\$|\\\[(?:[^\\]|\\(?!\]))+\\\]")
 _LEAD_TO_DISPLAY = re.compile(r"(:|\b[Aa]nswers? (?:is|are))\s*\n\s*(?=\$|\\[(\[])")
 _PROSE = re.compile(r"(?:(?:#+|[A-Z]?[a-z]+(?:['’][a-z]{1,2})?|[A-Z])[,.]*(?: |$))*")

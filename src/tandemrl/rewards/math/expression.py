@@ -24,8 +24,9 @@ MAX_BITS = 10_000
 DECIMAL_TOLERANCE = Fraction(1, 10**6)
 """Relative difference allowed where a formula contains a decimal number."""
 DIGITS = 40
-"""Digits of numbers that are not exact. Where they do not decide, more are used, up to `MAX_WORK` per formula."""
-MAX_WORK = 20_000
+"""Digits of numbers that are not exact. Where they do not decide, more are used, as far as digits times operations are
+at most `MAX_WORK`."""
+MAX_WORK = 100_000
 _GUARD_DIGITS = 15
 """Digits at the end of every result that rounding may have spoilt."""
 _POSITIVE_POINTS, _MIXED_POINTS = 3, 3

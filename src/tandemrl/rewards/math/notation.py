@@ -173,7 +173,7 @@ _BRACED_COMMA = re.compile(r"(?<![\w.,}(\[{])[0-9]+(?:\{,\}[0-9]+)+(?![0-9{])")
 _WORDS_FONT = re.compile(r"\\(?:text(?:normal|rm|sf|tt|up|sl|sc|md|it|bf)|mbox|hbox|emph|rm) ?\{")
 _MATHS_FONT = re.compile(r"\\math(?:sf|it|tt|normal) ?\{")
 _OLD_FONT = re.compile(r"\{ ?\\(?:rm|sf|tt|sl|it|bf) ([^{}]*)\}")
-_OPERATOR = re.compile(r"\\operatorname\*? ?\{([A-Za-z ]+)\}")
+_OPERATOR = re.compile(r"\\operatorname\*? ?\{([^{}]*)\}")
 _ROW_GAP = re.compile(r"\\\\ ?\[-?[0-9.]+ ?(?:pt|ex|em|mm|cm)\]")
 """The end of a matrix row with the space below it."""
 _EMPHASIS = re.compile(r"^\*\*(?P<markdown>.*)\*\*$|^\\(?:underline|mathbf|boldsymbol|bm) ?\{(?P<latex>[^{}]*)\}$")

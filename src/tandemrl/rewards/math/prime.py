@@ -158,7 +158,7 @@ def normalise(answer: str) -> str:
     answer = re.sub(r"\^ *\{? *\\circ *\}?", "", _UNIT.sub("", answer)).strip()
     if answer.startswith("{") and answer.endswith("}"):
         answer = answer[1:-1]
-    answer = re.sub(r",\\! *", "", answer)
+    answer = re.sub(r",\\! *", ",", answer)
     if "\\" in answer:
         answer = _plain(answer)
     answer = re.sub(r"- *", "-", answer)
