@@ -252,7 +252,8 @@ def normalise_math(answer: str, published: bool = False) -> str:
     answer = answer if published else one_text_macro(answer)
     for old, new in _MATH_REWRITES:
         answer = answer.replace(old, new)
-    answer = re.sub(r"\\text\{ [^{}\d]*\}(?:\^\{?\d\}?)?$", "", answer)
+    if published or re.search(r"\\text\{ ?(?:tr|b|m)illion", answer) is None:
+        answer = re.sub(r"\\text\{ [^{}\d]*\}(?:\^\{?\d\}?)?$", "", answer)
     answer = answer.replace(r"\%", "").replace(" .", " 0.").replace("{.", "{0.")
     answer = f"0{answer}" if answer.startswith(".") else answer
     left, equals, right = answer.partition("=")
@@ -278,7 +279,8 @@ def normalise_dapo(answer: str, published: bool = False) -> str:
     else:
         answer = without_full_stop(one_text_macro(answer))
         answer = (_only_formula(answer) or answer).strip("$ ")
-        answer = unlabelled(without_thousands(without_braced_commas(answer.replace(r"\!", ""))))
+        answer = unlabelled(without_braced_commas(answer.replace(r"\!", "")))
+    listed = re.search(r"[0-9], +[0-9]", answer) is not None
     for old, new in _DAPO_REWRITES:
         answer = answer.replace(old, new)
     answer = re.sub(r"^.*?\$(.*?)\$.*$", r"$\1$", answer)
@@ -287,7 +289,8 @@ def normalise_dapo(answer: str, published: bool = False) -> str:
     answer = re.sub(r"\\boxed\{(.*)\}", r"\1", answer)
     answer = re.sub(r"frac([^{])(.)", r"frac{\1}{\2}", answer)
     answer = re.sub(r"sqrt([^{])", r"sqrt{\1}", answer).replace("$", "")
-    return (answer.replace(",", "") if published and answer.replace(",", "").isdigit() else answer).strip()
+    digits = answer.replace(",", "") if published else without_thousands(answer)
+    return (digits if digits.isdigit() and (published or not listed) else answer).strip()
 
 
 _MATH_REWRITES = (

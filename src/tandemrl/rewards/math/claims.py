@@ -223,6 +223,7 @@ _UNFINISHED = re.compile(
     r"|\\(?:frac|binom)(?! *\{)|\\(?:frac|binom) *\{[^{}]*\}(?! *\{)"
     r"|\\sqrt *(?:\[[^\]]*\])? *[0-9] *[0-9]|(?<![_^]) *\{[^{}]*\} *[0-9]|(?<![A-Za-z0-9\\])[A-Za-z][0-9]"
 )
+_MIXED = re.compile(r"[0-9] *\\frac *\{ *([0-9]{1,50}) *\} *\{ *([0-9]{1,50}) *\}")
 _SHORT_WORD = re.compile(r" (?:to|is|of|by|at|on|as|so|if|in|it|per|for|the|not)\b")
 _VARIABLE = re.compile(rf"(?<![A-Za-z\\]){_LETTER}")
 _APPLIED = re.compile(rf"(?<![A-Za-z\\]){_LETTER}(?:{_SUBSCRIPT})?(?:\^\{{?[-\w]+\}}?)? ?\( ?-?[^()+-]*\)")
@@ -237,6 +238,7 @@ def _is_read(text: str) -> bool:
         _READ.fullmatch(plain) is not None
         and _UNFINISHED.search(plain) is None
         and _APPLIED.search(plain) is None
+        and all(int(over) < int(under) for over, under in _MIXED.findall(plain))
         and _SHORT_WORD.search(plain) is None
         and plain.count("|") % 2 == 0
         and _is_balanced(plain)

@@ -74,6 +74,8 @@ def formulas_equal(a: str, b: str, *, tolerance: Fraction | None = None) -> bool
         tolerance: the relative difference that is allowed. None means that of `numbers_equal` and `expression.same`.
     """
     plain = without_spaces(a), without_spaces(b)
+    if all(map(CAPITALS.fullmatch, plain)):  # an order or a choice, not a product: ABC is not BAC
+        return plain[0] == plain[1]
     if any(map(_WITH_BASE.fullmatch, plain)):
         return _equal_in_base(*plain)
     x, y = written_number(a), written_number(b)
@@ -164,7 +166,8 @@ class Shape(NamedTuple):
     def of(cls, answer: str) -> "Shape":
         answer = without_thousands(answer.strip().removesuffix("."))
         if matrix := _MATRIX.fullmatch(answer[1:-1].strip() if _BRACKETED_MATRIX.fullmatch(answer) else answer):
-            return cls.matrix([row.split("&") for row in matrix["body"].strip().removesuffix(r"\\").split(r"\\")])
+            shape = cls.matrix([row.split("&") for row in matrix["body"].strip().removesuffix(r"\\").split(r"\\")])
+            return shape._replace(kind=f"determinant {shape.kind}") if matrix["kind"][0] in "vV" else shape
         if len(chain := _ORDER.split(answer)) > 1:
             return cls.order(chain[::2], chain[1::2])
         if r"\cup" in answer and len(parts := split(answer.replace(r"\cup", ";"), ";")) > 1:
@@ -209,7 +212,7 @@ class Shape(NamedTuple):
     def clashes(self, other: "Shape") -> bool:
         """Whether the two are intervals or tuples in different brackets, or matrices of different shapes."""
         kinds = {self.kind, other.kind}
-        return len(kinds) == 2 and (kinds <= BRACKETS or all(kind.startswith("matrix") for kind in kinds))
+        return len(kinds) == 2 and (kinds <= BRACKETS or all("matrix" in kind for kind in kinds))
 
 
 def one_for_several(left: Shape, right: Shape) -> bool:
@@ -248,6 +251,7 @@ _POWER_OF_TEN = re.compile(
 )
 _FRACTION = re.compile(r"(?P<sign>[-+]?)(?:\\frac\{(-?\d+)\}\{(-?\d+)\}|(\d+)/(\d+)|(\d+):(?!\d\d$)(\d+))", re.ASCII)
 """A fraction or a ratio; 2:40 may be a time of day, which is not 1:20, and 4:1 is compared as it is written."""
+CAPITALS = re.compile(r"[A-Z]{2,}")
 _WITH_BASE = re.compile(r"([0-9][0-9A-Za-z]{0,99})_\{?([0-9]{1,2})\}?")
 
 _BRACKETED_MATRIX = re.compile(r"[\[(] ?\\begin.*\\end\{[a-zA-Z]+\} ?[\])]")

@@ -295,6 +295,8 @@ class _Reader:
         self._next()
         parts = self._argument(), self._argument()
         if all(part.what == "number" and part.of[0].denominator == 1 for part in parts):
+            if parts[0].of[0] >= parts[1].of[0]:
+                raise Unreadable  # 2\frac{5}{3} may be a product
             return Node("+", (number, Node("/", parts)))
         self._at, self._tokens = before
         return number

@@ -131,15 +131,19 @@ def _units(answer: str) -> set[str]:
     answer = answer.strip(" .").replace("°", r"^\circ")
     if answer.endswith((r"^\circ", r"^{\circ}")):
         return {"degree"}
+    if answer.endswith("%"):
+        return {"percent"}
     unit = UNIT.search(answer)
     if unit is None:
         return set()
-    text = re.sub(r"\\[a-z]+", "", unit.group().lower()).replace("mph", "miles hour")
+    text = re.sub(r"\\[a-z]+", "", unit.group().lower()).replace("mph", "miles per hour")
     words = re.findall(r"[a-z]+", text)
     if not all(word in UNITS for word in words):
         return set()
     powers = {power for power, pattern in _POWERS.items() if re.search(pattern, text)}
-    names = {UNITS[word] for word in words} - {"unit"}
+    over, *under = re.split(r"/|\bper\b", text)
+    names = {UNITS[word] for word in re.findall(r"[a-z]+", over)}
+    names = (names | {f"per {UNITS[word]}" for part in under for word in re.findall(r"[a-z]+", part)}) - {"unit"}
     return names | powers if names else set()
 
 

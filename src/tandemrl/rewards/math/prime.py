@@ -34,6 +34,7 @@ from tandemrl.rewards.math.claims import (
 )
 from tandemrl.rewards.math.equality import (
     BRACKETS,
+    CAPITALS,
     MAX_NESTING,
     Shape,
     all_true,
@@ -218,6 +219,8 @@ def _decided(gold: str, answer: str, published: bool) -> bool | None:
     gold, answer = drop_label(gold, answer)
     if units_differ(clean(gold), clean(answer)):
         return False
+    if all(map(CAPITALS.fullmatch, (gold, answer))):  # before stage one takes lower case
+        return gold == answer
     if r"\approx" in answer and r"\approx" not in gold:
         return any_true(_decided(gold, side, published) for side in exact_and_rounded(clean(answer)))
     if 1 in (len(sides(gold)), len(sides(answer))):
@@ -254,7 +257,7 @@ def _common_factor(fraction: re.Match[str]) -> int:
 def _entries(answer: str) -> list[str]:
     """The entries of a bracketed tuple or interval without brackets inside, thousands unseparated."""
     plain = without_thousands(answer)
-    if re.fullmatch(r"[(\[][^()\[\]]+[)\]]", plain):
+    if re.fullmatch(r"\([^()\[\],]+\)|[(\[][^()\[\]]+,[^()\[\]]+[)\]]", plain):
         return [part.strip() for part in plain[1:-1].split(",")]
     return [plain]
 
@@ -287,7 +290,7 @@ def _lenient(gold: str, answer: str, depth: int, tolerance: Fraction) -> bool | 
     if left.clashes(right) or (left.kind != right.kind and half_open):
         return False
     if len(left.parts) != len(right.parts):
-        return None if "union" in (left.kind, right.kind) else False
+        return False if {left.kind, right.kind} <= BRACKETS | {"list", "set"} else None
     pairs = zip(left.parts, right.parts, strict=True)
     in_order = all_true(_lenient(_unwrap(x), _unwrap(y), depth - 1, tolerance) for x, y in pairs)
     in_any_order = {left.kind, right.kind} <= {"list", "set", "union"}
