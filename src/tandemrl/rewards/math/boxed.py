@@ -279,7 +279,9 @@ def normalise_dapo(answer: str, published: bool = False) -> str:
     else:
         answer = without_full_stop(one_text_macro(answer))
         answer = (_only_formula(answer) or answer).strip("$ ")
-        answer = unlabelled(without_braced_commas(answer.replace(r"\!", "")))
+        marked = r",\!" in answer or "{,}" in answer  # commas that can only stand between thousands
+        answer = without_braced_commas(answer.replace(r"\!", ""))
+        answer = unlabelled(without_thousands(answer) if marked else answer)
     listed = re.search(r"[0-9], +[0-9]", answer) is not None
     for old, new in _DAPO_REWRITES:
         answer = answer.replace(old, new)
