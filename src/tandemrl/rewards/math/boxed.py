@@ -25,8 +25,15 @@ from tandemrl.rewards.math.claims import (
     unlabelled,
     without_reason,
 )
-from tandemrl.rewards.math.equality import MAX_CHARS, quick_equal, values
-from tandemrl.rewards.math.notation import UNITS, clean, without_full_stop
+from tandemrl.rewards.math.equality import MAX_CHARS, Shape, quick_equal, values
+from tandemrl.rewards.math.notation import (
+    UNITS,
+    clean,
+    one_text_macro,
+    without_braced_commas,
+    without_full_stop,
+    without_thousands,
+)
 from tandemrl.rewards.protocol import Deferred, GraderError, Lost, Score
 
 DAPO_CHARS, DAPO_BOX_CHARS = 300, 100
@@ -67,13 +74,15 @@ def dapo(row: Row, text: str, options: RewardConfig) -> Score:
     lines = re.findall(r"(?i)Answer\s*:\s*([^\n]+)", text[-DAPO_CHARS:])
     if not lines:
         return _signed(False, None)
-    gold, published = row.ground_truth, options.compat == "verl"
-    answer = normalise_dapo(lines[-1], published)
+    gold, published, line = row.ground_truth, options.compat == "verl", lines[-1]
+    if not published and not identical(gold, line):
+        line = _STOP_IN_FORMULA.sub("", without_reason(line.strip("* ")))
+    answer = normalise_dapo(line, published)
     equal = bool(answer) and answer == normalise_dapo(gold, published)
-    if not published and not equal and "=" in lines[-1]:
-        calculated = values(drop_label(gold, clean(lines[-1]))[1])
+    if not published and not equal and "=" in line:
+        calculated = values(drop_label(gold, clean(line))[1])
         equal = normalise_dapo(gold) in map(normalise_dapo, calculated[-1:])
-    return _signed(identical(gold, lines[-1]) or (equal and (published or admitted(gold, lines[-1]))), answer)
+    return _signed(identical(gold, line) or (equal and (published or admitted(gold, line))), answer)
 
 
 def dapo_boxed(row: Row, text: str, options: RewardConfig) -> Score:
@@ -194,11 +203,16 @@ def stated_answer(text: str) -> str | None:
         clauses = [text[start:stop] for start, stop in zip(starts, stops, strict=True)]
         clause = next(filter(_STATEMENT.search, reversed(clauses)), "")
     clause = without_reason(clause).strip(" ,;:")
+    return _only_formula(clause) or _only_number(clause) or clause or None
+
+
+def _only_formula(clause: str) -> str | None:
+    """The formula of prose such as "the value is $5$", without its dollar signs; None if the prose says more."""
     formulas = _FORMULA.findall(clause)
     words = _FORMULA.sub(" ", clause)
-    if len(formulas) == 1 and not re.search(r"\d", words) and not refused("", words):
-        return re.sub(r"^(?:\$+|\\[(\[])|(?:\$+|\\[)\]])$", "", formulas[0]).strip()
-    return _only_number(clause) or clause or None
+    if len(formulas) != 1 or re.search(r"[\d!]", words) or refused("", words):
+        return None
+    return re.sub(r"^(?:\$+|\\[(\[])|(?:\$+|\\[)\]])$", "", formulas[0]).strip()
 
 
 def _in_line(text: str) -> str:
@@ -232,11 +246,14 @@ def normalise_math(answer: str, published: bool = False) -> str:
     Two bugs are not kept: "7 3/4" is not 73/4, and ``5\\text{ or }6`` is not 5.
 
     Args:
-        published: drop any two characters before a "=", rather than a bare label of at most two characters.
+        published: drop any two characters before a "=", rather than a bare label of at most two characters, and know
+            no macro for words but ``\\text``.
     """
+    answer = answer if published else one_text_macro(answer)
     for old, new in _MATH_REWRITES:
         answer = answer.replace(old, new)
-    answer = re.sub(r"\\text\{ [^{}\d]*\}(?:\^\{?\d\}?)?$", "", answer)
+    if published or re.search(r"\\text\{ ?(?:tr|b|m)illion", answer) is None:
+        answer = re.sub(r"\\text\{ [^{}\d]*\}(?:\^\{?\d\}?)?$", "", answer)
     answer = answer.replace(r"\%", "").replace(" .", " 0.").replace("{.", "{0.")
     answer = f"0{answer}" if answer.startswith(".") else answer
     left, equals, right = answer.partition("=")
@@ -260,7 +277,12 @@ def normalise_dapo(answer: str, published: bool = False) -> str:
     if published:
         answer = answer.rpartition("=")[2]
     else:
-        answer = unlabelled(_FORMULA_AND_WORDS.sub(r"\1", without_full_stop(answer)).strip("$ "))
+        answer = without_full_stop(one_text_macro(answer))
+        answer = (_only_formula(answer) or answer).strip("$ ")
+        marked = r",\!" in answer or "{,}" in answer  # commas that can only stand between thousands
+        answer = without_braced_commas(answer.replace(r"\!", ""))
+        answer = unlabelled(without_thousands(answer) if marked else answer)
+    listed = re.search(r"[0-9], +[0-9]", answer) is not None
     for old, new in _DAPO_REWRITES:
         answer = answer.replace(old, new)
     answer = re.sub(r"^.*?\$(.*?)\$.*$", r"$\1$", answer)
@@ -269,8 +291,8 @@ def normalise_dapo(answer: str, published: bool = False) -> str:
     answer = re.sub(r"\\boxed\{(.*)\}", r"\1", answer)
     answer = re.sub(r"frac([^{])(.)", r"frac{\1}{\2}", answer)
     answer = re.sub(r"sqrt([^{])", r"sqrt{\1}", answer).replace("$", "")
-    whole = answer.replace(",", "").isdigit() if published else re.fullmatch(r"[0-9]{1,3}(?:,[0-9]{3})+", answer)
-    return (answer.replace(",", "") if whole else answer).strip()
+    digits = answer.replace(",", "") if published else without_thousands(answer)
+    return (digits if digits.isdigit() and (published or not listed) else answer).strip()
 
 
 _MATH_REWRITES = (
@@ -288,9 +310,10 @@ _MATH_REWRITES = (
 _ANSWER_IS = re.compile(r"(?i)\banswers?(?: is| are|:)[: ]")
 _SENTENCE_END = re.compile(r"\.\s|\.$|\n")
 _FORMULA = re.compile(r"\$\$?[^$]+\$\$?|\\\((?:[^\\]|\\(?!\)))+\\\)|\\\[(?:[^\\]|\\(?!\]))+\\\]")
+
+_STOP_IN_FORMULA = re.compile(r"(?<!\.)\.(?=\s*(?:\$|\\[)\]]))")
 _DISPLAY = re.compile(r"\$\$[^$]+\$\$|\\\[(?:[^\\]|\\(?!\]))+\\\]")
 _LEAD_TO_DISPLAY = re.compile(r"(:|\b[Aa]nswers? (?:is|are))\s*\n\s*(?=\$|\\[(\[])")
-_FORMULA_AND_WORDS = re.compile(r"^\$([^$]+)\$[^$\d]*$")
 _PROSE = re.compile(r"(?:(?:#+|[A-Z]?[a-z]+(?:['’][a-z]{1,2})?|[A-Z])[,.]*(?: |$))*")
 """Words as they are written: in others a qualifier could hide, as in "AZYUKnot"."""
 _PROSE_NUMBER = re.compile(r"-?(?:\\?\$)?-?(?:[0-9]{1,3}(?:,[0-9]{3})+|[0-9]+)(?:\.[0-9]+|/[0-9]+)?\\?%?")
@@ -330,8 +353,8 @@ def equivalent(gold: str, answer: str) -> bool:
     Raises:
         GraderError: math-verify is not installed.
     """
-    left, right = (_formula(side) for side in drop_label(clean(gold), clean(answer)))
-    return _verify(left, right)
+    gold, answer = drop_label(clean(gold), clean(answer))
+    return _verify(_formula(gold), _formula(answer)) and _as_often(gold, answer)
 
 
 def require_math_verify() -> None:
@@ -379,13 +402,35 @@ def _equal_by_rounding(gold: Sequence[Any], answer: Sequence[Any]) -> bool:
     from sympy import Basic, Float
 
     pair = [side[0] for side in (gold, answer) if side and isinstance(side[0], Basic) and side[0].is_number]
-    if len(pair) < 2 or not any(side.has(Float) for side in pair):
+    if len(pair) < 2:
         return False
+    tolerance = 1e-6 if any(side.has(Float) for side in pair) else 1e-9
     try:
-        a, b = (complex(side.doit()) for side in pair)
+        a, b = (_significant(side.doit().evalf(20)) for side in pair)
+        size = max(abs(a), abs(b))
+        return bool(size < 1e-3 and abs(a - b) > tolerance * size)
     except (TypeError, ValueError, OverflowError):  # infinities
         return False
-    return abs(a) < 1e-3 and abs(a - b) > 1e-6 * abs(a)
+
+
+def _significant(number: Any) -> Any:
+    """A number of sympy without real or imaginary parts that are nothing but rounding errors."""
+    real, imaginary = (0 if part == 0 or getattr(part, "_prec", 2) == 1 else part for part in number.as_real_imag())
+    return real + imaginary * 1j if imaginary else real
+
+
+def _as_often(gold: str, answer: str) -> bool:
+    """Whether two lists have each entry equally often. math-verify reads lists as sets."""
+    left, right = Shape.of(gold), Shape.of(answer)
+    if not {left.kind, right.kind} <= {"list", "set"}:
+        return True
+    others = list(right.parts)
+    for part in left.parts:
+        at = next((at for at, other in enumerate(others) if _verify(_formula(part), _formula(other))), None)
+        if at is None:
+            return False
+        others.pop(at)
+    return not others
 
 
 @cache

@@ -9,7 +9,17 @@ itself.
 import re
 
 from tandemrl.rewards.math.formula import FUNCTIONS, GREEK
-from tandemrl.rewards.math.notation import TEXT, bare, clean, hidden, split, without_spaces
+from tandemrl.rewards.math.notation import (
+    TEXT,
+    bare,
+    clean,
+    hidden,
+    split,
+    units_differ,
+    without_spaces,
+    without_thin_spaces,
+    without_thousands,
+)
 
 
 def identical(gold: str, answer: str) -> bool:
@@ -31,14 +41,16 @@ def refused(gold: str, answer: str) -> bool:
     return (
         hidden(answer)
         or bool(_qualifiers(answer) - _qualifiers(gold))
-        or (_ANOTHER_NUMBER.search(answer) is not None and _ANOTHER_NUMBER.search(gold) is None)
+        or (_has_another_number(answer) and not _has_another_number(gold))
         or (_OPEN_END.search(answer) is not None and _OPEN_END.search(gold) is None)
     )
 
 
 def admitted(gold: str, answer: str) -> bool:
-    """Whether two answers as written may be compared by a reader that drops spaces, texts and labels."""
+    """Whether two answers as written may be compared by a reader that drops spaces, texts, units and labels."""
     gold, answer = clean(gold), clean(answer)
+    if units_differ(gold, answer):
+        return False
     other_label = all(unlabelled(side) != side for side in drop_label(gold, answer))
     return not other_label and not refused(gold, answer)
 
@@ -135,9 +147,7 @@ _COMPOUND = re.compile(
     r"\b(?:one|two|three|four|five|six|seven|eight|nine|ten)-(?=[A-Za-z])|(?<=\bper second )squared\b", re.IGNORECASE
 )
 """The number in "two-digit numbers", though what follows it may still be a qualifier, and the power in a unit."""
-_ANOTHER_NUMBER = re.compile(
-    r"\\(?:text|mathrm|textrm|textbf|textit|mbox|operatorname|rm) ?\{[^{}]*\d[^{}]*\}|\d (?!\d{3}(?!\d))\d"
-)
+_ANOTHER_NUMBER = re.compile(r"\\(?:text|mathrm) ?\{[^{}]*\d[^{}]*\}|\d \d")
 """A number in a text, or two numbers without a sign between them."""
 _OPEN_END = re.compile(
     r"\.\.|…|\\[lcd]?dots(?![A-Za-z])|%(?! *(?:$|[,;)\]}.=]|\\(?:text|approx|cup|in)(?![A-Za-z])|and\b|or\b))"
@@ -145,6 +155,10 @@ _OPEN_END = re.compile(
     r"|^\\(?:text|mathrm) ?\{[^{}]*\} ?\\(?:text|mathrm)(?![A-Za-z])|[0-9] ?\\(?:text|mathrm) ?\{ ?k ?\}$"
 )
 """An ellipsis, a percent sign within a formula, a text with "or" at the end, a text after another, or k for 1000."""
+
+
+def _has_another_number(text: str) -> bool:
+    return _ANOTHER_NUMBER.search(without_thin_spaces(text)) is not None
 
 
 def _qualifiers(text: str) -> set[str]:
@@ -207,7 +221,9 @@ _UNFINISHED = re.compile(
     r"(?:[-+*/^_=<>]|\\(?:cdot|times|div|pm|mp|frac|sqrt|binom|le|ge|lt|gt|leq|geq|in|cup|cap|to)) *(?:$|[)\]}])"
     r"|[0-9]_|\{ *\}|[0-9] *\{ *[0-9]|\( *\)|[,;] *(?:$|[)\]}])|(?:^|[(\[{]) *[,;*/^_]"
     r"|\\(?:frac|binom)(?! *\{)|\\(?:frac|binom) *\{[^{}]*\}(?! *\{)"
+    r"|\\sqrt *(?:\[[^\]]*\])? *[0-9] *[0-9]|(?<![_^]) *\{[^{}]*\} *[0-9]|(?<![A-Za-z0-9\\])[A-Za-z][0-9]"
 )
+_MIXED = re.compile(r"[0-9] *\\frac *\{ *([0-9]{1,50}) *\} *\{ *([0-9]{1,50}) *\}")
 _SHORT_WORD = re.compile(r" (?:to|is|of|by|at|on|as|so|if|in|it|per|for|the|not)\b")
 _VARIABLE = re.compile(rf"(?<![A-Za-z\\]){_LETTER}")
 _APPLIED = re.compile(rf"(?<![A-Za-z\\]){_LETTER}(?:{_SUBSCRIPT})?(?:\^\{{?[-\w]+\}}?)? ?\( ?-?[^()+-]*\)")
@@ -222,6 +238,7 @@ def _is_read(text: str) -> bool:
         _READ.fullmatch(plain) is not None
         and _UNFINISHED.search(plain) is None
         and _APPLIED.search(plain) is None
+        and all(int(over) < int(under) for over, under in _MIXED.findall(plain))
         and _SHORT_WORD.search(plain) is None
         and plain.count("|") % 2 == 0
         and _is_balanced(plain)
@@ -242,7 +259,7 @@ def _is_balanced(text: str) -> bool:
 
 def _is_listed(text: str) -> bool:
     """Whether anything in a text stands in a list, be it in brackets; commas between thousands make none."""
-    return _SEPARATOR.search(re.sub(r"(?<=\d),(?=\d{3}(?!\d))", "", text)) is not None
+    return _SEPARATOR.search(without_thousands(text)) is not None
 
 
 def _relations(text: str) -> set[str]:

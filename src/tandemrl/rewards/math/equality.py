@@ -13,7 +13,7 @@ from typing import NamedTuple
 from tandemrl.rewards.math import expression
 from tandemrl.rewards.math.claims import drop_label, identical, is_label, readable, refused, sides, unlabelled
 from tandemrl.rewards.math.formula import read
-from tandemrl.rewards.math.notation import UNIT, UNITS, bare, clean, split, without_spaces
+from tandemrl.rewards.math.notation import bare, clean, split, units_differ, without_spaces, without_thousands
 
 MAX_CHARS = 2000
 """A longer answer is wrong unless it equals the ground truth as a string; it is not normalised and never parsed."""
@@ -27,10 +27,10 @@ ROUNDED = Fraction(1, 100)
 def quick_equal(gold: str, answer: str) -> bool | None:
     """Whether two answers are equal, or None if strings, numbers and values do not decide it.
 
-    Whole numbers (also written "142.0") are equal exactly, other decimals within 1e-6 (`expression.near`). "2.55e-10"
-    is a number. "50%" is 50 and also 0.5. Words, and letters of a multiple choice, are compared without regard to case.
-    Units are dropped where one side has none; known units that differ make answers different. A label such as "x ="
-    counts where both sides have one.
+    Whole numbers (also written "142.0") and fractions are equal exactly, decimals within 1e-6 (`numbers_equal`).
+    "2.55e-10" is a number. "50%" is 50 and also 0.5. Words, and letters of a multiple choice, are compared without
+    regard to case. Units are dropped where one side has none; known units that differ make answers different. A label
+    such as "x =" counts where both sides have one.
     """
     if identical(gold, answer):
         return True
@@ -57,12 +57,10 @@ def exact_and_rounded(answer: str) -> list[str]:
     if not first or is_label(first):
         return [last]
     exact, rounded = bare(sides(first)[-1]), bare(last)
-    whole = all(
-        value is not None and value.denominator == 1 for value in map(number, map(without_spaces, (exact, rounded)))
-    )
+    whole = all(value is not None and value.denominator == 1 for value in map(written_number, (exact, rounded)))
     agree = formulas_equal(exact, rounded, tolerance=ROUNDED)
     kinds = Shape.of(exact).kind, Shape.of(rounded).kind
-    comparable = kinds[0] == kinds[1] and (kinds[0] != "value" or agree or number(without_spaces(rounded)) is not None)
+    comparable = kinds[0] == kinds[1] and (kinds[0] != "value" or agree or written_number(rounded) is not None)
     if len(sides(last)) > 1 or agree is False or not comparable:
         return []
     both = agree and not whole and _is_rounding(exact, rounded) and values(unlabelled(first))
@@ -73,16 +71,43 @@ def formulas_equal(a: str, b: str, *, tolerance: Fraction | None = None) -> bool
     """Whether two answers without units are equal as numbers or as formulas, or None if that is not clear.
 
     Args:
-        tolerance: the relative difference that is allowed. None means that of `expression.same`.
+        tolerance: the relative difference that is allowed. None means that of `numbers_equal` and `expression.same`.
     """
     plain = without_spaces(a), without_spaces(b)
+    if all(map(CAPITALS.fullmatch, plain)):  # an order or a choice, not a product: ABC is not BAC
+        return plain[0] == plain[1]
     if any(map(_WITH_BASE.fullmatch, plain)):
         return _equal_in_base(*plain)
-    x, y = map(number, plain)
+    x, y = written_number(a), written_number(b)
     if x is not None and y is not None:
-        return expression.near(x, y, tolerance)
+        return numbers_equal(*plain) if tolerance is None else expression.near(x, y, tolerance)
     left, right = read(a), read(b)
     return None if left is None or right is None else expression.same(left, right, tolerance=tolerance)
+
+
+def numbers_equal(a: str, b: str) -> bool:
+    """Whether two numbers without spaces are equal: exactly, or up to rounding if one of them is a decimal.
+
+    A rounding changes a number by less than one unit of the last decimal place that is written, and by at most 1e-6
+    (`expression.near`). Less than 1e-12 is the noise of floating point.
+
+    Examples:
+        >>> numbers_equal("1/3", "0.333333"), numbers_equal("1/3", "333333/1000000"), numbers_equal("1e7", "10000001")
+        (True, False, False)
+    """
+    a, b = without_thousands(a), without_thousands(b)
+    x, y = number(a), number(b)
+    if x is None or y is None:
+        return False
+    if x == y or not (_is_decimal(a) or _is_decimal(b)):
+        return x == y
+    rounding = max(_last_place(a, x), _last_place(b, y), max(abs(x), abs(y)) / 10**12)
+    return abs(x - y) < rounding and expression.near(x, y)
+
+
+def written_number(text: str) -> Fraction | None:
+    """The exact value of a plain number, in which spaces may stand; "1, 234" is none."""
+    return None if re.search(r"\d, +\d", text) else number(without_spaces(text))
 
 
 def number(text: str) -> Fraction | None:
@@ -92,8 +117,7 @@ def number(text: str) -> Fraction | None:
     """
     if len(text) > _MAX_NUMBER_CHARS:
         return None
-    if _THOUSANDS.fullmatch(text):
-        text = text.replace(",", "")
+    text = without_thousands(text)
     if match := _DECIMAL.fullmatch(text):
         return Fraction(match["mantissa"]) * Fraction(10) ** int(match["exponent"] or 0)
     if match := _POWER_OF_TEN.fullmatch(text):
@@ -128,12 +152,6 @@ def is_labelled(shape: "Shape") -> bool:
     return shape.kind == "list" and len(shape.parts) == len(labels) and all(map(is_label, labels))
 
 
-def units_differ(gold: str, answer: str) -> bool:
-    """Whether both sides end in known units, and in different ones: cm and m or cm^2, but not cm and centimeters."""
-    left, right = _units(gold), _units(answer)
-    return bool(left and right) and left != right
-
-
 class Shape(NamedTuple):
     """A cleaned answer taken apart.
 
@@ -146,22 +164,21 @@ class Shape(NamedTuple):
 
     @classmethod
     def of(cls, answer: str) -> "Shape":
-        answer = answer.strip().removesuffix(".")
+        answer = without_thousands(answer.strip().removesuffix("."))
         if matrix := _MATRIX.fullmatch(answer[1:-1].strip() if _BRACKETED_MATRIX.fullmatch(answer) else answer):
-            return cls.matrix([row.split("&") for row in matrix["body"].strip().removesuffix(r"\\").split(r"\\")])
+            shape = cls.matrix([row.split("&") for row in matrix["body"].strip().removesuffix(r"\\").split(r"\\")])
+            return shape._replace(kind=f"determinant {shape.kind}") if matrix["kind"][0] in "vV" else shape
         if len(chain := _ORDER.split(answer)) > 1:
             return cls.order(chain[::2], chain[1::2])
         if r"\cup" in answer and len(parts := split(answer.replace(r"\cup", ";"), ";")) > 1:
             return cls("union", parts)
         if inside := re.fullmatch(r"\\\{(.*)\\\}", answer):
-            return cls("set", split(inside[1]))
+            return cls("set", _with_both_signs(split(inside[1])))
         if answer[:1] in ("(", "[") and answer[-1:] in (")", "]") and _is_one_bracket(answer):
             parts = split(answer[1:-1])
             if len(parts) > 1:
                 return cls(answer[0] + answer[-1], parts)
-        if _THOUSANDS.fullmatch(bare(answer).replace(" ", "")):
-            return cls("value", (answer,))
-        parts = tuple(each for part in split(_AND.sub(",", answer)) for each in _both_signs(part))
+        parts = _with_both_signs(split(_AND.sub(", ", answer)))
         return cls("list" if len(parts) > 1 else "value", parts)
 
     @classmethod
@@ -195,7 +212,7 @@ class Shape(NamedTuple):
     def clashes(self, other: "Shape") -> bool:
         """Whether the two are intervals or tuples in different brackets, or matrices of different shapes."""
         kinds = {self.kind, other.kind}
-        return len(kinds) == 2 and (kinds <= BRACKETS or all(kind.startswith("matrix") for kind in kinds))
+        return len(kinds) == 2 and (kinds <= BRACKETS or all("matrix" in kind for kind in kinds))
 
 
 def one_for_several(left: Shape, right: Shape) -> bool:
@@ -234,18 +251,19 @@ _POWER_OF_TEN = re.compile(
 )
 _FRACTION = re.compile(r"(?P<sign>[-+]?)(?:\\frac\{(-?\d+)\}\{(-?\d+)\}|(\d+)/(\d+)|(\d+):(?!\d\d$)(\d+))", re.ASCII)
 """A fraction or a ratio; 2:40 may be a time of day, which is not 1:20, and 4:1 is compared as it is written."""
-_THOUSANDS = re.compile(r"[-+]?\d{1,3}(?:,\d{3})+(?:\.\d+)?", re.ASCII)
+CAPITALS = re.compile(r"[A-Z]{2,}")
 _WITH_BASE = re.compile(r"([0-9][0-9A-Za-z]{0,99})_\{?([0-9]{1,2})\}?")
 
 _BRACKETED_MATRIX = re.compile(r"[\[(] ?\\begin.*\\end\{[a-zA-Z]+\} ?[\])]")
-_SYMBOLIC_SET = re.compile(r"\\(?:mathbb|emptyset|varnothing|setminus|cap)(?![A-Za-z])")
-_POWERS = {"^2": r"\^ ?\{?2|²|sq", "^3": r"\^ ?\{?3|³|cu"}
+_SYMBOLIC_SET = re.compile(r"\\(?:begin|mathbb|emptyset|varnothing|setminus|cap)(?![A-Za-z])")
 _WORD = re.compile(r"[A-Za-z]{4,}|(?i:yes|no|odd)|[A-Za-z]|\([A-Za-z]\)")
 _RISING = {"<": "<", r"\lt": "<", "≤": "≤", r"\le": "≤", r"\leq": "≤", r"\leqslant": "≤"}
 _FALLING = {">": "<", r"\gt": "<", "≥": "≤", r"\ge": "≤", r"\geq": "≤", r"\geqslant": "≤"}
 _ORDER = re.compile(r"([<>≤≥]|\\(?:l|g)(?:t|e|eq|eqslant)(?![A-Za-z]))")
 _AND = re.compile(r",? ?\\text ?\{ ?,? ?(?:and|or) ?\}|,? \b(?:and|or)\b(?= )")
-_MATRIX = re.compile(r"\\begin\{(?P<kind>[bpvBV]?matrix|array)\}(?:\{[lcr|]*\})?(?P<body>.*)\\end\{(?P=kind)\}")
+_MATRIX = re.compile(
+    r"\\begin\{(?P<kind>[bpvBV]?matrix|array)\}(?:\{[lcr|]*\})?(?P<body>(?:(?!\\end).)*)\\end\{(?P=kind)\}"
+)
 
 
 def _equal(gold: str, answer: str, depth: int) -> bool | None:
@@ -254,11 +272,7 @@ def _equal(gold: str, answer: str, depth: int) -> bool | None:
     if r"\approx" in answer and r"\approx" not in gold:
         return any_true(_equal(gold, side, depth) for side in exact_and_rounded(answer))
     gold, answer = drop_label(gold, answer)
-    if (
-        len(sides(gold)) == 2
-        and number(without_spaces(bare(unlabelled(gold)))) is not None
-        and unlabelled(answer) == answer
-    ):
+    if len(sides(gold)) == 2 and written_number(bare(unlabelled(gold))) is not None and unlabelled(answer) == answer:
         gold = unlabelled(gold)
     golds, answers = values(gold), values(answer)
     if (golds, answers) != ((gold,), (answer,)) and 1 in (len(sides(gold)), len(sides(answer))):
@@ -286,10 +300,10 @@ def _equal(gold: str, answer: str, depth: int) -> bool | None:
         return None
     if left.kind != right.kind:
         return _equal_across(left, right, depth)
+    if len(left.parts) != len(right.parts):
+        return None if left.kind == "union" else False
     if left.kind in ("list", "set", "union") and not (is_labelled(left) and not is_labelled(right)):
         return _equal_in_any_order(left.parts, right.parts, depth - 1)
-    if len(left.parts) != len(right.parts):
-        return False
     verdict = all_true(_equal(x, y, depth - 1) for x, y in zip(left.parts, right.parts, strict=True))
     return verdict or (None if left.kind.startswith("order") else verdict)  # 2x < 6 is x < 3
 
@@ -308,39 +322,44 @@ def _equal_across(gold: Shape, answer: Shape, depth: int) -> bool | None:
             labels = [sides(part)[0].strip() for part in labelled.parts]
             return labels == sorted(labels)
         return None if in_order is not False else False
+    if {gold.kind, answer.kind} == {"list", "set"}:
+        same_length = len(gold.parts) == len(answer.parts)
+        return same_length and _equal_in_any_order(gold.parts, answer.parts, depth - 1)
     return False if one_for_several(gold, answer) else None
 
 
 def _equal_in_any_order(gold: Sequence[str], answer: Sequence[str], depth: int) -> bool | None:
-    left, doubt = list(answer), False
-    if len(gold) != len(answer) or len(gold) > MAX_UNORDERED:
+    """Whether the entries can be paired, each one with an equal one of the other side; None if that is not clear.
+
+    An entry counts as often as it is written: 1, 1, 2 are not 1, 2, 2, and not 1, 2.
+    """
+    missing, left = _unpaired(gold, answer)
+    if len(missing) > MAX_UNORDERED:
         return None
-    for part in gold:
+    doubtful = []
+    for part in missing:
         verdicts = [_equal(part, other, depth) for other in left]
         if True in verdicts:
             left.pop(verdicts.index(True))
-        elif None in verdicts:
-            doubt = True
         else:
-            return False
-    return None if doubt else True
+            doubtful.append(part)
+    # What is left must be able to pair off: an entry that differs from all that remain has no partner.
+    verdicts_left = [[_equal(part, other, depth) for other in left] for part in doubtful]
+    if any(None not in verdicts for verdicts in [*verdicts_left, *zip(*verdicts_left, strict=True)]):
+        return False
+    return None if doubtful else True
 
 
-def _units(answer: str) -> set[str]:
-    """The names of the known units at the end of an answer, and the power of an area or a volume."""
-    answer = answer.strip(" .").replace("°", r"^\circ")
-    if answer.endswith((r"^\circ", r"^{\circ}")):
-        return {"degree"}
-    unit = UNIT.search(answer)
-    if unit is None:
-        return set()
-    text = re.sub(r"\\[a-z]+", "", unit.group().lower()).replace("mph", "miles hour")
-    words = re.findall(r"[a-z]+", text)
-    if not all(word in UNITS for word in words):
-        return set()
-    powers = {power for power, pattern in _POWERS.items() if re.search(pattern, text)}
-    names = {UNITS[word] for word in words} - {"unit"}
-    return names | powers if names else set()
+def _unpaired(gold: Sequence[str], answer: Sequence[str]) -> tuple[list[str], list[str]]:
+    """The entries of either side without those that the other side has in the same words."""
+    missing, left = [], {at: without_spaces(part) for at, part in enumerate(answer)}
+    for part in gold:
+        at = next((at for at, words in left.items() if words == without_spaces(part)), None)
+        if at is None:
+            missing.append(part)
+        else:
+            del left[at]
+    return missing, [answer[at] for at in left]
 
 
 def _is_result(formula: str, result: str) -> bool:
@@ -351,7 +370,7 @@ def _is_result(formula: str, result: str) -> bool:
     """
     if formulas_equal(formula, result):
         return True
-    value = number(without_spaces(result))
+    value = written_number(result)
     if value is None or value.denominator == 1 or _DECIMAL.fullmatch(without_spaces(formula)):
         return False
     return "." in result and _is_rounding(formula, result)
@@ -364,7 +383,7 @@ def _is_rounding(formula: str, result: str) -> bool:
     at the end. It is never off by more than ``ROUNDED``.
     """
     result = result.strip()
-    value = number(without_spaces(result))
+    value = written_number(result)
     if value is None or value == 0 or not _DECIMAL.fullmatch(result) or "e" in result.lower():
         return False
     _, point, places = result.partition(".")
@@ -406,8 +425,25 @@ def _is_one_bracket(answer: str) -> bool:
     return False
 
 
-def _both_signs(part: str) -> tuple[str, ...]:
-    r"""The two answers that ``1 \pm x`` stands for; another text as it is."""
-    if part.count(r"\pm") + part.count("±") != 1:
-        return (part,)
-    return tuple(part.replace(r"\pm", sign).replace("±", sign) for sign in "+-")
+def _with_both_signs(parts: Iterable[str]) -> tuple[str, ...]:
+    r"""Entries, where ``1 \pm x`` stands for two."""
+    signs = [("",) if part.count(r"\pm") + part.count("±") != 1 else ("+", "-") for part in parts]
+    return tuple(
+        part.replace(r"\pm", sign).replace("±", sign) if sign else part
+        for part, both in zip(parts, signs, strict=True)
+        for sign in both
+    )
+
+
+def _is_decimal(text: str) -> bool:
+    return "." in text or (_DECIMAL.fullmatch(text) is not None and "e" in text.lower())
+
+
+def _last_place(text: str, value: Fraction) -> Fraction:
+    """The unit of the last decimal place of a number as it is written: 1 for a whole number, 0 for a fraction."""
+    written = _DECIMAL.fullmatch(text) or _POWER_OF_TEN.fullmatch(text)
+    if written is None:
+        return Fraction(int(value.denominator == 1))
+    parts = written.groupdict()
+    exponent = int(parts["exponent"] or parts.get("digit") or 0)
+    return Fraction(10) ** (exponent - len((parts["mantissa"] or "").partition(".")[2]))

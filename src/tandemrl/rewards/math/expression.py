@@ -11,10 +11,10 @@ identities that hold for positive variables only: `formula.read` or `same` retur
 """
 
 import math
+import threading
 import zlib
 from collections.abc import Callable, Mapping
 from fractions import Fraction
-from functools import cache
 from typing import Any
 
 from tandemrl.rewards.math.formula import Formula, Node, Unreadable, constant
@@ -23,7 +23,12 @@ MAX_BITS = 10_000
 """Magnitude of every intermediate result, as a power of two; larger ones are refused before they are computed."""
 DECIMAL_TOLERANCE = Fraction(1, 10**6)
 """Relative difference allowed where a formula contains a decimal number."""
-_ROUNDING = Fraction(1, 10**25)
+DIGITS = 40
+"""Digits of numbers that are not exact. Where they do not decide, more are used, as far as digits times operations are
+at most `MAX_WORK`."""
+MAX_WORK = 100_000
+_GUARD_DIGITS = 15
+"""Digits at the end of every result that rounding may have spoilt."""
 _POSITIVE_POINTS, _MIXED_POINTS = 3, 3
 
 
@@ -53,14 +58,14 @@ def same(a: Formula, b: Formula, *, tolerance: Fraction | None = None) -> bool |
     for number in range(_POSITIVE_POINTS + _MIXED_POINTS if variables else 1):
         point = _point(variables, number)
         try:
-            x, y = (_value(side, point) for side in (a, b))
+            x, y, equal = _compared(a, b, point, tolerance)
         except _Undefined:
             continue
         except (Unreadable, RecursionError):
             return None
         if x is None or y is None:
             return None if x is y else False
-        if not near(x, y, tolerance):
+        if not equal:
             return None if number >= _POSITIVE_POINTS or a.vague or b.vague else False
         if agree and tolerance != 0 and not _vary_alike(agree[-1], (x, y), tolerance):
             return False
@@ -73,16 +78,16 @@ def same(a: Formula, b: Formula, *, tolerance: Fraction | None = None) -> bool |
 def _vary_alike(before: tuple[Any, Any], now: tuple[Any, Any], tolerance: Fraction | None) -> bool:
     """Whether two sides change alike from point to point: x + 70000 and 70000 are almost equal, and do not."""
     left, right = (_minus(new, old) for new, old in zip(now, before, strict=True))
-    return near(left, right, 100 * (DECIMAL_TOLERANCE if tolerance is None else tolerance))
+    return near(left, right, 100 * (DECIMAL_TOLERANCE if tolerance is None else tolerance), Fraction(1, 10**30))
 
 
-def near(a: Any, b: Any, tolerance: Fraction | None = None) -> bool:
+def near(a: Any, b: Any, tolerance: Fraction | None = None, noise: Any = Fraction(0)) -> bool:
     """Whether two values, fractions or numbers of `mpmath`, are equal within a relative tolerance.
 
     Args:
         tolerance: the relative difference that is allowed. None means that two whole numbers have to be equal, a whole
-            number and another number may differ by at most 1e-6, and other numbers by a relative 1e-6. At 0, fractions
-            have to be equal, and other numbers equal within rounding errors.
+            number and another number may differ by at most 1e-6, and other numbers by a relative 1e-6.
+        noise: by how much numbers of `mpmath` may differ on top of that, because of rounding errors.
     """
     exact = isinstance(a, Fraction) and isinstance(b, Fraction)
     whole = [isinstance(x, Fraction) and x.denominator == 1 for x in (a, b)]
@@ -94,21 +99,72 @@ def near(a: Any, b: Any, tolerance: Fraction | None = None) -> bool:
         size = min(size, 1) if any(whole) else size
     if exact:
         return bool(abs(a - b) <= tolerance * size)
-    rounding = _float(_ROUNDING)
-    return bool(abs(a - b) <= max(_float(tolerance), rounding) * max(size, rounding))
+    return bool(abs(a - b) <= _float(tolerance) * size + _float(noise))
 
 
 # ---- computing -----------------------------------------------------------------------------------------------------
 
 
-@cache
+_contexts = threading.local()
+
+
 def _mp() -> Any:
-    """Arithmetic with 40 digits, apart from mpmath's global precision."""
+    """Arithmetic with `DIGITS` digits, apart from mpmath's global precision; one context per thread."""
     import mpmath
 
-    context = mpmath.MPContext()
-    context.dps = 40
-    return context
+    if not hasattr(_contexts, "context"):
+        _contexts.context = mpmath.MPContext()
+        _contexts.context.dps = DIGITS
+    return _contexts.context
+
+
+class _Range:
+    """The magnitudes, as powers of two, of the largest and of the smallest number in a calculation."""
+
+    def __init__(self) -> None:
+        self.smallest, self.largest, self.count = MAX_BITS, -MAX_BITS, 0
+
+    def add(self, number: Any) -> None:
+        self.count += 1
+        if number != 0:
+            size = (
+                number.numerator.bit_length() - number.denominator.bit_length()
+                if isinstance(number, Fraction)
+                else _mp().mag(number)
+            )
+            self.smallest, self.largest = min(self.smallest, size), max(self.largest, size)
+
+    def digits(self) -> int:
+        """How many digits tell the smallest number from the rounding errors of the largest one."""
+        return DIGITS + max(0, math.ceil((self.largest - self.smallest) * math.log10(2)))
+
+
+def _compared(
+    a: Formula, b: Formula, point: Mapping[str, Fraction], tolerance: Fraction | None
+) -> tuple[Any, Any, bool]:
+    """The values of two formulas at a point, and whether they are equal.
+
+    Rounding errors are relative to the largest number on the way, so a difference as small as they are may be real:
+    sqrt(2) + 1e-30 is not sqrt(2), and e^-1000 is not 0. Then both are computed again with enough digits to see it.
+    """
+    seen = _Range()
+    x, y = (_value(side, point, seen) for side in (a, b))
+    if x is None or y is None:
+        return x, y, False
+    if isinstance(x, Fraction) and isinstance(y, Fraction):
+        return x, y, near(x, y, tolerance)
+    digits, equal = seen.digits(), near(x, y, tolerance, _noise(DIGITS, seen))
+    if not equal or digits <= DIGITS + _GUARD_DIGITS or (tolerance != 0 and near(x, y, tolerance)):
+        return x, y, equal
+    if digits * seen.count > MAX_WORK:
+        raise Unreadable
+    with _mp().workdps(digits):
+        x, y = (_value(side, point, seen) for side in (a, b))
+        return x, y, near(x, y, tolerance, _noise(digits, seen))
+
+
+def _noise(digits: int, seen: _Range) -> Any:
+    return _mp().ldexp(1, seen.largest) / 10 ** (digits - _GUARD_DIGITS)
 
 
 def _point(variables: frozenset[str], number: int) -> dict[str, Fraction]:
@@ -133,10 +189,10 @@ def _any_value(*inputs: Any) -> Fraction:
     return _between(zlib.crc32(":".join(written).encode()))
 
 
-def _value(formula: Formula, point: Mapping[str, Fraction]) -> Any:
+def _value(formula: Formula, point: Mapping[str, Fraction], seen: _Range) -> Any:
     """The value at a point; None if it is enormous and nothing in the formula could make it small again."""
     try:
-        return _compute(formula.tree, point)
+        return _compute(formula.tree, point, seen)
     except _Enormous:
         if _only_grows(formula.tree):
             return None
@@ -150,7 +206,13 @@ def _only_grows(node: Node) -> bool:
     return grows and all(_only_grows(operand) for operand in node.of)
 
 
-def _compute(node: Node, point: Mapping[str, Fraction]) -> Any:
+def _compute(node: Node, point: Mapping[str, Fraction], seen: _Range) -> Any:
+    number = _result(node, point, seen)
+    seen.add(number)
+    return number
+
+
+def _result(node: Node, point: Mapping[str, Fraction], seen: _Range) -> Any:
     what, of = node
     if what == "number":
         return of[0]
@@ -159,8 +221,8 @@ def _compute(node: Node, point: Mapping[str, Fraction]) -> Any:
     if what in _CONSTANTS:
         return _CONSTANTS[what](_mp())
     if what == "call":
-        return _any_value(of[0], point[of[0]], _compute(of[1], point))
-    operands = [_compute(operand, point) for operand in of]
+        return _any_value(of[0], point[of[0]], _compute(of[1], point, seen))
+    operands = [_compute(operand, point, seen) for operand in of]
     if what == "^":
         return _bounded(_raise(operands[0], operands[1], constant(of[1])))
     try:

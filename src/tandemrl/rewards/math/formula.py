@@ -115,6 +115,7 @@ Token = tuple[str, str]
 
 
 def _tokens(text: str) -> Iterator[Token]:
+    text = re.sub(r"√ ?([0-9]+)", r"\\sqrt{\1}", text)
     for symbol, written in _SYMBOLS.items():
         text = text.replace(symbol, written)
     text, position, count = text.strip(), 0, 0
@@ -139,6 +140,7 @@ class _Reader:
         self._tokens = list(_tokens(text))
         self._at = 0
         self._depth = 0
+        self._exponent_end = 0
         self._variables: set[str] = set()
         self._decimal = False
         self._vague = False
@@ -215,8 +217,8 @@ class _Reader:
         kind, content = token
         if kind in ("number", "repeating"):
             previous = self._tokens[self._at - 1][0]
-            if previous in ("number", "repeating"):  # 1 2
-                raise Unreadable
+            if previous in ("number", "repeating") or self._at != self._exponent_end:
+                raise Unreadable  # 1 2, or what may be meant as more digits of an argument: \frac123, \sqrt23, x2
             return True
         if kind == "sign":
             if content == "{" and self._between_numbers():
@@ -237,6 +239,7 @@ class _Reader:
             elif self._peek() == ("sign", "^"):
                 self._next()
                 tree = Node("degrees", (tree,)) if self._degrees() else Node("^", (tree, self._tower()))
+                self._exponent_end = self._at
                 if tree.of[0].what == "variable" and self._applied(tree.of[0].of[0]).what == "call":
                     raise Unreadable  # f^{-1}(0)
             else:
@@ -292,6 +295,8 @@ class _Reader:
         self._next()
         parts = self._argument(), self._argument()
         if all(part.what == "number" and part.of[0].denominator == 1 for part in parts):
+            if parts[0].of[0] >= parts[1].of[0]:
+                raise Unreadable  # 2\frac{5}{3} may be a product
             return Node("+", (number, Node("/", parts)))
         self._at, self._tokens = before
         return number

@@ -4,6 +4,8 @@ import re
 import string
 import unicodedata
 
+from tandemrl.rewards.math.formula import FUNCTIONS
+
 
 def visible(text: str) -> str:
     """A text as it looks: characters of no width are removed, and full-width ones become plain ones."""
@@ -20,7 +22,7 @@ def hidden(text: str) -> bool:
 def clean(answer: str) -> str:
     r"""An answer without markup that changes nothing. ``\frac12``, "7 3/4" and "3 million" are written out, and single
     spaces stay."""
-    answer = visible(answer)
+    answer = without_braced_commas(one_text_macro(visible(answer)))
     for old, new in _REWRITES:
         answer = answer.replace(old, new)
     answer = re.sub(r"(?<!\\)\\!", "", answer)
@@ -45,6 +47,37 @@ def without_full_stop(answer: str) -> str:
     return re.sub(r"(?<!\.)\.$", "", answer.strip()).strip()
 
 
+def one_text_macro(answer: str) -> str:
+    r"""An answer in which every macro that sets words, such as ``\textnormal{cm}`` or ``{\rm cm}``, is ``\text``."""
+    if "\\" not in answer:
+        return answer
+    answer = _OLD_FONT.sub(r"\\text{\1}", answer)
+    answer = _OPERATOR.sub(lambda macro: f"\\{macro[1]} " if macro[1] in FUNCTIONS else rf"\text{{{macro[1]}}}", answer)
+    return _MATHS_FONT.sub(r"\\mathrm{", _WORDS_FONT.sub(r"\\text{", answer))
+
+
+def without_thousands(text: str) -> str:
+    r"""A text without the commas between thousands.
+
+    No number begins with 0, and a comma before a space separates entries: "0,123", "1, 234" and "(1,234)" are lists.
+
+    Examples:
+        >>> without_thousands("1,234.5"), without_thousands("1,234, 5,678"), without_thousands("0,123")
+        ('1234.5', '1234, 5678', '0,123')
+    """
+    return _THOUSANDS.sub(lambda number: number[0].replace(",", ""), text)
+
+
+def without_braced_commas(text: str) -> str:
+    """A text in which "1{,}234" is written as 1,234 and the decimal comma of "3{,}14" as 3.14."""
+    return _BRACED_COMMA.sub(_comma_or_point, text).replace("{,}", ",")
+
+
+def without_thin_spaces(text: str) -> str:
+    """A text without the spaces between thousands, as in "1 234"."""
+    return _SPACED_THOUSANDS.sub(lambda number: number[0].replace(" ", ""), text)
+
+
 def normalise(answer: str) -> str:
     """An answer without spaces, units, markup and shorthand, for comparison as a string.
 
@@ -59,8 +92,8 @@ def bare(answer: str) -> str:
     for unwanted in (r"\%", "%", *(() if _ANGLE_FUNCTION.search(answer) else _DEGREES)):
         answer = answer.replace(unwanted, "")
     answer = UNIT.sub("", answer.strip()).strip()
-    answer = re.sub(r"^\\(?:text|mathrm|textrm|textbf|mathbf|mbox)\{([^{}]*)\}$", r"\1", answer)
-    return re.sub(r"(?<=\d) (?=\d{3}(?!\d))", "", answer).removesuffix(".").rstrip()
+    answer = re.sub(r"^\\(?:text|mathrm|mathbf)\{([^{}]*)\}$", r"\1", answer)
+    return without_thin_spaces(answer).removesuffix(".").rstrip()
 
 
 def without_spaces(answer: str) -> str:
@@ -68,6 +101,12 @@ def without_spaces(answer: str) -> str:
     answer = re.sub(r"(?<=\d) (?=\d)", "␣", answer).replace(" ", "")
     answer = re.sub(r"(?<!\d)\.(?=\d)", "0.", answer)
     return re.sub(r"\\sqrt(\w)", r"\\sqrt{\1}", answer)
+
+
+def units_differ(gold: str, answer: str) -> bool:
+    """Whether both sides end in known units, and in different ones: cm and m or cm^2, but not cm and centimeters."""
+    left, right = _units(gold), _units(answer)
+    return bool(left and right) and left != right
 
 
 def split(answer: str, separators: str = ",;") -> tuple[str, ...]:
@@ -86,6 +125,29 @@ def split(answer: str, separators: str = ",;") -> tuple[str, ...]:
 
 # --------------------------------------------------------------------------------------------------------------------
 
+
+def _units(answer: str) -> set[str]:
+    """The names of the known units at the end of an answer, and the power of an area or a volume."""
+    answer = answer.strip(" .").replace("°", r"^\circ")
+    if answer.endswith((r"^\circ", r"^{\circ}")):
+        return {"degree"}
+    if answer.endswith("%"):
+        return {"percent"}
+    unit = UNIT.search(answer)
+    if unit is None:
+        return set()
+    text = re.sub(r"\\[a-z]+", "", unit.group().lower()).replace("mph", "miles per hour")
+    words = re.findall(r"[a-z]+", text)
+    if not all(word in UNITS for word in words):
+        return set()
+    powers = {power for power, pattern in _POWERS.items() if re.search(pattern, text)}
+    over, *under = re.split(r"/|\bper\b", text)
+    names = {UNITS[word] for word in re.findall(r"[a-z]+", over)}
+    names = (names | {f"per {UNITS[word]}" for part in under for word in re.findall(r"[a-z]+", part)}) - {"unit"}
+    return names | powers if names else set()
+
+
+_POWERS = {"^2": r"\^ ?\{?2|²|sq", "^3": r"\^ ?\{?3|³|cu"}
 _VISIBLE = {
     **dict.fromkeys(map(ord, "\u200b\u200c\u200d\u2060\ufeff\u00ad")),
     **{fullwidth: fullwidth - 0xFEE0 for fullwidth in range(0xFF01, 0xFF5F)},
@@ -99,6 +161,23 @@ def _power_of_ten(scale: re.Match[str]) -> str:
     return rf" \cdot 10^{{{_ZEROS[scale[1]]}}}"
 
 
+def _comma_or_point(comma: re.Match[str]) -> str:
+    """A comma in braces stands between thousands if it can; a single one is a decimal comma otherwise."""
+    written = comma[0].replace("{,}", ",")
+    return written.replace(",", ".") if written.count(",") == 1 and without_thousands(written) == written else written
+
+
+_THOUSANDS = re.compile(
+    r"(?:(?<![\w.,(\[{])|(?<=[^\\]\{)|(?<=[(\[{])(?=[0-9,]+,[ ]))"
+    r"[1-9][0-9]{0,2}(?:,[0-9]{3})+(?![0-9]|,[0-9])"
+)
+"""In brackets, "1,234" counts as a number only if a comma with a space follows, which then separates the entries."""
+_SPACED_THOUSANDS = re.compile(r"(?<![\w.,^}])(?<![0-9] )[1-9][0-9]{0,2}(?: [0-9]{3})+(?! ?[0-9])")
+_BRACED_COMMA = re.compile(r"(?<![\w.,}(\[{])[0-9]+(?:\{,\}[0-9]+)+(?![0-9{])")
+_WORDS_FONT = re.compile(r"\\(?:text(?:normal|rm|sf|tt|up|sl|sc|md|it|bf)|mbox|hbox|emph|rm) ?\{")
+_MATHS_FONT = re.compile(r"\\math(?:sf|it|tt|normal) ?\{")
+_OLD_FONT = re.compile(r"\{ ?\\(?:rm|sf|tt|sl|it|bf) ([^{}]*)\}")
+_OPERATOR = re.compile(r"\\operatorname\*? ?\{([^{}]*)\}")
 _ROW_GAP = re.compile(r"\\\\ ?\[-?[0-9.]+ ?(?:pt|ex|em|mm|cm)\]")
 """The end of a matrix row with the space below it."""
 _EMPHASIS = re.compile(r"^\*\*(?P<markdown>.*)\*\*$|^\\(?:underline|mathbf|boldsymbol|bm) ?\{(?P<latex>[^{}]*)\}$")
@@ -160,10 +239,10 @@ _UNIT_NAMES = (
 UNITS = {name: names.split()[0] for names in _UNIT_NAMES for name in names.split()}
 _PLAIN_UNIT = "|".join(sorted(UNITS, key=len, reverse=True))
 UNITS |= {"m": "meter", "s": "second", "g": "gram", "h": "hour", "l": "liter"}
-TEXT = re.compile(r"\\(?:text|mathrm|textrm|textbf|textit|mbox|operatorname|rm) ?\{(?P<text>[^{}]*)\}")
+TEXT = re.compile(r"\\(?:text|mathrm) ?\{(?P<text>[^{}]*)\}")
 UNIT = re.compile(
     rf"(?<=[\w}}).\]°]) ?(?:"
-    r"\\(?:text|mathrm|textrm|mbox|textit|rm) ?\{[^{}\d]*\}(?: ?\^ ?\{?\d\}?|[²³])?"
+    r"\\(?:text|mathrm) ?\{[^{}\d]*\}(?: ?\^ ?\{?\d\}?|[²³])?"
     rf"|(?:(?<![A-Za-z])(?:{_PLAIN_UNIT})(?: ?\^ ?\{{?\d\}}?|[²³])?(?: ?/ ?| |$))+)$",
     re.IGNORECASE,
 )

@@ -2,14 +2,15 @@ r"""PRIME's two-stage grader for maths answers in free text (arXiv:2502.01456). 
 
 The answer is whatever follows "answer is", stands in the last box, or comes after a label and "=" (`extract_answer`).
 Stage one (`grade`, after prm800k) compares normal forms, then tuples entry by entry, and wants fractions reduced. Stage
-two (`math_equal`, after ToRA) is lenient: a relative 1e-4, a factor of 100 either way for percentages, 3.14 for π,
-lists in any brackets.
+two (`math_equal`, after ToRA) is lenient: a relative 1e-4 where one side is a decimal, a factor of 100 either way for
+percentages, 3.14 for π, lists in any brackets.
 
 Where the original has a bug, this has none: units are removed as words (there, "perimeter" becomes "peri"), and cm is
 not m, ``12_5`` is not ``12_6``, ``\frac{x+1}{2}`` keeps its numerator together, ``[0,1)`` is not ``[0,1]``, a boxed
 answer is not cut at ". ", and nothing is ever passed to ``eval``. An unreduced fraction stays wrong; there, the second
-stage forgives it. ``x + 3 = 4`` is not 4: only a bare label is dropped (with ``reward.compat`` = ``verl`` whatever
-stands before the last "=", as published), and what `claims` refuses is wrong.
+stage forgives it. ``x + 3 = 4`` is not 4: only a bare label is dropped, and what `claims` refuses is wrong. With
+``reward.compat`` = ``verl``, as published, whatever stands before the last "=" is dropped, and the tolerance of 1e-4
+holds for all numbers: 1000001 is 1000000.
 """
 
 import math as numeric
@@ -33,19 +34,28 @@ from tandemrl.rewards.math.claims import (
 )
 from tandemrl.rewards.math.equality import (
     BRACKETS,
+    CAPITALS,
     MAX_NESTING,
     Shape,
     all_true,
     any_true,
     exact_and_rounded,
     formulas_equal,
-    number,
     one_for_several,
     quick_equal,
-    units_differ,
     values,
+    written_number,
 )
-from tandemrl.rewards.math.notation import clean, visible, without_full_stop, without_spaces
+from tandemrl.rewards.math.expression import near
+from tandemrl.rewards.math.notation import (
+    clean,
+    one_text_macro,
+    units_differ,
+    visible,
+    without_full_stop,
+    without_spaces,
+    without_thousands,
+)
 from tandemrl.rewards.protocol import Deferred, Lost, Score
 
 MAX_ANSWER_CHARS = 1000
@@ -56,14 +66,15 @@ PI = "(3.14)"
 
 def prime(row: Row, text: str, options: RewardConfig) -> Score | Deferred:
     """1 if either stage finds the answer equal to the ground truth, else 0. The part ``format`` is 1 with a box."""
-    gold, answers = gold_answer(row), extract_answer(text, published=options.compat == "verl")
+    published = options.compat == "verl"
+    gold, answers = gold_answer(row), extract_answer(text, published=published)
 
     def score(outcome: bool | Lost) -> Score:
         result = settled(outcome, answers[-1] or None)
         result.parts["format"] = float(r"\box" in text)
         return result
 
-    verdict = equal(gold, *answers)
+    verdict = equal(gold, *answers, published=published)
     return Deferred("symbolic", (EQUIVALENT, gold, answers[-1]), score) if verdict is None else score(verdict)
 
 
@@ -90,17 +101,21 @@ def extract_answer(text: str, *, published: bool = False) -> tuple[str, ...]:
     return (boxed,) if last == boxed else (boxed, last)
 
 
-def equal(gold: str, *answers: str) -> bool | None:
-    """Whether one of the answers is right by either stage; None if only sympy could decide whether the last one is."""
+def equal(gold: str, *answers: str, published: bool = False) -> bool | None:
+    """Whether one of the answers is right by either stage; None if only sympy could decide whether the last one is.
+
+    Args:
+        published: the tolerance of stage two holds for all numbers, not only where one side is a decimal.
+    """
     if any(identical(gold, answer) for answer in answers):
         return True
     if any(len(side) > MAX_ANSWER_CHARS for side in (gold, *answers)) or not all(answers):
         return False
     if any(not admitted(gold, answer) for answer in answers):
         return False
-    if any(_decided(gold, answer) for answer in answers[:-1]):
+    if any(_decided(gold, answer, published) for answer in answers[:-1]):
         return True
-    return _decided(gold, answers[-1])
+    return _decided(gold, answers[-1], published)
 
 
 def grade(gold: str, answer: str) -> bool | None:
@@ -116,16 +131,20 @@ def grade(gold: str, answer: str) -> bool | None:
     return all_true(_entries_equal(a, b) for a, b in zip(golds, answers, strict=True))
 
 
-def math_equal(gold: str, answer: str) -> bool | None:
+def math_equal(gold: str, answer: str, *, published: bool = False) -> bool | None:
     """Stage two: equal as numbers (within 1e-4, or up to a factor of 100), strings, lists, matrices or formulas.
 
     None if only sympy could decide.
+
+    Args:
+        published: the tolerance of 1e-4 holds for all numbers, not only where one side is a decimal.
     """
     gold, answer = (_unwrap(clean(side)) for side in (gold, answer))
-    exact = _lenient(gold, answer, MAX_NESTING)
-    if exact is True or _PI.search(gold + answer) is None:
+    tolerance = TOLERANCE if published or _A_DECIMAL.search(f"{gold} {answer}") else Fraction(0)
+    exact = _lenient(gold, answer, MAX_NESTING, tolerance)
+    if exact is True or tolerance == 0 or _PI.search(gold + answer) is None:
         return exact
-    return True if _lenient(_PI.sub(PI, gold), _PI.sub(PI, answer), MAX_NESTING) else exact
+    return True if _lenient(_PI.sub(PI, gold), _PI.sub(PI, answer), MAX_NESTING, tolerance) else exact
 
 
 @lru_cache(1024)
@@ -140,7 +159,7 @@ def normalise(answer: str) -> str:
     answer = re.sub(r"\^ *\{? *\\circ *\}?", "", _UNIT.sub("", answer)).strip()
     if answer.startswith("{") and answer.endswith("}"):
         answer = answer[1:-1]
-    answer = re.sub(r",\\! *", "", answer)
+    answer = re.sub(r",\\! *", ",", answer)
     if "\\" in answer:
         answer = _plain(answer)
     answer = re.sub(r"- *", "-", answer)
@@ -157,6 +176,7 @@ _UNIT = re.compile(
     r"(?<![A-Za-z])(?:degree|cm|centimeter|meter|mile|second|minute|hour|day|week|month|year|foot|feet|inch|yard|liter)"
     r"(?:es|s)?(?![A-Za-z]) *(?:\^[0-9]+)?"
 )
+_A_DECIMAL = re.compile(r"[0-9]\.[0-9]|\.[0-9]|[0-9][eE]-[0-9]")
 _PI = re.compile(r"\\pi(?![A-Za-z])|π")
 _FRACTION = re.compile(r"(-?[0-9]+)/([0-9]+)")
 _PLAIN = {
@@ -193,30 +213,32 @@ def _led_to(text: str, published: bool) -> str:
     return unlabelled(text).strip()
 
 
-def _decided(gold: str, answer: str) -> bool | None:
+def _decided(gold: str, answer: str, published: bool) -> bool | None:
     """Whether two answers are equal by either stage; None if only sympy could decide, and it reads both answers."""
-    gold, answer = visible(gold).strip(), visible(answer).strip()
+    gold, answer = (one_text_macro(visible(side)).strip() for side in (gold, answer))
     gold, answer = drop_label(gold, answer)
     if units_differ(clean(gold), clean(answer)):
         return False
+    if all(map(CAPITALS.fullmatch, (gold, answer))):  # before stage one takes lower case
+        return gold == answer
     if r"\approx" in answer and r"\approx" not in gold:
-        return any_true(_decided(gold, side) for side in exact_and_rounded(clean(answer)))
+        return any_true(_decided(gold, side, published) for side in exact_and_rounded(clean(answer)))
     if 1 in (len(sides(gold)), len(sides(answer))):
-        verdict = any_true(_stages(a, b) for a in values(gold) for b in values(answer))
+        verdict = any_true(_stages(a, b, published) for a in values(gold) for b in values(answer))
     else:
-        verdict = _stages(gold, answer)
+        verdict = _stages(gold, answer, published)
     left, right = clean(gold), clean(answer)
     undecided = verdict is None and readable(left, right) and not one_for_several(Shape.of(left), Shape.of(right))
     return None if undecided else verdict is True
 
 
-def _stages(gold: str, answer: str) -> bool | None:
+def _stages(gold: str, answer: str, published: bool) -> bool | None:
     gold, answer = without_full_stop(gold), without_full_stop(answer)
     if not answer:
         return False
     if _unreduced(gold, answer):
         return False
-    return any_true(stage(gold, answer) for stage in (grade, math_equal))
+    return grade(gold, answer) or math_equal(gold, answer, published=published)
 
 
 def _unreduced(gold: str, answer: str) -> bool:
@@ -234,8 +256,8 @@ def _common_factor(fraction: re.Match[str]) -> int:
 
 def _entries(answer: str) -> list[str]:
     """The entries of a bracketed tuple or interval without brackets inside, thousands unseparated."""
-    plain = re.sub(r"(?<=[0-9]),(?=[0-9]{3}(?![0-9]))", "", answer)
-    if re.fullmatch(r"[(\[][^()\[\]]+[)\]]", plain):
+    plain = without_thousands(answer)
+    if re.fullmatch(r"\([^()\[\],]+\)|[(\[][^()\[\]]+,[^()\[\]]+[)\]]", plain):
         return [part.strip() for part in plain[1:-1].split(",")]
     return [plain]
 
@@ -247,30 +269,30 @@ def _entries_equal(gold: str, answer: str) -> bool | None:
     return False if len(whole) == 2 else formulas_equal(gold, answer, tolerance=Fraction(0))
 
 
-def _lenient(gold: str, answer: str, depth: int) -> bool | None:
+def _lenient(gold: str, answer: str, depth: int, tolerance: Fraction) -> bool | None:
     if not answer:
         return False
     if without_spaces(gold).lower() == without_spaces(answer).lower():
         return True
     a, b = _decimal(gold), _decimal(answer)
     if a is not None and b is not None:
-        return any(_near(a * factor, b) for factor in (Fraction(1, 100), Fraction(1), Fraction(100)))
+        return any(near(a * factor, b, tolerance) for factor in (Fraction(1, 100), Fraction(1), Fraction(100)))
     left, right = (_list(side) for side in (gold, answer))
     if left.kind.startswith("matrix") or right.kind.startswith("matrix"):
         left, right = _as_matrix(left), _as_matrix(right)
     if one_for_several(left, right):
         return False
     if depth == 0 or "value" in (left.kind, right.kind):
-        return formulas_equal(gold, answer, tolerance=TOLERANCE)
+        return formulas_equal(gold, answer, tolerance=tolerance)
     if any(shape.kind.startswith("order") for shape in (left, right)):
         return quick_equal(gold, answer)
     half_open = {left.kind, right.kind} & {"[)", "(]"}
     if left.clashes(right) or (left.kind != right.kind and half_open):
         return False
     if len(left.parts) != len(right.parts):
-        return None
+        return False if {left.kind, right.kind} <= BRACKETS | {"list", "set"} else None
     pairs = zip(left.parts, right.parts, strict=True)
-    in_order = all_true(_lenient(_unwrap(x), _unwrap(y), depth - 1) for x, y in pairs)
+    in_order = all_true(_lenient(_unwrap(x), _unwrap(y), depth - 1, tolerance) for x, y in pairs)
     in_any_order = {left.kind, right.kind} <= {"list", "set", "union"}
     return quick_equal(gold, answer) if in_any_order and not in_order else in_order
 
@@ -310,7 +332,8 @@ def _unwrap(answer: str) -> str:
 def _plain(answer: str) -> str:
     r"""LaTeX as plain text where that is unambiguous: ``\frac{1}{2}`` becomes 1/2. Other macros stay."""
     answer = _MACRO.sub(lambda macro: _PLAIN[macro.group()], answer)
-    answer = re.sub(r"\\frac *\{ *(-?[0-9]+) *\} *\{ *([0-9]+) *\}|\\frac *([0-9])([0-9])", _slash, answer)
+    fraction = r"(?:\\frac *\{ *(-?[0-9]+) *\} *\{ *([0-9]+) *\}|\\frac *([0-9])([0-9]))(?! *[0-9])"
+    answer = re.sub(fraction, _slash, answer)
     return re.sub(r"\\text *\{([^{}]*)\}", r"\1", answer).strip()
 
 
@@ -325,9 +348,4 @@ def _mathd(answer: str) -> str:
 
 def _decimal(answer: str) -> Fraction | None:
     """The value of a number that is not written as a fraction."""
-    plain = without_spaces(answer.replace("{,}", ","))
-    return None if "/" in plain or "frac" in plain else number(plain)
-
-
-def _near(a: Fraction, b: Fraction) -> bool:
-    return abs(a - b) <= TOLERANCE * max(abs(a), abs(b))
+    return None if "/" in answer or "frac" in answer else written_number(answer)

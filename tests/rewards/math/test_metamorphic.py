@@ -1,0 +1,305 @@
+r"""Changes of an answer that must keep or must break equality, over random answers. The truth comes from fractions,
+decimals, counters and mpmath, never from the graders."""
+
+import random
+from collections import Counter
+from fractions import Fraction
+
+import mpmath
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from test_claims import answered, right, value, wrong
+
+from tandemrl.rewards.math.boxed import equivalent
+from tandemrl.rewards.math.equality import quick_equal
+from tandemrl.rewards.math.notation import one_text_macro, without_thousands
+from tandemrl.rewards.math.prime import equal
+
+RNG_SEEDS = range(40)
+SEPARATORS = (",", ", ", "{,}", r"\,", " ", r",\!", r"\ ")
+WORD_MACROS = (
+    *("text", "textnormal", "textrm", "textsf", "texttt", "textup", "textsl", "textsc", "textmd", "textit", "textbf"),
+    *("mbox", "hbox", "emph", "operatorname", "operatorname*", "rm"),
+)
+MATHS_MACROS = ("mathrm", "mathsf", "mathit", "mathtt", "mathnormal")
+
+
+def both(gold: str, answer: str) -> set[bool | None]:
+    """The verdicts of the two graders that compare values, without math-verify."""
+    return {quick_equal(gold, answer), equal(gold, answer)}
+
+
+# ---- thousands and lists -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("separator", SEPARATORS)
+def test_groups_of_digits_are_a_number_only_if_they_are_well_formed(separator: str) -> None:
+    """A number has a first group of 1 to 3 digits that does not begin with 0, and then groups of 3; a comma with a
+    space separates entries."""
+    rng = random.Random(separator)
+    for _ in range(60):
+        sizes = [rng.randint(1, 4), *(rng.choice((3, 3, 3, 2, 4)) for _ in range(rng.randint(1, 2)))]
+        groups = ["".join(rng.choices("0123456789", k=size)) for size in sizes]
+        number = str(int("".join(groups)))
+        proper = sizes[0] <= 3 and groups[0][0] != "0" and set(sizes[1:]) == {3} and separator != ", "
+        answer = separator.join(groups)
+        # PRIME forgives a factor of 100, so that 12{,}50 may be 1250 to it.
+        verdicts = {quick_equal(number, answer)} if separator == "{,}" else both(number, answer)
+        assert (True in verdicts) == proper, (number, answer, verdicts)
+
+
+@given(st.integers(0, 9), st.integers(0, 999))
+@settings(max_examples=60, deadline=None)
+def test_a_list_that_begins_with_0_is_no_number(first: int, second: int) -> None:
+    for text in (f"0,{second:03}", f"0, {second:03}", f"00,{second:03}", f"-0,{second:03}", f"0,{first}00,{second:03}"):
+        digits = str(int(text.replace(",", "").replace(" ", "")))
+        assert both(digits, text) == {False}, text
+        assert both(text, digits) == {False}, text
+        assert answered("dapo", digits, text) == answered("hendrycks", digits, text) == 0.0
+
+
+def test_pairs_in_brackets_are_no_numbers() -> None:
+    for opening, closing in (("(", ")"), ("[", "]"), (r"\{", r"\}"), ("(", "]")):
+        for second in ("234", "000", "100"):
+            pair = f"{opening}1,{second}{closing}"
+            wrong(f"1{second}", pair)
+            wrong(pair, f"1{second}")
+            wrong(pair, f"1,{second}" if opening != "(" else f"1{second}")
+    right("(1000, 2000)", "(1,000, 2,000)")
+    right("1000, 2000", "2,000, 1,000")
+
+
+def test_a_comma_in_braces_is_no_separator_of_a_list() -> None:
+    for scorer in ("boxed", "prime", "math_verify", "hendrycks", "dapo"):
+        assert answered(scorer, "12345", "1{,}2345") == answered(scorer, "12345", r"1,\!2345") == 0.0, scorer
+    right("3.14", "3{,}14")
+    right("0.123", "0{,}123")
+    wrong("1, 23", "1{,}23")
+
+
+def test_thousands_as_python_writes_them() -> None:
+    rng = random.Random(3)
+    for number in (rng.randrange(10 ** rng.randint(1, 12)) for _ in range(200)):
+        assert without_thousands(f"{number:,}") == str(number)
+        assert without_thousands(f"x = {-number:,}.25, 7") == f"x = {-number}.25, 7"
+
+
+# ---- exact numbers -------------------------------------------------------------------------------------------------
+
+
+def written(number: Fraction) -> list[str]:
+    over, under = number.as_integer_ratio()
+    forms = [rf"\frac{{{over}}}{{{under}}}", f"{over}/{under}"]
+    if number > 1 and under > 1:
+        forms.append(rf"{over // under}\frac{{{over % under}}}{{{under}}}")
+    return forms
+
+
+@given(st.fractions(Fraction(1, 10**6), 10**9, max_denominator=10**6), st.integers(6, 30))
+@settings(max_examples=80, deadline=None)
+def test_fractions_are_equal_only_if_they_are(number: Fraction, places: int) -> None:
+    """However near the other one is."""
+    near = Fraction(round(number * 10**places), 10**places)
+    for gold in written(number):
+        for answer in written(near):
+            if number.denominator > 1 and near.denominator > 1:
+                assert both(gold, answer) == {number == near}, (gold, answer)
+            assert both(f"({gold}, x)", f"({answer}, x)") <= ({True} if number == near else {False, None})
+
+
+def test_whole_numbers_and_roots_are_exact_to_every_grader_unless_published() -> None:
+    for gold, answer in (
+        *(
+            ("1000000", "1000001"),
+            (r"\sqrt2", "1414214/1000000"),
+            (r"\frac{\sqrt2}{1000000}", r"\frac{\sqrt2}{1000001}"),
+        ),
+        *((r"\pi", r"\frac{314}{100}"), (r"50\%", r"\frac{500001}{10000}\%"), ("1:3", "333333:1000000")),
+    ):
+        wrong(gold, answer)
+    for gold, answer in (("1000000", "1000001"), ("1/3", "333333/1000000"), (r"\pi", r"\frac{314}{100}")):
+        assert value("prime", gold, rf"\boxed{{{answer}}}", compat="verl") == 1.0
+
+
+def test_decimals_that_differ_in_a_written_place_are_different() -> None:
+    rng = random.Random(5)
+    for _ in range(60):
+        number = rng.randrange(10**8, 10**10)
+        gold, answer = (f"{each // 10}.{each % 10}" for each in (number, number + rng.randint(1, 9)))
+        assert quick_equal(gold, answer) is False, (gold, answer)
+        assert quick_equal(gold, f"{gold}0") is True
+
+
+# ---- tiny and huge -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("size", [30, 50, 100, 400, 1000, 2900])
+@pytest.mark.parametrize("base", [r"\sqrt{2}", r"\pi", "e^{100}", "7", r"\frac{2}{3}"])
+def test_a_tiny_difference_is_one(base: str, size: int) -> None:
+    tiny = rf"10^{{-{size}}}"
+    for gold, answer in ((base, f"{base}+{tiny}"), ("0", rf"{base} \cdot {tiny}"), ("0", f"e^{{-{size}}}")):
+        assert not {*both(gold, answer), *both(answer, gold)} & {True}, (gold, answer)
+    assert quick_equal(f"{base}+{tiny}", f"{tiny}+{base}") is True
+
+
+def test_products_and_roots_that_cancel_are_still_equal() -> None:
+    for gold, answer in (
+        *(("0", r"\sin\pi"), ("0", r"\sqrt2\cdot\sqrt2-2"), (r"\sqrt2", r"(10^{30}+\sqrt2)-10^{30}")),
+        *((r"10^{-400}\sqrt8", r"2\sqrt2\cdot10^{-400}"), (r"e^{-1000}", r"\frac{1}{e^{1000}}"), ("0", r"\ln 1")),
+    ):
+        assert quick_equal(gold, answer) is True, (gold, answer)
+
+
+@pytest.mark.parametrize("size", [20, 60, 400, 2000, 5000])
+def test_powers_differ_where_mpmath_says_so(size: int) -> None:
+    context = mpmath.MPContext()
+    for one, other in ((-size, -size - 1), (size, size + 1), (-size, size)):
+        assert context.mpf(10) ** one != context.mpf(10) ** other
+        for base in ("10", "e", "2"):
+            gold, answer = (f"{base}^{{{exponent}}}" for exponent in (one, other))
+            assert not both(gold, answer) & {True}, (gold, answer)
+    assert not both(r"\infty", rf"10^{{{size}}}") & {True}
+
+
+def test_math_verify_does_not_round_tiny_numbers_away() -> None:
+    assert not equivalent("10^{-5000}", "10^{-5001}")
+    assert not equivalent(r"2 \cdot 10^{-9}", r"3 \cdot 10^{-9}")
+    assert equivalent(r"2 \cdot 10^{-9}", r"\frac{1}{5 \cdot 10^8}")
+
+
+# ---- arguments without braces --------------------------------------------------------------------------------------
+
+
+def test_digits_behind_an_argument_make_no_value() -> None:
+    r"""In ``\frac123``, TeX takes one digit for each argument, and the author may have meant more."""
+    rng = random.Random(7)
+    for _ in range(40):
+        a, b, c = (rng.randint(1, 9) for _ in range(3))
+        for golds, answer in (
+            ((Fraction(a * c, b), Fraction(a, 10 * b + c), Fraction(10 * a + b, c)), rf"\frac{a}{b}{c}"),
+            ((Fraction(a * c, b), Fraction(a, 10 * b + c)), rf"\frac{{{a}}}{b}{c}"),
+            ((Fraction(a * c, b), Fraction(a, 10 * b + c)), rf"\frac{{{a}}}{{{b}}}{c}"),
+        ):
+            for gold in golds:
+                wrong(rf"\frac{{{gold.numerator}}}{{{gold.denominator}}}", answer)
+        for gold in (rf"{c}\sqrt{{{a}}}", rf"\sqrt{{{a}{c}}}"):
+            wrong(gold, rf"\sqrt{a}{c}")
+            wrong(gold, rf"\sqrt {a}{c}")
+        right(rf"\frac{{{a}}}{{{b}}}", rf"\frac{a}{b}")
+        right(rf"\sqrt{{{a}}}", rf"\sqrt{a}")
+        right(rf"\sqrt{{{a}{c}}}", f"√{a}{c}")
+    for gold, answer in (("30", r"\binom523"), ("0", r"\sqrt10"), ("2x", "x2"), ("3", r"\sqrt[3]27")):
+        wrong(gold, answer)
+    right("72", "2^{3}3^{2}")
+
+
+# ---- how often -----------------------------------------------------------------------------------------------------
+
+ENTRIES = ("1", "2", "-3", r"\frac{1}{2}", r"\sqrt{2}", "x^2", "(1, 2)", "[0, 1)")
+
+
+@pytest.mark.parametrize("seed", RNG_SEEDS)
+def test_lists_are_equal_as_often_as_counters_are(seed: int) -> None:
+    rng = random.Random(seed)
+    gold = rng.choices(ENTRIES, k=rng.randint(2, 4))
+    answer = rng.choice((rng.sample(gold, len(gold)), rng.choices(gold, k=rng.randint(2, 5))))
+    same = Counter(gold) == Counter(answer)
+    for opening, closing in (("", ""), (r"\{", r"\}")):
+        left, right_ = (opening + ", ".join(side) + closing for side in (gold, answer))
+        assert both(left, right_) == {same}, (left, right_)
+    in_order = gold == answer
+    assert both(f"({', '.join(gold)})", f"({', '.join(answer)})") == {in_order}
+
+
+def test_math_verify_counts_entries_too() -> None:
+    integral = r"\int_0^1 x\,dx"
+    for answer, outcome in (("1/2, 1, 1", 1), ("1/2, 1/2, 1", 0), ("1/2, 1", 0), ("1/2, 1, 1, 1", 0)):
+        assert answered("boxed", f"{integral}, 1, 1", answer) == outcome, answer
+    assert answered("prime", "1, 1, x", "1, x, x") == 0.0
+
+
+# ---- macros for words, and DAPO ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("macro", WORD_MACROS + MATHS_MACROS)
+def test_any_macro_for_words_reads_as_text(macro: str) -> None:
+    plain = "text" if macro in WORD_MACROS else "mathrm"
+    for answer in (
+        r"5\text{ cm}",
+        r"\text{Monday}",
+        r"5\,\text{cm}^2",
+        r"\text{not }5",
+        r"5\text{ or more}",
+        r"\text{(B)}",
+    ):
+        written_so = answer.replace("text", macro)
+        assert one_text_macro(written_so) in (answer.replace("text", plain), answer), written_so
+        for gold in ("5", r"5\text{ cm}", r"5\text{ m}", "Monday", "B"):
+            expected = {quick_equal(gold, answer.replace("text", plain)), quick_equal(gold, answer)}
+            assert quick_equal(gold, written_so) in expected
+    for scorer in ("hendrycks", "dapo", "prime"):
+        assert answered(scorer, r"5\text{ m}", rf"5\{macro}{{ cm}}") == 0.0
+    right(r"125\text{ miles}", rf"125\{macro}{{ miles}}")
+    assert one_text_macro(r"5 {\rm cm}") == r"5 \text{cm}"
+
+
+@pytest.mark.parametrize("gold", ["34", r"\frac{1}{2}", "(1,2)", "x+1", r"\text{Monday}", "1,234"])
+def test_dapo_reads_a_formula_in_a_sentence(gold: str) -> None:
+    for line in (
+        "${}$",
+        "${}$.",
+        "${}.$",
+        "${}.$.",
+        "$ {} $.",
+        "The value is ${}$.",
+        "** ${}$.",
+        "${}$.**",
+        r"\({}\).",
+        r"\[{}\]",
+        r"\[{}.\]",
+        "$${}$$.",
+        "${}$ .",
+        "$x = {}$.",
+        "$x = {}.$",
+    ):
+        assert value("dapo", gold, f"So.\nAnswer: {line.replace('{}', gold)}") == 1.0, line
+    for line in (
+        "not ${}$.",
+        "${}$ or $6$.",
+        "${}$!",
+        "${}$. $6$.",
+        "$7$ ${}$.",
+        "about ${}$",
+        "$x + 3 = {}$.",
+        "$-{}$.",
+        "${}$ million.",
+        "$6$, not ${}$.",
+    ):
+        assert value("dapo", gold, f"Answer: {line.replace('{}', gold)}") == 0.0, line
+
+
+def test_dapo_as_published_is_as_it_was() -> None:
+    for text, outcome in (("$34.$", 1), ("The value is $34$.", 1), ("not $34$.", 1), (r"\(34\)", 0), ("3{,}4", 1)):
+        assert value("dapo", "34", f"Answer: {text}", compat="verl") == outcome, text
+
+
+@pytest.mark.parametrize(
+    ("gold", "answer"),
+    [
+        *(("5 cm", r"5\%"), (r"90^\circ", r"90\%"), (r"5\text{ km/h}", r"5\text{ h/km}"), ("5 km/h", "5 hours per km")),
+        *(("ABC", "BAC"), ("AB", "BA"), ("3", "(3]")),
+        *(
+            ("5", r"5\text{ million}"),
+            (r"\begin{vmatrix}1&2\\3&4\end{vmatrix}", r"\begin{pmatrix}1&2\\3&4\end{pmatrix}"),
+        ),
+    ],
+)
+def test_what_looks_alike_is_not_alike(gold: str, answer: str) -> None:
+    wrong(gold, answer)
+
+
+def test_an_improper_fraction_behind_a_number_is_neither_a_sum_nor_a_product() -> None:
+    for gold in ("11/3", "10/3"):
+        wrong(gold, r"2\frac{5}{3}", ("boxed", "math_verify", "hendrycks", "dapo"))
+    right("8/3", r"2\frac{2}{3}")
