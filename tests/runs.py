@@ -29,6 +29,14 @@ SMALL = [
 ]
 
 
+UNDECIDED = {
+    "deepscaler_kl": ["loss.kl_coef=0.001"],
+    "rrm_policy": ["train.steps=1"],
+    "rrm_outcome": ["train.steps=1"],
+    "rrm_train": ["model.senior=Qwen/Qwen3-4B-Instruct-2507", "train.steps=1"],
+}
+"""What packaged configs leave to the user."""
+
 KILLER = """
 import os, signal, sys
 import {module} as module

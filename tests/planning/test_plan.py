@@ -8,6 +8,7 @@ import pytest
 from omegaconf import OmegaConf
 from typer.testing import CliRunner
 
+from runs import UNDECIDED
 from tandemrl.cli.main import app
 from tandemrl.config import ConfigError, load, packaged_configs
 from tandemrl.experiments.hops_tokenizer import hops_tokenizer
@@ -95,15 +96,6 @@ def test_what_cannot_fit_is_refused_with_what_helps() -> None:
     small = device._replace(memory=0.7 * needed)
     with pytest.raises(PlanError, match=r"a process needs .* what helps: .*train\.tokens_per_micro_batch=192"):
         require_fit(plan(config, 1, small), config, 1, small)
-
-
-UNDECIDED = {
-    "deepscaler_kl": ["loss.kl_coef=0.001"],
-    "rrm_policy": ["train.steps=1"],
-    "rrm_outcome": ["train.steps=1"],
-    "rrm_train": ["model.senior=Qwen/Qwen3-4B-Instruct-2507", "train.steps=1"],
-}
-"""What packaged configs leave to the user."""
 
 
 @pytest.mark.slow  # two minutes for all of them
