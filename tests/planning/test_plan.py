@@ -8,7 +8,7 @@ import pytest
 from omegaconf import OmegaConf
 from typer.testing import CliRunner
 
-from runs import UNDECIDED
+from runs import UNDECIDED, launch_of
 from tandemrl.cli.main import app
 from tandemrl.config import ConfigError, load, packaged_configs
 from tandemrl.experiments.hops_tokenizer import hops_tokenizer
@@ -96,6 +96,14 @@ def test_what_cannot_fit_is_refused_with_what_helps() -> None:
     small = device._replace(memory=0.7 * needed)
     with pytest.raises(PlanError, match=r"a process needs .* what helps: .*train\.tokens_per_micro_batch=192"):
         require_fit(plan(config, 1, small), config, 1, small)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", packaged_configs())
+def test_every_packaged_config_fits_the_cards_that_its_head_names(name: str) -> None:
+    ranks, axes = launch_of(name)
+    found = plan(load(name, [*UNDECIDED.get(name, []), *axes]), ranks, accelerator("h100"))
+    assert found.fits, described(found)
 
 
 FOR_ONE = ["deepscaler_tandem", "quickstart_vllm"]
