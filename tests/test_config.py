@@ -479,3 +479,12 @@ def test_what_several_processes_cannot_do_is_refused_by_their_number_and_by_that
         check_processes(config, 2)
     with pytest.raises(ConfigError, match=message):
         load(None, [*keys, "parallel.dp_shard=2"])
+
+
+def test_a_dry_run_under_the_launcher_checks_its_number_of_processes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    done = CliRunner().invoke(app, ["train", "--config", "quickstart_vllm", "--dry-run"])
+    assert done.exit_code == 2
+    assert "PROBLEM      processes: rollout.vllm.multiprocess=False: must be true" in done.output
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    assert "ok           processes: 1" in CliRunner().invoke(app, ["train", "-c", "quickstart", "--dry-run"]).output
