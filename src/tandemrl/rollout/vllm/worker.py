@@ -114,7 +114,7 @@ class _TandemWorker:
             else:
                 load_adapters(runner.get_model(), weights)
         if self.device.type == "cuda":
-            torch.cuda.synchronize()  # the sender may change its tensors once this returns
+            torch.cuda.synchronize(self.device)  # the sender may change its tensors once this returns
 
     def tandem_fingerprint(self, who: Who) -> int:
         """The checksum of the weights that a model computes with (see ``rollout.sync.fingerprint``).
