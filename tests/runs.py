@@ -1,6 +1,7 @@
 """A small training run, its files, when two runs are the same, and how one is evaluated."""
 
 import json
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -8,7 +9,7 @@ from typing import Any
 import torch
 from safetensors.torch import load_file
 
-from tandemrl.config import Config, DataConfig, ModelConfig, load
+from tandemrl.config import Config, DataConfig, ModelConfig, load, packaged_configs
 from tandemrl.evals import Phase, evaluate
 
 SMALL = [
@@ -27,6 +28,24 @@ SMALL = [
     "data.eval=synthetic:plain:heldout:16",
     "data.max_prompt_tokens=128",
 ]
+
+
+UNDECIDED = {
+    "deepscaler_kl": ["loss.kl_coef=0.001"],
+    "rrm_policy": ["train.steps=1"],
+    "rrm_outcome": ["train.steps=1"],
+    "rrm_train": ["model.senior=Qwen/Qwen3-4B-Instruct-2507", "train.steps=1"],
+}
+"""What packaged configs leave to the user."""
+
+
+def launch_of(name: str) -> tuple[int, list[str]]:
+    """How many processes the head of a packaged config starts it with, and how it splits them (``parallel.*``)."""
+    command = rf"torchrun --nproc-per-node (\d+) --no-python tandemrl train --config {name}( .*)?\n"
+    found = re.search(command, packaged_configs()[name].read_text())
+    if found is None:
+        return 1, []
+    return int(found[1]), [word for word in (found[2] or "").split() if word.startswith("parallel.")]
 
 
 KILLER = """

@@ -25,6 +25,7 @@ from tandemrl.config import (
     to_dict,
     to_yaml,
 )
+from tandemrl.config.rules import check_processes
 from tandemrl.config.schema import Leaf
 
 PACKAGED = sorted(file.name for file in files("tandemrl.configs").iterdir() if file.name.endswith(".yaml"))
@@ -454,3 +455,40 @@ def test_the_reference_is_printed_by_section_within_80_columns() -> None:
     unknown = run(["config", "trian"])
     assert unknown.exit_code == 2
     assert "no section 'trian'; there are model, model.lora, data, rollout, rollout.vllm, retrieval" in unknown.output
+
+
+SEVERAL = ["rollout.engine=vllm", "rollout.vllm.multiprocess=true"]
+
+
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        (["rollout.engine=vllm"], r"rollout\.vllm\.multiprocess=False: must be true with several processes"),
+        ([*SEVERAL, "rollout.tensor_parallel=2"], r"rollout\.tensor_parallel=2: must be 1 with several processes"),
+        ([*SEVERAL, "rollout.vllm.devices='1'"], r"rollout\.vllm\.devices=1: must be null with several processes"),
+        (
+            [*SEVERAL, "model.device=cuda", "rollout.vllm.junior_device='cuda:1'"],
+            r"rollout\.vllm\.junior_device=cuda:1: must be null with several processes",
+        ),
+        (["model.device=cuda:0"], r"model\.device=cuda:0: must be cuda with several processes"),
+    ],
+)
+def test_what_several_processes_cannot_do_is_refused_by_their_number_and_by_that_alone(
+    keys: list[str], message: str
+) -> None:
+    """``parallel.dp_shard`` is null: the number comes from the launcher, or from ``--ranks``."""
+    config = load(None, keys)
+    check_processes(config, 1)
+    with pytest.raises(ConfigError, match=message):
+        check_processes(config, 2)
+    with pytest.raises(ConfigError, match=message):
+        load(None, [*keys, "parallel.dp_shard=2"])
+
+
+def test_a_dry_run_under_the_launcher_checks_its_number_of_processes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    done = CliRunner().invoke(app, ["train", "--config", "quickstart_vllm", "--dry-run"])
+    assert done.exit_code == 2
+    assert "PROBLEM      processes: rollout.vllm.multiprocess=False: must be true" in done.output
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    assert "ok           processes: 1" in CliRunner().invoke(app, ["train", "-c", "quickstart", "--dry-run"]).output

@@ -10,7 +10,7 @@ from safetensors.torch import load_file
 import runs
 from processes import run
 from runs import metrics
-from tandemrl.config import load
+from tandemrl.config import ConfigError, load
 from tandemrl.training.loop import train
 
 SHORT = [
@@ -121,7 +121,6 @@ def test_adapters_split_by_tp_train_what_one_process_trains(tiny_pair: Path, tmp
 
 
 def _world_of(axes: str) -> str:
-    from tandemrl.config import ConfigError
     from tandemrl.distributed.world import init_world
 
     try:
@@ -134,3 +133,17 @@ def _world_of(axes: str) -> str:
 def test_axes_that_do_not_multiply_to_the_processes_are_refused() -> None:
     for message in run(_world_of, 2, "parallel.tp=4"):
         assert "tp 4 = 4 processes, but 2 run" in message
+
+
+def _refusal(pair: str, out: str) -> str:
+    """In one of the processes."""
+    with pytest.raises(ConfigError) as refused:
+        train(runs.config(Path(pair), Path(out), "rollout.engine=vllm"), quiet=True)
+    return str(refused.value)
+
+
+def test_processes_without_engines_of_their_own_are_refused_before_a_step(tiny_pair: Path, tmp_path: Path) -> None:
+    """``parallel.dp_shard`` is null, so that no key says how many there are."""
+    for message in run(_refusal, 2, str(tiny_pair), str(tmp_path / "run")):
+        assert "rollout.vllm.multiprocess=False: must be true with several processes" in message
+    assert not (tmp_path / "run").exists()

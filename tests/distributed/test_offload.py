@@ -91,7 +91,10 @@ def test_an_optimizers_state_goes_where_its_parameters_are() -> None:
 
 
 def test_one_process_has_no_parts_to_offload(tiny_pair: Path, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"parallel\.offload_parameters=true: only the weights of sharded models"):
+    with pytest.raises(
+        ConfigError,
+        match=r"parallel\.offload_parameters=True: must be false with one process",
+    ):
         build(runs.config(tiny_pair, tmp_path, "parallel.offload_parameters=true"))
 
 

@@ -8,6 +8,7 @@ import pytest
 from omegaconf import OmegaConf
 from typer.testing import CliRunner
 
+from runs import UNDECIDED, launch_of
 from tandemrl.cli.main import app
 from tandemrl.config import ConfigError, load, packaged_configs
 from tandemrl.experiments.hops_tokenizer import hops_tokenizer
@@ -97,13 +98,16 @@ def test_what_cannot_fit_is_refused_with_what_helps() -> None:
         require_fit(plan(config, 1, small), config, 1, small)
 
 
-UNDECIDED = {
-    "deepscaler_kl": ["loss.kl_coef=0.001"],
-    "rrm_policy": ["train.steps=1"],
-    "rrm_outcome": ["train.steps=1"],
-    "rrm_train": ["model.senior=Qwen/Qwen3-4B-Instruct-2507", "train.steps=1"],
-}
-"""What packaged configs leave to the user."""
+@pytest.mark.slow
+@pytest.mark.parametrize("name", packaged_configs())
+def test_every_packaged_config_fits_the_cards_that_its_head_names(name: str) -> None:
+    ranks, axes = launch_of(name)
+    found = plan(load(name, [*UNDECIDED.get(name, []), *axes]), ranks, accelerator("h100"))
+    assert found.fits, described(found)
+
+
+FOR_ONE = ["deepscaler_tandem", "quickstart_vllm"]
+"""Packaged configs whose engine is in the trainer's process."""
 
 
 @pytest.mark.slow  # two minutes for all of them
@@ -111,7 +115,35 @@ UNDECIDED = {
 def test_every_packaged_config_is_planned_for_a_thousand_processes(name: str) -> None:
     arguments = ["--dry-run", "--ranks", "1024", "--device", "h100", *UNDECIDED.get(name, [])]
     output = CliRunner().invoke(app, ["train", "--config", name, *arguments]).output
-    assert "plan of 1,024 process(es) on h100" in output
+    assert ("plan of 1,024 process(es) on h100" in output) is (name not in FOR_ONE)
+
+
+@pytest.mark.parametrize("name", FOR_ONE)
+def test_a_recipe_for_one_process_is_not_planned_for_several(name: str) -> None:
+    done = CliRunner().invoke(app, ["train", "--config", name, "--dry-run", "--ranks", "8"])
+    assert done.exit_code == 2
+    assert "rollout.vllm.multiprocess=False: must be true with several processes" in done.output
+
+
+def test_a_trainers_card_has_its_part_of_a_split_engine() -> None:
+    """The engine's cards begin with the trainer's, unless it has devices of its own."""
+    keys = ["model.junior=null", "model.device=cuda", "rollout.engine=vllm", "rollout.vllm.kv_cache_gb=1"]
+
+    def engine_bytes(*more: str) -> int:
+        found = plan(load("quickstart", [*keys, *more]), 1, accelerator("h100"))
+        return sum(item.size for item in found.items if item.name.startswith("engine"))
+
+    weights = 2 * 4 * parameters(architecture("runs/tiny/senior"))
+    assert engine_bytes() - engine_bytes("rollout.tensor_parallel=2") == weights // 2
+    elsewhere = ["rollout.vllm.multiprocess=true", "rollout.tensor_parallel=2"]
+    assert engine_bytes(*elsewhere, "rollout.vllm.devices='2,3'") == 0
+    assert engine_bytes(*elsewhere, "rollout.vllm.devices='0,1'") == engine_bytes("rollout.tensor_parallel=2")
+
+
+def test_heads_that_cannot_be_split_over_an_engines_ranks_are_refused() -> None:
+    config = load("quickstart", ["model.device=cuda", "rollout.engine=vllm", "rollout.tensor_parallel=3"])
+    with pytest.raises(ConfigError, match=r"rollout\.tensor_parallel=3: must divide the 4 attention heads"):
+        plan(config, 1, accelerator("h100"))
 
 
 def test_a_mesh_that_does_not_multiply_is_refused() -> None:

@@ -201,7 +201,7 @@ def test_among_several_processes_nobody_waits_for_a_tool_longer_than_for_another
     agents: Path, tmp_path: Path
 ) -> None:
     limits = ["rollout.tool_timeout_s=60", "parallel.timeout_s=60"]
-    with pytest.raises(ConfigError, match=r"tool_timeout_s=60: must be below parallel\.timeout_s \(60\)"):
+    with pytest.raises(ConfigError, match=r"tool_timeout_s=60\.0: must be below parallel\.timeout_s \(60\)"):
         build(config(agents, tmp_path, *TOOLS, *limits), world=World(size=2, data_size=2))
 
 

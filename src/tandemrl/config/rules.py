@@ -3,6 +3,7 @@
 # ruff: noqa: E501 - the rules are a table, one per line
 
 import math
+from collections.abc import Mapping
 from types import NoneType
 from typing import get_args
 
@@ -25,15 +26,47 @@ def check(config: Config) -> None:
             words = leaf.allowed.words
             null = ("null, " if " or " in words else "null or ") if NoneType in get_args(leaf.type) else ""
             raise ConfigError(f"{leaf.key}={values[leaf.key]}: must be {null}{words}")
-    for ok, key, allowed in _rules(config):
-        if not ok:
-            raise ConfigError(f"{key}={values[key]}: must be {allowed}")
-    r = config.rollout
+    _hold(_rules(config), values)
+    r, p = config.rollout, config.parallel
+    if (declared := p.dp_replicate * (p.dp_shard or 1) * p.sp * p.tp) > 1:
+        check_processes(config, declared)
     if (r.top_p < 1 or r.top_k > 0 or r.min_p > 0) and not r.allow_truncated:
         raise ConfigError(
             "rollout.top_p/top_k/min_p truncate the sampling distribution, which biases the trainer's ratios; set "
             "rollout.allow_truncated=true (the trainer then renormalises over the kept tokens) or switch them off"
         )
+
+
+def check_processes(config: Config, processes: int) -> None:
+    """Refuse values that do not work in a run of so many processes.
+
+    ``check`` cannot know their number: with ``parallel.dp_shard: null`` it is what the launcher says.
+
+    Raises:
+        ConfigError: the message names the key and what is allowed.
+    """
+    _hold(_rules_of_processes(config, several=processes > 1), flatten(to_dict(config)))
+
+
+def _hold(rules: list[tuple[bool, str, str]], values: Mapping[str, object]) -> None:
+    for ok, key, allowed in rules:
+        if not ok:
+            raise ConfigError(f"{key}={values[key]}: must be {allowed}")
+
+
+def _rules_of_processes(config: Config, *, several: bool) -> list[tuple[bool, str, str]]:
+    """The rules of a run with several processes, or with one, as ``_rules``."""
+    m, r, v, p = config.model, config.rollout, config.rollout.vllm, config.parallel
+    engines = several and r.engine == "vllm"
+    return [
+        (not engines or v.multiprocess, "rollout.vllm.multiprocess", "true with several processes: vLLM would take the trainer's process group for its own"),
+        (not engines or r.tensor_parallel == 1, "rollout.tensor_parallel", "1 with several processes: each has a whole engine on its own card"),
+        (not engines or v.devices is None, "rollout.vllm.devices", "null with several processes: their engines would all be on the same cards; each is on its trainer's"),
+        (not engines or v.junior_device is None, "rollout.vllm.junior_device", "null with several processes: their juniors would all be on the same card; each is beside its senior"),
+        (not several or not m.device.startswith("cuda:"), "model.device", "cuda with several processes: each then takes the card of its own local rank"),
+        (several or not p.offload_parameters, "parallel.offload_parameters", "false with one process: only the weights of sharded models can; start several processes, or use parallel.offload_optimizer=true"),
+        (not (several and config.has_episodes) or r.tool_timeout_s < p.timeout_s, "rollout.tool_timeout_s", f"below parallel.timeout_s ({p.timeout_s:g}) among several processes: one that waits for a tool would be taken for one that hangs"),
+    ]  # fmt: skip
 
 
 def _rules(config: Config) -> list[tuple[bool, str, str]]:
@@ -42,7 +75,6 @@ def _rules(config: Config) -> list[tuple[bool, str, str]]:
     t, e, p = config.train, config.eval, config.parallel
     v, reward, judge, ret = r.vllm, config.reward, config.judge, config.retrieval
     cuda = m.device.startswith("cuda")
-    several = p.dp_replicate * (p.dp_shard or 1) * p.sp * p.tp > 1
     two_threads = t.async_steps == 1 and r.engine == "torch"
     per_update = t.mini_batch_prompts or t.prompts_per_step
     longest = config.longest_sequence
@@ -84,7 +116,6 @@ def _rules(config: Config) -> list[tuple[bool, str, str]]:
         (t.critic_warmup_steps == 0 or lo.recipe == "ppo", "train.critic_warmup_steps", "0 unless loss.recipe=ppo"),
         (e.context is None or e.profile == "custom", "eval.context", f"null with eval.profile={e.profile}, which has its own"),
         (t.max_resamples == 0 or t.async_steps == 0, "train.max_resamples", "0 with train.async_steps=1: the engine is busy with the next step"),
-        (not several or r.engine == "torch" or v.multiprocess, "rollout.vllm.multiprocess", "true with several processes: vLLM would take the trainer's process group for its own"),
         (v.max_batched_tokens is None or v.max_batched_tokens >= r.max_rows, "rollout.vllm.max_batched_tokens", f"null or at least rollout.max_rows ({r.max_rows})"),
         (v.mode != "draft" or r.engine != "vllm" or r.draft_tokens != 0, "rollout.draft_tokens", "auto, or positive (e.g. 8), with rollout.vllm.mode=draft"),
         (r.draft_tokens == 0 or r.engine != "vllm" or v.mode in ("draft", "auto"), "rollout.draft_tokens", f"0 with rollout.vllm.mode={v.mode}: the vllm engine drafts with rollout.vllm.mode=draft or auto"),

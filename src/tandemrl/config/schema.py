@@ -73,7 +73,7 @@ class ModelConfig:
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Compute dtype of every forward. Trained weights and optimiser state are float32 ("master") in both cases."""
     device: str = "auto"
-    """A torch device; auto = cuda if there is one, else cpu."""
+    """A torch device; auto = cuda if there is one, else cpu. Several processes each take a device of their own."""
     gradient_checkpointing: bool = False
     """Recompute activations in backward: less memory, about a third more computation."""
     liger: bool = False
@@ -120,9 +120,10 @@ class VllmConfig:
     once; auto: lazy or draft, from step to step, whichever should be cheaper, and lazy if `rollout.draft_tokens` is 0.
     The tokens are the same in all modes."""
     multiprocess: bool = False
-    """Run the engine in a process of its own, instead of in the trainer's."""
+    """Run the engine in a process of its own, instead of in the trainer's; several trainer processes need that."""
     devices: str | None = None
-    """CUDA devices of that process, e.g. "1" or "2,3"; null = the trainer's."""
+    """CUDA devices of that process, e.g. "1" or "2,3"; null = the trainer's, and with `rollout.tensor_parallel` those
+    after it. Several trainer processes need null."""
     kv_cache_gb: PositiveFloat | None = None
     """Size of the KV cache of both models, in GB; null = 1 GB on a CPU, what gpu_memory_utilization leaves on a GPU."""
     gpu_memory_utilization: PositiveShare = 0.5
@@ -140,7 +141,8 @@ class VllmConfig:
     junior_quantization: str | None = None
     """The junior's quantisation, as vLLM's --quantization; null = what the model says."""
     junior_device: str | None = None
-    """Another CUDA device for the junior, e.g. "cuda:1", so that both models compute at the same time."""
+    """Another CUDA device for the junior, e.g. "cuda:1", so that both models compute at the same time. Several trainer
+    processes need null."""
 
 
 @dataclass(frozen=True)
@@ -193,7 +195,7 @@ class RolloutConfig:
     compile: bool = False
     """With the torch engine: torch.compile of the decoding step, 1.5 times as fast for tiny models after a minute."""
     tensor_parallel: PositiveInt = 1
-    """With the vllm engine: tensor-parallel ranks per model."""
+    """With the vllm engine: tensor-parallel ranks per model; several trainer processes need 1."""
     allow_truncated: bool = False
     """Permit top_p, top_k and min_p in training. The trainer then also renormalises over the kept tokens."""
     vllm: VllmConfig = field(default_factory=VllmConfig)

@@ -82,7 +82,7 @@ def _plan_of(config: Config, ranks: int, device: Accelerator) -> Plan | None:
     """The plan of a config, or None if its values contradict each other or the number of processes."""
     parallel = config.parallel
     on_host = parallel.offload_parameters or parallel.offload_optimizer
-    if (parallel.offload_parameters and ranks == 1) or (on_host and device.memory is None):
+    if on_host and device.memory is None:
         return None
     try:
         check(config)

@@ -12,7 +12,8 @@ from typing import Any, Literal, NamedTuple
 import torch
 from transformers import AutoModelForCausalLM, PretrainedConfig
 
-from tandemrl.config import Config, ParallelConfig
+from tandemrl.config import Config, ConfigError, ParallelConfig
+from tandemrl.config.rules import check_processes
 from tandemrl.distributed.world import World, imagined_world
 from tandemrl.evals import profile_of
 from tandemrl.losses import RECIPES
@@ -105,8 +106,10 @@ def plan(config: Config, ranks: int, device: Accelerator) -> Plan:
     """Plan a run of ``ranks`` processes, each on a device of its own.
 
     Raises:
-        ConfigError, ModelError: the mesh does not have ``ranks`` processes, or a model is unknown or cannot be sharded.
+        ConfigError, ModelError: the mesh does not have ``ranks`` processes, the config does not work with so many, or a
+            model is unknown or cannot be split.
     """
+    check_processes(config, ranks)
     with imagined_world(config.parallel, ranks) as world:
         return _plan(config, world, device)
 
@@ -256,6 +259,12 @@ def _engine(
         requests = max(requests, math.ceil(problems / world.size))
     rows = min(rollout.max_rows, requests)
     shapes = [senior] if junior is None else [senior, junior]
+    for heads in (shape.get_text_config().num_attention_heads for shape in shapes):
+        if heads % rollout.tensor_parallel:
+            raise ConfigError(
+                f"rollout.tensor_parallel={rollout.tensor_parallel}: must divide the {heads} attention heads of the "
+                "models"
+            )
     weights = {"senior": parameters(senior) * width} | (
         {} if junior is None else {"junior": parameters(junior) * width}
     )
@@ -298,7 +307,8 @@ def _vllm(
         size, total = max(0, budget - own - logits), max(budget, own + logits)
     blocks = size // (per_token * BLOCK)
     rows = min(config.rollout.max_rows, blocks // math.ceil(length / BLOCK))
-    elsewhere = vllm.devices is not None or parallel > 1
+    card = config.model.device.partition(":")[2] or "0"  # with several ranks, the trainer's card has the first of them
+    elsewhere = vllm.devices is not None and card not in vllm.devices.split(",")
     items = (
         []
         if elsewhere

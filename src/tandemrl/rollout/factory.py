@@ -6,6 +6,7 @@ from typing import NamedTuple
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from tandemrl.config import ConfigError, RolloutConfig
+from tandemrl.models.loading import resolve_device
 from tandemrl.models.lora import AdapterPlan
 from tandemrl.rollout.engine import Engine
 from tandemrl.rollout.torch_engine import TorchEngine
@@ -39,7 +40,7 @@ def make_engine(
     Args:
         junior: the frozen partner. None means that the senior writes alone.
         dtype: the dtype of the vLLM engine. The torch engine takes its models as they are loaded.
-        device: the device of the vLLM engine. The torch engine takes its models as they are loaded.
+        device: ``model.device``, for the vLLM engine. The torch engine takes its models as they are loaded.
         longest: how many tokens the longest request of the vLLM engine has, prompt and completion together. None stands
             for the context of the models.
 
@@ -63,9 +64,17 @@ def make_engine(
         from tandemrl.rollout.vllm.engine import VllmEngine
     except ImportError as error:
         raise cannot_import("rollout.engine=vllm", error) from None
-    if (platform := platform_device()) != device.partition(":")[0]:
+    kind = resolve_device(device).type if device == "auto" else device.partition(":")[0]
+    if (platform := platform_device()) != kind:
         raise ConfigError(f"model.device={device}: the installed vLLM runs on {platform}; set model.device={platform}")
     partner_path = None if junior is None else junior.path
     return VllmEngine.start(
-        senior.path, partner_path, tokenizer, config, dtype=dtype, longest=longest, adapters=senior.adapters
+        senior.path,
+        partner_path,
+        tokenizer,
+        config,
+        dtype=dtype,
+        device=resolve_device(device).index or 0,  # this process's, which holds the trainer, too
+        longest=longest,
+        adapters=senior.adapters,
     )

@@ -8,6 +8,7 @@ import torch
 from transformers import AutoConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from tandemrl.config import Config, ConfigError, ModelConfig
+from tandemrl.config.rules import check_processes
 from tandemrl.data.documents import hops
 from tandemrl.data.sampler import Sampler
 from tandemrl.distributed.world import World
@@ -73,17 +74,7 @@ def build(
     check_instance(environment)
     config = with_records(config, recipe=own_recipe, strategy=strategy, reward=reward or None, environment=environment)
     model, rollout, world = config.model, config.rollout, world or World()
-    if config.parallel.offload_parameters and world.size == 1:
-        raise ConfigError(
-            "parallel.offload_parameters=true: only the weights of sharded models can; start several processes, or use "
-            "parallel.offload_optimizer=true"
-        )
-    if world.size > 1 and config.has_episodes and rollout.tool_timeout_s >= config.parallel.timeout_s:
-        raise ConfigError(
-            f"rollout.tool_timeout_s={rollout.tool_timeout_s:g}: must be below parallel.timeout_s "
-            f"({config.parallel.timeout_s:g}) among several processes: one that waits for a tool would be taken for "
-            "one that hangs"
-        )
+    check_processes(config, world.size)
     preflight = Preflight(
         config,
         functions=reward,

@@ -218,6 +218,18 @@ def test_only_cuda_tensors_are_exported() -> None:
         vllm_weights.export_weights([("w", torch.ones(2))])
 
 
+def test_weights_are_finished_on_their_card_before_another_process_reads_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls, card = Calls(), torch.device("cuda:2")  # the current one is 0
+    tensor = Mock(spec=torch.Tensor, device=card)
+    tensor.detach.return_value.contiguous.return_value = tensor
+    monkeypatch.setattr(vllm_weights, "_device_uuid", lambda device: "GPU-c")
+    monkeypatch.setattr(vllm_weights, "reduce_tensor", lambda shared: (None, "handle"))
+    monkeypatch.setattr(torch.cuda, "synchronize", calls("synchronize"))
+    payload, _ = vllm_weights.export_weights([("w", tensor)])
+    assert pickle.loads(payload) == [("w", {"GPU-c": "handle"})]
+    assert calls == [("synchronize", card)]
+
+
 class FakeRunner:
     """Stands for a stock model runner."""
 

@@ -86,6 +86,7 @@ class VllmEngine:
         config: RolloutConfig | None = None,
         *,
         dtype: str = "float32",
+        device: int = 0,
         longest: int | None = None,
         record: bool = False,
         adapters: AdapterPlan | None = None,
@@ -99,6 +100,8 @@ class VllmEngine:
             tokenizer: the tokenizer of the senior.
             config: ``rollout.*`` of a config; None stands for the defaults.
             dtype: the dtype of the engine's weights, by torch's name for it.
+            device: the CUDA device of the engine's models, by its number in this process. ``rollout.vllm.devices`` and
+                ``junior_device`` take precedence.
             longest: how many tokens prompt and completion may have together. None means as many as both models allow.
             record: whether the workers keep their own record of authors (``recorded_authors``), for tests.
             adapters: if given, the senior is these adapters on the junior's weights. Both are then loaded from the same
@@ -138,6 +141,7 @@ class VllmEngine:
             junior_dtype=v.junior_dtype,
             junior_quantization=v.junior_quantization,
             junior_device=v.junior_device,
+            device=device if v.devices is None else 0,  # the first of those that its process sees
             adapters=adapters,
             record=record,
         )

@@ -26,6 +26,9 @@ class TandemOptions:
     junior_dtype: str | None = None
     junior_quantization: str | None = None
     junior_device: str | None = None
+    device: int = 0
+    """The CUDA device of the first worker, by its number in the engine's process; the others follow it. Left to itself,
+    vLLM would begin at 0 in every process of torchrun."""
     adapters: AdapterPlan | None = None
     """If given, the senior is these adapters on the junior's weights. They start as zero, and ``tandem_load`` takes
     only them."""

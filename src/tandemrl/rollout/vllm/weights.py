@@ -461,7 +461,8 @@ def export_weights(weights: Iterable[tuple[str, Tensor]]) -> tuple[bytes, list[T
         shared = tensor.detach().contiguous()
         kept.append(shared)
         handles.append((name, {_device_uuid(shared.device): reduce_tensor(shared)[1]}))
-    torch.cuda.synchronize()
+    for device in {shared.device for shared in kept}:  # which need not be torch's current one
+        torch.cuda.synchronize(device)
     return pickle.dumps(handles), kept
 
 

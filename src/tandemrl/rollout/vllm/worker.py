@@ -9,7 +9,7 @@ from typing import Any
 import cloudpickle
 import torch
 from torch import Tensor
-from vllm.config import VllmConfig, set_current_vllm_config
+from vllm.config import DeviceConfig, VllmConfig, set_current_vllm_config
 from vllm.logger import init_logger
 from vllm.platforms import current_platform
 from vllm.v1.core.sched.output import SchedulerOutput
@@ -39,11 +39,15 @@ class _TandemWorker:
 
     model_runner: Any
     vllm_config: VllmConfig
+    device_config: DeviceConfig
     device: torch.device
+    local_rank: int
 
     def init_device(self) -> None:
         check_config(self.vllm_config)
         options = options_of(self.vllm_config)
+        if self.device_config.device_type == "cuda":
+            self.local_rank += options.device  # by which vLLM chooses the device
         super().init_device()  # type: ignore[misc]  # vLLM's worker, the other base of both classes below
         senior, junior = self.model_runner, None
         if options.junior is not None:
@@ -110,7 +114,7 @@ class _TandemWorker:
             else:
                 load_adapters(runner.get_model(), weights)
         if self.device.type == "cuda":
-            torch.cuda.synchronize()  # the sender may change its tensors once this returns
+            torch.cuda.synchronize(self.device)  # the sender may change its tensors once this returns
 
     def tandem_fingerprint(self, who: Who) -> int:
         """The checksum of the weights that a model computes with (see ``rollout.sync.fingerprint``).
