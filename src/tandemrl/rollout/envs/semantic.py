@@ -6,7 +6,7 @@ import warnings
 from collections.abc import Callable, Sequence
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -23,7 +23,6 @@ KEPT = 256
 BATCH = 32
 """How many texts a model reads at once."""
 
-_Json = TypeVar("_Json", list[Any], dict[str, Any])
 _POOLINGS = {
     "pooling_mode_mean_tokens": "mean",
     "pooling_mode_cls_token": "cls",
@@ -250,8 +249,8 @@ def reading_of(path: str, *, download: bool = True) -> Reading:
     return Reading(chosen[0], most, missing)
 
 
-def _said(path: str, name: str, kind: type[_Json], download: bool) -> _Json | None:
-    """What a file of a model says, or None if the model has no such file."""
+def _said(path: str, name: str, kind: type, download: bool) -> Any:
+    """What a file of a model says, a value of ``kind`` (list or dict), or None if the model has no such file."""
     from huggingface_hub import hf_hub_download
     from huggingface_hub.errors import EntryNotFoundError
 
