@@ -18,7 +18,13 @@ BELONGS = (
     "notebooks/02_loss.ipynb", "tests/conftest.py", "tests/helpers.py", "tests/rollout/test_turns.py", "cli/main.py",
     "configs/quickstart.yaml",
 )  # fmt: skip
-PACKAGED = ("py.typed", "configs/quickstart.yaml", "play/page/play.js", "planning/architectures.json")
+PAIR = "experiments/pairs/jargon-0"
+PACKAGED = (
+    *("py.typed", "configs/quickstart.yaml", "play/page/play.js", "planning/architectures.json"),
+    *(f"{PAIR}/{name}" for name in ("senior.safetensors", "junior.safetensors", "tokenizer/tokenizer.json")),
+)
+MOST_BYTES = 3_000_000
+"""Of the wheel."""
 
 
 def main(folder: Path, torch: str, index: str) -> None:
@@ -27,6 +33,8 @@ def main(folder: Path, torch: str, index: str) -> None:
         names = {name.partition("/")[2] for name in archive.getnames()}
     if missing := [name for name in BELONGS if name not in names]:
         sys.exit(f"{sdist} lacks {', '.join(missing)}: see MANIFEST.in")
+    if wheel.stat().st_size > MOST_BYTES:
+        sys.exit(f"{wheel} has {wheel.stat().st_size:,} bytes, more than {MOST_BYTES:,}")
     with zipfile.ZipFile(wheel) as archive:
         packed = archive.namelist()
         [metadata] = (archive.read(name).decode() for name in archive.namelist() if name.endswith("/METADATA"))

@@ -73,14 +73,20 @@ def source(name: str) -> str:
     """What made a file, in one line: command, commit, date, and what the numbers are over."""
     content, _ = results(name)
     asked = content["experiment"]
-    seeds = asked["seeds"]
+    seeds = sorted({row["seed"] for row in content["rows"]})
     over = f"means over seeds {', '.join(map(str, seeds))}, with 95 % intervals" if len(seeds) > 1 else "one seed"
     return (
         f"`{content.get('command') or 'tandemrl experiment ' + asked['name']}` at {_commits(content)}"
         + (f", {content['date']}" if "date" in content else "")
-        + f"; {over}; {asked['problems']} held-out problems × {asked['samples']} samples: "
+        + f"; {over}{_refused(content)}; {asked['problems']} held-out problems × {asked['samples']} samples: "
         f"[{name}]({{docs}}{name}).\n"
     )
+
+
+def _refused(content: Mapping[str, Any]) -> str:
+    """The seeds whose pairs missed their criteria; an older file has none."""
+    seeds = [str(each["seed"]) for each in content.get("refused", ())]
+    return f" (refused: {', '.join(seeds)})" if seeds else ""
 
 
 def _commits(content: Mapping[str, Any]) -> str:
@@ -131,7 +137,7 @@ def environments() -> str:
         rows.append(
             [
                 ", ".join(map(str, content["numerics"].values())),
-                ", ".join(map(str, seeds)),
+                ", ".join(map(str, seeds)) + _refused(content),
                 f"{len(content['refused'])} of {len(seeds) + len(content['refused'])}",
                 *(" to ".join(f"{end:.3f}" for end in _spread(content, *what)) for what in SPREADS.values()),
                 f"{verdicts.count('holds')} of {len(verdicts) - verdicts.count('not asked of one seed')}"
@@ -568,20 +574,19 @@ def take_over(folders: Iterable[Path]) -> None:
         text = (folder / "results.json").read_text()
         content = json.loads(text)
         key = content["experiment"]["name"], tuple(content["experiment"]["pairs"])
-        file = DOCS / PUBLISHED.get(key, "")
-        if key == HEADLINE and "kl" not in {arm["name"] for arm in content["experiment"]["arms"]}:
-            numerics = content["numerics"]
-            parts = [str(value) for name, value in numerics.items() if name != "cpu"]
-            file = ENVIRONMENTS / f"{'-'.join([numerics['cpu'], *parts]).lower().replace(' ', '-')}.json"
         if key not in PUBLISHED:
             raise ValueError(f"{folder}: {key} is not published; known: {', '.join(map(str, PUBLISHED))}")
-        if content["schema"] != SCHEMA:
+        if content["schema"] != SCHEMA or "numerics" not in content:
             raise ValueError(
                 f"{folder}: written by older code; give its command again, which collects what is finished"
             )
         made_by = [content["versions"], *content["evaluated_by"]]
         if content["command"] is None or any(each["git_revision"] is None or each["git_dirty"] for each in made_by):
             raise ValueError(f"{folder}: made by no commit, or by no command; run it from a clean checkout")
+        file = DOCS / PUBLISHED[key]
+        if key == HEADLINE and "kl" not in {arm["name"] for arm in content["experiment"]["arms"]}:
+            words = [*map(str, content["numerics"].values()), "seeds", *map(str, content["experiment"]["seeds"])]
+            file = ENVIRONMENTS / f"{re.sub(r'[^a-z0-9.]+', '-', ' '.join(words).lower())}.json"
         write_text(file, text)
 
 

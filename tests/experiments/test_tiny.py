@@ -159,7 +159,7 @@ def test_the_jargon_senior_goes_on_from_the_base_alone(jargon):
 def test_the_jargon_manifest_says_what_was_measured_and_how_each_stage_was_trained(jargon):
     out, manifest, _ = jargon
     assert set(manifest["base"]) == {
-        *("solo/pass@1", "junior/solo/pass@1", "jargon/rate", "jargon/pass@1", "plain/pass@1"),
+        *("solo/pass@1", "junior/solo/pass@1", "jargon/rate", "jargon/pass@1", "plain/pass@1", "jargon/gain"),
         *("eval_rows", "warm_start/loss"),
     }
     base, senior = manifest["recipe"], manifest["recipe"]["senior"]
@@ -188,6 +188,7 @@ def test_skill_splits_the_senior_by_jargon(monkeypatch):
         "jargon/rate": 0.5,
         "jargon/pass@1": 0.5,
         "plain/pass@1": 1.0,
+        "jargon/gain": -0.5,
     }
     one_model = "junior"
     assert tiny._skill(one_model, one_model, None, rows, 0) == {"solo/pass@1": 0.25}
@@ -353,6 +354,14 @@ def test_repair_pairs_are_asked_how_many_slips_are_repaired(monkeypatch):
     text = "5 plus 3 about 9 first.\n\nCheck 8.\n\n8 minus 2 is 7 next.\n\n\\boxed{7}"
     monkeypatch.setattr(tiny, "solo_texts", lambda *_: [text, text])
     assert tiny._skill("one", "one", None, rows, 0)["slips/repaired"] == 0.5
+    monkeypatch.setattr(tiny, "solo_texts", lambda *_: ["", ""])
+    assert tiny._skill("one", "one", None, rows, 0)["slips/repaired"] == 0.0
+
+
+def test_other_sizes_are_only_asked_whether_jargon_is_the_more_accurate():
+    gain = (Criterion("jargon/gain", 0.0, 1.0),)
+    assert tiny._criteria("jargon", None, "4m") == tiny._criteria("hops_jargon", None, "tiny") == gain
+    assert tiny._criteria("repair", None, "1m") == tiny._criteria("jargon", 400, "tiny") == ()
 
 
 @pytest.mark.parametrize("shape", [(7, 4), (4, 7), (5, 5)])

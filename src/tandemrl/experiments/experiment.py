@@ -38,7 +38,15 @@ from tandemrl.data import hops
 from tandemrl.data.synthetic import repairs, slips, uses_jargon
 from tandemrl.evals.compare import compare, to_json
 from tandemrl.experiments.claims import BASE, claims_of
-from tandemrl.experiments.tiny import SIZES, WARM_STARTS, PairError, build_tiny_pair, lr_scale
+from tandemrl.experiments.tiny import (
+    SIZES,
+    WARM_STARTS,
+    PairError,
+    build_tiny_pair,
+    lr_scale,
+    pair_identity,
+    read_manifest,
+)
 from tandemrl.experiments.warm_start import Progress
 from tandemrl.files import versions, write_text
 from tandemrl.report.records import MEASURES
@@ -257,6 +265,7 @@ def run_job(experiment: Experiment, job: Job, out: Path) -> str:
     """Run one job, unless its files exist already, and return a line about it."""
     home = out / job.pair / f"seed-{job.seed}"
     if job.arm is None:
+        _check_pair_of_runs(experiment, job, home)
         with _building(home, job) as progress:
             manifest = build_tiny_pair(
                 home / "pair",
@@ -285,6 +294,22 @@ def run_job(experiment: Experiment, job: Job, out: Path) -> str:
     ]
     phases = evals.evaluate(load(experiment.evaluation, settings), model=model, out=home / "eval" / job.arm.name)
     return f"solo pass@1 {phases['pass-at-k']['metrics']['macro']['pass@1']:.3f}"
+
+
+def _check_pair_of_runs(experiment: Experiment, job: Job, home: Path) -> None:
+    """Refuse to build a pair anew where arms were trained from one of another recipe.
+
+    Raises:
+        ExperimentError: the folder holds such runs.
+    """
+    stored = read_manifest(home / "pair")
+    options = {key: value for key, value in _pair_options(experiment, job).items() if key != "device"}
+    if stored is None or not any(home.glob("*/metrics.jsonl")):
+        return
+    if not stored.items() >= pair_identity(steps=experiment.pair_steps, **options).items():
+        raise ExperimentError(
+            f"{home}: its runs began with a pair of another recipe, which would be replaced; choose another folder"
+        )
 
 
 @contextmanager

@@ -5,6 +5,7 @@ It is used only if recipe, texts and criteria in the manifest are those of today
 from a finished build by ``python -m tandemrl.experiments.packaged FOLDER``.
 """
 
+import hashlib
 import json
 import shutil
 import sys
@@ -15,6 +16,8 @@ from typing import Any, NamedTuple
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import PreTrainedTokenizerFast
+
+from tandemrl.data.rows import DataError
 
 PAIRS = Path(__file__).parent / "pairs"
 
@@ -28,13 +31,21 @@ class Packaged(NamedTuple):
 
 
 def find_packaged(identity: Mapping[str, Any]) -> Packaged | None:
-    """The packaged pair whose manifest has all entries of ``identity``, or None."""
+    """The packaged pair whose manifest has all entries of ``identity``, or None.
+
+    Raises:
+        DataError: its weights are not those that were packaged.
+    """
     folder = PAIRS / f"{identity['pair']}-{identity['seed']}"
     if not folder.is_dir():
         return None
     manifest = json.loads((folder / "manifest.json").read_text())
     if any(manifest.get(key) != value for key, value in identity.items()):
         return None
+    for name, expected in manifest.pop("sha256").items():
+        file = folder / f"{name}.safetensors"
+        if not file.is_file() or _sha256(file) != expected:
+            raise DataError(f"{file}: not the file that was packaged; install tandemrl again, or build the pair here")
     weights = {name: load_file(folder / f"{name}.safetensors") for name in ("senior", "junior")}
     return Packaged(manifest, PreTrainedTokenizerFast.from_pretrained(folder / "tokenizer"), weights)
 
@@ -42,7 +53,7 @@ def find_packaged(identity: Mapping[str, Any]) -> Packaged | None:
 def pack(built: Path, pairs: Path = PAIRS) -> Path:
     """Pack a finished build of ``build_tiny_pair``. Its weights are exact in bfloat16 already. Returns the folder."""
     manifest = json.loads((built / "manifest.json").read_text())
-    del manifest["sha256"]  # of files in float32
+    manifest["sha256"] = {}  # of the packed files, not of those in float32
     folder = pairs / f"{manifest['pair']}-{manifest['seed']}"
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
@@ -51,9 +62,14 @@ def pack(built: Path, pairs: Path = PAIRS) -> Path:
         file = folder / f"{name}.safetensors"
         save_file({key: tensor.bfloat16() for key, tensor in weights.items()}, file)
         file.chmod(0o644)  # safetensors makes files that only their owner may read
+        manifest["sha256"][name] = _sha256(file)
     PreTrainedTokenizerFast.from_pretrained(built / "senior").save_pretrained(folder / "tokenizer")
     (folder / "manifest.json").write_text(json.dumps(manifest, indent=2) + "\n")
     return folder
+
+
+def _sha256(file: Path) -> str:
+    return hashlib.sha256(file.read_bytes()).hexdigest()
 
 
 if __name__ == "__main__":

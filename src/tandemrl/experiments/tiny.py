@@ -134,10 +134,12 @@ CRITERIA: dict[str, tuple[Criterion, ...]] = {
         Criterion("jargon/rate", 0.45, 0.75),
     ),
     "repair": (Criterion("solo/pass@1", 0.4, 0.58), Criterion("slips/repaired", 0.07, 0.25)),
+    "hops_jargon": (Criterion("jargon/gain", 0.0, 1.0),),
 }
 """What makes a pair fit for its experiment, measured on held-out problems. The last stage of the warm start is repeated
 until all of it holds. A jargon senior must be so much better in jargon than in plain words that plain GRPO has a reason
-to keep it; where it is hardly better, training drops the jargon on some seeds and machines, and nothing is compared."""
+to keep it; where it is hardly better, training drops the jargon on some seeds and machines, and nothing is compared.
+The ranges are those of the size ``tiny``. For ``hops_jargon`` no margin has been measured."""
 
 MAX_ROUNDS = 3
 """How often the last stage of a warm start is trained before a pair is refused."""
@@ -174,14 +176,16 @@ def build_tiny_pair(
 
     ``base`` in the manifest says what the models can do before reinforcement learning: ``solo/pass@1`` of the senior,
     and ``junior/solo/pass@1`` if the junior is another model. For a senior that was trained further in jargon it also
-    has ``jargon/rate``, and the accuracy of its texts with and without jargon, ``jargon/pass@1`` and ``plain/pass@1``
-    (0 if it wrote no such text). ``criteria`` are the ranges in which these must be (``CRITERIA``), ``rounds`` what was
-    measured each time the last stage had been trained, and ``unmet`` what is still out of range.
+    has ``jargon/rate``, the accuracy of its texts with and without jargon, ``jargon/pass@1`` and ``plain/pass@1`` (0 if
+    it wrote no such text), and their difference, ``jargon/gain``. ``criteria`` are the ranges in which these must be
+    (``CRITERIA``), ``rounds`` what was measured each time the last stage had been trained, and ``unmet`` what is still
+    out of range.
 
     Args:
         pair: the name of the pair.
         steps: the number of warm-start steps of every stage, once, without criteria. None means the pair's recipe.
-        size: one of ``SIZES``. The recipe's learning rates are scaled with ``lr_scale``.
+        size: one of ``SIZES``. The recipe's learning rates are scaled with ``lr_scale``. Of sizes other than ``tiny``
+            it is only asked that a jargon senior is more accurate in jargon.
         device: where the models are trained.
         packaged: take the pair that comes with the library (``packaged.py``) if it is this one.
 
@@ -190,10 +194,9 @@ def build_tiny_pair(
         FileExistsError: ``out`` holds another pair or seed, or something else than a tiny pair.
         PairError: the criteria are not met. The manifest and the models are kept, so the same call raises it at once.
     """
-    recipes = _recipes(pair, steps, size)
+    recipes, criteria = _recipes(pair, steps, size), _criteria(pair, steps, size)
     base = recipes["base"]
-    criteria = CRITERIA.get(pair, ()) if steps is None else ()
-    identity = _identity(recipes, criteria, pair, seed, size)
+    identity = pair_identity(pair=pair, seed=seed, steps=steps, size=size)
     stored = read_manifest(out)
     if stored is not None and all(stored.get(key) == value for key, value in identity.items()) and _intact(out, stored):
         return _accepted(stored, out)
@@ -207,7 +210,11 @@ def build_tiny_pair(
     if packaged and (found := find_packaged(identity)) is not None:
         models = {name: new_model(found.tokenizer, seed, size) for name in found.weights}
         for name, model in models.items():
-            model.load_state_dict(found.weights[name], strict=False)  # the head is the embedding
+            missing, unexpected = model.load_state_dict(found.weights[name], strict=False)
+            if unexpected or set(missing) != {"lm_head.weight"}:  # the head is the embedding
+                raise DataError(
+                    f"the packaged {name} lacks {missing} and has {unexpected}; build the pair here instead"
+                )
         return _store(out, models, found.tokenizer, found.manifest)
 
     total = sum(recipe.steps for recipe in recipes.values())
@@ -260,6 +267,17 @@ def build_tiny_pair(
         "unmet": [str(each) for each in unmet],
     }
     return _accepted(_store(out, {"senior": senior, "junior": junior}, tokenizer, manifest), out)
+
+
+def pair_identity(*, pair: str, seed: int, steps: int | None = None, size: str = "tiny") -> dict[str, Any]:
+    """What a manifest says of how its pair is built. Two pairs with the same values differ by rounding at most."""
+    return {
+        "schema": 2,
+        "pair": pair,
+        "seed": seed,
+        "recipe": _fingerprints(_recipes(pair, steps, size), pair, seed, size),
+        "criteria": {each.measure: [each.low, each.high] for each in _criteria(pair, steps, size)},
+    }
 
 
 def read_manifest(folder: Path) -> dict[str, Any] | None:
@@ -386,8 +404,10 @@ def _skill(
             "jargon/pass@1": accuracy(found, jargon),
             "plain/pass@1": accuracy(found, lambda text: not jargon(text)),
         }
-    if wrong := [slip for text, _ in found for slip in slips(text)] if rows[0].data_source.endswith("repair") else []:
-        skill["slips/repaired"] = sum(slip.repaired for slip in wrong) / len(wrong)
+        skill["jargon/gain"] = skill["jargon/pass@1"] - skill["plain/pass@1"]
+    if rows[0].data_source.endswith("repair"):
+        wrong = [slip for text, _ in found for slip in slips(text)]
+        skill["slips/repaired"] = sum(slip.repaired for slip in wrong) / len(wrong) if wrong else 0.0
     return skill
 
 
@@ -448,17 +468,12 @@ def _recipes(pair: str, steps: int | None, size: str) -> dict[Part, WarmStart]:
     }
 
 
-def _identity(
-    recipes: Mapping[Part, WarmStart], criteria: Sequence[Criterion], pair: str, seed: int, size: str
-) -> dict[str, Any]:
-    """What a manifest says of how a pair is to be built."""
-    return {
-        "schema": 2,
-        "pair": pair,
-        "seed": seed,
-        "recipe": _fingerprints(recipes, pair, seed, size),
-        "criteria": {each.measure: [each.low, each.high] for each in criteria},
-    }
+def _criteria(pair: str, steps: int | None, size: str) -> tuple[Criterion, ...]:
+    if steps is not None:
+        return ()
+    if size == "tiny":
+        return CRITERIA.get(pair, ())
+    return (Criterion("jargon/gain", 0.0, 1.0),) if pair.endswith("jargon") else ()
 
 
 def _fingerprints(recipes: Mapping[Part, WarmStart], pair: str, seed: int, size: str) -> dict[str, Any]:
