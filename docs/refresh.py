@@ -167,10 +167,9 @@ def environments_sentence() -> str:
         return f"{min(low for low, _ in ends):.2f} to {max(high for _, high in ends):.2f}"
 
     return (
-        f"Over {len(every)} kinds of CPU arithmetic, {seeds} pairs in all: after GRPO the senior uses the words in "
-        f"{over_all('jargon rate, GRPO')} of its\ntexts, after tandem GRPO in {over_all('jargon rate, tandem')}; in "
-        f"handoff, tandem GRPO is better by {over_all('handoff pass@1, tandem − GRPO')}; {refused} pairs were "
-        "refused\n([results](docs/results.md#on-other-cpus)).\n"
+        f"On {len(every)} kinds of CPU arithmetic ({seeds} pairs, {refused} refused) the words stay in "
+        f"{over_all('jargon rate, GRPO')} of the texts after GRPO,\nin {over_all('jargon rate, tandem')} after tandem "
+        "GRPO ([results](docs/results.md#on-other-cpus)).\n"
     )
 
 
@@ -233,8 +232,8 @@ def speed_sentence() -> str:
     low, high = (line["cpu_ratios"]["auto / stock"]["median"] for line in (few, many))
     return (
         f"On one CPU thread a GRPO step takes {solo:.2f} of the time of TRL {trl}'s, a tandem step {tandem:.2f}. In "
-        "vLLM a small junior\ncan draft for the senior. If it is twelve times smaller and nearly always agrees, both "
-        f"together cost {low:.2f} ({few['rows']} row) to\n{high:.2f} ({many['rows']} rows) of the senior alone "
+        "vLLM, with drafts\nby a junior twelve times smaller that nearly always agrees, both cost "
+        f"{low:.2f} ({few['rows']} row) to {high:.2f} ({many['rows']} rows) of the senior\nalone "
         "([speed](docs/speed.md)).\n"
     )
 
