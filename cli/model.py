@@ -1,5 +1,6 @@
 """``tandemrl model``."""
 
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -8,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 if TYPE_CHECKING:
-    from tandemrl.experiments.tiny import Progress
+    from tandemrl.experiments.warm_start import Progress
 
 app = typer.Typer(help="Build models.", no_args_is_help=True)
 
@@ -47,8 +48,9 @@ def _shown(what: str) -> "Iterator[Progress]":
     from rich.progress import Progress as Bars
 
     from tandemrl.cli.heartbeat import heartbeat
+    from tandemrl.experiments.warm_start import progress_line
 
-    console, now = Console(), [what]
+    console, now, started = Console(), [what], time.monotonic()
     if console.is_terminal:
         with Bars(console=console, transient=True) as bars:
             bar = bars.add_task(what, total=None)
@@ -56,7 +58,7 @@ def _shown(what: str) -> "Iterator[Progress]":
         return
 
     def note(step: int, steps: int, loss: float) -> None:
-        now[0] = f"{what}: step {step} of {steps}, loss {loss:.3f}" if step < steps else "measuring what it can do"
+        now[0] = f"{what}: {progress_line(step, steps, loss, time.monotonic() - started)}"
 
     with heartbeat(typer.echo, lambda: now[0]):
         yield note

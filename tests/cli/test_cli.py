@@ -308,7 +308,7 @@ def test_what_takes_minutes_says_where_it_is_without_a_terminal(
     assert result.exit_code == 0, result.output
     expected = {
         "eval": "tandem: tokens: 1,500 of 3,000",
-        "model": "warm start of the plain pair: step 5 of 20, loss 0.250",
+        "model": "warm start of the plain pair: step 5 of 20, loss 0.250, about 0 s left",
         "experiment": "last written: jargon/seed-0/grpo/metrics.jsonl, step 12",
     }
     assert f"7 s: {expected[command]}\n" in result.output

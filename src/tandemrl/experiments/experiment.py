@@ -47,7 +47,7 @@ from tandemrl.experiments.tiny import (
     pair_identity,
     read_manifest,
 )
-from tandemrl.experiments.warm_start import Progress
+from tandemrl.experiments.warm_start import Progress, progress_line
 from tandemrl.files import versions, write_text
 from tandemrl.report.records import MEASURES
 from tandemrl.training.loop import train
@@ -322,9 +322,8 @@ def _building(home: Path, job: Job) -> Iterator[Progress]:
         now = time.monotonic()
         if now - written >= 1 or step == steps:
             written = now
-            left = (now - started) / step * (steps - step)
-            says = f"building the {job.pair} pair of seed {job.seed}: step {step} of {steps}, loss {loss:.3f}, "
-            says += f"about {left:.0f} s left" if step < steps else "measuring what it can do"
+            line = progress_line(step, steps, loss, now - started)
+            says = f"building the {job.pair} pair of seed {job.seed}: {line}"
             write_text(file, json.dumps({"says": says}) + "\n")
 
     try:

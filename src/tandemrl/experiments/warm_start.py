@@ -18,6 +18,20 @@ Progress = Callable[[int, int, float], None]
 """A function that is called with (warm-start steps done, steps in total, loss in nats per token). The total grows if
 the measured criteria ask for more steps."""
 
+
+def progress_line(step: int, steps: int, loss: float, elapsed_s: float) -> str:
+    """How far a warm start is, and about how long the rest takes.
+
+    Examples:
+        >>> progress_line(50, 200, 1.25, elapsed_s=10)
+        'step 50 of 200, loss 1.250, about 30 s left'
+        >>> progress_line(200, 200, 0.5, elapsed_s=40)
+        'step 200 of 200, loss 0.500, measuring what it can do'
+    """
+    left = f"about {elapsed_s / step * (steps - step):.0f} s left" if step < steps else "measuring what it can do"
+    return f"step {step} of {steps}, loss {loss:.3f}, {left}"
+
+
 IGNORE = -100
 """The target of a place where nothing is learnt."""
 
