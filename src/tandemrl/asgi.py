@@ -38,11 +38,18 @@ def is_ours(host: str, names: Collection[str]) -> bool:
 def refused_host(scope: Mapping[str, Any], names: Collection[str]) -> str | None:
     """The Host of a request if it is not one that `is_ours`, else None.
 
+    A request without one is no browser's, but for instance a health check's in HTTP/1.0.
+
     Args:
         scope: the ASGI scope of the request.
+
+    Examples:
+        >>> refused_host({"headers": [(b"host", b"evil.example")]}, LOOPBACK)
+        'evil.example'
+        >>> refused_host({"headers": []}, LOOPBACK)
     """
     hosts = [value.decode("latin-1") for name, value in scope["headers"] if name == b"host"]
-    return None if len(hosts) == 1 and is_ours(hosts[0], names) else ", ".join(hosts)
+    return None if not hosts or (len(hosts) == 1 and is_ours(hosts[0], names)) else ", ".join(hosts)
 
 
 def limited(

@@ -109,18 +109,23 @@ class LineError(ValueError):
         self.line = line
 
 
-def parse_json(text: str) -> Any:
-    """The value of a JSON text that anybody's parser would read in the same way.
+def parse_json(text: str, *, halves: bool = False) -> Any:
+    """The value of a JSON text that can be read in one way only.
+
+    NaN and Infinity are read, too, which are no JSON: Python writes them, for instance where a value is missing.
+
+    Args:
+        halves: read halves of characters (see `is_unicode`), too.
 
     Raises:
         ValueError: it is not JSON, is nested too deeply to read, has a key twice in one object, or holds half of a
-            character (see `is_unicode`).
+            character.
     """
     try:
         value = json.loads(text, object_pairs_hook=_object)
     except RecursionError:
         raise ValueError("nested too deeply to read") from None
-    if "\\ud" in text.lower() and not is_unicode(json.dumps(value, ensure_ascii=False)):
+    if not halves and "\\ud" in text.lower() and not is_unicode(json.dumps(value, ensure_ascii=False)):
         raise ValueError(
             "a text has half of a character (a lone surrogate \\ud800 to \\udfff), as where a text was cut inside an "
             "emoji; cut it elsewhere, or write another character there"
@@ -131,10 +136,10 @@ def parse_json(text: str) -> Any:
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     value = dict(pairs)
     if len(value) < len(pairs):
-        names = [name for name, _ in pairs]
-        raise ValueError(
-            f"the key {next(name for name in names if names.count(name) > 1)!r} stands twice in one object"
-        )
+        for name, _ in reversed(pairs):
+            if name not in value:
+                raise ValueError(f"the key {name!r} stands twice in one object")
+            del value[name]
     return value
 
 

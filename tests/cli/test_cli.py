@@ -129,7 +129,7 @@ def test_train_hands_on_the_config_and_resume(monkeypatch: pytest.MonkeyPatch) -
     result = run("train", "-c", "quickstart", "train.lr=1e-5", "--resume", "never")
     assert result.exit_code == 0, result.output
     assert train.arguments[0].train.lr == 1e-5
-    assert train.keywords == {"resume": "never"}
+    assert train.keywords == {"resume": "never", "stated": {"train.lr"}}
     assert "runs/x" in result.output
 
 

@@ -30,6 +30,7 @@ from tandemrl.models.loading import (
     prepare,
     vocabulary_check,
 )
+from tandemrl.models.weight_files import check_weights
 
 # ---------------------------------------------------------------------------------------------------------------- paths
 
@@ -203,6 +204,28 @@ def test_weights_that_are_missing_are_not_drawn_at_random(folder: Path, tmp_path
     save_file(kept, model / "model.safetensors")
     with pytest.raises(ModelError, match=r"1 weights are missing there, the first is model\.layers\.0\.mlp\.up_proj"):
         load_model(model)
+
+
+def test_a_pointer_in_a_file_that_nobody_reads_is_no_fault(folder: Path, tmp_path: Path) -> None:
+    pointer = "version https://git-lfs.github.com/spec/v1\noid sha256:4d7a2146\nsize 538090408\n"
+    model = copied(folder, tmp_path / "model")
+    for name in ("flax_model.msgpack", "tf_model.h5", "model.onnx", "pytorch_model.bin", "consolidated.safetensors"):
+        (model / name).write_text(pointer)
+    check_folder(model)
+    (model / "model.safetensors").rename(model / "part.safetensors")
+    (model / "model.safetensors.index.json").write_text('{"weight_map": {"a": "part.safetensors"}}')
+    check_folder(model)
+    (model / "part.safetensors").write_text(pointer)
+    with pytest.raises(ModelError, match=r"part\.safetensors: a pointer of Git LFS"):
+        check_folder(model)
+
+
+def test_weights_whose_names_transformers_changes_are_not_taken_for_missing(tmp_path: Path) -> None:
+    """The files of GPT-NeoX call the head ``embed_out``."""
+    model = tiny("GPTNeoX")
+    model.save_pretrained(tmp_path)
+    assert "embed_out.weight" in load_file(tmp_path / "model.safetensors")
+    check_weights(tmp_path, model)
 
 
 def test_weights_that_are_not_finite_are_named(tmp_path: Path) -> None:

@@ -108,6 +108,13 @@ def test_a_function_of_verifiers_reads_the_messages_and_the_state_of_an_episode(
     assert scored(calls, transcript=Transcript(said, {"used": 2})).value == 2.0
 
 
+def test_an_error_of_the_function_itself_is_no_reason_to_call_it_with_messages() -> None:
+    with pytest.raises(GraderError, match=r"TypeError: 'in <string>' requires .* parameters completion, answer; name"):
+        scored(lambda completion, answer: float(int(answer) in completion))
+    with pytest.raises(GraderError, match=r"KeyError: 'level of detail'"):
+        scored(lambda completions, **kwargs: [kwargs["level of detail"]])
+
+
 def test_what_only_a_rubric_has_is_named_with_the_way_out() -> None:
     with pytest.raises(GraderError, match=r"\(parser, completion\); expected .*functools\.partial"):
         by_name({"mine_own": lambda parser, completion: 1.0})
@@ -127,7 +134,14 @@ def second_is_called_completion(row, completion):
 
 
 @pytest.mark.parametrize(
-    "function", [awaited, second_is_called_completion, lambda problem, completion: completion == "7"]
+    "function",
+    [
+        awaited,
+        second_is_called_completion,
+        lambda problem, completion: completion == "7",
+        lambda task, completion: task.ground_truth == completion,
+        lambda answer, completion: answer.ground_truth == completion,
+    ],
 )
 def test_functions_of_ours_stay_ours(function: Any) -> None:
     assert scored(function) == Score(1.0, {"acc": 1.0}, None)

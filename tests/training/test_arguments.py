@@ -173,6 +173,10 @@ def test_a_strategy_that_breaks_its_contract_is_named(strategy: Strategy, messag
         try_strategy(strategy, 100)
 
 
+def of_the_step(step: int) -> Strategy:
+    return bernoulli(float(step))
+
+
 def at_five(step: int) -> Strategy:
     return bernoulli(0.5) if step != 5 else GOOD._replace(step=random)
 
@@ -182,7 +186,7 @@ def at_five(step: int) -> Strategy:
     [
         (lambda: bernoulli(0.5), "at step 1: TypeError: .*takes 0 positional arguments.* called with the step, from 1"),
         (lambda step: 0.5, "at step 1: returned 0.5, a float; expected a Strategy"),
-        (bernoulli, r"bernoulli .*at step 3: ValueError: prob_senior must be in \[0, 1\], got 3"),
+        (of_the_step, r"of_the_step .*at step 3: ValueError: prob_senior must be in \[0, 1\], got 3"),
         (lambda step: None if step > 1 else bernoulli(0.5), "at step 3: returned None, a NoneType"),
         (annealed(bernoulli, linear(1.0, -0.5, steps=2)), "ValueError: prob_senior must be in"),
         (GOOD._replace(step=random), "^strategy: the same keys and tokens gave other authors"),

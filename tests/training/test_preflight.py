@@ -76,8 +76,8 @@ def test_a_dry_run_says_what_it_checked_and_loads_no_weights(
     assert result.exit_code == 0, result.output
     subjects = [line.split()[1].rstrip(":") for line in result.stdout.splitlines() if line.startswith("ok  ")]
     assert subjects == [
-        "--resume", "functions", "model.device", "packages", "model.senior", "model.junior", "vocabularies",
-        "loss.recipe", "data.train", "data.eval", "rewards", "output_dir",
+        "--resume", "functions", "processes", "model.device", "packages", "model.senior", "model.junior",
+        "vocabularies", "loss.recipe", "data.train", "data.eval", "rewards", "output_dir",
     ]  # fmt: skip
     parameters = qwen3().num_parameters()
     assert f"Qwen3ForCausalLM, {parameters:,} parameters, context 256" in result.stdout

@@ -60,9 +60,9 @@ def _rules_of_processes(config: Config, *, several: bool) -> list[tuple[bool, st
     engines = several and r.engine == "vllm"
     return [
         (not engines or v.multiprocess, "rollout.vllm.multiprocess", "true with several processes: vLLM would take the trainer's process group for its own"),
-        (not engines or r.tensor_parallel == 1, "rollout.tensor_parallel", "1 with several processes: each has a whole engine on its own card"),
-        (not engines or v.devices is None, "rollout.vllm.devices", "null with several processes: their engines would all be on the same cards; each is on its trainer's"),
-        (not engines or v.junior_device is None, "rollout.vllm.junior_device", "null with several processes: their juniors would all be on the same card; each is beside its senior"),
+        (not engines or r.tensor_parallel == 1, "rollout.tensor_parallel", "1 with several processes, which do not support it"),
+        (not engines or v.devices is None, "rollout.vllm.devices", "null with several processes, which do not support it: each engine is on its trainer's card"),
+        (not engines or v.junior_device is None, "rollout.vllm.junior_device", "null with several processes, which do not support it: each junior is beside its senior"),
         (not several or not m.device.startswith("cuda:"), "model.device", "cuda with several processes: each then takes the card of its own local rank"),
         (several or not p.offload_parameters, "parallel.offload_parameters", "false with one process: only the weights of sharded models can; start several processes, or use parallel.offload_optimizer=true"),
         (not (several and config.has_episodes) or r.tool_timeout_s < p.timeout_s, "rollout.tool_timeout_s", f"below parallel.timeout_s ({p.timeout_s:g}) among several processes: one that waits for a tool would be taken for one that hangs"),

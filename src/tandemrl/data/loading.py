@@ -4,6 +4,7 @@ import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -52,14 +53,18 @@ def generated_rows(pair: str, split: str, count: int | None, seed: int) -> list[
     return hops.generate(pair, split, count, seed) if pair in hops.PAIRS else generate(pair, split, count, seed)
 
 
-def read_jsonl(path: Path) -> Iterator[tuple[int, Any]]:
+def read_jsonl(path: Path, *, halves: bool = False) -> Iterator[tuple[int, Any]]:
     """Yield (line number from 1, value) of every line that is not blank.
+
+    Args:
+        halves: see `parse_json`.
 
     Raises:
         DataError: a line is not JSON in UTF-8, or cannot be read in one way only (see `parse_json`).
     """
     try:
-        yield from read_json_lines(path, parse=parse_json, encoding="utf-8-sig", skip_blank=True)
+        parse = partial(parse_json, halves=halves)
+        yield from read_json_lines(path, parse=parse, encoding="utf-8-sig", skip_blank=True)
     except LineError as error:
         raise DataError(f"{path}, line {error.line}: not JSON: {error}") from None
 

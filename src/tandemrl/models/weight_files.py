@@ -13,7 +13,7 @@ from huggingface_hub import try_to_load_from_cache
 from huggingface_hub.errors import HFValidationError
 from torch import nn
 from transformers import PreTrainedModel
-from transformers.conversion_mapping import get_checkpoint_conversion_mapping
+from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.utils import (
     CONFIG_NAME,
     SAFE_WEIGHTS_INDEX_NAME,
@@ -26,6 +26,8 @@ from tandemrl.models.attention import ModelError
 
 POINTER = b"version https://git-lfs"
 """How the small file begins that Git LFS leaves in place of a large one."""
+TEXTS = (".json", ".jinja", ".txt", ".model")
+"""How the names of the files end that hold a configuration, a tokenizer or a template."""
 LONGEST_HEADER = 100_000_000
 """The longest header that safetensors reads, in bytes."""
 
@@ -101,19 +103,31 @@ def stored_names(model: nn.Module, stored: Container[str]) -> dict[str, str]:
 
 def is_converted(model: PreTrainedModel) -> bool:
     """Whether transformers makes the model's parameters out of other tensors in its files."""
-    config = model.config
-    return bool(get_checkpoint_conversion_mapping(config.model_type)) or hasattr(config, "quantization_config")
+    return bool(get_model_conversion_mapping(model, add_legacy=False)) or hasattr(model.config, "quantization_config")
 
 
 def refuse_pointers(folder: Path) -> None:
-    """Refuse a folder with a pointer of Git LFS in place of a file.
+    """Refuse a folder with a pointer of Git LFS in place of a file that is read.
+
+    Weights in a format that is not read, beside those that are, may be pointers.
 
     Raises:
-        ModelError: there is one.
+        ModelError: there is one, or an index of weight files is damaged.
     """
-    for file in sorted(folder.iterdir()):
-        if file.is_file() and file.stat().st_size < 1024 and file.read_bytes().startswith(POINTER):
-            raise ModelError(f"{file}: a pointer of Git LFS, not the file itself; fetch it with `git lfs pull`")
+    for file in sorted(file for file in folder.iterdir() if file.suffix in TEXTS and file.is_file()):
+        _refuse_pointer(file)
+    find = _in_folder(folder)
+    for single, index in ((SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_INDEX_NAME), (WEIGHTS_NAME, WEIGHTS_INDEX_NAME)):
+        if find(single) or find(index):
+            for name in [single] if find(single) else _named(folder / index):
+                if file := find(name):
+                    _refuse_pointer(file)
+            return
+
+
+def _refuse_pointer(file: Path) -> None:
+    if file.stat().st_size < 1024 and file.read_bytes().startswith(POINTER):
+        raise ModelError(f"{file}: a pointer of Git LFS, not the file itself; fetch it with `git lfs pull`")
 
 
 def _in_folder(folder: Path) -> Callable[[str], Path | None]:

@@ -14,8 +14,9 @@ verl      ``solution_str``, ``ground_truth``  those of ``data_source``, ``soluti
                                               ``extra_info`` that it takes
 TRL       ``completions``                     ``prompts``, ``completions`` and the fields of the row (`columns`), each
                                               as a list of one
-verifiers ``completion``                      those of ``prompt``, ``completion``, ``answer``, ``state``, ``task`` and
-                                              ``info`` that it takes
+verifiers ``completion`` first, or with       those of ``prompt``, ``completion``, ``answer``, ``state``, ``task`` and
+          ``prompt``, or with two others      ``info`` that it takes
+          of these names
 ========= =================================== ==========================================================================
 
 The ground truth is the value in the row's file, even if that is not text. A function of verl's may return a number, a
@@ -53,7 +54,9 @@ VERIFIERS = ("prompt", "completion", "answer", "state", "task", "info")
 RUBRIC = ("parser", "judge")
 """Objects of a rubric of verifiers that its reward functions may take. Here there are none."""
 WANTS_MESSAGES = (TypeError, AttributeError, KeyError, IndexError)
-"""What a function raises that reads a text as a list of messages."""
+"""What a function raises that reads a text as a list of messages, or a list of messages as a text."""
+READS_MESSAGES = re.compile("string indices must be integers|'str' object has no attribute|string index out of range")
+"""What such an error on a text says. Any other is the function's own."""
 OR_TEXT = re.compile(r"\bstr \||\| str\b|Union\[str")
 """In an annotation: texts are fine, too."""
 
@@ -159,6 +162,16 @@ class Call(NamedTuple):
             )
         return Given((row, text), {"transcript": transcript, **({"options": options} if self.options else {})})
 
+    @property
+    def remark(self) -> str:
+        """What to add to an error of the function: for which library's it was taken, where that may be wrong."""
+        if self.form != "verifiers":
+            return ""
+        return (
+            f" (called in verifiers' form because of its parameters {', '.join(self.names)}; name the first one `row` "
+            "to get a Row)"
+        )
+
     def checked(self, result: Any, name: str, row: Row) -> Score:
         """The result of the function as a score.
 
@@ -212,7 +225,7 @@ def called(function: Callable[..., Any], given: Given) -> Any:
     try:
         return _settled(function(*given.positional, **given.keywords))
     except WANTS_MESSAGES as error:
-        if given.as_messages is None:
+        if given.as_messages is None or not READS_MESSAGES.search(str(error)):
             raise
         on_texts = error
     try:
@@ -263,8 +276,9 @@ def _foreign(parameters: Mapping[str, inspect.Parameter]) -> Form | None:
     if "completions" in parameters:
         return "trl"
     if "completion" in parameters:
-        several = len(parameters.keys() & {*VERIFIERS}) > 1  # else (problem, completion) may be of ours
-        return "verifiers" if several or next(iter(parameters)) in ("completion", *RUBRIC) else None
+        theirs = next(iter(parameters)) in ("completion", *RUBRIC) or "prompt" in parameters
+        several = len(parameters.keys() & {*VERIFIERS}) > 2  # (task, completion) may be of ours
+        return "verifiers" if theirs or several else None
     return None
 
 

@@ -123,7 +123,8 @@ def in_process(name: str, function: RewardFunction) -> Grade:
             try:
                 return called(function, given)
             except Exception as error:
-                raise GraderError(f"reward {name}, row {row.example_id}: {type(error).__name__}: {error}") from error
+                why = f"{type(error).__name__}: {error}{how.remark}"
+                raise GraderError(f"reward {name}, row {row.example_id}: {why}") from error
 
         return Deferred("function", (call,), lambda result: how.checked(result, f"reward {name}", row))
 
@@ -145,7 +146,7 @@ def in_child(path: str) -> Grade:
             if not isinstance(result, Lost):
                 return how.checked(result, path, row)
             if result.why:
-                raise GraderError(f"{path}, row {row.example_id}: {result.why}")
+                raise GraderError(f"{path}, row {row.example_id}: {result.why}{how.remark}")
             return Score(0.0, {"acc": 0.0, "answer_present": 0.0, result.how: 1.0}, None)
 
         given = how.arguments(path, row, text, options, transcript)

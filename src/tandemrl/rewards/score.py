@@ -105,7 +105,7 @@ def _items(rows: Sequence[Row], responses: Path) -> Iterator[tuple[Row, str, Tra
     by_id = {row.example_id: row for row in rows}
     in_order: bool | None = None
     count = 0
-    for line, record in read_jsonl(responses):
+    for line, record in read_jsonl(responses, halves=True):  # a model wrote them
         where = f"{responses}, line {line}"
         record = object_of(record, where)
         named = "example_id" in record or "index" in record

@@ -51,7 +51,7 @@ from tandemrl.rewards.scoring import Scorer
 from tandemrl.rollout.envs.environment import BrokenEnvironmentError, Environment
 from tandemrl.rollout.envs.episodes import Playground, make_caller
 from tandemrl.rollout.envs.factory import make_environment
-from tandemrl.rollout.envs.semantic import is_cross_encoder, reading_of
+from tandemrl.rollout.envs.semantic import NotLookedUpError, is_cross_encoder, reading_of
 from tandemrl.rollout.vllm import require_vllm
 from tandemrl.training.arguments import StrategyFunction, tried_recipe, try_strategies
 from tandemrl.training.checkpoint import CheckpointError, is_checkpoint, latest, step_of
@@ -298,6 +298,8 @@ class Preflight:
             return f"{path}: {configuration.model_type}, a cross-encoder"
         try:
             reading = reading_of(path, download=self.downloads)
+        except NotLookedUpError as error:
+            raise (ConfigError if self.downloads else NotHereError)(str(error)) from None
         except BrokenEnvironmentError as error:
             raise ConfigError(str(error)) from None
         reading.warn(path)

@@ -281,6 +281,22 @@ def test_a_model_of_the_hub_reads_as_its_folder_does(tmp_path: Path) -> None:
         assert [float(each) for each in said[3:]] == pytest.approx(expected, abs=1e-5)
 
 
+def test_files_of_a_model_that_were_never_looked_up_are_not_taken_for_missing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It would be read with mean pooling, whatever it was trained with."""
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
+    snapshot = hub_cache(tmp_path, "someone/embedder")
+    pooling = snapshot / "1_Pooling" / "config.json"
+    pooling.unlink()
+    with pytest.raises(semantic.NotLookedUpError, match=r"1_Pooling/config\.json cannot be looked up"):
+        semantic.reading_of("someone/embedder", download=False)
+    gone = snapshot.parent.parent / ".no_exist" / snapshot.name / "1_Pooling"
+    gone.mkdir(parents=True)
+    (gone / "config.json").touch()
+    assert semantic.reading_of("someone/embedder", download=False).pooling == "mean"
+
+
 def test_a_model_without_sentence_transformers_files_is_read_by_default_and_says_so(tmp_path: Path) -> None:
     path = save_model(tmp_path, BertModel)
     reading = semantic.reading_of(path)

@@ -30,6 +30,10 @@ _POOLINGS = {
 }
 
 
+class NotLookedUpError(BrokenEnvironmentError):
+    """Whether a model of the hub has a file is not known on this machine, and the hub was not or cannot be asked."""
+
+
 class Reading(NamedTuple):
     """How an embedding model reads a text.
 
@@ -228,6 +232,7 @@ def reading_of(path: str, *, download: bool = True) -> Reading:
         download: download the files from the hub if they are not on this machine.
 
     Raises:
+        NotLookedUpError: it is not known whether the model has such a file.
         BrokenEnvironmentError: a file cannot be read, or asks for another pooling or further layers.
     """
     modules = _said(path, "modules.json", list, download) or []
@@ -251,14 +256,20 @@ def reading_of(path: str, *, download: bool = True) -> Reading:
 
 def _said(path: str, name: str, kind: type, download: bool) -> Any:
     """What a file of a model says, a value of ``kind`` (list or dict), or None if the model has no such file."""
-    from huggingface_hub import hf_hub_download
-    from huggingface_hub.errors import EntryNotFoundError
+    from huggingface_hub import _CACHED_NO_EXIST, hf_hub_download, try_to_load_from_cache
+    from huggingface_hub.errors import EntryNotFoundError, LocalEntryNotFoundError
 
     from tandemrl.models.loading import is_local
 
     try:
         file = Path(path, name) if is_local(path) else Path(hf_hub_download(path, name, local_files_only=not download))
         content = json.loads(file.read_text(encoding="utf-8"))
+    except LocalEntryNotFoundError:  # one of the errors below, though the model may well have the file
+        if try_to_load_from_cache(path, name) is _CACHED_NO_EXIST:
+            return None
+        raise NotLookedUpError(
+            f"retrieval.model: {path}, {name} cannot be looked up; connect to the hub once, or name a folder"
+        ) from None
     except (EntryNotFoundError, FileNotFoundError):
         return None
     except (OSError, ValueError) as error:
