@@ -10,7 +10,7 @@ from scipy.stats import ttest_1samp
 from typer.testing import CliRunner
 
 from tandemrl.cli.main import app
-from tandemrl.evals import EvalError, EvalResult, Sample, graded, legible, read_samples, summarise, write_result
+from tandemrl.evals import EvalResult, Sample, graded, legible, read_samples, summarise, write_result
 from tandemrl.evals.compare import (
     CompareError,
     Contrast,
@@ -222,8 +222,10 @@ def test_a_result_file_counts_as_an_evaluation_of_its_phase(tmp_path):
     with pytest.raises(CompareError, match=r"have no phase in common \(pass-at-k and tandem\)"):
         compare(tmp_path / "a.json", tmp_path / "b" / "tandem.json")
     write_comparison(tmp_path / "c.json", folders, a="a", b="b")
-    with pytest.raises(EvalError, match=r"c\.json: not an evaluation result"):
+    with pytest.raises(CompareError, match=r"c\.json: not the result of an evaluation"):
         compare(tmp_path / "a.json", tmp_path / "c.json")
+    with pytest.raises(CompareError, match=r"a\.samples\.jsonl: not the result of an evaluation \(PHASE\.json, or"):
+        compare(tmp_path / "a.samples.jsonl", tmp_path / "b")  # of which read_result says: delete it
     with pytest.raises(CompareError, match=r"a\.jso: no evaluation is there .* did you mean .*a\.json"):
         compare(tmp_path / "a.jso", tmp_path / "b")
 

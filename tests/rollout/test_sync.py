@@ -85,9 +85,26 @@ def test_the_fingerprint_is_the_weighted_sum_of_the_words():
     values = torch.randn(2 * sync._PART + 5, generator=torch.Generator().manual_seed(0))
     words = np.append(values.numpy(), np.float32(0)).view(np.uint64)
     with np.errstate(over="ignore"):
+        words = words + (words >> np.uint64(32))
         expected = int((words * (2 * np.arange(len(words), dtype=np.uint64) + 1)).sum(dtype=np.uint64))
     signed = expected - 2**64 if expected >= 2**63 else expected
     assert fingerprint([("a", values)]) == mix64(signed, *b"a")
+
+
+def test_changes_of_high_bits_alone_are_noticed():
+    """In a sum of 64-bit words, what overflows is lost: an even number of changed sign bits would cancel out."""
+    values = torch.randn(4, 2**17, generator=torch.Generator().manual_seed(0))
+    negated = values.clone()
+    negated[:, 1::2] *= -1
+    assert fingerprint([("a", negated)]) != fingerprint([("a", values)])
+    values = values.bfloat16()
+    negated = values.clone()
+    negated[:, 3::4] *= -1
+    assert fingerprint([("a", negated)]) != fingerprint([("a", values)])
+    swapped, places = values.clone().flatten(), [3, 3 + 4 * 2**15]
+    swapped[places] = swapped[places[::-1]]
+    assert swapped[3] != values.flatten()[3]
+    assert fingerprint([("a", swapped.view_as(values))]) != fingerprint([("a", values)])
 
 
 def test_numbers_that_moved_between_the_parts_of_a_big_tensor_are_noticed(monkeypatch):

@@ -3,6 +3,7 @@
 import dataclasses
 import io
 import json
+import math
 import re
 import shutil
 import signal
@@ -11,7 +12,7 @@ import sys
 from collections.abc import Callable, Sequence
 from itertools import pairwise
 from pathlib import Path
-from typing import get_args
+from typing import Any, get_args
 
 import numpy as np
 import pytest
@@ -39,6 +40,7 @@ from tandemrl.rollout.signatures import signature
 from tandemrl.rollout.torch_engine import TorchEngine
 from tandemrl.selection import bernoulli, solo
 from tandemrl.training import build as build_module
+from tandemrl.training import gates
 from tandemrl.training import loop as loop_module
 from tandemrl.training.arguments import resolve_recipe
 from tandemrl.training.build import build
@@ -529,6 +531,10 @@ def test_the_mismatch_limit_is_a_default_per_dtype_or_the_number_given() -> None
     assert mismatch_limit(load(overrides=[*bfloat16, "train.max_logprob_mismatch=0.01"]), never) == 0.01
     assert mismatch_limit(load(overrides=bfloat16), lambda: 0.004) == 2e-2
     assert mismatch_limit(load(overrides=bfloat16), lambda: 0.03) == pytest.approx(0.12)
+    for coarse in (0.13, math.inf, math.nan):
+        with pytest.raises(ConfigError, match=rf"by {coarse:.2g} nats.*model\.dtype=float32.*max_logprob_mismatch"):
+            mismatch_limit(load(overrides=bfloat16), lambda moved=coarse: moved)  # type: ignore[misc]
+        assert mismatch_limit(load(overrides=[*bfloat16, "train.max_logprob_mismatch=2"]), never) == 2
 
 
 @pytest.mark.parametrize("top_k", [0, 5])
@@ -554,6 +560,22 @@ def test_the_self_difference_is_that_of_the_stock_model_with_other_embeddings(to
     )
     assert got == pytest.approx(expected, rel=1e-3)
     assert got > 1e-4
+
+
+def test_the_self_difference_reads_the_ends_of_long_prompts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their logits would take gigabytes."""
+    read: list[int] = []
+    original = gates.packed_logits
+
+    def noting(*arguments: Any) -> torch.Tensor:
+        read.append(len(arguments[2]))
+        return original(*arguments)
+
+    monkeypatch.setattr(gates, "packed_logits", noting)
+    given = [Prompt(Row("", (), "", "", {}), (3, 4, 5) * 100)] * 3
+    common = dict(options=ForwardOptions(), dtype=torch.bfloat16, world=World(), device=torch.device("cpu"))
+    self_difference(prepared(qwen3()), given, **common)
+    assert read == [2 * gates.SELF_TOKENS] * 2
 
 
 def test_the_mismatch_gate_names_difference_and_limit() -> None:

@@ -18,6 +18,7 @@ import numpy as np
 
 from tandemrl.evals import (
     PHASES,
+    EvalError,
     Phase,
     differences,
     is_headline,
@@ -243,7 +244,12 @@ def _seeds(folder: Path, *, or_none: bool = False) -> list[str]:
 def _results(place: Path) -> Evaluation:
     """The results in a folder, or the one in a file, which says its phase; empty if there are none."""
     if place.is_file():
-        return {read_result(place)["phase"]: place}
+        try:
+            return {read_result(place)["phase"]: place}
+        except EvalError:
+            raise CompareError(
+                f"{place}: not the result of an evaluation (PHASE.json, or the file of eval --out)"
+            ) from None
     return {phase: file for phase in PHASES if (file := place / f"{phase}.json").exists()}
 
 

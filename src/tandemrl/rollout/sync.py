@@ -26,7 +26,10 @@ def fingerprint(parameters: Iterable[tuple[str, Tensor]], dtype: torch.dtype | N
     """A checksum of named tensors: equal if and only if (up to chance) every tensor has the same bits.
 
     Each tensor contributes the wrap-around sum of its bits, in words of 64 bits, weighted by position, mixed with its
-    name. In float32 and bfloat16, -0.0 and subnormal numbers count as 0.0: matrix units flush them, and an engine whose
+    name. Before that, the high half of each word is added to the word: the sum drops what overflows, so changes of high
+    bits alone could cancel out.
+
+    In float32 and bfloat16, -0.0 and subnormal numbers count as 0.0: matrix units flush them, and an engine whose
     weights are packed for one cannot read them back.
     """
     total = 0
@@ -35,7 +38,7 @@ def fingerprint(parameters: Iterable[tuple[str, Tensor]], dtype: torch.dtype | N
         parts = value.split(_PART if value.device.type == "cpu" else _PART_ON_DEVICE)
         sums, first, weights = [], 0, torch.empty(0)
         for part in parts:
-            words = _words(part.to(dtype if dtype is not None else value.dtype))
+            words = _folded(_words(part.to(dtype if dtype is not None else value.dtype)))
             if len(weights) < len(words):  # the odd numbers, of which the first part is the longest
                 weights = torch.arange(len(words), device=words.device).mul_(2).add_(1)
             sums.append((words * weights[: len(words)]).sum() + 2 * first * words.sum())
@@ -52,6 +55,12 @@ def _words(values: Tensor) -> Tensor:
     if tail or values.storage_offset() * values.element_size() % _WORD:
         values = torch.nn.functional.pad(values.view(torch.uint8), (0, -tail % _WORD))
     return values.view(torch.int64)
+
+
+def _folded(words: Tensor) -> Tensor:
+    """Each word plus its high half."""
+    high = words.bitwise_right_shift(32).bitwise_and_(2**32 - 1)  # the shift repeats the sign
+    return high.add_(words)
 
 
 def sync_weights(model: PreTrainedModel, engine: Engine, version: int) -> int:

@@ -41,6 +41,8 @@ class Experience(NamedTuple):
     """How many tokens the authors wrote."""
     dropped: int
     """How many groups were left out since too few of their rollouts are scored."""
+    advantages: Tensor | None
+    """The advantage of each rollout; None if it comes from a critic or depends on the KL, which is not known yet."""
     kl: Tensor | None = None
     """The sum of w·k1 of the policy against the reference, if the KL is subtracted from the reward."""
 
@@ -95,11 +97,12 @@ def make_experience(setup: RunSetup, groups: Sequence[Group]) -> Experience:
         torch.tensor([float((r.author == who).sum()) for r in rollouts]) for who in (Author.SENIOR, Author.JUNIOR)
     )
     weights = (senior + config.loss.junior_weight * junior) * used
-    idle = torch.zeros_like(used)
-    if recipe.advantage is not None and rollouts:
+    idle, advantages = torch.zeros_like(used), None
+    if recipe.advantage is not None and rollouts and not config.loss.kl_in_reward:
+        advantages = losses.compute_advantages(recipe, rewards, group_ids, weights)
         idle = losses.idle(
             recipe,
-            losses.compute_advantages(recipe, rewards, group_ids, weights),
+            advantages,
             weights,
             kl_coef=config.loss.kl_coef,
             entropy_coef=config.loss.entropy_coef,
@@ -111,26 +114,27 @@ def make_experience(setup: RunSetup, groups: Sequence[Group]) -> Experience:
         rewards=rewards,
         zero_variance=flat,
         used=used,
-        computed=used & ~idle | _samples(config, group_ids, used, used & ~idle, weights),
+        computed=used & ~idle | _samples(config, group_ids, used, used & ~idle, senior > 0),
         weights=weights,
         response_tokens=senior + junior,
         dropped=sum(not group.rollouts for group in scored),
+        advantages=advantages,
     )
 
 
-def _samples(config: Config, group_ids: Tensor, used: Tensor, computed: Tensor, weights: Tensor) -> Tensor:
+def _samples(config: Config, group_ids: Tensor, used: Tensor, computed: Tensor, has_senior: Tensor) -> Tensor:
     """One group of each mini-batch of which nothing would be computed although some of it is used.
 
     So the log-probs of trainer and engine are compared in every step, and the optimiser gets a gradient of 0 as if
-    everything had been computed, not none.
+    everything had been computed, not none. A group with tokens of the senior is preferred: they alone are compared.
     """
     mini_batch_ids = group_ids // _prompts(config)
     sample = torch.zeros_like(used)
     for i in mini_batch_ids.unique():
         here = used & (mini_batch_ids == i)
         if here.any() and not (here & computed).any():
-            trained = here & (weights > 0)
-            sample |= here & (group_ids == group_ids[trained if trained.any() else here][0])
+            compared = here & has_senior
+            sample |= here & (group_ids == group_ids[compared if compared.any() else here][0])
     return sample
 
 
@@ -239,9 +243,13 @@ def add_group_advantages(
 
     All response tokens of a rollout get the advantage of the whole rollout.
     """
-    kl = experience.kl
+    kl, known = experience.kl, experience.advantages
     rewards = experience.rewards if kl is None else experience.rewards - kl_coef * kl
-    advantages = losses.compute_advantages(setup.recipe, rewards, experience.group_ids, experience.weights)
+    advantages = (
+        losses.compute_advantages(setup.recipe, rewards, experience.group_ids, experience.weights)
+        if known is None or kl is not None
+        else known
+    )
 
     def per_token(m: MicroBatch) -> Tensor:
         spread = advantages[m.rows].to(setup.device)[m.batch.sequence_ids]

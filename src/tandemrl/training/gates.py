@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from tandemrl.config import Config
+from tandemrl.config import Config, ConfigError
 from tandemrl.data.rows import Prompt
 from tandemrl.distributed.world import World
 from tandemrl.models.attention import PackedLayout
@@ -26,9 +26,12 @@ of senior tokens, in nats."""
 ROUNDINGS = 4.0
 """In 16 bits, the default is at least this many times the senior's ``self_difference``. A correct engine stays at about
 one; wrong weights are far beyond."""
+HIGHEST = 0.5
+"""The highest default, in nats. Beyond it, the check could not tell rounding from wrong weights."""
 SELF_TOKENS, SELF_TAIL = 128, 64
-"""``self_difference`` reads at least two prompts, and further ones up to this many tokens together. It looks at so many
-places at the end of each, since many prompts begin with the same fixed words."""
+"""``self_difference`` reads at most so many tokens at the end of a prompt: at least two prompts, and further ones up to
+this many tokens together. It looks at so many places at the end of each, since many prompts begin with the same fixed
+words."""
 
 
 class TrainError(RuntimeError):
@@ -63,11 +66,23 @@ def mismatch_limit(config: Config, measure: Callable[[], float]) -> float:
 
     Args:
         measure: returns the ``self_difference`` of the senior. It is called only if the limit depends on it.
+
+    Raises:
+        ConfigError: the default would be above ``HIGHEST``, or is not a number.
     """
     limit, dtype = config.train.max_logprob_mismatch, config.model.dtype
     if limit is not None:
         return limit
-    return MISMATCH[dtype] if dtype == "float32" else max(MISMATCH[dtype], ROUNDINGS * measure())
+    if dtype == "float32":
+        return MISMATCH[dtype]
+    moved = measure()
+    if not ROUNDINGS * moved <= HIGHEST:
+        raise ConfigError(
+            f"model.dtype={dtype}: rounding moves the log-probs of model.senior by {moved:.2g} nats on average, too "
+            "much to tell it from wrong weights in the engine; use model.dtype=float32, or set "
+            "train.max_logprob_mismatch to the difference of trainer and engine that you accept"
+        )
+    return max(MISMATCH[dtype], ROUNDINGS * moved)
 
 
 @torch.no_grad()
@@ -91,7 +106,7 @@ def self_difference(
         options: the distribution that tokens are drawn from.
         dtype, device: in which and on which the model computes.
     """
-    rows = _shortest([prompt.tokens for prompt in prompts], SELF_TOKENS)
+    rows = _shortest([prompt.tokens[-SELF_TOKENS:] for prompt in prompts], SELF_TOKENS)
     batch = pack_tokens(rows, device)
     places = batch.lengths[batch.sequence_ids] - batch.positions <= SELF_TAIL
     spans = np.split(np.arange(len(batch.tokens)), batch.lengths.cumsum(0)[:-1].tolist())
@@ -120,7 +135,7 @@ def self_difference(
     finally:
         hook.remove()
     expected = (drawn * plain.exp() * (moved - plain).abs()).sum(-1).mean().item()
-    return max(world.gather(expected))
+    return float(np.max(world.gather(expected)))  # NaN if any is
 
 
 def _shortest(rows: Sequence[Sequence[int]], budget: int) -> list[Sequence[int]]:

@@ -49,7 +49,7 @@ from tandemrl.training.experience import (
 )
 from tandemrl.training.faults import OptimizerSteps, Signals, Stopped, explain_errors, signal_anywhere
 from tandemrl.training.function_records import in_use
-from tandemrl.training.gates import TrainError, check_draws
+from tandemrl.training.gates import MISMATCH, ROUNDINGS, TrainError, check_draws
 from tandemrl.training.preflight import check_resume
 from tandemrl.training.profiling import Clock, Profiler
 from tandemrl.training.resume import export, restore, save
@@ -124,6 +124,8 @@ def train(
                 loop(run, tracker)
                 checkpoint.wait()
                 check_record(run, tracker)
+                if world.main and (verdict := lessons.verdict(config, run.setup.recipe)):
+                    tracker.say(verdict[1])
     WATCHDOG.end()  # not after an error: what is left of the group can hang the end of the process, too
     return Path(config.output_dir)
 
@@ -147,8 +149,8 @@ def loop(run: Run, tracker: Tracker) -> None:
         )
     if config.model.dtype != "float32" and config.train.max_logprob_mismatch is None:
         tracker.say(
-            f"train.max_logprob_mismatch: {setup.mismatch_limit:.2g} nats, from how far rounding in "
-            f"{config.model.dtype} moves the senior's log-probs"
+            f"train.max_logprob_mismatch: {setup.mismatch_limit:.2g} nats, {ROUNDINGS:g} times as far as rounding in "
+            f"{config.model.dtype} moves the senior's log-probs, and at least {MISMATCH[config.model.dtype]:g}"
         )
     sync_weights(models.policy, models.engine, version=done)
     folder, dtype = Path(config.output_dir, "profile"), getattr(torch, config.model.dtype)
@@ -186,8 +188,6 @@ def loop(run: Run, tracker: Tracker) -> None:
                     f"stopped by a signal after step {step}, which is saved; the same command goes on from there"
                 )
                 raise Stopped(stop)
-    if verdict := lessons.verdict(config, setup.recipe):
-        tracker.say(verdict[1])
 
 
 def train_step(
@@ -445,7 +445,7 @@ def rollout_metrics(completions: CompletionBatch, groups: Sequence[Group], step:
     draws = completions.draws
     return {
         "reward/mean": float(rewards.mean()),
-        "reward/std": float(rewards.std()),
+        "reward/std": 0.0 if len(set(rewards.tolist())) == 1 else float(rewards.std()),  # exactly, though sums round
         **{f"reward/{name}": float(np.mean([r.reward_parts.get(name, 0.0) for r in scored])) for name in parts},
         "reward/unscored": 1 - len(scored) / len(rollouts),
         "tandem/senior_frac": senior / max(1, int(response.sum())),

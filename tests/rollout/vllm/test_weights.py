@@ -281,12 +281,16 @@ def test_a_layer_of_an_unknown_kind_is_refused_by_name(stock, monkeypatch):
 
 def test_a_tied_head_with_an_outdated_copy_of_the_embedding_is_noticed(stock):
     """Stock ``reload_weights`` leaves one behind on a CPU."""
+    from tandemrl.rollout.vllm.weights import _multiplied
+
     running, model = stock("Qwen3", "bfloat16"), trainer("Qwen3", 4)
     running.load(model)
-    if not hasattr(running.runner.get_model().lm_head, "cpu_linear"):
-        pytest.skip("this platform packs no weights")
+    head = running.runner.get_model().lm_head
     table = running.runner.get_model().model.embed_tokens.weight
     table.data[7, 3] += 1.0
+    if torch.equal(_multiplied(head), head.weight):
+        running.load(model)
+        pytest.skip("on this machine vLLM's kernel keeps no copy of the table")
     with pytest.raises(EngineError, match="lm_head is tied to the embedding, but computes with another copy"):
         running.fingerprint()
     running.load(model)
@@ -319,9 +323,10 @@ def test_the_checksum_of_a_sync_reads_no_packed_layer_twice_and_sees_what_readin
     assert not read
     first, second = (layer.mlp.down_proj for layer in layers)
     kernels = first.cpu_linear, second.cpu_linear
-    second.cpu_linear = kernels[0]  # another weight than the one that was summed
+    # Another weight than the one that was summed, also where vLLM's kernel keeps no copy of it.
+    second.cpu_linear = lambda x, _, bias: kernels[0](x, first.weight, bias)
     assert engine_fingerprint(running.runner) == running.fingerprint() != running.sent(model)
-    second.cpu_linear = lambda *given: 1.001 * kernels[1](*given)
+    second.cpu_linear = lambda *given: 1.01 * kernels[1](*given)  # more than bfloat16 rounds
     assert engine_fingerprint(running.runner) == running.fingerprint() != running.sent(model)
     second.cpu_linear = kernels[1]
     assert engine_fingerprint(running.runner) == running.sent(model)
@@ -330,19 +335,33 @@ def test_the_checksum_of_a_sync_reads_no_packed_layer_twice_and_sees_what_readin
     assert not read
 
 
-def test_a_layer_that_packs_another_weight_than_it_was_given_is_read(stock, monkeypatch) -> None:
+def _scaled(pack: Any, self: Any, layer: Any) -> None:
+    layer.weight.data = 1.004 * layer.weight.data  # hardly more than bfloat16 rounds
+    pack(self, layer)
+
+
+def _stale(pack: Any, self: Any, layer: Any) -> None:
+    old = layer.cpu_linear  # see the test: right in all columns but one
+    pack(self, layer)
+    layer.cpu_linear = old
+
+
+@pytest.mark.parametrize("wrong", [_scaled, _stale])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_layer_that_packs_another_weight_than_it_was_given_is_read(stock, dtype, wrong, monkeypatch) -> None:
     from tandemrl.rollout.vllm.weights import engine_fingerprint
 
-    running, model = stock("Llama", "float32"), trainer("Llama", 7)
-    method = running.runner.get_model().model.layers[1].mlp.down_proj.quant_method
-    pack = type(method).process_weights_after_loading
+    running, model = stock("Llama", dtype), trainer("Llama", 7)
+    layer = running.runner.get_model().model.layers[1].mlp.down_proj
+    method, pack = layer.quant_method, type(layer.quant_method).process_weights_after_loading
+    other = model.model.layers[1].mlp.down_proj.weight.detach().to(running.dtype, copy=True)
+    other[:, 1] += 1.0
+    layer.cpu_linear = lambda x, _, bias: torch.nn.functional.linear(x, other, bias)
 
-    def wrong(self: Any, layer: Any) -> None:
-        if self is method:
-            layer.weight.data = 1.5 * layer.weight.data
-        pack(self, layer)
+    def faulty(self: Any, layer: Any) -> None:
+        wrong(pack, self, layer) if self is method else pack(self, layer)
 
-    monkeypatch.setattr(type(method), "process_weights_after_loading", wrong)
+    monkeypatch.setattr(type(method), "process_weights_after_loading", faulty)
     running.load(model)
     assert engine_fingerprint(running.runner) != running.sent(model)
     monkeypatch.undo()
