@@ -279,6 +279,27 @@ def test_dapo_reads_a_formula_in_a_sentence(gold: str) -> None:
         assert value("dapo", gold, f"Answer: {line.replace('{}', gold)}") == 0.0, line
 
 
+@pytest.mark.parametrize(
+    "line",
+    [
+        *("-$5$", "−$5$", "√$5$", "e^$5$", "≠ $5$", "> $5$", "±$5$", "x$5$", "log $5$", "sin $5$", "½ of $5$"),
+        *("square root of $5$", "a multiple of $5$", "x or $5$", "$5$x", "$5$ x", "-$5$ apples", "$5$ or x"),
+    ],
+)
+def test_what_stands_around_a_formula_may_change_it(line: str) -> None:
+    assert value("dapo", "5", f"Answer: {line}") == 0.0
+    assert value("math_verify", "5", f"So the answer is {line}") == 0.0
+
+
+def test_prose_around_a_formula_does_not_change_it() -> None:
+    for line in (
+        *("the value is $5$.", "$5$ apples", "**$5$**", "The area of triangle ABC is $5$", "a total of $5$", "$5$ cm"),
+        *("x = $5$", "The value of the log is: $5$.", r"$5$ \text{apples}", r"$5$\%", "$5$ (in all)."),
+    ):
+        assert value("dapo", "5", f"Answer: {line}") == 1.0, line
+    assert value("dapo", "-5", "Answer: -$5$") == value("math_verify", "-5", "The answer is -$5$.") == 1.0
+
+
 def test_dapo_as_published_is_as_it_was() -> None:
     for text, outcome in (("$34.$", 1), ("The value is $34$.", 1), ("not $34$.", 1), (r"\(34\)", 0), ("3{,}4", 1)):
         assert value("dapo", "34", f"Answer: {text}", compat="verl") == outcome, text
