@@ -1,16 +1,19 @@
 r"""Changes of an answer that must keep or must break equality, over random answers. The truth comes from fractions,
 decimals, counters and mpmath, never from the graders."""
 
+import itertools
 import random
 from collections import Counter
+from collections.abc import Iterator
 from fractions import Fraction
 
 import mpmath
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_claims import answered, right, value, wrong
+from test_claims import LENIENT, answered, right, value, wrong
 
+from tandemrl.rewards.math import equality
 from tandemrl.rewards.math.boxed import equivalent
 from tandemrl.rewards.math.equality import quick_equal
 from tandemrl.rewards.math.notation import one_text_macro, without_thousands
@@ -210,6 +213,40 @@ def test_lists_are_equal_as_often_as_counters_are(seed: int) -> None:
         assert both(left, right_) == {same}, (left, right_)
     in_order = gold == answer
     assert both(f"({', '.join(gold)})", f"({', '.join(answer)})") == {in_order}
+
+
+def test_nested_sets_take_few_comparisons(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls, compare = [], equality._equal
+    monkeypatch.setattr(equality, "_equal", lambda *pair: calls.append(pair) or compare(*pair))
+
+    def nested(levels: int, names: Iterator[int], last: str) -> str:
+        entries = [nested(levels - 1, names, last) if levels else f"{last}+{next(names)}" for _ in range(4)]
+        return rf"\{{{', '.join(entries)}\}}"
+
+    for last in ("x", r"\foo"):
+        calls.clear()
+        gold, answer = nested(2, itertools.count(1), last), nested(2, itertools.count(101), last)
+        assert quick_equal(gold, answer) is not True
+        assert len(calls) <= 10_000, (last, len(calls))
+    assert quick_equal(r"\{\{1+1, 3\}, 4\}", r"\{4, \{3, 2\}\}") is True
+
+
+def test_the_order_of_capitals_counts_however_they_are_set() -> None:
+    forms = (r"\text{ABC}", r"\textbf{ABC}", r"\mathrm{ABC}", "A B C", "ABC.", "(ABC)", "ABC")
+    for form in forms:
+        wrong(form, "BAC", LENIENT)
+        wrong("BAC", form, LENIENT)
+        assert both(form, "ABC") == {True}, form
+    assert both(r"\mathrm{ABCD}", "ABCD") == {True}
+
+
+def test_a_number_with_a_separator_is_no_list_however_it_is_written() -> None:
+    for number in ("1{,}234", r"\$1,234", r"1,234\text{ dollars}", "1234"):
+        wrong("1, 234", number, LENIENT)
+        wrong(number, "1, 234", LENIENT)
+        right("1234", number)
+    for scorer in ("dapo", *LENIENT):
+        assert answered(scorer, "(1000,2000)", "(1{,}000,2{,}000)") == 1.0, scorer
 
 
 def test_math_verify_counts_entries_too() -> None:

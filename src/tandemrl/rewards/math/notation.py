@@ -70,7 +70,12 @@ def without_thousands(text: str) -> str:
 
 def without_braced_commas(text: str) -> str:
     """A text in which "1{,}234" is written as 1,234 and the decimal comma of "3{,}14" as 3.14."""
-    return _BRACED_COMMA.sub(_comma_or_point, text).replace("{,}", ",")
+    return _BRACED_COMMA.sub(_comma_or_point, without_braced_thousands(text)).replace("{,}", ",")
+
+
+def without_braced_thousands(text: str) -> str:
+    """A text in which "1{,}234" is written as 1234, also within brackets."""
+    return _BRACED_THOUSANDS.sub(lambda number: number[0].replace("{,}", ""), text)
 
 
 def without_thin_spaces(text: str) -> str:
@@ -174,6 +179,7 @@ _THOUSANDS = re.compile(
 """In brackets, "1,234" counts as a number only if a comma with a space follows, which then separates the entries."""
 _SPACED_THOUSANDS = re.compile(r"(?<![\w.,^}])(?<![0-9] )[1-9][0-9]{0,2}(?: [0-9]{3})+(?! ?[0-9])")
 _BRACED_COMMA = re.compile(r"(?<![\w.,}(\[{])[0-9]+(?:\{,\}[0-9]+)+(?![0-9{])")
+_BRACED_THOUSANDS = re.compile(r"(?<![\w.])(?<!\{,\})[1-9][0-9]{0,2}(?:\{,\}[0-9]{3})+(?![0-9]|\{,\})")
 _WORDS_FONT = re.compile(r"\\(?:text(?:normal|rm|sf|tt|up|sl|sc|md|it|bf)|mbox|hbox|emph|rm) ?\{")
 _MATHS_FONT = re.compile(r"\\math(?:sf|it|tt|normal) ?\{")
 _OLD_FONT = re.compile(r"\{ ?\\(?:rm|sf|tt|sl|it|bf) ([^{}]*)\}")
