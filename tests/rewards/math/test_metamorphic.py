@@ -249,6 +249,19 @@ def test_a_number_with_a_separator_is_no_list_however_it_is_written() -> None:
         assert answered(scorer, "(1000,2000)", "(1{,}000,2{,}000)") == 1.0, scorer
 
 
+def test_a_styled_letter_or_a_power_of_nothing_is_no_unit() -> None:
+    for answer in (
+        *(r"5\mathit{x}", r"5\mathsf{x}", r"5\mathtt{x}", r"5{\it x}", r"5\emph{x}", r"5\operatorname{x}"),
+        *(r"5\mathrm{x}", r"5\text{}^2", r"5{\rm }^2", r"5\operatorname{}^2", r"5\text{!}", r"5\text{½}"),
+        *(r"5\text{²}", r"5\text{+x}", r"5\text{x}^2", r"5\text{apples}^2"),
+    ):
+        assert True not in both("5", answer) | both(answer, "5"), answer
+    assert True not in both("(x+1)", r"(x+1)\text{}^2")
+    for answer in (r"5\text{ m}", r"5\mathrm{cm}^2", r"5\textnormal{ miles}", r"5\text{ in}^2", r"5\text{ sq. ft}"):
+        right("5", answer, ("boxed", "math_verify"))
+    assert quick_equal("20", r"20^\circ\text{C}") is True
+
+
 def test_math_verify_counts_entries_too() -> None:
     integral = r"\int_0^1 x\,dx"
     for answer, outcome in (("1/2, 1, 1", 1), ("1/2, 1/2, 1", 0), ("1/2, 1", 0), ("1/2, 1, 1, 1", 0)):
