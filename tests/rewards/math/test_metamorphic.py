@@ -262,6 +262,19 @@ def test_a_styled_letter_or_a_power_of_nothing_is_no_unit() -> None:
     assert quick_equal("20", r"20^\circ\text{C}") is True
 
 
+def test_what_a_ground_truth_says_behind_a_number_counts() -> None:
+    for words in ("thousand", "hundred", "dozen", "squared", "lakh", "or more"):
+        wrong(rf"5\text{{ {words}}}", "5", LENIENT)
+        assert quick_equal(rf"5\text{{ {words}}}", rf"5\text{{ {words}}}") is True
+    right(r"5\text{ feet squared}", "5", ("boxed", "math_verify"))
+
+
+def test_dapo_keeps_mixed_numbers_and_repeating_decimals_apart() -> None:
+    for gold, answer in (("11/2", "1 1/2"), ("0.3", r"0.\overline{3}")):
+        assert answered("dapo", gold, answer) == answered("dapo", answer, gold) == 0.0
+        assert answered("dapo", answer, answer) == answered("dapo", gold, answer, compat="verl") == 1.0
+
+
 def test_math_verify_counts_entries_too() -> None:
     integral = r"\int_0^1 x\,dx"
     for answer, outcome in (("1/2, 1, 1", 1), ("1/2, 1/2, 1", 0), ("1/2, 1", 0), ("1/2, 1, 1, 1", 0)):

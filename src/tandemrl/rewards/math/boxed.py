@@ -298,6 +298,9 @@ def normalise_dapo(answer: str, published: bool = False) -> str:
         answer = without_braced_commas(answer.replace(r"\!", ""))
         answer = unlabelled(without_thousands(answer) if marked else answer)
     listed = re.search(r"[0-9], +[0-9]", answer) is not None
+    if not published:  # 1 1/2 is not 11/2, and a repeating decimal no finite one
+        answer = re.sub(r"(?<=\d) +(?=\d+ ?/ ?\d)", "_", answer)
+        answer = re.sub(r"(?<=[\d.])\\overline(?=\{\d)", r"\\repeating", answer)
     for old, new in _DAPO_REWRITES:
         answer = answer.replace(old, new)
     answer = re.sub(r"^.*?\$(.*?)\$.*$", r"$\1$", answer) if published else answer
