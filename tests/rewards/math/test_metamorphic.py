@@ -1,16 +1,19 @@
 r"""Changes of an answer that must keep or must break equality, over random answers. The truth comes from fractions,
 decimals, counters and mpmath, never from the graders."""
 
+import itertools
 import random
 from collections import Counter
+from collections.abc import Iterator
 from fractions import Fraction
 
 import mpmath
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_claims import answered, right, value, wrong
+from test_claims import LENIENT, answered, right, value, wrong
 
+from tandemrl.rewards.math import equality
 from tandemrl.rewards.math.boxed import equivalent
 from tandemrl.rewards.math.equality import quick_equal
 from tandemrl.rewards.math.notation import one_text_macro, without_thousands
@@ -212,6 +215,66 @@ def test_lists_are_equal_as_often_as_counters_are(seed: int) -> None:
     assert both(f"({', '.join(gold)})", f"({', '.join(answer)})") == {in_order}
 
 
+def test_nested_sets_take_few_comparisons(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls, compare = [], equality._equal
+    monkeypatch.setattr(equality, "_equal", lambda *pair: calls.append(pair) or compare(*pair))
+
+    def nested(levels: int, names: Iterator[int], last: str) -> str:
+        entries = [nested(levels - 1, names, last) if levels else f"{last}+{next(names)}" for _ in range(4)]
+        return rf"\{{{', '.join(entries)}\}}"
+
+    for last in ("x", r"\foo"):
+        calls.clear()
+        gold, answer = nested(2, itertools.count(1), last), nested(2, itertools.count(101), last)
+        assert quick_equal(gold, answer) is not True
+        assert len(calls) <= 10_000, (last, len(calls))
+    assert quick_equal(r"\{\{1+1, 3\}, 4\}", r"\{4, \{3, 2\}\}") is True
+
+
+def test_the_order_of_capitals_counts_however_they_are_set() -> None:
+    forms = (r"\text{ABC}", r"\textbf{ABC}", r"\mathrm{ABC}", "A B C", "ABC.", "(ABC)", "ABC")
+    for form in forms:
+        wrong(form, "BAC", LENIENT)
+        wrong("BAC", form, LENIENT)
+        assert both(form, "ABC") == {True}, form
+    assert both(r"\mathrm{ABCD}", "ABCD") == {True}
+
+
+def test_a_number_with_a_separator_is_no_list_however_it_is_written() -> None:
+    for number in ("1{,}234", r"\$1,234", r"1,234\text{ dollars}", "1234"):
+        wrong("1, 234", number, LENIENT)
+        wrong(number, "1, 234", LENIENT)
+        right("1234", number)
+    for scorer in ("dapo", *LENIENT):
+        assert answered(scorer, "(1000,2000)", "(1{,}000,2{,}000)") == 1.0, scorer
+
+
+def test_a_styled_letter_or_a_power_of_nothing_is_no_unit() -> None:
+    for answer in (
+        *(r"5\mathit{x}", r"5\mathsf{x}", r"5\mathtt{x}", r"5{\it x}", r"5\emph{x}", r"5\operatorname{x}"),
+        *(r"5\mathrm{x}", r"5\text{}^2", r"5{\rm }^2", r"5\operatorname{}^2", r"5\text{!}", r"5\text{½}"),
+        *(r"5\text{²}", r"5\text{+x}", r"5\text{x}^2", r"5\text{apples}^2"),
+    ):
+        assert True not in both("5", answer) | both(answer, "5"), answer
+    assert True not in both("(x+1)", r"(x+1)\text{}^2")
+    for answer in (r"5\text{ m}", r"5\mathrm{cm}^2", r"5\textnormal{ miles}", r"5\text{ in}^2", r"5\text{ sq. ft}"):
+        right("5", answer, ("boxed", "math_verify"))
+    assert quick_equal("20", r"20^\circ\text{C}") is True
+
+
+def test_what_a_ground_truth_says_behind_a_number_counts() -> None:
+    for words in ("thousand", "hundred", "dozen", "squared", "lakh", "or more"):
+        wrong(rf"5\text{{ {words}}}", "5", LENIENT)
+        assert quick_equal(rf"5\text{{ {words}}}", rf"5\text{{ {words}}}") is True
+    right(r"5\text{ feet squared}", "5", ("boxed", "math_verify"))
+
+
+def test_dapo_keeps_mixed_numbers_and_repeating_decimals_apart() -> None:
+    for gold, answer in (("11/2", "1 1/2"), ("0.3", r"0.\overline{3}")):
+        assert answered("dapo", gold, answer) == answered("dapo", answer, gold) == 0.0
+        assert answered("dapo", answer, answer) == answered("dapo", gold, answer, compat="verl") == 1.0
+
+
 def test_math_verify_counts_entries_too() -> None:
     integral = r"\int_0^1 x\,dx"
     for answer, outcome in (("1/2, 1, 1", 1), ("1/2, 1/2, 1", 0), ("1/2, 1", 0), ("1/2, 1, 1, 1", 0)):
@@ -277,6 +340,27 @@ def test_dapo_reads_a_formula_in_a_sentence(gold: str) -> None:
         "$6$, not ${}$.",
     ):
         assert value("dapo", gold, f"Answer: {line.replace('{}', gold)}") == 0.0, line
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        *("-$5$", "−$5$", "√$5$", "e^$5$", "≠ $5$", "> $5$", "±$5$", "x$5$", "log $5$", "sin $5$", "½ of $5$"),
+        *("square root of $5$", "a multiple of $5$", "x or $5$", "$5$x", "$5$ x", "-$5$ apples", "$5$ or x"),
+    ],
+)
+def test_what_stands_around_a_formula_may_change_it(line: str) -> None:
+    assert value("dapo", "5", f"Answer: {line}") == 0.0
+    assert value("math_verify", "5", f"So the answer is {line}") == 0.0
+
+
+def test_prose_around_a_formula_does_not_change_it() -> None:
+    for line in (
+        *("the value is $5$.", "$5$ apples", "**$5$**", "The area of triangle ABC is $5$", "a total of $5$", "$5$ cm"),
+        *("x = $5$", "The value of the log is: $5$.", r"$5$ \text{apples}", r"$5$\%", "$5$ (in all)."),
+    ):
+        assert value("dapo", "5", f"Answer: {line}") == 1.0, line
+    assert value("dapo", "-5", "Answer: -$5$") == value("math_verify", "-5", "The answer is -$5$.") == 1.0
 
 
 def test_dapo_as_published_is_as_it_was() -> None:

@@ -27,6 +27,7 @@ from tandemrl.rewards.math.claims import (
 )
 from tandemrl.rewards.math.equality import MAX_CHARS, Shape, quick_equal, values
 from tandemrl.rewards.math.notation import (
+    TEXT,
     UNITS,
     clean,
     one_text_macro,
@@ -208,11 +209,25 @@ def stated_answer(text: str) -> str | None:
 
 def _only_formula(clause: str) -> str | None:
     """The formula of prose such as "the value is $5$", without its dollar signs; None if the prose says more."""
-    formulas = _FORMULA.findall(clause)
-    words = _FORMULA.sub(" ", clause)
-    if len(formulas) != 1 or re.search(r"[\d!]", words) or refused("", words):
+    formulas = list(_FORMULA.finditer(clause))
+    if len(formulas) != 1 or not _leaves_as_is(clause[: formulas[0].start()], clause[formulas[0].end() :]):
         return None
-    return re.sub(r"^(?:\$+|\\[(\[])|(?:\$+|\\[)\]])$", "", formulas[0]).strip()
+    return re.sub(r"^(?:\$+|\\[(\[])|(?:\$+|\\[)\]])$", "", formulas[0][0]).strip()
+
+
+def _leaves_as_is(before: str, behind: str) -> bool:
+    """Whether what stands around an answer is prose that does not change it: "the value is", but not "-" or "log"."""
+    before, behind = (TEXT.sub(r"\g<text>", side.replace("**", "")) for side in (before, behind))
+    if _PROSE_BEFORE.fullmatch(before) is None or _PROSE_BEHIND.fullmatch(behind) is None:
+        return False
+    lead = _VERB.split(before)[-1].split()
+    near = [word.strip(",.:;()") for word in (*lead[-1:], *behind.split()[:1])]
+    if any(len(word) == 1 and word not in "aAI" and word not in UNITS for word in near):
+        return False
+    if lead[-1:] == ["of"] and lead[-2:-1] not in ([], ["total"], ["value"], ["area"], ["volume"], ["probability"]):
+        return False
+    changed = _CHANGING.search(" ".join(lead)) or _JOINS.match(behind)
+    return not changed and not refused("", f"{before} {behind}")
 
 
 def _in_line(text: str) -> str:
@@ -278,14 +293,17 @@ def normalise_dapo(answer: str, published: bool = False) -> str:
         answer = answer.rpartition("=")[2]
     else:
         answer = without_full_stop(one_text_macro(answer))
-        answer = (_only_formula(answer) or answer).strip("$ ")
+        answer = (_only_formula(answer) or answer).replace(r"\$", "").replace("$", "").strip()
         marked = r",\!" in answer or "{,}" in answer  # commas that can only stand between thousands
         answer = without_braced_commas(answer.replace(r"\!", ""))
         answer = unlabelled(without_thousands(answer) if marked else answer)
     listed = re.search(r"[0-9], +[0-9]", answer) is not None
+    if not published:  # 1 1/2 is not 11/2, and a repeating decimal no finite one
+        answer = re.sub(r"(?<=\d) +(?=\d+ ?/ ?\d)", "_", answer)
+        answer = re.sub(r"(?<=[\d.])\\overline(?=\{\d)", r"\\repeating", answer)
     for old, new in _DAPO_REWRITES:
         answer = answer.replace(old, new)
-    answer = re.sub(r"^.*?\$(.*?)\$.*$", r"$\1$", answer)
+    answer = re.sub(r"^.*?\$(.*?)\$.*$", r"$\1$", answer) if published else answer
     for macro in ("text", "textbf", "overline"):
         answer = re.sub(rf"\\{macro}\{{(.*?)\}}", r"\1", answer)
     answer = re.sub(r"\\boxed\{(.*)\}", r"\1", answer)
@@ -316,6 +334,16 @@ _DISPLAY = re.compile(r"\$\$[^$]+\$\$|\\\[(?:[^\\]|\\(?!\]))+\\\]")
 _LEAD_TO_DISPLAY = re.compile(r"(:|\b[Aa]nswers? (?:is|are))\s*\n\s*(?=\$|\\[(\[])")
 _PROSE = re.compile(r"(?:(?:#+|[A-Z]?[a-z]+(?:['’][a-z]{1,2})?|[A-Z])[,.]*(?: |$))*")
 """Words as they are written: in others a qualifier could hide, as in "AZYUKnot"."""
+_PROSE_WORD = r"(?:#+|[A-Z]?[a-z]+(?:['’][a-z]{1,2})?(?:-[a-z]+)*|[A-Z]{1,4})[,.:;]*"
+_PROSE_BEFORE = re.compile(rf"\s*(?:{_PROSE_WORD}\s+)*")
+_PROSE_BEHIND = re.compile(rf"(?: ?\\?%| ?°)?[,.:;]*(?:\s+\(?{_PROSE_WORD}\)?[,.]*)*\s*")
+_VERB = re.compile(r":|\b(?:is|are|was|be|equals?|gets?|gives?|yields?|has|have|obtain)\b")
+_CHANGING = re.compile(
+    r"(?i)\b(?:log|sin|cos|tan|cot|sec|csc|exp|ln|sqrt|roots?|or|and|nor|multiples?|factor|divisor|divisible|congruent"
+    r"|power|square|cube|up|times)\b"
+)
+"""Words between a verb and an answer that make another value of it, or one of several."""
+_JOINS = re.compile(r"[,;]?\s+(?:or|and|times)\b")
 _PROSE_NUMBER = re.compile(r"-?(?:\\?\$)?-?(?:[0-9]{1,3}(?:,[0-9]{3})+|[0-9]+)(?:\.[0-9]+|/[0-9]+)?\\?%?")
 _COUNTED = re.compile(
     r"(?i)step|case|part|problem|question|equation|figure|example|exercise|option|page|line|chapter|section"

@@ -11,6 +11,7 @@ import re
 from tandemrl.rewards.math.formula import FUNCTIONS, GREEK
 from tandemrl.rewards.math.notation import (
     TEXT,
+    UNIT,
     bare,
     clean,
     hidden,
@@ -41,6 +42,7 @@ def refused(gold: str, answer: str) -> bool:
     return (
         hidden(answer)
         or bool(_qualifiers(answer) - _qualifiers(gold))
+        or bool(_qualifiers(_removed(gold)) - _qualifiers(answer))
         or (_has_another_number(answer) and not _has_another_number(gold))
         or (_OPEN_END.search(answer) is not None and _OPEN_END.search(gold) is None)
     )
@@ -159,6 +161,12 @@ _OPEN_END = re.compile(
 
 def _has_another_number(text: str) -> bool:
     return _ANOTHER_NUMBER.search(without_thin_spaces(text)) is not None
+
+
+def _removed(gold: str) -> str:
+    """The words behind a ground truth that a comparison drops as its unit, without those that belong to a unit."""
+    unit = UNIT.search(gold)
+    return re.sub(r"(?<=[a-z] )(?:squared|cubed)\b|\b[a-z]+-(?=[a-z])", "", unit[0]) if unit else ""
 
 
 def _qualifiers(text: str) -> set[str]:

@@ -6,7 +6,7 @@ their values (`expression`). If it returns None, a computer algebra system may k
 
 import itertools
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from fractions import Fraction
 from typing import NamedTuple
 
@@ -20,6 +20,8 @@ MAX_CHARS = 2000
 MAX_NESTING = 6
 """Lists in lists deeper than this, and unordered ones of more than `MAX_UNORDERED` entries, are not compared here."""
 MAX_UNORDERED = 20
+MAX_COMPARISONS = 2000
+"""After so many comparisons of entries nothing is decided here."""
 ROUNDED = Fraction(1, 100)
 """How far a number may be from its rounding, relatively."""
 
@@ -39,7 +41,7 @@ def quick_equal(gold: str, answer: str) -> bool | None:
     gold, answer = clean(gold), clean(answer)
     if refused(gold, answer):
         return False
-    verdict = _equal(gold, answer, MAX_NESTING)
+    verdict = _equal(gold, answer, MAX_NESTING, iter(range(MAX_COMPARISONS)))
     return False if verdict is None and not readable(*drop_label(gold, answer)) else verdict
 
 
@@ -74,8 +76,9 @@ def formulas_equal(a: str, b: str, *, tolerance: Fraction | None = None) -> bool
         tolerance: the relative difference that is allowed. None means that of `numbers_equal` and `expression.same`.
     """
     plain = without_spaces(a), without_spaces(b)
-    if all(map(CAPITALS.fullmatch, plain)):  # an order or a choice, not a product: ABC is not BAC
-        return plain[0] == plain[1]
+    names = [side.strip("()") for side in plain]
+    if all(map(CAPITALS.fullmatch, names)):  # an order or a choice, not a product: ABC is not BAC
+        return names[0] == names[1]
     if any(map(_WITH_BASE.fullmatch, plain)):
         return _equal_in_base(*plain)
     x, y = written_number(a), written_number(b)
@@ -266,21 +269,23 @@ _MATRIX = re.compile(
 )
 
 
-def _equal(gold: str, answer: str, depth: int) -> bool | None:
-    if without_spaces(gold) == without_spaces(answer):
+def _equal(gold: str, answer: str, depth: int, budget: Iterator[int]) -> bool | None:
+    if next(budget, None) is None:
+        return None
+    if without_spaces(without_thousands(gold)) == without_spaces(without_thousands(answer)):
         return True if gold else None
     if r"\approx" in answer and r"\approx" not in gold:
-        return any_true(_equal(gold, side, depth) for side in exact_and_rounded(answer))
+        return any_true(_equal(gold, side, depth, budget) for side in exact_and_rounded(answer))
     gold, answer = drop_label(gold, answer)
     if len(sides(gold)) == 2 and written_number(bare(unlabelled(gold))) is not None and unlabelled(answer) == answer:
         gold = unlabelled(gold)
     golds, answers = values(gold), values(answer)
     if (golds, answers) != ((gold,), (answer,)) and 1 in (len(sides(gold)), len(sides(answer))):
-        return any_true(_equal(x, y, depth) for x in golds for y in answers)
+        return any_true(_equal(x, y, depth, budget) for x in golds for y in answers)
     if units_differ(gold, answer):
         return False
     formulas = bare(gold), bare(answer)
-    a, b = map(without_spaces, formulas)
+    a, b = (without_spaces(without_thousands(formula)) for formula in formulas)
     if a == b:
         return True if a else None
     words = a.strip("()").lower(), b.strip("()").lower()
@@ -299,23 +304,23 @@ def _equal(gold: str, answer: str, depth: int) -> bool | None:
     if depth == 0:
         return None
     if left.kind != right.kind:
-        return _equal_across(left, right, depth)
+        return _equal_across(left, right, depth, budget)
     if len(left.parts) != len(right.parts):
         return None if left.kind == "union" else False
     if left.kind in ("list", "set", "union") and not (is_labelled(left) and not is_labelled(right)):
-        return _equal_in_any_order(left.parts, right.parts, depth - 1)
-    verdict = all_true(_equal(x, y, depth - 1) for x, y in zip(left.parts, right.parts, strict=True))
+        return _equal_in_any_order(left.parts, right.parts, depth - 1, budget)
+    verdict = all_true(_equal(x, y, depth - 1, budget) for x, y in zip(left.parts, right.parts, strict=True))
     return verdict or (None if left.kind.startswith("order") else verdict)  # 2x < 6 is x < 3
 
 
-def _equal_across(gold: Shape, answer: Shape, depth: int) -> bool | None:
+def _equal_across(gold: Shape, answer: Shape, depth: int, budget: Iterator[int]) -> bool | None:
     """Whether answers of different kinds are equal, or None if that is not clear.
 
     A list may be meant as a tuple. It counts as one if it has labels in alphabetical order, as in "x = 3, y = 4".
     """
     if {gold.kind, answer.kind} == {"list", "()"}:
         in_order = len(gold.parts) == len(answer.parts) and all_true(
-            _equal(x, y, depth - 1) for x, y in zip(gold.parts, answer.parts, strict=True)
+            _equal(x, y, depth - 1, budget) for x, y in zip(gold.parts, answer.parts, strict=True)
         )
         labelled = gold if is_labelled(gold) else answer
         if in_order and is_labelled(labelled):
@@ -324,11 +329,11 @@ def _equal_across(gold: Shape, answer: Shape, depth: int) -> bool | None:
         return None if in_order is not False else False
     if {gold.kind, answer.kind} == {"list", "set"}:
         same_length = len(gold.parts) == len(answer.parts)
-        return same_length and _equal_in_any_order(gold.parts, answer.parts, depth - 1)
+        return same_length and _equal_in_any_order(gold.parts, answer.parts, depth - 1, budget)
     return False if one_for_several(gold, answer) else None
 
 
-def _equal_in_any_order(gold: Sequence[str], answer: Sequence[str], depth: int) -> bool | None:
+def _equal_in_any_order(gold: Sequence[str], answer: Sequence[str], depth: int, budget: Iterator[int]) -> bool | None:
     """Whether the entries can be paired, each one with an equal one of the other side; None if that is not clear.
 
     An entry counts as often as it is written: 1, 1, 2 are not 1, 2, 2, and not 1, 2.
@@ -336,15 +341,18 @@ def _equal_in_any_order(gold: Sequence[str], answer: Sequence[str], depth: int) 
     missing, left = _unpaired(gold, answer)
     if len(missing) > MAX_UNORDERED:
         return None
-    doubtful = []
+    others: dict[int, str] = dict(enumerate(left))
+    doubtful: list[dict[int, bool | None]] = []
     for part in missing:
-        verdicts = [_equal(part, other, depth) for other in left]
-        if True in verdicts:
-            left.pop(verdicts.index(True))
+        verdicts = {at: _equal(part, other, depth, budget) for at, other in others.items()}
+        if True in verdicts.values():
+            del others[next(at for at, verdict in verdicts.items() if verdict)]
+        elif None in verdicts.values():
+            doubtful.append(verdicts)
         else:
-            doubtful.append(part)
+            return False
     # What is left must be able to pair off: an entry that differs from all that remain has no partner.
-    verdicts_left = [[_equal(part, other, depth) for other in left] for part in doubtful]
+    verdicts_left = [[verdicts[at] for at in others] for verdicts in doubtful]
     if any(None not in verdicts for verdicts in [*verdicts_left, *zip(*verdicts_left, strict=True)]):
         return False
     return None if doubtful else True

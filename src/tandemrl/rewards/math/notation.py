@@ -32,7 +32,7 @@ def clean(answer: str) -> str:
     if _REALS.fullmatch(answer):
         answer = r"(-\infty, \infty)"
     answer = re.sub(r"\\(?:left|right)(?![A-Za-z])", "", answer)
-    answer = re.sub(r"\\(?:mathrm|text)\{([ie])\}", r"\1", answer)
+    answer = _STYLED_LETTER.sub(r" \1", answer) if "\\" in answer else answer
     answer = re.sub(r" ?\\(?:text|mathrm)\{ ?percent\}| ?\bpercent\b", "%", answer)
     answer = re.sub(r"\\frac\s*(\d|\\pi(?![A-Za-z]))", r"\\frac{\1}", answer)
     answer = re.sub(r"(\\frac\{[^{}]*\})\s*(\d)", r"\1{\2}", answer)
@@ -53,6 +53,7 @@ def one_text_macro(answer: str) -> str:
         return answer
     answer = _OLD_FONT.sub(r"\\text{\1}", answer)
     answer = _OPERATOR.sub(lambda macro: f"\\{macro[1]} " if macro[1] in FUNCTIONS else rf"\text{{{macro[1]}}}", answer)
+    answer = _ITALIC_LETTER.sub(r" \1", answer)
     return _MATHS_FONT.sub(r"\\mathrm{", _WORDS_FONT.sub(r"\\text{", answer))
 
 
@@ -70,7 +71,12 @@ def without_thousands(text: str) -> str:
 
 def without_braced_commas(text: str) -> str:
     """A text in which "1{,}234" is written as 1,234 and the decimal comma of "3{,}14" as 3.14."""
-    return _BRACED_COMMA.sub(_comma_or_point, text).replace("{,}", ",")
+    return _BRACED_COMMA.sub(_comma_or_point, without_braced_thousands(text)).replace("{,}", ",")
+
+
+def without_braced_thousands(text: str) -> str:
+    """A text in which "1{,}234" is written as 1234, also within brackets."""
+    return _BRACED_THOUSANDS.sub(lambda number: number[0].replace("{,}", ""), text)
 
 
 def without_thin_spaces(text: str) -> str:
@@ -89,6 +95,7 @@ def normalise(answer: str) -> str:
 
 def bare(answer: str) -> str:
     """A cleaned answer without units, degrees and percent signs."""
+    answer = _TEMPERATURE.sub("", answer)
     for unwanted in (r"\%", "%", *(() if _ANGLE_FUNCTION.search(answer) else _DEGREES)):
         answer = answer.replace(unwanted, "")
     answer = UNIT.sub("", answer.strip()).strip()
@@ -174,14 +181,21 @@ _THOUSANDS = re.compile(
 """In brackets, "1,234" counts as a number only if a comma with a space follows, which then separates the entries."""
 _SPACED_THOUSANDS = re.compile(r"(?<![\w.,^}])(?<![0-9] )[1-9][0-9]{0,2}(?: [0-9]{3})+(?! ?[0-9])")
 _BRACED_COMMA = re.compile(r"(?<![\w.,}(\[{])[0-9]+(?:\{,\}[0-9]+)+(?![0-9{])")
+_BRACED_THOUSANDS = re.compile(r"(?<![\w.])(?<!\{,\})[1-9][0-9]{0,2}(?:\{,\}[0-9]{3})+(?![0-9]|\{,\})")
 _WORDS_FONT = re.compile(r"\\(?:text(?:normal|rm|sf|tt|up|sl|sc|md|it|bf)|mbox|hbox|emph|rm) ?\{")
 _MATHS_FONT = re.compile(r"\\math(?:sf|it|tt|normal) ?\{")
+_ITALIC_LETTER = re.compile(r"(?<![_^{]) ?\\math(?:sf|it|tt|normal) ?\{ ?([A-Za-z]) ?\}")
 _OLD_FONT = re.compile(r"\{ ?\\(?:rm|sf|tt|sl|it|bf) ([^{}]*)\}")
 _OPERATOR = re.compile(r"\\operatorname\*? ?\{([^{}]*)\}")
 _ROW_GAP = re.compile(r"\\\\ ?\[-?[0-9.]+ ?(?:pt|ex|em|mm|cm)\]")
 """The end of a matrix row with the space below it."""
 _EMPHASIS = re.compile(r"^\*\*(?P<markdown>.*)\*\*$|^\\(?:underline|mathbf|boldsymbol|bm) ?\{(?P<latex>[^{}]*)\}$")
 _REALS = re.compile(r"(?:[A-Za-z] ?\\in ?)?(?:\\mathbb ?\{?R\}?|\\R|\\Reals)")
+_STYLED_LETTER = re.compile(r"(?<![_^{]) ?\\(?:mathrm|text) ?\{((?![CFMSGHLmsghl])[A-Za-z])\}")
+"""A letter in a font of its own, unless it is a unit."""
+_TEMPERATURE = re.compile(
+    r"(?:\^ ?\\circ|\^ ?\{ ?\\circ ?\}|°) ?\\(?:text|mathrm) ?\{ ?[CFK] ?\}$|\\text ?\{ ?° ?[CF] ?\}$"
+)
 _DEGREES = (r"^\circ", r"^{\circ}", "°")
 _ANGLE_FUNCTION = re.compile(r"sin|cos|tan|cot|sec|csc")
 _REWRITES = (
@@ -239,10 +253,12 @@ _UNIT_NAMES = (
 UNITS = {name: names.split()[0] for names in _UNIT_NAMES for name in names.split()}
 _PLAIN_UNIT = "|".join(sorted(UNITS, key=len, reverse=True))
 UNITS |= {"m": "meter", "s": "second", "g": "gram", "h": "hour", "l": "liter"}
+_SHORT_UNIT = "[msghl]|in|yd|mi|dm|nm"
 TEXT = re.compile(r"\\(?:text|mathrm) ?\{(?P<text>[^{}]*)\}")
 UNIT = re.compile(
     rf"(?<=[\w}}).\]°]) ?(?:"
-    r"\\(?:text|mathrm) ?\{[^{}\d]*\}(?: ?\^ ?\{?\d\}?|[²³])?"
+    rf"\\(?:text|mathrm) ?\{{(?: ?(?:{_PLAIN_UNIT}|{_SHORT_UNIT})(?![a-z])[/.]?)+ ?[²³]?\}}(?: ?\^ ?\{{?\d\}}?|[²³])?"
+    rf"|\\(?:text|mathrm) ?\{{(?:[ .]*|[ .]*(?:{_SHORT_UNIT})[ .]*|(?=[^{{}}]*[^\W\d_]{{2}})(?:[^\W\d_]|[ .,'/-])+)\}}"
     rf"|(?:(?<![A-Za-z])(?:{_PLAIN_UNIT})(?: ?\^ ?\{{?\d\}}?|[²³])?(?: ?/ ?| |$))+)$",
     re.IGNORECASE,
 )

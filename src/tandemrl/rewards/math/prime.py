@@ -48,10 +48,12 @@ from tandemrl.rewards.math.equality import (
 )
 from tandemrl.rewards.math.expression import near
 from tandemrl.rewards.math.notation import (
+    bare,
     clean,
     one_text_macro,
     units_differ,
     visible,
+    without_braced_thousands,
     without_full_stop,
     without_spaces,
     without_thousands,
@@ -215,12 +217,13 @@ def _led_to(text: str, published: bool) -> str:
 
 def _decided(gold: str, answer: str, published: bool) -> bool | None:
     """Whether two answers are equal by either stage; None if only sympy could decide, and it reads both answers."""
-    gold, answer = (one_text_macro(visible(side)).strip() for side in (gold, answer))
+    gold, answer = (without_braced_thousands(one_text_macro(visible(side))).strip() for side in (gold, answer))
     gold, answer = drop_label(gold, answer)
     if units_differ(clean(gold), clean(answer)):
         return False
-    if all(map(CAPITALS.fullmatch, (gold, answer))):  # before stage one takes lower case
-        return gold == answer
+    names = [without_spaces(bare(clean(side))).strip("()") for side in (gold, answer)]
+    if all(map(CAPITALS.fullmatch, names)):  # before stage one takes lower case
+        return names[0] == names[1]
     if r"\approx" in answer and r"\approx" not in gold:
         return any_true(_decided(gold, side, published) for side in exact_and_rounded(clean(answer)))
     if 1 in (len(sides(gold)), len(sides(answer))):
@@ -272,7 +275,7 @@ def _entries_equal(gold: str, answer: str) -> bool | None:
 def _lenient(gold: str, answer: str, depth: int, tolerance: Fraction) -> bool | None:
     if not answer:
         return False
-    if without_spaces(gold).lower() == without_spaces(answer).lower():
+    if without_spaces(without_thousands(gold)).lower() == without_spaces(without_thousands(answer)).lower():
         return True
     a, b = _decimal(gold), _decimal(answer)
     if a is not None and b is not None:
@@ -343,7 +346,7 @@ def _slash(fraction: re.Match[str]) -> str:
 
 def _mathd(answer: str) -> str:
     text = re.fullmatch(r"\\text\{(?P<text>.+?)\}", answer.strip())
-    return normalise_math(text["text"].strip() if text else answer.strip())
+    return normalise_math(without_thousands(text["text"].strip() if text else answer.strip()))
 
 
 def _decimal(answer: str) -> Fraction | None:
