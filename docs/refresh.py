@@ -575,7 +575,7 @@ def take_over(folders: Iterable[Path]) -> None:
         key = content["experiment"]["name"], tuple(content["experiment"]["pairs"])
         if key not in PUBLISHED:
             raise ValueError(f"{folder}: {key} is not published; known: {', '.join(map(str, PUBLISHED))}")
-        if content["schema"] != SCHEMA or "numerics" not in content:
+        if content["schema"] != SCHEMA:
             raise ValueError(
                 f"{folder}: written by older code; give its command again, which collects what is finished"
             )
@@ -584,7 +584,11 @@ def take_over(folders: Iterable[Path]) -> None:
             raise ValueError(f"{folder}: made by no commit, or by no command; run it from a clean checkout")
         file = DOCS / PUBLISHED[key]
         if key == HEADLINE and "kl" not in {arm["name"] for arm in content["experiment"]["arms"]}:
-            words = [*map(str, content["numerics"].values()), "seeds", *map(str, content["experiment"]["seeds"])]
+            words = [
+                *map(str, content.get("numerics", {}).values()),
+                "seeds",
+                *map(str, content["experiment"]["seeds"]),
+            ]
             file = ENVIRONMENTS / f"{re.sub(r'[^a-z0-9.]+', '-', ' '.join(words).lower())}.json"
         write_text(file, text)
 

@@ -72,6 +72,7 @@ def finished(tiny_pair: Path, tmp_path_factory: pytest.TempPathFactory) -> Itera
     out, said = tmp_path_factory.mktemp("experiment") / "small", list[str]()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(experiments, "build_tiny_pair", build)
+        patch.setattr(experiments, "pair_identity", lambda **recipe: {"seed": 0})  # of the pair that is copied
         yield Finished(small, out, run_experiment(small, out, workers=1, say=said.append), said)
 
 
@@ -262,6 +263,16 @@ def test_a_refused_pair_is_counted_and_the_others_are_compared(
         run_experiment(small, out, workers=1, say=lambda line: None)
     monkeypatch.undo()
     assert results["refused"] == []
+
+
+def test_runs_keep_the_pair_that_they_began_with(finished: Finished, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A pair of another recipe would replace it; their evaluations would then be of two pairs."""
+    small, out, _, _ = finished
+    monkeypatch.setattr(experiments, "pair_identity", lambda **recipe: {"seed": 0, "schema": 99})
+    with pytest.raises(
+        ExperimentError, match=r"seed-0: its runs began with a pair of another recipe, .*choose another"
+    ):
+        run_experiment(small, out, workers=1, say=lambda line: None)
 
 
 def test_results_name_the_cpu_and_what_was_set_by_hand(monkeypatch: pytest.MonkeyPatch) -> None:

