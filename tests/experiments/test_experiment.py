@@ -269,9 +269,7 @@ def test_runs_keep_the_pair_that_they_began_with(finished: Finished, monkeypatch
     """A pair of another recipe would replace it; their evaluations would then be of two pairs."""
     small, out, _, _ = finished
     monkeypatch.setattr(experiments, "pair_identity", lambda **recipe: {"seed": 0, "schema": 99})
-    with pytest.raises(
-        ExperimentError, match=r"seed-0: its runs began with a pair of another recipe, .*choose another"
-    ):
+    with pytest.raises(ExperimentError, match=r"seed-0: its runs began with a pair of another recipe, "):
         run_experiment(small, out, workers=1, say=lambda line: None)
 
 

@@ -120,8 +120,8 @@ def refuse_pointers(folder: Path) -> None:
     for single, index in ((SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_INDEX_NAME), (WEIGHTS_NAME, WEIGHTS_INDEX_NAME)):
         if find(single) or find(index):
             for name in [single] if find(single) else _named(folder / index):
-                if file := find(name):
-                    _refuse_pointer(file)
+                if (weights := find(name)) is not None:
+                    _refuse_pointer(weights)
             return
 
 
