@@ -151,7 +151,7 @@ def environments() -> str:
     return (
         markdown_table(head, rows, left=2)
         + "\nLowest and highest seed. `tandemrl experiment paper-claims`, with the settings as environment variables, "
-        f"at {' and '.join(commits)}: [environments]({{root}}docs/environments).\n"
+        f"at {' and '.join(commits)}: files in `docs/environments/`.\n"
     )
 
 
@@ -164,7 +164,8 @@ def environments_sentence() -> str:
 
     def over_all(title: str) -> str:
         ends = [_spread(content, *SPREADS[title]) for content in every]
-        return f"{min(low for low, _ in ends):.2f} to {max(high for _, high in ends):.2f}"
+        shown = (f"{min(low for low, _ in ends):.2f}", f"{max(high for _, high in ends):.2f}")
+        return " to ".join(dict.fromkeys(shown))
 
     return (
         f"On {len(every)} kinds of CPU arithmetic ({seeds} pairs, {refused} refused) the words stay in "
