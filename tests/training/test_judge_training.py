@@ -17,6 +17,7 @@ from tandemrl.config import Config, ConfigError, load
 from tandemrl.data.rows import DataError
 from tandemrl.data.synthetic import Numbers, Problem
 from tandemrl.experiments import tiny
+from tandemrl.experiments.warm_start import solution_batch
 from tandemrl.rewards.judge.in_process import make_judge
 from tandemrl.rewards.judge.rubric import JudgeError
 from tandemrl.rewards.protocol import GraderError
@@ -71,7 +72,7 @@ def marker(tmp_path_factory: pytest.TempPathFactory) -> Path:
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
     model.train()
     for _ in range(40):
-        tokens, targets, *_ = tiny._encode(tokenizer, list(itertools.islice(chats, 8)))
+        tokens, targets, *_ = solution_batch(tokenizer, list(itertools.islice(chats, 8)))
         logits = model(input_ids=tokens, use_cache=False).logits
         loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=-100)
         optimizer.zero_grad()

@@ -67,4 +67,5 @@ def test_a_step_counts_its_own_rollouts_and_no_evaluation(
     for line in lines:
         assert line["passes/senior"] == 2 * line["passes/junior"] == 2 * line["tokens/response"]
         assert (line["draft/acceptance"], line["draft/tokens_per_senior_pass"]) == (0.75, 0.5)
-    assert len({line["passes/senior"] for line in lines}) == len(lines) == 3
+    assert len(lines) == 3
+    assert len({line["passes/senior"] for line in lines}) > 1  # two steps may write equally many tokens
