@@ -48,8 +48,11 @@ def write_rows(file: Path, rows: list[dict]) -> Path:
 
 
 def text_of(sample: dict) -> str:
-    """As it is scored: without the special token that ends it."""
-    return sample["text"].removesuffix(tiny.EOS).strip()
+    """As it is scored: without special tokens, wherever they were sampled."""
+    text = sample["text"]
+    for special in tiny.SPECIAL_TOKENS:
+        text = text.replace(special, "")
+    return text.strip()
 
 
 def changed(before: Path, after: Path) -> bool:
