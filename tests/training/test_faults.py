@@ -20,6 +20,7 @@ from tandemrl.distributed.world import World
 from tandemrl.rollout.engine import EngineError
 from tandemrl.training.checkpoint import latest
 from tandemrl.training.faults import (
+    ENDING,
     LESS_MEMORY,
     LostProcessError,
     OptimizerSteps,
@@ -37,6 +38,7 @@ from tandemrl.training.loop import train
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_the_first_signal_is_noted_and_handlers_come_back(number: signal.Signals) -> None:
+    outside = signal.signal(number, ENDING[number])  # a suite that was started in the background ignores SIGINT
     before = signal.getsignal(number)
     with Signals() as signals:
         assert signals.received == 0
@@ -47,6 +49,7 @@ def test_the_first_signal_is_noted_and_handlers_come_back(number: signal.Signals
     with Signals() as signals:
         pass
     assert (signals.received, signal.getsignal(number)) == (0, before)
+    signal.signal(number, outside)
 
 
 def _exit_code(work: Callable[[], None]) -> int:
