@@ -140,9 +140,9 @@ class Muon(torch.optim.Optimizer):
     """Momentum whose matrices are made orthogonal by five Newton-Schulz iterations (Jordan et al., 2024).
 
     A step is scaled to the size of one of AdamW's (Liu et al., "Muon is scalable for LLM training", 2025), so learning
-    rates are AdamW's. The tiny models need far fewer steps with it. ``torch.optim.Muon`` iterates in bfloat16, one matrix
-    at a time, which makes a step several times slower on CPUs without bfloat16 arithmetic. This one iterates in the
-    dtype of the weights, over all matrices of a shape at once.
+    rates are AdamW's. The tiny models need far fewer steps with it. ``torch.optim.Muon`` iterates in bfloat16, one
+    matrix at a time, which makes a step several times slower on CPUs without bfloat16 arithmetic. This one iterates in
+    the dtype of the weights, over all matrices of a shape at once.
     """
 
     def __init__(
