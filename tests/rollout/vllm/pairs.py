@@ -3,7 +3,8 @@
 import importlib.metadata
 import os
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import fields
 from functools import cache
 from pathlib import Path
@@ -138,6 +139,16 @@ def save(model: PreTrainedModel, folder: Path) -> Path:
 # -------------------------------------------------------------------------------------------------------------- engines
 
 
+@contextmanager
+def settable_threads() -> Iterator[None]:
+    """A context for a stock engine's start, after which ``torch.set_num_threads`` works: vLLM replaces it on a CPU."""
+    set_num_threads = torch.set_num_threads
+    try:
+        yield
+    finally:
+        torch.set_num_threads = set_num_threads
+
+
 class Engines:
     """Every engine is started once and lives until the session ends: vLLM's process groups are global, and shutting one
     in-process engine down takes those of the others along."""
@@ -178,14 +189,13 @@ class Engines:
         from vllm.sampling_params import RequestOutputKind
 
         if "stock" not in self._running:
-            set_num_threads = torch.set_num_threads  # vLLM replaces it
-            self._running["stock"] = LLMEngine.from_engine_args(
-                EngineArgs(
-                    model=str(self.folder("senior")), dtype="float32", enforce_eager=True, max_model_len=CONTEXT,
-                    kv_cache_memory_bytes=2**26, disable_log_stats=True,
-                )
-            )  # fmt: skip
-            torch.set_num_threads = set_num_threads
+            with settable_threads():
+                self._running["stock"] = LLMEngine.from_engine_args(
+                    EngineArgs(
+                        model=str(self.folder("senior")), dtype="float32", enforce_eager=True, max_model_len=CONTEXT,
+                        kv_cache_memory_bytes=2**26, disable_log_stats=True,
+                    )
+                )  # fmt: skip
         engine = self._running["stock"]
         final = RequestOutputKind.FINAL_ONLY
         for i, prompt in enumerate(given):

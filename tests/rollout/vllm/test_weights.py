@@ -15,7 +15,7 @@ from unittest.mock import Mock
 import psutil
 import pytest
 import torch
-from pairs import VLLM
+from pairs import VLLM, settable_threads
 from torch import Tensor
 from transformers import (
     LlamaConfig,
@@ -83,7 +83,8 @@ class Stock:
         trainer(kind, 0).save_pretrained(folder)
         settings: dict[str, Any] = dict(max_model_len=64, kv_cache_memory_bytes=2**24, skip_tokenizer_init=True)
         settings |= dict(enforce_eager=True, disable_log_stats=True) | options
-        self.engine = LLMEngine.from_engine_args(EngineArgs(model=str(folder), dtype=dtype, **settings))
+        with settable_threads():
+            self.engine = LLMEngine.from_engine_args(EngineArgs(model=str(folder), dtype=dtype, **settings))
         self.from_disk = None if "tensor_parallel_size" in options else self.fingerprint()
 
     @property
