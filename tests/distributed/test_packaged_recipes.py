@@ -92,6 +92,8 @@ def _toy(case: Case, pair: Path, tmp_path: Path, judge: str) -> Config:
         keys.append("train.mini_batch_prompts=8")
     rows = "synthetic:hops:train:16" if acting else _rows(case.name, tmp_path / "rows.jsonl")
     keys += [f"data.train=[{rows}]", f"data.eval=[{rows}]", *(AGENTS if acting else [])]
+    if whole.train.critic_warmup_steps:
+        keys.append("train.critic_warmup_steps=0")  # it must be below train.steps
     if whole.judge.url is not None:
         keys.append(f"judge.url={judge}")
     if whole.retrieval.url is not None:
