@@ -5,8 +5,8 @@ written, scored and turned into the gradient of one optimiser step by the functi
 g of n blocks, whose expectation is the true gradient, these estimates have no bias:
 
 - |signal|² is the mean of g_i·g_j over pairs i ≠ j, and |g|² the mean of g_i·g_i. ``signal_share`` is their quotient.
-- the cosine between the true gradients of two conditions: the mean of g_i·h_j over i ≠ j, over the two signals' norms.
-  Its interval is a bootstrap over blocks.
+- the cosine between the true gradients of two conditions: the mean of g_i·h_j over i ≠ j, divided by the norms of both
+  signals. Its standard error is a jackknife over blocks.
 
 Gradients are compared in every ``--every``-th coordinate of each tensor, which keeps their expectation.
 
@@ -18,6 +18,7 @@ import argparse
 import itertools
 import json
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -95,11 +96,12 @@ def off_diagonal(products: np.ndarray) -> float:
     return float((products.sum() - np.trace(products)) / (n * (n - 1)))
 
 
-def cosine(gram: np.ndarray, a: slice, b: slice) -> float:
-    signals = off_diagonal(gram[a, a]), off_diagonal(gram[b, b])
+def cosine(gram: np.ndarray, a: Sequence[int], b: Sequence[int]) -> float:
+    """The cosine between the true gradients of two conditions, whose blocks are these rows of the Gram matrix."""
+    signals = off_diagonal(gram[np.ix_(a, a)]), off_diagonal(gram[np.ix_(b, b)])
     if min(signals) <= 0:
         return float("nan")
-    return off_diagonal(gram[a, b]) / (signals[0] * signals[1]) ** 0.5
+    return off_diagonal(gram[np.ix_(a, b)]) / (signals[0] * signals[1]) ** 0.5
 
 
 def main() -> None:
@@ -123,22 +125,17 @@ def main() -> None:
     stacked = torch.cat(all_gradients)
     gram = (stacked @ stacked.T).double().numpy() * given.every
     n, names = given.blocks, list(found)
-    places = {name: slice(i * n, (i + 1) * n) for i, name in enumerate(names)}
+    places = {name: list(range(i * n, (i + 1) * n)) for i, name in enumerate(names)}
     for name, place in places.items():
-        own = gram[place, place]
+        own = gram[np.ix_(place, place)]
         found[name] |= {"signal": off_diagonal(own), "square": float(np.trace(own) / n)}
         found[name]["signal_share"] = found[name]["signal"] / found[name]["square"]
-    rng, cosines = np.random.default_rng(0), dict[str, Any]()
+    cosines = {}
     for a, b in itertools.combinations(names, 2):
-        drawn = []
-        for _ in range(1000):  # of pairs of blocks that differ, so that no gradient meets itself
-            left = rng.permutation(n)[: n // 2]
-            rows = np.concatenate([left + places[a].start, left + places[b].start])
-            half = gram[np.ix_(rows, rows)]
-            drawn.append(cosine(half, slice(0, n // 2), slice(n // 2, n // 2 * 2)))
-        usable = [value for value in drawn if np.isfinite(value)]
-        spread = float(np.std(usable)) if usable else float("nan")
-        cosines[f"{a} · {b}"] = {"cosine": cosine(gram, places[a], places[b]), "half_sample_std": spread}
+        without = [[i for i in range(n) if i != left_out] for left_out in range(n)]
+        each = np.array([cosine(gram, np.array(places[a])[kept], np.array(places[b])[kept]) for kept in without])
+        error = float(((n - 1) * ((each - each.mean()) ** 2).mean()) ** 0.5)
+        cosines[f"{a}, {b}"] = {"cosine": cosine(gram, places[a], places[b]), "standard_error": error}
     result = {"conditions": found, "cosines": cosines, "gram": gram.tolist(), "blocks": n, **about()}
     given.out.parent.mkdir(parents=True, exist_ok=True)
     given.out.write_text(json.dumps(result, indent=1) + "\n")
