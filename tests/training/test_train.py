@@ -376,6 +376,25 @@ def test_junior_weight_changes_the_update_and_not_the_rollouts(tiny_pair: Path, 
     assert any(not torch.equal(a[name], b[name]) for name in a)
 
 
+def test_a_senior_beside_itself_writes_what_it_writes_alone_and_learns_the_same(
+    tiny_pair: Path, tmp_path: Path
+) -> None:
+    """Both models draw tokens from the same random numbers, so tandem alone changes neither texts nor rewards. With all
+    tokens in the loss it takes GRPO's step: what tandem GRPO does otherwise is to leave tokens out."""
+    keys = ["train.steps=1", "train.eval_every=0"]
+    alone = ["model.junior=null", "selection.strategy=solo"]
+    beside = [f"model.junior={tiny_pair}/senior", "loss.junior_weight=1"]
+    solo, tandem = (
+        train(config(tiny_pair, tmp_path / name, *keys, *more), quiet=True)
+        for name, more in (("solo", alone), ("tandem", beside))
+    )
+    told = [[json.loads(line) for line in (out / "samples.jsonl").open()] for out in (solo, tandem)]
+    assert [(each["text"], each["reward"]) for each in told[0]] == [(each["text"], each["reward"]) for each in told[1]]
+    assert 0.3 < metrics(tandem)[0]["tandem/senior_frac"] < 0.7
+    a, b = weights(solo, 1), weights(tandem, 1)
+    assert all(torch.equal(a[name], b[name]) for name in a)
+
+
 @pytest.mark.parametrize("reduction", ["null", "sequence_mean_token_mean"])
 def test_micro_batches_do_not_change_the_update(reduction: str, tiny_pair: Path, tmp_path: Path) -> None:
     """One big micro-batch and many small ones give the same weights up to float rounding."""

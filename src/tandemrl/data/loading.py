@@ -8,7 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from tandemrl.data import hops
+from tandemrl.data import hops, word_problems
 from tandemrl.data.rows import BUILT, GSM8K, DataError, Row, gsm8k_row, messages_of, object_of
 from tandemrl.data.synthetic import PAIRS, SPLITS, generate
 from tandemrl.files import LineError, hint, parse_json, read_json_lines
@@ -48,9 +48,11 @@ def generated_rows(pair: str, split: str, count: int | None, seed: int) -> list[
     """
     if split not in SPLITS:
         raise DataError(f"synthetic:{pair}: unknown split {split!r}; known: {', '.join(SPLITS)}")
-    if pair not in (*PAIRS, *hops.PAIRS):
-        raise DataError(f"unknown synthetic pair {pair!r}; known: {', '.join((*PAIRS, *hops.PAIRS))}")
-    return hops.generate(pair, split, count, seed) if pair in hops.PAIRS else generate(pair, split, count, seed)
+    generators = dict.fromkeys(PAIRS, generate) | dict.fromkeys(hops.PAIRS, hops.generate)
+    generators |= dict.fromkeys(word_problems.PAIRS, word_problems.generate)
+    if pair not in generators:
+        raise DataError(f"unknown synthetic pair {pair!r}; known: {', '.join(generators)}")
+    return generators[pair](pair, split, count, seed)
 
 
 def read_jsonl(path: Path, *, halves: bool = False) -> Iterator[tuple[int, Any]]:

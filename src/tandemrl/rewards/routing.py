@@ -82,6 +82,7 @@ SUFFIXES: dict[str, str] = {"*_tinyv*": "judge", "*_mathverify*": "math_verify",
 TABLE: dict[str, str] = {
     "openai/gsm8k": "gsm8k",
     "synthetic/hops*": "musique",
+    "synthetic/word_problems*": "gsm8k",
     "synthetic/*": "boxed",
     "deepscaler*": "boxed",
     "agentica-org/deepscaler*": "boxed",
