@@ -44,18 +44,18 @@ def test_the_newest_file_says_where_an_experiment_is(tmp_path: Path) -> None:
     import os
 
     assert last_written(tmp_path) == "building the models"
-    for age, (name, text) in enumerate(
-        {
-            "plain/seed-0/grpo/metrics.jsonl": '{"step": 3}\n{"step": 4}\n',
-            "plain/seed-0/eval/base/pass-at-k.json": "{}",
-            "plain/seed-1/grpo/metrics.jsonl": '{"step": 3}\n{"st',
-        }.items()
+    for age, (name, text, step) in enumerate(
+        [
+            ("plain/seed-0/grpo/metrics.jsonl", '{"step": 3}\n{"step": 4}\n', ", step 4"),
+            ("plain/seed-0/eval/base/pass-at-k.json", "{}", ""),
+            ("plain/seed-1/grpo/metrics.jsonl", '{"step": 3}\n{"st', ", step 3"),
+            ("plain/seed-2/grpo/metrics.jsonl", '{"st', ""),
+        ]
     ):
         file = tmp_path / name
         file.parent.mkdir(parents=True)
         file.write_text(text)
         os.utime(file, (age, age))
-        step = ", step 4" if age == 0 else ""
         assert last_written(tmp_path) == f"last written: {name}{step}"
 
 

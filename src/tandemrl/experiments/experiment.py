@@ -171,7 +171,7 @@ SMOLLM2 = Experiment(
     samples=4,
     evaluation="smollm2",
 )
-"""A pretrained model on a laptop: every seed has a pair and five arms of a quarter of an hour each on a core, and six
+"""A pretrained model on a laptop: for every seed a pair, five arms of ten to twenty minutes each on a core, and six
 evaluations that take as long."""
 
 EXPERIMENTS: dict[str, Experiment] = {

