@@ -1,9 +1,9 @@
-"""What all pairs of models have in common: a folder with a manifest that says what they are, and solo texts."""
+"""What all pairs of models have in common: a folder with a manifest that says what they are."""
 
 import hashlib
 import json
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -11,7 +11,6 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from tandemrl.data.rows import Row
 from tandemrl.files import NEW, publish
 from tandemrl.models.loading import no_progress_bars
 
@@ -66,32 +65,6 @@ def sha256(file: Path) -> str:
     """The SHA-256 of a file, in hexadecimal digits."""
     with open(file, "rb") as content:
         return hashlib.file_digest(content, "sha256").hexdigest()
-
-
-@torch.no_grad()
-def solo_texts(
-    model: PreTrainedModel,
-    tokenizer: PreTrainedTokenizerBase,
-    rows: Sequence[Row],
-    seed: int,
-    *,
-    max_tokens: int = 64,
-) -> list[str]:
-    """Sample one text per row at temperature 1, from the whole distribution."""
-    encoded: Any = tokenizer.apply_chat_template(
-        [[dict(message) for message in row.messages] for row in rows],
-        add_generation_prompt=True,
-        padding=True,
-        tokenizer_kwargs={"padding_side": "left"},
-        return_tensors="pt",
-        return_dict=True,
-    )
-    prompts = encoded.to(model.device)
-    sampling = {"do_sample": True, "temperature": 1.0, "top_k": 0, "top_p": 1.0}
-    with torch.random.fork_rng(devices=[model.device] if model.device.type == "cuda" else []):
-        torch.manual_seed(seed)
-        written: Any = model.generate(**prompts, **sampling, max_new_tokens=max_tokens)  # type: ignore[operator]
-    return tokenizer.batch_decode(written[:, prompts["input_ids"].shape[1] :], skip_special_tokens=True)
 
 
 @contextmanager

@@ -23,7 +23,8 @@ from tandemrl.data.loading import generated_rows
 from tandemrl.data.rows import SOLUTION, DataError, Row
 from tandemrl.data.word_problems import MAX_TOKENS, uses_shorthand
 from tandemrl.experiments import smollm2
-from tandemrl.experiments.pair import finished, solo_texts, store, threads
+from tandemrl.experiments.pair import finished, store, threads
+from tandemrl.experiments.tiny import solo_texts
 from tandemrl.experiments.warm_start import (
     Progress,
     WarmStart,

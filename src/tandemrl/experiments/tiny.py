@@ -21,7 +21,14 @@ import tokenizers
 import torch
 import transformers
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import GenerationConfig, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+from transformers import (
+    GenerationConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+    PreTrainedTokenizerFast,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
 
 from tandemrl.data import hops
 from tandemrl.data.loading import generated_rows
@@ -31,7 +38,7 @@ from tandemrl.experiments.agents import solo_episodes
 from tandemrl.experiments.demonstrations import lessons
 from tandemrl.experiments.hops_tokenizer import EOS, PAD, START, hops_tokenizer
 from tandemrl.experiments.packaged import find_packaged
-from tandemrl.experiments.pair import PairError, finished, solo_texts, store, threads
+from tandemrl.experiments.pair import PairError, finished, store, threads
 from tandemrl.experiments.warm_start import (
     Progress,
     Solved,
@@ -329,6 +336,32 @@ def new_model(tokenizer: PreTrainedTokenizerFast, seed: int, size: str = "tiny")
         pad_token_id=tokenizer.pad_token_id,
     )
     return model
+
+
+@torch.no_grad()
+def solo_texts(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    rows: Sequence[Row],
+    seed: int,
+    *,
+    max_tokens: int = 64,
+) -> list[str]:
+    """Sample one text per row at temperature 1, from the whole distribution."""
+    encoded: Any = tokenizer.apply_chat_template(
+        [[dict(message) for message in row.messages] for row in rows],
+        add_generation_prompt=True,
+        padding=True,
+        tokenizer_kwargs={"padding_side": "left"},
+        return_tensors="pt",
+        return_dict=True,
+    )
+    prompts = encoded.to(model.device)
+    sampling = {"do_sample": True, "temperature": 1.0, "top_k": 0, "top_p": 1.0}
+    with torch.random.fork_rng(devices=[model.device] if model.device.type == "cuda" else []):
+        torch.manual_seed(seed)
+        written: Any = model.generate(**prompts, **sampling, max_new_tokens=max_tokens)  # type: ignore[operator]
+    return tokenizer.batch_decode(written[:, prompts["input_ids"].shape[1] :], skip_special_tokens=True)
 
 
 # --------------------------------------------------------------------------------------------------------------------
