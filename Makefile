@@ -17,7 +17,7 @@ TEST_ENV := OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false
 # A process per core, at most four: engines are large. A file's tests stay together, as do the engines they share.
 WORKERS := --numprocesses=auto --maxprocesses=4 --dist=loadfile
 
-.PHONY: quickstart test test-core test-liger release-check dist wheel-check browser-check check bench slow clean docs figures notebooks paper-claims paper-claims-plain repair ablations hops
+.PHONY: quickstart test test-core test-liger release-check dist wheel-check browser-check check bench slow clean docs figures notebooks paper-claims paper-claims-plain repair ablations hops smollm2
 .DELETE_ON_ERROR:
 
 quickstart: .venv/.core
@@ -59,6 +59,10 @@ paper-claims-plain: .venv/.core
 hops: .venv/.core
 	$(BIN)/tandemrl experiment hops
 	$(BIN)/tandemrl experiment hops --pair hops --seeds 0,1,2 --out runs/hops-plain
+
+# SmolLM2-135M-Instruct on word problems: what a pretrained model gains, alone and in tandem. QUICK=1: two arms, one seed.
+smollm2: .venv/.core
+	$(BIN)/tandemrl experiment $@$(if $(QUICK),-quick)
 
 # The site, in site/; a warning is an error.
 docs: .venv/.docs

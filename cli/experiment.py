@@ -9,14 +9,20 @@ RETRIEVERS = "retrievers"
 
 
 def experiment(
-    name: Annotated[str, typer.Argument(help="quickstart, paper-claims, repair, ablations, hops or retrievers.")],
+    name: Annotated[
+        str,
+        typer.Argument(help="quickstart, paper-claims, repair, ablations, hops, smollm2, smollm2-quick or retrievers."),
+    ],
     overrides: Annotated[
         list[str] | None,
         typer.Argument(metavar="[KEY=VALUE]...", help="Config keys for every run, e.g. train.steps=40"),
     ] = None,
     out: Annotated[Path | None, typer.Option(help="Folder; default runs/NAME. A killed experiment goes on.")] = None,
     pair: Annotated[
-        list[str] | None, typer.Option(help="plain, jargon, repair, hops or hops_jargon; repeatable.")
+        list[str] | None,
+        typer.Option(
+            help="plain, jargon, repair, hops, hops_jargon; of smollm2: word_problems, word_problems_terse; repeatable."
+        ),
     ] = None,
     seeds: Annotated[str | None, typer.Option(help="E.g. 0,1,2; more can be added later.")] = None,
     arms: Annotated[str | None, typer.Option(help="Train only these of its arms, e.g. grpo,tandem.")] = None,

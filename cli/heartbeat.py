@@ -6,8 +6,11 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from statistics import median
 
 EVERY_S = 10.0
+RECENT_STEPS = 5
+"""The time left follows the median of so many steps."""
 
 
 @contextmanager
@@ -35,7 +38,7 @@ def heartbeat(say: Callable[[str], None], line: Callable[[], str], *, every_s: f
 
 def last_written(folder: Path) -> str:
     """What an experiment in ``folder`` is doing, by its newest file. For a warm start or a training run it includes the
-    step."""
+    step, and how long the rest of it takes."""
     files = {file: file.stat().st_mtime for file in folder.glob("*/*/**/*.json*") if file.is_file()}
     if not files:
         return "building the models"
@@ -43,10 +46,35 @@ def last_written(folder: Path) -> str:
     if newest.name == "pair.progress.json":
         return json.loads(newest.read_text(encoding="utf-8"))["says"]
     shown = f"last written: {newest.relative_to(folder)}"
-    if newest.name != "metrics.jsonl":
-        return shown
-    *_, last = newest.read_text(encoding="utf-8").splitlines() or [""]
+    return shown + _progress_of(newest.parent) if newest.name == "metrics.jsonl" else shown
+
+
+def time_left(seconds: float) -> str:
+    """A rough duration.
+
+    Examples:
+        >>> [time_left(seconds) for seconds in (40, 500, 9000)]
+        ['about 40 s left', 'about 8 min left', 'about 2.5 h left']
+    """
+    if seconds < 120:
+        return f"about {seconds:.0f} s left"
+    return f"about {seconds / 60:.0f} min left" if seconds < 7200 else f"about {seconds / 3600:.1f} h left"
+
+
+def _progress_of(run: Path) -> str:
+    """The step of a run that goes on, and the time that its other steps take; an empty text if it has none yet."""
+    from tandemrl.report.records import ReportError, read_config, read_steps
+
     try:
-        return f"{shown}, step {json.loads(last)['step']}"
-    except ValueError:  # the line is being written
-        return shown
+        steps, _ = read_steps(run / "metrics.jsonl")
+        total = (read_config(run).get("train") or {}).get("steps")
+    except ReportError:  # a file is being written
+        return ""
+    if not steps:
+        return ""
+    done = steps[-1]["step"]
+    recent = [step["time/step"] for step in steps[-RECENT_STEPS:] if "time/step" in step]
+    if not isinstance(total, int):
+        return f", step {done}"
+    left = f", {time_left(median(recent) * (total - done))}" if recent and done < total else ""
+    return f", step {done} of {total}{left}"

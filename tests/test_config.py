@@ -361,6 +361,18 @@ def test_the_quickstart_is_what_the_tiny_pair_was_measured_with() -> None:
     assert (c.rollout.max_tokens, c.eval.profile, c.model.device) == (64, "tiny", "cpu")
 
 
+def test_smollm2_is_trained_as_it_was_measured() -> None:
+    c = load("smollm2")
+    assert (c.model.senior, c.model.junior) == ("runs/smollm2-pair/senior", "runs/smollm2-pair/junior")
+    assert (c.model.dtype, c.model.device, c.train.threads) == ("float32", "cpu", 1)
+    assert (c.train.prompts_per_step, c.rollout.group_size, c.train.mini_batch_prompts) == (8, 8, None)
+    assert (c.train.lr, c.train.betas, c.train.weight_decay, c.train.steps) == (3e-5, (0.9, 0.95), 0.0, 40)
+    assert (c.rollout.temperature, c.rollout.max_tokens, c.data.max_prompt_tokens) == (1.0, 44, 96)
+    assert (c.selection.strategy, c.selection.prob_senior) == ("word", 0.5)
+    assert c.loss.filter_zero_variance is True
+    assert (c.eval.profile, c.eval.max_tokens, c.eval.temperature) == ("custom", 44, 1.0)
+
+
 def test_agents_are_trained_as_they_were_measured() -> None:
     grpo, tandem = load("hops_grpo"), load("hops_tandem")
     assert (tandem.model.senior, tandem.model.junior) == ("runs/tiny-hops/senior", "runs/tiny-hops/junior")

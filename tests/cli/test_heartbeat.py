@@ -1,8 +1,11 @@
 """Lines where there is no bar."""
 
+import json
 import re
 import threading
 from pathlib import Path
+
+import pytest
 
 from tandemrl.cli.heartbeat import heartbeat, last_written
 
@@ -41,19 +44,38 @@ def test_the_newest_file_says_where_an_experiment_is(tmp_path: Path) -> None:
     import os
 
     assert last_written(tmp_path) == "building the models"
-    for age, (name, text) in enumerate(
-        {
-            "plain/seed-0/grpo/metrics.jsonl": '{"step": 3}\n{"step": 4}\n',
-            "plain/seed-0/eval/base/pass-at-k.json": "{}",
-            "plain/seed-1/grpo/metrics.jsonl": '{"step": 3}\n{"st',
-        }.items()
+    for age, (name, text, step) in enumerate(
+        [
+            ("plain/seed-0/grpo/metrics.jsonl", '{"step": 3}\n{"step": 4}\n', ", step 4"),
+            ("plain/seed-0/eval/base/pass-at-k.json", "{}", ""),
+            ("plain/seed-1/grpo/metrics.jsonl", '{"step": 3}\n{"st', ", step 3"),
+            ("plain/seed-2/grpo/metrics.jsonl", '{"st', ""),
+        ]
     ):
         file = tmp_path / name
         file.parent.mkdir(parents=True)
         file.write_text(text)
         os.utime(file, (age, age))
-        step = ", step 4" if age == 0 else ""
         assert last_written(tmp_path) == f"last written: {name}{step}"
+
+
+@pytest.mark.parametrize(
+    ("times", "left"),
+    [
+        ([100.0, 10.0], "step 2 of 40, about 35 min left"),  # of few steps the median is in the middle
+        ([100.0, 10.0, 10.0, 11.0, 10.0, 10.0], "step 6 of 40, about 6 min left"),
+        ([1.0] * 4 + [300.0] * 3, "step 7 of 40, about 2.8 h left"),
+        ([1.0] * 10, "step 10 of 40, about 30 s left"),
+        ([1.0] * 40, "step 40 of 40"),
+    ],
+)
+def test_the_time_left_follows_the_recent_steps(times: list[float], left: str, tmp_path: Path) -> None:
+    run = tmp_path / "word_problems" / "seed-0" / "weak"
+    run.mkdir(parents=True)
+    (run / "config.yaml").write_text("train:\n  steps: 40\n")
+    lines = [json.dumps({"step": step, "time/step": seconds}) for step, seconds in enumerate(times, 1)]
+    (run / "metrics.jsonl").write_text("\n".join([*lines, '{"step": 99, "ti']))
+    assert last_written(tmp_path) == f"last written: word_problems/seed-0/weak/metrics.jsonl, {left}"
 
 
 def test_a_warm_start_says_what_is_built_how_far_it_is_and_how_long_it_takes(tmp_path: Path) -> None:

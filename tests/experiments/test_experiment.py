@@ -32,7 +32,8 @@ from tandemrl.experiments.experiment import (
     Job,
     run_experiment,
 )
-from tandemrl.experiments.tiny import PairError
+from tandemrl.experiments.families import PAIRS, WORDED, Recipe
+from tandemrl.experiments.pair import PairError
 
 SHORT = (
     "train.steps=2",
@@ -54,7 +55,7 @@ class Finished(NamedTuple):
 def finished(tiny_pair: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Finished]:
     """A whole experiment, as small as it gets. Both seeds have the same pair, so only training differs."""
 
-    def build(out: Path, **recipe: Any) -> dict[str, Any]:
+    def build(out: Path, recipe: Recipe, **options: Any) -> dict[str, Any]:
         if not out.exists():
             shutil.copytree(tiny_pair, out)
         return json.loads((out / "manifest.json").read_text())
@@ -71,8 +72,8 @@ def finished(tiny_pair: Path, tmp_path_factory: pytest.TempPathFactory) -> Itera
     )
     out, said = tmp_path_factory.mktemp("experiment") / "small", list[str]()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(experiments, "build_tiny_pair", build)
-        patch.setattr(experiments, "pair_identity", lambda **recipe: {"seed": 0})  # of the pair that is copied
+        copied = WORDED._replace(build=build, identity=lambda recipe: {"seed": 0})  # of the pair that is copied
+        patch.setitem(PAIRS, "plain", copied)
         yield Finished(small, out, run_experiment(small, out, workers=1, say=said.append), said)
 
 
@@ -246,13 +247,13 @@ def test_a_refused_pair_is_counted_and_the_others_are_compared(
     """And if all are refused there is nothing to compare."""
     small, out, results, _ = finished
 
-    def build(folder: Path, *, seed: int, **recipe: Any) -> dict[str, Any]:
-        if seed in refused:
+    def build(folder: Path, recipe: Recipe, **options: Any) -> dict[str, Any]:
+        if recipe.seed in refused:
             raise PairError(f"{folder}: refused")
         return json.loads((folder / "manifest.json").read_text())
 
     refused = {1}
-    monkeypatch.setattr(experiments, "build_tiny_pair", build)
+    monkeypatch.setitem(PAIRS, "plain", PAIRS["plain"]._replace(build=build))
     found = run_experiment(small, out, workers=1, say=lambda line: None)
     assert [row["seed"] for row in found["rows"]] == [0, 0, 0]
     assert found["refused"] == [{"pair": "plain", "seed": 1, "reason": f"{out}/plain/seed-1/pair: refused"}]
@@ -268,7 +269,8 @@ def test_a_refused_pair_is_counted_and_the_others_are_compared(
 def test_runs_keep_the_pair_that_they_began_with(finished: Finished, monkeypatch: pytest.MonkeyPatch) -> None:
     """A pair of another recipe would replace it; their evaluations would then be of two pairs."""
     small, out, _, _ = finished
-    monkeypatch.setattr(experiments, "pair_identity", lambda **recipe: {"seed": 0, "schema": 99})
+    other = PAIRS["plain"]._replace(identity=lambda recipe: {"seed": 0, "schema": 99})
+    monkeypatch.setitem(PAIRS, "plain", other)
     with pytest.raises(ExperimentError, match=r"seed-0: its runs began with a pair of another recipe, "):
         run_experiment(small, out, workers=1, say=lambda line: None)
 

@@ -148,7 +148,7 @@ def test_the_jargon_senior_goes_on_from_the_base_alone(jargon):
     assert manifest["sha256"]["senior"] != manifest["sha256"]["junior"]
     # The junior is what the first three steps alone give.
     tokenizer = train_tokenizer("jargon", 0, vocab_size=480)
-    with tiny._threads(1):
+    with tiny.threads(1):
         base = tiny.new_model(tokenizer, 0)
         tiny.warm_start(base, tiny._batches(tokenizer, 4, "jargon", 0, "base"), WarmStart(steps=3, batch_size=4))
         tiny._round_to_bfloat16(base)

@@ -14,10 +14,9 @@ from safetensors.torch import load_file
 from fake_judge import FakeJudge, Reply
 from runs import lines
 from tandemrl.config import Config, ConfigError, load
-from tandemrl.data.rows import DataError
-from tandemrl.data.synthetic import Numbers, Problem
+from tandemrl.data.rows import DataError, chat_tokens
 from tandemrl.experiments import tiny
-from tandemrl.experiments.warm_start import solution_batch
+from tandemrl.experiments.warm_start import Solved, solution_batch
 from tandemrl.rewards.judge.in_process import make_judge
 from tandemrl.rewards.judge.rubric import JudgeError
 from tandemrl.rewards.protocol import GraderError
@@ -70,8 +69,8 @@ def marker(tmp_path_factory: pytest.TempPathFactory) -> Path:
     tokenizer = tiny.train_tokenizer("plain", 0, vocab_size=320, texts=200)
     model = tiny.new_model(tokenizer, 0)
     rng = random.Random(0)
-    asked = Problem(Numbers(0, ()), "Mark it.")
-    chats = ((asked, f"Total Score: {rng.randint(0, 10)}/10") for _ in itertools.count())
+    asked = chat_tokens(tokenizer, [{"role": "user", "content": "Mark it."}], "the marker", {})
+    chats = (Solved(asked, f"Total Score: {rng.randint(0, 10)}/10") for _ in itertools.count())
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
     model.train()
     for _ in range(40):

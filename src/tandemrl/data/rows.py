@@ -17,6 +17,9 @@ GSM8K_INSTRUCTION = 'Let\'s think step by step and output the final answer after
 RENDERED = "rendered"
 """The ``extra_info`` key of a row whose one message is the whole prompt with chat markup. It gets no chat template."""
 
+SOLUTION = "answer"
+"""The ``extra_info`` key of a worked solution, where verl's GSM8K has it. A warm start learns from it."""
+
 BUILT = ("gsm8k", "deepscaler", "countdown", "eurus", "musique")
 """Data sets that `tandemrl data build` makes. The message about a missing file of theirs says so."""
 
@@ -167,7 +170,7 @@ def gsm8k_row(question: str, answer: str, *, split: str, index: int) -> Row:
         messages=({"role": "user", "content": f"{question} {GSM8K_INSTRUCTION}"},),
         data_source=GSM8K,
         ground_truth=marked.group(1).replace(",", ""),
-        extra_info={"split": split, "index": index, "question": question, "answer": answer},
+        extra_info={"split": split, "index": index, "question": question, SOLUTION: answer},
         ability="math",
     )
 

@@ -1,7 +1,7 @@
 """Word problems in English with one or two steps, whole numbers from 0 to 110: easy for a small pretrained model.
 
-A problem is a template with numbers, names and things. Train and held-out rows are disjoint by template and numbers, not
-merely by names. Solutions give one step a line, with blank lines between them, and the answer as GSM8K does:
+A problem is a template with numbers, names and things. Train and held-out rows are disjoint by template and numbers,
+not merely by names. Solutions give one step a line, with blank lines between them, and the answer as GSM8K does:
 
     We get 3 * 4 = 12.
 
@@ -10,7 +10,15 @@ merely by names. Solutions give one step a line, with blank lines between them, 
     #### 34
 
 Two pairs of models learn from them (``PAIRS``). In ``word_problems`` both write this. In ``word_problems_terse``, the
-senior has learnt a shorthand that the junior never saw.
+senior has learnt a shorthand that the junior never saw:
+
+    3×4→12
+
+    12+22→34
+
+    #### 34
+
+A row keeps its solution as GSM8K's rows do (``rows.SOLUTION``), so a warm start can learn from it.
 """
 
 import hashlib
@@ -18,16 +26,20 @@ import random
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
-from tandemrl.data.rows import DataError, Row
-from tandemrl.data.synthetic import HELDOUT_ONE_IN, Split, Stage
+from tandemrl.data.rows import SOLUTION, DataError, Row
+from tandemrl.data.synthetic import HELDOUT_ONE_IN, Split
 
 DEFAULT_COUNTS: dict[Split, int] = {"train": 2048, "heldout": 256}
 MAX_VALUE = 110
 MAX_TOKENS = 44
-"""Enough for every solution, with common tokenizers."""
+"""Enough for every solution and its EOS, with common tokenizers."""
 
 NAMES = ("Tom", "Anna", "Ben", "Clara", "David", "Emma", "Frank", "Grace", "Henry", "Julia", "Leo", "Maria")
 THINGS = ("apples", "books", "cards", "pencils", "cookies", "stickers", "marbles", "shells", "stamps", "coins")
+
+YIELDS = "→"
+SHORTHAND = {"+": "+", "-": "−", "*": "×", "/": ":"}
+"""The operators of the shorthand. Each, and ``YIELDS``, is one token for SmolLM2."""
 
 
 class Step(NamedTuple):
@@ -125,8 +137,19 @@ def solution(problem: Problem) -> str:
     return "\n\n".join([*lines, f"#### {problem.answer}"])
 
 
-PAIRS: dict[str, dict[Stage, Writer]] = {"word_problems": {"base": solution}}
-"""What the models of a pair learn to write, by stage: both the base, then the senior alone."""
+def terse_solution(problem: Problem) -> str:
+    """The steps in shorthand, and the answer after ``####``."""
+    lines = [f"{left}{SHORTHAND[operator]}{right}{YIELDS}{result}" for left, operator, right, result in problem.steps]
+    return "\n\n".join([*lines, f"#### {problem.answer}"])
+
+
+def uses_shorthand(text: str) -> bool:
+    """Whether a text has a step in shorthand."""
+    return YIELDS in text
+
+
+PAIRS: dict[str, Writer] = {"word_problems": solution, "word_problems_terse": terse_solution}
+"""How the solutions of a pair's rows are worded, which the senior of the pair learns to write."""
 
 
 def draw(rng: random.Random) -> Problem:
@@ -152,19 +175,6 @@ def problems(split: Split, rng: random.Random) -> Iterator[Problem]:
     while True:
         if split_of(problem := draw(rng)) == split:
             yield problem
-
-
-def examples(pair: str, seed: int, *, stage: Stage = "base") -> Iterator[tuple[Problem, str]]:
-    """Yield pairs (problem, solution) of the train split without end, for one stage of a warm start.
-
-    Raises:
-        DataError: the pair does not have this stage.
-    """
-    write = PAIRS[pair].get(stage)
-    if write is None:
-        raise DataError(f"synthetic pair {pair!r} has no {stage} stage: both of its models are the base")
-    for problem in problems("train", random.Random(f"examples/{pair}/{stage}/{seed}")):
-        yield problem, write(problem)
 
 
 def generate(pair: str, split: Split, count: int | None, seed: int) -> list[Row]:
@@ -213,5 +223,10 @@ def _row(pair: str, split: Split, index: int, problem: Problem) -> Row:
         messages=({"role": "user", "content": problem.question},),
         data_source=f"synthetic/{pair}",
         ground_truth=str(problem.answer),
-        extra_info={"split": split, "index": index, "steps": len(problem.steps)},
+        extra_info={
+            "split": split,
+            "index": index,
+            "steps": len(problem.steps),
+            SOLUTION: PAIRS[pair](problem),
+        },
     )

@@ -27,26 +27,17 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
-from statistics import fmean
 from typing import Any, NamedTuple
 
 import torch
 
 from tandemrl import evals, report
 from tandemrl.config import load
-from tandemrl.data import hops
-from tandemrl.data.synthetic import repairs, slips, uses_jargon
 from tandemrl.evals.compare import compare, to_json
 from tandemrl.experiments.claims import BASE, claims_of
-from tandemrl.experiments.tiny import (
-    SIZES,
-    WARM_STARTS,
-    PairError,
-    build_tiny_pair,
-    lr_scale,
-    pair_identity,
-    read_manifest,
-)
+from tandemrl.experiments.families import PAIRS, Recipe
+from tandemrl.experiments.pair import PairError, read_manifest
+from tandemrl.experiments.tiny import DEFAULT_SIZE, SIZES, lr_scale
 from tandemrl.experiments.warm_start import Progress, progress_line
 from tandemrl.files import versions, write_text
 from tandemrl.report.records import MEASURES
@@ -92,7 +83,7 @@ class Experiment:
     config: str = "quickstart"
     overrides: tuple[str, ...] = ()
     pair_steps: int | None = None
-    size: str = "tiny"
+    size: str = DEFAULT_SIZE
     device: str = "cpu"
     problems: int = 512
     samples: int = 4
@@ -153,6 +144,36 @@ ABLATIONS = (
 )
 """The arms of the ablations. Each changes one thing about tandem GRPO, and is compared with it."""
 
+SMOLLM2 = Experiment(
+    "smollm2",
+    (
+        GRPO,
+        # A group whose rewards are all equal still has a KL, so no group is left out.
+        KL._replace(overrides=(*KL.overrides, "loss.filter_zero_variance=false")),
+        Arm("tandem", "tandem GRPO, the junior is the senior before training", ("model.junior=null",)),
+        Arm("weak", "tandem GRPO, a weaker junior"),
+        Arm("steps", "tandem by steps, a weaker junior", ("selection.strategy=sentence",)),
+    ),
+    pairs=("word_problems",),
+    contrasts=(
+        ("grpo", BASE),
+        ("kl", "grpo"),
+        ("tandem", "grpo"),
+        ("weak", "grpo"),
+        ("steps", "grpo"),
+        ("tandem", BASE),
+        ("weak", BASE),
+        ("steps", BASE),
+    ),
+    seeds=(0, 1, 2),
+    config="smollm2",
+    problems=256,
+    samples=4,
+    evaluation="smollm2",
+)
+"""A pretrained model on a laptop: for every seed a pair, five arms of ten to twenty minutes each on a core, and six
+evaluations that take as long."""
+
 EXPERIMENTS: dict[str, Experiment] = {
     "quickstart": Experiment(
         "quickstart",
@@ -193,6 +214,15 @@ EXPERIMENTS: dict[str, Experiment] = {
         samples=2,
         evaluation="hops_tandem",
     ),
+    "smollm2": SMOLLM2,
+    "smollm2-quick": replace(
+        SMOLLM2.only(("grpo", "weak")),
+        name="smollm2-quick",
+        seeds=(0,),
+        overrides=("train.steps=24",),
+        problems=128,
+        samples=2,
+    ),
 }
 
 
@@ -230,6 +260,8 @@ def run_experiment(
     _reserve_folder(experiment, out)
     jobs = [Job(pair, seed) for pair in experiment.pairs for seed in experiment.seeds]
     workers = workers or (os.cpu_count() or 1 if experiment.device == "cpu" else 1)
+    for family in dict.fromkeys(PAIRS[pair] for pair in experiment.pairs):
+        family.prepare(say)
     started = time.perf_counter()
     total = len(jobs) * (2 + len(experiment.arms))
 
@@ -267,12 +299,12 @@ def run_job(experiment: Experiment, job: Job, out: Path) -> str:
     if job.arm is None:
         _check_pair_of_runs(experiment, job, home)
         with _building(home, job) as progress:
-            manifest = build_tiny_pair(
+            manifest = PAIRS[job.pair].build(
                 home / "pair",
-                steps=experiment.pair_steps,
+                _recipe(experiment, job),
+                device=experiment.device,
                 packaged=experiment.packaged_pairs,
                 progress=progress,
-                **_pair_options(experiment, job),
             )
         return ", ".join(f"{name} {value:.3g}" for name, value in manifest["base"].items())
     model = home / "pair" / "senior"
@@ -289,7 +321,7 @@ def run_job(experiment: Experiment, job: Job, out: Path) -> str:
         f"data.eval=[synthetic:{job.pair}:heldout:{experiment.problems}]",
         f"eval.samples={experiment.samples}",
         f"eval.k={[k for k in (1, 2, 4, 8, 16) if k <= experiment.samples]}",
-        "rollout.max_rows=1024",  # tiny models: large batches cost memory only
+        f"rollout.max_rows={PAIRS[job.pair].evaluation_rows}",
         "train.threads=1",
     ]
     phases = evals.evaluate(load(experiment.evaluation, settings), model=model, out=home / "eval" / job.arm.name)
@@ -303,10 +335,9 @@ def _check_pair_of_runs(experiment: Experiment, job: Job, home: Path) -> None:
         ExperimentError: the folder holds such runs.
     """
     stored = read_manifest(home / "pair")
-    options = {key: value for key, value in _pair_options(experiment, job).items() if key != "device"}
     if stored is None or not any(home.glob("*/metrics.jsonl")):
         return
-    if not stored.items() >= pair_identity(steps=experiment.pair_steps, **options).items():
+    if not stored.items() >= PAIRS[job.pair].identity(_recipe(experiment, job)).items():
         raise ExperimentError(
             f"{home}: its runs began with a pair of another recipe, which would be replaced; choose another folder"
         )
@@ -427,33 +458,19 @@ def evaluated_by(folders: Iterable[Path]) -> list[dict[str, Any]]:
 
 
 def measures_of(pair: str, folder: Path) -> dict[str, float]:
-    """The measures of one evaluation, as a row of ``results.json``.
-
-    They are ``MEASURES``, and measures of the texts: the share of solo texts that use jargon; for word problems, the
-    number of repairing lines per handoff text, and the share of wrong steps in handoff texts that the next line
-    repairs; for agents, the solo measures by hops, and their citations.
-    """
+    """The measures of one evaluation, as a row of ``results.json``: ``MEASURES``, and what the family of the pair has
+    to say of the texts (see ``families``)."""
     results = {phase: evals.read_result(folder / f"{phase}.json") for phase, _ in MEASURES.values()}
     row = {
         name: results[phase]["metrics"]["macro"][metric]
         for name, (phase, metric) in MEASURES.items()
         if metric in results[phase]["metrics"]["macro"]
     }
-    solo = evals.read_samples(folder / results["pass-at-k"]["samples"])
-    if pair in hops.PAIRS:
-        macro = results["pass-at-k"]["metrics"]["macro"]
-        by_hops = {
-            name: value for name, value in macro.items() if name.startswith("hops=") and name.endswith("/pass@1")
-        }
-        row |= {f"solo/{name}": value for name, value in by_hops.items()} | {"solo/citation": macro["citation"]}
-        row["jargon_rate"] = fmean(hops.uses_jargon(sample.text) for sample in solo)
-        return row
-    handoff = evals.read_samples(folder / results["handoff"]["samples"])
-    row["jargon_rate"] = fmean(uses_jargon(sample.text) for sample in solo)
-    row["handoff/repairs"] = fmean(repairs(sample.text) for sample in handoff)
-    if wrong := [slip for sample in handoff for slip in slips(sample.text)]:
-        row["handoff/repaired"] = fmean(slip.repaired for slip in wrong)
-    return row
+    solo, handoff = (
+        [sample.text for sample in evals.read_samples(folder / results[phase]["samples"])]
+        for phase in ("pass-at-k", "handoff")
+    )
+    return row | PAIRS[pair].measures(results["pass-at-k"]["metrics"]["macro"], solo, handoff)
 
 
 # --------------------------------------------------------------------------------------------------------------------
@@ -461,10 +478,18 @@ def measures_of(pair: str, folder: Path) -> dict[str, float]:
 
 def _check_experiment(experiment: Experiment) -> None:
     names = [arm.name for arm in experiment.arms]
-    if unknown := set(experiment.pairs) - set(WARM_STARTS):
-        raise ExperimentError(f"{experiment.name}: unknown pairs {sorted(unknown)}; known: {', '.join(WARM_STARTS)}")
+    if unknown := set(experiment.pairs) - set(PAIRS):
+        raise ExperimentError(f"{experiment.name}: unknown pairs {sorted(unknown)}; known: {', '.join(PAIRS)}")
     if experiment.size not in SIZES:
         raise ExperimentError(f"{experiment.name}: unknown size {experiment.size!r}; known: {', '.join(SIZES)}")
+    for pair in experiment.pairs:
+        if experiment.size != DEFAULT_SIZE and experiment.size not in PAIRS[pair].sizes:
+            raise ExperimentError(f"{experiment.name}: the pair {pair} has no sizes; leave out size {experiment.size}")
+        if experiment.packaged_pairs and not PAIRS[pair].packaged:
+            raise ExperimentError(
+                f"{experiment.name} takes a pair that comes with the library, and {pair} is built; choose another "
+                "experiment, such as smollm2"
+            )
     for what, values in (("pairs", experiment.pairs), ("seeds", experiment.seeds), ("arms", names)):
         if not values or len(set(values)) != len(values):
             raise ExperimentError(f"{experiment.name}: {what} must be one or more different ones, got {list(values)}")
@@ -492,8 +517,8 @@ def _reserve_folder(experiment: Experiment, out: Path) -> None:
     write_text(file, json.dumps({"command": command_line(experiment)} | description, indent=2) + "\n")
 
 
-def _pair_options(experiment: Experiment, job: Job) -> dict[str, Any]:
-    return {"pair": job.pair, "seed": job.seed, "size": experiment.size, "device": experiment.device}
+def _recipe(experiment: Experiment, job: Job) -> Recipe:
+    return Recipe(job.pair, job.seed, experiment.pair_steps, experiment.size)
 
 
 def _run_overrides(experiment: Experiment, job: Job, home: Path) -> list[str]:
@@ -501,7 +526,8 @@ def _run_overrides(experiment: Experiment, job: Job, home: Path) -> list[str]:
     junior = home / "pair" / "junior"
     if job.arm.junior_steps is not None:
         weak = home / f"pair-{job.arm.junior_steps}"
-        build_tiny_pair(weak, steps=job.arm.junior_steps, **_pair_options(experiment, job))
+        recipe = _recipe(experiment, job)._replace(steps=job.arm.junior_steps)
+        PAIRS[job.pair].build(weak, recipe, device=experiment.device)
         junior = weak / "junior"
     tuned = load(experiment.config).train.lr
     return [

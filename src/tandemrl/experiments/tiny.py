@@ -12,9 +12,7 @@ import copy
 import hashlib
 import itertools
 import json
-import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -23,7 +21,14 @@ import tokenizers
 import torch
 import transformers
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import GenerationConfig, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+from transformers import (
+    GenerationConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+    PreTrainedTokenizerFast,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
 
 from tandemrl.data import hops
 from tandemrl.data.loading import generated_rows
@@ -33,16 +38,16 @@ from tandemrl.experiments.agents import solo_episodes
 from tandemrl.experiments.demonstrations import lessons
 from tandemrl.experiments.hops_tokenizer import EOS, PAD, START, hops_tokenizer
 from tandemrl.experiments.packaged import find_packaged
+from tandemrl.experiments.pair import PairError, finished, store, threads
 from tandemrl.experiments.warm_start import (
     Progress,
+    Solved,
     WarmStart,
     WarmStartBatch,
     lesson_batch,
     solution_batch,
     warm_start,
 )
-from tandemrl.files import NEW, publish
-from tandemrl.models.loading import no_progress_bars
 
 SPECIAL_TOKENS = (PAD, START, EOS)
 CHAT_TEMPLATE = (
@@ -97,6 +102,7 @@ SIZES: dict[str, dict[str, Any]] = {
     },
 }
 """The fields of the Qwen3 configuration for each size. The vocabulary is the tokenizer's."""
+DEFAULT_SIZE = "tiny"
 
 Part = Stage | Literal["junior"]
 """What is trained for a pair: the base, a senior that continues from the base, or a junior that starts anew."""
@@ -143,10 +149,6 @@ The ranges are those of the size ``tiny``. For ``hops_jargon`` no margin has bee
 
 MAX_ROUNDS = 3
 """How often the last stage of a warm start is trained before a pair is refused."""
-
-
-class PairError(RuntimeError):
-    """A pair does not meet its criteria after ``MAX_ROUNDS`` rounds. The message says what was measured."""
 
 
 def lr_scale(size: str) -> float:
@@ -197,16 +199,8 @@ def build_tiny_pair(
     recipes, criteria = _recipes(pair, steps, size), _criteria(pair, steps, size)
     base = recipes["base"]
     identity = pair_identity(pair=pair, seed=seed, steps=steps, size=size)
-    stored = read_manifest(out)
-    if stored is not None and all(stored.get(key) == value for key, value in identity.items()) and _intact(out, stored):
+    if (stored := finished(out, identity)) is not None:
         return _accepted(stored, out)
-    if stored is not None and (stored.get("pair"), stored.get("seed")) != (pair, seed):
-        raise FileExistsError(
-            f"{out} holds the {stored.get('pair')} pair of seed {stored.get('seed')}, which runs may rely on: choose "
-            "another folder"
-        )
-    if stored is None and out.exists() and any(out.iterdir()):
-        raise FileExistsError(f"{out} is not empty and has no tiny-pair manifest.json: choose another folder")
     if packaged and (found := find_packaged(identity)) is not None:
         models = {name: new_model(found.tokenizer, seed, size) for name in found.weights}
         for name, model in models.items():
@@ -215,7 +209,7 @@ def build_tiny_pair(
                 raise DataError(
                     f"the packaged {name} lacks {missing} and has {unexpected}; build the pair here instead"
                 )
-        return _store(out, models, found.tokenizer, found.manifest)
+        return store(out, models, found.tokenizer, found.manifest)
 
     total = sum(recipe.steps for recipe in recipes.values())
     done = 0
@@ -231,7 +225,7 @@ def build_tiny_pair(
 
         return warm_start(model, batches, recipes[part], progress=count)
 
-    with _threads(base.threads):
+    with threads(base.threads):
         tokenizer = train_tokenizer(pair, seed, vocab_size=base.vocab_size)
         senior = new_model(tokenizer, seed, size)
         senior.to(device)  # type: ignore[arg-type]  # transformers' annotation of `to` lacks its arguments
@@ -266,7 +260,7 @@ def build_tiny_pair(
         "rounds": rounds,
         "unmet": [str(each) for each in unmet],
     }
-    return _accepted(_store(out, {"senior": senior, "junior": junior}, tokenizer, manifest), out)
+    return _accepted(store(out, {"senior": senior, "junior": junior}, tokenizer, manifest), out)
 
 
 def pair_identity(*, pair: str, seed: int, steps: int | None = None, size: str = "tiny") -> dict[str, Any]:
@@ -278,12 +272,6 @@ def pair_identity(*, pair: str, seed: int, steps: int | None = None, size: str =
         "recipe": _fingerprints(_recipes(pair, steps, size), pair, seed, size),
         "criteria": {each.measure: [each.low, each.high] for each in _criteria(pair, steps, size)},
     }
-
-
-def read_manifest(folder: Path) -> dict[str, Any] | None:
-    """The content of a pair's ``manifest.json``, or None if there is none."""
-    path = folder / "manifest.json"
-    return json.loads(path.read_text()) if path.is_file() else None
 
 
 def train_tokenizer(pair: str, seed: int, *, vocab_size: int, texts: int = 2000) -> PreTrainedTokenizerFast:
@@ -352,20 +340,27 @@ def new_model(tokenizer: PreTrainedTokenizerFast, seed: int, size: str = "tiny")
 
 @torch.no_grad()
 def solo_texts(
-    model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast, rows: Sequence[Row], seed: int, *, max_tokens: int = 64
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    rows: Sequence[Row],
+    seed: int,
+    *,
+    max_tokens: int = 64,
 ) -> list[str]:
-    """Sample one text per row at temperature 1 (the model's generation config)."""
+    """Sample one text per row at temperature 1, from the whole distribution."""
     encoded: Any = tokenizer.apply_chat_template(
         [[dict(message) for message in row.messages] for row in rows],
         add_generation_prompt=True,
         padding=True,
+        tokenizer_kwargs={"padding_side": "left"},
         return_tensors="pt",
         return_dict=True,
     )
     prompts = encoded.to(model.device)
+    sampling = {"do_sample": True, "temperature": 1.0, "top_k": 0, "top_p": 1.0}
     with torch.random.fork_rng(devices=[model.device] if model.device.type == "cuda" else []):
         torch.manual_seed(seed)
-        written: Any = model.generate(**prompts, max_new_tokens=max_tokens)  # type: ignore[misc]  # untyped
+        written: Any = model.generate(**prompts, **sampling, max_new_tokens=max_tokens)  # type: ignore[operator]
     return tokenizer.batch_decode(written[:, prompts["input_ids"].shape[1] :], skip_special_tokens=True)
 
 
@@ -421,22 +416,13 @@ def _batches(
             yield lesson_batch(list(itertools.islice(episodes, size)), int(tokenizer.pad_token_id))
     solutions = examples(pair, seed, stage=stage)
     while True:
-        yield solution_batch(tokenizer, list(itertools.islice(solutions, size)))
-
-
-def _store(
-    out: Path, models: Mapping[str, Qwen3ForCausalLM], tokenizer: PreTrainedTokenizerFast, manifest: Mapping[str, Any]
-) -> dict[str, Any]:
-    """Write a pair into ``out`` in one rename, and return its manifest, with the hashes of the weights."""
-    building = out.with_name(f"{NEW}{out.name}-{os.getpid()}")
-    for name, model in models.items():
-        with no_progress_bars():
-            model.save_pretrained(building / name)
-        tokenizer.save_pretrained(building / name)
-    stored = json.loads(json.dumps({**manifest, "sha256": _weight_hashes(building)}))
-    (building / "manifest.json").write_text(json.dumps(stored, indent=2) + "\n")
-    publish(out, building)
-    return stored
+        problems, texts = zip(*itertools.islice(solutions, size), strict=True)
+        prompts: Any = tokenizer.apply_chat_template(
+            [[{"role": "user", "content": problem.question}] for problem in problems],
+            add_generation_prompt=True,
+            return_dict=False,
+        )
+        yield solution_batch(tokenizer, list(map(Solved, prompts, texts)))
 
 
 @torch.no_grad()
@@ -491,31 +477,3 @@ def _fingerprints(recipes: Mapping[Part, WarmStart], pair: str, seed: int, size:
 
     later = {part: of(part) for part in recipes if part != "base"}
     return json.loads(json.dumps(of("base") | {"model": SIZES[size]} | later))
-
-
-def _weight_hashes(folder: Path) -> dict[str, str]:
-    return {
-        name: hashlib.sha256((folder / name / "model.safetensors").read_bytes()).hexdigest()
-        for name in ("senior", "junior")
-    }
-
-
-def _intact(out: Path, manifest: dict[str, Any]) -> bool:
-    """Whether both models exist with the weights that the manifest records."""
-    if not all((out / name / "model.safetensors").is_file() for name in ("senior", "junior")):
-        return False
-    return _weight_hashes(out) == manifest["sha256"]
-
-
-@contextmanager
-def _threads(count: int) -> Iterator[None]:
-    """A context with a fixed number of threads, so that a seed gives the same weights.
-
-    Float sums depend on how they are divided over threads.
-    """
-    before = torch.get_num_threads()
-    torch.set_num_threads(count)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)

@@ -1,18 +1,25 @@
-"""The supervised training that gives a tiny model its style and its skill before any reinforcement learning."""
+"""The supervised training that gives a model its style and its skill before any reinforcement learning."""
 
+import itertools
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+import random
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 import torch
 from jaxtyping import Float, Int64
 from torch import Tensor
 from torch.nn.functional import cross_entropy
-from transformers import PreTrainedTokenizerFast, Qwen3ForCausalLM
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from tandemrl.data.synthetic import Problem
+from tandemrl.data.loading import load_rows
+from tandemrl.data.rows import SOLUTION, DataError, Row, encode_prompts
+from tandemrl.data.templates import DEFAULT_ARGUMENTS
 from tandemrl.experiments.demonstrations import Lesson
+from tandemrl.files import write_directory
+from tandemrl.models.loading import load_model, load_tokenizer, no_progress_bars
 
 Progress = Callable[[int, int, float], None]
 """A function that is called with (warm-start steps done, steps in total, loss in nats per token). The total grows if
@@ -40,7 +47,9 @@ IGNORE = -100
 class WarmStart:
     """How a model is trained, on solutions only, before any reinforcement learning.
 
-    ``optimizer: muon`` trains the matrices inside the layers with ``Muon``, and the rest with AdamW.
+    ``optimizer: muon`` trains the matrices inside the layers with ``Muon``, and the rest with AdamW. The learning rate
+    rises linearly over ``warmup_steps``, then falls by a cosine to ``final_lr_fraction`` of ``lr``; 1 keeps it.
+    ``vocab_size`` is that of a tokenizer that is trained, too.
     """
 
     steps: int = 850
@@ -68,8 +77,26 @@ class WarmStartBatch(NamedTuple):
     weights: Float[Tensor, "n t"] | None = None
 
 
+class Solved(NamedTuple):
+    """The token ids of a prompt, and the solution that follows it."""
+
+    prompt: Sequence[int]
+    solution: str
+
+
+def load_trainable(path: str | Path, *, device: str = "cpu") -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """A causal LM in float32, as ``warm_start`` trains it, and its tokenizer.
+
+    Raises:
+        ModelError: they cannot be loaded, or later training could not use them (see `load_model`).
+    """
+    model = load_model(path, device=device)
+    model.set_attn_implementation("sdpa")  # batches here are rectangles, for which attention needs no layout
+    return model, load_tokenizer(path)
+
+
 def warm_start(
-    model: Qwen3ForCausalLM,
+    model: PreTrainedModel,
     batches: Iterable[WarmStartBatch],
     recipe: WarmStart,
     *,
@@ -105,21 +132,110 @@ def warm_start(
     return value
 
 
-def solution_batch(tokenizer: PreTrainedTokenizerFast, solved: Sequence[tuple[Problem, str]]) -> WarmStartBatch:
-    """A batch of solutions, in which only responses and their EOS are targets."""
-    prompts: Any = tokenizer.apply_chat_template(
-        [[{"role": "user", "content": problem.question}] for problem, _ in solved],
-        add_generation_prompt=True,
-        return_dict=False,
+class Trained(NamedTuple):
+    """What a warm start learnt from: how many rows, how many were left out (see `solved_rows`), and its last loss."""
+
+    rows: int
+    left_out: int
+    loss: float
+
+
+def train_on_solutions(
+    model: str | Path,
+    sources: Sequence[str],
+    out: Path,
+    recipe: WarmStart,
+    *,
+    seed: int,
+    max_prompt_tokens: int,
+    device: str = "cpu",
+    progress: Progress | None = None,
+) -> Trained:
+    """Train a causal LM on the solutions of data sources into the folder ``out``, which appears in one rename.
+
+    Args:
+        model: a folder or hub id.
+        sources: see `load_rows`.
+        seed: decides the order of the rows.
+
+    Raises:
+        DataError: the data cannot be used, or a row has no solution.
+        FileExistsError: ``out`` exists.
+        ModelError: the model cannot be used.
+    """
+    if out.exists():
+        raise FileExistsError(f"{out} exists, and a run may rely on it: choose another folder")
+    rows = {source: load_rows([source]) for source in sources}
+    policy, tokenizer = load_trainable(model, device=device)
+    solved = [
+        each
+        for source, found in rows.items()
+        for each in solved_rows(found, tokenizer, source=source, max_prompt_tokens=max_prompt_tokens)
+    ]
+    loss = warm_start(policy, solution_batches(tokenizer, solved, recipe.batch_size, seed), recipe, progress=progress)
+
+    def fill(folder: Path) -> None:
+        with no_progress_bars():
+            policy.save_pretrained(folder)
+        tokenizer.save_pretrained(folder)
+
+    write_directory(out, fill)
+    return Trained(len(solved), sum(map(len, rows.values())) - len(solved), loss)
+
+
+def solved_rows(
+    rows: Sequence[Row],
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    source: str,
+    max_prompt_tokens: int,
+    template_arguments: Mapping[str, Any] = DEFAULT_ARGUMENTS,
+) -> list[Solved]:
+    """The prompts of rows, as reinforcement learning encodes them, with the solutions that the rows have.
+
+    Rows whose prompt is longer than ``max_prompt_tokens`` are left out.
+
+    Args:
+        source: where the rows are from, for an error.
+
+    Raises:
+        DataError: a row has no solution, or the prompts cannot be encoded (see `encode_prompts`).
+    """
+    for row in rows:
+        found = row.extra_info.get(SOLUTION)
+        if not isinstance(found, str) or not found.strip():
+            raise DataError(
+                f"{source}, row {row.example_id}, extra_info.{SOLUTION}: expected a solution as text, found {found!r}; "
+                "a warm start learns from solutions: add them under this key, as verl's GSM8K has them"
+            )
+    prompts, _ = encode_prompts(
+        rows, tokenizer, max_prompt_tokens=max_prompt_tokens, template_arguments=template_arguments
     )
-    responses = [[*ids, tokenizer.eos_token_id] for ids in tokenizer([text for _, text in solved])["input_ids"]]
-    width = max(len(p) + len(r) for p, r in zip(prompts, responses, strict=True)) - 1
-    tokens = torch.full((len(solved), width), int(tokenizer.pad_token_id))
+    return [Solved(prompt.tokens, prompt.row.extra_info[SOLUTION]) for prompt in prompts]
+
+
+def solution_batches(
+    tokenizer: PreTrainedTokenizerBase, solved: Sequence[Solved], size: int, seed: int
+) -> Iterator[WarmStartBatch]:
+    """Yield batches of solutions without end, in a new order in every epoch."""
+    rng = random.Random(f"warm-start/{seed}")
+    stream = (each for _ in itertools.count() for each in rng.sample(solved, len(solved)))
+    while True:
+        yield solution_batch(tokenizer, list(itertools.islice(stream, size)))
+
+
+def solution_batch(tokenizer: PreTrainedTokenizerBase, solved: Sequence[Solved]) -> WarmStartBatch:
+    """A batch of solutions, in which only responses and their EOS are targets."""
+    encoded = tokenizer([each.solution for each in solved], add_special_tokens=False)["input_ids"]
+    responses = [[*ids, tokenizer.eos_token_id] for ids in encoded]
+    width = max(len(each.prompt) + len(r) for each, r in zip(solved, responses, strict=True)) - 1
+    padding = tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id
+    tokens = torch.full((len(solved), width), int(padding))
     targets = torch.full((len(solved), width), IGNORE)
-    for i, (prompt, response) in enumerate(zip(prompts, responses, strict=True)):
-        whole = torch.tensor(prompt + response)
+    for i, (each, response) in enumerate(zip(solved, responses, strict=True)):
+        whole = torch.tensor([*each.prompt, *response])
         tokens[i, : len(whole) - 1] = whole[:-1]
-        targets[i, len(prompt) - 1 : len(whole) - 1] = whole[len(prompt) :]
+        targets[i, len(each.prompt) - 1 : len(whole) - 1] = whole[len(each.prompt) :]
     return WarmStartBatch(tokens, targets)
 
 
@@ -184,10 +300,11 @@ def orthogonal(matrices: Float[Tensor, "m rows columns"], iterations: int = 5) -
 # --------------------------------------------------------------------------------------------------------------------
 
 
-def _optimizers(model: Qwen3ForCausalLM, recipe: WarmStart) -> list[torch.optim.Optimizer]:
+def _optimizers(model: PreTrainedModel, recipe: WarmStart) -> list[torch.optim.Optimizer]:
     inside: list[torch.nn.Parameter] = []
     if recipe.optimizer == "muon":
-        inside = [parameter for parameter in model.model.layers.parameters() if parameter.ndim == 2]
+        layers: Any = model.get_decoder().layers
+        inside = [parameter for parameter in layers.parameters() if parameter.ndim == 2]
     taken = {id(parameter) for parameter in inside}
     rest: Iterator[torch.nn.Parameter] = (each for each in model.parameters() if id(each) not in taken)
     adamw = torch.optim.AdamW(rest, lr=recipe.lr, betas=recipe.betas, weight_decay=recipe.weight_decay)

@@ -2,7 +2,8 @@
 
 ``architectures.json`` describes by hub id the models that packaged configs name, and their relatives. It holds the
 numbers that decide their shapes, from the ``config.json`` that each model's authors publish beside the weights.
-``runs/tiny`` and ``runs/tiny-hops`` are the pairs that ``tandemrl model tiny`` makes.
+``runs/tiny`` and ``runs/tiny-hops`` are the pairs that ``tandemrl model tiny`` makes, ``runs/smollm2-pair`` is that of
+``tandemrl model smollm2``.
 """
 
 import json
@@ -20,7 +21,7 @@ FILE = Path(__file__).with_name("architectures.json")
 
 @cache
 def packaged() -> dict[str, dict[str, Any]]:
-    """The ``config.json`` fields of each packaged model, by hub id or default folder of `tandemrl model tiny`."""
+    """The ``config.json`` fields of each packaged model, by hub id or default folder of `tandemrl model`."""
     return dict(json.loads(FILE.read_text()))
 
 

@@ -81,6 +81,7 @@ SENIOR_THEN_JUNIOR = Column("senior’s first turn, then junior", "handoff", "se
 JUNIOR_CE = Column("junior CE", "legibility", "cross_entropy", "nats/token", nats, inf)
 ACCEPTANCE = Column("acceptance", "legibility", "acceptance")
 JARGON_RATE = Column("jargon rate", "", "jargon_rate")
+SHORTHAND_RATE = Column("shorthand rate", "", "shorthand_rate")
 REPAIRS = Column("repairs per handoff text", "", "handoff/repairs", "", nats, inf)
 COLUMNS = (
     SOLO,
@@ -102,6 +103,7 @@ COLUMNS = (
     Column("tool errors", "pass-at-k", "tool_errors", "", nats, inf),
     Column("invalid calls", "pass-at-k", "invalid_calls", "", nats, inf),
     JARGON_RATE,
+    SHORTHAND_RATE,
     REPAIRS,
 )
 

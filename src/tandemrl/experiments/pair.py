@@ -1,0 +1,95 @@
+"""What all pairs of models have in common: a folder with a manifest that says what they are."""
+
+import hashlib
+import json
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from tandemrl.files import NEW, publish
+from tandemrl.models.loading import no_progress_bars
+
+WEIGHTS = "model.safetensors"
+
+
+class PairError(RuntimeError):
+    """A pair does not meet its criteria. The message says what was measured."""
+
+
+def read_manifest(folder: Path) -> dict[str, Any] | None:
+    """The content of a pair's ``manifest.json``, or None if there is none."""
+    path = folder / "manifest.json"
+    return json.loads(path.read_text()) if path.is_file() else None
+
+
+def finished(out: Path, identity: Mapping[str, Any]) -> dict[str, Any] | None:
+    """The manifest of a pair in ``out`` with all entries of ``identity`` and intact weights, or None.
+
+    Raises:
+        FileExistsError: ``out`` holds another pair or seed, or something else than a pair, so none may be built there.
+    """
+    stored = read_manifest(out)
+    if stored is not None and stored.items() >= identity.items() and _intact(out, stored):
+        return stored
+    if stored is not None and (stored.get("pair"), stored.get("seed")) != (identity["pair"], identity["seed"]):
+        raise FileExistsError(
+            f"{out} holds the {stored.get('pair')} pair of seed {stored.get('seed')}, which runs may rely on: choose "
+            "another folder"
+        )
+    if stored is None and out.exists() and any(out.iterdir()):
+        raise FileExistsError(f"{out} is not empty and has no manifest.json of a pair: choose another folder")
+    return None
+
+
+def store(
+    out: Path, models: Mapping[str, PreTrainedModel], tokenizer: PreTrainedTokenizerBase, manifest: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Write a pair into ``out`` in one rename, and return its manifest, with the hashes of the weights."""
+    building = out.with_name(f"{NEW}{out.name}-{os.getpid()}")
+    for name, model in models.items():
+        with no_progress_bars():
+            model.save_pretrained(building / name)
+        tokenizer.save_pretrained(building / name)
+    stored = json.loads(json.dumps({**manifest, "sha256": _weight_hashes(building)}))
+    (building / "manifest.json").write_text(json.dumps(stored, indent=2) + "\n")
+    publish(out, building)
+    return stored
+
+
+def sha256(file: Path) -> str:
+    """The SHA-256 of a file, in hexadecimal digits."""
+    with open(file, "rb") as content:
+        return hashlib.file_digest(content, "sha256").hexdigest()
+
+
+@contextmanager
+def threads(count: int) -> Iterator[None]:
+    """A context with a fixed number of threads, so that a seed gives the same weights.
+
+    Float sums depend on how they are divided over threads.
+    """
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+# --------------------------------------------------------------------------------------------------------------------
+
+
+def _weight_hashes(folder: Path) -> dict[str, str]:
+    return {name: sha256(folder / name / WEIGHTS) for name in ("senior", "junior")}
+
+
+def _intact(out: Path, manifest: Mapping[str, Any]) -> bool:
+    """Whether both models exist with the weights that the manifest records."""
+    if not all((out / name / WEIGHTS).is_file() for name in ("senior", "junior")):
+        return False
+    return _weight_hashes(out) == manifest["sha256"]
