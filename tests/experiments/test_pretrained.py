@@ -28,7 +28,7 @@ from tandemrl.experiments import pretrained, smollm2
 from tandemrl.experiments.experiment import EXPERIMENTS, Experiment, ExperimentError, run_experiment
 from tandemrl.experiments.families import shorthand_measures
 from tandemrl.experiments.pretrained import MAX_PROMPT_TOKENS, RECIPE, Steps, build_pretrained_pair
-from tandemrl.experiments.smollm2 import Fetched, FetchError, fetch
+from tandemrl.experiments.smollm2 import Fetched, FetchError, TamperedError, fetch
 from tandemrl.experiments.tiny import train_tokenizer
 from tandemrl.experiments.warm_start import IGNORE, Solved, solution_batch, solution_batches, solved_rows
 from tandemrl.report.records import ArmRecord
@@ -122,7 +122,8 @@ def trained_by_hand(model: Path, solved: list[list[Solved]]) -> Iterator[dict[st
 def drawn(model: Path, pair: str, batches: int) -> list[list[Solved]]:
     """What a pair learns from in its first steps, as text."""
     tokenizer = AutoTokenizer.from_pretrained(model)
-    solved = solved_rows(generate(pair, "train", 1024, 0), tokenizer, source=pair, max_prompt_tokens=MAX_PROMPT_TOKENS)
+    rows = generate(pair, "train", 2048 + 1024, 0)[2048:]  # what follows the problems of reinforcement learning
+    solved = solved_rows(rows, tokenizer, source=pair, max_prompt_tokens=MAX_PROMPT_TOKENS)
     seen: list[list[Solved]] = []
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(
@@ -134,7 +135,7 @@ def drawn(model: Path, pair: str, batches: int) -> list[list[Solved]]:
 
 def test_junior_and_senior_are_what_a_plain_loop_gives(built: dict[str, Built], model: Path) -> None:
     plain, terse = (drawn(model, pair, 2 * STEPS) for pair in PAIRS)
-    for pair, batches in (("word_problems", plain), ("word_problems_terse", [*plain[:STEPS], *terse[:STEPS]])):
+    for pair, batches in (("word_problems", plain), ("word_problems_terse", [*plain[:STEPS], *terse[STEPS:]])):
         states = list(trained_by_hand(model, batches))
         for name, expected in (("junior", states[STEPS - 1]), ("senior", states[-1])):
             found = weights(built[pair].folder / name)
@@ -311,9 +312,43 @@ def test_a_file_that_was_not_published_is_refused(tmp_path: Path, monkeypatch: p
         (folder / smollm2.FILE).write_bytes(b"other")
 
     monkeypatch.setattr(smollm2, "_run", install)
-    with pytest.raises(FetchError, match="is not the file that was published"):
+    with pytest.raises(TamperedError, match="is not the file that was published"):
         smollm2._from_package(tmp_path / "new", print)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_tampered_file_ends_the_search(sources: Callable[..., list[str]], monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = sources(package=True)
+
+    def tampered(new: Path, say: Any) -> str:
+        raise TamperedError("not the file that the hub names")
+
+    monkeypatch.setattr(smollm2, "_from_hub", tampered)
+    with pytest.raises(TamperedError, match="the hub names"):
+        fetch()
+    assert "package" not in asked
+
+
+def test_without_network_the_hubs_cache_is_read_and_nothing_else(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import huggingface_hub
+
+    def cached(repo: str, *, local_files_only: bool, **options: Any) -> str:
+        assert local_files_only
+        if not there:
+            raise FileNotFoundError("not in the cache")
+        return str(shutil.copytree(model, tmp_path / "snapshots" / "abc123", dirs_exist_ok=True))
+
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", cached)
+    monkeypatch.setattr(smollm2, "_from_package", pytest.fail)
+    there = False
+    with pytest.raises(FetchError, match=r"HF_HUB_OFFLINE is set.*not in the cache"):
+        fetch()
+    there = True
+    assert fetch().source == "hub HuggingFaceTB/SmolLM2-135M-Instruct@abc123"
 
 
 @pytest.mark.parametrize("intact", [True, False])
@@ -338,7 +373,7 @@ def test_the_hub_is_asked_for_a_commit_and_its_hash(
     monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
     said: list[str] = []
     if not intact:
-        with pytest.raises(FetchError, match=r"model\.safetensors is not the file that the hub names"):
+        with pytest.raises(TamperedError, match=r"model\.safetensors of .* is not the file that the hub names"):
             smollm2._from_hub(tmp_path / "new", said.append)
         return
     assert smollm2._from_hub(tmp_path / "new", said.append) == "hub HuggingFaceTB/SmolLM2-135M-Instruct@abc123"
@@ -356,12 +391,14 @@ def test_what_pip_says_last_is_the_reason(tmp_path: Path) -> None:
 # ---------------------------------------------------------------------------------------------------------- experiment
 
 
-def test_the_experiment_runs_from_the_pair_to_the_report(fetched: None, tmp_path: Path) -> None:
+def test_the_experiment_runs_from_the_pair_to_the_report(
+    fetched: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     small = Experiment(
         "small",
-        EXPERIMENTS["smollm2"].only(("grpo", "weak")).arms,
+        EXPERIMENTS["smollm2"].only(("grpo", "tandem")).arms,
         pairs=("word_problems_terse",),
-        contrasts=(("weak", "grpo"), ("grpo", "base")),
+        contrasts=(("tandem", "grpo"), ("grpo", "base")),
         seeds=(0,),
         config="smollm2",
         overrides=("train.steps=1", "train.prompts_per_step=2", "rollout.group_size=2", "rollout.max_tokens=8"),
@@ -372,23 +409,25 @@ def test_the_experiment_runs_from_the_pair_to_the_report(fetched: None, tmp_path
     )
     said: list[str] = []
     results = run_experiment(small, tmp_path, workers=1, say=said.append)
-    assert [row["arm"] for row in results["rows"]] == ["base", "grpo", "weak"]
+    assert [row["arm"] for row in results["rows"]] == ["base", "grpo", "tandem"]
     for row in results["rows"]:
         assert row["shorthand_rate"] in (0, 0.5, 1)
         assert {"solo/pass@1", "handoff/pass@1", "junior_ce"} <= row.keys()
         assert row.keys().isdisjoint({"jargon_rate", "handoff/repairs"})
     assert results["claims"] == []
-    assert {(each["A"], each["B"]) for each in results["contrasts"]} == {("weak", "grpo"), ("grpo", "base")}
+    assert {(each["A"], each["B"]) for each in results["contrasts"]} == {("tandem", "grpo"), ("grpo", "base")}
     home = tmp_path / "word_problems_terse" / "seed-0"
-    configs = {arm: load(home / arm / "config.yaml") for arm in ("grpo", "weak")}
+    configs = {arm: load(home / arm / "config.yaml") for arm in ("grpo", "tandem")}
     assert {arm: config.model.junior for arm, config in configs.items()} == {
         "grpo": None,
-        "weak": f"{home}/pair/junior",
+        "tandem": f"{home}/pair/junior",
     }
     assert {config.train.lr for config in configs.values()} == {3e-5}
-    evaluated = json.loads((home / "eval" / "weak" / "tandem.json").read_text())["config"]
+    evaluated = json.loads((home / "eval" / "tandem" / "tandem.json").read_text())["config"]
     assert evaluated["data"] == ["synthetic:word_problems_terse:heldout:2"]
     assert (tmp_path / "report.html").is_file()
+    monkeypatch.setattr(smollm2, "fetch", pytest.fail)  # the pair is there
+    run_experiment(small, tmp_path, workers=1, say=said.append)
 
 
 def test_the_arms_of_the_experiment() -> None:
@@ -397,16 +436,25 @@ def test_the_arms_of_the_experiment() -> None:
         experiments._check_experiment(each)
     configs = {arm.name: load(whole.config, [*arm.overrides, *whole.overrides]) for arm in whole.arms}
     assert {name: config.selection.strategy for name, config in configs.items()} == {
-        **{"grpo": "solo", "kl": "solo", "tandem": "word", "weak": "word"},
-        "steps": "sentence",
+        **{"grpo": "solo", "kl": "solo", "tandem": "word", "tandem_self": "word"},
+        "sentence": "sentence",
     }
-    assert {name for name, config in configs.items() if config.model.junior is None} == {"grpo", "kl", "tandem"}
-    assert [arm.name for arm in quick.arms] == ["grpo", "weak"]
+    assert {name for name, config in configs.items() if config.model.junior is None} == {"grpo", "kl", "tandem_self"}
+    assert [arm.name for arm in quick.arms] == ["grpo", "tandem"]
     assert (quick.seeds, quick.problems, quick.samples) == ((0,), 128, 2)
     assert experiments.command_line(quick) == "tandemrl experiment smollm2-quick"
     evaluation = load(whole.evaluation)
     assert (evaluation.eval.max_tokens, evaluation.rollout.max_tokens) == (MAX_TOKENS, MAX_TOKENS)
     assert evaluation.data.max_prompt_tokens == MAX_PROMPT_TOKENS
+
+
+def test_no_more_runs_go_on_at_once_than_there_is_memory_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("os.cpu_count", lambda: 8)
+    for free_gb, of_pretrained, of_tiny in ((64, 8, 8), (16, 2, 8), (3.5, 1, 3)):
+        pages = {"SC_AVPHYS_PAGES": int(free_gb * 1e9) // 4096, "SC_PAGE_SIZE": 4096}
+        monkeypatch.setattr("os.sysconf", pages.__getitem__)
+        found = (experiments._workers(EXPERIMENTS[name]) for name in ("smollm2", "paper-claims"))
+        assert tuple(found) == (of_pretrained, of_tiny)
 
 
 @pytest.mark.parametrize(

@@ -148,22 +148,23 @@ SMOLLM2 = Experiment(
     "smollm2",
     (
         GRPO,
-        # A group whose rewards are all equal still has a KL, so no group is left out.
-        KL._replace(overrides=(*KL.overrides, "loss.filter_zero_variance=false")),
-        Arm("tandem", "tandem GRPO, the junior is the senior before training", ("model.junior=null",)),
-        Arm("weak", "tandem GRPO, a weaker junior"),
-        Arm("steps", "tandem by steps, a weaker junior", ("selection.strategy=sentence",)),
+        KL,
+        TANDEM,
+        Arm("tandem_self", "tandem GRPO with the senior before training as junior", ("model.junior=null",)),
+        SENTENCE._replace(title="tandem GRPO by steps of the solution"),
     ),
     pairs=("word_problems",),
     contrasts=(
         ("grpo", BASE),
+        ("tandem", BASE),
+        ("tandem_self", BASE),
+        ("sentence", BASE),
         ("kl", "grpo"),
         ("tandem", "grpo"),
-        ("weak", "grpo"),
-        ("steps", "grpo"),
-        ("tandem", BASE),
-        ("weak", BASE),
-        ("steps", BASE),
+        ("tandem_self", "grpo"),
+        ("sentence", "grpo"),
+        ("tandem_self", "tandem"),
+        ("sentence", "tandem"),
     ),
     seeds=(0, 1, 2),
     config="smollm2",
@@ -216,7 +217,7 @@ EXPERIMENTS: dict[str, Experiment] = {
     ),
     "smollm2": SMOLLM2,
     "smollm2-quick": replace(
-        SMOLLM2.only(("grpo", "weak")),
+        SMOLLM2.only(("grpo", "tandem")),
         name="smollm2-quick",
         seeds=(0,),
         overrides=("train.steps=24",),
@@ -247,7 +248,8 @@ def run_experiment(
 
     Args:
         out: the folder of the experiment.
-        workers: how many processes run at once. None means one per core, or one on a GPU; 1 means this process.
+        workers: how many processes run at once. None means one per core, but no more than the free memory is enough
+            for, or one on a GPU; 1 means this process.
         say: called with a line for each finished part, and with the headline tables at the end.
 
     Raises:
@@ -259,8 +261,9 @@ def run_experiment(
     _check_experiment(experiment)
     _reserve_folder(experiment, out)
     jobs = [Job(pair, seed) for pair in experiment.pairs for seed in experiment.seeds]
-    workers = workers or (os.cpu_count() or 1 if experiment.device == "cpu" else 1)
-    for family in dict.fromkeys(PAIRS[pair] for pair in experiment.pairs):
+    workers = workers or _workers(experiment)
+    missing = [job for job in jobs if not _is_built(experiment, job, out)]
+    for family in dict.fromkeys(PAIRS[job.pair] for job in missing):
         family.prepare(say)
     started = time.perf_counter()
     total = len(jobs) * (2 + len(experiment.arms))
@@ -515,6 +518,23 @@ def _reserve_folder(experiment: Experiment, out: Path) -> None:
             raise ExperimentError(f"{out} holds an experiment with another {', '.join(changed)}; choose another folder")
     out.mkdir(parents=True, exist_ok=True)
     write_text(file, json.dumps({"command": command_line(experiment)} | description, indent=2) + "\n")
+
+
+def _workers(experiment: Experiment) -> int:
+    """How many processes run at once if nobody says: as many as there are cores, and as free memory is enough for."""
+    if experiment.device != "cpu":
+        return 1
+    cores = os.cpu_count() or 1
+    try:
+        free_gb = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 1e9
+    except (ValueError, OSError):  # not on this system
+        return cores
+    return max(1, min(cores, int(free_gb / max(PAIRS[pair].memory_gb for pair in experiment.pairs))))
+
+
+def _is_built(experiment: Experiment, job: Job, out: Path) -> bool:
+    stored = read_manifest(out / job.pair / f"seed-{job.seed}" / "pair")
+    return stored is not None and stored.items() >= PAIRS[job.pair].identity(_recipe(experiment, job)).items()
 
 
 def _recipe(experiment: Experiment, job: Job) -> Recipe:

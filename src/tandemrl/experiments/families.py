@@ -37,15 +37,17 @@ class Family(NamedTuple):
     """How the pairs of a family are built and measured.
 
     identity: what the manifest of a pair says of how it was built. measures: what an evaluation says beside the
-    measures of every pair. evaluation_rows: how many texts an evaluation writes at once. sizes: those that the models
-    can have, if any. packaged: whether a pair may come with the library. prepare: is called once before pairs are
-    built, with a function that is told in lines what is done.
+    measures of every pair. evaluation_rows: how many texts an evaluation writes at once. memory_gb: what a process that
+    builds, trains or evaluates needs at most. sizes: those that the models can have, if any. packaged: whether a pair
+    may come with the library. prepare: is called once before pairs are built, with a function that is told in lines
+    what is done.
     """
 
     build: Build
     identity: Callable[[Recipe], dict[str, Any]]
     measures: Measures
     evaluation_rows: int
+    memory_gb: float
     sizes: Collection[str] = ()
     packaged: bool = False
     prepare: Callable[[Callable[[str], None]], object] = lambda say: None
@@ -93,6 +95,7 @@ WORDED = Family(
     identity=lambda recipe: tiny.pair_identity(**recipe._asdict()),
     measures=worded_measures,
     evaluation_rows=1024,  # of tiny models: large batches cost memory only
+    memory_gb=1.0,
     sizes=tuple(tiny.SIZES),
     packaged=True,
 )
@@ -102,6 +105,7 @@ PRETRAINED = Family(
     identity=lambda recipe: pretrained.pretrained_identity(pair=recipe.pair, seed=recipe.seed, steps=recipe.steps),
     measures=shorthand_measures,
     evaluation_rows=64,
+    memory_gb=7.0,
     prepare=lambda say: smollm2.fetch(say),
 )
 

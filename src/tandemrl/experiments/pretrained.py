@@ -9,7 +9,7 @@ import copy
 import hashlib
 import itertools
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -21,7 +21,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from tandemrl.config import RewardConfig
 from tandemrl.data.loading import generated_rows
 from tandemrl.data.rows import SOLUTION, DataError, Row
-from tandemrl.data.word_problems import MAX_TOKENS, uses_shorthand
+from tandemrl.data.word_problems import DEFAULT_COUNTS, MAX_TOKENS, uses_shorthand
 from tandemrl.experiments import smollm2
 from tandemrl.experiments.pair import finished, store, threads
 from tandemrl.experiments.tiny import solo_texts
@@ -37,7 +37,7 @@ from tandemrl.rewards.math.answers import gsm8k
 
 MAX_PROMPT_TOKENS = 96
 ROWS = 1024
-"""How many problems a model learns from, in each stage."""
+"""How many problems a model learns from, in each stage. Their order is that of the seed."""
 PLAIN = "word_problems"
 RECIPE = WarmStart(
     batch_size=8,
@@ -71,6 +71,7 @@ def build_pretrained_pair(
     steps: int | None = None,
     device: str = "cpu",
     progress: Progress | None = None,
+    say: Callable[[str], None] = lambda line: None,
 ) -> dict[str, Any]:
     """Train a pair into ``out/senior`` and ``out/junior``, and return the content of ``out/manifest.json``.
 
@@ -85,6 +86,7 @@ def build_pretrained_pair(
         pair: one of ``STEPS``.
         steps: the number of warm-start steps of each stage. None means the pair's own.
         device: where the models are trained.
+        say: is called with a line about what is fetched.
 
     Raises:
         DataError: the pair is unknown.
@@ -94,7 +96,7 @@ def build_pretrained_pair(
     identity = pretrained_identity(pair=pair, seed=seed, steps=steps)
     if (stored := finished(out, identity)) is not None:
         return stored
-    fetched = smollm2.fetch()
+    fetched = smollm2.fetch(say)
     counts = _steps(pair, steps)
     with threads(RECIPE.threads):
         model, tokenizer = load_trainable(fetched.folder, device=device)
@@ -113,11 +115,10 @@ def build_pretrained_pair(
                 RECIPE.batch_size,
                 seed,
             )
-            for source, rows in ((PLAIN, _rows(PLAIN, seed)), (pair, _rows(pair, seed)))
+            for source, rows in ((PLAIN, _rows(PLAIN)), (pair, _rows(pair)))
         )
-        batches = itertools.chain(
-            itertools.islice(plain, counts.junior), plain if pair == PLAIN else own
-        )  # the senior of plain solutions goes on where the junior stopped
+        # The senior goes on with the problems that follow the junior's, in its own style.
+        batches = itertools.chain(itertools.islice(plain, counts.junior), itertools.islice(own, counts.junior, None))
         recipe = replace(RECIPE, steps=sum(counts))
         loss = warm_start(model, batches, recipe, progress=note)
         base = _skill(model, junior[0], tokenizer, generated_rows(pair, "heldout", RECIPE.eval_rows, seed), seed)
@@ -139,7 +140,7 @@ def pretrained_identity(*, pair: str, seed: int, steps: int | None = None) -> di
     """
 
     def fingerprint(of: str) -> str:
-        texts = [(row.messages, row.extra_info[SOLUTION]) for row in _rows(of, seed)[:64]]
+        texts = [(row.messages, row.extra_info[SOLUTION]) for row in _rows(of)]
         return hashlib.sha256(repr(texts).encode()).hexdigest()
 
     counts = _steps(pair, steps)
@@ -148,6 +149,7 @@ def pretrained_identity(*, pair: str, seed: int, steps: int | None = None) -> di
     recipe = common | {
         "model": smollm2.NAME,
         "rows": ROWS,
+        "max_prompt_tokens": MAX_PROMPT_TOKENS,
         "junior": {"steps": counts.junior, "text_sha256": fingerprint(PLAIN)},
         "senior": {"steps": counts.senior, "text_sha256": fingerprint(pair)},
     }
@@ -163,8 +165,10 @@ def _steps(pair: str, steps: int | None) -> Steps:
     return STEPS[pair] if steps is None else Steps(steps, steps)
 
 
-def _rows(pair: str, seed: int) -> list[Row]:
-    return generated_rows(pair, "train", ROWS, seed)
+def _rows(pair: str) -> list[Row]:
+    """The problems of every warm start, of which reinforcement learning and evaluation have none."""
+    trained = DEFAULT_COUNTS["train"]
+    return generated_rows(pair, "train", trained + ROWS, 0)[trained:]
 
 
 def _skill(
