@@ -331,7 +331,8 @@ def test_musique_has_the_published_values() -> None:
     assert (plan.prompts, plan.rollouts, plan.updates) == (8, 64, 1)  # 8 a device, 8 of them accumulated
     assert (c.data.order, c.eval.temperature, c.eval.max_tokens) == ("by_hops", 0.5, c.rollout.max_tokens)
     tandem = load("musique_tandem")
-    assert set(difference(c, tandem)) == {"selection.strategy", "output_dir"}
+    # With two models on a card, half as many rows fit; neither tokens nor updates depend on it.
+    assert set(difference(c, tandem)) == {"selection.strategy", "output_dir", "rollout.max_rows"}
     assert (tandem.selection.strategy, tandem.selection.prob_senior, tandem.selection.max_gap_tokens) == (
         "word",
         0.5,
