@@ -130,6 +130,7 @@ def main() -> None:
     parser.add_argument("--keys", default="", help="keys of every condition, with commas between them")
     parser.add_argument("--blocks", type=int, default=8)
     parser.add_argument("--every", type=int, default=16)
+    parser.add_argument("--models", default="", help="what the models are, for the record")
     parser.add_argument("--out", type=Path, required=True)
     given = parser.parse_args()
     all_gradients, found = [], dict[str, Any]()
@@ -149,11 +150,16 @@ def main() -> None:
         own = gram[np.ix_(place, place)]
         found[name] |= {"signal": off_diagonal(own), "square": float(np.trace(own) / n)}
         found[name]["signal_share"] = with_error(partial(share, gram), place)
-    cosines = {
-        f"{a}, {b}": with_error(partial(cosine, gram), places[a], places[b])
-        for a, b in itertools.combinations(names, 2)
+    pairs = itertools.combinations(names, 2)
+    cosines = {f"{a}, {b}": with_error(partial(cosine, gram), places[a], places[b]) for a, b in pairs}
+    result = {
+        "conditions": found,
+        "cosines": cosines,
+        "gram": gram.tolist(),
+        "blocks": n,
+        "models": given.models,
+        **about(),
     }
-    result = {"conditions": found, "cosines": cosines, "gram": gram.tolist(), "blocks": n, **about()}
     given.out.parent.mkdir(parents=True, exist_ok=True)
     given.out.write_text(json.dumps(result, indent=1) + "\n")
     print(json.dumps({"conditions": found, "cosines": cosines}, indent=1))
