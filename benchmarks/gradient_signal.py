@@ -50,7 +50,7 @@ def gradients(keys: list[str], config: str | None, blocks: int, every: int) -> t
     sync_weights(models.policy, models.engine, version=0)
     parameters = [p for p in models.policy.parameters() if p.requires_grad]
     generator = torch.Generator().manual_seed(0)
-    drawn = [torch.randint(p.numel(), (max(1, p.numel() // every),), generator=generator) for p in parameters]
+    drawn = [torch.randperm(p.numel(), generator=generator)[: max(1, p.numel() // every)] for p in parameters]
     flat = torch.zeros(blocks, sum(map(len, drawn)))
     told: list[dict[str, float]] = []
 
@@ -129,7 +129,7 @@ def main() -> None:
     parser.add_argument("--config")
     parser.add_argument("--keys", default="", help="keys of every condition, with commas between them")
     parser.add_argument("--blocks", type=int, default=8)
-    parser.add_argument("--every", type=int, default=16)
+    parser.add_argument("--every", type=int, default=1)
     parser.add_argument("--models", default="", help="what the models are, for the record")
     parser.add_argument("--out", type=Path, required=True)
     given = parser.parse_args()
