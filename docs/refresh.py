@@ -509,6 +509,7 @@ def _file(name: str) -> str:
 
 # --------------------------------------------------------------------------------------------------------------- pages
 
+
 def smollm2_first() -> str:
     content = json.loads((BENCHMARKS / "smollm2_first.json").read_text())
     shown = sorted({int(step) for run in content["runs"] for step in run["heldout"]})
@@ -524,8 +525,9 @@ def smollm2_first() -> str:
     head = ["run", "rollouts per step", *(f"held out, step {step}" for step in shown), "afterwards"]
     return (
         markdown_table(head, rows)
-        + "\nHeld out: solo pass@1, 128 problems × 2. Afterwards: 256 problems × 2, with its bootstrap interval over problems, "
-        f"of the last weights. One seed. {content['models']} ({versions_of([content])}; {_file('smollm2_first.json')}).\n"
+        + "\nHeld out: solo pass@1, 128 problems × 2. Afterwards: 256 problems × 2, with its bootstrap interval over "
+        f"problems, of the last weights. One seed. {content['models']} ({versions_of([content])}; "
+        f"{_file('smollm2_first.json')}).\n"
     )
 
 
