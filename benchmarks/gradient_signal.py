@@ -1,24 +1,27 @@
 """How much of a policy gradient is signal, for several ways to write rollouts with the same weights.
 
 Each condition is a set of config keys. For every block of prompts, which are the same for all conditions, rollouts are
-written, scored and turned into the gradient of one optimiser step by the functions of the training loop. With gradients
-g of n blocks, whose expectation is the true gradient, these estimates have no bias:
+written, scored and turned into the gradient of one optimiser step by the functions of the training loop. What an
+optimiser follows in the long run is the expectation of that gradient, the *signal*. With gradients g of n blocks:
 
-- |signal|² is the mean of g_i·g_j over pairs i ≠ j, and |g|² the mean of g_i·g_i. ``signal_share`` is their quotient.
-- the cosine between the true gradients of two conditions: the mean of g_i·h_j over i ≠ j, divided by the norms of both
-  signals. Its standard error is a jackknife over blocks.
+- |signal|² is the mean of g_i·g_j over pairs i ≠ j, and E|g|² the mean of g_i·g_i. Both have no bias; ``signal_share``
+  is their quotient.
+- the cosine between the signals of two conditions: the mean of g_i·h_j over i ≠ j, divided by the norms of both. As a
+  ratio it can exceed 1. It is not a number (NaN) where an estimate of |signal|² is not positive.
 
-Gradients are compared in every ``--every``-th coordinate of each tensor, which keeps their expectation.
+Standard errors are jackknives over blocks. Products are over random coordinates, the same for all conditions, one in
+``--every`` of each tensor. ``square`` must be near ``grad_norm_square``, which is over all coordinates.
 
-    python benchmarks/gradient_signal.py --config runs/smollm2/config.yaml --blocks 8 \\
-        solo=selection.strategy=solo,model.junior=null tandem= --out benchmarks/results/gradient_signal.json
+    python benchmarks/gradient_signal.py --config smollm2 --blocks 8 solo=selection.strategy=solo,model.junior=null \\
+        self=model.junior=runs/smollm2-pair/senior weak= --out benchmarks/results/gradient_signal.json
 """
 
 import argparse
 import itertools
 import json
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -46,13 +49,16 @@ def gradients(keys: list[str], config: str | None, blocks: int, every: int) -> t
     setup, models, progress = run
     sync_weights(models.policy, models.engine, version=0)
     parameters = [p for p in models.policy.parameters() if p.requires_grad]
-    flat = torch.zeros(blocks, sum(len(p.detach().flatten()[::every]) for p in parameters))
+    generator = torch.Generator().manual_seed(0)
+    drawn = [torch.randperm(p.numel(), generator=generator)[: max(1, p.numel() // every)] for p in parameters]
+    flat = torch.zeros(blocks, sum(map(len, drawn)))
     told: list[dict[str, float]] = []
 
     def keep(setup: Any, models: Any, part: str, loss: float, totals: Any, clock: Any) -> float:
-        grads = [p.grad.flatten()[::every] if p.grad is not None else torch.zeros(1) for p in parameters]
-        flat[len(told)] = torch.cat(grads)
-        norm = torch.stack([p.grad.norm() for p in parameters if p.grad is not None]).norm().item()
+        grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in parameters]
+        scaled = [(g.numel() / len(i)) ** 0.5 * g.flatten()[i] for g, i in zip(grads, drawn, strict=True)]
+        flat[len(told)] = torch.cat(scaled)
+        norm = torch.stack([g.norm() for g in grads]).norm().item()
         models.policy.zero_grad(set_to_none=True)
         return norm
 
@@ -80,7 +86,7 @@ def gradients(keys: list[str], config: str | None, blocks: int, every: int) -> t
                 "zero_variance": experience.metrics["groups/zero_variance"],
                 "senior_tokens": fmean(float((r.author == Author.SENIOR).sum()) for r in rollouts),
                 "response_tokens": fmean(float(r.response_tokens) for r in rollouts),
-                "grad_norm": done["grad_norm"],
+                "grad_norm_square": done["grad_norm"] ** 2,
                 "mismatch": done["mismatch/mean_abs"],
             }
             | {name: value for name, value in done.items() if name in ("entropy", "loss")}
@@ -96,21 +102,35 @@ def off_diagonal(products: np.ndarray) -> float:
     return float((products.sum() - np.trace(products)) / (n * (n - 1)))
 
 
+def share(gram: np.ndarray, a: Sequence[int]) -> float:
+    """|signal|² / E|g|² of the condition whose blocks are these rows of the Gram matrix."""
+    own = gram[np.ix_(a, a)]
+    return off_diagonal(own) / float(np.trace(own) / len(own))
+
+
 def cosine(gram: np.ndarray, a: Sequence[int], b: Sequence[int]) -> float:
-    """The cosine between the true gradients of two conditions, whose blocks are these rows of the Gram matrix."""
+    """The cosine between the signals of two conditions, whose blocks are these rows of the Gram matrix."""
     signals = off_diagonal(gram[np.ix_(a, a)]), off_diagonal(gram[np.ix_(b, b)])
     if min(signals) <= 0:
         return float("nan")
     return off_diagonal(gram[np.ix_(a, b)]) / (signals[0] * signals[1]) ** 0.5
 
 
+def with_error(of: Callable[..., float], *places: Sequence[int]) -> dict[str, float]:
+    """A function of blocks, and its standard error by the jackknife, which leaves out one block at a time."""
+    n = len(places[0])
+    each = np.array([of(*([p for i, p in enumerate(place) if i != out] for place in places)) for out in range(n)])
+    return {"value": of(*places), "standard_error": float(((n - 1) * each.var()) ** 0.5)}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("conditions", nargs="+", help="NAME=KEY=VALUE,KEY=VALUE…; semicolons within a value")
+    parser.add_argument("conditions", nargs="+", help="NAME=KEY=VALUE,KEY=VALUE…")
     parser.add_argument("--config")
     parser.add_argument("--keys", default="", help="keys of every condition, with commas between them")
     parser.add_argument("--blocks", type=int, default=8)
-    parser.add_argument("--every", type=int, default=16)
+    parser.add_argument("--every", type=int, default=1)
+    parser.add_argument("--models", default="", help="what the models are, for the record")
     parser.add_argument("--out", type=Path, required=True)
     given = parser.parse_args()
     all_gradients, found = [], dict[str, Any]()
@@ -123,20 +143,23 @@ def main() -> None:
         all_gradients.append(flat)
         found[name] = {"keys": assignments} | means | {"cpu_s": time.process_time() - started}
     stacked = torch.cat(all_gradients)
-    gram = (stacked @ stacked.T).double().numpy() * given.every
+    gram = (stacked @ stacked.T).double().numpy()
     n, names = given.blocks, list(found)
     places = {name: list(range(i * n, (i + 1) * n)) for i, name in enumerate(names)}
     for name, place in places.items():
         own = gram[np.ix_(place, place)]
         found[name] |= {"signal": off_diagonal(own), "square": float(np.trace(own) / n)}
-        found[name]["signal_share"] = found[name]["signal"] / found[name]["square"]
-    cosines = {}
-    for a, b in itertools.combinations(names, 2):
-        without = [[i for i in range(n) if i != left_out] for left_out in range(n)]
-        each = np.array([cosine(gram, np.array(places[a])[kept], np.array(places[b])[kept]) for kept in without])
-        error = float(((n - 1) * ((each - each.mean()) ** 2).mean()) ** 0.5)
-        cosines[f"{a}, {b}"] = {"cosine": cosine(gram, places[a], places[b]), "standard_error": error}
-    result = {"conditions": found, "cosines": cosines, "gram": gram.tolist(), "blocks": n, **about()}
+        found[name]["signal_share"] = with_error(partial(share, gram), place)
+    pairs = itertools.combinations(names, 2)
+    cosines = {f"{a}, {b}": with_error(partial(cosine, gram), places[a], places[b]) for a, b in pairs}
+    result = {
+        "conditions": found,
+        "cosines": cosines,
+        "gram": gram.tolist(),
+        "blocks": n,
+        "models": given.models,
+        **about(),
+    }
     given.out.parent.mkdir(parents=True, exist_ok=True)
     given.out.write_text(json.dumps(result, indent=1) + "\n")
     print(json.dumps({"conditions": found, "cosines": cosines}, indent=1))

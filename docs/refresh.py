@@ -509,6 +509,28 @@ def _file(name: str) -> str:
 
 # --------------------------------------------------------------------------------------------------------------- pages
 
+
+def smollm2_first() -> str:
+    content = json.loads((BENCHMARKS / "smollm2_first.json").read_text())
+    shown = sorted({int(step) for run in content["runs"] for step in run["heldout"]})
+    rows = [
+        [
+            run["title"],
+            f"{run['prompts_per_step']} × 8" if run["steps"] else "—",
+            *(f"{run['heldout'][str(step)]:.3f}" if str(step) in run["heldout"] else "—" for step in shown),
+            f"{run['pass@1']['mean']:.3f} [{run['pass@1']['low']:.3f}, {run['pass@1']['high']:.3f}]",
+        ]
+        for run in content["runs"]
+    ]
+    head = ["run", "rollouts per step", *(f"held out, step {step}" for step in shown), "afterwards"]
+    return (
+        markdown_table(head, rows)
+        + "\nHeld out: solo pass@1, 128 problems × 2. Afterwards: 256 problems × 2, with its bootstrap interval over "
+        f"problems, of the last weights. One seed. {content['models']} ({versions_of([content])}; "
+        f"{_file('smollm2_first.json')}).\n"
+    )
+
+
 BLOCKS: dict[str, Callable[[], str]] = {
     "readme-claims": lambda: headline("paper_claims_jargon.json", columns=(SOLO, HANDOFF, JUNIOR_CE)),
     "paper-claims": lambda: headline("paper_claims_jargon.json", JARGON_RATE),
@@ -528,6 +550,7 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "hops": lambda: headline("hops.json", *BY_HOPS, columns=OF_AGENTS),
     "hops-differences": lambda: differences("hops.json", OF_AGENTS),
     "hops-verdicts": lambda: claims_table(results("hops.json")[1].claims),
+    "smollm2-first": smollm2_first,
     "countdown": countdown,
     "step-time": lambda: step_time("step_time.json"),
     "step-time-lognormal": lambda: step_time("step_time_lognormal.json"),
