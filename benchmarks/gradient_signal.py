@@ -62,7 +62,7 @@ def gradients(keys: list[str], config: str | None, blocks: int, every: int) -> t
         models.policy.zero_grad(set_to_none=True)
         return norm
 
-    updates.optimizer_step = keep  # type: ignore[assignment]
+    updates.optimizer_step = keep  # type: ignore[assignment]  # in place of the step
     for block in range(blocks):
         examples = progress.sampler.next(settings.train.prompts_per_step)
         completions = generate(

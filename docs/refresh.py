@@ -507,9 +507,6 @@ def _file(name: str) -> str:
     return f"[{name}]({{root}}benchmarks/results/{name})"
 
 
-# --------------------------------------------------------------------------------------------------------------- pages
-
-
 def smollm2_first() -> str:
     content = json.loads((BENCHMARKS / "smollm2_first.json").read_text())
     shown = sorted({int(step) for run in content["runs"] for step in run["heldout"]})
@@ -530,6 +527,8 @@ def smollm2_first() -> str:
         f"{_file('smollm2_first.json')}).\n"
     )
 
+
+# --------------------------------------------------------------------------------------------------------------- pages
 
 BLOCKS: dict[str, Callable[[], str]] = {
     "readme-claims": lambda: headline("paper_claims_jargon.json", columns=(SOLO, HANDOFF, JUNIOR_CE)),

@@ -10,7 +10,6 @@ In the jargon worlds every name and every relation has an alias. A search answer
 answer may be given in either language. Questions are in plain words.
 """
 
-import hashlib
 import json
 import math
 import random
@@ -20,11 +19,10 @@ from typing import NamedTuple
 
 from tandemrl.data.documents import Document
 from tandemrl.data.rows import DataError, Row
-from tandemrl.data.synthetic import Split
+from tandemrl.data.synthetic import Split, split_by_hash
 
 PAIRS = ("hops", "hops_jargon")
 DEFAULT_COUNTS = {"train": 4096, "heldout": 1024}
-HELDOUT_ONE_IN = 8
 
 DOCUMENTS = 9
 THREE_HOPS = 0.3
@@ -104,8 +102,7 @@ class World(NamedTuple):
 
 def split_of(subject: str, relations: Sequence[str]) -> Split:
     """The split that a question belongs to, by a hash of what it asks, whatever its wording."""
-    digest = hashlib.blake2b(repr((subject, tuple(relations))).encode(), digest_size=8).digest()
-    return "heldout" if int.from_bytes(digest, "big") % HELDOUT_ONE_IN == 0 else "train"
+    return split_by_hash((subject, tuple(relations)))
 
 
 def world(split: Split, rng: random.Random, *, hops: int | None = None) -> World:

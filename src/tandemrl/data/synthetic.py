@@ -73,7 +73,12 @@ Writer = Callable[[Problem, random.Random], str]
 
 def split_of(numbers: Numbers) -> Split:
     """The split that a problem belongs to, by a hash of its numbers alone."""
-    digest = hashlib.blake2b(repr(tuple(numbers)).encode(), digest_size=8).digest()
+    return split_by_hash(tuple(numbers))
+
+
+def split_by_hash(content: object) -> Split:
+    """The split of something with this content, by a hash of its ``repr``: one in ``HELDOUT_ONE_IN`` is held out."""
+    digest = hashlib.blake2b(repr(content).encode(), digest_size=8).digest()
     return "heldout" if int.from_bytes(digest, "big") % HELDOUT_ONE_IN == 0 else "train"
 
 

@@ -21,15 +21,16 @@ senior has learnt a shorthand that the junior never saw:
 A row keeps its solution as GSM8K's rows do (``rows.SOLUTION``), so a warm start can learn from it.
 """
 
-import hashlib
 import random
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 from tandemrl.data.rows import SOLUTION, DataError, Row
-from tandemrl.data.synthetic import HELDOUT_ONE_IN, Split
+from tandemrl.data.synthetic import Split, split_by_hash
 
 DEFAULT_COUNTS: dict[Split, int] = {"train": 2048, "heldout": 256}
+MOST: dict[Split, int] = {"train": 8192, "heldout": 1024}
+"""How many rows a split can have; of different problems there are a few more."""
 MAX_VALUE = 110
 MAX_TOKENS = 44
 """Enough for every solution and its EOS, with common tokenizers."""
@@ -166,8 +167,7 @@ def draw(rng: random.Random) -> Problem:
 
 def split_of(problem: Problem) -> Split:
     """The split that a problem belongs to, by a hash of its template and numbers."""
-    digest = hashlib.blake2b(repr((problem.template, problem.numbers)).encode(), digest_size=8).digest()
-    return "heldout" if int.from_bytes(digest, "big") % HELDOUT_ONE_IN == 0 else "train"
+    return split_by_hash((problem.template, problem.numbers))
 
 
 def problems(split: Split, rng: random.Random) -> Iterator[Problem]:
@@ -186,9 +186,8 @@ def generate(pair: str, split: Split, count: int | None, seed: int) -> list[Row]
         DataError: ``count`` is below 1, or there are hardly so many different problems.
     """
     count = DEFAULT_COUNTS[split] if count is None else count
-    most = {"train": 8192, "heldout": 1024}[split]
-    if not 1 <= count <= most:
-        raise DataError(f"synthetic:{pair}:{split} has up to {most} problems; asked for {count}")
+    if not 1 <= count <= MOST[split]:
+        raise DataError(f"synthetic:{pair}:{split} has up to {MOST[split]} problems; asked for {count}")
     rows: dict[tuple[int, tuple[int, ...]], Row] = {}
     for problem in problems(split, random.Random(f"rows/word_problems/{split}/{seed}")):
         key = problem.template, problem.numbers

@@ -172,8 +172,8 @@ SMOLLM2 = Experiment(
     samples=4,
     evaluation="smollm2",
 )
-"""A pretrained model on a laptop: for every seed a pair, five arms of ten to twenty minutes each on a core, and six
-evaluations that take as long."""
+"""A pretrained model on a laptop: for every seed a pair, five arms and six evaluations, each of a quarter to half an
+hour on a core."""
 
 EXPERIMENTS: dict[str, Experiment] = {
     "quickstart": Experiment(
@@ -262,7 +262,7 @@ def run_experiment(
     _reserve_folder(experiment, out)
     jobs = [Job(pair, seed) for pair in experiment.pairs for seed in experiment.seeds]
     workers = workers or _workers(experiment)
-    missing = [job for job in jobs if not _is_built(experiment, job, out)]
+    missing = [job for job in jobs if not _is_built(experiment, job, _home(job, out))]
     for family in dict.fromkeys(PAIRS[job.pair] for job in missing):
         family.prepare(say)
     started = time.perf_counter()
@@ -298,7 +298,7 @@ def run_experiment(
 
 def run_job(experiment: Experiment, job: Job, out: Path) -> str:
     """Run one job, unless its files exist already, and return a line about it."""
-    home = out / job.pair / f"seed-{job.seed}"
+    home = _home(job, out)
     if job.arm is None:
         _check_pair_of_runs(experiment, job, home)
         with _building(home, job) as progress:
@@ -337,10 +337,9 @@ def _check_pair_of_runs(experiment: Experiment, job: Job, home: Path) -> None:
     Raises:
         ExperimentError: the folder holds such runs.
     """
-    stored = read_manifest(home / "pair")
-    if stored is None or not any(home.glob("*/metrics.jsonl")):
+    if read_manifest(home / "pair") is None or not any(home.glob("*/metrics.jsonl")):
         return
-    if not stored.items() >= PAIRS[job.pair].identity(_recipe(experiment, job)).items():
+    if not _is_built(experiment, job, home):
         raise ExperimentError(
             f"{home}: its runs began with a pair of another recipe, which would be replaced; choose another folder"
         )
@@ -532,8 +531,14 @@ def _workers(experiment: Experiment) -> int:
     return max(1, min(cores, int(free_gb / max(PAIRS[pair].memory_gb for pair in experiment.pairs))))
 
 
-def _is_built(experiment: Experiment, job: Job, out: Path) -> bool:
-    stored = read_manifest(out / job.pair / f"seed-{job.seed}" / "pair")
+def _home(job: Job, out: Path) -> Path:
+    """The folder of a pair and seed."""
+    return out / job.pair / f"seed-{job.seed}"
+
+
+def _is_built(experiment: Experiment, job: Job, home: Path) -> bool:
+    """Whether the pair of a job, by this recipe, is there."""
+    stored = read_manifest(home / "pair")
     return stored is not None and stored.items() >= PAIRS[job.pair].identity(_recipe(experiment, job)).items()
 
 

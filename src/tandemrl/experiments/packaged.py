@@ -5,7 +5,6 @@ It is used only if recipe, texts and criteria in the manifest are those of today
 from a finished build by ``python -m tandemrl.experiments.packaged FOLDER``.
 """
 
-import hashlib
 import json
 import shutil
 import sys
@@ -18,6 +17,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerFast
 
 from tandemrl.data.rows import DataError
+from tandemrl.data.sources import checksum
 
 PAIRS = Path(__file__).parent / "pairs"
 
@@ -44,7 +44,7 @@ def find_packaged(identity: Mapping[str, Any]) -> Packaged | None:
         return None
     for name, expected in manifest.pop("sha256").items():
         file = folder / f"{name}.safetensors"
-        if not file.is_file() or _sha256(file) != expected:
+        if not file.is_file() or checksum(file) != expected:
             raise DataError(f"{file}: not the file that was packaged; install tandemrl again, or build the pair here")
     weights = {name: load_file(folder / f"{name}.safetensors") for name in ("senior", "junior")}
     return Packaged(manifest, PreTrainedTokenizerFast.from_pretrained(folder / "tokenizer"), weights)
@@ -62,14 +62,10 @@ def pack(built: Path, pairs: Path = PAIRS) -> Path:
         file = folder / f"{name}.safetensors"
         save_file({key: tensor.bfloat16() for key, tensor in weights.items()}, file)
         file.chmod(0o644)  # safetensors makes files that only their owner may read
-        manifest["sha256"][name] = _sha256(file)
+        manifest["sha256"][name] = checksum(file)
     PreTrainedTokenizerFast.from_pretrained(built / "senior").save_pretrained(folder / "tokenizer")
     (folder / "manifest.json").write_text(json.dumps(manifest, indent=2) + "\n")
     return folder
-
-
-def _sha256(file: Path) -> str:
-    return hashlib.sha256(file.read_bytes()).hexdigest()
 
 
 if __name__ == "__main__":

@@ -1,6 +1,5 @@
 """What all pairs of models have in common: a folder with a manifest that says what they are."""
 
-import hashlib
 import json
 import os
 from collections.abc import Iterator, Mapping
@@ -11,6 +10,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from tandemrl.data.sources import checksum
 from tandemrl.files import NEW, publish
 from tandemrl.models.loading import no_progress_bars
 
@@ -61,12 +61,6 @@ def store(
     return stored
 
 
-def sha256(file: Path) -> str:
-    """The SHA-256 of a file, in hexadecimal digits."""
-    with open(file, "rb") as content:
-        return hashlib.file_digest(content, "sha256").hexdigest()
-
-
 @contextmanager
 def threads(count: int) -> Iterator[None]:
     """A context with a fixed number of threads, so that a seed gives the same weights.
@@ -85,7 +79,7 @@ def threads(count: int) -> Iterator[None]:
 
 
 def _weight_hashes(folder: Path) -> dict[str, str]:
-    return {name: sha256(folder / name / WEIGHTS) for name in ("senior", "junior")}
+    return {name: checksum(folder / name / WEIGHTS) for name in ("senior", "junior")}
 
 
 def _intact(out: Path, manifest: Mapping[str, Any]) -> bool:

