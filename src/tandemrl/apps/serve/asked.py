@@ -212,7 +212,7 @@ class Reader:
             raise Refused(f"max_tokens: expected a whole number from 1, got {json.dumps(asked)}")
         if asked > room or room < 1:
             raise Refused(
-                f"max_tokens: the models' context (max_model_len) is {self.context} tokens; {longest} of the prompt and "
+                f"max_tokens: the context (max_model_len) is {self.context} tokens; {longest} of the prompt and "
                 f"{max(asked, 1)} to write are too many"
             )
         values = {name: _number(body, name, self.defaults.get(name)) for name in (*SAMPLED, *_PENALTIES)}
