@@ -31,7 +31,7 @@ COMPLETIONS, CHAT = authorship.PATHS
 EOS = IDS[EOS_SURFACE]
 
 
-# ------------------------------------------------------------------------------------------------ a stand-in for a server
+# -------------------------------------------------------------------------------- a stand-in for a server
 
 
 @dataclass
