@@ -108,6 +108,7 @@ def _serve_by_engine(
     from dataclasses import replace
 
     from tandemrl.config import ConfigError, SelectionConfig, load
+    from tandemrl.files import pip_install
 
     for name in ("mode", "junior_quantization"):
         if own[name] is not None:
@@ -119,7 +120,7 @@ def _serve_by_engine(
         from tandemrl.apps.serve import engine_server
         from tandemrl.apps.serve.requests import selection_of
     except ImportError as error:
-        raise ConfigError(f"tandemrl serve: {error.name} is missing; pip install 'tandemrl[serve]'") from None
+        raise ConfigError(f"tandemrl serve: {error.name} is missing; {pip_install('serve')}") from None
     tokens = own["draft_tokens"]
     given = [] if tokens is None else [f"rollout.draft_tokens={_draft_of(tokens)}"]
     models = [f"model.senior={senior}", f"model.junior={junior}", f"rollout.engine={engine}"]

@@ -518,4 +518,4 @@ def test_without_a_web_server_the_command_says_what_to_install(monkeypatch: pyte
     monkeypatch.delitem(sys.modules, "tandemrl.apps.serve.engine_server", raising=False)
     monkeypatch.delattr("tandemrl.apps.serve.engine_server", raising=False)
     result = CliRunner().invoke(command, [*BOTH, "--engine", "torch"])
-    assert (result.exit_code, "uvicorn is missing; pip install 'tandemrl[serve]'" in result.stderr) == (2, True)
+    assert (result.exit_code, "uvicorn is missing; pip install -e '.[serve]'" in result.stderr) == (2, True)
