@@ -20,7 +20,7 @@ def test_missing_vllm_is_missing_vllm_and_not_one_of_its_parts(command: str, mon
     for module in [name for name in sys.modules if name.startswith("tandemrl.rollout.vllm.")]:
         monkeypatch.delitem(sys.modules, module)
     monkeypatch.setitem(sys.modules, "cloudpickle", None)
-    expected = r"needs vLLM, which is not installed: pip install 'tandemrl\[vllm\]'"
+    expected = r"needs vLLM, which is not installed: pip install -e '\.\[vllm\]'"
     if command == "serve":
         result = CliRunner().invoke(app, ["serve", "--engine", "vllm", "--senior", "s", "--junior", "j"])
         assert (result.exit_code, result.stderr.startswith("error: tandemrl serve --engine vllm needs vLLM")) == (
