@@ -154,7 +154,7 @@ class Reader:
             tuple(Request(tuple(each), keys, sampling, strategy, history=history_of(extra)) for each in ids),
             style,
             stream,
-            stream and bool((body.get("stream_options") or {}).get("include_usage")),
+            stream and bool(_mapping(body, "stream_options").get("include_usage")),
             _logprobs(body, chat=chat),
             tools or None,
         )
@@ -164,7 +164,7 @@ class Reader:
         given = body.get("kv_transfer_params")
         if given is not None:
             return [*given["prompt_token_ids"]]
-        arguments = self.template_arguments | (body.get("chat_template_kwargs") or {})
+        arguments = {**self.template_arguments, **_mapping(body, "chat_template_kwargs")}
         said = messages_of(body.get("messages"))
         for name, usual in {"continue_final_message": False, "chat_template": None}.items():
             if body.get(name) not in (None, usual):
@@ -259,6 +259,8 @@ def messages_of(given: Any) -> list[Message]:
             raise Refused(f"messages[{i}].content: expected a text")
         shown = {**message, "content": content or ""}
         if calls := message.get("tool_calls"):
+            if not isinstance(calls, list):
+                raise Refused(f"messages[{i}].tool_calls: expected a list")
             shown["tool_calls"] = [_call(call, i) for call in calls]
         messages.append(shown)
     return messages
@@ -284,7 +286,8 @@ def _with_parameters(tool: Schema) -> Schema:
 
 def _is_tool(tool: Any) -> bool:
     function = tool.get("function") if isinstance(tool, dict) and tool.get("type") == "function" else None
-    return isinstance(function, dict) and isinstance(function.get("name"), str)
+    named = isinstance(function, dict) and isinstance(function.get("name"), str)
+    return named and isinstance(function.get("parameters") or {}, dict)
 
 
 def _logprobs(body: Mapping[str, Any], *, chat: bool) -> bool:
@@ -297,6 +300,13 @@ def _logprobs(body: Mapping[str, Any], *, chat: bool) -> bool:
     if most:
         raise Refused("logprobs, top_logprobs: only the written token's is known; ask for 0")
     return asked is not None
+
+
+def _mapping(body: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+    value = body.get(name)
+    if value is not None and not isinstance(value, dict):
+        raise Refused(f"{name}: expected an object, got {json.dumps(value)}")
+    return value or {}
 
 
 def _flag(body: Mapping[str, Any], name: str, default: bool) -> bool:
