@@ -245,14 +245,15 @@ def messages_of(given: Any) -> list[Message]:
     """
     if not isinstance(given, list) or not given:
         raise Refused("messages: expected a list of objects, not empty")
-    messages = []
+    messages: list[Message] = []
     for i, message in enumerate(sound(given)):
         if not isinstance(message, dict) or not isinstance(message.get("role"), str):
             raise Refused(f"messages[{i}]: expected an object with a role")
         content = message.get("content")
         if isinstance(content, list):
-            texts = [part.get("text") for part in content if isinstance(part, dict) and part.get("type") == "text"]
-            if len(texts) < len(content) or not all(isinstance(text, str) for text in texts):
+            parts = [part for part in content if isinstance(part, dict) and part.get("type") == "text"]
+            texts = [part["text"] for part in parts if isinstance(part.get("text"), str)]
+            if len(texts) < len(content):
                 raise Refused(f"messages[{i}].content: only parts of the type text are possible")
             content = "\n".join(texts)
         if not isinstance(content, str | None):
