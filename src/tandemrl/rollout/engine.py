@@ -233,9 +233,12 @@ class Engine(Protocol):
     """What the last call of ``generate`` cost; all 0 in an engine that does not count."""
     vocabulary: int
     """The engine writes token ids below this number, which is the size of the smaller of the two LM heads."""
-    context: int
-    """How many tokens prompt and completion may have together."""
     has_junior: bool
+
+    @property
+    def context(self) -> int:
+        """How many tokens prompt and completion may have together."""
+        ...
 
     @property
     def info(self) -> EngineInfo: ...

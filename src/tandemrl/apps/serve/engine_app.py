@@ -174,8 +174,8 @@ class _Routes:
             with _refusals():
                 asked = self._reader.read(body, self._strategy_of, chat=chat)
                 for i, each in enumerate(asked.requests):
-                    first = i * len(each.keys)
-                    jobs.append(self._thread.submit(each, _told(put, first) if asked.stream else None))
+                    before = i * len(each.keys)
+                    jobs.append(self._thread.submit(each, _told(put, before) if asked.stream else None))
         except HTTPException:
             self._cancel(jobs)
             raise
@@ -189,8 +189,9 @@ class _Routes:
             return StreamingResponse(self._chunks(asked, jobs, events, about), media_type="text/event-stream")
         gone = asyncio.create_task(_left(request))
         written = asyncio.gather(*(asyncio.wrap_future(job.done) for job in jobs))
+        first: list[asyncio.Future[Any]] = [gone, written]
         try:
-            await asyncio.wait({gone, written}, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait(first, return_when=asyncio.FIRST_COMPLETED)
             if not written.done():
                 return JSONResponse(None)
             return JSONResponse(await asyncio.to_thread(self._whole, asked, written.result(), about))
