@@ -17,7 +17,7 @@ def serve(
     max_gap_tokens: Annotated[int, typer.Option(help="Redraw after so many tokens at the latest.")] = 32,
     chunk_size: Annotated[int, typer.Option(help="Tokens per turn with --strategy chunk.")] = 16,
     first: Annotated[str, typer.Option(help="Who starts (sentence, chunk, alternating) or writes alone.")] = "senior",
-    mode: Annotated[str, typer.Option(help="lazy, majority, lockstep, draft or auto, as rollout.vllm.mode.")] = "lazy",
+    mode: Annotated[str, typer.Option(help="lazy, lockstep, draft or auto, as rollout.vllm.mode.")] = "lazy",
     draft_tokens: Annotated[
         str, typer.Option(help="Tokens that the junior writes ahead with --mode draft or auto; auto: as many as pay.")
     ] = "auto",

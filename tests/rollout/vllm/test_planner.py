@@ -8,7 +8,7 @@ from helpers import VOCABULARY, strategies
 from tandemrl.rollout.drafting import VLLM_CPU, Drafts, Pair, Size
 from tandemrl.rollout.engine import EngineError, Request, Sampling, replay_turns
 from tandemrl.rollout.vllm.drafting import Round
-from tandemrl.rollout.vllm.planner import DRAFTING, JUNIOR, MAX_WAIT, SENIOR, Admission, Planner, check_mode
+from tandemrl.rollout.vllm.planner import DRAFTING, JUNIOR, SENIOR, Admission, Planner, check_mode
 from tandemrl.rollout.vllm.rows import Row
 from tandemrl.selection import Strategy, alternating, alternating_turns, bernoulli, chunk, solo, turn
 from tandemrl.selection.draws import SAMPLING, fold_in, mix64, stream
@@ -58,7 +58,6 @@ class Simulation:
         self.authors: dict[str, list[int]] = {}
         self.request: dict[str, tuple[int, Strategy]] = {}
         self.preempted: list[str] = []
-        self.waits: dict[str, int] = {}
         self.ahead: dict[str, int] = {}
         self.done: set[str] = set()
         self.histories: dict[int, list[list[int]]] = {}  # by key: own tokens of turns that are over
@@ -170,13 +169,7 @@ class Simulation:
                 self.texts[id] += drafted[id]
                 self.computed[id] = len(self.texts[id]) - 1
             elif self.computed[id] == len(self.texts[id]):
-                if id not in ended[author]:
-                    assert self.planner.mode == "majority", "the author of the next token did not compute it"
-                    self.waits[id] = self.waits.get(id, 0) + 1
-                    assert self.waits[id] <= MAX_WAIT + len(ids)
-                    self.computed[id] -= 1
-                    continue
-                self.waits[id] = 0
+                assert id in ended[author], "the author of the next token did not compute it"
                 tokens[i] = self.random.integers(2, VOCABULARY)
                 self.authors[id].append(int(author))
         self.planner.postprocess(tokens)
@@ -216,7 +209,7 @@ class Simulation:
         return {id: step.tokens[row, : count[row]].tolist() for id, row in step.index.items()}
 
 
-@pytest.mark.parametrize("mode", ["lazy", "majority", "lockstep", "draft", "auto"])
+@pytest.mark.parametrize("mode", ["lazy", "lockstep", "draft", "auto"])
 @pytest.mark.parametrize("caching", [True, False])
 @pytest.mark.parametrize("seed", range(3))
 def test_every_position_is_computed_before_it_is_read(mode, caching, seed) -> None:
@@ -289,24 +282,6 @@ def test_only_one_model_runs_for_one_decoding_row() -> None:
     assert sum(planner.stats.passes) == 13  # the prompt by both, then one pass per token
 
 
-def test_the_majority_runs_and_nobody_waits_for_ever() -> None:
-    planner = Planner(budget=64, block_size=BLOCK, num_blocks=16, mode="majority")
-    ids = ["a", "b", "c"]
-    strategies_of = [solo("senior"), solo("senior"), solo("junior")]
-    planner.admit([Admission(id, 1, i, s) for i, (id, s) in enumerate(zip(ids, strategies_of, strict=True))])
-    planner.schedule(ids, [0] * 3, [1] * 3, [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9]])
-    planner.postprocess(np.full(3, 5))
-    length, ran = [2, 2, 2], []
-    for _ in range(12):
-        passes = planner.schedule(ids, [n - 1 for n in length], [1] * 3, [None] * 3)
-        assert sum(map(bool, passes)) == 1
-        work = (passes[JUNIOR] or passes[SENIOR])[0]
-        ran.append("".join(work.ids))
-        planner.postprocess(np.where(np.isin(ids, work.ids), 5, -1))
-        length = [n + (id in work.ids) for n, id in zip(length, ids, strict=True)]
-    assert ran == ["ab"] * MAX_WAIT + ["c"] + ["ab"] * 3
-
-
 def test_a_long_catch_up_is_split_and_predicts_once() -> None:
     planner = Planner(budget=5, block_size=BLOCK, num_blocks=16)
     planner.admit([Admission("a", 3, 1, chunk(9, "senior")), Admission("b", 1, 2, solo("senior"))])
@@ -360,9 +335,9 @@ def test_a_broken_promise_is_an_error_that_names_the_request() -> None:
 
 
 def test_an_unknown_mode_is_refused() -> None:
-    check_mode("majority")
-    with pytest.raises(EngineError, match="mode=majorty: must be one of lazy, majority, lockstep, draft, auto"):
-        check_mode("majorty")
+    check_mode("lockstep")
+    with pytest.raises(EngineError, match="mode=lockstp: must be one of lazy, lockstep, draft, auto"):
+        check_mode("lockstp")
 
 
 def test_finished_requests_leave_nothing_behind() -> None:

@@ -372,7 +372,7 @@ class VllmEngine:
         """Set the scheduling mode from the next ``generate`` on.
 
         Args:
-            mode: ``lazy``, ``majority`` or ``lockstep``. An engine with a junior and ``rollout.draft_tokens`` not 0
+            mode: ``lazy`` or ``lockstep``. An engine with a junior and ``rollout.draft_tokens`` not 0
                 also has ``draft`` and ``auto``.
 
         Raises:

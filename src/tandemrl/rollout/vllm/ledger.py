@@ -25,8 +25,6 @@ class Ledger:
     """The author of the next token."""
     stream: np.ndarray
     """The key of the token draws."""
-    waited: np.ndarray
-    """For how many steps in a row the request has waited for its author, in ``majority`` mode."""
     drawn: np.ndarray
     """The number of the token that the first cached token key is for, counted over all turns; -1 if none is cached."""
     computed: np.ndarray
@@ -50,7 +48,7 @@ class Ledger:
     def empty(cls, capacity: int) -> "Ledger":
         """A ledger with ``capacity`` slots, all zero."""
         one, two = (capacity,), (2, capacity)
-        integers = [np.zeros(one, np.int64) for _ in range(7)] + [np.zeros(two, np.int64) for _ in range(2)]
+        integers = [np.zeros(one, np.int64) for _ in range(6)] + [np.zeros(two, np.int64) for _ in range(2)]
         flags = [np.zeros(two, bool) for _ in range(5)] + [np.zeros(one, bool)]
         return cls(*integers, *flags)
 

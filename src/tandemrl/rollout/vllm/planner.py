@@ -8,9 +8,6 @@ forward passes of each model. How it does that depends on the mode:
 - ``lazy``: a decoding request is computed only by the author of its next token, from where that model stopped. The
   other model catches up in one chunk when its turn comes. Prompts are computed by both models, or by the only one that
   writes.
-- ``majority``: as lazy, but if both models are wanted in a decoding step, only the one that more rows want runs. The
-  other rows wait, for at most ``MAX_WAIT`` steps. A step then has fewer passes and fewer rows. It pays where a pass
-  costs mostly the reading of the weights.
 - ``lockstep``: both models compute every token.
 - ``draft``: as lazy, but rows that decode are left to a ``drafting.Round``, in which the junior drafts.
 - ``auto``: lazy or draft, whichever ``rollout.drafting`` expects to be cheaper, from step to step.
@@ -35,13 +32,11 @@ from tandemrl.selection import Strategy
 from tandemrl.selection.draws import SAMPLING, fold_in, stream
 from tandemrl.selection.live import LiveSelection
 
-SchedulingMode = Literal["lazy", "majority", "lockstep", "draft", "auto"]
+SchedulingMode = Literal["lazy", "lockstep", "draft", "auto"]
 DRAFTING: tuple[SchedulingMode, ...] = ("draft", "auto")
 """The modes in which the junior may draft."""
 DRAWN_AHEAD = 64
 """How many keys of token draws are computed at once for a row."""
-MAX_WAIT = 8
-"""How many steps a row may wait for its author in ``majority`` mode."""
 MEMORY = 4096
 """If more tokens than this have been drafted, or written where both may write, the counts of both are halved. A server
 has one endless call, in which old counts would otherwise outweigh new ones."""
@@ -212,7 +207,6 @@ class Planner:
         for array in (ledger.computed, ledger.sent, ledger.known, ledger.replace):
             array[:, at] = 0
         ledger.changed[:, at] = True
-        ledger.waited[at] = 0
         ledger.drawn[at] = -1
         for slot in slots:
             self._blocks[slot] = []
@@ -311,8 +305,6 @@ class Planner:
         if self.mode != "lockstep":
             other = 1 - ledger.author[slots]
             run[other[decoding], decoding.nonzero()[0]] = False
-            if self.mode == "majority" and decoding.all():
-                self._postpone(run, slots)
         drafted = decoding & ledger.drafts[slots] & ledger.known[JUNIOR, slots] & (room and self.mode in DRAFTING)
         self.drafting = drafted.nonzero()[0]
         run[:, self.drafting] = False
@@ -489,21 +481,6 @@ class Planner:
             ledger.computed[who, slot] = run * self.block_size
         ledger.sent[:, slot] = 0
         ledger.replace[:, slot] = ledger.known[:, slot]
-
-    def _postpone(self, run: np.ndarray, slots: np.ndarray) -> None:
-        """Take the rows of one model out of a decoding step.
-
-        It is the model with fewer rows, unless one of them has waited too long.
-
-        Args:
-            run: whether each model computes each row, by (author, row). It is changed in place.
-            slots: the slot of each row.
-        """
-        waited = self.ledger.waited[slots]
-        overdue = [int(waited[rows].max(initial=0)) for rows in run]
-        chosen = int(np.argmax(overdue if max(overdue) >= MAX_WAIT else run.sum(1)))
-        run[1 - chosen] = False
-        self.ledger.waited[slots] = np.where(run[chosen], 0, waited + 1)
 
     def prepare_passes(
         self,

@@ -162,11 +162,10 @@ class TandemGPUWorker(_TandemWorker, Worker):  # type: ignore[misc]  # likewise
 
 
 class TandemScheduler(Scheduler):
-    """vLLM's scheduler with three additions.
+    """vLLM's scheduler with two additions.
 
-    It gives requests KV slots for drafts, as many as the workers ask for and its budget allows. It schedules a token
-    again if the request had to wait for its author. And it splits outputs with several tokens, if the request has stop
-    strings.
+    It gives requests KV slots for drafts, as many as the workers ask for and its budget allows. And it splits outputs
+    with several tokens, if the request has stop strings.
     """
 
     _ahead = 0
@@ -185,17 +184,13 @@ class TandemScheduler(Scheduler):
     def update_from_output(
         self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput
     ) -> dict[int, Any]:
-        """Take up the output of a step as vLLM does, and prepare waiting requests and drafts for the next step."""
-        written = [*zip(model_runner_output.req_ids, model_runner_output.sampled_token_ids, strict=True)]
+        """Take up the output of a step as vLLM does, and note how far the junior drafts in the next step."""
+        written = zip(model_runner_output.req_ids, model_runner_output.sampled_token_ids, strict=True)
         several = [self.requests.get(id) for id, tokens in written if len(tokens) > 1]
         with_strings = {r.request_id for r in several if r is not None and r.sampling_params and r.sampling_params.stop}
         outputs = super().update_from_output(scheduler_output, model_runner_output)
         if isinstance(model_runner_output, TandemOutput) and model_runner_output.chosen is not None:
             self._follow(model_runner_output.chosen)
-        for id, tokens in written:
-            request = None if tokens else self.requests.get(id)
-            if request is not None and request.num_computed_tokens >= request.num_tokens:
-                request.num_computed_tokens = request.num_tokens - 1
         for each in outputs.values() if with_strings else ():
             each.outputs = [
                 one
