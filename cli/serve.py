@@ -57,7 +57,7 @@ def serve(
     try:
         from tandemrl.rollout.vllm import server
         from tandemrl.rollout.vllm.authorship import selection_of
-        from tandemrl.rollout.vllm.planner import DRAFTING, check_mode
+        from tandemrl.rollout.vllm.modes import DRAFTING, check_mode
         from tandemrl.rollout.vllm.settings import TandemOptions
     except ImportError as error:
         raise cannot_import("tandemrl serve", error) from None

@@ -5,7 +5,7 @@ import pytest
 from tandemrl.rollout.drafting import (
     LENGTHS,
     MARGIN,
-    STEADY,
+    MIN_ROUNDS,
     VLLM_CPU,
     VLLM_CUDA,
     Choice,
@@ -69,14 +69,14 @@ def test_a_length_that_was_asked_for_is_the_only_one() -> None:
 
 
 def test_another_choice_takes_time_and_a_margin() -> None:
-    """Nothing changes before `STEADY` rounds, and what looks cheaper by less than `MARGIN` never does."""
+    """Nothing changes before `MIN_ROUNDS` rounds, and what looks cheaper by less than `MARGIN` never does."""
     pair = PAIRS["tiny"]
     drafts, cheap, dear = Drafts(4, pair), Load(8, 64), Load(1, 64)
     cost = {a: pair.draft(4, cheap) / kept(5, wrong(seen(a / 1000), 0.5, Passes())) for a in range(0, 1001, 5)}
     single = pair.step(cheap)
     now = drafts.choose(Choice(), cheap, seen(0.95))
     assert now == Choice(4, 0)
-    for rounds in range(1, STEADY + 1):
+    for rounds in range(1, MIN_ROUNDS + 1):
         now = drafts.choose(now, dear, seen(0.0))
         assert now == Choice(4, rounds)
     assert drafts.choose(now, dear, seen(0.0)) == Choice(0, 0)
@@ -84,9 +84,9 @@ def test_another_choice_takes_time_and_a_margin() -> None:
     close = [a / 1000 for a, seconds in cost.items() if 1 / MARGIN < seconds / single < MARGIN]
     assert len(close) > 3
     for now in (Choice(0), Choice(4)):
-        for round in range(5 * STEADY):
+        for round in range(5 * MIN_ROUNDS):
             now = drafts.choose(now, cheap, seen(close[round % len(close)]))
-            assert now.rounds == STEADY + round + 1
+            assert now.rounds == MIN_ROUNDS + round + 1
 
 
 def test_who_knows_nothing_tries() -> None:

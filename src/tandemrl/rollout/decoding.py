@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from tandemrl.models.sampling import Truncation, draw, kept_tokens, penalise, race_times
+from tandemrl.rollout.drafting import count_accepted
 from tandemrl.rollout.engine import Aborts, Completion, EngineError, Passes, Request, StopReason
 from tandemrl.rollout.kv_cache import KVCache, Layers, chunk_hidden, column_mask, extend, prefill
 from tandemrl.selection.draws import SAMPLING, fold_in, stream
@@ -278,7 +279,8 @@ class DecodingBatch:
             inside = (torch.arange(block.tokens.shape[1]) < count[:, None]).to(self.device)
             self.counts.scatter_add_(1, block.tokens.to(self.device), inside.long())
         last = block.tokens[rows, (count - 1).clamp(min=0)]
-        # An ended row stands still until it is retired: it must not outgrow its model's context or its output row.
+        # A refused draft stays in the caches behind ``position``, where the mask hides it until it is overwritten. An
+        # ended row stands still until it is retired: it must not outgrow its model's context or its output row.
         self.position, self.written = self.position + count, self.written + count
         ended = self._finish(last, stops)
         # A row that may come back keeps its state and its columns. Of another, nobody asks what it goes on with.
@@ -383,8 +385,8 @@ class DecodingBatch:
         if block.guesses is None:
             return Passes(total, *(live * (who in self.caches) for who in (1, 0)))
         examined = block.authors & (torch.arange(block.tokens.shape[1]) < count[:, None])
-        accepted = examined & (block.guesses == block.tokens)
-        return Passes(total, live, live * block.tokens.shape[1], int(examined.sum()), int(accepted.sum()))
+        accepted = count_accepted(examined, block.guesses == block.tokens)
+        return Passes(total, live, live * block.tokens.shape[1]) + accepted
 
     def _finish(self, last: Int64[Tensor, " b"], stopped: Bool[Tensor, " b"]) -> list[int]:
         """End the rows that have stopped at their last token or have no token left, and return their indices."""

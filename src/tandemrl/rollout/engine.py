@@ -206,7 +206,7 @@ class Passes(NamedTuple):
     """How many tokens the junior drafted where the senior is the author, up to and with the first one in each draft
     that the senior draws otherwise."""
     accepted: int = 0
-    """How many of the drafted tokens the senior draws, too."""
+    """How many of the drafted tokens the senior draws, too (``drafting.count_accepted``)."""
 
     @property
     def acceptance(self) -> float | None:

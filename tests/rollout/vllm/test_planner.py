@@ -6,9 +6,11 @@ import torch
 
 from helpers import VOCABULARY, strategies
 from tandemrl.rollout.drafting import VLLM_CPU, Drafts, Pair, Size
-from tandemrl.rollout.engine import EngineError, Request, Sampling, replay_turns
+from tandemrl.rollout.engine import EngineError, Passes, Request, Sampling, replay_turns
 from tandemrl.rollout.vllm.drafting import Round
-from tandemrl.rollout.vllm.planner import DRAFTING, JUNIOR, SENIOR, Admission, Planner, check_mode
+from tandemrl.rollout.vllm.kv_state import JUNIOR, SENIOR
+from tandemrl.rollout.vllm.modes import DRAFTING, check_mode
+from tandemrl.rollout.vllm.planner import Admission, Planner
 from tandemrl.rollout.vllm.rows import Row
 from tandemrl.selection import Strategy, alternating, alternating_turns, bernoulli, chunk, solo, turn
 from tandemrl.selection.draws import SAMPLING, fold_in, mix64, stream
@@ -246,7 +248,7 @@ def test_every_position_is_computed_before_it_is_read(mode, caching, seed) -> No
         assert planner.recorded[key] == replay_turns(strategy_of[key], [key], [own]).author[0].tolist()
     planner.finish(list(planner.slots))
     planner.forget_rows()
-    assert sorted(planner._free) == list(range(len(planner._blocks)))
+    assert sorted(planner._free) == list(range(len(planner.state.blocks)))
 
 
 def steps(planner: Planner, strategy: Strategy, *, prompt: int = 5, tokens: int = 12) -> None:
@@ -349,7 +351,7 @@ def test_finished_requests_leave_nothing_behind() -> None:
         planner.postprocess(np.full(5, 9))
         planner.finish([*ids, "unknown"])
     assert planner.slots == {}
-    assert len(planner._blocks) == 8  # grown to the five that were there at once, not to all 250
+    assert len(planner.state.blocks) == 8  # grown to the five that were there at once, not to all 250
     assert len(planner.selection._strategies) <= 6
 
 
@@ -368,7 +370,7 @@ def test_drafts_are_chosen_by_what_a_call_has_shown() -> None:
     kinds = [bernoulli(0.5), bernoulli(0.5), bernoulli(0.5), solo("senior"), solo("junior"), bernoulli(0.5)]
     planner.admit([Admission(id, 10 + i, i, kinds[i], drafts=i < 5) for i, id in enumerate(ids)])
     planner.schedule(ids, [0] * 6, [10 + i for i in range(6)], [list(range(8 * i, 8 * i + 8)) for i in range(6)])
-    assert planner.ledger.reads[JUNIOR].tolist()[:6] == planner.ledger.known[JUNIOR].tolist()[:6]
+    assert planner.state.reads[JUNIOR].tolist()[:6] == planner.state.known[JUNIOR].tolist()[:6]
     planner.postprocess(np.full(6, 5))
     chosen = planner.choose(ids)
     assert chosen.load.rows == 5
@@ -377,7 +379,7 @@ def test_drafts_are_chosen_by_what_a_call_has_shown() -> None:
     assert chosen.choice.ahead > 0
     senior_alone, junior_alone = (planner.choose([id]).load.share for id in ids[3:5])
     assert (senior_alone, junior_alone) == (1, 0)
-    planner.count_drafted(1000, 300)
+    planner.count_drafted(Passes(drafted=1000, accepted=300))
     assert planner.choose(ids[3:4]).passes.acceptance == 0.3
     for _ in range(20):
         last = planner.choose(ids[3:4]).choice
@@ -386,7 +388,7 @@ def test_drafts_are_chosen_by_what_a_call_has_shown() -> None:
     for _ in range(100):  # what others write meanwhile: in a server no call ever begins anew
         planner.count_written(both, np.arange(1000) % 2)
     assert planner.choose(ids[3:4]).passes.acceptance is None
-    planner.begin_call()
+    planner.chooser.begin_call()
     assert planner.choose(ids[:3]).passes.acceptance is None
     assert planner.choose(ids[:3]).choice.ahead > 0
 
@@ -397,4 +399,4 @@ def test_nobody_reads_along_where_drafts_do_not_pay() -> None:
         drafts = Drafts(None, Pair(senior, junior, VLLM_CPU))
         planner = Planner(budget=64, block_size=BLOCK, num_blocks=16, mode=mode, drafts=drafts)
         planner.admit([Admission("a", 5, 7, solo("senior"))])
-        assert planner.ledger.reads[JUNIOR, planner.slots["a"]] == reads
+        assert planner.state.reads[JUNIOR, planner.slots["a"]] == reads

@@ -33,7 +33,7 @@ from tandemrl.rollout.engine import (
 )
 from tandemrl.rollout.vllm import VLLM_TESTED
 from tandemrl.rollout.vllm.backend import Backend
-from tandemrl.rollout.vllm.planner import DRAFTING, SchedulingMode, check_mode
+from tandemrl.rollout.vllm.modes import DRAFTING, SchedulingMode, check_mode
 from tandemrl.rollout.vllm.rows import Row, authors_of
 from tandemrl.rollout.vllm.settings import TandemOptions, history_arguments
 from tandemrl.selection import Who
@@ -389,7 +389,7 @@ class VllmEngine:
         return {key: np.array(authors, dtype=np.int8) for key, authors in self.backend.call("tandem_record")[0].items()}
 
     def stats(self) -> dict[str, Any]:
-        """The counts of ``ledger.Stats``, and as ``requests`` the number of requests in the ledger."""
+        """The counts of ``planner.Stats``, and as ``requests`` the number of requests that the planner knows."""
         return self.backend.call("tandem_stats")[0]
 
     def close(self) -> None:
