@@ -185,7 +185,7 @@ class RolloutConfig:
     """Permit a chat template that rewrites earlier turns once later ones follow, as Qwen3's leaves out their thoughts.
     All turns then stay as they were written, so that the models read some tokens more than the template would show."""
     max_rows: PositiveInt = 256
-    """Most rows that are decoded at once."""
+    """Maximum number of concurrent sequences."""
     draft_tokens: DraftTokens = 0
     """Tokens that the junior writes ahead, whoever their author is, before the senior reads them all at once and draws
     its own tokens again. The text is the same, with fewer passes of a senior that costs more than its junior. auto: as

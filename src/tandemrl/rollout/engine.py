@@ -361,7 +361,7 @@ def check_completion(completion: Completion) -> None:
             f"completion {completion.key}: authors must be 0 (junior) or 1 (senior), or -1 between turns of an episode"
         )
     if length and completion.behaviour_logprobs[completion.author < 0].any():
-        raise EngineError(f"completion {completion.key}: what the world says has no log-prob but 0")
+        raise EngineError(f"completion {completion.key}: the observation has a log-prob other than 0")
     if length and not np.isfinite(completion.behaviour_logprobs).all():
         raise EngineError(f"completion {completion.key}: behaviour_logprobs are not finite")
 

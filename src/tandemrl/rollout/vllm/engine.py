@@ -251,10 +251,10 @@ class VllmEngine:
                     waiting.remove(reply.number)
                     if any(not 0 <= token < self.vocabulary for token in reply.context):
                         raise EngineError(
-                            f"completion {reply.number}: what the world says has a token outside the vocabulary of "
+                            f"completion {reply.number}: the observation has a token outside the vocabulary of "
                             f"{self.vocabulary}"
                         )
-                    if row.hear(reply):
+                    if row.add_observation(reply):
                         flying[row.number] = self._begin_turn(row)
         except BaseException:
             llm.abort_request(list(flying.values()), internal=True)
