@@ -1,6 +1,8 @@
 """What is chosen from round to round: lazily decoded tokens, or drafts of which length."""
 
+import numpy as np
 import pytest
+import torch
 
 from tandemrl.rollout.drafting import (
     LENGTHS,
@@ -14,6 +16,7 @@ from tandemrl.rollout.drafting import (
     Load,
     Pair,
     Size,
+    count_accepted,
     kept,
     wrong,
 )
@@ -114,3 +117,13 @@ def test_a_step_costs_what_its_passes_cost() -> None:
     assert kept(5, 0.0) == 5
     assert kept(3, 0.5) == 1 + 0.5 + 0.25
     assert wrong(Passes(drafted=80, accepted=60), 0.5, Passes(drafted=20, accepted=15)) == 0.125
+
+
+def test_acceptance_is_a_matter_of_what_the_senior_can_refuse() -> None:
+    """Three guesses, of which it draws two; what it would have said of the junior's own tokens does not matter."""
+    guesses = np.array([[True, True, False], [True, False, False]])
+    right = np.array([[True, False, True], [True, True, False]])
+    assert count_accepted(guesses, right) == Passes(drafted=3, accepted=2)
+    counted = count_accepted(torch.from_numpy(guesses), torch.from_numpy(right))
+    assert (counted.drafted, counted.accepted, counted.tokens) == (3, 2, 0)
+    assert count_accepted(guesses[:0], right[:0]).acceptance is None

@@ -89,7 +89,7 @@ class TandemModelRunner:
         return getattr(self.__dict__["runners"][SENIOR], name)
 
     @contextmanager
-    def _acting(self, who: int) -> Iterator[Any]:
+    def runner_of(self, who: int) -> Iterator[Any]:
         """A context with the runner of one model, under its own config and on its device, for start-up only."""
         runner = self.runners[who]
         with set_current_vllm_config(runner.vllm_config), self._devices[who]:
@@ -98,7 +98,7 @@ class TandemModelRunner:
     def _each(self, method: str, *args: Any, **kwargs: Any) -> list[Any]:
         results = []
         for who in self.runners:
-            with self._acting(who) as runner:
+            with self.runner_of(who) as runner:
                 results.append(getattr(runner, method)(*args, **kwargs))
         return results
 
@@ -109,9 +109,9 @@ class TandemModelRunner:
         if plan is None:
             self._each("load_model", *args, **kwargs)
             return
-        with self._acting(JUNIOR) as junior:
+        with self.runner_of(JUNIOR) as junior:
             junior.load_model(*args, **kwargs)
-        with self._acting(SENIOR) as senior, adapters_on(junior.get_model(), plan, senior):
+        with self.runner_of(SENIOR) as senior, adapters_on(junior.get_model(), plan, senior):
             senior.load_model(*args, **kwargs)
 
     def _dummy_run(self, *args: Any, **kwargs: Any) -> Any:
@@ -139,7 +139,7 @@ class TandemModelRunner:
         """
         block_size = block_size_of(kv_cache_config)
         for who in self.runners:
-            with self._acting(who) as runner:
+            with self.runner_of(who) as runner:
                 runner.initialize_kv_cache(own_kv_cache(runner, kv_cache_config, block_size), *args, **kwargs)
         config = self.runners[SENIOR].vllm_config
         self.planner = Planner(

@@ -99,7 +99,7 @@ class _TandemWorker:
     def tandem_load(self, weights: Iterable[tuple[str, Tensor]] | str | bytes) -> None:
         """Replace the senior's weights; see ``weights.receive_weights``."""
         tandem = self.model_runner
-        with tandem._acting(SENIOR):
+        with tandem.runner_of(SENIOR):
             receive_weights(tandem.runners, weights, self.device, adapters=tandem.options.adapters is not None)
 
     def tandem_fingerprint(self, who: Who) -> int:
@@ -107,7 +107,7 @@ class _TandemWorker:
         tandem, author = self.model_runner, SENIOR if who == "senior" else JUNIOR
         if author not in tandem.runners:
             raise EngineError("this engine has no junior")
-        with tandem._acting(author):
+        with tandem.runner_of(author):
             return fingerprint_of(tandem.runners, author, adapters=tandem.options.adapters is not None)
 
 
@@ -134,7 +134,7 @@ class TandemGPUWorker(_TandemWorker, Worker):  # type: ignore[misc]  # likewise
         """
         super().wake_up(tags)
         if self._slept is not None and (tags is None or "weights" in tags):
-            with self.model_runner._acting(JUNIOR) as runner:
+            with self.model_runner.runner_of(JUNIOR) as runner:
                 for name, buffer in runner.get_model().named_buffers():
                     buffer.copy_(self._slept[name])
                 runner.reload_weights()
