@@ -27,7 +27,7 @@ from tandemrl.rollout.vllm import worker as vllm_worker
 from tandemrl.rollout.vllm.backend import Backend
 from tandemrl.rollout.vllm.engine import VllmEngine
 from tandemrl.rollout.vllm.kv_state import JUNIOR, SENIOR
-from tandemrl.rollout.vllm.planner import Pass
+from tandemrl.rollout.vllm.planner import ForwardPass
 from tandemrl.rollout.vllm.runner import ModelRunnerOutput, TandemModelRunner
 from tandemrl.rollout.vllm.settings import TandemOptions
 from tandemrl.rollout.vllm.worker import TandemGPUWorker
@@ -321,7 +321,7 @@ def test_a_junior_on_a_second_device_is_launched_before_the_senior_is_sampled(mo
         fake.execute_model = calls(f"{name}.execute")
         fake.sample_tokens = calls(f"{name}.sample", Mock(spec=ModelRunnerOutput))
     none = np.zeros(1, np.int64)
-    work = Pass(["a"], [4], [1], [None], [1], [], set(), ends=none == 0, rows=none, slots=none)
+    work = ForwardPass(["a"], [4], [1], [None], [1], [], set(), ends=none == 0, rows=none, slots=none)
     runner._scheduled = vllm_runner.SchedulerOutput.make_empty()
     runner.planner = SimpleNamespace(token_keys=lambda ids, work: torch.zeros(0, dtype=torch.int64))
     for who in runner.runners:

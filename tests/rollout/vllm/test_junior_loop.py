@@ -30,7 +30,7 @@ from tandemrl.rollout.drafting import Choice, Drafts, Load
 from tandemrl.rollout.engine import Completion, Passes, Request, Sampling
 from tandemrl.rollout.vllm.drafting import Round
 from tandemrl.rollout.vllm.kv_state import JUNIOR
-from tandemrl.rollout.vllm.planner import Pass
+from tandemrl.rollout.vllm.planner import ForwardPass
 from tandemrl.selection import chunk
 
 pytestmark = VLLM
@@ -262,7 +262,7 @@ def test_what_cannot_stay_on_the_device() -> None:
     step = Mock(Round, depths=4, ahead=np.array([3, 1]))
 
     def answer(depth: int = 0, ends: tuple[bool, ...] = (True, True), **runner: Any) -> bool:
-        forward = Mock(Pass, rows=np.arange(len(ends)), ends=np.array(ends))
+        forward = Mock(ForwardPass, rows=np.arange(len(ends)), ends=np.array(ends))
         return stays_on_device(SimpleNamespace(**(POSSIBLE | runner)), step, depth, forward)
 
     assert answer()

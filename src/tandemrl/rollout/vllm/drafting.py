@@ -19,7 +19,7 @@ from torch import Tensor
 
 from tandemrl.rollout.drafting import count_accepted
 from tandemrl.rollout.vllm.kv_state import JUNIOR, SENIOR
-from tandemrl.rollout.vllm.planner import Pass, Planner
+from tandemrl.rollout.vllm.planner import ForwardPass, Planner
 from tandemrl.selection.draws import fold_in
 
 
@@ -91,7 +91,7 @@ class Round:
         for row in self.reads.nonzero()[0].tolist():
             yield self.ids[row], self.tokens[row, : last[row]].tolist()
 
-    def draft_passes(self, depth: int) -> list[Pass]:
+    def draft_passes(self, depth: int) -> list[ForwardPass]:
         """The junior's forward passes for the tokens at ``depth``. The last depth may need none."""
         # A pass reads the token in a slot and draws the next one, which needs no slot. So at its last slot a row needs
         # a token only if the junior is the author, but no guess. It takes part anyway where other rows do, since its KV
@@ -123,7 +123,7 @@ class Round:
         going = np.flatnonzero(self.ahead > depth)
         planner.check_writers(self.slots[going], self.authors[going, depth + 1], [self.ids[i] for i in going.tolist()])
 
-    def catch_up_passes(self) -> list[Pass]:
+    def catch_up_passes(self) -> list[ForwardPass]:
         """The senior's forward passes over tokens before the drafts that it has not read.
 
         There are none if these tokens and the drafts fit into one pass together.
@@ -135,7 +135,7 @@ class Round:
         before = self._length - 1
         return self._passes(SENIOR, wanted & (self._computed[SENIOR] < before), before, self.outputs, wanted=False)
 
-    def verify_pass(self) -> Pass | None:
+    def verify_pass(self) -> ForwardPass | None:
         """The senior's forward pass over each draft up to its own last token; None if it is the author of no token."""
         last = self.last
         passes = self._passes(SENIOR, self.reads, self._length + last, self.outputs + last, wanted=True)
@@ -185,7 +185,9 @@ class Round:
 
     # ---------------------------------------------------------------------------------------------------------- details
 
-    def _passes(self, who: int, run: np.ndarray, end: np.ndarray, outputs: np.ndarray, *, wanted: bool) -> list[Pass]:
+    def _passes(
+        self, who: int, run: np.ndarray, end: np.ndarray, outputs: np.ndarray, *, wanted: bool
+    ) -> list[ForwardPass]:
         """The passes in which one model computes rows of the round up to ``end``.
 
         Args:

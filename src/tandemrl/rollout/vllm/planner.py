@@ -49,7 +49,7 @@ class Admission(NamedTuple):
 
 
 @dataclass(slots=True)
-class Pass:
+class ForwardPass:
     """One forward pass of one model. Row i computes ``count[i]`` tokens of ``ids[i]`` from position ``start[i]`` on."""
 
     ids: list[str]
@@ -184,7 +184,7 @@ class Planner:
             for admission, slot in zip(admissions, slots, strict=True):
                 self.authors_of[slot] = self.recorded.setdefault(admission.key, [])
 
-    def token_keys(self, ids: Sequence[str], forward: Pass | None = None) -> Int64[Tensor, " b"]:
+    def token_keys(self, ids: Sequence[str], forward: ForwardPass | None = None) -> Int64[Tensor, " b"]:
         """The keys that the next tokens of some requests are drawn with. They are the same whichever model draws.
 
         Args:
@@ -227,7 +227,7 @@ class Planner:
         resumed: Collection[str] = (),
         *,
         room: bool = True,
-    ) -> tuple[list[Pass], list[Pass]]:
+    ) -> tuple[list[ForwardPass], list[ForwardPass]]:
         """The forward passes of the junior and of the senior for one scheduler step.
 
         Args:
@@ -382,7 +382,7 @@ class Planner:
         ends: np.ndarray,
         *,
         provisional: bool = False,
-    ) -> list[Pass]:
+    ) -> list[ForwardPass]:
         """The passes in which one model computes rows up to ``end``, as few as the budget allows.
 
         Args:
@@ -416,10 +416,10 @@ class Planner:
 
     def _prepare_pass(
         self, who: int, rows: np.ndarray, slots: np.ndarray, start: np.ndarray, count: np.ndarray, ends: np.ndarray
-    ) -> Pass:
+    ) -> ForwardPass:
         state, ids = self.state, self._step[0]
         state.computed[who][slots] = start + count
-        forward = Pass(
+        forward = ForwardPass(
             ids=ids if len(rows) == len(ids) else [ids[i] for i in rows.tolist()],
             start=start.tolist(),
             count=count.tolist(),

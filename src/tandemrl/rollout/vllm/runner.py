@@ -31,7 +31,7 @@ from tandemrl.rollout.vllm.kv_state import JUNIOR, SENIOR
 from tandemrl.rollout.vllm.kv_tensors import block_size_of, layers_of, own_kv_cache
 from tandemrl.rollout.vllm.modes import DRAFTING, check_mode
 from tandemrl.rollout.vllm.outputs import Written, sampled
-from tandemrl.rollout.vllm.planner import Pass, Planner
+from tandemrl.rollout.vllm.planner import ForwardPass, Planner
 from tandemrl.rollout.vllm.request_data import admission, mirror_tokens, refuse_unsupported, set_outputs, unseeded
 from tandemrl.rollout.vllm.sampler import TandemSampler
 from tandemrl.rollout.vllm.settings import TandemOptions
@@ -42,7 +42,7 @@ from tandemrl.selection import Strategy
 class _Launched(NamedTuple):
     """A pass that was launched. ``output`` is None until its tokens are sampled."""
 
-    forward: Pass
+    forward: ForwardPass
     output: ModelRunnerOutput | None
 
 
@@ -290,7 +290,7 @@ class TandemModelRunner:
                     written.put(step.rows[some.rows], some.depths, some.tokens, some.logprobs)
         return step.settle()
 
-    def _sampled_draws(self, step: Round, depth: int, forward: Pass) -> Draws:
+    def _sampled_draws(self, step: Round, depth: int, forward: ForwardPass) -> Draws:
         """Sample the junior's tokens at ``depth`` with its runner, which has launched ``forward``."""
         order = [step.index[id] for id in self.runners[JUNIOR].input_batch.req_ids]
         output = self._sample(JUNIOR, step.keys[order, depth])
@@ -298,7 +298,7 @@ class TandemModelRunner:
         rows = np.array([step.index[id] for id in ids], dtype=np.int64)
         return Draws(rows, np.full_like(rows, depth), *sampled(output, ids))
 
-    def _launch(self, who: int, forward: Pass, data: Mapping[str, NewRequestData]) -> None:
+    def _launch(self, who: int, forward: ForwardPass, data: Mapping[str, NewRequestData]) -> None:
         """Launch a pass on the runner of one model.
 
         Args:
