@@ -17,8 +17,9 @@ import numpy as np
 import torch
 from torch import Tensor
 from vllm.config import set_current_vllm_config
+from vllm.v1.core.kv_cache_utils import get_kv_cache_config_from_groups, get_kv_cache_groups
 from vllm.v1.core.sched.output import CachedRequestData, NewRequestData, SchedulerOutput
-from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheSpec
+from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheSpec
 from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT, ModelRunnerOutput
 
 from tandemrl.rollout.drafting import Drafts
@@ -28,7 +29,6 @@ from tandemrl.rollout.vllm.draft_choice import pair_of
 from tandemrl.rollout.vllm.drafting import Round
 from tandemrl.rollout.vllm.junior_loop import JuniorLoop, stays_on_device
 from tandemrl.rollout.vllm.kv_state import JUNIOR, SENIOR
-from tandemrl.rollout.vllm.kv_tensors import block_size_of, layers_of, own_kv_cache
 from tandemrl.rollout.vllm.modes import DRAFTING, check_mode
 from tandemrl.rollout.vllm.outputs import Written, sampled
 from tandemrl.rollout.vllm.planner import ForwardPass, Planner
@@ -36,7 +36,10 @@ from tandemrl.rollout.vllm.request_data import admission, mirror_tokens, refuse_
 from tandemrl.rollout.vllm.sampler import TandemSampler
 from tandemrl.rollout.vllm.settings import TandemOptions
 from tandemrl.rollout.vllm.verifying import Draws, draws
+from tandemrl.rollout.vllm.versions import adopt_kv_cache_layout, copy_kv_cache_facts
 from tandemrl.selection import Strategy
+
+PREFIX = "junior."  # of the junior's layers, where both models' layers are named side by side
 
 
 class _Launched(NamedTuple):
@@ -128,8 +131,25 @@ class TandemModelRunner:
         return sum(runner.model_memory_usage for runner in self.runners.values())
 
     def get_kv_cache_spec(self) -> dict[str, KVCacheSpec]:
-        """The layers of both models; see ``kv_tensors.layers_of``."""
-        return layers_of(self.runners)
+        """The layers of both models, so that a block id stands for memory in both.
+
+        The junior's layers have the prefix ``PREFIX``. If the junior has a device of its own, they are left out.
+
+        Raises:
+            EngineError: a layer has another kind of attention than full attention.
+        """
+        specs: dict[str, KVCacheSpec] = {}
+        for who, runner in self.runners.items():
+            own = runner.get_kv_cache_spec()
+            for name, spec in own.items():
+                if type(spec) is not FullAttentionSpec or spec.sliding_window is not None:
+                    raise EngineError(
+                        f"tandem decoding needs full attention; layer {name} of {runner.model_config.model} has "
+                        f"{type(spec).__name__}. Sliding windows and state-space layers are not supported"
+                    )
+            if who == SENIOR or runner.device == self.runners[SENIOR].device:
+                specs |= {(name if who == SENIOR else PREFIX + name): spec for name, spec in own.items()}
+        return specs
 
     def initialize_kv_cache(self, kv_cache_config: KVCacheConfig, *args: Any, **kwargs: Any) -> None:
         """Make KV tensors for both models, each with the scheduler's number of blocks, and the planner.
@@ -137,10 +157,12 @@ class TandemModelRunner:
         Raises:
             EngineError: there is more than one KV cache group, or a model cannot share its blocks.
         """
-        block_size = block_size_of(kv_cache_config)
+        if len(kv_cache_config.kv_cache_groups) != 1:
+            raise EngineError(f"tandem decoding needs one KV cache group, found {len(kv_cache_config.kv_cache_groups)}")
+        block_size = kv_cache_config.kv_cache_groups[0].kv_cache_spec.block_size
         for who in self.runners:
             with self.runner_of(who) as runner:
-                runner.initialize_kv_cache(own_kv_cache(runner, kv_cache_config, block_size), *args, **kwargs)
+                runner.initialize_kv_cache(_own_kv_cache(runner, kv_cache_config, block_size), *args, **kwargs)
         config = self.runners[SENIOR].vllm_config
         self.planner = Planner(
             budget=config.scheduler_config.max_num_batched_tokens,
@@ -352,3 +374,28 @@ class TandemModelRunner:
         with self._devices[who]:
             runner.sampler.topk_topp_sampler.token_keys = keys
             return runner.sample_tokens(None)
+
+
+def _own_kv_cache(runner: Any, shared: KVCacheConfig, block_size: int) -> KVCacheConfig:
+    """The KV cache config of one model: its own layers, with the block ids of the scheduler.
+
+    Args:
+        runner: the model runner.
+        shared: the scheduler's KV cache config.
+        block_size: tokens in a block.
+
+    Raises:
+        EngineError: the model cannot have blocks of this size, or not as many.
+    """
+    config = runner.vllm_config
+    adopt_kv_cache_layout(config, shared)
+    groups = get_kv_cache_groups(config, runner.get_kv_cache_spec())
+    if len(groups) != 1 or groups[0].kv_cache_spec.block_size != block_size:
+        raise EngineError(f"{config.model_config.model}: its KV cache cannot share blocks of {block_size} tokens")
+    page = sum(spec.page_size_bytes for spec in runner.get_kv_cache_spec().values())
+    own = get_kv_cache_config_from_groups(config, groups, shared.num_blocks * page)
+    if own.num_blocks != shared.num_blocks:
+        raise EngineError(f"planned {own.num_blocks} KV blocks instead of {shared.num_blocks}")
+    copy_kv_cache_facts(shared, own)
+    config.cache_config.num_gpu_blocks = shared.num_blocks
+    return own
