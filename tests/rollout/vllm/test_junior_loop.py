@@ -87,7 +87,7 @@ def write(monkeypatch: pytest.MonkeyPatch) -> Write:
 
 
 def state(tandem: Any, ids: list[str]) -> list[Any]:
-    """What the next step builds upon, by request: the ledger, the filled blocks, the runners' tokens."""
+    """What the next step builds upon, by request: its counts, the filled blocks, the runners' tokens."""
     planner = tandem.planner
     state, slots = planner.state, [planner.slots[id] for id in ids]
     known = [state.length, state.author, *state.computed, *state.sent, *state.known, *state.changed]
