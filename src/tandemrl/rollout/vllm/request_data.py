@@ -10,8 +10,8 @@ from vllm.v1.core.sched.output import NewRequestData, SchedulerOutput
 
 from tandemrl.rollout.engine import EngineError
 from tandemrl.rollout.vllm.planner import Admission
+from tandemrl.rollout.vllm.rows import history_of
 from tandemrl.rollout.vllm.sampler import can_draft
-from tandemrl.rollout.vllm.settings import history_of
 from tandemrl.rollout.vllm.versions import misdone
 from tandemrl.selection import Strategy
 from tandemrl.selection.draws import mix64
