@@ -318,7 +318,7 @@ def draw() -> str:
 def tandem_cost() -> str:
     records = [line for line in lines("tandem_cost.jsonl") if "pair" not in line]
     models = {"tiny": "0.4M", "mid": "63M", "kv": "KV-heavy 6M"}
-    pairs = ("lockstep / stock", "lazy / solo", "lazy / stock", "lazy / lockstep", "majority / lazy")
+    pairs = ("lockstep / stock", "lazy / solo", "lazy / stock", "lazy / lockstep")
     rows = []
     for line in records:
         shown = {pair: f"{line['ratios'][pair]['median']:.2f}" for pair in pairs}

@@ -153,6 +153,18 @@ def test_later_sources_win_and_one_data_source_needs_no_brackets(tmp_path: Path)
     assert (config.data.train, config.data.eval) == (("a.jsonl",), ("b.jsonl",))
 
 
+def test_a_value_that_was_removed_is_an_error_until_it_is_replaced(tmp_path: Path) -> None:
+    file = tmp_path / "old.yaml"
+    file.write_text("rollout:\n  vllm:\n    mode: majority\n")
+    message = f"{file}: rollout.vllm.mode=majority: this mode was removed, since drafts gain more; set auto, with "
+    with pytest.raises(ConfigError, match=re.escape(message)) as error:
+        load(file)
+    assert "\n" not in str(error.value)
+    assert load(file, ["rollout.vllm.mode=auto"]).rollout.vllm.mode == "auto"
+    with pytest.raises(ConfigError, match=r"^rollout\.vllm\.mode=majority: this mode was removed"):
+        load(None, ["rollout.vllm.mode=majority"])
+
+
 def test_a_config_is_frozen() -> None:
     with pytest.raises(dataclasses.FrozenInstanceError):
         load().train.lr = 1.0  # type: ignore[misc]

@@ -84,8 +84,8 @@ def _rules(config: Config) -> list[tuple[bool, str, str]]:
     return [
         (r.group_size >= (1 if lo.recipe == "ppo" else 2), "rollout.group_size", "at least 2: a group of one has no advantage (with ppo, at least 1)"),
         (r.tensor_parallel == 1 or r.engine == "vllm", "rollout.tensor_parallel", "1 with the torch engine"),
-        (r.draft_tokens == 0 or m.junior is not None or s.strategy != "solo", "rollout.draft_tokens", "0 without a junior (model.junior): nobody else drafts"),
-        (not r.tools or r.environment != "single", "rollout.tools", "empty with rollout.environment=single, in which nobody calls any"),
+        (r.draft_tokens == 0 or m.junior is not None or s.strategy != "solo", "rollout.draft_tokens", "0 without model.junior: drafting requires model.junior"),
+        (not r.tools or r.environment != "single", "rollout.tools", "empty with rollout.environment=single, which calls no tools"),
         (r.environment != "tools" or len(r.tools) > 0, "rollout.tools", "at least one module:function with rollout.environment=tools"),
         (r.turn_tokens is None or r.turn_tokens <= r.max_tokens, "rollout.turn_tokens", f"null, or at most rollout.max_tokens ({r.max_tokens}), which is of all turns"),
         (s.anneal_steps == 0 or s.strategy in ("word", "word_aligned", "bernoulli", "turn"), "selection.anneal_steps", f"0 with {s.strategy}, which draws nothing"),
@@ -130,6 +130,6 @@ def _rules(config: Config) -> list[tuple[bool, str, str]]:
         (ret.url is None or patience < r.tool_timeout_s, "rollout.tool_timeout_s", f"above {patience:g}: what retrieval.timeout_s, retries and backoff_s allow a service, which would otherwise be a tool that is late"),
         (judge.command is None or judge.url is not None, "judge.command", "null without judge.url, the address that it serves"),
         (judge.command is None or judge.wait_s > 0, "judge.wait_s", "positive with judge.command: a server needs minutes to load a model, e.g. 1800"),
-        (judge.wait_s == 0 or judge.url is not None, "judge.wait_s", "0 without judge.url: there is nobody to wait for"),
+        (judge.wait_s == 0 or judge.url is not None, "judge.wait_s", "0 without judge.url: waiting requires judge.url"),
         (judge.api_key_env is None or judge.url is not None, "judge.api_key_env", "null without judge.url"),
     ]  # fmt: skip

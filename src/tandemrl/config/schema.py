@@ -113,12 +113,11 @@ class DataConfig:
 class VllmConfig:
     """Rollouts by `rollout.engine: vllm`."""
 
-    mode: Literal["lazy", "majority", "lockstep", "draft", "auto"] = "auto"
+    mode: Literal["lazy", "lockstep", "draft", "auto"] = "auto"
     """How the two models share the work. lazy: the author's model computes a token, and the other model catches up in
-    chunks; majority: as lazy, but only one of the models runs in a step while the rows of the other wait; lockstep:
-    both models compute every token; draft: the junior writes `rollout.draft_tokens` ahead, and the senior reads them at
-    once; auto: lazy or draft, from step to step, whichever should be cheaper, and lazy if `rollout.draft_tokens` is 0.
-    The tokens are the same in all modes."""
+    chunks; lockstep: both models compute every token; draft: the junior writes `rollout.draft_tokens` ahead, and the
+    senior reads them at once; auto: lazy or draft, from step to step, whichever should be cheaper, and lazy if
+    `rollout.draft_tokens` is 0. The tokens are the same in all modes."""
     multiprocess: bool = False
     """Run the engine in a process of its own, instead of in the trainer's; several trainer processes need that."""
     devices: str | None = None
@@ -186,7 +185,7 @@ class RolloutConfig:
     """Permit a chat template that rewrites earlier turns once later ones follow, as Qwen3's leaves out their thoughts.
     All turns then stay as they were written, so that the models read some tokens more than the template would show."""
     max_rows: PositiveInt = 256
-    """Most rows that are decoded at once."""
+    """Maximum number of concurrent sequences."""
     draft_tokens: DraftTokens = 0
     """Tokens that the junior writes ahead, whoever their author is, before the senior reads them all at once and draws
     its own tokens again. The text is the same, with fewer passes of a senior that costs more than its junior. auto: as

@@ -22,7 +22,7 @@ from tandemrl.rewards.routing import Kind
 from tandemrl.rewards.scoring import Scorer
 from tandemrl.rollout.engine import Engine
 from tandemrl.rollout.envs.environment import Environment
-from tandemrl.rollout.envs.episodes import Playground, make_playground
+from tandemrl.rollout.envs.episodes import EpisodeRunner, make_episode_runner
 from tandemrl.rollout.envs.factory import make_environment
 from tandemrl.rollout.factory import ModelSource, make_engine
 from tandemrl.rollout.judge import make_judge
@@ -151,7 +151,7 @@ class Session:
     @cached_property
     def prompts(self) -> tuple[list[Prompt], int]:
         """The prompts, and how many rows were dropped because they are too long."""
-        data, world = self.config.data, self.playground
+        data, world = self.config.data, self.episode_runner
         return encode_prompts(
             self.rows[: self.limit],
             self.tokenizer,
@@ -168,12 +168,12 @@ class Session:
         return self._environment or make_environment(self.config)
 
     @cached_property
-    def playground(self) -> Playground | None:
+    def episode_runner(self) -> EpisodeRunner | None:
         """Where the authors take turns with an environment. None if a prompt gets one response."""
         if not self.has_episodes:
             return None
         ends = stored_eos_token_ids(self.model, self.tokenizer)
-        return make_playground(self.config, self.tokenizer, environment=self._environment, eos_token_ids=ends)
+        return make_episode_runner(self.config, self.tokenizer, environment=self._environment, eos_token_ids=ends)
 
     @cached_property
     def judges(self) -> JudgePool:
@@ -241,8 +241,8 @@ class Session:
     def close(self) -> None:
         """End the processes that the session has started."""
         self.close_engine()
-        if "playground" in vars(self) and self.playground is not None:
-            self.playground.close()
+        if "episode_runner" in vars(self) and self.episode_runner is not None:
+            self.episode_runner.close()
 
     def close_engine(self) -> None:
         if self._engine is not None:

@@ -254,7 +254,7 @@ def _generate(phase: Phase, session: Session, progress: Progress) -> list[Sample
         profile=profile,
         samples=config.eval.samples,
         seed=config.eval.seed,
-        playground=session.playground,
+        episode_runner=session.episode_runner,
         progress=_meter(progress, f"{phase}: tokens", most),
     )
     progress(f"{phase}: tokens", most, most)

@@ -84,7 +84,7 @@ def build(
         check_judge=check_judge,
         stated=stated,
     ).require()
-    tokenizer, heldout, playground = preflight.tokenizer, preflight.heldout, preflight.playground
+    tokenizer, heldout, episode_runner = preflight.tokenizer, preflight.heldout, preflight.episode_runner
     prompts, dropped = preflight.prompts
 
     judge = preflight.judge or make_judge(config)
@@ -132,8 +132,8 @@ def build(
         sampling=sampling,
         vocabulary=vocabulary,
         scorer=scorer,
-        playground=playground,
-        acts_in=preflight.acts_in,
+        episode_runner=episode_runner,
+        environment_id=preflight.environment_id,
         judge=None if judge is None else judge.model,
         mismatch_limit=mismatch_limit(config, measure),
         device=device,

@@ -118,7 +118,7 @@ def train(
         run = build(config, recipe, strategy, world, by_name(reward), environment, check_judge, stated)
         config, silent = run.setup.config, quiet or not world.main
         locked = checkpoint.lock(config.output_dir) if world.main else nullcontext()
-        with locked, run.setup.scorer, run.setup.playground or nullcontext():
+        with locked, run.setup.scorer, run.setup.episode_runner or nullcontext():
             restore(run, resume)
             with Tracker(config.output_dir, config, console=console, quiet=silent, record=world.main) as tracker:
                 loop(run, tracker)
@@ -349,7 +349,7 @@ def rollout(
             seed=config.train.seed,
             step=step,
             drawn=drawn,
-            playground=setup.playground,
+            episode_runner=setup.episode_runner,
             progress=progress,
         )
     check_draws(completions.draws, setup.schedule.prob_senior(step))
@@ -425,7 +425,7 @@ def solo_metrics(run: Run, prompts: Sequence[Prompt], ks: Sequence[int]) -> dict
         tokenizer=setup.tokenizer,
         prompts=prompts,
         scorer=setup.scorer,
-        playground=setup.playground,
+        episode_runner=setup.episode_runner,
         profile=evals.profile_of(settings),
         samples=settings.train_samples,
         k=ks,

@@ -49,7 +49,7 @@ from tandemrl.rewards.functions import RewardFunction, with_environment
 from tandemrl.rewards.judge.rubric import Judge
 from tandemrl.rewards.scoring import Scorer
 from tandemrl.rollout.envs.environment import BrokenEnvironmentError, Environment
-from tandemrl.rollout.envs.episodes import Playground, make_caller
+from tandemrl.rollout.envs.episodes import EpisodeRunner, make_caller
 from tandemrl.rollout.envs.factory import make_environment
 from tandemrl.rollout.envs.semantic import NotLookedUpError, is_cross_encoder, reading_of
 from tandemrl.rollout.vllm import require_vllm
@@ -148,7 +148,7 @@ class Preflight:
         return None if made is None else (made, record(made).signature)
 
     @cached_property
-    def acts_in(self) -> dict[str, str]:
+    def environment_id(self) -> dict[str, str]:
         """What a resumed run must have in common with its past: the environment, and the contents that it searches."""
         if self.signed_environment is None:
             return {}
@@ -158,8 +158,8 @@ class Preflight:
         return {"environment": self.signed_environment[1], **contents}
 
     @cached_property
-    def playground(self) -> Playground | None:
-        """The playground of the run's environment, or None if a response is a single turn.
+    def episode_runner(self) -> EpisodeRunner | None:
+        """The `EpisodeRunner` of the run's environment, or None if a response is a single turn.
 
         Raises:
             ConfigError: the environment or one of its tools cannot be made, the chat template does not support it, or
@@ -183,7 +183,7 @@ class Preflight:
         ends = stored_eos_token_ids(config.model.senior, self.tokenizer, download=self.downloads)
         caller = make_caller(config) if self.environment is None else None
         made, _ = self.signed_environment
-        return Playground(
+        return EpisodeRunner(
             made,
             self.tokenizer,
             config.rollout,
@@ -195,7 +195,7 @@ class Preflight:
     @cached_property
     def rewards_by_name(self) -> dict[str, RewardFunction]:
         """The functions that score in this process: those passed, and the environment's own."""
-        environment = None if self.playground is None else self.playground.environment
+        environment = None if self.episode_runner is None else self.episode_runner.environment
         return with_environment(self.functions, environment)
 
     @cached_property
@@ -341,9 +341,9 @@ class Preflight:
 
     def episodes(self) -> str:
         """Check that the environment can be made, and that the chat template supports it."""
-        assert self.playground is not None
-        tools = ", ".join(schema["function"]["name"] for schema in self.playground.tools)
-        return f"{self.playground.name}; tools: {tools or 'none'}"
+        assert self.episode_runner is not None
+        tools = ", ".join(schema["function"]["name"] for schema in self.episode_runner.tools)
+        return f"{self.episode_runner.name}; tools: {tools or 'none'}"
 
     def train_data(self) -> str:
         rows = len(self.rows)  # what is wrong with the files comes before what is wrong with the tokenizer
@@ -374,7 +374,7 @@ class Preflight:
             # Without evaluation the rows of data.eval are not read: what only they would use is no mistake in a file.
             stated = None if config.train.eval_every or not config.data.eval else self.stated
             kinds = map(routing.Kind.of, read)
-            scorer.check(rows, episodes=self.playground is not None, kinds=kinds, stated=stated)
+            scorer.check(rows, episodes=self.episode_runner is not None, kinds=kinds, stated=stated)
             used = {routing.Kind.of(row): row for row in reversed(rows)}
             tried = "".join(_tried(scorer, row) for row in reversed(used.values()))
         functions = self.rewards_by_name
@@ -486,14 +486,14 @@ class Preflight:
         return [prompt for rows in sources for prompt in self._encoded(rows)[0][:most]]
 
     def _encoded(self, rows: Sequence[Row]) -> tuple[list[Prompt], int]:
-        data, playground = self.config.data, self.playground
+        data, episode_runner = self.config.data, self.episode_runner
         return encode_prompts(
             rows,
             self.tokenizer,
             max_prompt_tokens=data.max_prompt_tokens,
             suffix=data.prompt_suffix,
-            opening=None if playground is None else lambda row: playground.opening(row).messages,
-            tools=() if playground is None else playground.tools,
+            opening=None if episode_runner is None else lambda row: episode_runner.opening(row).messages,
+            tools=() if episode_runner is None else episode_runner.tools,
             template_arguments=data.template_arguments,
         )
 

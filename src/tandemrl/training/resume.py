@@ -109,7 +109,7 @@ def identity(run: Run) -> dict[str, str]:
     setup, models, _ = run
     config, functions = setup.config, setup.config.functions
     fields = {k: signature(v) for k, v in setup.recipe._asdict().items()}
-    read = [p.tokens if setup.playground is None else (p.tokens, _of_the_world(p.row)) for p in setup.prompts]
+    read = [p.tokens if setup.episode_runner is None else (p.tokens, _of_the_world(p.row)) for p in setup.prompts]
     prompts = hashlib.sha256(repr(read).encode()).hexdigest()
     frozen = {
         name: "none" if model is None else _checksum(fingerprint(full_parameters(model)))
@@ -131,7 +131,7 @@ def identity(run: Run) -> dict[str, str]:
         **judge,
         **scorers,
         **reward,
-        **setup.acts_in,
+        **setup.environment_id,
     }
 
 

@@ -131,7 +131,7 @@ def _plan(config: Config, world: World, device: Accelerator) -> Plan:
     if per_update < world.data_size:
         notes.append(
             f"{per_update} sequences per update for {world.data_size} data ranks: {world.data_size - per_update} of "
-            "them learn from nothing; raise train.mini_batch_prompts, train.prompts_per_step or parallel.tp"
+            "them are idle; raise train.mini_batch_prompts, train.prompts_per_step or parallel.tp"
         )
     tokens = min(train.tokens_per_micro_batch, share * longest)
     lengths = (longest,) * (tokens // longest) + ((tokens % longest,) if tokens % longest else ())
