@@ -12,7 +12,7 @@ import httpx
 import pytest
 from typer.testing import CliRunner
 
-from runs import metrics
+from runs import metrics, samples
 from tandemrl import load_tokenizer
 from tandemrl.cli.main import app
 from tandemrl.config import load
@@ -78,11 +78,29 @@ def test_own_rows_with_an_own_reward(reader: Path) -> None:
     assert "my_reward:last_number" in run(checking)
     run([*training, *FEW])
     truths = {row.example_id: row.ground_truth for row in rows}
-    samples = [json.loads(line) for line in Path("runs/mine/samples.jsonl").read_text().splitlines()]
-    assert len(samples) == 16
-    for sample in samples:
+    written = samples(Path("runs/mine"))
+    assert len(written) == 16
+    for sample in written:
         numbers = re.findall(r"\d+", sample["text"])
         assert sample["reward"] == float(numbers[-1:] == [truths[sample["example_id"]]])
+
+
+@pytest.mark.slow
+def test_own_rows_are_learned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All of the example, with the pair that it builds: two minutes of CPU time, most of them for the pair."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    [program] = blocks("data", "python")
+    exec(program, {})
+    build, checking, training = commands("data")[:3]
+    for arguments in (build, checking, [*training, "train.threads=1"]):
+        run(arguments)
+    monkeypatch.delitem(sys.modules, "my_reward", raising=False)
+    before = json.loads(Path("runs/tiny/manifest.json").read_text())["base"]["solo/pass@1"]
+    after = [line["eval/pass@1"] for line in metrics(Path("runs/mine")) if "eval/pass@1" in line]
+    assert len(after) == 2
+    assert before < 0.6
+    assert min(after) >= before + 0.2
 
 
 def test_rows_of_equal_ids_are_told_apart(tmp_path: Path) -> None:
@@ -118,8 +136,7 @@ def test_a_strategy_in_a_few_lines(reader: Path, monkeypatch: pytest.MonkeyPatch
     for program in (annealed, relay):
         exec(program, {})
     assert len(metrics(Path("runs/annealed"))) == 1
-    samples = [json.loads(line) for line in Path("runs/relay/samples.jsonl").read_text().splitlines()]
-    authors = [[author for author in sample["author"] if author >= 0] for sample in samples]
+    authors = [[each for each in sample["author"] if each >= 0] for sample in samples(Path("runs/relay"))]
     assert all(author[:8] == [1] * len(author[:8]) for author in authors)
     assert {author for each in authors for author in each[8:]} == {0, 1}
 
@@ -130,14 +147,10 @@ def test_a_run_continues_with_another_learning_rate(reader: Path) -> None:
     run([word.replace("step_50", "step_1") for word in again])
     config, before = load("runs/mine-lower", []), load("runs/mine", [])
     assert (config.train.lr, config.train.seed, config.model.junior) == (1e-4, 1, before.model.junior)
-    first, second = ({s["example_id"] for s in samples(name)} for name in ("mine", "mine-lower"))
+    first, second = ({each["example_id"] for each in samples(Path("runs", run))} for run in ("mine", "mine-lower"))
     assert first != second  # other prompts
     [line] = metrics(Path("runs/mine-lower"))
     assert (line["step"], line["lr"]) == (1, 1e-4)
-
-
-def samples(name: str) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in Path("runs", name, "samples.jsonl").read_text().splitlines()]
 
 
 def test_an_openai_client_prints_who_wrote_what(
