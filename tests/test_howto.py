@@ -176,7 +176,7 @@ def test_an_openai_client_prints_who_wrote_what(
     transport = httpx.Client(transport=httpx.MockTransport(answer))
     real = openai.OpenAI
     monkeypatch.setattr(openai, "OpenAI", lambda **settings: real(**settings, http_client=transport))
-    [program] = blocks("vllm", "python")
+    [program] = blocks("serve", "python")
     exec(program.replace("runs/mine/hf/best", "runs/tiny/senior"), {})
     [(url, body)] = asked
     assert url == "http://127.0.0.1:8000/v1/chat/completions"
