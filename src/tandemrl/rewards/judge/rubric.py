@@ -16,6 +16,7 @@ from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 from tandemrl.config import JudgeConfig, RewardConfig
 from tandemrl.data.rows import DataError, Row
+from tandemrl.data.rubric import FIELDS, fill
 from tandemrl.rewards.protocol import GraderError, Score
 
 Messages = Sequence[Mapping[str, str]]
@@ -281,8 +282,7 @@ class JudgePool:
             return None
         fields = {"MODEL_ANSWER": lambda: answer, "QUESTION": lambda: _question(row)}
         fields |= {"GROUND_TRUTH_ANSWER": lambda: row.ground_truth, "CRITERIA": lambda: _criteria(row)}
-        # In one pass: a response that contains {{CRITERIA}} is text like any other.
-        return _FIELD.sub(lambda field: fields[field[1]](), self.template.text)
+        return fill(self.template.text, lambda field: fields[field]())
 
     def _reward(self, rule: Score, asked: bool, mark: float | None) -> Score:
         mode, weight = self.config.mode, self.config.weight
@@ -363,8 +363,6 @@ def repeats(text: str, length: int) -> bool:
 
 # --------------------------------------------------------------------------------------------------------------------
 
-FIELDS = ("QUESTION", "CRITERIA", "GROUND_TRUTH_ANSWER", "MODEL_ANSWER")
-_FIELD = re.compile(r"\{\{(" + "|".join(FIELDS) + r")\}\}")
 _DECORATION = " \t\r\n:*_`[](){}|'\"$>"
 _MARK = re.compile(r"total score", re.IGNORECASE)
 _SCORE = re.compile(
