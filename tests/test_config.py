@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
+from runs import launch_of
 from tandemrl.cli.main import app
 from tandemrl.config import (
     Config,
@@ -306,6 +307,34 @@ def test_countdown_has_the_published_values() -> None:
     assert (c.train.save_every, c.selection.strategy, c.reward.countdown) == (20, "solo", "cohlem")
     assert c.data.prompt_suffix == ""  # the prompts are rendered to the end
     assert c.eval.max_tokens == c.rollout.max_tokens
+    assert (c.rollout.engine, c.rollout.tensor_parallel) == ("vllm", 1)
+
+
+def test_tinyzeros_launches_have_the_published_values() -> None:
+    half, large, instruct = (load(name) for name in ("tinyzero", "tinyzero_3b", "tinyzero_instruct"))
+    assert [c.model.senior for c in (half, large, instruct)] == [
+        "Qwen/Qwen2.5-0.5B",
+        "Qwen/Qwen2.5-3B",
+        "Qwen/Qwen2.5-3B-Instruct",
+    ]
+    places = {"output_dir", "model.senior"}
+    assert set(difference(half, large)) == {*places, "model.gradient_checkpointing"}
+    assert set(difference(large, instruct)) == {*places, "data.train", "data.eval"}  # whose prompts are others
+    c = half
+    assert (c.data.max_prompt_tokens, c.rollout.max_tokens, c.rollout.temperature) == (256, 1024, 1.0)
+    assert (c.rollout.group_size, c.train.prompts_per_step, c.train.mini_batch_prompts) == (1, 256, 128)
+    assert (c.loss.recipe, c.loss.kl_coef, c.loss.kl_in_reward, c.loss.entropy_coef) == ("ppo", 0.001, True, 0.001)
+    assert (c.loss.clip_low, c.loss.clip_high, c.loss.gamma, c.loss.lam, c.loss.value_clip) == (0.2, 0.2, 1.0, 1.0, 0.5)
+    assert (c.train.lr, c.train.critic_lr, c.train.grad_clip, c.train.schedule) == (1e-6, 1e-5, 1.0, "constant")
+    assert (c.train.steps, c.train.save_every, c.train.eval_every) == (15 * 327_680 // 256, 100, 100)
+    assert (c.rollout.engine, c.rollout.vllm.gpu_memory_utilization, c.rollout.vllm.enforce_eager) == (
+        "vllm",
+        0.4,
+        True,
+    )
+    assert (c.reward.countdown, c.selection.strategy, c.model.dtype) == ("tinyzero", "solo", "bfloat16")
+    assert (c.eval.temperature, c.eval.train_samples, c.eval.train_problems) == (0.0, 1, 1024)
+    assert [launch_of(name) for name in ("tinyzero", "tinyzero_3b", "tinyzero_instruct")] == [(1, []), (2, []), (2, [])]
 
 
 def test_musique_has_the_published_values() -> None:
@@ -321,6 +350,7 @@ def test_musique_has_the_published_values() -> None:
     assert (c.rollout.environment, c.rollout.max_turns, c.rollout.turn_tokens) == ("multihop", 10, 1024)
     assert c.longest_sequence <= 8192 + 1024 + 128
     assert (c.rollout.group_size, c.rollout.temperature, c.rollout.top_p, c.rollout.top_k) == (8, 0.5, 0.95, 0)
+    assert c.rollout.engine == "vllm"
     assert (c.retrieval.retriever, c.retrieval.merge, c.retrieval.top_n) == ("hybrid", "halves", 2)
     assert c.retrieval.url == "http://localhost:8931"
     assert (c.train.lr, c.train.schedule, c.train.warmup_steps) == (1e-5, "constant", 10)

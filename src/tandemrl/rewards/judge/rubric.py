@@ -116,7 +116,8 @@ def parse_score(text: str) -> float | None:
     """The score after the last "Total Score" of a reply, from 0 to 1, or None if there is none that can be trusted.
 
     A reply without these words counts only if it consists of the score alone. Scores are out of 10, and the result is
-    clamped to [0, 1]. Another denominator, a sum, a range, a percentage or a number that is not finite gives None.
+    clamped to [0, 1]. Another denominator, a sum, a range, a percentage or a number that is not finite gives None. The
+    table in docs/howto/judge.md lists what the published code reads otherwise.
 
     Examples:
         >>> [parse_score(text) for text in ("**Total Score: 7/10**", "Total Score: [8.5/10 points]", "about seven")]
@@ -135,7 +136,7 @@ def parse_score(text: str) -> float | None:
             return None
     elif re.match(r"\w|[.,]\w|\s*[-–—~]\s*[0-9]", rest) or re.search(r"[/=+%]", rest.partition("\n")[0]):
         return None
-    value = float(score["score"])
+    value = float(score["score"].replace("−", "-"))
     return min(max(value / FULL_MARKS, 0.0), 1.0) if value < float("inf") else None
 
 
@@ -367,7 +368,7 @@ _DECORATION = " \t\r\n:*_`[](){}|'\"$>"
 _MARK = re.compile(r"total score", re.IGNORECASE)
 _SCORE = re.compile(
     r"""[\s:*_`\[({|'"$>=]* (?: out\ of\ 10 [\s:*)\]]* )?
-        (?P<score> [-+]? (?: [0-9]+ (?:\.[0-9]*)? | \.[0-9]+ ) )
+        (?P<score> [-−+]? (?: [0-9]+ (?:\.[0-9]*)? | \.[0-9]+ ) )
         (?: \s* (?:points?|pts) \b )?
         (?: [\s*_`\])}|'"$]* (?:/|out\ of) [\s*_`\[({$]* (?P<total> [0-9]+ (?:\.[0-9]+)? ) )?""",
     re.VERBOSE | re.IGNORECASE,
