@@ -15,8 +15,9 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 FLOORS = """
-messages types files config
+messages types files settings lazy
 selection losses
+config
 distributed http asgi processes
 models data
 rollout

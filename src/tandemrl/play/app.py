@@ -26,6 +26,7 @@ from tandemrl.config import SelectionConfig, load
 from tandemrl.files import is_unicode
 from tandemrl.play.duo import Draft, Duo, Piece
 from tandemrl.rollout.engine import EngineError
+from tandemrl.selection.kinds import KINDS
 
 MAX_BODY = 1 << 20
 AT_ONCE = 16
@@ -37,7 +38,7 @@ HEADERS = {
     "X-Content-Type-Options": "nosniff",
     "Cache-Control": "no-store",
 }
-STRATEGIES = ("word", "word_aligned", "bernoulli", "sentence", "chunk", "alternating", "solo")
+STRATEGIES = tuple(name for name, kind in KINDS.items() if not kind.by_turns)
 SELECTABLE: dict[str, tuple[str, ...]] = {
     "strategy": STRATEGIES,
     "first": ("senior", "junior"),

@@ -43,6 +43,7 @@ from tandemrl.models.loading import (
     vocabulary_check,
 )
 from tandemrl.models.weight_files import check_weights
+from tandemrl.processes.names import named
 from tandemrl.rewards import routing
 from tandemrl.rewards.code.sandbox import Sandbox
 from tandemrl.rewards.functions import RewardFunction, with_environment
@@ -52,7 +53,10 @@ from tandemrl.rollout.envs.environment import BrokenEnvironmentError, Environmen
 from tandemrl.rollout.envs.episodes import Playground, make_caller
 from tandemrl.rollout.envs.factory import make_environment
 from tandemrl.rollout.envs.semantic import NotLookedUpError, is_cross_encoder, reading_of
+from tandemrl.rollout.schedule import schedule_of
+from tandemrl.rollout.signatures import signature
 from tandemrl.rollout.vllm import require_vllm
+from tandemrl.settings import is_own
 from tandemrl.training.arguments import StrategyFunction, tried_recipe, try_strategies
 from tandemrl.training.checkpoint import CheckpointError, is_checkpoint, latest, step_of
 from tandemrl.training.function_records import record
@@ -61,10 +65,6 @@ FLOAT32, BFLOAT16 = 4, 2
 """Bytes per parameter in these dtypes."""
 ADAM_STATE = 2
 """How many numbers the optimiser keeps per parameter."""
-BY_TURNS = ("turn", "alternating_turns")
-"""Strategies whose author changes between turns only."""
-BY_WORDS = ("bm25", "lexical", "hybrid")
-"""Retrievers that need the packages of the ``retrieval`` extra."""
 
 
 class NotHereError(Exception):
@@ -102,14 +102,14 @@ class Preflight:
         if config.judge.url is None:
             models["judge.model"] = config.judge.model
         named = {key: path for key, path in models.items() if path is not None}
-        acted_in = self.environment is not None or config.rollout.environment != "single"
+        acted_in = self.environment is not None or config.rollout.acts_in.turns
         return {
             "model.device": self.devices,
             "packages": self.packages,
             **{key: partial(self.model, key, path) for key, path in named.items()},
             "vocabularies": self.vocabularies,
             "loss.recipe": self.algorithm,
-            **({"strategy": self.strategies} if self.strategy is not None else {}),
+            **({"strategy": self.strategies} if self.strategy is not None or is_own(config.selection.strategy) else {}),
             **({"retrieval.model": self.ranker} if self._ranks_here else {}),
             **({"rollout.environment": self.episodes} if acted_in else {}),
             "data.train": self.train_data,
@@ -155,6 +155,8 @@ class Preflight:
         retrieval = self.config.retrieval
         searched = digests([each for each in (retrieval.model, retrieval.index) if each])
         contents = {"retrieval": ", ".join(searched.values())} if searched else {}
+        if self.config.rollout.acts_in.searches and is_own(retrieval.retriever):
+            contents["retriever"] = signature(named(retrieval.retriever))
         return {"environment": self.signed_environment[1], **contents}
 
     @cached_property
@@ -167,14 +169,14 @@ class Preflight:
         """
         config = self.config
         if self.environment is not None:
-            if config.rollout.environment != "single":
+            if config.rollout.acts_in.turns:
                 raise ConfigError(
                     f"rollout.environment={config.rollout.environment}: another environment was passed to train; leave "
                     "out one of them"
                 )
             check_rules(config)  # with room for what it says
         if self.signed_environment is None:
-            if config.selection.strategy in BY_TURNS:
+            if config.selection.kind.by_turns:
                 raise ConfigError(
                     f"selection.strategy={config.selection.strategy}: with rollout.environment=single there is one "
                     "turn; name an environment, or use selection.strategy=solo"
@@ -249,7 +251,7 @@ class Preflight:
 
     def packages(self) -> str:
         config = self.config
-        by_words = config.rollout.environment == "multihop" and config.retrieval.retriever in BY_WORDS
+        by_words = config.rollout.acts_in.searches and config.retrieval.kind.words
         needed = {
             ("model.lora.rank", "peft", "lora"): config.model.lora.rank > 0,
             ("model.liger", "liger_kernel", "liger"): config.model.liger,
@@ -257,12 +259,13 @@ class Preflight:
             ("retrieval.retriever", "bm25s", "retrieval"): by_words,
             ("retrieval.retriever", "Stemmer", "retrieval"): by_words,
         }
-        if config.rollout.engine == "vllm":
-            require_vllm("rollout.engine=vllm")
+        engine = config.rollout.kind.package
+        if engine is not None:
+            require_vllm(f"rollout.engine={config.rollout.engine}")
         for (key, package, extra), is_needed in needed.items():
             if is_needed and importlib.util.find_spec(package) is None:
                 raise ConfigError(f"{key} needs {package}, which is not installed: pip install 'tandemrl[{extra}]'")
-        used = ["vllm"] if config.rollout.engine == "vllm" else []
+        used = [] if engine is None else [engine]
         used += [package for (_, package, _), is_needed in needed.items() if is_needed]
         return ", ".join(used) or "no optional ones needed"
 
@@ -276,10 +279,11 @@ class Preflight:
         config = shape.config
         check_positions(config, name=f"{key}={path}")
         window = attention_window(config)
-        if window and self.config.rollout.engine == "vllm" and key in self._read_by_the_engine:
+        if window and not self.config.rollout.kind.windows and key in self._read_by_the_engine:
             raise ConfigError(
-                f"{key}={path}: some of its layers attend to {window} tokens only, and rollout.engine=vllm needs full "
-                "attention; use rollout.engine=torch, which can as long as texts are no longer than that"
+                f"{key}={path}: some of its layers attend to {window} tokens only, and rollout.engine="
+                f"{self.config.rollout.engine} needs full attention; use rollout.engine=torch, which can as long as "
+                "texts are no longer than that"
             )
         # A critic may have a head of its own instead.
         head = next((name for name, module in shape.named_modules() if module is shape.get_output_embeddings()), None)
@@ -308,8 +312,7 @@ class Preflight:
     @property
     def _ranks_here(self) -> bool:
         config, retrieval = self.config, self.config.retrieval
-        semantic = config.rollout.environment == "multihop" and retrieval.retriever in ("semantic", "hybrid")
-        return semantic and retrieval.url is None
+        return config.rollout.acts_in.searches and retrieval.kind.model and retrieval.url is None
 
     def vocabularies(self) -> str:
         """Check that the models have one vocabulary, and that a text of theirs can end."""
@@ -332,12 +335,13 @@ class Preflight:
         return self.recipe.name
 
     def strategies(self) -> str:
-        """Try the strategies that were passed on a few made-up rows."""
-        assert self.strategy is not None
+        """Try the user's own strategies on a few made-up rows."""
         paths = {self.config.model.senior, self.config.model.junior or self.config.model.senior}
         vocabulary = min(self._skeleton(path).get_output_embeddings().weight.shape[0] for path in paths)
-        steps = self.config.train.steps
-        return f"tried {try_strategies(self.strategy, steps, vocabulary)} of {steps} steps"
+        steps, strategy = self.config.train.steps, self.strategy
+        if strategy is None:
+            strategy = schedule_of(self.config.selection, self.tokenizer, vocabulary).strategy
+        return f"tried {try_strategies(strategy, steps, vocabulary)} of {steps} steps"
 
     def episodes(self) -> str:
         """Check that the environment can be made, and that the chat template supports it."""
@@ -421,7 +425,7 @@ class Preflight:
         exported = FLOAT32 if config.model.dtype == "float32" else BFLOAT16
         policy = _size(self._skeleton(config.model.senior))
         trained = 0 if config.model.lora.rank else policy  # adapters are small beside the exports
-        if config.loss.recipe == "ppo":
+        if self.recipe.advantage is None:
             trained += _size(self._skeleton(config.model.critic or config.model.senior))
         checkpoints = min(saves, config.train.keep_checkpoints + 1) * trained * FLOAT32 * (1 + ADAM_STATE)
         export = policy * exported
@@ -501,7 +505,7 @@ class Preflight:
     def _read_by_the_engine(self) -> dict[str, str]:
         """The models that read the texts of training, by their config keys."""
         config, model = self.config, self.config.model
-        solo = config.selection.strategy == "solo" and config.loss.junior_kl_coef == 0
+        solo = config.selection.kind.solo and config.loss.junior_kl_coef == 0
         return {"model.senior": model.senior} | ({} if solo or model.junior is None else {"model.junior": model.junior})
 
     def _fits(self, prompts: Sequence[Prompt]) -> None:
