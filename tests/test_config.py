@@ -25,8 +25,8 @@ from tandemrl.config import (
     to_dict,
     to_yaml,
 )
-from tandemrl.config.rules import check_processes
 from tandemrl.config.reference import Leaf
+from tandemrl.config.rules import check_processes
 
 PACKAGED = sorted(file.name for file in files("tandemrl.configs").iterdir() if file.name.endswith(".yaml"))
 DEEPSCALER = ("deepscaler_tandem", "deepscaler_grpo", "deepscaler_kl", "deepscaler_grpo_g16")

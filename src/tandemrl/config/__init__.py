@@ -2,6 +2,7 @@
 
 from tandemrl.config.batches import BatchPlan as BatchPlan
 from tandemrl.config.batches import batch_plan as batch_plan
+from tandemrl.config.fields import ConfigError as ConfigError
 from tandemrl.config.loading import find_config as find_config
 from tandemrl.config.loading import load as load
 from tandemrl.config.loading import packaged_configs as packaged_configs
@@ -28,5 +29,4 @@ from tandemrl.config.schema import LoraConfig as LoraConfig
 from tandemrl.config.schema import ModelConfig as ModelConfig
 from tandemrl.config.schema import ParallelConfig as ParallelConfig
 from tandemrl.config.schema import TrainConfig as TrainConfig
-from tandemrl.selection.config import SelectionConfig as SelectionConfig
-from tandemrl.settings import ConfigError as ConfigError
+from tandemrl.config.selection import SelectionConfig as SelectionConfig

@@ -11,12 +11,12 @@ from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import Any, get_args, get_type_hints
 
+from tandemrl.config.fields import ConfigError
 from tandemrl.config.plain import flatten, plain
 from tandemrl.config.reference import expected
 from tandemrl.config.rules import check
 from tandemrl.config.schema import Config
 from tandemrl.files import hint
-from tandemrl.settings import ConfigError
 
 _ABSENT = object()
 

@@ -9,8 +9,8 @@ from itertools import pairwise
 from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, NamedTuple, Union, get_args, get_origin, get_type_hints
 
+from tandemrl.config.fields import Allowed
 from tandemrl.config.schema import FunctionRecord
-from tandemrl.settings import Allowed
 
 
 class Leaf(NamedTuple):

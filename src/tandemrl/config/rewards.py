@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
 
-from tandemrl.settings import (
+from tandemrl.config.fields import (
     Address,
     Allowed,
     Fault,

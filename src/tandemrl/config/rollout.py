@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
 
-from tandemrl.config.kinds import (
+from tandemrl.config.components import (
     ENGINES,
     ENVIRONMENTS,
     RETRIEVERS,
@@ -15,7 +15,7 @@ from tandemrl.config.kinds import (
     environment_kind,
     retriever_kind,
 )
-from tandemrl.settings import (
+from tandemrl.config.fields import (
     Address,
     Allowed,
     DraftTokens,

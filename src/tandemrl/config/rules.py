@@ -8,10 +8,10 @@ from itertools import chain
 from types import NoneType
 from typing import get_args
 
+from tandemrl.config.fields import ConfigError, Fault
 from tandemrl.config.plain import flatten, plain, to_dict
 from tandemrl.config.reference import Leaf, leaves
 from tandemrl.config.schema import Config
-from tandemrl.settings import ConfigError, Fault
 
 
 def check(config: Config) -> None:

@@ -1,17 +1,13 @@
 """The configuration of a run: its sections, as frozen dataclasses with defaults.
 
 The string under a field explains it. The type says what values it takes, ``Allowed`` their range. ``tandemrl config``
-prints all of this. Sections of components stand beside them: ``selection.config``, ``losses.config``. No torch.
+prints all of this. No module of this folder imports torch.
 """
 
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
 
-from tandemrl.config.rewards import JudgeConfig, RewardConfig, SandboxConfig
-from tandemrl.config.rollout import RetrievalConfig, RolloutConfig
-from tandemrl.losses.config import LossConfig
-from tandemrl.selection.config import SelectionConfig
-from tandemrl.settings import (
+from tandemrl.config.fields import (
     Allowed,
     NonNegativeFloat,
     NonNegativeInt,
@@ -19,6 +15,10 @@ from tandemrl.settings import (
     PositiveInt,
     PositiveShare,
 )
+from tandemrl.config.losses import LossConfig
+from tandemrl.config.rewards import JudgeConfig, RewardConfig, SandboxConfig
+from tandemrl.config.rollout import RetrievalConfig, RolloutConfig
+from tandemrl.config.selection import SelectionConfig
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Algorithms as values, made of the rows of ``table``, and the loss chain that runs any of them.
+"""Algorithms as values, made of the rows of ``config.recipes``, and the loss chain that runs any of them.
 
 weights → surrogate → + β·kl − c·entropy → × importance weight → reduce (→ + λ_jun·kl on junior tokens).
 
@@ -14,11 +14,12 @@ import torch
 from jaxtyping import Bool, Float, Int8, Int64
 from torch import Tensor
 
+from tandemrl.config.recipes import KINDS, Importance, Kind, Reduction
 from tandemrl.losses import advantages as estimators
 from tandemrl.losses import surrogates
 from tandemrl.losses.advantages import whiten
 from tandemrl.losses.penalties import KLKind, kl
-from tandemrl.losses.reduction import NormaliseBy, divisor, reduce, require_one_of
+from tandemrl.losses.reduce import NormaliseBy, divisor, reduce, require_one_of
 from tandemrl.losses.surrogates import (
     RatioLevel,
     Surrogate,
@@ -30,7 +31,6 @@ from tandemrl.losses.surrogates import (
     reinforce,
     sequence_old_logprobs,
 )
-from tandemrl.losses.table import KINDS, Importance, Kind, Reduction
 from tandemrl.types import Author, Totals
 
 Advantage = Callable[[Tensor, Tensor], Tensor]
@@ -73,7 +73,7 @@ def _recipe(kind: Kind) -> Recipe:
 
 
 RECIPES: dict[str, Recipe] = {name: _recipe(kind) for name, kind in KINDS.items()}
-"""The rows of ``table`` with their functions."""
+"""The rows of ``config.recipes`` with their functions."""
 
 
 def compute_advantages(

@@ -16,7 +16,7 @@ import torch
 from jaxtyping import Float, Int64
 from torch import Tensor
 
-from tandemrl.losses.reduction import divisor, require_one_of, sequence_sum
+from tandemrl.losses.reduce import divisor, require_one_of, sequence_sum
 
 RatioLevel = Literal["token", "sequence"]
 

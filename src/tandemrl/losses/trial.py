@@ -4,10 +4,10 @@ from typing import Any
 
 import torch
 
+from tandemrl.config.recipes import Importance, Reduction
 from tandemrl.losses.recipes import Recipe, compute_advantages, require_per_token
-from tandemrl.losses.reduction import require_one_of
+from tandemrl.losses.reduce import require_one_of
 from tandemrl.losses.surrogates import RatioLevel
-from tandemrl.losses.table import Importance, Reduction
 
 NUMBERS = ("clip_low", "clip_high", "dual_clip", "importance_cap", "overlong_share")
 

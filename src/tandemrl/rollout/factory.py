@@ -6,7 +6,7 @@ from typing import NamedTuple
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from tandemrl.config import ConfigError, RolloutConfig
-from tandemrl.config.kinds import engine_kind
+from tandemrl.config.components import engine_kind
 from tandemrl.models.loading import resolve_device
 from tandemrl.models.lora import AdapterPlan
 from tandemrl.processes.names import made

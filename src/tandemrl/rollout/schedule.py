@@ -8,11 +8,11 @@ from typing import NamedTuple
 from transformers import PreTrainedTokenizerBase
 
 from tandemrl.config import ConfigError, SelectionConfig
+from tandemrl.config.fields import is_own
+from tandemrl.config.strategies import Kind
 from tandemrl.processes.names import function_named, made
 from tandemrl.selection.boundaries import step_tables, word_boundary_table, word_start_tables
-from tandemrl.selection.kinds import Kind
 from tandemrl.selection.strategies import Strategy, annealed, linear
-from tandemrl.settings import is_own
 
 
 class Schedule(NamedTuple):

@@ -17,10 +17,6 @@ NO_PART_OF_A_SEARCH = ("url", "api_key_env", "timeout_s", "retries", "backoff_s"
 """Keys of ``retrieval.*`` that do not change what a search finds. ``url`` may be an exception: see `searched_by`."""
 
 
-_SECTIONS = ("tandemrl.config.", "tandemrl.selection.config", "tandemrl.losses.config")
-"""Where the sections of a config are defined."""
-
-
 def searched_by(config: RetrievalConfig) -> dict[str, Any]:
     """The keys of ``retrieval.*``, with their values, that what a search finds depends on.
 
@@ -126,7 +122,7 @@ def _each(value: Any, sign: Callable[[Any], str], within: tuple[Any, ...] = ()) 
         names = {field.name for field in fields(value)}
         if isinstance(value, RetrievalConfig):
             names -= {*NO_PART_OF_A_SEARCH, *(() if value.parameters else ("parameters",))}
-        elif type(value).__module__.startswith(_SECTIONS):
+        elif type(value).__module__.startswith("tandemrl.config."):
             names = set()
         return type(value).__qualname__, [(name, deeper(getattr(value, name))) for name in sorted(names)]
     return repr(value) if isinstance(value, bytes | PurePath) else sign(value)

@@ -1,9 +1,23 @@
-"""Who writes the next token: pure strategies over a decoding batch, their random draws, their token tables.
+"""Who writes the next token: pure strategies over a decoding batch, their random draws, their token tables."""
 
-``__init__.pyi`` lists the names, which are imported on first use: ``kinds`` and ``config`` do not import torch.
-"""
-
-from tandemrl.lazy import exports as _exports
-
-_MODULES, __getattr__ = _exports(__name__, __file__)
-__all__ = [*_MODULES]
+from tandemrl.selection import boundaries as boundaries
+from tandemrl.selection import draws as draws
+from tandemrl.selection.strategies import Replay as Replay
+from tandemrl.selection.strategies import Strategy as Strategy
+from tandemrl.selection.strategies import Who as Who
+from tandemrl.selection.strategies import alternating as alternating
+from tandemrl.selection.strategies import alternating_turns as alternating_turns
+from tandemrl.selection.strategies import annealed as annealed
+from tandemrl.selection.strategies import bernoulli as bernoulli
+from tandemrl.selection.strategies import chunk as chunk
+from tandemrl.selection.strategies import draw_counts as draw_counts
+from tandemrl.selection.strategies import first_turn as first_turn
+from tandemrl.selection.strategies import linear as linear
+from tandemrl.selection.strategies import replay as replay
+from tandemrl.selection.strategies import resumed as resumed
+from tandemrl.selection.strategies import sentence as sentence
+from tandemrl.selection.strategies import solo as solo
+from tandemrl.selection.strategies import turn as turn
+from tandemrl.selection.strategies import word as word
+from tandemrl.selection.strategies import word_aligned as word_aligned
+from tandemrl.selection.trial import try_strategy as try_strategy

@@ -8,13 +8,13 @@ from functools import partial
 from typing import Any
 
 from tandemrl.config import Config, ConfigError
+from tandemrl.config.fields import is_own
+from tandemrl.config.losses import LossConfig
 from tandemrl.config.rules import check as check_rules
+from tandemrl.config.strategies import KINDS
 from tandemrl.losses import RECIPES, Recipe, try_recipe
-from tandemrl.losses.config import LossConfig
 from tandemrl.processes.names import made, named
 from tandemrl.selection import Strategy, try_strategy
-from tandemrl.selection.kinds import KINDS
-from tandemrl.settings import is_own
 from tandemrl.training.function_records import describe
 
 StrategyFunction = Callable[[int], Strategy]

@@ -14,9 +14,9 @@ from typing import Any, NamedTuple, Self
 
 import torch
 
+from tandemrl.data.messages import Transcript
 from tandemrl.data.rows import Prompt
 from tandemrl.distributed.watchdog import WATCHDOG
-from tandemrl.messages import Transcript
 from tandemrl.rollout.collect import CompletionBatch
 from tandemrl.rollout.engine import Completion, Draws, Engine, Passes
 from tandemrl.types import Metrics

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from tandemrl.config import Config, to_yaml
+from tandemrl.config.fields import is_own
 from tandemrl.rollout.schedule import kind_in_use
-from tandemrl.settings import is_own
 
 CARD = "README.md"
 

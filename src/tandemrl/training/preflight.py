@@ -20,6 +20,7 @@ from huggingface_hub.errors import HFValidationError
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedTokenizerBase
 
 from tandemrl.config import Config, ConfigError
+from tandemrl.config.fields import is_own
 from tandemrl.config.rules import check as check_rules
 from tandemrl.data.loading import load_rows
 from tandemrl.data.program_tests import Stdin
@@ -27,7 +28,7 @@ from tandemrl.data.rows import DataError, Prompt, Row, encode_prompts
 from tandemrl.distributed.watchdog import stamp
 from tandemrl.evals import profile_of
 from tandemrl.evals.files import digests
-from tandemrl.files import hint
+from tandemrl.files import hint, pip_install
 from tandemrl.losses import Recipe
 from tandemrl.models.attention import ModelError
 from tandemrl.models.loading import (
@@ -56,7 +57,6 @@ from tandemrl.rollout.envs.semantic import NotLookedUpError, is_cross_encoder, r
 from tandemrl.rollout.schedule import schedule_of
 from tandemrl.rollout.signatures import signature
 from tandemrl.rollout.vllm import require_vllm
-from tandemrl.settings import is_own
 from tandemrl.training.arguments import StrategyFunction, tried_recipe, try_strategies
 from tandemrl.training.checkpoint import CheckpointError, is_checkpoint, latest, step_of
 from tandemrl.training.function_records import record
@@ -264,7 +264,7 @@ class Preflight:
             require_vllm(f"rollout.engine={config.rollout.engine}")
         for (key, package, extra), is_needed in needed.items():
             if is_needed and importlib.util.find_spec(package) is None:
-                raise ConfigError(f"{key} needs {package}, which is not installed: pip install 'tandemrl[{extra}]'")
+                raise ConfigError(f"{key} needs {package}, which is not installed: {pip_install(extra)}")
         used = [] if engine is None else [engine]
         used += [package for (_, package, _), is_needed in needed.items() if is_needed]
         return ", ".join(used) or "no optional ones needed"

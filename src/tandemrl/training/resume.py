@@ -13,6 +13,7 @@ import numpy as np
 import torch
 
 from tandemrl.config import Config, difference, to_yaml
+from tandemrl.config.fields import is_own
 from tandemrl.data.rows import Row
 from tandemrl.files import versions, write_text
 from tandemrl.models.lora import base_parameters
@@ -22,7 +23,6 @@ from tandemrl.rewards.functions import imported
 from tandemrl.rewards.routing import reward_names
 from tandemrl.rollout.signatures import NO_PART_OF_A_SEARCH, signature
 from tandemrl.rollout.sync import fingerprint
-from tandemrl.settings import is_own
 from tandemrl.training import checkpoint, coverage
 from tandemrl.training.card import model_card
 from tandemrl.training.checkpoint import CheckpointError, DamagedError

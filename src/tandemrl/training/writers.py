@@ -15,8 +15,8 @@ from transformers import PreTrainedModel
 
 from tandemrl.models.batching import pack, pack_tokens
 from tandemrl.models.sharding import exchanged, trained_parts
-from tandemrl.rewards.rollouts import unscored
 from tandemrl.rollout.collect import CompletionBatch
+from tandemrl.rollout.groups import unscored
 from tandemrl.training.async_rollouts import Compare
 from tandemrl.training.gates import check_mismatch
 from tandemrl.training.state import RunSetup

@@ -4,7 +4,7 @@ It does not import torch, since the processes that environments answer in make i
 """
 
 from tandemrl.config import Config, ConfigError
-from tandemrl.config.kinds import environment_kind
+from tandemrl.config.components import environment_kind
 from tandemrl.processes.names import function_named, made
 from tandemrl.rollout.envs.environment import Environment
 from tandemrl.rollout.envs.tools import Tool

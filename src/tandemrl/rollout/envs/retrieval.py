@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 
 from tandemrl.config import RetrievalConfig
-from tandemrl.config.kinds import retriever_kind
+from tandemrl.config.components import retriever_kind
 from tandemrl.data import hops as worlds
 from tandemrl.data.documents import Document, documents_of
 from tandemrl.data.rows import Row

@@ -31,6 +31,7 @@ from starlette.responses import JSONResponse
 
 from tandemrl.asgi import LOOPBACK, Message, Receive, Send, limited, refused_host
 from tandemrl.config import SelectionConfig
+from tandemrl.config.strategies import KINDS
 from tandemrl.rollout.engine import EngineError, replay_turns
 from tandemrl.rollout.vllm.conversations import (
     NEW,
@@ -46,7 +47,6 @@ from tandemrl.rollout.vllm.registry import Strategies
 from tandemrl.rollout.vllm.settings import history_arguments
 from tandemrl.selection import Strategy, Who, resumed
 from tandemrl.selection.draws import mix64
-from tandemrl.selection.kinds import KINDS
 
 CHAT = "/v1/chat/completions"
 PATHS = ("/v1/completions", CHAT)
