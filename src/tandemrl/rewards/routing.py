@@ -233,7 +233,7 @@ def check_rewards(
         raise ConfigError(f"reward {unplaced[0]}: scores no row: reward.scorers has a reward for each")
     known = {_short(name) for name in reward_names(options)} | set(functions)
     for name, key in _named_in(options):
-        if name not in known and (stated is None or key in stated):
+        if name not in known and (stated is None or any(f"{each}.".startswith(f"{key}.") for each in stated)):
             close = difflib.get_close_matches(name, known, n=1)
             hint = f"did you mean {close[0]}? " if close else ""
             raise ConfigError(
