@@ -139,3 +139,27 @@ def test_an_engine_that_is_none_is_refused(here: Path) -> None:
 def test_config_prints_what_was_written_about_a_component(here: Path) -> None:
     shown = CliRunner().invoke(app, ["config", "my_strategy:relay"]).stdout
     assert shown.split("\n\n") == ["The senior writes the opening, the junior the rest.", "    opening: int = 8\n"]
+
+
+def test_play_writes_with_a_strategy_of_ones_own(here: Path) -> None:
+    starlette = pytest.importorskip("starlette.testclient", reason="the page needs the `play` extra")
+    from helpers import CHAT_TEMPLATE, prepared, qwen3, small_qwen3, tokenizer
+    from tandemrl import TorchEngine
+    from tandemrl.apps.play.app import application
+    from tandemrl.apps.play.duo import Duo
+
+    senior, junior, chat = prepared(qwen3()), prepared(small_qwen3()), tokenizer()
+    chat.chat_template = CHAT_TEMPLATE
+    duo = Duo(TorchEngine(senior, junior, chat), junior, chat, longest=64)
+    mine = load(overrides=overrides("my_strategy")).selection
+    page = application(duo, about={}, begin_with=mine)
+    client = starlette.TestClient(page, base_url="http://127.0.0.1:8765")
+    begun = client.post("/begin", json={}).json()
+    assert begun["strategies"][-2:] == ["solo", "my_strategy:relay"]
+    assert begun["defaults"]["strategy"] == "my_strategy:relay"
+    asked = {"prompt": "a b", "count": 16, "selection": {"strategy": "my_strategy:relay"}}
+    written = [token["author"] for token in client.post("/write", json=asked).json()["tokens"]]
+    assert written == ([1] * 12 + [0] * 4)[: len(written)]
+    assert len(written) > 0
+    refused = client.post("/write", json=asked | {"selection": {"strategy": "os:getcwd"}})
+    assert (refused.status_code, "expected one of word" in refused.json()["error"]) == (400, True)
