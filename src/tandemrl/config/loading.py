@@ -11,9 +11,11 @@ from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import Any, get_args, get_type_hints
 
+from tandemrl.config.fields import ConfigError
 from tandemrl.config.plain import flatten, plain
+from tandemrl.config.reference import expected
 from tandemrl.config.rules import check
-from tandemrl.config.schema import Config, ConfigError, expected
+from tandemrl.config.schema import Config
 from tandemrl.files import hint
 
 _ABSENT = object()

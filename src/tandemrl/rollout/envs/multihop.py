@@ -85,7 +85,7 @@ def multihop(config: Config) -> MultihopEnvironment:
             since `prepare` loads them.
     """
     environment = MultihopEnvironment(config.retrieval)
-    if config.retrieval.retriever not in ("semantic", "hybrid"):
+    if not config.retrieval.kind.model:
         environment.prepare()
     return environment
 

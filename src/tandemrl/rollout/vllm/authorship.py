@@ -30,7 +30,8 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.responses import JSONResponse
 
 from tandemrl.asgi import LOOPBACK, Message, Receive, Send, limited, refused_host
-from tandemrl.config import SelectionConfig, StrategyName
+from tandemrl.config import SelectionConfig
+from tandemrl.config.strategies import KINDS
 from tandemrl.rollout.engine import EngineError, replay_turns
 from tandemrl.rollout.vllm.conversations import (
     NEW,
@@ -187,7 +188,7 @@ def selection_of(overrides: Any, default: SelectionConfig) -> SelectionConfig:
             raise Refused(f"tandem.{name}: expected {_FIELDS[name][-1].__name__}, got {json.dumps(value)}")
         if isinstance(value, int) and abs(value) > MAX_WHOLE:  # the workers compute with 64 bits and die of more
             raise Refused(f"tandem.{name}: expected at most {MAX_WHOLE}, got {value}")
-    for name, allowed in {"strategy": get_args(StrategyName), "first": get_args(Who), "solo": get_args(Who)}.items():
+    for name, allowed in {"strategy": (*KINDS,), "first": get_args(Who), "solo": get_args(Who)}.items():
         if overrides.get(name, allowed[0]) not in allowed:
             raise Refused(f"tandem.{name}: {overrides[name]!r} is none of {', '.join(allowed)}")
     overrides = {name: value for name, value in overrides.items() if name != "conversation"}
