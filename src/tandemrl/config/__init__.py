@@ -2,6 +2,7 @@
 
 from tandemrl.config.batches import BatchPlan as BatchPlan
 from tandemrl.config.batches import batch_plan as batch_plan
+from tandemrl.config.batches import with_steps as with_steps
 from tandemrl.config.fields import ConfigError as ConfigError
 from tandemrl.config.loading import find_config as find_config
 from tandemrl.config.loading import load as load

@@ -84,8 +84,8 @@ ENVIRONMENTS: dict[str, EnvironmentKind] = {
 
 
 class RetrieverKind(NamedTuple):
-    """What a retriever needs: the packages for search by words, or a model or a service; and whether it can search in a
-    corpus, ``retrieval.index``."""
+    """What a retriever needs: the packages for search by words, or a model or a service; whether it can search in a
+    corpus, ``retrieval.index``; and whether the corpus is that of the service at ``retrieval.url`` (hosted)."""
 
     name: str
     path: str
@@ -93,6 +93,7 @@ class RetrieverKind(NamedTuple):
     words: bool = False
     model: bool = False
     corpus: bool = False
+    hosted: bool = False
 
 
 def _retriever(
@@ -109,6 +110,12 @@ RETRIEVERS: dict[str, RetrieverKind] = {
         _retriever("golden", "the supporting documents, whatever the query is"),
         _retriever("semantic", "by `model` or `url`", model=True),
         _retriever("hybrid", "bm25 and semantic, merged", words=True, model=True),
+        RetrieverKind(
+            "search",
+            "tandemrl.rollout.envs.search_service:service",
+            "in the corpus of the service at `url`, with POST /search",
+            hosted=True,
+        ),
         _retriever(
             "hops",
             "by words in the worlds of `synthetic:hops`, in the language of the query and without an extra",

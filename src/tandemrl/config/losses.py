@@ -41,6 +41,9 @@ class LossConfig:
     """Estimator of that KL in the loss: Schulman's k1, k2 or k3."""
     kl_in_reward: bool = False
     """Subtract the KL (always k1, summed over trained tokens) from the reward instead of adding it to the loss."""
+    kl_in_loss: bool | None = None
+    """Add the KL to the loss; null = unless it is in the reward. true beside `kl_in_reward` = both, each with kl_coef;
+    `kl_target` then adapts the coefficient in the reward alone."""
     junior_kl_coef: NonNegativeFloat = 0.0
     """λ_jun: coefficient of a KL that pulls the senior towards the junior on junior-written tokens (0 in the paper)."""
     entropy_coef: float = 0.0
@@ -77,6 +80,12 @@ class LossConfig:
         """What is known of the recipe before it is made."""
         return kind_of(self.recipe)
 
+    @property
+    def loss_kl_coef(self) -> float:
+        """The coefficient of the KL in the loss."""
+        in_loss = not self.kl_in_reward if self.kl_in_loss is None else self.kl_in_loss
+        return self.kl_coef if in_loss else 0.0
+
     def faults(self) -> Iterator[Fault]:
         """What contradicts each other in this section."""
         yield from check_parameters("loss.parameters", self.recipe, self.parameters)
@@ -85,5 +94,9 @@ class LossConfig:
                 yield Fault(f"loss.{name}", f"null with {self.recipe}, which does not use it")
         if self.kl_in_reward and self.kl_coef == 0:
             yield Fault("loss.kl_in_reward", "false unless loss.kl_coef > 0")
+        if self.kl_in_loss and self.kl_coef == 0:
+            yield Fault("loss.kl_in_loss", "null or false unless loss.kl_coef > 0")
+        if self.kl_in_loss is False and self.kl_coef > 0 and not self.kl_in_reward:
+            yield Fault("loss.kl_in_loss", "null or true, as the KL is nowhere else (loss.kl_in_reward=false)")
         if self.kl_target is not None and not (self.kl_target > 0 and self.kl_in_reward):
             yield Fault("loss.kl_target", "null, or positive with loss.kl_in_reward")

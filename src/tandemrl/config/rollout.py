@@ -190,7 +190,8 @@ class RetrievalConfig:
     device: str = "cpu"
     """The torch device of `model`."""
     url: Address | None = None
-    """Address of a service with POST /rerank, to use instead of a model in the process."""
+    """Address of a service with POST /rerank, to use instead of a model in the process; with search, of one with POST
+    /search."""
     api: Literal["cohere", "tei"] = "cohere"
     """What is sent to `url`. cohere: {query, documents, model, top_n}, as Cohere, vLLM and others take it; tei: {query,
     texts}, as text-embeddings-inference takes it."""
@@ -215,6 +216,8 @@ class RetrievalConfig:
             yield Fault("retrieval.model", f"a model's folder with {self.retriever}, unless retrieval.url is set")
         if self.index is not None and not self.kind.corpus:
             yield Fault("retrieval.index", f"null with {self.retriever}: a corpus is searched by words")
+        if self.kind.hosted and self.url is None:
+            yield Fault("retrieval.url", f"the address of a service with POST /search, with {self.retriever}")
         if self.api_key_env is not None and self.url is None:
             yield Fault("retrieval.api_key_env", "null without retrieval.url")
 

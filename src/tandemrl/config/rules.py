@@ -105,7 +105,7 @@ def _critic(c: Config) -> Iterator[Fault]:
     critic, warmup = c.loss.kind.critic, c.train.critic_warmup_steps
     if c.model.critic is not None and critic is False:
         yield Fault("model.critic", "null unless the recipe has a critic, as loss.recipe=ppo")
-    if not 0 <= warmup < c.train.steps:
+    if warmup < 0 or (c.train.epochs is None and warmup >= c.train.steps):
         yield Fault("train.critic_warmup_steps", f"0 or positive, and below train.steps ({c.train.steps})")
     if warmup > 0 and critic is False:
         yield Fault("train.critic_warmup_steps", "0 unless the recipe has a critic, as loss.recipe=ppo")

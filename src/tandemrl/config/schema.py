@@ -77,6 +77,8 @@ class DataConfig:
     monitor: tuple[str, ...] = ()
     """Sources that are evaluated at the same steps and in the same way, and only recorded (`monitor/…`), such as
     benchmarks to be reported: they never choose `hf/best`."""
+    limit: PositiveInt | None = None
+    """Train on this many rows only, the first ones of `train`; null = all. For trials."""
     order: Literal["shuffled", "by_hops"] = "shuffled"
     """Order of the training prompts in an epoch. shuffled: at random; by_hops: questions of few hops first, shuffled
     among those with equally many hops."""
@@ -96,6 +98,9 @@ class TrainConfig:
 
     steps: PositiveInt = 50
     """Training steps; each samples prompts_per_step prompts."""
+    epochs: PositiveFloat | None = None
+    """Passes through the training prompts, in place of `steps`, which is then computed: an epoch has as many steps as
+    there are whole batches of prompts_per_step. null = `steps` counts."""
     seed: NonNegativeInt = 0
     """Decides the order of the prompts and every draw of a rollout."""
     lr: PositiveFloat = 1e-6
@@ -151,6 +156,15 @@ class TrainConfig:
     """Metrics and samples go to Weights & Biases too (needs the `wandb` extra)."""
     wandb_project: str = "tandemrl"
     """The Weights & Biases project."""
+    wandb_name: str | None = None
+    """The run's name there; null = the last part of output_dir."""
+    wandb_tags: tuple[str, ...] = ()
+    """The run's tags there."""
+    log: bool = False
+    """Write what the console shows to output_dir/train.log, too, without colours and bars, and even if it is quiet."""
+    keep_eval_texts: bool = True
+    """Write every text of the evaluations during training, with its problem and its score, to
+    output_dir/eval/step_N.jsonl."""
     log_samples: NonNegativeInt = 4
     """How many samples a logged table shows. samples.jsonl has every rollout regardless."""
     max_samples_gb: PositiveFloat | None = None

@@ -86,6 +86,7 @@ def build(
     ).require()
     tokenizer, heldout, playground = preflight.tokenizer, preflight.heldout, preflight.playground
     prompts, dropped = preflight.prompts
+    config = preflight.planned
 
     judge = preflight.judge or make_judge(config)
     scorer = (Scorer if world.size == 1 else partial(SpreadScorer, world))(

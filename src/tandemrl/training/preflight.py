@@ -5,7 +5,7 @@
 
 import importlib.util
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from itertools import chain
 from pathlib import Path
@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from tandemrl.config import Config, ConfigError
+from tandemrl.config import Config, ConfigError, with_steps
 from tandemrl.config.fields import is_own
 from tandemrl.config.rules import check as check_rules
 from tandemrl.data.loading import load_rows
@@ -189,7 +189,8 @@ class Preflight:
 
     @cached_property
     def rows(self) -> list[Row]:
-        return self._rows(self.config.data.train)
+        """The rows of ``data.train``, as many as ``data.limit`` says."""
+        return self._rows(self.config.data.train)[: self.config.data.limit]
 
     @cached_property
     def heldout_rows(self) -> list[list[Row]]:
@@ -216,6 +217,19 @@ class Preflight:
                 f"fewer than train.prompts_per_step={config.train.prompts_per_step}"
             )
         return prompts, dropped
+
+    @cached_property
+    def planned(self) -> Config:
+        """The config with the number of steps that ``train.epochs`` makes of the prompts.
+
+        Raises:
+            ConfigError: a rule of the config does not hold with so many steps.
+        """
+        if self.config.train.epochs is None:
+            return self.config
+        planned = with_steps(self.config, len(self.prompts[0]))
+        check_rules(replace(planned, train=replace(planned.train, epochs=None)))
+        return planned
 
     @cached_property
     def heldout(self) -> list[Prompt]:
@@ -325,7 +339,7 @@ class Preflight:
         """Try the user's own strategies on a few made-up rows."""
         paths = {self.config.model.senior, self.config.model.junior or self.config.model.senior}
         vocabulary = min(self.files.skeleton(path).get_output_embeddings().weight.shape[0] for path in paths)
-        steps, strategy = self.config.train.steps, self.strategy
+        steps, strategy = self.planned.train.steps, self.strategy
         if strategy is None:
             strategy = schedule_of(self.config.selection, self.tokenizer, vocabulary).strategy
         return f"tried {try_strategies(strategy, steps, vocabulary)} of {steps} steps"
@@ -341,7 +355,10 @@ class Preflight:
         prompts, dropped = self.prompts
         self._fits(prompts)
         left_out = f", {dropped} left out as longer than data.max_prompt_tokens" if dropped else ""
-        return f"{rows} rows{left_out}; the longest prompt has {max(len(prompt.tokens) for prompt in prompts)} tokens"
+        train, steps = self.config.train, self.planned.train.steps
+        epochs = "" if train.epochs is None else f"; train.epochs={train.epochs:g} makes {steps} steps"
+        longest = max(len(prompt.tokens) for prompt in prompts)
+        return f"{rows} rows{left_out}; the longest prompt has {longest} tokens{epochs}"
 
     def heldout_data(self) -> str:
         self._fits_evaluated(self.heldout)
@@ -401,7 +418,7 @@ class Preflight:
         model = self.config.model
         critic = self.files.skeleton(model.critic or model.senior) if self.recipe.advantage is None else None
         trained = 0 if critic is None else size(critic)
-        return room(self.config, policy=size(self.files.skeleton(model.senior)), critic=trained)
+        return room(self.planned, policy=size(self.files.skeleton(model.senior)), critic=trained)
 
     def _rows(self, sources: Sequence[str]) -> list[Row]:
         if remote := [source for source in sources if source.startswith("hf:") and not self.downloads]:

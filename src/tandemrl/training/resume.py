@@ -43,6 +43,11 @@ _FREE_TO_CHANGE = {
     "train.max_samples_gb",
     "train.wandb",
     "train.wandb_project",
+    "train.wandb_name",
+    "train.wandb_tags",
+    "train.log",
+    "train.keep_eval_texts",
+    "train.epochs",  # which `train.steps` is computed from
     "train.async_save",
     "train.profile",
     "judge.url",

@@ -5,12 +5,12 @@ from urllib.parse import urlencode
 from tandemrl.config import RetrievalConfig
 from tandemrl.data.documents import Document, document, documents_of
 from tandemrl.data.rows import DataError, Row
-from tandemrl.http import Client, Passing, Refused, Response, Service, start
+from tandemrl.processes.http import Client, Passing, Refused, Response, Service, start
 from tandemrl.rollout.envs.environment import BrokenEnvironmentError
 from tandemrl.rollout.envs.retrieval import Retriever
 
 
-def searched(config: RetrievalConfig) -> Retriever:
+def service(config: RetrievalConfig) -> Retriever:
     """The retriever that asks the service at ``retrieval.url``.
 
     What is asked is sent in the address and as JSON, since both forms are in use. A document is read as in a row's
@@ -51,7 +51,7 @@ def searched(config: RetrievalConfig) -> Retriever:
 
 
 def _documents(response: Response) -> list[Document]:
-    """The documents in ``{"results": [{"document": {"id", "title", "body"}, …}]}``, or without the inner ``document``."""
+    """The documents in ``{"results": [{"document": {"id", "title", "body"}}]}``, or without the inner ``document``."""
     if response.status == 404:
         raise Refused(f"HTTP 404: {start(response.body)}; retrieval.url must end where /search begins")
     content = response.json()
