@@ -84,7 +84,7 @@ def _toy(case: Case, pair: Path, tmp_path: Path, judge: str) -> Config:
     acting = whole.rollout.environment != "single"
     if acting:
         pair = tmp_path / "agents"
-        qwen3(vocabulary=len(hops_tokenizer()), context=1024).save_pretrained(pair / "senior")
+        qwen3(vocabulary=len(hops_tokenizer()), context=1024, head_dim=32).save_pretrained(pair / "senior")
         hops_tokenizer().save_pretrained(pair / "senior")
     keys = [*TOY, f"model.senior={pair}/senior", f"output_dir={tmp_path / 'run'}", f"rollout.engine={case.engine}"]
     if whole.model.junior is not None:

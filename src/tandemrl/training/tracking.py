@@ -32,6 +32,7 @@ from rich.table import Table
 from rich.text import Text
 
 from tandemrl.config import Config, to_dict
+from tandemrl.evals.measures import Sample
 from tandemrl.files import pip_install, write_text
 from tandemrl.types import Author, Rollout, own_turns
 
@@ -50,6 +51,8 @@ STOPPED = "stopped.json"
 """The file that says of a run which ended before its last step where and why. It is there until the run goes on."""
 LOG = "train.log"
 """The file with what the console shows, if ``train.log`` is on."""
+EVAL_TEXTS = "eval_texts"
+"""The folder with the texts of each evaluation, if ``train.keep_eval_texts`` is on."""
 MAX_REASON_CHARS = 500
 COLUMNS = 80
 WORLD_CHARS = 200
@@ -268,6 +271,21 @@ class Tracker:
             self._steps_bar = self._progress.add_task("steps", total=self._config.train.steps, completed=done)
             self._progress.start()
         return self._progress
+
+
+def write_eval_texts(folder: Path, step: int, samples: Mapping[str, Sequence[Sample]]) -> None:
+    """Write the texts of an evaluation as ``folder/eval_texts/step_N.jsonl``, which replaces one of the same step.
+
+    Args:
+        samples: the samples by what they are of, ``eval`` or ``monitor``, which becomes the field ``source``.
+    """
+    lines = [
+        json.dumps({"source": source, **sample.to_json()}, ensure_ascii=False) + "\n"
+        for source, each in samples.items()
+        for sample in each
+    ]
+    (folder / EVAL_TEXTS).mkdir(parents=True, exist_ok=True)
+    write_text(folder / EVAL_TEXTS / f"step_{step}.jsonl", "".join(lines))
 
 
 def summary_line(step: int, steps: int, metrics: Mapping[str, float], seconds_per_step: float) -> str:

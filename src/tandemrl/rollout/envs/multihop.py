@@ -1,8 +1,8 @@
 """Questions that take several hops through documents: the authors search and read until they ``complete`` the episode
 with an answer and its sources.
 
-The documents are those of the row (`data.documents`), of ``retrieval.index``, or of a service. Only indexes of texts are
-kept between calls.
+The documents are those of the row (`data.documents`), of ``retrieval.index``, or of a service. Only indexes of texts
+are kept between calls.
 """
 
 from collections.abc import Sequence
