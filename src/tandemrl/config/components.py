@@ -110,8 +110,7 @@ RETRIEVERS: dict[str, RetrieverKind] = {
         _retriever("semantic", "by `model` or `url`", model=True),
         _retriever("hybrid", "bm25 and semantic, merged", words=True, model=True),
         _retriever(
-            "hops",
-            "by words in the worlds of `synthetic:hops`, in the language of the query and without an extra",
+            "hops", "by words in the worlds of `synthetic:hops`, in the language of the query and without an extra"
         ),
     )
 }
