@@ -117,8 +117,7 @@ RETRIEVERS: dict[str, RetrieverKind] = {
             hosted=True,
         ),
         _retriever(
-            "hops",
-            "by words in the worlds of `synthetic:hops`, in the language of the query and without an extra",
+            "hops", "by words in the worlds of `synthetic:hops`, in the language of the query and without an extra"
         ),
     )
 }

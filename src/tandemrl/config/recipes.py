@@ -104,14 +104,7 @@ _TABLE = (
     ),
     # arXiv 1707.06347 with GAE (arXiv 1506.02438) and a critic.
     _row(
-        "ppo",
-        "with a critic, model.critic",
-        None,
-        "ppo_clip",
-        "token_mean",
-        clip_low=0.2,
-        clip_high=0.2,
-        whiten=True,
+        "ppo", "with a critic, model.critic", None, "ppo_clip", "token_mean", clip_low=0.2, clip_high=0.2, whiten=True
     ),
 )
 

@@ -224,4 +224,5 @@ class RetrievalConfig:
     @property
     def patience_s(self) -> float:
         """How long a service may take for one search, with all attempts."""
-        return (1 + self.retries) * self.timeout_s + self.backoff_s * (2**self.retries - 1)
+        waits: int = 2**self.retries - 1
+        return (1 + self.retries) * self.timeout_s + self.backoff_s * waits

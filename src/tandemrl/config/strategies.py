@@ -34,12 +34,7 @@ def _here(name: str, says: str, *parameters: str, by_turns: bool = False, solo: 
 
 
 _TABLE = (
-    _here(
-        "word",
-        "redraw the author after each word boundary (the paper's strategy)",
-        "prob_senior",
-        "max_gap_tokens",
-    ),
+    _here("word", "redraw the author after each word boundary (the paper's strategy)", "prob_senior", "max_gap_tokens"),
     _here("word_aligned", "as word, but never inside a word", "prob_senior", "max_gap_tokens"),
     _here("bernoulli", "redraw after each token", "prob_senior"),
     _here("sentence", "hand over after each step", "first"),
