@@ -14,7 +14,7 @@ import pytest
 from scipy import stats
 
 import tandemrl
-from tandemrl.config import Config, leaves
+from tandemrl.config import Config, expected, leaves
 
 ROOT = Path(__file__).parents[1]
 PAGES = ("README.md", "docs/results.md", "docs/speed.md")
@@ -281,7 +281,7 @@ def test_every_key_that_a_document_names_is_one_of_the_configuration(page: str) 
     assert {word for word in named if word not in known | sections and not word.startswith(MAPPINGS)} == set()
 
 
-MAPPINGS = ("reward.scorers.", "reward.weights.")
+MAPPINGS = tuple(f"{key.key}." for key in leaves(Config()) if expected(key.type).startswith("a mapping"))
 
 
 def test_the_glossary_has_every_metric_of_a_step() -> None:

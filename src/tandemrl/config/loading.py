@@ -11,9 +11,11 @@ from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import Any, get_args, get_type_hints
 
+from tandemrl.config.fields import ConfigError
 from tandemrl.config.plain import flatten, plain
+from tandemrl.config.reference import expected
 from tandemrl.config.rules import check
-from tandemrl.config.schema import Config, ConfigError, expected
+from tandemrl.config.schema import Config
 from tandemrl.files import hint
 
 _ABSENT = object()
@@ -179,8 +181,8 @@ def _rename(source: Any, where: str) -> None:
 
 
 REMOVED = {
-    ("rollout.vllm.mode", "majority"): "this mode was removed, since drafts gain more; set auto, with "
-    "rollout.draft_tokens=auto, which writes the same tokens"
+    ("rollout.vllm.mode", "majority"): "this mode was removed; set auto, which writes the same tokens "
+    "(and drafts with rollout.draft_tokens=auto)"
 }
 """Values of earlier versions that no longer exist, each with the reason and what to use."""
 

@@ -105,7 +105,7 @@ def strategies(
 ) -> dict[str, Strategy]:
     """The strategies of a phase by the names of its arms.
 
-    The tandem phase uses the strategy of training if that is ``turn``, and ``word`` otherwise. The handoff phase has
+    The tandem phase draws the authors of turns if training does, and those of words otherwise. The handoff phase has
     two arms that alternate by steps, and in an environment three more that change authors between turns. In all other
     phases the senior writes alone.
 
@@ -116,8 +116,8 @@ def strategies(
     """
     if phase == "tandem":
         chosen = selection or SelectionConfig()
-        if chosen.strategy == "turn":
-            return {"turn": turn(chosen.prob_senior)}
+        if draws_turns(chosen):
+            return {chosen.strategy: turn(chosen.prob_senior)}
         return {"word": word(chosen.prob_senior, chosen.max_gap_tokens, word_boundary_table(tokenizer, vocabulary))}
     if phase == "handoff":
         tables = step_tables(tokenizer, vocabulary)
@@ -129,6 +129,11 @@ def strategies(
         }
         return by_steps | (by_turns if episodes else {})
     return {"solo": solo("senior")}
+
+
+def draws_turns(selection: SelectionConfig) -> bool:
+    """Whether training draws an author for each turn, so that the tandem phase does so, too."""
+    return selection.kind.draws and selection.kind.by_turns
 
 
 def measure_of(phase: Phase, k: Sequence[int]) -> Measure:

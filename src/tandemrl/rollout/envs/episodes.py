@@ -67,7 +67,7 @@ class EpisodeRunner:
         template_arguments: Mapping[str, Any] = DEFAULT_ARGUMENTS,
     ) -> None:
         self.environment = environment
-        self.name = type(environment).__name__ if config.environment == "single" else config.environment
+        self.name = config.environment if config.environment_kind.turns else type(environment).__name__
         self.tools = environment.tool_schemas()
         """The schemas of the tools, for the chat template."""
         self.schemas = {schema["function"]["name"]: schema for schema in self.tools}
