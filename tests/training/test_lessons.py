@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 from tandemrl.cli.main import app
 from tandemrl.config import load
 from tandemrl.losses import RECIPES
-from tandemrl.training.lessons import cause, verdict, warner
+from tandemrl.training.diagnostics import cause, verdict, warner
 from tandemrl.training.loop import train
 
 GRPO = RECIPES["grpo"]

@@ -36,8 +36,7 @@ from tandemrl.training.arguments import StrategyFunction, accept, strategy_at
 from tandemrl.training.function_records import with_records
 from tandemrl.training.gates import mismatch_limit, self_difference
 from tandemrl.training.preflight import Preflight
-from tandemrl.training.sharded_state import Trained
-from tandemrl.training.state import Models, Progress, Run, RunSetup, forward_options
+from tandemrl.training.state import Models, Progress, Run, RunSetup, Trained, forward_options
 
 
 def build(

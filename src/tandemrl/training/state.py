@@ -1,6 +1,6 @@
 """What a training run consists of: what is fixed, which models take part, and how far it has come.
 
-``build`` makes all three from a config; ``resume`` saves and restores what changes.
+``build`` makes all three from a config; ``checkpoint`` saves and restores what changes.
 """
 
 import math
@@ -26,9 +26,23 @@ from tandemrl.rewards.scoring import Scorer
 from tandemrl.rollout.engine import Engine, Sampling
 from tandemrl.rollout.envs.episodes import Playground
 from tandemrl.rollout.schedule import Schedule
-from tandemrl.training.coverage import Coverage
-from tandemrl.training.sharded_state import Trained
 from tandemrl.types import Batch
+
+
+class Trained(NamedTuple):
+    """A model in training and its optimiser: what a checkpoint holds of a policy or a critic."""
+
+    module: PreTrainedModel
+    optimizer: torch.optim.Optimizer
+
+
+def move_state(optimizer: torch.optim.Optimizer, *, to_host: bool) -> None:
+    """Move an optimiser's state, such as Adam's moments, to host memory or back to its parameters' device, in place."""
+    for parameter, state in optimizer.state.items():
+        device = torch.device("cpu") if to_host else parameter.device
+        for name, value in state.items():
+            if isinstance(value, Tensor):
+                state[name] = value.to(device)
 
 
 def forward_options(config: Config, sampling: Sampling, vocabulary: int, world: World) -> ForwardOptions:
@@ -126,8 +140,6 @@ class Progress:
     """The held-out score of the policy in ``hf/best``."""
     rollouts_in_flight: dict[str, Any] | None = None
     """Rollouts that wait for their step (see ``AsyncRollouts.state_dict``)."""
-    records: tuple[Coverage, ...] = ()
-    """The lines of metrics.jsonl and samples.jsonl that a checkpoint covers, on rank 0 only."""
 
 
 class Run(NamedTuple):

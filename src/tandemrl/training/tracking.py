@@ -62,7 +62,7 @@ class Tracker:
     """Writes the record of one run into ``output_dir`` and shows it. If the run ends early, the record says why.
 
     Args:
-        output_dir: the folder of the run, to whose files lines are appended (see ``coverage`` for a resume).
+        output_dir: the folder of the run, to whose files lines are appended (see ``checkpoint`` for a resume).
         config: the config, of which train.{steps, wandb, wandb_project, log_samples, max_samples_gb} and
             rollout.max_tokens are read.
         console: where to print. The default is standard output. Progress bars are drawn on a terminal only.
@@ -102,7 +102,6 @@ class Tracker:
         self._started = time.perf_counter()
         self._first_step: int | None = None
         self._bound_met = False
-        self._warned: set[str] = set()
 
     def __enter__(self) -> Self:
         return self
@@ -216,12 +215,6 @@ class Tracker:
     def say(self, line: str) -> None:
         """Print one plain line."""
         self._console.print(line, markup=False, soft_wrap=True)
-
-    def warn(self, topic: str, line: str) -> None:
-        """Print a line, once per topic."""
-        if topic not in self._warned:
-            self._warned.add(topic)
-            self.say(line)
 
     def close(self, *, failed: bool = False) -> None:
         """Remove the progress bars and close the files. It may be called twice."""

@@ -11,7 +11,7 @@ from statistics import fmean
 import torch
 from torch import Tensor
 
-from tandemrl.config import Config
+from tandemrl.config import TrainConfig
 from tandemrl.distributed.world import World
 from tandemrl.losses import average_metrics, log_ratio, policy_loss, reduce, value_loss
 from tandemrl.models.lora import dropping
@@ -19,8 +19,7 @@ from tandemrl.models.sharding import clip_gradients
 from tandemrl.training.experience import MiniBatch, MiniBatches, weights_of
 from tandemrl.training.gates import check_gradient_norm, check_mismatch
 from tandemrl.training.profiling import Clock
-from tandemrl.training.sharded_state import move_state
-from tandemrl.training.state import Models, RunSetup
+from tandemrl.training.state import Models, RunSetup, move_state
 from tandemrl.types import Author, Metrics, Totals
 
 
@@ -39,12 +38,12 @@ def update(
     Args:
         learns: whether the policy is updated. If not, it stays as it is.
         fresh: whether the policy's present weights wrote the rollouts, so that its log-probs must match the engine's.
-            If not, ``writers`` checks the match.
+            If not, ``async_rollouts`` checks the match.
 
     Returns:
         Metrics, as means over the mini-batches.
     """
-    set_learning_rates(setup.config, models, step)
+    set_learning_rates(setup.config.train, models, step)
     results: list[Metrics] = []
     for mini in (mini for mini in mini_batches if mini.micro):
         here = setup.world.rank // setup.config.parallel.tp  # those that share matrices leave out the same inputs
@@ -214,25 +213,24 @@ def logprob_mismatch(world: World, difference: Tensor) -> Metrics:
     }
 
 
-def set_learning_rates(config: Config, models: Models, step: int) -> None:
+def set_learning_rates(train: TrainConfig, models: Models, step: int) -> None:
     """Give the optimisers of the policy and the critic their learning rates of ``step``."""
-    peaks = {"policy": config.train.lr, "critic": config.train.critic_lr}
+    peaks = {"policy": train.lr, "critic": train.critic_lr}
     for part, (_, optimizer) in models.trained.items():
         for group in optimizer.param_groups:
-            group["lr"] = learning_rate(config, step, peaks[part])
+            group["lr"] = learning_rate(train, step, peaks[part])
 
 
-def learning_rate(config: Config, step: int, peak: float | None = None) -> float:
+def learning_rate(train: TrainConfig, step: int, peak: float) -> float:
     """The learning rate of a step: a linear warm-up over ``train.warmup_steps``, then constant or a cosine down to 0.
 
     Args:
         step: the training step, from 1.
-        peak: the learning rate after the warm-up. None means ``train.lr``.
+        peak: the learning rate after the warm-up.
     """
-    t = config.train
-    peak = t.lr if peak is None else peak
-    if step <= t.warmup_steps:
-        return peak * step / t.warmup_steps
-    if t.schedule == "constant":
+    if step <= train.warmup_steps:
+        return peak * step / train.warmup_steps
+    if train.schedule == "constant":
         return peak
-    return peak * 0.5 * (1 + math.cos(math.pi * (step - t.warmup_steps - 1) / max(1, t.steps - t.warmup_steps)))
+    falling = max(1, train.steps - train.warmup_steps)
+    return peak * 0.5 * (1 + math.cos(math.pi * (step - train.warmup_steps - 1) / falling))

@@ -38,7 +38,7 @@ from tandemrl.rollout.schedule import schedule_of
 from tandemrl.rollout.torch_engine import TorchEngine
 from tandemrl.selection import Strategy, replay
 from tandemrl.selection.draws import mix64
-from tandemrl.training.export import export_hf
+from tandemrl.training.checkpoint.export import export_hf
 
 pytest.importorskip("tandemrl.rollout.vllm.server", reason="vllm brings fastapi")
 

@@ -1,0 +1,70 @@
+"""The evaluations during a run: the senior alone on held-out problems, which choose ``hf/best``."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from tandemrl import evals
+from tandemrl.config import EvalConfig
+from tandemrl.data.rows import Prompt
+from tandemrl.selection import solo
+from tandemrl.training import checkpoint
+from tandemrl.training.state import Run
+from tandemrl.types import Metrics, Rollout
+
+
+def evaluate(run: Run, step: int) -> Metrics:
+    """Evaluate the senior alone on the held-out problems and on those of ``data.monitor``.
+
+    If the held-out score is the best so far, the policy is exported to ``hf/best``. The problems of ``data.monitor``
+    have no influence on that.
+    """
+    setup, _, progress = run
+    settings = setup.config.eval
+    ks = [k for k in settings.k if k <= settings.train_samples]
+    macro = solo_metrics(run, setup.heldout, ks)["macro"]
+    selector = settings.select_by or f"pass@{max((k for k in ks if k <= 4), default=ks[0])}"
+    if macro[selector] > progress.best:
+        progress.best = macro[selector]
+        checkpoint.export(run, "best", step)
+    names = [
+        *(f"pass@{k}" for k in ks),
+        "length",
+        "truncation_rate",
+        *("em", "f1"),
+        *(["unscored"] if setup.judge is not None else []),
+    ]
+    metrics = {f"eval/{name}": macro[name] for name in names if name in macro}
+    if setup.monitored:
+        watched = solo_metrics(run, setup.monitored, ks)
+        metrics |= {f"monitor/{name}": watched["macro"][name] for name in names if name in watched["macro"]}
+        for source, values in watched["by_set"].items():
+            metrics |= {f"monitor/{source}/pass@{k}": values[f"pass@{k}"] for k in ks}
+    return metrics
+
+
+def solo_metrics(run: Run, prompts: Sequence[Prompt], ks: Sequence[int]) -> dict[str, Any]:
+    """The metrics of ``evals.summarise`` for completions that the senior writes alone."""
+    setup, settings = run.setup, run.setup.config.eval
+    return evals.generate_and_grade(
+        {"solo": solo("senior")},
+        engine=run.models.engine,
+        tokenizer=setup.tokenizer,
+        prompts=prompts,
+        scorer=setup.scorer,
+        playground=setup.playground,
+        profile=evals.profile_of(settings),
+        samples=settings.train_samples,
+        k=ks,
+        seed=settings.seed,
+        bootstrap=settings.bootstrap,
+    ).metrics
+
+
+def truncated_at_eval(settings: EvalConfig, rollouts: Sequence[Rollout]) -> Metrics:
+    """The share of a step's rollouts that an evaluation would have cut off, to compare with its own truncation."""
+    return {"response/truncated_at_eval": unfinished(rollouts, evals.profile_of(settings).sampling.max_tokens)}
+
+
+def unfinished(rollouts: Sequence[Rollout], limit: int) -> float:
+    """The share of rollouts that had not ended after ``limit`` tokens, or at their own limit of tokens."""
+    return sum(r.stop_reason == "length" or r.response_tokens > limit for r in rollouts) / len(rollouts)
