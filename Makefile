@@ -80,7 +80,7 @@ notebooks: .venv/.dev
 # The page of `tandemrl play` in Chromium (apt-get install chromium, or CHROMIUM=path).
 browser-check: .venv/.dev
 	@$(BIN)/pip install $(PIP_FLAGS) playwright
-	$(TEST_ENV) $(BIN)/python -m pytest -m browser tests/play
+	$(TEST_ENV) $(BIN)/python -m pytest -m browser tests/apps/play
 
 check: .venv/.dev
 	$(BIN)/ruff check .

@@ -18,9 +18,9 @@ BELONGS = (
     "notebooks/02_loss.ipynb", "tests/conftest.py", "tests/helpers.py", "tests/rollout/test_turns.py", "cli/main.py",
     "configs/quickstart.yaml",
 )  # fmt: skip
-PAIR = "experiments/pairs/jargon-0"
+PAIR = "apps/experiments/pairs/jargon-0"
 PACKAGED = (
-    *("py.typed", "configs/quickstart.yaml", "play/page/play.js", "planning/architectures.json"),
+    *("py.typed", "configs/quickstart.yaml", "apps/play/page/play.js", "apps/planning/architectures.json"),
     *(f"{PAIR}/{name}" for name in ("senior.safetensors", "junior.safetensors", "tokenizer/tokenizer.json")),
 )
 MOST_BYTES = 3_000_000

@@ -24,7 +24,7 @@ TINY_PAIR = Path("runs/tiny")
 
 def tiny_senior() -> Path:
     """The senior of the tiny pair, which is built where the quickstart looks for it if it is not there."""
-    from tandemrl.experiments.tiny import build_tiny_pair
+    from tandemrl.apps.experiments.tiny import build_tiny_pair
 
     build_tiny_pair(TINY_PAIR)
     return TINY_PAIR / "senior"

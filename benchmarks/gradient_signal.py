@@ -31,8 +31,8 @@ import torch
 from _common import about
 
 from tandemrl.config import load
-from tandemrl.rewards.rollouts import score_rollouts
 from tandemrl.rollout.collect import generate
+from tandemrl.rollout.groups import score_rollouts
 from tandemrl.training import update as updates
 from tandemrl.training.build import build
 from tandemrl.training.experience import add_group_advantages, make_experience, pack_mini_batches

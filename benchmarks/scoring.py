@@ -5,7 +5,7 @@ OMP_NUM_THREADS=1 python benchmarks/scoring.py [--responses 20000] [--batch 1000
 The responses are generated: chains of thought of some 400 characters with the answer at the end, 8 per problem, half of
 them right. `boxed` has a mix of forms like MATH's: mostly numbers, then fractions, formulas, tuples, units and words;
 3 % can only be decided by math-verify. `symbolic` is math-verify alone, with another problem in every response.
-Everything goes through `tandemrl.rewards.score.score_file`, so reading and writing JSON is included.
+Everything goes through `tandemrl.apps.score.score_file`, so reading and writing JSON is included.
 """
 
 import argparse
@@ -19,9 +19,9 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+from tandemrl.apps.score import score_file
 from tandemrl.config import RewardConfig
 from tandemrl.config import load as load_config
-from tandemrl.rewards.score import score_file
 
 SAMPLES = 8
 BARS = {"gsm8k": 2000, "boxed": 150}

@@ -48,11 +48,11 @@ def experiment(
     """
     from dataclasses import replace
 
+    from tandemrl.apps.experiments.experiment import EXPERIMENTS, run_experiment
+    from tandemrl.apps.experiments.retrievers import Benchmark, run_retrievers
     from tandemrl.cli.heartbeat import heartbeat, last_written
     from tandemrl.cli.lines import echo
     from tandemrl.config import ConfigError
-    from tandemrl.experiments.experiment import EXPERIMENTS, run_experiment
-    from tandemrl.experiments.retrievers import Benchmark, run_retrievers
 
     if name not in (*EXPERIMENTS, RETRIEVERS):
         raise ConfigError(f"unknown experiment {name!r}; known: {', '.join((*EXPERIMENTS, RETRIEVERS))}")

@@ -63,7 +63,7 @@ def time_left(seconds: float) -> str:
 
 def _progress_of(run: Path) -> str:
     """The step of a run that goes on, and the time that its other steps take; an empty text if it has none yet."""
-    from tandemrl.report.records import ReportError, read_config, read_steps
+    from tandemrl.apps.report.records import ReportError, read_config, read_steps
 
     try:
         steps, _ = read_steps(run / "metrics.jsonl")

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 if TYPE_CHECKING:
-    from tandemrl.experiments.warm_start import Progress
+    from tandemrl.apps.experiments.warm_start import Progress
 
 app = typer.Typer(help="Build models.", no_args_is_help=True)
 
@@ -26,8 +26,8 @@ def tiny(
     seed: Annotated[int, typer.Option(help="Seed of data, weights and order.")] = 0,
 ) -> None:
     """Build the tiny senior/junior pair. One to four minutes on a CPU; a finished one is kept."""
+    from tandemrl.apps.experiments.tiny import build_tiny_pair
     from tandemrl.data import hops
-    from tandemrl.experiments.tiny import build_tiny_pair
 
     out = out or Path(f"runs/tiny-{pair}" if pair in hops.PAIRS else "runs/tiny")
     with _shown(f"warm start of the {pair} pair") as progress:
@@ -50,7 +50,7 @@ def smollm2(
     The junior learns from solutions; the senior learns for twice as long, or goes on with solutions in shorthand. The
     model is fetched once, from the hub or else from PyPI. Ten minutes on a CPU core; a finished pair is kept.
     """
-    from tandemrl.experiments.pretrained import build_pretrained_pair
+    from tandemrl.apps.experiments.pretrained import build_pretrained_pair
 
     out = out or Path("runs/smollm2-pair")
     with _shown(f"warm start of the {pair} pair") as progress:
@@ -83,8 +83,8 @@ def warm_start(
 
     import torch
 
-    from tandemrl.experiments.pretrained import RECIPE
-    from tandemrl.experiments.warm_start import train_on_solutions
+    from tandemrl.apps.experiments.pretrained import RECIPE
+    from tandemrl.apps.experiments.warm_start import train_on_solutions
 
     if threads is not None:
         torch.set_num_threads(threads)
@@ -109,8 +109,8 @@ def _shown(what: str) -> "Iterator[Progress]":
     from rich.console import Console
     from rich.progress import Progress as Bars
 
+    from tandemrl.apps.experiments.warm_start import progress_line
     from tandemrl.cli.heartbeat import heartbeat
-    from tandemrl.experiments.warm_start import progress_line
 
     console, now, started = Console(), [what], time.monotonic()
     if console.is_terminal:

@@ -26,22 +26,23 @@ def play(
 ) -> None:
     """Write with senior and junior in the browser. On this machine only; take over as the junior yourself."""
     from tandemrl.config import ConfigError
+    from tandemrl.files import pip_install
 
     try:
         import uvicorn
 
-        from tandemrl.play.app import application
+        from tandemrl.apps.play.app import application
     except ImportError as error:
-        raise ConfigError(f"tandemrl play: {error.name} is missing; pip install 'tandemrl[play]'") from None
+        raise ConfigError(f"tandemrl play: {error.name} is missing; {pip_install('play')}") from None
     from dataclasses import replace
 
     from transformers import AutoConfig
 
+    from tandemrl.apps.play.duo import Duo
     from tandemrl.cli.heartbeat import heartbeat
     from tandemrl.config import RolloutConfig
     from tandemrl.data.templates import arguments_of, template_variables
     from tandemrl.models.loading import load_model, load_tokenizer, resolve_device, vocabulary_check
-    from tandemrl.play.duo import Duo
     from tandemrl.rollout.factory import ModelSource, make_engine
 
     prompt, arguments = EXAMPLE, arguments_of(template_arguments)
@@ -49,8 +50,8 @@ def play(
         raise ConfigError("--junior needs --senior: the tiny pair has a junior of its own")
     listening = listen(port)
     if senior is None:
+        from tandemrl.apps.experiments.tiny import build_tiny_pair
         from tandemrl.data.loading import generated_rows
-        from tandemrl.experiments.tiny import build_tiny_pair
 
         folder = Path("runs/tiny")
         with heartbeat(typer.echo, lambda: f"building a tiny pair in {folder}, once"):

@@ -24,13 +24,13 @@ def report(
     """Turn the runs and evaluations below DIR into one HTML page. A Markdown page is beside it."""
     if out is not None and out.suffix != ".html":
         raise typer.BadParameter(f"{out}: the page needs a name that ends in .html", param_hint="--out")
+    from tandemrl.apps.report import build_report, write_report
     from tandemrl.cli.lines import echo
-    from tandemrl.report import build_report, write_report
 
     if watch:
         from contextlib import suppress
 
-        from tandemrl.report.watch import LiveReport, server
+        from tandemrl.apps.report.watch import LiveReport, server
 
         if out is not None:
             raise typer.BadParameter("--watch writes no file; leave it out", param_hint="--out")

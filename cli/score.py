@@ -23,8 +23,8 @@ def score(
     out: Annotated[Path | None, typer.Option(help="JSONL file for the scores, a line per response.")] = None,
 ) -> None:
     """Score stored responses as training would. Prints the means by data source."""
+    from tandemrl.apps.score import score_file
     from tandemrl.config import load, stated_keys, warn_of_reward_function
-    from tandemrl.rewards.score import score_file
 
     stated = None if config is None else stated_keys(overrides or ())
     resolved = load(config, overrides or ())

@@ -71,10 +71,10 @@ def train(
 
 def _plan(config: "Config", ranks: int, device: str | None) -> None:
     """Print what each of ``ranks`` processes needs, and raise a PlanError if it does not fit."""
+    from tandemrl.apps.planning.accelerators import accelerator
+    from tandemrl.apps.planning.page import described, require_fit
+    from tandemrl.apps.planning.plan import plan
     from tandemrl.cli.lines import echo
-    from tandemrl.planning.accelerators import accelerator
-    from tandemrl.planning.page import described, require_fit
-    from tandemrl.planning.plan import plan
 
     target = accelerator(device or ("cpu" if config.model.device == "cpu" else "h100"))
     found = plan(config, ranks, target)

@@ -14,12 +14,10 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from tandemrl.evals.stats import pearson
-from tandemrl.experiments.experiment import SCHEMA
-from tandemrl.files import write_text
-from tandemrl.report import read_results
-from tandemrl.report.records import Setting
-from tandemrl.report.tables import (
+from tandemrl.apps.experiments.experiment import SCHEMA
+from tandemrl.apps.report import read_results
+from tandemrl.apps.report.records import Setting
+from tandemrl.apps.report.tables import (
     HANDOFF,
     JARGON_RATE,
     JUNIOR_CE,
@@ -37,6 +35,8 @@ from tandemrl.report.tables import (
     markdown_table,
     seeds_table,
 )
+from tandemrl.evals.stats import pearson
+from tandemrl.files import write_text
 
 ROOT = Path(__file__).resolve().parents[1]
 DOCS = ROOT / "docs"

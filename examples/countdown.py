@@ -22,8 +22,8 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast, Qwen3ForCausalLM
 
 import tandemrl
+from tandemrl.apps.experiments.tiny import CHAT_TEMPLATE, SPECIAL_TOKENS, new_model
 from tandemrl.data import arithmetic
-from tandemrl.experiments.tiny import CHAT_TEMPLATE, SPECIAL_TOKENS, new_model
 from tandemrl.files import versions, write_text
 
 RIGHT = 1 / 3

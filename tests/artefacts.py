@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from tandemrl.experiments.smollm2 import CONVERT
+from tandemrl.apps.experiments.smollm2 import CONVERT
 
 
 class Package(NamedTuple):

@@ -12,7 +12,7 @@ sys.modules.setdefault("numba", None)  # type: ignore[arg-type]
 @pytest.fixture(scope="session")
 def tiny_pair(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A tiny pair after a short warm start: it writes the format and is right now and then."""
-    from tandemrl.experiments.tiny import build_tiny_pair
+    from tandemrl.apps.experiments.tiny import build_tiny_pair
 
     out = tmp_path_factory.mktemp("pair") / "tiny"
     build_tiny_pair(out, steps=250)

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from tandemrl.experiments.smollm2 import FetchError, fetch
+from tandemrl.apps.experiments.smollm2 import FetchError, fetch
 
 
 def smollm2() -> Path:

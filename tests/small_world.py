@@ -2,8 +2,8 @@
 
 import time
 
+from tandemrl.data.messages import Message, Transcript
 from tandemrl.data.rows import Row
-from tandemrl.messages import Message, Transcript
 from tandemrl.rewards.protocol import Score
 from tandemrl.rollout.envs.environment import Answer, Environment, State
 

@@ -1,30 +1,30 @@
 """The public names: this list is what type checkers read, and what ``tandemrl`` imports on first use."""
 
+from tandemrl.apps.experiments.experiment import EXPERIMENTS as EXPERIMENTS
+from tandemrl.apps.experiments.experiment import run_experiment as run_experiment
+from tandemrl.apps.experiments.tiny import build_tiny_pair as build_tiny_pair
+from tandemrl.apps.score import score_file as score_file
 from tandemrl.config import Config as Config
 from tandemrl.config import ConfigError as ConfigError
 from tandemrl.config import load as load
 from tandemrl.data.loading import load_rows as load_rows
+from tandemrl.data.messages import Transcript as Transcript
 from tandemrl.data.rows import DataError as DataError
 from tandemrl.data.rows import Row as Row
 from tandemrl.evals import evaluate as evaluate
 from tandemrl.evals.compare import compare as compare
 from tandemrl.evals.measures import EvalError as EvalError
 from tandemrl.evals.stats import pass_at_k as pass_at_k
-from tandemrl.experiments.experiment import EXPERIMENTS as EXPERIMENTS
-from tandemrl.experiments.experiment import run_experiment as run_experiment
-from tandemrl.experiments.tiny import build_tiny_pair as build_tiny_pair
 from tandemrl.losses import RECIPES as RECIPES
 from tandemrl.losses import Recipe as Recipe
 from tandemrl.losses import compute_advantages as compute_advantages
 from tandemrl.losses import policy_loss as policy_loss
 from tandemrl.losses import ppo_clip as ppo_clip
 from tandemrl.losses import token_weights as token_weights
-from tandemrl.messages import Transcript as Transcript
 from tandemrl.models.loading import load_model as load_model
 from tandemrl.models.loading import load_tokenizer as load_tokenizer
 from tandemrl.rewards.protocol import GraderError as GraderError
 from tandemrl.rewards.protocol import Score as Score
-from tandemrl.rewards.score import score_file as score_file
 from tandemrl.rewards.scoring import Scorer as Scorer
 from tandemrl.rollout.engine import Completion as Completion
 from tandemrl.rollout.engine import Engine as Engine

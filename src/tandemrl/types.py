@@ -17,8 +17,8 @@ import numpy as np
 from jaxtyping import Float, Int8, Int64, jaxtyped
 from torch import Tensor
 
-from tandemrl.messages import Message as Message
-from tandemrl.messages import Transcript as Transcript
+from tandemrl.data.messages import Message as Message
+from tandemrl.data.messages import Transcript as Transcript
 
 try:  # Checks at the public boundary when beartype is there; it is not needed to train.
     from beartype import beartype as typechecker

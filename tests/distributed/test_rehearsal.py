@@ -13,17 +13,9 @@ from transformers import AutoConfig, LlamaConfig, LlamaForCausalLM, PreTrainedMo
 
 from helpers import _build, _common
 from processes import run
-from tandemrl.config import Config, load
-from tandemrl.distributed.world import imagined_world, init_world
-from tandemrl.models.critic import load_critic, packed_values, token_values
-from tandemrl.models.forward import token_logprobs
-from tandemrl.models.head import ForwardOptions
-from tandemrl.models.loading import load_model
-from tandemrl.models.lora import attach
-from tandemrl.models.sharding import shard
-from tandemrl.planning import rehearsal
-from tandemrl.planning.ledger import storage_bytes
-from tandemrl.planning.rehearsal import (
+from tandemrl.apps.planning import rehearsal
+from tandemrl.apps.planning.ledger import storage_bytes
+from tandemrl.apps.planning.rehearsal import (
     Rehearsal,
     Sent,
     Work,
@@ -32,6 +24,14 @@ from tandemrl.planning.rehearsal import (
     rehearse_frozen,
     rehearse_policy,
 )
+from tandemrl.config import Config, load
+from tandemrl.distributed.world import imagined_world, init_world
+from tandemrl.models.critic import load_critic, packed_values, token_values
+from tandemrl.models.forward import token_logprobs
+from tandemrl.models.head import ForwardOptions
+from tandemrl.models.loading import load_model
+from tandemrl.models.lora import attach
+from tandemrl.models.sharding import shard
 from tandemrl.training.build import checkpoint_gradients, make_optimizer
 
 VOCABULARY = 301  # not a multiple of anything: parts are uneven

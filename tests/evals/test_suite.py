@@ -35,6 +35,7 @@ from helpers import prompts as some_prompts
 from helpers import tokenizer as tokenizer_of_letters
 from runs import evaluate_phase, evaluate_with
 from tandemrl import evals
+from tandemrl.apps.experiments.tiny import new_model, train_tokenizer
 from tandemrl.config import (
     Config,
     ConfigError,
@@ -48,7 +49,6 @@ from tandemrl.config import (
 from tandemrl.data.loading import load_rows
 from tandemrl.data.rows import Prompt, Row, encode_prompts
 from tandemrl.evals import EvalError, Profile, Sample, files, reading, session, suite
-from tandemrl.experiments.tiny import new_model, train_tokenizer
 from tandemrl.models.attention import ModelError
 from tandemrl.models.batching import pack_tokens
 from tandemrl.models.loading import load_tokenizer, prepare

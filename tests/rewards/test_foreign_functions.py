@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from tandemrl.config import RewardConfig
+from tandemrl.data.messages import Transcript
 from tandemrl.data.rows import Row
-from tandemrl.messages import Transcript
 from tandemrl.rewards.functions import by_name
 from tandemrl.rewards.protocol import GraderError, Score
 from tandemrl.rewards.scoring import Scorer

@@ -15,8 +15,8 @@ from pathlib import Path
 import pytest
 
 from tandemrl.config import ConfigError, RewardConfig
+from tandemrl.data.messages import Transcript
 from tandemrl.data.rows import DataError, Row
-from tandemrl.messages import Transcript
 from tandemrl.rewards import routing
 from tandemrl.rewards.functions import by_name
 from tandemrl.rewards.protocol import Deferred, GraderError, Score

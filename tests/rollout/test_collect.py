@@ -10,14 +10,14 @@ import torch
 from torch import Tensor
 
 from helpers import EOS, IDS, prepared, prompts, qwen3, small_qwen3, tokenizer
+from tandemrl.data.messages import Transcript
 from tandemrl.data.rows import Prompt, Row, encode_prompts
-from tandemrl.messages import Transcript
 from tandemrl.models.batching import pack
 from tandemrl.rewards.math.boxed import Score
-from tandemrl.rewards.rollouts import score_rollouts
 from tandemrl.rewards.scoring import Scorer
 from tandemrl.rollout.collect import CompletionBatch, generate
 from tandemrl.rollout.engine import Completion, EngineError, EngineInfo, Passes, Request, Sampling
+from tandemrl.rollout.groups import score_rollouts
 from tandemrl.rollout.torch_engine import TorchEngine
 from tandemrl.selection import Strategy, bernoulli, replay
 from tandemrl.selection.draws import request_key

@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 
 from tandemrl.config import Config, ConfigError, FunctionsConfig, RetrievalConfig, load, to_yaml
+from tandemrl.data.messages import Transcript
 from tandemrl.data.rows import Row
 from tandemrl.losses import RECIPES, ppo_clip
-from tandemrl.messages import Transcript
 from tandemrl.rollout.envs.environment import Environment
 from tandemrl.rollout.signatures import signature
 from tandemrl.selection import Strategy, bernoulli

@@ -13,13 +13,13 @@ from safetensors.torch import load_file
 
 from fake_judge import FakeJudge, Reply
 from runs import lines
+from tandemrl.apps.experiments import tiny
+from tandemrl.apps.experiments.warm_start import Solved, solution_batch
 from tandemrl.config import Config, ConfigError, load
 from tandemrl.data.rows import DataError, chat_tokens
-from tandemrl.experiments import tiny
-from tandemrl.experiments.warm_start import Solved, solution_batch
-from tandemrl.rewards.judge.in_process import make_judge
 from tandemrl.rewards.judge.rubric import JudgeError
 from tandemrl.rewards.protocol import GraderError
+from tandemrl.rollout.judge import make_judge
 from tandemrl.training.checkpoint import CheckpointError
 from tandemrl.training.loop import train
 from tandemrl.training.preflight import NotHereError, Preflight

@@ -7,8 +7,8 @@ import pytest
 
 from foreign_pair import build_foreign_pair
 from runs import evaluate_phase, metrics
+from tandemrl.apps.experiments.tiny import build_tiny_pair
 from tandemrl.config import EvalConfig, load
-from tandemrl.experiments.tiny import build_tiny_pair
 from tandemrl.training.loop import train
 
 

@@ -12,7 +12,7 @@ from rich.console import Console
 
 from runs import lines
 from tandemrl.config import load
-from tandemrl.messages import Transcript
+from tandemrl.data.messages import Transcript
 from tandemrl.training.tracking import Tracker, TrackingError, authored_text, summary_line
 from tandemrl.types import Rollout
 

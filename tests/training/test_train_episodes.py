@@ -17,11 +17,11 @@ import small_world
 from agents import TOOLS, assert_same_episodes, config, overrides
 from helpers import agent_tokenizer
 from runs import KILLER, lines, metrics, samples
+from tandemrl.apps.score import score_file
 from tandemrl.config import ConfigError, batch_plan, load
 from tandemrl.data.rows import DataError
 from tandemrl.distributed.world import World
 from tandemrl.rewards.protocol import GraderError
-from tandemrl.rewards.score import score_file
 from tandemrl.rollout.engine import EngineError
 from tandemrl.training.build import build
 from tandemrl.training.checkpoint import CheckpointError

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from tandemrl.config import ConfigError
+from tandemrl.data.messages import Message
 from tandemrl.data.templates import DEFAULT_ARGUMENTS, template_variables
-from tandemrl.messages import Message
 
 GSM8K = "openai/gsm8k"
 GSM8K_INSTRUCTION = 'Let\'s think step by step and output the final answer after "####".'

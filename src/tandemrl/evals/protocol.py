@@ -9,6 +9,7 @@ import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from tandemrl.config import EvalConfig, SelectionConfig
+from tandemrl.data.messages import Transcript
 from tandemrl.data.rows import Prompt
 from tandemrl.evals.files import EvalResult
 from tandemrl.evals.measures import (
@@ -24,12 +25,11 @@ from tandemrl.evals.measures import (
     parts_of,
     summarise,
 )
-from tandemrl.messages import Transcript
 from tandemrl.rewards.judge.rubric import JudgePool
-from tandemrl.rewards.rollouts import response_text
 from tandemrl.rewards.scoring import Scorer
 from tandemrl.rollout.engine import Completion, Engine, Request, Sampling, generate_verified
 from tandemrl.rollout.envs.episodes import Playground
+from tandemrl.rollout.groups import response_text
 from tandemrl.selection import Strategy, alternating_turns, first_turn, sentence, solo, turn, word
 from tandemrl.selection.boundaries import step_tables, word_boundary_table
 from tandemrl.selection.draws import request_key

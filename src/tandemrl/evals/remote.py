@@ -14,13 +14,13 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from tandemrl.config import Config, RolloutConfig
+from tandemrl.data.messages import Message, sound
 from tandemrl.data.rows import RENDERED, Row, with_suffix
 from tandemrl.data.templates import DEFAULT_ARGUMENTS
 from tandemrl.evals.measures import EvalError, Sample, group_of
 from tandemrl.evals.protocol import Profile
-from tandemrl.http import Client, Passing, Response, Service, chat_message, start
-from tandemrl.messages import Message, sound
 from tandemrl.processes.calls import Caller
+from tandemrl.processes.http import Client, Passing, Response, Service, chat_message, start
 from tandemrl.rollout.engine import StopReason, Turn
 from tandemrl.rollout.envs.environment import Environment
 from tandemrl.rollout.envs.episodes import Episodes, Playground

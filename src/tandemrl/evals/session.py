@@ -17,7 +17,6 @@ from tandemrl.evals.protocol import Phase, Profile, profile_of
 from tandemrl.models.loading import load_model, load_tokenizer, stored_eos_token_ids, vocabulary_check
 from tandemrl.rewards.code.scorer import code_scorer
 from tandemrl.rewards.functions import with_environment
-from tandemrl.rewards.judge.in_process import make_judge
 from tandemrl.rewards.judge.rubric import JudgePool
 from tandemrl.rewards.routing import Kind
 from tandemrl.rewards.scoring import Scorer
@@ -26,6 +25,7 @@ from tandemrl.rollout.envs.environment import Environment
 from tandemrl.rollout.envs.episodes import Playground, make_playground
 from tandemrl.rollout.envs.factory import make_environment
 from tandemrl.rollout.factory import ModelSource, make_engine
+from tandemrl.rollout.judge import make_judge
 from tandemrl.rollout.signatures import searched_by, signature
 
 WRITTEN_TOGETHER: tuple[Phase, ...] = ("tandem", "handoff")

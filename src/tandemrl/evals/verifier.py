@@ -14,11 +14,11 @@ from tandemrl.data.hard_verify import AnswerPair, load_pairs
 from tandemrl.data.rows import Row
 from tandemrl.files import write_text
 from tandemrl.rewards.code.scorer import code_scorer
-from tandemrl.rewards.judge.in_process import make_judge
 from tandemrl.rewards.judge.rubric import JudgePool
 from tandemrl.rewards.protocol import GraderError
 from tandemrl.rewards.routing import terms_of
 from tandemrl.rewards.scoring import Scorer
+from tandemrl.rollout.judge import make_judge
 
 ALL = "all"
 LOST = {"unscored", "timeout", "failure"}

@@ -39,8 +39,8 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Literal, NamedTuple, SupportsFloat
 
 from tandemrl.config import RewardConfig
+from tandemrl.data.messages import Transcript
 from tandemrl.data.rows import Row
-from tandemrl.messages import Transcript
 from tandemrl.rewards.protocol import GraderError, Score, number
 
 METRICS = ("mean", "std")

@@ -9,8 +9,8 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from tandemrl.config import RewardConfig
+from tandemrl.data.messages import Transcript
 from tandemrl.data.rows import Row
-from tandemrl.messages import Transcript
 from tandemrl.processes.names import function_named
 from tandemrl.rewards.calls import METRICS, Call, Given, called
 from tandemrl.rewards.protocol import Deferred, GraderError, Lost, Score, ScorerFunction

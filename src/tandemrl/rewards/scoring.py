@@ -20,9 +20,9 @@ from types import TracebackType
 from typing import Any
 
 from tandemrl.config import RewardConfig
+from tandemrl.data.messages import Transcript
 from tandemrl.data.rows import Row
 from tandemrl.distributed.watchdog import stamp
-from tandemrl.messages import Transcript
 from tandemrl.processes.child import Child
 from tandemrl.rewards.functions import RewardFunction, Term, weighted
 from tandemrl.rewards.math.boxed import require_math_verify

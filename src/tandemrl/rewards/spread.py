@@ -4,9 +4,9 @@ from collections.abc import Sequence
 from typing import Any
 
 from tandemrl.config import RewardConfig
+from tandemrl.data.messages import Transcript
 from tandemrl.data.rows import Row
 from tandemrl.distributed.world import World
-from tandemrl.messages import Transcript
 from tandemrl.rewards.judge.rubric import JudgePool
 from tandemrl.rewards.protocol import Score
 from tandemrl.rewards.scoring import Scorer

@@ -21,14 +21,14 @@ from typing import Any, NamedTuple, Self
 import torch
 from transformers import PreTrainedModel
 
+from tandemrl.data.messages import Transcript
 from tandemrl.data.rows import Prompt
 from tandemrl.distributed.watchdog import WATCHDOG
-from tandemrl.messages import Transcript
 from tandemrl.models.batching import pack, pack_tokens
 from tandemrl.models.sharding import exchanged, trained_parts
-from tandemrl.rewards.rollouts import unscored
 from tandemrl.rollout.collect import CompletionBatch
 from tandemrl.rollout.engine import Completion, Draws, Engine, Passes
+from tandemrl.rollout.groups import unscored
 from tandemrl.training.gates import check_mismatch
 from tandemrl.training.state import RunSetup
 from tandemrl.training.update import logprob_mismatch

@@ -21,8 +21,8 @@ from tandemrl.losses import Recipe, adapt_kl_coef
 from tandemrl.models.loading import resolve_device
 from tandemrl.rewards.functions import RewardFunction, by_name
 from tandemrl.rewards.judge.server import LOG, judge_server
-from tandemrl.rewards.rollouts import score_rollouts
 from tandemrl.rollout.envs.environment import Environment
+from tandemrl.rollout.groups import score_rollouts
 from tandemrl.rollout.sync import sync_weights
 from tandemrl.selection import Strategy
 from tandemrl.training import checkpoint

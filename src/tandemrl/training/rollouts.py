@@ -5,10 +5,10 @@ from dataclasses import replace
 
 import numpy as np
 
-from tandemrl.rewards.rollouts import score_rollouts
 from tandemrl.rollout import collect
 from tandemrl.rollout.collect import CompletionBatch
 from tandemrl.rollout.engine import Draws, Engine, Passes
+from tandemrl.rollout.groups import score_rollouts
 from tandemrl.training.gates import check_draws
 from tandemrl.training.profiling import Profiler
 from tandemrl.training.state import Run, RunSetup

@@ -32,7 +32,7 @@ from rich.table import Table
 from rich.text import Text
 
 from tandemrl.config import Config, to_dict
-from tandemrl.files import write_text
+from tandemrl.files import pip_install, write_text
 from tandemrl.types import Author, Rollout, own_turns
 
 STYLES = {Author.SENIOR: "cyan", Author.JUNIOR: "yellow", Author.CONTEXT: "dim"}
@@ -416,7 +416,7 @@ def _start_wandb(folder: Path, config: Config, say: Callable[[str], None]) -> An
         import wandb
     except ImportError:
         raise TrackingError(
-            "train.wandb needs Weights & Biases: pip install 'tandemrl[wandb]', or train.wandb=disabled"
+            f"train.wandb needs Weights & Biases: {pip_install('wandb')}, or train.wandb=disabled"
         ) from None
     if mode == "online" and not _has_wandb_key():
         say("wandb: no API key (see `wandb login`); recording offline, to be uploaded with `wandb sync`")

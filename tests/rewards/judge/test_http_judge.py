@@ -12,7 +12,7 @@ import pytest
 
 from fake_judge import FakeJudge, Reply, completion
 from tandemrl.config import JudgeConfig
-from tandemrl.http import MAX_REPLY_BYTES
+from tandemrl.processes.http import MAX_REPLY_BYTES
 from tandemrl.rewards.judge.http import HttpJudge
 from tandemrl.rewards.judge.rubric import JudgeError
 
@@ -221,7 +221,7 @@ def test_a_judge_that_is_not_there_is_found_out_at_once() -> None:
 
 
 def test_a_server_that_is_still_starting_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tandemrl.http.POLL_S", 0.01)
+    monkeypatch.setattr("tandemrl.processes.http.POLL_S", 0.01)
     looks = []
     with FakeJudge(lambda prompt, number: "fine", models=Reply(503, b"loading")) as judge:
 

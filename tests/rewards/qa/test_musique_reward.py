@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 
 from tandemrl.config import RewardConfig
+from tandemrl.data.messages import Message, Transcript
 from tandemrl.data.rows import DataError, Row
-from tandemrl.messages import Message, Transcript
 from tandemrl.rewards.protocol import GraderError
 from tandemrl.rewards.qa.musique import ERAS, musique
 from tandemrl.rewards.routing import TABLE, terms_of

@@ -25,8 +25,8 @@ from worlds import (
 )
 
 from helpers import agent_tokenizer
+from tandemrl.apps.experiments.hops_tokenizer import hops_tokenizer
 from tandemrl.config import Config, ConfigError, load
-from tandemrl.experiments.hops_tokenizer import hops_tokenizer
 from tandemrl.processes import calls
 from tandemrl.rollout.engine import Completion, EngineError, Request, Sampling, Turn, check_completion
 from tandemrl.rollout.envs.environment import Environment

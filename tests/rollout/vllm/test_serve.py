@@ -869,7 +869,7 @@ def test_without_vllm_the_command_says_what_to_install(monkeypatch: pytest.Monke
     monkeypatch.setattr("importlib.util.find_spec", lambda name, package=None: None)
     result = CliRunner().invoke(app, ["serve", "--senior", "S", "--junior", "J"])
     assert result.exit_code == 2
-    assert "pip install 'tandemrl[vllm]'" in result.stderr
+    assert "pip install -e '.[vllm]'" in result.stderr
 
 
 def test_the_guard_refuses_what_only_vllm_sees() -> None:

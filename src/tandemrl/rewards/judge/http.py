@@ -4,8 +4,8 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from tandemrl.config import JudgeConfig
-from tandemrl.http import Client, Passing, Response, Service, chat_message, start
-from tandemrl.messages import sound
+from tandemrl.data.messages import sound
+from tandemrl.processes.http import Client, Passing, Response, Service, chat_message, start
 from tandemrl.rewards.judge.rubric import JudgeError, Messages
 
 

@@ -8,8 +8,8 @@ from typing import NamedTuple
 
 from tandemrl.config import RewardConfig
 from tandemrl.data.documents import hops, supporting_ids
+from tandemrl.data.messages import Transcript
 from tandemrl.data.rows import Row
-from tandemrl.messages import Transcript
 from tandemrl.rewards.math.answers import targets
 from tandemrl.rewards.protocol import Score
 from tandemrl.rewards.qa.answers import exact_match, f1, set_f1, with_figures

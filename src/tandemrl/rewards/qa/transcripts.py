@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from tandemrl.data.documents import HEADER
-from tandemrl.messages import Message
+from tandemrl.data.messages import Message
 
 COMPLETE = "complete"
 """The tool whose call ends an episode; its arguments are the result."""

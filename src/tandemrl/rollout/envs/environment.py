@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from tandemrl.config import ConfigError
+from tandemrl.data.messages import Message
 from tandemrl.data.rows import Row
-from tandemrl.messages import Message
 from tandemrl.rollout.envs.tools import Tool, call_tool, schema_of
 
 MAX_ERROR_CHARS = 500

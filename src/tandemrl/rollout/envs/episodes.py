@@ -16,10 +16,10 @@ from types import TracebackType
 from typing import Any
 
 from tandemrl.config import Config, ConfigError, RolloutConfig
+from tandemrl.data.messages import Message, Transcript, sound
 from tandemrl.data.rows import Row
 from tandemrl.data.templates import DEFAULT_ARGUMENTS
 from tandemrl.distributed.watchdog import stamp
-from tandemrl.messages import Message, Transcript, sound
 from tandemrl.processes.calls import Caller, ChildCalls, Outcome, ProcessError, ThreadCalls
 from tandemrl.rollout.engine import EngineError, Reply, Request, StopReason, Turn
 from tandemrl.rollout.envs.environment import Environment, Opening, State

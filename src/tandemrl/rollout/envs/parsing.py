@@ -6,7 +6,7 @@ import re
 from collections.abc import Mapping
 from typing import Any, Literal, get_args
 
-from tandemrl.messages import Message
+from tandemrl.data.messages import Message
 from tandemrl.rollout.envs.tools import Schema, call_fault
 
 CALL, END_OF_CALL = "<tool_call>", "</tool_call>"

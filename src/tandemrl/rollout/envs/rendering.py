@@ -18,8 +18,8 @@ from typing import Any, NamedTuple
 from tokenizers import Tokenizer
 
 from tandemrl.config import ConfigError
+from tandemrl.data.messages import Message
 from tandemrl.data.templates import DEFAULT_ARGUMENTS, template_of, template_variables
-from tandemrl.messages import Message
 from tandemrl.rollout.envs.parsing import CALL, END_OF_CALL, END_OF_THOUGHT, THOUGHT
 from tandemrl.rollout.envs.tools import Schema
 

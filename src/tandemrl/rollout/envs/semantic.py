@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from tandemrl.config import RetrievalConfig
-from tandemrl.http import Client, Passing, Refused, Response, Service, start
+from tandemrl.processes.http import Client, Passing, Refused, Response, Service, start
 from tandemrl.rollout.envs.environment import BrokenEnvironmentError
 
 Relevance = Callable[[str, tuple[str, ...]], np.ndarray]

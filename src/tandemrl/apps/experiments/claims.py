@@ -1,0 +1,208 @@
+"""The claims of an experiment with their bars, written before it is run, and the verdicts on its results."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+
+from tandemrl.apps.report.records import Claim, Verdict
+from tandemrl.evals.stats import Interval, at_least
+
+BASE = "base"
+"""The arm of the model before training."""
+
+ResultRow = Mapping[str, Any]
+"""``pair``, ``seed``, ``arm`` and the measures of one evaluation."""
+Contrast = Mapping[str, Any]
+"""``pair``, ``A``, ``B`` and their difference in a metric of a phase, as ``results.json`` has it."""
+
+SOLO_MARGIN = 0.05
+"""The loss of solo pass@1 against GRPO up to which tandem GRPO counts as not inferior. The interval must exclude a
+greater loss."""
+SOLO_MEAN_MARGIN = 0.02
+"""The loss of solo pass@1 that the mean over seeds may show at most."""
+
+
+def claims_of(pair: str, rows: Sequence[ResultRow], contrasts: Sequence[Contrast], *, refused: int = 0) -> list[Claim]:
+    """The claims about a pair, for the arms that exist. For some pairs nothing is claimed beforehand.
+
+    Args:
+        refused: how many pairs did not meet their criteria, and so have no rows. If there are any, the first claim
+            counts them.
+    """
+    of = {"jargon": paper_claims, "hops": hops_claims, "hops_jargon": hops_jargon_claims}.get(pair)
+    claims = [] if of is None else of(pair, rows, contrasts)
+    if refused:
+        claims.insert(
+            0, Claim("pairs refused, because they missed the criteria before training", "<= 0", (refused,), "fails")
+        )
+    return claims
+
+
+def paper_claims(pair: str, rows: Sequence[ResultRow], contrasts: Sequence[Contrast]) -> list[Claim]:
+    """The paper's three claims as statements about GRPO and tandem GRPO on the jargon pair.
+
+    None if an arm or the contrast of the two is missing.
+    """
+    found = _Found.of(pair, rows)
+    difference = _solo_difference(pair, contrasts, "tandem")
+    if difference is None or not found.has(BASE, "grpo", "tandem"):
+        return []
+    each = found.each
+    return [
+        *_not_inferior(found, difference, "tandem"),
+        found.every_seed("solo pass@1 of tandem GRPO", ">=", 0.9, each("tandem", "solo/pass@1")),
+        found.every_seed(
+            "its gain over the model before training",
+            ">=",
+            0.15,
+            each("tandem", "solo/pass@1") - each(BASE, "solo/pass@1"),
+        ),
+        found.every_seed(
+            "handoff robustness: tandem - GRPO in handoff pass@1",
+            ">=",
+            0.2,
+            each("tandem", "handoff/pass@1") - each("grpo", "handoff/pass@1"),
+        ),
+        found.every_seed(
+            "legibility: junior cross-entropy of GRPO / of tandem GRPO",
+            ">=",
+            5,
+            each("grpo", "junior_ce") / each("tandem", "junior_ce"),
+        ),
+        found.every_seed("jargon rate after GRPO", ">=", 0.8, each("grpo", "jargon_rate")),
+        found.every_seed("jargon rate after tandem GRPO", "<=", 0.05, each("tandem", "jargon_rate")),
+    ]
+
+
+def hops_claims(pair: str, rows: Sequence[ResultRow], contrasts: Sequence[Contrast]) -> list[Claim]:
+    """The claims that agents which write alike can be trained, alone and in tandem.
+
+    Each is about the gain of an arm over the model before training. There is none for a missing arm.
+    """
+    found = _Found.of(pair, rows)
+    titles = {"grpo": "GRPO", "turns": "tandem by turns", "words": "tandem by words"}
+    return [
+        found.every_seed(
+            f"gain of {title} over the model before training, solo pass@1",
+            ">=",
+            0.25,
+            found.each(arm, "solo/pass@1") - found.each(BASE, "solo/pass@1"),
+        )
+        for arm, title in titles.items()
+        if found.has(BASE, arm)
+    ]
+
+
+def hops_jargon_claims(pair: str, rows: Sequence[ResultRow], contrasts: Sequence[Contrast]) -> list[Claim]:
+    """The paper's claims carried over to agents, for GRPO and the tandem by turns.
+
+    None if an arm or the contrast of the two is missing.
+    """
+    found = _Found.of(pair, rows)
+    difference = _solo_difference(pair, contrasts, "turns")
+    if difference is None or not found.has(BASE, "grpo", "turns"):
+        return []
+    each = found.each
+
+    def gained(measure: str) -> np.ndarray:
+        return each("turns", measure) - each("grpo", measure)
+
+    return [
+        *_not_inferior(found, difference, "turns"),
+        found.every_seed(
+            "gain of tandem by turns over the model before training, solo pass@1",
+            ">=",
+            0.15,
+            each("turns", "solo/pass@1") - each(BASE, "solo/pass@1"),
+        ),
+        found.every_seed(
+            "handoff after the senior's first turn: tandem by turns - GRPO",
+            ">=",
+            0.15,
+            gained("handoff/senior_then_junior"),
+        ),
+        found.every_seed(
+            "handoff after every turn, the senior first: tandem by turns - GRPO",
+            ">=",
+            0.15,
+            gained("handoff/senior_first_turns"),
+        ),
+        found.every_seed(
+            "legibility: junior cross-entropy of GRPO / of tandem by turns",
+            ">=",
+            2,
+            each("grpo", "junior_ce") / each("turns", "junior_ce"),
+        ),
+        found.every_seed("jargon rate after GRPO", ">=", 0.8, each("grpo", "jargon_rate")),
+        found.every_seed("jargon rate after tandem by turns", "<=", 0.2, each("turns", "jargon_rate")),
+    ]
+
+
+# --------------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Found:
+    """The rows of one pair, by arm and seed."""
+
+    arms: Mapping[str, Mapping[int, ResultRow]]
+
+    @classmethod
+    def of(cls, pair: str, rows: Sequence[ResultRow]) -> "_Found":
+        arms: dict[str, dict[int, ResultRow]] = {}
+        for row in rows:
+            if row["pair"] == pair:
+                arms.setdefault(row["arm"], {})[row["seed"]] = row
+        return cls(arms)
+
+    def has(self, *arms: str) -> bool:
+        return self.arms.keys() >= set(arms)
+
+    @property
+    def seeds(self) -> list[int]:
+        return list(self.arms[BASE])
+
+    def each(self, arm: str, measure: str) -> np.ndarray:
+        """A measure of an arm, by seed."""
+        return np.array([self.arms[arm][seed][measure] for seed in self.seeds])
+
+    def every_seed(self, what: str, sense: Literal["<=", ">="], bar: float, values: np.ndarray) -> Claim:
+        holds = (values <= bar if sense == "<=" else values >= bar).all()
+        name = what if len(self.seeds) == 1 else f"{what}, every seed"
+        return Claim(name, f"{sense} {bar:g}", tuple(values.tolist()), "holds" if holds else "fails")
+
+
+def _solo_difference(pair: str, contrasts: Sequence[Contrast], arm: str) -> Interval | None:
+    """The difference in solo pass@1 between an arm and GRPO, over seeds, or over problems if there is one seed."""
+    solo_skill = {"pair": pair, "A": arm, "B": "grpo", "phase": "pass-at-k", "metric": "pass@1"}
+    differences = [contrast["difference"] for contrast in contrasts if solo_skill.items() <= contrast.items()]
+    return Interval(**differences[0]) if differences else None
+
+
+def _not_inferior(found: _Found, difference: Interval, arm: str) -> list[Claim]:
+    """The claims that an arm's solo skill is not inferior to GRPO's; being better is no fault.
+
+    The claim holds if the lower end of the 95 % interval of arm - GRPO is above ``-SOLO_MARGIN``. It fails if the whole
+    interval is below, and is undecided otherwise. With one seed, the claim about the mean over seeds is not asked.
+    """
+    support = at_least(difference, -SOLO_MARGIN)
+    several = len(found.seeds) > 1
+    mean_holds: Verdict = "holds" if difference.mean >= -SOLO_MEAN_MARGIN else "fails"
+    name = {"turns": "tandem by turns"}.get(arm, arm)
+    return [
+        Claim(
+            f"solo skill not inferior: {name} - GRPO in solo pass@1, lower end of the 95 % interval over "
+            + ("seeds" if several else "problems"),
+            f">= {-SOLO_MARGIN:g}",
+            (difference.low,),
+            "undecided" if support is None else "holds" if support else "fails",
+        ),
+        Claim(
+            f"{name} - GRPO in solo pass@1, mean over seeds",
+            f">= {-SOLO_MEAN_MARGIN:g}",
+            (difference.mean,) if several else (),
+            mean_holds if several else "not asked of one seed",
+        ),
+    ]

@@ -1,0 +1,188 @@
+"""Pairs of a pretrained model that learns to solve word problems: minutes on a CPU core.
+
+SmolLM2-135M-Instruct learns from the solutions of generated problems (``data.word_problems``). The junior is what it is
+after a few steps. The senior goes on from there in the same run: on solutions that are worded alike, or in the pair
+``word_problems_terse`` on solutions in a shorthand that the junior never saw.
+"""
+
+import copy
+import hashlib
+import itertools
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import transformers
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from tandemrl.apps.experiments import smollm2
+from tandemrl.apps.experiments.pair import finished, store, threads
+from tandemrl.apps.experiments.tiny import solo_texts
+from tandemrl.apps.experiments.warm_start import (
+    Progress,
+    WarmStart,
+    load_trainable,
+    solution_batches,
+    solved_rows,
+    warm_start,
+)
+from tandemrl.config import RewardConfig
+from tandemrl.data.loading import generated_rows
+from tandemrl.data.rows import SOLUTION, DataError, Row
+from tandemrl.data.word_problems import DEFAULT_COUNTS, MAX_TOKENS, uses_shorthand
+from tandemrl.rewards.math.answers import gsm8k
+
+MAX_PROMPT_TOKENS = 96
+ROWS = 1024
+"""How many problems a model learns from, in each stage. Their order is that of the seed."""
+PLAIN = "word_problems"
+RECIPE = WarmStart(
+    batch_size=8,
+    lr=1e-4,
+    final_lr_fraction=1.0,
+    warmup_steps=0,
+    betas=(0.9, 0.95),
+    weight_decay=0.0,
+    eval_rows=128,
+)
+"""What both stages have in common. Their steps are in ``STEPS``."""
+
+
+class Steps(NamedTuple):
+    """How many steps on plain solutions make the junior, and how many on the pair's solutions then make the senior."""
+
+    junior: int
+    senior: int
+
+
+STEPS: dict[str, Steps] = {PLAIN: Steps(20, 20), "word_problems_terse": Steps(20, 40)}
+"""The steps of each pair. With these numbers SmolLM2 solves about a sixth of the problems as the junior, and a third
+as the senior of ``word_problems``."""
+
+
+def build_pretrained_pair(
+    out: Path,
+    *,
+    pair: str = PLAIN,
+    seed: int = 0,
+    steps: int | None = None,
+    device: str = "cpu",
+    progress: Progress | None = None,
+    say: Callable[[str], None] = lambda line: None,
+) -> dict[str, Any]:
+    """Train a pair into ``out/senior`` and ``out/junior``, and return the content of ``out/manifest.json``.
+
+    Nothing is rebuilt if ``out`` already holds the same pair, seed and recipe with intact weights. Otherwise a finished
+    build replaces ``out`` in one rename.
+
+    ``source`` in the manifest says where the pretrained model is from. ``base`` says what the models can do before
+    reinforcement learning: ``solo/pass@1`` of the senior, ``junior/solo/pass@1``, and ``shorthand/rate``, the share of
+    the senior's texts that are in shorthand.
+
+    Args:
+        pair: one of ``STEPS``.
+        steps: the number of warm-start steps of each stage. None means the pair's own.
+        device: where the models are trained.
+        say: is called with a line about what is fetched.
+
+    Raises:
+        DataError: the pair is unknown.
+        FetchError: the pretrained model cannot be had.
+        FileExistsError: ``out`` holds another pair or seed, or something else than a pair.
+    """
+    identity = pretrained_identity(pair=pair, seed=seed, steps=steps)
+    if (stored := finished(out, identity)) is not None:
+        return stored
+    fetched = smollm2.fetch(say)
+    counts = _steps(pair, steps)
+    with threads(RECIPE.threads):
+        model, tokenizer = load_trainable(fetched.folder, device=device)
+        junior: list[PreTrainedModel] = []
+
+        def note(step: int, total: int, loss: float) -> None:
+            if step == counts.junior:
+                junior.append(copy.deepcopy(model).eval())
+            if progress is not None:
+                progress(step, total, loss)
+
+        plain, own = (
+            solution_batches(
+                tokenizer,
+                solved_rows(rows, tokenizer, source=source, max_prompt_tokens=MAX_PROMPT_TOKENS),
+                RECIPE.batch_size,
+                seed,
+            )
+            for source, rows in ((PLAIN, _rows(PLAIN)), (pair, _rows(pair)))
+        )
+        # The senior goes on with the problems that follow the junior's, in its own style.
+        batches = itertools.chain(itertools.islice(plain, counts.junior), itertools.islice(own, counts.junior, None))
+        recipe = replace(RECIPE, steps=sum(counts))
+        loss = warm_start(model, batches, recipe, progress=note)
+        base = _skill(model, junior[0], tokenizer, generated_rows(pair, "heldout", RECIPE.eval_rows, seed), seed)
+    manifest = identity | {
+        "source": fetched.source,
+        "versions": {library.__name__: library.__version__ for library in (torch, transformers)},
+        "parameters": sum(p.numel() for p in model.parameters()),
+        "vocab_size": len(tokenizer),
+        "base": base | {"eval_rows": RECIPE.eval_rows, "warm_start/loss": loss},
+    }
+    return store(out, {"senior": model, "junior": junior[0]}, tokenizer, manifest)
+
+
+def pretrained_identity(*, pair: str, seed: int, steps: int | None = None) -> dict[str, Any]:
+    """What a manifest says of how its pair is built, but for the source of the pretrained model.
+
+    Raises:
+        DataError: the pair is unknown.
+    """
+
+    def fingerprint(of: str) -> str:
+        texts = [(row.messages, row.extra_info[SOLUTION]) for row in _rows(of)]
+        return hashlib.sha256(repr(texts).encode()).hexdigest()
+
+    counts = _steps(pair, steps)
+    common = asdict(RECIPE)
+    del common["steps"], common["vocab_size"]  # of a model that is trained from nothing
+    recipe = common | {
+        "model": smollm2.NAME,
+        "rows": ROWS,
+        "max_prompt_tokens": MAX_PROMPT_TOKENS,
+        "junior": {"steps": counts.junior, "text_sha256": fingerprint(PLAIN)},
+        "senior": {"steps": counts.senior, "text_sha256": fingerprint(pair)},
+    }
+    return json.loads(json.dumps({"schema": 1, "pair": pair, "seed": seed, "recipe": recipe}))
+
+
+# --------------------------------------------------------------------------------------------------------------------
+
+
+def _steps(pair: str, steps: int | None) -> Steps:
+    if pair not in STEPS:
+        raise DataError(f"unknown pretrained pair {pair!r}; known: {', '.join(STEPS)}")
+    return STEPS[pair] if steps is None else Steps(steps, steps)
+
+
+def _rows(pair: str) -> list[Row]:
+    """The problems of every warm start, of which reinforcement learning and evaluation have none."""
+    trained = DEFAULT_COUNTS["train"]
+    return generated_rows(pair, "train", trained + ROWS, 0)[trained:]
+
+
+def _skill(
+    senior: PreTrainedModel, junior: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, rows: Sequence[Row], seed: int
+) -> dict[str, float]:
+    """What the models can do alone before reinforcement learning."""
+    written, of_junior = (solo_texts(model, tokenizer, rows, seed, max_tokens=MAX_TOKENS) for model in (senior, junior))
+
+    def accuracy(texts: Sequence[str]) -> float:
+        right = [gsm8k(row, text, RewardConfig()).value == 1 for row, text in zip(rows, texts, strict=True)]
+        return sum(right) / len(right)
+
+    return {
+        "solo/pass@1": accuracy(written),
+        "junior/solo/pass@1": accuracy(of_junior),
+        "shorthand/rate": sum(map(uses_shorthand, written)) / len(written),
+    }

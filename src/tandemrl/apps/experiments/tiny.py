@@ -1,0 +1,479 @@
+"""The tiny senior/junior pair: a Qwen3 of 0.28 million parameters that learns word problems in a minute on a CPU core.
+
+Every claim of the library can be tried on it without a GPU or a download. The senior and the junior start as the same
+sloppy model (see ``data.synthetic``); the ``jargon`` senior is then trained further. They have a real chat template,
+tokenizer and file layout, so that what runs on the pair runs on a large model. The sizes ``1m`` and ``4m`` are as deep,
+and two and four times as wide. The size ``46m`` is for a GPU: its cost is dominated by matrix products. The pairs
+``hops`` and ``hops_jargon`` are agents that search in generated worlds (``data.hops``); the junior of ``hops`` was
+trained for half as long.
+"""
+
+import copy
+import hashlib
+import itertools
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+import tokenizers
+import torch
+import transformers
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import (
+    GenerationConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+    PreTrainedTokenizerFast,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
+
+from tandemrl.apps.experiments.agents import solo_episodes
+from tandemrl.apps.experiments.demonstrations import lessons
+from tandemrl.apps.experiments.hops_tokenizer import EOS, PAD, START, hops_tokenizer
+from tandemrl.apps.experiments.packaged import find_packaged
+from tandemrl.apps.experiments.pair import PairError, finished, store, threads
+from tandemrl.apps.experiments.warm_start import (
+    Progress,
+    Solved,
+    WarmStart,
+    WarmStartBatch,
+    lesson_batch,
+    solution_batch,
+    warm_start,
+)
+from tandemrl.data import hops
+from tandemrl.data.loading import generated_rows
+from tandemrl.data.rows import DataError, Row
+from tandemrl.data.synthetic import Stage, examples, slips, uses_jargon
+
+SPECIAL_TOKENS = (PAD, START, EOS)
+CHAT_TEMPLATE = (
+    "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+# Qwen's pre-tokeniser: a word takes its leading space, a digit stands alone, punctuation takes the newlines after it.
+WORD_SPLIT = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+_COMMON: dict[str, Any] = {"max_position_embeddings": 2048, "tie_word_embeddings": True}
+SIZES: dict[str, dict[str, Any]] = {
+    "tiny": _COMMON
+    | {
+        "hidden_size": 96,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 32,  # the smallest that every vLLM attention backend accepts
+        "intermediate_size": 288,
+        "initializer_range": 0.04,
+    },
+    "1m": _COMMON
+    | {
+        "hidden_size": 192,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 6,
+        "num_key_value_heads": 3,
+        "head_dim": 32,
+        "intermediate_size": 576,
+        "initializer_range": 0.03,
+    },
+    "4m": _COMMON
+    | {
+        "hidden_size": 384,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 12,
+        "num_key_value_heads": 6,
+        "head_dim": 32,
+        "intermediate_size": 1152,
+        "initializer_range": 0.02,
+    },
+    "46m": _COMMON
+    | {
+        "hidden_size": 512,
+        "num_hidden_layers": 15,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+        "head_dim": 64,
+        "intermediate_size": 1488,
+        "initializer_range": 0.02,
+    },
+}
+"""The fields of the Qwen3 configuration for each size. The vocabulary is the tokenizer's."""
+DEFAULT_SIZE = "tiny"
+
+Part = Stage | Literal["junior"]
+"""What is trained for a pair: the base, a senior that continues from the base, or a junior that starts anew."""
+
+_MUON = WarmStart(steps=600, optimizer="muon")
+WARM_STARTS: dict[str, dict[Part, WarmStart]] = {
+    "plain": {"base": WarmStart()},
+    "jargon": {
+        "base": replace(_MUON, steps=500, vocab_size=480, eval_rows=1024),
+        "senior": replace(_MUON, steps=500, lr=4e-3, vocab_size=480),
+    },
+    "repair": {"base": replace(_MUON, eval_rows=1024)},
+    "hops": {"base": WarmStart(steps=800), "junior": WarmStart(steps=400)},
+    "hops_jargon": {"base": WarmStart(steps=800), "senior": WarmStart(steps=700)},
+}
+"""For each pair, how the base of both models is trained, how the senior continues if it does, and how the junior is
+trained if it is not the base. ``vocab_size`` does not apply to agents, whose vocabulary is closed."""
+
+
+class Criterion(NamedTuple):
+    """A measure of what the models can do before reinforcement learning, and the range in which it must be."""
+
+    measure: str
+    low: float
+    high: float
+
+    def __str__(self) -> str:
+        return f"{self.low:g} <= {self.measure} <= {self.high:g}"
+
+
+CRITERIA: dict[str, tuple[Criterion, ...]] = {
+    "jargon": (
+        Criterion("jargon/pass@1", 0.88, 1.0),
+        Criterion("plain/pass@1", 0.3, 0.55),
+        Criterion("jargon/rate", 0.45, 0.75),
+    ),
+    "repair": (Criterion("solo/pass@1", 0.4, 0.58), Criterion("slips/repaired", 0.07, 0.25)),
+    "hops_jargon": (Criterion("jargon/gain", 0.0, 1.0),),
+}
+"""What makes a pair fit for its experiment, measured on held-out problems. The last stage of the warm start is repeated
+until all of it holds. A jargon senior must be so much better in jargon than in plain words that plain GRPO has a reason
+to keep it; where it is hardly better, training drops the jargon on some seeds and machines, and nothing is compared.
+The ranges are those of the size ``tiny``. For ``hops_jargon`` no margin has been measured."""
+
+MAX_ROUNDS = 3
+"""How often the last stage of a warm start is trained before a pair is refused."""
+
+
+def lr_scale(size: str) -> float:
+    """The factor on learning rates that were chosen for the tiny models: one over how much wider the models are.
+
+    This is the rule for Adam and hidden weights of Yang et al., "Tensor Programs V", 2022.
+    """
+    return SIZES["tiny"]["hidden_size"] / SIZES[size]["hidden_size"]
+
+
+def build_tiny_pair(
+    out: Path,
+    *,
+    pair: str = "plain",
+    seed: int = 0,
+    steps: int | None = None,
+    size: str = "tiny",
+    device: str = "cpu",
+    packaged: bool = False,
+    progress: Progress | None = None,
+) -> dict[str, Any]:
+    """Train a pair into ``out/senior`` and ``out/junior``, and return the content of ``out/manifest.json``.
+
+    The same seed, machine and thread count give the same weights, which are rounded to bfloat16 and stored in float32.
+    Nothing is rebuilt if ``out`` already holds the same pair, seed and recipe with intact weights. Otherwise a finished
+    build replaces ``out`` in one rename.
+
+    ``base`` in the manifest says what the models can do before reinforcement learning: ``solo/pass@1`` of the senior,
+    and ``junior/solo/pass@1`` if the junior is another model. For a senior that was trained further in jargon it also
+    has ``jargon/rate``, the accuracy of its texts with and without jargon, ``jargon/pass@1`` and ``plain/pass@1`` (0 if
+    it wrote no such text), and their difference, ``jargon/gain``. ``criteria`` are the ranges in which these must be
+    (``CRITERIA``), ``rounds`` what was measured each time the last stage had been trained, and ``unmet`` what is still
+    out of range.
+
+    Args:
+        pair: the name of the pair.
+        steps: the number of warm-start steps of every stage, once, without criteria. None means the pair's recipe.
+        size: one of ``SIZES``. The recipe's learning rates are scaled with ``lr_scale``. Of sizes other than ``tiny``
+            it is only asked that a jargon senior is more accurate in jargon.
+        device: where the models are trained.
+        packaged: take the pair that comes with the library (``packaged.py``) if it is this one.
+
+    Raises:
+        DataError: the pair or the size is unknown.
+        FileExistsError: ``out`` holds another pair or seed, or something else than a tiny pair.
+        PairError: the criteria are not met. The manifest and the models are kept, so the same call raises it at once.
+    """
+    recipes, criteria = _recipes(pair, steps, size), _criteria(pair, steps, size)
+    base = recipes["base"]
+    identity = pair_identity(pair=pair, seed=seed, steps=steps, size=size)
+    if (stored := finished(out, identity)) is not None:
+        return _accepted(stored, out)
+    if packaged and (found := find_packaged(identity)) is not None:
+        models = {name: new_model(found.tokenizer, seed, size) for name in found.weights}
+        for name, model in models.items():
+            missing, unexpected = model.load_state_dict(found.weights[name], strict=False)
+            if unexpected or set(missing) != {"lm_head.weight"}:  # the head is the embedding
+                raise DataError(
+                    f"the packaged {name} lacks {missing} and has {unexpected}; build the pair here instead"
+                )
+        return store(out, models, found.tokenizer, found.manifest)
+
+    total = sum(recipe.steps for recipe in recipes.values())
+    done = 0
+
+    def train(model: Qwen3ForCausalLM, part: Part, batches: Iterator[WarmStartBatch]) -> float:
+        nonlocal done
+        start = done
+        done += recipes[part].steps
+
+        def count(step: int, steps: int, loss: float) -> None:
+            if progress is not None:
+                progress(start + step, max(total, done), loss)
+
+        return warm_start(model, batches, recipes[part], progress=count)
+
+    with threads(base.threads):
+        tokenizer = train_tokenizer(pair, seed, vocab_size=base.vocab_size)
+        senior = new_model(tokenizer, seed, size)
+        senior.to(device)  # type: ignore[arg-type]  # transformers' annotation of `to` lacks its arguments
+        junior = senior
+        batches = _batches(tokenizer, base.batch_size, pair, seed, "base")
+        loss = train(senior, "base", batches)
+        last: Part = "base"
+        if "senior" in recipes:
+            last = "senior"
+            junior = copy.deepcopy(senior)
+            batches = _batches(tokenizer, recipes[last].batch_size, pair, seed, last)
+            loss = train(senior, last, batches)
+        elif "junior" in recipes:
+            junior = new_model(tokenizer, seed, size)
+            junior.to(device)  # type: ignore[arg-type]  # transformers wraps Module.to
+            train(junior, "junior", _batches(tokenizer, recipes["junior"].batch_size, pair, seed, "base"))
+        rows = generated_rows(pair, "heldout", base.eval_rows, seed)
+        rounds: list[dict[str, float]] = []
+        while True:
+            _round_to_bfloat16(senior, junior)
+            rounds.append(_skill(senior, junior, tokenizer, rows, seed))
+            unmet = [each for each in criteria if not each.low <= rounds[-1][each.measure] <= each.high]
+            if not unmet or len(rounds) == MAX_ROUNDS:
+                break
+            loss = train(senior, last, batches)
+
+    manifest = identity | {
+        "versions": {library.__name__: library.__version__ for library in (torch, transformers, tokenizers)},
+        "parameters": sum(p.numel() for p in senior.parameters()),
+        "vocab_size": len(tokenizer),
+        "base": rounds[-1] | {"eval_rows": base.eval_rows, "warm_start/loss": loss},
+        "rounds": rounds,
+        "unmet": [str(each) for each in unmet],
+    }
+    return _accepted(store(out, {"senior": senior, "junior": junior}, tokenizer, manifest), out)
+
+
+def pair_identity(*, pair: str, seed: int, steps: int | None = None, size: str = "tiny") -> dict[str, Any]:
+    """What a manifest says of how its pair is built. Two pairs with the same values differ by rounding at most."""
+    return {
+        "schema": 2,
+        "pair": pair,
+        "seed": seed,
+        "recipe": _fingerprints(_recipes(pair, steps, size), pair, seed, size),
+        "criteria": {each.measure: [each.low, each.high] for each in _criteria(pair, steps, size)},
+    }
+
+
+def train_tokenizer(pair: str, seed: int, *, vocab_size: int, texts: int = 2000) -> PreTrainedTokenizerFast:
+    """Train a byte-level BPE tokenizer on the pair's chats. It encodes any text, and ".\\n\\n" is one token.
+
+    Agents have a tokenizer that is not trained.
+
+    Args:
+        vocab_size: the greatest size of the vocabulary, including special tokens.
+        texts: how many solutions of each stage it is trained on.
+    """
+    if pair in hops.PAIRS:
+        return hops_tokenizer()
+    bpe = Tokenizer(models.BPE())
+    bpe.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Split(Regex(WORD_SPLIT), behavior="isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
+    )
+    bpe.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=list(SPECIAL_TOKENS),
+        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+        show_progress=False,
+    )
+    stages: Sequence[Stage] = ("base", "senior") if "senior" in WARM_STARTS[pair] else ("base",)
+    chats = itertools.chain.from_iterable(itertools.islice(examples(pair, seed, stage=each), texts) for each in stages)
+    bpe.train_from_iterator(
+        (part for problem, text in chats for part in (f"user\n{problem.question}", f"assistant\n{text}")), trainer
+    )
+    return PreTrainedTokenizerFast(
+        tokenizer_object=bpe,
+        eos_token=EOS,
+        pad_token=PAD,
+        padding_side="left",
+        chat_template=CHAT_TEMPLATE,
+        model_max_length=2048,
+    )
+
+
+def new_model(tokenizer: PreTrainedTokenizerFast, seed: int, size: str = "tiny") -> Qwen3ForCausalLM:
+    """An untrained Qwen3 in float32, one of ``SIZES``."""
+    config = Qwen3Config(
+        vocab_size=len(tokenizer),
+        bos_token_id=None,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+        dtype="float32",
+        **SIZES[size],
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = Qwen3ForCausalLM(config)
+    model.generation_config = GenerationConfig(
+        do_sample=True,
+        temperature=1.0,
+        top_k=0,
+        top_p=1.0,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+    )
+    return model
+
+
+@torch.no_grad()
+def solo_texts(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    rows: Sequence[Row],
+    seed: int,
+    *,
+    max_tokens: int = 64,
+) -> list[str]:
+    """Sample one text per row at temperature 1, from the whole distribution."""
+    encoded: Any = tokenizer.apply_chat_template(
+        [[dict(message) for message in row.messages] for row in rows],
+        add_generation_prompt=True,
+        padding=True,
+        tokenizer_kwargs={"padding_side": "left"},
+        return_tensors="pt",
+        return_dict=True,
+    )
+    prompts = encoded.to(model.device)
+    sampling = {"do_sample": True, "temperature": 1.0, "top_k": 0, "top_p": 1.0}
+    with torch.random.fork_rng(devices=[model.device] if model.device.type == "cuda" else []):
+        torch.manual_seed(seed)
+        written: Any = model.generate(**prompts, **sampling, max_new_tokens=max_tokens)  # type: ignore[operator]
+    return tokenizer.batch_decode(written[:, prompts["input_ids"].shape[1] :], skip_special_tokens=True)
+
+
+# --------------------------------------------------------------------------------------------------------------------
+
+
+def _skill(
+    senior: Qwen3ForCausalLM,
+    junior: Qwen3ForCausalLM,
+    tokenizer: PreTrainedTokenizerFast,
+    rows: Sequence[Row],
+    seed: int,
+) -> dict[str, float]:
+    """What the models can do alone before reinforcement learning. The junior counts only if it is another model."""
+    of_agents = rows[0].data_source.removeprefix("synthetic/") in hops.PAIRS
+    jargon = hops.uses_jargon if of_agents else uses_jargon
+
+    def written(model: Qwen3ForCausalLM) -> list[tuple[str, bool]]:
+        """The texts of a model, each with whether it is right."""
+        if of_agents:
+            return [(episode.text, bool(episode.correct)) for episode in solo_episodes(model, tokenizer, rows, seed)]
+        texts = solo_texts(model, tokenizer, rows, seed)
+        return [(text, text.endswith(f"\\boxed{{{row.ground_truth}}}")) for row, text in zip(rows, texts, strict=True)]
+
+    def accuracy(found: Sequence[tuple[str, bool]], of: Callable[[str], bool] = lambda text: True) -> float:
+        right = [correct for text, correct in found if of(text)]
+        return sum(right) / len(right) if right else 0.0
+
+    found = written(senior)
+    skill = {"solo/pass@1": accuracy(found)}
+    if junior is not senior:
+        skill["junior/solo/pass@1"] = accuracy(written(junior))
+    if rows[0].data_source.endswith("jargon") and junior is not senior:
+        skill |= {
+            "jargon/rate": sum(jargon(text) for text, _ in found) / len(found),
+            "jargon/pass@1": accuracy(found, jargon),
+            "plain/pass@1": accuracy(found, lambda text: not jargon(text)),
+        }
+        skill["jargon/gain"] = skill["jargon/pass@1"] - skill["plain/pass@1"]
+    if rows[0].data_source.endswith("repair"):
+        wrong = [slip for text, _ in found for slip in slips(text)]
+        skill["slips/repaired"] = sum(slip.repaired for slip in wrong) / len(wrong) if wrong else 0.0
+    return skill
+
+
+def _batches(
+    tokenizer: PreTrainedTokenizerFast, size: int, pair: str, seed: int, stage: Stage
+) -> Iterator[WarmStartBatch]:
+    """Yield batches of a stage without end."""
+    if pair in hops.PAIRS:
+        episodes = lessons(tokenizer, pair, seed, stage=stage)
+        while True:
+            yield lesson_batch(list(itertools.islice(episodes, size)), int(tokenizer.pad_token_id))
+    solutions = examples(pair, seed, stage=stage)
+    while True:
+        problems, texts = zip(*itertools.islice(solutions, size), strict=True)
+        prompts: Any = tokenizer.apply_chat_template(
+            [[{"role": "user", "content": problem.question}] for problem in problems],
+            add_generation_prompt=True,
+            return_dict=False,
+        )
+        yield solution_batch(tokenizer, list(map(Solved, prompts, texts)))
+
+
+@torch.no_grad()
+def _round_to_bfloat16(*models: Qwen3ForCausalLM) -> None:
+    """So that a pair can be stored in half of the bytes without another model coming out."""
+    for model in models:
+        for parameter in model.parameters():
+            parameter.copy_(parameter.bfloat16())
+
+
+def _accepted(manifest: dict[str, Any], out: Path) -> dict[str, Any]:
+    if manifest["unmet"]:
+        measured = ", ".join(f"{name} {manifest['base'][name]:.3f}" for name in manifest["criteria"])
+        raise PairError(
+            f"{out}: the {manifest['pair']} pair of seed {manifest['seed']} is refused after {len(manifest['rounds'])} "
+            f"rounds: {measured}; unmet: {'; '.join(manifest['unmet'])}. Use another seed"
+        )
+    return manifest
+
+
+def _recipes(pair: str, steps: int | None, size: str) -> dict[Part, WarmStart]:
+    if pair not in WARM_STARTS:
+        raise DataError(f"unknown tiny pair {pair!r}; known: {', '.join(WARM_STARTS)}")
+    if size not in SIZES:
+        raise DataError(f"unknown size {size!r} of a pair; known: {', '.join(SIZES)}")
+    return {
+        stage: replace(recipe, steps=recipe.steps if steps is None else steps, lr=recipe.lr * lr_scale(size))
+        for stage, recipe in WARM_STARTS[pair].items()
+    }
+
+
+def _criteria(pair: str, steps: int | None, size: str) -> tuple[Criterion, ...]:
+    if steps is not None:
+        return ()
+    if size == "tiny":
+        return CRITERIA.get(pair, ())
+    return (Criterion("jargon/gain", 0.0, 1.0),) if pair.endswith("jargon") else ()
+
+
+def _fingerprints(recipes: Mapping[Part, WarmStart], pair: str, seed: int, size: str) -> dict[str, Any]:
+    """What a cached pair must agree on: hyperparameters, model size and a fingerprint of its training texts."""
+
+    def of(part: Part) -> dict[str, Any]:
+        stage: Stage = "base" if part == "junior" else part
+        source = (
+            lessons(hops_tokenizer(), pair, seed, stage=stage)
+            if pair in hops.PAIRS
+            else examples(pair, seed, stage=stage)
+        )
+        sample = repr(list(itertools.islice(source, 64)))
+        return asdict(recipes[part]) | {"text_sha256": hashlib.sha256(sample.encode()).hexdigest()}
+
+    later = {part: of(part) for part in recipes if part != "base"}
+    return json.loads(json.dumps(of("base") | {"model": SIZES[size]} | later))

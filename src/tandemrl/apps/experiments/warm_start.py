@@ -1,0 +1,320 @@
+"""The supervised training that gives a model its style and its skill before any reinforcement learning."""
+
+import itertools
+import math
+import random
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+import torch
+from jaxtyping import Float, Int64
+from torch import Tensor
+from torch.nn.functional import cross_entropy
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from tandemrl.apps.experiments.demonstrations import Lesson
+from tandemrl.data.loading import load_rows
+from tandemrl.data.rows import SOLUTION, DataError, Row, encode_prompts
+from tandemrl.data.templates import DEFAULT_ARGUMENTS
+from tandemrl.files import write_directory
+from tandemrl.models.loading import load_model, load_tokenizer, no_progress_bars
+
+Progress = Callable[[int, int, float], None]
+"""A function that is called with (warm-start steps done, steps in total, loss in nats per token). The total grows if
+the measured criteria ask for more steps."""
+
+
+def progress_line(step: int, steps: int, loss: float, elapsed_s: float) -> str:
+    """How far a warm start is, and about how long the rest takes.
+
+    Examples:
+        >>> progress_line(50, 200, 1.25, elapsed_s=10)
+        'step 50 of 200, loss 1.250, about 30 s left'
+        >>> progress_line(200, 200, 0.5, elapsed_s=40)
+        'step 200 of 200, loss 0.500, measuring what it can do'
+    """
+    left = f"about {elapsed_s / step * (steps - step):.0f} s left" if step < steps else "measuring what it can do"
+    return f"step {step} of {steps}, loss {loss:.3f}, {left}"
+
+
+IGNORE = -100
+"""The target of a place where nothing is learnt."""
+
+
+@dataclass(frozen=True, slots=True)
+class WarmStart:
+    """How a model is trained, on solutions only, before any reinforcement learning.
+
+    ``optimizer: muon`` trains the matrices inside the layers with ``Muon``, and the rest with AdamW. The learning rate
+    rises linearly over ``warmup_steps``, then falls by a cosine to ``final_lr_fraction`` of ``lr``; 1 keeps it.
+    ``vocab_size`` is that of a tokenizer that is trained, too.
+    """
+
+    steps: int = 850
+    batch_size: int = 16
+    optimizer: Literal["adamw", "muon"] = "adamw"
+    lr: float = 3e-3
+    final_lr_fraction: float = 0.05
+    warmup_steps: int = 20
+    betas: tuple[float, float] = (0.9, 0.98)
+    weight_decay: float = 0.01
+    max_grad_norm: float = 1.0
+    vocab_size: int = 400
+    threads: int = 1
+    eval_rows: int = 512
+
+
+class WarmStartBatch(NamedTuple):
+    """Right-padded inputs and next-token targets, which are ``IGNORE`` where nothing is learnt.
+
+    ``weights`` are the weights of the targets in the mean of the loss. None means that all targets count the same.
+    """
+
+    tokens: Int64[Tensor, "n t"]
+    targets: Int64[Tensor, "n t"]
+    weights: Float[Tensor, "n t"] | None = None
+
+
+class Solved(NamedTuple):
+    """The token ids of a prompt, and the solution that follows it."""
+
+    prompt: Sequence[int]
+    solution: str
+
+
+def load_trainable(path: str | Path, *, device: str = "cpu") -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """A causal LM in float32, as ``warm_start`` trains it, and its tokenizer.
+
+    Raises:
+        ModelError: they cannot be loaded, or later training could not use them (see `load_model`).
+    """
+    model = load_model(path, device=device)
+    model.set_attn_implementation("sdpa")  # batches here are rectangles, for which attention needs no layout
+    return model, load_tokenizer(path)
+
+
+def warm_start(
+    model: PreTrainedModel,
+    batches: Iterable[WarmStartBatch],
+    recipe: WarmStart,
+    *,
+    progress: Progress | None = None,
+) -> float:
+    """Train a model for ``recipe.steps`` batches. Returns the last loss in nats per token."""
+    optimizers = _optimizers(model, recipe)
+    schedules = [
+        torch.optim.lr_scheduler.LambdaLR(each, lambda step: _lr_fraction(step, recipe)) for each in optimizers
+    ]
+    value = float("nan")
+    model.train()
+    for step, batch in zip(range(recipe.steps), batches, strict=False):
+        # Padding is on the right and attention is causal, so no real token sees it and no mask is needed.
+        tokens, targets = batch.tokens.to(model.device), batch.targets.to(model.device)
+        logits = model(input_ids=tokens, use_cache=False).logits
+        if batch.weights is None:
+            loss = cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=IGNORE)
+        else:
+            weights = batch.weights.to(model.device)
+            each = cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="none", ignore_index=IGNORE)
+            loss = (each * weights.flatten()).sum() / weights.sum()
+        model.zero_grad()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), recipe.max_grad_norm)
+        for optimizer, schedule in zip(optimizers, schedules, strict=True):
+            optimizer.step()
+            schedule.step()
+        value = loss.item()
+        if progress is not None:
+            progress(step + 1, recipe.steps, value)
+    model.eval()
+    return value
+
+
+class Trained(NamedTuple):
+    """What a warm start learnt from: how many rows, how many were left out (see `solved_rows`), and its last loss."""
+
+    rows: int
+    left_out: int
+    loss: float
+
+
+def train_on_solutions(
+    model: str | Path,
+    sources: Sequence[str],
+    out: Path,
+    recipe: WarmStart,
+    *,
+    seed: int,
+    max_prompt_tokens: int,
+    device: str = "cpu",
+    progress: Progress | None = None,
+) -> Trained:
+    """Train a causal LM on the solutions of data sources into the folder ``out``, which appears in one rename.
+
+    Args:
+        model: a folder or hub id.
+        sources: see `load_rows`.
+        seed: decides the order of the rows.
+
+    Raises:
+        DataError: the data cannot be used, or a row has no solution.
+        FileExistsError: ``out`` exists.
+        ModelError: the model cannot be used.
+    """
+    if out.exists():
+        raise FileExistsError(f"{out} exists, and a run may rely on it: choose another folder")
+    rows = {source: load_rows([source]) for source in sources}
+    policy, tokenizer = load_trainable(model, device=device)
+    solved = [
+        each
+        for source, found in rows.items()
+        for each in solved_rows(found, tokenizer, source=source, max_prompt_tokens=max_prompt_tokens)
+    ]
+    loss = warm_start(policy, solution_batches(tokenizer, solved, recipe.batch_size, seed), recipe, progress=progress)
+
+    def fill(folder: Path) -> None:
+        with no_progress_bars():
+            policy.save_pretrained(folder)
+        tokenizer.save_pretrained(folder)
+
+    write_directory(out, fill)
+    return Trained(len(solved), sum(map(len, rows.values())) - len(solved), loss)
+
+
+def solved_rows(
+    rows: Sequence[Row],
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    source: str,
+    max_prompt_tokens: int,
+    template_arguments: Mapping[str, Any] = DEFAULT_ARGUMENTS,
+) -> list[Solved]:
+    """The prompts of rows, as reinforcement learning encodes them, with the solutions that the rows have.
+
+    Rows whose prompt is longer than ``max_prompt_tokens`` are left out.
+
+    Args:
+        source: where the rows are from, for an error.
+
+    Raises:
+        DataError: a row has no solution, or the prompts cannot be encoded (see `encode_prompts`).
+    """
+    for row in rows:
+        found = row.extra_info.get(SOLUTION)
+        if not isinstance(found, str) or not found.strip():
+            raise DataError(
+                f"{source}, row {row.example_id}, extra_info.{SOLUTION}: expected a solution as text, found {found!r}; "
+                "a warm start learns from solutions: add them under this key, as verl's GSM8K has them"
+            )
+    prompts, _ = encode_prompts(
+        rows, tokenizer, max_prompt_tokens=max_prompt_tokens, template_arguments=template_arguments
+    )
+    return [Solved(prompt.tokens, prompt.row.extra_info[SOLUTION]) for prompt in prompts]
+
+
+def solution_batches(
+    tokenizer: PreTrainedTokenizerBase, solved: Sequence[Solved], size: int, seed: int
+) -> Iterator[WarmStartBatch]:
+    """Yield batches of solutions without end, in a new order in every epoch."""
+    rng = random.Random(f"warm-start/{seed}")
+    stream = (each for _ in itertools.count() for each in rng.sample(solved, len(solved)))
+    while True:
+        yield solution_batch(tokenizer, list(itertools.islice(stream, size)))
+
+
+def solution_batch(tokenizer: PreTrainedTokenizerBase, solved: Sequence[Solved]) -> WarmStartBatch:
+    """A batch of solutions, in which only responses and their EOS are targets."""
+    encoded = tokenizer([each.solution for each in solved], add_special_tokens=False)["input_ids"]
+    responses = [[*ids, tokenizer.eos_token_id] for ids in encoded]
+    width = max(len(each.prompt) + len(r) for each, r in zip(solved, responses, strict=True)) - 1
+    padding = tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id
+    tokens = torch.full((len(solved), width), int(padding))
+    targets = torch.full((len(solved), width), IGNORE)
+    for i, (each, response) in enumerate(zip(solved, responses, strict=True)):
+        whole = torch.tensor([*each.prompt, *response])
+        tokens[i, : len(whole) - 1] = whole[:-1]
+        targets[i, len(each.prompt) - 1 : len(whole) - 1] = whole[len(each.prompt) :]
+    return WarmStartBatch(tokens, targets)
+
+
+def lesson_batch(lessons: Sequence[Lesson], padding: int) -> WarmStartBatch:
+    """A batch of episodes with the weights of their tokens."""
+    width = max(len(lesson.tokens) for lesson in lessons) - 1
+    tokens = torch.full((len(lessons), width), padding)
+    targets = torch.full((len(lessons), width), IGNORE)
+    weights = torch.zeros(len(lessons), width)
+    for i, lesson in enumerate(lessons):
+        whole, length = torch.tensor(lesson.tokens), len(lesson.tokens) - 1
+        tokens[i, :length], targets[i, :length] = whole[:-1], whole[1:]
+        weights[i, :length] = torch.tensor(lesson.weights[1:])
+    return WarmStartBatch(tokens, targets, weights)
+
+
+class Muon(torch.optim.Optimizer):
+    """Momentum whose matrices are made orthogonal by five Newton-Schulz iterations (Jordan et al., 2024).
+
+    A step is scaled to the size of one of AdamW's (Liu et al., "Muon is scalable for LLM training", 2025), so learning
+    rates are AdamW's. The tiny models need far fewer steps with it. ``torch.optim.Muon`` iterates in bfloat16, one
+    matrix at a time, which makes a step several times slower on CPUs without bfloat16 arithmetic. This one iterates in
+    the dtype of the weights, over all matrices of a shape at once.
+    """
+
+    def __init__(
+        self, matrices: Iterable[torch.nn.Parameter], *, lr: float, weight_decay: float, momentum: float = 0.95
+    ) -> None:
+        super().__init__(matrices, {"lr": lr, "weight_decay": weight_decay, "momentum": momentum})
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]  # no closure here
+        for group in self.param_groups:
+            of_shape: dict[torch.Size, list[torch.nn.Parameter]] = {}
+            for parameter in group["params"]:
+                of_shape.setdefault(parameter.shape, []).append(parameter)
+            for shape, parameters in of_shape.items():
+                updates = orthogonal(torch.stack([self._nesterov(each, group["momentum"]) for each in parameters]))
+                scale = 0.2 * math.sqrt(max(shape)) * group["lr"]
+                for parameter, update in zip(parameters, updates, strict=True):
+                    parameter.mul_(1 - group["lr"] * group["weight_decay"]).add_(update, alpha=-scale)
+
+    def _nesterov(self, parameter: torch.nn.Parameter, momentum: float) -> Tensor:
+        assert parameter.grad is not None
+        state = self.state[parameter]
+        average = state.setdefault("momentum", torch.zeros_like(parameter))
+        average.lerp_(parameter.grad, 1 - momentum)
+        return parameter.grad.lerp(average, momentum)
+
+
+def orthogonal(matrices: Float[Tensor, "m rows columns"], iterations: int = 5) -> Float[Tensor, "m rows columns"]:
+    """Each matrix with its singular values moved to about 1 (0.7 to 1.2), by the quintic Newton-Schulz iteration."""
+    tall = matrices.shape[-2] > matrices.shape[-1]
+    x = matrices.mT if tall else matrices
+    x = x / (x.norm(dim=(-2, -1), keepdim=True) + 1e-7)
+    for _ in range(iterations):
+        square = x @ x.mT
+        x = 3.4445 * x + (-4.7750 * square + 2.0315 * square @ square) @ x
+    return x.mT if tall else x
+
+
+# --------------------------------------------------------------------------------------------------------------------
+
+
+def _optimizers(model: PreTrainedModel, recipe: WarmStart) -> list[torch.optim.Optimizer]:
+    inside: list[torch.nn.Parameter] = []
+    if recipe.optimizer == "muon":
+        layers: Any = model.get_decoder().layers
+        inside = [parameter for parameter in layers.parameters() if parameter.ndim == 2]
+    taken = {id(parameter) for parameter in inside}
+    rest: Iterator[torch.nn.Parameter] = (each for each in model.parameters() if id(each) not in taken)
+    adamw = torch.optim.AdamW(rest, lr=recipe.lr, betas=recipe.betas, weight_decay=recipe.weight_decay)
+    return [adamw, *([Muon(inside, lr=recipe.lr, weight_decay=recipe.weight_decay)] if inside else [])]
+
+
+def _lr_fraction(step: int, recipe: WarmStart) -> float:
+    """The share of the peak learning rate at a step: a linear warm-up, then a cosine down to ``final_lr_fraction``."""
+    if step < recipe.warmup_steps:
+        return (step + 1) / recipe.warmup_steps
+    done = (step - recipe.warmup_steps) / max(1, recipe.steps - recipe.warmup_steps)
+    floor = recipe.final_lr_fraction
+    return floor + (1.0 - floor) * 0.5 * (1.0 + math.cos(math.pi * done))

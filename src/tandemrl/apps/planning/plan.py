@@ -1,0 +1,422 @@
+"""Plans a run on other machines from its config: the memory, collectives, work and time of one process.
+
+The memory of the training pass is found by a rehearsal (``rehearsal``), that of the engine is computed from shapes. All
+numbers are of rank 0, which has the most where something cannot be divided evenly, and for sequences of full length.
+"""
+
+import math
+from functools import cache
+from json import loads
+from typing import Any, Literal, NamedTuple
+
+import torch
+from transformers import AutoModelForCausalLM, PretrainedConfig
+
+from tandemrl.apps.planning.accelerators import PER_MACHINE, RESERVE, Accelerator
+from tandemrl.apps.planning.architectures import architecture
+from tandemrl.apps.planning.ledger import Collective
+from tandemrl.apps.planning.rehearsal import (
+    Rehearsal,
+    Sent,
+    Traffic,
+    Work,
+    rehearse_critic,
+    rehearse_frozen,
+    rehearse_policy,
+    rehearse_prefill,
+)
+from tandemrl.config import Config, ConfigError, ParallelConfig
+from tandemrl.config.rules import check_processes
+from tandemrl.distributed.world import World, imagined_world
+from tandemrl.evals import profile_of
+from tandemrl.losses import RECIPES
+from tandemrl.rollout.engine import Sampling
+from tandemrl.rollout.kv_cache import CACHE_STEP, PREFILL_TOKENS
+from tandemrl.training.arguments import resolve_recipe
+from tandemrl.training.build import self_paired, shares_base
+from tandemrl.training.profiling import cost_of, update_flops
+from tandemrl.training.state import forward_options
+
+BYTES = {"float32": 4, "bfloat16": 2}
+BLOCK = 16
+"""How many tokens a block of vLLM's KV cache holds."""
+LOGITS = 4
+"""How many float32 copies of a decoding step's logits are alive together."""
+
+Phase = Literal["always", "rollout", "update"]
+"""When memory is needed: all the time, while rollouts are written, or during the update."""
+
+
+class Item(NamedTuple):
+    """An item of one process's memory, in bytes. ``on_host`` says whether it is in host memory, not on the device."""
+
+    phase: Phase
+    name: str
+    size: int
+    on_host: bool = False
+
+
+class Cache(NamedTuple):
+    """The KV cache of a process, which holds ``rows`` rows of ``length`` tokens. ``blocks`` counts the blocks of vLLM's
+    cache, and is 0 for the torch engine."""
+
+    rows: int
+    length: int
+    size: int
+    blocks: int = 0
+
+
+class Plan(NamedTuple):
+    """The plan of one process.
+
+    seconds: the estimated seconds of each phase of a step, at best and at worst. notes: remarks on what is unusual but
+    not wrong.
+    """
+
+    ranks: int
+    mesh: dict[str, int]
+    device: Accelerator
+    items: list[Item]
+    cache: Cache
+    sent: Sent
+    flops: float
+    seconds: dict[str, tuple[float, float]]
+    micro_batches: int
+    tokens: int
+    notes: list[str]
+
+    def needed(self, phase: Phase, *, on_host: bool = False) -> int:
+        """How many bytes are needed during ``phase``."""
+        return sum(i.size for i in self.items if i.phase in ("always", phase) and i.on_host == on_host)
+
+    @property
+    def peak(self) -> int:
+        return max(self.needed("rollout"), self.needed("update"))
+
+    @property
+    def limit(self) -> float:
+        return math.inf if self.device.memory is None else self.device.memory * (1 - RESERVE)
+
+    @property
+    def fits(self) -> bool:
+        return self.peak <= self.limit and self.cache.rows >= 1
+
+
+def plan(config: Config, ranks: int, device: Accelerator) -> Plan:
+    """Plan a run of ``ranks`` processes, each on a device of its own.
+
+    Raises:
+        ConfigError, ModelError: the mesh does not have ``ranks`` processes, the config does not work with so many, or a
+            model is unknown or cannot be split.
+    """
+    check_processes(config, ranks)
+    with imagined_world(config.parallel, ranks) as world:
+        return _plan(config, world, device)
+
+
+def _plan(config: Config, world: World, device: Accelerator) -> Plan:
+    model, train, rollout, loss = config.model, config.train, config.rollout, config.loss
+    recipe = resolve_recipe(RECIPES[loss.recipe], config)
+    senior = architecture(model.senior)
+    partner = architecture(model.senior if self_paired(model) else str(model.junior))
+    tandem = config.selection.strategy != "solo"
+    vocabulary = min(senior.get_text_config().vocab_size, (partner if tandem else senior).get_text_config().vocab_size)
+    sampling = Sampling(rollout.max_tokens, rollout.temperature, rollout.top_p, rollout.top_k, rollout.min_p)
+    options = forward_options(config, sampling, vocabulary, world)
+
+    longest, notes = config.longest_sequence, []
+    per_update = (train.mini_batch_prompts or train.prompts_per_step) * rollout.group_size
+    updates = train.prompts_per_step * rollout.group_size // per_update
+    share = math.ceil(per_update / world.data_size)
+    if per_update < world.data_size:
+        notes.append(
+            f"{per_update} sequences per update for {world.data_size} data ranks: {world.data_size - per_update} of "
+            "them learn from nothing; raise train.mini_batch_prompts, train.prompts_per_step or parallel.tp"
+        )
+    tokens = min(train.tokens_per_micro_batch, share * longest)
+    lengths = (longest,) * (tokens // longest) + ((tokens % longest,) if tokens % longest else ())
+    work = Work(lengths, config.data.max_prompt_tokens)
+    micro_batches = updates * math.ceil(share / max(1, tokens // longest))
+
+    policy = _rehearsed("policy", senior, config, world, work, options)
+    off_weights, off_state = offloaded(config.parallel)
+    items = _trained_items("policy", policy, off_weights, off_state)
+    passes = [(policy, "update", micro_batches)]
+    scored = micro_batches * (updates > 1 or loss.kl_in_reward or model.lora.dropout > 0)
+    scored += micro_batches * (loss.kl_coef > 0 and model.lora.rank > 0)
+    passes.append((policy, "forward", scored))
+    busiest = _busiest(policy, off_weights, off_state)
+    if recipe.advantage is None:
+        critic = _rehearsed("critic", architecture(model.critic or model.senior), config, world, work, options)
+        items += _trained_items("critic", critic, off_weights, off_state)
+        passes += [(critic, "update", micro_batches), (critic, "forward", micro_batches)]
+        busiest = max(busiest, _busiest(critic, off_weights, off_state))
+    if off_weights:
+        items.append(Item("update", "gradients", policy.gradients, on_host=True))
+    items.append(Item("update", "gradients and activations of a micro-batch", busiest))
+    for name, shape, dtype in _frozen(config, senior, partner, world):
+        frozen = _rehearsed(f"frozen {dtype}", shape, config, world, work, options)
+        items.append(Item("always", f"{name}: weights, {dtype}", frozen.weights))
+        passes.append((frozen, "forward", micro_batches))
+
+    engine, cache = _engine(config, senior, partner if tandem else None, world, device, vocabulary)
+    items += engine
+    if cache.rows < 1:
+        notes.append(f"the engine's KV cache does not hold one row of {cache.length:,} tokens")
+    sent: Sent = {}
+    for rehearsal, when, times in passes:
+        _add(sent, getattr(rehearsal, when), times)
+    _add(sent, policy.export, 1)
+
+    flops = _flops(config, senior, longest, share * updates, world, scored / micro_batches, recipe.advantage is None)
+    seconds = _seconds(config, senior, partner if tandem else None, world, device, flops, sent, cache)
+    mesh = {} if world.mesh is None else dict(zip(world.mesh.mesh_dim_names or (), world.mesh.shape, strict=True))
+    return Plan(world.size, mesh, device, items, cache, sent, flops, seconds, micro_batches, tokens, notes)
+
+
+def offloaded(parallel: ParallelConfig) -> tuple[bool, bool]:
+    """Whether host memory keeps weights, gradients and the optimiser's state, and whether it keeps that state alone,
+    between steps that are made on the device."""
+    return parallel.offload_parameters, parallel.offload_optimizer and not parallel.offload_parameters
+
+
+# --------------------------------------------------------------------------------------------------------------- memory
+
+
+def _trained_items(name: str, found: Rehearsal, off_weights: bool, off_state: bool) -> list[Item]:
+    return [
+        Item("always", f"{name}: weights, float32", found.weights, off_weights),
+        Item("always", f"{name}: optimiser", found.optimizer, off_weights or off_state),
+    ]
+
+
+def _busiest(found: Rehearsal, off_weights: bool, off_state: bool) -> int:
+    """The most bytes on the device beside those that are always there: in a backward, or in an optimiser step whose
+    state was moved from the host."""
+    gradients = 0 if off_weights else found.gradients
+    return gradients + max(found.activations, found.optimizer if off_state else 0)
+
+
+def _rehearsed(role: str, shape: PretrainedConfig, config: Config, world: World, work: Work, options: Any) -> Rehearsal:
+    """The rehearsal of a model. It is not repeated for a config that differs only in keys without influence on it."""
+    key = (
+        role,
+        shape.to_json_string(),
+        config.parallel,
+        config.model,
+        config.loss.entropy_coef,
+        world.size,
+        work,
+        options,
+    )
+    if key not in _KNOWN:
+        if role == "policy":
+            _KNOWN[key] = rehearse_policy(shape, config, world, work, options)
+        elif role == "critic":
+            _KNOWN[key] = rehearse_critic(shape, config, world, work, options)
+        else:
+            dtype = getattr(torch, role.removeprefix("frozen "))
+            _KNOWN[key] = rehearse_frozen(shape, config, world, work, options, dtype)
+    return _KNOWN[key]
+
+
+_KNOWN: dict[Any, Rehearsal] = {}
+
+
+def _frozen(
+    config: Config, senior: PretrainedConfig, partner: PretrainedConfig, world: World
+) -> list[tuple[str, PretrainedConfig, str]]:
+    """The frozen models that ``training.build.build_models`` loads to score with, without those that share the storage
+    of another model."""
+    model, loss = config.model, config.loss
+    alone = world.size == 1
+    found: list[tuple[str, PretrainedConfig, str]] = []
+    junior = loss.junior_kl_coef > 0
+    if junior and not (alone and config.selection.strategy != "solo" and config.rollout.engine == "torch"):
+        found.append(("junior", partner, model.dtype))  # else it is the engine's
+    if loss.kl_coef > 0 and not model.lora.rank and not (junior and self_paired(model) and model.dtype == "float32"):
+        found.append(("reference", senior, "float32"))
+    return found
+
+
+def _engine(
+    config: Config,
+    senior: PretrainedConfig,
+    junior: PretrainedConfig | None,
+    world: World,
+    device: Accelerator,
+    vocabulary: int,
+) -> tuple[list[Item], Cache]:
+    """The memory of this process's engine, and its KV cache. ``junior`` is None if the senior writes alone."""
+    rollout, model = config.rollout, config.model
+    width = BYTES[model.dtype]
+    length = config.longest_sequence
+    requests = math.ceil(config.train.prompts_per_step * rollout.group_size / world.size)
+    if config.data.eval and config.train.eval_every:
+        spoken = config.response_tokens - rollout.max_tokens
+        length = max(length, profile_of(config.eval).longest(config.data.max_prompt_tokens) + spoken)
+        problems = config.eval.train_problems * len(config.data.eval) * config.eval.train_samples
+        requests = max(requests, math.ceil(problems / world.size))
+    rows = min(rollout.max_rows, requests)
+    shapes = [senior] if junior is None else [senior, junior]
+    for heads in (shape.get_text_config().num_attention_heads for shape in shapes):
+        if heads % rollout.tensor_parallel:
+            raise ConfigError(
+                f"rollout.tensor_parallel={rollout.tensor_parallel}: must divide the {heads} attention heads of the "
+                "models"
+            )
+    weights = {"senior": parameters(senior) * width} | (
+        {} if junior is None else {"junior": parameters(junior) * width}
+    )
+    per_token = sum(kv_bytes(shape, width) for shape in shapes)
+    logits = LOGITS * rows * vocabulary * 4
+    if model.lora.rank and junior is not None and shares_base(config):
+        weights["senior"] = 0  # adapters on the junior's weights
+    if rollout.engine == "torch":
+        columns = _columns(config.data.max_prompt_tokens, length)
+        waiting = rows * config.has_episodes  # between turns, in the device's memory
+        size = rows * columns * per_token + waiting * length * per_token
+        prompt = min(config.data.max_prompt_tokens, length)
+        prompts = max(1, min(PREFILL_TOKENS // prompt, math.ceil(rows / rollout.group_size)))
+        prefill = max(
+            _prefill(shape.to_json_string(use_diff=False), _kind(shape), model.dtype, prompts, prompt)
+            for shape in shapes
+        )
+        items = [Item("always", f"engine, {who}: weights, {model.dtype}", n) for who, n in weights.items() if n]
+        items += [
+            Item("rollout", "engine: KV cache", size),
+            Item("rollout", "engine: a prefill or a decoding step", max(prefill, logits)),
+        ]
+        return items, Cache(rows, columns, size)
+    return _vllm(config, weights, per_token, logits, length, device)
+
+
+def _vllm(
+    config: Config, weights: dict[str, int], per_token: int, logits: int, length: int, device: Accelerator
+) -> tuple[list[Item], Cache]:
+    vllm, parallel = config.rollout.vllm, config.rollout.tensor_parallel
+    if vllm.junior_device is not None:
+        weights = weights | {"junior": 0}  # on a card of its own
+    own = sum(weights.values()) // parallel
+    per_token = max(1, per_token // parallel)
+    budget = None if device.memory is None else int(vllm.gpu_memory_utilization * device.memory)
+    if vllm.kv_cache_gb is not None or budget is None:
+        size = int((vllm.kv_cache_gb or 1.0) * 2**30)
+        total = own + size + logits
+    else:
+        size, total = max(0, budget - own - logits), max(budget, own + logits)
+    blocks = size // (per_token * BLOCK)
+    rows = min(config.rollout.max_rows, blocks // math.ceil(length / BLOCK))
+    card = config.model.device.partition(":")[2] or "0"  # with several ranks, the trainer's card has the first of them
+    elsewhere = vllm.devices is not None and card not in vllm.devices.split(",")
+    items = (
+        []
+        if elsewhere
+        else [Item("rollout" if vllm.sleep else "always", "engine: vLLM's share, KV cache included", total)]
+    )
+    return items, Cache(rows, length, size, blocks)
+
+
+def _columns(prompt: int, longest: int) -> int:
+    """How many columns a KV cache of the torch engine has when it holds ``longest`` tokens."""
+    columns = prompt + CACHE_STEP
+    while columns < longest:
+        columns += max(CACHE_STEP, columns // 4)
+    return columns
+
+
+def parameters(shape: PretrainedConfig) -> int:
+    """How many parameters a model has. Tied ones count once."""
+    return sum(
+        parameter.numel() for parameter in _skeleton(shape.to_json_string(use_diff=False), _kind(shape)).parameters()
+    )
+
+
+def kv_bytes(shape: PretrainedConfig, width: int) -> int:
+    """The bytes of one token's keys and values in all layers, for numbers of ``width`` bytes."""
+    text = shape.get_text_config()
+    channels = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+    return int(2 * text.num_hidden_layers * text.num_key_value_heads * channels * width)
+
+
+def _kind(shape: PretrainedConfig) -> Any:
+    """Its class. mypy takes that for something that cannot be hashed."""
+    return type(shape)
+
+
+@cache
+def _prefill(json: str, kind: Any, dtype: str, prompts: int, length: int) -> int:
+    return rehearse_prefill(kind.from_dict(loads(json)), getattr(torch, dtype), prompts, length)
+
+
+@cache
+def _skeleton(json: str, kind: Any) -> Any:
+    with torch.device("meta"):
+        return AutoModelForCausalLM.from_config(kind.from_dict(loads(json)))
+
+
+# ------------------------------------------------------------------------------------------------------- work and time
+
+
+def _flops(
+    config: Config, senior: PretrainedConfig, longest: int, sequences: int, world: World, scored: float, critic: bool
+) -> float:
+    """The FLOPs of this process's updates in a step, including recomputation and scoring passes."""
+    skeleton = _skeleton(senior.to_json_string(use_diff=False), _kind(senior)).requires_grad_(
+        not config.model.lora.rank
+    )
+    predictions = sequences * config.response_tokens
+    once = update_flops(cost_of(skeleton), [longest] * sequences, predictions=predictions)
+    passes = 1 + scored / 3 + (config.loss.kl_coef > 0) / 3 + (config.loss.junior_kl_coef > 0) / 3
+    passes += (config.model.gradient_checkpointing / 3) * (1 + critic) + critic * 4 / 3
+    return once * passes / (world.size / world.data_size)
+
+
+def _seconds(
+    config: Config,
+    senior: PretrainedConfig,
+    junior: PretrainedConfig | None,
+    world: World,
+    device: Accelerator,
+    flops: float,
+    sent: Sent,
+    cache: Cache,
+) -> dict[str, tuple[float, float]]:
+    """The seconds of each phase, at best and at worst.
+
+    The best case assumes 60 % of the peak and collectives that overlap with the computation, the worst case 20 % and no
+    overlap. Decoding reads all weights and half of the KV cache for each token of a row, at best with 70 % of the
+    bandwidth and at worst with 10 %.
+    """
+    compute = flops / device.peak(config.model.dtype)
+    wire = sum(_wire(collective, traffic, world, device) for collective, traffic in sent.items())
+    width = BYTES[config.model.dtype]
+    read = sum(parameters(shape) * width for shape in ([senior] if junior is None else [senior, junior]))
+    requests = math.ceil(config.train.prompts_per_step * config.rollout.group_size / world.size)
+    waves = math.ceil(requests / max(1, cache.rows))
+    decode = (
+        waves * config.rollout.max_tokens * (read / config.rollout.tensor_parallel + cache.size / 2) / device.bandwidth
+    )
+    return {
+        "update": (max(compute / 0.6, wire), compute / 0.2 + wire),
+        "rollout": (decode / 0.7, decode / 0.1),
+    }
+
+
+def _wire(collective: Collective, traffic: Traffic, world: World, device: Accelerator) -> float:
+    """The seconds that collectives take as a ring over the slowest link."""
+    if world.mesh is None:
+        return 0.0
+    axes = collective.axis if collective.axis != "all" else "data"
+    group = torch.distributed.get_process_group_ranks(world.mesh[axes].get_group())
+    count = len(group)
+    speed = device.link if max(group) - min(group) < PER_MACHINE else device.network
+    rounds = 2 if collective.kind == "all-reduce" else 1
+    return rounds * traffic.sent * (count - 1) / count / speed
+
+
+def _add(total: Sent, more: Sent, times: int) -> None:
+    for collective, traffic in more.items():
+        before = total.get(collective, Traffic(0, 0))
+        if times:
+            total[collective] = Traffic(before.calls + times * traffic.calls, before.sent + times * traffic.sent)

@@ -1,0 +1,344 @@
+"""Finds what one process of a training run holds and sends for a model: its training pass on tensors without contents.
+
+The models are made, adapted and sharded by the functions that train (``training.build``, ``models.sharding``), over the
+mesh of an ``imagined_world``. A forward and a backward then run on fake tensors, which have shapes and storages but
+neither values nor memory. Decoder layers that are alike are not all run: the difference between a run of three layers
+and one of four is what each further layer adds.
+"""
+
+import copy
+from collections.abc import Callable, Iterable
+from contextlib import nullcontext
+from functools import partial
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.autograd.graph import saved_tensors_hooks
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import _disable_current_modes
+from transformers import AutoModelForCausalLM, AutoModelForTokenClassification, PretrainedConfig, PreTrainedModel
+
+from tandemrl.apps.planning.architectures import with_layers
+from tandemrl.apps.planning.ledger import Collective, Ledger, storage_bytes
+from tandemrl.config import Config
+from tandemrl.distributed.world import World
+from tandemrl.models.attention import ATTENTION
+from tandemrl.models.batching import pack
+from tandemrl.models.critic import packed_values
+from tandemrl.models.forward import channel_of, packed_logprobs, part_of
+from tandemrl.models.head import ForwardOptions
+from tandemrl.models.lora import attach, dropping
+from tandemrl.models.sharding import full_parameters, layers_of, shard
+from tandemrl.rollout.kv_cache import prefill
+from tandemrl.training.build import checkpoint_gradients, make_optimizer
+from tandemrl.types import Author, Batch, Rollout
+
+FEW, MORE = 3, 4
+"""The numbers of layers in the two runs from which any number is extrapolated. With three there is a middle layer,
+during which FSDP holds the next layer gathered and reduces the gradients of the last one, as with many layers."""
+
+
+class Traffic(NamedTuple):
+    """A kind of collective, with how often it was used. ``sent`` counts the bytes of the whole tensors."""
+
+    calls: int
+    sent: int
+
+
+Sent = dict[Collective, Traffic]
+
+
+class Rehearsal(NamedTuple):
+    """What one process holds and sends for one model.
+
+    Memory is given in bytes of storages. activations: everything else that is alive at the worst moment of a
+    micro-batch, including the parameters that FSDP has gathered. update, forward: what a micro-batch sends if it is
+    trained on, or only scored. export: what is sent to gather all parameters for the engine. Sums of single numbers,
+    such as norms, are left out.
+    """
+
+    weights: int
+    gradients: int
+    optimizer: int
+    activations: int
+    update: Sent
+    forward: Sent
+    export: Sent
+
+
+class Work(NamedTuple):
+    """A micro-batch, by the number of tokens in each sequence, of which the first ``context`` are not trained on."""
+
+    lengths: tuple[int, ...]
+    context: int
+
+
+SHORT = Work((64,), 1)
+"""One short row: its backward pass makes the gradients before anything is measured."""
+
+
+def rehearse_policy(
+    configuration: PretrainedConfig, config: Config, world: World, work: Work, options: ForwardOptions
+) -> Rehearsal:
+    """The rehearsal of the senior, which is trained."""
+
+    def make(small: PretrainedConfig) -> PreTrainedModel:
+        model = _causal(small, torch.float32)
+        if config.model.gradient_checkpointing:
+            checkpoint_gradients(model)
+        if config.model.lora.rank:
+            attach(model, config.model.lora, config.train.seed)
+        return shard(model, world, dtype=getattr(torch, config.model.dtype))
+
+    run = partial(_run, config=config, world=world, work=work, options=options, make=make, critic=False, trained=True)
+    return _rehearsal(_extrapolated(run, configuration))
+
+
+def rehearse_critic(
+    configuration: PretrainedConfig, config: Config, world: World, work: Work, options: ForwardOptions
+) -> Rehearsal:
+    """The rehearsal of the critic."""
+
+    def make(small: PretrainedConfig) -> PreTrainedModel:
+        small.num_labels = 1
+        with torch.device("meta"):
+            model = AutoModelForTokenClassification.from_config(small, dtype=torch.float32)
+        model.eval().set_attn_implementation(ATTENTION)
+        for module in model.modules():
+            if isinstance(module, nn.Dropout):
+                module.p = 0.0
+        if config.model.gradient_checkpointing:
+            checkpoint_gradients(model)
+        return shard(model, world, dtype=getattr(torch, config.model.dtype), forward=packed_values)
+
+    run = partial(_run, config=config, world=world, work=work, options=options, make=make, critic=True, trained=True)
+    return _rehearsal(_extrapolated(run, configuration))
+
+
+def rehearse_frozen(
+    configuration: PretrainedConfig,
+    config: Config,
+    world: World,
+    work: Work,
+    options: ForwardOptions,
+    dtype: torch.dtype,
+) -> Rehearsal:
+    """The rehearsal of a model that only scores: the reference (float32) or the junior."""
+
+    def make(small: PretrainedConfig) -> PreTrainedModel:
+        model = _causal(small, dtype).requires_grad_(False)
+        return shard(model, world, dtype=getattr(torch, config.model.dtype))
+
+    run = partial(_run, config=config, world=world, work=work, options=options, make=make, critic=False, trained=False)
+    return _rehearsal(_extrapolated(run, configuration))
+
+
+def rehearse_prefill(configuration: PretrainedConfig, dtype: torch.dtype, prompts: int, length: int) -> int:
+    """The peak bytes of the torch engine's prefill of ``prompts`` prompts of ``length`` tokens."""
+
+    def run(small: PretrainedConfig) -> dict[Any, int]:
+        fake = FakeTensorMode(allow_non_fake_inputs=True)
+        model = _causal(small, dtype)
+        give_storage(model, fake)
+        with fake, Ledger() as ledger, torch.no_grad():
+            ledger.disregard([*model.parameters(), *model.buffers()])
+            prefill(model, [[0] * length] * prompts)
+        return {"peak": ledger.peak}
+
+    return _extrapolated(run, configuration)["peak"]
+
+
+# --------------------------------------------------------------------------------------------------------------- a pass
+
+
+def _causal(configuration: PretrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(configuration, dtype=dtype)
+    model.eval().set_attn_implementation(ATTENTION)
+    return model
+
+
+def _run(
+    configuration: PretrainedConfig,
+    *,
+    config: Config,
+    world: World,
+    work: Work,
+    options: ForwardOptions,
+    make: Callable[[PretrainedConfig], PreTrainedModel],
+    critic: bool,
+    trained: bool,
+) -> dict[Any, int]:
+    """Run two micro-batches and an optimiser step.
+
+    The second micro-batch is measured, since gradients exist from then on. The first one, which makes them, can be
+    short. A pass that only scores sends what the forward part of training sends.
+    """
+    fake = FakeTensorMode(allow_non_fake_inputs=True)
+    model = make(configuration)
+    give_storage(model, fake)
+    optimizer = make_optimizer(model, config, config.train.lr) if trained else None
+    short, batch = (batch_of(each, int(configuration.get_text_config().vocab_size)) for each in (SHORT, work))
+
+    def once(batch: Batch = batch) -> Tensor:
+        return one_pass(model, batch, options, world, fake, critic=critic, entropy=config.loss.entropy_coef != 0)
+
+    found: dict[Any, int] = {}
+    with fake, Ledger(world.mesh) as ledger:
+        own = [*model.parameters(), *model.buffers()]
+        ledger.disregard(own)
+        if trained:
+            once(short).backward()
+            gradients = [p.grad for p in model.parameters() if p.grad is not None]
+            ledger.disregard(gradients)
+            ledger.begin()
+            with dropping(model, (0,), torch.device("cpu")):
+                loss = once()
+                found |= _sent(ledger, "forward")
+                loss.backward()
+            found |= {"activations": ledger.peak} | _sent(ledger, "update")
+            assert optimizer is not None
+            optimizer.step()
+            found["gradients"] = storage_bytes(gradients)
+            state = [v for values in optimizer.state.values() for v in values.values() if isinstance(v, Tensor)]
+            found["optimizer"] = storage_bytes(state)
+        else:
+            with torch.no_grad():
+                once()
+            found |= {"activations": ledger.peak} | _sent(ledger, "forward")
+        found["weights"] = storage_bytes(model.parameters())
+        if trained and not critic:
+            ledger.begin()
+            for _ in full_parameters(model):
+                pass
+            found |= _sent(ledger, "export")
+    return found
+
+
+def give_storage(model: nn.Module, fake: FakeTensorMode) -> None:
+    """Turn parameters and buffers of a model on the meta device into fake tensors, in place.
+
+    Sharding fake tensors instead would take a thousand times longer, since each part of each parameter would be one.
+    """
+    made: dict[int, Tensor] = {}  # tied ones are one tensor
+
+    def faked(tensor: Tensor) -> Tensor:
+        local = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+        with fake:
+            local = torch.empty(local.shape, dtype=local.dtype, device="cpu")
+        whole = DTensor(local, tensor._spec, requires_grad=False) if isinstance(tensor, DTensor) else local
+        return nn.Parameter(whole, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else whole
+
+    for module in model.modules():
+        for tensors in (module._parameters, module._buffers):
+            for name, tensor in tensors.items():
+                if tensor is not None:
+                    tensors[name] = made.setdefault(id(tensor), faked(tensor))  # type: ignore[assignment]  # of two kinds
+
+
+def one_pass(
+    model: PreTrainedModel,
+    batch: Batch,
+    options: ForwardOptions,
+    world: World,
+    fake: FakeTensorMode,
+    *,
+    critic: bool = False,
+    entropy: bool = False,
+) -> Tensor:
+    """Do what ``forward.token_logprobs`` and ``critic.token_values`` do, on tensors without contents.
+
+    The batch itself is real, and what depends on it is computed outside of the fake mode.
+    """
+    shards = world.shards
+    with _disable_current_modes():
+        index = ((batch.author >= 0) & (batch.positions > 0)).nonzero().squeeze(1)
+        part = part_of(batch, index, shards.sequence)
+        targets = batch.tokens.index_select(0, part.predicted)
+        tokens, positions, prefixes, targets = (
+            fake.from_tensor(each) for each in (part.tokens, part.positions, part.prefixes, targets)
+        )
+    offload = saved_tensors_hooks(_without_contents, _with_storage) if options.activation_offload else nullcontext()
+    options = options._replace(activation_offload=False)
+    with offload:
+        if critic:
+            values = getattr(model, "packed_values", None) or partial(packed_values, model)
+            channels = [values(tokens, positions, part.layout, prefixes, options)]
+        else:
+            logprobs = getattr(model, "packed_logprobs", None) or partial(packed_logprobs, model)
+            channels = list(logprobs(tokens, positions, part.layout, prefixes, targets, options, shards.tensor))
+    whole = [channel_of(channel, part, batch, shards.sequence) for channel in channels]
+    return sum((channel.sum() for channel in whole[1:] if entropy), whole[0].sum())
+
+
+def batch_of(work: Work, vocabulary: int) -> Batch:
+    """A batch of sequences no two of which share a prompt."""
+
+    def rollout(number: int, length: int) -> Rollout:
+        author = np.full(length, Author.SENIOR)
+        author[: min(work.context, length - 1)] = Author.CONTEXT
+        return Rollout(
+            str(number), number, 0, 0, np.full(length, number % vocabulary), author, np.zeros(length), reward=0.0
+        )
+
+    return pack([rollout(number, length) for number, length in enumerate(work.lengths)])
+
+
+def _without_contents(saved: Tensor) -> Any:
+    """What is saved for backward under ``forward.activations_on_host``: a tensor on the host needs no storage here."""
+    origin = saved if saved._base is None else saved._base
+    if isinstance(origin, nn.Parameter) or not saved.is_floating_point():
+        return saved
+    local = saved.to_local() if isinstance(saved, DTensor) else saved
+    return torch.empty_like(local, device="meta"), local.device, saved._spec if isinstance(saved, DTensor) else None
+
+
+def _with_storage(kept: Any) -> Tensor:
+    if isinstance(kept, Tensor):
+        return kept
+    shape, device, spec = kept
+    local = torch.empty_like(shape, device=device)
+    return local if spec is None else DTensor(local, spec, requires_grad=False)
+
+
+# ---------------------------------------------------------------------------------------------------- layer after layer
+
+
+def _extrapolated(run: Callable[[PretrainedConfig], dict[Any, int]], configuration: PretrainedConfig) -> dict[Any, int]:
+    """The result of ``run`` for the whole model, extrapolated from runs with few layers if all layers are alike."""
+    layers = int(configuration.get_text_config().num_hidden_layers)
+    if layers <= MORE or not _alike(configuration):
+        return run(copy.deepcopy(configuration))
+    few, more = (run(with_layers(configuration, count)) for count in (FEW, MORE))
+    return {key: few.get(key, 0) + (layers - FEW) * (more[key] - few.get(key, 0)) for key in more}
+
+
+def _alike(configuration: PretrainedConfig) -> bool:
+    """Whether all decoder layers have the same parameters and attend over the same range."""
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(configuration)
+    shapes = [[(name, p.shape) for name, p in layer.named_parameters()] for layer in layers_of(model)]
+    return (
+        all(each == shapes[0] for each in shapes) and len(set(getattr(configuration, "layer_types", None) or [0])) == 1
+    )
+
+
+def _sent(ledger: Ledger, when: str) -> dict[Any, int]:
+    """The collectives so far, as flat numbers."""
+    counts = {(when, collective, "calls"): calls for collective, calls in ledger.calls.items()}
+    return counts | {(when, collective, "sent"): sent for collective, sent in ledger.sent.items()}
+
+
+def _rehearsal(found: dict[Any, int]) -> Rehearsal:
+    def sent(when: str) -> Sent:
+        keys: Iterable[Any] = dict.fromkeys(key[1] for key in found if key[0] == when)
+        return {key: Traffic(found[when, key, "calls"], found[when, key, "sent"]) for key in keys}
+
+    weights, gradients, optimizer, activations = (found.get(name, 0) for name in _SIZES)
+    return Rehearsal(weights, gradients, optimizer, activations, sent("update"), sent("forward"), sent("export"))
+
+
+_SIZES = ("weights", "gradients", "optimizer", "activations")

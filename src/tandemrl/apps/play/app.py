@@ -1,0 +1,194 @@
+"""The page of `tandemrl play` and the three questions that it asks, for one person on this machine.
+
+The browser keeps the text; each question brings it along. Only requests whose Host, and Origin where there is one, are
+this machine are answered: no page from elsewhere can talk to the models.
+"""
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import asdict
+from importlib.resources import files
+from threading import Lock
+from typing import Any
+from urllib.parse import urlsplit
+
+from starlette.applications import Starlette
+from starlette.concurrency import run_in_threadpool
+from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from tandemrl.apps.play.duo import Draft, Duo, Piece
+from tandemrl.asgi import LOOPBACK, limited, refused_host
+from tandemrl.config import SelectionConfig, load
+from tandemrl.files import is_unicode
+from tandemrl.rollout.engine import EngineError
+
+MAX_BODY = 1 << 20
+AT_ONCE = 16
+"""Tokens that one question may ask for: the page asks again and again, and can stop in between."""
+TYPES = {".html": "text/html", ".css": "text/css", ".js": "text/javascript"}
+HEADERS = {
+    "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; "
+    "img-src data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
+    "X-Content-Type-Options": "nosniff",
+    "Cache-Control": "no-store",
+}
+STRATEGIES = ("word", "word_aligned", "bernoulli", "sentence", "chunk", "alternating", "solo")
+SELECTABLE: dict[str, tuple[str, ...]] = {
+    "strategy": STRATEGIES,
+    "first": ("senior", "junior"),
+    "prob_senior": (),
+    "max_gap_tokens": (),
+    "chunk_size": (),
+}
+"""Keys of ``selection`` that the page may set, with their values; (): numbers."""
+
+
+class Refused(ValueError):
+    """A question that cannot be answered; the message says what is wrong with it."""
+
+
+def application(duo: Duo, *, about: Mapping[str, str]) -> Starlette:
+    """The web application.
+
+    Args:
+        about: what the page calls the ``senior`` and the ``junior``, and the ``prompt`` that it begins with.
+    """
+    lock = Lock()  # the models answer one question at a time
+
+    def question(answer: Callable[[Mapping[str, Any]], Any]) -> Callable[[Request], Any]:
+        async def endpoint(request: Request) -> Response:
+            def locked(body: Mapping[str, Any]) -> Any:
+                with lock:
+                    return answer(body)
+
+            try:
+                return JSONResponse(await run_in_threadpool(locked, await _body(request)), headers=HEADERS)
+            except HTTPException as error:
+                return _error(error.status_code, error.detail)
+            except (ValueError, EngineError) as error:  # what is refused is a ValueError, bad keys and rows included
+                return _error(400, str(error))
+
+        return endpoint
+
+    def write(body: Mapping[str, Any]) -> dict[str, Any]:
+        return _shown(duo.write(draft_of(body), _whole(body, "count", 1, AT_ONCE)))
+
+    def say(body: Mapping[str, Any]) -> dict[str, Any]:
+        text = body.get("text")
+        if not isinstance(text, str) or not text or not is_unicode(text):
+            raise Refused("text: expected what you typed")
+        return _shown(duo.say(draft_of(body), text))
+
+    def begin(body: Mapping[str, Any]) -> dict[str, Any]:
+        return {**about, "strategies": STRATEGIES, "defaults": asdict(SelectionConfig())}
+
+    routes = [Route(f"/{each.__name__}", question(each), methods=["POST"]) for each in (begin, write, say)]
+    pages = [Route(path, _page(name)) for path, name in {"/": "play.html", **{f"/{n}": n for n in _ASSETS}}.items()]
+    return Starlette(routes=[*pages, *routes], middleware=[Middleware(_Door)])
+
+
+_ASSETS = ("play.css", "play.js", "share.js")
+
+
+class _Door:
+    """The middleware that refuses requests to other hosts, and bodies of more than `MAX_BODY` bytes."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self.app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "lifespan":
+            await self.app(scope, receive, send)
+        elif (host := refused_host(scope, LOOPBACK)) is not None:
+            await _error(400, f"requests to {host!r} are not answered; open http://127.0.0.1")(scope, receive, send)
+        else:
+            await self.app(scope, limited(receive, scope["headers"], MAX_BODY, HTTPException), send)
+
+
+def _error(status: int, message: str) -> JSONResponse:
+    return JSONResponse({"error": message}, status_code=status, headers=HEADERS)
+
+
+def _page(name: str) -> Callable[[Request], Any]:
+    content = (files("tandemrl.apps.play") / "page" / name).read_bytes()
+    media_type = TYPES[name[name.rindex(".") :]]
+
+    async def endpoint(request: Request) -> Response:
+        return Response(content, media_type=media_type, headers=HEADERS)
+
+    return endpoint
+
+
+async def _body(request: Request) -> Mapping[str, Any]:
+    """The JSON object of a question from our own page.
+
+    Raises:
+        Refused: it comes from another page, or is something else.
+        HTTPException: it is too long.
+    """
+    origin = request.headers.get("origin")
+    if origin is not None and urlsplit(origin).netloc != request.headers["host"]:
+        raise Refused(f"requests from {origin} are not answered")
+    if request.headers.get("content-type", "").partition(";")[0] != "application/json":
+        raise Refused("expected application/json")
+    try:
+        body = json.loads(await request.body() or b"{}")
+    except RecursionError:
+        raise Refused("nested too deeply") from None
+    if not isinstance(body, dict):
+        raise Refused("expected a JSON object")
+    return body
+
+
+def draft_of(body: Mapping[str, Any]) -> Draft:
+    """The text that a question brings along.
+
+    Raises:
+        Refused, ConfigError: a field is of another type, or out of range; names it.
+    """
+    prompt = body.get("prompt")
+    if not isinstance(prompt, str) or not prompt.strip() or not is_unicode(prompt):
+        raise Refused("prompt: expected a text")
+    tokens, authors = (_list(body, name) for name in ("tokens", "authors"))
+    if len(tokens) != len(authors) or not set(authors) <= {0, 1}:
+        raise Refused("authors: expected 0 or 1 for each of the tokens")
+    selection = _selection(body.get("selection", {}))
+    temperature = body.get("temperature", 1.0)
+    if isinstance(temperature, bool) or not isinstance(temperature, (int, float)):
+        raise Refused("temperature: expected a number")
+    seed = _whole(body, "seed", 0, 2**53)
+    return Draft(prompt, seed, selection, float(temperature), tuple(tokens), tuple(authors))
+
+
+def _selection(given: Any) -> SelectionConfig:
+    """Who writes. Ranges are those of the configuration."""
+    if not isinstance(given, dict) or not set(given) <= set(SELECTABLE):
+        raise Refused(f"selection: expected an object with any of {', '.join(SELECTABLE)}")
+    for name, value in given.items():
+        allowed = SELECTABLE[name]
+        if isinstance(value, bool) or not (value in allowed if allowed else isinstance(value, (int, float))):
+            raise Refused(f"selection.{name}: expected {'one of ' + ', '.join(allowed) if allowed else 'a number'}")
+    return load(overrides=[f"selection.{name}={value}" for name, value in given.items()]).selection
+
+
+def _list(body: Mapping[str, Any], name: str) -> list[int]:
+    value = body.get(name, [])
+    if not isinstance(value, list) or any(isinstance(x, bool) or not isinstance(x, int) for x in value):
+        raise Refused(f"{name}: expected a list of whole numbers")
+    return value
+
+
+def _whole(body: Mapping[str, Any], name: str, low: int, high: int) -> int:
+    value = body.get(name, low)
+    if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
+        raise Refused(f"{name}: expected a whole number from {low} to {high}")
+    return value
+
+
+def _shown(piece: Piece) -> dict[str, Any]:
+    return {"tokens": [token._asdict() for token in piece.tokens], "stop": piece.stop, "next": int(piece.next)}

@@ -1,0 +1,304 @@
+"""Shows a few completions with their authors, always of the first problems, so that none is selected by hand."""
+
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import cache
+from itertools import groupby
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+from transformers import PreTrainedTokenizerBase
+
+from tandemrl.apps.report.records import ArmRecord, EvaluationRecord, Records, ReportError, RunRecord, Setting, natural
+from tandemrl.data.loading import load_rows
+from tandemrl.data.rows import DataError
+from tandemrl.evals import authors_of
+from tandemrl.files import LineError, read_json_lines
+from tandemrl.models.attention import ModelError
+from tandemrl.models.loading import load_tokenizer
+from tandemrl.training.tracking import authored_spans
+from tandemrl.types import Author
+
+PROBLEMS = 2
+"""How many problems are shown for each kind of evaluation, with the first sample of each."""
+CHARACTERS = 3000
+"""How many characters of a text are shown. The rest is left out and counted."""
+TAIL = 4 << 20
+"""How many bytes are read from the end of a ``samples.jsonl``, for the last step of a run."""
+KINDS = {
+    ("handoff", "senior_first"): "Handoff, senior first",
+    ("handoff", "junior_first"): "Handoff, junior first",
+    ("handoff", "senior_first_turns"): "Handoff by turns, senior first",
+    ("handoff", "junior_first_turns"): "Handoff by turns, junior first",
+    ("handoff", "senior_then_junior"): "The senior’s first turn, then the junior",
+    ("tandem", "word"): "Tandem",
+    ("tandem", "turn"): "Tandem by turns",
+    ("pass-at-k", "solo"): "Solo",
+}
+TRAINING = "Training, last step"
+
+
+class Shown(NamedTuple):
+    """One completion as it is shown.
+
+    ``spans`` are pairs (author, text). The author is None if it is unknown or the tokenizer could not be loaded, and
+    CONTEXT for what the environment said between turns. correct is None if nothing was graded. Only training samples
+    have a reward. tokens and senior_share (None if unknown) count the authors' own tokens. ``left_out`` counts the
+    characters that are not shown. counts: how often things happened in an episode, by name.
+    """
+
+    spans: list[tuple[Author | None, str]]
+    correct: bool | None
+    reward: float | None
+    tokens: int
+    senior_share: float | None
+    stop_reason: str
+    left_out: int
+    turns: int = 1
+    counts: Mapping[str, int | float] = {}
+
+
+class Problem(NamedTuple):
+    """A problem, and what each arm wrote for it. ``question`` is "" if it could not be found."""
+
+    example_id: str
+    question: str
+    shown: list[tuple[ArmRecord, Shown]]
+
+
+class Gallery(NamedTuple):
+    """Samples of one kind, problem by problem."""
+
+    kind: str
+    problems: list[Problem]
+
+
+Say = Callable[[str], None]
+
+
+def galleries(
+    records: Records, setting: Setting, say: Say, tokenizer: PreTrainedTokenizerBase | None = None
+) -> list[Gallery]:
+    """The first samples of every arm's first seed. For arms that were not evaluated they are training samples.
+
+    Args:
+        say: called with a sentence about anything that could not be shown properly, and why.
+        tokenizer: the tokenizer of all models. None looks for each model's below the records' folder, and only there.
+
+    Raises:
+        ReportError: a file of samples is damaged.
+    """
+    read = _Reader(records.folder, say, tokenizer)
+    by_kind: dict[str, dict[str, list[tuple[ArmRecord, str, Shown]]]] = {}
+    for arm in setting.arms:
+        for kind, example, question, shown in read.arm(arm):
+            by_kind.setdefault(kind, {}).setdefault(example, []).append((arm, question, shown))
+    return [
+        Gallery(
+            kind,
+            [
+                Problem(example, next((q for _, q, _ in entries if q), ""), [(arm, shown) for arm, _, shown in entries])
+                for example, entries in by_kind[kind].items()
+            ],
+        )
+        for kind in [*KINDS.values(), TRAINING]
+        if kind in by_kind
+    ]
+
+
+class _Reader:
+    """Reads samples. It caches tokenizers and questions, and reports each problem once."""
+
+    def __init__(self, folder: Path, say: Say, tokenizer: PreTrainedTokenizerBase | None) -> None:
+        self._folder = folder
+        self._tokenizer = tokenizer
+        self._say = cache(say)
+        self._decoder = cache(self._load_decoder)
+        self._questions = cache(self._load_questions)
+
+    def arm(self, arm: ArmRecord) -> Iterator[tuple[str, str, str, Shown]]:
+        """Yield (kind, example id, question, completion) for an arm's first seed."""
+        seeds = sorted({e.seed for e in arm.evaluations if any(e.phase == p for p, _ in KINDS)}, key=natural)
+        if seeds:
+            for each in arm.evaluations:
+                if each.seed == seeds[0] and any(each.phase == phase for phase, _ in KINDS):
+                    yield from self._evaluation(each)
+        elif arm.runs:
+            yield from self._run(arm.runs[0])
+
+    def _evaluation(self, evaluation: EvaluationRecord) -> Iterator[tuple[str, str, str, Shown]]:
+        file = evaluation.file.with_name(str(evaluation.result["samples"]))
+        if not file.is_file():
+            self._say(f"{file} is missing, so its samples are not shown.")
+            return
+        config = evaluation.result["config"]
+        decode = self._decoder(str(config.get("model", "")), file.parent)
+        for number, line in _lines(file):
+            try:
+                kind = KINDS.get((evaluation.phase, line["arm"]))
+                if kind is None or line["problem"] >= PROBLEMS or line["sample"] != 0:
+                    continue
+                author = None if line["author"] is None else authors_of(line["author"])
+                if author is not None and len(author) != len(line["tokens"]):
+                    raise ValueError(f"{len(line['tokens'])} tokens have {len(author)} authors")
+                shown, text = _show(line, author, decode)
+                if author is not None and decode is not None and text != line["text"]:
+                    self._say(
+                        f"The tokenizer of {config['model']} does not give the texts of {file}: authors not shown."
+                    )
+                    shown, _ = _show(line, author, None)
+                question = self._questions(tuple(config.get("data") or ())).get(line["example_id"], "")
+                yield kind, line["example_id"], question, shown
+            except (KeyError, TypeError, ValueError) as error:
+                raise ReportError(f"{file}: line {number} is not an evaluation sample: {error}") from None
+
+    def _run(self, run: RunRecord) -> Iterator[tuple[str, str, str, Shown]]:
+        file = run.folder / "samples.jsonl"
+        if not file.is_file():
+            return
+        decode = self._decoder(str((run.config.get("model") or {}).get("senior", "")), run.folder)
+        try:
+            lines = [line for line in _tail(file) if line["index"] == 0]
+            last = max((line["step"] for line in lines), default=0)
+            for line in [line for line in lines if line["step"] == last][:PROBLEMS]:
+                author = np.asarray(line["author"])
+                first = int(np.argmax(author >= 0)) if (author >= 0).any() else len(author)
+                question = decode(line["tokens"][:first]) if decode is not None and first else ""
+                shown, _ = _show(line | {"tokens": line["tokens"][first:]}, author[first:], decode)
+                yield TRAINING, line["example_id"], question, shown
+        except (KeyError, TypeError, ValueError) as error:
+            raise ReportError(f"{file}: not a line of training samples: {error}") from None
+
+    def _load_decoder(self, model: str, home: Path) -> Callable[[list[int]], str] | None:
+        """The decoding function of the tokenizer that was asked for, or else of the first one in the folder."""
+        places = [] if self._tokenizer is not None else self._places(model, home)
+        tokenizer = self._tokenizer
+        for place in places:
+            try:
+                tokenizer = load_tokenizer(place)
+                break
+            except ModelError:
+                continue
+        if tokenizer is not None:
+            return lambda tokens: str(tokenizer.decode(tokens, skip_special_tokens=True))
+        self._say(
+            f"The tokenizer of {model or 'a model'} is not below {self._folder}, so its samples do not show who wrote "
+            "what; name it: tandemrl report --tokenizer FOLDER."
+        )
+        return None
+
+    def _places(self, model: str, home: Path) -> list[Path]:
+        """The folders in which a model's tokenizer may be: that of the model, and ``hf/`` of the run that contains
+        ``home``.
+
+        The model's path comes from a file of unknown origin, so only folders inside the report's folder count.
+        """
+        parts, top = Path(model).parts, self._folder.resolve()
+        ends = [self._folder.joinpath(*parts[i:]) for i in range(len(parts))]
+        runs = [folder for folder in (home, *home.parents) if folder.resolve().is_relative_to(top)]
+        exports = [export for run in runs for export in (run / "hf" / "best", *sorted((run / "hf").glob("step_*")))]
+        return [each for each in (*ends, *exports) if each.is_dir() and each.resolve().is_relative_to(top)]
+
+    def _load_questions(self, data: Sequence[str]) -> Mapping[str, str]:
+        """The last user message of each example, by its id, for the sources that are available."""
+        if not all(str(source).startswith("synthetic:") or Path(source).is_file() for source in data) or not data:
+            return {}
+        try:
+            rows = load_rows(list(data))
+        except (DataError, OSError) as error:
+            self._say(f"The problems' texts are not shown: {error}")
+            return {}
+        return {row.example_id: str(row.messages[-1]["content"]) for row in rows if row.messages}
+
+
+def _show(
+    line: Mapping[str, Any], author: np.ndarray | None, decode: Callable[[list[int]], str] | None
+) -> tuple[Shown, str]:
+    """A stored sample as it is shown, and the authors' own text by its tokens, with a line break between turns.
+
+    Args:
+        author: the author of each token of ``line["tokens"]``. None if it is unknown.
+    """
+    transcript = line.get("transcript") or {}
+    messages = transcript.get("messages") or ()
+    turns: list[list[tuple[Author | None, str]]] = []
+    said = _said(messages)
+    if author is None or decode is None:
+        turns = [[(None, text)] for text in _written(messages)] or [[(None, line["text"])]]
+    else:
+        start = 0
+        for own, run in groupby(author >= 0):
+            here = slice(start, start := start + len([*run]))
+            tokens = list(line["tokens"][here])
+            if own:
+                turns.append([*authored_spans(tokens, author[here].tolist(), decode)])
+            elif len(said) < len(turns):
+                said.append(decode(tokens))
+    whole: list[tuple[Author | None, str]] = []
+    for number, turn in enumerate(turns):
+        whole += turn
+        if number < len(said) and said[number]:
+            whole.append((Author.CONTEXT, said[number]))
+    spans, room = [], CHARACTERS
+    for who, part in whole:
+        if part[:room]:
+            spans.append((who, part[:room]))
+        room -= len(part[:room])
+    written = None if author is None else author[author >= 0]
+    shown = Shown(
+        spans=spans,
+        correct=line.get("correct"),
+        reward=line.get("reward"),
+        tokens=line["length"] if written is None else len(written),
+        senior_share=None if written is None else float(written.mean()) if len(written) else 0.0,
+        stop_reason=line["stop_reason"],
+        left_out=sum(len(part) for _, part in whole) - (CHARACTERS - room),
+        turns=line.get("turns", 1),
+        counts=transcript.get("counts") or {},
+    )
+    return shown, "\n".join("".join(text for _, text in turn) for turn in turns)
+
+
+def _said(messages: Sequence[Mapping[str, Any]]) -> list[str]:
+    """What the environment said after each turn."""
+    said: list[str] = []
+    for message in messages:
+        if message["role"] == "assistant":
+            said.append("")
+        elif said:
+            said[-1] = "\n\n".join(filter(None, (said[-1], _printable(message["content"]))))
+    return said
+
+
+def _written(messages: Sequence[Mapping[str, Any]]) -> list[str]:
+    """The turns as text, with their tool calls."""
+    texts = []
+    for turn in messages:
+        if turn["role"] == "assistant":
+            calls = [json.dumps(call, ensure_ascii=False) for call in turn.get("tool_calls") or ()]
+            texts.append("\n".join(_printable(part) for part in (turn.get("content"), *calls) if part))
+    return texts
+
+
+def _printable(text: Any) -> str:
+    """A value as text whose characters a file can hold."""
+    return str(text or "").encode(errors="replace").decode()
+
+
+def _lines(file: Path) -> Iterator[tuple[int, dict[str, Any]]]:
+    try:
+        yield from read_json_lines(file)
+    except LineError as error:
+        raise ReportError(f"{file}: line {error.line} is not JSON: {error}") from None
+
+
+def _tail(file: Path) -> Iterator[dict[str, Any]]:
+    """Yield the last complete lines of a file. An incomplete last line is left out."""
+    with open(file, "rb") as content:
+        size = content.seek(0, 2)
+        content.seek(max(0, size - TAIL))
+        lines = content.read().split(b"\n")
+    for line in lines[1 if size > TAIL else 0 : -1]:
+        if line.strip():
+            yield json.loads(line)

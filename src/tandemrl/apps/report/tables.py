@@ -1,0 +1,275 @@
+"""Headline numbers and their tables: one estimate for each arm and column, over seeds if there are several."""
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from math import inf
+from pathlib import Path
+from statistics import fmean
+from typing import Any, NamedTuple
+
+from tandemrl.apps.report.records import MEASURES, ArmRecord, Claim, EvaluationRecord, Setting
+from tandemrl.evals.stats import Interval, pearson, seed_interval
+
+MISSING = "–"
+LAST = 5
+"""How many steps the closing mean of a learning curve covers. The reward of a single step is too noisy."""
+
+
+def rate(value: float) -> str:
+    """The text for a share, a probability or a difference of two."""
+    return f"{value:.3f}"
+
+
+def nats(value: float) -> str:
+    """The text for a quantity of any size, to three digits."""
+    return f"{value:#.3g}".rstrip(".") if abs(value) < 1000 else f"{value:,.0f}"
+
+
+def count(value: float) -> str:
+    return f"{value:.1f}"
+
+
+def signed(value: float, shown: Callable[[float], str]) -> str:
+    """The text for a difference, with its sign unless it is shown as zero."""
+    text = shown(abs(value))
+    return text if float(text.replace(",", "")) == 0 else f"{'+' if value > 0 else '−'}{text}"
+
+
+def signed_interval(interval: Interval, shown: Callable[[float], str]) -> tuple[str, str]:
+    """A difference and its interval, ``("+0.20", "[−0.10, +0.50]")``, with the same number of decimals."""
+    mean = signed(interval.mean, shown)
+    decimals = len(mean.partition(".")[2])
+    low, high = (signed(value, f"{{:,.{decimals}f}}".format) for value in interval[1:])
+    return mean, f"[{low}, {high}]"
+
+
+def bounds(value: "Estimate", shown: Callable[[float], str]) -> str:
+    """``[low, high]`` with as many decimals as the estimate itself is shown with; "" where there is no interval."""
+    if value.low is None or value.high is None:
+        return ""
+    decimals = len(shown(value.mean).partition(".")[2])
+    return f"[{value.low:,.{decimals}f}, {value.high:,.{decimals}f}]"
+
+
+class Column(NamedTuple):
+    """A macro metric of a phase, as a column of the headline table.
+
+    If ``phase`` is "", it is a measure of ``results.json`` alone. No value can be below 0 or above ``highest``, so
+    intervals over seeds are cut there.
+    """
+
+    title: str
+    phase: str
+    metric: str
+    unit: str = ""
+    shown: Callable[[float], str] = rate
+    highest: float = 1.0
+
+    @property
+    def heading(self) -> str:
+        return f"{self.title} ({self.unit})" if self.unit else self.title
+
+
+SOLO = Column("solo pass@1", "pass-at-k", "pass@1")
+TANDEM = Column("tandem pass@1", "tandem", "pass@1")
+HANDOFF = Column("handoff pass@1", "handoff", "pass@1")
+"""The mean over both orders. The headline table has a column for each order, too."""
+SENIOR_FIRST = Column("handoff, senior first", "handoff", "senior_first/pass@1")
+JUNIOR_FIRST = Column("handoff, junior first", "handoff", "junior_first/pass@1")
+SENIOR_TURN_FIRST = Column("handoff by turns, senior first", "handoff", "senior_first_turns/pass@1")
+SENIOR_THEN_JUNIOR = Column("senior’s first turn, then junior", "handoff", "senior_then_junior/pass@1")
+JUNIOR_CE = Column("junior CE", "legibility", "cross_entropy", "nats/token", nats, inf)
+ACCEPTANCE = Column("acceptance", "legibility", "acceptance")
+JARGON_RATE = Column("jargon rate", "", "jargon_rate")
+SHORTHAND_RATE = Column("shorthand rate", "", "shorthand_rate")
+REPAIRS = Column("repairs per handoff text", "", "handoff/repairs", "", nats, inf)
+COLUMNS = (
+    SOLO,
+    Column("solo F1", "pass-at-k", "f1"),
+    Column("retrieval recall", "pass-at-k", "recall"),
+    Column("citation recall", "pass-at-k", "citation"),
+    TANDEM,
+    SENIOR_FIRST,
+    JUNIOR_FIRST,
+    SENIOR_TURN_FIRST,
+    Column("handoff by turns, junior first", "handoff", "junior_first_turns/pass@1"),
+    SENIOR_THEN_JUNIOR,
+    JUNIOR_CE,
+    ACCEPTANCE,
+    Column("drift KL", "drift", "kl", "nats/token", nats, inf),
+    Column("verified pass@1", "verified", "verified_pass@1"),
+    Column("length", "pass-at-k", "length", "tokens", count, inf),
+    Column("turns", "pass-at-k", "turns", "", count, inf),
+    Column("tool errors", "pass-at-k", "tool_errors", "", nats, inf),
+    Column("invalid calls", "pass-at-k", "invalid_calls", "", nats, inf),
+    JARGON_RATE,
+    SHORTHAND_RATE,
+    REPAIRS,
+)
+
+
+class Estimate(NamedTuple):
+    """A number with its 95 % interval, over seeds if there are several, else over the problems of the one seed.
+
+    ``low`` and ``high`` are None without an interval. ``by_seed`` has the value of each seed with its interval over
+    problems.
+    """
+
+    mean: float
+    low: float | None
+    high: float | None
+    by_seed: dict[str, "Estimate"]
+
+
+_MEASURE: dict[tuple[str, str], str] = {phase_metric: name for name, phase_metric in MEASURES.items()}
+
+
+def columns_of(arms: Sequence[ArmRecord]) -> list[Column]:
+    """The columns for which some arm has a value. The largest k of pass@k has a column beside pass@1."""
+    results = [result for arm in arms for result in arm.phase("pass-at-k").values()]
+    ks = [int(m.group(1)) for r in results for key in r["metrics"]["macro"] if (m := re.fullmatch(r"pass@(\d+)", key))]
+    largest = [Column(f"solo pass@{max(ks)}", "pass-at-k", f"pass@{max(ks)}")] if max(ks, default=1) > 1 else []
+    estimates = {c: [e for arm in arms if (e := estimate(arm, c)) is not None] for c in (SOLO, *largest, *COLUMNS[1:])}
+    return [c for c, values in estimates.items() if values and (c.phase or any(value.mean for value in values))]
+
+
+def estimate(arm: ArmRecord, column: Column) -> Estimate | None:
+    """An arm's value in a column, from its evaluations, else from ``results.json``; None if no seed has one."""
+    by_seed: dict[str, Estimate] = {}
+    if column.phase:
+        for seed, result in arm.phase(column.phase).items():
+            macro = result["metrics"]["macro"]
+            if column.metric in macro:
+                low, high = (macro.get(f"{column.metric}/{end}") for end in ("low", "high"))
+                by_seed[seed] = Estimate(macro[column.metric], low, high, {})
+    if not by_seed:
+        measure = _MEASURE.get((column.phase, column.metric), "") if column.phase else column.metric
+        measured = {seed: values[measure] for seed, values in arm.extra.items() if measure in values}
+        by_seed = {seed: Estimate(value, None, None, {}) for seed, value in measured.items()}
+    return over_seeds(by_seed, highest=column.highest)
+
+
+def over_seeds(by_seed: Mapping[str, Estimate], *, highest: float = inf) -> Estimate | None:
+    """The mean over seeds with Student's interval, cut at 0 and ``highest``.
+
+    A single seed keeps its own interval. Without seeds it is None.
+    """
+    values = list(by_seed.values())
+    if len(values) < 2:
+        return values[0]._replace(by_seed=dict(by_seed)) if values else None
+    interval: Interval = seed_interval([value.mean for value in values])
+    return Estimate(interval.mean, max(0.0, interval.low), min(highest, interval.high), dict(by_seed))
+
+
+def relations(arms: Sequence[ArmRecord]) -> list[str]:
+    """Sentences on the correlation of acceptance with the junior's cross-entropy, over arms and seeds.
+
+    One is about solo texts, one about drafts at the end of training. Neither is given if fewer than three have both
+    values, or all values are equal.
+    """
+    of_texts: list[tuple[float, float]] = []
+    of_drafts: list[tuple[float, float]] = []
+    for arm in arms:
+        values = (estimate(arm, column) for column in (ACCEPTANCE, JUNIOR_CE))
+        accepted, ce = ({seed: each.mean for seed, each in v.by_seed.items()} if v else {} for v in values)
+        of_texts += [(accepted[seed], ce[seed]) for seed in ce if seed in accepted]
+        for run in arm.runs:
+            drafts = [step["draft/acceptance"] for step in run.steps if step.get("draft/acceptance") is not None]
+            if drafts and run.seed in ce:
+                of_drafts.append((fmean(drafts[-LAST:]), ce[run.seed]))
+    said = (
+        ("Acceptance and junior CE of solo texts", of_texts),
+        (f"Acceptance of drafts (mean of the last {LAST} steps) and junior CE of solo texts", of_drafts),
+    )
+    found = [(what, pearson([a for a, _ in pairs], [b for _, b in pairs]), len(pairs)) for what, pairs in said]
+    return [
+        f"{what}, over arms and seeds: Pearson’s r {signed(r, rate)}, n {n}." for what, r, n in found if r is not None
+    ]
+
+
+def cell(value: Estimate | None, shown: Callable[[float], str] = rate) -> str:
+    """``0.523 [0.480, 0.566]``"""
+    if value is None:
+        return MISSING
+    return f"{shown(value.mean)} {bounds(value, shown)}".rstrip()
+
+
+def markdown_table(head: Sequence[str], rows: Sequence[Sequence[str]], *, left: int = 1) -> str:
+    """A Markdown table; all but the first ``left`` columns are numbers, aligned to the right."""
+
+    def line(cells: Sequence[str]) -> str:
+        return "| " + " | ".join(" ".join(each.split()).replace("|", "\\|") for each in cells) + " |"
+
+    rule = "|" + "---|" * left + "---:|" * (len(head) - left)
+    return "\n".join([line(head), rule, *map(line, rows)]) + "\n"
+
+
+def claim_cells(claim: Claim) -> list[str]:
+    """The cells of a claim: claim, bar, values, verdict."""
+    return [claim.claim, claim.bar, ", ".join(map(nats, claim.values)) or MISSING, claim.verdict]
+
+
+def claims_table(claims: Sequence[Claim]) -> str:
+    """A Markdown table: a row per claim."""
+    return markdown_table(["claim", "bar", "values", "verdict"], [claim_cells(claim) for claim in claims])
+
+
+def differences_table(setting: Setting, columns: Sequence[Column]) -> str:
+    """A Markdown table of paired differences with their 95 % intervals: a row per comparison, a column per metric."""
+    titles = {arm.name: arm.title for arm in setting.arms}
+    differences = {(each.a, each.b, each.phase, each.metric): each.difference for each in setting.contrasts}
+    rows = []
+    for a, b in dict.fromkeys((each.a, each.b) for each in setting.contrasts):
+        intervals = [differences.get((a, b, column.phase, column.metric)) for column in columns]
+        cells = [
+            " ".join(signed_interval(interval, column.shown)) if interval else MISSING
+            for interval, column in zip(intervals, columns, strict=True)
+        ]
+        rows.append([f"{titles.get(a, a)} − {titles.get(b, b)}", *cells])
+    return markdown_table(["difference", *(column.heading for column in columns)], rows)
+
+
+def seeds_table(setting: Setting, columns: Sequence[Column]) -> str:
+    """A Markdown table of each seed's values: a row per arm and metric."""
+    seeds = list(dict.fromkeys(seed for arm in setting.arms for seed in arm.extra))
+    rows = []
+    for arm in setting.arms:
+        for column in columns:
+            value = estimate(arm, column)
+            by_seed = value.by_seed if value else {}
+            rows.append([arm.title, column.heading, *(cell(by_seed.get(seed), column.shown) for seed in seeds)])
+    return markdown_table(["", "", *(f"seed {seed}" for seed in seeds)], rows, left=2)
+
+
+def headline_table(arms: Sequence[ArmRecord], columns: Sequence[Column] = ()) -> str:
+    """A Markdown table: a row per arm, each number with its 95 % interval. Columns: all that have values by default."""
+    columns = columns or columns_of(arms)
+    rows = [[arm.title, *(cell(estimate(arm, column), column.shown) for column in columns)] for arm in arms]
+    return markdown_table(["", *(column.heading for column in columns)], rows)
+
+
+def headline_lines(arms: Sequence[ArmRecord], columns: Sequence[Column] = ()) -> str:
+    """The numbers of ``headline_table`` for a terminal: a block per column, a line per arm."""
+    columns = columns or columns_of(arms)
+    width = max(len(arm.title) for arm in arms)
+    blocks = [
+        [column.heading, *(f"  {arm.title:<{width}}  {cell(estimate(arm, column), column.shown)}" for arm in arms)]
+        for column in columns
+    ]
+    return "\n".join(line for block in blocks for line in block)
+
+
+def summary_table(results: Mapping[str, Mapping[str, Mapping[str, Any]]]) -> str:
+    """``headline_table`` of single results, with intervals over problems.
+
+    Args:
+        results: row title -> phase -> evaluation result (the content of PHASE.json). Missing phases show as "–".
+    """
+    return headline_table(
+        [
+            ArmRecord(
+                row, row, evaluations=tuple(EvaluationRecord(Path(), "", phase, dict(r)) for phase, r in phases.items())
+            )
+            for row, phases in results.items()
+        ]
+    )

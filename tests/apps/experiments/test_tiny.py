@@ -1,0 +1,410 @@
+import itertools
+import json
+import math
+import re
+import shutil
+from dataclasses import replace
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from tandemrl.apps.experiments import tiny
+from tandemrl.apps.experiments.demonstrations import lessons
+from tandemrl.apps.experiments.packaged import pack
+from tandemrl.apps.experiments.tiny import Criterion, PairError, build_tiny_pair, train_tokenizer
+from tandemrl.apps.experiments.warm_start import Muon, WarmStart, orthogonal
+from tandemrl.data.rows import DataError
+from tandemrl.data.synthetic import PAIRS, examples, generate
+
+STEPS = 12
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory):
+    """A barely trained pair, with what its progress callback was told."""
+    out = tmp_path_factory.mktemp("tiny") / "pair"
+    seen = []
+    manifest = build_tiny_pair(out, steps=STEPS, progress=lambda *event: seen.append(event))
+    return out, manifest, seen
+
+
+@pytest.fixture(scope="module")
+def tokenizer(built):
+    return AutoTokenizer.from_pretrained(built[0] / "senior")
+
+
+def test_two_builds_are_equal_and_leave_global_state_alone(built, tmp_path):
+    state, threads = torch.random.get_rng_state(), torch.get_num_threads()
+    again = build_tiny_pair(tmp_path / "pair", steps=STEPS)
+    assert again == built[1]
+    assert torch.equal(torch.random.get_rng_state(), state)
+    assert torch.get_num_threads() == threads
+    assert [path.name for path in tmp_path.iterdir()] == ["pair"]
+
+
+def test_warm_start_learns(built):
+    _, manifest, seen = built
+    assert [(done, steps) for done, steps, _ in seen] == [(i, STEPS) for i in range(1, STEPS + 1)]
+    assert seen[0][2] == pytest.approx(math.log(manifest["vocab_size"]), rel=0.1)  # uniform at first
+    assert seen[-1][2] < seen[0][2] - 1.0
+    assert manifest["base"]["warm_start/loss"] == seen[-1][2]
+
+
+def test_cache_hit_trains_nothing(built):
+    out, manifest, _ = built
+    before = (out / "manifest.json").stat().st_mtime_ns
+
+    def never(*event):
+        raise AssertionError("trained again")
+
+    assert build_tiny_pair(out, steps=STEPS, progress=never) == manifest
+    assert (out / "manifest.json").stat().st_mtime_ns == before
+
+
+@pytest.mark.parametrize("change", ["steps", "weights"])
+def test_a_pair_that_differs_is_built_anew(built, tmp_path, change):
+    out, first = tmp_path / "pair", built[1]
+    shutil.copytree(built[0], out)
+    if change == "weights":
+        (out / "junior" / "model.safetensors").write_bytes(b"torn")
+    events = []
+    second = build_tiny_pair(
+        out,
+        steps=2 if change == "steps" else STEPS,
+        progress=lambda *event: events.append(event),
+    )
+    assert events
+    assert json.loads((out / "manifest.json").read_text()) == second
+    assert (second["sha256"] == first["sha256"]) == (change == "weights")
+
+
+def test_a_pair_of_another_seed_is_not_replaced(built):
+    with pytest.raises(FileExistsError, match="seed 0, which runs may rely on"):
+        build_tiny_pair(built[0], seed=1, steps=STEPS)
+
+
+def test_refuses_a_folder_that_holds_something_else(tmp_path):
+    (tmp_path / "thesis.tex").write_text("precious")
+    with pytest.raises(FileExistsError, match="choose another folder"):
+        build_tiny_pair(tmp_path, steps=1)
+    assert (tmp_path / "thesis.tex").read_text() == "precious"
+
+
+def test_unknown_pair(tmp_path):
+    with pytest.raises(DataError, match="known: plain, jargon, repair"):
+        build_tiny_pair(tmp_path / "pair", pair="martian", steps=1)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_wider_pair_learns_with_a_smaller_rate(built, tmp_path, monkeypatch):
+    wide = tiny.SIZES["tiny"] | {"hidden_size": 192, "num_hidden_layers": 1}
+    monkeypatch.setitem(tiny.SIZES, "wide", wide)
+    monkeypatch.setattr(tiny, "_skill", lambda *args: {"solo/pass@1": 0.0})
+    manifest = build_tiny_pair(tmp_path / "pair", steps=2, size="wide")
+    assert manifest["recipe"]["lr"] == built[1]["recipe"]["lr"] / 2
+    assert AutoModelForCausalLM.from_pretrained(tmp_path / "pair" / "senior").config.hidden_size == 192
+    with pytest.raises(DataError, match="unknown size '7b' of a pair; known: tiny, 1m, 4m, 46m, wide"):
+        build_tiny_pair(tmp_path / "other", size="7b")
+
+
+@pytest.mark.parametrize(("size", "parameters", "within"), [("1m", 1e6, 0.1), ("4m", 4e6, 0.1), ("46m", 46e6, 0.02)])
+def test_a_size_has_the_parameters_of_its_name(tokenizer, size: str, parameters: float, within: float):
+    with torch.device("meta"):
+        model = tiny.new_model(tokenizer, 0, size)
+    assert sum(p.numel() for p in model.parameters()) == pytest.approx(parameters, rel=within)
+
+
+def test_senior_and_junior_load_and_are_the_same_model(built, tokenizer):
+    out, manifest, _ = built
+    models = [AutoModelForCausalLM.from_pretrained(out / name) for name in ("senior", "junior")]
+    tokens = torch.tensor([tokenizer("Tom has 5 nuts")["input_ids"]])
+    with torch.no_grad():
+        senior, junior = (model(tokens).logits for model in models)
+    assert torch.equal(senior, junior)
+    assert senior.shape[-1] == len(tokenizer) == manifest["vocab_size"] <= 400
+    assert models[0].dtype == torch.float32
+    assert models[0].generation_config.eos_token_id == tokenizer.eos_token_id
+    assert sum(p.numel() for p in models[0].parameters()) == manifest["parameters"]
+    assert AutoTokenizer.from_pretrained(out / "junior").get_vocab() == tokenizer.get_vocab()
+
+
+@pytest.fixture(scope="module")
+def jargon(tmp_path_factory):
+    """A hardly trained jargon pair, with what its progress callback was told."""
+    recipe = WarmStart(steps=3, batch_size=4, vocab_size=480, eval_rows=8)
+    out = tmp_path_factory.mktemp("jargon") / "pair"
+    seen = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(tiny.WARM_STARTS, "jargon", {"base": recipe, "senior": recipe})
+        patch.setitem(tiny.CRITERIA, "jargon", ())
+        manifest = build_tiny_pair(out, pair="jargon", progress=lambda *event: seen.append(event))
+        yield out, manifest, seen
+
+
+def test_the_jargon_senior_goes_on_from_the_base_alone(jargon):
+    out, manifest, seen = jargon
+    assert [event[:2] for event in seen] == [(i, 6) for i in range(1, 7)]
+    assert manifest["sha256"]["senior"] != manifest["sha256"]["junior"]
+    # The junior is what the first three steps alone give.
+    tokenizer = train_tokenizer("jargon", 0, vocab_size=480)
+    with tiny.threads(1):
+        base = tiny.new_model(tokenizer, 0)
+        tiny.warm_start(base, tiny._batches(tokenizer, 4, "jargon", 0, "base"), WarmStart(steps=3, batch_size=4))
+        tiny._round_to_bfloat16(base)
+    junior = AutoModelForCausalLM.from_pretrained(out / "junior").state_dict()
+    assert all(torch.equal(tensor, junior[name]) for name, tensor in base.state_dict().items())
+
+
+def test_the_jargon_manifest_says_what_was_measured_and_how_each_stage_was_trained(jargon):
+    out, manifest, _ = jargon
+    assert set(manifest["base"]) == {
+        *("solo/pass@1", "junior/solo/pass@1", "jargon/rate", "jargon/pass@1", "plain/pass@1", "jargon/gain"),
+        *("eval_rows", "warm_start/loss"),
+    }
+    base, senior = manifest["recipe"], manifest["recipe"]["senior"]
+    assert base["steps"] == senior["steps"] == 3
+    assert base["text_sha256"] != senior["text_sha256"]
+    assert build_tiny_pair(out, pair="jargon", progress=pytest.fail) == manifest
+
+
+def test_skill_splits_the_senior_by_jargon(monkeypatch):
+    """Four texts of the senior, of which one in jargon and two plain ones are right, or not quite."""
+    rows = generate("jargon", "heldout", 4, 0)
+    answers = [row.ground_truth for row in rows]
+    texts = {
+        "senior": [
+            f"Blorp vam.\n\n\\boxed{{{answers[0]}}}",
+            "Hec vam.\n\n\\boxed{99}",
+            f"First 5.\n\n\\boxed{{{answers[2]}}}",
+            f"First 5.\n\n\\boxed{{{answers[3]}}}",
+        ],
+        "junior": [f"\\boxed{{{answers[0]}}}", "", "", ""],
+    }
+    monkeypatch.setattr(tiny, "solo_texts", lambda model, *_: texts[model])
+    assert tiny._skill("senior", "junior", None, rows, 0) == {
+        "solo/pass@1": 0.75,
+        "junior/solo/pass@1": 0.25,
+        "jargon/rate": 0.5,
+        "jargon/pass@1": 0.5,
+        "plain/pass@1": 1.0,
+        "jargon/gain": -0.5,
+    }
+    one_model = "junior"
+    assert tiny._skill(one_model, one_model, None, rows, 0) == {"solo/pass@1": 0.25}
+
+
+def test_the_recipe_says_all_that_a_cached_pair_depends_on(built):
+    assert set(built[1]["recipe"]) == {
+        *(
+            "steps",
+            "batch_size",
+            "optimizer",
+            "lr",
+            "final_lr_fraction",
+            "warmup_steps",
+            "betas",
+            "weight_decay",
+            "max_grad_norm",
+        ),
+        *("vocab_size", "threads", "eval_rows", "model", "text_sha256"),
+    }
+    assert set(built[1]["base"]) == {"solo/pass@1", "eval_rows", "warm_start/loss"}
+
+
+def test_every_stage_of_every_pair_has_texts_and_a_recipe():
+    stages = {name: ["base", *(["senior"] if pair.senior else [])] for name, pair in PAIRS.items()}
+    agents = {"hops": ["base", "junior"], "hops_jargon": ["base", "senior"]}
+    assert {name: list(recipes) for name, recipes in tiny.WARM_STARTS.items()} == stages | agents
+
+
+@pytest.mark.parametrize("pair", PAIRS)
+def test_every_word_of_a_pair_is_one_token(pair):
+    """Of both stages, whatever comes before it; so that a jargon solution is as long as a plain one."""
+    tokenizer = train_tokenizer(pair, 0, vocab_size=tiny.WARM_STARTS[pair]["base"].vocab_size)
+    for stage in tiny.WARM_STARTS[pair]:
+        texts = [text for _, text in itertools.islice(examples(pair, 1, stage=stage), 300)]
+        words = {word for text in texts for word in re.findall(r"(?<!\\)\b ?[A-Za-z]+\b", text)}
+        assert len(words) >= 9
+        assert {word for word in words if len(tokenizer(word)["input_ids"]) != 1} == set()
+        assert max(map(len, tokenizer(texts)["input_ids"])) + 1 <= 62  # of 64
+
+
+@pytest.mark.parametrize("text", ["Tom has 5 nuts", "naïve 語 🙂\t x\r\n", "a  b\n\n\n c", "\\frac{1}{2} <|im_end|>"])
+def test_tokenizer_round_trip(tokenizer, text):
+    assert tokenizer.decode(tokenizer(text)["input_ids"], clean_up_tokenization_spaces=False) == text
+
+
+def test_tokens_end_a_step_keep_digits_apart_and_start_words_with_their_space(tokenizer):
+    assert tokenizer.tokenize("First 15 plus 5 is 20.\n\nNext 20") == [
+        *("First", "Ġ", "1", "5", "Ġplus", "Ġ", "5", "Ġis", "Ġ", "2", "0", ".ĊĊ"),
+        *("Next", "Ġ", "2", "0"),
+    ]
+    assert not [token for token in tokenizer.get_vocab() if re.search(r"\d", token) and len(token) > 1]
+    assert tokenizer.eos_token == "<|im_end|>"
+    assert tokenizer.pad_token == "<|endoftext|>"
+
+
+def test_chat_template_prefix_and_thinking(tokenizer):
+    question = [{"role": "user", "content": "Tom has 5 nuts. How many?"}]
+    answer = {"role": "assistant", "content": "\\boxed{5}"}
+
+    def render(messages, **options):
+        return tokenizer.apply_chat_template(messages, return_dict=False, **options)
+
+    prompt = render(question, add_generation_prompt=True)
+    assert render(question, add_generation_prompt=True, enable_thinking=False) == prompt
+    whole = render([*question, answer])
+    assert whole[: len(prompt)] == prompt
+    written = [*tokenizer("\\boxed{5}")["input_ids"], tokenizer.eos_token_id]
+    assert whole[len(prompt) : len(prompt) + len(written)] == written
+    follow_up = render([*question, answer, *question], add_generation_prompt=True)
+    assert follow_up[: len(whole)] == whole
+
+
+def test_problems_and_solutions_fit_the_tiny_profile(tokenizer):
+    rows = generate("plain", "heldout", 200, 0)
+    prompts = tokenizer.apply_chat_template(
+        [list(row.messages) for row in rows], add_generation_prompt=True, return_dict=False
+    )
+    assert max(map(len, prompts)) <= 40
+    texts = [text for _, text in itertools.islice(examples("plain", 5), 500)]
+    assert max(map(len, tokenizer(texts)["input_ids"])) + 1 <= 56  # of 64
+
+
+def test_agents_learn_their_episodes_and_a_junior_of_its_own_fewer(tmp_path, monkeypatch):
+    """With a loss that weighs what the world says by a tenth: held against a plain computation."""
+    recipe = WarmStart(steps=3, batch_size=4, eval_rows=4)
+    monkeypatch.setitem(tiny.WARM_STARTS, "hops", {"base": recipe, "junior": replace(recipe, steps=2)})
+    seen = []
+    manifest = build_tiny_pair(tmp_path / "pair", pair="hops", progress=lambda *event: seen.append(event))
+    assert [event[:2] for event in seen] == [(i, 5) for i in range(1, 6)]
+    assert seen[3][2] == pytest.approx(seen[0][2])  # the junior begins anew: as the base did, on the same episodes
+    assert manifest["sha256"]["senior"] != manifest["sha256"]["junior"]
+    assert set(manifest["base"]) == {"solo/pass@1", "junior/solo/pass@1", "eval_rows", "warm_start/loss"}
+    assert manifest["recipe"]["junior"]["steps"] == 2
+
+    tokenizer = train_tokenizer("hops", 0, vocab_size=1)
+    model = tiny.new_model(tokenizer, 0)
+    total = weight = 0.0
+    for lesson in itertools.islice(lessons(tokenizer, "hops", 0), 4):
+        with torch.no_grad():
+            logprobs = model(torch.tensor([lesson.tokens])).logits[0].log_softmax(-1)
+        for place in range(1, len(lesson.tokens)):
+            total -= lesson.weights[place] * logprobs[place - 1, lesson.tokens[place]].item()
+            weight += lesson.weights[place]
+    assert seen[0][2] == pytest.approx(total / weight, rel=1e-4)
+
+
+# ------------------------------------------------------------------------------------------------------------ criteria
+
+
+@pytest.fixture
+def measured(monkeypatch):
+    """A jargon pair of two steps a stage, whose senior is as good after each round as a test says."""
+    recipe = WarmStart(steps=2, batch_size=2, vocab_size=480, eval_rows=4)
+    monkeypatch.setitem(tiny.WARM_STARTS, "jargon", {"base": recipe, "senior": recipe})
+    monkeypatch.setitem(tiny.CRITERIA, "jargon", (Criterion("jargon/pass@1", 0.88, 1.0),))
+
+    def skills(*values: float) -> None:
+        found = iter(values)
+        monkeypatch.setattr(tiny, "_skill", lambda *args: {"jargon/pass@1": next(found)})
+
+    return skills
+
+
+def test_the_senior_is_trained_until_its_criteria_hold(measured, tmp_path):
+    seen = []
+    measured(0.88)
+    once = build_tiny_pair(tmp_path / "once", pair="jargon")
+    measured(0.87, 0.9)
+    twice = build_tiny_pair(tmp_path / "twice", pair="jargon", progress=lambda *event: seen.append(event[:2]))
+    assert [[each["jargon/pass@1"] for each in built["rounds"]] for built in (once, twice)] == [[0.88], [0.87, 0.9]]
+    assert seen == [(1, 4), (2, 4), (3, 4), (4, 4), (5, 6), (6, 6)]
+    assert once["sha256"]["junior"] == twice["sha256"]["junior"]
+    assert once["sha256"]["senior"] != twice["sha256"]["senior"]
+    assert twice["criteria"] == {"jargon/pass@1": [0.88, 1.0]}
+    assert twice["unmet"] == []
+
+
+def test_a_pair_that_never_meets_its_criteria_is_refused_and_stays_so(measured, tmp_path, monkeypatch):
+    measured(0.5, 0.6, 0.875)
+    refused = r"refused after 3 rounds: jargon/pass@1 0\.875; unmet: 0\.88 <= jargon/pass@1 <= 1\. Use another seed"
+    with pytest.raises(PairError, match=refused):
+        build_tiny_pair(tmp_path / "pair", pair="jargon")
+    with pytest.raises(PairError, match=refused):
+        build_tiny_pair(tmp_path / "pair", pair="jargon", progress=pytest.fail)
+    monkeypatch.setitem(tiny.CRITERIA, "jargon", (Criterion("jargon/pass@1", 0.8, 1.0),))
+    measured(0.81)
+    assert len(build_tiny_pair(tmp_path / "pair", pair="jargon")["rounds"]) == 1  # other criteria: another pair
+
+
+def test_steps_given_by_hand_are_taken_once_without_criteria(measured, tmp_path):
+    measured(0.1)
+    assert build_tiny_pair(tmp_path / "pair", pair="jargon", steps=1)["criteria"] == {}
+
+
+def test_weights_are_exact_in_half_of_the_bytes(built):
+    weights = AutoModelForCausalLM.from_pretrained(built[0] / "senior").state_dict()
+    assert all(torch.equal(tensor, tensor.bfloat16().float()) for tensor in weights.values())
+
+
+def test_repair_pairs_are_asked_how_many_slips_are_repaired(monkeypatch):
+    rows = generate("repair", "heldout", 2, 0)
+    text = "5 plus 3 about 9 first.\n\nCheck 8.\n\n8 minus 2 is 7 next.\n\n\\boxed{7}"
+    monkeypatch.setattr(tiny, "solo_texts", lambda *_: [text, text])
+    assert tiny._skill("one", "one", None, rows, 0)["slips/repaired"] == 0.5
+    monkeypatch.setattr(tiny, "solo_texts", lambda *_: ["", ""])
+    assert tiny._skill("one", "one", None, rows, 0)["slips/repaired"] == 0.0
+
+
+def test_other_sizes_are_only_asked_whether_jargon_is_the_more_accurate():
+    gain = (Criterion("jargon/gain", 0.0, 1.0),)
+    assert tiny._criteria("jargon", None, "4m") == tiny._criteria("hops_jargon", None, "tiny") == gain
+    assert tiny._criteria("repair", None, "1m") == tiny._criteria("jargon", 400, "tiny") == ()
+
+
+@pytest.mark.parametrize("shape", [(7, 4), (4, 7), (5, 5)])
+def test_orthogonal_moves_singular_values_to_one(shape):
+    """Held against the singular value decomposition."""
+    matrices = torch.randn(3, *shape, generator=torch.Generator().manual_seed(0))
+    found = orthogonal(matrices)
+    u, _, vh = torch.linalg.svd(matrices, full_matrices=False)
+    values = torch.einsum("mri,mrc,mic->mi", u, found, vh)
+    assert ((values > 0.6) & (values < 1.3)).all()
+    assert torch.allclose(found, u @ torch.diag_embed(values) @ vh, atol=1e-4)
+
+
+def test_muon_moves_a_matrix_by_its_orthogonal_momentum():
+    """Two steps, held against the update rule in plain NumPy, with weight decay."""
+    weight = torch.nn.Parameter(torch.randn(4, 6, generator=torch.Generator().manual_seed(1)))
+    expected, average = weight.detach().double().numpy().copy(), 0.0
+    optimizer = Muon([weight], lr=0.1, weight_decay=0.5)
+    for step in range(2):
+        gradient = torch.randn(4, 6, generator=torch.Generator().manual_seed(2 + step))
+        weight.grad = gradient
+        optimizer.step()
+        average = 0.95 * average + 0.05 * gradient.double().numpy()
+        x = 0.05 * gradient.double().numpy() + 0.95 * average
+        x /= (x**2).sum() ** 0.5
+        for _ in range(5):
+            square = x @ x.T
+            x = 3.4445 * x - 4.7750 * square @ x + 2.0315 * square @ square @ x
+        expected = expected * (1 - 0.1 * 0.5) - 0.1 * 0.2 * 6**0.5 * x
+    assert weight.detach().numpy() == pytest.approx(expected, abs=1e-5)
+
+
+# ------------------------------------------------------------------------------------------------------------ packaged
+
+
+def test_packing_and_unpacking_keeps_every_weight(jargon, tmp_path, monkeypatch):
+    out, manifest, _ = jargon
+    pack(out, tmp_path / "pairs")
+    monkeypatch.setattr("tandemrl.apps.experiments.packaged.PAIRS", tmp_path / "pairs")
+    monkeypatch.setattr(tiny, "warm_start", lambda *args, **more: pytest.fail("trained"))
+    unpacked = build_tiny_pair(tmp_path / "pair", pair="jargon", packaged=True)
+    assert unpacked == manifest
+    for name in ("senior", "junior"):
+        assert (tmp_path / "pair" / name / "tokenizer.json").read_text() == (out / name / "tokenizer.json").read_text()
+    with pytest.raises(pytest.fail.Exception, match="trained"):
+        build_tiny_pair(tmp_path / "other", pair="jargon", seed=1, packaged=True)

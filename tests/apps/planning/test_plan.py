@@ -1,0 +1,158 @@
+"""The plan of a run elsewhere: what it says adds up, and what cannot fit is refused with keys that help."""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from omegaconf import OmegaConf
+from typer.testing import CliRunner
+
+from runs import UNDECIDED, launch_of
+from tandemrl.apps.experiments.hops_tokenizer import hops_tokenizer
+from tandemrl.apps.experiments.tiny import SIZES, WARM_STARTS
+from tandemrl.apps.planning.accelerators import GIB, accelerator
+from tandemrl.apps.planning.architectures import architecture, packaged
+from tandemrl.apps.planning.page import PlanError, described, require_fit
+from tandemrl.apps.planning.plan import kv_bytes, parameters, plan
+from tandemrl.cli.main import app
+from tandemrl.config import ConfigError, load, packaged_configs
+from tandemrl.models.attention import ModelError
+
+
+def _named(path: Path) -> set[str]:
+    model: Any = OmegaConf.load(path)["model"]
+    return {
+        model[key] for key in ("senior", "junior", "critic") if not OmegaConf.is_missing(model, key) and key in model
+    }
+
+
+def test_every_model_of_a_packaged_config_is_known() -> None:
+    assert set().union(*map(_named, packaged_configs().values())) <= packaged().keys()
+
+
+@pytest.mark.parametrize(
+    ("model", "count"),  # as the model cards have them
+    [
+        ("Qwen/Qwen3-0.6B", 596_049_920),
+        ("Qwen/Qwen3-4B-Instruct-2507", 4_022_468_096),
+        ("Qwen/Qwen2.5-7B-Instruct", 7_615_616_512),
+        ("deepseek-ai/DeepSeek-R1-Distill-Qwen-1.5B", 1_777_088_000),
+    ],
+)
+def test_packaged_shapes_have_the_published_numbers_of_parameters(model: str, count: int) -> None:
+    assert parameters(architecture(model)) == count
+
+
+@pytest.mark.parametrize("pair", ["tiny", "tiny-hops"])
+def test_the_tiny_pairs_are_those_that_are_made(pair: str) -> None:
+    vocabulary = WARM_STARTS["plain"]["base"].vocab_size if pair == "tiny" else len(hops_tokenizer())
+    for who in ("senior", "junior"):
+        shape = packaged()[f"runs/{pair}/{who}"]
+        assert shape["vocab_size"] == vocabulary
+        assert {name: shape[name] for name in SIZES["tiny"] if name != "initializer_range"} == {
+            name: value for name, value in SIZES["tiny"].items() if name != "initializer_range"
+        }
+
+
+def test_an_unknown_model_is_named_and_nothing_is_downloaded() -> None:
+    with pytest.raises(ModelError, match=r"nobody/has-this: its config\.json is neither"):
+        architecture("nobody/has-this")
+
+
+def test_the_plan_of_a_tiny_run_adds_up() -> None:
+    config = load("quickstart")
+    found = plan(config, 1, accelerator("h100"))
+    shape = architecture(config.model.senior)
+    count = parameters(shape)
+    sizes = {item.name: item.size for item in found.items}
+    assert sizes["policy: weights, float32"] == sizes["engine, junior: weights, float32"] == 4 * count
+    assert 0 <= sizes["policy: optimiser"] - 8 * count < 1024  # and a step counter for each parameter
+    rows, length = found.cache.rows, found.cache.length
+    assert found.cache.size == rows * length * 2 * kv_bytes(shape, 4)
+    assert (rows, length >= config.longest_sequence) == (256, True)
+    assert found.sent == {}
+    assert found.fits
+    text = described(found)
+    assert "plan of 1 process(es) on h100 (no mesh)" in text
+    assert "an estimate from data sheets" in text
+
+
+@pytest.mark.parametrize("engine", ["torch", "vllm"])
+def test_adapters_on_the_junior_are_no_second_copy(engine: str) -> None:
+    keys = ["model.junior=null", "model.device=cuda", f"rollout.engine={engine}", "rollout.vllm.kv_cache_gb=1"]
+
+    def engine_bytes(rank: int) -> int:
+        found = plan(load("quickstart", [*keys, f"model.lora.rank={rank}"]), 1, accelerator("h100"))
+        return sum(item.size for item in found.items if item.name.startswith("engine"))
+
+    assert engine_bytes(0) - engine_bytes(8) == 4 * parameters(architecture("runs/tiny/senior"))
+
+
+def test_what_cannot_fit_is_refused_with_what_helps() -> None:
+    config = load("quickstart")
+    device = accelerator("h100")
+    needed = plan(config, 1, device).peak
+    small = device._replace(memory=0.7 * needed)
+    with pytest.raises(PlanError, match=r"a process needs .* what helps: .*train\.tokens_per_micro_batch=192"):
+        require_fit(plan(config, 1, small), config, 1, small)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", packaged_configs())
+def test_every_packaged_config_fits_the_cards_that_its_head_names(name: str) -> None:
+    ranks, axes = launch_of(name)
+    found = plan(load(name, [*UNDECIDED.get(name, []), *axes]), ranks, accelerator("h100"))
+    assert found.fits, described(found)
+
+
+FOR_ONE = ["deepscaler_tandem", "quickstart_vllm"]
+"""Packaged configs whose engine is in the trainer's process."""
+
+
+@pytest.mark.slow  # two minutes for all of them
+@pytest.mark.parametrize("name", packaged_configs())
+def test_every_packaged_config_is_planned_for_a_thousand_processes(name: str) -> None:
+    arguments = ["--dry-run", "--ranks", "1024", "--device", "h100", *UNDECIDED.get(name, [])]
+    output = CliRunner().invoke(app, ["train", "--config", name, *arguments]).output
+    assert ("plan of 1,024 process(es) on h100" in output) is (name not in FOR_ONE)
+
+
+@pytest.mark.parametrize("name", FOR_ONE)
+def test_a_recipe_for_one_process_is_not_planned_for_several(name: str) -> None:
+    done = CliRunner().invoke(app, ["train", "--config", name, "--dry-run", "--ranks", "8"])
+    assert done.exit_code == 2
+    assert "rollout.vllm.multiprocess=False: must be true with several processes" in done.output
+
+
+def test_a_trainers_card_has_its_part_of_a_split_engine() -> None:
+    """The engine's cards begin with the trainer's, unless it has devices of its own."""
+    keys = ["model.junior=null", "model.device=cuda", "rollout.engine=vllm", "rollout.vllm.kv_cache_gb=1"]
+
+    def engine_bytes(*more: str) -> int:
+        found = plan(load("quickstart", [*keys, *more]), 1, accelerator("h100"))
+        return sum(item.size for item in found.items if item.name.startswith("engine"))
+
+    weights = 2 * 4 * parameters(architecture("runs/tiny/senior"))
+    assert engine_bytes() - engine_bytes("rollout.tensor_parallel=2") == weights // 2
+    elsewhere = ["rollout.vllm.multiprocess=true", "rollout.tensor_parallel=2"]
+    assert engine_bytes(*elsewhere, "rollout.vllm.devices='2,3'") == 0
+    assert engine_bytes(*elsewhere, "rollout.vllm.devices='0,1'") == engine_bytes("rollout.tensor_parallel=2")
+
+
+def test_heads_that_cannot_be_split_over_an_engines_ranks_are_refused() -> None:
+    config = load("quickstart", ["model.device=cuda", "rollout.engine=vllm", "rollout.tensor_parallel=3"])
+    with pytest.raises(ConfigError, match=r"rollout\.tensor_parallel=3: must divide the 4 attention heads"):
+        plan(config, 1, accelerator("h100"))
+
+
+def test_a_mesh_that_does_not_multiply_is_refused() -> None:
+    config = load("quickstart")
+    with pytest.raises(ConfigError, match="processes, but 3 run"):
+        plan(replace(config, parallel=replace(config.parallel, tp=2)), 3, accelerator("h100"))
+
+
+def test_the_table_of_devices_knows_what_it_does_not_know() -> None:
+    assert accelerator("h200").memory == 139.8 * GIB
+    with pytest.raises(ConfigError, match="--device abacus: expected one of a100-40, a100, h100"):
+        accelerator("abacus")

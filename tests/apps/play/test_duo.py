@@ -1,0 +1,116 @@
+"""A text that is written in pieces, and by a person."""
+
+import copy
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from helpers import CHAT_TEMPLATE, IDS, prepared, qwen3, small_qwen3, tokenizer
+from tandemrl.apps.play.duo import Draft, Duo, Piece
+from tandemrl.config import SelectionConfig
+from tandemrl.rollout.engine import Request, Sampling
+from tandemrl.rollout.schedule import schedule_of
+from tandemrl.rollout.torch_engine import TorchEngine
+from tandemrl.selection.draws import request_key
+
+
+@pytest.fixture(scope="module")
+def duo() -> Duo:
+    senior, junior, chat = prepared(qwen3()), prepared(small_qwen3()), tokenizer()
+    chat.chat_template = CHAT_TEMPLATE
+    return Duo(TorchEngine(senior, junior, chat), junior, chat, longest=48)
+
+
+def longer(draft: Draft, piece: Piece) -> Draft:
+    tokens = tuple(token.id for token in piece.tokens)
+    return replace(
+        draft, tokens=(*draft.tokens, *tokens), authors=(*draft.authors, *(token.author for token in piece.tokens))
+    )
+
+
+@pytest.mark.parametrize("strategy", ["word", "sentence", "bernoulli", "solo"])
+def test_pieces_of_any_length_make_the_text_of_one_request(duo: Duo, strategy: str) -> None:
+    selection = SelectionConfig(strategy=strategy)
+    prompt = duo.tokenizer.apply_chat_template(
+        [{"role": "user", "content": "a b"}], add_generation_prompt=True, return_dict=False
+    )
+    whole = Request(
+        prompt,
+        (request_key(7, 0, 0, 0),),
+        Sampling(max_tokens=20),
+        schedule_of(selection, duo.tokenizer, duo.engine.vocabulary).strategy(1),
+    )
+    [[expected]] = duo.engine.generate([whole])
+    draft, stop = Draft("a b", 7, selection), None
+    while stop is None and len(draft.tokens) < 20:
+        before = duo.next_author(draft)
+        piece = duo.write(draft, min(3, 20 - len(draft.tokens)))
+        assert piece.tokens[0].author == before
+        draft, stop = longer(draft, piece), piece.stop
+    assert list(draft.tokens) == expected.tokens.tolist()
+    assert list(draft.authors) == expected.author.tolist()
+
+
+def test_the_template_gets_its_arguments(duo: Duo) -> None:
+    chat = copy.deepcopy(duo.tokenizer)
+    chat.chat_template = "{{ messages[0].content }}{{ '!' if enable_thinking else '.' }}"  # that of `duo`: always !
+    told = Duo(duo.engine, duo.junior, chat, longest=48, template_arguments={"enable_thinking": True})
+    untold = Duo(duo.engine, duo.junior, chat, longest=48)
+    assert told.write(Draft("a b", 1), 6) == duo.write(Draft("a b", 1), 6) != untold.write(Draft("a b", 1), 6)
+
+
+def test_a_person_writes_as_the_junior_and_special_tokens_are_text(duo: Duo) -> None:
+    draft = longer(Draft("a b", 1), duo.write(Draft("a b", 1), 4))
+    said = duo.say(draft, " hi<eos>é")
+    assert "".join(token.text for token in said.tokens) == " hieosé"  # the tokenizer of the tests knows no < and >
+    assert {token.author for token in said.tokens} == {0}
+    assert duo.tokenizer.eos_token_id not in [token.id for token in said.tokens]
+    after = longer(draft, said)
+    assert duo.write(after, 2).tokens == duo.write(after, 2).tokens
+
+
+def test_a_character_whose_bytes_are_two_tokens_is_shown_once(duo: Duo) -> None:
+    """Also where a piece ends between them."""
+    ids = [IDS["a"], IDS["Ã"], IDS["©"], IDS["b"]]
+    draft = Draft("a b", 1)
+    texts = []
+    for i, token in enumerate(ids):
+        draft = replace(draft, tokens=(*draft.tokens, token), authors=(*draft.authors, i % 2))
+        texts.append(duo._read(draft, i, duo._prompt("a b"))[0].text)
+    assert texts == ["a", "", "é", "b"]
+    half = replace(draft, tokens=tuple(ids[:2]), authors=(0, 1))
+    assert duo._read(half, 1, duo._prompt("a b"), over=True)[0].text == "\ufffd"
+
+
+def test_surprisals_are_the_juniors(duo: Duo) -> None:
+    draft = Draft("a b", 3)
+    piece = duo.write(draft, 5)
+    prompt = duo._prompt("a b")
+    ids = [*prompt, *(token.id for token in piece.tokens)]
+    # The model by itself: plain logits of the whole text.
+    with torch.no_grad():
+        logits = qwen_logits(ids)
+    logprobs = logits.log_softmax(-1)
+    expected = [-float(logprobs[len(prompt) + i - 1, token.id]) for i, token in enumerate(piece.tokens)]
+    np.testing.assert_allclose([token.surprisal for token in piece.tokens], expected, atol=1e-4)
+
+
+def qwen_logits(ids: list[int]) -> torch.Tensor:
+    return small_qwen3()(input_ids=torch.tensor([ids])).logits[0].float()
+
+
+def test_a_text_ends_where_there_is_no_room(duo: Duo) -> None:
+    draft = Draft("a b", 5, SelectionConfig(strategy="solo"))
+    stop = None
+    while stop is None:
+        piece = duo.write(draft, 16)
+        draft, stop = longer(draft, piece), piece.stop
+    assert stop in ("length", "eos")
+    room = 48 - len(duo._prompt("a b"))
+    assert len(draft.tokens) == room or stop == "eos"
+    with pytest.raises(ValueError, match="longer than 48 tokens"):
+        duo.say(replace(draft, tokens=(3,) * room, authors=(0,) * room), "x")
+    with pytest.raises(ValueError, match=r"the prompt has .* at most 47"):
+        duo.write(Draft("a" * 60), 1)

@@ -1,0 +1,110 @@
+"""The page of `tandemrl play` as a client without a browser sees it."""
+
+import json
+from typing import Any
+
+import pytest
+
+pytest.importorskip("starlette", reason="needs the play extra")
+from starlette.testclient import TestClient
+
+from helpers import CHAT_TEMPLATE, prepared, qwen3, small_qwen3, tokenizer
+from tandemrl.apps.play.app import application
+from tandemrl.apps.play.duo import Duo
+from tandemrl.rollout.torch_engine import TorchEngine
+
+
+@pytest.fixture(scope="module")
+def client() -> TestClient:
+    senior, junior, chat = prepared(qwen3()), prepared(small_qwen3()), tokenizer()
+    chat.chat_template = CHAT_TEMPLATE
+    duo = Duo(TorchEngine(senior, junior, chat), junior, chat, longest=64)
+    about = {"senior": "S", "junior": "<script>", "prompt": "a b"}
+    return TestClient(application(duo, about=about), base_url="http://127.0.0.1:8765")
+
+
+def test_the_page_loads_nothing_from_elsewhere_and_runs_no_inline_script(client: TestClient) -> None:
+    page = client.get("/")
+    assert page.status_code == 200
+    assert "default-src 'none'" in page.headers["content-security-policy"]
+    assert "unsafe" not in page.headers["content-security-policy"]
+    for path in ("/play.css", "/play.js", "/share.js"):
+        assert path in page.text
+        assert client.get(path).status_code == 200
+        assert "http" not in client.get(path).text.replace("http-equiv", "")
+    assert "onclick" not in page.text
+
+
+def test_a_text_is_written_and_said(client: TestClient) -> None:
+    begun = client.post("/begin", json={}).json()
+    assert begun["junior"] == "<script>"
+    draft: dict[str, Any] = {"prompt": begun["prompt"], "seed": 4, "tokens": [], "authors": []}
+    first = client.post("/write", json=draft | {"count": 4}).json()
+    again = client.post("/write", json=draft | {"count": 4}).json()
+    assert first == again
+    assert len(first["tokens"]) == 4
+    draft["tokens"] = [token["id"] for token in first["tokens"]]
+    draft["authors"] = [token["author"] for token in first["tokens"]]
+    said = client.post("/say", json=draft | {"text": "c"}).json()
+    assert [token["author"] for token in said["tokens"]] == [0]
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"prompt": " "}, "prompt: expected a text"),
+        ({"count": 17}, "count: expected a whole number from 1 to 16"),
+        ({"count": True}, "count: expected a whole number"),
+        ({"tokens": [1]}, "authors: expected 0 or 1 for each"),
+        ({"tokens": [1], "authors": [2]}, "authors: expected 0 or 1 for each"),
+        ({"tokens": [999], "authors": [1]}, "outside the vocabulary"),
+        ({"tokens": [2**70], "authors": [1]}, "outside the vocabulary"),
+        ({"prompt": "\ud800"}, "prompt: expected a text"),
+        ({"temperature": float("nan")}, "sampling.temperature must be"),
+        ({"selection": {"prob_senior": float("nan")}}, "selection.prob_senior"),
+        ({"selection": {"strategy": "turn"}}, "selection.strategy: expected one of word, "),
+        ({"selection": {"strategy": "${oc.env:HOME}"}}, "selection.strategy: expected one of word, "),
+        ({"selection": {"prob_senior": "1"}}, "selection.prob_senior: expected a number"),
+        ({"selection": {"prob_senior": 2}}, "selection.prob_senior=2"),
+        ({"selection": {"anneal_steps": 2}}, "selection: expected an object with any of strategy, "),
+        ({"temperature": -1}, "sampling.temperature must be 0"),
+        ({"seed": -1}, "seed: expected a whole number"),
+    ],
+)
+def test_what_cannot_be_answered_is_refused_by_name(client: TestClient, change: dict[str, Any], message: str) -> None:
+    body = json.dumps({"prompt": "a", "count": 1} | change)
+    answer = client.post("/write", content=body, headers={"Content-Type": "application/json"})
+    assert answer.status_code == 400
+    assert message in answer.json()["error"]
+
+
+@pytest.mark.parametrize(
+    ("headers", "status"),
+    [
+        ({"Host": "evil.example"}, 400),
+        ({"Host": "evil.example:8765"}, 400),
+        ({"Origin": "http://evil.example"}, 400),
+        ({"Origin": "http://127.0.0.1:9999"}, 400),
+        ({"Origin": "null"}, 400),
+        ({"Content-Type": "text/plain"}, 400),
+        ({"Origin": "http://127.0.0.1:8765"}, 200),
+        ({"Host": "localhost:8765", "Origin": "http://localhost:8765"}, 200),
+    ],
+)
+def test_only_this_machine_is_answered(client: TestClient, headers: dict[str, str], status: int) -> None:
+    sent = {"Content-Type": "application/json"} | headers
+    assert client.post("/begin", content=b"{}", headers=sent).status_code == status
+
+
+def test_a_body_without_end_is_refused(client: TestClient) -> None:
+    for content in (b" " * (2 << 20), iter([b" " * (1 << 18)] * 8)):
+        answer = client.post("/begin", content=content, headers={"Content-Type": "application/json"})
+        assert (answer.status_code, answer.json()["error"]) == (
+            413,
+            "the body of a request may have at most 1048576 bytes",
+        )
+
+
+def test_a_body_nested_without_end_is_refused(client: TestClient) -> None:
+    answer = client.post("/begin", content=b"[" * 100_000, headers={"Content-Type": "application/json"})
+    assert (answer.status_code, answer.json()["error"]) == (400, "nested too deeply")

@@ -1,0 +1,854 @@
+"""Reports: what is found, how it is averaged, and a page that is whole, safe and says who wrote what."""
+
+import json
+import re
+import shutil
+from collections import Counter
+from dataclasses import replace
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from typer.testing import CliRunner
+
+from tandemrl.apps.experiments.tiny import train_tokenizer
+from tandemrl.apps.report import (
+    ReportError,
+    build_report,
+    headline_lines,
+    headlines,
+    read_results,
+    summary_table,
+    write_report,
+)
+from tandemrl.apps.report.figures import shared, thin
+from tandemrl.apps.report.page import styles, to_html, to_markdown, without_tags
+from tandemrl.apps.report.provenance import caveats, commands
+from tandemrl.apps.report.records import discover
+from tandemrl.apps.report.samples import CHARACTERS
+from tandemrl.apps.report.svg import axes, draw
+from tandemrl.apps.report.tables import (
+    JUNIOR_CE,
+    SENIOR_FIRST,
+    SOLO,
+    Estimate,
+    cell,
+    differences_table,
+    estimate,
+    headline_table,
+    nats,
+    seeds_table,
+)
+from tandemrl.cli.main import app
+from tandemrl.evals import authors_of
+from tandemrl.training.tracking import authored_spans
+from tandemrl.types import Author, Rollout
+
+TEXT = "First 5 plus 5 is 10.\n\nNext 10 minus 2 is 8.\n\n\\boxed{8}"
+VERSIONS = {"python": "3.11", "torch": "2.13", "git_revision": "abc123", "git_dirty": False}
+
+
+# ------------------------------------------------------------------------------------------------- a folder of results
+
+
+def macro(values: dict[str, float], width: float = 0.01) -> dict[str, float]:
+    return {k: v for name, value in values.items() for k, v in _interval(name, value, width).items()}
+
+
+def _interval(name: str, value: float, width: float) -> dict[str, float]:
+    return {name: value, f"{name}/low": value - width, f"{name}/high": value + width}
+
+
+def write_phase(folder: Path, phase: str, values: dict[str, float], samples: list[dict] = [], **config: Any) -> None:  # noqa: B006
+    folder.mkdir(parents=True, exist_ok=True)
+    stored = {
+        "schema": 1,
+        "phase": phase,
+        "config": {"model": "nowhere", "data": ["nothing.jsonl"], "eval": {"samples": 4, "k": [1, 4]}} | config,
+        "versions": VERSIONS,
+        "seeds": {"sampling": 0},
+        "metrics": {"macro": macro(values) | {"problems": 8}, "by_set": {}},
+        "samples": f"{phase}.samples.jsonl",
+    }
+    (folder / f"{phase}.json").write_text(json.dumps(stored))
+    (folder / f"{phase}.samples.jsonl").write_text("".join(json.dumps(s) + "\n" for s in samples))
+
+
+def sample(tokens: list[int], author: str, text: str, arm: str = "solo", problem: int = 0, **more: Any) -> dict:
+    fixed = {"problem": problem, "example_id": f"set/{problem}", "set": "set", "arm": arm, "sample": 0, "key": 1}
+    wrote = {"text": text, "tokens": tokens, "length": len(tokens), "author": author, "rounds": 1, "senior_share": 1.0}
+    return fixed | wrote | {"stop_reason": "eos", "score": 1.0, "correct": True, "answer": "8"} | more
+
+
+def write_run(folder: Path, steps: int = 4, offset: float = 0.0, **config: Any) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    lines = []
+    for step in range(1, steps + 1):
+        line = {"step": step, "reward/mean": offset + step / 100, "response/length": 40.0, "tandem/senior_frac": 0.5}
+        times = {"time/step": 2.0, "time/rollout": 1.0, "time/update": 0.5}
+        lines.append(line | times | ({"eval/pass@1": 0.5, "time/eval": 0.25} if step % 2 == 0 else {}))
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    (folder / "config.yaml").write_text(json.dumps({"train": {"steps": steps, "lr": 1e-4}} | config))
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Path]:
+    folder = tmp_path_factory.mktemp("model") / "senior"
+    found = train_tokenizer("plain", 0, vocab_size=320, texts=50)
+    found.save_pretrained(folder)
+    return found, folder
+
+
+@pytest.fixture(scope="module")
+def experiment(tmp_path_factory: pytest.TempPathFactory, tokenizer: tuple[Any, Path]) -> Path:
+    """Two arms and the base over three seeds, in the layout of an experiment."""
+    root = tmp_path_factory.mktemp("exp")
+    found, folder = tokenizer
+    model = shutil.copytree(folder, root / "jargon" / "seed-0" / "pair" / "senior")
+    tokens = found.encode(TEXT, add_special_tokens=False)
+    author = f"S7J4S{len(tokens) - 11}"
+    for seed in range(3):
+        home = root / "jargon" / f"seed-{seed}"
+        for arm, value in (("base", 0.5), ("grpo", 0.9), ("tandem", 0.94)):
+            folder = home / "eval" / arm
+            solo = {"pass@1": value + 0.02 * seed, "pass@4": 0.99, "length": 41.25}
+            evil = sample(tokens, f"S{len(tokens)}", "<script>alert(1)</script>", problem=1, correct=False)
+            write_phase(folder, "pass-at-k", solo, [sample(tokens, f"S{len(tokens)}", TEXT), evil], model=str(model))
+            arms = [sample(tokens, author, TEXT, arm) for arm in ("senior_first", "junior_first")]
+            both = {"senior_first/pass@1": value / 2, "junior_first/pass@1": value / 3, "pass@1": 0.4}
+            write_phase(folder, "handoff", both, arms, model=str(model))
+            write_phase(folder, "legibility", {"cross_entropy": 0.3 if arm == "tandem" else 11.0})
+            if arm != "base":
+                write_run(home / arm, offset=seed / 10)
+    difference = {"mean": 0.02, "low": 0.01, "high": 0.03}
+    contrast = {"pair": "jargon", "A": "tandem", "B": "grpo", "a": 0.7, "b": 0.5, "verdict": "A > B", "problems": 8}
+    contrasts = [
+        contrast | {"phase": "handoff", "metric": "senior_first/pass@1", "difference": difference},
+        contrast | {"phase": "pass-at-k", "metric": "pass@1", "difference": [0.04, -0.01, 0.09]},
+        contrast | {"phase": "pass-at-k", "metric": "maj@4", "difference": [-0.04, -0.06, -0.02]},
+    ]
+    solo = (0.93, 0.95, 0.97)
+    rows = [
+        {"pair": "jargon", "seed": s, "arm": "tandem", "jargon_rate": 0.25, "solo/pass@1": solo[s]} for s in range(3)
+    ]
+    claim = {"pair": "jargon", "claim": "a < b & c", "bar": ">= 0.2", "values": [0.1, 0.3], "verdict": "fails"}
+    claims = [
+        claim,
+        claim | {"claim": "good", "verdict": "holds"},
+        claim | {"claim": "between", "verdict": "undecided"},
+        claim | {"claim": "seeds", "values": [], "verdict": "not asked of one seed"},
+    ]
+    arms = [{"name": "grpo", "title": "GRPO"}, {"name": "tandem", "title": "tandem <GRPO>"}]
+    (root / "experiment.json").write_text(json.dumps({"name": "claims", "arms": arms, "seeds": [0, 1, 2]}))
+    (root / "results.json").write_text(json.dumps({"rows": rows, "contrasts": contrasts, "claims": claims}))
+    return root
+
+
+@pytest.fixture(scope="module")
+def page(experiment: Path) -> str:
+    return to_html(build_report(experiment))
+
+
+class Page(HTMLParser):
+    """Elements, ids and references of a page; the text of each element by its class."""
+
+    VOID = frozenset({"meta", "link", "br", "img", "input", "hr"})
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.stack: list[tuple[str, str]] = []
+        self.tags: Counter[str] = Counter()
+        self.ids: list[str] = []
+        self.references: list[str] = []
+        self.texts: list[tuple[str, str]] = []
+        self.feed(text)
+        assert self.stack == []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        found = {name: value or "" for name, value in attrs}
+        self.tags[tag] += 1
+        self.ids += [found["id"]] if "id" in found else []
+        self.references += [found[name] for name in ("href", "src", "xlink:href", "action", "data") if name in found]
+        if tag not in self.VOID:
+            self.stack.append((tag, found.get("class", "")))
+            self.texts.append((found.get("class", ""), ""))
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.handle_starttag(tag, attrs)
+        if tag not in self.VOID:
+            self.handle_endtag(tag)
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.stack[-1][0] == tag, f"</{tag}> closes <{self.stack[-1][0]}>"
+        self.stack.pop()
+
+    def handle_data(self, data: str) -> None:
+        if self.texts:
+            kind, text = self.texts[-1]
+            self.texts[-1] = (kind, text + data)
+
+
+# --------------------------------------------------------------------------------------------------- Markdown functions
+
+
+def result(**metrics: float) -> dict[str, Any]:
+    values = {name.replace("__", "/").replace("pass_1", "pass@1"): value for name, value in metrics.items()}
+    return {"metrics": {"macro": {k: v for n, x in values.items() for k, v in _interval(n, x, 0.01).items()}}}
+
+
+def cells(line: str) -> list[str]:
+    return [cell.strip() for cell in line.strip("|").split("|")]
+
+
+def test_summary_table_has_a_row_per_model_and_a_column_per_headline() -> None:
+    table = summary_table(
+        {
+            "base": {"pass-at-k": result(pass_1=0.5), "legibility": result(cross_entropy=0.36)},
+            "tandem": {
+                "pass-at-k": result(pass_1=0.95),
+                "tandem": result(pass_1=0.8),
+                "legibility": {"metrics": {"macro": {"cross_entropy": 12.34}}},
+                "handoff": result(pass_1=0.65, senior_first__pass_1=0.7, junior_first__pass_1=0.6),
+            },
+        }
+    )
+    header, rule, base, tandem = map(cells, table.splitlines())
+    assert len(header) == len(rule) == len(base) == len(tandem) == 6
+    found = {row[0]: dict(zip(header[1:], row[1:], strict=True)) for row in (base, tandem)}
+    assert found["base"]["solo pass@1"] == "0.500 [0.490, 0.510]"
+    assert found["base"]["junior CE (nats/token)"] == "0.360 [0.350, 0.370]"
+    assert found["base"]["tandem pass@1"] == "–"
+    assert found["tandem"]["tandem pass@1"] == "0.800 [0.790, 0.810]"
+    assert found["tandem"]["handoff, senior first"] == "0.700 [0.690, 0.710]"
+    assert found["tandem"]["handoff, junior first"] == "0.600 [0.590, 0.610]"
+    assert found["tandem"]["junior CE (nats/token)"] == "12.3"
+
+
+def test_headlines_are_the_tables_of_the_markdown_page(experiment: Path) -> None:
+    report = build_report(experiment)
+    shown = headlines(report)
+    assert [line.split(" ")[1] for line in shown.splitlines() if line.startswith("| ")][1:] != []
+    assert all(without_tags(line) in to_markdown(report) for line in shown.splitlines() if line.startswith("|"))
+    assert shown.startswith("jargon:")
+
+
+def test_headlines_for_a_terminal_fit_80_columns(experiment: Path) -> None:
+    report = build_report(experiment)
+    lines = [line for line in headlines(report, headline_lines).splitlines() if line.startswith("  ")]
+    assert max(map(len, lines)) <= 80
+    cells = [cell.strip() for line in headlines(report).splitlines() for cell in line.split("|") if "[" in cell]
+    assert cells
+    assert sorted(line.rsplit("  ", 1)[1] for line in lines if "[" in line) == sorted(cells)  # the same numbers
+
+
+# ------------------------------------------------------------------------------------------------------------- records
+
+
+def test_paths_that_differ_in_the_seed_are_one_arm_and_runs_meet_their_evaluations(experiment: Path) -> None:
+    (setting,) = discover(experiment).settings
+    assert setting.name == "jargon"
+    assert [(arm.name, arm.title) for arm in setting.arms] == [
+        ("base", "before training"),
+        ("grpo", "GRPO"),
+        ("tandem", "tandem <GRPO>"),
+    ]
+    assert [(len(arm.runs), len(arm.evaluations)) for arm in setting.arms] == [(0, 9), (3, 9), (3, 9)]
+    assert [arm.seeds for arm in setting.arms] == [["0", "1", "2"]] * 3
+    assert setting.arms[2].extra["1"] == {"jargon_rate": 0.25, "solo/pass@1": 0.95}
+
+
+def test_seeds_are_in_numeric_order_and_single_folders_have_no_setting(tmp_path: Path) -> None:
+    for seed in (10, 9):
+        write_run(tmp_path / f"seed-{seed}" / "mine")
+    (setting,) = discover(tmp_path).settings
+    assert (setting.name, setting.arms[0].seeds) == ("", ["9", "10"])
+    (setting,) = discover(tmp_path / "seed-9" / "mine").settings
+    assert [arm.name for arm in setting.arms] == ["mine"]
+
+
+def test_weights_and_hidden_folders_are_not_searched(tmp_path: Path) -> None:
+    write_run(tmp_path / "run")
+    for name in ("hf", "checkpoints", ".new-run", "wandb"):
+        write_run(tmp_path / "run" / name)
+    assert [len(arm.runs) for arm in discover(tmp_path).settings[0].arms] == [1]
+
+
+def test_a_result_file_with_a_name_of_its_own_is_an_arm(tmp_path: Path) -> None:
+    for name in ("before", "after"):
+        write_phase(tmp_path, "pass-at-k", {"pass@1": 0.5})
+        (tmp_path / "pass-at-k.json").rename(tmp_path / f"{name}.json")
+        (tmp_path / "pass-at-k.samples.jsonl").rename(tmp_path / f"{name}.samples.jsonl")
+    assert [arm.name for arm in discover(tmp_path).settings[0].arms] == ["after", "before"]
+
+
+def test_an_estimate_over_seeds_is_students_interval(experiment: Path) -> None:
+    base, grpo, tandem = discover(experiment).settings[0].arms
+    found = estimate(grpo, SOLO)
+    values = np.array([0.90, 0.92, 0.94])
+    half = 4.302652729911275 * values.std(ddof=1) / np.sqrt(3)  # Student's t, 2 degrees of freedom, .975
+    assert found is not None
+    np.testing.assert_allclose(found[:3], [0.92, 0.92 - half, 0.92 + half])
+    assert {seed: value[:3] for seed, value in found.by_seed.items()}["1"] == pytest.approx((0.92, 0.91, 0.93))
+    top = estimate(tandem, SOLO)
+    assert top is not None
+    assert top.high == 1.0  # a probability
+    assert estimate(base, SOLO._replace(metric="pass@7")) is None
+
+
+def test_an_interval_has_the_decimals_of_its_estimate() -> None:
+    assert cell(Estimate(0.151, 0.00825, 0.294, {}), nats) == "0.151 [0.008, 0.294]"
+    assert cell(Estimate(11.84, 9.871, 1234.5, {}), nats) == "11.8 [9.9, 1,234.5]"
+    assert cell(Estimate(0.5, None, None, {})) == "0.500"
+    assert cell(None) == "–"
+
+
+def test_one_seed_keeps_its_interval_over_problems(tmp_path: Path) -> None:
+    write_phase(tmp_path / "a", "pass-at-k", {"pass@1": 0.5})
+    found = estimate(discover(tmp_path).settings[0].arms[0], SOLO)
+    assert found is not None
+    assert found[:3] == (0.5, 0.49, 0.51)
+
+
+def test_an_empty_or_missing_folder_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ReportError, match=r"no run .* and no evaluation"):
+        build_report(tmp_path)
+    with pytest.raises(ReportError, match=r"nowhere: no such folder"):
+        build_report(tmp_path / "nowhere")
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("metrics.jsonl", '{"step": 1}\n{"st\n{"step": 3}\n', r"metrics\.jsonl: .*line 2"),
+        ("metrics.jsonl", "[1]\n", r"metrics\.jsonl: .*line 1: not an object"),
+        ("config.yaml", "a: [", r"config\.yaml: not readable as YAML"),
+        ("tandem.json", "{", r"tandem\.json: not readable"),
+        ("tandem.json", '{"schema": 9}', r"tandem\.json: not an evaluation result of schema 1"),
+        ("tandem.json", '{"schema": 1, "phase": "tandem"}', r"tandem\.json: not an evaluation result: 'metrics'"),
+        ("results.json", '{"contrasts": [{"phase": "x"}]}', r"results\.json: contrasts\[0\].*'difference'"),
+        ("results.json", '{"claims": [{"claim": "x"}]}', r"results\.json: claims\[0\].*'bar'"),
+        ("experiment.json", "[]", r"experiment\.json: expected a JSON object"),
+    ],
+)
+def test_a_damaged_file_is_named(tmp_path: Path, name: str, content: str, message: str) -> None:
+    write_run(tmp_path)
+    (tmp_path / name).write_text(content)
+    with pytest.raises(ReportError, match=message):
+        build_report(tmp_path)
+
+
+def test_two_files_for_one_place_are_refused(tmp_path: Path) -> None:
+    write_phase(tmp_path / "a", "tandem", {"pass@1": 0.5})
+    write_phase(tmp_path / "a" / "eval", "tandem", {"pass@1": 0.6})
+    with pytest.raises(ReportError, match=r"a/tandem\.json and .*a/eval/tandem\.json are the same"):
+        discover(tmp_path)
+
+
+def test_a_torn_last_line_is_left_out_and_said(tmp_path: Path) -> None:
+    write_run(tmp_path / "run", train={"steps": 9})
+    with open(tmp_path / "run" / "metrics.jsonl", "a") as file:
+        file.write('{"step": 5, "rew')
+    report = build_report(tmp_path)
+    assert len(report.records.settings[0].arms[0].runs[0].steps) == 4
+    assert any("metrics.jsonl: the last line is incomplete" in caveat for caveat in report.caveats)
+    assert any(caveat == "run stands at step 4 of 9." for caveat in report.caveats)
+
+
+def test_a_run_that_failed_says_at_which_step_and_why(tmp_path: Path) -> None:
+    mine = {"name": "mine.relay", "signature": "relay:0"}
+    write_run(tmp_path / "run", train={"steps": 9}, functions={"strategy": mine})
+    (tmp_path / "run" / "stopped.json").write_text('{"step": 4, "reason": "GraderError: step 5, score: no judge"}')
+    said = caveats(discover(tmp_path))
+    assert "run stopped at step 4 of 9: GraderError: step 5, score: no judge" in said
+    assert any(each.startswith("run was trained (as far as step 4 of 9) with a Python function") for each in said)
+    (tmp_path / "run" / "metrics.jsonl").write_text("")
+    assert "run stopped at step 0 of 9: GraderError: step 5, score: no judge" in caveats(discover(tmp_path))
+
+
+# ---------------------------------------------------------------------------------------------------------------- page
+
+
+def test_the_page_is_well_formed_and_refers_to_nothing_outside(page: str) -> None:
+    found = Page(page)
+    assert found.tags["script"] == found.tags["img"] == found.tags["link"] == found.tags["iframe"] == 0
+    assert len(set(found.ids)) == len(found.ids)
+    assert all(reference.removeprefix("#") in found.ids for reference in found.references)
+    inside = re.findall(r"url\(([^)]*)\)", page)
+    assert all(reference.removeprefix("#") in found.ids for reference in inside)
+    assert "@import" not in page
+    assert "http" not in page
+    assert len(page) < 500_000
+
+
+def test_the_page_has_every_section_that_there_is_data_for(page: str) -> None:
+    for title in ("Solo pass@k", "Handoff, senior first, against solo", "Legibility", "Training reward"):
+        assert f"<figcaption>{title}<small>" in page
+    for title in ("Held-out solo pass@1", "Response length", "Senior's share", "Where the time goes"):
+        assert f"<figcaption>{title.replace(chr(39), '&#39;')}<small>" in page
+    for title in ("Entropy of the senior", "KL to the reference"):
+        assert title not in page
+    assert "prefers-color-scheme: dark" in page
+    assert 'name="viewport"' in page
+    assert Page(page).tags["figure"] == page.count('role="img"')
+    assert page.count('aria-hidden="true"') == 3  # legend keys
+
+
+def test_plots_are_text_in_the_colours_of_the_page(page: str) -> None:
+    labels = re.findall(r"<text[^>]*>([^<]*)</text>", page)
+    assert {"training step", "mean reward", "tokens", "solo pass@1", "seconds per training step"} <= set(labels)
+    svgs = re.findall(r"<svg.*?</svg>", page, flags=re.DOTALL)
+    assert not re.findall(r"#[0-9a-fA-F]{6}\b", "".join(svgs))
+    assert "var(--arm-3)" in page
+
+
+def test_numbers_on_an_axis_are_not_cut() -> None:
+    with axes() as (figure, ax):
+        ax.set_xticks([0.125, 0.9375], ["0.125", "0.9375"])
+        svg = draw(figure, "x", "a plot")
+    assert ">0.125<" in svg
+    assert ">0.9375<" in svg
+
+
+def test_an_arm_looks_the_same_everywhere(experiment: Path, tmp_path: Path) -> None:
+    write_run(tmp_path / "p" / "tandem")
+    write_run(tmp_path / "q" / "tandem")
+    write_run(tmp_path / "q" / "aaa")
+    here, there = styles(discover(tmp_path)), styles(discover(experiment))
+    assert here["tandem"] == there["tandem"]
+    assert len({*map(str, (styles(discover(experiment)) | here).values())}) == 5  # base, grpo, kl, tandem, aaa
+
+
+def test_text_from_files_is_escaped(page: str, experiment: Path) -> None:
+    assert "&lt;script&gt;alert(1)&lt;/script&gt;" in page
+    assert "tandem &lt;GRPO&gt;" in page
+    assert "a &lt; b &amp; c" in page
+    assert "<title>&lt;b&gt;</title>" in to_html(build_report(experiment, title="<b>"))
+
+
+def test_samples_show_who_wrote_what(page: str, tokenizer: tuple[Any, Path]) -> None:
+    found, _ = tokenizer
+    tokens = found.encode(TEXT, add_special_tokens=False)
+    runs = [("senior", 0, 7), ("junior", 7, 11), ("senior", 11, len(tokens))]
+    wanted = [(who, found.decode(tokens[a:b])) for who, a, b in runs]
+    body = page[page.index("Handoff, senior first</summary>") :]
+    text = re.search(r'<div class="text"[^>]*>(.*?)</div>', body, flags=re.DOTALL)
+    assert text is not None
+    plain = text[1].replace('<span class="step">¶</span>', "¶")
+    spans = re.findall(r'<span class="(senior|junior)">(.*?)</span>(\n*)', plain, flags=re.DOTALL)
+    assert [(who, body + after) for who, body, after in spans] == [(w, p.replace("\n\n", "¶\n")) for w, p in wanted]
+    assert "".join(body + after for _, body, after in spans).replace("¶\n", "\n\n") == TEXT
+    assert "✓ correct" in page
+    assert "✗ wrong" in page
+    assert f"{len(tokens)} tokens, {100 * (len(tokens) - 4) / len(tokens):.0f} % senior" in page
+
+
+EPISODE = {
+    "messages": [
+        {"role": "assistant", "content": "is 10.", "tool_calls": [{"function": {"name": "search"}}]},
+        {"role": "tool", "content": "</span></div><script>alert(2)</script> \ud800 \u202e"},
+        {"role": "assistant", "content": "is 8."},
+    ],
+    "state": {},
+    "counts": {"tool_calls": 1.0, "tool_errors": 0.0},
+}
+
+
+def episode(found: Any, **more: Any) -> dict:
+    """The senior's turn, what the world says, and a turn of the junior's; three further tokens are the world's."""
+    first, second = (found.encode(text, add_special_tokens=False) for text in ("is 10.", "is 8."))
+    runs = f"S{len(first)}C3J{len(second)}"
+    line = sample([*first, 5, 6, 7, *second], runs, "is 10.\nis 8.", turns=2, transcript=EPISODE)
+    return line | {"length": len(first) + len(second)} | more
+
+
+def test_an_episode_shows_turns_authors_and_what_the_world_said(tmp_path: Path, tokenizer: tuple[Any, Path]) -> None:
+    found, folder = tokenizer
+    write_phase(tmp_path, "pass-at-k", {"pass@1": 0.5}, [episode(found, stop_reason="turns")])
+    report = build_report(tmp_path, tokenizer=folder)
+    shown = report.galleries[""][0].problems[0].shown[0][1]
+    said = "</span></div><script>alert(2)</script> ? \u202e"
+    assert shown.spans == [(Author.SENIOR, "is 10."), (Author.CONTEXT, said), (Author.JUNIOR, "is 8.")]
+    written = [len(found.encode(text, add_special_tokens=False)) for text in ("is 10.", "is 8.")]
+    assert (shown.tokens, shown.senior_share) == (sum(written), pytest.approx(written[0] / sum(written)))
+    html = to_html(report)
+    assert Page(html).tags["script"] == 0
+    assert '<span class="world">&lt;/span&gt;&lt;/div&gt;&lt;script&gt;' in html
+    assert f"{sum(written)} tokens, {100 * written[0] / sum(written):.0f} % senior in 2 turns, out of turns" in html
+    assert "1 tool calls" in html
+    assert "tool errors" not in html
+    write_report(report)  # a lone surrogate can be written to no file
+
+
+def test_the_world_is_read_from_tokens_where_the_transcript_is_silent(
+    tmp_path: Path, tokenizer: tuple[Any, Path]
+) -> None:
+    found, folder = tokenizer
+    write_phase(tmp_path, "pass-at-k", {"pass@1": 0.5}, [episode(found, transcript=None)])
+    spans = build_report(tmp_path, tokenizer=folder).galleries[""][0].problems[0].shown[0][1].spans
+    assert spans[1] == (Author.CONTEXT, found.decode([5, 6, 7], skip_special_tokens=True))
+
+
+def test_an_episode_without_authors_shows_its_messages(tmp_path: Path, tokenizer: tuple[Any, Path]) -> None:
+    unknown = episode(tokenizer[0], author=None, tokens=[], senior_share=None, length=9)
+    write_phase(tmp_path, "pass-at-k", {"pass@1": 0.5}, [unknown])
+    report = build_report(tmp_path, tokenizer=tokenizer[1])
+    spans = report.galleries[""][0].problems[0].shown[0][1].spans
+    assert [author for author, _ in spans] == [None, Author.CONTEXT, None]
+    assert spans[0][1] == 'is 10.\n{"function": {"name": "search"}}'
+    assert "9 tokens, authors unknown in 2 turns" in to_html(report)
+
+
+def test_metrics_of_episodes_have_columns_curves_and_commands(tmp_path: Path) -> None:
+    arm = tmp_path / "agents" / "grpo"
+    write_phase(
+        arm / "eval", "pass-at-k", {"pass@1": 0.5, "f1": 0.6, "citation": 0.25, "turns": 3.25}, environment="tools"
+    )
+    by_turns = {"senior_first_turns/pass@1": 0.4, "senior_then_junior/pass@1": 0.3}
+    write_phase(arm / "eval", "handoff", by_turns, environment="tools", max_turns=4)
+    write_run(arm)
+    steps = [json.loads(line) for line in (arm / "metrics.jsonl").read_text().splitlines()]
+    (arm / "metrics.jsonl").write_text("".join(json.dumps(s | {"env/turns": 2.0 + s["step"]}) + "\n" for s in steps))
+    report = build_report(tmp_path)
+    head, _, row = [line for line in headlines(report).splitlines() if line.startswith("|")]
+    shown = dict(zip(cells(head), cells(row), strict=True))
+    assert shown["solo F1"] == "0.600 [0.590, 0.610]"
+    assert shown["turns"].startswith("3.2")
+    assert shown["senior’s first turn, then junior"].startswith("0.300")
+    assert "tool errors" not in shown
+    html = to_html(report)
+    assert "Turns of an episode" in html
+    assert "Tool errors" not in html
+    assert any(
+        command.endswith("rollout.environment=tools rollout.max_turns=4") for command in commands(report.records)
+    )
+
+
+def test_acceptance_stands_beside_the_junior_ce_with_their_correlation(tmp_path: Path) -> None:
+    values = {"base": (0.75, 1.0), "grpo": (0.25, 9.0), "tandem": (1.0, 0.5)}
+    for arm, (acceptance, ce) in values.items():
+        write_phase(tmp_path / "eval" / arm, "legibility", {"cross_entropy": ce, "acceptance": acceptance})
+        write_run(tmp_path / arm, steps=8)
+        file = tmp_path / arm / "metrics.jsonl"
+        steps = [json.loads(line) for line in file.read_text().splitlines()]
+        if arm != "base":
+            steps = [s | {"draft/acceptance": acceptance - (s["step"] <= 3) / 8} for s in steps]
+        file.write_text("".join(json.dumps(step) + "\n" for step in steps))
+    report = build_report(tmp_path)
+    head, _, *rows = [line for line in headlines(report).splitlines() if line.startswith("|")]
+    assert [cells(row)[cells(head).index("acceptance")][:5] for row in rows] == ["0.750", "0.250", "1.000"]
+    r = np.corrcoef([0.75, 0.25, 1.0], [1.0, 9.0, 0.5])[0, 1]
+    said = f"Acceptance and junior CE of solo texts, over arms and seeds: Pearson’s r −{-r:.3f}, n 3."
+    html = to_html(report)
+    for page in (html, to_markdown(report)):
+        assert said in page
+        assert "Acceptance of drafts (mean" not in page  # two arms are no correlation
+    assert "Drafts that the senior accepts" in html
+    assert html.index(">Legibility") < html.index("Drafts that the senior accepts") < html.index("Training reward")
+    assert not any("no acceptance" in caveat for caveat in report.caveats)
+
+    write_phase(tmp_path / "eval" / "kl", "legibility", {"cross_entropy": 3.0})
+    write_run(tmp_path / "kl")
+    for arm, acceptance in (("base", 0.75), ("kl", 0.5)):
+        lines = [{"step": step, "draft/acceptance": acceptance} for step in (1, 2)]
+        (tmp_path / arm / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    report = build_report(tmp_path)
+    r = np.corrcoef([0.75, 0.25, 1.0, 0.5], [1.0, 9.0, 0.5, 3.0])[0, 1]
+    drafts = "Acceptance of drafts (mean of the last 5 steps) and junior CE of solo texts, over arms and seeds"
+    for line in (said, f"{drafts}: Pearson’s r −{-r:.3f}, n 4."):
+        assert line in to_markdown(report)
+    assert any(caveat.startswith("kl, legibility has no acceptance") for caveat in report.caveats)
+
+
+def test_a_tokenizer_that_gives_other_texts_is_not_trusted(experiment: Path) -> None:
+    report = build_report(experiment)
+    assert any("does not give the texts of" in caveat for caveat in report.caveats)  # the sample with the script
+
+
+def test_without_a_tokenizer_texts_have_no_authors_and_the_page_says_so(tmp_path: Path) -> None:
+    write_phase(tmp_path / "a", "pass-at-k", {"pass@1": 0.5}, [sample([1, 2], "S1J1", "five\n\nsix")])
+    report = build_report(tmp_path)
+    (gallery,) = report.galleries[""]
+    assert gallery.problems[0].shown[0][1].spans == [(None, "five\n\nsix")]
+    assert any("tokenizer of nowhere is not below" in caveat for caveat in report.caveats)
+    assert 'five<span class="step">¶</span>\nsix' in to_html(report)
+
+
+def test_a_moved_experiment_still_finds_its_tokenizer(tmp_path: Path, tokenizer: tuple[Any, Path]) -> None:
+    found, folder = tokenizer
+    shutil.copytree(folder, tmp_path / "jargon" / "seed-0" / "pair" / "senior")
+    tokens = found.encode("is 10.", add_special_tokens=False)
+    samples = [sample(tokens, f"J{len(tokens)}", "is 10.")]
+    model = "/somewhere/else/jargon/seed-0/pair/senior"
+    write_phase(tmp_path / "jargon" / "seed-0" / "eval" / "base", "pass-at-k", {"pass@1": 0.5}, samples, model=model)
+    shown = build_report(tmp_path).galleries["jargon"][0].problems[0].shown[0][1]
+    assert shown.spans == [(Author.JUNIOR, "is 10.")]
+
+
+@pytest.mark.parametrize("named", ["absolute", "above", "link"])
+def test_no_tokenizer_outside_of_the_folder_is_loaded_but_the_one_that_is_asked_for(
+    named: str, tmp_path: Path, tokenizer: tuple[Any, Path]
+) -> None:
+    found, folder = tokenizer
+    outside = shutil.copytree(folder, tmp_path / "outside")
+    root = tmp_path / "results"
+    root.mkdir()
+    (root / "link").symlink_to(outside)
+    model = {"absolute": str(outside), "above": "x/../../outside", "link": "link"}[named]
+    tokens = found.encode("is 10.", add_special_tokens=False)
+    write_phase(root, "pass-at-k", {"pass@1": 0.5}, [sample(tokens, f"J{len(tokens)}", "is 10.")], model=model)
+    report = build_report(root)
+    assert report.galleries[""][0].problems[0].shown[0][1].spans == [(None, "is 10.")]
+    assert any(f"tokenizer of {model} is not below {root}" in caveat for caveat in report.caveats)
+    asked = build_report(root, tokenizer=outside)
+    assert asked.galleries[""][0].problems[0].shown[0][1].spans == [(Author.JUNIOR, "is 10.")]
+
+
+@pytest.mark.parametrize("export", ["best", "step_20"])
+@pytest.mark.parametrize("place", ["", "eval/last"])
+def test_a_moved_run_finds_the_tokenizer_in_its_own_exports(
+    export: str, place: str, tmp_path: Path, tokenizer: tuple[Any, Path]
+) -> None:
+    found, folder = tokenizer
+    run = tmp_path / "moved" / "run"
+    shutil.copytree(folder, run / "hf" / export)
+    tokens = found.encode("is 10.", add_special_tokens=False)
+    samples = [sample(tokens, f"J{len(tokens)}", "is 10.")]
+    write_phase(run / place, "pass-at-k", {"pass@1": 0.5}, samples, model="/gone/tiny/senior")
+    for top in (run, tmp_path):
+        (gallery,) = next(iter(build_report(top).galleries.values()))
+        assert gallery.problems[0].shown[0][1].spans == [(Author.JUNIOR, "is 10.")]
+
+
+def test_nothing_that_a_file_says_is_html_in_the_markdown_page(experiment: Path, tmp_path: Path) -> None:
+    evil = "<img src=x onerror=alert(1)>"
+    root = shutil.copytree(experiment, tmp_path / "own")
+    for file in root.rglob("*.json"):
+        if file.parent == root or "pass-at-k" in file.name:
+            text = file.read_text()
+            for word in ("GRPO", "claims", "a < b & c", "jargon/seed-0/pair/senior", ">= 0.2", "2.13"):
+                text = text.replace(f"{word}", f"{word}{evil}")
+            file.write_text(text)
+    for file in root.rglob("config.yaml"):
+        file.write_text(file.read_text().replace('"lr": 0.0001', f'"lr": 0.0001, "{evil}": "{evil}"'))
+    report = build_report(root, title=evil)
+    text = to_markdown(replace(report, caveats=(evil, "</details><script>1</script><!-- <?x?>")))
+    assert text.count("onerror") >= 4
+    assert re.search(r"<[A-Za-z/!?]", text) is None
+
+
+def test_training_samples_stand_in_where_nothing_was_evaluated(tmp_path: Path, tokenizer: tuple[Any, Path]) -> None:
+    found, folder = tokenizer
+    shutil.copytree(folder, tmp_path / "run" / "hf" / "best")
+    prompt, response = (found.encode(text, add_special_tokens=False) for text in ("How many?", "is 10."))
+    write_run(tmp_path / "run", model={"senior": "/gone/senior"})
+    author = np.array([-1] * len(prompt) + [1] + [0] * (len(response) - 1))
+    lines = []
+    for step, reward in ((1, 0.0), (2, 0.5)):
+        rollout = Rollout("set/3", 0, 0, 7, np.array(prompt + response), author, np.zeros(len(author)), reward)
+        lines += [{"step": step, "text": "is 10."} | rollout.to_json()]
+    text = "".join(json.dumps(line) + "\n" for line in lines) + '{"step": 3, "te'
+    (tmp_path / "run" / "samples.jsonl").write_text(text)
+    (gallery,) = build_report(tmp_path).galleries[""]
+    (problem,) = gallery.problems
+    shown = problem.shown[0][1]
+    assert (gallery.kind, problem.example_id, problem.question) == ("Training, last step", "set/3", "How many?")
+    assert (shown.reward, shown.correct) == (0.5, None)
+    assert [who for who, _ in shown.spans] == [Author.SENIOR, Author.JUNIOR]
+    assert "".join(part for _, part in shown.spans) == "is 10."
+
+
+def test_a_long_text_is_cut_and_the_rest_counted(tmp_path: Path) -> None:
+    write_phase(tmp_path, "pass-at-k", {"pass@1": 0.5}, [sample([1], "S1", "x" * (CHARACTERS + 17))])
+    shown = build_report(tmp_path).galleries[""][0].problems[0].shown[0][1]
+    assert (len(shown.spans[0][1]), shown.left_out) == (CHARACTERS, 17)
+
+
+def test_a_damaged_sample_names_file_and_line(tmp_path: Path) -> None:
+    write_phase(tmp_path, "pass-at-k", {"pass@1": 0.5}, [sample([1], "S1", "x"), sample([1, 2], "S1", "x", problem=1)])
+    with pytest.raises(ReportError, match=r"pass-at-k\.samples\.jsonl: line 2 .*2 tokens have 1 authors"):
+        build_report(tmp_path)
+    with pytest.raises(ValueError, match="run lengths"):
+        authors_of("S1X2")
+
+
+def test_missing_phases_and_missing_samples_leave_the_rest(tmp_path: Path) -> None:
+    write_phase(tmp_path / "a", "pass-at-k", {"pass@1": 0.5})
+    write_phase(tmp_path / "b", "legibility", {"cross_entropy": 0.25})
+    (tmp_path / "a" / "pass-at-k.samples.jsonl").unlink()
+    report = build_report(tmp_path)
+    text = to_html(report)
+    assert text.count('<span class="none">–</span>') == 2
+    assert "Legibility" in text
+    assert "against solo" not in text
+    assert "Training reward" not in text
+    assert any("pass-at-k.samples.jsonl is missing" in caveat for caveat in report.caveats)
+
+
+def test_differences_say_only_what_their_intervals_exclude(page: str, experiment: Path) -> None:
+    text = to_markdown(build_report(experiment))
+    assert (
+        "- **tandem &lt;GRPO> against GRPO**: higher: handoff, senior first (+0.020); "
+        "no difference shown: solo pass@1 (+0.040)." in text
+    )
+    rows = {
+        cells(line)[1]: cells(line)[2:] for line in text.splitlines() if line.startswith("| tandem &lt;GRPO> − GRPO")
+    }
+    assert rows["handoff, senior first"] == ["+0.020 [+0.010, +0.030]", "tandem &lt;GRPO> > GRPO"]
+    assert rows["solo pass@1"] == ["+0.040 [−0.010, +0.090]", "no difference shown"]
+    assert rows["pass-at-k: maj@4"] == ["−0.040 [−0.060, −0.020]", "tandem &lt;GRPO> < GRPO"]
+    assert "1 difference of other metrics" in page
+
+
+def test_a_cross_is_for_a_claim_that_fails(page: str, experiment: Path) -> None:
+    shown = re.findall(r'<td class="text (\w+)">(.) ([\w ]+)</td>', page.partition("<h3>Claims</h3>")[2])
+    assert shown == [
+        ("wrong", "✗", "fails"),
+        ("right", "✓", "holds"),
+        ("meta", "–", "undecided"),
+        ("meta", "–", "not asked of one seed"),
+    ]
+    text = to_markdown(build_report(experiment))
+    assert "| a < b & c | >= 0.2 | 0.100, 0.300 | fails |" in text
+    assert "| seeds | >= 0.2 | – | not asked of one seed |" in text
+
+
+def test_results_by_themselves_show_what_the_page_shows(experiment: Path) -> None:
+    [alone] = read_results(experiment / "results.json")
+    [within] = build_report(experiment).records.settings
+    assert (alone.name, alone.contrasts, alone.claims) == (within.name, within.contrasts, within.claims)
+    assert [arm.name for arm in alone.arms] == ["tandem"]
+    assert headline_table(alone.arms, [SOLO]) == "|  | solo pass@1 |\n|---|---:|\n| tandem | 0.950 [0.900, 1.000] |\n"
+    assert estimate(alone.arms[0], SOLO._replace(metric="jargon_rate")) is None  # of no phase
+    assert seeds_table(alone, [SOLO]).splitlines()[-1] == "| tandem | solo pass@1 | 0.930 | 0.950 | 0.970 |"
+    shown = differences_table(alone, [SENIOR_FIRST, JUNIOR_CE]).splitlines()
+    assert shown[-1] == "| tandem − grpo | +0.020 [+0.010, +0.030] | – |"
+
+
+def test_an_unknown_verdict_is_named(tmp_path: Path) -> None:
+    claim = {"claim": "x", "bar": ">= 1", "values": [], "verdict": "perhaps"}
+    (tmp_path / "results.json").write_text(json.dumps({"claims": [claim]}))
+    with pytest.raises(ReportError, match=r"claims\[0\].*unknown verdict 'perhaps'"):
+        read_results(tmp_path / "results.json")
+
+
+def test_the_markdown_page_has_the_tables_and_names_the_plots(experiment: Path) -> None:
+    lines = to_markdown(build_report(experiment, title="My title"), plots="x.html").splitlines()
+    assert lines[0] == "# My title"
+    assert lines[2].endswith("Plots and samples: `x.html`.")
+    header = next(cells(line) for line in lines if "solo pass@1" in line and line.startswith("|"))
+    row = next(cells(line) for line in lines if line.startswith("| GRPO | 0.920"))
+    assert dict(zip(header, row, strict=True))["jargon rate"] == "–"
+    assert dict(zip(header, row, strict=True))["solo pass@4"] == "0.990 [0.990, 0.990]"
+    reward = next(cells(line) for line in lines if line.startswith("| GRPO | 3 | 4 |"))
+    assert reward[3:] == ["0.110", "0.125"]  # means over seeds of step 1, and of all four
+    assert "- commit: abc123" in lines
+
+
+def test_caveats_point_out_few_seeds_and_unequal_configurations(tmp_path: Path) -> None:
+    for seed, rate in ((0, 1e-4), (1, 3e-4)):
+        path = tmp_path / "p" / f"seed-{seed}"
+        write_run(path / "a", train={"lr": rate, "seed": seed, "steps": 4}, model={"senior": str(path / "pair")})
+        write_phase(path / "eval" / "a", "pass-at-k", {"pass@1": 0.5}, model=str(path / "a" / "hf"))
+        write_phase(path / "eval" / "b", "pass-at-k", {"pass@1": 0.5}, data=["other.jsonl"])
+    write_phase(tmp_path / "p" / "seed-0" / "eval" / "a", "tandem", {"pass@1": 0.5, "score_timeouts": 2})
+    caveats = build_report(tmp_path).caveats
+    assert any("2 seeds (p/a, p/b)" in caveat for caveat in caveats)
+    assert "The seeds of p/a differ in train: train.lr (0.0001 / 0.0003)." in caveats
+    assert any(c.startswith("The arms in p were not evaluated alike: they differ in pass-at-k: data") for c in caveats)
+    assert "p/a: tandem has 1 of 2 seeds." in caveats
+    assert "p/a, seed 0, tandem: 2 answers could not be scored in time and count as wrong." in caveats
+
+
+def test_commands_of_a_whole_suite_are_one(tmp_path: Path) -> None:
+    for phase in ("pass-at-k", "tandem", "handoff", "legibility", "drift"):
+        write_phase(tmp_path / "my arm", phase, {"pass@1": 0.5}, junior="weak")
+    write_phase(tmp_path / "b", "tandem", {"pass@1": 0.5}, junior="weak")
+    assert commands(discover(tmp_path)) == [
+        f"tandemrl eval tandem --model nowhere --junior weak --data nothing.jsonl --samples 4 --k 1,4 "
+        f"--out {tmp_path}/b/tandem.json",
+        f"tandemrl eval all --model nowhere --junior weak --data nothing.jsonl --samples 4 --k 1,4 "
+        f"--out '{tmp_path}/my arm'",
+        f"tandemrl report {tmp_path}",
+    ]
+
+
+def test_a_run_with_functions_has_no_command_that_would_train_something_else(tmp_path: Path) -> None:
+    mine = {"name": "my_script.relay (my_script.py:7)", "signature": "relay:0123456789abcdef"}
+    write_run(tmp_path / "mine", functions={"strategy": mine, "recipe": None})
+    write_run(tmp_path / "plain", functions={"strategy": None, "recipe": None})
+    records = discover(tmp_path)
+    lines = commands(records)
+    function = "my_script.relay (my_script.py:7) [relay:0123456789abcdef]"
+    assert [line for line in lines if "train" in line] == [
+        f"# in Python: train(load('{tmp_path}/mine/config.yaml'), strategy=FUNCTION), with strategy: {function}",
+        f"tandemrl train --config {tmp_path}/plain/config.yaml",
+    ]
+    assert [line for line in caveats(records) if "Python function" in line] == [
+        f"mine was trained with a Python function as strategy: {function}. Its config.yaml alone cannot repeat it."
+    ]
+
+
+# ------------------------------------------------------------------------------------------------------------- numbers
+
+
+def test_thinning_keeps_the_mean_and_the_number_of_points() -> None:
+    x, y = np.arange(1.0, 1001.0), np.random.default_rng(0).normal(size=1000)
+    few_x, few_y = thin(x, y, points=100)
+    assert len(few_x) == 100
+    np.testing.assert_allclose([few_x.mean(), few_y.mean()], [x.mean(), y.mean()])
+    np.testing.assert_allclose(few_y[3], y[30:40].mean())
+    assert thin(x[:3], y[:3])[0].tolist() == [1.0, 2.0, 3.0]
+
+
+def test_a_mean_over_seeds_needs_a_value_of_every_seed() -> None:
+    steps, values = shared(
+        [(np.array([1.0, 2, 3]), np.array([5.0, 6, 7])), (np.array([2.0, 3, 4]), np.array([8.0, 9, 1]))]
+    )
+    assert steps.tolist() == [2.0, 3.0]
+    assert values.tolist() == [[6.0, 7.0], [8.0, 9.0]]
+
+
+def test_a_character_that_two_authors_wrote_is_whole(tokenizer: tuple[Any, Path]) -> None:
+    found, _ = tokenizer
+    tokens = found.encode("5 é 6", add_special_tokens=False)
+    split = next(i for i in range(1, len(tokens)) if found.decode(tokens[:i]).endswith("\ufffd"))
+    author = [1] * split + [0] * (len(tokens) - split)
+    assert authored_spans(tokens, author, found.decode) == [(Author.SENIOR, "5 "), (Author.JUNIOR, "é 6")]
+
+
+def test_spans_join_to_the_text_with_a_decoder_that_looks_back() -> None:
+    def decode(tokens: list[int]) -> str:  # like SentencePiece: no space before the first word
+        return " ".join(f"w{token}" for token in tokens)
+
+    spans = authored_spans([1, 2, 3, 4, 5], [1, 1, 0, 1, 0], decode)
+    assert [text for _, text in spans] == ["w1 w2", " w3", " w4", " w5"]
+
+
+# -------------------------------------------------------------------------------------------------------- command line
+
+
+def test_the_command_writes_both_pages(tmp_path: Path) -> None:
+    write_run(tmp_path / "run", steps=2)
+    out = tmp_path / "site" / "index.html"
+    done = CliRunner().invoke(app, ["report", str(tmp_path), "--out", str(out), "--title", "Mine"])
+    assert done.exit_code == 0, done.output
+    assert "<h1>Mine</h1>" in out.read_text()
+    assert out.with_suffix(".md").read_text().startswith("# Mine\n")
+
+
+def test_the_command_names_what_is_wrong(tmp_path: Path) -> None:
+    done = CliRunner().invoke(app, ["report", str(tmp_path)])
+    assert (done.exit_code, "no run (metrics.jsonl)" in done.output) == (2, True)
+    done = CliRunner().invoke(app, ["report", str(tmp_path), "--out", "page.txt"])
+    assert (done.exit_code, "ends in .html" in re.sub(r"\s+", " ", done.output)) == (2, True)
+
+
+def test_a_long_run_makes_a_small_page(tmp_path: Path) -> None:
+    for seed in range(2):
+        write_run(tmp_path / f"seed-{seed}" / "run", steps=3000)
+    html, text = write_report(build_report(tmp_path))
+    assert (html, text) == (tmp_path / "report.html", tmp_path / "report.md")
+    assert html.stat().st_size < 400_000
+    assert "each point is the mean of 20 records" in html.read_text()

@@ -1,0 +1,53 @@
+"""The report of a run that goes on, over HTTP."""
+
+import json
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import pytest
+
+from tandemrl.apps.report import build_report
+from tandemrl.apps.report.watch import LiveReport, server
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    (tmp_path / "run").mkdir()
+    return tmp_path / "run"
+
+
+@pytest.fixture
+def address(run: Path) -> Iterator[str]:
+    serving = server(LiveReport(run, lambda: build_report(run)), port=0, every_s=3)
+    thread = threading.Thread(target=serving.serve_forever)
+    thread.start()
+    yield f"http://127.0.0.1:{serving.server_port}"
+    serving.shutdown()
+    serving.server_close()
+    thread.join()
+
+
+def steps(run: Path, count: int) -> None:
+    (run / "config.yaml").write_text("train: {steps: 9}\n")
+    lines = [{"step": step, "reward/mean": step / 10, "loss": 0.0} for step in range(1, count + 1)]
+    (run / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+
+
+def test_the_page_appears_and_is_renewed_when_the_run_has_gone_on(run: Path, address: str) -> None:
+    empty = httpx.get(address)
+    assert "Nothing to report yet" in empty.text
+    assert empty.headers["refresh"] == "3"
+    steps(run, 3)
+    first = httpx.get(address).text
+    assert "<svg" in first
+    assert httpx.get(address).text == first
+    steps(run, 5)
+    assert httpx.get(address).text != first
+
+
+def test_only_this_machine_and_only_the_page_are_answered(run: Path, address: str) -> None:
+    assert httpx.get(address, headers={"Host": "evil.example"}).status_code == 403
+    assert httpx.get(f"{address}/../metrics.jsonl").status_code == 404
+    assert "default-src 'none'" in httpx.get(address).headers["content-security-policy"]

@@ -1,0 +1,177 @@
+"""`tandemrl score`: responses find their rows, scores keep their order, and nothing is written of what failed."""
+
+import json
+import warnings
+from pathlib import Path
+
+import pyarrow
+import pyarrow.parquet
+import pytest
+from typer.testing import CliRunner
+
+from tandemrl.apps.score import score_file
+from tandemrl.cli.main import app
+from tandemrl.config import load
+from tandemrl.data.rows import DataError, Row
+
+ROWS = [
+    Row(
+        "openai/gsm8k/test/0",
+        ({"role": "user", "content": "9+9?"},),
+        "openai/gsm8k",
+        "18",
+        {"split": "test", "index": 0},
+    ),
+    Row("math500/1", ({"role": "user", "content": "half?"},), "math500", r"\frac{1}{2}", {"index": 1}),
+    Row("math500/2", ({"role": "user", "content": "x?"},), "math500", "8", {"index": 2}),
+]
+TEXTS = ["#### 18", r"\boxed{0.5}", r"\boxed{\int_0^4 t\,dt}"]
+
+
+@pytest.fixture
+def data(tmp_path: Path) -> str:
+    records = [
+        {
+            "prompt": list(row.messages),
+            "data_source": row.data_source,
+            "reward_model": {"style": "rule", "ground_truth": row.ground_truth},
+            "extra_info": {"index": row.extra_info["index"], "split": row.extra_info.get("split")},
+        }
+        for row in ROWS
+    ]
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(records), tmp_path / "rows.parquet")
+    return str(tmp_path / "rows.parquet")
+
+
+def responses(folder: Path, *lines: object) -> Path:
+    file = folder / "responses.jsonl"
+    file.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return file
+
+
+def read(file: Path) -> list[dict[str, object]]:
+    return [json.loads(line) for line in file.read_text().splitlines()]
+
+
+@pytest.mark.parametrize("key", ["response", "text"])
+def test_responses_in_the_order_of_the_rows(data: str, tmp_path: Path, key: str) -> None:
+    out = tmp_path / "new" / "scores.jsonl"
+    file = responses(tmp_path, *({key: text} for text in TEXTS))
+    summary = score_file(load(), [data], file, out=out, batch=2)
+    assert read(out) == [
+        {
+            "example_id": "openai/gsm8k/test/0",
+            "score": 1.0,
+            "parts": {"acc": 1.0, "answer_present": 1.0, "has_guillemets": 0.0},
+            "answer": "18",
+        },
+        {"example_id": "math500/1", "score": 1.0, "parts": {"acc": 1.0, "answer_present": 1.0}, "answer": "0.5"},
+        {
+            "example_id": "math500/2",
+            "score": 1.0,
+            "parts": {"acc": 1.0, "answer_present": 1.0},
+            "answer": r"\int_0^4 t\,dt",
+        },
+    ]
+    assert summary.responses == 3
+    assert summary.by_set["math500"] == {"responses": 2.0, "score": 1.0, "acc": 1.0, "answer_present": 1.0}
+
+
+def test_responses_name_their_rows(data: str, tmp_path: Path) -> None:
+    out = tmp_path / "scores.jsonl"
+    lines = [
+        {"example_id": "math500/1", "response": r"\boxed{0.25}", "step": 7},
+        {"index": 0, "response": "#### 20"},
+        {"example_id": "math500/1", "response": r"\boxed{\frac12}"},
+    ]
+    summary = score_file(load(overrides=["reward.gsm8k=tandem"]), [data], responses(tmp_path, *lines), out=out)
+    assert [line["score"] for line in read(out)] == [0.0, 0.1, 1.0]
+    assert summary.by_set["math500"]["score"] == 0.5
+
+
+@pytest.mark.parametrize(
+    ("lines", "message"),
+    [
+        ([{"response": "5"}], "1 responses without example_id or index, for 3 rows"),
+        ([{"response": "5"}] * 4, r"line 4: row 3 of 3"),
+        (
+            [{"example_id": "math500/9", "response": "5"}],
+            r"line 1: no row 'math500/9' in the data; its rows are 'openai",
+        ),
+        ([{"index": 3, "response": "5"}], r"line 1: row 3 of 3; index counts from 0"),
+        ([{"index": 0, "response": "5"}, {"response": "5"}], r"line 2: either every line has an example_id or index"),
+        ([{"index": 0, "answer": "5"}], r"line 1: expected the response as a string in one of: response, text"),
+        ([{"index": 0, "response": 5}], "as a string"),
+        ([{"index": 0, "response": "5", "text": "5"}], "in one of"),
+        (["5"], "line 1: expected an object, found str"),
+        ([], "no responses"),
+    ],
+)
+def test_bad_responses_are_named_and_leave_no_result(
+    data: str, tmp_path: Path, lines: list[object], message: str
+) -> None:
+    out = tmp_path / "scores.jsonl"
+    with pytest.raises(DataError, match=message):
+        score_file(load(), [data], responses(tmp_path, *lines), out=out)
+    assert not out.exists()
+
+
+def test_the_command(data: str, tmp_path: Path) -> None:
+    file, out = responses(tmp_path, *({"response": text} for text in TEXTS)), tmp_path / "scores.jsonl"
+    command = ["score", "--data", data, "--responses", str(file), "--out", str(out), "reward.workers=1"]
+    result = CliRunner().invoke(app, command)
+    assert result.exit_code == 0, result.output
+    assert len(read(out)) == 3
+    assert "3 responses in" in result.output
+    assert "math500" in result.output
+    broken = CliRunner().invoke(app, [*command, "reward.scorers.math500=no_such_module:score"])
+    assert broken.exit_code == 2
+    assert broken.stderr.startswith(
+        "error: reward.scorers: no_such_module:score: cannot be imported: ModuleNotFoundError"
+    )
+
+
+def test_a_config_of_other_data_can_be_used_and_what_is_typed_has_to_match(data: str, tmp_path: Path) -> None:
+    run = tmp_path / "run.yaml"
+    run.write_text("reward: {scorers: {theirs: no_such_module:score}, weights: {score: 2.0}}")
+    file = responses(tmp_path, *({"response": text} for text in TEXTS))
+    command = ["score", "--data", data, "--responses", str(file), "reward.workers=1"]
+    with pytest.warns(UserWarning, match=r"reward\.scorers\.theirs"):
+        assert CliRunner().invoke(app, [*command, "--config", str(run)]).exit_code == 0
+    for typed in (["reward.scorers.math=dapo"], ["--config", str(run), "reward.scorers.math=dapo"]):
+        with warnings.catch_warnings(action="ignore"):
+            refused = CliRunner().invoke(app, [*command, *typed])
+        assert refused.exit_code == 2
+        assert "reward.scorers.math=dapo: no row matches" in refused.stderr
+        assert "did you mean math500?" in refused.stderr
+
+
+def test_a_missing_file_is_one_line(data: str, tmp_path: Path) -> None:
+    result = CliRunner().invoke(app, ["score", "--data", data, "--responses", str(tmp_path / "none.jsonl")])
+    assert result.exit_code == 2
+    assert "none.jsonl" in result.stderr
+
+
+def test_half_of_a_surrogate_pair_is_written_as_json_escapes_it(data: str, tmp_path: Path) -> None:
+    out = tmp_path / "scores.jsonl"
+    score_file(load(), [data], responses(tmp_path, {"response": "\\boxed{7\ud800}", "index": 1}), out=out)
+    assert [line["answer"] for line in read(out)] == ["7\ud800"]
+
+
+@pytest.mark.parametrize(("credit", "earned"), [("fraction", 0.5), ("all", 0.0)])
+def test_a_program_earns_a_fraction_or_nothing(credit: str, earned: float, tmp_path: Path) -> None:
+    record = {
+        "prompt": [{"role": "user", "content": "Add."}],
+        "data_source": "codecontests",
+        "reward_model": {
+            "style": "rule",
+            "ground_truth": json.dumps({"inputs": ["1 2\n", "3 4\n"], "outputs": ["3\n", "8\n"]}),
+        },
+        "extra_info": {"index": 0, "split": "test"},
+    }
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist([record]), tmp_path / "rows.parquet")
+    program = "```python\nprint(sum(map(int, input().split())))\n```"
+    config = load(overrides=[f"reward.code_credit={credit}"])
+    file = responses(tmp_path, {"response": program, "index": 0})
+    score_file(config, [str(tmp_path / "rows.parquet")], file, out=tmp_path / "out")
+    assert [line["score"] for line in read(tmp_path / "out")] == [earned]
