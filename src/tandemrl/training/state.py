@@ -17,7 +17,7 @@ from tandemrl.data.rows import Prompt
 from tandemrl.data.sampler import Sampler
 from tandemrl.distributed.watchdog import stamp
 from tandemrl.distributed.world import World
-from tandemrl.losses import Recipe
+from tandemrl.losses import Coefficients, Recipe
 from tandemrl.models.critic import token_values
 from tandemrl.models.forward import token_logprobs
 from tandemrl.models.head import ForwardOptions
@@ -94,6 +94,19 @@ class RunSetup:
     def forward_options(self) -> ForwardOptions:
         """The options for scoring tokens under the sampling distribution of the rollouts."""
         return forward_options(self.config, self.sampling, self.vocabulary, self.world)
+
+    @property
+    def coefficients(self) -> Coefficients:
+        """The terms of the policy's loss beside the recipe's own. A KL in the reward is none of them."""
+        loss = self.config.loss
+        return Coefficients(
+            entropy_coef=loss.entropy_coef,
+            kl_coef=0.0 if loss.kl_in_reward else loss.kl_coef,
+            kl_kind=loss.kl_kind,
+            junior_kl_coef=loss.junior_kl_coef,
+            normalise_by=loss.normalise_by,
+            constant=float(self.config.rollout.max_tokens),
+        )
 
     def logprobs(self, model: PreTrainedModel, batch: Batch, select: Tensor) -> tuple[Tensor, Tensor]:
         """Log-probs and entropy of the selected tokens under the sampling distribution of the rollouts."""

@@ -283,6 +283,18 @@ def summary_line(step: int, steps: int, metrics: Mapping[str, float], seconds_pe
     return "\n".join(lines)
 
 
+def time_left(seconds: float) -> str:
+    """A rough duration.
+
+    Examples:
+        >>> [time_left(seconds) for seconds in (40, 500, 9000)]
+        ['about 40 s left', 'about 8 min left', 'about 2.5 h left']
+    """
+    if seconds < 120:
+        return f"about {seconds:.0f} s left"
+    return f"about {seconds / 60:.0f} min left" if seconds < 7200 else f"about {seconds / 3600:.1f} h left"
+
+
 def _wrapped(groups: Sequence[Sequence[str]], indent: str) -> list[str]:
     """Wrap to lines of at most ``COLUMNS`` characters, without a break between a label and its value."""
     fixed = " | ".join(" ".join(part.replace(" ", "\0") for part in group) for group in groups if group)

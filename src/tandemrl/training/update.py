@@ -75,39 +75,27 @@ def update_policy(
     Raises:
         TrainError: log-probs do not match the engine's, or the gradient is not finite. Nothing was updated.
     """
-    config, loss_config = setup.config, setup.config.loss
+    coefficients = setup.coefficients
     difference: list[Tensor] = []
     loss_sum = torch.zeros((), device=setup.device)
     sums: dict[str, Tensor] = {}
     for _, batch in mini.micro:
         weight = weights_of(setup, batch)
         senior = batch.author == Author.SENIOR
-        select = (weight > 0) | senior | ((batch.author >= 0) & (loss_config.junior_kl_coef > 0))
+        select = (weight > 0) | senior | ((batch.author >= 0) & (coefficients.junior_kl_coef > 0))
         with torch.set_grad_enabled(learns):
             logprobs, entropy = setup.logprobs(models.policy, batch, select)
-        plain = batch.old_logprobs if config.model.lora.dropout > 0 else logprobs.detach()
+        plain = batch.old_logprobs if setup.config.model.lora.dropout > 0 else logprobs.detach()
         assert plain is not None
         difference.append((plain - batch.behaviour_logprobs)[senior])
         loss, parts = policy_loss(
             setup.recipe,
-            logprobs=logprobs,
-            old_logprobs=logprobs.detach() if batch.old_logprobs is None else batch.old_logprobs,
-            behaviour_logprobs=batch.behaviour_logprobs,
-            advantages=batch.advantages,
-            author=batch.author,
+            batch,
+            logprobs,
             weights=weight,
-            sequence_ids=batch.sequence_ids,
-            num_sequences=batch.num_sequences,
             totals=mini.totals,
-            normalise_by=loss_config.normalise_by,
-            constant=float(config.rollout.max_tokens),
-            entropy=entropy if loss_config.entropy_coef else entropy.detach(),
-            entropy_coef=loss_config.entropy_coef,
-            ref_logprobs=batch.ref_logprobs,
-            kl_coef=0.0 if loss_config.kl_in_reward else loss_config.kl_coef,
-            kl_kind=loss_config.kl_kind,
-            junior_logprobs=batch.junior_logprobs,
-            junior_kl_coef=loss_config.junior_kl_coef,
+            entropy=entropy if coefficients.entropy_coef else entropy.detach(),
+            coefficients=coefficients,
         )
         if learns:
             loss.backward()
@@ -131,7 +119,7 @@ def update_critic(setup: RunSetup, models: Models, mini: MiniBatch, clock: Clock
     Raises:
         TrainError: the gradient is not finite. The critic was not updated.
     """
-    critic, config, loss_config = models.critic, setup.config, setup.config.loss
+    critic, coefficients = models.critic, setup.coefficients
     assert critic is not None
     loss_sum = torch.zeros((), device=setup.device)
     for _, batch in mini.micro:
@@ -140,15 +128,15 @@ def update_critic(setup: RunSetup, models: Models, mini: MiniBatch, clock: Clock
         weight = weights_of(setup, batch)
         values = setup.values(critic, batch, weight > 0)
         loss = reduce(
-            value_loss(values, batch.old_values, batch.returns, clip=loss_config.value_clip),
+            value_loss(values, batch.old_values, batch.returns, clip=setup.config.loss.value_clip),
             weight,
             batch.author,
             batch.sequence_ids,
             num_sequences=batch.num_sequences,
             totals=mini.totals,
             reduction=setup.recipe.reduction,
-            normalise_by=loss_config.normalise_by,
-            constant=float(config.rollout.max_tokens),
+            normalise_by=coefficients.normalise_by,
+            constant=coefficients.constant,
         )
         loss.backward()
         loss_sum = loss_sum + loss.detach()
