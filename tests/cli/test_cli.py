@@ -121,6 +121,12 @@ def test_dry_run_of_the_rubric_configs(name: str, plan: str) -> None:
     assert f"batch plan per step: {plan}" in result.output
 
 
+def test_a_config_key_typed_as_an_option_is_told_apart() -> None:
+    result = run("train", "--config", "quickstart", "--train.steps", "3")
+    assert result.exit_code == 2
+    assert "config keys are given without dashes: train.steps=VALUE" in " ".join(result.output.split())
+
+
 def test_train_hands_on_the_config_and_resume(monkeypatch: pytest.MonkeyPatch) -> None:
     import tandemrl.training.loop
 

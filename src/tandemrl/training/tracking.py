@@ -41,11 +41,11 @@ _SUMMARY = (
     ("reward", "reward/mean", "{:.3f}"),
     ("loss", "loss", "{:+.3f}"),
     ("grad", "grad_norm", "{:.2f}"),
-    ("senior", "tandem/senior_draw_frac", "{:.2f}"),
+    ("senior", "tandem/senior_frac", "{:.2f}"),
     ("accepted", "draft/acceptance", "{:.2f}"),
 )
-"""What the line of a step shows: label, metric, format. ``senior`` is the senior's share of the author draws, and
-``accepted`` the share of the junior's drafts that the senior accepts."""
+"""What the line of a step shows: label, metric, format. ``senior`` is the fraction of the response tokens that
+the senior generated, and ``accepted`` the fraction of the junior's drafts that the senior accepts."""
 STOPPED = "stopped.json"
 """The file that says of a run which ended before its last step where and why. It is there until the run goes on."""
 MAX_REASON_CHARS = 500
