@@ -23,11 +23,9 @@ from transformers import AutoModelForCausalLM
 
 from helpers import prepared, qwen3, tokenizer
 from runs import KILLER, SMALL, assert_same_run, config, metrics, timeless, weights
-from tandemrl import evals
 from tandemrl.config import ConfigError, load, to_yaml
 from tandemrl.data.rows import Prompt, Row
 from tandemrl.distributed.world import World
-from tandemrl.evals.files import EvalResult
 from tandemrl.losses import RECIPES, Reduction
 from tandemrl.models.batching import pack_tokens
 from tandemrl.models.head import ForwardOptions
@@ -40,7 +38,7 @@ from tandemrl.rollout.signatures import signature
 from tandemrl.rollout.torch_engine import TorchEngine
 from tandemrl.selection import bernoulli, solo
 from tandemrl.training import build as build_module
-from tandemrl.training import checkpoint, gates
+from tandemrl.training import checkpoint, evaluation, gates
 from tandemrl.training.arguments import resolve_recipe
 from tandemrl.training.build import build
 from tandemrl.training.checkpoint import CheckpointError, DamagedError, latest, lock, restore
@@ -132,11 +130,11 @@ def test_monitored_problems_do_not_choose(tiny_pair: Path, tmp_path: Path, monke
     run = run._replace(setup=dataclasses.replace(run.setup, monitored=run.setup.monitored[:3]))
     score, exported = {4: 0.25, 3: 0.75}, []
 
-    def graded(*_: object, prompts: Sequence[object], **__: object) -> EvalResult:
+    def graded(_: object, prompts: Sequence[object], __: object) -> dict[str, Any]:
         values = dict.fromkeys(("pass@1", "pass@2", "length", "truncation_rate"), score[len(prompts)])
-        return EvalResult({"macro": values, "by_set": {"a set": values}}, [])
+        return {"macro": values, "by_set": {"a set": values}}
 
-    monkeypatch.setattr(evals, "generate_and_grade", graded)
+    monkeypatch.setattr(evaluation, "solo_metrics", graded)
     monkeypatch.setattr(checkpoint, "export", lambda run, name, step: exported.append(name))
     first = evaluate(run, 1)
     assert (first["eval/pass@2"], first["monitor/pass@2"], first["monitor/a set/pass@1"]) == (0.25, 0.75, 0.75)

@@ -14,7 +14,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from tandemrl.distributed.watchdog import stamp
 from tandemrl.models.loading import eos_token_ids
 from tandemrl.models.lora import adapted_layers, is_adapter
-from tandemrl.rollout.decoding import Decoder, DecodingBatch, Row
+from tandemrl.rollout.decoding import DecodingBatch
 from tandemrl.rollout.drafting import CPU, CUDA, DraftLength, Size
 from tandemrl.rollout.engine import (
     Aborts,
@@ -29,6 +29,7 @@ from tandemrl.rollout.engine import (
     check_request,
 )
 from tandemrl.rollout.kv_cache import compiled_step, eager_step
+from tandemrl.rollout.row import Decoder, Row
 from tandemrl.rollout.sync import fingerprint
 from tandemrl.selection import Who
 

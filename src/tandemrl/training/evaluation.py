@@ -1,6 +1,7 @@
 """The evaluations during a run: the senior alone on held-out problems, which choose ``hf/best``."""
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 from tandemrl import evals
@@ -45,19 +46,18 @@ def evaluate(run: Run, step: int) -> Metrics:
 def solo_metrics(run: Run, prompts: Sequence[Prompt], ks: Sequence[int]) -> dict[str, Any]:
     """The metrics of ``evals.summarise`` for completions that the senior writes alone."""
     setup, settings = run.setup, run.setup.config.eval
-    return evals.generate_and_grade(
+    samples = evals.generate_samples(
         {"solo": solo("senior")},
         engine=run.models.engine,
         tokenizer=setup.tokenizer,
         prompts=prompts,
-        scorer=setup.scorer,
-        playground=setup.playground,
         profile=evals.profile_of(settings),
         samples=settings.train_samples,
-        k=ks,
         seed=settings.seed,
-        bootstrap=settings.bootstrap,
-    ).metrics
+        playground=setup.playground,
+    )
+    marked = evals.grade(samples, prompts, setup.scorer)
+    return evals.summarise(marked, partial(evals.graded, k=ks), bootstrap=settings.bootstrap, seed=settings.seed)
 
 
 def truncated_at_eval(settings: EvalConfig, rollouts: Sequence[Rollout]) -> Metrics:
