@@ -109,7 +109,8 @@ def train(
     check_resume(resume, require_config(config).output_dir)
     if config.train.threads:
         torch.set_num_threads(config.train.threads)
-    world = init_world(config.parallel, resolve_device(config.model.device))
+    device = resolve_device(config.model.device)
+    world = init_world(config.parallel, device)
     if world.size > 1:
         faulthandler.enable()  # NCCL aborts a process whose collective timed out: say where it was
     if config.judge.command is not None and world.main and not quiet:
