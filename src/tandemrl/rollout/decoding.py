@@ -15,7 +15,7 @@ from torch import Tensor
 from tandemrl.models.sampling import Truncation, draw, kept_tokens, penalise, race_times
 from tandemrl.rollout.engine import Aborts, Completion, EngineError, Passes, Request
 from tandemrl.rollout.kv_cache import KVCache, chunk_hidden, column_mask, extend, prefill
-from tandemrl.rollout.row import Decoder, Row, StopTable
+from tandemrl.rollout.sequences import Decoder, Row, StopTable
 from tandemrl.selection.draws import SAMPLING, fold_in, stream
 from tandemrl.selection.live import LiveSelection, Mark
 from tandemrl.types import Transcript

@@ -29,7 +29,7 @@ from tandemrl.rollout.engine import (
     check_request,
 )
 from tandemrl.rollout.kv_cache import compiled_step, eager_step
-from tandemrl.rollout.row import Decoder, Row
+from tandemrl.rollout.sequences import Decoder, Row
 from tandemrl.rollout.sync import fingerprint
 from tandemrl.selection import Who
 

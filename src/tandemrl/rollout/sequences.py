@@ -1,4 +1,4 @@
-"""A row of the reference engine: one completion that is being written, what it is decoded with, and where it ends."""
+"""A sequence of the reference engine: a completion that is being generated, what decodes it, and where it ends."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
