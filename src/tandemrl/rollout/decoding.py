@@ -13,7 +13,7 @@ from jaxtyping import Bool, Float, Float64, Int64
 from torch import Tensor
 
 from tandemrl.models.sampling import Truncation, draw, kept_tokens, penalise, race_times
-from tandemrl.rollout.engine import Aborts, Completion, EngineError, Passes, Request
+from tandemrl.rollout.engine import Aborts, Completion, EngineError, OnTokens, Passes, Request
 from tandemrl.rollout.kv_cache import KVCache, chunk_hidden, column_mask, extend, prefill
 from tandemrl.rollout.sequences import Decoder, Row, StopTable
 from tandemrl.selection.draws import SAMPLING, fold_in, stream
@@ -79,6 +79,14 @@ class DecodingBatch:
     def own_tokens(self, row: Row) -> Int64[Tensor, " n"]:
         """The tokens of the turn that a row has just ended."""
         return self.tokens[row.number, row.start : row.written]
+
+    def tell(self, on_tokens: OnTokens) -> None:
+        """Call ``on_tokens`` for every row that has tokens of which it was not told."""
+        for row, written in zip(self.rows, self.written.tolist(), strict=True):
+            if written > row.told:
+                new = slice(row.told, written)
+                on_tokens(row.number, self.tokens[row.number, new].tolist(), self.logprobs[row.number, new].tolist())
+                row.told = written
 
     def completion(self, row: Row, version: int, transcript: Transcript | None) -> Completion:
         assert row.stop_reason is not None

@@ -10,9 +10,9 @@ from threading import Lock
 
 from markupsafe import escape
 
+from tandemrl.apps.asgi import LOOPBACK, is_ours
 from tandemrl.apps.report.page import Report, to_html
 from tandemrl.apps.report.records import ReportError
-from tandemrl.asgi import LOOPBACK, is_ours
 
 UNREAD = ("checkpoints", "hf")
 """Folders of a run that hold nothing to report."""
