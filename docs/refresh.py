@@ -531,7 +531,7 @@ def smollm2_first() -> str:
 # --------------------------------------------------------------------------------------------------------------- pages
 
 BLOCKS: dict[str, Callable[[], str]] = {
-    "readme-claims": lambda: headline("paper_claims_jargon.json", columns=(SOLO, HANDOFF, JUNIOR_CE)),
+    "readme-claims": lambda: headline("paper_claims_jargon.json", columns=(SOLO, SENIOR_FIRST, JUNIOR_FIRST, JUNIOR_CE)),
     "paper-claims": lambda: headline("paper_claims_jargon.json", JARGON_RATE),
     "paper-claims-differences": lambda: differences("paper_claims_jargon.json"),
     "paper-claims-verdicts": lambda: claims_table(results("paper_claims_jargon.json")[1].claims),

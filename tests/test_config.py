@@ -80,6 +80,12 @@ def test_an_unreadable_or_unknown_file_is_named(tmp_path: Path) -> None:
     bad.write_text("train: [")
     with pytest.raises(ConfigError, match=r"bad\.yaml: not readable as YAML"):
         load(bad)
+    bad.write_bytes(b"train:\n  steps: 3  # caf\xe9\n")
+    with pytest.raises(ConfigError, match=r"bad\.yaml, line 2: not UTF-8; save the file as UTF-8"):
+        load(bad)
+    bad.write_text("# nothing\n")
+    with pytest.raises(ConfigError, match=r"bad\.yaml is empty; write what differs"):
+        load(bad)
     bad.write_text("- 1\n")
     with pytest.raises(ConfigError, match=r"bad\.yaml: expected a mapping"):
         load(bad)
@@ -91,6 +97,8 @@ def test_an_unreadable_or_unknown_file_is_named(tmp_path: Path) -> None:
     ("name", "message"),
     [
         ("quickstrt", r"'quickstrt' not found \(did you mean quickstart\?\); packaged configs: countdown, "),
+        ("quickstart.yml", r"'quickstart\.yml': no such file \(did you mean quickstart or quickstart_ppo or "),
+        ("gsm8k", r"'gsm8k' not found \(did you mean gsm8k_tandem\?\); packaged configs: "),
         ("nosuch/file.yaml", r"'nosuch/file\.yaml': no such file; packaged configs: "),
         ("runs/mien/config.yaml", r"'runs/mien/config\.yaml': no such file; did you mean runs/mine/config\.yaml\?$"),
         ("runs", r"'runs': a folder without a config\.yaml, so not that of a run; packaged configs: "),

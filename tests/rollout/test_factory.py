@@ -20,10 +20,13 @@ def test_missing_vllm_is_missing_vllm_and_not_one_of_its_parts(command: str, mon
     for module in [name for name in sys.modules if name.startswith("tandemrl.rollout.vllm.")]:
         monkeypatch.delitem(sys.modules, module)
     monkeypatch.setitem(sys.modules, "cloudpickle", None)
-    expected = r"needs vLLM, which is not installed: pip install 'tandemrl\[vllm\]'"
+    expected = r"needs vLLM, which is not installed: pip install -e '\.\[vllm\]'"
     if command == "serve":
-        result = CliRunner().invoke(app, ["serve", "--senior", "s", "--junior", "j"])
-        assert (result.exit_code, result.stderr.startswith("error: tandemrl serve needs vLLM, which")) == (2, True)
+        result = CliRunner().invoke(app, ["serve", "--engine", "vllm", "--senior", "s", "--junior", "j"])
+        assert (result.exit_code, result.stderr.startswith("error: tandemrl serve --engine vllm needs vLLM")) == (
+            2,
+            True,
+        )
     else:
         with pytest.raises(ConfigError, match=rf"^rollout\.engine=vllm {expected}"):
             make_engine(RolloutConfig(engine="vllm"), ModelSource("s", pytest.fail), None, tokenizer(), longest=9)
@@ -39,7 +42,7 @@ def test_a_vllm_that_cannot_be_imported_is_told_which_ones_work(command: str, mo
         monkeypatch.setitem(sys.modules, module, None)
     expected = "the installed vLLM is broken, or too old or new (tested with 0.32.0, 0.27.1): "
     if command == "serve":
-        result = CliRunner().invoke(app, ["serve", "--senior", "s", "--junior", "j"])
+        result = CliRunner().invoke(app, ["serve", "--engine", "vllm", "--senior", "s", "--junior", "j"])
         assert (result.exit_code, result.stderr.startswith(f"error: tandemrl serve: {expected}")) == (2, True)
     else:
         with pytest.raises(ConfigError, match=re.escape(f"rollout.engine=vllm: {expected}")):

@@ -520,6 +520,27 @@ def test_progress_counts_every_token_once():
     assert min(told) >= 0
 
 
+@pytest.mark.parametrize("draft_tokens", [0, 4])
+def test_tokens_are_told_once_and_in_order(draft_tokens):
+    """Rows come and go while others are written; with drafts, several tokens come at once."""
+    senior, junior = pair("smaller junior")
+    both = TorchEngine(prepared(senior), prepared(junior), tokenizer(), max_rows=7, draft_tokens=draft_tokens)
+    told: dict[int, list[tuple[int, float]]] = {}
+    calls: list[int] = []
+
+    def hear(number: int, tokens: list[int], logprobs: list[float]) -> None:
+        told.setdefault(number, []).extend(zip(tokens, logprobs, strict=True))
+        calls.append(len(tokens))
+
+    completions = flat(both.generate(reproduction(), on_tokens=hear))
+    assert told.keys() == {number for number, c in enumerate(completions) if len(c.tokens)}
+    for number, completion in enumerate(completions):
+        tokens, logprobs = zip(*told[number], strict=True)
+        assert list(tokens) == completion.tokens.tolist()
+        assert np.array(logprobs, np.float32).tolist() == completion.behaviour_logprobs.tolist()
+    assert (max(calls) == 1) == (draft_tokens == 0)
+
+
 def test_nothing_to_write():
     assert engine().generate([]) == []
     assert engine().generate([Request((2, 3), (), Sampling(), bernoulli(0.5))]) == [[]]
@@ -677,7 +698,7 @@ def test_a_refused_load_changes_nothing():
 
 
 def test_info_names_what_decodes():
-    assert engine().info == EngineInfo("torch", "float32", adapters=False)
+    assert engine().info == EngineInfo("torch", "float32", adapters=False, streams=True)
 
 
 def test_bfloat16_models_decode():

@@ -188,7 +188,7 @@ def broken(what: str, models: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPa
         ("junior", "vocabularies", "senior and junior have different vocabularies"),
         ("no tokenizer", "vocabularies", "bare: no tokenizer is there, only a model"),
         ("device", "model.device", "cuda:63"),
-        ("packages", "packages", "model.lora.rank needs peft, which is not installed: pip install 'tandemrl[lora]'"),
+        ("packages", "packages", "model.lora.rank needs peft, which is not installed: pip install -e '.[lora]'"),
         ("words", "packages", "retrieval.retriever needs bm25s, which is not installed"),
         ("ranker", "retrieval.model", "ranker: no such folder"),
         ("index", "rollout.environment", "retrieval.index=nowhere: no index there; write one: tandemrl data index"),

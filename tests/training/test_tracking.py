@@ -175,7 +175,7 @@ def test_an_evaluation_shows_how_many_texts_were_cut_off_beside_the_rollouts() -
 def test_the_lines_of_a_step_fit_80_columns_and_no_value_stands_apart_from_its_name(
     step: int, steps: int, scale: int
 ) -> None:
-    names = ["reward/mean", "loss", "grad_norm", "tandem/senior_draw_frac", "time/step", "mismatch/mean_abs"]
+    names = ["reward/mean", "loss", "grad_norm", "tandem/senior_frac", "time/step", "mismatch/mean_abs"]
     metrics = {name: scale * 12.345 for name in [*names, *(f"eval/pass@{2**k}" for k in range(9))]}
     metrics |= {f"monitor/{name}": scale * 12.345 for name in ("pass@1000", "pass@2000", "aime/pass@1")}
     lines = summary_line(step, steps, metrics, 30.0).split("\n")

@@ -6,7 +6,7 @@ line, and the code revision. All three are stored with every checkpoint and resu
 
 import difflib
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import Any, get_args, get_type_hints
@@ -40,7 +40,11 @@ def load(path: str | Path | None = None, overrides: Sequence[str] = ()) -> Confi
     sources: list[tuple[str, Any]] = []
     if path is not None:
         file = str(find_config(path))
-        sources.append((file, _parsed(file, OmegaConf.load, file)))
+        _require_utf8(file)
+        source = _parsed(file, OmegaConf.load, file)
+        if OmegaConf.is_dict(source) and not source:
+            raise ConfigError(f"{file} is empty; write what differs from the defaults (see `tandemrl config`)")
+        sources.append((file, source))
     for item in overrides:
         if "=" not in item:
             raise ConfigError(f"override {item!r}: expected key=value, e.g. train.lr=1e-5")
@@ -114,9 +118,9 @@ def find_config(path: str | Path) -> Path:
             return inside
         raise ConfigError(f"config {str(path)!r}: a folder without a config.yaml, so not that of a run; {names}")
     if len(candidate.parts) > 1 or candidate.suffix:
-        raise ConfigError(f"config {str(path)!r}: no such file{hint(candidate) or f'; {names}'}")
-    close = difflib.get_close_matches(str(path), packaged, n=1)
-    raise ConfigError(f"config {str(path)!r} not found{f' (did you mean {close[0]}?)' if close else ''}; {names}")
+        named = _closest(candidate.stem, packaged) if len(candidate.parts) == 1 else ""
+        raise ConfigError(f"config {str(path)!r}: no such file{hint(candidate) or f'{named}; {names}'}")
+    raise ConfigError(f"config {str(path)!r} not found{_closest(candidate.name, packaged)}; {names}")
 
 
 def packaged_configs() -> dict[str, Path]:
@@ -125,6 +129,21 @@ def packaged_configs() -> dict[str, Path]:
 
     paths = sorted(Path(str(file)) for file in files("tandemrl.configs").iterdir() if file.name.endswith(".yaml"))
     return {path.stem: path for path in paths}
+
+
+def _closest(name: str, packaged: Collection[str]) -> str:
+    """A question that names the packaged config that was probably meant, or nothing."""
+    longer = [known for known in packaged if known.startswith(name)]
+    close = longer or difflib.get_close_matches(name, packaged, n=1)
+    return f" (did you mean {' or '.join(close)}?)" if close else ""
+
+
+def _require_utf8(file: str) -> None:
+    try:
+        Path(file).read_bytes().decode()
+    except UnicodeDecodeError as error:
+        line = error.object.count(b"\n", 0, error.start) + 1
+        raise ConfigError(f"{file}, line {line}: not UTF-8; save the file as UTF-8") from None
 
 
 def _parsed(where: str, parse: Callable[[Any], Any], text: str | list[str]) -> Any:

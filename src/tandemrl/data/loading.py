@@ -11,7 +11,7 @@ from typing import Any
 from tandemrl.data import hops, word_problems
 from tandemrl.data.rows import BUILT, GSM8K, DataError, Row, gsm8k_row, messages_of, object_of
 from tandemrl.data.synthetic import PAIRS, SPLITS, generate
-from tandemrl.files import LineError, hint, parse_json, read_json_lines
+from tandemrl.files import LineError, hint, parse_json, pip_install, read_json_lines
 
 
 def load_rows(sources: Sequence[str]) -> list[Row]:
@@ -112,7 +112,7 @@ def load_hub(repo: str, config: str | None, split: str | None, *, where: str) ->
     try:
         import datasets
     except ImportError:
-        raise DataError(f"{where}: reading from the hub needs `datasets`: pip install 'tandemrl[hub]'") from None
+        raise DataError(f"{where}: reading from the hub needs `datasets`: {pip_install('hub')}") from None
     try:
         return datasets.load_dataset(repo, config, split=split)
     except Exception as error:

@@ -118,6 +118,8 @@ def chat_tokens(
     where: str,
     arguments: Mapping[str, Any],
     tools: Sequence[Mapping[str, Any]] = (),
+    *,
+    to_answer: bool = True,
 ) -> Sequence[int]:
     """The token ids of messages under the tokenizer's chat template, up to where the answer begins.
 
@@ -125,6 +127,7 @@ def chat_tokens(
         where: whose messages they are, for an error.
         arguments: further variables of the template; see `template_variables`.
         tools: the schemas of the tools.
+        to_answer: whether the beginning of an answer follows the messages.
 
     Raises:
         ConfigError: the template does not read one of the arguments.
@@ -140,7 +143,7 @@ def chat_tokens(
     try:
         return tokenizer.apply_chat_template(
             [dict(message) for message in messages],
-            add_generation_prompt=True,
+            add_generation_prompt=to_answer,
             tokenize=True,
             return_dict=False,
             tokenizer_kwargs={"verbose": False},  # too long a prompt is ours to report

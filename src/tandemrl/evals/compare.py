@@ -155,6 +155,19 @@ _LOWER_IS_BETTER = (
 )
 
 
+def good_end(metric: str) -> Literal["higher", "lower"] | None:
+    """Which values of a metric are better; None if neither end is.
+
+    Examples:
+        >>> good_end("senior_first/pass@1"), good_end("cross_entropy"), good_end("length")
+        ('higher', 'lower', None)
+    """
+    name = metric.rpartition("/")[2]
+    if name.startswith(_HIGHER_IS_BETTER):
+        return "higher"
+    return "lower" if name.startswith(_LOWER_IS_BETTER) else None
+
+
 def judgement(contrast: Contrast) -> str:
     """The verdict in words: A is better or worse if the metric has a good end, else higher or lower.
 
@@ -164,10 +177,10 @@ def judgement(contrast: Contrast) -> str:
     """
     if contrast.verdict == "no difference shown":
         return contrast.verdict
-    is_higher, name = contrast.verdict == "A > B", contrast.metric.rpartition("/")[2]
-    if not name.startswith((*_HIGHER_IS_BETTER, *_LOWER_IS_BETTER)):
+    good = good_end(contrast.metric)
+    if good is None:
         return contrast.verdict
-    return f"{contrast.verdict}: {'better' if is_higher == name.startswith(_HIGHER_IS_BETTER) else 'worse'}"
+    return f"{contrast.verdict}: {'better' if (contrast.verdict == 'A > B') == (good == 'higher') else 'worse'}"
 
 
 def markdown_table(contrasts: Sequence[Contrast], *, a: str = "A", b: str = "B") -> str:
@@ -311,7 +324,7 @@ def _protocol(config: Mapping[str, Any], varied: Collection[str]) -> dict[str, A
 
     Junior and data are compared by their content if that is known.
     """
-    digests = config["digests"]
+    digests = config.get("digests") or {}
 
     def content(source: str) -> str:
         return digests.get(str(Path(source)), source)

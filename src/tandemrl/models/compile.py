@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel
 
+from tandemrl.files import pip_install
 from tandemrl.models.attention import ModelError, PackedLayout, UlyssesLayout
 from tandemrl.models.forward import gathering, hidden_states
 
@@ -44,7 +45,7 @@ def use_liger(model: PreTrainedModel, *, name: str = "model", device: torch.devi
     try:
         liger = importlib.import_module("liger_kernel.transformers")
     except ImportError as error:
-        raise ModelError(f"model.liger=true: {error}; install the extra: pip install 'tandemrl[liger]'") from None
+        raise ModelError(f"model.liger=true: {error}; install the extra: {pip_install('liger')}") from None
     tokens = torch.arange(7, device=device)
     positions, layout = tokens % 4, PackedLayout([np.arange(4), np.arange(4, 7)], device)
     with torch.no_grad():

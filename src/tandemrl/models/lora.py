@@ -18,6 +18,7 @@ from torch.nn import functional as F
 from transformers import PreTrainedModel
 
 from tandemrl.config import ConfigError, LoraConfig
+from tandemrl.files import pip_install
 from tandemrl.models.sharding import full_parameters, full_tensor
 
 ADAPTER = "default"
@@ -88,7 +89,7 @@ def attach(model: PreTrainedModel, config: LoraConfig, seed: int) -> PreTrainedM
         from peft import inject_adapter_in_model
     except ImportError:
         raise ConfigError(
-            f"model.lora.rank={config.rank}: adapters need peft: pip install 'tandemrl[lora]', or model.lora.rank=0"
+            f"model.lora.rank={config.rank}: adapters need peft: {pip_install('lora')}, or model.lora.rank=0"
         ) from None
     if "all-linear" in config.targets and len(config.targets) > 1:
         raise ConfigError(f"model.lora.targets={list(config.targets)}: all-linear stands alone")

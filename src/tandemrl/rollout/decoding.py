@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from tandemrl.models.sampling import Truncation, draw, kept_tokens, penalise, race_times
-from tandemrl.rollout.engine import Aborts, Completion, EngineError, Passes, Request, StopReason
+from tandemrl.rollout.engine import Aborts, Completion, EngineError, OnTokens, Passes, Request, StopReason
 from tandemrl.rollout.kv_cache import KVCache, Layers, chunk_hidden, column_mask, extend, prefill
 from tandemrl.selection.draws import SAMPLING, fold_in, stream
 from tandemrl.selection.live import LiveSelection, Mark
@@ -49,6 +49,8 @@ class Row:
     """Number of the present turn, from 0."""
     start: int = 0
     """Column of the output arrays where the present turn begins."""
+    told: int = 0
+    """How many columns of the output arrays ``DecodingBatch.tell`` has told of."""
     written: int = 0
     """How many columns of the output arrays the row has filled. It is not updated while a turn is being written."""
     own: int = 0
@@ -130,6 +132,14 @@ class DecodingBatch:
     def own_tokens(self, row: Row) -> Int64[Tensor, " n"]:
         """The tokens of the turn that a row has just ended."""
         return self.tokens[row.number, row.start : row.written]
+
+    def tell(self, on_tokens: OnTokens) -> None:
+        """Call ``on_tokens`` for every row that has tokens of which it was not told."""
+        for row, written in zip(self.rows, self.written.tolist(), strict=True):
+            if written > row.told:
+                new = slice(row.told, written)
+                on_tokens(row.number, self.tokens[row.number, new].tolist(), self.logprobs[row.number, new].tolist())
+                row.told = written
 
     def completion(self, row: Row, version: int, transcript: Transcript | None) -> Completion:
         assert row.stop_reason is not None

@@ -189,6 +189,13 @@ class EngineInfo(NamedTuple):
     adapters: bool = False
     """Whether the senior is adapters on the junior's weights. Then ``load_weights`` takes the adapters alone, and the
     fingerprint covers them and the base, under the trainer's names."""
+    streams: bool = False
+    """Whether ``generate`` takes ``on_tokens``, an ``OnTokens``, and calls it whenever tokens were written."""
+
+
+OnTokens = Callable[[int, list[int], list[float]], None]
+"""Hears of new tokens while a call of ``generate`` runs, in the thread of the call: the number of the completion,
+counted over all keys of all requests in order, its further tokens and their log-probs."""
 
 
 class Passes(NamedTuple):
@@ -227,6 +234,11 @@ class Engine(Protocol):
     vocabulary: int
     """The engine writes token ids below this number, which is the size of the smaller of the two LM heads."""
     has_junior: bool
+
+    @property
+    def context(self) -> int:
+        """How many tokens prompt and completion may have together."""
+        ...
 
     @property
     def info(self) -> EngineInfo: ...

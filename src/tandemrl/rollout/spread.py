@@ -28,8 +28,12 @@ class SpreadEngine:
         self._group = world.new_cpu_group()
 
     @property
+    def context(self) -> int:
+        return self.own.context
+
+    @property
     def info(self) -> EngineInfo:
-        return self.own.info
+        return self.own.info._replace(streams=False)
 
     def generate(
         self,

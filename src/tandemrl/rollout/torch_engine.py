@@ -21,6 +21,7 @@ from tandemrl.rollout.engine import (
     Completion,
     EngineError,
     EngineInfo,
+    OnTokens,
     Passes,
     Reply,
     Request,
@@ -96,7 +97,7 @@ class TorchEngine:
     @property
     def info(self) -> EngineInfo:
         dtype = str(self._decoder.heads[1].weight.dtype).removeprefix("torch.")
-        return EngineInfo("torch", dtype, adapters=bool(self._adapted))
+        return EngineInfo("torch", dtype, adapters=bool(self._adapted), streams=True)
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
         own = {
@@ -137,6 +138,7 @@ class TorchEngine:
         *,
         progress: Callable[[int], None] | None = None,
         responder: Responder | None = None,
+        on_tokens: OnTokens | None = None,
     ) -> list[list[Completion]]:
         for i, request in enumerate(requests):
             check_request(i, request, vocabulary=self.vocabulary, context=self.context, has_junior=self.has_junior)
@@ -168,6 +170,8 @@ class TorchEngine:
                     stamp()
                 if progress is not None:
                     progress(written)
+                if on_tokens is not None:
+                    batch.tell(on_tokens)
                 for row in ended:
                     between.submit(row, batch.own_tokens(row))
             if self._aborts:

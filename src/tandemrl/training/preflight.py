@@ -27,7 +27,7 @@ from tandemrl.data.rows import DataError, Prompt, Row, encode_prompts
 from tandemrl.distributed.watchdog import stamp
 from tandemrl.evals import profile_of
 from tandemrl.evals.files import digests
-from tandemrl.files import hint
+from tandemrl.files import hint, pip_install
 from tandemrl.losses import Recipe
 from tandemrl.models.attention import ModelError
 from tandemrl.models.loading import (
@@ -261,7 +261,7 @@ class Preflight:
             require_vllm("rollout.engine=vllm")
         for (key, package, extra), is_needed in needed.items():
             if is_needed and importlib.util.find_spec(package) is None:
-                raise ConfigError(f"{key} needs {package}, which is not installed: pip install 'tandemrl[{extra}]'")
+                raise ConfigError(f"{key} needs {package}, which is not installed: {pip_install(extra)}")
         used = ["vllm"] if config.rollout.engine == "vllm" else []
         used += [package for (_, package, _), is_needed in needed.items() if is_needed]
         return ", ".join(used) or "no optional ones needed"

@@ -32,7 +32,7 @@ from rich.table import Table
 from rich.text import Text
 
 from tandemrl.config import Config, to_dict
-from tandemrl.files import write_text
+from tandemrl.files import pip_install, write_text
 from tandemrl.types import Author, Rollout, own_turns
 
 STYLES = {Author.SENIOR: "cyan", Author.JUNIOR: "yellow", Author.CONTEXT: "dim"}
@@ -41,11 +41,11 @@ _SUMMARY = (
     ("reward", "reward/mean", "{:.3f}"),
     ("loss", "loss", "{:+.3f}"),
     ("grad", "grad_norm", "{:.2f}"),
-    ("senior", "tandem/senior_draw_frac", "{:.2f}"),
+    ("senior", "tandem/senior_frac", "{:.2f}"),
     ("accepted", "draft/acceptance", "{:.2f}"),
 )
-"""What the line of a step shows: label, metric, format. ``senior`` is the senior's share of the author draws, and
-``accepted`` the share of the junior's drafts that the senior accepts."""
+"""What the line of a step shows: label, metric, format. ``senior`` is the fraction of the response tokens that
+the senior generated, and ``accepted`` the fraction of the junior's drafts that the senior accepts."""
 STOPPED = "stopped.json"
 """The file that says of a run which ended before its last step where and why. It is there until the run goes on."""
 MAX_REASON_CHARS = 500
@@ -423,7 +423,7 @@ def _start_wandb(folder: Path, config: Config, say: Callable[[str], None]) -> An
         import wandb
     except ImportError:
         raise TrackingError(
-            "train.wandb needs Weights & Biases: pip install 'tandemrl[wandb]', or train.wandb=disabled"
+            f"train.wandb needs Weights & Biases: {pip_install('wandb')}, or train.wandb=disabled"
         ) from None
     if mode == "online" and not _has_wandb_key():
         say("wandb: no API key (see `wandb login`); recording offline, to be uploaded with `wandb sync`")

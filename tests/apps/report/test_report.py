@@ -21,6 +21,7 @@ from tandemrl.apps.report import (
     headlines,
     read_results,
     summary_table,
+    tables,
     write_report,
 )
 from tandemrl.apps.report.figures import shared, thin
@@ -86,9 +87,14 @@ def write_run(folder: Path, steps: int = 4, offset: float = 0.0, **config: Any) 
     folder.mkdir(parents=True, exist_ok=True)
     lines = []
     for step in range(1, steps + 1):
-        line = {"step": step, "reward/mean": offset + step / 100, "response/length": 40.0, "tandem/senior_frac": 0.5}
+        line = {
+            "step": step,
+            "reward/mean": offset + step / 100,
+            "response/length": 40.0 - step,
+            "tandem/senior_frac": 0.5,
+        }
         times = {"time/step": 2.0, "time/rollout": 1.0, "time/update": 0.5}
-        lines.append(line | times | ({"eval/pass@1": 0.5, "time/eval": 0.25} if step % 2 == 0 else {}))
+        lines.append(line | times | ({"eval/pass@1": 0.5 + step / 100, "time/eval": 0.25} if step % 2 == 0 else {}))
     (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     (folder / "config.yaml").write_text(json.dumps({"train": {"steps": steps, "lr": 1e-4}} | config))
 
@@ -383,11 +389,11 @@ def test_the_page_is_well_formed_and_refers_to_nothing_outside(page: str) -> Non
 
 
 def test_the_page_has_every_section_that_there_is_data_for(page: str) -> None:
-    for title in ("Solo pass@k", "Handoff, senior first, against solo", "Legibility", "Training reward"):
+    for title in ("Solo: pass@k", "Handoff, senior first, against solo", "Legibility", "Training reward"):
         assert f"<figcaption>{title}<small>" in page
-    for title in ("Held-out solo pass@1", "Response length", "Senior's share", "Where the time goes"):
-        assert f"<figcaption>{title.replace(chr(39), '&#39;')}<small>" in page
-    for title in ("Entropy of the senior", "KL to the reference"):
+    for title in ("Held-out solo pass@1", "Response length", "Where the time goes"):
+        assert f"<figcaption>{title}<small>" in page
+    for title in ("Entropy of the senior", "KL to the reference", "Tokens by the senior"):  # the last one is constant
         assert title not in page
     assert "prefers-color-scheme: dark" in page
     assert 'name="viewport"' in page
@@ -525,7 +531,9 @@ def test_metrics_of_episodes_have_columns_curves_and_commands(tmp_path: Path) ->
     )
 
 
-def test_acceptance_stands_beside_the_junior_ce_with_their_correlation(tmp_path: Path) -> None:
+def test_acceptance_stands_beside_the_junior_ce_with_their_correlation(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     values = {"base": (0.75, 1.0), "grpo": (0.25, 9.0), "tandem": (1.0, 0.5)}
     for arm, (acceptance, ce) in values.items():
         write_phase(tmp_path / "eval" / arm, "legibility", {"cross_entropy": ce, "acceptance": acceptance})
@@ -538,6 +546,8 @@ def test_acceptance_stands_beside_the_junior_ce_with_their_correlation(tmp_path:
     report = build_report(tmp_path)
     head, _, *rows = [line for line in headlines(report).splitlines() if line.startswith("|")]
     assert [cells(row)[cells(head).index("acceptance")][:5] for row in rows] == ["0.750", "0.250", "1.000"]
+    assert "Pearson" not in to_markdown(report)  # of three points
+    monkeypatch.setattr(tables, "FEWEST_PAIRS", 3)
     r = np.corrcoef([0.75, 0.25, 1.0], [1.0, 9.0, 0.5])[0, 1]
     said = f"Acceptance and junior CE of solo texts, over arms and seeds: Pearson’s r −{-r:.3f}, n 3."
     html = to_html(report)
@@ -559,6 +569,31 @@ def test_acceptance_stands_beside_the_junior_ce_with_their_correlation(tmp_path:
     for line in (said, f"{drafts}: Pearson’s r −{-r:.3f}, n 4."):
         assert line in to_markdown(report)
     assert any(caveat.startswith("kl, legibility has no acceptance") for caveat in report.caveats)
+
+
+def test_evaluated_arms_that_no_experiment_compared_are_compared(tmp_path: Path) -> None:
+    once = {"samples": 1, "k": [1]}
+    for arm, correct in (("base", "0000"), ("mine", "1110")):
+        rows = [
+            sample([1], "S1", "x", problem=number, correct=right == "1", score=float(right))
+            for number, right in enumerate(correct)
+        ]
+        write_phase(tmp_path / arm, "pass-at-k", {"pass@1": sum(map(int, correct)) / 4}, rows, eval=once)
+    (setting,) = build_report(tmp_path).records.settings
+    (contrast,) = [each for each in setting.contrasts if each.metric == "pass@1"]
+    assert (contrast.a, contrast.b, contrast.difference.mean) == ("mine", "base", 0.75)
+    text = to_markdown(build_report(tmp_path))
+    assert "- **mine against base**: better: solo pass@1 (+0.750)" in text
+
+    write_phase(tmp_path / "other", "pass-at-k", {"pass@1": 1.0}, [sample([1], "S1", "x", problem=9)], eval=once)
+    caveats = build_report(tmp_path).caveats
+    assert any(each.startswith("other and base cannot be compared: ") for each in caveats)
+
+
+def test_what_a_column_means_and_which_end_is_better_stands_on_the_page(page: str) -> None:
+    assert 'title="fraction of correct responses when the senior generates alone">solo pass@1 ↑' in page
+    assert ">junior CE ↓" in page
+    assert "<dt>handoff, junior first</dt>" in page
 
 
 def test_a_tokenizer_that_gives_other_texts_is_not_trusted(experiment: Path) -> None:
@@ -689,7 +724,7 @@ def test_missing_phases_and_missing_samples_leave_the_rest(tmp_path: Path) -> No
 def test_differences_say_only_what_their_intervals_exclude(page: str, experiment: Path) -> None:
     text = to_markdown(build_report(experiment))
     assert (
-        "- **tandem &lt;GRPO> against GRPO**: higher: handoff, senior first (+0.020); "
+        "- **tandem &lt;GRPO> against GRPO**: better: handoff, senior first (+0.020); "
         "no difference shown: solo pass@1 (+0.040)." in text
     )
     rows = {

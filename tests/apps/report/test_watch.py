@@ -9,6 +9,7 @@ import httpx
 import pytest
 
 from tandemrl.apps.report import build_report
+from tandemrl.apps.report.records import ReportError
 from tandemrl.apps.report.watch import LiveReport, server
 
 
@@ -51,3 +52,9 @@ def test_only_this_machine_and_only_the_page_are_answered(run: Path, address: st
     assert httpx.get(address, headers={"Host": "evil.example"}).status_code == 403
     assert httpx.get(f"{address}/../metrics.jsonl").status_code == 404
     assert "default-src 'none'" in httpx.get(address).headers["content-security-policy"]
+
+
+def test_a_port_in_use_is_named(run: Path, address: str) -> None:
+    port = int(address.rpartition(":")[2])
+    with pytest.raises(ReportError, match=rf"port {port} of 127\.0\.0\.1: .* choose another --port, or 0 for any"):
+        server(LiveReport(run, lambda: build_report(run)), port=port, every_s=3)

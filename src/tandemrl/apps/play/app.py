@@ -21,8 +21,8 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from tandemrl.apps.asgi import LOOPBACK, limited, refused_host
 from tandemrl.apps.play.duo import Draft, Duo, Piece
-from tandemrl.asgi import LOOPBACK, limited, refused_host
 from tandemrl.config import SelectionConfig, load
 from tandemrl.files import is_unicode
 from tandemrl.rollout.engine import EngineError

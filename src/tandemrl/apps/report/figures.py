@@ -42,9 +42,9 @@ CURVES = (
     Curve("eval/pass@1", "Held-out solo pass@1", "pass@1"),
     Curve("monitor/pass@1", "Monitored solo pass@1", "pass@1"),
     Curve("response/length", "Response length", "tokens"),
-    Curve("response/truncated", "Rollouts that the limit of tokens cut off", "share"),
-    Curve("eval/truncation_rate", "Held-out solo texts that the limit of tokens cut off", "share"),
-    Curve("tandem/senior_frac", "Senior's share", "share of response tokens"),
+    Curve("response/truncated", "Rollouts that the limit of tokens cut off", "fraction"),
+    Curve("eval/truncation_rate", "Held-out solo texts that the limit of tokens cut off", "fraction"),
+    Curve("tandem/senior_frac", "Tokens by the senior", "fraction of response tokens"),
     Curve("env/turns", "Turns of an episode", "turns"),
     Curve("env/tool_errors", "Tool errors", "per episode"),
     Curve("env/invalid_calls", "Calls that could not be made", "per episode"),
@@ -56,13 +56,14 @@ CURVES = (
 )
 
 
-ACCEPTANCE = Curve("draft/acceptance", "Drafts that the senior accepts", "share where it is the author")
+ACCEPTANCE = Curve("draft/acceptance", "Drafts that the senior accepts", "fraction where it is the author")
 """The curve beside the junior's cross-entropy. Both show how well the junior can follow."""
 
 
 def all_figures(arms: Styled, prefix: str) -> list[Figure]:
     """Every plot that the arms have data for, in the order of the page."""
-    makers: list[Callable[[Styled, str], Figure | None]] = [pass_at_k_plot]
+    makers: list[Callable[[Styled, str], Figure | None]] = []
+    makers += [partial(pass_at_k_plot, column=column) for column in (SOLO, SENIOR_FIRST, JUNIOR_FIRST)]
     makers += [partial(handoff_plot, column=column) for column in (SENIOR_FIRST, JUNIOR_FIRST)]
     makers += [legibility_plot]
     makers += [partial(curve_plot, curve=curve) for curve in (ACCEPTANCE, *CURVES)]
@@ -96,7 +97,10 @@ def shared(curves: Sequence[tuple[np.ndarray, np.ndarray]]) -> tuple[np.ndarray,
 def curve_plot(arms: Styled, name: str, curve: Curve) -> Figure | None:
     """A learning curve: the mean over seeds, a band from the lowest to the highest seed, and a thin line per seed."""
     longest, several = 0, False
-    scale, unit = _scale([series(run, curve.metric)[1] for arm, _ in arms for run in arm.runs])
+    measured = [series(run, curve.metric)[1] for arm, _ in arms for run in arm.runs]
+    if len({value for values in measured for value in values.tolist()}) == 1 and sum(map(len, measured)) > 1:
+        return None  # nothing to see
+    scale, unit = _scale(measured)
     with axes() as (figure, ax):
         for arm, look in arms:
             runs = [(x, scale * y) for x, y in (series(run, curve.metric) for run in arm.runs) if len(x)]
@@ -126,14 +130,16 @@ def curve_plot(arms: Styled, name: str, curve: Curve) -> Figure | None:
         return Figure(curve.title, "; ".join(notes), draw(figure, name, f"{curve.title} over training steps"))
 
 
-def pass_at_k_plot(arms: Styled, name: str) -> Figure | None:
-    """Solo pass@k over k."""
+def pass_at_k_plot(arms: Styled, name: str, column: Column = SOLO) -> Figure | None:
+    """pass@k over k: that of a column which shows pass@1."""
+    prefix = column.metric.removesuffix("pass@1")
     with axes() as (figure, ax):
         ks: set[int] = set()
         for arm, look in arms:
-            keys = {key for r in arm.phase("pass-at-k").values() for key in r["metrics"]["macro"]}
-            ks_of_arm = sorted(int(match.group(1)) for key in keys if (match := re.fullmatch(r"pass@(\d+)", key)))
-            estimates = [estimate(arm, Column("", "pass-at-k", f"pass@{k}")) for k in ks_of_arm]
+            keys = {key for r in arm.phase(column.phase).values() for key in r["metrics"]["macro"]}
+            matches = (re.fullmatch(rf"{re.escape(prefix)}pass@(\d+)", key) for key in keys)
+            ks_of_arm = sorted(int(match.group(1)) for match in matches if match)
+            estimates = [estimate(arm, Column("", column.phase, f"{prefix}pass@{k}")) for k in ks_of_arm]
             points = [(k, e) for k, e in zip(ks_of_arm, estimates, strict=True) if e is not None]
             if points:
                 ks |= {k for k, _ in points}
@@ -143,8 +149,10 @@ def pass_at_k_plot(arms: Styled, name: str) -> Figure | None:
         ax.set_xscale("log", base=2)
         ax.set_xticks(sorted(ks), [str(k) for k in sorted(ks)])
         ax.xaxis.set_minor_locator(NullLocator())
-        ax.set(xlabel="k (samples per problem)", ylabel="solo pass@k")
-        return Figure("Solo pass@k", "the senior alone; bars: 95 % intervals", draw(figure, name, "Solo pass@k over k"))
+        what = column.title.removesuffix(" pass@1")
+        ax.set(xlabel="k (samples per problem)", ylabel=f"{what}: pass@k")
+        title = f"{what.capitalize()}: pass@k"
+        return Figure(title, f"{column.meaning}; bars: 95 % intervals", draw(figure, name, f"{title} over k"))
 
 
 def handoff_plot(arms: Styled, name: str, column: Column) -> Figure | None:
@@ -172,7 +180,7 @@ def handoff_plot(arms: Styled, name: str, column: Column) -> Figure | None:
                 elinewidth=1,
                 zorder=3,
             )
-            limits += [solo.mean, handoff.mean]
+            limits += [end for e in (solo, handoff) for end in (e.mean, e.low, e.high) if end is not None]
         if not limits:
             return None
         margin = max(0.04, 0.12 * (max(limits) - min(limits)))

@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -11,6 +11,7 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup, escape
 
 from tandemrl.apps.report import provenance, svg
+from tandemrl.apps.report.differences import paired_differences
 from tandemrl.apps.report.figures import Styled, all_figures
 from tandemrl.apps.report.records import FIRST_ARMS, ArmRecord, Records, Setting, discover
 from tandemrl.apps.report.samples import Gallery, galleries
@@ -29,6 +30,7 @@ from tandemrl.apps.report.tables import (
     relations,
     signed_interval,
 )
+from tandemrl.evals.compare import good_end
 from tandemrl.files import write_text
 from tandemrl.models.loading import load_tokenizer
 from tandemrl.types import Author
@@ -62,6 +64,8 @@ def build_report(folder: str | Path, *, title: str | None = None, tokenizer: str
     records = discover(folder)
     decoder = None if tokenizer is None else load_tokenizer(tokenizer)
     notes: list[str] = []
+    settings = (replace(each, contrasts=paired_differences(each, notes.append)) for each in records.settings)
+    records = replace(records, settings=tuple(settings))
     shown = {setting.name: galleries(records, setting, notes.append, decoder) for setting in records.settings}
     name = records.experiment.get("name") or records.folder.resolve().name
     return Report(
@@ -129,15 +133,17 @@ def to_markdown(report: Report, *, plots: str = "report.html") -> str:
         if several or setting.name:
             parts.append(f"## {setting.name or 'top level'}")
         measured = [arm for arm in setting.arms if arm.evaluations]
+        contrasts = _contrasts(setting)
+        if contrasts:
+            parts += ["### In short", _sentences(contrasts)]
         if measured:
             parts += [headline_table(measured), _interval_note(measured), *relations(setting.arms)]
-        if setting.contrasts:
-            contrasts = _contrasts(setting)
+        if contrasts:
             head = ["comparison", "metric", "difference [95 % interval]", "verdict"]
             rows = [
                 [" − ".join(c["between"]), c["metric"], f"{c['mean']} {c['interval']}", c["verdict"]] for c in contrasts
             ]
-            parts += ["### Differences", _sentences(contrasts), markdown_table(head, rows, left=2)]
+            parts += ["### Differences", markdown_table(head, rows, left=2)]
         if setting.claims:
             parts += ["### Claims", claims_table(setting.claims)]
         for metric in TREND:
@@ -220,6 +226,7 @@ def _setting(number: int, setting: Setting, looks: Mapping[str, svg.Style], show
             (arm, Markup(svg.key(look, f"s{number}-key{i}"))) for i, (arm, look) in enumerate(styled) if len(styled) > 1
         ],
         "galleries": shown,
+        "opened": next((i for i, each in enumerate(shown) if _has_correct(each)), 0),
         "episodes": any(
             author == Author.CONTEXT
             for gallery in shown
@@ -228,6 +235,10 @@ def _setting(number: int, setting: Setting, looks: Mapping[str, svg.Style], show
             for author, _ in each.spans
         ),
     }
+
+
+def _has_correct(gallery: Gallery) -> bool:
+    return any(sample.correct for problem in gallery.problems for _, sample in problem.shown)
 
 
 def _lead(records: Records) -> str:
@@ -281,21 +292,29 @@ def _contrasts(setting: Setting) -> list[dict[str, Any]]:
                 "interval": interval,
                 "decided": each.clear,
                 "verdict": f"{a} {'>' if above else '<'} {b}" if each.clear else UNDECIDED,
-                "direction": ("higher" if above else "lower") if each.clear else UNDECIDED,
+                "direction": _direction(each.metric, above) if each.clear else UNDECIDED,
                 "headline": column is not None,
             }
         )
     return rows
 
 
+def _direction(metric: str, above: bool) -> str:
+    """What a clear difference is called: better or worse if the metric has a good end, else higher or lower."""
+    good = good_end(metric)
+    if good is None:
+        return "higher" if above else "lower"
+    return "better" if above == (good == "higher") else "worse"
+
+
 def _verdicts(rows: Sequence[Mapping[str, Any]]) -> list[tuple[str, list[tuple[str, str]]]]:
-    """A sentence per comparison: (what is compared, [("higher", metrics with their differences), …])."""
+    """A sentence per comparison: (what is compared, [("better", metrics with their differences), …])."""
     sentences = []
     for between in dict.fromkeys(row["between"] for row in rows):
         mine = [row for row in rows if row["between"] == between and row["headline"]]
         changes = [
             (direction, ", ".join(f"{row['title']} ({row['amount']})" for row in mine if row["direction"] == direction))
-            for direction in ("higher", "lower", UNDECIDED)
+            for direction in ("better", "worse", "higher", "lower", UNDECIDED)
         ]
         sentences.append((f"{between[0]} against {between[1]}", [(what, listed) for what, listed in changes if listed]))
     return sentences

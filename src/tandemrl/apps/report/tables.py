@@ -8,9 +8,12 @@ from statistics import fmean
 from typing import Any, NamedTuple
 
 from tandemrl.apps.report.records import MEASURES, ArmRecord, Claim, EvaluationRecord, Setting
+from tandemrl.evals.compare import good_end
 from tandemrl.evals.stats import Interval, pearson, seed_interval
 
 MISSING = "–"
+FEWEST_PAIRS = 8
+"""From how many points a correlation is given."""
 LAST = 5
 """How many steps the closing mean of a learning curve covers. The reward of a single step is too noisy."""
 
@@ -55,7 +58,7 @@ class Column(NamedTuple):
     """A macro metric of a phase, as a column of the headline table.
 
     If ``phase`` is "", it is a measure of ``results.json`` alone. No value can be below 0 or above ``highest``, so
-    intervals over seeds are cut there.
+    intervals over seeds are cut there. ``meaning`` explains it in a sentence.
     """
 
     title: str
@@ -64,22 +67,43 @@ class Column(NamedTuple):
     unit: str = ""
     shown: Callable[[float], str] = rate
     highest: float = 1.0
+    meaning: str = ""
+
+    @property
+    def arrow(self) -> str:
+        """↑ if higher values are better, ↓ if lower ones are, else nothing."""
+        return {"higher": "↑", "lower": "↓", None: ""}[good_end(self.metric)]
 
     @property
     def heading(self) -> str:
         return f"{self.title} ({self.unit})" if self.unit else self.title
 
 
-SOLO = Column("solo pass@1", "pass-at-k", "pass@1")
-TANDEM = Column("tandem pass@1", "tandem", "pass@1")
-HANDOFF = Column("handoff pass@1", "handoff", "pass@1")
+SOLO = Column(
+    "solo pass@1", "pass-at-k", "pass@1", meaning="fraction of correct responses when the senior generates alone"
+)
+TANDEM = Column(
+    "tandem pass@1", "tandem", "pass@1", meaning="fraction of correct responses when both generate, as in training"
+)
+HANDOFF = Column("handoff pass@1", "handoff", "pass@1", meaning="the mean over both orders")
 """The mean over both orders. The headline table has a column for each order, too."""
-SENIOR_FIRST = Column("handoff, senior first", "handoff", "senior_first/pass@1")
-JUNIOR_FIRST = Column("handoff, junior first", "handoff", "junior_first/pass@1")
+SENIOR_FIRST = Column(
+    *("handoff, senior first", "handoff", "senior_first/pass@1"),
+    meaning="fraction of correct responses when they take turns, a step each, and the senior starts",
+)
+JUNIOR_FIRST = Column(
+    "handoff, junior first", "handoff", "junior_first/pass@1", meaning="the same, and the junior starts"
+)
 SENIOR_TURN_FIRST = Column("handoff by turns, senior first", "handoff", "senior_first_turns/pass@1")
 SENIOR_THEN_JUNIOR = Column("senior’s first turn, then junior", "handoff", "senior_then_junior/pass@1")
-JUNIOR_CE = Column("junior CE", "legibility", "cross_entropy", "nats/token", nats, inf)
-ACCEPTANCE = Column("acceptance", "legibility", "acceptance")
+JUNIOR_CE = Column(
+    *("junior CE", "legibility", "cross_entropy", "nats/token", nats, inf),
+    meaning="cross-entropy of the senior's solo responses under the junior: how surprised the junior is",
+)
+ACCEPTANCE = Column(
+    *("acceptance", "legibility", "acceptance"),
+    meaning="fraction of the senior's tokens that the junior draws, too, with the same random numbers",
+)
 JARGON_RATE = Column("jargon rate", "", "jargon_rate")
 SHORTHAND_RATE = Column("shorthand rate", "", "shorthand_rate")
 REPAIRS = Column("repairs per handoff text", "", "handoff/repairs", "", nats, inf)
@@ -96,9 +120,12 @@ COLUMNS = (
     SENIOR_THEN_JUNIOR,
     JUNIOR_CE,
     ACCEPTANCE,
-    Column("drift KL", "drift", "kl", "nats/token", nats, inf),
+    Column(
+        *("drift KL", "drift", "kl", "nats/token", nats, inf),
+        meaning="KL of the senior to the model before training, on its own responses",
+    ),
     Column("verified pass@1", "verified", "verified_pass@1"),
-    Column("length", "pass-at-k", "length", "tokens", count, inf),
+    Column("length", "pass-at-k", "length", "tokens", count, inf, "mean length of solo responses"),
     Column("turns", "pass-at-k", "turns", "", count, inf),
     Column("tool errors", "pass-at-k", "tool_errors", "", nats, inf),
     Column("invalid calls", "pass-at-k", "invalid_calls", "", nats, inf),
@@ -164,8 +191,8 @@ def over_seeds(by_seed: Mapping[str, Estimate], *, highest: float = inf) -> Esti
 def relations(arms: Sequence[ArmRecord]) -> list[str]:
     """Sentences on the correlation of acceptance with the junior's cross-entropy, over arms and seeds.
 
-    One is about solo texts, one about drafts at the end of training. Neither is given if fewer than three have both
-    values, or all values are equal.
+    One is about solo texts, one about drafts at the end of training. Neither is given if fewer than ``FEWEST_PAIRS``
+    have both values, or all values are equal.
     """
     of_texts: list[tuple[float, float]] = []
     of_drafts: list[tuple[float, float]] = []
@@ -181,7 +208,11 @@ def relations(arms: Sequence[ArmRecord]) -> list[str]:
         ("Acceptance and junior CE of solo texts", of_texts),
         (f"Acceptance of drafts (mean of the last {LAST} steps) and junior CE of solo texts", of_drafts),
     )
-    found = [(what, pearson([a for a, _ in pairs], [b for _, b in pairs]), len(pairs)) for what, pairs in said]
+    found = [
+        (what, pearson([a for a, _ in pairs], [b for _, b in pairs]), len(pairs))
+        for what, pairs in said
+        if len(pairs) >= FEWEST_PAIRS
+    ]
     return [
         f"{what}, over arms and seeds: Pearson’s r {signed(r, rate)}, n {n}." for what, r, n in found if r is not None
     ]

@@ -10,9 +10,9 @@ from threading import Lock
 
 from markupsafe import escape
 
+from tandemrl.apps.asgi import LOOPBACK, is_ours
 from tandemrl.apps.report.page import Report, to_html
 from tandemrl.apps.report.records import ReportError
-from tandemrl.asgi import LOOPBACK, is_ours
 
 UNREAD = ("checkpoints", "hf")
 """Folders of a run that hold nothing to report."""
@@ -65,7 +65,7 @@ def server(live: LiveReport, *, port: int, every_s: float) -> ThreadingHTTPServe
     """A server of the page on 127.0.0.1. ``serve_forever`` runs it. A browser reloads every ``every_s`` seconds.
 
     Raises:
-        OSError: the port is taken.
+        ReportError: the port is in use, or may not be used.
     """
 
     class Handler(BaseHTTPRequestHandler):
@@ -85,4 +85,7 @@ def server(live: LiveReport, *, port: int, every_s: float) -> ThreadingHTTPServe
         def log_message(self, format: str, *args: object) -> None:
             """Log nothing, since the page is requested every few seconds."""
 
-    return ThreadingHTTPServer(("127.0.0.1", port), Handler)
+    try:
+        return ThreadingHTTPServer(("127.0.0.1", port), Handler)
+    except OSError as error:
+        raise ReportError(f"port {port} of 127.0.0.1: {error.strerror}; choose another --port, or 0 for any") from None

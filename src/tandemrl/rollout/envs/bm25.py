@@ -13,7 +13,7 @@ import numpy as np
 from tandemrl.data.documents import Document, document
 from tandemrl.data.loading import read_jsonl
 from tandemrl.data.rows import DataError
-from tandemrl.files import write_directory
+from tandemrl.files import pip_install, write_directory
 from tandemrl.rollout.envs.environment import BrokenEnvironmentError
 
 _DOCUMENTS, _OFFSETS, _ORDER = "documents.jsonl", "documents.offsets.npy", "documents.order.npy"
@@ -163,4 +163,4 @@ def _stemmer() -> Any:
     return Stemmer.Stemmer("english")
 
 
-_MISSING = "searching by words needs {}: pip install 'tandemrl[retrieval]', or retrieval.retriever=golden"
+_MISSING = f"searching by words needs {{}}: {pip_install('retrieval')}, or retrieval.retriever=golden"

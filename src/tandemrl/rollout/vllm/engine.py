@@ -34,8 +34,8 @@ from tandemrl.rollout.engine import (
 from tandemrl.rollout.vllm import VLLM_TESTED
 from tandemrl.rollout.vllm.backend import Backend
 from tandemrl.rollout.vllm.planner import DRAFTING, SchedulingMode, check_mode
-from tandemrl.rollout.vllm.rows import Row, authors_of
-from tandemrl.rollout.vllm.settings import TandemOptions, history_arguments
+from tandemrl.rollout.vllm.rows import Row, authors_of, history_arguments
+from tandemrl.rollout.vllm.settings import TandemOptions
 from tandemrl.selection import Who
 
 _SHARED = (

@@ -31,8 +31,9 @@ from tandemrl.rollout.vllm.drafting import Round
 from tandemrl.rollout.vllm.junior_loop import JuniorLoop, stays_on_device
 from tandemrl.rollout.vllm.outputs import Written, sampled
 from tandemrl.rollout.vllm.planner import DRAFTING, JUNIOR, SENIOR, Admission, Pass, Planner, check_mode
+from tandemrl.rollout.vllm.rows import history_of
 from tandemrl.rollout.vllm.sampler import TandemSampler, can_draft
-from tandemrl.rollout.vllm.settings import TandemOptions, history_of
+from tandemrl.rollout.vllm.settings import TandemOptions
 from tandemrl.rollout.vllm.verifying import Draws, draws
 from tandemrl.rollout.vllm.versions import adopt_kv_cache_layout, copy_kv_cache_facts, misdone
 from tandemrl.selection import Strategy

@@ -1,9 +1,8 @@
 """The settings of tandem decoding in vLLM: the options of the workers, what is refused, and the junior's config."""
 
 import copy
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
-from itertools import islice
 from typing import Any, Literal
 
 from vllm.config import ModelConfig, VllmConfig
@@ -98,16 +97,3 @@ def junior_config(config: VllmConfig, options: TandemOptions) -> VllmConfig:
     own.compilation_config.static_forward_context = {}
     own.parallel_config.rank = config.parallel_config.rank
     return own
-
-
-def history_arguments(history: Sequence[Sequence[int]]) -> dict[str, list[int]]:
-    """The own tokens of each earlier turn as ``SamplingParams.extra_args``. Over HTTP these hold flat lists only."""
-    if not history:
-        return {}
-    return {"tandem_history": [token for turn in history for token in turn], "tandem_turns": [*map(len, history)]}
-
-
-def history_of(extra: Mapping[str, Any]) -> tuple[tuple[int, ...], ...]:
-    """The own tokens of each earlier turn, from extra arguments that ``history_arguments`` made."""
-    tokens = iter(extra.get("tandem_history", ()))
-    return tuple(tuple(islice(tokens, length)) for length in extra.get("tandem_turns", ()))

@@ -1,4 +1,4 @@
-"""The strategies of a tandem server. Requests ask for a selection, and the workers know its strategy by a name."""
+"""The strategies of a server. Requests ask for a selection, and what decodes them knows its strategy by a name."""
 
 import asyncio
 from collections import Counter
@@ -6,14 +6,12 @@ from collections.abc import Awaitable, Callable
 from itertools import count
 from typing import Any
 
-import cloudpickle
-
+from tandemrl.apps.serve.conversations import Refused
 from tandemrl.config import SelectionConfig
-from tandemrl.models.loading import load_tokenizer
-from tandemrl.rollout.schedule import schedule_of
-from tandemrl.rollout.vllm.conversations import Refused
 from tandemrl.selection import Strategy
 
+DEFAULT_NAME = "default"
+"""The name of the strategy of requests that ask for none."""
 MAX_SELECTIONS = 32
 """How many selections a server knows at once, its default included. The workers keep token tables for each of them."""
 
@@ -38,29 +36,10 @@ class Strategies:
     ) -> None:
         self.default, self._build, self._register = default, build, register
         self._known = {default: build(default)}
-        self._names = {default: "default"}  # the least recently used first
+        self._names = {default: DEFAULT_NAME}  # the least recently used first
         self._users = Counter[SelectionConfig]()
         self._numbers = count(1)  # a name never comes again: the workers may still know the old one
         self._lock = asyncio.Lock()
-
-    @classmethod
-    def of(cls, state: Any) -> "Strategies":
-        """The strategies of a vLLM server. The worker builds the default strategy from the same options.
-
-        Args:
-            state: the state of the server's application.
-        """
-        config, client = state.vllm_config, state.engine_client
-        tokenizer = load_tokenizer(config.model_config.tokenizer)
-        vocabulary = config.model_config.get_vocab_size()
-
-        def build(selection: SelectionConfig) -> Strategy:
-            return schedule_of(selection, tokenizer, vocabulary).strategy(1)
-
-        async def register(strategies: dict[str, Strategy]) -> None:
-            await client.collective_rpc("tandem_register", args=(cloudpickle.dumps(strategies),))
-
-        return cls(SelectionConfig(**config.additional_config["tandem"]["selection"]), build, register)
 
     def __getitem__(self, selection: SelectionConfig) -> Strategy:
         return self._known[selection]

@@ -4,7 +4,7 @@ A chat that begins with ``"tandem": {"conversation": "new"}`` gets an id in its 
 the messages so far as they were, and further messages after them. It continues where the turn before ended, with the
 same seed, the same state of the strategy and the same counters of the draws. Its prompt is the stored token ids,
 followed by those of the further messages, so what was written is never rendered again. To get the ids of the further
-messages, vLLM renders them after a dummy turn, and what precedes the end of that turn is cut off.
+messages, the server renders them after a dummy turn, and what precedes the end of that turn is cut off.
 """
 
 import asyncio
@@ -17,11 +17,10 @@ from typing import Any
 import numpy as np
 
 from tandemrl.config import SelectionConfig
-from tandemrl.models.loading import load_tokenizer
 
 Message = Mapping[str, Any]
 Render = Callable[[list[Message], bool], Awaitable[list[int]]]
-"""A function that renders messages with vLLM's chat template to token ids. The bool says whether the prompt of a turn
+"""A function that renders messages with the chat template to token ids. The bool says whether the prompt of a turn
 of the assistant follows them."""
 
 NEW = "new"
@@ -151,7 +150,7 @@ async def prompt_of(
         ends: the EOS ids, with one of which the chat template must end a turn.
 
     Raises:
-        Refused: the chat template does not end each turn with one EOS token, or vLLM cannot render the messages.
+        Refused: the chat template does not end each turn with one EOS token, or the server cannot render the messages.
     """
     opening: Message = {"role": "user", "content": "."}
     turn: dict[str, Any] = {"role": WRITER, "content": "."}
@@ -222,7 +221,7 @@ async def post(
 
     async def receive() -> dict[str, Any]:
         nonlocal read
-        if read:  # vLLM listens for a client that leaves; this one does not
+        if read:  # a server listens for a client that leaves; this one does not
             await asyncio.Event().wait()
         read = True
         return {"type": "http.request", "body": content, "more_body": False}
@@ -236,10 +235,3 @@ async def post(
     whole = scope.get("root_path", "") + path
     await app({**scope, "path": whole, "raw_path": whole.encode(), "headers": headers}, receive, send)
     return status, json.loads(answer)
-
-
-def eos_of(model_config: Any) -> frozenset[int]:
-    """The token ids that end a turn in a vLLM server: the tokenizer's, and those of the model's generation config."""
-    configured = model_config.try_get_generation_config().get("eos_token_id")
-    ids = configured if isinstance(configured, list) else [configured]
-    return frozenset({*ids, load_tokenizer(model_config.tokenizer).eos_token_id} - {None})

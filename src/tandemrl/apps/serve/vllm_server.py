@@ -1,20 +1,24 @@
 """Starts vLLM's OpenAI-compatible server with a junior beside the senior, after checking and setting its options."""
 
-import errno
 import os
-import re
-import socket
 from argparse import Namespace
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any
 
+import cloudpickle
+from fastapi import HTTPException
+
+from tandemrl.apps.serve.address import API_KEY, announce, check_port
+from tandemrl.apps.serve.authorship import Authorship, Backend, hosts_of
+from tandemrl.apps.serve.registry import Strategies
+from tandemrl.apps.serve.tool_calls import tool_call_parser_of
 from tandemrl.config import SelectionConfig
 from tandemrl.data.templates import DEFAULT_ARGUMENTS, template_variables
 from tandemrl.models.loading import load_tokenizer, vocabulary_check
 from tandemrl.rollout.engine import EngineError
 from tandemrl.rollout.schedule import schedule_of
-from tandemrl.rollout.vllm.authorship import Authorship
 from tandemrl.rollout.vllm.settings import TandemOptions, check_config, junior_config
+from tandemrl.selection import Strategy
 
 DEFAULT_SEQUENCES = 8
 """For how many sequences of full length the KV cache has room on a CPU, unless an option says how large it is."""
@@ -40,7 +44,7 @@ def serve(
             annealing.
         host: the host name or address to listen at.
         port: the port to listen at.
-        allowed_hosts: further names under which clients know this machine (see ``authorship.hosts_of``).
+        allowed_hosts: further names under which clients know this machine (see ``hosts_of``).
         api_key: the key that clients have to send. None leaves it to vLLM, which takes its VLLM_API_KEY or asks for
             none.
         tool_call_parser: vLLM's name of the parser of tool calls. None means the one of the chat template
@@ -95,45 +99,46 @@ def serve(
     if kv_cache_is_open(args):
         args.kv_cache_memory_bytes = kv_cache_bytes([config, partner], free=free_memory())
     dtypes = [str(each.model_config.dtype).removeprefix("torch.") for each in (config, partner)]
-    locked = "with an API key" if args.api_key or os.environ.get("VLLM_API_KEY") else "without an API key"
-    url = f"http://{f'[{host}]' if ':' in host else host}:{port}/v1"
-    models = f"{senior} ({dtypes[0]}) and its junior {options.junior} ({dtypes[1]})"
-    print(f"serving {models} at {url}, {locked}", flush=True)
+    locked = bool(args.api_key or os.environ.get(API_KEY))
+    announce(f"{senior} ({dtypes[0]}) and its junior {options.junior} ({dtypes[1]})", host, port, locked=locked)
     ServeSubcommand.cmd(args)
 
 
-def tool_call_parser_of(chosen: str | None, chat_template: str, vllm_args: Sequence[str]) -> str | None:
-    """The parser of tool calls that ``serve`` asks vLLM for. None leaves it to ``vllm_args``.
-
-    If nobody chose one, it is ``hermes`` if the chat template knows tools, and ``llama3_json`` if it writes bare calls
-    with parameters, as Llama's.
+class VllmAuthorship(Authorship):
+    """The middleware around vLLM's server, which names it by its path.
 
     Args:
-        chosen: the parser that the user chose, or None.
-        chat_template: the chat template of the senior.
-        vllm_args: the options of ``vllm serve``.
+        app: vLLM's ASGI application.
     """
-    told = any(arg.startswith("--tool-call-parser") for arg in vllm_args)
-    knows_tools = re.search(r"\btools\b", chat_template) is not None
-    bare = '"parameters": ' in chat_template and "<tool_call>" not in chat_template
-    return chosen or (("llama3_json" if bare else "hermes") if knows_tools and not told else None)
+
+    def __init__(self, app: Callable[..., Awaitable[None]]) -> None:
+        super().__init__(app, backend_of, HTTPException)
 
 
-def check_port(host: str, port: int) -> None:
-    """Check that a server can listen at a port, before any model is loaded for it.
+def backend_of(state: Any) -> Backend:
+    """What the middleware needs of a vLLM server. The worker builds the default strategy from the same options.
 
-    Raises:
-        EngineError: nothing can listen there, for example because the port is in use.
+    Args:
+        state: the state of the server's application.
     """
-    try:
-        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-        with socket.socket(family, kind, protocol) as trial:
-            trial.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as vLLM does
-            trial.bind(address)
-    except OSError as error:
-        if error.errno == errno.EADDRINUSE:
-            raise EngineError(f"port {port} of {host} is in use; choose another one with --port") from None
-        raise EngineError(f"--host {host} --port {port}: {error.strerror or error}") from None
+    config, client, args = state.vllm_config, state.engine_client, state.args
+    tokenizer = load_tokenizer(config.model_config.tokenizer)
+    vocabulary = config.model_config.get_vocab_size()
+
+    def build(selection: SelectionConfig) -> Strategy:
+        return schedule_of(selection, tokenizer, vocabulary).strategy(1)
+
+    async def register(strategies: dict[str, Strategy]) -> None:
+        await client.collective_rpc("tandem_register", args=(cloudpickle.dumps(strategies),))
+
+    default = SelectionConfig(**config.additional_config["tandem"]["selection"])
+    configured = config.model_config.try_get_generation_config().get("eos_token_id")
+    ends = configured if isinstance(configured, list) else [configured]
+    return Backend(
+        Strategies(default, build, register),
+        frozenset({*ends, tokenizer.eos_token_id} - {None}),
+        hosts_of(args.host, args.allowed_hosts),
+    )
 
 
 def kv_cache_is_open(args: Namespace) -> bool:
@@ -208,7 +213,7 @@ def server_arguments(
     from vllm.tool_parsers import ToolParserManager
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 
-    from tandemrl.rollout.vllm.guard import Guard
+    from tandemrl.apps.serve.vllm_guard import Guard
     from tandemrl.rollout.vllm.versions import make_arg_parser
     from tandemrl.rollout.vllm.worker import tandem_arguments
 
@@ -240,7 +245,7 @@ def server_arguments(
             raise EngineError(f"--{name} has no place for authors; leave it out")
     if args.logits_processors:
         raise EngineError("--logits-processors would act on the senior's tokens only; leave it out")
-    args.middleware = [*args.middleware, f"{Authorship.__module__}.{Authorship.__qualname__}"]
+    args.middleware = [*args.middleware, f"{VllmAuthorship.__module__}.{VllmAuthorship.__qualname__}"]
     args.allowed_hosts = [*allowed_hosts]
     args.logits_processors = [f"{Guard.__module__}:{Guard.__qualname__}"]
     return args

@@ -1,0 +1,32 @@
+"""Where a server listens: the check before any model is loaded for it, and the line that says where it is."""
+
+import errno
+import socket
+
+from tandemrl.rollout.engine import EngineError
+
+API_KEY = "VLLM_API_KEY"
+"""The environment variable of the key that clients have to send."""
+
+
+def check_port(host: str, port: int) -> None:
+    """Check that a server can listen at a port, before any model is loaded for it.
+
+    Raises:
+        EngineError: nothing can listen there, for example because the port is in use.
+    """
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        with socket.socket(family, kind, protocol) as trial:
+            trial.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as the server does
+            trial.bind(address)
+    except OSError as error:
+        if error.errno == errno.EADDRINUSE:
+            raise EngineError(f"port {port} of {host} is in use; choose another one with --port") from None
+        raise EngineError(f"--host {host} --port {port}: {error.strerror or error}") from None
+
+
+def announce(models: str, host: str, port: int, *, locked: bool) -> None:
+    """Print what is served, where, and whether clients have to send a key."""
+    url = f"http://{f'[{host}]' if ':' in host else host}:{port}/v1"
+    print(f"serving {models} at {url}, {'with' if locked else 'without'} an API key", flush=True)

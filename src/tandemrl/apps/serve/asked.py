@@ -1,0 +1,327 @@
+"""OpenAI's requests, as ``authorship`` prepares them, read for an engine: prompts as token ids, sampling, strategy.
+
+What would change a response and cannot be done is refused. The names and meanings of the fields are vLLM's.
+"""
+
+import json
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from tandemrl.apps.serve.conversations import Refused
+from tandemrl.data.messages import Message, sound
+from tandemrl.data.rows import chat_tokens
+from tandemrl.rollout.engine import Request, Sampling
+from tandemrl.rollout.envs.tools import Schema
+from tandemrl.rollout.vllm.rows import history_of
+from tandemrl.selection import Strategy
+from tandemrl.selection.draws import mix64
+
+MAX_SAMPLES = 1024
+"""How many completions of a prompt one request may ask for, and how many prompts it may have."""
+SAMPLED = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+"""The fields whose defaults a model's generation config says."""
+_PENALTIES = ("presence_penalty", "frequency_penalty")
+_READ = frozenset(
+    [
+        "model",
+        "prompt",
+        "messages",
+        "n",
+        "seed",
+        "stream",
+        "stream_options",
+        "max_tokens",
+        "max_completion_tokens",
+        "stop",
+        "stop_token_ids",
+        "ignore_eos",
+        "include_stop_str_in_output",
+        "skip_special_tokens",
+        "logprobs",
+        "top_logprobs",
+        "tools",
+        "tool_choice",
+        "chat_template_kwargs",
+        "add_generation_prompt",
+        "continue_final_message",
+        "add_special_tokens",
+        "return_token_ids",
+        "vllm_xargs",
+        "kv_transfer_params",
+        "response_format",
+        "structured_outputs",
+        "include_reasoning",
+    ]
+) | {*SAMPLED, *_PENALTIES}
+_WITHOUT_EFFECT = frozenset(
+    [
+        "user",
+        "metadata",
+        "store",
+        "service_tier",
+        "priority",
+        "request_id",
+        "parallel_tool_calls",
+        "safety_identifier",
+        "prompt_cache_key",
+        "cache_salt",
+    ]
+)
+
+
+class TextStyle(NamedTuple):
+    """How tokens become text. ``stop`` and ``stop_token_ids`` end it, and are left out of it unless ``keep_stop``."""
+
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    keep_stop: bool = False
+    skip_special: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """A request: one ``Request`` per prompt, with a key for each sample."""
+
+    chat: bool
+    requests: tuple[Request, ...]
+    style: TextStyle
+    stream: bool = False
+    usage: bool = False
+    """Whether a stream ends with the number of tokens."""
+    logprobs: bool = False
+    tools: Mapping[str, Schema] | None = None
+    """The schemas of the tools by name, if the text may hold calls of them."""
+
+
+class Reader:
+    """Reads requests for one pair of models.
+
+    Args:
+        tokenizer: the tokenizer of both.
+        context: how many tokens prompt and completion may have together.
+        defaults: values of ``SAMPLED`` for requests that do not state them.
+        template_arguments: further variables of the chat template.
+        calls: whether tool calls can be read in a text; else requests with tools are refused.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Any,
+        context: int,
+        *,
+        defaults: Mapping[str, float],
+        template_arguments: Mapping[str, Any],
+        calls: bool,
+    ) -> None:
+        self.tokenizer, self.context, self.calls = tokenizer, context, calls
+        self.defaults, self.template_arguments = defaults, template_arguments
+
+    def read(self, body: Mapping[str, Any], strategy_of: Callable[[str], Strategy], *, chat: bool) -> Asked:
+        """Read the prepared body of a request.
+
+        Args:
+            strategy_of: the strategy of a name.
+            chat: whether it is a chat, or a plain completion.
+
+        Raises:
+            Refused, DataError, ConfigError: a field cannot be done, or is no value of its kind; names it.
+        """
+        for name, value in body.items():
+            if name not in _READ | _WITHOUT_EFFECT and value not in (None, False, "", [], {}):
+                raise Refused(f"{name}: not possible with this engine; leave it out")
+        extra = body.get("vllm_xargs") or {}
+        if not isinstance(extra, dict) or set(extra) - {"tandem_strategy", "tandem_history", "tandem_turns"}:
+            raise Refused("vllm_xargs: this engine takes none; leave it out")
+        tools = self._tools(body) if chat else {}
+        ids = [self.chat_ids(body, body["tools"] if tools else ())] if chat else self.prompts(body)
+        samples = int(body["n"])
+        if max(samples, len(ids)) > MAX_SAMPLES:
+            raise Refused(f"n, prompt: at most {MAX_SAMPLES} are possible in a request")
+        sampling = self._sampling(body, max(map(len, ids)), chat=chat)
+        strategy = strategy_of(extra["tandem_strategy"])
+        keys = tuple(mix64(int(body["seed"]) + i) for i in range(samples))
+        style = TextStyle(
+            sampling.stop,
+            sampling.stop_token_ids,
+            _flag(body, "include_stop_str_in_output", False),
+            _flag(body, "skip_special_tokens", True),
+        )
+        stream = _flag(body, "stream", False)
+        return Asked(
+            chat,
+            tuple(Request(tuple(each), keys, sampling, strategy, history=history_of(extra)) for each in ids),
+            style,
+            stream,
+            stream and bool(_mapping(body, "stream_options").get("include_usage")),
+            _logprobs(body, chat=chat),
+            tools or None,
+        )
+
+    def chat_ids(self, body: Mapping[str, Any], tools: Any = (), *, to_answer: bool = True) -> list[int]:
+        """The token ids of a chat, or those that a conversation gives instead of messages."""
+        given = body.get("kv_transfer_params")
+        if given is not None:
+            return [*given["prompt_token_ids"]]
+        arguments = {**self.template_arguments, **_mapping(body, "chat_template_kwargs")}
+        said = messages_of(body.get("messages"))
+        for name, usual in {"continue_final_message": False, "chat_template": None}.items():
+            if body.get(name) not in (None, usual):
+                raise Refused(f"{name}: not possible with this engine; leave it out")
+        return [*chat_tokens(self.tokenizer, said, "messages", arguments, sound([*tools]), to_answer=to_answer)]
+
+    def _tools(self, body: Mapping[str, Any]) -> dict[str, Schema]:
+        given = body.get("tools") or []
+        if not isinstance(given, list) or not all(_is_tool(tool) for tool in given):
+            raise Refused('tools: expected a list of {"type": "function", "function": {"name": …, "parameters": {…}}}')
+        if not given or body.get("tool_choice") == "none":
+            return {}
+        if not self.calls:
+            raise Refused(
+                "tools: the chat template of the senior knows none; start with --tool-call-parser, or leave out"
+            )
+        if strict := [tool["function"]["name"] for tool in given if tool["function"].get("strict")]:
+            raise Refused(f"tools: {strict[0]} is strict, which needs structured outputs, and grammars are not applied")
+        return {tool["function"]["name"]: _with_parameters(tool) for tool in given}
+
+    def prompts(self, body: Mapping[str, Any]) -> list[list[int]]:
+        """The token ids of each prompt of a completion.
+
+        Raises:
+            Refused: a prompt is neither a text nor token ids, or is empty.
+        """
+        prompt = body.get("prompt")
+        several = prompt if isinstance(prompt, list) and prompt and not isinstance(prompt[0], int) else [prompt]
+        special = _flag(body, "add_special_tokens", True)
+        ids = []
+        for each in several:
+            if isinstance(each, str):
+                each = self.tokenizer(sound(each), add_special_tokens=special, verbose=False)["input_ids"]
+            if not isinstance(each, list) or not each or any(type(token) is not int for token in each):
+                raise Refused("prompt: expected a text or token ids, or a list of those, none of them empty")
+            ids.append(each)
+        return ids
+
+    def _sampling(self, body: Mapping[str, Any], longest: int, *, chat: bool) -> Sampling:
+        room = self.context - longest
+        asked = body.get("max_completion_tokens") if chat else None
+        asked = body.get("max_tokens") if asked is None else asked
+        asked = (room if chat else 16) if asked is None else asked
+        if type(asked) is not int or (asked < 1 and room >= 1):
+            raise Refused(f"max_tokens: expected a whole number from 1, got {json.dumps(asked)}")
+        if asked > room or room < 1:
+            raise Refused(
+                f"max_tokens: the context (max_model_len) is {self.context} tokens; {longest} of the prompt and "
+                f"{max(asked, 1)} to write are too many"
+            )
+        values = {name: _number(body, name, self.defaults.get(name)) for name in (*SAMPLED, *_PENALTIES)}
+        if values["top_k"] == -1:  # off, in vLLM
+            values["top_k"] = 0
+        stop = body.get("stop")
+        stops = [stop] if isinstance(stop, str) else stop or []
+        ids = body.get("stop_token_ids") or []
+        if not isinstance(stops, list) or not all(isinstance(each, str) and each for each in stops):
+            raise Refused("stop: expected a string or a list of strings, none of them empty")
+        if not isinstance(ids, list) or any(type(each) is not int for each in ids):
+            raise Refused("stop_token_ids: expected a list of token ids")
+        try:
+            return Sampling(
+                max_tokens=asked,
+                stop=tuple(stops),
+                stop_token_ids=tuple(ids),
+                ignore_eos=_flag(body, "ignore_eos", False),
+                **{name: value for name, value in values.items() if value is not None},
+            )
+        except ValueError as error:
+            raise Refused(str(error).removeprefix("sampling.")) from None
+
+
+def messages_of(given: Any) -> list[Message]:
+    """The messages of a chat for its template: contents as texts, the arguments of calls as objects.
+
+    Raises:
+        Refused: they are no messages, or hold something other than text; names the message.
+    """
+    if not isinstance(given, list) or not given:
+        raise Refused("messages: expected a list of objects, not empty")
+    messages: list[Message] = []
+    for i, message in enumerate(sound(given)):
+        if not isinstance(message, dict) or not isinstance(message.get("role"), str):
+            raise Refused(f"messages[{i}]: expected an object with a role")
+        content = message.get("content")
+        if isinstance(content, list):
+            parts = [part for part in content if isinstance(part, dict) and part.get("type") == "text"]
+            texts = [part["text"] for part in parts if isinstance(part.get("text"), str)]
+            if len(texts) < len(content):
+                raise Refused(f"messages[{i}].content: only parts of the type text are possible")
+            content = "\n".join(texts)
+        if not isinstance(content, str | None):
+            raise Refused(f"messages[{i}].content: expected a text")
+        shown = {**message, "content": content or ""}
+        if calls := message.get("tool_calls"):
+            if not isinstance(calls, list):
+                raise Refused(f"messages[{i}].tool_calls: expected a list")
+            shown["tool_calls"] = [_call(call, i) for call in calls]
+        messages.append(shown)
+    return messages
+
+
+def _call(call: Any, i: int) -> dict[str, Any]:
+    try:
+        arguments = call["function"].get("arguments") or "{}"
+        read = json.loads(arguments) if isinstance(arguments, str) else arguments
+        if not isinstance(read, dict):
+            raise TypeError
+        return {**call, "function": {**call["function"], "arguments": read}}
+    except (KeyError, TypeError, AttributeError, ValueError, RecursionError):
+        raise Refused(f"messages[{i}].tool_calls: expected functions with arguments that are a JSON object") from None
+
+
+def _with_parameters(tool: Schema) -> Schema:
+    """A schema that says what the parameters are, if there are none, too."""
+    function = tool["function"]
+    stated = {"type": "object", "properties": {}} | (function.get("parameters") or {})
+    return {**tool, "function": {**function, "parameters": stated}}
+
+
+def _is_tool(tool: Any) -> bool:
+    function = tool.get("function") if isinstance(tool, dict) and tool.get("type") == "function" else None
+    named = isinstance(function, dict) and isinstance(function.get("name"), str)
+    return named and isinstance(function.get("parameters") or {}, dict)
+
+
+def _logprobs(body: Mapping[str, Any], *, chat: bool) -> bool:
+    """Whether log-probs are asked for. Only those of the written tokens are known."""
+    asked, most = body.get("logprobs"), body.get("top_logprobs") or 0
+    if chat:
+        asked = asked or None
+    else:
+        most = asked or 0
+    if most:
+        raise Refused("logprobs, top_logprobs: only the written token's is known; ask for 0")
+    return asked is not None
+
+
+def _mapping(body: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+    value = body.get(name)
+    if value is not None and not isinstance(value, dict):
+        raise Refused(f"{name}: expected an object, got {json.dumps(value)}")
+    return value or {}
+
+
+def _flag(body: Mapping[str, Any], name: str, default: bool) -> bool:
+    value = body.get(name)
+    if value is not None and not isinstance(value, bool):
+        raise Refused(f"{name}: expected true or false, got {json.dumps(value)}")
+    return default if value is None else value
+
+
+def _number(body: Mapping[str, Any], name: str, default: float | None) -> Any:
+    value = body.get(name)
+    if value is None:
+        return default
+    kinds: Sequence[type] = (int,) if name == "top_k" else (int, float)
+    if type(value) not in kinds or not math.isfinite(value):
+        raise Refused(f"{name}: expected a number, got {json.dumps(value)}")
+    return value

@@ -1,0 +1,119 @@
+"""Starts the OpenAI-compatible server over an engine of the library, after checking its options."""
+
+import os
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from functools import partial
+from typing import Any
+
+import uvicorn
+from transformers import GenerationConfig
+
+from tandemrl.apps.serve.address import API_KEY, announce, check_port
+from tandemrl.apps.serve.asked import SAMPLED, Reader
+from tandemrl.apps.serve.authorship import hosts_of
+from tandemrl.apps.serve.engine_app import application
+from tandemrl.apps.serve.engine_thread import EngineThread
+from tandemrl.apps.serve.texts import Speaker
+from tandemrl.apps.serve.tool_calls import tool_call_parser_of
+from tandemrl.config import Config, ConfigError, SelectionConfig
+from tandemrl.data.templates import DEFAULT_ARGUMENTS, template_of, template_variables
+from tandemrl.models.loading import load_model, load_tokenizer, resolve_device, stored_eos_token_ids, vocabulary_check
+from tandemrl.rollout.envs.parsing import CallFormat
+from tandemrl.rollout.factory import ModelSource, make_engine
+from tandemrl.rollout.schedule import schedule_of
+from tandemrl.selection import Strategy
+
+PARSERS: Mapping[str, CallFormat] = {"hermes": "hermes", "llama3_json": "json"}
+"""vLLM's names of the parsers of tool calls that this server has."""
+
+
+def serve(
+    config: Config,
+    *,
+    host: str = "127.0.0.1",
+    port: int = 8000,
+    allowed_hosts: Sequence[str] = (),
+    api_key: str | None = None,
+    tool_call_parser: str | None = None,
+    template_arguments: Mapping[str, Any] = DEFAULT_ARGUMENTS,
+    junior_dtype: str | None = None,
+    junior_device: str | None = None,
+) -> None:
+    """Run the server until it is interrupted.
+
+    Args:
+        config: the models, the engine, and the selection for requests that name none, without annealing.
+        host: the host name or address to listen at.
+        port: the port to listen at.
+        allowed_hosts: further names under which clients know this machine (see ``hosts_of``).
+        api_key: the key that clients have to send. None means that of the environment, and if it has none, no key.
+        tool_call_parser: one of ``PARSERS``. None means the one of the chat template.
+        template_arguments: further variables of the chat template (``data.template_arguments``), for requests that do
+            not send others as ``chat_template_kwargs``.
+        junior_dtype: the junior's dtype. None means the senior's.
+        junior_device: the junior's device. None means the senior's.
+
+    Raises:
+        ConfigError: the chat template does not read one of the template arguments, or nobody knows the parser.
+        EngineError: the port is in use, or the engine does not start.
+        ModelError: a model cannot be loaded, or they do not share a vocabulary.
+        ValueError: a value of the selection is out of range.
+    """
+    model, junior = config.model, config.model.junior or config.model.senior
+    tokenizer = load_tokenizer(model.senior)
+    vocabulary_check(tokenizer, load_tokenizer(junior))
+    variables = template_variables(tokenizer, template_arguments)
+    chosen = tool_call_parser_of(tool_call_parser, template_of(tokenizer), ())
+    if chosen not in (None, *PARSERS):
+        raise ConfigError(f"--tool-call-parser: {chosen!r} is none of {', '.join(PARSERS)}")
+    schedule_of(config.selection, tokenizer, len(tokenizer))  # refuses what is out of range before models are loaded
+    check_port(host, port)
+    device = str(resolve_device(model.device))
+    load = partial(load_model, dtype=model.dtype, device=device)
+    partner = partial(load_model, dtype=junior_dtype or model.dtype, device=junior_device or device)
+    engine = make_engine(
+        config.rollout,
+        ModelSource(model.senior, lambda: load(model.senior)),
+        ModelSource(junior, lambda: partner(junior)),
+        tokenizer,
+        dtype=model.dtype,
+        device=device,
+    )
+
+    def strategy_of(selection: SelectionConfig) -> Strategy:
+        return schedule_of(selection, tokenizer, engine.vocabulary).strategy(1)
+
+    key = api_key or os.environ.get(API_KEY)
+    app = application(
+        EngineThread(engine),
+        Reader(
+            tokenizer,
+            engine.context,
+            defaults=sampling_defaults(model.senior),
+            template_arguments=variables,
+            calls=chosen is not None,
+        ),
+        Speaker(tokenizer, PARSERS[chosen or "hermes"]),
+        model=model.senior,
+        strategy_of=strategy_of,
+        selection=config.selection,
+        ends=frozenset(stored_eos_token_ids(model.senior, tokenizer)),
+        hosts=hosts_of(host, allowed_hosts),
+        api_key=key,
+    )
+    server = uvicorn.Server(uvicorn.Config(app, host=host, port=port, log_level="warning", access_log=False))
+    models = f"{model.senior} ({model.dtype}) and its junior {junior} ({junior_dtype or model.dtype})"
+    announce(models, host, port, locked=key is not None)
+    with suppress(KeyboardInterrupt):
+        server.run()
+    engine.close()
+
+
+def sampling_defaults(path: str) -> Mapping[str, float]:
+    """The sampling that a model's generation config asks for, as vLLM's server takes it."""
+    try:
+        stated = GenerationConfig.from_pretrained(path).to_diff_dict()
+    except OSError:  # it has none
+        return {}
+    return {name: stated[name] for name in SAMPLED if stated.get(name) is not None}

@@ -1,0 +1,155 @@
+"""What an engine wrote, as OpenAI's bodies: texts, messages with tool calls, log-probs, chunks of a stream."""
+
+import json
+import secrets
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from tandemrl.apps.serve.asked import Asked, TextStyle
+from tandemrl.data.messages import sound
+from tandemrl.rollout.engine import Completion
+from tandemrl.rollout.envs.parsing import CallFormat, parse_turn
+
+_REASONS = {"eos": "stop", "stop": "stop", "length": "length", "turns": "stop", "abort": "abort"}
+
+
+def text_of(tokenizer: Any, tokens: Sequence[int], style: TextStyle) -> tuple[str, str | int | None]:
+    """The text of a completion, and the stop string or id at its end, if there is one."""
+    tokens = [*tokens]
+    ended = tokens[-1] if tokens and tokens[-1] in style.stop_token_ids else None
+    if ended is not None and not style.keep_stop:
+        tokens.pop()
+    text = tokenizer.decode(tokens, skip_special_tokens=style.skip_special)
+    found = [(text.index(stop), stop) for stop in style.stop if stop in text]
+    if ended is not None or not found:
+        return text, ended
+    start, stop = min(found)
+    return text[: start + len(stop) * style.keep_stop], stop
+
+
+class TextStream:
+    """The text of a completion, piece by piece: no half characters, and nothing of a stop string."""
+
+    def __init__(self, tokenizer: Any, style: TextStyle) -> None:
+        self.tokenizer, self.style = tokenizer, style
+        self.tokens: list[int] = []
+        self.logprobs: list[float] = []
+        self._from = self._read = 0  # places in the tokens: a window's begin, and how far its text is told
+        self._held, self._told = "", ""
+        self._hold = 0 if style.keep_stop else max((len(stop) - 1 for stop in style.stop), default=0)
+
+    def add(self, tokens: Sequence[int], logprobs: Sequence[float]) -> str:
+        """The further text that is certain with these tokens."""
+        self.tokens += tokens
+        self.logprobs += logprobs
+        if self.tokens and self.tokens[-1] in self.style.stop_token_ids:
+            return ""  # `rest` says what is left
+
+        def decoded(end: int | None) -> str:
+            return self.tokenizer.decode(self.tokens[self._from : end], skip_special_tokens=self.style.skip_special)
+
+        known, whole = decoded(self._read), decoded(None)
+        if len(whole) <= len(known) or whole.endswith("\ufffd"):
+            return ""
+        self._from, self._read = self._read, len(self.tokens)
+        self._held += whole[len(known) :]
+        if any(stop in self._held for stop in self.style.stop):
+            return ""
+        certain = self._held[: len(self._held) - self._hold]
+        self._held = self._held[len(certain) :]
+        self._told += certain
+        return certain
+
+    def rest(self) -> tuple[str, str | int | None]:
+        """The text after all pieces, once the completion has ended, and the stop at its end (see `text_of`)."""
+        text, stop = text_of(self.tokenizer, self.tokens, self.style)
+        return text[len(self._told) :], stop
+
+
+class Speaker:
+    """Makes the choices of responses.
+
+    Args:
+        calls: how tool calls are written.
+    """
+
+    def __init__(self, tokenizer: Any, calls: CallFormat) -> None:
+        self.tokenizer, self.calls = tokenizer, calls
+
+    def choice(self, asked: Asked, index: int, completion: Completion, prompt: Sequence[int]) -> dict[str, Any]:
+        """A choice of a whole response."""
+        tokens = completion.tokens.tolist()
+        text, stop = text_of(self.tokenizer, tokens, asked.style)
+        logprobs = completion.behaviour_logprobs.tolist() if asked.logprobs else None
+        choice: dict[str, Any] = {
+            "index": index,
+            "logprobs": self.logprobs(tokens, logprobs, chat=asked.chat),
+            "finish_reason": _REASONS[completion.stop_reason],
+            "stop_reason": stop,
+            "token_ids": tokens,
+        }
+        if not asked.chat:
+            return choice | {"text": text, "prompt_token_ids": [*prompt]}
+        content, calls = self.parsed(asked, text)
+        if calls:
+            choice["finish_reason"] = "tool_calls"
+        message = {"role": "assistant", "content": content, "refusal": None}
+        return choice | {"message": message | ({"tool_calls": calls} if calls else {})}
+
+    def parsed(self, asked: Asked, text: str) -> tuple[str | None, list[dict[str, Any]]]:
+        """The content and the tool calls of a text. If a call cannot be made, all of the text is content."""
+        if asked.tools is None:
+            return text, []
+        message = parse_turn(text, asked.tools, self.tokenizer, "", self.calls)
+        if "invalid_calls" in message or not message.get("tool_calls"):
+            return text, []
+        calls = [
+            {
+                "id": f"call-{secrets.token_hex(12)}",
+                "type": "function",
+                "function": {
+                    "name": call["function"]["name"],
+                    "arguments": json.dumps(call["function"]["arguments"], ensure_ascii=False),
+                },
+            }
+            for call in message["tool_calls"]
+        ]
+        return message.get("content") or None, calls
+
+    def logprobs(self, tokens: Sequence[int], values: Sequence[float] | None, *, chat: bool) -> Any:
+        """OpenAI's field ``logprobs`` of some tokens; None if ``values`` is."""
+        if values is None:
+            return None
+        texts = [str(sound(self.tokenizer.decode([token]))) for token in tokens]
+        if chat:
+            content = [
+                {"token": text, "logprob": value, "bytes": [*text.encode()], "top_logprobs": []}
+                for text, value in zip(texts, values, strict=True)
+            ]
+            return {"content": content}
+        offsets = [sum(map(len, texts[:i])) for i in range(len(texts))]
+        return {"tokens": texts, "token_logprobs": [*values], "top_logprobs": None, "text_offset": offsets}
+
+    def piece(
+        self, asked: Asked, stream: TextStream, tokens: Sequence[int], logprobs: Sequence[float]
+    ) -> dict[str, Any]:
+        """What a chunk says of further tokens. Where calls may come, the text waits for the end of the completion."""
+        text = stream.add(tokens, logprobs)
+        shown = self.logprobs(tokens, logprobs if asked.logprobs else None, chat=asked.chat)
+        said: Mapping[str, Any] = {"text": text}
+        if asked.chat:
+            said = {"delta": {"content": text} if text and asked.tools is None else {}}
+        return {**said, "logprobs": shown, "finish_reason": None, "token_ids": [*tokens]}
+
+    def last(self, asked: Asked, stream: TextStream, completion: Completion) -> dict[str, Any]:
+        """What the chunk says that ends a choice."""
+        text, stop = stream.rest()
+        reason, said = _REASONS[completion.stop_reason], dict[str, Any](text=text)
+        if asked.chat:
+            whole, _ = text_of(self.tokenizer, stream.tokens, asked.style)
+            content, calls = (text, []) if asked.tools is None else self.parsed(asked, whole)
+            said = {"delta": {"content": content} if content else {}}
+            if calls:
+                said["delta"]["tool_calls"] = [{"index": i, **call} for i, call in enumerate(calls)]
+                reason = "tool_calls"
+        return {**said, "logprobs": None, "finish_reason": reason, "stop_reason": stop, "token_ids": []}

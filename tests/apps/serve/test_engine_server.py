@@ -1,0 +1,529 @@
+"""The server over an engine of the library, here the torch engine: what it writes, says, refuses and waits for."""
+
+import copy
+import importlib.util
+import threading
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+from clients import DEFAULT, authors, events, strategy_of
+from starlette.testclient import TestClient
+from typer.testing import CliRunner
+
+from helpers import EOS as EOS_SURFACE
+from helpers import IDS, VOCABULARY, llama, prepared, qwen3, tokenizer
+from tandemrl.apps.serve import engine_server
+from tandemrl.apps.serve.asked import Reader
+from tandemrl.apps.serve.engine_app import application
+from tandemrl.apps.serve.engine_thread import EngineThread
+from tandemrl.apps.serve.texts import Speaker, TextStream, text_of
+from tandemrl.cli.main import app as command
+from tandemrl.rollout.engine import EngineError, Request, Sampling, check_authors
+from tandemrl.rollout.torch_engine import TorchEngine
+from tandemrl.selection import Strategy
+from tandemrl.selection.draws import mix64
+
+COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
+EOS = IDS[EOS_SURFACE]
+TURNS = """{% for tool in tools or [] %}{{ tool['function']['name'] }}{% endfor -%}
+{% for m in messages %}{{ m['content'] }}<eos>{% endfor %}{% if add_generation_prompt %}!{% endif %}"""
+MESSAGES = [{"role": "user", "content": "ab cd"}]
+TOOLS = [{"type": "function", "function": {"name": "look", "parameters": {"properties": {"at": {"type": "string"}}}}}]
+
+
+@pytest.fixture(scope="module")
+def words() -> Any:
+    with_turns = copy.deepcopy(tokenizer())
+    with_turns.chat_template = TURNS
+    return with_turns
+
+
+@pytest.fixture(scope="module")
+def engine(words: Any) -> TorchEngine:
+    return TorchEngine(prepared(qwen3()), prepared(llama()), words)
+
+
+def serving(engine: Any, words: Any, **options: Any) -> Any:
+    api_key = options.pop("api_key", None)
+    settings: dict[str, Any] = dict(defaults={}, template_arguments={}, calls=True)
+    reader = Reader(words, engine.context, **settings | options)
+    return application(
+        EngineThread(engine),
+        reader,
+        Speaker(words, "hermes"),
+        model="pair",
+        strategy_of=strategy_of,
+        selection=DEFAULT,
+        ends=frozenset({EOS}),
+        hosts={"127.0.0.1"},
+        api_key=api_key,
+    )
+
+
+@pytest.fixture(scope="module")
+def client(engine: TorchEngine, words: Any) -> Iterator[TestClient]:
+    with TestClient(serving(engine, words), base_url="http://127.0.0.1:8000") as asking:
+        yield asking
+
+
+def ask(client: TestClient, path: str = COMPLETIONS, **body: Any) -> Any:
+    usual: dict[str, Any] = {"prompt": "ab cd"} if path == COMPLETIONS else {"messages": MESSAGES}
+    response = client.post(path, json=usual | {"max_tokens": 12, "ignore_eos": True} | body)
+    assert response.status_code == 200, response.text
+    return response.json()
+
+
+def reference(engine: TorchEngine, prompt: Sequence[int], seed: int, strategy: Strategy | None = None, **s: Any) -> Any:
+    sampling = Sampling(**{"max_tokens": 12, "ignore_eos": True} | s)
+    [[wanted]] = engine.generate([Request(tuple(prompt), (mix64(seed),), sampling, strategy or strategy_of(DEFAULT))])
+    return wanted
+
+
+# -------------------------------------------------------------------------------------------------- what it writes
+
+
+def test_a_completion_is_what_the_engine_writes_under_the_key_of_the_seed(client, engine, words) -> None:
+    response = ask(client, seed=3, logprobs=0)
+    [choice] = response["choices"]
+    wanted = reference(engine, words("ab cd")["input_ids"], 3)
+    assert choice["token_ids"] == wanted.tokens.tolist()
+    assert choice["authorship"] == wanted.author.tolist() == authors(3, choice["token_ids"])
+    assert choice["logprobs"]["token_logprobs"] == pytest.approx(wanted.behaviour_logprobs.tolist())
+    assert choice["text"] == words.decode(wanted.tokens, skip_special_tokens=True)
+    assert (choice["finish_reason"], response["usage"]["completion_tokens"]) == ("length", 12)
+    assert response["tandem"]["senior_frac"] == pytest.approx(np.mean(choice["authorship"]))
+
+
+@pytest.mark.parametrize(
+    "sampling",
+    [
+        {"temperature": 0.0},
+        {"temperature": 0.7, "top_p": 0.8, "top_k": 20},
+        {"min_p": 0.05, "repetition_penalty": 1.3},
+        {"presence_penalty": 0.5, "frequency_penalty": -0.5},
+    ],
+)
+def test_sampling_is_the_engines(client, engine, words, sampling: dict[str, float]) -> None:
+    [choice] = ask(client, seed=4, **sampling)["choices"]
+    assert choice["token_ids"] == reference(engine, words("ab cd")["input_ids"], 4, **sampling).tokens.tolist()
+    if sampling == {"temperature": 0.0}:
+        [other] = ask(client, seed=4, tandem={"solo": "junior"}, **sampling)["choices"]
+        assert other["authorship"] == [0] * 12
+        assert other["token_ids"] != choice["token_ids"]
+
+
+def test_a_generation_config_says_the_sampling_of_requests_that_do_not(engine, words, tmp_path) -> None:
+    (tmp_path / "generation_config.json").write_text('{"temperature": 0.5, "top_k": 7, "eos_token_id": 1}')
+    defaults = engine_server.sampling_defaults(str(tmp_path))
+    assert defaults == {"temperature": 0.5, "top_k": 7}
+    assert engine_server.sampling_defaults(str(tmp_path / "none")) == {}
+    with TestClient(serving(engine, words, defaults=defaults), base_url="http://127.0.0.1") as asking:
+        [choice] = ask(asking, seed=6, top_k=-1)["choices"]
+    assert choice["token_ids"] == reference(engine, words("ab cd")["input_ids"], 6, temperature=0.5).tokens.tolist()
+
+
+def test_prompts_and_samples_are_counted_as_vllm_does(client, engine, words) -> None:
+    choices = ask(client, prompt=["ab", [5, 6, 7]], n=2, seed=9)["choices"]
+    assert [choice["index"] for choice in choices] == [0, 1, 2, 3]
+    prompts = [words("ab")["input_ids"]] * 2 + [[5, 6, 7]] * 2
+    for choice, prompt, seed in zip(choices, prompts, (9, 10, 9, 10), strict=True):
+        assert choice["token_ids"] == reference(engine, prompt, seed).tokens.tolist()
+
+
+@pytest.mark.parametrize("path", [COMPLETIONS, CHAT])
+@pytest.mark.parametrize("stop", [None, "text", "id"])
+def test_a_stream_tells_what_the_whole_response_tells(client: TestClient, path: str, stop: str | None) -> None:
+    body: dict[str, Any] = {"n": 2, "seed": 5, "max_tokens": 20, "stream_options": {"include_usage": True}}
+    free = ask(client, path, **body)["choices"][0]
+    if stop == "text":
+        body["stop"] = [(free.get("text") or free["message"]["content"])[4:7]]
+    elif stop == "id":
+        body["stop_token_ids"] = [free["token_ids"][6]]
+    whole = ask(client, path, **body)
+    usual = {"prompt": "ab cd"} if path == COMPLETIONS else {"messages": MESSAGES}
+    response = client.post(path, json=usual | {"ignore_eos": True, "stream": True} | body)
+    *chunks, usage, done = events(response.content)
+    assert done == "data: [DONE]"
+    assert usage["usage"] == whole["usage"]
+    for choice in whole["choices"]:
+        parts = [part for chunk in chunks for part in chunk["choices"] if part["index"] == choice["index"]]
+        assert [token for part in parts for token in part.get("token_ids", ())] == choice["token_ids"]
+        assert [author for part in parts for author in part.get("authorship", ())] == choice["authorship"]
+        text = "".join(part.get("text") or part.get("delta", {}).get("content") or "" for part in parts)
+        assert text == (choice["text"] if path == COMPLETIONS else choice["message"]["content"])
+        ended = [(part["finish_reason"], part["stop_reason"]) for part in parts if part["finish_reason"]]
+        assert ended == [(choice["finish_reason"], choice["stop_reason"])]
+        assert len([part for part in parts if part.get("token_ids")]) > 2  # as it is written
+    summaries = [chunk["tandem"] for chunk in chunks if "tandem" in chunk]
+    assert (len(summaries), summaries[-1]) == (2, whole["tandem"])
+    if stop is not None:
+        assert whole["choices"][0]["finish_reason"] == "stop"
+        assert len(whole["choices"][0]["token_ids"]) < 20
+
+
+def test_a_conversation_writes_what_one_request_would(client: TestClient, engine, words) -> None:
+    """Over three turns, the second of them streamed; strategy and counters go on."""
+    messages: list[Any] = [*MESSAGES]
+    ids = [*words("ab cd")["input_ids"], EOS, IDS["!"]]
+    tandem, turns = {"conversation": "new"}, list[tuple[int, ...]]()
+    for number in range(3):
+        body = {"messages": messages, "max_tokens": 10, "tandem": tandem, "return_token_ids": True}
+        if number == 1:
+            chunks = [chunk for chunk in events(client.post(CHAT, json=body | {"stream": True}).content)[:-1]]
+            parts = [part for chunk in chunks for part in chunk["choices"]]
+            own = [token for part in parts for token in part.get("token_ids", ())]
+            authorship = [author for part in parts for author in part.get("authorship", ())]
+            content = "".join(part["delta"].get("content", "") for part in parts)
+            said, told = {"role": "assistant", "content": content}, chunks[-1]["tandem"]
+        else:
+            response = client.post(CHAT, json=body).json()
+            [choice] = response["choices"]
+            said, told = choice["message"], response["tandem"]
+            own, authorship = choice["token_ids"], choice["authorship"]
+            assert response["prompt_token_ids"] == ids
+        request = Request(
+            tuple(ids), (mix64(told["seed"]),), Sampling(max_tokens=10), strategy_of(DEFAULT), history=tuple(turns)
+        )
+        [[wanted]] = engine.generate([request])
+        check_authors([wanted], strategy_of(DEFAULT), [turns])
+        assert (own, authorship) == (wanted.tokens.tolist(), wanted.author.tolist())
+        turns.append(tuple(own))
+        ids += [*own, *([] if own[-1] == EOS else [EOS]), *words("ef")["input_ids"], EOS, IDS["!"]]
+        messages += [said, {"role": "user", "content": "ef"}]
+        tandem = {"conversation": told["conversation"]}
+
+
+# -------------------------------------------------------------------------------------------------- texts and calls
+
+
+class Letters:
+    """A tokenizer of bytes: half characters are tokens, and 0 is special."""
+
+    def decode(self, tokens: Sequence[int], skip_special_tokens: bool = True) -> str:
+        return bytes(token for token in tokens if token or not skip_special_tokens).decode(errors="replace")
+
+
+@pytest.mark.parametrize(
+    ("text", "style", "shown", "stop"),
+    [
+        ("héllo €", {}, "héllo €", None),
+        ("ab\0", {}, "ab", None),
+        ("ab\0", {"skip_special": False}, "ab\0", None),
+        ("abcde", {"stop": ("cde",)}, "ab", "cde"),
+        ("abcde", {"stop": ("cde",), "keep_stop": True}, "abcde", "cde"),
+        ("abcab", {"stop": ("cax",)}, "abcab", None),
+        ("ab!", {"stop_token_ids": (33,)}, "ab", 33),
+        ("ab!", {"stop_token_ids": (33,), "keep_stop": True}, "ab!", 33),
+        ("€cd", {"stop": ("d", "€c")}, "", "€c"),
+    ],
+)
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_pieces_of_a_text_are_the_text(text: str, style: dict[str, Any], shown: str, stop: Any, size: int) -> None:
+    from tandemrl.apps.serve.asked import TextStyle
+
+    tokens, wanted = list(text.encode()), TextStyle(**style)
+    assert text_of(Letters(), tokens, wanted) == (shown, stop)
+    stream = TextStream(Letters(), wanted)
+    pieces = [stream.add(tokens[i : i + size], [0.0] * len(tokens[i : i + size])) for i in range(0, len(tokens), size)]
+    rest, ended = stream.rest()
+    assert ("".join([*pieces, rest]), ended) == (shown, stop)
+    assert not any("\ufffd" in piece for piece in pieces)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(
+    ("text", "content", "arguments"),
+    [
+        ('so <tool_call>{"name": "look", "arguments": {"at": "é"}}</tool_call>', "so", '{"at": "é"}'),
+        ('<tool_call>{"name": "jump", "arguments": {}}</tool_call>', None, None),  # nobody has it: it is text
+        ("look", None, None),
+    ],
+)
+def test_calls_are_read_as_they_are_written(words, stream: bool, text: str, content: Any, arguments: Any) -> None:
+    from tandemrl.apps.serve.asked import Asked, TextStyle
+    from tandemrl.rollout.engine import Completion
+
+    schema = {"type": "function", "function": {"name": "look", "parameters": TOOLS[0]["function"]["parameters"]}}
+    asked = Asked(True, (), TextStyle(), stream, tools={"look": schema})
+    tokens = np.frombuffer(text.encode(), dtype=np.uint8).astype(np.int64)
+    one = Completion(0, tokens, np.ones(len(tokens)), np.zeros(len(tokens)), "eos")
+    speaker = Speaker(Letters(), "hermes")
+    if stream:
+        told = TextStream(Letters(), asked.style)
+        assert speaker.piece(asked, told, tokens.tolist(), [0.0] * len(tokens))["delta"] == {}
+        last = speaker.last(asked, told, one)
+        said, reason = last["delta"], last["finish_reason"]
+    else:
+        choice = speaker.choice(asked, 0, one, ())
+        said, reason = choice["message"], choice["finish_reason"]
+    if arguments is None:
+        assert (said["content"], said.get("tool_calls"), reason) == (text, None, "stop")
+    else:
+        [call] = said["tool_calls"]
+        assert call["function"] == {"name": "look", "arguments": arguments}
+        assert (said["content"], reason, call["type"]) == (content, "tool_calls", "function")
+
+
+def test_a_prompt_tells_of_tools_and_results(client: TestClient, words) -> None:
+    call = {"id": "call-1", "type": "function", "function": {"name": "look", "arguments": '{"at": "x"}'}}
+    messages = [
+        {"role": "user", "content": [{"type": "text", "text": "ab"}, {"type": "text", "text": "cd"}]},
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "call-1", "content": "e"},
+    ]
+    got = ask(client, CHAT, messages=messages, tools=TOOLS, return_token_ids=True)["prompt_token_ids"]
+    assert got == words.encode("lookab\ncd<eos><eos>e<eos>!", add_special_tokens=False)
+    hidden = ask(client, CHAT, messages=messages, tools=TOOLS, tool_choice="none", return_token_ids=True)
+    assert hidden["prompt_token_ids"] == words.encode("ab\ncd<eos><eos>e<eos>!", add_special_tokens=False)
+
+
+# -------------------------------------------------------------------------------------------------- what it refuses
+
+
+@pytest.mark.parametrize(
+    ("body", "reason"),
+    [
+        ({"prompt": ""}, "prompt: expected a text or token ids"),
+        ({"prompt": {"a": 1}}, "prompt: expected a text or token ids"),
+        ({"prompt": [VOCABULARY]}, "a prompt token is outside the vocabulary"),
+        ({"max_tokens": 10**6}, "max_tokens: the context (max_model_len) is"),
+        ({"max_tokens": 0}, "max_tokens: expected a whole number from 1, got 0"),
+        ({"temperature": "1"}, "temperature: expected a number"),
+        ({"temperature": -1}, "temperature must be"),
+        ({"top_p": 0}, "top_p must be in (0, 1]"),
+        ({"top_k": 1.5}, "top_k: expected a number"),
+        ({"stop": [""]}, "stop: expected a string or a list"),
+        ({"stop_token_ids": [-1]}, "stop_token_ids [-1] are outside"),
+        ({"logprobs": 1}, "only the written token's is known"),
+        ({"logit_bias": {"1": 2}}, "logit_bias: not possible with this engine"),
+        ({"min_tokens": 3}, "min_tokens: not possible with this engine"),
+        ({"vllm_xargs": {"mine": 1}}, "vllm_xargs: this engine takes none"),
+        ({"stream": "yes"}, "stream: expected true or false"),
+        ({"n": 5000}, "at most 1024"),
+        ({"use_beam_search": True}, "use_beam_search"),
+        ({"tandem": {"prob_senior": 2}}, "prob_senior must be in [0, 1]"),
+    ],
+)
+def test_what_cannot_be_done_is_refused_with_the_reason(client: TestClient, body: dict[str, Any], reason: str) -> None:
+    response = client.post(COMPLETIONS, json={"prompt": "ab", "max_tokens": 2} | body)
+    error = response.json()["error"]
+    assert (response.status_code, error["code"], error["type"]) == (400, 400, "Bad Request")
+    assert reason in error["message"]
+
+
+@pytest.mark.parametrize(
+    ("body", "reason"),
+    [
+        ({"messages": []}, "messages: expected a list of objects"),
+        ({"messages": [{"content": "a"}]}, "messages[0]: expected an object with a role"),
+        ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "only parts of the type text"),
+        ({"messages": [{"role": "assistant", "tool_calls": 1}]}, "messages[0].tool_calls: expected a list"),
+        (
+            {"messages": [{"role": "assistant", "tool_calls": [{"function": {"arguments": "["}}]}]},
+            "[0].tool_calls: exp",
+        ),
+        ({"tools": [{"name": "look"}]}, "tools: expected a list"),
+        ({"tools": [{"type": "function", "function": {"name": "f", "parameters": 1}}]}, "tools: expected a list"),
+        ({"chat_template_kwargs": 1}, "chat_template_kwargs: expected an object"),
+        ({"stream": True, "stream_options": 1}, "stream_options: expected an object"),
+        ({"tools": [{**TOOLS[0], "function": {"name": "f", "strict": True}}]}, "needs structured outputs"),
+        ({"chat_template_kwargs": {"thoughts": True}}, "the chat template of tokenizer"),
+        ({"continue_final_message": True}, "continue_final_message: not possible"),
+        ({"logprobs": True, "top_logprobs": 2}, "only the written token's is known"),
+    ],
+)
+def test_chats_that_cannot_be_are_refused(client: TestClient, body: dict[str, Any], reason: str) -> None:
+    response = client.post(CHAT, json={"messages": MESSAGES, "max_tokens": 2} | body)
+    assert response.status_code == 400
+    assert reason in response.json()["error"]["message"]
+
+
+@pytest.mark.parametrize("body", [b"{bad", b"[1]", b"", b"\xff", b'{"prompt": ' + b"[" * 10**5 + b"]" * 10**5 + b"}"])
+def test_a_body_that_is_no_object_is_refused(client: TestClient, body: bytes) -> None:
+    response = client.post(COMPLETIONS, content=body, headers={"content-type": "application/json"})
+    assert (response.status_code, response.json()["error"]["message"]) == (400, "the body: expected a JSON object")
+
+
+def test_other_models_hosts_and_routes(client: TestClient) -> None:
+    missing = client.post(COMPLETIONS, json={"model": "nope", "prompt": "a"})
+    assert (missing.status_code, missing.json()["error"]["type"]) == (404, "NotFoundError")
+    assert ask(client, model="pair")["model"] == "pair"
+    assert client.get("/v1/models", headers={"host": "evil.example"}).status_code == 400
+    assert client.post("/v1/responses", json={}).json()["error"]["message"].startswith("/v1/responses: a tandem server")
+    [card] = client.get("/v1/models").json()["data"]
+    assert card["id"] == "pair"
+    assert client.get("/health").status_code == 200
+    ids = client.post("/tokenize", json={"prompt": "ab cd"}).json()["tokens"]
+    assert client.post("/detokenize", json={"tokens": ids}).json() == {"prompt": "ab cd"}
+    assert client.post("/detokenize", json={"tokens": [10**9]}).status_code == 400
+    rendered = client.post("/tokenize", json={"messages": MESSAGES, "add_generation_prompt": False}).json()["tokens"]
+    assert rendered == [*ids, EOS]
+
+
+def test_a_key_opens_it(engine: TorchEngine, words: Any) -> None:
+    with TestClient(serving(engine, words, api_key="s3cret"), base_url="http://127.0.0.1") as asking:
+        body = {"prompt": "ab", "max_tokens": 2}
+        for headers in ({}, {"authorization": "Bearer s3cre"}, {"authorization": "s3cret"}):
+            assert asking.post(COMPLETIONS, json=body, headers=headers).status_code == 401
+        assert asking.post(COMPLETIONS, json=body, headers={"authorization": "Bearer s3cret"}).status_code == 200
+        assert asking.get("/health").status_code == 200
+
+
+# -------------------------------------------------------------------------------------------------- the engine's thread
+
+
+class Slow:
+    """An engine whose call waits until it may end, or is aborted."""
+
+    def __init__(self, own: TorchEngine, streams: bool = True) -> None:
+        self.own, self.vocabulary, self.context, self.has_junior = own, own.vocabulary, own.context, True
+        self.info = own.info._replace(streams=streams)
+        self.calls: list[int] = []
+        self.aborted: set[int] = set()
+        self.begun, self.go_on = threading.Event(), threading.Event()
+
+    def generate(self, requests: Sequence[Request], **options: Any) -> Any:
+        assert set(options) == ({"on_tokens"} if self.info.streams else set())
+        self.calls.append(len(requests))
+        self.begun.set()
+        assert self.go_on.wait(60)
+        return self.own.generate(requests, **options)
+
+    def abort(self, keys: Any = None) -> None:
+        self.aborted |= set(keys or ())
+
+
+def request_of(seed: int, samples: int = 1) -> Request:
+    return Request((2, 3), tuple(mix64(seed + i) for i in range(samples)), Sampling(max_tokens=4), strategy_of(DEFAULT))
+
+
+@pytest.mark.parametrize("streams", [True, False])
+def test_what_waits_is_written_together_and_told_apart(engine: TorchEngine, streams: bool) -> None:
+    slow = Slow(engine, streams)
+    thread = EngineThread(slow)
+    told: dict[tuple[int, int], list[int]] = {}
+
+    def hear(seed: int) -> Any:
+        return lambda number, tokens, logprobs: told.setdefault((seed, number), []).extend(tokens)
+
+    first = thread.submit(request_of(1))
+    assert slow.begun.wait(60)
+    others = [thread.submit(request_of(seed, samples=2), hear(seed)) for seed in (10, 20, 30)]
+    thread.cancel(others[1])  # it has not begun
+    slow.go_on.set()
+    [one] = first.done.result(60)
+    assert one.tokens.tolist() == engine.generate([request_of(1)])[0][0].tokens.tolist()
+    for job, seed in ((others[0], 10), (others[2], 30)):
+        for number, completion in enumerate(job.done.result(60)):
+            assert told.pop((seed, number)) == completion.tokens.tolist()
+    assert told == {}
+    assert slow.calls == [1, 2]
+    thread.close()
+
+
+def test_a_job_that_nobody_waits_for_is_aborted_unless_another_has_its_key(engine: TorchEngine) -> None:
+    slow = Slow(engine)
+    thread = EngineThread(slow)
+    gate = thread.submit(request_of(0))
+    assert slow.begun.wait(60)
+    slow.begun.clear()
+    twin, other = thread.submit(request_of(1)), thread.submit(request_of(1, samples=2))
+    slow.go_on.set()
+    gate.done.result(60)
+    slow.go_on.clear()
+    assert slow.begun.wait(60)
+    thread.cancel(other)
+    slow.go_on.set()
+    twin.done.result(60)
+    assert slow.aborted == {mix64(2)}
+    thread.cancel(other)  # it has ended
+    thread.close()
+    with pytest.raises(EngineError, match="outside the vocabulary"):
+        thread.submit(replace(request_of(1), prompt=(10**6,)))
+
+
+def test_an_engine_that_breaks_is_an_error_of_the_server(words: Any, engine: TorchEngine) -> None:
+    class Broken(Slow):
+        def generate(self, requests: Sequence[Request], **options: Any) -> Any:
+            raise EngineError("it is broken")
+
+    with TestClient(serving(Broken(engine), words), base_url="http://127.0.0.1") as asking:
+        response = asking.post(COMPLETIONS, json={"prompt": "ab"})
+        assert (response.status_code, response.json()["error"]["message"]) == (500, "it is broken")
+        stream = events(asking.post(COMPLETIONS, json={"prompt": "ab", "stream": True}).content)
+        assert stream[0]["error"]["message"] == "it is broken"
+        assert asking.post(COMPLETIONS, json={"prompt": "ab"}).status_code == 500  # and it still answers
+
+
+# -------------------------------------------------------------------------------------------------- the command
+
+BOTH = ["serve", "--senior", "S", "--junior", "J"]
+
+
+def test_the_command_hands_on_its_options(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[Any] = []
+    monkeypatch.setattr(engine_server, "serve", lambda config, **keywords: calls.append((config, keywords)))
+    options = [
+        "--strategy",
+        "chunk",
+        "--chunk-size",
+        "3",
+        "--port",
+        "1",
+        "--draft-tokens",
+        "4",
+        "--allowed-host",
+        "pair",
+    ]
+    result = CliRunner().invoke(command, [*BOTH, "--engine", "torch", *options, "--", "model.dtype=bfloat16"])
+    assert result.exit_code == 0, result.output
+    [(config, keywords)] = calls
+    assert (config.model.senior, config.model.junior, config.model.dtype) == ("S", "J", "bfloat16")
+    assert (config.rollout.engine, config.rollout.draft_tokens) == ("torch", 4)
+    assert (config.selection.strategy, config.selection.chunk_size) == ("chunk", 3)
+    assert (keywords["port"], keywords["allowed_hosts"], keywords["api_key"]) == (1, ["pair"], None)
+
+
+@pytest.mark.parametrize("installed", [True, False])
+def test_vllm_serves_where_it_is_and_torch_elsewhere(monkeypatch: pytest.MonkeyPatch, installed: bool) -> None:
+    import tandemrl.cli.serve as served
+
+    calls: list[str] = []
+    found = importlib.util.find_spec
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda name, *rest: (installed or None) if name == "vllm" else found(name, *rest)
+    )
+    monkeypatch.setattr(served, "_serve_by_vllm", lambda *arguments: calls.append("vllm"))
+    monkeypatch.setattr(served, "_serve_by_engine", lambda engine, *arguments: calls.append(engine))
+    assert CliRunner().invoke(command, BOTH).exit_code == 0
+    assert calls == ["vllm" if installed else "torch"]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--mode", "draft"], "--mode requires --engine vllm"),
+        (["--junior-quantization", "fp8"], "--junior-quantization requires --engine vllm"),
+        (["--draft-tokens", "none"], "'none' is neither auto nor a positive number"),
+        (["--", "--max-model-len", "4"], "'--max-model-len': --engine torch takes keys of model and rollout"),
+        (["--", "rollout.nothing=1"], "rollout.nothing"),
+        (["--strategy", "words"], "'words' is none of word"),
+    ],
+)
+def test_options_that_are_none_are_refused(options: list[str], message: str) -> None:
+    result = CliRunner().invoke(command, [*BOTH, "--engine", "torch", *options])
+    assert result.exit_code == 2, result.output
+    assert message in result.stderr
+
+
+def test_without_a_web_server_the_command_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    import sys
+
+    monkeypatch.setitem(sys.modules, "uvicorn", None)
+    monkeypatch.delitem(sys.modules, "tandemrl.apps.serve.engine_server", raising=False)
+    monkeypatch.delattr("tandemrl.apps.serve.engine_server", raising=False)
+    result = CliRunner().invoke(command, [*BOTH, "--engine", "torch"])
+    assert (result.exit_code, "uvicorn is missing; pip install -e '.[serve]'" in result.stderr) == (2, True)

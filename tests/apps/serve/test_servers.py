@@ -1,0 +1,223 @@
+"""``tandemrl serve`` as it runs, asked by OpenAI's client: the same with every engine."""
+
+import signal
+import time
+import urllib.request
+from collections.abc import Iterator
+from dataclasses import replace
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from clients import authors, strategy_of, written
+from pairs import CONTEXT, EOS, VLLM, greedy_gaps, models, reference
+from served import PAIR, SERVED, Server, complete, healthy, openai_client, save_pair, serving
+
+from helpers import IDS, tokenizer
+from tandemrl.apps.serve import authorship
+from tandemrl.rollout.engine import Completion, Request, Sampling
+from tandemrl.selection.draws import mix64
+
+pytest.importorskip("openai", reason="the tests ask by OpenAI's client")
+OPTIONS = {"torch": [], "vllm": ["--mode", "draft"]}
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_pair(tmp_path_factory.mktemp("served"))
+
+
+@pytest.fixture(scope="module", params=["torch", pytest.param("vllm", marks=VLLM)])
+def running(request: pytest.FixtureRequest, pair: Path) -> Iterator[Server]:
+    options = ["--max-gap-tokens", "4", "--draft-tokens", "4", *OPTIONS[request.param]]
+    log = pair / f"{request.param}.log"
+    with serving(request.param, pair / "senior", pair / "junior", log, *options) as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def client(running: Server) -> Any:
+    return openai_client(running)
+
+
+def test_a_completion_has_authors(client: Any) -> None:
+    response = complete(client, seed=3)
+    [choice] = response.choices
+    assert len(choice.authorship) == len(choice.token_ids) == 40
+    assert choice.authorship == authors(3, choice.token_ids, SERVED)
+    assert set(choice.authorship) == {0, 1}
+    assert response.tandem["senior_frac"] == pytest.approx(np.mean(choice.authorship))
+    again = complete(client, seed=3)
+    assert (again.choices[0].text, again.choices[0].authorship) == (choice.text, choice.authorship)
+    other = complete(client)
+    assert other.choices[0].text != choice.text
+    assert complete(client, seed=other.tandem["seed"]).choices[0].text == other.choices[0].text
+
+
+def test_every_token_is_the_argmax_of_the_author_it_is_said_to_have(client: Any) -> None:
+    prompt = written(9)
+    for tandem in ({}, {"strategy": "alternating"}, {"solo": "junior"}, {"solo": "senior"}):
+        [choice] = complete(client, prompt, temperature=0, tandem=tandem).choices
+        channels = np.array(choice.token_ids), np.array(choice.authorship, dtype=np.int8), np.zeros(40, np.float32)
+        request = Request(tuple(prompt), (0,), Sampling(temperature=0.0), strategy_of(SERVED))
+        assert greedy_gaps(models(PAIR), [request], [[Completion(0, *channels, "length")]]).max() < 1e-4
+        if "solo" in tandem:
+            assert set(choice.authorship) == {int(tandem["solo"] == "senior")}
+
+
+def test_log_probs_are_the_authors(client: Any) -> None:
+    """Sampled under temperature 1, judged by an uncached forward of the author."""
+    from helpers import author_logits
+
+    prompt = written(9)
+    [choice] = complete(client, prompt, logprobs=0, seed=4).choices
+    written_by = Completion(0, np.array(choice.token_ids), np.array(choice.authorship), np.zeros(40), "length")
+    logits = torch.from_numpy(author_logits(*models(PAIR), prompt, written_by))
+    wanted = logits.log_softmax(-1)[torch.arange(40), torch.tensor(choice.token_ids)]
+    assert choice.logprobs.token_logprobs == pytest.approx(wanted.tolist(), abs=1e-3)
+
+
+def test_samples_differ_and_have_their_own_authors(client: Any) -> None:
+    response = complete(client, n=3, seed=20)
+    assert len({choice.text for choice in response.choices}) == 3
+    for choice in response.choices:
+        assert choice.authorship == authors(20 + choice.index, choice.token_ids, SERVED)
+    pairs = complete(client, ["ab", "cd e"], n=2, seed=20)
+    for choice in pairs.choices:
+        assert choice.authorship == authors(20 + choice.index % 2, choice.token_ids, SERVED)
+
+
+def test_a_chat(client: Any) -> None:
+    body = {"ignore_eos": True, "tandem": {"strategy": "bernoulli", "prob_senior": 0.25}}
+    messages = [{"role": "user", "content": "ab cd"}]
+    response = client.chat.completions.create(
+        model=client.model, messages=messages, max_tokens=40, seed=8, extra_body=body
+    )
+    [choice] = response.choices
+    selection = replace(SERVED, strategy="bernoulli", prob_senior=0.25)
+    assert choice.authorship == authors(8, choice.token_ids, selection)
+    assert 0 < sum(choice.authorship) < 20
+    assert choice.message.content
+    assert response.tandem["strategy"] == "bernoulli"
+
+
+def test_a_conversation_writes_what_the_reference_engine_does(client: Any) -> None:
+    """Over three turns, the second of them streamed."""
+    from openai import BadRequestError
+
+    messages: list[Any] = [{"role": "user", "content": "ab cd"}]
+    body: dict[str, Any] = {"tandem": {"conversation": "new"}, "return_token_ids": True}
+    options: dict[str, Any] = {"model": client.model, "max_tokens": 20, "messages": messages, "extra_body": body}
+    engine, turns = reference(PAIR), list[tuple[int, ...]]()
+    ids = [*tokenizer().encode("ab cd"), EOS, IDS["!"]]
+    for number in range(3):
+        if number == 1:
+            chunks = list(client.chat.completions.create(**options, stream=True))
+            parts = [choice for chunk in chunks for choice in chunk.choices if getattr(choice, "token_ids", None)]
+            own = [token for part in parts for token in part.token_ids]
+            content = "".join(part.delta.content or "" for part in parts)
+            said: Any = {"role": "assistant", "content": content}
+            authorship = [author for part in parts for author in part.authorship]
+            told = next(chunk.tandem for chunk in chunks if getattr(chunk, "tandem", None))
+        else:
+            response = client.chat.completions.create(**options)
+            said, told = response.choices[0].message, response.tandem
+            own, authorship = response.choices[0].token_ids, response.choices[0].authorship
+            assert response.prompt_token_ids == ids
+        request = Request(
+            tuple(ids), (mix64(told["seed"]),), Sampling(max_tokens=20), strategy_of(SERVED), history=tuple(turns)
+        )
+        [[wanted]] = engine.generate([request])
+        assert own == wanted.tokens.tolist()
+        assert authorship == wanted.author.tolist()
+        turns.append(tuple(own))
+        ids += [*own, *([] if own[-1] == EOS else [EOS]), *tokenizer().encode("ef"), EOS, IDS["!"]]
+        messages += [said, {"role": "user", "content": "ef"}]
+        body["tandem"] = {"conversation": told["conversation"]}
+    messages[0]["content"] = "ab"
+    with pytest.raises(BadRequestError, match=r"messages\[0\]: not what it was"):
+        client.chat.completions.create(**options)
+
+
+@pytest.mark.parametrize("chat", [False, True])
+def test_a_stream_tells_what_the_whole_response_tells(client: Any, chat: bool) -> None:
+    body = {"ignore_eos": True}
+    create = client.chat.completions.create if chat else client.completions.create
+    prompt: dict[str, Any] = {"messages": [{"role": "user", "content": "ab"}]} if chat else {"prompt": "ab"}
+    asked = prompt | {"model": client.model, "max_tokens": 20, "n": 2, "seed": 5, "extra_body": body}
+    whole = create(**asked)
+    chunks = [chunk for chunk in create(**asked, stream=True, stream_options={"include_usage": True})]
+    assert chunks[-1].usage.completion_tokens == 40
+    parts = sorted(
+        (c for chunk in chunks for c in chunk.choices if getattr(c, "token_ids", None)), key=lambda c: c.index
+    )
+    for choice, (index, own) in zip(whole.choices, groupby(parts, key=lambda c: c.index), strict=True):
+        own = list(own)
+        assert choice.index == index
+        assert [token for part in own for token in part.token_ids] == choice.token_ids
+        assert [author for part in own for author in part.authorship] == choice.authorship
+        assert "".join((part.delta.content if chat else part.text) or "" for part in own) == (
+            choice.message.content if chat else choice.text
+        )
+    summaries = [chunk.tandem for chunk in chunks if getattr(chunk, "tandem", None)]
+    assert len(summaries) == 2
+    assert summaries[-1] == whole.tandem
+
+
+def test_refusals_are_errors_of_the_client_and_leave_the_server_alive(client: Any) -> None:
+    from openai import APIStatusError, BadRequestError, NotFoundError
+
+    with pytest.raises(BadRequestError, match="use_beam_search"):
+        complete(client, extra={"use_beam_search": True})
+    with pytest.raises(BadRequestError, match="max_model_len"):
+        complete(client, max_tokens=10 * CONTEXT)
+    with pytest.raises(NotFoundError, match="nope"):
+        client.completions.create(model="nope", prompt="a")
+    with pytest.raises(BadRequestError, match="a tandem server answers"):
+        client.responses.create(model=client.model, input="a")
+    strict = {"name": "f", "strict": True, "parameters": {"type": "object", "properties": {}}}
+    tools = [{"type": "function", "function": strict}]
+    with pytest.raises(BadRequestError, match="structured outputs"):
+        client.chat.completions.create(model=client.model, messages=[{"role": "user", "content": "a"}], tools=tools)
+    with pytest.raises(APIStatusError, match="the body of a request may have at most") as refused:
+        complete(client, "a" * authorship.MAX_BODY)
+    assert refused.value.status_code == 413
+    with pytest.raises(BadRequestError, match=r"Host 'evil\.example' is not answered"):
+        complete(client, extra_headers={"Host": "evil.example"})
+    assert [model.id for model in client.models.list()] == [client.model]
+    assert complete(client, max_tokens=2).choices[0].authorship
+
+
+def test_a_client_that_leaves_frees_its_request(client: Any, running: Server) -> None:
+    if running.engine != "vllm":
+        pytest.skip("only vLLM's server counts what runs; see test_engine_server")
+    stream = complete(client, max_tokens=CONTEXT - 10, stream=True)
+    next(iter(stream))
+    stream.close()
+    deadline = time.monotonic() + 20
+    while time.monotonic() < deadline:
+        with urllib.request.urlopen(f"{running.url}/metrics", timeout=5) as response:
+            running_now = [
+                line for line in response.read().decode().splitlines() if line.startswith("vllm:num_requests_running")
+            ]
+        if running_now and all(line.endswith(" 0.0") for line in running_now):
+            break
+        time.sleep(0.05)
+    else:
+        pytest.fail("the request still runs")
+    assert complete(client, max_tokens=3).choices[0].token_ids
+
+
+def test_it_says_what_it_serves_and_where(running: Server, pair: Path) -> None:
+    senior, junior = pair / "senior", pair / "junior"
+    line = f"serving {senior} (float32) and its junior {junior} (float32) at {running.url}/v1, without an API key"
+    assert line in running.log.read_text()
+
+
+def test_an_interrupt_ends_it(running: Server) -> None:
+    running.process.send_signal(signal.SIGINT)
+    assert running.process.wait(timeout=60) == 0, running.log.read_text()[-4000:]
+    assert not healthy(running.url)
