@@ -28,8 +28,8 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+from collections.abc import Callable, Mapping
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -46,7 +46,7 @@ from tandemrl.apps.experiments.smollm2 import fetch
 from tandemrl.data.loading import load_rows
 from tandemrl.data.rows import encode_prompts
 from tandemrl.models.loading import load_model, load_tokenizer
-from tandemrl.rollout.engine import Completion, Passes, Request, Sampling
+from tandemrl.rollout.engine import Passes, Request, Sampling
 from tandemrl.rollout.sync import sync_weights
 from tandemrl.rollout.torch_engine import TorchEngine
 from tandemrl.selection import Strategy, solo, word
@@ -111,7 +111,7 @@ def rollout(folder: Path, rows: int, options: argparse.Namespace) -> dict[str, A
     tokenizer = load_tokenizer(folder)
     groups = -(-rows // GROUP)
     known, _ = encode_prompts(
-        load_rows([f"synthetic:word_problems:heldout:{groups}"]), tokenizer, max_prompt_tokens=options.max_tokens * 10
+        load_rows([f"synthetic:word_problems:heldout:{groups}"]), tokenizer, max_prompt_tokens=1000
     )
     prompts = [list(known[row // GROUP].tokens) for row in range(rows)]
     senior = load_model(folder)
@@ -123,7 +123,7 @@ def rollout(folder: Path, rows: int, options: argparse.Namespace) -> dict[str, A
     for number in range(-1, options.rounds):
         for name in names[number % len(names) :] + names[: number % len(names)]:  # nobody always goes first
             start = time.process_time()
-            counted = contestants[name](prompts, number)
+            counted = contestants[name](prompts[:1] if number < 0 else prompts, number)  # one row warms up
             if number >= 0:
                 cpu[name].append(time.process_time() - start)
                 passes[name] += counted or Passes()
@@ -158,49 +158,60 @@ def rollout(folder: Path, rows: int, options: argparse.Namespace) -> dict[str, A
 def prepare(
     folder: Path, senior: PreTrainedModel, tokenizer: Any, rows: int, options: argparse.Namespace
 ) -> dict[str, Contestant]:
-    theirs = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    """The contestants that take part; the others load no model."""
     sampling = Sampling(max_tokens=options.max_tokens, ignore_eos=True)
     both = word(0.5, 32, word_boundary_table(tokenizer, senior.get_output_embeddings().weight.shape[0]))
-    plain = TorchEngine(senior, load_model(folder), tokenizer, max_rows=rows)
-    cut = load_model(folder)
-    cut.model.layers = cut.model.layers[: options.layers]
-    cut.config.num_hidden_layers = options.layers
-    drafting = TorchEngine(senior, cut, tokenizer, max_rows=rows, draft_tokens="auto")
+    drafts = f"auto {options.layers}"
 
-    def transformers(prompts: list[list[int]], number: int) -> None:
-        torch.manual_seed(number)
-        batch = tokenizer.pad({"input_ids": prompts}, padding_side="left", return_tensors="pt")
+    def transformers() -> Contestant:
+        theirs = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
         length = {"max_new_tokens": options.max_tokens, "min_new_tokens": options.max_tokens}
-        out = theirs.generate(**batch, do_sample=True, temperature=1.0, top_k=0, top_p=1.0, **length)
-        assert out.shape == (rows, batch["input_ids"].shape[1] + options.max_tokens)
 
-    def ours(engine: TorchEngine, strategy: Strategy, prompts: list[list[int]], number: int) -> Passes:
-        keys = {
-            i: tuple(request_key(0, number + 1, i, j) for j in range(min(GROUP, rows))) for i in range(0, rows, GROUP)
-        }
-        requests = [Request(prompts[i], keys[i], sampling, strategy) for i in keys]
-        check(engine.generate(requests), options.max_tokens)
-        return engine.passes
+        def run(prompts: list[list[int]], number: int) -> None:
+            torch.manual_seed(number + 1)
+            batch = tokenizer.pad({"input_ids": prompts}, padding_side="left", return_tensors="pt")
+            out = theirs.generate(**batch, do_sample=True, temperature=1.0, top_k=0, top_p=1.0, **length)
+            assert out.shape == (len(prompts), batch["input_ids"].shape[1] + options.max_tokens)
 
-    contestants: dict[str, Contestant] = {
+        return run
+
+    def ours(strategy: Strategy, engine: TorchEngine) -> Contestant:
+        def run(prompts: list[list[int]], number: int) -> Passes:
+            groups = [prompts[i : i + GROUP] for i in range(0, len(prompts), GROUP)]
+            keys = [tuple(request_key(0, number + 1, i, j) for j in range(len(g))) for i, g in enumerate(groups)]
+            written = engine.generate(
+                [Request(g[0], key, sampling, strategy) for g, key in zip(groups, keys, strict=True)]
+            )
+            assert all(len(completion.tokens) == options.max_tokens for group in written for completion in group)
+            return engine.passes
+
+        return run
+
+    @cache
+    def plain() -> TorchEngine:
+        return TorchEngine(senior, load_model(folder), tokenizer, max_rows=rows)
+
+    @cache
+    def drafting() -> TorchEngine:
+        cut = load_model(folder)
+        cut.model.layers = cut.model.layers[: options.layers]
+        cut.config.num_hidden_layers = options.layers
+        return TorchEngine(senior, cut, tokenizer, max_rows=rows, draft_tokens="auto")
+
+    makers: dict[str, Callable[[], Contestant | None]] = {
         "transformers": transformers,
-        "vllm": stock(folder, rows, options),
-        "solo": partial(ours, plain, solo("senior")),
-        "tandem": partial(ours, plain, both),
-        f"tandem auto {options.layers}": partial(ours, drafting, both),
-        f"solo auto {options.layers}": partial(ours, drafting, solo("senior")),
+        "vllm": partial(stock, folder, rows, options),
+        "solo": lambda: ours(solo("senior"), plain()),
+        "tandem": lambda: ours(both, plain()),
+        f"tandem {drafts}": lambda: ours(both, drafting()),
+        f"solo {drafts}": lambda: ours(solo("senior"), drafting()),
     }
-    return {name: each for name, each in contestants.items() if each is not None and name not in options.without}
-
-
-def check(groups: Sequence[Sequence[Completion]], tokens: int) -> None:
-    assert all(len(completion.tokens) == tokens for group in groups for completion in group)
+    made = {name: make() for name, make in makers.items() if name not in options.without}
+    return {name: each for name, each in made.items() if each is not None}
 
 
 def stock(folder: Path, rows: int, options: argparse.Namespace) -> Contestant | None:
-    """Plain vLLM with one model; None where it is not installed or not wanted."""
-    if "vllm" in options.without:
-        return None
+    """Plain vLLM with one model; None where it is not installed."""
     try:
         from vllm import EngineArgs, LLMEngine, SamplingParams
     except ImportError:

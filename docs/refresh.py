@@ -257,6 +257,58 @@ def decoding() -> str:
     )
 
 
+def pretrained_speed() -> str:
+    """Rollouts, update, sync and steps of a real model; what was not measured is left out."""
+    name = "pretrained_speed.jsonl"
+    records = {line["part"]: line for line in lines(name)}
+    rollouts = [line for part, line in records.items() if part.startswith("rollout")]
+    who = list(dict.fromkeys(each for line in rollouts for each in line["tokens_per_cpu_s"]))
+
+    def ratio(line: Mapping[str, Any], peer: str) -> str:
+        """How many times as many tokens per CPU second solo writes."""
+        found = line["cpu_ratios"].get(f"solo / {peer}")
+        return f"{1 / found['median']:.2f}" if found else "–"
+
+    rows = [
+        [
+            str(line["rows"]),
+            *(f"{line['limits'][limit]:.0f}" for limit in ("roofline", "products, decoding alone")),
+            *(f"{line['tokens_per_cpu_s'][each]:.0f}" if each in line["tokens_per_cpu_s"] else "–" for each in who),
+            ratio(line, "transformers"),
+            ratio(line, "vllm"),
+            str(line["rounds"]),
+        ]
+        for line in rollouts
+    ]
+    head = ["rows", "roofline", "products alone", *who, "solo : transformers", "solo : vllm", "rounds"]
+    said = [f"Tokens per CPU second, {rollouts[0]['max_tokens']} per row, the prompts included; medians over rounds."]
+    if update := records.get("update"):
+        said.append(
+            f"The update of {update['sequences']} rollouts ({update['tokens']:,} packed tokens) reaches "
+            f"{update['mfu_cpu']:.0%} of the matmul peak of {update['peak_gflops']:.0f} GFLOP/s."
+        )
+    if sync := records.get("sync"):
+        cpu = {what: each["median"] for what, each in sync["cpu_s"].items()}
+        said.append(
+            f"A weight sync takes {cpu['sync']:.2f} CPU seconds, of which copying takes {cpu['copy']:.2f} and both "
+            "checksums the rest."
+        )
+    if step := records.get("step"):
+        seconds = {each: values["median"] for each, values in step["cpu_s_per_step"].items()}
+        said.append(
+            f"A step of {step['completions']} completions takes {seconds['solo']:.1f} CPU seconds solo, "
+            f"{seconds['tandem']:.1f} in tandem and {seconds['trl']:.1f} with {step['peer'].upper()}: "
+            f"{step['cpu_ratios']['solo / trl']['median']:.2f} and {step['cpu_ratios']['tandem / trl']['median']:.2f} "
+            f"of it (medians of {step['rounds']} turns). The sync is {step['sync_share']['solo']:.1%} of the solo step."
+        )
+    others = max(line["cores_others"] for line in records.values())
+    said.append(
+        f"{rollouts[0]['model']}, from the {rollouts[0]['source']}, float32; other processes used up to {others:.1f} "
+        f"cores; {versions_of(list(records.values()))}; {_file(name)}."
+    )
+    return markdown_table(head, rows) + "\n" + "\n\n".join(said) + "\n"
+
+
 def drafting() -> str:
     """CPU seconds of drafts in the torch engine, relative to the senior alone and to single tokens."""
     records = lines("drafting.jsonl")
@@ -531,7 +583,9 @@ def smollm2_first() -> str:
 # --------------------------------------------------------------------------------------------------------------- pages
 
 BLOCKS: dict[str, Callable[[], str]] = {
-    "readme-claims": lambda: headline("paper_claims_jargon.json", columns=(SOLO, SENIOR_FIRST, JUNIOR_FIRST, JUNIOR_CE)),
+    "readme-claims": lambda: headline(
+        "paper_claims_jargon.json", columns=(SOLO, SENIOR_FIRST, JUNIOR_FIRST, JUNIOR_CE)
+    ),
     "paper-claims": lambda: headline("paper_claims_jargon.json", JARGON_RATE),
     "paper-claims-differences": lambda: differences("paper_claims_jargon.json"),
     "paper-claims-verdicts": lambda: claims_table(results("paper_claims_jargon.json")[1].claims),
@@ -555,6 +609,7 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "step-time-lognormal": lambda: step_time("step_time_lognormal.json"),
     "speed-sentence": speed_sentence,
     "decoding": decoding,
+    "pretrained-speed": pretrained_speed,
     "drafting": drafting,
     "draw": draw,
     "tandem-cost": tandem_cost,
