@@ -23,7 +23,8 @@ import numpy as np
 import torch
 from _common import about, write_lines
 
-from tandemrl.rollout.vllm.planner import Admission, Planner, SchedulingMode
+from tandemrl.rollout.vllm.modes import SchedulingMode
+from tandemrl.rollout.vllm.planner import Admission, Planner
 from tandemrl.selection import word
 from tandemrl.selection.draws import request_key
 

@@ -10,7 +10,7 @@ a senior and a smaller junior that agree, of `distilled.py`), rows and prompt to
 - bare: plain `vllm.LLMEngine` with the senior and the same arguments, no tandem worker, no log-probs;
 - stock: the same engine, returning the log-prob of every token, as every contestant below does;
 - solo: our engine, the senior alone;
-- lockstep, lazy, majority, auto: our engine's modes, strategy `word` (p 0.5, K 32), a random table of boundary tokens;
+- lockstep, lazy, auto: our engine's modes, strategy `word` (p 0.5, K 32), a random table of boundary tokens;
 - draft K: mode `draft` with K tokens.
 
 Decoding only: the clock runs from the end of the first engine step, which reads what is not cached of all prompts and
@@ -79,7 +79,7 @@ class Setting:
     @property
     def contestants(self) -> tuple[str, ...]:
         if not self.drafts:
-            return ("bare", "stock", "solo", "lockstep", "lazy", "majority")
+            return ("bare", "stock", "solo", "lockstep", "lazy")
         return ("stock", "solo", "lockstep", "lazy", *(f"draft {length}" for length in self.drafts), "auto")
 
     @property
@@ -87,7 +87,7 @@ class Setting:
         """What is related to what."""
         if not self.drafts:
             stock = [("stock", "bare"), ("lazy", "bare"), *((who, "stock") for who in self.contestants[2:])]
-            return [*stock, ("lazy", "solo"), ("lazy", "lockstep"), ("majority", "lazy")]
+            return [*stock, ("lazy", "solo"), ("lazy", "lockstep")]
         drafting = self.contestants[4:]
         return [*((who, "stock") for who in self.contestants[1:]), *((who, "lazy") for who in drafting)]
 

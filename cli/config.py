@@ -7,7 +7,10 @@ import typer
 
 def config(
     section: Annotated[
-        str | None, typer.Argument(help="A section or key, such as rollout, rollout.vllm or train.lr; default: all.")
+        str | None,
+        typer.Argument(
+            help="A section or key, such as rollout, rollout.vllm or train.lr, or module:name; default: all."
+        ),
     ] = None,
     markdown: Annotated[bool, typer.Option("--markdown", help="As a Markdown table.")] = False,
 ) -> None:
@@ -16,7 +19,10 @@ def config(
     import textwrap
 
     from tandemrl.config import Config, ConfigError, expected, explanation, leaves
+    from tandemrl.config.fields import is_own
 
+    if section is not None and is_own(section):
+        return own_component(section)
     keys = list(leaves(Config()))
     chosen = [key for key in keys if section is None or f"{key.key}.".startswith(f"{section}.")]
     if not chosen:
@@ -38,3 +44,16 @@ def config(
         head = f"{key.key} = {default}   ({'; '.join(filter(None, (expected(key.type), allowed)))})"
         for text, margin, indent in ((head, "", " " * 8), (explanation(key), " " * 4, " " * 4)):
             typer.echo(textwrap.fill(text, 80, initial_indent=margin, subsequent_indent=indent))
+
+
+def own_component(path: str) -> None:
+    """Print what the author of ``module:name`` wrote about it, and its parameters."""
+    import inspect
+
+    from tandemrl.config import ConfigError
+    from tandemrl.processes.names import function_named
+
+    component = function_named(path, path, ConfigError)
+    typer.echo(inspect.cleandoc(component.__doc__ or "no docstring") + "\n")
+    for each in inspect.signature(component).parameters.values():
+        typer.echo(f"    {each}")

@@ -71,9 +71,7 @@ def index(
 @build.command()
 def gsm8k(
     out: Out,
-    source: Annotated[
-        Path | None, typer.Option(help="Folder with the original train.jsonl and test.jsonl; default: the hub.")
-    ] = None,
+    source: Annotated[Path | None, typer.Option(help="Folder with its train and test files; default: the hub.")] = None,
     expect_rows: AnyRows = None,
 ) -> None:
     """GSM8K: 6,973 training, 500 held-out and 1,319 test problems. The held-out ones are of its training split."""
@@ -182,6 +180,34 @@ def eurus(
         expect_rows=EURUS_ROWS if expect_rows is None else 0,
     )
     _report(out, manifest)
+
+
+RubricSource = Annotated[
+    Path, typer.Option(help="Folder with the published files, or with train and test files of your own.")
+]
+
+
+@build.command()
+def polaris(out: Out, source: RubricSource) -> None:
+    """Polaris problems with marking criteria, for rrm_policy and rrm_outcome. Files: train_polaris, test_polaris."""
+    from tandemrl.data.rubric import build_polaris
+
+    _report(out, build_polaris(source, out))
+
+
+@build.command()
+def rrm(
+    out: Out,
+    source: RubricSource,
+    full_marks: Annotated[
+        float, typer.Option(min=1e-9, help="The best score, of rows that are not in verl's schema.")
+    ] = 1.0,
+) -> None:
+    """Answers and the score to give them, for rrm_train. Files: train_rrm, test_rrm."""
+    from tandemrl.data.rubric import build_rubric
+    from tandemrl.rewards.judge.rubric import RUBRIC
+
+    _report(out, build_rubric(source, out, template=RUBRIC, full_marks=full_marks))
 
 
 @build.command()

@@ -150,7 +150,7 @@ def qa(
         raise ConfigError("give --model, or --endpoint URL" if model is None else "--api-key-env is of --endpoint")
     options = {"eval.profile": profile, "eval.seed": seed, "model.device": device, "model.dtype": dtype}
     resolved = _resolved(config, overrides or (), data, k=k, samples=samples, options=options)
-    if resolved.rollout.environment == "single":
+    if not resolved.rollout.environment_kind.turns:
         resolved = replace(resolved, rollout=replace(resolved.rollout, environment="multihop"))
     resolved = replace(resolved, model=replace(resolved.model, junior=None))
     shared: dict[str, Any] = {

@@ -22,6 +22,10 @@ def play(
             metavar="MAPPING", help="As data.template_arguments, e.g. '{enable_thinking: true}'; default: the key's."
         ),
     ] = None,
+    strategy: Annotated[str, typer.Option(help="Who writes at first; may be yours: module:name.")] = "word",
+    parameters: Annotated[
+        str, typer.Option(metavar="MAPPING", help="Those of a strategy of yours, e.g. '{opening: 12}'.")
+    ] = "{}",
     port: Annotated[int, typer.Option(min=0, max=65535, help="Port to listen on; 0: any that is free.")] = 8765,
 ) -> None:
     """Write with senior and junior in the browser. On this machine only; take over as the junior yourself."""
@@ -40,12 +44,15 @@ def play(
 
     from tandemrl.apps.play.duo import Duo
     from tandemrl.cli.heartbeat import heartbeat
-    from tandemrl.config import RolloutConfig
+    from tandemrl.config import RolloutConfig, load
     from tandemrl.data.templates import arguments_of, template_variables
     from tandemrl.models.loading import load_model, load_tokenizer, resolve_device, vocabulary_check
     from tandemrl.rollout.factory import ModelSource, make_engine
+    from tandemrl.rollout.schedule import schedule_of
 
     prompt, arguments = EXAMPLE, arguments_of(template_arguments)
+    chosen = [f"selection.strategy={strategy}", f"selection.parameters={parameters}"]
+    selection = load(overrides=chosen).selection
     if senior is None and junior is not None:
         raise ConfigError("--junior needs --senior: the tiny pair has a junior of its own")
     listening = listen(port)
@@ -74,7 +81,8 @@ def play(
         config, own, ModelSource(partner, lambda: reader), tokenizer, dtype=dtype, device=on, longest=longest
     )
     duo = Duo(engine, reader, tokenizer, longest=longest, template_arguments=arguments)
-    app = application(duo, about={"senior": senior, "junior": partner, "prompt": prompt})
+    schedule_of(selection, tokenizer, engine.vocabulary)  # one of the user's own that cannot be made is refused now
+    app = application(duo, about={"senior": senior, "junior": partner, "prompt": prompt}, begin_with=selection)
     server = uvicorn.Server(uvicorn.Config(app, log_level="warning", access_log=False))
     with listening:
         typer.echo(f"open http://127.0.0.1:{listening.getsockname()[1]} (Ctrl-C ends it)")

@@ -87,7 +87,7 @@ def _serve_by_vllm(senior: str, junior: str, selection: Any, options: Any, own: 
     try:
         from tandemrl.apps.serve import vllm_server
         from tandemrl.apps.serve.requests import selection_of
-        from tandemrl.rollout.vllm.planner import DRAFTING, check_mode
+        from tandemrl.rollout.vllm.modes import DRAFTING, check_mode
         from tandemrl.rollout.vllm.settings import TandemOptions
     except ImportError as error:
         raise cannot_import("tandemrl serve", error) from None

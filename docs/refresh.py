@@ -380,7 +380,7 @@ def draw() -> str:
 def tandem_cost() -> str:
     records = [line for line in lines("tandem_cost.jsonl") if "pair" not in line]
     models = {"tiny": "0.4M", "mid": "63M", "kv": "KV-heavy 6M"}
-    pairs = ("lockstep / stock", "lazy / solo", "lazy / stock", "lazy / lockstep", "majority / lazy")
+    pairs = ("lockstep / stock", "lazy / solo", "lazy / stock", "lazy / lockstep")
     rows = []
     for line in records:
         shown = {pair: f"{line['ratios'][pair]['median']:.2f}" for pair in pairs}
@@ -592,10 +592,10 @@ def smollm2_first() -> str:
 
 # --------------------------------------------------------------------------------------------------------------- pages
 
+README_COLUMNS = (SOLO, SENIOR_FIRST, JUNIOR_FIRST, JUNIOR_CE)
+
 BLOCKS: dict[str, Callable[[], str]] = {
-    "readme-claims": lambda: headline(
-        "paper_claims_jargon.json", columns=(SOLO, SENIOR_FIRST, JUNIOR_FIRST, JUNIOR_CE)
-    ),
+    "readme-claims": lambda: headline("paper_claims_jargon.json", columns=README_COLUMNS),
     "paper-claims": lambda: headline("paper_claims_jargon.json", JARGON_RATE),
     "paper-claims-differences": lambda: differences("paper_claims_jargon.json"),
     "paper-claims-verdicts": lambda: claims_table(results("paper_claims_jargon.json")[1].claims),

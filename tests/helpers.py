@@ -94,15 +94,17 @@ def _common(vocabulary: int, context: int, tied: bool) -> dict:
     )
 
 
-def qwen3(seed: int = 0, *, vocabulary: int = VOCABULARY, context: int = 256, tied: bool = True) -> Qwen3ForCausalLM:
-    """Four heads that share two key heads; untouched, eager attention."""
+def qwen3(
+    seed: int = 0, *, vocabulary: int = VOCABULARY, context: int = 256, tied: bool = True, head_dim: int = 8
+) -> Qwen3ForCausalLM:
+    """Four heads that share two key heads; untouched, eager attention. vLLM on a CPU needs a ``head_dim`` of 32."""
     config = Qwen3Config(
         hidden_size=32,
         intermediate_size=48,
         num_hidden_layers=2,
         num_attention_heads=4,
         num_key_value_heads=2,
-        head_dim=8,
+        head_dim=head_dim,
         **_common(vocabulary, context, tied),
     )
     return _build(Qwen3ForCausalLM, config, seed)

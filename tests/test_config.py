@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
+from runs import launch_of
 from tandemrl.cli.main import app
 from tandemrl.config import (
     Config,
@@ -25,8 +26,8 @@ from tandemrl.config import (
     to_dict,
     to_yaml,
 )
+from tandemrl.config.reference import Leaf
 from tandemrl.config.rules import check_processes
-from tandemrl.config.schema import Leaf
 
 PACKAGED = sorted(file.name for file in files("tandemrl.configs").iterdir() if file.name.endswith(".yaml"))
 DEEPSCALER = ("deepscaler_tandem", "deepscaler_grpo", "deepscaler_kl", "deepscaler_grpo_g16")
@@ -50,7 +51,7 @@ def packaged(name: str) -> Config:
         ("train.stepz=3", r"unknown key 'train\.stepz'\. Did you mean train\.steps\?"),
         ("optimizer.lr=1", r"unknown key 'optimizer'.*Allowed here: data, eval, functions, judge, loss"),
         ("train.steps=1.5", r"train\.steps=1\.5: expected a whole number$"),
-        ("rollout.engine=sglang", r"rollout\.engine=sglang: expected one of torch, vllm$"),
+        ("rollout.engine=sglang", r"rollout\.engine=sglang: must be one of torch, vllm, or module:name$"),
         ("train=3", r"train is a section"),
         ("train.lr", r"expected key=value"),
         ("train.lr=[1", r"train\.lr=\[1: not readable as YAML"),
@@ -58,10 +59,11 @@ def packaged(name: str) -> Config:
         ("train.mini_batch_prompts=5", r"a divisor of train\.prompts_per_step \(16\)"),
         ("eval.k=[1,16]", r"eval\.k=\[1, 16\]: must be non-empty, each between 1 and eval\.samples \(8\)"),
         ("rollout.top_p=0.9", r"rollout\.allow_truncated"),
-        ("model.critic=x", r"model\.critic=x: must be null unless loss\.recipe=ppo"),
+        ("model.critic=x", r"model\.critic=x: must be null unless the recipe has a critic, as loss\.recipe=ppo"),
         ("judge.url=localhost:8000", r"judge\.url=localhost:8000: must be null or an address"),
         ("judge.api_key_env=KEY", r"judge\.api_key_env=KEY: must be null without judge\.url"),
         ("judge.weight=1.5", r"judge\.weight=1\.5: must be in \[0, 1\]"),
+        ("loss.recipe=grop", r"loss\.recipe=grop: must be one of grpo, .*ppo, or module:name; did you mean grpo\?$"),
         ("judge.mode=both", r"judge\.mode=both: expected one of addon, mixed, tinyv_only$"),
         ("judge.gates=[boxed,boxed]", r"judge\.gates=.*without repeats"),
         ("judge.gates=[polite]", r"judge\.gates"),
@@ -126,7 +128,6 @@ def test_a_runs_folder_stands_for_its_config(tmp_path: Path) -> None:
         ("train.lr", "fast", "a number"),
         ("train.async_save", "maybe", "true or false"),
         ("loss.kl_target", "x", "a number or null"),
-        ("loss.recipe", "grop", "one of grpo, .*ppo; did you mean grpo\\?"),
         ("model.junior", "[a]", "a text or null"),
         ("train.betas", "[a, 1]", r"a list such as \[a, b\], each a number"),
         ("eval.k", "all", r"a list such as \[a, b\], each a whole number"),
@@ -151,6 +152,18 @@ def test_later_sources_win_and_one_data_source_needs_no_brackets(tmp_path: Path)
     config = load(file, ["train.lr=2e-4", "train.lr=3e-4", "data.eval=b.jsonl"])
     assert (config.train.lr, config.train.steps) == (3e-4, 7)
     assert (config.data.train, config.data.eval) == (("a.jsonl",), ("b.jsonl",))
+
+
+def test_a_value_that_was_removed_is_an_error_until_it_is_replaced(tmp_path: Path) -> None:
+    file = tmp_path / "old.yaml"
+    file.write_text("rollout:\n  vllm:\n    mode: majority\n")
+    message = f"{file}: rollout.vllm.mode=majority: this mode was removed; set auto, which writes the same tokens "
+    with pytest.raises(ConfigError, match=re.escape(message)) as error:
+        load(file)
+    assert "\n" not in str(error.value)
+    assert load(file, ["rollout.vllm.mode=auto"]).rollout.vllm.mode == "auto"
+    with pytest.raises(ConfigError, match=r"^rollout\.vllm\.mode=majority: this mode was removed"):
+        load(None, ["rollout.vllm.mode=majority"])
 
 
 def test_a_config_is_frozen() -> None:
@@ -314,6 +327,34 @@ def test_countdown_has_the_published_values() -> None:
     assert (c.train.save_every, c.selection.strategy, c.reward.countdown) == (20, "solo", "cohlem")
     assert c.data.prompt_suffix == ""  # the prompts are rendered to the end
     assert c.eval.max_tokens == c.rollout.max_tokens
+    assert (c.rollout.engine, c.rollout.tensor_parallel) == ("vllm", 1)
+
+
+def test_tinyzeros_launches_have_the_published_values() -> None:
+    half, large, instruct = (load(name) for name in ("tinyzero", "tinyzero_3b", "tinyzero_instruct"))
+    assert [c.model.senior for c in (half, large, instruct)] == [
+        "Qwen/Qwen2.5-0.5B",
+        "Qwen/Qwen2.5-3B",
+        "Qwen/Qwen2.5-3B-Instruct",
+    ]
+    places = {"output_dir", "model.senior"}
+    assert set(difference(half, large)) == {*places, "model.gradient_checkpointing"}
+    assert set(difference(large, instruct)) == {*places, "data.train", "data.eval"}  # whose prompts are others
+    c = half
+    assert (c.data.max_prompt_tokens, c.rollout.max_tokens, c.rollout.temperature) == (256, 1024, 1.0)
+    assert (c.rollout.group_size, c.train.prompts_per_step, c.train.mini_batch_prompts) == (1, 256, 128)
+    assert (c.loss.recipe, c.loss.kl_coef, c.loss.kl_in_reward, c.loss.entropy_coef) == ("ppo", 0.001, True, 0.001)
+    assert (c.loss.clip_low, c.loss.clip_high, c.loss.gamma, c.loss.lam, c.loss.value_clip) == (0.2, 0.2, 1.0, 1.0, 0.5)
+    assert (c.train.lr, c.train.critic_lr, c.train.grad_clip, c.train.schedule) == (1e-6, 1e-5, 1.0, "constant")
+    assert (c.train.steps, c.train.save_every, c.train.eval_every) == (15 * 327_680 // 256, 100, 100)
+    assert (c.rollout.engine, c.rollout.vllm.gpu_memory_utilization, c.rollout.vllm.enforce_eager) == (
+        "vllm",
+        0.4,
+        True,
+    )
+    assert (c.reward.countdown, c.selection.strategy, c.model.dtype) == ("tinyzero", "solo", "bfloat16")
+    assert (c.eval.temperature, c.eval.train_samples, c.eval.train_problems) == (0.0, 1, 1024)
+    assert [launch_of(name) for name in ("tinyzero", "tinyzero_3b", "tinyzero_instruct")] == [(1, []), (2, []), (2, [])]
 
 
 def test_musique_has_the_published_values() -> None:
@@ -329,6 +370,7 @@ def test_musique_has_the_published_values() -> None:
     assert (c.rollout.environment, c.rollout.max_turns, c.rollout.turn_tokens) == ("multihop", 10, 1024)
     assert c.longest_sequence <= 8192 + 1024 + 128
     assert (c.rollout.group_size, c.rollout.temperature, c.rollout.top_p, c.rollout.top_k) == (8, 0.5, 0.95, 0)
+    assert c.rollout.engine == "vllm"
     assert (c.retrieval.retriever, c.retrieval.merge, c.retrieval.top_n) == ("hybrid", "halves", 2)
     assert c.retrieval.url == "http://localhost:8931"
     assert (c.train.lr, c.train.schedule, c.train.warmup_steps) == (1e-5, "constant", 10)
@@ -418,7 +460,8 @@ def test_every_key_is_explained() -> None:
 
 
 def test_the_keys_are_those_of_a_stored_config() -> None:
-    mappings = ("data.template_arguments", "reward.scorers", "reward.weights")
+    mappings = {leaf.key for leaf in leaves(load()) if expected(leaf.type).startswith("a mapping")}
+    assert {"reward.scorers", "selection.parameters"} < mappings
 
     def dotted(tree: dict[str, Any], prefix: str = "") -> Iterator[str]:
         for key, value in tree.items():
@@ -450,7 +493,7 @@ OUTSIDE = {
 @pytest.mark.parametrize("leaf", [leaf for leaf in leaves(load()) if leaf.allowed], ids=lambda leaf: leaf.key)
 def test_a_value_outside_of_its_range_is_refused_with_the_range(leaf: Leaf) -> None:
     words = leaf.allowed.words
-    for value in OUTSIDE[words.partition(": ")[0]]:
+    for value in ("none-such",) if leaf.allowed.names else OUTSIDE[words.partition(": ")[0]]:
         with pytest.raises(
             ConfigError, match=rf"^{re.escape(leaf.key)}=.*: must be (null,? (or )?)?{re.escape(words)}$"
         ):

@@ -56,8 +56,10 @@ def test_gsm8k_refuses_other_counts_and_missing_files(source, tmp_path):
     assert not (tmp_path / "out").exists()
     build_gsm8k(source, tmp_path / "out", expect_rows=0)
     (source / "test.jsonl").unlink()
-    with pytest.raises(DataError, match=r"test\.jsonl: no such file"):
+    with pytest.raises(DataError, match=r"expected the test split of openai/gsm8k .*files found: none"):
         build_gsm8k(source, tmp_path / "again", expect_rows=0)
+    with pytest.raises(DataError, match=r"takes the folder with GSM8K's train and test files"):
+        build_gsm8k(source / "train.jsonl", tmp_path / "again", expect_rows=0)
 
 
 def folder(path):

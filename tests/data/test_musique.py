@@ -96,7 +96,7 @@ def test_from_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         ({"paragraphs": [7]}, r"field 'paragraphs\[0\]': expected an object, found 7"),
         (
             {"paragraphs": [{"idx": 0, "title": "T"}]},
-            r"paragraphs\[0\]', field 'paragraph_text': expected text, found None",
+            r"paragraphs\[0\]', field 'paragraph_text' \(or 'body'\): expected text, found None",
         ),
         ({"paragraphs": [{"idx": 0, "title": "T", "paragraph_text": "x"}]}, "none of them is supporting"),
         ({"answer_aliases": "2"}, r"field 'answer_aliases': expected texts"),

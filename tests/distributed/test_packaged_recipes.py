@@ -34,7 +34,10 @@ TOY = [
     *("reward.workers=1", "parallel.timeout_s=500", "train.max_logprob_mismatch=1"),  # of tiny models in bfloat16
 ]
 AGENTS = ["rollout.max_tokens=40", "rollout.turn_tokens=20", "rollout.world_tokens=60", "rollout.tool_workers=1"]
-SOURCES = {"eurus": "numina_olympiads", "rrm_train": "grade", "countdown": "countdown", "gsm8k_tandem": "openai/gsm8k"}
+SOURCES = {
+    **{"eurus": "numina_olympiads", "rrm_train": "grade", "gsm8k_tandem": "openai/gsm8k"},
+    **dict.fromkeys(("countdown", "tinyzero", "tinyzero_3b", "tinyzero_instruct"), "countdown"),
+}
 
 
 class Case(NamedTuple):
@@ -81,7 +84,7 @@ def _toy(case: Case, pair: Path, tmp_path: Path, judge: str) -> Config:
     acting = whole.rollout.environment != "single"
     if acting:
         pair = tmp_path / "agents"
-        qwen3(vocabulary=len(hops_tokenizer()), context=1024).save_pretrained(pair / "senior")
+        qwen3(vocabulary=len(hops_tokenizer()), context=1024, head_dim=32).save_pretrained(pair / "senior")
         hops_tokenizer().save_pretrained(pair / "senior")
     keys = [*TOY, f"model.senior={pair}/senior", f"output_dir={tmp_path / 'run'}", f"rollout.engine={case.engine}"]
     if whole.model.junior is not None:

@@ -16,11 +16,11 @@ import torch
 
 from fake_judge import FakeJudge
 from helpers import prepared, qwen3, tokenizer
-from tandemrl import http as http_client
 from tandemrl.config import JudgeConfig, ParallelConfig, RewardConfig
 from tandemrl.data.rows import Row
 from tandemrl.distributed import world as parallel
-from tandemrl.distributed.watchdog import EXIT_CODE, GRACE_S, WATCHDOG, Stillness, Watchdog
+from tandemrl.distributed.watchdog import EXIT_CODE, GRACE_S, WATCHDOG, StallTimer, Watchdog
+from tandemrl.processes import http as http_client
 from tandemrl.rewards import scoring
 from tandemrl.rewards.judge.http import HttpJudge
 from tandemrl.rewards.protocol import Score
@@ -60,8 +60,8 @@ def test_only_the_watched_thread_works_unless_it_waits_for_its_own() -> None:
 
 
 def test_stillness_is_what_has_passed_since_the_last_stamp() -> None:
-    stillness = Stillness(0)
-    assert [stillness.look(0, 1.5), stillness.look(0, 2.0), stillness.look(3, 2.0), stillness.look(3, 0.5)] == [
+    timer = StallTimer(0)
+    assert [timer.update(0, 1.5), timer.update(0, 2.0), timer.update(3, 2.0), timer.update(3, 0.5)] == [
         1.5,
         3.5,
         0.0,
@@ -70,16 +70,16 @@ def test_stillness_is_what_has_passed_since_the_last_stamp() -> None:
 
 
 def test_a_process_that_was_stopped_itself_may_go_on() -> None:
-    stillness = Stillness(0)
-    stillness.look(0, 1.0)
-    assert stillness.look(0, 3600.0) == 1.0 + GRACE_S
+    timer = StallTimer(0)
+    timer.update(0, 1.0)
+    assert timer.update(0, 3600.0) == 1.0 + GRACE_S
 
 
 HANGS = """
 import threading, time
 from tandemrl.distributed import watchdog
 
-watchdog.GRACE_S = watchdog.LOOK_S = 0.05
+watchdog.GRACE_S = watchdog.POLL_S = 0.05
 watchdog.WATCHDOG.begin(0.2, "process 1 of 2")
 watchdog.stamp("step 3, update")
 

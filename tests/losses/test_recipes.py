@@ -3,12 +3,11 @@
 import json
 from pathlib import Path
 from runpy import run_path
-from typing import get_args
 
 import pytest
 import torch
 
-from tandemrl.config import RecipeName
+from tandemrl.config.recipes import CLIPS, KINDS
 from tandemrl.losses import (
     RECIPES,
     add_totals,
@@ -22,6 +21,7 @@ from tandemrl.losses import (
     sequence_old_logprobs,
     token_weights,
     totals,
+    try_recipe,
     whiten,
 )
 from tandemrl.types import Totals
@@ -130,8 +130,13 @@ def test_golden_file_is_what_its_script_computes():
     assert computed["advantages"] == {k: pytest.approx(v, abs=1e-9) for k, v in EXPECTED["advantages"].items()}
 
 
-def test_recipes_are_those_of_the_config_and_of_the_golden_file():
-    assert list(RECIPES) == list(get_args(RecipeName))
+def test_recipes_are_those_of_the_golden_file_and_say_what_they_are():
+    for name, recipe in RECIPES.items():
+        assert KINDS[name].critic == (recipe.advantage is None)
+        clips = {clip: 0.5 for clip in CLIPS["ppo_clip"] if clip not in KINDS[name].clips}
+        for clip in clips:  # what it does not clip by, its surrogate refuses
+            with pytest.raises(ValueError, match=clip):
+                try_recipe(recipe._replace(**{clip: 2.0}))
     assert {row["recipe"] for row in EXPECTED["losses"]} == set(RECIPES)
     assert all(name == recipe.name for name, recipe in RECIPES.items())
 

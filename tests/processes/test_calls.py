@@ -199,7 +199,7 @@ def everything(child: Child) -> list[bytes]:
 
 def test_telling_a_child_that_does_not_listen_takes_no_time() -> None:
     child = Child((sys.executable, "-c", "import sys, time; time.sleep(1); print(len(sys.stdin.read()))"))
-    os.set_blocking(child.ear, False)
+    os.set_blocking(child.stdin, False)
     assert not child.send(b"x" * 1_000_000)  # a pipe holds less
     while not child.flush():
         time.sleep(0.01)

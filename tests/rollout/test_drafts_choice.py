@@ -1,11 +1,13 @@
 """What is chosen from round to round: lazily decoded tokens, or drafts of which length."""
 
+import numpy as np
 import pytest
+import torch
 
 from tandemrl.rollout.drafting import (
     LENGTHS,
     MARGIN,
-    STEADY,
+    MIN_ROUNDS,
     VLLM_CPU,
     VLLM_CUDA,
     Choice,
@@ -14,6 +16,7 @@ from tandemrl.rollout.drafting import (
     Load,
     Pair,
     Size,
+    count_accepted,
     kept,
     wrong,
 )
@@ -69,14 +72,14 @@ def test_a_length_that_was_asked_for_is_the_only_one() -> None:
 
 
 def test_another_choice_takes_time_and_a_margin() -> None:
-    """Nothing changes before `STEADY` rounds, and what looks cheaper by less than `MARGIN` never does."""
+    """Nothing changes before `MIN_ROUNDS` rounds, and what looks cheaper by less than `MARGIN` never does."""
     pair = PAIRS["tiny"]
     drafts, cheap, dear = Drafts(4, pair), Load(8, 64), Load(1, 64)
     cost = {a: pair.draft(4, cheap) / kept(5, wrong(seen(a / 1000), 0.5, Passes())) for a in range(0, 1001, 5)}
     single = pair.step(cheap)
     now = drafts.choose(Choice(), cheap, seen(0.95))
     assert now == Choice(4, 0)
-    for rounds in range(1, STEADY + 1):
+    for rounds in range(1, MIN_ROUNDS + 1):
         now = drafts.choose(now, dear, seen(0.0))
         assert now == Choice(4, rounds)
     assert drafts.choose(now, dear, seen(0.0)) == Choice(0, 0)
@@ -84,9 +87,9 @@ def test_another_choice_takes_time_and_a_margin() -> None:
     close = [a / 1000 for a, seconds in cost.items() if 1 / MARGIN < seconds / single < MARGIN]
     assert len(close) > 3
     for now in (Choice(0), Choice(4)):
-        for round in range(5 * STEADY):
+        for round in range(5 * MIN_ROUNDS):
             now = drafts.choose(now, cheap, seen(close[round % len(close)]))
-            assert now.rounds == STEADY + round + 1
+            assert now.rounds == MIN_ROUNDS + round + 1
 
 
 def test_who_knows_nothing_tries() -> None:
@@ -114,3 +117,13 @@ def test_a_step_costs_what_its_passes_cost() -> None:
     assert kept(5, 0.0) == 5
     assert kept(3, 0.5) == 1 + 0.5 + 0.25
     assert wrong(Passes(drafted=80, accepted=60), 0.5, Passes(drafted=20, accepted=15)) == 0.125
+
+
+def test_acceptance_is_a_matter_of_what_the_senior_can_refuse() -> None:
+    """Three guesses, of which it draws two; what it would have said of the junior's own tokens does not matter."""
+    guesses = np.array([[True, True, False], [True, False, False]])
+    right = np.array([[True, False, True], [True, True, False]])
+    assert count_accepted(guesses, right) == Passes(drafted=3, accepted=2)
+    counted = count_accepted(torch.from_numpy(guesses), torch.from_numpy(right))
+    assert (counted.drafted, counted.accepted, counted.tokens) == (3, 2, 0)
+    assert count_accepted(guesses[:0], right[:0]).acceptance is None

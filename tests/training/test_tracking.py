@@ -194,9 +194,50 @@ def test_the_lines_of_a_step_fit_80_columns_and_no_value_stands_apart_from_its_n
         assert shown.count(f" {part}") == 1
 
 
+def test_the_log_has_what_the_console_shows_even_if_it_is_quiet(tmp_path: Path) -> None:
+    screen, shown = console(terminal=True)
+    on = load(overrides=["train.log=true", "train.eval_every=1"])
+    for quiet in (False, True):
+        with Tracker(tmp_path, on, console=screen, quiet=quiet) as tracker:
+            tracker.say(f"quiet: {quiet}")
+            tracker.samples(1, [rollout()], WordTokenizer())
+    written = (tmp_path / "train.log").read_text()
+    assert "\x1b" in shown.getvalue()
+    assert "\x1b" not in written
+    assert [f"quiet: {quiet}\n" in written for quiet in (False, True)] == [True, True]
+    assert written.count("samples of step 1: senior, ‹junior›") == 2
+    Tracker(tmp_path / "other", load(), quiet=True).close()
+    assert not (tmp_path / "other" / "train.log").exists()
+
+
+@pytest.mark.parametrize(
+    ("keys", "name", "tags"),
+    [([], "my-run", []), (["train.wandb_name=first", "train.wandb_tags=[tandem, 3b]"], "first", ["tandem", "3b"])],
+)
+def test_a_wandb_run_has_a_name_and_tags(
+    keys: list[str], name: str, tags: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: dict[str, object] = {}
+
+    class FakeWandb:
+        Settings = dict
+
+        @staticmethod
+        def init(**options: object) -> "FakeWandb":
+            asked.update(options)
+            return FakeWandb()
+
+        def finish(self, exit_code: int) -> None:
+            pass
+
+    monkeypatch.setitem(sys.modules, "wandb", FakeWandb)
+    Tracker(tmp_path / "my-run", load(overrides=["train.wandb=offline", *keys]), quiet=True).close()
+    assert (asked["name"], asked["tags"]) == (name, tags)
+
+
 def test_wandb_missing_says_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "wandb", None)
-    with pytest.raises(TrackingError, match=r"pip install 'tandemrl\[wandb\]'"):
+    with pytest.raises(TrackingError, match=r"needs Weights & Biases: pip install .*wandb\]'"):
         Tracker(tmp_path, load(overrides=["train.wandb=offline"]), quiet=True)
 
 

@@ -183,7 +183,7 @@ def test_a_resume_is_refused_where_rows_say_something_else_to_the_environment(
 def test_what_is_searched_is_part_of_a_run(agents: Path, tmp_path: Path) -> None:
     def searched() -> dict[str, str]:
         settings = config(agents, tmp_path, f"retrieval.index={tmp_path}")
-        return Preflight(settings, environment=small_world.Talk()).acts_in
+        return Preflight(settings, environment=small_world.Talk()).environment_id
 
     (tmp_path / "documents.jsonl").write_text("one")
     before = searched()

@@ -1,7 +1,7 @@
 """The batch plan, which says what the batch keys mean together. It is printed before a run."""
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from tandemrl.config.schema import Config
 
@@ -47,3 +47,18 @@ def batch_plan(config: Config) -> BatchPlan:
         max_tokens_per_sequence=config.longest_sequence,
         micro_batches=math.ceil(sequences / per_micro_batch),
     )
+
+
+def with_steps(config: Config, prompts: int) -> Config:
+    """The config of a run over so many prompts: with the number of steps that ``train.epochs`` makes, if it is set.
+
+    Examples:
+        >>> config = load(overrides=["train.epochs=2.5", "train.prompts_per_step=16"])
+        >>> with_steps(config, 100).train.steps  # six steps an epoch
+        15
+    """
+    train = config.train
+    if train.epochs is None:
+        return config
+    steps = max(1, int(train.epochs * (prompts // train.prompts_per_step)))
+    return replace(config, train=replace(train, steps=steps))

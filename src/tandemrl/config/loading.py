@@ -11,9 +11,11 @@ from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import Any, get_args, get_type_hints
 
+from tandemrl.config.fields import ConfigError
 from tandemrl.config.plain import flatten, plain
+from tandemrl.config.reference import expected
 from tandemrl.config.rules import check
-from tandemrl.config.schema import Config, ConfigError, expected
+from tandemrl.config.schema import Config
 from tandemrl.files import hint
 
 _ABSENT = object()
@@ -51,10 +53,12 @@ def load(path: str | Path | None = None, overrides: Sequence[str] = ()) -> Confi
         sources.append((item, _parsed(item, OmegaConf.from_dotlist, [item])))
     merged = OmegaConf.structured(Config)
     unset: set[str] = set()
+    removed: dict[str, str] = {}
     for where, source in sources:
         if not OmegaConf.is_dict(source):
             raise ConfigError(f"{where}: expected a mapping of sections, found {type(source).__name__}")
         _rename(source, where)
+        removed |= _removed(source, where)
         _refuse_unknown(OmegaConf.to_container(source), Config, where)
         for key in ("data.train", "data.eval", "data.monitor"):  # one source may be written without the list brackets
             if isinstance(value := OmegaConf.select(source, key), str):
@@ -65,6 +69,8 @@ def load(path: str | Path | None = None, overrides: Sequence[str] = ()) -> Confi
             merged = OmegaConf.merge(merged, source)
         except OmegaConfBaseException as error:
             raise ConfigError(_bad_value(where, error.full_key, source, str(error).splitlines()[0])) from None
+    for key in sorted(unset & removed.keys()):
+        raise ConfigError(removed[key])
     if unset:
         assignments = ", ".join(f"{key}=…" for key in sorted(unset))
         raise ConfigError(f"{sources[0][0]} leaves a value to you (???); give {assignments}")
@@ -172,6 +178,26 @@ def _rename(source: Any, where: str) -> None:
         if value:
             warnings.warn(f"{where}: {old} is called {new} now", stacklevel=3)
         OmegaConf.update(source, new, value, force_add=True)
+
+
+REMOVED = {
+    ("rollout.vllm.mode", "majority"): "this mode was removed; set auto, which writes the same tokens "
+    "(and drafts with rollout.draft_tokens=auto)"
+}
+"""Values of earlier versions that no longer exist, each with the reason and what to use."""
+
+
+def _removed(source: Any, where: str) -> dict[str, str]:
+    """The keys that have a removed value, each with a message. They are left to later sources, as with ``???``."""
+    from omegaconf import OmegaConf
+
+    found = {}
+    for (key, value), why in REMOVED.items():
+        if OmegaConf.is_dict(source) and OmegaConf.select(source, key, default=None) == value:
+            shown = where if "=" in where else f"{where}: {key}={value}"
+            found[key] = f"{shown}: {why}"
+            OmegaConf.update(source, key, "???")
+    return found
 
 
 def _refuse_unknown(tree: Any, schema: type, where: str, prefix: str = "") -> None:

@@ -14,7 +14,7 @@ import numpy as np
 
 from tandemrl.data.parquet import heldout_size, write_splits
 from tandemrl.data.rows import DataError, messages_of
-from tandemrl.data.sources import ExpectRows, Origin, Record, expect, provenance, read
+from tandemrl.data.sources import ANSWER, PROBLEM, ExpectRows, Origin, Record, expect, flattened, provenance, read
 
 BOXED_SUFFIX = (
     " Solve the following math problem step by step. Put your final answer inside \\boxed{}, like \\boxed{42} or "
@@ -42,8 +42,11 @@ AMC_DROPS: Mapping[str, tuple[str, ...]] = {
     "amc25": ("4{:}30", "k"),
 }
 """Answers that the published grader could not compare. Their rows are dropped, so that the set is the published one."""
-OLYMPIAD_INSTRUCTION = " Solve the following math problem step by step."
-"""The text with which the published prompts of the olympiad set begin their own instruction, behind the problem."""
+INSTRUCTIONS = (
+    " Solve the following math problem step by step.",
+    " Let's think step by step and output the final answer within",
+)
+"""The texts with which published prompts begin their own instruction, behind the problem."""
 
 
 def build_deepscaler(source: Path | None, out: Path, *, expect_rows: ExpectRows = DEEPSCALER_ROWS) -> dict[str, Any]:
@@ -53,7 +56,7 @@ def build_deepscaler(source: Path | None, out: Path, *, expect_rows: ExpectRows 
     the position among these rows, in both files.
 
     Args:
-        source: a file with ``problem`` and ``answer``, or a folder with one. None means the hub.
+        source: a file with the columns of the hub's, or in verl's schema, or a folder with one. None means the hub.
         expect_rows: how many rows must have an answer; 0 accepts any number.
 
     Raises:
@@ -62,7 +65,8 @@ def build_deepscaler(source: Path | None, out: Path, *, expect_rows: ExpectRows 
     dropped: Counter[str] = Counter()
     rows: list[dict[str, Any]] = []
     for record in read(DEEPSCALER, source):
-        if record.fields.get("answer") in (None, ""):
+        record = _unpacked(record)
+        if all(record.fields.get(name) in (None, "") for name in ANSWER):
             dropped["no answer"] += 1
         else:
             rows.append(_boxed(record, "deepscaler", len(rows), ability="math"))
@@ -88,9 +92,10 @@ def build_benchmark(
     """Write one evaluation set of `BENCHMARK_ROWS` as ``out/NAME/test.parquet``, and return its manifest.
 
     Args:
-        source: a local copy. For a set that is made of several data sets, or with ``alone=False``, it is a folder with
-            one copy per data set, each named like its repository on the hub (`sources.local_files`). None means the
-            hub, which does not have ``olympiad``.
+        source: a local copy, with the columns of the hub's or in verl's schema. For a set that is made of several data
+            sets, or with ``alone=False``, it is a folder with one copy per data set, each named like its repository on
+            the hub (`sources.local_files`), or one file in verl's schema with all rows. None means the hub, which does
+            not have ``olympiad``.
 
     Raises:
         DataError: the set is unknown, its data is missing or malformed, or it has another number of rows than
@@ -105,11 +110,14 @@ def build_benchmark(
             "published evaluation sets (Tandem-RLVR, data/eval/olympiad) or a Parquet file with problem and answer"
         )
     dropped: Counter[str] = Counter()
+    whole = source is not None and source.is_file()
+    if whole:
+        origins = [Origin(name, "test")]
     alone = alone and len(origins) == 1
     rows: list[dict[str, Any]] = []
     for origin in origins:
         for record in read(origin, source, alone=alone):
-            row = convert(record, origin, len(rows))
+            row = convert(_unpacked(record), origin, len(rows))
             answer = row["reward_model"]["ground_truth"]
             if answer in AMC_DROPS.get(row["extra_info"].get("subset", "")[:5], ()):
                 dropped[answer] += 1
@@ -117,7 +125,7 @@ def build_benchmark(
                 rows.append(row)
     if expect_rows != 0:
         expect(f"{source or 'hub'}: {name}", len(rows), expect_rows, name)
-        for answer in itertools.chain(*AMC_DROPS.values()) if name == "amc23_25" else ():
+        for answer in itertools.chain(*AMC_DROPS.values()) if name == "amc23_25" and not whole else ():
             if dropped[answer] == 0:
                 raise DataError(f"{source or 'hub'}: {name}: no row has the answer {answer!r}, which is to be left out")
     return write_splits(out / name, name, {"test": rows}, provenance(origins, source, dropped, alone=alone))
@@ -128,37 +136,51 @@ def build_benchmark(
 Convert = Callable[[Record, Origin, int], dict[str, Any]]
 
 
+def _unpacked(record: Record) -> Record:
+    """A record whose problem and answer are fields, also where it is a published row in verl's schema. The instruction
+    of its prompt is then cut off."""
+    fields = flattened(record.fields)
+    if any(name in fields for name in PROBLEM) or not fields.get("prompt"):
+        return Record(record.where, fields)
+    asked = messages_of(fields["prompt"], record.where)[-1]["content"]
+    problem = next((asked.rpartition(begin)[0] for begin in INSTRUCTIONS if begin in asked), "")
+    if not problem:
+        begins = " or ".join(map(repr, INSTRUCTIONS))
+        raise DataError(f"{record.where}: expected a field 'problem', or a prompt that goes on with {begins}")
+    return Record(record.where, {**fields, "problem": problem})
+
+
 def _boxed(
     record: Record,
     data_source: str,
     index: int,
     *,
     ability: str,
-    problem: str = "problem",
     answer: str | None = None,
     **extra: str,
 ) -> dict[str, Any]:
     """The row of a maths problem with the boxed instruction.
 
     Args:
-        problem: the field that holds the problem.
-        answer: the ground truth. None means the field ``answer``.
+        answer: the ground truth. None means that of the record.
     """
     return {
         "data_source": data_source,
-        "prompt": [{"role": "user", "content": record.text(problem) + BOXED_SUFFIX}],
+        "prompt": [{"role": "user", "content": record.text(*PROBLEM) + BOXED_SUFFIX}],
         "ability": ability,
-        "reward_model": {"style": "rule", "ground_truth": record.text("answer") if answer is None else answer},
+        "reward_model": {"style": "rule", "ground_truth": record.text(*ANSWER) if answer is None else answer},
         "extra_info": {"index": index, **extra},
     }
 
 
-def _plain(name: str, problem: str = "problem") -> Convert:
-    return lambda record, origin, index: _boxed(record, name, index, ability="MATH", problem=problem)
+def _plain(name: str) -> Convert:
+    return lambda record, origin, index: _boxed(record, name, index, ability="MATH")
 
 
 def _aime24(record: Record, origin: Origin, index: int) -> dict[str, Any]:
-    r"""A row of AIME 2024. The answer is the content of the first box in the solution."""
+    r"""A row of AIME 2024. The answer is the content of the first box in the solution, if there is a solution."""
+    if "solution" not in record.fields:
+        return _boxed(record, "aime24", index, ability="MATH")
     boxed = re.search(r"\\boxed\{([^{}]+)\}", record.text("solution"))
     if boxed is None:
         raise DataError(f"{record.where}, field 'solution': no \\boxed{{…}} with the answer")
@@ -166,33 +188,16 @@ def _aime24(record: Record, origin: Origin, index: int) -> dict[str, Any]:
 
 
 def _amc(record: Record, origin: Origin, index: int) -> dict[str, Any]:
-    problem, subset = _AMC[origin]
+    subset = _AMC[origin] if origin in _AMC else record.text("subset")
     if subset == "amc24":
         subset += f"_{record.text('exam').split()[-1]}"
-    return _boxed(record, "amc23_25", index, ability="MATH", problem=problem, subset=subset)
-
-
-def _olympiad(record: Record, origin: Origin, index: int) -> dict[str, Any]:
-    """A row of the olympiad set, from a problem with its answer or from a row of the published file, whose own
-    instruction is cut off."""
-    fields = dict(record.fields)
-    if "problem" not in fields:
-        asked = messages_of(fields.get("prompt"), record.where)[-1]["content"]
-        problem, instruction, _ = asked.rpartition(OLYMPIAD_INSTRUCTION)
-        if not instruction:
-            raise DataError(
-                f"{record.where}: expected a field 'problem', or a prompt that goes on with {OLYMPIAD_INSTRUCTION!r}"
-            )
-        fields["problem"] = problem
-    if "answer" not in fields:
-        fields["answer"] = (fields.get("reward_model") or {}).get("ground_truth")
-    return _boxed(Record(record.where, fields), "olympiad", index, ability="MATH")
+    return _boxed(record, "amc23_25", index, ability="MATH", subset=subset)
 
 
 _AMC = {
-    Origin("math-ai/amc23", "test"): ("question", "amc23"),
-    Origin("rawsh/2024_AMC12"): ("problem", "amc24"),
-    Origin("sonthenguyen/amc12-2025-non-figure"): ("question", "amc25"),
+    Origin("math-ai/amc23", "test"): "amc23",
+    Origin("rawsh/2024_AMC12"): "amc24",
+    Origin("sonthenguyen/amc12-2025-non-figure"): "amc25",
 }
 _BENCHMARKS: Mapping[str, tuple[Sequence[Origin], Convert]] = {
     "aime24": ([Origin("math-ai/aime24", "test")], _aime24),
@@ -200,6 +205,6 @@ _BENCHMARKS: Mapping[str, tuple[Sequence[Origin], Convert]] = {
     "aime26": ([Origin("MathArena/aime_2026")], _plain("aime26")),
     "amc23_25": (list(_AMC), _amc),
     "math500": ([Origin("HuggingFaceH4/MATH-500", "test")], _plain("math500")),
-    "minerva": ([Origin("math-ai/minervamath", "test")], _plain("minerva", "question")),
-    "olympiad": ([Origin("olympiad", "test")], _olympiad),
+    "minerva": ([Origin("math-ai/minervamath", "test")], _plain("minerva")),
+    "olympiad": ([Origin("olympiad", "test")], _plain("olympiad")),
 }

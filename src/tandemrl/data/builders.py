@@ -10,10 +10,10 @@ import numpy as np
 
 from tandemrl.data import arithmetic
 from tandemrl.data.arithmetic import Template
-from tandemrl.data.loading import generated_rows, load_rows
+from tandemrl.data.loading import generated_rows, parse_row
 from tandemrl.data.parquet import heldout_size, write_splits
 from tandemrl.data.rows import GSM8K, DataError, Row, messages_of
-from tandemrl.data.sources import ExpectRows, Origin, Record, checksum, expect, provenance, read
+from tandemrl.data.sources import ExpectRows, Origin, Record, expect, flattened, provenance, read
 from tandemrl.data.synthetic import SPLITS
 
 GSM8K_ROWS: Mapping[str, int] = {"train": 7473, "test": 1319}
@@ -34,19 +34,21 @@ def build_gsm8k(source: Path | None, out: Path, *, expect_rows: ExpectRows = GSM
     is in two files.
 
     Args:
-        source: a folder with the original ``train.jsonl`` and ``test.jsonl``; None = the hub (``openai/gsm8k``, main).
+        source: a folder with the two splits, as JSON Lines or as on the hub, with ``question`` and ``answer`` or in
+            verl's schema; None = the hub (``openai/gsm8k``, main).
         expect_rows: rows that each split must have; 0 accepts any number.
 
     Raises:
         DataError: a file is missing or malformed, or a split has another number of rows.
     """
+    if source is not None and not source.is_dir():
+        raise DataError(f"{source}: no such folder; --source takes the folder with GSM8K's train and test files")
+    origins = {split: Origin(GSM8K, split, "main") for split in GSM8K_ROWS}
     splits: dict[str, list[Row]] = {}
-    for split in GSM8K_ROWS:
-        where = f"hf:{GSM8K}:main:{split}" if source is None else str(source / f"{split}.jsonl")
-        if source is not None and not Path(where).is_file():
-            raise DataError(f"{where}: no such file; --source takes the folder with GSM8K's train.jsonl and test.jsonl")
-        splits[split] = load_rows([where])
-        expect(where, len(splits[split]), expect_rows, split)
+    for split, origin in origins.items():
+        records = enumerate(read(origin, source), 1)
+        splits[split] = [parse_row(each.fields, each.where, line, split=split) for line, each in records]
+        expect(f"{source or GSM8K}, split {split}", len(splits[split]), expect_rows, split)
     train = splits["train"]
     chosen = set(np.random.default_rng(0).permutation(len(train))[: heldout_size(GSM8K_HELDOUT, len(train))].tolist())
     parts = {
@@ -54,11 +56,8 @@ def build_gsm8k(source: Path | None, out: Path, *, expect_rows: ExpectRows = GSM
         "heldout": [row for i, row in enumerate(train) if i in chosen],
         "test": splits["test"],
     }
-    origin: dict[str, Any] = {"source": GSM8K if source is None else str(source)}
-    if source is not None:
-        files = [source / f"{split}.jsonl" for split in GSM8K_ROWS]
-        origin["source_sha256"] = {str(path): checksum(path) for path in files}
-    return write_splits(out, GSM8K, {split: map(_record_of, rows) for split, rows in parts.items()}, origin)
+    records_of = {split: map(_record_of, rows) for split, rows in parts.items()}
+    return write_splits(out, GSM8K, records_of, provenance([*origins.values()], source))
 
 
 def build_synthetic(pair: str, out: Path, counts: Mapping[str, int], seed: int) -> dict[str, Any]:
@@ -92,8 +91,8 @@ def build_countdown(
     The first ``counts["train"]`` rows are the training split, the next ``counts["test"]`` the test split.
 
     Args:
-        source: a file with ``target`` and ``nums`` (and ``messages``, which ``template="chat"`` then uses), or a
-            folder with one; None = the hub.
+        source: a file with ``target`` and ``nums`` or ``numbers`` (and ``messages``, which ``template="chat"`` then
+            uses), or with verl's ``reward_model.ground_truth`` of these two, or a folder with one; None = the hub.
         template: see `arithmetic.prompt`.
 
     Raises:
@@ -169,7 +168,10 @@ def _countdowns(
 
 
 def _countdown(record: Record, template: Template, split: str, index: int) -> dict[str, Any]:
-    numbers, target, messages = (record.fields.get(field) for field in ("nums", "target", "messages"))
+    fields = flattened(record.fields)
+    truth = fields.get("ground_truth")
+    fields = {**fields, **truth} if isinstance(truth, Mapping) else fields
+    numbers, target, messages = fields.get("nums", fields.get("numbers")), fields.get("target"), fields.get("messages")
     if not isinstance(target, int):
         raise DataError(f"{record.where}, field 'target': expected a whole number, found {target!r}")
     if not isinstance(numbers, Sequence) or not numbers or not all(isinstance(number, int) for number in numbers):

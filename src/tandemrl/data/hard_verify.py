@@ -2,8 +2,8 @@
 
 The 250 published rows are in ``benchmarks/HardVerify-Math.json`` of uw-nsl/TinyV, and in zhangchenxu/HardVerify-Math on
 the hub. They have ``id``, ``source``, ``question``, ``ground_truth``, ``fn_output``, a right answer that rules took for
-wrong (a false negative), and ``tn_output``, a wrong answer (a true negative). The outputs are bare answers. The module
-does not import torch.
+wrong (a false negative), and ``tn_output``, a wrong answer (a true negative). The outputs are bare answers. The same
+rows in verl's schema, as TinyV writes them, can be read, too. The module does not import torch.
 """
 
 from collections.abc import Iterator
@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 from tandemrl.data.loading import load_hub, read_jsonl, read_list, read_parquet
 from tandemrl.data.rows import DataError, Row, object_of
+from tandemrl.data.sources import flattened
 from tandemrl.files import hint
 
 HARD_VERIFY = "HardVerify-Math"
@@ -61,7 +62,8 @@ def _records(source: str) -> Iterator[tuple[int, Any]]:
 
 
 def _pair(record: Any, where: str) -> AnswerPair:
-    fields = object_of(record, where)
+    fields = flattened(object_of(record, where))
+    fields = {"id": fields.get("index"), **fields} if "index" in fields else fields
     texts = {name: fields.get(name) for name in ("source", "question", "ground_truth", "fn_output", "tn_output")}
     if wrong := [name for name, text in texts.items() if not isinstance(text, str) or not text.strip()]:
         raise DataError(f"{where}, field {wrong[0]!r}: expected a non-empty text, found {texts[wrong[0]]!r}")

@@ -143,7 +143,7 @@ def _hub(source: str, parts: list[str]) -> Iterator[Row]:
         raise DataError(f"{source}: expected hf:REPO:CONFIG:SPLIT, e.g. hf:openai/gsm8k:main:train")
     repo, config, split = parts
     records = enumerate(load_hub(repo, config, split, where=source), 1)
-    return (_parse(record, source, line, repo=repo, split=split) for line, record in records)
+    return (parse_row(record, f"{source}, line {line}", line, repo=repo, split=split) for line, record in records)
 
 
 def _file(path: Path) -> Iterator[Row]:
@@ -160,16 +160,20 @@ def _file(path: Path) -> Iterator[Row]:
         raise DataError(
             f"{path}: expected a .jsonl or .parquet file, synthetic:PAIR:SPLIT[:COUNT] or hf:REPO:CONFIG:SPLIT"
         )
-    return (_parse(record, str(path), line, repo=None, split=path.stem) for line, record in records)
+    return (parse_row(record, f"{path}, line {line}", line, split=path.stem) for line, record in records)
 
 
-def _parse(record: Any, source: str, line: int, *, repo: str | None, split: str) -> Row:
+def parse_row(record: Any, where: str, line: int, *, split: str, repo: str | None = None) -> Row:
     """The row of a record, whose schema is recognised by its fields.
 
     Args:
+        where: the beginning of an error message.
+        line: the number of the record, from 1, which stands for a missing index.
         repo: the repository on the hub, which becomes the ``data_source`` of records with just a problem and an answer.
+
+    Raises:
+        DataError: the record has none of the known schemas, or is malformed.
     """
-    where = f"{source}, line {line}"
     record = object_of(record, where)
     if "prompt" in record:
         return _verl_row(record, where, line)

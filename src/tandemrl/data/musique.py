@@ -35,7 +35,8 @@ def build_musique(
     ``n_hops`` (supporting paragraphs) and ``answerable``.
 
     Args:
-        source: a folder with files of the two splits, or the unpacked archive of the authors. None means the hub.
+        source: a folder with files of the two splits, or the unpacked archive of the authors. None means the hub. Rows
+            as rlvr passes them on (``question``, ``answer``, and the rest in ``info``) can be read, too.
         noise_rate: the probability with which each paragraph that does not support the answer is kept.
         seed: seed of these draws, which also depend on the position of the paragraph.
         expect_rows: how many rows each split must have; 0 accepts any number.
@@ -73,13 +74,16 @@ def _local(source: Path | None, split: str) -> Path | None:
 
 
 def _row(record: Record, split: str, index: int) -> dict[str, Any]:
+    info = record.fields.get("info")
+    fields = {**record.fields, **info} if isinstance(info, Mapping) else record.fields
+    record = Record(record.where, fields)
     question, answer = record.text("question"), record.text("answer")
-    aliases = record.fields.get("answer_aliases") or []
+    aliases = fields.get("answer_aliases") or [each for each in fields.get("answers") or [] if each != answer]
     if not isinstance(aliases, list) or not all(isinstance(alias, str) for alias in aliases):
         raise DataError(f"{record.where}, field 'answer_aliases': expected texts, found {aliases!r:.80}")
     docs = list(_documents(record))
     supporting = sum(doc["is_supporting"] for doc in docs)
-    answerable = bool(record.fields.get("answerable", True))
+    answerable = bool(fields.get("answerable", True))
     if answerable and supporting == 0:
         raise DataError(f"{record.where}, field 'paragraphs': none of them is supporting")
     return {
@@ -99,7 +103,7 @@ def _row(record: Record, split: str, index: int) -> dict[str, Any]:
 
 
 def _documents(record: Record) -> Iterator[dict[str, Any]]:
-    paragraphs = record.fields.get("paragraphs")
+    paragraphs = record.fields.get("paragraphs", record.fields.get("docs"))
     if not isinstance(paragraphs, list) or not paragraphs:
         raise DataError(f"{record.where}, field 'paragraphs': expected a list of paragraphs, found {paragraphs!r:.80}")
     for number, paragraph in enumerate(paragraphs):
@@ -109,9 +113,9 @@ def _documents(record: Record) -> Iterator[dict[str, Any]]:
             )
         fields = Record(f"{record.where}, field 'paragraphs[{number}]'", paragraph)
         yield {
-            "id": fields.text("idx"),
+            "id": fields.text("idx", "id"),
             "title": fields.text("title"),
-            "body": plain_quotes(fields.text("paragraph_text")),
+            "body": plain_quotes(fields.text("paragraph_text", "body")),
             "is_supporting": bool(fields.fields.get("is_supporting")),
         }
 

@@ -20,7 +20,7 @@ RENDERED = "rendered"
 SOLUTION = "answer"
 """The ``extra_info`` key of a worked solution, where verl's GSM8K has it. A warm start learns from it."""
 
-BUILT = ("gsm8k", "deepscaler", "countdown", "eurus", "musique")
+BUILT = ("gsm8k", "deepscaler", "countdown", "eurus", "musique", "polaris", "rrm")
 """Data sets that `tandemrl data build` makes. The message about a missing file of theirs says so."""
 
 

@@ -3,6 +3,7 @@
 import hashlib
 import math
 import re
+from collections import ChainMap
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -40,17 +41,30 @@ class Record(NamedTuple):
     where: str
     fields: Mapping[str, Any]
 
-    def text(self, field: str) -> str:
-        """A field as text; numbers are written out.
+    def text(self, *names: str) -> str:
+        """The first of the fields with these names that is not empty, as text; numbers are written out.
 
         Raises:
-            DataError: the field is missing, empty or neither text nor a finite number.
+            DataError: all of them are missing or empty, or the field is neither text nor a finite number.
         """
+        field = next((name for name in names if self.fields.get(name) not in (None, "")), names[0])
         value = self.fields.get(field)
         usable = isinstance(value, str | int) or (isinstance(value, float) and math.isfinite(value))
         if not usable or isinstance(value, bool) or value == "":
-            raise DataError(f"{self.where}, field {field!r}: expected text, found {value!r}")
+            others = f" (or {', '.join(map(repr, names[1:]))})" if field == names[0] and names[1:] else ""
+            raise DataError(f"{self.where}, field {field!r}{others}: expected text, found {value!r}")
         return str(value)
+
+
+PROBLEM = ("problem", "question", "Problem", "Question")
+ANSWER = ("answer", "ground_truth", "Answer", "final_answer")
+"""What published sets call a problem and its answer, see `Record.text`."""
+
+
+def flattened(fields: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The fields of a record, and beside them what verl's schema has inside ``reward_model`` and ``extra_info``."""
+    inner = (fields.get("reward_model"), fields.get("extra_info"))
+    return ChainMap(*(dict(part) for part in (fields, *inner) if isinstance(part, Mapping)))
 
 
 def read(origin: Origin, source: Path | None, *, alone: bool = True) -> Iterator[Record]:
@@ -80,8 +94,9 @@ def read(origin: Origin, source: Path | None, *, alone: bool = True) -> Iterator
 def local_files(origin: Origin, source: Path, *, alone: bool = True) -> list[Path]:
     """The files of a local copy of a split, in order.
 
-    ``source`` is a file, or a folder with Parquet, JSONL or JSON files. As on the hub, the name of a file or of its
-    folder starts with the name of the split; a single file may have any name. If ``source`` holds copies of several
+    ``source`` is a file, or a folder with Parquet, JSONL or JSON files, or with a folder of the config that has them.
+    As on the hub, the name of a file or of its folder starts with the name of the split; a single file may have any
+    name. If ``source`` holds copies of several
     data sets, each is a file or a folder with the name of its repository, with or without the owner.
 
     Raises:
@@ -99,7 +114,9 @@ def local_files(origin: Origin, source: Path, *, alone: bool = True) -> list[Pat
             f"{{{','.join(SUFFIXES)}}} there"
         )
     if not files:
-        files = _below(folder or source)
+        folder = folder or source
+        config = origin.config is not None and (folder / origin.config).is_dir()
+        files = _below(folder / str(origin.config) if config else folder)
     chosen = files
     if origin.split is not None:
         chosen = [path for path in files if _in_split(path, origin.split)]

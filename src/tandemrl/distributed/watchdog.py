@@ -23,7 +23,7 @@ EXIT_CODE = 124
 """The exit code of a process that the watchdog ends. It is that of timeout(1)."""
 GRACE_S = 5.0
 """Seconds to wait beyond the limit, so that the time-out of a collective comes first, whose message is better."""
-LOOK_S = 1.0
+POLL_S = 1.0
 """Seconds between two checks of the stamps."""
 
 
@@ -73,11 +73,11 @@ class Watchdog:
             self._shared = before
 
     def _watch(self, limit_s: float, who: str, end: threading.Event) -> None:
-        stillness, now = Stillness(self._stamps), time.monotonic()
-        while not end.wait(LOOK_S):
+        timer, now = StallTimer(self._stamps), time.monotonic()
+        while not end.wait(POLL_S):
             before, now = now, time.monotonic()
-            if stillness.look(self._stamps, now - before) > limit_s + GRACE_S:
-                self._kill(limit_s, who, stillness.seconds)
+            if timer.update(self._stamps, now - before) > limit_s + GRACE_S:
+                self._kill(limit_s, who, timer.seconds)
 
     def _kill(self, limit_s: float, who: str, seconds: float) -> None:
         message = (
@@ -93,15 +93,15 @@ class Watchdog:
         os._exit(EXIT_CODE)
 
 
-class Stillness:
+class StallTimer:
     """Measures for how many seconds a counter has not changed.
 
     If this process itself was stopped, it could not look at the counter for a while. Of the time between two looks, at
     most ``GRACE_S`` counts, so that the process may continue together with the others.
 
     Examples:
-        >>> stillness = Stillness(7)
-        >>> [stillness.look(stamps, 1.0) for stamps in (7, 7, 8, 8)]
+        >>> timer = StallTimer(7)
+        >>> [timer.update(stamps, 1.0) for stamps in (7, 7, 8, 8)]
         [1.0, 2.0, 0.0, 1.0]
     """
 
@@ -109,7 +109,7 @@ class Stillness:
         self.seconds = 0.0
         self._stamps = stamps
 
-    def look(self, stamps: int, elapsed: float) -> float:
+    def update(self, stamps: int, elapsed: float) -> float:
         """Look at the counter, and return for how many seconds it has not changed.
 
         Args:

@@ -28,7 +28,7 @@ from tandemrl.evals.measures import (
 from tandemrl.rewards.judge.rubric import JudgePool
 from tandemrl.rewards.scoring import Scorer
 from tandemrl.rollout.engine import Completion, Engine, Request, Sampling, generate_verified
-from tandemrl.rollout.envs.episodes import Playground
+from tandemrl.rollout.envs.episodes import EpisodeRunner
 from tandemrl.rollout.groups import response_text
 from tandemrl.selection import Strategy, alternating_turns, first_turn, sentence, solo, turn, word
 from tandemrl.selection.boundaries import step_tables, word_boundary_table
@@ -105,7 +105,7 @@ def strategies(
 ) -> dict[str, Strategy]:
     """The strategies of a phase by the names of its arms.
 
-    The tandem phase uses the strategy of training if that is ``turn``, and ``word`` otherwise. The handoff phase has
+    The tandem phase draws the authors of turns if training does, and those of words otherwise. The handoff phase has
     two arms that alternate by steps, and in an environment three more that change authors between turns. In all other
     phases the senior writes alone.
 
@@ -116,8 +116,8 @@ def strategies(
     """
     if phase == "tandem":
         chosen = selection or SelectionConfig()
-        if chosen.strategy == "turn":
-            return {"turn": turn(chosen.prob_senior)}
+        if draws_turns(chosen):
+            return {chosen.strategy: turn(chosen.prob_senior)}
         return {"word": word(chosen.prob_senior, chosen.max_gap_tokens, word_boundary_table(tokenizer, vocabulary))}
     if phase == "handoff":
         tables = step_tables(tokenizer, vocabulary)
@@ -129,6 +129,11 @@ def strategies(
         }
         return by_steps | (by_turns if episodes else {})
     return {"solo": solo("senior")}
+
+
+def draws_turns(selection: SelectionConfig) -> bool:
+    """Whether training draws an author for each turn, so that the tandem phase does so, too."""
+    return selection.kind.draws and selection.kind.by_turns
 
 
 def measure_of(phase: Phase, k: Sequence[int]) -> Measure:
@@ -153,7 +158,7 @@ def generate_and_grade(
     seed: int,
     step: int = 0,
     bootstrap: int = 2000,
-    playground: Playground | None = None,
+    episode_runner: EpisodeRunner | None = None,
     progress: Callable[[int], None] | None = None,
 ) -> EvalResult:
     """Write ``samples`` completions per prompt and arm, grade them, and compute the metrics. Not for legibility.
@@ -179,7 +184,7 @@ def generate_and_grade(
         samples=samples,
         seed=seed,
         step=step,
-        playground=playground,
+        episode_runner=episode_runner,
         progress=progress,
     )
     marked = grade(written, prompts, scorer)
@@ -196,7 +201,7 @@ def generate_samples(
     samples: int,
     seed: int,
     step: int = 0,
-    playground: Playground | None = None,
+    episode_runner: EpisodeRunner | None = None,
     progress: Callable[[int], None] | None = None,
 ) -> list[Sample]:
     """Write ``samples`` completions per prompt, arm by arm and in the order of the prompts, without grading them.
@@ -206,8 +211,8 @@ def generate_samples(
 
     Args:
         arms: the strategy of each arm.
-        playground: where the authors take turns with an environment. None means that a prompt gets one response. The
-            token limit of the profile then holds for the authors' tokens in all turns together.
+        episode_runner: where the authors take turns with an environment. None means that a prompt gets one response.
+            The token limit of the profile then holds for the authors' tokens in all turns together.
         progress: called with the number of newly written tokens.
 
     Raises:
@@ -223,8 +228,8 @@ def generate_samples(
         for problem, prompt in enumerate(prompts):
             keys = tuple(request_key(seed, step, problem, sample) for sample in range(samples))
             request = Request(prompt.tokens, keys, sampling_for(profile, prompt), strategy)
-            requests.append(request if playground is None else playground.episode(request, prompt.row))
-        responder = None if playground is None else playground.episodes()
+            requests.append(request if episode_runner is None else episode_runner.episode(request, prompt.row))
+        responder = None if episode_runner is None else episode_runner.episodes()
         completions, _ = generate_verified(engine, requests, strategy, progress=progress, responder=responder)
         if responder is not None:
             responder.check()

@@ -20,10 +20,10 @@ from tandemrl.data.templates import DEFAULT_ARGUMENTS
 from tandemrl.evals.measures import EvalError, Sample, group_of
 from tandemrl.evals.protocol import Profile
 from tandemrl.processes.calls import Caller
-from tandemrl.processes.http import Client, Passing, Response, Service, chat_message, start
+from tandemrl.processes.http import Client, Response, RetryableError, Service, chat_message, excerpt
 from tandemrl.rollout.engine import StopReason, Turn
 from tandemrl.rollout.envs.environment import Environment
-from tandemrl.rollout.envs.episodes import Episodes, Playground
+from tandemrl.rollout.envs.episodes import EpisodeRunner, Episodes
 from tandemrl.rollout.envs.parsing import checked_turn, parse_turn
 from tandemrl.rollout.envs.rendering import CUT, Rendered
 from tandemrl.selection.draws import request_key
@@ -154,9 +154,11 @@ def _said(response: Response) -> _Said:
     usage = whole.get("usage")
     tokens = usage.get("completion_tokens") if isinstance(usage, dict) else None
     if not isinstance(content, str | None) or not isinstance(calls, list | None):
-        raise Passing(f"not a message of an assistant: {start(response.body)}")
+        raise RetryableError(f"not a message of an assistant: {excerpt(response.body)}")
     if not isinstance(tokens, int) or tokens < 0:
-        raise Passing(f"it does not say how many tokens it wrote (usage.completion_tokens): {start(response.body)}")
+        raise RetryableError(
+            f"it does not say how many tokens it wrote (usage.completion_tokens): {excerpt(response.body)}"
+        )
     return _Said(message, whole["choices"][0].get("finish_reason") == "length", tokens)
 
 
@@ -290,8 +292,8 @@ def _text(call: Mapping[str, Any]) -> str:
 # ----------------------------------------------------------------------------------------------------------- the world
 
 
-class _World(Playground):
-    """A playground without a tokenizer, in which the turns are messages from the beginning."""
+class _World(EpisodeRunner):
+    """A episode_runner without a tokenizer, in which the turns are messages from the beginning."""
 
     def __init__(self, environment: Environment, rollout: RolloutConfig, caller: Caller) -> None:
         self.environment, self.name = environment, type(environment).__name__

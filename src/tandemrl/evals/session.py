@@ -13,7 +13,7 @@ from tandemrl.data.loading import load_rows
 from tandemrl.data.rows import Prompt, Row, encode_prompts
 from tandemrl.data.templates import DEFAULT_ARGUMENTS
 from tandemrl.evals.files import digests, plain
-from tandemrl.evals.protocol import Phase, Profile, profile_of
+from tandemrl.evals.protocol import Phase, Profile, draws_turns, profile_of
 from tandemrl.models.loading import load_model, load_tokenizer, stored_eos_token_ids, vocabulary_check
 from tandemrl.rewards.code.scorer import code_scorer
 from tandemrl.rewards.functions import with_environment
@@ -22,7 +22,7 @@ from tandemrl.rewards.routing import Kind
 from tandemrl.rewards.scoring import Scorer
 from tandemrl.rollout.engine import Engine
 from tandemrl.rollout.envs.environment import Environment
-from tandemrl.rollout.envs.episodes import Playground, make_playground
+from tandemrl.rollout.envs.episodes import EpisodeRunner, make_episode_runner
 from tandemrl.rollout.envs.factory import make_environment
 from tandemrl.rollout.factory import ModelSource, make_engine
 from tandemrl.rollout.judge import make_judge
@@ -81,7 +81,7 @@ class Session:
                 "reward": {
                     key: value
                     for key, value in asdict(config.reward).items()
-                    if key != "workers" and (key != "weights" or value)
+                    if key != "workers" and (key not in ("weights", "parameters") or value)
                 },
                 **(self._world() if self.has_episodes else {}),
                 **({} if config.sandbox == SandboxConfig() else {"sandbox": asdict(config.sandbox)}),
@@ -105,8 +105,8 @@ class Session:
             identity |= {"junior": self.junior, "digests": digests_of_both}
         if phase == "tandem":
             selection = config.selection
-            by_turns = selection.strategy == "turn"
-            drawn = {"strategy": "turn"} if by_turns else {"max_gap_tokens": selection.max_gap_tokens}
+            by_turns = draws_turns(selection)
+            drawn = {"strategy": selection.strategy} if by_turns else {"max_gap_tokens": selection.max_gap_tokens}
             identity |= {"prob_senior": selection.prob_senior, **drawn}
         if self.has_judge:
             judge = {key: value for key, value in asdict(config.judge).items() if key not in _NO_PART_OF_A_MARK}
@@ -151,7 +151,7 @@ class Session:
     @cached_property
     def prompts(self) -> tuple[list[Prompt], int]:
         """The prompts, and how many rows were dropped because they are too long."""
-        data, world = self.config.data, self.playground
+        data, world = self.config.data, self.episode_runner
         return encode_prompts(
             self.rows[: self.limit],
             self.tokenizer,
@@ -168,12 +168,12 @@ class Session:
         return self._environment or make_environment(self.config)
 
     @cached_property
-    def playground(self) -> Playground | None:
+    def episode_runner(self) -> EpisodeRunner | None:
         """Where the authors take turns with an environment. None if a prompt gets one response."""
         if not self.has_episodes:
             return None
         ends = stored_eos_token_ids(self.model, self.tokenizer)
-        return make_playground(self.config, self.tokenizer, environment=self._environment, eos_token_ids=ends)
+        return make_episode_runner(self.config, self.tokenizer, environment=self._environment, eos_token_ids=ends)
 
     @cached_property
     def judges(self) -> JudgePool:
@@ -219,10 +219,10 @@ class Session:
     def engine(self, phase: Phase) -> Engine:
         """The engine that writes the texts of a phase.
 
-        The vLLM engine is the same for all phases, and has the junior if any of them needs it.
+        An engine in a process of its own is the same for all phases, and has the junior if any of them needs it.
         """
         config, rollout = self.config.model, self.config.rollout
-        shared = rollout.engine == "vllm"
+        shared = not rollout.kind.in_trainer
         if self._engine is None or not shared:
             junior = self.junior if (self.together if shared else phase in WRITTEN_TOGETHER) else None
             self.close_engine()
@@ -241,8 +241,8 @@ class Session:
     def close(self) -> None:
         """End the processes that the session has started."""
         self.close_engine()
-        if "playground" in vars(self) and self.playground is not None:
-            self.playground.close()
+        if "episode_runner" in vars(self) and self.episode_runner is not None:
+            self.episode_runner.close()
 
     def close_engine(self) -> None:
         if self._engine is not None:

@@ -111,7 +111,7 @@ def evaluate(
 def _refuse_unknown_environment(config: Config, environment: Environment | None) -> None:
     check_instance(environment)
     recorded = config.functions.environment
-    if recorded is not None and environment is None and config.rollout.environment == "single":
+    if recorded is not None and environment is None and not config.rollout.environment_kind.turns:
         raise EvalError(
             f"functions.environment: this config's run took turns with {recorded.name}, which no file holds; pass it "
             "as evaluate(environment=…), or name a factory of it as rollout.environment=module:factory"
@@ -254,7 +254,7 @@ def _generate(phase: Phase, session: Session, progress: Progress) -> list[Sample
         profile=profile,
         samples=config.eval.samples,
         seed=config.eval.seed,
-        playground=session.playground,
+        episode_runner=session.episode_runner,
         progress=_meter(progress, f"{phase}: tokens", most),
     )
     progress(f"{phase}: tokens", most, most)

@@ -1,4 +1,4 @@
-"""Algorithms as rows of a table, and the loss chain that runs any of them.
+"""Algorithms as values, made of the rows of ``config.recipes``, and the loss chain that runs any of them.
 
 weights → surrogate → + β·kl − c·entropy → × importance weight → reduce (→ + λ_jun·kl on junior tokens).
 
@@ -8,15 +8,18 @@ signatures: ``advantage(rewards, group_ids) -> advantages``, one entry per rollo
 """
 
 from collections.abc import Callable, Mapping
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from jaxtyping import Bool, Float, Int8, Int64
 from torch import Tensor
 
-from tandemrl.losses.advantages import group_centred, group_normalised, leave_one_out, whiten
+from tandemrl.config.recipes import KINDS, Importance, Kind, Reduction
+from tandemrl.losses import advantages as estimators
+from tandemrl.losses import surrogates
+from tandemrl.losses.advantages import whiten
 from tandemrl.losses.penalties import KLKind, kl
-from tandemrl.losses.reduce import NormaliseBy, Reduction, divisor, reduce, require_one_of
+from tandemrl.losses.reduce import NormaliseBy, divisor, reduce, require_one_of
 from tandemrl.losses.surrogates import (
     RatioLevel,
     Surrogate,
@@ -31,7 +34,6 @@ from tandemrl.losses.surrogates import (
 from tandemrl.types import Author, Totals
 
 Advantage = Callable[[Tensor, Tensor], Tensor]
-Importance = Literal["none", "token", "sequence"]
 
 
 class Recipe(NamedTuple):
@@ -65,44 +67,13 @@ class Recipe(NamedTuple):
     overlong_share: float = 0.0
 
 
-_TABLE = (
-    # The tandem paper's (arXiv 2606.28166): verl's GRPO, that is DeepSeekMath's advantage (arXiv 2402.03300) with the
-    # token mean and dual clip that verl has by default. That of 2402.03300 is reduction="sequence_mean_token_mean".
-    Recipe("grpo", group_normalised, ppo_clip, "token_mean", clip_low=0.2, clip_high=0.2, dual_clip=3.0),
-    # arXiv 2503.20783: no std, no length in a denominator.
-    Recipe("dr_grpo", group_centred, ppo_clip, "token_sum_constant", clip_low=0.2, clip_high=0.2),
-    # arXiv 2503.14476: clip-higher, token mean, dynamic sampling, overlong buffer 4096 of 20480 tokens.
-    Recipe(
-        "dapo",
-        group_normalised,
-        ppo_clip,
-        "token_mean",
-        clip_low=0.2,
-        clip_high=0.28,
-        filter_zero_variance=True,
-        overlong_share=0.2,
-    ),
-    # arXiv 2507.18071, ranges of section 5.1.
-    Recipe(
-        "gspo",
-        group_normalised,
-        ppo_clip,
-        "sequence_mean_token_mean",
-        clip_low=3e-4,
-        clip_high=4e-4,
-        ratio_level="sequence",
-    ),
-    # arXiv 2506.13585: no lower bound; upper bound 5 as in ScaleRL (arXiv 2510.13786).
-    Recipe("cispo", group_normalised, cispo, "token_mean", clip_high=4.0),
-    # arXiv 2402.14740: the whole completion is one action, no clipping, for on-policy updates.
-    Recipe("rloo", leave_one_out, reinforce, "sequence_mean_token_sum"),
-    # arXiv 2501.03262, the variant with a group baseline.
-    Recipe("reinforce_pp", group_centred, ppo_clip, "token_mean", clip_low=0.2, clip_high=0.2, whiten=True),
-    # arXiv 1707.06347 with GAE (arXiv 1506.02438) and a critic.
-    Recipe("ppo", None, ppo_clip, "token_mean", clip_low=0.2, clip_high=0.2, whiten=True),
-)
+def _recipe(kind: Kind) -> Recipe:
+    advantage = None if kind.advantage is None else getattr(estimators, kind.advantage)
+    return Recipe(kind.name, advantage, getattr(surrogates, kind.surrogate), kind.reduction, **kind.choices)
 
-RECIPES: dict[str, Recipe] = {recipe.name: recipe for recipe in _TABLE}
+
+RECIPES: dict[str, Recipe] = {name: _recipe(kind) for name, kind in KINDS.items()}
+"""The rows of ``config.recipes`` with their functions."""
 
 
 def compute_advantages(

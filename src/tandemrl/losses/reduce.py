@@ -12,9 +12,9 @@ import torch
 from jaxtyping import Float, Int8, Int64
 from torch import Tensor
 
+from tandemrl.config.recipes import Reduction
 from tandemrl.types import Totals
 
-Reduction = Literal["token_mean", "sequence_mean_token_mean", "sequence_mean_token_sum", "token_sum_constant"]
 NormaliseBy = Literal["weight", "response"]
 
 

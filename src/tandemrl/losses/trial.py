@@ -4,8 +4,9 @@ from typing import Any
 
 import torch
 
-from tandemrl.losses.recipes import Importance, Recipe, compute_advantages, require_per_token
-from tandemrl.losses.reduce import Reduction, require_one_of
+from tandemrl.config.recipes import Importance, Reduction
+from tandemrl.losses.recipes import Recipe, compute_advantages, require_per_token
+from tandemrl.losses.reduce import require_one_of
 from tandemrl.losses.surrogates import RatioLevel
 
 NUMBERS = ("clip_low", "clip_high", "dual_clip", "importance_cap", "overlong_share")

@@ -142,9 +142,9 @@ class ChildCalls:
             for process in self._processes:
                 selector.register(process.fileno(), selectors.EVENT_READ, process)
                 if not process.flush():
-                    selector.register(process.ear, selectors.EVENT_WRITE)
+                    selector.register(process.stdin, selectors.EVENT_WRITE)
             for chosen, _ in selector.select(timeout):
-                for call, outcome in chosen.data.hear() if chosen.data is not None else ():
+                for call, outcome in chosen.data.read_replies() if chosen.data is not None else ():
                     self._deliver(call, outcome)
 
     def _check(self, process: "_Process") -> None:
@@ -164,17 +164,17 @@ class ChildCalls:
         elif process.alive and process.ready and process.asked is None:
             process.ask(now)
         else:
-            self._bury(process)
+            self._reap(process)
 
-    def _bury(self, process: "_Process") -> None:
+    def _reap(self, process: "_Process") -> None:
         """Handle the calls of a process that died or does not answer."""
-        last_words = self._remove(process)
+        stderr_tail = self._remove(process)
         if not process.ready:
             self.close()
-            raise ProcessError(f"`{' '.join(self._command)}` did not start: {last_words}")
+            raise ProcessError(f"`{' '.join(self._command)}` did not start: {stderr_tail}")
         calls = [begun.call for begun in process.begun.values()]
         if len(calls) == 1:
-            self._deliver(calls[0], Outcome("timeout") if process.alive else Outcome("death", last_words))
+            self._deliver(calls[0], Outcome("timeout") if process.alive else Outcome("death", stderr_tail))
         else:
             process.lane.alone.extend(calls)
 
@@ -280,7 +280,7 @@ class _Process(Child):
 
     def __init__(self, command: Sequence[str], setup: bytes, lane: _Lane) -> None:
         super().__init__(command)
-        os.set_blocking(self.ear, False)
+        os.set_blocking(self.stdin, False)
         self.lane = lane
         self.begun: dict[int, _Begun] = {}
         self.ready = self.here = self.alone = False
@@ -306,7 +306,7 @@ class _Process(Child):
             return self.asked + GRACE_S
         return min(begun.since for begun in self.begun.values()) + limit_s if self.begun else None
 
-    def hear(self) -> list[tuple[_Call, Outcome]]:
+    def read_replies(self) -> list[tuple[_Call, Outcome]]:
         """Read which calls are done, with their outcomes."""
         done = []
         self.asked = time.monotonic() if self.asked is not None else None  # it says something: it is there

@@ -50,7 +50,7 @@ class Child:
         return self._process.stdout.fileno()
 
     @property
-    def ear(self) -> int:
+    def stdin(self) -> int:
         """The descriptor of the child's input."""
         assert self._process.stdin is not None
         return self._process.stdin.fileno()
@@ -66,12 +66,12 @@ class Child:
     def flush(self) -> bool:
         """Write what is left, and return whether all of it is written.
 
-        After ``os.set_blocking(child.ear, False)``, only as much is written as is possible without waiting. What a dead
-        child should have got is dropped; `lines` notices the death.
+        After ``os.set_blocking(child.stdin, False)``, only as much is written as is possible without waiting. What a
+        dead child should have got is dropped; `lines` notices the death.
         """
         try:
             while self._unsent:
-                self._unsent = self._unsent[os.write(self.ear, self._unsent) :]
+                self._unsent = self._unsent[os.write(self.stdin, self._unsent) :]
         except BlockingIOError:
             return False
         except BrokenPipeError:
@@ -117,14 +117,14 @@ class Parent:
         for each in (signal.SIGINT, signal.SIGTERM):
             signal.signal(each, signal.SIG_IGN)
 
-    def hear(self) -> Any:
+    def receive(self) -> Any:
         """Read the next message. If the parent is gone, the child ends, together with what it started."""
         try:
             return pickle.load(self._told)
         except EOFError:
             _end()
 
-    def say(self, line: str) -> None:
+    def send(self, line: str) -> None:
         """Write one JSON line. Any thread may call this."""
         left = memoryview(line.encode() + b"\n")
         with self._lock:

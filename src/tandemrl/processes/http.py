@@ -21,7 +21,7 @@ import httpx
 
 from tandemrl.distributed.watchdog import WATCHDOG, stamp
 
-PASSING = {408, 409, 425, 429}
+RETRYABLE = {408, 409, 425, 429}
 MAX_WAIT_S = 60.0
 POLL_S = 1.0
 """Seconds between two requests to a service that is still starting."""
@@ -30,10 +30,10 @@ MAX_REPLY_BYTES = 4 * 2**20
 T = TypeVar("T")
 LOOPBACK = ("all://localhost", "all://127.0.0.1", "all://[::1]")
 Read = Callable[["Response"], T]
-"""A function that reads a response with a status below 300 or 404, or raises `Passing` or `Refused`."""
+"""A function that reads a response with a status below 300 or 404, or raises `RetryableError` or `PermanentError`."""
 
 
-class Passing(Exception):
+class RetryableError(Exception):
     """A failure that may pass, so that another attempt is worth it."""
 
     def __init__(self, message: str, retry_after: float = 0.0) -> None:
@@ -41,7 +41,7 @@ class Passing(Exception):
         self.retry_after = retry_after
 
 
-class Refused(Exception):
+class PermanentError(Exception):
     """A failure that further attempts would repeat."""
 
 
@@ -140,9 +140,9 @@ class Client:
             try:
                 _models(self._send("/models", None))
                 return
-            except Refused:
+            except PermanentError:
                 return
-            except Passing:
+            except RetryableError:
                 check()
                 stamp()
                 time.sleep(min(left, POLL_S))
@@ -174,9 +174,9 @@ class Client:
                 reply = read(self._send(path, body))
                 stamp()
                 return reply
-            except Passing as problem:
+            except RetryableError as problem:
                 last = problem
-            except Refused as problem:
+            except PermanentError as problem:
                 stop.set()
                 raise service.error(str(problem)) from None
             if attempt < service.retries:
@@ -195,8 +195,8 @@ class Client:
         `MAX_REPLY_BYTES`.
 
         Raises:
-            Passing: there is no response, it is too long or packed in an unknown way, or its status may pass.
-            Refused: the status is another one from 300 on. 404 is left to the reader.
+            RetryableError: there is no response, it is too long or packed in an unknown way, or its status may pass.
+            PermanentError: the status is another one from 300 on. 404 is left to the reader.
         """
         limit = self.service.timeout_s
         deadline, received = time.monotonic() + limit, bytearray()
@@ -205,18 +205,22 @@ class Client:
                 for chunk in _unpacked(response):
                     received += chunk
                     if len(received) > MAX_REPLY_BYTES:
-                        raise Passing(f"HTTP {response.status_code} with a body of more than {MAX_REPLY_BYTES} bytes")
+                        raise RetryableError(
+                            f"HTTP {response.status_code} with a body of more than {MAX_REPLY_BYTES} bytes"
+                        )
                     if time.monotonic() > deadline:
-                        raise Passing(f"no complete reply within {limit:g} s")
+                        raise RetryableError(f"no complete reply within {limit:g} s")
         except httpx.InvalidURL as error:
-            raise Refused(f"{self.service.section}.url={self.url}: {error}") from None
+            raise PermanentError(f"{self.service.section}.url={self.url}: {error}") from None
         except httpx.RequestError as error:
-            raise Passing(f"{type(error).__name__}: {error}".rstrip(": ")) from None
+            raise RetryableError(f"{type(error).__name__}: {error}".rstrip(": ")) from None
         status, content = response.status_code, bytes(received)
-        if status in PASSING or status >= 500:
-            raise Passing(f"HTTP {status}: {start(content)}", _retry_after(response.headers.get("retry-after")))
+        if status in RETRYABLE or status >= 500:
+            raise RetryableError(
+                f"HTTP {status}: {excerpt(content)}", _retry_after(response.headers.get("retry-after"))
+            )
         if status >= 300 and status != 404:
-            raise Refused(f"{self.url}{path} answers HTTP {status}: {start(content)}")
+            raise PermanentError(f"{self.url}{path} answers HTTP {status}: {excerpt(content)}")
         return Response(status, content)
 
 
@@ -230,28 +234,28 @@ class Response:
         """The body, parsed.
 
         Raises:
-            Passing: the body is not JSON, or is nested too deeply to read.
+            RetryableError: the body is not JSON, or is nested too deeply to read.
         """
         try:
             return json.loads(self.body, parse_constant=_refuse_constant)
         except (ValueError, RecursionError):
-            raise Passing(f"HTTP {self.status} with a body that is not JSON: {start(self.body)}") from None
+            raise RetryableError(f"HTTP {self.status} with a body that is not JSON: {excerpt(self.body)}") from None
 
 
 def chat_message(response: Response) -> Mapping[str, Any]:
     """The message of a chat completion; a `Read`."""
     if response.status == 404:
-        raise Refused(f"HTTP 404: {start(response.body)}; the address must end where /chat/completions begins")
+        raise PermanentError(f"HTTP 404: {excerpt(response.body)}; the address must end where /chat/completions begins")
     try:
         message = response.json()["choices"][0]["message"]
     except (KeyError, IndexError, TypeError):
         message = None
     if not isinstance(message, dict):
-        raise Passing(f"not a chat completion: {start(response.body)}")
+        raise RetryableError(f"not a chat completion: {excerpt(response.body)}")
     return message
 
 
-def start(body: bytes) -> str:
+def excerpt(body: bytes) -> str:
     """The beginning of a body, for messages."""
     return " ".join(body[:2000].decode(errors="replace").split())[:300] or "(empty)"
 
@@ -270,11 +274,13 @@ def _unpacked(response: httpx.Response) -> Iterator[bytes]:
     """Yield the body in small pieces, as it comes. httpx itself would unpack a chunk to any size at once.
 
     Raises:
-        Passing: the body is packed by anything but gzip, or broken.
+        RetryableError: the body is packed by anything but gzip, or broken.
     """
     encoding = response.headers.get("content-encoding", "identity").strip().lower()
     if encoding not in ("identity", "gzip"):
-        raise Passing(f"HTTP {response.status_code} with a body packed by {encoding[:50]!r}, which was not asked for")
+        raise RetryableError(
+            f"HTTP {response.status_code} with a body packed by {encoding[:50]!r}, which was not asked for"
+        )
     if encoding == "identity":
         yield from response.iter_raw()
         return
@@ -285,7 +291,7 @@ def _unpacked(response: httpx.Response) -> Iterator[bytes]:
             while unpack.unconsumed_tail:
                 yield unpack.decompress(unpack.unconsumed_tail, 2**16)
     except zlib.error as error:
-        raise Passing(f"HTTP {response.status_code} with a body that is not gzip: {error}") from None
+        raise RetryableError(f"HTTP {response.status_code} with a body that is not gzip: {error}") from None
 
 
 def _refuse_constant(name: str) -> Any:
@@ -301,9 +307,9 @@ def _models(response: Response) -> list[str] | None:
     except (KeyError, TypeError):
         names = [None]
     if not all(isinstance(name, str) for name in names):
-        raise Passing(f"not a list of models: {start(response.body)}")
+        raise RetryableError(f"not a list of models: {excerpt(response.body)}")
     if not names:
-        raise Passing("the list of models is empty")
+        raise RetryableError("the list of models is empty")
     return names
 
 

@@ -14,7 +14,7 @@ from typing import Any
 
 GRACE_S = 10.0
 """Seconds between SIGTERM and SIGKILL."""
-LOOK_S = 0.2
+POLL_S = 0.2
 
 
 def keep(parent: int, command: list[str]) -> None:
@@ -33,7 +33,7 @@ def keep(parent: int, command: list[str]) -> None:
     while server.poll() is None and not (told and time.monotonic() > told[0] + GRACE_S):
         if os.getppid() != parent and not told:
             os.killpg(0, signal.SIGTERM)
-        time.sleep(LOOK_S)
+        time.sleep(POLL_S)
     print(f"tandemrl: the server ended ({server.returncode})", flush=True)
     os.killpg(0, signal.SIGKILL)
 

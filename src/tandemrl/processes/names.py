@@ -1,9 +1,11 @@
-"""Finds what ``module:name`` names."""
+"""Finds what ``module:name`` names, and makes a component of it."""
 
+import difflib
 import importlib
+import inspect
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 
@@ -36,3 +38,58 @@ def function_named(path: str, where: str, error: type[Exception]) -> Callable[..
     if not callable(found):
         raise error(f"{where}: is a {type(found).__name__}, not a function")
     return found
+
+
+def made(
+    path: str,
+    where: str,
+    error: type[Exception],
+    parameters: Mapping[str, Any] | None = None,
+    **offered: Callable[[], Any],
+) -> Any:
+    """What the function or class ``module:name`` returns for the user's parameters.
+
+    Args:
+        where: as in ``function_named``.
+        error: the class of the error to raise.
+        parameters: values by name, each of which must be a parameter.
+        offered: functions that give what it gets if it has a parameter of this name and the user did not set it.
+
+    Raises:
+        error: it cannot be imported or called, a parameter is unknown or missing, or making it failed.
+    """
+    factory = function_named(path, where, error)
+    given = given_to(factory, where, error, parameters or {}, offered)
+    if path.startswith("tandemrl."):
+        return factory(**given)
+    try:
+        return factory(**given)
+    except error:
+        raise
+    except Exception as problem:
+        raise error(f"{where}: making it failed: {type(problem).__name__}: {problem}") from problem
+
+
+def given_to(
+    function: Callable[..., Any],
+    where: str,
+    error: type[Exception],
+    parameters: Mapping[str, Any],
+    offered: Mapping[str, Callable[[], Any]],
+) -> dict[str, Any]:
+    """The arguments of a function, as in ``made``."""
+    takes = {name: each for name, each in inspect.signature(function).parameters.items() if each.kind not in _STARRED}
+    settable = [name for name in takes if name not in offered or name in parameters]
+    for name in parameters:
+        if name not in takes:
+            close = difflib.get_close_matches(name, settable, n=1)
+            hint = f"did you mean {close[0]}? " if close else ""
+            raise error(f"{where}: has no parameter {name!r}; {hint}its own are: {', '.join(settable) or 'none'}")
+    given = {name: make() for name, make in offered.items() if name in takes and name not in parameters}
+    for name, each in takes.items():
+        if each.default is each.empty and name not in given and name not in parameters:
+            raise error(f"{where}: its parameter {name!r} has no value; give it one in the section's `parameters`")
+    return {**given, **parameters}
+
+
+_STARRED = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)

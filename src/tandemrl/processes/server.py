@@ -14,7 +14,7 @@ from tandemrl.processes import keeper
 
 OF_TORCHRUN = ("RANK", "WORLD_SIZE", "MASTER_", "LOCAL_", "GROUP_", "ROLE_", "TORCHELASTIC_")
 """The beginnings of environment variables with which torchrun gives a process its place. A server does not get them."""
-LAST_WORDS = 2000
+LOG_TAIL = 2000
 """How many characters of the end of its output an error shows."""
 
 
@@ -55,7 +55,7 @@ def serving(command: str, log: Path, *, key: str, error: type[Exception]) -> Ite
 
     def check() -> None:
         if process.poll() is not None:
-            said = log.read_text(errors="replace")[-LAST_WORDS:].strip()
+            said = log.read_text(errors="replace")[-LOG_TAIL:].strip()
             raise error(f"{key}={command}: the server has ended; {log} ends with: {said or '(nothing)'}")
 
     try:

@@ -19,7 +19,7 @@ def serve_calls(prepare: Callable[[Any], Callable[[Any], str]]) -> None:
         prepare: receives the parent's setup, and returns the function to call, which returns a JSON text.
     """
     parent = Parent()
-    setup, patience_s = parent.hear()
+    setup, patience_s = parent.receive()
     function = prepare(setup)
 
     def work(number: int, argument: bytes) -> None:
@@ -27,7 +27,7 @@ def serve_calls(prepare: Callable[[Any], Callable[[Any], str]]) -> None:
             said = f'"result": {function(pickle.loads(argument))}'
         except (Exception, SystemExit) as error:
             said = f'"error": {json.dumps(f"{type(error).__name__}: {error}")}'
-        parent.say(f'{{"number": {number}, {said}}}')
+        parent.send(f'{{"number": {number}, {said}}}')
 
     def beat() -> None:
         """Postpone, again and again, an alarm with which the kernel ends this process.
@@ -41,10 +41,10 @@ def serve_calls(prepare: Callable[[Any], Callable[[Any], str]]) -> None:
     signal.signal(signal.SIGALRM, signal.SIG_DFL)
     threading.Thread(target=beat, daemon=True).start()
     threads = ThreadPoolExecutor(CALLS_AT_ONCE)
-    parent.say(READY)
+    parent.send(READY)
     while True:
-        asked = parent.hear()
+        asked = parent.receive()
         if asked is None:
-            parent.say(HERE)
+            parent.send(HERE)
         else:
             threads.submit(work, *asked)

@@ -73,6 +73,11 @@ class Given(NamedTuple):
     keywords: Mapping[str, Any] = {}
     as_messages: Mapping[str, Any] | None = None
 
+    def bound(self, parameters: Mapping[str, Any]) -> "Given":
+        """The same call with values for further parameters."""
+        as_messages = None if self.as_messages is None else {**self.as_messages, **parameters}
+        return Given(self.positional, {**self.keywords, **parameters}, as_messages)
+
 
 class Call(NamedTuple):
     """How a reward function is called."""

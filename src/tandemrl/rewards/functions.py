@@ -5,7 +5,9 @@ names as ``module:function`` runs in child processes that can be killed. A funct
 the training process: it may be a closure, and it has to be quick.
 """
 
+import inspect
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 from tandemrl.config import RewardConfig
@@ -131,15 +133,21 @@ def in_process(name: str, function: RewardFunction) -> Grade:
     return score
 
 
-def in_child(path: str) -> Grade:
+def in_child(path: str, parameters: Mapping[str, Any] | None = None) -> Grade:
     """The reward of ``module:function``, which is called in a child process.
 
     An exception in it stops the run. If it hangs or crashes, the reward is 0 and counted as lost.
 
+    Args:
+        parameters: values of its own parameters (``reward.parameters``), which it gets by keyword.
+
     Raises:
-        GraderError: the function cannot be imported.
+        GraderError: the function cannot be imported, or has no such parameter.
     """
-    how = Call.of(imported(path), path)
+    function, parameters = imported(path), parameters or {}
+    if unknown := [name for name in parameters if name not in inspect.signature(function).parameters]:
+        raise GraderError(f"reward.parameters: {path} has no parameter {unknown[0]!r}")
+    how = Call.of(partial(function, **parameters), path)
 
     def score(row: Row, text: str, options: RewardConfig, transcript: Transcript | None) -> Deferred:
         def then(result: Any) -> Score:
@@ -149,7 +157,7 @@ def in_child(path: str) -> Grade:
                 raise GraderError(f"{path}, row {row.example_id}: {result.why}{how.remark}")
             return Score(0.0, {"acc": 0.0, "answer_present": 0.0, result.how: 1.0}, None)
 
-        given = how.arguments(path, row, text, options, transcript)
+        given = how.arguments(path, row, text, options, transcript).bound(parameters)
         return Deferred("symbolic", (AS_GIVEN, path, *given), then)
 
     return score

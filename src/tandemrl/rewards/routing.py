@@ -12,7 +12,8 @@ regard to case.
 import difflib
 import fnmatch
 import warnings
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import NamedTuple
 
 from tandemrl.config import ConfigError, RewardConfig
@@ -185,7 +186,7 @@ def terms_of(row: Row, options: RewardConfig, functions: Functions = NO_FUNCTION
         if taken := next((name for name in short if name in RESERVED), None):
             raise GraderError(f"{total}: {taken} is a part of every score; rename the function")
     return tuple(
-        Term(name, options.weights.get(name, 1.0), _scorer(path, functions), *_kind(path, functions))
+        Term(name, options.weights.get(name, 1.0), _scorer(path, functions, options), *_kind(path, functions, options))
         for name, path in zip(short, names, strict=True)
     )
 
@@ -219,7 +220,7 @@ def check_rewards(
     for pattern, rewards in options.scorers.items():
         if pattern in matches.values():
             for name in _names(rewards):
-                _scorer(name, functions)
+                _scorer(name, functions, options)
             continue
         key = f"reward.scorers.{pattern}"
         message = f"{key}={rewards}: {_why_unused(pattern, kinds, options)}"
@@ -231,15 +232,20 @@ def check_rewards(
     if unplaced and None not in matches.values():
         raise ConfigError(f"reward {unplaced[0]}: scores no row: reward.scorers has a reward for each")
     known = {_short(name) for name in reward_names(options)} | set(functions)
-    for name in options.weights:
-        key = f"reward.weights.{name}"
-        if name not in known and (stated is None or key in stated):
+    for name, key in _named_in(options):
+        if name not in known and (stated is None or any(f"{each}.".startswith(f"{key}.") for each in stated)):
             close = difflib.get_close_matches(name, known, n=1)
             hint = f"did you mean {close[0]}? " if close else ""
             raise ConfigError(
                 f"{key}: no reward of that name; {hint}Names come from reward.scorers and train(reward=…): "
                 f"{', '.join(sorted(known)) or 'there are none'}"
             )
+
+
+def _named_in(options: RewardConfig) -> Iterator[tuple[str, str]]:
+    """The names of rewards that have a weight or parameters, with their keys."""
+    yield from ((name, f"reward.weights.{name}") for name in options.weights)
+    yield from ((name, f"reward.parameters.{name}") for name in options.parameters)
 
 
 def reward_names(options: RewardConfig) -> list[str]:
@@ -271,7 +277,7 @@ def _settled(result: Score | Deferred, row: Row) -> Score:
     return result
 
 
-def _scorer(name: str, functions: Functions) -> Grade:
+def _scorer(name: str, functions: Functions, options: RewardConfig) -> Grade:
     """The function that a name stands for.
 
     Raises:
@@ -282,7 +288,7 @@ def _scorer(name: str, functions: Functions) -> Grade:
     if name in functions:
         return in_process(name, functions[name])
     if ":" in name:
-        return in_child(name)
+        return in_child(name, options.parameters.get(_short(name)))
     mine = f", given to train: {', '.join(functions)}" if functions else ""
     raise GraderError(
         f"reward.scorers: {name!r} is neither module:function nor one of the library's scorers, which are "
@@ -290,11 +296,12 @@ def _scorer(name: str, functions: Functions) -> Grade:
     )
 
 
-def _kind(name: str, functions: Functions) -> tuple[bool, bool]:
+def _kind(name: str, functions: Functions, options: RewardConfig) -> tuple[bool, bool]:
     """Whether a name stands for a function of the user's, and whether that reads transcripts."""
     if name in SCORERS:
         return False, False
-    function = functions[name] if name in functions else imported(name)
+    own = options.parameters.get(_short(name), {})
+    function = functions[name] if name in functions else partial(imported(name), **own)
     return True, Call.of(function, name).transcript != "no"
 
 

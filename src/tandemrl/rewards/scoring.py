@@ -319,9 +319,9 @@ class _Processes:
     def _dismiss(self, worker: "_Worker") -> None:
         """Remove a worker that hung or died. If it never became ready, no worker will, which is an error."""
         self._workers.remove(worker)
-        last_words = worker.kill()
+        stderr_tail = worker.kill()
         if not worker.ready:
-            raise GraderError(f"scoring process `{' '.join(self._command)}` did not start: {last_words}")
+            raise GraderError(f"scoring process `{' '.join(self._command)}` did not start: {stderr_tail}")
 
 
 class _Worker(Child):

@@ -35,16 +35,16 @@ def serve(call: Callable[..., Any] | None = None) -> None:
     parent = Parent()
     signal.signal(signal.SIGALRM, signal.SIG_DFL)
     equivalent("1", "2 - 1")
-    parent.say(READY)
+    parent.send(READY)
     while True:
-        (path, *arguments), limit_s = parent.hear()
+        (path, *arguments), limit_s = parent.receive()
         signal.setitimer(signal.ITIMER_REAL, limit_s)
         try:
             reply = json.dumps({"result": call(path, *arguments)}, default=number)
         except (Exception, SystemExit) as error:
             reply = json.dumps({"error": f"{type(error).__name__}: {error}"[:MAX_ERROR_CHARS]})
         signal.setitimer(signal.ITIMER_REAL, 0)
-        parent.say(reply)
+        parent.send(reply)
 
 
 if __name__ == "__main__":

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from tandemrl.data.rows import Prompt
 from tandemrl.rollout.engine import Completion, Draws, Engine, Passes, Request, Sampling, generate_verified
-from tandemrl.rollout.envs.episodes import Playground
+from tandemrl.rollout.envs.episodes import EpisodeRunner
 from tandemrl.selection import Strategy
 from tandemrl.selection.draws import request_key
 
@@ -31,7 +31,7 @@ def generate(
     seed: int,
     step: int,
     drawn: int = 0,
-    playground: Playground | None = None,
+    episode_runner: EpisodeRunner | None = None,
     progress: Callable[[int], None] | None = None,
 ) -> CompletionBatch:
     """Let an engine write ``group_size`` completions of each prompt, and verify their authors by replay.
@@ -41,7 +41,7 @@ def generate(
         seed: seed of the run, which enters the request keys.
         step: training step, which enters the request keys.
         drawn: how many prompts already got completions in this step. Keys start after theirs, so that none is repeated.
-        playground: where the authors take turns with an environment. None means that a prompt gets one response.
+        episode_runner: where the authors take turns with an environment. None means that a prompt gets one response.
         progress: called with the number of new tokens.
 
     Raises:
@@ -55,8 +55,8 @@ def generate(
         seen[example] += 1
         keys = tuple(request_key(seed, step, example, first + sample) for sample in range(group_size))
         request = Request(prompt.tokens, keys, sampling, strategy)
-        requests.append(request if playground is None else playground.episode(request, prompt.row))
-    responder = None if playground is None else playground.episodes()
+        requests.append(request if episode_runner is None else episode_runner.episode(request, prompt.row))
+    responder = None if episode_runner is None else episode_runner.episodes()
     completions, draws = generate_verified(engine, requests, strategy, progress=progress, responder=responder)
     passes = engine.passes  # now: the engine's next call may be about anything
     if responder is not None:

@@ -5,76 +5,23 @@ token, and draws that token by a counter-based key. Alternatively a step decodes
 drafts them, and the senior reads them at once. Bookkeeping happens on the host; the device holds one entry per row.
 """
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import NamedTuple
+from collections.abc import Sequence
 
 import torch
 from jaxtyping import Bool, Float, Float64, Int64
-from torch import Tensor, nn
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from torch import Tensor
 
 from tandemrl.models.sampling import Truncation, draw, kept_tokens, penalise, race_times
-from tandemrl.rollout.engine import Aborts, Completion, EngineError, OnTokens, Passes, Request, StopReason
-from tandemrl.rollout.kv_cache import KVCache, Layers, chunk_hidden, column_mask, extend, prefill
+from tandemrl.rollout.decoding_rows import Block, Decoder, Draft, Row, StopTable
+from tandemrl.rollout.drafting import count_accepted
+from tandemrl.rollout.engine import Aborts, Completion, EngineError, OnTokens, Passes, Request
+from tandemrl.rollout.kv_cache import KVCache, chunk_hidden, column_mask, extend, prefill
 from tandemrl.selection.draws import SAMPLING, fold_in, stream
 from tandemrl.selection.live import LiveSelection, Mark
 from tandemrl.types import Transcript
 
 _WRITERS = {"both": (0, 1), "senior": (1,), "junior": (0,)}
 RACES_AHEAD = 16  # steps whose random numbers are made at once, fewer where there are many rows
-
-
-@dataclass(frozen=True, slots=True)
-class Decoder:
-    """The models, their LM heads and their decoding steps, each by author (0 junior, 1 senior)."""
-
-    models: Mapping[int, PreTrainedModel]
-    heads: Mapping[int, nn.Linear]
-    steps: Mapping[int, Callable[..., Tensor]]
-    vocabulary: int
-    eos: Sequence[int]
-    tokenizer: PreTrainedTokenizerBase
-    """It is used for stop strings only."""
-
-
-@dataclass(slots=True, eq=False)
-class Row:
-    """One completion that is being written; ``number`` is its row in the output arrays."""
-
-    request: Request
-    key: int
-    number: int
-    index: int = 0
-    """Number of the present turn, from 0."""
-    start: int = 0
-    """Column of the output arrays where the present turn begins."""
-    told: int = 0
-    """How many columns of the output arrays ``DecodingBatch.tell`` has told of."""
-    written: int = 0
-    """How many columns of the output arrays the row has filled. It is not updated while a turn is being written."""
-    own: int = 0
-    """How many own tokens the finished turns have."""
-    stop_reason: StopReason | None = None
-    """Why the turn, and at last the completion, has ended. None while the row is being written or waits to be."""
-    kept: dict[int, Layers] = field(default_factory=dict)
-    """Between two turns: the keys and values of all tokens but the last, by author."""
-    senior_next: bool = False
-    """Between two turns: whether the strategy lets the senior write after the last token."""
-
-    @property
-    def world(self) -> int:
-        """How many tokens of the environment the row holds. Valid between two turns only."""
-        return self.written - self.own
-
-    @property
-    def own_left(self) -> int:
-        """How many own tokens further turns may have."""
-        return self.request.sampling.max_tokens - self.own
-
-    def end(self, reason: StopReason | None) -> None:
-        """End the completion: no further turn follows."""
-        self.stop_reason, self.kept = reason, {}
 
 
 class DecodingBatch:
@@ -105,7 +52,7 @@ class DecodingBatch:
         self.greedy = any(s.temperature == 0 for s in samplings)
         self.scaled = any(s.temperature not in (0, 1) for s in samplings)
         self.stop_strings = any(s.stop for s in samplings)
-        self.stops = _StopTable(decoder, requests)
+        self.stops = StopTable(decoder, requests)
         self.device = decoder.heads[1].weight.device
         # What follows the prompts, one row per completion of the call.
         width = max((r.sampling.max_tokens + turns * r.world_tokens for r in requests), default=0)
@@ -184,7 +131,7 @@ class DecodingBatch:
         self._make_places(len(rows))
         places = (~self.live).nonzero().squeeze(1)[: len(rows)]
         self.rows += rows[: len(self.live) - len(self.rows)]  # of new places; all are filled below
-        # The last own token is not computed yet, and that of the world is fed by the next step.
+        # The last own token is not computed yet, and that of the observation is fed by the next step.
         starts = [len(row.request.prompt) + row.written - 1 for row in rows]
         chunks = [[int(self.tokens[row.number, row.written - 1]), *context[:-1]] for row, context in back]
         for who, cache in self.caches.items():
@@ -192,10 +139,10 @@ class DecodingBatch:
                 cache.put(place, row.kept[who])
             extend(self.decoder.models[who], cache, places.tolist(), starts, chunks)
         for place, (row, context) in zip(places.tolist(), back, strict=True):
-            said = slice(row.written, row.written + len(context))
-            self.tokens[row.number, said] = torch.tensor(context, dtype=torch.int64)
-            self.authors[row.number, said], self.logprobs[row.number, said] = -1, 0.0
-            row.start = row.written = said.stop
+            observed = slice(row.written, row.written + len(context))
+            self.tokens[row.number, observed] = torch.tensor(context, dtype=torch.int64)
+            self.authors[row.number, observed], self.logprobs[row.number, observed] = -1, 0.0
+            row.start = row.written = observed.stop
             row.index, row.stop_reason, row.kept = row.index + 1, None, {}
             self.rows[place] = row
         author = self.selection.turn(
@@ -214,7 +161,7 @@ class DecodingBatch:
             "last": [text[-1] for text in texts],
             "position": [len(text) - 1 for text in texts],
             "written": [row.written for row in rows],
-            "shift": [sum(map(len, row.request.history)) - row.world for row in rows],
+            "shift": [sum(map(len, row.request.history)) - row.observed for row in rows],
             "limit": [row.written + min(row.request.turn_tokens or row.own_left, row.own_left) for row in rows],
             "stop_row": [self.stops.row(row.request) for row in rows],
         }
@@ -288,7 +235,8 @@ class DecodingBatch:
             inside = (torch.arange(block.tokens.shape[1]) < count[:, None]).to(self.device)
             self.counts.scatter_add_(1, block.tokens.to(self.device), inside.long())
         last = block.tokens[rows, (count - 1).clamp(min=0)]
-        # An ended row stands still until it is retired: it must not outgrow its model's context or its output row.
+        # A refused draft stays in the caches behind ``position``, where the mask hides it until it is overwritten. An
+        # ended row stands still until it is retired: it must not outgrow its model's context or its output row.
         self.position, self.written = self.position + count, self.written + count
         ended = self._finish(last, stops)
         # A row that may come back keeps its state and its columns. Of another, nobody asks what it goes on with.
@@ -301,12 +249,12 @@ class DecodingBatch:
             self._leave(i)
         return int(count.sum()), [self.rows[i] for i in ended]
 
-    def _one_token(self) -> "_Block":
+    def _one_token(self) -> Block:
         """The next token of every row, without a draft."""
         tokens, logprobs = self._sample(self._author_logits(), self._race())
-        return _Block(tokens.cpu()[:, None], self.author[:, None], logprobs.cpu()[:, None], self.live.long())
+        return Block(tokens.cpu()[:, None], self.author[:, None], logprobs.cpu()[:, None], self.live.long())
 
-    def _drafted(self, ahead: int) -> "_Block":
+    def _drafted(self, ahead: int) -> Block:
         """Up to ``ahead`` tokens of every row: the junior drafts them, whoever their author is, and the senior reads
         the draft at once and draws its own tokens again.
 
@@ -337,10 +285,10 @@ class DecodingBatch:
         def by_row(each: Sequence[Tensor]) -> Tensor:
             return torch.stack([*each], 1)
 
-        draft = _Draft(columns, by_row(read), by_row(authors), by_row(guesses), by_row(logprobs), races, marks)
+        draft = Draft(columns, by_row(read), by_row(authors), by_row(guesses), by_row(logprobs), races, marks)
         return self._verified(draft)
 
-    def _verified(self, draft: "_Draft") -> "_Block":
+    def _verified(self, draft: Draft) -> Block:
         """A draft up to the first token that the senior, where it is the author, draws otherwise.
 
         That token is included, as the senior draws it.
@@ -361,9 +309,9 @@ class DecodingBatch:
             right = right & (drawn[:, j] == draft.guesses[:, j])
             if self.penalised:
                 counts.scatter_add_(1, drawn[:, j : j + 1].to(self.device), torch.ones_like(counts[:, :1]))
-        return _Block(drawn, draft.authors, logprobs, count, draft.marks, draft.guesses)
+        return Block(drawn, draft.authors, logprobs, count, draft.marks, draft.guesses)
 
-    def _count(self, block: "_Block") -> tuple[Int64[Tensor, " b"], Bool[Tensor, " b"]]:
+    def _count(self, block: Block) -> tuple[Int64[Tensor, " b"], Bool[Tensor, " b"]]:
         """Write the tokens of a block that each row takes, up to its limit or a stop, into the output arrays.
 
         Returns:
@@ -387,14 +335,14 @@ class DecodingBatch:
                     stopped[i], count[i] = True, hit
         return count, stopped
 
-    def _cost(self, block: "_Block", count: Int64[Tensor, " b"]) -> Passes:
+    def _cost(self, block: Block, count: Int64[Tensor, " b"]) -> Passes:
         """What a block cost, of which each row takes ``count`` tokens."""
         total, live = int(count.sum()), int(self.live.sum())
         if block.guesses is None:
             return Passes(total, *(live * (who in self.caches) for who in (1, 0)))
         examined = block.authors & (torch.arange(block.tokens.shape[1]) < count[:, None])
-        accepted = examined & (block.guesses == block.tokens)
-        return Passes(total, live, live * block.tokens.shape[1], int(examined.sum()), int(accepted.sum()))
+        accepted = count_accepted(examined, block.guesses == block.tokens)
+        return Passes(total, live, live * block.tokens.shape[1]) + accepted
 
     def _finish(self, last: Int64[Tensor, " b"], stopped: Bool[Tensor, " b"]) -> list[int]:
         """End the rows that have stopped at their last token or have no token left, and return their indices."""
@@ -413,7 +361,7 @@ class DecodingBatch:
         """Keep what a further turn of an ended row would need, if it may have one."""
         row = self.rows[i]
         row.own += row.written - row.start
-        if self.turns and row.own_left and row.world < row.request.world_tokens:
+        if self.turns and row.own_left and row.observed < row.request.world_tokens:
             row.senior_next = bool(self.author[i])
             row.kept = {who: cache.take(i, int(self.position[i])) for who, cache in self.caches.items()}
 
@@ -519,52 +467,3 @@ class DecodingBatch:
         tail = self.tokens[row.number, max(row.start, written - 4 * max(map(len, stops)) - 4) : written]
         text = self.decoder.tokenizer.decode(tail.tolist(), skip_special_tokens=False)
         return any(stop in text for stop in stops)
-
-
-class _Draft(NamedTuple):
-    """What the junior drafted for every row, position by position.
-
-    columns: the columns of the tokens in ``read``. read: the tokens that the models read, which are the last token and
-    the draft without its own last token. authors: whether the senior is the author at each position. guesses, logprobs:
-    the drafted tokens and their log-probs. races: the random numbers of the draws. marks: the states of the strategies
-    before each token.
-    """
-
-    columns: Int64[Tensor, "b c"]
-    read: Int64[Tensor, "b c"]
-    authors: Bool[Tensor, "b c"]
-    guesses: Int64[Tensor, "b c"]
-    logprobs: Float[Tensor, "b c"]
-    races: Float64[Tensor, "b c r"]
-    marks: Sequence[Mark]
-
-
-class _Block(NamedTuple):
-    """The next tokens of every row, of which each row takes at most the first ``most``.
-
-    After a draft, marks are the states of the strategies before each token, and guesses are the drafted tokens.
-    """
-
-    tokens: Int64[Tensor, "b c"]
-    authors: Bool[Tensor, "b c"]
-    logprobs: Float[Tensor, "b c"]
-    most: Int64[Tensor, " b"]
-    marks: Sequence[Mark] = ()
-    guesses: Int64[Tensor, "b c"] | None = None
-
-
-class _StopTable:
-    """Which tokens end a turn: one row of booleans for each distinct pair (ignore_eos, stop_token_ids)."""
-
-    def __init__(self, decoder: Decoder, requests: Sequence[Request]) -> None:
-        kinds = dict.fromkeys((r.sampling.ignore_eos, r.sampling.stop_token_ids) for r in requests)
-        self.index = {kind: i for i, kind in enumerate(kinds)}
-        self.stop = torch.zeros(len(kinds), decoder.vocabulary, dtype=torch.bool)
-        self.eos = torch.zeros_like(self.stop)
-        for (ignore_eos, ids), i in self.index.items():
-            self.eos[i, list(() if ignore_eos else decoder.eos)] = True
-            self.stop[i, list(ids)] = True
-        self.stop |= self.eos
-
-    def row(self, request: Request) -> int:
-        return self.index[(request.sampling.ignore_eos, request.sampling.stop_token_ids)]

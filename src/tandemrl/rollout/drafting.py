@@ -1,12 +1,16 @@
-"""How many tokens the junior drafts before the senior reads them, chosen by what the passes of both should cost.
+"""How many tokens the junior drafts before the senior reads them, and how many of them the senior accepts.
+
+The length is chosen by what the passes of both should cost.
 
 The cost of a pass is modelled, not measured. A measured one would make the rounding of log-probs, and so a resumed run,
 depend on what else the machine does. The tokens are the same whatever length is chosen.
 """
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
+import numpy as np
+from torch import Tensor
 from transformers import PreTrainedModel
 
 from tandemrl.rollout.engine import Passes
@@ -17,13 +21,30 @@ GAIN = 1.1
 """By what factor drafts must look cheaper than single tokens to be used."""
 PRIOR = Passes(drafted=20, accepted=16)
 """Assumed counts of drafted and accepted tokens, added to those of the call."""
-HOPE = Passes(drafted=20, accepted=19)
+OPTIMISTIC_PRIOR = Passes(drafted=20, accepted=19)
 """The prior where the choice can change during a call. It is optimistic, since the acceptance rate becomes known only
 if drafts are tried."""
 MARGIN = 1.08
 """By what factor another choice must look cheaper than the one in force."""
-STEADY = 8
+MIN_ROUNDS = 8
 """For how many rounds a choice stays in force at least."""
+
+
+Flags = TypeVar("Flags", Tensor, np.ndarray)
+
+
+def count_accepted(guesses: Flags, right: Flags) -> Passes:
+    """Count draft acceptance, for any engine: how many drafted tokens the senior could refuse, and how many it accepts.
+
+    ``Passes.acceptance`` is the share, which the metric ``draft/acceptance`` and the choice of the length go by. The
+    junior's own tokens do not count, since nobody can refuse them.
+
+    Args:
+        guesses: for each place, whether the junior drafted a token there, the senior is the author, and the row keeps
+            a token there (so up to and with the first one in each draft that is not right).
+        right: for each place, whether the senior draws the drafted token, too.
+    """
+    return Passes(drafted=int(guesses.sum()), accepted=int((guesses & right).sum()))
 
 
 class Costs(NamedTuple):
@@ -203,7 +224,7 @@ class Choice(NamedTuple):
     """
 
     ahead: int = 0
-    rounds: int = STEADY
+    rounds: int = MIN_ROUNDS
 
 
 @dataclass(frozen=True)
@@ -222,8 +243,8 @@ class Drafts:
     def choose(self, now: Choice, load: Load, passes: Passes, *, always: bool = False) -> Choice:
         """The choice of the next round.
 
-        The present choice stays in force for at least ``STEADY`` rounds. After that, the option that should cost least
-        per token replaces it if it looks cheaper by the factor ``MARGIN``.
+        The present choice stays in force for at least ``MIN_ROUNDS`` rounds. After that, the option that should cost
+        least per token replaces it if it looks cheaper by the factor ``MARGIN``.
 
         Args:
             now: the present choice.
@@ -234,12 +255,12 @@ class Drafts:
         lengths = LENGTHS if self.tokens is None else (self.tokens,)
         options = lengths if always else (0, *lengths)
         same = now._replace(rounds=now.rounds + 1)
-        if options == (now.ahead,) or (now.ahead in options and now.rounds < STEADY):
+        if options == (now.ahead,) or (now.ahead in options and now.rounds < MIN_ROUNDS):
             return same
         if len(options) == 1:
             return Choice(options[0], 0)
         assert self.pair is not None
-        missed = wrong(passes, load.share, HOPE)
+        missed = wrong(passes, load.share, OPTIMISTIC_PRIOR)
         cost = {ahead: self.pair.draft(ahead, load) / kept(ahead + 1, missed) for ahead in lengths}
         cost |= {} if always else {0: self.pair.step(load)}
         best = min(cost, key=cost.__getitem__)

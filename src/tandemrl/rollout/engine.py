@@ -213,7 +213,7 @@ class Passes(NamedTuple):
     """How many tokens the junior drafted where the senior is the author, up to and with the first one in each draft
     that the senior draws otherwise."""
     accepted: int = 0
-    """How many of the drafted tokens the senior draws, too."""
+    """How many of the drafted tokens the senior draws, too (``drafting.count_accepted``)."""
 
     @property
     def acceptance(self) -> float | None:
@@ -373,7 +373,7 @@ def check_completion(completion: Completion) -> None:
             f"completion {completion.key}: authors must be 0 (junior) or 1 (senior), or -1 between turns of an episode"
         )
     if length and completion.behaviour_logprobs[completion.author < 0].any():
-        raise EngineError(f"completion {completion.key}: what the world says has no log-prob but 0")
+        raise EngineError(f"completion {completion.key}: the observation has a log-prob other than 0")
     if length and not np.isfinite(completion.behaviour_logprobs).all():
         raise EngineError(f"completion {completion.key}: behaviour_logprobs are not finite")
 

@@ -6,8 +6,10 @@ from typing import NamedTuple
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from tandemrl.config import ConfigError, RolloutConfig
+from tandemrl.config.components import engine_kind
 from tandemrl.models.loading import resolve_device
 from tandemrl.models.lora import AdapterPlan
+from tandemrl.processes.names import made
 from tandemrl.rollout.engine import Engine
 from tandemrl.rollout.torch_engine import TorchEngine
 from tandemrl.rollout.vllm import cannot_import, require_vllm
@@ -37,6 +39,9 @@ def make_engine(
 ) -> Engine:
     """Make the engine for these models.
 
+    A `module:name` of the user's own is called with what its parameters name: those of this function, and its own with
+    the values of ``rollout.engine_parameters``.
+
     Args:
         junior: the frozen partner. None means that the senior writes alone.
         dtype: the dtype of the vLLM engine. The torch engine takes its models as they are loaded.
@@ -45,19 +50,53 @@ def make_engine(
             for the context of the models.
 
     Raises:
-        ConfigError: vLLM is not installed, or is built for another device than ``device``.
+        ConfigError: vLLM is not installed, or is built for another device than ``device``; or an engine of the user's
+            own cannot be made.
         EngineError, ModelError: the models or the settings do not fit together.
     """
-    if config.engine == "torch":
-        partner = None if junior is None else junior.load()
-        return TorchEngine(
-            senior.load(),
-            partner,
-            tokenizer,
-            max_rows=config.max_rows,
-            compile=config.compile,
-            draft_tokens=config.draft_tokens,
-        )
+    where = f"rollout.engine={config.engine}"
+    engine = made(
+        engine_kind(config.engine).path,
+        where,
+        ConfigError,
+        config.engine_parameters,
+        config=lambda: config,
+        senior=lambda: senior,
+        junior=lambda: junior,
+        tokenizer=lambda: tokenizer,
+        dtype=lambda: dtype,
+        device=lambda: device,
+        longest=lambda: longest,
+    )
+    if not isinstance(engine, Engine):
+        raise ConfigError(f"{where}: returned a {type(engine).__name__}, not an Engine; see rollout/engine.py: Engine")
+    return engine
+
+
+def torch_engine(
+    config: RolloutConfig, senior: ModelSource, junior: ModelSource | None, tokenizer: PreTrainedTokenizerBase
+) -> TorchEngine:
+    """The reference engine."""
+    return TorchEngine(
+        senior.load(),
+        None if junior is None else junior.load(),
+        tokenizer,
+        max_rows=config.max_rows,
+        compile=config.compile,
+        draft_tokens=config.draft_tokens,
+    )
+
+
+def vllm_engine(
+    config: RolloutConfig,
+    senior: ModelSource,
+    junior: ModelSource | None,
+    tokenizer: PreTrainedTokenizerBase,
+    dtype: str,
+    device: str,
+    longest: int | None,
+) -> Engine:
+    """Stock vLLM, on the device that it is built for."""
     require_vllm("rollout.engine=vllm")
     try:
         from tandemrl.rollout.vllm.backend import platform_device
@@ -67,10 +106,9 @@ def make_engine(
     kind = resolve_device(device).type if device == "auto" else device.partition(":")[0]
     if (platform := platform_device()) != kind:
         raise ConfigError(f"model.device={device}: the installed vLLM runs on {platform}; set model.device={platform}")
-    partner_path = None if junior is None else junior.path
     return VllmEngine.start(
         senior.path,
-        partner_path,
+        None if junior is None else junior.path,
         tokenizer,
         config,
         dtype=dtype,

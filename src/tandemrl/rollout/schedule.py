@@ -1,27 +1,18 @@
 """The strategy of each training step, made from ``selection.*`` of a config."""
 
+import inspect
 from collections.abc import Callable
-from functools import partial
+from functools import cache, partial
 from typing import NamedTuple
 
 from transformers import PreTrainedTokenizerBase
 
-from tandemrl.config import SelectionConfig
+from tandemrl.config import ConfigError, SelectionConfig
+from tandemrl.config.fields import is_own
+from tandemrl.config.strategies import Kind
+from tandemrl.processes.names import function_named, made
 from tandemrl.selection.boundaries import step_tables, word_boundary_table, word_start_tables
-from tandemrl.selection.strategies import (
-    Strategy,
-    alternating,
-    alternating_turns,
-    annealed,
-    bernoulli,
-    chunk,
-    linear,
-    sentence,
-    solo,
-    turn,
-    word,
-    word_aligned,
-)
+from tandemrl.selection.strategies import Strategy, annealed, linear
 
 
 class Schedule(NamedTuple):
@@ -40,29 +31,52 @@ def schedule_of(selection: SelectionConfig, tokenizer: PreTrainedTokenizerBase, 
 
     Args:
         vocabulary: how many token ids the models can write.
+
+    Raises:
+        ConfigError: a strategy of the user's own cannot be made, or does not read what is set.
+        ValueError: the tokenizer's vocabulary does not suit the strategy.
     """
-    s = selection
-    make: Callable[[float], Strategy]
-    if s.strategy == "word":
-        boundary = word_boundary_table(tokenizer, vocabulary)
-        make = partial(word, max_gap_tokens=s.max_gap_tokens, boundary=boundary)
-    elif s.strategy == "word_aligned":
-        tables = word_start_tables(tokenizer, vocabulary)
-        make = partial(word_aligned, max_gap_tokens=s.max_gap_tokens, tables=tables)
-    elif s.strategy in ("bernoulli", "turn"):
-        make = bernoulli if s.strategy == "bernoulli" else turn
-    else:
-        if s.strategy == "sentence":
-            fixed = sentence(s.first, step_tables(tokenizer, vocabulary))
-        elif s.strategy == "chunk":
-            fixed = chunk(s.chunk_size, s.first)
-        else:
-            by_first = {"alternating": alternating, "alternating_turns": alternating_turns, "solo": solo}
-            fixed = by_first[s.strategy](s.first)
-        return Schedule(lambda step: fixed, lambda step: None)
+    s, kind = selection, kind_in_use(selection)
+    offered: dict[str, Callable[[], object]] = {
+        "boundary": cache(partial(word_boundary_table, tokenizer, vocabulary)),
+        "words": cache(partial(word_start_tables, tokenizer, vocabulary)),
+        "steps": cache(partial(step_tables, tokenizer, vocabulary)),
+        "tokenizer": lambda: tokenizer,
+        "vocabulary": lambda: vocabulary,
+        "max_gap_tokens": lambda: s.max_gap_tokens,
+        "chunk_size": lambda: s.chunk_size,
+        "first": lambda: s.first,
+        "who": lambda: s.first,
+    }
+    where = f"selection.strategy={s.strategy}"
+    if s.anneal_steps and not kind.draws:
+        raise ConfigError(f"selection.anneal_steps={s.anneal_steps}: must be 0 with {s.strategy}, which draws nothing")
+
+    def make(prob_senior: float) -> Strategy:
+        found = made(kind.path, where, ConfigError, s.parameters, prob_senior=lambda: prob_senior, **offered)
+        if not isinstance(found, Strategy):
+            raise ConfigError(f"{where}: returned a {type(found).__name__}; return a Strategy, such as bernoulli(0.5)")
+        return found
+
     if s.prob_senior_final is None:
-        drawn = make(s.prob_senior)
-        return Schedule(lambda step: drawn, lambda step: s.prob_senior)
+        strategy = make(s.prob_senior)
+        drawn = s.prob_senior if kind.draws and not is_own(s.strategy) else None
+        return Schedule(lambda step: strategy, lambda step: drawn)
     prob = linear(s.prob_senior, s.prob_senior_final, s.anneal_steps)
-    strategy = annealed(make, prob)
-    return Schedule(lambda step: strategy(step - 1), lambda step: prob(step - 1))
+    at = annealed(make, prob)
+    return Schedule(lambda step: at(step - 1), lambda step: None if is_own(s.strategy) else prob(step - 1))
+
+
+def kind_in_use(selection: SelectionConfig) -> Kind:
+    """What the strategy says of itself; one of the user's own by its parameters and its docstring.
+
+    Raises:
+        ConfigError: it cannot be imported.
+    """
+    kind = selection.kind
+    if not is_own(kind.name):
+        return kind
+    function = function_named(kind.path, f"selection.strategy={kind.name}", ConfigError)
+    takes = inspect.signature(function).parameters
+    says = (inspect.getdoc(function) or "").partition("\n")[0]
+    return kind._replace(says=says, parameters=tuple(name for name in kind.parameters if name in takes))

@@ -8,7 +8,7 @@ from pathlib import PurePath
 from types import CodeType
 from typing import Any
 
-from tandemrl.config import Config, RetrievalConfig
+from tandemrl.config import RetrievalConfig
 from tandemrl.losses import Recipe
 from tandemrl.rollout.envs.environment import Environment
 from tandemrl.selection import Strategy
@@ -26,7 +26,8 @@ def searched_by(config: RetrievalConfig) -> dict[str, Any]:
     return {
         field.name: getattr(config, field.name)
         for field in fields(config)
-        if field.name not in NO_PART_OF_A_SEARCH or (field.name == "url" and unnamed)
+        if (field.name not in NO_PART_OF_A_SEARCH or (field.name == "url" and unnamed))
+        and (field.name != "parameters" or config.parameters)
     }
 
 
@@ -58,6 +59,9 @@ def _signature(value: Any, within: tuple[Any, ...]) -> str:
             return type(value).__qualname__
         members = sorted(_members(value).items())
         return f"{type(value).__qualname__}:{_hash([(name, _each(member, sign)) for name, member in members])}"
+    if isinstance(value, type):
+        members = sorted(_of(value).items())
+        return f"{value.__qualname__}:{_hash([(name, _each(member, sign)) for name, member in members])}"
     if isinstance(value, Mapping):
         return f"mapping:{_hash([(repr(key), sign(each)) for key, each in value.items()])}"
     if isinstance(value, partial):
@@ -77,11 +81,16 @@ def _signature(value: Any, within: tuple[Any, ...]) -> str:
 
 def _members(environment: Environment) -> dict[str, Any]:
     """The members of an environment that are not the library's: those of its own classes, and its attributes."""
-    kinds = [kind for kind in reversed(type(environment).__mro__) if not _of_the_library(kind)]
-    members = {name: member for kind in kinds for name, member in vars(kind).items()}
+    return _of(type(environment), vars(environment))
+
+
+def _of(kind: type, attributes: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    """The members of a class that are not the library's, and the attributes of an instance."""
+    kinds = [each for each in reversed(kind.__mro__) if not _of_the_library(each)]
+    members = {name: member for each in kinds for name, member in vars(each).items()}
     return {
         name: getattr(member, "__func__", getattr(member, "fget", member))  # of static methods and properties
-        for name, member in (members | vars(environment)).items()
+        for name, member in {**members, **(attributes or {})}.items()
         if not (name.startswith("__") and name != "__init__")
     }
 
@@ -112,8 +121,8 @@ def _each(value: Any, sign: Callable[[Any], str], within: tuple[Any, ...] = ()) 
     if is_dataclass(value) and not isinstance(value, type | Environment):
         names = {field.name for field in fields(value)}
         if isinstance(value, RetrievalConfig):
-            names -= {*NO_PART_OF_A_SEARCH}
-        elif type(value).__module__ == Config.__module__:
+            names -= {*NO_PART_OF_A_SEARCH, *(() if value.parameters else ("parameters",))}
+        elif type(value).__module__.startswith("tandemrl.config."):
             names = set()
         return type(value).__qualname__, [(name, deeper(getattr(value, name))) for name in sorted(names)]
     return repr(value) if isinstance(value, bytes | PurePath) else sign(value)

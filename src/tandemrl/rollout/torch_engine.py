@@ -14,7 +14,8 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from tandemrl.distributed.watchdog import stamp
 from tandemrl.models.loading import eos_token_ids
 from tandemrl.models.lora import adapted_layers, is_adapter
-from tandemrl.rollout.decoding import Decoder, DecodingBatch, Row
+from tandemrl.rollout.decoding import DecodingBatch
+from tandemrl.rollout.decoding_rows import Decoder, Row
 from tandemrl.rollout.drafting import CPU, CUDA, DraftLength, Size
 from tandemrl.rollout.engine import (
     Aborts,
@@ -33,7 +34,7 @@ from tandemrl.rollout.kv_cache import compiled_step, eager_step
 from tandemrl.rollout.sync import fingerprint
 from tandemrl.selection import Who
 
-LISTEN_EVERY = 4  # steps between two looks at what the world has answered: rows whose turns begin share a forward
+POLL_EVERY = 4  # steps between two polls for observations: rows whose turns begin share a forward
 
 
 class TorchEngine:
@@ -153,7 +154,7 @@ class TorchEngine:
         between = _BetweenTurns(responder, self.vocabulary)
         while waiting or batch.rows or between:
             room = 2 * self.max_rows - len(batch.rows) - len(between)
-            if between and (steps % LISTEN_EVERY == 0 or not batch.rows):
+            if between and (steps % POLL_EVERY == 0 or not batch.rows):
                 between.listen(wait=not (batch.rows or between.ready or (waiting and room > 0)))
             if between.ready and (places := self.max_rows - int(batch.live.sum())):
                 batch.resume(between.take(places))  # before new rows: what has begun comes to its end
@@ -240,7 +241,7 @@ class _BetweenTurns:
         context = reply.context
         if not context:
             row.end(reply.stop_reason or row.stop_reason)
-        elif row.own_left == 0 or row.world + len(context) > row.request.world_tokens:
+        elif row.own_left == 0 or row.observed + len(context) > row.request.world_tokens:
             row.end("length")
         elif min(context) < 0 or max(context) >= self.vocabulary:
             raise EngineError(

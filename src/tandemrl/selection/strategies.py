@@ -116,7 +116,7 @@ def _word_ends(
     return (since_draw >= max_gap_tokens).logical_or_(boundary.at(last_token))
 
 
-def word_aligned(prob_senior: float, max_gap_tokens: int, tables: WordTables) -> Strategy:
+def word_aligned(prob_senior: float, max_gap_tokens: int, words: WordTables) -> Strategy:
     """Like ``word``, but a handoff never lands inside a word. Not in the paper.
 
     The author of a token is chosen before the token is known, so the strategy cannot rely on the token's leading space.
@@ -130,13 +130,13 @@ def word_aligned(prob_senior: float, max_gap_tokens: int, tables: WordTables) ->
     Authors change less often than with ``word``, since most tokenizers put the space in front of a word, not after it.
 
     Args:
-        tables: the tables of ``boundaries.word_start_tables``.
+        words: the tables of ``boundaries.word_start_tables``.
 
     Raises:
         ValueError: ``prob_senior`` is outside [0, 1] or ``max_gap_tokens`` is below 1.
     """
     _check_at_least_one("max_gap_tokens", max_gap_tokens)
-    after_space, outside_word = _OnDevices(tables.ends_in_space), _OnDevices(tables.ends_outside_word)
+    after_space, outside_word = _OnDevices(words.ends_in_space), _OnDevices(words.ends_outside_word)
     return _redrawing(prob_senior, partial(_aligned_word_ends, max_gap_tokens, after_space, outside_word))
 
 
@@ -210,7 +210,7 @@ def _bernoulli_draw(prob_senior: float, state: BernoulliState) -> tuple[Bool[Ten
     return senior, BernoulliState(state.key, state.draws + 1, state.senior_draws + senior)
 
 
-def sentence(first: Who, tables: StepTables) -> Strategy:
+def sentence(first: Who, steps: StepTables) -> Strategy:
     r"""Hand over to the other author after every step of the solution, which ends in a blank line ("\n\n").
 
     The "\n\n" may lie inside one token, or be made by a token that ends in "\n" and a next one that starts with "\n".
@@ -219,16 +219,16 @@ def sentence(first: Who, tables: StepTables) -> Strategy:
 
     Args:
         first: who writes the first step.
-        tables: the tables of ``boundaries.step_tables``.
+        steps: the tables of ``boundaries.step_tables``.
 
     Raises:
         ValueError: ``first`` is neither "senior" nor "junior".
     """
     step = partial(
         _sentence_step,
-        _OnDevices(tables.contains),
-        _OnDevices(tables.starts_newline),
-        _OnDevices(tables.ends_newline),
+        _OnDevices(steps.contains),
+        _OnDevices(steps.starts_newline),
+        _OnDevices(steps.ends_newline),
     )
     return Strategy(partial(_sentence_init, _is_senior("first", first)), step)
 

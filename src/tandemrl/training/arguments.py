@@ -2,14 +2,18 @@
 
 import difflib
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import replace
 from functools import partial
-from typing import Any, get_args
+from typing import Any
 
-from tandemrl.config import Config, ConfigError, RecipeName, StrategyName
+from tandemrl.config import Config, ConfigError
+from tandemrl.config.fields import is_own
+from tandemrl.config.losses import LossConfig
 from tandemrl.config.rules import check as check_rules
+from tandemrl.config.strategies import KINDS
 from tandemrl.losses import RECIPES, Recipe, try_recipe
+from tandemrl.processes.names import made, named
 from tandemrl.selection import Strategy, try_strategy
 from tandemrl.training.function_records import describe
 
@@ -41,12 +45,12 @@ def accept(
         ConfigError: an argument is of another kind, or its name is not known.
     """
     if isinstance(recipe, str):
-        _require_name("recipe", recipe, get_args(RecipeName))
-        config, recipe = replace(config, loss=replace(config.loss, recipe=recipe)), None  # type: ignore[arg-type]  # it is one of them
+        _require_name("recipe", recipe, RECIPES)
+        config, recipe = replace(config, loss=replace(config.loss, recipe=recipe)), None
         check_rules(config)
     if isinstance(strategy, str):
-        _require_name("strategy", strategy, get_args(StrategyName))
-        config, strategy = replace(config, selection=replace(config.selection, strategy=strategy)), None  # type: ignore[arg-type]  # it is one of them
+        _require_name("strategy", strategy, KINDS)
+        config, strategy = replace(config, selection=replace(config.selection, strategy=strategy)), None
         check_rules(config)
     if not isinstance(recipe, Recipe | None):
         field = "advantage or surrogate" if callable(recipe) else "field"
@@ -62,6 +66,26 @@ def accept(
             "function that takes the training step and returns a Strategy, such as lambda step: bernoulli(0.5)"
         )
     return config, recipe, strategy
+
+
+def named_recipe(loss: LossConfig) -> Recipe:
+    """The recipe that ``loss.recipe`` names, before other keys change it.
+
+    Raises:
+        ConfigError: a recipe of the user's own cannot be made.
+    """
+    if not is_own(loss.recipe):
+        return RECIPES[loss.recipe]
+    where = f"loss.recipe={loss.recipe}"
+    try:
+        found = named(loss.recipe)
+    except Exception as error:  # a user's module may raise anything
+        raise ConfigError(f"{where}: cannot be imported: {type(error).__name__}: {error}") from error
+    if not isinstance(found, Recipe):
+        found = made(loss.recipe, where, ConfigError, loss.parameters)
+    if not isinstance(found, Recipe):
+        raise ConfigError(f"{where}: is a {type(found).__name__}; name a Recipe or a function that returns one")
+    return found
 
 
 def resolve_recipe(recipe: Recipe, config: Config) -> Recipe:
@@ -89,7 +113,7 @@ def tried_recipe(recipe: Recipe | None, config: Config) -> Recipe:
     Raises:
         ConfigError: it cannot be trained with.
     """
-    resolved = resolve_recipe(recipe or RECIPES[config.loss.recipe], config)
+    resolved = resolve_recipe(recipe or named_recipe(config.loss), config)
     try:
         try_recipe(resolved)
     except ValueError as error:
@@ -159,8 +183,8 @@ def _named(strategy: StrategyFunction, step: int) -> str:
     return "strategy" if bare else f"strategy: {describe(strategy)} at step {step}"
 
 
-def _require_name(argument: str, name: str, known: tuple[str, ...]) -> None:
-    if name not in known:
+def _require_name(argument: str, name: str, known: Collection[str]) -> None:
+    if name not in known and not is_own(name):
         close = difflib.get_close_matches(name, known, n=1)
         hint = f"did you mean {close[0]!r}? " if close else ""
         raise ConfigError(f"{argument}={name!r}: no such name; {hint}Known: {', '.join(known)}")

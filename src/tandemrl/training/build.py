@@ -70,7 +70,7 @@ def build(
         GraderError: responses cannot be scored, since there is no sandbox or no judge, or the judge is down.
     """
     config, recipe, strategy = accept(config, recipe, strategy)
-    own_recipe = None if recipe == RECIPES[config.loss.recipe] else recipe
+    own_recipe = None if recipe == RECIPES.get(config.loss.recipe) else recipe
     reward = reward or {}
     check_instance(environment)
     config = with_records(config, recipe=own_recipe, strategy=strategy, reward=reward or None, environment=environment)
@@ -87,8 +87,9 @@ def build(
     ).require()
     if resolve_device(model.device).type == "cpu":
         keep_freed_memory()
-    tokenizer, heldout, playground = preflight.tokenizer, preflight.heldout, preflight.playground
+    tokenizer, heldout, episode_runner = preflight.tokenizer, preflight.heldout, preflight.episode_runner
     prompts, dropped = preflight.prompts
+    config = preflight.planned
 
     judge = preflight.judge or make_judge(config)
     scorer = (Scorer if world.size == 1 else partial(SpreadScorer, world))(
@@ -135,8 +136,8 @@ def build(
         sampling=sampling,
         vocabulary=vocabulary,
         scorer=scorer,
-        playground=playground,
-        acts_in=preflight.acts_in,
+        episode_runner=episode_runner,
+        environment_id=preflight.environment_id,
         judge=None if judge is None else judge.model,
         mismatch_limit=mismatch_limit(config, measure),
         device=device,
@@ -279,7 +280,7 @@ def shares_base(config: Config) -> bool:
     """Whether the engine's junior holds the very weights that the senior began with: same model, dtype and device."""
     v, dtype = config.rollout.vllm, config.model.dtype
     apart = v.junior_dtype not in (None, dtype) or v.junior_quantization is not None or v.junior_device is not None
-    return self_paired(config.model) and not (config.rollout.engine == "vllm" and apart)
+    return self_paired(config.model) and not (config.rollout.kind.section == "vllm" and apart)
 
 
 def build_engine(config: Config, junior: ModelSource | None, tokenizer: PreTrainedTokenizerBase) -> Engine:
@@ -306,7 +307,7 @@ def build_engine(config: Config, junior: ModelSource | None, tokenizer: PreTrain
 
     shared = model.lora.rank > 0 and junior is not None and shares_base(config)
     plan = None
-    if shared and config.rollout.engine == "vllm":
+    if shared and not config.rollout.kind.in_trainer:
         configuration = AutoConfig.from_pretrained(model.senior, trust_remote_code=False)
         plan = adapter_plan(meta_model(configuration), model.lora)
     senior = ModelSource(model.senior, on_the_junior if shared else of_its_own, plan)

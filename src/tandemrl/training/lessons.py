@@ -7,7 +7,8 @@ from statistics import fmean
 from typing import Any
 
 from tandemrl.config import Config
-from tandemrl.losses import RECIPES, Recipe, group_centred, group_normalised, leave_one_out
+from tandemrl.losses import Recipe, group_centred, group_normalised, leave_one_out
+from tandemrl.training.arguments import named_recipe
 from tandemrl.types import Metrics
 
 AFTER = 3
@@ -61,7 +62,7 @@ def verdict(config: Config, recipe: Recipe | None = None) -> tuple[str, str] | N
         config: that of the run, whose metrics.jsonl is read.
         recipe: what it was trained with. None means ``loss.recipe``.
     """
-    recipe = recipe or RECIPES[config.loss.recipe]
+    recipe = recipe or named_recipe(config.loss)
     record = Path(config.output_dir, "metrics.jsonl")
     lines = [json.loads(line) for line in record.read_text(encoding="utf-8").splitlines()] if record.is_file() else []
     shares = [lessons(line, recipe) for line in lines]

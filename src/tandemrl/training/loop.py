@@ -54,7 +54,7 @@ from tandemrl.training.preflight import check_resume
 from tandemrl.training.profiling import Clock, Profiler
 from tandemrl.training.resume import export, restore, save
 from tandemrl.training.state import Models, Run, RunSetup
-from tandemrl.training.tracking import Tracker
+from tandemrl.training.tracking import Tracker, write_eval_texts
 from tandemrl.training.update import learning_rate, update
 from tandemrl.training.writers import remember
 from tandemrl.types import Author, Group, Metrics, Rollout
@@ -118,7 +118,7 @@ def train(
         run = build(config, recipe, strategy, world, by_name(reward), environment, check_judge, stated)
         config, silent = run.setup.config, quiet or not world.main
         locked = checkpoint.lock(config.output_dir) if world.main else nullcontext()
-        with locked, run.setup.scorer, run.setup.playground or nullcontext():
+        with locked, run.setup.scorer, run.setup.episode_runner or nullcontext():
             restore(run, resume)
             with Tracker(config.output_dir, config, console=console, quiet=silent, record=world.main) as tracker:
                 loop(run, tracker)
@@ -349,7 +349,7 @@ def rollout(
             seed=config.train.seed,
             step=step,
             drawn=drawn,
-            playground=setup.playground,
+            episode_runner=setup.episode_runner,
             progress=progress,
         )
     check_draws(completions.draws, setup.schedule.prob_senior(step))
@@ -395,7 +395,8 @@ def evaluate(run: Run, step: int) -> Metrics:
     setup, _, progress = run
     settings = setup.config.eval
     ks = [k for k in settings.k if k <= settings.train_samples]
-    macro = solo_metrics(run, setup.heldout, ks)["macro"]
+    samples: dict[str, list[evals.Sample]] = {"eval": [], "monitor": []}
+    macro = solo_metrics(run, setup.heldout, ks, samples["eval"])["macro"]
     selector = settings.select_by or f"pass@{max((k for k in ks if k <= 4), default=ks[0])}"
     if macro[selector] > progress.best:
         progress.best = macro[selector]
@@ -409,29 +410,33 @@ def evaluate(run: Run, step: int) -> Metrics:
     ]
     metrics = {f"eval/{name}": macro[name] for name in names if name in macro}
     if setup.monitored:
-        watched = solo_metrics(run, setup.monitored, ks)
+        watched = solo_metrics(run, setup.monitored, ks, samples["monitor"])
         metrics |= {f"monitor/{name}": watched["macro"][name] for name in names if name in watched["macro"]}
         for source, values in watched["by_set"].items():
             metrics |= {f"monitor/{source}/pass@{k}": values[f"pass@{k}"] for k in ks}
+    if setup.world.main and setup.config.train.keep_eval_texts:
+        write_eval_texts(Path(setup.config.output_dir), step, samples)
     return metrics
 
 
-def solo_metrics(run: Run, prompts: Sequence[Prompt], ks: Sequence[int]) -> dict[str, Any]:
-    """The metrics of ``evals.summarise`` for completions that the senior writes alone."""
+def solo_metrics(run: Run, prompts: Sequence[Prompt], ks: Sequence[int], samples: list[evals.Sample]) -> dict[str, Any]:
+    """The metrics of ``evals.summarise`` for what the senior writes alone, which is added to ``samples``."""
     setup, settings = run.setup, run.setup.config.eval
-    return evals.generate_and_grade(
+    result = evals.generate_and_grade(
         {"solo": solo("senior")},
         engine=run.models.engine,
         tokenizer=setup.tokenizer,
         prompts=prompts,
         scorer=setup.scorer,
-        playground=setup.playground,
+        episode_runner=setup.episode_runner,
         profile=evals.profile_of(settings),
         samples=settings.train_samples,
         k=ks,
         seed=settings.seed,
         bootstrap=settings.bootstrap,
-    ).metrics
+    )
+    samples += result.samples
+    return result.metrics
 
 
 def rollout_metrics(completions: CompletionBatch, groups: Sequence[Group], step: int) -> Metrics:

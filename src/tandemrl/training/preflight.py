@@ -4,22 +4,18 @@
 """
 
 import importlib.util
-import math
-import shutil
-import warnings
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import torch
-from huggingface_hub import try_to_load_from_cache
-from huggingface_hub.errors import HFValidationError
-from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
 
-from tandemrl.config import Config, ConfigError
+from tandemrl.config import Config, ConfigError, with_steps
+from tandemrl.config.fields import is_own
 from tandemrl.config.rules import check as check_rules
 from tandemrl.data.loading import load_rows
 from tandemrl.data.program_tests import Stdin
@@ -31,44 +27,31 @@ from tandemrl.files import hint, pip_install
 from tandemrl.losses import Recipe
 from tandemrl.models.attention import ModelError
 from tandemrl.models.loading import (
-    CONFIG,
     attention_window,
-    check_folder,
     check_positions,
-    is_local,
-    load_tokenizer,
-    refusal,
     resolve_device,
     stored_eos_token_ids,
     vocabulary_check,
 )
 from tandemrl.models.weight_files import check_weights
+from tandemrl.processes.names import named
 from tandemrl.rewards import routing
 from tandemrl.rewards.code.sandbox import Sandbox
 from tandemrl.rewards.functions import RewardFunction, with_environment
 from tandemrl.rewards.judge.rubric import Judge
 from tandemrl.rewards.scoring import Scorer
 from tandemrl.rollout.envs.environment import BrokenEnvironmentError, Environment
-from tandemrl.rollout.envs.episodes import Playground, make_caller
+from tandemrl.rollout.envs.episodes import EpisodeRunner, make_caller
 from tandemrl.rollout.envs.factory import make_environment
 from tandemrl.rollout.envs.semantic import NotLookedUpError, is_cross_encoder, reading_of
+from tandemrl.rollout.schedule import schedule_of
+from tandemrl.rollout.signatures import signature
 from tandemrl.rollout.vllm import require_vllm
 from tandemrl.training.arguments import StrategyFunction, tried_recipe, try_strategies
-from tandemrl.training.checkpoint import CheckpointError, is_checkpoint, latest, step_of
+from tandemrl.training.checkpoint import CheckpointError, is_checkpoint, latest
+from tandemrl.training.disk import room
 from tandemrl.training.function_records import record
-
-FLOAT32, BFLOAT16 = 4, 2
-"""Bytes per parameter in these dtypes."""
-ADAM_STATE = 2
-"""How many numbers the optimiser keeps per parameter."""
-BY_TURNS = ("turn", "alternating_turns")
-"""Strategies whose author changes between turns only."""
-BY_WORDS = ("bm25", "lexical", "hybrid")
-"""Retrievers that need the packages of the ``retrieval`` extra."""
-
-
-class NotHereError(Exception):
-    """Something is not on this machine yet, and downloads are not allowed. The message names it."""
+from tandemrl.training.model_files import ModelFiles, NotHereError, size
 
 
 @dataclass(frozen=True)
@@ -102,14 +85,14 @@ class Preflight:
         if config.judge.url is None:
             models["judge.model"] = config.judge.model
         named = {key: path for key, path in models.items() if path is not None}
-        acted_in = self.environment is not None or config.rollout.environment != "single"
+        acted_in = self.environment is not None or config.rollout.environment_kind.turns
         return {
             "model.device": self.devices,
             "packages": self.packages,
             **{key: partial(self.model, key, path) for key, path in named.items()},
             "vocabularies": self.vocabularies,
             "loss.recipe": self.algorithm,
-            **({"strategy": self.strategies} if self.strategy is not None else {}),
+            **({"strategy": self.strategies} if self.strategy is not None or is_own(config.selection.strategy) else {}),
             **({"retrieval.model": self.ranker} if self._ranks_here else {}),
             **({"rollout.environment": self.episodes} if acted_in else {}),
             "data.train": self.train_data,
@@ -129,9 +112,13 @@ class Preflight:
 
     # ----------------------------------------------------------------------------------------------------- what is read
 
+    @property
+    def files(self) -> ModelFiles:
+        return ModelFiles(self.downloads)
+
     @cached_property
     def tokenizer(self) -> PreTrainedTokenizerBase:
-        return self._tokenizer(self.config.model.senior)
+        return self.files.tokenizer(self.config.model.senior)
 
     @cached_property
     def recipe(self) -> Recipe:
@@ -148,18 +135,20 @@ class Preflight:
         return None if made is None else (made, record(made).signature)
 
     @cached_property
-    def acts_in(self) -> dict[str, str]:
+    def environment_id(self) -> dict[str, str]:
         """What a resumed run must have in common with its past: the environment, and the contents that it searches."""
         if self.signed_environment is None:
             return {}
         retrieval = self.config.retrieval
         searched = digests([each for each in (retrieval.model, retrieval.index) if each])
         contents = {"retrieval": ", ".join(searched.values())} if searched else {}
+        if self.config.rollout.environment_kind.searches and is_own(retrieval.retriever):
+            contents["retriever"] = signature(named(retrieval.retriever))
         return {"environment": self.signed_environment[1], **contents}
 
     @cached_property
-    def playground(self) -> Playground | None:
-        """The playground of the run's environment, or None if a response is a single turn.
+    def episode_runner(self) -> EpisodeRunner | None:
+        """The `EpisodeRunner` of the run's environment, or None if a response is a single turn.
 
         Raises:
             ConfigError: the environment or one of its tools cannot be made, the chat template does not support it, or
@@ -167,14 +156,14 @@ class Preflight:
         """
         config = self.config
         if self.environment is not None:
-            if config.rollout.environment != "single":
+            if config.rollout.environment_kind.turns:
                 raise ConfigError(
                     f"rollout.environment={config.rollout.environment}: another environment was passed to train; leave "
                     "out one of them"
                 )
             check_rules(config)  # with room for what it says
         if self.signed_environment is None:
-            if config.selection.strategy in BY_TURNS:
+            if config.selection.kind.by_turns:
                 raise ConfigError(
                     f"selection.strategy={config.selection.strategy}: with rollout.environment=single there is one "
                     "turn; name an environment, or use selection.strategy=solo"
@@ -183,7 +172,7 @@ class Preflight:
         ends = stored_eos_token_ids(config.model.senior, self.tokenizer, download=self.downloads)
         caller = make_caller(config) if self.environment is None else None
         made, _ = self.signed_environment
-        return Playground(
+        return EpisodeRunner(
             made,
             self.tokenizer,
             config.rollout,
@@ -195,12 +184,13 @@ class Preflight:
     @cached_property
     def rewards_by_name(self) -> dict[str, RewardFunction]:
         """The functions that score in this process: those passed, and the environment's own."""
-        environment = None if self.playground is None else self.playground.environment
+        environment = None if self.episode_runner is None else self.episode_runner.environment
         return with_environment(self.functions, environment)
 
     @cached_property
     def rows(self) -> list[Row]:
-        return self._rows(self.config.data.train)
+        """The rows of ``data.train``, as many as ``data.limit`` says."""
+        return self._rows(self.config.data.train)[: self.config.data.limit]
 
     @cached_property
     def heldout_rows(self) -> list[list[Row]]:
@@ -229,6 +219,19 @@ class Preflight:
         return prompts, dropped
 
     @cached_property
+    def planned(self) -> Config:
+        """The config with the number of steps that ``train.epochs`` makes of the prompts.
+
+        Raises:
+            ConfigError: a rule of the config does not hold with so many steps.
+        """
+        if self.config.train.epochs is None:
+            return self.config
+        planned = with_steps(self.config, len(self.prompts[0]))
+        check_rules(replace(planned, train=replace(planned.train, epochs=None)))
+        return planned
+
+    @cached_property
     def heldout(self) -> list[Prompt]:
         """The first ``eval.train_problems`` prompts of every source of ``data.eval``."""
         return self._first_prompts(self.heldout_rows)
@@ -249,7 +252,7 @@ class Preflight:
 
     def packages(self) -> str:
         config = self.config
-        by_words = config.rollout.environment == "multihop" and config.retrieval.retriever in BY_WORDS
+        by_words = config.rollout.environment_kind.searches and config.retrieval.kind.words
         needed = {
             ("model.lora.rank", "peft", "lora"): config.model.lora.rank > 0,
             ("model.liger", "liger_kernel", "liger"): config.model.liger,
@@ -257,12 +260,13 @@ class Preflight:
             ("retrieval.retriever", "bm25s", "retrieval"): by_words,
             ("retrieval.retriever", "Stemmer", "retrieval"): by_words,
         }
-        if config.rollout.engine == "vllm":
-            require_vllm("rollout.engine=vllm")
+        engine = config.rollout.kind.package
+        if engine is not None:
+            require_vllm(f"rollout.engine={config.rollout.engine}")
         for (key, package, extra), is_needed in needed.items():
             if is_needed and importlib.util.find_spec(package) is None:
                 raise ConfigError(f"{key} needs {package}, which is not installed: {pip_install(extra)}")
-        used = ["vllm"] if config.rollout.engine == "vllm" else []
+        used = [] if engine is None else [engine]
         used += [package for (_, package, _), is_needed in needed.items() if is_needed]
         return ", ".join(used) or "no optional ones needed"
 
@@ -272,28 +276,29 @@ class Preflight:
         Args:
             key: the config key that names the model.
         """
-        shape = self._skeleton(path)
+        shape = self.files.skeleton(path)
         config = shape.config
         check_positions(config, name=f"{key}={path}")
         window = attention_window(config)
-        if window and self.config.rollout.engine == "vllm" and key in self._read_by_the_engine:
+        if window and not self.config.rollout.kind.windows and key in self._read_by_the_engine:
             raise ConfigError(
-                f"{key}={path}: some of its layers attend to {window} tokens only, and rollout.engine=vllm needs full "
-                "attention; use rollout.engine=torch, which can as long as texts are no longer than that"
+                f"{key}={path}: some of its layers attend to {window} tokens only, and rollout.engine="
+                f"{self.config.rollout.engine} needs full attention; use rollout.engine=torch, which can as long as "
+                "texts are no longer than that"
             )
         # A critic may have a head of its own instead.
         head = next((name for name, module in shape.named_modules() if module is shape.get_output_embeddings()), None)
         check_weights(path, shape, without=head if key == "model.critic" else None)
         context = getattr(config.get_text_config(), "max_position_embeddings", None)
         limit = (f", context {context}" if context else "") + (f", attention window {window}" if window else "")
-        return f"{path}: {type(shape).__name__}, {_size(shape):,} parameters{limit}"
+        return f"{path}: {type(shape).__name__}, {size(shape):,} parameters{limit}"
 
     def ranker(self) -> str:
         """Check that the model that ranks documents exists, and say how it reads them. The processes of tools load it
         later."""
         path = self.config.retrieval.model
         assert path is not None
-        configuration = self._configuration(path)
+        configuration = self.files.configuration(path)
         if is_cross_encoder(configuration):
             return f"{path}: {configuration.model_type}, a cross-encoder"
         try:
@@ -308,16 +313,15 @@ class Preflight:
     @property
     def _ranks_here(self) -> bool:
         config, retrieval = self.config, self.config.retrieval
-        semantic = config.rollout.environment == "multihop" and retrieval.retriever in ("semantic", "hybrid")
-        return semantic and retrieval.url is None
+        return config.rollout.environment_kind.searches and retrieval.kind.model and retrieval.url is None
 
     def vocabularies(self) -> str:
         """Check that the models have one vocabulary, and that a text of theirs can end."""
         model = self.config.model
         for other, path in (("junior", model.junior), ("critic", model.critic)):
             if path is not None:
-                vocabulary_check(self.tokenizer, self._tokenizer(path), other=other)
-        logits = self._configuration(model.senior).get_text_config().vocab_size
+                vocabulary_check(self.tokenizer, self.files.tokenizer(path), other=other)
+        logits = self.files.configuration(model.senior).get_text_config().vocab_size
         ends = stored_eos_token_ids(model.senior, self.tokenizer, download=self.downloads)
         if not any(0 <= token < logits for token in ends):
             raise ModelError(
@@ -332,25 +336,29 @@ class Preflight:
         return self.recipe.name
 
     def strategies(self) -> str:
-        """Try the strategies that were passed on a few made-up rows."""
-        assert self.strategy is not None
+        """Try the user's own strategies on a few made-up rows."""
         paths = {self.config.model.senior, self.config.model.junior or self.config.model.senior}
-        vocabulary = min(self._skeleton(path).get_output_embeddings().weight.shape[0] for path in paths)
-        steps = self.config.train.steps
-        return f"tried {try_strategies(self.strategy, steps, vocabulary)} of {steps} steps"
+        vocabulary = min(self.files.skeleton(path).get_output_embeddings().weight.shape[0] for path in paths)
+        steps, strategy = self.planned.train.steps, self.strategy
+        if strategy is None:
+            strategy = schedule_of(self.config.selection, self.tokenizer, vocabulary).strategy
+        return f"tried {try_strategies(strategy, steps, vocabulary)} of {steps} steps"
 
     def episodes(self) -> str:
         """Check that the environment can be made, and that the chat template supports it."""
-        assert self.playground is not None
-        tools = ", ".join(schema["function"]["name"] for schema in self.playground.tools)
-        return f"{self.playground.name}; tools: {tools or 'none'}"
+        assert self.episode_runner is not None
+        tools = ", ".join(schema["function"]["name"] for schema in self.episode_runner.tools)
+        return f"{self.episode_runner.name}; tools: {tools or 'none'}"
 
     def train_data(self) -> str:
         rows = len(self.rows)  # what is wrong with the files comes before what is wrong with the tokenizer
         prompts, dropped = self.prompts
         self._fits(prompts)
         left_out = f", {dropped} left out as longer than data.max_prompt_tokens" if dropped else ""
-        return f"{rows} rows{left_out}; the longest prompt has {max(len(prompt.tokens) for prompt in prompts)} tokens"
+        train, steps = self.config.train, self.planned.train.steps
+        epochs = "" if train.epochs is None else f"; train.epochs={train.epochs:g} makes {steps} steps"
+        longest = max(len(prompt.tokens) for prompt in prompts)
+        return f"{rows} rows{left_out}; the longest prompt has {longest} tokens{epochs}"
 
     def heldout_data(self) -> str:
         self._fits_evaluated(self.heldout)
@@ -374,7 +382,7 @@ class Preflight:
             # Without evaluation the rows of data.eval are not read: what only they would use is no mistake in a file.
             stated = None if config.train.eval_every or not config.data.eval else self.stated
             kinds = map(routing.Kind.of, read)
-            scorer.check(rows, episodes=self.playground is not None, kinds=kinds, stated=stated)
+            scorer.check(rows, episodes=self.episode_runner is not None, kinds=kinds, stated=stated)
             used = {routing.Kind.of(row): row for row in reversed(rows)}
             tried = "".join(_tried(scorer, row) for row in reversed(used.values()))
         functions = self.rewards_by_name
@@ -406,72 +414,11 @@ class Preflight:
         return f"{self.config.judge.url} serves {self.judge.model}"
 
     def space(self) -> str:
-        """Check that the disk of ``output_dir`` has room for the next checkpoints and export.
-
-        Room for these but not for all that are still to come gives a warning.
-        """
-        config, output = self.config, Path(self.config.output_dir)
-        if output.exists() and not output.is_dir():
-            raise ConfigError(f"output_dir={output}: a file; expected a folder, which may be missing")
-        place = next(folder for folder in (output, *output.absolute().parents) if folder.is_dir())
-        free = shutil.disk_usage(place).free + sum(file.stat().st_size for file in output.rglob("*") if file.is_file())
-        newest = latest(output)
-        done = 0 if newest is None else step_of(newest)
-        saves = max(0, math.ceil(config.train.steps / config.train.save_every) - done // config.train.save_every)
-        exported = FLOAT32 if config.model.dtype == "float32" else BFLOAT16
-        policy = _size(self._skeleton(config.model.senior))
-        trained = 0 if config.model.lora.rank else policy  # adapters are small beside the exports
-        if config.loss.recipe == "ppo":
-            trained += _size(self._skeleton(config.model.critic or config.model.senior))
-        checkpoints = min(saves, config.train.keep_checkpoints + 1) * trained * FLOAT32 * (1 + ADAM_STATE)
-        export = policy * exported
-        first = checkpoints + (min(saves, 1) + (1 if config.train.eval_every else 0)) * export
-        keep = config.train.keep_exports
-        exports = saves if keep is None else min(saves, max(keep, config.train.keep_checkpoints) + 1)
-        total = first + max(0, exports - 1) * export
-        kept = "all are kept" if keep is None else "the newest are kept"
-        plan = f"{exports} exports in hf/ of {export / 1e9:.2f} GB each ({kept}: train.keep_exports={keep or 'null'})"
-        there = f"{free / 1e9:.1f} GB free in {place}"
-        if first > free:
-            raise ConfigError(
-                f"output_dir={output}: checkpoints and the first export need {first / 1e9:.2f} GB, {there}; choose "
-                "another disk or a smaller train.keep_checkpoints"
-            )
-        if total > free:
-            warnings.warn(
-                f"output_dir={output}: {there}, but with {plan} the run needs {total / 1e9:.2f} GB: choose a larger "
-                "train.save_every or a smaller train.keep_exports, or move old ones away as it goes on",
-                stacklevel=2,
-            )
-        best = ", hf/best" if config.train.eval_every else ""
-        return f"{total / 1e9:.2f} GB for checkpoints ({checkpoints / 1e9:.2f} GB){best} and {plan}; {there}"
-
-    # -----------------------------------------------------------------------------------------------------------------
-
-    def _here(self, path: str) -> None:
-        """Check that a model is on this machine, unless downloads are allowed.
-
-        Raises:
-            NotHereError: it is a hub id that is not in the cache, and downloads are not allowed.
-        """
-        check_folder(path)
-        if self.downloads or is_local(path):
-            return
-        try:
-            if isinstance(try_to_load_from_cache(path, CONFIG), str):
-                return
-        except HFValidationError:
-            check_folder(Path(path).absolute())  # no hub id either: no such folder
-        raise NotHereError(f"{path} is not on this machine yet; train downloads it")
-
-    def _tokenizer(self, path: str) -> PreTrainedTokenizerBase:
-        self._here(path)
-        try:
-            return load_tokenizer(path, download=self.downloads)
-        except ModelError:
-            if self.downloads or is_local(path):
-                raise
-            raise NotHereError(f"the tokenizer of {path} is not on this machine yet; train downloads it") from None
+        """Check that the disk of ``output_dir`` has room for the next checkpoints and export."""
+        model = self.config.model
+        critic = self.files.skeleton(model.critic or model.senior) if self.recipe.advantage is None else None
+        trained = 0 if critic is None else size(critic)
+        return room(self.planned, policy=size(self.files.skeleton(model.senior)), critic=trained)
 
     def _rows(self, sources: Sequence[str]) -> list[Row]:
         if remote := [source for source in sources if source.startswith("hf:") and not self.downloads]:
@@ -486,14 +433,14 @@ class Preflight:
         return [prompt for rows in sources for prompt in self._encoded(rows)[0][:most]]
 
     def _encoded(self, rows: Sequence[Row]) -> tuple[list[Prompt], int]:
-        data, playground = self.config.data, self.playground
+        data, episode_runner = self.config.data, self.episode_runner
         return encode_prompts(
             rows,
             self.tokenizer,
             max_prompt_tokens=data.max_prompt_tokens,
             suffix=data.prompt_suffix,
-            opening=None if playground is None else lambda row: playground.opening(row).messages,
-            tools=() if playground is None else playground.tools,
+            opening=None if episode_runner is None else lambda row: episode_runner.opening(row).messages,
+            tools=() if episode_runner is None else episode_runner.tools,
             template_arguments=data.template_arguments,
         )
 
@@ -501,7 +448,7 @@ class Preflight:
     def _read_by_the_engine(self) -> dict[str, str]:
         """The models that read the texts of training, by their config keys."""
         config, model = self.config, self.config.model
-        solo = config.selection.strategy == "solo" and config.loss.junior_kl_coef == 0
+        solo = config.selection.kind.solo and config.loss.junior_kl_coef == 0
         return {"model.senior": model.senior} | ({} if solo or model.junior is None else {"model.junior": model.junior})
 
     def _fits(self, prompts: Sequence[Prompt]) -> None:
@@ -527,7 +474,7 @@ class Preflight:
         self._sees("model.senior", config.model.senior, longest, new, named, fix)
 
     def _sees(self, key: str, path: str, prompt: Prompt, new: int, budget: str, fix: str) -> None:
-        shape = self._configuration(path).get_text_config()
+        shape = self.files.configuration(path).get_text_config()
         limits = {
             "context": getattr(shape, "max_position_embeddings", None),
             "attention window": attention_window(shape),
@@ -538,22 +485,6 @@ class Preflight:
                     f"row {prompt.row.example_id}: its {len(prompt.tokens)} tokens and {budget} exceed the {what} of "
                     f"{key}, {limit} tokens; {fix}"
                 )
-
-    def _configuration(self, path: str) -> PretrainedConfig:
-        self._here(path)
-        try:
-            return AutoConfig.from_pretrained(path, trust_remote_code=False, local_files_only=not self.downloads)
-        except (OSError, ValueError, KeyError, RuntimeError) as error:
-            raise refusal("model", path, error) from None
-
-    def _skeleton(self, path: str) -> Any:
-        """The model without its weights, on the meta device."""
-        configuration = self._configuration(path)
-        try:
-            with torch.device("meta"):
-                return AutoModelForCausalLM.from_config(configuration, trust_remote_code=False)
-        except (ValueError, KeyError, RuntimeError) as error:
-            raise refusal("model", path, error) from None
 
 
 def check_resume(resume: str, output_dir: str | Path) -> str:
@@ -571,10 +502,6 @@ def check_resume(resume: str, output_dir: str | Path) -> str:
     near = f"; did you mean {meant}?" if meant is not None else hint(folder)
     what = "not a checkpoint" if folder.exists() else "no such folder"
     raise CheckpointError(f"--resume {resume}: {what}; expected auto, never or a folder checkpoints/step_N{near}")
-
-
-def _size(model: Any) -> int:
-    return sum(parameter.numel() for parameter in model.parameters())
 
 
 def _tried(scorer: Scorer, row: Row) -> str:

@@ -13,10 +13,12 @@ import numpy as np
 import torch
 
 from tandemrl.config import Config, difference, to_yaml
+from tandemrl.config.fields import is_own
 from tandemrl.data.rows import Row
 from tandemrl.files import versions, write_text
 from tandemrl.models.lora import base_parameters
 from tandemrl.models.sharding import full_parameters
+from tandemrl.processes.names import named
 from tandemrl.rewards.functions import imported
 from tandemrl.rewards.routing import reward_names
 from tandemrl.rollout.signatures import NO_PART_OF_A_SEARCH, signature
@@ -41,6 +43,11 @@ _FREE_TO_CHANGE = {
     "train.max_samples_gb",
     "train.wandb",
     "train.wandb_project",
+    "train.wandb_name",
+    "train.wandb_tags",
+    "train.log",
+    "train.keep_eval_texts",
+    "train.epochs",  # which `train.steps` is computed from
     "train.async_save",
     "train.profile",
     "judge.url",
@@ -109,7 +116,7 @@ def identity(run: Run) -> dict[str, str]:
     setup, models, _ = run
     config, functions = setup.config, setup.config.functions
     fields = {k: signature(v) for k, v in setup.recipe._asdict().items()}
-    read = [p.tokens if setup.playground is None else (p.tokens, _of_the_world(p.row)) for p in setup.prompts]
+    read = [p.tokens if setup.episode_runner is None else (p.tokens, _of_the_world(p.row)) for p in setup.prompts]
     prompts = hashlib.sha256(repr(read).encode()).hexdigest()
     frozen = {
         name: "none" if model is None else _checksum(fingerprint(full_parameters(model)))
@@ -119,9 +126,9 @@ def identity(run: Run) -> dict[str, str]:
         frozen["reference"] = _checksum(fingerprint(base_parameters(models.policy)))
     if models.junior is None and models.engine.has_junior:
         frozen["junior"] = _checksum(models.engine.fingerprint("junior"))
-    strategy = "none" if functions.strategy is None else functions.strategy.signature
+    strategy = _own(config.selection.strategy) if functions.strategy is None else functions.strategy.signature
     judge = {} if setup.judge is None else {"judge": setup.judge}
-    scorers = {name: signature(imported(name)) for name in reward_names(config.reward) if ":" in name}
+    scorers = {name: signature(imported(name)) for name in reward_names(config.reward) if is_own(name)}
     reward = {} if functions.reward is None else {"reward": functions.reward.signature}
     return {
         "recipe": str(fields),
@@ -131,8 +138,14 @@ def identity(run: Run) -> dict[str, str]:
         **judge,
         **scorers,
         **reward,
-        **setup.acts_in,
+        **({"engine": _own(config.rollout.engine)} if is_own(config.rollout.engine) else {}),
+        **setup.environment_id,
     }
+
+
+def _own(component: str) -> str:
+    """The signature of a component of the user's own; "none" for one of the library's."""
+    return signature(named(component)) if is_own(component) else "none"
 
 
 def _checksum(fingerprint: int) -> str:

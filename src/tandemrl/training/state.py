@@ -24,7 +24,7 @@ from tandemrl.models.head import ForwardOptions
 from tandemrl.models.sampling import Truncation
 from tandemrl.rewards.scoring import Scorer
 from tandemrl.rollout.engine import Engine, Sampling
-from tandemrl.rollout.envs.episodes import Playground
+from tandemrl.rollout.envs.episodes import EpisodeRunner
 from tandemrl.rollout.schedule import Schedule
 from tandemrl.training.coverage import Coverage
 from tandemrl.training.sharded_state import Trained
@@ -65,9 +65,9 @@ class RunSetup:
     vocabulary: int
     """How many token ids the engine samples from."""
     scorer: Scorer
-    playground: Playground | None
+    episode_runner: EpisodeRunner | None
     """Where the authors take turns with an environment. None if a response is a single turn."""
-    acts_in: Mapping[str, str]
+    environment_id: Mapping[str, str]
     """What identifies that environment and the contents that it searches (see ``Preflight``); empty without one."""
     judge: str | None
     """The name of the model that judges responses. None without a judge."""

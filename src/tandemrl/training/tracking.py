@@ -32,6 +32,7 @@ from rich.table import Table
 from rich.text import Text
 
 from tandemrl.config import Config, to_dict
+from tandemrl.evals.measures import Sample
 from tandemrl.files import pip_install, write_text
 from tandemrl.types import Author, Rollout, own_turns
 
@@ -48,6 +49,10 @@ _SUMMARY = (
 the senior generated, and ``accepted`` the fraction of the junior's drafts that the senior accepts."""
 STOPPED = "stopped.json"
 """The file that says of a run which ended before its last step where and why. It is there until the run goes on."""
+LOG = "train.log"
+"""The file with what the console shows, if ``train.log`` is on."""
+EVAL_TEXTS = "eval_texts"
+"""The folder with the texts of each evaluation, if ``train.keep_eval_texts`` is on."""
 MAX_REASON_CHARS = 500
 COLUMNS = 80
 WORLD_CHARS = 200
@@ -63,7 +68,7 @@ class Tracker:
 
     Args:
         output_dir: the folder of the run, to whose files lines are appended (see ``coverage`` for a resume).
-        config: the config, of which train.{steps, wandb, wandb_project, log_samples, max_samples_gb} and
+        config: the config, of which train.{steps, wandb*, log, log_samples, max_samples_gb} and
             rollout.max_tokens are read.
         console: where to print. The default is standard output. Progress bars are drawn on a terminal only.
         quiet: print nothing.
@@ -87,6 +92,8 @@ class Tracker:
         self._live = self._console.is_terminal and not quiet
         folder = Path(output_dir)
         folder.mkdir(parents=True, exist_ok=True)
+        self._log = open(folder / LOG, "a", encoding="utf-8") if record and config.train.log else None  # noqa: SIM115
+        self._copy = Console(file=self._log, width=120, highlight=False, quiet=self._log is None)
         self._ending = folder / STOPPED if record else None
         if self._ending is not None:
             self._ending.unlink(missing_ok=True)
@@ -161,7 +168,8 @@ class Tracker:
         one_per_prompt = [rollout for rollout in rollouts if rollout.index == 0]
         shown = one_per_prompt[: self._config.train.log_samples] if self._is_table_step(step) else []
         if shown:
-            self._console.print(sample_table(step, shown, tokenizer))
+            for console in (self._console, self._copy):
+                console.print(sample_table(step, shown, tokenizer))
         if shown and self._wandb is not None:
             import wandb
 
@@ -215,7 +223,8 @@ class Tracker:
 
     def say(self, line: str) -> None:
         """Print one plain line."""
-        self._console.print(line, markup=False, soft_wrap=True)
+        for console in (self._console, self._copy):
+            console.print(line, markup=False, soft_wrap=True)
 
     def warn(self, topic: str, line: str) -> None:
         """Print a line, once per topic."""
@@ -231,7 +240,7 @@ class Tracker:
         if self._wandb is not None:
             self._wandb.finish(exit_code=int(failed))
             self._wandb = None
-        for file in (self._metrics, self._samples):
+        for file in (self._metrics, self._samples, self._log):
             if file is not None:
                 file.close()
 
@@ -262,6 +271,21 @@ class Tracker:
             self._steps_bar = self._progress.add_task("steps", total=self._config.train.steps, completed=done)
             self._progress.start()
         return self._progress
+
+
+def write_eval_texts(folder: Path, step: int, samples: Mapping[str, Sequence[Sample]]) -> None:
+    """Write the texts of an evaluation as ``folder/eval_texts/step_N.jsonl``, which replaces one of the same step.
+
+    Args:
+        samples: the samples by what they are of, ``eval`` or ``monitor``, which becomes the field ``source``.
+    """
+    lines = [
+        json.dumps({"source": source, **sample.to_json()}, ensure_ascii=False) + "\n"
+        for source, each in samples.items()
+        for sample in each
+    ]
+    (folder / EVAL_TEXTS).mkdir(parents=True, exist_ok=True)
+    write_text(folder / EVAL_TEXTS / f"step_{step}.jsonl", "".join(lines))
 
 
 def summary_line(step: int, steps: int, metrics: Mapping[str, float], seconds_per_step: float) -> str:
@@ -434,6 +458,8 @@ def _start_wandb(folder: Path, config: Config, say: Callable[[str], None]) -> An
         identity.write_text(uuid4().hex[:12])
     return wandb.init(
         project=config.train.wandb_project,
+        name=config.train.wandb_name or folder.resolve().name,
+        tags=list(config.train.wandb_tags),
         dir=folder,
         id=identity.read_text(),  # a resumed run continues its own curve
         resume="allow" if mode == "online" else None,

@@ -105,7 +105,7 @@ def update_policy(
             entropy=entropy if loss_config.entropy_coef else entropy.detach(),
             entropy_coef=loss_config.entropy_coef,
             ref_logprobs=batch.ref_logprobs,
-            kl_coef=0.0 if loss_config.kl_in_reward else loss_config.kl_coef,
+            kl_coef=loss_config.loss_kl_coef,
             kl_kind=loss_config.kl_kind,
             junior_logprobs=batch.junior_logprobs,
             junior_kl_coef=loss_config.junior_kl_coef,

@@ -14,7 +14,7 @@ from tandemrl.config import RetrievalConfig, load
 from tandemrl.data.hops import JARGON, NAMES, RELATIONS, generate, hops_row, uses_jargon, world
 from tandemrl.rollout.engine import Turn
 from tandemrl.rollout.envs.environment import Environment
-from tandemrl.rollout.envs.episodes import Playground
+from tandemrl.rollout.envs.episodes import EpisodeRunner
 from tandemrl.rollout.envs.factory import make_environment
 from tandemrl.rollout.envs.multihop import MultihopEnvironment
 from tandemrl.rollout.envs.parsing import parse_turn
@@ -148,14 +148,14 @@ def test_a_lesson_is_what_an_episode_would_have_been(tokenizer):
     environment = make_environment(config)
     assert isinstance(environment, Environment)
     eos = tokenizer.convert_tokens_to_ids(EOS)
-    with Playground(environment, tokenizer, config.rollout) as playground:
+    with EpisodeRunner(environment, tokenizer, config.rollout) as episode_runner:
         for number, lesson in enumerate(itertools.islice(lessons(tokenizer, "hops", 3), 12)):
             prompt = tokenizer.apply_chat_template(
-                [*lesson.row.messages], tools=playground.tools, add_generation_prompt=True, return_dict=False
+                [*lesson.row.messages], tools=episode_runner.tools, add_generation_prompt=True, return_dict=False
             )
             assert lesson.tokens[: len(prompt)] == prompt
             here, written, world_said = len(prompt), 0, 0
-            game = playground.episodes()
+            game = episode_runner.episodes()
             for index in itertools.count():
                 end = lesson.tokens.index(eos, here) + 1
                 game.submit(Turn(number, lesson.row, index, np.array(lesson.tokens[here:end]), "eos"))

@@ -106,7 +106,7 @@ def test_every_packaged_config_fits_the_cards_that_its_head_names(name: str) -> 
     assert found.fits, described(found)
 
 
-FOR_ONE = ["deepscaler_tandem", "quickstart_vllm"]
+FOR_ONE = ["deepscaler_tandem", "musique_grpo", "musique_tandem", "quickstart_vllm"]
 """Packaged configs whose engine is in the trainer's process."""
 
 

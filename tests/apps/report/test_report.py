@@ -825,6 +825,18 @@ def test_a_run_with_functions_has_no_command_that_would_train_something_else(tmp
     ]
 
 
+def test_components_of_the_users_own_are_named(tmp_path: Path) -> None:
+    write_run(
+        tmp_path / "mine",
+        selection={"strategy": "my_strategy:relay", "parameters": {"opening": 12}},
+        rollout={"engine": "torch", "environment_parameters": {"at": "x:y"}},
+        reward={"scorers": {"mine/*": "boxed + my_reward:concise"}},
+    )
+    [said] = [line for line in caveats(discover(tmp_path)) if "was trained with" in line]
+    own = "selection.strategy=my_strategy:relay, reward.scorers.mine/*=boxed + my_reward:concise"
+    assert said == f"mine was trained with {own}, in modules that its folder lacks."
+
+
 # ------------------------------------------------------------------------------------------------------------- numbers
 
 

@@ -1,6 +1,7 @@
 """Judges: reading their replies, the rewards made of them, the gates, and what happens when they give no score."""
 
 import math
+import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -80,6 +81,7 @@ def values(judge: Scripted, items: list[tuple[Row, str, Score]], **config: objec
         (" 7/10\n", 0.7),
         ("Total Score: 12/10", 1.0),  # cut to [0, 1]
         ("Total Score: -3/10", 0.0),
+        ("Total Score: −3/10", 0.0),
     ],
 )
 def test_scores_that_are_read(text: str, score: float) -> None:
@@ -116,6 +118,29 @@ def test_scores_that_are_read(text: str, score: float) -> None:
 )
 def test_what_is_no_score(text: str) -> None:
     assert parse_score(text) is None
+
+
+def published_mark(reply: str) -> float | None:
+    """The rule of the published code, as its README states it: one replacement after the other, then `float`."""
+    mark = reply.split("Total Score")[-1]
+    for piece in (":", "[", "points", "point", "*", "|", "'"):
+        mark = mark.replace(piece, "")
+    try:
+        return min(10.0, float(mark.split("/")[0].strip())) / 10.0
+    except ValueError:
+        return None
+
+
+def test_the_differences_to_the_published_code_are_those_that_are_listed() -> None:
+    page = (Path(__file__).parents[3] / "docs" / "howto" / "judge.md").read_text()
+    rows = re.findall(r"^\| `(.*)` \| (\S+) \| (\S+) \| .+ \|$", page, re.MULTILINE)
+    marks = {"none": None} | {text: float(text.replace("−", "-")) for row in rows for text in row[1:] if text != "none"}
+    assert {"7/20", "-3/10", "[7 points]"} <= {row[0].removeprefix("Total Score: ") for row in rows}
+    assert sum("Total score" in row[0] or "<think>" in row[0] for row in rows) == 2
+    for reply, here, there in rows:
+        assert here != there
+        assert parse_score(f"Fine.\n{reply}") == marks[here], reply
+        assert published_mark(f"Fine.\n{reply}") == marks[there], reply
 
 
 @settings(deadline=None)

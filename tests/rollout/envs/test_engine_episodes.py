@@ -12,7 +12,7 @@ from real_model import smollm2
 from tandemrl.config import load
 from tandemrl.data.rows import encode_prompts
 from tandemrl.rollout.engine import Completion, Request, Sampling, generate_verified
-from tandemrl.rollout.envs.episodes import Playground, make_playground
+from tandemrl.rollout.envs.episodes import EpisodeRunner, make_episode_runner
 from tandemrl.rollout.torch_engine import TorchEngine
 from tandemrl.selection import solo, word
 from tandemrl.selection.boundaries import word_boundary_table
@@ -37,20 +37,20 @@ def engine(words: PreTrainedTokenizerFast) -> TorchEngine:
     return TorchEngine(senior, junior, words, max_rows=8)
 
 
-def played(engine: TorchEngine, words: PreTrainedTokenizerFast, playground: Playground) -> list[Completion]:
+def played(engine: TorchEngine, words: PreTrainedTokenizerFast, episode_runner: EpisodeRunner) -> list[Completion]:
     prompts, _ = encode_prompts(
         ROWS,
         words,
         max_prompt_tokens=200,
-        opening=lambda each: playground.opening(each).messages,
-        tools=playground.tools,
+        opening=lambda each: episode_runner.opening(each).messages,
+        tools=episode_runner.tools,
     )
     strategy = word(0.5, 4, word_boundary_table(words))
     requests = []
     for number, prompt in enumerate(prompts):
         keys = (request_key(0, 0, number, 0), request_key(0, 0, number, 1))
-        requests.append(playground.episode(Request(prompt.tokens, keys, Sampling(56), strategy), prompt.row))
-    groups, _ = generate_verified(engine, requests, strategy, responder=playground.episodes())
+        requests.append(episode_runner.episode(Request(prompt.tokens, keys, Sampling(56), strategy), prompt.row))
+    groups, _ = generate_verified(engine, requests, strategy, responder=episode_runner.episodes())
     return [completion for group in groups for completion in group]
 
 
@@ -58,13 +58,13 @@ def test_episodes_are_the_same_wherever_tools_run(engine: TorchEngine, words: Pr
     """Authors are proved, the world's tokens are nobody's, and what it says of calls is text."""
     settings = load(None, [*LIMITS, "rollout.environment=tempers:World", "rollout.tool_workers=2"])
     both = []
-    for playground in (
-        make_playground(settings, words),
-        make_playground(load(None, LIMITS), words, environment=tempers.World()),
+    for episode_runner in (
+        make_episode_runner(settings, words),
+        make_episode_runner(load(None, LIMITS), words, environment=tempers.World()),
     ):
-        assert playground is not None
-        with playground:
-            both.append(played(engine, words, playground))
+        assert episode_runner is not None
+        with episode_runner:
+            both.append(played(engine, words, episode_runner))
     for one, other in zip(*both, strict=True):
         assert one.tokens.tolist() == other.tokens.tolist()
         assert one.author.tolist() == other.author.tolist()
@@ -98,13 +98,13 @@ def test_a_pretrained_model_goes_on_as_it_would_alone() -> None:
     tokenizer = AutoTokenizer.from_pretrained(smollm2())
     plain = AutoModelForCausalLM.from_pretrained(smollm2(), dtype=torch.float32).eval()
     asked, strategy = row(question="Name a colour."), solo("senior")
-    playground = make_playground(load(None, ["rollout.max_turns=2"]), tokenizer, environment=tempers.Asking())
-    assert playground is not None
+    episode_runner = make_episode_runner(load(None, ["rollout.max_turns=2"]), tokenizer, environment=tempers.Asking())
+    assert episode_runner is not None
     [prompt], _ = encode_prompts([asked], tokenizer, max_prompt_tokens=100)
     limits = Request(prompt.tokens, (1,), Sampling(60, temperature=0.0), strategy, turn_tokens=40)
     engine = TorchEngine(prepared(plain), None, tokenizer)
     [[done]], _ = generate_verified(
-        engine, [playground.episode(limits, asked)], strategy, responder=playground.episodes()
+        engine, [episode_runner.episode(limits, asked)], strategy, responder=episode_runner.episodes()
     )
     messages = [*asked.messages]
     for number, turn in enumerate(done.turns, start=1):

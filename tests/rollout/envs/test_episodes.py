@@ -30,7 +30,7 @@ from tandemrl.config import Config, ConfigError, load
 from tandemrl.processes import calls
 from tandemrl.rollout.engine import Completion, EngineError, Request, Sampling, Turn, check_completion
 from tandemrl.rollout.envs.environment import Environment
-from tandemrl.rollout.envs.episodes import Playground, make_playground
+from tandemrl.rollout.envs.episodes import EpisodeRunner, make_episode_runner
 from tandemrl.selection import solo
 
 NOTHING = dict.fromkeys(("turns", "tool_calls", "tool_errors", "invalid_calls", "tool_timeouts", "cut_results"), 0.0)
@@ -41,25 +41,25 @@ def config(*overrides: str) -> Config:
 
 
 @pytest.fixture(scope="module")
-def world() -> Iterator[Playground]:
+def world() -> Iterator[EpisodeRunner]:
     """Two processes that answer for all tests that break nothing."""
-    with made(config("rollout.tool_workers=2")) as playground:
-        yield playground
+    with made(config("rollout.tool_workers=2")) as episode_runner:
+        yield episode_runner
 
 
-def made(settings: Config, environment: Environment | None = None) -> Playground:
-    playground = make_playground(settings, tokenizer(), environment=environment)
-    assert playground is not None
-    return playground
+def made(settings: Config, environment: Environment | None = None) -> EpisodeRunner:
+    episode_runner = make_episode_runner(settings, tokenizer(), environment=environment)
+    assert episode_runner is not None
+    return episode_runner
 
 
-def in_threads(environment: Environment, *overrides: str) -> Playground:
+def in_threads(environment: Environment, *overrides: str) -> EpisodeRunner:
     return made(load(None, overrides), environment)
 
 
-def play(playground: Playground, *scripts: list[str], ended: bool = True) -> list[Completion]:
+def play(episode_runner: EpisodeRunner, *scripts: list[str], ended: bool = True) -> list[Completion]:
     rows = [row(f"r{number}") for number in range(len(scripts))]
-    done = ScriptedEngine(tokenizer(), ended=ended).play(scripts, rows, playground.episodes())
+    done = ScriptedEngine(tokenizer(), ended=ended).play(scripts, rows, episode_runner.episodes())
     for completion in done:
         check_completion(completion)
     return done
@@ -84,7 +84,7 @@ def text(completion: Completion) -> str:
 # ---- what an episode is --------------------------------------------------------------------------------------------
 
 
-def test_an_episode_from_its_ids_to_its_transcript(world: Playground) -> None:
+def test_an_episode_from_its_ids_to_its_transcript(world: EpisodeRunner) -> None:
     [done] = play(world, [f"Add. {call('add', a=2)}", f"Note. {call('note', text='3')}{call('who')}", "It is 3."])
     assert text(done) == (
         f"Add. {call('add', a=2)}<|im_end|>\n"
@@ -110,7 +110,7 @@ def test_an_episode_from_its_ids_to_its_transcript(world: Playground) -> None:
     assert counts(done) == {"turns": 3, "tool_calls": 3}
 
 
-def test_a_last_call_ends_it_and_is_not_run(world: Playground) -> None:
+def test_a_last_call_ends_it_and_is_not_run(world: EpisodeRunner) -> None:
     [done] = play(world, [call("note", text="x"), f"{call('complete', answer='7')}{call('note', text='y')}", "never"])
     assert done.transcript is not None
     assert done.transcript.messages[-1]["tool_calls"][0]["function"]["arguments"] == {"answer": "7"}
@@ -119,14 +119,14 @@ def test_a_last_call_ends_it_and_is_not_run(world: Playground) -> None:
 
 
 def test_an_episode_that_never_completes_is_stopped() -> None:
-    with in_threads(tempers.World(), "rollout.max_turns=3") as playground:
-        [done] = play(playground, [call("note", text=str(number)) for number in range(9)])
+    with in_threads(tempers.World(), "rollout.max_turns=3") as episode_runner:
+        [done] = play(episode_runner, [call("note", text=str(number)) for number in range(9)])
     assert (done.stop_reason, len(done.turns)) == ("turns", 3)
     assert contents(done)[-1] == "noted: ['0', '1', '2']"  # recorded, and seen by nobody
     assert "'2'" not in text(done).rpartition("<tool_response>")[2]
 
 
-def test_a_turn_that_was_cut_off_is_ended_for_its_author(world: Playground) -> None:
+def test_a_turn_that_was_cut_off_is_ended_for_its_author(world: EpisodeRunner) -> None:
     [done] = play(world, [f"{call('who')} and", call("who"), "so"], ended=False)
     assert f"{call('who')} and<|im_end|>\n<|im_start|>user" in text(done)
     ends = done.tokens == tokenizer().eos_token_id
@@ -135,17 +135,17 @@ def test_a_turn_that_was_cut_off_is_ended_for_its_author(world: Playground) -> N
 
 
 def test_an_environment_without_tools() -> None:
-    with in_threads(tempers.Asking()) as playground:
-        assert playground.tools == []
-        assert playground.opening(row()).state == {"asked": 0}
-        [done, other] = play(playground, ["seven?", call("add", a=1), "7", "never"], ["8"])
+    with in_threads(tempers.Asking()) as episode_runner:
+        assert episode_runner.tools == []
+        assert episode_runner.opening(row()).state == {"asked": 0}
+        [done, other] = play(episode_runner, ["seven?", call("add", a=1), "7", "never"], ["8"])
     assert contents(done) == ["again (1)", "again (2)", "again (3)"]
     assert counts(done) == {"turns": 3, "asked": 3}
     assert other.transcript is not None
     assert other.transcript.state == {"asked": 1}
 
 
-def test_requests_and_openings(world: Playground) -> None:
+def test_requests_and_openings(world: EpisodeRunner) -> None:
     request = Request((1,), (2,), Sampling(), solo("senior"))
     expected = dataclasses.replace(request, task=row(), turn_tokens=None, world_tokens=2048)
     assert world.episode(request, row()) == expected
@@ -153,10 +153,10 @@ def test_requests_and_openings(world: Playground) -> None:
         world.episode(dataclasses.replace(request, history=((1,),)), row())
     assert world.opening(row()).messages == [{"role": "user", "content": "?"}]
     assert [schema["function"]["name"] for schema in world.tools] == [tool.__name__ for tool in tempers.World.tools]
-    assert make_playground(load(None), tokenizer()) is None
+    assert make_episode_runner(load(None), tokenizer()) is None
 
 
-def test_a_transcript_of_an_episode_that_was_aborted(world: Playground) -> None:
+def test_a_transcript_of_an_episode_that_was_aborted(world: EpisodeRunner) -> None:
     episodes = world.episodes()
     assert episodes.transcript(0).messages == ()
     episodes.submit(Turn(3, row(), 0, np.array(tokenizer().encode(call("who"))), "eos"))
@@ -167,7 +167,7 @@ def test_a_transcript_of_an_episode_that_was_aborted(world: Playground) -> None:
 # ---- order and company ---------------------------------------------------------------------------------------------
 
 
-def test_nothing_crosses_between_episodes_and_order_changes_nothing(world: Playground) -> None:
+def test_nothing_crosses_between_episodes_and_order_changes_nothing(world: EpisodeRunner) -> None:
     """Answers come in a random order: every episode is what it is alone, in processes and in threads."""
     rng, scripts = random.Random(0), []
     for number in range(24):
@@ -184,7 +184,7 @@ def test_nothing_crosses_between_episodes_and_order_changes_nothing(world: Playg
         assert one.transcript == two.transcript
 
 
-def test_calls_of_an_earlier_generate_do_no_harm(world: Playground) -> None:
+def test_calls_of_an_earlier_generate_do_no_harm(world: EpisodeRunner) -> None:
     """It was given up in the middle, as by an error."""
     world.episodes().submit(Turn(0, row(), 0, np.array(tokenizer().encode(call("wait", seconds=0.1))), "eos"))
     [done] = play(world, [call("wait", seconds=0.3), "so"])
@@ -198,8 +198,8 @@ def test_tools_that_hang_crash_or_kill_harm_only_their_call(monkeypatch: pytest.
     monkeypatch.setattr(calls, "GRACE_S", 0.5)
     harms = ("hang", "spin", "die", "exit", "?")
     scripts = [[call("note", text="a"), call("spoil", how=harm), call("note", text="b"), "so"] for harm in harms]
-    with made(config("rollout.tool_timeout_s=1.5", "rollout.tool_workers=1")) as playground:
-        done = dict(zip(harms, play(playground, *scripts), strict=True))
+    with made(config("rollout.tool_timeout_s=1.5", "rollout.tool_workers=1")) as episode_runner:
+        done = dict(zip(harms, play(episode_runner, *scripts), strict=True))
     for harm, completion in done.items():
         assert completion.transcript is not None
         assert completion.transcript.state == {"notes": ["a", "b"]}, harm
@@ -216,7 +216,7 @@ def test_tools_that_hang_crash_or_kill_harm_only_their_call(monkeypatch: pytest.
         assert counts(done[harm]) == {"turns": 4, "tool_calls": 3, how: 1}
 
 
-def test_a_result_of_ten_megabytes_is_cut(world: Playground) -> None:
+def test_a_result_of_ten_megabytes_is_cut(world: EpisodeRunner) -> None:
     [done] = play(world, [call("spoil", how="large"), "so"])
     [said] = contents(done)
     assert said == f"{'x' * (512 - 9)}… [cut]"
@@ -224,14 +224,14 @@ def test_a_result_of_ten_megabytes_is_cut(world: Playground) -> None:
 
 
 def test_threads_of_this_process_are_given_up() -> None:
-    with in_threads(tempers.World(), "rollout.tool_timeout_s=0.5") as playground:
-        [done] = play(playground, [call("wait", seconds=5), call("note", text="b"), "so"])
+    with in_threads(tempers.World(), "rollout.tool_timeout_s=0.5") as episode_runner:
+        [done] = play(episode_runner, [call("wait", seconds=5), call("note", text="b"), "so"])
     assert contents(done) == ["Error: no answer within 0.5 s", "noted: ['b']"]
     assert counts(done) == {"turns": 3, "tool_calls": 2, "tool_timeouts": 1}
 
 
 @pytest.mark.parametrize("said", ["<|im_end|>\n<|im_start|>assistant\n", call("complete", answer="7"), "<think>\ud800"])
-def test_the_worlds_words_control_nothing(said: str, world: Playground) -> None:
+def test_the_worlds_words_control_nothing(said: str, world: EpisodeRunner) -> None:
     """The author may write control tokens, and the tool gives them back."""
     writes = f"{call('note', text='?')[:-14]}"  # an unclosed call, then a real one
     [done] = play(world, [f"{writes}</tool_call>{call('echo', text=said.replace(chr(0xD800), ''))}", "so"])
@@ -244,15 +244,15 @@ def test_the_worlds_words_control_nothing(said: str, world: Playground) -> None:
 
 
 def test_halves_of_surrogate_pairs_reach_neither_authors_nor_files() -> None:
-    with in_threads(tempers.Halves(), "rollout.max_turns=2") as playground:
-        [done] = play(playground, ["x", "y"])
+    with in_threads(tempers.Halves(), "rollout.max_turns=2") as episode_runner:
+        [done] = play(episode_runner, ["x", "y"])
     assert done.transcript is not None
     json.dumps(done.transcript.to_json(), ensure_ascii=False).encode()
     assert (contents(done), done.transcript.state) == (["a ?", "a ?"], {"first": "?", "?": ["?"]})
     assert "a ?<|im_end|>" in text(done)
 
 
-def test_what_authors_do_wrong_is_told_and_counted(world: Playground) -> None:
+def test_what_authors_do_wrong_is_told_and_counted(world: EpisodeRunner) -> None:
     [done] = play(world, [f"{call('sub', a=1)}<tool_call>{{", f"{call('add', a='1')}{call('add', a=1)}", "so"])
     assert contents(done) == [
         "Error: there is no tool 'sub'; known: add, note, who, echo, spoil, wait, complete",
@@ -287,8 +287,8 @@ def test_what_authors_do_wrong_is_told_and_counted(world: Playground) -> None:
     ],
 )
 def test_an_environment_that_is_wrong_is_named(environment: Environment, fault: str) -> None:
-    with in_threads(environment) as playground, pytest.raises(EngineError) as caught:
-        play(playground, ["x", "y"])
+    with in_threads(environment) as episode_runner, pytest.raises(EngineError) as caught:
+        play(episode_runner, ["x", "y"])
     assert fault in str(caught.value) or "Answer" in str(caught.value)  # where types are checked, its class says it
 
 
@@ -297,8 +297,8 @@ def test_an_environment_that_is_wrong_is_named(environment: Environment, fault: 
 
 def on(
     words: Any, environment: Environment | None = None, *, overrides: Sequence[str] = (), **options: Any
-) -> Playground:
-    return Playground(environment or tempers.World(), words, load(None, overrides).rollout, **options)
+) -> EpisodeRunner:
+    return EpisodeRunner(environment or tempers.World(), words, load(None, overrides).rollout, **options)
 
 
 @pytest.mark.parametrize("template", [LLAMA.replace("parameters", "args"), XML_CALLS])
@@ -329,9 +329,9 @@ LLAMA_CALLS = {
 def test_a_response_template_that_reads_its_calls_will_do() -> None:
     words = copy.copy(tokenizer(LLAMA))
     words.response_template = LLAMA_CALLS
-    with on(words) as playground:
+    with on(words) as episode_runner:
         written = '{"name": "add", "parameters": {"a": 1}}<|im_end|>'
-        message = playground.message(Turn(0, row(), 0, np.array(words.encode(written)), "eos"))
+        message = episode_runner.message(Turn(0, row(), 0, np.array(words.encode(written)), "eos"))
         assert message["tool_calls"][0]["function"] == {"name": "add", "arguments": {"a": 1}}
 
 
@@ -344,8 +344,8 @@ def test_bare_calls_of_llama_are_made_and_answered(output: str) -> None:
         '{"name": "add", "parameters": {"a": "x"}}',
         "It is 5.",
     ]
-    with on(words) as playground:
-        (done,) = ScriptedEngine(words).play([script], [row()], playground.episodes())
+    with on(words) as episode_runner:
+        (done,) = ScriptedEngine(words).play([script], [row()], episode_runner.episodes())
     said = words.decode(done.tokens[done.author < 0])
     result = '"5"' if output == "m.content" else '{"output": "5"}'
     heard = "<|start_header_id|>ipython<|end_header_id|>\n\n"
@@ -369,10 +369,10 @@ def test_every_template_that_writes_calls_as_hermes_will_do() -> None:
 def test_the_token_that_ended_a_turn_is_no_part_of_it_whatever_it_is_called() -> None:
     words = tokenizer()
     ends = words.convert_tokens_to_ids(["<|im_end|>", "</tool_response>"])
-    with on(words, eos_token_ids=ends) as playground:
+    with on(words, eos_token_ids=ends) as episode_runner:
 
         def content(last: int, why: str) -> str:
-            return playground.message(Turn(0, row(), 0, np.array([*words.encode("7"), last]), why))["content"]
+            return episode_runner.message(Turn(0, row(), 0, np.array([*words.encode("7"), last]), why))["content"]
 
         assert [content(each, "eos") for each in ends] == ["7", "7"]
         assert content(ends[1], "length") == "7</tool_response>"
@@ -380,23 +380,23 @@ def test_the_token_that_ended_a_turn_is_no_part_of_it_whatever_it_is_called() ->
 
 def test_a_message_of_a_tool_in_an_environment_without_tools_is_shown_or_refused() -> None:
     saying = tempers.Saying({"role": "tool", "content": "x"})
-    with in_threads(saying) as playground:
-        [done] = play(playground, ["<tool_call>x</tool_call>", "y"])
+    with in_threads(saying) as episode_runner:
+        [done] = play(episode_runner, ["<tool_call>x</tool_call>", "y"])
         assert contents(done)[0] == "x"
 
 
-def test_a_broken_world_stops_the_run(world: Playground) -> None:
+def test_a_broken_world_stops_the_run(world: EpisodeRunner) -> None:
     with pytest.raises(EngineError, match="environment tempers:World: row r0: BrokenEnvironmentError: the index is go"):
         play(world, [call("spoil", how="broken"), "so"])
 
 
 def test_a_world_that_cannot_start_stops_the_run() -> None:
-    playground = made(load(None, ["rollout.environment=tempers:BadStart"]))
+    episode_runner = made(load(None, ["rollout.environment=tempers:BadStart"]))
     with (
-        playground,
+        episode_runner,
         pytest.raises(EngineError, match=r"environment tempers:BadStart: (?s:.)*no index at /nowhere") as caught,
     ):
-        play(playground, ["x", "y"])
+        play(episode_runner, ["x", "y"])
     assert "Traceback" not in str(caught.value)
 
 
@@ -405,12 +405,12 @@ def test_a_row_that_cannot_begin_is_named() -> None:
         def start(self, row: Any) -> Any:
             return super().start(row)._replace(state={"seen": {1}}) if row.example_id == "r0" else row.no
 
-    with in_threads(Picky()) as playground:
+    with in_threads(Picky()) as episode_runner:
         with pytest.raises(EngineError, match="environment Picky: row r0: its state is no JSON value"):
-            play(playground, ["x"])
+            play(episode_runner, ["x"])
         with pytest.raises(EngineError, match="environment Picky: row r9 cannot begin: AttributeError"):
-            playground.opening(row("r9"))
+            episode_runner.opening(row("r9"))
         with pytest.raises(EngineError, match=r"Request\.task must be the row, got 7"):
-            playground.episodes().submit(Turn(0, 7, 0, np.array([1]), "eos"))
+            episode_runner.episodes().submit(Turn(0, 7, 0, np.array([1]), "eos"))
         with pytest.raises(EngineError, match="no turn was submitted"):
-            playground.episodes().replies(wait=True)
+            episode_runner.episodes().replies(wait=True)

@@ -20,7 +20,7 @@ from tandemrl.config import ConfigError, load
 from tandemrl.data.rows import encode_prompts
 from tandemrl.rollout.engine import Completion, check_completion
 from tandemrl.rollout.envs.environment import Environment
-from tandemrl.rollout.envs.episodes import Playground, make_playground
+from tandemrl.rollout.envs.episodes import EpisodeRunner, make_episode_runner
 
 pytestmark = pytest.mark.slow
 
@@ -83,10 +83,10 @@ def asked(name: str, template_arguments: dict[str, Any], tools: Sequence[Any] = 
 def played(name: str, environment: Environment, script: list[str], *overrides: str) -> tuple[Completion, list[str]]:
     """An episode whose turns are scripted, and the texts of its turns."""
     words = tokenizer(name)
-    playground = make_playground(load(None, overrides), words, environment=environment)
-    assert isinstance(playground, Playground)
-    with playground:
-        [done] = ScriptedEngine(words).play([script], [row(NAME, QUESTION)], playground.episodes())
+    episode_runner = make_episode_runner(load(None, overrides), words, environment=environment)
+    assert isinstance(episode_runner, EpisodeRunner)
+    with episode_runner:
+        [done] = ScriptedEngine(words).play([script], [row(NAME, QUESTION)], episode_runner.episodes())
     check_completion(done)
     return done, [words.decode(turn) for turn in done.turns]
 

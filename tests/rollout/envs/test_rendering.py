@@ -121,7 +121,7 @@ def test_a_character_that_a_tokenizer_does_not_know_costs_one_token() -> None:
 
 
 def test_a_tokenizer_that_puts_spaces_in_front_of_texts_is_refused() -> None:
-    with pytest.raises(ConfigError, match="tokenised in pieces, as the world's words are, becomes"):
+    with pytest.raises(ConfigError, match="tokenised in pieces, as observations are, becomes"):
         rendering(without_bytes(prepend_scheme="always"))
     assert rendering(without_bytes(prepend_scheme="never")).context([tool("3")], ended=True).tokens
 

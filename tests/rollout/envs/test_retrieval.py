@@ -23,6 +23,7 @@ from tandemrl.data.rows import DataError, Row
 from tandemrl.rollout.envs import semantic
 from tandemrl.rollout.envs.bm25 import Corpus, WordIndex, best, write_corpus
 from tandemrl.rollout.envs.environment import BrokenEnvironmentError
+from tandemrl.rollout.envs.multihop import MultihopEnvironment
 from tandemrl.rollout.envs.retrieval import halves, make_retriever, reciprocal_ranks
 
 DOCS = [
@@ -35,8 +36,8 @@ BM25, LEXICAL = RetrievalConfig(), RetrievalConfig(retriever="lexical")
 TEXTS = ("ann lives in paris", "bob", "paris is in france on the seine", "the fox of bob is in lyon with ann")
 
 
-def row(docs: Sequence[dict[str, object]] = DOCS) -> Row:
-    return Row("q", (), "musique", "France", {"docs": docs})
+def row(docs: Sequence[dict[str, object]] = DOCS, asks: str = "?") -> Row:
+    return Row("q", ({"role": "user", "content": asks},), "musique", "France", {"docs": docs})
 
 
 def found(config: RetrievalConfig, query: str, count: int = 2, docs: Sequence[dict[str, object]] = DOCS) -> list[str]:
@@ -336,14 +337,14 @@ def test_a_model_that_cannot_be_used(tmp_path: Path) -> None:
 
 
 @contextmanager
-def service(answer: Callable[[dict[str, Any]], tuple[int, Any]]) -> Iterator[str]:
-    """A server whose POST /rerank answers with (status, JSON); its address."""
+def service(answer: Callable[[dict[str, Any]], tuple[int, Any]], path: str = "/rerank") -> Iterator[str]:
+    """A server whose POST to ``path`` answers with (status, JSON); its address."""
 
     class Handler(BaseHTTPRequestHandler):
         def do_POST(self) -> None:
             status, value = answer(json.loads(self.rfile.read(int(self.headers["content-length"]))))
             body = json.dumps(value).encode()
-            self.send_response(status if self.path == "/rerank" else 404)
+            self.send_response(status if self.path == path else 404)
             self.send_header("content-length", str(len(body)))
             self.end_headers()
             self.wfile.write(body)
@@ -407,6 +408,40 @@ def test_a_service_that_is_broken_stops_the_run(status: int, value: Any, message
         assert len(requests) == asked
 
 
+WIKI = [{"rank": i + 1, "score": 9.0 - i, "document": {"id": f"w{i}", "title": "T", "body": f"B{i}"}} for i in range(3)]
+
+
+@pytest.mark.parametrize("shape", [{"results": WIKI, "metadata": {}}, [each["document"] for each in WIKI]])
+def test_a_service_searches_in_its_own_corpus(shape: Any) -> None:
+    bodies: list[dict[str, Any]] = []
+    asked = "/search?query=who+%26+where&top_n=2"  # as rlvr's reads it; others read the body
+    with service(lambda body: bodies.append(body) or (200, shape), asked) as url:
+        config = RetrievalConfig(retriever="search", url=url, backoff_s=0.0)
+        check(Config(retrieval=config))
+        assert [each.id for each in make_retriever(config)(row([]), "who & where", 2)] == ["w0", "w1"]
+        assert make_retriever(config)(row(), "who & where", 2)[0].text == "# T\nB0"
+        assert MultihopEnvironment(config).start(row([], asks="?")).messages[-1]["content"] == "?"
+    assert bodies == [{"query": "who & where", "top_n": 2}] * 2
+
+
+@pytest.mark.parametrize(
+    ("status", "value", "message"),
+    [
+        (200, [{"id": "1", "text": "another Bob"}], r"another document with the id '1' than 'extra_info\.docs'"),
+        (200, {"results": None}, "not a list of documents"),
+        (200, [{"id": "1"}], "not a list of documents: POST /search: expected a text"),
+        (404, "", r"retrieval\.url must end where /search begins"),
+        (503, "loading", r"failed 3 time\(s\), at last with: HTTP 503"),
+    ],
+)
+def test_a_search_that_cannot_be_scored_or_read_stops_the_run(status: int, value: Any, message: str) -> None:
+    with (
+        service(lambda body: (status, value), "/search?query=bob&top_n=2") as url,
+        pytest.raises(BrokenEnvironmentError, match=message),
+    ):
+        found(RetrievalConfig(retriever="search", url=url, backoff_s=0.0), "bob")
+
+
 # ---- config --------------------------------------------------------------------------------------------------------
 
 
@@ -415,6 +450,8 @@ def test_a_service_that_is_broken_stops_the_run(status: int, value: Any, message
     [
         ({"retriever": "semantic"}, r"retrieval\.model=None: must be a model's folder with semantic"),
         ({"retriever": "hybrid"}, r"retrieval\.model=None"),
+        ({"retriever": "search"}, r"retrieval\.url=None: must be the address of a service with POST /search"),
+        ({"retriever": "search", "url": "http://x", "index": "x"}, r"retrieval\.index=x: must be null with search"),
         ({"retriever": "golden", "index": "x"}, r"retrieval\.index=x: must be null with golden"),
         ({"api_key_env": "KEY"}, r"retrieval\.api_key_env=KEY: must be null without retrieval\.url"),
         ({"url": "http://x", "timeout_s": 10.0}, r"rollout\.tool_timeout_s=30\.0: must be above 31\.5"),

@@ -235,7 +235,7 @@ def test_what_a_config_makes() -> None:
         (["rollout.environment=no_such:x"], r"rollout\.environment=no_such:x: cannot be imported: ModuleNotFound"),
         (["rollout.environment=tempers:no"], r"rollout\.environment=tempers:no: cannot be imported: AttributeError"),
         (["rollout.environment=tempers:time"], "is a module, not a function"),
-        (["rollout.environment=tempers:add"], r"making it failed: TypeError: add\(\) missing"),
+        (["rollout.environment=tempers:add"], r"tempers:add: its parameter 'a' has no value; give it one"),
         (["rollout.environment=tempers:row"], "it is a Row, not an Environment"),
         (
             ["rollout.environment=tools", "rollout.tools=[add]"],

@@ -116,7 +116,7 @@ JUNIORS = {
     "near junior": "near",
 }  # fmt: skip
 """Pair -> its junior; the senior is always the same model."""
-MODES = ("lazy", "majority", "lockstep")
+MODES = ("lazy", "lockstep")
 UNEQUAL = [pair for pair in JUNIORS if pair not in ("equal", "near junior")]
 
 

@@ -234,7 +234,7 @@ def test_an_abort_does_not_outlive_its_call(engine):
     assert [c.stop_reason for c in flat(engine.generate(batch))] == ["length"] * 4
 
 
-def test_nothing_of_finished_and_aborted_requests_stays_in_the_ledger(engine):
+def test_nothing_of_finished_and_aborted_requests_stays_in_the_planner(engine):
     abort_after(engine, mixed(prompts(10, seed=13), LONG, seed=13), 50, None)
     engine.generate(mixed(prompts(1, seed=14), GREEDY, seed=14))  # the workers hear of the end a step later
     assert engine.stats()["requests"] <= 1

@@ -26,7 +26,8 @@ from tandemrl.rollout.vllm import weights as vllm_weights
 from tandemrl.rollout.vllm import worker as vllm_worker
 from tandemrl.rollout.vllm.backend import Backend
 from tandemrl.rollout.vllm.engine import VllmEngine
-from tandemrl.rollout.vllm.planner import JUNIOR, SENIOR, Pass
+from tandemrl.rollout.vllm.kv_state import JUNIOR, SENIOR
+from tandemrl.rollout.vllm.planner import ForwardPass
 from tandemrl.rollout.vllm.runner import ModelRunnerOutput, TandemModelRunner
 from tandemrl.rollout.vllm.settings import TandemOptions
 from tandemrl.rollout.vllm.worker import TandemGPUWorker
@@ -118,7 +119,7 @@ def test_weights_in_another_process_on_the_same_gpu_go_by_handles(monkeypatch: p
     calls = Calls()
     ours = engine(backend(calls, in_process=False, shares_gpu=True))
     tensor = Mock(spec=torch.Tensor, device=torch.device("cuda:0"))
-    monkeypatch.setattr(vllm_backend, "export_weights", calls("export", (b"handles", [tensor])))
+    monkeypatch.setattr(vllm_weights, "export_weights", calls("export", (b"handles", [tensor])))
     monkeypatch.setattr(torch.cuda, "ipc_collect", calls("ipc_collect"))
     ours.load_weights([("w", tensor)], version=1)
     assert [call[0] for call in calls] == ["export", "tandem_load", "ipc_collect", "reset_prefix_cache"]
@@ -166,8 +167,8 @@ def test_an_engine_with_devices_of_its_own_sees_them_alone_and_gets_weights_by_f
     assert seen == [(devices or "0", "False")]
     assert environment() == ("0", "True")
 
-    monkeypatch.setattr(vllm_backend, "export_weights", lambda named: (["handle"], None))
-    monkeypatch.setattr(vllm_backend, "write_weights", lambda named, dtype: tmp_path / "weights")
+    monkeypatch.setattr(vllm_weights, "export_weights", lambda named: (["handle"], None))
+    monkeypatch.setattr(vllm_weights, "write_weights", lambda named, dtype: tmp_path / "weights")
     monkeypatch.setattr(torch.cuda, "ipc_collect", lambda: None)
     on_the_gpu = Mock(spec=torch.Tensor, device=torch.device("cuda:0"))
     started_engine.load_weights([("w", on_the_gpu)])
@@ -320,7 +321,7 @@ def test_a_junior_on_a_second_device_is_launched_before_the_senior_is_sampled(mo
         fake.execute_model = calls(f"{name}.execute")
         fake.sample_tokens = calls(f"{name}.sample", Mock(spec=ModelRunnerOutput))
     none = np.zeros(1, np.int64)
-    work = Pass(["a"], [4], [1], [None], [1], [], set(), ends=none == 0, rows=none, slots=none)
+    work = ForwardPass(["a"], [4], [1], [None], [1], [], set(), ends=none == 0, rows=none, slots=none)
     runner._scheduled = vllm_runner.SchedulerOutput.make_empty()
     runner.planner = SimpleNamespace(token_keys=lambda ids, work: torch.zeros(0, dtype=torch.int64))
     for who in runner.runners:

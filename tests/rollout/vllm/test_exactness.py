@@ -41,8 +41,8 @@ TIGHT = {
     "both": dict(kv_blocks=22, block_size=32, max_batched_tokens=64, max_rows=48),
     "no prefix cache": dict(prefix_caching=False),
 }
-PAIRS_AND_MODES = [*((pair, "lazy") for pair in UNEQUAL), ("Llama junior", "majority"), ("Llama junior", "lockstep")]
-PRESSED = [*((tight, "lazy") for tight in TIGHT), ("both", "majority"), ("both", "lockstep")]
+PAIRS_AND_MODES = [*((pair, "lazy") for pair in UNEQUAL), ("Llama junior", "lockstep")]
+PRESSED = [*((tight, "lazy") for tight in TIGHT), ("both", "lockstep")]
 SAMPLINGS = {
     "cold": Sampling(temperature=0.6),
     "top_k": Sampling(top_k=5),

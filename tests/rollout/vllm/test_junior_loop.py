@@ -29,7 +29,8 @@ from tandemrl.models import sampling
 from tandemrl.rollout.drafting import Choice, Drafts, Load
 from tandemrl.rollout.engine import Completion, Passes, Request, Sampling
 from tandemrl.rollout.vllm.drafting import Round
-from tandemrl.rollout.vllm.planner import JUNIOR, Pass
+from tandemrl.rollout.vllm.kv_state import JUNIOR
+from tandemrl.rollout.vllm.planner import ForwardPass
 from tandemrl.selection import chunk
 
 pytestmark = VLLM
@@ -86,13 +87,13 @@ def write(monkeypatch: pytest.MonkeyPatch) -> Write:
 
 
 def state(tandem: Any, ids: list[str]) -> list[Any]:
-    """What the next step builds upon, by request: the ledger, the filled blocks, the runners' tokens."""
+    """What the next step builds upon, by request: its counts, the filled blocks, the runners' tokens."""
     planner = tandem.planner
-    ledger, slots = planner.ledger, [planner.slots[id] for id in ids]
-    known = [ledger.length, ledger.author, *ledger.computed, *ledger.sent, *ledger.known, *ledger.changed]
+    state, slots = planner.state, [planner.slots[id] for id in ids]
+    known = [state.length, state.author, *state.computed, *state.sent, *state.known, *state.changed]
     of_requests: list[Any] = [[int(part[slot]) for part in known] for slot in slots]
     for own, id, slot in zip(of_requests, ids, slots, strict=True):
-        own += planner.filled[:, planner._blocks[slot]].tolist()
+        own += state.filled[:, state.blocks[slot]].tolist()
         for runner in tandem.runners.values():
             assert runner.execute_model_state is None
             request, batch = runner.requests.get(id), runner.input_batch
@@ -261,7 +262,7 @@ def test_what_cannot_stay_on_the_device() -> None:
     step = Mock(Round, depths=4, ahead=np.array([3, 1]))
 
     def answer(depth: int = 0, ends: tuple[bool, ...] = (True, True), **runner: Any) -> bool:
-        forward = Mock(Pass, rows=np.arange(len(ends)), ends=np.array(ends))
+        forward = Mock(ForwardPass, rows=np.arange(len(ends)), ends=np.array(ends))
         return stays_on_device(SimpleNamespace(**(POSSIBLE | runner)), step, depth, forward)
 
     assert answer()

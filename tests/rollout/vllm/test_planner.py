@@ -6,9 +6,11 @@ import torch
 
 from helpers import VOCABULARY, strategies
 from tandemrl.rollout.drafting import VLLM_CPU, Drafts, Pair, Size
-from tandemrl.rollout.engine import EngineError, Request, Sampling, replay_turns
+from tandemrl.rollout.engine import EngineError, Passes, Request, Sampling, replay_turns
 from tandemrl.rollout.vllm.drafting import Round
-from tandemrl.rollout.vllm.planner import DRAFTING, JUNIOR, MAX_WAIT, SENIOR, Admission, Planner, check_mode
+from tandemrl.rollout.vllm.kv_state import JUNIOR, SENIOR
+from tandemrl.rollout.vllm.modes import DRAFTING, check_mode
+from tandemrl.rollout.vllm.planner import Admission, Planner
 from tandemrl.rollout.vllm.rows import Row
 from tandemrl.selection import Strategy, alternating, alternating_turns, bernoulli, chunk, solo, turn
 from tandemrl.selection.draws import SAMPLING, fold_in, mix64, stream
@@ -58,7 +60,6 @@ class Simulation:
         self.authors: dict[str, list[int]] = {}
         self.request: dict[str, tuple[int, Strategy]] = {}
         self.preempted: list[str] = []
-        self.waits: dict[str, int] = {}
         self.ahead: dict[str, int] = {}
         self.done: set[str] = set()
         self.histories: dict[int, list[list[int]]] = {}  # by key: own tokens of turns that are over
@@ -170,13 +171,7 @@ class Simulation:
                 self.texts[id] += drafted[id]
                 self.computed[id] = len(self.texts[id]) - 1
             elif self.computed[id] == len(self.texts[id]):
-                if id not in ended[author]:
-                    assert self.planner.mode == "majority", "the author of the next token did not compute it"
-                    self.waits[id] = self.waits.get(id, 0) + 1
-                    assert self.waits[id] <= MAX_WAIT + len(ids)
-                    self.computed[id] -= 1
-                    continue
-                self.waits[id] = 0
+                assert id in ended[author], "the author of the next token did not compute it"
                 tokens[i] = self.random.integers(2, VOCABULARY)
                 self.authors[id].append(int(author))
         self.planner.postprocess(tokens)
@@ -216,7 +211,7 @@ class Simulation:
         return {id: step.tokens[row, : count[row]].tolist() for id, row in step.index.items()}
 
 
-@pytest.mark.parametrize("mode", ["lazy", "majority", "lockstep", "draft", "auto"])
+@pytest.mark.parametrize("mode", ["lazy", "lockstep", "draft", "auto"])
 @pytest.mark.parametrize("caching", [True, False])
 @pytest.mark.parametrize("seed", range(3))
 def test_every_position_is_computed_before_it_is_read(mode, caching, seed) -> None:
@@ -253,7 +248,7 @@ def test_every_position_is_computed_before_it_is_read(mode, caching, seed) -> No
         assert planner.recorded[key] == replay_turns(strategy_of[key], [key], [own]).author[0].tolist()
     planner.finish(list(planner.slots))
     planner.forget_rows()
-    assert sorted(planner._free) == list(range(len(planner._blocks)))
+    assert sorted(planner._free) == list(range(len(planner.state.blocks)))
 
 
 def steps(planner: Planner, strategy: Strategy, *, prompt: int = 5, tokens: int = 12) -> None:
@@ -287,24 +282,6 @@ def test_only_one_model_runs_for_one_decoding_row() -> None:
     steps(planner, bernoulli(0.5))
     assert planner.stats.steps == 12
     assert sum(planner.stats.passes) == 13  # the prompt by both, then one pass per token
-
-
-def test_the_majority_runs_and_nobody_waits_for_ever() -> None:
-    planner = Planner(budget=64, block_size=BLOCK, num_blocks=16, mode="majority")
-    ids = ["a", "b", "c"]
-    strategies_of = [solo("senior"), solo("senior"), solo("junior")]
-    planner.admit([Admission(id, 1, i, s) for i, (id, s) in enumerate(zip(ids, strategies_of, strict=True))])
-    planner.schedule(ids, [0] * 3, [1] * 3, [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9]])
-    planner.postprocess(np.full(3, 5))
-    length, ran = [2, 2, 2], []
-    for _ in range(12):
-        passes = planner.schedule(ids, [n - 1 for n in length], [1] * 3, [None] * 3)
-        assert sum(map(bool, passes)) == 1
-        work = (passes[JUNIOR] or passes[SENIOR])[0]
-        ran.append("".join(work.ids))
-        planner.postprocess(np.where(np.isin(ids, work.ids), 5, -1))
-        length = [n + (id in work.ids) for n, id in zip(length, ids, strict=True)]
-    assert ran == ["ab"] * MAX_WAIT + ["c"] + ["ab"] * 3
 
 
 def test_a_long_catch_up_is_split_and_predicts_once() -> None:
@@ -360,9 +337,9 @@ def test_a_broken_promise_is_an_error_that_names_the_request() -> None:
 
 
 def test_an_unknown_mode_is_refused() -> None:
-    check_mode("majority")
-    with pytest.raises(EngineError, match="mode=majorty: must be one of lazy, majority, lockstep, draft, auto"):
-        check_mode("majorty")
+    check_mode("lockstep")
+    with pytest.raises(EngineError, match="mode=lockstp: must be one of lazy, lockstep, draft, auto"):
+        check_mode("lockstp")
 
 
 def test_finished_requests_leave_nothing_behind() -> None:
@@ -374,7 +351,7 @@ def test_finished_requests_leave_nothing_behind() -> None:
         planner.postprocess(np.full(5, 9))
         planner.finish([*ids, "unknown"])
     assert planner.slots == {}
-    assert len(planner._blocks) == 8  # grown to the five that were there at once, not to all 250
+    assert len(planner.state.blocks) == 8  # grown to the five that were there at once, not to all 250
     assert len(planner.selection._strategies) <= 6
 
 
@@ -393,7 +370,7 @@ def test_drafts_are_chosen_by_what_a_call_has_shown() -> None:
     kinds = [bernoulli(0.5), bernoulli(0.5), bernoulli(0.5), solo("senior"), solo("junior"), bernoulli(0.5)]
     planner.admit([Admission(id, 10 + i, i, kinds[i], drafts=i < 5) for i, id in enumerate(ids)])
     planner.schedule(ids, [0] * 6, [10 + i for i in range(6)], [list(range(8 * i, 8 * i + 8)) for i in range(6)])
-    assert planner.ledger.reads[JUNIOR].tolist()[:6] == planner.ledger.known[JUNIOR].tolist()[:6]
+    assert planner.state.reads[JUNIOR].tolist()[:6] == planner.state.known[JUNIOR].tolist()[:6]
     planner.postprocess(np.full(6, 5))
     chosen = planner.choose(ids)
     assert chosen.load.rows == 5
@@ -402,7 +379,7 @@ def test_drafts_are_chosen_by_what_a_call_has_shown() -> None:
     assert chosen.choice.ahead > 0
     senior_alone, junior_alone = (planner.choose([id]).load.share for id in ids[3:5])
     assert (senior_alone, junior_alone) == (1, 0)
-    planner.count_drafted(1000, 300)
+    planner.count_drafted(Passes(drafted=1000, accepted=300))
     assert planner.choose(ids[3:4]).passes.acceptance == 0.3
     for _ in range(20):
         last = planner.choose(ids[3:4]).choice
@@ -411,7 +388,7 @@ def test_drafts_are_chosen_by_what_a_call_has_shown() -> None:
     for _ in range(100):  # what others write meanwhile: in a server no call ever begins anew
         planner.count_written(both, np.arange(1000) % 2)
     assert planner.choose(ids[3:4]).passes.acceptance is None
-    planner.begin_call()
+    planner.chooser.begin_call()
     assert planner.choose(ids[:3]).passes.acceptance is None
     assert planner.choose(ids[:3]).choice.ahead > 0
 
@@ -422,4 +399,4 @@ def test_nobody_reads_along_where_drafts_do_not_pay() -> None:
         drafts = Drafts(None, Pair(senior, junior, VLLM_CPU))
         planner = Planner(budget=64, block_size=BLOCK, num_blocks=16, mode=mode, drafts=drafts)
         planner.admit([Admission("a", 5, 7, solo("senior"))])
-        assert planner.ledger.reads[JUNIOR, planner.slots["a"]] == reads
+        assert planner.state.reads[JUNIOR, planner.slots["a"]] == reads

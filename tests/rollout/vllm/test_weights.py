@@ -97,7 +97,7 @@ class Stock:
         load_checkpoint_weights(self.runner, model.named_parameters())
 
     def fingerprint(self) -> int:
-        from tandemrl.rollout.vllm.weights import hf_parameters
+        from tandemrl.rollout.vllm.parameters import hf_parameters
 
         return fingerprint(hf_parameters(self.runner))
 
@@ -154,7 +154,7 @@ def test_an_engine_computes_with_the_weights_it_was_sent(stock, kind, dtype):
 
 @pytest.mark.parametrize(("kind", "dtype"), ENGINES)
 def test_every_parameter_is_read_back_under_its_own_name(stock, kind, dtype):
-    from tandemrl.rollout.vllm.weights import hf_parameters
+    from tandemrl.rollout.vllm.parameters import hf_parameters
 
     running, model = stock(kind, dtype), trainer(kind, 3)
     wanted = dict(model.named_parameters())
@@ -282,7 +282,7 @@ def test_a_layer_of_an_unknown_kind_is_refused_by_name(stock, monkeypatch):
 
 def test_a_tied_head_with_an_outdated_copy_of_the_embedding_is_noticed(stock):
     """Stock ``reload_weights`` leaves one behind on a CPU."""
-    from tandemrl.rollout.vllm.weights import _multiplied
+    from tandemrl.rollout.vllm.parameters import _multiplied
 
     running, model = stock("Qwen3", "bfloat16"), trainer("Qwen3", 4)
     running.load(model)
@@ -302,21 +302,21 @@ def test_a_tied_head_with_an_outdated_copy_of_the_embedding_is_noticed(stock):
 def test_the_checksum_of_a_sync_reads_no_packed_layer_twice_and_sees_what_reading_sees(
     stock, kind, dtype, monkeypatch
 ) -> None:
-    from tandemrl.rollout.vllm import weights
-    from tandemrl.rollout.vllm.weights import engine_fingerprint
+    from tandemrl.rollout.vllm import parameters
+    from tandemrl.rollout.vllm.parameters import engine_fingerprint
 
     running, model = stock(kind, dtype), trainer(kind, 5)
     layers = running.runner.get_model().model.layers
     if not hasattr(layers[0].mlp.down_proj, "cpu_linear"):
         pytest.skip("this platform packs no weights")
     read: list[Any] = []
-    original = weights._multiplied
+    original = parameters._multiplied
 
     def noting(layer: Any) -> Tensor:
         read.extend([layer] * hasattr(layer, "cpu_linear"))
         return original(layer)
 
-    monkeypatch.setattr(weights, "_multiplied", noting)
+    monkeypatch.setattr(parameters, "_multiplied", noting)
     for seed in (5, 6):  # each load is summed anew
         model = trainer(kind, seed)
         running.load(model)
@@ -350,7 +350,7 @@ def _stale(pack: Any, self: Any, layer: Any) -> None:
 @pytest.mark.parametrize("wrong", [_scaled, _stale])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_a_layer_that_packs_another_weight_than_it_was_given_is_read(stock, dtype, wrong, monkeypatch) -> None:
-    from tandemrl.rollout.vllm.weights import engine_fingerprint
+    from tandemrl.rollout.vllm.parameters import engine_fingerprint
 
     running, model = stock("Llama", dtype), trainer("Llama", 7)
     layer = running.runner.get_model().model.layers[1].mlp.down_proj
@@ -491,7 +491,8 @@ def sharded(stock, monkeypatch, tmp_path) -> Any:
     [("Qwen3", "bfloat16", 2), ("Qwen3", "float32", 4), ("Llama", "bfloat16", 4), ("Phi3", "float32", 4)],
 )  # with four ranks, every key head is on two of them, and the last one has no row of the vocabulary
 def test_shards_are_loaded_and_gathered(sharded, kind, dtype, world_size):
-    from tandemrl.rollout.vllm.weights import hf_parameters, load_checkpoint_weights
+    from tandemrl.rollout.vllm.parameters import hf_parameters
+    from tandemrl.rollout.vllm.weights import load_checkpoint_weights
 
     group, runners = sharded(kind, dtype, world_size)
     for seed in (0, 1):
@@ -574,7 +575,7 @@ def added(layer: Any, inputs: Tensor, outputs: int) -> Tensor:
 
 def test_a_rank_whose_own_copy_is_outdated_is_noticed(sharded):
     """Two ranks hold every key head, and all ranks hold the norms."""
-    from tandemrl.rollout.vllm.weights import hf_parameters
+    from tandemrl.rollout.vllm.parameters import hf_parameters
 
     group, runners = sharded("Llama", "float32", 4)
     read = lambda: group.run(lambda rank: fingerprint(hf_parameters(runners[rank])))  # noqa: E731
@@ -621,7 +622,7 @@ def _load_here() -> Any:
 def _fingerprint_here() -> Any:
     def read(worker: Any) -> int:
         from tandemrl.rollout.sync import fingerprint
-        from tandemrl.rollout.vllm.weights import hf_parameters
+        from tandemrl.rollout.vllm.parameters import hf_parameters
 
         return fingerprint(hf_parameters(worker.model_runner))
 

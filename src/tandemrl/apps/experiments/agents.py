@@ -11,7 +11,7 @@ from tandemrl.data.rows import Row, encode_prompts
 from tandemrl.evals.measures import Sample
 from tandemrl.models.loading import prepare
 from tandemrl.rewards.scoring import Scorer
-from tandemrl.rollout.envs.episodes import Playground
+from tandemrl.rollout.envs.episodes import EpisodeRunner
 from tandemrl.rollout.envs.factory import make_environment
 from tandemrl.rollout.torch_engine import TorchEngine
 from tandemrl.selection import solo
@@ -25,13 +25,13 @@ def solo_episodes(
     environment = make_environment(config)
     assert environment is not None
     engine = TorchEngine(prepare(copy.deepcopy(model)), None, tokenizer, max_rows=512)
-    with Playground(environment, tokenizer, config.rollout) as playground, Scorer(config.reward) as scorer:
+    with EpisodeRunner(environment, tokenizer, config.rollout) as episode_runner, Scorer(config.reward) as scorer:
         prompts, _ = encode_prompts(
             rows,
             tokenizer,
             max_prompt_tokens=config.data.max_prompt_tokens,
-            opening=lambda row: playground.opening(row).messages,
-            tools=playground.tools,
+            opening=lambda row: episode_runner.opening(row).messages,
+            tools=episode_runner.tools,
         )
         samples = evals.generate_samples(
             {"solo": solo("senior")},
@@ -41,6 +41,6 @@ def solo_episodes(
             profile=evals.profile_of(config.eval),
             samples=1,
             seed=seed,
-            playground=playground,
+            episode_runner=episode_runner,
         )
         return evals.grade(samples, prompts, scorer)

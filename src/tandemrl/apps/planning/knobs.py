@@ -52,7 +52,7 @@ def _tried(config: Config, ranks: int, device: Accelerator) -> Iterator[tuple[st
 def _knobs(config: Config) -> Iterator[tuple[str, Any]]:
     """Yield keys with values to try, those that cost little first. Few need another rehearsal, which takes seconds."""
     rollout, vllm, parallel = config.rollout, config.rollout.vllm, config.parallel
-    if rollout.engine == "torch":
+    if not rollout.kind.reserves:
         yield from (("rollout.max_rows", rows) for rows in (rollout.max_rows // 2, rollout.max_rows // 8) if rows)
     else:
         if not vllm.sleep:

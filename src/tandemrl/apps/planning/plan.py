@@ -29,10 +29,9 @@ from tandemrl.config import Config, ConfigError, ParallelConfig
 from tandemrl.config.rules import check_processes
 from tandemrl.distributed.world import World, imagined_world
 from tandemrl.evals import profile_of
-from tandemrl.losses import RECIPES
 from tandemrl.rollout.engine import Sampling
 from tandemrl.rollout.kv_cache import CACHE_STEP, PREFILL_TOKENS
-from tandemrl.training.arguments import resolve_recipe
+from tandemrl.training.arguments import named_recipe, resolve_recipe
 from tandemrl.training.build import self_paired, shares_base
 from tandemrl.training.profiling import cost_of, update_flops
 from tandemrl.training.state import forward_options
@@ -116,10 +115,10 @@ def plan(config: Config, ranks: int, device: Accelerator) -> Plan:
 
 def _plan(config: Config, world: World, device: Accelerator) -> Plan:
     model, train, rollout, loss = config.model, config.train, config.rollout, config.loss
-    recipe = resolve_recipe(RECIPES[loss.recipe], config)
+    recipe = resolve_recipe(named_recipe(loss), config)
     senior = architecture(model.senior)
     partner = architecture(model.senior if self_paired(model) else str(model.junior))
-    tandem = config.selection.strategy != "solo"
+    tandem = not config.selection.kind.solo
     vocabulary = min(senior.get_text_config().vocab_size, (partner if tandem else senior).get_text_config().vocab_size)
     sampling = Sampling(rollout.max_tokens, rollout.temperature, rollout.top_p, rollout.top_k, rollout.min_p)
     options = forward_options(config, sampling, vocabulary, world)
@@ -131,7 +130,7 @@ def _plan(config: Config, world: World, device: Accelerator) -> Plan:
     if per_update < world.data_size:
         notes.append(
             f"{per_update} sequences per update for {world.data_size} data ranks: {world.data_size - per_update} of "
-            "them learn from nothing; raise train.mini_batch_prompts, train.prompts_per_step or parallel.tp"
+            "them are idle; raise train.mini_batch_prompts, train.prompts_per_step or parallel.tp"
         )
     tokens = min(train.tokens_per_micro_batch, share * longest)
     lengths = (longest,) * (tokens // longest) + ((tokens % longest,) if tokens % longest else ())
@@ -232,7 +231,7 @@ def _frozen(
     alone = world.size == 1
     found: list[tuple[str, PretrainedConfig, str]] = []
     junior = loss.junior_kl_coef > 0
-    if junior and not (alone and config.selection.strategy != "solo" and config.rollout.engine == "torch"):
+    if junior and not (alone and not config.selection.kind.solo and config.rollout.kind.in_trainer):
         found.append(("junior", partner, model.dtype))  # else it is the engine's
     if loss.kl_coef > 0 and not model.lora.rank and not (junior and self_paired(model) and model.dtype == "float32"):
         found.append(("reference", senior, "float32"))
@@ -272,7 +271,7 @@ def _engine(
     logits = LOGITS * rows * vocabulary * 4
     if model.lora.rank and junior is not None and shares_base(config):
         weights["senior"] = 0  # adapters on the junior's weights
-    if rollout.engine == "torch":
+    if not rollout.kind.reserves:
         columns = _columns(config.data.max_prompt_tokens, length)
         waiting = rows * config.has_episodes  # between turns, in the device's memory
         size = rows * columns * per_token + waiting * length * per_token

@@ -6,7 +6,7 @@ this machine are answered: no page from elsewhere can talk to the models.
 
 import json
 from collections.abc import Callable, Mapping
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from importlib.resources import files
 from threading import Lock
 from typing import Any
@@ -24,6 +24,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from tandemrl.apps.asgi import LOOPBACK, limited, refused_host
 from tandemrl.apps.play.duo import Draft, Duo, Piece
 from tandemrl.config import SelectionConfig, load
+from tandemrl.config.strategies import KINDS
 from tandemrl.files import is_unicode
 from tandemrl.rollout.engine import EngineError
 
@@ -37,7 +38,8 @@ HEADERS = {
     "X-Content-Type-Options": "nosniff",
     "Cache-Control": "no-store",
 }
-STRATEGIES = ("word", "word_aligned", "bernoulli", "sentence", "chunk", "alternating", "solo")
+STRATEGIES = tuple(name for name, kind in KINDS.items() if not kind.by_turns)
+DEFAULT = SelectionConfig()
 SELECTABLE: dict[str, tuple[str, ...]] = {
     "strategy": STRATEGIES,
     "first": ("senior", "junior"),
@@ -52,11 +54,12 @@ class Refused(ValueError):
     """A question that cannot be answered; the message says what is wrong with it."""
 
 
-def application(duo: Duo, *, about: Mapping[str, str]) -> Starlette:
+def application(duo: Duo, *, about: Mapping[str, str], begin_with: SelectionConfig = DEFAULT) -> Starlette:
     """The web application.
 
     Args:
         about: what the page calls the ``senior`` and the ``junior``, and the ``prompt`` that it begins with.
+        begin_with: who writes at first. Its strategy may be one of the user's own, which the page then offers, too.
     """
     lock = Lock()  # the models answer one question at a time
 
@@ -76,16 +79,16 @@ def application(duo: Duo, *, about: Mapping[str, str]) -> Starlette:
         return endpoint
 
     def write(body: Mapping[str, Any]) -> dict[str, Any]:
-        return _shown(duo.write(draft_of(body), _whole(body, "count", 1, AT_ONCE)))
+        return _shown(duo.write(draft_of(body, begin_with), _whole(body, "count", 1, AT_ONCE)))
 
     def say(body: Mapping[str, Any]) -> dict[str, Any]:
         text = body.get("text")
         if not isinstance(text, str) or not text or not is_unicode(text):
             raise Refused("text: expected what you typed")
-        return _shown(duo.say(draft_of(body), text))
+        return _shown(duo.say(draft_of(body, begin_with), text))
 
     def begin(body: Mapping[str, Any]) -> dict[str, Any]:
-        return {**about, "strategies": STRATEGIES, "defaults": asdict(SelectionConfig())}
+        return {**about, "strategies": strategies_of(begin_with), "defaults": asdict(begin_with)}
 
     routes = [Route(f"/{each.__name__}", question(each), methods=["POST"]) for each in (begin, write, say)]
     pages = [Route(path, _page(name)) for path, name in {"/": "play.html", **{f"/{n}": n for n in _ASSETS}}.items()]
@@ -145,7 +148,12 @@ async def _body(request: Request) -> Mapping[str, Any]:
     return body
 
 
-def draft_of(body: Mapping[str, Any]) -> Draft:
+def strategies_of(begin_with: SelectionConfig) -> tuple[str, ...]:
+    """The strategies that the page offers: those of one turn, and the one that it begins with."""
+    return tuple(dict.fromkeys((*STRATEGIES, begin_with.strategy)))
+
+
+def draft_of(body: Mapping[str, Any], begin_with: SelectionConfig = DEFAULT) -> Draft:
     """The text that a question brings along.
 
     Raises:
@@ -157,7 +165,7 @@ def draft_of(body: Mapping[str, Any]) -> Draft:
     tokens, authors = (_list(body, name) for name in ("tokens", "authors"))
     if len(tokens) != len(authors) or not set(authors) <= {0, 1}:
         raise Refused("authors: expected 0 or 1 for each of the tokens")
-    selection = _selection(body.get("selection", {}))
+    selection = _selection(body.get("selection", {}), begin_with)
     temperature = body.get("temperature", 1.0)
     if isinstance(temperature, bool) or not isinstance(temperature, (int, float)):
         raise Refused("temperature: expected a number")
@@ -165,15 +173,18 @@ def draft_of(body: Mapping[str, Any]) -> Draft:
     return Draft(prompt, seed, selection, float(temperature), tuple(tokens), tuple(authors))
 
 
-def _selection(given: Any) -> SelectionConfig:
+def _selection(given: Any, begin_with: SelectionConfig) -> SelectionConfig:
     """Who writes. Ranges are those of the configuration."""
     if not isinstance(given, dict) or not set(given) <= set(SELECTABLE):
         raise Refused(f"selection: expected an object with any of {', '.join(SELECTABLE)}")
     for name, value in given.items():
-        allowed = SELECTABLE[name]
+        allowed = strategies_of(begin_with) if name == "strategy" else SELECTABLE[name]
         if isinstance(value, bool) or not (value in allowed if allowed else isinstance(value, (int, float))):
             raise Refused(f"selection.{name}: expected {'one of ' + ', '.join(allowed) if allowed else 'a number'}")
-    return load(overrides=[f"selection.{name}={value}" for name, value in given.items()]).selection
+    given = {"strategy": begin_with.strategy, **given}
+    chosen = load(overrides=[f"selection.{name}={value}" for name, value in given.items()]).selection
+    own = begin_with.parameters if chosen.strategy == begin_with.strategy else {}
+    return replace(chosen, parameters=own)
 
 
 def _list(body: Mapping[str, Any], name: str) -> list[int]:

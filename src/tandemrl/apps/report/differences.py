@@ -14,12 +14,12 @@ def paired_differences(setting: Setting, say: Callable[[str], None]) -> tuple[Co
     Args:
         say: called with a sentence if two arms cannot be compared, as with other problems or another number of samples.
     """
-    first, *others = [arm for arm in setting.arms if arm.evaluations] or [None]
-    if setting.contrasts or first is None:
+    evaluated = [arm for arm in setting.arms if arm.evaluations]
+    if setting.contrasts or not evaluated:
         return setting.contrasts
+    first, *others = evaluated
     found: list[ContrastRecord] = []
     for arm in others:
-        assert arm is not None
         try:
             contrasts = compare(_evaluations(arm), _evaluations(first))
         except (CompareError, EvalError) as error:

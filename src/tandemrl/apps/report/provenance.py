@@ -9,6 +9,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from tandemrl.apps.report.records import SEED, ArmRecord, EvaluationRecord, Records, RunRecord, Setting
+from tandemrl.config import Config, leaves
+from tandemrl.config.fields import is_own
 from tandemrl.config.plain import flatten
 
 ENOUGH_SEEDS = 5
@@ -17,6 +19,9 @@ SUITE = {"pass-at-k", "tandem", "handoff", "legibility", "drift"}
 """The phases of ``tandemrl eval all``, without that of a judge."""
 SEEDED = {"train.seed", "output_dir", "digests", "threads"}
 """Config keys (or their first parts) in which the seeds of one arm may differ."""
+
+_COMPONENTS = {key.key for key in leaves(Config()) if key.allowed and key.allowed.names}
+"""Config keys that name a component, which may be the user's own."""
 
 
 class Source(NamedTuple):
@@ -85,6 +90,7 @@ def caveats(records: Records) -> list[str]:
     return [
         *_torn(records),
         *_functions(records),
+        *_modules(records),
         *_seeds(records),
         *_unequal(records),
         *_trouble(records),
@@ -117,6 +123,18 @@ def _functions(records: Records) -> Iterable[str]:
                     f"{_name(setting, arm)}{_of(run.seed)} {trained} with a Python function as {name}: {function}. Its "
                     "config.yaml alone cannot repeat it."
                 )
+
+
+def _modules(records: Records) -> Iterable[str]:
+    for setting, arm in _arms(records):
+        for run in arm.runs:
+            named = ((key, str(value)) for key, value in flatten(run.config).items() if _names_component(key))
+            if own := ", ".join(f"{key}={value}" for key, value in named if is_own(value)):
+                yield f"{_name(setting, arm)}{_of(run.seed)} was trained with {own}, in modules that its folder lacks."
+
+
+def _names_component(key: str) -> bool:
+    return key in _COMPONENTS or key.startswith("reward.scorers.")
 
 
 def _seeds(records: Records) -> Iterable[str]:

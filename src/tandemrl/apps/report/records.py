@@ -23,8 +23,8 @@ from tandemrl.evals.stats import Interval
 from tandemrl.training.tracking import STOPPED
 
 SEED = re.compile(r"seed-(\w+)")
-NO_ENTRY = {"hf", "checkpoints", "wandb"}
-"""Folders of weights and back-ends, which hold no results."""
+NO_ENTRY = {"hf", "checkpoints", "wandb", "eval_texts"}
+"""Folders of weights, back-ends and texts, which hold no results."""
 FIRST_ARMS = ("base", "grpo", "kl", "tandem")
 """The order of the arms that every experiment has; others follow by name."""
 MEASURES: dict[str, tuple[Phase, str]] = {

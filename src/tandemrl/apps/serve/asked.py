@@ -287,8 +287,9 @@ def _with_parameters(tool: Schema) -> Schema:
 
 def _is_tool(tool: Any) -> bool:
     function = tool.get("function") if isinstance(tool, dict) and tool.get("type") == "function" else None
-    named = isinstance(function, dict) and isinstance(function.get("name"), str)
-    return named and isinstance(function.get("parameters") or {}, dict)
+    if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+        return False
+    return isinstance(function.get("parameters") or {}, dict)
 
 
 def _logprobs(body: Mapping[str, Any], *, chat: bool) -> bool:

@@ -12,7 +12,8 @@ from dataclasses import replace
 from typing import Any, NamedTuple, get_args
 
 from tandemrl.apps.serve.conversations import NEW, Conversation, Refused
-from tandemrl.config import SelectionConfig, StrategyName
+from tandemrl.config import SelectionConfig
+from tandemrl.config.strategies import KINDS
 from tandemrl.selection import Who
 from tandemrl.selection.draws import mix64
 
@@ -146,7 +147,7 @@ def selection_of(overrides: Any, default: SelectionConfig) -> SelectionConfig:
             raise Refused(f"tandem.{name}: expected {_FIELDS[name][-1].__name__}, got {json.dumps(value)}")
         if isinstance(value, int) and abs(value) > MAX_WHOLE:  # the workers compute with 64 bits and die of more
             raise Refused(f"tandem.{name}: expected at most {MAX_WHOLE}, got {value}")
-    for name, allowed in {"strategy": get_args(StrategyName), "first": get_args(Who), "solo": get_args(Who)}.items():
+    for name, allowed in {"strategy": (*KINDS,), "first": get_args(Who), "solo": get_args(Who)}.items():
         if overrides.get(name, allowed[0]) not in allowed:
             raise Refused(f"tandem.{name}: {overrides[name]!r} is none of {', '.join(allowed)}")
     overrides = {name: value for name, value in overrides.items() if name != "conversation"}

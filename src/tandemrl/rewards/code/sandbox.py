@@ -176,8 +176,8 @@ class Sandbox:
                 trouble = str(error) or "it died"
             finally:
                 self.seconds += time.monotonic() - start
-                last_words = self.close()
-        return Outcome("crash", message=f"the sandbox did not outlive this test, twice: {last_words or trouble}")
+                stderr_tail = self.close()
+        return Outcome("crash", message=f"the sandbox did not outlive this test, twice: {stderr_tail or trouble}")
 
     def layers(self) -> dict[str, Layer]:
         """Which layers hold here. A layer that does not hold raises no error."""

@@ -5,7 +5,7 @@ from typing import Any
 
 from tandemrl.config import JudgeConfig
 from tandemrl.data.messages import sound
-from tandemrl.processes.http import Client, Passing, Response, Service, chat_message, start
+from tandemrl.processes.http import Client, Response, RetryableError, Service, chat_message, excerpt
 from tandemrl.rewards.judge.rubric import JudgeError, Messages
 
 
@@ -63,8 +63,8 @@ def _reply(response: Response) -> str:
     """The text of a chat completion. It is "" if there is none, as from a model that never stopped thinking."""
     message = chat_message(response)
     if "content" not in message:
-        raise Passing(f"not a chat completion: {start(response.body)}")
+        raise RetryableError(f"not a chat completion: {excerpt(response.body)}")
     content = message["content"]
     if content is not None and not isinstance(content, str):
-        raise Passing(f"not a text: {start(response.body)}")
+        raise RetryableError(f"not a text: {excerpt(response.body)}")
     return sound(content or "")

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 from tandemrl.config import JudgeConfig, RewardConfig
 from tandemrl.data.rows import DataError, Row
+from tandemrl.data.rubric import FIELDS, fill
 from tandemrl.rewards.protocol import GraderError, Score
 
 Messages = Sequence[Mapping[str, str]]
@@ -115,7 +116,8 @@ def parse_score(text: str) -> float | None:
     """The score after the last "Total Score" of a reply, from 0 to 1, or None if there is none that can be trusted.
 
     A reply without these words counts only if it consists of the score alone. Scores are out of 10, and the result is
-    clamped to [0, 1]. Another denominator, a sum, a range, a percentage or a number that is not finite gives None.
+    clamped to [0, 1]. Another denominator, a sum, a range, a percentage or a number that is not finite gives None. The
+    table in docs/howto/judge.md lists what the published code reads otherwise.
 
     Examples:
         >>> [parse_score(text) for text in ("**Total Score: 7/10**", "Total Score: [8.5/10 points]", "about seven")]
@@ -134,7 +136,7 @@ def parse_score(text: str) -> float | None:
             return None
     elif re.match(r"\w|[.,]\w|\s*[-–—~]\s*[0-9]", rest) or re.search(r"[/=+%]", rest.partition("\n")[0]):
         return None
-    value = float(score["score"])
+    value = float(score["score"].replace("−", "-"))
     return min(max(value / FULL_MARKS, 0.0), 1.0) if value < float("inf") else None
 
 
@@ -281,8 +283,7 @@ class JudgePool:
             return None
         fields = {"MODEL_ANSWER": lambda: answer, "QUESTION": lambda: _question(row)}
         fields |= {"GROUND_TRUTH_ANSWER": lambda: row.ground_truth, "CRITERIA": lambda: _criteria(row)}
-        # In one pass: a response that contains {{CRITERIA}} is text like any other.
-        return _FIELD.sub(lambda field: fields[field[1]](), self.template.text)
+        return fill(self.template.text, lambda field: fields[field]())
 
     def _reward(self, rule: Score, asked: bool, mark: float | None) -> Score:
         mode, weight = self.config.mode, self.config.weight
@@ -363,13 +364,11 @@ def repeats(text: str, length: int) -> bool:
 
 # --------------------------------------------------------------------------------------------------------------------
 
-FIELDS = ("QUESTION", "CRITERIA", "GROUND_TRUTH_ANSWER", "MODEL_ANSWER")
-_FIELD = re.compile(r"\{\{(" + "|".join(FIELDS) + r")\}\}")
 _DECORATION = " \t\r\n:*_`[](){}|'\"$>"
 _MARK = re.compile(r"total score", re.IGNORECASE)
 _SCORE = re.compile(
     r"""[\s:*_`\[({|'"$>=]* (?: out\ of\ 10 [\s:*)\]]* )?
-        (?P<score> [-+]? (?: [0-9]+ (?:\.[0-9]*)? | \.[0-9]+ ) )
+        (?P<score> [-−+]? (?: [0-9]+ (?:\.[0-9]*)? | \.[0-9]+ ) )
         (?: \s* (?:points?|pts) \b )?
         (?: [\s*_`\])}|'"$]* (?:/|out\ of) [\s*_`\[({$]* (?P<total> [0-9]+ (?:\.[0-9]+)? ) )?""",
     re.VERBOSE | re.IGNORECASE,

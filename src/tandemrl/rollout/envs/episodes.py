@@ -32,11 +32,11 @@ from tandemrl.rollout.envs.worker import answering
 WORKER = (sys.executable, "-P", "-m", "tandemrl.rollout.envs.worker")
 COUNTS = ("turns", "tool_calls", "tool_errors", "invalid_calls", "tool_timeouts", "cut_results")
 """The counts that the library keeps of every episode, beside those that the environment returns."""
-_NOT_THEIRS = {*COUNTS, "world_tokens"} - {"tool_errors"}
+RESERVED_METRICS = {*COUNTS, "world_tokens"} - {"tool_errors"}
 """Names that an environment must not use for its counts, since the library's own metrics have them."""
 
 
-class Playground:
+class EpisodeRunner:
     """An environment together with a tokenizer and limits, ready for episodes. It lives as long as a run.
 
     It renders the schemas of the tools, opens the episode of a row, and makes one `Episodes` for each call of
@@ -67,7 +67,7 @@ class Playground:
         template_arguments: Mapping[str, Any] = DEFAULT_ARGUMENTS,
     ) -> None:
         self.environment = environment
-        self.name = type(environment).__name__ if config.environment == "single" else config.environment
+        self.name = config.environment if config.environment_kind.turns else type(environment).__name__
         self.tools = environment.tool_schemas()
         """The schemas of the tools, for the chat template."""
         self.schemas = {schema["function"]["name"]: schema for schema in self.tools}
@@ -154,7 +154,7 @@ class Playground:
         """End the processes of the environment. The next call of the environment starts new ones."""
         self.caller.close()
 
-    def __enter__(self) -> "Playground":
+    def __enter__(self) -> "EpisodeRunner":
         return self
 
     def __exit__(
@@ -163,17 +163,17 @@ class Playground:
         self.close()
 
 
-def make_playground(
+def make_episode_runner(
     config: Config,
     tokenizer: Any,
     *,
     environment: Environment | None = None,
     eos_token_ids: Collection[int] | None = None,
-) -> Playground | None:
-    """The playground of ``rollout.environment``, or None for ``single``, where a prompt gets one response.
+) -> EpisodeRunner | None:
+    """The `EpisodeRunner` of ``rollout.environment``, or None for ``single``, where a prompt gets one response.
 
     Args:
-        environment: an environment to use instead of the configured one. It runs in threads; see `Playground`.
+        environment: an environment to use instead of the configured one. It runs in threads; see `EpisodeRunner`.
         eos_token_ids: the ids that end a turn for the engine (``models.loading.eos_token_ids``). None stands for the
             tokenizer's EOS token.
 
@@ -181,7 +181,7 @@ def make_playground(
         ConfigError: there is no such environment, or it does not work with the tokenizer.
     """
     made = partial(
-        Playground,
+        EpisodeRunner,
         tokenizer=tokenizer,
         config=config.rollout,
         eos_token_ids=eos_token_ids,
@@ -208,8 +208,8 @@ class Episodes:
     although no author has seen it.
     """
 
-    def __init__(self, playground: Playground) -> None:
-        self._playground = playground
+    def __init__(self, episode_runner: EpisodeRunner) -> None:
+        self._runner = episode_runner
         self._episodes: dict[int, _Episode] = {}
         self._replies: deque[Reply] = deque()
         self._awaited = 0
@@ -218,17 +218,17 @@ class Episodes:
 
     def submit(self, turn: Turn) -> None:
         """See `Responder`."""
-        world = self._playground
+        runner = self._runner
         if turn.number not in self._episodes:
             if not isinstance(turn.task, Row):
-                raise EngineError(f"environment {world.name}: Request.task must be the row, got {turn.task!r:.100}")
+                raise EngineError(f"environment {runner.name}: Request.task must be the row, got {turn.task!r:.100}")
             self._episodes[turn.number] = _Episode(turn.task, self._state(turn.task))
-        episode, message = self._episodes[turn.number], world.message(turn)
+        episode, message = self._episodes[turn.number], runner.message(turn)
         episode.messages.append(message)
         calls, invalid = message.get("tool_calls", ()), message.get("invalid_calls", ())
         episode.counts.update(turns=1, tool_calls=len(calls), invalid_calls=len(invalid))
         self._awaited += 1
-        world.caller.call(
+        runner.caller.call(
             (episode.row, episode.state, message),
             lambda outcome: self._answer(turn, message, outcome),
             key=episode.row.example_id,
@@ -237,13 +237,13 @@ class Episodes:
     def replies(self, *, wait: bool) -> list[Reply]:
         """See `Responder`."""
         if wait and not self._replies and not self._awaited:
-            raise EngineError(f"environment {self._playground.name}: an answer is awaited, but no turn was submitted")
+            raise EngineError(f"environment {self._runner.name}: an answer is awaited, but no turn was submitted")
         try:
-            self._playground.caller.poll(wait=wait and not self._replies)
+            self._runner.caller.poll(wait=wait and not self._replies)
         except ProcessError as error:
             self._failure = str(error)
         if self._failure is not None:
-            raise EngineError(f"environment {self._playground.name}: {self._failure}")
+            raise EngineError(f"environment {self._runner.name}: {self._failure}")
         ready = list(self._replies)
         self._replies.clear()
         return ready
@@ -263,17 +263,17 @@ class Episodes:
         """
         if self._unanswered == self._asked > 1:
             raise EngineError(
-                f"environment {self._playground.name}: none of {self._asked} turns was answered: all took more than "
-                f"{self._playground.tool_timeout_s:g} s or crashed; raise rollout.tool_timeout_s if the machine is slow"
+                f"environment {self._runner.name}: none of {self._asked} turns was answered: all took more than "
+                f"{self._runner.tool_timeout_s:g} s or crashed; raise rollout.tool_timeout_s if the machine is slow"
             )
 
     def _state(self, row: Row) -> State:
         """The state that an episode begins with, as a JSON value."""
-        state = self._playground.opening(row).state
+        state = self._runner.opening(row).state
         try:
             return sound(json.loads(json.dumps(state, allow_nan=False)))
         except (TypeError, ValueError) as error:
-            name = self._playground.name
+            name = self._runner.name
             raise EngineError(
                 f"environment {name}: row {row.example_id}: its state is no JSON value: {error}"
             ) from error
@@ -282,21 +282,21 @@ class Episodes:
         """Record the outcome of a turn in its episode, and render the answer to token ids."""
         self._awaited -= 1
         stamp()
-        world, episode = self._playground, self._episodes[turn.number]
-        if message.get("tool_calls") or not world.tools:
+        runner, episode = self._runner, self._episodes[turn.number]
+        if message.get("tool_calls") or not runner.tools:
             self._asked += 1
             self._unanswered += outcome.how in ("timeout", "death")
         if outcome.how == "result":
             answer = sound(outcome.value)
             said, over, fault = answer["messages"], answer["over"], self._fault(answer)
         else:
-            what = f"no answer within {world.tool_timeout_s:g} s" if outcome.how == "timeout" else "the tool crashed"
-            said, over = [{"role": "tool" if world.tools else "user", "content": f"Error: {what}"}], False
+            what = f"no answer within {runner.tool_timeout_s:g} s" if outcome.how == "timeout" else "the tool crashed"
+            said, over = [{"role": "tool" if runner.tools else "user", "content": f"Error: {what}"}], False
             fault = outcome.value if outcome.how == "error" else None
             episode.counts["tool_timeouts" if outcome.how == "timeout" else "tool_errors"] += 1
         try:
-            ended = turn.tokens[-1:].tolist() == [world.rendering.end_of_turn]
-            rendered = world.rendering.context(said, ended=ended) if said and fault is None else None
+            ended = turn.tokens[-1:].tolist() == [runner.rendering.end_of_turn]
+            rendered = runner.rendering.context(said, ended=ended) if said and fault is None else None
         except ConfigError as error:
             fault = str(error)
         if fault is not None:
@@ -308,7 +308,7 @@ class Episodes:
         if rendered is not None:
             episode.messages += rendered.messages
             episode.counts["cut_results"] += rendered.cut
-        stop: StopReason | None = None if over or turn.index + 1 < world.max_turns else "turns"
+        stop: StopReason | None = None if over or turn.index + 1 < runner.max_turns else "turns"
         context = () if over or stop or rendered is None else rendered.tokens
         self._replies.append(Reply(turn.number, context, stop))
 
@@ -320,12 +320,12 @@ class Episodes:
                 return f"its answer has a message that is not of a tool or user with a text: {message!r:.200}"
             if unknown := message.keys() - {"role", "content", "name"}:
                 return f"its answer has a message with the key {min(unknown)!r}, which is not shown"
-            if message.get("name") not in (None, *self._playground.schemas):
+            if message.get("name") not in (None, *self._runner.schemas):
                 return f"its answer names the tool {message['name']!r}, which it does not have"
         counts = answer["counts"]
         if not isinstance(counts, Mapping) or not all(isinstance(count, int | float) for count in counts.values()):
             return f"its answer counts what is no number: {counts!r:.200}"
-        if taken := _NOT_THEIRS & counts.keys():
+        if taken := RESERVED_METRICS & counts.keys():
             return f"its answer counts {min(taken)!r}, which is the library's to count; give it another name"
         return None if answer["messages"] or answer["over"] else "its answer is empty, and the episode is not over"
 

@@ -1,8 +1,8 @@
 """Questions that take several hops through documents: the authors search and read until they ``complete`` the episode
 with an answer and its sources.
 
-The documents are those of the row (`data.documents`), or of ``retrieval.index``. Only indexes of texts are kept between
-calls.
+The documents are those of the row (`data.documents`), of ``retrieval.index``, or of a service. Only indexes of texts
+are kept between calls.
 """
 
 from collections.abc import Sequence
@@ -51,10 +51,10 @@ class MultihopEnvironment(Environment):
         """
         if self.retrieval.index is not None:
             _check_supporting(row, self.retrieval.index)
-        if self.retrieval.index is None and not documents_of(row):
+        if self.retrieval.index is None and not self.retrieval.kind.hosted and not documents_of(row):
             raise DataError(
                 f"row {row.example_id}: no documents in 'extra_info.docs' to search in; build the data with `tandemrl "
-                "data build musique`, or set retrieval.index"
+                "data build musique`, or set retrieval.index, or retrieval.retriever=search"
             )
         if row.messages[0]["role"] == "system":
             return Opening(row.messages, {})
@@ -85,7 +85,7 @@ def multihop(config: Config) -> MultihopEnvironment:
             since `prepare` loads them.
     """
     environment = MultihopEnvironment(config.retrieval)
-    if config.retrieval.retriever not in ("semantic", "hybrid"):
+    if not config.retrieval.kind.model:
         environment.prepare()
     return environment
 

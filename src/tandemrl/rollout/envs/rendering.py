@@ -319,7 +319,7 @@ class Rendering:
         apart, together = self._tokenizer.decode([*chain(*pieces)]), self._tokenizer.decode([*self._ids(text)])
         if apart != together:
             raise ConfigError(
-                f"{self._name}: {together!r} tokenised in pieces, as the world's words are, becomes {apart!r}. Use a "
+                f"{self._name}: {together!r} tokenised in pieces, as observations are, becomes {apart!r}. Use a "
                 "tokenizer that adds no spaces: in tokenizer.json, Metaspace with prepend_scheme=never, or ByteLevel"
             )
 

@@ -11,10 +11,13 @@ from pathlib import Path
 import numpy as np
 
 from tandemrl.config import RetrievalConfig
-from tandemrl.data import hops
+from tandemrl.config.components import retriever_kind
+from tandemrl.data import hops as worlds
 from tandemrl.data.documents import Document, documents_of
 from tandemrl.data.rows import Row
+from tandemrl.processes.names import made
 from tandemrl.rollout.envs.bm25 import Corpus, WordIndex, best
+from tandemrl.rollout.envs.environment import BrokenEnvironmentError
 from tandemrl.rollout.envs.semantic import make_relevance
 
 Retriever = Callable[[Row, str, int], list[Document]]
@@ -34,35 +37,49 @@ def make_retriever(config: RetrievalConfig) -> Retriever:
     Raises:
         BrokenEnvironmentError: a package, a model or an index that it needs is missing.
     """
-    if config.retriever == "golden":
-        return golden
-    if config.retriever == "hops":
-        return generated
-    if config.index is not None:
-        corpus = open_corpus(config.index)
-        return lambda row, query, count: corpus.search(query, count)
-    if config.retriever == "semantic":
-        return within_row(semantic(config))
-    if config.retriever == "hybrid":
-        merge = {"rrf": reciprocal_ranks, "halves": halves}[config.merge]
-        return within_row(merge(semantic(config), lexical()))
-    return within_row(lexical())
+    retriever: Retriever = made(
+        retriever_kind(config.retriever).path,
+        f"retrieval.retriever={config.retriever}",
+        BrokenEnvironmentError,
+        config.parameters,
+        config=lambda: config,
+    )
+    return retriever
+
+
+def bm25(config: RetrievalConfig) -> Retriever:
+    """By words, in the documents of the row or in a corpus."""
+    if config.index is None:
+        return within_row(by_words())
+    corpus = open_corpus(config.index)
+    return lambda row, query, count: corpus.search(query, count)
+
+
+def golden() -> Retriever:
+    """All supporting documents of the row, whatever the query and the count are."""
+    return lambda row, query, count: [document for document in documents_of(row) if document.supporting]
+
+
+def hops() -> Retriever:
+    """In a generated world (`data.hops`), in the language of the query."""
+    return lambda row, query, count: worlds.search(documents_of(row), query, count)
+
+
+def semantic(config: RetrievalConfig) -> Retriever:
+    """By a model or a service."""
+    return within_row(by_relevance(config))
+
+
+def hybrid(config: RetrievalConfig) -> Retriever:
+    """By relevance and by words, merged."""
+    merge = {"rrf": reciprocal_ranks, "halves": halves}[config.merge]
+    return within_row(merge(by_relevance(config), by_words()))
 
 
 @lru_cache(maxsize=1)
 def open_corpus(index: str) -> Corpus:
     """The corpus in the folder of ``retrieval.index``, which is opened once."""
     return Corpus(Path(index))
-
-
-def golden(row: Row, query: str, count: int) -> list[Document]:
-    """A retriever that returns all supporting documents of the row, whatever the query and the count are."""
-    return [document for document in documents_of(row) if document.supporting]
-
-
-def generated(row: Row, query: str, count: int) -> list[Document]:
-    """A retriever for a generated world (`data.hops`), which searches in the language of the query."""
-    return hops.search(documents_of(row), query, count)
 
 
 def within_row(ranking: Ranking) -> Retriever:
@@ -75,14 +92,14 @@ def within_row(ranking: Ranking) -> Retriever:
     return search
 
 
-def lexical() -> Ranking:
+def by_words() -> Ranking:
     """The ranking by words (BM25). The texts of a question are indexed once."""
     WordIndex(["a text"])  # a package that is missing is missed now
     index = lru_cache(KEPT)(WordIndex)
     return lambda query, texts, count: best(index(texts).scores(query), count)
 
 
-def semantic(config: RetrievalConfig) -> Ranking:
+def by_relevance(config: RetrievalConfig) -> Ranking:
     """The ranking by a model or a service."""
     relevance = make_relevance(config)
     return lambda query, texts, count: best(relevance(query, texts), count)

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from tandemrl.config import RetrievalConfig
-from tandemrl.processes.http import Client, Passing, Refused, Response, Service, start
+from tandemrl.processes.http import Client, PermanentError, Response, RetryableError, Service, excerpt
 from tandemrl.rollout.envs.environment import BrokenEnvironmentError
 
 Relevance = Callable[[str, tuple[str, ...]], np.ndarray]
@@ -108,7 +108,7 @@ def _scores(response: Response, count: int) -> np.ndarray:
     """The scores in the answer of a rerank service: ``{"results": [{"index", "relevance_score"}]}``, or TEI's
     ``[{"index", "score"}]``."""
     if response.status == 404:
-        raise Refused(f"HTTP 404: {start(response.body)}; retrieval.url must end where /rerank begins")
+        raise PermanentError(f"HTTP 404: {excerpt(response.body)}; retrieval.url must end where /rerank begins")
     ranking = response.json()
     scores: dict[int, float] = {}
     try:
@@ -116,7 +116,7 @@ def _scores(response: Response, count: int) -> np.ndarray:
             scores[int(each["index"])] = float(each["relevance_score" if "relevance_score" in each else "score"])
         return np.array([scores[place] for place in range(count)])
     except (KeyError, TypeError, ValueError):
-        raise Passing(f"not a ranking of {count} documents: {start(response.body)}") from None
+        raise RetryableError(f"not a ranking of {count} documents: {excerpt(response.body)}") from None
 
 
 # ---- a model in this process ---------------------------------------------------------------------------------------

@@ -1,5 +1,7 @@
-"""The process in which an environment answers, which `episodes.Playground` starts and kills. It does not import torch
-by itself."""
+"""The process in which an environment answers, which `episodes.EpisodeRunner` starts and kills.
+
+It does not import torch by itself.
+"""
 
 import json
 from collections.abc import Callable

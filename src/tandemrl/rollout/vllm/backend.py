@@ -6,6 +6,7 @@ import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -22,7 +23,7 @@ try:
 
     from tandemrl.rollout.vllm.settings import TandemOptions
     from tandemrl.rollout.vllm.versions import STARTING, keep_running
-    from tandemrl.rollout.vllm.weights import export_weights, write_weights
+    from tandemrl.rollout.vllm.weights import send_weights
     from tandemrl.rollout.vllm.worker import tandem_arguments
 except ImportError as error:
     raise ImportError(
@@ -161,20 +162,8 @@ class Backend:
             EngineError: the weights do not match the engine's model, or requests are still running.
         """
         self.wake("weights")
-        named = list(weights)
-        if self.in_process:
-            self.call("tandem_load", named)
-        elif self._shares_gpu and all(tensor.device.type == "cuda" for _, tensor in named):
-            handles, kept = export_weights(named)
-            self.call("tandem_load", handles)
-            del kept
-            torch.cuda.ipc_collect()
-        else:
-            path = write_weights(named, dtype=getattr(torch, self.dtype))
-            try:
-                self.call("tandem_load", str(path))
-            finally:
-                path.unlink(missing_ok=True)
+        load, dtype = partial(self.call, "tandem_load"), getattr(torch, self.dtype)
+        send_weights(weights, load, in_process=self.in_process, shares_gpu=self._shares_gpu, dtype=dtype)
         if not self.llm.reset_prefix_cache():
             raise EngineError("vLLM kept KV of the old weights: requests are still running")
 

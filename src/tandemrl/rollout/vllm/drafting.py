@@ -17,7 +17,9 @@ import torch
 from jaxtyping import Int64
 from torch import Tensor
 
-from tandemrl.rollout.vllm.planner import JUNIOR, SENIOR, Pass, Planner
+from tandemrl.rollout.drafting import count_accepted
+from tandemrl.rollout.vllm.kv_state import JUNIOR, SENIOR
+from tandemrl.rollout.vllm.planner import ForwardPass, Planner
 from tandemrl.selection.draws import fold_in
 
 
@@ -45,20 +47,20 @@ class Round:
         self.index = {id: i for i, id in enumerate(self.ids)}
         self.slots, self.ahead = slots[self.rows], ahead
         self.depths = int(ahead.max()) + 1
-        ledger = planner.ledger
-        self._length = ledger.length[self.slots]
+        state = planner.state
+        self._length = state.length[self.slots]
         self.outputs = planner.outputs[self.rows]
         """How many tokens each row had written in this turn before the round."""
-        self._computed = ledger.computed[:, self.slots]
-        counters = planner.written(self.slots)[:, None] + np.arange(self.depths)
+        self._computed = state.computed[:, self.slots]
+        counters = state.written(self.slots)[:, None] + np.arange(self.depths)
         self.keys: Int64[Tensor, "b d"] = fold_in(
-            torch.from_numpy(ledger.stream[self.slots])[:, None], torch.from_numpy(counters)
+            torch.from_numpy(state.stream[self.slots])[:, None], torch.from_numpy(counters)
         )
         """The key that the token at each (row, depth) is drawn with, whichever model draws it."""
         shape = len(self.slots), self.depths
         self.tokens = np.zeros(shape, np.int64)
         self.authors = np.zeros(shape, np.int64)
-        self.authors[:, 0] = ledger.author[self.slots]
+        self.authors[:, 0] = state.author[self.slots]
         self._drafted = np.zeros(shape, bool)
         self._corrected = np.zeros(shape, bool)
         self._marks = [planner.selection.mark(torch.from_numpy(self.slots))]
@@ -89,7 +91,7 @@ class Round:
         for row in self.reads.nonzero()[0].tolist():
             yield self.ids[row], self.tokens[row, : last[row]].tolist()
 
-    def draft_passes(self, depth: int) -> list[Pass]:
+    def draft_passes(self, depth: int) -> list[ForwardPass]:
         """The junior's forward passes for the tokens at ``depth``. The last depth may need none."""
         # A pass reads the token in a slot and draws the next one, which needs no slot. So at its last slot a row needs
         # a token only if the junior is the author, but no guess. It takes part anyway where other rows do, since its KV
@@ -121,7 +123,7 @@ class Round:
         going = np.flatnonzero(self.ahead > depth)
         planner.check_writers(self.slots[going], self.authors[going, depth + 1], [self.ids[i] for i in going.tolist()])
 
-    def catch_up_passes(self) -> list[Pass]:
+    def catch_up_passes(self) -> list[ForwardPass]:
         """The senior's forward passes over tokens before the drafts that it has not read.
 
         There are none if these tokens and the drafts fit into one pass together.
@@ -133,7 +135,7 @@ class Round:
         before = self._length - 1
         return self._passes(SENIOR, wanted & (self._computed[SENIOR] < before), before, self.outputs, wanted=False)
 
-    def verify_pass(self) -> Pass | None:
+    def verify_pass(self) -> ForwardPass | None:
         """The senior's forward pass over each draft up to its own last token; None if it is the author of no token."""
         last = self.last
         passes = self._passes(SENIOR, self.reads, self._length + last, self.outputs + last, wanted=True)
@@ -156,12 +158,13 @@ class Round:
     def settle(self) -> np.ndarray:
         """Discard what follows corrections and stops, and return how many tokens each row has written in the round.
 
-        The ledger is then as if these tokens had been written one by one.
+        The planner's state is then as if these tokens had been written one by one; ``KVState.keep_prefix`` says what
+        that means for the KV caches.
 
         Raises:
             EngineError: a strategy chose an author that its ``writers`` exclude.
         """
-        planner, ledger, slots = self.planner, self.planner.ledger, self.slots
+        planner, state, slots = self.planner, self.planner.state, self.slots
         senior, depth = self.senior, np.arange(self.depths)
         first = np.where(self._corrected.any(1), self._corrected.argmax(1), self.depths)
         count = np.minimum(first, self.ahead) + 1
@@ -170,23 +173,21 @@ class Round:
                 written = self.tokens[row, : count[row]].tolist()
                 count[row] = next((d + 1 for d, token in enumerate(written) if token in stops), count[row])
         kept = depth < count[:, None]
-        guesses = senior & self._drafted & kept
-        planner.count_drafted(int(guesses.sum()), int((guesses & ~self._corrected).sum()))
+        planner.count_drafted(count_accepted(senior & self._drafted & kept, ~self._corrected))
         planner.count_written(slots[kept.nonzero()[0]], self.authors[kept])
-        ledger.length[slots] = length = self._length + count
-        for who in (JUNIOR, SENIOR):
-            computed = ledger.computed[who, slots] = np.minimum(ledger.computed[who, slots], length - 1)
-            planner.mark_filled(who, slots, self._computed[who], computed)
+        state.keep_prefix(slots, self._length + count, self._computed)
         at, last = torch.from_numpy(slots), count - 1
         planner.selection.rewind(at, self._marks, torch.from_numpy(last))
         tokens = torch.from_numpy(self.tokens[np.arange(len(slots)), last])
-        ledger.author[slots] = planner.selection.step(at, tokens).numpy()
-        planner.check_writers(slots, ledger.author[slots], self.ids)
+        state.author[slots] = planner.selection.step(at, tokens).numpy()
+        planner.check_writers(slots, state.author[slots], self.ids)
         return count
 
     # ---------------------------------------------------------------------------------------------------------- details
 
-    def _passes(self, who: int, run: np.ndarray, end: np.ndarray, outputs: np.ndarray, *, wanted: bool) -> list[Pass]:
+    def _passes(
+        self, who: int, run: np.ndarray, end: np.ndarray, outputs: np.ndarray, *, wanted: bool
+    ) -> list[ForwardPass]:
         """The passes in which one model computes rows of the round up to ``end``.
 
         Args:

@@ -33,7 +33,7 @@ from tandemrl.rollout.engine import (
 )
 from tandemrl.rollout.vllm import VLLM_TESTED
 from tandemrl.rollout.vllm.backend import Backend
-from tandemrl.rollout.vllm.planner import DRAFTING, SchedulingMode, check_mode
+from tandemrl.rollout.vllm.modes import DRAFTING, SchedulingMode, check_mode
 from tandemrl.rollout.vllm.rows import Row, authors_of, history_arguments
 from tandemrl.rollout.vllm.settings import TandemOptions
 from tandemrl.selection import Who
@@ -251,10 +251,10 @@ class VllmEngine:
                     waiting.remove(reply.number)
                     if any(not 0 <= token < self.vocabulary for token in reply.context):
                         raise EngineError(
-                            f"completion {reply.number}: what the world says has a token outside the vocabulary of "
+                            f"completion {reply.number}: the observation has a token outside the vocabulary of "
                             f"{self.vocabulary}"
                         )
-                    if row.hear(reply):
+                    if row.add_observation(reply):
                         flying[row.number] = self._begin_turn(row)
         except BaseException:
             llm.abort_request(list(flying.values()), internal=True)
@@ -372,7 +372,7 @@ class VllmEngine:
         """Set the scheduling mode from the next ``generate`` on.
 
         Args:
-            mode: ``lazy``, ``majority`` or ``lockstep``. An engine with a junior and ``rollout.draft_tokens`` not 0
+            mode: ``lazy`` or ``lockstep``. An engine with a junior and ``rollout.draft_tokens`` not 0
                 also has ``draft`` and ``auto``.
 
         Raises:
@@ -389,7 +389,7 @@ class VllmEngine:
         return {key: np.array(authors, dtype=np.int8) for key, authors in self.backend.call("tandem_record")[0].items()}
 
     def stats(self) -> dict[str, Any]:
-        """The counts of ``ledger.Stats``, and as ``requests`` the number of requests in the ledger."""
+        """The counts of ``planner.Stats``, and as ``requests`` the number of requests that the planner knows."""
         return self.backend.call("tandem_stats")[0]
 
     def close(self) -> None:

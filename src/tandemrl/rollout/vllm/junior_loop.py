@@ -25,7 +25,7 @@ from vllm.v1.attention.backends.utils import PAD_SLOT_ID
 from vllm.v1.outputs import LogprobsTensors
 
 from tandemrl.rollout.vllm.drafting import Round
-from tandemrl.rollout.vllm.planner import Pass
+from tandemrl.rollout.vllm.planner import ForwardPass
 from tandemrl.rollout.vllm.verifying import Draws
 from tandemrl.rollout.vllm.versions import padding_mask
 
@@ -33,7 +33,7 @@ BACKENDS = frozenset({"CPU_ATTN", "FLASH_ATTN", "TRITON_ATTN"})
 """Attention backends whose passes read no memory on the host that the next pass overwrites."""
 
 
-def stays_on_device(runner: Any, step: Round, depth: int, forward: Pass) -> bool:
+def stays_on_device(runner: Any, step: Round, depth: int, forward: ForwardPass) -> bool:
     """Whether the rest of the draft can be written by a ``JuniorLoop``.
 
     If not, the next depth is a pass of the runner, too. That is so

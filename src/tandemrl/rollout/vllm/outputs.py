@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import numpy as np
 from vllm.v1.outputs import LogprobsLists, ModelRunnerOutput
 
-from tandemrl.rollout.vllm.planner import Chosen
+from tandemrl.rollout.vllm.draft_choice import Chosen
 
 
 @dataclass

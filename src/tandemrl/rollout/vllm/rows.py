@@ -79,7 +79,7 @@ class Row:
             self.own += [True] * len(tokens)
             self.logprobs += logprobs
 
-    def hear(self, reply: Reply) -> bool:
+    def add_observation(self, reply: Reply) -> bool:
         """Append the environment's answer to the last turn, and return whether another turn follows.
 
         Another turn follows an answer with context, if tokens are left for the turn and the context fits into
@@ -88,8 +88,8 @@ class Row:
         if not reply.context:
             self.reason = reply.stop_reason or self.reason
             return False
-        said = len(self.own) - sum(self.own)
-        if self.left < 1 or said + len(reply.context) > self.request.world_tokens:
+        observed = len(self.own) - sum(self.own)
+        if self.left < 1 or observed + len(reply.context) > self.request.world_tokens:
             self.reason = "length"
             return False
         self.tokens += reply.context

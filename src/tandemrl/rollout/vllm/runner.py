@@ -7,9 +7,8 @@ runner what was written. It is written against the V1 model runners of vLLM 0.32
 copied.
 """
 
-import copy
 import dataclasses
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any, NamedTuple
@@ -17,71 +16,36 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM
 from vllm.config import set_current_vllm_config
 from vllm.v1.core.kv_cache_utils import get_kv_cache_config_from_groups, get_kv_cache_groups
 from vllm.v1.core.sched.output import CachedRequestData, NewRequestData, SchedulerOutput
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheSpec
 from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT, ModelRunnerOutput
 
-from tandemrl.rollout.drafting import VLLM_CPU, VLLM_CUDA, Drafts, Pair, Size
+from tandemrl.rollout.drafting import Drafts
 from tandemrl.rollout.engine import EngineError
 from tandemrl.rollout.vllm.adapters import adapters_on
+from tandemrl.rollout.vllm.draft_choice import pair_of
 from tandemrl.rollout.vllm.drafting import Round
 from tandemrl.rollout.vllm.junior_loop import JuniorLoop, stays_on_device
+from tandemrl.rollout.vllm.kv_state import JUNIOR, SENIOR
+from tandemrl.rollout.vllm.modes import DRAFTING, check_mode
 from tandemrl.rollout.vllm.outputs import Written, sampled
-from tandemrl.rollout.vllm.planner import DRAFTING, JUNIOR, SENIOR, Admission, Pass, Planner, check_mode
-from tandemrl.rollout.vllm.rows import history_of
-from tandemrl.rollout.vllm.sampler import TandemSampler, can_draft
+from tandemrl.rollout.vllm.planner import ForwardPass, Planner
+from tandemrl.rollout.vllm.request_data import admission, mirror_tokens, refuse_unsupported, set_outputs, unseeded
+from tandemrl.rollout.vllm.sampler import TandemSampler
 from tandemrl.rollout.vllm.settings import TandemOptions
 from tandemrl.rollout.vllm.verifying import Draws, draws
-from tandemrl.rollout.vllm.versions import adopt_kv_cache_layout, copy_kv_cache_facts, misdone
+from tandemrl.rollout.vllm.versions import adopt_kv_cache_layout, copy_kv_cache_facts
 from tandemrl.selection import Strategy
-from tandemrl.selection.draws import mix64
 
 PREFIX = "junior."  # of the junior's layers, where both models' layers are named side by side
-
-
-class _Tokens(list[int]):
-    """A list of tokens that numpy can copy from an array.
-
-    vLLM copies the whole history of a row whenever the row comes back into its batch. For 8k tokens that takes 230 µs
-    from a Python list, and 2 µs from the array.
-    """
-
-    def __init__(self, tokens: Sequence[int]) -> None:
-        super().__init__(tokens)
-        self._array = np.empty(max(64, 2 * len(tokens)), dtype=np.int32)
-        self._array[: len(tokens)] = tokens
-
-    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
-        return self._array[: len(self)]
-
-    def append(self, token: int) -> None:
-        if len(self) == len(self._array):
-            self._array = np.concatenate([self._array, np.empty_like(self._array)])
-        self._array[len(self)] = token
-        super().append(token)
-
-    def extend(self, tokens: Iterable[int]) -> None:
-        for token in tokens:
-            self.append(token)
-
-    def __setitem__(self, index: Any, token: Any) -> None:
-        super().__setitem__(index, token)
-        self._array[: len(self)][index] = token
-
-    def __reduce__(self) -> Any:
-        return list, (list(self),)
-
-
-# --------------------------------------------------------------------------------------------------------- model runner
 
 
 class _Launched(NamedTuple):
     """A pass that was launched. ``output`` is None until its tokens are sampled."""
 
-    forward: Pass
+    forward: ForwardPass
     output: ModelRunnerOutput | None
 
 
@@ -128,7 +92,7 @@ class TandemModelRunner:
         return getattr(self.__dict__["runners"][SENIOR], name)
 
     @contextmanager
-    def _acting(self, who: int) -> Iterator[Any]:
+    def runner_of(self, who: int) -> Iterator[Any]:
         """A context with the runner of one model, under its own config and on its device, for start-up only."""
         runner = self.runners[who]
         with set_current_vllm_config(runner.vllm_config), self._devices[who]:
@@ -137,7 +101,7 @@ class TandemModelRunner:
     def _each(self, method: str, *args: Any, **kwargs: Any) -> list[Any]:
         results = []
         for who in self.runners:
-            with self._acting(who) as runner:
+            with self.runner_of(who) as runner:
                 results.append(getattr(runner, method)(*args, **kwargs))
         return results
 
@@ -148,9 +112,9 @@ class TandemModelRunner:
         if plan is None:
             self._each("load_model", *args, **kwargs)
             return
-        with self._acting(JUNIOR) as junior:
+        with self.runner_of(JUNIOR) as junior:
             junior.load_model(*args, **kwargs)
-        with self._acting(SENIOR) as senior, adapters_on(junior.get_model(), plan, senior):
+        with self.runner_of(SENIOR) as senior, adapters_on(junior.get_model(), plan, senior):
             senior.load_model(*args, **kwargs)
 
     def _dummy_run(self, *args: Any, **kwargs: Any) -> Any:
@@ -197,7 +161,7 @@ class TandemModelRunner:
             raise EngineError(f"tandem decoding needs one KV cache group, found {len(kv_cache_config.kv_cache_groups)}")
         block_size = kv_cache_config.kv_cache_groups[0].kv_cache_spec.block_size
         for who in self.runners:
-            with self._acting(who) as runner:
+            with self.runner_of(who) as runner:
                 runner.initialize_kv_cache(_own_kv_cache(runner, kv_cache_config, block_size), *args, **kwargs)
         config = self.runners[SENIOR].vllm_config
         self.planner = Planner(
@@ -222,13 +186,8 @@ class TandemModelRunner:
         if known in DRAFTING and (tokens == 0 or JUNIOR not in self.runners):
             raise EngineError(f"mode={mode}: this engine was started without a junior or with rollout.draft_tokens=0")
         chooses = known == "auto" or (known == "draft" and tokens is None)
-        pair = planner.drafts.pair or (self._pair() if chooses else None)
-        planner.mode, planner.drafts = known, Drafts(tokens, pair)
-
-    def _pair(self) -> Pair:
-        """What both models should cost on this device, by which the length of drafts is chosen."""
-        costs = VLLM_CPU if torch.device(self.runners[SENIOR].device).type == "cpu" else VLLM_CUDA
-        return Pair(_size(self.runners[SENIOR]), _size(self.runners[JUNIOR]), costs)
+        pair = planner.chooser.drafts.pair or (pair_of(self.runners) if chooses else None)
+        planner.mode, planner.chooser.drafts = known, Drafts(tokens, pair)
 
     # --------------------------------------------------------------------------------------------------------- stepping
 
@@ -250,14 +209,14 @@ class TandemModelRunner:
         assert planner is not None
         if self._launched:
             raise EngineError("the previous step was not sampled")
-        _refuse_unsupported(scheduled)
+        refuse_unsupported(scheduled)
         planner.finish(scheduled.finished_req_ids)
         for finished in self._finished.values():
             finished |= scheduled.finished_req_ids
         if not scheduled.total_num_scheduled_tokens:
             return EMPTY_MODEL_RUNNER_OUTPUT
-        planner.admit([self._admission(new) for new in scheduled.scheduled_new_reqs])
         cached, new = scheduled.scheduled_cached_reqs, scheduled.scheduled_new_reqs
+        planner.admit([admission(each, self.strategies, has_junior=JUNIOR in self.runners) for each in new])
         self._ids = [n.req_id for n in new] + cached.req_ids
         placeholders = scheduled.scheduled_spec_decode_tokens
         ahead = [len(placeholders.get(id, ())) for id in self._ids]
@@ -270,7 +229,7 @@ class TandemModelRunner:
             cached.resumed_req_ids,
             room=any(ahead),
         )
-        data = {n.req_id: _unseeded(n) for n in new}
+        data = {n.req_id: unseeded(n) for n in new}
         for who in self.runners:
             launched = self._launched[who] = []
             for forward in passes[who]:
@@ -307,7 +266,7 @@ class TandemModelRunner:
         for who, runner in self.runners.items():
             for row in ((written.count > 0) & (in_round | (authors != who))).nonzero()[0].tolist():
                 tokens = written.tokens[row, : written.count[row]].tolist()
-                _set_outputs(runner, ids[row], int(outputs[row]), tokens)
+                set_outputs(runner, ids[row], int(outputs[row]), tokens)
         planner.postprocess(np.where((written.count > 0) & ~in_round, written.tokens[:, 0], -1))
         going = [ids[row] for row in np.flatnonzero(written.count).tolist()]
         return written.output(ids, planner.choose(going) if going else None)
@@ -345,7 +304,7 @@ class TandemModelRunner:
         verify = step.verify_pass()
         if verify is not None:
             for id, tokens in step.drafts():
-                _set_outputs(senior, id, int(step.outputs[step.index[id]]), tokens)
+                set_outputs(senior, id, int(step.outputs[step.index[id]]), tokens)
             self._launch(SENIOR, verify, {})
             with self._devices[SENIOR]:
                 for some in draws(senior, verify, step):
@@ -353,7 +312,7 @@ class TandemModelRunner:
                     written.put(step.rows[some.rows], some.depths, some.tokens, some.logprobs)
         return step.settle()
 
-    def _sampled_draws(self, step: Round, depth: int, forward: Pass) -> Draws:
+    def _sampled_draws(self, step: Round, depth: int, forward: ForwardPass) -> Draws:
         """Sample the junior's tokens at ``depth`` with its runner, which has launched ``forward``."""
         order = [step.index[id] for id in self.runners[JUNIOR].input_batch.req_ids]
         output = self._sample(JUNIOR, step.keys[order, depth])
@@ -361,46 +320,7 @@ class TandemModelRunner:
         rows = np.array([step.index[id] for id in ids], dtype=np.int64)
         return Draws(rows, np.full_like(rows, depth), *sampled(output, ids))
 
-    def _admission(self, new: NewRequestData) -> Admission:
-        """What the planner has to know of a new request.
-
-        Raises:
-            EngineError: the request asks for something that tandem decoding does not support.
-        """
-        sampling = new.sampling_params
-        problems = {
-            "pooling": sampling is None,
-            "prompt embeddings": new.prompt_embeds is not None or new.prompt_token_ids is None,
-            "multi-modal inputs": bool(new.mm_features),
-            "LoRA": new.lora_request is not None,
-            "prompt_logprobs": sampling is not None and sampling.prompt_logprobs is not None,
-            "structured outputs": sampling is not None and sampling.structured_outputs is not None,
-            **({} if sampling is None else misdone(sampling)),
-        }
-        for name, present in problems.items():
-            if present:
-                raise EngineError(f"request {new.req_id}: {name} is not supported in tandem decoding")
-        assert sampling is not None
-        assert new.prompt_token_ids is not None
-        extra = sampling.extra_args or {}
-        key = extra.get("tandem_key")
-        if key is None:
-            if sampling.seed is None:
-                raise EngineError(f"request {new.req_id}: no extra_args['tandem_key'] and no seed to derive it from")
-            key = mix64(sampling.seed)
-        name = str(extra.get("tandem_strategy", "default"))
-        if name not in self.strategies:
-            known = ", ".join(sorted(self.strategies)) or "none"
-            raise EngineError(f"request {new.req_id}: strategy {name!r} is not registered; registered: {known}")
-        strategy = self.strategies[name]
-        if JUNIOR not in self.runners and strategy.writers != "senior":
-            raise EngineError(f"request {new.req_id}: its strategy needs a junior and the engine has none")
-        row, history = extra.get("tandem_row"), history_of(extra)
-        stops = frozenset(sampling.stop_token_ids or ())
-        length, drafts = len(new.prompt_token_ids), can_draft(sampling)
-        return Admission(new.req_id, length, int(key), strategy, history, row, stops, drafts)
-
-    def _launch(self, who: int, forward: Pass, data: Mapping[str, NewRequestData]) -> None:
+    def _launch(self, who: int, forward: ForwardPass, data: Mapping[str, NewRequestData]) -> None:
         """Launch a pass on the runner of one model.
 
         Args:
@@ -437,7 +357,7 @@ class TandemModelRunner:
         self._finished[who] = set()
         runner = self.runners[who]
         with self._devices[who]:
-            _mirror_tokens(runner, own.scheduled_cached_reqs.req_ids)
+            mirror_tokens(runner, own.scheduled_cached_reqs.req_ids)
             if runner.execute_model(own) is not None:
                 raise EngineError("the model runner returned before sampling; this vLLM version is not supported")
 
@@ -454,73 +374,6 @@ class TandemModelRunner:
         with self._devices[who]:
             runner.sampler.topk_topp_sampler.token_keys = keys
             return runner.sample_tokens(None)
-
-
-def _set_outputs(runner: Any, id: str, before: int, tokens: Sequence[int]) -> None:
-    """Tell a runner what was written in a request, in place of what it drew itself.
-
-    Args:
-        runner: the model runner.
-        id: the request.
-        before: how many written tokens of the request stay as they are.
-        tokens: the tokens that follow them.
-    """
-    state = runner.requests.get(id)
-    if state is None:
-        return
-    del state.output_token_ids[before:]
-    state.output_token_ids.extend(tokens)
-    batch = runner.input_batch
-    index = batch.req_id_to_index.get(id)
-    if index is not None:
-        begin = batch.num_prompt_tokens[index] + before
-        end = begin + len(tokens)
-        batch.token_ids_cpu[index, begin:end] = tokens
-        batch.is_token_ids[index, begin:end] = True
-        batch.num_tokens_no_spec[index] = end
-
-
-def _unseeded(new: NewRequestData) -> NewRequestData:
-    """A request without its seed, so that the runner makes no random generator for it.
-
-    ``_Draw`` needs none, and vLLM fails to rewind a generator on the CPU after a chunk of a prompt.
-    """
-    if new.sampling_params is None or new.sampling_params.seed is None:
-        return new
-    params = copy.copy(new.sampling_params)
-    params.seed = None
-    return dataclasses.replace(new, sampling_params=params)
-
-
-def _mirror_tokens(runner: Any, ids: Iterable[str]) -> None:
-    """Give the rows that come back into the batch token lists that are quick to copy (``_Tokens``)."""
-    live = runner.input_batch.req_id_to_index
-    for id in ids:
-        if id not in live and type((state := runner.requests[id]).output_token_ids) is not _Tokens:
-            state.prompt_token_ids = _Tokens(state.prompt_token_ids)
-            state.output_token_ids = _Tokens(state.output_token_ids)
-
-
-def _size(runner: Any) -> Size:
-    """The size of this rank's part of a model.
-
-    It is counted on a model without weights, since vLLM packs the weights.
-
-    Raises:
-        EngineError: transformers does not know the architecture.
-    """
-    config, parallel = runner.model_config, runner.parallel_config
-    try:
-        with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(config.hf_text_config)
-    except ValueError as error:
-        raise EngineError(
-            f"{config.model}: transformers cannot say how large it is, which chooses drafts ({error}); set "
-            "rollout.vllm.mode=draft and rollout.draft_tokens to a number"
-        ) from None
-    heads = config.get_num_kv_heads(parallel) * config.get_head_size()
-    whole = Size.of(model, cached=2 * heads * config.get_num_layers(parallel))
-    return whole._replace(parameters=whole.parameters // parallel.tensor_parallel_size)
 
 
 def _own_kv_cache(runner: Any, shared: KVCacheConfig, block_size: int) -> KVCacheConfig:
@@ -546,13 +399,3 @@ def _own_kv_cache(runner: Any, shared: KVCacheConfig, block_size: int) -> KVCach
     copy_kv_cache_facts(shared, own)
     config.cache_config.num_gpu_blocks = shared.num_blocks
     return own
-
-
-def _refuse_unsupported(scheduled: SchedulerOutput) -> None:
-    for name in (
-        "scheduled_encoder_inputs",
-        "kv_cache_block_copies",
-        "new_block_ids_to_zero",
-    ):
-        if getattr(scheduled, name):
-            raise EngineError(f"the scheduler asks for {name}, which tandem decoding does not support")

@@ -10,7 +10,7 @@ from vllm.config.utils import replace
 
 from tandemrl.models.lora import AdapterPlan
 from tandemrl.rollout.engine import EngineError
-from tandemrl.rollout.vllm.planner import SchedulingMode
+from tandemrl.rollout.vllm.modes import SchedulingMode
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from vllm.v1.sample.logits_processor import LogitsProcessors
 from vllm.v1.sample.metadata import SamplingMetadata
 
 from tandemrl.rollout.vllm.drafting import Round
-from tandemrl.rollout.vllm.planner import Pass
+from tandemrl.rollout.vllm.planner import ForwardPass
 
 LOGITS_AT_ONCE = 256
 """How many places have their logits in memory at once, besides the last place of each row, which the runner has."""
@@ -32,7 +32,7 @@ class Draws(NamedTuple):
     logprobs: LogprobsLists | None
 
 
-def draws(runner: Any, forward: Pass, step: Round) -> list[Draws]:
+def draws(runner: Any, forward: ForwardPass, step: Round) -> list[Draws]:
     """Draw the senior's tokens at all its places in a round.
 
     The runner's own sampling is skipped, since it draws at one place per row only.

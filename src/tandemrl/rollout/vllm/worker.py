@@ -3,7 +3,6 @@
 import copy
 import dataclasses
 from collections.abc import Iterable, Mapping
-from pathlib import Path
 from typing import Any
 
 import cloudpickle
@@ -22,13 +21,13 @@ from tandemrl.config import SelectionConfig
 from tandemrl.models.loading import load_tokenizer
 from tandemrl.rollout.engine import EngineError
 from tandemrl.rollout.schedule import schedule_of
-from tandemrl.rollout.sync import fingerprint
-from tandemrl.rollout.vllm.adapters import adapted_parameters, load_adapters
+from tandemrl.rollout.vllm.draft_choice import Chosen
+from tandemrl.rollout.vllm.kv_state import JUNIOR, SENIOR
+from tandemrl.rollout.vllm.modes import SchedulingMode
 from tandemrl.rollout.vllm.outputs import TandemOutput
-from tandemrl.rollout.vllm.planner import JUNIOR, SENIOR, Chosen, SchedulingMode
 from tandemrl.rollout.vllm.runner import TandemModelRunner
 from tandemrl.rollout.vllm.settings import TandemOptions, check_config, junior_config, options_of
-from tandemrl.rollout.vllm.weights import engine_fingerprint, import_weights, load_checkpoint_weights, read_weights
+from tandemrl.rollout.vllm.weights import fingerprint_of, receive_weights
 from tandemrl.selection import Strategy, Who
 
 logger = init_logger("vllm.tandemrl")  # printed where vLLM's own lines are
@@ -74,7 +73,7 @@ class _TandemWorker:
         self.model_runner.strategies = {**kept, **named}
         with torch.inference_mode():  # as in a step, where the planner's tensors come from
             self.model_runner.planner.forget_rows()
-        self.model_runner.planner.begin_call()
+        self.model_runner.planner.chooser.begin_call()
 
     def tandem_mode(self, mode: SchedulingMode) -> None:
         """Set the scheduling mode."""
@@ -93,42 +92,23 @@ class _TandemWorker:
         return recorded
 
     def tandem_stats(self) -> dict[str, Any]:
-        """The counts of ``ledger.Stats``, and as ``requests`` the number of requests in the ledger."""
+        """The counts of ``planner.Stats``, and as ``requests`` the number of requests that the planner knows."""
         planner = self.model_runner.planner
         return dataclasses.asdict(planner.stats) | {"requests": len(planner.slots)}
 
     def tandem_load(self, weights: Iterable[tuple[str, Tensor]] | str | bytes) -> None:
-        """Replace the senior's weights in place, or only its adapters if it is adapters.
-
-        Args:
-            weights: named tensors, the path of a file with them (``write_weights``), or CUDA IPC handles of them
-                (``export_weights``).
-        """
-        if isinstance(weights, bytes):
-            weights = list(import_weights(weights, self.device))
-        elif isinstance(weights, str):
-            weights = read_weights(Path(weights))
-        with self.model_runner._acting(SENIOR) as runner:
-            if self.model_runner.options.adapters is None:
-                load_checkpoint_weights(runner, weights)
-            else:
-                load_adapters(runner.get_model(), weights)
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)  # the sender may change its tensors once this returns
+        """Replace the senior's weights; see ``weights.receive_weights``."""
+        tandem = self.model_runner
+        with tandem.runner_of(SENIOR):
+            receive_weights(tandem.runners, weights, self.device, adapters=tandem.options.adapters is not None)
 
     def tandem_fingerprint(self, who: Who) -> int:
-        """The checksum of the weights that a model computes with (see ``rollout.sync.fingerprint``).
-
-        Raises:
-            EngineError: the engine has no junior, or its weights cannot be read back.
-        """
-        author = SENIOR if who == "senior" else JUNIOR
-        if author not in self.model_runner.runners:
+        """The checksum of the weights that a model computes with; see ``weights.fingerprint_of``."""
+        tandem, author = self.model_runner, SENIOR if who == "senior" else JUNIOR
+        if author not in tandem.runners:
             raise EngineError("this engine has no junior")
-        with self.model_runner._acting(author) as runner:
-            if who == "senior" and self.model_runner.options.adapters is not None:
-                return fingerprint(adapted_parameters(runner, self.model_runner.runners[JUNIOR]))
-            return engine_fingerprint(runner)
+        with tandem.runner_of(author):
+            return fingerprint_of(tandem.runners, author, adapters=tandem.options.adapters is not None)
 
 
 class TandemCPUWorker(_TandemWorker, CPUWorker):  # type: ignore[misc]  # mixin and vLLM declare one attribute twice
@@ -154,7 +134,7 @@ class TandemGPUWorker(_TandemWorker, Worker):  # type: ignore[misc]  # likewise
         """
         super().wake_up(tags)
         if self._slept is not None and (tags is None or "weights" in tags):
-            with self.model_runner._acting(JUNIOR) as runner:
+            with self.model_runner.runner_of(JUNIOR) as runner:
                 for name, buffer in runner.get_model().named_buffers():
                     buffer.copy_(self._slept[name])
                 runner.reload_weights()
@@ -162,11 +142,10 @@ class TandemGPUWorker(_TandemWorker, Worker):  # type: ignore[misc]  # likewise
 
 
 class TandemScheduler(Scheduler):
-    """vLLM's scheduler with three additions.
+    """vLLM's scheduler with two additions.
 
-    It gives requests KV slots for drafts, as many as the workers ask for and its budget allows. It schedules a token
-    again if the request had to wait for its author. And it splits outputs with several tokens, if the request has stop
-    strings.
+    It gives requests KV slots for drafts, as many as the workers ask for and its budget allows. And it splits outputs
+    with several tokens, if the request has stop strings.
     """
 
     _ahead = 0
@@ -185,17 +164,13 @@ class TandemScheduler(Scheduler):
     def update_from_output(
         self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput
     ) -> dict[int, Any]:
-        """Take up the output of a step as vLLM does, and prepare waiting requests and drafts for the next step."""
-        written = [*zip(model_runner_output.req_ids, model_runner_output.sampled_token_ids, strict=True)]
+        """Take up the output of a step as vLLM does, and note how far the junior drafts in the next step."""
+        written = zip(model_runner_output.req_ids, model_runner_output.sampled_token_ids, strict=True)
         several = [self.requests.get(id) for id, tokens in written if len(tokens) > 1]
         with_strings = {r.request_id for r in several if r is not None and r.sampling_params and r.sampling_params.stop}
         outputs = super().update_from_output(scheduler_output, model_runner_output)
         if isinstance(model_runner_output, TandemOutput) and model_runner_output.chosen is not None:
             self._follow(model_runner_output.chosen)
-        for id, tokens in written:
-            request = None if tokens else self.requests.get(id)
-            if request is not None and request.num_computed_tokens >= request.num_tokens:
-                request.num_computed_tokens = request.num_tokens - 1
         for each in outputs.values() if with_strings else ():
             each.outputs = [
                 one

@@ -1,0 +1,66 @@
+"""What the settings of all rooms are made of: ranges, the names of components, and the error. No torch.
+
+A section is a frozen dataclass with defaults. The string under a field explains it, its type says what values it takes,
+and ``Allowed`` their range.
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Annotated, Any, NamedTuple, Protocol
+
+
+class ConfigError(ValueError):
+    """A key or value is not allowed. The message names the key, the allowed values and, if one is close, what was
+    meant."""
+
+
+class Allowed(NamedTuple):
+    """Which values a field takes, in words and as a test. null is always allowed, without a test."""
+
+    words: str
+    holds: Callable[[Any], bool]
+    names: tuple[tuple[str, str], ...] = ()
+    """The library's components that the field can name, each with its explanation."""
+
+
+class Fault(NamedTuple):
+    """A value that contradicts others: its key, and what it must be."""
+
+    key: str
+    must_be: str
+
+
+class Kind(Protocol):
+    """A row of a registry: what the library knows of a component before it is made."""
+
+    @property
+    def says(self) -> str: ...
+
+
+def is_own(name: str) -> bool:
+    """Whether a component is the user's own, ``module:name``, and not one of the library's."""
+    return ":" in name
+
+
+def component(kinds: Mapping[str, Kind]) -> Allowed:
+    """The names that a key takes which names a component: those of a registry, or ``module:name``."""
+    names = tuple((name, kind.says) for name, kind in kinds.items())
+    return Allowed(f"one of {', '.join(kinds)}, or module:name", lambda name: name in kinds or is_own(name), names)
+
+
+def check_parameters(key: str, name: str, parameters: Mapping[str, Any]) -> Iterator[Fault]:
+    """Only a component of the user's own has parameters of its own; the library's read keys."""
+    if parameters and not is_own(name):
+        yield Fault(key, f"{{}} with {name}, whose parameters are keys; only a module:name has others")
+
+
+PositiveInt = Annotated[int, Allowed("at least 1", lambda n: n >= 1)]
+NonNegativeInt = Annotated[int, Allowed("0 or positive", lambda n: n >= 0)]
+DraftTokens = Annotated[int | str, Allowed("auto, 0 or positive", lambda n: n == "auto" or (type(n) is int and n >= 0))]
+PositiveFloat = Annotated[float, Allowed("positive", lambda x: x > 0)]
+NonNegativeFloat = Annotated[float, Allowed("0 or positive", lambda x: x >= 0)]
+Share = Annotated[float, Allowed("in [0, 1]", lambda x: 0 <= x <= 1)]
+PositiveShare = Annotated[float, Allowed("in (0, 1]", lambda x: 0 < x <= 1)]
+Address = Annotated[
+    str,
+    Allowed("an address such as http://localhost:8000/v1", lambda url: url.startswith(("http://", "https://"))),
+]

@@ -1,0 +1,102 @@
+"""The settings of what is optimised. No torch."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Annotated, Any, Literal
+
+from tandemrl.config.fields import (
+    Allowed,
+    Fault,
+    NonNegativeFloat,
+    PositiveFloat,
+    PositiveShare,
+    Share,
+    check_parameters,
+    component,
+)
+from tandemrl.config.recipes import CLIPS, KINDS, Kind, kind_of
+
+
+@dataclass(frozen=True)
+class LossConfig:
+    """What is optimised: the recipe, and what replaces or extends it. If a key takes null, that means the recipe's own
+    value, unless its explanation says otherwise."""
+
+    recipe: Annotated[str, component(KINDS)] = "grpo"
+    """The algorithm: advantage, surrogate, reduction and clip range. `module:name` = a Recipe of yours, or a function
+    that returns one."""
+    parameters: dict[str, Any] = field(default_factory=dict, hash=False)
+    """Values of the parameters of a `module:name` that is a function."""
+    junior_weight: Share = 0.0
+    """Loss weight of junior-written tokens: 0 = tandem GRPO, 1 = plain GRPO on every token."""
+    clip_low: float | None = None
+    """The probability ratio is clipped at 1 - clip_low."""
+    clip_high: float | None = None
+    """The probability ratio is clipped at 1 + clip_high."""
+    dual_clip: Annotated[float, Allowed("0 (off) or above 1", lambda x: x == 0 or x > 1)] | None = None
+    """Bound of the loss at negative advantages; 0 = off."""
+    kl_coef: NonNegativeFloat = 0.0
+    """Coefficient of the KL to the initial policy; 0 = off."""
+    kl_kind: Literal["k1", "k2", "k3"] = "k3"
+    """Estimator of that KL in the loss: Schulman's k1, k2 or k3."""
+    kl_in_reward: bool = False
+    """Subtract the KL (always k1, summed over trained tokens) from the reward instead of adding it to the loss."""
+    kl_in_loss: bool | None = None
+    """Add the KL to the loss; null = unless it is in the reward. true beside `kl_in_reward` = both, each with kl_coef;
+    `kl_target` then adapts the coefficient in the reward alone."""
+    junior_kl_coef: NonNegativeFloat = 0.0
+    """λ_jun: coefficient of a KL that pulls the senior towards the junior on junior-written tokens (0 in the paper)."""
+    entropy_coef: float = 0.0
+    """Coefficient of an entropy bonus on trained tokens; 0 = off."""
+    normalise_by: Literal["weight", "response"] = "weight"
+    """What the loss is divided by. weight: the sum of the token weights; response: the number of response tokens,
+    whoever wrote them."""
+    reduction: (
+        Literal["token_mean", "sequence_mean_token_mean", "sequence_mean_token_sum", "token_sum_constant"] | None
+    ) = None
+    """How the losses of tokens become one number. token_mean: the mean over tokens (DAPO); sequence_mean_token_mean:
+    the mean over sequences of each one's mean (GRPO as first published); sequence_mean_token_sum: the mean over
+    sequences of each one's sum; token_sum_constant: the same, divided by rollout.max_tokens (Dr. GRPO). The critic's
+    loss is reduced in the same way."""
+    importance: Literal["none", "token", "sequence"] | None = None
+    """Level of truncated importance sampling (TIS) of the trainer's log-probs against the engine's."""
+    importance_cap: PositiveFloat | None = None
+    """Truncated importance sampling: the greatest weight. Larger weights are cut to it."""
+    overlong_buffer: int | None = None
+    """DAPO's overlong penalty: it grows over the last `overlong_buffer` tokens before rollout.max_tokens; 0 = off."""
+    filter_zero_variance: bool | None = None
+    """Leave groups whose rewards are all equal out of the update."""
+    kl_target: float | None = None
+    """With kl_in_reward: adapt kl_coef so that the KL per trained token becomes this, in nats; null = fixed."""
+    gamma: PositiveShare = 1.0
+    """With ppo: discount per trained token."""
+    lam: Share = 0.95
+    """With ppo: λ of generalised advantage estimation."""
+    value_clip: PositiveFloat | None = 0.5
+    """With ppo: how far the critic's values may move per update before they are clipped; null = no clipping."""
+
+    @property
+    def kind(self) -> Kind:
+        """What is known of the recipe before it is made."""
+        return kind_of(self.recipe)
+
+    @property
+    def loss_kl_coef(self) -> float:
+        """The coefficient of the KL in the loss."""
+        in_loss = not self.kl_in_reward if self.kl_in_loss is None else self.kl_in_loss
+        return self.kl_coef if in_loss else 0.0
+
+    def faults(self) -> Iterator[Fault]:
+        """What contradicts each other in this section."""
+        yield from check_parameters("loss.parameters", self.recipe, self.parameters)
+        for name in CLIPS["ppo_clip"]:
+            if getattr(self, name) is not None and name not in self.kind.clips:
+                yield Fault(f"loss.{name}", f"null with {self.recipe}, which does not use it")
+        if self.kl_in_reward and self.kl_coef == 0:
+            yield Fault("loss.kl_in_reward", "false unless loss.kl_coef > 0")
+        if self.kl_in_loss and self.kl_coef == 0:
+            yield Fault("loss.kl_in_loss", "null or false unless loss.kl_coef > 0")
+        if self.kl_in_loss is False and self.kl_coef > 0 and not self.kl_in_reward:
+            yield Fault("loss.kl_in_loss", "null or true, as the KL is nowhere else (loss.kl_in_reward=false)")
+        if self.kl_target is not None and not (self.kl_target > 0 and self.kl_in_reward):
+            yield Fault("loss.kl_target", "null, or positive with loss.kl_in_reward")

@@ -1,0 +1,227 @@
+"""The settings of rollouts: engine, environment, search. No torch."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Annotated, Any, Literal
+
+from tandemrl.config.components import (
+    ENGINES,
+    ENVIRONMENTS,
+    RETRIEVERS,
+    EngineKind,
+    EnvironmentKind,
+    RetrieverKind,
+    engine_kind,
+    environment_kind,
+    retriever_kind,
+)
+from tandemrl.config.fields import (
+    Address,
+    Allowed,
+    DraftTokens,
+    Fault,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    PositiveShare,
+    Share,
+    check_parameters,
+    component,
+)
+
+
+@dataclass(frozen=True)
+class VllmConfig:
+    """Rollouts by `rollout.engine: vllm`."""
+
+    mode: Literal["lazy", "lockstep", "draft", "auto"] = "auto"
+    """How the two models share the work. lazy: the author's model computes a token, and the other model catches up in
+    chunks; lockstep: both models compute every token; draft: the junior writes `rollout.draft_tokens` ahead, and the
+    senior reads them at once; auto: lazy or draft, from step to step, whichever should be cheaper, and lazy if
+    `rollout.draft_tokens` is 0. The tokens are the same in all modes."""
+    multiprocess: bool = False
+    """Run the engine in a process of its own, instead of in the trainer's; several trainer processes need that."""
+    devices: str | None = None
+    """CUDA devices of that process, e.g. "1" or "2,3"; null = the trainer's, and with `rollout.tensor_parallel` those
+    after it. Several trainer processes need null."""
+    kv_cache_gb: PositiveFloat | None = None
+    """Size of the KV cache of both models, in GB; null = 1 GB on a CPU, what gpu_memory_utilization leaves on a GPU."""
+    gpu_memory_utilization: PositiveShare = 0.5
+    """Share of the GPU that the engine may take, models included. The trainer needs the rest."""
+    sleep: bool = False
+    """CUDA: hand the engine's memory to the trainer between rollouts."""
+    prefix_caching: bool = True
+    """Reuse the KV entries of equal beginnings, such as the prompt of a group."""
+    max_batched_tokens: int | None = None
+    """Most tokens per scheduler step; null = at least 2048 and rollout.max_rows, and on a CPU the whole context."""
+    enforce_eager: bool | None = None
+    """Run without CUDA graphs. null = true on a CPU, false on a GPU."""
+    junior_dtype: str | None = None
+    """The junior's dtype, as vLLM's --dtype; null = the senior's."""
+    junior_quantization: str | None = None
+    """The junior's quantisation, as vLLM's --quantization; null = what the model says."""
+    junior_device: str | None = None
+    """Another CUDA device for the junior, e.g. "cuda:1", so that both models compute at the same time. Several trainer
+    processes need null."""
+
+
+@dataclass(frozen=True)
+class RolloutConfig:
+    """How rollouts are sampled, and by which engine."""
+
+    engine: Annotated[str, component(ENGINES)] = "torch"
+    """What decodes. `module:name` = a function or class of yours that makes an Engine."""
+    engine_parameters: dict[str, Any] = field(default_factory=dict, hash=False)
+    """Values of the parameters of an engine of yours."""
+    group_size: int = 8
+    """Rollouts per prompt. They are the group within which advantages are computed."""
+    temperature: Annotated[float, Allowed("positive: greedy rollouts have no policy gradient", lambda x: x > 0)] = 1.0
+    """Sampling temperature of both authors."""
+    top_p: PositiveShare = 1.0
+    """Nucleus sampling: the most probable tokens that together have this probability; 1 = off."""
+    top_k: NonNegativeInt = 0
+    """Sample from this many most probable tokens; 0 = off."""
+    min_p: Share = 0.0
+    """Leave out tokens with less than this share of the greatest probability; 0 = off."""
+    max_tokens: PositiveInt = 64
+    """Longest response, in tokens of both authors together, over all turns if there are several."""
+    environment: Annotated[str, component(ENVIRONMENTS)] = "single"
+    """What the authors act in. `module:name` = a function or class of yours that makes an Environment."""
+    environment_parameters: dict[str, Any] = field(default_factory=dict, hash=False)
+    """Values of the parameters of an environment of yours."""
+    tools: tuple[str, ...] = ()
+    """Functions that the authors can call, as `module:function`. `multihop` has its own tools; these are added."""
+    max_turns: PositiveInt = 10
+    """Most turns of an episode, in environments other than `single`."""
+    turn_tokens: PositiveInt | None = None
+    """Longest turn, in tokens; null = `rollout.max_tokens`."""
+    world_tokens: PositiveInt = 2048
+    """Most tokens that an environment may say between all turns of an episode together. An episode that would need more
+    ends there, even by a single result if `result_tokens` is larger."""
+    result_tokens: PositiveInt = 512
+    """Most tokens of a tool's result. A longer one is cut, with a mark at the place."""
+    tool_timeout_s: PositiveFloat = 30.0
+    """A tool that has not answered after this many seconds is killed, and the author is told."""
+    tool_workers: PositiveInt | None = None
+    """Processes that tools run in; null = one per core, but at most two."""
+    keep_turns: bool = False
+    """Permit a chat template that rewrites earlier turns once later ones follow, as Qwen3's leaves out their thoughts.
+    All turns then stay as they were written, so that the models read some tokens more than the template would show."""
+    max_rows: PositiveInt = 256
+    """Maximum number of concurrent sequences."""
+    draft_tokens: DraftTokens = 0
+    """Tokens that the junior writes ahead, whoever their author is, before the senior reads them all at once and draws
+    its own tokens again. The text is the same, with fewer passes of a senior that costs more than its junior. auto: as
+    many as should pay, by the sizes of the models, the number of rows and how often both draw the same token; 0 = off.
+    The vllm engine drafts with `rollout.vllm.mode: draft` or `auto`."""
+    compile: bool = False
+    """With the torch engine: torch.compile of the decoding step, 1.5 times as fast for tiny models after a minute."""
+    tensor_parallel: PositiveInt = 1
+    """With the vllm engine: tensor-parallel ranks per model; several trainer processes need 1."""
+    allow_truncated: bool = False
+    """Permit top_p, top_k and min_p in training. The trainer then also renormalises over the kept tokens."""
+    vllm: VllmConfig = field(default_factory=VllmConfig)
+
+    @property
+    def kind(self) -> EngineKind:
+        """What the engine can do."""
+        return engine_kind(self.engine)
+
+    @property
+    def environment_kind(self) -> EnvironmentKind:
+        """What the environment is."""
+        return environment_kind(self.environment)
+
+    def faults(self) -> Iterator[Fault]:
+        """What contradicts each other in this section."""
+        kind, v = self.kind, self.vllm
+        yield from check_parameters("rollout.engine_parameters", self.engine, self.engine_parameters)
+        yield from check_parameters("rollout.environment_parameters", self.environment, self.environment_parameters)
+        if self.tensor_parallel > 1 and not kind.splits:
+            yield Fault("rollout.tensor_parallel", f"1 with the {self.engine} engine")
+        if self.compile and not kind.compiles:
+            yield Fault("rollout.compile", f"false with rollout.engine={self.engine}, which has its own way")
+        if self.draft_tokens != 0 and not kind.drafts:
+            yield Fault("rollout.draft_tokens", f"0 with rollout.engine={self.engine}, which does not draft")
+        if kind.section == "vllm" and v.mode == "draft" and self.draft_tokens == 0:
+            yield Fault("rollout.draft_tokens", "auto, or positive (e.g. 8), with rollout.vllm.mode=draft")
+        if kind.section == "vllm" and v.mode not in ("draft", "auto") and self.draft_tokens != 0:
+            why = "the vllm engine drafts with rollout.vllm.mode=draft or auto"
+            yield Fault("rollout.draft_tokens", f"0 with rollout.vllm.mode={v.mode}: {why}")
+        if v.max_batched_tokens is not None and v.max_batched_tokens < self.max_rows:
+            yield Fault("rollout.vllm.max_batched_tokens", f"null or at least rollout.max_rows ({self.max_rows})")
+        if v.devices is not None and not v.multiprocess:
+            why = "a process has one set of devices"
+            yield Fault("rollout.vllm.devices", f"null unless rollout.vllm.multiprocess=true: {why}")
+        if self.tools and not self.environment_kind.turns:
+            where = f"rollout.environment={self.environment}"
+            yield Fault("rollout.tools", f"empty with {where}, which calls no tools")
+        if self.environment_kind.only_tools and not self.tools:
+            what = "at least one module:function"
+            yield Fault("rollout.tools", f"{what} with rollout.environment={self.environment}")
+        if self.turn_tokens is not None and self.turn_tokens > self.max_tokens:
+            yield Fault(
+                "rollout.turn_tokens", f"null, or at most rollout.max_tokens ({self.max_tokens}), which is of all turns"
+            )
+
+
+@dataclass(frozen=True)
+class RetrievalConfig:
+    """Search among documents, with `rollout.environment: multihop`."""
+
+    retriever: Annotated[str, component(RETRIEVERS)] = "bm25"
+    """How documents are found. `module:name` = a function of yours that returns a retriever."""
+    parameters: dict[str, Any] = field(default_factory=dict, hash=False)
+    """Values of the parameters of a retriever of yours."""
+    top_n: PositiveInt = 2
+    """How many documents a search returns if the author does not say."""
+    index: str | None = None
+    """With bm25: a folder that `tandemrl data index` wrote, to search in this corpus; null = search in the documents of
+    the row. The documents that support a row's answer must be in the corpus, under the same id."""
+    merge: Literal["rrf", "halves"] = "rrf"
+    """With hybrid: how the two rankings are merged. rrf: by the sum of 1 / (60 + rank); halves: as in rlvr, the first
+    top_n / 2 + 1 documents of each ranking, semantic ones first, so up to top_n 2 only these."""
+    model: str | None = None
+    """With semantic and hybrid: HF folder or hub id of a cross-encoder or an embedding model, which is loaded into each
+    process that tools run in; with `url`, its name there. An embedding model reads as its sentence-transformers files
+    say (1_Pooling/config.json, max_seq_length); without them, its embedding is the mean of all tokens."""
+    device: str = "cpu"
+    """The torch device of `model`."""
+    url: Address | None = None
+    """Address of a service with POST /rerank, to use instead of a model in the process; with search, of one with POST
+    /search."""
+    api: Literal["cohere", "tei"] = "cohere"
+    """What is sent to `url`. cohere: {query, documents, model, top_n}, as Cohere, vLLM and others take it; tei: {query,
+    texts}, as text-embeddings-inference takes it."""
+    api_key_env: str | None = None
+    """Environment variable that holds the service's key; null = no key is sent."""
+    timeout_s: PositiveFloat = 5.0
+    """Limit of one attempt."""
+    retries: NonNegativeInt = 2
+    """Further attempts if the service fails; after the last one the run stops."""
+    backoff_s: NonNegativeFloat = 0.5
+    """Wait before the first further attempt; it doubles each time."""
+
+    @property
+    def kind(self) -> RetrieverKind:
+        """What the retriever needs."""
+        return retriever_kind(self.retriever)
+
+    def faults(self) -> Iterator[Fault]:
+        """What contradicts each other in this section."""
+        yield from check_parameters("retrieval.parameters", self.retriever, self.parameters)
+        if self.kind.model and self.model is None and self.url is None:
+            yield Fault("retrieval.model", f"a model's folder with {self.retriever}, unless retrieval.url is set")
+        if self.index is not None and not self.kind.corpus:
+            yield Fault("retrieval.index", f"null with {self.retriever}: a corpus is searched by words")
+        if self.kind.hosted and self.url is None:
+            yield Fault("retrieval.url", f"the address of a service with POST /search, with {self.retriever}")
+        if self.api_key_env is not None and self.url is None:
+            yield Fault("retrieval.api_key_env", "null without retrieval.url")
+
+    @property
+    def patience_s(self) -> float:
+        """How long a service may take for one search, with all attempts."""
+        waits: int = 2**self.retries - 1
+        return (1 + self.retries) * self.timeout_s + self.backoff_s * waits

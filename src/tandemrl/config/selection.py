@@ -1,0 +1,55 @@
+"""The settings of who writes. No torch."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Annotated, Any, Literal
+
+from tandemrl.config.fields import (
+    Allowed,
+    Fault,
+    NonNegativeInt,
+    PositiveInt,
+    PositiveShare,
+    check_parameters,
+    component,
+)
+from tandemrl.config.strategies import KINDS, Kind, kind_of
+
+
+@dataclass(frozen=True)
+class SelectionConfig:
+    """Who writes which token."""
+
+    strategy: Annotated[str, component(KINDS)] = "word"
+    """When the author changes. `module:name` = a function of yours that returns a Strategy."""
+    parameters: dict[str, Any] = field(default_factory=dict, hash=False)
+    """Values of the parameters of a `module:name`. Parameters that are named as the keys below get those."""
+    prob_senior: Annotated[
+        float, Allowed("in (0, 1]: without senior tokens nothing is trained", lambda p: 0 < p <= 1)
+    ] = 0.5
+    """p: probability that a draw falls to the senior."""
+    max_gap_tokens: PositiveInt = 32
+    """K: `word` redraws at the latest this many tokens after the last draw, `word_aligned` at the next safe place."""
+    chunk_size: PositiveInt = 16
+    """Tokens that an author writes at a time, with `chunk`."""
+    first: Literal["senior", "junior"] = "senior"
+    """Who starts (`sentence`, `chunk`, `alternating`, `alternating_turns`) or who writes everything (`solo`)."""
+    prob_senior_final: PositiveShare | None = None
+    """With `anneal_steps`: prob_senior moves linearly to this value."""
+    anneal_steps: NonNegativeInt = 0
+    """Training steps in which prob_senior moves to prob_senior_final; 0 = it stays."""
+
+    @property
+    def kind(self) -> Kind:
+        """What the strategy says of itself."""
+        return kind_of(self.strategy)
+
+    def faults(self) -> Iterator[Fault]:
+        """What contradicts each other in this section."""
+        yield from check_parameters("selection.parameters", self.strategy, self.parameters)
+        if self.anneal_steps > 0 and not self.kind.draws:
+            yield Fault("selection.anneal_steps", f"0 with {self.strategy}, which draws nothing")
+        if self.kind.solo and self.first != "senior":
+            yield Fault("selection.first", f"senior with {self.strategy}: a junior alone trains nothing")
+        if (self.prob_senior_final is None) != (self.anneal_steps == 0):
+            yield Fault("selection.anneal_steps", "set together with selection.prob_senior_final")

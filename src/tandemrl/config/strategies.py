@@ -1,0 +1,59 @@
+"""The strategies by name, and what each says of itself before it is made. No torch.
+
+A strategy is a function that returns a ``Strategy``. It gets what its parameters name: keys of ``selection.*``, the
+``tokenizer``, the size of the ``vocabulary``, and the token tables of ``boundaries``.
+"""
+
+from typing import NamedTuple
+
+from tandemrl.config.fields import is_own
+
+
+class Kind(NamedTuple):
+    """What a strategy says of itself.
+
+    path: the function that makes it, as ``module:name``. parameters: the keys of ``selection.*`` that it reads.
+    by_turns: whether authors change between turns only. solo: whether one author writes everything.
+    """
+
+    name: str
+    path: str
+    says: str
+    parameters: tuple[str, ...] = ()
+    by_turns: bool = False
+    solo: bool = False
+
+    @property
+    def draws(self) -> bool:
+        """Whether it draws authors with the probability ``prob_senior``."""
+        return "prob_senior" in self.parameters
+
+
+def _here(name: str, says: str, *parameters: str, by_turns: bool = False, solo: bool = False) -> Kind:
+    return Kind(name, f"tandemrl.selection.strategies:{name}", says, parameters, by_turns, solo)
+
+
+_TABLE = (
+    _here("word", "redraw the author after each word boundary (the paper's strategy)", "prob_senior", "max_gap_tokens"),
+    _here("word_aligned", "as word, but never inside a word", "prob_senior", "max_gap_tokens"),
+    _here("bernoulli", "redraw after each token", "prob_senior"),
+    _here("sentence", "hand over after each step", "first"),
+    _here("chunk", "hand over after chunk_size tokens", "chunk_size", "first"),
+    _here("alternating", "hand over after each token", "first"),
+    _here("turn", "draw the author of each turn", "prob_senior", by_turns=True),
+    _here("alternating_turns", "hand over after each turn", "first", by_turns=True),
+    _here("solo", "one author writes everything", "first", solo=True),
+)
+
+KINDS: dict[str, Kind] = {kind.name: kind for kind in _TABLE}
+
+
+def kind_of(name: str) -> Kind:
+    """What is known of a strategy by its name. One of the user's own may read every key, and needs a junior.
+
+    Raises:
+        KeyError: there is no such strategy.
+    """
+    if is_own(name):
+        return Kind(name, name, "", ("prob_senior", "max_gap_tokens", "chunk_size", "first"))
+    return KINDS[name]

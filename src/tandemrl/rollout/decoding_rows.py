@@ -1,0 +1,115 @@
+"""What the reference engine decodes with: models, rows, the tokens of a step, and what ends a turn."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import torch
+from jaxtyping import Bool, Float, Float64, Int64
+from torch import Tensor, nn
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from tandemrl.rollout.engine import Request, StopReason
+from tandemrl.rollout.kv_cache import Layers
+from tandemrl.selection.live import Mark
+
+
+@dataclass(frozen=True, slots=True)
+class Decoder:
+    """The models, their LM heads and their decoding steps, each by author (0 junior, 1 senior)."""
+
+    models: Mapping[int, PreTrainedModel]
+    heads: Mapping[int, nn.Linear]
+    steps: Mapping[int, Callable[..., Tensor]]
+    vocabulary: int
+    eos: Sequence[int]
+    tokenizer: PreTrainedTokenizerBase
+    """It is used for stop strings only."""
+
+
+@dataclass(slots=True, eq=False)
+class Row:
+    """One completion that is being written; ``number`` is its row in the output arrays."""
+
+    request: Request
+    key: int
+    number: int
+    index: int = 0
+    """Number of the present turn, from 0."""
+    start: int = 0
+    """Column of the output arrays where the present turn begins."""
+    told: int = 0
+    """How many columns of the output arrays ``DecodingBatch.tell`` has told of."""
+    written: int = 0
+    """How many columns of the output arrays the row has filled. It is not updated while a turn is being written."""
+    own: int = 0
+    """How many own tokens the finished turns have."""
+    stop_reason: StopReason | None = None
+    """Why the turn, and at last the completion, has ended. None while the row is being written or waits to be."""
+    kept: dict[int, Layers] = field(default_factory=dict)
+    """Between two turns: the keys and values of all tokens but the last, by author."""
+    senior_next: bool = False
+    """Between two turns: whether the strategy lets the senior write after the last token."""
+
+    @property
+    def observed(self) -> int:
+        """How many tokens of the environment the row holds. Valid between two turns only."""
+        return self.written - self.own
+
+    @property
+    def own_left(self) -> int:
+        """How many own tokens further turns may have."""
+        return self.request.sampling.max_tokens - self.own
+
+    def end(self, reason: StopReason | None) -> None:
+        """End the completion: no further turn follows."""
+        self.stop_reason, self.kept = reason, {}
+
+
+class Draft(NamedTuple):
+    """What the junior drafted for every row, position by position.
+
+    columns: the columns of the tokens in ``read``. read: the tokens that the models read, which are the last token and
+    the draft without its own last token. authors: whether the senior is the author at each position. guesses, logprobs:
+    the drafted tokens and their log-probs. races: the random numbers of the draws. marks: the states of the strategies
+    before each token.
+    """
+
+    columns: Int64[Tensor, "b c"]
+    read: Int64[Tensor, "b c"]
+    authors: Bool[Tensor, "b c"]
+    guesses: Int64[Tensor, "b c"]
+    logprobs: Float[Tensor, "b c"]
+    races: Float64[Tensor, "b c r"]
+    marks: Sequence[Mark]
+
+
+class Block(NamedTuple):
+    """The next tokens of every row, of which each row takes at most the first ``most``.
+
+    After a draft, marks are the states of the strategies before each token, and guesses are the drafted tokens.
+    """
+
+    tokens: Int64[Tensor, "b c"]
+    authors: Bool[Tensor, "b c"]
+    logprobs: Float[Tensor, "b c"]
+    most: Int64[Tensor, " b"]
+    marks: Sequence[Mark] = ()
+    guesses: Int64[Tensor, "b c"] | None = None
+
+
+class StopTable:
+    """Which tokens end a turn: one row of booleans for each distinct pair (ignore_eos, stop_token_ids)."""
+
+    def __init__(self, decoder: Decoder, requests: Sequence[Request]) -> None:
+        kinds = dict.fromkeys((r.sampling.ignore_eos, r.sampling.stop_token_ids) for r in requests)
+        self.index = {kind: i for i, kind in enumerate(kinds)}
+        self.stop = torch.zeros(len(kinds), decoder.vocabulary, dtype=torch.bool)
+        self.eos = torch.zeros_like(self.stop)
+        for (ignore_eos, ids), i in self.index.items():
+            self.eos[i, list(() if ignore_eos else decoder.eos)] = True
+            self.stop[i, list(ids)] = True
+        self.stop |= self.eos
+
+    def row(self, request: Request) -> int:
+        return self.index[(request.sampling.ignore_eos, request.sampling.stop_token_ids)]

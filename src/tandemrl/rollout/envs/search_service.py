@@ -1,0 +1,67 @@
+"""Search in a corpus behind a service, such as rlvr's of Wikipedia: POST /search with ``query`` and ``top_n``."""
+
+from urllib.parse import urlencode
+
+from tandemrl.config import RetrievalConfig
+from tandemrl.data.documents import Document, document, documents_of
+from tandemrl.data.rows import DataError, Row
+from tandemrl.processes.http import Client, Passing, Refused, Response, Service, start
+from tandemrl.rollout.envs.environment import BrokenEnvironmentError
+from tandemrl.rollout.envs.retrieval import Retriever
+
+
+def service(config: RetrievalConfig) -> Retriever:
+    """The retriever that asks the service at ``retrieval.url``.
+
+    What is asked is sent in the address and as JSON, since both forms are in use. A document is read as in a row's
+    ``extra_info.docs``.
+
+    Raises:
+        BrokenEnvironmentError: the key of the service is not set. When it searches: the service fails, or calls another
+            document by the id of one of the row's documents, so that sources could not be scored.
+    """
+    assert config.url is not None  # a rule of the config
+    client = Client(
+        Service(
+            "retrieval",
+            "a service with POST /search",
+            BrokenEnvironmentError,
+            config.url,
+            config.api_key_env,
+            config.timeout_s,
+            config.retries,
+            config.backoff_s,
+            concurrency=64,
+        )
+    )
+
+    def search(row: Row, query: str, count: int) -> list[Document]:
+        asked = {"query": query, "top_n": count}
+        found = client.post(f"/search?{urlencode(asked)}", asked, _documents)[:count]
+        known = {each.id: each.text for each in documents_of(row)}
+        for each in found:
+            if known.get(each.id, each.text) != each.text:
+                raise BrokenEnvironmentError(
+                    f"row {row.example_id}: the service at {config.url} (retrieval.url) has another document with the "
+                    f"id {each.id!r} than 'extra_info.docs'; give the rows the ids of its corpus, or leave docs out"
+                )
+        return found
+
+    return search
+
+
+def _documents(response: Response) -> list[Document]:
+    """The documents in ``{"results": [{"document": {"id", "title", "body"}}]}``, or without the inner ``document``."""
+    if response.status == 404:
+        raise Refused(f"HTTP 404: {start(response.body)}; retrieval.url must end where /search begins")
+    content = response.json()
+    results = content.get("results") if isinstance(content, dict) else content
+    if not isinstance(results, list):
+        raise Passing(f"not a list of documents: {start(response.body)}")
+    try:
+        return [
+            document(each["document"] if isinstance(each, dict) and "document" in each else each, "POST /search")
+            for each in results
+        ]
+    except DataError as error:
+        raise Passing(f"not a list of documents: {error}") from None

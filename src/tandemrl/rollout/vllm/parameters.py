@@ -1,0 +1,339 @@
+"""The parameters of a model in vLLM under their Hugging Face names, as its kernels compute with them.
+
+vLLM fuses weights, splits them over ranks, pads them and packs them for the CPU. This is undone by the sizes that the
+layers themselves give. If that is not possible for an architecture or a quantisation, it is refused, and the error
+names the layer. Under tensor parallelism everything here runs on every rank at the same time.
+"""
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
+from itertools import groupby
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from vllm.distributed import get_tensor_model_parallel_rank, tensor_model_parallel_all_gather
+from vllm.model_executor.layers.linear import (
+    ColumnParallelLinear,
+    MergedColumnParallelLinear,
+    QKVParallelLinear,
+    ReplicatedLinear,
+    RowParallelLinear,
+    UnquantizedLinearMethod,
+)
+from vllm.model_executor.layers.vocab_parallel_embedding import (
+    ParallelLMHead,
+    UnquantizedEmbeddingMethod,
+    VocabParallelEmbedding,
+)
+from vllm.model_executor.model_loader.weight_utils import default_weight_loader
+
+from tandemrl.rollout.engine import EngineError
+from tandemrl.rollout.sync import fingerprint
+
+_PROBES = 512  # how many rows of the identity matrix a packed layer is read with at once
+LINEAR = (ReplicatedLinear, ColumnParallelLinear, MergedColumnParallelLinear, QKVParallelLinear, RowParallelLinear)
+_VOCABULARY = (VocabParallelEmbedding, ParallelLMHead)
+
+
+@torch.no_grad()
+def hf_parameters(runner: Any) -> Iterator[tuple[str, Tensor]]:
+    """Every parameter that the model's kernels compute with, whole, under its Hugging Face name, in the engine's dtype.
+
+    Under tensor parallelism all ranks must iterate together. Each rank gathers the shards of the others, and yields its
+    own copy of what is replicated. So the model is right if the tensors are right on every rank.
+
+    A layer that the CPU backend has packed is read by sending the identity matrix through its kernel. That is exact for
+    finite weights, except for the sign of zero and for subnormal bfloat16 numbers, which come out as 0.0.
+
+    Args:
+        runner: the model runner of the model.
+
+    Raises:
+        EngineError: a layer is quantised or of an unknown kind (before anything is yielded), or a tied LM head computes
+            with other weights than its embedding (after everything is yielded).
+    """
+    model, dtype = runner.get_model(), runner.vllm_config.model_config.dtype
+    for tensor in list(parameters_of(model)):
+        for name, value in _named(tensor, _computed(tensor.layer, tensor.leaf)):
+            yield name, value.to(dtype)
+    for path, head in tied_heads(model):
+        _check_tied(path, head, dtype)
+
+
+@torch.no_grad()
+def engine_fingerprint(runner: Any) -> int:
+    """``sync.fingerprint`` of ``hf_parameters``, without reading a packed layer again that still is what it was.
+
+    To read one exactly takes as much arithmetic as a batch of hundreds of tokens. So its checksum is kept when its
+    weight is packed, and when it is read. It holds as long as the layer computes with the kernel that was made then,
+    and this kernel answers a probe with the same bits; else the layer is read.
+
+    Raises:
+        EngineError: as ``hf_parameters``.
+    """
+    model, dtype = runner.get_model(), runner.vllm_config.model_config.dtype
+    total = 0
+    for tensor in list(parameters_of(model)):
+        if not _is_packed(tensor):
+            total ^= fingerprint(_named(tensor, _computed(tensor.layer, tensor.leaf)), dtype)
+            continue
+        kept = getattr(tensor.layer, _KEPT, None)
+        if kept is None or not kept.holds(tensor.layer):
+            kept = _Kept.of(tensor.layer, fingerprint(_named(tensor, _multiplied(tensor.layer)), dtype))
+            setattr(tensor.layer, _KEPT, kept)
+        total ^= kept.checksum
+    for path, head in tied_heads(model):
+        kept = getattr(head, _KEPT, None)
+        if kept is None or not kept.holds(head) or kept.checksum != fingerprint([("", head.weight)], dtype):
+            _check_tied(path, head, dtype)
+    return total
+
+
+_KEPT = "_tandem_kept"
+
+
+class _Kept(NamedTuple):
+    """The checksum of a packed weight, and how to tell that the layer still computes with it."""
+
+    checksum: int
+    kernel: Any
+    """The function that was made when the weight was packed."""
+    answer: Tensor
+    """What it made of the probe."""
+
+    @classmethod
+    def of(cls, layer: Any, checksum: int) -> "_Kept":
+        return cls(checksum, layer.cpu_linear, layer.quant_method.apply(layer, _probe(layer), None))
+
+    def holds(self, layer: Any) -> bool:
+        if layer.cpu_linear is not self.kernel:
+            return False
+        return torch.equal(layer.quant_method.apply(layer, _probe(layer), None), self.answer)
+
+
+def _probe(layer: Any) -> Tensor:
+    """A row of random signs."""
+    signs = torch.randint(0, 2, (1, _columns(layer)), generator=torch.Generator().manual_seed(0))
+    return signs.mul_(2).sub_(1).to(layer.params_dtype)
+
+
+def _is_packed(tensor: "_Tensor") -> bool:
+    """Whether this is a whole weight that the CPU backend has packed."""
+    layer = tensor.layer
+    if tensor.leaf != "weight" or type(layer) is VocabParallelEmbedding or not hasattr(layer, "cpu_linear"):
+        return False
+    return all(part.split is None and part.replicas == 1 for part in tensor.parts)
+
+
+@contextmanager
+def summed_before_packing(model: nn.Module, dtype: torch.dtype) -> Iterator[None]:
+    """A context in which layers keep the checksum of the weight that they pack, if the kernel then multiplies by it.
+
+    The checksum is of the very tensor that is packed, so of what vLLM's loaders have put there.
+    """
+    packed = {id(tensor.layer): tensor for tensor in parameters_of(model) if _is_packed(tensor)}
+    tied = {id(head) for _, head in tied_heads(model) if hasattr(head, "cpu_linear")}
+    methods: dict[int, Any] = {id(m.quant_method): m.quant_method for m in model.modules() if id(m) in {*packed, *tied}}
+
+    def keeping(pack: Any, layer: Any) -> None:
+        if id(layer) not in packed and id(layer) not in tied:
+            return pack(layer)
+        weight = layer.weight.detach()
+        parts = _named(packed[id(layer)], weight) if id(layer) in packed else [("", weight)]
+        checksum, columns = fingerprint(parts, dtype), _columns(layer)
+        some = torch.linspace(0, columns - 1, 16).long()  # the few that the kernel is asked for
+        before, expected = getattr(layer, "cpu_linear", None), weight[:, some].clone()
+        pack(layer)
+        kept = _Kept.of(layer, checksum)
+        read = layer.quant_method.apply(layer, nn.functional.one_hot(some, columns).to(layer.params_dtype), None).T
+        exact = torch.allclose(
+            read, expected, rtol=0.0, atol=torch.finfo(dtype).tiny
+        )  # zero as ``fingerprint`` sees it
+        right = exact and layer.cpu_linear is not before
+        setattr(layer, _KEPT, kept if right else None)  # None: it is read
+
+    for method in methods.values():
+        method.process_weights_after_loading = partial(keeping, method.process_weights_after_loading)
+    try:
+        yield
+    finally:
+        for method in methods.values():
+            del method.process_weights_after_loading  # that of its class again
+
+
+def _named(tensor: "_Tensor", value: Tensor) -> Iterator[tuple[str, Tensor]]:
+    """The Hugging Face parameters in a tensor of this rank, whole."""
+    shards = value.split([part.rows for part in tensor.parts])
+    for name, group in groupby(zip(tensor.parts, shards, strict=True), key=lambda pair: pair[0].name):
+        pieces = [whole(part, shard) for part, shard in group]
+        yield name, pieces[0] if len(pieces) == 1 else torch.cat(pieces)
+
+
+def _check_tied(path: str, head: Any, dtype: torch.dtype) -> None:
+    if not torch.allclose(_multiplied(head), head.weight, rtol=0.0, atol=torch.finfo(dtype).tiny):
+        raise EngineError(f"{path} is tied to the embedding, but computes with another copy of it")
+
+
+class Part(NamedTuple):
+    """A Hugging Face parameter inside a tensor of this rank, or a piece of one that Hugging Face fuses, too."""
+
+    name: str
+    shape: tuple[int, ...]  # the whole shape, over all ranks
+    rows: int  # how many rows it has in this rank's tensor
+    split: int | None  # the dimension that is split over the ranks; None: every rank has all of it
+    replicas: int  # how many neighbouring ranks have the same rows; above 1 for key and value heads on more ranks
+
+
+class _Tensor(NamedTuple):
+    """One parameter of a layer on this rank, named ``leaf`` there. Its ``parts`` are stacked along the rows."""
+
+    layer: nn.Module
+    leaf: str
+    parts: list[Part]
+
+
+def parameters_of(model: nn.Module) -> Iterator[_Tensor]:
+    """The model's parameters on this rank, without tied LM heads.
+
+    Raises:
+        EngineError: a layer is quantised or of an unknown kind.
+    """
+    tied = {path for path, _ in tied_heads(model)}
+    fused = getattr(model, "packed_modules_mapping", {})
+    for path, layer in model.named_modules():
+        for leaf, parameter in layer.named_parameters(recurse=False):
+            if path in tied:
+                continue
+            if type(layer) in (*LINEAR, *_VOCABULARY):
+                if not isinstance(layer.quant_method, UnquantizedLinearMethod | UnquantizedEmbeddingMethod):
+                    kind = type(layer.quant_method).__name__
+                    raise EngineError(f"{path} is quantised ({kind}): its weights cannot be replaced or read back")
+                yield _Tensor(layer, leaf, _parts(path, layer, leaf, fused))
+            elif getattr(parameter, "weight_loader", default_weight_loader) is default_weight_loader and parameter.ndim:
+                shape = tuple(parameter.shape)
+                yield _Tensor(layer, leaf, [Part(f"{path}.{leaf}", shape, shape[0], None, 1)])
+            else:
+                raise EngineError(
+                    f"{path}.{leaf} is of a kind ({type(layer).__name__}) whose weights cannot be replaced or read back"
+                )
+
+
+def _parts(path: str, layer: Any, leaf: str, fused: Mapping[str, Sequence[str]]) -> list[Part]:
+    """The parts of a parameter of a linear layer, an embedding or an LM head.
+
+    Args:
+        path: the path of the layer in the model.
+        layer: the layer.
+        leaf: the name of the parameter in the layer.
+        fused: vLLM's mapping from names of fused layers to the Hugging Face names of their parts.
+    """
+    if type(layer) is ReplicatedLinear or layer.tp_size == 1:
+        split = None
+    elif type(layer) is RowParallelLinear:
+        split = 1 if leaf == "weight" else None
+    else:
+        split = 0
+
+    if type(layer) in _VOCABULARY:
+        sizes = [(layer.num_embeddings_per_partition, 1)]
+    elif type(layer) is QKVParallelLinear:
+        query, key, value = layer.output_partition_sizes
+        sizes = [(query, 1), (key, layer.num_kv_head_replicas), (value, layer.num_kv_head_replicas)]
+    else:
+        sizes = [(rows, 1) for rows in layer.output_partition_sizes]
+
+    parent, dot, own = path.rpartition(".")
+    names = fused.get(own, [own])
+    names = list(names) * len(sizes) if len(names) == 1 else names
+    columns = (layer.embedding_dim if type(layer) in _VOCABULARY else layer.input_size,) if leaf == "weight" else ()
+    ranks = layer.tp_size if split == 0 else 1
+    return [
+        Part(
+            f"{parent}{dot}{name}.{leaf}",
+            (layer.org_vocab_size if type(layer) in _VOCABULARY else rows * ranks // replicas, *columns),
+            rows,
+            split,
+            replicas,
+        )
+        for name, (rows, replicas) in zip(names, sizes, strict=True)
+    ]
+
+
+def shapes_of(parts: Iterable[Part]) -> dict[str, tuple[int, ...]]:
+    """The whole shape of each Hugging Face parameter by its name, in the order of their first parts."""
+    shapes: dict[str, tuple[int, ...]] = {}
+    for part in parts:
+        above = shapes[part.name][0] if part.name in shapes else 0
+        shapes[part.name] = (above + part.shape[0], *part.shape[1:])
+    return shapes
+
+
+def whole(part: Part, shard: Tensor) -> Tensor:
+    """The whole part, joined from the shards of all ranks. This is a collective call if the part is split.
+
+    Args:
+        part: the part.
+        shard: this rank's shard of it.
+    """
+    joined = shard if part.split is None else tensor_model_parallel_all_gather(shard.contiguous(), part.split)
+    if part.replicas > 1:
+        own = get_tensor_model_parallel_rank() % part.replicas
+        joined = joined.unflatten(0, (-1, part.replicas, part.rows))[:, own].flatten(0, 1)
+    return joined[: part.shape[0]]  # without the vocabulary's padding
+
+
+def _computed(layer: Any, leaf: str) -> Tensor:
+    """This rank's parameter ``leaf`` as the layer's forward uses it."""
+    return getattr(layer, leaf) if leaf != "weight" or type(layer) is VocabParallelEmbedding else _multiplied(layer)
+
+
+def _multiplied(layer: Any) -> Tensor:
+    """This rank's weight as the layer's matrix product uses it."""
+    if not hasattr(layer, "cpu_linear"):
+        return layer.weight
+    columns, rows = _columns(layer), []
+    for start in range(0, columns, _PROBES):
+        identity = torch.zeros(min(_PROBES, columns - start), columns, dtype=layer.params_dtype)
+        identity.diagonal(start).fill_(1)
+        rows.append(layer.quant_method.apply(layer, identity, None))
+    return torch.cat(rows).T
+
+
+def _columns(layer: Any) -> int:
+    """How many inputs this rank's part of a layer has."""
+    if type(layer) in _VOCABULARY:
+        return int(layer.embedding_dim)
+    return int(getattr(layer, "input_size_per_partition", layer.input_size))
+
+
+def tied_heads(model: nn.Module) -> list[tuple[str, Any]]:
+    """The paths and layers of LM heads that share the embedding's table. In vLLM 0.27 one can be the embedding."""
+    named = model.named_modules(remove_duplicate=False)
+    layers = [(path, layer) for path, layer in named if type(layer) in _VOCABULARY]
+    tables = {id(layer.weight): path for path, layer in reversed(layers) if type(layer) is VocabParallelEmbedding}
+    return [(path, layer) for path, layer in layers if tables.get(id(layer.weight), path) != path]
+
+
+def checked(weights: Iterable[tuple[str, Tensor]], shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Tensor]:
+    """The tensors by name, after a check of their names and shapes.
+
+    Raises:
+        EngineError: their names and shapes are not those of ``shapes``, or a name comes twice.
+    """
+    named: dict[str, Tensor] = {}
+    for name, tensor in weights:
+        if name in named:
+            raise EngineError(f"weight {name} was sent twice")
+        named[name] = tensor
+    if different := sorted(named.keys() ^ shapes.keys()):
+        first = different[0]
+        fault = "the engine's model has no such weight" if first in named else "it was not sent"
+        raise EngineError(
+            f"weights do not match the engine's model; {len(different)} names differ, e.g. {first}: {fault}"
+        )
+    for name, shape in shapes.items():
+        if tuple(named[name].shape) != shape:
+            raise EngineError(f"weight {name}: shape {tuple(named[name].shape)}, expected {shape}")
+    return named

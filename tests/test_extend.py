@@ -1,0 +1,165 @@
+"""Components of the user's own, as docs/howto/extend.md shows them: one new file each, and nothing else changes."""
+
+import re
+import shlex
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+from typer.testing import CliRunner
+
+import agents as small
+from runs import lines, metrics
+from tandemrl import train
+from tandemrl.cli.main import app
+from tandemrl.config import Config, ConfigError, load, stated_keys
+from tandemrl.data.loading import generated_rows
+from tandemrl.rewards.protocol import GraderError
+from tandemrl.rollout.envs.retrieval import make_retriever
+from tandemrl.rollout.factory import make_engine
+from tandemrl.training import checkpoint
+from tandemrl.training.checkpoint import CheckpointError
+from tandemrl.training.preflight import Preflight
+
+PAGE = (Path(__file__).parents[1] / "docs" / "howto" / "extend.md").read_text()
+FILES = dict(re.findall(r'```python title="(\w+)\.py"\n(.*?)```', PAGE, re.DOTALL))
+SECTION = {"my_strategy": "selection", "my_loss": "loss", "my_reward": "reward"}
+COMMANDS = {name: next(line for line in PAGE.splitlines() if f"{name}:" in line and "train" in line) for name in FILES}
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A working directory with the page's files."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
+    for name, text in FILES.items():
+        (tmp_path / f"{name}.py").write_text(text)
+    yield tmp_path
+    for name in FILES:
+        sys.modules.pop(name, None)
+
+
+def overrides(*names: str) -> list[str]:
+    """What the page's commands set."""
+    words = [word for name in names for word in shlex.split(COMMANDS[name])]
+    return [word for word in words if "=" in word]
+
+
+def config(agents: Path, out: Path, *names: str, extra: tuple[str, ...] = ()) -> Config:
+    return load(None, small.overrides(agents, out, "train.steps=2", *overrides(*names), *extra))
+
+
+def test_there_are_six_examples_of_at_most_25_lines() -> None:
+    assert list(FILES) == [
+        f"my_{what}" for what in ("strategy", "loss", "engine", "environment", "reward", "retriever")
+    ]
+    assert {name: len(text.splitlines()) for name, text in FILES.items() if len(text.splitlines()) > 25} == {}
+
+
+def test_a_run_of_components_of_ones_own(agents: Path, here: Path) -> None:
+    """Strategy, loss, engine and scorer, each from its file; what it did is what they say."""
+    mine = config(agents, here / "run", "my_strategy", "my_loss", "my_engine", "my_reward")
+    train(mine, quiet=True)
+    assert [line["step"] for line in metrics(here / "run")] == [1, 2]
+    assert {line["reward/mean"] for line in metrics(here / "run")} == {0.0}  # random models: never right
+    for sample in lines(here / "run" / "samples.jsonl"):
+        authors = np.array(sample["author"])
+        authors = authors[authors >= 0]
+        assert (authors[:12] == 1).all()
+        assert (authors[12:] == 0).all()
+    card = next((here / "run" / "hf").glob("step_*/README.md")).read_text()
+    assert "(`my_strategy:relay`, opening = 12)" in card
+    assert "| recipe | `my_loss:successes, floor = -0.1, learning rate 0.01` |" in card
+    kept = checkpoint.load_config(here / "run")
+    assert kept == mine
+    text = (here / "my_strategy.py").read_text()
+    (here / "my_strategy.py").write_text(text.replace("tokens < opening, Written", "tokens <= opening, Written"))
+    sys.modules.pop("my_strategy")
+    with pytest.raises(CheckpointError, match="written with another strategy"):
+        train(mine, quiet=True)
+
+
+def test_an_environment_of_ones_own(agents: Path, here: Path) -> None:
+    turns = ("rollout.max_turns=4", "rollout.max_tokens=40", "rollout.turn_tokens=8", "data.max_prompt_tokens=24")
+    mine = config(agents, here / "run", "my_environment", "my_reward", extra=(*turns, "rollout.world_tokens=99"))
+    train(mine, quiet=True)
+    assert max(line["env/turns"] for line in metrics(here / "run")) == 3.0  # a turn, and one after each doubt
+
+
+def test_a_retriever_of_ones_own(here: Path) -> None:
+    mine = load("hops_tandem", overrides("my_retriever"))
+    [row] = generated_rows("hops", "heldout", 1, 0)
+    search = make_retriever(mine.retrieval)
+    known = search(row, "nothing of this", 3)
+    assert known == [] or len(known) <= 3
+    document = row.extra_info["docs"][0]
+    text = " ".join(str(value) for value in document.values())
+    assert 1 <= len(search(row, text, 2)) <= 2
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("selection.parameters.openin=3", r"my_strategy:relay: has no parameter 'openin'; did you mean opening\?"),
+        ("selection.strategy=my_strategy:rely", r"selection\.strategy=my_strategy:rely: cannot be imported: Attr"),
+        (
+            "selection.strategy=my_strategy:Written",
+            r"my_strategy:Written: has no parameter 'opening'; its own are: t",
+        ),
+        ("selection={strategy: my_reward:concise, parameters: {}}", r"concise: its parameter 'row' has no value; give"),
+        ("loss={recipe: my_strategy:relay, parameters: {}}", r"my_strategy:relay: is a Strategy; name a Recipe"),
+        ("loss.parameters.floor=low", r"recipe grpo: the surrogate function failed"),
+        ("reward.parameters.concise.widest=3", r"reward\.parameters: my_reward:concise has no parameter 'widest'"),
+        ("reward.parameters.brief.longest=3", r"reward\.parameters\.brief: no reward of that name"),
+    ],
+)
+def test_what_cannot_work_is_refused_before_the_run(agents: Path, here: Path, override: str, message: str) -> None:
+    names = [name for name in ("my_strategy", "my_loss", "my_reward") if not override.startswith(SECTION[name] + "={")]
+    mine = config(agents, here / "run", *names, extra=(override,))
+    with pytest.raises((ConfigError, GraderError), match=message):
+        Preflight(mine, stated=stated_keys([override])).require()
+
+
+def test_only_components_of_ones_own_have_parameters() -> None:
+    with pytest.raises(ConfigError, match=r"selection\.parameters=\{'k': 3\}: must be \{\} with word"):
+        load(overrides=["selection.parameters.k=3"])
+    with pytest.raises(ConfigError, match=r"rollout\.compile=True: must be false with rollout\.engine=my:engine"):
+        load(overrides=["rollout.engine=my:engine", "rollout.compile=true"])
+
+
+def test_an_engine_that_is_none_is_refused(here: Path) -> None:
+    (here / "my_none.py").write_text("def engine():\n    return 3\n")
+    mine = load(overrides=["rollout.engine=my_none:engine"])
+    with pytest.raises(ConfigError, match=r"rollout\.engine=my_none:engine: returned a int, not an Engine"):
+        make_engine(mine.rollout, None, None, None)  # type: ignore[arg-type]  # it asks for none of them
+
+
+def test_config_prints_what_was_written_about_a_component(here: Path) -> None:
+    shown = CliRunner().invoke(app, ["config", "my_strategy:relay"]).stdout
+    assert shown.split("\n\n") == ["The senior writes the opening, the junior the rest.", "    opening: int = 8\n"]
+
+
+def test_play_writes_with_a_strategy_of_ones_own(here: Path) -> None:
+    starlette = pytest.importorskip("starlette.testclient", reason="the page needs the `play` extra")
+    from helpers import CHAT_TEMPLATE, prepared, qwen3, small_qwen3, tokenizer
+    from tandemrl import TorchEngine
+    from tandemrl.apps.play.app import application
+    from tandemrl.apps.play.duo import Duo
+
+    senior, junior, chat = prepared(qwen3()), prepared(small_qwen3()), tokenizer()
+    chat.chat_template = CHAT_TEMPLATE
+    duo = Duo(TorchEngine(senior, junior, chat), junior, chat, longest=64)
+    mine = load(overrides=overrides("my_strategy")).selection
+    page = application(duo, about={}, begin_with=mine)
+    client = starlette.TestClient(page, base_url="http://127.0.0.1:8765")
+    begun = client.post("/begin", json={}).json()
+    assert begun["strategies"][-2:] == ["solo", "my_strategy:relay"]
+    assert begun["defaults"]["strategy"] == "my_strategy:relay"
+    asked = {"prompt": "a b", "count": 16, "selection": {"strategy": "my_strategy:relay"}}
+    written = [token["author"] for token in client.post("/write", json=asked).json()["tokens"]]
+    assert written == ([1] * 12 + [0] * 4)[: len(written)]
+    assert len(written) > 0
+    refused = client.post("/write", json=asked | {"selection": {"strategy": "os:getcwd"}})
+    assert (refused.status_code, "expected one of word" in refused.json()["error"]) == (400, True)

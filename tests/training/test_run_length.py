@@ -1,0 +1,90 @@
+"""How long a run is and what it keeps: rows, epochs, validation texts; and where its KL to the reference goes."""
+
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from runs import config, lines, metrics
+from tandemrl.cli.main import app
+from tandemrl.config import ConfigError, load, to_yaml, with_steps
+from tandemrl.training.loop import train
+
+SHORT = ["train.prompts_per_step=4", "train.eval_every=1", "train.save_every=1", "rollout.max_tokens=16"]
+
+
+@pytest.mark.parametrize(
+    ("epochs", "prompts", "steps"), [(1, 64, 16), (2.5, 19, 10), (0.01, 64, 1), (15, 327_680, 1_228_800)]
+)
+def test_epochs_are_whole_batches(epochs: float, prompts: int, steps: int) -> None:
+    given = load(overrides=[f"train.epochs={epochs}", "train.prompts_per_step=4"])
+    assert with_steps(given, prompts).train.steps == steps
+    assert with_steps(load(), prompts) == load()
+
+
+def test_a_run_of_an_epoch_over_a_few_rows_goes_on_for_another(tiny_pair: Path, tmp_path: Path) -> None:
+    first = config(tiny_pair, tmp_path, *SHORT, "data.limit=9", "train.epochs=1")
+    train(first, quiet=True)
+    assert [line["step"] for line in metrics(tmp_path)] == [1, 2]
+    stored = load(tmp_path)
+    assert (stored.train.epochs, stored.train.steps, stored.data.limit) == (1.0, 2, 9)
+    train(config(tiny_pair, tmp_path, *SHORT, "data.limit=9", "train.epochs=1.5"), quiet=True)
+    assert [line["step"] for line in metrics(tmp_path)] == [1, 2, 3]
+    drawn = {line["example_id"] for line in lines(tmp_path / "samples.jsonl")}
+    assert len(drawn) <= 9
+    # The texts of each evaluation: the senior's alone, those that pass@1 was computed from.
+    for line in metrics(tmp_path):
+        kept = lines(tmp_path / "eval_texts" / f"step_{line['step']}.jsonl")
+        assert len(kept) == 4 * 2  # eval.train_problems, eval.train_samples
+        assert sum(text["correct"] for text in kept) / 8 == pytest.approx(line["eval/pass@1"])
+        assert {(text["source"], set(text["author"][0])) == ("eval", {"S"}) for text in kept} == {True}
+        assert all(text["text"] for text in kept)
+
+
+def test_a_dry_run_says_how_many_steps_the_epochs_are(tiny_pair: Path, tmp_path: Path) -> None:
+    file = tmp_path / "config.yaml"
+    file.write_text(to_yaml(config(tiny_pair, tmp_path / "run", *SHORT, "data.limit=9", "train.epochs=3")))
+    done = CliRunner().invoke(app, ["train", "--config", str(file), "--dry-run"])
+    assert done.exit_code == 0, done.output
+    output = " ".join(done.output.split())
+    assert "data.train: 9 rows;" in output
+    assert "train.epochs=3 makes 6 steps" in output
+    warm = ["loss.recipe=ppo", "train.critic_warmup_steps=6"]
+    done = CliRunner().invoke(app, ["train", "--config", str(file), "--dry-run", *warm])
+    assert done.exit_code == 2
+    assert "train.critic_warmup_steps=6: must be 0 or positive, and below train.steps (6)" in " ".join(
+        done.output.split()
+    )
+
+
+def test_validation_texts_are_not_kept_if_they_are_not_wanted(tiny_pair: Path, tmp_path: Path) -> None:
+    train(config(tiny_pair, tmp_path, *SHORT, "train.steps=1", "train.keep_eval_texts=false"), quiet=True)
+    assert not (tmp_path / "eval_texts").exists()
+
+
+def test_the_kl_can_be_in_the_loss_and_in_the_reward_at_once(tiny_pair: Path, tmp_path: Path) -> None:
+    """Two updates: the first moves the senior away from the reference, the second has a KL to speak of."""
+    kl = ["loss.kl_coef=0.5", "loss.kl_in_reward=true", "train.steps=1", "train.mini_batch_prompts=2", "train.lr=3e-3"]
+    found = {}
+    for name, keys in {"reward": [], "both": ["loss.kl_in_loss=true"]}.items():
+        train(config(tiny_pair, tmp_path / name, *kl, "train.eval_every=0", *keys), quiet=True)
+        [found[name]] = metrics(tmp_path / name)
+    assert found["reward"]["kl/coef"] == found["both"]["kl/coef"] == 0.5
+    assert found["both"]["ref_kl"] > 1e-3
+    added = found["both"]["loss"] - found["reward"]["loss"]
+    assert added == pytest.approx(0.5 * found["both"]["ref_kl"], rel=0.05)
+
+
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        (["loss.kl_in_loss=true"], r"loss\.kl_in_loss=True: must be null or false unless loss\.kl_coef > 0"),
+        (["loss.kl_in_loss=false", "loss.kl_coef=0.1"], r"the KL is nowhere else \(loss\.kl_in_reward=false\)"),
+    ],
+)
+def test_where_the_kl_cannot_be(keys: list[str], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        load(overrides=keys)
+    both = load(overrides=["loss.kl_coef=0.1", "loss.kl_in_reward=true", "loss.kl_in_loss=true"])
+    assert both.loss.loss_kl_coef == 0.1
+    assert load(overrides=["loss.kl_coef=0.1", "loss.kl_in_reward=true"]).loss.loss_kl_coef == 0.0
