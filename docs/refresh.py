@@ -257,6 +257,68 @@ def decoding() -> str:
     )
 
 
+def pretrained_speed() -> str:
+    """Rollouts, update, sync and steps of a real model. What is not in the file yet is left out."""
+    name = "pretrained_speed.jsonl"
+    records = {line["part"]: line for line in lines(name)}
+    said = []
+    if rollouts := [line for part, line in records.items() if part.startswith("rollout")]:
+        said.append(_pretrained_rollouts(rollouts))
+    if update := records.get("update"):
+        said.append(
+            f"The update of {update['sequences']} rollouts ({update['tokens']:,} packed tokens) reaches "
+            f"{update['mfu_cpu']:.0%} of the matmul peak of {update['peak_gflops']:.0f} GFLOP/s."
+        )
+    if sync := records.get("sync"):
+        cpu = {what: each["median"] for what, each in sync["cpu_s"].items()}
+        said.append(
+            f"A weight sync takes {cpu['sync']:.2f} CPU seconds. Copying takes {cpu['copy']:.2f} of them, and the "
+            "checksums of both sides the rest."
+        )
+    if step := records.get("step"):
+        seconds = {each: values["median"] for each, values in step["cpu_s_per_step"].items()}
+        said.append(
+            f"A step of {step['completions']} completions takes {seconds['solo']:.1f} CPU seconds solo, "
+            f"{seconds['tandem']:.1f} in tandem and {seconds['trl']:.1f} with {step['peer']}: "
+            f"{step['cpu_ratios']['solo / trl']['median']:.2f} and {step['cpu_ratios']['tandem / trl']['median']:.2f} "
+            f"of it (medians of {step['rounds']} turns). The sync is {step['sync_share']['solo']:.1%} of the solo step."
+        )
+    first, others = next(iter(records.values())), max(line["cores_others"] for line in records.values())
+    said.append(
+        f"{first['model']}, from the {first['source']}, float32; other processes used up to {others:.1f} cores; "
+        f"{versions_of(list(records.values()))}; {_file(name)}."
+    )
+    return "\n\n".join(said) + "\n"
+
+
+def _pretrained_rollouts(records: Sequence[Mapping[str, Any]]) -> str:
+    who = list(dict.fromkeys(each for line in records for each in line["tokens_per_cpu_s"]))
+
+    def faster(line: Mapping[str, Any], peer: str) -> str:
+        """How many times as many tokens per CPU second solo writes."""
+        found = line["cpu_ratios"].get(f"solo / {peer}")
+        return f"{1 / found['median']:.2f}" if found else "–"
+
+    rows = [
+        [
+            str(line["rows"]),
+            *(f"{line['limits'][limit]:.0f}" for limit in ("roofline", "products, decoding alone")),
+            *(f"{line['tokens_per_cpu_s'][each]:.0f}" if each in line["tokens_per_cpu_s"] else "–" for each in who),
+            *(faster(line, peer) for peer in ("transformers", "vllm")),
+            str(line["rounds"]),
+        ]
+        for line in records
+    ]
+    head = ["rows", "roofline", "products alone", *who, "solo : transformers", "solo : vllm", "rounds"]
+    return markdown_table(head, rows) + (
+        f"\nTokens per CPU second, {records[0]['max_tokens']} per row, the prompts included; medians over rounds. "
+        "*Roofline* is what the CPU could write: the larger of the weights' bytes at the bandwidth of reading and the "
+        "FLOPs at the speed of the best square product, and each prompt once. *Products alone* repeats the matrix "
+        "products of a decoding step and does nothing else. *Tandem* has a junior of the same weights; *auto N* drafts "
+        "with the senior's first N layers, which nobody trained for it."
+    )
+
+
 def drafting() -> str:
     """CPU seconds of drafts in the torch engine, relative to the senior alone and to single tokens."""
     records = lines("drafting.jsonl")
@@ -557,6 +619,7 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "step-time-lognormal": lambda: step_time("step_time_lognormal.json"),
     "speed-sentence": speed_sentence,
     "decoding": decoding,
+    "pretrained-speed": pretrained_speed,
     "drafting": drafting,
     "draw": draw,
     "tandem-cost": tandem_cost,

@@ -33,6 +33,7 @@ from tandemrl.selection import Strategy
 from tandemrl.training.arguments import StrategyFunction, accept, strategy_at
 from tandemrl.training.function_records import with_records
 from tandemrl.training.gates import mismatch_limit, self_difference
+from tandemrl.training.host_memory import keep_freed_memory
 from tandemrl.training.preflight import Preflight
 from tandemrl.training.state import Models, Progress, Run, RunSetup, Trained, forward_options
 
@@ -81,6 +82,8 @@ def build(
         check_judge=check_judge,
         stated=stated,
     ).require()
+    if resolve_device(model.device).type == "cpu":
+        keep_freed_memory()
     tokenizer, heldout, episode_runner = preflight.tokenizer, preflight.heldout, preflight.episode_runner
     prompts, dropped = preflight.prompts
     config = preflight.planned

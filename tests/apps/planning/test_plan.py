@@ -125,6 +125,33 @@ def test_a_recipe_for_one_process_is_not_planned_for_several(name: str) -> None:
     assert "rollout.vllm.multiprocess=False: must be true with several processes" in done.output
 
 
+ON_THE_PAGE = {
+    "policy: weights and optimiser state": ("policy: weights", "policy: optimiser"),
+    "engine, senior: weights": ("engine, senior",),
+    "engine, junior: weights": ("engine, junior",),
+    "engine: key-value cache": ("engine: KV cache",),
+    "engine: a prefill or a decoding step": ("engine: a prefill",),
+    "gradients and activations of a micro-batch": ("gradients",),
+}
+"""The rows of the table in docs/howto/gpus.md, and how the names of the plan's items begin."""
+
+
+@pytest.mark.slow  # a 4B model is rehearsed twice
+def test_the_page_about_gpus_says_what_a_4b_run_takes() -> None:
+    page = (Path(__file__).parents[3] / "docs" / "howto" / "gpus.md").read_text()
+    pair = ["model.senior=Qwen/Qwen3-4B", "model.junior=Qwen/Qwen3-0.6B", "model.device=cuda"]
+    assert all(key in page for key in pair)
+    one = plan(load("gsm8k_tandem", pair), 1, accelerator("h200"))
+    two = plan(load("gsm8k_tandem", [*pair, "rollout.max_rows=64"]), 2, accelerator("h100"))
+    assert one.fits, described(one)
+    assert two.fits, described(two)
+    for title, names in ON_THE_PAGE.items():
+        sizes = [sum(item.size for item in found.items if item.name.startswith(names)) / GIB for found in (one, two)]
+        assert f"| {title} | {sizes[0]:.1f} | {sizes[1]:.1f} |" in page
+    assert f"| at most at once | {one.peak / GIB:.1f} | {two.peak / GIB:.1f} |" in page
+    assert not plan(load("gsm8k_tandem", pair), 2, accelerator("h100")).fits
+
+
 def test_a_trainers_card_has_its_part_of_a_split_engine() -> None:
     """The engine's cards begin with the trainer's, unless it has devices of its own."""
     keys = ["model.junior=null", "model.device=cuda", "rollout.engine=vllm", "rollout.vllm.kv_cache_gb=1"]
