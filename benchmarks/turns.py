@@ -138,7 +138,7 @@ def episodes(engine: TorchEngine, tokenizer: Any, options: argparse.Namespace) -
             Sampling(max_tokens=TURNS * tokens, ignore_eos=True),
             strategy,
             turn_tokens=tokens,
-            world_tokens=(TURNS - 1) * SAID,
+            observation_tokens=(TURNS - 1) * SAID,
         )
         for i, (text, tokens) in enumerate(zip(prompt_texts(options.rows), lengths, strict=True))
     ]

@@ -4,7 +4,7 @@ sum comes to, and asks again. Five training steps on the tiny pair.
     python examples/calculator.py
 
 From the command line, in this folder: `tandemrl train --config quickstart rollout.environment=calculator:Calculator
-rollout.max_turns=3 rollout.turn_tokens=64 rollout.max_tokens=192 rollout.world_tokens=128`.
+rollout.max_turns=3 rollout.turn_tokens=64 rollout.max_tokens=192 rollout.observation_tokens=128`.
 A model that calls tools needs no environment: `rollout.environment=tools rollout.tools=[calculator:calculate]`.
 """
 
@@ -48,7 +48,12 @@ class Calculator(Environment):
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("overrides", nargs="*", help="config overrides, e.g. train.steps=20")
-    turns = ["rollout.max_turns=3", "rollout.turn_tokens=64", "rollout.max_tokens=192", "rollout.world_tokens=128"]
+    turns = [
+        "rollout.max_turns=3",
+        "rollout.turn_tokens=64",
+        "rollout.max_tokens=192",
+        "rollout.observation_tokens=128",
+    ]
     defaults = ["train.steps=5", "output_dir=runs/calculator", *turns]
     config = tandemrl.load("quickstart.yaml", [*defaults, *parser.parse_args().overrides])
     if config.model.senior == "runs/tiny/senior":

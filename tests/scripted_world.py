@@ -89,7 +89,7 @@ def played(
     for index in range(turns):
         if index:
             said = say(turn, index - 1)
-            if own == sampling.max_tokens or authors.count(-1) + len(said) > request.world_tokens:
+            if own == sampling.max_tokens or authors.count(-1) + len(said) > request.observation_tokens:
                 reason = "length"
                 break
             tokens += said

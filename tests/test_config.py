@@ -555,3 +555,9 @@ def test_a_dry_run_under_the_launcher_checks_its_number_of_processes(monkeypatch
     assert "PROBLEM      processes: rollout.vllm.multiprocess=False: must be true" in done.output
     monkeypatch.setenv("WORLD_SIZE", "1")
     assert "ok           processes: 1" in CliRunner().invoke(app, ["train", "-c", "quickstart", "--dry-run"]).output
+
+
+def test_a_renamed_key_is_read_with_a_warning() -> None:
+    with pytest.warns(UserWarning, match=r"rollout\.world_tokens is called rollout\.observation_tokens now"):
+        config = load("hops_tandem", ["rollout.world_tokens=99"])
+    assert config.rollout.observation_tokens == 99

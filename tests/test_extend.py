@@ -83,7 +83,7 @@ def test_a_run_of_components_of_ones_own(agents: Path, here: Path) -> None:
 
 def test_an_environment_of_ones_own(agents: Path, here: Path) -> None:
     turns = ("rollout.max_turns=4", "rollout.max_tokens=40", "rollout.turn_tokens=8", "data.max_prompt_tokens=24")
-    mine = config(agents, here / "run", "my_environment", "my_reward", extra=(*turns, "rollout.world_tokens=99"))
+    mine = config(agents, here / "run", "my_environment", "my_reward", extra=(*turns, "rollout.observation_tokens=99"))
     train(mine, quiet=True)
     assert max(line["env/turns"] for line in metrics(here / "run")) == 3.0  # a turn, and one after each doubt
 

@@ -33,7 +33,7 @@ TOY = [
     *("train.eval_every=1", "train.save_every=1", "eval.max_tokens=12", "eval.train_problems=2", "eval.bootstrap=10"),
     *("reward.workers=1", "parallel.timeout_s=500", "train.max_logprob_mismatch=1"),  # of tiny models in bfloat16
 ]
-AGENTS = ["rollout.max_tokens=40", "rollout.turn_tokens=20", "rollout.world_tokens=60", "rollout.tool_workers=1"]
+AGENTS = ["rollout.max_tokens=40", "rollout.turn_tokens=20", "rollout.observation_tokens=60", "rollout.tool_workers=1"]
 SOURCES = {
     **{"eurus": "numina_olympiads", "rrm_train": "grade", "gsm8k_tandem": "openai/gsm8k"},
     **dict.fromkeys(("countdown", "tinyzero", "tinyzero_3b", "tinyzero_instruct"), "countdown"),

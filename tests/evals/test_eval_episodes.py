@@ -156,7 +156,12 @@ def episodes(agents, out, *extra, phases=("pass-at-k",), **more):
         [
             *(f"model.junior={agents}/junior", f"data.eval=[{agents}/rows.jsonl]", "train.threads=1"),
             *("eval.profile=custom", "eval.max_tokens=40", "eval.samples=2", "eval.k=[1]", "eval.bootstrap=5"),
-            *("rollout.turn_tokens=12", "rollout.world_tokens=60", "rollout.max_turns=3", "data.max_prompt_tokens=24"),
+            *(
+                "rollout.turn_tokens=12",
+                "rollout.observation_tokens=60",
+                "rollout.max_turns=3",
+                "data.max_prompt_tokens=24",
+            ),
             *extra,
         ],
     )
@@ -223,7 +228,13 @@ def test_results_have_the_metrics_of_episodes(played):
             len((sample.transcript["state"] or {}).get("sums", ())) - len(sample.text) / 100
         )
     assert {"hops=2/pass@1", "hops=3/pass@1", "hops=4/pass@1"} < macro.keys()
-    kept = {"environment": "tools", "max_turns": 3, "turn_tokens": 12, "world_tokens": 60, "tools": ["small_world:add"]}
+    kept = {
+        "environment": "tools",
+        "max_turns": 3,
+        "turn_tokens": 12,
+        "observation_tokens": 60,
+        "tools": ["small_world:add"],
+    }
     assert kept.items() <= result["config"].items()
     assert played["tandem"][0]["config"]["strategy"] == "turn"
 

@@ -228,7 +228,7 @@ def test_an_endpoint_without_a_parser_of_calls_has_them_in_the_text(tmp_path):
     [
         (lambda turn, body: said("", [ADD]), "rollout.max_turns=2", 2, "turns"),
         (lambda turn, body: said("", [ADD], tokens=11), "rollout.max_turns=9", 2, "length"),
-        (lambda turn, body: said("", [ADD]), "rollout.world_tokens=1", 2, "length"),
+        (lambda turn, body: said("", [ADD]), "rollout.observation_tokens=1", 2, "length"),
         (lambda turn, body: said("cut", finish="length"), "rollout.max_turns=9", 1, "length"),
         (lambda turn, body: said("", [("f", "finish", '{"answer": "3"}')]), "rollout.max_turns=9", 1, "eos"),
     ],

@@ -174,7 +174,7 @@ def test_turns_are_drafted_like_any_other(name):
     strategy = (strategies() | {"turn": turn(0.5), "alternating_turns": alternating_turns("junior")})[name]
     sampling = Sampling(max_tokens=17, stop_token_ids=(5, 6, 7, 8), ignore_eos=True, presence_penalty=0.3)
     batch = [
-        replace(request, turn_tokens=7, world_tokens=30)
+        replace(request, turn_tokens=7, observation_tokens=30)
         for request in requests(prompts(5), sampling, strategy, samples=2)
     ]
     found = flat(engine("alike", 4).generate(batch, responder=ScriptedWorld()))

@@ -36,7 +36,7 @@ from tandemrl.selection import Strategy, alternating_turns, bernoulli, solo, tur
 
 STOPS = (5, 6, 7, 8)
 PLAIN = Sampling(max_tokens=17, stop_token_ids=STOPS, ignore_eos=True)
-LIMITS = {"turn_tokens": 7, "world_tokens": 30}
+LIMITS = {"turn_tokens": 7, "observation_tokens": 30}
 
 
 @cache
@@ -105,7 +105,7 @@ def test_one_call_mixes_strategies_limits_and_lone_turns(max_rows):
             strategy=strategy,
             sampling=SAMPLING if i % 2 else PLAIN,
             turn_tokens=(None, 4, 7)[i % 3],
-            world_tokens=(0, 9, 40)[i // 2 % 3],
+            observation_tokens=(0, 9, 40)[i // 2 % 3],
         )
         for i, (request, strategy) in enumerate(
             zip(requests(prompts(10), PLAIN, solo(), samples=2), known().values(), strict=True)
@@ -210,7 +210,7 @@ def test_resumed_rows_stay_within_the_context_of_the_model(together, monkeypatch
     models = llama(context=40), gpt2(context=40)
     said = (9, 1, 4, 2)  # after every turn of each request
     batch = [
-        replace(request, prompt=(*request.prompt, *[2] * 40)[: 40 - 9 - 2 * count], world_tokens=2 * count)
+        replace(request, prompt=(*request.prompt, *[2] * 40)[: 40 - 9 - 2 * count], observation_tokens=2 * count)
         for request, count in zip(
             episodes(bernoulli(0.5), samples=3, sampling=Sampling(max_tokens=9, ignore_eos=True), turn_tokens=3),
             said,
@@ -234,7 +234,7 @@ def test_resumed_rows_stay_within_the_context_of_the_model(together, monkeypatch
 
 
 def test_the_world_may_say_more_than_a_cache_grows_by():
-    batch = episodes(bernoulli(0.5), count=2, samples=1, world_tokens=200)
+    batch = episodes(bernoulli(0.5), count=2, samples=1, observation_tokens=200)
     found = flat(engine().generate(batch, responder=ScriptedWorld(say=repeating(100))))
     assert_same(found, [played(r, r.keys[0], *pair(), say=repeating(100)) for r in batch], 1e-4)
 
@@ -271,9 +271,9 @@ def test_own_tokens_are_limited_by_turn_and_in_all():
     assert [t.index for t in world.told] == [0, 1, 2]  # and heard the last turn
 
 
-@pytest.mark.parametrize(("world_tokens", "turns"), [(10, 3), (9, 2), (5, 2), (4, 1), (0, 1)])
-def test_what_the_world_says_fits_or_the_completion_ends_without_it(world_tokens, turns):
-    ended = one(ScriptedWorld(say=repeating(5)), turn_tokens=4, world_tokens=world_tokens)
+@pytest.mark.parametrize(("observation_tokens", "turns"), [(10, 3), (9, 2), (5, 2), (4, 1), (0, 1)])
+def test_what_the_world_says_fits_or_the_completion_ends_without_it(observation_tokens, turns):
+    ended = one(ScriptedWorld(say=repeating(5)), turn_tokens=4, observation_tokens=observation_tokens)
     assert len(ended.turns) == turns
     assert (ended.author == -1).sum() == 5 * (turns - 1)
     assert ended.author[-1] >= 0
@@ -298,7 +298,7 @@ def test_stop_strings_are_sought_in_the_turn_alone():
     both = TorchEngine(prepared(speaker), prepared(speaker), tokenizer())
     sampling = Sampling(max_tokens=6, temperature=0.0, stop=("ab",))
     world = ScriptedWorld(2, say=lambda tokens, index: (IDS["a"],))
-    request = Request((2,), (0,), sampling, alternating_turns(), turn_tokens=1, world_tokens=1)
+    request = Request((2,), (0,), sampling, alternating_turns(), turn_tokens=1, observation_tokens=1)
     written = flat(both.generate([request, replace(request, keys=(1,), turn_tokens=4)], responder=world))
     assert [text(c.tokens) for c in written] == [" aab", " axbaa ab"]
     told = sorted(world.told, key=lambda turn: (turn.number, turn.index))
@@ -435,7 +435,7 @@ def test_a_broken_world_ends_the_call_and_leaves_the_engine_usable(fault, match)
     [
         ({"turn_tokens": 0}, "request 0: turn_tokens must be at least 1, got 0"),
         ({"history": ((3, 4), ())}, "request 0: a turn of its history has no tokens"),
-        ({"world_tokens": 250}, "request 0: .* exceed the context of 256"),
+        ({"observation_tokens": 250}, "request 0: .* exceed the context of 256"),
     ],
 )
 def test_requests_of_turns_that_cannot_be_served_are_refused(changes, match):

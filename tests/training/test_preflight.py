@@ -85,7 +85,7 @@ def test_a_dry_run_says_what_it_checked_and_loads_no_weights(
     assert not (tmp_path / "runs").exists()
 
 
-MULTIHOP = ["rollout.environment=multihop", "rollout.world_tokens=32"]
+MULTIHOP = ["rollout.environment=multihop", "rollout.observation_tokens=32"]
 
 
 def edit(file: Path, **changes: Any) -> None:

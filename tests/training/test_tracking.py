@@ -93,7 +93,7 @@ def test_turns_are_lines_and_the_world_is_marked_and_cut(tmp_path: Path) -> None
     target, shown = console()
     with Tracker(tmp_path, load(), console=target) as tracker:
         tracker.samples(1, [episode], WordTokenizer())
-    assert "senior, ‹junior›, ⟨world⟩" in shown.getvalue()
+    assert "senior, ‹junior›, ⟨observation⟩" in shown.getvalue()
     [line] = lines(tmp_path / "samples.jsonl")
     assert line["text"] == " w1 w2\n w103"
     assert line["transcript"]["state"] == {"found": 1}

@@ -216,8 +216,16 @@ def test_what_does_not_go_together_is_refused_before_weights_are_loaded(agents: 
         (["rollout.tools=[small_world:add]"], {}, "rollout.tools=.*: must be empty with rollout.environment=single"),
         (["rollout.environment=tools"], {}, "rollout.tools=.*: must be at least one"),
         (["rollout.turn_tokens=31"], {}, r"rollout.turn_tokens=31: must be null, or at most rollout.max_tokens \(30\)"),
-        ([*TOOLS, room], {}, r"at least 102: data.max_prompt_tokens \+ rollout.max_tokens \+ rollout.world_tokens"),
-        ([*TOOLS, "rollout.world_tokens=999", "train.tokens_per_micro_batch=9999"], {}, "or rollout.world_tokens"),
+        (
+            [*TOOLS, room],
+            {},
+            r"at least 102: data.max_prompt_tokens \+ rollout.max_tokens \+ rollout.observation_tokens",
+        ),
+        (
+            [*TOOLS, "rollout.observation_tokens=999", "train.tokens_per_micro_batch=9999"],
+            {},
+            "or rollout.observation_tokens",
+        ),
         ([*TOOLS], {"environment": small_world.Talk()}, "another environment was passed to train"),
         ([*TOOLS[:1], "rollout.tools=[small_world:sub]"], {}, "small_world:sub"),
         ([*TOOLS[:2]], {}, "no scorer for data_source 'own'"),

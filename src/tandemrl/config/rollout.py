@@ -96,7 +96,7 @@ class RolloutConfig:
     """Most turns of an episode, in environments other than `single`."""
     turn_tokens: PositiveInt | None = None
     """Longest turn, in tokens; null = `rollout.max_tokens`."""
-    world_tokens: PositiveInt = 2048
+    observation_tokens: PositiveInt = 2048
     """Most tokens that an environment may say between all turns of an episode together. An episode that would need more
     ends there, even by a single result if `result_tokens` is larger."""
     result_tokens: PositiveInt = 512

@@ -95,7 +95,9 @@ def _batches(c: Config) -> Iterator[Fault]:
     if per_update < 1 or t.prompts_per_step % per_update:
         yield Fault("train.mini_batch_prompts", f"a divisor of train.prompts_per_step ({t.prompts_per_step})")
     if t.tokens_per_micro_batch < longest:
-        parts = "data.max_prompt_tokens + rollout.max_tokens" + (" + rollout.world_tokens" if c.has_episodes else "")
+        parts = "data.max_prompt_tokens + rollout.max_tokens" + (
+            " + rollout.observation_tokens" if c.has_episodes else ""
+        )
         yield Fault("train.tokens_per_micro_batch", f"at least {longest}: {parts}, the longest sequence there can be")
     if c.loss.overlong_buffer is not None and not 0 <= c.loss.overlong_buffer < c.rollout.max_tokens:
         yield Fault("loss.overlong_buffer", "null, 0 (off) or below rollout.max_tokens")

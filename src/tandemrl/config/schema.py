@@ -285,7 +285,7 @@ class Config:
     @property
     def response_tokens(self) -> int:
         """The most tokens after a prompt: those of the authors, and what an environment says between their turns."""
-        return self.rollout.max_tokens + (self.rollout.world_tokens if self.has_episodes else 0)
+        return self.rollout.max_tokens + (self.rollout.observation_tokens if self.has_episodes else 0)
 
     @property
     def longest_sequence(self) -> int:

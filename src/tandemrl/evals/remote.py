@@ -83,20 +83,20 @@ def play(
         EvalError: the endpoint fails or gives no usable reply, or a row has a rendered prompt instead of messages.
         EngineError: the environment is broken.
     """
-    world = _World(environment, config.rollout, caller)
+    remote = _Remote(environment, config.rollout, caller)
     keys = [request_key(seed, 0, problem, sample) for problem in range(len(rows)) for sample in range(samples)]
     episodes = [_Episode(number, rows[number // samples], key) for number, key in enumerate(keys)]
     for episode in episodes:
         if episode.row.extra_info.get(RENDERED):
             raise EvalError(f"row {episode.row.example_id}: its prompt is rendered, and an endpoint takes messages")
-        opening = world.opening(episode.row).messages
+        opening = remote.opening(episode.row).messages
         episode.conversation = [*map(dict, with_suffix(episode.row, opening, config.data.prompt_suffix))]
         episode.opening = len(episode.conversation)
-    table, asked = Episodes(world), dict[Future[_Said], _Episode]()
-    with ThreadPoolExecutor(CONCURRENCY) as pool, world:
+    table, asked = Episodes(remote), dict[Future[_Said], _Episode]()
+    with ThreadPoolExecutor(CONCURRENCY) as pool, remote:
 
         def ask(episode: _Episode) -> None:
-            body = _body(episode, model, world, profile, config.data.template_arguments)
+            body = _body(episode, model, remote, profile, config.data.template_arguments)
             asked[pool.submit(client.post, "/chat/completions", body, _said)] = episode
 
         try:
@@ -105,13 +105,13 @@ def play(
             while any(episode.stop_reason is None for episode in episodes):
                 for done in wait(asked, timeout=POLL_S, return_when=FIRST_COMPLETED).done if asked else ():
                     episode = asked.pop(done)
-                    _hear(episode, done.result(), world, table)
+                    _hear(episode, done.result(), remote, table)
                     if progress is not None:
                         progress(episode.said[-1].tokens)
                 for reply in table.replies(wait=not asked):
                     episode = episodes[reply.number]
                     _answer(episode, table.transcript(reply.number).messages)
-                    episode.stop_reason = _stop(episode, reply.stop_reason, bool(reply.context), world, profile)
+                    episode.stop_reason = _stop(episode, reply.stop_reason, bool(reply.context), remote, profile)
                     if episode.stop_reason is None:
                         ask(episode)
         finally:
@@ -129,7 +129,7 @@ class _Said(NamedTuple):
 
 
 def _body(
-    episode: "_Episode", model: str, world: "_World", profile: Profile, arguments: Mapping[str, Any]
+    episode: "_Episode", model: str, remote: "_Remote", profile: Profile, arguments: Mapping[str, Any]
 ) -> dict[str, Any]:
     sampling = profile.sampling
     own = {name: value for name, value in arguments.items() if value is not None}
@@ -137,9 +137,9 @@ def _body(
     return {
         "model": model,
         "messages": episode.conversation,
-        **({"tools": world.tools} if world.tools else {}),
+        **({"tools": remote.tools} if remote.tools else {}),
         **({} if arguments == DEFAULT_ARGUMENTS or not own else {"chat_template_kwargs": own}),
-        "max_completion_tokens": min(left, world.turn_tokens or left),
+        "max_completion_tokens": min(left, remote.turn_tokens or left),
         "temperature": sampling.temperature,
         "top_p": sampling.top_p,
         **({"top_k": sampling.top_k} if sampling.top_k else {}),
@@ -185,13 +185,13 @@ class _Episode:
     stop_reason: str | None = None
 
 
-def _hear(episode: _Episode, said: _Said, world: "_World", table: Episodes) -> None:
+def _hear(episode: _Episode, said: _Said, remote: "_Remote", table: Episodes) -> None:
     """Pass a turn of the model to the environment."""
     episode.said.append(said)
     content, written = sound(said.message.get("content") or ""), said.message.get("tool_calls")
     unread: Sequence[str] = ()
     if not written:  # an endpoint without a parser of calls: they are in the text
-        read = parse_turn(content, world.schemas)
+        read = parse_turn(content, remote.schemas)
         written, unread = read.get("tool_calls"), read.get("invalid_calls", ())
         content = read["content"] if written and not unread else content
     raw = [_call(call, f"call_{len(episode.said)}_{i}") for i, call in enumerate(written or ())]
@@ -201,14 +201,14 @@ def _hear(episode: _Episode, said: _Said, world: "_World", table: Episodes) -> N
     faulty: list[str] = []
     message: dict[str, Any] = {"role": "assistant", "content": content}
     for call in raw:
-        each = checked_turn({"tool_calls": [_parsed(call)]}, world.schemas)
+        each = checked_turn({"tool_calls": [_parsed(call)]}, remote.schemas)
         (fit if "tool_calls" in each else faulty).append(call["id"])
         for key in ("tool_calls", "invalid_calls"):
             message.setdefault(key, []).extend(each.get(key, ()))
     if unread:
         message.setdefault("invalid_calls", []).extend(unread)
     episode.calls = [] if unread else fit + faulty  # a call that cannot be read has no id: all are answered in words
-    world.written[episode.number] = {key: value for key, value in message.items() if value or key == "content"}
+    remote.written[episode.number] = {key: value for key, value in message.items() if value or key == "content"}
     how: StopReason = "length" if said.cut else "eos"
     table.submit(Turn(episode.number, episode.row, len(episode.said) - 1, np.empty(0, np.int64), how))
 
@@ -226,7 +226,7 @@ def _answer(episode: _Episode, messages: Sequence[Message]) -> None:
     episode.conversation += [dict(message) for message in new if message["role"] != "tool"]
 
 
-def _stop(episode: _Episode, reason: str | None, goes_on: bool, world: "_World", profile: Profile) -> str | None:
+def _stop(episode: _Episode, reason: str | None, goes_on: bool, remote: "_Remote", profile: Profile) -> str | None:
     """Why an episode is over, or None if it is not."""
     if reason is not None:
         return reason
@@ -234,7 +234,7 @@ def _stop(episode: _Episode, reason: str | None, goes_on: bool, world: "_World",
     heard = sum(len(each["content"]) for each in later if each["role"] != "assistant")
     written = sum(each.tokens for each in episode.said)
     if goes_on:
-        over = written >= profile.sampling.max_tokens or heard > world.world_tokens * CHARS_PER_TOKEN
+        over = written >= profile.sampling.max_tokens or heard > remote.observation_tokens * CHARS_PER_TOKEN
         return "length" if over else None
     return "length" if episode.said[-1].cut else "eos"
 
@@ -289,10 +289,10 @@ def _text(call: Mapping[str, Any]) -> str:
     return json.dumps(call["function"], ensure_ascii=False)
 
 
-# ----------------------------------------------------------------------------------------------------------- the world
+# ------------------------------------------------------------------------------------------------------ the environment
 
 
-class _World(EpisodeRunner):
+class _Remote(EpisodeRunner):
     """A episode_runner without a tokenizer, in which the turns are messages from the beginning."""
 
     def __init__(self, environment: Environment, rollout: RolloutConfig, caller: Caller) -> None:
@@ -300,7 +300,7 @@ class _World(EpisodeRunner):
         self.tools = environment.tool_schemas()
         self.schemas = {schema["function"]["name"]: schema for schema in self.tools}
         self.max_turns, self.turn_tokens = rollout.max_turns, rollout.turn_tokens
-        self.world_tokens = rollout.world_tokens
+        self.observation_tokens = rollout.observation_tokens
         self.tool_timeout_s = rollout.tool_timeout_s
         self.caller = caller
         self.rendering = _Cutting(rollout)  # type: ignore[assignment]  # what `Episodes` needs of one

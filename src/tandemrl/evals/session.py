@@ -51,7 +51,7 @@ class Session:
         self.config, self.model, self.limit = config, model, limit
         self._stated, self._environment = stated, environment
         self.has_episodes = config.has_episodes or environment is not None
-        self.world_tokens = config.rollout.world_tokens if self.has_episodes else 0
+        self.observation_tokens = config.rollout.observation_tokens if self.has_episodes else 0
         self.junior = config.model.junior if any(phase in NEED_JUNIOR for phase in phases) else None
         self.together = any(phase in WRITTEN_TOGETHER for phase in phases)
         self.has_judge = config.judge.url is not None or config.judge.model is not None
@@ -83,7 +83,7 @@ class Session:
                     for key, value in asdict(config.reward).items()
                     if key != "workers" and (key not in ("weights", "parameters") or value)
                 },
-                **(self._world() if self.has_episodes else {}),
+                **(self._acting_settings() if self.has_episodes else {}),
                 **({} if config.sandbox == SandboxConfig() else {"sandbox": asdict(config.sandbox)}),
                 "dtype": config.model.dtype,
                 "device": config.model.device,
@@ -116,20 +116,28 @@ class Session:
             identity["judge"] = judge
         return plain(identity)
 
-    def _world(self) -> dict[str, Any]:
+    def _acting_settings(self) -> dict[str, Any]:
         """Everything that an episode depends on beside its authors."""
         rollout = self.config.rollout
-        names = ("environment", "tools", "max_turns", "turn_tokens", "world_tokens", "result_tokens", "tool_timeout_s")
-        world: dict[str, Any] = {name: getattr(rollout, name) for name in names}
+        names = (
+            "environment",
+            "tools",
+            "max_turns",
+            "turn_tokens",
+            "observation_tokens",
+            "result_tokens",
+            "tool_timeout_s",
+        )
+        settings: dict[str, Any] = {name: getattr(rollout, name) for name in names}
         if self._environment is not None:
             kind = type(self._environment)
-            world["environment"] = f"{kind.__module__}:{kind.__qualname__}"
-        world["signature"] = signature(self.environment)
+            settings["environment"] = f"{kind.__module__}:{kind.__qualname__}"
+        settings["signature"] = signature(self.environment)
         if rollout.keep_turns:
-            world["keep_turns"] = True
+            settings["keep_turns"] = True
         retrieval = self.config.retrieval
         local = [each for each in (retrieval.model, retrieval.index) if each]
-        return world | {"retrieval": searched_by(retrieval) | ({"digests": digests(local)} if local else {})}
+        return settings | {"retrieval": searched_by(retrieval) | ({"digests": digests(local)} if local else {})}
 
     def _digests_of(self, *sources: str) -> dict[str, str]:
         return {source: self.digests[source] for source in map(str, map(Path, sources)) if source in self.digests}
@@ -151,14 +159,14 @@ class Session:
     @cached_property
     def prompts(self) -> tuple[list[Prompt], int]:
         """The prompts, and how many rows were dropped because they are too long."""
-        data, world = self.config.data, self.episode_runner
+        data, runner = self.config.data, self.episode_runner
         return encode_prompts(
             self.rows[: self.limit],
             self.tokenizer,
             max_prompt_tokens=data.max_prompt_tokens,
             suffix=data.prompt_suffix,
-            opening=None if world is None else lambda row: world.opening(row).messages,
-            tools=() if world is None else world.tools,
+            opening=None if runner is None else lambda row: runner.opening(row).messages,
+            tools=() if runner is None else runner.tools,
             template_arguments=data.template_arguments,
         )
 
@@ -233,7 +241,7 @@ class Session:
                 self.tokenizer,
                 dtype=config.dtype,
                 device=config.device,
-                longest=self.world_tokens
+                longest=self.observation_tokens
                 + self.profile.longest(max((len(prompt.tokens) for prompt in self.prompts[0]), default=0)),
             )
         return self._engine

@@ -141,8 +141,8 @@ def evaluate_remote(
     """
     phase, out, settings = PHASES[0], Path(out), config.eval
     check_k(settings.k, settings.samples)
-    world = environment or make_environment(config)
-    if world is None:
+    acting = environment or make_environment(config)
+    if acting is None:
         raise EvalError("a model behind an endpoint is evaluated in an environment; set rollout.environment")
     client = endpoint.client()
     model = client.model(endpoint.model)
@@ -160,7 +160,7 @@ def evaluate_remote(
         model,
         rows,
         config=config,
-        environment=world,
+        environment=acting,
         caller=own or make_caller(config),
         profile=session.profile,
         samples=settings.samples,
@@ -207,7 +207,7 @@ def _run_phase(phase: Phase, session: Session, out: Path, progress: Progress) ->
     if phase in READ:
         session.close_engine()  # nothing more to write: vLLM's memory is for the models that read
     read: dict[str, Any] = {
-        "context": session.profile.context and session.profile.context + session.world_tokens,
+        "context": session.profile.context and session.profile.context + session.observation_tokens,
         "progress": _meter(progress, f"{phase}: texts", len(samples)),
     }
     if phase == "legibility":

@@ -55,7 +55,7 @@ class DecodingBatch:
         self.stops = StopTable(decoder, requests)
         self.device = decoder.heads[1].weight.device
         # What follows the prompts, one row per completion of the call.
-        width = max((r.sampling.max_tokens + turns * r.world_tokens for r in requests), default=0)
+        width = max((r.sampling.max_tokens + turns * r.observation_tokens for r in requests), default=0)
         self.tokens = torch.empty(total, width, dtype=torch.int64)
         self.authors = torch.empty(total, width, dtype=torch.int8)
         self.logprobs = torch.empty(total, width, dtype=torch.float32)
@@ -361,7 +361,7 @@ class DecodingBatch:
         """Keep what a further turn of an ended row would need, if it may have one."""
         row = self.rows[i]
         row.own += row.written - row.start
-        if self.turns and row.own_left and row.observed < row.request.world_tokens:
+        if self.turns and row.own_left and row.observed < row.request.observation_tokens:
             row.senior_next = bool(self.author[i])
             row.kept = {who: cache.take(i, int(self.position[i])) for who, cache in self.caches.items()}
 

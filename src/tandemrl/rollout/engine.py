@@ -78,8 +78,8 @@ class Request:
     ids are used as they are, never re-tokenised.
 
     A completion may have several turns (``generate`` with a ``Responder``). Then ``sampling.max_tokens`` bounds the own
-    tokens of all turns together, ``turn_tokens`` (if set) those of each turn, and ``world_tokens`` the tokens that the
-    environment says between them.
+    tokens of all turns together, ``turn_tokens`` (if set) those of each turn, and ``observation_tokens``
+    those of the observations between them.
 
     ``history`` holds the own tokens of each turn that was written before under the same key; ``prompt`` contains them.
     Strategy and sampling counters continue after them, so that several requests write what one request with a
@@ -91,7 +91,7 @@ class Request:
     sampling: Sampling
     strategy: Strategy
     turn_tokens: int | None = None
-    world_tokens: int = 0
+    observation_tokens: int = 0
     history: tuple[tuple[int, ...], ...] = ()
     task: Any = None
 
@@ -254,9 +254,9 @@ class Engine(Protocol):
 
         With a ``responder``, every ended turn is submitted to it, and another turn follows a reply that has context.
         That turn has at most ``turn_tokens`` own tokens. If no own tokens are left of ``max_tokens``, or the context
-        does not fit into ``world_tokens``, the completion ends instead, by ``length`` and without that context. A limit
-        on tokens ends a turn as EOS does; the context of the reply then begins with the end-of-turn token that the
-        author did not write.
+        does not fit into ``observation_tokens``, the completion ends instead, by ``length`` and without that context. A
+        limit on tokens ends a turn as EOS does; the context of the reply then begins with the end-of-turn token that
+        the author did not generate.
 
         Args:
             progress: called with the number of new tokens whenever some were written.
@@ -329,14 +329,14 @@ def check_request(index: int, request: Request, *, vocabulary: int, context: int
     Raises:
         EngineError: the request cannot be served; the message names it and what is wrong.
     """
-    length, new = len(request.prompt), request.sampling.max_tokens + request.world_tokens
+    length, new = len(request.prompt), request.sampling.max_tokens + request.observation_tokens
     if length == 0:
         raise EngineError(f"request {index}: empty prompt")
     if length + new > context:
         raise EngineError(
             f"request {index}: {length} prompt tokens and max_tokens {new} exceed the context of {context}; lower "
-            "rollout.max_tokens (with turns also rollout.world_tokens), or in an evaluation use eval.profile=custom "
-            "with a smaller eval.max_tokens"
+            "rollout.max_tokens (with turns also rollout.observation_tokens), or in an evaluation use "
+            "eval.profile=custom with a smaller eval.max_tokens"
         )
     if max(request.prompt) >= vocabulary or min(request.prompt) < 0:
         raise EngineError(f"request {index}: a prompt token is outside the vocabulary of {vocabulary}")

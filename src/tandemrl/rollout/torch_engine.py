@@ -241,7 +241,7 @@ class _BetweenTurns:
         context = reply.context
         if not context:
             row.end(reply.stop_reason or row.stop_reason)
-        elif row.own_left == 0 or row.observed + len(context) > row.request.world_tokens:
+        elif row.own_left == 0 or row.observed + len(context) > row.request.observation_tokens:
             row.end("length")
         elif min(context) < 0 or max(context) >= self.vocabulary:
             raise EngineError(

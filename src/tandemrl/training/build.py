@@ -225,8 +225,8 @@ def build_engine(config: Config, junior: ModelSource | None, tokenizer: PreTrain
     shared = model.lora.rank > 0 and junior is not None and shares_base(config)
     longest = config.longest_sequence
     if config.data.eval:
-        world = config.response_tokens - config.rollout.max_tokens
-        longest = max(longest, profile_of(config.eval).longest(config.data.max_prompt_tokens) + world)
+        observed = config.response_tokens - config.rollout.max_tokens
+        longest = max(longest, profile_of(config.eval).longest(config.data.max_prompt_tokens) + observed)
 
     def of_its_own() -> PreTrainedModel:
         return load_model(model.senior, dtype=model.dtype, device=model.device).requires_grad_(False)

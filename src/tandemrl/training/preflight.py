@@ -453,7 +453,7 @@ class Preflight:
 
     def _fits(self, prompts: Sequence[Prompt]) -> None:
         """Check that prompts and completions fit into what the models that read them can see."""
-        budget = "rollout.max_tokens" + (" + rollout.world_tokens" if self.config.has_episodes else "")
+        budget = "rollout.max_tokens" + (" + rollout.observation_tokens" if self.config.has_episodes else "")
         longest = max(prompts, key=lambda prompt: len(prompt.tokens))
         new = self.config.response_tokens
         fix = f"lower data.max_prompt_tokens, which drops such rows, or {budget.replace(' + ', ' or ')}"
@@ -467,8 +467,8 @@ class Preflight:
             return
         config, profile = self.config, profile_of(self.config.eval)
         longest = max(prompts, key=lambda prompt: len(prompt.tokens))
-        world = config.response_tokens - config.rollout.max_tokens
-        new = profile.longest(len(longest.tokens)) + world - len(longest.tokens)
+        observed = config.response_tokens - config.rollout.max_tokens
+        new = profile.longest(len(longest.tokens)) + observed - len(longest.tokens)
         named = f"the {new} of a response (eval.profile={config.eval.profile})"
         fix = "lower data.max_prompt_tokens, or use eval.profile=custom with a smaller eval.max_tokens"
         self._sees("model.senior", config.model.senior, longest, new, named, fix)

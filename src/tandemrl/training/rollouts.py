@@ -134,9 +134,9 @@ def episode_metrics(rollouts: Sequence[Rollout]) -> Metrics:
     if not transcripts:
         return {}
     counts = sorted({name for transcript in transcripts for name in transcript.counts})
-    world = [len(r.tokens) - r.context_tokens - r.response_tokens for r in rollouts]
+    observed = [len(r.tokens) - r.context_tokens - r.response_tokens for r in rollouts]
     return {
-        "env/world_tokens": float(np.mean(world)),
+        "env/observation_tokens": float(np.mean(observed)),
         **{f"env/{name}": float(np.mean([t.counts.get(name, 0.0) for t in transcripts])) for name in counts},
         "response/stopped_turns": float(np.mean([r.stop_reason == "turns" for r in rollouts])),
     }

@@ -55,7 +55,7 @@ EVAL_TEXTS = "eval_texts"
 """The folder with the texts of each evaluation, if ``train.keep_eval_texts`` is on."""
 MAX_REASON_CHARS = 500
 COLUMNS = 80
-WORLD_CHARS = 200
+OBSERVATION_CHARS = 200
 """How many characters are shown of what the environment says after a turn."""
 
 
@@ -369,7 +369,7 @@ def authored_text(rollout: Rollout, tokenizer: Any, *, mark_steps: bool = False)
     tokens, authors = (channel[rollout.context_tokens :].tolist() for channel in (rollout.tokens, rollout.author))
     for author, span in authored_spans(tokens, authors, tokenizer.decode):
         if author == Author.CONTEXT:
-            shown = span if len(span) <= WORLD_CHARS else f"{span[:WORLD_CHARS]}…"
+            shown = span if len(span) <= OBSERVATION_CHARS else f"{span[:OBSERVATION_CHARS]}…"
         else:
             shown = span.replace("\n\n", "¶\n") if mark_steps else span
         left, right = MARKS[author]
@@ -380,8 +380,8 @@ def authored_text(rollout: Rollout, tokenizer: Any, *, mark_steps: bool = False)
 
 def sample_table(step: int, rollouts: Sequence[Rollout], tokenizer: Any) -> Table:
     """A table of the responses of a few rollouts and their rewards. ¶ stands for a blank line, which ends a step."""
-    world = ", ⟨world⟩" if any(rollout.transcript is not None for rollout in rollouts) else ""
-    table = Table(title=f"samples of step {step}: senior, ‹junior›{world}", title_justify="left", show_lines=True)
+    observed = ", ⟨observation⟩" if any(rollout.transcript is not None for rollout in rollouts) else ""
+    table = Table(title=f"samples of step {step}: senior, ‹junior›{observed}", title_justify="left", show_lines=True)
     table.add_column("example", overflow="fold")
     table.add_column("reward", justify="right")
     table.add_column("response", overflow="fold", ratio=1)

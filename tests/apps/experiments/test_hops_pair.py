@@ -171,7 +171,7 @@ def test_a_lesson_is_what_an_episode_would_have_been(tokenizer):
             assert here == len(lesson.tokens) == len(lesson.weights)
             assert set(lesson.weights[: len(prompt)]) == {0.0}
             assert written <= config.rollout.max_tokens
-            assert world_said <= config.rollout.world_tokens
+            assert world_said <= config.rollout.observation_tokens
 
 
 def test_prompts_fit_the_packaged_configs(tokenizer, environment):

@@ -21,7 +21,7 @@ CALLS = [
     '{"reasoning": "", "final_answer": "ab", "cited_doc_ids": ["1"]}}</tool_call>',
 ]
 SMALL = (
-    *("rollout.max_tokens=40", "rollout.turn_tokens=12", "rollout.world_tokens=120", "rollout.max_turns=3"),
+    *("rollout.max_tokens=40", "rollout.turn_tokens=12", "rollout.observation_tokens=120", "rollout.max_turns=3"),
     *("eval.profile=custom", "eval.max_tokens=40", "eval.bootstrap=10", "data.max_prompt_tokens=200"),
     "train.threads=1",
 )

@@ -480,7 +480,7 @@ def test_an_episode_shows_turns_authors_and_what_the_world_said(tmp_path: Path, 
     assert (shown.tokens, shown.senior_share) == (sum(written), pytest.approx(written[0] / sum(written)))
     html = to_html(report)
     assert Page(html).tags["script"] == 0
-    assert '<span class="world">&lt;/span&gt;&lt;/div&gt;&lt;script&gt;' in html
+    assert '<span class="observation">&lt;/span&gt;&lt;/div&gt;&lt;script&gt;' in html
     assert f"{sum(written)} tokens, {100 * written[0] / sum(written):.0f} % senior in 2 turns, out of turns" in html
     assert "1 tool calls" in html
     assert "tool errors" not in html

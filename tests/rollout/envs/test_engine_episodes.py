@@ -21,7 +21,7 @@ from tandemrl.selection.draws import request_key
 WHO = call("who")
 CALLS = [call("note", text="ab"), call("echo", text=WHO), WHO, call("spoil", how="?"), "<tool_call>{"]
 """Each is a token, which is written now and then."""
-LIMITS = ["rollout.max_turns=4", "rollout.turn_tokens=14", "rollout.world_tokens=150", "rollout.result_tokens=60"]
+LIMITS = ["rollout.max_turns=4", "rollout.turn_tokens=14", "rollout.observation_tokens=150", "rollout.result_tokens=60"]
 ROWS = [row(f"r{number}", question="ab c") for number in range(12)]
 
 

@@ -136,7 +136,12 @@ class ScriptedEngine:
         self._ended = ended
 
     def play(
-        self, scripts: Sequence[Sequence[str]], rows: Sequence[Row], responder: Responder, *, world_tokens: int = 10**6
+        self,
+        scripts: Sequence[Sequence[str]],
+        rows: Sequence[Row],
+        responder: Responder,
+        *,
+        observation_tokens: int = 10**6,
     ) -> list[Completion]:
         written: list[list[list[int]]] = [[[], []] for _ in rows]  # tokens, authors
 

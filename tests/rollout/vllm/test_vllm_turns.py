@@ -51,7 +51,7 @@ def in_turns(count: int, *, seed: int = 0, lengths: Sequence[int] = LENGTHS, **o
             (request_key(seed, 0, i, 0),),
             SETTINGS[i % len(SETTINGS)],
             kinds[i % len(kinds)],
-            **(dict(turn_tokens=20, world_tokens=17, task=i) | options),
+            **(dict(turn_tokens=20, observation_tokens=17, task=i) | options),
         )
         for i, prompt in enumerate(prompts(count, seed=seed, lengths=lengths))
     ]
@@ -59,7 +59,7 @@ def in_turns(count: int, *, seed: int = 0, lengths: Sequence[int] = LENGTHS, **o
 
 def plain(count: int, *, strategy: Strategy | None = None, **options: Any) -> list[Request]:
     """Turns that end by their limit alone."""
-    batch = in_turns(count, **(dict(world_tokens=24) | options))
+    batch = in_turns(count, **(dict(observation_tokens=24) | options))
     sampling = Sampling(max_tokens=60, ignore_eos=True)
     return [dataclasses.replace(r, sampling=sampling, strategy=strategy or r.strategy) for r in batch]
 
@@ -205,7 +205,7 @@ def test_limits_end_turns_and_completions(engine):
         says(3, [2], [3], [4], [5]),  # own tokens used up in the third turn
         says(4, reason="stop"),
     ]
-    batch = plain(5, seed=7, turn_tokens=20, world_tokens=10)
+    batch = plain(5, seed=7, turn_tokens=20, observation_tokens=10)
     batch[3] = dataclasses.replace(batch[3], turn_tokens=25)
     script = Script(replies)
     found = flat(engine.generate(batch, responder=script))

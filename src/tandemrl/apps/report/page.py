@@ -362,7 +362,7 @@ def _spans(spans: Sequence[tuple[Author | None, str]]) -> Markup:
     out = Markup("")
     for author, text in spans:
         if author == Author.CONTEXT:
-            out += Markup('<span class="world">{}</span>').format(text.strip("\n"))
+            out += Markup('<span class="observation">{}</span>').format(text.strip("\n"))
             continue
         marked = escape(text).replace("\n\n", Markup('<span class="step">¶</span>\n'))
         body = marked.removesuffix("\n")  # a closing bracket after the line break would stand on the next line

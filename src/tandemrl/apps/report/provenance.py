@@ -252,8 +252,8 @@ def _eval_command(evaluation: EvaluationRecord, phase: str, out: Path) -> str:
     for option in ("samples", "profile", "seed"):
         words += [f"--{option}", str(settings[option])] if option in settings else []
     words += ["--k", ",".join(map(str, settings["k"]))] if "k" in settings else []
-    world = [f"rollout.{name}={config[name]}" for name in ("environment", "max_turns") if name in config]
-    return shlex.join([*words, "--out", str(out), *world])
+    acting = [f"rollout.{name}={config[name]}" for name in ("environment", "max_turns") if name in config]
+    return shlex.join([*words, "--out", str(out), *acting])
 
 
 def _task(config: Mapping[str, Any]) -> dict[str, Any]:

@@ -32,7 +32,7 @@ from tandemrl.rollout.envs.worker import answering
 WORKER = (sys.executable, "-P", "-m", "tandemrl.rollout.envs.worker")
 COUNTS = ("turns", "tool_calls", "tool_errors", "invalid_calls", "tool_timeouts", "cut_results")
 """The counts that the library keeps of every episode, beside those that the environment returns."""
-RESERVED_METRICS = {*COUNTS, "world_tokens"} - {"tool_errors"}
+RESERVED_METRICS = {*COUNTS, "observation_tokens"} - {"tool_errors"}
 """Names that an environment must not use for its counts, since the library's own metrics have them."""
 
 
@@ -109,7 +109,9 @@ class EpisodeRunner:
         """
         if request.history:
             raise EngineError(f"environment {self.name}: row {row.example_id}: an episode begins without a history")
-        return replace(request, task=row, turn_tokens=self._config.turn_tokens, world_tokens=self._config.world_tokens)
+        return replace(
+            request, task=row, turn_tokens=self._config.turn_tokens, observation_tokens=self._config.observation_tokens
+        )
 
     def episodes(self) -> "Episodes":
         """The episodes of one call of ``generate``, whose requests were made by `episode`."""

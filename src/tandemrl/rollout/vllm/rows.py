@@ -83,13 +83,13 @@ class Row:
         """Append the environment's answer to the last turn, and return whether another turn follows.
 
         Another turn follows an answer with context, if tokens are left for the turn and the context fits into
-        ``world_tokens``. Otherwise the completion is over, and ``reason`` says why.
+        ``observation_tokens``. Otherwise the completion is over, and ``reason`` says why.
         """
         if not reply.context:
             self.reason = reply.stop_reason or self.reason
             return False
         observed = len(self.own) - sum(self.own)
-        if self.left < 1 or observed + len(reply.context) > self.request.world_tokens:
+        if self.left < 1 or observed + len(reply.context) > self.request.observation_tokens:
             self.reason = "length"
             return False
         self.tokens += reply.context
