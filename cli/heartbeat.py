@@ -49,21 +49,10 @@ def last_written(folder: Path) -> str:
     return shown + _progress_of(newest.parent) if newest.name == "metrics.jsonl" else shown
 
 
-def time_left(seconds: float) -> str:
-    """A rough duration.
-
-    Examples:
-        >>> [time_left(seconds) for seconds in (40, 500, 9000)]
-        ['about 40 s left', 'about 8 min left', 'about 2.5 h left']
-    """
-    if seconds < 120:
-        return f"about {seconds:.0f} s left"
-    return f"about {seconds / 60:.0f} min left" if seconds < 7200 else f"about {seconds / 3600:.1f} h left"
-
-
 def _progress_of(run: Path) -> str:
     """The step of a run that goes on, and the time that its other steps take; an empty text if it has none yet."""
     from tandemrl.apps.report.records import ReportError, read_config, read_steps
+    from tandemrl.training.tracking import time_left
 
     try:
         steps, _ = read_steps(run / "metrics.jsonl")

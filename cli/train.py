@@ -60,7 +60,7 @@ def train(
         return
     from tandemrl.distributed.world import destroy_world
     from tandemrl.training import loop as training
-    from tandemrl.training.lessons import verdict
+    from tandemrl.training.diagnostics import verdict
 
     context.find_root().call_on_close(destroy_world)  # after an error, once it is printed; not as the interpreter ends
     output = training.train(resolved, resume=resume, stated=stated_keys(overrides or ()))

@@ -22,11 +22,13 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
+from tandemrl.losses import sequence_sum, totals
 from tandemrl.models.loading import prepare
 from tandemrl.rollout.engine import Completion, Request, Sampling
 from tandemrl.rollout.torch_engine import TorchEngine
 from tandemrl.selection import Strategy, alternating, bernoulli, boundaries, chunk, sentence, solo, word, word_aligned
 from tandemrl.selection.draws import request_key
+from tandemrl.types import Totals
 
 EOS, PAD = "<eos>", "<pad>"
 LETTERS = "abcdefghijklmnopqrstuvwxyz"
@@ -353,3 +355,9 @@ def writing(words: list[str]) -> PreTrainedModel:
             head.weight[IDS[word]] += 20 * codes[i]  # the prompt is one token, at position 0
     model.lm_head = head
     return model
+
+
+def totals_of(weights: torch.Tensor, author: torch.Tensor, sequence_ids: torch.Tensor, *, num_sequences: int) -> Totals:
+    """The totals of packed tokens."""
+    sums = [sequence_sum(x.double(), sequence_ids, num_sequences=num_sequences) for x in (weights, author >= 0)]
+    return totals(*sums)

@@ -282,10 +282,12 @@ def test_every_key_that_a_document_names_is_one_of_the_configuration(page: str) 
 
 
 MAPPINGS = tuple(f"{key.key}." for key in leaves(Config()) if expected(key.type).startswith("a mapping"))
+PHASES = ("loop.py", "rollouts.py", "evaluation.py", "update.py", "experience.py")
+"""Modules of `training/` that name metrics of a step."""
 
 
 def test_the_glossary_has_every_metric_of_a_step() -> None:
-    code = "".join((HOUSE / "training" / name).read_text() for name in ("loop.py", "update.py", "experience.py"))
+    code = "".join((HOUSE / "training" / name).read_text() for name in PHASES)
     keys = {key for key in re.findall(r'"([a-z]+/[a-z_]+)"', code) if not key.startswith("update/")}
     recipes = (HOUSE / "losses" / "recipes.py").read_text()
     keys |= set(re.findall(r'^            "(\w+)": ', recipes, re.MULTILINE))

@@ -106,6 +106,14 @@ def test_no_circles() -> None:
         TopologicalSorter(graph).prepare()  # raises CycleError, which names the circle
 
 
+def test_what_lasts_has_one_door() -> None:
+    """Only ``training/checkpoint`` itself imports the modules behind its ``__init__``."""
+    room = "tandemrl.training.checkpoint"
+    outside = {name: set(imported(path)) for name, path in MODULES.items() if not f"{name}.".startswith(f"{room}.")}
+    assert {name for name, others in outside.items() if room in others} >= {"tandemrl.training.loop"}
+    assert not {(name, other) for name, others in outside.items() for other in others if other.startswith(f"{room}.")}
+
+
 @pytest.mark.parametrize(
     "name", [name for name in MODULES if package(name) in ("tandemrl.selection", "tandemrl.losses")]
 )

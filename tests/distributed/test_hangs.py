@@ -18,7 +18,7 @@ from processes import run
 from tandemrl.config import Config, ParallelConfig, load
 from tandemrl.distributed.watchdog import EXIT_CODE, WATCHDOG
 from tandemrl.distributed.world import init_world
-from tandemrl.training import checkpoint
+from tandemrl.training.checkpoint import storage as checkpoint
 from test_restarts import overrides
 
 LIMIT_S = 12.0  # on a busy machine a healthy process may be still for some of that
@@ -29,7 +29,7 @@ CALLS = {
     "update": ("tandemrl.training.update.policy_loss", 0),
     "sync": ("tandemrl.rollout.spread.SpreadEngine.load_weights", 1),  # 0: before the first step
     "eval": ("tandemrl.training.loop.evaluate", 0),
-    "save": ("tandemrl.training.sharded_state.save_tensors", 0),
+    "save": ("tandemrl.training.checkpoint.storage.save_tensors", 0),
 }
 """Phase -> the call of a function, from 0, that process 1 never comes back from."""
 

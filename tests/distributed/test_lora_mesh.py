@@ -15,7 +15,7 @@ from tandemrl.models.batching import pack_tokens
 from tandemrl.models.forward import token_logprobs
 from tandemrl.models.lora import adapter_free, attach, merged_parameters
 from tandemrl.models.sharding import shard
-from tandemrl.training.export import export_hf
+from tandemrl.training.checkpoint.export import export_hf
 
 MESHES = [ParallelConfig(dp_shard=2), ParallelConfig(dp_replicate=2), ParallelConfig(sp=2), ParallelConfig(tp=2)]
 

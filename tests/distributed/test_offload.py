@@ -15,7 +15,7 @@ from tandemrl.models import sharding
 from tandemrl.training import update
 from tandemrl.training.build import build
 from tandemrl.training.loop import train
-from tandemrl.training.sharded_state import move_state
+from tandemrl.training.state import move_state
 from test_mesh_training import SHORT, samples
 
 SHARED = ["train.async_steps=1", "train.save_every=1", "train.steps=3", "train.eval_every=3", "eval.train_problems=2"]

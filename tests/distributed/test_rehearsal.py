@@ -32,7 +32,7 @@ from tandemrl.models.head import ForwardOptions
 from tandemrl.models.loading import load_model
 from tandemrl.models.lora import attach
 from tandemrl.models.sharding import shard
-from tandemrl.training.build import checkpoint_gradients, make_optimizer
+from tandemrl.models.trainable import checkpoint_gradients, make_optimizer
 
 VOCABULARY = 301  # not a multiple of anything: parts are uneven
 SHAPE = dict(
@@ -101,7 +101,7 @@ def _measured(config: Config, critic: bool, size: int) -> dict[str, int]:
         attach(model, config.model.lora, 0)
     forward: Any = {"forward": packed_values} if critic else {}
     shard(model, world, dtype=getattr(torch, config.model.dtype), **forward)
-    optimizer = make_optimizer(model, config, 1e-3)
+    optimizer = make_optimizer(model, config.train, 1e-3)
     batch = batch_of(WORK, VOCABULARY)
     options = _options(config, size)
 

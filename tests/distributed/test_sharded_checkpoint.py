@@ -20,10 +20,10 @@ from processes import run
 from tandemrl.config import Config, ParallelConfig
 from tandemrl.distributed.world import World, destroy_world, init_world
 from tandemrl.models.sharding import full_parameters, parameter_groups, shard
-from tandemrl.training import checkpoint
 from tandemrl.training.checkpoint import CheckpointError
-from tandemrl.training.export import export_hf
-from tandemrl.training.sharded_state import Trained
+from tandemrl.training.checkpoint import storage as checkpoint
+from tandemrl.training.checkpoint.export import export_hf
+from tandemrl.training.state import Trained
 
 FSDP, TP, BOTH = ParallelConfig(dp_shard=2), ParallelConfig(tp=2), ParallelConfig(dp_shard=2, tp=2)
 
@@ -88,7 +88,7 @@ def two(output: Path, expected: dict[str, Tensor]) -> dict[str, Any]:
     checks["exported"] = {name: value.bfloat16() for name, value in full_parameters(policy.module)}
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("tandemrl.training.sharded_state.dcp.FileSystemWriter", FullOnOne)
+        patch.setattr("tandemrl.training.checkpoint.tensors.dcp.FileSystemWriter", FullOnOne)
         for background in (False, True):
             try:
                 checkpoint.save(output, 4, {}, Config(), 1, parts=parts, world=world, background=background)

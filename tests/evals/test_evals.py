@@ -11,7 +11,8 @@ from tandemrl import evals
 from tandemrl.cli.evaluate import metrics_table, summary_table
 from tandemrl.config import EvalConfig, JudgeConfig
 from tandemrl.data.rows import Prompt, Row
-from tandemrl.evals import PROFILES, EvalError, Profile, Sample, generate_and_grade, sampling_for
+from tandemrl.evals import PROFILES, EvalError, Profile, Sample, sampling_for
+from tandemrl.evals.protocol import check_k
 from tandemrl.rewards.judge.rubric import JudgeError, JudgePool
 from tandemrl.rollout.engine import Completion, EngineError, Passes, Sampling
 from tandemrl.selection import bernoulli, replay, sentence, solo
@@ -82,17 +83,20 @@ def prompt(number, source="a", length=1):
 
 
 def run(engine, prompts, arms=None, samples=4, k=(1, 2, 4), **changes):
-    settings = dict(profile=PROFILES["tiny"], seed=17, bootstrap=50) | changes
-    return generate_and_grade(
+    settings = dict(profile=PROFILES["tiny"], seed=17) | changes
+    bootstrap = settings.pop("bootstrap", 50)
+    check_k(k, samples)
+    written = evals.generate_samples(
         arms or {"solo": solo("senior")},
         engine=engine,
         tokenizer=WordTokenizer(),
         prompts=prompts,
-        scorer=FakeScorer(),
         samples=samples,
-        k=k,
         **settings,
     )
+    marked = evals.grade(written, prompts, FakeScorer())
+    metrics = evals.summarise(marked, partial(evals.graded, k=k), bootstrap=bootstrap, seed=settings["seed"])
+    return evals.EvalResult(metrics, marked)
 
 
 # ------------------------------------------------------------------------------------------------------------- metrics

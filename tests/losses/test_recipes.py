@@ -7,10 +7,11 @@ from runpy import run_path
 import pytest
 import torch
 
+from helpers import totals_of
 from tandemrl.config.recipes import CLIPS, KINDS
 from tandemrl.losses import (
     RECIPES,
-    add_totals,
+    Coefficients,
     average_metrics,
     compute_advantages,
     gae,
@@ -20,11 +21,10 @@ from tandemrl.losses import (
     reduce,
     sequence_old_logprobs,
     token_weights,
-    totals,
     try_recipe,
     whiten,
 )
-from tandemrl.types import Totals
+from tandemrl.types import Batch, Totals
 
 GOLDEN = Path(__file__).parents[1] / "golden"
 EXPECTED = json.loads((GOLDEN / "losses.json").read_text())
@@ -44,7 +44,7 @@ every_junior_weight = pytest.mark.parametrize("junior_weight", [0.0, 0.5, 1.0])
 
 
 def random_batch(seed=0, sequences=7):
-    """Packed tensors as keyword arguments of policy_loss, without weights and totals. Sequence 2 is all junior."""
+    """Packed tensors as ``loss_of`` takes them, without weights and totals. Sequence 2 is all junior."""
     generator = torch.Generator().manual_seed(seed)
     lengths = torch.randint(3, 12, (sequences,), generator=generator)
     ids = torch.arange(sequences).repeat_interleave(lengths)
@@ -61,14 +61,24 @@ def random_batch(seed=0, sequences=7):
 
 def weighted(batch, junior_weight):
     weights = token_weights(batch["author"], junior_weight=junior_weight)
-    counts = totals(weights, batch["author"], batch["sequence_ids"], num_sequences=batch["num_sequences"])
+    counts = totals_of(weights, batch["author"], batch["sequence_ids"], num_sequences=batch["num_sequences"])
     return {**batch, "weights": weights, "totals": counts}
+
+
+def loss_of(recipe, given, **coefficients):
+    """``policy_loss`` of the tensors by name."""
+    own = {name: given[name] for name in ("logprobs", "weights", "totals", "entropy")}
+    channels = {name: value for name, value in given.items() if name not in (*own, "num_sequences")}
+    blank = torch.zeros_like(given["sequence_ids"])
+    lengths = torch.bincount(given["sequence_ids"], minlength=given["num_sequences"])
+    batch = Batch(tokens=blank, positions=blank, lengths=lengths, **channels)
+    return policy_loss(recipe, batch, **own, coefficients=Coefficients(**coefficients))
 
 
 def loss_and_gradient(recipe, batch, *, importance=None, **options):
     recipe = recipe._replace(importance=importance or recipe.importance, importance_cap=1.5)
     logprobs = batch["logprobs"].clone().requires_grad_()
-    loss, metrics = policy_loss(recipe, **{**batch, "logprobs": logprobs}, **{**EVERYTHING, **options})
+    loss, metrics = loss_of(recipe, {**batch, "logprobs": logprobs}, **{**EVERYTHING, **options})
     (gradient,) = torch.autograd.grad(loss, logprobs)
     return loss.detach(), gradient, metrics
 
@@ -184,12 +194,9 @@ def test_any_split_into_micro_batches_gives_the_same_loss_gradient_and_metrics(
     whole, gradient, metrics = loss_and_gradient(recipe, batch, **options)
     for split in ([[0, 1, 2, 3], [4, 5, 6]], [[2], [0, 6], [1, 3, 4, 5]], [[s] for s in range(7)]):
         parts = [micro_batch(batch, torch.tensor(keep)) for keep in split]
-        counts = add_totals(
-            totals(p["weights"], p["author"], p["sequence_ids"], num_sequences=p["num_sequences"]) for p, _ in parts
-        )
         total, pieces, sums = torch.zeros(()).double(), torch.zeros_like(gradient), dict.fromkeys(metrics, 0.0)
         for part, inside in parts:
-            loss, piece, part_metrics = loss_and_gradient(recipe, {**part, "totals": counts}, **options)
+            loss, piece, part_metrics = loss_and_gradient(recipe, part, **options)
             total, pieces[inside] = total + loss, piece
             sums = {name: sums[name] + part_metrics[name] for name in sums}
         assert close(total, whole)
@@ -320,7 +327,7 @@ def test_nan_at_a_trained_token_reaches_the_loss(recipe):
     batch = weighted(random_batch(), 0.0)
     first = int(batch["weights"].argmax())
     batch["logprobs"] = batch["logprobs"].index_fill(0, torch.tensor([first]), float("nan"))
-    assert policy_loss(recipe, **batch, **EVERYTHING)[0].isnan()
+    assert loss_of(recipe, batch, **EVERYTHING)[0].isnan()
 
 
 @every_recipe
@@ -344,7 +351,7 @@ def test_gspo_is_ppo_s_clip_at_the_ratio_of_the_sequence():
     x = ppo_clip(batch["logprobs"], old, batch["advantages"], clip_low=3e-4, clip_high=4e-4)
     rest = [batch[key] for key in ("weights", "author", "sequence_ids")]
     expected = reduce(x, *rest, num_sequences=7, totals=batch["totals"], reduction="sequence_mean_token_mean")
-    loss, _ = policy_loss(RECIPES["gspo"], **batch)
+    loss, _ = loss_of(RECIPES["gspo"], batch)
     assert torch.allclose(loss, expected)
 
 
@@ -361,7 +368,7 @@ def test_an_ablation_is_a_replace():
 
 def test_a_clip_range_that_a_surrogate_ignores_is_refused():
     with pytest.raises(ValueError, match="reinforce"):
-        policy_loss(RECIPES["rloo"]._replace(clip_low=0.2), **weighted(random_batch(), 0.0))
+        loss_of(RECIPES["rloo"]._replace(clip_low=0.2), weighted(random_batch(), 0.0))
 
 
 @pytest.mark.parametrize(
@@ -376,7 +383,7 @@ def test_a_clip_range_that_a_surrogate_ignores_is_refused():
 )
 def test_unknown_choices_are_refused(change, options):
     with pytest.raises((ValueError, TypeError)):  # TypeError comes from run-time type checks, where they are on
-        policy_loss(RECIPES["grpo"]._replace(**change), **weighted(random_batch(), 0.0), **options)
+        loss_of(RECIPES["grpo"]._replace(**change), weighted(random_batch(), 0.0), **options)
 
 
 def test_reinforce_pp_whitens_over_trained_tokens():
@@ -407,7 +414,7 @@ def test_junior_kl_pulls_the_senior_towards_the_junior_on_junior_tokens_only():
 def test_metrics_are_detached_weighted_sums():
     batch = weighted(random_batch(), 0.5)
     batch["logprobs"] = batch["logprobs"].requires_grad_()
-    _, metrics = policy_loss(RECIPES["grpo"]._replace(importance="token"), **batch)
+    _, metrics = loss_of(RECIPES["grpo"]._replace(importance="token"), batch)
     assert not any(value.requires_grad for value in metrics.values())
     weights, ratio = batch["weights"], (batch["logprobs"] - batch["old_logprobs"]).exp().detach()
     trained = weights > 0
@@ -428,7 +435,7 @@ def test_a_coefficient_without_its_channel_is_refused(coefficient, channel):
     batch = weighted(random_batch(), 0.0)
     batch[channel] = None
     with pytest.raises(ValueError, match=channel):
-        policy_loss(RECIPES["grpo"], **batch, **{coefficient: 0.1})
+        loss_of(RECIPES["grpo"], batch, **{coefficient: 0.1})
 
 
 @every_recipe
@@ -448,7 +455,7 @@ def test_an_idle_rollout_has_no_part_in_loss_or_gradient(recipe, normalise_by):
     assert idle(recipe, advantages * torch.nan, counts).nonzero().squeeze(1).tolist() == [2]  # a fault must be seen
     assert not idle(recipe._replace(surrogate=lambda *a, **k: a[0]), advantages, counts).any()
     for term in NO_PENALTIES:
-        assert not idle(recipe, advantages, counts, **{term: 0.01}).any()
+        assert not idle(recipe, advantages, counts, Coefficients(**{term: 0.01})).any()
     batch |= {"advantages": advantages[ids]}
     part, inside = micro_batch(batch, (~found).nonzero().squeeze(1))
     for importance in ("none", "token", "sequence"):

@@ -3,7 +3,8 @@ from typing import get_args
 import pytest
 import torch
 
-from tandemrl.losses import Reduction, add_totals, reduce, totals
+from helpers import totals_of
+from tandemrl.losses import Reduction, reduce
 from tandemrl.types import Totals
 
 AUTHOR = torch.tensor([-1, 1, 0, 1, -1, 0, 0, -1, 1], dtype=torch.int8)
@@ -13,22 +14,15 @@ X = torch.tensor([9, 1, 9, 3, 9, 9, 9, 9, 8.0])
 
 
 def value(x=X, weights=WEIGHTS, counts=None, **kwargs):
-    counts = totals(weights, AUTHOR, IDS, num_sequences=3) if counts is None else counts
+    counts = totals_of(weights, AUTHOR, IDS, num_sequences=3) if counts is None else counts
     return reduce(x, weights, AUTHOR, IDS, num_sequences=3, totals=counts, **kwargs)
 
 
 def test_totals_count_trained_sequences_response_tokens_and_weight():
-    counts = totals(WEIGHTS, AUTHOR, IDS, num_sequences=3)
+    counts = totals_of(WEIGHTS, AUTHOR, IDS, num_sequences=3)
     assert [float(c) for c in counts] == [2, 6, 3]
-    halved = totals(torch.where(AUTHOR == 0, 0.5, WEIGHTS), AUTHOR, IDS, num_sequences=3)
+    halved = totals_of(torch.where(AUTHOR == 0, 0.5, WEIGHTS), AUTHOR, IDS, num_sequences=3)
     assert [float(c) for c in halved] == [3, 6, 4.5]
-
-
-def test_add_totals():
-    assert add_totals([Totals(1.0, 2.0, 3.0), Totals(10.0, 20.0, 30.0)]) == Totals(11.0, 22.0, 33.0)
-    assert add_totals([]) == Totals(0.0, 0.0, 0.0)
-    mixed = add_totals(iter([totals(WEIGHTS, AUTHOR, IDS, num_sequences=3), Totals(1.0, 1.0, 1.0)]))
-    assert [float(c) for c in mixed] == [3, 7, 4]
 
 
 @pytest.mark.parametrize(

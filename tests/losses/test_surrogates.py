@@ -5,6 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from helpers import totals_of
 from tandemrl.losses import (
     cispo,
     importance_weights,
@@ -13,7 +14,6 @@ from tandemrl.losses import (
     reduce,
     reinforce,
     sequence_old_logprobs,
-    totals,
     value_loss,
 )
 
@@ -89,7 +89,7 @@ def test_gspo_gradient_is_that_of_the_clipped_sequence_ratio(clips, junior_weigh
     weights = SENIOR + junior_weight * (AUTHOR == 0)
     new, old = randn(7, seed=6).requires_grad_(), randn(7, seed=6) + 0.2 * randn(7, seed=7)
     advantages = double(1.5, -0.5)
-    counts = totals(weights, AUTHOR, IDS, num_sequences=2)
+    counts = totals_of(weights, AUTHOR, IDS, num_sequences=2)
     x = ppo_clip(new, sequence_old_logprobs(new, old, weights, IDS, num_sequences=2), advantages[IDS], **clips)
     loss = reduce(x, weights, AUTHOR, IDS, num_sequences=2, totals=counts, reduction="sequence_mean_token_mean")
     (gradient,) = torch.autograd.grad(loss, new)

@@ -25,10 +25,10 @@ from tandemrl.models.batching import pack_tokens
 from tandemrl.models.compile import compile_layers, use_liger
 from tandemrl.models.forward import token_logprobs
 from tandemrl.models.lora import adapted_alias, adapted_layers
+from tandemrl.models.trainable import checkpoint_gradients
 from tandemrl.rollout.engine import Completion, Sampling
 from tandemrl.rollout.torch_engine import TorchEngine
 from tandemrl.selection import alternating
-from tandemrl.training.build import checkpoint_gradients
 
 FAST = "aot_eager"
 REAL = pytest.param(

@@ -21,7 +21,7 @@ from tandemrl.models.forward import token_logprobs
 from tandemrl.models.lora import AdapterDropout, adapted_layers, adapter_free, attach, dropping, merged_parameters
 from tandemrl.rollout.sync import fingerprint
 from tandemrl.training.checkpoint import CheckpointError
-from tandemrl.training.export import export_hf
+from tandemrl.training.checkpoint.export import export_hf
 from tandemrl.training.loop import train
 
 pytest.importorskip("peft", reason="needs the lora extra")

@@ -14,12 +14,13 @@ from torch import Tensor
 import tandemrl.training.build as build_module
 from tandemrl.cli.errors import one_line
 from tandemrl.config import ConfigError, load
-from tandemrl.losses import RECIPES, Recipe, policy_loss, ppo_clip, totals
+from tandemrl.losses import RECIPES, Recipe, policy_loss, ppo_clip
 from tandemrl.rollout.signatures import signature
 from tandemrl.selection import Strategy, annealed, bernoulli, chunk, linear, solo, try_strategy
 from tandemrl.selection.strategies import turn
 from tandemrl.training.arguments import accept, try_strategies
 from tandemrl.training.loop import train
+from tandemrl.types import Batch, Totals
 
 
 def mean_clip(*tensors: Tensor, **clips: Any) -> Tensor:
@@ -101,15 +102,14 @@ def test_every_recipe_of_the_library_passes_its_trial(name: str) -> None:
 
 
 def test_a_scalar_loss_is_refused_by_the_loss_itself() -> None:
-    tokens = torch.zeros(4, dtype=torch.int64)
-    author, ones = torch.ones(4, dtype=torch.int8), torch.ones(4)
+    ids, ones = torch.zeros(4, dtype=torch.int64), torch.ones(4)
+    author, lengths = torch.ones(4, dtype=torch.int8), torch.tensor([4])
+    batch = Batch(
+        ids, torch.arange(4), ids, author, advantages=ones, behaviour_logprobs=torch.zeros(4), lengths=lengths
+    )
+    logprobs = torch.zeros(4, requires_grad=True)
     with pytest.raises(ValueError, match=r"the surrogate returned a float32 tensor of shape \[\]"):
-        policy_loss(
-            GRPO._replace(surrogate=mean_clip),
-            logprobs=torch.zeros(4, requires_grad=True), old_logprobs=torch.zeros(4),
-            behaviour_logprobs=torch.zeros(4), advantages=ones, author=author, weights=ones, sequence_ids=tokens,
-            num_sequences=1, totals=totals(ones, author, tokens, num_sequences=1),
-        )  # fmt: skip
+        policy_loss(GRPO._replace(surrogate=mean_clip), batch, logprobs, weights=ones, totals=Totals(1.0, 4.0, 4.0))
 
 
 # ---------------------------------------------------------------------------------------------------------- strategies

@@ -15,12 +15,12 @@ from tandemrl.losses import RECIPES
 from tandemrl.rollout import collect
 from tandemrl.rollout.sync import sync_weights
 from tandemrl.rollout.torch_engine import TorchEngine
-from tandemrl.training import checkpoint
 from tandemrl.training.arguments import resolve_recipe
+from tandemrl.training.async_rollouts import first_within, remember, writer_mismatch
 from tandemrl.training.build import build
+from tandemrl.training.checkpoint import storage as checkpoint
 from tandemrl.training.gates import TrainError
 from tandemrl.training.loop import train
-from tandemrl.training.writers import first_within, remember, writer_mismatch
 
 ASYNC = ["train.async_steps=1", "train.steps=4", "eval.train_problems=2"]
 

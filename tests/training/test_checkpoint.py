@@ -29,11 +29,13 @@ from helpers import qwen3, tokenizer
 from tandemrl import files as versions
 from tandemrl.config import Config, LoraConfig, load
 from tandemrl.files import recover, write_text
-from tandemrl.training import checkpoint
 from tandemrl.training.checkpoint import CheckpointError, DamagedError
-from tandemrl.training.export import export_hf
-from tandemrl.training.resume import check_same_config, restore_rng, rng_state
-from tandemrl.training.sharded_state import Trained, stored_metadata
+from tandemrl.training.checkpoint import storage as checkpoint
+from tandemrl.training.checkpoint.export import export_hf
+from tandemrl.training.checkpoint.identity import check_same_config
+from tandemrl.training.checkpoint.runs import restore_rng, rng_state
+from tandemrl.training.checkpoint.tensors import stored_metadata
+from tandemrl.training.state import Trained
 
 
 def state(step: int) -> dict[str, Any]:
@@ -263,7 +265,7 @@ def test_a_crash_at_any_call_of_write_text_leaves_the_old_text_or_the_new(
 def test_kill_9_while_saving_leaves_a_whole_checkpoint(tmp_path: Path) -> None:
     script = (
         "import sys, torch\n"
-        "from tandemrl.training import checkpoint\n"
+        "from tandemrl.training.checkpoint import storage as checkpoint\n"
         "from tandemrl.config import Config\n"
         "for step in range(1, 100_000):\n"
         "    state = {'step': step, 'weights': {'a': torch.full((200_000,), float(step))}}\n"
@@ -580,7 +582,7 @@ def test_a_full_disk_is_reported_and_costs_no_checkpoint(
     parts = {"policy": trained(0, steps=1)}
     checkpoint.save(tmp_path, 1, state(1), Config(), keep=1, parts=parts)
     with monkeypatch.context() as patch:
-        patch.setattr("tandemrl.training.sharded_state.dcp.FileSystemWriter", Full)
+        patch.setattr("tandemrl.training.checkpoint.tensors.dcp.FileSystemWriter", Full)
 
         def attempt() -> None:
             checkpoint.save(tmp_path, 2, state(2), Config(), keep=1, parts=parts, background=background)
@@ -619,7 +621,7 @@ def test_other_failures_are_not_called_a_full_disk(tmp_path: Path, monkeypatch: 
         raise PermissionError(errno.EACCES, "not yours")
 
     monkeypatch.setattr(Full, "write_data", denied)
-    monkeypatch.setattr("tandemrl.training.sharded_state.dcp.FileSystemWriter", Full)
+    monkeypatch.setattr("tandemrl.training.checkpoint.tensors.dcp.FileSystemWriter", Full)
     with pytest.raises(CheckpointError, match=r"step_1: not written \(PermissionError: .*not yours\)"):
         checkpoint.save(tmp_path, 1, {}, Config(), keep=1, parts={"policy": trained(0)})
     assert names(tmp_path) == []
@@ -648,7 +650,7 @@ def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
             assert opened.wait(30)
             return super().write_data(*arguments)
 
-    monkeypatch.setattr("tandemrl.training.sharded_state.dcp.FileSystemWriter", Gated)
+    monkeypatch.setattr("tandemrl.training.checkpoint.tensors.dcp.FileSystemWriter", Gated)
     yield opened
     opened.set()
     checkpoint.wait()
@@ -689,7 +691,7 @@ def test_kill_9_during_a_background_save_costs_that_checkpoint_alone(tmp_path: P
     script = (
         "import sys, time, torch\n"
         "from torch.distributed.checkpoint import FileSystemWriter\n"
-        "from tandemrl.training import checkpoint\n"
+        "from tandemrl.training.checkpoint import storage as checkpoint\n"
         "from tandemrl.config import Config\n"
         "module = torch.nn.Linear(8, 8)\n"
         "parts = {'policy': checkpoint.Trained(module, torch.optim.AdamW(module.parameters()))}\n"

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from tandemrl.training.coverage import Coverage, of_step, restored
-from tandemrl.training.manifest import DamagedError
+from tandemrl.training.checkpoint import DamagedError
+from tandemrl.training.checkpoint.coverage import Coverage, of_step, restored
 
 
 def line(step: int, **more: object) -> str:

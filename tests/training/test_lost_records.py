@@ -9,10 +9,9 @@ import pytest
 from rich.console import Console
 
 from runs import assert_same_run, config
-from tandemrl.training.checkpoint import latest
+from tandemrl.training.checkpoint import DamagedError, latest
 from tandemrl.training.gates import TrainError
 from tandemrl.training.loop import train
-from tandemrl.training.manifest import DamagedError
 from tandemrl.training.tracking import Tracker
 
 

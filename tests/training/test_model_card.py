@@ -6,7 +6,7 @@ from dataclasses import replace
 from omegaconf import OmegaConf
 
 from tandemrl.config import FunctionRecord, FunctionsConfig, load
-from tandemrl.training.card import model_card
+from tandemrl.training.checkpoint.card import model_card
 
 VERSIONS = {"torch": "2", "git_revision": "a" * 40, "git_dirty": False, "vllm": None}
 

@@ -12,7 +12,8 @@ from tandemrl.rollout.collect import CompletionBatch
 from tandemrl.rollout.engine import Completion, Draws, Passes
 from tandemrl.rollout.torch_engine import TorchEngine
 from tandemrl.training.async_rollouts import AsyncRollouts
-from tandemrl.training.loop import pass_metrics, train
+from tandemrl.training.loop import train
+from tandemrl.training.rollouts import pass_metrics
 from tandemrl.training.tracking import summary_line
 
 

@@ -21,8 +21,9 @@ from tandemrl.models.attention import ModelError
 from tandemrl.models.critic import value_head
 from tandemrl.rollout.collect import CompletionBatch
 from tandemrl.rollout.engine import Draws, Passes
-from tandemrl.training import loop as loop_module
+from tandemrl.training import rollouts as rollouts_module
 from tandemrl.training.build import build
+from tandemrl.training.checkpoint import restore
 from tandemrl.training.experience import (
     add_gae_advantages,
     add_logprobs,
@@ -30,8 +31,8 @@ from tandemrl.training.experience import (
     make_experience,
     pack_mini_batches,
 )
-from tandemrl.training.loop import resample, train
-from tandemrl.training.resume import restore
+from tandemrl.training.loop import train
+from tandemrl.training.rollouts import resample
 from tandemrl.training.state import Progress, Run
 from tandemrl.types import Author, Group, Rollout
 
@@ -287,7 +288,7 @@ def resampled(monkeypatch: pytest.MonkeyPatch, good: set[int], rounds: int) -> t
     def score(batch: Any, scorer: Any, tokenizer: Any) -> list[Group]:
         return [group(e, [0.0, 1.0 if e in good else 0.0], i) for i, e in enumerate(batch.prompts)]
 
-    monkeypatch.setattr(loop_module, "score_rollouts", score)
+    monkeypatch.setattr(rollouts_module, "score_rollouts", score)
     sampler = Sampler(100, seed=0)
     sampler.next(4)
     settings = SimpleNamespace(train=SimpleNamespace(max_resamples=rounds))

@@ -9,8 +9,10 @@ import pytest
 from rich.console import Console
 
 from runs import config, metrics, samples
-from tandemrl.training import loop
-from tandemrl.training.stopping import part, unfinished, warning
+from tandemrl.training import evaluation
+from tandemrl.training.diagnostics import part, stopping_warning
+from tandemrl.training.evaluation import unfinished
+from tandemrl.training.loop import train
 from tandemrl.types import Author, Rollout
 
 
@@ -44,24 +46,24 @@ def test_the_shares_part_beyond_the_margin_and_beyond_chance(
 ) -> None:
     assert part(solo, rollouts, solo_texts=counts[0], rollout_texts=counts[1]) == parts
     values = {"eval/truncation_rate": solo, "response/truncated_at_eval": rollouts, "tandem/senior_frac": 0.5}
-    said = warning(values, solo_texts=counts[0], rollout_texts=counts[1])
+    said = stopping_warning(values, solo_texts=counts[0], rollout_texts=counts[1])
     assert (said is not None) == parts
-    assert warning(values | {"tandem/senior_frac": 1.0}, solo_texts=counts[0], rollout_texts=counts[1]) is None
+    assert stopping_warning(values | {"tandem/senior_frac": 1.0}, solo_texts=counts[0], rollout_texts=counts[1]) is None
 
 
 def test_a_run_whose_senior_alone_does_not_stop_says_so_once(
     tiny_pair: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    original = loop.solo_metrics
+    original = evaluation.solo_metrics
 
     def never_ending(*arguments: Any) -> dict[str, Any]:
         found = original(*arguments)
         return found | {"macro": found["macro"] | {"truncation_rate": 1.0}}
 
-    monkeypatch.setattr(loop, "solo_metrics", never_ending)
+    monkeypatch.setattr(evaluation, "solo_metrics", never_ending)
     screen = io.StringIO()
     settings = ["eval.train_samples=8", "eval.train_problems=16", "train.eval_every=1", "train.steps=2"]
-    loop.train(config(tiny_pair, tmp_path, *settings), console=Console(file=screen, width=200))
+    train(config(tiny_pair, tmp_path, *settings), console=Console(file=screen, width=200))
     assert screen.getvalue().count("warning: the limit of tokens cuts off 100% of the held-out texts") == 1
     for line in metrics(tmp_path):
         written = [one for one in samples(tmp_path) if one["step"] == line["step"]]

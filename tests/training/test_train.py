@@ -23,11 +23,9 @@ from transformers import AutoModelForCausalLM
 
 from helpers import prepared, qwen3, tokenizer
 from runs import KILLER, SMALL, assert_same_run, config, metrics, timeless, weights
-from tandemrl import evals
 from tandemrl.config import ConfigError, load, to_yaml
 from tandemrl.data.rows import Prompt, Row
 from tandemrl.distributed.world import World
-from tandemrl.evals.files import EvalResult
 from tandemrl.losses import RECIPES, Reduction
 from tandemrl.models.batching import pack_tokens
 from tandemrl.models.head import ForwardOptions
@@ -40,14 +38,13 @@ from tandemrl.rollout.signatures import signature
 from tandemrl.rollout.torch_engine import TorchEngine
 from tandemrl.selection import bernoulli, solo
 from tandemrl.training import build as build_module
-from tandemrl.training import gates
-from tandemrl.training import loop as loop_module
+from tandemrl.training import checkpoint, evaluation, gates
 from tandemrl.training.arguments import resolve_recipe
 from tandemrl.training.build import build
-from tandemrl.training.checkpoint import CheckpointError, DamagedError, latest, lock
+from tandemrl.training.checkpoint import CheckpointError, DamagedError, latest, lock, restore
+from tandemrl.training.evaluation import evaluate
 from tandemrl.training.gates import TrainError, check_draws, check_mismatch, mismatch_limit, self_difference
 from tandemrl.training.loop import train
-from tandemrl.training.resume import restore
 from tandemrl.training.tracking import Tracker
 from tandemrl.training.update import learning_rate, logprob_mismatch
 
@@ -133,19 +130,19 @@ def test_monitored_problems_do_not_choose(tiny_pair: Path, tmp_path: Path, monke
     run = run._replace(setup=dataclasses.replace(run.setup, monitored=run.setup.monitored[:3]))
     score, exported = {4: 0.25, 3: 0.75}, []
 
-    def graded(*_: object, prompts: Sequence[object], **__: object) -> EvalResult:
+    def graded(_: object, prompts: Sequence[object], __: object) -> dict[str, Any]:
         values = dict.fromkeys(("pass@1", "pass@2", "length", "truncation_rate"), score[len(prompts)])
-        return EvalResult({"macro": values, "by_set": {"a set": values}}, [])
+        return {"macro": values, "by_set": {"a set": values}}
 
-    monkeypatch.setattr(evals, "generate_and_grade", graded)
-    monkeypatch.setattr(loop_module, "export", lambda run, name, step: exported.append(name))
-    first = loop_module.evaluate(run, 1)
+    monkeypatch.setattr(evaluation, "solo_metrics", graded)
+    monkeypatch.setattr(checkpoint, "export", lambda run, name, step: exported.append(name))
+    first = evaluate(run, 1)
     assert (first["eval/pass@2"], first["monitor/pass@2"], first["monitor/a set/pass@1"]) == (0.25, 0.75, 0.75)
     score[3] = 1.0
-    loop_module.evaluate(run, 1)
+    evaluate(run, 1)
     assert (run.progress.best, exported) == (0.25, ["best"])
     score[4] = 0.5
-    loop_module.evaluate(run, 1)
+    evaluate(run, 1)
     assert (run.progress.best, exported) == (0.5, ["best", "best"])
 
 
@@ -170,7 +167,7 @@ MOMENTS = [  # in a run of six steps that saves after every second
         3,
         False,
     ),  # after one, with a line logged that must go again
-    ("tandemrl.training.checkpoint", "module", "save", 1, True),  # step 4 exported, its checkpoint not written
+    ("tandemrl.training.checkpoint.storage", "module", "save", 1, True),  # step 4 exported, its checkpoint not written
     ("tandemrl.training.update", "module", "update_policy", 2, False),  # step 4 again: weights updated, nothing logged
     ("tandemrl.training.tracking", "module.Tracker", "samples", 3, True),  # step 5 evaluated, not logged
 ]
@@ -695,11 +692,11 @@ def test_values_out_of_range_are_refused() -> None:
 
 def test_learning_rate() -> None:
     c = load(overrides=["train.lr=1.0", "train.warmup_steps=4", "train.steps=12", "train.schedule=cosine"])
-    rates = [learning_rate(c, step) for step in range(1, 13)]
+    rates = [learning_rate(c.train, step, c.train.lr) for step in range(1, 13)]
     assert rates[:5] == pytest.approx([0.25, 0.5, 0.75, 1.0, 1.0])
     assert rates[8] == pytest.approx(0.5)
     assert all(a > b > 0 for a, b in pairwise(rates[4:]))
-    assert {learning_rate(load(overrides=["train.lr=1.0"]), step) for step in (1, 10)} == {1.0}
+    assert {learning_rate(load().train, step, 1.0) for step in (1, 10)} == {1.0}
 
 
 def test_annealed_probability() -> None:

@@ -34,8 +34,8 @@ from tandemrl.training.experience import (
     make_experience,
     pack_mini_batches,
 )
-from tandemrl.training.loop import rollout_metrics
 from tandemrl.training.profiling import Clock
+from tandemrl.training.rollouts import rollout_metrics
 from tandemrl.training.state import Run
 from tandemrl.types import Author, Group, Rollout
 

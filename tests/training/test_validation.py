@@ -1,7 +1,6 @@
 """The held-out evaluation of a run: who writes it, and what it chooses."""
 
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,9 +11,9 @@ from runs import config, metrics
 from tandemrl.rollout.engine import Completion
 from tandemrl.rollout.sync import sync_weights
 from tandemrl.rollout.torch_engine import TorchEngine
-from tandemrl.training import loop
+from tandemrl.training import evaluation, loop
 from tandemrl.training.build import build
-from tandemrl.training.resume import restore, save
+from tandemrl.training.checkpoint import restore, save
 from tandemrl.training.state import Run
 from tandemrl.types import Author
 
@@ -48,10 +47,9 @@ def evaluated(run: Run, monkeypatch: pytest.MonkeyPatch, score: float) -> torch.
     with torch.no_grad():
         embedding.mul_(1.5)
     macro = {"pass@1": 1 - score, "pass@2": score, "length": 1.0, "truncation_rate": 0.0}
-    result = SimpleNamespace(metrics={"macro": macro})
     with monkeypatch.context() as patched:
-        patched.setattr(loop.evals, "generate_and_grade", lambda *_, **__: result)
-        assert loop.evaluate(run, 20)["eval/pass@2"] == score
+        patched.setattr(evaluation, "solo_metrics", lambda *_: {"macro": macro})
+        assert evaluation.evaluate(run, 20)["eval/pass@2"] == score
     return embedding.detach().clone()
 
 
@@ -65,7 +63,7 @@ def test_best_is_the_export_with_the_highest_score_also_after_a_resume(
         return load_file(tmp_path / "hf" / "best" / "model.safetensors")["model.embed_tokens.weight"]
 
     run = build(settings)
-    restore(run, "auto")
+    records = restore(run, "auto")
     sync_weights(run.models.policy, run.models.engine, version=0)
     first, second, *_ = (evaluated(run, monkeypatch, score) for score in (0.25, 0.75, 0.5, 0.75))
     assert not torch.equal(first, second)
@@ -74,7 +72,7 @@ def test_best_is_the_export_with_the_highest_score_also_after_a_resume(
     assert "| best held-out score so far | `0.7500` |" in card
     assert "| steps | `20 of " in card
     run.progress.step = 1
-    save(run)
+    save(run, records)
 
     resumed = build(settings)
     restore(resumed, "auto")

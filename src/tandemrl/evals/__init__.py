@@ -51,7 +51,6 @@ from tandemrl.evals.protocol import PHASES as PHASES
 from tandemrl.evals.protocol import PROFILES as PROFILES
 from tandemrl.evals.protocol import Phase as Phase
 from tandemrl.evals.protocol import Profile as Profile
-from tandemrl.evals.protocol import generate_and_grade as generate_and_grade
 from tandemrl.evals.protocol import generate_samples as generate_samples
 from tandemrl.evals.protocol import grade as grade
 from tandemrl.evals.protocol import measure_of as measure_of

@@ -11,7 +11,6 @@ from transformers import PreTrainedTokenizerBase
 from tandemrl.config import EvalConfig, SelectionConfig
 from tandemrl.data.messages import Transcript
 from tandemrl.data.rows import Prompt
-from tandemrl.evals.files import EvalResult
 from tandemrl.evals.measures import (
     EvalError,
     Measure,
@@ -23,7 +22,6 @@ from tandemrl.evals.measures import (
     group_of,
     legible,
     parts_of,
-    summarise,
 )
 from tandemrl.rewards.judge.rubric import JudgePool
 from tandemrl.rewards.scoring import Scorer
@@ -143,52 +141,6 @@ def measure_of(phase: Phase, k: Sequence[int]) -> Measure:
     if phase == "drift":
         return drifted
     return partial(accepted if phase == "verified" else graded, k=k)
-
-
-def generate_and_grade(
-    arms: Mapping[str, Strategy],
-    *,
-    engine: Engine,
-    tokenizer: PreTrainedTokenizerBase,
-    prompts: Sequence[Prompt],
-    scorer: Scorer,
-    profile: Profile,
-    samples: int,
-    k: Sequence[int],
-    seed: int,
-    step: int = 0,
-    bootstrap: int = 2000,
-    episode_runner: EpisodeRunner | None = None,
-    progress: Callable[[int], None] | None = None,
-) -> EvalResult:
-    """Write ``samples`` completions per prompt and arm, grade them, and compute the metrics. Not for legibility.
-
-    The arguments are those of ``generate_samples``, and:
-
-    Args:
-        scorer: grades the texts.
-        k: the values of k for pass@k and maj@k.
-        bootstrap: number of resamples for the intervals. 0 means no intervals.
-
-    Raises:
-        EvalError: there are no prompts, a k is above ``samples``, or a prompt leaves no room for a response.
-        EngineError: the engine broke its contract, for instance about authors.
-    """
-    check_k(k, samples)
-    written = generate_samples(
-        arms,
-        engine=engine,
-        tokenizer=tokenizer,
-        prompts=prompts,
-        profile=profile,
-        samples=samples,
-        seed=seed,
-        step=step,
-        episode_runner=episode_runner,
-        progress=progress,
-    )
-    marked = grade(written, prompts, scorer)
-    return EvalResult(summarise(marked, partial(graded, k=k), bootstrap=bootstrap, seed=seed), marked)
 
 
 def generate_samples(

@@ -20,13 +20,13 @@ from tandemrl.losses.penalties import overlong_penalty as overlong_penalty
 from tandemrl.losses.penalties import token_rewards as token_rewards
 from tandemrl.losses.recipes import RECIPES as RECIPES
 from tandemrl.losses.recipes import Advantage as Advantage
+from tandemrl.losses.recipes import Coefficients as Coefficients
 from tandemrl.losses.recipes import Recipe as Recipe
 from tandemrl.losses.recipes import average_metrics as average_metrics
 from tandemrl.losses.recipes import compute_advantages as compute_advantages
 from tandemrl.losses.recipes import idle as idle
 from tandemrl.losses.recipes import policy_loss as policy_loss
 from tandemrl.losses.reduce import NormaliseBy as NormaliseBy
-from tandemrl.losses.reduce import add_totals as add_totals
 from tandemrl.losses.reduce import reduce as reduce
 from tandemrl.losses.reduce import sequence_sum as sequence_sum
 from tandemrl.losses.reduce import totals as totals

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import torch
-from jaxtyping import Bool, Float, Int8, Int64
+from jaxtyping import Bool, Float, Int64
 from torch import Tensor
 
 from tandemrl.config.recipes import KINDS, Importance, Kind, Reduction
@@ -31,7 +31,7 @@ from tandemrl.losses.surrogates import (
     reinforce,
     sequence_old_logprobs,
 )
-from tandemrl.types import Author, Totals
+from tandemrl.types import Author, Batch, Totals
 
 Advantage = Callable[[Tensor, Tensor], Tensor]
 
@@ -105,27 +105,31 @@ def compute_advantages(
     return whiten(advantages, token_counts) if recipe.whiten else advantages
 
 
+class Coefficients(NamedTuple):
+    """The terms of a loss beside its recipe's own, and what it is divided by. The names are those of ``loss.*``.
+
+    entropy_coef: this times the entropy of the policy is subtracted. kl_coef, kl_kind: this times the KL to the
+    reference, of this kind, is added. junior_kl_coef: λ_jun, see ``policy_loss``. normalise_by, constant: see
+    ``reduce``.
+    """
+
+    entropy_coef: float = 0.0
+    kl_coef: float = 0.0
+    kl_kind: KLKind = "k3"
+    junior_kl_coef: float = 0.0
+    normalise_by: NormaliseBy = "weight"
+    constant: float | None = None
+
+
 def policy_loss(
     recipe: Recipe,
-    *,
+    batch: Batch,
     logprobs: Float[Tensor, " t"],
-    old_logprobs: Float[Tensor, " t"],
-    behaviour_logprobs: Float[Tensor, " t"],
-    advantages: Float[Tensor, " t"],
-    author: Int8[Tensor, " t"],
+    *,
     weights: Float[Tensor, " t"],
-    sequence_ids: Int64[Tensor, " t"],
-    num_sequences: int,
     totals: Totals,
-    normalise_by: NormaliseBy = "weight",
-    constant: float | None = None,
     entropy: Float[Tensor, " t"] | None = None,
-    entropy_coef: float = 0.0,
-    ref_logprobs: Float[Tensor, " t"] | None = None,
-    kl_coef: float = 0.0,
-    kl_kind: KLKind = "k3",
-    junior_logprobs: Float[Tensor, " t"] | None = None,
-    junior_kl_coef: float = 0.0,
+    coefficients: Coefficients = Coefficients(),  # noqa: B008 - immutable
 ) -> tuple[Float[Tensor, ""], dict[str, Float[Tensor, ""]]]:
     """The share of this micro-batch in the loss of the optimiser step, and detached sums for metrics.
 
@@ -136,20 +140,13 @@ def policy_loss(
 
     Args:
         recipe: the algorithm.
+        batch: the micro-batch. Without ``old_logprobs`` this is the first update of the step, and ``logprobs`` are the
+            log-probs before it, too.
         logprobs: log-probs of the policy now, with their gradient.
-        old_logprobs: log-probs of the policy before the first update of the step.
-        behaviour_logprobs: log-prob of each token under the distribution that its author sampled it from.
-        advantages: advantage of each token.
-        author: ``Author`` of each token.
         weights: token weights, see ``token_weights``.
-        sequence_ids: the sequence of each token, 0 … ``num_sequences`` − 1.
-        num_sequences: how many sequences the micro-batch has.
         totals: the counts of the whole optimiser step, over all ranks and micro-batches.
-        normalise_by: see ``reduce``.
-        constant: see ``reduce``.
-        entropy: entropy of the policy at each token, in nats. ``entropy_coef`` times it is subtracted.
-        ref_logprobs: log-probs of the reference model. ``kl_coef`` times their KL, of kind ``kl_kind``, is added.
-        junior_logprobs: log-probs of the junior, for λ_jun.
+        entropy: entropy of the policy at each token, in nats.
+        coefficients: the further terms.
 
     Returns:
         loss: the loss of the step is the sum over its micro-batches and ranks.
@@ -162,11 +159,12 @@ def policy_loss(
         ValueError: a coefficient is set without the channel that it multiplies, the surrogate does not use a clip range
             that is set or does not return a loss for each token, or a choice is unknown.
     """
+    c, sequence_ids, num_sequences = coefficients, batch.sequence_ids, batch.num_sequences
     require_one_of("ratio_level", recipe.ratio_level, RatioLevel)
     for name, coef, channel, tensor in (
-        ("entropy_coef", entropy_coef, "entropy", entropy),
-        ("kl_coef", kl_coef, "ref_logprobs", ref_logprobs),
-        ("junior_kl_coef", junior_kl_coef, "junior_logprobs", junior_logprobs),
+        ("entropy_coef", c.entropy_coef, "entropy", entropy),
+        ("kl_coef", c.kl_coef, "ref_logprobs", batch.ref_logprobs),
+        ("junior_kl_coef", c.junior_kl_coef, "junior_logprobs", batch.junior_logprobs),
     ):
         if coef != 0.0 and tensor is None:
             raise ValueError(f"{name}={coef} needs {channel}: pass it or set {name} to 0")
@@ -175,12 +173,12 @@ def policy_loss(
     # Masked on entry, not only in the reduction: there, a NaN at a weight-0 token would still have a NaN gradient.
     trained = weights > 0
     new = torch.where(trained, logprobs, 0.0)
-    old = torch.where(trained, old_logprobs, 0.0)
+    old = new.detach() if batch.old_logprobs is None else torch.where(trained, batch.old_logprobs, 0.0)
     ratio_old = old
     if recipe.ratio_level == "sequence":
         ratio_old = sequence_old_logprobs(new, old, weights, sequence_ids, num_sequences=num_sequences)
 
-    advantages = torch.where(trained, advantages, 0.0)
+    advantages = torch.where(trained, batch.advantages, 0.0)
     x = recipe.surrogate(new, ratio_old, advantages, clip_low=clip_low, clip_high=clip_high, dual_clip=recipe.dual_clip)
     require_per_token(x, new)
 
@@ -192,16 +190,16 @@ def policy_loss(
             "clip_fraction": ((ratio < low) | (ratio > high)).to(ratio.dtype),
             "approx_kl": kl(old, new, kind="k3"),
         }
-    if ref_logprobs is not None:
-        per_token["ref_kl"] = kl(new, torch.where(trained, ref_logprobs, 0.0), kind=kl_kind)
-        x = x + kl_coef * per_token["ref_kl"]
+    if batch.ref_logprobs is not None:
+        per_token["ref_kl"] = kl(new, torch.where(trained, batch.ref_logprobs, 0.0), kind=c.kl_kind)
+        x = x + c.kl_coef * per_token["ref_kl"]
     if entropy is not None:
         per_token["entropy"] = torch.where(trained, entropy, 0.0)
-        x = x - entropy_coef * per_token["entropy"]
+        x = x - c.entropy_coef * per_token["entropy"]
     if recipe.importance != "none":
         per_token["importance"] = importance_weights(
             old,
-            behaviour_logprobs,
+            batch.behaviour_logprobs,
             weights,
             sequence_ids,
             num_sequences=num_sequences,
@@ -212,19 +210,20 @@ def policy_loss(
     loss = reduce(
         x,
         weights,
-        author,
+        batch.author,
         sequence_ids,
         num_sequences=num_sequences,
         totals=totals,
         reduction=recipe.reduction,
-        normalise_by=normalise_by,
-        constant=constant,
+        normalise_by=c.normalise_by,
+        constant=c.constant,
     )
     metrics = {name: (weights * value.detach()).sum() for name, value in per_token.items()}
-    if junior_logprobs is not None:
-        written = author == Author.JUNIOR
-        pull = kl(torch.where(written, junior_logprobs, 0.0), torch.where(written, logprobs, 0.0), kind="k3").sum()
-        loss = loss + junior_kl_coef * pull / divisor(totals.response_tokens, pull)
+    if batch.junior_logprobs is not None:
+        written = batch.author == Author.JUNIOR
+        junior, senior = (torch.where(written, each, 0.0) for each in (batch.junior_logprobs, logprobs))
+        pull = kl(junior, senior, kind="k3").sum()
+        loss = loss + c.junior_kl_coef * pull / divisor(totals.response_tokens, pull)
         metrics["junior_kl"] = pull.detach()
     return loss, metrics
 
@@ -237,10 +236,7 @@ def idle(
     recipe: Recipe,
     advantages: Float[Tensor, " s"],
     token_counts: Float[Tensor, " s"],
-    *,
-    kl_coef: float = 0.0,
-    entropy_coef: float = 0.0,
-    junior_kl_coef: float = 0.0,
+    coefficients: Coefficients = Coefficients(),  # noqa: B008 - immutable
 ) -> Bool[Tensor, " s"]:
     """Which rollouts add exactly 0 to the loss and to its gradient, so that no model needs to read them.
 
@@ -252,11 +248,10 @@ def idle(
         recipe: the algorithm.
         advantages: the advantage of each rollout, see ``compute_advantages``.
         token_counts: Σw over the tokens of each rollout.
-        kl_coef: coefficient of the KL to the reference, in the loss or in the reward.
-        entropy_coef, junior_kl_coef: see ``policy_loss``.
+        coefficients: the further terms of the loss.
     """
     by_advantage = recipe.advantage is not None and recipe.surrogate in LINEAR
-    if not by_advantage or kl_coef or entropy_coef or junior_kl_coef:
+    if not by_advantage or coefficients.kl_coef or coefficients.entropy_coef or coefficients.junior_kl_coef:
         return torch.zeros_like(advantages, dtype=torch.bool)
     return (advantages == 0) | (token_counts == 0)
 

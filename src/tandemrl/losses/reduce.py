@@ -5,7 +5,6 @@ then the plain sum of the micro-batch losses, whatever the split (gradients that
 FSDP do, must be multiplied by the number of ranks). A sequence lies in one micro-batch, never in two.
 """
 
-from collections.abc import Iterable
 from typing import Any, Literal, get_args
 
 import torch
@@ -25,30 +24,15 @@ def sequence_sum(
     return x.new_zeros(num_sequences).index_add(0, sequence_ids, x)
 
 
-def totals(
-    weights: Float[Tensor, " t"], author: Int8[Tensor, " t"], sequence_ids: Int64[Tensor, " t"], *, num_sequences: int
-) -> Totals:
-    """The counts of one micro-batch as 0-d tensors; ``add_totals`` makes them global.
+def totals(weights: Float[Tensor, " s"], response_tokens: Float[Tensor, " s"]) -> Totals:
+    """The counts of some sequences as 0-d tensors, in float64.
 
-    ``sequences`` counts the sequences with Σw > 0, ``response_tokens`` the tokens that either author wrote, and
-    ``weight`` is Σw over all tokens.
+    Args:
+        weights: Σw over the tokens of each sequence.
+        response_tokens: how many tokens of each sequence either author wrote.
     """
-    weight = sequence_sum(weights, sequence_ids, num_sequences=num_sequences)
-    return Totals(
-        sequences=(weight > 0).sum().to(weights.dtype),
-        response_tokens=(author >= 0).sum().to(weights.dtype),
-        weight=weight.sum(),
-    )
-
-
-def add_totals(parts: Iterable[Totals]) -> Totals:
-    """The sum of the totals of several micro-batches or ranks; zeros if there are none."""
-    parts = list(parts)
-    return Totals(
-        sequences=sum((part.sequences for part in parts), 0.0),
-        response_tokens=sum((part.response_tokens for part in parts), 0.0),
-        weight=sum((part.weight for part in parts), 0.0),
-    )
+    weights = weights.double()
+    return Totals((weights > 0).double().sum(), response_tokens.double().sum(), weights.sum())
 
 
 def require_one_of(name: str, value: str, allowed: Any) -> None:

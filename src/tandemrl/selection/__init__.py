@@ -2,7 +2,10 @@
 
 from tandemrl.selection import boundaries as boundaries
 from tandemrl.selection import draws as draws
-from tandemrl.selection.strategies import Replay as Replay
+from tandemrl.selection.authors import Replay as Replay
+from tandemrl.selection.authors import draw_counts as draw_counts
+from tandemrl.selection.authors import replay as replay
+from tandemrl.selection.authors import resumed as resumed
 from tandemrl.selection.strategies import Strategy as Strategy
 from tandemrl.selection.strategies import Who as Who
 from tandemrl.selection.strategies import alternating as alternating
@@ -10,11 +13,8 @@ from tandemrl.selection.strategies import alternating_turns as alternating_turns
 from tandemrl.selection.strategies import annealed as annealed
 from tandemrl.selection.strategies import bernoulli as bernoulli
 from tandemrl.selection.strategies import chunk as chunk
-from tandemrl.selection.strategies import draw_counts as draw_counts
 from tandemrl.selection.strategies import first_turn as first_turn
 from tandemrl.selection.strategies import linear as linear
-from tandemrl.selection.strategies import replay as replay
-from tandemrl.selection.strategies import resumed as resumed
 from tandemrl.selection.strategies import sentence as sentence
 from tandemrl.selection.strategies import solo as solo
 from tandemrl.selection.strategies import turn as turn

@@ -10,7 +10,8 @@ import torch
 from jaxtyping import Bool, Int64
 from torch import Tensor
 
-from tandemrl.selection.strategies import Strategy, resumed
+from tandemrl.selection.authors import resumed
+from tandemrl.selection.strategies import Strategy
 
 Mark = list[tuple[int, Tensor, Any]]
 """The states of some slots: for each strategy its number, the positions of its slots among them, and their states."""

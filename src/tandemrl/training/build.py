@@ -2,24 +2,22 @@
 
 from collections.abc import Callable, Collection, Mapping
 from functools import partial
-from pathlib import Path
 
 import torch
 from transformers import AutoConfig, PreTrainedModel, PreTrainedTokenizerBase
 
-from tandemrl.config import Config, ConfigError, ModelConfig
+from tandemrl.config import Config
 from tandemrl.config.rules import check_processes
 from tandemrl.data.documents import hops
 from tandemrl.data.sampler import Sampler
 from tandemrl.distributed.world import World
 from tandemrl.evals import profile_of
 from tandemrl.losses import RECIPES, Recipe
-from tandemrl.models.compile import compile_layers, use_liger
-from tandemrl.models.critic import load_critic
+from tandemrl.models.compile import compile_layers
 from tandemrl.models.loading import load_model, resolve_device
 from tandemrl.models.lora import adapted_alias, adapter_plan, alias, attach
-from tandemrl.models.sharded_loading import Adapters, load_sharded, load_sharded_critic, meta_model
-from tandemrl.models.sharding import parameter_groups
+from tandemrl.models.sharded_loading import load_sharded, meta_model
+from tandemrl.models.trainable import load_policy, load_value_model, make_optimizer, self_paired
 from tandemrl.rewards.code.scorer import code_scorer
 from tandemrl.rewards.functions import RewardFunction
 from tandemrl.rewards.judge.rubric import JudgePool
@@ -37,8 +35,7 @@ from tandemrl.training.function_records import with_records
 from tandemrl.training.gates import mismatch_limit, self_difference
 from tandemrl.training.host_memory import keep_freed_memory
 from tandemrl.training.preflight import Preflight
-from tandemrl.training.sharded_state import Trained
-from tandemrl.training.state import Models, Progress, Run, RunSetup, forward_options
+from tandemrl.training.state import Models, Progress, Run, RunSetup, Trained, forward_options
 
 
 def build(
@@ -99,7 +96,7 @@ def build(
         functions=preflight.rewards_by_name,
     )
 
-    policy = load_policy(config, world)
+    policy = load_policy(model, world, seed=config.train.seed, offload=config.parallel.offload_parameters)
     schedule = schedule_of(config.selection, tokenizer, policy.get_output_embeddings().weight.shape[0])
     if strategy is not None:
         schedule = Schedule(partial(strategy_at, strategy), lambda step: None)
@@ -148,27 +145,6 @@ def build(
     return Run(setup, models, Progress(sampler, config.loss.kl_coef))
 
 
-def load_policy(config: Config, world: World) -> PreTrainedModel:
-    """Load the senior to be trained in float32, with its adapters if it has any.
-
-    In a world of one it is the whole model, else the part of this process.
-
-    Raises:
-        ConfigError, ModelError: as ``load_model``, ``attach`` and ``load_sharded``.
-    """
-    model = config.model
-    if world.size == 1:
-        return load_model(model.senior, device=model.device)
-    return load_sharded(
-        model.senior,
-        world,
-        compute=getattr(torch, model.dtype),
-        device=model.device,
-        adapters=Adapters(model.lora, config.train.seed) if model.lora.rank else None,
-        offload=config.parallel.offload_parameters,
-    )
-
-
 def build_models(
     config: Config,
     policy: PreTrainedModel,
@@ -185,10 +161,6 @@ def build_models(
         critic: whether the recipe needs a critic.
     """
     model, loss = config.model, config.loss
-    if model.liger:
-        use_liger(policy, name=model.senior, device=resolve_device(model.device))
-    if model.gradient_checkpointing:
-        checkpoint_gradients(policy)
     dtype = getattr(torch, model.dtype)
     frozen: dict[tuple[str, str, bool], PreTrainedModel] = {}  # a self-paired junior and the reference can be one model
 
@@ -219,61 +191,18 @@ def build_models(
         reference = policy if model.lora.rank else freeze(model.senior, "float32", sharded=True)
     if model.compile:
         compile_layers(policy, device=resolve_device(model.device))
+    value_model = None
+    if critic:
+        module = load_value_model(model, world, offload=config.parallel.offload_parameters)
+        value_model = Trained(module, make_optimizer(module, config.train, config.train.critic_lr))
     return Models(
         policy=policy,
-        optimizer=make_optimizer(policy, config, config.train.lr),
-        critic=build_critic(config, world) if critic else None,
+        optimizer=make_optimizer(policy, config.train, config.train.lr),
+        critic=value_model,
         reference=reference,
         junior=junior,
         engine=engine if world.size == 1 else SpreadEngine(engine, world),
     )
-
-
-def build_critic(config: Config, world: World) -> Trained:
-    """Load the critic and make its optimiser. It is sharded and recomputes activations like the policy.
-
-    Raises:
-        ModelError: the model cannot be loaded as a critic.
-    """
-    model = config.model
-    path = model.critic or model.senior
-    if world.size == 1:
-        critic = load_critic(path, device=model.device)
-    else:
-        dtype, offload = getattr(torch, model.dtype), config.parallel.offload_parameters
-        critic = load_sharded_critic(path, world, compute=dtype, device=model.device, offload=offload)
-    if model.compile:
-        compile_layers(critic, device=resolve_device(model.device))
-    if model.gradient_checkpointing:
-        checkpoint_gradients(critic)
-    return Trained(critic, make_optimizer(critic, config, config.train.critic_lr))
-
-
-def checkpoint_gradients(model: PreTrainedModel) -> None:
-    """Switch on gradient checkpointing, in place: the model recomputes activations in backward.
-
-    Raises:
-        ConfigError: the model has dropout.
-    """
-    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-    model.train()  # transformers checkpoints in training mode only
-    if any(module.p > 0 for module in model.modules() if isinstance(module, torch.nn.Dropout)):
-        raise ConfigError("model.gradient_checkpointing=true: this model has dropout; its log-probs would be random")
-
-
-def make_optimizer(model: PreTrainedModel, config: Config, lr: float) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(
-        parameter_groups(model.parameters()),
-        lr=lr,
-        betas=config.train.betas,
-        weight_decay=config.train.weight_decay,
-        fused=True,
-    )
-
-
-def self_paired(model: ModelConfig) -> bool:
-    """Whether the junior is the model that the senior starts from."""
-    return model.junior is None or Path(model.junior).resolve() == Path(model.senior).resolve()
 
 
 def shares_base(config: Config) -> bool:
@@ -293,6 +222,7 @@ def build_engine(config: Config, junior: ModelSource | None, tokenizer: PreTrain
         junior: the junior. None means that the senior writes alone.
     """
     model = config.model
+    shared = model.lora.rank > 0 and junior is not None and shares_base(config)
     longest = config.longest_sequence
     if config.data.eval:
         world = config.response_tokens - config.rollout.max_tokens
@@ -305,7 +235,6 @@ def build_engine(config: Config, junior: ModelSource | None, tokenizer: PreTrain
         assert junior is not None
         return adapted_alias(junior.load(), model.lora, config.train.seed)
 
-    shared = model.lora.rank > 0 and junior is not None and shares_base(config)
     plan = None
     if shared and not config.rollout.kind.in_trainer:
         configuration = AutoConfig.from_pretrained(model.senior, trust_remote_code=False)

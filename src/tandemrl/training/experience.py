@@ -100,14 +100,7 @@ def make_experience(setup: RunSetup, groups: Sequence[Group]) -> Experience:
     idle, advantages = torch.zeros_like(used), None
     if recipe.advantage is not None and rollouts and not config.loss.kl_in_reward:
         advantages = losses.compute_advantages(recipe, rewards, group_ids, weights)
-        idle = losses.idle(
-            recipe,
-            advantages,
-            weights,
-            kl_coef=config.loss.kl_coef,
-            entropy_coef=config.loss.entropy_coef,
-            junior_kl_coef=config.loss.junior_kl_coef,
-        )
+        idle = losses.idle(recipe, advantages, weights, setup.coefficients)
     return Experience(
         rollouts=rollouts,
         group_ids=group_ids,
@@ -150,15 +143,13 @@ def pack_mini_batches(setup: RunSetup, experience: Experience) -> MiniBatches:
         here = experience.group_ids // prompts == i
         computed = experience.computed & here
         micro = pack_mini_batch(setup, experience.rollouts, computed.nonzero().squeeze(1))
-        counts = (_totals(experience, rows) for rows in (experience.used & here, computed))
+        # Every process has all rollouts, so that nothing needs to be added up over them.
+        counts = (
+            losses.totals(experience.weights[rows], experience.response_tokens[rows])
+            for rows in (experience.used & here, computed)
+        )
         mini_batches.append(MiniBatch(micro, *counts))
     return mini_batches
-
-
-def _totals(experience: Experience, rows: Tensor) -> Totals:
-    """The totals of some rollouts. Every process has all rollouts, so that nothing needs to be added up over them."""
-    weights, response = experience.weights[rows].double(), experience.response_tokens[rows].double()
-    return Totals(float((weights > 0).sum()), float(response.sum()), float(weights.sum()))
 
 
 def pack_mini_batch(setup: RunSetup, rollouts: Sequence[Rollout], rows: Tensor) -> list[MicroBatch]:

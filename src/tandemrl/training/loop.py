@@ -6,37 +6,32 @@ phases; each of them is a function of another module.
 """
 
 import faulthandler
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
-from dataclasses import replace
+from collections.abc import Collection, Mapping
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
-from typing import Any
 
-import numpy as np
 import torch
 from rich.console import Console
 
-from tandemrl import evals
 from tandemrl.config import Config, batch_plan
-from tandemrl.data.rows import Prompt
 from tandemrl.distributed.watchdog import WATCHDOG
 from tandemrl.distributed.world import init_world
 from tandemrl.losses import Recipe, adapt_kl_coef
 from tandemrl.models.loading import resolve_device
 from tandemrl.rewards.functions import RewardFunction, by_name
 from tandemrl.rewards.judge.server import LOG, judge_server
-from tandemrl.rollout import collect
-from tandemrl.rollout.collect import CompletionBatch
-from tandemrl.rollout.engine import Draws, Engine, Passes
 from tandemrl.rollout.envs.environment import Environment
 from tandemrl.rollout.groups import score_rollouts
 from tandemrl.rollout.sync import sync_weights
-from tandemrl.selection import Strategy, solo
-from tandemrl.training import checkpoint, lessons, stopping
+from tandemrl.selection import Strategy
+from tandemrl.training import checkpoint
 from tandemrl.training.arguments import StrategyFunction, require_config
-from tandemrl.training.async_rollouts import AsyncRollouts
+from tandemrl.training.async_rollouts import AsyncRollouts, remember
 from tandemrl.training.build import build
+from tandemrl.training.checkpoint import Records
+from tandemrl.training.diagnostics import verdict, watcher
+from tandemrl.training.evaluation import evaluate, truncated_at_eval
 from tandemrl.training.experience import (
     add_gae_advantages,
     add_group_advantages,
@@ -47,17 +42,23 @@ from tandemrl.training.experience import (
     pack_mini_batches,
     step_cost,
 )
-from tandemrl.training.faults import OptimizerSteps, Signals, Stopped, explain_errors, signal_anywhere
+from tandemrl.training.faults import (
+    OptimizerSteps,
+    Signals,
+    Stopped,
+    explain_errors,
+    save_on_failure,
+    signal_anywhere,
+)
 from tandemrl.training.function_records import in_use
-from tandemrl.training.gates import MISMATCH, ROUNDINGS, TrainError, check_draws
+from tandemrl.training.gates import MISMATCH, ROUNDINGS, TrainError
 from tandemrl.training.preflight import check_resume
 from tandemrl.training.profiling import Clock, Profiler
-from tandemrl.training.resume import export, restore, save
-from tandemrl.training.state import Models, Run, RunSetup
-from tandemrl.training.tracking import Tracker, write_eval_texts
+from tandemrl.training.rollouts import generate, resample, rollout_metrics
+from tandemrl.training.state import Models, Run
+from tandemrl.training.tracking import Tracker
 from tandemrl.training.update import learning_rate, update
-from tandemrl.training.writers import remember
-from tandemrl.types import Author, Group, Metrics, Rollout
+from tandemrl.types import Metrics
 
 
 def train(
@@ -108,7 +109,8 @@ def train(
     check_resume(resume, require_config(config).output_dir)
     if config.train.threads:
         torch.set_num_threads(config.train.threads)
-    world = init_world(config.parallel, resolve_device(config.model.device))
+    device = resolve_device(config.model.device)
+    world = init_world(config.parallel, device)
     if world.size > 1:
         faulthandler.enable()  # NCCL aborts a process whose collective timed out: say where it was
     if config.judge.command is not None and world.main and not quiet:
@@ -119,70 +121,52 @@ def train(
         config, silent = run.setup.config, quiet or not world.main
         locked = checkpoint.lock(config.output_dir) if world.main else nullcontext()
         with locked, run.setup.scorer, run.setup.episode_runner or nullcontext():
-            restore(run, resume)
+            records = checkpoint.restore(run, resume)
             with Tracker(config.output_dir, config, console=console, quiet=silent, record=world.main) as tracker:
-                loop(run, tracker)
+                loop(run, tracker, records)
                 checkpoint.wait()
                 check_record(run, tracker)
-                if world.main and (verdict := lessons.verdict(config, run.setup.recipe)):
-                    tracker.say(verdict[1])
+                if world.main and (found := verdict(config, run.setup.recipe)):
+                    tracker.say(found[1])
     WATCHDOG.end()  # not after an error: what is left of the group can hang the end of the process, too
     return Path(config.output_dir)
 
 
-def loop(run: Run, tracker: Tracker) -> None:
-    """Run the steps that are left."""
+def loop(run: Run, tracker: Tracker, records: Records) -> None:
+    """Run the steps that are left. ``records``: see ``checkpoint.save``."""
     setup, models, progress = run
-    config, world, done = setup.config, setup.world, progress.step
-    steps = config.train.steps
-    tracker.say(str(batch_plan(config)) if done < steps else f"step {done} is the last one: nothing to do")
-    if done:
-        tracker.say(f"resumed after step {done}; anything later in {config.output_dir} was discarded")
-    if setup.dropped:
-        tracker.say(f"data.train: {setup.dropped} rows are longer than data.max_prompt_tokens and were left out")
-    if config.model.lora.rank:
-        shared = models.engine.info.adapters
-        tracker.say(
-            "model.lora: the engine's senior is adapters on the junior's weights; they alone are sent"
-            if shared
-            else "model.lora: the engine's senior has weights of its own; they are sent merged"
-        )
-    if config.model.dtype != "float32" and config.train.max_logprob_mismatch is None:
-        tracker.say(
-            f"train.max_logprob_mismatch: {setup.mismatch_limit:.2g} nats, {ROUNDINGS:g} times as far as rounding in "
-            f"{config.model.dtype} moves the senior's log-probs, and at least {MISMATCH[config.model.dtype]:g}"
-        )
+    config, train, world, done = setup.config, setup.config.train, setup.world, progress.step
+    for line in opening_lines(run):
+        tracker.say(line)
     sync_weights(models.policy, models.engine, version=done)
-    folder, dtype = Path(config.output_dir, "profile"), getattr(torch, config.model.dtype)
-    profiler = Profiler(
-        folder if config.train.profile else None, models.policy, setup.device, dtype, world, first=done + 1, last=steps
-    )
+    folder, dtype = Path(config.output_dir, "profile") if train.profile else None, getattr(torch, config.model.dtype)
+    profiler = Profiler(folder, models.policy, setup.device, dtype, world, first=done + 1, last=train.steps)
     optimizer_steps = OptimizerSteps(part.optimizer for part in models.trained.values())
-    draw = partial(progress.sampler.next, config.train.prompts_per_step)
-    generate = partial(rollout, setup, models.engine, tracker, profiler)
+    warnings_of = watcher(config, setup.recipe, len(setup.heldout))
+    draw = partial(progress.sampler.next, train.prompts_per_step)
+    write = partial(generate, setup, models.engine, tracker, profiler)
     keep = partial(remember, setup, models.policy)
-    warning_of = lessons.warner(config, setup.recipe)
-    with AsyncRollouts(draw, generate, setup.prompts, models.engine, keep) as rollouts, Signals() as signals:
+    with AsyncRollouts(draw, write, setup.prompts, models.engine, keep) as rollouts, Signals() as signals:
         rollouts.load_state_dict(progress.rollouts_in_flight)
-        for step in range(done + 1, steps + 1):
+        for step in range(done + 1, train.steps + 1):
             clock = profiler.clock(step)
             with explain_errors(step, clock, world, config.parallel.timeout_s):
-                with save_on_failure(run, optimizer_steps, tracker):
+                with save_on_failure(run, optimizer_steps, tracker, records):
                     metrics = train_step(run, step, rollouts, tracker, profiler, clock)
                     stop = signal_anywhere(signals.received, world)
                 progress.step = step
-                if warning := warning_of(metrics):
-                    tracker.say(warning)
-                for record in progress.records:
+                for line in warnings_of(metrics):
+                    tracker.say(line)
+                for record in records:
                     record.written = tracker.written(record.file.name)
-                if stop or step == steps or step % config.train.save_every == 0:
+                if stop or step == train.steps or step % train.save_every == 0:
                     with clock("save"):
                         progress.rollouts_in_flight = rollouts.state_dict()
-                        removed = save(run)
+                        removed = checkpoint.save(run, records)
                     if removed:
                         names = ", ".join(f"hf/{path.name}" for path in removed)
-                        tracker.say(f"removed {names} (train.keep_exports={config.train.keep_exports})")
-            if stop and step < steps:
+                        tracker.say(f"removed {names} (train.keep_exports={train.keep_exports})")
+            if stop and step < train.steps:
                 checkpoint.wait()
                 tracker.say(
                     f"stopped by a signal after step {step}, which is saved; the same command goes on from there"
@@ -203,16 +187,17 @@ def train_step(
     check_record(run, tracker)  # before any weight changes: the state after the last step can then be saved
     with clock("rollout"):
         completions = rollouts.take(step)
-    writer_mismatch: Metrics | None = None
+    mismatch: Metrics | None = None  # of older weights' rollouts; that of fresh ones is measured by the update
     if train.async_steps:
         with clock("gate"):
-            writer_mismatch = rollouts.mismatch()
-    if train.async_steps and not last:
-        with clock("sync"):
-            sync_if_stale(models, version=step - 1)
-        rollouts.start(step + 1)
+            mismatch = rollouts.mismatch()
+        if not last:
+            with clock("sync"):
+                sync_if_stale(models, version=step - 1)
+            rollouts.start(step + 1)
     with clock("score"):
         groups = score_rollouts(completions, setup.scorer, setup.tokenizer)
+    resampled = 0
     if train.max_resamples:
         with clock("resample"):
             completions, groups, resampled = resample(run, rollouts.generate, step, completions, groups)
@@ -221,6 +206,7 @@ def train_step(
         experience = make_experience(setup, groups)
         mini_batches = pack_mini_batches(setup, experience)
         with clock("logprobs"):
+            # Else the log-probs of the one forward pass of the update are also those before it.
             if len(mini_batches) > 1 or loss.kl_in_reward or config.model.lora.dropout > 0:
                 mini_batches = add_logprobs(setup, models, mini_batches, "old_logprobs")
             if models.reference is not None:
@@ -229,22 +215,22 @@ def train_step(
                 mini_batches = add_logprobs(setup, models, mini_batches, "junior_logprobs")
             if models.critic is not None:
                 mini_batches = add_values(setup, models, mini_batches)
-        metrics = experience.metrics | {"lr": learning_rate(config, step)}
+        metrics = experience.metrics | {"lr": learning_rate(train, step, train.lr)}
         if loss.kl_in_reward:
             experience = add_reward_kl(setup, mini_batches, experience)
             metrics |= {"kl/coef": progress.kl_coef, "kl/per_token": experience.kl_per_token}
         if models.critic is not None:
-            mini_batches, value_metrics = add_gae_advantages(setup, mini_batches, experience, progress.kl_coef)
-            metrics |= value_metrics
+            mini_batches, explained = add_gae_advantages(setup, mini_batches, experience, progress.kl_coef)
+            metrics |= explained
         else:
             mini_batches = add_group_advantages(setup, mini_batches, experience, progress.kl_coef)
-        metrics |= writer_mismatch or {}
-        metrics |= update(setup, models, mini_batches, step, clock, learns=learns, fresh=writer_mismatch is None)
+        metrics |= mismatch or {}
+        metrics |= update(setup, models, mini_batches, step, clock, learns=learns, fresh=mismatch is None)
         if loss.kl_target is not None and metrics["updates"] and learns:
             progress.kl_coef = adapt_kl_coef(progress.kl_coef, metrics["kl/per_token"], target=loss.kl_target)
         del mini_batches  # before the engine wants its memory back
 
-    written = [r for group in groups for r in group.rollouts]
+    written = [rollout for group in groups for rollout in group.rollouts]
     metrics |= rollout_metrics(completions, groups, step)
     if train.max_resamples:
         metrics["groups/resampled"] = float(resampled)
@@ -254,51 +240,38 @@ def train_step(
             sync_if_stale(models, version=step)
     if evaluates:
         with clock("eval"):
-            metrics |= evaluate(run, step)
-            limit = evals.profile_of(config.eval).sampling.max_tokens
-            metrics["response/truncated_at_eval"] = stopping.unfinished(written, limit)
+            metrics |= evaluate(run, step) | truncated_at_eval(config.eval, written)
     not_written = tracker.samples(step, written, setup.tokenizer)
     if train.max_samples_gb is not None:
         metrics["samples/not_written"] = float(not_written)
     tracker.step(step, metrics | clock.metrics(metrics["tokens/response"]))
-    if evaluates:
-        solo_texts = len(setup.heldout) * config.eval.train_samples
-        if warning := stopping.warning(metrics, solo_texts=solo_texts, rollout_texts=len(written)):
-            tracker.warn("stopping", warning)
     if train.profile:
         profiler.step(step, clock, step_cost(setup, groups, experience, profiler.cost))
     return metrics
 
 
-@contextmanager
-def save_on_failure(run: Run, optimizer_steps: OptimizerSteps, tracker: Tracker) -> Iterator[None]:
-    """A context that saves the state after the last finished step if the step inside fails before any weight changed.
-
-    With several processes this is possible only for errors that all of them raise. With ``train.async_steps`` nothing
-    is saved, since the rollouts that the state would need are used up.
-    """
+def opening_lines(run: Run) -> list[str]:
+    """What a run says before its first step: its batches, and what is not as one might expect."""
     setup, models, progress = run
-    optimizer_steps.reset()
-    step, sampler, kl_coef = progress.step, progress.sampler.state_dict(), progress.kl_coef
-    try:
-        yield
-    except Exception as error:
-        together = setup.world.size == 1 or isinstance(error, TrainError)
-        if together:
-            checkpoint.wait()  # it may be writing just this one
-        folder = Path(setup.config.output_dir, "checkpoints", f"step_{step}")
-        if step and together and not (optimizer_steps.taken or setup.config.train.async_steps or folder.exists()):
-            for part in models.trained.values():
-                part.optimizer.zero_grad(set_to_none=True)
-            progress.sampler.load_state_dict(sampler)
-            progress.kl_coef, progress.rollouts_in_flight = kl_coef, None
-            try:
-                save(run)
-                checkpoint.wait()
-                tracker.say(f"step {step + 1} failed; the state after step {step} is saved")
-            except Exception as failure:
-                tracker.say(f"step {step + 1} failed, and the state after step {step} could not be saved: {failure}")
-        raise
+    config, done = setup.config, progress.step
+    lines = [str(batch_plan(config)) if done < config.train.steps else f"step {done} is the last one: nothing to do"]
+    if done:
+        lines.append(f"resumed after step {done}; anything later in {config.output_dir} was discarded")
+    if setup.dropped:
+        lines.append(f"data.train: {setup.dropped} rows are longer than data.max_prompt_tokens and were left out")
+    if config.model.lora.rank:
+        shared = models.engine.info.adapters
+        lines.append(
+            "model.lora: the engine's senior is adapters on the junior's weights; they alone are sent"
+            if shared
+            else "model.lora: the engine's senior has weights of its own; they are sent merged"
+        )
+    if config.model.dtype != "float32" and config.train.max_logprob_mismatch is None:
+        lines.append(
+            f"train.max_logprob_mismatch: {setup.mismatch_limit:.2g} nats, {ROUNDINGS:g} times as far as rounding in "
+            f"{config.model.dtype} moves the senior's log-probs, and at least {MISMATCH[config.model.dtype]:g}"
+        )
+    return lines
 
 
 def check_record(run: Run, tracker: Tracker) -> None:
@@ -315,182 +288,3 @@ def sync_if_stale(models: Models, version: int) -> None:
     """Send the policy's weights to the engine, unless it has them already."""
     if models.engine.policy_version != version:
         sync_weights(models.policy, models.engine, version=version)
-
-
-def rollout(
-    setup: RunSetup,
-    engine: Engine,
-    tracker: Tracker,
-    profiler: Profiler,
-    step: int,
-    examples: list[int],
-    drawn: int = 0,
-) -> CompletionBatch:
-    """Let the engine complete each prompt ``rollout.group_size`` times under the strategy of the step.
-
-    Args:
-        examples: numbers of the examples in the training data.
-        drawn: see ``collect.generate``.
-    """
-    config = setup.config
-    advance_bar = tracker.rollout_progress(len(examples) * config.rollout.group_size)
-    with profiler.trace("rollout", step) as count_call:
-
-        def progress(tokens: int) -> None:
-            advance_bar(tokens)
-            count_call(tokens)
-
-        completions = collect.generate(
-            engine,
-            [(example, setup.prompts[example]) for example in examples],
-            strategy=setup.schedule.strategy(step),
-            sampling=setup.sampling,
-            group_size=config.rollout.group_size,
-            seed=config.train.seed,
-            step=step,
-            drawn=drawn,
-            episode_runner=setup.episode_runner,
-            progress=progress,
-        )
-    check_draws(completions.draws, setup.schedule.prob_senior(step))
-    return completions
-
-
-def resample(
-    run: Run, generate: Callable[..., CompletionBatch], step: int, completions: CompletionBatch, groups: Sequence[Group]
-) -> tuple[CompletionBatch, list[Group], int]:
-    """Dynamic sampling (DAPO, arXiv 2503.14476, section 3.2).
-
-    Groups whose rewards are all equal, or of which fewer than two rollouts are scored, are replaced by the groups of
-    the next prompts, in at most ``train.max_resamples`` rounds.
-
-    Args:
-        generate: writes the completions of (step, examples, drawn=how many prompts the step had so far).
-
-    Returns:
-        the completions with the draws and passes of all rounds, the groups, and how many prompts were drawn as
-        replacements.
-    """
-    setup, _, progress = run
-    groups, drawn = list(groups), 0
-    for _ in range(setup.config.train.max_resamples):
-        flat = [i for i, group in enumerate(groups) if len({r.reward for r in group.scored.rollouts}) < 2]
-        if not flat:
-            break
-        more = generate(step, progress.sampler.next(len(flat)), drawn=len(groups) + drawn)
-        drawn += len(flat)
-        draws = Draws(*(a + b for a, b in zip(completions.draws, more.draws, strict=True)))
-        completions = completions._replace(draws=draws, passes=completions.passes + more.passes)
-        for i, fresh in zip(flat, score_rollouts(more, setup.scorer, setup.tokenizer), strict=True):
-            groups[i] = fresh._replace(rollouts=tuple(replace(r, group=i) for r in fresh.rollouts))
-    return completions, groups, drawn
-
-
-def evaluate(run: Run, step: int) -> Metrics:
-    """Evaluate the senior alone on the held-out problems and on those of ``data.monitor``.
-
-    If the held-out score is the best so far, the policy is exported to ``hf/best``. The problems of ``data.monitor``
-    have no influence on that.
-    """
-    setup, _, progress = run
-    settings = setup.config.eval
-    ks = [k for k in settings.k if k <= settings.train_samples]
-    samples: dict[str, list[evals.Sample]] = {"eval": [], "monitor": []}
-    macro = solo_metrics(run, setup.heldout, ks, samples["eval"])["macro"]
-    selector = settings.select_by or f"pass@{max((k for k in ks if k <= 4), default=ks[0])}"
-    if macro[selector] > progress.best:
-        progress.best = macro[selector]
-        export(run, "best", step)
-    names = [
-        *(f"pass@{k}" for k in ks),
-        "length",
-        "truncation_rate",
-        *("em", "f1"),
-        *(["unscored"] if setup.judge is not None else []),
-    ]
-    metrics = {f"eval/{name}": macro[name] for name in names if name in macro}
-    if setup.monitored:
-        watched = solo_metrics(run, setup.monitored, ks, samples["monitor"])
-        metrics |= {f"monitor/{name}": watched["macro"][name] for name in names if name in watched["macro"]}
-        for source, values in watched["by_set"].items():
-            metrics |= {f"monitor/{source}/pass@{k}": values[f"pass@{k}"] for k in ks}
-    if setup.world.main and setup.config.train.keep_eval_texts:
-        write_eval_texts(Path(setup.config.output_dir), step, samples)
-    return metrics
-
-
-def solo_metrics(run: Run, prompts: Sequence[Prompt], ks: Sequence[int], samples: list[evals.Sample]) -> dict[str, Any]:
-    """The metrics of ``evals.summarise`` for what the senior writes alone, which is added to ``samples``."""
-    setup, settings = run.setup, run.setup.config.eval
-    result = evals.generate_and_grade(
-        {"solo": solo("senior")},
-        engine=run.models.engine,
-        tokenizer=setup.tokenizer,
-        prompts=prompts,
-        scorer=setup.scorer,
-        episode_runner=setup.episode_runner,
-        profile=evals.profile_of(settings),
-        samples=settings.train_samples,
-        k=ks,
-        seed=settings.seed,
-        bootstrap=settings.bootstrap,
-    )
-    samples += result.samples
-    return result.metrics
-
-
-def rollout_metrics(completions: CompletionBatch, groups: Sequence[Group], step: int) -> Metrics:
-    """Metrics of a step's rollouts, such as their rewards, lengths and authors."""
-    rollouts = [r for group in groups for r in group.rollouts]
-    scored = [r for r in rollouts if r.scored]
-    rewards = np.array([r.reward for r in scored])
-    response = np.array([r.response_tokens for r in rollouts])
-    senior = sum(int((r.author == Author.SENIOR).sum()) for r in rollouts)
-    parts = sorted({name for r in scored for name in r.reward_parts})
-    draws = completions.draws
-    return {
-        "reward/mean": float(rewards.mean()),
-        "reward/std": 0.0 if len(set(rewards.tolist())) == 1 else float(rewards.std()),  # exactly, though sums round
-        **{f"reward/{name}": float(np.mean([r.reward_parts.get(name, 0.0) for r in scored])) for name in parts},
-        "reward/unscored": 1 - len(scored) / len(rollouts),
-        "tandem/senior_frac": senior / max(1, int(response.sum())),
-        **({"tandem/senior_draw_frac": draws.senior / draws.total} if draws.total else {}),
-        "response/length": float(response.mean()),
-        "response/truncated": float(np.mean([r.stop_reason == "length" for r in rollouts])),
-        "weights/version_lag": float(step - 1 - min(r.policy_version for r in rollouts)),
-        "tokens/response": float(response.sum()),
-        "tokens/total": float(sum(len(r.tokens) for r in rollouts)),
-        "scoring/timeouts": float(sum("timeout" in r.reward_parts for r in rollouts)),
-        "scoring/failures": float(sum("failure" in r.reward_parts for r in rollouts)),
-        **episode_metrics(rollouts),
-        **pass_metrics(completions.passes),
-    }
-
-
-def pass_metrics(passes: Passes) -> Metrics:
-    """Metrics of the forward passes that the rollouts of a step took, and of how often the senior accepted drafts.
-
-    There are none if the engine does not count passes, and no acceptance rate if no token of the senior was drafted.
-    """
-    metrics: Metrics = {}
-    if passes.senior or passes.junior:
-        metrics |= {"passes/senior": float(passes.senior), "passes/junior": float(passes.junior)}
-    if passes.senior:
-        metrics["draft/tokens_per_senior_pass"] = passes.tokens / passes.senior
-    if passes.acceptance is not None:
-        metrics["draft/acceptance"] = passes.acceptance
-    return metrics
-
-
-def episode_metrics(rollouts: Sequence[Rollout]) -> Metrics:
-    """Metrics of what happened in the environment, as means over rollouts; none without an environment."""
-    transcripts = [r.transcript for r in rollouts if r.transcript is not None]
-    if not transcripts:
-        return {}
-    counts = sorted({name for transcript in transcripts for name in transcript.counts})
-    world = [len(r.tokens) - r.context_tokens - r.response_tokens for r in rollouts]
-    return {
-        "env/world_tokens": float(np.mean(world)),
-        **{f"env/{name}": float(np.mean([t.counts.get(name, 0.0) for t in transcripts])) for name in counts},
-        "response/stopped_turns": float(np.mean([r.stop_reason == "turns" for r in rollouts])),
-    }

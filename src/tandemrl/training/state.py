@@ -1,6 +1,6 @@
 """What a training run consists of: what is fixed, which models take part, and how far it has come.
 
-``build`` makes all three from a config; ``resume`` saves and restores what changes.
+``build`` makes all three from a config; ``checkpoint`` saves and restores what changes.
 """
 
 import math
@@ -17,7 +17,7 @@ from tandemrl.data.rows import Prompt
 from tandemrl.data.sampler import Sampler
 from tandemrl.distributed.watchdog import stamp
 from tandemrl.distributed.world import World
-from tandemrl.losses import Recipe
+from tandemrl.losses import Coefficients, Recipe
 from tandemrl.models.critic import token_values
 from tandemrl.models.forward import token_logprobs
 from tandemrl.models.head import ForwardOptions
@@ -26,9 +26,23 @@ from tandemrl.rewards.scoring import Scorer
 from tandemrl.rollout.engine import Engine, Sampling
 from tandemrl.rollout.envs.episodes import EpisodeRunner
 from tandemrl.rollout.schedule import Schedule
-from tandemrl.training.coverage import Coverage
-from tandemrl.training.sharded_state import Trained
 from tandemrl.types import Batch
+
+
+class Trained(NamedTuple):
+    """A model in training and its optimiser: what a checkpoint holds of a policy or a critic."""
+
+    module: PreTrainedModel
+    optimizer: torch.optim.Optimizer
+
+
+def move_state(optimizer: torch.optim.Optimizer, *, to_host: bool) -> None:
+    """Move an optimiser's state, such as Adam's moments, to host memory or back to its parameters' device, in place."""
+    for parameter, state in optimizer.state.items():
+        device = torch.device("cpu") if to_host else parameter.device
+        for name, value in state.items():
+            if isinstance(value, Tensor):
+                state[name] = value.to(device)
 
 
 def forward_options(config: Config, sampling: Sampling, vocabulary: int, world: World) -> ForwardOptions:
@@ -81,6 +95,19 @@ class RunSetup:
         """The options for scoring tokens under the sampling distribution of the rollouts."""
         return forward_options(self.config, self.sampling, self.vocabulary, self.world)
 
+    @property
+    def coefficients(self) -> Coefficients:
+        """The terms of the policy's loss beside the recipe's own. A KL in the reward is none of them."""
+        loss = self.config.loss
+        return Coefficients(
+            entropy_coef=loss.entropy_coef,
+            kl_coef=loss.loss_kl_coef,
+            kl_kind=loss.kl_kind,
+            junior_kl_coef=loss.junior_kl_coef,
+            normalise_by=loss.normalise_by,
+            constant=float(self.config.rollout.max_tokens),
+        )
+
     def logprobs(self, model: PreTrainedModel, batch: Batch, select: Tensor) -> tuple[Tensor, Tensor]:
         """Log-probs and entropy of the selected tokens under the sampling distribution of the rollouts."""
         stamp()
@@ -126,8 +153,6 @@ class Progress:
     """The held-out score of the policy in ``hf/best``."""
     rollouts_in_flight: dict[str, Any] | None = None
     """Rollouts that wait for their step (see ``AsyncRollouts.state_dict``)."""
-    records: tuple[Coverage, ...] = ()
-    """The lines of metrics.jsonl and samples.jsonl that a checkpoint covers, on rank 0 only."""
 
 
 class Run(NamedTuple):

@@ -67,7 +67,7 @@ class Tracker:
     """Writes the record of one run into ``output_dir`` and shows it. If the run ends early, the record says why.
 
     Args:
-        output_dir: the folder of the run, to whose files lines are appended (see ``coverage`` for a resume).
+        output_dir: the folder of the run, to whose files lines are appended (see ``checkpoint`` for a resume).
         config: the config, of which train.{steps, wandb*, log, log_samples, max_samples_gb} and
             rollout.max_tokens are read.
         console: where to print. The default is standard output. Progress bars are drawn on a terminal only.
@@ -109,7 +109,6 @@ class Tracker:
         self._started = time.perf_counter()
         self._first_step: int | None = None
         self._bound_met = False
-        self._warned: set[str] = set()
 
     def __enter__(self) -> Self:
         return self
@@ -226,12 +225,6 @@ class Tracker:
         for console in (self._console, self._copy):
             console.print(line, markup=False, soft_wrap=True)
 
-    def warn(self, topic: str, line: str) -> None:
-        """Print a line, once per topic."""
-        if topic not in self._warned:
-            self._warned.add(topic)
-            self.say(line)
-
     def close(self, *, failed: bool = False) -> None:
         """Remove the progress bars and close the files. It may be called twice."""
         if self._progress is not None:
@@ -312,6 +305,18 @@ def summary_line(step: int, steps: int, metrics: Mapping[str, float], seconds_pe
         if found:
             lines += _wrapped([[label, *(f"{name} {value:.3f}" for name, value in found.items()), *cut]], "  ")
     return "\n".join(lines)
+
+
+def time_left(seconds: float) -> str:
+    """A rough duration.
+
+    Examples:
+        >>> [time_left(seconds) for seconds in (40, 500, 9000)]
+        ['about 40 s left', 'about 8 min left', 'about 2.5 h left']
+    """
+    if seconds < 120:
+        return f"about {seconds:.0f} s left"
+    return f"about {seconds / 60:.0f} min left" if seconds < 7200 else f"about {seconds / 3600:.1f} h left"
 
 
 def _wrapped(groups: Sequence[Sequence[str]], indent: str) -> list[str]:

@@ -11,7 +11,7 @@ from statistics import fmean
 import torch
 from torch import Tensor
 
-from tandemrl.config import Config
+from tandemrl.config import TrainConfig
 from tandemrl.distributed.world import World
 from tandemrl.losses import average_metrics, log_ratio, policy_loss, reduce, value_loss
 from tandemrl.models.lora import dropping
@@ -19,8 +19,7 @@ from tandemrl.models.sharding import clip_gradients
 from tandemrl.training.experience import MiniBatch, MiniBatches, weights_of
 from tandemrl.training.gates import check_gradient_norm, check_mismatch
 from tandemrl.training.profiling import Clock
-from tandemrl.training.sharded_state import move_state
-from tandemrl.training.state import Models, RunSetup
+from tandemrl.training.state import Models, RunSetup, move_state
 from tandemrl.types import Author, Metrics, Totals
 
 
@@ -39,12 +38,12 @@ def update(
     Args:
         learns: whether the policy is updated. If not, it stays as it is.
         fresh: whether the policy's present weights wrote the rollouts, so that its log-probs must match the engine's.
-            If not, ``writers`` checks the match.
+            If not, ``async_rollouts`` checks the match.
 
     Returns:
         Metrics, as means over the mini-batches.
     """
-    set_learning_rates(setup.config, models, step)
+    set_learning_rates(setup.config.train, models, step)
     results: list[Metrics] = []
     for mini in (mini for mini in mini_batches if mini.micro):
         here = setup.world.rank // setup.config.parallel.tp  # those that share matrices leave out the same inputs
@@ -76,39 +75,27 @@ def update_policy(
     Raises:
         TrainError: log-probs do not match the engine's, or the gradient is not finite. Nothing was updated.
     """
-    config, loss_config = setup.config, setup.config.loss
+    coefficients = setup.coefficients
     difference: list[Tensor] = []
     loss_sum = torch.zeros((), device=setup.device)
     sums: dict[str, Tensor] = {}
     for _, batch in mini.micro:
         weight = weights_of(setup, batch)
         senior = batch.author == Author.SENIOR
-        select = (weight > 0) | senior | ((batch.author >= 0) & (loss_config.junior_kl_coef > 0))
+        select = (weight > 0) | senior | ((batch.author >= 0) & (coefficients.junior_kl_coef > 0))
         with torch.set_grad_enabled(learns):
             logprobs, entropy = setup.logprobs(models.policy, batch, select)
-        plain = batch.old_logprobs if config.model.lora.dropout > 0 else logprobs.detach()
+        plain = batch.old_logprobs if setup.config.model.lora.dropout > 0 else logprobs.detach()
         assert plain is not None
         difference.append((plain - batch.behaviour_logprobs)[senior])
         loss, parts = policy_loss(
             setup.recipe,
-            logprobs=logprobs,
-            old_logprobs=logprobs.detach() if batch.old_logprobs is None else batch.old_logprobs,
-            behaviour_logprobs=batch.behaviour_logprobs,
-            advantages=batch.advantages,
-            author=batch.author,
+            batch,
+            logprobs,
             weights=weight,
-            sequence_ids=batch.sequence_ids,
-            num_sequences=batch.num_sequences,
             totals=mini.totals,
-            normalise_by=loss_config.normalise_by,
-            constant=float(config.rollout.max_tokens),
-            entropy=entropy if loss_config.entropy_coef else entropy.detach(),
-            entropy_coef=loss_config.entropy_coef,
-            ref_logprobs=batch.ref_logprobs,
-            kl_coef=loss_config.loss_kl_coef,
-            kl_kind=loss_config.kl_kind,
-            junior_logprobs=batch.junior_logprobs,
-            junior_kl_coef=loss_config.junior_kl_coef,
+            entropy=entropy if coefficients.entropy_coef else entropy.detach(),
+            coefficients=coefficients,
         )
         if learns:
             loss.backward()
@@ -132,7 +119,7 @@ def update_critic(setup: RunSetup, models: Models, mini: MiniBatch, clock: Clock
     Raises:
         TrainError: the gradient is not finite. The critic was not updated.
     """
-    critic, config, loss_config = models.critic, setup.config, setup.config.loss
+    critic, coefficients = models.critic, setup.coefficients
     assert critic is not None
     loss_sum = torch.zeros((), device=setup.device)
     for _, batch in mini.micro:
@@ -141,15 +128,15 @@ def update_critic(setup: RunSetup, models: Models, mini: MiniBatch, clock: Clock
         weight = weights_of(setup, batch)
         values = setup.values(critic, batch, weight > 0)
         loss = reduce(
-            value_loss(values, batch.old_values, batch.returns, clip=loss_config.value_clip),
+            value_loss(values, batch.old_values, batch.returns, clip=setup.config.loss.value_clip),
             weight,
             batch.author,
             batch.sequence_ids,
             num_sequences=batch.num_sequences,
             totals=mini.totals,
             reduction=setup.recipe.reduction,
-            normalise_by=loss_config.normalise_by,
-            constant=float(config.rollout.max_tokens),
+            normalise_by=coefficients.normalise_by,
+            constant=coefficients.constant,
         )
         loss.backward()
         loss_sum = loss_sum + loss.detach()
@@ -214,25 +201,24 @@ def logprob_mismatch(world: World, difference: Tensor) -> Metrics:
     }
 
 
-def set_learning_rates(config: Config, models: Models, step: int) -> None:
+def set_learning_rates(train: TrainConfig, models: Models, step: int) -> None:
     """Give the optimisers of the policy and the critic their learning rates of ``step``."""
-    peaks = {"policy": config.train.lr, "critic": config.train.critic_lr}
+    peaks = {"policy": train.lr, "critic": train.critic_lr}
     for part, (_, optimizer) in models.trained.items():
         for group in optimizer.param_groups:
-            group["lr"] = learning_rate(config, step, peaks[part])
+            group["lr"] = learning_rate(train, step, peaks[part])
 
 
-def learning_rate(config: Config, step: int, peak: float | None = None) -> float:
+def learning_rate(train: TrainConfig, step: int, peak: float) -> float:
     """The learning rate of a step: a linear warm-up over ``train.warmup_steps``, then constant or a cosine down to 0.
 
     Args:
         step: the training step, from 1.
-        peak: the learning rate after the warm-up. None means ``train.lr``.
+        peak: the learning rate after the warm-up.
     """
-    t = config.train
-    peak = t.lr if peak is None else peak
-    if step <= t.warmup_steps:
-        return peak * step / t.warmup_steps
-    if t.schedule == "constant":
+    if step <= train.warmup_steps:
+        return peak * step / train.warmup_steps
+    if train.schedule == "constant":
         return peak
-    return peak * 0.5 * (1 + math.cos(math.pi * (step - t.warmup_steps - 1) / max(1, t.steps - t.warmup_steps)))
+    falling = max(1, train.steps - train.warmup_steps)
+    return peak * 0.5 * (1 + math.cos(math.pi * (step - train.warmup_steps - 1) / falling))

@@ -23,7 +23,7 @@ from tandemrl.rollout.engine import EngineError, Request, Sampling
 from tandemrl.rollout.schedule import schedule_of
 from tandemrl.rollout.torch_engine import TorchEngine
 from tandemrl.selection.draws import mix64
-from tandemrl.training.export import export_hf
+from tandemrl.training.checkpoint.export import export_hf
 
 pytest.importorskip("tandemrl.apps.serve.vllm_server", reason="vllm brings fastapi")
 

@@ -20,6 +20,7 @@ from tandemrl.data.rows import SOLUTION, DataError, Row, encode_prompts
 from tandemrl.data.templates import DEFAULT_ARGUMENTS
 from tandemrl.files import write_directory
 from tandemrl.models.loading import load_model, load_tokenizer, no_progress_bars
+from tandemrl.training.tracking import time_left
 
 Progress = Callable[[int, int, float], None]
 """A function that is called with (warm-start steps done, steps in total, loss in nats per token). The total grows if
@@ -35,7 +36,7 @@ def progress_line(step: int, steps: int, loss: float, elapsed_s: float) -> str:
         >>> progress_line(200, 200, 0.5, elapsed_s=40)
         'step 200 of 200, loss 0.500, measuring what it can do'
     """
-    left = f"about {elapsed_s / step * (steps - step):.0f} s left" if step < steps else "measuring what it can do"
+    left = time_left(elapsed_s / step * (steps - step)) if step < steps else "measuring what it can do"
     return f"step {step} of {steps}, loss {loss:.3f}, {left}"
 
 

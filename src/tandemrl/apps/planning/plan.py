@@ -29,10 +29,11 @@ from tandemrl.config import Config, ConfigError, ParallelConfig
 from tandemrl.config.rules import check_processes
 from tandemrl.distributed.world import World, imagined_world
 from tandemrl.evals import profile_of
+from tandemrl.models.trainable import self_paired
 from tandemrl.rollout.engine import Sampling
 from tandemrl.rollout.kv_cache import CACHE_STEP, PREFILL_TOKENS
 from tandemrl.training.arguments import named_recipe, resolve_recipe
-from tandemrl.training.build import self_paired, shares_base
+from tandemrl.training.build import shares_base
 from tandemrl.training.profiling import cost_of, update_flops
 from tandemrl.training.state import forward_options
 

@@ -32,8 +32,8 @@ from tandemrl.models.forward import channel_of, packed_logprobs, part_of
 from tandemrl.models.head import ForwardOptions
 from tandemrl.models.lora import attach, dropping
 from tandemrl.models.sharding import full_parameters, layers_of, shard
+from tandemrl.models.trainable import checkpoint_gradients, make_optimizer
 from tandemrl.rollout.kv_cache import prefill
-from tandemrl.training.build import checkpoint_gradients, make_optimizer
 from tandemrl.types import Author, Batch, Rollout
 
 FEW, MORE = 3, 4
@@ -180,7 +180,7 @@ def _run(
     fake = FakeTensorMode(allow_non_fake_inputs=True)
     model = make(configuration)
     give_storage(model, fake)
-    optimizer = make_optimizer(model, config, config.train.lr) if trained else None
+    optimizer = make_optimizer(model, config.train, config.train.lr) if trained else None
     short, batch = (batch_of(each, int(configuration.get_text_config().vocab_size)) for each in (SHORT, work))
 
     def once(batch: Batch = batch) -> Tensor:

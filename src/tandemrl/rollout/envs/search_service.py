@@ -5,7 +5,7 @@ from urllib.parse import urlencode
 from tandemrl.config import RetrievalConfig
 from tandemrl.data.documents import Document, document, documents_of
 from tandemrl.data.rows import DataError, Row
-from tandemrl.processes.http import Client, Passing, Refused, Response, Service, start
+from tandemrl.processes.http import Client, PermanentError, Response, RetryableError, Service, excerpt
 from tandemrl.rollout.envs.environment import BrokenEnvironmentError
 from tandemrl.rollout.envs.retrieval import Retriever
 
@@ -53,15 +53,15 @@ def service(config: RetrievalConfig) -> Retriever:
 def _documents(response: Response) -> list[Document]:
     """The documents in ``{"results": [{"document": {"id", "title", "body"}}]}``, or without the inner ``document``."""
     if response.status == 404:
-        raise Refused(f"HTTP 404: {start(response.body)}; retrieval.url must end where /search begins")
+        raise PermanentError(f"HTTP 404: {excerpt(response.body)}; retrieval.url must end where /search begins")
     content = response.json()
     results = content.get("results") if isinstance(content, dict) else content
     if not isinstance(results, list):
-        raise Passing(f"not a list of documents: {start(response.body)}")
+        raise RetryableError(f"not a list of documents: {excerpt(response.body)}")
     try:
         return [
             document(each["document"] if isinstance(each, dict) and "document" in each else each, "POST /search")
             for each in results
         ]
     except DataError as error:
-        raise Passing(f"not a list of documents: {error}") from None
+        raise RetryableError(f"not a list of documents: {error}") from None

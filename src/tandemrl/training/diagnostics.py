@@ -1,6 +1,11 @@
-"""Notices a run that cannot learn, because its rewards do not differ where they are compared."""
+"""Warnings about a run that goes on: its rewards teach nothing, or the senior alone does not end its texts.
+
+Rewards teach nothing if they do not differ where they are compared. A senior can forget how to stop because in tandem
+the junior ends most texts, so that the reward hardly shows it.
+"""
 
 import json
+import math
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from statistics import fmean
@@ -17,6 +22,30 @@ LITTLE = 0.1
 """A step has hardly a lesson if less than this share of its rollouts can teach anything."""
 HARDLY = 0.05
 """A finished run had hardly anything to learn if its steps had fewer lessons than this on average."""
+MARGIN, SIGMAS = 0.1, 3.0
+"""By how much more of its solo texts than of the rollouts a senior may leave unfinished: as a share, and in standard
+errors of the difference."""
+
+
+def watcher(config: Config, recipe: Recipe, heldout: int) -> Callable[[Metrics], list[str]]:
+    """A function to call with the metrics of each step, which returns the warnings that are due.
+
+    Args:
+        heldout: how many held-out problems an evaluation has.
+    """
+    lesson_warning, told = warner(config, recipe), False
+    solo_texts = heldout * config.eval.train_samples
+    rollout_texts = config.train.prompts_per_step * config.rollout.group_size
+
+    def warnings(metrics: Metrics) -> list[str]:
+        nonlocal told
+        due = [lesson_warning(metrics)]
+        if not told and "response/truncated_at_eval" in metrics:
+            due.insert(0, stopping_warning(metrics, solo_texts=solo_texts, rollout_texts=rollout_texts))
+            told = due[0] is not None
+        return [line for line in due if line]
+
+    return warnings
 
 
 def compares_groups(recipe: Recipe) -> bool:
@@ -103,4 +132,40 @@ def cause(metrics: Mapping[str, Any], config: Config, recipe: Recipe) -> str:
     return (
         f"{rewards}, and nearly all rollouts of a prompt have the same one: raise rollout.group_size, or take problems "
         "that the model solves now and then"
+    )
+
+
+def part(solo: float, rollouts: float, *, solo_texts: int, rollout_texts: int) -> bool:
+    """Whether more solo texts are unfinished than rollouts, by more than `MARGIN` and by more than chance.
+
+    Args:
+        solo, rollouts: the shares that are unfinished.
+        solo_texts, rollout_texts: how many texts these are shares of.
+    """
+    counts = (solo, solo_texts), (rollouts, rollout_texts)
+    shares = [(share * n + 1) / (n + 2) for share, n in counts]  # Agresti and Caffo (2000): good for shares near 0
+    error = math.sqrt(sum(p * (1 - p) / (n + 2) for p, (_, n) in zip(shares, counts, strict=True)))
+    return solo - rollouts > MARGIN and shares[0] - shares[1] > SIGMAS * error
+
+
+def stopping_warning(metrics: Mapping[str, float], *, solo_texts: int, rollout_texts: int) -> str | None:
+    """What to say if the two ``part`` at an evaluation during tandem training; else None.
+
+    Args:
+        metrics: the metrics of the step.
+        solo_texts: how many texts the evaluation has.
+        rollout_texts: how many rollouts the step has.
+    """
+    solo, rollouts = metrics["eval/truncation_rate"], metrics["response/truncated_at_eval"]
+    if metrics["tandem/senior_frac"] == 1 or not part(
+        solo, rollouts, solo_texts=solo_texts, rollout_texts=rollout_texts
+    ):
+        return None
+    return (
+        f"warning: the limit of tokens cuts off {solo:.0%} of the held-out texts that the senior writes alone "
+        f"(eval/truncation_rate), but {rollouts:.0%} of the rollouts (response/truncated_at_eval). In tandem the "
+        "junior ends most texts, so the reward hardly teaches the senior to stop. Let it write alone in the end "
+        "(selection.prob_senior_final=1 with selection.anneal_steps), and see that the reward does not pay for texts "
+        "that go on after their answer. If the texts are good and only long, raise the limit (eval.profile=custom with "
+        "eval.max_tokens)"
     )

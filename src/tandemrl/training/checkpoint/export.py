@@ -13,8 +13,9 @@ from tandemrl.distributed.world import World
 from tandemrl.files import NEW, write_directory
 from tandemrl.models.loading import no_progress_bars
 from tandemrl.models.lora import adapter_parameters, merged_parameters, peft_config
-from tandemrl.training.card import CARD
-from tandemrl.training.checkpoint import CheckpointError, in_every_process, size_in_bytes, write_failure
+from tandemrl.training.checkpoint.card import CARD
+from tandemrl.training.checkpoint.manifest import CheckpointError
+from tandemrl.training.checkpoint.storage import in_every_process, size_in_bytes, write_failure
 
 ADAPTER_FOLDER = "adapter"
 """The folder inside of an export that holds the adapters alone."""

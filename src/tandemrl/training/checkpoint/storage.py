@@ -1,7 +1,7 @@
 """Atomic checkpoints of plain data, models and optimisers.
 
-A checkpoint is ``state.pt`` (plain data), ``tensors/`` (models and optimisers, see ``sharded_state``; every process
-writes its share), ``config.yaml`` and ``meta.json`` (with the hashes of the others, see ``manifest``). ``resume.save``
+A checkpoint is ``state.pt`` (plain data), ``tensors/`` (models and optimisers, see ``tensors``; every process
+writes its share), ``config.yaml`` and ``meta.json`` (with the hashes of the others, see ``manifest``). ``runs.save``
 decides what of a run goes into it. It appears under its name when all of it is on disk (see ``files``). Rank 0 makes
 and renames the folder. If one process fails, all of them raise.
 """
@@ -31,10 +31,10 @@ from tandemrl.config import Config, ConfigError, to_yaml
 from tandemrl.config import load as load_yaml
 from tandemrl.distributed.world import World
 from tandemrl.files import NEW, begin, drop, publish, versions
-from tandemrl.training import manifest, sharded_state
-from tandemrl.training.manifest import CheckpointError as CheckpointError
-from tandemrl.training.manifest import DamagedError as DamagedError
-from tandemrl.training.sharded_state import Trained as Trained
+from tandemrl.training.checkpoint import manifest
+from tandemrl.training.checkpoint.manifest import CheckpointError, DamagedError
+from tandemrl.training.checkpoint.tensors import load_tensors, on_host, save_tensors, settings_of, tensors_of
+from tandemrl.training.state import Trained
 
 FORMAT = 3
 """The version of the checkpoint format. 1 held the tensors of the policy and its optimiser in ``state.pt``; 2 had no
@@ -80,10 +80,10 @@ def save(
     wait()
     parts = parts or {}
     path = Path(output_dir, "checkpoints", f"step_{step}")
-    plain = {"format": FORMAT, "state": dict(state), "optimizers": sharded_state.settings_of(parts)}
+    plain = {"format": FORMAT, "state": dict(state), "optimizers": settings_of(parts)}
     _require_plain(plain["state"], "state")
     _require_plain(plain["optimizers"], "optimizers")
-    tensors = sharded_state.tensors_of(parts)
+    tensors = tensors_of(parts)
     buffer = io.BytesIO()
     torch.save(plain, buffer)
     files = {"state.pt": buffer.getvalue(), "config.yaml": to_yaml(config).encode()}
@@ -94,7 +94,7 @@ def save(
         writing.finish()
         return path
     writing.group = _thread_group(world)
-    writing.tensors = sharded_state.on_host(tensors)
+    writing.tensors = on_host(tensors)
     _in_flight = _THREAD.submit(writing.finish)
     return path
 
@@ -163,7 +163,7 @@ class _Writing:
         hashes = {}
         if self.tensors:
             folder, alone = self.hidden / "tensors", self.world.size == 1
-            digests = sharded_state.save_tensors(folder, self.tensors, alone=alone, group=self.group)
+            digests = save_tensors(folder, self.tensors, alone=alone, group=self.group)
             hashes = {f"tensors/{name}": value for name, value in digests.items()}
         if self.world.main:
             for name, content in self.files.items():
@@ -325,9 +325,7 @@ def load_parts(path: str | Path, parts: Mapping[str, Trained], world: World = Wo
     folder = Path(path)
     in_every_process(lambda: _verify_tensors(folder, world), path, world)
     in_every_process(
-        lambda: sharded_state.load_tensors(
-            folder / "tensors", parts, _read_state(folder)["optimizers"], alone=world.size == 1
-        ),
+        lambda: load_tensors(folder / "tensors", parts, _read_state(folder)["optimizers"], alone=world.size == 1),
         path,
         world,
     )

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from tandemrl.training.manifest import DamagedError
+from tandemrl.training.checkpoint.manifest import DamagedError
 
 FILES = ("metrics.jsonl", "samples.jsonl")
 _CHUNK = 1 << 20

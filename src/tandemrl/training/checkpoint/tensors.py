@@ -15,7 +15,7 @@ import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import IO, Any, NamedTuple
+from typing import IO, Any
 
 import torch
 import torch.distributed as dist
@@ -23,29 +23,13 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed.checkpoint.filesystem import FileSystem
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
-from transformers import PreTrainedModel
 
-from tandemrl.training.manifest import CheckpointError
+from tandemrl.training.checkpoint.manifest import CheckpointError
+from tandemrl.training.state import Trained
 
 _MODEL, _OPTIMIZER = "model", "optimizer"
 _COMPUTING = {"params", "fused", "foreach", "capturable", "differentiable"}
 """Entries of an optimiser's groups that are not hyperparameters: its parameters, and how it computes."""
-
-
-class Trained(NamedTuple):
-    """A model in training and its optimiser: what a checkpoint holds of a policy or a critic."""
-
-    module: PreTrainedModel
-    optimizer: torch.optim.Optimizer
-
-
-def move_state(optimizer: torch.optim.Optimizer, *, to_host: bool) -> None:
-    """Move an optimiser's state, such as Adam's moments, to host memory or back to its parameters' device, in place."""
-    for parameter, state in optimizer.state.items():
-        device = torch.device("cpu") if to_host else parameter.device
-        for name, value in state.items():
-            if isinstance(value, Tensor):
-                state[name] = value.to(device)
 
 
 def tensors_of(parts: Mapping[str, Trained]) -> dict[str, Tensor]:

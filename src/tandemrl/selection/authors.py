@@ -1,0 +1,113 @@
+"""Who wrote each token, recomputed from tokens and request keys alone, and how often authors were drawn."""
+
+from collections.abc import Sequence
+from itertools import accumulate
+from typing import Any, NamedTuple
+
+import torch
+from jaxtyping import Bool, Int8, Int64
+from torch import Tensor
+
+from tandemrl.selection.strategies import Strategy
+
+
+def draw_counts(state: Any) -> tuple[Int64[Tensor, " b"], Int64[Tensor, " b"]]:
+    """For each row, how many authors were drawn so far and how many draws fell to the senior.
+
+    Both are 0 for a state that does not count draws.
+    """
+    if hasattr(state, "draws"):
+        return state.draws, state.senior_draws
+    none = torch.zeros_like(state[0], dtype=torch.int64)
+    return none, none
+
+
+class Replay(NamedTuple):
+    """The recomputed authors of a batch of completions, the longest of which has ``l`` tokens.
+
+    author: 1 for the senior, 0 for the junior, -1 beyond the row's length. draws, senior_draws: the counts of
+    ``draw_counts`` up to the draw for the last token; a draw that the last token itself would cause is not counted.
+    They are 0 for an empty row.
+    """
+
+    author: Int8[Tensor, "b l"]
+    draws: Int64[Tensor, " b"]
+    senior_draws: Int64[Tensor, " b"]
+
+
+def replay(
+    strategy: Strategy,
+    keys: Int64[Tensor, " b"],
+    tokens: Int64[Tensor, "b l"],
+    lengths: Int64[Tensor, " b"],
+    turn_starts: Bool[Tensor, "b l"] | None = None,
+) -> Replay:
+    """Recompute who wrote each token, from tokens and request keys alone. The result is what a live engine recorded.
+
+    Args:
+        strategy: the strategy that the completions were written under.
+        keys: request key of each completion.
+        tokens: own tokens of all turns of each completion, right-padded with anything.
+        lengths: how many own tokens each completion has.
+        turn_starts: True where a token begins a turn other than the first. None means that every completion has one
+            turn.
+    """
+    real = torch.arange(tokens.shape[1], device=tokens.device) < lengths[:, None]
+    written = tokens.masked_fill(~real, 0).T.contiguous()  # by position: a step reads one row
+    senior, state = strategy.init(keys)
+    draws = senior_draws = torch.zeros_like(keys)
+    authors = []
+    for i in range(tokens.shape[1]):
+        if i > 0:
+            senior, state = strategy.step(state, written[i - 1])
+        if turn_starts is not None and strategy.turn is not None and bool(turn_starts[:, i].any()):
+            senior, state = _where(turn_starts[:, i], strategy.turn(state), (senior, state))
+        drawn, senior_drawn = draw_counts(state)
+        draws = torch.where(real[:, i], drawn, draws)
+        senior_draws = torch.where(real[:, i], senior_drawn, senior_draws)
+        authors.append(senior)
+    if not authors:
+        return Replay(torch.empty_like(tokens, dtype=torch.int8), draws, senior_draws)
+    author = torch.stack(authors, dim=1).to(torch.int8).masked_fill_(~real, -1)
+    return Replay(author, draws, senior_draws)
+
+
+def resumed(
+    strategy: Strategy, keys: Int64[Tensor, " b"], histories: Sequence[Sequence[Sequence[int]]]
+) -> tuple[Bool[Tensor, " b"], Any]:
+    """The author of the next turn's first token and the strategy's state there, after the turns of ``histories``.
+
+    For a row without history these are what ``init`` returns.
+
+    Args:
+        keys: request key of each row.
+        histories: for each row, the own tokens of every earlier turn.
+
+    Returns:
+        Whether the senior writes first in each row, and the state.
+    """
+    senior, state = strategy.init(keys)
+    longest = max((sum(map(len, history)) for history in histories), default=0)
+    tokens = torch.zeros(longest, len(keys), dtype=torch.int64, device=keys.device)
+    ends = torch.zeros(longest, len(keys), dtype=torch.bool, device=keys.device)
+    real = torch.zeros_like(ends)
+    for row, history in enumerate(histories):
+        own = [token for earlier in history for token in earlier]
+        tokens[: len(own), row] = torch.tensor(own, dtype=torch.int64, device=keys.device)
+        real[: len(own), row] = True
+        for end in accumulate(map(len, history)):
+            ends[end - 1, row] = True
+    for i in range(longest):
+        after = strategy.step(state, tokens[i])
+        if strategy.turn is not None and bool(ends[i].any()):
+            after = _where(ends[i], strategy.turn(after[1]), after)
+        senior, state = _where(real[i], after, (senior, state))
+    return senior, state
+
+
+def _where(rows: Bool[Tensor, " b"], chosen: Any, other: Any) -> Any:
+    """``torch.where`` by row on (nested) NamedTuples of tensors: ``chosen`` where ``rows`` is true, else ``other``."""
+    if isinstance(chosen, Tensor):
+        return torch.where(rows.view(-1, *[1] * (chosen.dim() - 1)), chosen, other)
+    parts = [_where(rows, a, b) for a, b in zip(chosen, other, strict=True)]
+    return type(chosen)(*parts) if hasattr(chosen, "_fields") else tuple(parts)

@@ -1,0 +1,18 @@
+"""What lasts of a run: its checkpoints and its exports. This is the door; the modules behind it are its own.
+
+``runs`` saves and restores a run, ``identity`` tells whether it is the same one, ``storage`` writes and reads the
+folder of a checkpoint, with ``tensors`` (models and optimisers), ``manifest`` (hashes) and ``coverage`` (lines of the
+record). ``export`` writes Hugging Face folders, with their ``card``.
+"""
+
+from tandemrl.training.checkpoint.manifest import CheckpointError as CheckpointError
+from tandemrl.training.checkpoint.manifest import DamagedError as DamagedError
+from tandemrl.training.checkpoint.runs import Records as Records
+from tandemrl.training.checkpoint.runs import export as export
+from tandemrl.training.checkpoint.runs import restore as restore
+from tandemrl.training.checkpoint.runs import save as save
+from tandemrl.training.checkpoint.storage import is_checkpoint as is_checkpoint
+from tandemrl.training.checkpoint.storage import latest as latest
+from tandemrl.training.checkpoint.storage import lock as lock
+from tandemrl.training.checkpoint.storage import step_of as step_of
+from tandemrl.training.checkpoint.storage import wait as wait

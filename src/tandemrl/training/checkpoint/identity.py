@@ -1,0 +1,153 @@
+"""What a resumed run must have in common with its past: the config, and what the config does not hold."""
+
+import hashlib
+import json
+import warnings
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from tandemrl.config import Config, difference
+from tandemrl.config.fields import is_own
+from tandemrl.data.rows import Row
+from tandemrl.models.lora import base_parameters
+from tandemrl.models.sharding import full_parameters
+from tandemrl.processes.names import named
+from tandemrl.rewards.functions import imported
+from tandemrl.rewards.routing import reward_names
+from tandemrl.rollout.signatures import NO_PART_OF_A_SEARCH, signature
+from tandemrl.rollout.sync import fingerprint
+from tandemrl.training.checkpoint.manifest import CheckpointError
+from tandemrl.training.state import Run
+
+_FREE_TO_CHANGE = {
+    "output_dir",
+    "data.monitor",
+    "model.lora.export",
+    "train.save_every",
+    "train.eval_every",
+    "train.keep_checkpoints",
+    "train.keep_exports",
+    "train.log_samples",
+    "train.max_samples_gb",
+    "train.wandb",
+    "train.wandb_project",
+    "train.wandb_name",
+    "train.wandb_tags",
+    "train.log",
+    "train.keep_eval_texts",
+    "train.epochs",  # which `train.steps` is computed from
+    "train.async_save",
+    "train.profile",
+    "judge.url",
+    "judge.command",
+    "judge.wait_s",
+    "judge.api_key_env",
+    "judge.backoff_s",
+    "judge.timeout_s",
+    "judge.concurrency",
+    "judge.max_failure_rate",
+    *(f"retrieval.{name}" for name in NO_PART_OF_A_SEARCH),
+}
+
+
+def identity(run: Run) -> dict[str, str]:
+    """What a resumed run must have in common with its past, beside the config: recipe, data, frozen models, judge,
+    scorers and environment."""
+    setup, models, _ = run
+    config, functions = setup.config, setup.config.functions
+    fields = {k: signature(v) for k, v in setup.recipe._asdict().items()}
+    read = [
+        p.tokens if setup.episode_runner is None else (p.tokens, _read_by_environment(p.row)) for p in setup.prompts
+    ]
+    prompts = hashlib.sha256(repr(read).encode()).hexdigest()
+    frozen = {
+        name: "none" if model is None else _checksum(fingerprint(full_parameters(model)))
+        for name, model in (("junior", models.junior), ("reference", models.reference))
+    }
+    if config.model.lora.rank:  # of what the adapters, and without them the reference, stand on
+        frozen["reference"] = _checksum(fingerprint(base_parameters(models.policy)))
+    if models.junior is None and models.engine.has_junior:
+        frozen["junior"] = _checksum(models.engine.fingerprint("junior"))
+    strategy = _own(config.selection.strategy) if functions.strategy is None else functions.strategy.signature
+    judge = {} if setup.judge is None else {"judge": setup.judge}
+    scorers = {name: signature(imported(name)) for name in reward_names(config.reward) if is_own(name)}
+    reward = {} if functions.reward is None else {"reward": functions.reward.signature}
+    return {
+        "recipe": str(fields),
+        "strategy": strategy,
+        "data.train": prompts,
+        **frozen,
+        **judge,
+        **scorers,
+        **reward,
+        **({"engine": _own(config.rollout.engine)} if is_own(config.rollout.engine) else {}),
+        **setup.environment_id,
+    }
+
+
+def _own(component: str) -> str:
+    """The signature of a custom component; "none" for one of the library's."""
+    return signature(named(component)) if is_own(component) else "none"
+
+
+def _checksum(fingerprint: int) -> str:
+    """A fingerprint with its version. Version 1, which had no prefix, summed other words."""
+    return f"2:{fingerprint:#x}"
+
+
+def _read_by_environment(row: Row) -> tuple[str, str]:
+    """What an environment reads of a row beside its prompt, such as its documents."""
+    return row.ground_truth, json.dumps(row.extra_info, default=repr)
+
+
+def check_same_identity(run: Run, before: Mapping[str, str], path: Path) -> None:
+    """Refuse to continue a run whose recipe, data, models, judge, scorers or environment is another one.
+
+    Args:
+        before: the identity that the checkpoint ``path`` stores.
+
+    Raises:
+        CheckpointError: they differ; the message names what does.
+    """
+    changed = [name for name, value in identity(run).items() if before.get(name) != value]
+    unknown = [name for name in changed if before.get(name, "").startswith("0x")]  # version 1, see _checksum
+    if unknown and run.setup.world.main:
+        warnings.warn(
+            f"{path} was written by an earlier version: whether its {' and '.join(unknown)} had the weights of now "
+            "cannot be told",
+            stacklevel=2,
+        )
+    if changed := [name for name in changed if name not in unknown]:
+        raise CheckpointError(f"{path}: written with another {', '.join(changed)}; a resume would mix runs")
+
+
+def check_same_config(stored: Config, current: Config) -> None:
+    """Refuse to continue a run under another config, since the result would belong to neither.
+
+    ``train.steps`` may grow if the learning rate is constant. Keys that only decide where and how often files are
+    written may change.
+
+    Raises:
+        CheckpointError: the configs differ; the message names every key that does, with both values.
+    """
+    changed = {key: pair for key, pair in difference(stored, current).items() if not _may_change(key, pair[0])}
+    if current.train.steps > stored.train.steps and current.train.schedule == "constant":
+        changed.pop("train.steps", None)
+    if changed:
+        listing = ", ".join(f"{key} (checkpoint {old!r}, now {new!r})" for key, (old, new) in changed.items())
+        raise CheckpointError(
+            f"the config differs from the checkpoint's: {listing}. Restore these values, or start over in another "
+            "output_dir"
+        )
+
+
+def _may_change(key: str, stored: Any) -> bool:
+    """Whether a key may differ when a run is resumed.
+
+    The record of a function may differ in its name, but not in its signature. A config from before there were records
+    has none, which is no difference: ``identity`` covers such functions.
+    """
+    if key.startswith("functions."):
+        return stored is None or not key.endswith(".signature")
+    return key in _FREE_TO_CHANGE or key.startswith("parallel.")

@@ -1,0 +1,76 @@
+"""The evaluations during a run: the senior alone on held-out problems, which choose ``hf/best``."""
+
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from tandemrl import evals
+from tandemrl.config import EvalConfig
+from tandemrl.data.rows import Prompt
+from tandemrl.selection import solo
+from tandemrl.training import checkpoint
+from tandemrl.training.state import Run
+from tandemrl.training.tracking import write_eval_texts
+from tandemrl.types import Metrics, Rollout
+
+
+def evaluate(run: Run, step: int) -> Metrics:
+    """Evaluate the senior alone on the held-out problems and on those of ``data.monitor``.
+
+    If the held-out score is the best so far, the policy is exported to ``hf/best``. The problems of ``data.monitor``
+    have no influence on that.
+    """
+    setup, _, progress = run
+    settings = setup.config.eval
+    ks = [k for k in settings.k if k <= settings.train_samples]
+    samples: dict[str, list[evals.Sample]] = {"eval": [], "monitor": []}
+    macro = solo_metrics(run, setup.heldout, ks, samples["eval"])["macro"]
+    selector = settings.select_by or f"pass@{max((k for k in ks if k <= 4), default=ks[0])}"
+    if macro[selector] > progress.best:
+        progress.best = macro[selector]
+        checkpoint.export(run, "best", step)
+    names = [
+        *(f"pass@{k}" for k in ks),
+        "length",
+        "truncation_rate",
+        *("em", "f1"),
+        *(["unscored"] if setup.judge is not None else []),
+    ]
+    metrics = {f"eval/{name}": macro[name] for name in names if name in macro}
+    if setup.monitored:
+        watched = solo_metrics(run, setup.monitored, ks, samples["monitor"])
+        metrics |= {f"monitor/{name}": watched["macro"][name] for name in names if name in watched["macro"]}
+        for source, values in watched["by_set"].items():
+            metrics |= {f"monitor/{source}/pass@{k}": values[f"pass@{k}"] for k in ks}
+    if setup.world.main and setup.config.train.keep_eval_texts:
+        write_eval_texts(Path(setup.config.output_dir), step, samples)
+    return metrics
+
+
+def solo_metrics(run: Run, prompts: Sequence[Prompt], ks: Sequence[int], samples: list[evals.Sample]) -> dict[str, Any]:
+    """The metrics of ``evals.summarise`` for what the senior generates alone, which is added to ``samples``."""
+    setup, settings = run.setup, run.setup.config.eval
+    generated = evals.generate_samples(
+        {"solo": solo("senior")},
+        engine=run.models.engine,
+        tokenizer=setup.tokenizer,
+        prompts=prompts,
+        profile=evals.profile_of(settings),
+        samples=settings.train_samples,
+        seed=settings.seed,
+        episode_runner=setup.episode_runner,
+    )
+    marked = evals.grade(generated, prompts, setup.scorer)
+    samples += marked
+    return evals.summarise(marked, partial(evals.graded, k=ks), bootstrap=settings.bootstrap, seed=settings.seed)
+
+
+def truncated_at_eval(settings: EvalConfig, rollouts: Sequence[Rollout]) -> Metrics:
+    """The share of a step's rollouts that an evaluation would have cut off, to compare with its own truncation."""
+    return {"response/truncated_at_eval": unfinished(rollouts, evals.profile_of(settings).sampling.max_tokens)}
+
+
+def unfinished(rollouts: Sequence[Rollout], limit: int) -> float:
+    """The share of rollouts that had not ended after ``limit`` tokens, or at their own limit of tokens."""
+    return sum(r.stop_reason == "length" or r.response_tokens > limit for r in rollouts) / len(rollouts)

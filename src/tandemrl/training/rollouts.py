@@ -1,0 +1,142 @@
+"""The rollouts of a step: generated, replaced where they teach nothing (dynamic sampling), and measured."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+import numpy as np
+
+from tandemrl.rollout import collect
+from tandemrl.rollout.collect import CompletionBatch
+from tandemrl.rollout.engine import Draws, Engine, Passes
+from tandemrl.rollout.groups import score_rollouts
+from tandemrl.training.gates import check_draws
+from tandemrl.training.profiling import Profiler
+from tandemrl.training.state import Run, RunSetup
+from tandemrl.training.tracking import Tracker
+from tandemrl.types import Author, Group, Metrics, Rollout
+
+
+def generate(
+    setup: RunSetup,
+    engine: Engine,
+    tracker: Tracker,
+    profiler: Profiler,
+    step: int,
+    examples: list[int],
+    drawn: int = 0,
+) -> CompletionBatch:
+    """Let the engine complete each prompt ``rollout.group_size`` times under the strategy of the step.
+
+    Args:
+        examples: numbers of the examples in the training data.
+        drawn: see ``collect.generate``.
+    """
+    config = setup.config
+    advance_bar = tracker.rollout_progress(len(examples) * config.rollout.group_size)
+    with profiler.trace("rollout", step) as count_call:
+
+        def progress(tokens: int) -> None:
+            advance_bar(tokens)
+            count_call(tokens)
+
+        completions = collect.generate(
+            engine,
+            [(example, setup.prompts[example]) for example in examples],
+            strategy=setup.schedule.strategy(step),
+            sampling=setup.sampling,
+            group_size=config.rollout.group_size,
+            seed=config.train.seed,
+            step=step,
+            drawn=drawn,
+            episode_runner=setup.episode_runner,
+            progress=progress,
+        )
+    check_draws(completions.draws, setup.schedule.prob_senior(step))
+    return completions
+
+
+def resample(
+    run: Run, generate: Callable[..., CompletionBatch], step: int, completions: CompletionBatch, groups: Sequence[Group]
+) -> tuple[CompletionBatch, list[Group], int]:
+    """Dynamic sampling (DAPO, arXiv 2503.14476, section 3.2).
+
+    Groups whose rewards are all equal, or of which fewer than two rollouts are scored, are replaced by the groups of
+    the next prompts, in at most ``train.max_resamples`` rounds.
+
+    Args:
+        generate: writes the completions of (step, examples, drawn=how many prompts the step had so far).
+
+    Returns:
+        the completions with the draws and passes of all rounds, the groups, and how many prompts were drawn as
+        replacements.
+    """
+    setup, _, progress = run
+    groups, drawn = list(groups), 0
+    for _ in range(setup.config.train.max_resamples):
+        flat = [i for i, group in enumerate(groups) if len({r.reward for r in group.scored.rollouts}) < 2]
+        if not flat:
+            break
+        more = generate(step, progress.sampler.next(len(flat)), drawn=len(groups) + drawn)
+        drawn += len(flat)
+        draws = Draws(*(a + b for a, b in zip(completions.draws, more.draws, strict=True)))
+        completions = completions._replace(draws=draws, passes=completions.passes + more.passes)
+        for i, fresh in zip(flat, score_rollouts(more, setup.scorer, setup.tokenizer), strict=True):
+            groups[i] = fresh._replace(rollouts=tuple(replace(r, group=i) for r in fresh.rollouts))
+    return completions, groups, drawn
+
+
+def rollout_metrics(completions: CompletionBatch, groups: Sequence[Group], step: int) -> Metrics:
+    """Metrics of a step's rollouts, such as their rewards, lengths and authors."""
+    rollouts = [r for group in groups for r in group.rollouts]
+    scored = [r for r in rollouts if r.scored]
+    rewards = np.array([r.reward for r in scored])
+    response = np.array([r.response_tokens for r in rollouts])
+    senior = sum(int((r.author == Author.SENIOR).sum()) for r in rollouts)
+    parts = sorted({name for r in scored for name in r.reward_parts})
+    draws = completions.draws
+    return {
+        "reward/mean": float(rewards.mean()),
+        "reward/std": 0.0 if len(set(rewards.tolist())) == 1 else float(rewards.std()),  # exactly, though sums round
+        **{f"reward/{name}": float(np.mean([r.reward_parts.get(name, 0.0) for r in scored])) for name in parts},
+        "reward/unscored": 1 - len(scored) / len(rollouts),
+        "tandem/senior_frac": senior / max(1, int(response.sum())),
+        **({"tandem/senior_draw_frac": draws.senior / draws.total} if draws.total else {}),
+        "response/length": float(response.mean()),
+        "response/truncated": float(np.mean([r.stop_reason == "length" for r in rollouts])),
+        "weights/version_lag": float(step - 1 - min(r.policy_version for r in rollouts)),
+        "tokens/response": float(response.sum()),
+        "tokens/total": float(sum(len(r.tokens) for r in rollouts)),
+        "scoring/timeouts": float(sum("timeout" in r.reward_parts for r in rollouts)),
+        "scoring/failures": float(sum("failure" in r.reward_parts for r in rollouts)),
+        **episode_metrics(rollouts),
+        **pass_metrics(completions.passes),
+    }
+
+
+def pass_metrics(passes: Passes) -> Metrics:
+    """Metrics of the forward passes that the rollouts of a step took, and of how often the senior accepted drafts.
+
+    There are none if the engine does not count passes, and no acceptance rate if no token of the senior was drafted.
+    """
+    metrics: Metrics = {}
+    if passes.senior or passes.junior:
+        metrics |= {"passes/senior": float(passes.senior), "passes/junior": float(passes.junior)}
+    if passes.senior:
+        metrics["draft/tokens_per_senior_pass"] = passes.tokens / passes.senior
+    if passes.acceptance is not None:
+        metrics["draft/acceptance"] = passes.acceptance
+    return metrics
+
+
+def episode_metrics(rollouts: Sequence[Rollout]) -> Metrics:
+    """Metrics of what happened in the environment, as means over rollouts; none without an environment."""
+    transcripts = [r.transcript for r in rollouts if r.transcript is not None]
+    if not transcripts:
+        return {}
+    counts = sorted({name for transcript in transcripts for name in transcript.counts})
+    world = [len(r.tokens) - r.context_tokens - r.response_tokens for r in rollouts]
+    return {
+        "env/world_tokens": float(np.mean(world)),
+        **{f"env/{name}": float(np.mean([t.counts.get(name, 0.0) for t in transcripts])) for name in counts},
+        "response/stopped_turns": float(np.mean([r.stop_reason == "turns" for r in rollouts])),
+    }
