@@ -72,8 +72,8 @@ def _weighted_sum(words: Tensor, odd: Tensor, first: int) -> int:
         signed = folded.view(np.int64)
         return int(np.dot(signed, odd.numpy())) + 2 * first * int(signed.sum())
     high = words.bitwise_right_shift(32).bitwise_and_(2**32 - 1)  # the shift repeats the sign
-    summed = high.add_(words)
-    return int((summed * odd).sum() + 2 * first * summed.sum())
+    high.add_(words)
+    return int((high * odd).sum() + 2 * first * high.sum())
 
 
 def sync_weights(model: PreTrainedModel, engine: Engine, version: int) -> int:
