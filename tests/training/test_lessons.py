@@ -93,7 +93,7 @@ def test_such_a_run_says_so_at_both_doors(tiny_pair: Path, tmp_path: Path) -> No
     assert lines[0].startswith("  nothing to learn from the rewards of the last 3 steps: every reward is 0: hardly an")
     assert lines[1].startswith("nothing to learn: 0 of 3 steps")
 
-    (tmp_path / "config.yaml").write_text("{}\n")
+    (tmp_path / "config.yaml").write_text("train: {lr: 3.0e-4}\n")  # an empty file is refused
     unreadable = tmp_path / "rows.jsonl"  # problems in a language that the pair does not know
     row = {"data_source": "mine", "prompt": "2 + 3 = ?", "reward_model": {"ground_truth": "none of these"}}
     unreadable.write_text("".join(json.dumps(row) + "\n" for _ in range(4)))
