@@ -221,7 +221,7 @@ EXPERIMENTS: dict[str, Experiment] = {
         SMOLLM2.only(("grpo", "tandem")),
         name="smollm2-quick",
         seeds=(0,),
-        overrides=("train.steps=24",),
+        overrides=("train.steps=16",),
         problems=128,
         samples=2,
     ),
