@@ -209,7 +209,7 @@ def test_hub_source_uses_datasets(monkeypatch):
 
 def test_hub_without_datasets_gives_the_install_hint(monkeypatch):
     monkeypatch.setitem(sys.modules, "datasets", None)
-    with pytest.raises(DataError, match=r"pip install 'tandemrl\[hub\]'"):
+    with pytest.raises(DataError, match=r"pip install -e '\.\[hub\]'"):
         load_rows(["hf:openai/gsm8k:main:test"])
 
 

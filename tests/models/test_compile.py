@@ -196,7 +196,7 @@ def test_liger_kernels_are_applied_without_their_losses_and_proved_on_a_probe(mo
     options = dict(rope=True, rms_norm=True, swiglu=True, cross_entropy=False, fused_linear_cross_entropy=False)
     assert calls == [options, options]
     monkeypatch.setitem(sys.modules, "liger_kernel.transformers", None)
-    with pytest.raises(ModelError, match=r"model\.liger=true: .*pip install 'tandemrl\[liger\]'"):
+    with pytest.raises(ModelError, match=r"model\.liger=true: .*pip install -e '\.\[liger\]'"):
         use_liger(packed)
     packed.config.model_type = "gpt2"
     with pytest.raises(ModelError, match="no Liger kernels for gpt2, only llama, qwen2, qwen3"):

@@ -222,7 +222,7 @@ def test_bad_targets_are_refused(targets: tuple[str, ...]) -> None:
 
 def test_peft_missing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "peft", None)
-    with pytest.raises(ConfigError, match=r"pip install 'tandemrl\[lora\]'"):
+    with pytest.raises(ConfigError, match=r"pip install -e '\.\[lora\]'"):
         attach(prepared(qwen3()), LORA, seed=0)
 
 

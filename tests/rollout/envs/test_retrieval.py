@@ -99,7 +99,7 @@ def test_questions_do_not_share_documents(words: None) -> None:
 def test_a_package_that_is_missing_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "bm25s", None)
     make_retriever.cache_clear()
-    with pytest.raises(BrokenEnvironmentError, match=r"needs bm25s: pip install 'tandemrl\[retrieval\]'"):
+    with pytest.raises(BrokenEnvironmentError, match=r"needs bm25s: pip install -e '\.\[retrieval\]'"):
         make_retriever(RetrievalConfig())
 
 
