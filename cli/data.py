@@ -189,7 +189,7 @@ RubricSource = Annotated[
 
 @build.command()
 def polaris(out: Out, source: RubricSource) -> None:
-    """Polaris problems with marking criteria, for rrm_policy and rrm_outcome. Files: train_polaris, test_polaris."""
+    """Polaris problems with marking criteria, for the rrm configs. Files: train_polaris, test_polaris."""
     from tandemrl.data.rubric import build_polaris
 
     _report(out, build_polaris(source, out))

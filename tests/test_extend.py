@@ -11,6 +11,7 @@ import pytest
 from typer.testing import CliRunner
 
 import agents as small
+from helpers import tokenizer
 from runs import lines, metrics
 from tandemrl import train
 from tandemrl.cli.main import app
@@ -18,8 +19,7 @@ from tandemrl.config import Config, ConfigError, load, stated_keys
 from tandemrl.data.loading import generated_rows
 from tandemrl.rewards.protocol import GraderError
 from tandemrl.rollout.envs.retrieval import make_retriever
-from tandemrl.rollout.factory import make_engine
-from tandemrl.training import checkpoint
+from tandemrl.rollout.factory import ModelSource, make_engine
 from tandemrl.training.checkpoint import CheckpointError
 from tandemrl.training.preflight import Preflight
 
@@ -72,8 +72,7 @@ def test_a_run_of_components_of_ones_own(agents: Path, here: Path) -> None:
     card = next((here / "run" / "hf").glob("step_*/README.md")).read_text()
     assert "(`my_strategy:relay`, opening = 12)" in card
     assert "| recipe | `my_loss:successes, floor = -0.1, learning rate 0.01` |" in card
-    kept = checkpoint.load_config(here / "run")
-    assert kept == mine
+    assert load(here / "run") == mine
     text = (here / "my_strategy.py").read_text()
     (here / "my_strategy.py").write_text(text.replace("tokens < opening, Written", "tokens <= opening, Written"))
     sys.modules.pop("my_strategy")
@@ -133,7 +132,7 @@ def test_an_engine_that_is_none_is_refused(here: Path) -> None:
     (here / "my_none.py").write_text("def engine():\n    return 3\n")
     mine = load(overrides=["rollout.engine=my_none:engine"])
     with pytest.raises(ConfigError, match=r"rollout\.engine=my_none:engine: returned a int, not an Engine"):
-        make_engine(mine.rollout, None, None, None)  # type: ignore[arg-type]  # it asks for none of them
+        make_engine(mine.rollout, ModelSource("nowhere", pytest.fail), None, tokenizer())
 
 
 def test_config_prints_what_was_written_about_a_component(here: Path) -> None:
@@ -143,7 +142,7 @@ def test_config_prints_what_was_written_about_a_component(here: Path) -> None:
 
 def test_play_writes_with_a_strategy_of_ones_own(here: Path) -> None:
     starlette = pytest.importorskip("starlette.testclient", reason="the page needs the `play` extra")
-    from helpers import CHAT_TEMPLATE, prepared, qwen3, small_qwen3, tokenizer
+    from helpers import CHAT_TEMPLATE, prepared, qwen3, small_qwen3
     from tandemrl import TorchEngine
     from tandemrl.apps.play.app import application
     from tandemrl.apps.play.duo import Duo

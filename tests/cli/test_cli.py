@@ -152,7 +152,7 @@ def test_train_hands_on_the_config_and_resume(monkeypatch: pytest.MonkeyPatch) -
         (["train", "-c", "deepscaler_kl", "--dry-run"], "give loss.kl_coef=…"),
         (["data", "show", "nope.jsonl"], "nope.jsonl"),
         (["data", "show", "synthetic:nope:train"], "nope"),
-        (["data", "build", "gsm8k", "--out", "x", "--source", "nowhere"], "no such file"),
+        (["data", "build", "gsm8k", "--out", "x", "--source", "nowhere"], "nowhere: no such folder; --source takes"),
         (["data", "build", "math500", "--out", "x", "--source", "nowhere"], "nowhere: no such file or folder"),
         (["data", "build", "eval-all", "--out", "x"], "olympiad is not on the hub: leave it out with --skip olympiad"),
         (["data", "build", "eval-all", "--out", "x", "--skip", "aime"], "--skip aime: known sets are aime24, "),

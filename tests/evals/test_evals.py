@@ -35,6 +35,7 @@ class CannedEngine:
     """Writes ``texts[prompt's first id]``, one after the other over its samples, by authors from the strategy."""
 
     policy_version, vocabulary, has_junior, passes = 0, len(WORDS), True, Passes()
+    context = 10**6
 
     def __init__(self, texts, stop_reasons=None):
         self.texts, self.stop_reasons, self.requests = texts, stop_reasons or {}, []

@@ -53,6 +53,7 @@ class Parrot:
 
     policy_version = 6
     vocabulary = 1000
+    context = 10**6
     has_junior = True
     passes = Passes()
     info = EngineInfo("parrot", "float32")

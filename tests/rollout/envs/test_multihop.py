@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from tandemrl.config import Config, ConfigError, RetrievalConfig, RolloutConfig
+from tandemrl.config import Config, RetrievalConfig, RolloutConfig
 from tandemrl.data.rows import DataError, Row
 from tandemrl.processes.calls import Outcome, ProcessError
 from tandemrl.rewards.qa.transcripts import COMPLETE, retrieved_ids
 from tandemrl.rollout.envs.bm25 import write_corpus
-from tandemrl.rollout.envs.environment import Answer
+from tandemrl.rollout.envs.environment import Answer, BrokenEnvironmentError
 from tandemrl.rollout.envs.episodes import make_caller
 from tandemrl.rollout.envs.factory import make_environment
 from tandemrl.rollout.envs.multihop import MultihopEnvironment, complete, get_document, list_documents
@@ -120,7 +120,7 @@ def test_a_process_that_answers_is_ready_before_its_first_turn(words: None) -> N
     [message] = outcomes[0].value["messages"]
     assert message["content"] == "Document ID: 2\nThe capital of France, on the Seine."
     nowhere = Config(rollout=rollout, retrieval=RetrievalConfig(index="nowhere"))
-    with pytest.raises(ConfigError, match=r"rollout\.environment=multihop.*retrieval\.index=nowhere: no index there"):
+    with pytest.raises(BrokenEnvironmentError, match=r"retrieval\.index=nowhere: no index there"):
         make_environment(nowhere)  # as at the start of a run
     caller = make_caller(nowhere)
     caller.call((row(), {}, turn), outcomes.append, key="q")

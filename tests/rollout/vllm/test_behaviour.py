@@ -441,7 +441,7 @@ def test_weights_that_do_not_fit_are_refused(loading):
 
 
 def test_info_names_what_decodes(engine):
-    assert engine.info == ("vllm", "float32", False)
+    assert engine.info == ("vllm", "float32", False, False)
 
 
 CLOSING = """

@@ -325,4 +325,4 @@ def _number(body: Mapping[str, Any], name: str, default: float | None) -> Any:
     kinds: Sequence[type] = (int,) if name == "top_k" else (int, float)
     if type(value) not in kinds or not math.isfinite(value):
         raise Refused(f"{name}: expected a number, got {json.dumps(value)}")
-    return value
+    return value if name == "top_k" else float(value)

@@ -155,6 +155,8 @@ def selection_of(overrides: Any, default: SelectionConfig) -> SelectionConfig:
         if len(overrides) > 1:
             raise Refused("tandem.solo: one author writes everything; leave the other fields out")
         overrides = {"strategy": "solo", "first": overrides["solo"]}
+    if "prob_senior" in overrides:
+        overrides["prob_senior"] = float(overrides["prob_senior"])
     return replace(default, **overrides)
 
 
