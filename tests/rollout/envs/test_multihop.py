@@ -124,7 +124,7 @@ def test_a_process_that_answers_is_ready_before_its_first_turn(words: None) -> N
         make_environment(nowhere)  # as at the start of a run
     caller = make_caller(nowhere)
     caller.call((row(), {}, turn), outcomes.append, key="q")
-    with pytest.raises(ProcessError, match=r"BrokenEnvironmentError: retrieval\.index=nowhere: no index there"):
+    with pytest.raises(ProcessError, match=r"did not start: retrieval\.index=nowhere: no index there"):
         caller.poll(wait=True)
 
 

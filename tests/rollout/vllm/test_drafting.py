@@ -139,7 +139,8 @@ def test_auto_may_change_its_mind_at_any_time(engines, scheduled, caplog):
     lazy, before = in_mode(engine, "lazy", batch), scheduled.preemptions
     engine.recorded_authors()
     engine.set_mode("auto")
-    engine.backend.llm.collective_rpc(lambda worker: setattr(worker.model_runner.planner.chooser, "drafts", Changing(4)))
+    llm = engine.backend.llm
+    llm.collective_rpc(lambda worker: setattr(worker.model_runner.planner.chooser, "drafts", Changing(4)))
     logger = logging.getLogger("vllm.tandemrl")
     logger.addHandler(caplog.handler)
     try:

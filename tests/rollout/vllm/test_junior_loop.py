@@ -147,7 +147,8 @@ class NowAndThen(Drafts):
 def test_a_loop_begins_one_depth_later_where_the_junior_has_much_to_read(engines, write):
     """While nothing is drafted the senior writes more than one pass of the junior can take."""
     engine = engines("near junior", mode="auto", draft_tokens=4, **TIGHT)
-    engine.backend.llm.collective_rpc(lambda worker: setattr(worker.model_runner.planner.chooser, "drafts", NowAndThen(4)))
+    llm = engine.backend.llm
+    llm.collective_rpc(lambda worker: setattr(worker.model_runner.planner.chooser, "drafts", NowAndThen(4)))
     long = Sampling(max_tokens=50, ignore_eos=True)
     batch = with_strategy(mixed(prompts(8, seed=24, lengths=(3, 9)), long, seed=24), chunk(40, "senior"))
     outcome = write(engine, batch, loop=True)
