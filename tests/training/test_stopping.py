@@ -1,6 +1,7 @@
 """When a run says that the senior has not learned to stop."""
 
 import io
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,7 @@ import pytest
 from rich.console import Console
 
 from runs import config, metrics, samples
+from tandemrl.evals import EvalResult
 from tandemrl.training import evaluation
 from tandemrl.training.diagnostics import part, stopping_warning
 from tandemrl.training.evaluation import unfinished
@@ -54,13 +56,13 @@ def test_the_shares_part_beyond_the_margin_and_beyond_chance(
 def test_a_run_whose_senior_alone_does_not_stop_says_so_once(
     tiny_pair: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    original = evaluation.solo_metrics
+    original = evaluation.evaluate_solo
 
-    def never_ending(*arguments: Any) -> dict[str, Any]:
+    def never_ending(*arguments: Any) -> EvalResult:
         found = original(*arguments)
-        return found | {"macro": found["macro"] | {"truncation_rate": 1.0}}
+        return replace(found, metrics=found.metrics | {"macro": found.metrics["macro"] | {"truncation_rate": 1.0}})
 
-    monkeypatch.setattr(evaluation, "solo_metrics", never_ending)
+    monkeypatch.setattr(evaluation, "evaluate_solo", never_ending)
     screen = io.StringIO()
     settings = ["eval.train_samples=8", "eval.train_problems=16", "train.eval_every=1", "train.steps=2"]
     train(config(tiny_pair, tmp_path, *settings), console=Console(file=screen, width=200))

@@ -26,6 +26,7 @@ from runs import KILLER, SMALL, assert_same_run, config, metrics, timeless, weig
 from tandemrl.config import ConfigError, load, to_yaml
 from tandemrl.data.rows import Prompt, Row
 from tandemrl.distributed.world import World
+from tandemrl.evals import EvalResult
 from tandemrl.losses import RECIPES, Reduction
 from tandemrl.models.batching import pack_tokens
 from tandemrl.models.head import ForwardOptions
@@ -130,11 +131,11 @@ def test_monitored_problems_do_not_choose(tiny_pair: Path, tmp_path: Path, monke
     run = run._replace(setup=dataclasses.replace(run.setup, monitored=run.setup.monitored[:3]))
     score, exported = {4: 0.25, 3: 0.75}, []
 
-    def graded(_: object, prompts: Sequence[object], *__: object) -> dict[str, Any]:
+    def graded(_: object, prompts: Sequence[object], __: object) -> EvalResult:
         values = dict.fromkeys(("pass@1", "pass@2", "length", "truncation_rate"), score[len(prompts)])
-        return {"macro": values, "by_set": {"a set": values}}
+        return EvalResult({"macro": values, "by_set": {"a set": values}}, [])
 
-    monkeypatch.setattr(evaluation, "solo_metrics", graded)
+    monkeypatch.setattr(evaluation, "evaluate_solo", graded)
     monkeypatch.setattr(checkpoint, "export", lambda run, name, step: exported.append(name))
     first = evaluate(run, 1)
     assert (first["eval/pass@2"], first["monitor/pass@2"], first["monitor/a set/pass@1"]) == (0.25, 0.75, 0.75)

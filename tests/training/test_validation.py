@@ -8,6 +8,7 @@ import torch
 from safetensors.torch import load_file
 
 from runs import config, metrics
+from tandemrl.evals import EvalResult
 from tandemrl.rollout.engine import Completion
 from tandemrl.rollout.sync import sync_weights
 from tandemrl.rollout.torch_engine import TorchEngine
@@ -48,7 +49,7 @@ def evaluated(run: Run, monkeypatch: pytest.MonkeyPatch, score: float) -> torch.
         embedding.mul_(1.5)
     macro = {"pass@1": 1 - score, "pass@2": score, "length": 1.0, "truncation_rate": 0.0}
     with monkeypatch.context() as patched:
-        patched.setattr(evaluation, "solo_metrics", lambda *_: {"macro": macro})
+        patched.setattr(evaluation, "evaluate_solo", lambda *_: EvalResult({"macro": macro}, []))
         assert evaluation.evaluate(run, 20)["eval/pass@2"] == score
     return embedding.detach().clone()
 

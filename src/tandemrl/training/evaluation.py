@@ -3,7 +3,6 @@
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 from tandemrl import evals
 from tandemrl.config import EvalConfig
@@ -24,8 +23,8 @@ def evaluate(run: Run, step: int) -> Metrics:
     setup, _, progress = run
     settings = setup.config.eval
     ks = [k for k in settings.k if k <= settings.train_samples]
-    samples: dict[str, list[evals.Sample]] = {"eval": [], "monitor": []}
-    macro = solo_metrics(run, setup.heldout, ks, samples["eval"])["macro"]
+    heldout = evaluate_solo(run, setup.heldout, ks)
+    macro, samples = heldout.metrics["macro"], {"eval": heldout.samples}
     selector = settings.select_by or f"pass@{max((k for k in ks if k <= 4), default=ks[0])}"
     if macro[selector] > progress.best:
         progress.best = macro[selector]
@@ -39,17 +38,18 @@ def evaluate(run: Run, step: int) -> Metrics:
     ]
     metrics = {f"eval/{name}": macro[name] for name in names if name in macro}
     if setup.monitored:
-        watched = solo_metrics(run, setup.monitored, ks, samples["monitor"])
-        metrics |= {f"monitor/{name}": watched["macro"][name] for name in names if name in watched["macro"]}
-        for source, values in watched["by_set"].items():
+        watched = evaluate_solo(run, setup.monitored, ks)
+        samples["monitor"], macro = watched.samples, watched.metrics["macro"]
+        metrics |= {f"monitor/{name}": macro[name] for name in names if name in macro}
+        for source, values in watched.metrics["by_set"].items():
             metrics |= {f"monitor/{source}/pass@{k}": values[f"pass@{k}"] for k in ks}
     if setup.world.main and setup.config.train.keep_eval_texts:
         write_eval_texts(Path(setup.config.output_dir), step, samples)
     return metrics
 
 
-def solo_metrics(run: Run, prompts: Sequence[Prompt], ks: Sequence[int], samples: list[evals.Sample]) -> dict[str, Any]:
-    """The metrics of ``evals.summarise`` for what the senior generates alone, which is added to ``samples``."""
+def evaluate_solo(run: Run, prompts: Sequence[Prompt], ks: Sequence[int]) -> evals.EvalResult:
+    """What the senior generates alone, graded, with the metrics of ``evals.summarise``."""
     setup, settings = run.setup, run.setup.config.eval
     generated = evals.generate_samples(
         {"solo": solo("senior")},
@@ -62,8 +62,8 @@ def solo_metrics(run: Run, prompts: Sequence[Prompt], ks: Sequence[int], samples
         episode_runner=setup.episode_runner,
     )
     marked = evals.grade(generated, prompts, setup.scorer)
-    samples += marked
-    return evals.summarise(marked, partial(evals.graded, k=ks), bootstrap=settings.bootstrap, seed=settings.seed)
+    metrics = evals.summarise(marked, partial(evals.graded, k=ks), bootstrap=settings.bootstrap, seed=settings.seed)
+    return evals.EvalResult(metrics, marked)
 
 
 def truncated_at_eval(settings: EvalConfig, rollouts: Sequence[Rollout]) -> Metrics:
