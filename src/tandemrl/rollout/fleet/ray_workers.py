@@ -1,7 +1,7 @@
 """Workers that are actors on a Ray cluster. This module alone imports ray, when a cluster is needed.
 
-Ray places the actors, says when one is lost, and carries requests, completions and weights. The weights of a version are
-put into its object store once, in parts; the workers of a node share its copy.
+Ray places the actors, says when one is lost, and carries requests, completions and weights. The weights of a version
+are put into its object store once, in parts; the workers of a node share its copy.
 """
 
 import importlib.util
