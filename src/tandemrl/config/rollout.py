@@ -30,6 +30,9 @@ from tandemrl.config.fields import (
     component,
 )
 
+UNIT_GROUPS = 4
+"""What ``rollout.unit_groups: null`` stands for with workers."""
+
 
 @dataclass(frozen=True)
 class VllmConfig:
@@ -139,6 +142,11 @@ class RolloutConfig:
         """What the engine can do. Those of workers are in no trainer."""
         kind = engine_kind(self.engine)
         return kind._replace(in_trainer=False) if self.workers else kind
+
+    @property
+    def units(self) -> int | None:
+        """How many groups are decoded together; None = all of a call."""
+        return self.unit_groups or (UNIT_GROUPS if self.workers else None)
 
     @property
     def environment_kind(self) -> EnvironmentKind:

@@ -143,11 +143,9 @@ class TrainConfig:
     max_logprob_mismatch: PositiveFloat | None = None
     """Stop above this mean |trainer - engine| log-prob on senior tokens, in nats. null = 1e-3 in float32; in bfloat16
     four times as far as rounding moves the senior's log-probs (measured at the start), and at least 2e-2."""
-    async_steps: Annotated[
-        int, Allowed("0 or 1: rollouts of weights older than one step are not learnt from", lambda n: n in (0, 1))
-    ] = 0
-    """1 = the rollouts of the next step are written during the update of this one, so by weights that are one step
-    old; 0 = off."""
+    async_steps: Annotated[int, Allowed("between 0 and 8", lambda n: 0 <= n <= 8)] = 0
+    """How many steps ahead rollouts are generated, so with weights that are so many steps old. 1 = those of the next
+    step, during the update of this one; more than 1 requires `rollout.workers`; 0 = off."""
     async_save: bool = False
     """Write checkpoints in the background."""
     profile: bool = False

@@ -4,7 +4,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple, Self
+from typing import NamedTuple
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
@@ -14,7 +14,7 @@ from tandemrl.models.loading import load_model, resolve_device
 from tandemrl.models.lora import AdapterPlan
 from tandemrl.processes.names import made
 from tandemrl.rollout.engine import Engine
-from tandemrl.rollout.fleet.engine import UNIT_GROUPS, FleetEngine, UnitEngine
+from tandemrl.rollout.fleet.engine import FleetEngine, UnitEngine
 from tandemrl.rollout.fleet.ray_workers import Cluster, RayWorkers
 from tandemrl.rollout.torch_engine import TorchEngine
 from tandemrl.rollout.vllm import cannot_import, require_vllm
@@ -36,7 +36,7 @@ class ModelSource(NamedTuple):
     """Loads the model for the torch engine of a worker in another process, to which it is pickled. None stands for the
     model at ``path``, in the dtype of the engine."""
 
-    def elsewhere(self, dtype: str, device: str) -> Self:
+    def elsewhere(self, dtype: str, device: str) -> "ModelSource":
         """The source for a worker: of what ``load`` holds in this process, nothing is sent there."""
         load = self.load_elsewhere or partial(load_frozen, self.path, dtype, device)
         return self._replace(load=load, load_elsewhere=None)
@@ -56,6 +56,7 @@ def make_engine(
     dtype: str = "float32",
     device: str = "cpu",
     longest: int | None = None,
+    max_staleness: int = 0,
 ) -> Engine:
     """Make the engine for these models: one in this process, or ``rollout.workers`` of them, used as one.
 
@@ -68,6 +69,7 @@ def make_engine(
         device: ``model.device``, for the vLLM engine. The torch engine takes its models as they are loaded.
         longest: how many tokens the longest request of the vLLM engine has, prompt and completion together. None stands
             for the context of the models.
+        max_staleness: with workers, by how many steps their weights may be older than the newest possible ones.
 
     Raises:
         ConfigError: vLLM is not installed, or is built for another device than ``device``; or an engine of the user's
@@ -76,7 +78,7 @@ def make_engine(
     """
     if config.workers == 0:
         engine = _own_engine(config, senior, junior, tokenizer, dtype, device, longest)
-        return engine if config.unit_groups is None else UnitEngine(engine, config.unit_groups)
+        return engine if config.units is None else UnitEngine(engine, config.units)
     there = device.partition(":")[0]  # of the cards that Ray gives it, a worker takes the first
     make = partial(
         _own_engine,
@@ -96,10 +98,12 @@ def make_engine(
         gpus=config.tensor_parallel if on_cards else 0,
         store_bytes=STORED_VERSIONS * stored or None,
     )
+    assert config.units is not None
     return FleetEngine(
         RayWorkers(make, cluster),
         size=config.workers,
-        unit_groups=config.unit_groups or UNIT_GROUPS,
+        unit_groups=config.units,
+        max_staleness=max_staleness,
         timeout_s=config.worker_timeout_s,
     )
 

@@ -259,5 +259,12 @@ def build_engine(config: Config, junior: ModelSource | None, tokenizer: PreTrain
         model.senior, on_the_junior if shared else of_its_own, plan, load_elsewhere=in_a_worker if shared else None
     )
     return make_engine(
-        config.rollout, senior, junior, tokenizer, dtype=model.dtype, device=model.device, longest=longest
+        config.rollout,
+        senior,
+        junior,
+        tokenizer,
+        dtype=model.dtype,
+        device=model.device,
+        longest=longest,
+        max_staleness=config.train.async_steps,
     )

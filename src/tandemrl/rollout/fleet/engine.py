@@ -4,13 +4,14 @@
 of the ``Workers`` that it gets, such as those on Ray (``ray_workers``).
 """
 
+import copy
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import count
 from queue import Empty, SimpleQueue
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 import torch
@@ -49,8 +50,6 @@ from tandemrl.rollout.fleet.events import (
 from tandemrl.rollout.sync import fingerprint
 from tandemrl.selection import Who
 
-UNIT_GROUPS = 4
-"""How many groups a unit of workers has where ``rollout.unit_groups`` does not say."""
 TICK_S = 1.0
 LOST_PER_WORKER = 4  # in a row, before the fleet gives up
 
@@ -75,6 +74,7 @@ class UnitAnswer(NamedTuple):
     passes: Passes
 
 
+@runtime_checkable
 class Workers(Protocol):
     """Processes that each hold an engine, by number. Every method returns at once; what comes of it is told."""
 
@@ -204,8 +204,12 @@ class FleetEngine:
         self._events: SimpleQueue[Event | _Abort | None] = SimpleQueue()
         self._changed = threading.Condition()
         self._calls: dict[int, _Call] = {}
-        self._numbers, self._aborts, self._failure = count(), Aborts(), None
+        self._numbers, self._aborts = count(), Aborts()
+        self._failures: list[str] = []
         self._described: Described | None = None
+        self._step: int | None = None
+        self.begun = threading.Event()
+        """Set when a call of ``generate`` has its place and its weights."""
         self._version, self._base = INITIAL, 0
         self._checksums: dict[int, int | None] = {INITIAL: None}
         """Of the newest version; a worker's, where only that can be known."""
@@ -242,7 +246,9 @@ class FleetEngine:
                 self._aborts.clear()
             number = next(self._numbers)
             self._calls[number] = call
-            self._events.put(Submitted(number, len(call.units), self._version, self._version + 1))
+            step = self._version + 1 if self._step is None else self._step
+            self._events.put(Submitted(number, len(call.units), self._version, step))
+        self.begun.set()
         completions, passes = [], Passes()
         try:
             for unit in call.units:
@@ -259,8 +265,8 @@ class FleetEngine:
 
     def _next(self, call: _Call) -> UnitAnswer:
         while True:
-            if self._failure is not None:
-                raise EngineError(self._failure)
+            if self._failures:
+                raise EngineError(self._failures[0])
             try:
                 answer = call.arrived.get(timeout=TICK_S)
             except Empty:
@@ -311,10 +317,20 @@ class FleetEngine:
         assert checksum is not None
         return checksum
 
+    def at_step(self, step: int) -> "FleetEngine":
+        """This fleet with the weights of now, for the rollouts of a step, whatever weights come afterwards.
+
+        Once its ``generate`` has ``begun``, the workers can get those weights until it has all that it asks for.
+        """
+        view = copy.copy(self)  # all but these values is the fleet's
+        view._step, view.begun = step, threading.Event()
+        return view
+
     def counts(self) -> dict[str, float]:
         """What the fleet did since its start: ``redone`` units, ``restarts`` of workers, ``idle_s`` of ``worker_s``."""
         d = self._dispatcher
-        return {"redone": d.redone, "restarts": d.restarts, "idle_s": d.idle_s, "worker_s": d.worker_s}
+        counted = {"redone": d.redone, "restarts": d.restarts, "idle_s": d.idle_s, "worker_s": d.worker_s}
+        return {name: float(value) for name, value in counted.items()}
 
     def close(self) -> None:
         self._events.put(None)
@@ -329,8 +345,8 @@ class FleetEngine:
         """
         with self._changed:
             while not holds():
-                if self._failure is not None:
-                    raise EngineError(self._failure)
+                if self._failures:
+                    raise EngineError(self._failures[0])
                 self._changed.wait(TICK_S)
                 stamp()
 
@@ -405,7 +421,7 @@ class FleetEngine:
 
     def _fail(self, why: str) -> None:
         with self._changed:
-            self._failure = self._failure or why
+            self._failures.append(why)
             self._changed.notify_all()
 
 
@@ -434,5 +450,4 @@ def _with_aborted(requests: Sequence[Request], completions: Sequence[Sequence[Co
 
 
 def _nothing(key: int) -> Completion:
-    none = np.zeros(0, np.int64)
-    return Completion(key, none, none, none.astype(np.float32), "abort")
+    return Completion(key, np.zeros(0, np.int64), np.zeros(0, np.int8), np.zeros(0, np.float32), "abort")

@@ -108,8 +108,13 @@ class RayWorkers:
     """
 
     def __init__(self, make: Callable[[], Engine], cluster: Cluster) -> None:
+        address = cluster.address
+        if address == "auto":
+            address = os.environ.get("RAY_ADDRESS") or "local"
+        if address == "local":  # then Ray takes 127.0.0.1 for this machine's address, and listens nowhere else
+            os.environ.setdefault("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0")
         self._ray = require_ray(f"rollout.workers={cluster.workers}")
-        self._ours = self._connect(cluster)
+        self._ours = self._connect(cluster, address)
         options = {"num_cpus": 1, "num_gpus": cluster.gpus, "max_restarts": 0, "scheduling_strategy": "SPREAD"}
         # Two calls at once, so that ``abort`` reaches a worker that generates.
         self._actor = self._ray.remote(max_concurrency=2, **options)(RayWorker)
@@ -118,14 +123,11 @@ class RayWorkers:
         self._parts: dict[int, list[Any]] = {INITIAL: []}
         self._tell: Callable[[Event], None] = lambda event: None
 
-    def _connect(self, cluster: Cluster) -> bool:
-        """Whether it is a cluster of our own."""
+    def _connect(self, cluster: Cluster, address: str) -> bool:
+        """Connect this process, unless it is. Returns whether it was not."""
         ray = self._ray
         if ray.is_initialized():
             return False
-        address = cluster.address
-        if address == "auto":
-            address = os.environ.get("RAY_ADDRESS") or "local"
         if address != "local":
             try:
                 ray.init(address, log_to_driver=False, logging_level="error", namespace="tandemrl")
