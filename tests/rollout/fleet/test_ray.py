@@ -1,7 +1,8 @@
-"""Workers on a real Ray cluster on this machine: the same bits as one engine, also when workers are killed, and runs that
-end with all their processes."""
+"""Workers on a real Ray cluster on this machine: the same bits as one engine, also when a worker is killed, and no
+process is left."""
 
 import os
+import re
 import time
 from functools import partial
 from importlib.util import find_spec
@@ -11,18 +12,26 @@ from typing import Any
 import pytest
 import torch
 
-from helpers import flat
-from tandemrl.config import RolloutConfig, load
+from helpers import flat, prompts, qwen3, requests, small_qwen3, strategies, tokenizer
+from tandemrl.config import ConfigError, RolloutConfig
+from tandemrl.files import pip_install
 from tandemrl.models.loading import load_model, load_tokenizer
 from tandemrl.rollout.engine import Engine, Request, Sampling, generate_verified
 from tandemrl.rollout.factory import ModelSource, make_engine
 from tandemrl.rollout.fleet.engine import FleetEngine
-from tandemrl.rollout.fleet.ray_workers import RayWorkers
-from tandemrl.rollout.schedule import schedule_of
+from tandemrl.rollout.fleet.ray_workers import RayWorkers, parts_of, require_ray, restored
 from tandemrl.rollout.sync import sync_weights
-from tandemrl.selection.draws import request_key
 
 needs_ray = pytest.mark.skipif(find_spec("ray") is None, reason="needs the ray extra")
+
+
+@pytest.fixture
+def pair_of_models(tmp_path: Path) -> Path:
+    """Random models and their tokenizer, in folders from which workers can load them."""
+    for name, model in (("senior", qwen3()), ("junior", small_qwen3())):
+        model.save_pretrained(tmp_path / name)
+        tokenizer().save_pretrained(tmp_path / name)
+    return tmp_path
 
 
 def engine_of(pair: Path, workers: int, **settings: Any) -> Engine:
@@ -31,12 +40,8 @@ def engine_of(pair: Path, workers: int, **settings: Any) -> Engine:
     return make_engine(rollout, sources[0], sources[1], load_tokenizer(pair / "senior"))
 
 
-def asked(pair: Path) -> list[Request]:
-    tokenizer = load_tokenizer(pair / "senior")
-    strategy = schedule_of(load().selection, tokenizer, len(tokenizer)).strategy(1)
-    prompts = [tuple(tokenizer.encode(f"{i} + {i + 1} =")) for i in range(5)]
-    keys = [tuple(request_key(0, 1, i, sample) for sample in range(2)) for i in range(5)]
-    return [Request(p, k, Sampling(max_tokens=24), strategy) for p, k in zip(prompts, keys, strict=True)]
+def asked() -> list[Request]:
+    return requests(prompts(5), Sampling(max_tokens=24), strategies()["word"], samples=2)
 
 
 def bits(written: list[list[Any]]) -> list[Any]:
@@ -82,25 +87,25 @@ def gone(session: Path, seconds: float = 60.0) -> bool:
 
 
 @needs_ray
-def test_two_workers_one_of_which_is_killed_give_the_bits_of_one_engine(tiny_pair: Path) -> None:
+def test_two_workers_one_of_which_is_killed_give_the_bits_of_one_engine(pair_of_models: Path) -> None:
     """Before and after new weights; on 127.0.0.1 alone; nothing is left when it is closed."""
     import ray
 
-    requests, alone = asked(tiny_pair), engine_of(tiny_pair, 0)
-    before = bits(alone.generate(requests))
-    checksum = sync_weights(learnt(tiny_pair), alone, version=1)
-    after = bits(alone.generate(requests))
-    fleet = engine_of(tiny_pair, 2)
+    given, alone = asked(), engine_of(pair_of_models, 0)
+    before = bits(alone.generate(given))
+    checksum = sync_weights(learnt(pair_of_models), alone, version=1)
+    after = bits(alone.generate(given))
+    fleet = engine_of(pair_of_models, 2)
     try:
         assert isinstance(fleet, FleetEngine)
         session = session_of_ray()
         assert processes_of(session)
         assert [node["NodeManagerAddress"] for node in ray.nodes()] == ["127.0.0.1"]
-        assert bits(generate_verified(fleet, requests, requests[0].strategy)[0]) == before
-        assert sync_weights(learnt(tiny_pair), fleet, version=1) == checksum
+        assert bits(generate_verified(fleet, given, given[0].strategy)[0]) == before
+        assert sync_weights(learnt(pair_of_models), fleet, version=1) == checksum
         assert fleet.fingerprint("junior") == alone.fingerprint("junior")
         kill_at_the_first_unit(fleet)
-        written = fleet.generate(requests)
+        written = fleet.generate(given)
         assert bits(written) == after != before
         assert all(c.tokens.flags.writeable for c in flat(written))
         assert fleet.counts()["restarts"] == 1
@@ -125,3 +130,25 @@ def kill_at_the_first_unit(fleet: FleetEngine) -> None:
         ray.kill(workers._actors[number])
 
     workers.generate = generate_and_die  # type: ignore[method-assign]
+
+
+def test_without_the_extra_it_is_said_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    what = f"rollout.workers=2 needs Ray, which is not installed: {pip_install('ray')}"
+    with pytest.raises(ConfigError, match=re.escape(what)):
+        require_ray("rollout.workers=2")
+
+
+def test_weights_come_out_of_the_store_as_they_went_in() -> None:
+    generator = torch.Generator().manual_seed(0)
+    given = [
+        ("scalar", torch.tensor(3.5)),
+        ("bf16", torch.randn(5, 3, generator=generator).bfloat16()),
+        ("view", torch.randn(4, 6, generator=generator).T),
+        ("odd bytes", torch.arange(7, dtype=torch.int8)),
+    ]
+    parts = list(parts_of(given, limit=100))
+    assert [[name for name, *_ in part] for part in parts] == [["scalar", "bf16", "view"], ["odd bytes"]]
+    back = [named for part in parts for named in restored(part)]
+    assert [name for name, _ in back] == [name for name, _ in given]
+    assert all(torch.equal(a, b) and a.dtype == b.dtype for (_, a), (_, b) in zip(given, back, strict=True))
