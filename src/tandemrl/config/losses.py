@@ -29,6 +29,9 @@ class LossConfig:
     """Values of the parameters of a `module:name` that is a function."""
     junior_weight: Share = 0.0
     """Loss weight of junior-written tokens: 0 = tandem GRPO, 1 = plain GRPO on every token."""
+    word_ends: bool = True
+    """With `before_word`: a senior that ends its word, where the junior takes over, has made a choice, which is trained
+    like a token of its own. false leaves it out; the gradient is then biased."""
     clip_low: float | None = None
     """The probability ratio is clipped at 1 - clip_low."""
     clip_high: float | None = None

@@ -86,6 +86,21 @@ def _drafts(c: Config) -> Iterator[Fault]:
         yield Fault("rollout.draft_tokens", "0 without model.junior: drafting requires model.junior")
 
 
+def _dropped_proposals(c: Config) -> Iterator[Fault]:
+    if not c.selection.kind.drops:
+        return
+    name = f"selection.strategy={c.selection.strategy}"
+    if not c.rollout.kind.drops:
+        why = "which cannot drop what an author proposes; or use rollout.engine=torch"
+        yield Fault("selection.strategy", f"another, such as word, with rollout.engine={c.rollout.engine}, {why}")
+    if c.rollout.draft_tokens != 0:
+        why = "a draft would have to guess which tokens are dropped; selection.strategy=word can be drafted"
+        yield Fault("rollout.draft_tokens", f"0 with {name}: {why}")
+    if c.loss.word_ends and c.loss.kind.critic:
+        why = "a critic has no value for the end of a word; group recipes such as grpo need none"
+        yield Fault("loss.word_ends", f"false with {name} and loss.recipe={c.loss.recipe}: {why}")
+
+
 def _batches(c: Config) -> Iterator[Fault]:
     t, longest = c.train, c.longest_sequence
     per_update = t.mini_batch_prompts or t.prompts_per_step
@@ -161,6 +176,7 @@ def _services(c: Config) -> Iterator[Fault]:
 _RULES: tuple[Callable[[Config], Iterator[Fault]], ...] = (
     _groups,
     _drafts,
+    _dropped_proposals,
     _batches,
     _critic,
     _evaluation,

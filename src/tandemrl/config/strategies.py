@@ -13,7 +13,8 @@ class Kind(NamedTuple):
     """What a strategy says of itself.
 
     path: the function that makes it, as ``module:name``. parameters: the keys of ``selection.*`` that it reads.
-    by_turns: whether authors change between turns only. solo: whether one author writes everything.
+    by_turns: whether authors change between turns only. solo: whether one author writes everything. drops: whether what
+    an author proposes may be dropped (``Strategy.starts``), which not every engine can do.
     """
 
     name: str
@@ -22,6 +23,7 @@ class Kind(NamedTuple):
     parameters: tuple[str, ...] = ()
     by_turns: bool = False
     solo: bool = False
+    drops: bool = False
 
     @property
     def draws(self) -> bool:
@@ -29,13 +31,19 @@ class Kind(NamedTuple):
         return "prob_senior" in self.parameters
 
 
-def _here(name: str, says: str, *parameters: str, by_turns: bool = False, solo: bool = False) -> Kind:
-    return Kind(name, f"tandemrl.selection.strategies:{name}", says, parameters, by_turns, solo)
+def _here(name: str, says: str, *parameters: str, **what: bool) -> Kind:
+    return Kind(name, f"tandemrl.selection.strategies:{name}", says, parameters, **what)
 
 
 _TABLE = (
     _here("word", "redraw the author after each word boundary (the paper's strategy)", "prob_senior", "max_gap_tokens"),
     _here("word_aligned", "as word, but never inside a word", "prob_senior", "max_gap_tokens"),
+    _here(
+        "before_word",
+        "one draw for each whole word; the first token of another author replaces what the one before proposes",
+        "prob_senior",
+        drops=True,
+    ),
     _here("bernoulli", "redraw after each token", "prob_senior"),
     _here("sentence", "hand over after each step", "first"),
     _here("chunk", "hand over after chunk_size tokens", "chunk_size", "first"),

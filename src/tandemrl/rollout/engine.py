@@ -105,7 +105,10 @@ class Completion:
     author: 0 for the junior, 1 for the senior, -1 for the environment. behaviour_logprobs: the log-prob of each token
     under its author's sampling distribution (float32, nats), after penalties, temperature and truncation and
     renormalised. It is 0.0 for greedy decoding and for tokens of the environment. transcript: the messages of the
-    episode, from the ``Responder``; None without one.
+    episode, from the ``Responder``; None without one. handover_logprobs: None unless the strategy has ``starts``. Then
+    it holds, at the first token of the junior after one of the senior, the log-prob that the senior proposes a token of
+    ``starts`` there, under the same distribution, and 0.0 elsewhere. A token after a handover was drawn from ``starts``
+    alone, and so is its log-prob.
     """
 
     key: int
@@ -115,6 +118,7 @@ class Completion:
     stop_reason: StopReason
     policy_version: int = 0
     transcript: Transcript | None = None
+    handover_logprobs: np.ndarray | None = None
 
     @property
     def turns(self) -> list[np.ndarray]:
@@ -191,6 +195,8 @@ class EngineInfo(NamedTuple):
     fingerprint covers them and the base, under the trainer's names."""
     streams: bool = False
     """Whether ``generate`` takes ``on_tokens``, an ``OnTokens``, and calls it whenever tokens were written."""
+    drops: bool = False
+    """Whether it can drop what an author proposes, as strategies with ``starts`` ask for."""
 
 
 OnTokens = Callable[[int, list[int], list[float]], None]
@@ -317,7 +323,9 @@ class Aborts:
             self._keys = set()
 
 
-def check_request(index: int, request: Request, *, vocabulary: int, context: int, has_junior: bool) -> None:
+def check_request(
+    index: int, request: Request, *, vocabulary: int, context: int, has_junior: bool, drops: bool = False
+) -> None:
     """Refuse a request that an engine cannot serve, before anything is decoded.
 
     Args:
@@ -325,6 +333,7 @@ def check_request(index: int, request: Request, *, vocabulary: int, context: int
         vocabulary: prompt ids must be below this number.
         context: how many tokens prompt and completion may have together.
         has_junior: whether the engine has a junior.
+        drops: see ``EngineInfo``.
 
     Raises:
         EngineError: the request cannot be served; the message names it and what is wrong.
@@ -350,6 +359,11 @@ def check_request(index: int, request: Request, *, vocabulary: int, context: int
         raise EngineError(f"request {index}: stop_token_ids {bad} are outside the vocabulary of {vocabulary}")
     if request.strategy.writers != "senior" and not has_junior:
         raise EngineError(f"request {index}: its strategy needs a junior and the engine has none; pass `junior`")
+    if request.strategy.starts is not None and not drops:
+        raise EngineError(
+            f"request {index}: its strategy (before_word) may drop what an author proposes, which this engine cannot "
+            "do; use rollout.engine=torch with rollout.draft_tokens=0, or selection.strategy=word"
+        )
 
 
 def check_completion(completion: Completion) -> None:
@@ -376,6 +390,9 @@ def check_completion(completion: Completion) -> None:
         raise EngineError(f"completion {completion.key}: the observation has a log-prob other than 0")
     if length and not np.isfinite(completion.behaviour_logprobs).all():
         raise EngineError(f"completion {completion.key}: behaviour_logprobs are not finite")
+    told = completion.handover_logprobs
+    if told is not None and not (len(told) == length and np.isfinite(told).all()):
+        raise EngineError(f"completion {completion.key}: handover_logprobs are not {length} finite numbers")
 
 
 def check_answers(requests: Sequence[Request], completions: Sequence[Sequence[Completion]], version: int) -> None:
@@ -425,6 +442,9 @@ def check_authors(
     """
     for completion in completions:
         check_completion(completion)
+        if (completion.handover_logprobs is None) != (strategy.starts is None):
+            fault = "lacks" if completion.handover_logprobs is None else "has"
+            raise EngineError(f"completion {completion.key}: it {fault} handover_logprobs; see Strategy.starts")
     before = histories if histories is not None else [()] * len(completions)
     turns = [[*map(np.asarray, past), *c.turns] for past, c in zip(before, completions, strict=True)]
     expected = replay_turns(strategy, [c.key for c in completions], turns)

@@ -125,14 +125,15 @@ class Duo:
         return Piece(self._read(longer, len(draft.tokens), prompt), None, self.next_author(longer))
 
     def next_author(self, draft: Draft) -> Author:
-        """Who writes the token after the draft."""
+        """Who writes the token after the draft; with ``before_word``, who proposes it."""
         keys = torch.tensor([request_key(draft.seed, 0, 0, 0)], dtype=torch.int64)
         history = [draft.tokens] if draft.tokens else []
         senior, _ = resumed(self._strategy(draft.selection), keys, [history])
         return Author.SENIOR if bool(senior) else Author.JUNIOR
 
     def _make_strategy(self, selection: SelectionConfig) -> Strategy:
-        return schedule_of(selection, self.tokenizer, self.engine.vocabulary).strategy(1)
+        # A text is one turn, though the engine gets what is there of it as one that was written before.
+        return schedule_of(selection, self.tokenizer, self.engine.vocabulary).strategy(1)._replace(turn=None)
 
     def _prompt(self, text: str) -> list[int]:
         asked = [{"role": "user", "content": text}]
