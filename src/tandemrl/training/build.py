@@ -6,7 +6,7 @@ from functools import partial
 import torch
 from transformers import AutoConfig, PreTrainedModel, PreTrainedTokenizerBase
 
-from tandemrl.config import Config
+from tandemrl.config import Config, ConfigError
 from tandemrl.config.rules import check_processes
 from tandemrl.data.documents import hops
 from tandemrl.data.sampler import Sampler
@@ -101,6 +101,11 @@ def build(
     if strategy is not None:
         schedule = Schedule(partial(strategy_at, strategy), lambda step: None)
     recipe = preflight.recipe
+    if schedule.strategy(1).starts is not None and config.loss.word_ends and recipe.advantage is None:
+        raise ConfigError(
+            f"loss.word_ends=true: must be false with before_word and recipe {recipe.name}, whose critic has no value "
+            "for the end of a word; group recipes such as grpo need none"
+        )
     tandem = strategy is not None or schedule.strategy(1).writers != "senior"
     models = build_models(config, policy, tokenizer, world, tandem=tandem, critic=recipe.advantage is None)
     sampling = Sampling(
@@ -110,7 +115,7 @@ def build(
         top_k=rollout.top_k,
         min_p=rollout.min_p,
     )
-    device, vocabulary = resolve_device(model.device), models.engine.vocabulary
+    device, vocabulary, starts = resolve_device(model.device), models.engine.vocabulary, schedule.strategy(1).starts
     # On the weights of model.senior, also if a checkpoint follows: a resumed run has the limit of its past.
     measure = partial(
         self_difference,
@@ -136,6 +141,7 @@ def build(
         episode_runner=episode_runner,
         environment_id=preflight.environment_id,
         judge=None if judge is None else judge.model,
+        starts=None if starts is None else starts.to(device),
         mismatch_limit=mismatch_limit(config, measure),
         device=device,
         world=world,

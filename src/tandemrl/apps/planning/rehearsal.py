@@ -257,7 +257,7 @@ def one_pass(
     with _disable_current_modes():
         index = ((batch.author >= 0) & (batch.positions > 0)).nonzero().squeeze(1)
         part = part_of(batch, index, shards.sequence)
-        targets = batch.tokens.index_select(0, part.predicted)
+        targets = batch.tokens.index_select(0, part.slots)
         tokens, positions, prefixes, targets = (
             fake.from_tensor(each) for each in (part.tokens, part.positions, part.prefixes, targets)
         )
@@ -270,7 +270,7 @@ def one_pass(
         else:
             logprobs = getattr(model, "packed_logprobs", None) or partial(packed_logprobs, model)
             channels = list(logprobs(tokens, positions, part.layout, prefixes, targets, options, shards.tensor))
-    whole = [channel_of(channel, part, batch, shards.sequence) for channel in channels]
+    whole = [channel_of(channel, part, batch.tokens.shape[0], shards.sequence) for channel in channels]
     return sum((channel.sum() for channel in whole[1:] if entropy), whole[0].sum())
 
 
