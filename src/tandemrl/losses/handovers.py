@@ -1,9 +1,10 @@
 """The ends of words as entries of the loss: what a senior chose where the junior took over (``Strategy.starts``).
 
 There, the text has the likelihood P·q: P is the probability that the senior proposes any token that begins a word, and
-q the junior's of the token that stands instead. P depends on the senior's weights, so the gradient has a term ∇log P. It
-goes through the whole loss chain as a token of the senior does: with a ratio, a clip and an importance weight of its own,
-the rollout's advantage and the weight 1. It counts in Σw, but is no token of the response (``normalise_by="response"``).
+q the junior's of the token that stands instead. P depends on the senior's weights, so the gradient has a term ∇log P.
+It goes through the whole loss chain as a token of the senior does: with a ratio, a clip and an importance weight of
+its own, the rollout's advantage and the weight 1. It counts in Σw, but is no token of the response
+(``normalise_by="response"``).
 """
 
 from dataclasses import replace
