@@ -77,6 +77,28 @@ def test_a_bad_override_names_the_key_and_what_is_allowed(override: str, message
         load(overrides=[override])
 
 
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        (
+            "rollout.engine=vllm",
+            "selection.strategy=before_word: must be another, such as word, with rollout.engine=vllm",
+        ),
+        (
+            "rollout.draft_tokens=4",
+            "rollout.draft_tokens=4: must be 0 with selection.strategy=before_word: .*=word can be",
+        ),
+        (
+            "loss.recipe=ppo",
+            "loss.word_ends=True: must be false with selection.strategy=before_word and loss.recipe=ppo",
+        ),
+    ],
+)
+def test_what_before_word_cannot_do_is_refused_with_what_works_instead(override: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        load(overrides=["selection.strategy=before_word", override])
+
+
 def test_an_unreadable_or_unknown_file_is_named(tmp_path: Path) -> None:
     bad = tmp_path / "bad.yaml"
     bad.write_text("train: [")
