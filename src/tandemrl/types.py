@@ -45,7 +45,8 @@ def own_turns(tokens: np.ndarray, author: np.ndarray) -> list[np.ndarray]:
 def taken_over(author: np.ndarray) -> np.ndarray:
     """Where a token follows one of the other author, in the same turn."""
     before = np.concatenate([[Author.CONTEXT], author[:-1]])
-    return (author >= 0) & (before >= 0) & (author != before)
+    after: np.ndarray = (author >= 0) & (before >= 0) & (author != before)
+    return after
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -97,9 +98,9 @@ class Rollout:
     @property
     def word_ends(self) -> int:
         """At how many places the senior ended its word and the junior took over, which are choices of the senior."""
-        return int((taken_over(self.author) & (self.author == Author.JUNIOR)).sum()) * (
-            self.handover_logprobs is not None
-        )
+        if self.handover_logprobs is None:
+            return 0
+        return int((taken_over(self.author) & (self.author == Author.JUNIOR)).sum())
 
     @property
     def context_tokens(self) -> int:
@@ -118,6 +119,7 @@ class Rollout:
 
     def to_json(self) -> dict[str, Any]:
         """A JSON-serialisable dict; ``Rollout.from_json`` is its inverse."""
+        told = self.handover_logprobs
         return {
             "example_id": self.example_id,
             "group": self.group,
@@ -126,11 +128,7 @@ class Rollout:
             "tokens": self.tokens.tolist(),
             "author": self.author.tolist(),
             "behaviour_logprobs": [round(float(x), 6) for x in self.behaviour_logprobs],
-            **(
-                {}
-                if self.handover_logprobs is None
-                else {"handover_logprobs": [round(float(x), 6) for x in self.handover_logprobs]}
-            ),
+            **({} if told is None else {"handover_logprobs": [round(float(x), 6) for x in told]}),
             "reward": self.reward,
             "reward_parts": dict(self.reward_parts),
             "stop_reason": self.stop_reason,

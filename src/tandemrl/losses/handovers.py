@@ -10,15 +10,15 @@ its own, the rollout's advantage and the weight 1. It counts in Σw, but is no t
 from dataclasses import replace
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Shaped
 from torch import Tensor
 
 from tandemrl.types import Author, Batch
 
 
 def with_word_ends(
-    batch: Batch, *channels: tuple[Float[Tensor, " t"], Float[Tensor, " e"]]
-) -> tuple[Batch, list[Float[Tensor, " n"]]]:
+    batch: Batch, *channels: tuple[Shaped[Tensor, " t"], Shaped[Tensor, " e"]]
+) -> tuple[Batch, list[Shaped[Tensor, " n"]]]:
     """A batch whose ``word_ends`` are entries behind its tokens, for ``policy_loss`` and ``kl_penalty``.
 
     The entries have the author CONTEXT, since they are no tokens, and the advantage of the token at their place. The
