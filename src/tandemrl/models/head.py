@@ -11,7 +11,8 @@ from torch import Tensor
 from tandemrl.models.sampling import Truncation, kept_tokens
 
 REMOVED = -1e30  # logit of a truncated token: probability 0 like -inf, but p·logit stays 0 and not NaN
-TAKEN_OVER, WORD_END = 1, 2  # events that are not the drawing of a token from the whole vocabulary
+TAKEN_OVER = 1  # events that are not the drawing of a token from the whole vocabulary
+WORD_END = 2
 SMALLEST = 1e-37  # probability, relative to that of the best token, below which the log-prob of an end stays constant
 LOGITS_PER_CHUNK = 2**25  # float32 logits per buffer: 128 MiB; two buffers are alive at once, without truncation
 

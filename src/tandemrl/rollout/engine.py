@@ -110,8 +110,7 @@ class Completion:
     renormalised. It is 0.0 for greedy decoding and for tokens of the environment. transcript: the messages of the
     episode, from the ``Responder``; None without one. handover_logprobs: None unless the strategy has ``starts``. Then
     it holds, at the first token of the junior after one of the senior, the log-prob that the senior proposes a token of
-    ``starts`` there, under the same distribution, and 0.0 elsewhere. A token after a handover was drawn from ``starts``
-    alone, and so is its log-prob.
+    ``starts`` there, and 0.0 elsewhere. A token after a handover has its log-prob among ``starts`` alone.
     """
 
     key: int
@@ -335,8 +334,7 @@ def check_request(
         index: number of the request, for the message.
         vocabulary: prompt ids must be below this number.
         context: how many tokens prompt and completion may have together.
-        has_junior: whether the engine has a junior.
-        drops: see ``EngineInfo``.
+        has_junior, drops: whether the engine has a junior; ``EngineInfo.drops``.
 
     Raises:
         EngineError: the request cannot be served; the message names it and what is wrong.
@@ -446,8 +444,7 @@ def check_authors(
     for completion in completions:
         check_completion(completion)
         if (completion.handover_logprobs is None) != (strategy.starts is None):
-            fault = "lacks" if completion.handover_logprobs is None else "has"
-            raise EngineError(f"completion {completion.key}: it {fault} handover_logprobs; see Strategy.starts")
+            raise EngineError(f"completion {completion.key}: it lacks handover_logprobs, or has some without starts")
     before = histories if histories is not None else [()] * len(completions)
     turns = [[*map(np.asarray, past), *c.turns] for past, c in zip(before, completions, strict=True)]
     expected = replay_turns(strategy, [c.key for c in completions], turns)
