@@ -6,8 +6,6 @@ from typing import Annotated
 
 import typer
 
-EXAMPLE = "What is 2 + 3?"
-
 
 def play(
     senior: Annotated[str | None, typer.Option(help="HF folder or hub id; default: a tiny pair, built once.")] = None,
@@ -43,14 +41,17 @@ def play(
     from transformers import AutoConfig
 
     from tandemrl.apps.play.duo import Duo
+    from tandemrl.apps.play.problems import EXAMPLE, Problems, known_problems
     from tandemrl.cli.heartbeat import heartbeat
     from tandemrl.config import RolloutConfig, load
+    from tandemrl.data.rows import DataError
     from tandemrl.data.templates import arguments_of, template_variables
     from tandemrl.models.loading import load_model, load_tokenizer, resolve_device, vocabulary_check
+    from tandemrl.rewards.protocol import GraderError
     from tandemrl.rollout.factory import ModelSource, make_engine
     from tandemrl.rollout.schedule import schedule_of
 
-    prompt, arguments = EXAMPLE, arguments_of(template_arguments)
+    arguments = arguments_of(template_arguments)
     chosen = [f"selection.strategy={strategy}", f"selection.parameters={parameters}"]
     selection = load(overrides=chosen).selection
     if senior is None and junior is not None:
@@ -58,13 +59,16 @@ def play(
     listening = listen(port)
     if senior is None:
         from tandemrl.apps.experiments.tiny import build_tiny_pair
-        from tandemrl.data.loading import generated_rows
 
-        folder = Path("runs/tiny")
+        folder = Path("runs/jargon")
         with heartbeat(typer.echo, lambda: f"building a tiny pair in {folder}, once"):
-            build_tiny_pair(folder)
+            build_tiny_pair(folder, pair="jargon", packaged=True)
         senior, junior = str(folder / "senior"), str(folder / "junior")
-        prompt = generated_rows("plain", "heldout", 1, 0)[0].messages[-1]["content"]
+    try:
+        problems = Problems(*known_problems(senior))
+    except (ConfigError, DataError, GraderError) as error:
+        typer.echo(f"the page offers none of the pair's own problems: {error}")
+        problems = Problems(load(), [EXAMPLE])
     partner = junior or senior
     on = str(resolve_device(device))
     tokenizer = load_tokenizer(senior)
@@ -73,16 +77,18 @@ def play(
     models = [AutoConfig.from_pretrained(path, trust_remote_code=False) for path in (senior, partner)]
     longest = min(longest, *(model.get_text_config().max_position_embeddings for model in models))
     reader = load_model(partner, dtype=dtype, device=on)
-    config = RolloutConfig(engine="vllm" if vllm else "torch")
+    rollout = RolloutConfig(engine="vllm" if vllm else "torch")
     if vllm:
-        config = replace(config, vllm=replace(config.vllm, multiprocess=True))
+        rollout = replace(rollout, vllm=replace(rollout.vllm, multiprocess=True))
     own = ModelSource(senior, lambda: load_model(senior, dtype=dtype, device=on))
     engine = make_engine(
-        config, own, ModelSource(partner, lambda: reader), tokenizer, dtype=dtype, device=on, longest=longest
+        rollout, own, ModelSource(partner, lambda: reader), tokenizer, dtype=dtype, device=on, longest=longest
     )
     duo = Duo(engine, reader, tokenizer, longest=longest, template_arguments=arguments)
     schedule_of(selection, tokenizer, engine.vocabulary)  # one of the user's own that cannot be made is refused now
-    app = application(duo, about={"senior": senior, "junior": partner, "prompt": prompt}, begin_with=selection)
+    with heartbeat(typer.echo, lambda: "looking for a problem that the pair solves"):
+        problems.begin_with_a_solved_one(duo, selection)
+    app = application(duo, problems, about={"senior": senior, "junior": partner}, begin_with=selection)
     server = uvicorn.Server(uvicorn.Config(app, log_level="warning", access_log=False))
     with listening:
         typer.echo(f"open http://127.0.0.1:{listening.getsockname()[1]} (Ctrl-C ends it)")

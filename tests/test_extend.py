@@ -146,12 +146,13 @@ def test_play_writes_with_a_strategy_of_ones_own(here: Path) -> None:
     from tandemrl import TorchEngine
     from tandemrl.apps.play.app import application
     from tandemrl.apps.play.duo import Duo
+    from tandemrl.apps.play.problems import EXAMPLE, Problems
 
     senior, junior, chat = prepared(qwen3()), prepared(small_qwen3()), tokenizer()
     chat.chat_template = CHAT_TEMPLATE
     duo = Duo(TorchEngine(senior, junior, chat), junior, chat, longest=64)
     mine = load(overrides=overrides("my_strategy")).selection
-    page = application(duo, about={}, begin_with=mine)
+    page = application(duo, Problems(load(), [EXAMPLE]), about={}, begin_with=mine)
     client = starlette.TestClient(page, base_url="http://127.0.0.1:8765")
     begun = client.post("/begin", json={}).json()
     assert begun["strategies"][-2:] == ["solo", "my_strategy:relay"]

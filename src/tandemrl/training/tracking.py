@@ -335,7 +335,7 @@ def authored_spans(
     whose bytes are from two authors counts as the second author's.
     """
     spans: list[tuple[Author, str]] = []
-    window, shown, start = 0, "", 0  # ``shown`` of decode(tokens[window:start]) is in ``spans`` already
+    window, shown, start, boundary = 0, "", 0, 0  # ``shown`` of decode(tokens[window:start]) is in ``spans`` already
     for who, run in groupby(author):
         end = start + len(list(run))
         text = decode(list(tokens[window:end]))
@@ -343,11 +343,10 @@ def authored_spans(
         if not whole.startswith(shown):
             whole = shown + decode(list(tokens[start:end]))
         spans.append((Author(who), whole[len(shown) :]))
-        if whole == text:
-            window, shown = start, decode(list(tokens[start:end]))
-        else:
-            shown = whole
-        start = end
+        shown, start = whole, end
+        if whole == text:  # no character is cut here, so that a window may begin here later
+            window, boundary = boundary, end
+            shown = decode(list(tokens[window:end]))
     return spans
 
 

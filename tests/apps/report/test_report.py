@@ -865,6 +865,16 @@ def test_a_character_that_two_authors_wrote_is_whole(tokenizer: tuple[Any, Path]
     assert authored_spans(tokens, author, found.decode) == [(Author.SENIOR, "5 "), (Author.JUNIOR, "é 6")]
 
 
+def test_characters_of_several_tokens_side_by_side_are_whole(tokenizer: tuple[Any, Path]) -> None:
+    """Where each token is a span of its own, each character is in the span of its last token."""
+    found, _ = tokenizer
+    text = "日本語🙂é!"
+    tokens = found.encode(text, add_special_tokens=False)
+    spans = [part for _, part in authored_spans(tokens, [i % 2 for i in range(len(tokens))], found.decode)]
+    assert [part for part in spans if part] == [*text]
+    assert [i for i, part in enumerate(spans) if part] == [2, 5, 8, 12, 14, 15]  # by the lengths in UTF-8
+
+
 def test_spans_join_to_the_text_with_a_decoder_that_looks_back() -> None:
     def decode(tokens: list[int]) -> str:  # like SentencePiece: no space before the first word
         return " ".join(f"w{token}" for token in tokens)
