@@ -46,9 +46,9 @@ def served(duo: Duo, problems: Problems, **about: str) -> Iterator[str]:
 def address() -> Iterator[str]:
     senior, junior, chat = prepared(qwen3()), prepared(small_qwen3()), tokenizer()
     chat.chat_template = CHAT_TEMPLATE
-    duo = Duo(TorchEngine(senior, junior, chat), junior, chat, longest=400)
+    duo = Duo(TorchEngine(senior, junior, chat), junior, chat, longest=64)
     # The seed that the page begins with: of a text that does not end by itself.
-    long = next(seed for seed in range(100) if duo.write(Draft("a b", seed), 80).stop is None)
+    long = next(seed for seed in range(100) if duo.write(Draft("a b", seed), 50).stop is None)
     problems = Problems(load(), [replace(EXAMPLE, messages=({"role": "user", "content": "a b"},))])
     with served(duo, problems, senior="big", junior=HOSTILE) as url:
         yield f"{url}/?seed={long}"
@@ -116,7 +116,7 @@ def test_a_text_arrives_bit_by_bit_in_the_colours_of_its_authors(page: Any) -> N
         ".observe(document.getElementById('text'), {childList: true})"
     )
     page.click("#start")
-    expect(page.locator("#status")).to_contain_text(re.compile("no room|ended"), timeout=60_000)
+    expect(page.locator("#status")).to_contain_text(re.compile("no room|ended"), timeout=120_000)
     assert len({count for count in counts if count}) > 3  # not all at once
     written = [token for answer in answers for token in answer["tokens"]]
     seen = [token for token in written if token["text"] or token["special"]]
@@ -129,7 +129,7 @@ def test_a_text_arrives_bit_by_bit_in_the_colours_of_its_authors(page: Any) -> N
     # The same seed again gives the same text.
     before = spans(page)
     page.click("#start")
-    expect(page.locator("#text span")).to_have_count(len(before), timeout=60_000)
+    expect(page.locator("#text span")).to_have_count(len(before), timeout=120_000)
     assert spans(page) == before
 
 
@@ -153,7 +153,7 @@ def test_texts_are_never_markup_and_the_keyboard_reaches_the_words(page: Any, tm
     assert HOSTILE in page.inner_text("#junior-name")
     page.fill("#prompt", HOSTILE)
     page.click("#start")
-    expect(page.locator("#status")).to_contain_text(re.compile("no room|ended"), timeout=60_000)
+    expect(page.locator("#status")).to_contain_text(re.compile("no room|ended"), timeout=120_000)
     page.focus("#text")
     page.keyboard.press("ArrowRight")
     page.keyboard.press("ArrowRight")
@@ -184,7 +184,7 @@ def test_nothing_scrolls_sideways(page: Any, width: int) -> None:
 
 def finished(page: Any) -> None:
     """Wait until nothing is generated any more."""
-    expect(page.locator("#status")).to_contain_text(re.compile("no room|ended|stopped"), timeout=60_000)
+    expect(page.locator("#status")).to_contain_text(re.compile("no room|ended|stopped"), timeout=120_000)
     page.wait_for_selector("#start:enabled")
 
 
@@ -219,7 +219,7 @@ def test_a_text_stops_after_so_many_tokens_and_can_be_continued(pair_page: Any) 
     assert re.match(r"6 tokens; stopped at max new tokens; next: the (senior|junior)\.", page.inner_text("#status"))
     first = spans(page)
     page.click("#resume")
-    expect(page.locator("#status")).to_contain_text("12 tokens; stopped", timeout=60_000)
+    expect(page.locator("#status")).to_contain_text("12 tokens; stopped", timeout=120_000)
     assert len(spans(page)) == 12
     assert spans(page)[:6] == first
 
@@ -246,7 +246,7 @@ def test_after_a_refused_prompt_the_page_can_be_used_at_once(pair_page: Any) -> 
     finished(page)
     page.fill("#prompt", "x " * 400)
     page.click("#start")
-    expect(page.locator("#error")).to_contain_text("at most 255 leave room", timeout=60_000)
+    expect(page.locator("#error")).to_contain_text("at most 255 leave room", timeout=120_000)
     assert page.inner_text("#status") == "Nothing is generated yet."
     assert [page.inner_text(of) for of in ("#text", "#verdict", "#surprisal")] == ["", "", ""]
     assert [page.is_enabled(of) for of in ("#start", "#pause", "#resume", "#say", "#share")] == [True] + [False] * 4
@@ -279,7 +279,7 @@ def test_a_reload_loses_nothing(pair_page: Any) -> None:
     assert state() == before
     page.fill("#max_tokens", "100")
     page.click("#resume")  # the text of its own prompt and settings
-    expect(page.locator("#status")).to_contain_text("ended", timeout=60_000)
+    expect(page.locator("#status")).to_contain_text("ended", timeout=120_000)
     page.wait_for_selector("#start:enabled")
     assert spans(page) == whole
     page.reload()
