@@ -8,9 +8,11 @@ import typer
 
 
 def play(
-    senior: Annotated[str | None, typer.Option(help="HF folder or hub id; default: a tiny pair, built once.")] = None,
+    senior: Annotated[
+        str | None, typer.Option(help="HF folder or hub id; default: the tiny pair of the library.")
+    ] = None,
     junior: Annotated[str | None, typer.Option(help="HF folder or hub id; default: the senior itself.")] = None,
-    vllm: Annotated[bool, typer.Option("--vllm", help="Write by vLLM; default: by the torch engine.")] = False,
+    vllm: Annotated[bool, typer.Option("--vllm", help="Generate by vLLM; default: by the torch engine.")] = False,
     device: Annotated[str, typer.Option(help="auto, cpu, cuda, …")] = "auto",
     dtype: Annotated[str, typer.Option(help="float32 or bfloat16.")] = "float32",
     longest: Annotated[int, typer.Option(min=16, help="Tokens of the longest text, prompt included.")] = 2048,
@@ -20,13 +22,13 @@ def play(
             metavar="MAPPING", help="As data.template_arguments, e.g. '{enable_thinking: true}'; default: the key's."
         ),
     ] = None,
-    strategy: Annotated[str, typer.Option(help="Who writes at first; may be yours: module:name.")] = "word",
+    strategy: Annotated[str, typer.Option(help="The one to begin with; may be custom: module:name.")] = "word",
     parameters: Annotated[
-        str, typer.Option(metavar="MAPPING", help="Those of a strategy of yours, e.g. '{opening: 12}'.")
+        str, typer.Option(metavar="MAPPING", help="Those of a custom strategy, e.g. '{opening: 12}'.")
     ] = "{}",
     port: Annotated[int, typer.Option(min=0, max=65535, help="Port to listen on; 0: any that is free.")] = 8765,
 ) -> None:
-    """Write with senior and junior in the browser. On this machine only; take over as the junior yourself."""
+    """Generate text with senior and junior in the browser, and insert your own. On this machine only."""
     from tandemrl.config import ConfigError
     from tandemrl.files import pip_install
 
@@ -61,7 +63,7 @@ def play(
         from tandemrl.apps.experiments.tiny import build_tiny_pair
 
         folder = Path("runs/jargon")
-        with heartbeat(typer.echo, lambda: f"building a tiny pair in {folder}, once"):
+        with heartbeat(typer.echo, lambda: f"preparing the tiny pair in {folder}, once"):
             build_tiny_pair(folder, pair="jargon", packaged=True)
         senior, junior = str(folder / "senior"), str(folder / "junior")
     try:

@@ -175,6 +175,8 @@ def test_texts_are_never_markup_and_the_keyboard_reaches_the_words(page: Any, tm
 def test_nothing_scrolls_sideways(page: Any, width: int) -> None:
     page.set_viewport_size({"width": width, "height": 800})
     assert page.evaluate("document.documentElement.scrollWidth") <= width
+    heights = page.evaluate("[...document.querySelectorAll('button, input, select')].map(e => e.offsetHeight)")
+    assert min(height for height in heights if height) >= 44  # 0: hidden
     unnamed = page.evaluate(
         "[...document.querySelectorAll('input, select, textarea, button')]"
         ".filter(e => !(e.labels?.length || e.textContent.trim())).length"

@@ -60,9 +60,9 @@ class Problems:
 
     def begin_with_a_solved_one(self, duo: Duo, selection: SelectionConfig) -> None:
         """Move the first problem to the front that the two solve with the settings that the page begins with."""
-        if len(self.prompts) == 1:
+        some = [prompt for prompt in self.prompts if duo.room(prompt) > 0][:TRIED] if len(self.prompts) > 1 else []
+        if not some:
             return
-        some = [prompt for prompt in self.prompts if duo.room(prompt) > 0][:TRIED]
         texts = duo.texts([Draft(prompt, selection=selection) for prompt in some], MAX_NEW)
         for prompt, text in zip(some, texts, strict=True):
             if (verdict := self.verdict(prompt, text)) is not None and verdict.correct:
@@ -86,7 +86,7 @@ def known_problems(senior: str) -> tuple[Config, Sequence[Row]]:
         if config.rollout.environment == "single":  # the page has no other
             rows = load_rows(config.data.eval or config.data.train)
     elif (manifest := read_manifest(folder)) is not None:
-        rows = generated_rows(manifest["pair"], "heldout", LIMIT, 0)
+        rows = generated_rows(str(manifest.get("pair")), "heldout", LIMIT, 0)
     return config, [row for row in rows if _is_plain(row)][:LIMIT] or [EXAMPLE]
 
 
