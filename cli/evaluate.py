@@ -1,5 +1,6 @@
 """``tandemrl eval PHASE``: one command per phase and one for all of them, with the same options."""
 
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -336,11 +337,14 @@ def _is_summary(phase: str, metric: str) -> bool:
 
 
 def metrics_table(title: str, metrics: Mapping[str, Any]) -> "Table":
-    """A table with a row per metric, a column per set, and macro. A bootstrap interval follows its value."""
+    """A table with a row per metric, a column per set, and macro. A bootstrap interval follows its value.
+
+    Rounds are left out where one author generated every text, and with them the count of texts with many.
+    """
     from rich.table import Table
     from rich.text import Text
 
-    from tandemrl.evals import with_majorities
+    from tandemrl.evals import says_one_author, with_majorities
 
     columns = {**metrics["by_set"], "macro": metrics["macro"]}
     table = Table(title=title, title_justify="left")
@@ -348,7 +352,9 @@ def metrics_table(title: str, metrics: Mapping[str, Any]) -> "Table":
     for name in columns:
         table.add_column(Text(name), justify="right")
     for metric in with_majorities(metrics["macro"]):
-        if not metric.endswith(_BOUNDS):
+        rounds = re.sub(r"above_\d+_rounds$", "rounds", metric)
+        alone = says_one_author(rounds, [values[rounds] for values in columns.values() if rounds in values])
+        if not (metric.endswith(_BOUNDS) or alone):
             table.add_row(Text(metric), *(Text(_cell(values, metric)) for values in columns.values()))
     return table
 

@@ -109,14 +109,19 @@ def _shown(what: str) -> "Iterator[Progress]":
     from rich.console import Console
     from rich.progress import Progress as Bars
 
-    from tandemrl.apps.experiments.warm_start import progress_line
+    from tandemrl.apps.experiments.warm_start import MEASURING, progress_line
     from tandemrl.cli.heartbeat import heartbeat
 
     console, now, started = Console(), [what], time.monotonic()
     if console.is_terminal:
         with Bars(console=console, transient=True) as bars:
             bar = bars.add_task(what, total=None)
-            yield lambda step, steps, loss: bars.update(bar, completed=step, total=steps)
+
+            def advance(step: int, steps: int, loss: float) -> None:
+                said = f"{what}, {MEASURING}" if step == steps else what
+                bars.update(bar, completed=step, total=steps, description=said)
+
+            yield advance
         return
 
     def note(step: int, steps: int, loss: float) -> None:

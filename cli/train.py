@@ -60,13 +60,9 @@ def train(
         return
     from tandemrl.distributed.world import destroy_world
     from tandemrl.training import loop as training
-    from tandemrl.training.diagnostics import verdict
 
     context.find_root().call_on_close(destroy_world)  # after an error, once it is printed; not as the interpreter ends
-    output = training.train(resolved, resume=resume, stated=stated_keys(overrides or ()))
-    if destroy_world():
-        little = verdict(resolved)
-        typer.echo(f"done: {output}" + (f", but its rewards taught it {little[0]}: see above" if little else ""))
+    training.train(resolved, resume=resume, stated=stated_keys(overrides or ()))
 
 
 def _plan(config: "Config", ranks: int, device: str | None) -> None:
