@@ -76,8 +76,8 @@ def warm_start(
 ) -> None:
     """Train a model on worked solutions.
 
-    So it can write the format, and solve some of the problems, before reinforcement learning. Only responses and their
-    EOS are learnt.
+    It then knows the format, and solves some of the problems, before reinforcement learning. The loss is that of
+    responses and their EOS only.
     """
     from dataclasses import replace
 

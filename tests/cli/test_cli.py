@@ -150,7 +150,7 @@ def test_train_hands_on_the_config_and_resume(monkeypatch: pytest.MonkeyPatch) -
         (["train", "-c", "quickstart", "--resume", "nope"], "error: --resume nope: no such folder; expected auto, "),
         (["train", "-c", "quickstart", "train.lrr=1"], "Did you mean train.lr?"),
         (["train", "-c", "quickstart", "train.lr"], "expected key=value"),
-        (["train", "-c", "deepscaler_kl", "--dry-run"], "give loss.kl_coef=…"),
+        (["train", "-c", "deepscaler_kl", "--dry-run"], "set loss.kl_coef=…"),
         (["data", "show", "nope.jsonl"], "nope.jsonl"),
         (["data", "show", "synthetic:nope:train"], "nope"),
         (["data", "build", "gsm8k", "--out", "x", "--source", "nowhere"], "nowhere: no such folder; --source takes"),
@@ -445,7 +445,7 @@ def test_data_build_countdown_writes_generated_or_local_problems(tmp_path: Path)
     assert "split test: 1 rows are left, expected 2" in refused(run(*build, "--source", str(rows)))
     result = run(*build[:-2], "--test", "1", "--source", str(rows))
     assert result.exit_code == 0, result.output
-    assert "warning: 1 prompts are in both of train/test" in result.output
+    assert "warning: 1 prompts are in both splits, train/test" in result.output
     assert run(*build, "--generate", "--template", "nope").exit_code == 2
 
 
@@ -637,7 +637,7 @@ def test_check_holds_a_tokenizer_against_what_is_published(tmp_path: Path, monke
     result = run("check", "--tokenizer", str(tmp_path))
     assert result.exit_code == 0, result.output
     assert "27 tokens begin a word" in result.output
-    assert "nothing is published to hold this against" in result.output
+    assert "no published number to compare with" in result.output
     monkeypatch.setitem(PUBLISHED, tokenizer().vocab_size, Published("Letters", 28))
     result = run("check", "--tokenizer", str(tmp_path))
     assert (result.exit_code, result.output.splitlines()[-1]) == (1, f"not ready: tokenizer {tmp_path}")

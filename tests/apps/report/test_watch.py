@@ -7,7 +7,7 @@ from pathlib import Path
 
 import httpx
 import pytest
-from test_report import write_phase
+from test_report import sample, write_phase
 
 from tandemrl.apps.report import build_report
 from tandemrl.apps.report.records import ReportError
@@ -74,7 +74,7 @@ def test_arms_are_compared_anew_only_when_their_evaluations_have_changed(
         pages.append(live.html())
     assert (len(set(pages)), len(compared)) == (3, 1)
     samples = run / "eval" / "tandem" / "pass-at-k.samples.jsonl"
-    samples.write_text("\n")
+    samples.write_text(json.dumps(sample([1], "S1", "other text")) + "\n")
     assert "+2.00" in live.html()
     assert compared == [(run / "eval" / "tandem",)] * 2
     write_phase(run / "eval" / "grpo", "pass-at-k", {"pass@1": 0.25})
