@@ -343,13 +343,17 @@ def _run_of(result: Path) -> Path | None:
     return next(filter(_is_run, places), None)
 
 
-def _texts(run: Path) -> dict[str, Path]:
-    """The file with the texts of a run's last evaluation, by ``InTraining``; empty if it has kept none."""
+def last_texts(run: Path) -> Path | None:
+    """The file with the texts of a run's last evaluation during training, or None if it has kept none."""
     files = {int(file.stem.removeprefix("step_")): file for file in (run / EVAL_TEXTS).glob("step_*.jsonl")}
-    if not files:
+    return files[max(files)] if files else None
+
+
+def _texts(run: Path) -> dict[str, Path]:
+    """``last_texts`` by ``InTraining``."""
+    if (last := last_texts(run)) is None:
         return {}
     held_out, monitored = get_args(InTraining)
-    last = files[max(files)]
     return {held_out: last} | ({monitored: last} if '{"source": "monitor"' in last.read_text(encoding="utf-8") else {})
 
 
