@@ -137,7 +137,6 @@ def test_train_hands_on_the_config_and_resume(monkeypatch: pytest.MonkeyPatch) -
     assert result.exit_code == 0, result.output
     assert train.arguments[0].train.lr == 1e-5
     assert train.keywords == {"resume": "never", "stated": {"train.lr"}}
-    assert "runs/x" in result.output
 
 
 @pytest.mark.parametrize(
