@@ -92,6 +92,8 @@ def test_such_a_run_says_so_at_both_doors(tiny_pair: Path, tmp_path: Path) -> No
     lines = [line for line in said.getvalue().splitlines() if "to learn" in line]
     assert lines[0].startswith("  nothing to learn from the rewards of the last 3 steps: every reward is 0: hardly an")
     assert lines[1].startswith("nothing to learn: 0 of 3 steps")
+    ending = f"done: {tmp_path}/a, but its rewards taught it nothing: see above"
+    assert said.getvalue().splitlines()[-1] == ending
 
     (tmp_path / "config.yaml").write_text("train: {lr: 3.0e-4}\n")  # an empty file is refused
     unreadable = tmp_path / "rows.jsonl"  # problems in a language that the pair does not know
@@ -104,4 +106,5 @@ def test_such_a_run_says_so_at_both_doors(tiny_pair: Path, tmp_path: Path) -> No
     ]  # fmt: skip
     result = CliRunner().invoke(app, ["train", "--config", str(tmp_path / "config.yaml"), *overrides])
     assert result.exit_code == 0, result.output
+    assert result.output.count("done: ") == 1
     assert result.output.rstrip().endswith("b, but its rewards taught it nothing: see above")

@@ -73,7 +73,7 @@ def load(path: str | Path | None = None, overrides: Sequence[str] = ()) -> Confi
         raise ConfigError(removed[key])
     if unset:
         assignments = ", ".join(f"{key}=…" for key in sorted(unset))
-        raise ConfigError(f"{sources[0][0]} leaves a value to you (???); give {assignments}")
+        raise ConfigError(f"{sources[0][0]} leaves a value to you (???); set {assignments}")
     try:
         config = OmegaConf.to_object(merged)
     except OmegaConfBaseException as error:

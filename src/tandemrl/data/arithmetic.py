@@ -179,7 +179,7 @@ def _unseen(draw: Callable[[], Puzzle], count: int, seen: set[tuple[Any, ...]], 
                 break
         else:
             raise DataError(
-                f"{split}: {made} of {count} rows, then {TRIES} draws in a row gave known problems; ask for fewer rows"
+                f"{split}: {made} of {count} rows, then {TRIES} draws in a row gave duplicates; ask for fewer rows"
             )
         seen.add(puzzle.content)
         yield puzzle

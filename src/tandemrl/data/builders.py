@@ -162,8 +162,8 @@ def _countdowns(
         yield _countdown(record, template, split, number - 1)
     if number < count:
         raise DataError(
-            f"{where}, split {split}: {number} rows are left, expected {count}; it is incomplete, or ask for fewer "
-            "with --train and --test"
+            f"{where}, split {split}: {number} rows are left, expected {count}; give a complete source, or ask for "
+            "fewer with --train and --test"
         )
 
 

@@ -99,7 +99,7 @@ def _rows(
         ability, reward = str(record.fields.get("ability")), record.fields.get("reward_model")
         truth = reward.get("ground_truth") if isinstance(reward, Mapping) else 0
         if not isinstance(truth, str | None):
-            raise DataError(f"{record.where}, field 'reward_model': expected an object with a text as ground_truth")
+            raise DataError(f"{record.where}, field 'reward_model': expected an object with a string as ground_truth")
         seen[ability] += 1
         if reason := _fault(ability, truth or ""):
             dropped[f"{split}: {reason}"] += 1

@@ -66,7 +66,7 @@ def _pair(record: Any, where: str) -> AnswerPair:
     fields = {"id": fields.get("index"), **fields} if "index" in fields else fields
     texts = {name: fields.get(name) for name in ("source", "question", "ground_truth", "fn_output", "tn_output")}
     if wrong := [name for name, text in texts.items() if not isinstance(text, str) or not text.strip()]:
-        raise DataError(f"{where}, field {wrong[0]!r}: expected a non-empty text, found {texts[wrong[0]]!r}")
+        raise DataError(f"{where}, field {wrong[0]!r}: expected a non-empty string, found {texts[wrong[0]]!r}")
     if "id" not in fields:
         raise DataError(f"{where}, field 'id': missing")
     question = str(texts["question"])

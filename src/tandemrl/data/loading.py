@@ -28,7 +28,7 @@ def load_rows(sources: Sequence[str]) -> list[Row]:
         DataError: a source is unknown, missing, empty or listed twice, or a row is malformed.
     """
     if repeated := {source for source in sources if list(sources).count(source) > 1}:
-        raise DataError(f"data source listed twice: {', '.join(sorted(repeated))}")
+        raise DataError(f"data source listed twice: {', '.join(sorted(repeated))}; list it once")
     rows: list[Row] = []
     for source in sources:
         loaded = list(_load(str(source)))
@@ -210,7 +210,7 @@ def _verl_row(record: Mapping[str, Any], where: str, line: int) -> Row:
     index = line if extra.get("index") is None else extra["index"]
     truth, ability = reward_model.get("ground_truth"), record.get("ability")
     if not isinstance(ability, str | None):
-        raise DataError(f"{where}, field 'ability': expected a text, found {ability!r}")
+        raise DataError(f"{where}, field 'ability': expected a string, found {ability!r}")
     return Row(
         example_id="/".join(str(part) for part in (data_source, extra.get("split"), index) if part is not None),
         messages=messages_of(record["prompt"], where),

@@ -80,12 +80,12 @@ def _row(record: Record, split: str, index: int) -> dict[str, Any]:
     question, answer = record.text("question"), record.text("answer")
     aliases = fields.get("answer_aliases") or [each for each in fields.get("answers") or [] if each != answer]
     if not isinstance(aliases, list) or not all(isinstance(alias, str) for alias in aliases):
-        raise DataError(f"{record.where}, field 'answer_aliases': expected texts, found {aliases!r:.80}")
+        raise DataError(f"{record.where}, field 'answer_aliases': expected strings, found {aliases!r:.80}")
     docs = list(_documents(record))
     supporting = sum(doc["is_supporting"] for doc in docs)
     answerable = bool(fields.get("answerable", True))
     if answerable and supporting == 0:
-        raise DataError(f"{record.where}, field 'paragraphs': none of them is supporting")
+        raise DataError(f"{record.where}, field 'paragraphs': no paragraph is supporting")
     return {
         "data_source": "musique",
         "prompt": [{"role": "user", "content": question}],

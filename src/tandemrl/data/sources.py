@@ -52,7 +52,7 @@ class Record(NamedTuple):
         usable = isinstance(value, str | int) or (isinstance(value, float) and math.isfinite(value))
         if not usable or isinstance(value, bool) or value == "":
             others = f" (or {', '.join(map(repr, names[1:]))})" if field == names[0] and names[1:] else ""
-            raise DataError(f"{self.where}, field {field!r}{others}: expected text, found {value!r}")
+            raise DataError(f"{self.where}, field {field!r}{others}: expected a string, found {value!r}")
         return str(value)
 
 
@@ -123,7 +123,10 @@ def local_files(origin: Origin, source: Path, *, alone: bool = True) -> list[Pat
         chosen = chosen or [path for path in files if not any(_in_split(path, other) for other in SPLITS)]
     if len({_without_shard(path) for path in chosen}) == 1:
         if (shards := _SHARD.search(chosen[0].stem)) and shards["all"] and int(shards["all"]) != len(chosen):
-            raise DataError(f"{chosen[0].parent}: {len(chosen)} of {int(shards['all'])} files of the split are there")
+            raise DataError(
+                f"{chosen[0].parent}: {len(chosen)} of {int(shards['all'])} files of the split are there; add the "
+                "missing ones"
+            )
         return chosen
     names = ", ".join(str(path.relative_to(source)) for path in chosen[:8]) or "none"
     raise DataError(

@@ -126,8 +126,12 @@ def train(
                 loop(run, tracker, records)
                 checkpoint.wait()
                 check_record(run, tracker)
-                if world.main and (found := verdict(config, run.setup.recipe)):
-                    tracker.say(found[1])
+                if world.main:
+                    ending = f"done: {config.output_dir}"
+                    if little := verdict(config, run.setup.recipe):
+                        tracker.say(little[1])
+                        ending += f", but its rewards taught it {little[0]}: see above"
+                    tracker.say(ending)
     WATCHDOG.end()  # not after an error: what is left of the group can hang the end of the process, too
     return Path(config.output_dir)
 
@@ -168,9 +172,7 @@ def loop(run: Run, tracker: Tracker, records: Records) -> None:
                         tracker.say(f"removed {names} (train.keep_exports={train.keep_exports})")
             if stop and step < train.steps:
                 checkpoint.wait()
-                tracker.say(
-                    f"stopped by a signal after step {step}, which is saved; the same command goes on from there"
-                )
+                tracker.say(f"stopped by a signal after step {step}, which is saved; rerun to resume")
                 raise Stopped(stop)
 
 

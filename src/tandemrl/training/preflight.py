@@ -214,7 +214,7 @@ class Preflight:
         if len(prompts) < config.train.prompts_per_step:
             raise DataError(
                 f"data.train: {len(prompts)} usable rows (data.max_prompt_tokens={config.data.max_prompt_tokens}) are "
-                f"fewer than train.prompts_per_step={config.train.prompts_per_step}"
+                f"fewer than train.prompts_per_step={config.train.prompts_per_step}; lower that, or add rows"
             )
         return prompts, dropped
 
@@ -247,7 +247,9 @@ class Preflight:
         device = resolve_device(self.config.model.device)
         present = torch.cuda.device_count()
         if device.type == "cuda" and (device.index or 0) >= present:
-            raise ConfigError(f"model.device={device}: this machine has {present} CUDA device(s)")
+            raise ConfigError(
+                f"model.device={device}: this machine has {present} CUDA device(s); choose one of them, or cpu"
+            )
         return str(device)
 
     def packages(self) -> str:
@@ -283,8 +285,8 @@ class Preflight:
         if window and not self.config.rollout.kind.windows and key in self._read_by_the_engine:
             raise ConfigError(
                 f"{key}={path}: some of its layers attend to {window} tokens only, and rollout.engine="
-                f"{self.config.rollout.engine} needs full attention; use rollout.engine=torch, which can as long as "
-                "texts are no longer than that"
+                f"{self.config.rollout.engine} needs full attention; use rollout.engine=torch, which works as long as "
+                "sequences are no longer than that"
             )
         # A critic may have a head of its own instead.
         head = next((name for name, module in shape.named_modules() if module is shape.get_output_embeddings()), None)
@@ -325,9 +327,9 @@ class Preflight:
         ends = stored_eos_token_ids(model.senior, self.tokenizer, download=self.downloads)
         if not any(0 <= token < logits for token in ends):
             raise ModelError(
-                f"model.senior={model.senior}: no token ends a text ({ends or 'none is named'}), so that "
-                "every text would be cut off; set eos_token_id in its generation_config.json, or eos_token in its "
-                "tokenizer_config.json"
+                f"model.senior={model.senior}: it has no EOS token ({ends or 'none is named'}), so that "
+                "every response would be truncated; set eos_token_id in its generation_config.json, or eos_token in "
+                "its tokenizer_config.json"
             )
         return f"{len(self.tokenizer)} tokens"
 
@@ -406,7 +408,7 @@ class Preflight:
     def endpoint(self) -> str:
         judge = self.config.judge
         if not self.downloads and (judge.command is not None or judge.wait_s > 0):
-            who = "judge.command" if judge.command is not None else "somebody"
+            who = "judge.command" if judge.command is not None else "another process"
             raise NotHereError(
                 f"{who} will serve {judge.url}; train waits for that up to judge.wait_s={judge.wait_s:g}"
             )

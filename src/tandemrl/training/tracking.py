@@ -32,6 +32,7 @@ from rich.table import Table
 from rich.text import Text
 
 from tandemrl.config import Config, to_dict
+from tandemrl.evals.files import EVAL_TEXTS
 from tandemrl.evals.measures import Sample
 from tandemrl.files import pip_install, write_text
 from tandemrl.types import Author, Rollout, own_turns
@@ -51,8 +52,6 @@ STOPPED = "stopped.json"
 """The file that says of a run which ended before its last step where and why. It is there until the run goes on."""
 LOG = "train.log"
 """The file with what the console shows, if ``train.log`` is on."""
-EVAL_TEXTS = "eval_texts"
-"""The folder with the texts of each evaluation, if ``train.keep_eval_texts`` is on."""
 MAX_REASON_CHARS = 500
 COLUMNS = 80
 OBSERVATION_CHARS = 200
