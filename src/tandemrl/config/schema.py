@@ -255,6 +255,8 @@ class FunctionsConfig:
     """`train(reward=...)`, in place of the library's choice for rows without an entry in reward.scorers."""
     environment: FunctionRecord | None = None
     """`train(environment=...)`, in place of rollout.environment."""
+    engine: FunctionRecord | None = None
+    """`train(engine=...)`; rollout.engine then says where it was defined."""
 
 
 @dataclass(frozen=True)

@@ -9,15 +9,15 @@ import json
 import os
 import sys
 from collections import Counter, deque
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from types import TracebackType
 from typing import Any
 
-from tandemrl.config import Config, ConfigError, RolloutConfig
+from tandemrl.config import Config, ConfigError, DataConfig, RolloutConfig
 from tandemrl.data.messages import Message, Transcript, sound
-from tandemrl.data.rows import Row
+from tandemrl.data.rows import Prompt, Row, encode_prompts
 from tandemrl.data.templates import DEFAULT_ARGUMENTS
 from tandemrl.distributed.watchdog import stamp
 from tandemrl.processes.calls import Caller, ChildCalls, Outcome, ProcessError, ThreadCalls
@@ -194,6 +194,21 @@ def make_episode_runner(
     if (configured := make_environment(config)) is None:
         return None
     return made(configured, caller=make_caller(config))
+
+
+def opening_prompts(
+    rows: Sequence[Row], tokenizer: Any, data: DataConfig, runner: EpisodeRunner | None
+) -> tuple[list[Prompt], int]:
+    """The prompts of rows (see `encode_prompts`): what their episodes begin with, or the row's own without a runner."""
+    return encode_prompts(
+        rows,
+        tokenizer,
+        max_prompt_tokens=data.max_prompt_tokens,
+        suffix=data.prompt_suffix,
+        opening=None if runner is None else lambda row: runner.opening(row).messages,
+        tools=() if runner is None else runner.tools,
+        template_arguments=data.template_arguments,
+    )
 
 
 def make_caller(config: Config) -> ChildCalls:

@@ -72,6 +72,8 @@ def identity(run: Run) -> dict[str, str]:
     strategy = _own(config.selection.strategy) if functions.strategy is None else functions.strategy.signature
     judge = {} if setup.judge is None else {"judge": setup.judge}
     scorers = {name: signature(imported(name)) for name in reward_names(config.reward) if is_own(name)}
+    engine = {"engine": _own(config.rollout.engine)} if is_own(config.rollout.engine) else {}
+    engine = engine if functions.engine is None else {"engine": functions.engine.signature}
     reward = {} if functions.reward is None else {"reward": functions.reward.signature}
     return {
         "recipe": str(fields),
@@ -81,7 +83,7 @@ def identity(run: Run) -> dict[str, str]:
         **judge,
         **scorers,
         **reward,
-        **({"engine": _own(config.rollout.engine)} if is_own(config.rollout.engine) else {}),
+        **engine,
         **setup.environment_id,
     }
 
