@@ -9,7 +9,7 @@ import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
-from tandemrl.data.rows import RENDERED, DataError
+from tandemrl.data.rows import RENDERED, DataError, record_of
 
 Template = Literal["base", "instruct", "chat"]
 
@@ -113,13 +113,8 @@ def record(
     if puzzle.solution is not None:
         extra["solution"] = puzzle.solution
     own = messages if template == "chat" else None
-    return {
-        "data_source": puzzle.data_source,
-        "prompt": [{"role": m["role"], "content": m["content"]} for m in own or prompt(puzzle, template)],
-        "ability": "math",
-        "reward_model": {"style": "rule", "ground_truth": puzzle.ground_truth},
-        "extra_info": extra,
-    }
+    asked = [{"role": m["role"], "content": m["content"]} for m in own or prompt(puzzle, template)]
+    return record_of(puzzle.data_source, asked, "math", puzzle.ground_truth, extra)
 
 
 def countdowns(
