@@ -7,14 +7,7 @@ prints all of this. No module of this folder imports torch.
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
 
-from tandemrl.config.fields import (
-    Allowed,
-    NonNegativeFloat,
-    NonNegativeInt,
-    PositiveFloat,
-    PositiveInt,
-    PositiveShare,
-)
+from tandemrl.config.fields import Allowed, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, PositiveShare
 from tandemrl.config.losses import LossConfig
 from tandemrl.config.rewards import JudgeConfig, RewardConfig, SandboxConfig
 from tandemrl.config.rollout import RetrievalConfig, RolloutConfig

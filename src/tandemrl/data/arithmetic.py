@@ -97,12 +97,7 @@ def prompt(puzzle: Puzzle, template: Template) -> list[dict[str, str]]:
 
 
 def record(
-    puzzle: Puzzle,
-    template: Template,
-    *,
-    split: str,
-    index: int,
-    messages: Sequence[Mapping[str, str]] | None = None,
+    puzzle: Puzzle, template: Template, *, split: str, index: int, messages: Sequence[Mapping[str, str]] | None = None
 ) -> dict[str, Any]:
     """A puzzle in verl's row schema.
 
@@ -118,11 +113,7 @@ def record(
 
 
 def countdowns(
-    seed: int,
-    *,
-    sizes: Sequence[int] = SIZES,
-    max_number: int = MAX_NUMBER,
-    targets: tuple[int, int] = TARGETS,
+    seed: int, *, sizes: Sequence[int] = SIZES, max_number: int = MAX_NUMBER, targets: tuple[int, int] = TARGETS
 ) -> Callable[[], Puzzle]:
     """A source of Countdown puzzles, each with a solution. They may repeat: see `distinct`.
 

@@ -82,12 +82,7 @@ def build_deepscaler(source: Path | None, out: Path, *, expect_rows: ExpectRows 
 
 
 def build_benchmark(
-    name: str,
-    source: Path | None,
-    out: Path,
-    *,
-    expect_rows: ExpectRows = BENCHMARK_ROWS,
-    alone: bool = True,
+    name: str, source: Path | None, out: Path, *, expect_rows: ExpectRows = BENCHMARK_ROWS, alone: bool = True
 ) -> dict[str, Any]:
     """Write one evaluation set of `BENCHMARK_ROWS` as ``out/NAME/test.parquet``, and return its manifest.
 
@@ -151,13 +146,7 @@ def _unpacked(record: Record) -> Record:
 
 
 def _boxed(
-    record: Record,
-    data_source: str,
-    index: int,
-    *,
-    ability: str,
-    answer: str | None = None,
-    **extra: str,
+    record: Record, data_source: str, index: int, *, ability: str, answer: str | None = None, **extra: str
 ) -> dict[str, Any]:
     """The row of a maths problem with the boxed instruction.
 

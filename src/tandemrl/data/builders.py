@@ -80,11 +80,7 @@ def build_synthetic(pair: str, out: Path, counts: Mapping[str, int], seed: int) 
 
 
 def build_countdown(
-    source: Path | None,
-    out: Path,
-    *,
-    template: Template,
-    counts: Mapping[str, int] = COUNTDOWN_ROWS,
+    source: Path | None, out: Path, *, template: Template, counts: Mapping[str, int] = COUNTDOWN_ROWS
 ) -> dict[str, Any]:
     """Write the published Countdown problems as ``train`` and ``test`` into ``out``, and return the manifest.
 

@@ -21,12 +21,7 @@ OFFICIAL_FILES = {"train": "musique_ans_v1.0_train.jsonl", "validation": "musiqu
 
 
 def build_musique(
-    source: Path | None,
-    out: Path,
-    *,
-    noise_rate: float = 1.0,
-    seed: int = 0,
-    expect_rows: ExpectRows = MUSIQUE_ROWS,
+    source: Path | None, out: Path, *, noise_rate: float = 1.0, seed: int = 0, expect_rows: ExpectRows = MUSIQUE_ROWS
 ) -> dict[str, Any]:
     """Write MuSiQue-Answerable as ``train`` and ``validation`` into ``out``, in the published order, and return the
     manifest.

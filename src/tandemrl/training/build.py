@@ -72,12 +72,7 @@ def build(
     reward = reward or {}
     check_instance(environment)
     config = with_records(
-        config,
-        recipe=own_recipe,
-        strategy=strategy,
-        reward=reward or None,
-        environment=environment,
-        engine=engine,
+        config, recipe=own_recipe, strategy=strategy, reward=reward or None, environment=environment, engine=engine
     )
     model, rollout, world = config.model, config.rollout, world or World()
     preflight = Preflight(
@@ -223,10 +218,7 @@ def shares_base(config: Config) -> bool:
 
 
 def build_engine(
-    config: Config,
-    junior: ModelSource | None,
-    tokenizer: PreTrainedTokenizerBase,
-    factory: EngineFactory | None = None,
+    config: Config, junior: ModelSource | None, tokenizer: PreTrainedTokenizerBase, factory: EngineFactory | None = None
 ) -> Engine:
     """Make the rollout engine, in the compute dtype.
 

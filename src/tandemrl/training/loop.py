@@ -43,14 +43,7 @@ from tandemrl.training.experience import (
     pack_mini_batches,
     step_cost,
 )
-from tandemrl.training.faults import (
-    OptimizerSteps,
-    Signals,
-    Stopped,
-    explain_errors,
-    save_on_failure,
-    signal_anywhere,
-)
+from tandemrl.training.faults import OptimizerSteps, Signals, Stopped, explain_errors, save_on_failure, signal_anywhere
 from tandemrl.training.function_records import in_use
 from tandemrl.training.gates import MISMATCH, ROUNDINGS, TrainError
 from tandemrl.training.profiling import Clock, Profiler

@@ -130,12 +130,7 @@ ABLATIONS = (
     _arm("bernoulli", "selection.strategy=bernoulli"),
     _arm("p_0.25", "selection.prob_senior=0.25"),
     _arm("p_0.75", "selection.prob_senior=0.75"),
-    _arm(
-        "p_0.9_to_0.5",
-        "selection.prob_senior=0.9",
-        "selection.prob_senior_final=0.5",
-        "selection.anneal_steps=40",
-    ),
+    _arm("p_0.9_to_0.5", "selection.prob_senior=0.9", "selection.prob_senior_final=0.5", "selection.anneal_steps=40"),
     _arm("K_2", "selection.max_gap_tokens=2"),
     _arm("K_8", "selection.max_gap_tokens=8"),
     _arm("junior_weight_0.5", "loss.junior_weight=0.5"),
@@ -178,12 +173,7 @@ hour on a core."""
 
 EXPERIMENTS: dict[str, Experiment] = {
     "quickstart": Experiment(
-        "quickstart",
-        (GRPO, TANDEM),
-        contrasts=(("tandem", "grpo"),),
-        seeds=(0,),
-        overrides=RECIPE,
-        packaged_pairs=True,
+        "quickstart", (GRPO, TANDEM), contrasts=(("tandem", "grpo"),), seeds=(0,), overrides=RECIPE, packaged_pairs=True
     ),
     "paper-claims": Experiment(
         "paper-claims",

@@ -320,12 +320,7 @@ def new_model(tokenizer: PreTrainedTokenizerFast, seed: int, size: str = "tiny")
 
 @torch.no_grad()
 def solo_texts(
-    model: PreTrainedModel,
-    tokenizer: PreTrainedTokenizerBase,
-    rows: Sequence[Row],
-    seed: int,
-    *,
-    max_tokens: int = 64,
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, rows: Sequence[Row], seed: int, *, max_tokens: int = 64
 ) -> list[str]:
     """Sample one text per row at temperature 1, from the whole distribution."""
     encoded: Any = tokenizer.apply_chat_template(

@@ -15,15 +15,7 @@ from transformers import AutoModelForCausalLM, PretrainedConfig
 from tandemrl.apps.planning.accelerators import PER_MACHINE, RESERVE, Accelerator
 from tandemrl.apps.planning.architectures import architecture
 from tandemrl.apps.planning.ledger import Collective
-from tandemrl.apps.planning.rehearsal import (
-    Rehearsal,
-    Role,
-    Sent,
-    Traffic,
-    Work,
-    rehearse,
-    rehearse_prefill,
-)
+from tandemrl.apps.planning.rehearsal import Rehearsal, Role, Sent, Traffic, Work, rehearse, rehearse_prefill
 from tandemrl.config import Config, ConfigError, ParallelConfig
 from tandemrl.config.rules import check_processes
 from tandemrl.distributed.world import World, imagined_world
@@ -378,10 +370,7 @@ def _seconds(
     decode = (
         waves * config.rollout.max_tokens * (read / config.rollout.tensor_parallel + cache.size / 2) / device.bandwidth
     )
-    return {
-        "update": (max(compute / 0.6, wire), compute / 0.2 + wire),
-        "rollout": (decode / 0.7, decode / 0.1),
-    }
+    return {"update": (max(compute / 0.6, wire), compute / 0.2 + wire), "rollout": (decode / 0.7, decode / 0.1)}
 
 
 def _wire(collective: Collective, traffic: Traffic, world: World, device: Accelerator) -> float:
