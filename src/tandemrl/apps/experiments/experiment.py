@@ -114,6 +114,10 @@ def _arm(name: str, *overrides: str) -> Arm:
     return Arm(name, name.replace("_", " "), overrides)
 
 
+def _against(other: str, *arms: str) -> tuple[tuple[str, str], ...]:
+    return tuple((arm, other) for arm in arms)
+
+
 SENTENCE = _arm("sentence", "selection.strategy=sentence")
 RECIPE = ("train.mini_batch_prompts=8",)
 """Two updates per rollout batch, as in the paper. The quickstart config has 50 steps."""
@@ -151,16 +155,9 @@ SMOLLM2 = Experiment(
     ),
     pairs=("word_problems",),
     contrasts=(
-        ("grpo", BASE),
-        ("tandem", BASE),
-        ("tandem_self", BASE),
-        ("sentence", BASE),
-        ("kl", "grpo"),
-        ("tandem", "grpo"),
-        ("tandem_self", "grpo"),
-        ("sentence", "grpo"),
-        ("tandem_self", "tandem"),
-        ("sentence", "tandem"),
+        *_against(BASE, "grpo", "tandem", "tandem_self", "sentence"),
+        *_against("grpo", "kl", "tandem", "tandem_self", "sentence"),
+        *_against("tandem", "tandem_self", "sentence"),
     ),
     seeds=(0, 1, 2),
     config="smollm2",
@@ -280,6 +277,11 @@ def run_experiment(
     if len(refused) == len(jobs):
         raise ExperimentError(f"every pair was refused: {'; '.join(refused.values())}")
     results = collect_results(experiment, out, refused=refused)
+    return reported(results, out, say)
+
+
+def reported(results: dict[str, Any], out: Path, say: Callable[[str], None]) -> dict[str, Any]:
+    """The results, once they are in ``results.json`` and on the page of the experiment."""
     write_text(out / "results.json", json.dumps(results, indent=2, allow_nan=False) + "\n")
     page = report.build_report(out)
     report.write_report(page)

@@ -6,13 +6,11 @@ waits for the tool of another row, or forever for a tool that hangs.
 """
 
 import json
-import os
 import sys
 from collections import Counter, deque
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from types import TracebackType
 from typing import Any
 
 from tandemrl.config import Config, ConfigError, DataConfig, RolloutConfig
@@ -21,6 +19,7 @@ from tandemrl.data.rows import Prompt, Row, encode_prompts
 from tandemrl.data.templates import DEFAULT_ARGUMENTS
 from tandemrl.distributed.watchdog import stamp
 from tandemrl.processes.calls import Caller, ChildCalls, Outcome, ProcessError, ThreadCalls
+from tandemrl.processes.child import cores
 from tandemrl.rollout.engine import EngineError, Reply, Request, StopReason, Turn
 from tandemrl.rollout.envs.environment import Environment, Opening, State
 from tandemrl.rollout.envs.factory import make_environment
@@ -159,9 +158,7 @@ class EpisodeRunner:
     def __enter__(self) -> "EpisodeRunner":
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
 
@@ -213,8 +210,7 @@ def opening_prompts(
 
 def make_caller(config: Config) -> ChildCalls:
     """The processes in which the environment of a config runs. They are started when they are first needed."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    processes = config.rollout.tool_workers or min(2, cores)
+    processes = config.rollout.tool_workers or min(2, cores())
     return ChildCalls(WORKER, config, processes=processes, limit_s=config.rollout.tool_timeout_s)
 
 
