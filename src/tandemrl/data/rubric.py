@@ -51,7 +51,7 @@ def build_rubric(source: Path, out: Path, *, template: str, full_marks: float = 
     Args:
         source: a folder with ``train_rrm`` and ``test_rrm``, or files of the two splits with other names, in verl's
             schema or with the columns ``question``, ``criteria``, ``response`` and ``score``.
-        template: what a judge is shown (`rewards.judge.rubric.RUBRIC`). Rows in verl's schema have their own prompt.
+        template: what a judge is shown (`rewards/judge/prompts`). Rows in verl's schema have their own prompt.
         full_marks: the score that becomes 1. Ground truths in verl's schema are in [0, 1] whatever this is.
 
     Raises:

@@ -62,14 +62,20 @@ def accept(
     given = config
     if engine is not None and not isinstance(engine, str):
         config = replace(config, rollout=replace(config.rollout, engine=_defined_in(engine)))
-    names = {"loss": ("recipe", recipe, RECIPES), "selection": ("strategy", strategy, KINDS)}
-    for section, (key, name, known) in (names | {"rollout": ("engine", engine, ENGINES)}).items():
+    names: tuple[tuple[str, str, Any, Collection[str]], ...] = (
+        ("loss", "recipe", recipe, RECIPES),
+        ("selection", "strategy", strategy, KINDS),
+        ("rollout", "engine", engine, ENGINES),
+    )
+    for section, key, name, known in names:
         if isinstance(name, str):
             _require_name(key, name, known)
             config = replace(config, **{section: replace(getattr(config, section), **{key: name})})
     if config is not given:
         check_rules(config)
-    recipe, strategy, engine = (None if isinstance(each, str) else each for each in (recipe, strategy, engine))
+    recipe = None if isinstance(recipe, str) else recipe
+    strategy = None if isinstance(strategy, str) else strategy
+    engine = None if isinstance(engine, str) else engine
     if not isinstance(recipe, Recipe | None):
         field = "advantage or surrogate" if callable(recipe) else "field"
         raise ConfigError(
