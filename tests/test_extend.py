@@ -86,7 +86,7 @@ def test_a_run_of_components_of_ones_own(agents: Path, here: Path) -> None:
 def test_an_engine_as_an_argument_is_that_of_its_name_and_recorded(agents: Path, here: Path) -> None:
     from my_engine import LongestFirst
 
-    train(config(agents, here / "run"), engine=partial(LongestFirst, rows=8), quiet=True)
+    train(config(agents, here / "run", "my_reward"), engine=partial(LongestFirst, rows=8), quiet=True)
     saved = load(here / "run")
     assert saved.rollout.engine == "my_engine:LongestFirst"
     assert saved.functions.engine is not None

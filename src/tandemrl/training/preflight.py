@@ -377,8 +377,8 @@ class Preflight:
         The user's own functions are called once for each kind of rows, with the ground truth of a row as the text.
         """
         config = self.config
-        evaluated = (self.heldout, self.monitored)
-        rows = [prompt.row for prompt in chain(self.prompts[0], *(each.prompts for each in evaluated))]
+        prompts, evaluated = self.prompts[0], (self.heldout, self.monitored)
+        rows = [prompt.row for prompt in chain(prompts, *(each.prompts for each in evaluated))]
         judged = config.judge.url is not None or config.judge.model is not None
         read = chain(self.rows, *(each.rows for each in evaluated))
         judging = _unused if judged else None
