@@ -91,7 +91,11 @@ class Rollout:
 
     @property
     def scored(self) -> bool:
-        """False where a judge gave no score (reward part ``unscored``); such a reward is meaningless and not used."""
+        """False where a judge gave no score (reward part ``unscored``); such a reward is meaningless and not used.
+
+        A scorer that hangs or dies is another case: its response scores 0, is trained on, and is counted
+        (``rewards.scoring.Scorer``).
+        """
         return not self.reward_parts.get("unscored")
 
     def to_json(self) -> dict[str, Any]:

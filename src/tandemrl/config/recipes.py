@@ -1,5 +1,6 @@
 """The recipes, one row each: functions by name, and choices. No torch, so that the config can read it.
 
+To add an algorithm, write its functions and its row of the table here; a new surrogate also has an entry in ``CLIPS``.
 A row names an estimator of ``losses.advantages`` (None: advantages per token, from a critic), a surrogate of
 ``losses.surrogates`` and a reduction; its other choices are fields of ``losses.Recipe``.
 """
@@ -13,7 +14,8 @@ Importance = Literal["none", "token", "sequence"]
 Reduction = Literal["token_mean", "sequence_mean_token_mean", "sequence_mean_token_sum", "token_sum_constant"]
 
 CLIPS = {"ppo_clip": ("clip_low", "clip_high", "dual_clip"), "cispo": ("clip_low", "clip_high"), "reinforce": ()}
-"""What each surrogate clips by. One that clips by nothing has no ratio, hence no correction for a second update."""
+"""The surrogates of ``losses.surrogates``, and what each clips by. One that clips by nothing has no ratio, hence no
+correction for a second update. All are 0 where the advantage is 0 (see ``losses.recipes.idle``)."""
 
 
 class Kind(NamedTuple):

@@ -1,4 +1,9 @@
-"""Checks the values of keys: the range beside each field, the rules of each section, and the rules between sections."""
+"""Checks the values of keys: the range beside each field, the rules of each section, and the rules between sections.
+
+The range of one key stands at its field (``Allowed``); what contradicts within a section, in the section's ``faults``;
+between sections, here. What needs files or the machine is checked in ``training.preflight``; recipes and strategies
+that are passed in Python, in ``training.arguments``.
+"""
 
 import difflib
 import math

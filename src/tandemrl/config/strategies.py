@@ -1,7 +1,9 @@
 """The strategies by name, and what each says of itself before it is made. No torch.
 
-A strategy is a function that returns a ``Strategy``. It gets what its parameters name: keys of ``selection.*``, the
-``tokenizer``, the size of the ``vocabulary``, and the token tables of ``boundaries``.
+A strategy is a function that returns a ``Strategy`` (the contract is in ``selection.strategies``). It gets what its
+parameters name: the keys of ``selection.*`` (``who`` is ``selection.first``), the ``tokenizer``, the size of the
+``vocabulary``, and the token tables of ``selection.boundaries``: ``boundary``, ``words``, ``steps``. To add one, write
+the function and its row of the table here.
 """
 
 from typing import NamedTuple

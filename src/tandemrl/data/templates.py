@@ -1,4 +1,7 @@
-"""The variables that a chat template gets beside the messages (``data.template_arguments``). No torch."""
+"""The variables that a chat template gets beside the messages (``data.template_arguments``). No torch.
+
+The template itself is applied in ``rows.chat_tokens`` (prompts) and ``rollout.envs.rendering`` (observations).
+"""
 
 import re
 from collections.abc import Mapping, Sequence

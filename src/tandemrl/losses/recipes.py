@@ -14,7 +14,7 @@ import torch
 from jaxtyping import Bool, Float, Int64
 from torch import Tensor
 
-from tandemrl.config.recipes import KINDS, Importance, Kind, Reduction
+from tandemrl.config.recipes import CLIPS, KINDS, Importance, Kind, Reduction
 from tandemrl.losses import advantages as estimators
 from tandemrl.losses import surrogates
 from tandemrl.losses.advantages import whiten
@@ -23,12 +23,9 @@ from tandemrl.losses.reduce import NormaliseBy, divisor, reduce, require_one_of
 from tandemrl.losses.surrogates import (
     RatioLevel,
     Surrogate,
-    cispo,
     clip_range,
     importance_weights,
     log_ratio,
-    ppo_clip,
-    reinforce,
     sequence_old_logprobs,
 )
 from tandemrl.types import Author, Batch, Totals
@@ -225,7 +222,7 @@ def policy_loss(
     return loss, metrics
 
 
-LINEAR: tuple[Surrogate, ...] = (ppo_clip, cispo, reinforce)
+LINEAR: tuple[Surrogate, ...] = tuple(getattr(surrogates, name) for name in CLIPS)
 """The surrogates whose loss is 0, and has gradient 0, at every token whose advantage is 0."""
 
 

@@ -1,4 +1,6 @@
-"""From per-token results to one scalar: the only place where a loss is divided by anything.
+"""From per-token results to one scalar: where the policy loss is divided, and by what.
+
+The term of ``loss.junior_kl_coef`` is divided in ``recipes.policy_loss``, by all response tokens.
 
 The denominators are global: ``Totals`` counts every micro-batch of every rank of the optimiser step. The step's loss is
 then the plain sum of the micro-batch losses, whatever the split (gradients that are averaged over ranks, as DDP and

@@ -20,6 +20,10 @@ kind        payload                           settled by                        
 ``then`` turns the outcome into the score, or defers again: TinyV asks a judge only after PRIME's grader (``rule``) has
 given its verdict. A score with the part ``timeout``, ``failure`` or ``unscored`` is counted as such in the metrics. A
 pool that is broken (no sandbox, a judge that is down) raises; it never returns zeros.
+
+A reward that asks a service is a ``Judge`` (``judge.rubric``; made in ``rollout.judge``) if a model grades, or a
+function of yours (``reward.functions``) with a client such as ``processes.http.Client``, and with a
+``reward.timeout_s`` that is long enough for it.
 """
 
 from collections.abc import Callable

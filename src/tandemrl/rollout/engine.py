@@ -1,4 +1,7 @@
-"""The contract of every engine: prompt tokens in; tokens, their authors and the authors' log-probs out."""
+"""The contract of every engine: prompt tokens in; tokens, their authors and the authors' log-probs out.
+
+Engines have rows in ``config.components.ENGINES``; ``factory.make_engine`` makes the one of a config.
+"""
 
 import threading
 from collections.abc import Callable, Iterable, Sequence

@@ -44,7 +44,7 @@ class LiveSelection:
             slots: the slots, in the order of the other arguments.
             strategies: the strategy of each slot.
             keys: the request key of each slot.
-            histories: for each slot, the own tokens of every earlier turn (see ``strategies.resumed``).
+            histories: for each slot, the own tokens of every earlier turn (see ``authors.resumed``).
         """
         self._scatter()
         senior = torch.empty(len(slots), dtype=torch.bool)

@@ -20,6 +20,7 @@ import real_model
 from runs import evaluate_phase
 from tandemrl.apps.experiments import experiment as experiments
 from tandemrl.apps.experiments import pretrained, smollm2
+from tandemrl.apps.experiments.claims import claims_of
 from tandemrl.apps.experiments.experiment import EXPERIMENTS, Experiment, ExperimentError, run_experiment
 from tandemrl.apps.experiments.families import shorthand_measures
 from tandemrl.apps.experiments.pretrained import MAX_PROMPT_TOKENS, RECIPE, Steps, build_pretrained_pair
@@ -436,13 +437,40 @@ def test_the_arms_of_the_experiment() -> None:
         experiments._check_experiment(each)
     configs = {arm.name: load(whole.config, [*arm.overrides, *whole.overrides]) for arm in whole.arms}
     assert {name: config.selection.strategy for name, config in configs.items()} == {
-        **{"grpo": "solo", "kl": "solo", "tandem": "word", "tandem_self": "word"},
+        **{"grpo": "solo", "kl": "solo", "grpo_16": "solo", "tandem": "word", "tandem_self": "word"},
         "sentence": "sentence",
     }
-    assert {name for name, config in configs.items() if config.model.junior is None} == {"grpo", "kl", "tandem_self"}
-    assert [arm.name for arm in quick.arms] == ["grpo", "tandem"]
+    alone = {"grpo", "kl", "grpo_16"}
+    assert {name for name, config in configs.items() if config.model.junior is None} == {*alone, "tandem_self"}
+    # As many trained tokens in a step: a tandem's senior generates half of them.
+    assert {name for name, config in configs.items() if config.train.prompts_per_step == 8} == {"grpo", "kl"}
+    assert {config.train.prompts_per_step for config in configs.values()} == {8, 16}
+    assert {config.selection.prob_senior for name, config in configs.items() if name not in alone} == {0.5}
+    assert [arm.name for arm in quick.arms] == ["grpo", "tandem_self"]
     assert (quick.seeds, quick.problems, quick.samples) == ((0,), 128, 2)
     assert experiments.command_line(quick) == "tandemrl experiment smollm2-quick"
+
+
+def test_what_is_claimed_of_a_pretrained_model() -> None:
+    solo = {"base": (0.2, 0.2), "grpo": (0.4, 0.34), "tandem_self": (0.38, 0.31)}
+    rows = [
+        {"pair": "word_problems", "seed": seed, "arm": arm, "solo/pass@1": value}
+        for arm, values in solo.items()
+        for seed, value in enumerate(values)
+    ]
+    difference = {"mean": -0.06, "low": -0.1, "high": -0.02}
+    contrast = {"pair": "word_problems", "A": "tandem_self", "B": "grpo", "phase": "pass-at-k", "metric": "pass@1"}
+    claims = claims_of("word_problems", rows, [contrast | {"difference": difference}])
+    assert [(claim.bar, claim.verdict) for claim in claims] == [
+        (">= 0.15", "fails"),  # +.14 on the second seed
+        (">= 0.1", "holds"),
+        (">= -0.05", "fails"),
+    ]
+    assert claims_of("word_problems", [row for row in rows if row["arm"] == "base"], []) == []
+
+
+def test_evaluations_of_the_experiment() -> None:
+    whole = EXPERIMENTS["smollm2"]
     evaluation = load(whole.evaluation)
     assert (evaluation.eval.max_tokens, evaluation.rollout.max_tokens) == (MAX_TOKENS, MAX_TOKENS)
     assert evaluation.data.max_prompt_tokens == MAX_PROMPT_TOKENS

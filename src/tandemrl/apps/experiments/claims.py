@@ -31,7 +31,12 @@ def claims_of(pair: str, rows: Sequence[ResultRow], contrasts: Sequence[Contrast
         refused: how many pairs did not meet their criteria, and so have no rows. If there are any, the first claim
             counts them.
     """
-    of = {"jargon": paper_claims, "hops": hops_claims, "hops_jargon": hops_jargon_claims}.get(pair)
+    of = {
+        "jargon": paper_claims,
+        "hops": hops_claims,
+        "hops_jargon": hops_jargon_claims,
+        "word_problems": pretrained_claims,
+    }.get(pair)
     claims = [] if of is None else of(pair, rows, contrasts)
     if refused:
         claims.insert(
@@ -75,6 +80,36 @@ def hops_claims(pair: str, rows: Sequence[ResultRow], contrasts: Sequence[Contra
         for arm, title in titles.items()
         if found.has(BASE, arm)
     ]
+
+
+def pretrained_claims(pair: str, rows: Sequence[ResultRow], contrasts: Sequence[Contrast]) -> list[Claim]:
+    """The claims that a pretrained model learns by GRPO, and in tandem with what it was before, as published.
+
+    The arms have equal numbers of trained tokens. There is no claim for a missing arm.
+    """
+    found = _Found.of(pair, rows)
+    claims = [
+        found.every_seed(
+            f"gain of {title} over the model before training, solo pass@1",
+            ">=",
+            bar,
+            found.each(arm, "solo/pass@1") - found.each(BASE, "solo/pass@1"),
+        )
+        for arm, title, bar in (("grpo", "GRPO", 0.15), ("tandem_self", "tandem GRPO", 0.1))
+        if found.has(BASE, arm)
+    ]
+    if (difference := _solo_difference(pair, contrasts, "tandem_self")) is not None:
+        holds: Verdict = "holds" if difference.mean >= -SOLO_MARGIN else "fails"
+        claims.append(
+            Claim(
+                "tandem GRPO - GRPO in solo pass@1, at equal numbers of trained tokens"
+                + (", mean over seeds" if len(found.seeds) > 1 else ""),
+                f">= {-SOLO_MARGIN:g}",
+                (difference.mean,),
+                holds,
+            )
+        )
+    return claims
 
 
 def hops_jargon_claims(pair: str, rows: Sequence[ResultRow], contrasts: Sequence[Contrast]) -> list[Claim]:

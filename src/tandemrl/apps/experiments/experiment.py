@@ -114,10 +114,6 @@ def _arm(name: str, *overrides: str) -> Arm:
     return Arm(name, name.replace("_", " "), overrides)
 
 
-def _against(other: str, *arms: str) -> tuple[tuple[str, str], ...]:
-    return tuple((arm, other) for arm in arms)
-
-
 SENTENCE = _arm("sentence", "selection.strategy=sentence")
 RECIPE = ("train.mini_batch_prompts=8",)
 """Two updates per rollout batch, as in the paper. The quickstart config has 50 steps."""
@@ -144,20 +140,23 @@ ABLATIONS = (
 )
 """The arms of the ablations. Each changes one thing about tandem GRPO, and is compared with it."""
 
+HALF = ("train.prompts_per_step=8",)
+"""Half of the prompts of the config ``smollm2``: as many trained tokens as a tandem has of all of them."""
 SMOLLM2 = Experiment(
     "smollm2",
     (
-        GRPO,
-        KL,
-        TANDEM,
+        GRPO._replace(overrides=(*GRPO.overrides, *HALF)),
+        KL._replace(overrides=(*KL.overrides, *HALF)),
         Arm("tandem_self", "tandem GRPO with the senior before training as junior", ("model.junior=null",)),
+        TANDEM,
         SENTENCE._replace(title="tandem GRPO by steps of the solution"),
+        Arm("grpo_16", "GRPO with as many rollouts as a tandem", GRPO.overrides),
     ),
     pairs=("word_problems",),
     contrasts=(
-        *_against(BASE, "grpo", "tandem", "tandem_self", "sentence"),
-        *_against("grpo", "kl", "tandem", "tandem_self", "sentence"),
-        *_against("tandem", "tandem_self", "sentence"),
+        *((arm, BASE) for arm in ("grpo", "tandem_self", "tandem", "sentence")),
+        *((arm, "grpo") for arm in ("kl", "tandem_self", "tandem", "sentence", "grpo_16")),
+        *((arm, "tandem") for arm in ("tandem_self", "sentence")),
     ),
     seeds=(0, 1, 2),
     config="smollm2",
@@ -165,7 +164,7 @@ SMOLLM2 = Experiment(
     samples=4,
     evaluation="smollm2",
 )
-"""A pretrained model on a laptop: for every seed a pair, five arms and six evaluations, each of a quarter to half an
+"""A pretrained model on a laptop: for every seed a pair, six arms and seven evaluations, each of a quarter to half an
 hour on a core."""
 
 EXPERIMENTS: dict[str, Experiment] = {
@@ -205,7 +204,7 @@ EXPERIMENTS: dict[str, Experiment] = {
     ),
     "smollm2": SMOLLM2,
     "smollm2-quick": replace(
-        SMOLLM2.only(("grpo", "tandem")),
+        SMOLLM2.only(("grpo", "tandem_self")),
         name="smollm2-quick",
         seeds=(0,),
         overrides=("train.steps=16",),

@@ -4,7 +4,7 @@ The rubric reward model of arXiv 2510.07774 scores a whole response by the crite
 arXiv 2505.14625 (TinyV) says whether two answers are the same. Both are asked through a `Judge`, which is passed in:
 this module knows neither models nor HTTP. If a reply holds no score, the judge is asked again. A response without a
 score in the end is unscored and not used in training. It is an error if more than the share
-``judge.max_failure_rate`` of a batch is unscored, or if the judge is down. Neither ever becomes a silent 0.
+``judge.max_failure_rate`` of a batch is unscored, or if the judge is down. A judge that fails never becomes a silent 0.
 """
 
 import json
