@@ -204,10 +204,11 @@ def rrm(
     ] = 1.0,
 ) -> None:
     """Responses and the scores to give them, for rrm_train. Files: train_rrm, test_rrm."""
+    from tandemrl.config import JudgeConfig
     from tandemrl.data.rubric import build_rubric
-    from tandemrl.rewards.judge.rubric import RUBRIC
+    from tandemrl.rewards.judge.rubric import template_of
 
-    _report(out, build_rubric(source, out, template=RUBRIC, full_marks=full_marks))
+    _report(out, build_rubric(source, out, template=template_of(JudgeConfig()).text, full_marks=full_marks))
 
 
 @build.command()

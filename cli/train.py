@@ -88,27 +88,21 @@ def _check(config: "Config", resume: str, stated: Collection[str]) -> None:
 
     from tandemrl.cli.errors import is_users, one_line
     from tandemrl.cli.lines import echo
-    from tandemrl.config.rules import check_processes
-    from tandemrl.distributed.world import axes_of, launched
+    from tandemrl.distributed.world import launched
+    from tandemrl.training.checkpoint import check_resume
     from tandemrl.training.function_records import with_records
-    from tandemrl.training.preflight import NotHereError, Preflight, check_resume
+    from tandemrl.training.preflight import NotHereError, Preflight
 
     def functions() -> str:
         with_records(config, **{field.name: None for field in fields(config.functions)})
         return "none has to be passed in Python"
 
-    def processes() -> str:
-        if (size := launched()) > 1:
-            axes_of(config.parallel, size)
-            check_processes(config, size)
-        return f"{size}, as this command was started" if size > 1 else "1, or as many as torchrun starts"
-
+    size = launched()
     problems: dict[str, str] = {}  # what is wrong -> the first subject that it was found in
     checks = {
         "--resume": lambda: check_resume(resume, config.output_dir),
         "functions": functions,
-        "processes": processes,
-        **Preflight(config, downloads=False, stated=stated).checks,
+        **Preflight(config, downloads=False, processes=size if size > 1 else None, stated=stated).checks,
     }
     for subject, check in checks.items():
         try:

@@ -72,15 +72,15 @@ def test_a_group_of_one_is_named() -> None:
 
 def test_the_verdict_is_over_all_steps(tmp_path: Path) -> None:
     settings = load(overrides=[f"output_dir={tmp_path}"])
-    assert verdict(settings) is None
+    assert verdict(settings, GRPO) is None
     for steps, words in (([FLAT] * 4, "nothing"), ([FLAT] * 9 + [GOOD | {"groups/zero_variance": 0.9}], "hardly")):
         (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(step) + "\n" for step in steps))
-        found = verdict(settings)
+        found = verdict(settings, GRPO)
         assert found is not None
         assert found[0].startswith(words)
         assert f"{sum(map(bool, [s is not FLAT for s in steps]))} of {len(steps)} steps" in found[1]
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(step) + "\n" for step in [FLAT, GOOD]))
-    assert verdict(settings) is None
+    assert verdict(settings, GRPO) is None
 
 
 def test_such_a_run_says_so_at_both_doors(tiny_pair: Path, tmp_path: Path) -> None:

@@ -23,7 +23,8 @@ from tandemrl.cli.main import app
 from tandemrl.config import Config, ConfigError, load
 from tandemrl.models.loading import load_model
 from tandemrl.rewards.protocol import GraderError
-from tandemrl.training.preflight import NotHereError, Preflight, check_resume
+from tandemrl.training.checkpoint import check_resume
+from tandemrl.training.preflight import NotHereError, Preflight
 
 Disk = namedtuple("Disk", "total used free")
 

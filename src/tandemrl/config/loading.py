@@ -159,10 +159,7 @@ def _parsed(where: str, parse: Callable[[Any], Any], text: str | list[str]) -> A
         raise ConfigError(f"{where}: not readable as YAML: {' '.join(str(error).split())}") from None
 
 
-RENAMED = {
-    "parallel.offload": "parallel.offload_parameters",
-    "rollout.world_tokens": "rollout.observation_tokens",
-}
+RENAMED = {"parallel.offload": "parallel.offload_parameters", "rollout.world_tokens": "rollout.observation_tokens"}
 """Keys of earlier versions, which the ``config.yaml`` of a run may have, and their present names."""
 
 

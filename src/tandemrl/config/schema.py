@@ -7,14 +7,7 @@ prints all of this. No module of this folder imports torch.
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
 
-from tandemrl.config.fields import (
-    Allowed,
-    NonNegativeFloat,
-    NonNegativeInt,
-    PositiveFloat,
-    PositiveInt,
-    PositiveShare,
-)
+from tandemrl.config.fields import Allowed, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, PositiveShare
 from tandemrl.config.losses import LossConfig
 from tandemrl.config.rewards import JudgeConfig, RewardConfig, SandboxConfig
 from tandemrl.config.rollout import RetrievalConfig, RolloutConfig
@@ -256,6 +249,8 @@ class FunctionsConfig:
     """`train(reward=...)`, in place of the library's choice for rows without an entry in reward.scorers."""
     environment: FunctionRecord | None = None
     """`train(environment=...)`, in place of rollout.environment."""
+    engine: FunctionRecord | None = None
+    """`train(engine=...)`; rollout.engine then says where it was defined."""
 
 
 @dataclass(frozen=True)

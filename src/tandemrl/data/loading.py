@@ -103,6 +103,15 @@ def read_parquet(path: Path) -> Iterator[tuple[int, Any]]:
         raise DataError(f"{path}: not readable as Parquet: {error}") from None
 
 
+def read_records(path: Path) -> Iterator[tuple[int, Any]]:
+    """Yield (number, value) of each record of a Parquet, JSONL or JSON file. A .json file may be a list, or lines."""
+    if path.suffix == ".parquet":
+        return read_parquet(path)
+    with path.open(encoding="utf-8-sig", errors="replace") as file:
+        whole = path.suffix == ".json" and file.read(64).lstrip().startswith("[")
+    return read_list(path) if whole else read_jsonl(path)
+
+
 def load_hub(repo: str, config: str | None, split: str | None, *, where: str) -> Any:
     """A split of a data set on the hub, as an iterable of records; every split by name if ``split`` is None.
 
@@ -152,14 +161,11 @@ def _file(path: Path) -> Iterator[Row]:
         build = f"; build it with `tandemrl data build {known}`" if known else ""
         what = "a folder; name the files in it" if path.is_dir() else "no such file"
         raise DataError(f"{path}: {what}{hint(path) or build}")
-    if path.suffix == ".jsonl":
-        records = read_jsonl(path)
-    elif path.suffix == ".parquet":
-        records = read_parquet(path)
-    else:
+    if path.suffix not in (".jsonl", ".parquet"):
         raise DataError(
             f"{path}: expected a .jsonl or .parquet file, synthetic:PAIR:SPLIT[:COUNT] or hf:REPO:CONFIG:SPLIT"
         )
+    records = read_records(path)
     return (parse_row(record, f"{path}, line {line}", line, split=path.stem) for line, record in records)
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from tandemrl.data.parquet import write_splits
-from tandemrl.data.rows import DataError
+from tandemrl.data.rows import DataError, record_of
 from tandemrl.data.sources import ExpectRows, Origin, Record, expect, provenance, read
 
 MUSIQUE = "bdsaglam/musique"
@@ -21,12 +21,7 @@ OFFICIAL_FILES = {"train": "musique_ans_v1.0_train.jsonl", "validation": "musiqu
 
 
 def build_musique(
-    source: Path | None,
-    out: Path,
-    *,
-    noise_rate: float = 1.0,
-    seed: int = 0,
-    expect_rows: ExpectRows = MUSIQUE_ROWS,
+    source: Path | None, out: Path, *, noise_rate: float = 1.0, seed: int = 0, expect_rows: ExpectRows = MUSIQUE_ROWS
 ) -> dict[str, Any]:
     """Write MuSiQue-Answerable as ``train`` and ``validation`` into ``out``, in the published order, and return the
     manifest.
@@ -86,20 +81,10 @@ def _row(record: Record, split: str, index: int) -> dict[str, Any]:
     answerable = bool(fields.get("answerable", True))
     if answerable and supporting == 0:
         raise DataError(f"{record.where}, field 'paragraphs': no paragraph is supporting")
-    return {
-        "data_source": "musique",
-        "prompt": [{"role": "user", "content": question}],
-        "ability": "qa",
-        "reward_model": {"style": "rule", "ground_truth": json.dumps([answer, *aliases], ensure_ascii=False)},
-        "extra_info": {
-            "split": split,
-            "index": index,
-            "id": record.text("id"),
-            "docs": docs,
-            "n_hops": supporting,
-            "answerable": answerable,
-        },
-    }
+    extra = {"split": split, "index": index, "id": record.text("id"), "docs": docs}
+    extra |= {"n_hops": supporting, "answerable": answerable}
+    truth = json.dumps([answer, *aliases], ensure_ascii=False)
+    return record_of("musique", [{"role": "user", "content": question}], "qa", truth, extra)
 
 
 def _documents(record: Record) -> Iterator[dict[str, Any]]:

@@ -63,6 +63,19 @@ def object_of(record: Any, where: str) -> Mapping[str, Any]:
     return record
 
 
+def record_of(
+    data_source: str, prompt: Sequence[Message], ability: str, truth: Any, extra: Mapping[str, Any]
+) -> dict[str, Any]:
+    """A row in verl's schema, as it is stored: ``prompt`` has the messages, and ``truth`` is the ground truth."""
+    return {
+        "data_source": data_source,
+        "prompt": prompt,
+        "ability": ability,
+        "reward_model": {"style": "rule", "ground_truth": truth},
+        "extra_info": extra,
+    }
+
+
 def encode_prompts(
     rows: Sequence[Row],
     tokenizer: Any,

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-from tandemrl.data.loading import load_hub, read_jsonl, read_list, read_parquet
+from tandemrl.data.loading import load_hub, read_records
 from tandemrl.data.rows import DataError, object_of
 
 ExpectRows = Mapping[str, int] | Literal[0]
@@ -86,7 +86,7 @@ def read(origin: Origin, source: Path | None, *, alone: bool = True) -> Iterator
             yield Record(f"{where}, row {row}", object_of(record, f"{where}, row {row}"))
         return
     for path in local_files(origin, source, alone=alone):
-        for line, record in _records(path):
+        for line, record in read_records(path):
             where = f"{path}, {'row' if path.suffix == '.parquet' else 'line'} {line}"
             yield Record(where, object_of(record, where))
 
@@ -204,11 +204,3 @@ def _supported(path: Path) -> Path:
     if path.suffix not in SUFFIXES:
         raise DataError(f"{path}: expected a {', '.join(SUFFIXES)} file")
     return path
-
-
-def _records(path: Path) -> Iterator[tuple[int, Any]]:
-    if path.suffix == ".parquet":
-        return read_parquet(path)
-    with path.open(encoding="utf-8-sig", errors="replace") as file:
-        whole = path.suffix == ".json" and file.read(64).lstrip().startswith("[")
-    return read_list(path) if whole else read_jsonl(path)

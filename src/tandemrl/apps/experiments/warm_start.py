@@ -101,11 +101,7 @@ def load_trainable(path: str | Path, *, device: str = "cpu") -> tuple[PreTrained
 
 
 def warm_start(
-    model: PreTrainedModel,
-    batches: Iterable[WarmStartBatch],
-    recipe: WarmStart,
-    *,
-    progress: Progress | None = None,
+    model: PreTrainedModel, batches: Iterable[WarmStartBatch], recipe: WarmStart, *, progress: Progress | None = None
 ) -> float:
     """Train a model for ``recipe.steps`` batches. Returns the last loss in nats per token."""
     optimizers = _optimizers(model, recipe)
