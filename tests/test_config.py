@@ -150,7 +150,7 @@ def test_a_runs_folder_stands_for_its_config(tmp_path: Path) -> None:
         ("train.lr", "fast", "a number"),
         ("train.async_save", "maybe", "true or false"),
         ("loss.kl_target", "x", "a number or null"),
-        ("model.junior", "[a]", "a text or null"),
+        ("model.junior", "[a]", "a string or null"),
         ("train.betas", "[a, 1]", r"a list such as \[a, b\], each a number"),
         ("eval.k", "all", r"a list such as \[a, b\], each a whole number"),
         ("reward.scorers", "3", r"a mapping such as \{a: b\}"),
@@ -194,7 +194,7 @@ def test_a_config_is_frozen() -> None:
 
 
 def test_a_mandatory_value_is_asked_for_until_it_is_given() -> None:
-    with pytest.raises(ConfigError, match=r"deepscaler_kl\.yaml leaves a value to you .*give loss\.kl_coef=…"):
+    with pytest.raises(ConfigError, match=r"deepscaler_kl\.yaml leaves a value to you .*set loss\.kl_coef=…"):
         load("deepscaler_kl")
     with pytest.raises(ConfigError, match=r"loss\.kl_coef"):
         load("deepscaler_kl", ["train.lr=1e-6"])
@@ -533,7 +533,7 @@ def test_the_reference_is_printed_by_section_within_80_columns() -> None:
     assert keys_in(section) == [key for key in keys if key.startswith("rollout.vllm.")]
     shown = "selection.max_gap_tokens = 32   (a whole number; at least 1)\n    K: `word` redraws at the latest this"
     assert run(["config", "selection.max_gap_tokens"]).stdout.split("\n\n")[1].startswith(shown)
-    row = r"| `train.max_logprob_mismatch` | a number or null | `null` | positive | Stop above this mean \|trainer"
+    row = r"| `train.max_logprob_mismatch` | a number or null | `null` | positive | Stop if the mean \|trainer"
     table = run(["config", "train", "--markdown"]).stdout.splitlines()
     assert len(table) == 2 + len([key for key in keys if key.startswith("train.")])
     assert any(line.startswith(row) for line in table)

@@ -52,7 +52,7 @@ _TABLE = (
     _here("alternating", "hand over after each token", "first"),
     _here("turn", "draw the author of each turn", "prob_senior", by_turns=True),
     _here("alternating_turns", "hand over after each turn", "first", by_turns=True),
-    _here("solo", "one author writes everything", "first", solo=True),
+    _here("solo", "one author generates everything", "first", solo=True),
 )
 
 KINDS: dict[str, Kind] = {kind.name: kind for kind in _TABLE}

@@ -140,12 +140,7 @@ def micro_batches(
 
 
 def _deals(
-    order: Sequence[int],
-    count: int,
-    lengths: Sequence[int],
-    costs: Sequence[Cost],
-    groups: Sequence[int],
-    budget: int,
+    order: Sequence[int], count: int, lengths: Sequence[int], costs: Sequence[Cost], groups: Sequence[int], budget: int
 ) -> Iterator[list[list[int]]]:
     """Deals into ``count`` bins that fit the budget, in order of preference."""
     for pieces in _cuts(order, lengths, groups, budget):

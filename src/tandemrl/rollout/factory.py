@@ -14,6 +14,9 @@ from tandemrl.rollout.engine import Engine
 from tandemrl.rollout.torch_engine import TorchEngine
 from tandemrl.rollout.vllm import cannot_import, require_vllm
 
+EngineFactory = Callable[..., Engine]
+"""A function or class that makes an engine of what its parameters name (see `make_engine`)."""
+
 
 class ModelSource(NamedTuple):
     """A model that an engine decodes with."""
@@ -36,11 +39,12 @@ def make_engine(
     dtype: str = "float32",
     device: str = "cpu",
     longest: int | None = None,
+    factory: EngineFactory | None = None,
 ) -> Engine:
     """Make the engine for these models.
 
-    A `module:name` of the user's own is called with what its parameters name: those of this function, and its own with
-    the values of ``rollout.engine_parameters``.
+    A ``factory`` or a `module:name` of the user's own is called with what its parameters name: those of this function,
+    and its own with the values of ``rollout.engine_parameters``.
 
     Args:
         junior: the frozen partner. None means that the senior writes alone.
@@ -48,6 +52,7 @@ def make_engine(
         device: ``model.device``, for the vLLM engine. The torch engine takes its models as they are loaded.
         longest: how many tokens the longest request of the vLLM engine has, prompt and completion together. None stands
             for the context of the models.
+        factory: used instead of ``rollout.engine``.
 
     Raises:
         ConfigError: vLLM is not installed, or is built for another device than ``device``; or an engine of the user's
@@ -56,7 +61,7 @@ def make_engine(
     """
     where = f"rollout.engine={config.engine}"
     engine = made(
-        engine_kind(config.engine).path,
+        factory or engine_kind(config.engine).path,
         where,
         ConfigError,
         config.engine_parameters,

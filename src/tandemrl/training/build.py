@@ -7,7 +7,6 @@ import torch
 from transformers import AutoConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from tandemrl.config import Config, ConfigError
-from tandemrl.config.rules import check_processes
 from tandemrl.data.documents import hops
 from tandemrl.data.sampler import Sampler
 from tandemrl.distributed.world import World
@@ -25,7 +24,7 @@ from tandemrl.rewards.scoring import Scorer
 from tandemrl.rewards.spread import SpreadScorer
 from tandemrl.rollout.engine import Engine, Sampling
 from tandemrl.rollout.envs.environment import Environment, check_instance
-from tandemrl.rollout.factory import ModelSource, make_engine
+from tandemrl.rollout.factory import EngineFactory, ModelSource, make_engine
 from tandemrl.rollout.judge import make_judge
 from tandemrl.rollout.schedule import Schedule, schedule_of
 from tandemrl.rollout.spread import SpreadEngine
@@ -45,6 +44,7 @@ def build(
     world: World | None = None,
     reward: Mapping[str, RewardFunction] | None = None,
     environment: Environment | None = None,
+    engine: EngineFactory | str | None = None,
     check_judge: Callable[[], None] = lambda: None,
     stated: Collection[str] = (),
 ) -> Run:
@@ -59,6 +59,7 @@ def build(
         world: the processes of the run.
         reward: reward functions by name (see ``rewards.by_name``).
         environment: used instead of ``rollout.environment``.
+        engine: makes the engine; used instead of ``rollout.engine``. Or its name.
         check_judge: called while waiting for a judge's server; it raises if the server has ended.
         stated: see ``Preflight``.
 
@@ -66,15 +67,17 @@ def build(
         ConfigError, DataError, ModelError: something that the config names is missing or does not fit.
         GraderError: responses cannot be scored, since there is no sandbox or no judge, or the judge is down.
     """
-    config, recipe, strategy = accept(config, recipe, strategy)
+    config, recipe, strategy, engine = accept(config, recipe, strategy, engine)
     own_recipe = None if recipe == RECIPES.get(config.loss.recipe) else recipe
     reward = reward or {}
     check_instance(environment)
-    config = with_records(config, recipe=own_recipe, strategy=strategy, reward=reward or None, environment=environment)
+    config = with_records(
+        config, recipe=own_recipe, strategy=strategy, reward=reward or None, environment=environment, engine=engine
+    )
     model, rollout, world = config.model, config.rollout, world or World()
-    check_processes(config, world.size)
     preflight = Preflight(
         config,
+        processes=world.size,
         functions=reward,
         environment=environment,
         own_recipe=own_recipe,
@@ -84,8 +87,7 @@ def build(
     ).require()
     if resolve_device(model.device).type == "cpu":
         keep_freed_memory()
-    tokenizer, heldout, episode_runner = preflight.tokenizer, preflight.heldout, preflight.episode_runner
-    prompts, dropped = preflight.prompts
+    tokenizer, (prompts, dropped) = preflight.tokenizer, preflight.prompts
     config = preflight.planned
 
     judge = preflight.judge or make_judge(config)
@@ -107,7 +109,8 @@ def build(
             "for the end of a word; group recipes such as grpo need none"
         )
     tandem = strategy is not None or schedule.strategy(1).writers != "senior"
-    models = build_models(config, policy, tokenizer, world, tandem=tandem, critic=recipe.advantage is None)
+    critic = recipe.advantage is None
+    models = build_models(config, policy, tokenizer, world, tandem=tandem, critic=critic, factory=engine)
     sampling = Sampling(
         max_tokens=rollout.max_tokens,
         temperature=rollout.temperature,
@@ -133,12 +136,12 @@ def build(
         tokenizer=tokenizer,
         prompts=prompts,
         dropped=dropped,
-        heldout=heldout,
-        monitored=preflight.monitored,
+        heldout=preflight.heldout.prompts,
+        monitored=preflight.monitored.prompts,
         sampling=sampling,
         vocabulary=vocabulary,
         scorer=scorer,
-        episode_runner=episode_runner,
+        episode_runner=preflight.episode_runner,
         environment_id=preflight.environment_id,
         judge=None if judge is None else judge.model,
         starts=None if starts is None else starts.to(device),
@@ -159,12 +162,14 @@ def build_models(
     *,
     tandem: bool,
     critic: bool,
+    factory: EngineFactory | None = None,
 ) -> Models:
     """Make all models of a run around the policy of ``load_policy``, which is changed in place.
 
     Args:
         tandem: whether the junior writes, too.
         critic: whether the recipe needs a critic.
+        factory: makes the engine, instead of ``rollout.engine``.
     """
     model, loss = config.model, config.loss
     dtype = getattr(torch, model.dtype)
@@ -188,7 +193,7 @@ def build_models(
     partner = model.senior if self_paired(model) else str(model.junior)
     junior = freeze(partner, model.dtype, sharded=True) if loss.junior_kl_coef > 0 else None
     writer = ModelSource(partner, partial(freeze, partner, model.dtype, sharded=False)) if tandem else None
-    engine = build_engine(config, writer, tokenizer)
+    engine = build_engine(config, writer, tokenizer, factory)
     reference = None
     if model.lora.rank and world.size == 1:
         attach(policy, model.lora, config.train.seed)
@@ -218,7 +223,9 @@ def shares_base(config: Config) -> bool:
     return self_paired(config.model) and not (config.rollout.kind.section == "vllm" and apart)
 
 
-def build_engine(config: Config, junior: ModelSource | None, tokenizer: PreTrainedTokenizerBase) -> Engine:
+def build_engine(
+    config: Config, junior: ModelSource | None, tokenizer: PreTrainedTokenizerBase, factory: EngineFactory | None = None
+) -> Engine:
     """Make the rollout engine, in the compute dtype.
 
     If the junior is the base of the senior's adapters, the engine's senior is adapters on the junior's weights. Else it
@@ -226,6 +233,7 @@ def build_engine(config: Config, junior: ModelSource | None, tokenizer: PreTrain
 
     Args:
         junior: the junior. None means that the senior writes alone.
+        factory: used instead of ``rollout.engine``.
     """
     model = config.model
     shared = model.lora.rank > 0 and junior is not None and shares_base(config)
@@ -247,5 +255,12 @@ def build_engine(config: Config, junior: ModelSource | None, tokenizer: PreTrain
         plan = adapter_plan(meta_model(configuration), model.lora)
     senior = ModelSource(model.senior, on_the_junior if shared else of_its_own, plan)
     return make_engine(
-        config.rollout, senior, junior, tokenizer, dtype=model.dtype, device=model.device, longest=longest
+        config.rollout,
+        senior,
+        junior,
+        tokenizer,
+        dtype=model.dtype,
+        device=model.device,
+        longest=longest,
+        factory=factory,
     )

@@ -84,6 +84,20 @@ def test_a_character_whose_bytes_are_two_tokens_is_shown_once(duo: Duo) -> None:
     assert duo._read(half, 1, duo._prompt("a b"), over=True)[0].text == "\ufffd"
 
 
+def test_what_a_person_types_is_shown_in_whole_characters(solver: Duo) -> None:
+    said = solver.say(Draft("Mia has 9 figs."), "héllo 日本🙂")
+    assert [token.text for token in said.tokens if token.text] == ["h", "é", "l", "lo", " ", "日", "本", "🙂"]
+
+
+def test_special_tokens_are_named_and_no_text(duo: Duo) -> None:
+    ids = [IDS["a"], IDS["<pad>"], IDS["Ã"], IDS["<eos>"]]
+    draft = Draft("a b", tokens=tuple(ids), authors=(1, 0, 1, 0))
+    read = duo._read(draft, 0, duo._prompt("a b"), over=True)
+    assert [token.special for token in read] == ["", "<pad>", "", "<eos>"]
+    assert [token.text for token in read] == ["a", "", "", "\ufffd"]  # half a character is told at the end
+    assert duo.text(ids[:2]) == "a"
+
+
 def test_surprisals_are_the_juniors(duo: Duo) -> None:
     draft = Draft("a b", 3)
     piece = duo.write(draft, 5)
