@@ -144,7 +144,7 @@ def _boundaries(path: str) -> Line:
         count, published = count_boundaries(load_tokenizer(path))
     except (ModelError, ValueError) as error:
         return Line(name, f"broken: {error}", "", True)
-    held = f"as published of {published.family}" if published else "nothing is published to hold this against"
+    held = f"as published for {published.family}" if published else "no published number to compare with"
     return Line(name, f"{count:,} tokens begin a word", held, False)
 
 

@@ -1,5 +1,6 @@
-"""``tandemrl compare``: paired differences between two evaluations, or between two sets of seeds."""
+"""``tandemrl compare``: paired differences between two runs, two evaluations, or two sets of seeds of either."""
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated
@@ -11,8 +12,8 @@ def compare(
     a: Annotated[
         Path,
         typer.Argument(
-            help="An evaluation folder or result file, a folder of repetitions seed-N, or a path with 'seed-*' "
-            "(quoted) for all seeds."
+            help="A run's folder, an evaluation's folder or result file, a folder of repetitions seed-N, or a path "
+            "with 'seed-*' (quoted) for all seeds."
         ),
     ],
     b: Annotated[Path, typer.Argument(help="The same for the other side, on the same problems.")],
@@ -21,34 +22,58 @@ def compare(
         typer.Option(help="Show this metric only, e.g. pass@1; repeatable. Default: the headline ones."),
     ] = None,
     all_groups: Annotated[
-        bool, typer.Option("--all", help="Also show each arm by groups, e.g. hops=2/ARM/em.")
+        bool, typer.Option("--all", help="Show every metric, also of each arm by groups, e.g. hops=2/ARM/em.")
     ] = False,
-    resamples: Annotated[int, typer.Option(min=1, help="Resamples of the bootstrap.")] = 2000,
+    resamples: Annotated[int, typer.Option(min=1, help="Number of bootstrap resamples.")] = 2000,
     seed: Annotated[int, typer.Option(help="Seed of the bootstrap.")] = 0,
-    level: Annotated[float, typer.Option(help="Of the intervals.")] = 0.95,
-    out: Annotated[Path | None, typer.Option(help="Also write the contrasts to this JSON file.")] = None,
+    level: Annotated[float, typer.Option(help="Confidence level of the intervals.")] = 0.95,
+    out: Annotated[Path | None, typer.Option(help="Also write the differences to this JSON file.")] = None,
 ) -> None:
     """Say how A differs from B, metric by metric. "A > B" only where the interval of A - B excludes 0.
 
-    One evaluation on each side: bootstrap interval over problems. Seeds on each side: t interval over the seeds.
+    Of a run, its evaluation (DIR/eval) is compared, or else the last one during training. With one evaluation on each
+    side, the intervals are bootstrapped over problems; with several seeds, they are t intervals over seeds.
     """
     from rich.box import SIMPLE_HEAD
     from rich.console import Console
     from rich.table import Table
     from rich.text import Text
 
-    from tandemrl.evals.compare import CompareError, Contrast, judgement, show_interval, write_comparison
+    from tandemrl.cli.lines import echo
+    from tandemrl.config import ConfigError
+    from tandemrl.evals import PHASES, says_one_author
+    from tandemrl.evals.compare import (
+        CompareError,
+        Contrast,
+        config_differences,
+        judgement,
+        show_interval,
+        step_of_texts,
+        write_comparison,
+    )
     from tandemrl.evals.compare import compare as contrasts_of
 
     if not 0 < level < 1:
         raise CompareError(f"--level {level}: expected a number between 0 and 1, e.g. 0.95")
     shown = (lambda name: name in metric) if metric else _shown(all_groups)
     contrasts = contrasts_of(a, b, shown=shown, resamples=resamples, seed=seed, level=level)
+    if not metric:
+        contrasts = [each for each in contrasts if not says_one_author(each.metric, (each.a, each.b))]
     if not contrasts:
         raise CompareError(f"--metric {', '.join(metric or [])}: no phase that both sides have has such a metric")
     seeds = len(contrasts[0].per_seed)
     over = f"t interval over {seeds} seeds" if seeds > 1 else f"bootstrap over {contrasts[0].problems} problems"
     typer.echo(f"A = {a}\nB = {b}\n{level:.0%} intervals: {over}")
+    if contrasts[0].phase not in PHASES:
+        steps = " and ".join(f"step {step_of_texts(side)} of {name}" for name, side in (("A", a), ("B", b)))
+        echo(f"the last evaluations during training, of the senior alone: {steps}")
+    try:
+        differing = config_differences(a, b)
+    except ConfigError as error:  # of a run of an earlier version; its results can be compared all the same
+        differing = {}
+        echo(f"configs not compared: {error}", err=True)
+    for key, values in differing.items():
+        echo("{}: {} in A, {} in B".format(key, *(json.dumps(value, ensure_ascii=False) for value in values)))
     table = Table(box=SIMPLE_HEAD, padding=0, collapse_padding=True)
     table.add_column("metric", overflow="fold")
     for title in ("A", "B", "A - B"):
@@ -67,12 +92,13 @@ def compare(
             table.add_row(*map(Text, (f"  {each.metric.rpartition('/')[2]}", *figures)), Text(judgement(each), style))
     Console().print(table)
     if out is not None:
-        write_comparison(out, contrasts, a=str(a), b=str(b), level=level)
+        write_comparison(out, contrasts, a=str(a), b=str(b), level=level, config=differing)
         typer.echo(f"written to {out}")
 
 
 def _shown(all_groups: bool) -> Callable[[str], bool]:
-    """The function that says whether to show a metric: headline metrics, with ``GROUP/ARM/METRIC`` only on request."""
+    """The function that says whether to show a metric: all of them on request, else the headline metrics without
+    ``GROUP/ARM/METRIC``."""
     from tandemrl.evals import is_headline
 
-    return lambda name: is_headline(name) and (all_groups or name.count("/") < 2)
+    return lambda name: all_groups or (is_headline(name) and name.count("/") < 2)

@@ -12,7 +12,7 @@ app.add_typer(build, name="build")
 
 
 class Template(StrEnum):
-    """The form in which a puzzle is given to the model."""
+    """The form in which the model gets a problem."""
 
     base = "base"
     instruct = "instruct"
@@ -62,7 +62,7 @@ def index(
     corpus: Annotated[Path, typer.Argument(help="JSON Lines of documents: id, and text or title and body.")],
     out: Annotated[Path, typer.Option(help="Folder for the index, as retrieval.index takes it.")],
 ) -> None:
-    """Index documents for search by words."""
+    """Index documents for keyword search."""
     from tandemrl.rollout.envs.bm25 import write_corpus
 
     typer.echo(f"{write_corpus(corpus, out)} documents in {out}")
@@ -74,7 +74,7 @@ def gsm8k(
     source: Annotated[Path | None, typer.Option(help="Folder with its train and test files; default: the hub.")] = None,
     expect_rows: AnyRows = None,
 ) -> None:
-    """GSM8K: 6,973 training, 500 held-out and 1,319 test problems. The held-out ones are of its training split."""
+    """GSM8K: 6,973 training, 500 held-out and 1,319 test problems. The held-out ones are from its training split."""
     from tandemrl.data.builders import GSM8K_ROWS, build_gsm8k
 
     _report(out, build_gsm8k(source, out, expect_rows=GSM8K_ROWS if expect_rows is None else 0))
@@ -183,7 +183,7 @@ def eurus(
 
 
 RubricSource = Annotated[
-    Path, typer.Option(help="Folder with the published files, or with train and test files of your own.")
+    Path, typer.Option(help="Folder with the published files, or with custom train and test files.")
 ]
 
 
@@ -200,14 +200,15 @@ def rrm(
     out: Out,
     source: RubricSource,
     full_marks: Annotated[
-        float, typer.Option(min=1e-9, help="The best score, of rows that are not in verl's schema.")
+        float, typer.Option(min=1e-9, help="Maximum score, for rows that are not in verl's schema.")
     ] = 1.0,
 ) -> None:
-    """Answers and the score to give them, for rrm_train. Files: train_rrm, test_rrm."""
+    """Responses and the scores to give them, for rrm_train. Files: train_rrm, test_rrm."""
+    from tandemrl.config import JudgeConfig
     from tandemrl.data.rubric import build_rubric
-    from tandemrl.rewards.judge.rubric import RUBRIC
+    from tandemrl.rewards.judge.rubric import template_of
 
-    _report(out, build_rubric(source, out, template=RUBRIC, full_marks=full_marks))
+    _report(out, build_rubric(source, out, template=template_of(JudgeConfig()).text, full_marks=full_marks))
 
 
 @build.command()
@@ -218,12 +219,12 @@ def musique(
         typer.Option(help="Folder with train and validation files, or the official ones; default: the hub."),
     ] = None,
     noise_rate: Annotated[
-        float, typer.Option(min=0.0, max=1.0, help="Chance of a paragraph that supports no answer to be kept.")
+        float, typer.Option(min=0.0, max=1.0, help="Probability of keeping a paragraph that supports no answer.")
     ] = 1.0,
-    seed: Annotated[int, typer.Option(help="Seed of what is kept.")] = 0,
+    seed: Annotated[int, typer.Option(help="Seed of which are kept.")] = 0,
     expect_rows: AnyRows = None,
 ) -> None:
-    """MuSiQue: 19,938 training and 2,417 validation questions. Of 2 to 4 hops, with their paragraphs."""
+    """MuSiQue: 19,938 training and 2,417 validation questions. With 2 to 4 hops, and their paragraphs."""
     from tandemrl.data.musique import MUSIQUE_ROWS, build_musique
 
     manifest = build_musique(
@@ -327,4 +328,4 @@ def _report(out: Path, manifest: dict[str, Any]) -> None:
         if count:
             typer.echo(f"left out: {count} ({reason})")
     for splits, count in manifest["shared_prompts"].items():
-        typer.echo(f"warning: {count} prompts are in both of {splits}")
+        typer.echo(f"warning: {count} prompts are in both splits, {splits}")

@@ -1,4 +1,55 @@
-"""Which errors are the user's to fix, and how they are printed."""
+"""Which errors are the user's to fix, how they are printed, and what Ctrl-C does."""
+
+import os
+import signal
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import FrameType
+
+INTERRUPTED = 130
+"""The exit code after Ctrl-C: 128 and the number of SIGINT, as of a command that a shell ran."""
+
+
+@contextmanager
+def interruptible() -> Iterator[None]:
+    """A context in which Ctrl-C prints one line and exits, in place of a traceback.
+
+    The first one raises KeyboardInterrupt, so that what was started is ended. A second one exits at once, and so does
+    one during an import, where Python may lose an exception, or keep the lock of the module and hang. Child processes
+    end with their parent.
+    """
+    pressed = False
+
+    def interrupt(number: int, frame: FrameType | None) -> None:
+        nonlocal pressed
+        if pressed or _imports(frame):
+            os.write(2, b"interrupted\n")
+            os._exit(INTERRUPTED)
+        pressed = True
+        raise KeyboardInterrupt
+
+    mine = threading.current_thread() is threading.main_thread()
+    mine = mine and signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    try:
+        if mine:
+            signal.signal(signal.SIGINT, interrupt)
+        yield
+    except KeyboardInterrupt:
+        os.write(2, b"interrupted\n")
+        raise SystemExit(INTERRUPTED) from None
+    finally:
+        if mine:
+            signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def _imports(frame: FrameType | None) -> bool:
+    """Whether an import is being made in a frame or in one of its callers."""
+    while frame is not None:
+        if frame.f_code.co_filename.startswith("<frozen importlib"):
+            return True
+        frame = frame.f_back
+    return False
 
 
 def is_users(error: Exception) -> bool:

@@ -1,5 +1,6 @@
 """``tandemrl eval PHASE``: one command per phase and one for all of them, with the same options."""
 
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -17,15 +18,14 @@ if TYPE_CHECKING:
 
 Command = Literal["all", "pass-at-k", "tandem", "handoff", "legibility", "drift", "verified"]
 COMMANDS: dict[Command, str] = {
-    "all": "All phases that the junior and the judge allow. One file each; what a killed run has finished is kept.",
+    "all": "Every phase that the junior and the judge allow. One file each; rerun to resume.",
     "pass-at-k": "The senior alone: unbiased pass@k. With bootstrap intervals over problems.",
-    "tandem": "Senior and junior write together, by words as in training.",
-    "handoff": "Senior and junior take turns, one step each. With either of them first.",
-    "legibility": "How well the junior predicts what the senior writes. Of solo texts: cross-entropy per token, in "
-    "nats, and acceptance, the share of tokens that it draws, too, from the same random numbers.",
-    "drift": "How far what the senior writes is from the junior. Of solo texts: surprisals and exact KL per token, in "
-    "nats.",
-    "verified": "Pass@k of answers whose reasoning a judge accepts, too. The judge: judge.url or judge.model.",
+    "tandem": "Senior and junior generate together, by words as in training.",
+    "handoff": "Senior and junior take turns, one step each. Either of them starts.",
+    "legibility": "How well the junior predicts the senior's solo responses. Cross-entropy per token, in nats, and "
+    "acceptance, the fraction of tokens that the junior also draws from the same random numbers.",
+    "drift": "How far the senior's solo responses are from the junior. Surprisals and exact KL per token, in nats.",
+    "verified": "Pass@k of responses whose reasoning a judge also accepts. The judge: judge.url or judge.model.",
 }
 
 _BOUNDS = ("/low", "/high")
@@ -135,7 +135,7 @@ def qa(
 ) -> None:
     """Questions about documents (MuSiQue). One model searches and answers; EM, F1, citations … by number of hops.
 
-    The environment is rollout.environment, or multihop. What is written is the phase pass-at-k.
+    The environment is rollout.environment, or multihop. The result is one of the phase pass-at-k.
     """
     from rich.console import Console
 
@@ -147,7 +147,7 @@ def qa(
     from tandemrl.evals.qa import predictions as predicted
 
     if endpoint is None and (model is None or api_key_env is not None):
-        raise ConfigError("give --model, or --endpoint URL" if model is None else "--api-key-env is of --endpoint")
+        raise ConfigError("give --model, or --endpoint URL" if model is None else "--api-key-env needs --endpoint URL")
     options = {"eval.profile": profile, "eval.seed": seed, "model.device": device, "model.dtype": dtype}
     resolved = _resolved(config, overrides or (), data, k=k, samples=samples, options=options)
     if not resolved.rollout.environment_kind.turns:
@@ -172,7 +172,7 @@ def qa(
     scores = ", ".join(f"{name} {value:.3f}" for name, value in official(found, rows).items())
     typer.echo(f"by MuSiQue's script: {scores}")
     if endpoint is not None:
-        typer.echo("authors unknown: the tokens of a model behind an endpoint are not seen")
+        typer.echo("authors unknown: the tokens of a model behind an endpoint are not known")
     if predictions is not None:
         write_predictions(predictions, found)
     typer.echo(f"written to {out}" + (f", {predictions}" if predictions is not None else ""))
@@ -196,7 +196,7 @@ def verifier(
     limit: Annotated[int | None, typer.Option(min=1, help="Use the first rows only.")] = None,
     out: Annotated[Path | None, typer.Option(help="JSON file for the counts and every verdict.")] = None,
 ) -> None:
-    """A judge or a scorer on HardVerify-Math. Right answers that it accepts, wrong ones that it refuses."""
+    """A judge or a scorer on HardVerify-Math. Correct answers that it accepts, wrong ones that it rejects."""
     from rich.console import Console
     from rich.table import Table
     from rich.text import Text
@@ -336,11 +336,14 @@ def _is_summary(phase: str, metric: str) -> bool:
 
 
 def metrics_table(title: str, metrics: Mapping[str, Any]) -> "Table":
-    """A table with a row per metric, a column per set, and macro. A bootstrap interval follows its value."""
+    """A table with a row per metric, a column per set, and macro. A bootstrap interval follows its value.
+
+    Rounds are left out where one author generated every text, and with them the count of texts with many.
+    """
     from rich.table import Table
     from rich.text import Text
 
-    from tandemrl.evals import with_majorities
+    from tandemrl.evals import says_one_author, with_majorities
 
     columns = {**metrics["by_set"], "macro": metrics["macro"]}
     table = Table(title=title, title_justify="left")
@@ -348,7 +351,9 @@ def metrics_table(title: str, metrics: Mapping[str, Any]) -> "Table":
     for name in columns:
         table.add_column(Text(name), justify="right")
     for metric in with_majorities(metrics["macro"]):
-        if not metric.endswith(_BOUNDS):
+        rounds = re.sub(r"above_\d+_rounds$", "rounds", metric)
+        alone = says_one_author(rounds, [values[rounds] for values in columns.values() if rounds in values])
+        if not (metric.endswith(_BOUNDS) or alone):
             table.add_row(Text(metric), *(Text(_cell(values, metric)) for values in columns.values()))
     return table
 

@@ -17,7 +17,7 @@ def experiment(
         list[str] | None,
         typer.Argument(metavar="[KEY=VALUE]...", help="Config keys for every run, e.g. train.steps=40"),
     ] = None,
-    out: Annotated[Path | None, typer.Option(help="Folder; default runs/NAME. A killed experiment goes on.")] = None,
+    out: Annotated[Path | None, typer.Option(help="Folder; default runs/NAME. Rerun to resume.")] = None,
     pair: Annotated[
         list[str] | None,
         typer.Option(
@@ -28,21 +28,21 @@ def experiment(
     arms: Annotated[str | None, typer.Option(help="Train only these of its arms, e.g. grpo,tandem.")] = None,
     problems: Annotated[int | None, typer.Option(min=2, help="Held-out problems of every evaluation.")] = None,
     samples: Annotated[int | None, typer.Option(min=1, help="Samples per problem.")] = None,
-    size: Annotated[str | None, typer.Option(help="Of the models: tiny, 1m, 4m, or 46m, which wants a GPU.")] = None,
+    size: Annotated[str | None, typer.Option(help="Size of the models: tiny, 1m, 4m, or 46m (on a GPU).")] = None,
     device: Annotated[str | None, typer.Option(help="cpu or cuda, for everything.")] = None,
     workers: Annotated[int | None, typer.Option(min=1, help="Processes at once; default: one per core.")] = None,
     retriever: Annotated[
         list[str] | None,
-        typer.Option(help="Of retrievers: bm25, golden, semantic, hybrid or hops; the others against the first."),
+        typer.Option(help="For retrievers: bm25, golden, semantic, hybrid or hops; each is compared with the first."),
     ] = None,
     model: Annotated[
-        list[str] | None, typer.Option(help="Of retrievers: a folder or hub id, in place of tiny pairs; repeatable.")
+        list[str] | None, typer.Option(help="For retrievers: a folder or hub id, in place of tiny pairs; repeatable.")
     ] = None,
-    junior: Annotated[str | None, typer.Option(help="Of retrievers: the junior of every --model.")] = None,
-    data: Annotated[list[str] | None, typer.Option(help="Of retrievers: questions for every --model.")] = None,
-    config: Annotated[str | None, typer.Option(help="Of retrievers: the config of every evaluation.")] = None,
+    junior: Annotated[str | None, typer.Option(help="For retrievers: the junior of every --model.")] = None,
+    data: Annotated[list[str] | None, typer.Option(help="For retrievers: questions for every --model.")] = None,
+    config: Annotated[str | None, typer.Option(help="For retrievers: the config of every evaluation.")] = None,
 ) -> None:
-    """Train and evaluate every arm on every seed of a pair. Say what the intervals support.
+    """Train and evaluate every arm on every seed of a pair. Report what the intervals support.
 
     retrievers: nothing is trained; every model answers the same questions with each retriever.
     """
@@ -63,7 +63,7 @@ def experiment(
     folder = out or Path("runs") / name
     if name == RETRIEVERS:
         if stray := [option for option, value in of_training.items() if value is not None]:
-            raise ConfigError(f"{stray[0]} is not of retrievers: nothing is trained")
+            raise ConfigError(f"{stray[0]} does not apply to retrievers, which trains nothing; leave it out")
         asked: dict[str, Any] = of_retrievers | {
             "overrides": overrides,
             "pairs": pair,
@@ -78,7 +78,9 @@ def experiment(
         typer.echo(f"report: {folder}/report.html, {folder}/report.md")
         return
     if stray := [option for option, value in of_retrievers.items() if value is not None]:
-        raise ConfigError(f"--{stray[0].removesuffix('s')} is of the experiment retrievers, not of {name}")
+        raise ConfigError(
+            f"--{stray[0].removesuffix('s')} applies to the experiment retrievers, not to {name}; leave it out"
+        )
     chosen = EXPERIMENTS[name]
     if arms is not None:
         chosen = chosen.only([part.strip() for part in arms.split(",")])

@@ -1,21 +1,38 @@
 """``tandemrl``: the entry point, its commands, and the one place where errors become a line and an exit code."""
 
-import importlib.metadata
-from typing import Annotated, Any
+from tandemrl.cli.errors import interruptible, is_users, one_line
 
-import typer
-from typer.core import TyperGroup
+with interruptible():
+    import importlib.metadata
+    from typing import Annotated, Any
 
-from tandemrl.cli import check, compare, config, data, evaluate, experiment, model, play, report, score, serve, train
-from tandemrl.cli.errors import is_users, one_line
+    import typer
+    from typer.core import TyperGroup
+
+    from tandemrl.cli import (
+        check,
+        compare,
+        config,
+        data,
+        evaluate,
+        experiment,
+        model,
+        play,
+        report,
+        score,
+        serve,
+        train,
+    )
 
 
 class ErrorBoundary(TyperGroup):
-    """Turns bad input into one line on standard error and exit code 2. Only a bug shows a traceback."""
+    """Turns bad input into one line on standard error and exit code 2, and Ctrl-C into a line and exit code 130. Only a
+    bug shows a traceback."""
 
     def invoke(self, ctx: Any) -> Any:
         try:
-            return super().invoke(ctx)
+            with interruptible():
+                return super().invoke(ctx)
         except Exception as error:
             option = str(getattr(error, "option_name", ""))  # of click's NoSuchOption, which typer may have a copy of
             if "." in option:
@@ -66,4 +83,5 @@ def root(
 
 def main() -> None:
     """The console script."""
-    app()
+    with interruptible():
+        app()

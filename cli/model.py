@@ -76,8 +76,8 @@ def warm_start(
 ) -> None:
     """Train a model on worked solutions.
 
-    So it can write the format, and solve some of the problems, before reinforcement learning. Only responses and their
-    EOS are learnt.
+    It then knows the format, and solves some of the problems, before reinforcement learning. The loss is that of
+    responses and their EOS only.
     """
     from dataclasses import replace
 
@@ -109,14 +109,19 @@ def _shown(what: str) -> "Iterator[Progress]":
     from rich.console import Console
     from rich.progress import Progress as Bars
 
-    from tandemrl.apps.experiments.warm_start import progress_line
+    from tandemrl.apps.experiments.warm_start import MEASURING, progress_line
     from tandemrl.cli.heartbeat import heartbeat
 
     console, now, started = Console(), [what], time.monotonic()
     if console.is_terminal:
         with Bars(console=console, transient=True) as bars:
             bar = bars.add_task(what, total=None)
-            yield lambda step, steps, loss: bars.update(bar, completed=step, total=steps)
+
+            def advance(step: int, steps: int, loss: float) -> None:
+                said = f"{what}, {MEASURING}" if step == steps else what
+                bars.update(bar, completed=step, total=steps, description=said)
+
+            yield advance
         return
 
     def note(step: int, steps: int, loss: float) -> None:

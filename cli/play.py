@@ -6,13 +6,13 @@ from typing import Annotated
 
 import typer
 
-EXAMPLE = "What is 2 + 3?"
-
 
 def play(
-    senior: Annotated[str | None, typer.Option(help="HF folder or hub id; default: a tiny pair, built once.")] = None,
+    senior: Annotated[
+        str | None, typer.Option(help="HF folder or hub id; default: the tiny pair of the library.")
+    ] = None,
     junior: Annotated[str | None, typer.Option(help="HF folder or hub id; default: the senior itself.")] = None,
-    vllm: Annotated[bool, typer.Option("--vllm", help="Write by vLLM; default: by the torch engine.")] = False,
+    vllm: Annotated[bool, typer.Option("--vllm", help="Generate by vLLM; default: by the torch engine.")] = False,
     device: Annotated[str, typer.Option(help="auto, cpu, cuda, …")] = "auto",
     dtype: Annotated[str, typer.Option(help="float32 or bfloat16.")] = "float32",
     longest: Annotated[int, typer.Option(min=16, help="Tokens of the longest text, prompt included.")] = 2048,
@@ -22,13 +22,13 @@ def play(
             metavar="MAPPING", help="As data.template_arguments, e.g. '{enable_thinking: true}'; default: the key's."
         ),
     ] = None,
-    strategy: Annotated[str, typer.Option(help="Who writes at first; may be yours: module:name.")] = "word",
+    strategy: Annotated[str, typer.Option(help="The one to begin with; may be custom: module:name.")] = "word",
     parameters: Annotated[
-        str, typer.Option(metavar="MAPPING", help="Those of a strategy of yours, e.g. '{opening: 12}'.")
+        str, typer.Option(metavar="MAPPING", help="Those of a custom strategy, e.g. '{opening: 12}'.")
     ] = "{}",
     port: Annotated[int, typer.Option(min=0, max=65535, help="Port to listen on; 0: any that is free.")] = 8765,
 ) -> None:
-    """Write with senior and junior in the browser. On this machine only; take over as the junior yourself."""
+    """Generate text with senior and junior in the browser, and insert your own. On this machine only."""
     from tandemrl.config import ConfigError
     from tandemrl.files import pip_install
 
@@ -43,14 +43,17 @@ def play(
     from transformers import AutoConfig
 
     from tandemrl.apps.play.duo import Duo
+    from tandemrl.apps.play.problems import EXAMPLE, Problems, known_problems
     from tandemrl.cli.heartbeat import heartbeat
     from tandemrl.config import RolloutConfig, load
+    from tandemrl.data.rows import DataError
     from tandemrl.data.templates import arguments_of, template_variables
     from tandemrl.models.loading import load_model, load_tokenizer, resolve_device, vocabulary_check
+    from tandemrl.rewards.protocol import GraderError
     from tandemrl.rollout.factory import ModelSource, make_engine
     from tandemrl.rollout.schedule import schedule_of
 
-    prompt, arguments = EXAMPLE, arguments_of(template_arguments)
+    arguments = arguments_of(template_arguments)
     chosen = [f"selection.strategy={strategy}", f"selection.parameters={parameters}"]
     selection = load(overrides=chosen).selection
     if senior is None and junior is not None:
@@ -58,13 +61,16 @@ def play(
     listening = listen(port)
     if senior is None:
         from tandemrl.apps.experiments.tiny import build_tiny_pair
-        from tandemrl.data.loading import generated_rows
 
-        folder = Path("runs/tiny")
-        with heartbeat(typer.echo, lambda: f"building a tiny pair in {folder}, once"):
-            build_tiny_pair(folder)
+        folder = Path("runs/jargon")
+        with heartbeat(typer.echo, lambda: f"preparing the tiny pair in {folder}, once"):
+            build_tiny_pair(folder, pair="jargon", packaged=True)
         senior, junior = str(folder / "senior"), str(folder / "junior")
-        prompt = generated_rows("plain", "heldout", 1, 0)[0].messages[-1]["content"]
+    try:
+        problems = Problems(*known_problems(senior))
+    except (ConfigError, DataError, GraderError) as error:
+        typer.echo(f"the page offers none of the pair's own problems: {error}")
+        problems = Problems(load(), [EXAMPLE])
     partner = junior or senior
     on = str(resolve_device(device))
     tokenizer = load_tokenizer(senior)
@@ -73,16 +79,18 @@ def play(
     models = [AutoConfig.from_pretrained(path, trust_remote_code=False) for path in (senior, partner)]
     longest = min(longest, *(model.get_text_config().max_position_embeddings for model in models))
     reader = load_model(partner, dtype=dtype, device=on)
-    config = RolloutConfig(engine="vllm" if vllm else "torch")
+    rollout = RolloutConfig(engine="vllm" if vllm else "torch")
     if vllm:
-        config = replace(config, vllm=replace(config.vllm, multiprocess=True))
+        rollout = replace(rollout, vllm=replace(rollout.vllm, multiprocess=True))
     own = ModelSource(senior, lambda: load_model(senior, dtype=dtype, device=on))
     engine = make_engine(
-        config, own, ModelSource(partner, lambda: reader), tokenizer, dtype=dtype, device=on, longest=longest
+        rollout, own, ModelSource(partner, lambda: reader), tokenizer, dtype=dtype, device=on, longest=longest
     )
     duo = Duo(engine, reader, tokenizer, longest=longest, template_arguments=arguments)
     schedule_of(selection, tokenizer, engine.vocabulary)  # one of the user's own that cannot be made is refused now
-    app = application(duo, about={"senior": senior, "junior": partner, "prompt": prompt}, begin_with=selection)
+    with heartbeat(typer.echo, lambda: "looking for a problem that the pair solves"):
+        problems.begin_with_a_solved_one(duo, selection)
+    app = application(duo, problems, about={"senior": senior, "junior": partner}, begin_with=selection)
     server = uvicorn.Server(uvicorn.Config(app, log_level="warning", access_log=False))
     with listening:
         typer.echo(f"open http://127.0.0.1:{listening.getsockname()[1]} (Ctrl-C ends it)")

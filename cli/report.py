@@ -16,10 +16,10 @@ def report(
         str | None, typer.Option(help="Folder or hub id of the models' tokenizer, if it is not below DIR.")
     ] = None,
     watch: Annotated[
-        bool, typer.Option("--watch", help="Serve the page on this machine and renew it while runs go on.")
+        bool, typer.Option("--watch", help="Serve the page on this machine, and update it while runs are in progress.")
     ] = False,
-    port: Annotated[int, typer.Option(min=0, max=65535, help="Of --watch; 0: any that is free.")] = 8766,
-    every: Annotated[float, typer.Option(min=1, help="Of --watch: seconds between two looks.")] = 10,
+    port: Annotated[int, typer.Option(min=0, max=65535, help="With --watch: the port; 0: any free one.")] = 8766,
+    every: Annotated[float, typer.Option(min=1, help="With --watch: seconds between updates.")] = 10,
 ) -> None:
     """Turn the runs and evaluations below DIR into one HTML page. A Markdown page is beside it."""
     if out is not None and out.suffix != ".html":

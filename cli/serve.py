@@ -22,19 +22,17 @@ def serve(
     engine: Annotated[
         str | None, typer.Option(help="vllm or torch, as rollout.engine. Default: vllm where it is installed.")
     ] = None,
-    strategy: Annotated[str, typer.Option(help="Who writes: word, sentence, chunk, … as selection.strategy.")] = "word",
+    strategy: Annotated[str, typer.Option(help="Who generates: word, sentence, … as selection.strategy.")] = "word",
     prob_senior: Annotated[float, typer.Option(help="Probability that a draw falls to the senior.")] = 0.5,
-    max_gap_tokens: Annotated[int, typer.Option(help="Redraw after so many tokens at the latest.")] = 32,
+    max_gap_tokens: Annotated[int, typer.Option(help="Redraw after this many tokens at the latest.")] = 32,
     chunk_size: Annotated[int, typer.Option(help="Tokens per turn with --strategy chunk.")] = 16,
-    first: Annotated[str, typer.Option(help="Who starts (sentence, chunk, alternating) or writes alone.")] = "senior",
+    first: Annotated[str, typer.Option(help="Who starts (sentence, chunk, alternating) or is alone.")] = "senior",
     mode: Annotated[
         str | None, typer.Option(help="With vLLM: lazy, lockstep, …, as rollout.vllm.mode. Default: lazy.")
     ] = None,
     draft_tokens: Annotated[
         str | None,
-        typer.Option(
-            help="Tokens that the junior writes ahead (vLLM: with --mode draft or auto); auto: as many as pay."
-        ),
+        typer.Option(help="Tokens that the junior drafts (vLLM: with --mode draft or auto); auto: as many as pay off."),
     ] = None,
     junior_dtype: Annotated[str | None, typer.Option(help="Default: the senior's.")] = None,
     junior_quantization: Annotated[str | None, typer.Option(help="A quantization method of vLLM.")] = None,
@@ -56,10 +54,11 @@ def serve(
         typer.Option(metavar="NAME", help="Name under which clients know this machine, if it is another; repeatable."),
     ] = None,
     api_key: Annotated[
-        str | None, typer.Option(help="Key that clients have to send; better in VLLM_API_KEY, which nobody can list.")
+        str | None,
+        typer.Option(help="Key that clients must send; safer in VLLM_API_KEY, which process lists do not show."),
     ] = None,
 ) -> None:
-    """An OpenAI-compatible server, written by both models. Responses name the author of each token."""
+    """An OpenAI-compatible server. Both models generate the responses, which name the author of each token."""
     import importlib.util
 
     from tandemrl.data.templates import arguments_of

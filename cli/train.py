@@ -26,8 +26,8 @@ def train(
         int | None,
         typer.Option(
             min=1,
-            help="With --dry-run: plan a run of so many processes, one per device, that need not be here: memory, "
-            "collectives, time. Nothing of this machine is checked.",
+            help="With --dry-run: plan a run of this many processes, one per device, which need not exist here: "
+            "memory, collectives, time. This machine is not checked.",
         ),
     ] = None,
     device: Annotated[
@@ -49,7 +49,7 @@ def train(
     if (ranks is not None and not dry_run) or (device is not None and ranks is None):
         raise ConfigError("--ranks needs --dry-run, and --device needs --ranks: they plan a run and start none")
     if ranks is not None and resume != "auto":
-        raise ConfigError("--resume means nothing with --ranks, which plans a run and starts none")
+        raise ConfigError("leave out --resume with --ranks, which plans a run and starts none")
     if ranks is not None:
         typer.echo(f"{to_yaml(resolved)}\n{batch_plan(resolved)}\n")
         _plan(resolved, ranks, device)
@@ -60,13 +60,9 @@ def train(
         return
     from tandemrl.distributed.world import destroy_world
     from tandemrl.training import loop as training
-    from tandemrl.training.diagnostics import verdict
 
     context.find_root().call_on_close(destroy_world)  # after an error, once it is printed; not as the interpreter ends
-    output = training.train(resolved, resume=resume, stated=stated_keys(overrides or ()))
-    if destroy_world():
-        little = verdict(resolved)
-        typer.echo(f"done: {output}" + (f", but its rewards taught it {little[0]}: see above" if little else ""))
+    training.train(resolved, resume=resume, stated=stated_keys(overrides or ()))
 
 
 def _plan(config: "Config", ranks: int, device: str | None) -> None:
@@ -92,27 +88,21 @@ def _check(config: "Config", resume: str, stated: Collection[str]) -> None:
 
     from tandemrl.cli.errors import is_users, one_line
     from tandemrl.cli.lines import echo
-    from tandemrl.config.rules import check_processes
-    from tandemrl.distributed.world import axes_of, launched
+    from tandemrl.distributed.world import launched
+    from tandemrl.training.checkpoint import check_resume
     from tandemrl.training.function_records import with_records
-    from tandemrl.training.preflight import NotHereError, Preflight, check_resume
+    from tandemrl.training.preflight import NotHereError, Preflight
 
     def functions() -> str:
         with_records(config, **{field.name: None for field in fields(config.functions)})
         return "none has to be passed in Python"
 
-    def processes() -> str:
-        if (size := launched()) > 1:
-            axes_of(config.parallel, size)
-            check_processes(config, size)
-        return f"{size}, as this command was started" if size > 1 else "1, or as many as torchrun starts"
-
+    size = launched()
     problems: dict[str, str] = {}  # what is wrong -> the first subject that it was found in
     checks = {
         "--resume": lambda: check_resume(resume, config.output_dir),
         "functions": functions,
-        "processes": processes,
-        **Preflight(config, downloads=False, stated=stated).checks,
+        **Preflight(config, downloads=False, processes=size if size > 1 else None, stated=stated).checks,
     }
     for subject, check in checks.items():
         try:

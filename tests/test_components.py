@@ -21,7 +21,7 @@ KEYS = {
     "environment": ENVIRONMENTS,
     "retriever": RETRIEVERS,
 }
-TABLES = ("boundary", "words", "steps")
+TABLES = ("boundary", "words", "steps", "starts")
 """Parameters of strategies that are made of the tokenizer."""
 
 
@@ -66,7 +66,8 @@ def test_what_a_strategy_says_is_what_it_does(kind: Kind) -> None:
     made = schedule.strategy(1)
     assert isinstance(made, Strategy)
     assert (made.writers != "both") == kind.solo
-    assert (made.turn is not None) == kind.by_turns
+    assert (made.starts is not None) == kind.drops
+    assert (made.turn is not None) == (kind.by_turns or kind.drops)
     assert (schedule.prob_senior(1) is not None) == kind.draws
 
 

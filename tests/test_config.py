@@ -77,6 +77,28 @@ def test_a_bad_override_names_the_key_and_what_is_allowed(override: str, message
         load(overrides=[override])
 
 
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        (
+            "rollout.engine=vllm",
+            "selection.strategy=before_word: must be another, such as word, with rollout.engine=vllm",
+        ),
+        (
+            "rollout.draft_tokens=4",
+            "rollout.draft_tokens=4: must be 0 with selection.strategy=before_word: .*=word can be",
+        ),
+        (
+            "loss.recipe=ppo",
+            "loss.word_ends=True: must be false with selection.strategy=before_word and loss.recipe=ppo",
+        ),
+    ],
+)
+def test_what_before_word_cannot_do_is_refused_with_what_works_instead(override: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        load(overrides=["selection.strategy=before_word", override])
+
+
 def test_an_unreadable_or_unknown_file_is_named(tmp_path: Path) -> None:
     bad = tmp_path / "bad.yaml"
     bad.write_text("train: [")
@@ -128,7 +150,7 @@ def test_a_runs_folder_stands_for_its_config(tmp_path: Path) -> None:
         ("train.lr", "fast", "a number"),
         ("train.async_save", "maybe", "true or false"),
         ("loss.kl_target", "x", "a number or null"),
-        ("model.junior", "[a]", "a text or null"),
+        ("model.junior", "[a]", "a string or null"),
         ("train.betas", "[a, 1]", r"a list such as \[a, b\], each a number"),
         ("eval.k", "all", r"a list such as \[a, b\], each a whole number"),
         ("reward.scorers", "3", r"a mapping such as \{a: b\}"),
@@ -172,7 +194,7 @@ def test_a_config_is_frozen() -> None:
 
 
 def test_a_mandatory_value_is_asked_for_until_it_is_given() -> None:
-    with pytest.raises(ConfigError, match=r"deepscaler_kl\.yaml leaves a value to you .*give loss\.kl_coef=…"):
+    with pytest.raises(ConfigError, match=r"deepscaler_kl\.yaml leaves a value to you .*set loss\.kl_coef=…"):
         load("deepscaler_kl")
     with pytest.raises(ConfigError, match=r"loss\.kl_coef"):
         load("deepscaler_kl", ["train.lr=1e-6"])
@@ -511,7 +533,7 @@ def test_the_reference_is_printed_by_section_within_80_columns() -> None:
     assert keys_in(section) == [key for key in keys if key.startswith("rollout.vllm.")]
     shown = "selection.max_gap_tokens = 32   (a whole number; at least 1)\n    K: `word` redraws at the latest this"
     assert run(["config", "selection.max_gap_tokens"]).stdout.split("\n\n")[1].startswith(shown)
-    row = r"| `train.max_logprob_mismatch` | a number or null | `null` | positive | Stop above this mean \|trainer"
+    row = r"| `train.max_logprob_mismatch` | a number or null | `null` | positive | Stop if the mean \|trainer"
     table = run(["config", "train", "--markdown"]).stdout.splitlines()
     assert len(table) == 2 + len([key for key in keys if key.startswith("train.")])
     assert any(line.startswith(row) for line in table)

@@ -4,6 +4,7 @@ import re
 import shlex
 import sys
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -18,8 +19,10 @@ from tandemrl.cli.main import app
 from tandemrl.config import Config, ConfigError, load, stated_keys
 from tandemrl.data.loading import generated_rows
 from tandemrl.rewards.protocol import GraderError
+from tandemrl.rollout.envs.multihop import MultihopEnvironment
 from tandemrl.rollout.envs.retrieval import make_retriever
 from tandemrl.rollout.factory import ModelSource, make_engine
+from tandemrl.rollout.signatures import signature
 from tandemrl.training.checkpoint import CheckpointError
 from tandemrl.training.preflight import Preflight
 
@@ -80,6 +83,26 @@ def test_a_run_of_components_of_ones_own(agents: Path, here: Path) -> None:
         train(mine, quiet=True)
 
 
+def test_an_engine_as_an_argument_is_that_of_its_name_and_recorded(agents: Path, here: Path) -> None:
+    from my_engine import LongestFirst
+
+    train(config(agents, here / "run", "my_reward"), engine=partial(LongestFirst, rows=8), quiet=True)
+    saved = load(here / "run")
+    assert saved.rollout.engine == "my_engine:LongestFirst"
+    assert saved.functions.engine is not None
+    assert saved.functions.engine.name == "partial(my_engine.LongestFirst)"
+    for other in (None, LongestFirst):  # another number of rows is another engine
+        with pytest.raises(ConfigError, match=r"functions\.engine: this config belongs to a run with partial"):
+            train(saved, engine=other, quiet=True)
+    for engine, message in (
+        (LongestFirst, r"rollout\.compile=True: must be false with rollout\.engine=my_engine:LongestFirst"),
+        ("torhc", "engine='torhc': no such name; did you mean 'torch'"),
+        (3, "engine=3: pass the class, or a function that makes one"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            train(load(overrides=["rollout.compile=true"]), engine=engine)
+
+
 def test_an_environment_of_ones_own(agents: Path, here: Path) -> None:
     turns = ("rollout.max_turns=4", "rollout.max_tokens=40", "rollout.turn_tokens=8", "data.max_prompt_tokens=24")
     mine = config(agents, here / "run", "my_environment", "my_reward", extra=(*turns, "rollout.observation_tokens=99"))
@@ -96,6 +119,19 @@ def test_a_retriever_of_ones_own(here: Path) -> None:
     document = row.extra_info["docs"][0]
     text = " ".join(str(value) for value in document.values())
     assert 1 <= len(search(row, text, 2)) <= 2
+
+
+def test_a_retriever_as_an_argument_of_its_environment(here: Path) -> None:
+    from my_retriever import overlap
+
+    [row] = generated_rows("hops", "heldout", 1, 0)
+    one, two = (MultihopEnvironment(load("hops_tandem").retrieval, overlap(least)) for least in (1, 2))
+    document = row.extra_info["docs"][0]
+    assert f"Document ID: {document['id']}" in one.retrieve_documents(document["text"], row)
+    assert one.retrieve_documents("nothing of this", row) == "No documents were found."
+    assert len({signature(each) for each in (one, two, MultihopEnvironment(one.retrieval))}) == 3
+    with pytest.raises(ConfigError, match="retriever=3: pass a function"):
+        MultihopEnvironment(one.retrieval, 3)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
@@ -146,12 +182,13 @@ def test_play_writes_with_a_strategy_of_ones_own(here: Path) -> None:
     from tandemrl import TorchEngine
     from tandemrl.apps.play.app import application
     from tandemrl.apps.play.duo import Duo
+    from tandemrl.apps.play.problems import EXAMPLE, Problems
 
     senior, junior, chat = prepared(qwen3()), prepared(small_qwen3()), tokenizer()
     chat.chat_template = CHAT_TEMPLATE
     duo = Duo(TorchEngine(senior, junior, chat), junior, chat, longest=64)
     mine = load(overrides=overrides("my_strategy")).selection
-    page = application(duo, about={}, begin_with=mine)
+    page = application(duo, Problems(load(), [EXAMPLE]), about={}, begin_with=mine)
     client = starlette.TestClient(page, base_url="http://127.0.0.1:8765")
     begun = client.post("/begin", json={}).json()
     assert begun["strategies"][-2:] == ["solo", "my_strategy:relay"]

@@ -40,6 +40,7 @@ from tandemrl.selection import Strategy as Strategy
 from tandemrl.selection import alternating as alternating
 from tandemrl.selection import alternating_turns as alternating_turns
 from tandemrl.selection import annealed as annealed
+from tandemrl.selection import before_word as before_word
 from tandemrl.selection import bernoulli as bernoulli
 from tandemrl.selection import chunk as chunk
 from tandemrl.selection import linear as linear

@@ -14,7 +14,7 @@ from enum import IntEnum
 from typing import Any, NamedTuple
 
 import numpy as np
-from jaxtyping import Float, Int8, Int64, jaxtyped
+from jaxtyping import Bool, Float, Int8, Int64, jaxtyped
 from torch import Tensor
 
 from tandemrl.data.messages import Message as Message
@@ -42,6 +42,13 @@ def own_turns(tokens: np.ndarray, author: np.ndarray) -> list[np.ndarray]:
     return [tokens[start:end] for start, end in zip(starts, ends, strict=True)]
 
 
+def taken_over(author: np.ndarray) -> np.ndarray:
+    """Where a token follows one of the other author, in the same turn."""
+    before = np.concatenate([[Author.CONTEXT], author[:-1]])
+    after: np.ndarray = (author >= 0) & (before >= 0) & (author != before)
+    return after
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Rollout:
     """One finished, scored completion together with its prompt; also a line of ``samples.jsonl``.
@@ -50,7 +57,8 @@ class Rollout:
     ``Author.CONTEXT`` on the prompt and on what the environment says between turns. ``behaviour_logprobs`` is the
     log-prob of each written token under its AUTHOR's sampling distribution (nats), 0.0 on context. ``key`` is the
     request key that all random draws follow from; it is called "seed" in ``samples.jsonl``. ``transcript`` holds the
-    messages of an episode of several turns, and is None for a single-turn rollout.
+    messages of an episode of several turns, and is None for a single-turn rollout. ``handover_logprobs`` is another
+    channel of the tokens, and None unless the strategy has ``starts`` (see ``Completion``).
 
     Raises:
         ValueError: the channels differ in length, or ``author`` holds another value than -1, 0 or 1.
@@ -69,11 +77,15 @@ class Rollout:
     turns: int = 1
     policy_version: int = 0
     transcript: Transcript | None = None
+    handover_logprobs: np.ndarray | None = None
 
     def __post_init__(self) -> None:
-        for name, dtype in (("tokens", np.int64), ("author", np.int8), ("behaviour_logprobs", np.float32)):
+        channels = {"tokens": np.int64, "author": np.int8, "behaviour_logprobs": np.float32}
+        if self.handover_logprobs is not None:
+            channels["handover_logprobs"] = np.float32
+        for name, dtype in channels.items():
             object.__setattr__(self, name, np.asarray(getattr(self, name), dtype=dtype))
-        lengths = {name: len(getattr(self, name)) for name in ("tokens", "author", "behaviour_logprobs")}
+        lengths = {name: len(getattr(self, name)) for name in channels}
         if len(set(lengths.values())) != 1:
             raise ValueError(f"rollout {self.example_id}/{self.index}: channels differ in length: {lengths}")
         if not np.isin(self.author, (-1, 0, 1)).all():
@@ -82,6 +94,13 @@ class Rollout:
     @property
     def response_tokens(self) -> int:
         return int((self.author >= 0).sum())
+
+    @property
+    def word_ends(self) -> int:
+        """At how many places the senior ended its word and the junior took over, which are choices of the senior."""
+        if self.handover_logprobs is None:
+            return 0
+        return int((taken_over(self.author) & (self.author == Author.JUNIOR)).sum())
 
     @property
     def context_tokens(self) -> int:
@@ -100,6 +119,7 @@ class Rollout:
 
     def to_json(self) -> dict[str, Any]:
         """A JSON-serialisable dict; ``Rollout.from_json`` is its inverse."""
+        told = self.handover_logprobs
         return {
             "example_id": self.example_id,
             "group": self.group,
@@ -108,6 +128,7 @@ class Rollout:
             "tokens": self.tokens.tolist(),
             "author": self.author.tolist(),
             "behaviour_logprobs": [round(float(x), 6) for x in self.behaviour_logprobs],
+            **({} if told is None else {"handover_logprobs": [round(float(x), 6) for x in told]}),
             "reward": self.reward,
             "reward_parts": dict(self.reward_parts),
             "stop_reason": self.stop_reason,
@@ -118,7 +139,8 @@ class Rollout:
 
     @classmethod
     def from_json(cls, line: Mapping[str, Any]) -> "Rollout":
-        arrays = {name: np.asarray(line[name]) for name in ("tokens", "author", "behaviour_logprobs")}
+        channels = ("tokens", "author", "behaviour_logprobs", "handover_logprobs")
+        arrays = {name: np.asarray(line[name]) for name in channels if name in line}
         others = {name: line[name] for name in cls.__dataclass_fields__ if name in line}
         if others.get("transcript") is not None:
             others["transcript"] = Transcript.from_json(others["transcript"])
@@ -159,11 +181,28 @@ Metrics = dict[str, float]
 
 @jaxtyped(typechecker=typechecker)
 @dataclass(frozen=True, slots=True, eq=False)
+class WordEnds:
+    """The places of a batch where the senior ended its word, and the junior took over (``Strategy.starts``).
+
+    ``places`` are the indices of the junior's tokens. The log-probs are those of proposing a token that begins a word:
+    of the engine, of the policy before its first update, of the reference.
+    """
+
+    places: Int64[Tensor, " e"]
+    behaviour_logprobs: Float[Tensor, " e"]
+    old_logprobs: Float[Tensor, " e"] | None = None
+    ref_logprobs: Float[Tensor, " e"] | None = None
+
+
+@jaxtyped(typechecker=typechecker)
+@dataclass(frozen=True, slots=True, eq=False)
 class Batch:
     """Packed tensors of one micro-batch: ``s`` sequences laid end to end in ``t`` tokens, no padding.
 
     ``sequence_ids`` counts 0, 1, … s-1 without gaps and is sorted; ``positions`` restarts at 0 in each sequence.
     ``lengths`` are the tokens of each sequence. The trainer fills the optional channels when the recipe needs them.
+    ``taken_over`` is None unless the strategy has ``starts``. Then it is True at the first token after each handover,
+    which was drawn from ``starts`` alone; and ``word_ends`` is set unless these are not trained.
     """
 
     tokens: Int64[Tensor, " t"]
@@ -178,6 +217,8 @@ class Batch:
     junior_logprobs: Float[Tensor, " t"] | None = None
     old_values: Float[Tensor, " t"] | None = None
     returns: Float[Tensor, " t"] | None = None
+    taken_over: Bool[Tensor, " t"] | None = None
+    word_ends: WordEnds | None = None
 
     @property
     def num_sequences(self) -> int:

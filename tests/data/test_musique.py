@@ -96,11 +96,11 @@ def test_from_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         ({"paragraphs": [7]}, r"field 'paragraphs\[0\]': expected an object, found 7"),
         (
             {"paragraphs": [{"idx": 0, "title": "T"}]},
-            r"paragraphs\[0\]', field 'paragraph_text' \(or 'body'\): expected text, found None",
+            r"paragraphs\[0\]', field 'paragraph_text' \(or 'body'\): expected a string, found None",
         ),
-        ({"paragraphs": [{"idx": 0, "title": "T", "paragraph_text": "x"}]}, "none of them is supporting"),
-        ({"answer_aliases": "2"}, r"field 'answer_aliases': expected texts"),
-        ({"answer": None}, r"field 'answer': expected text, found None"),
+        ({"paragraphs": [{"idx": 0, "title": "T", "paragraph_text": "x"}]}, "no paragraph is supporting"),
+        ({"answer_aliases": "2"}, r"field 'answer_aliases': expected strings"),
+        ({"answer": None}, r"field 'answer': expected a string, found None"),
     ],
 )
 def test_what_is_no_question_is_refused(tmp_path: Path, changes: dict[str, Any], message: str) -> None:

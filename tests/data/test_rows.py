@@ -274,11 +274,9 @@ def test_a_rendered_prompt_is_tokenised_as_it_is():
 
 
 def test_rendered_prompts_that_cannot_be_used_are_named():
-    with pytest.raises(
-        DataError, match=r"row r: its prompt is rendered to the end; set data\.prompt_suffix to nothing"
-    ):
+    with pytest.raises(DataError, match=r"row r: its prompt is already rendered; leave data\.prompt_suffix empty"):
         encode_prompts([rendered("one")], tokenizer(), max_prompt_tokens=9, suffix="box it")
-    with pytest.raises(DataError, match="row r: a rendered prompt is one message, found 2"):
+    with pytest.raises(DataError, match="row r: a rendered prompt must be one message, found 2"):
         encode_prompts([rendered("one", {"role": "user", "content": "two"})], tokenizer(), max_prompt_tokens=9)
     with pytest.raises(
         DataError, match=r"rendered with <\|im_start\|>, which .* build the data with `--template chat`"
@@ -360,5 +358,5 @@ def test_prompts_begin_as_the_environment_says_and_name_its_tools():
         tools=TOOLS,
     )  # fmt: skip
     assert ([prompt.tokens for prompt in told], dropped) == ([(6, 1)], 1)
-    with pytest.raises(DataError, match=r"row r: its prompt is rendered .* rollout\.environment=single"):
+    with pytest.raises(DataError, match=r"row r: its prompt is already rendered, .* rollout\.environment=single"):
         encode_prompts([rendered("one")], tokenizer(), max_prompt_tokens=9, opening=opening)

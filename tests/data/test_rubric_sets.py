@@ -95,7 +95,7 @@ def test_published_rubric_rows_keep_their_prompt(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("command", "record", "message"),
     [
-        ("polaris", {"problem": "?", "answer": "2"}, "line 1, field 'criteria': expected text, found None"),
+        ("polaris", {"problem": "?", "answer": "2"}, "line 1, field 'criteria': expected a string, found None"),
         ("polaris", {"criteria": "c", "answer": "2"}, "field 'question' (or"),
         (
             "rrm",

@@ -136,7 +136,7 @@ def test_a_field_is_text_or_a_number():
     record = Record("f, row 3", {"a": "x", "b": 142.0, "c": 7, "d": "", "e": None, "f": True, "g": [1], "h": math.nan})
     assert [record.text(field) for field in "abc"] == ["x", "142.0", "7"]
     for field in "defghi":
-        with pytest.raises(DataError, match=f"f, row 3, field '{field}': expected text"):
+        with pytest.raises(DataError, match=f"f, row 3, field '{field}': expected a string"):
             record.text(field)
 
 

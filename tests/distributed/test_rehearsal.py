@@ -17,12 +17,11 @@ from tandemrl.apps.planning import rehearsal
 from tandemrl.apps.planning.ledger import storage_bytes
 from tandemrl.apps.planning.rehearsal import (
     Rehearsal,
+    Role,
     Sent,
     Work,
     batch_of,
-    rehearse_critic,
-    rehearse_frozen,
-    rehearse_policy,
+    rehearse,
 )
 from tandemrl.config import Config, load
 from tandemrl.distributed.world import imagined_world, init_world
@@ -143,9 +142,10 @@ def elsewhere() -> Iterator[ProcessPoolExecutor]:
 def _planned(config: Config, critic: bool, size: int, more: int = rehearsal.MORE) -> Rehearsal:
     """more: layers of the larger of the two models that are run."""
     rehearsal.MORE = more
-    rehearse = rehearse_critic if critic else rehearse_policy
+    role = Role("critic" if critic else "policy")
+    configuration, options = AutoConfig.from_pretrained(config.model.senior), _options(config, size)
     with imagined_world(config.parallel, size) as world:
-        return rehearse(AutoConfig.from_pretrained(config.model.senior), config, world, WORK, _options(config, size))
+        return rehearse(role, configuration, config, world, WORK, options)
 
 
 @pytest.mark.parametrize("size", [1, 2, pytest.param(4, marks=pytest.mark.slow)])
@@ -174,7 +174,7 @@ def test_a_frozen_model_has_weights_alone(tmp_path: Path) -> None:
     config = _config(tmp_path, Case("qwen3 untied"))
     with imagined_world(config.parallel, 1) as world:
         options = _options(config, 1)
-        found = rehearse_frozen(model.config, config, world, WORK, options, torch.bfloat16)
+        found = rehearse(Role("frozen", "bfloat16"), model.config, config, world, WORK, options)
     assert found.weights == 2 * sum(parameter.numel() for parameter in model.parameters())
     assert (found.gradients, found.optimizer, found.update, found.forward) == (0, 0, {}, {})
 
@@ -183,8 +183,8 @@ def _scored(config: Config, size: int) -> tuple[Sent, Sent]:
     """What scoring a micro-batch sends: as the plan has it of a trained model, and by a pass of a frozen one."""
     configuration, options = AutoConfig.from_pretrained(config.model.senior), _options(config, size)
     with imagined_world(config.parallel, size) as world:
-        trained = rehearse_policy(configuration, config, world, WORK, options)
-        frozen = rehearse_frozen(configuration, config, world, WORK, options, torch.float32)
+        trained = rehearse(Role("policy"), configuration, config, world, WORK, options)
+        frozen = rehearse(Role("frozen"), configuration, config, world, WORK, options)
     return trained.forward, frozen.forward
 
 

@@ -228,7 +228,7 @@ def test_a_process_is_watched_before_it_meets_the_others(
     world = parallel.init_world(ParallelConfig(timeout_s=50.0), torch.device(device))
     assert (world.rank, world.size, world.timeout_s) == (1, 2, 50.0)
     monkeypatch.setattr(dist, "is_initialized", lambda: True)
-    assert not parallel.destroy_world()
+    parallel.destroy_world()
     assert calls.mock_calls == [
         call.watchdog.begin(50.0, "process 1 of 2"),
         *[call.set_device(torch.device("cuda"))] * (device == "cuda"),
@@ -253,7 +253,6 @@ def test_only_its_own_process_group_is_taken_down(monkeypatch: pytest.MonkeyPatc
     destroyed = Mock()
     monkeypatch.delenv("WORLD_SIZE", raising=False)
     monkeypatch.setattr(parallel.dist, "is_initialized", lambda: True)
-    monkeypatch.setattr(parallel.dist, "get_rank", lambda: 0)
     monkeypatch.setattr(parallel.dist, "destroy_process_group", destroyed)
-    assert parallel.destroy_world()
+    parallel.destroy_world()
     assert destroyed.mock_calls == []

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from omegaconf import OmegaConf
 from scipy.stats import ttest_1samp
 from typer.testing import CliRunner
 
@@ -15,6 +16,7 @@ from tandemrl.evals.compare import (
     CompareError,
     Contrast,
     compare,
+    config_differences,
     contrast,
     judgement,
     markdown_table,
@@ -22,6 +24,7 @@ from tandemrl.evals.compare import (
     write_comparison,
 )
 from tandemrl.evals.stats import Interval
+from tandemrl.training.tracking import write_eval_texts
 
 CONFIG = {
     "model": "m",
@@ -54,6 +57,17 @@ def rates(*counts, sets=("a",)):
         for problem, right in enumerate(counts)
         for number in range(2)
     ]
+
+
+def store_run(folder, *counts, step=20, monitored=(), **settings):
+    """A run's folder with the texts of one evaluation during training."""
+    folder.mkdir(exist_ok=True)
+    overrides = [f"{key.replace('__', '.')}={value}" for key, value in settings.items()]
+    config = OmegaConf.from_dotlist(["eval.train_samples=2", f"output_dir={folder}", *overrides])
+    (folder / "config.yaml").write_text(OmegaConf.to_yaml(config))
+    if counts:
+        write_eval_texts(folder, step, {"eval": rates(*counts)} | ({"monitor": rates(*monitored)} if monitored else {}))
+    return folder
 
 
 def by_metric(contrasts):
@@ -230,6 +244,69 @@ def test_a_result_file_counts_as_an_evaluation_of_its_phase(tmp_path):
         compare(tmp_path / "a.jso", tmp_path / "b")
 
 
+def test_two_runs_are_compared_by_their_last_evaluation_during_training(tmp_path):
+    """The newest one by number, not by name; of each source on its own."""
+    counts = np.array([2, 2, 1, 2, 2]), np.array([1, 0, 1, 2, 0])
+    monitor = {"data__monitor": "m.jsonl", "monitored": (2, 0)}
+    a = store_run(tmp_path / "a", 0, 0, 0, 0, 0, step=80, **monitor)
+    b = store_run(tmp_path / "b", *counts[1], train__lr=2e-5, **monitor)
+    store_run(a, *counts[0], step=100, **monitor)
+    found = {(each.phase, each.metric): each for each in compare(a, b, resamples=200, seed=4)}
+    assert found["held-out", "pass@1"].difference == pytest.approx(
+        interval_by_hand((counts[0] - counts[1]) / 2, 200, 4), abs=1e-12
+    )
+    assert found["held-out", "pass@2"].a == 1.0
+    assert found["monitored", "pass@1"][2:5] == (0.5, 0.5, (0, 0, 0))
+    assert ("held-out", "pass@4") not in found  # of two samples there is none
+    assert config_differences(a, b) == {"train.lr": (1e-6, 2e-5)}
+    out = tmp_path / "c.json"
+    result = CliRunner().invoke(app, ["compare", str(a), str(b), "--resamples", "50", "--out", str(out)])
+    assert result.exit_code == 0, result.output
+    assert "of the senior alone: step 100 of A and step 20 of B" in result.output
+    assert "train.lr: 1e-06 in A, 2e-05 in B\n" in result.output
+    assert json.loads(out.read_text())["config"] == {"train.lr": [1e-6, 2e-5]}
+
+
+def test_of_runs_that_were_evaluated_these_evaluations_are_compared(tmp_path):
+    """In the run's folder, or beside it as in an experiment; the configs are still those of the runs."""
+    a, b = store_run(tmp_path / "a", 0, 0), store_run(tmp_path / "b", 0, 0, train__seed=3)
+    store(a / "eval", rates(2, 2))
+    store(tmp_path / "eval" / "b", rates(1, 2), dtype="bfloat16")
+    assert {each.phase for each in compare(a, b)} == {"pass-at-k"}
+    assert by_metric(compare(a, b))["pass@1"].difference.mean == 0.25
+    assert compare(a / "eval", tmp_path / "eval" / "b") == compare(a, b)
+    for sides in ((a, b), (a / "eval", tmp_path / "eval" / "b")):
+        assert config_differences(*sides) == {"train.seed": (0, 3)}
+    alone = store(tmp_path / "elsewhere" / "deep" / "c", rates(1, 2), dtype="bfloat16")
+    assert config_differences(a, alone) == {"dtype": (None, "bfloat16")}
+    assert {each.phase for each in compare(a, store_run(tmp_path / "d", 1, 1))} == {"held-out"}  # d has no other
+
+
+def test_what_keeps_two_runs_from_being_compared_is_named_with_the_command_that_helps(tmp_path):
+    a = store_run(tmp_path / "a", 1, 2)
+    (a / "hf" / "step_9").mkdir(parents=True)
+    (a / "hf" / "step_20").mkdir()
+    command = f"tandemrl eval all --config {a} --model {a}/hf/step_20 --out {a}/eval"
+    for name, counts, settings, culprit in (
+        ("samples", (1, 2), {"eval__train_samples": 4}, "eval.train_samples: 2 and 4"),
+        ("reward", (1, 2), {"reward__gsm8k": "tandem"}, "reward.gsm8k: 'strict' and 'tandem'"),
+        ("data", (1, 2), {"data__eval": "other.jsonl"}, "data.eval: "),
+        ("problems", (1,), {}, "1 problems of the other side are missing, e.g. a/1"),
+    ):
+        other = store_run(tmp_path / name, *counts, **settings)
+        with pytest.raises(CompareError) as error:
+            compare(a, other)
+        assert culprit in str(error.value)
+        assert f"; evaluate both alike: {command} and tandemrl eval all --config {other} " in str(error.value)
+    fresh = store_run(tmp_path / "fresh")
+    (fresh / "hf" / "best").mkdir(parents=True)
+    for sides in ((fresh, a), (a, fresh)):
+        with pytest.raises(CompareError) as error:
+            compare(*sides)
+        made = f"tandemrl eval all --config {fresh} --model {fresh}/hf/best --out {fresh}/eval"
+        assert str(error.value) == f"{fresh}: this run has no evaluation yet; make one: {made}"
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
@@ -261,7 +338,7 @@ def test_other_problems_or_seeds_are_refused(tmp_path):
     store(tmp_path / "a", rates(1, 2, 1))
     store(tmp_path / "b", rates(1, 2))
     for sides in (("a", "b"), ("b", "a")):
-        with pytest.raises(CompareError, match=r"b/pass-at-k\.json: 1 problems of the other side are not there.* a/2"):
+        with pytest.raises(CompareError, match=r"b/pass-at-k\.json: 1 problems of the other side are missing.* a/2"):
             compare(*(tmp_path / side for side in sides))
     seeds_of(tmp_path / "c", {0: (1, 1), 1: (1, 1)})
     seeds_of(tmp_path / "d", {0: (1, 1), 2: (1, 1)})
@@ -387,3 +464,5 @@ def test_the_command_shows_arms_by_groups_only_when_asked(tmp_path):
     ]
     assert [": hops=2/one\n" in re.sub(" +\n", "\n", output) for output in outputs] == [False, True]
     assert all(": hops=2 " in output and ": one " in output for output in outputs)
+    assert ["senior_share" in output for output in outputs] == [False, True]
+    assert "rounds" not in outputs[1]  # all are 1

@@ -78,7 +78,9 @@ def test_bad_rows_are_named(file: Path, tmp_path: Path) -> None:
     assert load_pairs(str(lines)) == load_pairs(str(file))
     records[1]["tn_output"] = None
     file.write_text(json.dumps(records))
-    with pytest.raises(DataError, match=r"HardVerify-Math\.json, row 2, field 'tn_output': expected a non-empty text"):
+    with pytest.raises(
+        DataError, match=r"HardVerify-Math\.json, row 2, field 'tn_output': expected a non-empty string"
+    ):
         load_pairs(str(file))
     file.write_text("{}")
     with pytest.raises(DataError, match="expected a list of rows, found dict"):

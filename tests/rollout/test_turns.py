@@ -32,7 +32,8 @@ from tandemrl.rollout import kv_cache, torch_engine
 from tandemrl.rollout.engine import Completion, EngineError, Passes, Reply, Request, Sampling, Turn, check_authors
 from tandemrl.rollout.spread import SpreadEngine
 from tandemrl.rollout.torch_engine import TorchEngine
-from tandemrl.selection import Strategy, alternating_turns, bernoulli, solo, turn
+from tandemrl.selection import Strategy, alternating_turns, before_word, bernoulli, solo, turn
+from tandemrl.selection.boundaries import start_table
 
 STOPS = (5, 6, 7, 8)
 PLAIN = Sampling(max_tokens=17, stop_token_ids=STOPS, ignore_eos=True)
@@ -137,10 +138,13 @@ def test_slow_answers_in_any_order_change_nothing():
     assert order != sorted(order)  # they did come in another order
 
 
-@pytest.mark.parametrize("name", ["word", "sentence", "turn"])
+@pytest.mark.parametrize("name", ["word", "sentence", "turn", "before_word"])
 def test_requests_with_a_history_write_what_a_responder_gets(name):
     """Penalties and stop ids, too: to a further turn everything before it is its prompt."""
-    batch = episodes(known()[name], sampling=SAMPLING)
+    starts = start_table(tokenizer())
+    starts[list(STOPS)] = True
+    strategy = before_word(0.5, starts) if name == "before_word" else known()[name]
+    batch = episodes(strategy, sampling=SAMPLING)
     whole = flat(engine().generate(batch, responder=ScriptedWorld()))
     pairs = [(request, key) for request in batch for key in request.keys]
     continued, ends = [], []
@@ -156,12 +160,15 @@ def test_requests_with_a_history_write_what_a_responder_gets(name):
             ends.append((completion, begin))
     assert len(continued) == 3 * len(whole)
     alone = flat(engine().generate(continued))
-    check_authors(alone, known()[name], [request.history for request in continued])
+    check_authors(alone, strategy, [request.history for request in continued])
+    check_authors(whole, strategy)
     for one, (completion, begin) in zip(alone, ends, strict=True):
         part = slice(begin, begin + len(one.tokens))
         assert one.tokens.tolist() == completion.tokens[part].tolist()
         assert one.author.tolist() == completion.author[part].tolist()
         np.testing.assert_allclose(one.behaviour_logprobs, completion.behaviour_logprobs[part], atol=1e-5)
+        if one.handover_logprobs is not None:
+            np.testing.assert_allclose(one.handover_logprobs, completion.handover_logprobs[part], atol=1e-5)
         assert part.stop == len(completion.tokens) or completion.author[part.stop] == -1
 
 

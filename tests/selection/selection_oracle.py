@@ -51,6 +51,10 @@ def word_aligned(
     return _drawn(key, p, redrawn)
 
 
+def before_word(key: int, turns: Sequence[Sequence[int]], p: float, starts: Sequence[bool]) -> Told:
+    return _drawn(key, p, [i == 0 or starts[token] for tokens in turns for i, token in enumerate(tokens)])
+
+
 def bernoulli(key: int, tokens: Sequence[int], p: float) -> Told:
     return _drawn(key, p, [True] * len(tokens))
 

@@ -15,6 +15,7 @@ from tandemrl.selection import (
     alternating,
     alternating_turns,
     annealed,
+    before_word,
     bernoulli,
     chunk,
     draw_counts,
@@ -34,6 +35,7 @@ from tandemrl.selection.strategies import BernoulliState
 TEXTS = ["a", " b", "c ", "\n", "\n\n", "d\n", "\ne", ".", ".\n\n", " \n \n", "\n\nf", ")"]
 V = len(TEXTS)
 BOUNDARY = [text.startswith(" ") for text in TEXTS]
+START = torch.tensor(BOUNDARY)
 SPACE = [text[-1].isspace() for text in TEXTS]
 OUTSIDE = [text[-1].isspace() or text[-1] == ")" for text in TEXTS]
 STEPS = StepTables(
@@ -200,6 +202,7 @@ def test_state_is_tensors_with_a_row_each(strategy: Strategy) -> None:
 ALL_OF_P: dict[str, Callable[[float], Strategy]] = {
     "word": lambda p: word(p, 4, torch.tensor(BOUNDARY)),
     "aligned": lambda p: word_aligned(p, 4, WORDS),
+    "before_word": lambda p: before_word(p, START),
     "bernoulli": bernoulli,
 }
 
@@ -235,7 +238,7 @@ def test_senior_draws_are_binomial(name: str, p: float) -> None:
     keys, tokens, lengths = some_keys(1000), random_tokens(1000, 80), torch.full((1000,), 80)
     got = replay(ALL_OF_P[name](p), keys, tokens, lengths)
     draws, senior = int(got.draws.sum()), int(got.senior_draws.sum())
-    assert draws > 15_000
+    assert draws > 10_000
     assert abs(senior - p * draws) < 6 * math.sqrt(draws * p * (1 - p))
 
 
@@ -274,6 +277,19 @@ def test_word_aligned_waits_past_the_gap_for_a_sure_place() -> None:
     changes = (got.author[:, 1:] != got.author[:, :-1]).sum(dim=0) > 0
     assert changes.nonzero().flatten().tolist() == [5, 8]  # not after the first ")": no gap yet; not amid the word
     assert (got.draws == 3).all()
+
+
+def test_before_word_draws_for_the_very_token_that_begins_a_word_and_for_each_turn() -> None:
+    plain, space = 0, 1
+    tokens = torch.tensor([[space, plain, space, plain, plain, space, space, plain]]).repeat(300, 1)
+    begins = torch.zeros_like(tokens, dtype=torch.bool)
+    begins[:, 4] = True  # a turn, with a token that would continue a word
+    for turns, wanted in ((None, [2, 5, 6]), (begins, [2, 4, 5, 6])):
+        got = replay(before_word(0.5, START), some_keys(300), tokens, torch.full((300,), 8), turns)
+        changes = (got.author[:, 1:] != got.author[:, :-1]).sum(dim=0)
+        assert (changes > 100).nonzero().flatten().tolist() == [i - 1 for i in wanted]
+        assert changes.count_nonzero() == len(wanted)
+        assert (got.draws == 1 + len(wanted)).all()  # the last token is one of them where it begins a word
 
 
 def test_sentence_toggles_and_carries_the_newline() -> None:
@@ -325,6 +341,7 @@ def test_annealed_follows_the_schedule() -> None:
         (lambda: word(0.5, 0, torch.tensor(BOUNDARY)), "max_gap_tokens"),
         (lambda: word_aligned(0.5, 0, WORDS), "max_gap_tokens"),
         (lambda: bernoulli(float("nan")), "prob_senior"),
+        (lambda: before_word(2.0, START), "prob_senior"),
         (lambda: turn(-0.1), "prob_senior"),
         (lambda: chunk(0), "chunk_size"),
         (lambda: linear(0.0, 1.0, 0), "steps"),
@@ -368,6 +385,7 @@ def over_turns(case: Case) -> tuple[Strategy, Callable[[int, list[list[int]]], o
 
 EPISODES = st.one_of(
     CASES.map(over_turns),
+    P.map(lambda p: (before_word(p, START), lambda key, turns: oracle.before_word(key, turns, p, BOUNDARY))),
     P.map(lambda p: (turn(p), lambda key, turns: oracle.turn(key, turns, p))),
     WHO.map(lambda who: (alternating_turns(who), lambda key, turns: oracle.alternating_turns(turns, who))),
 )
@@ -398,12 +416,13 @@ def test_several_turns_are_the_naive_computation_also_when_resumed(
     senior, state = resumed(strategy, keys, histories)
     seniors = [senior]
     rest = [turns[len(history)] for (_, turns), history in zip(rows, histories, strict=True)]
-    for i in range(max(map(len, rest)) - 1):
+    for i in range(max(map(len, rest))):
         senior, state = strategy.step(state, torch.tensor([own[min(i, len(own) - 1)] for own in rest]))
         seniors.append(senior)
     for i, ((key, turns), history, own) in enumerate(zip(rows, histories, rest, strict=True)):
         want = naive(key, turns[: len(history) + 1]).authors[len(joined(history)) :]
-        assert [int(senior[i]) for senior in seniors[: len(own)]] == want
+        told = seniors[1:] if strategy.starts is not None else seniors  # a step names the author of its own token
+        assert [int(senior[i]) for senior in told[: len(own)]] == want
 
 
 def test_an_author_per_turn_is_drawn_from_the_numbers_of_its_key() -> None:

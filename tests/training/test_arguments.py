@@ -212,9 +212,9 @@ def test_the_strategy_of_a_later_step_is_tried_too_as_long_as_there_is_time(monk
 
 
 def test_names_and_a_bare_strategy_are_accepted() -> None:
-    named, recipe, strategy = accept(load(), "rloo", "sentence")
+    named, recipe, strategy, _ = accept(load(), "rloo", "sentence")
     assert (named.loss.recipe, named.selection.strategy, recipe, strategy) == ("rloo", "sentence", None, None)
-    _, _, every = accept(load(), None, GOOD)
+    every = accept(load(), None, GOOD).strategy
     assert every is not None
     assert every(7) is GOOD
     same: Callable[[float], Any] = lambda p: accept(load(), None, bernoulli(p))[2]  # noqa: E731

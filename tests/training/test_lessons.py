@@ -72,15 +72,15 @@ def test_a_group_of_one_is_named() -> None:
 
 def test_the_verdict_is_over_all_steps(tmp_path: Path) -> None:
     settings = load(overrides=[f"output_dir={tmp_path}"])
-    assert verdict(settings) is None
+    assert verdict(settings, GRPO) is None
     for steps, words in (([FLAT] * 4, "nothing"), ([FLAT] * 9 + [GOOD | {"groups/zero_variance": 0.9}], "hardly")):
         (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(step) + "\n" for step in steps))
-        found = verdict(settings)
+        found = verdict(settings, GRPO)
         assert found is not None
         assert found[0].startswith(words)
         assert f"{sum(map(bool, [s is not FLAT for s in steps]))} of {len(steps)} steps" in found[1]
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(step) + "\n" for step in [FLAT, GOOD]))
-    assert verdict(settings) is None
+    assert verdict(settings, GRPO) is None
 
 
 def test_such_a_run_says_so_at_both_doors(tiny_pair: Path, tmp_path: Path) -> None:
@@ -92,6 +92,8 @@ def test_such_a_run_says_so_at_both_doors(tiny_pair: Path, tmp_path: Path) -> No
     lines = [line for line in said.getvalue().splitlines() if "to learn" in line]
     assert lines[0].startswith("  nothing to learn from the rewards of the last 3 steps: every reward is 0: hardly an")
     assert lines[1].startswith("nothing to learn: 0 of 3 steps")
+    ending = f"done: {tmp_path}/a, but its rewards taught it nothing: see above"
+    assert said.getvalue().splitlines()[-1] == ending
 
     (tmp_path / "config.yaml").write_text("train: {lr: 3.0e-4}\n")  # an empty file is refused
     unreadable = tmp_path / "rows.jsonl"  # problems in a language that the pair does not know
@@ -104,4 +106,5 @@ def test_such_a_run_says_so_at_both_doors(tiny_pair: Path, tmp_path: Path) -> No
     ]  # fmt: skip
     result = CliRunner().invoke(app, ["train", "--config", str(tmp_path / "config.yaml"), *overrides])
     assert result.exit_code == 0, result.output
+    assert result.output.count("done: ") == 1
     assert result.output.rstrip().endswith("b, but its rewards taught it nothing: see above")

@@ -23,7 +23,8 @@ from tandemrl.cli.main import app
 from tandemrl.config import Config, ConfigError, load
 from tandemrl.models.loading import load_model
 from tandemrl.rewards.protocol import GraderError
-from tandemrl.training.preflight import NotHereError, Preflight, check_resume
+from tandemrl.training.checkpoint import check_resume
+from tandemrl.training.preflight import NotHereError, Preflight
 
 Disk = namedtuple("Disk", "total used free")
 
@@ -218,8 +219,8 @@ def broken(what: str, models: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPa
         ("no weights", "model.senior", "damaged: no weights are there; expected model.safetensors"),
         ("weight", "model.senior", "the first: model.layers.1.mlp.up_proj.weight is missing"),
         ("shape", "model.senior", "is [48, 32] there, [40, 32] by its config.json"),
-        ("no eos", "vocabularies", "model.senior=damaged: no token ends a text (none is named)"),
-        ("eos", "vocabularies", "model.senior=damaged: no token ends a text ((50256,))"),
+        ("no eos", "vocabularies", "model.senior=damaged: it has no EOS token (none is named)"),
+        ("eos", "vocabularies", "model.senior=damaged: it has no EOS token ((50256,))"),
         ("space", "output_dir", "GB free in"),
     ],
 )

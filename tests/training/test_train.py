@@ -731,7 +731,7 @@ def test_gradient_checkpointing_recomputes_the_layers(tiny_pair: Path, tmp_path:
     run = build(config(tiny_pair, tmp_path, "model.gradient_checkpointing=true"))
     run.models.policy.get_decoder().layers[0].input_layernorm.register_forward_hook(lambda *_: calls.append(True))
     batch = pack_tokens([[5, 6, 7, 8]])
-    run.setup.logprobs(run.models.policy, batch, batch.positions > 0)[0].sum().backward()
+    run.setup.scores(run.models.policy, batch, batch.positions > 0).logprobs.sum().backward()
     assert len(calls) == 2
 
 

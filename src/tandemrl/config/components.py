@@ -14,8 +14,9 @@ class EngineKind(NamedTuple):
 
     in_trainer: it decodes with modules of the trainer's process, so that it can share them with what scores, and starts
     at no cost. reserves: it takes a fixed share of the device for its KV cache. compiles: ``rollout.compile``. drafts:
-    ``rollout.draft_tokens``. splits: ``rollout.tensor_parallel``. windows: it can run layers that attend to a window
-    only. section: its own section of ``rollout``. package: what has to be installed.
+    ``rollout.draft_tokens``. drops: it can drop what an author proposes (``Strategy.starts``). splits:
+    ``rollout.tensor_parallel``. windows: it can run layers that attend to a window only. section: its own section of
+    ``rollout``. package: what has to be installed.
     """
 
     name: str
@@ -25,6 +26,7 @@ class EngineKind(NamedTuple):
     reserves: bool = False
     compiles: bool = False
     drafts: bool = False
+    drops: bool = False
     splits: bool = False
     windows: bool = False
     section: str | None = None
@@ -38,6 +40,7 @@ ENGINES: dict[str, EngineKind] = {
         "the reference engine",
         compiles=True,
         drafts=True,
+        drops=True,
         windows=True,
     ),
     "vllm": EngineKind(
@@ -129,7 +132,7 @@ def engine_kind(name: str) -> EngineKind:
     Raises:
         KeyError: there is no such engine.
     """
-    return EngineKind(name, name, "") if is_own(name) else ENGINES[name]
+    return EngineKind(name, name, "", drops=True) if is_own(name) else ENGINES[name]  # replay finds one that does not
 
 
 def environment_kind(name: str) -> EnvironmentKind:

@@ -61,6 +61,5 @@ NonNegativeFloat = Annotated[float, Allowed("0 or positive", lambda x: x >= 0)]
 Share = Annotated[float, Allowed("in [0, 1]", lambda x: 0 <= x <= 1)]
 PositiveShare = Annotated[float, Allowed("in (0, 1]", lambda x: 0 < x <= 1)]
 Address = Annotated[
-    str,
-    Allowed("an address such as http://localhost:8000/v1", lambda url: url.startswith(("http://", "https://"))),
+    str, Allowed("an address such as http://localhost:8000/v1", lambda url: url.startswith(("http://", "https://")))
 ]

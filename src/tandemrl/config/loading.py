@@ -73,7 +73,7 @@ def load(path: str | Path | None = None, overrides: Sequence[str] = ()) -> Confi
         raise ConfigError(removed[key])
     if unset:
         assignments = ", ".join(f"{key}=…" for key in sorted(unset))
-        raise ConfigError(f"{sources[0][0]} leaves a value to you (???); give {assignments}")
+        raise ConfigError(f"{sources[0][0]} leaves a value to you (???); set {assignments}")
     try:
         config = OmegaConf.to_object(merged)
     except OmegaConfBaseException as error:
@@ -159,10 +159,7 @@ def _parsed(where: str, parse: Callable[[Any], Any], text: str | list[str]) -> A
         raise ConfigError(f"{where}: not readable as YAML: {' '.join(str(error).split())}") from None
 
 
-RENAMED = {
-    "parallel.offload": "parallel.offload_parameters",
-    "rollout.world_tokens": "rollout.observation_tokens",
-}
+RENAMED = {"parallel.offload": "parallel.offload_parameters", "rollout.world_tokens": "rollout.observation_tokens"}
 """Keys of earlier versions, which the ``config.yaml`` of a run may have, and their present names."""
 
 

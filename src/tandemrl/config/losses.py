@@ -23,12 +23,15 @@ class LossConfig:
     value, unless its explanation says otherwise."""
 
     recipe: Annotated[str, component(KINDS)] = "grpo"
-    """The algorithm: advantage, surrogate, reduction and clip range. `module:name` = a Recipe of yours, or a function
+    """The algorithm: advantage, surrogate, reduction and clip range. `module:name` = a custom Recipe, or a function
     that returns one."""
     parameters: dict[str, Any] = field(default_factory=dict, hash=False)
-    """Values of the parameters of a `module:name` that is a function."""
+    """Parameters of a custom recipe that is a function."""
     junior_weight: Share = 0.0
-    """Loss weight of junior-written tokens: 0 = tandem GRPO, 1 = plain GRPO on every token."""
+    """Loss weight of the junior's tokens: 0 = tandem GRPO, 1 = plain GRPO on every token."""
+    word_ends: bool = True
+    """With `before_word`: a senior that ends its word, where the junior takes over, has made a choice, which is trained
+    like a token of its own. false leaves it out; the gradient is then biased."""
     clip_low: float | None = None
     """The probability ratio is clipped at 1 - clip_low."""
     clip_high: float | None = None
@@ -45,12 +48,12 @@ class LossConfig:
     """Add the KL to the loss; null = unless it is in the reward. true beside `kl_in_reward` = both, each with kl_coef;
     `kl_target` then adapts the coefficient in the reward alone."""
     junior_kl_coef: NonNegativeFloat = 0.0
-    """λ_jun: coefficient of a KL that pulls the senior towards the junior on junior-written tokens (0 in the paper)."""
+    """λ_jun: coefficient of a KL that pulls the senior towards the junior on the junior's tokens (0 in the paper)."""
     entropy_coef: float = 0.0
     """Coefficient of an entropy bonus on trained tokens; 0 = off."""
     normalise_by: Literal["weight", "response"] = "weight"
     """What the loss is divided by. weight: the sum of the token weights; response: the number of response tokens,
-    whoever wrote them."""
+    whoever generated them."""
     reduction: (
         Literal["token_mean", "sequence_mean_token_mean", "sequence_mean_token_sum", "token_sum_constant"] | None
     ) = None
@@ -61,7 +64,7 @@ class LossConfig:
     importance: Literal["none", "token", "sequence"] | None = None
     """Level of truncated importance sampling (TIS) of the trainer's log-probs against the engine's."""
     importance_cap: PositiveFloat | None = None
-    """Truncated importance sampling: the greatest weight. Larger weights are cut to it."""
+    """Truncated importance sampling: the maximum weight, to which larger ones are clipped."""
     overlong_buffer: int | None = None
     """DAPO's overlong penalty: it grows over the last `overlong_buffer` tokens before rollout.max_tokens; 0 = off."""
     filter_zero_variance: bool | None = None

@@ -43,19 +43,11 @@ def _row(name: str, says: str, advantage: str | None, surrogate: str, reduction:
     return Kind(name, says, advantage, surrogate, reduction, choices)
 
 
+_PPO: dict[str, float] = {"clip_low": 0.2, "clip_high": 0.2}
 _TABLE = (
     # The tandem paper's (arXiv 2606.28166): verl's GRPO, that is DeepSeekMath's advantage (arXiv 2402.03300) with the
     # token mean and dual clip that verl has by default. That of 2402.03300 is reduction="sequence_mean_token_mean".
-    _row(
-        "grpo",
-        "DeepSeekMath's",
-        "group_normalised",
-        "ppo_clip",
-        "token_mean",
-        clip_low=0.2,
-        clip_high=0.2,
-        dual_clip=3.0,
-    ),
+    _row("grpo", "DeepSeekMath's", "group_normalised", "ppo_clip", "token_mean", **_PPO, dual_clip=3.0),
     # arXiv 2503.20783: no std, no length in a denominator.
     _row(
         "dr_grpo",
@@ -63,8 +55,7 @@ _TABLE = (
         "group_centred",
         "ppo_clip",
         "token_sum_constant",
-        clip_low=0.2,
-        clip_high=0.2,
+        **_PPO,
     ),
     # arXiv 2503.14476: clip-higher, token mean, dynamic sampling, overlong buffer 4096 of 20480 tokens.
     _row(
@@ -100,14 +91,11 @@ _TABLE = (
         "group_centred",
         "ppo_clip",
         "token_mean",
-        clip_low=0.2,
-        clip_high=0.2,
+        **_PPO,
         whiten=True,
     ),
     # arXiv 1707.06347 with GAE (arXiv 1506.02438) and a critic.
-    _row(
-        "ppo", "with a critic, model.critic", None, "ppo_clip", "token_mean", clip_low=0.2, clip_high=0.2, whiten=True
-    ),
+    _row("ppo", "with a critic, model.critic", None, "ppo_clip", "token_mean", **_PPO, whiten=True),
 )
 
 KINDS: dict[str, Kind] = {kind.name: kind for kind in _TABLE}

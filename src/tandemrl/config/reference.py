@@ -39,7 +39,7 @@ _KINDS: dict[Any, str] = {
     int: "a whole number",
     float: "a number",
     bool: "true or false",
-    str: "a text",
+    str: "a string",
     NoneType: "null",
     dict[str, str]: "a mapping such as {a: b}",
     dict[str, float]: "a mapping such as {a: 1}",

@@ -27,12 +27,12 @@ class RewardConfig:
     """Scoring processes; null = chosen from the work and the cores."""
     scorers: dict[str, str] = field(default_factory=dict)
     """Scorers by pattern. A pattern is compared with a row's `data_source`, or after `ability:` with its `ability`. A
-    scorer is one of the library's, or a `module:function` of your own (also verl's `compute_score`), or a sum `a + b`;
+    scorer is one of the library's, or a custom `module:function` (also verl's `compute_score`), or a sum `a + b`;
     see rewards/routing.py. These patterns come before the library's table."""
     weights: dict[str, float] = field(default_factory=dict)
     """Weight of each reward in a sum, by its name; 1 without an entry. The name of `module:function` is `function`."""
     parameters: dict[str, dict[str, Any]] = field(default_factory=dict)
-    """Values of the parameters of a `module:function`, by its name."""
+    """Parameters of a custom `module:function`, by its name."""
     format_score: float | None = None
     """Score of a wrong answer in the right format; null = the scorer's own (GSM8K: `tandem` 0.1, else 0; Countdown
     0.1)."""
@@ -42,7 +42,7 @@ class RewardConfig:
     countdown: Literal["tinyzero", "cohlem"] = "tinyzero"
     """Countdown rewards: 0, 0.1, 1 (`tinyzero`) or 0.01, 0.02, 1.01 (`cohlem`)."""
     code_credit: Literal["fraction", "all"] = "fraction"
-    """The reward of a program. fraction: the share of its tests that pass; all: 1 if all pass, else 0."""
+    """The reward of a program. fraction: the fraction of its tests that pass; all: 1 if all pass, else 0."""
     musique: Literal["head", "scaled", "mean", "bonus", "readme", "agents"] = "head"
     """How the parts of a MuSiQue score make the reward. `head`: hops / 2 times the weighted mean of F1 and recall
     (weight 1 each), exact match 0.9, citations 0.6, precision 0.4 and format 0.1. For the others see
@@ -96,23 +96,23 @@ class JudgeConfig:
     """Formal checks. A response that fails one gets its reward and is not shown to the judge; see
     rewards/judge/rubric.py."""
     accept: PositiveShare = 1.0
-    """`eval verified`: the least score at which the judge accepts a reasoning."""
+    """`eval verified`: the lowest score at which the judge accepts the reasoning."""
     temperature: NonNegativeFloat = 0.0
     """Sampling temperature of the judge; 0 = greedy."""
     max_tokens: PositiveInt = 2048
-    """Longest reply of the judge."""
+    """Maximum length of the judge's reply, in tokens."""
     retries: NonNegativeInt = 3
-    """Further attempts, both when the endpoint fails and when a reply holds no score (then at `retry_temperature`)."""
+    """Retries, both when the endpoint fails and when a reply holds no score (then at `retry_temperature`)."""
     retry_temperature: Annotated[float, Allowed("positive: a greedy judge would repeat itself", lambda x: x > 0)] = 0.3
     """Sampling temperature after a reply without a score."""
     backoff_s: NonNegativeFloat = 1.0
-    """Wait before the first further attempt; it doubles each time."""
+    """Wait before the first retry, in seconds; it doubles each time."""
     timeout_s: PositiveFloat = 120.0
-    """Limit of one attempt."""
+    """Time limit of one attempt."""
     concurrency: PositiveInt = 64
     """Requests in flight at once."""
     max_failure_rate: Annotated[float, Allowed("in [0, 1)", lambda x: 0 <= x < 1)] = 0.1
-    """Stop if the judge gives no score to more than this share of a batch, where one response is always tolerated
+    """Stop if the judge gives no score to more than this fraction of a batch, where one response is always tolerated
     unless this is 0. Below the limit, such responses are not used in training."""
 
     def faults(self) -> Iterator[Fault]:
@@ -139,9 +139,9 @@ class SandboxConfig:
     memory_mb: Annotated[int, Allowed("at least 64: the interpreter needs some of it", lambda n: n >= 64)] = 1024
     """Address space of each process of a test."""
     file_mb: PositiveInt = 64
-    """Greatest size of a file, and of the working directory if that is in memory."""
+    """Maximum size of a file, and of the working directory if that is in memory."""
     output_mb: PositiveInt = 4
-    """How much a test may print or return."""
+    """How many megabytes a test may print or return."""
     processes: PositiveInt = 8
     """How many processes and threads a test may have at once."""
     allow_weak: bool = False

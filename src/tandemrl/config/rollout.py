@@ -40,33 +40,35 @@ class VllmConfig:
 
     mode: Literal["lazy", "lockstep", "draft", "auto"] = "auto"
     """How the two models share the work. lazy: the author's model computes a token, and the other model catches up in
-    chunks; lockstep: both models compute every token; draft: the junior writes `rollout.draft_tokens` ahead, and the
+    chunks; lockstep: both models compute every token; draft: the junior drafts `rollout.draft_tokens` tokens, and the
     senior reads them at once; auto: lazy or draft, from step to step, whichever should be cheaper, and lazy if
     `rollout.draft_tokens` is 0. The tokens are the same in all modes."""
     multiprocess: bool = False
-    """Run the engine in a process of its own, instead of in the trainer's; several trainer processes need that."""
+    """Run the engine in a process of its own, instead of in the trainer's; required with several trainer
+    processes."""
     devices: str | None = None
     """CUDA devices of that process, e.g. "1" or "2,3"; null = the trainer's, and with `rollout.tensor_parallel` those
-    after it. Several trainer processes need null."""
+    after it. Must be null with several trainer processes."""
     kv_cache_gb: PositiveFloat | None = None
     """Size of the KV cache of both models, in GB; null = 1 GB on a CPU, what gpu_memory_utilization leaves on a GPU."""
     gpu_memory_utilization: PositiveShare = 0.5
-    """Share of the GPU that the engine may take, models included. The trainer needs the rest."""
+    """Fraction of the GPU's memory that the engine may use, models included. The trainer needs the rest."""
     sleep: bool = False
-    """CUDA: hand the engine's memory to the trainer between rollouts."""
+    """CUDA: release the engine's memory to the trainer between rollouts."""
     prefix_caching: bool = True
-    """Reuse the KV entries of equal beginnings, such as the prompt of a group."""
+    """Reuse the KV cache of common prefixes, such as the prompt of a group."""
     max_batched_tokens: int | None = None
-    """Most tokens per scheduler step; null = at least 2048 and rollout.max_rows, and on a CPU the whole context."""
+    """Maximum number of tokens per scheduler step; null = at least 2048 and rollout.max_rows, and on a CPU the whole
+    context."""
     enforce_eager: bool | None = None
     """Run without CUDA graphs. null = true on a CPU, false on a GPU."""
     junior_dtype: str | None = None
     """The junior's dtype, as vLLM's --dtype; null = the senior's."""
     junior_quantization: str | None = None
-    """The junior's quantisation, as vLLM's --quantization; null = what the model says."""
+    """The junior's quantisation, as vLLM's --quantization; null = as the model's config says."""
     junior_device: str | None = None
-    """Another CUDA device for the junior, e.g. "cuda:1", so that both models compute at the same time. Several trainer
-    processes need null."""
+    """Another CUDA device for the junior, e.g. "cuda:1", so that both models compute at the same time. Must be
+    null with several trainer processes."""
 
 
 @dataclass(frozen=True)
@@ -74,9 +76,9 @@ class RolloutConfig:
     """How rollouts are sampled, and by which engine."""
 
     engine: Annotated[str, component(ENGINES)] = "torch"
-    """What decodes. `module:name` = a function or class of yours that makes an Engine."""
+    """What decodes. `module:name` = a custom function or class that makes an Engine."""
     engine_parameters: dict[str, Any] = field(default_factory=dict, hash=False)
-    """Values of the parameters of an engine of yours."""
+    """Parameters of a custom engine."""
     group_size: int = 8
     """Rollouts per prompt. They are the group within which advantages are computed."""
     temperature: Annotated[float, Allowed("positive: greedy rollouts have no policy gradient", lambda x: x > 0)] = 1.0
@@ -86,38 +88,39 @@ class RolloutConfig:
     top_k: NonNegativeInt = 0
     """Sample from this many most probable tokens; 0 = off."""
     min_p: Share = 0.0
-    """Leave out tokens with less than this share of the greatest probability; 0 = off."""
+    """Leave out tokens that are less probable than this fraction of the highest probability; 0 = off."""
     max_tokens: PositiveInt = 64
-    """Longest response, in tokens of both authors together, over all turns if there are several."""
+    """Maximum response length, in tokens of both authors together, over all turns if there are several."""
     environment: Annotated[str, component(ENVIRONMENTS)] = "single"
-    """What the authors act in. `module:name` = a function or class of yours that makes an Environment."""
+    """What the authors act in. `module:name` = a custom function or class that makes an Environment."""
     environment_parameters: dict[str, Any] = field(default_factory=dict, hash=False)
-    """Values of the parameters of an environment of yours."""
+    """Parameters of a custom environment."""
     tools: tuple[str, ...] = ()
     """Functions that the authors can call, as `module:function`. `multihop` has its own tools; these are added."""
     max_turns: PositiveInt = 10
-    """Most turns of an episode, in environments other than `single`."""
+    """Maximum number of turns of an episode, in environments other than `single`."""
     turn_tokens: PositiveInt | None = None
-    """Longest turn, in tokens; null = `rollout.max_tokens`."""
+    """Maximum length of a turn, in tokens; null = `rollout.max_tokens`."""
     observation_tokens: PositiveInt = 2048
-    """Most tokens that an environment may say between all turns of an episode together. An episode that would need more
-    ends there, even by a single result if `result_tokens` is larger."""
+    """Maximum number of tokens of all observations of an episode together. An episode that would need more ends there,
+    even by a single result if `result_tokens` is larger."""
     result_tokens: PositiveInt = 512
-    """Most tokens of a tool's result. A longer one is cut, with a mark at the place."""
+    """Maximum number of tokens of a tool's result. A longer one is cut, with a mark at the place."""
     tool_timeout_s: PositiveFloat = 30.0
     """A tool that has not answered after this many seconds is killed, and the author is told."""
     tool_workers: PositiveInt | None = None
     """Processes that tools run in; null = one per core, but at most two."""
     keep_turns: bool = False
     """Permit a chat template that rewrites earlier turns once later ones follow, as Qwen3's leaves out their thoughts.
-    All turns then stay as they were written, so that the models read some tokens more than the template would show."""
+    All turns then stay as they were generated, so that the models read some tokens more than the template would
+    show."""
     max_rows: PositiveInt = 256
     """Maximum number of concurrent sequences."""
     draft_tokens: DraftTokens = 0
-    """Tokens that the junior writes ahead, whoever their author is, before the senior reads them all at once and draws
-    its own tokens again. The text is the same, with fewer passes of a senior that costs more than its junior. auto: as
-    many as should pay, by the sizes of the models, the number of rows and how often both draw the same token; 0 = off.
-    The vllm engine drafts with `rollout.vllm.mode: draft` or `auto`."""
+    """Tokens that the junior drafts, whoever their author is, before the senior reads them all at once and draws its
+    own tokens again. The text is the same, with fewer forward passes of a senior that costs more than its junior. auto:
+    as many as should pay off, by the sizes of the models, the number of sequences and how often both draw the same
+    token; 0 = off. The vllm engine drafts with `rollout.vllm.mode: draft` or `auto`."""
     compile: bool = False
     """With the torch engine: torch.compile of the decoding step, 1.5 times as fast for tiny models after a minute."""
     tensor_parallel: PositiveInt = 1
@@ -197,9 +200,9 @@ class RetrievalConfig:
     """Search among documents, with `rollout.environment: multihop`."""
 
     retriever: Annotated[str, component(RETRIEVERS)] = "bm25"
-    """How documents are found. `module:name` = a function of yours that returns a retriever."""
+    """How documents are found. `module:name` = a custom function that returns a retriever."""
     parameters: dict[str, Any] = field(default_factory=dict, hash=False)
-    """Values of the parameters of a retriever of yours."""
+    """Parameters of a custom retriever."""
     top_n: PositiveInt = 2
     """How many documents a search returns if the author does not say."""
     index: str | None = None
@@ -223,11 +226,11 @@ class RetrievalConfig:
     api_key_env: str | None = None
     """Environment variable that holds the service's key; null = no key is sent."""
     timeout_s: PositiveFloat = 5.0
-    """Limit of one attempt."""
+    """Time limit of one attempt."""
     retries: NonNegativeInt = 2
-    """Further attempts if the service fails; after the last one the run stops."""
+    """Retries if the service fails; after the last one the run stops."""
     backoff_s: NonNegativeFloat = 0.5
-    """Wait before the first further attempt; it doubles each time."""
+    """Wait before the first retry, in seconds; it doubles each time."""
 
     @property
     def kind(self) -> RetrieverKind:

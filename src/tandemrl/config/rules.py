@@ -95,6 +95,21 @@ def _drafts(c: Config) -> Iterator[Fault]:
         yield Fault("rollout.draft_tokens", "0 without model.junior: drafting requires model.junior")
 
 
+def _dropped_proposals(c: Config) -> Iterator[Fault]:
+    if not c.selection.kind.drops:
+        return
+    name = f"selection.strategy={c.selection.strategy}"
+    if not c.rollout.kind.drops:
+        why = "which cannot drop what an author proposes; or use rollout.engine=torch"
+        yield Fault("selection.strategy", f"another, such as word, with rollout.engine={c.rollout.engine}, {why}")
+    if c.rollout.draft_tokens != 0:
+        why = "a draft would have to guess which tokens are dropped; selection.strategy=word can be drafted"
+        yield Fault("rollout.draft_tokens", f"0 with {name}: {why}")
+    if c.loss.word_ends and c.loss.kind.critic:
+        why = "a critic has no value for the end of a word; group recipes such as grpo need none"
+        yield Fault("loss.word_ends", f"false with {name} and loss.recipe={c.loss.recipe}: {why}")
+
+
 def _batches(c: Config) -> Iterator[Fault]:
     t, longest = c.train, c.longest_sequence
     per_update = t.mini_batch_prompts or t.prompts_per_step
@@ -149,7 +164,7 @@ def _model(c: Config) -> Iterator[Fault]:
         with_both = f"train.async_steps=1 and rollout.engine={c.rollout.engine}"
         for key, on in (("model.compile", m.compile), ("rollout.compile", c.rollout.compile)):
             if on:
-                yield Fault(key, f"false with {with_both}: two threads cannot compile")
+                yield Fault(key, f"false with {with_both}: two threads cannot compile at once")
     if m.lora.export and m.lora.rank == 0:
         yield Fault("model.lora.export", "false with model.lora.rank=0: there are no adapters")
     if m.lora.dropout > 0 and m.lora.rank == 0:
@@ -162,14 +177,14 @@ def _model(c: Config) -> Iterator[Fault]:
 
 def _services(c: Config) -> Iterator[Fault]:
     if c.retrieval.url is not None and c.rollout.tool_timeout_s <= c.retrieval.patience_s:
-        allowed = "what retrieval.timeout_s, retries and backoff_s allow a service"
-        late = "which would otherwise be a tool that is late"
-        yield Fault("rollout.tool_timeout_s", f"above {c.retrieval.patience_s:g}: {allowed}, {late}")
+        why = "the time that retrieval.timeout_s, retries and backoff_s allow a service; else its tool times out first"
+        yield Fault("rollout.tool_timeout_s", f"above {c.retrieval.patience_s:g}: {why}")
 
 
 _RULES: tuple[Callable[[Config], Iterator[Fault]], ...] = (
     _groups,
     _drafts,
+    _dropped_proposals,
     _batches,
     _critic,
     _evaluation,
@@ -180,7 +195,7 @@ _RULES: tuple[Callable[[Config], Iterator[Fault]], ...] = (
 
 def _alone(c: Config) -> Iterator[Fault]:
     if c.parallel.offload_parameters:
-        why = "only the weights of sharded models can"
+        why = "only the weights of sharded models can be offloaded"
         fix = "start several processes, or use parallel.offload_optimizer=true"
         yield Fault("parallel.offload_parameters", f"false with one process: {why}; {fix}")
 
@@ -197,11 +212,11 @@ def _among_processes(c: Config) -> Iterator[Fault]:
         if r.tensor_parallel > 1:
             yield Fault("rollout.tensor_parallel", f"1 {unsupported}")
         if v.devices is not None:
-            yield Fault("rollout.vllm.devices", f"null {unsupported}: each engine is on its trainer's card")
+            yield Fault("rollout.vllm.devices", f"null {unsupported}: each engine is on its trainer's GPU")
         if v.junior_device is not None:
             yield Fault("rollout.vllm.junior_device", f"null {unsupported}: each junior is beside its senior")
     if c.model.device.startswith("cuda:"):
-        yield Fault("model.device", "cuda with several processes: each then takes the card of its own local rank")
+        yield Fault("model.device", "cuda with several processes: each then takes the GPU of its local rank")
     if c.has_episodes and r.tool_timeout_s >= timeout:
-        why = "one that waits for a tool would be taken for one that hangs"
+        why = "a process that waits for a tool would be taken for one that hangs"
         yield Fault("rollout.tool_timeout_s", f"below parallel.timeout_s ({timeout:g}) among several processes: {why}")

@@ -7,14 +7,7 @@ prints all of this. No module of this folder imports torch.
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
 
-from tandemrl.config.fields import (
-    Allowed,
-    NonNegativeFloat,
-    NonNegativeInt,
-    PositiveFloat,
-    PositiveInt,
-    PositiveShare,
-)
+from tandemrl.config.fields import Allowed, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, PositiveShare
 from tandemrl.config.losses import LossConfig
 from tandemrl.config.rewards import JudgeConfig, RewardConfig, SandboxConfig
 from tandemrl.config.rollout import RetrievalConfig, RolloutConfig
@@ -34,8 +27,8 @@ class LoraConfig:
     targets: tuple[str, ...] = ("all-linear",)
     """Names of modules, such as q_proj; `all-linear` = every linear layer but the LM head."""
     dropout: Annotated[float, Allowed("in [0, 1)", lambda p: 0 <= p < 1)] = 0.0
-    """Dropout on an adapter's inputs: the share that is left out, drawn anew in each forward of an update and used
-    nowhere else. Above 0 the gradient depends on how a step is split into micro-batches and over processes."""
+    """Dropout on an adapter's inputs: the fraction that is dropped, drawn anew in each forward pass of an update and
+    used nowhere else. Above 0 the gradient depends on how a step is split into micro-batches and over processes."""
     export: bool = False
     """Also write the adapters by themselves, in float32, into the folder `adapter` of every export in hf/, for
     `peft.PeftModel.from_pretrained(BASE, "hf/step_N/adapter")`."""
@@ -52,17 +45,17 @@ class ModelConfig:
     critic: str | None = None
     """HF folder or hub id of the value model of `loss.recipe: ppo`; null = the senior's initial weights."""
     dtype: Literal["float32", "bfloat16"] = "float32"
-    """Compute dtype of every forward. Trained weights and optimiser state are float32 ("master") in both cases."""
+    """Compute dtype of every forward pass. Trained weights and optimiser state are float32 ("master") in both cases."""
     device: str = "auto"
     """A torch device; auto = cuda if there is one, else cpu. Several processes each take a device of their own."""
     gradient_checkpointing: bool = False
-    """Recompute activations in backward: less memory, about a third more computation."""
+    """Recompute activations in the backward pass: less memory, about a third more computation."""
     liger: bool = False
     """CUDA: compute RMSNorm, SwiGLU and RoPE with Liger's kernels (needs the `liger` extra)."""
     compile: bool = False
     """torch.compile of the layers: faster updates after a first step that takes tens of seconds; not for decoding."""
     activation_offload: bool = False
-    """Keep the activations that backward needs in host memory."""
+    """Keep the activations that the backward pass needs in host memory."""
     lora: LoraConfig = field(default_factory=LoraConfig)
 
 
@@ -80,15 +73,15 @@ class DataConfig:
     limit: PositiveInt | None = None
     """Train on this many rows only, the first ones of `train`; null = all. For trials."""
     order: Literal["shuffled", "by_hops"] = "shuffled"
-    """Order of the training prompts in an epoch. shuffled: at random; by_hops: questions of few hops first, shuffled
-    among those with equally many hops."""
+    """Order of the training prompts in an epoch. shuffled: at random; by_hops: questions with few hops first,
+    shuffled among those with the same number of hops."""
     max_prompt_tokens: PositiveInt = 1024
     """Rows whose templated prompt is longer are dropped and counted."""
     prompt_suffix: str = ""
     """Text that is appended to the last user message of every row, in training and evaluation alike."""
     template_arguments: dict[str, Any] = field(default_factory=lambda: {"enable_thinking": False})
     """Variables of the senior's chat template, beside the messages and the tools (chat_template_kwargs elsewhere), in
-    training and evaluation alike, e.g. {enable_thinking: true}; null = it does not get this one. One that the template
+    training and evaluation alike, e.g. {enable_thinking: true}; null = this one is not passed. One that the template
     does not read is refused. Rendered prompts have no template."""
 
 
@@ -102,7 +95,7 @@ class TrainConfig:
     """Passes through the training prompts, in place of `steps`, which is then computed: an epoch has as many steps as
     there are whole batches of prompts_per_step. null = `steps` counts."""
     seed: NonNegativeInt = 0
-    """Decides the order of the prompts and every draw of a rollout."""
+    """Seed of the order of the prompts and of every draw in a rollout."""
     lr: PositiveFloat = 1e-6
     """Peak learning rate of AdamW."""
     betas: Annotated[
@@ -113,7 +106,7 @@ class TrainConfig:
     weight_decay: NonNegativeFloat = 0.01
     """AdamW's decoupled weight decay."""
     grad_clip: PositiveFloat = 1.0
-    """Gradients with a greater norm are scaled down to this norm."""
+    """Gradients with a larger norm are scaled down to this one."""
     warmup_steps: NonNegativeInt = 0
     """Number of steps in which the learning rate rises linearly to its peak."""
     schedule: Literal["constant", "cosine"] = "constant"
@@ -125,11 +118,11 @@ class TrainConfig:
     max_resamples: NonNegativeInt = 0
     """Dynamic sampling (DAPO): prompts whose rewards are all equal are replaced by others, at most this many times."""
     critic_lr: PositiveFloat = 1e-5
-    """Peak learning rate of the critic; with ppo."""
+    """Peak learning rate of the critic, with ppo."""
     critic_warmup_steps: int = 0
-    """Number of first steps in which only the critic is trained."""
+    """Number of initial steps in which only the critic is trained."""
     tokens_per_micro_batch: int = 8192
-    """Most tokens in one forward and backward. It bounds memory and does not change the gradient."""
+    """Maximum number of tokens in one forward and backward pass. It bounds memory and does not change the gradient."""
     save_every: PositiveInt = 20
     """Steps between checkpoints; the last step is always saved."""
     keep_checkpoints: PositiveInt = 2
@@ -141,8 +134,9 @@ class TrainConfig:
     eval_every: NonNegativeInt = 20
     """Steps between held-out evaluations; 0 = never."""
     max_logprob_mismatch: PositiveFloat | None = None
-    """Stop above this mean |trainer - engine| log-prob on senior tokens, in nats. null = 1e-3 in float32; in bfloat16
-    four times as far as rounding moves the senior's log-probs (measured at the start), and at least 2e-2."""
+    """Stop if the mean |trainer - engine| log-prob difference on senior tokens exceeds this, in nats. null = 1e-3 in
+    float32; in bfloat16 four times as far as rounding moves the senior's log-probs (measured at the start), and at
+    least 2e-2."""
     async_steps: Annotated[int, Allowed("between 0 and 8", lambda n: 0 <= n <= 8)] = 0
     """How many steps ahead rollouts are generated, so with weights that are so many steps old. 1 = those of the next
     step, during the update of this one; more than 1 requires `rollout.workers`; 0 = off."""
@@ -151,7 +145,7 @@ class TrainConfig:
     profile: bool = False
     """Write a trace and a table of phases, tokens/s and MFU to output_dir/profile."""
     wandb: Literal["disabled", "offline", "online"] = "disabled"
-    """Metrics and samples go to Weights & Biases too (needs the `wandb` extra)."""
+    """Also log metrics and samples to Weights & Biases (needs the `wandb` extra)."""
     wandb_project: str = "tandemrl"
     """The Weights & Biases project."""
     wandb_name: str | None = None
@@ -159,18 +153,18 @@ class TrainConfig:
     wandb_tags: tuple[str, ...] = ()
     """The run's tags there."""
     log: bool = False
-    """Write what the console shows to output_dir/train.log, too, without colours and bars, and even if it is quiet."""
+    """Also write what the console shows to output_dir/train.log, without colours and bars, even if the run is quiet."""
     keep_eval_texts: bool = True
-    """Write every text of the evaluations during training, with its problem and its score, to
-    output_dir/eval/step_N.jsonl."""
+    """Write every response of the evaluations during training, with its problem and its score, to
+    output_dir/eval_texts/step_N.jsonl."""
     log_samples: NonNegativeInt = 4
     """How many samples a logged table shows. samples.jsonl has every rollout regardless."""
     max_samples_gb: PositiveFloat | None = None
-    """Greatest size of samples.jsonl in GB; null = no limit. All steps get an equal share. The first rollouts of all
+    """Maximum size of samples.jsonl, in GB; null = no limit. All steps get an equal share. The first rollouts of all
     prompts of a step are written first, then the second ones, and at least one even beyond the limit.
     `samples/not_written` counts the rest."""
     threads: PositiveInt | None = None
-    """torch CPU threads; null = leave torch's choice."""
+    """torch CPU threads; null = torch's default."""
 
 
 @dataclass(frozen=True)
@@ -209,17 +203,17 @@ class EvalConfig:
     k: tuple[int, ...] = (1, 2, 4, 8)
     """The k of pass@k and maj@k."""
     seed: NonNegativeInt = 17
-    """Decides every draw. All phases and checkpoints get the same random numbers."""
+    """Seed of every draw. All phases and checkpoints get the same random numbers."""
     temperature: NonNegativeFloat = 1.0
     """Sampling temperature with `profile: custom`; 0 = greedy."""
     top_p: PositiveShare = 1.0
     """Nucleus sampling with `profile: custom`; 1 = off."""
     top_k: NonNegativeInt = 0
-    """Most probable tokens to sample from with `profile: custom`; 0 = off."""
+    """Sample from this many most probable tokens with `profile: custom`; 0 = off."""
     max_tokens: PositiveInt = 64
-    """Longest response with `profile: custom`."""
+    """Maximum response length in tokens, with `profile: custom`."""
     context: int | None = None
-    """Most tokens of prompt and response together with `profile: custom`; null = no bound."""
+    """Maximum number of tokens of prompt and response together, with `profile: custom`; null = no limit."""
     select_by: str | None = None
     """Metric that chooses hf/best; null = macro pass@k at the largest k ≤ samples not above 4."""
     train_samples: PositiveInt = 4
@@ -253,6 +247,8 @@ class FunctionsConfig:
     """`train(reward=...)`, in place of the library's choice for rows without an entry in reward.scorers."""
     environment: FunctionRecord | None = None
     """`train(environment=...)`, in place of rollout.environment."""
+    engine: FunctionRecord | None = None
+    """`train(engine=...)`; rollout.engine then says where it was defined."""
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""The settings of who writes. No torch."""
+"""The settings of who generates what. No torch."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -18,12 +18,12 @@ from tandemrl.config.strategies import KINDS, Kind, kind_of
 
 @dataclass(frozen=True)
 class SelectionConfig:
-    """Who writes which token."""
+    """Who generates which token."""
 
     strategy: Annotated[str, component(KINDS)] = "word"
-    """When the author changes. `module:name` = a function of yours that returns a Strategy."""
+    """When the author changes. `module:name` = a custom function that returns a Strategy."""
     parameters: dict[str, Any] = field(default_factory=dict, hash=False)
-    """Values of the parameters of a `module:name`. Parameters that are named as the keys below get those."""
+    """Parameters of a custom strategy. Those that have the name of a key below get its value."""
     prob_senior: Annotated[
         float, Allowed("in (0, 1]: without senior tokens nothing is trained", lambda p: 0 < p <= 1)
     ] = 0.5
@@ -31,9 +31,9 @@ class SelectionConfig:
     max_gap_tokens: PositiveInt = 32
     """K: `word` redraws at the latest this many tokens after the last draw, `word_aligned` at the next safe place."""
     chunk_size: PositiveInt = 16
-    """Tokens that an author writes at a time, with `chunk`."""
+    """Tokens that an author generates at a time, with `chunk`."""
     first: Literal["senior", "junior"] = "senior"
-    """Who starts (`sentence`, `chunk`, `alternating`, `alternating_turns`) or who writes everything (`solo`)."""
+    """Who starts (`sentence`, `chunk`, `alternating`, `alternating_turns`) or who generates everything (`solo`)."""
     prob_senior_final: PositiveShare | None = None
     """With `anneal_steps`: prob_senior moves linearly to this value."""
     anneal_steps: NonNegativeInt = 0

@@ -15,7 +15,8 @@ class Kind(NamedTuple):
     """What a strategy says of itself.
 
     path: the function that makes it, as ``module:name``. parameters: the keys of ``selection.*`` that it reads.
-    by_turns: whether authors change between turns only. solo: whether one author writes everything.
+    by_turns: whether authors change between turns only. solo: whether one author writes everything. drops: whether what
+    an author proposes may be dropped (``Strategy.starts``), which not every engine can do.
     """
 
     name: str
@@ -24,6 +25,7 @@ class Kind(NamedTuple):
     parameters: tuple[str, ...] = ()
     by_turns: bool = False
     solo: bool = False
+    drops: bool = False
 
     @property
     def draws(self) -> bool:
@@ -31,20 +33,26 @@ class Kind(NamedTuple):
         return "prob_senior" in self.parameters
 
 
-def _here(name: str, says: str, *parameters: str, by_turns: bool = False, solo: bool = False) -> Kind:
-    return Kind(name, f"tandemrl.selection.strategies:{name}", says, parameters, by_turns, solo)
+def _here(name: str, says: str, *parameters: str, **what: bool) -> Kind:
+    return Kind(name, f"tandemrl.selection.strategies:{name}", says, parameters, **what)
 
 
 _TABLE = (
     _here("word", "redraw the author after each word boundary (the paper's strategy)", "prob_senior", "max_gap_tokens"),
     _here("word_aligned", "as word, but never inside a word", "prob_senior", "max_gap_tokens"),
+    _here(
+        "before_word",
+        "one draw for each whole word; the first token of another author replaces what the one before proposes",
+        "prob_senior",
+        drops=True,
+    ),
     _here("bernoulli", "redraw after each token", "prob_senior"),
     _here("sentence", "hand over after each step", "first"),
     _here("chunk", "hand over after chunk_size tokens", "chunk_size", "first"),
     _here("alternating", "hand over after each token", "first"),
     _here("turn", "draw the author of each turn", "prob_senior", by_turns=True),
     _here("alternating_turns", "hand over after each turn", "first", by_turns=True),
-    _here("solo", "one author writes everything", "first", solo=True),
+    _here("solo", "one author generates everything", "first", solo=True),
 )
 
 KINDS: dict[str, Kind] = {kind.name: kind for kind in _TABLE}

@@ -9,7 +9,7 @@ import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
-from tandemrl.data.rows import RENDERED, DataError
+from tandemrl.data.rows import RENDERED, DataError, record_of
 
 Template = Literal["base", "instruct", "chat"]
 
@@ -97,12 +97,7 @@ def prompt(puzzle: Puzzle, template: Template) -> list[dict[str, str]]:
 
 
 def record(
-    puzzle: Puzzle,
-    template: Template,
-    *,
-    split: str,
-    index: int,
-    messages: Sequence[Mapping[str, str]] | None = None,
+    puzzle: Puzzle, template: Template, *, split: str, index: int, messages: Sequence[Mapping[str, str]] | None = None
 ) -> dict[str, Any]:
     """A puzzle in verl's row schema.
 
@@ -113,21 +108,12 @@ def record(
     if puzzle.solution is not None:
         extra["solution"] = puzzle.solution
     own = messages if template == "chat" else None
-    return {
-        "data_source": puzzle.data_source,
-        "prompt": [{"role": m["role"], "content": m["content"]} for m in own or prompt(puzzle, template)],
-        "ability": "math",
-        "reward_model": {"style": "rule", "ground_truth": puzzle.ground_truth},
-        "extra_info": extra,
-    }
+    asked = [{"role": m["role"], "content": m["content"]} for m in own or prompt(puzzle, template)]
+    return record_of(puzzle.data_source, asked, "math", puzzle.ground_truth, extra)
 
 
 def countdowns(
-    seed: int,
-    *,
-    sizes: Sequence[int] = SIZES,
-    max_number: int = MAX_NUMBER,
-    targets: tuple[int, int] = TARGETS,
+    seed: int, *, sizes: Sequence[int] = SIZES, max_number: int = MAX_NUMBER, targets: tuple[int, int] = TARGETS
 ) -> Callable[[], Puzzle]:
     """A source of Countdown puzzles, each with a solution. They may repeat: see `distinct`.
 
@@ -179,7 +165,7 @@ def _unseen(draw: Callable[[], Puzzle], count: int, seen: set[tuple[Any, ...]], 
                 break
         else:
             raise DataError(
-                f"{split}: {made} of {count} rows, then {TRIES} draws in a row gave known problems; ask for fewer rows"
+                f"{split}: {made} of {count} rows, then {TRIES} draws in a row gave duplicates; ask for fewer rows"
             )
         seen.add(puzzle.content)
         yield puzzle

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from tandemrl.data.parquet import heldout_size, write_splits
-from tandemrl.data.rows import DataError, messages_of
+from tandemrl.data.rows import DataError, messages_of, record_of
 from tandemrl.data.sources import ANSWER, PROBLEM, ExpectRows, Origin, Record, expect, flattened, provenance, read
 
 BOXED_SUFFIX = (
@@ -82,12 +82,7 @@ def build_deepscaler(source: Path | None, out: Path, *, expect_rows: ExpectRows 
 
 
 def build_benchmark(
-    name: str,
-    source: Path | None,
-    out: Path,
-    *,
-    expect_rows: ExpectRows = BENCHMARK_ROWS,
-    alone: bool = True,
+    name: str, source: Path | None, out: Path, *, expect_rows: ExpectRows = BENCHMARK_ROWS, alone: bool = True
 ) -> dict[str, Any]:
     """Write one evaluation set of `BENCHMARK_ROWS` as ``out/NAME/test.parquet``, and return its manifest.
 
@@ -151,26 +146,16 @@ def _unpacked(record: Record) -> Record:
 
 
 def _boxed(
-    record: Record,
-    data_source: str,
-    index: int,
-    *,
-    ability: str,
-    answer: str | None = None,
-    **extra: str,
+    record: Record, data_source: str, index: int, *, ability: str, answer: str | None = None, **extra: str
 ) -> dict[str, Any]:
     """The row of a maths problem with the boxed instruction.
 
     Args:
         answer: the ground truth. None means that of the record.
     """
-    return {
-        "data_source": data_source,
-        "prompt": [{"role": "user", "content": record.text(*PROBLEM) + BOXED_SUFFIX}],
-        "ability": ability,
-        "reward_model": {"style": "rule", "ground_truth": record.text(*ANSWER) if answer is None else answer},
-        "extra_info": {"index": index, **extra},
-    }
+    prompt = [{"role": "user", "content": record.text(*PROBLEM) + BOXED_SUFFIX}]
+    truth = record.text(*ANSWER) if answer is None else answer
+    return record_of(data_source, prompt, ability, truth, {"index": index, **extra})
 
 
 def _plain(name: str) -> Convert:

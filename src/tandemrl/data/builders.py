@@ -12,7 +12,7 @@ from tandemrl.data import arithmetic
 from tandemrl.data.arithmetic import Template
 from tandemrl.data.loading import generated_rows, parse_row
 from tandemrl.data.parquet import heldout_size, write_splits
-from tandemrl.data.rows import GSM8K, DataError, Row, messages_of
+from tandemrl.data.rows import GSM8K, DataError, Row, messages_of, record_of
 from tandemrl.data.sources import ExpectRows, Origin, Record, expect, flattened, provenance, read
 from tandemrl.data.synthetic import SPLITS
 
@@ -80,11 +80,7 @@ def build_synthetic(pair: str, out: Path, counts: Mapping[str, int], seed: int) 
 
 
 def build_countdown(
-    source: Path | None,
-    out: Path,
-    *,
-    template: Template,
-    counts: Mapping[str, int] = COUNTDOWN_ROWS,
+    source: Path | None, out: Path, *, template: Template, counts: Mapping[str, int] = COUNTDOWN_ROWS
 ) -> dict[str, Any]:
     """Write the published Countdown problems as ``train`` and ``test`` into ``out``, and return the manifest.
 
@@ -145,13 +141,8 @@ def generate_calculations(
 
 
 def _record_of(row: Row) -> dict[str, Any]:
-    return {
-        "data_source": row.data_source,
-        "prompt": [dict(message) for message in row.messages],
-        "ability": "math",
-        "reward_model": {"style": "rule", "ground_truth": row.ground_truth},
-        "extra_info": dict(row.extra_info),
-    }
+    prompt = [dict(message) for message in row.messages]
+    return record_of(row.data_source, prompt, "math", row.ground_truth, dict(row.extra_info))
 
 
 def _countdowns(
@@ -162,8 +153,8 @@ def _countdowns(
         yield _countdown(record, template, split, number - 1)
     if number < count:
         raise DataError(
-            f"{where}, split {split}: {number} rows are left, expected {count}; it is incomplete, or ask for fewer "
-            "with --train and --test"
+            f"{where}, split {split}: {number} rows are left, expected {count}; give a complete source, or ask for "
+            "fewer with --train and --test"
         )
 
 

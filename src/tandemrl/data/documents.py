@@ -52,12 +52,12 @@ def document(record: Any, where: str) -> Document:
     if isinstance(name, int) and not isinstance(name, bool):
         name = str(name)
     if not isinstance(name, str) or len(name.split()) != 1 or name != name.strip():
-        raise DataError(f"{where}: its 'id' must be a text without white space, or a whole number, found {name!r}")
+        raise DataError(f"{where}: its 'id' must be a string without whitespace, or a whole number, found {name!r}")
     text = record.get("text")
     if text is None and isinstance(record.get("body"), str):
         text = with_title(title, record["body"])
     if not isinstance(text, str) or not isinstance(title, str):
-        raise DataError(f"{where}: expected a text as 'text', or as 'title' and 'body', found {sorted(record)}")
+        raise DataError(f"{where}: expected a string 'text', or strings 'title' and 'body', found {sorted(record)}")
     return Document(name, title, text, bool(record.get("is_supporting")))
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from tandemrl.data.parquet import write_splits
 from tandemrl.data.program_tests import parse_tests
-from tandemrl.data.rows import DataError, Row, messages_of
+from tandemrl.data.rows import DataError, Row, messages_of, record_of
 from tandemrl.data.sources import ExpectRows, Origin, Record, expect, provenance, read
 
 EURUS = "PRIME-RL/Eurus-2-RL-Data"
@@ -99,23 +99,19 @@ def _rows(
         ability, reward = str(record.fields.get("ability")), record.fields.get("reward_model")
         truth = reward.get("ground_truth") if isinstance(reward, Mapping) else 0
         if not isinstance(truth, str | None):
-            raise DataError(f"{record.where}, field 'reward_model': expected an object with a text as ground_truth")
+            raise DataError(f"{record.where}, field 'reward_model': expected an object with a string as ground_truth")
         seen[ability] += 1
         if reason := _fault(ability, truth or ""):
             dropped[f"{split}: {reason}"] += 1
             continue
         extra = record.fields.get("extra_info") or {}
-        yield {
-            "data_source": record.text("data_source"),
-            "prompt": [
-                {"content": message["content"], "role": message["role"]}  # in the order that their length is taken in
-                for message in messages
-                if system_prompt or message["role"] != "system"
-            ],
-            "ability": ability,
-            "reward_model": {"style": "rule", "ground_truth": truth},
-            "extra_info": {"split": split, "index": number if extra.get("index") is None else int(extra["index"])},
-        }
+        prompt = [
+            {"content": message["content"], "role": message["role"]}  # in the order that their length is taken in
+            for message in messages
+            if system_prompt or message["role"] != "system"
+        ]
+        index = number if extra.get("index") is None else int(extra["index"])
+        yield record_of(record.text("data_source"), prompt, ability, truth, {"split": split, "index": index})
 
 
 def _today(record: Record) -> Record:

@@ -10,9 +10,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from tandemrl.data.loading import load_hub, read_jsonl, read_list, read_parquet
+from tandemrl.data.loading import load_hub, read_list, read_records
 from tandemrl.data.rows import DataError, Row, object_of
-from tandemrl.data.sources import flattened
+from tandemrl.data.sources import SUFFIXES, flattened
 from tandemrl.files import hint
 
 HARD_VERIFY = "HardVerify-Math"
@@ -52,13 +52,9 @@ def _records(source: str) -> Iterator[tuple[int, Any]]:
             f"{source}: no such file{hint(path)}; the published rows are benchmarks/HardVerify-Math.json of "
             "https://github.com/uw-nsl/TinyV"
         )
-    if path.suffix == ".jsonl":
-        return read_jsonl(path)
-    if path.suffix == ".parquet":
-        return read_parquet(path)
-    if path.suffix != ".json":
+    if path.suffix not in SUFFIXES:
         raise DataError(f"{source}: expected a .json, .jsonl or .parquet file, or hf:REPO:CONFIG:SPLIT")
-    return read_list(path)
+    return read_list(path) if path.suffix == ".json" else read_records(path)
 
 
 def _pair(record: Any, where: str) -> AnswerPair:
@@ -66,7 +62,7 @@ def _pair(record: Any, where: str) -> AnswerPair:
     fields = {"id": fields.get("index"), **fields} if "index" in fields else fields
     texts = {name: fields.get(name) for name in ("source", "question", "ground_truth", "fn_output", "tn_output")}
     if wrong := [name for name, text in texts.items() if not isinstance(text, str) or not text.strip()]:
-        raise DataError(f"{where}, field {wrong[0]!r}: expected a non-empty text, found {texts[wrong[0]]!r}")
+        raise DataError(f"{where}, field {wrong[0]!r}: expected a non-empty string, found {texts[wrong[0]]!r}")
     if "id" not in fields:
         raise DataError(f"{where}, field 'id': missing")
     question = str(texts["question"])

@@ -73,7 +73,7 @@ class Fact(NamedTuple):
         told = _FACT.fullmatch(text)
         if told is None or not ALIASES.keys() >= set(told.groups()):
             raise DataError(
-                f"not a fact of a generated world: {text!r:.80}; the retriever hops is for synthetic:hops alone"
+                f"not a fact of a generated world: {text!r:.80}; the retriever hops works with synthetic:hops only"
             )
         return cls(*told.groups())
 

@@ -28,7 +28,7 @@ def load_rows(sources: Sequence[str]) -> list[Row]:
         DataError: a source is unknown, missing, empty or listed twice, or a row is malformed.
     """
     if repeated := {source for source in sources if list(sources).count(source) > 1}:
-        raise DataError(f"data source listed twice: {', '.join(sorted(repeated))}")
+        raise DataError(f"data source listed twice: {', '.join(sorted(repeated))}; list it once")
     rows: list[Row] = []
     for source in sources:
         loaded = list(_load(str(source)))
@@ -103,6 +103,15 @@ def read_parquet(path: Path) -> Iterator[tuple[int, Any]]:
         raise DataError(f"{path}: not readable as Parquet: {error}") from None
 
 
+def read_records(path: Path) -> Iterator[tuple[int, Any]]:
+    """Yield (number, value) of each record of a Parquet, JSONL or JSON file. A .json file may be a list, or lines."""
+    if path.suffix == ".parquet":
+        return read_parquet(path)
+    with path.open(encoding="utf-8-sig", errors="replace") as file:
+        whole = path.suffix == ".json" and file.read(64).lstrip().startswith("[")
+    return read_list(path) if whole else read_jsonl(path)
+
+
 def load_hub(repo: str, config: str | None, split: str | None, *, where: str) -> Any:
     """A split of a data set on the hub, as an iterable of records; every split by name if ``split`` is None.
 
@@ -152,14 +161,11 @@ def _file(path: Path) -> Iterator[Row]:
         build = f"; build it with `tandemrl data build {known}`" if known else ""
         what = "a folder; name the files in it" if path.is_dir() else "no such file"
         raise DataError(f"{path}: {what}{hint(path) or build}")
-    if path.suffix == ".jsonl":
-        records = read_jsonl(path)
-    elif path.suffix == ".parquet":
-        records = read_parquet(path)
-    else:
+    if path.suffix not in (".jsonl", ".parquet"):
         raise DataError(
             f"{path}: expected a .jsonl or .parquet file, synthetic:PAIR:SPLIT[:COUNT] or hf:REPO:CONFIG:SPLIT"
         )
+    records = read_records(path)
     return (parse_row(record, f"{path}, line {line}", line, split=path.stem) for line, record in records)
 
 
@@ -210,7 +216,7 @@ def _verl_row(record: Mapping[str, Any], where: str, line: int) -> Row:
     index = line if extra.get("index") is None else extra["index"]
     truth, ability = reward_model.get("ground_truth"), record.get("ability")
     if not isinstance(ability, str | None):
-        raise DataError(f"{where}, field 'ability': expected a text, found {ability!r}")
+        raise DataError(f"{where}, field 'ability': expected a string, found {ability!r}")
     return Row(
         example_id="/".join(str(part) for part in (data_source, extra.get("split"), index) if part is not None),
         messages=messages_of(record["prompt"], where),

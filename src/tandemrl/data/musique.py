@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from tandemrl.data.parquet import write_splits
-from tandemrl.data.rows import DataError
+from tandemrl.data.rows import DataError, record_of
 from tandemrl.data.sources import ExpectRows, Origin, Record, expect, provenance, read
 
 MUSIQUE = "bdsaglam/musique"
@@ -21,12 +21,7 @@ OFFICIAL_FILES = {"train": "musique_ans_v1.0_train.jsonl", "validation": "musiqu
 
 
 def build_musique(
-    source: Path | None,
-    out: Path,
-    *,
-    noise_rate: float = 1.0,
-    seed: int = 0,
-    expect_rows: ExpectRows = MUSIQUE_ROWS,
+    source: Path | None, out: Path, *, noise_rate: float = 1.0, seed: int = 0, expect_rows: ExpectRows = MUSIQUE_ROWS
 ) -> dict[str, Any]:
     """Write MuSiQue-Answerable as ``train`` and ``validation`` into ``out``, in the published order, and return the
     manifest.
@@ -80,26 +75,16 @@ def _row(record: Record, split: str, index: int) -> dict[str, Any]:
     question, answer = record.text("question"), record.text("answer")
     aliases = fields.get("answer_aliases") or [each for each in fields.get("answers") or [] if each != answer]
     if not isinstance(aliases, list) or not all(isinstance(alias, str) for alias in aliases):
-        raise DataError(f"{record.where}, field 'answer_aliases': expected texts, found {aliases!r:.80}")
+        raise DataError(f"{record.where}, field 'answer_aliases': expected strings, found {aliases!r:.80}")
     docs = list(_documents(record))
     supporting = sum(doc["is_supporting"] for doc in docs)
     answerable = bool(fields.get("answerable", True))
     if answerable and supporting == 0:
-        raise DataError(f"{record.where}, field 'paragraphs': none of them is supporting")
-    return {
-        "data_source": "musique",
-        "prompt": [{"role": "user", "content": question}],
-        "ability": "qa",
-        "reward_model": {"style": "rule", "ground_truth": json.dumps([answer, *aliases], ensure_ascii=False)},
-        "extra_info": {
-            "split": split,
-            "index": index,
-            "id": record.text("id"),
-            "docs": docs,
-            "n_hops": supporting,
-            "answerable": answerable,
-        },
-    }
+        raise DataError(f"{record.where}, field 'paragraphs': no paragraph is supporting")
+    extra = {"split": split, "index": index, "id": record.text("id"), "docs": docs}
+    extra |= {"n_hops": supporting, "answerable": answerable}
+    truth = json.dumps([answer, *aliases], ensure_ascii=False)
+    return record_of("musique", [{"role": "user", "content": question}], "qa", truth, extra)
 
 
 def _documents(record: Record) -> Iterator[dict[str, Any]]:

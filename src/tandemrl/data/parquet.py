@@ -36,11 +36,7 @@ def write_splits(
     try:
         for split, records in splits.items():
             rows, prompts[split] = _write_parquet(records, parts[split], where=f"{data_source}, split {split}")
-            manifest["splits"][split] = {
-                "file": f"{split}.parquet",
-                "rows": rows,
-                "sha256": checksum(parts[split]),
-            }
+            manifest["splits"][split] = {"file": f"{split}.parquet", "rows": rows, "sha256": checksum(parts[split])}
     except BaseException:
         for part in parts.values():
             part.unlink(missing_ok=True)

@@ -80,7 +80,7 @@ def _check(row: Row, truth: Mapping[str, Any]) -> tuple[Test, Any]:
 
 def _unusable(row: Row, why: str) -> DataError:
     return DataError(
-        f"row {row.example_id}: ground_truth is no set of tests: {why}; expected "
+        f"row {row.example_id}: ground_truth is not a set of tests: {why}; expected "
         '{"inputs": […], "outputs": […][, "fn_name": …]} or {"test": …, "entry_point": …, "prompt": …}'
     )
 

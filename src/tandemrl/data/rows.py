@@ -63,6 +63,19 @@ def object_of(record: Any, where: str) -> Mapping[str, Any]:
     return record
 
 
+def record_of(
+    data_source: str, prompt: Sequence[Message], ability: str, truth: Any, extra: Mapping[str, Any]
+) -> dict[str, Any]:
+    """A row in verl's schema, as it is stored: ``prompt`` has the messages, and ``truth`` is the ground truth."""
+    return {
+        "data_source": data_source,
+        "prompt": prompt,
+        "ability": ability,
+        "reward_model": {"style": "rule", "ground_truth": truth},
+        "extra_info": extra,
+    }
+
+
 def encode_prompts(
     rows: Sequence[Row],
     tokenizer: Any,
@@ -95,8 +108,8 @@ def encode_prompts(
         if row.extra_info.get(RENDERED):
             if opening is not None:
                 raise DataError(
-                    f"row {row.example_id}: its prompt is rendered to the end, which leaves an environment nothing to "
-                    "begin with; build the data with `--template chat`, or set rollout.environment=single"
+                    f"row {row.example_id}: its prompt is already rendered, so an environment cannot begin with "
+                    "it; build the data with `--template chat`, or set rollout.environment=single"
                 )
             tokens = _encode_rendered(row, tokenizer, suffix)
         else:
@@ -236,9 +249,9 @@ def _call(call: Any, where: str) -> dict[str, Any]:
 
 def _encode_rendered(row: Row, tokenizer: Any, suffix: str) -> Sequence[int]:
     if suffix:
-        raise DataError(f"row {row.example_id}: its prompt is rendered to the end; set data.prompt_suffix to nothing")
+        raise DataError(f"row {row.example_id}: its prompt is already rendered; leave data.prompt_suffix empty")
     if len(row.messages) != 1:
-        raise DataError(f"row {row.example_id}: a rendered prompt is one message, found {len(row.messages)}")
+        raise DataError(f"row {row.example_id}: a rendered prompt must be one message, found {len(row.messages)}")
     text = row.messages[0]["content"]
     if _CHATML in text and tokenizer.convert_tokens_to_ids(_CHATML) in (None, tokenizer.unk_token_id):
         raise DataError(

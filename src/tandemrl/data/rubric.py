@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from tandemrl.data.parquet import write_splits
-from tandemrl.data.rows import DataError, messages_of
+from tandemrl.data.rows import DataError, messages_of, record_of
 from tandemrl.data.sources import ANSWER, PROBLEM, Origin, Record, checksum, flattened, local_files, read
 
 RUBRIC_SETS = "Youliang/rrm"
@@ -51,7 +51,7 @@ def build_rubric(source: Path, out: Path, *, template: str, full_marks: float = 
     Args:
         source: a folder with ``train_rrm`` and ``test_rrm``, or files of the two splits with other names, in verl's
             schema or with the columns ``question``, ``criteria``, ``response`` and ``score``.
-        template: what a judge is shown (`rewards.judge.rubric.RUBRIC`). Rows in verl's schema have their own prompt.
+        template: what a judge is shown (`rewards/judge/prompts`). Rows in verl's schema have their own prompt.
         full_marks: the score that becomes 1. Ground truths in verl's schema are in [0, 1] whatever this is.
 
     Raises:
@@ -87,13 +87,7 @@ def _polaris(record: Record, split: str, index: int) -> dict[str, Any]:
     prompt = [{"role": "system", "content": POLARIS_SYSTEM}, {"role": "user", "content": question}]
     own = record.fields.get("prompt")
     extra = {"split": split, "index": index, "question": question, "criteria": each.text("criteria")}
-    return {
-        "data_source": "polaris_tinyv",
-        "prompt": _plain(own, record.where) if own else prompt,
-        "ability": "math",
-        "reward_model": {"style": "rule", "ground_truth": answer},
-        "extra_info": extra,
-    }
+    return record_of("polaris_tinyv", _plain(own, record.where) if own else prompt, "math", answer, extra)
 
 
 def _graded(record: Record, split: str, index: int, template: str, full_marks: float) -> dict[str, Any]:
@@ -115,13 +109,7 @@ def _graded(record: Record, split: str, index: int, template: str, full_marks: f
         columns = {"QUESTION": PROBLEM, "CRITERIA": ("criteria",), "MODEL_ANSWER": ("response", "model_answer")}
         shown = {field: each.text(*names) for field, names in columns.items()}
         prompt = [{"role": "user", "content": fill(template, shown.__getitem__)}]
-    return {
-        "data_source": "grade",
-        "prompt": prompt,
-        "ability": "grade",
-        "reward_model": {"style": "rule", "ground_truth": f"{score:g}"},
-        "extra_info": {"split": split, "index": index},
-    }
+    return record_of("grade", prompt, "grade", f"{score:g}", {"split": split, "index": index})
 
 
 def _plain(prompt: Any, where: str) -> list[dict[str, str]]:

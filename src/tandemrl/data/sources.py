@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-from tandemrl.data.loading import load_hub, read_jsonl, read_list, read_parquet
+from tandemrl.data.loading import load_hub, read_records
 from tandemrl.data.rows import DataError, object_of
 
 ExpectRows = Mapping[str, int] | Literal[0]
@@ -52,7 +52,7 @@ class Record(NamedTuple):
         usable = isinstance(value, str | int) or (isinstance(value, float) and math.isfinite(value))
         if not usable or isinstance(value, bool) or value == "":
             others = f" (or {', '.join(map(repr, names[1:]))})" if field == names[0] and names[1:] else ""
-            raise DataError(f"{self.where}, field {field!r}{others}: expected text, found {value!r}")
+            raise DataError(f"{self.where}, field {field!r}{others}: expected a string, found {value!r}")
         return str(value)
 
 
@@ -86,7 +86,7 @@ def read(origin: Origin, source: Path | None, *, alone: bool = True) -> Iterator
             yield Record(f"{where}, row {row}", object_of(record, f"{where}, row {row}"))
         return
     for path in local_files(origin, source, alone=alone):
-        for line, record in _records(path):
+        for line, record in read_records(path):
             where = f"{path}, {'row' if path.suffix == '.parquet' else 'line'} {line}"
             yield Record(where, object_of(record, where))
 
@@ -123,7 +123,10 @@ def local_files(origin: Origin, source: Path, *, alone: bool = True) -> list[Pat
         chosen = chosen or [path for path in files if not any(_in_split(path, other) for other in SPLITS)]
     if len({_without_shard(path) for path in chosen}) == 1:
         if (shards := _SHARD.search(chosen[0].stem)) and shards["all"] and int(shards["all"]) != len(chosen):
-            raise DataError(f"{chosen[0].parent}: {len(chosen)} of {int(shards['all'])} files of the split are there")
+            raise DataError(
+                f"{chosen[0].parent}: {len(chosen)} of {int(shards['all'])} files of the split are there; add the "
+                "missing ones"
+            )
         return chosen
     names = ", ".join(str(path.relative_to(source)) for path in chosen[:8]) or "none"
     raise DataError(
@@ -201,11 +204,3 @@ def _supported(path: Path) -> Path:
     if path.suffix not in SUFFIXES:
         raise DataError(f"{path}: expected a {', '.join(SUFFIXES)} file")
     return path
-
-
-def _records(path: Path) -> Iterator[tuple[int, Any]]:
-    if path.suffix == ".parquet":
-        return read_parquet(path)
-    with path.open(encoding="utf-8-sig", errors="replace") as file:
-        whole = path.suffix == ".json" and file.read(64).lstrip().startswith("[")
-    return read_list(path) if whole else read_jsonl(path)

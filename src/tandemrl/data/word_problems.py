@@ -222,10 +222,5 @@ def _row(pair: str, split: Split, index: int, problem: Problem) -> Row:
         messages=({"role": "user", "content": problem.question},),
         data_source=f"synthetic/{pair}",
         ground_truth=str(problem.answer),
-        extra_info={
-            "split": split,
-            "index": index,
-            "steps": len(problem.steps),
-            SOLUTION: PAIRS[pair](problem),
-        },
+        extra_info={"split": split, "index": index, "steps": len(problem.steps), SOLUTION: PAIRS[pair](problem)},
     )

@@ -206,17 +206,14 @@ def launched() -> int:
     return int(os.environ.get("WORLD_SIZE", "1"))
 
 
-def destroy_world() -> bool:
-    """Destroy the process group that ``init_world`` made, if it made one. Returns whether this is the main process.
+def destroy_world() -> None:
+    """Destroy the process group that ``init_world`` made, if it made one.
 
     In a run of one process, a process group is not ours: vLLM makes one for an engine in the same process.
     """
-    if launched() == 1 or not dist.is_initialized():
-        return True
-    main = dist.get_rank() == 0
-    dist.destroy_process_group()
-    WATCHDOG.end()
-    return main
+    if launched() > 1 and dist.is_initialized():
+        dist.destroy_process_group()
+        WATCHDOG.end()
 
 
 def axes_of(config: ParallelConfig, size: int) -> dict[str, int]:

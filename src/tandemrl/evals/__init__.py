@@ -44,6 +44,7 @@ from tandemrl.evals.measures import group_of as group_of
 from tandemrl.evals.measures import is_headline as is_headline
 from tandemrl.evals.measures import legible as legible
 from tandemrl.evals.measures import measure_sets as measure_sets
+from tandemrl.evals.measures import says_one_author as says_one_author
 from tandemrl.evals.measures import silent_sets as silent_sets
 from tandemrl.evals.measures import summarise as summarise
 from tandemrl.evals.measures import with_majorities as with_majorities

@@ -1,4 +1,4 @@
-"""Paired comparison of evaluations: is A better than B, problem by problem and over training seeds?
+"""Paired comparison of evaluations or training runs: is A better than B, problem by problem and over training seeds?
 
 Both sides answered the same problems under the same profile and with the same random numbers. So a metric has one value
 per problem on each side, and differences are taken problem by problem. With one evaluation on each side, the interval
@@ -12,14 +12,17 @@ import json
 import re
 from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, get_args
 
 import numpy as np
 
+from tandemrl.config import difference, load, to_dict
+from tandemrl.config.plain import flatten
 from tandemrl.evals import (
     PHASES,
     EvalError,
     Phase,
+    Sample,
     differences,
     is_headline,
     measure_of,
@@ -28,6 +31,7 @@ from tandemrl.evals import (
     read_samples,
     silent_sets,
 )
+from tandemrl.evals.files import EVAL_TEXTS
 from tandemrl.evals.stats import Interval, paired_bootstrap, seed_interval
 from tandemrl.files import hint, write_text
 
@@ -35,6 +39,9 @@ SCHEMA = 1
 Verdict = Literal["A > B", "A < B", "no difference shown"]
 Values = Mapping[str, Mapping[str, float]]
 """The values of one metric in one evaluation, by set and ``example_id``."""
+InTraining = Literal["held-out", "monitored"]
+"""The last evaluation during a run, of the senior alone, on ``data.eval`` or on ``data.monitor``. It stands for a phase
+where two runs have none in common."""
 
 
 class CompareError(ValueError):
@@ -73,8 +80,10 @@ def compare(
     """Contrasts of every phase that both sides have, and of every metric that is ``shown``.
 
     Args:
-        a: an evaluation folder (with ``PHASE.json``), a result file (of one phase), a folder of repetitions ``seed-N``,
-            a path with a component ``seed-*`` that stands for all of them, or evaluations in the order of their seeds.
+        a: a run's folder, an evaluation folder (with ``PHASE.json``), a result file (of one phase), a folder of
+            repetitions ``seed-N``, a path with a component ``seed-*`` that stands for all of them, or any of these in
+            the order of their seeds. A run has the evaluation in its folder ``eval`` (or in ``eval/NAME`` beside it, as
+            in an experiment), else its last one during training (``train.keep_eval_texts``).
         b: the other side, in the same form.
         shown: whether to show a metric, by its name. The default shows the headline metrics.
         varied: the settings that may differ since they are what is compared (``retrieval``, ``environment``). All
@@ -86,13 +95,14 @@ def compare(
     Raises:
         CompareError: there is no evaluation, the two sides differ in seeds, problems or settings, they have no phase in
             common, or only some of the seeds have a phase.
-        EvalError: a file cannot be read.
+        ConfigError, EvalError: a file cannot be read.
     """
     pairs = _match(repetitions(a), repetitions(b))
     phases = _phases(pairs)
     if not phases:
         had = (", ".join(dict.fromkeys(phase for pair in pairs for phase in pair[i])) for i in (0, 1))
-        raise CompareError(f"{a} and {b} have no phase in common ({{}} and {{}})".format(*had))
+        listed = "{} and {}".format(*had)
+        raise CompareError(f"{a} and {b} have no phase in common ({listed}); run one for both: tandemrl eval PHASE")
     contrasts = []
     for phase in phases:
         loaded = [_load_pair(phase, *pair, varied) for pair in pairs]
@@ -103,6 +113,29 @@ def compare(
                     contrast(phase, metric, values_a, values_b, resamples=resamples, seed=seed, level=level)
                 )
     return contrasts
+
+
+def config_differences(
+    a: str | Path | Sequence[str | Path], b: str | Path | Sequence[str | Path]
+) -> dict[str, tuple[Any, Any]]:
+    """The dotted config keys in which two sides of ``compare`` differ, with both values; of seeds, the first ones'.
+
+    If both evaluations are of runs, as far as their folders tell, these are the configs of the runs, else those of the
+    evaluations.
+
+    Raises:
+        CompareError, ConfigError, EvalError: as for ``compare``.
+    """
+    first, *_ = _match(repetitions(a), repetitions(b))
+    files = [next(iter(side.values())) for side in first]
+    runs = [run for file in files if (run := _run_of(file)) is not None]
+    if len(runs) == len(files):
+        found = difference(*(load(run) for run in runs))
+    else:
+        common = [phase for phase in first[0] if phase in first[1]]
+        configs = (read_result(side[common[0]])["config"] for side in first)
+        found = {key: (x, y) for key, x, y in differences(*configs)}
+    return {key: values for key, values in found.items() if key != "output_dir" and not key.startswith("digests.")}
 
 
 def contrast(
@@ -215,9 +248,21 @@ def to_json(contrasts: Sequence[Contrast]) -> list[dict[str, Any]]:
     ]
 
 
-def write_comparison(file: Path, contrasts: Sequence[Contrast], *, a: str, b: str, level: float = 0.95) -> None:
-    """Write ``{"schema", "a", "b", "level", "contrasts"}``, atomically."""
-    stored = {"schema": SCHEMA, "a": a, "b": b, "level": level, "contrasts": to_json(contrasts)}
+def write_comparison(
+    file: Path,
+    contrasts: Sequence[Contrast],
+    *,
+    a: str,
+    b: str,
+    level: float = 0.95,
+    config: Mapping[str, tuple[Any, Any]] | None = None,
+) -> None:
+    """Write ``{"schema", "a", "b", "level", "config", "contrasts"}``, atomically.
+
+    Args:
+        config: the ``config_differences``.
+    """
+    stored = {"schema": SCHEMA, "a": a, "b": b, "level": level, "config": config or {}, "contrasts": to_json(contrasts)}
     write_text(Path(file), json.dumps(stored, indent=2, ensure_ascii=False, allow_nan=False) + "\n")
 
 
@@ -247,6 +292,12 @@ def repetitions(source: str | Path | Sequence[str | Path]) -> dict[str, Evaluati
     return {"": _evaluation(place)}
 
 
+def step_of_texts(source: str | Path) -> int:
+    """The training step of the texts that ``compare`` reads of a run without an evaluation of its own."""
+    file = next(iter(repetitions(source).values()))[get_args(InTraining)[0]]
+    return int(file.stem.removeprefix("step_"))
+
+
 def _seeds(folder: Path, *, or_none: bool = False) -> list[str]:
     names = [path.name for path in folder.glob("seed-*") if re.fullmatch(r"seed-\d+", path.name)]
     if not names and not or_none:
@@ -269,10 +320,48 @@ def _results(place: Path) -> Evaluation:
 def _evaluation(place: Path) -> Evaluation:
     if results := _results(place):
         return results
+    if _is_run(place):
+        folders = (place / "eval", place.parent / "eval" / place.name)
+        results = {**next(filter(None, map(_results, folders)), {}), **_texts(place)}
+        if results:
+            return results
+        raise CompareError(f"{place}: this run has no evaluation yet; make one: {_command(place)}")
     raise CompareError(
-        f"{place}: no evaluation is there (no result file, no PHASE.json such as pass-at-k.json, no seed-N with one)"
-        f"{hint(place) or '; make one: tandemrl eval all'}"
+        f"{place}: no evaluation is there (no result file, no PHASE.json such as pass-at-k.json, no run, no seed-N "
+        f"with one of these){hint(place) or f'; make one: tandemrl eval all --model FOLDER --data FILE --out {place}'}"
     )
+
+
+def _is_run(folder: Path) -> bool:
+    return (folder / "config.yaml").is_file()
+
+
+def _run_of(result: Path) -> Path | None:
+    """The run whose evaluation a file holds (see ``_evaluation``), or None if its folders do not say."""
+    folder = result.parent
+    places = (folder, folder.parent, folder.parents[1] / folder.name) if folder.name else ()
+    return next(filter(_is_run, places), None)
+
+
+def last_texts(run: Path) -> Path | None:
+    """The file with the texts of a run's last evaluation during training, or None if it has kept none."""
+    files = {int(file.stem.removeprefix("step_")): file for file in (run / EVAL_TEXTS).glob("step_*.jsonl")}
+    return files[max(files)] if files else None
+
+
+def _texts(run: Path) -> dict[str, Path]:
+    """``last_texts`` by ``InTraining``."""
+    if (last := last_texts(run)) is None:
+        return {}
+    held_out, monitored = get_args(InTraining)
+    return {held_out: last} | ({monitored: last} if '{"source": "monitor"' in last.read_text(encoding="utf-8") else {})
+
+
+def _command(run: Path) -> str:
+    """The command that evaluates a run."""
+    exports = sorted((run / "hf").glob("step_*"), key=lambda path: int(path.name.removeprefix("step_")))
+    model = next((path for path in (run / "hf" / "best", *reversed(exports)) if path.is_dir()), run / "hf" / "best")
+    return f"tandemrl eval all --config {run} --model {model} --out {run / 'eval'}"
 
 
 def _match(a: dict[str, Evaluation], b: dict[str, Evaluation]) -> list[tuple[Evaluation, Evaluation]]:
@@ -282,34 +371,45 @@ def _match(a: dict[str, Evaluation], b: dict[str, Evaluation]) -> list[tuple[Eva
     return [(a[seed], b[seed]) for seed in a]
 
 
-def _phases(pairs: Sequence[tuple[Evaluation, Evaluation]]) -> list[Phase]:
-    """The phases that both sides have. It is an error if only some of the seeds have a phase."""
-    common = []
-    for phase in PHASES:
+def _phases(pairs: Sequence[tuple[Evaluation, Evaluation]]) -> list[Phase | InTraining]:
+    """The phases that both sides have, else the evaluations during training. It is an error if only some of the seeds
+    have a phase."""
+
+    def common(names: Sequence[Any]) -> list[Any]:
         sides = list(zip(*pairs, strict=True))
-        if all(any(phase in each for each in side) for side in sides):
-            if missing := [each for side in sides for each in side if phase not in each]:
-                place = next(iter(missing[0].values())).parent / f"{phase}.json"
-                raise CompareError(f"{place} is missing, other seeds have it; run the phase: tandemrl eval {phase}")
-            common.append(phase)
-    return common
+        found = [name for name in names if all(any(name in each for each in side) for side in sides)]
+        for name in found:
+            if missing := [each for side in sides for each in side if name not in each]:
+                file = next(iter(missing[0].values())).parent / f"{name}.json"
+                raise CompareError(f"{file} is missing, other seeds have it; run the phase: tandemrl eval {name}")
+        return found
+
+    return common(PHASES) or common(get_args(InTraining))
 
 
-def _load_pair(phase: Phase, a: Evaluation, b: Evaluation, varied: Collection[str]) -> list[dict[str, Values]]:
+def _load_pair(
+    phase: Phase | InTraining, a: Evaluation, b: Evaluation, varied: Collection[str]
+) -> list[dict[str, Values]]:
     """The values of every metric on both sides, which must be evaluations of the same problems in the same way."""
     files = [a[phase], b[phase]]
-    configs = [read_result(file)["config"] for file in files]
-    if changed := differences(*(_protocol(config, varied) for config in configs)):
+    protocols, ks, samples = zip(*(_read(phase, file, varied) for file in files), strict=True)
+    if phase in PHASES:
+        again = f"evaluate one of them again, as the other: tandemrl eval {phase} --out FOLDER"
+    else:
+        again = "evaluate both alike: {} and {}".format(*(_command(file.parents[1]) for file in files))
+    if changed := differences(*protocols):
         listed = "; ".join(f"{key}: {x!r} and {y!r}" for key, x, y in changed[:3])
-        raise CompareError(f"{files[0]} and {files[1]} were made in different ways ({listed})")
-    k = [m for m in configs[0]["eval"]["k"] if m in configs[1]["eval"]["k"]]
-    samples = [read_samples(file.with_suffix(".samples.jsonl")) for file in files]
+        raise CompareError(f"{files[0]} and {files[1]} were made in different ways ({listed}); {again}")
     ids = [{(sample.set, sample.example_id) for sample in side} for side in samples]
     for own, other, file in ((ids[0], ids[1], files[1]), (ids[1], ids[0], files[0])):
         if missing := sorted(own - other):
-            raise CompareError(f"{file}: {len(missing)} problems of the other side are not there, e.g. {missing[0][1]}")
+            raise CompareError(
+                f"{file}: {len(missing)} problems of the other side are missing, e.g. {missing[0][1]}; {again}"
+            )
+    k = [each for each in ks[0] if each in ks[1]]
     silent = silent_sets([sample for side in samples for sample in side])  # of both sides, which need the same metrics
-    measured = [measure_sets(side, measure_of(phase, k), silent=silent) for side in samples]
+    kind: Phase = "pass-at-k" if phase == "held-out" or phase == "monitored" else phase
+    measured = [measure_sets(side, measure_of(kind, k), silent=silent) for side in samples]
     return [
         {
             metric: {name: each.rates[metric] for name, each in sets.items() if metric in each.rates}
@@ -317,6 +417,34 @@ def _load_pair(phase: Phase, a: Evaluation, b: Evaluation, varied: Collection[st
         }
         for sets in measured
     ]
+
+
+_ON_TEXTS = (
+    *("eval", "reward", "judge", "sandbox", "retrieval", "functions.reward", "functions.environment"),
+    *("data.prompt_suffix", "data.max_prompt_tokens", "data.template_arguments", "rollout.tools", "rollout.max_turns"),
+    *("rollout.environment", "rollout.environment_parameters", "rollout.turn_tokens", "rollout.observation_tokens"),
+    *("rollout.result_tokens", "rollout.tool_timeout_s", "rollout.keep_turns"),
+)
+"""The keys and sections of a run's config on which the texts of its evaluations and their grades depend, beside the
+model and the data."""
+_NOT_ON_TEXTS = (
+    *("eval.k", "eval.samples", "eval.bootstrap", "eval.select_by", "eval.train_problems", "reward.workers"),
+    *("judge.url", "judge.command", "judge.wait_s", "judge.api_key_env", "judge.concurrency", "judge.timeout_s"),
+)
+
+
+def _read(
+    phase: Phase | InTraining, file: Path, varied: Collection[str]
+) -> tuple[dict[str, Any], list[int], list[Sample]]:
+    """What an evaluation must have in common with another one, the k of its pass@k, and its samples."""
+    if phase != "held-out" and phase != "monitored":
+        stored = read_result(file)["config"]
+        return _protocol(stored, varied), stored["eval"]["k"], read_samples(file.with_suffix(".samples.jsonl"))
+    config, source = load(file.parents[1]), "eval" if phase == "held-out" else "monitor"
+    sections = tuple(f"{name}." for name in (*_ON_TEXTS, f"data.{source}"))
+    settings = {key: x for key, x in flatten(to_dict(config)).items() if f"{key}.".startswith(sections)}
+    k = [each for each in config.eval.k if each <= config.eval.train_samples]
+    return {key: x for key, x in settings.items() if key not in _NOT_ON_TEXTS}, k, read_samples(file, source)
 
 
 def _protocol(config: Mapping[str, Any], varied: Collection[str]) -> dict[str, Any]:

@@ -16,6 +16,9 @@ from tandemrl.evals.measures import EvalError, Sample
 from tandemrl.files import LineError, read_json_lines, versions, write_text
 
 SCHEMA = 1
+EVAL_TEXTS = "eval_texts"
+"""The folder of a run with the samples of each evaluation during training, if ``train.keep_eval_texts`` is on. Lines of
+``step_N.jsonl`` begin with the field ``source``, which is ``eval`` or ``monitor``."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,14 +112,22 @@ def write_result(
     return json.loads(text)
 
 
-def read_samples(file: Path) -> list[Sample]:
+def read_samples(file: Path, source: str | None = None) -> list[Sample]:
     """The samples of a ``PHASE.samples.jsonl`` file, in order.
+
+    Args:
+        source: of a file in ``EVAL_TEXTS``, read the samples of this source.
 
     Raises:
         EvalError: the file is missing, or a line is not a sample; the message names the line.
     """
+
+    def parse(line: str) -> Sample | None:
+        fields = json.loads(line)
+        return None if source is not None and fields.pop("source", None) != source else Sample(**fields)
+
     try:
-        return [sample for _, sample in read_json_lines(file, parse=lambda line: Sample(**json.loads(line)))]
+        return [sample for _, sample in read_json_lines(file, parse=parse) if sample is not None]
     except LineError as error:
         raise EvalError(f"{file}, line {error.line}: not a sample of an evaluation ({error})") from None
     except OSError as error:

@@ -1,7 +1,7 @@
 """Turns samples into numbers: the measures of one problem's samples, and how problems, sets and arms are averaged."""
 
 import re
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from itertools import chain, groupby
 from typing import Any, NamedTuple
 
@@ -39,6 +39,16 @@ def is_headline(metric: str) -> bool:
         (True, False)
     """
     return metric.rpartition("/")[2].startswith(HEADLINE)
+
+
+def says_one_author(metric: str, values: Iterable[float]) -> bool:
+    """Whether the values of a metric say no more than that one author generated every text: ``rounds`` is 1 at most.
+
+    Examples:
+        >>> says_one_author("senior_first/rounds", [1.0, 6.5]), says_one_author("rounds", [1.0, 1.0])
+        (False, True)
+    """
+    return metric.rpartition("/")[2] == "rounds" and all(value <= 1 for value in values)
 
 
 class EvalError(ValueError):

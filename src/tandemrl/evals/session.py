@@ -10,7 +10,7 @@ from transformers import AutoConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from tandemrl.config import Config, SandboxConfig
 from tandemrl.data.loading import load_rows
-from tandemrl.data.rows import Prompt, Row, encode_prompts
+from tandemrl.data.rows import Prompt, Row
 from tandemrl.data.templates import DEFAULT_ARGUMENTS
 from tandemrl.evals.files import digests, plain
 from tandemrl.evals.protocol import Phase, Profile, draws_turns, profile_of
@@ -22,7 +22,7 @@ from tandemrl.rewards.routing import Kind
 from tandemrl.rewards.scoring import Scorer
 from tandemrl.rollout.engine import Engine
 from tandemrl.rollout.envs.environment import Environment
-from tandemrl.rollout.envs.episodes import EpisodeRunner, make_episode_runner
+from tandemrl.rollout.envs.episodes import EpisodeRunner, make_episode_runner, opening_prompts
 from tandemrl.rollout.envs.factory import make_environment
 from tandemrl.rollout.factory import ModelSource, make_engine
 from tandemrl.rollout.judge import make_judge
@@ -159,16 +159,7 @@ class Session:
     @cached_property
     def prompts(self) -> tuple[list[Prompt], int]:
         """The prompts, and how many rows were dropped because they are too long."""
-        data, runner = self.config.data, self.episode_runner
-        return encode_prompts(
-            self.rows[: self.limit],
-            self.tokenizer,
-            max_prompt_tokens=data.max_prompt_tokens,
-            suffix=data.prompt_suffix,
-            opening=None if runner is None else lambda row: runner.opening(row).messages,
-            tools=() if runner is None else runner.tools,
-            template_arguments=data.template_arguments,
-        )
+        return opening_prompts(self.rows[: self.limit], self.tokenizer, self.config.data, self.episode_runner)
 
     @cached_property
     def environment(self) -> Environment | None:

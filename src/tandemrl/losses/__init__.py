@@ -12,6 +12,7 @@ from tandemrl.losses.advantages import group_normalised as group_normalised
 from tandemrl.losses.advantages import leave_one_out as leave_one_out
 from tandemrl.losses.advantages import whiten as whiten
 from tandemrl.losses.advantages import zero_variance_groups as zero_variance_groups
+from tandemrl.losses.handovers import with_word_ends as with_word_ends
 from tandemrl.losses.penalties import KLKind as KLKind
 from tandemrl.losses.penalties import adapt_kl_coef as adapt_kl_coef
 from tandemrl.losses.penalties import kl as kl

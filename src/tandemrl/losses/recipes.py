@@ -74,10 +74,7 @@ RECIPES: dict[str, Recipe] = {name: _recipe(kind) for name, kind in KINDS.items(
 
 
 def compute_advantages(
-    recipe: Recipe,
-    rewards: Float[Tensor, " s"],
-    group_ids: Int64[Tensor, " s"],
-    token_counts: Float[Tensor, " s"],
+    recipe: Recipe, rewards: Float[Tensor, " s"], group_ids: Int64[Tensor, " s"], token_counts: Float[Tensor, " s"]
 ) -> Float[Tensor, " s"]:
     """The advantage of each rollout.
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 import numpy as np
 import torch
 
-from tandemrl.types import Author, Batch, Rollout
+from tandemrl.types import Author, Batch, Rollout, WordEnds, taken_over
 
 Cost = int | float
 """The weight of a sequence: its tokens, or what its tokens cost."""
@@ -26,7 +26,7 @@ def pack(rollouts: Sequence[Rollout], device: torch.device | str = "cpu") -> Bat
     """Lay rollouts end to end in one batch. Its advantages are 0 until the trainer fills them.
 
     Raises:
-        ValueError: there are no rollouts, or one of them has no tokens.
+        ValueError: there are no rollouts, one of them has no tokens, or they are of different strategies.
     """
     if not rollouts:
         raise ValueError("pack needs at least one rollout")
@@ -34,6 +34,15 @@ def pack(rollouts: Sequence[Rollout], device: torch.device | str = "cpu") -> Bat
         if len(rollout.tokens) == 0:
             raise ValueError(f"rollout {rollout.example_id}/{rollout.index} has no tokens")
     lengths = torch.tensor([len(rollout.tokens) for rollout in rollouts])
+    told = [r.handover_logprobs for r in rollouts if r.handover_logprobs is not None]
+    if told and len(told) < len(rollouts):
+        raise ValueError("rollouts with and without handover_logprobs are not of one strategy; pack them apart")
+    after = ends = None
+    if told:
+        after = torch.from_numpy(np.concatenate([taken_over(r.author) for r in rollouts])).to(device)
+        junior = torch.from_numpy(np.concatenate([r.author for r in rollouts]) == Author.JUNIOR).to(device)
+        places = (after & junior).nonzero().squeeze(1)
+        ends = WordEnds(places, torch.from_numpy(np.concatenate(told)).to(device)[places])
     sequence_ids = torch.repeat_interleave(torch.arange(len(rollouts)), lengths)
     starts = torch.cumsum(lengths, 0) - lengths
     return Batch(
@@ -44,6 +53,8 @@ def pack(rollouts: Sequence[Rollout], device: torch.device | str = "cpu") -> Bat
         advantages=torch.zeros(len(sequence_ids), device=device),
         behaviour_logprobs=torch.from_numpy(np.concatenate([r.behaviour_logprobs for r in rollouts])).to(device),
         lengths=lengths.to(device),
+        taken_over=after,
+        word_ends=ends,
     )
 
 
@@ -129,12 +140,7 @@ def micro_batches(
 
 
 def _deals(
-    order: Sequence[int],
-    count: int,
-    lengths: Sequence[int],
-    costs: Sequence[Cost],
-    groups: Sequence[int],
-    budget: int,
+    order: Sequence[int], count: int, lengths: Sequence[int], costs: Sequence[Cost], groups: Sequence[int], budget: int
 ) -> Iterator[list[list[int]]]:
     """Deals into ``count`` bins that fit the budget, in order of preference."""
     for pieces in _cuts(order, lengths, groups, budget):

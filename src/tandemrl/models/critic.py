@@ -99,7 +99,7 @@ def token_values(
     index = (select & (batch.positions > 0)).nonzero().squeeze(1)
     part = part_of(batch, index, shards.sequence)
     values = gathering(packed_values, model)(part.tokens, part.positions, part.layout, part.prefixes, options)
-    return channel_of(values, part, batch, shards.sequence)
+    return channel_of(values, part, batch.tokens.shape[0], shards.sequence)
 
 
 def packed_values(

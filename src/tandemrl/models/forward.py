@@ -14,7 +14,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from jaxtyping import Bool, Float, Int64
+from jaxtyping import Bool, Float, Int8, Int64
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed.tensor import DTensor
@@ -22,7 +22,7 @@ from transformers import PreTrainedModel
 
 from tandemrl.distributed.world import WHOLE, Shards
 from tandemrl.models.attention import Layout, PackedLayout, SharedSum, UlyssesLayout, share_contexts
-from tandemrl.models.head import PLAIN, ForwardOptions, HeadSettings, linear_logprobs
+from tandemrl.models.head import PLAIN, WORD_END, ForwardOptions, HeadSettings, linear_logprobs
 from tandemrl.types import Batch
 
 
@@ -54,6 +54,25 @@ def gathering(function: Callable[..., Any], model: PreTrainedModel) -> Callable[
     return getattr(model, function.__name__, None) or partial(function, model)
 
 
+class Scores(NamedTuple):
+    """Log-probs and entropies of a batch, in nats and float32: of its tokens, and of its ``word_ends``, if it has any.
+
+    The entropy at the end of a word is that of the distribution which the dropped token was proposed from.
+    """
+
+    logprobs: Float[Tensor, " t"]
+    entropy: Float[Tensor, " t"]
+    end_logprobs: Float[Tensor, " e"]
+    end_entropy: Float[Tensor, " e"]
+
+    def differences(self, batch: Batch, select: Bool[Tensor, " t"]) -> Float[Tensor, " n"]:
+        """How far they are from the engine's, at the selected tokens and at all ends of words."""
+        tokens = (self.logprobs.detach() - batch.behaviour_logprobs)[select]
+        if batch.word_ends is None:
+            return tokens
+        return torch.cat([tokens, self.end_logprobs.detach() - batch.word_ends.behaviour_logprobs])
+
+
 def token_logprobs(
     model: PreTrainedModel,
     batch: Batch,
@@ -62,26 +81,54 @@ def token_logprobs(
     options: ForwardOptions = PLAIN,
     shards: Shards = WHOLE,
 ) -> tuple[Float[Tensor, " t"], Float[Tensor, " t"]]:
+    """The log-prob of every selected token given its prefix, and the entropy of the distribution it was drawn from: the
+    first two entries of ``token_scores``."""
+    return token_scores(model, batch, select=select, options=options, shards=shards)[:2]
+
+
+def token_scores(
+    model: PreTrainedModel,
+    batch: Batch,
+    *,
+    select: Bool[Tensor, " t"],
+    options: ForwardOptions = PLAIN,
+    shards: Shards = WHOLE,
+) -> Scores:
     """The log-prob of every selected token given its prefix, and the entropy of the distribution it was drawn from.
 
-    Entries that are not selected are 0.0. Logits are computed in chunks and recomputed in backward, so [t, v] is never
-    materialised.
+    Entries that are not selected are 0.0. Entry i describes token i. Logits are computed in chunks and recomputed in
+    backward, so [t, v] is never materialised. The ``word_ends`` of the batch are always scored.
 
     Args:
         select: True at the tokens to score.
         options: the distribution that the tokens were drawn from, and how it is computed.
         shards: the processes that compute this together. All of them pass the same batch and get the same result.
 
-    Returns:
-        The log-probs and the entropies, in nats and float32. Entry i describes token i.
+    Raises:
+        ValueError: the batch has tokens that were drawn from ``starts``, and ``options`` has no such table.
     """
-    index = (select & (batch.positions > 0)).nonzero().squeeze(1)  # the first token of a sequence has no prefix
-    part = part_of(batch, index, shards.sequence)
-    targets = batch.tokens.index_select(0, part.predicted)
+    index, count = (
+        (select & (batch.positions > 0)).nonzero().squeeze(1),
+        batch.tokens.shape[0],
+    )  # the first has no prefix
+    targets, slots, ends, events = batch.tokens, index, index[:0], None
+    if batch.taken_over is not None:
+        if options.starts is None:
+            raise ValueError(
+                "the batch has tokens after a handover before a word; pass the table of their ids as starts"
+            )
+        ends = ends if batch.word_ends is None else batch.word_ends.places
+        slots = torch.cat([index, count + torch.arange(len(ends), device=index.device)])
+        targets = torch.cat([targets, targets[ends]])
+        events = torch.cat([batch.taken_over.to(torch.int8), torch.full_like(ends, WORD_END, dtype=torch.int8)])
+    part = part_of(batch, torch.cat([index, ends]), shards.sequence, slots)
+    scored = (part.prefixes, targets.index_select(0, part.slots), options, shards.tensor)
     packed = gathering(packed_logprobs, model)
-    channels = packed(part.tokens, part.positions, part.layout, part.prefixes, targets, options, shards.tensor)
-    logprobs, entropy = (channel_of(values, part, batch, shards.sequence) for values in channels)
-    return logprobs, entropy
+    channels = packed(part.tokens, part.positions, part.layout, *scored, None if events is None else events[part.slots])
+    whole = [
+        channel_of(values, part, count + len(ends), shards.sequence).split([count, len(ends)]) for values in channels
+    ]
+    return Scores(whole[0][0], whole[1][0], whole[0][1], whole[1][1])
 
 
 class Part(NamedTuple):
@@ -90,26 +137,28 @@ class Part(NamedTuple):
     tokens: Int64[Tensor, " k"]
     positions: Int64[Tensor, " k"]
     layout: Layout
-    predicted: Int64[Tensor, " i"]
-    """Indices in the batch of the tokens that get a log-prob."""
+    slots: Int64[Tensor, " i"]
+    """What gets a log-prob: the indices in the batch of tokens, followed by ends of words."""
     prefixes: Int64[Tensor, " i"]
     """For each of them, the index in ``tokens`` of the token before it, whose hidden state predicts it."""
 
 
-def part_of(batch: Batch, index: Tensor, group: dist.ProcessGroup | None) -> Part:
+def part_of(batch: Batch, index: Tensor, group: dist.ProcessGroup | None, slots: Tensor | None = None) -> Part:
     """The whole batch, or the share of this process in a sequence-parallel group.
 
     Args:
         index: indices in the batch of the tokens that get a log-prob.
         group: the sequence-parallel group, if there is one.
+        slots: the indices in the resulting channel; None stands for ``index``.
     """
+    slots = index if slots is None else slots
     device = batch.tokens.device
     spans, kept, where = share_contexts(batch)
     kept_on, where_on = torch.from_numpy(kept).to(device), torch.from_numpy(where).to(device)
     tokens, positions = batch.tokens[kept_on], batch.positions[kept_on]
     prefixes = where_on[index - 1]  # the shift: the logits at i - 1 predict token i
     if group is None:
-        return Part(tokens, positions, PackedLayout(spans, device), index, prefixes)
+        return Part(tokens, positions, PackedLayout(spans, device), slots, prefixes)
     if padding := -len(kept) % group.size():
         spans = [*spans, np.arange(len(kept), len(kept) + padding)]
         tokens, positions = F.pad(tokens, (0, padding)), F.pad(positions, (0, padding))
@@ -118,14 +167,14 @@ def part_of(batch: Batch, index: Tensor, group: dist.ProcessGroup | None) -> Par
     mine = (prefixes >= first) & (prefixes < first + size)
     layout = UlyssesLayout(PackedLayout(spans, device), group)
     here = slice(first, first + size)
-    return Part(tokens[here], positions[here], layout, index[mine], prefixes[mine] - first)
+    return Part(tokens[here], positions[here], layout, slots[mine], prefixes[mine] - first)
 
 
 def channel_of(
-    values: Float[Tensor, " i"], part: Part, batch: Batch, group: dist.ProcessGroup | None
-) -> Float[Tensor, " t"]:
-    """The values of the predicted tokens as a channel of the batch, over all processes of ``group``; 0.0 elsewhere."""
-    channel = values.new_zeros(batch.tokens.shape[0]).index_copy(0, part.predicted, values)
+    values: Float[Tensor, " i"], part: Part, length: int, group: dist.ProcessGroup | None
+) -> Float[Tensor, " n"]:
+    """The values as a channel of ``length`` slots, over all processes of ``group``; 0.0 elsewhere."""
+    channel = values.new_zeros(length).index_copy(0, part.slots, values)
     return channel if group is None else SharedSum.apply(channel, group)
 
 
@@ -138,6 +187,7 @@ def packed_logprobs(
     targets: Int64[Tensor, " i"],
     options: ForwardOptions,
     group: dist.ProcessGroup | None = None,
+    events: Int8[Tensor, " i"] | None = None,
 ) -> tuple[Float[Tensor, " i"], Float[Tensor, " i"]]:
     """The log-prob of ``targets[i]`` after token ``prefixes[i]``, and the entropy there.
 
@@ -145,11 +195,12 @@ def packed_logprobs(
 
     Args:
         group: the processes that share the rows of the LM head, if they do.
+        events: see ``head.linear_logprobs``.
     """
     hidden = prefix_states(model, tokens, positions, layout, prefixes, options)
     head = model.get_output_embeddings()
     weight, bias = (x.to_local() if isinstance(x, DTensor) else x for x in (head.weight, head.bias))
-    return linear_logprobs(hidden, weight, bias, targets, HeadSettings(head.out_features, options, group))
+    return linear_logprobs(hidden, weight, bias, targets, HeadSettings(head.out_features, options, group), events)
 
 
 def prefix_states(

@@ -5,12 +5,15 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from jaxtyping import Bool, Float, Int64
+from jaxtyping import Bool, Float, Int8, Int64
 from torch import Tensor
 
 from tandemrl.models.sampling import Truncation, kept_tokens
 
 REMOVED = -1e30  # logit of a truncated token: probability 0 like -inf, but p·logit stays 0 and not NaN
+TAKEN_OVER = 1  # events that are not the drawing of a token from the whole vocabulary
+WORD_END = 2
+SMALLEST = 1e-37  # probability, relative to that of the best token, below which the log-prob of an end stays constant
 LOGITS_PER_CHUNK = 2**25  # float32 logits per buffer: 128 MiB; two buffers are alive at once, without truncation
 
 
@@ -27,6 +30,8 @@ class ForwardOptions(NamedTuple):
     """The compute dtype of the matrix products. None means the model's, or the one given to ``sharding.shard``."""
     activation_offload: bool = False
     """Whether to keep in host memory what the layers save for backward."""
+    starts: Tensor | None = None
+    """True at the ids that the first token after a handover is drawn from (``Strategy.starts``)."""
 
 
 PLAIN = ForwardOptions()
@@ -64,6 +69,7 @@ def linear_logprobs(
     bias: Float[Tensor, " v"] | None,
     targets: Int64[Tensor, " i"],
     settings: HeadSettings,
+    events: Int8[Tensor, " i"] | None = None,
 ) -> tuple[Float[Tensor, " i"], Float[Tensor, " i"]]:
     """The log-prob of each target under softmax(hidden Wᵀ / T), and the entropy of that distribution (nats, float32).
 
@@ -77,21 +83,26 @@ def linear_logprobs(
         bias: their biases, if the head has any.
         targets: token ids, over the whole vocabulary.
         settings: the size of the whole head, and how to compute.
+        events: what gets the log-prob. 0: the target. ``TAKEN_OVER``: the target, where logits outside of
+            ``options.starts`` were removed before truncation. ``WORD_END``: that any token of ``options.starts`` is
+            drawn; the best of them counts as not truncated, and the target as nothing. None: 0 everywhere. With P the
+            probability of the starts, ∂logP/∂z = p·1_starts/P − p.
     """
-    return _LinearLogprobs.apply(hidden, weight, bias, targets, settings)
+    return _LinearLogprobs.apply(hidden, weight, bias, targets, settings, events)
 
 
 class _LinearLogprobs(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, hidden, weight, bias, targets, settings):
+    def forward(ctx, hidden, weight, bias, targets, settings, events):
         ctx.set_materialize_grads(False)
         ctx.settings = settings
         logprobs = torch.empty(hidden.shape[0], dtype=torch.float32, device=hidden.device)
         entropy, normaliser = torch.empty_like(logprobs), torch.empty_like(logprobs)
-        ctx.save_for_backward(hidden, weight, bias, targets, normaliser, entropy)
+        ctx.save_for_backward(hidden, weight, bias, targets, normaliser, entropy, logprobs, events)
         weight, bias = _cast(weight, bias, settings.options.autocast)
         for rows in settings.chunks(hidden.shape[0]):
-            z = _logits(hidden[rows], weight, bias, targets[rows], settings)
+            event = None if events is None else events[rows]
+            z = _logits(hidden[rows], weight, bias, targets[rows], settings, event)
             largest = z.amax(-1)
             if settings.group is not None:
                 dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=settings.group)
@@ -99,6 +110,10 @@ class _LinearLogprobs(torch.autograd.Function):
             here, mine = _local(targets[rows], z.shape[1], settings)
             target = torch.where(mine, z.gather(1, here[:, None]).squeeze(1), 0.0)
             p = z.exp()
+            if event is not None:
+                ends = (event == WORD_END).nonzero().squeeze(1)
+                inside = p[ends].masked_fill_(~_starts(settings, z), 0.0).sum(-1)
+                target[ends] = inside  # a sum over ranks, unlike a logit; its logarithm is taken below
             sums = torch.stack([p.sum(-1), p.mul_(z).sum(-1), target])
             if settings.group is not None:
                 dist.all_reduce(sums, group=settings.group)
@@ -106,12 +121,14 @@ class _LinearLogprobs(torch.autograd.Function):
             log_sum = sums[0].log()
             normaliser[rows] = largest + log_sum
             entropy[rows] = log_sum - sums[1] / sums[0]
+            if event is not None:
+                sums[2, ends] = sums[2, ends].clamp_(min=SMALLEST).log_()
             logprobs[rows] = sums[2] - log_sum
         return logprobs, entropy
 
     @staticmethod
     def backward(ctx, grad_logprobs, grad_entropy):
-        hidden, weight, bias, targets, normaliser, entropy = ctx.saved_tensors
+        hidden, weight, bias, targets, normaliser, entropy, logprobs, events = ctx.saved_tensors
         settings, like = ctx.settings, weight
         grad_hidden = torch.empty_like(hidden)
         wide = torch.promote_types(weight.dtype, torch.float32)
@@ -122,8 +139,12 @@ class _LinearLogprobs(torch.autograd.Function):
             grad_logprobs = torch.zeros_like(normaliser)
         for rows in settings.chunks(hidden.shape[0]):
             x = hidden[rows].to(weight.dtype)
-            logp = _logits(x, weight, bias, targets[rows], settings).sub_(normaliser[rows, None])
+            event = None if events is None else events[rows]
+            logp = _logits(x, weight, bias, targets[rows], settings, event).sub_(normaliser[rows, None])
             g = grad_logprobs[rows, None]
+            if event is not None:
+                ends = (event == WORD_END).nonzero().squeeze(1)
+                inside = (logp[ends] - logprobs[rows][ends, None]).exp_().masked_fill_(~_starts(settings, logp), 0.0)
             if grad_entropy is None:
                 grad = logp.exp_().mul_(-g)
             else:
@@ -131,6 +152,9 @@ class _LinearLogprobs(torch.autograd.Function):
                 grad = logp.exp_().mul_(slope)
                 del slope
             here, mine = _local(targets[rows], grad.shape[1], settings)
+            if event is not None:
+                mine[ends] = False
+                grad[ends] += inside.mul_(g[ends])
             grad.scatter_add_(1, here[:, None], torch.where(mine[:, None], g, 0.0))
             if settings.options.temperature != 1.0:
                 grad.div_(settings.options.temperature)
@@ -144,7 +168,7 @@ class _LinearLogprobs(torch.autograd.Function):
         if settings.group is not None:
             dist.all_reduce(grad_hidden, group=settings.group)
         grad_weight, grad_bias = (None if g is None else g.to(like.dtype) for g in (grad_weight, grad_bias))
-        return grad_hidden, grad_weight, grad_bias, None, None
+        return grad_hidden, grad_weight, grad_bias, None, None, None
 
 
 def _slices(count: int, width: int) -> list[slice]:
@@ -165,19 +189,34 @@ def _local(targets: Tensor, rows: int, settings: HeadSettings) -> tuple[Int64[Te
 
 
 def _logits(
-    hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, settings: HeadSettings
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, settings: HeadSettings, events: Tensor | None
 ) -> Float[Tensor, "r v"]:
-    """The scaled and truncated logits of this rank's part of the vocabulary, in a new tensor."""
+    """The scaled, masked and truncated logits of this rank's part of the vocabulary, in a new tensor."""
     logits = F.linear(hidden.to(weight.dtype), weight, bias).float()
     options, first, rows = settings.options, settings.first, weight.shape[0]
     if options.vocabulary is not None and options.vocabulary < first + rows:
         logits[:, max(0, options.vocabulary - first) :] = REMOVED
     if options.temperature != 1.0:
         logits.div_(options.temperature)
+    if events is not None:
+        taken = (events == TAKEN_OVER).nonzero().squeeze(1)
+        logits[taken] = logits[taken].masked_fill_(~_starts(settings, logits), REMOVED)
     if options.truncation is not None:
-        keep = kept_tokens(_gathered(logits, settings), options.truncation).scatter_(1, targets[:, None], True)
+        whole = _gathered(logits, settings)
+        if events is not None:
+            best = whole.masked_fill(~_starts(settings._replace(group=None), whole), -torch.inf).argmax(-1)
+            targets = torch.where(events == WORD_END, best, targets)
+        keep = kept_tokens(whole, options.truncation).scatter_(1, targets[:, None], True)
         logits.masked_fill_(~keep[:, first : first + rows], REMOVED)
     return logits
+
+
+def _starts(settings: HeadSettings, logits: Tensor) -> Bool[Tensor, " v"]:
+    """Which of the logits of this rank's part of the vocabulary are those of ``options.starts``."""
+    starts = settings.options.starts
+    assert starts is not None
+    part = starts[settings.first : settings.first + logits.shape[1]].to(logits.device)
+    return F.pad(part, (0, logits.shape[1] - len(part)))
 
 
 def _gathered(logits: Tensor, settings: HeadSettings) -> Float[Tensor, "r v"]:

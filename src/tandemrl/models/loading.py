@@ -83,11 +83,7 @@ def load_model(path: str | Path, *, dtype: str = "float32", device: str = "cpu")
 
 
 def prepare(
-    model: PreTrainedModel,
-    *,
-    name: str = "model",
-    head: nn.Linear | None = None,
-    device: torch.device | None = None,
+    model: PreTrainedModel, *, name: str = "model", head: nn.Linear | None = None, device: torch.device | None = None
 ) -> PreTrainedModel:
     """Connect a loaded model to the library's attention, in place, and check on a probe that it computes as before.
 

@@ -25,6 +25,11 @@ CALLS_AT_ONCE = 32
 """How many calls run at once in a process that makes several. Most of them wait, for a service or for each other."""
 
 
+def cores() -> int:
+    """How many CPU cores this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
 class Child:
     """The parent's side of a child process. ``alive`` is False once the child has closed its output."""
 

@@ -41,13 +41,13 @@ def function_named(path: str, where: str, error: type[Exception]) -> Callable[..
 
 
 def made(
-    path: str,
+    path: str | Callable[..., Any],
     where: str,
     error: type[Exception],
     parameters: Mapping[str, Any] | None = None,
     **offered: Callable[[], Any],
 ) -> Any:
-    """What the function or class ``module:name`` returns for the user's parameters.
+    """What a function or class, or the one that ``module:name`` names, returns for the user's parameters.
 
     Args:
         where: as in ``function_named``.
@@ -58,9 +58,9 @@ def made(
     Raises:
         error: it cannot be imported or called, a parameter is unknown or missing, or making it failed.
     """
-    factory = function_named(path, where, error)
+    factory = function_named(path, where, error) if isinstance(path, str) else path
     given = given_to(factory, where, error, parameters or {}, offered)
-    if path.startswith("tandemrl."):
+    if isinstance(path, str) and path.startswith("tandemrl."):
         return factory(**given)
     try:
         return factory(**given)

@@ -6,7 +6,6 @@ module does not import torch.
 
 import json
 import math
-import os
 import pickle
 import sys
 import threading
@@ -16,14 +15,13 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from itertools import islice
 from multiprocessing.connection import wait
-from types import TracebackType
 from typing import Any
 
 from tandemrl.config import RewardConfig
 from tandemrl.data.messages import Transcript
 from tandemrl.data.rows import Row
 from tandemrl.distributed.watchdog import stamp
-from tandemrl.processes.child import Child
+from tandemrl.processes.child import Child, cores
 from tandemrl.rewards.functions import RewardFunction, Term, weighted
 from tandemrl.rewards.math.boxed import require_math_verify
 from tandemrl.rewards.protocol import Deferred, GraderError, Lost, Score
@@ -178,9 +176,7 @@ class Scorer:
     def __enter__(self) -> "Scorer":
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def _terms_of(self, row: Row) -> tuple[Term, ...]:
@@ -239,7 +235,7 @@ class Scorer:
 
     def _run_code(self, payloads: Sequence[tuple[Row, str]]) -> list[Score]:
         assert self._code is not None
-        with ThreadPoolExecutor(self._reward.workers or _cores()) as threads:
+        with ThreadPoolExecutor(self._reward.workers or cores()) as threads:
             scores = []
             for score in threads.map(self._code, *zip(*payloads, strict=True)):
                 scores.append(score)
@@ -278,7 +274,7 @@ class _Processes:
         """Give the tasks to idle workers until each task has an outcome."""
         outcomes: list[Any] = [Lost("failure")] * len(tasks)
         waiting = deque(range(len(tasks)))
-        most = self._reward.workers or max(1, min(_cores(), math.ceil(len(tasks) / TASKS_PER_WORKER)))
+        most = self._reward.workers or max(1, min(cores(), math.ceil(len(tasks) / TASKS_PER_WORKER)))
         for dead in [worker for worker in self._workers if not worker.running()]:
             self._dismiss(dead)
         try:
@@ -355,7 +351,3 @@ class _Worker(Child):
         """Give up on a worker whose deadline has passed."""
         self.alive, self.task = False, None
         return Lost("timeout")
-
-
-def _cores() -> int:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

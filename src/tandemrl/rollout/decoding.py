@@ -5,18 +5,17 @@ token, and draws that token by a counter-based key. Alternatively a step decodes
 drafts them, and the senior reads them at once. Bookkeeping happens on the host; the device holds one entry per row.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from jaxtyping import Bool, Float, Float64, Int64
 from torch import Tensor
 
 from tandemrl.models.sampling import Truncation, draw, kept_tokens, penalise, race_times
-from tandemrl.rollout.decoding_rows import Block, Decoder, Draft, Row, StopTable
-from tandemrl.rollout.drafting import count_accepted
+from tandemrl.rollout.decoding_rows import Block, Decoder, Draft, Row, StartTable, StopTable
 from tandemrl.rollout.engine import Aborts, Completion, EngineError, OnTokens, Passes, Request
 from tandemrl.rollout.kv_cache import KVCache, chunk_hidden, column_mask, extend, prefill
-from tandemrl.selection.draws import SAMPLING, fold_in, stream
+from tandemrl.selection.draws import HANDOVER, SAMPLING, fold_in, stream
 from tandemrl.selection.live import LiveSelection, Mark
 from tandemrl.types import Transcript
 
@@ -53,12 +52,14 @@ class DecodingBatch:
         self.scaled = any(s.temperature not in (0, 1) for s in samplings)
         self.stop_strings = any(s.stop for s in samplings)
         self.stops = StopTable(decoder, requests)
+        self.starts = StartTable(decoder, requests, self.stops)
         self.device = decoder.heads[1].weight.device
         # What follows the prompts, one row per completion of the call.
         width = max((r.sampling.max_tokens + turns * r.observation_tokens for r in requests), default=0)
         self.tokens = torch.empty(total, width, dtype=torch.int64)
         self.authors = torch.empty(total, width, dtype=torch.int8)
         self.logprobs = torch.empty(total, width, dtype=torch.float32)
+        self.handovers = torch.zeros(total, width if self.starts else 0, dtype=torch.float32)
         # Host side, one entry per row.
         self.number = torch.empty(0, dtype=torch.int64)
         self.limit = torch.empty(0, dtype=torch.int64)  # the column where the turn ends at the latest
@@ -70,6 +71,7 @@ class DecodingBatch:
         self.shift = torch.empty(0, dtype=torch.int64)  # from the column to the counter of sampling draws
         self.author = torch.empty(0, dtype=torch.bool)
         self.stop_row = torch.empty(0, dtype=torch.int64)
+        self.start_row = torch.empty(0, dtype=torch.int64)
         # Device side, one row each: temperature, top_k, top_p, min_p, penalties; token counts when penalised.
         self.parameters = torch.empty(0, 7, dtype=torch.float32, device=self.device)
         self.races: list[Tensor] = []  # of the coming steps, the next one last
@@ -93,7 +95,8 @@ class DecodingBatch:
         tokens, authors, logprobs = (
             x[row.number, : row.written].numpy().copy() for x in (self.tokens, self.authors, self.logprobs)
         )
-        return Completion(row.key, tokens, authors, logprobs, row.stop_reason, version, transcript)
+        told = self.handovers[row.number, : row.written].numpy().copy() if self.starts.row(row.request) else None
+        return Completion(row.key, tokens, authors, logprobs, row.stop_reason, version, transcript, told)
 
     # ------------------------------------------------------------------------------------------------- coming and going
 
@@ -164,6 +167,7 @@ class DecodingBatch:
             "shift": [sum(map(len, row.request.history)) - row.observed for row in rows],
             "limit": [row.written + min(row.request.turn_tokens or row.own_left, row.own_left) for row in rows],
             "stop_row": [self.stops.row(row.request) for row in rows],
+            "start_row": [self.starts.row(row.request) for row in rows],
         }
         entries = {name: torch.tensor(values, dtype=torch.int64) for name, values in columns.items()}
         keys = torch.tensor([row.key for row in rows], dtype=torch.int64)
@@ -183,8 +187,8 @@ class DecodingBatch:
 
     def _names(self) -> list[str]:
         """The names of the tensors that have an entry per row."""
-        host = ["last", "position", "stream", "written", "shift", "author", "stop_row", "number", "limit", "live"]
-        return [*host, "parameters", *(["seen", "counts"] if self.penalised else [])]
+        host = ["last", "position", "stream", "written", "shift", "author", "number", "limit", "live"]
+        return [*host, "stop_row", "start_row", "parameters", *(["seen", "counts"] if self.penalised else [])]
 
     def _make_places(self, count: int) -> None:
         """Grow the batch until at least ``count`` of its places hold no live row."""
@@ -230,7 +234,7 @@ class DecodingBatch:
         live, rows = self.live, torch.arange(len(self.rows))
         count, stops = self._count(block)
         number = self.number
-        self.passes += self._cost(block, count)
+        self.passes += block.cost(count, int(live.sum()), self.caches)
         if self.penalised:
             inside = (torch.arange(block.tokens.shape[1]) < count[:, None]).to(self.device)
             self.counts.scatter_add_(1, block.tokens.to(self.device), inside.long())
@@ -239,20 +243,54 @@ class DecodingBatch:
         # ended row stands still until it is retired: it must not outgrow its model's context or its output row.
         self.position, self.written = self.position + count, self.written + count
         ended = self._finish(last, stops)
-        # A row that may come back keeps its state and its columns. Of another, nobody asks what it goes on with.
-        on = live.nonzero().squeeze(1) if self.turns and not bool(live.all()) else rows
         if block.marks:
             self.selection.rewind(number, block.marks, (count - 1).clamp(min=0))
-        self.author = self.author.index_copy(0, on, self.selection.step(number[on], last[on]))
+        self.author = self._after(last, live) if block.next is None else block.next
         self.last = last
         for i in ended:
             self._leave(i)
         return int(count.sum()), [self.rows[i] for i in ended]
 
+    def _after(self, tokens: Int64[Tensor, " b"], live: Bool[Tensor, " b"]) -> Bool[Tensor, " b"]:
+        """Whether the senior writes in each row after its next token, as the strategies say when they are told it."""
+        # A row that may come back keeps its state and its columns. Of another, nobody asks what it goes on with.
+        on = live.nonzero().squeeze(1) if self.turns and not bool(live.all()) else torch.arange(len(live))
+        return self.author.index_copy(0, on, self.selection.step(self.number[on], tokens[on]))
+
     def _one_token(self) -> Block:
         """The next token of every row, without a draft."""
-        tokens, logprobs = self._sample(self._author_logits(), self._race())
-        return Block(tokens.cpu()[:, None], self.author[:, None], logprobs.cpu()[:, None], self.live.long())
+        logits, hidden = self._author_logits()
+        tokens, logprobs = (x.cpu() for x in self._sample(logits, self._race()))
+        after = self._after(tokens, self.live)
+        block = Block(tokens[:, None], self.author[:, None], logprobs[:, None], self.live.long(), next=after)
+        return self._handed_over(block, after, logits, hidden) if self.starts else block
+
+    def _handed_over(
+        self, block: Block, after: Bool[Tensor, " b"], logits: Float[Tensor, "b v"], hidden: Mapping[int, Tensor]
+    ) -> Block:
+        """The block of proposals, without those that the strategies drop (see ``Strategy``).
+
+        Args:
+            after: what the strategies say of the proposals. logits, hidden: see ``_author_logits``.
+        """
+        authors = torch.where(self.start_row > 0, after, self.author)
+        tokens, logprobs, handovers = block.tokens.clone(), block.logprobs.clone(), torch.zeros_like(block.logprobs)
+        for who in self.caches:
+            rows = (self.live & (authors != self.author) & (after == bool(who))).nonzero().squeeze(1)
+            if not len(rows):
+                continue
+            at, head = rows.to(self.device), self.decoder.heads[who]
+            other = self.starts.table[self.start_row[rows]].logical_not().to(self.device)
+            if not who:  # the senior ended its word, which is a choice of its own
+                mass = self._shaped(logits[at], at).log_softmax(-1).masked_fill(other, -torch.inf).logsumexp(-1)
+                handovers[rows, 0] = torch.where(self.parameters[at, 0] > 0, mass, 0.0).cpu()
+            drawn = head(hidden[who][rows.to(head.weight.device)])[:, : self.decoder.vocabulary].float().to(self.device)
+            keys = stream(torch.tensor([self.rows[i].key for i in rows.tolist()], dtype=torch.int64), HANDOVER)
+            keys = fold_in(keys, (self.written + self.shift)[rows])
+            race = race_times(keys.to(self.device), self.decoder.vocabulary)
+            drawn, each = self._sample(drawn.masked_fill(other, -torch.inf), race, at)
+            tokens[rows, 0], logprobs[rows, 0] = drawn.cpu(), each.cpu()
+        return block._replace(tokens=tokens, authors=authors[:, None], logprobs=logprobs, handovers=handovers)
 
     def _drafted(self, ahead: int) -> Block:
         """Up to ``ahead`` tokens of every row: the junior drafts them, whoever their author is, and the senior reads
@@ -327,22 +365,17 @@ class DecodingBatch:
         self.tokens[number, place] = block.tokens[row, at]
         self.authors[number, place] = block.authors[row, at].to(torch.int8)
         self.logprobs[number, place] = block.logprobs[row, at]
+        if block.handovers is not None:
+            self.handovers[number, place] = block.handovers[row, at]
         stopped = (first == count) & self.live
         if self.stop_strings:
             for i in self.live.nonzero().squeeze(1).tolist():
-                hit = next((n for n in range(1, int(count[i]) + 1) if self._hits_stop_string(i, n)), None)
-                if hit is not None:
+                one, known = self.rows[i], int(self.written[i])
+                texts = (self.tokens[one.number, : known + n] for n in range(1, int(count[i]) + 1))
+                hits = (one.hits_stop_string(text, self.decoder.tokenizer.decode) for text in texts)
+                if (hit := next((n for n, hits_it in enumerate(hits, start=1) if hits_it), None)) is not None:
                     stopped[i], count[i] = True, hit
         return count, stopped
-
-    def _cost(self, block: Block, count: Int64[Tensor, " b"]) -> Passes:
-        """What a block cost, of which each row takes ``count`` tokens."""
-        total, live = int(count.sum()), int(self.live.sum())
-        if block.guesses is None:
-            return Passes(total, *(live * (who in self.caches) for who in (1, 0)))
-        examined = block.authors & (torch.arange(block.tokens.shape[1]) < count[:, None])
-        accepted = count_accepted(examined, block.guesses == block.tokens)
-        return Passes(total, live, live * block.tokens.shape[1]) + accepted
 
     def _finish(self, last: Int64[Tensor, " b"], stopped: Bool[Tensor, " b"]) -> list[int]:
         """End the rows that have stopped at their last token or have no token left, and return their indices."""
@@ -365,10 +398,11 @@ class DecodingBatch:
             row.senior_next = bool(self.author[i])
             row.kept = {who: cache.take(i, int(self.position[i])) for who, cache in self.caches.items()}
 
-    def _author_logits(self) -> Float[Tensor, "b v"]:
-        """Let both models read the last token of every row, and return each row's logits from its author's model."""
+    def _author_logits(self) -> tuple[Float[Tensor, "b v"], dict[int, Float[Tensor, "b _"]]]:
+        """Let both models read the last token of every row. Returns each row's logits by its author, and the hidden
+        states of both."""
         vocabulary, width = self.decoder.vocabulary, int(self.position.max()) + 1
-        logits = torch.empty(0)
+        logits, states = torch.empty(0), dict[int, Tensor]()
         masks: dict[tuple[torch.device, torch.dtype], Tensor] = {}  # the same for both models, as a rule
         for who in self.caches:
             head = self.decoder.heads[who]
@@ -376,7 +410,7 @@ class DecodingBatch:
             kind = (device, head.weight.dtype)
             if kind not in masks:
                 masks[kind] = column_mask(self.position.to(device), width, head.weight.dtype)[:, None, None]
-            hidden = self._last_hidden(who, self.last, self.position, masks[kind])
+            hidden = states[who] = self._last_hidden(who, self.last, self.position, masks[kind])
             mine = self.author == bool(who)
             if bool(mine.all()):
                 logits = head(hidden)[:, :vocabulary].float().to(self.device)
@@ -387,7 +421,7 @@ class DecodingBatch:
                     logits = torch.empty(len(self.rows), vocabulary, device=self.device)
                 index = mine.nonzero().squeeze(1)
                 logits[index.to(self.device)] = head(hidden[index.to(device)])[:, :vocabulary].float().to(self.device)
-        return logits
+        return logits, states
 
     def _last_hidden(self, who: int, last: Tensor, column: Tensor, mask: Tensor) -> Float[Tensor, "b h"]:
         """The hidden states of one model, which reads the token ``last`` of every row at its ``column``."""
@@ -430,8 +464,24 @@ class DecodingBatch:
             rows: which rows of the batch these are. None means all of them.
             counts: how often each row of the batch has each token in its turn. None stands for ``self.counts``.
         """
+        shaped = self._shaped(logits, rows, counts)
+        tokens, logprobs = draw(shaped, race)
+        if self.greedy:
+            some = slice(None) if rows is None else rows
+            deterministic = self.parameters[some, 0] == 0
+            tokens = torch.where(deterministic, shaped.argmax(-1), tokens)
+            logprobs = torch.where(deterministic, 0.0, logprobs)
+        return tokens, logprobs
+
+    def _shaped(
+        self,
+        logits: Float[Tensor, "k v"],
+        rows: Int64[Tensor, " k"] | None = None,
+        counts: Int64[Tensor, "b v"] | None = None,
+    ) -> Float[Tensor, "k v"]:
+        """The logits after penalties, temperature and truncation; -inf at what is cut off."""
         if not (self.penalised or self.scaled or self.greedy or self.truncated):
-            return draw(logits, race)
+            return logits
         some = slice(None) if rows is None else rows
         temperature, top_k, top_p, min_p, repetition, presence, frequency = self.parameters[some].split(1, dim=1)
         if self.penalised:
@@ -443,27 +493,8 @@ class DecodingBatch:
                 presence=presence,
                 frequency=frequency,
             )
-        raw = logits
         if self.scaled or self.greedy:
             logits = logits / torch.where(temperature > 0, temperature, 1.0)
         if self.truncated:
             logits = logits.masked_fill(~kept_tokens(logits, Truncation(top_k.long(), top_p, min_p)), -torch.inf)
-        tokens, logprobs = draw(logits, race)
-        if self.greedy:
-            deterministic = (temperature == 0).squeeze(1)
-            tokens = torch.where(deterministic, raw.argmax(-1), tokens)
-            logprobs = torch.where(deterministic, 0.0, logprobs)
-        return tokens, logprobs
-
-    def _hits_stop_string(self, i: int, more: int) -> bool:
-        """Whether the last of ``more`` tokens, counted after the ``self.written`` known ones, completes a stop string
-        of row ``i``."""
-        row = self.rows[i]
-        stops = row.request.sampling.stop
-        if not stops:
-            return False
-        # A character is at most four byte tokens, and the last token completes the stop string.
-        written = int(self.written[i]) + more
-        tail = self.tokens[row.number, max(row.start, written - 4 * max(map(len, stops)) - 4) : written]
-        text = self.decoder.tokenizer.decode(tail.tolist(), skip_special_tokens=False)
-        return any(stop in text for stop in stops)
+        return logits

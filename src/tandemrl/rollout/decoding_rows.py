@@ -1,6 +1,6 @@
 """What the reference engine decodes with: models, rows, the tokens of a step, and what ends a turn."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -9,7 +9,8 @@ from jaxtyping import Bool, Float, Float64, Int64
 from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from tandemrl.rollout.engine import Request, StopReason
+from tandemrl.rollout.drafting import count_accepted
+from tandemrl.rollout.engine import EngineError, Passes, Request, StopReason
 from tandemrl.rollout.kv_cache import Layers
 from tandemrl.selection.live import Mark
 
@@ -61,6 +62,16 @@ class Row:
         """How many own tokens further turns may have."""
         return self.request.sampling.max_tokens - self.own
 
+    def hits_stop_string(self, tokens: Int64[Tensor, " n"], decode: Callable[..., str]) -> bool:
+        """Whether the last of the ``tokens`` (all that follow the prompt) completes a stop string of this turn."""
+        stops = self.request.sampling.stop
+        if not stops:
+            return False
+        # A character is at most four byte tokens, and the last token completes the stop string.
+        tail = tokens[max(self.start, len(tokens) - 4 * max(map(len, stops)) - 4) :]
+        text = decode(tail.tolist(), skip_special_tokens=False)
+        return any(stop in text for stop in stops)
+
     def end(self, reason: StopReason | None) -> None:
         """End the completion: no further turn follows."""
         self.stop_reason, self.kept = reason, {}
@@ -87,7 +98,9 @@ class Draft(NamedTuple):
 class Block(NamedTuple):
     """The next tokens of every row, of which each row takes at most the first ``most``.
 
-    After a draft, marks are the states of the strategies before each token, and guesses are the drafted tokens.
+    After a draft, marks are the states of the strategies before each token, and guesses are the drafted tokens. After a
+    single token, next says whether the senior writes (or proposes) what follows it, and handovers are those of
+    ``Completion.handover_logprobs``.
     """
 
     tokens: Int64[Tensor, "b c"]
@@ -96,6 +109,17 @@ class Block(NamedTuple):
     most: Int64[Tensor, " b"]
     marks: Sequence[Mark] = ()
     guesses: Int64[Tensor, "b c"] | None = None
+    next: Bool[Tensor, " b"] | None = None
+    handovers: Float[Tensor, "b c"] | None = None
+
+    def cost(self, count: Int64[Tensor, " b"], live: int, readers: Container[int]) -> Passes:
+        """What it cost with ``live`` rows, of which each row takes ``count`` tokens, and ``readers`` read every one."""
+        total = int(count.sum())
+        if self.guesses is None:
+            return Passes(total, *(live * (who in readers) for who in (1, 0)))
+        examined = self.authors & (torch.arange(self.tokens.shape[1]) < count[:, None])
+        accepted = count_accepted(examined, self.guesses == self.tokens)
+        return Passes(total, live, live * self.tokens.shape[1]) + accepted
 
 
 class StopTable:
@@ -113,3 +137,33 @@ class StopTable:
 
     def row(self, request: Request) -> int:
         return self.index[(request.sampling.ignore_eos, request.sampling.stop_token_ids)]
+
+
+class StartTable:
+    """Which tokens may follow a handover: one row of booleans for each distinct ``Strategy.starts``; row 0 for none.
+
+    Raises:
+        EngineError: a token that ends a turn of a request is not in its table.
+    """
+
+    def __init__(self, decoder: Decoder, requests: Sequence[Request], stops: StopTable) -> None:
+        kinds = {id(r.strategy.starts): r.strategy.starts for r in requests if r.strategy.starts is not None}
+        self._index = {kind: i for i, kind in enumerate(kinds, start=1)}
+        self.table = torch.zeros(len(kinds) + 1, decoder.vocabulary, dtype=torch.bool)
+        for i, starts in enumerate(kinds.values(), start=1):
+            self.table[i, : len(starts)] = starts[: decoder.vocabulary]
+        for number, request in enumerate(requests):
+            if row := self.row(request):
+                missing = (stops.stop[stops.row(request)] & ~self.table[row]).nonzero().flatten().tolist()
+                if missing:
+                    raise EngineError(
+                        f"request {number}: the tokens {missing} end a turn, but its strategy (before_word) does not "
+                        "know that a word ends before them; make them special tokens of the tokenizer, end turns by "
+                        "stop strings, or use selection.strategy=word"
+                    )
+
+    def __bool__(self) -> bool:
+        return len(self.table) > 1
+
+    def row(self, request: Request) -> int:
+        return self._index.get(id(request.strategy.starts), 0)

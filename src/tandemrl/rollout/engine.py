@@ -108,7 +108,9 @@ class Completion:
     author: 0 for the junior, 1 for the senior, -1 for the environment. behaviour_logprobs: the log-prob of each token
     under its author's sampling distribution (float32, nats), after penalties, temperature and truncation and
     renormalised. It is 0.0 for greedy decoding and for tokens of the environment. transcript: the messages of the
-    episode, from the ``Responder``; None without one.
+    episode, from the ``Responder``; None without one. handover_logprobs: None unless the strategy has ``starts``. Then
+    it holds, at the first token of the junior after one of the senior, the log-prob that the senior proposes a token of
+    ``starts`` there, and 0.0 elsewhere. A token after a handover has its log-prob among ``starts`` alone.
     """
 
     key: int
@@ -118,6 +120,7 @@ class Completion:
     stop_reason: StopReason
     policy_version: int = 0
     transcript: Transcript | None = None
+    handover_logprobs: np.ndarray | None = None
 
     @property
     def turns(self) -> list[np.ndarray]:
@@ -194,6 +197,8 @@ class EngineInfo(NamedTuple):
     fingerprint covers them and the base, under the trainer's names."""
     streams: bool = False
     """Whether ``generate`` takes ``on_tokens``, an ``OnTokens``, and calls it whenever tokens were written."""
+    drops: bool = False
+    """Whether it can drop what an author proposes, as strategies with ``starts`` ask for."""
 
 
 OnTokens = Callable[[int, list[int], list[float]], None]
@@ -320,14 +325,16 @@ class Aborts:
             self._keys = set()
 
 
-def check_request(index: int, request: Request, *, vocabulary: int, context: int, has_junior: bool) -> None:
+def check_request(
+    index: int, request: Request, *, vocabulary: int, context: int, has_junior: bool, drops: bool = False
+) -> None:
     """Refuse a request that an engine cannot serve, before anything is decoded.
 
     Args:
         index: number of the request, for the message.
         vocabulary: prompt ids must be below this number.
         context: how many tokens prompt and completion may have together.
-        has_junior: whether the engine has a junior.
+        has_junior, drops: whether the engine has a junior; ``EngineInfo.drops``.
 
     Raises:
         EngineError: the request cannot be served; the message names it and what is wrong.
@@ -353,6 +360,11 @@ def check_request(index: int, request: Request, *, vocabulary: int, context: int
         raise EngineError(f"request {index}: stop_token_ids {bad} are outside the vocabulary of {vocabulary}")
     if request.strategy.writers != "senior" and not has_junior:
         raise EngineError(f"request {index}: its strategy needs a junior and the engine has none; pass `junior`")
+    if request.strategy.starts is not None and not drops:
+        raise EngineError(
+            f"request {index}: its strategy (before_word) may drop what an author proposes, which this engine cannot "
+            "do; use rollout.engine=torch with rollout.draft_tokens=0, or selection.strategy=word"
+        )
 
 
 def check_completion(completion: Completion) -> None:
@@ -379,6 +391,9 @@ def check_completion(completion: Completion) -> None:
         raise EngineError(f"completion {completion.key}: the observation has a log-prob other than 0")
     if length and not np.isfinite(completion.behaviour_logprobs).all():
         raise EngineError(f"completion {completion.key}: behaviour_logprobs are not finite")
+    told = completion.handover_logprobs
+    if told is not None and not (len(told) == length and np.isfinite(told).all()):
+        raise EngineError(f"completion {completion.key}: handover_logprobs are not {length} finite numbers")
 
 
 def check_answers(requests: Sequence[Request], completions: Sequence[Sequence[Completion]], version: int) -> None:
@@ -428,6 +443,8 @@ def check_authors(
     """
     for completion in completions:
         check_completion(completion)
+        if (completion.handover_logprobs is None) != (strategy.starts is None):
+            raise EngineError(f"completion {completion.key}: it lacks handover_logprobs, or has some without starts")
     before = histories if histories is not None else [()] * len(completions)
     turns = [[*map(np.asarray, past), *c.turns] for past, c in zip(before, completions, strict=True)]
     expected = replay_turns(strategy, [c.key for c in completions], turns)

@@ -20,6 +20,8 @@ from tandemrl.rollout.torch_engine import TorchEngine
 from tandemrl.rollout.vllm import cannot_import, require_vllm
 
 STORED_VERSIONS = 4  # of the senior's weights that a cluster of our own has room for
+EngineFactory = Callable[..., Engine]
+"""A function or class that makes an engine of what its parameters name (see `make_engine`)."""
 
 
 class ModelSource(NamedTuple):
@@ -57,11 +59,12 @@ def make_engine(
     device: str = "cpu",
     longest: int | None = None,
     max_staleness: int = 0,
+    factory: EngineFactory | None = None,
 ) -> Engine:
     """Make the engine for these models: one in this process, or ``rollout.workers`` of them, used as one.
 
-    A `module:name` of the user's own is called with what its parameters name: those of this function, and its own with
-    the values of ``rollout.engine_parameters``.
+    A ``factory`` or a `module:name` of the user's own is called with what its parameters name: those of this function,
+    and its own with the values of ``rollout.engine_parameters``.
 
     Args:
         junior: the frozen partner. None means that the senior writes alone.
@@ -70,6 +73,7 @@ def make_engine(
         longest: how many tokens the longest request of the vLLM engine has, prompt and completion together. None stands
             for the context of the models.
         max_staleness: with workers, by how many steps their weights may be older than the newest possible ones.
+        factory: used instead of ``rollout.engine``.
 
     Raises:
         ConfigError: vLLM is not installed, or is built for another device than ``device``; or an engine of the user's
@@ -77,7 +81,7 @@ def make_engine(
         EngineError, ModelError: the models or the settings do not fit together.
     """
     if config.workers == 0:
-        engine = _own_engine(config, senior, junior, tokenizer, dtype, device, longest)
+        engine = _own_engine(config, senior, junior, tokenizer, dtype, device, longest, factory)
         return engine if config.units is None else UnitEngine(engine, config.units)
     there = device.partition(":")[0]  # of the cards that Ray gives it, a worker takes the first
     make = partial(
@@ -89,6 +93,7 @@ def make_engine(
         dtype,
         there,
         longest,
+        factory,
     )
     on_cards = resolve_device(device).type == "cuda"
     stored = sum(file.stat().st_size for file in Path(senior.path).glob("*.safetensors"))
@@ -116,11 +121,12 @@ def _own_engine(
     dtype: str,
     device: str,
     longest: int | None,
+    factory: EngineFactory | None,
 ) -> Engine:
     """The engine of this process; see ``make_engine``."""
     where = f"rollout.engine={config.engine}"
     engine = made(
-        engine_kind(config.engine).path,
+        factory or engine_kind(config.engine).path,
         where,
         ConfigError,
         config.engine_parameters,

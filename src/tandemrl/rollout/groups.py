@@ -40,7 +40,7 @@ def score_rollouts(batch: CompletionBatch, scorer: Scorer, tokenizer: PreTrained
 
 def unscored(prompt: Prompt, completion: Completion, *, group: int, index: int) -> Rollout:
     """The rollout of a prompt and a completion, with a reward of 0 until it is scored."""
-    context = np.full(len(prompt.tokens), Author.CONTEXT)
+    context, told = np.full(len(prompt.tokens), Author.CONTEXT), completion.handover_logprobs
     return Rollout(
         example_id=prompt.row.example_id,
         group=group,
@@ -54,4 +54,5 @@ def unscored(prompt: Prompt, completion: Completion, *, group: int, index: int) 
         turns=max(1, len(completion.turns)),
         transcript=completion.transcript,
         policy_version=completion.policy_version,
+        handover_logprobs=None if told is None else np.concatenate([np.zeros(len(context)), told]),
     )

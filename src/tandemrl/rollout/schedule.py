@@ -11,7 +11,7 @@ from tandemrl.config import ConfigError, SelectionConfig
 from tandemrl.config.fields import is_own
 from tandemrl.config.strategies import Kind
 from tandemrl.processes.names import function_named, made
-from tandemrl.selection.boundaries import step_tables, word_boundary_table, word_start_tables
+from tandemrl.selection.boundaries import start_table, step_tables, word_boundary_table, word_start_tables
 from tandemrl.selection.strategies import Strategy, annealed, linear
 
 
@@ -39,6 +39,7 @@ def schedule_of(selection: SelectionConfig, tokenizer: PreTrainedTokenizerBase, 
     s, kind = selection, kind_in_use(selection)
     offered: dict[str, Callable[[], object]] = {
         "boundary": cache(partial(word_boundary_table, tokenizer, vocabulary)),
+        "starts": cache(partial(start_table, tokenizer, vocabulary)),
         "words": cache(partial(word_start_tables, tokenizer, vocabulary)),
         "steps": cache(partial(step_tables, tokenizer, vocabulary)),
         "tokenizer": lambda: tokenizer,

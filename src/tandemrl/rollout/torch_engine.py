@@ -98,7 +98,7 @@ class TorchEngine:
     @property
     def info(self) -> EngineInfo:
         dtype = str(self._decoder.heads[1].weight.dtype).removeprefix("torch.")
-        return EngineInfo("torch", dtype, adapters=bool(self._adapted), streams=True)
+        return EngineInfo("torch", dtype, bool(self._adapted), streams=True, drops=self._draft_length is None)
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
         own = {
@@ -142,7 +142,14 @@ class TorchEngine:
         on_tokens: OnTokens | None = None,
     ) -> list[list[Completion]]:
         for i, request in enumerate(requests):
-            check_request(i, request, vocabulary=self.vocabulary, context=self.context, has_junior=self.has_junior)
+            check_request(
+                i,
+                request,
+                vocabulary=self.vocabulary,
+                context=self.context,
+                has_junior=self.has_junior,
+                drops=self.info.drops,
+            )
         self._aborts.clear()
         pairs = [(request, key) for request in requests for key in request.keys]
         rows = [Row(request, key, number) for number, (request, key) in enumerate(pairs)]

@@ -11,6 +11,7 @@ from tandemrl.selection.strategies import Who as Who
 from tandemrl.selection.strategies import alternating as alternating
 from tandemrl.selection.strategies import alternating_turns as alternating_turns
 from tandemrl.selection.strategies import annealed as annealed
+from tandemrl.selection.strategies import before_word as before_word
 from tandemrl.selection.strategies import bernoulli as bernoulli
 from tandemrl.selection.strategies import chunk as chunk
 from tandemrl.selection.strategies import first_turn as first_turn

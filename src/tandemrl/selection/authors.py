@@ -26,7 +26,7 @@ class Replay(NamedTuple):
     """The recomputed authors of a batch of completions, the longest of which has ``l`` tokens.
 
     author: 1 for the senior, 0 for the junior, -1 beyond the row's length. draws, senior_draws: the counts of
-    ``draw_counts`` up to the draw for the last token; a draw that the last token itself would cause is not counted.
+    ``draw_counts`` up to the draw for the last token; a draw for what would come after it is not counted.
     They are 0 for an empty row.
     """
 
@@ -58,10 +58,12 @@ def replay(
     draws = senior_draws = torch.zeros_like(keys)
     authors = []
     for i in range(tokens.shape[1]):
-        if i > 0:
+        if i > 0 and strategy.starts is None:
             senior, state = strategy.step(state, written[i - 1])
         if turn_starts is not None and strategy.turn is not None and bool(turn_starts[:, i].any()):
             senior, state = _where(turn_starts[:, i], strategy.turn(state), (senior, state))
+        if strategy.starts is not None:  # then a step names the author of the token that it is told
+            senior, state = strategy.step(state, written[i])
         drawn, senior_drawn = draw_counts(state)
         draws = torch.where(real[:, i], drawn, draws)
         senior_draws = torch.where(real[:, i], senior_drawn, senior_draws)

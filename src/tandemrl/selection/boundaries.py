@@ -59,6 +59,17 @@ def word_boundary_table(tokenizer: Any, size: int | None = None) -> Bool[Tensor,
     return _padded(table, size)
 
 
+def start_table(tokenizer: Any, size: int | None = None) -> Bool[Tensor, " v"]:
+    """The table that ``strategies.before_word`` needs: the ids that begin a word, and the special tokens.
+
+    Special tokens end a text or a turn, or belong to no text, so none of them continues a word. The arguments and the
+    error are those of ``word_boundary_table``.
+    """
+    table = word_boundary_table(tokenizer, size).clone()
+    table[sorted(_special(tokenizer))] = True
+    return table
+
+
 def step_tables(tokenizer: Any, size: int | None = None) -> StepTables:
     """The tables that ``strategies.sentence`` needs. The arguments are those of ``word_boundary_table``.
 
@@ -131,8 +142,7 @@ def _tables(tokenizer: Any) -> _Tables:
 
 def _build(tokenizer: Any) -> _Tables:
     vocabulary: dict[str, int] = tokenizer.get_vocab()
-    added_special = (index for index, token in tokenizer.added_tokens_decoder.items() if token.special)
-    special = {*tokenizer.all_special_ids, *added_special}
+    special = _special(tokenizer)
     surfaces = {index: surface for surface, index in vocabulary.items() if index not in special}
     marks = [surface[0] for surface in surfaces.values() if surface[:1] in ("Ġ", "▁")]
     byte_level = marks.count("Ġ") >= marks.count("▁")
@@ -159,6 +169,11 @@ def _build(tokenizer: Any) -> _Tables:
             ends_outside_word=table(index for index, text in texts.items() if text and not _in_word(text[-1])),
         ),
     )
+
+
+def _special(tokenizer: Any) -> set[int]:
+    """The ids of the special tokens."""
+    return {*tokenizer.all_special_ids, *(i for i, token in tokenizer.added_tokens_decoder.items() if token.special)}
 
 
 def _byte_alphabet() -> dict[str, int]:

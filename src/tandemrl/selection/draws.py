@@ -14,6 +14,8 @@ SELECTION = 1
 """The stream of random numbers that authors are drawn from."""
 SAMPLING = 2
 """The stream that tokens are sampled from. It is separate, so that prob_senior cannot change what a model samples."""
+HANDOVER = 3
+"""The stream for a token that replaces a dropped one: the numbers that drew the dropped one have told something."""
 
 _MASK = (1 << 64) - 1
 
@@ -87,7 +89,8 @@ def mix(keys: Int64[Tensor, " b"], *words: int) -> Int64[Tensor, " b"]:
 
 
 def stream(keys: Int64[Tensor, " b"], which: int) -> Int64[Tensor, " b"]:
-    """The keys of one stream of the same requests: ``mix64(key, which)``, with SELECTION or SAMPLING for ``which``."""
+    """The keys of one stream of the same requests: ``mix64(key, which)``, where ``which`` is SELECTION, SAMPLING
+    or HANDOVER."""
     return mix(keys, which)
 
 

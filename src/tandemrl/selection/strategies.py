@@ -6,6 +6,8 @@ indexing every field. Nothing else is remembered: authorship is a function of (r
 ``replay`` recomputes it. Draw number i of a completion is uniform number i of its key's SELECTION stream, whatever
 ``prob_senior`` is.
 
+A strategy with ``starts`` (``before_word``) decides after it has seen what the author would write, and may drop it.
+
 The strategies ``word``, ``bernoulli``, ``sentence``, ``chunk`` and ``alternating`` are those of "Tandem Reinforcement
 Learning with Verifiable Rewards" (arXiv:2606.28166).
 """
@@ -36,12 +38,19 @@ class Strategy(NamedTuple):
     A rollout of several turns is one sequence of own tokens. State and author carry over from turn to turn, and no
     strategy sees what the environment says in between. If ``turn(state) -> (senior_next: Bool[b], state)`` is set, it
     is called where a further turn begins, after the step of the last token before it.
+
+    If ``starts`` is set, a table of token ids, an author only *proposes* a token, and ``step`` names the author of the
+    very token that it is told, who also proposes the next one. If that is not who proposed it, the token is dropped,
+    and the author whom ``step`` named draws another one, from the ids of ``starts`` alone (other logits are masked
+    before truncation), with the random numbers of the stream HANDOVER at this place. So ``step`` may change the author
+    at ids of ``starts`` only, and must not tell these apart: the dropped token leaves no trace.
     """
 
     init: Callable[[Tensor], tuple[Tensor, Any]]
     step: Callable[[Any, Tensor], tuple[Tensor, Any]]
     writers: Literal["both", "senior", "junior"] = "both"
     turn: Callable[[Any], tuple[Tensor, Any]] | None = None
+    starts: Bool[Tensor, " v"] | None = None
 
 
 class WordState(NamedTuple):
@@ -58,6 +67,16 @@ class BernoulliState(NamedTuple):
     """How many authors were drawn so far, and how many of the draws fell to the senior."""
 
     key: Int64[Tensor, " b"]
+    draws: Int64[Tensor, " b"]
+    senior_draws: Int64[Tensor, " b"]
+
+
+class BeforeWordState(NamedTuple):
+    """Author of the current word, whether it has a token of the current turn, and the draws so far."""
+
+    key: Int64[Tensor, " b"]
+    senior: Bool[Tensor, " b"]
+    begun: Bool[Tensor, " b"]
     draws: Int64[Tensor, " b"]
     senior_draws: Int64[Tensor, " b"]
 
@@ -179,6 +198,65 @@ def _redrawing_step(
         since_draw.masked_fill_(redraw, 0),
         state.draws + redraw,
         state.senior_draws + drawn.logical_and_(redraw),
+    )
+
+
+def before_word(prob_senior: float, starts: Bool[Tensor, " v"]) -> Strategy:
+    """Draw one author for each whole word, the senior with probability ``prob_senior``. Not in the paper.
+
+    Draw number j decides who writes word j. A word ends where its author proposes a token of ``starts``: draw j + 1 is
+    made, and the proposal stands only if it falls to the same author. Otherwise it is dropped, also if it would have
+    ended the text, and the other author begins word j + 1 (see ``Strategy``). So the author of a token of ``starts`` is
+    that of a new draw, and the author of any other token is that of the token before it. The first token of a turn
+    begins a word whatever it is, and is not masked.
+
+    Args:
+        starts: True at the ids that begin a word, and at all that can end a text or a turn; see
+            ``boundaries.start_table``. It must cover every id that the models can emit.
+
+    Raises:
+        ValueError: ``prob_senior`` is outside [0, 1].
+    """
+    _check_probability(prob_senior)
+    return Strategy(
+        partial(_before_word_init, prob_senior),
+        partial(_before_word_step, prob_senior, _OnDevices(starts)),
+        turn=partial(_before_word_turn, prob_senior),
+        starts=starts,
+    )
+
+
+def _before_word_init(
+    prob_senior: float, request_keys: Int64[Tensor, " b"]
+) -> tuple[Bool[Tensor, " b"], BeforeWordState]:
+    none = torch.zeros_like(request_keys)
+    unknown = torch.zeros_like(none, dtype=torch.bool)
+    return _before_word_turn(
+        prob_senior, BeforeWordState(stream(request_keys, SELECTION), unknown, unknown, none, none)
+    )
+
+
+def _before_word_turn(prob_senior: float, state: BeforeWordState) -> tuple[Bool[Tensor, " b"], BeforeWordState]:
+    return _next_word(prob_senior, state, torch.ones_like(state.senior), begun=False)
+
+
+def _before_word_step(
+    prob_senior: float, starts: "_OnDevices", state: BeforeWordState, last_token: Int64[Tensor, " b"]
+) -> tuple[Bool[Tensor, " b"], BeforeWordState]:
+    return _next_word(prob_senior, state, starts.at(last_token) & state.begun, begun=True)
+
+
+def _next_word(
+    prob_senior: float, state: BeforeWordState, where: Bool[Tensor, " b"], *, begun: bool
+) -> tuple[Bool[Tensor, " b"], BeforeWordState]:
+    drawn = uniforms(state.key, state.draws) < prob_senior
+    senior = torch.where(where, drawn, state.senior)
+    return senior, BeforeWordState(
+        state.key,
+        senior,
+        torch.full_like(senior, begun),
+        state.draws + where,
+        state.senior_draws + (drawn & where),
     )
 
 

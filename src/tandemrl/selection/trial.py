@@ -47,6 +47,26 @@ def try_strategy(strategy: Strategy, vocabulary: int) -> None:
         raise ValueError(f"writers={strategy.writers!r} promises that nobody else writes, but somebody else does")
     if strategy.turn is not None:
         _checked("turn", strategy.turn, (middle,), ROWS, middle)
+    if strategy.starts is not None:
+        _try_starts(strategy, strategy.starts, vocabulary, keys, tokens)
+
+
+def _try_starts(strategy: Strategy, starts: Tensor, vocabulary: int, keys: Tensor, tokens: Tensor) -> None:
+    """Check that authors change at tokens of ``starts`` only, and that a step does not tell these apart."""
+    if starts.dtype != torch.bool or starts.dim() != 1 or len(starts) < vocabulary or not starts[:vocabulary].any():
+        raise ValueError(
+            f"starts is {_kind(starts)}; expected a bool for each of {vocabulary} token ids, one of them True"
+        )
+    inside = starts[:vocabulary].nonzero().squeeze(1)
+    senior, state = strategy.init(keys)
+    for token in tokens:
+        ends = [_tensors(strategy.step(state, torch.full_like(keys, int(inside[i])))) for i in (0, -1)]
+        if any(not torch.equal(x, y) for x, y in zip(*ends, strict=True)):
+            raise ValueError("step tells tokens of starts apart; one of them may be dropped, so it must leave no trace")
+        proposer = senior
+        senior, state = strategy.step(state, token)
+        if bool(((senior != proposer) & ~starts[token]).any()):
+            raise ValueError("step changes the author at a token that is not in starts, where no token can be dropped")
 
 
 def _written(strategy: Strategy, keys: Tensor, tokens: Tensor) -> tuple[Tensor, Any]:

@@ -5,15 +5,17 @@ import time
 from collections.abc import Callable, Collection
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 from tandemrl.config import Config, ConfigError
+from tandemrl.config.components import ENGINES
 from tandemrl.config.fields import is_own
 from tandemrl.config.losses import LossConfig
 from tandemrl.config.rules import check as check_rules
 from tandemrl.config.strategies import KINDS
 from tandemrl.losses import RECIPES, Recipe, try_recipe
 from tandemrl.processes.names import made, named
+from tandemrl.rollout.factory import EngineFactory
 from tandemrl.selection import Strategy, try_strategy
 from tandemrl.training.function_records import describe
 
@@ -34,24 +36,46 @@ def require_config(config: Any) -> Config:
     return config
 
 
-def accept(
-    config: Config, recipe: Recipe | str | None, strategy: StrategyFunction | Strategy | str | None
-) -> tuple[Config, Recipe | None, StrategyFunction | None]:
-    """The config, recipe and strategy function that some arguments of ``train`` stand for.
+class Accepted(NamedTuple):
+    """What some arguments of ``train`` stand for."""
 
-    A name is set in the config. A bare strategy becomes the strategy of every step.
+    config: Config
+    recipe: Recipe | None
+    strategy: StrategyFunction | None
+    engine: EngineFactory | None
+
+
+def accept(
+    config: Config,
+    recipe: Recipe | str | None,
+    strategy: StrategyFunction | Strategy | str | None,
+    engine: EngineFactory | str | None = None,
+) -> Accepted:
+    """Accept the short forms of arguments of ``train``.
+
+    A name is set in the config, and so is where an engine was defined: what is known of it is what is known of a
+    ``module:name``. A bare strategy becomes the strategy of every step.
 
     Raises:
-        ConfigError: an argument is of another kind, or its name is not known.
+        ConfigError: an argument is of another kind, its name is not known, or the config does not go with it.
     """
-    if isinstance(recipe, str):
-        _require_name("recipe", recipe, RECIPES)
-        config, recipe = replace(config, loss=replace(config.loss, recipe=recipe)), None
+    given = config
+    if engine is not None and not isinstance(engine, str):
+        config = replace(config, rollout=replace(config.rollout, engine=_defined_in(engine)))
+    names: tuple[tuple[str, str, Any, Collection[str]], ...] = (
+        ("loss", "recipe", recipe, RECIPES),
+        ("selection", "strategy", strategy, KINDS),
+        ("rollout", "engine", engine, ENGINES),
+    )
+    for section, key, name, known in names:
+        if isinstance(name, str):
+            _require_name(key, name, known)
+            config = replace(config, **{section: replace(getattr(config, section), **{key: name})})
+    if config is not given:
         check_rules(config)
-    if isinstance(strategy, str):
-        _require_name("strategy", strategy, KINDS)
-        config, strategy = replace(config, selection=replace(config.selection, strategy=strategy)), None
-        check_rules(config)
+    recipe = None if isinstance(recipe, str) else recipe
+    strategy = None if isinstance(strategy, str) else strategy
+    engine = None if isinstance(engine, str) else engine
     if not isinstance(recipe, Recipe | None):
         field = "advantage or surrogate" if callable(recipe) else "field"
         raise ConfigError(
@@ -65,7 +89,7 @@ def accept(
             f"strategy={strategy!r:.100} is a {type(strategy).__name__}; expected a Strategy, the name of one, or a "
             "function that takes the training step and returns a Strategy, such as lambda step: bernoulli(0.5)"
         )
-    return config, recipe, strategy
+    return Accepted(config, recipe, strategy, engine)
 
 
 def named_recipe(loss: LossConfig) -> Recipe:
@@ -181,6 +205,19 @@ def _named(strategy: StrategyFunction, step: int) -> str:
     """The beginning of a message about the strategy of a step."""
     bare = isinstance(strategy, partial) and strategy.func is every_step
     return "strategy" if bare else f"strategy: {describe(strategy)} at step {step}"
+
+
+def _defined_in(engine: EngineFactory) -> str:
+    """Where an engine's function or class was defined, as ``module:name``."""
+    if not callable(engine):
+        raise ConfigError(
+            f"engine={engine!r:.100}: pass the class, or a function that makes one of what its parameters name, such "
+            "as senior, junior and tokenizer: the run loads the models"
+        )
+    while isinstance(engine, partial):
+        engine = engine.func
+    named = engine if hasattr(engine, "__qualname__") else type(engine)
+    return f"{named.__module__}:{named.__qualname__}"
 
 
 def _require_name(argument: str, name: str, known: Collection[str]) -> None:

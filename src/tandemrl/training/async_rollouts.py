@@ -216,7 +216,8 @@ def _result(pending: _Pending) -> CompletionBatch:
 
 
 def _plain(c: Completion) -> dict[str, Any]:
-    channels = {name: torch.from_numpy(getattr(c, name)) for name in ("tokens", "author", "behaviour_logprobs")}
+    names = ("tokens", "author", "behaviour_logprobs", "handover_logprobs")
+    channels = {name: torch.from_numpy(getattr(c, name)) for name in names if getattr(c, name) is not None}
     episode = {} if c.transcript is None else {"transcript": c.transcript.to_json()}
     return {"key": c.key, "stop_reason": c.stop_reason, "policy_version": c.policy_version, **channels, **episode}
 
@@ -257,8 +258,8 @@ def writer_mismatch(setup: RunSetup, policy: PreTrainedModel, completions: Compl
     # a rank without work still joins the collectives
     batch = pack([rollouts[i] for i in sample], setup.device) if sample else pack_tokens([[0]], setup.device)
     senior = batch.author == Author.SENIOR
-    logprobs, _ = setup.logprobs(policy, batch, senior)
-    gaps = logprob_mismatch(world, (logprobs - batch.behaviour_logprobs)[senior])
+    scores = setup.scores(policy, batch, senior)
+    gaps = logprob_mismatch(world, scores.differences(batch, senior))
     return {name.replace("mismatch/", "mismatch/writer_"): value for name, value in gaps.items()}
 
 

@@ -6,8 +6,7 @@ from functools import cache, partial
 import torch
 from transformers import AutoConfig, PreTrainedModel, PreTrainedTokenizerBase
 
-from tandemrl.config import Config
-from tandemrl.config.rules import check_processes
+from tandemrl.config import Config, ConfigError
 from tandemrl.config.schema import LoraConfig
 from tandemrl.data.documents import hops
 from tandemrl.data.sampler import Sampler
@@ -26,7 +25,7 @@ from tandemrl.rewards.scoring import Scorer
 from tandemrl.rewards.spread import SpreadScorer
 from tandemrl.rollout.engine import Engine, Sampling
 from tandemrl.rollout.envs.environment import Environment, check_instance
-from tandemrl.rollout.factory import ModelSource, load_frozen, make_engine
+from tandemrl.rollout.factory import EngineFactory, ModelSource, load_frozen, make_engine
 from tandemrl.rollout.judge import make_judge
 from tandemrl.rollout.schedule import Schedule, schedule_of
 from tandemrl.rollout.spread import SpreadEngine
@@ -46,6 +45,7 @@ def build(
     world: World | None = None,
     reward: Mapping[str, RewardFunction] | None = None,
     environment: Environment | None = None,
+    engine: EngineFactory | str | None = None,
     check_judge: Callable[[], None] = lambda: None,
     stated: Collection[str] = (),
 ) -> Run:
@@ -60,6 +60,7 @@ def build(
         world: the processes of the run.
         reward: reward functions by name (see ``rewards.by_name``).
         environment: used instead of ``rollout.environment``.
+        engine: makes the engine; used instead of ``rollout.engine``. Or its name.
         check_judge: called while waiting for a judge's server; it raises if the server has ended.
         stated: see ``Preflight``.
 
@@ -67,15 +68,17 @@ def build(
         ConfigError, DataError, ModelError: something that the config names is missing or does not fit.
         GraderError: responses cannot be scored, since there is no sandbox or no judge, or the judge is down.
     """
-    config, recipe, strategy = accept(config, recipe, strategy)
+    config, recipe, strategy, engine = accept(config, recipe, strategy, engine)
     own_recipe = None if recipe == RECIPES.get(config.loss.recipe) else recipe
     reward = reward or {}
     check_instance(environment)
-    config = with_records(config, recipe=own_recipe, strategy=strategy, reward=reward or None, environment=environment)
+    config = with_records(
+        config, recipe=own_recipe, strategy=strategy, reward=reward or None, environment=environment, engine=engine
+    )
     model, rollout, world = config.model, config.rollout, world or World()
-    check_processes(config, world.size)
     preflight = Preflight(
         config,
+        processes=world.size,
         functions=reward,
         environment=environment,
         own_recipe=own_recipe,
@@ -85,8 +88,7 @@ def build(
     ).require()
     if resolve_device(model.device).type == "cpu":
         keep_freed_memory()
-    tokenizer, heldout, episode_runner = preflight.tokenizer, preflight.heldout, preflight.episode_runner
-    prompts, dropped = preflight.prompts
+    tokenizer, (prompts, dropped) = preflight.tokenizer, preflight.prompts
     config = preflight.planned
 
     judge = preflight.judge or make_judge(config)
@@ -102,8 +104,14 @@ def build(
     if strategy is not None:
         schedule = Schedule(partial(strategy_at, strategy), lambda step: None)
     recipe = preflight.recipe
+    if schedule.strategy(1).starts is not None and config.loss.word_ends and recipe.advantage is None:
+        raise ConfigError(
+            f"loss.word_ends=true: must be false with before_word and recipe {recipe.name}, whose critic has no value "
+            "for the end of a word; group recipes such as grpo need none"
+        )
     tandem = strategy is not None or schedule.strategy(1).writers != "senior"
-    models = build_models(config, policy, tokenizer, world, tandem=tandem, critic=recipe.advantage is None)
+    critic = recipe.advantage is None
+    models = build_models(config, policy, tokenizer, world, tandem=tandem, critic=critic, factory=engine)
     sampling = Sampling(
         max_tokens=rollout.max_tokens,
         temperature=rollout.temperature,
@@ -111,7 +119,7 @@ def build(
         top_k=rollout.top_k,
         min_p=rollout.min_p,
     )
-    device, vocabulary = resolve_device(model.device), models.engine.vocabulary
+    device, vocabulary, starts = resolve_device(model.device), models.engine.vocabulary, schedule.strategy(1).starts
     # On the weights of model.senior, also if a checkpoint follows: a resumed run has the limit of its past.
     measure = partial(
         self_difference,
@@ -129,14 +137,15 @@ def build(
         tokenizer=tokenizer,
         prompts=prompts,
         dropped=dropped,
-        heldout=heldout,
-        monitored=preflight.monitored,
+        heldout=preflight.heldout.prompts,
+        monitored=preflight.monitored.prompts,
         sampling=sampling,
         vocabulary=vocabulary,
         scorer=scorer,
-        episode_runner=episode_runner,
+        episode_runner=preflight.episode_runner,
         environment_id=preflight.environment_id,
         judge=None if judge is None else judge.model,
+        starts=None if starts is None else starts.to(device),
         mismatch_limit=mismatch_limit(config, measure),
         device=device,
         world=world,
@@ -154,12 +163,14 @@ def build_models(
     *,
     tandem: bool,
     critic: bool,
+    factory: EngineFactory | None = None,
 ) -> Models:
     """Make all models of a run around the policy of ``load_policy``, which is changed in place.
 
     Args:
         tandem: whether the junior writes, too.
         critic: whether the recipe needs a critic.
+        factory: makes the engine, instead of ``rollout.engine``.
     """
     model, loss = config.model, config.loss
     dtype = getattr(torch, model.dtype)
@@ -185,7 +196,7 @@ def build_models(
     in_a_worker = partial(base_of_worker, partner, model.dtype, model.device)
     decoder = ModelSource(partner, partial(freeze, partner, model.dtype, sharded=False), load_elsewhere=in_a_worker)
     writer = decoder if tandem else None
-    engine = build_engine(config, writer, tokenizer)
+    engine = build_engine(config, writer, tokenizer, factory)
     reference = None
     if model.lora.rank and world.size == 1:
         attach(policy, model.lora, config.train.seed)
@@ -226,7 +237,9 @@ def adapted_base_of_worker(path: str, dtype: str, device: str, lora: LoraConfig,
     return adapted_alias(base_of_worker(path, dtype, device), lora, seed)
 
 
-def build_engine(config: Config, junior: ModelSource | None, tokenizer: PreTrainedTokenizerBase) -> Engine:
+def build_engine(
+    config: Config, junior: ModelSource | None, tokenizer: PreTrainedTokenizerBase, factory: EngineFactory | None = None
+) -> Engine:
     """Make the rollout engine, in the compute dtype.
 
     If the junior is the base of the senior's adapters, the engine's senior is adapters on the junior's weights. Else it
@@ -234,6 +247,7 @@ def build_engine(config: Config, junior: ModelSource | None, tokenizer: PreTrain
 
     Args:
         junior: the junior. None means that the senior writes alone.
+        factory: used instead of ``rollout.engine``.
     """
     model = config.model
     shared = model.lora.rank > 0 and junior is not None and shares_base(config)
@@ -267,4 +281,5 @@ def build_engine(config: Config, junior: ModelSource | None, tokenizer: PreTrain
         device=model.device,
         longest=longest,
         max_staleness=config.train.async_steps,
+        factory=factory,
     )

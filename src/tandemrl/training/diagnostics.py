@@ -13,7 +13,6 @@ from typing import Any
 
 from tandemrl.config import Config
 from tandemrl.losses import Recipe, group_centred, group_normalised, leave_one_out
-from tandemrl.training.arguments import named_recipe
 from tandemrl.types import Metrics
 
 AFTER = 3
@@ -84,14 +83,13 @@ def warner(config: Config, recipe: Recipe) -> Callable[[Metrics], str | None]:
     return warning
 
 
-def verdict(config: Config, recipe: Recipe | None = None) -> tuple[str, str] | None:
+def verdict(config: Config, recipe: Recipe) -> tuple[str, str] | None:
     """How little a finished run could learn from its rewards, in two words and in a sentence; None if it was enough.
 
     Args:
         config: that of the run, whose metrics.jsonl is read.
-        recipe: what it was trained with. None means ``loss.recipe``.
+        recipe: what it was trained with.
     """
-    recipe = recipe or named_recipe(config.loss)
     record = Path(config.output_dir, "metrics.jsonl")
     lines = [json.loads(line) for line in record.read_text(encoding="utf-8").splitlines()] if record.is_file() else []
     shares = [lessons(line, recipe) for line in lines]

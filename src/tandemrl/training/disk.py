@@ -28,7 +28,7 @@ def room(config: Config, *, policy: int, critic: int) -> str:
     """
     output = Path(config.output_dir)
     if output.exists() and not output.is_dir():
-        raise ConfigError(f"output_dir={output}: a file; expected a folder, which may be missing")
+        raise ConfigError(f"output_dir={output}: a file; choose a folder, which need not exist")
     place = next(folder for folder in (output, *output.absolute().parents) if folder.is_dir())
     free = shutil.disk_usage(place).free + sum(file.stat().st_size for file in output.rglob("*") if file.is_file())
     newest = latest(output)

@@ -96,7 +96,8 @@ def make_experience(setup: RunSetup, groups: Sequence[Group]) -> Experience:
     senior, junior = (
         torch.tensor([float((r.author == who).sum()) for r in rollouts]) for who in (Author.SENIOR, Author.JUNIOR)
     )
-    weights = (senior + config.loss.junior_weight * junior) * used
+    ends = torch.tensor([float(r.word_ends if config.loss.word_ends else 0) for r in rollouts])
+    weights = (senior + ends + config.loss.junior_weight * junior) * used
     idle, advantages = torch.zeros_like(used), None
     if recipe.advantage is not None and rollouts and not config.loss.kl_in_reward:
         advantages = losses.compute_advantages(recipe, rewards, group_ids, weights)
@@ -165,12 +166,14 @@ def pack_mini_batch(setup: RunSetup, rollouts: Sequence[Rollout], rows: Tensor) 
         parts=world.data_size,
         groups=[r.group for r in chosen],
     )
-    return [
+    packed = [
         MicroBatch(rows[b], pack([chosen[i] for i in b], setup.device))
         if b
         else MicroBatch(rows[:1], pack_tokens([[0]], setup.device))  # a rank without work still joins the collectives
         for b in bins[world.data_rank :: world.data_size]
     ]
+    trained = setup.config.loss.word_ends
+    return packed if trained else [m._replace(batch=replace(m.batch, word_ends=None)) for m in packed]
 
 
 def fill_channels(mini_batches: MiniBatches, channels: Callable[[MicroBatch], dict[str, Any]]) -> MiniBatches:
@@ -197,8 +200,15 @@ def add_logprobs(
     if channel == "junior_logprobs" and model is models.reference:
         return fill_channels(mini_batches, lambda m: {channel: m.batch.ref_logprobs})
     bare = channel == "ref_logprobs" and model is models.policy
+
+    def scored(m: MicroBatch) -> dict[str, Any]:
+        scores = setup.scores(model, m.batch, m.batch.author >= 0)
+        if m.batch.word_ends is None or channel == "junior_logprobs":
+            return {channel: scores.logprobs}
+        return {channel: scores.logprobs, "word_ends": replace(m.batch.word_ends, **{channel: scores.end_logprobs})}
+
     with adapter_free(model) if bare else nullcontext():
-        return fill_channels(mini_batches, lambda m: {channel: setup.logprobs(model, m.batch, m.batch.author >= 0)[0]})
+        return fill_channels(mini_batches, scored)
 
 
 @torch.no_grad()
@@ -216,15 +226,17 @@ def add_reward_kl(setup: RunSetup, mini_batches: MiniBatches, experience: Experi
     """The experience with the KL of every rollout, gathered from all data ranks."""
     kl = torch.zeros(len(experience.rollouts), device=setup.device)
     for rows, batch in (m for mini in mini_batches for m in mini.micro):
-        kl[rows] += losses.sequence_sum(token_kl(setup, batch), batch.sequence_ids, num_sequences=batch.num_sequences)
+        kl[rows] += losses.sequence_sum(*token_kl(setup, batch), num_sequences=batch.num_sequences)
     return experience._replace(kl=setup.world.data_sum(kl).cpu())
 
 
-def token_kl(setup: RunSetup, batch: Batch) -> Tensor:
-    """w·k1 of every token, the KL penalty before its coefficient."""
+def token_kl(setup: RunSetup, batch: Batch) -> tuple[Tensor, Tensor]:
+    """w·k1 of every token and every end of a word, the KL penalty before its coefficient; and their sequences."""
+    weights, ends = weights_of(setup, batch), 0 if batch.word_ends is None else len(batch.word_ends.places)
+    batch, (weights,) = losses.with_word_ends(batch, (weights, weights.new_ones(ends)))
     assert batch.old_logprobs is not None
     assert batch.ref_logprobs is not None
-    return losses.kl_penalty(batch.old_logprobs, batch.ref_logprobs, weights_of(setup, batch))
+    return losses.kl_penalty(batch.old_logprobs, batch.ref_logprobs, weights), batch.sequence_ids
 
 
 def add_group_advantages(
@@ -264,7 +276,7 @@ def add_gae_advantages(
     for rows, b in flat:
         assert b.old_values is not None
         weight = weights_of(setup, b)
-        penalty = kl_coef * token_kl(setup, b) if loss.kl_in_reward else None
+        penalty = kl_coef * token_kl(setup, b)[0] if loss.kl_in_reward else None
         outcomes = experience.rewards[rows].to(setup.device)
         earned = losses.token_rewards(outcomes, b.author, b.sequence_ids, penalty=penalty)
         advantage, target = losses.gae(earned, b.old_values, weight > 0, b.sequence_ids, gamma=loss.gamma, lam=loss.lam)

@@ -61,6 +61,20 @@ def check_draws(draws: Draws, prob_senior: float | None) -> None:
         )
 
 
+def check_starts(starts: Tensor | None, first: Tensor | None, step: int) -> None:
+    """Check that the strategy of a step has the same ``starts`` as that of the first step, which are those of the
+    trainer.
+
+    Raises:
+        TrainError: it has others.
+    """
+    same = starts is first is None or (
+        starts is not None and first is not None and torch.equal(starts.cpu(), first.cpu())
+    )
+    if not same:
+        raise TrainError(f"step {step}: its strategy has other starts than that of step 1; give all steps the same")
+
+
 def mismatch_limit(config: Config, measure: Callable[[], float]) -> float:
     """The limit of ``check_mismatch`` for a run, in nats: train.max_logprob_mismatch, or its default.
 

@@ -22,6 +22,7 @@ from tandemrl.models.loading import resolve_device
 from tandemrl.rewards.functions import RewardFunction, by_name
 from tandemrl.rewards.judge.server import LOG, judge_server
 from tandemrl.rollout.envs.environment import Environment
+from tandemrl.rollout.factory import EngineFactory
 from tandemrl.rollout.groups import score_rollouts
 from tandemrl.rollout.sync import sync_weights
 from tandemrl.selection import Strategy
@@ -42,17 +43,9 @@ from tandemrl.training.experience import (
     pack_mini_batches,
     step_cost,
 )
-from tandemrl.training.faults import (
-    OptimizerSteps,
-    Signals,
-    Stopped,
-    explain_errors,
-    save_on_failure,
-    signal_anywhere,
-)
+from tandemrl.training.faults import OptimizerSteps, Signals, Stopped, explain_errors, save_on_failure, signal_anywhere
 from tandemrl.training.function_records import in_use
 from tandemrl.training.gates import MISMATCH, ROUNDINGS, TrainError
-from tandemrl.training.preflight import check_resume
 from tandemrl.training.profiling import Clock, Profiler
 from tandemrl.training.rollouts import generate, resample, rollout_metrics
 from tandemrl.training.state import Models, Run
@@ -69,6 +62,7 @@ def train(
     strategy: StrategyFunction | Strategy | str | None = None,
     reward: RewardFunction | Mapping[str, RewardFunction] | None = None,
     environment: Environment | None = None,
+    engine: EngineFactory | str | None = None,
     stated: Collection[str] = (),
     console: Console | None = None,
     quiet: bool = False,
@@ -93,6 +87,8 @@ def train(
             called once with a made-up text before the run.
         environment: what the authors act in, instead of ``rollout.environment``. If it has a method ``score``, this is
             a reward function.
+        engine: a class, or a function, that makes the engine of what its parameters name (``rollout.make_engine``),
+            instead of ``rollout.engine``. A name stands for ``rollout.engine=NAME``.
         stated: dotted keys of ``reward.*`` that must be used, also without evaluation (``train.eval_every: 0``). Then a
             reward that no training row uses could be one for the rows of ``data.eval``, so others give only a warning.
         console: where to print; see ``Tracker``.
@@ -106,7 +102,7 @@ def train(
             and saved as above.
         Stopped: a SIGTERM or SIGINT came; the step was finished and saved. It is a SystemExit.
     """
-    check_resume(resume, require_config(config).output_dir)
+    checkpoint.check_resume(resume, require_config(config).output_dir)
     if config.train.threads:
         torch.set_num_threads(config.train.threads)
     device = resolve_device(config.model.device)
@@ -117,7 +113,7 @@ def train(
         say = (console or Console()).print
         say(f"judge.command: starting it; its output is in {Path(config.output_dir, LOG)}", markup=False)
     with in_use(environment), judge_server(config, start=world.main) as check_judge:
-        run = build(config, recipe, strategy, world, by_name(reward), environment, check_judge, stated)
+        run = build(config, recipe, strategy, world, by_name(reward), environment, engine, check_judge, stated)
         config, silent = run.setup.config, quiet or not world.main
         locked = checkpoint.lock(config.output_dir) if world.main else nullcontext()
         with closing(run.models.engine), locked, run.setup.scorer, run.setup.episode_runner or nullcontext():
@@ -126,8 +122,12 @@ def train(
                 loop(run, tracker, records)
                 checkpoint.wait()
                 check_record(run, tracker)
-                if world.main and (found := verdict(config, run.setup.recipe)):
-                    tracker.say(found[1])
+                if world.main:
+                    ending = f"done: {config.output_dir}"
+                    if little := verdict(config, run.setup.recipe):
+                        tracker.say(little[1])
+                        ending += f", but its rewards taught it {little[0]}: see above"
+                    tracker.say(ending)
     WATCHDOG.end()  # not after an error: what is left of the group can hang the end of the process, too
     return Path(config.output_dir)
 
@@ -169,9 +169,7 @@ def loop(run: Run, tracker: Tracker, records: Records) -> None:
                         tracker.say(f"removed {names} (train.keep_exports={train.keep_exports})")
             if stop and step < train.steps:
                 checkpoint.wait()
-                tracker.say(
-                    f"stopped by a signal after step {step}, which is saved; the same command goes on from there"
-                )
+                tracker.say(f"stopped by a signal after step {step}, which is saved; rerun to resume")
                 raise Stopped(stop)
 
 

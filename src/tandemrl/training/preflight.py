@@ -8,8 +8,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from itertools import chain
-from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from transformers import PreTrainedTokenizerBase
@@ -17,13 +16,15 @@ from transformers import PreTrainedTokenizerBase
 from tandemrl.config import Config, ConfigError, with_steps
 from tandemrl.config.fields import is_own
 from tandemrl.config.rules import check as check_rules
+from tandemrl.config.rules import check_processes
 from tandemrl.data.loading import load_rows
 from tandemrl.data.program_tests import Stdin
-from tandemrl.data.rows import DataError, Prompt, Row, encode_prompts
+from tandemrl.data.rows import DataError, Prompt, Row
 from tandemrl.distributed.watchdog import stamp
+from tandemrl.distributed.world import axes_of
 from tandemrl.evals import profile_of
 from tandemrl.evals.files import digests
-from tandemrl.files import hint, pip_install
+from tandemrl.files import pip_install
 from tandemrl.losses import Recipe
 from tandemrl.models.attention import ModelError
 from tandemrl.models.loading import (
@@ -41,17 +42,24 @@ from tandemrl.rewards.functions import RewardFunction, with_environment
 from tandemrl.rewards.judge.rubric import Judge
 from tandemrl.rewards.scoring import Scorer
 from tandemrl.rollout.envs.environment import BrokenEnvironmentError, Environment
-from tandemrl.rollout.envs.episodes import EpisodeRunner, make_caller
+from tandemrl.rollout.envs.episodes import EpisodeRunner, make_caller, opening_prompts
 from tandemrl.rollout.envs.factory import make_environment
 from tandemrl.rollout.envs.semantic import NotLookedUpError, is_cross_encoder, reading_of
 from tandemrl.rollout.schedule import schedule_of
 from tandemrl.rollout.signatures import signature
 from tandemrl.rollout.vllm import require_vllm
 from tandemrl.training.arguments import StrategyFunction, tried_recipe, try_strategies
-from tandemrl.training.checkpoint import CheckpointError, is_checkpoint, latest
 from tandemrl.training.disk import room
 from tandemrl.training.function_records import record
 from tandemrl.training.model_files import ModelFiles, NotHereError, size
+
+
+class Evaluated(NamedTuple):
+    """The rows of some sources that are evaluated during training, and the prompts that are used: the first
+    ``eval.train_problems`` of each source. There are none without ``train.eval_every``."""
+
+    rows: list[Row]
+    prompts: list[Prompt]
 
 
 @dataclass(frozen=True)
@@ -59,13 +67,15 @@ class Preflight:
     """What a run reads before its weights: tokenizer, rows and prompts. Each is read once, when it is first needed.
 
     downloads: whether to download tokenizers, model configurations and data from the hub if they are not on this
-    machine. If not, a missing one raises a ``NotHereError``. functions, environment, own_recipe, strategy: what was
+    machine. If not, a missing one raises a ``NotHereError``. processes: how many were started; None: not
+    known yet. functions, environment, own_recipe, strategy: what was
     passed to ``train``. check_judge: called while waiting for a judge's server; it raises if the server has ended.
     stated: dotted keys of ``reward.*`` that the user typed, so that they must be used, even without evaluation.
     """
 
     config: Config
     downloads: bool = True
+    processes: int | None = 1
     functions: Mapping[str, RewardFunction] = field(default_factory=dict)
     environment: Environment | None = None
     own_recipe: Recipe | None = None
@@ -87,6 +97,7 @@ class Preflight:
         named = {key: path for key, path in models.items() if path is not None}
         acted_in = self.environment is not None or config.rollout.environment_kind.turns
         return {
+            "processes": self.mesh,
             "model.device": self.devices,
             "packages": self.packages,
             **{key: partial(self.model, key, path) for key, path in named.items()},
@@ -96,8 +107,8 @@ class Preflight:
             **({"retrieval.model": self.ranker} if self._ranks_here else {}),
             **({"rollout.environment": self.episodes} if acted_in else {}),
             "data.train": self.train_data,
-            **({"data.eval": self.heldout_data} if config.train.eval_every else {}),
-            **({"data.monitor": self.monitored_data} if config.train.eval_every and config.data.monitor else {}),
+            **({"data.eval": lambda: self.evaluated_data(self.heldout)} if config.train.eval_every else {}),
+            **({"data.monitor": lambda: self.evaluated_data(self.monitored)} if config.data.monitor else {}),
             "rewards": self.rewards,
             **({"judge.url": self.endpoint} if config.judge.url is not None else {}),
             "output_dir": self.space,
@@ -193,16 +204,6 @@ class Preflight:
         return self._rows(self.config.data.train)[: self.config.data.limit]
 
     @cached_property
-    def heldout_rows(self) -> list[list[Row]]:
-        """The rows of each source of ``data.eval``; none without ``train.eval_every``."""
-        return self._evaluated(self.config.data.eval)
-
-    @cached_property
-    def monitored_rows(self) -> list[list[Row]]:
-        """The rows of each source of ``data.monitor``; none without ``train.eval_every``."""
-        return self._evaluated(self.config.data.monitor)
-
-    @cached_property
     def prompts(self) -> tuple[list[Prompt], int]:
         """The prompts of ``data.train``, and how many rows were dropped because they are too long.
 
@@ -214,7 +215,7 @@ class Preflight:
         if len(prompts) < config.train.prompts_per_step:
             raise DataError(
                 f"data.train: {len(prompts)} usable rows (data.max_prompt_tokens={config.data.max_prompt_tokens}) are "
-                f"fewer than train.prompts_per_step={config.train.prompts_per_step}"
+                f"fewer than train.prompts_per_step={config.train.prompts_per_step}; lower that, or add rows"
             )
         return prompts, dropped
 
@@ -232,22 +233,30 @@ class Preflight:
         return planned
 
     @cached_property
-    def heldout(self) -> list[Prompt]:
-        """The first ``eval.train_problems`` prompts of every source of ``data.eval``."""
-        return self._first_prompts(self.heldout_rows)
+    def heldout(self) -> Evaluated:
+        return self._evaluated(self.config.data.eval)
 
     @cached_property
-    def monitored(self) -> list[Prompt]:
-        """The first ``eval.train_problems`` prompts of every source of ``data.monitor``."""
-        return self._first_prompts(self.monitored_rows)
+    def monitored(self) -> Evaluated:
+        return self._evaluated(self.config.data.monitor)
 
     # ------------------------------------------------------------------------------------------------------- the checks
+
+    def mesh(self) -> str:
+        """Check that the processes divide into the axes of ``parallel``, and support what the config asks for."""
+        if self.processes is None:
+            return "1, or as many as torchrun starts"
+        axes_of(self.config.parallel, self.processes)
+        check_processes(self.config, self.processes)
+        return str(self.processes)
 
     def devices(self) -> str:
         device = resolve_device(self.config.model.device)
         present = torch.cuda.device_count()
         if device.type == "cuda" and (device.index or 0) >= present:
-            raise ConfigError(f"model.device={device}: this machine has {present} CUDA device(s)")
+            raise ConfigError(
+                f"model.device={device}: this machine has {present} CUDA device(s); choose one of them, or cpu"
+            )
         return str(device)
 
     def packages(self) -> str:
@@ -284,8 +293,8 @@ class Preflight:
         if window and not self.config.rollout.kind.windows and key in self._read_by_the_engine:
             raise ConfigError(
                 f"{key}={path}: some of its layers attend to {window} tokens only, and rollout.engine="
-                f"{self.config.rollout.engine} needs full attention; use rollout.engine=torch, which can as long as "
-                "texts are no longer than that"
+                f"{self.config.rollout.engine} needs full attention; use rollout.engine=torch, which works as long as "
+                "sequences are no longer than that"
             )
         # A critic may have a head of its own instead.
         head = next((name for name, module in shape.named_modules() if module is shape.get_output_embeddings()), None)
@@ -326,9 +335,9 @@ class Preflight:
         ends = stored_eos_token_ids(model.senior, self.tokenizer, download=self.downloads)
         if not any(0 <= token < logits for token in ends):
             raise ModelError(
-                f"model.senior={model.senior}: no token ends a text ({ends or 'none is named'}), so that "
-                "every text would be cut off; set eos_token_id in its generation_config.json, or eos_token in its "
-                "tokenizer_config.json"
+                f"model.senior={model.senior}: it has no EOS token ({ends or 'none is named'}), so that "
+                "every response would be truncated; set eos_token_id in its generation_config.json, or eos_token in "
+                "its tokenizer_config.json"
             )
         return f"{len(self.tokenizer)} tokens"
 
@@ -361,13 +370,9 @@ class Preflight:
         longest = max(len(prompt.tokens) for prompt in prompts)
         return f"{rows} rows{left_out}; the longest prompt has {longest} tokens{epochs}"
 
-    def heldout_data(self) -> str:
-        self._fits_evaluated(self.heldout)
-        return f"{sum(map(len, self.heldout_rows))} rows, of which {len(self.heldout)} are used"
-
-    def monitored_data(self) -> str:
-        self._fits_evaluated(self.monitored)
-        return f"{sum(map(len, self.monitored_rows))} rows, of which {len(self.monitored)} are used"
+    def evaluated_data(self, found: Evaluated) -> str:
+        self._fits_evaluated(found.prompts)
+        return f"{len(found.rows)} rows, of which {len(found.prompts)} are used"
 
     def rewards(self) -> str:
         """Check that every row that is used has a scorer, and that the scorers have what they need.
@@ -375,9 +380,10 @@ class Preflight:
         The user's own functions are called once for each kind of rows, with the ground truth of a row as the text.
         """
         config = self.config
-        rows = [prompt.row for prompt in [*self.prompts[0], *self.heldout, *self.monitored]]
+        prompts, evaluated = self.prompts[0], (self.heldout, self.monitored)
+        rows = [prompt.row for prompt in chain(prompts, *(each.prompts for each in evaluated))]
         judged = config.judge.url is not None or config.judge.model is not None
-        read = [*self.rows, *chain.from_iterable(self.heldout_rows + self.monitored_rows)]
+        read = chain(self.rows, *(each.rows for each in evaluated))
         judging = _unused if judged else None
         with Scorer(config.reward, code=_unused, judge=judging, functions=self.rewards_by_name) as scorer:
             # Without evaluation the rows of data.eval are not read: what only they would use is no mistake in a file.
@@ -407,7 +413,7 @@ class Preflight:
     def endpoint(self) -> str:
         judge = self.config.judge
         if not self.downloads and (judge.command is not None or judge.wait_s > 0):
-            who = "judge.command" if judge.command is not None else "somebody"
+            who = "judge.command" if judge.command is not None else "another process"
             raise NotHereError(
                 f"{who} will serve {judge.url}; train waits for that up to judge.wait_s={judge.wait_s:g}"
             )
@@ -426,24 +432,14 @@ class Preflight:
             raise NotHereError(f"{', '.join(remote)} is read from the hub")
         return load_rows(sources)
 
-    def _evaluated(self, sources: Sequence[str]) -> list[list[Row]]:
-        return [self._rows([source]) for source in sources] if self.config.train.eval_every else []
-
-    def _first_prompts(self, sources: Sequence[Sequence[Row]]) -> list[Prompt]:
+    def _evaluated(self, sources: Sequence[str]) -> Evaluated:
         most = self.config.eval.train_problems
-        return [prompt for rows in sources for prompt in self._encoded(rows)[0][:most]]
+        read = [self._rows([source]) for source in sources] if self.config.train.eval_every else []
+        prompts = [prompt for rows in read for prompt in self._encoded(rows)[0][:most]]
+        return Evaluated([*chain.from_iterable(read)], prompts)
 
     def _encoded(self, rows: Sequence[Row]) -> tuple[list[Prompt], int]:
-        data, episode_runner = self.config.data, self.episode_runner
-        return encode_prompts(
-            rows,
-            self.tokenizer,
-            max_prompt_tokens=data.max_prompt_tokens,
-            suffix=data.prompt_suffix,
-            opening=None if episode_runner is None else lambda row: episode_runner.opening(row).messages,
-            tools=() if episode_runner is None else episode_runner.tools,
-            template_arguments=data.template_arguments,
-        )
+        return opening_prompts(rows, self.tokenizer, self.config.data, self.episode_runner)
 
     @property
     def _read_by_the_engine(self) -> dict[str, str]:
@@ -486,23 +482,6 @@ class Preflight:
                     f"row {prompt.row.example_id}: its {len(prompt.tokens)} tokens and {budget} exceed the {what} of "
                     f"{key}, {limit} tokens; {fix}"
                 )
-
-
-def check_resume(resume: str, output_dir: str | Path) -> str:
-    """Check the value of ``--resume``: auto, never, or the folder of a checkpoint.
-
-    Raises:
-        CheckpointError: it is none of these; the message names the checkpoint that was probably meant.
-    """
-    folder = Path(resume)
-    if resume in ("auto", "never") or is_checkpoint(folder):
-        return resume
-    run = next((part for part in (folder, *folder.parents) if (part / "checkpoints").is_dir()), Path(output_dir))
-    same = run / "checkpoints" / folder.name
-    meant = same if (same / "meta.json").is_file() else latest(run)
-    near = f"; did you mean {meant}?" if meant is not None else hint(folder)
-    what = "not a checkpoint" if folder.exists() else "no such folder"
-    raise CheckpointError(f"--resume {resume}: {what}; expected auto, never or a folder checkpoints/step_N{near}")
 
 
 def _tried(scorer: Scorer, row: Row) -> str:

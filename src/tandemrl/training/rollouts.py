@@ -9,11 +9,11 @@ from tandemrl.rollout import collect
 from tandemrl.rollout.collect import CompletionBatch
 from tandemrl.rollout.engine import Draws, Engine, Passes
 from tandemrl.rollout.groups import score_rollouts
-from tandemrl.training.gates import check_draws
+from tandemrl.training.gates import check_draws, check_starts
 from tandemrl.training.profiling import Profiler
 from tandemrl.training.state import Run, RunSetup
 from tandemrl.training.tracking import Tracker
-from tandemrl.types import Author, Group, Metrics, Rollout
+from tandemrl.types import Author, Group, Metrics, Rollout, taken_over
 
 
 def generate(
@@ -31,7 +31,8 @@ def generate(
         examples: numbers of the examples in the training data.
         drawn: see ``collect.generate``.
     """
-    config = setup.config
+    config, strategy = setup.config, setup.schedule.strategy(step)
+    check_starts(strategy.starts, setup.starts, step)
     advance_bar = tracker.rollout_progress(len(examples) * config.rollout.group_size)
     with profiler.trace("rollout", step) as count_call:
 
@@ -42,7 +43,7 @@ def generate(
         completions = collect.generate(
             engine,
             [(example, setup.prompts[example]) for example in examples],
-            strategy=setup.schedule.strategy(step),
+            strategy=strategy,
             sampling=setup.sampling,
             group_size=config.rollout.group_size,
             seed=config.train.seed,
@@ -94,6 +95,7 @@ def rollout_metrics(completions: CompletionBatch, groups: Sequence[Group], step:
     senior = sum(int((r.author == Author.SENIOR).sum()) for r in rollouts)
     parts = sorted({name for r in scored for name in r.reward_parts})
     draws = completions.draws
+    told = [r for r in rollouts if r.handover_logprobs is not None]
     return {
         "reward/mean": float(rewards.mean()),
         "reward/std": 0.0 if len(set(rewards.tolist())) == 1 else float(rewards.std()),  # exactly, though sums round
@@ -101,6 +103,7 @@ def rollout_metrics(completions: CompletionBatch, groups: Sequence[Group], step:
         "reward/unscored": 1 - len(scored) / len(rollouts),
         "tandem/senior_frac": senior / max(1, int(response.sum())),
         **({"tandem/senior_draw_frac": draws.senior / draws.total} if draws.total else {}),
+        **({"tandem/handovers": float(np.mean([taken_over(r.author).sum() for r in told]))} if told else {}),
         "response/length": float(response.mean()),
         "response/truncated": float(np.mean([r.stop_reason == "length" for r in rollouts])),
         "weights/version_lag": float(step - 1 - min(r.policy_version for r in rollouts)),

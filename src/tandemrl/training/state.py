@@ -19,7 +19,7 @@ from tandemrl.distributed.watchdog import stamp
 from tandemrl.distributed.world import World
 from tandemrl.losses import Coefficients, Recipe
 from tandemrl.models.critic import token_values
-from tandemrl.models.forward import token_logprobs
+from tandemrl.models.forward import Scores, token_scores
 from tandemrl.models.head import ForwardOptions
 from tandemrl.models.sampling import Truncation
 from tandemrl.rewards.scoring import Scorer
@@ -45,9 +45,11 @@ def move_state(optimizer: torch.optim.Optimizer, *, to_host: bool) -> None:
                 state[name] = value.to(device)
 
 
-def forward_options(config: Config, sampling: Sampling, vocabulary: int, world: World) -> ForwardOptions:
+def forward_options(
+    config: Config, sampling: Sampling, vocabulary: int, world: World, starts: Tensor | None = None
+) -> ForwardOptions:
     """The options with which a trainer of ``config`` scores tokens that were drawn by ``sampling`` among ``vocabulary``
-    ids."""
+    ids, under a strategy with these ``starts``."""
     model = config.model
     return ForwardOptions(
         temperature=sampling.temperature,
@@ -55,6 +57,7 @@ def forward_options(config: Config, sampling: Sampling, vocabulary: int, world: 
         vocabulary=vocabulary,
         autocast=torch.bfloat16 if model.dtype == "bfloat16" and world.size == 1 else None,
         activation_offload=model.activation_offload,
+        starts=starts,
     )
 
 
@@ -85,6 +88,8 @@ class RunSetup:
     """What identifies that environment and the contents that it searches (see ``Preflight``); empty without one."""
     judge: str | None
     """The name of the model that judges responses. None without a judge."""
+    starts: Tensor | None
+    """``Strategy.starts``, on ``device``, which is the same in every step."""
     mismatch_limit: float
     """Above this mean difference of trainer and engine, in nats per senior token, the run stops (see ``gates``)."""
     device: torch.device
@@ -93,7 +98,7 @@ class RunSetup:
     @property
     def forward_options(self) -> ForwardOptions:
         """The options for scoring tokens under the sampling distribution of the rollouts."""
-        return forward_options(self.config, self.sampling, self.vocabulary, self.world)
+        return forward_options(self.config, self.sampling, self.vocabulary, self.world, self.starts)
 
     @property
     def coefficients(self) -> Coefficients:
@@ -108,10 +113,10 @@ class RunSetup:
             constant=float(self.config.rollout.max_tokens),
         )
 
-    def logprobs(self, model: PreTrainedModel, batch: Batch, select: Tensor) -> tuple[Tensor, Tensor]:
+    def scores(self, model: PreTrainedModel, batch: Batch, select: Tensor) -> Scores:
         """Log-probs and entropy of the selected tokens under the sampling distribution of the rollouts."""
         stamp()
-        return token_logprobs(model, batch, select=select, options=self.forward_options, shards=self.world.shards)
+        return token_scores(model, batch, select=select, options=self.forward_options, shards=self.world.shards)
 
     def values(self, critic: Trained, batch: Batch, select: Tensor) -> Tensor:
         """The critic's value of the state in which each selected token was chosen."""

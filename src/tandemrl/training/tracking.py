@@ -32,6 +32,7 @@ from rich.table import Table
 from rich.text import Text
 
 from tandemrl.config import Config, to_dict
+from tandemrl.evals.files import EVAL_TEXTS
 from tandemrl.evals.measures import Sample
 from tandemrl.files import pip_install, write_text
 from tandemrl.types import Author, Rollout, own_turns
@@ -51,8 +52,6 @@ STOPPED = "stopped.json"
 """The file that says of a run which ended before its last step where and why. It is there until the run goes on."""
 LOG = "train.log"
 """The file with what the console shows, if ``train.log`` is on."""
-EVAL_TEXTS = "eval_texts"
-"""The folder with the texts of each evaluation, if ``train.keep_eval_texts`` is on."""
 MAX_REASON_CHARS = 500
 COLUMNS = 80
 OBSERVATION_CHARS = 200
@@ -340,7 +339,7 @@ def authored_spans(
     whose bytes are from two authors counts as the second author's.
     """
     spans: list[tuple[Author, str]] = []
-    window, shown, start = 0, "", 0  # ``shown`` of decode(tokens[window:start]) is in ``spans`` already
+    window, shown, start, boundary = 0, "", 0, 0  # ``shown`` of decode(tokens[window:start]) is in ``spans`` already
     for who, run in groupby(author):
         end = start + len(list(run))
         text = decode(list(tokens[window:end]))
@@ -348,11 +347,10 @@ def authored_spans(
         if not whole.startswith(shown):
             whole = shown + decode(list(tokens[start:end]))
         spans.append((Author(who), whole[len(shown) :]))
-        if whole == text:
-            window, shown = start, decode(list(tokens[start:end]))
-        else:
-            shown = whole
-        start = end
+        shown, start = whole, end
+        if whole == text:  # no character is cut here, so that a window may begin here later
+            window, boundary = boundary, end
+            shown = decode(list(tokens[window:end]))
     return spans
 
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from tandemrl.config import TrainConfig
 from tandemrl.distributed.world import World
-from tandemrl.losses import average_metrics, log_ratio, policy_loss, reduce, value_loss
+from tandemrl.losses import average_metrics, log_ratio, policy_loss, reduce, value_loss, with_word_ends
 from tandemrl.models.lora import dropping
 from tandemrl.models.sharding import clip_gradients
 from tandemrl.training.experience import MiniBatch, MiniBatches, weights_of
@@ -84,7 +84,10 @@ def update_policy(
         senior = batch.author == Author.SENIOR
         select = (weight > 0) | senior | ((batch.author >= 0) & (coefficients.junior_kl_coef > 0))
         with torch.set_grad_enabled(learns):
-            logprobs, entropy = setup.logprobs(models.policy, batch, select)
+            scores = setup.scores(models.policy, batch, select)
+        ends = torch.ones_like(scores.end_logprobs)
+        pairs = zip(scores[:2], scores[2:], strict=True)
+        batch, (logprobs, entropy, weight, senior) = with_word_ends(batch, *pairs, (weight, ends), (senior, ends > 0))
         plain = batch.old_logprobs if setup.config.model.lora.dropout > 0 else logprobs.detach()
         assert plain is not None
         difference.append((plain - batch.behaviour_logprobs)[senior])

@@ -5,7 +5,9 @@ import re
 import shutil
 import socket
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +21,8 @@ from playwright.sync_api import expect, sync_playwright
 from helpers import CHAT_TEMPLATE, prepared, qwen3, small_qwen3, tokenizer
 from tandemrl.apps.play.app import application
 from tandemrl.apps.play.duo import Draft, Duo
+from tandemrl.apps.play.problems import EXAMPLE, MAX_NEW, Problems, known_problems
+from tandemrl.config import SelectionConfig, load
 from tandemrl.rollout.torch_engine import TorchEngine
 
 pytestmark = pytest.mark.browser
@@ -26,21 +30,37 @@ pytestmark = pytest.mark.browser
 HOSTILE = "<script>document.title = 'taken'</script>"
 
 
-@pytest.fixture(scope="module")
-def address() -> Iterator[str]:
-    senior, junior, chat = prepared(qwen3()), prepared(small_qwen3()), tokenizer()
-    chat.chat_template = CHAT_TEMPLATE
-    duo = Duo(TorchEngine(senior, junior, chat), junior, chat, longest=400)
-    app = application(duo, about={"senior": "big", "junior": HOSTILE, "prompt": "a b"})
+@contextmanager
+def served(duo: Duo, problems: Problems, **about: str) -> Iterator[str]:
+    app = application(duo, problems, about=about)
     server = uvicorn.Server(uvicorn.Config(app, log_level="warning"))
     listening = socket.create_server(("127.0.0.1", 0))
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listening]})
     thread.start()
-    # The seed that the page begins with: of a text that does not end by itself.
-    long = next(seed for seed in range(100) if duo.write(Draft("a b", seed), 80).stop is None)
-    yield f"http://127.0.0.1:{listening.getsockname()[1]}/?seed={long}"
+    yield f"http://127.0.0.1:{listening.getsockname()[1]}"
     server.should_exit = True
     thread.join(10)
+
+
+@pytest.fixture(scope="module")
+def address() -> Iterator[str]:
+    senior, junior, chat = prepared(qwen3()), prepared(small_qwen3()), tokenizer()
+    chat.chat_template = CHAT_TEMPLATE
+    duo = Duo(TorchEngine(senior, junior, chat), junior, chat, longest=64)
+    # The seed that the page begins with: of a text that does not end by itself.
+    long = next(seed for seed in range(100) if duo.write(Draft("a b", seed), 50).stop is None)
+    problems = Problems(load(), [replace(EXAMPLE, messages=({"role": "user", "content": "a b"},))])
+    with served(duo, problems, senior="big", junior=HOSTILE) as url:
+        yield f"{url}/?seed={long}"
+
+
+@pytest.fixture(scope="module")
+def pair_address(pair: Path, solver: Duo) -> Iterator[str]:
+    """The page of the tiny pair that comes with the library, as the command makes it."""
+    problems = Problems(*known_problems(str(pair / "senior")))
+    problems.begin_with_a_solved_one(solver, SelectionConfig())
+    with served(solver, problems, senior="senior", junior="junior") as url:
+        yield url
 
 
 @pytest.fixture(scope="module")
@@ -53,17 +73,32 @@ def browser() -> Iterator[Any]:
 
 
 @pytest.fixture
-def page(browser: Any, address: str) -> Iterator[Any]:
+def opened(browser: Any) -> Iterator[Callable[[str], Any]]:
+    """Opens an address, and sees that the page complains of nothing but what ``page.expected`` matches."""
     context = browser.new_context(accept_downloads=True)
     page = context.new_page()
-    page.complaints = []
+    page.complaints, page.expected = [], "never"
     page.on("console", lambda line: page.complaints.append(line.text) if line.type == "error" else None)
     page.on("pageerror", lambda error: page.complaints.append(str(error)))
-    page.goto(address)
-    page.wait_for_selector("#start:enabled")
-    yield page
-    assert page.complaints == []
+
+    def open_page(url: str) -> Any:
+        page.goto(url)
+        page.wait_for_selector("#start:enabled")
+        return page
+
+    yield open_page
+    assert [said for said in page.complaints if not re.search(page.expected, said)] == []
     context.close()
+
+
+@pytest.fixture
+def page(opened: Callable[[str], Any], address: str) -> Any:
+    return opened(address)
+
+
+@pytest.fixture
+def pair_page(opened: Callable[[str], Any], pair_address: str) -> Any:
+    return opened(pair_address)
 
 
 def spans(page: Any) -> list[dict[str, str]]:
@@ -81,11 +116,12 @@ def test_a_text_arrives_bit_by_bit_in_the_colours_of_its_authors(page: Any) -> N
         ".observe(document.getElementById('text'), {childList: true})"
     )
     page.click("#start")
-    expect(page.locator("#status")).to_contain_text(re.compile("no room|ended"), timeout=60_000)
+    expect(page.locator("#status")).to_contain_text(re.compile("no room|ended"), timeout=120_000)
     assert len({count for count in counts if count}) > 3  # not all at once
     written = [token for answer in answers for token in answer["tokens"]]
-    assert [span["text"] for span in spans(page)] == [token["text"] for token in written]
-    assert [span["kind"] for span in spans(page)] == [("junior", "senior")[token["author"]] for token in written]
+    seen = [token for token in written if token["text"] or token["special"]]
+    assert [span["text"] for span in spans(page)] == [t["text"] + ("▪" if t["special"] else "") for t in seen]
+    assert [span["kind"] for span in spans(page)] == [("junior", "senior")[token["author"]] for token in seen]
     colours = page.evaluate(
         "['senior', 'junior'].map(c => getComputedStyle(document.querySelector('#text .' + c)).backgroundColor)"
     )
@@ -93,7 +129,7 @@ def test_a_text_arrives_bit_by_bit_in_the_colours_of_its_authors(page: Any) -> N
     # The same seed again gives the same text.
     before = spans(page)
     page.click("#start")
-    expect(page.locator("#text span")).to_have_count(len(before), timeout=60_000)
+    expect(page.locator("#text span")).to_have_count(len(before), timeout=120_000)
     assert spans(page) == before
 
 
@@ -117,7 +153,7 @@ def test_texts_are_never_markup_and_the_keyboard_reaches_the_words(page: Any, tm
     assert HOSTILE in page.inner_text("#junior-name")
     page.fill("#prompt", HOSTILE)
     page.click("#start")
-    expect(page.locator("#status")).to_contain_text(re.compile("no room|ended"), timeout=60_000)
+    expect(page.locator("#status")).to_contain_text(re.compile("no room|ended"), timeout=120_000)
     page.focus("#text")
     page.keyboard.press("ArrowRight")
     page.keyboard.press("ArrowRight")
@@ -128,7 +164,7 @@ def test_texts_are_never_markup_and_the_keyboard_reaches_the_words(page: Any, tm
     download.value.save_as(saved)
     shared = page.context.new_page()
     shared.goto(saved.as_uri())
-    assert shared.title() == "Written together"
+    assert shared.title() == "Generated together"
     assert HOSTILE in shared.inner_text("body")
     assert shared.evaluate("document.scripts.length") == 0
     assert "http" not in saved.read_text().replace("http-equiv", "")
@@ -139,8 +175,127 @@ def test_texts_are_never_markup_and_the_keyboard_reaches_the_words(page: Any, tm
 def test_nothing_scrolls_sideways(page: Any, width: int) -> None:
     page.set_viewport_size({"width": width, "height": 800})
     assert page.evaluate("document.documentElement.scrollWidth") <= width
+    heights = page.evaluate("[...document.querySelectorAll('button, input, select')].map(e => e.offsetHeight)")
+    assert min(height for height in heights if height) >= 44  # 0: hidden
     unnamed = page.evaluate(
         "[...document.querySelectorAll('input, select, textarea, button')]"
         ".filter(e => !(e.labels?.length || e.textContent.trim())).length"
     )
     assert unnamed == 0
+
+
+def finished(page: Any) -> None:
+    """Wait until nothing is generated any more."""
+    expect(page.locator("#status")).to_contain_text(re.compile("no room|ended|stopped"), timeout=120_000)
+    page.wait_for_selector("#start:enabled")
+
+
+def test_the_prompt_it_begins_with_is_solved_and_marked(pair_page: Any, pair: Path, solver: Duo) -> None:
+    page, asked = pair_page, pair_page.input_value("#prompt")
+    page.click("#start")
+    finished(page)
+    answer = next(
+        row.ground_truth for row in known_problems(str(pair / "senior"))[1] if row.messages[0]["content"] == asked
+    )
+    assert page.inner_text("#verdict") == f"✓ Correct: {answer}"
+    seeds = (seed for seed in range(100) if f"boxed{{{answer}}}" not in solver.texts([Draft(asked, seed)], MAX_NEW)[0])
+    page.fill("#seed", str(next(seeds)))
+    page.click("#start")
+    finished(page)
+    assert re.fullmatch(rf"✗ Incorrect: found \d+, expected {answer}", page.inner_text("#verdict"))
+    page.fill("#prompt", f"{asked} Well?")  # its answer is not known
+    page.click("#start")
+    finished(page)
+    assert page.inner_text("#verdict") == ""
+    page.click("#another")
+    assert page.input_value("#prompt") == asked
+    page.click("#another")
+    assert re.search(r"\d.*How many", page.input_value("#prompt").replace(asked, ""))
+
+
+def test_a_text_stops_after_so_many_tokens_and_can_be_continued(pair_page: Any) -> None:
+    page = pair_page
+    page.fill("#max_tokens", "6")
+    page.click("#start")
+    finished(page)
+    assert re.match(r"6 tokens; stopped at max new tokens; next: the (senior|junior)\.", page.inner_text("#status"))
+    first = spans(page)
+    page.click("#resume")
+    expect(page.locator("#status")).to_contain_text("12 tokens; stopped", timeout=120_000)
+    assert len(spans(page)) == 12
+    assert spans(page)[:6] == first
+
+
+def test_what_a_person_types_is_shown_in_whole_characters(pair_page: Any) -> None:
+    page = pair_page
+    page.fill("#max_tokens", "3")
+    page.click("#start")
+    finished(page)
+    page.wait_for_selector("#typed:enabled")
+    page.fill("#typed", " héllo 日本 🙂")
+    page.click("#say")
+    page.wait_for_selector("#text .person")
+    mine = spans(page)[3:]
+    assert "".join(span["text"] for span in mine) == " héllo 日本 🙂"
+    assert {"é", "日", "本", "🙂"} <= {span["text"] for span in mine}
+    assert {span["kind"] for span in mine} == {"person"}
+
+
+def test_after_a_refused_prompt_the_page_can_be_used_at_once(pair_page: Any) -> None:
+    page, asked = pair_page, pair_page.input_value("#prompt")
+    page.expected = "status of 400"
+    page.click("#start")
+    finished(page)
+    page.fill("#prompt", "x " * 400)
+    page.click("#start")
+    expect(page.locator("#error")).to_contain_text("at most 255 leave room", timeout=120_000)
+    assert page.inner_text("#status") == "Nothing is generated yet."
+    assert [page.inner_text(of) for of in ("#text", "#verdict", "#surprisal")] == ["", "", ""]
+    assert [page.is_enabled(of) for of in ("#start", "#pause", "#resume", "#say", "#share")] == [True] + [False] * 4
+    page.fill("#prompt", asked)
+    page.click("#start")
+    finished(page)
+    assert page.inner_text("#error") == ""
+    assert page.inner_text("#verdict").startswith("✓")
+
+
+def test_a_reload_loses_nothing(pair_page: Any) -> None:
+    page = pair_page
+    page.click("#start")
+    finished(page)
+    whole = spans(page)
+    page.fill("#max_tokens", "5")
+    page.click("#start")
+    finished(page)
+    page.select_option("#first", "junior")
+    page.fill("#prompt", "another <b>prompt</b>")
+    page.fill("#typed", "half a sentence")
+
+    def state() -> list[Any]:
+        fields = ("#prompt", "#first", "#max_tokens", "#seed", "#typed")
+        return [spans(page), page.inner_text("#status"), *map(page.input_value, fields)]
+
+    before = state()
+    page.reload()
+    page.wait_for_selector("#resume:enabled")
+    assert state() == before
+    page.fill("#max_tokens", "100")
+    page.click("#resume")  # the text of its own prompt and settings
+    expect(page.locator("#status")).to_contain_text("ended", timeout=120_000)
+    page.wait_for_selector("#start:enabled")
+    assert spans(page) == whole
+    page.reload()
+    page.wait_for_selector("#start:enabled")
+    assert page.inner_text("#verdict").startswith("✓ Correct")
+    assert not page.is_enabled("#resume")
+
+
+def test_special_tokens_are_a_mark_with_a_name(pair_page: Any) -> None:
+    page = pair_page
+    page.click("#start")
+    finished(page)
+    assert "<|" not in page.inner_text("#text")
+    last = page.locator("#text span").last
+    assert (last.inner_text(), last.get_attribute("title")) == ("▪", "<|im_end|>")
+    last.hover()
+    assert page.inner_text("#surprisal").startswith("the special token <|im_end|>, by the ")

@@ -30,7 +30,7 @@ def longer(draft: Draft, piece: Piece) -> Draft:
     )
 
 
-@pytest.mark.parametrize("strategy", ["word", "sentence", "bernoulli", "solo"])
+@pytest.mark.parametrize("strategy", ["word", "before_word", "sentence", "bernoulli", "solo"])
 def test_pieces_of_any_length_make_the_text_of_one_request(duo: Duo, strategy: str) -> None:
     selection = SelectionConfig(strategy=strategy)
     prompt = duo.tokenizer.apply_chat_template(
@@ -47,7 +47,7 @@ def test_pieces_of_any_length_make_the_text_of_one_request(duo: Duo, strategy: s
     while stop is None and len(draft.tokens) < 20:
         before = duo.next_author(draft)
         piece = duo.write(draft, min(3, 20 - len(draft.tokens)))
-        assert piece.tokens[0].author == before
+        assert piece.tokens[0].author == before or selection.kind.drops  # then `before` only proposes
         draft, stop = longer(draft, piece), piece.stop
     assert list(draft.tokens) == expected.tokens.tolist()
     assert list(draft.authors) == expected.author.tolist()
@@ -82,6 +82,20 @@ def test_a_character_whose_bytes_are_two_tokens_is_shown_once(duo: Duo) -> None:
     assert texts == ["a", "", "é", "b"]
     half = replace(draft, tokens=tuple(ids[:2]), authors=(0, 1))
     assert duo._read(half, 1, duo._prompt("a b"), over=True)[0].text == "\ufffd"
+
+
+def test_what_a_person_types_is_shown_in_whole_characters(solver: Duo) -> None:
+    said = solver.say(Draft("Mia has 9 figs."), "héllo 日本🙂")
+    assert [token.text for token in said.tokens if token.text] == ["h", "é", "l", "lo", " ", "日", "本", "🙂"]
+
+
+def test_special_tokens_are_named_and_no_text(duo: Duo) -> None:
+    ids = [IDS["a"], IDS["<pad>"], IDS["Ã"], IDS["<eos>"]]
+    draft = Draft("a b", tokens=tuple(ids), authors=(1, 0, 1, 0))
+    read = duo._read(draft, 0, duo._prompt("a b"), over=True)
+    assert [token.special for token in read] == ["", "<pad>", "", "<eos>"]
+    assert [token.text for token in read] == ["a", "", "", "\ufffd"]  # half a character is told at the end
+    assert duo.text(ids[:2]) == "a"
 
 
 def test_surprisals_are_the_juniors(duo: Duo) -> None:

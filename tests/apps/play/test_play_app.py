@@ -1,6 +1,7 @@
 """The page of `tandemrl play` as a client without a browser sees it."""
 
 import json
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -8,9 +9,11 @@ import pytest
 pytest.importorskip("starlette", reason="needs the play extra")
 from starlette.testclient import TestClient
 
-from helpers import CHAT_TEMPLATE, prepared, qwen3, small_qwen3, tokenizer
+from helpers import CHAT_TEMPLATE, IDS, prepared, qwen3, small_qwen3, tokenizer
 from tandemrl.apps.play.app import application
 from tandemrl.apps.play.duo import Duo
+from tandemrl.apps.play.problems import EXAMPLE, Problems
+from tandemrl.config import load
 from tandemrl.rollout.torch_engine import TorchEngine
 
 
@@ -19,8 +22,9 @@ def client() -> TestClient:
     senior, junior, chat = prepared(qwen3()), prepared(small_qwen3()), tokenizer()
     chat.chat_template = CHAT_TEMPLATE
     duo = Duo(TorchEngine(senior, junior, chat), junior, chat, longest=64)
-    about = {"senior": "S", "junior": "<script>", "prompt": "a b"}
-    return TestClient(application(duo, about=about), base_url="http://127.0.0.1:8765")
+    problems = Problems(load(), [replace(EXAMPLE, messages=({"role": "user", "content": "a b"},), ground_truth="b")])
+    app = application(duo, problems, about={"senior": "S", "junior": "<script>"})
+    return TestClient(app, base_url="http://127.0.0.1:8765")
 
 
 def test_the_page_loads_nothing_from_elsewhere_and_runs_no_inline_script(client: TestClient) -> None:
@@ -38,7 +42,7 @@ def test_the_page_loads_nothing_from_elsewhere_and_runs_no_inline_script(client:
 def test_a_text_is_written_and_said(client: TestClient) -> None:
     begun = client.post("/begin", json={}).json()
     assert begun["junior"] == "<script>"
-    draft: dict[str, Any] = {"prompt": begun["prompt"], "seed": 4, "tokens": [], "authors": []}
+    draft: dict[str, Any] = {"prompt": begun["problems"][0], "seed": 4, "tokens": [], "authors": []}
     first = client.post("/write", json=draft | {"count": 4}).json()
     again = client.post("/write", json=draft | {"count": 4}).json()
     assert first == again
@@ -47,6 +51,17 @@ def test_a_text_is_written_and_said(client: TestClient) -> None:
     draft["authors"] = [token["author"] for token in first["tokens"]]
     said = client.post("/say", json=draft | {"text": "c"}).json()
     assert [token["author"] for token in said["tokens"]] == [0]
+    graded = client.post("/grade", json=draft | {"tokens": [IDS["b"]], "authors": [0]}).json()
+    assert graded == {"verdict": {"correct": False, "answer": None, "expected": "b"}}
+    assert client.post("/grade", json=draft | {"prompt": "b a"}).json() == {"verdict": None}
+
+
+@pytest.mark.parametrize("question", ["write", "say", "grade"])
+def test_tokens_outside_the_vocabulary_are_refused_by_each_question(client: TestClient, question: str) -> None:
+    for token in (999, 2**70, -1):
+        body = {"prompt": "a", "count": 1, "text": "c", "tokens": [token], "authors": [1]}
+        answer = client.post(f"/{question}", json=body)
+        assert (answer.status_code, "outside the vocabulary" in answer.json()["error"]) == (400, True)
 
 
 @pytest.mark.parametrize(
@@ -57,8 +72,6 @@ def test_a_text_is_written_and_said(client: TestClient) -> None:
         ({"count": True}, "count: expected a whole number"),
         ({"tokens": [1]}, "authors: expected 0 or 1 for each"),
         ({"tokens": [1], "authors": [2]}, "authors: expected 0 or 1 for each"),
-        ({"tokens": [999], "authors": [1]}, "outside the vocabulary"),
-        ({"tokens": [2**70], "authors": [1]}, "outside the vocabulary"),
         ({"prompt": "\ud800"}, "prompt: expected a text"),
         ({"temperature": float("nan")}, "sampling.temperature must be"),
         ({"selection": {"prob_senior": float("nan")}}, "selection.prob_senior"),

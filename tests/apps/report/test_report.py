@@ -43,8 +43,8 @@ from tandemrl.apps.report.tables import (
     seeds_table,
 )
 from tandemrl.cli.main import app
-from tandemrl.evals import authors_of
-from tandemrl.training.tracking import authored_spans
+from tandemrl.evals import Sample, authors_of
+from tandemrl.training.tracking import authored_spans, write_eval_texts
 from tandemrl.types import Author, Rollout
 
 TEXT = "First 5 plus 5 is 10.\n\nNext 10 minus 2 is 8.\n\n\\boxed{8}"
@@ -590,6 +590,27 @@ def test_evaluated_arms_that_no_experiment_compared_are_compared(tmp_path: Path)
     assert any(each.startswith("other and base cannot be compared: ") for each in caveats)
 
 
+def test_runs_without_an_evaluation_are_compared_by_their_last_one_during_training(tmp_path: Path) -> None:
+    for arm, right in (("grpo", 0), ("tandem", 1)):
+        write_run(tmp_path / arm, eval={"train_samples": 1, "k": [1]})
+        texts = [sample([7], "S1", "t", problem=i) | {"score": 0.0, "correct": i < 2 * right} for i in range(3)]
+        write_eval_texts(tmp_path / arm, 4, {"eval": [Sample(**text) for text in texts]})
+    built = build_report(tmp_path)
+    differences = {(each.metric, each.a, each.b): each.difference.mean for each in built.records.settings[0].contrasts}
+    assert differences["pass@1", "tandem", "grpo"] == pytest.approx(2 / 3)
+    page, text = to_html(built), to_markdown(built)
+    assert re.search(r"tandem against grpo</b><span><em>[a-z ]+:</em> held-out pass@1 \(\+0\.667", page)
+    assert "| tandem − grpo | held-out: pass@1 | +0.667 [" in text
+    (tmp_path / "tandem" / "eval_texts" / "step_4.jsonl").rename(tmp_path / "tandem" / "eval_texts" / "step_2.jsonl")
+    built = build_report(tmp_path)
+    assert built.records.settings[0].contrasts == ()
+    assert "tandem and grpo are not compared: their last evaluations are of different steps." in built.caveats
+
+
+def test_every_column_says_what_it_means() -> None:
+    assert [column.title for column in tables.COLUMNS if not column.meaning] == []
+
+
 def test_what_a_column_means_and_which_end_is_better_stands_on_the_page(page: str) -> None:
     assert 'title="fraction of correct responses when the senior generates alone">solo pass@1 ↑' in page
     assert ">junior CE ↓" in page
@@ -863,6 +884,16 @@ def test_a_character_that_two_authors_wrote_is_whole(tokenizer: tuple[Any, Path]
     split = next(i for i in range(1, len(tokens)) if found.decode(tokens[:i]).endswith("\ufffd"))
     author = [1] * split + [0] * (len(tokens) - split)
     assert authored_spans(tokens, author, found.decode) == [(Author.SENIOR, "5 "), (Author.JUNIOR, "é 6")]
+
+
+def test_characters_of_several_tokens_side_by_side_are_whole(tokenizer: tuple[Any, Path]) -> None:
+    """Where each token is a span of its own, each character is in the span of its last token."""
+    found, _ = tokenizer
+    text = "日本語🙂é!"
+    tokens = found.encode(text, add_special_tokens=False)
+    spans = [part for _, part in authored_spans(tokens, [i % 2 for i in range(len(tokens))], found.decode)]
+    assert [part for part in spans if part] == [*text]
+    assert [i for i, part in enumerate(spans) if part] == [2, 5, 8, 12, 14, 15]  # by the lengths in UTF-8
 
 
 def test_spans_join_to_the_text_with_a_decoder_that_looks_back() -> None:

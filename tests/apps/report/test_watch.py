@@ -7,10 +7,13 @@ from pathlib import Path
 
 import httpx
 import pytest
+from test_report import sample, write_phase
 
 from tandemrl.apps.report import build_report
 from tandemrl.apps.report.records import ReportError
 from tandemrl.apps.report.watch import LiveReport, server
+from tandemrl.evals.compare import CompareError, Contrast
+from tandemrl.evals.stats import Interval
 
 
 @pytest.fixture
@@ -46,6 +49,39 @@ def test_the_page_appears_and_is_renewed_when_the_run_has_gone_on(run: Path, add
     assert httpx.get(address).text == first
     steps(run, 5)
     assert httpx.get(address).text != first
+
+
+def test_arms_are_compared_anew_only_when_their_evaluations_have_changed(
+    run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from tandemrl.apps.report import differences
+
+    compared: list[tuple[Path, ...]] = []
+
+    def compare(a: tuple[Path, ...], b: tuple[Path, ...]) -> list[Contrast]:
+        compared.append(a)
+        if len(compared) == 3:
+            raise CompareError("other problems")
+        return [Contrast("pass-at-k", "pass@1", 0.5, 0.25, Interval(len(compared), 0.1, 9.0), (), "A > B", 8)]
+
+    monkeypatch.setattr(differences, "compare", compare)
+    for arm in ("grpo", "tandem"):
+        write_phase(run / "eval" / arm, "pass-at-k", {"pass@1": 0.5})
+    live = LiveReport(run, lambda: build_report(run))
+    pages = [live.html()]
+    for count in (3, 4):
+        steps(run, count)
+        pages.append(live.html())
+    assert (len(set(pages)), len(compared)) == (3, 1)
+    samples = run / "eval" / "tandem" / "pass-at-k.samples.jsonl"
+    samples.write_text(json.dumps(sample([1], "S1", "other text")) + "\n")
+    assert "+2.00" in live.html()
+    assert compared == [(run / "eval" / "tandem",)] * 2
+    write_phase(run / "eval" / "grpo", "pass-at-k", {"pass@1": 0.25})
+    for count in (5, 6):
+        steps(run, count)
+        assert "cannot be compared: other problems" in live.html()
+    assert len(compared) == 3
 
 
 def test_only_this_machine_and_only_the_page_are_answered(run: Path, address: str) -> None:

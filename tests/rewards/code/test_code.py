@@ -110,7 +110,7 @@ def test_formats():
     ],
 )
 def test_a_row_without_tests_is_named(truth, message):
-    with pytest.raises(DataError, match=rf"row apps/train/7: ground_truth is no set of tests: .*{message}"):
+    with pytest.raises(DataError, match=rf"row apps/train/7: ground_truth is not a set of tests: .*{message}"):
         score_code(Row("apps/train/7", (), "apps", truth, {}), fenced(ADD), sandbox=LIMITS)
 
 

@@ -149,7 +149,7 @@ def test_what_cannot_be_scored_is_refused() -> None:
     row.extra_info["docs"].append({"id": "0", "title": "", "text": "twice"})  # type: ignore[attr-defined]
     with pytest.raises(DataError, match="two documents have the id '0'"):
         parts(row=row)
-    with pytest.raises(DataError, match=r"extra_info.docs\[0\]': its 'id' must be a text without white space"):
+    with pytest.raises(DataError, match=r"extra_info.docs\[0\]': its 'id' must be a string without whitespace"):
         parts(row=Row("q", (), "musique", "x", {"docs": [{"id": "a b", "text": ""}]}))
     with pytest.raises(DataError, match=r"n_hops': expected a whole number, found 'two'"):
         parts(row=Row("q", (), "musique", "x", {"n_hops": "two"}))

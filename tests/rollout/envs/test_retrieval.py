@@ -125,7 +125,7 @@ def test_a_corpus_finds_what_its_documents_in_memory_would(words: None, tmp_path
     ("lines", "message"),
     [
         ([{"id": "a", "text": "x"}, {"id": "a", "text": "y"}], r"line 2: two documents have the id 'a'"),
-        ([{"id": "a"}], r"line 1: expected a text as 'text', or as 'title' and 'body', found \['id'\]"),
+        ([{"id": "a"}], r"line 1: expected a string 'text', or strings 'title' and 'body', found \['id'\]"),
         (["text"], r"line 1: expected an object"),
         ([{"id": "a", "text": "the"}], r"corpus\.jsonl: no document has a word"),
     ],
@@ -429,7 +429,7 @@ def test_a_service_searches_in_its_own_corpus(shape: Any) -> None:
     [
         (200, [{"id": "1", "text": "another Bob"}], r"another document with the id '1' than 'extra_info\.docs'"),
         (200, {"results": None}, "not a list of documents"),
-        (200, [{"id": "1"}], "not a list of documents: POST /search: expected a text"),
+        (200, [{"id": "1"}], "not a list of documents: POST /search: expected a string"),
         (404, "", r"retrieval\.url must end where /search begins"),
         (503, "loading", r"failed 3 time\(s\), at last with: HTTP 503"),
     ],

@@ -7,11 +7,11 @@ from transformers import PreTrainedTokenizerFast, Qwen3ForCausalLM
 
 from tandemrl import evals
 from tandemrl.config import load
-from tandemrl.data.rows import Row, encode_prompts
+from tandemrl.data.rows import Row
 from tandemrl.evals.measures import Sample
 from tandemrl.models.loading import prepare
 from tandemrl.rewards.scoring import Scorer
-from tandemrl.rollout.envs.episodes import EpisodeRunner
+from tandemrl.rollout.envs.episodes import EpisodeRunner, opening_prompts
 from tandemrl.rollout.envs.factory import make_environment
 from tandemrl.rollout.torch_engine import TorchEngine
 from tandemrl.selection import solo
@@ -26,13 +26,7 @@ def solo_episodes(
     assert environment is not None
     engine = TorchEngine(prepare(copy.deepcopy(model)), None, tokenizer, max_rows=512)
     with EpisodeRunner(environment, tokenizer, config.rollout) as episode_runner, Scorer(config.reward) as scorer:
-        prompts, _ = encode_prompts(
-            rows,
-            tokenizer,
-            max_prompt_tokens=config.data.max_prompt_tokens,
-            opening=lambda row: episode_runner.opening(row).messages,
-            tools=episode_runner.tools,
-        )
+        prompts, _ = opening_prompts(rows, tokenizer, config.data, episode_runner)
         samples = evals.generate_samples(
             {"solo": solo("senior")},
             engine=engine,

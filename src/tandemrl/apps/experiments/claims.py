@@ -54,30 +54,17 @@ def paper_claims(pair: str, rows: Sequence[ResultRow], contrasts: Sequence[Contr
     difference = _solo_difference(pair, contrasts, "tandem")
     if difference is None or not found.has(BASE, "grpo", "tandem"):
         return []
-    each = found.each
+    each, gain, claim = found.each, found.gain, found.every_seed
+    legible = each("grpo", "junior_ce") / each("tandem", "junior_ce")
+    handed = gain("tandem", "grpo", "handoff/pass@1")
     return [
         *_not_inferior(found, difference, "tandem"),
-        found.every_seed("solo pass@1 of tandem GRPO", ">=", 0.9, each("tandem", "solo/pass@1")),
-        found.every_seed(
-            "its gain over the model before training",
-            ">=",
-            0.15,
-            each("tandem", "solo/pass@1") - each(BASE, "solo/pass@1"),
-        ),
-        found.every_seed(
-            "handoff robustness: tandem - GRPO in handoff pass@1",
-            ">=",
-            0.2,
-            each("tandem", "handoff/pass@1") - each("grpo", "handoff/pass@1"),
-        ),
-        found.every_seed(
-            "legibility: junior cross-entropy of GRPO / of tandem GRPO",
-            ">=",
-            5,
-            each("grpo", "junior_ce") / each("tandem", "junior_ce"),
-        ),
-        found.every_seed("jargon rate after GRPO", ">=", 0.8, each("grpo", "jargon_rate")),
-        found.every_seed("jargon rate after tandem GRPO", "<=", 0.05, each("tandem", "jargon_rate")),
+        claim("solo pass@1 of tandem GRPO", ">=", 0.9, each("tandem", "solo/pass@1")),
+        claim("its gain over the model before training", ">=", 0.15, gain("tandem", BASE, "solo/pass@1")),
+        claim("handoff robustness: tandem - GRPO in handoff pass@1", ">=", 0.2, handed),
+        claim("legibility: junior cross-entropy of GRPO / of tandem GRPO", ">=", 5, legible),
+        claim("jargon rate after GRPO", ">=", 0.8, each("grpo", "jargon_rate")),
+        claim("jargon rate after tandem GRPO", "<=", 0.05, each("tandem", "jargon_rate")),
     ]
 
 
@@ -89,12 +76,7 @@ def hops_claims(pair: str, rows: Sequence[ResultRow], contrasts: Sequence[Contra
     found = _Found.of(pair, rows)
     titles = {"grpo": "GRPO", "turns": "tandem by turns", "words": "tandem by words"}
     return [
-        found.every_seed(
-            f"gain of {title} over the model before training, solo pass@1",
-            ">=",
-            0.25,
-            found.each(arm, "solo/pass@1") - found.each(BASE, "solo/pass@1"),
-        )
+        found.every_seed(f"gain of {title} {_BEFORE}", ">=", 0.25, found.gain(arm, BASE, "solo/pass@1"))
         for arm, title in titles.items()
         if found.has(BASE, arm)
     ]
@@ -139,43 +121,24 @@ def hops_jargon_claims(pair: str, rows: Sequence[ResultRow], contrasts: Sequence
     difference = _solo_difference(pair, contrasts, "turns")
     if difference is None or not found.has(BASE, "grpo", "turns"):
         return []
-    each = found.each
-
-    def gained(measure: str) -> np.ndarray:
-        return each("turns", measure) - each("grpo", measure)
-
+    each, gain, claim = found.each, found.gain, found.every_seed
+    once, often = (gain("turns", "grpo", f"handoff/{how}") for how in ("senior_then_junior", "senior_first_turns"))
+    legible = each("grpo", "junior_ce") / each("turns", "junior_ce")
     return [
         *_not_inferior(found, difference, "turns"),
-        found.every_seed(
-            "gain of tandem by turns over the model before training, solo pass@1",
-            ">=",
-            0.15,
-            each("turns", "solo/pass@1") - each(BASE, "solo/pass@1"),
-        ),
-        found.every_seed(
-            "handoff after the senior's first turn: tandem by turns - GRPO",
-            ">=",
-            0.15,
-            gained("handoff/senior_then_junior"),
-        ),
-        found.every_seed(
-            "handoff after every turn, the senior first: tandem by turns - GRPO",
-            ">=",
-            0.15,
-            gained("handoff/senior_first_turns"),
-        ),
-        found.every_seed(
-            "legibility: junior cross-entropy of GRPO / of tandem by turns",
-            ">=",
-            2,
-            each("grpo", "junior_ce") / each("turns", "junior_ce"),
-        ),
-        found.every_seed("jargon rate after GRPO", ">=", 0.8, each("grpo", "jargon_rate")),
-        found.every_seed("jargon rate after tandem by turns", "<=", 0.2, each("turns", "jargon_rate")),
+        claim(f"gain of tandem by turns {_BEFORE}", ">=", 0.15, gain("turns", BASE, "solo/pass@1")),
+        claim("handoff after the senior's first turn: tandem by turns - GRPO", ">=", 0.15, once),
+        claim("handoff after every turn, the senior first: tandem by turns - GRPO", ">=", 0.15, often),
+        claim("legibility: junior cross-entropy of GRPO / of tandem by turns", ">=", 2, legible),
+        claim("jargon rate after GRPO", ">=", 0.8, each("grpo", "jargon_rate")),
+        claim("jargon rate after tandem by turns", "<=", 0.2, each("turns", "jargon_rate")),
     ]
 
 
 # --------------------------------------------------------------------------------------------------------------------
+
+
+_BEFORE = "over the model before training, solo pass@1"
 
 
 @dataclass(frozen=True)
@@ -202,6 +165,10 @@ class _Found:
     def each(self, arm: str, measure: str) -> np.ndarray:
         """A measure of an arm, by seed."""
         return np.array([self.arms[arm][seed][measure] for seed in self.seeds])
+
+    def gain(self, arm: str, over: str, measure: str) -> np.ndarray:
+        """By how much a measure of one arm is above another arm's, by seed."""
+        return self.each(arm, measure) - self.each(over, measure)
 
     def every_seed(self, what: str, sense: Literal["<=", ">="], bar: float, values: np.ndarray) -> Claim:
         holds = (values <= bar if sense == "<=" else values >= bar).all()

@@ -130,12 +130,7 @@ ABLATIONS = (
     _arm("bernoulli", "selection.strategy=bernoulli"),
     _arm("p_0.25", "selection.prob_senior=0.25"),
     _arm("p_0.75", "selection.prob_senior=0.75"),
-    _arm(
-        "p_0.9_to_0.5",
-        "selection.prob_senior=0.9",
-        "selection.prob_senior_final=0.5",
-        "selection.anneal_steps=40",
-    ),
+    _arm("p_0.9_to_0.5", "selection.prob_senior=0.9", "selection.prob_senior_final=0.5", "selection.anneal_steps=40"),
     _arm("K_2", "selection.max_gap_tokens=2"),
     _arm("K_8", "selection.max_gap_tokens=8"),
     _arm("junior_weight_0.5", "loss.junior_weight=0.5"),
@@ -174,12 +169,7 @@ hour on a core."""
 
 EXPERIMENTS: dict[str, Experiment] = {
     "quickstart": Experiment(
-        "quickstart",
-        (GRPO, TANDEM),
-        contrasts=(("tandem", "grpo"),),
-        seeds=(0,),
-        overrides=RECIPE,
-        packaged_pairs=True,
+        "quickstart", (GRPO, TANDEM), contrasts=(("tandem", "grpo"),), seeds=(0,), overrides=RECIPE, packaged_pairs=True
     ),
     "paper-claims": Experiment(
         "paper-claims",
@@ -286,6 +276,11 @@ def run_experiment(
     if len(refused) == len(jobs):
         raise ExperimentError(f"every pair was refused: {'; '.join(refused.values())}")
     results = collect_results(experiment, out, refused=refused)
+    return reported(results, out, say)
+
+
+def reported(results: dict[str, Any], out: Path, say: Callable[[str], None]) -> dict[str, Any]:
+    """The results, once they are in ``results.json`` and on the page of the experiment."""
     write_text(out / "results.json", json.dumps(results, indent=2, allow_nan=False) + "\n")
     page = report.build_report(out)
     report.write_report(page)

@@ -56,10 +56,7 @@ class Family(NamedTuple):
 def worded_measures(macro: Mapping[str, float], solo: Sequence[str], handoff: Sequence[str]) -> dict[str, float]:
     """The share of solo texts that use jargon, the number of repairing lines per handoff text, and the share of wrong
     steps in handoff texts that the next line repairs."""
-    row = {
-        "jargon_rate": fmean(map(uses_jargon, solo)),
-        "handoff/repairs": fmean(map(repairs, handoff)),
-    }
+    row = {"jargon_rate": fmean(map(uses_jargon, solo)), "handoff/repairs": fmean(map(repairs, handoff))}
     if wrong := [slip for text in handoff for slip in slips(text)]:
         row["handoff/repaired"] = fmean(slip.repaired for slip in wrong)
     return row

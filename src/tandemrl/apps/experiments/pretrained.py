@@ -40,13 +40,7 @@ ROWS = 1024
 """How many problems a model learns from, in each stage. Their order is that of the seed."""
 PLAIN = "word_problems"
 RECIPE = WarmStart(
-    batch_size=8,
-    lr=1e-4,
-    final_lr_fraction=1.0,
-    warmup_steps=0,
-    betas=(0.9, 0.95),
-    weight_decay=0.0,
-    eval_rows=128,
+    batch_size=8, lr=1e-4, final_lr_fraction=1.0, warmup_steps=0, betas=(0.9, 0.95), weight_decay=0.0, eval_rows=128
 )
 """What both stages have in common. Their steps are in ``STEPS``."""
 

@@ -17,8 +17,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from tandemrl import evals
-from tandemrl.apps import report
-from tandemrl.apps.experiments.experiment import SCHEMA, ExperimentError
+from tandemrl.apps.experiments.experiment import SCHEMA, ExperimentError, reported
 from tandemrl.apps.experiments.tiny import build_tiny_pair
 from tandemrl.config import load
 from tandemrl.evals import Phase
@@ -90,12 +89,7 @@ def run_retrievers(benchmark: Benchmark, out: str | Path, *, say: Callable[[str]
         for retriever in benchmark.retrievers:
             macro = _evaluate(benchmark, entry, retriever)
             say(f"{entry.home.relative_to(out)}, {retriever}: solo pass@1 {macro['pass@1']:.3f}")
-    results = _results(benchmark, entries)
-    write_text(out / "results.json", json.dumps(results, indent=2, allow_nan=False) + "\n")
-    page = report.build_report(out)
-    report.write_report(page)
-    say(report.headlines(page, report.headline_lines))
-    return results
+    return reported(_results(benchmark, entries), out, say)
 
 
 # --------------------------------------------------------------------------------------------------------------------

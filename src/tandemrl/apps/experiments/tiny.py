@@ -58,48 +58,28 @@ CHAT_TEMPLATE = (
 WORD_SPLIT = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
-_COMMON: dict[str, Any] = {"max_position_embeddings": 2048, "tie_word_embeddings": True}
+
+
+def _size(hidden: int, layers: int, heads: int, inside: int, spread: float, head_dim: int = 32) -> dict[str, Any]:
+    """The fields of a Qwen3 configuration; a head of 32 channels is the smallest that every vLLM backend accepts."""
+    return {
+        "max_position_embeddings": 2048,
+        "tie_word_embeddings": True,
+        "hidden_size": hidden,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": heads // 2,
+        "head_dim": head_dim,
+        "intermediate_size": inside,
+        "initializer_range": spread,
+    }
+
+
 SIZES: dict[str, dict[str, Any]] = {
-    "tiny": _COMMON
-    | {
-        "hidden_size": 96,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "head_dim": 32,  # the smallest that every vLLM attention backend accepts
-        "intermediate_size": 288,
-        "initializer_range": 0.04,
-    },
-    "1m": _COMMON
-    | {
-        "hidden_size": 192,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 6,
-        "num_key_value_heads": 3,
-        "head_dim": 32,
-        "intermediate_size": 576,
-        "initializer_range": 0.03,
-    },
-    "4m": _COMMON
-    | {
-        "hidden_size": 384,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 12,
-        "num_key_value_heads": 6,
-        "head_dim": 32,
-        "intermediate_size": 1152,
-        "initializer_range": 0.02,
-    },
-    "46m": _COMMON
-    | {
-        "hidden_size": 512,
-        "num_hidden_layers": 15,
-        "num_attention_heads": 8,
-        "num_key_value_heads": 4,
-        "head_dim": 64,
-        "intermediate_size": 1488,
-        "initializer_range": 0.02,
-    },
+    "tiny": _size(96, 2, 4, 288, 0.04),
+    "1m": _size(192, 2, 6, 576, 0.03),
+    "4m": _size(384, 2, 12, 1152, 0.02),
+    "46m": _size(512, 15, 8, 1488, 0.02, head_dim=64),
 }
 """The fields of the Qwen3 configuration for each size. The vocabulary is the tokenizer's."""
 DEFAULT_SIZE = "tiny"
@@ -340,12 +320,7 @@ def new_model(tokenizer: PreTrainedTokenizerFast, seed: int, size: str = "tiny")
 
 @torch.no_grad()
 def solo_texts(
-    model: PreTrainedModel,
-    tokenizer: PreTrainedTokenizerBase,
-    rows: Sequence[Row],
-    seed: int,
-    *,
-    max_tokens: int = 64,
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, rows: Sequence[Row], seed: int, *, max_tokens: int = 64
 ) -> list[str]:
     """Sample one text per row at temperature 1, from the whole distribution."""
     encoded: Any = tokenizer.apply_chat_template(

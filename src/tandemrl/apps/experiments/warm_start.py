@@ -27,6 +27,10 @@ Progress = Callable[[int, int, float], None]
 the measured criteria ask for more steps."""
 
 
+MEASURING = "measuring what it can do"
+"""What a warm start does after its last step, for up to a minute."""
+
+
 def progress_line(step: int, steps: int, loss: float, elapsed_s: float) -> str:
     """How far a warm start is, and about how long the rest takes.
 
@@ -36,7 +40,7 @@ def progress_line(step: int, steps: int, loss: float, elapsed_s: float) -> str:
         >>> progress_line(200, 200, 0.5, elapsed_s=40)
         'step 200 of 200, loss 0.500, measuring what it can do'
     """
-    left = time_left(elapsed_s / step * (steps - step)) if step < steps else "measuring what it can do"
+    left = time_left(elapsed_s / step * (steps - step)) if step < steps else MEASURING
     return f"step {step} of {steps}, loss {loss:.3f}, {left}"
 
 
@@ -97,11 +101,7 @@ def load_trainable(path: str | Path, *, device: str = "cpu") -> tuple[PreTrained
 
 
 def warm_start(
-    model: PreTrainedModel,
-    batches: Iterable[WarmStartBatch],
-    recipe: WarmStart,
-    *,
-    progress: Progress | None = None,
+    model: PreTrainedModel, batches: Iterable[WarmStartBatch], recipe: WarmStart, *, progress: Progress | None = None
 ) -> float:
     """Train a model for ``recipe.steps`` batches. Returns the last loss in nats per token."""
     optimizers = _optimizers(model, recipe)

@@ -15,16 +15,7 @@ from transformers import AutoModelForCausalLM, PretrainedConfig
 from tandemrl.apps.planning.accelerators import PER_MACHINE, RESERVE, Accelerator
 from tandemrl.apps.planning.architectures import architecture
 from tandemrl.apps.planning.ledger import Collective
-from tandemrl.apps.planning.rehearsal import (
-    Rehearsal,
-    Sent,
-    Traffic,
-    Work,
-    rehearse_critic,
-    rehearse_frozen,
-    rehearse_policy,
-    rehearse_prefill,
-)
+from tandemrl.apps.planning.rehearsal import Rehearsal, Role, Sent, Traffic, Work, rehearse, rehearse_prefill
 from tandemrl.config import Config, ConfigError, ParallelConfig
 from tandemrl.config.rules import check_processes
 from tandemrl.distributed.world import World, imagined_world
@@ -138,7 +129,7 @@ def _plan(config: Config, world: World, device: Accelerator) -> Plan:
     work = Work(lengths, config.data.max_prompt_tokens)
     micro_batches = updates * math.ceil(share / max(1, tokens // longest))
 
-    policy = _rehearsed("policy", senior, config, world, work, options)
+    policy = _rehearsed(Role("policy"), senior, config, world, work, options)
     off_weights, off_state = offloaded(config.parallel)
     items = _trained_items("policy", policy, off_weights, off_state)
     passes = [(policy, "update", micro_batches)]
@@ -147,7 +138,8 @@ def _plan(config: Config, world: World, device: Accelerator) -> Plan:
     passes.append((policy, "forward", scored))
     busiest = _busiest(policy, off_weights, off_state)
     if recipe.advantage is None:
-        critic = _rehearsed("critic", architecture(model.critic or model.senior), config, world, work, options)
+        shape = architecture(model.critic or model.senior)
+        critic = _rehearsed(Role("critic"), shape, config, world, work, options)
         items += _trained_items("critic", critic, off_weights, off_state)
         passes += [(critic, "update", micro_batches), (critic, "forward", micro_batches)]
         busiest = max(busiest, _busiest(critic, off_weights, off_state))
@@ -155,7 +147,7 @@ def _plan(config: Config, world: World, device: Accelerator) -> Plan:
         items.append(Item("update", "gradients", policy.gradients, on_host=True))
     items.append(Item("update", "gradients and activations of a micro-batch", busiest))
     for name, shape, dtype in _frozen(config, senior, partner, world):
-        frozen = _rehearsed(f"frozen {dtype}", shape, config, world, work, options)
+        frozen = _rehearsed(Role("frozen", dtype), shape, config, world, work, options)
         items.append(Item("always", f"{name}: weights, {dtype}", frozen.weights))
         passes.append((frozen, "forward", micro_batches))
 
@@ -197,26 +189,14 @@ def _busiest(found: Rehearsal, off_weights: bool, off_state: bool) -> int:
     return gradients + max(found.activations, found.optimizer if off_state else 0)
 
 
-def _rehearsed(role: str, shape: PretrainedConfig, config: Config, world: World, work: Work, options: Any) -> Rehearsal:
+def _rehearsed(
+    role: Role, shape: PretrainedConfig, config: Config, world: World, work: Work, options: Any
+) -> Rehearsal:
     """The rehearsal of a model. It is not repeated for a config that differs only in keys without influence on it."""
-    key = (
-        role,
-        shape.to_json_string(),
-        config.parallel,
-        config.model,
-        config.loss.entropy_coef,
-        world.size,
-        work,
-        options,
-    )
+    influences = config.parallel, config.model, config.loss.entropy_coef, world.size
+    key = role, *_known(shape), *influences, work, options
     if key not in _KNOWN:
-        if role == "policy":
-            _KNOWN[key] = rehearse_policy(shape, config, world, work, options)
-        elif role == "critic":
-            _KNOWN[key] = rehearse_critic(shape, config, world, work, options)
-        else:
-            dtype = getattr(torch, role.removeprefix("frozen "))
-            _KNOWN[key] = rehearse_frozen(shape, config, world, work, options, dtype)
+        _KNOWN[key] = rehearse(role, shape, config, world, work, options)
     return _KNOWN[key]
 
 
@@ -278,10 +258,7 @@ def _engine(
         size = rows * columns * per_token + waiting * length * per_token
         prompt = min(config.data.max_prompt_tokens, length)
         prompts = max(1, min(PREFILL_TOKENS // prompt, math.ceil(rows / rollout.group_size)))
-        prefill = max(
-            _prefill(shape.to_json_string(use_diff=False), _kind(shape), model.dtype, prompts, prompt)
-            for shape in shapes
-        )
+        prefill = max(_prefill(*_known(shape), model.dtype, prompts, prompt) for shape in shapes)
         items = [Item("always", f"engine, {who}: weights, {model.dtype}", n) for who, n in weights.items() if n]
         items += [
             Item("rollout", "engine: KV cache", size),
@@ -327,9 +304,7 @@ def _columns(prompt: int, longest: int) -> int:
 
 def parameters(shape: PretrainedConfig) -> int:
     """How many parameters a model has. Tied ones count once."""
-    return sum(
-        parameter.numel() for parameter in _skeleton(shape.to_json_string(use_diff=False), _kind(shape)).parameters()
-    )
+    return sum(parameter.numel() for parameter in _skeleton(*_known(shape)).parameters())
 
 
 def kv_bytes(shape: PretrainedConfig, width: int) -> int:
@@ -339,18 +314,18 @@ def kv_bytes(shape: PretrainedConfig, width: int) -> int:
     return int(2 * text.num_hidden_layers * text.num_key_value_heads * channels * width)
 
 
-def _kind(shape: PretrainedConfig) -> Any:
-    """Its class. mypy takes that for something that cannot be hashed."""
-    return type(shape)
+def _known(shape: PretrainedConfig) -> tuple[Any, str]:
+    """A model's shape as what can be hashed: the class of its configuration, and its values as JSON."""
+    return type(shape), shape.to_json_string(use_diff=False)
 
 
 @cache
-def _prefill(json: str, kind: Any, dtype: str, prompts: int, length: int) -> int:
+def _prefill(kind: Any, json: str, dtype: str, prompts: int, length: int) -> int:
     return rehearse_prefill(kind.from_dict(loads(json)), getattr(torch, dtype), prompts, length)
 
 
 @cache
-def _skeleton(json: str, kind: Any) -> Any:
+def _skeleton(kind: Any, json: str) -> Any:
     with torch.device("meta"):
         return AutoModelForCausalLM.from_config(kind.from_dict(loads(json)))
 
@@ -362,9 +337,7 @@ def _flops(
     config: Config, senior: PretrainedConfig, longest: int, sequences: int, world: World, scored: float, critic: bool
 ) -> float:
     """The FLOPs of this process's updates in a step, including recomputation and scoring passes."""
-    skeleton = _skeleton(senior.to_json_string(use_diff=False), _kind(senior)).requires_grad_(
-        not config.model.lora.rank
-    )
+    skeleton = _skeleton(*_known(senior)).requires_grad_(not config.model.lora.rank)
     predictions = sequences * config.response_tokens
     once = update_flops(cost_of(skeleton), [longest] * sequences, predictions=predictions)
     passes = 1 + scored / 3 + (config.loss.kl_coef > 0) / 3 + (config.loss.junior_kl_coef > 0) / 3
@@ -397,10 +370,7 @@ def _seconds(
     decode = (
         waves * config.rollout.max_tokens * (read / config.rollout.tensor_parallel + cache.size / 2) / device.bandwidth
     )
-    return {
-        "update": (max(compute / 0.6, wire), compute / 0.2 + wire),
-        "rollout": (decode / 0.7, decode / 0.1),
-    }
+    return {"update": (max(compute / 0.6, wire), compute / 0.2 + wire), "rollout": (decode / 0.7, decode / 0.1)}
 
 
 def _wire(collective: Collective, traffic: Traffic, world: World, device: Accelerator) -> float:

@@ -10,7 +10,7 @@ import copy
 from collections.abc import Callable, Iterable
 from contextlib import nullcontext
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -27,7 +27,7 @@ from tandemrl.config import Config
 from tandemrl.distributed.world import World
 from tandemrl.models.attention import ATTENTION
 from tandemrl.models.batching import pack
-from tandemrl.models.critic import packed_values
+from tandemrl.models.critic import packed_values, without_dropout
 from tandemrl.models.forward import channel_of, packed_logprobs, part_of
 from tandemrl.models.head import ForwardOptions
 from tandemrl.models.lora import attach, dropping
@@ -80,59 +80,18 @@ SHORT = Work((64,), 1)
 """One short row: its backward pass makes the gradients before anything is measured."""
 
 
-def rehearse_policy(
-    configuration: PretrainedConfig, config: Config, world: World, work: Work, options: ForwardOptions
+class Role(NamedTuple):
+    """What a model is there for: ``policy``, ``critic``, or ``frozen`` to score with, with weights of a dtype."""
+
+    name: Literal["policy", "critic", "frozen"]
+    dtype: str = "float32"
+
+
+def rehearse(
+    role: Role, configuration: PretrainedConfig, config: Config, world: World, work: Work, options: ForwardOptions
 ) -> Rehearsal:
-    """The rehearsal of the senior, which is trained."""
-
-    def make(small: PretrainedConfig) -> PreTrainedModel:
-        model = _causal(small, torch.float32)
-        if config.model.gradient_checkpointing:
-            checkpoint_gradients(model)
-        if config.model.lora.rank:
-            attach(model, config.model.lora, config.train.seed)
-        return shard(model, world, dtype=getattr(torch, config.model.dtype))
-
-    run = partial(_run, config=config, world=world, work=work, options=options, make=make, critic=False, trained=True)
-    return _rehearsal(_extrapolated(run, configuration))
-
-
-def rehearse_critic(
-    configuration: PretrainedConfig, config: Config, world: World, work: Work, options: ForwardOptions
-) -> Rehearsal:
-    """The rehearsal of the critic."""
-
-    def make(small: PretrainedConfig) -> PreTrainedModel:
-        small.num_labels = 1
-        with torch.device("meta"):
-            model = AutoModelForTokenClassification.from_config(small, dtype=torch.float32)
-        model.eval().set_attn_implementation(ATTENTION)
-        for module in model.modules():
-            if isinstance(module, nn.Dropout):
-                module.p = 0.0
-        if config.model.gradient_checkpointing:
-            checkpoint_gradients(model)
-        return shard(model, world, dtype=getattr(torch, config.model.dtype), forward=packed_values)
-
-    run = partial(_run, config=config, world=world, work=work, options=options, make=make, critic=True, trained=True)
-    return _rehearsal(_extrapolated(run, configuration))
-
-
-def rehearse_frozen(
-    configuration: PretrainedConfig,
-    config: Config,
-    world: World,
-    work: Work,
-    options: ForwardOptions,
-    dtype: torch.dtype,
-) -> Rehearsal:
-    """The rehearsal of a model that only scores: the reference (float32) or the junior."""
-
-    def make(small: PretrainedConfig) -> PreTrainedModel:
-        model = _causal(small, dtype).requires_grad_(False)
-        return shard(model, world, dtype=getattr(torch, config.model.dtype))
-
-    run = partial(_run, config=config, world=world, work=work, options=options, make=make, critic=False, trained=False)
+    """The rehearsal of a model in a role."""
+    run = partial(_run, role=role, config=config, world=world, work=work, options=options)
     return _rehearsal(_extrapolated(run, configuration))
 
 
@@ -161,16 +120,30 @@ def _causal(configuration: PretrainedConfig, dtype: torch.dtype) -> PreTrainedMo
     return model
 
 
+def _critic(configuration: PretrainedConfig) -> PreTrainedModel:
+    configuration.num_labels = 1
+    with torch.device("meta"):
+        model = AutoModelForTokenClassification.from_config(configuration, dtype=torch.float32)
+    model.eval().set_attn_implementation(ATTENTION)
+    without_dropout(model)
+    return model
+
+
+def _made(role: Role, small: PretrainedConfig, config: Config, world: World) -> PreTrainedModel:
+    """A model as training makes it, sharded."""
+    model = _critic(small) if role.name == "critic" else _causal(small, getattr(torch, role.dtype))
+    if role.name == "frozen":
+        model.requires_grad_(False)
+    elif config.model.gradient_checkpointing:
+        checkpoint_gradients(model)
+    if role.name == "policy" and config.model.lora.rank:
+        attach(model, config.model.lora, config.train.seed)
+    forward = packed_values if role.name == "critic" else packed_logprobs
+    return shard(model, world, dtype=getattr(torch, config.model.dtype), forward=forward)
+
+
 def _run(
-    configuration: PretrainedConfig,
-    *,
-    config: Config,
-    world: World,
-    work: Work,
-    options: ForwardOptions,
-    make: Callable[[PretrainedConfig], PreTrainedModel],
-    critic: bool,
-    trained: bool,
+    configuration: PretrainedConfig, *, role: Role, config: Config, world: World, work: Work, options: ForwardOptions
 ) -> dict[Any, int]:
     """Run two micro-batches and an optimiser step.
 
@@ -178,7 +151,8 @@ def _run(
     short. A pass that only scores sends what the forward part of training sends.
     """
     fake = FakeTensorMode(allow_non_fake_inputs=True)
-    model = make(configuration)
+    trained, critic = role.name != "frozen", role.name == "critic"
+    model = _made(role, configuration, config, world)
     give_storage(model, fake)
     optimizer = make_optimizer(model, config.train, config.train.lr) if trained else None
     short, batch = (batch_of(each, int(configuration.get_text_config().vocab_size)) for each in (SHORT, work))
@@ -257,7 +231,7 @@ def one_pass(
     with _disable_current_modes():
         index = ((batch.author >= 0) & (batch.positions > 0)).nonzero().squeeze(1)
         part = part_of(batch, index, shards.sequence)
-        targets = batch.tokens.index_select(0, part.predicted)
+        targets = batch.tokens.index_select(0, part.slots)
         tokens, positions, prefixes, targets = (
             fake.from_tensor(each) for each in (part.tokens, part.positions, part.prefixes, targets)
         )
@@ -270,7 +244,7 @@ def one_pass(
         else:
             logprobs = getattr(model, "packed_logprobs", None) or partial(packed_logprobs, model)
             channels = list(logprobs(tokens, positions, part.layout, prefixes, targets, options, shards.tensor))
-    whole = [channel_of(channel, part, batch, shards.sequence) for channel in channels]
+    whole = [channel_of(channel, part, batch.tokens.shape[0], shards.sequence) for channel in channels]
     return sum((channel.sum() for channel in whole[1:] if entropy), whole[0].sum())
 
 

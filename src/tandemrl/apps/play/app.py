@@ -1,4 +1,4 @@
-"""The page of `tandemrl play` and the three questions that it asks, for one person on this machine.
+"""The page of `tandemrl play` and the four questions that it asks, for one person on this machine.
 
 The browser keeps the text; each question brings it along. Only requests whose Host, and Origin where there is one, are
 this machine are answered: no page from elsewhere can talk to the models.
@@ -23,6 +23,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from tandemrl.apps.asgi import LOOPBACK, limited, refused_host
 from tandemrl.apps.play.duo import Draft, Duo, Piece
+from tandemrl.apps.play.problems import MAX_NEW, Problems
 from tandemrl.config import SelectionConfig, load
 from tandemrl.config.strategies import KINDS
 from tandemrl.files import is_unicode
@@ -54,12 +55,15 @@ class Refused(ValueError):
     """A question that cannot be answered; the message says what is wrong with it."""
 
 
-def application(duo: Duo, *, about: Mapping[str, str], begin_with: SelectionConfig = DEFAULT) -> Starlette:
+def application(
+    duo: Duo, problems: Problems, *, about: Mapping[str, str], begin_with: SelectionConfig = DEFAULT
+) -> Starlette:
     """The web application.
 
     Args:
-        about: what the page calls the ``senior`` and the ``junior``, and the ``prompt`` that it begins with.
-        begin_with: who writes at first. Its strategy may be one of the user's own, which the page then offers, too.
+        problems: the prompts that the page offers, beginning with the first, and marks as correct or incorrect.
+        about: what the page calls the ``senior`` and the ``junior``.
+        begin_with: who writes at first. Its strategy may be a custom one, which the page then offers, too.
     """
     lock = Lock()  # the models answer one question at a time
 
@@ -87,10 +91,16 @@ def application(duo: Duo, *, about: Mapping[str, str], begin_with: SelectionConf
             raise Refused("text: expected what you typed")
         return _shown(duo.say(draft_of(body, begin_with), text))
 
-    def begin(body: Mapping[str, Any]) -> dict[str, Any]:
-        return {**about, "strategies": strategies_of(begin_with), "defaults": asdict(begin_with)}
+    def grade(body: Mapping[str, Any]) -> dict[str, Any]:
+        draft = draft_of(body, begin_with)
+        verdict = problems.verdict(draft.prompt, duo.text(draft.tokens))
+        return {"verdict": None if verdict is None else verdict._asdict()}
 
-    routes = [Route(f"/{each.__name__}", question(each), methods=["POST"]) for each in (begin, write, say)]
+    def begin(body: Mapping[str, Any]) -> dict[str, Any]:
+        offered = {"strategies": strategies_of(begin_with), "problems": problems.prompts}
+        return {**about, **offered, "defaults": asdict(begin_with) | {"max_tokens": min(MAX_NEW, duo.longest)}}
+
+    routes = [Route(f"/{each.__name__}", question(each), methods=["POST"]) for each in (begin, write, say, grade)]
     pages = [Route(path, _page(name)) for path, name in {"/": "play.html", **{f"/{n}": n for n in _ASSETS}}.items()]
     return Starlette(routes=[*pages, *routes], middleware=[Middleware(_Door)])
 

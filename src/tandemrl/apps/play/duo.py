@@ -46,12 +46,14 @@ class Draft:
 
 
 class Token(NamedTuple):
-    """A token as the page shows it. ``surprisal`` is -log junior(token) in nats, at temperature 1."""
+    """A token as the page shows it. ``surprisal`` is -log junior(token) in nats, at temperature 1. A special token has
+    its name in ``special`` and no ``text``."""
 
     id: int
     text: str
     author: int
     surprisal: float
+    special: str
 
 
 class Piece(NamedTuple):
@@ -86,6 +88,7 @@ class Duo:
         self.engine, self.junior, self.tokenizer, self.longest = engine, junior, tokenizer, longest
         self._template_arguments = template_arguments
         self._strategy = lru_cache(maxsize=32)(self._make_strategy)
+        self._special = {id: str(token) for id, token in tokenizer.added_tokens_decoder.items() if token.special}
 
     def write(self, draft: Draft, count: int) -> Piece:
         """Write the next ``count`` tokens, or fewer if the text ends.
@@ -99,12 +102,7 @@ class Duo:
             if not draft.tokens:
                 raise ValueError(f"the prompt has {len(prompt)} tokens; at most {self.longest - 1} leave room to write")
             return Piece([], "length", Author.SENIOR)
-        sampling = Sampling(max_tokens=min(count, room), temperature=draft.temperature)
-        strategy = self._strategy(draft.selection)
-        history = (draft.tokens,) if draft.tokens else ()
-        key = request_key(draft.seed, 0, 0, 0)
-        request = Request([*prompt, *draft.tokens], (key,), sampling, strategy, history=history)
-        [[written]] = self.engine.generate([request])
+        [[written]] = self.engine.generate([self._request(draft, prompt, min(count, room))])
         stop = written.stop_reason if written.stop_reason != "length" or room <= count else None
         longer = replace(
             draft,
@@ -114,8 +112,20 @@ class Duo:
         read = self._read(longer, len(draft.tokens), prompt, over=stop is not None)
         return Piece(read, stop, self.next_author(longer))
 
+    def room(self, prompt: str) -> int:
+        """How many tokens fit after a prompt."""
+        return self.longest - len(self._prompt(prompt))
+
+    def texts(self, drafts: Sequence[Draft], count: int) -> list[str]:
+        """The texts of several drafts that are empty as yet, of at most ``count`` tokens, as scorers read them."""
+        prompts = [self._prompt(draft.prompt) for draft in drafts]
+        rooms = [min(count, self.longest - len(prompt)) for prompt in prompts]
+        written = self.engine.generate([*map(self._request, drafts, prompts, rooms)])
+        return [self.text(completion.tokens.tolist()) for [completion] in written]
+
     def say(self, draft: Draft, text: str) -> Piece:
         """Append what a person typed as the junior's text. It is encoded here, once."""
+        self._check(draft.tokens)
         typed = self.tokenizer.encode(text, add_special_tokens=False, split_special_tokens=True)
         prompt = self._prompt(draft.prompt)
         if len(prompt) + len(draft.tokens) + len(typed) > self.longest:
@@ -124,15 +134,35 @@ class Duo:
         longer = replace(draft, tokens=(*draft.tokens, *typed), authors=authors)
         return Piece(self._read(longer, len(draft.tokens), prompt), None, self.next_author(longer))
 
+    def text(self, tokens: Sequence[int]) -> str:
+        """The text of some tokens as scorers read it: without special tokens.
+
+        Raises:
+            ValueError: a token is outside the vocabulary.
+        """
+        self._check(tokens)
+        return str(self.tokenizer.decode([*tokens], skip_special_tokens=True))
+
     def next_author(self, draft: Draft) -> Author:
-        """Who writes the token after the draft."""
+        """Who writes the token after the draft; with ``before_word``, who proposes it."""
         keys = torch.tensor([request_key(draft.seed, 0, 0, 0)], dtype=torch.int64)
         history = [draft.tokens] if draft.tokens else []
         senior, _ = resumed(self._strategy(draft.selection), keys, [history])
         return Author.SENIOR if bool(senior) else Author.JUNIOR
 
+    def _request(self, draft: Draft, prompt: Sequence[int], count: int) -> Request:
+        sampling = Sampling(max_tokens=count, temperature=draft.temperature)
+        history = (draft.tokens,) if draft.tokens else ()
+        key, strategy = request_key(draft.seed, 0, 0, 0), self._strategy(draft.selection)
+        return Request([*prompt, *draft.tokens], (key,), sampling, strategy, history=history)
+
     def _make_strategy(self, selection: SelectionConfig) -> Strategy:
-        return schedule_of(selection, self.tokenizer, self.engine.vocabulary).strategy(1)
+        # A text is one turn, though the engine gets what is there of it as one that was written before.
+        return schedule_of(selection, self.tokenizer, self.engine.vocabulary).strategy(1)._replace(turn=None)
+
+    def _check(self, tokens: Sequence[int]) -> None:
+        if not all(0 <= token < self.engine.vocabulary for token in tokens):
+            raise ValueError(f"tokens: one is outside the vocabulary of {self.engine.vocabulary}")
 
     def _prompt(self, text: str) -> list[int]:
         asked = [{"role": "user", "content": text}]
@@ -155,8 +185,9 @@ class Duo:
         texts = [text for _, text in authored_spans(draft.tokens, one_by_one, self._decode)]
         if not over:
             texts[-1] = texts[-1].rstrip("\ufffd")
-        shown = zip(draft.tokens[start:], texts[start:], draft.authors[start:], surprisals, strict=True)
+        special = [self._special.get(token, "") for token in draft.tokens[start:]]
+        shown = zip(draft.tokens[start:], texts[start:], draft.authors[start:], surprisals, special, strict=True)
         return [Token(*each) for each in shown]
 
     def _decode(self, tokens: list[int]) -> str:
-        return str(self.tokenizer.decode(tokens, skip_special_tokens=False, clean_up_tokenization_spaces=False))
+        return str(self.tokenizer.decode(tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False))

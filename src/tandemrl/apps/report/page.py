@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import fmean
-from typing import Any
+from typing import Any, get_args
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup, escape
@@ -30,7 +30,7 @@ from tandemrl.apps.report.tables import (
     relations,
     signed_interval,
 )
-from tandemrl.evals.compare import good_end
+from tandemrl.evals.compare import InTraining, good_end
 from tandemrl.files import write_text
 from tandemrl.models.loading import load_tokenizer
 from tandemrl.types import Author
@@ -270,7 +270,7 @@ def _interval_note(arms: Sequence[ArmRecord]) -> str:
 
 
 def _contrasts(setting: Setting) -> list[dict[str, Any]]:
-    """The differences of a setting as text. ``headline`` says whether the headline table has the metric."""
+    """The differences of a setting as text. ``headline``: of the headline table, or of training."""
     titles = {arm.name: arm.title for arm in setting.arms}
     columns = {(column.phase, column.metric): column for column in columns_of(setting.arms)}
     rows = []
@@ -284,7 +284,7 @@ def _contrasts(setting: Setting) -> list[dict[str, Any]]:
         rows.append(
             {
                 "metric": column.heading if column else f"{each.phase}: {each.metric}",
-                "title": column.title if column else each.metric,
+                "title": column.title if column else f"{each.phase} {each.metric}",
                 "amount": f"{mean} {column.unit}".rstrip() if column else mean,
                 "between": (a, b),
                 "order": comparisons.index((each.a, each.b)),
@@ -293,7 +293,7 @@ def _contrasts(setting: Setting) -> list[dict[str, Any]]:
                 "decided": each.clear,
                 "verdict": f"{a} {'>' if above else '<'} {b}" if each.clear else UNDECIDED,
                 "direction": _direction(each.metric, above) if each.clear else UNDECIDED,
-                "headline": column is not None,
+                "headline": column is not None or each.phase in get_args(InTraining),
             }
         )
     return rows

@@ -94,8 +94,14 @@ SENIOR_FIRST = Column(
 JUNIOR_FIRST = Column(
     "handoff, junior first", "handoff", "junior_first/pass@1", meaning="the same, and the junior starts"
 )
-SENIOR_TURN_FIRST = Column("handoff by turns, senior first", "handoff", "senior_first_turns/pass@1")
-SENIOR_THEN_JUNIOR = Column("senior’s first turn, then junior", "handoff", "senior_then_junior/pass@1")
+SENIOR_TURN_FIRST = Column(
+    *("handoff by turns, senior first", "handoff", "senior_first_turns/pass@1"),
+    meaning="fraction of correct responses when they take turns, a turn of the episode each, and the senior starts",
+)
+SENIOR_THEN_JUNIOR = Column(
+    *("senior’s first turn, then junior", "handoff", "senior_then_junior/pass@1"),
+    meaning="fraction of correct responses when the junior takes over after the first turn",
+)
 JUNIOR_CE = Column(
     *("junior CE", "legibility", "cross_entropy", "nats/token", nats, inf),
     meaning="cross-entropy of the senior's solo responses under the junior: how surprised the junior is",
@@ -104,19 +110,25 @@ ACCEPTANCE = Column(
     *("acceptance", "legibility", "acceptance"),
     meaning="fraction of the senior's tokens that the junior draws, too, with the same random numbers",
 )
-JARGON_RATE = Column("jargon rate", "", "jargon_rate")
-SHORTHAND_RATE = Column("shorthand rate", "", "shorthand_rate")
-REPAIRS = Column("repairs per handoff text", "", "handoff/repairs", "", nats, inf)
+JARGON_RATE = Column("jargon rate", "", "jargon_rate", meaning="fraction of solo responses in jargon")
+SHORTHAND_RATE = Column("shorthand rate", "", "shorthand_rate", meaning="fraction of solo responses in shorthand")
+REPAIRS = Column(
+    *("repairs per handoff text", "", "handoff/repairs", "", nats, inf),
+    meaning="mean number of lines per response that repair a step",
+)
 COLUMNS = (
     SOLO,
-    Column("solo F1", "pass-at-k", "f1"),
-    Column("retrieval recall", "pass-at-k", "recall"),
-    Column("citation recall", "pass-at-k", "citation"),
+    Column("solo F1", "pass-at-k", "f1", meaning="overlap of the words of answer and ground truth, from 0 to 1"),
+    Column("retrieval recall", "pass-at-k", "recall", meaning="fraction of the supporting documents that were found"),
+    Column("citation recall", "pass-at-k", "citation", meaning="fraction of the supporting documents that are cited"),
     TANDEM,
     SENIOR_FIRST,
     JUNIOR_FIRST,
     SENIOR_TURN_FIRST,
-    Column("handoff by turns, junior first", "handoff", "junior_first_turns/pass@1"),
+    Column(
+        *("handoff by turns, junior first", "handoff", "junior_first_turns/pass@1"),
+        meaning="fraction of correct responses when they take turns, a turn of the episode each, and the junior starts",
+    ),
     SENIOR_THEN_JUNIOR,
     JUNIOR_CE,
     ACCEPTANCE,
@@ -124,11 +136,14 @@ COLUMNS = (
         *("drift KL", "drift", "kl", "nats/token", nats, inf),
         meaning="KL of the senior to the model before training, on its own responses",
     ),
-    Column("verified pass@1", "verified", "verified_pass@1"),
+    Column(
+        *("verified pass@1", "verified", "verified_pass@1"),
+        meaning="fraction of responses that are correct and whose reasoning a judge accepts",
+    ),
     Column("length", "pass-at-k", "length", "tokens", count, inf, "mean length of solo responses"),
-    Column("turns", "pass-at-k", "turns", "", count, inf),
-    Column("tool errors", "pass-at-k", "tool_errors", "", nats, inf),
-    Column("invalid calls", "pass-at-k", "invalid_calls", "", nats, inf),
+    Column("turns", "pass-at-k", "turns", "", count, inf, "mean number of turns of an episode"),
+    Column("tool errors", "pass-at-k", "tool_errors", "", nats, inf, "calls per episode that raised an error"),
+    Column("invalid calls", "pass-at-k", "invalid_calls", "", nats, inf, "calls per episode that could not be made"),
     JARGON_RATE,
     SHORTHAND_RATE,
     REPAIRS,
@@ -155,7 +170,9 @@ def columns_of(arms: Sequence[ArmRecord]) -> list[Column]:
     """The columns for which some arm has a value. The largest k of pass@k has a column beside pass@1."""
     results = [result for arm in arms for result in arm.phase("pass-at-k").values()]
     ks = [int(m.group(1)) for r in results for key in r["metrics"]["macro"] if (m := re.fullmatch(r"pass@(\d+)", key))]
-    largest = [Column(f"solo pass@{max(ks)}", "pass-at-k", f"pass@{max(ks)}")] if max(ks, default=1) > 1 else []
+    k = max(ks, default=1)
+    meaning = f"probability that at least one of {k} responses is correct"
+    largest = [Column(f"solo pass@{k}", "pass-at-k", f"pass@{k}", meaning=meaning)] if k > 1 else []
     estimates = {c: [e for arm in arms if (e := estimate(arm, c)) is not None] for c in (SOLO, *largest, *COLUMNS[1:])}
     return [c for c, values in estimates.items() if values and (c.phase or any(value.mean for value in values))]
 

@@ -23,52 +23,17 @@ MAX_SAMPLES = 1024
 SAMPLED = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 """The fields whose defaults a model's generation config says."""
 _PENALTIES = ("presence_penalty", "frequency_penalty")
-_READ = frozenset(
-    [
-        "model",
-        "prompt",
-        "messages",
-        "n",
-        "seed",
-        "stream",
-        "stream_options",
-        "max_tokens",
-        "max_completion_tokens",
-        "stop",
-        "stop_token_ids",
-        "ignore_eos",
-        "include_stop_str_in_output",
-        "skip_special_tokens",
-        "logprobs",
-        "top_logprobs",
-        "tools",
-        "tool_choice",
-        "chat_template_kwargs",
-        "add_generation_prompt",
-        "continue_final_message",
-        "add_special_tokens",
-        "return_token_ids",
-        "vllm_xargs",
-        "kv_transfer_params",
-        "response_format",
-        "structured_outputs",
-        "include_reasoning",
-    ]
-) | {*SAMPLED, *_PENALTIES}
-_WITHOUT_EFFECT = frozenset(
-    [
-        "user",
-        "metadata",
-        "store",
-        "service_tier",
-        "priority",
-        "request_id",
-        "parallel_tool_calls",
-        "safety_identifier",
-        "prompt_cache_key",
-        "cache_salt",
-    ]
-)
+_READ = {
+    *("model", "prompt", "messages", "n", "seed", "stream", "stream_options", "max_tokens", "max_completion_tokens"),
+    *("stop", "stop_token_ids", "ignore_eos", "include_stop_str_in_output", "skip_special_tokens", "response_format"),
+    *("tools", "tool_choice", "chat_template_kwargs", "add_generation_prompt", "continue_final_message", "logprobs"),
+    *("top_logprobs", "add_special_tokens", "return_token_ids", "vllm_xargs", "kv_transfer_params"),
+    *("structured_outputs", "include_reasoning", *SAMPLED, *_PENALTIES),
+}
+_WITHOUT_EFFECT = {
+    *("user", "metadata", "store", "service_tier", "priority", "request_id", "parallel_tool_calls"),
+    *("safety_identifier", "prompt_cache_key", "cache_salt"),
+}
 
 
 class TextStyle(NamedTuple):

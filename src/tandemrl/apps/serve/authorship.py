@@ -18,14 +18,7 @@ from starlette.exceptions import HTTPException
 from starlette.responses import JSONResponse
 
 from tandemrl.apps.asgi import LOOPBACK, Message, Receive, Send, limited, refused_host
-from tandemrl.apps.serve.conversations import (
-    NEW,
-    Conversation,
-    Conversations,
-    Refused,
-    post,
-    prompt_of,
-)
+from tandemrl.apps.serve.conversations import NEW, Conversation, Conversations, Refused, post, prompt_of
 from tandemrl.apps.serve.registry import Strategies
 from tandemrl.apps.serve.requests import ParsedRequest, conversation_of, prepare
 from tandemrl.apps.serve.responses import StreamAuthors, annotated, dumps

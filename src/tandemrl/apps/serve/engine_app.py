@@ -117,12 +117,7 @@ class _Routes:
     """The endpoints."""
 
     def __init__(
-        self,
-        thread: EngineThread,
-        reader: Reader,
-        speaker: Speaker,
-        model: str,
-        strategy_of: Callable[[str], Strategy],
+        self, thread: EngineThread, reader: Reader, speaker: Speaker, model: str, strategy_of: Callable[[str], Strategy]
     ) -> None:
         self._thread, self._reader, self._speaker = thread, reader, speaker
         self._model, self._strategy_of = model, strategy_of

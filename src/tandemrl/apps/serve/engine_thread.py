@@ -44,7 +44,14 @@ class EngineThread:
             EngineError: the engine cannot serve the request.
         """
         engine = self.engine
-        check_request(0, request, vocabulary=engine.vocabulary, context=engine.context, has_junior=engine.has_junior)
+        check_request(
+            0,
+            request,
+            vocabulary=engine.vocabulary,
+            context=engine.context,
+            has_junior=engine.has_junior,
+            drops=engine.info.drops,
+        )
         job = Job(request, on_tokens)
         self._waiting.put(job)
         return job

@@ -98,9 +98,9 @@ class StreamAuthors:
             self._states[index] = self._strategy.init(torch.tensor([self._parsed.key(index)]))
         authors = []
         for token in tokens:
-            senior, state = self._states[index]
-            authors.append(int(senior))
-            self._states[index] = self._strategy.step(state, torch.tensor([token]))
+            before = self._states[index]
+            after = self._states[index] = self._strategy.step(before[1], torch.tensor([token]))
+            authors.append(int((before if self._strategy.starts is None else after)[0]))
         self._senior += sum(authors)
         self._total += len(authors)
         return authors

@@ -71,7 +71,7 @@ def serve(
     vocabulary_check(tokenizer, load_tokenizer(options.junior))
     variables = template_variables(tokenizer, template_arguments)
     try:
-        schedule_of(SelectionConfig(**options.selection), tokenizer, len(tokenizer))
+        _strategy(SelectionConfig(**options.selection), tokenizer, len(tokenizer))
     except ValueError as error:
         raise EngineError(str(error)) from None
     os.environ["VLLM_USE_V2_MODEL_RUNNER"] = "0"  # vLLM reads this choice from the environment only
@@ -126,7 +126,7 @@ def backend_of(state: Any) -> Backend:
     vocabulary = config.model_config.get_vocab_size()
 
     def build(selection: SelectionConfig) -> Strategy:
-        return schedule_of(selection, tokenizer, vocabulary).strategy(1)
+        return _strategy(selection, tokenizer, vocabulary)
 
     async def register(strategies: dict[str, Strategy]) -> None:
         await client.collective_rpc("tandem_register", args=(cloudpickle.dumps(strategies),))
@@ -249,3 +249,17 @@ def server_arguments(
     args.allowed_hosts = [*allowed_hosts]
     args.logits_processors = [f"{Guard.__module__}:{Guard.__qualname__}"]
     return args
+
+
+def _strategy(selection: SelectionConfig, tokenizer: Any, vocabulary: int) -> Strategy:
+    """The strategy of a selection.
+
+    Raises:
+        ValueError: there is none, or this server cannot decode with it.
+    """
+    if selection.kind.drops:
+        raise ValueError(
+            f"selection.strategy={selection.strategy} may drop what an author proposes, which vLLM's server cannot do; "
+            "serve with --engine torch, or use word"
+        )
+    return schedule_of(selection, tokenizer, vocabulary).strategy(1)

@@ -321,12 +321,7 @@ class Runner:
             os.close(end)
         status, texts = self._watch(main, (out, err, result), deadline)
         output, errors, reply = (text.decode(errors="replace") for text in texts)
-        return {
-            "status": status,
-            "output": output,
-            "errors": errors.strip()[-ERROR_CHARS:],
-            "reply": reply,
-        }
+        return {"status": status, "output": output, "errors": errors.strip()[-ERROR_CHARS:], "reply": reply}
 
     def _fill(self, text: str) -> None:
         data = memoryview(text.encode(errors="surrogatepass"))

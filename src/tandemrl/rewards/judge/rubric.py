@@ -71,42 +71,8 @@ class Template(NamedTuple):
     whole: bool
 
 
-RUBRIC = """You are a teacher who marks a student's answer out of 10 points. Read the question, the scoring criteria \
-and the answer carefully, apply the criteria, and give a fair score. Give your reasons first. The last line of your \
-reply must be "Total Score: x/10".
-
-Question:
-{{QUESTION}}
-
-Scoring Criteria:
-{{CRITERIA}}
-
-Student's Answer:
-{{MODEL_ANSWER}}
-"""
-REASONING = """You are a mathematician who checks whether a solution is sound. Go through it step by step. Take points \
-off for every step that does not follow from the earlier ones, for every result that appears without a derivation, and \
-for an answer that the steps do not lead to, even where the final answer is right. Give your reasons first. The last \
-line of your reply must be "Total Score: x/10"; 10 means that every step holds.
-
-Question:
-{{QUESTION}}
-
-Solution:
-{{MODEL_ANSWER}}
-"""
-TINYV = """Decide whether a student's final answer to a question is correct. It is correct if it means the same as the \
-reference answer; notation, units and the order of a set do not matter. Reply with one word: True or False.
-
-Question:
-{{QUESTION}}
-
-Reference answer:
-{{GROUND_TRUTH_ANSWER}}
-
-Student's answer:
-{{MODEL_ANSWER}}
-"""
+PROMPTS = Path(__file__).with_name("prompts")
+"""The folder of the library's templates, by ``judge.prompt``."""
 
 
 # --------------------------------------------------------------------------------------------------- reading a reply
@@ -308,22 +274,16 @@ def template_of(config: JudgeConfig) -> Template:
     Raises:
         JudgeError: the file cannot be read, does not show the response, or has an unknown field.
     """
-    builtin = {
-        "rubric": Template(RUBRIC, parse_score, whole=True),
-        "reasoning": Template(REASONING, parse_score, whole=True),
-        "tinyv": Template(TINYV, parse_verdict, whole=False),
-    }[config.prompt]
-    if config.template is None:
-        return builtin
+    parse, whole = (parse_verdict, False) if config.prompt == "tinyv" else (parse_score, True)
     try:
-        text = Path(config.template).read_text(encoding="utf-8")
+        text = Path(config.template or PROMPTS / f"{config.prompt}.txt").read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise JudgeError(f"judge.template={config.template}: not readable: {error}") from None
     unknown = set(re.findall(r"\{\{(\w+)\}\}", text)) - set(FIELDS)
     if unknown or "{{MODEL_ANSWER}}" not in text:
         problem = f"unknown field {{{{{min(unknown)}}}}}" if unknown else "no {{MODEL_ANSWER}}"
         raise JudgeError(f"judge.template={config.template}: {problem}; known: {', '.join(FIELDS)}")
-    return builtin._replace(text=text)
+    return Template(text, parse, whole)
 
 
 # --------------------------------------------------------------------------------------------------------------- gates

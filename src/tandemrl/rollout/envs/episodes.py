@@ -6,21 +6,20 @@ waits for the tool of another row, or forever for a tool that hangs.
 """
 
 import json
-import os
 import sys
 from collections import Counter, deque
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from types import TracebackType
 from typing import Any
 
-from tandemrl.config import Config, ConfigError, RolloutConfig
+from tandemrl.config import Config, ConfigError, DataConfig, RolloutConfig
 from tandemrl.data.messages import Message, Transcript, sound
-from tandemrl.data.rows import Row
+from tandemrl.data.rows import Prompt, Row, encode_prompts
 from tandemrl.data.templates import DEFAULT_ARGUMENTS
 from tandemrl.distributed.watchdog import stamp
 from tandemrl.processes.calls import Caller, ChildCalls, Outcome, ProcessError, ThreadCalls
+from tandemrl.processes.child import cores
 from tandemrl.rollout.engine import EngineError, Reply, Request, StopReason, Turn
 from tandemrl.rollout.envs.environment import Environment, Opening, State
 from tandemrl.rollout.envs.factory import make_environment
@@ -159,9 +158,7 @@ class EpisodeRunner:
     def __enter__(self) -> "EpisodeRunner":
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
 
@@ -196,10 +193,24 @@ def make_episode_runner(
     return made(configured, caller=make_caller(config))
 
 
+def opening_prompts(
+    rows: Sequence[Row], tokenizer: Any, data: DataConfig, runner: EpisodeRunner | None
+) -> tuple[list[Prompt], int]:
+    """The prompts of rows (see `encode_prompts`): what their episodes begin with, or the row's own without a runner."""
+    return encode_prompts(
+        rows,
+        tokenizer,
+        max_prompt_tokens=data.max_prompt_tokens,
+        suffix=data.prompt_suffix,
+        opening=None if runner is None else lambda row: runner.opening(row).messages,
+        tools=() if runner is None else runner.tools,
+        template_arguments=data.template_arguments,
+    )
+
+
 def make_caller(config: Config) -> ChildCalls:
     """The processes in which the environment of a config runs. They are started when they are first needed."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    processes = config.rollout.tool_workers or min(2, cores)
+    processes = config.rollout.tool_workers or min(2, cores())
     return ChildCalls(WORKER, config, processes=processes, limit_s=config.rollout.tool_timeout_s)
 
 

@@ -7,11 +7,11 @@ are kept between calls.
 
 from collections.abc import Sequence
 
-from tandemrl.config import Config, RetrievalConfig
+from tandemrl.config import Config, ConfigError, RetrievalConfig
 from tandemrl.data.documents import Document, documents_of, shown
 from tandemrl.data.rows import DataError, Row
 from tandemrl.rollout.envs.environment import Environment, Opening
-from tandemrl.rollout.envs.retrieval import make_retriever, open_corpus
+from tandemrl.rollout.envs.retrieval import Retriever, make_retriever, open_corpus
 
 SYSTEM = """\
 Answer the question from the information that the tools give you.
@@ -33,13 +33,25 @@ could show everything."""
 
 class MultihopEnvironment(Environment):
     """An environment with the tools ``retrieve_documents`` and ``complete``. ``rollout.tools`` can add `get_document`
-    and `list_documents`."""
+    and `list_documents`.
+
+    Args:
+        retriever: finds the documents, instead of ``retrieval.retriever``.
+
+    Raises:
+        ConfigError: the retriever is no function.
+    """
 
     ends = frozenset({"complete"})
     system = SYSTEM
+    retriever: Retriever | None = None
 
-    def __init__(self, retrieval: RetrievalConfig) -> None:
+    def __init__(self, retrieval: RetrievalConfig, retriever: Retriever | None = None) -> None:
         self.retrieval = retrieval
+        if retriever is not None:
+            if not callable(retriever):
+                raise ConfigError(f"retriever={retriever!r:.100}: pass a function of (row, query, count) -> documents")
+            self.retriever = retriever
         self.tools = (self.retrieve_documents, complete)
 
     def start(self, row: Row) -> Opening:
@@ -51,7 +63,8 @@ class MultihopEnvironment(Environment):
         """
         if self.retrieval.index is not None:
             _check_supporting(row, self.retrieval.index)
-        if self.retrieval.index is None and not self.retrieval.kind.hosted and not documents_of(row):
+        elsewhere = self.retriever or self.retrieval.index or self.retrieval.kind.hosted
+        if not elsewhere and not documents_of(row):
             raise DataError(
                 f"row {row.example_id}: no documents in 'extra_info.docs' to search in; build the data with `tandemrl "
                 "data build musique`, or set retrieval.index, or retrieval.retriever=search"
@@ -61,7 +74,11 @@ class MultihopEnvironment(Environment):
         return super().start(row)
 
     def prepare(self) -> None:
-        make_retriever(self.retrieval)
+        self.search()
+
+    def search(self) -> Retriever:
+        """The function that finds the documents."""
+        return self.retriever or make_retriever(self.retrieval)
 
     def retrieve_documents(self, query: str, row: Row, top_n: int | None = None) -> str:
         """Search for documents. The more specific the query, the better what is found.
@@ -74,7 +91,7 @@ class MultihopEnvironment(Environment):
         most = max(MOST_AT_ONCE, self.retrieval.top_n)
         if not 1 <= count <= most:
             raise ValueError(f"top_n must be from 1 to {most}, not {count}")
-        return _listed(make_retriever(self.retrieval)(row, query, count))
+        return _listed(self.search()(row, query, count))
 
 
 def multihop(config: Config) -> MultihopEnvironment:

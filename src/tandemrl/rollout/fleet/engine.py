@@ -128,12 +128,8 @@ class UnitEngine:
 
     def __init__(self, own: Engine, size: int) -> None:
         self.own, self.size = own, size
-        self.vocabulary, self.has_junior = own.vocabulary, own.has_junior
+        self.vocabulary, self.has_junior, self.policy_version = own.vocabulary, own.has_junior, own.policy_version
         self.passes, self._aborts = Passes(), Aborts()
-
-    @property
-    def policy_version(self) -> int:
-        return self.own.policy_version
 
     @property
     def context(self) -> int:
@@ -166,6 +162,7 @@ class UnitEngine:
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
         self.own.load_weights(weights, version)
+        self.policy_version = self.own.policy_version
 
     def fingerprint(self, who: Who = "senior") -> int:
         return self.own.fingerprint(who)
@@ -224,7 +221,12 @@ class FleetEngine:
             self.close()
             raise
         assert self._described is not None
-        self.info, self.vocabulary, self.context, self.has_junior, self.policy_version, _ = self._described
+        described = self._described
+        self.info: EngineInfo = described.info
+        self.vocabulary: int = described.vocabulary
+        self.context: int = described.context
+        self.has_junior: bool = described.has_junior
+        self.policy_version: int = described.policy_version
 
     # ------------------------------------------------------------------------------------------------------ the engine
 

@@ -13,6 +13,7 @@ record). ``export`` writes Hugging Face folders, with their ``card``.
 from tandemrl.training.checkpoint.manifest import CheckpointError as CheckpointError
 from tandemrl.training.checkpoint.manifest import DamagedError as DamagedError
 from tandemrl.training.checkpoint.runs import Records as Records
+from tandemrl.training.checkpoint.runs import check_resume as check_resume
 from tandemrl.training.checkpoint.runs import export as export
 from tandemrl.training.checkpoint.runs import restore as restore
 from tandemrl.training.checkpoint.runs import save as save

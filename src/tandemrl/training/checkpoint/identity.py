@@ -20,37 +20,19 @@ from tandemrl.rollout.sync import fingerprint
 from tandemrl.training.checkpoint.manifest import CheckpointError
 from tandemrl.training.state import Run
 
-_FREE_TO_CHANGE = {
-    "output_dir",
-    "data.monitor",
-    "model.lora.export",
-    "train.save_every",
-    "train.eval_every",
-    "train.keep_checkpoints",
-    "train.keep_exports",
-    "train.log_samples",
-    "train.max_samples_gb",
-    "train.wandb",
-    "train.wandb_project",
-    "train.wandb_name",
-    "train.wandb_tags",
-    "train.log",
-    "train.keep_eval_texts",
-    "train.epochs",  # which `train.steps` is computed from
-    "rollout.ray",
-    "rollout.worker_timeout_s",
-    "train.async_save",
-    "train.profile",
-    "judge.url",
-    "judge.command",
-    "judge.wait_s",
-    "judge.api_key_env",
-    "judge.backoff_s",
-    "judge.timeout_s",
-    "judge.concurrency",
-    "judge.max_failure_rate",
-    *(f"retrieval.{name}" for name in NO_PART_OF_A_SEARCH),
+_FREE = {
+    "data": ("monitor",),
+    "model.lora": ("export",),
+    "rollout": ("ray", "worker_timeout_s"),
+    "train": (
+        *("save_every", "eval_every", "keep_checkpoints", "keep_exports", "async_save", "profile", "keep_eval_texts"),
+        *("log", "log_samples", "max_samples_gb", "wandb", "wandb_project", "wandb_name", "wandb_tags"),
+        "epochs",  # which `train.steps` is computed from
+    ),
+    "judge": ("url", "command", "wait_s", "api_key_env", "backoff_s", "timeout_s", "concurrency", "max_failure_rate"),
+    "retrieval": NO_PART_OF_A_SEARCH,
 }
+_FREE_TO_CHANGE = {"output_dir", *(f"{section}.{name}" for section, names in _FREE.items() for name in names)}
 
 
 def identity(run: Run) -> dict[str, str]:
@@ -74,6 +56,8 @@ def identity(run: Run) -> dict[str, str]:
     strategy = _own(config.selection.strategy) if functions.strategy is None else functions.strategy.signature
     judge = {} if setup.judge is None else {"judge": setup.judge}
     scorers = {name: signature(imported(name)) for name in reward_names(config.reward) if is_own(name)}
+    engine = {"engine": _own(config.rollout.engine)} if is_own(config.rollout.engine) else {}
+    engine = engine if functions.engine is None else {"engine": functions.engine.signature}
     reward = {} if functions.reward is None else {"reward": functions.reward.signature}
     return {
         "recipe": str(fields),
@@ -83,7 +67,7 @@ def identity(run: Run) -> dict[str, str]:
         **judge,
         **scorers,
         **reward,
-        **({"engine": _own(config.rollout.engine)} if is_own(config.rollout.engine) else {}),
+        **engine,
         **setup.environment_id,
     }
 

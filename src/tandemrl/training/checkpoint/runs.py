@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from tandemrl.config import to_yaml
-from tandemrl.files import versions, write_text
+from tandemrl.files import hint, versions, write_text
 from tandemrl.training.checkpoint import coverage, storage
 from tandemrl.training.checkpoint.card import model_card
 from tandemrl.training.checkpoint.coverage import Coverage
@@ -73,6 +73,23 @@ def export(run: Run, name: str, step: int) -> None:
     policy, tokenizer, world = run.models.policy, run.setup.tokenizer, run.setup.world
     card = model_card(config, step=step, best=run.progress.best, versions=versions())
     export_hf(policy, tokenizer, folder, config.model.dtype, world=world, adapters_of=adapters_of, card=card)
+
+
+def check_resume(resume: str, output_dir: str | Path) -> str:
+    """Check the value of ``--resume``: auto, never, or the folder of a checkpoint.
+
+    Raises:
+        CheckpointError: it is none of these; the message names the checkpoint that was probably meant.
+    """
+    folder = Path(resume)
+    if resume in ("auto", "never") or storage.is_checkpoint(folder):
+        return resume
+    run = next((part for part in (folder, *folder.parents) if (part / "checkpoints").is_dir()), Path(output_dir))
+    same = run / "checkpoints" / folder.name
+    meant = same if (same / "meta.json").is_file() else storage.latest(run)
+    near = f"; did you mean {meant}?" if meant is not None else hint(folder)
+    what = "not a checkpoint" if folder.exists() else "no such folder"
+    raise CheckpointError(f"--resume {resume}: {what}; expected auto, never or a folder checkpoints/step_N{near}")
 
 
 def restore(run: Run, resume: str) -> Records:

@@ -1,11 +1,18 @@
 "use strict";
-// The browser keeps the text. It asks for a few tokens at a time, so that it can stop at any of them.
+// The browser keeps the text. It asks for a few tokens at a time, so that it can stop at any of them. What it keeps is
+// also in the storage of its tab, so that a reload loses nothing.
 
 const AT_ONCE = 4;
+const NOTHING = "Nothing is generated yet.";
+const FIELDS = ["prompt", "strategy", "first", "max_tokens", "prob_senior", "temperature", "seed", "typed"];
 const at = (id) => document.getElementById(id);
+let place = ""; // in the tab's storage: other models have other texts
 let names = {};
+let problems = []; // prompts whose answers are known
 let draft = null; // prompt, seed, selection, temperature, tokens, authors: what the next tokens depend on
-let shown = []; // a token each: text, kind (senior, junior, person), surprisal
+let shown = []; // a span each: text, special, kind (senior, junior, person), surprisal
+let held = 0; // the surprisal of tokens at the end that are no whole character yet
+let verdict = null; // correct, answer, expected
 let running = false;
 let over = false;
 let pointed = -1;
@@ -15,6 +22,8 @@ async function ask(question, body) {
     method: "POST",
     headers: { "Content-Type": "application/json" },
     body: JSON.stringify(body),
+  }).catch(() => {
+    throw new Error("The server does not answer; is tandemrl play still running?");
   });
   const answer = await response.json();
   if (!response.ok) throw new Error(answer.error);
@@ -26,38 +35,96 @@ function say(status) {
 }
 
 function update() {
-  at("pause").disabled = !running;
-  at("resume").disabled = running || draft === null || over;
-  at("share").disabled = running || shown.length === 0;
-  at("typed").disabled = at("say").disabled = running || draft === null || over;
+  const idle = !running && draft !== null;
   at("start").disabled = running;
+  at("pause").disabled = !running;
+  at("resume").disabled = at("typed").disabled = at("say").disabled = !idle || over;
+  at("share").disabled = !idle || shown.length === 0;
+  at("verdict").textContent = verdict === null ? "" : judged(verdict);
+  at("verdict").className = verdict?.correct ? "correct" : "incorrect";
+  at("probability-shown").textContent = at("prob_senior").value;
+  at("temperature-shown").textContent = at("temperature").value;
+  const fields = Object.fromEntries(FIELDS.map((id) => [id, at(id).value]));
+  const kept = { draft, shown, held, verdict, over, fields, status: at("status").textContent };
+  try {
+    sessionStorage.setItem(place, JSON.stringify(kept));
+  } catch {
+    // it is full, or the browser has none: a reload begins anew
+  }
 }
 
+function restore() {
+  let kept = null;
+  try {
+    kept = JSON.parse(sessionStorage.getItem(place));
+  } catch {
+    // the browser has no storage
+  }
+  if (kept === null) return;
+  ({ draft, held, verdict, over } = kept);
+  for (const span of kept.shown) show(span);
+  for (const id of FIELDS) at(id).value = kept.fields[id];
+  say(kept.status);
+}
+
+function judged({ correct, answer, expected }) {
+  if (correct) return `✓ Correct: ${answer ?? expected}`;
+  const found = answer === null ? "no answer found" : `found ${answer}`;
+  return `✗ ${over ? "Incorrect" : "Not correct yet"}: ${found}, expected ${expected}`;
+}
+
+function show(span) {
+  const element = document.createElement("span");
+  element.className = span.special ? `${span.kind} special` : span.kind;
+  element.textContent = span.text + (span.special ? SPECIAL : "");
+  if (span.special) element.title = span.special;
+  element.dataset.index = shown.length;
+  at("text").append(element);
+  shown.push(span);
+}
+
+// A token that is part of a character is shown, and its surprisal counted, with the token that makes it whole.
 function add(token, kind) {
   draft.tokens.push(token.id);
   draft.authors.push(token.author);
-  const span = document.createElement("span");
-  span.className = kind;
-  span.textContent = token.text;
-  span.dataset.index = shown.length;
-  at("text").append(span);
-  shown.push({ text: token.text, kind, surprisal: token.surprisal });
+  held += token.surprisal;
+  if (token.text === "" && token.special === "") return;
+  show({ text: token.text, special: token.special, kind, surprisal: held });
+  held = 0;
+}
+
+function clear() {
+  draft = verdict = null;
+  shown = [];
+  held = 0;
+  over = false;
+  pointed = -1;
+  at("text").replaceChildren();
+  at("surprisal").textContent = at("error").textContent = "";
+  say(NOTHING);
 }
 
 async function write() {
+  let left = Number(at("max_tokens").value);
   running = true;
+  verdict = null;
   at("error").textContent = "";
   update();
   try {
-    while (running && !over) {
-      const piece = await ask("write", { ...draft, count: AT_ONCE });
+    while (running && !over && left > 0) {
+      const piece = await ask("write", { ...draft, count: Math.min(AT_ONCE, left) });
       for (const token of piece.tokens) add(token, token.author === 1 ? "senior" : "junior");
+      left -= piece.tokens.length;
       over = piece.stop !== null;
-      const next = piece.next === 1 ? "senior" : "junior";
       const ends = piece.stop === "length" ? "no room is left" : "the text has ended";
-      say(`${shown.length} tokens; ${over ? ends : `next: the ${next}`}.`);
+      const stopped = left > 0 ? "" : "stopped at max new tokens; ";
+      const next = `${stopped}next: the ${piece.next === 1 ? "senior" : "junior"}`;
+      say(`${draft.tokens.length} tokens; ${over ? ends : next}.`);
+      update();
     }
+    if ((over || left === 0) && problems.includes(draft.prompt)) verdict = (await ask("grade", draft)).verdict;
   } catch (error) {
+    if (draft.tokens.length === 0) clear(); // refused
     at("error").textContent = error.message;
   } finally {
     running = false;
@@ -68,47 +135,50 @@ async function write() {
 function point(index) {
   at("text").querySelector(".pointed")?.classList.remove("pointed");
   pointed = Math.max(0, Math.min(index, shown.length - 1));
-  const token = shown[pointed];
-  if (token === undefined) return;
+  const span = shown[pointed];
+  if (span === undefined) return;
   at("text").children[pointed].classList.add("pointed");
-  const word = JSON.stringify(token.text);
-  at("surprisal").textContent = `${word}, by the ${token.kind}: ${token.surprisal.toFixed(2)} nats.`;
+  at("surprisal").textContent = `${named(span)}, by the ${span.kind}: ${span.surprisal.toFixed(2)} nats.`;
 }
 
 at("settings").addEventListener("submit", (event) => {
   event.preventDefault();
   if (running) return;
+  clear();
   const strategy = at("strategy").value;
-  const selection = { strategy, first: at("first").value, prob_senior: Number(at("prob_senior").value) };
   draft = {
     prompt: at("prompt").value,
     seed: Number(at("seed").value),
     temperature: Number(at("temperature").value),
-    selection,
+    selection: { strategy, first: at("first").value, prob_senior: Number(at("prob_senior").value) },
     tokens: [],
     authors: [],
   };
-  shown = [];
-  over = false;
-  at("text").replaceChildren();
-  at("surprisal").textContent = "";
+  at("text").scrollIntoView({ block: "nearest" });
   write();
 });
 at("pause").addEventListener("click", () => {
   running = false;
 });
-at("resume").addEventListener("click", write);
+at("resume").addEventListener("click", () => {
+  if (at("max_tokens").reportValidity()) write();
+});
+at("another").addEventListener("click", () => {
+  at("prompt").value = problems[(problems.indexOf(at("prompt").value) + 1) % problems.length];
+  update();
+});
 at("takeover").addEventListener("submit", async (event) => {
   event.preventDefault();
   const text = at("typed").value;
   if (running || draft === null || over || text === "") return;
   running = true;
+  verdict = null;
   update();
   try {
     const piece = await ask("say", { ...draft, text });
     for (const token of piece.tokens) add(token, "person");
     at("typed").value = "";
-    say(`${shown.length} tokens; the last ones are yours. Type more, or let them go on.`);
+    say(`${draft.tokens.length} tokens; the last ones are yours. Insert more, or continue.`);
     at("error").textContent = "";
   } catch (error) {
     at("error").textContent = error.message;
@@ -136,22 +206,20 @@ at("share").addEventListener("click", async () => {
   link.click();
   URL.revokeObjectURL(link.href);
 });
-for (const [slider, output] of [["prob_senior", "share-shown"], ["temperature", "temperature-shown"]]) {
-  at(slider).addEventListener("input", () => {
-    at(output).textContent = at(slider).value;
-  });
-}
+document.addEventListener("input", update);
 
 ask("begin", {}).then((about) => {
   names = { senior: about.senior, junior: about.junior };
+  place = `tandemrl play ${location.search} ${JSON.stringify([names, about.strategies])}`;
+  problems = about.problems;
   at("senior-name").textContent = `(${about.senior})`;
   at("junior-name").textContent = `(${about.junior})`;
   for (const strategy of about.strategies) at("strategy").append(new Option(strategy));
-  at("strategy").value = about.defaults.strategy;
-  at("prob_senior").value = about.defaults.prob_senior;
-  at("prompt").value = about.prompt;
+  for (const id of ["strategy", "first", "max_tokens", "prob_senior"]) at(id).value = about.defaults[id];
+  at("prompt").value = problems[0];
   at("seed").value = new URLSearchParams(location.search).get("seed") ?? 0;
-  for (const slider of ["prob_senior", "temperature"]) at(slider).dispatchEvent(new Event("input"));
+  at("another").hidden = problems.length < 2;
+  restore();
   update();
 }).catch((error) => {
   at("error").textContent = error.message;

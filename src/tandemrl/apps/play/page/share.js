@@ -6,16 +6,22 @@ function escaped(text) {
   return text.replace(/[&<>"']/g, (character) => entities[character]);
 }
 
+const SPECIAL = "▪"; // stands for a special token, whose name is its title
+
+function named({ text, special }) {
+  return special ? `${text ? `${JSON.stringify(text)} and ` : ""}the special token ${special}` : JSON.stringify(text);
+}
+
 function sharedPage(draft, shown, names, style) {
   const words = shown.map(
-    (token) =>
-      `<span class="${token.kind}" title="${token.kind}; the junior's surprise: ` +
-      `${token.surprisal.toFixed(2)} nats">${escaped(token.text)}</span>`,
+    (span) =>
+      `<span class="${span.kind}" title="${escaped(named(span))}, by the ${span.kind}: ` +
+      `${span.surprisal.toFixed(2)} nats">${escaped(span.text + (span.special ? SPECIAL : ""))}</span>`,
   );
   const rows = [
     ["senior", names.senior],
     ["junior", names.junior],
-    ["who writes", JSON.stringify(draft.selection)],
+    ["strategy", JSON.stringify(draft.selection)],
     ["temperature", draft.temperature],
     ["seed", draft.seed],
   ].map(([name, value]) => `<tr><th scope="row">${name}</th><td>${escaped(String(value))}</td></tr>`);
@@ -25,11 +31,11 @@ function sharedPage(draft, shown, names, style) {
 <meta charset="utf-8">
 <meta name="viewport" content="width=device-width, initial-scale=1">
 <meta http-equiv="Content-Security-Policy" content="default-src 'none'; style-src 'unsafe-inline'">
-<title>Written together</title>
+<title>Generated together</title>
 <style>${style}</style>
 </head>
 <body>
-<h1>Written together</h1>
+<h1>Generated together</h1>
 <p><span class="senior">senior</span> <span class="junior">junior</span> <span class="person">person</span></p>
 <p>Prompt: ${escaped(draft.prompt)}</p>
 <section id="text">${words.join("")}</section>

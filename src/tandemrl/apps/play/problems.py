@@ -1,0 +1,95 @@
+"""Problems whose answers are known, those that a pair was trained for first, and whether a text answers one of them."""
+
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from tandemrl.apps.experiments.pair import read_manifest
+from tandemrl.apps.play.duo import Draft, Duo
+from tandemrl.config import Config, SelectionConfig, load
+from tandemrl.data.loading import generated_rows, load_rows
+from tandemrl.data.rows import RENDERED, Row, with_suffix
+from tandemrl.rewards.code.scorer import code_scorer
+from tandemrl.rewards.scoring import Scorer
+
+EXAMPLE = Row(
+    "example", ({"role": "user", "content": r"What is 2 + 3? Put the answer in \boxed{}."},), "math500", "5", {}
+)
+"""For models of which nothing is known."""
+LIMIT = 32
+TRIED = 8
+"""How many problems there are, and how many of them the models try, to begin with one that they solve."""
+MAX_NEW = 256
+"""Tokens after which a text stops at first. The page can continue it."""
+
+
+class Verdict(NamedTuple):
+    """Whether a text answers its problem: by the reward, as ``acc`` in training. ``answer``: what the scorer found."""
+
+    correct: bool
+    answer: str | None
+    expected: str
+
+
+class Problems:
+    """Problems by prompt, and the scorer of their answers.
+
+    Args:
+        config: its ``reward`` and ``sandbox`` grade, and its ``data.prompt_suffix`` ends the prompts.
+
+    Raises:
+        ConfigError, DataError, GraderError: the rows cannot be scored here; see ``Scorer.check``.
+    """
+
+    def __init__(self, config: Config, rows: Iterable[Row]) -> None:
+        asked = [(with_suffix(row, row.messages, config.data.prompt_suffix), row) for row in rows]
+        self._rows = {messages[0]["content"]: row for messages, row in asked}
+        self._scorer = Scorer(config.reward, code=code_scorer(config))
+        self._scorer.check(self._rows.values(), stated=())
+        self.prompts = [*self._rows]
+
+    def verdict(self, prompt: str, text: str) -> Verdict | None:
+        """Whether a text answers its prompt. None if the prompt is no problem, or its scorer gave no score."""
+        row = self._rows.get(prompt)
+        if row is None:
+            return None
+        [score] = self._scorer.score([(row, text)])
+        if "unscored" in score.parts:
+            return None
+        return Verdict(score.parts["acc"] == 1.0, score.answer, row.ground_truth)
+
+    def begin_with_a_solved_one(self, duo: Duo, selection: SelectionConfig) -> None:
+        """Move the first problem to the front that the two solve with the settings that the page begins with."""
+        some = [prompt for prompt in self.prompts if duo.room(prompt) > 0][:TRIED] if len(self.prompts) > 1 else []
+        if not some:
+            return
+        texts = duo.texts([Draft(prompt, selection=selection) for prompt in some], MAX_NEW)
+        for prompt, text in zip(some, texts, strict=True):
+            if (verdict := self.verdict(prompt, text)) is not None and verdict.correct:
+                self.prompts.remove(prompt)
+                self.prompts.insert(0, prompt)
+                return
+
+
+def known_problems(senior: str) -> tuple[Config, Sequence[Row]]:
+    """The held-out problems of the run whose ``hf/`` holds a senior, with the run's config, or those of its tiny pair.
+    If there are none that the page can ask, it is `EXAMPLE`.
+
+    Raises:
+        ConfigError, DataError: the run's config or data cannot be read, or the pair has no such problems.
+    """
+    folder = Path(senior).resolve().parent
+    config: Config = load()
+    rows: Sequence[Row] = ()
+    if folder.name == "hf" and (run := folder.parent / "config.yaml").is_file():
+        config = load(run)
+        if config.rollout.environment == "single":  # the page has no other
+            rows = load_rows(config.data.eval or config.data.train)
+    elif (manifest := read_manifest(folder)) is not None:
+        rows = generated_rows(str(manifest.get("pair")), "heldout", LIMIT, 0)
+    return config, [row for row in rows if _is_plain(row)][:LIMIT] or [EXAMPLE]
+
+
+def _is_plain(row: Row) -> bool:
+    """Whether the page can ask a problem: by one message of a user."""
+    return [message["role"] for message in row.messages] == ["user"] and not row.extra_info.get(RENDERED)

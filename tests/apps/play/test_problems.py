@@ -1,0 +1,53 @@
+"""Problems with known answers: whose they are, and whether a text answers one."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+from tandemrl.apps.play.duo import Draft, Duo
+from tandemrl.apps.play.problems import EXAMPLE, MAX_NEW, Problems, Verdict, known_problems
+from tandemrl.config import SelectionConfig, load, to_yaml
+
+
+def test_the_page_begins_with_a_problem_that_the_pair_solves(pair: Path, solver: Duo) -> None:
+    config, [first, *rest] = known_problems(str(pair / "senior"))
+    assert {row.data_source for row in (first, *rest)} == {"synthetic/jargon"}
+    problems = Problems(config, [replace(first, ground_truth="a thousand"), *rest])
+    problems.begin_with_a_solved_one(solver, SelectionConfig())
+    asked = problems.prompts[0]
+    assert asked != first.messages[0]["content"]
+    assert sorted(problems.prompts) == sorted(row.messages[0]["content"] for row in (first, *rest))
+    answer = next(row.ground_truth for row in rest if row.messages[0]["content"] == asked)
+    written = solver.write(Draft(asked), MAX_NEW)
+    assert "".join(token.text for token in written.tokens).endswith(f"\\boxed{{{answer}}}")
+    assert written.stop == "eos"
+
+
+def test_a_run_asks_its_held_out_problems_and_grades_as_it_trained(tmp_path: Path) -> None:
+    messages = {
+        "alone": [{"role": "user", "content": "2 + 2?"}],
+        "led": [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "1 + 1?"}],
+    }
+    lines = [
+        {"data_source": "mine", "prompt": each, "reward_model": {"ground_truth": "4"}} for each in messages.values()
+    ]
+    (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    mine = [f"data.eval=[{tmp_path}/rows.jsonl]", "data.prompt_suffix=Say it.", "reward.scorers.mine=dapo"]
+    model = tmp_path / "run" / "hf" / "best"
+    model.mkdir(parents=True)
+    (tmp_path / "run" / "config.yaml").write_text(to_yaml(load(overrides=mine)))
+    problems = Problems(*known_problems(str(model)))
+    assert problems.prompts == ["2 + 2? Say it."]  # the page cannot ask the other
+    assert problems.verdict("2 + 2? Say it.", "Answer: 4") == Verdict(True, "4", "4")
+    assert problems.verdict("2 + 2? Say it.", r"\boxed{4}") == Verdict(False, None, "4")
+    assert problems.verdict("2 + 2?", "Answer: 4") is None
+
+    acting = [*mine, "rollout.environment=multihop"]
+    (tmp_path / "run" / "config.yaml").write_text(to_yaml(load(overrides=acting)))
+    assert known_problems(str(model))[1] == [EXAMPLE]
+
+
+def test_other_models_get_an_example() -> None:
+    problems = Problems(*known_problems("someone/some-model"))
+    assert problems.verdict(problems.prompts[0], r"\boxed{5}") == Verdict(True, "5", "5")
+    assert problems.verdict(problems.prompts[0], r"\boxed{6}") == Verdict(False, "6", "5")
