@@ -69,6 +69,15 @@ def cases(kept: Sequence[tuple[str | None, str]], every: Sequence[tuple[str | No
     return [*kept, *(pytest.param(*case, marks=pytest.mark.slow) for case in every if case not in kept)]
 
 
+def plain_or_pressed(plain: dict[str, Any]) -> list[Any]:
+    """Options and modes of an engine: lazy with room, lockstep under pressure; the other way round is slow."""
+    return [
+        pytest.param(options, mode, id=f"{name}-{mode}", marks=[pytest.mark.slow][i == j :])
+        for i, (name, options) in enumerate({"plain": plain, "under pressure": TIGHT["both"]}.items())
+        for j, mode in enumerate(MODES)
+    ]
+
+
 ALL_PROMPTS = prompts(2 * len(strategies()), lengths=LENGTHS)  # two for each strategy when they take turns
 
 
@@ -234,8 +243,7 @@ def test_requests_that_share_a_prefix(engines, scheduled, mode):
     assert scheduled.cached_tokens > 60 * 200
 
 
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("options", [dict(block_size=32), TIGHT["both"]], ids=["plain", "under pressure"])
+@pytest.mark.parametrize(("options", "mode"), plain_or_pressed(dict(block_size=32)))
 def test_samples_that_start_together(engines, scheduled, options, mode):
     """A request may find its prompt in blocks that another one is filling in the same step."""
     engine = engines("Llama junior", mode=mode, **options)
@@ -295,8 +303,7 @@ def test_the_reference_engine_writes_the_same(engines, pair, mode):
 # ----------------------------------------------------------------------------------------------------- the author masks
 
 
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("options", [{}, TIGHT["both"]], ids=["plain", "under pressure"])
+@pytest.mark.parametrize(("options", "mode"), plain_or_pressed({}))
 def test_the_workers_record_is_the_mask(engines, options, mode):
     engine = engines("Llama junior", mode=mode, **options)
     batch = mixed(ALL_PROMPTS, SAMPLED, seed=50)

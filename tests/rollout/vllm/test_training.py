@@ -137,8 +137,9 @@ def test_stale_weights_stop_the_run(tiny_pair: Path, tmp_path: Path, monkeypatch
         self.policy_version = version
 
     monkeypatch.setattr(vllm_engine.VllmEngine, "load_weights", deaf)
+    short = ["train.eval_every=0", "train.prompts_per_step=1", "rollout.max_tokens=16", "loss.entropy_coef=0.1"]
     with pytest.raises(EngineError, match="weights did not reach the engine"):
-        train(config(tiny_pair, tmp_path / "run", "vllm", "train.lr=1e-2", "train.eval_every=0"), quiet=True)
+        train(config(tiny_pair, tmp_path / "run", "vllm", "train.lr=1e-2", *short), quiet=True)
 
 
 def test_an_engine_for_another_device_is_refused(tiny_pair: Path, tmp_path: Path) -> None:
