@@ -71,7 +71,7 @@ def graphs() -> int:
 
 
 @pytest.mark.parametrize("backend", [FAST, REAL])
-@pytest.mark.parametrize("kind", [qwen3, llama])
+@pytest.mark.parametrize("kind", [pytest.param(qwen3, marks=pytest.mark.slow), llama])
 def test_compiled_layers_give_the_same_log_probs_and_gradients_for_any_lengths(kind, backend):
     model = prepared(kind())
     compiled = compile_layers(copy.deepcopy(model), backend=backend)
