@@ -30,7 +30,7 @@ test: check
 test-core: .venv-core/.core
 	$(TEST_ENV) $(CORE_BIN)/python -m pytest -m "not slow and not vllm and not browser" $(WORKERS)
 
-# Before a release: what needs environments of its own, beside `make test`.
+# Before a release: what needs environments of its own, and all notebooks, beside `make test`.
 release-check: test test-core test-liger docs wheel-check browser-check notebooks-check
 
 # Source distribution and wheel, in dist/.
