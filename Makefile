@@ -17,7 +17,7 @@ TEST_ENV := OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false
 # A process per core, at most four: engines are large. A file's tests stay together, as do the engines they share.
 WORKERS := --numprocesses=auto --maxprocesses=4 --dist=loadfile
 
-.PHONY: quickstart test test-core test-liger release-check dist wheel-check browser-check check bench slow clean docs figures notebooks paper-claims paper-claims-plain repair ablations hops smollm2
+.PHONY: quickstart test test-core test-liger release-check dist wheel-check browser-check notebooks-check check bench slow clean docs figures notebooks paper-claims paper-claims-plain repair ablations hops smollm2
 .DELETE_ON_ERROR:
 
 quickstart: .venv/.core
@@ -30,8 +30,8 @@ test: check
 test-core: .venv-core/.core
 	$(TEST_ENV) $(CORE_BIN)/python -m pytest -m "not slow and not vllm and not browser" $(WORKERS)
 
-# Before a release: what needs environments of its own, beside `make test`.
-release-check: test test-core test-liger docs wheel-check browser-check
+# Before a release: what needs environments of its own, and all notebooks, beside `make test`.
+release-check: test test-core test-liger docs wheel-check browser-check notebooks-check
 
 # Source distribution and wheel, in dist/.
 dist: .venv/.core
@@ -76,6 +76,10 @@ figures: .venv/.core
 # The outputs of the notebooks, by executing them: a quarter of an hour on two cores.
 notebooks: .venv/.dev
 	$(BIN)/python docs/notebooks.py
+
+# All notebooks in their short form, of which `make test` executes the first.
+notebooks-check: .venv/.dev
+	$(TEST_ENV) $(BIN)/python -m pytest tests/test_notebooks.py
 
 # The page of `tandemrl play` in Chromium (apt-get install chromium, or CHROMIUM=path).
 browser-check: .venv/.dev

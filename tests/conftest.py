@@ -1,5 +1,7 @@
 """Shared fixtures."""
 
+import fcntl
+import os
 import sys
 from pathlib import Path
 
@@ -11,11 +13,17 @@ sys.modules.setdefault("numba", None)  # type: ignore[arg-type]
 
 @pytest.fixture(scope="session")
 def tiny_pair(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A tiny pair after a short warm start: it writes the format and is right now and then."""
+    """A tiny pair after a short warm start: it writes the format and is right now and then. All workers share it."""
     from tandemrl.apps.experiments.tiny import build_tiny_pair
 
-    out = tmp_path_factory.mktemp("pair") / "tiny"
-    build_tiny_pair(out, steps=250)
+    root = tmp_path_factory.getbasetemp()
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        root = root.parent
+    out = root / "pair" / "tiny"
+    out.parent.mkdir(exist_ok=True)
+    with open(out.parent / "lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        build_tiny_pair(out, steps=250)  # the first one does; the others find it
     return out
 
 

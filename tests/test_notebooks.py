@@ -1,4 +1,7 @@
-"""The notebooks: executed in their short form, held against what is committed; and what may be committed."""
+"""The notebooks: executed in their short form, held against what is committed; and what may be committed.
+
+`make test` executes the first one, `make notebooks-check` all of them.
+"""
 
 import importlib.util
 import json
@@ -116,6 +119,7 @@ def test_a_strategy_is_written_checked_and_trained_with(
     assert all("<image>" in said[cell] for cell in ("picture", "share", "train"))
 
 
+@pytest.mark.slow
 def test_a_loss_is_written_checked_by_hand_and_trained(runs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     said = execute(NAMES[1], runs, monkeypatch)
     rows = [line.split() for line in said["toy"].splitlines()[1:]]
@@ -135,6 +139,7 @@ def test_a_loss_is_written_checked_by_hand_and_trained(runs: Path, monkeypatch: 
     assert weights[0] != weights[1]
 
 
+@pytest.mark.slow
 def test_a_run_is_read(runs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     said = execute(NAMES[2], runs, monkeypatch)
     seen = re.search(
@@ -158,6 +163,7 @@ def test_a_run_is_read(runs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert all("<image>" in said[cell] for cell in ("metrics", "evaluation", "compare"))
 
 
+@pytest.mark.slow
 def test_the_claims_are_shown_and_a_small_run_is_measured(runs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     said = execute(NAMES[3], runs, monkeypatch)
     assert "Blorp" in said["languages"]
@@ -180,6 +186,7 @@ def test_the_claims_are_shown_and_a_small_run_is_measured(runs: Path, monkeypatc
     assert "<image>" in said["plots"]
 
 
+@pytest.mark.slow
 def test_a_reward_is_written_weighed_and_trained_with(runs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     said = execute(NAMES[4], runs, monkeypatch)
     assert [line.split()[-2:] for line in said["reward"].splitlines()] == [
@@ -202,6 +209,7 @@ def test_a_reward_is_written_weighed_and_trained_with(runs: Path, monkeypatch: p
     assert "<image>" in said["plots"]
 
 
+@pytest.mark.slow
 def test_an_environment_is_written_tried_and_trained_in(runs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     said = execute(NAMES[5], runs, monkeypatch)
     assert list(json.loads(said["tool"])) == ["left", "sign", "right"]

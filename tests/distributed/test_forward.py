@@ -207,9 +207,12 @@ def outcomes() -> Callable[[int], list[dict[str, Any]]]:
     return cache(lambda size: run(on_meshes, size, size, timeout=300))
 
 
-@pytest.mark.parametrize(
-    ("mesh", "model", "how"), [(mesh, model, how) for mesh in WORLDS for model, how in cases(mesh)]
-)
+def of_mesh(mesh: str, *more: str) -> Any:
+    """A case. Four processes are slow; in `make test` they train (test_mesh_training.py)."""
+    return pytest.param(mesh, *more, marks=[pytest.mark.slow] if WORLDS[mesh] > 2 else [])
+
+
+@pytest.mark.parametrize(("mesh", "model", "how"), [of_mesh(mesh, *case) for mesh in WORLDS for case in cases(mesh)])
 def test_any_mesh_gives_the_numbers_of_one_process(mesh, model, how, outcomes):
     expected = single(model, how)
     seen = set()
@@ -228,7 +231,7 @@ def test_any_mesh_gives_the_numbers_of_one_process(mesh, model, how, outcomes):
     assert seen == {0, 1, 2, 3}
 
 
-@pytest.mark.parametrize("mesh", WORLDS)
+@pytest.mark.parametrize("mesh", [of_mesh(mesh) for mesh in WORLDS])
 def test_parameters_are_sharded_and_can_be_made_whole(mesh, outcomes):
     names = {name for name, _ in MODELS["llama with biases"]().named_parameters()}
     for answers in outcomes(WORLDS[mesh]):

@@ -70,7 +70,7 @@ def survivor(pair: Path, folder: Path, phase: str, collectives_s: float | None) 
     return str(failure.value)
 
 
-QUICK = {"start", "rollout", "update"}  # each case waits for a time-out; the others run in `make slow`
+QUICK = {"rollout"}  # each case waits for a time-out; the others run in `make slow`
 
 
 def phases(*names: str) -> list[Any]:

@@ -28,6 +28,7 @@ MESHES = {
     "sp 2": (2, "parallel.sp=2"),
     "dp_shard 2, tp 2": (4, "parallel.tp=2"),
 }
+SLOW = ("dp_shard 2", "dp_replicate 2", "tp 2")  # four processes do the first and the last at once
 EVERYTHING = ["loss.kl_coef=0.01", "loss.junior_kl_coef=0.05", "loss.entropy_coef=0.01", "loss.kl_in_reward=true"]
 
 
@@ -64,7 +65,9 @@ def alone(tiny_pair: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return out
 
 
-@pytest.mark.parametrize("mesh", MESHES)
+@pytest.mark.parametrize(
+    "mesh", [pytest.param(mesh, marks=pytest.mark.slow) if mesh in SLOW else mesh for mesh in MESHES]
+)
 def test_every_mesh_trains_what_one_process_trains(tiny_pair: Path, alone: Path, tmp_path: Path, mesh: str) -> None:
     size, axes = MESHES[mesh]
     out = tmp_path / "run"

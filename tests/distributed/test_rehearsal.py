@@ -148,7 +148,7 @@ def _planned(config: Config, critic: bool, size: int, more: int = rehearsal.MORE
         return rehearse(role, configuration, config, world, WORK, options)
 
 
-@pytest.mark.parametrize("size", [1, 2, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("size", [2, *(pytest.param(size, marks=pytest.mark.slow) for size in (1, 4))])
 def test_a_process_has_what_was_planned(size: int, tmp_path: Path, elsewhere: ProcessPoolExecutor) -> None:
     for name in {case.model for case in CASES[size]}:
         _model(name).save_pretrained(tmp_path / name)

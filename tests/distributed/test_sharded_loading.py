@@ -116,7 +116,7 @@ def by_mesh(size: int, home: Path) -> dict[tuple[str, str], str]:
     return seen
 
 
-@pytest.mark.parametrize("size", MESHES)
+@pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_parts_are_those_of_the_whole(size: int, folders: Path) -> None:
     pytest.importorskip("peft", reason="needs the lora extra")
     for seen in run(by_mesh, size, size, folders):

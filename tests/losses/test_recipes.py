@@ -1,6 +1,7 @@
 """Every recipe inherits every property below: add a row to the table and to nothing here but the golden script."""
 
 import json
+from itertools import combinations, product
 from pathlib import Path
 from runpy import run_path
 
@@ -37,10 +38,34 @@ EVERYTHING = {
 }
 NO_PENALTIES = {"kl_coef": 0.0, "entropy_coef": 0.0, "junior_kl_coef": 0.0}
 
+VALUES = {
+    "recipe": list(RECIPES),
+    "importance": ["none", "token", "sequence"],
+    "normalise_by": ["weight", "response"],
+    "junior_weight": [0.0, 0.5, 1.0],
+    "junk": [7.5, float("nan"), float("-inf")],
+}
+
+
+def every(*names):
+    """All combinations of values. Any two values meet in one that is not slow."""
+    rows = list(product(*(VALUES[name] for name in names)))
+    pairs = [set(combinations(zip(names, map(str, row), strict=True), 2)) for row in rows]
+    quick, met = set(), set()
+    while met != set().union(*pairs):
+        best = max(range(len(rows)), key=lambda i: len(pairs[i] - met))
+        quick.add(best)
+        met |= pairs[best]
+    cases = [
+        pytest.param(
+            *(RECIPES.get(v, v) for v in row), id="-".join(map(str, row)), marks=[pytest.mark.slow][i in quick :]
+        )
+        for i, row in enumerate(rows)
+    ]
+    return pytest.mark.parametrize(names, cases)
+
+
 every_recipe = pytest.mark.parametrize("recipe", RECIPES.values(), ids=list(RECIPES))
-every_importance = pytest.mark.parametrize("importance", ["none", "token", "sequence"])
-every_normaliser = pytest.mark.parametrize("normalise_by", ["weight", "response"])
-every_junior_weight = pytest.mark.parametrize("junior_weight", [0.0, 0.5, 1.0])
 
 
 def random_batch(seed=0, sequences=7):
@@ -182,10 +207,7 @@ def test_golden_loss_and_gradient(row):
 # ---- properties of every recipe --------------------------------------------------------------------------------------
 
 
-@every_recipe
-@every_importance
-@every_normaliser
-@every_junior_weight
+@every("recipe", "importance", "normalise_by", "junior_weight")
 def test_any_split_into_micro_batches_gives_the_same_loss_gradient_and_metrics(
     recipe, importance, normalise_by, junior_weight
 ):
@@ -204,9 +226,7 @@ def test_any_split_into_micro_batches_gives_the_same_loss_gradient_and_metrics(
         assert all(close(sums[name], metrics[name]) for name in metrics)
 
 
-@every_recipe
-@every_importance
-@pytest.mark.parametrize("junk", [7.5, float("nan"), float("-inf")])
+@every("recipe", "importance", "junk")
 def test_tokens_of_weight_zero_change_nothing(recipe, importance, junk):
     batch = weighted(random_batch(), 0.0)
     options = {"importance": importance, "junior_kl_coef": 0.0}
@@ -222,9 +242,7 @@ def test_tokens_of_weight_zero_change_nothing(recipe, importance, junk):
     assert (gradient[ignored] == 0).all()
 
 
-@every_recipe
-@every_importance
-@every_normaliser
+@every("recipe", "importance", "normalise_by")
 def test_what_the_world_says_changes_nothing(recipe, importance, normalise_by):
     """Context in the middle of a sequence, with every term of the loss, the junior's tokens trained on as well."""
     batch = weighted(random_batch(), 0.5)
@@ -244,9 +262,7 @@ def test_what_the_world_says_changes_nothing(recipe, importance, normalise_by):
     assert close(gradient[~world], gradient3)
 
 
-@every_recipe
-@every_importance
-@every_normaliser
+@every("recipe", "importance", "normalise_by")
 def test_removing_tokens_of_weight_zero_changes_nothing(recipe, importance, normalise_by):
     """Context, and with normalise_by=weight the junior's tokens too, might as well not be in the batch."""
     batch = weighted(random_batch(), 0.0)
@@ -259,9 +275,7 @@ def test_removing_tokens_of_weight_zero_changes_nothing(recipe, importance, norm
     assert close(gradient[kept], gradient2)
 
 
-@every_recipe
-@every_importance
-@every_normaliser
+@every("recipe", "importance", "normalise_by")
 def test_junior_weight_one_is_plain_training_on_every_response_token(recipe, importance, normalise_by):
     batch = random_batch()
     options = {"importance": importance, "normalise_by": normalise_by, "junior_kl_coef": 0.0}
@@ -272,8 +286,7 @@ def test_junior_weight_one_is_plain_training_on_every_response_token(recipe, imp
     assert torch.equal(tandem[1], plain[1])
 
 
-@every_recipe
-@every_importance
+@every("recipe", "importance")
 def test_no_senior_token_is_zero_loss_and_zero_gradient(recipe, importance):
     batch = random_batch()
     batch["author"] = batch["author"].clamp(max=0)
@@ -284,8 +297,7 @@ def test_no_senior_token_is_zero_loss_and_zero_gradient(recipe, importance):
     assert all(value.isfinite() for value in averages.values())
 
 
-@every_recipe
-@every_junior_weight
+@every("recipe", "junior_weight")
 def test_first_step_is_the_reinforce_gradient(recipe, junior_weight):
     batch = weighted(random_batch(), junior_weight)
     batch["old_logprobs"] = batch["logprobs"]
@@ -438,8 +450,7 @@ def test_a_coefficient_without_its_channel_is_refused(coefficient, channel):
         loss_of(RECIPES["grpo"], batch, **{coefficient: 0.1})
 
 
-@every_recipe
-@every_normaliser
+@every("recipe", "normalise_by")
 def test_an_idle_rollout_has_no_part_in_loss_or_gradient(recipe, normalise_by):
     """Whatever its ratios are: only its counts stay, in the totals. Sequence 2 has no weight."""
     batch = weighted(random_batch(), junior_weight=0.0)

@@ -71,7 +71,7 @@ def graphs() -> int:
 
 
 @pytest.mark.parametrize("backend", [FAST, REAL])
-@pytest.mark.parametrize("kind", [qwen3, llama])
+@pytest.mark.parametrize("kind", [pytest.param(qwen3, marks=pytest.mark.slow), llama])
 def test_compiled_layers_give_the_same_log_probs_and_gradients_for_any_lengths(kind, backend):
     model = prepared(kind())
     compiled = compile_layers(copy.deepcopy(model), backend=backend)
@@ -106,7 +106,11 @@ def plain_pair() -> tuple[PreTrainedModel, PreTrainedModel]:
 
 @pytest.mark.parametrize(
     ("pair", "backend"),
-    [(plain_pair, FAST), pytest.param(plain_pair, *REAL.values, marks=REAL.marks), (adapted_pair, FAST)],
+    [
+        pytest.param(plain_pair, FAST, marks=pytest.mark.slow),
+        pytest.param(plain_pair, *REAL.values, marks=REAL.marks),
+        (adapted_pair, FAST),
+    ],
 )
 def test_a_compiled_decoding_step_writes_the_same(pair, backend, monkeypatch):
     """Rows come, go and grow, and a few graphs are enough. A lone row is decoded without any."""

@@ -114,7 +114,7 @@ def test_calls_of_a_key_are_made_in_one_process(child: tuple[str, str]) -> None:
 
 
 def test_a_call_that_hangs_is_given_up_and_its_neighbours_are_not(child: tuple[str, str]) -> None:
-    caller = ChildCalls(child, None, processes=1, limit_s=1.5)
+    caller = ChildCalls(child, None, processes=1, limit_s=3.0)
     got = outcomes(caller, [("sleep", 60), ("sleep", 0.8, "neighbour"), ("spin",), ("a",)])
     assert [outcome.how for outcome in got] == ["timeout", "result", "timeout", "result"]
     processes = list(caller._processes)
@@ -163,7 +163,7 @@ def test_only_who_is_to_blame_is_blamed(
 ) -> None:
     """The process is lost to everybody in it; the innocent are called again."""
     monkeypatch.setattr(calls, "GRACE_S", 0.5)
-    caller = ChildCalls(child, None, processes=1, limit_s=1.0)
+    caller = ChildCalls(child, None, processes=1, limit_s=3.0)
     got = outcomes(caller, [("sleep", 0.5, 0), (harm,), ("sleep", 0.5, 1), ("c",)])
     assert [outcome.how for outcome in got] == ["result", how, "result", "result"]
     assert harm != "die" or got[1].value == "last words"

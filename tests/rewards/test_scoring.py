@@ -111,10 +111,10 @@ def test_a_bomb_is_killed_off_the_main_thread_and_scoring_goes_on():
         (row("9"), EIGHT),
         (row("8"), "8"),
     ]
-    with Scorer(RewardConfig(timeout_s=3.0, workers=1)) as scorer:
+    with Scorer(RewardConfig(timeout_s=5.0, workers=1)) as scorer:
         start = time.monotonic()
         scores = in_thread(lambda: scorer.score(items))
-        assert time.monotonic() - start < 30
+        assert time.monotonic() - start < 50
         assert [score.value for score in scores] == [1.0, 0.0, 0.0, 0.0, 0.0]
         assert scores[1].parts == {"acc": 0.0, "answer_present": 1.0, "timeout": 1.0}
         assert scores[2].parts["timeout"] == 1.0
@@ -156,10 +156,10 @@ def test_order_is_kept_when_items_finish_out_of_order(worker):
 
 
 def test_repeated_answers_are_graded_once_but_counted_each(worker):
-    with Scorer(RewardConfig(workers=1, timeout_s=0.5), worker=worker) as scorer:
+    with Scorer(RewardConfig(workers=1, timeout_s=5.0), worker=worker) as scorer:
         start = time.monotonic()
         scores = scorer.score(boxed(*["a > 60 sleep"] * 6, "a > 0 right"))
-        assert time.monotonic() - start < 10
+        assert time.monotonic() - start < 6 * 5.0
         assert scorer.timeouts == 6
         assert [score.parts.get("timeout", 0.0) for score in scores] == [1.0] * 6 + [0.0]
 
@@ -356,7 +356,7 @@ def mine(tmp_path, monkeypatch):
     (tmp_path / "my_scorers_for_tests.py").write_text(MINE)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", list(sys.path))
-    yield RewardConfig(scorers={"my/*": "my_scorers_for_tests:score"}, timeout_s=1.0, workers=1)
+    yield RewardConfig(scorers={"my/*": "my_scorers_for_tests:score"}, timeout_s=60.0, workers=1)
     sys.modules.pop("my_scorers_for_tests", None)
 
 
@@ -370,23 +370,21 @@ def test_a_users_scorer_runs_in_a_child_process(mine):
 
 
 def test_a_users_scorer_that_hangs_or_crashes_is_killed_and_counted(mine):
-    with Scorer(mine) as scorer:
+    with Scorer(replace(mine, timeout_s=5.0)) as scorer:
         scores = scorer.score([(row("yes", "my/data"), text) for text in ("hang", "crash", "yes")])
         assert [score.value for score in scores] == [0.0, 0.0, 1.0]
         assert (scorer.timeouts, scorer.failures) == (1, 1)
 
 
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("bug", r"my_scorers_for_tests:score, row r: KeyError: 'oops'"),
-        ("return None", r"my_scorers_for_tests:score, row r: expected a finite number, or Score\(.*found None"),
-        *((f"return {value}", "row r: (expected a finite number|TypeError: bytes is not)") for value in UNUSABLE),
-    ],
-)
-def test_a_bug_in_a_users_scorer_stops_the_run(mine, text, message):
-    with Scorer(mine) as scorer, pytest.raises(GraderError, match=message):
-        scorer.score([(row("yes", "my/data"), text), (row("yes", "my/data"), "yes")])
+def test_a_bug_in_a_users_scorer_stops_the_run(mine):
+    with Scorer(mine) as scorer:
+        for text, message in (
+            ("bug", r"my_scorers_for_tests:score, row r: KeyError: 'oops'"),
+            ("return None", r"my_scorers_for_tests:score, row r: expected a finite number, or Score\(.*found None"),
+            *((f"return {value}", "row r: (expected a finite number|TypeError: bytes is not)") for value in UNUSABLE),
+        ):
+            with pytest.raises(GraderError, match=message):
+                scorer.score([(row("yes", "my/data"), text), (row("yes", "my/data"), "yes")])
 
 
 @pytest.mark.parametrize(
@@ -416,22 +414,19 @@ def test_a_function_of_this_process_is_held_to_the_same(value):
         scorer.score([(row("yes", "my/data"), value)])
 
 
-@pytest.mark.parametrize(
-    ("value", "score"),
-    [
-        ("0.5", Score(0.5, {"acc": 0.0}, None)),
-        ("True", Score(1.0, {"acc": 1.0}, None)),
-        ("-2", Score(-2.0, {"acc": 0.0}, None)),
-        ("__import__('numpy').float32(1.5)", Score(1.5, {"acc": 1.0}, None)),
-        ("__import__('numpy').bool_(True)", Score(1.0, {"acc": 1.0}, None)),
-        ("Score(0, {'acc': True, 'style': 0.25}, 'x')", Score(0.0, {"acc": 1.0, "style": 0.25}, "x")),
-    ],
-)
-def test_a_number_is_a_score_in_a_child_and_here(mine, value, score):
+def test_a_number_is_a_score_in_a_child_and_here(mine):
+    wanted = {
+        "0.5": Score(0.5, {"acc": 0.0}, None),
+        "True": Score(1.0, {"acc": 1.0}, None),
+        "-2": Score(-2.0, {"acc": 0.0}, None),
+        "__import__('numpy').float32(1.5)": Score(1.5, {"acc": 1.0}, None),
+        "__import__('numpy').bool_(True)": Score(1.0, {"acc": 1.0}, None),
+        "Score(0, {'acc': True, 'style': 0.25}, 'x')": Score(0.0, {"acc": 1.0, "style": 0.25}, "x"),
+    }
     with Scorer(mine) as scorer:
-        assert scorer.score([(row("yes", "my/data"), f"return {value}")]) == [score]
+        told = scorer.score([(row("yes", "my/data"), f"return {value}") for value in wanted])
     with Scorer(RewardConfig(), functions={"mine": score_here}) as scorer:
-        assert scorer.score([(row("yes", "my/data"), value)]) == [score]
+        assert scorer.score([(row("yes", "my/data"), value) for value in wanted]) == told == list(wanted.values())
 
 
 def test_functions_may_leave_the_options_out_and_are_asked_at_the_start():

@@ -105,8 +105,14 @@ def by_single_tokens(name: str) -> list[Completion]:
     return flat(engine(name).generate(everything(64)))
 
 
-@pytest.mark.parametrize("ahead", [1, 4, 8])
-@pytest.mark.parametrize("name", PAIRS)
+@pytest.mark.parametrize(
+    ("name", "ahead"),
+    [
+        pytest.param(name, ahead, marks=[pytest.mark.slow][i % 3 == j :])
+        for i, name in enumerate(PAIRS)
+        for j, ahead in enumerate((1, 4, 8))
+    ],
+)
 def test_drafts_give_the_same_completions(name, ahead):
     running, batch = engine(name, ahead), everything(64)
     completions = flat(running.generate(batch))
@@ -128,7 +134,7 @@ def test_drafts_give_the_same_completions_of_many_prompts(ahead):
     assert_same(batch, flat(engine("alike", ahead, max_rows=100).generate(batch)), wanted, "alike")
 
 
-@pytest.mark.parametrize("max_rows", [1, 7])
+@pytest.mark.parametrize("max_rows", [pytest.param(1, marks=pytest.mark.slow), 7])
 def test_rows_join_while_others_are_at_any_depth(max_rows):
     batch = everything(24)
     wanted = by_single_tokens("alike")[:48]

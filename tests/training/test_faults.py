@@ -76,7 +76,7 @@ def test_the_second_signal_ends_the_process_at_once(capfd: pytest.CaptureFixture
     assert err.startswith("SIGTERM: the run stops after this step")
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)])
 def test_the_second_signal_ends_a_process_that_was_started_in_the_background(number: signal.Signals) -> None:
     """A shell without job control lets its background jobs ignore SIGINT; a child inherits what is ignored."""
     work = (

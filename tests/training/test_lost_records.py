@@ -35,11 +35,25 @@ def whole(tiny_pair: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize(
     ("name", "harm", "at", "stops", "said"),
     [
-        ("samples.jsonl", Path.unlink, 1, 2, "samples.jsonl is gone, with the .* bytes that the run has written"),
+        pytest.param(
+            "samples.jsonl",
+            Path.unlink,
+            1,
+            2,
+            "samples.jsonl is gone, with the .* bytes that the run has written",
+            marks=pytest.mark.slow,
+        ),
         ("samples.jsonl", cut, 1, 2, "samples.jsonl is of .* bytes, though the run has written .*: it was cut"),
         ("metrics.jsonl", replace, 1, 3, "metrics.jsonl is of .* bytes, though the run has written"),
         ("metrics.jsonl", Path.unlink, 3, 4, "metrics.jsonl is gone"),  # after the last step
-        ("metrics.jsonl", cut, 3, 4, "metrics.jsonl is of .* bytes, though the run has written .*: it was cut"),
+        pytest.param(
+            "metrics.jsonl",
+            cut,
+            3,
+            4,
+            "metrics.jsonl is of .* bytes, though the run has written .*: it was cut",
+            marks=pytest.mark.slow,
+        ),
     ],
 )
 def test_a_run_stops_and_a_resume_says_what_is_missing(

@@ -149,7 +149,7 @@ def test_an_environment_of_ones_own_with_rollouts_in_flight(agents: Path, tmp_pa
 @pytest.mark.parametrize(
     "extra",
     [
-        ["selection.strategy=solo"],
+        pytest.param(["selection.strategy=solo"], marks=pytest.mark.slow),
         ["selection.strategy=alternating_turns", "loss.recipe=ppo", "loss.importance=token", "loss.junior_weight=0.5"],
     ],
     ids=lambda extra: extra[0],

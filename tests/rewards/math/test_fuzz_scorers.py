@@ -327,7 +327,7 @@ def spoilt_texts(count: int, seed: int) -> list[str]:
 
 
 def test_garbage_through_the_string_graders():
-    string_graders(texts(2000, seed=1))
+    string_graders(texts(400, seed=1))
 
 
 def test_near_misses_through_the_string_graders():
@@ -338,14 +338,14 @@ def test_near_misses_through_the_string_graders():
 
 
 def test_spoilt_answers_through_the_string_graders():
-    spoilt_answers(300, seed=5)
+    spoilt_answers(100, seed=5)
 
 
 def test_garbage_and_near_misses_through_the_symbolic_graders():
     symbolic_graders(
         [rf"\boxed{{{answer}}}" for answer in near_misses() + nearer_misses()]
-        + texts(60, seed=2)
-        + spoilt_texts(60, seed=6),
+        + texts(20, seed=2)
+        + spoilt_texts(20, seed=6),
         limit_s=3.0,
     )
 

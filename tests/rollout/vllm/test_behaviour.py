@@ -86,7 +86,7 @@ def stopping() -> list[Request]:
     return [Request(r.prompt, (request_key(2, 0, i, 0),), r.sampling, r.strategy) for i, r in enumerate(batch)]
 
 
-@pytest.mark.parametrize("mode", ["lazy", "lockstep"])
+@pytest.mark.parametrize("mode", ["lazy", pytest.param("lockstep", marks=pytest.mark.slow)])
 def test_completions_end_where_the_reference_engines_do_and_for_the_same_reason(engines, mode):
     batch = stopping()
     written = engines(PAIR, mode=mode).generate(batch)

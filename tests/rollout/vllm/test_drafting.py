@@ -77,7 +77,9 @@ def wanted() -> dict[str, list[Completion]]:
     return {pair: flat(reference(pair).generate(batch)) for pair in (NEAR, "Llama junior")}
 
 
-@pytest.mark.parametrize(("pair", "k"), [(NEAR, 1), (NEAR, 4), (NEAR, 8), ("Llama junior", 4)])
+@pytest.mark.parametrize(
+    ("pair", "k"), [(NEAR, 1), pytest.param(NEAR, 4, marks=pytest.mark.slow), (NEAR, 8), ("Llama junior", 4)]
+)
 def test_drafting_changes_no_token(engines, scheduled, wanted, pair, k):
     """Against the reference engine, whatever the strategy and the sampling; a near-tie may fall either way."""
     batch, engine = mixture(28, SETTINGS, seed=1), drafted(engines, pair, k, **BY_TOKENS[k])

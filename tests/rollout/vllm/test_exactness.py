@@ -1,6 +1,7 @@
 """Token for token: the vLLM engine against stock vLLM, transformers and the reference engine."""
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import pytest
@@ -41,8 +42,12 @@ TIGHT = {
     "both": dict(kv_blocks=22, block_size=32, max_batched_tokens=64, max_rows=48),
     "no prefix cache": dict(prefix_caching=False),
 }
-PAIRS_AND_MODES = [*((pair, "lazy") for pair in UNEQUAL), ("Llama junior", "lockstep")]
+LLAMA = [("Llama junior", "lazy"), ("Llama junior", "lockstep")]
+SMALLER = ("smaller junior", "lazy")
+PAIRS_AND_MODES = [*((pair, "lazy") for pair in UNEQUAL), LLAMA[1]]
 PRESSED = [*((tight, "lazy") for tight in TIGHT), ("both", "lockstep")]
+BOTH = [("both", "lazy"), ("both", "lockstep")]  # chunks and preemption at once
+NEITHER = [(None, mode) for mode in MODES]
 SAMPLINGS = {
     "cold": Sampling(temperature=0.6),
     "top_k": Sampling(top_k=5),
@@ -57,6 +62,22 @@ SAMPLINGS = {
         frequency_penalty=0.3,
     ),
 }  # fmt: skip
+
+
+def cases(kept: Sequence[tuple[str | None, str]], every: Sequence[tuple[str | None, str]]) -> list[Any]:
+    """The cases of ``make test``, and then the other ones of ``every``, which are slow."""
+    return [*kept, *(pytest.param(*case, marks=pytest.mark.slow) for case in every if case not in kept)]
+
+
+def plain_or_pressed(plain: dict[str, Any]) -> list[Any]:
+    """Options and modes of an engine: lazy with room, lockstep under pressure; the other way round is slow."""
+    return [
+        pytest.param(options, mode, id=f"{name}-{mode}", marks=[pytest.mark.slow][i == j :])
+        for i, (name, options) in enumerate({"plain": plain, "under pressure": TIGHT["both"]}.items())
+        for j, mode in enumerate(MODES)
+    ]
+
+
 ALL_PROMPTS = prompts(2 * len(strategies()), lengths=LENGTHS)  # two for each strategy when they take turns
 
 
@@ -93,7 +114,7 @@ def test_two_equal_models_write_what_stock_vllm_writes(engines, stock, name):
     assert all((c.behaviour_logprobs == 0).all() for c in flat(written))
 
 
-@pytest.mark.parametrize(("tight", "mode"), PRESSED)
+@pytest.mark.parametrize(("tight", "mode"), cases([*BOTH, ("no prefix cache", "lazy")], PRESSED))
 def test_two_equal_models_write_what_stock_vllm_writes_under_pressure(engines, stock, scheduled, tight, mode):
     engine = engines("equal", mode=mode, **TIGHT[tight])
     batch = mixed(ALL_PROMPTS, GREEDY)
@@ -109,7 +130,7 @@ def alone(engines) -> list[Completion]:
     return flat(engines("equal").generate(with_strategy(mixed(ALL_PROMPTS, SAMPLED), solo("senior"))))
 
 
-@pytest.mark.parametrize(("tight", "mode"), [*((None, mode) for mode in MODES), *PRESSED])
+@pytest.mark.parametrize(("tight", "mode"), cases([*NEITHER, *BOTH[:1]], PRESSED))
 def test_two_equal_models_sample_what_one_of_them_samples(engines, alone, tight, mode):
     """The author draws do not touch the token draws, and neither do chunks, preemption or who is left behind."""
     batch = mixed(ALL_PROMPTS, SAMPLED)
@@ -121,7 +142,7 @@ def test_two_equal_models_sample_what_one_of_them_samples(engines, alone, tight,
 # ------------------------------------------------------------------------------------------------- two different models
 
 
-@pytest.mark.parametrize(("pair", "mode"), PAIRS_AND_MODES)
+@pytest.mark.parametrize(("pair", "mode"), cases([*LLAMA, SMALLER], PAIRS_AND_MODES))
 def test_every_greedy_token_is_the_best_of_its_authors_model(engines, pair, mode):
     batch = mixed(ALL_PROMPTS, GREEDY)
     written = engines(pair, mode=mode).generate(batch)
@@ -131,7 +152,7 @@ def test_every_greedy_token_is_the_best_of_its_authors_model(engines, pair, mode
     assert (swapped > 1e-4).mean() > 0.5  # the two models are told apart
 
 
-@pytest.mark.parametrize(("tight", "mode"), PRESSED)
+@pytest.mark.parametrize(("tight", "mode"), cases(BOTH, PRESSED))
 def test_every_greedy_token_is_the_best_of_its_authors_model_under_pressure(engines, scheduled, tight, mode):
     batch = mixed(ALL_PROMPTS, GREEDY, seed=1)
     written = engines("Llama junior", mode=mode, **TIGHT[tight]).generate(batch)
@@ -140,7 +161,7 @@ def test_every_greedy_token_is_the_best_of_its_authors_model_under_pressure(engi
     assert_pressed(tight, scheduled, batch)
 
 
-@pytest.mark.parametrize(("pair", "mode"), PAIRS_AND_MODES)
+@pytest.mark.parametrize(("pair", "mode"), cases(LLAMA, PAIRS_AND_MODES))
 def test_behaviour_logprobs_are_the_authors(engines, pair, mode):
     batch = mixed(ALL_PROMPTS, SAMPLED, seed=2)
     written = engines(pair, mode=mode).generate(batch)
@@ -182,7 +203,7 @@ def test_a_catch_up_longer_than_the_token_budget_takes_several_passes(engines, m
 # ------------------------------------------------------------------------------------------------------- prefix caching
 
 
-@pytest.mark.parametrize(("pair", "mode"), [("equal", "lazy"), *PAIRS_AND_MODES])
+@pytest.mark.parametrize(("pair", "mode"), cases(LLAMA, [("equal", "lazy"), *PAIRS_AND_MODES]))
 def test_two_turns_with_a_prefix_cache(engines, scheduled, pair, mode):
     """The second prompt is the first one, what was written, and new text; the strategies change between the turns."""
     engine = engines(pair, mode=mode, block_size=32)
@@ -222,8 +243,7 @@ def test_requests_that_share_a_prefix(engines, scheduled, mode):
     assert scheduled.cached_tokens > 60 * 200
 
 
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("options", [dict(block_size=32), TIGHT["both"]], ids=["plain", "under pressure"])
+@pytest.mark.parametrize(("options", "mode"), plain_or_pressed(dict(block_size=32)))
 def test_samples_that_start_together(engines, scheduled, options, mode):
     """A request may find its prompt in blocks that another one is filling in the same step."""
     engine = engines("Llama junior", mode=mode, **options)
@@ -255,7 +275,7 @@ def test_a_prefix_left_behind_by_an_aborted_request(engines):
 # ------------------------------------------------------------------------------------------------- the reference engine
 
 
-@pytest.mark.parametrize(("pair", "mode"), PAIRS_AND_MODES)
+@pytest.mark.parametrize(("pair", "mode"), cases(LLAMA, PAIRS_AND_MODES))
 def test_the_reference_engine_writes_the_same(engines, pair, mode):
     """Both draw by the same keys, so tokens may differ only where a logit's rounding decides."""
     settings = [SAMPLED, *SAMPLINGS.values(), GREEDY]
@@ -283,8 +303,7 @@ def test_the_reference_engine_writes_the_same(engines, pair, mode):
 # ----------------------------------------------------------------------------------------------------- the author masks
 
 
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("options", [{}, TIGHT["both"]], ids=["plain", "under pressure"])
+@pytest.mark.parametrize(("options", "mode"), plain_or_pressed({}))
 def test_the_workers_record_is_the_mask(engines, options, mode):
     engine = engines("Llama junior", mode=mode, **options)
     batch = mixed(ALL_PROMPTS, SAMPLED, seed=50)
@@ -304,14 +323,14 @@ def test_the_workers_record_is_the_mask(engines, options, mode):
 
 @pytest.mark.parametrize("pair", ["Llama junior", pytest.param("equal", marks=pytest.mark.slow)])
 def test_two_tensor_parallel_ranks_write_what_one_writes(engines, pair):
-    batch = mixed(ALL_PROMPTS, SAMPLED, seed=60)
+    batch = mixed(ALL_PROMPTS[: len(strategies())], SAMPLED, seed=60)
+    single = {mode: flat(engines(pair, mode=mode).generate(batch)) for mode in MODES}
     both = engines(pair, tensor_parallel=2, draft_tokens=4)
     assert engines.processes[id(both)] >= 2
     for mode in (*MODES, "draft", "auto"):
         both.set_mode(mode)
         written = both.generate(batch)
-        alone = engines(pair, mode=mode if mode in MODES else "lazy")
-        assert_equal_completions(flat(written), flat(alone.generate(batch)))
+        assert_equal_completions(flat(written), single.get(mode, single["lazy"]))
         assert_sound(batch, written)
         record = both.recorded_authors()
         assert all(record[c.key].tolist() == c.author.tolist() for c in flat(written))

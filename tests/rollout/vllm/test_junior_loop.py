@@ -106,7 +106,10 @@ def state(tandem: Any, ids: list[str]) -> list[Any]:
     return of_requests
 
 
-@pytest.mark.parametrize(("k", "options", "pair"), [(8, {}, "near junior"), (4, TIGHT, "Llama junior")])
+@pytest.mark.parametrize(
+    ("k", "options", "pair"),
+    [pytest.param(8, {}, "near junior", marks=pytest.mark.slow), (4, TIGHT, "Llama junior")],
+)
 def test_the_loop_changes_no_token_and_no_account(engines, scheduled, write, k, options, pair):
     engine, batch = engines(pair, mode="draft", draft_tokens=k, **options), mixture(30, SETTINGS, seed=21)
     loop, single = (write(engine, batch, loop=loop) for loop in (True, False))

@@ -59,7 +59,13 @@ def test_first_tokens_have_their_authors_distribution(engines):
 
 
 @pytest.mark.parametrize(
-    "strategy", [alternating("junior"), alternating("senior"), chunk(2, "junior"), chunk(2, "senior")]
+    "strategy",
+    [
+        alternating("junior"),
+        pytest.param(alternating("senior"), marks=pytest.mark.slow),
+        pytest.param(chunk(2, "junior"), marks=pytest.mark.slow),
+        chunk(2, "senior"),
+    ],
 )
 def test_second_tokens_have_their_authors_distribution_given_the_first(engines, strategy):
     """Whether the author is the first token's or the model that had not read it yet."""

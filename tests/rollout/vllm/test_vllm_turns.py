@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 from pairs import (
     LENGTHS,
-    MODES,
     VLLM,
     assert_equal_completions,
     assert_sound,
@@ -87,7 +86,7 @@ def wanted() -> list[Completion]:
     return flat(reference("Llama junior").generate(in_turns(60, seed=1), responder=world()))
 
 
-@pytest.mark.parametrize("mode", [*MODES, "draft"])
+@pytest.mark.parametrize("mode", ["lazy", pytest.param("lockstep", marks=pytest.mark.slow), "draft"])
 def test_the_reference_engine_writes_the_same_turns(engines, wanted, mode):
     """Answers come at once and in any order; the workers' record has the own tokens of all turns."""
     drafts = {"draft_tokens": 8} if mode == "draft" else {}
