@@ -112,7 +112,7 @@ class RayWorkers:
         if address == "auto":
             address = os.environ.get("RAY_ADDRESS") or "local"
         if address == "local":  # then Ray takes 127.0.0.1 for this machine's address, and listens nowhere else
-            os.environ.setdefault("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0")
+            os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"
         self._ray = require_ray(f"rollout.workers={cluster.workers}")
         self._ours = self._connect(cluster, address)
         options = {"num_cpus": 1, "num_gpus": cluster.gpus, "max_restarts": 0, "scheduling_strategy": "SPREAD"}
@@ -134,6 +134,9 @@ class RayWorkers:
             except ConnectionError as error:
                 raise ConfigError(f"rollout.ray={cluster.address}: no Ray cluster answers there: {error}") from None
             return True
+        from ray._private import ray_constants
+
+        ray_constants.ENABLE_RAY_CLUSTER = False  # the variable of above, if ray was imported before (by vllm)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             ray.init(
