@@ -48,6 +48,7 @@ PUBLISHED = {
     ("repair", ("repair",)): "repair.json",
     ("hops", ("hops",)): "hops.json",
     ("hops", ("hops_jargon",)): "hops_jargon.json",
+    ("smollm2-quick", ("word_problems",)): "smollm2_quick.json",
 }
 """Where the results of an experiment and its pairs are committed."""
 ENVIRONMENTS = DOCS / "environments"
@@ -614,6 +615,9 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "hops-differences": lambda: differences("hops.json", OF_AGENTS),
     "hops-verdicts": lambda: claims_table(results("hops.json")[1].claims),
     "smollm2-first": smollm2_first,
+    "smollm2-quick": lambda: headline("smollm2_quick.json"),
+    "smollm2-quick-differences": lambda: differences("smollm2_quick.json"),
+    "smollm2-quick-verdicts": lambda: claims_table(results("smollm2_quick.json")[1].claims),
     "countdown": countdown,
     "step-time": lambda: step_time("step_time.json"),
     "step-time-lognormal": lambda: step_time("step_time_lognormal.json"),

@@ -498,7 +498,6 @@ OUTSIDE = {
     "at least 64": ("63",),
     "0 or positive": ("-1",),
     "auto, 0 or positive": ("-1", "many"),
-    "0 or 1": ("2", "-1"),
     "between 0 and 8": ("9", "-1"),
     "0 (off) or above 1": ("1", "0.5", "-1"),
     "positive": ("0", "-1"),
