@@ -17,7 +17,7 @@ TEST_ENV := OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false
 # A process per core, at most four: engines are large. A file's tests stay together, as do the engines they share.
 WORKERS := --numprocesses=auto --maxprocesses=4 --dist=loadfile
 
-.PHONY: quickstart test test-core test-liger release-check dist wheel-check browser-check notebooks-check check bench slow clean docs figures notebooks paper-claims paper-claims-plain repair ablations hops smollm2
+.PHONY: quickstart test test-core test-liger release-check dist wheel-check browser-check notebooks-check fleet-check check bench slow clean docs figures notebooks paper-claims paper-claims-plain repair ablations hops smollm2
 .DELETE_ON_ERROR:
 
 quickstart: .venv/.core
@@ -31,7 +31,7 @@ test-core: .venv-core/.core
 	$(TEST_ENV) $(CORE_BIN)/python -m pytest -m "not slow and not vllm and not browser" $(WORKERS)
 
 # Before a release: what needs environments of its own, and all notebooks, beside `make test`.
-release-check: test test-core test-liger docs wheel-check browser-check notebooks-check
+release-check: test test-core test-liger docs wheel-check browser-check notebooks-check fleet-check
 
 # Source distribution and wheel, in dist/.
 dist: .venv/.core
@@ -80,6 +80,11 @@ notebooks: .venv/.dev
 # All notebooks in their short form, of which `make test` executes the first.
 notebooks-check: .venv/.dev
 	$(TEST_ENV) $(BIN)/python -m pytest tests/test_notebooks.py
+
+# Rollout workers on a real Ray cluster on this machine, with everything that is slow about them.
+fleet-check: .venv/.dev
+	@$(BIN)/pip install $(PIP_FLAGS) ".[ray]"
+	$(TEST_ENV) $(BIN)/python -m pytest tests/rollout/fleet tests/training/test_train_workers.py
 
 # The page of `tandemrl play` in Chromium (apt-get install chromium, or CHROMIUM=path).
 browser-check: .venv/.dev

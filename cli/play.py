@@ -28,7 +28,7 @@ def play(
     ] = "{}",
     port: Annotated[int, typer.Option(min=0, max=65535, help="Port to listen on; 0: any that is free.")] = 8765,
 ) -> None:
-    """Generate text with senior and junior in the browser, and insert your own. On this machine only."""
+    """Write with senior and junior in the browser."""
     from tandemrl.config import ConfigError
     from tandemrl.files import pip_install
 

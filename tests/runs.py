@@ -86,8 +86,9 @@ def samples(out: Path) -> list[dict[str, Any]]:
 
 
 def timeless(out: Path) -> list[dict[str, Any]]:
-    """Metrics that two identical runs share: all but the times."""
-    return [{k: v for k, v in line.items() if not k.startswith(("time/", "tokens/s"))} for line in metrics(out)]
+    """Metrics that two identical runs share: all but the times and what became of workers."""
+    own = ("time/", "tokens/s", "fleet/")
+    return [{k: v for k, v in line.items() if not k.startswith(own)} for line in metrics(out)]
 
 
 def weights(out: Path, step: int) -> dict[str, torch.Tensor]:

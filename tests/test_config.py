@@ -444,8 +444,8 @@ def test_smollm2_is_trained_as_it_was_measured() -> None:
     c = load("smollm2")
     assert (c.model.senior, c.model.junior) == ("runs/smollm2-pair/senior", "runs/smollm2-pair/junior")
     assert (c.model.dtype, c.model.device, c.train.threads) == ("float32", "cpu", 1)
-    assert (c.train.prompts_per_step, c.rollout.group_size, c.train.mini_batch_prompts) == (8, 8, None)
-    assert (c.train.lr, c.train.betas, c.train.weight_decay, c.train.steps) == (3e-5, (0.9, 0.95), 0.0, 40)
+    assert (c.train.prompts_per_step, c.rollout.group_size, c.train.mini_batch_prompts) == (16, 8, None)
+    assert (c.train.lr, c.train.betas, c.train.weight_decay, c.train.steps) == (3e-5, (0.9, 0.95), 0.0, 24)
     assert (c.rollout.temperature, c.rollout.max_tokens, c.data.max_prompt_tokens) == (1.0, 44, 96)
     assert (c.selection.strategy, c.selection.prob_senior) == ("word", 0.5)
     assert (c.eval.profile, c.eval.max_tokens, c.eval.temperature) == ("custom", 44, 1.0)
@@ -505,6 +505,7 @@ OUTSIDE = {
     "0 or positive": ("-1",),
     "auto, 0 or positive": ("-1", "many"),
     "0 or 1": ("2", "-1"),
+    "between 0 and 8": ("9", "-1"),
     "0 (off) or above 1": ("1", "0.5", "-1"),
     "positive": ("0", "-1"),
     "in [0, 1]": ("-0.1", "1.1"),

@@ -130,7 +130,7 @@ def test_a_retriever_as_an_argument_of_its_environment(here: Path) -> None:
     assert f"Document ID: {document['id']}" in one.retrieve_documents(document["text"], row)
     assert one.retrieve_documents("nothing of this", row) == "No documents were found."
     assert len({signature(each) for each in (one, two, MultihopEnvironment(one.retrieval))}) == 3
-    with pytest.raises(ConfigError, match="retriever=3: pass a function"):
+    with pytest.raises((ConfigError, TypeError), match="retriever"):  # the latter under the check of annotations
         MultihopEnvironment(one.retrieval, 3)  # type: ignore[arg-type]
 
 

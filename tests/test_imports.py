@@ -138,6 +138,13 @@ def test_only_the_engine_and_its_server_import_vllm(name: str) -> None:
         assert other.split(".")[0] != "vllm" or allowed
 
 
+def test_only_the_workers_import_ray_and_only_when_they_start() -> None:
+    users = {name for name, path in MODULES.items() if "ray" in {other.split(".")[0] for other in imported(path)}}
+    assert users == {"tandemrl.rollout.fleet.ray_workers"}
+    [user] = users
+    assert "ray" not in {other.split(".")[0] for other in imported(MODULES[user], top_level_only=True)}
+
+
 @pytest.mark.parametrize("name", [name for name in MODULES if name.startswith("tandemrl.cli")])
 def test_the_command_line_imports_heavy_things_inside_commands(name: str) -> None:
     for other in imported(MODULES[name], top_level_only=True):

@@ -112,7 +112,7 @@ def test_rollouts_in_a_thread_are_work_only_while_the_loop_waits_for_them(monkey
             go_on.set()
             yield
 
-    def write(step: int, examples: list[int]) -> CompletionBatch:
+    def write(engine: Any, step: int, examples: list[int]) -> CompletionBatch:
         WATCHDOG.stamp("early")
         stamped.set()
         assert go_on.wait(60)
@@ -123,7 +123,7 @@ def test_rollouts_in_a_thread_are_work_only_while_the_loop_waits_for_them(monkey
     try:
         WATCHDOG.stamp("update")
         with AsyncRollouts(lambda: [0], write, [], Mock(), Mock()) as rollouts:
-            rollouts.start(1)
+            rollouts.start_until(1, 1)
             assert stamped.wait(60)
             assert WATCHDOG.place == "update"
             monkeypatch.setattr(WATCHDOG, "shared", waiting)

@@ -285,7 +285,8 @@ def test_the_command_evaluates_an_endpoint_and_writes_predictions(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("words", "message"), [([], "give --model, or --endpoint"), (["--model", "m", "--api-key-env", "K"], "is of")]
+    ("words", "message"),
+    [([], "give --model, or --endpoint"), (["--model", "m", "--api-key-env", "K"], "needs --endpoint URL")],
 )
 def test_the_command_needs_a_model(words, message):
     result = CliRunner().invoke(app, ["eval", "qa", "--data", "x.jsonl", *words])

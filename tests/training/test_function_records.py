@@ -14,6 +14,7 @@ from tandemrl.config import Config, ConfigError, FunctionsConfig, RetrievalConfi
 from tandemrl.data.messages import Transcript
 from tandemrl.data.rows import Row
 from tandemrl.losses import RECIPES, ppo_clip
+from tandemrl.rollout.engine import Engine
 from tandemrl.rollout.envs.environment import Environment
 from tandemrl.rollout.signatures import signature
 from tandemrl.selection import Strategy, bernoulli
@@ -55,11 +56,16 @@ class Doubled(Sums):
         return 2 * super().score(row, transcript)
 
 
+def decoding(rows: int) -> Engine:
+    raise AssertionError("nothing is made of a record")
+
+
 RECIPE = RECIPES["grpo"]._replace(surrogate=partial(ppo_clip))
 PASSED: dict[str, tuple[Any, Any]] = {
     "recipe": (RECIPE, RECIPE._replace(clip_low=0.1)),
     "strategy": (mostly_senior, mostly_junior),
     "environment": (Sums(scaled), Sums(short)),
+    "engine": (partial(decoding, rows=8), partial(decoding, rows=9)),
     "reward": ({"right": right, "short": short}, {"short": short, "right": right}),  # acc is that of the first
 }
 """By argument of ``train``: a function, and another one."""

@@ -34,8 +34,12 @@ def test_passes_of_rollouts_in_flight_are_kept() -> None:
     channels = (np.array([4], dtype=np.int64), np.array([1], dtype=np.int8), np.zeros(1, dtype=np.float32))
     batch = CompletionBatch([], [[Completion(7, *channels, "eos")]], Draws(3, 1), Passes(5, 4, 3, 2, 1))
     nothing: Any = None
-    with AsyncRollouts(lambda: [], lambda step, examples: batch, [], nothing, lambda: lambda _: {}) as rollouts:
-        rollouts.start(2)
+
+    def rollouts_of() -> AsyncRollouts:
+        return AsyncRollouts(lambda: [], lambda engine, step, examples: batch, [], nothing, lambda: lambda _: {})
+
+    with rollouts_of() as rollouts:
+        rollouts.start_until(2, 2)
         state = rollouts.state_dict()
     assert state is not None
     older = {name: value for name, value in state.items() if name not in ("passes", "mismatch")}
@@ -43,7 +47,7 @@ def test_passes_of_rollouts_in_flight_are_kept() -> None:
         (state, batch.passes, nullcontext()),
         (older, Passes(), pytest.warns(UserWarning, match="rollouts of step 2 were never held against the weights")),
     ):
-        with AsyncRollouts(lambda: [], lambda step, examples: batch, [], nothing, lambda: lambda _: {}) as rollouts:
+        with rollouts_of() as rollouts:
             with warns:
                 rollouts.load_state_dict(stored)
             assert rollouts.take(2).passes == passes

@@ -704,7 +704,7 @@ def test_a_junior_of_another_vocabulary_is_refused(tiny_pair: Path, tmp_path: Pa
 
 
 def test_values_out_of_range_are_refused() -> None:
-    for override in ("train.async_steps=2", "train.max_resamples=-1"):
+    for override in ("train.async_steps=2", "train.async_steps=9", "train.max_resamples=-1"):
         with pytest.raises(ConfigError):
             load(overrides=[override])
 

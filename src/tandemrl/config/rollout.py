@@ -30,6 +30,9 @@ from tandemrl.config.fields import (
     component,
 )
 
+UNIT_GROUPS = 4
+"""What ``rollout.unit_groups: null`` stands for with workers."""
+
 
 @dataclass(frozen=True)
 class VllmConfig:
@@ -122,14 +125,31 @@ class RolloutConfig:
     """With the torch engine: torch.compile of the decoding step, 1.5 times as fast for tiny models after a minute."""
     tensor_parallel: PositiveInt = 1
     """With the vllm engine: tensor-parallel ranks per model; several trainer processes need 1."""
+    workers: NonNegativeInt = 0
+    """Ray actors that decode, each with an engine of its own (needs the `ray` extra); 0 = decode in this process."""
+    ray: str = "auto"
+    """With workers: where they run. local: on a Ray cluster of our own on this machine, which starts and ends with the
+    run; an address: on the cluster there; auto: on the cluster that the job was submitted to (`RAY_ADDRESS`), else
+    local."""
+    unit_groups: PositiveInt | None = None
+    """Groups that are decoded together, apart from all others. A run with the same units has the same bits with any
+    number of workers. null = 4 with workers, without them all groups of a step."""
+    worker_timeout_s: PositiveFloat = 600.0
+    """A worker that has not started, loaded weights or decoded a unit in this time is replaced."""
     allow_truncated: bool = False
     """Permit top_p, top_k and min_p in training. The trainer then also renormalises over the kept tokens."""
     vllm: VllmConfig = field(default_factory=VllmConfig)
 
     @property
     def kind(self) -> EngineKind:
-        """What the engine can do."""
-        return engine_kind(self.engine)
+        """What the engine can do. Those of workers are in no trainer."""
+        kind = engine_kind(self.engine)
+        return kind._replace(in_trainer=False) if self.workers else kind
+
+    @property
+    def units(self) -> int | None:
+        """How many groups are decoded together; None = all of a call."""
+        return self.unit_groups or (UNIT_GROUPS if self.workers else None)
 
     @property
     def environment_kind(self) -> EnvironmentKind:
@@ -163,6 +183,12 @@ class RolloutConfig:
         if self.environment_kind.only_tools and not self.tools:
             what = "at least one module:function"
             yield Fault("rollout.tools", f"{what} with rollout.environment={self.environment}")
+        if self.environment_kind.turns:
+            why = f"whose units take no turns, with rollout.environment={self.environment}"
+            if self.workers:
+                yield Fault("rollout.workers", f"0, {why}")
+            if self.unit_groups is not None:
+                yield Fault("rollout.unit_groups", f"null, {why}")
         if self.turn_tokens is not None and self.turn_tokens > self.max_tokens:
             yield Fault(
                 "rollout.turn_tokens", f"null, or at most rollout.max_tokens ({self.max_tokens}), which is of all turns"

@@ -83,7 +83,11 @@ def _groups(c: Config) -> Iterator[Fault]:
     if t.max_resamples > 0 and r.group_size < 2:
         yield Fault("train.max_resamples", "0 with rollout.group_size=1: the rewards of one rollout are always equal")
     if t.max_resamples > 0 and t.async_steps > 0:
-        yield Fault("train.max_resamples", "0 with train.async_steps=1: the engine is busy with the next step")
+        where = f"train.async_steps={t.async_steps}"
+        yield Fault("train.max_resamples", f"0 with {where}: the engine is busy with the next step")
+    if t.async_steps > 1 and r.workers == 0:
+        why = "this process decodes with one version of the weights at a time"
+        yield Fault("train.async_steps", f"0 or 1 with rollout.workers=0: {why}")
 
 
 def _drafts(c: Config) -> Iterator[Fault]:
@@ -156,7 +160,7 @@ def _model(c: Config) -> Iterator[Fault]:
         yield Fault("model.liger", "false with parallel.tp > 1: its kernels cannot be split")
     if m.compile and c.parallel.tp > 1:
         yield Fault("model.compile", "false with parallel.tp > 1")
-    if c.train.async_steps == 1 and c.rollout.kind.in_trainer:
+    if c.train.async_steps and c.rollout.kind.in_trainer:
         with_both = f"train.async_steps=1 and rollout.engine={c.rollout.engine}"
         for key, on in (("model.compile", m.compile), ("rollout.compile", c.rollout.compile)):
             if on:
@@ -199,6 +203,8 @@ def _alone(c: Config) -> Iterator[Fault]:
 def _among_processes(c: Config) -> Iterator[Fault]:
     r, v, timeout = c.rollout, c.rollout.vllm, c.parallel.timeout_s
     unsupported = "with several processes, which do not support it"
+    if r.workers:
+        yield Fault("rollout.workers", f"0 {unsupported} yet")
     if r.kind.section == "vllm":
         if not v.multiprocess:
             why = "vLLM would take the trainer's process group for its own"

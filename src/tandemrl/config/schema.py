@@ -137,11 +137,9 @@ class TrainConfig:
     """Stop if the mean |trainer - engine| log-prob difference on senior tokens exceeds this, in nats. null = 1e-3 in
     float32; in bfloat16 four times as far as rounding moves the senior's log-probs (measured at the start), and at
     least 2e-2."""
-    async_steps: Annotated[
-        int, Allowed("0 or 1: rollouts of weights older than one step are not trained on", lambda n: n in (0, 1))
-    ] = 0
-    """1 = the rollouts of the next step are generated during the update of this one, so with weights that are one step
-    old; 0 = off."""
+    async_steps: Annotated[int, Allowed("between 0 and 8", lambda n: 0 <= n <= 8)] = 0
+    """How many steps ahead rollouts are generated, so with weights that are so many steps old. 1 = those of the next
+    step, during the update of this one; more than 1 requires `rollout.workers`; 0 = off."""
     async_save: bool = False
     """Write checkpoints in the background."""
     profile: bool = False

@@ -1,19 +1,25 @@
 """The engine that ``rollout.*`` of a config asks for. vLLM is imported only if the config asks for it."""
 
 from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
 from typing import NamedTuple
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from tandemrl.config import ConfigError, RolloutConfig
 from tandemrl.config.components import engine_kind
-from tandemrl.models.loading import resolve_device
+from tandemrl.models.loading import load_model, resolve_device
 from tandemrl.models.lora import AdapterPlan
 from tandemrl.processes.names import made
 from tandemrl.rollout.engine import Engine
+from tandemrl.rollout.fleet.engine import FleetEngine, UnitEngine
+from tandemrl.rollout.fleet.ray_workers import Cluster, RayWorkers
 from tandemrl.rollout.torch_engine import TorchEngine
 from tandemrl.rollout.vllm import cannot_import, require_vllm
 
+STORED_VERSIONS = 4  # of the senior's weights that a cluster of our own has room for
 EngineFactory = Callable[..., Engine]
 """A function or class that makes an engine of what its parameters name (see `make_engine`)."""
 
@@ -28,6 +34,19 @@ class ModelSource(NamedTuple):
     adapters: AdapterPlan | None = None
     """The adapters of a senior that the vLLM engine runs as adapters on the junior's weights. The torch engine does not
     read it: there, ``load`` gives a model with adapters."""
+    load_elsewhere: Callable[[], PreTrainedModel] | None = None
+    """Loads the model for the torch engine of a worker in another process, to which it is pickled. None stands for the
+    model at ``path``, in the dtype of the engine."""
+
+    def elsewhere(self, dtype: str, device: str) -> "ModelSource":
+        """The source for a worker: of what ``load`` holds in this process, nothing is sent there."""
+        load = self.load_elsewhere or partial(load_frozen, self.path, dtype, device)
+        return self._replace(load=load, load_elsewhere=None)
+
+
+def load_frozen(path: str, dtype: str, device: str) -> PreTrainedModel:
+    """A model that a worker decodes with."""
+    return load_model(path, dtype=dtype, device=device).requires_grad_(False)
 
 
 def make_engine(
@@ -39,9 +58,10 @@ def make_engine(
     dtype: str = "float32",
     device: str = "cpu",
     longest: int | None = None,
+    max_staleness: int = 0,
     factory: EngineFactory | None = None,
 ) -> Engine:
-    """Make the engine for these models.
+    """Make the engine for these models: one in this process, or ``rollout.workers`` of them, used as one.
 
     A ``factory`` or a `module:name` of the user's own is called with what its parameters name: those of this function,
     and its own with the values of ``rollout.engine_parameters``.
@@ -52,6 +72,7 @@ def make_engine(
         device: ``model.device``, for the vLLM engine. The torch engine takes its models as they are loaded.
         longest: how many tokens the longest request of the vLLM engine has, prompt and completion together. None stands
             for the context of the models.
+        max_staleness: with workers, by how many steps their weights may be older than the newest possible ones.
         factory: used instead of ``rollout.engine``.
 
     Raises:
@@ -59,6 +80,50 @@ def make_engine(
             own cannot be made.
         EngineError, ModelError: the models or the settings do not fit together.
     """
+    if config.workers == 0:
+        engine = _own_engine(config, senior, junior, tokenizer, dtype, device, longest, factory)
+        return engine if config.units is None else UnitEngine(engine, config.units)
+    there = device.partition(":")[0]  # of the cards that Ray gives it, a worker takes the first
+    make = partial(
+        _own_engine,
+        replace(config, workers=0, unit_groups=None),
+        senior.elsewhere(dtype, there),
+        None if junior is None else junior.elsewhere(dtype, there),
+        tokenizer,
+        dtype,
+        there,
+        longest,
+        factory,
+    )
+    on_cards = resolve_device(device).type == "cuda"
+    stored = sum(file.stat().st_size for file in Path(senior.path).glob("*.safetensors"))
+    cluster = Cluster(
+        config.ray,
+        config.workers,
+        gpus=config.tensor_parallel if on_cards else 0,
+        store_bytes=STORED_VERSIONS * stored or None,
+    )
+    assert config.units is not None
+    return FleetEngine(
+        RayWorkers(make, cluster),
+        size=config.workers,
+        unit_groups=config.units,
+        max_staleness=max_staleness,
+        timeout_s=config.worker_timeout_s,
+    )
+
+
+def _own_engine(
+    config: RolloutConfig,
+    senior: ModelSource,
+    junior: ModelSource | None,
+    tokenizer: PreTrainedTokenizerBase,
+    dtype: str,
+    device: str,
+    longest: int | None,
+    factory: EngineFactory | None,
+) -> Engine:
+    """The engine of this process; see ``make_engine``."""
     where = f"rollout.engine={config.engine}"
     engine = made(
         factory or engine_kind(config.engine).path,

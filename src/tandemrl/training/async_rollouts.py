@@ -1,23 +1,28 @@
-"""The rollouts of a step, and with ``train.async_steps: 1`` also those of the next step, written in the meantime.
+"""The rollouts of a step, and with ``train.async_steps: k`` also those of the k next ones, generated in the meantime.
 
-This overlap makes rollouts older: the completions of step k + 1 are written during the update of step k, by the weights
-that step k began with, so they are one update older than in the synchronous loop. ``Completion.policy_version`` records
-it for each of them, and truncated importance sampling corrects for it (``losses.importance_weights``).
+This overlap makes rollouts older: before the update of step t, the completions of step t + k are begun, by the weights
+that step t begins with, so they are k updates older than in the synchronous loop. That is so whoever is late: the
+weights of a rollout follow from its step. ``Completion.policy_version`` records them for each completion, and truncated
+importance sampling corrects for their age (``losses.importance_weights``).
 The mismatch between trainer and engine is measured with the weights that wrote the completions (``remember``). When the
 engine has received the trainer's weights and begins to write, each process of the trainer keeps a copy of its part of
 the trained weights in host memory (with adapters, of the adapters alone). When the rollouts are finished, or a
 checkpoint is about to be written, the trainer takes these weights back for one forward pass over a sample of the
 rollouts. So the check compares the same weights on both sides, as it does without overlap. It leaves out the updates
-since then, for which importance sampling corrects. At most two copies exist: the kept one, and the newer weights during
-that forward pass.
+since then, for which importance sampling corrects. At most k + 1 copies exist: the kept ones, and the newer weights
+during that forward pass.
 """
 
+import time
 import warnings
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 from types import TracebackType
 from typing import Any, NamedTuple, Self
 
+import numpy as np
 import torch
 from transformers import PreTrainedModel
 
@@ -28,6 +33,7 @@ from tandemrl.models.batching import pack, pack_tokens
 from tandemrl.models.sharding import exchanged, trained_parts
 from tandemrl.rollout.collect import CompletionBatch
 from tandemrl.rollout.engine import Completion, Draws, Engine, Passes
+from tandemrl.rollout.fleet.engine import FleetEngine
 from tandemrl.rollout.groups import unscored
 from tandemrl.training.gates import check_mismatch
 from tandemrl.training.state import RunSetup
@@ -47,15 +53,17 @@ class _Pending(NamedTuple):
 
 
 class AsyncRollouts:
-    """Rollouts step by step. Call ``take(step)`` in every step, and then ``start(step + 1)`` to overlap.
+    """Rollouts step by step. Call ``take(step)`` in every step, and then ``start_until(step + k)`` to overlap.
 
     Args:
         draw: returns the numbers of the examples of a step.
-        generate: writes the completions of (step, numbers of the examples). After ``start`` it runs in a thread.
+        generate: lets an engine generate the completions of (engine, step, numbers of the examples). After
+            ``start_until`` it runs in a thread.
         prompts: the prompts, by number of the example.
-        engine: the engine that writes the completions. It is aborted if the rollouts are no longer needed.
-        remember: called before ``start`` lets the engine write, when trainer and engine have the same weights. It
-            returns the function that later compares the completions with these weights.
+        engine: the engine that generates the completions. It is aborted if the rollouts are no longer needed.
+        remember: called before ``start_until`` lets the engine generate, when trainer and engine have the same weights.
+            It returns the function that later compares the completions with these weights.
+        ahead: ``train.async_steps``.
     """
 
     def __init__(
@@ -65,26 +73,30 @@ class AsyncRollouts:
         prompts: Sequence[Prompt],
         engine: Engine,
         remember: Callable[[], Compare],
+        ahead: int = 1,
     ) -> None:
-        self._draw, self.generate, self._prompts, self._engine = draw, generate, prompts, engine
-        self._remember = remember
+        self._draw, self.generate, self._prompts, self._engine = draw, partial(generate, engine), prompts, engine
+        self._generate_with, self._remember = generate, remember
         self._taken: tuple[Compare, CompletionBatch] | None = None
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="rollout")
-        self._pending: _Pending | None = None
+        self._threads = ThreadPoolExecutor(max(1, ahead), thread_name_prefix="rollout")
+        self._pending: deque[_Pending] = deque()
+        self._waited_s, self._counted = 0.0, (time.monotonic(), dict[str, float]())
 
     def take(self, step: int) -> CompletionBatch:
-        """The rollouts of ``step``: those that ``start`` began, or new ones.
+        """The rollouts of ``step``: those that ``start_until`` began, or new ones.
 
         Raises:
             EngineError, TrainError: the rollouts failed.
         """
-        self._taken = None
-        if self._pending is None:
-            return self.generate(step, self._draw())
-        pending, self._pending = self._pending, None
-        assert pending.step == step
-        batch = _result(pending)
-        self._taken = pending.compare, batch
+        self._taken, begun = None, time.monotonic()
+        if self._pending:
+            pending = self._pending.popleft()
+            assert pending.step == step
+            batch = _result(pending)
+            self._taken = pending.compare, batch
+        else:
+            batch = self.generate(step, self._draw())
+        self._waited_s = time.monotonic() - begun
         return batch
 
     def mismatch(self) -> Metrics | None:
@@ -99,16 +111,45 @@ class AsyncRollouts:
         (compare, batch), self._taken = self._taken, None
         return compare(batch)
 
-    def start(self, step: int) -> None:
-        """Begin the rollouts of ``step`` in a thread. The engine must not be used otherwise until ``wait`` returns."""
-        assert self._pending is None
-        examples, compare = self._draw(), self._remember()
-        self._pending = _Pending(step, examples, self._thread.submit(self.generate, step, examples), compare)
+    def start_until(self, first: int, last: int) -> None:
+        """Begin the rollouts of the steps from ``first`` to ``last`` that are not begun, each in a thread.
+
+        Unless the engine is a fleet, it must not be used otherwise until ``wait`` returns.
+        """
+        steps = range(self._pending[-1].step + 1 if self._pending else first, last + 1)
+        compare = self._remember() if steps else None
+        for step in steps:
+            assert compare is not None
+            examples, engine = self._draw(), self._engine
+            if isinstance(engine, FleetEngine):
+                engine = engine.at_step(step)
+            batch = self._threads.submit(self._generate_with, engine, step, examples)
+            while isinstance(engine, FleetEngine) and not (batch.done() or engine.begun.wait(0.01)):
+                pass  # until then, its weights might be dropped for newer ones
+            self._pending.append(_Pending(step, examples, batch, compare))
 
     def wait(self) -> None:
         """Wait until the engine is free."""
-        if self._pending is not None:
-            _result(self._pending)
+        for pending in self._pending:
+            _result(pending)
+
+    def fleet_metrics(self, step: int, batch: CompletionBatch) -> Metrics:
+        """How old the rollouts of a step are, and what trainer and workers waited for since the last one; nothing
+        without workers."""
+        if not isinstance(self._engine, FleetEngine):
+            return {}
+        now, counts = time.monotonic(), self._engine.counts()
+        before, counted = self._counted
+        self._counted = now, counts
+        new = {name: value - counted.get(name, 0.0) for name, value in counts.items()}
+        ages = [step - 1 - completion.policy_version for group in batch.completions for completion in group]
+        return {
+            "fleet/staleness": float(np.mean(ages)),
+            "fleet/idle_trainer": self._waited_s / max(now - before, 1e-9),
+            "fleet/idle_workers": new["idle_s"] / max(new["worker_s"], 1e-9),
+            "fleet/redone": new["redone"],
+            "fleet/restarts": new["restarts"],
+        }
 
     def state_dict(self) -> dict[str, Any] | None:
         """The rollouts that are finished but not taken, as plain values.
@@ -118,14 +159,19 @@ class AsyncRollouts:
         Raises:
             TrainError: the mismatch between trainer and engine is too large.
         """
-        if self._pending is None:
+        if not self._pending:
             return None
-        batch = _result(self._pending)
-        mismatch = self._pending.compare(batch)
-        self._pending = self._pending._replace(compare=lambda _: mismatch)
+        first, *further = map(self._saved, range(len(self._pending)))
+        return first | ({"further": further} if further else {})
+
+    def _saved(self, i: int) -> dict[str, Any]:
+        pending = self._pending[i]
+        batch = _result(pending)
+        mismatch = pending.compare(batch)
+        self._pending[i] = pending._replace(compare=lambda _: mismatch)
         return {
-            "step": self._pending.step,
-            "examples": self._pending.examples,
+            "step": pending.step,
+            "examples": pending.examples,
             "draws": list(batch.draws),
             "passes": list(batch.passes),
             "mismatch": mismatch,
@@ -134,8 +180,10 @@ class AsyncRollouts:
 
     def load_state_dict(self, state: Mapping[str, Any] | None) -> None:
         """Restore what ``state_dict`` returned."""
-        if state is None:
-            return
+        for each in [] if state is None else [state, *state.get("further", ())]:
+            self._restore(each)
+
+    def _restore(self, state: Mapping[str, Any]) -> None:
         prompts = [self._prompts[i] for i in state["examples"]]
         completions = [[_completion(line) for line in group] for group in state["completions"]]
         done: Future[CompletionBatch] = Future()
@@ -148,7 +196,7 @@ class AsyncRollouts:
                 "them, and cannot be any more: it comes from an earlier version",
                 stacklevel=2,
             )
-        self._pending = _Pending(state["step"], list(state["examples"]), done, lambda _: mismatch or {})
+        self._pending.append(_Pending(state["step"], list(state["examples"]), done, lambda _: mismatch or {}))
 
     def __enter__(self) -> Self:
         return self
@@ -156,9 +204,9 @@ class AsyncRollouts:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if self._pending is not None and not self._pending.batch.done():
+        if not all(pending.batch.done() for pending in self._pending):
             self._engine.abort()
-        self._thread.shutdown(wait=True)
+        self._threads.shutdown(wait=True)
 
 
 def _result(pending: _Pending) -> CompletionBatch:

@@ -1,12 +1,13 @@
 """Builds a run from a config: data, models, engine and scorer."""
 
 from collections.abc import Callable, Collection, Mapping
-from functools import partial
+from functools import cache, partial
 
 import torch
 from transformers import AutoConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from tandemrl.config import Config, ConfigError
+from tandemrl.config.schema import LoraConfig
 from tandemrl.data.documents import hops
 from tandemrl.data.sampler import Sampler
 from tandemrl.distributed.world import World
@@ -24,7 +25,7 @@ from tandemrl.rewards.scoring import Scorer
 from tandemrl.rewards.spread import SpreadScorer
 from tandemrl.rollout.engine import Engine, Sampling
 from tandemrl.rollout.envs.environment import Environment, check_instance
-from tandemrl.rollout.factory import EngineFactory, ModelSource, make_engine
+from tandemrl.rollout.factory import EngineFactory, ModelSource, load_frozen, make_engine
 from tandemrl.rollout.judge import make_judge
 from tandemrl.rollout.schedule import Schedule, schedule_of
 from tandemrl.rollout.spread import SpreadEngine
@@ -192,7 +193,9 @@ def build_models(
 
     partner = model.senior if self_paired(model) else str(model.junior)
     junior = freeze(partner, model.dtype, sharded=True) if loss.junior_kl_coef > 0 else None
-    writer = ModelSource(partner, partial(freeze, partner, model.dtype, sharded=False)) if tandem else None
+    in_a_worker = partial(base_of_worker, partner, model.dtype, model.device)
+    decoder = ModelSource(partner, partial(freeze, partner, model.dtype, sharded=False), load_elsewhere=in_a_worker)
+    writer = decoder if tandem else None
     engine = build_engine(config, writer, tokenizer, factory)
     reference = None
     if model.lora.rank and world.size == 1:
@@ -221,6 +224,17 @@ def shares_base(config: Config) -> bool:
     v, dtype = config.rollout.vllm, config.model.dtype
     apart = v.junior_dtype not in (None, dtype) or v.junior_quantization is not None or v.junior_device is not None
     return self_paired(config.model) and not (config.rollout.kind.section == "vllm" and apart)
+
+
+@cache
+def base_of_worker(path: str, dtype: str, device: str) -> PreTrainedModel:
+    """The junior of a rollout worker, which may be what adapters stand on, too."""
+    return load_frozen(path, dtype, device.partition(":")[0])
+
+
+def adapted_base_of_worker(path: str, dtype: str, device: str, lora: LoraConfig, seed: int) -> PreTrainedModel:
+    """The senior of a rollout worker: adapters on the junior's weights."""
+    return adapted_alias(base_of_worker(path, dtype, device), lora, seed)
 
 
 def build_engine(
@@ -253,7 +267,11 @@ def build_engine(
     if shared and not config.rollout.kind.in_trainer:
         configuration = AutoConfig.from_pretrained(model.senior, trust_remote_code=False)
         plan = adapter_plan(meta_model(configuration), model.lora)
-    senior = ModelSource(model.senior, on_the_junior if shared else of_its_own, plan)
+    base = partial(adapted_base_of_worker, model.senior, model.dtype, model.device)
+    in_a_worker = partial(base, model.lora, config.train.seed)
+    senior = ModelSource(
+        model.senior, on_the_junior if shared else of_its_own, plan, load_elsewhere=in_a_worker if shared else None
+    )
     return make_engine(
         config.rollout,
         senior,
@@ -262,5 +280,6 @@ def build_engine(
         dtype=model.dtype,
         device=model.device,
         longest=longest,
+        max_staleness=config.train.async_steps,
         factory=factory,
     )

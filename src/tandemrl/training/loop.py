@@ -7,7 +7,7 @@ phases; each of them is a function of another module.
 
 import faulthandler
 from collections.abc import Collection, Mapping
-from contextlib import nullcontext
+from contextlib import closing, nullcontext
 from functools import partial
 from pathlib import Path
 
@@ -116,7 +116,7 @@ def train(
         run = build(config, recipe, strategy, world, by_name(reward), environment, engine, check_judge, stated)
         config, silent = run.setup.config, quiet or not world.main
         locked = checkpoint.lock(config.output_dir) if world.main else nullcontext()
-        with locked, run.setup.scorer, run.setup.episode_runner or nullcontext():
+        with closing(run.models.engine), locked, run.setup.scorer, run.setup.episode_runner or nullcontext():
             records = checkpoint.restore(run, resume)
             with Tracker(config.output_dir, config, console=console, quiet=silent, record=world.main) as tracker:
                 loop(run, tracker, records)
@@ -144,9 +144,10 @@ def loop(run: Run, tracker: Tracker, records: Records) -> None:
     optimizer_steps = OptimizerSteps(part.optimizer for part in models.trained.values())
     warnings_of = watcher(config, setup.recipe, len(setup.heldout))
     draw = partial(progress.sampler.next, train.prompts_per_step)
-    write = partial(generate, setup, models.engine, tracker, profiler)
+    write = partial(generate, setup, tracker, profiler)
     keep = partial(remember, setup, models.policy)
-    with AsyncRollouts(draw, write, setup.prompts, models.engine, keep) as rollouts, Signals() as signals:
+    ahead = AsyncRollouts(draw, write, setup.prompts, models.engine, keep, train.async_steps)
+    with ahead as rollouts, Signals() as signals:
         rollouts.load_state_dict(progress.rollouts_in_flight)
         for step in range(done + 1, train.steps + 1):
             clock = profiler.clock(step)
@@ -192,7 +193,7 @@ def train_step(
         if not last:
             with clock("sync"):
                 sync_if_stale(models, version=step - 1)
-            rollouts.start(step + 1)
+            rollouts.start_until(step + 1, min(step + train.async_steps, train.steps))
     with clock("score"):
         groups = score_rollouts(completions, setup.scorer, setup.tokenizer)
     resampled = 0
@@ -229,7 +230,7 @@ def train_step(
         del mini_batches  # before the engine wants its memory back
 
     written = [rollout for group in groups for rollout in group.rollouts]
-    metrics |= rollout_metrics(completions, groups, step)
+    metrics |= rollout_metrics(completions, groups, step) | rollouts.fleet_metrics(step, completions)
     if train.max_resamples:
         metrics["groups/resampled"] = float(resampled)
     if not train.async_steps or evaluates:

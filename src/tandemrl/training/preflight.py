@@ -265,6 +265,7 @@ class Preflight:
         needed = {
             ("model.lora.rank", "peft", "lora"): config.model.lora.rank > 0,
             ("model.liger", "liger_kernel", "liger"): config.model.liger,
+            ("rollout.workers", "ray", "ray"): config.rollout.workers > 0,
             ("train.wandb", "wandb", "wandb"): config.train.wandb != "disabled",
             ("retrieval.retriever", "bm25s", "retrieval"): by_words,
             ("retrieval.retriever", "Stemmer", "retrieval"): by_words,

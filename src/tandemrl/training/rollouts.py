@@ -18,9 +18,9 @@ from tandemrl.types import Author, Group, Metrics, Rollout, taken_over
 
 def generate(
     setup: RunSetup,
-    engine: Engine,
     tracker: Tracker,
     profiler: Profiler,
+    engine: Engine,
     step: int,
     examples: list[int],
     drawn: int = 0,

@@ -217,7 +217,12 @@ class Tracker:
             progress.remove_task(self._rollout_bar)
         bar = progress.add_task(f"tokens of {total_rows} rollouts", total=total_rows * self._config.rollout.max_tokens)
         self._rollout_bar = bar
-        return lambda tokens: progress.advance(bar, tokens)
+
+        def advance(tokens: int) -> None:
+            with suppress(KeyError):  # the bar of a later step has replaced it
+                progress.advance(bar, tokens)
+
+        return advance
 
     def say(self, line: str) -> None:
         """Print one plain line."""

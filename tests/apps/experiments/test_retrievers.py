@@ -92,7 +92,7 @@ def test_what_makes_no_sense_is_refused(benchmark: Benchmark, tmp_path: Path) ->
         with pytest.raises(ExperimentError, match=message):
             run_retrievers(replace(benchmark, **wrong), tmp_path)
     for words, message in (
-        (["retrievers", "--arms", "grpo"], "--arms is not of"),
+        (["retrievers", "--arms", "grpo"], "--arms does not apply to retrievers"),
         (["repair", "--model", "m"], "--model"),
     ):
         result = CliRunner().invoke(app, ["experiment", *words])

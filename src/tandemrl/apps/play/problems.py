@@ -83,7 +83,7 @@ def known_problems(senior: str) -> tuple[Config, Sequence[Row]]:
     rows: Sequence[Row] = ()
     if folder.name == "hf" and (run := folder.parent / "config.yaml").is_file():
         config = load(run)
-        if config.rollout.environment == "single":  # the page has no other
+        if not config.has_episodes:  # the page has one turn only
             rows = load_rows(config.data.eval or config.data.train)
     elif (manifest := read_manifest(folder)) is not None:
         rows = generated_rows(str(manifest.get("pair")), "heldout", LIMIT, 0)

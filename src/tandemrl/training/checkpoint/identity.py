@@ -23,6 +23,7 @@ from tandemrl.training.state import Run
 _FREE = {
     "data": ("monitor",),
     "model.lora": ("export",),
+    "rollout": ("ray", "worker_timeout_s"),
     "train": (
         *("save_every", "eval_every", "keep_checkpoints", "keep_exports", "async_save", "profile", "keep_eval_texts"),
         *("log", "log_samples", "max_samples_gb", "wandb", "wandb_project", "wandb_name", "wandb_tags"),
@@ -110,7 +111,8 @@ def check_same_identity(run: Run, before: Mapping[str, str], path: Path) -> None
 def check_same_config(stored: Config, current: Config) -> None:
     """Refuse to continue a run under another config, since the result would belong to neither.
 
-    ``train.steps`` may grow if the learning rate is constant. Keys that only decide where and how often files are
+    ``train.steps`` may grow if the learning rate is constant. ``rollout.workers`` may change if the same groups are
+    decoded together. Keys that only decide where and how often files are
     written may change.
 
     Raises:
@@ -119,6 +121,9 @@ def check_same_config(stored: Config, current: Config) -> None:
     changed = {key: pair for key, pair in difference(stored, current).items() if not _may_change(key, pair[0])}
     if current.train.steps > stored.train.steps and current.train.schedule == "constant":
         changed.pop("train.steps", None)
+    if current.rollout.units == stored.rollout.units:  # then the bits do not depend on who decodes
+        changed.pop("rollout.workers", None)
+        changed.pop("rollout.unit_groups", None)
     if changed:
         listing = ", ".join(f"{key} (checkpoint {old!r}, now {new!r})" for key, (old, new) in changed.items())
         raise CheckpointError(

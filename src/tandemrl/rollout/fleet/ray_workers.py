@@ -1,0 +1,242 @@
+"""Workers that are actors on a Ray cluster. This module alone imports ray, when a cluster is needed.
+
+Ray places the actors, says when one is lost, and carries requests, completions and weights. The weights of a version
+are put into its object store once, in parts; the workers of a node share its copy.
+"""
+
+import importlib.util
+import os
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
+from functools import partial
+from types import ModuleType
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from tandemrl.config import ConfigError
+from tandemrl.files import pip_install
+from tandemrl.rollout.engine import Completion, Engine, EngineError, Request
+from tandemrl.rollout.fleet.engine import Described, UnitAnswer
+from tandemrl.rollout.fleet.events import INITIAL, Answered, Event, Joined, Loaded, Lost, Unit
+
+PART_BYTES = 2**28  # what is copied at once on the way of the weights
+LEAST_STORE_BYTES = 100 * 2**20  # Ray takes no less than 75 MB
+
+Stored = tuple[str, str, tuple[int, ...], Any]
+"""A tensor in the object store: its name, dtype, shape and bytes (a NumPy array, which Ray does not copy to read)."""
+Generated = tuple[int, int, UnitAnswer | EngineError]
+
+
+def require_ray(what: str) -> ModuleType:
+    """Ray itself.
+
+    Raises:
+        ConfigError: it is not installed. The message says how to install it.
+    """
+    if importlib.util.find_spec("ray") is None:
+        raise ConfigError(f"{what} needs Ray, which is not installed: {pip_install('ray')}")
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")  # as will be the default
+    import ray
+
+    return ray
+
+
+class Cluster(NamedTuple):
+    """What to ask Ray for."""
+
+    address: str
+    """``rollout.ray``."""
+    workers: int
+    gpus: int = 0
+    """Of each worker."""
+    store_bytes: int | None = LEAST_STORE_BYTES
+    """Of the object store, if the cluster is our own; None = as much as Ray thinks right."""
+
+
+class RayWorker:
+    """The actor: an engine, made where it runs."""
+
+    def __init__(self, make: Callable[[], Engine], threads: int) -> None:
+        torch.set_num_threads(threads)
+        self.engine, self.version = make(), INITIAL
+
+    def describe(self) -> Described:
+        e = self.engine
+        junior = e.fingerprint("junior") if e.has_junior else None
+        return Described(
+            e.info._replace(streams=False), e.vocabulary, e.context, e.has_junior, e.policy_version, junior
+        )
+
+    def load(self, version: int, parts: Sequence[Any]) -> int:
+        """Load weights. Returns the fingerprint of the engine's, read back."""
+        import ray
+
+        if version != INITIAL:
+            self.engine.load_weights((named for part in parts for named in restored(ray.get(part))), version)
+        elif self.version != INITIAL:
+            raise EngineError("a worker does not go back to the weights that it started with")
+        self.version, self.checksum = version, self.engine.fingerprint("senior")
+        return self.checksum
+
+    def generate(self, requests: Sequence[Request]) -> Generated:
+        """Version and fingerprint of the weights, and what they generate, or why they cannot."""
+        try:
+            answer: UnitAnswer | EngineError = UnitAnswer(self.engine.generate(requests), self.engine.passes)
+        except EngineError as error:
+            answer = error
+        return self.version, self.checksum, answer
+
+    def abort(self, keys: Iterable[int] | None) -> None:
+        self.engine.abort(keys)
+
+
+class RayWorkers:
+    """``Workers`` on Ray.
+
+    Args:
+        make: makes the engine of a worker there. It is pickled.
+        cluster: with ``address`` "local", a cluster of our own on this machine, which ``close`` ends; with "auto", the
+            cluster that Ray's own ``RAY_ADDRESS`` names, as it does within ``ray job submit``, and without it one of
+            our own; else the cluster at this address.
+
+    Raises:
+        ConfigError: Ray is not installed, or there is no cluster at the address.
+    """
+
+    def __init__(self, make: Callable[[], Engine], cluster: Cluster) -> None:
+        address = cluster.address
+        if address == "auto":
+            address = os.environ.get("RAY_ADDRESS") or "local"
+        if address == "local":  # then Ray takes 127.0.0.1 for this machine's address, and listens nowhere else
+            os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"
+        self._ray = require_ray(f"rollout.workers={cluster.workers}")
+        self._ours = self._connect(cluster, address)
+        options = {"num_cpus": 1, "num_gpus": cluster.gpus, "max_restarts": 0, "scheduling_strategy": "SPREAD"}
+        # Two calls at once, so that ``abort`` reaches a worker that generates.
+        self._actor = self._ray.remote(max_concurrency=2, **options)(RayWorker)
+        self._make = self._ray.put(make)
+        self._actors: dict[int, Any] = {}
+        self._parts: dict[int, list[Any]] = {INITIAL: []}
+        self._tell: Callable[[Event], None] = lambda event: None
+
+    def _connect(self, cluster: Cluster, address: str) -> bool:
+        """Connect this process, unless it is. Returns whether it was not."""
+        ray = self._ray
+        if ray.is_initialized():
+            return False
+        if address != "local":
+            try:
+                ray.init(address, log_to_driver=False, logging_level="error", namespace="tandemrl")
+            except ConnectionError as error:
+                raise ConfigError(f"rollout.ray={cluster.address}: no Ray cluster answers there: {error}") from None
+            return True
+        from ray._private import ray_constants
+
+        ray_constants.ENABLE_RAY_CLUSTER = False  # the variable of above, if ray was imported before (by vllm)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            ray.init(
+                "local",
+                num_cpus=cluster.workers,
+                object_store_memory=cluster.store_bytes and max(LEAST_STORE_BYTES, cluster.store_bytes),
+                include_dashboard=False,
+                log_to_driver=False,
+                logging_level="error",
+                _node_ip_address="127.0.0.1",
+            )
+        return True
+
+    def begin(self, tell: Callable[[Event], None]) -> None:
+        self._tell = tell
+
+    def start(self, number: int) -> None:
+        actor = self._actors[number] = self._actor.remote(self._make, torch.get_num_threads())
+        self._then(number, actor.describe.remote(), partial(Joined, number))
+
+    def load(self, number: int, version: int) -> None:
+        answer = self._actors[number].load.remote(version, self._parts[version])
+        self._then(number, answer, partial(Loaded, number, version))
+
+    def generate(self, number: int, unit: Unit, attempt: int, version: int, requests: Sequence[Request]) -> None:
+        def answered(answer: Generated) -> Event:
+            version, checksum, generated = answer
+            if isinstance(generated, UnitAnswer):
+                own = [[_own(completion) for completion in group] for group in generated.completions]
+                generated = generated._replace(completions=own)
+            return Answered(number, unit, attempt, version, checksum, generated)
+
+        self._then(number, self._actors[number].generate.remote(requests), answered)
+
+    def abort(self, number: int, keys: Iterable[int] | None) -> None:
+        self._actors[number].abort.remote(keys)
+
+    def end(self, number: int) -> None:
+        if (actor := self._actors.pop(number, None)) is not None:
+            self._ray.kill(actor)
+
+    def put(self, version: int, weights: Iterable[tuple[str, Tensor]]) -> None:
+        self._parts[version] = [self._ray.put(part) for part in parts_of(weights, PART_BYTES)]
+
+    def drop(self, version: int) -> None:
+        del self._parts[version]
+
+    def close(self) -> None:
+        self._tell = lambda event: None
+        for number in [*self._actors]:
+            self.end(number)
+        self._parts.clear()
+        if self._ours:
+            self._ray.shutdown()
+
+    def _then(self, number: int, reference: Any, event: Callable[[Any], Event]) -> None:
+        """Tell the event of a result when it is there, or that the worker is lost."""
+
+        def done(future: Any) -> None:
+            try:
+                told = event(future.result())
+            except Exception as error:
+                told = Lost(number, _why(error))
+            self._tell(told)
+
+        reference.future().add_done_callback(done)
+
+
+def parts_of(weights: Iterable[tuple[str, Tensor]], limit: int) -> Iterator[list[Stored]]:
+    """Weights in parts of about ``limit`` bytes, as plain arrays in host memory."""
+    part: list[Stored] = []
+    size = 0
+    for name, tensor in weights:
+        host = tensor.detach().cpu().contiguous()
+        dtype = str(host.dtype).removeprefix("torch.")
+        part.append((name, dtype, tuple(host.shape), host.flatten().view(torch.uint8).numpy()))
+        size += host.nbytes
+        if size >= limit:
+            yield part
+            part, size = [], 0
+    if part:
+        yield part
+
+
+def restored(part: Iterable[Stored]) -> Iterator[tuple[str, Tensor]]:
+    """The tensors of a part. They are to be copied from, not written to."""
+    for name, dtype, shape, data in part:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", UserWarning)  # that they cannot be written to
+            flat = torch.from_numpy(data)
+        yield name, flat.view(getattr(torch, dtype)).view(shape)
+
+
+def _own(completion: Completion) -> Completion:
+    """A completion whose channels are no longer in Ray's memory, where they could not be written to."""
+    channels = {name: getattr(completion, name).copy() for name in ("tokens", "author", "behaviour_logprobs")}
+    return replace(completion, **channels)
+
+
+def _why(error: Exception) -> str:
+    """What is worth telling of Ray's errors, which hold the other side's traceback."""
+    lines = [line for line in str(error).splitlines() if line.strip()]
+    return f"{type(error).__name__}: {lines[-1].strip() if lines else ''}"

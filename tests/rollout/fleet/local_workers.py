@@ -1,0 +1,88 @@
+"""Workers in threads of this process, to test a ``FleetEngine`` without Ray, and with faults that come on cue."""
+
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from threading import Event
+from typing import Any
+
+from torch import Tensor
+
+from tandemrl.rollout.engine import EngineError, Request
+from tandemrl.rollout.fleet import events
+from tandemrl.rollout.fleet.engine import Described, UnitAnswer
+from tandemrl.rollout.fleet.events import INITIAL, Answered, Joined, Loaded, Lost, Unit
+from tandemrl.rollout.torch_engine import TorchEngine
+
+
+class LocalWorkers:
+    """``faults``: by the number of a worker, what happens: "does not start"; at its first unit "dies", "dies later"
+    (when ``go_on`` is set) or "keeps silent"; or "is stale": it never loads weights."""
+
+    def __init__(self, make: Callable[[], TorchEngine], faults: dict[int, str] | None = None) -> None:
+        self.make, self.faults = make, faults or {}
+        self.engines: dict[int, TorchEngine] = {}
+        self.threads: dict[int, ThreadPoolExecutor] = {}
+        self.kept: dict[int, list[tuple[str, Tensor]]] = {}
+        self.done: list[tuple[int, Unit]] = []
+        self.ended: list[int] = []
+        self.go_on = Event()
+
+    def begin(self, tell: Callable[[events.Event], None]) -> None:
+        self.tell = tell
+
+    def start(self, number: int) -> None:
+        self.threads[number] = ThreadPoolExecutor(1)
+
+        def start() -> None:
+            if self.faults.get(number) == "does not start":
+                self.tell(Lost(number, "out of memory"))
+                return
+            engine = self.engines[number] = self.make()
+            told = (engine.info, engine.vocabulary, engine.context, engine.has_junior, engine.policy_version)
+            self.tell(Joined(number, Described(*told, engine.fingerprint("junior"))))
+
+        self.threads[number].submit(start)
+
+    def load(self, number: int, version: int) -> None:
+        def load() -> None:
+            engine = self.engines[number]
+            if version != INITIAL and self.faults.get(number) != "is stale":
+                engine.load_weights(self.kept[version], version)
+            self.tell(Loaded(number, version, engine.fingerprint()))
+
+        self.threads[number].submit(load)
+
+    def generate(self, number: int, unit: Unit, attempt: int, version: int, requests: Sequence[Request]) -> None:
+        def generate() -> None:
+            fault = self.faults.pop(number, None)
+            if fault == "dies later":
+                assert self.go_on.wait(60)
+            if fault in ("dies", "dies later"):
+                self.tell(Lost(number, "killed"))
+            elif fault != "keeps silent":
+                engine = self.engines[number]
+                answer: Any = None
+                try:
+                    answer = UnitAnswer(engine.generate(requests), engine.passes)
+                except EngineError as error:
+                    answer = error
+                self.done.append((number, unit))
+                self.tell(Answered(number, unit, attempt, version, engine.fingerprint(), answer))
+
+        self.threads[number].submit(generate)
+
+    def abort(self, number: int, keys: Iterable[int] | None) -> None:
+        self.engines[number].abort(keys)
+
+    def end(self, number: int) -> None:
+        self.ended.append(number)
+
+    def put(self, version: int, weights: Iterable[tuple[str, Tensor]]) -> None:
+        self.kept[version] = [(name, tensor.clone()) for name, tensor in weights]
+
+    def drop(self, version: int) -> None:
+        self.kept.pop(version, None)
+
+    def close(self) -> None:
+        for thread in self.threads.values():
+            thread.shutdown()

@@ -1,0 +1,232 @@
+"""A fleet as an engine: the bits of the engine that decodes the same units alone, whatever happens to workers."""
+
+import copy
+from collections.abc import Callable, Iterator
+from functools import cache
+from threading import Thread
+from typing import Any
+from unittest.mock import Mock
+
+import numpy as np
+import pytest
+import torch
+from local_workers import LocalWorkers
+
+from helpers import flat, prepared, prompts, qwen3, requests, small_qwen3, strategies, tokenizer
+from tandemrl.config import ConfigError, load
+from tandemrl.rollout.engine import Engine, EngineError, Passes, Responder, Sampling, check_authors
+from tandemrl.rollout.fleet.engine import FleetEngine, UnitEngine, units_of
+from tandemrl.rollout.fleet.events import Unit
+from tandemrl.rollout.sync import fingerprint, sync_weights
+from tandemrl.rollout.torch_engine import TorchEngine
+
+STRATEGY = strategies()["word"]
+SAMPLING = Sampling(max_tokens=12)
+
+
+@cache
+def models() -> tuple[Any, Any]:
+    """Made once, since random models come from torch's one generator, and workers start in threads."""
+    return prepared(qwen3()), prepared(small_qwen3())
+
+
+def make() -> TorchEngine:
+    return TorchEngine(*copy.deepcopy(models()), tokenizer())
+
+
+@cache
+def learnt() -> Any:
+    """Other weights of the senior."""
+    model = copy.deepcopy(models()[0])
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(1.1)
+    return model
+
+
+def asked() -> list[Any]:
+    """Five requests of two keys: with units of two, the last unit has one."""
+    return requests(prompts(5), SAMPLING, STRATEGY, samples=2)
+
+
+def bits(written: list[list[Any]]) -> list[Any]:
+    return [
+        (c.key, c.tokens.tolist(), c.author.tolist(), c.behaviour_logprobs.tolist(), c.policy_version)
+        for c in flat(written)
+    ]
+
+
+@pytest.fixture(scope="module")
+def alone() -> tuple[list[Any], list[Any], Passes]:
+    """What units of two requests give in one engine, before and after other weights."""
+    engine = make()
+    before = bits([group for unit in units_of(asked(), 2) for group in engine.generate(unit)])
+    sync_weights(learnt(), engine, version=3)
+    passes, after = Passes(), []
+    for unit in units_of(asked(), 2):
+        after += engine.generate(unit)
+        passes += engine.passes
+    return before, bits(after), passes
+
+
+@pytest.fixture
+def fleet() -> Iterator[Callable[..., FleetEngine]]:
+    """Makes fleets of workers in threads, which end with the test."""
+    made: list[FleetEngine] = []
+
+    def start(size: int = 2, faults: dict[int, str] | None = None, **settings: Any) -> FleetEngine:
+        made.append(FleetEngine(LocalWorkers(make, faults), size=size, unit_groups=2, **settings))
+        return made[-1]
+
+    yield start
+    for each in made:
+        each.close()
+
+
+def workers_of(engine: FleetEngine) -> LocalWorkers:
+    assert isinstance(engine._workers, LocalWorkers)
+    return engine._workers
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_any_number_of_workers_gives_the_bits_of_one_engine(
+    size: int, fleet: Callable[..., FleetEngine], alone: tuple[list[Any], list[Any], Passes]
+) -> None:
+    before, after, passes = alone
+    engine = fleet(size)
+    assert isinstance(engine, Engine)
+    told: list[int] = []
+    first = engine.generate(asked(), progress=told.append)
+    assert bits(first) == before
+    assert sum(told) == sum(len(completion.tokens) for completion in flat(first))
+    checksum = sync_weights(learnt(), engine, version=3)
+    assert checksum == fingerprint(learnt().named_parameters())
+    assert bits(engine.generate(asked())) == after != before
+    assert engine.passes == passes
+    assert {worker.fingerprint() for worker in workers_of(engine).engines.values()} <= {checksum, make().fingerprint()}
+
+
+def test_one_engine_by_units_is_the_same_without_a_fleet(alone: tuple[list[Any], list[Any], Passes]) -> None:
+    before, after, passes = alone
+    engine = UnitEngine(make(), 2)
+    assert isinstance(engine, Engine)
+    assert bits(engine.generate(asked())) == before
+    sync_weights(learnt(), engine, version=3)
+    assert bits(engine.generate(asked())) == after
+    assert engine.passes == passes
+
+
+@pytest.mark.parametrize("fault", ["dies", "keeps silent", "does not start"])
+def test_a_worker_is_lost_in_the_middle_and_nothing_else_happens(
+    fault: str, fleet: Callable[..., FleetEngine], alone: tuple[list[Any], list[Any], Passes]
+) -> None:
+    engine = fleet(2, {0: fault}, timeout_s=10.0)
+    assert bits(engine.generate(asked())) == alone[0]
+    assert 0 in workers_of(engine).ended
+    assert engine.counts()["restarts"] >= 1
+    assert (engine.counts()["redone"] >= 1) == (fault != "does not start")
+
+
+def test_a_worker_that_weights_do_not_reach_generates_nothing(
+    fleet: Callable[..., FleetEngine], alone: tuple[list[Any], list[Any], Passes]
+) -> None:
+    engine = fleet(2, {1: "is stale"})
+    engine.generate(asked())
+    workers = workers_of(engine)
+    workers.faults[1] = "is stale"
+    workers.done.clear()
+    sync_weights(learnt(), engine, version=3)
+    assert bits(engine.generate(asked())) == alone[1]
+    assert workers.ended == [1]
+    assert 1 not in {number for number, _ in workers.done}
+
+
+def test_weights_that_reach_nobody_end_the_run(fleet: Callable[..., FleetEngine]) -> None:
+    engine = fleet(1, dict.fromkeys(range(9), "is stale"))
+    sync_weights(learnt(), engine, version=3)
+    with pytest.raises(EngineError, match=r"do not last: 4 workers were lost .* weights 3 did not reach it"):
+        engine.generate(asked())
+
+
+def test_workers_that_do_not_start_are_an_error_with_the_cause() -> None:
+    with pytest.raises(EngineError, match="4 workers were lost and none answered in between; the last: out of memory"):
+        FleetEngine(LocalWorkers(make, dict.fromkeys(range(9), "does not start")), size=1, unit_groups=2)
+
+
+def test_rollouts_of_a_step_keep_their_weights_though_newer_ones_come(
+    fleet: Callable[..., FleetEngine], alone: tuple[list[Any], list[Any], Passes]
+) -> None:
+    """The view of a step was taken before; its lost unit is generated again, after the newer weights were sent."""
+    engine = fleet(2, {0: "dies later", 1: "dies later"}, max_staleness=1)
+    sync_weights(learnt(), engine, version=3)
+    step_5 = engine.at_step(5)
+    written: list[Any] = []
+    thread = Thread(target=lambda: written.extend(step_5.generate(asked())))
+    thread.start()
+    assert step_5.begun.wait(30)
+    sync_weights(models()[0], engine, version=4)
+    workers_of(engine).go_on.set()
+    thread.join()
+    assert engine.counts()["redone"] >= 1
+    assert step_5.policy_version == 3
+    assert bits(written) == alone[1]
+    after = engine.generate(asked())
+    assert {c.policy_version for c in flat(after)} == {4}
+    assert [c[:-1] for c in bits(after)] == [c[:-1] for c in alone[0]]
+    assert set(workers_of(engine).kept) == {4}
+    with pytest.raises(EngineError, match="which are then 2 steps old; at most 1 are allowed"):
+        engine.at_step(7).generate(asked())
+
+
+def test_what_is_aborted_before_it_is_begun_is_empty(fleet: Callable[..., FleetEngine]) -> None:
+    engine = fleet(1, {0: "dies"})
+    keys = [key for request in asked() for key in request.keys]
+    begun = workers_of(engine).generate
+
+    def generate(number: int, unit: Unit, *values: Any) -> None:
+        engine.abort(keys[3:])
+        begun(number, unit, *values)
+
+    workers_of(engine).generate = generate  # type: ignore[method-assign]
+    written = flat(engine.generate(asked()))
+    assert [c.key for c in written] == keys
+    assert [c.stop_reason for c in written[3:]] == ["abort"] * 7
+    assert [len(c.tokens) for c in written[4:]] == [0] * 6
+    assert all(c.stop_reason != "abort" and len(c.tokens) for c in written[:3])
+    assert {c.author.dtype for c in written} == {np.dtype(np.int8)}
+    check_authors(written, STRATEGY)
+
+
+def test_what_no_worker_can_serve_is_refused(fleet: Callable[..., FleetEngine]) -> None:
+    engine = fleet(1)
+    with pytest.raises(EngineError, match="request 0: empty prompt"):
+        engine.generate(requests([[]], SAMPLING, STRATEGY))
+    with pytest.raises(EngineError, match="take no turns with an environment"):
+        engine.generate(asked(), responder=Mock(spec=Responder))
+    sync_weights(learnt(), engine, version=3)
+    with pytest.raises(EngineError, match="newer ones need a greater number, not 3"):
+        engine.load_weights([], 3)
+    assert engine.generate([]) == []
+
+
+@pytest.mark.parametrize(
+    ("overrides", "why"),
+    [
+        (["train.async_steps=2"], "train.async_steps=2: must be 0 or 1 with rollout.workers=0"),
+        (["rollout.workers=2", "train.async_steps=9"], "must be between 0 and 8"),
+        (["rollout.workers=1", "rollout.environment=multihop"], "rollout.workers=1: must be 0, whose units take no"),
+        (["rollout.unit_groups=1", "rollout.environment=multihop"], "rollout.unit_groups=1: must be null"),
+        (["rollout.workers=1", "parallel.dp_shard=2"], "rollout.workers=1: must be 0 with several processes"),
+    ],
+)
+def test_what_a_fleet_cannot_do_is_refused_in_the_config(overrides: list[str], why: str) -> None:
+    with pytest.raises(ConfigError, match=why):
+        load(overrides=overrides)
+
+
+def test_a_fleet_is_in_no_trainer_and_has_units_of_its_own() -> None:
+    assert load().rollout.kind.in_trainer
+    assert load().rollout.units is None
+    assert not load(overrides=["rollout.workers=2"]).rollout.kind.in_trainer
+    assert load(overrides=["rollout.workers=2"]).rollout.units == 4
+    assert load(overrides=["rollout.workers=2", "train.async_steps=8"]).train.async_steps == 8

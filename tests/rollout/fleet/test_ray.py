@@ -1,0 +1,154 @@
+"""Workers on a real Ray cluster on this machine: the same bits as one engine, also when a worker is killed, and no
+process is left."""
+
+import os
+import re
+import time
+from functools import partial
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from helpers import flat, prompts, qwen3, requests, small_qwen3, strategies, tokenizer
+from tandemrl.config import ConfigError, RolloutConfig
+from tandemrl.files import pip_install
+from tandemrl.models.loading import load_model, load_tokenizer
+from tandemrl.rollout.engine import Engine, Request, Sampling, generate_verified
+from tandemrl.rollout.factory import ModelSource, make_engine
+from tandemrl.rollout.fleet.engine import FleetEngine
+from tandemrl.rollout.fleet.ray_workers import RayWorkers, parts_of, require_ray, restored
+from tandemrl.rollout.sync import sync_weights
+
+needs_ray = pytest.mark.skipif(find_spec("ray") is None, reason="needs the ray extra")
+
+
+@pytest.fixture
+def pair_of_models(tmp_path: Path) -> Path:
+    """Random models and their tokenizer, in folders from which workers can load them."""
+    for name, model in (("senior", qwen3()), ("junior", small_qwen3())):
+        model.save_pretrained(tmp_path / name)
+        tokenizer().save_pretrained(tmp_path / name)
+    return tmp_path
+
+
+def engine_of(pair: Path, workers: int, **settings: Any) -> Engine:
+    rollout = RolloutConfig(workers=workers, unit_groups=2, ray="local", **settings)
+    sources = [ModelSource(str(pair / who), partial(load_model, pair / who)) for who in ("senior", "junior")]
+    return make_engine(rollout, sources[0], sources[1], load_tokenizer(pair / "senior"))
+
+
+def asked() -> list[Request]:
+    return requests(prompts(5), Sampling(max_tokens=24), strategies()["word"], samples=2)
+
+
+def bits(written: list[list[Any]]) -> list[Any]:
+    return [
+        (c.key, c.tokens.tolist(), c.author.tolist(), c.behaviour_logprobs.tolist(), c.policy_version)
+        for c in flat(written)
+    ]
+
+
+def learnt(pair: Path) -> Any:
+    model = load_model(pair / "senior")
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(1.02)
+    return model
+
+
+def processes_of(session: Path) -> list[str]:
+    """The command lines of processes that name a Ray session, but for this one."""
+    found = []
+    for folder in Path("/proc").iterdir():
+        if folder.name.isdigit() and int(folder.name) != os.getpid():
+            try:
+                command = (folder / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
+            except OSError:
+                continue
+            if session.name in command:
+                found.append(command)
+    return found
+
+
+def session_of_ray() -> Path:
+    import ray
+
+    return Path(ray._private.worker._global_node.get_session_dir_path())
+
+
+def gone(session: Path, seconds: float = 60.0) -> bool:
+    end = time.monotonic() + seconds
+    while processes_of(session) and time.monotonic() < end:
+        time.sleep(0.2)
+    return not processes_of(session)
+
+
+@needs_ray
+def test_two_workers_one_of_which_is_killed_give_the_bits_of_one_engine(pair_of_models: Path) -> None:
+    """Before and after new weights; on 127.0.0.1 alone; nothing is left when it is closed."""
+    given, alone = asked(), engine_of(pair_of_models, 0)
+    before = bits(alone.generate(given))
+    checksum = sync_weights(learnt(pair_of_models), alone, version=1)
+    after = bits(alone.generate(given))
+    fleet = engine_of(pair_of_models, 2)
+    import ray  # not before: the fleet says first that it stays on this machine
+
+    try:
+        assert isinstance(fleet, FleetEngine)
+        session = session_of_ray()
+        assert processes_of(session)
+        assert [node["NodeManagerAddress"] for node in ray.nodes()] == ["127.0.0.1"]
+        assert bits(generate_verified(fleet, given, given[0].strategy)[0]) == before
+        assert sync_weights(learnt(pair_of_models), fleet, version=1) == checksum
+        assert fleet.fingerprint("junior") == alone.fingerprint("junior")
+        kill_at_the_first_unit(fleet)
+        written = fleet.generate(given)
+        assert bits(written) == after != before
+        assert all(c.tokens.flags.writeable for c in flat(written))
+        assert fleet.counts()["restarts"] == 1
+        assert fleet.counts()["redone"] == 1
+    finally:
+        fleet.close()
+    assert not ray.is_initialized()
+    assert gone(session)
+
+
+def kill_at_the_first_unit(fleet: FleetEngine) -> None:
+    """Kill the process of the worker that gets the next unit, when it has it."""
+    import ray
+
+    workers = fleet._workers
+    assert isinstance(workers, RayWorkers)
+    generate = workers.generate
+
+    def generate_and_die(number: int, *values: Any) -> None:
+        workers.generate = generate  # type: ignore[method-assign]
+        generate(number, *values)
+        ray.kill(workers._actors[number])
+
+    workers.generate = generate_and_die  # type: ignore[method-assign]
+
+
+def test_without_the_extra_it_is_said_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    what = f"rollout.workers=2 needs Ray, which is not installed: {pip_install('ray')}"
+    with pytest.raises(ConfigError, match=re.escape(what)):
+        require_ray("rollout.workers=2")
+
+
+def test_weights_come_out_of_the_store_as_they_went_in() -> None:
+    generator = torch.Generator().manual_seed(0)
+    given = [
+        ("scalar", torch.tensor(3.5)),
+        ("bf16", torch.randn(5, 3, generator=generator).bfloat16()),
+        ("view", torch.randn(4, 6, generator=generator).T),
+        ("odd bytes", torch.arange(7, dtype=torch.int8)),
+    ]
+    parts = list(parts_of(given, limit=100))
+    assert [[name for name, *_ in part] for part in parts] == [["scalar", "bf16", "view"], ["odd bytes"]]
+    back = [named for part in parts for named in restored(part)]
+    assert [name for name, _ in back] == [name for name, _ in given]
+    assert all(torch.equal(a, b) and a.dtype == b.dtype for (_, a), (_, b) in zip(given, back, strict=True))
