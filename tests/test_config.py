@@ -41,6 +41,12 @@ LEFT_TO_THE_USER = {
 }
 
 
+@pytest.mark.parametrize("overrides", ["train.steps=3", {"train.steps": 3}])
+def test_overrides_are_a_list(overrides: Any) -> None:
+    with pytest.raises(ConfigError, match=r"overrides=.*train\.steps.*: expected a list, as \['train"):
+        load("quickstart", overrides)
+
+
 def packaged(name: str) -> Config:
     return load(name, LEFT_TO_THE_USER.get(name.removesuffix(".yaml"), []))
 

@@ -138,7 +138,15 @@ def test_a_retriever_as_an_argument_of_its_environment(here: Path) -> None:
     ("override", "message"),
     [
         ("selection.parameters.openin=3", r"my_strategy:relay: has no parameter 'openin'; did you mean opening\?"),
-        ("selection.strategy=my_strategy:rely", r"selection\.strategy=my_strategy:rely: cannot be imported: Attr"),
+        (
+            "selection.strategy=my_strategy:rely",
+            r"selection\.strategy=my_strategy:rely: cannot be imported: Attr.*; did you mean relay\?$",
+        ),
+        (
+            "selection.strategy=my_strateg:relay",
+            r"No module named 'my_strateg'; did you mean my_strategy\? A module is",
+        ),
+        ("loss.recipe=my_loss:succeses", r"loss\.recipe=my_loss:succeses: cannot be .*; did you mean successes\?$"),
         (
             "selection.strategy=my_strategy:Written",
             r"my_strategy:Written: has no parameter 'opening'; its own are: t",

@@ -105,7 +105,10 @@ class LineError(ValueError):
     """A line of a file could not be parsed. ``line`` is its number, from 1."""
 
     def __init__(self, line: int, error: Exception) -> None:
-        super().__init__(f"its bytes are not UTF-8: {error}" if isinstance(error, UnicodeDecodeError) else str(error))
+        reason = f"its bytes are not UTF-8: {error}" if isinstance(error, UnicodeDecodeError) else str(error)
+        if isinstance(error, json.JSONDecodeError):  # its own line and column count from the start of this line
+            reason = f"{error.msg} at character {error.pos + 1}; write one JSON object on each line"
+        super().__init__(reason)
         self.line = line
 
 

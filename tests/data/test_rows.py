@@ -109,10 +109,10 @@ def test_unreadable_files_are_named(tmp_path):
     (tmp_path / "e.jsonl").write_text("\n")
     for name, message in (
         ("a.jsonl", "line 1, field 'prompt'"),
-        ("b.jsonl", "line 2: not JSON"),
+        ("b.jsonl", "line 2: not JSON: .* at character 2; write one JSON object on each line"),
         ("c.parquet", "not readable as Parquet"),
         ("d.csv", r"expected a \.jsonl or \.parquet"),
-        ("e.jsonl", "no rows"),
+        ("e.jsonl", "no rows; give a file"),
         ("gsm8k/train.parquet", "tandemrl data build gsm8k"),
         ("countdown/train.parquet", "tandemrl data build countdown"),
         ("other.jsonl", "no such file"),

@@ -47,6 +47,8 @@ def load(path: str | Path | None = None, overrides: Sequence[str] = ()) -> Confi
         if OmegaConf.is_dict(source) and not source:
             raise ConfigError(f"{file} is empty; write what differs from the defaults (see `tandemrl config`)")
         sources.append((file, source))
+    if isinstance(overrides, str | Mapping):
+        raise ConfigError(f"overrides={overrides!r}: expected a list, as ['train.lr=1e-5', 'train.steps=20']")
     for item in overrides:
         if "=" not in item:
             raise ConfigError(f"override {item!r}: expected key=value, e.g. train.lr=1e-5")

@@ -33,7 +33,7 @@ def load_rows(sources: Sequence[str]) -> list[Row]:
     for source in sources:
         loaded = list(_load(str(source)))
         if not loaded:
-            raise DataError(f"{source}: no rows")
+            raise DataError(f"{source}: no rows; give a file with a problem on each line")
         rows += loaded
     return _unique(rows)
 
@@ -231,7 +231,7 @@ def _verl_row(record: Mapping[str, Any], where: str, line: int) -> Row:
 def _ground_truth(value: Any, where: str) -> str:
     """A ground truth as text: strings as they are, numbers in Python's notation, structures as JSON."""
     if value is None or value == "" or (isinstance(value, float) and not math.isfinite(value)):
-        raise DataError(f"{where}: missing, empty or not a number")
+        raise DataError(f"{where}: missing, empty or NaN; write the correct answer there, or leave the row out")
     if isinstance(value, str):
         return value
     if isinstance(value, int | float):

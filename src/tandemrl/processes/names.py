@@ -6,6 +6,7 @@ import inspect
 import os
 import sys
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 
@@ -21,6 +22,20 @@ def named(path: str) -> Any:
     return getattr(importlib.import_module(module), name)
 
 
+def import_failure(path: str, problem: Exception) -> str:
+    """Why ``module:name`` cannot be imported, and what to do if the file or the name in it is not there."""
+    module, _, name = path.partition(":")
+    fix = ""
+    if isinstance(problem, ModuleNotFoundError) and problem.name == module.partition(".")[0]:
+        close = difflib.get_close_matches(module, [file.stem for file in Path.cwd().glob("*.py")], n=1)
+        mistyped = f"did you mean {close[0]}? " if close else ""
+        fix = f"; {mistyped}A module is looked for in the working directory ({Path.cwd()}) and where Python finds it"
+    elif isinstance(problem, AttributeError) and module in sys.modules and not hasattr(sys.modules[module], name):
+        close = difflib.get_close_matches(name, [found for found in vars(sys.modules[module]) if found[0] != "_"], n=1)
+        fix = f"; did you mean {close[0]}?" if close else f"; define {name} in it, or correct the name"
+    return f"cannot be imported: {type(problem).__name__}: {problem}{fix}"
+
+
 def function_named(path: str, where: str, error: type[Exception]) -> Callable[..., Any]:
     """The function or other callable that ``module:name`` names.
 
@@ -34,7 +49,7 @@ def function_named(path: str, where: str, error: type[Exception]) -> Callable[..
     try:
         found = named(path)
     except Exception as problem:  # a user's module may raise anything
-        raise error(f"{where}: cannot be imported: {type(problem).__name__}: {problem}") from problem
+        raise error(f"{where}: {import_failure(path, problem)}") from problem
     if not callable(found):
         raise error(f"{where}: is a {type(found).__name__}, not a function")
     return found

@@ -14,7 +14,7 @@ from tandemrl.config.losses import LossConfig
 from tandemrl.config.rules import check as check_rules
 from tandemrl.config.strategies import KINDS
 from tandemrl.losses import RECIPES, Recipe, try_recipe
-from tandemrl.processes.names import made, named
+from tandemrl.processes.names import import_failure, made, named
 from tandemrl.rollout.factory import EngineFactory
 from tandemrl.selection import Strategy, try_strategy
 from tandemrl.training.function_records import describe
@@ -104,7 +104,7 @@ def named_recipe(loss: LossConfig) -> Recipe:
     try:
         found = named(loss.recipe)
     except Exception as error:  # a user's module may raise anything
-        raise ConfigError(f"{where}: cannot be imported: {type(error).__name__}: {error}") from error
+        raise ConfigError(f"{where}: {import_failure(loss.recipe, error)}") from error
     if not isinstance(found, Recipe):
         found = made(loss.recipe, where, ConfigError, loss.parameters)
     if not isinstance(found, Recipe):

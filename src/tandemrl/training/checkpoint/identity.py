@@ -127,8 +127,8 @@ def check_same_config(stored: Config, current: Config) -> None:
     if changed:
         listing = ", ".join(f"{key} (checkpoint {old!r}, now {new!r})" for key, (old, new) in changed.items())
         raise CheckpointError(
-            f"the config differs from the checkpoint's: {listing}. Restore these values, or start over in another "
-            "output_dir"
+            f"the config differs from the checkpoint's: {listing}. Restore these values, or start a new run in another "
+            "output_dir (from the exported weights, with model.senior=RUN/hf/step_N)"
         )
 
 
