@@ -699,7 +699,7 @@ def test_a_refused_load_changes_nothing():
 
 
 def test_info_names_what_decodes():
-    assert engine().info == EngineInfo("torch", "float32", adapters=False, streams=True)
+    assert engine().info == EngineInfo("torch", "float32", adapters=False, streams=True, drops=True)
 
 
 def test_bfloat16_models_decode():

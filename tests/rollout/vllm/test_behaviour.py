@@ -41,7 +41,7 @@ from pairs import (
 from transformers import PreTrainedTokenizerFast
 
 from helpers import VOCABULARY, prompts, requests, text, tokenizer
-from tandemrl.rollout.engine import EngineError, Request, Sampling, check_authors
+from tandemrl.rollout.engine import EngineError, EngineInfo, Request, Sampling, check_authors
 from tandemrl.rollout.sync import fingerprint, sync_weights
 from tandemrl.selection import alternating, bernoulli, chunk, solo
 from tandemrl.selection.draws import mix64, request_key
@@ -441,7 +441,7 @@ def test_weights_that_do_not_fit_are_refused(loading):
 
 
 def test_info_names_what_decodes(engine):
-    assert engine.info == ("vllm", "float32", False, False)
+    assert engine.info == EngineInfo("vllm", "float32", adapters=False, streams=False, drops=False)
 
 
 CLOSING = """
