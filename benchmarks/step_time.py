@@ -220,7 +220,7 @@ def shorter(completion: Completion, length: int) -> Completion:
 class DigitScorer(Scorer):
     """Fraction of digits in the text."""
 
-    def score(self, items: Sequence[tuple[Row, str]]) -> list[Score]:
+    def score(self, items: Sequence[tuple[Row, str]], transcripts: object = None) -> list[Score]:
         return [Score(digit_fraction(text), {}, None) for _, text in items]
 
 
