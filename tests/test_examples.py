@@ -4,12 +4,14 @@ import json
 import os
 import re
 import runpy
+import shlex
 import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import yaml
 
 from tandemrl.config import RewardConfig, load
 from tandemrl.data.rows import Row
@@ -115,3 +117,28 @@ def test_the_calculator_is_an_environment_and_a_tool_by_name(monkeypatch: pytest
     assert [message["content"] for message in answer.messages] == ["2"]
     named = make_environment(load(None, ["rollout.environment=calculator:Calculator"]))
     assert type(named).__name__ == "Calculator"
+
+
+@pytest.mark.parametrize("script", sorted(EXAMPLES.glob("*.sbatch")), ids=lambda path: path.name)
+def test_slurm_scripts_parse_and_need_the_name_of_a_config(script):
+    parsed = subprocess.run(["bash", "-n", script], capture_output=True, text=True)
+    assert (parsed.returncode, parsed.stderr) == (0, "")
+    without = subprocess.run(["bash", script], capture_output=True, text=True)
+    assert without.returncode != 0 and f"usage: sbatch examples/{script.name} CONFIG" in without.stderr
+
+
+def test_the_kubernetes_job_is_a_cluster_of_one_image_whose_command_is_a_valid_run():
+    job = yaml.safe_load((EXAMPLES / "rayjob.yaml").read_text())
+    assert (job["apiVersion"], job["kind"]) == ("ray.io/v1", "RayJob")
+    command, sub, flag, name, *overrides = shlex.split(job["spec"]["entrypoint"])
+    config = load(name, overrides)
+    assert (command, sub, flag) == ("tandemrl", "train", "--config")
+    cluster = job["spec"]["rayClusterSpec"]
+    pods = [group["template"]["spec"] for group in (cluster["headGroupSpec"], *cluster["workerGroupSpecs"])]
+    assert config.rollout.workers == sum(group["replicas"] for group in cluster["workerGroupSpecs"])
+    assert {container["image"] for pod in pods for container in pod["containers"]} == {"IMAGE"}
+    for pod in pods:  # what the run writes, and what its workers read, is on the volume that all of them see
+        volumes = {volume["name"]: volume["persistentVolumeClaim"] for volume in pod["volumes"]}
+        mounts = {mount["mountPath"]: mount["name"] for each in pod["containers"] for mount in each["volumeMounts"]}
+        assert volumes[mounts["/runs"]] == {"claimName": "runs"}
+    assert config.output_dir.startswith("/runs/")
