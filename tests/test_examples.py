@@ -124,7 +124,8 @@ def test_slurm_scripts_parse_and_need_the_name_of_a_config(script):
     parsed = subprocess.run(["bash", "-n", script], capture_output=True, text=True)
     assert (parsed.returncode, parsed.stderr) == (0, "")
     without = subprocess.run(["bash", script], capture_output=True, text=True)
-    assert without.returncode != 0 and f"usage: sbatch examples/{script.name} CONFIG" in without.stderr
+    assert without.returncode != 0
+    assert f"usage: sbatch examples/{script.name} CONFIG" in without.stderr
 
 
 def test_the_kubernetes_job_is_a_cluster_of_one_image_whose_command_is_a_valid_run():
