@@ -185,10 +185,11 @@ def test_two_vocabularies_write_one_text_and_replay_knows_its_authors(count: int
     figures: dict[str, Counter[str]] = {kind: Counter() for kind in KINDS}
     rows: list[tuple[int, list[bool], list[int], int]] = []
     for i in range(count):
-        kind, names = list(KINDS)[i % len(KINDS)], PAIRS[i % 3][:: 1 if i % 2 else -1]
+        turn, kind = i // len(KINDS), list(KINDS)[i % len(KINDS)]  # each kind has every pair, both ways
+        names = PAIRS[turn % 3][:: 1 if turn // 3 % 2 else -1]
         pair, sums = [known[name][1] for name in names], figures[kind]
-        text, planted = made_up(kind, np.random.default_rng(i)), i // len(KINDS) % 3
-        wrong = (-1, len(starts_in(text)), i % len(starts_in(text)))[planted]  # none, that of the end, any
+        text = made_up(kind, np.random.default_rng(i))
+        wrong = (-1, len(starts_in(text)), i % len(starts_in(text)))[turn // 6 % 3]  # none, that of the end, any
         done = write(text, i, pair, None if wrong < 0 else wrong)
         sums["texts"] += 1
         if done.refusal is not None:  # by the tokenizer that normalises alone, and of what it would change
@@ -226,4 +227,4 @@ def test_two_vocabularies_write_one_text_and_replay_knows_its_authors(count: int
         record_property(kind, rates)
         assert rates["words per 100 bytes"] > 6, rates
         assert rates["handovers per text"] > 4, rates
-        assert (rates["untranslatable"] > 0) == (kind == "decomposed")
+        assert (0 < rates["untranslatable"] < 2 / 3) == (kind == "decomposed")  # a third of the pairs is without Qwen
