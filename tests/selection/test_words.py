@@ -34,7 +34,8 @@ KINDS = {
     "decomposed": "the value of x is e\u0301 and y_1 holds, so we divide o\u0308 \u1e9b\u0323 by 3.14 here \u212b",
     "control": "<|im_end|> said <|endoftext|> the <end_of_turn> user <eos> </s>\nassistant <think> <|im_start|>user {}",
 }
-"""Kinds of writing, one that NFC changes, and one that has the control tokens of the models as text."""
+KINDS["unspaced"] = f"{WRITING['cjk']} \\frac{{a}}{{b}} \\sqrt{{x^2}}=3 是，所以。"
+"""Kinds of writing, one that NFC changes, one that has the control tokens of the models as text, one without spaces."""
 LETTERS = {
     "prose": (0x61, 0x7A),
     "code": (0x21, 0x7E),
@@ -45,6 +46,7 @@ LETTERS = {
     "unicode": (0x1E00, 0x1EFF),
     "decomposed": (0x61, 0x7A),
     "control": (0x3C, 0x3E),
+    "unspaced": (0x4E00, 0x9FA5),
 }
 """A block of characters for each kind, from which words are made that no tokenizer has as a whole."""
 GAPS = {" ": 0.72, "  ": 0.05, "": 0.05, "\n": 0.04, "\n    ": 0.04, "\n\n": 0.03, "\t": 0.02, "\xa0": 0.02}
@@ -116,6 +118,8 @@ def made_up(kind: str, random: np.random.Generator) -> str:
     for i in np.flatnonzero(random.random(len(pieces)) < 0.2):
         pieces[i] += "".join(map(chr, random.integers(low, high + 1, int(random.integers(1, 6)))))
     gaps = random.choice(np.array(list(GAPS)), len(pieces), p=list(GAPS.values())).tolist()
+    if kind == "unspaced":
+        gaps = random.choice(["", "\n"], len(pieces)).tolist()
     return "".join(part for pair in zip(pieces, gaps, strict=True) for part in pair).rstrip(" ")
 
 
@@ -225,6 +229,9 @@ def test_two_vocabularies_write_one_text_and_replay_knows_its_authors(count: int
             "untranslatable": round(1 - sums["written"] / sums["texts"], 3),
         }
         record_property(kind, rates)
+        if kind == "unspaced":
+            assert rates["handovers per text"] < 1
+            continue
         assert rates["words per 100 bytes"] > 6, rates
         assert rates["handovers per text"] > 4, rates
         assert (0 < rates["untranslatable"] < 2 / 3) == (kind == "decomposed")  # a third of the pairs is without Qwen
