@@ -2,10 +2,10 @@
 
 A word begins at a space (U+0020) that follows anything but whitespace, and at the first byte of a text. So a run of
 spaces is one beginning, indentation is none, and models of two vocabularies count the same words: where a token begins
-a word depends on the text before it, not on its id alone. No tokenizer here joins a token of two words across such a
-place, so a text that is cut there has the same tokens as a whole; ``translate`` checks it each time.
+a word depends on the text before it, not on its id alone. Tokenizers hardly ever join two words in a token (Gemma 3's
+"> </" does), so a text that is cut there nearly always has the tokens of the whole; ``translate`` checks it each time.
 
-Nothing here needs torch.
+No tensors here. No engine uses this yet: models of two vocabularies are refused (``models.loading.vocabulary_check``).
 """
 
 import re
