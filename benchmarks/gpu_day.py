@@ -231,7 +231,7 @@ def is_done(path: Path) -> bool:
 def run(name: str, piece: Slice, options: argparse.Namespace) -> dict[str, Any]:
     """One slice in a process group of its own, which is killed when its time is over."""
     program, *arguments = piece.smoke if options.smoke else piece.command
-    modules = {"pytest": ["-m", "pytest", "-q"], "tandemrl": ["-m", "tandemrl.cli.main"]}
+    modules = {"pytest": ["-m", "pytest", "-q"], "tandemrl": ["-c", "from tandemrl.cli.main import main; main()"]}
     command = [sys.executable, *modules.get(program, [str(HERE / program)]), *arguments]
     shown = ["python", *modules.get(program, [f"benchmarks/{program}"]), *arguments]
     print(f"{name}: {piece.why}", flush=True)

@@ -31,11 +31,12 @@ def report(
         from contextlib import suppress
 
         from tandemrl.apps.report.watch import LiveReport, server
+        from tandemrl.files import hint
 
         if out is not None:
             raise typer.BadParameter("--watch writes no file; leave it out", param_hint="--out")
         if not folder.is_dir():
-            raise typer.BadParameter(f"{folder}: no such folder", param_hint="DIR")
+            raise typer.BadParameter(f"{folder}: no such folder{hint(folder)}", param_hint="DIR")
         live = LiveReport(folder, lambda: build_report(folder, title=title, tokenizer=tokenizer))
         with server(live, port=port, every_s=every) as serving:
             typer.echo(f"open http://127.0.0.1:{serving.server_port} (Ctrl-C ends it)")

@@ -401,11 +401,9 @@ def _load_pair(
         listed = "; ".join(f"{key}: {x!r} and {y!r}" for key, x, y in changed[:3])
         raise CompareError(f"{files[0]} and {files[1]} were made in different ways ({listed}); {again}")
     ids = [{(sample.set, sample.example_id) for sample in side} for side in samples]
-    for own, other, file in ((ids[0], ids[1], files[1]), (ids[1], ids[0], files[0])):
-        if missing := sorted(own - other):
-            raise CompareError(
-                f"{file}: {len(missing)} problems of the other side are missing, e.g. {missing[0][1]}; {again}"
-            )
+    if ids[0] != ids[1]:
+        both, either = len(ids[0] & ids[1]), len(ids[0] | ids[1])
+        raise CompareError(f"{files[0]} and {files[1]}: only {both} of {either} problems are in both; {again}")
     k = [each for each in ks[0] if each in ks[1]]
     silent = silent_sets([sample for side in samples for sample in side])  # of both sides, which need the same metrics
     kind: Phase = "pass-at-k" if phase == "held-out" or phase == "monitored" else phase

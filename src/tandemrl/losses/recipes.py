@@ -8,7 +8,7 @@ signatures: ``advantage(rewards, group_ids) -> advantages``, one entry per rollo
 """
 
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 from jaxtyping import Bool, Float, Int64
@@ -69,7 +69,12 @@ def _recipe(kind: Kind) -> Recipe:
     return Recipe(kind.name, advantage, getattr(surrogates, kind.surrogate), kind.reduction, **kind.choices)
 
 
-RECIPES: dict[str, Recipe] = {name: _recipe(kind) for name, kind in KINDS.items()}
+class _Recipes(dict[str, Recipe]):
+    def __missing__(self, name: str) -> NoReturn:
+        raise KeyError(f"no recipe {name!r}; known: {', '.join(self)}")
+
+
+RECIPES: dict[str, Recipe] = _Recipes((name, _recipe(kind)) for name, kind in KINDS.items())
 """The rows of ``config.recipes`` with their functions."""
 
 

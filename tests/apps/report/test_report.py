@@ -322,6 +322,9 @@ def test_an_empty_or_missing_folder_is_named(tmp_path: Path) -> None:
         build_report(tmp_path)
     with pytest.raises(ReportError, match=r"nowhere: no such folder"):
         build_report(tmp_path / "nowhere")
+    (tmp_path / "quickstart").mkdir()
+    with pytest.raises(ReportError, match=r"quickstrat: no such folder; did you mean .*quickstart\?"):
+        build_report(tmp_path / "quickstrat")
 
 
 @pytest.mark.parametrize(

@@ -20,6 +20,7 @@ from yaml import YAMLError
 
 from tandemrl.evals import PHASES, EvalError, Phase, read_result
 from tandemrl.evals.stats import Interval
+from tandemrl.files import hint
 from tandemrl.training.tracking import STOPPED
 
 SEED = re.compile(r"seed-(\w+)")
@@ -172,7 +173,7 @@ def discover(folder: str | Path) -> Records:
     """
     root = Path(folder)
     if not root.is_dir():
-        raise ReportError(f"{root}: no such folder")
+        raise ReportError(f"{root}: no such folder{hint(root)}")
     runs: dict[tuple[str, ...], list[RunRecord]] = {}
     evaluations: dict[tuple[str, ...], list[EvaluationRecord]] = {}
     results = Results({}, {}, {}, {})
