@@ -4,7 +4,7 @@ import importlib
 import importlib.metadata
 import platform
 import sys
-from typing import Annotated, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 import typer
 
@@ -50,14 +50,22 @@ def check(
     tokenizer: Annotated[
         str | None, typer.Option(help="A model folder or hub id: count the tokens of its vocabulary that begin a word.")
     ] = None,
+    senior: Annotated[
+        str | None, typer.Option(help="A model folder or hub id: what works with it and --junior, by their tokenizers.")
+    ] = None,
+    junior: Annotated[str | None, typer.Option(help="The other model of the pair.")] = None,
 ) -> None:
     """Show the environment and what to install. Exit code 0 if training on the CPU can work, else 1."""
+    if (senior is None) != (junior is None):
+        missing = "--senior" if senior is None else "--junior"
+        raise typer.BadParameter("a pair has two models: name both", param_hint=missing)
     from rich.console import Console
     from rich.table import Table
     from rich.text import Text
 
     lines = [_python(), *(_package(name) for name in PACKAGES), _accelerator(), _vllm(), *_sandbox(), *_strays()]
     lines += [] if tokenizer is None else [_boundaries(tokenizer)]
+    lines += [] if senior is None or junior is None else _pair(senior, junior)
     table = Table(title="tandemrl environment", title_justify="left")
     for title in ("part", "found", "what to do"):
         table.add_column(title, overflow="fold")
@@ -146,6 +154,84 @@ def _boundaries(path: str) -> Line:
         return Line(name, f"broken: {error}", "", True)
     held = f"as published for {published.family}" if published else "no published number to compare with"
     return Line(name, f"{count:,} tokens begin a word", held, False)
+
+
+def _pair(senior: str, junior: str) -> list[Line]:
+    """The lines about two models: how many tokens of each begin a word, have they one vocabulary, and what works."""
+    from tandemrl.models.attention import ModelError
+    from tandemrl.models.loading import differing_entries, load_tokenizer
+    from tandemrl.selection.boundaries import token_bytes
+    from tandemrl.selection.words import count_starts
+
+    lines, tokenizers = list[Line](), []
+    for name, path in ((f"senior {senior}", senior), (f"junior {junior}", junior)):
+        try:
+            tokenizers.append(load_tokenizer(path))
+        except (ModelError, ValueError) as error:
+            lines.append(Line(name, f"broken: {error}", "", True))
+            continue
+        begin, inside = count_starts(token_bytes(tokenizers[-1]).values())
+        lines.append(Line(name, f"{begin:,} tokens begin a word; a word begins inside of {inside:,}", "", False))
+    if len(tokenizers) < 2:
+        return lines
+    if differing := differing_entries(*tokenizers):
+        return [*lines, *_two_vocabularies(*differing[0], len(differing))]
+    return [*lines, *_one_vocabulary(tokenizers[0])]
+
+
+def _one_vocabulary(tokenizer: Any) -> list[Line]:
+    from tandemrl.config import SelectionConfig
+    from tandemrl.config.strategies import KINDS
+    from tandemrl.rollout.schedule import schedule_of
+
+    works, refused = [], []
+    for name in KINDS:
+        try:
+            schedule_of(SelectionConfig(strategy=name), tokenizer, len(tokenizer))
+            works.append(name)
+        except ValueError as error:
+            refused.append(Line(f"selection.strategy={name}", f"not with this pair: {error}", "", False))
+    limited = ", ".join(name for name in works if KINDS[name].drops)
+    limits = f"{limited}: with rollout.engine=torch and rollout.draft_tokens=0" if limited else ""
+    return [
+        Line("pair", f"one vocabulary of {len(tokenizer):,} tokens", "", False),
+        Line("selection.strategy", f"{', '.join(works)}", limits, False),
+        *refused,
+        Line(
+            "features",
+            "both engines, rollout.draft_tokens, loss.junior_kl_coef, every phase of eval, play, serve",
+            "model.lora.rank also shares weights, if the junior is the senior's base",
+            False,
+        ),
+    ]
+
+
+def _two_vocabularies(token: str, index: int, count: int) -> list[Line]:
+    from tandemrl.config.strategies import KINDS
+
+    alone = [name for name, kind in KINDS.items() if kind.solo]
+    return [
+        Line(
+            "pair",
+            f"two vocabularies: {count:,} entries differ, the first is {token!r} (id {index}). Such a pair cannot "
+            "generate one text yet",
+            "choose a junior of the senior's tokenizer family, such as the senior before training",
+            True,
+        ),
+        Line(
+            "selection.strategy",
+            f"none of {', '.join(name for name in KINDS if name not in alone)}",
+            f"{', '.join(alone)} without model.junior trains the senior alone",
+            False,
+        ),
+        Line(
+            "features",
+            "no rollout.draft_tokens, loss.junior_kl_coef, weights shared by model.lora.rank, play, serve; of eval "
+            "no tandem, handoff, legibility, drift",
+            "tandemrl eval pass-at-k of each model alone; the judge may be of any family: judge.model",
+            False,
+        ),
+    ]
 
 
 def _strays() -> list[Line]:

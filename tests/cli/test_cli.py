@@ -1,6 +1,7 @@
 """The command line: what it hands on, what it prints, and that bad input is one line and exit code 2."""
 
 import contextlib
+import copy
 import json
 import re
 import subprocess
@@ -642,6 +643,54 @@ def test_check_holds_a_tokenizer_against_what_is_published(tmp_path: Path, monke
     assert (result.exit_code, result.output.splitlines()[-1]) == (1, f"not ready: tokenizer {tmp_path}")
     assert "27 tokens begin a word; Letters" in result.output
     assert run("check", "--tokenizer", str(tmp_path / "nowhere")).exit_code == 1
+
+
+def test_check_says_what_works_with_a_pair(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from tokenizers import AddedToken, Tokenizer, models
+    from transformers import PreTrainedTokenizerFast
+
+    from helpers import tokenizer
+
+    monkeypatch.setenv("COLUMNS", "1000")
+    tokenizer().save_pretrained(tmp_path / "letters")
+    more = copy.deepcopy(tokenizer())
+    more.add_tokens([AddedToken("x y", special=False)])
+    more.save_pretrained(tmp_path / "more")
+    wordless = Tokenizer(models.WordLevel({"a": 0, "b": 1, "<s>": 2}, unk_token="<s>"))
+    PreTrainedTokenizerFast(tokenizer_object=wordless, unk_token="<s>").save_pretrained(tmp_path / "wordless")
+
+    def check(senior: str, junior: str) -> tuple[int, str, dict[str, list[str]]]:
+        result = run("check", "--senior", str(tmp_path / senior), "--junior", str(tmp_path / junior))
+        rows = ([cell.strip() for cell in line.split("│")[1:-1]] for line in result.output.splitlines() if "│" in line)
+        return result.exit_code, result.output.splitlines()[-1], {row[0].split(" ")[0]: row[1:] for row in rows}
+
+    code, last, lines = check("letters", "letters")
+    assert (code, last) == (0, "ready")
+    assert lines["senior"] == lines["junior"] == ["27 tokens begin a word; a word begins inside of 0", ""]
+    assert lines["pair"][0].startswith("one vocabulary of ")
+    assert {"word", "before_word", "solo"} <= set(lines["selection.strategy"][0].split(", "))
+    assert "before_word: with rollout.engine=torch" in lines["selection.strategy"][1]
+
+    code, last, lines = check("letters", "more")
+    assert (code, last) == (1, "not ready: pair")
+    assert lines["junior"][0] == "27 tokens begin a word; a word begins inside of 1"
+    assert lines["pair"][0].startswith("two vocabularies: 1 entries differ, the first is 'x y'")
+    assert "of the senior's tokenizer family" in lines["pair"][1]
+    assert lines["selection.strategy"][0].startswith("none of word, word_aligned, before_word")
+    assert lines["selection.strategy"][1].startswith("solo without model.junior")
+    assert lines["features"][0].startswith("no rollout.draft_tokens, loss.junior_kl_coef")
+
+    code, last, lines = check("wordless", "wordless")
+    assert (code, last) == (0, "ready")
+    assert "word" not in lines["selection.strategy"][0].split(", ")
+    assert lines["selection.strategy=word"][0].startswith("not with this pair: tokenizer ")
+    code, last, lines = check("letters", "nowhere")
+    assert (code, last) == (1, f"not ready: junior {tmp_path / 'nowhere'}")
+    assert "pair" not in lines
+    for option, missing in (("--senior", "--junior"), ("--junior", "--senior")):
+        result = run("check", option, str(tmp_path / "letters"))
+        assert result.exit_code == 2
+        assert f"Invalid value for {missing}: a pair has two models: name both" in result.output
 
 
 def test_check_lists_the_layers_of_the_sandbox(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -20,6 +20,16 @@ TEXT = (
     "Therefore, the unbelievably internationalised answer is **318.47**.\n \nDone.\n"
 )
 
+WRITING = {
+    "prose": "the value isn't 3.14, well-known — “naïve” (or so) it's Ωmega don't Straße \n\nSo then;",
+    "code": "def f(x): \n    return x[0] + 1 # ok \n\tif a==b: \n        for i in range(10): print(i) 'a  b'",
+    "latex": "\\frac{a}{b} = \\sqrt {x^2} + $ y_1 $ \\left( \\begin{aligned} & c \\\\ \\end{aligned} \\text{ if }",
+    "emoji": "👩‍👩‍👧 ok 🙂🙂 🇩🇪 go ✈️ 🏳️‍🌈 é",
+    "cjk": "日本語の文章です。 次の文 数学，答案是 3。 한국어 문장 입니다 x = 2",
+    "rtl": "שלום עולם , هذا نص عربي . (12) ٣٤ x = 5",
+}
+"""Kinds of writing, from pieces of which texts are made; pieces are parted by spaces."""
+
 
 @cache
 def byte_level() -> PreTrainedTokenizerFast:

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import regex
 import torch
-from selection_tokenizers import TEXT, byte_level, sentencepiece
+from selection_tokenizers import TEXT, WRITING, byte_level, sentencepiece
 from tokenizers import AddedToken, Tokenizer, models
 from transformers import PreTrainedTokenizerFast
 
@@ -199,17 +199,6 @@ def test_word_aligned_never_hands_over_inside_a_word_whatever_the_tokens(tokeniz
     places = list(handoffs(tokenizer, strategy, rows))
     assert len(places) > 100
     assert split_words(WORD, places) == []
-
-
-WRITING = {
-    "prose": "the value isn't 3.14, well-known — “naïve” (or so) it's Ωmega don't Straße \n\nSo then;",
-    "code": "def f(x): \n    return x[0] + 1 # ok \n\tif a==b: \n        for i in range(10): print(i) 'a  b'",
-    "latex": "\\frac{a}{b} = \\sqrt {x^2} + $ y_1 $ \\left( \\begin{aligned} & c \\\\ \\end{aligned} \\text{ if }",
-    "emoji": "👩‍👩‍👧 ok 🙂🙂 🇩🇪 go ✈️ 🏳️‍🌈 é",
-    "cjk": "日本語の文章です。 次の文 数学，答案是 3。 한국어 문장 입니다 x = 2",
-    "rtl": "שלום עולם , هذا نص عربي . (12) ٣٤ x = 5",
-}
-"""Kinds of writing, from pieces of which texts are made; pieces are parted by spaces."""
 
 
 @TOKENIZERS

@@ -200,14 +200,23 @@ def vocabulary_check(
     Raises:
         ModelError: they differ; the message says in how many ids, and names the first of them.
     """
-    a, b = senior.get_vocab(), junior.get_vocab()
-    if a != b:
-        differing = sorted(set(a.items()) ^ set(b.items()), key=lambda item: item[1])
+    if differing := differing_entries(senior, junior):
+        why = (
+            "Models of two vocabularies cannot generate one text yet, in training or elsewhere; `tandemrl check "
+            "--senior MODEL --junior MODEL` says what works with these two"
+            if other == "junior"
+            else "They read the same tokens"
+        )
         token, index = differing[0]
         raise ModelError(
             f"senior and {other} have different vocabularies: {len(differing)} entries differ, the first is {token!r} "
-            f"(id {index}). They read the same tokens; choose a {other} of the same tokenizer family."
+            f"(id {index}). {why}. Choose a {other} of the senior's tokenizer family."
         )
+
+
+def differing_entries(one: PreTrainedTokenizerBase, other: PreTrainedTokenizerBase) -> list[tuple[str, int]]:
+    """The tokens, with their ids, that only one of two tokenizers has, by id."""
+    return sorted(set(one.get_vocab().items()) ^ set(other.get_vocab().items()), key=lambda item: item[1])
 
 
 def eos_token_ids(generation: GenerationConfig | None, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:

@@ -92,6 +92,11 @@ def word_start_tables(tokenizer: Any, size: int | None = None) -> WordTables:
     return WordTables(*(_padded(table, size) for table in words))
 
 
+def token_bytes(tokenizer: Any) -> dict[int, bytes]:
+    """The bytes that each id stands for between two others. Special tokens, which are no text, are not in it."""
+    return dict(_tables(tokenizer).pieces)
+
+
 class Published(NamedTuple):
     """The models that share a vocabulary, and how many of its ids begin a word by an independent count."""
 
@@ -124,6 +129,7 @@ def count_boundaries(tokenizer: Any) -> tuple[int, Published | None]:
 
 
 class _Tables(NamedTuple):
+    pieces: dict[int, bytes]
     boundary: Bool[Tensor, " v"]
     steps: StepTables
     words: WordTables
@@ -147,8 +153,9 @@ def _build(tokenizer: Any) -> _Tables:
     marks = [surface[0] for surface in surfaces.values() if surface[:1] in ("Ġ", "▁")]
     byte_level = marks.count("Ġ") >= marks.count("▁")
     mark = "Ġ" if byte_level else "▁"
-    read = _byte_level_text if byte_level else _sentencepiece_text
-    texts = {index: read(surface) for index, surface in surfaces.items()}
+    read = _byte_level_bytes if byte_level else _sentencepiece_bytes
+    pieces = {index: read(surface) for index, surface in surfaces.items()}
+    texts = {index: piece.decode("utf-8", errors="replace") for index, piece in pieces.items()}
 
     size = max(len(tokenizer), 1 + max(vocabulary.values()))  # ids may have gaps
 
@@ -158,6 +165,7 @@ def _build(tokenizer: Any) -> _Tables:
         return result
 
     return _Tables(
+        pieces=pieces,
         boundary=table(index for index, surface in surfaces.items() if surface.startswith(mark)),
         steps=StepTables(
             contains=table(index for index, text in texts.items() if "\n\n" in text),
@@ -189,17 +197,15 @@ def _byte_alphabet() -> dict[str, int]:
 _BYTE_OF = _byte_alphabet()
 
 
-def _byte_level_text(surface: str) -> str:
+def _byte_level_bytes(surface: str) -> bytes:
     if not all(character in _BYTE_OF for character in surface):
-        return surface  # an added token, written as it is; the byte-level decoder does the same
-    return bytes(_BYTE_OF[character] for character in surface).decode("utf-8", errors="replace")
+        return surface.encode()  # an added token, written as it is; the byte-level decoder does the same
+    return bytes(_BYTE_OF[character] for character in surface)
 
 
-def _sentencepiece_text(surface: str) -> str:
+def _sentencepiece_bytes(surface: str) -> bytes:
     byte = re.fullmatch(r"<0x([0-9A-F]{2})>", surface)
-    if byte:
-        return bytes.fromhex(byte[1]).decode("utf-8", errors="replace")
-    return surface.replace("▁", " ")
+    return bytes.fromhex(byte[1]) if byte else surface.replace("▁", " ").encode()
 
 
 _INSIDE_WORDS = frozenset(".,:;'’·&@/\\")

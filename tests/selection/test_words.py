@@ -1,0 +1,237 @@
+"""Words as a property of the text, and texts by two authors of two vocabularies, with real tokenizers."""
+
+import unicodedata
+from collections import Counter
+from collections.abc import Sequence
+from functools import cache
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+import selection_oracle as oracle
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from selection_tokenizers import WRITING, byte_level, sentencepiece
+
+import artefacts
+from real_model import smollm2
+from tandemrl.apps.experiments.smollm2 import NAME, cache_folder
+from tandemrl.selection import before_word, replay
+from tandemrl.selection.words import (
+    Vocabulary,
+    begin_words,
+    count_starts,
+    translate,
+    vocabulary_of,
+    word_starts,
+)
+
+PAIRS = (("qwen3", "smollm2"), ("qwen3", "gemma3"), ("smollm2", "gemma3"))
+KINDS = {
+    **WRITING,
+    "unicode": "été naïve ﬁn Ångström 𝔘𝔫𝔦 x² zero\u200bwidth ½ Ωmega tiếng Việt ａｂｃ \u202eback\u202c हिन्दी भाषा ไทย",
+    "decomposed": "the value of x is e\u0301 and y_1 holds, so we divide o\u0308 \u1e9b\u0323 by 3.14 here \u212b",
+    "control": "<|im_end|> said <|endoftext|> the <end_of_turn> user <eos> </s>\nassistant <think> <|im_start|>user {}",
+}
+KINDS["unspaced"] = f"{WRITING['cjk']} \\frac{{a}}{{b}} \\sqrt{{x^2}}=3 是，所以。"
+"""Kinds of writing, one that NFC changes, one that has the control tokens of the models as text, one without spaces."""
+LETTERS = {
+    "prose": (0x61, 0x7A),
+    "code": (0x21, 0x7E),
+    "latex": (0x21, 0x7E),
+    "emoji": (0x1F300, 0x1F64F),
+    "cjk": (0x4E00, 0x9FA5),
+    "rtl": (0x5D0, 0x5EA),
+    "unicode": (0x1E00, 0x1EFF),
+    "decomposed": (0x61, 0x7A),
+    "control": (0x3C, 0x3E),
+    "unspaced": (0x4E00, 0x9FA5),
+}
+"""A block of characters for each kind, from which words are made that no tokenizer has as a whole."""
+GAPS = {" ": 0.72, "  ": 0.05, "": 0.05, "\n": 0.04, "\n    ": 0.04, "\n\n": 0.03, "\t": 0.02, "\xa0": 0.02}
+GAPS |= {" \u3000": 0.01, "\u2009 ": 0.01, "\r\n  ": 0.01}
+BEGINS = torch.tensor([False, True])
+STRATEGY = before_word(0.5, BEGINS)
+"""The strategy over a vocabulary of two: does a token begin a word?"""
+
+
+def starts_in(text: str) -> list[int]:
+    """Where words begin, in characters: the definition in plain Python."""
+    return [i for i, c in enumerate(text) if i == 0 or (c == " " and not text[i - 1].isspace())]
+
+
+@given(st.text(st.sampled_from(" \n\t\r\x1c\x85\xa0\u1680\u2003\u2029\u202f\u205f\u3000\u200baé日🙂")), st.data())
+def test_words_begin_at_spaces_after_anything_but_whitespace(text: str, data: st.DataObject) -> None:
+    wanted = [len(text[:i].encode()) for i in starts_in(text)]
+    whole = text.encode()
+    assert word_starts(whole) == wanted
+    cut = data.draw(st.integers(0, len(whole)))
+    assert [*word_starts(whole[:cut]), *(cut + i for i in word_starts(whole[cut:], whole[:cut]))] == wanted
+    pieces = [whole[:cut], whole[cut:]] if 0 < cut < len(whole) else [whole] if whole else []
+    assert sum(begin_words(pieces)) == sum(start in (0, cut) for start in wanted)
+
+
+def test_what_cannot_be_translated_is_refused_with_the_reason() -> None:
+    known = {"one": byte_level(), "other": sentencepiece()}
+    one, other = map(vocabulary_of, known.values())
+
+    def refusal(span: Sequence[int], before: Sequence[int] = (), words: int = 2, reader: Vocabulary = other) -> Any:
+        return translate(span, one, reader, before, words=words).refusal
+
+    before = list(other.encode("the value"))
+    span = list(one.encode(" of  x\n    is"))
+    found = translate(span, one, other, before, words=2)
+    assert found.refusal is None, found
+    assert before + list(found.tokens) == list(other.encode("the value of  x\n    is"))
+    assert refusal(span, before, words=3) == "other words"
+    assert refusal(list(one.encode("of x")), before, words=1) == "other words"  # it goes on with a word
+    assert refusal([*span, known["one"].eos_token_id], before) == "special token"
+    assert refusal(list(one.encode(" 日"))[:-1], before, words=1) == "cut character"
+    assert refusal(span, [index for letter in "the value" for index in other.encode(letter)]) == "other ids before it"
+    assert refusal(list(one.encode(" a▁b")), before) == "other bytes"
+    joined = Vocabulary({0: b" of  x\n    is"}, lambda text: [0])  # the second word begins inside its token
+    assert refusal(span, reader=joined) == "other words"
+    assert count_starts([b" a", b"a b", b"  ", b"  a", b" a b", b"\n x", b"x", b"\xe3\x80\x80 a"]) == (4, 2)
+
+
+@cache
+def vocabularies(fetch: bool) -> dict[str, tuple[Any, Vocabulary]]:
+    from transformers import AutoTokenizer
+
+    folder = cache_folder() / NAME
+    if not (folder / "tokenizer.json").is_file():
+        if not fetch:
+            pytest.skip(f"{NAME} is not in {folder.parent}; the slow tests fetch it")
+        smollm2()
+    tokenizers = {
+        "qwen3": artefacts.tokenizer("qwen3"),
+        "gemma3": artefacts.tokenizer("gemma3"),
+        "smollm2": AutoTokenizer.from_pretrained(folder),
+    }
+    return {name: (tokenizer, vocabulary_of(tokenizer)) for name, tokenizer in tokenizers.items()}
+
+
+def made_up(kind: str, random: np.random.Generator) -> str:
+    pieces = random.choice(np.array(KINDS[kind].split(" ")), int(random.integers(15, 40))).tolist()
+    low, high = LETTERS[kind]
+    for i in np.flatnonzero(random.random(len(pieces)) < 0.2):
+        pieces[i] += "".join(map(chr, random.integers(low, high + 1, int(random.integers(1, 6)))))
+    gaps = random.choice(np.array(list(GAPS)), len(pieces), p=list(GAPS.values())).tolist()
+    if kind == "unspaced":
+        gaps = random.choice(["", "\n"], len(pieces)).tolist()
+    return "".join(part for pair in zip(pieces, gaps, strict=True) for part in pair).rstrip(" ")
+
+
+class Written(NamedTuple):
+    """One text by two authors: in the tokens of each of them, whose are they (index 1 is the senior).
+
+    A refusal ends it; then ``text`` is the span that was refused.
+    """
+
+    text: str
+    tokens: tuple[list[int], list[int]]
+    authors: tuple[list[int], list[int]]
+    handovers: int
+    refusal: str | None = None
+
+
+def write(text: str, key: int, pair: Sequence[Vocabulary], wrong: int | None = None) -> Written:
+    """Runs of words by one author each; the other one reads them in the context of its own tokens of what is before.
+
+    ``wrong``: the word that its author does not write. The last one is the end of the text.
+    """
+    starts = [*starts_in(text), len(text)]
+    told = oracle.before_word(key, [[1] * len(starts)], 0.5, [False, True]).authors
+    if wrong is not None:
+        told[wrong] = 1 - told[wrong]
+    done, first = Written("", ([], []), ([], []), -1), 0
+    while first < len(starts) - 1:
+        author, last = told[first], first
+        while last < len(starts) - 1 and told[last] == author:
+            last += 1
+        span = list(pair[author].encode(text[starts[first] : starts[last]]))
+        part = b"".join(pair[author].pieces[token] for token in span).decode()  # an author may normalise what it writes
+        before, other = done.tokens[1 - author], pair[1 - author]
+        found = translate(span, pair[author], other, before, words=last - first)
+        assert found == translate(span, pair[author], other, last_word(before, other), words=last - first)
+        if found.refusal is not None:
+            return done._replace(text=part, refusal=found.refusal)
+        for who, tokens in ((author, span), (1 - author, found.tokens)):
+            done.tokens[who].extend(tokens)
+            done.authors[who].extend([author] * len(tokens))
+        done = done._replace(text=done.text + part, handovers=done.handovers + 1)
+        first = last
+    for authors in done.authors:
+        authors.append(told[-1])
+    return done
+
+
+def last_word(tokens: list[int], vocabulary: Vocabulary) -> list[int]:
+    begun = begin_words([vocabulary.pieces[token] for token in tokens])
+    return tokens[len(begun) - 1 - begun[::-1].index(True) :] if begun else []
+
+
+def replayed(keys: Sequence[int], rows: Sequence[list[bool]]) -> tuple[list[list[int]], list[int]]:
+    """The authors and the number of draws of each row, told for each token whether it begins a word."""
+    longest = max(map(len, rows))
+    tokens = torch.tensor([[*row, *[False] * (longest - len(row))] for row in rows]).long()
+    found = replay(STRATEGY, torch.tensor(keys), tokens, torch.tensor([len(row) for row in rows]))
+    return [a[: len(row)] for a, row in zip(found.author.tolist(), rows, strict=True)], found.draws.tolist()
+
+
+@pytest.mark.parametrize("count", [300, pytest.param(10_000, marks=pytest.mark.slow)])
+def test_two_vocabularies_write_one_text_and_replay_knows_its_authors(count: int, record_property: Any) -> None:
+    known = vocabularies(fetch=count > 300)
+    (_, qwen), (_, gemma) = known["qwen3"], known["gemma3"]  # Gemma has one token for "> </", where a word begins
+    assert translate(qwen.encode("<q> </q>"), qwen, gemma, (), words=2).refusal == "other words"
+    assert translate(qwen.encode("<q> <q>"), qwen, gemma, (), words=2).refusal is None
+    figures: dict[str, Counter[str]] = {kind: Counter() for kind in KINDS}
+    rows: list[tuple[int, list[bool], list[int], int]] = []
+    for i in range(count):
+        turn, kind = i // len(KINDS), list(KINDS)[i % len(KINDS)]  # each kind has every pair, both ways
+        names = PAIRS[turn % 3][:: 1 if turn // 3 % 2 else -1]
+        pair, sums = [known[name][1] for name in names], figures[kind]
+        text = made_up(kind, np.random.default_rng(i))
+        wrong = (-1, len(starts_in(text)), i % len(starts_in(text)))[turn // 6 % 3]  # none, that of the end, any
+        done = write(text, i, pair, None if wrong < 0 else wrong)
+        sums["texts"] += 1
+        if done.refusal is not None:  # by the tokenizer that normalises alone, and of what it would change
+            assert (kind, done.refusal, "qwen3" in names) == ("decomposed", "other bytes", True)
+            assert not unicodedata.is_normalized("NFC", done.text)
+            continue
+        text, starts = done.text, starts_in(done.text)
+        places = {len(text[:start].encode()) for start in starts}
+        for name, vocabulary, tokens, authors in zip(names, pair, done.tokens, done.authors, strict=True):
+            assert known[name][0].decode(tokens, clean_up_tokenization_spaces=False) == text  # byte-exact
+            assert tokens == list(vocabulary.encode(text))  # as if one author had written it all
+            pieces = [vocabulary.pieces[token] for token in tokens]
+            begins = begin_words(pieces)
+            assert sum(begins) == len(places)
+            rows.append((i, [*begins, True], authors, wrong))  # the end of a text ends a word
+            edges = np.cumsum([0, *map(len, pieces)]).tolist()
+            changes = [edges[j] for j in range(1, len(tokens)) if authors[j] != authors[j - 1]]
+            assert len(changes) == done.handovers
+            assert places.issuperset(changes)
+        sums.update(written=1, bytes=len(text.encode()), words=len(places), handovers=done.handovers)
+    keys, begun, recorded, wrongs = zip(*rows, strict=True)
+    found, draws = replayed(keys, begun)
+    assert draws == [sum(each) for each in begun]
+    for begins, authors, told, wrong in zip(begun, found, recorded, wrongs, strict=True):
+        word = np.cumsum(begins) - 1  # of each token
+        assert np.equal(authors, told).tolist() == (word != wrong).tolist()
+    assert sum(wrong == sum(each) - 1 for each, wrong in zip(begun, wrongs, strict=True)) > count / 10  # the end
+    for kind, sums in figures.items():
+        rates = {
+            "texts": sums["texts"],
+            "words per 100 bytes": round(100 * sums["words"] / sums["bytes"], 2),
+            "handovers per text": round(sums["handovers"] / sums["written"], 2),
+            "untranslatable": round(1 - sums["written"] / sums["texts"], 3),
+        }
+        record_property(kind, rates)
+        if kind == "unspaced":
+            assert rates["handovers per text"] < 1
+            continue
+        assert rates["words per 100 bytes"] > 6, rates
+        assert rates["handovers per text"] > 4, rates
+        assert (0 < rates["untranslatable"] < 2 / 3) == (kind == "decomposed")  # a third of the pairs is without Qwen
