@@ -42,6 +42,7 @@ from tandemrl.apps.report.tables import (
     nats,
     seeds_table,
 )
+from tandemrl.apps.report.watch import LiveReport
 from tandemrl.cli.main import app
 from tandemrl.evals import Sample, authors_of
 from tandemrl.training.tracking import authored_spans, write_eval_texts
@@ -532,6 +533,25 @@ def test_metrics_of_episodes_have_columns_curves_and_commands(tmp_path: Path) ->
     assert any(
         command.endswith("rollout.environment=tools rollout.max_turns=4") for command in commands(report.records)
     )
+
+
+def test_rollout_workers_have_a_table_where_there_are_some(tmp_path: Path) -> None:
+    write_run(tmp_path / "grpo", 3)
+    assert "Rollout workers" not in to_html(build_report(tmp_path)) + to_markdown(build_report(tmp_path))
+    write_run(tmp_path / "tandem", 3, rollout={"workers": 2})
+    file = tmp_path / "tandem" / "metrics.jsonl"
+    names = ("staleness", "idle_trainer", "idle_workers", "redone", "restarts")
+    values = [(0.0, 0.9, 0.0, 0.0, 0.0), (1.0, 0.3, 0.1, 2.0, 1.0), (2.0, 0.3, 0.5, 1.0, 1.0)]
+    lines = [json.loads(line) for line in file.read_text().splitlines()]
+    more = [{f"fleet/{name}": value for name, value in zip(names, row, strict=True)} for row in values]
+    file.write_text("".join(json.dumps(line | new) + "\n" for line, new in zip(lines, more, strict=True)))
+    expected = ["tandem", "2", "version 0, for step 3", "1.00", "2", "50 %", "20 %", "3", "2"]
+    report = build_report(tmp_path)
+    [row] = [line for line in to_markdown(report).splitlines() if "version 0" in line]
+    assert cells(row) == expected
+    html = LiveReport(tmp_path, lambda: report).html()
+    assert f'<tr><th scope="row">{expected[0]}</th>{"".join(f"<td>{each}</td>" for each in expected[1:])}</tr>' in html
+    assert "The trainer waits for rollouts" in html
 
 
 def test_acceptance_stands_beside_the_junior_ce_with_their_correlation(

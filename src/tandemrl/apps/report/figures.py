@@ -52,6 +52,8 @@ CURVES = (
     Curve("entropy", "Entropy of the senior", "nats per token"),
     Curve("ref_kl", "KL to the reference", "nats per token"),
     Curve("junior_kl", "KL to the junior, on its tokens", "nats per token"),
+    Curve("fleet/idle_trainer", "The trainer waits for rollouts", "fraction of its time"),
+    Curve("fleet/idle_workers", "Rollout workers have nothing to do", "fraction of their time"),
     Curve("mismatch/mean_abs", "Trainer against engine", "mean |Δ log-prob|, nats"),
 )
 

@@ -30,6 +30,7 @@ from tandemrl.apps.report.tables import (
     relations,
     signed_interval,
 )
+from tandemrl.apps.report.workers import HEAD, worker_rows
 from tandemrl.evals.compare import InTraining, good_end
 from tandemrl.files import write_text
 from tandemrl.models.loading import load_tokenizer
@@ -117,6 +118,7 @@ def to_html(report: Report) -> str:
         commands=provenance.commands(report.records),
         experiment=_flat_settings(report.records.experiment),
         missing=MISSING,
+        workers_head=HEAD,
         bounds=bounds,
     )
 
@@ -146,6 +148,8 @@ def to_markdown(report: Report, *, plots: str = "report.html") -> str:
             parts += ["### Differences", markdown_table(head, rows, left=2)]
         if setting.claims:
             parts += ["### Claims", claims_table(setting.claims)]
+        if workers := worker_rows(setting.arms):
+            parts += ["### Rollout workers", markdown_table(HEAD, workers)]
         for metric in TREND:
             rows = [row for arm in setting.arms if (row := _trend(arm, metric))]
             if rows:
@@ -221,6 +225,7 @@ def _setting(number: int, setting: Setting, looks: Mapping[str, svg.Style], show
         "contrasts": contrasts,
         "verdicts": _verdicts(contrasts),
         "claims": [claim_cells(claim) for claim in setting.claims],
+        "workers": worker_rows(setting.arms),
         "figures": [figure._replace(svg=Markup(figure.svg)) for figure in all_figures(styled, f"s{number}")],
         "legend": [
             (arm, Markup(svg.key(look, f"s{number}-key{i}"))) for i, (arm, look) in enumerate(styled) if len(styled) > 1
