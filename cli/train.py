@@ -34,6 +34,18 @@ def train(
         str | None,
         typer.Option(help="With --ranks: the device, e.g. h100; default: h100, or cpu with model.device=cpu."),
     ] = None,
+    workers: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            help="With --ranks: plan so many rollout workers (rollout.workers), too, by simulation: steps per hour, "
+            "who waits for whom, staleness.",
+        ),
+    ] = None,
+    times_of: Annotated[
+        str | None,
+        typer.Option(help="With --workers: the folder of a run whose measured times count, not data sheets."),
+    ] = None,
     resume: Annotated[
         str,
         typer.Option(help="auto (from the newest checkpoint, if any), never (output_dir must be fresh), or a folder."),
@@ -45,14 +57,17 @@ def train(
     if config is None:
         names = ", ".join(packaged_configs())
         raise ConfigError(f"give --config: a YAML file or one of the packaged configs, which are {names}")
-    resolved = load(config, overrides or ())
+    planned = [] if workers is None else [f"rollout.workers={workers}"]
+    resolved = load(config, [*(overrides or ()), *planned])
+    if (workers is not None and ranks is None) or (times_of is not None and workers is None):
+        raise ConfigError("--workers needs --ranks, and --times-of needs --workers: they plan a run and start none")
     if (ranks is not None and not dry_run) or (device is not None and ranks is None):
         raise ConfigError("--ranks needs --dry-run, and --device needs --ranks: they plan a run and start none")
     if ranks is not None and resume != "auto":
         raise ConfigError("leave out --resume with --ranks, which plans a run and starts none")
     if ranks is not None:
         typer.echo(f"{to_yaml(resolved)}\n{batch_plan(resolved)}\n")
-        _plan(resolved, ranks, device)
+        _plan(resolved, ranks, device, times_of)
         return
     if dry_run:
         typer.echo(f"{to_yaml(resolved)}\n{batch_plan(resolved)}\n")
@@ -65,16 +80,25 @@ def train(
     training.train(resolved, resume=resume, stated=stated_keys(overrides or ()))
 
 
-def _plan(config: "Config", ranks: int, device: str | None) -> None:
-    """Print what each of ``ranks`` processes needs, and raise a PlanError if it does not fit."""
+def _plan(config: "Config", ranks: int, device: str | None, times_of: str | None) -> None:
+    """Print what each of ``ranks`` processes needs, and raise a PlanError if it does not fit.
+
+    Args:
+        times_of: the run whose times those of rollout workers are.
+    """
     from tandemrl.apps.planning.accelerators import accelerator
-    from tandemrl.apps.planning.page import described, require_fit
+    from tandemrl.apps.planning.fleet import estimated, measured, simulate, units_of
+    from tandemrl.apps.planning.page import described, described_fleet, require_fit
     from tandemrl.apps.planning.plan import plan
     from tandemrl.cli.lines import echo
 
     target = accelerator(device or ("cpu" if config.model.device == "cpu" else "h100"))
     found = plan(config, ranks, target)
     echo(described(found), indent=8)
+    if workers := config.rollout.workers:
+        times = estimated(config, found) if times_of is None else (measured(times_of, config),)
+        shape = {"workers": workers, "units": units_of(config), "ahead": config.train.async_steps}
+        echo(described_fleet(config, [simulate(each, **shape) for each in times], times), indent=8)
     require_fit(found, config, ranks, target)
 
 

@@ -106,7 +106,7 @@ class LateAnswers(Dispatcher):
         if event.unit.index in batch.waiting:
             batch.waiting.remove(event.unit.index)
         if event.worker not in self.workers:
-            self.workers[event.worker] = type(next(iter(self.workers.values())))(0.0, "generating")
+            self.workers[event.worker] = type(next(iter(self.workers.values())))("generating")
         return True
 
 

@@ -101,6 +101,8 @@ def test_two_workers_one_of_which_is_killed_give_the_bits_of_one_engine(pair_of_
         session = session_of_ray()
         assert processes_of(session)
         assert [node["NodeManagerAddress"] for node in ray.nodes()] == ["127.0.0.1"]
+        workers = [actor["Pid"] for actor in ray._private.state.actors().values()]
+        assert {os.getpriority(os.PRIO_PROCESS, pid) for pid in workers} == {os.getpriority(os.PRIO_PROCESS, 0)}
         assert bits(generate_verified(fleet, given, given[0].strategy)[0]) == before
         assert sync_weights(learnt(pair_of_models), fleet, version=1) == checksum
         assert fleet.fingerprint("junior") == alone.fingerprint("junior")

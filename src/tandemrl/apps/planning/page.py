@@ -1,8 +1,10 @@
 """Prints a plan, and refuses one that cannot fit."""
 
-from collections.abc import Iterator
+import math
+from collections.abc import Iterator, Sequence
 
 from tandemrl.apps.planning.accelerators import GIB, RESERVE, Accelerator
+from tandemrl.apps.planning.fleet import STEPS, Fleet, Times, units_of
 from tandemrl.apps.planning.knobs import remedies
 from tandemrl.apps.planning.plan import Phase, Plan
 from tandemrl.config import Config, ConfigError
@@ -15,6 +17,31 @@ class PlanError(ConfigError):
 def described(found: Plan) -> str:
     """The plan as lines of text."""
     return "\n".join(_lines(found))
+
+
+def described_fleet(config: Config, found: Sequence[Fleet], times: Sequence[Times]) -> str:
+    """What a run with rollout workers came to, as lines of text: at best and at worst, or by the times of a run."""
+    best, worst = found[0], found[-1]
+    workers, units, ahead = config.rollout.workers, units_of(config), config.train.async_steps
+    balance = sorted({max(1, math.ceil(units * each.unit / each.update)) for each in times})
+    ages = ", ".join(f"{age} ({share:.0%})" for age, share in best.staleness.items())
+    pace = _range(best.steps_per_hour, worst.steps_per_hour, ",.3g")
+    idle = [_range(getattr(best, who), getattr(worst, who), ".0%") for who in ("idle_trainer", "idle_workers")]
+    sheets = "times of full-length rollouts from data sheets, never measured"
+    source = sheets if len(times) > 1 else "measured times"
+    lines = (
+        f"fleet: {workers:,} workers, {units:,} units of {config.rollout.units} prompts a step, generated {ahead} "
+        f"steps ahead ({STEPS} steps simulated; {source})",
+        f"  {pace} steps/h; the trainer waits {idle[0]} of its time, workers have nothing to do {idle[1]}",
+        f"  staleness of the rollouts: {ages}",
+        f"  {_range(balance[0], balance[-1], ',')} workers would generate as fast as the trainer learns",
+    )
+    return "\n".join(lines)
+
+
+def _range(low: float, high: float, shown: str) -> str:
+    """Two numbers, or one if they look the same."""
+    return " to ".join(dict.fromkeys(format(each, shown) for each in sorted((low, high))))
 
 
 def require_fit(found: Plan, config: Config, ranks: int, device: Accelerator) -> None:

@@ -5,6 +5,7 @@ numbers are of rank 0, which has the most where something cannot be divided even
 """
 
 import math
+from dataclasses import replace
 from functools import cache
 from json import loads
 from typing import Any, Literal, NamedTuple
@@ -75,6 +76,10 @@ class Plan(NamedTuple):
     micro_batches: int
     tokens: int
     notes: list[str]
+    read: int
+    """The bytes of weights that decoding a token reads."""
+    sent_to_workers: int
+    """The bytes of weights that a rollout worker loads in a step."""
 
     def needed(self, phase: Phase, *, on_host: bool = False) -> int:
         """How many bytes are needed during ``phase``."""
@@ -98,9 +103,9 @@ def plan(config: Config, ranks: int, device: Accelerator) -> Plan:
 
     Raises:
         ConfigError, ModelError: the mesh does not have ``ranks`` processes, the config does not work with so many, or a
-            model is unknown or cannot be split.
+            model is unknown or cannot be split. Rollout workers beside several processes are planned, and noted.
     """
-    check_processes(config, ranks)
+    check_processes(replace(config, rollout=replace(config.rollout, workers=0)), ranks)
     with imagined_world(config.parallel, ranks) as world:
         return _plan(config, world, device)
 
@@ -152,7 +157,11 @@ def _plan(config: Config, world: World, device: Accelerator) -> Plan:
         passes.append((frozen, "forward", micro_batches))
 
     engine, cache = _engine(config, senior, partner if tandem else None, world, device, vocabulary)
-    items += engine
+    if rollout.workers:
+        where = "rollout workers are on devices of their own, which this memory does not count"
+        notes.append(where + ("; a run has one trainer process with them so far" if world.size > 1 else ""))
+    else:
+        items += engine
     if cache.rows < 1:
         notes.append(f"the engine's KV cache does not hold one row of {cache.length:,} tokens")
     sent: Sent = {}
@@ -161,9 +170,12 @@ def _plan(config: Config, world: World, device: Accelerator) -> Plan:
     _add(sent, policy.export, 1)
 
     flops = _flops(config, senior, longest, share * updates, world, scored / micro_batches, recipe.advantage is None)
-    seconds = _seconds(config, senior, partner if tandem else None, world, device, flops, sent, cache)
+    width = BYTES[model.dtype]
+    read = sum(parameters(shape) * width for shape in ([senior, partner] if tandem else [senior]))
+    seconds = _seconds(config, read, world, device, flops, sent, cache)
     mesh = {} if world.mesh is None else dict(zip(world.mesh.mesh_dim_names or (), world.mesh.shape, strict=True))
-    return Plan(world.size, mesh, device, items, cache, sent, flops, seconds, micro_batches, tokens, notes)
+    own = parameters(senior) * width
+    return Plan(world.size, mesh, device, items, cache, sent, flops, seconds, micro_batches, tokens, notes, read, own)
 
 
 def offloaded(parallel: ParallelConfig) -> tuple[bool, bool]:
@@ -346,14 +358,7 @@ def _flops(
 
 
 def _seconds(
-    config: Config,
-    senior: PretrainedConfig,
-    junior: PretrainedConfig | None,
-    world: World,
-    device: Accelerator,
-    flops: float,
-    sent: Sent,
-    cache: Cache,
+    config: Config, read: int, world: World, device: Accelerator, flops: float, sent: Sent, cache: Cache
 ) -> dict[str, tuple[float, float]]:
     """The seconds of each phase, at best and at worst.
 
@@ -363,8 +368,6 @@ def _seconds(
     """
     compute = flops / device.peak(config.model.dtype)
     wire = sum(_wire(collective, traffic, world, device) for collective, traffic in sent.items())
-    width = BYTES[config.model.dtype]
-    read = sum(parameters(shape) * width for shape in ([senior] if junior is None else [senior, junior]))
     requests = math.ceil(config.train.prompts_per_step * config.rollout.group_size / world.size)
     waves = math.ceil(requests / max(1, cache.rows))
     decode = (

@@ -16,8 +16,10 @@ decoded together, so that an answer has the same bits whichever worker gives it.
   whatever still comes from it is dropped, and a new one, under a new number, replaces it.
 """
 
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
+from heapq import heappop, heappush
 from typing import Any, Literal
 
 from tandemrl.rollout.fleet.events import (
@@ -44,11 +46,12 @@ class DispatchError(RuntimeError):
     """A batch was submitted that must not be generated like this."""
 
 
+State = Literal["starting", "loading", "idle", "generating"]
+
+
 @dataclass
 class _Worker:
-    since: float
-    """When it was last asked for something."""
-    state: Literal["starting", "loading", "idle", "generating"] = "starting"
+    state: State = "starting"
     version: int | None = None
     """The weights that it has, or is loading."""
     job: tuple[Unit, int] | None = None
@@ -59,7 +62,7 @@ class _Worker:
 class _Batch:
     version: int
     waiting: list[int]
-    """The units that no worker generates and none has answered, in order."""
+    """The units that no worker generates and none has answered: a heap."""
     attempts: list[int]
     """How often each unit was assigned."""
     answers: dict[int, Any]
@@ -91,6 +94,12 @@ class Dispatcher:
         self.batches: dict[int, _Batch] = {}
         self.checksums: dict[int, int | None] = {}
         """The checksum of each version that can be loaded; None until a worker has loaded it."""
+        self._idle: dict[int | None, dict[int, None]] = {}
+        """The idle workers by the version that they have, each in the order in which they became idle."""
+        self._busy: dict[int, float] = {}
+        """All others: since when they do what they were asked for, the longest first."""
+        self._coming = Counter[int | None]()
+        """How many workers are loading each version."""
         self._numbers, self._lost_in_a_row, self._last_batch, self._now = numbers, 0, -1, 0.0
         self._actions: list[Action] = []
 
@@ -107,7 +116,7 @@ class Dispatcher:
                 old for its step.
         """
         elapsed, self._now, self._actions = now - self._now, now, []
-        self.idle_s += elapsed * sum(worker.state == "idle" for worker in self.workers.values())
+        self.idle_s += elapsed * sum(map(len, self._idle.values()))
         self.worker_s += elapsed * len(self.workers)
         match event:
             case Published(version, checksum):
@@ -115,7 +124,7 @@ class Dispatcher:
             case Submitted():
                 self._submit(event)
             case Joined(number) if self._state(number) == "starting":
-                self.workers[number].state = "idle"
+                self._become(number, "idle")
             case Loaded(number, version) if self._state(number) == "loading":
                 self._loaded(event)
             case Answered(number) if self.accepts(event):
@@ -124,7 +133,8 @@ class Dispatcher:
                 self.fence(number, why)
         self.check_time()
         while len(self.workers) < self.size and self._lost_in_a_row < self.patience:
-            self.workers[number := next(self._numbers)] = _Worker(now)
+            self.workers[number := next(self._numbers)] = _Worker()
+            self._become(number, "starting")
             self._actions.append(Start(number))
         self._dispatch()
         self._retire()
@@ -132,6 +142,31 @@ class Dispatcher:
 
     def _state(self, number: int) -> str:
         return self.workers[number].state if number in self.workers else "fenced"
+
+    def _become(self, number: int, state: State, version: int | None = None) -> None:
+        """Change the state of a worker, and with it the version that it has or is loading, if one is given.
+
+        Everything that is looked up for an event is kept up to date here, so that no event costs a look at all workers.
+        """
+        worker = self.workers[number]
+        self._unlist(number, worker)
+        worker.state = state
+        if version is not None:
+            worker.version = version
+        if state == "idle":
+            self._idle.setdefault(worker.version, {})[number] = None
+        else:
+            self._busy[number] = self._now
+            self._coming[worker.version] += state == "loading"
+
+    def _unlist(self, number: int, worker: _Worker) -> None:
+        if worker.state == "idle":
+            del self._idle[worker.version][number]
+            if not self._idle[worker.version]:
+                del self._idle[worker.version]
+        else:
+            self._busy.pop(number, None)
+            self._coming[worker.version] -= worker.state == "loading"
 
     def _submit(self, event: Submitted) -> None:
         if event.batch <= self._last_batch:
@@ -168,14 +203,15 @@ class Dispatcher:
         if event.version in self.checksums and not self.trusts(event.version, event.checksum, worker.version):
             self.fence(event.worker, f"weights {event.version} did not reach it: it has {event.checksum:#x}")
             return
-        worker.state = "idle"
+        self._become(event.worker, "idle")
 
     def _answered(self, event: Answered) -> None:
         batch, worker = self.batches[event.unit.batch], self.workers[event.worker]
         if not self.trusts(event.version, event.checksum, batch.version):
             self.fence(event.worker, f"it answered with weights {event.version}, asked for {batch.version}")
             return
-        worker.state, worker.job, self._lost_in_a_row = "idle", None, 0
+        worker.job, self._lost_in_a_row = None, 0
+        self._become(event.worker, "idle")
         batch.answers[event.unit.index] = event.answer
         self.deliver()
 
@@ -193,17 +229,20 @@ class Dispatcher:
 
     def check_time(self) -> None:
         """Fence workers that are silent for too long."""
-        for number, worker in [*self.workers.items()]:
-            if worker.state != "idle" and self._now - worker.since > self.timeout_s:
-                self.fence(number, f"no sign of it for {self.timeout_s:g} s while {worker.state}")
+        while self._busy:
+            number, since = next(iter(self._busy.items()))
+            if self._now - since <= self.timeout_s:
+                return
+            self.fence(number, f"no sign of it for {self.timeout_s:g} s while {self.workers[number].state}")
 
     def fence(self, number: int, why: str) -> None:
         """Give up a worker, and let the unit that it was asked for wait again."""
         worker = self.workers.pop(number)
+        self._unlist(number, worker)
         self._actions.append(Fence(number, why))
         if worker.job is not None:
             unit, _ = worker.job
-            self.batches[unit.batch].waiting = sorted([*self.batches[unit.batch].waiting, unit.index])
+            heappush(self.batches[unit.batch].waiting, unit.index)
         self.restarts += 1
         self._lost_in_a_row += 1
         if self._lost_in_a_row == self.patience:
@@ -213,18 +252,16 @@ class Dispatcher:
 
     def _dispatch(self) -> None:
         """Give every worker something to do, the oldest batch first; without units, the newest weights."""
-        idle = [number for number, worker in self.workers.items() if worker.state == "idle"]
         for number, batch in self.batches.items():
-            ready = [each for each in idle if self.workers[each].version == batch.version]
-            for chosen in ready[: len(batch.waiting)]:
-                idle.remove(chosen)
-                self.assign(chosen, Unit(number, batch.waiting.pop(0)))
-            coming = [w for w in self.workers.values() if w.state == "loading" and w.version == batch.version]
-            for chosen in idle[: max(0, len(batch.waiting) - len(coming))]:
-                idle.remove(chosen)
-                self._load(chosen, batch.version)
-        for chosen in idle:
-            if self.workers[chosen].version != self.newest and self.checksums:
+            ready = self._idle.get(batch.version, {})
+            while batch.waiting and ready:
+                self.assign(next(iter(ready)), Unit(number, heappop(batch.waiting)))
+            for _ in range(len(batch.waiting) - self._coming[batch.version]):
+                if not self._idle:
+                    return
+                self._load(next(iter(next(iter(self._idle.values())))), batch.version)
+        for version in [version for version in self._idle if self.checksums and version != self.newest]:
+            for chosen in [*self._idle[version]]:
                 self._load(chosen, self.newest)
 
     def assign(self, number: int, unit: Unit) -> None:
@@ -232,12 +269,12 @@ class Dispatcher:
         worker, attempts = self.workers[number], self.batches[unit.batch].attempts
         attempts[unit.index] += 1
         self.redone += attempts[unit.index] > 1
-        worker.state, worker.since, worker.job = "generating", self._now, (unit, attempts[unit.index])
+        worker.job = unit, attempts[unit.index]
+        self._become(number, "generating")
         self._actions.append(Assign(number, unit, attempts[unit.index]))
 
     def _load(self, number: int, version: int) -> None:
-        worker = self.workers[number]
-        worker.state, worker.since, worker.version = "loading", self._now, version
+        self._become(number, "loading", version)
         self._actions.append(Load(number, version))
 
     def _retire(self) -> None:

@@ -113,6 +113,7 @@ class RayWorkers:
             address = os.environ.get("RAY_ADDRESS") or "local"
         if address == "local":  # then Ray takes 127.0.0.1 for this machine's address, and listens nowhere else
             os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"
+            os.environ.setdefault("RAY_worker_niceness", "0")  # 15 by Ray: whoever shares the machine would starve them
         self._ray = require_ray(f"rollout.workers={cluster.workers}")
         self._ours = self._connect(cluster, address)
         options = {"num_cpus": 1, "num_gpus": cluster.gpus, "max_restarts": 0, "scheduling_strategy": "SPREAD"}

@@ -1,0 +1,112 @@
+"""The plan of a run with rollout workers: what its simulated clock comes to, and where its times are from."""
+
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from tandemrl.apps.planning.fleet import Fleet, Times, measured, simulate
+from tandemrl.cli.main import app
+from tandemrl.config import ConfigError, load, to_yaml
+
+
+@pytest.mark.parametrize(
+    ("times", "ahead", "expected"),
+    [
+        # Four units of 5 s on two workers take 10 s. Then the trainer learns for 10 s, or at the same time.
+        (Times(10, 5), 0, Fleet(20, 0.5, 0.5, {0: 1.0})),
+        (Times(10, 5), 1, Fleet(10, 0, 0, {1: 1.0})),
+        (Times(10, 5, load=1), 0, Fleet(21, 11 / 21, 10 / 21, {0: 1.0})),
+        # Rollouts of 20 s: the trainer waits for half of its time, however far ahead they are generated.
+        (Times(10, 10), 1, Fleet(20, 0.5, 0, {1: 1.0})),
+        (Times(10, 10), 3, Fleet(20, 0.5, 0, {3: 1.0})),
+        # And of 5 s: it is the workers that wait.
+        (Times(10, 2.5), 2, Fleet(10, 0, 0.5, {2: 1.0})),
+    ],
+)
+def test_two_workers_by_hand(times: Times, ahead: int, expected: Fleet) -> None:
+    found = simulate(times, workers=2, units=4, ahead=ahead)
+    assert found.staleness == expected.staleness
+    assert found[:3] == pytest.approx(expected[:3])
+    assert found.steps_per_hour == pytest.approx(3600 / expected.step_s)
+
+
+def test_a_long_unit_is_waited_for_less_if_more_steps_are_begun() -> None:
+    times = Times(10, 4.5, spread=(0.1, 1.0, 1.9))
+    waits = [simulate(times, workers=2, units=4, ahead=ahead).idle_trainer for ahead in (0, 1, 3)]
+    assert waits[0] > 0.45
+    assert waits[0] > waits[1] + 0.2
+    assert waits[1] > waits[2] + 0.02
+
+
+def a_run(folder: Path, *overrides: str, fleet: bool) -> Path:
+    """Steps of 8 s, 6 s of them for rollouts; with two workers, they have something to do for half of that time."""
+    config = load("quickstart", ["train.prompts_per_step=8", "rollout.unit_groups=4", *overrides])
+    (folder / "config.yaml").write_text(to_yaml(config))
+    line: dict[str, Any] = {"time/step": 8.0, "time/rollout": 6.0}
+    line |= {"fleet/idle_workers": 0.5} if fleet else {}
+    slow = line | {"step": 1, "time/step": 99.0, "time/rollout": 90.0}
+    steps = [slow, *(line | {"step": step} for step in range(2, 6))]
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(each) + "\n" for each in steps))
+    texts = [{"step": 1, "group": group, "author": [-1, -1, *[1] * (2 + 4 * (group == 5))]} for group in range(8)]
+    (folder / "samples.jsonl").write_text("".join(json.dumps(each) + "\n" for each in texts))
+    return folder
+
+
+def test_the_times_of_a_run_are_those_that_it_recorded(tmp_path: Path) -> None:
+    alone = measured(a_run(tmp_path, fleet=False), load("quickstart", ["rollout.workers=3"]))
+    assert alone == Times(update=2.0, unit=3.0, spread=(0.5, 1.5))  # the longest texts of the units have 2 and 6 tokens
+    run = a_run(tmp_path, "rollout.workers=2", fleet=True)
+    assert measured(run, load("quickstart", ["rollout.workers=3"])).unit == 8 * 2 * 0.5 / 2
+
+
+@pytest.mark.parametrize(
+    ("run", "plan", "why"),
+    [
+        ([], ["rollout.group_size=2"], r"train it with rollout\.unit_groups=4 rollout\.group_size=2"),
+        (["train.async_steps=1"], [], r"train it with train\.async_steps=0"),
+    ],
+)
+def test_a_run_whose_times_say_nothing_about_the_plan_is_refused(
+    run: list[str], plan: list[str], why: str, tmp_path: Path
+) -> None:
+    with pytest.raises(ConfigError, match=why):
+        measured(a_run(tmp_path, *run, fleet=False), load("quickstart", ["rollout.workers=3", *plan]))
+
+
+def test_a_run_without_its_record_is_refused(tmp_path: Path) -> None:
+    (a_run(tmp_path, fleet=False) / "metrics.jsonl").unlink()
+    with pytest.raises(ConfigError, match=r"metrics\.jsonl"):
+        measured(tmp_path, load("quickstart", ["rollout.workers=3"]))
+
+
+def planned(*arguments: str) -> Any:
+    return CliRunner().invoke(app, ["train", "--config", "quickstart", "--dry-run", *arguments])
+
+
+def test_the_command_plans_workers_by_data_sheets_and_by_a_run(tmp_path: Path) -> None:
+    arguments = ("train.prompts_per_step=8", "train.async_steps=2", "--ranks", "1", "--workers", "2")
+    output = planned(*arguments).output
+    assert "fleet: 2 workers, 2 units of 4 prompts a step, generated 2 steps ahead" in output
+    assert "from data sheets" in output
+    assert "engine, senior" not in output  # it is not in the trainer's process
+    output = planned(*arguments, "--times-of", str(a_run(tmp_path, fleet=False))).output
+    assert "measured times" in output
+    assert "staleness of the rollouts: 2 (100%)" in output
+    assert "3 workers would generate as fast as the trainer learns" in output  # 2 units of 3 s, 2 s
+    assert "a run has one trainer process with them so far" in planned("--ranks", "2", "--workers", "2").output
+    refused = planned("--workers", "2")
+    assert refused.exit_code == 2
+    assert "--workers needs --ranks" in refused.output
+
+
+@pytest.mark.slow
+def test_a_thousand_processes_and_ten_thousand_workers_take_less_than_a_minute() -> None:
+    begun = time.process_time()
+    arguments = ["train.prompts_per_step=40000", "train.async_steps=2", "--ranks", "1024", "--workers", "10000"]
+    output = CliRunner().invoke(app, ["train", "--config", "deepscaler_grpo", "--dry-run", *arguments]).output
+    assert "fleet: 10,000 workers, 10,000 units" in output
+    assert time.process_time() - begun < 60
