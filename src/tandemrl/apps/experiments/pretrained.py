@@ -52,9 +52,10 @@ class Steps(NamedTuple):
     senior: int
 
 
-STEPS: dict[str, Steps] = {PLAIN: Steps(20, 20), "word_problems_terse": Steps(20, 40)}
-"""The steps of each pair. With these numbers SmolLM2 solves about a sixth of the problems as the junior, and a third
-as the senior of ``word_problems``."""
+STEPS: dict[str, Steps] = {PLAIN: Steps(5, 5), "word_problems_terse": Steps(20, 40)}
+"""The steps of each pair. With five and ten steps SmolLM2 solves a seventh and a fifth of the problems. After forty it
+solves more, but writes so nearly the same text every time that few groups of rollouts differ in reward, and
+reinforcement learning gains less."""
 
 
 def build_pretrained_pair(
