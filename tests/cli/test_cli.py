@@ -163,6 +163,7 @@ def test_train_hands_on_the_config_and_resume(monkeypatch: pytest.MonkeyPatch) -
         (["eval", "tandem", "--model", "m", "--data", "d"], "phase tandem needs a junior; give one (--junior)"),
         (["eval", "pass-at-k", "--model", "m"], "give --data"),
         (["eval", "pass-at-k", "--model", "m", "--data", "d", "--k", "1,99"], "eval.k=[1, 99]"),
+        (["eval", "pass-at-k", "--model", "m", "--data", "d", "--samples", "4", "--k", "8"], "eval.k=[8]: must be"),
         (["eval", "pass-at-k", "--model", "m", "--data", "d", "--dtype", "int4"], "model.dtype"),
     ],
 )
