@@ -290,6 +290,16 @@ def test_eval_hands_on_its_options_and_prints_a_table(phase: str, monkeypatch: p
     assert "pass@1/low" not in result.output
 
 
+def test_eval_needs_no_samples_of_an_evaluation_during_training(monkeypatch: pytest.MonkeyPatch) -> None:
+    import tandemrl.evals
+
+    evaluate = Recorder({"pass-at-k": RESULT})
+    monkeypatch.setattr(tandemrl.evals, "evaluate", evaluate)
+    result = run("eval", "pass-at-k", "--model", "M", "--data", "a", "--samples", "8", "--k", "8")
+    assert result.exit_code == 0, result.output
+    assert evaluate.arguments[0].eval.k == (8,)
+
+
 def test_eval_all_prints_one_table_and_says_what_was_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
     import tandemrl.evals
 
