@@ -210,7 +210,7 @@ EXPERIMENTS: dict[str, Experiment] = {
         SMOLLM2.only(("grpo", "tandem_self")),
         name="smollm2-quick",
         seeds=(0,),
-        overrides=("train.steps=16",),
+        overrides=("train.steps=12",),
         problems=128,
         samples=2,
     ),
