@@ -181,7 +181,7 @@ def test_what_is_no_number_is_shown_with_its_type(returned: Any, shown: str) -> 
 
 
 def test_a_row_that_is_read_as_a_mapping_says_how_to_read_it() -> None:
-    with pytest.raises(GraderError, match=r"row r: TypeError: a row has attributes, not 'answer' as a key: row\.ground"):
+    with pytest.raises(GraderError, match=r"row r: TypeError: a row has attributes, not 'answer' as a key: row\."):
         scored(lambda row, text: float(row["answer"] in text))
 
 

@@ -86,7 +86,7 @@ def accept(
         strategy = partial(every_step, strategy)
     maker = next((name for name, kind in KINDS.items() if callable(strategy) and _where(strategy) == kind.path), None)
     if maker is not None:
-        raise ConfigError(f"strategy={maker}: makes strategies; call it, as bernoulli(0.5), or pass its name, {maker!r}")
+        raise ConfigError(f"strategy={maker} makes strategies; call it, as bernoulli(0.5), or pass its name, {maker!r}")
     if strategy is not None and not callable(strategy):
         raise ConfigError(
             f"strategy={strategy!r:.100} is a {type(strategy).__name__}; expected a Strategy, the name of one, or a "
