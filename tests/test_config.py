@@ -58,6 +58,7 @@ def packaged(name: str) -> Config:
         ("optimizer.lr=1", r"unknown key 'optimizer'.*Allowed here: data, eval, functions, judge, loss"),
         ("train.learning_rate=1e-5", r"unknown key 'train\.learning_rate'\. Did you mean train\.lr\? Allowed here: "),
         ("actor_rollout_ref.rollout.n=8", r"'actor_rollout_ref'\. Did you mean rollout\.group_size\?"),
+        ("trainer.total_training_steps=8", r"unknown key 'trainer'\. Did you mean train\.steps\?"),
         ("group_size=8", r"unknown key 'group_size'\. Did you mean rollout\.group_size\?"),
         ("train.steps=1.5", r"train\.steps=1\.5: expected a whole number$"),
         ("rollout.engine=sglang", r"rollout\.engine=sglang: must be one of torch, vllm, or module:name$"),

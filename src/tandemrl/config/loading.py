@@ -210,6 +210,8 @@ ELSEWHERE = {
     **dict.fromkeys(("learning_rate", "optim.lr"), "train.lr"),
     **dict.fromkeys(("max_steps", "total_training_steps"), "train.steps"),
     **dict.fromkeys(("num_generations", "rollout.n", "rollouts_per_example"), "rollout.group_size"),
+    "train_files": "data.train",
+    "val_files": "data.eval",
     "train_batch_size": "train.prompts_per_step",
     "ppo_mini_batch_size": "train.mini_batch_prompts",
     **dict.fromkeys(("per_device_train_batch_size", "ppo_max_token_len_per_gpu"), "train.tokens_per_micro_batch"),
@@ -253,7 +255,9 @@ def _refuse_unknown(tree: Any, schema: type, where: str, prefix: str = "") -> No
         dotted = f"{prefix}{key}"
         if key not in known:
             close = difflib.get_close_matches(str(key), known, n=1)
-            meant = f"{prefix}{close[0]}" if close else _elsewhere(str(key), value)
+            meant = f"{prefix}{close[0]}" if close else ""
+            if not meant or isinstance(value, Mapping):  # of a section, the keys in it say more than its name
+                meant = _elsewhere(str(key), value) or meant
             hint = f" Did you mean {meant}?" if meant else ""
             raise ConfigError(f"{where}: unknown key {dotted!r}.{hint} Allowed here: {', '.join(sorted(known))}")
         inner = known[key].type
