@@ -332,7 +332,7 @@ def test_an_empty_or_missing_folder_is_named(tmp_path: Path) -> None:
     [
         ("metrics.jsonl", '{"step": 1}\n{"st\n{"step": 3}\n', r"metrics\.jsonl: .*line 2"),
         ("metrics.jsonl", "[1]\n", r"metrics\.jsonl: .*line 1: not an object"),
-        ("config.yaml", "a: [", r"config\.yaml, line 2: not readable as YAML"),
+        ("config.yaml", "a: [", r"config\.yaml: not readable as YAML"),
         ("tandem.json", "{", r"tandem\.json: not readable"),
         ("tandem.json", '{"schema": 9}', r"tandem\.json: not an evaluation result of schema 1"),
         ("tandem.json", '{"schema": 1, "phase": "tandem"}', r"tandem\.json: not an evaluation result: 'metrics'"),
