@@ -37,6 +37,8 @@ class ModelSource(NamedTuple):
     load_elsewhere: Callable[[], PreTrainedModel] | None = None
     """Loads the model for the torch engine of a worker in another process, to which it is pickled. None stands for the
     model at ``path``, in the dtype of the engine."""
+    tokenizer: PreTrainedTokenizerBase | None = None
+    """That of a junior with a vocabulary of its own, which only some engines can have (``EngineKind.apart``)."""
 
     def elsewhere(self, dtype: str, device: str) -> "ModelSource":
         """The source for a worker: of what ``load`` holds in this process, nothing is sent there."""
@@ -154,6 +156,7 @@ def torch_engine(
         max_rows=config.max_rows,
         compile=config.compile,
         draft_tokens=config.draft_tokens,
+        junior_tokenizer=None if junior is None else junior.tokenizer,
     )
 
 

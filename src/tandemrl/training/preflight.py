@@ -26,13 +26,11 @@ from tandemrl.evals import profile_of
 from tandemrl.evals.files import digests
 from tandemrl.files import pip_install
 from tandemrl.losses import Recipe
-from tandemrl.models.attention import ModelError
 from tandemrl.models.loading import (
     attention_window,
     check_positions,
     resolve_device,
     stored_eos_token_ids,
-    vocabulary_check,
 )
 from tandemrl.models.weight_files import check_weights
 from tandemrl.processes.names import named
@@ -51,7 +49,7 @@ from tandemrl.rollout.vllm import require_vllm
 from tandemrl.training.arguments import StrategyFunction, tried_recipe, try_strategies
 from tandemrl.training.disk import room
 from tandemrl.training.function_records import record
-from tandemrl.training.model_files import ModelFiles, NotHereError, size
+from tandemrl.training.model_files import ModelFiles, NotHereError, size, vocabularies
 
 
 class Evaluated(NamedTuple):
@@ -130,6 +128,11 @@ class Preflight:
     @cached_property
     def tokenizer(self) -> PreTrainedTokenizerBase:
         return self.files.tokenizer(self.config.model.senior)
+
+    @cached_property
+    def junior_tokenizer(self) -> PreTrainedTokenizerBase | None:
+        """The tokenizer of a junior that has a vocabulary of its own; None if the models have one."""
+        return self.files.other_tokenizer(self.tokenizer, self.config.model.junior)
 
     @cached_property
     def recipe(self) -> Recipe:
@@ -326,20 +329,10 @@ class Preflight:
         return config.rollout.environment_kind.searches and retrieval.kind.model and retrieval.url is None
 
     def vocabularies(self) -> str:
-        """Check that the models have one vocabulary, and that a text of theirs can end."""
-        model = self.config.model
-        for other, path in (("junior", model.junior), ("critic", model.critic)):
-            if path is not None:
-                vocabulary_check(self.tokenizer, self.files.tokenizer(path), other=other)
-        logits = self.files.configuration(model.senior).get_text_config().vocab_size
-        ends = stored_eos_token_ids(model.senior, self.tokenizer, download=self.downloads)
-        if not any(0 <= token < logits for token in ends):
-            raise ModelError(
-                f"model.senior={model.senior}: it has no EOS token ({ends or 'none is named'}), so that "
-                "every response would be truncated; set eos_token_id in its generation_config.json, or eos_token in "
-                "its tokenizer_config.json"
-            )
-        return f"{len(self.tokenizer)} tokens"
+        """Check that the models have one vocabulary, or work with two, and that a text of theirs can end."""
+        return vocabularies(
+            self.config, self.files, self.tokenizer, self.junior_tokenizer, passed=self.strategy is not None
+        )
 
     def algorithm(self) -> str:
         """Try the recipe's functions on a few made-up tokens."""
@@ -439,7 +432,8 @@ class Preflight:
         return Evaluated([*chain.from_iterable(read)], prompts)
 
     def _encoded(self, rows: Sequence[Row]) -> tuple[list[Prompt], int]:
-        return opening_prompts(rows, self.tokenizer, self.config.data, self.episode_runner)
+        reader = None if self.config.selection.kind.solo else self.junior_tokenizer
+        return opening_prompts(rows, self.tokenizer, self.config.data, self.episode_runner, reader)
 
     @property
     def _read_by_the_engine(self) -> dict[str, str]:
