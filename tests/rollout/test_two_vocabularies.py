@@ -186,15 +186,17 @@ def test_texts_and_their_authors_come_about_as_often_as_they_should(sampling: Sa
     assert statistic < bound
 
 
+def rollout(c: Completion) -> Rollout:
+    none, context = np.zeros(len(PROMPT)), np.full(len(PROMPT), Author.CONTEXT)
+    assert c.handover_logprobs is not None
+    channels = ((PROMPT, c.tokens), (context, c.author), (none, c.behaviour_logprobs), (none, c.handover_logprobs))
+    tokens, author, logprobs, told = (np.concatenate(pair) for pair in channels)
+    return Rollout("", 0, 0, 0, tokens, author, logprobs, 0.0, handover_logprobs=told)
+
+
 def test_engine_and_trainer_agree_on_the_senior_s_log_probs() -> None:
     for sampling in (PLAIN, CUT):
-        none, context = np.zeros(len(PROMPT)), np.full(len(PROMPT), Author.CONTEXT)
-        rollouts = [
-            Rollout("", 0, 0, 0, *(np.concatenate(pair) for pair in channels), 0.0, handover_logprobs=[*none, *told])
-            for c in written(sampling)
-            if (told := c.handover_logprobs) is not None
-            and (channels := ((PROMPT, c.tokens), (context, c.author), (none, c.behaviour_logprobs)))
-        ]
+        rollouts = [rollout(c) for c in written(sampling)]
         batch = pack(rollouts)
         assert batch.word_ends is not None
         assert len(batch.word_ends.places) > 20

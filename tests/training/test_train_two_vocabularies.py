@@ -10,6 +10,7 @@ import torch
 from runs import assert_same_run, config, evaluate_phase, evaluate_with, metrics, samples, weights
 from tandemrl.config import ConfigError
 from tandemrl.evals import EvalError
+from tandemrl.evals.files import read_samples
 from tandemrl.models.loading import load_tokenizer
 from tandemrl.selection.boundaries import token_bytes
 from tandemrl.selection.words import word_starts
@@ -105,7 +106,10 @@ def test_tandem_is_evaluated_and_what_reads_tokens_is_refused(
     macro = found["tandem"]["metrics"]["macro"]
     assert 0.2 < macro["senior_share"] < 0.8
     assert macro["rounds"] > 3
-    assert 0 <= macro["untranslatable"] <= macro["unscored"] <= 6
+    lost = [s for s in read_samples(tmp_path / "all" / "tandem.samples.jsonl") if s.stop_reason == "untranslatable"]
+    assert macro["untranslatable"] == len(lost)
+    assert macro["unscored"] == 0
+    assert not any(s.correct or s.score is not None for s in lost)
     assert found["tandem"]["config"]["strategy"] == small.selection.strategy
     for phase in ("handoff", "legibility", "drift"):
         with pytest.raises(EvalError, match=rf"phase {phase} needs one vocabulary, .*; use tandem, or a junior of"):
