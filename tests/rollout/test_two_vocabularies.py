@@ -55,7 +55,7 @@ def tokenizers() -> tuple[PreTrainedTokenizerFast, PreTrainedTokenizerFast]:
 
 @cache
 def untouched() -> tuple[PreTrainedModel, PreTrainedModel]:
-    return small_qwen3(40, vocabulary=len(OTHER)).double(), qwen3(39, vocabulary=len(ONE)).double()
+    return small_qwen3(143, vocabulary=len(OTHER)).double(), qwen3(43, vocabulary=len(ONE)).double()
 
 
 @cache
@@ -179,7 +179,7 @@ def test_texts_and_their_authors_come_about_as_often_as_they_should(sampling: Sa
     check_authors(written(sampling), strategy())
     seen = Counter((tuple(c.tokens.tolist()), tuple(c.author.tolist()), c.stop_reason) for c in written(sampling))
     assert seen.keys() <= wanted.keys()
-    assert sum(len(set(authors)) == 2 for _, authors, _ in seen.elements()) > COUNT / 20
+    assert sum(len(set(authors)) == 2 for _, authors, _ in seen.elements()) > COUNT / 6
     assert not any(ONE["aĠb"] in tokens for tokens, *_ in seen)
     both = np.array([seen[each] for each in wanted]), np.array([*wanted.values()])
     statistic, bound = chi_square_bound(*both)
@@ -199,7 +199,7 @@ def test_engine_and_trainer_agree_on_the_senior_s_log_probs() -> None:
         rollouts = [rollout(c) for c in written(sampling)]
         batch = pack(rollouts)
         assert batch.word_ends is not None
-        assert len(batch.word_ends.places) > 20
+        assert len(batch.word_ends.places) > 200
         cut = Truncation(sampling.top_k, sampling.top_p, sampling.min_p) if sampling.truncated else None
         tables = {"starts": strategy().starts, "removed": strategy().removed}
         options = ForwardOptions(temperature=sampling.temperature, truncation=cut, **tables)
@@ -253,9 +253,10 @@ def test_a_text_is_what_both_wrote_and_does_not_depend_on_the_batch(monkeypatch:
     switched = [c for c in completions if len(set(c.author.tolist())) == 2]
     assert len(switched) > 15
     narrow = TorchEngine(engine().senior, engine().junior, own, junior_tokenizer=tokenizers()[0], max_rows=3)
-    again = flat(narrow.generate([asked, dataclasses.replace(asked, strategy=solo("senior"), keys=(99,))]))
-    assert [c.tokens.tolist() for c in completions] == [c.tokens.tolist() for c in again[:-1]]
-    assert [c.author.tolist() for c in completions] == [c.author.tolist() for c in again[:-1]]
+    few = dataclasses.replace(asked, keys=asked.keys[:24])
+    again = flat(narrow.generate([few, dataclasses.replace(asked, strategy=solo("senior"), keys=(99,))]))
+    assert [c.tokens.tolist() for c in completions[:24]] == [c.tokens.tolist() for c in again[:-1]]
+    assert [c.author.tolist() for c in completions[:24]] == [c.author.tolist() for c in again[:-1]]
     passes = narrow.passes
     assert passes.tokens == sum(len(c.tokens) for c in again)
     assert 0 < passes.junior < passes.tokens

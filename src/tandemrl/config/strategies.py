@@ -38,8 +38,8 @@ class Kind(NamedTuple):
 _WHOLE_WORDS = "tandemrl.selection.whole_words"
 
 
-def _here(name: str, says: str, *parameters: str, **what: bool) -> Kind:
-    return Kind(name, f"tandemrl.selection.strategies:{name}", says, parameters)._replace(**what)
+def _here(name: str, says: str, *parameters: str, by_turns: bool = False, solo: bool = False) -> Kind:
+    return Kind(name, f"tandemrl.selection.strategies:{name}", says, parameters, by_turns=by_turns, solo=solo)
 
 
 _TABLE = (
