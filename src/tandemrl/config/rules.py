@@ -169,6 +169,10 @@ def _evaluation(c: Config) -> Iterator[Fault]:
 
 def _model(c: Config) -> Iterator[Fault]:
     m = c.model
+    if m.junior_endpoint.url is not None and m.junior is None:
+        yield Fault("model.junior", "the folder or hub id of the tokenizer with model.junior_endpoint.url")
+    if m.junior_endpoint.url is None and m.junior_endpoint.api_key_env is not None:
+        yield Fault("model.junior_endpoint.api_key_env", "null without model.junior_endpoint.url")
     if m.liger and c.parallel.tp > 1:
         yield Fault("model.liger", "false with parallel.tp > 1: its kernels cannot be split")
     if m.compile and c.parallel.tp > 1:
@@ -209,6 +213,8 @@ _RULES: tuple[Callable[[Config], Iterator[Fault]], ...] = (
 def _with_two_vocabularies(c: Config) -> Iterator[Fault]:
     two = "since senior and junior have two vocabularies"
     same = "or use a junior of the senior's tokenizer family"
+    if c.model.junior_endpoint.url is not None:
+        two, same = "since the junior is behind an endpoint", "or load the junior: model.junior_endpoint.url=null"
     solo = c.selection.kind.solo
     if not solo and c.selection.kind.by_text is None:
         able = ", ".join(kind.name for kind in KINDS.values() if kind.by_text is not None)

@@ -25,7 +25,7 @@ from tandemrl.evals.measures import (
 )
 from tandemrl.rewards.judge.rubric import JudgePool
 from tandemrl.rewards.scoring import Scorer
-from tandemrl.rollout.engine import Completion, Engine, Request, Sampling, generate_verified
+from tandemrl.rollout.engine import LOST, Completion, Engine, Request, Sampling, generate_verified
 from tandemrl.rollout.envs.episodes import EpisodeRunner
 from tandemrl.rollout.groups import response_text
 from tandemrl.selection import Strategy, alternating_turns, first_turn, sentence, solo, turn, word
@@ -204,7 +204,7 @@ def grade(samples: Sequence[Sample], prompts: Sequence[Prompt], scorer: Scorer) 
     """Score whole texts, whoever wrote which part.
 
     A sample is correct if the scorer's ``acc`` is 1; a format score alone does not suffice. A text to which the judge
-    gave no score keeps the score None, as does one that is untranslatable, which counts as wrong.
+    gave no score keeps the score None, as does one that is `LOST`, which counts as wrong.
     """
     items = [(prompts[sample.problem].row, sample.text) for sample in samples]
     episodes = [None if each.transcript is None else Transcript.from_json(each.transcript) for each in samples]
@@ -221,7 +221,7 @@ def grade(samples: Sequence[Sample], prompts: Sequence[Prompt], scorer: Scorer) 
 
 
 def _lost(sample: Sample) -> bool:
-    return sample.stop_reason == "untranslatable"
+    return sample.stop_reason in LOST
 
 
 def verify(samples: Sequence[Sample], prompts: Sequence[Prompt], pool: JudgePool) -> list[Sample]:

@@ -55,6 +55,7 @@ class Session:
         self.has_episodes = config.has_episodes or environment is not None
         self.observation_tokens = config.rollout.observation_tokens if self.has_episodes else 0
         self.junior = config.model.junior if any(phase in NEED_JUNIOR for phase in phases) else None
+        self.endpoint = None if config.model.junior_endpoint.url is None else config.model.junior_endpoint
         self.together = any(phase in WRITTEN_TOGETHER for phase in phases)
         self.has_judge = config.judge.url is not None or config.judge.model is not None
         self._models: dict[str, PreTrainedModel] = {}
@@ -105,6 +106,8 @@ class Session:
             assert self.junior is not None  # refused in evaluate
             digests_of_both = self._digests_of(self.model, self.junior, *config.data.eval)
             identity |= {"junior": self.junior, "digests": digests_of_both}
+            if self.endpoint is not None:
+                identity["junior_endpoint"] = {"url": self.endpoint.url, "model": self.endpoint.model}
         if phase == "tandem":
             selection = config.selection
             named = draws_turns(selection) or self.junior_tokenizer is not None
@@ -154,7 +157,8 @@ class Session:
     def junior_tokenizer(self) -> PreTrainedTokenizerBase | None:
         """The tokenizer of a junior that has a vocabulary of its own; None if the models have one."""
         found = None if self.junior is None else load_tokenizer(self.junior)
-        return found if found is not None and differing_entries(self.tokenizer, found) else None
+        apart = found is not None and (self.endpoint is not None or differing_entries(self.tokenizer, found))
+        return found if apart else None
 
     @cached_property
     def refused(self) -> dict[Phase, str]:
@@ -163,6 +167,11 @@ class Session:
             return {}
         rollout, other = self.config.rollout, f"the junior {self.junior} has another vocabulary than the senior"
         family = "or a junior of the senior's tokenizer family"
+        if self.endpoint is not None:
+            other, family = (
+                f"the junior {self.junior} is behind an endpoint",
+                "or load it (model.junior_endpoint.url=null)",
+            )
         reasons: dict[Phase, str] = dict.fromkeys(
             NEED_JUNIOR,
             f"needs one vocabulary, since both read the same tokens, but {other}; use tandem, {family}",
@@ -251,7 +260,7 @@ class Session:
             self._engine = make_engine(
                 rollout,
                 ModelSource(self.model, partial(self.load, self.model)),
-                None if junior is None else ModelSource(junior, load, tokenizer=self.junior_tokenizer),
+                None if junior is None else ModelSource(junior, load, None, None, self.junior_tokenizer, self.endpoint),
                 self.tokenizer,
                 dtype=config.dtype,
                 device=config.device,

@@ -208,6 +208,7 @@ def _run_phase(phase: Phase, session: Session, out: Path, progress: Progress) ->
     samples = _generate(phase, session, progress) if stored is None else read_samples(stored.samples)
     if phase in BY_TEXT and session.junior_tokenizer is not None:
         counters["untranslatable"] = _untranslatable(samples, config.selection.max_untranslatable)
+        counters["failed"] = sum(sample.stop_reason == "failed" for sample in samples)
     draw = DRAW if stored is None else stored.draw
     if phase in READ:
         session.close_engine()  # nothing more to write: vLLM's memory is for the models that read

@@ -16,9 +16,10 @@ from torch import Tensor
 from tandemrl.selection import Replay, Strategy, Who, replay
 from tandemrl.types import Transcript, own_turns
 
-StopReason = Literal["eos", "stop", "length", "turns", "abort", "untranslatable"]
-"""Why a completion ended. ``turns``: the environment allows no further turn. ``untranslatable``: of two vocabularies,
-one cannot express what was written in the other; such a completion is not scored."""
+StopReason = Literal["eos", "stop", "length", "turns", "abort", "untranslatable", "failed"]
+"""Why a completion ended. ``turns`` means that the environment allows no further turn."""
+LOST: tuple[StopReason, ...] = ("untranslatable", "failed")
+"""Not to be scored: what was written in one vocabulary cannot be expressed in the other; the junior gave no words."""
 
 
 class EngineError(RuntimeError):
@@ -385,8 +386,7 @@ def check_completion(completion: Completion) -> None:
             )
     known = (0, 1) if completion.transcript is None else (-1, 0, 1)
     if length and not np.isin(completion.author, known).all():
-        wanted = "0 (junior) or 1 (senior), or -1 between turns of an episode"
-        raise EngineError(f"completion {completion.key}: authors must be {wanted}")
+        raise EngineError(f"completion {completion.key}: authors must be 0 or 1, or -1 between turns of an episode")
     if completion.behaviour_logprobs[completion.author < 0].any():
         raise EngineError(f"completion {completion.key}: the observation has a log-prob other than 0")
     if not np.isfinite(completion.behaviour_logprobs).all():

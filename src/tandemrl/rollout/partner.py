@@ -6,21 +6,22 @@ from typing import Literal, NamedTuple, Protocol
 from tandemrl.rollout.decoding_rows import Row
 from tandemrl.rollout.engine import EngineError, Passes, Request
 
-SpanEnd = Literal["word", "eos", "length", "untranslatable"]
+SpanEnd = Literal["word", "eos", "length", "untranslatable", "failed"]
 """How a span ended: right before a word of the senior, with the text, at a limit of tokens; or it does not count, since
-what the senior has written before cannot be read, or what the junior wrote is no text."""
+what the senior has written before cannot be read, or what the junior wrote is no text, or it wrote nothing usable."""
 
 
 class Ask(NamedTuple):
     """The junior is to go on with a text, as many words as the draws give it.
 
     number: the completion. text: all that follows the prompt so far. room: how many tokens the completion may still
-    have, in the senior's vocabulary.
+    have, in the senior's vocabulary. words: how many words the draws give the junior, for a partner that ``counts``.
     """
 
     number: int
     text: bytes
     room: int
+    words: int = 0
 
 
 class Span(NamedTuple):
@@ -32,7 +33,10 @@ class Span(NamedTuple):
 
 
 class Partner(Protocol):
-    """A junior, for one call of ``generate``."""
+    """A junior, for one call of ``generate``. counts: whether it does not draw authors itself, and has to be told how
+    many words to write."""
+
+    counts: bool
 
     @property
     def passes(self) -> Passes:

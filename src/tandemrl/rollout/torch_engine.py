@@ -56,6 +56,7 @@ class TorchEngine:
             then take long. The pass in which the senior reads a draft is not compiled.
         draft_tokens: see ``rollout.draft_tokens``; 0 without a junior.
         junior_tokenizer: that of a junior with a vocabulary of its own (``two_vocabularies``).
+        partner: the junior, if it is not in this process (``endpoint_partner``).
 
     Raises:
         EngineError: the models cannot cover the tokenizer's vocabulary, or are to draft with two vocabularies.
@@ -73,24 +74,25 @@ class TorchEngine:
         compile: bool = False,
         draft_tokens: int | str = 0,
         junior_tokenizer: PreTrainedTokenizerBase | None = None,
+        partner: MakePartner | None = None,
     ) -> None:
         self.senior, self.junior = senior, junior
         self.max_rows, self.policy_version = max_rows, policy_version
-        self.has_junior = junior is not None
+        self.has_junior = junior is not None or partner is not None
         self.passes = Passes()
         self.models = {1: senior} | ({0: junior} if junior is not None else {})
         apart = junior is not None and junior_tokenizer is not None
         self._decoder = _decoder({1: senior} if apart else self.models, tokenizer, compile=compile)
         self.vocabulary = self._decoder.vocabulary
         self.context = min(_context(model) for model in self._decoder.models.values())
-        self._make_partner: MakePartner | None = None
         if junior is not None and junior_tokenizer is not None:
+            decoder = _decoder({1: junior}, junior_tokenizer, compile=compile)
+            tables, own = text_tables(junior_tokenizer, decoder.vocabulary), vocabulary_of(junior_tokenizer)
+            partner = partial(LocalPartner, decoder, own, tables, _context(junior))
+        self._make_partner = partner
+        if partner is not None:
             if draft_tokens:
                 raise EngineError(f"draft_tokens={draft_tokens}: a junior of another vocabulary cannot draft; use 0")
-            partner = _decoder({1: junior}, junior_tokenizer, compile=compile)
-            tables = text_tables(junior_tokenizer, partner.vocabulary)
-            own = vocabulary_of(junior_tokenizer)
-            self._make_partner = partial(LocalPartner, partner, own, tables, _context(junior))
             self._spelling = vocabulary_of(tokenizer)
         self._adapted = frozenset(adapted_layers(senior))
         self._aborts = Aborts()
@@ -127,6 +129,8 @@ class TorchEngine:
 
     def fingerprint(self, who: Who = "senior") -> int:
         model = self.models.get(1 if who == "senior" else 0)
+        if model is None and self.has_junior:
+            return 0  # whatever its endpoint serves
         if model is None:
             raise EngineError("this engine has no junior")
         return fingerprint(model.named_parameters())

@@ -18,7 +18,7 @@ from torch import Tensor
 from tandemrl.models.sampling import log_mass, race_times
 from tandemrl.rollout.decoding import DecodingBatch
 from tandemrl.rollout.decoding_rows import Block, Decoder, Row
-from tandemrl.rollout.engine import Aborts, EngineError, Passes, Request, StopReason
+from tandemrl.rollout.engine import LOST, Aborts, EngineError, Passes, Request, StopReason
 from tandemrl.rollout.kv_cache import extend
 from tandemrl.rollout.partner import Ask, MakePartner, Span, SpanEnd
 from tandemrl.selection.draws import HANDOVER, fold_in, stream
@@ -259,14 +259,29 @@ class TwoVocabularies(Half):
             else:
                 number = self.rows[i].number
                 asks.append(Ask(number, self.texts[number], int(self.limit[i] - self.written[i])))
+        if asks and self.partner.counts:
+            asks = [each._replace(words=words) for each, words in zip(asks, self._runs(asks), strict=True)]
         self.partner.ask(asks)
+
+    def _runs(self, asks: Sequence[Ask]) -> list[int]:
+        """How many words the draws give the junior from here on, at most as many as there is room for."""
+        slots = torch.tensor([each.number for each in asks])
+        before, count = self.selection.mark(slots), torch.zeros_like(slots)
+        runs, begin = torch.ones_like(slots, dtype=torch.bool), torch.full_like(slots, self.end_of_text)
+        for _ in range(max(each.room for each in asks)):
+            runs = runs & ~self.selection.step(slots, begin)  # as if every token began a word
+            count += runs
+            if not bool(runs.any()):
+                break
+        self.selection.rewind(slots, [before], torch.zeros_like(slots))
+        return count.tolist()
 
     def _taken(self, i: int, span: Span) -> Received | None:
         """A span in the senior's vocabulary; None if it cannot be read, and the row has ended."""
         text = whole_characters(span.text) if span.end == "length" else span.text
-        tokens = None if span.end == "untranslatable" else self.reading(i, text)
+        tokens = None if span.end in LOST else self.reading(i, text)
         if tokens is None:
-            self.stop(i, "untranslatable")
+            self.stop(i, "failed" if span.end == "failed" else "untranslatable")
             self._forget([self.rows[i]])
             return None
         room, reason = int(self.limit[i] - self.written[i]), _REASONS.get(span.end)
@@ -281,7 +296,7 @@ _REASONS: dict[str, StopReason] = {"eos": "eos", "length": "length"}
 
 
 class LocalPartner:
-    """A junior that this process decodes with, in a half of its own.
+    """A `Partner` that this process decodes with, in a half of its own.
 
     Args:
         decoder: with the junior as model 1.
@@ -289,6 +304,8 @@ class LocalPartner:
         context: how many tokens it can read.
         requests: those of the senior.
     """
+
+    counts = False
 
     def __init__(
         self,
@@ -321,7 +338,7 @@ class LocalPartner:
     def ask(self, asks: Sequence[Ask]) -> None:
         half, places = self._half, self._half.places()
         received = []
-        for number, text, room in asks:
+        for number, text, room, _ in asks:
             i = places[number]
             new = text[len(half.texts[number]) :]
             tokens = half.reading(i, new)

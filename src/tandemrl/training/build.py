@@ -204,7 +204,8 @@ def build_models(
     junior = freeze(partner, model.dtype, sharded=True) if loss.junior_kl_coef > 0 else None
     in_a_worker = partial(base_of_worker, partner, model.dtype, model.device)
     load = partial(freeze, partner, model.dtype, sharded=False)
-    decoder = ModelSource(partner, load, load_elsewhere=in_a_worker, tokenizer=junior_tokenizer)
+    endpoint = None if model.junior_endpoint.url is None else model.junior_endpoint
+    decoder = ModelSource(partner, load, None, in_a_worker, junior_tokenizer, endpoint)
     writer = decoder if tandem else None
     engine = build_engine(config, writer, tokenizer, factory)
     reference = None
@@ -233,6 +234,8 @@ def shares_base(config: Config) -> bool:
     """Whether the engine's junior holds the very weights that the senior began with: same model, dtype and device."""
     v, dtype = config.rollout.vllm, config.model.dtype
     apart = v.junior_dtype not in (None, dtype) or v.junior_quantization is not None or v.junior_device is not None
+    if config.model.junior_endpoint.url is not None:
+        return False
     return self_paired(config.model) and not (config.rollout.kind.section == "vllm" and apart)
 
 

@@ -10,6 +10,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, Pre
 
 from tandemrl.config import Config, ConfigError
 from tandemrl.config.rules import check_two_vocabularies
+from tandemrl.config.schema import ModelConfig
 from tandemrl.models.attention import ModelError
 from tandemrl.models.loading import (
     CONFIG,
@@ -41,10 +42,11 @@ class ModelFiles(NamedTuple):
                 raise
             raise NotHereError(f"the tokenizer of {path} is not on this machine yet; train downloads it") from None
 
-    def other_tokenizer(self, tokenizer: PreTrainedTokenizerBase, junior: str | None) -> PreTrainedTokenizerBase | None:
-        """The tokenizer of a junior, if it has other tokens than that of the senior."""
-        found = None if junior is None else self.tokenizer(junior)
-        return found if found is not None and differing_entries(tokenizer, found) else None
+    def other_tokenizer(self, tokenizer: PreTrainedTokenizerBase, model: ModelConfig) -> PreTrainedTokenizerBase | None:
+        """The tokenizer of a junior, if it has other tokens than that of the senior, or is behind an endpoint."""
+        found = None if model.junior is None else self.tokenizer(model.junior)
+        apart = found is not None and (model.junior_endpoint.url is not None or differing_entries(tokenizer, found))
+        return found if apart else None
 
     def configuration(self, path: str) -> PretrainedConfig:
         self._here(path)

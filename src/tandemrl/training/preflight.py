@@ -39,6 +39,7 @@ from tandemrl.rewards.code.sandbox import Sandbox
 from tandemrl.rewards.functions import RewardFunction, with_environment
 from tandemrl.rewards.judge.rubric import Judge
 from tandemrl.rewards.scoring import Scorer
+from tandemrl.rollout.endpoint_partner import client_of
 from tandemrl.rollout.envs.environment import BrokenEnvironmentError, Environment
 from tandemrl.rollout.envs.episodes import EpisodeRunner, make_caller, opening_prompts
 from tandemrl.rollout.envs.factory import make_environment
@@ -89,7 +90,8 @@ class Preflight:
         is wrong, and NotHereError if it would need a download to decide.
         """
         config, model = self.config, self.config.model
-        models = {"model.senior": model.senior, "model.junior": model.junior, "model.critic": model.critic}
+        loaded = model.junior if model.junior_endpoint.url is None else None
+        models = {"model.senior": model.senior, "model.junior": loaded, "model.critic": model.critic}
         if config.judge.url is None:
             models["judge.model"] = config.judge.model
         named = {key: path for key, path in models.items() if path is not None}
@@ -100,6 +102,7 @@ class Preflight:
             "packages": self.packages,
             **{key: partial(self.model, key, path) for key, path in named.items()},
             "vocabularies": self.vocabularies,
+            **({} if model.junior_endpoint.url is None else {"model.junior_endpoint.url": self.junior_served}),
             "loss.recipe": self.algorithm,
             **({"strategy": self.strategies} if self.strategy is not None or is_own(config.selection.strategy) else {}),
             **({"retrieval.model": self.ranker} if self._ranks_here else {}),
@@ -132,7 +135,7 @@ class Preflight:
     @cached_property
     def junior_tokenizer(self) -> PreTrainedTokenizerBase | None:
         """The tokenizer of a junior that has a vocabulary of its own; None if the models have one."""
-        return self.files.other_tokenizer(self.tokenizer, self.config.model.junior)
+        return self.files.other_tokenizer(self.tokenizer, self.config.model)
 
     @cached_property
     def recipe(self) -> Recipe:
@@ -403,6 +406,10 @@ class Preflight:
 
         return HttpJudge(self.config.judge, self.check_judge)
 
+    def junior_served(self) -> str:
+        endpoint = self.config.model.junior_endpoint
+        return f"{endpoint.url} serves {client_of(endpoint).model(endpoint.model)}"
+
     def endpoint(self) -> str:
         judge = self.config.judge
         if not self.downloads and (judge.command is not None or judge.wait_s > 0):
@@ -439,7 +446,7 @@ class Preflight:
     def _read_by_the_engine(self) -> dict[str, str]:
         """The models that read the texts of training, by their config keys."""
         config, model = self.config, self.config.model
-        solo = config.selection.kind.solo and config.loss.junior_kl_coef == 0
+        solo = (config.selection.kind.solo and config.loss.junior_kl_coef == 0) or model.junior_endpoint.url is not None
         return {"model.senior": model.senior} | ({} if solo or model.junior is None else {"model.junior": model.junior})
 
     def _fits(self, prompts: Sequence[Prompt]) -> None:
