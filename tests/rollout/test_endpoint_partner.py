@@ -3,6 +3,7 @@
 import json
 import socket
 from collections.abc import Callable, Iterator
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -37,9 +38,8 @@ def junior(url: str, **settings: Any) -> EndpointJunior:
 
 def written(partner: EndpointJunior, max_tokens: int = 24) -> list[Completion]:
     engine = TorchEngine(prepared(qwen3(5)), None, tokenizer(), partner=partner)
-    found = flat(
-        engine.generate([Request((3, 4), KEYS, Sampling(max_tokens=max_tokens), RULE, junior_prompt=(5, 6, 7))])
-    )
+    asked = Request((3, 4), KEYS, Sampling(max_tokens=max_tokens), RULE, junior_prompt=(5, 6, 7))
+    found = flat(engine.generate([asked]))
     check_authors(found, RULE)
     return found
 
@@ -47,7 +47,7 @@ def written(partner: EndpointJunior, max_tokens: int = 24) -> list[Completion]:
 def spans(completion: Completion) -> Iterator[tuple[str, str]]:
     """Each span of the junior, with what is before it."""
     edges = [0, *(np.flatnonzero(np.diff(completion.author)) + 1).tolist(), len(completion.tokens)]
-    for start, end in zip(edges, edges[1:], strict=False):
+    for start, end in pairwise(edges):
         if start < end and completion.author[start] == 0:
             parts = completion.tokens[:start], completion.tokens[start:end]
             yield tuple(tokenizer().decode(part, skip_special_tokens=True) for part in parts)  # type: ignore[misc]
@@ -63,9 +63,8 @@ def test_words_are_cut_where_the_draws_say_and_characters_are_completed() -> Non
         assert prompt[:3] == [5, 6, 7]
         if so_far.endswith("caf"):  # the rest of a word that was cut amid a character
             return reply("\u00e9 on and on and on")
-        return reply(
-            f"{' ' if so_far else ''}caf\ufffd" if number % 2 else f"{' ' if so_far else ''}go on and on and on"
-        )
+        said = "caf\ufffd" if number % 2 else "go on and on and on"
+        return reply(f" {said}" if so_far else said)
 
     with endpoint(answer) as server:
         found = written(junior(server.url))
@@ -74,17 +73,7 @@ def test_words_are_cut_where_the_draws_say_and_characters_are_completed() -> Non
     assert any("caf\u00e9" in text for _, text in said)
     for before, text in said:
         assert text.startswith("" if not before else " ")
-        assert set(text.split()) <= {
-            "caf\u00e9",
-            "go",
-            "on",
-            "and",
-            *("caf\u00e9"[:i] for i in range(5)),
-            "g",
-            "o",
-            "an",
-            "a",
-        }
+        assert set(text.split()[:-1]) <= {"caf\u00e9", "go", "on", "and"}  # the last one may be cut at max_tokens
     assert {c.stop_reason for c in found} <= {"eos", "length", "untranslatable"}
     body = server.bodies[0]
     assert {"model", "prompt", "max_tokens", "seed", "temperature", "top_p"} == set(body)
