@@ -118,6 +118,7 @@ main()
 """
 
 
+@pytest.mark.slow
 def test_a_node_that_dies_and_comes_back(tiny_pair: Path, whole: Path, tmp_path: Path) -> None:
     """Two torchrun agents on loopback, one process each. The second node is killed in step 3 and started again."""
     with socket.socket() as free:

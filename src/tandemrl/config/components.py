@@ -1,6 +1,8 @@
 """The engines, environments and retrievers by name, and what each can do. No torch.
 
-``path`` is the function that makes one, as ``module:name``. What is said of a user's own, ``module:name``, is what can
+To add one, write what it is (``rollout.engine.Engine``, ``rollout.envs.environment.Environment`` or
+``rollout.envs.retrieval.Retriever``), a function that makes it, and its row here. ``path`` is that function, as
+``module:name``. What is said of a user's own, ``module:name``, is what can
 be relied on without importing it.
 """
 

@@ -91,7 +91,8 @@ def encode_prompts(
 ) -> tuple[list[Prompt], int]:
     """The prompts of rows, and how many rows were dropped since they are longer than ``max_prompt_tokens``.
 
-    The chat template is applied to every row that is not `RENDERED` already.
+    The chat template is applied to every row that is not `RENDERED` already. What an environment says later becomes ids
+    in ``rollout.envs.rendering``.
 
     Args:
         suffix: text to append to the last user message of every row, unless the message already ends with it. One space

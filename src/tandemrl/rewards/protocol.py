@@ -21,9 +21,10 @@ kind        payload                           settled by                        
 given its verdict. A score with the part ``timeout``, ``failure`` or ``unscored`` is counted as such in the metrics. A
 pool that is broken (no sandbox, a judge that is down) raises; it never returns zeros.
 
-A reward that asks a service is a ``Judge`` (``judge.rubric``; made in ``rollout.judge``) if a model grades, or a
-function of yours (``reward.functions``) with a client such as ``processes.http.Client``, and with a
-``reward.timeout_s`` that is long enough for it.
+To add one to the library, write the function and its row in ``routing.SCORERS``. To add a reward that asks a service:
+if a model grades, put a backend behind the protocol ``judge.rubric.Judge`` and make it in ``rollout.judge.make_judge``;
+anything else is a function (yours in ``reward.functions``, or a row of ``SCORERS`` that defers to the pool "function")
+with a client such as ``processes.http.Client``, and with a ``reward.timeout_s`` that is long enough for it.
 """
 
 from collections.abc import Callable

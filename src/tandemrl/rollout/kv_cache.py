@@ -3,8 +3,9 @@
 Column *p* of a cache is position *p* of its row, whoever wrote the token there: authorship never masks attention. A row
 is filled by ``prefill``, then token by token by decoding steps, or with several tokens at once by ``extend``. ``take``
 and ``put`` move a row out of a batch and back, so that nothing is computed twice. What a refused draft left here is not
-erased: it lies behind the row's ``position``, where attention does not look, until ``decoding`` overwrites it. (In
-vLLM: ``vllm.kv_state.KVState.keep_prefix``.)
+erased: it lies behind the row's ``position``, where attention does not look, until the next
+``decoding.DecodingBatch.step`` overwrites it. (In vLLM, ``vllm.kv_state.KVState.keep_prefix`` says how many tokens
+still count as computed; the blocks behind them are overwritten, too.)
 """
 
 from collections.abc import Callable, Sequence

@@ -60,6 +60,7 @@ def test_a_run_is_the_same_with_either_engine(runs: dict[str, Path]) -> None:
     assert metrics(runs["torch"])[-1]["eval/pass@1"] == metrics(runs["vllm"])[-1]["eval/pass@1"]
 
 
+@pytest.mark.slow
 def test_a_run_resumes_with_the_other_engines_checkpoint_of_the_same_junior(
     runs: dict[str, Path], tiny_pair: Path
 ) -> None:

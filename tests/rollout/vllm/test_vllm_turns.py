@@ -105,6 +105,7 @@ def test_the_reference_engine_writes_the_same_turns(engines, wanted, mode):
     assert [turn.task for turn in played.told] == [turn.number for turn in played.told]  # one key each
 
 
+@pytest.mark.slow
 def test_slow_answers_change_nothing(engines, wanted):
     """Neither do an engine in a process of its own, which writes on while a stop string is found, and few rows."""
     apart = engines(PAIR, sleep=False, multiprocess=True)

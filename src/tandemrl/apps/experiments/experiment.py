@@ -140,22 +140,25 @@ ABLATIONS = (
 )
 """The arms of the ablations. Each changes one thing about tandem GRPO, and is compared with it."""
 
-HALF = ("train.prompts_per_step=8",)
-"""Half of the prompts of the config ``smollm2``: as many trained tokens as a tandem has of all of them."""
 SMOLLM2 = Experiment(
     "smollm2",
     (
-        GRPO._replace(overrides=(*GRPO.overrides, *HALF)),
-        KL._replace(overrides=(*KL.overrides, *HALF)),
+        GRPO,
+        KL,
         Arm("tandem_self", "tandem GRPO with the senior before training as junior", ("model.junior=null",)),
         TANDEM,
         SENTENCE._replace(title="tandem GRPO by steps of the solution"),
-        Arm("grpo_16", "GRPO with as many rollouts as a tandem", GRPO.overrides),
+        Arm(
+            "grpo_8",
+            "GRPO with as many trained tokens as a tandem: half of the prompts",
+            (*GRPO.overrides, "train.prompts_per_step=8"),
+        ),
     ),
     pairs=("word_problems",),
     contrasts=(
-        *((arm, BASE) for arm in ("grpo", "tandem_self", "tandem", "sentence")),
-        *((arm, "grpo") for arm in ("kl", "tandem_self", "tandem", "sentence", "grpo_16")),
+        *((arm, BASE) for arm in ("grpo", "grpo_8", "tandem_self", "tandem", "sentence")),
+        *((arm, "grpo") for arm in ("kl", "grpo_8", "tandem_self", "tandem", "sentence")),
+        *((arm, "grpo_8") for arm in ("tandem_self", "tandem", "sentence")),
         *((arm, "tandem") for arm in ("tandem_self", "sentence")),
     ),
     seeds=(0, 1, 2),
@@ -207,7 +210,7 @@ EXPERIMENTS: dict[str, Experiment] = {
         SMOLLM2.only(("grpo", "tandem_self")),
         name="smollm2-quick",
         seeds=(0,),
-        overrides=("train.steps=16",),
+        overrides=("train.steps=12",),
         problems=128,
         samples=2,
     ),

@@ -57,6 +57,10 @@ def bounds(value: "Estimate", shown: Callable[[float], str]) -> str:
 class Column(NamedTuple):
     """A macro metric of a phase, as a column of the headline table.
 
+    Its value is ``metrics.macro[metric]`` in the phase's result file (``PHASE.json``), read by ``estimate``. An
+    evaluation writes it there: ``evals.protocol.strategies`` names the arms of the phase (``handoff`` has
+    ``senior_first`` and ``junior_first``), and ``evals.measures.summarise`` averages each of them into ``ARM/METRIC``.
+
     If ``phase`` is "", it is a measure of ``results.json`` alone. No value can be below 0 or above ``highest``, so
     intervals over seeds are cut there. ``meaning`` explains it in a sentence.
     """
@@ -86,7 +90,7 @@ TANDEM = Column(
     "tandem pass@1", "tandem", "pass@1", meaning="fraction of correct responses when both generate, as in training"
 )
 HANDOFF = Column("handoff pass@1", "handoff", "pass@1", meaning="the mean over both orders")
-"""The mean over both orders. The headline table has a column for each order, too."""
+"""For the docs. The headline table has a column for each order instead."""
 SENIOR_FIRST = Column(
     *("handoff, senior first", "handoff", "senior_first/pass@1"),
     meaning="fraction of correct responses when they take turns, a step each, and the senior starts",

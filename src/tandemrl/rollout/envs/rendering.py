@@ -1,4 +1,4 @@
-"""Renders what the environment says to token ids, once.
+"""Renders what the environment says after an author's turn to token ids, once. (The prompt: ``data.rows.chat_tokens``.)
 
 The markup around a message is the chat template's own. The text of the message is tokenised apart from the markup, so
 that nothing the environment says can become a control token. What an author wrote is never rendered: its ids stay as

@@ -2,8 +2,9 @@
 
 A checkpoint is a folder: ``state.pt`` (as ``runs.save`` fills it: position in the data, rollouts in flight, random
 states), ``tensors/`` (weights and moments of every model), ``config.yaml``, and ``meta.json`` with the SHA-256 of the
-others. ``restore`` refuses a file whose hash differs (``storage``), a record that lacks lines which the checkpoint
-covers (``coverage``), and a checkpoint of another run (``identity``).
+others. ``runs.restore`` refuses a file whose hash differs (``storage.load`` and ``load_parts``, by
+``manifest.verify``), a record that lacks lines which the checkpoint covers (``coverage.restored``), and a checkpoint of
+another run (``identity.check_same_identity``).
 
 ``runs`` saves and restores a run, ``identity`` tells whether it is the same one, ``storage`` writes and reads the
 folder of a checkpoint, with ``tensors`` (models and optimisers), ``manifest`` (hashes) and ``coverage`` (lines of the
