@@ -153,38 +153,40 @@ class Half(DecodingBatch):
 
     def receive(self, spans: Sequence[Received]) -> None:
         """Append what the other model wrote to its rows, which this one goes on with, or which end."""
+        if not spans:
+            return
+        rows, counts = torch.tensor([span.row for span in spans]), torch.tensor([len(span.tokens) for span in spans])
+        tokens = torch.tensor([token for span in spans for token in span.tokens], dtype=torch.int64)
+        of, ends = torch.repeat_interleave(torch.arange(len(rows)), counts), counts.cumsum(0)
+        place = torch.arange(len(tokens)) - (ends - counts)[of]  # of each token in its span
+        self.widen(int((self.written[rows] + counts).max()))
+        numbers, columns = self.number[rows][of], self.written[rows][of] + place
+        self.tokens[numbers, columns] = tokens
+        self.authors[numbers, columns], self.logprobs[numbers, columns] = int(not self.senior), 0.0
+        self.handovers[numbers, columns] = torch.where(place == 0, self.mass[rows][of], 0.0)
+        if self.penalised:
+            at = rows[of].to(self.device), tokens.to(self.device)
+            self.counts.index_put_(at, torch.ones_like(at[1]), accumulate=True)
         for span in spans:
-            number, start = int(self.number[span.row]), int(self.written[span.row])
-            here = slice(start, start + len(span.tokens))
-            self.widen(here.stop)
-            self.tokens[number, here] = torch.tensor(span.tokens, dtype=torch.int64)
-            self.authors[number, here], self.logprobs[number, here] = int(not self.senior), 0.0
-            self.handovers[number, here] = 0.0
-            if span.tokens:
-                self.handovers[number, start] = self.mass[span.row]
-            if self.penalised:
-                told = torch.tensor(span.tokens, dtype=torch.int64, device=self.device)
-                self.counts[span.row].index_add_(0, told, torch.ones_like(told))
-            self.texts[number] += span.text
-        for k in range(max((len(span.tokens) for span in spans), default=0)):
-            some = [span for span in spans if k < len(span.tokens)]
-            numbers = self.number[torch.tensor([span.row for span in some])]
-            after = self.selection.step(numbers, torch.tensor([span.tokens[k] for span in some]))
-            if bool((after == self.senior).any()):
+            self.texts[self.rows[span.row].number] += span.text
+        for k in range(int(counts.max())):
+            at_k = place == k
+            if bool((self.selection.step(numbers[at_k], tokens[at_k]) == self.senior).any()):
                 raise _disagreement()
-        if longer := [span for span in spans if span.tokens and span.reason is None]:
-            rows = [span.row for span in longer]
-            starts = [int(self.position[i]) for i in rows]
-            chunks = [[int(self.last[span.row]), *span.tokens[:-1]] for span in longer]
-            extend(self.decoder.models[1], self.caches[1], rows, starts, chunks)
-        for i, _, tokens, reason in spans:
-            self.position[i] += len(tokens)
-            self.written[i] += len(tokens)
-            self.last[i] = tokens[-1] if tokens else self.last[i]
-            self.since[i] = self.written[i]
-            self.opening[i], self.paused[i] = bool(self.written[i] > 0), False
-            if reason is not None:
-                self.stop(i, reason)
+        positions, last = self.position[rows].tolist(), self.last[rows].tolist()
+        if longer := [i for i, span in enumerate(spans) if span.tokens and span.reason is None]:
+            chunks = [[last[i], *spans[i].tokens[:-1]] for i in longer]
+            starts = [positions[i] for i in longer]
+            extend(self.decoder.models[1], self.caches[1], [spans[i].row for i in longer], starts, chunks)
+        some = counts > 0
+        self.last[rows[some]] = tokens[ends[some] - 1]
+        self.position[rows] += counts
+        self.written[rows] += counts
+        self.since[rows] = self.written[rows]
+        self.opening[rows], self.paused[rows] = self.written[rows] > 0, False
+        for span in spans:
+            if span.reason is not None:
+                self.stop(span.row, span.reason)
 
     def stop(self, i: int, reason: StopReason) -> None:
         """End a row."""

@@ -111,12 +111,14 @@ def _next_word(
     )
 
 
-_SPACES = (
-    (0xFF, (*range(0x09, 0x0E), *range(0x1C, 0x21))),
+_SPACE = torch.zeros(256, dtype=torch.bool)
+_SPACE[[*range(0x09, 0x0E), *range(0x1C, 0x21)]] = True
+_WIDE_SPACES = (
     (0xFFFF, (0xC285, 0xC2A0)),
     (0xFFFFFF, (0xE19A80, *range(0xE28080, 0xE2808B), 0xE280A8, 0xE280A9, 0xE280AF, 0xE2819F, 0xE38080)),
 )
-"""The characters for which str.isspace holds, as the last bytes of a text: a mask, and the numbers under it."""
+"""The characters for which str.isspace holds, as the last bytes of a text: of one byte; and a mask with the numbers
+under it."""
 
 
 def text_tables(tokenizer: Any, size: int | None = None) -> TextTables:
@@ -176,7 +178,8 @@ def _text_word_step(
 
 
 def _ends_in_space(tail: Int64[Tensor, " b"]) -> Bool[Tensor, " b"]:
-    found = torch.zeros_like(tail, dtype=torch.bool)
-    for mask, characters in _SPACES:
-        found |= torch.isin(tail & mask, torch.tensor(characters, device=tail.device))
+    found = _SPACE.to(tail.device)[tail & 0xFF]
+    if bool((tail & 0x80).any()):  # hardly ever
+        for mask, characters in _WIDE_SPACES:
+            found = found | torch.isin(tail & mask, torch.tensor(characters, device=tail.device))
     return found

@@ -10,6 +10,7 @@ No tensors here. The strategy of these words is ``whole_words.before_text_word``
 
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import lru_cache
 from itertools import accumulate
 from typing import Any, Literal, NamedTuple
 
@@ -67,9 +68,9 @@ class Vocabulary(NamedTuple):
 def vocabulary_of(tokenizer: Any) -> Vocabulary:
     """The vocabulary of a Hugging Face tokenizer."""
 
+    @lru_cache(maxsize=2**14)  # the same few words come again and again
     def encode(text: str) -> Sequence[int]:
-        ids: Sequence[int] = tokenizer.encode(text, add_special_tokens=False, split_special_tokens=True)
-        return ids
+        return tuple(tokenizer.encode(text, add_special_tokens=False, split_special_tokens=True))
 
     return Vocabulary(token_bytes(tokenizer), encode)
 
