@@ -240,7 +240,8 @@ def _resolved(
     chosen: dict[str, object] = {"eval.k": k and f"[{k}]", "eval.samples": samples, **options}
     if samples is not None and k is None:
         chosen["eval.k"] = [each for each in (1, 2, 4, 8) if each <= samples]
-    assignments = [f"{key}={value}" for key, value in chosen.items() if value is not None]
+    no_training = ["train.eval_every=0", "data.monitor=[]"]  # whose own evaluations need other k and samples
+    assignments = [*no_training, *(f"{key}={value}" for key, value in chosen.items() if value is not None)]
     resolved = load(config, [*assignments, *overrides])
     if not data and config is None:
         raise ConfigError("no data to evaluate on: give --data, or --config for its data.eval")

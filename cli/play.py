@@ -1,5 +1,6 @@
 """``tandemrl play``."""
 
+import os
 import socket
 from pathlib import Path
 from typing import Annotated
@@ -104,4 +105,5 @@ def listen(port: int) -> socket.socket:
     try:
         return socket.create_server(("127.0.0.1", port))
     except OSError as error:
-        raise ConfigError(f"--port {port}: {error.strerror}; take another one, or 0 for any that is free") from None
+        reason = os.strerror(error.errno or 0)  # without the address, which Python appends
+        raise ConfigError(f"--port {port}: {reason}; take another one, or 0 for any that is free") from None

@@ -226,17 +226,11 @@ def step_time(name: str) -> str:
 
 def speed_sentence() -> str:
     """For README."""
-    content = json.loads((BENCHMARKS / "step_time.json").read_text())
-    solo, tandem = (content["ratios"][f"{who} / trl"]["median"] for who in ("solo", "tandem"))
-    trl = next(line["version"] for line in content["lines"] if line["library"] == "trl")
-    agreeing = [line for line in lines("tandem_cost.jsonl") if line["model"] == "12-high" and line["prompt"] == 32]
-    few, many = (pick(agreeing, key=lambda line: line["rows"]) for pick in (min, max))
-    low, high = (line["cpu_ratios"]["auto / stock"]["median"] for line in (few, many))
+    (step,) = (line for line in lines("pretrained_speed.jsonl") if line["part"] == "step")
+    solo, tandem = (step["cpu_ratios"][f"{who} / trl"]["median"] for who in ("solo", "tandem"))
     return (
-        f"On one CPU thread a GRPO step takes {solo:.2f} of the time of TRL {trl}'s, a tandem step {tandem:.2f}. In "
-        "vLLM, with drafts\nby a junior twelve times smaller that nearly always agrees, both cost "
-        f"{low:.2f} ({few['rows']} row) to {high:.2f} ({many['rows']} rows) of the senior\nalone "
-        "([speed](docs/speed.md)).\n"
+        f"On a CPU core a GRPO step of SmolLM2-135M takes {solo:.2f} of the time of {step['peer'].upper()}'s, a tandem "
+        f"step {tandem:.2f}\n([speed](docs/speed.md)).\n"
     )
 
 
@@ -591,6 +585,17 @@ def smollm2_first() -> str:
     )
 
 
+def smollm2_sentence() -> str:
+    """For README."""
+    content = json.loads((DOCS / "smollm2_quick.json").read_text())
+    (steps,) = (key.removeprefix("train.steps=") for key in content["experiment"]["overrides"] if "steps" in key)
+    solo = {row["arm"]: f"{row['solo/pass@1']:.2f}" for row in content["rows"]}
+    return (
+        f"A pretrained model, [SmolLM2-135M](docs/howto/pretrained.md), solves {solo['base']} of word problems, after "
+        f"{steps} steps\nof GRPO {solo['grpo']}, of tandem GRPO {solo['tandem_self']}: `make smollm2 QUICK=1`.\n"
+    )
+
+
 # --------------------------------------------------------------------------------------------------------------- pages
 
 README_COLUMNS = (SOLO, SENIOR_FIRST, JUNIOR_FIRST, JUNIOR_CE)
@@ -614,6 +619,7 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "hops": lambda: headline("hops.json", *BY_HOPS, columns=OF_AGENTS),
     "hops-differences": lambda: differences("hops.json", OF_AGENTS),
     "hops-verdicts": lambda: claims_table(results("hops.json")[1].claims),
+    "readme-smollm2": smollm2_sentence,
     "smollm2-first": smollm2_first,
     "smollm2-quick": lambda: headline("smollm2_quick.json"),
     "smollm2-quick-differences": lambda: differences("smollm2_quick.json"),

@@ -56,6 +56,10 @@ def packaged(name: str) -> Config:
     [
         ("train.stepz=3", r"unknown key 'train\.stepz'\. Did you mean train\.steps\?"),
         ("optimizer.lr=1", r"unknown key 'optimizer'.*Allowed here: data, eval, functions, judge, loss"),
+        ("train.learning_rate=1e-5", r"unknown key 'train\.learning_rate'\. Did you mean train\.lr\? Allowed here: "),
+        ("actor_rollout_ref.rollout.n=8", r"'actor_rollout_ref'\. Did you mean rollout\.group_size\?"),
+        ("trainer.total_training_steps=8", r"unknown key 'trainer'\. Did you mean train\.steps\?"),
+        ("group_size=8", r"unknown key 'group_size'\. Did you mean rollout\.group_size\?"),
         ("train.steps=1.5", r"train\.steps=1\.5: expected a whole number$"),
         ("rollout.engine=sglang", r"rollout\.engine=sglang: must be one of torch, vllm, or module:name$"),
         ("train=3", r"train is a section"),
@@ -64,6 +68,7 @@ def packaged(name: str) -> Config:
         ("selection.prob_senior=1.5", r"selection\.prob_senior=1\.5: must be in \(0, 1\]"),
         ("train.mini_batch_prompts=5", r"a divisor of train\.prompts_per_step \(16\)"),
         ("eval.k=[1,16]", r"eval\.k=\[1, 16\]: must be non-empty, each between 1 and eval\.samples \(8\)"),
+        ("eval.k=[16]", r"eval\.k=\[16\]: must be non-empty, each between 1 and eval\.samples \(8\)"),
         ("rollout.top_p=0.9", r"rollout\.allow_truncated"),
         ("model.critic=x", r"model\.critic=x: must be null unless the recipe has a critic, as loss\.recipe=ppo"),
         ("judge.url=localhost:8000", r"judge\.url=localhost:8000: must be null or an address"),
@@ -108,7 +113,10 @@ def test_what_before_word_cannot_do_is_refused_with_what_works_instead(override:
 def test_an_unreadable_or_unknown_file_is_named(tmp_path: Path) -> None:
     bad = tmp_path / "bad.yaml"
     bad.write_text("train: [")
-    with pytest.raises(ConfigError, match=r"bad\.yaml: not readable as YAML"):
+    with pytest.raises(ConfigError, match=r"bad\.yaml, line 2: not readable as YAML"):
+        load(bad)
+    bad.write_text("train:\n  steps: 5\n lr: 3\n")
+    with pytest.raises(ConfigError, match=r"bad\.yaml, line 3: not readable as YAML: .*; compare its indentation"):
         load(bad)
     bad.write_bytes(b"train:\n  steps: 3  # caf\xe9\n")
     with pytest.raises(ConfigError, match=r"bad\.yaml, line 2: not UTF-8; save the file as UTF-8"):

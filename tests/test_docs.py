@@ -15,6 +15,7 @@ from scipy import stats
 
 import tandemrl
 from tandemrl.config import Config, expected, leaves
+from tandemrl.config.loading import ELSEWHERE
 
 ROOT = Path(__file__).parents[1]
 PAGES = ("README.md", "docs/results.md", "docs/speed.md")
@@ -279,6 +280,14 @@ def test_every_key_that_a_document_names_is_one_of_the_configuration(page: str) 
     files = (".yaml", ".py", ".json", ".jsonl", ".parquet", ".md", ".html", ".log")
     named = {word for word in words if not word.endswith(files)}
     assert {word for word in named if word not in known | sections and not word.startswith(MAPPINGS)} == set()
+
+
+def test_keys_of_other_libraries_stand_for_ours_as_the_page_for_their_users_says() -> None:
+    known = {key.key for key in leaves(Config())}
+    page = (ROOT / "docs" / "howto" / "coming_from.md").read_text().splitlines()
+    for theirs, ours in ELSEWHERE.items():
+        assert ours in known
+        assert any(theirs in line and f"`{ours}" in line for line in page), (theirs, ours)
 
 
 MAPPINGS = tuple(f"{key.key}." for key in leaves(Config()) if expected(key.type).startswith("a mapping"))

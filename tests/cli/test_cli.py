@@ -163,6 +163,7 @@ def test_train_hands_on_the_config_and_resume(monkeypatch: pytest.MonkeyPatch) -
         (["eval", "tandem", "--model", "m", "--data", "d"], "phase tandem needs a junior; give one (--junior)"),
         (["eval", "pass-at-k", "--model", "m"], "give --data"),
         (["eval", "pass-at-k", "--model", "m", "--data", "d", "--k", "1,99"], "eval.k=[1, 99]"),
+        (["eval", "pass-at-k", "--model", "m", "--data", "d", "--samples", "4", "--k", "8"], "eval.k=[8]: must be"),
         (["eval", "pass-at-k", "--model", "m", "--data", "d", "--dtype", "int4"], "model.dtype"),
     ],
 )
@@ -287,6 +288,16 @@ def test_eval_hands_on_its_options_and_prints_a_table(phase: str, monkeypatch: p
     assert (config.judge.url, config.judge.accept) == ("http://h/v1", 0.8)
     assert "0.5000 [0.250, 0.750]" in result.output
     assert "pass@1/low" not in result.output
+
+
+def test_eval_needs_no_samples_of_an_evaluation_during_training(monkeypatch: pytest.MonkeyPatch) -> None:
+    import tandemrl.evals
+
+    evaluate = Recorder({"pass-at-k": RESULT})
+    monkeypatch.setattr(tandemrl.evals, "evaluate", evaluate)
+    result = run("eval", "pass-at-k", "--model", "M", "--data", "a", "--samples", "8", "--k", "8")
+    assert result.exit_code == 0, result.output
+    assert evaluate.arguments[0].eval.k == (8,)
 
 
 def test_eval_all_prints_one_table_and_says_what_was_left_out(monkeypatch: pytest.MonkeyPatch) -> None:

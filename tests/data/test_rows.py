@@ -73,15 +73,16 @@ def test_prompt_may_be_a_plain_string(tmp_path):
     ("record", "field"),
     [
         (verl(prompt=...), "'prompt'"),
+        (verl(prompt=""), "'prompt': expected a non-empty string or a list of messages, found ''"),
         (verl(prompt=[]), "'prompt'"),
         (verl(prompt=3), "'prompt'"),
         (verl(prompt=["hi"]), "'prompt[0]'"),
         (verl(prompt=[{"role": "user"}]), "'prompt[0].content'"),
         (verl(prompt=[{"role": "user", "content": "a"}, {"content": "b"}]), "'prompt[1].role'"),
         (verl(prompt=[{"role": "assistant", "tool_calls": [{"name": "add"}]}]), "'prompt[0].tool_calls[0]'"),
-        (verl(data_source=...), "'data_source'"),
+        (verl(data_source=...), "'data_source': missing; write a string there"),
         (verl(data_source=""), "'data_source'"),
-        (verl(reward_model=...), "'reward_model'"),
+        (verl(reward_model=...), """'reward_model': expected an object with ground_truth, missing; write {"ground_"""),
         (verl(reward_model={"style": "rule"}), "'reward_model.ground_truth'"),
         (verl(reward_model={"ground_truth": ""}), "'reward_model.ground_truth'"),
         (verl(extra_info=[1]), "'extra_info'"),
@@ -175,6 +176,8 @@ def test_ids_are_unique_over_all_sources(tmp_path):
     assert ids == ["math500/test/7", "math500/test/7#2", "math500/3", "math500/test/7#3", "aime24/test/7"]
     with pytest.raises(DataError, match="listed twice"):
         load_rows([a, a])
+    with pytest.raises(DataError, match=r"sources='a\.jsonl': expected a list, as \['a\.jsonl'\]"):
+        load_rows("a.jsonl")
 
 
 @pytest.mark.parametrize(

@@ -297,7 +297,8 @@ def test_what_keeps_two_runs_from_being_compared_is_named_with_the_command_that_
         with pytest.raises(CompareError) as error:
             compare(a, other)
         assert culprit in str(error.value)
-        assert f"; evaluate both alike: {command} and tandemrl eval all --config {other} " in str(error.value)
+        both = f"{command} and tandemrl eval all --config {a} --model {other}/"
+        assert f"; evaluate both alike: {both}" in str(error.value)
     fresh = store_run(tmp_path / "fresh")
     (fresh / "hf" / "best").mkdir(parents=True)
     for sides in ((fresh, a), (a, fresh)):

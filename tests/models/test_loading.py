@@ -28,6 +28,7 @@ from tandemrl.models.loading import (
     load_model,
     load_tokenizer,
     prepare,
+    refusal,
     vocabulary_check,
 )
 from tandemrl.models.weight_files import check_weights
@@ -66,6 +67,11 @@ class Program:
 
     def __reduce__(self) -> tuple[object, tuple[Path]]:
         return Path.touch, (self.file,)
+
+
+def test_a_model_that_is_neither_here_nor_on_the_hub_says_what_to_correct() -> None:
+    told = str(refusal("model", "someone/nothing", OSError("We couldn't connect to the hub.\nMore.")))
+    assert "no such folder, and from the hub: We couldn't connect to the hub; correct the path or the name" in told
 
 
 @pytest.mark.parametrize("load", [load_model, load_critic])

@@ -180,6 +180,11 @@ def test_what_is_no_number_is_shown_with_its_type(returned: Any, shown: str) -> 
         scored(lambda row, text: returned)
 
 
+def test_a_row_that_is_read_as_a_mapping_says_how_to_read_it() -> None:
+    with pytest.raises(GraderError, match=r"row r: TypeError: a row has attributes, not 'answer' as a key: row\."):
+        scored(lambda row, text: float(row["answer"] in text))
+
+
 def test_by_import_path_in_a_process_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     tmp_path.joinpath("of_others.py").write_text(
         "def trl(completions, ground_truth, **kwargs):\n"

@@ -191,6 +191,7 @@ def at_five(step: int) -> Strategy:
         (annealed(bernoulli, linear(1.0, -0.5, steps=2)), "ValueError: prob_senior must be in"),
         (GOOD._replace(step=random), "^strategy: the same keys and tokens gave other authors"),
         (0.5, "strategy=0.5 is a float; expected a Strategy, the name of one, or a function"),
+        (bernoulli, r"strategy=bernoulli makes strategies; call it, as .*, or pass its name, 'bernoulli'$"),
         ("wrod", "strategy='wrod': no such name; did you mean 'word'"),
         (("init", "step"), "is a tuple; expected a Strategy"),
     ],

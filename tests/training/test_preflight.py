@@ -142,10 +142,11 @@ def broken(what: str, models: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPa
     """Take one thing away from a run; overrides that go with it."""
     if what == "space":
         monkeypatch.setattr(shutil, "disk_usage", lambda place: Disk(10**6, 10**6, 1000))
-    if what in ("packages", "words"):
+    if what in ("packages", "hub", "words"):
         import importlib.util
 
-        missing, find = {"packages": "peft", "words": "bm25s"}[what], importlib.util.find_spec
+        missing = {"packages": "peft", "hub": "datasets", "words": "bm25s"}[what]
+        find = importlib.util.find_spec
         monkeypatch.setattr(importlib.util, "find_spec", lambda name, *p: None if name == missing else find(name, *p))
     lines = {"bad row": "{}\n", "no scorer": json.dumps(row(source="nobody")) + "\n"}
     if what in lines:
@@ -166,6 +167,7 @@ def broken(what: str, models: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPa
         return ["model.senior=damaged"]
     return {
         "packages": ["model.lora.rank=4"],
+        "hub": ["data.monitor=hf:mine/sums:main:heldout"],
         "words": [*MULTIHOP, "retrieval.retriever=hybrid", f"retrieval.model={models}/senior"],
         "ranker": [*MULTIHOP, "retrieval.retriever=semantic", "retrieval.model=./ranker"],
         "index": [*MULTIHOP, "retrieval.index=nowhere"],
@@ -190,6 +192,7 @@ def broken(what: str, models: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPa
         ("no tokenizer", "vocabularies", "bare: no tokenizer is there, only a model"),
         ("device", "model.device", "cuda:63"),
         ("packages", "packages", "model.lora.rank needs peft, which is not installed: pip install -e '.[lora]'"),
+        ("hub", "packages", "data: an hf: source needs datasets, which is not installed: pip install -e '.[hub]'"),
         ("words", "packages", "retrieval.retriever needs bm25s, which is not installed"),
         ("ranker", "retrieval.model", "ranker: no such folder"),
         ("index", "rollout.environment", "retrieval.index=nowhere: no index there; write one: tandemrl data index"),

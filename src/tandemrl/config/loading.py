@@ -158,6 +158,10 @@ def _parsed(where: str, parse: Callable[[Any], Any], text: str | list[str]) -> A
     try:
         return parse(text)
     except Exception as error:
+        at, problem = getattr(error, "problem_mark", None), getattr(error, "problem", None)
+        if at is not None and isinstance(text, str):
+            fix = "compare its indentation, brackets and quotes with the lines above"
+            raise ConfigError(f"{where}, line {at.line + 1}: not readable as YAML: {problem}; {fix}") from None
         raise ConfigError(f"{where}: not readable as YAML: {' '.join(str(error).split())}") from None
 
 
@@ -202,6 +206,48 @@ def _removed(source: Any, where: str) -> dict[str, str]:
     return found
 
 
+ELSEWHERE = {
+    **dict.fromkeys(("learning_rate", "optim.lr"), "train.lr"),
+    **dict.fromkeys(("max_steps", "total_training_steps"), "train.steps"),
+    **dict.fromkeys(("num_generations", "rollout.n", "rollouts_per_example"), "rollout.group_size"),
+    "train_files": "data.train",
+    "val_files": "data.eval",
+    "train_batch_size": "train.prompts_per_step",
+    "ppo_mini_batch_size": "train.mini_batch_prompts",
+    **dict.fromkeys(("per_device_train_batch_size", "ppo_max_token_len_per_gpu"), "train.tokens_per_micro_batch"),
+    "max_prompt_length": "data.max_prompt_tokens",
+    **dict.fromkeys(("max_completion_length", "max_response_length"), "rollout.max_tokens"),
+    **dict.fromkeys(("loss_type", "adv_estimator", "loss_mode"), "loss.recipe"),
+    "loss_agg_mode": "loss.reduction",
+    **dict.fromkeys(("epsilon", "clip_ratio_low"), "loss.clip_low"),
+    **dict.fromkeys(("epsilon_high", "clip_ratio_high"), "loss.clip_high"),
+    **dict.fromkeys(("beta", "kl_loss_coef"), "loss.kl_coef"),
+    "kl_loss_type": "loss.kl_kind",
+    "use_kl_in_reward": "loss.kl_in_reward",
+    "entropy_coeff": "loss.entropy_coef",
+    **dict.fromkeys(("save_steps", "save_freq"), "train.save_every"),
+    **dict.fromkeys(("eval_steps", "test_freq"), "train.eval_every"),
+    "default_local_dir": "output_dir",
+    "use_vllm": "rollout.engine",
+    **dict.fromkeys(("tensor_model_parallel_size", "vllm_tensor_parallel_size"), "rollout.tensor_parallel"),
+    "lora_rank": "model.lora.rank",
+    **dict.fromkeys(("report_to", "logger"), "train.wandb"),
+}
+"""Keys of TRL, verl and prime-rl, without verl's sections, and ours: those of `docs/howto/coming_from.md`."""
+
+
+def _elsewhere(key: str, value: Any) -> str:
+    """The key that an unknown one probably stands for: that of another library, or one of another section; or none."""
+    from omegaconf import OmegaConf
+
+    typed = next(iter(flatten({key: value})), key)
+    if found := next((ours for theirs, ours in ELSEWHERE.items() if f".{typed}".endswith(f".{theirs}")), ""):
+        return found
+    ours = flatten(OmegaConf.to_container(OmegaConf.structured(Config)))  # type: ignore[arg-type]  # a mapping
+    same = [dotted for dotted in ours if dotted.rpartition(".")[2] == typed.rpartition(".")[2]]
+    return same[0] if len(same) == 1 else ""
+
+
 def _refuse_unknown(tree: Any, schema: type, where: str, prefix: str = "") -> None:
     """Refuse unknown keys. The error names the key, the allowed keys and the most similar one."""
     known = {f.name: f for f in fields(schema)}
@@ -209,7 +255,10 @@ def _refuse_unknown(tree: Any, schema: type, where: str, prefix: str = "") -> No
         dotted = f"{prefix}{key}"
         if key not in known:
             close = difflib.get_close_matches(str(key), known, n=1)
-            hint = f" Did you mean {prefix}{close[0]}?" if close else ""
+            meant = f"{prefix}{close[0]}" if close else ""
+            if not meant or isinstance(value, Mapping):  # of a section, the keys in it say more than its name
+                meant = _elsewhere(str(key), value) or meant
+            hint = f" Did you mean {meant}?" if meant else ""
             raise ConfigError(f"{where}: unknown key {dotted!r}.{hint} Allowed here: {', '.join(sorted(known))}")
         inner = known[key].type
         if isinstance(inner, type) and is_dataclass(inner):

@@ -156,15 +156,15 @@ def _evaluation(c: Config) -> Iterator[Fault]:
         yield Fault("data.monitor", "empty with train.eval_every=0, which evaluates nothing")
     if every > 0 and not c.data.eval:
         yield Fault("data.eval", "at least one source, or train.eval_every=0")
-    if not any(k <= e.train_samples for k in e.k):
-        yield Fault("eval.train_samples", f"at least the smallest of eval.k ({min(e.k, default=1)})")
+    if not e.k or not all(1 <= k <= e.samples for k in e.k):
+        yield Fault("eval.k", f"non-empty, each between 1 and eval.samples ({e.samples})")
+    if every > 0 and not any(k <= e.train_samples for k in e.k):
+        yield Fault("eval.train_samples", f"at least the smallest of eval.k ({min(e.k)})")
     selectors = [f"pass@{k}" for k in e.k if k <= e.train_samples]
-    if e.select_by is not None and e.select_by not in selectors:
+    if every > 0 and e.select_by is not None and e.select_by not in selectors:
         yield Fault("eval.select_by", "null or one of " + ", ".join(selectors))
     if e.context is not None and e.profile != "custom":
         yield Fault("eval.context", f"null with eval.profile={e.profile}, which has its own")
-    if not e.k or not all(1 <= k <= e.samples for k in e.k):
-        yield Fault("eval.k", f"non-empty, each between 1 and eval.samples ({e.samples})")
 
 
 def _model(c: Config) -> Iterator[Fault]:

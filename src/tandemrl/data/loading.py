@@ -27,6 +27,8 @@ def load_rows(sources: Sequence[str]) -> list[Row]:
     Raises:
         DataError: a source is unknown, missing, empty or listed twice, or a row is malformed.
     """
+    if isinstance(sources, str):
+        raise DataError(f"sources={sources!r}: expected a list, as [{sources!r}]")
     if repeated := {source for source in sources if list(sources).count(source) > 1}:
         raise DataError(f"data source listed twice: {', '.join(sorted(repeated))}; list it once")
     rows: list[Row] = []
@@ -209,7 +211,8 @@ def _verl_row(record: Mapping[str, Any], where: str, line: int) -> Row:
     data_source = _text(record, "data_source", where)
     reward_model = record.get("reward_model")
     if not isinstance(reward_model, Mapping):
-        raise DataError(f"{where}, field 'reward_model': expected an object with ground_truth, found {reward_model!r}")
+        found = 'missing; write {"ground_truth": ANSWER}' if reward_model is None else f"found {reward_model!r}"
+        raise DataError(f"{where}, field 'reward_model': expected an object with ground_truth, {found}")
     extra = record.get("extra_info") or {}
     if not isinstance(extra, Mapping):
         raise DataError(f"{where}, field 'extra_info': expected an object, found {extra!r}")
@@ -241,6 +244,8 @@ def _ground_truth(value: Any, where: str) -> str:
 
 def _text(record: Mapping[str, Any], field: str, where: str) -> str:
     value = record.get(field)
+    if value is None:
+        raise DataError(f"{where}, field {field!r}: missing; write a string there")
     if not isinstance(value, str) or not value:
         raise DataError(f"{where}, field {field!r}: expected a non-empty string, found {value!r}")
     return value

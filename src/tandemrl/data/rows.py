@@ -4,7 +4,7 @@ import json
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 from tandemrl.config import ConfigError
 from tandemrl.data.messages import Message
@@ -43,6 +43,10 @@ class Row:
     extra_info: Mapping[str, Any]
     ability: str = ""
     raw_ground_truth: Any = None
+
+    def __getitem__(self, name: object) -> NoReturn:
+        """Refuse ``row["name"]``, the way of other libraries, with what is written here."""
+        raise TypeError(f"a row has attributes, not {name!r} as a key: row.ground_truth, row.extra_info['level']")
 
 
 class Prompt(NamedTuple):
@@ -216,7 +220,7 @@ def messages_of(prompt: Any, where: str) -> tuple[Message, ...]:
     if isinstance(prompt, str) and prompt:
         return ({"role": "user", "content": prompt},)
     if not isinstance(prompt, Sequence) or not prompt:
-        raise DataError(f"{where}, field 'prompt': expected a string or a list of messages, found {prompt!r}")
+        raise DataError(f"{where}, field 'prompt': expected a non-empty string or a list of messages, found {prompt!r}")
     return tuple(_message(message, f"{where}, field 'prompt[{number}]") for number, message in enumerate(prompt))
 
 

@@ -179,9 +179,10 @@ def problems(split: Split, rng: random.Random) -> Iterator[Problem]:
 
 
 def generate(pair: str, split: Split, count: int | None, seed: int) -> list[Row]:
-    """``count`` rows of a split, or its default number if that is None. No question is there twice; some differ in names alone.
+    """``count`` rows of a split, or its default number if that is None.
 
-    Equal arguments give equal rows, and every pair gets the same problems.
+    No question is there twice; some differ in names and things alone. Equal arguments give equal rows, and every pair
+    gets the same problems.
 
     Raises:
         DataError: ``count`` is below 1, or greater than ``MOST``.

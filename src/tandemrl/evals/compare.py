@@ -325,7 +325,7 @@ def _evaluation(place: Path) -> Evaluation:
         results = {**next(filter(None, map(_results, folders)), {}), **_texts(place)}
         if results:
             return results
-        raise CompareError(f"{place}: this run has no evaluation yet; make one: {_command(place)}")
+        raise CompareError(f"{place}: this run has no evaluation yet; make one: {_command(place, place)}")
     raise CompareError(
         f"{place}: no evaluation is there (no result file, no PHASE.json such as pass-at-k.json, no run, no seed-N "
         f"with one of these){hint(place) or f'; make one: tandemrl eval all --model FOLDER --data FILE --out {place}'}"
@@ -357,11 +357,11 @@ def _texts(run: Path) -> dict[str, Path]:
     return {held_out: last} | ({monitored: last} if '{"source": "monitor"' in last.read_text(encoding="utf-8") else {})
 
 
-def _command(run: Path) -> str:
-    """The command that evaluates a run."""
+def _command(run: Path, like: Path) -> str:
+    """The command that evaluates a run with the settings of the run ``like``."""
     exports = sorted((run / "hf").glob("step_*"), key=lambda path: int(path.name.removeprefix("step_")))
     model = next((path for path in (run / "hf" / "best", *reversed(exports)) if path.is_dir()), run / "hf" / "best")
-    return f"tandemrl eval all --config {run} --model {model} --out {run / 'eval'}"
+    return f"tandemrl eval all --config {like} --model {model} --out {run / 'eval'}"
 
 
 def _match(a: dict[str, Evaluation], b: dict[str, Evaluation]) -> list[tuple[Evaluation, Evaluation]]:
@@ -394,9 +394,11 @@ def _load_pair(
     files = [a[phase], b[phase]]
     protocols, ks, samples = zip(*(_read(phase, file, varied) for file in files), strict=True)
     if phase in PHASES:
-        again = f"evaluate one of them again, as the other: tandemrl eval {phase} --out FOLDER"
+        how = "with the --config and options of the other, into a new folder"
+        again = f"evaluate one of them again, {how}: tandemrl eval {phase} … --out FOLDER"
     else:
-        again = "evaluate both alike: {} and {}".format(*(_command(file.parents[1]) for file in files))
+        first, second = (file.parents[1] for file in files)
+        again = f"evaluate both alike: {_command(first, first)} and {_command(second, first)}"
     if changed := differences(*protocols):
         listed = "; ".join(f"{key}: {x!r} and {y!r}" for key, x, y in changed[:3])
         raise CompareError(f"{files[0]} and {files[1]} were made in different ways ({listed}); {again}")

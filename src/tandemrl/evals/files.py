@@ -49,7 +49,8 @@ def finished_result(file: Path, phase: str, config: Mapping[str, Any]) -> dict[s
     if stored["phase"] != phase:
         raise EvalError(f"{file} holds the phase {stored['phase']}, not {phase}; choose another --out")
     if changed := differences(stored["config"], config):
-        listed = "; ".join(f"{key}: {before!r} there, {now!r} now" for key, before, now in changed[:3])
+        told = [each for each in changed if not each[0].startswith("digests.")] or changed  # which follow the others
+        listed = "; ".join(f"{key}: {before!r} there, {now!r} now" for key, before, now in told[:3])
         raise EvalError(
             f"{file} holds this phase with another configuration ({listed}); delete it or choose another --out"
         )

@@ -324,5 +324,6 @@ def refusal(what: str, path: str | Path, error: Exception) -> ModelError:
             "not run; take the model's safetensors files, or convert it (save_pretrained) where you trust it"
         )
     elif not is_local(path):
-        reason = f"there is no such folder, and from the hub: {reason}"
+        fix = "correct the path or the name on the hub, or the connection to it"
+        reason = f"there is no such folder, and from the hub: {reason.rstrip('.')}; {fix}"
     return ModelError(f"{what} {str(path)!r} could not be loaded: {reason}")

@@ -84,6 +84,9 @@ def accept(
         )
     if isinstance(strategy, Strategy):
         strategy = partial(every_step, strategy)
+    maker = next((name for name, kind in KINDS.items() if callable(strategy) and _where(strategy) == kind.path), None)
+    if maker is not None:
+        raise ConfigError(f"strategy={maker} makes strategies; call it, as bernoulli(0.5), or pass its name, {maker!r}")
     if strategy is not None and not callable(strategy):
         raise ConfigError(
             f"strategy={strategy!r:.100} is a {type(strategy).__name__}; expected a Strategy, the name of one, or a "
@@ -216,7 +219,12 @@ def _defined_in(engine: EngineFactory) -> str:
         )
     while isinstance(engine, partial):
         engine = engine.func
-    named = engine if hasattr(engine, "__qualname__") else type(engine)
+    return _where(engine)
+
+
+def _where(thing: Any) -> str:
+    """Where a function, a class or an object's class was defined, as ``module:name``."""
+    named = thing if hasattr(thing, "__qualname__") else type(thing)
     return f"{named.__module__}:{named.__qualname__}"
 
 

@@ -267,12 +267,14 @@ class Preflight:
 
     def packages(self) -> str:
         config = self.config
+        sources = (*config.data.train, *config.data.eval, *config.data.monitor)
         by_words = config.rollout.environment_kind.searches and config.retrieval.kind.words
         needed = {
             ("model.lora.rank", "peft", "lora"): config.model.lora.rank > 0,
             ("model.liger", "liger_kernel", "liger"): config.model.liger,
             ("rollout.workers", "ray", "ray"): config.rollout.workers > 0,
             ("train.wandb", "wandb", "wandb"): config.train.wandb != "disabled",
+            ("data: an hf: source", "datasets", "hub"): any(source.startswith("hf:") for source in sources),
             ("retrieval.retriever", "bm25s", "retrieval"): by_words,
             ("retrieval.retriever", "Stemmer", "retrieval"): by_words,
         }

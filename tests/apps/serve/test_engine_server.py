@@ -350,6 +350,7 @@ def test_a_body_that_is_no_object_is_refused(client: TestClient, body: bytes) ->
 def test_other_models_hosts_and_routes(client: TestClient) -> None:
     missing = client.post(COMPLETIONS, json={"model": "nope", "prompt": "a"})
     assert (missing.status_code, missing.json()["error"]["type"]) == (404, "NotFoundError")
+    assert missing.json()["error"]["message"] == "The model `nope` does not exist. This server has `pair`."
     assert ask(client, model="pair")["model"] == "pair"
     assert client.get("/v1/models", headers={"host": "evil.example"}).status_code == 400
     assert client.post("/v1/responses", json={}).json()["error"]["message"].startswith("/v1/responses: a tandem server")

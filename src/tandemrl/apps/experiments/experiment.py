@@ -163,12 +163,13 @@ SMOLLM2 = Experiment(
     ),
     seeds=(0, 1, 2),
     config="smollm2",
+    overrides=("train.steps=12",),
     problems=256,
     samples=4,
     evaluation="smollm2",
 )
-"""A pretrained model on a laptop: for every seed a pair, six arms and seven evaluations, each of a quarter to half an
-hour on a core."""
+"""A pretrained model on a laptop: for every seed a pair, six arms of a quarter of an hour on a core, and seven
+evaluations of three times that."""
 
 EXPERIMENTS: dict[str, Experiment] = {
     "quickstart": Experiment(
@@ -210,7 +211,6 @@ EXPERIMENTS: dict[str, Experiment] = {
         SMOLLM2.only(("grpo", "tandem_self")),
         name="smollm2-quick",
         seeds=(0,),
-        overrides=("train.steps=12",),
         problems=128,
         samples=2,
     ),

@@ -161,7 +161,7 @@ class _Routes:
     async def _write(self, request: HttpRequest, *, chat: bool) -> Response:
         body = await _object(request)
         if body.get("model") not in (None, self._model):
-            message = f"The model `{body['model']}` does not exist."
+            message = f"The model `{body['model']}` does not exist. This server has `{self._model}`."
             return JSONResponse(error_body(message, 404, kind="NotFoundError", param="model"), 404)
         events: asyncio.Queue[Any] = asyncio.Queue()
         put, jobs = _from_any_thread(events), list[Job]()
