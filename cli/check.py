@@ -209,26 +209,21 @@ def _one_vocabulary(tokenizer: Any) -> list[Line]:
 def _two_vocabularies(token: str, index: int, count: int) -> list[Line]:
     from tandemrl.config.strategies import KINDS
 
-    alone = [name for name, kind in KINDS.items() if kind.solo]
+    able = [name for name, kind in KINDS.items() if kind.by_text is not None or kind.solo]
     return [
-        Line(
-            "pair",
-            f"two vocabularies: {count:,} entries differ, the first is {token!r} (id {index}). Such a pair cannot "
-            "generate one text yet",
-            "choose a junior of the senior's tokenizer family, such as the senior before training",
-            True,
-        ),
+        Line("pair", f"two vocabularies: {count:,} entries differ, the first is {token!r} (id {index})", "", False),
         Line(
             "selection.strategy",
-            f"none of {', '.join(name for name in KINDS if name not in alone)}",
-            f"{', '.join(alone)} without model.junior trains the senior alone",
+            ", ".join(able),
+            f"not {', '.join(name for name in KINDS if name not in able)}, which look at tokens of both",
             False,
         ),
         Line(
             "features",
-            "no rollout.draft_tokens, loss.junior_kl_coef, weights shared by model.lora.rank, play, serve; of eval "
-            "no tandem, handoff, legibility, drift",
-            "tandemrl eval pass-at-k of each model alone; the judge may be of any family: judge.model",
+            "training with rollout.engine=torch; of eval pass-at-k and tandem; a judge of any family",
+            "not rollout.engine=vllm, rollout.draft_tokens, rollout.environment, loss.junior_kl_coef, "
+            "loss.junior_weight, play, serve; of eval not handoff, legibility, drift: these need a junior of "
+            "the senior's tokenizer family",
             False,
         ),
     ]

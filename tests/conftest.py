@@ -3,6 +3,7 @@
 import fcntl
 import os
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -16,14 +17,28 @@ def tiny_pair(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A tiny pair after a short warm start: it writes the format and is right now and then. All workers share it."""
     from tandemrl.apps.experiments.tiny import build_tiny_pair
 
+    return _shared(tmp_path_factory, "tiny", lambda out: build_tiny_pair(out, steps=250))
+
+
+@pytest.fixture(scope="session")
+def other_junior(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A junior for ``tiny_pair`` that has a vocabulary of its own. All workers share it."""
+    from other_vocabulary import build_other_junior
+
+    return _shared(tmp_path_factory, "other", build_other_junior)
+
+
+def _shared(tmp_path_factory: pytest.TempPathFactory, name: str, build: Callable[[Path], object]) -> Path:
+    """A folder that the first worker builds and the others find."""
     root = tmp_path_factory.getbasetemp()
     if "PYTEST_XDIST_WORKER" in os.environ:
         root = root.parent
-    out = root / "pair" / "tiny"
+    out = root / "pair" / name
     out.parent.mkdir(exist_ok=True)
     with open(out.parent / "lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        build_tiny_pair(out, steps=250)  # the first one does; the others find it
+        if not out.exists():
+            build(out)
     return out
 
 

@@ -36,9 +36,14 @@ class FakeJudge:
     """
 
     def __init__(
-        self, answer: Callable[[str, int], str | Reply], *, models: tuple[str, ...] | Reply = ("fake",), port: int = 0
+        self,
+        answer: Callable[[Any, int], str | Reply],
+        *,
+        models: tuple[str, ...] | Reply = ("fake",),
+        port: int = 0,
+        path: str = "/v1/chat/completions",
     ) -> None:
-        self.answer, self.models, self._port = answer, models, port
+        self.answer, self.models, self._port, self._path = answer, models, port, path
         self.bodies: list[Body] = []
         self.authorizations: list[str | None] = []
         self.at: list[float] = []
@@ -67,7 +72,7 @@ class FakeJudge:
                     self.write(Reply(body=json.dumps({"data": [{"id": name} for name in judge.models]}).encode()))
 
             def do_POST(self) -> None:
-                assert self.path == "/v1/chat/completions"
+                assert self.path == judge._path
                 body = json.loads(self.rfile.read(int(self.headers["content-length"])))
                 with judge._lock:
                     judge.bodies.append(body)
@@ -77,7 +82,8 @@ class FakeJudge:
                     judge._at_once += 1
                     judge.most_at_once = max(judge.most_at_once, judge._at_once)
                 try:
-                    answer = judge.answer(body["messages"][-1]["content"], number)
+                    asked = body["prompt"] if "prompt" in body else body["messages"][-1]["content"]
+                    answer = judge.answer(asked, number)
                 finally:  # before the reply is out: the client may send its next request at once
                     with judge._lock:
                         judge._at_once -= 1

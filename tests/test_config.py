@@ -553,7 +553,10 @@ def test_the_reference_is_printed_by_section_within_80_columns() -> None:
     assert any(line.startswith(row) for line in table)
     unknown = run(["config", "trian"])
     assert unknown.exit_code == 2
-    assert "no section 'trian'; there are model, model.lora, data, rollout, rollout.vllm, retrieval" in unknown.output
+    assert (
+        "no section 'trian'; there are model, model.junior_endpoint, model.lora, data, rollout, rollout.vllm, retrieval"
+        in unknown.output
+    )
 
 
 SEVERAL = ["rollout.engine=vllm", "rollout.vllm.multiprocess=true"]

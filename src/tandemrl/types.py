@@ -110,7 +110,8 @@ class Rollout:
 
     @property
     def scored(self) -> bool:
-        """False where a judge gave no score (reward part ``unscored``); such a reward is meaningless and not used.
+        """False where a judge gave no score, or a text is untranslatable (reward part ``unscored``); such a reward is
+        meaningless and not used.
 
         A scorer that hangs or dies is another case: its response scores 0, is trained on, and is counted
         (``rewards.scoring.Scorer``).

@@ -17,13 +17,18 @@ from selection_tokenizers import WRITING, byte_level, sentencepiece
 import artefacts
 from real_model import smollm2
 from tandemrl.apps.experiments.smollm2 import NAME, cache_folder
-from tandemrl.selection import before_word, replay
+from tandemrl.selection import replay
+from tandemrl.selection.whole_words import TextTables, before_text_word, text_tables
 from tandemrl.selection.words import (
+    Reading,
     Vocabulary,
     begin_words,
     count_starts,
-    translate,
+    last_word,
+    read,
+    spell,
     vocabulary_of,
+    whole_characters,
     word_starts,
 )
 
@@ -51,9 +56,11 @@ LETTERS = {
 """A block of characters for each kind, from which words are made that no tokenizer has as a whole."""
 GAPS = {" ": 0.72, "  ": 0.05, "": 0.05, "\n": 0.04, "\n    ": 0.04, "\n\n": 0.03, "\t": 0.02, "\xa0": 0.02}
 GAPS |= {" \u3000": 0.01, "\u2009 ": 0.01, "\r\n  ": 0.01}
-BEGINS = torch.tensor([False, True])
-STRATEGY = before_word(0.5, BEGINS)
-"""The strategy over a vocabulary of two: does a token begin a word?"""
+
+
+EVERY = torch.arange(256)
+BYTES = before_text_word(0.5, TextTables(EVERY == 32, EVERY < 0, torch.ones_like(EVERY), EVERY))
+"""The strategy over a vocabulary of bytes."""
 
 
 def starts_in(text: str) -> list[int]:
@@ -70,28 +77,37 @@ def test_words_begin_at_spaces_after_anything_but_whitespace(text: str, data: st
     assert [*word_starts(whole[:cut]), *(cut + i for i in word_starts(whole[cut:], whole[:cut]))] == wanted
     pieces = [whole[:cut], whole[cut:]] if 0 < cut < len(whole) else [whole] if whole else []
     assert sum(begin_words(pieces)) == sum(start in (0, cut) for start in wanted)
+    assert whole_characters(whole[:cut]).decode() == whole[:cut].decode(errors="ignore")
+    if whole:  # each byte a token: where a word begins depends on the bytes before it
+        tokens, key = torch.tensor([[*whole]]), data.draw(st.integers(0, 2**40))
+        found = replay(BYTES, torch.tensor([key]), tokens, torch.tensor([len(whole)]))
+        told = oracle.before_word(key, [[i in wanted for i in range(len(whole))]], 0.5, [False, True])
+        assert found.author.tolist() == [told.authors]
+        assert int(found.draws) == told.draws
 
 
 def test_what_cannot_be_translated_is_refused_with_the_reason() -> None:
     known = {"one": byte_level(), "other": sentencepiece()}
     one, other = map(vocabulary_of, known.values())
 
-    def refusal(span: Sequence[int], before: Sequence[int] = (), words: int = 2, reader: Vocabulary = other) -> Any:
-        return translate(span, one, reader, before, words=words).refusal
+    def refusal(text: str | bytes, before: str = "the value", words: int = 2, reader: Vocabulary = other) -> Any:
+        return read(text.encode() if isinstance(text, str) else text, reader, before.encode(), words=words).refusal
 
-    before = list(other.encode("the value"))
-    span = list(one.encode(" of  x\n    is"))
-    found = translate(span, one, other, before, words=2)
+    span, before = " of  x\n    is", other.encode("the value")
+    found = read(span.encode(), other, b"the value", words=2)
     assert found.refusal is None, found
-    assert before + list(found.tokens) == list(other.encode("the value of  x\n    is"))
-    assert refusal(span, before, words=3) == "other words"
-    assert refusal(list(one.encode("of x")), before, words=1) == "other words"  # it goes on with a word
-    assert refusal([*span, known["one"].eos_token_id], before) == "special token"
-    assert refusal(list(one.encode(" 日"))[:-1], before, words=1) == "cut character"
-    assert refusal(span, [index for letter in "the value" for index in other.encode(letter)]) == "other ids before it"
-    assert refusal(list(one.encode(" a▁b")), before) == "other bytes"
-    joined = Vocabulary({0: b" of  x\n    is"}, lambda text: [0])  # the second word begins inside its token
-    assert refusal(span, reader=joined) == "other words"
+    assert [*before, *found.tokens] == list(other.encode("the value" + span))
+    assert refusal(span, words=3) == "other words"
+    assert refusal("of x", words=1) == "other words"  # it goes on with a word
+    assert refusal(" 日".encode()[:-1], words=1) == "cut character"
+    assert refusal(" a▁b") == "other bytes"
+    joined = Vocabulary({0: span.encode()}, lambda text: [0] * bool(text))
+    assert refusal(span, "", reader=joined) == "other words"  # the second word begins inside its token
+    assert refusal(span, "the", reader=joined) == "other bytes"
+    grown = Vocabulary({0: b"the of", 1: b"the"}, lambda text: [0] if " " in text else [1])
+    assert refusal(" of", "the", 1, grown) == "other ids before it"
+    assert spell(one.encode(span), one) == span.encode()
+    assert spell([*one.encode(span), known["one"].eos_token_id], one) is None
     assert count_starts([b" a", b"a b", b"  ", b"  a", b" a b", b"\n x", b"x", b"\xe3\x80\x80 a"]) == (4, 2)
 
 
@@ -120,7 +136,7 @@ def made_up(kind: str, random: np.random.Generator) -> str:
     gaps = random.choice(np.array(list(GAPS)), len(pieces), p=list(GAPS.values())).tolist()
     if kind == "unspaced":
         gaps = random.choice(["", "\n"], len(pieces)).tolist()
-    return "".join(part for pair in zip(pieces, gaps, strict=True) for part in pair).rstrip(" ")
+    return "".join(part for pair in zip(pieces, gaps, strict=True) for part in pair).rstrip()
 
 
 class Written(NamedTuple):
@@ -151,10 +167,10 @@ def write(text: str, key: int, pair: Sequence[Vocabulary], wrong: int | None = N
         while last < len(starts) - 1 and told[last] == author:
             last += 1
         span = list(pair[author].encode(text[starts[first] : starts[last]]))
-        part = b"".join(pair[author].pieces[token] for token in span).decode()  # an author may normalise what it writes
-        before, other = done.tokens[1 - author], pair[1 - author]
-        found = translate(span, pair[author], other, before, words=last - first)
-        assert found == translate(span, pair[author], other, last_word(before, other), words=last - first)
+        spelled = spell(span, pair[author])
+        assert spelled is not None
+        part, before = spelled.decode(), done.text.encode()  # an author may normalise what it writes
+        found = reading(spelled, pair[1 - author], before, last - first)
         if found.refusal is not None:
             return done._replace(text=part, refusal=found.refusal)
         for who, tokens in ((author, span), (1 - author, found.tokens)):
@@ -167,27 +183,29 @@ def write(text: str, key: int, pair: Sequence[Vocabulary], wrong: int | None = N
     return done
 
 
-def last_word(tokens: list[int], vocabulary: Vocabulary) -> list[int]:
-    begun = begin_words([vocabulary.pieces[token] for token in tokens])
-    return tokens[len(begun) - 1 - begun[::-1].index(True) :] if begun else []
+def reading(span: bytes, reader: Vocabulary, before: bytes, words: int) -> Reading:
+    """What is read after the whole text, which is what is read after its last word."""
+    found = read(span, reader, before, words=words)
+    assert found == read(span, reader, last_word(before), words=words)
+    return found
 
 
-def replayed(keys: Sequence[int], rows: Sequence[list[bool]]) -> tuple[list[list[int]], list[int]]:
-    """The authors and the number of draws of each row, told for each token whether it begins a word."""
-    longest = max(map(len, rows))
-    tokens = torch.tensor([[*row, *[False] * (longest - len(row))] for row in rows]).long()
-    found = replay(STRATEGY, torch.tensor(keys), tokens, torch.tensor([len(row) for row in rows]))
+def replayed(tokenizer: Any, keys: Sequence[int], rows: Sequence[list[int]]) -> tuple[list[list[int]], list[int]]:
+    """The authors and the number of draws of each row of tokens."""
+    longest, strategy = max(map(len, rows)), before_text_word(0.5, text_tables(tokenizer))
+    tokens = torch.tensor([[*row, *[0] * (longest - len(row))] for row in rows])
+    found = replay(strategy, torch.tensor(keys), tokens, torch.tensor([len(row) for row in rows]))
     return [a[: len(row)] for a, row in zip(found.author.tolist(), rows, strict=True)], found.draws.tolist()
 
 
 @pytest.mark.parametrize("count", [300, pytest.param(10_000, marks=pytest.mark.slow)])
 def test_two_vocabularies_write_one_text_and_replay_knows_its_authors(count: int, record_property: Any) -> None:
     known = vocabularies(fetch=count > 300)
-    (_, qwen), (_, gemma) = known["qwen3"], known["gemma3"]  # Gemma has one token for "> </", where a word begins
-    assert translate(qwen.encode("<q> </q>"), qwen, gemma, (), words=2).refusal == "other words"
-    assert translate(qwen.encode("<q> <q>"), qwen, gemma, (), words=2).refusal is None
+    gemma = known["gemma3"][1]  # it has one token for "> </", where a word begins
+    assert read(b"<q> </q>", gemma, b"", words=2).refusal == "other words"
+    assert read(b"<q> <q>", gemma, b"", words=2).refusal is None
     figures: dict[str, Counter[str]] = {kind: Counter() for kind in KINDS}
-    rows: list[tuple[int, list[bool], list[int], int]] = []
+    rows: dict[str, list[tuple[int, list[int], list[bool], list[int], int]]] = {name: [] for name in known}
     for i in range(count):
         turn, kind = i // len(KINDS), list(KINDS)[i % len(KINDS)]  # each kind has every pair, both ways
         names = PAIRS[turn % 3][:: 1 if turn // 3 % 2 else -1]
@@ -208,19 +226,23 @@ def test_two_vocabularies_write_one_text_and_replay_knows_its_authors(count: int
             pieces = [vocabulary.pieces[token] for token in tokens]
             begins = begin_words(pieces)
             assert sum(begins) == len(places)
-            rows.append((i, [*begins, True], authors, wrong))  # the end of a text ends a word
+            ended = [*tokens, known[name][0].eos_token_id]
+            rows[name].append((i, ended, [*begins, True], authors, wrong))  # the end of a text ends a word
             edges = np.cumsum([0, *map(len, pieces)]).tolist()
             changes = [edges[j] for j in range(1, len(tokens)) if authors[j] != authors[j - 1]]
             assert len(changes) == done.handovers
             assert places.issuperset(changes)
         sums.update(written=1, bytes=len(text.encode()), words=len(places), handovers=done.handovers)
-    keys, begun, recorded, wrongs = zip(*rows, strict=True)
-    found, draws = replayed(keys, begun)
-    assert draws == [sum(each) for each in begun]
-    for begins, authors, told, wrong in zip(begun, found, recorded, wrongs, strict=True):
-        word = np.cumsum(begins) - 1  # of each token
-        assert np.equal(authors, told).tolist() == (word != wrong).tolist()
-    assert sum(wrong == sum(each) - 1 for each, wrong in zip(begun, wrongs, strict=True)) > count / 10  # the end
+    ends = 0
+    for name, texts in rows.items():
+        keys, ended, begun, recorded, wrongs = zip(*texts, strict=True)
+        found, draws = replayed(known[name][0], keys, ended)
+        assert draws == [sum(each) for each in begun]
+        for begins, authors, told, wrong in zip(begun, found, recorded, wrongs, strict=True):
+            word = np.cumsum(begins) - 1  # of each token
+            assert np.equal(authors, told).tolist() == (word != wrong).tolist()
+        ends += sum(wrong == sum(each) - 1 for each, wrong in zip(begun, wrongs, strict=True))
+    assert ends > count / 10
     for kind, sums in figures.items():
         rates = {
             "texts": sums["texts"],

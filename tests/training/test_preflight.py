@@ -188,7 +188,7 @@ def broken(what: str, models: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPa
     ("what", "subject", "reason"),
     [
         ("senior", "model.senior", "models/seinor: no such folder"),
-        ("junior", "vocabularies", "senior and junior have different vocabularies"),
+        ("junior", "vocabularies", "=word: must be before_word, since senior and junior have two vocabularies"),
         ("no tokenizer", "vocabularies", "bare: no tokenizer is there, only a model"),
         ("device", "model.device", "cuda:63"),
         ("packages", "packages", "model.lora.rank needs peft, which is not installed: pip install -e '.[lora]'"),

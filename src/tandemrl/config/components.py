@@ -16,9 +16,9 @@ class EngineKind(NamedTuple):
 
     in_trainer: it decodes with modules of the trainer's process, so that it can share them with what scores, and starts
     at no cost. reserves: it takes a fixed share of the device for its KV cache. compiles: ``rollout.compile``. drafts:
-    ``rollout.draft_tokens``. drops: it can drop what an author proposes (``Strategy.starts``). splits:
-    ``rollout.tensor_parallel``. windows: it can run layers that attend to a window only. section: its own section of
-    ``rollout``. package: what has to be installed.
+    ``rollout.draft_tokens``. drops: it can drop what an author proposes (``Strategy.starts``). apart: the junior may
+    have a vocabulary of its own. splits: ``rollout.tensor_parallel``. windows: it can run layers that attend to a
+    window only. section: its own section of ``rollout``. package: what has to be installed.
     """
 
     name: str
@@ -29,6 +29,7 @@ class EngineKind(NamedTuple):
     compiles: bool = False
     drafts: bool = False
     drops: bool = False
+    apart: bool = False
     splits: bool = False
     windows: bool = False
     section: str | None = None
@@ -43,6 +44,7 @@ ENGINES: dict[str, EngineKind] = {
         compiles=True,
         drafts=True,
         drops=True,
+        apart=True,
         windows=True,
     ),
     "vllm": EngineKind(

@@ -13,10 +13,12 @@ from itertools import chain
 from types import NoneType
 from typing import get_args
 
+from tandemrl.config.components import ENGINES
 from tandemrl.config.fields import ConfigError, Fault
 from tandemrl.config.plain import flatten, plain, to_dict
 from tandemrl.config.reference import Leaf, leaves
 from tandemrl.config.schema import Config
+from tandemrl.config.strategies import KINDS
 
 
 def check(config: Config) -> None:
@@ -53,6 +55,17 @@ def check_processes(config: Config, processes: int) -> None:
         ConfigError: the message names the key and what is allowed.
     """
     _refuse(config, _among_processes(config) if processes > 1 else _alone(config))
+
+
+def check_two_vocabularies(config: Config) -> None:
+    """Refuse values that do not work with a junior that has a vocabulary of its own.
+
+    ``check`` cannot know this: the tokenizers say it.
+
+    Raises:
+        ConfigError: the message names the key and what is allowed.
+    """
+    _refuse(config, _with_two_vocabularies(config))
 
 
 def _check_range(leaf: Leaf, shown: object) -> None:
@@ -156,6 +169,10 @@ def _evaluation(c: Config) -> Iterator[Fault]:
 
 def _model(c: Config) -> Iterator[Fault]:
     m = c.model
+    if m.junior_endpoint.url is not None and m.junior is None:
+        yield Fault("model.junior", "the folder or hub id of the tokenizer with model.junior_endpoint.url")
+    if m.junior_endpoint.url is None and m.junior_endpoint.api_key_env is not None:
+        yield Fault("model.junior_endpoint.api_key_env", "null without model.junior_endpoint.url")
     if m.liger and c.parallel.tp > 1:
         yield Fault("model.liger", "false with parallel.tp > 1: its kernels cannot be split")
     if m.compile and c.parallel.tp > 1:
@@ -191,6 +208,28 @@ _RULES: tuple[Callable[[Config], Iterator[Fault]], ...] = (
     _model,
     _services,
 )
+
+
+def _with_two_vocabularies(c: Config) -> Iterator[Fault]:
+    two = "since senior and junior have two vocabularies"
+    same = "or use a junior of the senior's tokenizer family"
+    if c.model.junior_endpoint.url is not None:
+        two, same = "since the junior is behind an endpoint", "or load the junior: model.junior_endpoint.url=null"
+    solo = c.selection.kind.solo
+    if not solo and c.selection.kind.by_text is None:
+        able = ", ".join(kind.name for kind in KINDS.values() if kind.by_text is not None)
+        yield Fault("selection.strategy", f"{able}, {two}: others look at tokens of both; {same}")
+    if not solo and not c.rollout.kind.apart:
+        able = ", ".join(kind.name for kind in ENGINES.values() if kind.apart)
+        yield Fault("rollout.engine", f"{able}, {two}; {same}")
+    if not solo and c.rollout.draft_tokens != 0:
+        yield Fault("rollout.draft_tokens", f"0, {two}: a junior drafts tokens of the senior's; {same}")
+    if not solo and c.has_episodes:
+        yield Fault("rollout.environment", f"single, {two}: an observation is not yet told to both; {same}")
+    if c.loss.junior_kl_coef > 0:
+        yield Fault("loss.junior_kl_coef", f"0, {two}: the junior has no log-probs of the senior's tokens; {same}")
+    if c.loss.junior_weight > 0:
+        yield Fault("loss.junior_weight", f"0, {two}: the junior's words have no log-prob in the senior's; {same}")
 
 
 def _alone(c: Config) -> Iterator[Fault]:

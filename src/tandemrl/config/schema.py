@@ -7,7 +7,15 @@ prints all of this. No module of this folder imports torch.
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
 
-from tandemrl.config.fields import Allowed, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, PositiveShare
+from tandemrl.config.fields import (
+    Address,
+    Allowed,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    PositiveShare,
+)
 from tandemrl.config.losses import LossConfig
 from tandemrl.config.rewards import JudgeConfig, RewardConfig, SandboxConfig
 from tandemrl.config.rollout import RetrievalConfig, RolloutConfig
@@ -35,6 +43,33 @@ class LoraConfig:
 
 
 @dataclass(frozen=True)
+class JuniorEndpointConfig:
+    """A junior behind an OpenAI-compatible endpoint with /completions, such as `vllm serve MODEL`. Then `model.junior`
+    is where its tokenizer and chat template are; its weights are not loaded. It works as with two vocabularies."""
+
+    url: Address | None = None
+    """Address such as http://localhost:8000/v1; null = the junior is loaded."""
+    model: str | None = None
+    """The junior's name at the endpoint; null = the first one listed."""
+    api_key_env: str | None = None
+    """Environment variable that holds the endpoint's key; null = no key is sent."""
+    attempts: PositiveInt = 8
+    """How often words are asked for, each time with another seed, until the answer begins with a word. After the last
+    one the rollout has failed, and is not scored."""
+    retries: NonNegativeInt = 3
+    """Retries if the endpoint fails."""
+    backoff_s: NonNegativeFloat = 1.0
+    """Wait before the first retry, in seconds; it doubles each time."""
+    timeout_s: PositiveFloat = 120.0
+    """Time limit of one attempt."""
+    concurrency: PositiveInt = 64
+    """Requests in flight at once."""
+    max_failure_rate: Annotated[float, Allowed("in [0, 1)", lambda x: 0 <= x < 1)] = 0.1
+    """Stop if more than this fraction of the rollouts that are written together fail, where one is always tolerated
+    unless this is 0. Below the limit, such rollouts are not used in training."""
+
+
+@dataclass(frozen=True)
 class ModelConfig:
     """The models: which ones, where, and how they compute."""
 
@@ -42,6 +77,7 @@ class ModelConfig:
     """HF folder or hub id of the trained model."""
     junior: str | None = None
     """HF folder or hub id of the frozen partner; null = the senior's initial weights ("self-paired")."""
+    junior_endpoint: JuniorEndpointConfig = field(default_factory=JuniorEndpointConfig)
     critic: str | None = None
     """HF folder or hub id of the value model of `loss.recipe: ppo`; null = the senior's initial weights."""
     dtype: Literal["float32", "bfloat16"] = "float32"

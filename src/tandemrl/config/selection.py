@@ -10,6 +10,7 @@ from tandemrl.config.fields import (
     NonNegativeInt,
     PositiveInt,
     PositiveShare,
+    Share,
     check_parameters,
     component,
 )
@@ -36,6 +37,9 @@ class SelectionConfig:
     """Who starts (`sentence`, `chunk`, `alternating`, `alternating_turns`) or who generates everything (`solo`)."""
     prob_senior_final: PositiveShare | None = None
     """With `anneal_steps`: prob_senior moves linearly to this value."""
+    max_untranslatable: Share = 0.01
+    """Two vocabularies: stop if more than this share of a step's rollouts cannot be expressed in both (beyond chance,
+    6σ). Such rollouts are not scored and not trained on."""
     anneal_steps: NonNegativeInt = 0
     """Training steps in which prob_senior moves to prob_senior_final; 0 = it stays."""
 

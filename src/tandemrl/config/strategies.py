@@ -2,8 +2,8 @@
 
 A strategy is a function that returns a ``Strategy`` (the contract is in ``selection.strategies``). It gets what its
 parameters name: the keys of ``selection.*`` (``who`` is ``selection.first``), the ``tokenizer``, the size of the
-``vocabulary``, and the token tables of ``selection.boundaries``: ``boundary``, ``words``, ``steps``. To add one, write
-the function and its row of the table here.
+``vocabulary``, and the token tables of ``selection.boundaries``: ``boundary``, ``words``, ``steps``, ``starts``. To
+add one, write the function and its row of the table here.
 """
 
 from typing import NamedTuple
@@ -16,7 +16,8 @@ class Kind(NamedTuple):
 
     path: the function that makes it, as ``module:name``. parameters: the keys of ``selection.*`` that it reads.
     by_turns: whether authors change between turns only. solo: whether one author writes everything. drops: whether what
-    an author proposes may be dropped (``Strategy.starts``), which not every engine can do.
+    an author proposes may be dropped (``Strategy.starts``), which not every engine can do. by_text: the function that
+    makes it for models of two vocabularies, from ``texts`` (``whole_words.TextTables``); without it they are refused.
     """
 
     name: str
@@ -26,6 +27,7 @@ class Kind(NamedTuple):
     by_turns: bool = False
     solo: bool = False
     drops: bool = False
+    by_text: str | None = None
 
     @property
     def draws(self) -> bool:
@@ -33,18 +35,23 @@ class Kind(NamedTuple):
         return "prob_senior" in self.parameters
 
 
-def _here(name: str, says: str, *parameters: str, **what: bool) -> Kind:
-    return Kind(name, f"tandemrl.selection.strategies:{name}", says, parameters, **what)
+_WHOLE_WORDS = "tandemrl.selection.whole_words"
+
+
+def _here(name: str, says: str, *parameters: str, by_turns: bool = False, solo: bool = False) -> Kind:
+    return Kind(name, f"tandemrl.selection.strategies:{name}", says, parameters, by_turns=by_turns, solo=solo)
 
 
 _TABLE = (
     _here("word", "redraw the author after each word boundary (the paper's strategy)", "prob_senior", "max_gap_tokens"),
     _here("word_aligned", "as word, but never inside a word", "prob_senior", "max_gap_tokens"),
-    _here(
+    Kind(
         "before_word",
+        f"{_WHOLE_WORDS}:before_word",
         "one draw for each whole word; the first token of another author replaces what the one before proposes",
-        "prob_senior",
+        ("prob_senior",),
         drops=True,
+        by_text=f"{_WHOLE_WORDS}:before_text_word",
     ),
     _here("bernoulli", "redraw after each token", "prob_senior"),
     _here("sentence", "hand over after each step", "first"),

@@ -50,10 +50,12 @@ class Row:
 
 
 class Prompt(NamedTuple):
-    """A row and the token ids of its prompt, with the chat template applied."""
+    """A row and the token ids of its prompt, with the chat template applied. junior: those of the prompt as a junior
+    with a vocabulary and a chat template of its own reads it."""
 
     row: Row
     tokens: tuple[int, ...]
+    junior: tuple[int, ...] = ()
 
 
 def object_of(record: Any, where: str) -> Mapping[str, Any]:
@@ -89,6 +91,7 @@ def encode_prompts(
     opening: Callable[[Row], Sequence[Message]] | None = None,
     tools: Sequence[Mapping[str, Any]] = (),
     template_arguments: Mapping[str, Any] = DEFAULT_ARGUMENTS,
+    junior: Any = None,
 ) -> tuple[list[Prompt], int]:
     """The prompts of rows, and how many rows were dropped since they are longer than ``max_prompt_tokens``.
 
@@ -101,6 +104,7 @@ def encode_prompts(
         opening: gives the messages that an environment begins with. None means the row's own messages.
         tools: the schemas of the tools, for the chat template.
         template_arguments: further variables of the chat template (``data.template_arguments``).
+        junior: the tokenizer of a junior with a vocabulary of its own. Its template gets the default arguments.
 
     Raises:
         ConfigError: the chat template does not read one of these variables.
@@ -110,7 +114,13 @@ def encode_prompts(
     """
     prompts = []
     for row in rows:
+        read: Sequence[int] = ()
         if row.extra_info.get(RENDERED):
+            if junior is not None:
+                raise DataError(
+                    f"row {row.example_id}: its prompt is already rendered for one model, and the junior has another "
+                    "chat template; build the data with `--template chat`, or use a junior of the senior's family"
+                )
             if opening is not None:
                 raise DataError(
                     f"row {row.example_id}: its prompt is already rendered, so an environment cannot begin with "
@@ -121,8 +131,10 @@ def encode_prompts(
             messages = row.messages if opening is None else opening(row)
             asked = with_suffix(row, messages, suffix)
             tokens = chat_tokens(tokenizer, asked, f"row {row.example_id}", template_arguments, tools)
+            if junior is not None:
+                read = chat_tokens(junior, asked, f"row {row.example_id}", DEFAULT_ARGUMENTS, tools)
         if len(tokens) <= max_prompt_tokens:
-            prompts.append(Prompt(row, tuple(tokens)))
+            prompts.append(Prompt(row, tuple(tokens), tuple(read)))
     if rows and not prompts:
         raise DataError(
             f"all {len(rows)} prompts are longer than {max_prompt_tokens} tokens; raise data.max_prompt_tokens"

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from tandemrl.evals.stats import macro_interval, maj_at_k, pass_at_k
+from tandemrl.rollout.engine import LOST
 from tandemrl.types import Author, Metrics
 
 MANY_ROUNDS = 150
@@ -165,8 +166,9 @@ Measure = Callable[[Sequence[Sample]], tuple[Metrics, Metrics]]
 def graded(problem: Sequence[Sample], k: Sequence[int]) -> tuple[Metrics, Metrics]:
     """The rates and the counts of the graded samples of one problem. Parts of the score are rates, too.
 
-    ``unscored`` counts samples to which a judge gave no score; the mean score counts them as 0. ``out_of_turns`` counts
-    episodes that the limit on turns ended.
+    ``unscored`` counts samples to which a judge gave no score; the mean score counts them as 0. Those that are
+    `LOST` have no score either, and are no part of it. ``out_of_turns`` counts episodes that the limit on turns
+    ended.
     """
     n = len(problem)
     correct = [bool(sample.correct) for sample in problem]
@@ -181,7 +183,7 @@ def graded(problem: Sequence[Sample], k: Sequence[int]) -> tuple[Metrics, Metric
     counts: Metrics = {
         "samples": n,
         "unfinished": sum(sample.stop_reason == "length" for sample in problem),
-        "unscored": sum(sample.score is None for sample in problem),
+        "unscored": sum(sample.score is None and sample.stop_reason not in LOST for sample in problem),
     }
     if problem[0].author is not None:
         rates |= {

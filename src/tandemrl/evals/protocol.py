@@ -25,12 +25,13 @@ from tandemrl.evals.measures import (
 )
 from tandemrl.rewards.judge.rubric import JudgePool
 from tandemrl.rewards.scoring import Scorer
-from tandemrl.rollout.engine import Completion, Engine, Request, Sampling, generate_verified
+from tandemrl.rollout.engine import LOST, Completion, Engine, Request, Sampling, generate_verified
 from tandemrl.rollout.envs.episodes import EpisodeRunner
 from tandemrl.rollout.groups import response_text
 from tandemrl.selection import Strategy, alternating_turns, first_turn, sentence, solo, turn, word
 from tandemrl.selection.boundaries import step_tables, word_boundary_table
 from tandemrl.selection.draws import request_key
+from tandemrl.selection.whole_words import before_text_word, text_tables
 
 Phase = Literal["pass-at-k", "tandem", "handoff", "legibility", "drift", "verified"]
 PHASES: tuple[Phase, ...] = get_args(Phase)
@@ -100,10 +101,12 @@ def strategies(
     vocabulary: int | None = None,
     selection: SelectionConfig | None = None,
     episodes: bool = False,
+    by_text: bool = False,
 ) -> dict[str, Strategy]:
     """The strategies of a phase by the names of its arms.
 
-    The tandem phase draws the authors of turns if training does, and those of words otherwise. The handoff phase has
+    The tandem phase draws the authors of turns if training does, and those of words otherwise; of whole words, if the
+    models have two vocabularies. The handoff phase has
     two arms that alternate by steps, and in an environment three more that change authors between turns. In all other
     phases the senior writes alone.
 
@@ -111,9 +114,12 @@ def strategies(
         vocabulary: how many token ids the models can write, if that is more than the tokenizer has.
         selection: the ``selection`` section for the tandem phase. None means its defaults.
         episodes: whether the authors take turns with an environment.
+        by_text: whether the models have two vocabularies.
     """
     if phase == "tandem":
         chosen = selection or SelectionConfig()
+        if by_text:
+            return {"before_word": before_text_word(chosen.prob_senior, text_tables(tokenizer, vocabulary))}
         if draws_turns(chosen):
             return {chosen.strategy: turn(chosen.prob_senior)}
         return {"word": word(chosen.prob_senior, chosen.max_gap_tokens, word_boundary_table(tokenizer, vocabulary))}
@@ -179,7 +185,8 @@ def generate_samples(
         requests = []
         for problem, prompt in enumerate(prompts):
             keys = tuple(request_key(seed, step, problem, sample) for sample in range(samples))
-            request = Request(prompt.tokens, keys, sampling_for(profile, prompt), strategy)
+            sampling = sampling_for(profile, prompt)
+            request = Request(prompt.tokens, keys, sampling, strategy, junior_prompt=prompt.junior)
             requests.append(request if episode_runner is None else episode_runner.episode(request, prompt.row))
         responder = None if episode_runner is None else episode_runner.episodes()
         completions, _ = generate_verified(engine, requests, strategy, progress=progress, responder=responder)
@@ -197,20 +204,24 @@ def grade(samples: Sequence[Sample], prompts: Sequence[Prompt], scorer: Scorer) 
     """Score whole texts, whoever wrote which part.
 
     A sample is correct if the scorer's ``acc`` is 1; a format score alone does not suffice. A text to which the judge
-    gave no score keeps the score None.
+    gave no score keeps the score None, as does one that is `LOST`, which counts as wrong.
     """
     items = [(prompts[sample.problem].row, sample.text) for sample in samples]
     episodes = [None if each.transcript is None else Transcript.from_json(each.transcript) for each in samples]
     scores = scorer.score(items, episodes)
     return [
         sample._replace(
-            score=None if score.parts.get("unscored") else float(score.value),
-            correct=score.parts["acc"] == 1.0,
+            score=None if score.parts.get("unscored") or _lost(sample) else float(score.value),
+            correct=score.parts["acc"] == 1.0 and not _lost(sample),
             answer=score.answer,
             parts=parts_of(score.parts),
         )
         for sample, score in zip(samples, scores, strict=True)
     ]
+
+
+def _lost(sample: Sample) -> bool:
+    return sample.stop_reason in LOST
 
 
 def verify(samples: Sequence[Sample], prompts: Sequence[Prompt], pool: JudgePool) -> list[Sample]:

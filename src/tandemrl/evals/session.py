@@ -14,7 +14,7 @@ from tandemrl.data.rows import Prompt, Row
 from tandemrl.data.templates import DEFAULT_ARGUMENTS
 from tandemrl.evals.files import digests, plain
 from tandemrl.evals.protocol import Phase, Profile, draws_turns, profile_of
-from tandemrl.models.loading import load_model, load_tokenizer, stored_eos_token_ids, vocabulary_check
+from tandemrl.models.loading import differing_entries, load_model, load_tokenizer, stored_eos_token_ids
 from tandemrl.rewards.code.scorer import code_scorer
 from tandemrl.rewards.functions import with_environment
 from tandemrl.rewards.judge.rubric import JudgePool
@@ -30,6 +30,8 @@ from tandemrl.rollout.signatures import searched_by, signature
 
 WRITTEN_TOGETHER: tuple[Phase, ...] = ("tandem", "handoff")
 NEED_JUNIOR: tuple[Phase, ...] = (*WRITTEN_TOGETHER, "legibility", "drift")
+BY_TEXT: tuple[Phase, ...] = ("tandem",)
+"""Those of them in which the two may have vocabularies of their own."""
 _TRAINING_ONLY = ("select_by", "train_samples", "train_problems")
 _NO_PART_OF_A_MARK = ("url", "api_key_env", "backoff_s", "timeout_s", "concurrency", "max_failure_rate")
 
@@ -53,6 +55,7 @@ class Session:
         self.has_episodes = config.has_episodes or environment is not None
         self.observation_tokens = config.rollout.observation_tokens if self.has_episodes else 0
         self.junior = config.model.junior if any(phase in NEED_JUNIOR for phase in phases) else None
+        self.endpoint = None if config.model.junior_endpoint.url is None else config.model.junior_endpoint
         self.together = any(phase in WRITTEN_TOGETHER for phase in phases)
         self.has_judge = config.judge.url is not None or config.judge.model is not None
         self._models: dict[str, PreTrainedModel] = {}
@@ -103,10 +106,12 @@ class Session:
             assert self.junior is not None  # refused in evaluate
             digests_of_both = self._digests_of(self.model, self.junior, *config.data.eval)
             identity |= {"junior": self.junior, "digests": digests_of_both}
+            if self.endpoint is not None:
+                identity["junior_endpoint"] = {"url": self.endpoint.url, "model": self.endpoint.model}
         if phase == "tandem":
             selection = config.selection
-            by_turns = draws_turns(selection)
-            drawn = {"strategy": selection.strategy} if by_turns else {"max_gap_tokens": selection.max_gap_tokens}
+            named = draws_turns(selection) or self.junior_tokenizer is not None
+            drawn = {"strategy": selection.strategy} if named else {"max_gap_tokens": selection.max_gap_tokens}
             identity |= {"prob_senior": selection.prob_senior, **drawn}
         if self.has_judge:
             judge = {key: value for key, value in asdict(config.judge).items() if key not in _NO_PART_OF_A_MARK}
@@ -146,10 +151,35 @@ class Session:
 
     @cached_property
     def tokenizer(self) -> PreTrainedTokenizerBase:
-        tokenizer = load_tokenizer(self.model)
-        if self.junior is not None:
-            vocabulary_check(tokenizer, load_tokenizer(self.junior))
-        return tokenizer
+        return load_tokenizer(self.model)
+
+    @cached_property
+    def junior_tokenizer(self) -> PreTrainedTokenizerBase | None:
+        """The tokenizer of a junior that has a vocabulary of its own; None if the models have one."""
+        found = None if self.junior is None else load_tokenizer(self.junior)
+        apart = found is not None and (self.endpoint is not None or differing_entries(self.tokenizer, found))
+        return found if apart else None
+
+    @cached_property
+    def refused(self) -> dict[Phase, str]:
+        """The phases that a junior with a vocabulary of its own cannot take part in, and what would."""
+        if self.junior_tokenizer is None:
+            return {}
+        rollout, other = self.config.rollout, f"the junior {self.junior} has another vocabulary than the senior"
+        family = "or a junior of the senior's tokenizer family"
+        if self.endpoint is not None:
+            other, family = (
+                f"the junior {self.junior} is behind an endpoint",
+                "or load it (model.junior_endpoint.url=null)",
+            )
+        reasons: dict[Phase, str] = dict.fromkeys(
+            NEED_JUNIOR,
+            f"needs one vocabulary, since both read the same tokens, but {other}; use tandem, {family}",
+        )
+        if self.has_episodes or rollout.draft_tokens != 0 or not rollout.kind.apart:
+            settings = "rollout.engine=torch, rollout.draft_tokens=0 and rollout.environment=single"
+            return reasons | {"tandem": f"needs {settings}, since {other}; {family}"}
+        return {phase: reason for phase, reason in reasons.items() if phase not in BY_TEXT}
 
     @cached_property
     def rows(self) -> list[Row]:
@@ -159,7 +189,8 @@ class Session:
     @cached_property
     def prompts(self) -> tuple[list[Prompt], int]:
         """The prompts, and how many rows were dropped because they are too long."""
-        return opening_prompts(self.rows[: self.limit], self.tokenizer, self.config.data, self.episode_runner)
+        rows, other = self.rows[: self.limit], self.junior_tokenizer
+        return opening_prompts(rows, self.tokenizer, self.config.data, self.episode_runner, other)
 
     @cached_property
     def environment(self) -> Environment | None:
@@ -225,10 +256,11 @@ class Session:
         if self._engine is None or not shared:
             junior = self.junior if (self.together if shared else phase in WRITTEN_TOGETHER) else None
             self.close_engine()
+            load = partial(self.load, junior)
             self._engine = make_engine(
                 rollout,
                 ModelSource(self.model, partial(self.load, self.model)),
-                None if junior is None else ModelSource(junior, partial(self.load, junior)),
+                None if junior is None else ModelSource(junior, load, None, None, self.junior_tokenizer, self.endpoint),
                 self.tokenizer,
                 dtype=config.dtype,
                 device=config.device,

@@ -24,7 +24,7 @@ from tandemrl.evals.protocol import (
 )
 from tandemrl.evals.reading import read_drift, read_legibility
 from tandemrl.evals.remote import Endpoint, play
-from tandemrl.evals.session import NEED_JUNIOR, Session
+from tandemrl.evals.session import BY_TEXT, NEED_JUNIOR, Session
 from tandemrl.models.sampling import DRAW
 from tandemrl.processes.calls import ThreadCalls
 from tandemrl.rollout.envs.environment import Environment, check_instance
@@ -103,7 +103,10 @@ def evaluate(
         torch.set_num_threads(config.train.threads)
     session = Session(config, str(model), chosen, limit=limit, stated=stated, environment=environment)
     try:
-        return {phase: _run_phase(phase, session, out, progress or _silent) for phase in chosen}
+        if phases is not None and (refused := [phase for phase in chosen if phase in session.refused]):
+            raise EvalError(f"phase {refused[0]} {session.refused[refused[0]]}")
+        able = [phase for phase in chosen if phase not in session.refused]
+        return {phase: _run_phase(phase, session, out, progress or _silent) for phase in able}
     finally:
         session.close()
 
@@ -193,7 +196,7 @@ def left_out(config: Config) -> dict[Phase, str]:
 
 
 def _run_phase(phase: Phase, session: Session, out: Path, progress: Progress) -> dict[str, Any]:
-    settings, file = session.config.eval, result_file(phase, out)
+    config, settings, file = session.config, session.config.eval, result_file(phase, out)
     identity = session.identity(phase)
     if (finished := finished_result(file, phase, identity)) is not None:
         return finished
@@ -203,6 +206,9 @@ def _run_phase(phase: Phase, session: Session, out: Path, progress: Progress) ->
         session.check_rewards()
     stored = _stored(file.with_name("pass-at-k.json"), session.solo_identity) if phase in READ else None
     samples = _generate(phase, session, progress) if stored is None else read_samples(stored.samples)
+    if phase in BY_TEXT and session.junior_tokenizer is not None:
+        counters["untranslatable"] = _untranslatable(samples, config.selection.max_untranslatable)
+        counters["failed"] = sum(sample.stop_reason == "failed" for sample in samples)
     draw = DRAW if stored is None else stored.draw
     if phase in READ:
         session.close_engine()  # nothing more to write: vLLM's memory is for the models that read
@@ -235,6 +241,22 @@ def _run_phase(phase: Phase, session: Session, out: Path, progress: Progress) ->
     return write_result(file, phase, identity, EvalResult(metrics, samples), seeds=seeds)
 
 
+def _untranslatable(samples: Sequence[Sample], share: float) -> int:
+    """How many samples cannot be expressed in both vocabularies. They count as wrong, and have no score.
+
+    Raises:
+        EvalError: they are more than ``share`` of all.
+    """
+    lost = sum(sample.stop_reason == "untranslatable" for sample in samples)
+    if lost > share * len(samples):
+        raise EvalError(
+            f"{lost} of {len(samples)} samples are untranslatable, more than selection.max_untranslatable={share:g}: "
+            "one model writes what the other's tokenizer reads as another text or other words; choose a junior whose "
+            "tokenizer suits the senior's (tandemrl check --senior S --junior J), or raise the limit"
+        )
+    return lost
+
+
 def _generate(phase: Phase, session: Session, progress: Progress) -> list[Sample]:
     config, (prompts, _), profile = session.config, session.prompts, session.profile
     engine = session.engine(phase)
@@ -244,6 +266,7 @@ def _generate(phase: Phase, session: Session, progress: Progress) -> list[Sample
         vocabulary=engine.vocabulary,
         selection=config.selection,
         episodes=session.has_episodes,
+        by_text=session.junior_tokenizer is not None,
     )
     most = len(arms) * config.eval.samples * sum(sampling_for(profile, prompt).max_tokens for prompt in prompts)
     samples = generate_samples(

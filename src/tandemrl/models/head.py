@@ -32,6 +32,8 @@ class ForwardOptions(NamedTuple):
     """Whether to keep in host memory what the layers save for backward."""
     starts: Tensor | None = None
     """True at the ids that the first token after a handover is drawn from (``Strategy.starts``)."""
+    removed: Tensor | None = None
+    """True at the ids that are never drawn (``Strategy.removed``)."""
 
 
 PLAIN = ForwardOptions()
@@ -198,6 +200,8 @@ def _logits(
         logits[:, max(0, options.vocabulary - first) :] = REMOVED
     if options.temperature != 1.0:
         logits.div_(options.temperature)
+    if options.removed is not None:
+        logits.masked_fill_(_share(options.removed, settings, logits), REMOVED)
     if events is not None:
         taken = (events == TAKEN_OVER).nonzero().squeeze(1)
         logits[taken] = logits[taken].masked_fill_(~_starts(settings, logits), REMOVED)
@@ -213,9 +217,13 @@ def _logits(
 
 def _starts(settings: HeadSettings, logits: Tensor) -> Bool[Tensor, " v"]:
     """Which of the logits of this rank's part of the vocabulary are those of ``options.starts``."""
-    starts = settings.options.starts
-    assert starts is not None
-    part = starts[settings.first : settings.first + logits.shape[1]].to(logits.device)
+    assert settings.options.starts is not None
+    return _share(settings.options.starts, settings, logits)
+
+
+def _share(table: Tensor, settings: HeadSettings, logits: Tensor) -> Bool[Tensor, " v"]:
+    """The part of a table of ids that is about these logits."""
+    part = table[settings.first : settings.first + logits.shape[1]].to(logits.device)
     return F.pad(part, (0, logits.shape[1] - len(part)))
 
 

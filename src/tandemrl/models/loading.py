@@ -192,7 +192,7 @@ def load_tokenizer(path: str | Path, *, download: bool = True) -> PreTrainedToke
 def vocabulary_check(
     senior: PreTrainedTokenizerBase, junior: PreTrainedTokenizerBase, *, other: str = "junior"
 ) -> None:
-    """Check that two tokenizers agree on every token id. Only then can two models write one text together.
+    """Check that two tokenizers agree on every token id. Only then can two models share tokens, caches and log-probs.
 
     Args:
         other: what the message calls the second model.
@@ -202,8 +202,9 @@ def vocabulary_check(
     """
     if differing := differing_entries(senior, junior):
         why = (
-            "Models of two vocabularies cannot generate one text yet, in training or elsewhere; `tandemrl check "
-            "--senior MODEL --junior MODEL` says what works with these two"
+            "Models of two vocabularies work together in training (selection.strategy=before_word, "
+            "rollout.engine=torch) and in the tandem phase of evaluations, but not here; `tandemrl check --senior "
+            "MODEL --junior MODEL` says what works with these two"
             if other == "junior"
             else "They read the same tokens"
         )

@@ -97,6 +97,11 @@ def draw(
     return tokens, logp.gather(1, tokens[:, None]).squeeze(1)
 
 
+def log_mass(logits: Float[Tensor, "b v"], other: Bool[Tensor, "b v"]) -> Float[Tensor, " b"]:
+    """The log-prob that a token is drawn which is not among the ``other``."""
+    return logits.log_softmax(-1).masked_fill(other, -torch.inf).logsumexp(-1)
+
+
 def draw_token(logprobs: Float[Tensor, "b v"], token_keys: Int64[Tensor, " b"]) -> Int64[Tensor, " b"]:
     """Draw a token from each row's distribution, as a function of its log-probs and one key (``draws.fold_in``).
 

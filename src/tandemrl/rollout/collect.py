@@ -54,7 +54,7 @@ def generate(
         first = group_size * (drawn + seen[example])
         seen[example] += 1
         keys = tuple(request_key(seed, step, example, first + sample) for sample in range(group_size))
-        request = Request(prompt.tokens, keys, sampling, strategy)
+        request = Request(prompt.tokens, keys, sampling, strategy, junior_prompt=prompt.junior)
         requests.append(request if episode_runner is None else episode_runner.episode(request, prompt.row))
     responder = None if episode_runner is None else episode_runner.episodes()
     completions, draws = generate_verified(engine, requests, strategy, progress=progress, responder=responder)

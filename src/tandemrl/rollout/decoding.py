@@ -11,7 +11,7 @@ import torch
 from jaxtyping import Bool, Float, Float64, Int64
 from torch import Tensor
 
-from tandemrl.models.sampling import Truncation, draw, kept_tokens, penalise, race_times
+from tandemrl.models.sampling import Truncation, draw, kept_tokens, log_mass, penalise, race_times
 from tandemrl.rollout.decoding_rows import Block, Decoder, Draft, Row, StartTable, StopTable
 from tandemrl.rollout.engine import Aborts, Completion, EngineError, OnTokens, Passes, Request
 from tandemrl.rollout.kv_cache import KVCache, chunk_hidden, column_mask, extend, prefill
@@ -43,7 +43,7 @@ class DecodingBatch:
         self.rows: list[Row] = []
         self.passes = Passes()
         writers = {0, 1} if drafts else {who for request in requests for who in _WRITERS[request.strategy.writers]}
-        self.caches = {who: KVCache() for who in sorted(writers)}
+        self.caches = {who: KVCache() for who in sorted(writers & decoder.models.keys())}
         self.selection = LiveSelection()  # by number
         samplings = [r.sampling for r in requests]
         self.penalised = any(s.penalised for s in samplings)
@@ -282,7 +282,7 @@ class DecodingBatch:
             at, head = rows.to(self.device), self.decoder.heads[who]
             other = self.starts.table[self.start_row[rows]].logical_not().to(self.device)
             if not who:  # the senior ended its word, which is a choice of its own
-                mass = self._shaped(logits[at], at).log_softmax(-1).masked_fill(other, -torch.inf).logsumexp(-1)
+                mass = log_mass(self._shaped(logits[at], at), other)
                 handovers[rows, 0] = torch.where(self.parameters[at, 0] > 0, mass, 0.0).cpu()
             drawn = head(hidden[who][rows.to(head.weight.device)])[:, : self.decoder.vocabulary].float().to(self.device)
             keys = stream(torch.tensor([self.rows[i].key for i in rows.tolist()], dtype=torch.int64), HANDOVER)

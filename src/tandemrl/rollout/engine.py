@@ -16,8 +16,10 @@ from torch import Tensor
 from tandemrl.selection import Replay, Strategy, Who, replay
 from tandemrl.types import Transcript, own_turns
 
-StopReason = Literal["eos", "stop", "length", "turns", "abort"]
+StopReason = Literal["eos", "stop", "length", "turns", "abort", "untranslatable", "failed"]
 """Why a completion ended. ``turns`` means that the environment allows no further turn."""
+LOST: tuple[StopReason, ...] = ("untranslatable", "failed")
+"""Not to be scored: what was written in one vocabulary cannot be expressed in the other; the junior gave no words."""
 
 
 class EngineError(RuntimeError):
@@ -86,7 +88,8 @@ class Request:
 
     ``history`` holds the own tokens of each turn that was written before under the same key; ``prompt`` contains them.
     Strategy and sampling counters continue after them, so that several requests write what one request with a
-    ``Responder`` would have written. ``task`` is passed to the ``Responder`` and not used otherwise.
+    ``Responder`` would have written. ``task`` is passed to the ``Responder``. ``junior_prompt`` is the prompt in the
+    vocabulary of a junior that has its own.
     """
 
     prompt: Sequence[int]
@@ -97,6 +100,7 @@ class Request:
     observation_tokens: int = 0
     history: tuple[tuple[int, ...], ...] = ()
     task: Any = None
+    junior_prompt: Sequence[int] = ()
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -332,12 +336,10 @@ def check_request(
 
     Args:
         index: number of the request, for the message.
-        vocabulary: prompt ids must be below this number.
-        context: how many tokens prompt and completion may have together.
-        has_junior, drops: whether the engine has a junior; ``EngineInfo.drops``.
+        vocabulary, context, has_junior, drops: those of ``Engine`` and ``EngineInfo``.
 
     Raises:
-        EngineError: the request cannot be served; the message names it and what is wrong.
+        EngineError: the request cannot be served.
     """
     length, new = len(request.prompt), request.sampling.max_tokens + request.observation_tokens
     if length == 0:
@@ -384,12 +386,10 @@ def check_completion(completion: Completion) -> None:
             )
     known = (0, 1) if completion.transcript is None else (-1, 0, 1)
     if length and not np.isin(completion.author, known).all():
-        raise EngineError(
-            f"completion {completion.key}: authors must be 0 (junior) or 1 (senior), or -1 between turns of an episode"
-        )
-    if length and completion.behaviour_logprobs[completion.author < 0].any():
+        raise EngineError(f"completion {completion.key}: authors must be 0 or 1, or -1 between turns of an episode")
+    if completion.behaviour_logprobs[completion.author < 0].any():
         raise EngineError(f"completion {completion.key}: the observation has a log-prob other than 0")
-    if length and not np.isfinite(completion.behaviour_logprobs).all():
+    if not np.isfinite(completion.behaviour_logprobs).all():
         raise EngineError(f"completion {completion.key}: behaviour_logprobs are not finite")
     told = completion.handover_logprobs
     if told is not None and not (len(told) == length and np.isfinite(told).all()):

@@ -10,9 +10,11 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from tandemrl.config import ConfigError, RolloutConfig
 from tandemrl.config.components import engine_kind
+from tandemrl.config.schema import JuniorEndpointConfig
 from tandemrl.models.loading import load_model, resolve_device
 from tandemrl.models.lora import AdapterPlan
 from tandemrl.processes.names import made
+from tandemrl.rollout.endpoint_partner import EndpointJunior
 from tandemrl.rollout.engine import Engine
 from tandemrl.rollout.fleet.engine import FleetEngine, UnitEngine
 from tandemrl.rollout.fleet.ray_workers import Cluster, RayWorkers
@@ -37,6 +39,10 @@ class ModelSource(NamedTuple):
     load_elsewhere: Callable[[], PreTrainedModel] | None = None
     """Loads the model for the torch engine of a worker in another process, to which it is pickled. None stands for the
     model at ``path``, in the dtype of the engine."""
+    tokenizer: PreTrainedTokenizerBase | None = None
+    """That of a junior with a vocabulary of its own, which only some engines can have (``EngineKind.apart``)."""
+    endpoint: JuniorEndpointConfig | None = None
+    """Where such a junior is served. Then nothing is loaded."""
 
     def elsewhere(self, dtype: str, device: str) -> "ModelSource":
         """The source for a worker: of what ``load`` holds in this process, nothing is sent there."""
@@ -147,13 +153,18 @@ def torch_engine(
     config: RolloutConfig, senior: ModelSource, junior: ModelSource | None, tokenizer: PreTrainedTokenizerBase
 ) -> TorchEngine:
     """The reference engine."""
+    partner = None
+    if junior is not None and junior.endpoint is not None and junior.tokenizer is not None:
+        partner = EndpointJunior(junior.endpoint, junior.tokenizer)
     return TorchEngine(
         senior.load(),
-        None if junior is None else junior.load(),
+        None if junior is None or partner is not None else junior.load(),
         tokenizer,
         max_rows=config.max_rows,
         compile=config.compile,
         draft_tokens=config.draft_tokens,
+        junior_tokenizer=None if junior is None else junior.tokenizer,
+        partner=partner,
     )
 
 

@@ -9,7 +9,7 @@ from transformers import PreTrainedTokenizerBase
 from tandemrl.data.rows import Prompt
 from tandemrl.rewards.scoring import Scorer
 from tandemrl.rollout.collect import CompletionBatch
-from tandemrl.rollout.engine import Completion
+from tandemrl.rollout.engine import LOST, Completion
 from tandemrl.types import Author, Group, Rollout
 
 
@@ -22,17 +22,26 @@ def response_text(completion: Completion, tokenizer: Any) -> str:
 def score_rollouts(batch: CompletionBatch, scorer: Scorer, tokenizer: PreTrainedTokenizerBase) -> list[Group]:
     """Score every finished text as a whole, whoever wrote which part of it.
 
-    The text of an episode is what the authors wrote in its turns; what the environment said is in the transcript.
+    The text of an episode is what the authors wrote in its turns; what the environment said is in the transcript. Texts
+    that are `engine.LOST` get no score.
     """
-    pairs = [(prompt, c) for prompt, group in zip(batch.prompts, batch.completions, strict=True) for c in group]
+    pairs = [
+        (prompt, c)
+        for prompt, group in zip(batch.prompts, batch.completions, strict=True)
+        for c in group
+        if c.stop_reason not in LOST
+    ]
     items = [(prompt.row, response_text(completion, tokenizer)) for prompt, completion in pairs]
     scores = iter(scorer.score(items, [completion.transcript for _, completion in pairs]))
     groups = []
     for g, (prompt, completions) in enumerate(zip(batch.prompts, batch.completions, strict=True)):
         rollouts = []
         for index, completion in enumerate(completions):
-            result = next(scores)
             rollout = unscored(prompt, completion, group=g, index=index)
+            if completion.stop_reason in LOST:
+                rollouts.append(replace(rollout, reward_parts={"unscored": 1.0}))
+                continue
+            result = next(scores)
             rollouts.append(replace(rollout, reward=result.value, reward_parts=result.parts))
         groups.append(Group(prompt.row.example_id, tuple(rollouts)))
     return groups

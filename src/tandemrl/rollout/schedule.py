@@ -13,6 +13,7 @@ from tandemrl.config.strategies import Kind
 from tandemrl.processes.names import function_named, made
 from tandemrl.selection.boundaries import start_table, step_tables, word_boundary_table, word_start_tables
 from tandemrl.selection.strategies import Strategy, annealed, linear
+from tandemrl.selection.whole_words import text_tables
 
 
 class Schedule(NamedTuple):
@@ -26,11 +27,15 @@ class Schedule(NamedTuple):
     prob_senior: Callable[[int], float | None]
 
 
-def schedule_of(selection: SelectionConfig, tokenizer: PreTrainedTokenizerBase, vocabulary: int) -> Schedule:
+def schedule_of(
+    selection: SelectionConfig, tokenizer: PreTrainedTokenizerBase, vocabulary: int, *, by_text: bool = False
+) -> Schedule:
     """The schedule that ``selection.*`` describes. Its token tables are built once, here.
 
     Args:
         vocabulary: how many token ids the models can write.
+        by_text: whether they have two vocabularies, so that words are a property of the text. Then ``tokenizer`` and
+            ``vocabulary`` are those of the senior.
 
     Raises:
         ConfigError: a strategy of the user's own cannot be made, or does not read what is set.
@@ -40,6 +45,7 @@ def schedule_of(selection: SelectionConfig, tokenizer: PreTrainedTokenizerBase, 
     offered: dict[str, Callable[[], object]] = {
         "boundary": cache(partial(word_boundary_table, tokenizer, vocabulary)),
         "starts": cache(partial(start_table, tokenizer, vocabulary)),
+        "texts": cache(partial(text_tables, tokenizer, vocabulary)),
         "words": cache(partial(word_start_tables, tokenizer, vocabulary)),
         "steps": cache(partial(step_tables, tokenizer, vocabulary)),
         "tokenizer": lambda: tokenizer,
@@ -54,7 +60,8 @@ def schedule_of(selection: SelectionConfig, tokenizer: PreTrainedTokenizerBase, 
         raise ConfigError(f"selection.anneal_steps={s.anneal_steps}: must be 0 with {s.strategy}, which draws nothing")
 
     def make(prob_senior: float) -> Strategy:
-        found = made(kind.path, where, ConfigError, s.parameters, prob_senior=lambda: prob_senior, **offered)
+        path = kind.by_text if by_text and kind.by_text is not None else kind.path
+        found = made(path, where, ConfigError, s.parameters, prob_senior=lambda: prob_senior, **offered)
         if not isinstance(found, Strategy):
             raise ConfigError(f"{where}: returned a {type(found).__name__}; return a Strategy, such as bernoulli(0.5)")
         return found

@@ -31,29 +31,35 @@ from tandemrl.rollout.engine import (
     check_request,
 )
 from tandemrl.rollout.kv_cache import compiled_step, eager_step
+from tandemrl.rollout.partner import MakePartner, check_partnered
 from tandemrl.rollout.sync import fingerprint
+from tandemrl.rollout.two_vocabularies import LocalPartner, TwoVocabularies
 from tandemrl.selection import Who
+from tandemrl.selection.whole_words import text_tables
+from tandemrl.selection.words import vocabulary_of
 
 POLL_EVERY = 4  # steps between two polls for observations: rows whose turns begin share a forward
 
 
 class TorchEngine:
-    """Tandem decoding with two models that share a vocabulary; see ``rollout.engine.Engine`` for the contract.
+    """Tandem decoding with two models; see ``rollout.engine.Engine`` for the contract.
 
     Args:
         senior: a model from ``load_model`` or ``prepare``. The engine owns it, since ``load_weights`` changes it. A
             senior with adapters may share its other weights with the junior (``models.lora.adapted_alias``), since only
             the adapters are loaded then.
         junior: the frozen partner, of any size, family or device. None if only the senior ever writes.
-        tokenizer: the tokenizer of both, used for stop strings only.
+        tokenizer: the tokenizer of both, used for stop strings only; or that of the senior.
         max_rows: how many completions are decoded at once. Further ones join when an eighth of the rows is free. As
             many again may wait between two turns, in the memory of the device.
         compile: compile each model's decoding step with ``torch.compile``, all layers in one graph. The first steps
             then take long. The pass in which the senior reads a draft is not compiled.
         draft_tokens: see ``rollout.draft_tokens``; 0 without a junior.
+        junior_tokenizer: that of a junior with a vocabulary of its own (``two_vocabularies``).
+        partner: the junior, if it is not in this process (``endpoint_partner``).
 
     Raises:
-        EngineError: the models cannot cover the tokenizer's vocabulary.
+        EngineError: the models cannot cover the tokenizer's vocabulary, or are to draft with two vocabularies.
         ModelError: ``compile`` is asked for on a CPU without a C++ compiler.
     """
 
@@ -67,32 +73,33 @@ class TorchEngine:
         policy_version: int = 0,
         compile: bool = False,
         draft_tokens: int | str = 0,
+        junior_tokenizer: PreTrainedTokenizerBase | None = None,
+        partner: MakePartner | None = None,
     ) -> None:
         self.senior, self.junior = senior, junior
         self.max_rows, self.policy_version = max_rows, policy_version
-        self.has_junior = junior is not None
+        self.has_junior = junior is not None or partner is not None
         self.passes = Passes()
         self.models = {1: senior} | ({0: junior} if junior is not None else {})
-        heads = {who: model.get_output_embeddings() for who, model in self.models.items()}
-        self.vocabulary = min(head.weight.shape[0] for head in heads.values())
-        if self.vocabulary < len(tokenizer):
-            raise EngineError(f"a model has {self.vocabulary} logits for the tokenizer's {len(tokenizer)} tokens")
-        self.context = min(_context(model) for model in self.models.values())
-        step = compiled_step if compile else eager_step
-        self._decoder = Decoder(
-            self.models,
-            heads,
-            {who: step(model) for who, model in self.models.items()},
-            self.vocabulary,
-            eos_token_ids(senior.generation_config, tokenizer),
-            tokenizer,
-        )
+        apart = junior is not None and junior_tokenizer is not None
+        self._decoder = _decoder({1: senior} if apart else self.models, tokenizer, compile=compile)
+        self.vocabulary = self._decoder.vocabulary
+        self.context = min(_context(model) for model in self._decoder.models.values())
+        if junior is not None and junior_tokenizer is not None:
+            decoder = _decoder({1: junior}, junior_tokenizer, compile=compile)
+            tables, own = text_tables(junior_tokenizer, decoder.vocabulary), vocabulary_of(junior_tokenizer)
+            partner = partial(LocalPartner, decoder, own, tables, _context(junior))
+        self._make_partner = partner
+        if partner is not None:
+            if draft_tokens:
+                raise EngineError(f"draft_tokens={draft_tokens}: a junior of another vocabulary cannot draft; use 0")
+            self._spelling = vocabulary_of(tokenizer)
         self._adapted = frozenset(adapted_layers(senior))
         self._aborts = Aborts()
         self._draft_length = None
         if draft_tokens and junior is not None:
             tokens = None if draft_tokens == "auto" else int(draft_tokens)
-            costs = CPU if heads[1].weight.device.type == "cpu" else CUDA
+            costs = CPU if self._decoder.heads[1].weight.device.type == "cpu" else CUDA
             self._draft_length = DraftLength(tokens, Size.of(senior), Size.of(junior), costs)
 
     @property
@@ -122,6 +129,8 @@ class TorchEngine:
 
     def fingerprint(self, who: Who = "senior") -> int:
         model = self.models.get(1 if who == "senior" else 0)
+        if model is None and self.has_junior:
+            return 0  # whatever its endpoint serves
         if model is None:
             raise EngineError("this engine has no junior")
         return fingerprint(model.named_parameters())
@@ -150,14 +159,21 @@ class TorchEngine:
                 has_junior=self.has_junior,
                 drops=self.info.drops,
             )
+            check_partnered(i, request, apart=self._make_partner is not None)
         self._aborts.clear()
         pairs = [(request, key) for request in requests for key in request.keys]
         rows = [Row(request, key, number) for number, (request, key) in enumerate(pairs)]
         waiting, steps = list(rows), 0
         length = self._draft_length_for(requests, len(rows))
-        batch = DecodingBatch(
-            self._decoder, requests, len(rows), turns=responder is not None, drafts=length is not None
-        )
+        batch: DecodingBatch
+        if self._make_partner is not None and any(request.strategy.removed is not None for request in requests):
+            batch = TwoVocabularies(
+                self._decoder, requests, len(rows), vocabulary=self._spelling, make_partner=self._make_partner
+            )
+        else:
+            batch = DecodingBatch(
+                self._decoder, requests, len(rows), turns=responder is not None, drafts=length is not None
+            )
         between = _BetweenTurns(responder, self.vocabulary)
         while waiting or batch.rows or between:
             room = 2 * self.max_rows - len(batch.rows) - len(between)
@@ -280,6 +296,16 @@ def _whole_groups(waiting: Sequence[Row], free: int) -> int:
     if len(waiting) <= free:
         return len(waiting)
     return max((i for i in range(1, free + 1) if waiting[i].request is not waiting[i - 1].request), default=0)
+
+
+def _decoder(models: dict[int, PreTrainedModel], tokenizer: PreTrainedTokenizerBase, *, compile: bool) -> Decoder:
+    heads = {who: model.get_output_embeddings() for who, model in models.items()}
+    vocabulary, step = min(head.weight.shape[0] for head in heads.values()), compiled_step if compile else eager_step
+    if vocabulary < len(tokenizer):
+        raise EngineError(f"a model has {vocabulary} logits for the tokenizer's {len(tokenizer)} tokens")
+    steps = {who: step(model) for who, model in models.items()}
+    ends = eos_token_ids(models[1].generation_config, tokenizer)
+    return Decoder(models, heads, steps, vocabulary, ends, tokenizer)
 
 
 def _context(model: PreTrainedModel) -> int:

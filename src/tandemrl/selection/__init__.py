@@ -11,7 +11,6 @@ from tandemrl.selection.strategies import Who as Who
 from tandemrl.selection.strategies import alternating as alternating
 from tandemrl.selection.strategies import alternating_turns as alternating_turns
 from tandemrl.selection.strategies import annealed as annealed
-from tandemrl.selection.strategies import before_word as before_word
 from tandemrl.selection.strategies import bernoulli as bernoulli
 from tandemrl.selection.strategies import chunk as chunk
 from tandemrl.selection.strategies import first_turn as first_turn
@@ -22,3 +21,4 @@ from tandemrl.selection.strategies import turn as turn
 from tandemrl.selection.strategies import word as word
 from tandemrl.selection.strategies import word_aligned as word_aligned
 from tandemrl.selection.trial import try_strategy as try_strategy
+from tandemrl.selection.whole_words import before_word as before_word

@@ -60,7 +60,7 @@ def word_boundary_table(tokenizer: Any, size: int | None = None) -> Bool[Tensor,
 
 
 def start_table(tokenizer: Any, size: int | None = None) -> Bool[Tensor, " v"]:
-    """The table that ``strategies.before_word`` needs: the ids that begin a word, and the special tokens.
+    """The table that ``whole_words.before_word`` needs: the ids that begin a word, and the special tokens.
 
     Special tokens end a text or a turn, or belong to no text, so none of them continues a word. The arguments and the
     error are those of ``word_boundary_table``.

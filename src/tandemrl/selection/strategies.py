@@ -6,7 +6,7 @@ indexing every field. Nothing else is remembered: authorship is a function of (r
 ``replay`` recomputes it. Draw number i of a completion is uniform number i of its key's SELECTION stream, whatever
 ``prob_senior`` is.
 
-A strategy with ``starts`` (``before_word``) decides after it has seen what the author would write, and may drop it.
+A strategy with ``starts`` (``whole_words``) decides after it has seen what the author would write, and may drop it.
 
 The strategies ``word``, ``bernoulli``, ``sentence``, ``chunk`` and ``alternating`` are those of "Tandem Reinforcement
 Learning with Verifiable Rewards" (arXiv:2606.28166).
@@ -44,6 +44,10 @@ class Strategy(NamedTuple):
     and the author whom ``step`` named draws another one, from the ids of ``starts`` alone (other logits are masked
     before truncation), with the random numbers of the stream HANDOVER at this place. So ``step`` may change the author
     at ids of ``starts`` only, and must not tell these apart: the dropped token leaves no trace.
+
+    With ``removed``, words are a property of the text, for models of two vocabularies (``whole_words``). Nobody draws
+    these ids: their logits are masked before truncation, by engine and trainer. An engine takes a step back where a
+    token is dropped. ``over`` gives the same strategy for the ids of the other vocabulary, by its tables.
     """
 
     init: Callable[[Tensor], tuple[Tensor, Any]]
@@ -51,6 +55,8 @@ class Strategy(NamedTuple):
     writers: Literal["both", "senior", "junior"] = "both"
     turn: Callable[[Any], tuple[Tensor, Any]] | None = None
     starts: Bool[Tensor, " v"] | None = None
+    removed: Bool[Tensor, " v"] | None = None
+    over: Callable[[Any], "Strategy"] | None = None
 
 
 class WordState(NamedTuple):
@@ -67,16 +73,6 @@ class BernoulliState(NamedTuple):
     """How many authors were drawn so far, and how many of the draws fell to the senior."""
 
     key: Int64[Tensor, " b"]
-    draws: Int64[Tensor, " b"]
-    senior_draws: Int64[Tensor, " b"]
-
-
-class BeforeWordState(NamedTuple):
-    """Author of the current word, whether it has a token of the current turn, and the draws so far."""
-
-    key: Int64[Tensor, " b"]
-    senior: Bool[Tensor, " b"]
-    begun: Bool[Tensor, " b"]
     draws: Int64[Tensor, " b"]
     senior_draws: Int64[Tensor, " b"]
 
@@ -125,11 +121,11 @@ def word(prob_senior: float, max_gap_tokens: int, boundary: Bool[Tensor, " v"]) 
         ValueError: ``prob_senior`` is outside [0, 1] or ``max_gap_tokens`` is below 1.
     """
     _check_at_least_one("max_gap_tokens", max_gap_tokens)
-    return _redrawing(prob_senior, partial(_word_ends, max_gap_tokens, _OnDevices(boundary)))
+    return _redrawing(prob_senior, partial(_word_ends, max_gap_tokens, OnDevices(boundary)))
 
 
 def _word_ends(
-    max_gap_tokens: int, boundary: "_OnDevices", last_token: Int64[Tensor, " b"], since_draw: Int64[Tensor, " b"]
+    max_gap_tokens: int, boundary: "OnDevices", last_token: Int64[Tensor, " b"], since_draw: Int64[Tensor, " b"]
 ) -> Bool[Tensor, " b"]:
     return (since_draw >= max_gap_tokens).logical_or_(boundary.at(last_token))
 
@@ -154,14 +150,14 @@ def word_aligned(prob_senior: float, max_gap_tokens: int, words: WordTables) -> 
         ValueError: ``prob_senior`` is outside [0, 1] or ``max_gap_tokens`` is below 1.
     """
     _check_at_least_one("max_gap_tokens", max_gap_tokens)
-    after_space, outside_word = _OnDevices(words.ends_in_space), _OnDevices(words.ends_outside_word)
+    after_space, outside_word = OnDevices(words.ends_in_space), OnDevices(words.ends_outside_word)
     return _redrawing(prob_senior, partial(_aligned_word_ends, max_gap_tokens, after_space, outside_word))
 
 
 def _aligned_word_ends(
     max_gap_tokens: int,
-    after_space: "_OnDevices",
-    outside_word: "_OnDevices",
+    after_space: "OnDevices",
+    outside_word: "OnDevices",
     last_token: Int64[Tensor, " b"],
     since_draw: Int64[Tensor, " b"],
 ) -> Bool[Tensor, " b"]:
@@ -171,7 +167,7 @@ def _aligned_word_ends(
 
 def _redrawing(prob_senior: float, redraw_after: Callable[[Tensor, Tensor], Tensor]) -> Strategy:
     """A strategy that redraws the author where ``redraw_after(last_token, tokens since the last draw)`` is true."""
-    _check_probability(prob_senior)
+    check_probability(prob_senior)
     return Strategy(partial(_redrawing_init, prob_senior), partial(_redrawing_step, prob_senior, redraw_after))
 
 
@@ -201,72 +197,13 @@ def _redrawing_step(
     )
 
 
-def before_word(prob_senior: float, starts: Bool[Tensor, " v"]) -> Strategy:
-    """Draw one author for each whole word, the senior with probability ``prob_senior``. Not in the paper.
-
-    Draw number j decides who writes word j. A word ends where its author proposes a token of ``starts``: draw j + 1 is
-    made, and the proposal stands only if it falls to the same author. Otherwise it is dropped, also if it would have
-    ended the text, and the other author begins word j + 1 (see ``Strategy``). So the author of a token of ``starts`` is
-    that of a new draw, and the author of any other token is that of the token before it. The first token of a turn
-    begins a word whatever it is, and is not masked.
-
-    Args:
-        starts: True at the ids that begin a word, and at all that can end a text or a turn; see
-            ``boundaries.start_table``. It must cover every id that the models can emit.
-
-    Raises:
-        ValueError: ``prob_senior`` is outside [0, 1].
-    """
-    _check_probability(prob_senior)
-    return Strategy(
-        partial(_before_word_init, prob_senior),
-        partial(_before_word_step, prob_senior, _OnDevices(starts)),
-        turn=partial(_before_word_turn, prob_senior),
-        starts=starts,
-    )
-
-
-def _before_word_init(
-    prob_senior: float, request_keys: Int64[Tensor, " b"]
-) -> tuple[Bool[Tensor, " b"], BeforeWordState]:
-    none = torch.zeros_like(request_keys)
-    unknown = torch.zeros_like(none, dtype=torch.bool)
-    return _before_word_turn(
-        prob_senior, BeforeWordState(stream(request_keys, SELECTION), unknown, unknown, none, none)
-    )
-
-
-def _before_word_turn(prob_senior: float, state: BeforeWordState) -> tuple[Bool[Tensor, " b"], BeforeWordState]:
-    return _next_word(prob_senior, state, torch.ones_like(state.senior), begun=False)
-
-
-def _before_word_step(
-    prob_senior: float, starts: "_OnDevices", state: BeforeWordState, last_token: Int64[Tensor, " b"]
-) -> tuple[Bool[Tensor, " b"], BeforeWordState]:
-    return _next_word(prob_senior, state, starts.at(last_token) & state.begun, begun=True)
-
-
-def _next_word(
-    prob_senior: float, state: BeforeWordState, where: Bool[Tensor, " b"], *, begun: bool
-) -> tuple[Bool[Tensor, " b"], BeforeWordState]:
-    drawn = uniforms(state.key, state.draws) < prob_senior
-    senior = torch.where(where, drawn, state.senior)
-    return senior, BeforeWordState(
-        state.key,
-        senior,
-        torch.full_like(senior, begun),
-        state.draws + where,
-        state.senior_draws + (drawn & where),
-    )
-
-
 def bernoulli(prob_senior: float) -> Strategy:
     """Draw the author of every token on its own: the senior with probability ``prob_senior``.
 
     Raises:
         ValueError: ``prob_senior`` is outside [0, 1].
     """
-    _check_probability(prob_senior)
+    check_probability(prob_senior)
 
     return Strategy(partial(_bernoulli_init, prob_senior), partial(_bernoulli_step, prob_senior))
 
@@ -303,9 +240,9 @@ def sentence(first: Who, steps: StepTables) -> Strategy:
     """
     step = partial(
         _sentence_step,
-        _OnDevices(steps.contains),
-        _OnDevices(steps.starts_newline),
-        _OnDevices(steps.ends_newline),
+        OnDevices(steps.contains),
+        OnDevices(steps.starts_newline),
+        OnDevices(steps.ends_newline),
     )
     return Strategy(partial(_sentence_init, _is_senior("first", first)), step)
 
@@ -316,9 +253,9 @@ def _sentence_init(senior_starts: bool, request_keys: Int64[Tensor, " b"]) -> tu
 
 
 def _sentence_step(
-    contains: "_OnDevices",
-    starts_newline: "_OnDevices",
-    ends_newline: "_OnDevices",
+    contains: "OnDevices",
+    starts_newline: "OnDevices",
+    ends_newline: "OnDevices",
     state: SentenceState,
     last_token: Int64[Tensor, " b"],
 ) -> tuple[Bool[Tensor, " b"], SentenceState]:
@@ -387,7 +324,7 @@ def turn(prob_senior: float) -> Strategy:
     Raises:
         ValueError: ``prob_senior`` is outside [0, 1].
     """
-    _check_probability(prob_senior)
+    check_probability(prob_senior)
     return Strategy(partial(_turn_init, prob_senior), _turn_step, turn=partial(_turn_drawn, prob_senior))
 
 
@@ -459,7 +396,7 @@ def linear(start: float, end: float, steps: int) -> Callable[[int], float]:
     return schedule
 
 
-class _OnDevices:
+class OnDevices:
     """A table that is copied once to each device on which tokens are looked up in it.
 
     So one strategy serves an engine on a GPU and a replay on the CPU.
@@ -468,13 +405,13 @@ class _OnDevices:
     def __init__(self, table: Tensor) -> None:
         self._copies = {table.device: table}
 
-    def at(self, tokens: Int64[Tensor, " b"]) -> Bool[Tensor, " b"]:
+    def at(self, tokens: Int64[Tensor, " b"]) -> Tensor:
         if tokens.device not in self._copies:
             self._copies[tokens.device] = next(iter(self._copies.values())).to(tokens.device)
         return self._copies[tokens.device].index_select(0, tokens)
 
 
-def _check_probability(prob_senior: float) -> None:
+def check_probability(prob_senior: float) -> None:
     if not 0.0 <= prob_senior <= 1.0:
         raise ValueError(f"prob_senior must be in [0, 1], got {prob_senior}")
 

@@ -3,13 +3,14 @@
 A word begins at a space (U+0020) that follows anything but whitespace, and at the first byte of a text. So a run of
 spaces is one beginning, indentation is none, and models of two vocabularies count the same words: where a token begins
 a word depends on the text before it, not on its id alone. Tokenizers hardly ever join two words in a token (Gemma 3's
-"> </" does), so a text that is cut there nearly always has the tokens of the whole; ``translate`` checks it each time.
+"> </" does), so a text that is cut there nearly always has the tokens of the whole; ``read`` checks it each time.
 
-No tensors here. No engine uses this yet: models of two vocabularies are refused (``models.loading.vocabulary_check``).
+No tensors here. The strategy of these words is ``whole_words.before_text_word``.
 """
 
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import lru_cache
 from itertools import accumulate
 from typing import Any, Literal, NamedTuple
 
@@ -30,6 +31,24 @@ def word_starts(text: bytes, before: bytes = b"") -> list[int]:
     return [0, *found] if text and not before and found[:1] != [0] else found
 
 
+def last_word(text: bytes) -> bytes:
+    """The end of a text, from where its last word begins; empty if there is none."""
+    starts = word_starts(text)
+    return text[starts[-1] :] if starts else b""
+
+
+def whole_characters(text: bytes) -> bytes:
+    """A text without the character that it ends amid of, if it does."""
+    for cut in range(min(4, len(text))):
+        if text[-1 - cut] & 0xC0 != 0x80:  # no continuation byte: the last character begins here
+            try:
+                text[-1 - cut :].decode()
+            except UnicodeDecodeError:
+                return text[: -1 - cut]
+            break
+    return text
+
+
 def begin_words(pieces: Sequence[bytes], before: bytes = b"") -> list[bool]:
     """Whether each token of a text, by its bytes, begins a word. A word that begins inside a token has none."""
     starts = set(word_starts(b"".join(pieces), before))
@@ -37,7 +56,7 @@ def begin_words(pieces: Sequence[bytes], before: bytes = b"") -> list[bool]:
 
 
 class Vocabulary(NamedTuple):
-    """What a translation needs of a tokenizer.
+    """What it takes to spell and read with a tokenizer.
 
     pieces: the bytes of each id that is text. encode: a text as ids, in which no text becomes a special token.
     """
@@ -49,9 +68,9 @@ class Vocabulary(NamedTuple):
 def vocabulary_of(tokenizer: Any) -> Vocabulary:
     """The vocabulary of a Hugging Face tokenizer."""
 
+    @lru_cache(maxsize=2**14)  # the same few words come again and again
     def encode(text: str) -> Sequence[int]:
-        ids: Sequence[int] = tokenizer.encode(text, add_special_tokens=False, split_special_tokens=True)
-        return ids
+        return tuple(tokenizer.encode(text, add_special_tokens=False, split_special_tokens=True))
 
     return Vocabulary(token_bytes(tokenizer), encode)
 
@@ -69,48 +88,46 @@ def count_starts(pieces: Iterable[bytes]) -> StartCounts:
     return StartCounts(sum(found[:1] == [0] for found in starts), sum(found[-1:] > [0] for found in starts))
 
 
-Refusal = Literal["special token", "cut character", "other words", "other ids before it", "other bytes"]
-"""Why a span cannot be translated: it holds a token that is no text; it begins or ends amid a character; its tokens, or
-the reader's, do not begin exactly the words that were drawn; the reader would have read what is before it as other
-tokens; the reader's tokens are another text (of a tokenizer that normalises text)."""
+Refusal = Literal["cut character", "other words", "other ids before it", "other bytes"]
+"""Why a span cannot be read: it begins or ends amid a character; its tokens do not begin exactly the words that were
+drawn; the reader would have read what is before it as other tokens; the reader's tokens are another text (of a
+tokenizer that normalises text)."""
 
 
-class Translation(NamedTuple):
+class Reading(NamedTuple):
     """A span as the reader's tokens, or why there are none."""
 
     tokens: tuple[int, ...]
     refusal: Refusal | None = None
 
 
-def translate(
-    span: Sequence[int], writer: Vocabulary, reader: Vocabulary, before: Sequence[int], *, words: int
-) -> Translation:
+def spell(tokens: Iterable[int], vocabulary: Vocabulary) -> bytes | None:
+    """The text of some tokens; None if one of them is no text."""
+    pieces = [vocabulary.pieces.get(token) for token in tokens]
+    return None if None in pieces else b"".join(piece for piece in pieces if piece is not None)
+
+
+def read(text: bytes, reader: Vocabulary, earlier: bytes, *, words: int) -> Reading:
     """What one model wrote, as tokens of the other, in context.
 
-    The end of a text is no part of a span: it is the end in both vocabularies.
+    The end of a text is no part of a span: it is the end in both vocabularies. What the reader itself has written
+    before may be other tokens than its tokenizer would make of that text, and stays as it is.
 
     Args:
-        span: the writer's tokens, whole words.
-        before: what the reader has as the text before the span: all its ids, or the last of them from the beginning of
-            a word on. Empty at the beginning of a text, where a word begins whatever comes.
+        text: the span, whole words.
+        earlier: the text before the span: all of it, or from the beginning of a word on. Empty at the beginning of a
+            text, where a word begins whatever comes.
         words: how many words the span must have, as drawn.
     """
     try:
-        written, context = ([v.pieces[token] for token in ids] for v, ids in ((writer, span), (reader, before)))
-    except KeyError:
-        return Translation((), "special token")
-    text, earlier = b"".join(written), b"".join(context)
-    try:
-        encoded = tuple(reader.encode((earlier + text).decode()))
+        before, encoded = (tuple(reader.encode(each.decode())) for each in (earlier, earlier + text))
     except UnicodeDecodeError:
-        return Translation((), "cut character")
-    if encoded[: len(before)] != tuple(before):
-        return Translation((), "other ids before it")
+        return Reading((), "cut character")
+    if encoded[: len(before)] != before:
+        return Reading((), "other ids before it")
     tokens = encoded[len(before) :]
-    read = [reader.pieces.get(token, b"") for token in tokens]
-    if b"".join(read) != text:
-        return Translation((), "other bytes")
-    begun = [begin_words(pieces, earlier) for pieces in (written, read)]
-    if any(each[:1] != [True] or sum(each) != words for each in begun):
-        return Translation((), "other words")
-    return Translation(tokens)
+    pieces = [reader.pieces.get(token, b"") for token in tokens]
+    if b"".join(pieces) != text:
+        return Reading((), "other bytes")
+    begun = begin_words(pieces, earlier)
+    return Reading(tokens) if begun[:1] == [True] and sum(begun) == words else Reading((), "other words")

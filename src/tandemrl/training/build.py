@@ -100,7 +100,9 @@ def build(
     )
 
     policy = load_policy(model, world, seed=config.train.seed, offload=config.parallel.offload_parameters)
-    schedule = schedule_of(config.selection, tokenizer, policy.get_output_embeddings().weight.shape[0])
+    apart = preflight.junior_tokenizer
+    logits = policy.get_output_embeddings().weight.shape[0]
+    schedule = schedule_of(config.selection, tokenizer, logits, by_text=apart is not None)
     if strategy is not None:
         schedule = Schedule(partial(strategy_at, strategy), lambda step: None)
     recipe = preflight.recipe
@@ -111,7 +113,9 @@ def build(
         )
     tandem = strategy is not None or schedule.strategy(1).writers != "senior"
     critic = recipe.advantage is None
-    models = build_models(config, policy, tokenizer, world, tandem=tandem, critic=critic, factory=engine)
+    models = build_models(
+        config, policy, tokenizer, world, tandem=tandem, critic=critic, factory=engine, junior_tokenizer=apart
+    )
     sampling = Sampling(
         max_tokens=rollout.max_tokens,
         temperature=rollout.temperature,
@@ -119,7 +123,9 @@ def build(
         top_k=rollout.top_k,
         min_p=rollout.min_p,
     )
-    device, vocabulary, starts = resolve_device(model.device), models.engine.vocabulary, schedule.strategy(1).starts
+    device, vocabulary = resolve_device(model.device), models.engine.vocabulary
+    first = schedule.strategy(1)
+    starts, removed = (None if table is None else table.to(device) for table in (first.starts, first.removed))
     # On the weights of model.senior, also if a checkpoint follows: a resumed run has the limit of its past.
     measure = partial(
         self_difference,
@@ -145,7 +151,8 @@ def build(
         episode_runner=preflight.episode_runner,
         environment_id=preflight.environment_id,
         judge=None if judge is None else judge.model,
-        starts=None if starts is None else starts.to(device),
+        starts=starts,
+        removed=removed,
         mismatch_limit=mismatch_limit(config, measure),
         device=device,
         world=world,
@@ -164,6 +171,7 @@ def build_models(
     tandem: bool,
     critic: bool,
     factory: EngineFactory | None = None,
+    junior_tokenizer: PreTrainedTokenizerBase | None = None,
 ) -> Models:
     """Make all models of a run around the policy of ``load_policy``, which is changed in place.
 
@@ -171,6 +179,7 @@ def build_models(
         tandem: whether the junior writes, too.
         critic: whether the recipe needs a critic.
         factory: makes the engine, instead of ``rollout.engine``.
+        junior_tokenizer: that of a junior with a vocabulary of its own.
     """
     model, loss = config.model, config.loss
     dtype = getattr(torch, model.dtype)
@@ -194,7 +203,9 @@ def build_models(
     partner = model.senior if self_paired(model) else str(model.junior)
     junior = freeze(partner, model.dtype, sharded=True) if loss.junior_kl_coef > 0 else None
     in_a_worker = partial(base_of_worker, partner, model.dtype, model.device)
-    decoder = ModelSource(partner, partial(freeze, partner, model.dtype, sharded=False), load_elsewhere=in_a_worker)
+    load = partial(freeze, partner, model.dtype, sharded=False)
+    endpoint = None if model.junior_endpoint.url is None else model.junior_endpoint
+    decoder = ModelSource(partner, load, None, in_a_worker, junior_tokenizer, endpoint)
     writer = decoder if tandem else None
     engine = build_engine(config, writer, tokenizer, factory)
     reference = None
@@ -223,6 +234,8 @@ def shares_base(config: Config) -> bool:
     """Whether the engine's junior holds the very weights that the senior began with: same model, dtype and device."""
     v, dtype = config.rollout.vllm, config.model.dtype
     apart = v.junior_dtype not in (None, dtype) or v.junior_quantization is not None or v.junior_device is not None
+    if config.model.junior_endpoint.url is not None:
+        return False
     return self_paired(config.model) and not (config.rollout.kind.section == "vllm" and apart)
 
 

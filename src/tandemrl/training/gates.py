@@ -16,7 +16,8 @@ from tandemrl.models.batching import pack_tokens
 from tandemrl.models.forward import gathering, packed_logits
 from tandemrl.models.head import ForwardOptions
 from tandemrl.models.sampling import kept_tokens
-from tandemrl.rollout.engine import Draws
+from tandemrl.rollout.engine import Completion, Draws
+from tandemrl.selection import Strategy
 
 SIGMAS = 6.0
 """How many standard deviations the share of senior draws may be off prob_senior: one false alarm in 10⁹ checks."""
@@ -61,18 +62,38 @@ def check_draws(draws: Draws, prob_senior: float | None) -> None:
         )
 
 
-def check_starts(starts: Tensor | None, first: Tensor | None, step: int) -> None:
-    """Check that the strategy of a step has the same ``starts`` as that of the first step, which are those of the
-    trainer.
+def check_starts(strategy: Strategy, starts: Tensor | None, removed: Tensor | None, step: int) -> None:
+    """Check that the strategy of a step has the same tables as that of the first step, which are those of the trainer.
+
+    Args:
+        starts, removed: those of the trainer.
 
     Raises:
         TrainError: it has others.
     """
-    same = starts is first is None or (
-        starts is not None and first is not None and torch.equal(starts.cpu(), first.cpu())
-    )
-    if not same:
-        raise TrainError(f"step {step}: its strategy has other starts than that of step 1; give all steps the same")
+    for table, first in ((strategy.starts, starts), (strategy.removed, removed)):
+        same = table is first is None or (
+            table is not None and first is not None and torch.equal(table.cpu(), first.cpu())
+        )
+        if not same:
+            raise TrainError(f"step {step}: its strategy has other starts than that of step 1; give all steps the same")
+
+
+def check_untranslatable(completions: Sequence[Completion], share: float) -> None:
+    """Check that hardly any rollouts of a step end as ``untranslatable``: no more than ``share``, within 6σ.
+
+    Raises:
+        TrainError: there are more.
+    """
+    total, lost = len(completions), sum(c.stop_reason == "untranslatable" for c in completions)
+    if lost > total * share + SIGMAS * math.sqrt(total * share * (1 - share)):
+        raise TrainError(
+            f"{lost} of {total} rollouts are untranslatable, more than selection.max_untranslatable={share:g}: one "
+            "model writes what the other's tokenizer reads as another text or other words (cut characters, special "
+            "tokens, accents). "
+            "Choose a junior whose tokenizer suits the senior's (tandemrl check --senior S --junior J), lower "
+            "rollout.temperature, or raise the limit: what is left out biases the gradient"
+        )
 
 
 def mismatch_limit(config: Config, measure: Callable[[], float]) -> float:

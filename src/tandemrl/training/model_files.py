@@ -8,8 +8,20 @@ from huggingface_hub import try_to_load_from_cache
 from huggingface_hub.errors import HFValidationError
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedTokenizerBase
 
+from tandemrl.config import Config, ConfigError
+from tandemrl.config.rules import check_two_vocabularies
+from tandemrl.config.schema import ModelConfig
 from tandemrl.models.attention import ModelError
-from tandemrl.models.loading import CONFIG, check_folder, is_local, load_tokenizer, refusal
+from tandemrl.models.loading import (
+    CONFIG,
+    check_folder,
+    differing_entries,
+    is_local,
+    load_tokenizer,
+    refusal,
+    stored_eos_token_ids,
+    vocabulary_check,
+)
 
 
 class NotHereError(Exception):
@@ -29,6 +41,12 @@ class ModelFiles(NamedTuple):
             if self.downloads or is_local(path):
                 raise
             raise NotHereError(f"the tokenizer of {path} is not on this machine yet; train downloads it") from None
+
+    def other_tokenizer(self, tokenizer: PreTrainedTokenizerBase, model: ModelConfig) -> PreTrainedTokenizerBase | None:
+        """The tokenizer of a junior, if it has other tokens than that of the senior, or is behind an endpoint."""
+        found = None if model.junior is None else self.tokenizer(model.junior)
+        apart = found is not None and (model.junior_endpoint.url is not None or differing_entries(tokenizer, found))
+        return found if apart else None
 
     def configuration(self, path: str) -> PretrainedConfig:
         self._here(path)
@@ -66,3 +84,45 @@ class ModelFiles(NamedTuple):
 def size(model: Any) -> int:
     """How many parameters a model has."""
     return sum(parameter.numel() for parameter in model.parameters())
+
+
+def vocabularies(
+    config: Config,
+    files: ModelFiles,
+    tokenizer: PreTrainedTokenizerBase,
+    other: PreTrainedTokenizerBase | None,
+    *,
+    passed: bool,
+) -> str:
+    """Check that the models of a run have one vocabulary, or work with two, and that a text of theirs can end.
+
+    Args:
+        tokenizer: that of the senior.
+        other: the tokenizer of a junior with a vocabulary of its own, if it has one.
+        passed: whether a strategy was passed in Python.
+
+    Returns:
+        the sizes, in words.
+
+    Raises:
+        ConfigError, ModelError: they do not; the message names the key.
+    """
+    model = config.model
+    if model.critic is not None:
+        vocabulary_check(tokenizer, files.tokenizer(model.critic), other="critic")
+    if other is not None:
+        check_two_vocabularies(config)
+        if passed:
+            raise ConfigError(
+                "strategy: the senior and the junior have two vocabularies, and a strategy looks at tokens; pass none, "
+                "and use selection.strategy=before_word"
+            )
+    logits = files.configuration(model.senior).get_text_config().vocab_size
+    ends = stored_eos_token_ids(model.senior, tokenizer, download=files.downloads)
+    if not any(0 <= token < logits for token in ends):
+        raise ModelError(
+            f"model.senior={model.senior}: it has no EOS token ({ends or 'none is named'}), so that "
+            "every response would be truncated; set eos_token_id in its generation_config.json, or eos_token in "
+            "its tokenizer_config.json"
+        )
+    return f"{len(tokenizer)} tokens" + ("" if other is None else f"; the junior has {len(other)} of its own")

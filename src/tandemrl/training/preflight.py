@@ -26,13 +26,11 @@ from tandemrl.evals import profile_of
 from tandemrl.evals.files import digests
 from tandemrl.files import pip_install
 from tandemrl.losses import Recipe
-from tandemrl.models.attention import ModelError
 from tandemrl.models.loading import (
     attention_window,
     check_positions,
     resolve_device,
     stored_eos_token_ids,
-    vocabulary_check,
 )
 from tandemrl.models.weight_files import check_weights
 from tandemrl.processes.names import named
@@ -41,6 +39,7 @@ from tandemrl.rewards.code.sandbox import Sandbox
 from tandemrl.rewards.functions import RewardFunction, with_environment
 from tandemrl.rewards.judge.rubric import Judge
 from tandemrl.rewards.scoring import Scorer
+from tandemrl.rollout.endpoint_partner import client_of
 from tandemrl.rollout.envs.environment import BrokenEnvironmentError, Environment
 from tandemrl.rollout.envs.episodes import EpisodeRunner, make_caller, opening_prompts
 from tandemrl.rollout.envs.factory import make_environment
@@ -51,7 +50,7 @@ from tandemrl.rollout.vllm import require_vllm
 from tandemrl.training.arguments import StrategyFunction, tried_recipe, try_strategies
 from tandemrl.training.disk import room
 from tandemrl.training.function_records import record
-from tandemrl.training.model_files import ModelFiles, NotHereError, size
+from tandemrl.training.model_files import ModelFiles, NotHereError, size, vocabularies
 
 
 class Evaluated(NamedTuple):
@@ -91,7 +90,8 @@ class Preflight:
         is wrong, and NotHereError if it would need a download to decide.
         """
         config, model = self.config, self.config.model
-        models = {"model.senior": model.senior, "model.junior": model.junior, "model.critic": model.critic}
+        loaded = model.junior if model.junior_endpoint.url is None else None
+        models = {"model.senior": model.senior, "model.junior": loaded, "model.critic": model.critic}
         if config.judge.url is None:
             models["judge.model"] = config.judge.model
         named = {key: path for key, path in models.items() if path is not None}
@@ -102,6 +102,7 @@ class Preflight:
             "packages": self.packages,
             **{key: partial(self.model, key, path) for key, path in named.items()},
             "vocabularies": self.vocabularies,
+            **({} if model.junior_endpoint.url is None else {"model.junior_endpoint.url": self.junior_served}),
             "loss.recipe": self.algorithm,
             **({"strategy": self.strategies} if self.strategy is not None or is_own(config.selection.strategy) else {}),
             **({"retrieval.model": self.ranker} if self._ranks_here else {}),
@@ -130,6 +131,11 @@ class Preflight:
     @cached_property
     def tokenizer(self) -> PreTrainedTokenizerBase:
         return self.files.tokenizer(self.config.model.senior)
+
+    @cached_property
+    def junior_tokenizer(self) -> PreTrainedTokenizerBase | None:
+        """The tokenizer of a junior that has a vocabulary of its own; None if the models have one."""
+        return self.files.other_tokenizer(self.tokenizer, self.config.model)
 
     @cached_property
     def recipe(self) -> Recipe:
@@ -328,20 +334,10 @@ class Preflight:
         return config.rollout.environment_kind.searches and retrieval.kind.model and retrieval.url is None
 
     def vocabularies(self) -> str:
-        """Check that the models have one vocabulary, and that a text of theirs can end."""
-        model = self.config.model
-        for other, path in (("junior", model.junior), ("critic", model.critic)):
-            if path is not None:
-                vocabulary_check(self.tokenizer, self.files.tokenizer(path), other=other)
-        logits = self.files.configuration(model.senior).get_text_config().vocab_size
-        ends = stored_eos_token_ids(model.senior, self.tokenizer, download=self.downloads)
-        if not any(0 <= token < logits for token in ends):
-            raise ModelError(
-                f"model.senior={model.senior}: it has no EOS token ({ends or 'none is named'}), so that "
-                "every response would be truncated; set eos_token_id in its generation_config.json, or eos_token in "
-                "its tokenizer_config.json"
-            )
-        return f"{len(self.tokenizer)} tokens"
+        """Check that the models have one vocabulary, or work with two, and that a text of theirs can end."""
+        return vocabularies(
+            self.config, self.files, self.tokenizer, self.junior_tokenizer, passed=self.strategy is not None
+        )
 
     def algorithm(self) -> str:
         """Try the recipe's functions on a few made-up tokens."""
@@ -412,6 +408,10 @@ class Preflight:
 
         return HttpJudge(self.config.judge, self.check_judge)
 
+    def junior_served(self) -> str:
+        endpoint = self.config.model.junior_endpoint
+        return f"{endpoint.url} serves {client_of(endpoint).model(endpoint.model)}"
+
     def endpoint(self) -> str:
         judge = self.config.judge
         if not self.downloads and (judge.command is not None or judge.wait_s > 0):
@@ -441,13 +441,14 @@ class Preflight:
         return Evaluated([*chain.from_iterable(read)], prompts)
 
     def _encoded(self, rows: Sequence[Row]) -> tuple[list[Prompt], int]:
-        return opening_prompts(rows, self.tokenizer, self.config.data, self.episode_runner)
+        reader = None if self.config.selection.kind.solo else self.junior_tokenizer
+        return opening_prompts(rows, self.tokenizer, self.config.data, self.episode_runner, reader)
 
     @property
     def _read_by_the_engine(self) -> dict[str, str]:
         """The models that read the texts of training, by their config keys."""
         config, model = self.config, self.config.model
-        solo = config.selection.kind.solo and config.loss.junior_kl_coef == 0
+        solo = (config.selection.kind.solo and config.loss.junior_kl_coef == 0) or model.junior_endpoint.url is not None
         return {"model.senior": model.senior} | ({} if solo or model.junior is None else {"model.junior": model.junior})
 
     def _fits(self, prompts: Sequence[Prompt]) -> None:

@@ -7,9 +7,9 @@ import numpy as np
 
 from tandemrl.rollout import collect
 from tandemrl.rollout.collect import CompletionBatch
-from tandemrl.rollout.engine import Draws, Engine, Passes
+from tandemrl.rollout.engine import LOST, Draws, Engine, Passes
 from tandemrl.rollout.groups import score_rollouts
-from tandemrl.training.gates import check_draws, check_starts
+from tandemrl.training.gates import check_draws, check_starts, check_untranslatable
 from tandemrl.training.profiling import Profiler
 from tandemrl.training.state import Run, RunSetup
 from tandemrl.training.tracking import Tracker
@@ -32,7 +32,7 @@ def generate(
         drawn: see ``collect.generate``.
     """
     config, strategy = setup.config, setup.schedule.strategy(step)
-    check_starts(strategy.starts, setup.starts, step)
+    check_starts(strategy, setup.starts, setup.removed, step)
     advance_bar = tracker.rollout_progress(len(examples) * config.rollout.group_size)
     with profiler.trace("rollout", step) as count_call:
 
@@ -52,6 +52,7 @@ def generate(
             episode_runner=setup.episode_runner,
             progress=progress,
         )
+    check_untranslatable([c for group in completions.completions for c in group], config.selection.max_untranslatable)
     check_draws(completions.draws, setup.schedule.prob_senior(step))
     return completions
 
@@ -104,6 +105,7 @@ def rollout_metrics(completions: CompletionBatch, groups: Sequence[Group], step:
         "tandem/senior_frac": senior / max(1, int(response.sum())),
         **({"tandem/senior_draw_frac": draws.senior / draws.total} if draws.total else {}),
         **({"tandem/handovers": float(np.mean([taken_over(r.author).sum() for r in told]))} if told else {}),
+        **{f"tandem/{how}": float(np.mean([r.stop_reason == how for r in told])) for how in LOST if told},
         "response/length": float(response.mean()),
         "response/truncated": float(np.mean([r.stop_reason == "length" for r in rollouts])),
         "weights/version_lag": float(step - 1 - min(r.policy_version for r in rollouts)),

@@ -45,11 +45,9 @@ def move_state(optimizer: torch.optim.Optimizer, *, to_host: bool) -> None:
                 state[name] = value.to(device)
 
 
-def forward_options(
-    config: Config, sampling: Sampling, vocabulary: int, world: World, starts: Tensor | None = None
-) -> ForwardOptions:
+def forward_options(config: Config, sampling: Sampling, vocabulary: int, world: World) -> ForwardOptions:
     """The options with which a trainer of ``config`` scores tokens that were drawn by ``sampling`` among ``vocabulary``
-    ids, under a strategy with these ``starts``."""
+    ids."""
     model = config.model
     return ForwardOptions(
         temperature=sampling.temperature,
@@ -57,7 +55,6 @@ def forward_options(
         vocabulary=vocabulary,
         autocast=torch.bfloat16 if model.dtype == "bfloat16" and world.size == 1 else None,
         activation_offload=model.activation_offload,
-        starts=starts,
     )
 
 
@@ -89,7 +86,8 @@ class RunSetup:
     judge: str | None
     """The name of the model that judges responses. None without a judge."""
     starts: Tensor | None
-    """``Strategy.starts``, on ``device``, which is the same in every step."""
+    removed: Tensor | None
+    """``Strategy.starts`` and ``removed``, on ``device``, which are the same in every step."""
     mismatch_limit: float
     """Above this mean difference of trainer and engine, in nats per senior token, the run stops (see ``gates``)."""
     device: torch.device
@@ -98,7 +96,8 @@ class RunSetup:
     @property
     def forward_options(self) -> ForwardOptions:
         """The options for scoring tokens under the sampling distribution of the rollouts."""
-        return forward_options(self.config, self.sampling, self.vocabulary, self.world, self.starts)
+        options = forward_options(self.config, self.sampling, self.vocabulary, self.world)
+        return options._replace(starts=self.starts, removed=self.removed)
 
     @property
     def coefficients(self) -> Coefficients:

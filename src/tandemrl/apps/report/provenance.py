@@ -192,6 +192,8 @@ def _trouble(records: Records) -> Iterable[str]:
             "score_timeouts": "answers could not be scored in time and count as wrong",
             "score_failures": "answers could not be scored and count as wrong",
             "unscored": "answers got no score from the judge and count as 0",
+            "untranslatable": "texts could not be expressed in both vocabularies and count as wrong",
+            "failed": "texts got no words from the junior's endpoint and count as wrong",
             "out_of_turns": "episodes ended because rollout.max_turns allows no further turn",
             "judge_failures": "correct answers got no mark from the judge and count as rejected",
         }

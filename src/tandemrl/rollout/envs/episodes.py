@@ -194,7 +194,7 @@ def make_episode_runner(
 
 
 def opening_prompts(
-    rows: Sequence[Row], tokenizer: Any, data: DataConfig, runner: EpisodeRunner | None
+    rows: Sequence[Row], tokenizer: Any, data: DataConfig, runner: EpisodeRunner | None, junior: Any = None
 ) -> tuple[list[Prompt], int]:
     """The prompts of rows (see `encode_prompts`): what their episodes begin with, or the row's own without a runner."""
     return encode_prompts(
@@ -205,6 +205,7 @@ def opening_prompts(
         opening=None if runner is None else lambda row: runner.opening(row).messages,
         tools=() if runner is None else runner.tools,
         template_arguments=data.template_arguments,
+        junior=junior,
     )
 
 

@@ -1,0 +1,99 @@
+"""The contract of a junior with a vocabulary of its own: text in, text out, a run of whole words at a time."""
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Literal, NamedTuple, Protocol
+
+from tandemrl.rollout.decoding_rows import Row
+from tandemrl.rollout.engine import EngineError, Passes, Request
+
+SpanEnd = Literal["word", "eos", "length", "untranslatable", "failed"]
+"""How a span ended: right before a word of the senior, with the text, at a limit of tokens; or it does not count, since
+what the senior has written before cannot be read, or what the junior wrote is no text, or it wrote nothing usable."""
+
+
+class Ask(NamedTuple):
+    """The junior is to go on with a text, as many words as the draws give it.
+
+    number: the completion. text: all that follows the prompt so far. room: how many tokens the completion may still
+    have, in the senior's vocabulary. words: how many words the draws give the junior, for a partner that ``counts``.
+    """
+
+    number: int
+    text: bytes
+    room: int
+    words: int = 0
+
+
+class Span(NamedTuple):
+    """What the junior wrote. The end of the text itself is no part of ``text``."""
+
+    number: int
+    text: bytes
+    end: SpanEnd
+
+
+class Partner(Protocol):
+    """A junior, for one call of ``generate``. counts: whether it does not draw authors itself, and has to be told how
+    many words to write."""
+
+    counts: bool
+
+    @property
+    def passes(self) -> Passes:
+        """What the spans cost so far, in forward passes of ``junior``."""
+        ...
+
+    def admit(self, rows: Sequence[Row]) -> None:
+        """Hear of completions that begin. Those that the junior begins are asked for next."""
+        ...
+
+    def ask(self, asks: Sequence[Ask]) -> None:
+        """Begin to write spans, and return without waiting for them."""
+        ...
+
+    def spans(self, *, wait: bool) -> list[Span]:
+        """The spans that are ready. Each is returned once.
+
+        Args:
+            wait: there is nothing else to do; return at least one if any was asked for.
+        """
+        ...
+
+    def forget(self, numbers: Iterable[int]) -> None:
+        """Hear of completions that have ended. No span of theirs is returned any more."""
+        ...
+
+
+MakePartner = Callable[[Sequence[Request], int], Partner]
+"""(the requests of a call, how many completions they ask for) -> the partner of this call."""
+
+
+def check_partnered(index: int, request: Request, *, apart: bool) -> None:
+    """Refuse a request that does not suit an engine whose junior has a vocabulary of its own, or has none.
+
+    Args:
+        apart: whether it has one.
+
+    Raises:
+        EngineError: the message names the request and what works instead.
+    """
+    strategy, s = request.strategy, request.sampling
+    by_text = strategy.removed is not None
+    if not apart or (strategy.writers == "senior" and not by_text):
+        if by_text:
+            raise EngineError(
+                f"request {index}: its strategy is for two vocabularies, and this engine has one; use before_word"
+            )
+        return
+    if not by_text:
+        raise EngineError(
+            f"request {index}: junior and senior have two vocabularies, and its strategy looks at tokens of both; use "
+            "selection.strategy=before_word, or a junior of the senior's tokenizer family"
+        )
+    if not request.junior_prompt:
+        raise EngineError(f"request {index}: no prompt for the junior, which has another vocabulary; set junior_prompt")
+    if s.stop or s.stop_token_ids or s.ignore_eos or request.history or request.observation_tokens:
+        raise EngineError(
+            f"request {index}: with a junior of another vocabulary a text is one turn that ends by EOS or max_tokens; "
+            "leave out stop strings, stop ids, ignore_eos, history and environments"
+        )

@@ -1,0 +1,390 @@
+"""Decoding where senior and junior have vocabularies of their own: two batches that write one text.
+
+Each model has a batch with its own ids, KV cache, and state of the strategy, which draws by words of the text and so
+says the same to both. The one whose word it is writes until it proposes a token that begins a word of the other. That
+token is dropped. What was written since the last handover is spelled, the other tokenizer reads it
+(``selection.words``), its model computes these tokens in one pass, and draws the first token of the next word from
+those that begin one. What a model wrote itself is never tokenised again.
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from tandemrl.models.sampling import log_mass, race_times
+from tandemrl.rollout.decoding import DecodingBatch
+from tandemrl.rollout.decoding_rows import Block, Decoder, Row
+from tandemrl.rollout.engine import LOST, Aborts, EngineError, Passes, Request, StopReason
+from tandemrl.rollout.kv_cache import extend
+from tandemrl.rollout.partner import Ask, MakePartner, Span, SpanEnd
+from tandemrl.selection.draws import HANDOVER, fold_in, stream
+from tandemrl.selection.whole_words import TextTables
+from tandemrl.selection.words import Vocabulary, last_word, read, spell, whole_characters, word_starts
+
+
+class Received(NamedTuple):
+    """What the other model wrote in a row, and why the row ends with it, if it does."""
+
+    row: int
+    text: bytes
+    tokens: tuple[int, ...]
+    reason: StopReason | None = None
+
+
+class Half(DecodingBatch):
+    """The rows as one of the models sees them: its own tokens, and its readings of what the other wrote.
+
+    A row that the other model writes is paused: it stays in its place, and nothing is written into it.
+
+    Args:
+        senior: whose half it is. In both, model 1 of the decoder is the half's own.
+        vocabulary: of that model.
+    """
+
+    def __init__(
+        self, decoder: Decoder, requests: Sequence[Request], total: int, *, senior: bool, vocabulary: Vocabulary
+    ) -> None:
+        super().__init__(decoder, requests, total, turns=False)
+        self.senior, self.spelling = senior, vocabulary
+        self.texts: dict[int, bytes] = {}
+        """By number: the text up to the last handover."""
+        self.handed: list[int] = []
+        """The rows that were handed over in the last step."""
+        self.paused = torch.empty(0, dtype=torch.bool)
+        self.opening = torch.empty(0, dtype=torch.bool)  # whether the next token is the first after a handover
+        self.since = torch.empty(0, dtype=torch.int64)  # the column after the last handover
+        self.mass = torch.empty(0, dtype=torch.float32)  # log-prob of the proposal that was dropped
+        tables = {id(r.strategy.starts): r.strategy for r in requests if r.strategy.starts is not None}
+        barred = [torch.zeros(2, decoder.vocabulary, dtype=torch.bool)]
+        for strategy in tables.values():
+            starts, removed = strategy.starts, strategy.removed
+            assert starts is not None
+            assert removed is not None
+            barred.append(torch.stack([removed, ~starts])[:, : decoder.vocabulary])
+        self.barred = torch.cat(barred).to(self.device)  # by start_row, for any token and for an opening one
+
+    def _entries(self, rows: Sequence[Row], author: Tensor) -> dict[str, Tensor]:
+        entries = super()._entries(rows, torch.ones_like(author))  # whoever writes here is model 1
+        own = author == self.senior
+        self.texts |= dict.fromkeys((row.number for row in rows), b"")
+        opening, since = torch.zeros_like(author), torch.zeros(len(rows), dtype=torch.int64)
+        return entries | {"paused": ~own, "opening": opening, "since": since, "mass": torch.zeros(len(rows))}
+
+    def _names(self) -> list[str]:
+        return [*super()._names(), "paused", "opening", "since", "mass"]
+
+    @property
+    def writes(self) -> bool:
+        """Whether there is a row that this model writes now."""
+        return bool((self.live & ~self.paused).any())
+
+    def step(self, ahead: int = 0) -> tuple[int, list[Row]]:
+        self.handed = []
+        idle = int((self.live & self.paused).sum())
+        written, ended = super().step()
+        self.passes += Passes(senior=-idle)  # they stand still
+        return written, ended
+
+    def _race(self) -> Tensor:
+        keys = self.stream
+        if bool(self.opening.any()):
+            of_requests = torch.tensor([row.key for row in self.rows], dtype=torch.int64)
+            keys = torch.where(self.opening, stream(of_requests, HANDOVER), keys)
+        return race_times(fold_in(keys, self.written + self.shift).to(self.device), self.decoder.vocabulary)
+
+    def _one_token(self) -> Block:
+        """The next token of every row that this model writes, or its end: then the row is paused."""
+        writing = self.live & ~self.paused
+        logits, _ = self._author_logits()
+        logits = logits.masked_fill(self.barred[(2 * self.start_row + self.opening).to(self.device)], -torch.inf)
+        tokens, logprobs = (x.cpu() for x in self._sample(logits, self._race()))
+        at = writing.nonzero().squeeze(1)
+        slots = self.number[at]
+        before = self.selection.mark(slots)
+        lost = self.selection.step(slots, tokens[at]) != self.senior
+        if bool(lost.any()):
+            self.selection.rewind(slots, [before, self.selection.mark(slots)], (~lost).long())
+        over = torch.zeros_like(writing).index_copy(0, at, lost)
+        if bool((over & self.opening).any()):
+            raise _disagreement()
+        self.handed = over.nonzero().squeeze(1).tolist()
+        if self.handed and self.senior:  # it ended its word, which is a choice of its own
+            rows = torch.tensor(self.handed)
+            device_rows = rows.to(self.device)
+            other = ~self.starts.table[self.start_row[rows]].to(self.device)
+            mass = log_mass(self._shaped(logits[device_rows], device_rows), other)
+            self.mass[rows] = torch.where(self.parameters[device_rows, 0] > 0, mass, 0.0).cpu()
+        self.paused = self.paused | over
+        self.opening = self.opening & ~writing
+        kept = torch.where(writing & ~over, tokens, self.last)
+        authors = torch.full_like(kept, self.senior, dtype=torch.bool)
+        return Block(
+            kept[:, None],
+            authors[:, None],
+            logprobs[:, None],
+            (writing & ~over).long(),
+            next=torch.ones_like(writing),
+            handovers=torch.zeros_like(logprobs)[:, None] if self.starts else None,
+        )
+
+    def handed_text(self, i: int, *, ended: bool = False) -> bytes | None:
+        """What this model wrote in a row since the last handover, which becomes part of its text; None if it is none.
+
+        Args:
+            ended: whether its last token is the end of the text.
+        """
+        number, last = int(self.number[i]), int(self.written[i]) - ended
+        text = spell(self.tokens[number, int(self.since[i]) : last].tolist(), self.spelling)
+        if text is not None:
+            self.texts[number] += text
+        return text
+
+    def reading(self, i: int, text: bytes) -> tuple[int, ...] | None:
+        """What the other model wrote in a row, in this vocabulary; None if it cannot be read."""
+        before = self.texts[int(self.number[i])]
+        if not text:
+            return ()
+        found = read(text, self.spelling, last_word(before), words=len(word_starts(text, before)))
+        return None if found.refusal is not None else found.tokens
+
+    def receive(self, spans: Sequence[Received]) -> None:
+        """Append what the other model wrote to its rows, which this one goes on with, or which end."""
+        if not spans:
+            return
+        rows, counts = torch.tensor([span.row for span in spans]), torch.tensor([len(span.tokens) for span in spans])
+        tokens = torch.tensor([token for span in spans for token in span.tokens], dtype=torch.int64)
+        of, ends = torch.repeat_interleave(torch.arange(len(rows)), counts), counts.cumsum(0)
+        place = torch.arange(len(tokens)) - (ends - counts)[of]  # of each token in its span
+        self.widen(int((self.written[rows] + counts).max()))
+        numbers, columns = self.number[rows][of], self.written[rows][of] + place
+        self.tokens[numbers, columns] = tokens
+        self.authors[numbers, columns], self.logprobs[numbers, columns] = int(not self.senior), 0.0
+        self.handovers[numbers, columns] = torch.where(place == 0, self.mass[rows][of], 0.0)
+        if self.penalised:
+            at = rows[of].to(self.device), tokens.to(self.device)
+            self.counts.index_put_(at, torch.ones_like(at[1]), accumulate=True)
+        for span in spans:
+            self.texts[self.rows[span.row].number] += span.text
+        for k in range(int(counts.max())):
+            at_k = place == k
+            if bool((self.selection.step(numbers[at_k], tokens[at_k]) == self.senior).any()):
+                raise _disagreement()
+        positions, last = self.position[rows].tolist(), self.last[rows].tolist()
+        if longer := [i for i, span in enumerate(spans) if span.tokens and span.reason is None]:
+            chunks = [[last[i], *spans[i].tokens[:-1]] for i in longer]
+            starts = [positions[i] for i in longer]
+            extend(self.decoder.models[1], self.caches[1], [spans[i].row for i in longer], starts, chunks)
+        some = counts > 0
+        self.last[rows[some]] = tokens[ends[some] - 1]
+        self.position[rows] += counts
+        self.written[rows] += counts
+        self.since[rows] = self.written[rows]
+        self.opening[rows], self.paused[rows] = self.written[rows] > 0, False
+        for span in spans:
+            if span.reason is not None:
+                self.stop(span.row, span.reason)
+
+    def stop(self, i: int, reason: StopReason) -> None:
+        """End a row."""
+        self.rows[i].stop_reason, self.rows[i].written, self.live[i] = reason, int(self.written[i]), False
+
+    def widen(self, columns: int) -> None:
+        """Make room in the output arrays: a text may have more tokens here than in the other vocabulary."""
+        missing = columns - self.tokens.shape[1]
+        if missing <= 0:
+            return
+        more = max(missing, self.tokens.shape[1] // 4)
+        for name in ("tokens", "authors", "logprobs", "handovers"):
+            setattr(self, name, F.pad(getattr(self, name), (0, more)))
+
+    def places(self) -> dict[int, int]:
+        """The row of each number."""
+        return {row.number: i for i, row in enumerate(self.rows)}
+
+
+class TwoVocabularies(Half):
+    """The senior's half, which asks a partner for the junior's spans; what the engine sees of both.
+
+    Args:
+        make_partner: makes the partner of this call.
+    """
+
+    def __init__(
+        self,
+        decoder: Decoder,
+        requests: Sequence[Request],
+        total: int,
+        *,
+        vocabulary: Vocabulary,
+        make_partner: MakePartner,
+    ) -> None:
+        super().__init__(decoder, requests, total, senior=True, vocabulary=vocabulary)
+        self.partner = make_partner(requests, total)
+        ends, own = decoder.eos, decoder.tokenizer.eos_token_id
+        self.end_of_text = own if own in ends else ends[0]
+
+    def admit(self, new: list[Row]) -> None:
+        first = len(self.rows)
+        super().admit(new)
+        self.partner.admit(new)
+        self._ask([i for i in range(first, len(self.rows)) if self.paused[i]])
+
+    def step(self, ahead: int = 0) -> tuple[int, list[Row]]:
+        written, ended = super().step() if self.writes else (0, [])
+        self._forget(ended)
+        self._ask(self.handed)
+        self.handed = []
+        spans, places = self.partner.spans(wait=not self.writes), self.places()
+        taken = [each for span in spans if (each := self._taken(places[span.number], span)) is not None]
+        self.receive(taken)
+        new = sum(len(each.tokens) for each in taken)
+        self.passes = self.passes._replace(tokens=self.passes.tokens + new, junior=self.partner.passes.junior)
+        return written + new, ended
+
+    def abort(self, aborts: Aborts) -> None:
+        super().abort(aborts)
+        self._forget(row for row in self.rows if row.stop_reason is not None)
+
+    def _forget(self, rows: Iterable[Row]) -> None:
+        self.partner.forget([row.number for row in rows])
+
+    def _ask(self, rows: Sequence[int]) -> None:
+        asks = []
+        for i in rows:
+            if self.handed_text(i) is None:
+                self.stop(i, "untranslatable")
+                self._forget([self.rows[i]])
+            else:
+                number = self.rows[i].number
+                asks.append(Ask(number, self.texts[number], int(self.limit[i] - self.written[i])))
+        if asks and self.partner.counts:
+            asks = [each._replace(words=words) for each, words in zip(asks, self._runs(asks), strict=True)]
+        self.partner.ask(asks)
+
+    def _runs(self, asks: Sequence[Ask]) -> list[int]:
+        """How many words the draws give the junior from here on, at most as many as there is room for."""
+        slots = torch.tensor([each.number for each in asks])
+        before, count = self.selection.mark(slots), torch.zeros_like(slots)
+        runs, begin = torch.ones_like(slots, dtype=torch.bool), torch.full_like(slots, self.end_of_text)
+        for _ in range(max(each.room for each in asks)):
+            runs = runs & ~self.selection.step(slots, begin)  # as if every token began a word
+            count += runs
+            if not bool(runs.any()):
+                break
+        self.selection.rewind(slots, [before], torch.zeros_like(slots))
+        return count.tolist()
+
+    def _taken(self, i: int, span: Span) -> Received | None:
+        """A span in the senior's vocabulary; None if it cannot be read, and the row has ended."""
+        text = whole_characters(span.text) if span.end == "length" else span.text
+        tokens = None if span.end in LOST else self.reading(i, text)
+        if tokens is None:
+            self.stop(i, "failed" if span.end == "failed" else "untranslatable")
+            self._forget([self.rows[i]])
+            return None
+        room, reason = int(self.limit[i] - self.written[i]), _REASONS.get(span.end)
+        if span.end == "eos":
+            tokens = (*tokens, self.end_of_text)
+        if len(tokens) > room or (len(tokens) == room and reason is None):
+            tokens, reason = tokens[:room], "length"
+        return Received(i, text, tokens, reason)
+
+
+_REASONS: dict[str, StopReason] = {"eos": "eos", "length": "length"}
+
+
+class LocalPartner:
+    """A `Partner` that this process decodes with, in a half of its own.
+
+    Args:
+        decoder: with the junior as model 1.
+        vocabulary, tables: of the junior.
+        context: how many tokens it can read.
+        requests: those of the senior.
+    """
+
+    counts = False
+
+    def __init__(
+        self,
+        decoder: Decoder,
+        vocabulary: Vocabulary,
+        tables: TextTables,
+        context: int,
+        requests: Sequence[Request],
+        total: int,
+    ) -> None:
+        over = {id(r.strategy): r.strategy.over(tables) for r in requests if r.strategy.over is not None}
+        self._requests = {
+            id(r): replace(r, prompt=r.junior_prompt, strategy=over[id(r.strategy)])
+            for r in requests
+            if id(r.strategy) in over
+        }
+        self._half = Half(decoder, list(self._requests.values()), total, senior=False, vocabulary=vocabulary)
+        self._context = context
+        self._ready: list[Span] = []
+
+    @property
+    def passes(self) -> Passes:
+        return Passes(junior=self._half.passes.senior)
+
+    def admit(self, rows: Sequence[Row]) -> None:
+        requests, first = ((row, self._requests.get(id(row.request))) for row in rows), len(self._half.rows)
+        self._half.admit([Row(request, row.key, row.number) for row, request in requests if request is not None])
+        self._half.paused[first:] = True  # until they are asked for
+
+    def ask(self, asks: Sequence[Ask]) -> None:
+        half, places = self._half, self._half.places()
+        received = []
+        for number, text, room, _ in asks:
+            i = places[number]
+            new = text[len(half.texts[number]) :]
+            tokens = half.reading(i, new)
+            if tokens is None:
+                self._close(i, Span(number, b"", "untranslatable"))
+                continue
+            written = int(half.written[i]) + len(tokens)
+            half.limit[i] = min(written + room, self._context - len(half.rows[i].request.prompt))
+            if half.limit[i] <= written:
+                self._close(i, Span(number, b"", "length"))
+                continue
+            half.widen(int(half.limit[i]))
+            received.append(Received(i, new, tokens))
+        half.receive(received)
+
+    def spans(self, *, wait: bool) -> list[Span]:
+        half = self._half
+        if half.writes:
+            _, ended = half.step()
+            places = half.places()
+            for i in half.handed:
+                self._hand(i, "word")
+            for row in ended:
+                self._hand(places[row.number], "eos" if row.stop_reason == "eos" else "length")
+        half.retire()
+        ready, self._ready = self._ready, []
+        return ready
+
+    def forget(self, numbers: Iterable[int]) -> None:
+        ended = set(numbers)
+        for i, row in enumerate(self._half.rows):
+            if row.number in ended:
+                self._half.live[i] = False
+        self._ready = [span for span in self._ready if span.number not in ended]
+
+    def _hand(self, i: int, end: SpanEnd) -> None:
+        text = self._half.handed_text(i, ended=end == "eos")
+        span = Span(self._half.rows[i].number, text or b"", "untranslatable" if text is None else end)
+        self._ready.append(span)
+
+    def _close(self, i: int, span: Span) -> None:
+        self._half.live[i] = False
+        self._ready.append(span)
+
+
+def _disagreement() -> EngineError:
+    return EngineError("senior and junior count other words in the same text; please report this as a bug")

@@ -1,0 +1,185 @@
+"""The strategies that draw one author for each whole word: by ids, in one vocabulary, and by the text, in two."""
+
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from jaxtyping import Bool, Int64
+from torch import Tensor
+
+from tandemrl.selection.boundaries import start_table, token_bytes, word_boundary_table
+from tandemrl.selection.draws import SELECTION, stream, uniforms
+from tandemrl.selection.strategies import OnDevices, Strategy, check_probability
+from tandemrl.selection.words import word_starts
+
+
+class BeforeWordState(NamedTuple):
+    """Author of the current word, whether it has a token of the current turn, and the draws so far."""
+
+    key: Int64[Tensor, " b"]
+    senior: Bool[Tensor, " b"]
+    begun: Bool[Tensor, " b"]
+    draws: Int64[Tensor, " b"]
+    senior_draws: Int64[Tensor, " b"]
+
+
+class TextTables(NamedTuple):
+    """What the tokens of a vocabulary mean for words as a property of the text (``words``).
+
+    starts: the ids that begin a word after anything but whitespace, and all special tokens, which end a text or belong
+    to none. removed: the ids inside of which a word begins, and those that stand for nothing. width, tail: how many
+    bytes an id has, at most 3, and the last of them as a number.
+    """
+
+    starts: Bool[Tensor, " v"]
+    removed: Bool[Tensor, " v"]
+    width: Int64[Tensor, " v"]
+    tail: Int64[Tensor, " v"]
+
+
+class TextWordState(NamedTuple):
+    """The state of ``before_word``, and the last three bytes of the text as a number."""
+
+    word: BeforeWordState
+    tail: Int64[Tensor, " b"]
+
+    @property
+    def draws(self) -> Int64[Tensor, " b"]:
+        return self.word.draws
+
+    @property
+    def senior_draws(self) -> Int64[Tensor, " b"]:
+        return self.word.senior_draws
+
+
+def before_word(prob_senior: float, starts: Bool[Tensor, " v"]) -> Strategy:
+    """Draw one author for each whole word, the senior with probability ``prob_senior``. Not in the paper.
+
+    Draw number j decides who writes word j. A word ends where its author proposes a token of ``starts``: draw j + 1 is
+    made, and the proposal stands only if it falls to the same author. Otherwise it is dropped, also if it would have
+    ended the text, and the other author begins word j + 1 (see ``Strategy``). So the author of a token of ``starts`` is
+    that of a new draw, and the author of any other token is that of the token before it. The first token of a turn
+    begins a word whatever it is, and is not masked.
+
+    Args:
+        starts: True at the ids that begin a word, and at all that can end a text or a turn; see
+            ``boundaries.start_table``. It must cover every id that the models can emit.
+
+    Raises:
+        ValueError: ``prob_senior`` is outside [0, 1].
+    """
+    check_probability(prob_senior)
+    return Strategy(
+        partial(_before_word_init, prob_senior),
+        partial(_before_word_step, prob_senior, OnDevices(starts)),
+        turn=partial(_before_word_turn, prob_senior),
+        starts=starts,
+    )
+
+
+def _before_word_init(
+    prob_senior: float, request_keys: Int64[Tensor, " b"]
+) -> tuple[Bool[Tensor, " b"], BeforeWordState]:
+    none = torch.zeros_like(request_keys)
+    unknown = torch.zeros_like(none, dtype=torch.bool)
+    return _before_word_turn(
+        prob_senior, BeforeWordState(stream(request_keys, SELECTION), unknown, unknown, none, none)
+    )
+
+
+def _before_word_turn(prob_senior: float, state: BeforeWordState) -> tuple[Bool[Tensor, " b"], BeforeWordState]:
+    return _next_word(prob_senior, state, torch.ones_like(state.senior), begun=False)
+
+
+def _before_word_step(
+    prob_senior: float, starts: OnDevices, state: BeforeWordState, last_token: Int64[Tensor, " b"]
+) -> tuple[Bool[Tensor, " b"], BeforeWordState]:
+    return _next_word(prob_senior, state, starts.at(last_token) & state.begun, begun=True)
+
+
+def _next_word(
+    prob_senior: float, state: BeforeWordState, where: Bool[Tensor, " b"], *, begun: bool
+) -> tuple[Bool[Tensor, " b"], BeforeWordState]:
+    drawn = uniforms(state.key, state.draws) < prob_senior
+    senior = torch.where(where, drawn, state.senior)
+    return senior, BeforeWordState(
+        state.key,
+        senior,
+        torch.full_like(senior, begun),
+        state.draws + where,
+        state.senior_draws + (drawn & where),
+    )
+
+
+_SPACE = torch.zeros(256, dtype=torch.bool)
+_SPACE[[*range(0x09, 0x0E), *range(0x1C, 0x21)]] = True
+_WIDE_SPACES = (
+    (0xFFFF, (0xC285, 0xC2A0)),
+    (0xFFFFFF, (0xE19A80, *range(0xE28080, 0xE2808B), 0xE280A8, 0xE280A9, 0xE280AF, 0xE2819F, 0xE38080)),
+)
+"""The characters for which str.isspace holds, as the last bytes of a text: of one byte; and a mask with the numbers
+under it."""
+
+
+def text_tables(tokenizer: Any, size: int | None = None) -> TextTables:
+    """The tables that ``before_text_word`` needs. The arguments are those of ``boundaries.word_boundary_table``.
+
+    Raises:
+        ValueError: no id begins a word; the message names the tokenizer.
+    """
+    pieces = token_bytes(tokenizer)
+    starts = start_table(tokenizer, size) & ~word_boundary_table(tokenizer, size)  # the special tokens
+    known = starts.clone()
+    known[list(pieces)] = True
+    removed, width, tail = ~known, torch.full_like(starts, 3, dtype=torch.int64), torch.zeros(len(starts)).long()
+    for token, piece in pieces.items():
+        begun = word_starts(piece, b"a")
+        starts[token], removed[token] = begun == [0], begun[-1:] > [0]
+        width[token], tail[token] = min(3, len(piece)), int.from_bytes(piece[-3:])
+    return TextTables(starts, removed, width, tail)
+
+
+def before_text_word(prob_senior: float, texts: TextTables) -> Strategy:
+    """``before_word`` where a word is a property of the text, for models of two vocabularies.
+
+    A token of ``texts.starts`` begins a word only after anything but whitespace: what follows whitespace belongs to the
+    word before, also the end of the text. So in both vocabularies, a text has the same words and the same draws.
+
+    Raises:
+        ValueError: ``prob_senior`` is outside [0, 1].
+    """
+    check_probability(prob_senior)
+    return Strategy(
+        partial(_text_word_init, prob_senior),
+        partial(_text_word_step, prob_senior, OnDevices(texts.starts), OnDevices(texts.width), OnDevices(texts.tail)),
+        starts=texts.starts,
+        removed=texts.removed,
+        over=partial(before_text_word, prob_senior),
+    )
+
+
+def _text_word_init(prob_senior: float, request_keys: Int64[Tensor, " b"]) -> tuple[Bool[Tensor, " b"], TextWordState]:
+    senior, state = _before_word_init(prob_senior, request_keys)
+    return senior, TextWordState(state, torch.zeros_like(request_keys))
+
+
+def _text_word_step(
+    prob_senior: float,
+    starts: OnDevices,
+    widths: OnDevices,
+    tails: OnDevices,
+    state: TextWordState,
+    last_token: Int64[Tensor, " b"],
+) -> tuple[Bool[Tensor, " b"], TextWordState]:
+    where = starts.at(last_token) & state.word.begun & ~_ends_in_space(state.tail)
+    senior, word = _next_word(prob_senior, state.word, where, begun=True)
+    longer = (state.tail << 8 * widths.at(last_token)) & 0xFFFFFF
+    return senior, TextWordState(word, longer | tails.at(last_token))
+
+
+def _ends_in_space(tail: Int64[Tensor, " b"]) -> Bool[Tensor, " b"]:
+    found = _SPACE.to(tail.device)[tail & 0xFF]
+    if bool((tail & 0x80).any()):  # hardly ever
+        for mask, characters in _WIDE_SPACES:
+            found = found | torch.isin(tail & mask, torch.tensor(characters, device=tail.device))
+    return found

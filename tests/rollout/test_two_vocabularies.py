@@ -1,0 +1,328 @@
+"""Two models with vocabularies of their own write one text: all ways in which it comes about, and its bookkeeping."""
+
+import copy
+import dataclasses
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from functools import cache
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedModel, PreTrainedTokenizerFast
+
+from helpers import VOCABULARY, chi_square_bound, flat, prepared, qwen3, reference_distribution, small_qwen3, tokenizer
+from tandemrl.apps.experiments.tiny import WORD_SPLIT
+from tandemrl.data.loading import load_rows
+from tandemrl.data.rows import encode_prompts
+from tandemrl.models.batching import pack
+from tandemrl.models.forward import token_scores
+from tandemrl.models.head import ForwardOptions
+from tandemrl.models.loading import load_model, load_tokenizer
+from tandemrl.models.sampling import Truncation
+from tandemrl.rollout.engine import Completion, EngineError, Request, Sampling, check_authors
+from tandemrl.rollout.torch_engine import TorchEngine
+from tandemrl.selection import Strategy, before_word, boundaries, solo, word
+from tandemrl.selection.whole_words import before_text_word, text_tables
+from tandemrl.types import Author, Rollout
+
+EOS, P, COUNT, LONGEST = 0, 0.6, 5000, 3
+ONE = {"<eos>": EOS, "a": 1, "b": 2, "Ġ": 3, "aĠb": 4}
+OTHER = {"<eos>": EOS, "Ġ": 1, "b": 2, "a": 3, "Ġa": 4, "ab": 5, "bĠ": 6}
+MERGES = [("Ġ", "a"), ("a", "b")]
+PLAIN = Sampling(max_tokens=LONGEST)
+CUT = Sampling(max_tokens=LONGEST, temperature=1.3, top_k=3, top_p=0.9)
+PROMPT, READ = (2, 1), (5, 2)
+
+
+def toy(vocabulary: Mapping[str, int], merges: Sequence[tuple[str, str]] = ()) -> PreTrainedTokenizerFast:
+    bpe = Tokenizer(models.BPE(vocab=dict(vocabulary), merges=list(merges)))
+    split = pre_tokenizers.Split(Regex(WORD_SPLIT), behavior="isolated")
+    to_bytes = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    bpe.pre_tokenizer = pre_tokenizers.Sequence([split, to_bytes])
+    bpe.decoder = decoders.ByteLevel()
+    return PreTrainedTokenizerFast(tokenizer_object=bpe, eos_token="<eos>")
+
+
+@cache
+def tokenizers() -> tuple[PreTrainedTokenizerFast, PreTrainedTokenizerFast]:
+    return toy(OTHER, MERGES), toy(ONE)
+
+
+@cache
+def untouched() -> tuple[PreTrainedModel, PreTrainedModel]:
+    return small_qwen3(143, vocabulary=len(OTHER)).double(), qwen3(43, vocabulary=len(ONE)).double()
+
+
+@cache
+def engine(max_rows: int = 4000) -> TorchEngine:
+    junior, senior = (prepared(copy.deepcopy(model).float()) for model in untouched())
+    return TorchEngine(senior, junior, tokenizers()[1], junior_tokenizer=tokenizers()[0], max_rows=max_rows)
+
+
+@cache
+def strategy() -> Strategy:
+    return before_text_word(P, text_tables(tokenizers()[1]))
+
+
+def request(sampling: Sampling, count: int = COUNT) -> Request:
+    return Request(PROMPT, tuple(range(count)), sampling, strategy(), junior_prompt=READ)
+
+
+@cache
+def written(sampling: Sampling) -> list[Completion]:
+    return flat(engine().generate([request(sampling)]))
+
+
+# ------------------------------------------------------------------------------------------- all ways, step by step
+
+
+class Way(dict[str, Any]):
+    """A text in the making: its probability, ``text``, the tokens of both as they read them, authors, the present one's
+    span of text and how many tokens it has, and whether the next token is the first after a handover."""
+
+    def but(self, factor: float, **changes: Any) -> "Way":
+        return Way(self | changes | {"p": self["p"] * factor})
+
+
+def pieces(author: int) -> list[str]:
+    return [surface.replace("Ġ", " ") for surface in (OTHER, ONE)[author]]
+
+
+def joins(piece: str) -> bool:
+    return any(c == " " and not before.isspace() for before, c in pairwise(piece))
+
+
+@cache
+def distribution(sampling: Sampling, author: int, own: tuple[int, ...], opening: bool) -> np.ndarray:
+    """What an author draws from: no token inside of which a word begins; at first, only those that begin one."""
+    prompt, surfaces = (READ, PROMPT)[author], pieces(author)
+    with torch.no_grad():
+        logits = untouched()[author](input_ids=torch.tensor([[*prompt, *own]]), use_cache=False).logits[0, -1].numpy()
+    barred = [joins(s) or (opening and not (s[0] == " " or i == EOS)) for i, s in enumerate(surfaces)]
+    return reference_distribution(np.where(barred, -np.inf, logits), sampling, prompt, own)
+
+
+def ways(sampling: Sampling, way: Way) -> Iterator[Way]:
+    author, own = way["author"], way["own"]
+    for token, likely in enumerate(distribution(sampling, author, own[author], way["opening"])):
+        if likely == 0:
+            continue
+        piece = pieces(author)[token]
+        spaced = way["text"][-1:].isspace()
+        if not way["text"] or not (token == EOS or piece[0] == " ") or spaced or way["opening"]:
+            yield from longer(sampling, way.but(likely), token, piece)
+            continue
+        yield from longer(sampling, way.but(likely * (P if author else 1 - P)), token, piece)
+        yield from handed(sampling, way.but(likely * (1 - P if author else P)))
+
+
+def longer(sampling: Sampling, way: Way, token: int, piece: str) -> Iterator[Way]:
+    author = way["author"]
+    mine = (*way["own"][author], token)
+    own = (way["own"][0], mine) if author else (mine, way["own"][1])
+    if token == EOS:
+        yield finished(way.but(1, own=own), "eos")
+        return
+    way = way.but(1, own=own, text=way["text"] + piece, span=way["span"] + piece, count=way["count"] + 1, opening=False)
+    if way["count"] == way["room"]:
+        yield finished(way, "length")
+    else:
+        yield from ways(sampling, way)
+
+
+def handed(sampling: Sampling, way: Way) -> Iterator[Way]:
+    """The other author goes on, after it has read the span. If the senior has no token left, the text ends."""
+    author = way["author"]
+    read = tuple(tokenizers()[1 - author].encode(way["span"]))
+    if author:
+        senior, own = (
+            way["senior"] + [(t, 1) for t in way["own"][1][-way["count"] :]],
+            (way["own"][0] + read, way["own"][1]),
+        )
+    else:
+        senior, own = way["senior"] + [(t, 0) for t in read], (way["own"][0], way["own"][1] + read)
+    way = way.but(1, senior=senior[:LONGEST], own=own, author=1 - author, span="", count=0, opening=True)
+    way["room"] = LONGEST - len(senior)
+    if way["room"] <= 0:
+        yield way.but(1, end="length")
+    else:
+        yield from ways(sampling, way)
+
+
+def finished(way: Way, end: str) -> Way:
+    tokens = way["own"][1][-way["count"] - (end == "eos") :] if way["author"] else tokenizers()[0].encode(way["span"])
+    if not way["author"]:
+        tokens = [*tokenizers()[1].encode(way["span"]), *[EOS] * (end == "eos")]
+    if len(way["senior"]) + len(tokens) > LONGEST:
+        end = "length"
+    return way.but(1, senior=(way["senior"] + [(t, way["author"]) for t in tokens])[:LONGEST], end=end)
+
+
+def all_ways(sampling: Sampling) -> Iterator[Way]:
+    for author, chance in ((1, P), (0, 1 - P)):
+        start = {"text": "", "own": ((), ()), "senior": [], "span": "", "count": 0, "room": LONGEST, "opening": False}
+        yield from ways(sampling, Way(start | {"p": chance, "author": author}))
+
+
+@pytest.mark.parametrize("sampling", [PLAIN, CUT], ids=["plain", "cut"])
+def test_texts_and_their_authors_come_about_as_often_as_they_should(sampling: Sampling) -> None:
+    wanted: dict[tuple, float] = defaultdict(float)
+    for way in all_ways(sampling):
+        tokens, authors = zip(*way["senior"], strict=True)
+        wanted[tokens, authors, way["end"]] += way["p"]
+    assert sum(wanted.values()) == pytest.approx(1.0)
+    check_authors(written(sampling), strategy())
+    seen = Counter((tuple(c.tokens.tolist()), tuple(c.author.tolist()), c.stop_reason) for c in written(sampling))
+    assert seen.keys() <= wanted.keys()
+    assert sum(len(set(authors)) == 2 for _, authors, _ in seen.elements()) > COUNT / 6
+    assert not any(ONE["aĠb"] in tokens for tokens, *_ in seen)
+    both = np.array([seen[each] for each in wanted]), np.array([*wanted.values()])
+    statistic, bound = chi_square_bound(*both)
+    assert statistic < bound
+
+
+def rollout(c: Completion) -> Rollout:
+    none, context = np.zeros(len(PROMPT)), np.full(len(PROMPT), Author.CONTEXT)
+    assert c.handover_logprobs is not None
+    channels = ((PROMPT, c.tokens), (context, c.author), (none, c.behaviour_logprobs), (none, c.handover_logprobs))
+    tokens, author, logprobs, told = (np.concatenate(pair) for pair in channels)
+    return Rollout("", 0, 0, 0, tokens, author, logprobs, 0.0, handover_logprobs=told)
+
+
+def test_engine_and_trainer_agree_on_the_senior_s_log_probs() -> None:
+    for sampling in (PLAIN, CUT):
+        rollouts = [rollout(c) for c in written(sampling)]
+        batch = pack(rollouts)
+        assert batch.word_ends is not None
+        assert len(batch.word_ends.places) > 200
+        cut = Truncation(sampling.top_k, sampling.top_p, sampling.min_p) if sampling.truncated else None
+        tables = {"starts": strategy().starts, "removed": strategy().removed}
+        options = ForwardOptions(temperature=sampling.temperature, truncation=cut, **tables)
+        senior = engine().senior
+        with torch.no_grad():
+            scores = token_scores(senior, batch, select=batch.author >= 0, options=options)
+            unmasked = token_scores(senior, batch, select=batch.author >= 0, options=options._replace(removed=None))
+        mine = batch.author == Author.SENIOR
+        assert scores.differences(batch, mine).abs().max() < 1e-5
+        assert unmasked.differences(batch, mine).abs().max() > 1e-2
+
+
+# ------------------------------------------------------------------------------------------------------ longer texts
+
+
+class Spy:
+    """A partner that keeps what was asked and told."""
+
+    def __init__(self, partner: Any, kept: dict[int, list[tuple[bytes, bytes]]]) -> None:
+        self.partner, self.kept, self.asked = partner, kept, dict[int, bytes]()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.partner, name)
+
+    def ask(self, asks: Any) -> None:
+        self.asked |= {each.number: each.text for each in asks}
+        self.partner.ask(asks)
+
+    def spans(self, *, wait: bool) -> Any:
+        spans = self.partner.spans(wait=wait)
+        for span in spans:
+            self.kept.setdefault(span.number, []).append((self.asked[span.number], span.text))
+        return spans
+
+
+def test_a_text_is_what_both_wrote_and_does_not_depend_on_the_batch(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = request(Sampling(max_tokens=24), 200)
+    kept: dict[int, list[tuple[bytes, bytes]]] = {}
+    made = engine()._make_partner
+    assert made is not None
+    monkeypatch.setattr(engine(), "_make_partner", lambda *given: Spy(made(*given), kept))
+    completions = flat(engine().generate([asked]))
+    check_authors(completions, strategy())
+    own = tokenizers()[1]
+    for number, completion in enumerate(completions):
+        assert completion.stop_reason in ("eos", "length")
+        text = own.decode(completion.tokens, skip_special_tokens=True).encode()
+        for before, span in kept.get(number, []):
+            whole = before + span
+            assert text.startswith(whole) or (completion.stop_reason == "length" and whole.startswith(text))
+    switched = [c for c in completions if len(set(c.author.tolist())) == 2]
+    assert len(switched) > 15
+    narrow = TorchEngine(engine().senior, engine().junior, own, junior_tokenizer=tokenizers()[0], max_rows=3)
+    few = dataclasses.replace(asked, keys=asked.keys[:24])
+    again = flat(narrow.generate([few, dataclasses.replace(asked, strategy=solo("senior"), keys=(99,))]))
+    assert [c.tokens.tolist() for c in completions[:24]] == [c.tokens.tolist() for c in again[:-1]]
+    assert [c.author.tolist() for c in completions[:24]] == [c.author.tolist() for c in again[:-1]]
+    passes = narrow.passes
+    assert passes.tokens == sum(len(c.tokens) for c in again)
+    assert 0 < passes.junior < passes.tokens
+
+
+def test_the_same_tokenizer_twice_gives_the_rollouts_of_one_vocabulary(tiny_pair: Path, record_property: Any) -> None:
+    senior, junior = (load_model(tiny_pair / name) for name in ("senior", "junior"))
+    known = load_tokenizer(tiny_pair / "senior")
+    prompts, _ = encode_prompts(load_rows(["synthetic:plain:train:24"]), known, max_prompt_tokens=128)
+    tables, sampling = text_tables(known), Sampling(max_tokens=60)
+
+    def completions(engine: TorchEngine, strategy: Strategy) -> list[Completion]:
+        found = [Request(p.tokens, (3, 4), sampling, strategy, junior_prompt=p.tokens) for p in prompts]
+        return flat(engine.generate(found))
+
+    together = completions(TorchEngine(senior, junior, known), before_word(0.5, boundaries.start_table(known)))
+    apart = completions(TorchEngine(senior, junior, known, junior_tokenizer=known), before_text_word(0.5, tables))
+    canonical = 0
+    for one, other in zip(together, apart, strict=True):
+        text = known.decode(one.tokens, skip_special_tokens=True)
+        spans = np.split(one.tokens, np.flatnonzero(np.diff(one.author)) + 1)
+        by_junior = [known.decode(span, skip_special_tokens=True) for span in spans[one.author[0] :: 2]]
+        whole = [known.encode(each) for each in by_junior] == [
+            [t for t in span.tolist() if t != known.eos_token_id] for span in spans[one.author[0] :: 2]
+        ]
+        if whole and "  " not in text and "\n " not in text and other.stop_reason != "untranslatable":
+            canonical += 1
+            assert one.tokens.tolist() == other.tokens.tolist()
+            assert one.author.tolist() == other.author.tolist()
+            assert one.stop_reason == other.stop_reason
+            assert one.handover_logprobs is not None
+            assert np.allclose(one.handover_logprobs, other.handover_logprobs, atol=1e-5)
+    record_property("canonical", canonical / len(together))
+    assert canonical > 0.6 * len(together)
+
+
+def test_what_cannot_be_expressed_ends_a_text_and_is_named() -> None:
+    known = tokenizer()  # with the bytes of é as two tokens, and a padding token
+    models = prepared(qwen3(5)), prepared(small_qwen3(6, vocabulary=len(OTHER)))
+    both = TorchEngine(*models, known, junior_tokenizer=tokenizers()[0])
+    rule = before_text_word(P, text_tables(known))
+    made = [Request((3,), tuple(range(80)), Sampling(max_tokens=20), rule, junior_prompt=READ)]
+    found = flat(both.generate(made))
+    lost = [c for c in found if c.stop_reason == "untranslatable"]
+    assert 5 < len(lost) < 75
+    check_authors(found, rule)
+    for completion in lost:
+        texts = [boundaries.token_bytes(known).get(token) for token in completion.tokens.tolist()]
+        written = b"".join(each for each in texts if each is not None)
+        assert completion.author[-1] == 1
+        assert None in texts or not set(written.decode(errors="replace")) <= set("ab ")
+
+
+def test_what_cannot_be_done_is_refused_by_name() -> None:
+    by_ids = before_word(P, boundaries.start_table(tokenizers()[1]))
+    one = TorchEngine(prepared(qwen3(5)), prepared(small_qwen3(6)), tokenizer())
+    for running, asked, reason in (
+        (engine(), {"strategy": by_ids}, r"two vocabularies, .* use selection\.strategy=before_word, or a junior of"),
+        (engine(), {"strategy": solo("junior")}, "two vocabularies"),
+        (engine(), {"junior_prompt": ()}, "set junior_prompt"),
+        (engine(), {"sampling": dataclasses.replace(PLAIN, stop=("a",))}, "leave out stop strings"),
+        (one, {"strategy": before_text_word(P, text_tables(tokenizer()))}, "this engine has one; use before_word"),
+    ):
+        with pytest.raises(EngineError, match=reason):
+            running.generate([dataclasses.replace(request(PLAIN, 1), **asked)])
+    assert one.generate([dataclasses.replace(request(PLAIN, 1), strategy=word(P, 3, torch.ones(VOCABULARY) > 0))])
+    assert engine().generate([dataclasses.replace(request(PLAIN, 1), strategy=solo("senior"))])
+    with pytest.raises(EngineError, match="cannot draft"):
+        TorchEngine(engine().senior, engine().junior, tokenizers()[1], junior_tokenizer=tokenizers()[0], draft_tokens=2)

@@ -1,0 +1,116 @@
+"""Runs with a junior that has a vocabulary of its own: what is trained, what stops them, what they refuse."""
+
+import math
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from runs import assert_same_run, config, evaluate_phase, evaluate_with, metrics, samples, weights
+from tandemrl.config import ConfigError
+from tandemrl.evals import EvalError
+from tandemrl.evals.files import read_samples
+from tandemrl.models.loading import load_tokenizer
+from tandemrl.selection.boundaries import token_bytes
+from tandemrl.selection.words import word_starts
+from tandemrl.training import loop
+from tandemrl.training.gates import TrainError
+from tandemrl.training.loop import train
+from tandemrl.training.preflight import Preflight
+
+KNOBS = ["selection.strategy=before_word", "train.save_every=1", "train.eval_every=3"]
+
+
+def test_a_run_trains_the_senior_and_resumes(
+    tiny_pair: Path, other_junior: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def settings(out: str) -> loop.Config:
+        more = [f"model.junior={other_junior}", "selection.max_untranslatable=1", *KNOBS]
+        return config(tiny_pair, tmp_path / out, *more)
+
+    out = train(settings("whole"), quiet=True)
+    steps, lines = metrics(out), samples(out)
+    assert len(steps) == 3
+    for step in steps:
+        assert all(math.isfinite(value) for value in step.values())
+        assert step["mismatch/mean_abs"] < 1e-5  # so the ratio is 1 before the update
+        assert step["ratio"] == pytest.approx(1.0, abs=1e-6)
+        assert step["tandem/handovers"] > 2
+        own = [line for line in lines if line["step"] == step["step"]]
+        lost = [line for line in own if line["stop_reason"] == "untranslatable"]
+        assert step["tandem/untranslatable"] == step["reward/unscored"] == len(lost) / len(own)
+        assert all(line["reward_parts"] == {"unscored": 1.0} for line in lost)
+    assert 0 < sum(line["stop_reason"] == "untranslatable" for line in lines) < len(lines) / 2
+    assert any(not torch.equal(weights(out, 1)[name], tensor) for name, tensor in weights(out, 3).items())
+    known = load_tokenizer(tiny_pair / "senior")
+    pieces = dict.fromkeys(known.all_special_ids, b"") | token_bytes(known)
+    for line in lines:
+        author, tokens = np.array(line["author"]), line["tokens"]
+        first = int((author < 0).sum())
+        text = b"".join(pieces[token] for token in tokens[first:])
+        ends = np.cumsum([0, *(len(pieces[token]) for token in tokens[first:])])
+        changed = np.flatnonzero(np.diff(author[first:])) + 1
+        assert {int(ends[i]) for i in changed} <= {*word_starts(text), len(text)}
+
+    step_of = loop.train_step
+
+    def dying(run: loop.Run, step: int, *others: object) -> object:
+        if step == 3:
+            raise RuntimeError("lost")
+        return step_of(run, step, *others)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(loop, "train_step", dying)
+    with pytest.raises(RuntimeError, match="lost"):
+        train(settings("parts"), quiet=True)
+    monkeypatch.undo()
+    assert_same_run(out, train(settings("parts"), quiet=True), 3)
+
+
+def test_too_many_untranslatable_rollouts_stop_a_run(tiny_pair: Path, other_junior: Path, tmp_path: Path) -> None:
+    settings = config(tiny_pair, tmp_path / "out", f"model.junior={other_junior}", "rollout.temperature=3", *KNOBS)
+    with pytest.raises(TrainError, match=r"of 16 rollouts are untranslatable, .*max_untranslatable=0\.01.*--junior J"):
+        train(settings, quiet=True)
+
+
+def test_what_needs_one_vocabulary_is_refused(tiny_pair: Path, other_junior: Path, tmp_path: Path) -> None:
+    def checked(*more: str) -> str:
+        settings = config(tiny_pair, tmp_path, f"model.junior={other_junior}", KNOBS[0], *more)
+        return Preflight(settings).vocabularies()
+
+    for more, refusal in {
+        "selection.strategy=word": r"selection\.strategy=word: must be before_word, since .* two vocabularies",
+        "loss.junior_kl_coef=0.1": r"loss\.junior_kl_coef=0\.1: must be 0, since",
+        "loss.junior_weight=0.5": r"loss\.junior_weight=0\.5: must be 0, since",
+        "rollout.environment=multihop": r"rollout\.environment=multihop: must be single, since",
+        "rollout.draft_tokens=2": r"rollout\.draft_tokens=2: must be 0",
+        "rollout.engine=vllm": r"rollout\.engine=vllm.* use rollout\.engine=torch",
+    }.items():
+        with pytest.raises(ConfigError, match=refusal):
+            checked(more)
+    assert "the junior has 290 of its own" in checked()
+    settings = config(tiny_pair, tmp_path, f"model.junior={other_junior}", KNOBS[0])
+    with pytest.raises(ConfigError, match=r"pass none, and use selection\.strategy=before_word"):
+        Preflight(settings, strategy=lambda step: None).vocabularies()  # type: ignore[arg-type,return-value]
+    alone = config(tiny_pair, tmp_path, f"model.junior={other_junior}", "selection.strategy=solo")
+    assert not Preflight(alone).prompts[0][0].junior  # the senior writes alone
+
+
+def test_tandem_is_evaluated_and_what_reads_tokens_is_refused(
+    tiny_pair: Path, other_junior: Path, tmp_path: Path
+) -> None:
+    both = {"data": ["synthetic:plain:heldout:6"], "model": tiny_pair / "senior", "junior": other_junior}
+    small = config(tiny_pair, tmp_path, "eval.samples=2", "eval.k=[1]", "selection.max_untranslatable=1")
+    found = evaluate_with(**both, out=tmp_path / "all", eval=small.eval, selection=small.selection)
+    assert set(found) == {"pass-at-k", "tandem"}
+    macro = found["tandem"]["metrics"]["macro"]
+    assert 0.2 < macro["senior_share"] < 0.8
+    assert macro["rounds"] > 3
+    lost = [s for s in read_samples(tmp_path / "all" / "tandem.samples.jsonl") if s.stop_reason == "untranslatable"]
+    assert macro["untranslatable"] == len(lost)
+    assert macro["unscored"] == 0
+    assert not any(s.correct or s.score is not None for s in lost)
+    assert found["tandem"]["config"]["strategy"] == small.selection.strategy
+    for phase in ("handoff", "legibility", "drift"):
+        with pytest.raises(EvalError, match=rf"phase {phase} needs one vocabulary, .*; use tandem, or a junior of"):
+            evaluate_phase(phase, **both, out=tmp_path / phase, eval=small.eval)
