@@ -207,6 +207,7 @@ def _removed(source: Any, where: str) -> dict[str, str]:
 
 
 ELSEWHERE = {
+    "critic.optim.lr": "train.critic_lr",
     **dict.fromkeys(("learning_rate", "optim.lr"), "train.lr"),
     **dict.fromkeys(("max_steps", "total_training_steps"), "train.steps"),
     **dict.fromkeys(("num_generations", "rollout.n", "rollouts_per_example"), "rollout.group_size"),
@@ -236,13 +237,15 @@ ELSEWHERE = {
 """Keys of TRL, verl and prime-rl, without verl's sections, and ours: those of `docs/howto/coming_from.md`."""
 
 
-def _elsewhere(key: str, value: Any) -> str:
-    """The key that an unknown one probably stands for: that of another library, or one of another section; or none."""
+def _of_others(typed: str) -> str:
+    """The key that one of another library stands for, or none."""
+    return next((ours for theirs, ours in ELSEWHERE.items() if f".{typed}".endswith(f".{theirs}")), "")
+
+
+def _elsewhere(typed: str) -> str:
+    """The key of another section that an unknown one probably stands for, or none."""
     from omegaconf import OmegaConf
 
-    typed = next(iter(flatten({key: value})), key)
-    if found := next((ours for theirs, ours in ELSEWHERE.items() if f".{typed}".endswith(f".{theirs}")), ""):
-        return found
     ours = flatten(OmegaConf.to_container(OmegaConf.structured(Config)))  # type: ignore[arg-type]  # a mapping
     same = [dotted for dotted in ours if dotted.rpartition(".")[2] == typed.rpartition(".")[2]]
     return same[0] if len(same) == 1 else ""
@@ -254,10 +257,11 @@ def _refuse_unknown(tree: Any, schema: type, where: str, prefix: str = "") -> No
     for key, value in (tree or {}).items():
         dotted = f"{prefix}{key}"
         if key not in known:
-            close = difflib.get_close_matches(str(key), known, n=1)
-            meant = f"{prefix}{close[0]}" if close else ""
-            if not meant or isinstance(value, Mapping):  # of a section, the keys in it say more than its name
-                meant = _elsewhere(str(key), value) or meant
+            typed = next(iter(flatten({dotted: value})), dotted)
+            close = [f"{prefix}{name}" for name in difflib.get_close_matches(str(key), known, n=1)]
+            if isinstance(value, Mapping):  # of a section, the keys in it say more than its name
+                close.insert(0, _elsewhere(typed))
+            meant = next(filter(None, (_of_others(typed), *close, _elsewhere(typed))), "")
             hint = f" Did you mean {meant}?" if meant else ""
             raise ConfigError(f"{where}: unknown key {dotted!r}.{hint} Allowed here: {', '.join(sorted(known))}")
         inner = known[key].type

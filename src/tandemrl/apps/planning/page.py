@@ -23,7 +23,7 @@ def described_fleet(config: Config, found: Sequence[Fleet], times: Sequence[Time
     """What a run with rollout workers came to, as lines of text: at best and at worst, or by the times of a run."""
     best, worst = found[0], found[-1]
     workers, units, ahead = config.rollout.workers, units_of(config), config.train.async_steps
-    balance = sorted({max(1, math.ceil(units * each.unit / each.update)) for each in times})
+    enough = [_enough_workers(each, units, ahead) for each in times]
     ages = ", ".join(f"{age} ({share:.0%})" for age, share in best.staleness.items())
     pace = _range(best.steps_per_hour, worst.steps_per_hour, ",.3g")
     idle = [_range(getattr(best, who), getattr(worst, who), ".0%") for who in ("idle_trainer", "idle_workers")]
@@ -34,9 +34,22 @@ def described_fleet(config: Config, found: Sequence[Fleet], times: Sequence[Time
         f"steps ahead ({STEPS} steps simulated; {source})",
         f"  {pace} steps/h; the trainer waits {idle[0]} of its time, workers have nothing to do {idle[1]}",
         f"  staleness of the rollouts: {ages}",
-        f"  {_range(balance[0], balance[-1], ',')} workers would generate as fast as the trainer learns",
+        f"  {_range(min(enough), max(enough), ',')} workers would generate as fast as the trainer learns"
+        if max(enough) < math.inf
+        else "  no number of workers generates as fast as the trainer learns; a greater train.async_steps or smaller "
+        "units (rollout.units) would keep more of them busy",
     )
     return "\n".join(lines)
+
+
+def _enough_workers(times: Times, units: int, ahead: int) -> float:
+    """How many workers generate a step's units, and load its weights, while the trainer updates.
+
+    Infinity if there are none: only the units of ``ahead`` steps are in flight, so more workers have nothing to do.
+    """
+    left = times.update - times.load
+    needed = max(1, math.ceil(units * times.unit / left)) if left > 0 else math.inf
+    return needed if needed <= units * ahead else math.inf
 
 
 def _range(low: float, high: float, shown: str) -> str:
