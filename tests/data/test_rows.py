@@ -248,9 +248,9 @@ def test_prompts_are_templated_and_overlong_ones_dropped():
 
 def test_suffix_goes_to_the_last_user_message_only():
     turns = row(("user", "one"), ("assistant", "two"), ("user", "one"), ("system", "two"))
-    ((_, tokens),), _ = encode_prompts([turns], tokenizer(), max_prompt_tokens=99, suffix="box it")
+    ((_, tokens, _),), _ = encode_prompts([turns], tokenizer(), max_prompt_tokens=99, suffix="box it")
     assert tokens == (1, 4, 5, 2, 4, 6, 1, 4, 5, 7, 8, 3, 4, 6, 2)
-    ((_, spaced),), _ = encode_prompts([turns], tokenizer(), max_prompt_tokens=99, suffix="\nbox it")
+    ((_, spaced, _),), _ = encode_prompts([turns], tokenizer(), max_prompt_tokens=99, suffix="\nbox it")
     assert spaced == tokens
     assert turns.messages[2]["content"] == "one"  # the row itself is untouched
 

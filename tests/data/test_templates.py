@@ -25,7 +25,7 @@ def words(template: Any = THINKING) -> PreTrainedTokenizerFast:
 def prompt(chat: PreTrainedTokenizerFast, *overrides: str, tools: Any = ()) -> list[int]:
     arguments = load(overrides=list(overrides)).data.template_arguments
     asked = Row("r", ({"role": "user", "content": "a"},), "math500", "1", {})
-    ((_, tokens),), _ = encode_prompts([asked], chat, max_prompt_tokens=9, tools=tools, template_arguments=arguments)
+    ((_, tokens, _),), _ = encode_prompts([asked], chat, max_prompt_tokens=9, tools=tools, template_arguments=arguments)
     return list(tokens)
 
 

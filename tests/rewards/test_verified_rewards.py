@@ -29,7 +29,7 @@ def taught(pair: Path, out: Path, answers: Mapping[str, Sequence[str]], rows: Se
     rng = random.Random(0)
     for _ in range(steps):
         batch = []
-        for row, tokens in rng.choices(prompts, k=4):
+        for row, tokens, _ in rng.choices(prompts, k=4):
             answer = tokenizer.encode(rng.choice(answers[row.example_id]), add_special_tokens=False)
             batch.append((list(tokens), [*answer, tokenizer.eos_token_id]))
         width = max(len(prompt) + len(answer) for prompt, answer in batch)

@@ -103,7 +103,7 @@ def test_a_missing_or_short_channel_is_refused(good, name):
 
 @pytest.mark.parametrize("value", [-1, 2])
 def test_unknown_authors_are_refused(good, value):
-    with pytest.raises(EngineError, match=r"authors must be 0 \(junior\) or 1 \(senior\)"):
+    with pytest.raises(EngineError, match=r"authors must be 0 \(junior\), 1 \(senior\) or -1"):
         check_completion(altered(good, "author", 3, value))
 
 

@@ -1,5 +1,6 @@
 """What a run needs: everything that can be wrong is found before a weight is loaded, by `train` and by --dry-run."""
 
+import importlib.util
 import json
 import os
 import shutil
@@ -143,8 +144,6 @@ def broken(what: str, models: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPa
     if what == "space":
         monkeypatch.setattr(shutil, "disk_usage", lambda place: Disk(10**6, 10**6, 1000))
     if what in ("packages", "hub", "words"):
-        import importlib.util
-
         missing = {"packages": "peft", "hub": "datasets", "words": "bm25s"}[what]
         find = importlib.util.find_spec
         monkeypatch.setattr(importlib.util, "find_spec", lambda name, *p: None if name == missing else find(name, *p))
@@ -298,6 +297,8 @@ def test_a_dry_run_downloads_nothing(arguments: list[str], monkeypatch: pytest.M
         raise AssertionError("a request was sent")
 
     monkeypatch.setattr(httpx.Client, "send", no_network)
+    find = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *p: find("json" if name == "datasets" else name, *p))
     result = dry_run(*arguments, "model.senior=nobody/has-this", "data.eval=hf:nobody/has-this:main:train")
     assert result.exit_code == 0, result.output
     unchecked = [line.split()[2] for line in result.stdout.splitlines() if line.startswith("not checked")]

@@ -156,9 +156,10 @@ class Session:
     @cached_property
     def junior_tokenizer(self) -> PreTrainedTokenizerBase | None:
         """The tokenizer of a junior that has a vocabulary of its own; None if the models have one."""
-        found = None if self.junior is None else load_tokenizer(self.junior)
-        apart = found is not None and (self.endpoint is not None or differing_entries(self.tokenizer, found))
-        return found if apart else None
+        if self.junior is None or (self.endpoint is None and _same_tokenizer_file(self.model, self.junior)):
+            return None
+        found = load_tokenizer(self.junior)
+        return found if self.endpoint is not None or differing_entries(self.tokenizer, found) else None
 
     @cached_property
     def refused(self) -> dict[Phase, str]:
@@ -279,3 +280,9 @@ class Session:
         if self._engine is not None:
             engine, self._engine = self._engine, None
             engine.close()
+
+
+def _same_tokenizer_file(*models: str) -> bool:
+    """Whether these are folders with equal ``tokenizer.json``. They have one vocabulary, and nothing is loaded."""
+    files = [Path(model) / "tokenizer.json" for model in models]
+    return all(file.is_file() for file in files) and len({file.read_bytes() for file in files}) == 1

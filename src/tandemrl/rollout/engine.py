@@ -386,7 +386,7 @@ def check_completion(completion: Completion) -> None:
             )
     known = (0, 1) if completion.transcript is None else (-1, 0, 1)
     if length and not np.isin(completion.author, known).all():
-        raise EngineError(f"completion {completion.key}: authors must be 0 or 1, or -1 between turns of an episode")
+        raise EngineError(f"completion {completion.key}: authors must be 0 (junior), 1 (senior) or -1 (between turns)")
     if completion.behaviour_logprobs[completion.author < 0].any():
         raise EngineError(f"completion {completion.key}: the observation has a log-prob other than 0")
     if not np.isfinite(completion.behaviour_logprobs).all():

@@ -97,7 +97,6 @@ def test_the_command_plans_workers_by_data_sheets_and_by_a_run(tmp_path: Path) -
     assert "measured times" in output
     assert "staleness of the rollouts: 2 (100%)" in output
     assert "3 workers would generate as fast as the trainer learns" in output  # 2 units of 3 s, 2 s
-    assert "a run has one trainer process with them so far" in planned("--ranks", "2", "--workers", "2").output
     refused = planned("--workers", "2")
     assert refused.exit_code == 2
     assert "--workers needs --ranks" in refused.output
@@ -109,4 +108,5 @@ def test_a_thousand_processes_and_ten_thousand_workers_take_less_than_a_minute()
     arguments = ["train.prompts_per_step=40000", "train.async_steps=2", "--ranks", "1024", "--workers", "10000"]
     output = CliRunner().invoke(app, ["train", "--config", "deepscaler_grpo", "--dry-run", *arguments]).output
     assert "fleet: 10,000 workers, 10,000 units" in output
+    assert "a run has one trainer process with them so far" in output
     assert time.process_time() - begun < 60
